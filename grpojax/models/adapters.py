@@ -35,20 +35,10 @@ def from_apply(
 ) -> LM:
   """Builds an LM from a function that runs a causal model over whole rows.
 
-  A model that needs more than ids, or other arguments, comes in by a lambda:
-
-      from_apply(
-        lambda params, ids, positions, mask: module.apply(
-          {"params": params}, ids, attention_mask=mask, deterministic=True
-        ),
-        init=lambda key: module.init(key, example_ids)["params"],
-      )
-
   Args:
     apply: `(params, ids [N, S], positions [N, S], mask [N, S]) -> logits
       [N, S, V]`. It must be causal along S and may ignore positions and mask
-      (positions count 0, 1, ... unless the caller of `extend` gives others;
-      mask is True on real tokens, a leading run of each row).
+      (True on real tokens, a leading run of each row).
     init: `(key) -> params`, any pytree of arrays.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`, for an `apply` that
       returns hidden states [N, S, D] instead of logits; with a large vocabulary
@@ -124,22 +114,20 @@ def from_linen(
       lm = from_linen(Transformer(vocab_size=256), positions="position_ids")
 
   Args:
-    module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`.
-      It is applied without random keys, so dropout must be off.
+    module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`
+      without random keys, so dropout must be off. Its "params" collection are
+      the parameters.
     positions: name of the argument that takes positions [N, S], if any.
     mask: name of the argument that takes a mask [N, S], True on real tokens.
-
-  Returns:
-    An LM whose parameters are the module's "params" collection.
 
   Raises:
     ValueError: (from `init`) the module has other collections than "params".
   """
-  names = (positions, mask)
+  keywords = _keywords(positions, mask)
 
   def init(key: Key[Array, ""]) -> Params:
     ids = jnp.zeros((1, 1), jnp.int32)
-    arguments = _keywords(names, ids, jnp.ones((1, 1), bool))
+    arguments = keywords(ids, jnp.ones((1, 1), bool))
     variables = dict(module.init(key, ids, **arguments))
     params = variables.pop("params", {})
     if variables:
@@ -151,7 +139,7 @@ def from_linen(
     return params
 
   def apply(params, ids, positions, mask):
-    arguments = _keywords(names, positions, mask)
+    arguments = keywords(positions, mask)
     return module.apply({"params": params}, ids, **arguments)
 
   return from_apply(apply, init)
@@ -169,8 +157,8 @@ def from_nnx(
     module_or_factory: `(rngs) -> module`, or a module, which is not modified: a
       causal model, called as `module(ids [N, S]) -> logits [N, S, V]`, always
       in evaluation mode (`module.eval()`).
-    positions: name of the argument that takes positions [N, S], if any.
-    mask: name of the argument that takes a mask [N, S], True on real tokens.
+    positions: as in `from_linen`.
+    mask: as in `from_linen`.
 
   Returns:
     An LM whose parameters are a nested dict of the module's `nnx.Param`s; other
@@ -179,7 +167,7 @@ def from_nnx(
   """
   from flax import nnx  # Here, for it can fail to import beside a newer jax.
 
-  names = (positions, mask)
+  keywords = _keywords(positions, mask)
 
   def split(module: Any) -> tuple[Any, Any, Any]:
     return nnx.split(module, nnx.Param, ...)
@@ -204,7 +192,7 @@ def from_nnx(
     nnx.replace_by_pure_dict(state, params)
     module = nnx.merge(graphdef, state, rest)
     module.eval()
-    return module(ids, **_keywords(names, positions, mask))
+    return module(ids, **keywords(positions, mask))
 
   return from_apply(apply, init)
 
@@ -217,8 +205,7 @@ def _rows(
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
   """Lays each prompt and completion out in one row: ids, positions, mask.
 
-  The completion starts in the slot after its prompt's last real token; the
-  first `filled` of its tokens are real.
+  The first `filled` tokens of a completion are real.
   """
   batch, group_size, size = ids.shape
   slots = jnp.arange(prefix.state.shape[1] + size)
@@ -247,8 +234,8 @@ def _take(
   return jnp.take_along_axis(hidden, slots[:, :, None], axis=1)
 
 
-def _keywords(
-  names: tuple[str | None, str | None], *values: Array
-) -> dict[str, Array]:
-  """Returns keyword arguments for those of `names` that are not None."""
-  return {name: v for name, v in zip(names, values, strict=True) if name}
+def _keywords(*names: str | None) -> Callable[..., dict[str, Array]]:
+  """Returns a function of values: keyword arguments of the names given."""
+  return lambda *values: {
+    name: x for name, x in zip(names, values, strict=True) if name
+  }

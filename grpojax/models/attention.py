@@ -27,11 +27,8 @@ def rms_norm(
 ) -> Float[Array, "*tokens D"]:
   """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
 
-  The caller rounds the result, where it does (transformers rounds before the
-  scale already, but for gemma). So the scale's gradient, a sum over all tokens,
-  is a float32 sum.
-
-  With `offset` the scale is 1 + `scale` (gemma).
+  With `offset` the scale is 1 + `scale` (gemma). It is not rounded here, so
+  that the scale's gradient, a sum over all tokens, is a float32 sum.
   """
 
   # Recomputed in the backward pass, so that no float32 copies of x are kept.
@@ -64,27 +61,6 @@ def _rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
   return x.astype(dtype)
 
 
-def _exponentials(
-  logits: list[Float[Array, "*queries _"]],
-) -> tuple[
-  list[Float[Array, "*queries _"]],
-  Float[Array, "*queries 1"],
-  Float[Array, "*queries 1"],
-]:
-  """Returns the weights of one softmax over all keys, their sum, log-sum-exp.
-
-  The largest logit is subtracted before exp, which then cannot overflow. It
-  cancels out of all results, so no gradient flows through it. A query that
-  sees no key gets uniform weights and a log-sum-exp near `_NEGATIVE`: finite,
-  and its share of a mixture is exactly 0.
-  """
-  tops = [jnp.max(part, axis=-1, keepdims=True) for part in logits]
-  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
-  weights = [jnp.exp(part - top) for part in logits]
-  total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
-  return weights, total, top + jnp.log(total)
-
-
 class _Keys(NamedTuple):
   """A part of the keys that a query attends to.
 
@@ -111,7 +87,9 @@ def _attend(
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
   Weights are rounded to q's dtype, so they depend on what they are a softmax
-  over: not on how its keys are held in parts. `axes` is the order of q's.
+  over: not on how its keys are held in parts. `axes` is the order of q's. A
+  query that sees no key gets uniform weights and a log-sum-exp near
+  `_NEGATIVE`: finite, and its share of a mixture is exactly 0.
   """
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
@@ -121,21 +99,26 @@ def _attend(
     logits = cpu.float32_einsum(product, q, part.keys)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
-  weights, total, lse = _exponentials([logits_of(part) for part in parts])
+  logits = [logits_of(part) for part in parts]
+  # The largest logit cancels out of all results: no gradient flows through it.
+  tops = [jnp.max(x, axis=-1, keepdims=True) for x in logits]
+  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
+  weights = [jnp.exp(x - top) for x in logits]
+  total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
+  lse = top + jnp.log(total)
   # In float32 the output is divided, not the weights: without a sum over keys
   # in the backward pass. In 16 bits that sum is of rounded gradients, whose
   # errors it cancels: what keys or values have in common adds none.
   if q.dtype != jnp.float32:
     weights, total = [w / total for w in weights], 1.0
-  outs = (
-    cpu.float32_einsum(
-      f"{logits_axes},{part.axes[1]}->{axes}",
-      _rounded(w, q.dtype),
-      part.values,
-    )
-    for w, part in zip(weights, parts, strict=True)
-  )
-  return _rounded(functools.reduce(jnp.add, outs) / total, q.dtype), lse
+
+  def out_of(weights, part):
+    product = f"{logits_axes},{part.axes[1]}->{axes}"
+    weights = _rounded(weights, q.dtype)
+    return cpu.float32_einsum(product, weights, part.values)
+
+  out = functools.reduce(jnp.add, map(out_of, weights, parts))
+  return _rounded(out / total, q.dtype), lse
 
 
 def _attend_prompt(q, prompt, mask, scale, cap, unit=""):
@@ -162,12 +145,10 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit=""):
 def _merge(row, prompt):
   """Merges attention over two sets of keys, each an output and a log-sum-exp.
 
-  softmax over the union of two key sets equals the two separate softmaxes mixed
-  by the sigmoid of the difference of their log-sum-exps.
+  The softmax over both is the two softmaxes, mixed by the share of the mass
+  that lies on the prompt's keys.
   """
   (out, lse), (prompt_out, prompt_lse) = row, prompt
-  # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
-  # softmax's mass that lies on the prompt's keys.
   share = jax.nn.sigmoid(prompt_lse - lse)
   return out + share * (prompt_out - out)
 
@@ -188,18 +169,15 @@ def two_part_attention(
   copied to the samples of a group.
 
   Args:
-    q: queries [B, G, K, R, S, E].
-    row: keys and values of the queries' own rows, each [B, G, K, C, E].
+    q: queries.
+    row: keys and values of the queries' own rows.
     row_mask: broadcastable to [B, G, K, R, S, C]; at least one True for each
       query.
-    prompt: keys and values, each [B, K, P, E], or None for no prompt part.
-    prompt_mask: [B, P], True on real prompt tokens, or [B, G, S, P] where each
-      query sees other ones; a query without any True takes nothing from there.
+    prompt: keys and values of prompts, or None.
+    prompt_mask: True on real prompt tokens, or on those that each query sees; a
+      query without any True takes nothing from there.
     scale: factor of the logits; default 1 / sqrt(E).
     cap: soft cap of the logits, before they are masked.
-
-  Returns:
-    Attention output [B, G, K, R, S, E].
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   shape, unit = q.shape, cpu.unit_axes(q.shape[:4], _QUERY_AXES[:4])
@@ -220,34 +198,27 @@ def cached_attention(
   row: cache.KeysValues,
   slots: tuple[cache.Slots, ...],
   prompt: tuple[PromptArray, PromptArray] | None,
-  masks: Any,
+  row_mask: Bool[Array, "..."],
+  slot_mask: Bool[Array, "..."],
+  prompt_mask: Bool[Array, "..."] | None,
   *,
   scale: float | None = None,
   cap: float | None = None,
 ) -> Float[Array, "B G K R S E"]:
   """Attends as `two_part_attention` does, and to earlier tokens in a cache.
 
-  The cache is only read: the new tokens' keys are apart from it, so that a loop
-  over layers need not carry the cache. One softmax is taken over both.
-
-  Args:
-    q: queries of the new tokens.
-    row: keys and values of the new tokens, C = S.
-    slots: keys and values in the cache, in its blocks.
-    prompt: as in `two_part_attention`, and so are `scale` and `cap`.
-    masks: `row`, `slots` and `prompt`, each of the keys of that name; a query
-      may see no slot.
-    scale: factor of the logits.
-    cap: their soft cap.
+  The cache is only read: the new tokens' keys (`row`, C = S) are apart from it,
+  so that a loop over layers need not carry the cache. One softmax is taken over
+  both. `slot_mask` has all slots on its last axis; a query may see none.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  of_slots = zip(slots, cache.split(masks.slots, slots), strict=True)
+  of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
   parts = [
     _Keys(x.keys, x.values, mask, cache.SLOT_AXES) for x, mask in of_slots
   ]
-  parts.append(_Keys(row.keys, row.values, masks.row, (cache.ROW_AXES,) * 2))
+  parts.append(_Keys(row.keys, row.values, row_mask, (cache.ROW_AXES,) * 2))
   of_row = _attend(q, parts, scale, cap)
   if prompt is None:
     return of_row[0]
-  of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)
+  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
   return _merge(of_row, of_prompt).astype(q.dtype)

@@ -33,27 +33,21 @@ SAVED = "saved"
 """Name of the values of a layer that "selective" rematerialisation saves."""
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
-"""True for a local layer: traced where the layers of a scan differ in it, and
-a Python value elsewhere, so that nothing is computed that is not used."""
+"""True for a local layer: traced where the layers of a scan differ in it."""
 
 
 class TokenContext(NamedTuple):
   """Positions and masks of tokens [B, G, S], which are the same in all layers.
-
-  The tokens attend to each other, to earlier tokens of their rows in the slots
-  of a cache, and to their prompt.
 
   Attributes:
     tables: rotary tables, for each of the configuration's `ropes`.
     mask: True where a token sees another, broadcastable to [B, G, K, R, S, S];
       None for whole rows that attend in blocks (`block_attention`).
     positions: places of the tokens in the whole sequence.
-    prompt_mask: True on real prompt tokens, or None where the tokens are the
-      prompt.
+    prompt_mask: True on real prompt tokens; None where the tokens are these.
     slot_mask: True on the slots that hold a token, or None without a cache.
     slot_positions: positions of the tokens in the slots, or None.
-    segments: numbers of the completions that share a row, as `LM.extend` takes
-      them; read where there is no mask.
+    segments: numbers of the completions that share a row, where `mask` is None.
     load_weights: times that each token counts in the routers' load; None where
       no loss asks for it.
   """
@@ -71,19 +65,14 @@ class TokenContext(NamedTuple):
 def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
-  """Returns x W + (x A) B + bias, of the adapter and bias that there are.
-
-  It is not rounded to x's dtype where there is a bias: the caller may do so.
-  """
+  """Returns x W + (x A) B + bias, of the adapter and bias that there are."""
   y = matmul(x, layer[name])
-  a, b = layer.get(f"{name}_lora_a"), layer.get(f"{name}_lora_b")
-  if a is not None:
-    y = y + matmul(matmul(x, a), b)
-  bias = layer.get(f"{name}_bias")
-  if bias is None:
-    return y
-  # Added in the bias's float32, and so is its gradient, a sum over all tokens.
-  return y + bias
+  if f"{name}_lora_a" in layer:
+    low_rank = matmul(x, layer[f"{name}_lora_a"])
+    y = y + matmul(low_rank, layer[f"{name}_lora_b"])
+  # Added in the bias's float32, and so is its gradient, a sum over all tokens;
+  # the caller may round.
+  return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
 class Heads(NamedTuple):
@@ -94,25 +83,13 @@ class Heads(NamedTuple):
   v: Float[Array, "B G S K E"]
 
 
-class Masks(NamedTuple):
-  """Masks of a layer, True where a token attends to a key.
-
-  Attributes:
-    row: keys of each other, broadcastable to [B, G, K, R, S, S].
-    slots: keys in the cache, broadcastable to [B, G, K, R, S, C], or None.
-    prompt: keys of the prompt, [B, P] or [B, G, S, P], or None.
-  """
-
-  row: Bool[Array, "..."]
-  slots: Bool[Array, "..."] | None
-  prompt: Bool[Array, "..."] | None
-
-
-def _masks(local: Local, window: int, context: TokenContext) -> Masks:
-  """Returns the context's masks, within the window in a local layer."""
-  masks = Masks(context.mask, context.slot_mask, context.prompt_mask)
+def _masks(
+  local: Local, window: int, context: TokenContext
+) -> tuple[Array, Array | None, Array | None]:
+  """Returns masks of row, slots and prompt, within a local layer's window."""
+  row, slots, prompt = context.mask, context.slot_mask, context.prompt_mask
   if local is False:
-    return masks
+    return row, slots, prompt
 
   def in_window(key_positions):  # [B, G, keys] -> [B, G, 1, 1, S, keys]
     distance = context.positions[..., None] - key_positions[..., None, :]
@@ -121,16 +98,15 @@ def _masks(local: Local, window: int, context: TokenContext) -> Masks:
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
-  row = masks.row & in_window(context.positions)
-  slots = prompt = None
-  if masks.slots is not None:
-    slots = masks.slots & in_window(context.slot_positions)
-  if masks.prompt is not None:
+  row = row & in_window(context.positions)
+  if slots is not None:
+    slots = slots & in_window(context.slot_positions)
+  if prompt is not None:
     # A prompt token's position is its slot: prompts are padded on the right.
-    slot = jnp.arange(masks.prompt.shape[-1])[None, None]
+    slot = jnp.arange(prompt.shape[-1])[None, None]
     near = in_window(slot)[:, :, 0, 0]
-    prompt = masks.prompt[:, None, None] & near
-  return Masks(row, slots, prompt)
+    prompt = prompt[:, None, None] & near
+  return row, slots, prompt
 
 
 def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
@@ -171,10 +147,9 @@ def attend(
   slots: tuple[Slots, ...] | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
-  """Attends in a layer, between its projections; arguments as `block` has them.
+  """Attends in a layer; returns the output and the tokens' keys and values.
 
-  Returns:
-    Attention output [B, G, S, H E], and the tokens' keys and values.
+  Arguments are those of `block`, and what its projections gave.
   """
   c = config
   q, k, v = heads
@@ -184,7 +159,7 @@ def attend(
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
   # Cached keys are rotated already, for their positions never change.
-  row = cache.constrain_row(cache.from_heads(k, v))
+  row = cache.from_heads(k, v)
   q, row = checkpoint_name((q, row), SAVED)
   scaling = dict(scale=c.attention_scale, cap=c.attention_cap)
   if context.mask is None:  # long rows
@@ -197,11 +172,10 @@ def attend(
   else:
     masks = _masks(local, c.window, context)
     if slots is None:  # whole rows
-      out = two_part_attention(
-        q, row, masks.row, prompt, masks.prompt, **scaling
-      )
+      row_mask, _, prompt_mask = masks
+      out = two_part_attention(q, row, row_mask, prompt, prompt_mask, **scaling)
     else:  # decoding
-      out = cached_attention(q, row, slots, prompt, masks, **scaling)
+      out = cached_attention(q, row, slots, prompt, *masks, **scaling)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   return out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1), row
 
@@ -235,8 +209,8 @@ def layer_of(
   lies between them is float32. Above all the hidden states: rounded to bfloat16
   in each layer, those of a token in rollout and in training drift apart.
 
-  `attention` is `(heads) -> (out, aux)`, as `attend`. Returns the new hidden
-  states, `aux` as it is, and the router's load, if there are `load_weights`.
+  Returns the new hidden states, what `attention` returned beside its output,
+  and the router's load, if there are `load_weights`.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -264,20 +238,11 @@ def block(
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
-  """Applies one decoder layer.
+  """Applies one decoder layer, with a window where it is `local`.
 
-  Args:
-    config: shape of the model.
-    x: hidden states, float32.
-    layer: the layer's parameters.
-    local: True for a layer with a window.
-    context: positions and masks of the tokens.
-    prompt: the prompt's keys and values in this layer, or None.
-    slots: the blocks of this layer's cache, or None.
-
-  Returns:
-    The new hidden states, the keys and values of the tokens, and the router's
-    load, if the context has weights for it.
+  `prompt` has the prompt's keys and values in this layer, and `slots` the
+  blocks of its cache. Returns the new hidden states, the keys and values of the
+  tokens, and the router's load, if the context has weights for it.
   """
   attention = functools.partial(attend, config, local, context, prompt, slots)
   table = rotary_table(local, context.tables)
@@ -295,8 +260,7 @@ def block_of_both(
 ]:
   """Applies one decoder layer to prompts and to their whole completions.
 
-  Prompts are rows of a group of one. x and `contexts` are pairs, of prompts and
-  of completions; the router's load is that of both.
+  Prompts are rows of a group of one; the router's load is that of both.
   """
   run = functools.partial(block, config)
   prompts, row, load = run(x[0], layer, local, contexts[0], None, None)

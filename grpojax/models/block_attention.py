@@ -1,10 +1,9 @@
 """Attention of long rows in blocks of queries and keys: training's memory.
 
 An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
-JAX: the logits of one block of queries and one of keys exist at a time, in the
-backward pass too. The mask of two blocks is computed where they meet, from
-positions and segments, and blocks in the future or beyond the window are left
-out:
+JAX: the logits of one block of queries and one of keys exist at a time. The
+mask of two blocks is computed where they meet, and blocks in the future or
+beyond the window are left out:
 
               keys 0  1  2  3
     queries 0      m  -  -  -      m: computed, with a mask
@@ -12,9 +11,9 @@ out:
             2      -  m  m  -      (2, 0) is beyond the window
             3      -  -  m  m
 
-The program does not grow with the length of the rows. The derivative is written
-forwards, as a sum over blocks that is linear in the tangents, so that it can be
-taken in either direction: transposed, it is the backward pass of that paper.
+The derivative is written forwards, as a sum over blocks that is linear in the
+tangents, so that it can be taken in either direction: transposed, it is the
+backward pass of that paper.
 """
 
 import functools
@@ -81,54 +80,38 @@ class _Settings(NamedTuple):
   block: int
 
 
-class _Queries(NamedTuple):
-  """Properties of a block of queries that its mask is made of."""
-
-  index: Int[Array, ""]
-  positions: Int[Array, "B G S"]
-  segments: Int[Array, "B G S"] | None
-  local: Any
-
-
-def _in_window(settings, queries: _Queries, key_positions) -> Array:
+def _in_window(settings, positions, local, key_positions) -> Array:
   """Returns True for keys [., ., C] in the window of queries: [B, G, S, C]."""
-  distance = queries.positions[..., None] - key_positions[..., None, :]
-  return (distance < settings.window) | ~jnp.asarray(queries.local)
+  distance = positions[..., None] - key_positions[..., None, :]
+  return (distance < settings.window) | ~jnp.asarray(local)
 
 
-def _row_mask(settings, queries: _Queries, keys) -> tuple[Array, Array]:
+def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
   """Returns the mask of a block of a row's keys, and False if it is empty."""
   index, positions, segments = keys
+  query_index, query_positions, query_segments, local = queries
   block = settings.block
-  apart = (queries.index - index) * block  # slots between their first tokens
+  apart = (query_index - index) * block  # slots between their first tokens
   slot = jnp.arange(block)
   mask, seen = apart + slot[:, None] >= slot, apart >= 0
   if segments is not None:
-    mask &= queries.segments[..., None] == segments[..., None, :]
+    mask &= query_segments[..., None] == segments[..., None, :]
   if settings.any_local:
-    mask &= _in_window(settings, queries, positions)
+    mask &= _in_window(settings, query_positions, local, positions)
     reached = apart - block + 1 < settings.window
-    seen &= reached | ~jnp.asarray(queries.local)
+    seen &= reached | ~jnp.asarray(local)
   return mask if mask.ndim == 2 else mask[:, :, None, None], seen
 
 
-def _prompt_mask(settings, queries: _Queries, keys) -> tuple[Array, None]:
+def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
   """Returns the mask of a block of prompt keys, whose positions are slots."""
   index, mask = keys
+  _, positions, _, local = queries
   mask = mask[:, None, None]
   if settings.any_local:
     slots = index * settings.block + jnp.arange(settings.block)
-    mask &= _in_window(settings, queries, slots[None, None])
+    mask &= _in_window(settings, positions, local, slots[None, None])
   return mask[:, :, None, None], None
-
-
-def _known_together(*trees):
-  """Returns the same arrays, none of which is known before all are, and a 0.
-
-  Differentiating an outer loop, over layers say, JAX computes before it what
-  does not change in it. That would be the masks of all blocks at once.
-  """
-  return jax.lax.optimization_barrier((*trees, jnp.zeros((), jnp.int32)))
 
 
 def _split(x: Array | None, axis: int, size: int) -> Array | None:
@@ -169,16 +152,17 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
 
 
 def _query_blocks(settings, q, visibility: Visibility):
-  """Returns blocks of queries to scan, and what their masks are made of."""
+  """Returns blocks of queries to scan, and what their masks are made of.
+
+  These are indices of blocks, positions, segments and `local`.
+  """
   split = functools.partial(_split, size=settings.block)
   blocks = split(q, 4)
   local = jnp.broadcast_to(jnp.asarray(visibility.local), len(blocks))
-  return blocks, _Queries(
-    index=jnp.arange(len(blocks)),
-    positions=split(visibility.positions, 2),
-    segments=split(visibility.segments, 2),
-    local=local,
-  )
+  index = jnp.arange(len(blocks))
+  positions = split(visibility.positions, 2)
+  segments = split(visibility.segments, 2)
+  return blocks, (index, positions, segments, local)
 
 
 def _products(axes: str):
@@ -204,10 +188,14 @@ def _laid_out(q):
 
 def _forward(settings, q, row, prompt, visibility):
   """Returns the output, and the logits' log-sum-exps [B, G, K, R, S]."""
-  q, row, prompt, known, start = _known_together(
-    q, row, prompt, visibility._replace(local=None)
+  # None of the arrays is known before all are. Differentiating an outer loop,
+  # over layers say, JAX would compute before it what does not change in it: the
+  # masks of all blocks at once.
+  local, start = visibility.local, jnp.zeros((), jnp.int32)
+  q, row, prompt, visibility, start = jax.lax.optimization_barrier(
+    (q, row, prompt, visibility._replace(local=None), start)
   )
-  visibility = known._replace(local=visibility.local)
+  visibility = visibility._replace(local=local)
   parts = _key_blocks(settings, row, prompt, visibility, start)
 
   def of_queries(_, block):
@@ -346,19 +334,11 @@ def block_attention(
   cap: float | None = None,
   block: int | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns `two_part_attention` of whole rows, causal and masked.
+  """Returns `two_part_attention` of whole rows (C = S), causal and masked.
 
   Memory is a few times B G H block^2 float32 besides arguments and result.
-
-  Args:
-    q: queries.
-    row: keys and values of the queries' own tokens, C = S.
-    prompt: keys and values of the prompt, or None.
-    visibility: arrays that the mask is made of.
-    window: tokens that a query of a local layer sees.
-    scale: factor of the logits; default 1 / sqrt(E).
-    cap: soft cap of the logits, before they are masked.
-    block: queries, and keys, of a block; by default as many as suit S.
+  `window` is the number of tokens that a query of a local layer sees, `block`
+  that of queries, and keys, of a block; by default as many as suit S.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

@@ -1,4 +1,4 @@
-"""The decode cache, and all that depends on the order of its axes.
+"""The decode cache: keys and values of completions so far, and of prompts.
 
 Each layer keeps the keys and values of the completions' tokens so far, one row
 of slots a sample, and those of the prompts, once for a whole group:
@@ -13,10 +13,6 @@ of slots a sample, and those of the prompts, once for a whole group:
 The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
-
-`ROW_AXES`, `SLOT_AXES` and `PROMPT_AXES` are the only places where that order
-is written down. Other modules ask this one for all that depends on it, and name
-axes by these letters (`attention`, in its einsums).
 """
 
 import itertools
@@ -31,13 +27,8 @@ from grpojax.core.mesh import constrain
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
-_NAMES = {
-  "b": "batch",
-  "g": "group",
-  "k": "kv_heads",
-}  # as `constrain` has them
-RowArray = Float[Array, " ".join(ROW_AXES.upper())]
-PromptArray = Float[Array, " ".join(PROMPT_AXES.upper())]
+RowArray = Float[Array, "B G K C E"]
+PromptArray = Float[Array, "B K P E"]
 
 
 class KeysValues(NamedTuple):
@@ -99,32 +90,29 @@ def create(
 
   `layers` has the number of layers of each stack.
   """
-  sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
-
-  def empty(axes, count):
-    return jnp.zeros((count, *(sizes[axis] for axis in axes)), dtype)
-
-  block = tuple(Slots(*(empty(axes, n) for axes in SLOT_AXES)) for n in layers)
-  return Cache(jnp.zeros((), jnp.int32), (_constrain(block),))
+  block = []
+  for count in layers:
+    shape = count, batch, group_size, kv_heads
+    keys = jnp.zeros((*shape, head_dim, capacity), dtype)
+    values = jnp.zeros((*shape, capacity, head_dim), dtype)
+    block.append(Slots(keys, values))
+  return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
 
 
 def _map(
   function: Callable[..., Array], *stacks: tuple[KeysValues | Slots, ...]
 ) -> Block:
-  """Maps `function(axes, *arrays)` over the keys and values of stacks."""
+  """Maps `function(axis of the slots, *arrays)` over keys, then values."""
   return tuple(
-    Slots(*map(function, SLOT_AXES, *of_stack))
+    Slots(*map(function, (5, 4), *of_stack))
     for of_stack in zip(*stacks, strict=True)
   )
 
 
-def _lay_out(x: Array, axes: str, *leading: None) -> Array:
-  """Lays an array out over the mesh by the letters of its axes."""
-  return constrain(x, *leading, *map(_NAMES.get, axes))
-
-
 def _constrain(block: Block) -> Block:
-  return _map(lambda axes, x: _lay_out(x, axes, None), block)
+  return jax.tree.map(
+    lambda x: constrain(x, None, "batch", "group", "kv_heads"), block
+  )
 
 
 def grow(cache: Cache, slots: int) -> Cache:
@@ -137,14 +125,14 @@ def grow(cache: Cache, slots: int) -> Cache:
   """
   block = cache.blocks[-1]
 
-  def pad(axes, x):
+  def pad(axis, x):
     widths = [(0, 0)] * x.ndim
-    widths[1 + axes.index("c")] = (0, slots)
+    widths[axis] = (0, slots)
     return jnp.pad(x, widths)
 
-  def empty(axes, x):
+  def empty(axis, x):
     shape = list(x.shape)
-    shape[1 + axes.index("c")] = slots
+    shape[axis] = slots
     return jnp.zeros(shape, x.dtype)
 
   if len(block) > 1:
@@ -166,17 +154,13 @@ def map_prompts(
 ) -> tuple[PromptKeysValues, ...]:
   """Maps a function of one layer's arrays [B, ...] over stacks of layers."""
   return jax.tree.map(
-    lambda x: _lay_out(jax.vmap(function)(x), PROMPT_AXES, None), stacks
+    lambda x: constrain(jax.vmap(function)(x), None, "batch", "kv_heads"),
+    stacks,
   )
 
 
-def constrain_row(row: KeysValues) -> KeysValues:
-  """Lays rows out over the mesh."""
-  return jax.tree.map(lambda x: _lay_out(x, ROW_AXES), row)
-
-
 def _size(slots: Slots) -> int:
-  return slots.values.shape[SLOT_AXES.values.index("c") - len(SLOT_AXES.values)]
+  return slots.values.shape[-2]
 
 
 def capacity(cache: Cache) -> int:
@@ -195,9 +179,11 @@ def split(
 def from_heads(
   keys: Float[Array, "B G S K E"], values: Float[Array, "B G S K E"]
 ) -> KeysValues:
-  """Returns keys and values of the projections in the cache's order."""
-  order = tuple("bgcke".index(axis) for axis in ROW_AXES)
-  return KeysValues(keys.transpose(order), values.transpose(order))
+  """Returns keys and values of the projections as a row."""
+  arrays = [x.transpose(0, 1, 3, 2, 4) for x in (keys, values)]
+  return KeysValues(
+    *(constrain(x, "batch", "group", "kv_heads") for x in arrays)
+  )
 
 
 def write(
@@ -209,7 +195,7 @@ def write(
 
   Args:
     cache: the block that is written to is the last.
-    tokens: keys and values of each stack, [layers, *ROW_AXES].
+    tokens: keys and values of each stack, [layers, B, G, K, S, E].
     last: the tokens' states after all layers, computed from all that reads the
       cache before: where it is NaN, 0 is written (a slot of the ring that is
       hidden from another sample must be finite). So a write comes after all
@@ -223,14 +209,12 @@ def write(
     slot = slot % _size(block[0])
   real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
 
-  def write_one(axes, slots, new):
-    order = [1 + ROW_AXES.index(axis) for axis in axes]
-    new = new.transpose(0, *order).astype(slots.dtype)
-    # The mask, with its axes in the slots' order and 1 for the others.
-    mask = real.transpose(["bgc".index(axis) for axis in axes if axis in "bgc"])
-    absent = [i for i, axis in enumerate(axes) if axis not in "bgc"]
-    new = jnp.where(jnp.expand_dims(mask, absent), new, 0)
-    axis = 1 + axes.index("c")
+  def write_one(axis, slots, new):
+    if axis == 5:  # keys
+      new = new.swapaxes(4, 5)
+    # Of a mask [B, G, S] for all heads and channels.
+    mask = jnp.expand_dims(real, (2, 3) if axis == 5 else (2, 4))
+    new = jnp.where(mask, new.astype(slots.dtype), 0)
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
   block = _constrain(_map(write_one, block, tokens))
@@ -261,11 +245,6 @@ def slot_positions(
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
   """Returns keys and values of prompts that were rows in a layer, G = 1."""
-  axes = ROW_AXES.replace("g", "").replace("c", "p")
-  order = tuple(axes.index(axis) for axis in PROMPT_AXES)
-  only_row = (slice(None),) * ROW_AXES.index("g") + (0,)
-
-  def convert(x):
-    return _lay_out(x[only_row].transpose(order), PROMPT_AXES)
-
-  return PromptKeysValues(convert(tokens.keys), convert(tokens.values))
+  return PromptKeysValues(
+    *(constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
+  )

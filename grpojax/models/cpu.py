@@ -31,25 +31,11 @@ def _has_explicit_axes() -> bool:
 
 
 def _mergeable(b: int, g: int) -> bool:
-  """Returns True where a mesh splits [B, G, ...] along B alone, the outermost.
-
-  That is as far as the mesh in context says; other arrays are right, and may be
-  moved. A `jax.shard_map` around this has split its arrays already.
-  """
+  """Returns True where the mesh splits [B, G, ...] along B alone, if at all."""
   if _has_explicit_axes():
     return False
   others = free_axes(jax.sharding.get_abstract_mesh()).keys() - set(ROWS)
   return not others and sample_cuts(b, g)[1] == 1
-
-
-def _merge(x: Array, first: int, count: int) -> Array:
-  """Merges `count` axes into one."""
-  return x.reshape(*x.shape[:first], -1, *x.shape[first + count :])
-
-
-def _split(z: Array, axis: int, sizes: Sequence[int]) -> Array:
-  """Splits an axis into several, the inverse of `_merge`."""
-  return z.reshape(*z.shape[:axis], *sizes, *z.shape[axis + 1 :])
 
 
 def matmul(
@@ -57,18 +43,12 @@ def matmul(
   weight: Float[Array, "in out"],
   dtype: DTypeLike | None = None,
 ) -> Float[Array, "*tokens out"]:
-  """Returns the product X W.
-
-  Args:
-    x: hidden states.
-    weight: a matrix.
-    dtype: type of the sums and of the result; by default that of x and weight.
-  """
+  """Returns the product X W, summed in `dtype`, by default that of x."""
   multiply = functools.partial(jnp.matmul, preferred_element_type=dtype)
 
   def merged(x, weight):
-    *tokens, _ = x.shape
-    return _split(multiply(_merge(x, 0, len(tokens)), weight), 0, tokens)
+    y = multiply(x.reshape(-1, x.shape[-1]), weight)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
   if x.ndim <= 2 or x.shape[-2] == 1 or not _mergeable(*x.shape[:2]):
     return multiply(x, weight)  # one token a row: decoding, without gradients
@@ -80,12 +60,8 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
 
   Rounded to bfloat16, logits would differ between rollout and training. On CPUs
   the factors are converted to float32, which gives the same: XLA has no such
-  product of 16-bit floats for every order of axes there, and would fail.
-
-  Args:
-    product: as `jnp.einsum` takes it, with b and g for prompts and samples.
-    x: an array.
-    y: an array.
+  product of 16-bit floats for every order of axes there, and would fail. In
+  `product` b and g are prompts and samples.
   """
   of_x, of_y, out = product.replace("->", ",").split(",")
   # Letters of the axes that x has alone: they could be one axis.
@@ -99,9 +75,12 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     if not merge:
       return jnp.einsum(product, x, y)
-    first, count = of_x.index(alone), len(alone)
-    z = jnp.einsum(product.replace(alone, alone[0]), _merge(x, first, count), y)
-    return _split(z, out.index(alone), x.shape[first : first + count])
+    first, after = of_x.index(alone), of_x.index(alone) + len(alone)
+    merged = x.reshape(*x.shape[:first], -1, *x.shape[after:])
+    z = jnp.einsum(product.replace(alone, alone[0]), merged, y)
+    axis = out.index(alone)
+    sizes = *z.shape[:axis], *x.shape[first:after], *z.shape[axis + 1 :]
+    return z.reshape(sizes)
 
   def elsewhere(x, y):
     return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)

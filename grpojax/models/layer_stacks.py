@@ -23,11 +23,9 @@ REMAT = {
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """Values that are saved of a layer besides its input, as policies of
-`jax.checkpoint`. "none" recomputes nothing and saves all of them. "selective"
-saves queries, keys, values and attention's output, and recomputes softmax
-weights and the MLP's inner values (as Korthikanti et al. 2022, "Reducing
-activation recomputation in large transformer models", and the MLP). "full"
-saves nothing."""
+`jax.checkpoint`. "none" recomputes nothing. "selective" recomputes softmax
+weights (Korthikanti et al. 2022, "Reducing activation recomputation in large
+transformer models") and the MLP's inner values, "full" all values."""
 
 SHALLOW = 8
 """Layers up to which a model is not scanned but written out, in training and in
@@ -46,9 +44,8 @@ def run_layer(
 ) -> Any:
   """Returns `function(config, x, layer, local, *args)` of one layer.
 
-  The layer's parameters are gathered while it runs, and the backward pass
-  computes again what the policy `REMAT[remat]` does not save. If `remat` is
-  None they are gathered already, and there is no backward pass.
+  The layer's parameters are gathered while it runs; if `remat` is None, they
+  are already, and there is no backward pass.
   """
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
@@ -70,9 +67,8 @@ def run_layer(
 def _written_out(config: TransformerConfig, remat: str | None) -> bool:
   """Returns True where training writes the layers out.
 
-  Only where they save everything: out of a loop XLA merges what is recomputed
-  with what it repeats, and keeps that; and only where parameters are whole, for
-  those of several layers could be gathered at once.
+  Only where nothing is recomputed, for out of a loop XLA would keep that; and
+  only where parameters are whole, or several layers could be gathered at once.
   """
   shallow = config.layers <= SHALLOW
   return shallow and remat == "none" and sharding.fsdp_shards() == 1
@@ -101,15 +97,11 @@ def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
 def last_layers(
   params: Params, count: int
 ) -> tuple[Params, Callable[[Params], Params]]:
-  """Holds the last layers, the final norm and the output head apart.
+  """Holds `count` last layers, the final norm and the output head apart.
 
   Nothing below them is differentiated then
   (`statistics.projections.score_projections`). A tied head is part of the
   embedding, and stays with what is below.
-
-  Args:
-    params: parameters of a `transformer`, with its layers in one stack.
-    count: layers to hold apart.
 
   Returns:
     `(moving, merge)`: the parameters held apart, and `merge(moving)`, the
@@ -179,18 +171,9 @@ def scan(
 ) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
-  Args:
-    config: shape of the model.
-    body: returns the new x and an output of the layer.
-    x: hidden states; any pytree.
-    params: parameters of the model.
-    *scanned: for each stack a pytree with its layers on the leading axis.
-    remat: name in `REMAT`, for training. A shallow model that saves everything
-      is written out layer by layer: the program grows with their number, and
-      `local` is a Python value.
-
-  Returns:
-    The hidden states, and the stacked outputs of each stack.
+  `body` returns the new x, any pytree, and an output of the layer; `scanned`
+  has for each stack a pytree with its layers on the leading axis. Returns x and
+  the stacked outputs of each stack.
   """
   start, outputs = 0, []
   unroll = _written_out(config, remat)

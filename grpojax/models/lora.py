@@ -40,23 +40,21 @@ _REFUSED = (
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   """Returns the matrices that a pattern names, with shapes [L, in, out].
 
-  Args:
-    base: parameters, or their shapes.
-    targets: regular expression, matched in full against paths like "layers/q".
+  `targets` is a regular expression, matched in full against paths like
+  "layers/q" of `base`, parameters or their shapes.
 
   Raises:
     ValueError: it is no regular expression, matches nothing, or an array
       that cannot be adapted.
   """
-  leaves = sorted(flatten_dict(base, sep="/").items())
-  shapes = {path: leaf.shape for path, leaf in leaves}
-  matrices = {
-    path: shape
-    for path, shape in shapes.items()
-    if path in {f"layers/{name}" for name in PROJECTIONS} and len(shape) == 3
-  }
+  leaves = flatten_dict(base, sep="/")
+  matrices = {}
+  for name in sorted(PROJECTIONS):
+    leaf = leaves.get(f"layers/{name}")
+    if leaf is not None and len(leaf.shape) == 3:
+      matrices[f"layers/{name}"] = leaf.shape
   try:
-    chosen = [path for path in shapes if re.fullmatch(targets, path)]
+    chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
     raise ValueError(f"targets {targets!r}: {error}") from None
   others = sorted(set(chosen) - set(matrices))
@@ -69,16 +67,13 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
 
 
 def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
-  """Draws float32 adapters that change nothing yet.
+  """Draws float32 adapters of rank r that change nothing yet.
 
-  Args:
-    base: parameters of a `transformer`, or their shapes.
-    key: random key of A, which is uniform in +-1/sqrt(in) as in PEFT.
-    rank: r.
-    targets: regular expression, as `targets_of` takes it.
+  A is uniform in +-1/sqrt(in), as in PEFT, and B is 0. `base` and `targets` are
+  those of `targets_of`.
 
   Returns:
-    `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`, b = 0.
+    `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`.
 
   Raises:
     ValueError: rank < 1, or as `targets_of`.
@@ -108,14 +103,8 @@ def abstract(base: Params, rank: int, targets: str) -> Params:
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """Returns the base with A and scale * B beside their matrices.
 
-  Args:
-    base: parameters, with their layers in one stack.
-    adapters: from `init`; their layers may be in several stacks, as
-      `transformer.last_layers` makes them.
-    scale: factor of A B.
-
-  Returns:
-    Parameters for the decoder, with as many stacks of layers as the adapters.
+  The result has as many stacks of layers as the adapters, which
+  `transformer.last_layers` splits; the base has one.
   """
   if not adapters:
     return base
@@ -131,18 +120,12 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
 
 
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:
-  """Returns the model whose parameters are adapters of a frozen base.
+  """Returns the `LM` whose parameters are adapters of a frozen base.
 
   Call it inside `jax.jit`, with `base` an argument of the jitted function: then
   policy and reference (its adapters are `{}`) share one base in memory.
-
-  Args:
-    lm: a `transformer`.
-    base: its parameters.
-    scale: factor of A B; PEFT's lora_alpha / r.
-
-  Returns:
-    An LM. Its `init` gives `{}`, the base itself; `lora.init` draws others.
+  `scale` is the factor of A B, PEFT's lora_alpha / r. The model's `init` gives
+  `{}`, the base itself; `lora.init` draws others.
   """
 
   def attached(function):
@@ -171,27 +154,13 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
 def merge(base: Params, adapters: Params, scale: int | float) -> Params:
   """Returns parameters of a plain model that computes the same.
 
-  Args:
-    base: parameters; they are not modified.
-    adapters: from `init`, trained.
-    scale: factor of A B.
-
-  Returns:
-    Parameters in the base's dtype; the products are computed in float32.
+  They have the base's dtype; the products are computed in float32.
   """
   layers = dict(base["layers"])
-  for name, low_rank in adapters.get("layers", {}).items():
-    whole = _merged_matrix(layers[name], low_rank["a"], low_rank["b"], scale)
+  for name, x in adapters.get("layers", {}).items():
+    whole = Merged(layers[name], x["a"], x["b"], scale)[:]
     layers[name] = whole.astype(layers[name].dtype)
   return base | {"layers": layers}
-
-
-def _merged_matrix(
-  base: Array, a: Array, b: Array, scale: int | float
-) -> Array:
-  """Returns W + scale A B in float32, of one layer or of a stack of them."""
-  base, a, b = (x.astype(jnp.float32) for x in (base, a, b))
-  return base + jnp.matmul(a, scale * b, precision=jax.lax.Precision.HIGHEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,47 +174,31 @@ class Merged:
   base: Float[Array, "L ..."]
   a: Float[Array, "L m r"]
   b: Float[Array, "L r n"]
-  scale: float
+  scale: int | float
+  dtype = jnp.dtype(jnp.float32)
 
   @property
   def shape(self) -> tuple[int, ...]:
     """Shape of the stack."""
     return self.base.shape
 
-  @property
-  def dtype(self) -> jnp.dtype:
-    """Type of the sum."""
-    return jnp.dtype(jnp.float32)
-
-  def __getitem__(self, layer: Any) -> Float[Array, "m n"]:
-    """Returns the matrix of one layer."""
-    parts = (x[layer] for x in (self.base, self.a, self.b))
-    return _merged_matrix(*parts, self.scale)
+  def __getitem__(self, index: Any) -> Float[Array, "*L m n"]:
+    """Returns the matrix of one layer, or of several."""
+    base, a, b = (
+      x[index].astype(jnp.float32) for x in (self.base, self.a, self.b)
+    )
+    high = jax.lax.Precision.HIGHEST
+    return base + jnp.matmul(a, self.scale * b, precision=high)
 
 
 def merge_lazily(
   base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
 ) -> dict[str, Any]:
-  """Returns `merge` for `hf.save`: float32, a layer at a time (`Merged`).
-
-  Args:
-    base: parameters with their layers in one stack.
-    adapters: from `init`, trained.
-    scale: factor of A B.
-  """
+  """Returns `merge` for `hf.save`: float32, a layer at a time (`Merged`)."""
   layers = dict(base["layers"])
   for name, x in adapters.get("layers", {}).items():
-    layers[name] = Merged(layers[name], x["a"], x["b"], float(scale))
+    layers[name] = Merged(layers[name], x["a"], x["b"], scale)
   return {**base, "layers": layers}
-
-
-def _names(base: weights.Leaf, side: str) -> tuple[str, ...]:
-  """Returns PEFT's names of A ("a") or B ("b") beside a leaf's matrices."""
-  end = f".lora_{side.upper()}.weight"
-  return tuple(
-    f"base_model.model.{name.removesuffix('.weight')}{end}"
-    for name in base.names
-  )
 
 
 def _layout(
@@ -255,7 +208,11 @@ def _layout(
   base, leaves = hf.layout(hf_config), {}
   for path, shape in shapes.items():
     target, side = path.rsplit("/", 1)
-    names = _names(base[target], side)
+    names = tuple(
+      f"base_model.model.{name.removesuffix('.weight')}"
+      f".lora_{side.upper()}.weight"
+      for name in base[target].names
+    )
     leaves[path] = weights.Leaf(names, tuple(shape), 1, True)
   return leaves
 
@@ -273,7 +230,7 @@ def save_peft(
 
   Args:
     path: the directory to make; nothing stands there until all is written.
-    adapters: from `init`, trained.
+    adapters: from `init`.
     source: directory or embedded name of the base model.
     alpha: PEFT's lora_alpha; the scale is alpha / r.
     dtype: type to store; None is that of the adapters.
@@ -312,9 +269,7 @@ def load_peft(
 ) -> tuple[Params, float]:
   """Reads adapters that the peft library, or `save_peft`, wrote.
 
-  Args:
-    path: holds adapter_config.json and adapter_model.safetensors.
-    source: directory or embedded name of the base model.
+  `source` is the directory or the embedded name of the base model.
 
   Returns:
     Float32 adapters, and the factor of A B.
@@ -332,15 +287,14 @@ def load_peft(
     text = ", ".join(f"{name}={peft_config.get(name)!r}" for name in refused)
     raise ValueError(f"{path / CONFIG}: {text} is not supported")
   tensors, rank = weights.header(path / WEIGHTS), peft_config["r"]
-  hf_config, shapes = hf.read_config(source), {}
-  base = hf.layout(hf_config)
+  hf_config, layout = hf.read_config(source), {}
   any_projection = f"layers/({'|'.join(PROJECTIONS)})"
   adaptable = targets_of(hf.abstract_params(hf_config), any_projection)
   for target, (count, fan_in, fan_out) in adaptable.items():
-    if not tensors.keys().isdisjoint(_names(base[target], "a")):
-      shapes[f"{target}/a"] = (count, fan_in, rank)
-      shapes[f"{target}/b"] = (count, rank, fan_out)
-  layout = _layout(hf_config, shapes)
+    a, b = (count, fan_in, rank), (count, rank, fan_out)
+    both = _layout(hf_config, {f"{target}/a": a, f"{target}/b": b})
+    if any(name in tensors for leaf in both.values() for name in leaf.names):
+      layout |= both
   weights.check(path, layout, tensors)
   flat = {
     name: weights.read(leaf, tensors, jnp.float32)

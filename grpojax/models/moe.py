@@ -7,12 +7,12 @@ crosses the wires is the tokens of one such group of devices, and never a batch.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
@@ -43,9 +43,8 @@ def route(
 ) -> tuple[Float[Array, "N count"], Int[Array, "N count"]]:
   """Returns the weights and the indices of each token's experts, in float32.
 
-  Two experts' logits can be nearly equal, and only their order counts: a
-  rounding error would send the token to another expert, and change its hidden
-  state by far more than a rounding error.
+  Only the order of the logits counts: where two are nearly equal, a rounding
+  error would send the token to another expert, and change far more.
 
   With `normalize` the weights of a token sum to 1; else they are the chosen
   experts' part of the softmax over all.
@@ -64,14 +63,9 @@ def expert_load(
 ) -> ExpertLoad:
   """Counts the tokens that a layer's router sends to each expert.
 
-  Its logits are computed again, apart from `mixture`: about X / (3 k F) of a
-  layer's work for k experts of F a token, and none where no loss asks for it.
-
-  Args:
-    x: tokens, as `mixture` gets them.
-    router: the layer's matrix.
-    count: experts a token.
-    weights: times that each token counts.
+  `count` is the number of experts of a token, `weights` the times that each
+  token counts. The logits are computed again, apart from `mixture`: about
+  X / (3 k F) of a layer's work for k experts of F a token.
   """
   probs = _probabilities(x, router)
   # The experts of `top_k`, for which XLA would gather tokens over a mesh: those
@@ -141,12 +135,6 @@ def _varying(x: Array, axes: set[str]) -> Array:
   return x
 
 
-def _axes(spec: P) -> set[str]:
-  """Returns the axes of a mesh that a spec names."""
-  entries = ((x,) if isinstance(x, str) else x or () for x in spec)
-  return {name for axes in entries for name in axes}
-
-
 def _on_device(
   config: TransformerConfig,
   activation: Callable[[Array], Array],
@@ -203,14 +191,8 @@ def mixture(
   rows; no token is dropped, however uneven the runs are. With a mesh in context
   each device does so with the tokens that its experts may be sent.
 
-  Args:
-    config: shape of a model with experts.
-    x: tokens, not rounded: the router sees them as they are.
-    layer: the layer's parameters, gathered along fsdp (`sharding.gather`).
-    activation: function of the gate.
-
-  Returns:
-    As x, float32.
+  The tokens are not rounded, for the router, and neither is the result; `layer`
+  is gathered along fsdp (`sharding.gather`).
   """
   layer = {name: layer[name] for name in ("router", *MATRICES)}
   compute = functools.partial(_on_device, config, activation)
@@ -222,7 +204,11 @@ def mixture(
     name: sharding.layer_spec(name, matrix.shape, mesh)
     for name, matrix in layer.items()
   }
-  compute = functools.partial(compute, _axes(rows), _axes(specs["expert_gate"]))
+  axes = (
+    set(itertools.chain(*sharding.axes_of(spec)))
+    for spec in (rows, specs["expert_gate"])
+  )
+  compute = functools.partial(compute, *axes)
   over_mesh = jax.shard_map(
     compute, in_specs=(rows, specs), out_specs=rows, check_vma=_TRACKED
   )

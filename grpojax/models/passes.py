@@ -1,9 +1,7 @@
 """Tokens on their way through the layers: prompts, completions, the next token.
 
-A pass embeds the tokens, runs the layers of all stacks (`layer_stacks`) and
-applies the final norm. Positions and masks are the same in all layers; they are
-in the `TokenContext` that a pass makes first. `transformer` makes an `LM` of
-these passes:
+A pass makes the `TokenContext` of its tokens, embeds them, runs the layers of
+all stacks (`layer_stacks`) and applies the final norm:
 
     prefill   prompts [B, P]          -> keys and values of all layers
     extend    completions [B, G, S]   -> hidden states, given those; with a
@@ -51,10 +49,8 @@ def _stays_float32(name: str) -> bool:
   """Returns True for a parameter that is used as it is, in any dtype.
 
   The gradients of a scale, a bias and an embedding are sums over all tokens,
-  of rows and not of products as a matrix's, and are summed in the dtype of
-  what is used: in bfloat16 thousands of tokens add up to a wrong sum. A router
-  chooses among the experts by the order of its logits: rounded, it would send
-  tokens to other experts (`moe.route`).
+  in the dtype of what is used: in bfloat16 these would be wrong. A rounded
+  router would send tokens to other experts (`moe.route`).
   """
   return name.endswith(("norm", "bias")) or name in ("embed", "router")
 
@@ -63,9 +59,9 @@ def cast(params: Params, dtype: Any) -> Params:
   """Returns parameters as the matrix products read them."""
 
   def one(path, x):
-    of_rope = path[0].key == ROPE  # tables, not parameters
-    as_it_is = of_rope or _stays_float32(path[-1].key)
-    return x if as_it_is else x.astype(dtype)
+    if path[0].key == ROPE or _stays_float32(path[-1].key):
+      return x
+    return x.astype(dtype)
 
   return jax.tree_util.tree_map_with_path(one, params)
 
@@ -124,8 +120,8 @@ def _next_context(
 ) -> TokenContext:
   """Returns the context of the next tokens of rows in a cache.
 
-  `lengths` counts the tokens of each row in it; None where all have as many as
-  were written.
+  `lengths` counts the tokens of each row in it; None means all that were
+  written.
   """
   mask = _row_mask(positions.shape[-1], None)
   slot_mask = cache_lib.filled(cache)
@@ -376,9 +372,7 @@ class Passes:
     """Runs one layer."""
     return layer_stacks.run_layer(self.remat, function, self.config, *args)
 
-  def _embed(
-    self, params: Params, ids: Int[Array, "B G S"]
-  ) -> Float[Array, "B G S D"]:
+  def _embed(self, params: Params, ids: Array) -> Float[Array, "B G S D"]:
     """Returns hidden states before the first layer, float32."""
     x = params["embed"][ids].astype(jnp.float32)
     if self.config.scaled_embedding:  # transformers rounds the factor
@@ -386,12 +380,9 @@ class Passes:
     return constrain(x, "batch", "group")
 
   def _embed_both(
-    self,
-    params: Params,
-    prompt_ids: Int[Array, "B P"],
-    ids: Int[Array, "B G S"],
+    self, params: Params, prompt_ids: Int[Array, "B P"], ids: Array
   ) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
-    """Embeds prompts and completions by one lookup.
+    """Embeds prompts and completions [B, G, S] by one lookup.
 
     The gradient of a lookup is as large as the table, in float32: with two of
     them XLA held five such arrays at once on a TPU, with one it holds one.
@@ -405,21 +396,14 @@ class Passes:
     x = x.reshape(b, g, s, -1)
     return constrain(prompts, "batch", "group"), constrain(x, "batch", "group")
 
-  def _final_norm(
-    self, params: Params, x: Float[Array, "*tokens D"]
-  ) -> Float[Array, "*tokens D"]:
+  def _final_norm(self, params: Params, x: Array) -> Array:
     """Returns hidden states as the output head reads them, in `dtype`."""
     scale, config = params["final_norm"], self.config
     y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
     return y.astype(self.dtype)
 
-  def _last_hidden(
-    self,
-    params: Params,
-    x: Float[Array, "B 1 P D"],
-    prompt_mask: Bool[Array, "B P"],
-  ) -> Float[Array, "B D"]:
-    """Returns the final hidden state at each prompt's last real token."""
+  def _last_hidden(self, params: Params, x: Array, prompt_mask: Array) -> Array:
+    """Returns the final hidden state [B, D] at each prompt's last token."""
     index = (_lengths(prompt_mask) - 1)[:, None, None]
     last = jnp.take_along_axis(x[:, 0], index, axis=1)
     return self._final_norm(params, last[:, 0])

@@ -34,7 +34,7 @@ class Rope:
   factor: float = 1.0
   low_freq_factor: float | None = None
   high_freq_factor: float = 4.0
-  original_length: int = 8192
+  original_length: int | float = 8192
 
 
 def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:

@@ -8,7 +8,7 @@ parameters. What is computed with them has a table too, in `core.mesh`.
 import functools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -51,43 +51,48 @@ it would cost the memory that the mesh was to save.
 """
 
 
-def _and_data(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(spec: P) -> list[tuple[str, ...]]:
+  """Returns the axes of each entry of a spec."""
+  return [(x,) if isinstance(x, str) else x or () for x in spec]
+
+
+def _with_data(axes: tuple[str, ...]) -> tuple[str, ...]:
   """Returns a rule's axes, with data before fsdp, as they are in the mesh."""
-  axes = (axes,) if isinstance(axes, str) else axes or ()
-  return tuple(y for x in axes for y in (("data", x) if x == "fsdp" else (x,)))
+  if "fsdp" not in axes:
+    return axes
+  first = axes.index("fsdp")
+  return (*axes[:first], "data", *axes[first:])
 
 
-GRADIENT_RULES = tuple((name, P(*map(_and_data, p))) for name, p in RULES)
+GRADIENT_RULES = tuple(
+  (name, P(*map(_with_data, axes_of(spec)))) for name, spec in RULES
+)
 """Rules for gradients until the optimizer takes them: split along data as well.
 
-So they are added up over all devices that have rows by one reduce-scatter.
-Split along fsdp alone, XLA makes an all-reduce of it, which sends twice as
-much. It only sees a reduce-scatter where the axes follow each other as in the
-mesh."""
+So one reduce-scatter adds them up over all devices that have rows. Split along
+fsdp alone, XLA makes an all-reduce of it, which sends twice as much; it only
+sees a reduce-scatter where the axes follow each other as in the mesh."""
 
 REDUCED = {"row": -1, "col": -2}
 """Axis that a statistic of a matrix lacks, by the last name of its path
 (`core.optim.factored_rms`): it is split as the matrix is along the others."""
 
 
-def _divided(spec, shape: Sequence[int], mesh: Mapping[str, int]) -> P:
-  """Returns a rule's axes that divide their dimensions, each of them once."""
-  entries = ((x,) if isinstance(x, str) else x or () for x in spec)
-  taken = divide(shape, tuple(entries), mesh)
-  return P(*(axes[0] if len(axes) == 1 else axes or None for axes in taken))
+def _spec(entries: Iterable[tuple[str, ...]]) -> P:
+  """Returns a spec of these axes, the inverse of `axes_of`."""
+  return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
 
 def spec_for(
   path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
 ) -> P:
-  """Returns the `PartitionSpec` of one array.
+  """Returns the `PartitionSpec` of one array, of the first rule that matches.
 
   Args:
     path: names from the root, joined by "/": "params/layers/q".
     shape: the array's shape.
     mesh: has the axes that the rules name.
-    rules: pairs of a pattern, matched against the end of the path, and axes;
-      the first that matches is taken.
+    rules: pairs of a pattern, matched against the end of the path, and axes.
 
   Returns:
     The rule's axes, less those that do not divide their dimension; no axes at
@@ -108,7 +113,7 @@ def spec_for(
       spec = P(*axes)
     if len(spec) > len(shape):
       return P()
-    return _divided(spec, shape, dict(mesh.shape))
+    return _spec(divide(shape, tuple(axes_of(spec)), dict(mesh.shape)))
   if len(shape) > 1:
     raise ValueError(
       f"no sharding rule for {path} of shape {tuple(shape)}: add a rule to "
@@ -121,14 +126,8 @@ def spec_for(
 def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
   """Returns a `NamedSharding` for each array of any tree.
 
-  Args:
-    tree: arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or a
-      whole `TrainState`.
-    mesh: from `make_mesh`.
-    rules: pairs of pattern and axes, as `spec_for` takes them.
-
-  Returns:
-    The same tree of shardings, as `jax.jit` and `jax.device_put` take them.
+  The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or
+  a whole `TrainState`; `rules` are those of `spec_for`.
 
   Raises:
     ValueError: a matrix that no rule names.
@@ -165,13 +164,9 @@ def shard_bytes(tree: PyTree) -> int:
 
 def _only(spec: P, names: Collection[str]) -> P:
   """Returns a spec with only these axes of the mesh."""
-
-  def only(axes):
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    axes = tuple(axis for axis in axes if axis in names)
-    return axes[0] if len(axes) == 1 else axes or None
-
-  return P(*map(only, spec))
+  return _spec(
+    tuple(axis for axis in axes if axis in names) for axes in axes_of(spec)
+  )
 
 
 def _gathered(path: str, spec: P) -> P:
@@ -244,8 +239,8 @@ def fsdp_shards() -> int:
 def as_stored(params: PyTree, prefix: str = "") -> PyTree:
   """Lays parameters out as they are stored: split along fsdp and tensor.
 
-  For values computed from them (cast): so each device computes its own shard.
-  Gradients with respect to them are split along data, too.
+  So each device computes its own shard of what is made of them (a cast). Their
+  gradients are split along data, too.
   """
   return _constrain(params, prefix, gathered=False)
 
@@ -268,18 +263,14 @@ def _barrier_jvp(primals, tangents):
 def gather(params: PyTree, prefix: str = "") -> PyTree:
   """Lays parameters out as they are used: whole along fsdp, split along tensor.
 
+  `prefix` is the path of `params`; "layer/" means one layer of a stack. In a
+  layer that is rematerialised, the gathered parameters live as long as it runs.
+
   Their gradients are split again as soon as they are computed (reduce-scatter),
   by the transpose of the first constraint. That adds them up over the devices
   in the dtype of what was gathered: in bfloat16 the sum of one micro-batch is
   off by about 0.4% for 8 devices and 2% for 256 if every addition is rounded
   (micro-batches are added in float32, and their errors are independent).
-
-  Called in a layer that is rematerialised, the gathered parameters live as long
-  as the layer runs.
-
-  Args:
-    params: a part of a `transformer`'s parameters.
-    prefix: path of the part; "layer/" means one layer of a stack.
   """
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
@@ -290,9 +281,8 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
 def all_but_gathered(primitive, *_, **__) -> bool:
   """Policy of `jax.checkpoint`: save all values but gathered parameters.
 
-  Whatever only lays an array out is done again, so that parameters are kept as
-  they are stored. Names (`checkpoint_name`) would not do: what the name was
-  given to, the gathered array, would be kept instead.
+  What only lays an array out is done again. With names (`checkpoint_name`) the
+  gathered array that has the name would be kept.
   """
   layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
   return primitive.name not in layout
@@ -316,8 +306,7 @@ def _row_axes() -> dict[str, int]:
 def copy_for_rows(x: Array) -> Array:
   """Returns [devices, ...], one x on each device that rows are split over.
 
-  It is there already: each of them has all of it. Without a mesh x stays as it
-  is.
+  Each of them has it already; without a mesh x stays as it is.
   """
   axes = _row_axes()
   if not axes:

@@ -19,7 +19,6 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import huggingface as hf
 from grpojax.models.attention import cached_attention, two_part_attention
-from grpojax.models.block import Masks
 from grpojax.models.cache import KeysValues, Slots
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.moe import route
@@ -210,9 +209,9 @@ def test_a_cache_changes_no_rounding():
       return jax.lax.dynamic_slice_in_dim(x, t, 1, axis=-2)
 
     row = KeysValues(new(keys), new(values))
-    masks = Masks(own, jnp.arange(c) < t, seen)
     slots = Slots(keys.swapaxes(-1, -2), values)
-    return cached_attention(new(q), row, (slots,), prompt, masks)
+    masks = own, jnp.arange(c) < t, seen
+    return cached_attention(new(q), row, (slots,), prompt, *masks)
 
   sampled = jnp.concatenate([decode(t) for t in range(c)], -2)
   assert sampled.dtype == scored.dtype

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models.attention import rms_norm, two_part_attention
@@ -91,23 +90,6 @@ def test_one_token():
   np.testing.assert_allclose(matmul(x, w), want, rtol=1e-6)
   rows = jax.vmap(matmul, (0, None))(jnp.stack([x, 2 * x]), w)
   np.testing.assert_allclose(rows, [want, 2 * want], rtol=1e-6)
-
-
-def test_under_shard_map():
-  """There arrays are whole on a device, and merged; the gradient too."""
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-  x, w, q, keys = normal("bgse"), normal("ep"), normal("bkgrse"), normal("bkpe")
-
-  def total(x, w, q, keys):
-    of_prompt = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
-    return jnp.sum(matmul(x, w) ** 2) + jnp.sum(of_prompt**2)
-
-  gradient = jax.grad(total, range(4))
-  specs = P("data"), P(), P("data"), P("data")
-  there = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
-  assert merges(there, x, w, q, keys)
-  for a, b in zip(there(x, w, q, keys), gradient(x, w, q, keys), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_next_tokens_keep_the_axes_of_their_rows():

@@ -2,14 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
-from grpojax.models import cache as cache_lib
 from grpojax.models.transformer import (
-  TransformerConfig,
-  parameter_shapes,
   transformer,
 )
 
@@ -69,29 +65,6 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
   )
 
 
-def test_one_file_knows_the_order_of_the_caches_axes(tiny, monkeypatch):
-  """Decoding is the same where the axes are stored in another order."""
-
-  def decode():
-    prefix = tiny.lm.prefill(tiny.params, PROMPTS, MASK)
-    cache = tiny.lm.init_cache(2, 3, 7)
-    hidden, cache = tiny.lm.extend(tiny.params, prefix, IDS[..., :2], cache)
-    last, cache = tiny.lm.extend(tiny.params, prefix, IDS[..., 2:3], cache)
-    return jnp.concatenate([hidden, last], 2), cache, prefix
-
-  # Not the same function twice: jit would not trace it again.
-  expected, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.blocks[0][0].keys.shape == (2, 2, 3, 2, 4, 7)
-  monkeypatch.setattr(cache_lib, "ROW_AXES", "kcbeg")
-  monkeypatch.setattr(cache_lib, "SLOT_AXES", cache_lib.Slots("ckbeg", "gbcek"))
-  monkeypatch.setattr(cache_lib, "PROMPT_AXES", "pekb")
-  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-  got, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.blocks[0][0].keys.shape == (2, 7, 2, 2, 4, 3)
-  assert prefix.state[0][0].keys.shape == (2, 4, 4, 2, 2)  # L before the others
-  np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
 def test_each_policy_recomputes_more_than_the_one_before(tiny):
   """That no gradient changes is tested in test_forward.py."""
 
@@ -106,29 +79,6 @@ def test_each_policy_recomputes_more_than_the_one_before(tiny):
 
   none, selective, full = map(products, ("none", "selective", "full"))
   assert none < selective < full
-
-
-def test_parameter_shapes():
-  config = TransformerConfig(
-    vocab_size=13,
-    width=6,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp=10,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    tied=False,
-  )
-  params = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  assert jax.tree.map(lambda x: x.shape, params) == parameter_shapes(config)
-  layer = 6 * (32 + 16 + 16) + 32 * 6 + 3 * 6 * 10 + 2 * 6
-  biases = 32 + 16 + 16 + 6 + 10 + 10 + 6
-  count = 2 * 13 * 6 + 3 * (layer + biases) + 6
-  assert sum(x.size for x in jax.tree.leaves(params)) == count
-  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
 
 
 def test_the_cache_has_the_asked_dtype(tiny):

@@ -36,8 +36,6 @@ FIXED = {
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Returns the fields that gemma2 and gemma3 read alike."""
   return config_json.common(hf_config) | {
-    "qkv_bias": hf_config["attention_bias"],
-    "o_bias": hf_config["attention_bias"],
     "norm_offset": True,
     "post_norms": True,
     "scaled_embedding": True,

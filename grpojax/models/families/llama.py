@@ -48,7 +48,4 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   return TransformerConfig(
     **config_json.common(hf_config),
     rope=config_json.rope(hf_config),
-    qkv_bias=hf_config["attention_bias"],
-    o_bias=hf_config["attention_bias"],
-    mlp_bias=hf_config["mlp_bias"],
   )

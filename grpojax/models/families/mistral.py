@@ -24,6 +24,6 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   default = [size is not None] * hf_config["num_hidden_layers"]
   return TransformerConfig(
     **config_json.common(hf_config),
-    **config_json.window(hf_config | {"layer_types": None}, size, default),
+    **config_json.window(hf_config, size, default),
     rope=config_json.rope(hf_config),
   )

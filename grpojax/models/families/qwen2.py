@@ -40,8 +40,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen2"."""
   hf_config = config_json.complete(hf_config, READ)
   return TransformerConfig(
-    **config_json.common(hf_config),
+    **config_json.common(hf_config) | {"qkv_bias": True},
     **window(hf_config),
     rope=config_json.rope(hf_config),
-    qkv_bias=True,
   )

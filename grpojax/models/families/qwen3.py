@@ -20,7 +20,5 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     **config_json.common(hf_config),
     **qwen2.window(hf_config),
     rope=config_json.rope(hf_config),
-    qkv_bias=hf_config["attention_bias"],
-    o_bias=hf_config["attention_bias"],
     qk_norm=True,
   )

@@ -49,8 +49,6 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     **fields,
     **config_json.window(hf_config, size, default),
     rope=config_json.rope(hf_config),
-    qkv_bias=hf_config["attention_bias"],
-    o_bias=hf_config["attention_bias"],
     qk_norm=True,
     experts=hf_config["num_local_experts"] or hf_config["num_experts"],
     experts_per_token=hf_config["num_experts_per_tok"],

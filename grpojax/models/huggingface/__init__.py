@@ -40,22 +40,21 @@ FAMILIES = {
 }
 """Module of each family, by config.json's model_type.
 
-To add a family is to add a module here that has
+A family is a module here that has
 
 - `KEYS`: for each parameter of ours, by its path in `config.parameter_shapes`,
   `(stored name, transposed)`. The name holds "{layer}" for what is stored by
   layer, and "{expert}" too for what is stored by expert. A matrix of ours is
   [in, out]; `transposed` says that the file has [out, in], as PyTorch's Linear
-  does. A name more than a model has does no harm.
-- `config(hf_config) -> TransformerConfig`. It passes config.json through
-  `config_json.complete`, which refuses what the family does not list, with
+  does. Names that a model does not have do no harm.
+- `config(hf_config) -> TransformerConfig`, which passes config.json through
+  `config_json.complete` with
   - `READ`: the keys that it reads, with transformers' defaults for absent ones;
   - `FIXED` (optional): keys that change what the model computes, with the one
     value that is implemented;
   - `UNUSED` (optional): keys that change nothing here.
 
-Where the family needs a parameter that no other has, three things go by the
-parameter's name, and the family is not done before they know it:
+A parameter that no other family has is known by its name to three more:
 
 - `config.init`: "norm" in a name means ones (zeros with `norm_offset`), "bias"
   zeros, and any other name random normal values;
@@ -63,11 +62,8 @@ parameter's name, and the family is not done before they know it:
 - `lora.PROJECTIONS`: what LoRA can adapt, namely what `block` multiplies by in
   `_project`. Experts and their router are not among them.
 
-A router is named "router", and then stays float32 whatever the model computes
-in (`transformer`'s cast): its logits choose experts, and a rounding error picks
-another expert.
-
-tests/models/test_family_contract.py checks all this for every family.
+A parameter named "router" stays float32 whatever the model computes in
+(`passes.cast`). tests/models/test_family_contract.py checks all this.
 """
 COMPANIONS = (
   "config.json",
@@ -99,7 +95,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """Returns the directory of a path, or of an embedded model's name.
 
   Raises:
-    ValueError: neither exists, or the directory holds no config.json.
+    ValueError: neither exists, or it holds no model's config.json.
   """
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
@@ -107,9 +103,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     file = directory / "config.json"
     if file.is_file() and "model_type" in weights.read_json(file):
       return directory
-  embedded = ", ".join(
-    sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
-  )
+  names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
+  embedded = ", ".join(names)
   raise ValueError(
     f"no model at {str(path)!r}: give a directory that holds config.json and "
     f"model.safetensors, the name of an embedded model ({embedded}), or "
@@ -135,9 +130,8 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Returns our view of a config.json.
 
   Raises:
-    ValueError: an unsupported architecture, or a value that is not supported.
+    ValueError: an architecture or a value that is not supported.
   """
-  # What a directory says of code of its own is not run, nor passed over.
   for name, reason in _REFUSED.items():
     if hf_config.get(name):
       raise ValueError(f"config.json has {name}: {reason}")
@@ -175,11 +169,8 @@ def load_params(
 ) -> Params:
   """Reads a directory's weights into our layout.
 
-  Args:
-    path: directory or embedded name.
-    dtype: type of the returned arrays.
-    shardings: a `jax.sharding.Sharding` for each of them: a tree, or a function
-      `(abstract params) -> tree`. None is the default device.
+  `shardings` has a `jax.sharding.Sharding` for each array: a tree, or a
+  function `(abstract params) -> tree`; None is the default device.
 
   Raises:
     ValueError: damaged files, weights that do not fit config.json (all that is
@@ -189,14 +180,13 @@ def load_params(
   file_checksums.verify(directory)
   hf_config = read_config(directory)
   leaves, tensors = layout(hf_config), weights.find(directory)
-
-  def ignored(name):
-    # What old exporters stored though it follows from config.json, and a tied
-    # head that was written out a second time.
-    tied = to_transformer_config(hf_config).tied and name == "lm_head.weight"
-    return tied or name.endswith("rotary_emb.inv_freq")
-
-  weights.check(directory, leaves, tensors, ignored)
+  # What old exporters stored though it follows from config.json, and a tied
+  # head that was written out a second time.
+  surplus = ("rotary_emb.inv_freq",)
+  if to_transformer_config(hf_config).tied:
+    surplus += ("lm_head.weight",)
+  wanted = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
+  weights.check(directory, leaves, wanted)
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
   by_path = dict.fromkeys(leaves)
@@ -218,12 +208,8 @@ def load(
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
-  Args:
-    path: directory or embedded name.
-    dtype: type of computation.
-    remat: name in `layer_stacks.REMAT`.
-    param_dtype: type of the parameters.
-    shardings: shardings of the parameters, as `load_params` takes them.
+  `dtype` and `remat` are those of `transformer`; `param_dtype`, the type of the
+  parameters, and `shardings` are those of `load_params`.
 
   Raises:
     ValueError: an unsupported architecture, or weights that do not fit.
@@ -255,8 +241,8 @@ def save(
   Args:
     path: the directory to make; nothing stands at `path` until all is written.
     params: parameters in our layout, on any devices.
-    source: the directory that the model came from; its configuration,
-      generation configuration and tokenizer files are copied.
+    source: the directory that the model came from; its configuration and
+      tokenizer files are copied.
     dtype: type to store; None is that of each array.
     max_shard_size: bytes of a file of weights.
 
@@ -296,16 +282,7 @@ def write_config(
 ) -> None:
   """Writes the config.json of a new Llama decoder with tied embeddings.
 
-  Args:
-    path: a directory that exists.
-    vocab_size: V, the tokenizer's tokens.
-    pad_id: its padding token.
-    eos_id: its token that ends a completion.
-    width: D, a multiple of `heads`.
-    layers: L.
-    heads: H, query heads.
-    kv_heads: K, key and value heads.
-    mlp: F, hidden width of the MLP.
+  Sizes are those of `TransformerConfig`, and `path` is a directory that exists.
 
   Raises:
     ValueError: widths and heads that do not fit.
@@ -332,4 +309,4 @@ def write_config(
   }
   to_transformer_config(hf_config)
   text = json.dumps(hf_config, indent=2)
-  (pathlib.Path(path) / "config.json").write_text(text)
+  pathlib.Path(path, "config.json").write_text(text)

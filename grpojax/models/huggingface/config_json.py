@@ -18,12 +18,17 @@ ROPE = {
   "rope_parameters": None,  # transformers 5's place for both
   "max_position_embeddings": 8192,
 }
-_LLAMA3 = "low_freq_factor high_freq_factor original_max_position_embeddings"
 ROPE_KINDS = {
-  "default": (),
-  "linear": ("factor",),
-  "llama3": ("factor", *_LLAMA3.split()),
+  "default": {},
+  "linear": {"factor": "factor"},
+  "llama3": {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_length",
+  },
 }
+"""For each type its parameters, and the fields of `Rope` that they set."""
 _SIZES = (
   "vocab_size hidden_size num_hidden_layers num_attention_heads "
   "intermediate_size"
@@ -78,8 +83,7 @@ def complete(
     unused: keys that change nothing in this family.
 
   Raises:
-    ValueError: a key that is not known, or a fixed one with another value; a
-      size that is none.
+    ValueError: an unknown key, a fixed one with another value, a bad size.
   """
   read = {"rms_norm_eps": 1e-6} | read
   fixed = _FIXED | (fixed or {})
@@ -96,31 +100,22 @@ def complete(
         "computes; remove it from config.json if you know that it does not"
       )
   whole = read | hf_config
-  _check_numbers(whole)
-  return whole
-
-
-def _check_numbers(hf_config: dict[str, Any]) -> None:
-  """Refuses sizes that are no sizes; absent ones are left to their readers."""
   for key in (*_SIZES, *_OPTIONAL_SIZES):
-    value = hf_config.get(key, 1)
+    value = whole.get(key, 1)  # what is absent is left to its reader
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or value < 1):
       raise ValueError(
         f"config.json has {key}={value!r}, which must be a whole number of 1 "
         "or more"
       )
-  eps = hf_config["rms_norm_eps"]
+  eps = whole["rms_norm_eps"]
   if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
     raise ValueError(f"config.json has rms_norm_eps={eps!r}, which is no size")
+  return whole
 
 
-def labels(hf_config: dict[str, Any]) -> int:
-  """Returns the outputs of a sequence classifier, 0 for a language model.
-
-  Raises:
-    ValueError: an architecture that is neither.
-  """
+def _labels(hf_config: dict[str, Any]) -> int:
+  """Returns the outputs of a sequence classifier, 0 for a language model."""
   name = (hf_config.get("architectures") or ["ForCausalLM"])[0]
   if name.endswith("ForSequenceClassification"):
     names = hf_config.get("id2label") or {}
@@ -134,11 +129,7 @@ def labels(hf_config: dict[str, Any]) -> int:
 
 
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of `TransformerConfig` that all families have.
-
-  Raises:
-    ValueError: an activation or architecture that is not supported.
-  """
+  """Returns the fields of `TransformerConfig` that all families have."""
   gemma = "hidden_activation" in hf_config
   name = "hidden_activation" if gemma else "hidden_act"
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -159,7 +150,10 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
     "activation": activations[hf_config[name]],
     "norm_eps": hf_config["rms_norm_eps"],
     "tied": hf_config["tie_word_embeddings"],
-    "labels": labels(hf_config),
+    "qkv_bias": bool(hf_config.get("attention_bias")),
+    "o_bias": bool(hf_config.get("attention_bias")),
+    "mlp_bias": bool(hf_config.get("mlp_bias")),
+    "labels": _labels(hf_config),
   }
 
 
@@ -172,15 +166,11 @@ def window(
     hf_config: a complete config.json; its `layer_types` go before `default`.
     size: tokens that a local layer sees, None where windows are not used.
     default: True for each layer that is local without `layer_types`.
-
-  Raises:
-    ValueError: a type of layer that is not known, or a local layer without a
-      size.
   """
-  local = default
-  if hf_config["layer_types"] is not None:
-    refuse_others("layer_types", hf_config["layer_types"], LAYER_TYPES)
-    local = [kind == "sliding_attention" for kind in hf_config["layer_types"]]
+  local, kinds = default, hf_config.get("layer_types")
+  if kinds is not None:
+    refuse_others("layer_types", kinds, LAYER_TYPES)
+    local = [kind == "sliding_attention" for kind in kinds]
   if any(local) and not size:
     raise ValueError(
       f"config.json has local layers, but their window is {size!r} (see "
@@ -207,14 +197,9 @@ def rope(hf_config: dict[str, Any]) -> Rope:
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads rope parameters.
+  """Reads `rope_theta`, `rope_type` (or `type`) and the parameters of that.
 
-  Args:
-    parameters: `rope_theta`, `rope_type` (or `type`) and those of its type.
-    length: default of `original_max_position_embeddings`.
-
-  Raises:
-    ValueError: a type or parameter that is not supported, or one that lacks.
+  `length` is the default of `original_max_position_embeddings`.
   """
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
@@ -227,9 +212,7 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   if not 0 < theta < math.inf:
     raise ValueError(f"config.json has rope_theta={theta}: must be more than 0")
   if values.pop("partial_rotary_factor", 1.0) != 1.0:
-    raise ValueError(
-      "config.json has a partial_rotary_factor; only 1.0 is known"
-    )
+    raise ValueError("config.json has a partial_rotary_factor other than 1.0")
   if kind == "llama3":
     values.setdefault("original_max_position_embeddings", length)
   refuse_others(
@@ -240,14 +223,5 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
     raise ValueError(
       f"the rope parameters in config.json lack {', '.join(sorted(lacking))}"
     )
-  if kind == "default":
-    return Rope(theta)
-  if kind == "linear":
-    return Rope(theta, float(values["factor"]))
-  return Rope(
-    theta,
-    float(values["factor"]),
-    float(values["low_freq_factor"]),
-    float(values["high_freq_factor"]),
-    values["original_max_position_embeddings"],
-  )
+  fields = {ROPE_KINDS[kind][name]: float(x) for name, x in values.items()}
+  return Rope(theta, **fields)

@@ -25,25 +25,23 @@ def _of_file(path: pathlib.Path) -> str:
   return f"{size} bytes, crc32 {crc:08x}"
 
 
+def _files(directory: pathlib.Path) -> list[pathlib.Path]:
+  paths = sorted(directory.iterdir())
+  return [path for path in paths if path.is_file() and path.name != CHECKSUMS]
+
+
 def write(directory: pathlib.Path) -> None:
   """Writes the checksums of all files that stand in a directory."""
-  sums = {
-    path.name: _of_file(path)
-    for path in sorted(directory.iterdir())
-    if path.is_file() and path.name != CHECKSUMS
-  }
+  sums = {path.name: _of_file(path) for path in _files(directory)}
   text = json.dumps(sums, indent=2) + "\n"
   (directory / CHECKSUMS).write_text(text, encoding="utf-8")
 
 
 def verify(directory: pathlib.Path) -> None:
-  """Refuses a directory whose files are not those that were written.
+  """Refuses a directory, by ValueError, where a listed file is not as written.
 
   A directory that others made has no checksums, and passes. Files may be added
   to one that has them.
-
-  Raises:
-    ValueError: a file is missing or has changed.
   """
   listed = directory / CHECKSUMS
   if not listed.is_file():
@@ -82,18 +80,12 @@ def fingerprint(directory: pathlib.Path) -> str:
   Lines "NAME: size and CRC-32"; of a large file 64 blocks that are spread over
   it are read, which training changes all of.
   """
-  lines = []
-  for path in sorted(directory.iterdir()):
-    if path.is_file() and path.name != CHECKSUMS:
-      lines.append(f"{path.name}: {_of_blocks(path)}")
+  lines, size = [], 2**16
+  for path in _files(directory):
+    total, crc = path.stat().st_size, 0
+    with open(path, "rb") as file:
+      for start in range(0, total, max(total // 64, size)):
+        file.seek(start)
+        crc = zlib.crc32(file.read(size), crc)
+    lines.append(f"{path.name}: {total} bytes, crc32 {crc:08x}")
   return "\n".join(lines)
-
-
-def _of_blocks(path: pathlib.Path, blocks: int = 64, size: int = 2**16) -> str:
-  total, crc = path.stat().st_size, 0
-  stride = max(total // blocks, size)
-  with open(path, "rb") as file:
-    for start in range(0, total, stride):
-      file.seek(start)
-      crc = zlib.crc32(file.read(size), crc)
-  return f"{total} bytes, crc32 {crc:08x}"

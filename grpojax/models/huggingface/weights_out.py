@@ -73,11 +73,7 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def _lock(directory: pathlib.Path) -> int:
-  """Opens a file that keeps others from writing to a directory (flock).
-
-  Raises:
-    ValueError: another process is writing to it.
-  """
+  """Keeps others from writing to a directory (flock) while a file is open."""
   file = os.open(directory, os.O_RDONLY)
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +92,7 @@ def _lock(directory: pathlib.Path) -> int:
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields a directory to fill; it gets its name when the context ends well.
 
-  By then it also has the checksums of its files (`file_checksums`).
+  By then it has the checksums of its files, too (`file_checksums`).
 
   Raises:
     ValueError: `path` exists already, or another process is about to make it.
@@ -124,10 +120,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
-  """Takes part in another process's `write`, where arrays are spread out.
-
-  The writer asks for parts of the arrays one after another.
-  """
+  """Takes part in another process's `write`, where arrays are spread out."""
   for path, leaf in layout.items():
     for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
       pass
@@ -143,14 +136,8 @@ def write(
 ) -> None:
   """Writes one file, or several and an index where one would be too large.
 
-  Args:
-    directory: exists.
-    layout: our leaves by path.
-    arrays: NumPy's or JAX's, sharded or not, by the same paths.
-    dtype: type to store; None is that of each array.
-    max_shard_size: bytes of a file (a larger tensor has one of its own), or
-      None.
-    single: name of the file where there is one only.
+  A tensor of more than `max_shard_size` bytes has a file of its own. `dtype` is
+  the type to store; None is that of each array, NumPy's or JAX's.
   """
   entries = {
     name: (np.dtype(dtype or arrays[path].dtype), leaf.stored_shape)
