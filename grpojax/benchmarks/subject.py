@@ -22,7 +22,6 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
-from grpojax.runtime import device_memory
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.data import prompts as prompts_lib
@@ -69,9 +68,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 def check_memory(run: programs.Run) -> None:
   """Refuses by a ValueError what cannot fit, as a training run does."""
-  phases = memory.training(run.settings, run.model, run.mesh)
-  limit = device_memory.device_bytes(run.mesh.local_devices[0])
-  memory.refuse(phases, limit)
+  memory.refuse(memory.training(run.settings, run.model, run.mesh))
 
 
 def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:

@@ -105,7 +105,7 @@ def check(
   policy = setup.open_policy(settings)
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
-  memory.check(settings, policy, mesh)
+  memory.refuse(memory.training(settings, memory.shape(policy), mesh))
   batches_lib.check_mesh(settings, mesh)
   reference_lib.check_memory(settings.model.reference, mesh)
   sizes = batches_lib.group_sizes(settings)
