@@ -163,7 +163,8 @@ def test_nothing_is_evaluated(tmp_path):
     ("--run_dri=x", "did you mean --run_dir?"),
     ("--run_dri", "did you mean --run_dir?"),
     ("--xyzzy=1", "--help lists all flags"),
-    ("--config.optim=1", "is a section"),
+    ("--config.optim=1", "--config.optim is a section"),
+    ("--loss=1", "--config.loss is a section: set its fields, --config.loss.K"),
     (
       "--config.steps=1e3",
       "--config.steps=1e3: expected a value of type int, for example "

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import settings as settings_lib
 from grpojax.training.config import (
-  WORDS,
+  SETTINGS,
   default_config,
   from_config,
   to_config,
@@ -89,7 +90,7 @@ def changed(
   if not run:
     return [], []
   lines = config_lib.difference(run.config, to_config(settings))
-  if config_lib.check_keys(run.config, default_config(), WORDS):
+  if settings_lib.key_errors(SETTINGS, run.config):
     return [], lines  # no run of ours has written that
   may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
   return may, [x for x in lines if x not in may]
