@@ -18,7 +18,6 @@ from grpojax.training.policy import Policy
 from grpojax.training.run import (
   hub_pins,
   progress,
-  run_config,
   run_directory,
   run_storage,
   setup,
@@ -37,7 +36,7 @@ def is_run(model: str) -> bool:
 
 def read_config(model: str) -> ConfigDict:
   """Reads the config of a run; ValueError where it has none."""
-  return run_config.read_config(run_storage.local(model))
+  return run_directory.read_config(run_storage.local(model))
 
 
 def load(
@@ -60,13 +59,13 @@ def load(
       raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
-  settings = from_config(run_config.read_config(path))
+  settings = from_config(run_directory.read_config(path))
   policy = setup.open_policy(settings)
   if settings.lora.rank:  # adapters need their base
     policy = setup.with_weights(settings, policy)
   step = best_step(path) if best else None
   step, params = load_params(path, settings, step)
-  run_config.say_added(path)
+  run_directory.say_added(path)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
 
@@ -201,8 +200,8 @@ def export(
       raise ValueError(f"--adapter and --step are of a run, and {run} is none")
     hf.save(out, hf.load_params(model), model, dtype=dtype)
     return f"the model {run}"
-  settings = from_config(run_config.read_config(path))
-  run_config.say_added(path)
+  settings = from_config(run_directory.read_config(path))
+  run_directory.say_added(path)
   disk.check_writable(out, "--out")
   if adapter and not settings.lora.rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")

@@ -300,12 +300,12 @@ def parse(
     help_text.print_help(topic, program, about, flags, declared, config)
     raise SystemExit(0)
   own = {name: one.default for name, one in flags.items()}
-  given = set()
+  typed = set()
   with config.unlocked():
     for name, value in _words(argv, _names(flags, declared, config)):
       if not name and not positional:
         raise _unexpected(value)
-      if positional in given and name in ("", positional):
+      if positional in typed and name in ("", positional):
         extra = own[positional] if name else value
         raise ValueError(
           f"unexpected argument {extra!r}: --{positional} is given already"
@@ -313,11 +313,11 @@ def parse(
       name = name or positional
       if name in own:
         own[name] = expand_home(value)
-        given.add(name)
+        typed.add(name)
       else:
         _set(config, name, value)
     _expand_homes(config)
-  for name in given:
+  for name in typed:
     if reason := refusal(flags[name], own[name]):
       raise ValueError(f"--{name}={own[name]}: {reason}")
   return config, ConfigDict(own).lock()
