@@ -284,11 +284,8 @@ def test_somebody_elses_directory_is_refused(toy, toy_model, tmp_path):
   "word, hint",
   [
     ("--config={root}/configs/arithmetics.py", "configs/arithmetic.py?"),
-    ("--run_dri=here", "--run_dir?"),
-    ("--config.optim.learning_rat=1", "--config.optim.learning_rate?"),
     ("--config.steps=many", "type int"),
     ("--config.model.path=arithmetic-bose", "no model at"),
-    ("steps=3", "--key=value"),
   ],
 )
 def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
@@ -308,15 +305,9 @@ def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
       f"--config.seed={2**32}",
       "seed = 4294967296: must be 0 or more, and less",
     ),
-    (f"--config.seed={10**30}", "seed = 1000"),
     ("--config.data.options.size=abc", "data.options.size = 'abc': must be"),
     ("--config.sampling.max_new_tokens=1000000000", "decode cache"),
     ("--config.batch_size=100000000", "Change --config.batch_size, --config.g"),
-    (
-      "--config.group_size=1000000000",
-      "Change --config.batch_size, --config.g",
-    ),
-    ("--config.data.max_prompt_length=1000000000", "data.max_prompt_length"),
     ("--config.eval.batch_size=1000000000", "Change --config.eval.batch_size"),
     ("--run_dir=file/x", "cannot be written: Not a directory"),
     ("--run_dir=/proc/x", "/proc/x cannot be written: No such file"),
@@ -562,7 +553,7 @@ def broken_run(toy_run, tmp_path):
 
 @pytest.mark.parametrize(
   "line",
-  ["not json", "[1, 2]", "null", '{"step": "three"}', '{"step": null}'],
+  ["not json", "[1, 2]", '{"step": null}'],
 )
 def test_a_stray_line_of_metrics_is_named(
   line, broken_run, toy_run, toy_task, monkeypatch
@@ -575,17 +566,10 @@ def test_a_stray_line_of_metrics_is_named(
 
 
 CONFIGS = [
-  ("null", "no run at"),
   ("[[1], [2]]", "no run at"),
-  ("NaN", "no run at"),
-  ('{"model": null}', "no run at"),
-  ('{"steps": {"a": 1}}', "no run at"),
   ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
-  ({"steps": [[1], [2]]}, "steps = ((1,), (2,)): must be of type int"),
   ({"steps": float("nan")}, "steps = nan: must be of type int"),
   ({"optim": None}, "optim = None: is a section"),
-  ({"lora": []}, "lora = (): is a section"),
-  ({"seed": 10**30}, "seed = 1000"),
   ({"optim.schedule": "x"}, "optim.schedule = 'x'"),
 ]
 
@@ -619,9 +603,7 @@ def test_a_runs_config_that_cannot_be_read(
   assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-  "program", ["train", "evaluate", "sft", "export", "studies.group_size"]
-)
+@pytest.mark.parametrize("program", ["train", "studies.group_size"])
 def test_an_interrupt_at_the_start(program, tmp_path):
   """While the libraries are imported, which is most of a start."""
   for library in ("jax", "ml_collections"):

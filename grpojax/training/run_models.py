@@ -45,13 +45,13 @@ def load(
   """Loads a policy and its parameters.
 
   Args:
-    model: name or path as `policy.find_model` takes it, or a run with
+    model: Name or path as `policy.find_model` takes it, or a run with
       checkpoints, of which the newest is read.
-    dtype: format of computation; a run has its own.
+    dtype: Format of computation; a run has its own.
     best: True reads the run's state of the highest held-out accuracy.
 
   Raises:
-    ValueError: there is no such model, or it is damaged.
+    ValueError: There is no such model, or it is damaged.
   """
   path = run_storage.local(model)
   if not run_directory.is_run(path):
@@ -71,10 +71,10 @@ def load(
 
 
 def best_step(run: str | pathlib.Path) -> int:
-  """Step of a run's state of the highest held-out accuracy.
+  """Returns the step of a run's state of the highest held-out accuracy.
 
   Raises:
-    ValueError: it was not kept, or there is none yet.
+    ValueError: It was not kept, or there is none yet.
   """
   with checkpoint.open_checkpointer(
     run_storage.checkpoints(run), readonly=True
@@ -99,25 +99,21 @@ def load_params(
   """Loads what a run has trained, from a checkpoint.
 
   Args:
-    run: the run directory.
-    settings: the run's settings.
-    step: step of the checkpoint; None is the newest.
-    device: device that holds the parameters; None is the first.
+    run: Run directory.
+    settings: Settings of the run.
+    step: Step of the checkpoint; None is the newest.
+    device: Device that holds the parameters; None is the first.
 
   Returns:
     The checkpoint's step, and what was trained: the model, or LoRA's adapters.
 
   Raises:
-    ValueError: there is no such checkpoint, or it is damaged.
+    ValueError: There is no such checkpoint, or it is damaged.
   """
-  params = hf.abstract_params(
-    hf.read_config(policy_lib.find_model(hub_pins.model(settings), hub.CONFIG))
-  )
+  model = policy_lib.find_model(hub_pins.model(settings), hub.CONFIG)
+  params = hf.abstract_params(hf.read_config(model))
   if settings.lora.rank:
-    key, targets = jax.random.key(0), settings.lora.targets
-    params = jax.eval_shape(
-      lambda params: lora.init(params, key, settings.lora.rank, targets), params
-    )
+    params = lora.abstract(params, settings.lora.rank, settings.lora.targets)
   sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params
@@ -174,12 +170,12 @@ def export(
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
   Args:
-    run: the run directory, or its URL in a bucket; or a model directory, or
-      the name of an embedded model, which is copied.
-    out: the directory to make; nothing stands there until all is written.
-    step: step of the checkpoint; None is the newest, or a finished run's model/
+    run: Run directory, or its URL in a bucket; or a model directory, or the
+      name of an embedded model, which is copied.
+    out: Directory to make; nothing stands there until all is written.
+    step: Step of the checkpoint; None is the newest, or a finished run's model/
       where there are no checkpoints.
-    dtype: format of the stored weights; None is as they were trained.
+    dtype: Format of the stored weights; None is as they were trained.
     adapter: True writes LoRA's adapters in PEFT's format, not the model.
     best: True writes the state of the highest held-out accuracy.
 
@@ -187,7 +183,7 @@ def export(
     A description of what was written.
 
   Raises:
-    ValueError: no run, no such checkpoint, `out` exists or cannot be made, or
+    ValueError: No run, no such checkpoint, `out` exists or cannot be made, or
       `adapter` of a run without LoRA.
   """
   path = run_storage.local(run)
@@ -215,28 +211,15 @@ def export(
       raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  step = _export_checkpoint(path, settings, out, step, dtype, adapter)
-  return f"{'the adapters of ' if adapter else ''}step {step} of {run}"
-
-
-def _export_checkpoint(
-  path: pathlib.Path,
-  settings: TrainSettings,
-  out: pathlib.Path,
-  step: int | None,
-  dtype: str | None,
-  adapter: bool,
-) -> int:
-  """Writes a checkpoint's model or adapters; returns its step."""
-  rank, alpha = settings.lora.rank, settings.lora.alpha
   step, params = load_params(path, settings, step, host_device())
+  rank, alpha = settings.lora.rank, settings.lora.alpha
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policy_lib.find_model(hub_pins.model(settings), needed)
   if adapter:
     base, revision = _base(settings)
     lora.save_peft(out, params, source, alpha, dtype, base, revision)
-    return step
+    return f"the adapters of step {step} of {run}"
   if rank:
     params = lora.merge_lazily(hf.load_params(source), params, alpha / rank)
   hf.save(out, params, source, dtype=dtype)
-  return step
+  return f"step {step} of {run}"
