@@ -360,7 +360,7 @@ def test_which_reward_has_to_vary(settings_with):
 @pytest.mark.parametrize(
   "changes, text",
   [
-    ({"reward__on_device": True}, "reward.on_device is one program, which"),
+    ({"reward__on_device": True}, "reward.on_device is one program, which dra"),
     ({"advantage": "vanilla"}, "learns from groups of equal rewards too: use"),
     ({"advantage": "beta_binomial"}, "'beta_binomial' learns from groups"),
     (

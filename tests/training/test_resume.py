@@ -8,14 +8,11 @@ import time
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 
 from grpojax import train
-from grpojax.core.step import init_state
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
@@ -150,16 +147,6 @@ def test_what_is_removed_while_it_trains(
   with pytest.raises(SystemExit) as ended:
     go(toy_task, toy_model, run, **settings)
   assert re.match(text, ended.value.code)
-
-
-def test_a_disk_that_is_too_small_is_said(tmp_path, monkeypatch, capsys):
-  state = init_state({"x": jnp.zeros(1000)}, optax.sgd(1.0), jax.random.key(0))
-  start._say_room(tmp_path, state)
-  assert capsys.readouterr().out == ""
-  usage = types.SimpleNamespace(free=3000)
-  monkeypatch.setattr(start.shutil, "disk_usage", lambda path: usage)
-  start._say_room(tmp_path, state)
-  assert "has room for 3e-06 GB" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # two runs; see test_progress.py

@@ -202,7 +202,7 @@ def test_the_reward_model_has_the_last_weight(settings_with):
   "changes, text",
   [
     ({"reward__aggregation": "gdpo"}, "use one of sum_then_normalize, normal"),
-    ({"reward__on_device": True}, "one reward function"),
+    ({"reward__on_device": True}, "reward.on_device has one function only"),
     (
       {"group_size": "auto", "diagnostics__every": 1},
       "the best size for the weighted sum",

@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import inspect
 import io
 import os
 import pathlib
@@ -10,8 +9,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
@@ -44,34 +42,11 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
         "a required_placeholder has no value: give the file one, which "
         "--config.key=value can change"
       )
+    if isinstance(error, TypeError) and not lines:  # called with other words
+      text += f": --config={path}:TEXT calls get_config(TEXT)"
     raise ValueError(f"{where}: {text}") from error
   finally:
     sys.stdin = before
-
-
-def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
-  """Refuses a get_config that cannot be called with the argument, or none."""
-
-  def takes(*words):
-    try:
-      inspect.signature(get_config).bind(*words)
-      return True
-    except TypeError:
-      return False
-    except ValueError:  # written in C: the call will show
-      return True
-
-  if not callable(get_config):
-    raise ValueError(f"{path}: define get_config(), which returns the config")
-  if takes(*argument):
-    return
-  if argument and takes():
-    raise ValueError(f"{path}: get_config takes no argument: --config={path}")
-  if takes("text"):
-    raise ValueError(
-      f"{path}: get_config needs an argument: --config={path}:ARGUMENT"
-    )
-  raise ValueError(f"{path}: define get_config() or get_config(text)")
 
 
 def packaged() -> dict[str, str]:
@@ -122,7 +97,8 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   path = _find(file if whole else f"{path}.py")
   with _located(path, default):
     get_config = runpy.run_path(path).get("get_config")
-  _check_call(get_config, path, argument)
+  if not callable(get_config):
+    raise ValueError(f"{path}: define get_config(), which returns the config")
   with _located(path, default):
     config = get_config(*argument)
     if isinstance(config, FrozenConfigDict):  # it takes no overrides

@@ -2,9 +2,7 @@
 
 import contextlib
 import itertools
-import os
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import bucket, hub, records
+from grpojax.runtime.files import hub, records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
 from grpojax.runtime.terminal.screen import Screen
@@ -139,20 +137,6 @@ def _with_date(
   return run_directory.with_date(settings, today or tokenizer.today())
 
 
-def _say_room(folder: str | os.PathLike, state: TrainState) -> None:
-  """Warns of a checkpoint that may not fit; Orbax compresses a bit."""
-  if bucket.is_url(folder):
-    return
-  size = sum(x.nbytes for x in jax.tree.leaves(state))
-  free = shutil.disk_usage(folder).free
-  if size > free:
-    print(
-      f"! a checkpoint has {memory.gigabytes(size)}, and {folder} has room for "
-      f"{memory.gigabytes(free)}",
-      flush=True,
-    )
-
-
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
@@ -195,7 +179,6 @@ def start(
   if distributed.is_main():
     for name in run_directory.RECORDS:
       records.truncate_jsonl(run.file(name), -1 if step is None else step)
-    _say_room(run_storage.checkpoints(run.directory), state)
   print(
     f"{settings.model.path}: {count / 1e6:.3g} million parameters on "
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
