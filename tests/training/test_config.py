@@ -164,8 +164,6 @@ AUTO = {"group_size": "auto", "diagnostics__every": 1}
     (AUTO | {"auto_group_size__largest": 128}, "leaves 256 / 128 prompts a "),
     (AUTO | {"auto_group_size__start": 6}, "must be powers of two"),
     ({"group_size": "auto"}, "rests on the diagnostics: give 1 or more"),
-    ({"mesh__data": 0}, "mesh.data = 0"),
-    ({"mesh__fsdp": -1}, "only one axis may be -1"),
     # Rewards.
     ({"reward__functions": (), "reward__weights": ()}, "at least one"),
     (
@@ -256,6 +254,7 @@ def test_valid_combinations(changes, config_with):
     (8, {"mesh__tensor": 8, "batch_size": 3, "optim__micro_batches": 1}, ""),
     (8, {"mesh__fsdp": 8, "mesh__sampling_tensor": 4}, ""),
     (8, {"mesh__fsdp": 4, "optim__micro_batches": 8}, ""),  # 8 x 4 samples
+    (2, {"mesh__fsdp": -1}, "mesh data=-1 fsdp=-1 .* at most one is -1"),
     (2, {"mesh__data": 3}, "mesh data=3 .* needs 3 devices, and there are 2"),
     (
       8,

@@ -266,23 +266,22 @@ def parse(
   """Reads a program's command line.
 
   Args:
-    argv: Arguments without the program's name: `sys.argv[1:]`.
+    argv: Arguments without the program's name.
     flags: Flags of the program.
     declared: Settings of the config; None for a program without a config.
     program: Command that calls the program, for --help.
-    default: Function that makes the config without --config; by default that of
-      `declared`.
-    positional: Flag that a word without a name is the value of, so that `RUN`
-      is `--model=RUN`; "" for none.
+    default: Function that makes the config without --config, if it is not that
+      of `declared`.
+    positional: Flag that a word without a name is the value of: `RUN` is
+      `--model=RUN`.
     about: Docstring of the program, for --help.
 
   Returns:
-    The config with its overrides, locked, which is not checked yet; and the
-    flags' values by name.
+    The config with its overrides, locked and not checked yet; and the flags'
+    values by name.
 
   Raises:
-    ValueError: An unknown name, a value of the wrong type or a bad config file;
-      see `usage_errors`.
+    ValueError: An unknown name, a value of the wrong type or a bad config file.
     SystemExit: With code 0, after printing the --help text.
   """
   if "--" in argv:  # which ends all flags in other programs

@@ -34,14 +34,9 @@ def print_help(
 ) -> None:
   """Prints the text of --help=TOPIC, or all of it for the topic "".
 
-  Args:
-    topic: Section, or part of a name: "optim", "optim.", "rate",
-      "--config.optim.learning_rate"; or of texts, where no name has it.
-    program: Command that calls the program.
-    about: Docstring of the program.
-    flags: Flags of the program.
-    declared: Settings of the config.
-    config: Values to show, those of a --config file.
+  A topic is a section, or part of a name: "optim", "optim.", "rate",
+  "--config.optim.learning_rate"; or of texts, where no name has it. Values are
+  those of the config.
 
   Raises:
     ValueError: Nothing is called so.

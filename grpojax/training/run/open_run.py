@@ -125,15 +125,10 @@ def open_all(
   sync: Callable[..., None],
   screen: Screen,
 ):
-  """Finds all errors of a run, and opens all that it holds.
+  """Finds all errors of a run, and opens all that it holds, on the stack.
 
-  Args:
-    settings: Settings, from `settle`.
-    directory: Directory of the run.
-    stack: Context that closes what is opened.
-    check_signals: Function that is called in between; may raise.
-    sync: Function that copies the directory, of `run_storage.opened`.
-    screen: Screen that shows the progress.
+  `check_signals` is called in between, and may raise; `sync` copies the
+  directory, as `run_storage.opened` says.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
@@ -217,10 +212,7 @@ such file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
-  """Checks that this process sees and may write what the first one wrote.
-
-  It writes its part of the checkpoints.
-  """
+  """Checks that this process sees and may write what the first one wrote."""
   end = time.monotonic() + SEEN_WITHIN
   config = bucket.origin(directory) / run_directory.CONFIG
   while not config.is_file():

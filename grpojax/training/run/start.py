@@ -70,12 +70,11 @@ def check(
 
   Args:
     settings: Settings of the run.
-    directory: Directory of the run, which may not exist yet; written to only
-      later.
+    directory: Directory of the run; nothing is written there.
     stack: Context that ends the reward workers, and leaves the mesh.
     check_signals: Function that is called while much is read; may raise.
-    today: Date, where a chat template asks for it: the same in all
-      processes, whose clocks may differ. None is this process's.
+    today: Date of all processes, where a chat template asks for it; None is
+      this one's.
 
   Raises:
     ValueError: An error that would otherwise be found after the run's start.

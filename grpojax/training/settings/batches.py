@@ -11,7 +11,6 @@ from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.binding import bind
 from grpojax.core.mesh import (
-  AXES,
   check_rows,
   row_shards,
   sample_cuts,
@@ -94,20 +93,6 @@ def _auto_errors(s: TrainSettings) -> list[str]:
   return errors
 
 
-def _mesh_errors(s: TrainSettings) -> list[str]:
-  sizes = {axis: getattr(s.mesh, axis) for axis in AXES}
-  remedy = "must be 1 or more, or -1 for all the other devices"
-  errors = [
-    config_error(f"mesh.{axis}", size, remedy)
-    for axis, size in sizes.items()
-    if size < 1 and size != -1
-  ]
-  if list(sizes.values()).count(-1) > 1:
-    remedy = "only one axis may be -1 (all the other devices)"
-    errors.append(config_error("mesh", tuple(sizes.values()), remedy))
-  return errors
-
-
 def _advantage_errors(s: TrainSettings) -> list[str]:
   """Errors of batches that the advantage refuses, in its own words.
 
@@ -142,10 +127,9 @@ def _advantage_errors(s: TrainSettings) -> list[str]:
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each error of the sizes of batches and of the mesh."""
+  """Returns a line for each error of the sizes of batches."""
   del flat
-  wrong = _auto_errors(s) or _division_errors(s)
-  return wrong + _mesh_errors(s) + _advantage_errors(s)
+  return (_auto_errors(s) or _division_errors(s)) + _advantage_errors(s)
 
 
 def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
