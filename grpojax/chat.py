@@ -144,7 +144,9 @@ def _set_up(
   policy, params = run_models.load(
     flags.model, settings.model.dtype, flags.best
   )
-  memory.check_evaluation(settings, policy, flags.samples)
+  memory.refuse(
+    memory.evaluation(settings, memory.shape(policy), flags.samples)
+  )
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:
     example = _example(settings, flags.example)

@@ -161,7 +161,8 @@ def _load(
   for name in names:
     best = flags.best and not models
     policy, params = run_models.load(name, settings.model.dtype, best)
-    memory.check_evaluation(settings, policy, flags.samples or 1)
+    samples = flags.samples or 1
+    memory.refuse(memory.evaluation(settings, memory.shape(policy), samples))
     models.append((policy, params))
   problems = evaluation.held_out_problems(
     settings, names, [policy for policy, _ in models]

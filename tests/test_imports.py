@@ -123,7 +123,7 @@ ENTRANCES = {
   },
   "training": {
     "training/config.py",
-    "training/run/run_config.py",
+    "training/run/run_directory.py",
     "training/run_models.py",
     "training/sft/sft.py",
     "training/sft/sft_config.py",

@@ -28,57 +28,28 @@ from grpojax.training.run import fit, setup
 from grpojax.training.step import diagnosis, sampling
 
 HERE = pathlib.Path(__file__).parent
-FILES = {
-  "config.json",
-  "lengths.npz",
-  "metrics.jsonl",
-  "samples.jsonl",
-  "rewards.jsonl",
-  "evaluations.jsonl",
-  "tensorboard",
-  "checkpoints",
-  "model",
-  "learning_curve.png",
-  "report.html",
-  "summary.json",
-}
+FILES = set(
+  "config.json lengths.npz metrics.jsonl samples.jsonl rewards.jsonl "
+  "evaluations.jsonl tensorboard checkpoints model learning_curve.png "
+  "report.html summary.json".split()
+)
 # Each a mean over a step's samples, tokens or updates.
-MEASURED = {
-  "reward_mean",
-  "reward_std",
-  "zero_variance_groups",
-  "completion_length_mean",
-  "completion_length_max",
-  "truncated",
-  "loss",
-  "entropy",
-  "clip_fraction_low",
-  "clip_fraction_high",
-  "ratio_min",
-  "ratio_max",
-  "rollout_mismatch_mean",
-  "rollout_mismatch_max",
-  "rollout_clip_fraction_low",
-  "rollout_clip_fraction_high",
-  "grad_norm",
-  "update_norm",
-  "skipped_updates",
-}
-DIAGNOSED = {
-  *("c1", "c1_se", "c2", "c2_se", "c3", "c3_se"),
-  *("gradient_sq", "gradient_snr", "seconds_diagnosis"),
-  *("gradient_mse", "gradient_mse_vanilla", "gradient_mse_oracle"),
-}
+MEASURED = set(
+  "reward_mean reward_std zero_variance_groups completion_length_mean "
+  "completion_length_max truncated loss entropy clip_fraction_low "
+  "clip_fraction_high ratio_min ratio_max rollout_mismatch_mean "
+  "rollout_mismatch_max rollout_clip_fraction_low rollout_clip_fraction_high "
+  "grad_norm update_norm skipped_updates".split()
+)
+DIAGNOSED = set(
+  "c1 c1_se c2 c2_se c3 c3_se gradient_sq gradient_snr seconds_diagnosis "
+  "gradient_mse gradient_mse_vanilla gradient_mse_oracle".split()
+)
 BEST = {f"optimal_group_size{end}" for end in ("", "_low", "_high")}
-TIMES = {
-  "seconds_step",
-  "seconds_rollout",
-  "seconds_rewards",
-  "seconds_reference",
-  "seconds_update",
-  "tokens_per_second",
-  "train_seconds",
-}
+TIMES = set(
+  "seconds_step seconds_rollout seconds_rewards seconds_reference "
+  "seconds_update tokens_per_second train_seconds".split()
+)
 
 
 def rows_of(directory):
@@ -261,34 +232,12 @@ def test_a_finished_run_is_left_alone(toy_run, toy_task, monkeypatch, capsys):
   assert snapshot(toy_run.directory) == before
 
 
-def test_another_config_is_refused_by_its_keys(toy_run, monkeypatch):
-  monkeypatch.chdir(toy_run.home)
-  before = snapshot(toy_run.directory)
-  changes = ["--config.optim.b2=0.9", "--config.group_size=4"]
-  message = refusal(toy_run.argv + changes)
-  assert (
-    "group_size: 'auto' -> 4" in message and "optim.b2: 0.95 -> 0.9" in message
-  )
-  assert "optim.b1" not in message and "steps" not in message
-  assert snapshot(toy_run.directory) == before
-
-
-def test_somebody_elses_directory_is_refused(toy, toy_model, tmp_path):
-  (tmp_path / "thesis.tex").write_text("mine")
-  argv = [*toy.arguments(toy_model), f"--run_dir={tmp_path}"]
-  assert "is not a run" in refusal(argv)
-  assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 @pytest.mark.parametrize(
   "word, hint",
   [
     ("--config={root}/configs/arithmetics.py", "configs/arithmetic.py?"),
-    ("--run_dri=here", "--run_dir?"),
-    ("--config.optim.learning_rat=1", "--config.optim.learning_rate?"),
     ("--config.steps=many", "type int"),
     ("--config.model.path=arithmetic-bose", "no model at"),
-    ("steps=3", "--key=value"),
   ],
 )
 def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
@@ -308,15 +257,9 @@ def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
       f"--config.seed={2**32}",
       "seed = 4294967296: must be 0 or more, and less",
     ),
-    (f"--config.seed={10**30}", "seed = 1000"),
     ("--config.data.options.size=abc", "data.options.size = 'abc': must be"),
     ("--config.sampling.max_new_tokens=1000000000", "decode cache"),
     ("--config.batch_size=100000000", "Change --config.batch_size, --config.g"),
-    (
-      "--config.group_size=1000000000",
-      "Change --config.batch_size, --config.g",
-    ),
-    ("--config.data.max_prompt_length=1000000000", "data.max_prompt_length"),
     ("--config.eval.batch_size=1000000000", "Change --config.eval.batch_size"),
     ("--run_dir=file/x", "cannot be written: Not a directory"),
     ("--run_dir=/proc/x", "/proc/x cannot be written: No such file"),
@@ -493,39 +436,6 @@ def test_each_group_size_compiles_once(
     assert len(compiled) == times, name
 
 
-@pytest.mark.slow  # test_grpo_step.py takes a step on four devices
-def test_a_mesh_changes_nothing_and_compiles_once(
-  toy_task, toy_model, tmp_path
-):
-  changes = {"steps": 3, "eval.every": 3, "optim.learning_rate": 1e-3}
-  argv = toy_task.arguments(toy_model, **changes)
-  train.main([*argv, f"--run_dir={tmp_path / 'one'}"])
-  env = os.environ | {
-    "PYTHONPATH": str(HERE.parent),
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "4",
-    "JAX_LOG_COMPILES": "1",
-  }
-  mesh = ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
-  done = subprocess.run(
-    [sys.executable, str(HERE / "toy.py"), *argv, *mesh]
-    + [f"--run_dir={tmp_path / 'four'}"],
-    env=env,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert "on 4 cpu device(s)" in done.stdout
-  # As often as what is called once; some versions log each line twice.
-  update, fresh = (
-    done.stderr.count(f"Compiling jit({name})") for name in ("update", "fresh")
-  )
-  assert update == fresh > 0
-  one, four = (weights(tmp_path / name / "model") for name in ("one", "four"))
-  for name in one:
-    np.testing.assert_allclose(four[name], one[name], atol=1e-5, rtol=0)
-
-
 def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
   words = [
     "--config.data.options.difficulty=(2,8)",
@@ -562,7 +472,7 @@ def broken_run(toy_run, tmp_path):
 
 @pytest.mark.parametrize(
   "line",
-  ["not json", "[1, 2]", "null", '{"step": "three"}', '{"step": null}'],
+  ["not json", "[1, 2]", '{"step": null}'],
 )
 def test_a_stray_line_of_metrics_is_named(
   line, broken_run, toy_run, toy_task, monkeypatch
@@ -575,17 +485,10 @@ def test_a_stray_line_of_metrics_is_named(
 
 
 CONFIGS = [
-  ("null", "no run at"),
   ("[[1], [2]]", "no run at"),
-  ("NaN", "no run at"),
-  ('{"model": null}', "no run at"),
-  ('{"steps": {"a": 1}}', "no run at"),
   ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
-  ({"steps": [[1], [2]]}, "steps = ((1,), (2,)): must be of type int"),
   ({"steps": float("nan")}, "steps = nan: must be of type int"),
   ({"optim": None}, "optim = None: is a section"),
-  ({"lora": []}, "lora = (): is a section"),
-  ({"seed": 10**30}, "seed = 1000"),
   ({"optim.schedule": "x"}, "optim.schedule = 'x'"),
 ]
 
@@ -619,9 +522,7 @@ def test_a_runs_config_that_cannot_be_read(
   assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-  "program", ["train", "evaluate", "sft", "export", "studies.group_size"]
-)
+@pytest.mark.parametrize("program", ["train", "studies.group_size"])
 def test_an_interrupt_at_the_start(program, tmp_path):
   """While the libraries are imported, which is most of a start."""
   for library in ("jax", "ml_collections"):

@@ -22,7 +22,6 @@ from grpojax.training.report import tracking
 from grpojax.training.run import fit, run_directory, run_storage, start
 from grpojax.training.run.progress import Progress
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import rewards as rewards_lib
 
 PARTS = {
   "rollout": "seconds_rollout",
@@ -67,15 +66,11 @@ def default_job(settings: TrainSettings) -> subject.Rows:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
     with command_line.usage_errors():
-      checked = start.check(settings, directory, lambda: None)
+      run = start.check(settings, directory, stack, lambda: None)
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
-    reward_pool = stack.enter_context(
-      rewards_lib.open_reward_pool(checked.settings, checked.reward_model)
-    )
-    stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
+    run, state, tx = start.start(run, checkpointer)
     run = tracking.tracked(run, -1, stack)
     check_signals = lambda together=False: None  # noqa: E731
     for _ in fit.remaining_steps(run, state, tx, Progress(), check_signals):

@@ -69,16 +69,15 @@ def study(
     config, flags = command_line.parse(
       argv, FLAGS, declared, program, about=about
     )
-    words = settings_lib.words(declared)
     config_lib.refuse(
-      config_lib.check_keys(config, default, words)
+      settings_lib.key_errors(declared, config)
       or config_lib.name_errors(config.name)
-      or settings_lib.config_errors(declared, config_lib.flatten(config))
+      or settings_lib.value_errors(declared, config_lib.flatten(config))
       or config_errors(config)
     )
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
-    _open(directory, config, default)
+    _open(directory, config, to_config(declared))
   try:
     yield config, directory
   except KeyboardInterrupt:

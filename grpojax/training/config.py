@@ -63,11 +63,12 @@ def _declared() -> Section:
 SETTINGS = _declared()
 """Declarations of all settings: defaults, texts, choices, ranges."""
 
-WORDS = settings_lib.words(SETTINGS)
-"""Words that may stand in the place of a number, by dotted path."""
-
-CHOICES = settings_lib.choices(SETTINGS)
-"""Names that a setting may have, by the dotted path of the setting."""
+CHOICES = {
+  name: tuple(one.choices)
+  for name, one in settings_lib.flat_settings(SETTINGS)
+  if one.choices
+}
+"""Names that some settings choose from, by the dotted path of the setting."""
 
 
 def default_config() -> ConfigDict:
@@ -104,19 +105,17 @@ def from_config(config: ConfigDict) -> TrainSettings:
   Raises:
     ValueError: With every error, a line each: setting, value, what to do.
   """
-  errors = config_lib.check_keys(config, default_config(), WORDS)
-  config_lib.refuse(errors)
-  values = config.to_dict()
-  settings = None
+  config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
+  tree, errors = _move(config.to_dict(), AT_TOP), []
   try:
-    settings = settings_lib.build(TrainSettings, _move(values, AT_TOP))
+    settings = settings_lib.build(TrainSettings, tree)
   except ValueError as error:
     for line in str(error).split("\n  "):
       field, rest = line.split(" = ", 1)
       errors.append(f"--config.{_TOP_OF_FIELD.get(field, field)} = {rest}")
-  config_lib.refuse(
-    errors or conflicts.errors(settings, config_lib.flatten(config))
-  )
+  else:
+    errors = conflicts.errors(settings, config_lib.flatten(config))
+  config_lib.refuse(errors)
   return settings
 
 

@@ -56,7 +56,7 @@ class Policy(NamedTuple):
 def find_model(
   path: str | pathlib.Path, files: Sequence[str] = hub.WHOLE
 ) -> pathlib.Path:
-  """A model's directory.
+  """Returns a model's directory.
 
   Args:
     path: Directory of a model or of a finished run, an embedded model's name,
@@ -65,7 +65,7 @@ def find_model(
     files: Names of the files to download from there.
 
   Raises:
-    ValueError: there is none, see `hf.resolve` and `hub.fetch`.
+    ValueError: There is none.
   """
   name = hub.parse(path)
   if name and not hf.exists(path):
@@ -78,7 +78,7 @@ def find_model(
 
 
 def pinned(path: str) -> str:
-  """A name of the Hub with the commit that it means now; a path as it is."""
+  """Returns a name of the Hub with its commit of now; a path as it is."""
   name = None if hf.exists(path) else hub.parse(path)
   return f"{name.id}@{hub.commit(name)}" if name else path
 
@@ -94,7 +94,7 @@ def open_policy(
     remat: Name of what the backward pass computes again.
 
   Raises:
-    ValueError: the directory, its configuration or its tokenizer do not fit.
+    ValueError: The directory, its configuration or its tokenizer do not fit.
   """
   path = pinned(path)
   directory = find_model(path, hub.TEXTS)
@@ -127,16 +127,13 @@ def with_weights(
   dtype: str = "float32",
   shardings: Callable[[Any], Any] | None = None,
 ) -> Policy:
-  """Reads the weights, as parameters to train.
+  """Reads the weights, as parameters of this format to train.
 
-  Args:
-    policy: from `open_policy`.
-    dtype: Format of the parameters.
-    shardings: Abstract parameters -> where to load them; None is one device.
+  `shardings` says for abstract parameters where to load them; None is one
+  device.
 
   Raises:
-    ValueError: weights that do not fit, see `hf.load_params`, or that cannot
-      be downloaded.
+    ValueError: Weights that do not fit, or that cannot be downloaded.
   """
   directory = policy.directory
   if policy.name:
@@ -148,16 +145,7 @@ def with_weights(
 def load_policy(
   path: str, dtype: str = "float32", remat: str = "none"
 ) -> Policy:
-  """Reads a whole model.
-
-  Args:
-    path: Path or name as `find_model` takes it.
-    dtype: Format of computation; the parameters are float32.
-    remat: Name of what the backward pass computes again.
-
-  Raises:
-    ValueError: the directory, its weights or its tokenizer do not fit.
-  """
+  """Reads a whole model, as `open_policy`, with parameters in float32."""
   return with_weights(open_policy(path, dtype, remat))
 
 
@@ -166,15 +154,11 @@ def with_adapters(
 ) -> Policy:
   """Freezes the weights, and puts fresh adapters in their place (LoRA).
 
-  Args:
-    policy: with weights.
-    key: Key of the adapters' random half; the policy is unchanged at first.
-    rank: Rank of each adapter.
-    alpha: The adapters are scaled by alpha / rank.
-    targets: pattern of the paths of the adapted matrices, see `lora.init`.
+  They are scaled by alpha / rank, and change nothing at first. `targets` is a
+  pattern of the paths of the adapted matrices.
 
   Raises:
-    ValueError: the targets are none, or not matrices.
+    ValueError: The targets are none, or not matrices.
   """
   adapters = lora.init(policy.params, key, rank, targets)
   return policy._replace(
@@ -185,12 +169,10 @@ def with_adapters(
 def jit(
   policy: Policy, function: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
-  """Compiles `function(lm, *args)`, and binds the policy's model.
+  """Compiles a pure `function(lm, *args)`, and binds the policy's model.
 
-  Args:
-    policy: its frozen weights, if there are any, are passed at every call.
-    function: pure; its `lm` takes the parameters that are trained.
-    **options: of `jax.jit`; argument 0 is the model.
+  Its `lm` takes the parameters that are trained; frozen weights are passed at
+  every call. For the options of `jax.jit` argument 0 is the model.
 
   Returns:
     `(*args) -> function(lm, *args)`.
@@ -217,9 +199,7 @@ def lower(
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
   """Waits for the devices, calling `check_signals`, which may raise.
 
-  Args:
-    arrays: results that are being computed.
-    check_signals: called at least once, and then about 20 times a second.
+  It is called at least once, and then about 20 times a second.
   """
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
@@ -231,10 +211,7 @@ def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
 
 
 def whole_params(policy: Policy, params: Params) -> Params:
-  """Returns the whole model for `hf.save`, adapters merged into its weights.
-
-  Merged is float32, see `lora.Merged`.
-  """
+  """Returns the whole model for `hf.save`, adapters merged in float32."""
   if policy.frozen is None:
     return params
   return lora.merge_lazily(policy.frozen, params, policy.lora_scale)
@@ -243,7 +220,7 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Texts of all completions of some prompts, [rows][G], without their EOS."""
+  """Returns texts of completions of some prompts, [rows][G], without EOS."""
   ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
   text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
   return [

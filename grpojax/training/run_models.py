@@ -18,7 +18,6 @@ from grpojax.training.policy import Policy
 from grpojax.training.run import (
   hub_pins,
   progress,
-  run_config,
   run_directory,
   run_storage,
   setup,
@@ -37,7 +36,7 @@ def is_run(model: str) -> bool:
 
 def read_config(model: str) -> ConfigDict:
   """Reads the config of a run; ValueError where it has none."""
-  return run_config.read_config(run_storage.local(model))
+  return run_directory.read_config(run_storage.local(model))
 
 
 def load(
@@ -46,13 +45,13 @@ def load(
   """Loads a policy and its parameters.
 
   Args:
-    model: name or path as `policy.find_model` takes it, or a run with
+    model: Name or path as `policy.find_model` takes it, or a run with
       checkpoints, of which the newest is read.
-    dtype: format of computation; a run has its own.
+    dtype: Format of computation; a run has its own.
     best: True reads the run's state of the highest held-out accuracy.
 
   Raises:
-    ValueError: there is no such model, or it is damaged.
+    ValueError: There is no such model, or it is damaged.
   """
   path = run_storage.local(model)
   if not run_directory.is_run(path):
@@ -60,22 +59,22 @@ def load(
       raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
-  settings = from_config(run_config.read_config(path))
+  settings = from_config(run_directory.read_config(path))
   policy = setup.open_policy(settings)
   if settings.lora.rank:  # adapters need their base
     policy = setup.with_weights(settings, policy)
   step = best_step(path) if best else None
   step, params = load_params(path, settings, step)
-  run_config.say_added(path)
+  run_directory.say_added(path)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
 
 
 def best_step(run: str | pathlib.Path) -> int:
-  """Step of a run's state of the highest held-out accuracy.
+  """Returns the step of a run's state of the highest held-out accuracy.
 
   Raises:
-    ValueError: it was not kept, or there is none yet.
+    ValueError: It was not kept, or there is none yet.
   """
   with checkpoint.open_checkpointer(
     run_storage.checkpoints(run), readonly=True
@@ -100,25 +99,21 @@ def load_params(
   """Loads what a run has trained, from a checkpoint.
 
   Args:
-    run: the run directory.
-    settings: the run's settings.
-    step: step of the checkpoint; None is the newest.
-    device: device that holds the parameters; None is the first.
+    run: Run directory.
+    settings: Settings of the run.
+    step: Step of the checkpoint; None is the newest.
+    device: Device that holds the parameters; None is the first.
 
   Returns:
     The checkpoint's step, and what was trained: the model, or LoRA's adapters.
 
   Raises:
-    ValueError: there is no such checkpoint, or it is damaged.
+    ValueError: There is no such checkpoint, or it is damaged.
   """
-  params = hf.abstract_params(
-    hf.read_config(policy_lib.find_model(hub_pins.model(settings), hub.CONFIG))
-  )
+  model = policy_lib.find_model(hub_pins.model(settings), hub.CONFIG)
+  params = hf.abstract_params(hf.read_config(model))
   if settings.lora.rank:
-    key, targets = jax.random.key(0), settings.lora.targets
-    params = jax.eval_shape(
-      lambda params: lora.init(params, key, settings.lora.rank, targets), params
-    )
+    params = lora.abstract(params, settings.lora.rank, settings.lora.targets)
   sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params
@@ -175,12 +170,12 @@ def export(
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
   Args:
-    run: the run directory, or its URL in a bucket; or a model directory, or
-      the name of an embedded model, which is copied.
-    out: the directory to make; nothing stands there until all is written.
-    step: step of the checkpoint; None is the newest, or a finished run's model/
+    run: Run directory, or its URL in a bucket; or a model directory, or the
+      name of an embedded model, which is copied.
+    out: Directory to make; nothing stands there until all is written.
+    step: Step of the checkpoint; None is the newest, or a finished run's model/
       where there are no checkpoints.
-    dtype: format of the stored weights; None is as they were trained.
+    dtype: Format of the stored weights; None is as they were trained.
     adapter: True writes LoRA's adapters in PEFT's format, not the model.
     best: True writes the state of the highest held-out accuracy.
 
@@ -188,7 +183,7 @@ def export(
     A description of what was written.
 
   Raises:
-    ValueError: no run, no such checkpoint, `out` exists or cannot be made, or
+    ValueError: No run, no such checkpoint, `out` exists or cannot be made, or
       `adapter` of a run without LoRA.
   """
   path = run_storage.local(run)
@@ -201,8 +196,8 @@ def export(
       raise ValueError(f"--adapter and --step are of a run, and {run} is none")
     hf.save(out, hf.load_params(model), model, dtype=dtype)
     return f"the model {run}"
-  settings = from_config(run_config.read_config(path))
-  run_config.say_added(path)
+  settings = from_config(run_directory.read_config(path))
+  run_directory.say_added(path)
   disk.check_writable(out, "--out")
   if adapter and not settings.lora.rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
@@ -216,28 +211,15 @@ def export(
       raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  step = _export_checkpoint(path, settings, out, step, dtype, adapter)
-  return f"{'the adapters of ' if adapter else ''}step {step} of {run}"
-
-
-def _export_checkpoint(
-  path: pathlib.Path,
-  settings: TrainSettings,
-  out: pathlib.Path,
-  step: int | None,
-  dtype: str | None,
-  adapter: bool,
-) -> int:
-  """Writes a checkpoint's model or adapters; returns its step."""
-  rank, alpha = settings.lora.rank, settings.lora.alpha
   step, params = load_params(path, settings, step, host_device())
+  rank, alpha = settings.lora.rank, settings.lora.alpha
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policy_lib.find_model(hub_pins.model(settings), needed)
   if adapter:
     base, revision = _base(settings)
     lora.save_peft(out, params, source, alpha, dtype, base, revision)
-    return step
+    return f"the adapters of step {step} of {run}"
   if rank:
     params = lora.merge_lazily(hf.load_params(source), params, alpha / rank)
   hf.save(out, params, source, dtype=dtype)
-  return step
+  return f"step {step} of {run}"

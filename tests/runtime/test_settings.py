@@ -79,12 +79,12 @@ def test_every_interval_and_every_default_is_one():
 
 def test_a_wrong_value_is_refused_with_the_description():
   values = {"size": 0, "kind": "c", "part.rate": 1.0}
-  assert settings_lib.config_errors(TREE, values) == [
+  assert settings_lib.value_errors(TREE, values) == [
     "--config.size = 0: must be 1 or more, or auto (of it)",
     "--config.kind = 'c': use one of a, b (which)",
     "--config.part.rate = 1.0: must be in [0, 1) (how much)",
   ]
-  assert not settings_lib.config_errors(TREE, {"size": "auto", "part.rate": 0})
+  assert not settings_lib.value_errors(TREE, {"size": "auto", "part.rate": 0})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
 from grpojax.studies import run
 from grpojax.training.config import to_config
-from grpojax.training.run import fit, run_config, run_directory
+from grpojax.training.run import fit, run_directory
 
 
 def write_run(settings, directory, rewards, accuracy, **columns):
@@ -21,7 +21,7 @@ def write_run(settings, directory, rewards, accuracy, **columns):
   rows.append({"step": len(rewards), "accuracy": accuracy})
   text = "".join(json.dumps(row) + "\n" for row in rows)
   (directory / run_directory.METRICS).write_text(text)
-  (directory / run_config.CONFIG).write_text(
+  (directory / run_directory.CONFIG).write_text(
     config_lib.to_json(to_config(settings))
   )
   summary = {"steps": len(rewards), "accuracy_before": 0.0}

@@ -43,89 +43,57 @@ def bytes_of(parts):
   return {part.text: part.bytes for part in parts}
 
 
+def held_by(settings, model=MODEL, devices=None):
+  """Bytes of the parts of each phase of a training run."""
+  phases = memory.training(settings, model, devices or mesh())
+  return [bytes_of(parts) for parts in phases.values()]
+
+
 def test_by_hand(settings_with):
-  phases = memory.training(settings_with(**SIZES), MODEL, mesh())
-  sampling, update, test = map(bytes_of, phases.values())
+  sampling, update, test = held_by(settings_with(**SIZES))
   token = 3 * 2 * 2 * 4 * 4  # keys and values: layers, 2, K, E, bytes
   state = 3 * 4 * WEIGHTS + 8  # with Adam's moments and two counts
   assert sampling == {
     "parameters and optimizer": state,
-    "decode cache": 8 * 4 * 48 * token,
-    "completions": 8 * 4 * 48 * 4,
-    "prompts": 8 * 24 * (token + 5),
-    "logits": 8 * 4 * 50 * 4,
+    "decode cache": 8 * (24 + 4 * 48) * token,
   }
   assert update == {
     "parameters and optimizer": state,
     "gradients": 4 * WEIGHTS,
-    "completions": 8 * 4 * 48 * 4,
     "activations": 4 * 4 * 48 * 3 * 12 * 4,  # of the 4 prompts of a part
-    "logits": 16 * 50 * 4,
   }
-  assert test["decode cache"] == 3 * 48 * token
+  assert test["decode cache"] == 3 * (24 + 48) * token
   (alone,) = memory.evaluation(settings_with(**SIZES), MODEL, 5).values()
-  assert bytes_of(alone)["parameters"] == 4 * WEIGHTS
-  assert bytes_of(alone)["decode cache"] == 3 * 5 * 48 * token
+  assert bytes_of(alone) == {
+    "parameters": 4 * WEIGHTS,
+    "decode cache": 3 * (24 + 5 * 48) * token,
+  }
+  # Samples that wait for a slot have no cache; a test has one sample a prompt.
+  slots, _, same = held_by(settings_with(**SIZES, sampling__slots=3))
+  assert slots["decode cache"] == 8 * (24 + 3 * 48) * token and same == test
+  half, *_ = held_by(settings_with(**SIZES, model__dtype="bfloat16"))
+  assert half["decode cache"] * 2 == sampling["decode cache"]
 
 
-def test_a_repetition_penalty_remembers_tokens(settings_with):
-  changes = SIZES | {"sampling__repetition_penalty": 1.1}
-  phases = memory.training(settings_with(**changes), MODEL, mesh())
-  sampling, update, test = map(bytes_of, phases.values())
-  assert sampling["tokens seen"] == 8 * 4 * 50  # booleans
-  assert update["tokens seen"] == 4 * 4 * 50 * 4  # places, of a part's prompts
-  assert "tokens seen" not in test  # greedy, without it
-  three = settings_with(**changes, sampling__slots=3)
-  slots = memory.training(three, MODEL, mesh())
-  assert bytes_of(next(iter(slots.values())))["tokens seen"] == 8 * 3 * 50
-
-
-def test_slots_take_less(settings_with):
-  """What they are for: samples that wait have neither cache nor logits."""
-
-  def sampling(**changes):
-    settings = settings_with(**SIZES, **changes)
-    alone = memory.evaluation(settings, MODEL, 6)["an evaluation"]
-    return *map(
-      bytes_of, memory.training(settings, MODEL, mesh()).values()
-    ), bytes_of(alone)
-
-  whole, *_, test, alone = sampling()
-  for slots, share, of_six in ((1, 1, 1), (3, 3, 3), (9, G, 6), (G, G, G)):
-    found, *_, same, fewer = sampling(sampling__slots=slots)
-    for name in ("decode cache", "logits"):
-      assert found[name] * G == whole[name] * share
-      assert fewer[name] * 6 == alone[name] * of_six
-    assert found["completions"] == whole["completions"]
-    assert same == test  # of one sample a prompt
-
-
-def test_a_reference_adapters_and_half_precision(settings_with):
+def test_references_and_adapters(settings_with):
   def held(**changes):
-    phases = memory.training(settings_with(**SIZES, **changes), MODEL, mesh())
-    return [bytes_of(parts) for parts in phases.values()]
+    parts = held_by(settings_with(**SIZES, **changes))[1]
+    return parts["parameters and optimizer"]
 
-  plain, *_ = held()
-  with_reference, *_ = held(loss__beta=0.1)
-  name = "parameters and optimizer"
-  assert with_reference[name] - plain[name] == 4 * WEIGHTS
-  # On the host it is there for its own pass alone.
-  *others, scoring = held(loss__beta=0.1, model__reference="host")
-  assert others == held() and len(others) == 3
-  assert scoring == {name: plain[name], "the reference": 4 * WEIGHTS}
-  half = {"model__dtype": "bfloat16", "lora__targets": "layers/(q|o)"}
-  sampling, update, _ = held(lora__rank=2, loss__beta=0.1, **half)
+  plain = held()
+  assert held(loss__beta=0.1) - plain == 4 * WEIGHTS
+  assert held(loss__beta=0.1, model__reference="host") == plain
+  adapted = {"lora__rank": 2, "lora__targets": "layers/(q|o)"}
+  adapted |= {"model__dtype": "bfloat16", "loss__beta": 0.1}
   adapters = 3 * 2 * (12 * 2 + 2 * 16)  # layers, q and o, A and B
-  assert sampling[name] == 2 * WEIGHTS + 3 * 4 * adapters + 8
+  assert held(**adapted) == 2 * WEIGHTS + 3 * 4 * adapters + 8
+  update = held_by(settings_with(**SIZES, **adapted))[1]
   assert update["gradients"] == 4 * adapters
-  # One that follows the adapters is one of adapters, wherever it is.
-  follows = {"lora__rank": 2, "loss__beta": 0.1, "model__reference_every": 1}
-  moving, *_ = held(**follows, **half)
-  assert moving[name] == sampling[name] + 4 * adapters
-  away, _, _, scoring = held(model__reference="host", **follows, **half)
-  assert away[name] == sampling[name]
-  assert scoring["the reference"] == 4 * adapters
-  assert sampling["decode cache"] * 2 == plain["decode cache"]
+  # One that follows the adapters is one of adapters.
+  adapted["model__reference_every"] = 1
+  assert held(**adapted) == 2 * WEIGHTS + 4 * 4 * adapters + 8
+  on_host = held(**adapted, model__reference="host")
+  assert on_host == 2 * WEIGHTS + 3 * 4 * adapters + 8
 
 
 def test_the_state_of_each_optimizer(settings_with):
@@ -153,8 +121,7 @@ def test_the_state_of_each_optimizer(settings_with):
       **SIZES, **{f"optim__{name}": value for name, value in optim.items()}
     )
     for of, wanted in zip((mesh(), four), expected, strict=True):
-      parts = memory.training(settings, wide, of)["an update"]
-      found = bytes_of(parts)["parameters and optimizer"]
+      found = held_by(settings, wide, of)[1]["parameters and optimizer"]
       assert found == wanted + 8, (optim, of.shape)  # and two counts
 
 
@@ -163,15 +130,10 @@ def test_devices_share_it(settings_with):
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
   four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   settings = settings_with(**SIZES)
-  one, cut = (
-    [bytes_of(parts) for parts in memory.training(settings, MODEL, m).values()]
-    for m in (mesh(), four)
-  )
+  one, cut = held_by(settings), held_by(settings, MODEL, four)
   for whole, part in zip(one, cut, strict=True):
     for name in whole.keys() - {"parameters and optimizer", "gradients"}:
-      # Each device holds as many tokens' logits, of half of the vocabulary.
-      share = 2 if name == "logits" and "gradients" in whole else 4
-      assert part[name] == whole[name] // share
+      assert part[name] == whole[name] // 4
   matrices = WEIGHTS - 3 * 2 * 12 - 12  # norms are whole everywhere
   assert cut[1]["gradients"] == 4 * (matrices // 4 + WEIGHTS - matrices)
 
@@ -188,13 +150,10 @@ def total(compiled):
 
 
 @pytest.mark.slow  # compiles
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_compiled_programs_take_more(name, settings_with):
+def test_compiled_programs_take_more(settings_with):
   """Both the sampler and the update, but not so much that it says nothing."""
-  settings, model = (
-    settings_with(**SIZES | {"optim__name": name, "logits_chunk": 128}),
-    dataclasses.replace(MODEL, vocab_size=400),
-  )
+  settings = settings_with(**SIZES)
+  model = dataclasses.replace(MODEL, width=64, mlp=256)
   lm, tx = transformer(model, remat="full"), optimizer(settings)
   state = jax.eval_shape(
     lambda key: setup.first_state(settings, tx, lm.init(key)),
@@ -219,8 +178,7 @@ def test_compiled_programs_take_more(name, settings_with):
   shardings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
   assert update.memory_analysis().alias_size_in_bytes == shardings
   phases = memory.training(settings, model, mesh())
-  # Nothing of this narrow model is factored: one second moment of each weight.
-  moments = {"adamw": 8, "adafactor": 4}[name] * (WEIGHTS + 350 * 12)
+  moments = 8 * sum(x.size for x in jax.tree.leaves(state.params))
   for (name, parts), compiled, held in zip(
     list(phases.items())[:2], (sampler, update), (moments, 0), strict=True
   ):
@@ -234,15 +192,14 @@ def test_what_cannot_fit_is_refused_with_its_parts(settings_with):
   phases = memory.training(settings, MODEL, mesh())
   needed = sum(part.bytes for part in phases["sampling a step's completions"])
   memory.refuse(phases, needed)
-  memory.refuse(phases, None)
   with pytest.raises(ValueError) as caught:
     memory.refuse(phases, needed - 1)
   message = str(caught.value)
   assert "decode cache 73.7 GB (batch_size, group_size," in message
-  assert "\n" not in message and "prompts" not in message  # too few to matter
+  assert "\n" not in message and "optimizer" not in message  # of no weight here
   assert message.endswith(
     "Change --config.batch_size, --config.group_size, "
-    "--config.sampling.max_new_tokens"
+    "--config.sampling.max_new_tokens, --config.data.max_prompt_length"
   )
 
 

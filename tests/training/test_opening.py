@@ -21,21 +21,27 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
   open_run._check_shared(tmp_path)
 
 
-def test_processes_that_read_other_examples_are_refused(monkeypatch):
-  def checked(count, fingerprint):
-    split = splits.Split(["?"] * count, 0, fingerprint)
-    return start.Checked(None, None, None, split, split, None)
-
-  said = []
-  tell = lambda own: said.append(own) or said
-  monkeypatch.setattr(distributed, "gather", tell)
-  for _ in range(2):
-    open_run._check_data(checked(7, "a"))
-  with pytest.raises(ValueError, match="differ in the train split: 7 examples"):
-    open_run._check_data(checked(8, "a"))
-  said.pop()
-  with pytest.raises(ValueError, match="0 and 2 differ in the train split"):
-    open_run._check_data(checked(7, "b"))
+@pytest.mark.parametrize(
+  "other, text",
+  [
+    ("6 examples\nfingerprint a", "7 examples and 6 examples"),
+    ("7 examples\nfingerprint b", "fingerprint a and fingerprint b"),
+  ],
+)
+def test_processes_that_read_other_examples_are_refused(
+  other, text, tmp_path, settings_with, monkeypatch
+):
+  split = splits.Split([0] * 7, 0, "a")
+  settings = settings_with()
+  run = start.Run(settings, tmp_path, None, None, split, split, None)
+  monkeypatch.setattr(start, "check", lambda *_: run)
+  second = {"the train split": "7 examples\nfingerprint a"}
+  second["the test split"] = other
+  monkeypatch.setattr(distributed, "gather", lambda own: [own, second])
+  with contextlib.ExitStack() as stack:
+    with pytest.raises(SystemExit, match=f"differ in the test split: {text}"):
+      quiet = screen.Screen()
+      open_run.open_all(settings, tmp_path, stack, print, print, quiet)
 
 
 def test_all_processes_have_the_first_ones_date(

@@ -1,5 +1,6 @@
 """What a run remembers, and when it stops."""
 
+import dataclasses
 import json
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_trouble_in_a_row_ends_a_run(name):
     now = progress.after(now, row)
     assert progress.stop_reason(now, limits) is None
   # What is kept in a checkpoint counts on.
-  notes = json.loads(json.dumps(progress.to_notes(now)))
+  notes = json.loads(json.dumps(dataclasses.asdict(now)))
   now = progress.after(progress.from_notes(notes), bad)
   why = progress.stop_reason(now, limits)
   assert "in 3 steps in a row" in why and f"--config.stop.{name}=0" in why

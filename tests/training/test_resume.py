@@ -8,19 +8,16 @@ import time
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 
 from grpojax import train
-from grpojax.core.step import init_state
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
 from grpojax.training.report import reporting
-from grpojax.training.run import open_run, resume, start
+from grpojax.training.run import open_run, start
 from grpojax.training.step import rewards as rewards_lib
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
@@ -93,15 +90,15 @@ def test_an_evaluation_is_of_a_step_and_of_its_prompts(tmp_path):
 
 def test_other_data_are_refused():
   before = {"train": [100, "a"], "test": [6, "b"]}
-  resume._check_data(before, before)
-  resume._check_data({}, before)  # an older run
+  open_run._check_data(before, before)
+  open_run._check_data({}, before)  # an older run
   # Another number of held-out prompts: there is nothing to compare.
-  resume._check_data(before, before | {"test": [4, "c"]})
+  open_run._check_data(before, before | {"test": [4, "c"]})
   for split, now in (("train", [100, "c"]), ("test", [6, "c"])):
     with pytest.raises(ValueError, match=f"{split} split is.*some differ"):
-      resume._check_data(before, before | {split: now})
+      open_run._check_data(before, before | {split: now})
   with pytest.raises(ValueError, match="100 examples then, 99 now"):
-    resume._check_data(before, before | {"train": [99, "c"]})
+    open_run._check_data(before, before | {"train": [99, "c"]})
 
 
 @pytest.mark.slow  # two runs
@@ -150,16 +147,6 @@ def test_what_is_removed_while_it_trains(
   with pytest.raises(SystemExit) as ended:
     go(toy_task, toy_model, run, **settings)
   assert re.match(text, ended.value.code)
-
-
-def test_a_disk_that_is_too_small_is_said(tmp_path, monkeypatch, capsys):
-  state = init_state({"x": jnp.zeros(1000)}, optax.sgd(1.0), jax.random.key(0))
-  start._say_room(tmp_path, state)
-  assert capsys.readouterr().out == ""
-  usage = types.SimpleNamespace(free=3000)
-  monkeypatch.setattr(start.shutil, "disk_usage", lambda path: usage)
-  start._say_room(tmp_path, state)
-  assert "has room for 3e-06 GB" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # two runs; see test_progress.py

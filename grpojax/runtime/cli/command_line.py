@@ -13,6 +13,7 @@ nothing is evaluated but literals.
 
 import ast
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from grpojax.runtime.cli.settings import Section, flat_settings, to_config
 from grpojax.runtime.terminal.screen import printable
 
 CONFIG = "config."
+_TOO_LARGE = MemoryError, RecursionError  # of Python's parser
 
 
 @contextlib.contextmanager
@@ -56,28 +58,11 @@ def usage_errors() -> Iterator[None]:
     raise SystemExit(f"error: not enough memory: {error}") from None
 
 
-class _Flag(NamedTuple):
-  """Flag or setting that may be typed.
-
-  Attributes:
-    default: Value whose type is that of the flag.
-    option: Its declaration; None where a config file has made it up.
-  """
-
-  default: Any
-  option: Option | None = None
-
-  @property
-  def words(self) -> tuple[str, ...]:
-    """Texts that may stand in the place of a number."""
-    return self.option.words if self.option else ()
-
-
 def literal(text: str) -> Any:
   """Returns a number, a tuple, ..., or else the text itself."""
   try:
     return ast.literal_eval(text)
-  except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+  except (SyntaxError, TypeError, ValueError, *_TOO_LARGE):
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -99,27 +84,16 @@ def _typed(text: str, default: Any) -> Any:
   return value
 
 
-def _value(name: str, text: str, flag: _Flag) -> Any:
-  """The value that was typed for a flag.
-
-  Raises:
-    ValueError: It has not the flag's type.
-  """
+def _value(name: str, text: str, flag: Option) -> Any:
+  """The value that was typed for a flag; ValueError where it is no such."""
   if text in flag.words:
     return text
   default = 1 if flag.default in flag.words else flag.default
   try:
     return _typed(text, default)
-  except (
-    KeyError,
-    MemoryError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-  ):
+  except (KeyError, SyntaxError, TypeError, ValueError, *_TOO_LARGE):
     example = " or ".join([f"{default}", *flag.words])
-    about = f" ({flag.option.text})" if flag.option else ""
+    about = f" ({flag.text})" if flag.text else ""
     raise ValueError(
       f"--{name}{text and '='}{text}: expected a value of type "
       f"{type(default).__name__}, for example --{name}={example}{about}"
@@ -144,13 +118,6 @@ def _expand_homes(config: ConfigDict) -> None:
       _expand_homes(value)
     elif expand_home(value) != value:
       config[key] = expand_home(value)
-
-
-def _unknown(name: str, candidates: Sequence[str]) -> ValueError:
-  """The error for a flag that does not exist, with the nearest that does."""
-  guess = nearest(name, candidates)
-  hint = f"; did you mean --{guess}?" if guess else "; --help lists all flags"
-  return ValueError(f"unknown flag --{name}{hint}")
 
 
 def _take_help(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -190,64 +157,78 @@ class _Names(NamedTuple):
     sections: Dotted names of all sections.
   """
 
-  flags: dict[str, _Flag]
+  flags: dict[str, Option]
   free: list[str]
   sections: list[str]
 
   def full(self, name: str) -> str:
     """Adds the "config." that may be left out."""
     setting = f"{CONFIG}{name}"
-    known = setting in self.flags or is_free(setting, self.free)
+    known = setting in self.flags or setting in self.sections
+    known = known or is_free(setting, self.free)
     return setting if known and name not in self.flags else name
+
+  def is_switch(self, name: str) -> bool:
+    """Returns True for a flag that is True or False."""
+    return name in self.flags and isinstance(self.flags[name].default, bool)
+
+  def unknown(self, name: str) -> ValueError:
+    """The error for a name that does not exist, with the nearest that does."""
+    if name in self.sections:
+      remedy = f"set its fields, --{name}.KEY=..."
+      return ValueError(f"--{name} is a section: {remedy}")
+    guess = nearest(name, list(self.flags))
+    hint = f"; did you mean --{guess}?" if guess else "; --help lists all flags"
+    return ValueError(f"unknown flag --{name}{hint}")
+
+
+def _names(
+  flags: Mapping[str, Option], declared: Section, config: ConfigDict
+) -> _Names:
+  """The names of a program's flags and of what its config has."""
+  known, settings = dict(flat_settings(declared)), {}
+  for name, value in flatten(config).items():
+    one = known.get(name, Option(value, ""))  # a config file's own
+    settings[f"{CONFIG}{name}"] = dataclasses.replace(one, default=value)
+  return _Names(
+    settings | dict(flags),
+    free_sections(config, CONFIG),
+    sections(config, CONFIG),
+  )
 
 
 def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
-  """Yields name and value of each word; the name is "" for one without.
-
-  Raises:
-    ValueError: A word that is no flag, or lacks its value.
-  """
+  """Yields name and value of each word; the name is "" for one without."""
   words = list(argv)
   while words:
     word = words.pop(0)
     dashes, name, equals, text = re.match(
       "(--?|)([^=]*)(=?)(.*)", word, re.DOTALL
     ).groups()
-    if not dashes:
+    if not dashes or word == "-":
       yield "", word
       continue
     name = names.full(name)
-    off = names.full(name.removeprefix("no"))
     flag = names.flags.get(name)
-    if flag is None and name.startswith("no") and off in names.flags:
-      if isinstance(names.flags[off].default, bool):
-        if equals:
-          raise ValueError(f"{word} does not take an argument")
-        yield off, False
-        continue
-    if flag is None:
-      yield _free_key(word, name, equals, names), literal(text)
+    if flag is None and is_free(name, names.free):
+      if not equals:
+        raise ValueError(f"--{name} needs a value: --{name}=...")
+      yield name, literal(text)
+    elif flag is None:
+      off = names.full(name.removeprefix("no"))
+      if off == name or not names.is_switch(off):
+        raise names.unknown(name)
+      if equals:
+        raise ValueError(f"{word} does not take an argument")
+      yield off, False
     elif equals:
       yield name, _value(name, text, flag)
-    elif isinstance(flag.default, bool):
+    elif names.is_switch(name):
       yield name, True
     elif words:
       yield name, _value(name, words.pop(0), flag)
     else:
       raise ValueError(f"{word} needs a value: {word}=...")
-
-
-def _free_key(word: str, name: str, equals: str, names: _Names) -> str:
-  """Checks the name of a key that the config lacks, where it may lack one."""
-  if word == "-":
-    raise ValueError(f"unexpected argument {word!r}: flags are --key=value")
-  if is_free(name, names.free):
-    if not equals:
-      raise ValueError(f"--{name} needs a value: --{name}=...")
-    return name
-  if name in names.sections:
-    raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
-  raise _unknown(name, list(names.flags))
 
 
 def _unexpected(word: str) -> ValueError:
@@ -285,28 +266,26 @@ def parse(
   """Reads a program's command line.
 
   Args:
-    argv: Arguments without the program's name: `sys.argv[1:]`.
-    flags: Flags of the program; a default's type is the flag's type: bool, int,
-      float or str.
+    argv: Arguments without the program's name.
+    flags: Flags of the program.
     declared: Settings of the config; None for a program without a config.
     program: Command that calls the program, for --help.
-    default: Function that makes the config without --config; by default that of
-      `declared`.
-    positional: Flag that a word without a name is the value of, so that `RUN`
-      is `--model=RUN`; "" for none.
+    default: Function that makes the config without --config, if it is not that
+      of `declared`.
+    positional: Flag that a word without a name is the value of: `RUN` is
+      `--model=RUN`.
     about: Docstring of the program, for --help.
 
   Returns:
-    The config with its overrides, locked; and the flags' values by name. The
-    config is not checked yet.
+    The config with its overrides, locked and not checked yet; and the flags'
+    values by name.
 
   Raises:
-    ValueError: An unknown name, a value of the wrong type or a bad config file;
-      see `usage_errors`.
+    ValueError: An unknown name, a value of the wrong type or a bad config file.
     SystemExit: With code 0, after printing the --help text.
   """
   if "--" in argv:  # which ends all flags in other programs
-    raise _unknown("", ())
+    raise ValueError("unknown flag --; --help lists all flags")
   topic, argv = _take_help(argv)
   file, argv = _take_config(argv)
   file = expand_home(file)
@@ -319,41 +298,25 @@ def parse(
   if topic is not None:
     help_text.print_help(topic, program, about, flags, declared, config)
     raise SystemExit(0)
-  options = dict(flat_settings(declared))
-  names = _Names(
-    {name: _Flag(one.default, one) for name, one in flags.items()}
-    | {
-      f"{CONFIG}{name}": _Flag(value, options.get(name))
-      for name, value in flatten(config).items()
-      if not isinstance(value, dict)  # an empty section
-    },
-    free_sections(config, CONFIG),
-    sections(config, CONFIG),
-  )
   own = {name: one.default for name, one in flags.items()}
-  present = set()
+  typed = set()
   with config.unlocked():
-    for name, value in _words(argv, names):
-      if not name:
-        if not positional:
-          raise _unexpected(value)
-        name = positional
-        if name in present:
-          raise ValueError(
-            f"unexpected argument {value!r}: --{name} is given already"
-          )
-      elif name == positional and name in present:
-        first = own[name]
+    for name, value in _words(argv, _names(flags, declared, config)):
+      if not name and not positional:
+        raise _unexpected(value)
+      if positional in typed and name in ("", positional):
+        extra = own[positional] if name else value
         raise ValueError(
-          f"unexpected argument {first!r}: --{name} is given already"
+          f"unexpected argument {extra!r}: --{positional} is given already"
         )
+      name = name or positional
       if name in own:
         own[name] = expand_home(value)
-        present.add(name)
+        typed.add(name)
       else:
         _set(config, name, value)
     _expand_homes(config)
-  for name in present:
+  for name in typed:
     if reason := refusal(flags[name], own[name]):
       raise ValueError(f"--{name}={own[name]}: {reason}")
   return config, ConfigDict(own).lock()

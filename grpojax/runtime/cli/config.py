@@ -1,26 +1,20 @@
-"""Configurations as such: keys and types, JSON, differences.
-
-Nothing here knows what a config is for; each program has its own default (see
-`grpojax.training.config`).
-"""
+"""Configs as such, whatever program they are of: names, JSON, differences."""
 
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.traverse_util
 from ml_collections import ConfigDict
 
 FREE = ("options", "template_options", "mixture")
-"""Names of sections that take any key: keyword arguments of what the config
-names elsewhere, and things that a user names. They are checked where they are
-used."""
+"""Names of sections that take any key, which is checked where it is used."""
 
 
 def sections(config: ConfigDict, prefix: str = "") -> list[str]:
-  """The dotted names of a config's sections, and of theirs."""
+  """Returns the dotted names of a config's sections, and of theirs."""
   names = []
   for key, value in config.items():
     if isinstance(value, ConfigDict):
@@ -29,7 +23,7 @@ def sections(config: ConfigDict, prefix: str = "") -> list[str]:
 
 
 def free_sections(config: ConfigDict, prefix: str = "") -> list[str]:
-  """Those of its sections that take any key; see `FREE`."""
+  """Returns those of its sections that take any key."""
   names = sections(config, prefix)
   return [name for name in names if name.rpartition(".")[2] in FREE]
 
@@ -40,21 +34,15 @@ def is_free(name: str, free: Sequence[str]) -> bool:
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
-  """Leaves by dotted path: `{"optim.learning_rate": 1e-4, ...}`."""
+  """Returns values by dotted path: `{"optim.learning_rate": 1e-4, ...}`."""
   return flax.traverse_util.flatten_dict(config.to_dict(), sep=".")
 
 
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
-  """The candidate most like `name`, by last path element or as a whole.
+  """Returns the dotted name most like this one, None where none is similar.
 
-  An element's initials are like it: lr and learning_rate.
-
-  Args:
-    name: a dotted name that is none of the candidates.
-    candidates: dotted names.
-
-  Returns:
-    A candidate, or None where nothing is similar.
+  Last path elements are compared, and whole names; an element's initials are
+  like it: lr and learning_rate.
   """
 
   def likeness(a, b):
@@ -72,59 +60,13 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
   return best if best is not None and score(best)[0] >= 0.6 else None
 
 
-def check_keys(
-  config: ConfigDict,
-  default: ConfigDict,
-  words: Mapping[str, Sequence[str]] | None = None,
-) -> list[str]:
-  """Keys that are unknown or missing, and values of a wrong type, a line each.
-
-  Args:
-    config: the config to check.
-    default: has all the keys, and a value of the right type for each.
-    words: for some keys, texts that may stand in the place of a number.
-  """
-  allowed, flat_config, config_errors = flatten(default), flatten(config), []
-  free, needed = free_sections(default), sections(default)
-  for name, value in flat_config.items():
-    if name in needed:
-      config_errors.append(
-        config_error(name, value, "is a section, with keys of its own")
-      )
-    elif name not in allowed and not is_free(name, free):
-      guess = nearest(name, list(allowed))
-      hint = f"; did you mean --config.{guess}?" if guess else ""
-      config_errors.append(config_error(name, value, f"unknown key{hint}"))
-  present = sections(config)
-  for name in free:
-    if name not in present and name not in flat_config:
-      config_errors.append(
-        f"--config.{name}: missing; start from default_config()"
-      )
-  for name, value in allowed.items():
-    if is_free(name, free):
-      continue
-    if name not in flat_config:
-      config_errors.append(
-        f"--config.{name}: missing; start from default_config()"
-      )
-    elif flat_config[name] in (words or {}).get(name, ()):
-      continue
-    elif not _same_type(value, flat_config[name]):
-      kind = type(value).__name__
-      config_errors.append(
-        config_error(name, flat_config[name], f"must be of type {kind}")
-      )
-  return config_errors
-
-
 def config_error(field: str, value: Any, remedy: str) -> str:
-  """A line about a setting that cannot be: field, value, what to do."""
+  """Returns a line about a setting that cannot be, with what to do."""
   return f"--config.{field} = {value!r}: {remedy}"
 
 
 def below(section: str, text: str) -> str:
-  """An error about a config that is a section of another one: all names."""
+  """Returns an error with the names that it has where `section` is around."""
   return text.replace("--config.", f"--config.{section}.")
 
 
@@ -142,22 +84,16 @@ def refuse(config_errors: Sequence[str]) -> None:
     raise ValueError("\n  ".join(["the config is not valid:", *config_errors]))
 
 
-def _same_type(expected: Any, value: Any) -> bool:
-  if isinstance(expected, float):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-  return type(value) is type(expected)
-
-
 def to_json(config: ConfigDict) -> str:
-  """The config as JSON text with sorted keys."""
+  """Returns the config as JSON text with sorted keys."""
   return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> ConfigDict:
-  """The config that `to_json` wrote, locked; JSON lists become tuples.
+  """Returns the config that `to_json` wrote, locked; lists become tuples.
 
   Raises:
-    ValueError: the text is no JSON object.
+    ValueError: The text is no JSON object.
   """
 
   def restore(value):
@@ -186,19 +122,13 @@ def _fill(section: ConfigDict, default: ConfigDict) -> None:
 def fill_in(
   config: ConfigDict, default: ConfigDict
 ) -> tuple[ConfigDict, list[str]]:
-  """A config with the defaults of the keys that it lacks.
+  """Returns a config, locked, with the defaults of the keys that it lacks.
 
-  What has the wrong type or shape is left as it is, for `check_keys`.
-
-  Args:
-    config: read from a file, perhaps of an earlier version.
-    default: has all the keys.
-
-  Returns:
-    The config, locked, and "key = value" for each key that was added.
+  What has the wrong type or shape is left as it is, for `settings.key_errors`.
+  The second result has a line "key = value" for each key that was added.
 
   Raises:
-    ValueError: most of the keys are not there: it is a config of something
+    ValueError: Most of the keys are not there: it is a config of something
       else.
   """
   filled = config.copy_and_resolve_references().unlock()

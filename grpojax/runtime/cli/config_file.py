@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import inspect
 import io
 import os
 import pathlib
@@ -10,8 +9,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
@@ -19,21 +17,14 @@ from grpojax.runtime.cli.config import flatten, nearest
 
 
 @contextlib.contextmanager
-def _no_input() -> Iterator[None]:
-  """Whoever asks for input gets none: a program must not wait for it."""
+def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
+  """Turns an error in a config file into a line that says where.
+
+  Whoever asks for input gets none: a program must not wait for it.
+  """
   before, sys.stdin = sys.stdin, io.StringIO()
   try:
     yield
-  finally:
-    sys.stdin = before
-
-
-@contextlib.contextmanager
-def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
-  """Turns an error in a config file into a line that says where."""
-  try:
-    with _no_input():
-      yield
   except (Exception, SystemExit) as error:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == path]
@@ -51,40 +42,11 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
         "a required_placeholder has no value: give the file one, which "
         "--config.key=value can change"
       )
+    if isinstance(error, TypeError) and not lines:  # called with other words
+      text += f": --config={path}:TEXT calls get_config(TEXT)"
     raise ValueError(f"{where}: {text}") from error
-
-
-def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
-  """Refuses a get_config that cannot be called with the argument, or none."""
-
-  def takes(*words):
-    try:
-      inspect.signature(get_config).bind(*words)
-      return True
-    except TypeError:
-      return False
-    except ValueError:  # written in C: the call will show
-      return True
-
-  if not callable(get_config):
-    raise ValueError(f"{path}: define get_config(), which returns the config")
-  if takes(*argument):
-    return
-  if argument and takes():
-    raise ValueError(f"{path}: get_config takes no argument: --config={path}")
-  if takes("text"):
-    raise ValueError(
-      f"{path}: get_config needs an argument: --config={path}:ARGUMENT"
-    )
-  raise ValueError(f"{path}: define get_config() or get_config(text)")
-
-
-def _split_argument(file: str) -> tuple[str, list[str]]:
-  """A path, and the text after its ".py:" if there is no such file."""
-  path, mark, argument = file.partition(".py:")
-  if os.path.isfile(file) or not mark:
-    return file, []
-  return f"{path}.py", [argument]
+  finally:
+    sys.stdin = before
 
 
 def packaged() -> dict[str, str]:
@@ -122,23 +84,25 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   before it, and an OSError in one waits until the config is used.
 
   Args:
-    file: a path, or PATH:ARGUMENT for a get_config that takes one. What is no
+    file: Path, or PATH:ARGUMENT for a get_config that takes one. What is no
       file may name a config that comes with grpojax: x or configs/x.py.
-    default: makes the config whose keys are suggested for unknown ones.
+    default: Function that makes the config whose keys are suggested.
 
   Raises:
-    ValueError: the file is missing or fails; one line that says where.
+    ValueError: The file is missing or fails; one line that says where.
   """
-  path, argument = _split_argument(file)
-  path = _find(path)
+  path, mark, text = file.partition(".py:")
+  whole = os.path.isfile(file) or not mark
+  argument = [] if whole else [text]
+  path = _find(file if whole else f"{path}.py")
   with _located(path, default):
     get_config = runpy.run_path(path).get("get_config")
-  _check_call(get_config, path, argument)
+  if not callable(get_config):
+    raise ValueError(f"{path}: define get_config(), which returns the config")
   with _located(path, default):
     config = get_config(*argument)
-  if not isinstance(config, ConfigDict):
-    raise ValueError(f"{path}: get_config() must return a ConfigDict")
-  if isinstance(config, FrozenConfigDict):  # it cannot take overrides
-    config = ConfigDict(config)
-  with _located(path, default):
-    return config.copy_and_resolve_references()
+    if isinstance(config, FrozenConfigDict):  # it takes no overrides
+      config = ConfigDict(config)
+    if isinstance(config, ConfigDict):
+      return config.copy_and_resolve_references()
+  raise ValueError(f"{path}: get_config() must return a ConfigDict")

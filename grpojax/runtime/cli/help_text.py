@@ -34,14 +34,9 @@ def print_help(
 ) -> None:
   """Prints the text of --help=TOPIC, or all of it for the topic "".
 
-  Args:
-    topic: Section, or part of a name: "optim", "optim.", "rate",
-      "--config.optim.learning_rate"; or of texts, where no name has it.
-    program: Command that calls the program.
-    about: Docstring of the program.
-    flags: Flags of the program.
-    declared: Settings of the config; without fields if it has no config.
-    config: Values to show, those of a --config file.
+  A topic is a section, or part of a name: "optim", "optim.", "rate",
+  "--config.optim.learning_rate"; or of texts, where no name has it. Values are
+  those of the config.
 
   Raises:
     ValueError: Nothing is called so.
@@ -59,7 +54,6 @@ def print_help(
 
 
 def _columns() -> int:
-  """The terminal's width, or 80; never so narrow that nothing fits."""
   return max(shutil.get_terminal_size((80, 24)).columns, 40)
 
 
@@ -69,12 +63,10 @@ def _entry(name: str, text: str) -> list[str]:
   lines = textwrap.wrap(
     text, _columns() - margin, break_long_words=True, break_on_hyphens=False
   )
-  head = f"  {name}"
+  head, lines = f"  {name}", [" " * margin + line for line in lines]
   if len(head) + 2 > margin:
-    return [head, *(" " * margin + line for line in lines)]
-  first, *others = lines
-  rest = [" " * margin + line for line in others]
-  return [f"{head:{margin}}{first}", *rest]
+    return [head, *lines]
+  return [f"{head:{margin}}{lines[0].strip()}", *lines[1:]]
 
 
 def _entries(rows: Iterable[tuple[str, Any, Option]]) -> list[str]:
@@ -169,17 +161,17 @@ def _topic(
   chosen = [n for n in rows if word and f"{n}.".startswith(f"{word}.")]
   if chosen:
     lines = []
-    for name in chosen:
-      if rows[name]:
-        lines += _heading(_title(name, declared)) + _entries(rows[name])
+    for name in filter(rows.get, chosen):
+      lines += _heading(_title(name, declared)) + _entries(rows[name])
     return "\n".join(lines[1:])
   every = [(name, one.default, one) for name, one in flags.items()]
   every += [row for part in rows.values() for row in part]
-  for text in (_short_name, _description):
-    matching = [row for row in every if word and word in text(row).lower()]
+  names = [row[0].removeprefix("config.") for row in every]
+  for texts in (names, [described(row[2]) for row in every]):
+    pairs = zip(every, texts, strict=True)
+    matching = [row for row, text in pairs if word and word in text.lower()]
     if matching:
       return "\n".join(_entries(matching))
-  names = [row[0].removeprefix("config.") for row in every]
   parts = list(filter(None, rows))
   guess = nearest(word, parts) or nearest(word, names)
   hint = f"did you mean --help={guess}? " if guess else ""
@@ -187,11 +179,3 @@ def _topic(
     f"--help={topic}: no setting, flag or section is called so; {hint}"
     f"sections: {', '.join(parts)}"
   )
-
-
-def _short_name(row: tuple[str, Any, Option]) -> str:
-  return row[0].removeprefix("config.")
-
-
-def _description(row: tuple[str, Any, Option]) -> str:
-  return described(row[2])

@@ -13,8 +13,7 @@
     settings = build(TrainSettings, config)  # from config.eval.every, ...
 
 One declaration is the source of a program's default config, of its --help, of
-the errors for wrong values and of docs/settings.md. The values themselves check
-their ranges (`core.options`).
+the errors for wrong values and of docs/settings.md.
 """
 
 import dataclasses
@@ -25,8 +24,9 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
-from grpojax.core.options import Option, interval_text, refusal
-from grpojax.runtime.cli.config import config_error
+from grpojax.core.options import Option, interval_text, refusal, refuse
+from grpojax.runtime.cli.config import config_error, flatten, is_free, nearest
+from grpojax.runtime.cli.config import sections as config_sections
 
 setting = Option  # a flag, or a setting of a config that no dataclass has
 
@@ -65,11 +65,9 @@ def section_field(kind: type) -> Any:
 
 
 def inline_field(kind: type, **defaults: Any) -> Any:
-  """Declares a field whose settings stand in the section that it is in.
+  """Declares a dataclass's field whose settings stand in the section around it.
 
-  Args:
-    kind: Dataclass of the field.
-    **defaults: Defaults that differ from the dataclass's own.
+  `defaults` differ from the dataclass's own.
   """
   return dataclasses.field(
     default_factory=lambda: kind(**defaults),
@@ -104,12 +102,7 @@ def section_of(kind: type, **defaults: Any) -> Section:
 
 
 def build(kind: type, config: Mapping[str, Any], prefix: str = "") -> Any:
-  """Builds a dataclass from a config with its keys.
-
-  Args:
-    kind: The dataclass.
-    config: Values by field name, sections as mappings.
-    prefix: Dotted name of the section, with a dot at its end, for errors.
+  """Builds a dataclass from a config with its keys; `prefix` is for errors.
 
   Raises:
     ValueError: Values out of range, one line "SETTING = VALUE: ..." each, of
@@ -117,29 +110,23 @@ def build(kind: type, config: Mapping[str, Any], prefix: str = "") -> Any:
   """
   values, errors = {}, []
   for field in dataclasses.fields(kind):
-    meta = field.metadata
+    meta, name = field.metadata, field.name
     try:
       if "section" in meta:
-        values[field.name] = build(
-          meta["section"], config[field.name], f"{prefix}{field.name}."
-        )
+        inner = f"{prefix}{name}."
+        values[name] = build(meta["section"], config[name], inner)
       elif "inline" in meta:
-        values[field.name] = build(meta["inline"], config, prefix)
-      elif "free" in meta:
-        value = config[field.name]
-        is_config = isinstance(value, ConfigDict)
-        values[field.name] = value.to_dict() if is_config else dict(value)
+        values[name] = build(meta["inline"], config, prefix)
       else:
-        values[field.name] = config[field.name]
+        values[name] = config[name]
     except ValueError as error:
       errors += str(error).split("\n  ")
   try:
-    if not errors:
-      return kind(**values)
-    kind(**{name: x for name, x in values.items() if name in config})
+    built = kind(**values)  # a default stands for a section that is wrong
   except ValueError as error:
     errors += [f"{prefix}{line}" for line in str(error).split("\n  ")]
-  raise ValueError("\n  ".join(errors))
+  refuse(errors)
+  return built
 
 
 def values_of(settings: Any) -> dict[str, Any]:
@@ -155,11 +142,9 @@ def values_of(settings: Any) -> dict[str, Any]:
 
 
 def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
-  """Returns the same settings with other defaults.
+  """Returns the same settings with other defaults, by dotted path.
 
-  Args:
-    declared: The settings.
-    defaults: Defaults by dotted path; below a free section they may be new.
+  Below a free section they may be new.
 
   Raises:
     KeyError: There is no such setting.
@@ -195,20 +180,6 @@ def sections(declared: Section, prefix: str = "") -> dict[str, Section]:
       below[f"{prefix}{name}"] = field
       below |= sections(field, f"{prefix}{name}.")
   return below
-
-
-def words(declared: Section) -> dict[str, tuple[str, ...]]:
-  """Returns the words that some numbers may also be, by dotted path."""
-  return {name: one.words for name, one in flat_settings(declared) if one.words}
-
-
-def choices(declared: Section) -> dict[str, tuple[str, ...]]:
-  """Returns the names that some settings choose from, by dotted path."""
-  return {
-    name: tuple(one.choices)
-    for name, one in flat_settings(declared)
-    if one.choices
-  }
 
 
 def _values(declared: Section) -> ConfigDict:
@@ -255,13 +226,44 @@ def described(one: Option) -> str:
   return "; ".join([*parts, *words])
 
 
-def config_errors(declared: Section, values: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each value that its setting cannot have.
+def key_errors(declared: Section, config: ConfigDict) -> list[str]:
+  """Returns a line for each unknown or missing key, and each other type."""
+  values, below = flatten(config), sections(declared)
+  free = [name for name, one in below.items() if one.free]
+  known = {
+    name: one
+    for name, one in flat_settings(declared)
+    if not is_free(name, free)
+  }
+  errors = []
+  for name, value in values.items():
+    if name in below:
+      remedy = "is a section, with keys of its own"
+      errors.append(config_error(name, value, remedy))
+    elif name not in known and not is_free(name, free):
+      guess = nearest(name, list(known))
+      hint = f"; did you mean --config.{guess}?" if guess else ""
+      errors.append(config_error(name, value, f"unknown key{hint}"))
+  present = {*values, *config_sections(config)}
+  for name in [*free, *known]:
+    if name not in present:
+      errors.append(f"--config.{name}: missing; start from default_config()")
+  for name, one in known.items():
+    if name in values and not _has_type(one, values[name]):
+      kind = type(one.default).__name__
+      remedy = f"must be of type {kind}"
+      errors.append(config_error(name, values[name], remedy))
+  return errors
 
-  Args:
-    declared: The settings.
-    values: Values by dotted path, each of its default's type.
-  """
+
+def _has_type(one: Option, value: Any) -> bool:
+  if isinstance(one.default, float):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+  return type(value) is type(one.default) or value in one.words
+
+
+def value_errors(declared: Section, values: Mapping[str, Any]) -> list[str]:
+  """Returns a line for each value by dotted path that its setting refuses."""
   return [
     config_error(name, values[name], reason)
     for name, one in flat_settings(declared)

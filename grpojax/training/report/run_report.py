@@ -17,7 +17,7 @@ from grpojax.reports.page import page
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config
-from grpojax.training.run import run_config, run_directory
+from grpojax.training.run import run_directory
 
 FAILURES = 200  # shown of a run, at most
 _LARGEST = 2**53  # a whole number that a page can tell from its neighbours
@@ -166,9 +166,9 @@ def _read(
     )
   )
   samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
-  config = _object(path / run_config.CONFIG)
+  config = _object(path / run_directory.CONFIG)
   if config is None:
-    notes.append(f"{run_config.CONFIG} is missing or cannot be read")
+    notes.append(f"{run_directory.CONFIG} is missing or cannot be read")
   summary = summary or _object(path / run_directory.SUMMARY)
   last = max((row["step"] for row in metrics), default=0)
   steps = (config or {}).get("steps")
@@ -245,11 +245,12 @@ def report(
   """
   for path in paths:
     if not any(
-      (path / x).is_file() for x in (run_config.CONFIG, run_directory.METRICS)
+      (path / x).is_file()
+      for x in (run_directory.CONFIG, run_directory.METRICS)
     ):
       raise ValueError(
         f"no run at {path}: give the run directory of a training run, the one "
-        f"with its {run_config.CONFIG} and {run_directory.METRICS}"
+        f"with its {run_directory.CONFIG} and {run_directory.METRICS}"
       )
   names = names or _names(paths)
   budget = completions.BUDGET // len(paths)

@@ -65,34 +65,15 @@ def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
   )
 
 
-def _make_after_step(run: Run):
-  """`(state, metrics, diagnosed) -> state`: the reference, the group size."""
-  settings, shardings = run.settings, run.shardings
-  update_group_size = make_update_group_size(settings, shardings)
-  update_reference = None
-  if reference.follows_policy(settings):
-    update_reference = reference.make_update_reference(settings, shardings)
-
-  def after_step(state: TrainState, metrics, diagnosed: bool) -> TrainState:
-    if update_reference is not None:
-      state = update_reference(state)
-    return update_group_size(state, metrics) if diagnosed else state
-
-  return after_step
-
-
 class _PromptStream:
-  """Prompts of the steps: in the order of the stream, or by difficulty.
-
-  It is opened anew for each group size, from what the state says was consumed.
-  """
+  """Prompts of the steps: in the order of the stream, or by difficulty."""
 
   def __init__(self, run: Run):
     self._run, self._group_size, self._batches = run, None, iter(())
     self._draw_prompts = None
 
   def open(self, state: TrainState, group_size: int) -> None:
-    """Goes to where the state is, for groups of this size."""
+    """Goes to where the state is, anew for each group size."""
     run, settings = self._run, self._run.settings
     if self._group_size != group_size:
       self._group_size = group_size
@@ -114,7 +95,7 @@ class _PromptStream:
       self._batches = map(self._draw_prompts, [state])
 
   def take(self, step: int, count: int = 1):
-    """The next prompts and their examples, of so many parts.
+    """Returns the next prompts and their examples, of so many parts.
 
     Raises:
       Stopped: An endless data set's error; or files that changed, or are gone.
@@ -144,7 +125,10 @@ def remaining_steps(
   make_step = functools.cache(
     functools.partial(_make_step, run, tx, check_signals)
   )
-  after_step = _make_after_step(run)
+  update_group_size = make_update_group_size(settings, run.shardings)
+  update_reference = None
+  if reference.follows_policy(settings):
+    update_reference = reference.make_update_reference(settings, run.shardings)
   first, every = int(state.step) + 1, settings.diagnostics.every
   if first <= settings.steps:
     run.screen.say("the first step compiles, which takes a while")
@@ -163,7 +147,10 @@ def remaining_steps(
       state, metrics, samples, failures = step(
         state, prompts, examples, diagnosed, take
       )
-    state = after_step(state, metrics, diagnosed)
+    if update_reference is not None:
+      state = update_reference(state)
+    if diagnosed:
+      state = update_group_size(state, metrics)
     now = time.perf_counter()
     eta = step_line.after_step(eta, now - start)
     row = {"step": number, "group_size": group_size, **metrics}
@@ -192,9 +179,9 @@ def fit(
 
   Raises:
     Preempted: SIGTERM arrived.
-    Stopped: the run goes nowhere, or its data do.
-      The state of the last whole step is saved in both cases.
-    disk.WriteFailed, OSError: a checkpoint or a record could not be written.
+    Stopped: The run goes nowhere, or its data do. The state of the last whole
+      step is saved in both cases.
+    disk.WriteFailed, OSError: A checkpoint or a record could not be written.
   """
   settings, record = run.settings, progress.evaluations
   if settings.checkpoint.best:
@@ -205,15 +192,15 @@ def fit(
     sync(lazily=not saved)
     check_signals(together)
 
+  def with_record():
+    return dataclasses.replace(progress, evaluations=record)
+
   def save():
-    notes = progress_lib.to_notes(with_record())
+    notes = dataclasses.asdict(with_record())
     sync()  # the rows of a step come before its checkpoint
     saved = reference.state_to_device(state)
     always = best.step(record) if settings.checkpoint.best else None
     checkpoint.save(checkpointer, int(state.step), saved, notes, always)
-
-  def with_record():
-    return dataclasses.replace(progress, evaluations=record)
 
   def evaluate():
     """Evaluates when it is due; returns True where the run goes on."""
@@ -273,18 +260,15 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """A whole training run, from where it stands to its end.
+  """Runs a whole training run, from where its directory stands to its end.
 
-  Args:
-    settings: the resolved settings.
-    directory: the run's; resumed where it holds a part of the same run.
-    sync: Function that copies the directory, of `run_storage.opened`.
+  `sync` copies the directory, as `run_storage.opened` says.
 
   Returns:
     The summary, None where the run had been finished before.
 
   Raises:
-    SystemExit: with a message, where the run cannot be started or should not go
+    SystemExit: With a message, where the run cannot be started or should not go
       on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():

@@ -30,24 +30,16 @@ def _commits(lines: Any) -> dict[str, str]:
   return dict(pair for pair in pairs if len(pair) == 2)
 
 
-def _data(settings: TrainSettings) -> list[tuple[str, Mapping[str, Any]]]:
-  """The path and the options of each data set of the Hub."""
-  data = settings.data
-  if mixed := mixtures.sources(settings):
-    each = [(one.name, one.path, one.options) for one in mixed.values()]
-  else:
-    each = [(data.name, data.path, data.options)]
-  return [(path, options) for name, path, options in each if name == HUB]
-
-
 def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
-  """(kind, name) of what a settings may take from the Hub, by its key.
+  """(kind, name) of what settings may take from the Hub, by "KIND:NAME".
 
   Paths that look like names are among them.
   """
   texts = [("model", _model(settings)), ("model", settings.reward.model)]
-  for path, options in _data(settings):
-    texts.append(("dataset", _with_revision(path, options.get("revision"))))
+  for source in mixtures.sources(settings).values() or [settings.data]:
+    if source.name == HUB:
+      revision = source.options.get("revision")
+      texts.append(("dataset", _with_revision(source.path, revision)))
   names = [(kind, hub.parse(text)) for kind, text in texts]
   return {f"{kind}:{name}": (kind, name) for kind, name in names if name}
 
@@ -80,14 +72,7 @@ def reward_model(settings: TrainSettings) -> str:
 def data_options(
   settings: TrainSettings, name: str, path: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """A data set's options, of one of the Hub with its commit as revision.
-
-  Args:
-    settings: the run's.
-    name: Kind of data set, as `data.name`.
-    path: Path or name, as `data.path`.
-    options: Options, as `data.options`.
-  """
+  """Returns `data.options`, of a data set of the Hub with its commit."""
   if name != HUB:
     return dict(options)
   text = _with_revision(path, options.get("revision"))
@@ -106,10 +91,7 @@ def with_commits(
 ) -> TrainSettings:
   """Returns settings with the commits that a run was started with.
 
-  Args:
-    settings: Settings of the run.
-    commits: Lines of the run's own settings; those of other repositories than
-      these settings ask for are left out.
+  Those of other repositories than the settings ask for are left out.
   """
   if not commits:
     return settings
@@ -124,7 +106,8 @@ def pin(settings: TrainSettings) -> TrainSettings:
   Raises:
     ValueError: the Hub does not tell; or model.revision is of a path.
   """
-  commits = _commits(settings.commits)
+  before = _commits(settings.commits)
+  commits = dict(before)
   for key, (kind, name) in _wanted(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
     if key not in commits and not is_path:
@@ -135,32 +118,25 @@ def pin(settings: TrainSettings) -> TrainSettings:
       f"is for models of the Hub, and there is a directory {path}: use ''"
     )
     raise ValueError(config_error("model.revision", revision, remedy))
-  if commits == _commits(settings.commits):
-    return settings
-  return _with(settings, commits)
+  return settings if commits == before else _with(settings, commits)
 
 
 def errors(
   settings: TrainSettings, flat_config: Mapping[str, Any]
 ) -> list[str]:
-  """Returns a line for each error of the names of the Hub.
-
-  Args:
-    settings: Settings of the run.
-    flat_config: The same by dotted path.
-  """
-  lines = []
+  """Returns a line for each error of the names of the Hub."""
+  del settings
   path, revision = flat_config["model.path"], flat_config["model.revision"]
+  remedy, lines = "", []
   if revision and "@" in os.fspath(path):
     remedy = f"model.path = {path!r} has one: give one of the two"
-    lines.append(config_error("model.revision", revision, remedy))
   elif revision and bucket.is_url(path):
     remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
-    lines.append(config_error("model.revision", revision, remedy))
   elif revision and hub.parse(f"{path}@{revision}") is None:
     remedy = (
       "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
     )
+  if remedy:
     lines.append(config_error("model.revision", revision, remedy))
   for line in flat_config["commits"]:
     key, _, commit = str(line).partition("=")

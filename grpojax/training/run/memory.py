@@ -1,18 +1,17 @@
-"""Least memory of a run, counted before anything is allocated.
+"""Least memory of a program, counted before anything is compiled.
 
-What is counted is a lower bound: arrays that certainly exist at the same time,
-split over all devices where they may be. What fits is never refused; what
-passes may still be too much, for compiled programs need more.
+It is a lower bound: parameters, optimizer, gradients, the input of each layer
+and the cache of keys and values, split over all devices where they may be. What
+fits is never refused; what passes may still be too much, for compiled programs
+need more (`grpojax.aot.memory` says how much).
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from grpojax.core.mesh import row_shards
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
@@ -23,14 +22,12 @@ from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.reference import follows_policy
 
-WORD = 4  # bytes of a float32, of a token's id, or of its place
-
 
 class Part(NamedTuple):
   """Arrays of one kind.
 
   Attributes:
-    text: What they are, in words.
+    text: Words for them.
     bytes: Bytes on each device.
     settings: Settings or flags that decide how large they are.
   """
@@ -44,11 +41,6 @@ Phases = dict[str, list[Part]]
 """Parts that exist at the same time, by what a program is doing then."""
 
 
-def _tree_bytes(tree: PyTree, mesh: jax.sharding.Mesh) -> int:
-  """Bytes of abstract arrays on each device, sharded as a run shards them."""
-  return sharding.shard_bytes(sharding.placed(tree, mesh))
-
-
 def _parameters(model: TransformerConfig, dtype: Any) -> PyTree:
   return jax.tree.map(
     lambda shape: jax.ShapeDtypeStruct(shape, dtype),
@@ -57,137 +49,98 @@ def _parameters(model: TransformerConfig, dtype: Any) -> PyTree:
   )
 
 
-def _sampling(
+def _cache(
   settings: TrainSettings,
   model: TransformerConfig,
   prompts: int,
   group_size: int,
   names: tuple[str, ...],
-  devices: int,
-  penalised: bool = False,
-) -> list[Part]:
-  """Arrays that sampling holds besides the parameters.
+) -> Part:
+  """Keys and values of prompts, each once, and of their completions.
 
-  Args:
-    settings: Settings of the run, or of an evaluation.
-    model: Shape of the decoder.
-    prompts: Prompts B, sampled at once.
-    group_size: Completions a prompt, G.
-    names: Settings that decide B and G, in this order.
-    devices: Number of devices that share all of it.
-    penalised: True where a repetition penalty remembers tokens.
+  `names` are the settings that decide the prompts and the group size.
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   token = 2 * model.layers * model.kv_heads * model.head_dim * itemsize
-  slots = settings.sampling.decoding.slots or group_size
-  at_once = prompts * min(slots, group_size)
-  length = settings.sampling.max_new_tokens
-  longest = settings.data.max_prompt_length
-  completions = (*names, "sampling.max_new_tokens")
-  of_prompts = (names[0], "data.max_prompt_length")
-  parts = [
-    ("decode cache", at_once * length * token, completions),
-    ("completions", prompts * group_size * length * WORD, completions),
-    # Each prompt once, whatever the group size, with its ids and its mask.
-    ("prompts", prompts * longest * (token + WORD + 1), of_prompts),
-    ("logits", at_once * model.vocab_size * WORD, names),
-  ]
-  if penalised:
-    # A boolean for each token of the vocabulary.
-    penalty = (*names, "sampling.repetition_penalty")
-    parts.append(("tokens seen", at_once * model.vocab_size, penalty))
-  return [Part(text, size // devices, names) for text, size, names in parts]
-
-
-def _update(
-  settings: TrainSettings, model: TransformerConfig, mesh: jax.sharding.Mesh
-) -> list[Part]:
-  """Arrays that a micro-batch's gradient holds besides the parameters."""
-  update, samples = settings.optim.update, samples_per_step(settings)
-  length = settings.sampling.max_new_tokens
-  itemsize = jnp.dtype(settings.model.dtype).itemsize
-  split = samples // (update.minibatches * update.micro_batches)
-  at_once = max(1, split)
-  positions = update.chunk_size * row_shards(mesh) // at_once
-  chunk = at_once * min(length, max(1, positions))
-  names = ("batch_size", "group_size", "optim.micro_batches")
-  long = (*names, "sampling.max_new_tokens")
-  activations = model.layers * split * length * model.width * itemsize
-  parts = [
-    ("completions", samples * length * WORD, long),
-    # The input of each layer, from which the rest can be computed again.
-    ("activations", activations, long),
-    ("logits", chunk * model.vocab_size * WORD, (*names, "logits_chunk")),
-  ]
-  if settings.sampling.distribution.repetition_penalty != 1:
-    # The place where each token of the vocabulary is first.
-    penalty = (*names, "sampling.repetition_penalty")
-    parts.append(("tokens seen", split * model.vocab_size * WORD, penalty))
-  return [Part(text, size // mesh.size, names) for text, size, names in parts]
+  at_once = min(settings.sampling.decoding.slots or group_size, group_size)
+  completions = at_once * settings.sampling.max_new_tokens
+  size = prompts * (completions + settings.data.max_prompt_length) * token
+  lengths = ("sampling.max_new_tokens", "data.max_prompt_length")
+  return Part("decode cache", size, (*names, *lengths))
 
 
 def training(
   settings: TrainSettings, model: TransformerConfig, mesh: jax.sharding.Mesh
 ) -> Phases:
   """Counts the parts of a step, and of an evaluation, on each device."""
-  params = _parameters(model, jnp.float32)
-  trained, frozen, names = params, 0, ("mesh.fsdp", "lora.rank")
-  if settings.lora.rank:
-    trained = lora.abstract(params, settings.lora.rank, settings.lora.targets)
-    base = _parameters(model, jnp.dtype(settings.model.dtype))
-    frozen = _tree_bytes(base, mesh)
+
+  def size(tree):
+    return sharding.shard_bytes(sharding.placed(tree, mesh))
+
+  def shared(part):
+    return part._replace(bytes=part.bytes // mesh.size)
+
+  trained, others = _parameters(model, jnp.float32), 0
+  rank, itemsize = settings.lora.rank, jnp.dtype(settings.model.dtype).itemsize
+  if rank:
+    others = size(_parameters(model, jnp.dtype(settings.model.dtype)))
+    trained = lora.abstract(trained, rank, settings.lora.targets)
   # The base model is the reference of adapters, until it follows them.
-  reference = 0  # bytes, where it comes from the host for a pass
-  fixed = settings.loss.needs_reference and not settings.lora.rank
-  if follows_policy(settings) or fixed:
-    reference = _tree_bytes(trained, mesh)
-    if settings.model.reference == "device":
-      frozen, reference = frozen + reference, 0
+  fixed = settings.loss.needs_reference and not rank
+  if settings.model.reference == "device":
+    others += size(trained) * (fixed or follows_policy(settings))
   optimized = jax.eval_shape(optimizer(settings).init, trained)
-  state = _tree_bytes({"params": trained, "opt_state": optimized}, mesh)
+  state = size({"params": trained, "opt_state": optimized})
+  names = ("mesh.fsdp", "lora.rank")
   optim = (*names, "optim.name", "optim.moments_dtype")
-  held = [Part("parameters and optimizer", state + frozen, optim)]
-  gradients = Part("gradients", _tree_bytes(trained, mesh), names)
-  size = group_sizes(settings)[0]
-  penalised = settings.sampling.distribution.repetition_penalty != 1
-  prompts = samples_per_step(settings) // size // settings.sampling.parts
+  held = Part("parameters and optimizer", state + others, optim)
+  samples, group_size = samples_per_step(settings), group_sizes(settings)[0]
   step = ("batch_size", "group_size")
-  test_prompts, test = settings.eval.batch_size, ("eval.batch_size",)
-  phases = {
-    "sampling a step's completions": held
-    + _sampling(settings, model, prompts, size, step, mesh.size, penalised),
-    "an update": [*held, gradients, *_update(settings, model, mesh)],
-    "an evaluation": held
-    + _sampling(settings, model, test_prompts, 1, test, mesh.size),
+  prompts = samples // group_size // settings.sampling.parts
+  cache = _cache(settings, model, prompts, group_size, step)
+  test = _cache(
+    settings, model, settings.eval.batch_size, 1, ("eval.batch_size",)
+  )
+  update, length = settings.optim.update, settings.sampling.max_new_tokens
+  tokens = samples // (update.minibatches * update.micro_batches) * length
+  # The input of each layer, from which the rest can be computed again.
+  activations = Part(
+    "activations",
+    model.layers * tokens * model.width * itemsize,
+    (*step, "optim.micro_batches", "sampling.max_new_tokens"),
+  )
+  gradients = Part("gradients", size(trained), names)
+  return {
+    "sampling a step's completions": [held, shared(cache)],
+    "an update": [held, gradients, shared(activations)],
+    "an evaluation": [held, shared(test)],
   }
-  if reference:
-    names = ("mesh.fsdp", "lora.rank", "loss.beta")
-    phases["scoring"] = [*held, Part("the reference", reference, names)]
-  return phases
 
 
 def evaluation(
   settings: TrainSettings, model: TransformerConfig, samples: int
 ) -> Phases:
   """Counts the parts of an evaluation by itself, on one device."""
-  dtype = jnp.dtype(settings.model.dtype)
-  shapes = jax.tree.leaves(_parameters(model, dtype))
-  size = sum(x.size * dtype.itemsize for x in shapes)
-  names = ("eval.batch_size", "--samples")
-  prompts = settings.eval.batch_size
-  held = [Part("parameters", size, ("--model",))]
-  sampling = _sampling(settings, model, prompts, samples, names, devices=1)
-  return {"an evaluation": held + sampling}
+  params = _parameters(model, jnp.dtype(settings.model.dtype))
+  held = Part("parameters", sharding.shard_bytes(params), ("--model",))
+  names, prompts = ("eval.batch_size", "--samples"), settings.eval.batch_size
+  cache = _cache(settings, model, prompts, samples, names)
+  return {"an evaluation": [held, cache]}
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
-  """Counts the parts of supervised fine-tuning, on one device."""
+  """Counts the parts of supervised fine-tuning in float32, on one device."""
   names = ("model.width", "model.layers", "model.mlp")
-  weights = sum(x.size for x in jax.tree.leaves(_parameters(model, jnp.int8)))
-  held = Part("parameters, gradients and momentum", 3 * WORD * weights, names)
-  activations = model.layers * rows * row_length * model.width * WORD
-  part = Part("activations", activations, ("rows", "row_length", *names[:2]))
-  return {"a step": [held, part]}
+  size = sharding.shard_bytes(_parameters(model, jnp.float32))
+  held = Part("parameters, gradients and momentum", 3 * size, names)
+  size = 4 * model.layers * rows * row_length * model.width
+  activations = Part("activations", size, ("rows", "row_length", *names[:2]))
+  return {"a step": [held, activations]}
+
+
+def shape(policy: Policy) -> TransformerConfig:
+  """Returns the shape of a policy's model."""
+  return hf.to_transformer_config(hf.read_config(policy.directory))
 
 
 def gigabytes(size: int) -> str:
@@ -195,24 +148,26 @@ def gigabytes(size: int) -> str:
   return f"{size / 1e9:,.0f} GB" if size >= 1e11 else f"{size / 1e9:.3g} GB"
 
 
-def refuse(phases: Mapping[str, list[Part]], limit: int | None) -> None:
+def refuse(phases: Phases, limit: int | None = None) -> None:
   """Refuses phases that cannot fit.
 
   Args:
     phases: Parts by phase.
-    limit: Bytes that a device has; None is not known, and refuses nothing.
+    limit: Bytes of a device; None is what this one has, as far as it is known.
 
   Raises:
     ValueError: A phase needs more; the message has its parts and a remedy.
   """
+  if limit is None:
+    limit = device_memory.device_bytes(jax.local_devices()[0])
 
-  def total(parts):
-    return sum(part.bytes for part in parts)
+  def total(phase):
+    return sum(part.bytes for part in phases[phase])
 
-  doing, parts = max(phases.items(), key=lambda item: total(item[1]))
-  if limit is None or total(parts) <= limit:
+  phase = max(phases, key=total)
+  if limit is None or total(phase) <= limit:
     return
-  parts = sorted(parts, key=lambda part: part.bytes, reverse=True)
+  parts = sorted(phases[phase], key=lambda part: part.bytes, reverse=True)
   listed = [
     f"{part.text} {gigabytes(part.bytes)} ({', '.join(part.settings)})"
     for part in parts
@@ -223,35 +178,7 @@ def refuse(phases: Mapping[str, list[Part]], limit: int | None) -> None:
     for name in parts[0].settings
   ]
   raise ValueError(
-    f"not enough memory: {doing} takes {gigabytes(total(parts))} a device or "
+    f"not enough memory: {phase} takes {gigabytes(total(phase))} a device or "
     f"more, and there are {gigabytes(limit)}: {'; '.join(listed)}. Change "
     f"{', '.join(flags)}"
   )
-
-
-def _shape(policy: Policy) -> TransformerConfig:
-  return hf.to_transformer_config(hf.read_config(policy.directory))
-
-
-def check(
-  settings: TrainSettings, policy: Policy, mesh: jax.sharding.Mesh
-) -> None:
-  """Refuses a training run that cannot fit."""
-  limit = device_memory.device_bytes(mesh.local_devices[0])
-  refuse(training(settings, _shape(policy), mesh), limit)
-
-
-def check_fine_tuning(
-  model: TransformerConfig, rows: int, row_length: int
-) -> None:
-  """Refuses fine-tuning that cannot fit."""
-  limit = device_memory.device_bytes(jax.local_devices()[0])
-  refuse(fine_tuning(model, rows, row_length), limit)
-
-
-def check_evaluation(
-  settings: TrainSettings, policy: Policy, samples: int
-) -> None:
-  """Refuses an evaluation that cannot fit."""
-  limit = device_memory.device_bytes(jax.local_devices()[0])
-  refuse(evaluation(settings, _shape(policy), samples), limit)

@@ -1,23 +1,28 @@
-"""Opening of a run directory, by one process or by several.
+"""Opening of a run, by one process or by several: new, or where it stands.
 
-Errors are found before anything is written, and are said by all processes: the
-first of them looks into the directory and writes there, each
-looks at what it reads itself.
+`settle` decides with which settings it goes on; `open_all` finds all errors,
+opens the directory, and loads the newest checkpoint. Errors are found before
+anything is written, and are said by all processes: the first of them looks into
+the directory and writes there, each looks at what it reads itself.
 """
 
 import contextlib
-import importlib.metadata as metadata
+import dataclasses
+import json
 import pathlib
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
+from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface.file_checksums import fingerprint
 from grpojax.runtime import checkpoint
+from grpojax.runtime.checkpoint import array_checksums
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import bucket, disk, hub, run_lock
@@ -25,66 +30,68 @@ from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenizer
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import from_config, to_config
+from grpojax.training.config import to_config
 from grpojax.training.data import splits as splits_lib
-from grpojax.training.report import tracking
-from grpojax.training.run import (
-  hub_pins,
-  resume,
-  run_config,
-  run_directory,
-  run_storage,
-  start,
-)
+from grpojax.training.report import reporting, tracking
+from grpojax.training.run import hub_pins, run_directory, run_storage, start
+from grpojax.training.run.progress import Progress, from_notes
+from grpojax.training.run.start import Run
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import rewards
+from grpojax.training.step import reference
+
+# With which settings.
 
 
-def _say_changed(settings: TrainSettings, changed: Sequence[str]) -> None:
-  """Prints the other settings that a run goes on with."""
-  for line in changed:
-    print(f"changed: {line}")
-  schedule = settings.optim.schedule
-  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
-    print(
-      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
-      f"learning rate is that of a run of {settings.steps} steps"
-    )
+def settle(
+  settings: TrainSettings, directory: pathlib.Path
+) -> TrainSettings | None:
+  """Returns the settings that the run goes on with; None for a finished one.
 
+  They have the date of its chat template and the commits of models and data on
+  the Hub that it was started with, or those of now.
 
-def _go_on(directory: pathlib.Path, settings: TrainSettings) -> None:
-  """Prints and records the other settings that a run goes on with."""
-  changed, _ = run_config.changed(directory, settings)
-  _say_changed(settings, changed)
-  run_directory.record_changes(directory, settings)
-
-
-SEEN_WITHIN = 60
-"""Seconds: a network's file system may remember for a while that there was no
-such file."""
-
-
-def _check_shared(directory: pathlib.Path) -> None:
-  """Checks that this process sees and may write what the first one wrote.
-
-  It writes its part of the checkpoints.
+  Raises:
+    ValueError: It cannot be run, there, or by all processes alike.
   """
-  end = time.monotonic() + SEEN_WITHIN
-  config = bucket.origin(directory) / run_config.CONFIG
-  while not config.is_file():
-    if time.monotonic() > end:
-      raise ValueError(
-        f"{directory} is not the directory that process 0 writes to: with "
-        "several processes, --run_dir must be on storage that all of them share"
-      )
-    time.sleep(0.5)
-  disk.check_writable(directory, "--run_dir")
+  if distributed.several():
+    distributed.check_same(
+      configuration=config_lib.to_json(to_config(settings)),
+      packages=f"jax {jax.__version__}",
+      code=_code(),
+    )
+    with distributed.agreed():
+      files = _files(settings)
+    distributed.check_same(**files)
+
+  def pins():
+    saved, settled = run_directory.saved(directory), settings
+    date = None
+    if saved:
+      values = config_lib.flatten(saved.config)
+      date = values.get(f"data.template_options.{run_directory.DATE}")
+      commits = saved.config.get("commits") or ()
+      settled = run_directory.with_date(settings, date)
+      settled = hub_pins.with_commits(settled, commits)
+    run_directory.check(directory, settled)
+    if run_directory.is_finished(directory, settled):
+      return None
+    disk.check_writable(directory, "--run_dir")
+    return date, hub_pins.pin(settled).commits
+
+  pinned = distributed.on_main(pins)
+  if pinned is None:
+    return None
+  date, commits = pinned
+  settings = dataclasses.replace(settings, commits=tuple(commits))
+  return run_directory.with_date(settings, date)
 
 
-def _model_files(path: str) -> str:
-  if hub.parse(path) and not hf.exists(path):
-    return "from the Hub"  # whose commits are the same for all
-  return fingerprint(policy_lib.find_model(path))
+def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
+  """This package's own files: a checkout may have been edited on one host."""
+  return "\n".join(
+    f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
+    for path in sorted(root.rglob("*.py"))
+  )
 
 
 def _files(settings: TrainSettings) -> dict[str, str]:
@@ -101,62 +108,13 @@ def _files(settings: TrainSettings) -> dict[str, str]:
   return files
 
 
-def _check_data(checked: start.Checked) -> None:
-  """Checks that all processes have read the same examples."""
-  splits = zip(SPLITS, (checked.train, checked.held_out), strict=True)
-  distributed.check_same(
-    **{
-      f"the {name} split": f"{len(split.examples)} examples that fit\n"
-      f"fingerprint {split.fingerprint}"
-      for name, split in splits
-    }
-  )
+def _model_files(path: str) -> str:
+  if hub.parse(path) and not hf.exists(path):
+    return "from the Hub"  # whose commits are the same for all
+  return fingerprint(policy_lib.find_model(path))
 
 
-def _version(package: str) -> str:
-  try:
-    return metadata.version(package)
-  except metadata.PackageNotFoundError:
-    return "from source"
-
-
-def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
-  """This package's own files: a checkout may have been edited on one host."""
-  return "\n".join(
-    f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
-    for path in sorted(root.rglob("*.py"))
-  )
-
-
-def settle(
-  settings: TrainSettings, directory: pathlib.Path
-) -> TrainSettings | None:
-  """Returns the settings that the run goes on with; None for a finished one.
-
-  Raises:
-    ValueError: It cannot be run, there, or by all processes alike.
-  """
-  if distributed.several():
-    distributed.check_same(
-      configuration=config_lib.to_json(to_config(settings)),
-      packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
-      code=_code(),
-    )
-    with distributed.agreed():
-      files = _files(settings)
-    distributed.check_same(**files)
-
-  def settle():
-    settled = run_config.with_pins(directory, settings)
-    run_directory.check(directory, settled)
-    if run_directory.is_finished(directory, settled):
-      return None
-    disk.check_writable(directory, "--run_dir")
-    pinned = hub_pins.pin(settled)
-    return config_lib.to_json(to_config(pinned))
-
-  text = distributed.on_main(settle)
-  return text and from_config(config_lib.from_json(text))
+# All that it holds.
 
 
 def open_all(
@@ -167,15 +125,10 @@ def open_all(
   sync: Callable[..., None],
   screen: Screen,
 ):
-  """Finds all errors of a run, and opens all that it holds.
+  """Finds all errors of a run, and opens all that it holds, on the stack.
 
-  Args:
-    settings: Settings, from `settle`.
-    directory: Directory of the run.
-    stack: Context that closes what is opened.
-    check_signals: Function that is called in between; may raise.
-    sync: Function that copies the directory, of `run_storage.opened`.
-    screen: Screen that shows the progress.
+  `check_signals` is called in between, and may raise; `sync` copies the
+  directory, as `run_storage.opened` says.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
@@ -186,18 +139,18 @@ def open_all(
   """
 
   def begun() -> bool:
-    return (directory / run_config.CONFIG).is_file()
+    return (directory / run_directory.CONFIG).is_file()
 
   def hold() -> None:
     stack.enter_context(run_lock.hold(directory))
 
   def open_directory() -> bool:
     try:
-      resumed = run_directory.open_run(directory, checked.settings)
+      resumed = run_directory.open_run(directory, run.settings)
       if resumed:
-        run_config.say_added(directory)
+        run_directory.say_added(directory)
         run_directory.say_restart(directory)
-      splits = {"train": checked.train, "test": checked.held_out}
+      splits = {"train": run.train, "test": run.held_out}
       splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
       sync()
     except (OSError, disk.WriteFailed) as error:
@@ -205,35 +158,147 @@ def open_all(
       raise ValueError(f"{directory} cannot be written: {reason}") from error
     return resumed
 
+  def record_changes() -> None:
+    changed = run_directory.record_changes(directory, run.settings)
+    _say_changed(run.settings, changed)
+
   with command_line.usage_errors():
     first = not distributed.on_main(begun)
     if not first:
       distributed.on_main(hold)
     today = distributed.on_main(tokenizer.today)
     with distributed.agreed():
-      checked = start.check(settings, directory, check_signals, today)
-    _check_data(checked)
+      run = start.check(settings, directory, stack, check_signals, today)
+    distributed.check_same(
+      **{
+        f"the {name} split": f"{count} examples\nfingerprint {checksum}"
+        for name, (count, checksum) in _fingerprints(run).items()
+      }
+    )
     if first:  # what cannot run leaves no directory
       distributed.on_main(hold)
     resumed = distributed.on_main(open_directory)
     with distributed.agreed():
       _check_shared(directory)
+  keep = run.settings.checkpoint.keep
   checkpointer = stack.enter_context(
-    checkpoint.open_checkpointer(
-      run_storage.checkpoints(directory), checked.settings.checkpoint.keep
-    )
+    checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
   )
   with command_line.usage_errors():
-    reward_pool = stack.enter_context(
-      rewards.open_reward_pool(checked.settings, checked.reward_model)
-    )
-    stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
-    run = run._replace(screen=screen)
-  with command_line.usage_errors():
+    run, state, tx = start.start(run._replace(screen=screen), checkpointer)
     step = checkpoint.latest_step(checkpointer)
     run = tracking.tracked(run, -1 if step is None else step, stack)
-    state, progress = resume.resume(run, state, checkpointer, check_signals)
+    state, progress = resume(run, state, checkpointer, check_signals)
     if resumed:
-      distributed.on_main(lambda: _go_on(directory, checked.settings))
+      distributed.on_main(record_changes)
   return run, state, tx, progress, checkpointer
+
+
+def _say_changed(settings: TrainSettings, changed: Sequence[str]) -> None:
+  """Prints the other settings that a run goes on with."""
+  for line in changed:
+    print(f"changed: {line}")
+  schedule = settings.optim.schedule
+  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
+    print(
+      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
+      f"learning rate is that of a run of {settings.steps} steps"
+    )
+
+
+SEEN_WITHIN = 60
+"""Seconds: a network's file system may remember for a while that there was no
+such file."""
+
+
+def _check_shared(directory: pathlib.Path) -> None:
+  """Checks that this process sees and may write what the first one wrote."""
+  end = time.monotonic() + SEEN_WITHIN
+  config = bucket.origin(directory) / run_directory.CONFIG
+  while not config.is_file():
+    if time.monotonic() > end:
+      raise ValueError(
+        f"{directory} is not the directory that process 0 writes to: with "
+        "several processes, --run_dir must be on storage that all of them share"
+      )
+    time.sleep(0.5)
+  disk.check_writable(directory, "--run_dir")
+
+
+# Where it stands.
+
+
+def resume(
+  run: Run,
+  state: TrainState,
+  checkpointer: checkpoint.Checkpointer,
+  check_signals: Callable[[], None],
+) -> tuple[TrainState, Progress]:
+  """Loads the newest state, and what the run remembers beside it.
+
+  The starting weights, which `state` has, are evaluated where that accuracy is
+  not known yet, or is of another number of prompts.
+
+  Raises:
+    ValueError: Other data or frozen weights than before, or a checkpoint that
+      is damaged or of another model.
+  """
+  step = checkpoint.latest_step(checkpointer)
+  notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
+  progress = from_notes(notes)
+  data, frozen = _fingerprints(run), _frozen(run)
+  _check_data(progress.data, data)
+  if progress.frozen not in ("", frozen):
+    raise ValueError(
+      f"the weights in {run.settings.model.path} are not those that this run's "
+      "adapters were trained on: put those back, or export this run's model "
+      "with them (python -m grpojax.export) and start a new run"
+    )
+  baseline = progress.baseline
+  if baseline is None or baseline["prompts"] != len(run.held_out.examples):
+    evaluated = distributed.on_main(lambda: reporting.evaluations(run, 0))
+    baseline = next(iter(evaluated), None)  # of the starting weights
+  if baseline is None:
+    baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
+  baseline = {k: v for k, v in baseline.items() if k != "step"}
+  progress = dataclasses.replace(
+    progress, baseline=baseline, data=data, frozen=frozen
+  )
+  if step is not None:
+    state = reference.state_to_device(state)
+    state = checkpoint.restore(checkpointer, state, step)
+    state = reference.state_to_memory(state, run.settings)
+    print(f"resuming after step {step}", flush=True)
+  return state, progress
+
+
+def _fingerprints(run: Run) -> dict[str, Any]:
+  """Returns the number of examples of each split, and a hash of them."""
+  return {
+    name: [len(split.examples) + split.dropped, split.fingerprint]
+    for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
+  }
+
+
+def _frozen(run: Run) -> str:
+  """Returns a hash of the weights under adapters, which fit others as well."""
+  if run.policy.frozen is None:
+    return ""
+  sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
+  return f"{zlib.crc32(sums.encode()):08x}"
+
+
+def _check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
+  """Raises ValueError where training or held-out examples have changed."""
+  for split, (count, checksum) in now.items():
+    old, old_checksum = before.get(split, (count, checksum))
+    # eval.num_prompts may have been changed: then there is nothing to compare.
+    if checksum == old_checksum or (split == "test" and old != count):
+      continue
+    raise ValueError(
+      f"the {split} split is not that of this run: {old} examples then, "
+      f"{count} now"
+      + (", of which some differ" if old == count else "")
+      + ". Restore the data (data.path, data.options), or export this run's "
+      "model (python -m grpojax.export) and start a new one from it"
+    )

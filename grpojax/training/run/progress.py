@@ -17,10 +17,10 @@ class Trouble(NamedTuple):
   """A sign that a step has taught the policy nothing, or little.
 
   Attributes:
-    shown: the metric's value from which on it is in the progress line.
-    whole: the value from which on so many such steps in a row end the run.
-    words: for the progress line, with the value put in.
-    meaning: for a run that ends.
+    shown: Metric's value from which on it is in the progress line.
+    whole: Value from which on so many such steps in a row end the run.
+    words: Text for the progress line, with the value put in.
+    meaning: Text for a run that ends.
   """
 
   shown: float
@@ -63,18 +63,17 @@ run, 0 for never."""
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """See the module; made of JSON values.
+  """Progress of a run beside its state, in JSON's types.
 
   Attributes:
-    baseline: the accuracy of the starting weights, with its interval and the
-      number of prompts; None where it is not known yet.
-    train_seconds: spent on steps, and on evaluations and saves between them,
+    baseline: Accuracy of the starting weights, with its interval and the number
+      of prompts; None where it is not known yet.
+    train_seconds: Time of steps, and of evaluations and saves between them,
       over all the times the run was started.
-    steps_with: for each of `STOP_CONDITIONS`, in how many steps it happened.
-    in_a_row: for each, how many of the last steps were wholly of that kind.
-    failed_rewards: that could not be computed, in all steps; evaluations do
-      not count.
-    data: fingerprints of the examples, by split.
+    steps_with: Number of steps with each of `STOP_CONDITIONS`.
+    in_a_row: Number of the last steps that were wholly of each kind.
+    failed_rewards: Rewards of all steps that could not be computed.
+    data: Fingerprints of the examples, by split.
     frozen: Checksum of the weights that adapters are on; empty without any.
     evaluations: Record of the best evaluation (`training.evaluation.best`).
   """
@@ -93,11 +92,6 @@ def from_notes(notes: Mapping[str, Any] | None) -> Progress:
   """Returns the progress of a checkpoint's notes; the rest is not known."""
   names = {field.name for field in dataclasses.fields(Progress)}
   return Progress(**{k: v for k, v in (notes or {}).items() if k in names})
-
-
-def to_notes(progress: Progress) -> dict[str, Any]:
-  """Returns the notes of a checkpoint."""
-  return dataclasses.asdict(progress)
 
 
 def after(progress: Progress, row: Row) -> Progress:
@@ -128,9 +122,7 @@ def troubles(row: Row) -> list[str]:
 def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
   """Returns the reason why a run should end, or None.
 
-  Args:
-    progress: so far.
-    limits: steps in a row by `STOP_CONDITIONS`' names; 0 is no limit.
+  `limits` are steps in a row by `STOP_CONDITIONS`' names; 0 is no limit.
   """
   for name, trouble in STOP_CONDITIONS.items():
     count = progress.in_a_row.get(name, 0)

@@ -1,22 +1,31 @@
-"""Run directories: their files, the files' names, and whose run they hold."""
+"""Run directories: their files, whose run they hold, and how it may go on."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
-from typing import Any
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
 
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.files import bucket
 from grpojax.runtime.files.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.files.run_lock import LOCK
-from grpojax.training.config import to_config
-from grpojax.training.run import run_config, run_storage
-from grpojax.training.run.run_config import CONFIG
+from grpojax.training.config import (
+  SETTINGS,
+  default_config,
+  from_config,
+  to_config,
+)
+from grpojax.training.run import run_storage
 from grpojax.training.settings.run import TrainSettings
 
+CONFIG = "config.json"  # the resolved config
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
@@ -34,45 +43,138 @@ SUMMARY = "summary.json"  # written last: the run is finished
 RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
+CHANGEABLE = (
+  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
+  r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
+  r"model\.(remat|reference)|sampling\.(stages|compact|slots|parts)"
+)
+"""Settings that a run may be resumed with other values of: they do not change
+what has been done."""
+
+DATE = "date_string"  # of data.template_options
+
 # Files that a kill at the very start leaves.
 _TRACES = re.compile(
   rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
   rf"|{re.escape(LOCK)}|{re.escape(bucket.ORIGIN)}"
 )
 
+Path = str | os.PathLike
 
-def is_run(path: str | os.PathLike) -> bool:
+
+# The config of a run.
+
+
+class SavedConfig(NamedTuple):
+  """The config of a run, with the defaults of settings younger than it."""
+
+  config: ConfigDict
+  added: list[str]  # lines "key = value" of those settings
+
+
+def saved(path: Path) -> SavedConfig | None:
+  """Reads the config of a run directory, None where it holds none of ours."""
+  try:
+    config = config_lib.from_json((pathlib.Path(path) / CONFIG).read_text())
+    if "path" not in (config.get("model") or {}):
+      return None
+    return SavedConfig(*config_lib.fill_in(config, default_config()))
+  except (OSError, TypeError, ValueError):
+    return None
+
+
+def say_added(path: Path) -> None:
+  """Prints which settings are younger than a run, and their values for it."""
+  run = saved(path)
+  if run and run.added:
+    print(f"{path} is older than these settings: {', '.join(run.added)}")
+
+
+def read_config(path: Path) -> ConfigDict:
+  """Returns the config of a run directory.
+
+  Raises:
+    ValueError: It has none, or one with wrong keys or values.
+  """
+  run = saved(path)
+  if run is None:
+    raise ValueError(
+      f"no run at {path}: give the run directory of a training run, the one "
+      f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
+    )
+  try:
+    from_config(run.config)
+  except ValueError as error:
+    raise ValueError(f"{pathlib.Path(path) / CONFIG}: {error}") from None
+  return run.config
+
+
+def write_config(path: Path, settings: TrainSettings) -> None:
+  """Makes these settings those of the run."""
+  text = config_lib.to_json(to_config(settings))
+  write_text(pathlib.Path(path) / CONFIG, text)
+
+
+def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
+  """Compares settings with those that a run was started with.
+
+  Returns:
+    Lines "key: its value -> yours": those that a run may be resumed with, and
+    those that it may not.
+  """
+  run = saved(path)
+  if not run:
+    return [], []
+  lines = config_lib.difference(run.config, to_config(settings))
+  if settings_lib.key_errors(SETTINGS, run.config):
+    return [], lines  # no run of ours has written that
+  may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
+  return may, [x for x in lines if x not in may]
+
+
+def with_date(settings: TrainSettings, date: str | None) -> TrainSettings:
+  """Returns settings whose chat template is given this date for today's.
+
+  A date of their own stays.
+  """
+  options = settings.data.template_options
+  if date is None or DATE in options:
+    return settings
+  data = dataclasses.replace(
+    settings.data, template_options=options | {DATE: date}
+  )
+  return dataclasses.replace(settings, data=data)
+
+
+# What is in a directory.
+
+
+def is_run(path: Path) -> bool:
   """Returns True where a directory is that of a run with checkpoints."""
   return run_storage.checkpoints(path).is_dir()
 
 
-def is_finished(
-  path: str | os.PathLike, settings: TrainSettings | None = None
-) -> bool:
-  """Returns True where a run has come to its end, or to that of settings."""
-  path = pathlib.Path(path)
-  if not (path / SUMMARY).exists():
-    return False
-  run = run_config.saved(path)
-  if settings is None:
-    return True
-  return bool(run) and not _goes_on(path, run.config, settings)
-
-
-def _goes_on(path: pathlib.Path, old: Any, new: TrainSettings) -> bool:
-  """Returns True where a run that finished by its old config goes on."""
-  try:
-    done = int(json.loads((path / SUMMARY).read_text())["steps"])
-  except (KeyError, TypeError, ValueError):
-    done = old.steps
-  limits = {old.stop.no_improvement, new.stop.no_improvement}
-  return old.steps != new.steps or (done < old.steps and len(limits) > 1)
-
-
-def model_directory(path: str | os.PathLike) -> pathlib.Path:
+def model_directory(path: Path) -> pathlib.Path:
   """Returns the directory of a finished run's model, else the path itself."""
   model = pathlib.Path(path) / MODEL
   return model if (model / "config.json").is_file() else pathlib.Path(path)
+
+
+def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
+  """Returns True where a run has come to its end, or to that of settings."""
+  file = pathlib.Path(path) / SUMMARY
+  if settings is None or not file.exists():
+    return file.exists()
+  run = saved(path)
+  if run is None:
+    return False
+  steps, new = run.config.steps, settings.stop.no_improvement
+  try:
+    done = int(json.loads(file.read_text())["steps"])
+  except (KeyError, TypeError, ValueError):
+    done = steps
+  ended_early = done < steps and run.config.stop.no_improvement != new
+  return steps == settings.steps and not ended_early
 
 
 def _has_begun(path: pathlib.Path) -> bool:
@@ -80,34 +182,23 @@ def _has_begun(path: pathlib.Path) -> bool:
   return any(row.get("step", 0) > 0 for row in read_jsonl(path / METRICS))
 
 
-def _has_ended(path: pathlib.Path) -> bool:
-  """Returns True where there is anything of what a run leaves at its end."""
-  return any((path / name).exists() for name in (SUMMARY, MODEL))
-
-
-def _has_trained(path: pathlib.Path) -> bool:
-  """Returns True where anything of a run would be lost by starting over."""
-  numbered = run_storage.checkpoints(path).glob("[0-9]*")
-  return any(numbered) or _has_ended(path) or _has_begun(path)
-
-
-def _complete(path: str | os.PathLike) -> list[int]:
-  return checkpoint.complete(run_storage.checkpoints(path))
-
-
-def steps_done(path: str | os.PathLike) -> int:
+def steps_done(path: Path) -> int:
   """Returns the step of the newest checkpoint, 0 where there is none."""
-  return max(_complete(path), default=0)
+  complete = checkpoint.complete(run_storage.checkpoints(path))
+  return max(complete, default=0)
 
 
-def say_restart(path: str | os.PathLike) -> None:
+def say_restart(path: Path) -> None:
   """Prints a line where a run without a checkpoint starts again at step 1."""
-  path = pathlib.Path(path)
-  if _has_begun(path) and not _complete(path):
+  complete = checkpoint.complete(run_storage.checkpoints(path))
+  if _has_begun(pathlib.Path(path)) and not complete:
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
 
 
-def check(path: str | os.PathLike, settings: TrainSettings) -> bool:
+# How a directory is opened.
+
+
+def check(path: Path, settings: TrainSettings) -> bool:
   """Checks that a directory can be this config's run; writes nothing.
 
   A run that has trained nothing yet may be taken over by a corrected config.
@@ -117,58 +208,57 @@ def check(path: str | os.PathLike, settings: TrainSettings) -> bool:
     what is `CHANGEABLE`.
 
   Raises:
-    ValueError: the directory is a run of another config, has done more steps
-      than are asked for, has lost what more steps would go on from, or is no
-      run directory.
+    ValueError: It is a run of another config, has done more steps than are
+      asked for, has lost what more steps would go on from, or is no run.
   """
   path = pathlib.Path(path)
-  for folder in (path, run_storage.checkpoints(path)):
+  checkpoints = run_storage.checkpoints(path)
+  for folder in (path, checkpoints):
     if folder.exists() and not folder.is_dir():
       raise ValueError(f"{folder} is a file, where a directory should be")
-  if run_config.saved(path) is not None:
-    return _check_run(path, settings)
-  if (path / CONFIG).exists() and is_run(path):
-    raise ValueError(
-      f"{path / CONFIG} cannot be read, and {path} has checkpoints: put the "
-      "run's config back, or give another --run_dir"
-    )
-  if path.exists() and not all(
-    _TRACES.fullmatch(x.name) for x in path.iterdir()
-  ):
-    raise ValueError(
-      f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
-      "run: give a new or an empty directory as --run_dir"
-    )
-  return False
-
-
-def _check_run(path: pathlib.Path, settings: TrainSettings) -> bool:
-  """Does what `check` does where the directory holds a run."""
-  may, may_not = run_config.changed(path, settings)
-  trained = _has_trained(path)
+  if saved(path) is None:
+    _check_other(path)
+    return False
+  may, may_not = changed(path, settings)
+  ended = any((path / name).exists() for name in (SUMMARY, MODEL))
+  trained = ended or any(checkpoints.glob("[0-9]*")) or _has_begun(path)
+  complete = checkpoint.complete(checkpoints)
   if may_not and trained:
     raise ValueError(
       f"{path} holds a run with another config (its value -> yours):\n  "
       + "\n  ".join(may_not)
       + "\ngive another --run_dir, or the run's own values to resume it"
     )
-  if trained and settings.steps < steps_done(path):
+  if settings.steps < max(complete, default=0):
     raise ValueError(
       f"--config.steps = {settings.steps}: the run in {path} has done "
-      f"{steps_done(path)} already; give as many or more"
+      f"{max(complete)} already; give as many or more"
     )
-  unfinished = not is_finished(path, settings)
-  if unfinished and _has_ended(path) and not _complete(path):
+  if ended and not complete and not is_finished(path, settings):
     raise ValueError(
       f"{path} has a trained model, and no checkpoint that more steps could "
-      f"go on from: put {run_storage.checkpoints(path)} back, or train "
-      f"{path / MODEL} in another --run_dir "
-      f"(--config.model.path={path / MODEL})"
+      f"go on from: put {checkpoints} back, or train {path / MODEL} in another "
+      f"--run_dir (--config.model.path={path / MODEL})"
     )
   return trained or not (may or may_not)
 
 
-def open_run(path: str | os.PathLike, settings: TrainSettings) -> bool:
+def _check_other(path: pathlib.Path) -> None:
+  """Refuses a directory without a config of a run, but for an empty one."""
+  if (path / CONFIG).exists() and is_run(path):
+    raise ValueError(
+      f"{path / CONFIG} cannot be read, and {path} has checkpoints: put the "
+      "run's config back, or give another --run_dir"
+    )
+  files = path.iterdir() if path.exists() else ()
+  if not all(_TRACES.fullmatch(file.name) for file in files):
+    raise ValueError(
+      f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
+      "run: give a new or an empty directory as --run_dir"
+    )
+
+
+def open_run(path: Path, settings: TrainSettings) -> bool:
   """Starts a run directory, or finds the run to go on with in it.
 
   The directory is made where it does not exist. Returns and raises what `check`
@@ -179,27 +269,28 @@ def open_run(path: str | os.PathLike, settings: TrainSettings) -> bool:
     run_storage.reference(path).rmtree(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
     (path / TRACKED).unlink(missing_ok=True)  # another run's
-    write_text(path / CONFIG, config_lib.to_json(to_config(settings)))
+    write_config(path, settings)
   return resumed
 
 
-def record_changes(path: str | os.PathLike, settings: TrainSettings) -> None:
+def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   """Makes a config that differs in what may change that of the run.
 
   Where the number of steps differs, or what ends them early, what a finished
-  run has left at its end goes away.
+  run has left at its end goes away. Returns the lines of what has changed.
   """
   path = pathlib.Path(path)
-  may, _ = run_config.changed(path, settings)
+  may, _ = changed(path, settings)
   more = any(re.match(r"steps:|stop\.no_improvement:", x) for x in may)
   remove_model(path, only_rest=not more)
   if may:
     row = {"after_step": steps_done(path), "changed": may}
     append_jsonl(path / CHANGES, row)
-    write_text(path / CONFIG, config_lib.to_json(to_config(settings)))
+    write_config(path, settings)
+  return may
 
 
-def remove_model(path: str | os.PathLike, only_rest: bool = False) -> None:
+def remove_model(path: Path, only_rest: bool = False) -> None:
   """Removes a run's model, and what an earlier removal has left of one.
 
   At no moment is there a part of a model by the model's name; and the summary,

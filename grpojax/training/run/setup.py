@@ -25,11 +25,7 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 def make_mesh(
   settings: TrainSettings, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Makes the mesh of all devices.
-
-  Raises:
-    ValueError: Its axes do not multiply to their number.
-  """
+  """Makes the mesh of all devices; ValueError for axes of another number."""
   sizes = {axis: getattr(settings.mesh, axis) for axis in mesh_lib.AXES}
   return mesh_lib.make_mesh(**sizes, devices=devices)
 
@@ -49,11 +45,7 @@ def open_policy(settings: TrainSettings) -> Policy:
 
 
 def check_model(settings: TrainSettings, lm: LM) -> None:
-  """Checks that a model has the experts that a loss is to balance.
-
-  Raises:
-    ValueError: It has none.
-  """
+  """Raises ValueError where a model lacks the experts that a loss balances."""
   coefficient = settings.loss.router_aux_coef
   if coefficient and lm.forward_with_load is None:
     remedy = "balances experts, and the model has none (model.path): use 0"
@@ -67,10 +59,7 @@ def with_weights(
 ) -> Policy:
   """Returns the policy with its weights, and adapters if there are to be any.
 
-  Args:
-    settings: Settings of the run.
-    policy: Model, from `open_policy`.
-    mesh: Mesh to load them onto; None is one device.
+  They are loaded onto the mesh; None is one device.
 
   Raises:
     ValueError: Weights or targets of adapters that do not fit.

@@ -1,10 +1,8 @@
 """Start of a training run: its checks, and the state that it goes on from."""
 
-import dataclasses
+import contextlib
 import itertools
-import os
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import bucket, hub, records
+from grpojax.runtime.files import hub, records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import trackers
 from grpojax.runtime.terminal.screen import Screen
@@ -40,39 +38,19 @@ from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
 
 
-class Checked(NamedTuple):
-  """Things that the settings name, loaded and checked.
-
-  Attributes:
-    settings: Settings, with what the start of the run has decided.
-    policy: Model with the weights that the run starts from.
-    mesh: Mesh of all devices.
-    train: Examples of the training split.
-    held_out: Examples of the test split.
-    reward_model: Reward model, or None.
-  """
-
-  settings: TrainSettings
-  policy: Policy
-  mesh: jax.sharding.Mesh
-  train: splits.Split
-  held_out: splits.Split
-  reward_model: rewards_lib.Model | None
-
-
 class Run(NamedTuple):
   """Things that stay the same all through a run."""
 
-  settings: TrainSettings
+  settings: TrainSettings  # with what the start of the run has decided
   directory: pathlib.Path
-  policy: Policy
+  policy: Policy  # has the weights until `start`, whose state takes them
   mesh: jax.sharding.Mesh
-  shardings: TrainState  # those of the state
-  ref_params: Params | None  # where it is fixed
-  reward_pool: rewards_lib.RewardPool
-  greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: splits.Split
   held_out: splits.Split
+  reward_pool: rewards_lib.RewardPool
+  shardings: TrainState | None = None  # those of the state, from `start` on
+  ref_params: Params | None = None  # where it is fixed
+  greedy: Any = None  # (params, prompts, key) -> Rollout, compiled once
   screen: Screen = Screen()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
@@ -84,18 +62,19 @@ class Run(NamedTuple):
 def check(
   settings: TrainSettings,
   directory: pathlib.Path,
+  stack: contextlib.ExitStack,
   check_signals: Callable[[], None],
   today: str | None = None,
-) -> Checked:
+) -> Run:
   """Loads what the settings name, and reads all prompts of finite data sets.
 
   Args:
     settings: Settings of the run.
-    directory: Directory of the run, which may not exist yet; written to only
-      later.
+    directory: Directory of the run; nothing is written there.
+    stack: Context that ends the reward workers, and leaves the mesh.
     check_signals: Function that is called while much is read; may raise.
-    today: Date, where a chat template asks for it: the same in all
-      processes, whose clocks may differ. None is this process's.
+    today: Date of all processes, where a chat template asks for it; None is
+      this one's.
 
   Raises:
     ValueError: An error that would otherwise be found after the run's start.
@@ -105,10 +84,9 @@ def check(
   policy = setup.open_policy(settings)
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
-  memory.check(settings, policy, mesh)
+  memory.refuse(memory.training(settings, memory.shape(policy), mesh))
   batches_lib.check_mesh(settings, mesh)
   reference_lib.check_memory(settings.model.reference, mesh)
-  sizes = batches_lib.group_sizes(settings)
   cache = directory / run_directory.LENGTHS
   train, held_out = (
     splits.load_split(settings, policy, split, cache, check_signals)
@@ -123,8 +101,9 @@ def check(
     )
   difficulty.init_rates(settings, train.examples)  # refuses what is not for it
   if settings.reward.on_device:  # what it wants to know of each prompt
+    group_size = batches_lib.group_sizes(settings)[0]
     batches = prompts.training_batches(
-      settings, policy, train.examples, sizes[0]
+      settings, policy, train.examples, group_size
     )
     ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
     for _ in itertools.islice(batches, ahead):
@@ -134,7 +113,11 @@ def check(
   if settings.diagnostics.every and settings.diagnostics.last_layers:
     last_layers(policy.params, settings.diagnostics.last_layers)
   reward_model = rewards_lib.open_model(settings, mesh)
-  return Checked(settings, policy, mesh, train, held_out, reward_model)
+  reward_pool = stack.enter_context(
+    rewards_lib.open_reward_pool(settings, reward_model)
+  )
+  stack.enter_context(jax.set_mesh(mesh))
+  return Run(settings, directory, policy, mesh, train, held_out, reward_pool)
 
 
 def _with_date(
@@ -144,62 +127,34 @@ def _with_date(
 
   Prompts would be other ones tomorrow: on resume, and in evaluations.
   """
-  if "date_string" in settings.data.template_options:
-    return settings
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     model = find_model(hub_pins.reward_model(settings), hub.TEXTS)
     tokenizers.append(tokenizer.load(model))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return settings
-  options = settings.data.template_options | {
-    "date_string": today or tokenizer.today()
-  }
-  data = dataclasses.replace(settings.data, template_options=options)
-  return dataclasses.replace(settings, data=data)
-
-
-def _say_room(folder: str | os.PathLike, state: TrainState) -> None:
-  """Warns of a checkpoint that may not fit; Orbax compresses a bit."""
-  if bucket.is_url(folder):
-    return
-  size = sum(x.nbytes for x in jax.tree.leaves(state))
-  free = shutil.disk_usage(folder).free
-  if size > free:
-    print(
-      f"! a checkpoint has {memory.gigabytes(size)}, and {folder} has room for "
-      f"{memory.gigabytes(free)}",
-      flush=True,
-    )
+  return run_directory.with_date(settings, today or tokenizer.today())
 
 
 def start(
-  directory: pathlib.Path,
-  checked: Checked,
-  checkpointer: checkpoint.Checkpointer,
-  reward_pool: rewards_lib.RewardPool,
+  run: Run, checkpointer: checkpoint.Checkpointer
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
   """Makes the state before the first step; cleans up after a run cut short.
 
-  Args:
-    directory: Directory of the run.
-    checked: Result of `check`; its parameters become the state's.
-    checkpointer: Checkpointer of the run.
-    reward_pool: Functions and model that compute rewards.
-
   Returns:
-    The run, the state, and the optimizer.
+    The run, without its parameters, which become the state's; the state; and
+    the optimizer.
 
   Raises:
-    ValueError: a reference that is damaged or of another model.
+    ValueError: A reference that is damaged or of another model.
   """
-  settings, policy, mesh, train, held_out, _ = checked
+  settings, policy, mesh = run.settings, run.policy, run.mesh
   tx = optimizer(settings)
 
   def fresh(params):
     state = setup.first_state(settings, tx, params)
     return state.replace(
-      difficulty=difficulty.init_rates(settings, train.examples)
+      difficulty=difficulty.init_rates(settings, run.train.examples)
     )
 
   shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
@@ -211,7 +166,7 @@ def start(
   elif settings.loss.needs_reference and policy.frozen is not None:
     ref_params = {}  # the base model, without adapters
   elif settings.loss.needs_reference:
-    reference = run_storage.reference(directory)
+    reference = run_storage.reference(run.directory)
     checkpoint.save_params(reference, params)
     ref_params = checkpoint.restore_params(reference, params)
     ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
@@ -222,24 +177,16 @@ def start(
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:
-      records.truncate_jsonl(directory / name, -1 if step is None else step)
-    _say_room(run_storage.checkpoints(directory), state)
+      records.truncate_jsonl(run.file(name), -1 if step is None else step)
   print(
     f"{settings.model.path}: {count / 1e6:.3g} million parameters on "
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
     flush=True,
   )
-  policy = policy._replace(params=None)  # the state has them
-  run = Run(
-    settings=settings,
-    directory=directory,
-    policy=policy,
-    mesh=mesh,
+  run = run._replace(
+    policy=policy._replace(params=None),
     shardings=shardings,
     ref_params=ref_params,
-    reward_pool=reward_pool,
     greedy=make_sampler(settings, policy, 1, Sampling(0.0), mesh),
-    train=train,
-    held_out=held_out,
   )
   return run, state, tx

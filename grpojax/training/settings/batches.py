@@ -1,7 +1,6 @@
 """Sizes of a run's batches: group sizes, and their division into parts."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.binding import bind
 from grpojax.core.mesh import (
-  AXES,
   check_rows,
   row_shards,
   sample_cuts,
@@ -47,7 +45,7 @@ def draw_parts(s: TrainSettings) -> int:
 
 
 def _division_errors(s: TrainSettings) -> list[str]:
-  """Errors of batches that do not divide into their parts."""
+  """The first error of batches that do not divide into their parts."""
   update = s.optim.update
   if s.batch_size % update.minibatches:
     remedy = (
@@ -55,8 +53,7 @@ def _division_errors(s: TrainSettings) -> list[str]:
     )
     return [config_error("optim.minibatches", update.minibatches, remedy)]
   parts = {"sampling.parts": s.sampling.parts}
-  if s.filter_groups.enable:
-    parts["filter_groups.gen_parts"] = s.filter_groups.gen_parts
+  parts["filter_groups.gen_parts"] = draw_parts(s)
   for size in group_sizes(s):
     prompts = samples_per_step(s) // size
     for setting, count in parts.items():
@@ -65,12 +62,10 @@ def _division_errors(s: TrainSettings) -> list[str]:
           f"must divide a step's prompts, {prompts} with groups of {size}"
         )
         return [config_error(setting, count, remedy)]
+    minibatch, micro = prompts // update.minibatches, update.micro_batches
     try:
-      micro_batches.cuts(
-        prompts // update.minibatches, size, update.micro_batches
-      )
+      micro_batches.cuts(minibatch, size, micro)
     except ValueError as error:
-      micro = update.micro_batches
       return [config_error("optim.micro_batches", micro, str(error))]
   return []
 
@@ -86,46 +81,27 @@ def _auto_errors(s: TrainSettings) -> list[str]:
     if not power or not auto.smallest <= size <= auto.largest:
       remedy = "4 <= smallest <= start <= largest must be powers of two"
       errors.append(config_error(f"auto_group_size.{name}", size, remedy))
-  if errors:
-    return errors
   samples, updates = samples_per_step(s), s.optim.update.minibatches
-  prompts = samples // auto.largest
-  error = functools.partial(
-    config_error, "auto_group_size.largest", auto.largest
-  )
-  if samples % auto.largest or prompts % updates:
-    return [
-      error(
-        f"leaves {samples} / {auto.largest} prompts a step, which must be a "
-        f"whole multiple of optim.minibatches = {updates}: take a smaller one "
-        "or more prompts"
-      )
-    ]
-  if prompts < 3:
-    return [error(f"leaves {prompts} prompts a step; a diagnosis needs 3")]
-  return []
-
-
-def _mesh_errors(s: TrainSettings) -> list[str]:
-  sizes = {axis: getattr(s.mesh, axis) for axis in AXES}
-  remedy = "must be 1 or more, or -1 for all the other devices"
-  errors = [
-    config_error(f"mesh.{axis}", size, remedy)
-    for axis, size in sizes.items()
-    if size < 1 and size != -1
-  ]
-  if list(sizes.values()).count(-1) > 1:
-    remedy = "only one axis may be -1 (all the other devices)"
-    errors.append(config_error("mesh", tuple(sizes.values()), remedy))
+  prompts, left = divmod(samples, auto.largest)
+  if not errors and (left or prompts % updates or prompts < 3):
+    remedy = (
+      f"leaves {samples} / {auto.largest} prompts a step, which must be 3 or "
+      f"more (for a diagnosis) and a whole multiple of optim.minibatches = "
+      f"{updates}: take a smaller one or more prompts"
+    )
+    errors = [config_error("auto_group_size.largest", auto.largest, remedy)]
   return errors
 
 
-def _refusal(advantage: Callable, prompts: int, group_size: int) -> str:
-  """Reason why an advantage cannot have a batch of these shapes; "" for none.
+def _advantage_errors(s: TrainSettings) -> list[str]:
+  """Errors of batches that the advantage refuses, in its own words.
 
-  Nothing is computed.
+  It is tried on the run's shapes, so that it needs no other check than its own;
+  nothing is computed.
   """
-  array = functools.partial(jax.ShapeDtypeStruct, (prompts, group_size))
+  name, k = s.loss.advantage, s.loss.subset_size
+  advantage = bind(ADVANTAGES[name], k=k)
+  takes_k = advantage is not ADVANTAGES[name]
 
   def trial(rewards, lengths):
     return bind(
@@ -135,62 +111,29 @@ def _refusal(advantage: Callable, prompts: int, group_size: int) -> str:
       score_norms=init_score_norms(),
     )(rewards)
 
-  try:
-    jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))
-  except ValueError as error:
-    return str(error)
-  return ""
-
-
-def _advantage_errors(s: TrainSettings) -> list[str]:
-  """Errors of batches that the advantage refuses, with one that it takes.
-
-  It is tried on the run's shapes, so that it needs no other check than its own.
-  """
-  name, k = s.loss.advantage, s.loss.subset_size
-  advantage = bind(ADVANTAGES[name], k=k)
-  takes_k = advantage is not ADVANTAGES[name]
   sizes = group_sizes(s)
   for size in sorted({min(sizes), max(sizes)}):
     # A large batch refuses nothing that a smaller one takes: tables stay small.
     prompts = min(samples_per_step(s) // size, _TRIED)
-    size = min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
-    refusal = _refusal(advantage, prompts, size)
-    if not refusal:
-      continue
-    larger = [g for g in range(size + 1, size + 9) if g != k + 1]
-    larger = sorted([*larger, k + 1]) if takes_k else larger
-    enough = [g for g in larger if not _refusal(advantage, prompts, g)]
-    if enough and takes_k:
-      remedy = (
-        f"too many for advantage = {name!r}: use a group_size of {enough[0]} "
-        f"or more (now {size}), or a smaller subset_size"
-      )
-      return [config_error("subset_size", k, remedy)]
-    if enough:
-      remedy = f"advantage = {name!r} compares completions of a prompt: use "
-      return [config_error("group_size", size, f"{remedy}{enough[0]} or more")]
-    for more in range(prompts + 1, prompts + 9):
-      if not _refusal(advantage, more, size):
-        remedy = f"advantage = {name!r} compares prompts: use {more} or more"
-        return [config_error("batch_size", prompts, remedy)]
-    return [config_error("advantage", name, refusal)]
+    shape = prompts, min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
+    arrays = (jax.ShapeDtypeStruct(shape, x) for x in (jnp.float32, jnp.int32))
+    try:
+      jax.eval_shape(trial, *arrays)
+    except ValueError as error:
+      of_k = f", subset_size = {k}" if takes_k else ""
+      shapes = f"batch_size = {prompts}, group_size = {size}{of_k}"
+      return [config_error("advantage", name, f"refuses {shapes}: {error}")]
   return []
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each error of the sizes of batches and of the mesh."""
+  """Returns a line for each error of the sizes of batches."""
   del flat
-  wrong = _auto_errors(s) or _division_errors(s)
-  return wrong + _mesh_errors(s) + _advantage_errors(s)
+  return (_auto_errors(s) or _division_errors(s)) + _advantage_errors(s)
 
 
 def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
-  """Checks that a run's batches divide over its mesh.
-
-  Args:
-    s: Settings of the run.
-    mesh: Mesh of all devices, from `core.mesh.make_mesh`.
+  """Checks that a run's batches divide over the mesh of all devices.
 
   Raises:
     ValueError: A batch that does not, with the numbers.

@@ -1,13 +1,13 @@
-"""Settings that cannot stand together: a table, and checks that need code.
+"""Settings that cannot stand together.
 
 Each setting has been found in its own range before (`core.options`). A new
-conflict is a row of `CONFLICTS`.
+conflict is one more `yield` in a function of `CONFLICTS`.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from grpojax.core.advantages import (
   ADVANTAGES,
@@ -27,30 +27,9 @@ from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 
-class Conflict(NamedTuple):
-  """Row of the table.
-
-  Attributes:
-    setting: Dotted name of the setting that has to change.
-    when: True where the settings conflict.
-    remedy: Sentence that says why, and what to do; formatted with the settings
-      as `s`, the KL `estimators` of their placement, and the `regex_error` of
-      lora.targets.
-  """
-
-  setting: str
-  when: Callable[[TrainSettings], Any]
-  remedy: str
-
-
 def needs_score_norms(s: TrainSettings) -> bool:
   """Returns True where the advantage takes lengths of scores."""
   return asks_for(ADVANTAGES[s.loss.advantage], "score_norms")
-
-
-def _normalises(s: TrainSettings) -> bool:
-  """True where rewards are normalised by function, and lose their unit."""
-  return AGGREGATIONS[s.reward.aggregation] is not None
 
 
 def _auto(s: TrainSettings) -> bool:
@@ -59,10 +38,6 @@ def _auto(s: TrainSettings) -> bool:
 
 def _kl_in_reward(s: TrainSettings) -> bool:
   return s.loss.beta > 0 and s.loss.kl_placement == "reward"
-
-
-def _k1_in_loss(s: TrainSettings) -> bool:
-  return (s.loss.kl, s.loss.kl_placement) == ("k1", "loss")
 
 
 def _drawn_by_difficulty(s: TrainSettings) -> bool:
@@ -78,354 +53,9 @@ def _whole_sequences(s: TrainSettings) -> bool:
 
 def _only_token_ids(s: TrainSettings) -> bool:
   """True where the rewards can be computed on token ids."""
-  names = s.reward.functions
-  return (
-    len(names) == 1
-    and names[0] in ON_DEVICE
-    and tuple(s.reward.weights) == (1.0,)
-    and not s.reward.model
-  )
-
-
-def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
-  numbers = [
-    x for x in value if isinstance(x, (int, float)) and math.isfinite(x)
-  ]
-  return len(value) == len(numbers) == 2 and holds(*numbers)
-
-
-_SUM = "use reward.aggregation = 'sum_then_normalize'"
-_AUTO_WHOLE = (
-  "group_size = 'auto' follows the best size for the whole gradient: use {}, "
-  "or a number for group_size"
-)
-_AUTO_WEIGHTS = (
-  "group_size = 'auto' follows the error of a gradient of all completions, at "
-  "full weight: use {}, or a number for group_size"
-)
-
-CONFLICTS = (
-  # Names, and what belongs to one kind of thing.
-  Conflict(
-    "model.path",
-    lambda s: not s.model.path,
-    "give a Hugging Face directory, ORG/NAME of the Hub, or the name of an "
-    "embedded model",
-  ),
-  Conflict(
-    "sampling.temperature",
-    lambda s: s.sampling.distribution.temperature == 0,
-    "must be more than 0 (greedy sampling has no policy gradient)",
-  ),
-  Conflict(
-    "lora.targets",
-    lambda s: _regex_error(s.lora.targets),
-    "is no regular expression ({regex_error})",
-  ),
-  Conflict(
-    "data.template",
-    lambda s: not _formats(s.data.template),
-    "must hold {{prompt}} and no other field; write other braces doubled",
-  ),
-  Conflict(
-    "optim.moments_dtype",
-    lambda s: (
-      (s.optim.name, s.optim.moments_dtype) == ("adafactor", "bfloat16")
-    ),
-    "is for optim.name = 'adamw'; the row and column statistics of 'adafactor' "
-    "are small and stay float32: use float32",
-  ),
-  Conflict(
-    "diagnostics.last_layers",
-    lambda s: s.lora.rank and s.diagnostics.last_layers,
-    "adapters (lora.rank) are diagnosed as a whole: use 0",
-  ),
-  # KL terms and the reference.
-  Conflict(
-    "loss.kl",
-    lambda s: (
-      s.loss.beta
-      and s.loss.kl not in PLACEMENTS[s.loss.kl_placement]
-      and not _k1_in_loss(s)
-    ),
-    "with loss.kl_placement = {s.loss.kl_placement!r} use {estimators}",
-  ),
-  Conflict(
-    "loss.kl",
-    lambda s: s.loss.beta and _k1_in_loss(s),
-    "with loss.kl_placement = 'loss' use {estimators}; k1 = log(p / p_ref) as "
-    "a loss term has the gradient E[grad log p] = 0 on-policy: it adds noise "
-    "and pulls nowhere. k1 works with loss.kl_placement = 'reward' or 'ratio'",
-  ),
-  Conflict(
-    "model.reference",
-    lambda s: s.model.reference != "device" and s.reward.on_device,
-    "reward.on_device is one program, which holds it all along: use device",
-  ),
-  Conflict(
-    "model.reference_every",
-    lambda s: s.model.reference_every and not s.loss.beta,
-    "there is no reference without a KL term: use 0, or loss.beta > 0",
-  ),
-  Conflict(
-    "model.reference_mix",
-    lambda s: s.model.reference_mix != 1 and not s.model.reference_every,
-    "a fixed reference is not mixed: use 1, or model.reference_every > 0",
-  ),
-  # Rewards.
-  Conflict(
-    "reward.functions",
-    lambda s: (
-      not s.reward.functions
-      or not all(name and isinstance(name, str) for name in s.reward.functions)
-    ),
-    "name at least one function; the first says what a right answer is",
-  ),
-  Conflict(
-    "reward.functions",
-    lambda s: (
-      all(isinstance(name, str) for name in s.reward.functions)
-      and len(set(s.reward.functions)) < len(s.reward.functions)
-    ),
-    "names must differ",
-  ),
-  Conflict(
-    "reward.weights",
-    lambda s: (
-      len(s.reward.weights) != len(s.reward.functions)
-      or not all(
-        isinstance(w, (int, float)) and math.isfinite(w)
-        for w in s.reward.weights
-      )
-    ),
-    "must be finite numbers, one for each of reward.functions",
-  ),
-  Conflict(
-    "reward.model_weight",
-    lambda s: not math.isfinite(s.reward.model_weight),
-    "must be finite",
-  ),
-  Conflict(
-    "sampling.parts",
-    lambda s: (
-      s.sampling.parts > 1 and (s.reward.on_device or not s.reward.workers)
-    ),
-    "nothing computes rewards while the next part is sampled: use 1, or "
-    "reward.workers of 1 or more (and reward.on_device = False)",
-  ),
-  Conflict(
-    "reward.on_device",
-    lambda s: s.reward.on_device and not _only_token_ids(s),
-    f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
-    "(1.0,) and no reward.model: nothing else can be computed on token ids",
-  ),
-  Conflict(
-    "reward.aggregation",
-    lambda s: _normalises(s) and s.reward.on_device,
-    f"reward.on_device has one function only: {_SUM}",
-  ),
-  Conflict(
-    "reward.aggregation",
-    lambda s: _normalises(s) and _auto(s),
-    "group_size = 'auto' follows the best size for the weighted sum: "
-    f"{_SUM}, or a number for group_size",
-  ),
-  Conflict(
-    "reward.aggregation",
-    lambda s: _normalises(s) and s.group_size == 1,
-    "a group of 1 has no spread: use group_size of 2 or more",
-  ),
-  Conflict(
-    "reward.aggregation",
-    lambda s: _normalises(s) and s.loss.advantage == "beta_binomial",
-    "gives rewards outside [0, 1], which advantage = 'beta_binomial' cannot "
-    f"read as successes: {_SUM}",
-  ),
-  Conflict(
-    "reward.aggregation",
-    lambda s: _normalises(s) and needs_score_norms(s),
-    "compares rewards without unit, and advantage = 'norm_ratio' knows the "
-    f"scores' lengths by their sum: {_SUM}",
-  ),
-  Conflict(
-    "reward.aggregation",
-    lambda s: _normalises(s) and _kl_in_reward(s),
-    "gives rewards without unit, which a KL penalty in nats cannot be taken "
-    "from: use loss.kl_placement = 'ratio'",
-  ),
-  # Dynamic sampling.
-  Conflict(
-    "filter_groups.enable",
-    lambda s: s.filter_groups.enable and s.reward.on_device,
-    "reward.on_device is one program, which draws once: use reward.on_device = "
-    "False",
-  ),
-  Conflict(
-    "filter_groups.enable",
-    lambda s: (
-      s.filter_groups.enable and s.loss.advantage not in ZERO_IN_EQUAL_GROUPS
-    ),
-    "advantage = {s.loss.advantage!r} learns from groups of equal rewards too: "
-    f"use one of {', '.join(ZERO_IN_EQUAL_GROUPS)}",
-  ),
-  Conflict(
-    "filter_groups.enable",
-    lambda s: s.filter_groups.enable and _kl_in_reward(s),
-    "with a KL penalty in the reward (loss.kl_placement = 'reward') groups of "
-    "equal rewards teach something: use loss.kl_placement = 'ratio'",
-  ),
-  Conflict(
-    "filter_groups.rescale",
-    lambda s: (
-      s.filter_groups.enable
-      and s.filter_groups.metric == "acc"
-      and (len(s.reward.functions) > 1 or s.reward.model)
-      and s.filter_groups.rescale
-    ),
-    "groups of equal filter_groups.metric = 'acc' may still differ in other "
-    "rewards, so that no factor gives the gradient of all back: use False, or "
-    "metric = 'reward'",
-  ),
-  # The loss.
-  Conflict(
-    "loss.entropy_coef",
-    lambda s: (
-      s.loss.entropy_target and s.loss.entropy_coef > s.loss.entropy_coef_max
-    ),
-    "starts above loss.entropy_coef_max = {s.loss.entropy_coef_max}: give no "
-    "more",
-  ),
-  Conflict(
-    "loss.top_entropy_quantile",
-    lambda s: s.loss.top_entropy_quantile < 1 and _whole_sequences(s),
-    "with loss.surrogate = {s.loss.surrogate!r} and loss.ratio = "
-    "{s.loss.ratio!r} each token's loss has the gradient of its whole "
-    "completion, so that none is left out: use 1, or another ratio or "
-    "surrogate",
-  ),
-  Conflict(
-    "loss.correction",
-    lambda s: (
-      s.loss.correction != "none"
-      and not s.optim.update.on_policy
-      and s.loss.old_logprobs == "rollout"
-    ),
-    "with several updates a step and loss.old_logprobs = 'rollout' the ratios "
-    "are to the sampler already, and there is nothing left to correct: use "
-    "loss.old_logprobs = 'trainer', or none",
-  ),
-  # The best group size, and the diagnoses that it rests on.
-  Conflict(
-    "loss.top_entropy_quantile",
-    lambda s: _auto(s) and s.loss.top_entropy_quantile != 1,
-    _AUTO_WHOLE.format(1),
-  ),
-  Conflict(
-    "loss.advantage_clip",
-    lambda s: _auto(s) and s.loss.advantage_clip,
-    _AUTO_WHOLE.format(0),
-  ),
-  Conflict(
-    "loss.truncated",
-    lambda s: _auto(s) and s.loss.truncated != "keep",
-    _AUTO_WEIGHTS.format("keep"),
-  ),
-  Conflict(
-    "loss.correction",
-    lambda s: _auto(s) and s.loss.correction != "none",
-    _AUTO_WEIGHTS.format("none"),
-  ),
-  Conflict(
-    "loss.off_policy_threshold",
-    lambda s: _auto(s) and s.loss.off_policy_threshold,
-    _AUTO_WEIGHTS.format(0),
-  ),
-  Conflict(
-    "advantage",
-    lambda s: _auto(s) and s.loss.advantage not in SCALED_LEAVE_ONE_OUT,
-    "group_size = 'auto' follows the best size for "
-    f"{' or '.join(SCALED_LEAVE_ONE_OUT)}, whose error the diagnostics "
-    "estimate: use one of these, or a number for group_size",
-  ),
-  Conflict(
-    "diagnostics.every",
-    lambda s: _auto(s) and not s.diagnostics.every,
-    "group_size = 'auto' rests on the diagnostics: give 1 or more",
-  ),
-  Conflict(
-    "diagnostics.every",
-    lambda s: needs_score_norms(s) and not s.diagnostics.every,
-    "advantage = {s.loss.advantage!r} knows the scores' lengths from the "
-    "diagnostics: give 1 or more",
-  ),
-  Conflict(
-    "diagnostics.every",
-    lambda s: (
-      s.diagnostics.every
-      and not _auto(s)
-      and (s.group_size < 4 or s.batch_size < 3)
-    ),
-    "needs group_size of 4 or more and batch_size of 3 or more; 0 is off",
-  ),
-  # Prompts by their success rates.
-  Conflict(
-    "difficulty.band",
-    lambda s: not _pair(s.difficulty.band, lambda a, b: 0 <= a < b <= 1),
-    "must be two numbers, 0 <= low < high <= 1",
-  ),
-  Conflict(
-    "difficulty.target",
-    lambda s: (
-      not _pair(
-        s.difficulty.target, lambda a, b: 0 < min(a, b) <= max(a, b) < 1
-      )
-    ),
-    "must be two numbers inside (0, 1)",
-  ),
-  Conflict(
-    "difficulty.importance_weights",
-    lambda s: s.difficulty.importance_weights and not _drawn_by_difficulty(s),
-    "nothing is to be undone without difficulty.priority: use False",
-  ),
-  Conflict(
-    "difficulty.priority",
-    lambda s: _drawn_by_difficulty(s) and s.reward.on_device,
-    "reward.on_device keeps rewards from the host, which counts them: use "
-    f"{DIFFICULTY_OFF}",
-  ),
-  Conflict(
-    "filter_groups.enable",
-    lambda s: _drawn_by_difficulty(s) and s.filter_groups.enable,
-    "groups that do not vary are replaced by prompts of the stream, and with "
-    "difficulty.priority there is none: use False, or difficulty.priority = "
-    f"{DIFFICULTY_OFF!r}",
-  ),
-  Conflict(
-    "difficulty.importance_weights",
-    lambda s: (
-      _drawn_by_difficulty(s)
-      and s.difficulty.importance_weights
-      and s.diagnostics.every
-    ),
-    "the diagnosis (and group_size = 'auto') is of a gradient without "
-    "importance weights: use diagnostics.every = 0, or no weights",
-  ),
-  # The mesh.
-  Conflict(
-    "mesh.sampling_tensor",
-    lambda s: (
-      s.reward.on_device and s.mesh.sampling_tensor not in (0, s.mesh.tensor)
-    ),
-    "reward.on_device is one program on one mesh: use 0",
-  ),
-)
-
-
-def _formats(template: str) -> bool:
-  try:
-    return "\0" in template.format(prompt="\0")
-  except (AttributeError, IndexError, KeyError, ValueError):
-    return False
+  names, weights = s.reward.functions, tuple(s.reward.weights)
+  on_ids = len(names) == 1 and names[0] in ON_DEVICE
+  return on_ids and weights == (1.0,) and not s.reward.model
 
 
 def _regex_error(text: str) -> str:
@@ -436,25 +66,289 @@ def _regex_error(text: str) -> str:
   return ""
 
 
+def _formats(template: str) -> bool:
+  try:
+    return "\0" in template.format(prompt="\0")
+  except (AttributeError, IndexError, KeyError, ValueError):
+    return False
+
+
+def _finite(values: Any) -> bool:
+  return all(isinstance(x, (int, float)) and math.isfinite(x) for x in values)
+
+
+def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
+  return len(value) == 2 and _finite(value) and holds(*value)
+
+
+Rows = Iterator[tuple[str, str]]
+"""Setting that has to change, and why, with what to do."""
+
+
+def _model(s: TrainSettings) -> Rows:
+  if not s.model.path:
+    yield (
+      "model.path",
+      "give a Hugging Face directory, ORG/NAME of the Hub, or the name of an "
+      "embedded model",
+    )
+  if s.sampling.distribution.temperature == 0:
+    remedy = "must be more than 0 (greedy sampling has no policy gradient)"
+    yield "sampling.temperature", remedy
+  if error := _regex_error(s.lora.targets):
+    yield "lora.targets", f"is no regular expression ({error})"
+  if not _formats(s.data.template):
+    remedy = "must hold {prompt} and no other field; write other braces doubled"
+    yield "data.template", remedy
+  if (s.optim.name, s.optim.moments_dtype) == ("adafactor", "bfloat16"):
+    yield (
+      "optim.moments_dtype",
+      "is for optim.name = 'adamw'; the row and column statistics of "
+      "'adafactor' are small and stay float32: use float32",
+    )
+
+
+def _loss(s: TrainSettings) -> Rows:
+  loss, estimators = s.loss, PLACEMENTS[s.loss.kl_placement]
+  if loss.beta and loss.kl not in estimators:
+    remedy = (
+      f"with loss.kl_placement = {loss.kl_placement!r} use "
+      f"{' or '.join(estimators)}"
+    )
+    if loss.kl == "k1":
+      remedy += (
+        "; k1 = log(p / p_ref) as a loss term has the gradient E[grad log p] = "
+        "0 on-policy: it adds noise and pulls nowhere. k1 works with "
+        "loss.kl_placement = 'reward' or 'ratio'"
+      )
+    yield "loss.kl", remedy
+  if s.model.reference_every and not loss.beta:
+    remedy = "there is no reference without a KL term: use 0, or loss.beta > 0"
+    yield "model.reference_every", remedy
+  if s.model.reference_mix != 1 and not s.model.reference_every:
+    remedy = (
+      "a fixed reference is not mixed: use 1, or model.reference_every > 0"
+    )
+    yield "model.reference_mix", remedy
+  if loss.entropy_target and loss.entropy_coef > loss.entropy_coef_max:
+    most = f"loss.entropy_coef_max = {loss.entropy_coef_max}"
+    yield "loss.entropy_coef", f"starts above {most}: give no more"
+  if loss.top_entropy_quantile < 1 and _whole_sequences(s):
+    yield (
+      "loss.top_entropy_quantile",
+      f"with loss.surrogate = {loss.surrogate!r} and loss.ratio = "
+      f"{loss.ratio!r} each token's loss has the gradient of its whole "
+      "completion, so that none is left out: use 1, or another ratio or "
+      "surrogate",
+    )
+  on_policy = s.optim.update.on_policy or loss.old_logprobs != "rollout"
+  if loss.correction != "none" and not on_policy:
+    yield (
+      "loss.correction",
+      "with several updates a step and loss.old_logprobs = 'rollout' the "
+      "ratios are to the sampler already, and there is nothing left to "
+      "correct: use loss.old_logprobs = 'trainer', or none",
+    )
+
+
+def _rewards(s: TrainSettings) -> Rows:
+  reward, names = s.reward, s.reward.functions
+  texts = all(isinstance(name, str) for name in names)
+  if not (names and texts and all(names)):
+    remedy = "name at least one function; the first says what a right answer is"
+    yield "reward.functions", remedy
+  if texts and len(set(names)) < len(names):
+    yield "reward.functions", "names must differ"
+  if len(reward.weights) != len(names) or not _finite(reward.weights):
+    remedy = "must be finite numbers, one for each of reward.functions"
+    yield "reward.weights", remedy
+  if not math.isfinite(reward.model_weight):
+    yield "reward.model_weight", "must be finite"
+  if s.sampling.parts > 1 and (reward.on_device or not reward.workers):
+    yield (
+      "sampling.parts",
+      "nothing computes rewards while the next part is sampled: use 1, or "
+      "reward.workers of 1 or more (and reward.on_device = False)",
+    )
+  if reward.on_device and not _only_token_ids(s):
+    yield (
+      "reward.on_device",
+      f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
+      "(1.0,) and no reward.model: nothing else can be computed on token ids",
+    )
+  if reward.on_device and s.model.reference != "device":
+    remedy = "reward.on_device is one program, which holds it all along"
+    yield "model.reference", f"{remedy}: use device"
+  if reward.on_device and s.mesh.sampling_tensor not in (0, s.mesh.tensor):
+    remedy = "reward.on_device is one program on one mesh: use 0"
+    yield "mesh.sampling_tensor", remedy
+
+
+def _aggregation(s: TrainSettings) -> Rows:
+  """Rewards that are normalised by function lose their unit."""
+  setting = "reward.aggregation"
+  use = f"use {setting} = 'sum_then_normalize'"
+  if AGGREGATIONS[s.reward.aggregation] is None:
+    return
+  if s.reward.on_device:
+    yield setting, f"reward.on_device has one function only: {use}"
+  if _auto(s):
+    remedy = "group_size = 'auto' follows the best size for the weighted sum"
+    yield setting, f"{remedy}: {use}, or a number for group_size"
+  if s.group_size == 1:
+    yield setting, "a group of 1 has no spread: use group_size of 2 or more"
+  if s.loss.advantage == "beta_binomial":
+    yield (
+      setting,
+      "gives rewards outside [0, 1], which advantage = 'beta_binomial' cannot "
+      f"read as successes: {use}",
+    )
+  if needs_score_norms(s):
+    yield (
+      setting,
+      "compares rewards without unit, and advantage = 'norm_ratio' knows the "
+      f"scores' lengths by their sum: {use}",
+    )
+  if _kl_in_reward(s):
+    yield (
+      setting,
+      "gives rewards without unit, which a KL penalty in nats cannot be taken "
+      "from: use loss.kl_placement = 'ratio'",
+    )
+
+
+def _filter_groups(s: TrainSettings) -> Rows:
+  setting, options = "filter_groups.enable", s.filter_groups
+  if not options.enable:
+    return
+  if s.reward.on_device:
+    remedy = "reward.on_device is one program, which draws once: use "
+    yield setting, f"{remedy}reward.on_device = False"
+  if s.loss.advantage not in ZERO_IN_EQUAL_GROUPS:
+    yield (
+      setting,
+      f"advantage = {s.loss.advantage!r} learns from groups of equal rewards "
+      f"too: use one of {', '.join(ZERO_IN_EQUAL_GROUPS)}",
+    )
+  if _kl_in_reward(s):
+    yield (
+      setting,
+      "with a KL penalty in the reward (loss.kl_placement = 'reward') groups "
+      "of equal rewards teach something: use loss.kl_placement = 'ratio'",
+    )
+  if _drawn_by_difficulty(s):
+    yield (
+      setting,
+      "groups that do not vary are replaced by prompts of the stream, and with "
+      "difficulty.priority there is none: use False, or difficulty.priority = "
+      f"{DIFFICULTY_OFF!r}",
+    )
+  several = len(s.reward.functions) > 1 or s.reward.model
+  if options.rescale and options.metric == "acc" and several:
+    yield (
+      "filter_groups.rescale",
+      "groups of equal filter_groups.metric = 'acc' may still differ in other "
+      "rewards, so that no factor gives the gradient of all back: use False, "
+      "or metric = 'reward'",
+    )
+
+
+def _difficulty(s: TrainSettings) -> Rows:
+  options, drawn = s.difficulty, _drawn_by_difficulty(s)
+  if not _pair(options.band, lambda a, b: 0 <= a < b <= 1):
+    yield "difficulty.band", "must be two numbers, 0 <= low < high <= 1"
+  if not _pair(options.target, lambda a, b: 0 < a < 1 and 0 < b < 1):
+    yield "difficulty.target", "must be two numbers inside (0, 1)"
+  if options.importance_weights and not drawn:
+    remedy = "nothing is to be undone without difficulty.priority: use False"
+    yield "difficulty.importance_weights", remedy
+  if drawn and options.importance_weights and s.diagnostics.every:
+    yield (
+      "difficulty.importance_weights",
+      "the diagnosis (and group_size = 'auto') is of a gradient without "
+      "importance weights: use diagnostics.every = 0, or no weights",
+    )
+  if drawn and s.reward.on_device:
+    remedy = "reward.on_device keeps rewards from the host, which counts them"
+    yield "difficulty.priority", f"{remedy}: use {DIFFICULTY_OFF}"
+
+
+def _group_size(s: TrainSettings) -> Rows:
+  """The best group size, and the diagnoses that it rests on."""
+  every, loss = s.diagnostics.every, s.loss
+  if s.lora.rank and s.diagnostics.last_layers:
+    remedy = "adapters (lora.rank) are diagnosed as a whole: use 0"
+    yield "diagnostics.last_layers", remedy
+  if needs_score_norms(s) and not every:
+    remedy = (
+      f"advantage = {loss.advantage!r} knows the scores' lengths from the "
+    )
+    yield "diagnostics.every", f"{remedy}diagnostics: give 1 or more"
+  if not _auto(s):
+    if every and (s.group_size < 4 or s.batch_size < 3):
+      remedy = "needs group_size of 4 or more and batch_size of 3 or more"
+      yield "diagnostics.every", f"{remedy}; 0 is off"
+    return
+  if not every:
+    remedy = "group_size = 'auto' rests on the diagnostics: give 1 or more"
+    yield "diagnostics.every", remedy
+  for name, off in _OFF_IN_AUTO.items():
+    if getattr(loss, name) != off:
+      yield (
+        f"loss.{name}",
+        "group_size = 'auto' follows the error of the whole gradient, of all "
+        f"completions at full weight: use {off}, or a number for group_size",
+      )
+  if loss.advantage not in SCALED_LEAVE_ONE_OUT:
+    yield (
+      "advantage",
+      "group_size = 'auto' follows the best size for "
+      f"{' or '.join(SCALED_LEAVE_ONE_OUT)}, whose error the diagnostics "
+      "estimate: use one of these, or a number for group_size",
+    )
+
+
+_OFF_IN_AUTO = {
+  "top_entropy_quantile": 1,
+  "advantage_clip": 0,
+  "truncated": "keep",
+  "correction": "none",
+  "off_policy_threshold": 0,
+}
+"""Settings of the loss beside group_size = auto."""
+
+CONFLICTS = (
+  _model,
+  _loss,
+  _rewards,
+  _aggregation,
+  _filter_groups,
+  _difficulty,
+  _group_size,
+)
+"""The conflicts, by the part of the settings that has to change."""
+
+
 def _name(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
   del flat
   return name_errors(s.name)
 
 
 def _profile(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
+  del flat
+  remedy = ""
   try:
     steps = profiling.parse(s.profile.steps)
+    if steps and steps[-1] > s.steps:
+      remedy = f"the last step is {s.steps} (steps): profile earlier ones"
   except ValueError as error:
-    return [config_error("profile.steps", s.profile.steps, str(error))]
-  if steps and steps[-1] > s.steps:
-    remedy = f"the last step is {s.steps} (steps): profile earlier ones"
-    return [config_error("profile.steps", s.profile.steps, remedy)]
-  return []
+    remedy = str(error)
+  error = config_error("profile.steps", s.profile.steps, remedy)
+  return [error] if remedy else []
 
 
 CHECKS = (_name, _profile, mixtures.errors, hub_pins.errors, batches.errors)
-"""Checks of several settings that are no row of the table:
-(settings, flat config) -> errors, a line each."""
+"""Checks of other files: (settings, flat config) -> errors, a line each."""
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
@@ -464,19 +358,10 @@ def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
     s: Settings, each in its own range.
     flat: The same by dotted path, as in the config.
   """
-  estimators = " or ".join(PLACEMENTS[s.loss.kl_placement])
   lines = [
-    config_error(
-      row.setting,
-      flat[row.setting],
-      row.remedy.format(
-        s=s,
-        estimators=estimators,
-        regex_error=_regex_error(s.lora.targets),
-      ),
-    )
-    for row in CONFLICTS
-    if row.when(s)
+    config_error(setting, flat[setting], remedy)
+    for conflicts in CONFLICTS
+    for setting, remedy in conflicts(s)
   ]
   for check in CHECKS:
     lines += check(s, flat)

@@ -219,7 +219,7 @@ def start(config: ConfigDict, source: pathlib.Path):
     directory = source
     fresh_directory(source, config, examples)
   shape = hf.to_transformer_config(hf.read_config(directory))
-  memory.check_fine_tuning(shape, config.rows, config.row_length)
+  memory.refuse(memory.fine_tuning(shape, config.rows, config.row_length))
   if config.model.path:
     lm, params = hf.load(directory)
   else:

@@ -120,7 +120,7 @@ def default_config() -> ConfigDict:
 
 def config_errors(flat_config: dict[str, Any]) -> list[str]:
   """Returns a line for each value that cannot be, by dotted path."""
-  errors = settings_lib.config_errors(SETTINGS, flat_config)
+  errors = settings_lib.value_errors(SETTINGS, flat_config)
   errors += config_lib.name_errors(flat_config["name"])
 
   def need(holds, name, remedy):
@@ -143,5 +143,5 @@ def config_errors(flat_config: dict[str, Any]) -> list[str]:
 
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with all that is wrong with `config`, a line each."""
-  wrong_keys = config_lib.check_keys(config, default_config())
+  wrong_keys = settings_lib.key_errors(SETTINGS, config)
   config_lib.refuse(wrong_keys or config_errors(config_lib.flatten(config)))
