@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import re
-import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.files import user_code
 
 
 @contextlib.contextmanager
@@ -35,9 +35,9 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
     with _no_input():
       yield
   except (Exception, SystemExit) as error:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if f.filename == path]
-    if isinstance(error, SyntaxError) and error.filename == path:
+    frames, file = traceback.extract_tb(error.__traceback__), _real(path)
+    lines = [f.lineno for f in frames if _real(f.filename) == file]
+    if isinstance(error, SyntaxError) and _real(error.filename) == file:
       lines.append(error.lineno)
     where = f"{path}, line {lines[-1]}" if lines else path
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -52,6 +52,10 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
         "--config.key=value can change"
       )
     raise ValueError(f"{where}: {text}") from error
+
+
+def _real(path: str | None) -> str:
+  return os.path.realpath(path or "")
 
 
 def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
@@ -132,7 +136,7 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   path, argument = _split_argument(file)
   path = _find(path)
   with _located(path, default):
-    get_config = runpy.run_path(path).get("get_config")
+    get_config = getattr(user_code.load(path), "get_config", None)
   _check_call(get_config, path, argument)
   with _located(path, default):
     config = get_config(*argument)
