@@ -12,16 +12,15 @@ start quickly.
 
 import contextlib
 import importlib
-import importlib.util
 import math
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from grpojax.rewards import conventions
 from grpojax.rewards.conventions import nearest
+from grpojax.runtime.files import user_code
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -135,7 +134,9 @@ def _module(name: str) -> ModuleType:
     raise ValueError(f"reward {name!r}: the name of a file ends in .py")
   try:
     with one_process():
-      return _load(place)
+      if place.endswith(".py"):
+        return user_code.load(place)
+      return importlib.import_module(place)
   except (ImportError, OSError, SyntaxError) as error:
     extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
     raise ValueError(f"reward {name!r}: {error}{extra}") from error
@@ -143,18 +144,6 @@ def _module(name: str) -> ModuleType:
     raise ValueError(
       f"reward {name!r} cannot be loaded: {describe(error)}"
     ) from error
-
-
-def _load(place: str) -> ModuleType:
-  if not place.endswith(".py"):
-    return importlib.import_module(place)
-  path = pathlib.Path(place).resolve()
-  if not path.exists():
-    raise OSError(f"there is no file {path}")
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 @contextlib.contextmanager

@@ -356,7 +356,7 @@ def test_ids_and_steps_are_brought_only_where_they_are_wanted(files):
 
 def test_trls_own_functions():
   """Where TRL is installed, its rewards agree with a direct call of them."""
-  pytest.importorskip("trl")
+  pytest.importorskip("trl.rewards")
   from trl.rewards import think_format_reward
 
   prompt = [{"role": "user", "content": "?"}]

@@ -6,7 +6,6 @@ import io
 import os
 import pathlib
 import re
-import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,9 +25,9 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
   try:
     yield
   except (Exception, SystemExit) as error:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if f.filename == path]
-    if isinstance(error, SyntaxError) and error.filename == path:
+    frames, file = traceback.extract_tb(error.__traceback__), _real(path)
+    lines = [f.lineno for f in frames if _real(f.filename) == file]
+    if isinstance(error, SyntaxError) and _real(error.filename) == file:
       lines.append(error.lineno)
     where = f"{path}, line {lines[-1]}" if lines else path
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -47,6 +46,10 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
     raise ValueError(f"{where}: {text}") from error
   finally:
     sys.stdin = before
+
+
+def _real(path: str | None) -> str:
+  return os.path.realpath(path or "")
 
 
 def packaged() -> dict[str, str]:
@@ -99,6 +102,10 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
     get_config = runpy.run_path(path).get("get_config")
   if not callable(get_config):
     raise ValueError(f"{path}: define get_config(), which returns the config")
+
+
+def _real(path: str | None) -> str:
+  return os.path.realpath(path or "")
   with _located(path, default):
     config = get_config(*argument)
     if isinstance(config, FrozenConfigDict):  # it takes no overrides

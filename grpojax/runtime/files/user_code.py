@@ -1,0 +1,89 @@
+"""Python files of the user's: rewards and configs, imported as Python does.
+
+A file has a module of its own, of which there is one in a process, however
+often it is loaded: classes in it can be pickled, and two functions of one file
+share its globals. It may import what stands beside it. A file in a package (a
+directory with `__init__.py`) is that package's module, with relative imports.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+
+def load(path: str) -> ModuleType:
+  """Imports a file; the same module again while its text is the same.
+
+  Raises:
+    OSError: There is no such file.
+    ImportError: It would import another directory's module than that beside it,
+      or another module has its name.
+    Exception: Whatever the file raises; it may be loaded again then.
+  """
+  file = pathlib.Path(path).resolve()
+  if not file.exists():
+    raise OSError(f"there is no file {file}")
+  text = file.read_bytes()
+  root, name = file.parent, file.stem
+  while (root / "__init__.py").is_file():
+    root, name = root.parent, f"{root.name}.{name}"
+  if root == file.parent:  # in no package
+    mark = hashlib.sha256(str(file).encode() + text).hexdigest()[:12]
+    name = f"_user_{file.stem}_{mark}"
+  with _importable(root):
+    if root != file.parent:
+      module = importlib.import_module(name)
+    else:
+      module = sys.modules.get(name) or _execute(name, file, text)
+  if pathlib.Path(module.__file__ or "").resolve() != file:
+    raise ImportError(f"{file}: {module.__file__} is {name} already: rename it")
+  _check_neighbours(module, root)
+  return module
+
+
+def _execute(name: str, file: pathlib.Path, text: bytes) -> ModuleType:
+  spec = importlib.util.spec_from_file_location(name, file)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # dataclasses and pickle look it up there
+  try:  # not by the loader: its bytecode may be of an earlier text
+    exec(compile(text, str(file), "exec"), vars(module))
+  except BaseException:
+    del sys.modules[name]
+    raise
+  return module
+
+
+@contextlib.contextmanager
+def _importable(root: pathlib.Path) -> Iterator[None]:
+  """Puts a directory first on the path of imports, and afterwards last.
+
+  There a function that imports when it is called still finds it, and what this
+  program imports is not taken from it.
+  """
+  sys.path.insert(0, str(root))
+  try:
+    yield
+  finally:
+    sys.path.remove(str(root))
+    if str(root) not in sys.path:
+      sys.path.append(str(root))
+
+
+def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
+  """Refuses modules of other directories in the place of those beside it."""
+  for value in vars(module).values():
+    name = value.__name__ if isinstance(value, ModuleType) else ""
+    name = name or getattr(value, "__module__", None) or ""
+    top = str(name).partition(".")[0]
+    beside = root / f"{top}.py"
+    other = getattr(sys.modules.get(top), "__file__", None)
+    if beside.is_file() and other and pathlib.Path(other).resolve() != beside:
+      raise ImportError(
+        f"{module.__file__} imports {top}, and there are two: {beside} and "
+        f"{other}; rename one"
+      )

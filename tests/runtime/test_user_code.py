@@ -1,0 +1,107 @@
+"""Files of the user's are ordinary Python."""
+
+import pickle
+import sys
+import typing
+
+import pytest
+
+from grpojax.runtime.files import user_code
+
+ORDINARY = """
+from __future__ import annotations
+import dataclasses, enum, pathlib, typing
+import {helper}
+
+class Kind(enum.Enum):
+  RIGHT = 1
+
+@dataclasses.dataclass
+class Result:
+  value: float
+  kind: Kind = Kind.RIGHT
+
+TEXT = (pathlib.Path(__file__).parent / "answer.txt").read_text()
+COUNT = []
+
+def reward(prompt, completion, example):
+  import {late}
+  COUNT.append(1)
+  return Result({helper}.VALUE + {late}.VALUE + float(TEXT)).value
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+  """Writes files by name; modules and paths of a test are forgotten."""
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  before = set(sys.modules)
+
+  def files(**texts):
+    for name, text in texts.items():
+      path = tmp_path / name.replace("__", "/").replace("/init", "/__init__")
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.with_suffix(path.suffix or ".py").write_text(text)
+    return tmp_path
+
+  yield files
+  for name in set(sys.modules) - before:
+    del sys.modules[name]
+
+
+def test_a_file_is_a_module(write):
+  text = ORDINARY.format(helper="near_by", late="later")
+  home = write(reward=text, near_by="VALUE = 1.0", later="VALUE = 2.0")
+  (home / "answer.txt").write_text("4")
+  module = user_code.load(str(home / "reward.py"))
+  assert module.reward("", "", {}) == 7
+  result = module.Result(3.0)
+  assert pickle.loads(pickle.dumps(result)) == result
+  hints = typing.get_type_hints(module.Result)
+  assert hints == {"value": float, "kind": module.Kind}
+  # One module, however it is named.
+  again = user_code.load(f"{home}/../{home.name}/reward.py")
+  assert again is module and again.COUNT == [1]
+  assert sys.path[0] != str(home)  # what we import is ours
+
+
+def test_files_of_one_name_are_two_modules(write):
+  home = write(a__reward="VALUE = 1", b__reward="VALUE = 2")
+  values = [user_code.load(str(home / x / "reward.py")).VALUE for x in "ab"]
+  assert values == [1, 2]
+
+
+def test_a_file_of_a_package_imports_as_the_package_does(write):
+  home = write(
+    ours__init="",
+    ours__inner__init="",
+    ours__base="VALUE = 5",
+    ours__inner__reward="from ..base import VALUE\nfrom ours import base",
+  )
+  module = user_code.load(str(home / "ours" / "inner" / "reward.py"))
+  assert module.VALUE == module.base.VALUE == 5
+  assert module.__name__ == "ours.inner.reward"
+  elsewhere = write(more__ours__init="", more__ours__inner__init="")
+  other = elsewhere / "more" / "ours" / "inner" / "reward.py"
+  other.write_text("VALUE = 6")
+  with pytest.raises(ImportError, match="is ours.inner.reward already"):
+    user_code.load(str(other))
+
+
+@pytest.mark.parametrize("line", ["import both", "from both import f"])
+def test_the_wrong_neighbour_is_refused(write, line):
+  helper = "def f():\n  pass\n"
+  home = write(a__both=helper, b__both=helper, a__one=line, b__two=line)
+  user_code.load(str(home / "a" / "one.py"))
+  with pytest.raises(ImportError, match="imports both, and there are two"):
+    user_code.load(str(home / "b" / "two.py"))
+
+
+def test_a_file_that_failed_can_be_loaded_again(write):
+  home = write(broken="1 / 0")
+  with pytest.raises(ZeroDivisionError):
+    user_code.load(str(home / "broken.py"))
+  write(broken="VALUE = 1")
+  assert user_code.load(str(home / "broken.py")).VALUE == 1
+  with pytest.raises(OSError, match="there is no file"):
+    user_code.load(str(home / "missing.py"))
