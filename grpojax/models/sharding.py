@@ -123,7 +123,7 @@ def spec_for(
   return P()
 
 
-def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
+def shardings(tree: PyTree, mesh: Mesh | AbstractMesh, rules=RULES) -> PyTree:
   """Returns a `NamedSharding` for each array of any tree.
 
   The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or
@@ -140,7 +140,7 @@ def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def placed(tree: PyTree, mesh: Mesh) -> PyTree:
+def placed(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
   """Returns abstract arrays with their `shardings`."""
   return jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

@@ -13,7 +13,6 @@ from grpojax.core.step import init_state
 from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import huggingface as hf
-from grpojax.models import lora
 from grpojax.models.moe import expert_load
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -232,25 +231,6 @@ def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
   moved, metrics = descend(batch.replace(completion_mask=nothing))
   assert float(metrics["router_aux_loss"]) == 0
   assert all((x == 0).all() for x in jax.tree.leaves(moved))
-
-
-@pytest.mark.slow
-def test_adapters_and_a_bonus():
-  """The loss reaches adapters through a frozen router; terms add up."""
-  lm, base, batch, lengths = draw()
-  params = jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32),
-    lora.init(base, KEY, 2, "layers/(q|o)"),
-  )
-  adapted = lora.adapt(lm, base, 0.5)
-  bonus = {"entropy_coef": 0.3}
-  args = adapted, params, lengths, 2, True
-  both, metrics = make_descent(*args, router_aux_coef=5.0, **bonus)(batch)
-  alone, _ = make_descent(*args, **bonus)(batch)
-  loss = lambda x: by_rows(lm, lora.merge(base, x, 0.5), batch, lengths)
-  value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-  np.testing.assert_allclose(metrics["router_aux_loss"], value, rtol=1e-5)
-  assert_near(both, jax.tree.map(lambda a, g: a + 5 * g, alone, gradient))
 
 
 def test_without_the_loss_nothing_of_it_is_there():

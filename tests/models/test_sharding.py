@@ -23,13 +23,9 @@ from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CODE = """
-import jax, jax.numpy as jnp, numpy as np, optax, pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
-from grpojax.core.optim.factored_rms import scale_by_factored_rms
+import jax, jax.numpy as jnp, numpy as np, pytest
+from jax.sharding import PartitionSpec as P
 from grpojax.core.optim.stochastic_rounding import scale_by_adam
-from grpojax.core.types import TrainState
-from flax.traverse_util import flatten_dict
-from grpojax.models import lora
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
@@ -38,97 +34,16 @@ from grpojax.models.cpu import float32_einsum, matmul
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
 assert dict(mesh_lib.make_mesh().shape) == sizes
-for sizes in ((3, 1, 1, 1), (1, 1, 1, 1), (-1, 3, 1, 1), (8, 1, 1, 1)):
+for sizes in ((3, 1, 1, 1), (-1, 3, 1, 1), (8, 1, 1, 1)):
   with pytest.raises(ValueError, match="there are 4"):
     mesh_lib.make_mesh(*sizes)
-
 mesh = mesh_lib.make_mesh(1, 2, 1, -1)
 assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
-
-params = dict(
-  embed=jnp.ones((6, 4)), head=jnp.ones((4, 6)), final_norm=jnp.ones(4),
-  layers=dict(
-    q=jnp.ones((3, 4, 8)), k=jnp.ones((3, 4, 3)), o=jnp.ones((3, 8, 4)),
-    q_bias=jnp.ones((3, 8)), attn_norm=jnp.ones((3, 4)),
-    down=jnp.ones((3, 6, 4)), o_bias=jnp.ones((3, 4)),
-  ),
-)
-tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-zero = jnp.int32(0)
-state = TrainState(
-  params, tx.init(params), jax.random.key(0), zero, zero, zero)
-placed = sharding.shardings(jax.eval_shape(lambda: state), mesh)
-expected = dict(
-  embed=P("tensor", "fsdp"), head=P("fsdp", "tensor"), final_norm=P(),
-  layers=dict(
-    q=P(None, "fsdp", "tensor"), k=P(None, "fsdp", None),
-    o=P(None, "tensor", "fsdp"), q_bias=P(None, "tensor"), attn_norm=P(),
-    down=P(None, "tensor", "fsdp"), o_bias=P(),
-  ),
-)
-expected = jax.tree.map(
-  lambda spec: NamedSharding(mesh, spec), expected,
-  is_leaf=lambda x: isinstance(x, P))
-assert placed.params == expected
-adam = placed.opt_state[1][0]
-assert adam.mu == expected and adam.nu == expected
-assert adam.count.spec == P() and placed.key.spec == P()
-state = jax.device_put(state, placed)
-assert state.params["layers"]["q"].addressable_shards[0].data.shape == (3, 2, 4)
 assert mesh_lib.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
 assert mesh_lib.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
 
-# The rules know every matrix of the decoder, and sharding changes no result.
-def is_whole(name, shape):
-  return sharding.spec_for(name, shape, mesh) == P()
-
 shape = dict(vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4,
              mlp=16)
-ids = jnp.arange(32).reshape(8, 4) % 16
-for more in ({}, dict(qk_norm=True, experts=4, experts_per_token=2)):
-  lm = transformer(TransformerConfig(**shape, **more))
-  params = jax.jit(lm.init)(jax.random.key(1))
-  specs = sharding.shardings(params, mesh)
-  for name, leaf in flatten_dict(params, sep="/").items():
-    assert is_whole(name, leaf.shape) == ("norm" in name), name
-
-  def logits(params, ids):
-    prefix = lm.prefill(params, ids, jnp.ones_like(ids, bool))
-    return lm.unembed(params, prefix.last_hidden)
-
-  sharded = jax.jit(
-    logits, in_shardings=(specs, mesh_lib.batch_sharding(mesh, 8)))(params, ids)
-  alone = jax.jit(logits)(params, ids)
-  np.testing.assert_allclose(sharded, alone, atol=1e-5)
-
-# Adapters are cut like what they adapt.
-params = jax.jit(transformer(TransformerConfig(**shape)).init)(
-  jax.random.key(1))
-adapters = lora.init(params, jax.random.key(2), 4, "layers/(q|k|o|up|down)")
-for name, leaf in flatten_dict(adapters, sep="/").items():
-  assert not is_whole(name, leaf.shape), name
-assert sharding.spec_for("mu/layers/o/a", (2, 16, 4), mesh) == P(None, "tensor")
-
-# Statistics of a matrix are cut as it is, along the axis that they keep.
-wide = dict(
-  embed=jnp.ones((128, 130)),
-  layers=dict(q=jnp.ones((2, 130, 128)), down=jnp.ones((2, 129, 130)),
-              expert_up=jnp.ones((2, 3, 128, 128)), k=jnp.ones((2, 130, 64)),
-              router=jnp.ones((2, 128, 128)), attn_norm=jnp.ones((2, 130))),
-)
-state = jax.eval_shape(scale_by_factored_rms(.9, ("layers",)).init, wide)
-placed = jax.tree.map(lambda x: x.spec, sharding.shardings(state, mesh))
-assert placed.v == dict(
-  embed=dict(row=P(("tensor", "fsdp")), col=P("fsdp")),
-  layers=dict(
-    q=dict(row=P(None, "fsdp"), col=P(None, "tensor")),
-    down=dict(row=P(None, None), col=P(None, "fsdp")),  # 129 is odd
-    expert_up=dict(row=P(None, "expert", "fsdp"),
-                   col=P(None, "expert", "tensor")),
-    k=P(None, "fsdp", "tensor"),
-    router=dict(row=P(None, "fsdp"), col=P(None, None)), attn_norm=P(),
-  ),
-), placed.v
 
 # Moments are rounded by the same random bits on any mesh.
 tx = scale_by_adam(.9, .999, jax.random.key(3))
@@ -246,6 +161,36 @@ def test_rules_match_whole_names_at_the_end_of_a_path():
   assert sharding.spec_for("layers/q", (4,), mesh) == P()  # too few dimensions
   rules = ((r"scale", P("tensor")),)
   assert sharding.spec_for("embed/scale", shape, mesh, rules) == P("tensor")
+
+
+def test_specs_of_parameters_state_and_statistics():
+  """By the ends of paths; an axis that does not divide is left out."""
+  mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), mesh_lib.AXES)
+  params = {
+    "embed": ((6, 4), P("tensor", "fsdp")),
+    "head": ((4, 6), P("fsdp", "tensor")),
+    "final_norm": ((4,), P()),
+    "layers/q": ((3, 4, 8), P(None, "fsdp", "tensor")),
+    "layers/k": ((3, 4, 3), P(None, "fsdp", None)),
+    "layers/o": ((3, 8, 4), P(None, "tensor", "fsdp")),
+    "layers/q_bias": ((3, 8), P(None, "tensor")),
+    "layers/o_bias": ((3, 4), P()),
+    "layers/o/a": ((2, 16, 4), P(None, "tensor")),  # an adapter
+    # Statistics are split as their matrix, along the axis that they keep.
+    "layers/down/col": ((2, 130), P(None, "fsdp")),
+    "layers/down/row": ((2, 129), P(None, None)),
+    "layers/expert_up/row": ((2, 3, 128), P(None, "expert", "fsdp")),
+    "layers/expert_up/col": ((2, 3, 128), P(None, "expert", "tensor")),
+    "layers/router/col": ((2, 128), P(None, None)),
+  }
+  for path, (shape, spec) in params.items():
+    for start in ("", "params/", "opt_state/1/0/mu/"):
+      assert sharding.spec_for(start + path, shape, mesh) == spec, path
+  tree = jax.eval_shape(lambda: {"embed": jnp.ones((6, 4)), "count": 0})
+  placed = sharding.placed(tree, mesh)
+  assert placed["embed"].sharding.spec == P("tensor", "fsdp")
+  assert placed["count"].sharding.spec == P()
+  assert sharding.shard_bytes(placed) == 4 * (3 * 2 + 1)
 
 
 def test_a_matrix_without_a_rule_is_refused():
