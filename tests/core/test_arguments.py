@@ -153,9 +153,8 @@ def test_rewards_that_are_not_one_a_completion(case, bad):
 
 
 def test_rewards_may_be_lists(case):
-  lm, params, draw = case
+  lm, _, draw = case
   samples = jax.jit(draw)(Prompts(IDS, RIGHT), KEY)
   rewards = [[float(i + j * j) for j in range(G)] for i in range(B)]
   found = make_batch(lm, samples, rewards).advantages
-  expected = leave_one_out(jnp.asarray(rewards))
-  np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(found, leave_one_out(jnp.asarray(rewards)))

@@ -8,52 +8,12 @@ import pytest
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import LM, Prefix
-from grpojax.models import huggingface as hf
 
 RNG = np.random.default_rng(0)
 B, G, P, T, V = 2, 3, 5, 7, 11
 PROMPTS = jnp.asarray(RNG.integers(0, V, (B, P)))
 PROMPT_MASK = jnp.arange(P) < jnp.array([[5], [3]])
 IDS = jnp.asarray(RNG.integers(0, V, (B, G, T)))
-
-
-def test_logprobs_are_those_of_transformers(tmp_path):
-  """A plain uncached forward pass and log_softmax over the vocabulary."""
-  torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
-  config = transformers.LlamaConfig(
-    vocab_size=V,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=24,
-  )
-  torch.manual_seed(0)
-  model = transformers.LlamaForCausalLM(config).float().eval()
-  with torch.no_grad():
-    for parameter in model.parameters():
-      parameter.add_(0.5 * torch.randn_like(parameter))
-  model.save_pretrained(tmp_path)
-  lm, params = hf.load(tmp_path)
-  score = jax.jit(
-    lambda params: token_logprobs(
-      lm, params, PROMPTS, PROMPT_MASK, IDS, chunk_size=4
-    )
-  )
-  logprobs, entropy = score(params)
-  for b, g in np.ndindex(B, G):
-    n = PROMPT_MASK[b].sum()
-    row = torch.tensor(np.concatenate([PROMPTS[b, :n], IDS[b, g]]))
-    with torch.no_grad():
-      logits = model(row[None]).logits[0, n - 1 : -1]
-    log_p = torch.log_softmax(logits.double(), -1).numpy()
-    np.testing.assert_allclose(
-      logprobs[b, g], log_p[np.arange(T), IDS[b, g]], atol=1e-4
-    )
-    np.testing.assert_allclose(
-      entropy[b, g], -(np.exp(log_p) * log_p).sum(-1), atol=1e-4
-    )
 
 
 @pytest.mark.parametrize(
@@ -95,16 +55,14 @@ def with_gradient(lm, params, ids, **options):
   return jax.value_and_grad(objective, has_aux=True)(params)
 
 
-@pytest.mark.parametrize(
-  "chunk_size", [3, pytest.param(100, marks=pytest.mark.slow)]
-)
-def test_chunk_size_changes_nothing(tiny, chunk_size):
-  (_, expected), gradient = jax.jit(
-    lambda params: with_gradient(tiny.lm, params, IDS, chunk_size=T)
-  )(tiny.params)
-  (_, out), out_gradient = jax.jit(
-    lambda params: with_gradient(tiny.lm, params, IDS, chunk_size=chunk_size)
-  )(tiny.params)
+def test_chunk_size_changes_nothing(tiny):
+  def run(size):
+    return jax.jit(
+      lambda params: with_gradient(tiny.lm, params, IDS, chunk_size=size)
+    )(tiny.params)
+
+  (_, expected), gradient = run(T)
+  (_, out), out_gradient = run(3)
   scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
   close = lambda a, b, atol: np.testing.assert_allclose(a, b, atol=atol)
   jax.tree.map(functools.partial(close, atol=1e-6), out, expected)
@@ -114,9 +72,7 @@ def test_chunk_size_changes_nothing(tiny, chunk_size):
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_memory_at_8192_tokens_and_a_vocabulary_of_152_thousand(
-  entropy_gradient,
-):
+def test_memory_at_a_vocabulary_of_152_thousand(entropy_gradient):
   """At most four arrays as large as a chunk's logits; all of them are 1e10.
 
   With the gradient of the entropy it is one more.
@@ -154,9 +110,10 @@ def test_gradients_are_added_up_in_float32():
   mask = jnp.ones((1, 1), bool)
 
   def total(params):
-    return token_logprobs(lm, params, ids[0, :, :1], mask, ids, chunk_size=1)[
-      0
-    ].sum()
+    logprobs, _ = token_logprobs(
+      lm, params, ids[0, :, :1], mask, ids, chunk_size=1
+    )
+    return logprobs.sum()
 
   gradient = jax.grad(total)(jnp.zeros((1, vocab), jnp.bfloat16))
   np.testing.assert_array_equal(gradient[0], tokens * (np.eye(4)[0] - 0.25))

@@ -488,8 +488,7 @@ def memory(lm, parts, sizes, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "remat, wide_heads",
-  [("selective", False), ("selective", True), ("none", True)],
+  "remat, wide_heads", [("selective", False), ("none", True)]
 )
 def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
   """One that is almost as large as it may be, compiled.
