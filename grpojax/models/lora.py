@@ -129,23 +129,20 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   """
 
   def attached(function):
-    if function is None:
-      return None
-
     def run(adapters, *args, **options):
       return function(attach(base, adapters, scale), *args, **options)
 
-    return run
-
-  def prepare(adapters, longest):  # of a plain model then
-    return lm.prepared(attach(base, adapters, scale), longest=longest)
+    return run if function else None
 
   return lm._replace(
     init=lambda key: {},
     prefill=attached(lm.prefill),
     extend=attached(lm.extend),
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
-    prepare=prepare,
+    # A plain model then.
+    prepare=attached(
+      lambda params, longest: lm.prepared(params, longest=longest)
+    ),
     forward=attached(lm.forward),
     forward_with_load=attached(lm.forward_with_load),
   )
@@ -230,7 +227,7 @@ def save_peft(
 
   Args:
     path: the directory to make; nothing stands there until all is written.
-    adapters: from `init`.
+    adapters: those of `init`, trained.
     source: directory or embedded name of the base model.
     alpha: PEFT's lora_alpha; the scale is alpha / r.
     dtype: type to store; None is that of the adapters.

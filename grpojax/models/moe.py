@@ -2,8 +2,7 @@
 
 Over a mesh each device routes its own tokens. Where experts are split over the
 axis `expert`, the tokens of the devices along it are gathered, each device
-computes its own experts for all of them, and the sums are scattered back: what
-crosses the wires is the tokens of one such group of devices, and never a batch.
+computes its own experts for all of them, and the sums are scattered back.
 """
 
 import functools

@@ -249,8 +249,7 @@ def as_stored(params: PyTree, prefix: str = "") -> PyTree:
 def _barrier(params: PyTree) -> PyTree:
   """Applies an `optimization_barrier` that lets tangents and gradients pass.
 
-  A barrier between a gradient's sum and its split would make them an all-reduce
-  of the whole, and each device would take its shard afterwards.
+  One between a gradient's sum and its split would make them an all-reduce.
   """
   return jax.lax.optimization_barrier(params)
 
@@ -289,12 +288,11 @@ def all_but_gathered(primitive, *_, **__) -> bool:
 
 
 # A weight that all devices read has a gradient that is a sum over all samples.
-# Where a loop adds it up, XLA has no name for one device's share of the sum: it
-# adds up all devices' shares of the whole weight in each turn (an all-reduce),
-# even where each of them keeps only a shard. With a copy of the weight for each
-# device, and samples [devices, rows, ...], the loop adds up each device's own,
-# and after it the copies' gradients are added up once, as the weight is laid
-# out: a reduce-scatter where it is sharded.
+# Where a loop adds it up, XLA adds up all devices' shares of the whole weight
+# in each turn (an all-reduce). With a copy of the weight for each device, and
+# samples [devices, rows, ...], the loop adds up each device's own, and after it
+# the copies' gradients are added up once: a reduce-scatter where the weight is
+# sharded.
 
 
 def _row_axes() -> dict[str, int]:
@@ -319,12 +317,10 @@ def copy_for_rows(x: Array) -> Array:
 class RowShards(NamedTuple):
   """Layout of samples [B, G, ...] on the devices that rows are split over.
 
-  With B = 6 prompts split over data = 2 and G = 4 samples over fsdp = 2,
-  `shape` is (2, 3, 2, 2), of data, prompts, fsdp and samples, and `order`
-  (0, 2, 1, 3) brings data and fsdp to the front.
-
   Attributes:
-    shape: B and G, each as the axes of the mesh that split it and the rest.
+    shape: B and G, each as the axes of the mesh that split it and the rest:
+      (2, 3, 2, 2) of data, prompts, fsdp and samples, where data = 2 splits 6
+      prompts and fsdp = 2 their 4 samples.
     order: permutation that brings the mesh's axes to the front, in its order.
     size: B and G themselves.
   """

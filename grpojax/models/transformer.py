@@ -1,9 +1,7 @@
 """One group-native decoder for all families of models.
 
 The group is an axis of the computation: a prompt's keys and values are computed
-and stored once, and its whole group of completions attends to them. Attention
-therefore has two parts, prompt and own completion, merged by their
-log-sum-exps; training and decoding use the same block.
+and stored once, and its whole group of completions attends to them.
 
 Parameters are nested dicts; those of the layers are stacked on a leading axis,
 as one stack or, where some of them are held apart (`last_layers`), as a tuple
@@ -36,24 +34,19 @@ def _unembed(
 ) -> Float[Array, "*tokens V"]:
   """Returns logits in float32, whatever the dtype of computation."""
   if config.labels:
-    head = params["score"]
+    return matmul(hidden, params["score"].astype(dtype), jnp.float32)
+  head = params["head"] if "head" in params else params["embed"].T
+  head, rows = head.astype(dtype), None
+  if head.ndim == 3:  # a copy for each device's rows
+    rows = sharding.row_shards(*hidden.shape[:2])
+    if rows is None:  # rows that devices share read the same copy
+      head = head[0]
+  if rows is None:
+    logits = matmul(hidden, head, jnp.float32)
   else:
-    head = params["head"] if "head" in params else params["embed"].T
-  logits = _product(hidden, head.astype(dtype))
-  return logits if config.labels else soft_cap(logits, config.logits_cap)
-
-
-def _product(
-  hidden: Float[Array, "*tokens D"], head: Array
-) -> Float[Array, "*tokens V"]:
-  """Multiplies by [D, V], or by a copy of it for each device's rows."""
-  if head.ndim == 2:
-    return matmul(hidden, head, jnp.float32)
-  rows = sharding.row_shards(*hidden.shape[:2])
-  if rows is None:  # rows that devices share read the same copy
-    return matmul(hidden, head[0], jnp.float32)
-  multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-  return rows.join(jax.vmap(multiply)(rows.split(hidden), head))
+    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
+  return soft_cap(logits, config.logits_cap)
 
 
 def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
@@ -73,8 +66,8 @@ def _for_decoding(
   """Returns parameters as the token loop reads them: cast and laid out once.
 
   Whole along fsdp, so that no token waits for them; the output head apart from
-  a tied embedding, whose rows stay float32. The rotary tables are with them:
-  in the loop, XLA would compute them again in all that reads them.
+  a tied embedding, whose rows stay float32. The rotary tables are with them, or
+  XLA would compute them for every token, in all that reads them.
   """
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
   positions = jnp.arange(longest)
@@ -113,7 +106,6 @@ def _lm(
   A cache has its layers in stacks of the sizes `stacks`.
   """
   model = passes.Passes(config, dtype, remat)
-
   init_cache = functools.partial(
     cache_lib.create,
     layers=stacks,
@@ -147,16 +139,15 @@ def transformer(
   Args:
     config: shape of the model.
     dtype: type of matrix products and cache; hidden states between the layers,
-      norms, rotations, softmax and logits are float32.
-      Parameters may be float32 beside it (an optimizer needs that: a small
-      update of a bfloat16 weight rounds to nothing) and are cast where used.
+      norms, rotations, softmax and logits are float32. Parameters are cast
+      where they are used, and float32 for an optimizer: a small update of a
+      bfloat16 weight rounds to nothing.
     remat: values that the backward pass computes again instead of storing them,
       a name in `layer_stacks.REMAT`: "full" (of each layer all but its input:
       least memory, about a third more work), "selective" or "none".
 
   Raises:
-    ValueError: a configuration whose parts do not fit (`config.check`); no
-      such name.
+    ValueError: a configuration whose parts do not fit; no such name.
   """
   check(config)
   if remat not in layer_stacks.REMAT:

@@ -7,22 +7,16 @@ from grpojax.models.families import llama
 from grpojax.models.huggingface import config_json
 
 KEYS = llama.KEYS
-WINDOW = {
+READ = config_json.ROPE | {
+  "num_key_value_heads": 32,
+  "head_dim": None,
+  "hidden_act": "silu",
+  "tie_word_embeddings": False,
   "use_sliding_window": False,
   "sliding_window": 4096,
   "max_window_layers": 28,
   "layer_types": None,
 }
-READ = (
-  config_json.ROPE
-  | WINDOW
-  | {
-    "num_key_value_heads": 32,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-  }
-)
 
 
 def window(hf_config: dict[str, Any]) -> dict[str, Any]:

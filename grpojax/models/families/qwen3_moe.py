@@ -3,7 +3,7 @@
 from typing import Any
 
 from grpojax.models.config import TransformerConfig
-from grpojax.models.families import qwen3
+from grpojax.models.families import qwen2, qwen3
 from grpojax.models.huggingface import config_json
 
 KEYS = qwen3.KEYS | {
@@ -15,15 +15,9 @@ KEYS = qwen3.KEYS | {
     ("expert_down", "experts.{expert}.down_proj"),
   )
 }
-READ = config_json.ROPE | {
+READ = qwen3.READ | {
   "num_key_value_heads": 4,
   "head_dim": None,
-  "hidden_act": "silu",
-  "tie_word_embeddings": False,
-  "attention_bias": False,
-  "use_sliding_window": False,
-  "sliding_window": 4096,
-  "layer_types": None,
   "moe_intermediate_size": 768,
   "num_experts_per_tok": 8,
   "num_experts": 128,
@@ -31,23 +25,19 @@ READ = config_json.ROPE | {
   "norm_topk_prob": False,
 }
 FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-# Every layer has a window, if any has; the rest is for training alone.
-UNUSED = {"max_window_layers", "output_router_logits", "router_aux_loss_coef"}
+UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training alone
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen3_moe"."""
   hf_config = config_json.complete(hf_config, READ, FIXED, UNUSED)
-  size = (
-    hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
-  )
-  default = [size is not None] * hf_config["num_hidden_layers"]
   fields = config_json.common(hf_config) | {
     "mlp": hf_config["moe_intermediate_size"]
   }
   return TransformerConfig(
     **fields,
-    **config_json.window(hf_config, size, default),
+    # Every layer has a window, if any has.
+    **qwen2.window(hf_config | {"max_window_layers": 0}),
     rope=config_json.rope(hf_config),
     qk_norm=True,
     experts=hf_config["num_local_experts"] or hf_config["num_experts"],
