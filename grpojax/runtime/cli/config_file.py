@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.files import user_code
 
 
 @contextlib.contextmanager
@@ -99,13 +100,9 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   argument = [] if whole else [text]
   path = _find(file if whole else f"{path}.py")
   with _located(path, default):
-    get_config = runpy.run_path(path).get("get_config")
+    get_config = getattr(user_code.load(path), "get_config", None)
   if not callable(get_config):
     raise ValueError(f"{path}: define get_config(), which returns the config")
-
-
-def _real(path: str | None) -> str:
-  return os.path.realpath(path or "")
   with _located(path, default):
     config = get_config(*argument)
     if isinstance(config, FrozenConfigDict):  # it takes no overrides
