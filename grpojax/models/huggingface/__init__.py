@@ -185,8 +185,8 @@ def load_params(
   surplus = ("rotary_emb.inv_freq",)
   if to_transformer_config(hf_config).tied:
     surplus += ("lm_head.weight",)
-  wanted = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
-  weights.check(directory, leaves, wanted)
+  needed = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
+  weights.check(directory, leaves, needed)
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
   by_path = dict.fromkeys(leaves)
