@@ -69,7 +69,8 @@ class Verl(NamedTuple):
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all that the function can take of an example."""
-    columns = {"extra_info": dict(example.get("extra_info") or {})}
+    info = example.get("extra_info") or {}
+    columns = {"extra_info": dict(info) if isinstance(info, Mapping) else info}
     if SOURCE in example:
       columns[SOURCE] = example[SOURCE]
     model = example.get("reward_model")
@@ -96,7 +97,13 @@ class Trl(NamedTuple):
     if isinstance(prompts[0], list):  # a conversation
       texts = [[{"role": "assistant", "content": text}] for text in texts]
     metrics: dict[str, float] = {}
-    state = {"global_step": 0, "max_steps": 0} | examples[0].get(STATE, {})
+
+    def log_metric(name, value):
+      metrics[name] = value
+
+    state = examples[0].get(STATE)
+    if not isinstance(state, Mapping):  # a column of the data's
+      state = {"global_step": 0, "max_steps": 0}
     arguments = {
       name: [example[name] for example in examples]
       for name in self.columns(examples[0])
@@ -106,7 +113,7 @@ class Trl(NamedTuple):
       "completions": texts,
       IDS: [example.get(IDS) for example in examples],
       STATE: types.SimpleNamespace(**state),
-      "log_metric": metrics.__setitem__,
+      "log_metric": log_metric,
       "log_extra": lambda column, values: None,
     }
     values = self.function(**_taken(self, arguments))
@@ -116,7 +123,8 @@ class Trl(NamedTuple):
       )
     if not metrics:
       return list(values)
-    return [v if v is None else metrics | {"score": v} for v in values]
+    as_dict = lambda v: v if isinstance(v, Mapping) else {"score": v}
+    return [v if v is None else metrics | as_dict(v) for v in values]
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +178,7 @@ def follow(
   for key in options:
     if key in reserved or not (free or key in known):
       raise ValueError(
-        f"reward {name!r} has no option {key!r}, but {known or 'none'}"
+        f"reward {name!r} has no option {key!r}: it takes {known or 'none'}"
         f"{nearest(key, known)}"
       )
   if kind is None:

@@ -66,7 +66,9 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """
   module, attribute = _module(name), label(name)
   function = getattr(module, attribute, None)
-  if not callable(function):
+  if function is not None and not callable(function):
+    raise ValueError(f"reward {name!r} is no function, but {function!r:.80}")
+  if function is None:
     hint = nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
   reward = conventions.follow(name, function, dict(options or {}))
@@ -140,7 +142,9 @@ def _module(name: str) -> ModuleType:
   except (ImportError, OSError, SyntaxError) as error:
     extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
     raise ValueError(f"reward {name!r}: {error}{extra}") from error
-  except (Exception, SystemExit) as error:
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # pytest's skip, and SystemExit
     raise ValueError(
       f"reward {name!r} cannot be loaded: {describe(error)}"
     ) from error

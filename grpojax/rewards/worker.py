@@ -107,8 +107,8 @@ def _outcome(value: Any) -> Outcome:
     return Outcome(None, None, extras)
   if not isinstance(value, numbers.Real):
     error = f"returned {type(value).__name__}, which is not a number"
-  elif not _is_finite(float(value)):
-    error = f"returned {float(value)}"
+  elif not _is_finite(value):
+    error = f"returned {_float(value)}"
   else:
     return Outcome(float(value), None, extras)
   return Outcome(None, error, extras)
@@ -118,9 +118,15 @@ def _scalar(value: Any) -> Any:
   return value.item() if getattr(value, "shape", None) == () else value
 
 
+def _float(value: numbers.Real) -> float:
+  try:
+    return float(value)
+  except OverflowError:  # an integer or a fraction without bounds
+    return math.inf
+
+
 def _is_finite(value: Any) -> bool:
-  number = isinstance(value, numbers.Real)
-  return number and math.isfinite(value) and abs(value) <= LARGEST
+  return isinstance(value, numbers.Real) and abs(_float(value)) <= LARGEST
 
 
 def _limit_memory() -> None:

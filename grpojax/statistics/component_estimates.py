@@ -42,8 +42,9 @@ def _baselines(
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
   """Constant baselines with the least variance, E[||s||^2 Z] / E||s||^2.
 
-  Any baseline leaves E[s (Z - b)] = g(x) that is independent of the samples it
-  is subtracted from: it may depend on the directions and on other prompts.
+  E[s] = 0, so a baseline b that is independent of the samples it is subtracted
+  from leaves E[s (Z - b)] = g(x): it may depend on the directions and on other
+  prompts.
   Returns that from all prompts but one, and for each pair, that from all but
   these two (without meaning on the diagonal), given group means of a^2 and a^2
   Z.

@@ -95,6 +95,20 @@ def everything(solution_str, **kwargs):
   assert sorted(kwargs) == ["data_source", "extra_info", "ground_truth"], kwargs
   return float(kwargs["extra_info"] == {})
 
+def by_names(completions, log_metric, log_extra, trainer_state):
+  log_metric(name="named", value=trainer_state.global_step + 2.0)
+  log_extra(column="text", values=completions)
+  return [{"score": 1.0, "other": 3.0} for _ in completions]
+
+
+def large(completions):
+  return [10**400, {"score": 1.0, "big": 10**400}]
+
+
+def info(solution_str, extra_info):
+  return float(len(extra_info))
+
+
 def no_score(solution_str):
   return {"acc": 1.0}
 """
@@ -195,6 +209,24 @@ def test_trl_functions_of_conversations(files):
   np.testing.assert_array_equal(
     result.extras["metric_func/mean_length"], [[2, 2], [6, 6]]
   )
+
+
+def test_names_of_the_convention_in_the_data_and_in_calls(files):
+  """A column of the data may have any name, and any type."""
+  example = {"prompt": "?", "trainer_state": None, "extra_info": '{"a": 1}'}
+
+  def result(name):
+    name = f"{files['verl']}:{name}"
+    return computed([name], [example], [["a", "b"]])[1]
+
+  named = result("by_names")
+  assert named.rewards.tolist() == [[1, 1]]
+  numbers = {name: x.tolist() for name, x in named.extras.items()}
+  assert numbers == {"by_names/named": [[2, 2]], "by_names/other": [[3, 3]]}
+  one = result("large")
+  assert one.failed.tolist() == [[True, False]]
+  assert one.rewards[0, 1] == 1 and not one.extras
+  assert result("info").rewards.tolist() == [[8, 8]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -310,7 +342,7 @@ def test_what_follows_no_convention_is_refused(files, name, message):
 )
 def test_options_are_checked(files, file, name, options):
   (option,) = options
-  with pytest.raises(ValueError, match=f"no option '{option}', but .'"):
+  with pytest.raises(ValueError, match=f"no option '{option}': it takes .'"):
     functions.resolve(f"{files[file]}:{name}", options)
 
 

@@ -35,11 +35,11 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
     ("no.such.package:f", {}, "No module named 'no'"),
     ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
     (f"{USER}:behav", {}, "no such function; did you mean 'behave'"),
-    (f"{USER}:not_a_function", {}, "no such function"),
+    (f"{USER}:not_a_function", {}, "is no function, but"),
     (f"{USER}:two_arguments", {}, "cannot be called"),
     (f"{USER}:behave", {"scal": 1}, "no option 'scal'.*; did you mean 'scale'"),
     (f"{USER}:behave", {"prompt": ""}, "no option 'prompt'"),
-    ("math_answer", {"x": 1}, "no option 'x', but none"),
+    ("math_answer", {"x": 1}, "no option 'x': it takes none"),
     ("length", {"target": -1}, "must be 0 or more"),
     ("overlong", {"cache": 0}, "must be positive"),
     ("format", {"tags": ["a", "a"]}, "give different names"),
@@ -111,3 +111,14 @@ def test_several_functions():
   ):
     with pytest.raises(ValueError, match=message):
       functions.resolve_all(names, options)
+
+
+def test_what_is_no_function_and_what_ends_an_import(tmp_path):
+  (tmp_path / "odd.py").write_text("number = 3\n")
+  with pytest.raises(ValueError, match="is no function, but 3"):
+    functions.resolve(f"{tmp_path}/odd.py:number")
+  (tmp_path / "ends.py").write_text(
+    "class End(BaseException):\n  pass\nraise End"
+  )
+  with pytest.raises(ValueError, match="cannot be loaded: End"):
+    functions.resolve(f"{tmp_path}/ends.py:number")

@@ -169,6 +169,7 @@ def test_nothing_is_evaluated(tmp_path):
     ("--run_dri=x", "did you mean --run_dir?"),
     ("--xyzzy=1", "--help lists all flags"),
     ("--config.optim=1", "--config.optim is a section"),
+    ("--data.options.size={1:1}", "set its fields, --config.data.options.size"),
     ("--loss=1", "--config.loss is a section: set its fields, --config.loss.K"),
     (
       "--config.steps=1e3",

@@ -45,6 +45,29 @@ def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 
+def test_ctrl_c_in_a_callback_of_weak_references_comes_again():
+  """Python ignores what such a callback raises."""
+
+  class Key:
+    pass
+
+  key, came = Key(), []
+
+  def interrupted(_):
+    send(signal.SIGINT)
+    came.append(1)
+
+  interrupted.__code__ = interrupted.__code__.replace(
+    co_filename=weakref.__file__
+  )
+  reference = weakref.ref(key, interrupted)
+  with pytest.raises(KeyboardInterrupt):
+    with interrupts.raising_ctrl_c():
+      del key
+      time.sleep(5)
+  assert came == [1] and reference() is None
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sigterm_is_heeded_where_exceptions_are_ignored():
   done = []

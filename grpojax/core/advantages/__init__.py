@@ -26,8 +26,9 @@ small a group or batch it refuses by a ValueError, from the shapes alone.
 
 Rewards are of any real dtype, one a sample; integers, booleans and half
 precision become float32. Advantages are in units of the reward unless the
-function says otherwise. A group of equal rewards gives exactly 0 unless prompts
-are pooled, and gradients by the rewards are finite. A reward that is nan or
+function says otherwise. A group of equal rewards gives exactly 0 where only
+the group's own rewards are subtracted (so not in `vanilla`, `oracle`, and what
+pools prompts), and gradients by the rewards are finite. A reward that is nan or
 infinite is none: the others are compared as if the sample had not been drawn,
 and its own advantage is 0.
 """
@@ -99,8 +100,8 @@ def grpo(
 ) -> Float[Array, "*B G"]:
   """Reward standardised within its group: the original GRPO.
 
-  A_i = (Z_i - mean_j Z_j) / (std_j Z_j + epsilon), with the *sample* standard
-  deviation, as TRL and verl have it (arXiv 2402.03300, section 4.1). Advantages
+  A_i = (Z_i - mean_j Z_j) / (std_j Z_j + epsilon) (arXiv 2402.03300, section
+  4.1); the standard deviation is the *sample*'s, as in TRL and verl. Advantages
   have no unit, and each group sums to 0. G >= 2; epsilon is in units of the
   reward.
   """
@@ -116,10 +117,12 @@ def batch_std(
 ) -> Float[Array, "*B G"]:
   """Group-centred rewards over their sample standard deviation in the batch.
 
-  The bias of this common scale vanishes as the batch grows (REINFORCE++ with
-  baseline, arXiv 2501.03262). Advantages have no unit. G >= 2, and all axes but
-  the last are the whole batch, not a shard or a micro-batch of it, and without
-  rows that only pad it; epsilon is in units of the reward.
+  A_i = (Z_i - mean_j Z_j) / (std + epsilon). As the batch grows this common
+  scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left of the
+  bias (REINFORCE++ with baseline, arXiv 2501.03262). Advantages have no unit.
+  G >= 2, and all axes but the last are the whole batch, not a shard or a
+  micro-batch of it, and without rows that only pad it; epsilon is in units of
+  the reward.
   """
   rewards = as_float(rewards, "batch_std", least=2)
   deviations = centred(rewards)

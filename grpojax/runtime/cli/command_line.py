@@ -213,7 +213,10 @@ def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
     if flag is None and is_free(name, names.free):
       if not equals:
         raise ValueError(f"--{name} needs a value: --{name}=...")
-      yield name, literal(text)
+      value = literal(text)
+      if isinstance(value, dict):
+        raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
+      yield name, value
     elif flag is None:
       off = names.full(name.removeprefix("no"))
       if off == name or not names.is_switch(off):

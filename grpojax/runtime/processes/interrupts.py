@@ -32,9 +32,9 @@ not finished; run the same command again to resume it."""
 _NOT_OURS = (None, signal.SIG_IGN)
 """Handlers that stay: one set in C (by JAX), and that of a background job."""
 
-_IGNORING = ("__del__", "_xla_gc_callback")
-"""Functions whose exceptions Python ignores. The second is JAX's, when garbage
-is collected, which is often while it compiles."""
+_IGNORING = ("__del__", "_xla_gc_callback", "weakref.py", "_weakrefset.py")
+"""Functions, and files of callbacks, whose exceptions Python ignores. The
+second is JAX's, when garbage is collected, which is often while it compiles."""
 
 
 class Left(Exception):
@@ -110,9 +110,12 @@ def deferred(*numbers: int) -> Iterator[list[int]]:
 
 def _is_ignored(frame: types.FrameType | None) -> bool:
   """Returns True where Python would ignore an exception that is raised now."""
-  while frame and frame.f_code.co_name not in _IGNORING:
+  while frame:
+    code = frame.f_code
+    if {code.co_name, os.path.basename(code.co_filename)} & {*_IGNORING}:
+      return True
     frame = frame.f_back
-  return frame is not None
+  return False
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   steps, new = run.config.steps, settings.stop.no_improvement
   try:
     done = int(json.loads(file.read_text())["steps"])
-  except (KeyError, TypeError, ValueError):
+  except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
     done = steps
   ended_early = done < steps and run.config.stop.no_improvement != new
   return steps == settings.steps and not ended_early

@@ -418,7 +418,11 @@ def correctness(
   In a mixture it is the first of those that reward the example's data set.
   """
   first = reward_pool.pool.names[0]
-  names = [reward_pool.judges.get(e.get(SOURCE), first) for e in examples]
+  sources = [e.get(SOURCE) for e in examples]  # a column of any type
+  names = [
+    reward_pool.judges.get(source, first) if isinstance(source, str) else first
+    for source in sources
+  ]
   return np.stack([rewards.values[name][i] for i, name in enumerate(names)])
 
 
