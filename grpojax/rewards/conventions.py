@@ -117,7 +117,8 @@ class Trl(NamedTuple):
       "log_extra": lambda column, values: None,
     }
     values = self.function(**_taken(self, arguments))
-    if isinstance(values, (str, Mapping)) or not hasattr(values, "__iter__"):
+    unordered = str, bytes, Mapping, set, frozenset
+    if isinstance(values, unordered) or not hasattr(values, "__iter__"):
       raise TypeError(
         f"it returned {type(values).__name__}, no list of rewards"
       )

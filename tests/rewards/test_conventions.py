@@ -105,6 +105,10 @@ def large(completions):
   return [10**400, {"score": 1.0, "big": 10**400}]
 
 
+def unordered(completions):
+  return {2.0, 1.0}
+
+
 def info(solution_str, extra_info):
   return float(len(extra_info))
 
@@ -226,6 +230,8 @@ def test_names_of_the_convention_in_the_data_and_in_calls(files):
   one = result("large")
   assert one.failed.tolist() == [[True, False]]
   assert one.rewards[0, 1] == 1 and not one.extras
+  [[(failure,), _]] = result("unordered").failures
+  assert "it returned set, no list of rewards" in failure.reason
   assert result("info").rewards.tolist() == [[8, 8]]
 
 

@@ -161,7 +161,9 @@ def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
   program.main(["--out", "three.html", str(other), "one"])
   names = data_of((tmp_path / "three.html").read_text())["runs"]
   assert [one["name"] for one in names] == ["two", "one"]
-  with pytest.raises(SystemExit, match="--out=.*nowhere/x.html cannot be written"):
+  with pytest.raises(
+    SystemExit, match="--out=.*nowhere/x.html cannot be written"
+  ):
     program.main(["one", "--out=nowhere/x.html"])
 
 
