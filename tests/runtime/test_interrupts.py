@@ -45,7 +45,7 @@ def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 
-def test_ctrl_c_in_a_callback_of_weak_references_comes_again():
+def test_ctrl_c_in_a_weak_references_callback_comes_again(ctrl_c):
   """Python ignores what such a callback raises."""
 
   class Key:
