@@ -16,7 +16,6 @@ from grpojax.aot import chips, programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.runtime import device_memory
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
 from grpojax.training.run import memory, setup
@@ -107,8 +106,7 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
-  phases = memory.training(settings, run.model, mesh)
-  memory.refuse(phases, device_memory.device_bytes(mesh.local_devices[0]))
+  memory.refuse(memory.training(settings, run.model, mesh))
   return run
 
 

@@ -66,11 +66,11 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """
   module, attribute = _module(name), label(name)
   function = getattr(module, attribute, None)
-  if function is not None and not callable(function):
-    raise ValueError(f"reward {name!r} is no function, but {function!r:.80}")
   if function is None:
     hint = nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
+  if not callable(function):
+    raise ValueError(f"reward {name!r} is no function, but {function!r:.80}")
   reward = conventions.follow(name, function, dict(options or {}))
   if name in BUILT_IN:
     try:

@@ -77,7 +77,7 @@ def study(
     )
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
-    _open(directory, config, to_config(declared))
+    _open(directory, config, default)
   try:
     yield config, directory
   except KeyboardInterrupt:

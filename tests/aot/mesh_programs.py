@@ -2,7 +2,7 @@
 
 mesh_programs.py PLATFORM LAYERS [PROGRAM...], where PLATFORM is a topology of
 libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program:
-{"text": HLO, "layers": LAYERS, "arguments": bytes on a device}}.
+{"text": HLO, "arguments": bytes on a device}}.
 """
 
 import dataclasses
@@ -123,7 +123,6 @@ def main(platform, layers, *names):
     found[name] = {
       "text": compiled.as_text(),
       "arguments": memory.argument_size_in_bytes,
-      "layers": int(layers),
     }
   json.dump(found, sys.stdout)
 

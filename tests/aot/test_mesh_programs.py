@@ -135,7 +135,7 @@ def test_nothing_waits_for_others_while_sampling(rollouts):
   # Parameters are gathered once, before. Between the stages, the most samples
   # that a group has left, a few bytes.
   before = sum(c.bytes for c in found.collectives if not c.in_token_loop)
-  weights = rollouts["rollout"]["layers"] * MATRICES + V * D
+  weights = LAYERS * MATRICES + V * D
   assert before <= (weights + V * D) * 4 * 3 / 4 + 100
 
 

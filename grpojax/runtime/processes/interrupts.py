@@ -111,8 +111,8 @@ def deferred(*numbers: int) -> Iterator[list[int]]:
 def _is_ignored(frame: types.FrameType | None) -> bool:
   """Returns True where Python would ignore an exception that is raised now."""
   while frame:
-    code = frame.f_code
-    if {code.co_name, os.path.basename(code.co_filename)} & {*_IGNORING}:
+    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    if name in _IGNORING or os.path.basename(file) in _IGNORING:
       return True
     frame = frame.f_back
   return False

@@ -5,6 +5,7 @@ from typing import Any
 from grpojax.core.objective import Objective
 from grpojax.core.optim import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.core.options import (
+  DECAY,
   NOT_NEGATIVE,
   ONE_OR_MORE,
   POSITIVE,
@@ -47,8 +48,8 @@ class OptimSettings:
   warmup_steps: int = option(
     0, "optimizer updates from 0 to learning_rate", within=NOT_NEGATIVE
   )
-  b1: float = option(0.9, "decay of the first moment", within="[0, 1)")
-  b2: float = option(0.95, "decay of the second moment", within="[0, 1)")
+  b1: float = option(0.9, "decay of the first moment", within=DECAY)
+  b2: float = option(0.95, "decay of the second moment", within=DECAY)
   weight_decay: float = option(
     0.0, "weight decay, decoupled from the gradient", within=NOT_NEGATIVE
   )
@@ -72,7 +73,7 @@ class AutoGroupSizeSettings:
   smallest: int = option(4, "smallest group size", within=ONE_OR_MORE)
   largest: int = option(32, "largest group size", within=ONE_OR_MORE)
   decay: float = option(
-    0.9, "weight of past estimates at each diagnosis", within="[0, 1)"
+    0.9, "weight of past estimates at each diagnosis", within=DECAY
   )
   margin: float = option(
     0.25, "hysteresis before a move, in powers of two", within=NOT_NEGATIVE
@@ -87,7 +88,7 @@ class ScoreNormsSettings:
   """Lengths of scores, learned from the diagnoses (advantage=norm_ratio)."""
 
   decay: float = option(
-    0.9, "weight of past estimates at each diagnosis", within="[0, 1)"
+    0.9, "weight of past estimates at each diagnosis", within=DECAY
   )
 
 
