@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
   config.batch_size = 16
   # It writes all steps of its solutions, but forgets to carry.
   config.model.path = "arithmetic-careless"
+  config.data.max_prompt_length = 32
   config.optim.learning_rate = 1.5e-4
   config.optim.warmup_steps = 10
   # Packed rows would be several programs to compile in the place of one, which

@@ -27,6 +27,7 @@ full length (sampling.max_new_tokens): what it leaves out stands in
 grpojax/aot/roofline.py; rewards, evaluations and saving are not in it.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -34,7 +35,7 @@ from grpojax.aot import programs, report, search, topology
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
-from grpojax.training.config import SETTINGS, default_job, from_config
+from grpojax.training.config import SETTINGS, from_config, parse_job
 from grpojax.training.run import setup
 from grpojax.training.settings import batches as batches_lib
 
@@ -57,14 +58,11 @@ def _say(text: str) -> None:
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv,
-      FLAGS,
-      SETTINGS,
-      "python -m grpojax.compile",
-      default_job,
-      about=__doc__,
+    program = "python -m grpojax.compile"
+    parse = functools.partial(
+      command_line.parse, argv, FLAGS, SETTINGS, program, about=__doc__
     )
+    config, flags = parse_job(parse)
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
       disk.check_file(out, "--out")  # before hours of compiling

@@ -3,8 +3,9 @@
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
                             [--run_dir=DIR]
 
-Without --config it runs the embedded default (see configs/arithmetic.py). The
-run directory, by default runs/NAME_OF_CONFIG, gets
+Without --config it runs the embedded default (see configs/arithmetic.py), or
+with a model of your own (--config.model.path) configs/own_model.py. The run
+directory, by default runs/NAME_OF_CONFIG, gets
 
     config.json         the resolved configuration
     changes.jsonl       settings that were changed when it was resumed
@@ -39,17 +40,14 @@ and exits with code 1; one whose held-out accuracy rises no more
 """
 
 import contextlib
+import functools
 import sys
 
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk
 from grpojax.runtime.processes import distributed, interrupts
-from grpojax.training.config import (
-  SETTINGS,
-  default_job,
-  from_config,
-)
+from grpojax.training.config import SETTINGS, from_config, parse_job
 from grpojax.training.report import final_report
 from grpojax.training.run import fit, run_storage
 
@@ -73,14 +71,11 @@ def main(argv: list[str]) -> None:
 
 def _train(argv: list[str]) -> None:
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv,
-      FLAGS,
-      SETTINGS,
-      "python -m grpojax.train",
-      default_job,
-      about=__doc__,
+    program = "python -m grpojax.train"
+    parse = functools.partial(
+      command_line.parse, argv, FLAGS, SETTINGS, program, about=__doc__
     )
+    config, flags = parse_job(parse)
     settings = from_config(config)
   where = flags.run_dir or f"runs/{settings.name}"
   join = distributed.joined(

@@ -165,11 +165,15 @@ def tabular():
 
 @pytest.fixture(scope="session")
 def config_with():
-  """A training config with changes: optim__b2=0.9 for optim.b2 = 0.9."""
+  """A training config with changes: optim__b2=0.9 for optim.b2 = 0.9.
+
+  Prompts have up to 32 tokens.
+  """
   from grpojax.training.config import default_config
 
   def changed(**changes):
     config = default_config()
+    changes = {"data__max_prompt_length": 32} | changes
     with config.unlocked():
       config.update_from_flattened_dict(
         {key.replace("__", "."): value for key, value in changes.items()}

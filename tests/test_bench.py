@@ -18,7 +18,9 @@ WRONG = {
   "--config.model.path=no/such/model": "no model at 'no/such/model'",
   "--config.mesh.tensor=999": "999 devices",
   "--config.reward.on_device=True --config.data.max_prompt_length=2": "tokens",
-  "--config.reward.on_device=True --config.data.path=no/data": "data.path",
+  "--config.reward.on_device=True --config.data.path=no/data "
+  "--config.data.max_prompt_length=32": "data.path",
+  "--config.seed=1": "max_prompt_length = 0: no prompts are read here",
 }
 
 
@@ -43,7 +45,8 @@ def test_made_up_prompts_are_of_no_data_set(monkeypatch):
   monkeypatch.setattr(configured, "measure", lambda run, *_: given.append(run))
   monkeypatch.setattr(configured, "lines", lambda found: [])
   words = "name=arithmetic rewards=exact_answer".split()
-  bench.main([f"--config.data.mixture.sums.{word}" for word in words])
+  words = [f"--config.data.mixture.sums.{word}" for word in words]
+  bench.main(["--config.data.max_prompt_length=32", *words])
   assert not mixtures.sources(given[0].settings)
   assert mixtures.scored_by(given[0].settings) == {}
 

@@ -154,7 +154,7 @@ def test_a_step_traces_at_its_real_shapes(name):
   b = settings.batch_size
   size = settings.group_size
   assert size != AUTO
-  shape = (b, settings.data.max_prompt_length)
+  shape = (b, settings.data.max_prompt_length or 256)
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )

@@ -255,7 +255,8 @@ def test_compared_on_what_fits_both(
     examples = [e for _, batch in batches for e in batch]
     seen.append([(e["prompt"], e["answer"]) for e in examples])
     rewards = np.zeros((len(examples), 2), np.float32)
-    return evaluation.Evaluation(rewards, [["", ""]] * len(examples), examples)
+    texts = [["", ""]] * len(examples)
+    return evaluation.Evaluation(rewards, texts, examples, rewards)
 
   monkeypatch.setattr(evaluation, "evaluate", asked)
   other = longer_for_threes(toy_model, tmp_path / "other")

@@ -80,7 +80,8 @@ def arguments(model: pathlib.Path, **changes):
     "log.trackers": "",
   }
   settings |= {k.replace("__", "."): v for k, v in changes.items()}
-  return [f"--config.{key}={value}" for key, value in settings.items()]
+  words = [f"--config.{key}={value}" for key, value in settings.items()]
+  return ["--config=arithmetic", *words]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
+from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.files import hub
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts, splits
@@ -130,6 +131,9 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     group_size=group_size,
     prompts=batches_lib.samples_per_step(settings) // group_size,
   )
+  if not settings.data.max_prompt_length:
+    remedy = "no prompts are read here: give the tokens of the longest one"
+    raise ValueError(config_error("data.max_prompt_length", 0, remedy))
   if settings.reward.on_device:
     _device_prompts(run)  # refuses data that cannot be read
   return run

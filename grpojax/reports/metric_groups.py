@@ -26,7 +26,7 @@ GROUPS = (
   Group(
     "Learning",
     "Is the policy getting better, and at what?",
-    r"accuracy|reward_mean|reward_std|rewards_missing|reward_failures",
+    r"accuracy|held_out_reward|reward_mean|reward_std|rewards_missing|reward_failures",
   ),
   Group(
     "Reward functions",
@@ -48,7 +48,7 @@ GROUPS = (
   Group(
     "Completions",
     "Length, and what was cut off at the budget of tokens.",
-    r"completion_length\w*|truncated",
+    r"completion_length\w*|held_out_length|truncated",
   ),
   Group(
     "Policy",
@@ -84,6 +84,7 @@ GROUPS = (
 
 TITLES = {
   "accuracy": ("Held-out accuracy", "share of prompts, greedy"),
+  "held_out_reward": ("Held-out reward", "mean over prompts, greedy"),
   "reward_mean": ("Reward", "mean over completions"),
   "reward_std": ("Spread of rewards", "standard deviation"),
   "rewards_missing": ("Without reward", "share of completions"),
@@ -95,6 +96,7 @@ TITLES = {
   "group_size": ("Group size", "completions a prompt"),
   "completion_length_mean": ("Length, mean", "tokens"),
   "completion_length_max": ("Length, longest", "tokens"),
+  "held_out_length": ("Held-out length", "tokens, greedy"),
   "truncated": ("Truncated", "share of completions"),
   "entropy": ("Entropy", "nats a token"),
   "entropy_coefficient": ("Entropy coefficient", ""),

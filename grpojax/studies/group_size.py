@@ -177,9 +177,10 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   )
 
   sampling_key, tangents_key = jax.random.split(jax.random.key(settings.seed))
-  examples = splits.load_split(settings, policy, "train").examples
+  split = splits.load_split(settings, policy, "train")
+  settings = splits.with_prompt_length(settings, split)
   batches = prompts_lib.training_batches(
-    settings, policy, examples, p.group_size
+    settings, policy, split.examples, p.group_size
   )
   projections, rewards = [], []
   with rewards_lib.open_reward_pool(settings) as reward_pool:

@@ -75,7 +75,7 @@ def speaker(
 
 def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:
   """Doubles data.max_prompt_length until a prompt fits: few sizes compile."""
-  length = settings.data.max_prompt_length
+  length = settings.data.max_prompt_length or 32
   while length < tokens:
     length *= 2
   data = dataclasses.replace(settings.data, max_prompt_length=length)

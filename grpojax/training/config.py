@@ -6,11 +6,14 @@ behind it sees a ConfigDict or a dotted name.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from grpojax.models import huggingface as hf
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import config_file
 from grpojax.runtime.cli import settings as settings_lib
@@ -79,10 +82,24 @@ def default_config() -> ConfigDict:
   return settings_lib.to_config(SETTINGS)
 
 
-def default_job() -> ConfigDict:
-  """Returns the config of a program that is given none: arithmetic.py."""
-  file = config_file.packaged()["arithmetic"]
-  return config_file.load_file(file, default_config)
+def default_job(name: str = "arithmetic") -> ConfigDict:
+  """Returns the config of a program that is given none."""
+  return config_file.load_file(config_file.packaged()[name], default_config)
+
+
+def parse_job(
+  parse: Callable[[Callable[[], ConfigDict]], tuple[ConfigDict, ConfigDict]],
+) -> tuple[ConfigDict, ConfigDict]:
+  """Reads the command line of a program whose --config is a whole job.
+
+  Without --config it is arithmetic.py, or own_model.py where another model is
+  named: the learning rate of an embedded model would ruin it. `parse` is
+  `command_line.parse` of a default config, whose result is returned.
+  """
+  config, flags = parse(default_job)
+  if config.model.path in os.listdir(hf.ASSETS):
+    return config, flags
+  return parse(functools.partial(default_job, "own_model"))
 
 
 def _move(tree: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:

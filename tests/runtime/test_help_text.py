@@ -13,6 +13,7 @@ from grpojax import train
 from grpojax.runtime.cli import help_text, settings
 from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.settings import Section, described
+from grpojax.training.config import default_job
 
 WIDTHS = (50, 80, 200)
 
@@ -40,9 +41,7 @@ def test_help_of_every_program_has_every_setting(name, monkeypatch):
   declared = program.SETTINGS or Section("", {})
   rows = {f"--config.{k}": v for k, v in settings.flat_settings(declared)}
   rows |= {f"--{flag}": one for flag, one in program.FLAGS.items()}
-  job = (
-    flatten(program.default_job()) if hasattr(program, "default_job") else {}
-  )
+  job = flatten(default_job()) if name in ("compile", "train") else {}
   for typed, one in rows.items():
     value = job.get(typed.removeprefix("--config."), one.default)
     value = settings.value_text(value)

@@ -357,7 +357,7 @@ def test_json_round_trip_keeps_types(config_with):
 
 
 def test_difference(config_with):
-  old, new = default_config(), config_with(steps=61, loss__kl="k2")
+  old, new = config_with(), config_with(steps=61, loss__kl="k2")
   with old.unlocked():
     del old.seed
   assert config_lib.difference(old, new) == [

@@ -1,7 +1,29 @@
 """configs/arithmetic.py, the job of a program that is given no config."""
 
+import functools
+
+from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
-from grpojax.training.config import default_config, default_job, from_config
+from grpojax.training.config import (
+  SETTINGS,
+  default_config,
+  default_job,
+  from_config,
+  parse_job,
+)
+
+
+def test_a_model_of_ones_own_does_not_follow_it():
+  def parsed(*argv):
+    parse = functools.partial(command_line.parse, argv, {}, SETTINGS, "")
+    return parse_job(parse)[0]
+
+  own = parsed("--config.model.path=org/model", "--config.seed=3")
+  assert (own.name, own.seed, own.model.path) == ("own_model", 3, "org/model")
+  assert own.optim.learning_rate == 1e-6
+  assert parsed("--config.model.path=arithmetic-base").name == "arithmetic"
+  chosen = parsed("--config=gsm8k", "--config.model.path=org/model")
+  assert chosen.name == "gsm8k"
 
 
 def test_other_configs_and_studies_do_not_follow_it():

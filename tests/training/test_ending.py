@@ -53,6 +53,16 @@ def test_the_end_says_what_went_wrong_and_each_data_set(
   ]
 
 
+def test_graded_rewards_stand_beside_the_accuracy(settings_with):
+  summary = SUMMARY | {"accuracy_before": 0.0, "accuracy_after": 0.0}
+  summary |= {"reward_before": 0.3, "reward_after": 0.62}
+  lines = final_report.lines(
+    "runs/x", pathlib.Path("x"), settings_with(), summary
+  )
+  assert lines[0].endswith("  mean reward 0.3 (right: 1 or more)")
+  assert "mean reward 0.62" in lines[1]
+
+
 @pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
 def test_a_best_step_is_named_where_it_was_better(best, shown, settings_with):
   summary = SUMMARY | {"best_step": 35, "best_accuracy": best}

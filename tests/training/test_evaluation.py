@@ -12,7 +12,8 @@ from grpojax.training.evaluation import evaluation
 
 
 def evaluated(rewards, texts=()):
-  return evaluation.Evaluation(np.array(rewards, np.float32), list(texts), [])
+  rewards = np.array(rewards, np.float32)
+  return evaluation.Evaluation(rewards, list(texts), [], np.ones(rewards.shape))
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -30,11 +31,21 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 
 
 def test_accuracy():
-  values = evaluation.per_prompt(evaluated([[0.5], [1.0]]))
-  numbers = evaluation.numbers(values)
-  assert numbers["accuracy"] == 0.5  # partly right is wrong
+  numbers = evaluation.numbers(evaluation.per_prompt(evaluated([[0], [1.0]])))
   wilson = [float(x) for x in wilson_interval(1, 2)]
   assert list(numbers.values()) == wilson
+
+
+def test_graded_rewards_have_their_mean_beside_the_accuracy():
+  values = evaluation.per_prompt(evaluated([[0.5], [1.0], [0.0]]))
+  numbers = evaluation.numbers(values)
+  assert numbers["accuracy"] == pytest.approx(1 / 3)  # partly right is wrong
+  assert numbers["reward"][0] == 0.5
+  accuracy, reward = evaluation.lines(values)
+  assert accuracy.startswith("greedy accuracy  33.3%")
+  assert reward.startswith("mean reward  0.5  [")
+  missing = evaluation.per_prompt(evaluated([[0.5], [np.nan]]))
+  assert "reward" not in missing  # of other prompts than the accuracy
 
 
 def test_majority_of_texts():

@@ -124,7 +124,7 @@ def test_metrics_by_data_set(settings_with):
   assert mixtures.metrics(TrainSettings(), examples, rewards) == {}
   alone = mixtures.metrics(settings, examples, rewards[:, :1])
   assert alone["b/zero_variance_groups"] == 0  # there is nothing to differ from
-  result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples)
+  result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples, [])
   values = evaluation.per_prompt(result)
   each = evaluation.by_data_set(settings, result, values)
   assert {k: v["accuracy"].tolist() for k, v in each.items()} == {

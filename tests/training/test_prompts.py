@@ -189,6 +189,25 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
   np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
 
 
+def test_prompts_have_room_for_the_longest_of_the_data(
+  policy, jsonl, settings_with
+):
+  changes = jsonl | {"data__template": "{prompt}", "data__max_prompt_length": 0}
+  settings = settings_with(**changes)
+  load = functools.partial(splits_lib.load_split, settings, policy)
+  train, test = load("train"), load("test")
+  short = test._replace(lengths=test.lengths[:4])
+  filled = splits_lib.with_prompt_length(settings, short, train)
+  assert filled.data.max_prompt_length == max(train.lengths) == 19
+  kept = settings_with(data__max_prompt_length=99)
+  assert splits_lib.with_prompt_length(kept, train) == kept
+  # An endless one may have longer prompts than those that are measured.
+  endless = splits_lib.load_split(settings_with(steps=1), policy, "train")
+  assert len(endless.examples) == arithmetic.ENDLESS
+  filled = splits_lib.with_prompt_length(settings, test, endless)
+  assert filled.data.max_prompt_length == 32 > max(endless.lengths)
+
+
 EXAMPLES = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
 
 

@@ -280,13 +280,15 @@ def test_the_date_and_the_commits_of_a_run_stay(tmp_path, monkeypatch):
   settings, commit = TrainSettings(), f"model:a/b@main={'0' * 40}"
   monkeypatch.setattr(open_run.hub_pins, "pin", lambda settings: settings)
   assert open_run.settle(settings, tmp_path) == settings
-  began = run_directory.with_date(settings, "26 Jul 2024")
+  began = run_directory.with_found(settings, "26 Jul 2024", 300)
   run_directory.open_run(tmp_path, began)
+  # Before its first step, the data may become others.
+  assert not open_run.settle(settings, tmp_path).data.max_prompt_length
   checkpointed(tmp_path, 7)
   assert open_run.settle(settings, tmp_path) == began
   assert "date_string" not in settings.data.template_options
-  other = run_directory.with_date(settings, "27 Jul 2024")
-  assert run_directory.with_date(other, "26 Jul 2024") == other
+  other = run_directory.with_found(settings, "27 Jul 2024")
+  assert run_directory.with_found(other, "26 Jul 2024") == other
   with pytest.raises(ValueError, match="date_string"):
     open_run.settle(other, tmp_path)
   model = dataclasses.replace(settings.model, path="a/b")

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.data import mixtures, prompts
 from grpojax.training.policy import Policy
-from grpojax.training.run import hub_pins
+from grpojax.training.run import hub_pins, run_directory
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
@@ -54,6 +55,21 @@ class Split(NamedTuple):
   lengths: Int[np.ndarray, "n"] | None = None
   key: str = ""
   parts: Mapping[str, Any] = {}
+
+
+def with_prompt_length(
+  settings: TrainSettings, *splits: Split
+) -> TrainSettings:
+  """Fills in data.max_prompt_length = 0: tokens of the longest prompt.
+
+  Of an endless data set only some are measured, so there is room for more.
+  """
+  if settings.data.max_prompt_length:
+    return settings
+  longest = max(int(split.lengths.max(initial=1)) for split in splits)
+  if any(len(split.examples) >= ENDLESS for split in splits):
+    longest = max(32, 2 ** (longest - 1).bit_length())
+  return run_directory.with_found(settings, prompt_length=longest)
 
 
 def load_examples(settings: TrainSettings, split: str) -> Any:
@@ -128,7 +144,8 @@ def _fit(
   name: str,
 ) -> Split:
   """Reads the examples of one data set, and chooses those that fit."""
-  limit, endless = settings.data.max_prompt_length, len(examples) >= ENDLESS
+  limit = settings.data.max_prompt_length or math.inf
+  endless = len(examples) >= ENDLESS
   printed = fingerprint(examples, check_signals)
   key = f"{printed} {_digest(settings, policy)}"
   lengths = None if endless else _saved_lengths(cache, name, key)

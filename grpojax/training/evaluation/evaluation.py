@@ -45,8 +45,8 @@ ANSWERS = {  # the answer in a completion, for rewards that read one
   "exact_answer": exact.given_answer,
   "math_answer": math.given_answer,
 }
-TITLES = {"accuracy": "greedy accuracy"}
-
+REWARD = "reward"
+TITLES = {"accuracy": "greedy accuracy", REWARD: "mean reward"}
 
 Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
 
@@ -75,12 +75,14 @@ class Evaluation(NamedTuple):
     rewards: rewards [prompts, samples]; nan, where there is none, is not right.
     texts: the completions, [prompts][samples].
     examples: the problems, with their "prompt_text".
+    lengths: tokens of the completions [prompts, samples].
     failures: rewards that could not be computed.
   """
 
   rewards: np.ndarray
   texts: list[list[str]]
   examples: list[dict[str, Any]]
+  lengths: np.ndarray
   failures: list[Failure] = []
 
 
@@ -133,6 +135,7 @@ def held_out_problems(
     return results
 
   splits = for_each(lambda p: splits_lib.load_split(settings, p, "test"))
+  settings = splits_lib.with_prompt_length(settings, *splits)
   rewards_lib.check_columns(
     settings, rewards_lib.resolve_functions(settings), splits[0]
   )
@@ -192,7 +195,7 @@ def evaluate(
       all processes, and while samples and rewards are waited for.
     on_progress: function of the number of prompts that are done, from 0.
   """
-  rewards, texts, evaluated, failures = [], [], [], []
+  rewards, texts, evaluated, lengths, failures = [], [], [], [], []
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
@@ -207,9 +210,12 @@ def evaluate(
     rewards.append(rewards_lib.correctness(reward_pool, scores, examples))
     texts += decoded
     evaluated += examples
+    mask = mesh_lib.fetch(samples.completion_mask)[: len(examples)]
+    lengths.append(np.sum(mask, axis=-1))
     failures += groups.all_failures(scores)
     on_progress(len(evaluated))
-  return Evaluation(np.concatenate(rewards), texts, evaluated, failures)
+  rewards, lengths = np.concatenate(rewards), np.concatenate(lengths)
+  return Evaluation(rewards, texts, evaluated, lengths, failures)
 
 
 def failed(failures: Sequence[Failure]) -> str:
@@ -245,15 +251,19 @@ def per_prompt(
   """Values that are estimated, by name: one a prompt, [prompts].
 
   They are pass@k for each of `ks` or, without any, the accuracy of the first
-  completion; also maj@k with a function of `ANSWERS`.
+  completion; maj@k with a function of `ANSWERS`; and the mean reward where it
+  is graded: more than right or wrong, and of all completions.
   """
   right = result.rewards >= CORRECT
-  if not ks:
-    return {"accuracy": right[:, 0].astype(np.float32)}
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
+  if not ks:
+    values["accuracy"] = right[:, 0].astype(np.float32)
   if answer is not None:
     labels = answer_labels(result.texts, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
+  graded = not _right_or_wrong(result.rewards)
+  if graded and np.isfinite(result.rewards).all():
+    values[REWARD] = result.rewards.mean(axis=-1)
   return values
 
 
@@ -299,11 +309,10 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
   """Estimates for JSON: fields of the accuracy, or [mean, low, high] each."""
-  estimates = {name: estimate(value) for name, value in values.items()}
-  if "accuracy" not in estimates:
-    return {name: list(value) for name, value in estimates.items()}
+  estimates = {name: list(estimate(value)) for name, value in values.items()}
+  accuracy = estimates.pop("accuracy", [])
   names = ("accuracy", "accuracy_low", "accuracy_high")
-  return dict(zip(names, estimates["accuracy"], strict=True))
+  return dict(zip(names, accuracy, strict=False)) | estimates
 
 
 def compare(
@@ -319,17 +328,22 @@ def compare(
     if _right_or_wrong(a[name], b[name])
     else paired_difference(a[name], b[name])
     for name in a
+    if name in b
   }
 
 
-def _percent(mean: float, low: float, high: float, sign: str = "") -> str:
-  return f"{mean:{sign}.1%}  [{low:{sign}.1%}, {high:{sign}.1%}]"
+def _text(
+  name: str, mean: float, low: float, high: float, sign: str = ""
+) -> str:
+  """Writes an estimate with its interval, in percent or as a reward."""
+  form = f"{sign}.3g" if name == REWARD else f"{sign}.1%"
+  return f"{mean:{form}}  [{low:{form}}, {high:{form}}]"
 
 
 def lines(values: Mapping[str, np.ndarray]) -> list[str]:
   """Lines of one model's numbers, to print."""
   return [
-    f"{TITLES.get(name, name)}  {_percent(*estimate(value))}"
+    f"{TITLES.get(name, name)}  {_text(name, *estimate(value))}"
     for name, value in values.items()
   ]
 
@@ -340,8 +354,8 @@ def table(
   """Lines of both models' numbers and their paired differences, to print."""
   rows = [("", "model", "compare", "model - compare", "p")]
   for name, (*difference, p_value) in compare(a, b).items():
-    both = (_percent(*estimate(values[name])) for values in (a, b))
-    row = TITLES.get(name, name), *both, _percent(*difference, sign="+")
+    both = (_text(name, *estimate(values[name])) for values in (a, b))
+    row = TITLES.get(name, name), *both, _text(name, *difference, sign="+")
     rows.append((*row, f"{p_value:.2g}"))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from grpojax.core.types import Params, TrainState
 from grpojax.models import huggingface as hf
@@ -92,8 +93,12 @@ def evaluate_held_out(
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
   values = evaluation.per_prompt(result)
+  graded = values.pop(evaluation.REWARD, None) is not None
   row = {"step": step} | evaluation.numbers(values)
   row |= {"prompts": len(result.rewards)}
+  if np.isfinite(result.rewards).any():
+    row["held_out_reward"] = float(np.nanmean(result.rewards))
+  row["held_out_length"] = float(np.mean(result.lengths))
   each = evaluation.by_data_set(settings, result, values)
   for name, own in each.items():
     row |= {f"{name}/{k}": x for k, x in evaluation.numbers(own).items()}
@@ -103,7 +108,9 @@ def evaluate_held_out(
   log_failures(run, step, result.failures)
   print(
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
-    f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]",
+    f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]"
+    + f"  mean reward {row['held_out_reward']:.3g} (right: 1 or more)"
+    * graded,
     flush=True,
   )
   for name, own in each.items():
@@ -115,6 +122,24 @@ def evaluate_held_out(
     ):
       _show(example["prompt_text"], texts[0], float(rewards[0]))
   return row
+
+
+def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
+  """Prints a line where completions shrink to what earns a reward unsolved."""
+  names = "held_out_reward", "held_out_length"
+  if row["accuracy"] or not all(n in x for n in names for x in (baseline, row)):
+    return
+  (reward, length), (new_reward, new_length) = (
+    [x[name] for name in names] for x in (baseline, row)
+  )
+  if new_reward > reward and new_length < length / 2:
+    print(
+      f"warning: the mean reward rose from {reward:.3g} to {new_reward:.3g}, "
+      f"while completions shrank from {length:.0f} to {new_length:.0f} tokens "
+      "and none is right: does the reward pay for short answers? See "
+      f"{run_directory.SAMPLES}",
+      flush=True,
+    )
 
 
 def _show(prompt: str, completion: str, reward: float | None) -> None:
@@ -203,6 +228,7 @@ def _summarize(
     accuracy, *interval = (row[name] for name in names)
     summary[f"accuracy_{when}"] = accuracy
     summary[f"accuracy_{when}_interval"] = interval
+    summary[f"reward_{when}"] = row.get("held_out_reward")
   summary |= {
     "train_seconds": progress.train_seconds,
     "steps": steps,

@@ -215,6 +215,7 @@ def fit(
           ]
         except FileNotFoundError as error:  # of the held-out problems
           raise Stopped(str(error)) from error
+      reporting.warn_of_shortcut(progress.baseline, rows[-1])
       record = best.after(record, progress.baseline, rows[-1])
     why = best.stopping(record, settings.stop.no_improvement)
     if why and step < settings.steps:

@@ -65,25 +65,28 @@ def settle(
 
   def pins():
     saved, settled = run_directory.saved(directory), settings
-    date = None
+    date, length = None, 0
     if saved:
       values = config_lib.flatten(saved.config)
       date = values.get(f"data.template_options.{run_directory.DATE}")
+      saved_length = values.get("data.max_prompt_length")
+      if isinstance(saved_length, int) and run_directory.has_begun(directory):
+        length = saved_length
       commits = saved.config.get("commits") or ()
-      settled = run_directory.with_date(settings, date)
+      settled = run_directory.with_found(settings, date, length)
       settled = hub_pins.with_commits(settled, commits)
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None
     disk.check_writable(directory, "--run_dir")
-    return date, hub_pins.pin(settled).commits
+    return date, length, hub_pins.pin(settled).commits
 
   pinned = distributed.on_main(pins)
   if pinned is None:
     return None
-  date, commits = pinned
+  date, length, commits = pinned
   settings = dataclasses.replace(settings, commits=tuple(commits))
-  return run_directory.with_date(settings, date)
+  return run_directory.with_found(settings, date, length)
 
 
 def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:

@@ -132,17 +132,20 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
   return may, [x for x in lines if x not in may]
 
 
-def with_date(settings: TrainSettings, date: str | None) -> TrainSettings:
-  """Returns settings whose chat template is given this date for today's.
+def with_found(
+  settings: TrainSettings, date: str | None = None, prompt_length: int = 0
+) -> TrainSettings:
+  """Returns settings with what the start of a run has found out.
 
-  A date of their own stays.
+  That is the date that its chat template takes for today's, and the length of
+  the longest prompt. Values of their own stay.
   """
-  options = settings.data.template_options
-  if date is None or DATE in options:
-    return settings
-  data = dataclasses.replace(
-    settings.data, template_options=options | {DATE: date}
-  )
+  data = settings.data
+  if date is not None and DATE not in data.template_options:
+    options = data.template_options | {DATE: date}
+    data = dataclasses.replace(data, template_options=options)
+  length = data.max_prompt_length or prompt_length
+  data = dataclasses.replace(data, max_prompt_length=length)
   return dataclasses.replace(settings, data=data)
 
 
@@ -177,9 +180,16 @@ def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   return steps == settings.steps and not ended_early
 
 
-def _has_begun(path: pathlib.Path) -> bool:
+def _has_ended(path: pathlib.Path) -> bool:
+  return any((path / name).exists() for name in (SUMMARY, MODEL))
+
+
+def has_begun(path: pathlib.Path) -> bool:
   """Returns True where a run has taken a step."""
-  return any(row.get("step", 0) > 0 for row in read_jsonl(path / METRICS))
+  saved_any = any(run_storage.checkpoints(path).glob("[0-9]*"))
+  rows = read_jsonl(path / METRICS)
+  taken = any(row.get("step", 0) > 0 for row in rows)
+  return _has_ended(path) or saved_any or taken
 
 
 def steps_done(path: Path) -> int:
@@ -191,7 +201,7 @@ def steps_done(path: Path) -> int:
 def say_restart(path: Path) -> None:
   """Prints a line where a run without a checkpoint starts again at step 1."""
   complete = checkpoint.complete(run_storage.checkpoints(path))
-  if _has_begun(pathlib.Path(path)) and not complete:
+  if has_begun(pathlib.Path(path)) and not complete:
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
 
 
@@ -220,8 +230,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
     _check_other(path)
     return False
   may, may_not = changed(path, settings)
-  ended = any((path / name).exists() for name in (SUMMARY, MODEL))
-  trained = ended or any(checkpoints.glob("[0-9]*")) or _has_begun(path)
+  ended, trained = _has_ended(path), has_begun(path)
   complete = checkpoint.complete(checkpoints)
   if may_not and trained:
     raise ValueError(

@@ -37,6 +37,12 @@ from grpojax.training.step import reference as reference_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
 
+LARGE = 50_000_000
+"""Parameters of a model whose learning rate is known from practice."""
+
+FAR = 50
+"""Ratio to the usual learning rate that is warned of."""
+
 
 class Run(NamedTuple):
   """Things that stay the same all through a run."""
@@ -84,7 +90,6 @@ def check(
   policy = setup.open_policy(settings)
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
-  memory.refuse(memory.training(settings, memory.shape(policy), mesh))
   batches_lib.check_mesh(settings, mesh)
   reference_lib.check_memory(settings.model.reference, mesh)
   cache = directory / run_directory.LENGTHS
@@ -92,6 +97,8 @@ def check(
     splits.load_split(settings, policy, split, cache, check_signals)
     for split in SPLITS
   )
+  settings = splits.with_prompt_length(settings, train, held_out)
+  memory.refuse(memory.training(settings, memory.shape(policy), mesh))
   for split in (train, held_out):
     rewards_lib.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:
@@ -133,7 +140,20 @@ def _with_date(
     tokenizers.append(tokenizer.load(model))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return settings
-  return run_directory.with_date(settings, today or tokenizer.today())
+  return run_directory.with_found(settings, today or tokenizer.today())
+
+
+def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
+  """Prints a line where a rate is far above what such models are trained at."""
+  usual = 1e-5 if settings.lora.rank else 1e-6
+  rate = settings.optim.learning_rate
+  if parameters >= LARGE and rate >= FAR * usual:
+    kind = "adapters" if settings.lora.rank else "full fine-tuning"
+    print(
+      f"warning: --config.optim.learning_rate = {rate:g} is {rate / usual:.0f} "
+      f"times the usual {usual:g} of {kind}, and may ruin the model",
+      flush=True,
+    )
 
 
 def start(
@@ -183,6 +203,7 @@ def start(
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
     flush=True,
   )
+  _warn_of_learning_rate(settings, count)
   run = run._replace(
     policy=policy._replace(params=None),
     shardings=shardings,

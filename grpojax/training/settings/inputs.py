@@ -108,7 +108,10 @@ class DataSettings:
     "options, weight, and rewards (those of reward.functions that score it)"
   )
   max_prompt_length: int = option(
-    32, "longest prompt, tokens with the template", within=ONE_OR_MORE
+    0,
+    "longest prompt, tokens with the template; 0 = as the data have it, which "
+    "the run finds out and fills in",
+    within=NOT_NEGATIVE,
   )
   too_long: str = option(
     "refuse", "what is done about prompts of more tokens", ("refuse", "drop")

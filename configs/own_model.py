@@ -1,0 +1,33 @@
+r"""GRPO on a model of your own: what `--config.model.path` alone starts from.
+
+Command:   python -m grpojax.train --config.model.path=DIR_OR_NAME \
+             --config.data.name=jsonl --config.data.path=FILE.jsonl \
+             --config.reward.functions=FILE.py:FUNCTION
+           (or --config=configs/own_model.py; any model may be named that
+           does not come with grpojax)
+Hardware:  what the model takes: `python -m grpojax.compile` says how much.
+Time:      200 steps of 16 x 8 completions of up to 256 tokens.
+Expected:  depends on model, data and reward. The learning rate is the usual
+           one of full fine-tuning; with adapters (lora.rank) take ten times
+           as much or more.
+"""
+
+from ml_collections import ConfigDict
+
+from grpojax.training.config import default_config
+
+
+def get_config() -> ConfigDict:
+  config = default_config().unlock()
+  config.name = "own_model"
+  config.steps = 200
+  config.batch_size = 16
+  config.group_size = 8
+  config.sampling.max_new_tokens = 256
+  config.optim.learning_rate = 1e-6
+  config.optim.warmup_steps = 5
+  config.optim.micro_batches = 8
+  config.eval.every = 10
+  config.eval.num_prompts = 128
+  config.eval.batch_size = 64
+  return config.lock()
