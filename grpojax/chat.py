@@ -27,6 +27,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.terminal.screen import printable
@@ -195,6 +196,7 @@ def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
+  compilation.keep()
   with command_line.usage_errors():
     settings, flags = _parse(argv)
     speaker, example, turns = _set_up(settings, flags)

@@ -32,6 +32,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
@@ -223,6 +224,7 @@ def _evaluate(
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
+  compilation.keep()
   with command_line.usage_errors():
     settings, flags, ks = _parse(argv)
     models, problems = _load(settings, flags)

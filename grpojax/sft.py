@@ -28,6 +28,7 @@ and a model of GSM8K, with a tokenizer of its own, by
 import pathlib
 import sys
 
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.training.sft import sft
@@ -38,6 +39,7 @@ FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
+  compilation.keep()
   program = "python -m grpojax.sft"
   with command_line.usage_errors():
     config, flags = command_line.parse(

@@ -43,6 +43,7 @@ import contextlib
 import functools
 import sys
 
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk
@@ -77,6 +78,7 @@ def _train(argv: list[str]) -> None:
     )
     config, flags = parse_job(parse)
     settings = from_config(config)
+  compilation.keep()
   where = flags.run_dir or f"runs/{settings.name}"
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id

@@ -15,7 +15,7 @@ from grpojax.training import chat as chatting
 @pytest.fixture
 def run(toy, toy_model, tmp_path, config_with):
   """A run of the toy task that is finished, as far as others can see."""
-  words = dict(w[9:].split("=", 1) for w in toy.arguments(toy_model)[1:])
+  words = dict(word[9:].split("=", 1) for word in toy.arguments(toy_model))
   names = ("sampling.max_new_tokens", "data.max_prompt_length")
   sizes = {name.replace(".", "__"): int(words[name]) for name in names}
   config = config_with(**sizes, model__path=str(toy_model), eval__num_prompts=2)

@@ -70,6 +70,8 @@ def arguments(model: pathlib.Path, **changes):
     "logits_chunk": 64,
     "optim.learning_rate": 1e-2,
     "optim.warmup_steps": 0,
+    "optim.micro_batches": 4,
+    "optim.packing": False,
     "diagnostics.every": 0,
     "diagnostics.share": 0.375,
     "eval.every": 3,
@@ -80,8 +82,7 @@ def arguments(model: pathlib.Path, **changes):
     "log.trackers": "",
   }
   settings |= {k.replace("__", "."): v for k, v in changes.items()}
-  words = [f"--config.{key}={value}" for key, value in settings.items()]
-  return ["--config=arithmetic", *words]
+  return [f"--config.{key}={value}" for key, value in settings.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Seconds of steps, of the machine's processors, and of compilations."""
+"""Seconds of steps, and of the machine's processors."""
 
 import os
 import statistics
@@ -6,8 +6,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-import jax
 
 QUIET = 0.08
 """Share of the CPUs that other processes take, below which a step counts."""
@@ -42,18 +40,6 @@ def timed(rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, float]]]:
     others = (all_now - busy - spent) / (wall * os.cpu_count())
     yield row, {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
     clock, busy, own = now, all_now, own_now
-
-
-def compilations() -> list[float]:
-  """Returns a list to which the seconds of XLA's compilations are added."""
-  durations = []
-
-  def listen(name: str, seconds: float, **_: Any) -> None:
-    if "backend_compile" in name:
-      durations.append(seconds)
-
-  jax.monitoring.register_event_duration_secs_listener(listen)
-  return durations
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from grpojax.aot import chips, programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core import mesh as mesh_lib
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
 from grpojax.training.run import memory, setup
@@ -114,7 +115,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   """Times `steps` steps of a config; returns the report that is saved."""
   kind = run.mesh.devices.flat[0].device_kind
   machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
-  compiled = clock.compilations()
+  compiled = compilation.seconds()
   opened = subject.open_subject(run)
   before = len(compiled)
   if run.settings.reward.on_device:

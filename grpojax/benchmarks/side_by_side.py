@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from grpojax.benchmarks import clock, configured, subject, workloads
-from grpojax.runtime import checkpoint
+from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
@@ -111,7 +111,7 @@ def measure(
       batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
-  compiled, timed = clock.compilations(), []
+  compiled, timed = compilation.seconds(), []
   with contextlib.redirect_stdout(sys.stderr):
     rows = _rows(name, settings, warmup + steps)
     before = len(compiled)

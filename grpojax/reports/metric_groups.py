@@ -118,6 +118,7 @@ TITLES = {
   "gradient_mse": ("Error of the gradient", "squared length"),
   "gradient_sq": ("Gradient", "squared length"),
   "seconds_step": ("A step", "seconds"),
+  "seconds_compile": ("Compiling", "seconds of the step"),
   "seconds_rollout": ("Sampling", "seconds"),
   "seconds_rewards": ("Rewards", "seconds"),
   "seconds_reference": ("Comparison, reference", "seconds"),

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.options import Option
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
@@ -128,19 +128,13 @@ def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
   return directory / "runs" / name
 
 
-def _share_compilations(directory: pathlib.Path) -> None:
-  """Compiles programs that the runs have in common once."""
-  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
   """Makes the training runs that are not finished yet.
 
   Raises:
     SystemExit: a run's directory has another config, or a run was stopped.
   """
-  _share_compilations(directory)
+  compilation.keep()  # the runs have programs in common
   unfinished = []
   with command_line.usage_errors():
     for run in runs:  # all of them before any trains

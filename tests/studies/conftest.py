@@ -6,7 +6,6 @@ import pytest
 
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
-from grpojax.studies import run
 from grpojax.training.config import to_config
 from grpojax.training.run import fit, run_directory
 
@@ -33,12 +32,6 @@ def write_run(settings, directory, rewards, accuracy, **columns):
 @pytest.fixture
 def made_up():
   return write_run
-
-
-@pytest.fixture(autouse=True)
-def compilation_cache(monkeypatch):
-  """The session's stays where it is."""
-  monkeypatch.setattr(run, "_share_compilations", lambda directory: None)
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts
 from grpojax.rewards import groups
+from grpojax.runtime import compilation
 from grpojax.training import policy as policy_lib
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.step import host, resampling
@@ -247,7 +247,7 @@ def test_the_diagnosis_is_of_the_prompts_as_they_came(job):
 def test_nothing_compiles_after_the_first_draws(job):
   run = job(filter_groups__max_num_gen_batches=30, optim__packing=False)
   batches = [run.run()["gen_batches"] for _ in range(2)]
-  compiled = clock.compilations()
+  compiled = compilation.seconds()
   batches += [run.run()["gen_batches"] for _ in range(3)]
   assert len(set(batches)) > 1
 

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
+from grpojax.runtime import compilation
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.step import host
@@ -69,7 +69,7 @@ def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
     return packing
 
   monkeypatch.setattr(host, "plan_packing", record)
-  compiled = clock.compilations()
+  compiled = compilation.seconds()
   stepper(2)
   once = len(compiled)
   assert once >= 3

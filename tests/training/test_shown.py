@@ -15,6 +15,7 @@ ROW = {
   "grad_norm": 0.121,
   "tokens_per_second": 366.2,
   "seconds_step": 27.1,
+  "seconds_compile": 0.4,
   "skipped_updates": 0,
   "rewards_missing": 0.0,
   "loss": 1.0,
@@ -35,6 +36,12 @@ def test_skipped_updates_are_there_when_there_are_any(settings_with):
   row = ROW | {"skipped_updates": 2}
   line = step_line.line(settings_with(steps=40), row, Eta())
   assert line.endswith("  ! 2 updates skipped") and "left" not in line
+
+
+def test_a_step_that_compiled_says_how_long(settings_with):
+  row = ROW | {"seconds_compile": 83.2}
+  line = step_line.line(settings_with(steps=40), row, Eta())
+  assert line.endswith("  compiled 83 s")
 
 
 def test_a_diagnosis_is_shown_where_it_told_something(settings_with):

@@ -26,8 +26,8 @@ class Eta(NamedTuple):
   """Times that were measured since the program was started.
 
   Attributes:
-    steps: Number of timed steps; the first compiles, and does not count.
-    seconds: Seconds that they took.
+    steps: Number of timed steps; the first is slow, and does not count.
+    seconds: Seconds that they took, but for compilations.
     pauses: Number of timed pauses between steps.
     paused: Seconds of these, for evaluations, saving and all else.
   """
@@ -78,6 +78,8 @@ def line(settings: TrainSettings, row: Row, eta: Eta) -> str:
   words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
   if best := _best_group_size(row):
     words.append(f"best_group_size {best}")
+  if row["seconds_compile"] >= 1:
+    words.append(f"compiled {row['seconds_compile']:.0f} s")
   seconds, rest = step_seconds(eta), left(eta, steps - step)
   if seconds is not None and rest is not None:
     words += [f"{seconds:.2f} s/step", f"{duration(rest)} left"]

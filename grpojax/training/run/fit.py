@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpojax.core.types import TrainState
-from grpojax.runtime import checkpoint
+from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk
 from grpojax.runtime.processes import distributed, interrupts
@@ -130,12 +130,11 @@ def remaining_steps(
   if reference.follows_policy(settings):
     update_reference = reference.make_update_reference(settings, run.shardings)
   first, every = int(state.step) + 1, settings.diagnostics.every
-  if first <= settings.steps:
-    run.screen.say("the first step compiles, which takes a while")
+  compiled = compilation.seconds()
   began = time.perf_counter() - progress.train_seconds
   for number in range(first, settings.steps + 1):
     check_signals(together=True)
-    start = time.perf_counter()
+    start, programs = time.perf_counter(), len(compiled)
     group_size = settings.group_size
     if state.group_size is not None:
       group_size = int(state.group_size.group_size)
@@ -151,10 +150,11 @@ def remaining_steps(
       state = update_reference(state)
     if diagnosed:
       state = update_group_size(state, metrics)
-    now = time.perf_counter()
-    eta = step_line.after_step(eta, now - start)
+    now, seconds_compile = time.perf_counter(), sum(compiled[programs:])
+    eta = step_line.after_step(eta, now - start - seconds_compile)
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
+    row["seconds_compile"] = seconds_compile
     row |= reporting.speed(settings, row, now - start)
     progress = progress_lib.after(progress, row)
     reporting.log(run, row, samples, eta)
@@ -283,6 +283,7 @@ def run(
     )
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
     progress_screen = screen.Screen(settings.log.every)
+    stack.enter_context(compilation.announced(progress_screen.say))
 
     def check_signals(together=False):
       if interrupted:  # and went unnoticed
