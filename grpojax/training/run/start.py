@@ -99,6 +99,11 @@ def check(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
       f"prompts of more than {settings.data.max_prompt_length} tokens"
     )
+  if count := splits.in_training(train, held_out):
+    print(
+      f"{count} of {len(held_out.examples)} held-out prompts are also training "
+      "prompts: of these, accuracy says nothing about new ones"
+    )
   difficulty.init_rates(settings, train.examples)  # refuses what is not for it
   if settings.reward.on_device:  # what it wants to know of each prompt
     group_size = batches_lib.group_sizes(settings)[0]
