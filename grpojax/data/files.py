@@ -88,16 +88,20 @@ def _in_directory(
 ) -> list[pathlib.Path]:
   """SPLIT.jsonl, SPLIT-00-of-02.jsonl, SPLIT/*.jsonl, or such in data/."""
   for name in _NAMES[split]:
-    for folder in (path, path / "data"):
-      single = folder / f"{name}{suffix}"
-      if single.is_file():
-        return [single]
-      several = [
-        *folder.glob(f"{name}[-_.]*{suffix}"),
-        *folder.glob(f"{name}/*{suffix}"),
-      ]
-      if several:
-        return sorted(several)
+    sets = [
+      sorted(filter(pathlib.Path.is_file, folder.glob(name + rest + suffix)))
+      for folder in (path, path / "data")
+      for rest in ("", "[-_.]*", "/*")
+    ]
+    found, *others = [files for files in sets if files] or [[]]
+    if others:
+      raise ValueError(
+        f"--config.data.path: {path} has {found[0]} and {others[0][0]}: which "
+        f"are of the split {split!r}? Move the others elsewhere, or give a "
+        f"pattern: '{path}/PART*{suffix}', and data.options.test"
+      )
+    if found:
+      return found
   raise ValueError(
     f"--config.data.path: {path / split}{suffix} does not exist, nor "
     f"{split}-*{suffix} or {split}/*{suffix} (of one set of files, give a "

@@ -84,6 +84,11 @@ def test_files_of_a_split_in_a_directory(kind, tmp_path):
   assert read("b", "test") == plain(1, 9)
   assert read("a", size=2) == plain(2)
   assert read("a", size=5) == plain(5)
+  for name in ("b/train-1", "b/train", "b/data/train_x"):
+    kind(tmp_path / name, plain(1, 2))
+    with pytest.raises(ValueError, match="b has .*train.* and .*a pattern: '"):
+      read("b")
+    (tmp_path / name).with_suffix(kind.suffix).unlink()
   joined = kind.load("train", path=tmp_path / "a")
   assert joined[3] == plain(1, 3)[0] and len(joined) == 7
 
