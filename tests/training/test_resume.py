@@ -131,6 +131,16 @@ def test_files_that_decide_prompts_and_rewards_stay_the_same(
     file.write_text(text)
 
 
+def test_other_settings_of_jax_are_said(capsys):
+  before = open_run._of_jax({})
+  assert open_run._of_jax(before) == before
+  assert capsys.readouterr().out == ""
+  with jax.enable_x64(True):
+    open_run._of_jax(before)
+  said = "JAX_ENABLE_X64 was False and is True: numbers differ from here on\n"
+  assert capsys.readouterr().out == said
+
+
 @pytest.mark.slow  # two runs
 def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
   run, base = tmp_path / "run", tmp_path / "base"

@@ -255,6 +255,7 @@ def resume(
   data, frozen, files = _fingerprints(run), _frozen(run), _file_hashes(run)
   _check_data(progress.data, data)
   _check_files(progress.files, files)
+  of_jax = _of_jax(progress.jax)
   if progress.frozen not in ("", frozen):
     raise ValueError(
       f"the weights in {run.settings.model.path} are not those that this run's "
@@ -268,9 +269,8 @@ def resume(
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
-  progress = dataclasses.replace(
-    progress, baseline=baseline, data=data, frozen=frozen, files=files
-  )
+  now = {"data": data, "files": files, "jax": of_jax, "frozen": frozen}
+  progress = dataclasses.replace(progress, baseline=baseline, **now)
   if step is not None:
     state = reference.state_to_device(state)
     state = checkpoint.restore(checkpointer, state, step)
@@ -293,6 +293,17 @@ def _frozen(run: Run) -> str:
     return ""
   sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
   return f"{zlib.crc32(sums.encode()):08x}"
+
+
+def _of_jax(before: dict[str, str]) -> dict[str, str]:
+  """Returns what of JAX decides a run's bits; prints what differs."""
+  names = ("jax_enable_x64", "jax_default_matmul_precision")
+  now = {name.upper(): str(getattr(jax.config, name)) for name in names}
+  now["JAX's version"] = jax.__version__
+  for name, value in now.items():
+    if (old := before.get(name, value)) != value:
+      print(f"{name} was {old} and is {value}: numbers differ from here on")
+  return now
 
 
 def _file_hashes(run: Run) -> dict[str, str]:

@@ -76,6 +76,7 @@ class Progress:
     data: Fingerprints of the examples, by split.
     files: Hashes of the files that decide prompts and rewards, by path: the
       user's reward functions, the tokenizer, the reward model.
+    jax: Version of JAX, and its settings that decide a run's bits, by name.
     frozen: Checksum of the weights that adapters are on; empty without any.
     evaluations: Record of the best evaluation (`training.evaluation.best`).
   """
@@ -87,6 +88,7 @@ class Progress:
   failed_rewards: int = 0
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
   files: dict[str, str] = dataclasses.field(default_factory=dict)
+  jax: dict[str, str] = dataclasses.field(default_factory=dict)
   frozen: str = ""
   evaluations: best.Record = dataclasses.field(default_factory=dict)
 
