@@ -25,6 +25,10 @@ MARK = "####"  # the answer follows the last one
 Example = dict[str, Any]
 
 
+class Changed(ValueError):
+  """A data set's file is another one than when it was opened."""
+
+
 def check_split(split: str) -> None:
   """Raises ValueError where there is no such split."""
   if split not in SPLITS:

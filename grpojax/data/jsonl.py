@@ -22,7 +22,7 @@ import numpy as np
 
 from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import Examples
+from grpojax.data.examples import Changed, Examples
 from grpojax.data.fields import Row
 
 _BOM = b"\xef\xbb\xbf"
@@ -124,9 +124,7 @@ def _opened(
       opened.seek(start)
       line = opened.read(stop - start)
     if zlib.crc32(line) != checksum:
-      raise ValueError(
-        f"{file} changed while it was in use: start the program again"
-      )
+      raise Changed(f"{file} changed while it was in use: put the old one back")
     return example(_object(line))
 
   return Examples(len(table), read)

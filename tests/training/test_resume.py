@@ -165,6 +165,7 @@ def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
   "gone, text",
   [
     ("data", "stopped: .*train.jsonl.*saved step [2-4]$"),
+    ("text", "stopped: .*train.jsonl changed while .*saved step [2-4]$"),
     ("run", "error: .*/run is gone: it was removed or renamed"),
   ],
 )
@@ -173,12 +174,15 @@ def test_what_is_removed_while_it_trains(
 ):
   run, data = tmp_path / "run", tmp_path / "train.jsonl"
   rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
-  data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  data.write_text(lines)
   append = records.append_jsonl
 
   def append_jsonl(path, row):
     if row.get("step") == 2:
       shutil.rmtree(run) if gone == "run" else data.unlink(missing_ok=True)
+      if gone == "text":
+        data.write_text(lines.replace("+1=", "+2="))
     append(path, row)
 
   monkeypatch.setattr(records, "append_jsonl", append_jsonl)
