@@ -155,11 +155,11 @@ def chosen(
   """
   for label, key, row in rows:
     try:
-      found = read(row)
+      one = read(row)
     except ValueError as error:
       raise ValueError(f"{label}: {error}") from error
-    if not share or _held_out(found["prompt"], share) == (split == "test"):
-      yield key, found
+    if not share or _held_out(one["prompt"], share) == (split == "test"):
+      yield key, one
 
 
 def _held_out(prompt: Any, share: int | float) -> bool:

@@ -3,6 +3,7 @@
 import glob
 import os
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,17 +94,31 @@ def _in_directory(
       for folder in (path, path / "data")
       for rest in ("", "[-_.]*", "/*")
     ]
-    found, *others = [files for files in sets if files] or [[]]
+    first, *others = [files for files in sets if files] or [[]]
     if others:
       raise ValueError(
-        f"--config.data.path: {path} has {found[0]} and {others[0][0]}: which "
+        f"--config.data.path: {path} has {first[0]} and {others[0][0]}: which "
         f"are of the split {split!r}? Move the others elsewhere, or give a "
         f"pattern: '{path}/PART*{suffix}', and data.options.test"
       )
-    if found:
-      return found
+    if first:
+      _check_shards(first)
+      return first
   raise ValueError(
     f"--config.data.path: {path / split}{suffix} does not exist, nor "
     f"{split}-*{suffix} or {split}/*{suffix} (of one set of files, give a "
     f"pattern: '{path}/*{suffix}', and data.options.test)"
   )
+
+
+def _check_shards(files: Sequence[pathlib.Path]) -> None:
+  """Refuses NAME-00000-of-00003 where one of its three files is missing."""
+  for file in files:
+    if match := re.search(r"-\d+-of-(\d+)\.", file.name):
+      begin, end = file.name[: match.start()], match[0].partition("-of-")[2]
+      ones = file.parent.glob(f"{glob.escape(begin)}-*-of-{end}*")
+      if (count := len([*ones])) != int(match[1]):
+        raise ValueError(
+          f"--config.data.path: {file} is one of {int(match[1])} files, and "
+          f"{count} are there: fetch the others, or give a pattern"
+        )

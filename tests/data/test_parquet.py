@@ -91,6 +91,9 @@ def test_files_of_a_split_in_a_directory(kind, tmp_path):
     (tmp_path / name).with_suffix(kind.suffix).unlink()
   joined = kind.load("train", path=tmp_path / "a")
   assert joined[3] == plain(1, 3)[0] and len(joined) == 7
+  kind(tmp_path / "a/data/train-00002-of-00003", plain(1))
+  with pytest.raises(ValueError, match="is one of 3 files, and 1 are there"):
+    read("a")
 
 
 def test_a_pattern_is_one_set_of_files(kind, tmp_path):

@@ -76,13 +76,13 @@ def sources(place: str) -> dict[str, str]:
   while waiting:
     base, name = waiting.pop()
     for part in itertools.accumulate(name.split("."), os.path.join):
-      for found in (base / f"{part}.py", base / part / "__init__.py"):
-        relative = os.path.relpath(found, file.parent)
+      for source in (base / f"{part}.py", base / part / "__init__.py"):
+        relative = os.path.relpath(source, file.parent)
         key = os.path.normpath(shown.parent / relative)
-        if key not in texts and found.is_file():
-          text = found.read_bytes()
+        if key not in texts and source.is_file():
+          text = source.read_bytes()
           texts[key] = text.decode(errors="replace")
-          waiting += _imports(text, root, found)
+          waiting += _imports(text, root, source)
   return texts
 
 
