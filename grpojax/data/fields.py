@@ -12,6 +12,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from grpojax.data.examples import prompt_key
+
 Row = dict[str, Any]
 
 _GROUND_TRUTH = "reward_model.ground_truth"
@@ -164,8 +166,8 @@ def chosen(
 
 def _held_out(prompt: Any, share: int | float) -> bool:
   """Draws a prompt by its text alone; alike texts are drawn independently."""
-  text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-  drawn = hashlib.blake2b(text.encode(), digest_size=8).digest()
+  text = prompt_key(prompt).encode()
+  drawn = hashlib.blake2b(text, digest_size=8).digest()
   return int.from_bytes(drawn, "big") < share * 2**64
 
 

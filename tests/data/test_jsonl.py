@@ -115,6 +115,17 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
   assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 500
   assert len(train) + len(test) == 1300
   assert 0.14 < len(keys[1]) / 500 < 0.26
+  # Blanks, and the order of a message's keys, make no other prompt.
+  same = [{"prompt": f"{i}? ", "answer": ""} for i in range(400)]
+  turn = [{"content": " 7", "role": "user"}]
+  same += [{"messages": turn, "answer": ""}]
+  write(tmp_path / "b.jsonl", same)
+  again = jsonl.load("test", path=tmp_path / "b.jsonl", test=0.2)
+  texts = {f"{x['prompt']}".strip() for x in again}
+  assert texts - {f"{turn}"} == {
+    x["prompt"] for x in test if "?" in x["prompt"]
+  }
+  assert (f"{turn}" in texts) == any("content': '7'" in f"{x}" for x in test)
   alike = [{"prompt": f"{i}?", "answer": "1"} for i in range(1000)]
   write(tmp_path / "b.jsonl", alike)
   for share in (0.02, 0.05, 0.1, 0.3):  # three standard deviations

@@ -18,6 +18,7 @@ from jaxtyping import Int
 
 from grpojax.data import datasets, pipeline
 from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.examples import prompt_key
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
@@ -181,15 +182,8 @@ def fingerprint(
     example = examples[i]
     text = json.dumps(example, sort_keys=True, default=str)
     digest.update(text.encode() + b"\n")
-    texts[i] = hash(_text(example["prompt"]))
+    texts[i] = hash(prompt_key(example["prompt"]))
   return digest.hexdigest(), texts[:0] if endless else texts
-
-
-def _text(prompt: Any) -> str | tuple[tuple[str, str], ...]:
-  """Makes prompts equal that templates, which strip spaces, make equal."""
-  if isinstance(prompt, str):
-    return prompt.strip()
-  return tuple((turn["role"], turn["content"].strip()) for turn in prompt)
 
 
 def in_training(train: Split, held_out: Split) -> int:
