@@ -79,6 +79,9 @@ FLAGS = {
   ),
   "seed": setting(-1, "of the samples; -1 = the run's", within="[-1, 2**32)"),
 }
+READS = "seed", "model.dtype", "data.", "reward.", "sampling."
+"""Settings, or their beginnings, that change an answer."""
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
@@ -99,7 +102,7 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
   def parse(default=None):
     program = "python -m grpojax.chat"
     return command_line.parse(
-      argv, FLAGS, SETTINGS, program, default, "model", __doc__
+      argv, FLAGS, SETTINGS, program, default, "model", __doc__, READS
     )
 
   config, flags = parse()

@@ -6,7 +6,8 @@
 
 DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
 ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the run directory of a
-training run, finished or not, whose config is then the default.
+training run, finished or not, whose config is then the default. Settings that
+an evaluation does not read are refused, where they are typed.
 Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
 interval; with --samples=N it draws N completions a prompt and prints pass@k
 (unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:
@@ -73,6 +74,22 @@ FLAGS = {
   "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
 
+READS = (
+  "seed",
+  "steps",
+  "model.dtype",
+  "data.",
+  "reward.",
+  "eval.num_prompts",
+  "eval.batch_size",
+  "sampling.max_new_tokens",
+  "sampling.stages",
+  "sampling.compact",
+  "sampling.slots",
+  "log.every",
+)
+"""Settings, or their beginnings, that change an evaluation."""
+
 _Models = list[tuple[policy_lib.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
 """Values of each model, by name: one a prompt."""
@@ -119,15 +136,16 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
   """Reads the command line: the settings, the flags and the ks."""
 
-  def parse(default=None):
+  def parse(default=None, reads=READS):
     program = "python -m grpojax.evaluate"
     return command_line.parse(
-      argv, FLAGS, SETTINGS, program, default, "model", __doc__
+      argv, FLAGS, SETTINGS, program, default, "model", __doc__, reads
     )
 
   config, flags = parse()
   if run_models.is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: run_models.read_config(flags.model))
+    reads = [name for name in READS if name != "model.dtype"]
+    config, flags = parse(lambda: run_models.read_config(flags.model), reads)
   settings = from_config(config)
   if not flags.model:
     raise ValueError(

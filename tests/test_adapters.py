@@ -59,6 +59,7 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   for name in (run, run / "model", toy_model):
     out = tmp_path / "result.json"
     words = [f"--model={name}", "--samples=32", f"--out={out}"]
-    evaluate.main([*words, *toy_task.arguments(toy_model)])
+    settings = toy_task.arguments(toy_model, evaluate.READS)
+    evaluate.main([*words, *settings])
     results.append(json.loads(out.read_text())["pass@1"][0])
   assert results[0] == results[1] != results[2]

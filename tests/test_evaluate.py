@@ -41,7 +41,7 @@ def recorded(run, step):
 
 
 def test_a_model_directory(toy_run, toy_model, toy_task, tmp_path, capsys):
-  settings = toy_task.arguments(toy_model)
+  settings = toy_task.arguments(toy_model, evaluate.READS)
   before = result_of([f"--model={toy_model}", *settings], tmp_path)
   assert before == recorded(toy_run.directory, 0)
   exported = toy_run.directory / "model"
@@ -120,7 +120,7 @@ def test_the_batch_size_changes_nothing(toy_model, toy_task):
 
 
 def test_samples(toy_model, toy_task, tmp_path, capsys):
-  settings = toy_task.arguments(toy_model, eval__num_prompts=30)
+  settings = toy_task.arguments(toy_model, evaluate.READS, eval__num_prompts=30)
   argv = [f"--model={toy_model}", "--samples=8", "--k=1,4", *settings]
   result = result_of(argv, tmp_path)
   assert result.keys() == {"pass@1", "pass@4"}
@@ -150,7 +150,7 @@ def test_compare_before_and_after_training(
 ):
   seen = held_out_prompts(monkeypatch)
   exported = toy_run.directory / "model"
-  settings = toy_task.arguments(toy_model)
+  settings = toy_task.arguments(toy_model, evaluate.READS)
   argv = [f"--model={exported}", f"--compare={toy_model}", *settings]
   result = result_of(argv, tmp_path)
   after, before = recorded(toy_run.directory, 8), recorded(toy_run.directory, 0)
@@ -183,7 +183,7 @@ def test_compare_samples_of_a_run_under_the_first_config(
   run = tmp_path / "run"
   shutil.copytree(toy_run.directory, run)
   settings = toy_task.arguments(
-    toy_model, eval__num_prompts=30, data__max_prompt_length=9
+    toy_model, evaluate.READS, eval__num_prompts=30, data__max_prompt_length=9
   )
   samples = ["--samples=8", "--k=1,4", "--majority"]
   argv = [f"--model={toy_model}", f"--compare={run}", *samples, *settings]
@@ -220,10 +220,12 @@ def test_a_model_compared_with_itself_in_another_format(
   shutil.copytree(toy_model, chat)
   template = "{{ messages[0]['content'].removesuffix('+1') + '\\n' }}"
   (chat / "chat_template.jinja").write_text(template)
-  settings = toy_task.arguments(toy_model, data__template="{prompt}+1\n")
+  settings = toy_task.arguments(
+    toy_model, evaluate.READS, data__template="{prompt}+1\n"
+  )
   argv = [f"--model={toy_model}", f"--compare={chat}", *settings]
   result = result_of(argv, tmp_path)
-  plain = toy_task.arguments(toy_model)
+  plain = toy_task.arguments(toy_model, evaluate.READS)
   alone = result_of([f"--model={toy_model}", *plain], tmp_path)
   result["compare"].pop("model")
   assert result["compare"] == alone
@@ -270,6 +272,7 @@ def test_compared_on_what_fits_both(
   argv = [f"--model={toy_model}", f"--compare={other}"]
   settings = toy_task.arguments(
     toy_model,
+    evaluate.READS,
     eval__num_prompts=40,
     data__max_prompt_length=5,
     data__too_long="drop",
@@ -297,7 +300,7 @@ def test_too_few_fit_both(
   (tmp_path / "test.jsonl").write_text(lines)
   other = longer_for_threes(toy_model, tmp_path / "other")
   settings = toy_task.arguments(
-    toy_model, data__max_prompt_length=5, data__too_long="drop"
+    toy_model, evaluate.READS, data__max_prompt_length=5, data__too_long="drop"
   )
   settings += ["--config.data.name=jsonl", f"--config.data.path={tmp_path}"]
   argv = [f"--model={toy_model}", f"--compare={other}", "--samples=2"]
@@ -312,7 +315,7 @@ def test_numbers_are_printed_whatever_the_disk_says(
     raise OSError(errno.ENOSPC, "No space left on device", "result.json")
 
   argv = [f"--model={toy_model}", f"--out={tmp_path / 'result.json'}"]
-  argv += toy_task.arguments(toy_model)
+  argv += toy_task.arguments(toy_model, evaluate.READS)
   with monkeypatch.context() as patch:  # nor is the screen needed to write
     patch.setattr(evaluate, "_report", None)
     with pytest.raises(TypeError):
@@ -337,7 +340,7 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
   monkeypatch.setitem(datasets.DATASETS, "arithmetic", load)
   argv = [f"--model={toy_model}", f"--compare={toy_model}"]
   with pytest.raises(SystemExit, match="different problems"):
-    evaluate.main(argv + toy_task.arguments(toy_model))
+    evaluate.main(argv + toy_task.arguments(toy_model, evaluate.READS))
 
 
 @pytest.mark.parametrize(
@@ -361,6 +364,14 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
       "the problems are judged by length",
     ),
     (["--model={model}", "--out={empty_run}"], "is a directory"),
+    (
+      ["--model={model}", "--config.model.path=x"],
+      "--config.model.path: python -m grpojax.evaluate does not read it, only "
+      "its own flags and seed, steps, model.dtype, data.*, reward.*, eval.",
+    ),
+    (["--model={model}", "--sampling.temperature=0"], "mean --temperature?"),
+    (["--model={model}", "--optim.learning_rate=1"], "does not read it"),
+    (["--model={empty_run}", "--model.dtype=bfloat16"], "does not read it"),
     (
       ["--model={model}", "--samples=1000000000"],
       "Change --config.eval.batch_size, --s",

@@ -57,8 +57,11 @@ def task():
     datasets.DATASETS["arithmetic"], arithmetic.document = old
 
 
-def arguments(model: pathlib.Path, **changes):
-  """A command line of a run that takes a second, besides compiling."""
+def arguments(model: pathlib.Path, reads=("",), **changes):
+  """A command line of a run that takes a second, besides compiling.
+
+  Of another program than training it has what that `reads`.
+  """
   settings = {
     "name": "toy",
     "steps": 8,
@@ -82,7 +85,11 @@ def arguments(model: pathlib.Path, **changes):
     "log.trackers": "",
   }
   settings |= {k.replace("__", "."): v for k, v in changes.items()}
-  return [f"--config.{key}={value}" for key, value in settings.items()]
+  return [
+    f"--config.{key}={value}"
+    for key, value in settings.items()
+    if key.startswith(tuple(reads))
+  ]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ name of the one that an example comes from.
 
 import bisect
 import itertools
+import json
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
@@ -25,10 +26,24 @@ MARK = "####"  # the answer follows the last one
 Example = dict[str, Any]
 
 
+class Changed(ValueError):
+  """A data set's file is another one than when it was opened."""
+
+
 def check_split(split: str) -> None:
   """Raises ValueError where there is no such split."""
   if split not in SPLITS:
     raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
+
+
+def prompt_key(prompt: Any) -> str:
+  """Returns a text that is the same for prompts that templates make equal.
+
+  They strip the blanks around a text, and read the role and content of turns.
+  """
+  if isinstance(prompt, str):
+    return prompt.strip()
+  return json.dumps([(x["role"], x["content"].strip()) for x in prompt])
 
 
 class Examples(Sequence):

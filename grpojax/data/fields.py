@@ -7,10 +7,12 @@ errors. A name with dots is a field of a field. Where there is no field
 
 import datetime
 import decimal
+import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from grpojax.data.examples import prompt_key
 
 Row = dict[str, Any]
 
@@ -141,8 +143,8 @@ def chosen(
   read: Callable[[Row], Row],
   split: str,
   share: int | float,
-) -> Iterator[Any]:
-  """Yields the keys of the rows that are examples of a split; checks all.
+) -> Iterator[tuple[Any, Row]]:
+  """Yields (key, example) of the rows that are of a split; checks all.
 
   A row is held out by its prompt alone, so no prompt is in both splits. An
   error has the label of its row.
@@ -155,13 +157,18 @@ def chosen(
   """
   for label, key, row in rows:
     try:
-      prompt = read(row)["prompt"]
+      one = read(row)
     except ValueError as error:
       raise ValueError(f"{label}: {error}") from error
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-    held_out = zlib.crc32(text.encode()) < share * 2**32
-    if not share or held_out == (split == "test"):
-      yield key
+    if not share or _held_out(one["prompt"], share) == (split == "test"):
+      yield key, one
+
+
+def _held_out(prompt: Any, share: int | float) -> bool:
+  """Draws a prompt by its text alone; alike texts are drawn independently."""
+  text = prompt_key(prompt).encode()
+  drawn = hashlib.blake2b(text, digest_size=8).digest()
+  return int.from_bytes(drawn, "big") < share * 2**64
 
 
 def check_share(share: int | float) -> None:

@@ -3,6 +3,7 @@
 import glob
 import os
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,18 +89,36 @@ def _in_directory(
 ) -> list[pathlib.Path]:
   """SPLIT.jsonl, SPLIT-00-of-02.jsonl, SPLIT/*.jsonl, or such in data/."""
   for name in _NAMES[split]:
-    for folder in (path, path / "data"):
-      single = folder / f"{name}{suffix}"
-      if single.is_file():
-        return [single]
-      several = [
-        *folder.glob(f"{name}[-_.]*{suffix}"),
-        *folder.glob(f"{name}/*{suffix}"),
-      ]
-      if several:
-        return sorted(several)
+    sets = [
+      sorted(filter(pathlib.Path.is_file, folder.glob(name + rest + suffix)))
+      for folder in (path, path / "data")
+      for rest in ("", "[-_.]*", "/*")
+    ]
+    first, *others = [files for files in sets if files] or [[]]
+    if others:
+      raise ValueError(
+        f"--config.data.path: {path} has {first[0]} and {others[0][0]}: which "
+        f"are of the split {split!r}? Move the others elsewhere, or give a "
+        f"pattern: '{path}/PART*{suffix}', and data.options.test"
+      )
+    if first:
+      _check_shards(first)
+      return first
   raise ValueError(
     f"--config.data.path: {path / split}{suffix} does not exist, nor "
     f"{split}-*{suffix} or {split}/*{suffix} (of one set of files, give a "
     f"pattern: '{path}/*{suffix}', and data.options.test)"
   )
+
+
+def _check_shards(files: Sequence[pathlib.Path]) -> None:
+  """Refuses NAME-00000-of-00003 where one of its three files is missing."""
+  for file in files:
+    if match := re.search(r"-\d+-of-(\d+)\.", file.name):
+      begin, end = file.name[: match.start()], match[0].partition("-of-")[2]
+      ones = file.parent.glob(f"{glob.escape(begin)}-*-of-{end}*")
+      if (count := len([*ones])) != int(match[1]):
+        raise ValueError(
+          f"--config.data.path: {file} is one of {int(match[1])} files, and "
+          f"{count} are there: fetch the others, or give a pattern"
+        )

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from grpojax.data import fields as fields_lib
+from grpojax.data import parquet
 from grpojax.data.examples import Examples, check_split
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
+_ROWS = 1024  # read at once
 _CACHED = "cache"  # a table that the library made of files before
 
 
@@ -171,10 +173,18 @@ def load(
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.table_example, fields=fields)
   label = f"{path}, {name} split"
-  rows = ((f"{label}, row {i + 1}", i, row) for i, row in enumerate(table))
+  table = table.with_format("arrow")
+  batches = map(parquet.plain_rows, table.iter(_ROWS))
+  numbered = enumerate(itertools.chain.from_iterable(batches))
+  rows = ((f"{label}, row {i + 1}", i, row) for i, row in numbered)
   chosen = fields_lib.chosen(rows, example, split, test)
-  numbers = np.fromiter(itertools.islice(chosen, size), np.int64)
+  first = (i for i, _ in itertools.islice(chosen, size))
+  numbers = np.fromiter(first, np.int64)
   if not len(numbers):
     raise ValueError(f"{label} holds no example of the split {split!r}")
 
-  return Examples(len(numbers), lambda i: example(table[int(numbers[i])]))
+  def read(index: int) -> fields_lib.Row:
+    (row,) = parquet.plain_rows(table[int(numbers[index])])
+    return example(row)
+
+  return Examples(len(numbers), read)

@@ -4,8 +4,8 @@
     {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
 
 Opening a file reads it once, from its start to its end: every line is checked,
-and only its place in the file is remembered. Examples are read when they are
-asked for, so a file may be larger than memory.
+and only its place in the file and a checksum are remembered. Examples are read
+when they are asked for, so a file may be larger than memory.
 """
 
 import array
@@ -14,26 +14,44 @@ import itertools
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import Examples
+from grpojax.data.examples import Changed, Examples
 from grpojax.data.fields import Row
 
 _BOM = b"\xef\xbb\xbf"
+_PACKED = {
+  b"\x1f\x8b": "gzip",
+  b"BZh": "bzip2",
+  b"\xfd7zXZ": "xz",
+  b"\x28\xb5\x2f\xfd": "zstd",
+  b"PK\x03\x04": "zip",
+  b"PAR1": "Parquet",
+}
+"""Other kinds of files, by the bytes that they begin with."""
+_MOST_DIGITS = 4300  # of those that Python reads
 
 
-def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, int], Row]]:
-  """Yields "FILE, line 3", the bytes where a line begins and ends, its object.
+def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, ...], Row]]:
+  """Yields "FILE, line 3", a line's begin, end and CRC-32, and its object.
 
   Blank lines are skipped, and so is a byte order mark. A line that is no JSON
   object is a ValueError that names it.
   """
   stop = 0
   with open(file, "rb") as lines:
+    begin = lines.peek(8)
+    for magic, kind in _PACKED.items():
+      if begin.startswith(magic):
+        raise ValueError(
+          f"{file} is a {kind} file, not JSONL: unpack it, or give data.name"
+        )
     for number, line in enumerate(lines, 1):
       start, stop = stop, stop + len(line)
       if number == 1 and line.startswith(_BOM):
@@ -41,13 +59,45 @@ def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, int], Row]]:
       if line.strip():
         label = f"{file}, line {number}"
         try:
-          yield label, (start, stop), _object(line)
+          yield label, (start, stop, zlib.crc32(line)), _object(line)
         except (RecursionError, ValueError) as error:
           raise ValueError(f"{label}: {error}") from error
 
 
+def _pairs(pairs: list[tuple[str, Any]]) -> Row:
+  row = dict(pairs)
+  if len(row) < len(pairs):
+    keys = [key for key, _ in pairs]
+    twice = next(key for key in keys if keys.count(key) > 1)
+    raise ValueError(f"the key {twice!r} stands twice in one object: keep one")
+  return row
+
+
+def _integer(digits: str) -> int:
+  if len(digits) > _MOST_DIGITS:
+    raise ValueError(
+      f"an integer of {len(digits)} digits, more than {_MOST_DIGITS}: write it "
+      "as a text"
+    )
+  return int(digits)
+
+
+def _constant(name: str) -> None:
+  raise ValueError(f"{name} is no value of JSON: write null, or a text")
+
+
+_DECODER = json.JSONDecoder(
+  object_pairs_hook=_pairs, parse_int=_integer, parse_constant=_constant
+)
+
+
 def _object(line: bytes) -> Row:
-  row = json.loads(line.decode())
+  try:
+    row = _DECODER.decode(line.decode())
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"byte {error.start + 1} of the line is not of UTF-8: save it as UTF-8"
+    ) from error
   if not isinstance(row, dict):
     raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
   return row
@@ -61,24 +111,20 @@ def _opened(
   share: int | float,
 ) -> Examples:
   """A split's examples in one file, `most` of them; all lines are checked."""
-  if file.suffix in (".gz", ".bz2", ".xz", ".zst"):
-    raise ValueError(f"{file} is compressed: uncompress it (random access)")
-  places = array.array("q")  # begin and end of each line, in turn
+  places = array.array("q")  # begin, end and CRC-32 of each line, in turn
   chosen = fields_lib.chosen(rows(file), example, split, share)
-  for place in itertools.islice(chosen, most):
+  for place, _ in itertools.islice(chosen, most):
     places.extend(place)
-  table, size = np.array(places, np.int64).reshape(-1, 2), os.path.getsize(file)
+  table = np.array(places, np.int64).reshape(-1, 3)
 
   def read(index: int) -> Row:
     # Opened anew each time: threads share nothing, and nothing is to be closed.
-    start, stop = table[index].tolist()
+    start, stop, checksum = table[index].tolist()
     with open(file, "rb", buffering=0) as opened:
-      if os.fstat(opened.fileno()).st_size != size:
-        raise ValueError(
-          f"{file} changed while it was in use: start the program again"
-        )
       opened.seek(start)
       line = opened.read(stop - start)
+    if zlib.crc32(line) != checksum:
+      raise Changed(f"{file} changed while it was in use: put the old one back")
     return example(_object(line))
 
   return Examples(len(table), read)

@@ -5,14 +5,16 @@
     ability: "math"                                 extra_info: {"index": 0}
 
 A Parquet file is compressed in large pieces, of which one row costs as much as
-all. So opening it reads it once, checks every row, and writes those of the
-split to a temporary file (TMPDIR) without compression, of which only what is
-asked for is in memory. That file is gone when the program ends, however it
-ends.
+all. So opening it reads it once, checks every row, and writes the examples of a
+split to a temporary file (TMPDIR) as lines of JSON, of which only what is asked
+for is in memory. That file is gone when the program ends, however it ends.
 """
 
+import array
 import functools
 import itertools
+import json
+import mmap
 import os
 import pathlib
 import tempfile
@@ -21,7 +23,7 @@ from typing import Any
 
 from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import Examples, concatenate
+from grpojax.data.examples import Examples
 from grpojax.data.fields import Row
 
 _ROWS = 1024  # read at once
@@ -37,41 +39,71 @@ def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
   except (pyarrow.ArrowException, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ValueError(f"{file} is no Parquet file: {reason}") from error
-  fields_lib.check_columns(columns, reader.schema_arrow.names, str(file))
+  names = reader.schema_arrow.names
+  fields_lib.check_columns(columns, names, str(file))
+  twice = [x for x in columns or names if names.count(x) > 1]
+  if twice:
+    raise ValueError(
+      f"{file} has {names.count(twice[0])} columns {twice[0]!r}: write it "
+      "again with one, or name the columns to read in data.options.columns"
+    )
   return reader
+
+
+def plain_rows(batch: Any) -> list[Row]:
+  """Returns an Arrow table's rows in Python's types.
+
+  Numbers of 16 and 32 bits come with the digits that tell them from their
+  neighbours: 0.1, not the 0.10000000149011612 of 64 bits.
+  """
+  rows = batch.to_pylist()
+  for field in batch.schema:
+    if "float" in str(field.type):  # float, halffloat, list<item: float>, ...
+      for row in rows:
+        row[field.name] = _own_digits(row[field.name], field.type)
+  return rows
+
+
+def _own_digits(item: Any, kind: Any) -> Any:
+  from pyarrow import types
+
+  if item is None:
+    return None
+  if types.is_float16(kind) or types.is_float32(kind):
+    return float(str(kind.to_pandas_dtype()(item)))
+  if types.is_struct(kind):
+    return {part.name: _own_digits(item[part.name], part.type) for part in kind}
+  if types.is_map(kind):
+    return [(key, _own_digits(value, kind.item_type)) for key, value in item]
+  if types.is_dictionary(kind):
+    return _own_digits(item, kind.value_type)
+  if isinstance(item, list):
+    return [_own_digits(part, kind.value_type) for part in item]
+  return item
 
 
 def _rows(
   reader: Any, columns: Sequence[str], file: pathlib.Path
-) -> Iterator[tuple[str, tuple[Any, int], Row]]:
-  """All rows: a label for errors, their batch and their place in it."""
+) -> Iterator[tuple[str, None, Row]]:
+  """All rows, each with a label for errors."""
   import pyarrow
 
   batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
-  damages = pyarrow.ArrowException, OSError, OverflowError, UnicodeError
+  # ValueError: a field with two parts of one name.
+  damages = pyarrow.ArrowException, OSError, OverflowError, ValueError
   number = 0
   while True:
     try:
       batch = next(batches, None)
-      rows = [] if batch is None else batch.to_pylist()
+      rows = [] if batch is None else plain_rows(batch)
     except damages as error:
       reason = next(iter(str(error).splitlines()), type(error).__name__)
-      raise ValueError(f"{file} is damaged: {reason}") from error
+      raise ValueError(f"{file} cannot be read: {reason}") from error
     if batch is None:
       return
-    for i, row in enumerate(rows):
+    for row in rows:
       number += 1
-      yield f"{file}, row {number}", (batch, i), row
-
-
-def _taken(
-  places: Iterator[tuple[Any, int]], most: int | None
-) -> Iterator[Any]:
-  """The first `most` chosen rows: of each batch those that are, as a batch."""
-  first = itertools.islice(places, most)
-  for _, group in itertools.groupby(first, key=lambda place: id(place[0])):
-    batches, indices = zip(*group, strict=True)
-    yield batches[0].take(list(indices))
+      yield f"{file}, row {number}", None, row
 
 
 def _opened(
@@ -83,32 +115,25 @@ def _opened(
   share: int | float,
 ) -> Examples:
   """A split's examples in one file, `most` of them; all rows are checked."""
-  import pyarrow
-
   rows = _rows(_reader(file, columns), columns, file)
-  places = fields_lib.chosen(rows, example, split, share)
-  with tempfile.NamedTemporaryFile(prefix="grpojax-", suffix=".arrow") as copy:
-    try:
-      writer = None
-      for batch in _taken(places, most):
-        writer = writer or pyarrow.ipc.new_file(copy.name, batch.schema)
-        writer.write_batch(batch)
-      if writer is None:
-        return concatenate([], lambda i, j: {})
-      writer.close()
-    except OSError as error:
-      raise ValueError(
-        f"{file} could not be copied to {os.path.dirname(copy.name)} "
-        f"({error}): set TMPDIR to a disk with more room"
-      ) from error
-    mapped = pyarrow.ipc.open_file(pyarrow.memory_map(copy.name))
-  batches = [mapped.get_batch(i) for i in range(mapped.num_record_batches)]
-
-  def read(batch: int, index: int) -> Row:
-    (row,) = batches[batch].slice(index, 1).to_pylist()
-    return example(row)
-
-  return concatenate([batch.num_rows for batch in batches], read)
+  chosen = fields_lib.chosen(rows, example, split, share)
+  ends = array.array("q", [0])
+  try:
+    with tempfile.TemporaryFile(prefix="grpojax-") as copy:
+      for _, row in itertools.islice(chosen, most):
+        ends.append(ends[-1] + copy.write(json.dumps(row).encode() + b"\n"))
+      copy.flush()
+      if not ends[-1]:  # an empty file cannot be mapped
+        return Examples(0, lambda i: {})
+      mapped = mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ)
+  except OSError as error:
+    raise ValueError(
+      f"{file} could not be copied to a temporary file ({error}): set TMPDIR "
+      "to a disk with more room"
+    ) from error
+  return Examples(
+    len(ends) - 1, lambda i: json.loads(mapped[ends[i] : ends[i + 1]])
+  )
 
 
 def load(

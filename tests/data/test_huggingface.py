@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet as pq
@@ -52,7 +53,7 @@ def served():
     "main/train-00000-of-00002.parquet": table(sums(30, 1)),
     "main/train-00001-of-00002.parquet": table(sums(10, 100)),
     "main/test-00000-of-00001.parquet": table(sums(4, 2)),
-    "other/a.parquet": table([{"prompt": "x"}]),
+    "other/a.parquet": table([{"prompt": "x", "answer": np.float32(0.1)}]),
   }
   own.add("org/sums", files, kind="datasets")
   lines = b'{"prompt": "1?", "answer": 1}\n{"prompt": "2?", "answer": 2}\n'
@@ -129,6 +130,8 @@ def test_data_sets_of_the_hub(tmp_path):
     assert held_out and sorted(map(str, whole)) == sorted(map(str, train))
     few = ask("test", "org/sums", **GSM8K, columns=["question", "answer"])
     assert few[0].keys() == {"question", "prompt", "answer", "solution"}
+    (row,) = ask("train", "org/sums", configuration="other")
+    assert row == {"prompt": "x", "answer": "0.1"}
     (row,) = ask("train", "org/lines")
     assert row == {"prompt": "other", "answer": "3"}
     old = ask("train", "org/lines", revision=hub_server.COMMIT)

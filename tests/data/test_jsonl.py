@@ -1,5 +1,7 @@
 """Any JSONL file: what it gives, and that its mistakes are found at once."""
 
+import bz2
+import gzip
 import json
 import random
 
@@ -63,8 +65,12 @@ GOOD = '{"prompt": "x", "answer": "1"}'
     ('{"prompt": "x"', "delimiter"),
     ('["prompt"]', "object is needed, not list"),
     ("[" * 100_000, "recursion"),
-    ('{"prompt": "x", "answer": NaN}', "'answer' is nan: no number"),
-    ('{"prompt": "x", "answer": -Infinity}', "'answer' is -inf: no number"),
+    ('{"prompt": "x", "answer": NaN}', "NaN is no value of JSON"),
+    ('{"prompt": "x", "answer": "1", "y": [-Infinity]}', "-Infinity is no"),
+    ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: no number"),
+    ('{"prompt": "x", "answer": %s}' % ("1" * 5000), "integer of 5000 digits"),
+    ('{"prompt": "x", "answer": "1", "answer": "2"}', "key 'answer' .* twice"),
+    ('{"prompt": "x", "answer": "1", "y": {"z": 1, "z": 1}}', "the key 'z'"),
     ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
     ('{"prompt": " ", "answer": "1"}', "not empty"),
     ('{"prompt": "\\ud800", "answer": "1"}', "surrogate"),
@@ -80,7 +86,7 @@ GOOD = '{"prompt": "x", "answer": "1"}'
     ('{"prompt": "x"}', "data.options.answer names its field"),
     ('{"prompt": "x", "answer": true}', "not True"),
     ('{"prompt": "x", "answer": ["1"]}', "text or a number"),
-    (b'{"prompt": "\xff", "answer": "1"}', "utf-8"),
+    (b'{"prompt": "\xff", "answer": "1"}', "byte 13 of the line.*UTF-8"),
   ],
 )
 def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
@@ -109,6 +115,23 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
   assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 500
   assert len(train) + len(test) == 1300
   assert 0.14 < len(keys[1]) / 500 < 0.26
+  # Blanks, and the order of a message's keys, make no other prompt.
+  same = [{"prompt": f"{i}? ", "answer": ""} for i in range(400)]
+  turn = [{"content": " 7", "role": "user"}]
+  same += [{"messages": turn, "answer": ""}]
+  write(tmp_path / "b.jsonl", same)
+  again = jsonl.load("test", path=tmp_path / "b.jsonl", test=0.2)
+  texts = {f"{x['prompt']}".strip() for x in again}
+  assert texts - {f"{turn}"} == {
+    x["prompt"] for x in test if "?" in x["prompt"]
+  }
+  assert (f"{turn}" in texts) == any("content': '7'" in f"{x}" for x in test)
+  alike = [{"prompt": f"{i}?", "answer": "1"} for i in range(1000)]
+  write(tmp_path / "b.jsonl", alike)
+  for share in (0.02, 0.05, 0.1, 0.3):  # three standard deviations
+    held_out = jsonl.load("test", path=tmp_path / "b.jsonl", test=share)
+    off = abs(len(held_out) / 1000 - share)
+    assert off < 3 * (share * (1 - share) / 1000) ** 0.5
   # A property of the prompt: order and neighbours do not matter.
   rng.shuffle(rows)
   write(file, rows[:700])
@@ -121,7 +144,10 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
 
 def test_what_cannot_be_opened(tmp_path):
   file = write(tmp_path / "a.jsonl", ROWS)
-  zipped = write(tmp_path / "a.jsonl.gz", ROWS)
+  packed = {}
+  for kind, pack in (("gzip", gzip.compress), ("bzip2", bz2.compress)):
+    packed[kind] = tmp_path / f"{kind}.jsonl"
+    packed[kind].write_bytes(pack(file.read_bytes()))
   for options, text in [
     ({"path": ""}, "needs data.path"),
     ({"path": tmp_path / "b.jsonl"}, "b.jsonl does not exist"),
@@ -129,7 +155,7 @@ def test_what_cannot_be_opened(tmp_path):
     ({"path": tmp_path}, "train.jsonl does not exist"),
     ({"path": tmp_path, "test": 0.1}, "for a single file"),
     ({"path": file, "test": 1.5}, r"a share in 0\.\.1"),
-    ({"path": zipped}, "uncompress"),
+    *(({"path": x}, f"is a {kind} file, not") for kind, x in packed.items()),
   ]:
     with pytest.raises(ValueError, match=text):
       jsonl.load("train", **options)
@@ -144,6 +170,7 @@ def test_what_cannot_be_opened(tmp_path):
 def test_a_file_that_changes_is_noticed(tmp_path):
   file = write(tmp_path / "a.jsonl", ROWS)
   examples = jsonl.load("train", path=file)
-  write(file, ROWS[1:])
+  write(file, [ROWS[0] | {"answer": "43"}, *ROWS[1:], ROWS[0]])
   with pytest.raises(ValueError, match="a.jsonl changed"):
     examples[0]
+  assert examples[1] == ROWS[1]  # that line is the same

@@ -5,7 +5,9 @@ import datetime
 import decimal
 import json
 import random
+import tempfile
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet as pq
@@ -82,8 +84,16 @@ def test_files_of_a_split_in_a_directory(kind, tmp_path):
   assert read("b", "test") == plain(1, 9)
   assert read("a", size=2) == plain(2)
   assert read("a", size=5) == plain(5)
+  for name in ("b/train-1", "b/train", "b/data/train_x"):
+    kind(tmp_path / name, plain(1, 2))
+    with pytest.raises(ValueError, match="b has .*train.* and .*a pattern: '"):
+      read("b")
+    (tmp_path / name).with_suffix(kind.suffix).unlink()
   joined = kind.load("train", path=tmp_path / "a")
   assert joined[3] == plain(1, 3)[0] and len(joined) == 7
+  kind(tmp_path / "a/data/train-00002-of-00003", plain(1))
+  with pytest.raises(ValueError, match="is one of 3 files, and 1 are there"):
+    read("a")
 
 
 def test_a_pattern_is_one_set_of_files(kind, tmp_path):
@@ -173,17 +183,17 @@ def test_files_that_are_not_whole(tmp_path):
     with pytest.raises(ValueError, match="bad.parquet is no Parquet file"):
       parquet.load("train", path=bad)
   bad.write_bytes(content[:40] + bytes(2000) + content[2040:])
-  with pytest.raises(ValueError, match="bad.parquet is damaged: "):
+  with pytest.raises(ValueError, match="bad.parquet cannot be read: "):
     parquet.load("train", path=bad)
 
 
 def test_a_disk_without_room(tmp_path, monkeypatch):
   file = write(tmp_path / "a.parquet", plain(2))
 
-  def full(*_):
+  def full(**_):
     raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr(pyarrow.ipc, "new_file", full)
+  monkeypatch.setattr(tempfile, "TemporaryFile", full)
   with pytest.raises(ValueError, match="No space left.*set TMPDIR to a disk"):
     parquet.load("train", path=file)
 
@@ -192,5 +202,44 @@ def test_a_date_that_python_does_not_have(tmp_path):
   when = pyarrow.array([2**60], pyarrow.timestamp("ms"))
   table = pyarrow.table({"prompt": ["a"], "answer": ["b"], "when": when})
   pq.write_table(table, tmp_path / "x.parquet")
-  with pytest.raises(ValueError, match="x.parquet is damaged: "):
+  with pytest.raises(ValueError, match="x.parquet cannot be read: "):
     parquet.load("train", path=tmp_path / "x.parquet")
+
+
+def test_short_numbers_keep_their_own_digits(tmp_path):
+  """Of an answer 0.1 in 32 bits "0.1" is right, in 16 bits too."""
+  half, single = pyarrow.float16(), pyarrow.float32()
+  columns = {
+    "prompt": pyarrow.array(["a", "b"]).cast(pyarrow.string_view()),
+    "answer": pyarrow.array([0.1, 1e30], single),
+    "half": pyarrow.array(np.array([0.1, np.inf], np.float16), half),
+    "list": pyarrow.array([[0.3], None], pyarrow.list_(single)),
+    "part": pyarrow.array(
+      [{"x": [0.1], "y": "z"}, None],
+      pyarrow.struct({"x": pyarrow.list_(single, 1), "y": pyarrow.string()}),
+    ),
+    "map": pyarrow.array([[("k", 0.7)], []], pyarrow.map_("string", single)),
+    "word": pyarrow.array([0.2, 0.2], single).dictionary_encode(),
+    "double": pyarrow.array([np.float32(0.1).item(), None]),
+  }
+  pq.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+  assert list(parquet.load("train", path=tmp_path / "a.parquet")) == [
+    {"prompt": "a", "answer": "0.1", "half": 0.1, "list": [0.3]}
+    | {"part": {"x": [0.1], "y": "z"}, "map": [["k", 0.7]], "word": 0.2}
+    | {"double": 0.10000000149011612},
+    {"prompt": "b", "answer": "1e+30", "half": float("inf"), "list": None}
+    | {"part": None, "map": [], "word": 0.2, "double": None},
+  ]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+  file, one = tmp_path / "a.parquet", pyarrow.array(["1"])
+  names = ["prompt", "answer", "x", "x"]
+  pq.write_table(pyarrow.table([one] * 4, names=names), file)
+  with pytest.raises(ValueError, match="a.parquet has 2 columns 'x'"):
+    parquet.load("train", path=file)
+  assert parquet.load("train", path=file, columns=names[:2])[0]
+  twice = pyarrow.StructArray.from_arrays([one, one], names=["y", "y"])
+  pq.write_table(pyarrow.table([one, one, twice], names=names[:3]), file)
+  with pytest.raises(ValueError, match="a.parquet cannot be read.* duplicate"):
+    parquet.load("train", path=file)

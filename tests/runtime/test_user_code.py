@@ -1,5 +1,7 @@
 """Files of the user's are ordinary Python."""
 
+import importlib
+import pathlib
 import pickle
 import sys
 import typing
@@ -107,3 +109,31 @@ def test_a_file_that_failed_can_be_loaded_again(write):
   assert user_code.load(str(home / "needs.py")).VALUE == "1"
   with pytest.raises(OSError, match="there is no file"):
     user_code.load(str(home / "missing.py"))
+
+
+def test_sources_are_the_file_and_what_lies_beside_it(write, monkeypatch):
+  home = write(
+    reward="import json, near, missing\ndef f():\n  from sub import deep",
+    near="import reward",  # a circle
+    other="VALUE = 1",
+    sub__init="",
+    sub__deep="from .base import VALUE\nfrom . import more",
+    sub__base="VALUE = 1",
+    sub__more="this is no Python",
+  )
+  monkeypatch.chdir(home)
+  names = {"reward.py", "near.py"}
+  package = {f"sub/{x}.py" for x in ("__init__", "deep", "base", "more")}
+  texts = user_code.sources("reward.py")
+  assert texts.keys() == names | package
+  assert texts["near.py"] == "import reward"
+  assert user_code.sources("sub/deep.py").keys() == package
+  given = user_code.sources("../" + home.name + "/near.py")
+  assert {pathlib.PurePath(x).name for x in given} >= names
+  assert all(x.startswith("../") for x in given)
+  monkeypatch.syspath_prepend(str(home))
+  assert user_code.sources("other") == {}  # not imported: not known
+  importlib.import_module("other")
+  assert user_code.sources("other") == {"other.py": "VALUE = 1"}
+  for place in ("no.py", "pytest", "grpojax.rewards.math"):
+    assert user_code.sources(place) == {}

@@ -14,6 +14,7 @@ from grpojax.training.run import fit
 def test_arms_differ_in_their_settings_only():
   config = to_config(compare.SETTINGS)
   config.train.seed = 40  # the seeds count from there
+  config.train.steps = config.train.eval.num_prompts = 2
   assert compare.config_errors(config) == []
   runs = [
     compare.train_settings(config, arm, 1e-4, 3)

@@ -109,7 +109,19 @@ AUTO = {"group_size": "auto", "diagnostics__every": 1}
     ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0"),
     ({"lora__targets": "layers/(q"}, "is no regular expression (missing )"),
     ({"data__template": "no field"}, "must hold {prompt}"),
-    ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),
+    *(
+      ({"data__template": template}, "must hold {prompt}")
+      for template in (
+        "{prompt} {answer}",
+        "{prompt} {prompt[0]}",
+        "{prompt.__class__} {prompt}",
+        "{prompt} {prompt!r}",
+        "{prompt:>9999999999}",
+        "{prompt:{prompt}}",
+        "{{prompt}}",
+        "{prompt} {",
+      )
+    ),
     (
       {"optim__name": "adafactor", "optim__moments_dtype": "bfloat16"},
       "optim.moments_dtype = 'bfloat16': is for optim.name = 'adamw'",

@@ -204,7 +204,7 @@ def test_a_model_is_evaluated_by_data_set(
     "data.mixture.two.rewards": "exact_answer",
     "eval.num_prompts": 6,
   }
-  words = toy_task.arguments(toy_model, **settings)
+  words = toy_task.arguments(toy_model, evaluate.READS, **settings)
   evaluate.main([f"--model={toy_model}", *words, f"--out={out}"])
   found = json.loads(out.read_text())
   assert found["accuracy"] == 0.5

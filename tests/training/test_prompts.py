@@ -213,7 +213,7 @@ EXAMPLES = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
 
 def test_the_fingerprint_is_of_the_examples_and_their_order():
   def fingerprint(examples):
-    return splits_lib.fingerprint(examples, lambda: None)
+    return splits_lib.fingerprint(examples, lambda: None)[0]
 
   first = fingerprint(EXAMPLES)
   assert fingerprint([dict(reversed(e.items())) for e in EXAMPLES]) == first
@@ -224,6 +224,32 @@ def test_the_fingerprint_is_of_the_examples_and_their_order():
     [*EXAMPLES[:-1], EXAMPLES[-1] | {"level": 1}],
   ]
   assert len({first, *map(fingerprint, others)}) == 5
+
+
+def test_held_out_prompts_that_are_training_prompts_are_counted(
+  policy, settings_with, tmp_path
+):
+  def load(split, prompts, **changes):
+    rows = [{"prompt": prompt, "answer": ""} for prompt in prompts]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / f"{split}.jsonl").write_text(text)
+    settings = settings_with(
+      data__name="jsonl", data__path=str(tmp_path), **changes
+    )
+    return splits_lib.load_split(settings, policy, split)
+
+  chat = [{"role": "user", "content": "1+1="}]
+  spaced = [{"role": "user", "content": "1+1=\n"}]
+  train = load("train", ["1", "2", "1", "9" * 20, chat])
+  held_out = load("test", ["2", "2 ", "3", "9" * 20, spaced])
+  assert splits_lib.in_training(train, held_out) == 4
+  assert splits_lib.in_training(held_out, held_out) == 5
+  short = {"data__too_long": "drop", "data__max_prompt_length": 15}
+  train = load("train", ["1", "2", "9" * 20], **short)
+  held_out = load("test", ["2", "3", "9" * 20], **short)
+  assert splits_lib.in_training(train, held_out) == 1
+  endless = splits_lib.load_split(settings_with(steps=1), policy, "train")
+  assert splits_lib.in_training(endless, endless) == 0
 
 
 def test_an_endless_data_set_is_read_as_far_as_it_is_used(

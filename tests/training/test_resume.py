@@ -101,6 +101,46 @@ def test_other_data_are_refused():
     open_run._check_data(before, before | {"train": [99, "c"]})
 
 
+def test_files_that_decide_prompts_and_rewards_stay_the_same(
+  settings_with, tmp_path
+):
+  base, reward = tmp_path / "model", tmp_path / "reward.py"
+  base.mkdir()
+  template, helper = base / "chat_template.jinja", tmp_path / "helper.py"
+  for file in (template, reward, helper):
+    file.write_text("import helper\n")
+  settings = settings_with(
+    model__path="here", reward__functions=(f"{reward}:f",)
+  )
+  run = types.SimpleNamespace(
+    settings=settings, policy=types.SimpleNamespace(directory=base)
+  )
+  hashes = open_run._file_hashes.__wrapped__  # whose run is no Run
+  before = hashes(run)
+  open_run._check_files(before, hashes(run))
+  open_run._check_files({}, before)  # an older run
+  for file, name in (
+    (reward, str(reward)),
+    (helper, str(helper)),
+    (template, "here/chat_template.jinja"),
+  ):
+    text = file.read_text()
+    file.write_text(text + "# other\n")
+    with pytest.raises(ValueError, match=f"^{re.escape(name)}: not as when"):
+      open_run._check_files(before, hashes(run))
+    file.write_text(text)
+
+
+def test_other_settings_of_jax_are_said(capsys):
+  before = open_run._of_jax({})
+  assert open_run._of_jax(before) == before
+  assert capsys.readouterr().out == ""
+  with jax.enable_x64(True):
+    open_run._of_jax(before)
+  said = "JAX_ENABLE_X64 was False and is True: numbers differ from here on\n"
+  assert capsys.readouterr().out == said
+
+
 @pytest.mark.slow  # two runs
 def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
   run, base = tmp_path / "run", tmp_path / "base"
@@ -125,6 +165,7 @@ def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
   "gone, text",
   [
     ("data", "stopped: .*train.jsonl.*saved step [2-4]$"),
+    ("text", "stopped: .*train.jsonl changed while .*saved step [2-4]$"),
     ("run", "error: .*/run is gone: it was removed or renamed"),
   ],
 )
@@ -133,12 +174,15 @@ def test_what_is_removed_while_it_trains(
 ):
   run, data = tmp_path / "run", tmp_path / "train.jsonl"
   rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
-  data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  data.write_text(lines)
   append = records.append_jsonl
 
   def append_jsonl(path, row):
     if row.get("step") == 2:
       shutil.rmtree(run) if gone == "run" else data.unlink(missing_ok=True)
+      if gone == "text":
+        data.write_text(lines.replace("+1=", "+2="))
     append(path, row)
 
   monkeypatch.setattr(records, "append_jsonl", append_jsonl)
@@ -165,6 +209,11 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   assert "! 100% without reward" in capsys.readouterr().out
   assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
+  text = rewards.read_text()
+  rewards.write_text(text + "# other")
+  with pytest.raises(SystemExit, match="rewards.py: not as when this run was"):
+    go(toy_task, toy_model, run, **settings)
+  rewards.write_text(text)
   go(toy_task, toy_model, run, **settings)
   assert "resuming after step 2" in capsys.readouterr().out
   summary = summary_of(run)

@@ -242,6 +242,18 @@ def _unexpected(word: str) -> ValueError:
   return ValueError(f"unexpected argument {word!r}: {hint}")
 
 
+def _unread(
+  name: str, flags: Mapping[str, Option], program: str, reads: Sequence[str]
+) -> ValueError:
+  parts = reversed(name.split("."))
+  own = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
+  settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
+  return ValueError(
+    f"--{name}: {program} does not read it, only its own flags and "
+    f"{settings}{own}"
+  )
+
+
 def _set(config: ConfigDict, name: str, value: Any) -> None:
   """Sets a key that need not exist, and its sections."""
   *path, last = name.removeprefix(CONFIG).split(".")
@@ -265,6 +277,7 @@ def parse(
   default: Callable[[], ConfigDict] | None = None,
   positional: str = "",
   about: str = "",
+  reads: Sequence[str] = ("",),
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads a program's command line.
 
@@ -278,6 +291,8 @@ def parse(
     positional: Flag that a word without a name is the value of: `RUN` is
       `--model=RUN`.
     about: Docstring of the program, for --help.
+    reads: Beginnings of the settings that may be typed, which are those that
+      the program reads; a config file or a run has others as well.
 
   Returns:
     The config with its overrides, locked and not checked yet; and the flags'
@@ -316,6 +331,8 @@ def parse(
       if name in own:
         own[name] = expand_home(value)
         typed.add(name)
+      elif not name.removeprefix(CONFIG).startswith(tuple(reads)):
+        raise _unread(name, flags, program, reads)
       else:
         _set(config, name, value)
     _expand_homes(config)

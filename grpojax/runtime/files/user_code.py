@@ -6,10 +6,13 @@ share its globals. It may import what stands beside it. A file in a package (a
 directory with `__init__.py`) is that package's module, with relative imports.
 """
 
+import ast
 import contextlib
 import hashlib
 import importlib
 import importlib.util
+import itertools
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -29,9 +32,7 @@ def load(path: str) -> ModuleType:
   if not file.exists():
     raise OSError(f"there is no file {file}")
   text = file.read_bytes()
-  root, name = file.parent, file.stem
-  while (root / "__init__.py").is_file():
-    root, name = root.parent, f"{root.name}.{name}"
+  root, name = _home(file)
   if root == file.parent:  # in no package
     mark = hashlib.sha256(str(file).encode() + text).hexdigest()[:12]
     name = f"_user_{file.stem}_{mark}"
@@ -44,6 +45,59 @@ def load(path: str) -> ModuleType:
     raise ImportError(f"{file}: {module.__file__} is {name} already: rename it")
   _check_neighbours(module, root)
   return module
+
+
+def _home(file: pathlib.Path) -> tuple[pathlib.Path, str]:
+  """Returns the directory that a file is imported from, and its name there."""
+  root, name = file.parent, file.stem
+  while (root / "__init__.py").is_file():
+    root, name = root.parent, f"{root.name}.{name}"
+  return root, name
+
+
+def sources(place: str) -> dict[str, str]:
+  """Returns the texts, by path, of the user's code that a function is made of.
+
+  That is a file, or an imported module's that is not installed, and the files
+  beside it that it imports, wherever in its text, and those that they import.
+  None of them is run.
+  """
+  shown, path = pathlib.PurePath(place), place
+  if not place.endswith(".py"):
+    shown = pathlib.PurePath(*place.split("."))
+    path = getattr(sys.modules.get(place), "__file__", None) or ""
+  file = pathlib.Path(path).resolve()
+  installed = {"site-packages", "dist-packages"} & {*file.parts}
+  if installed or shown.parts[0] == "grpojax":
+    return {}
+  root, name = _home(file)
+  texts: dict[str, str] = {}
+  waiting = [(root, name)]
+  while waiting:
+    base, name = waiting.pop()
+    for part in itertools.accumulate(name.split("."), os.path.join):
+      for source in (base / f"{part}.py", base / part / "__init__.py"):
+        relative = os.path.relpath(source, file.parent)
+        key = os.path.normpath(shown.parent / relative)
+        if key not in texts and source.is_file():
+          text = source.read_bytes()
+          texts[key] = text.decode(errors="replace")
+          waiting += _imports(text, root, source)
+  return texts
+
+
+def _imports(
+  text: bytes, root: pathlib.Path, file: pathlib.Path
+) -> Iterator[tuple[pathlib.Path, str]]:
+  """Yields what a file imports: the directory to look in, and a name there."""
+  with contextlib.suppress(SyntaxError, ValueError):  # `load` says it
+    for node in ast.walk(ast.parse(text)):
+      if isinstance(node, ast.Import):
+        yield from ((root, alias.name) for alias in node.names)
+      elif isinstance(node, ast.ImportFrom):
+        base = file.parents[node.level - 1] if node.level else root
+        module = f"{node.module}." if node.module else ""
+        yield from ((base, module + alias.name) for alias in node.names)
 
 
 def _execute(name: str, file: pathlib.Path, text: bytes) -> ModuleType:

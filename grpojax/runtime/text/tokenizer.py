@@ -7,6 +7,7 @@ else uses it.
 import functools
 import os
 import pathlib
+import string
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -129,9 +130,21 @@ def format_prompt(
   return set_messages(tokenizer, messages, options)
 
 
+TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
+
+
+def is_template(template: str) -> bool:
+  """Returns True for a `TEMPLATE`: all fields are "{prompt}" literally."""
+  try:
+    parts = [part[1:] for part in string.Formatter().parse(template)]
+  except ValueError:
+    return False
+  return {x for x in parts if x[0] is not None} == {("prompt", "", None)}
+
+
 def _fill(template: str, prompt: str) -> str:
-  if "{prompt}" not in template:
-    raise ValueError(f'no "{{prompt}}" in the prompt template {template!r}')
+  if not is_template(template):
+    raise ValueError(f"the prompt template {template!r} {TEMPLATE}")
   return template.format(prompt=prompt)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Int
 
 from grpojax.data import datasets, pipeline
 from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.examples import prompt_key
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
@@ -45,6 +46,7 @@ class Split(NamedTuple):
     dropped: Number of those that do not fit; 0 where they are refused.
     fingerprint: SHA-256 of all examples' JSON, in their order.
     lengths: [n], tokens of each prompt, or of an endless data set's first ones.
+    prompts: [n], a hash of each prompt's text; none of an endless data set.
     key: Fingerprint of all that the lengths depend on.
     parts: Splits of a mixture's data sets, by name.
   """
@@ -53,6 +55,7 @@ class Split(NamedTuple):
   dropped: int = 0
   fingerprint: str = ""
   lengths: Int[np.ndarray, "n"] | None = None
+  prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
   key: str = ""
   parts: Mapping[str, Any] = {}
 
@@ -131,6 +134,7 @@ def load_split(
     sum(part.dropped for part in parts.values()),
     hashlib.sha256(json.dumps(prints).encode()).hexdigest(),
     np.concatenate([part.lengths for part in parts.values()]),
+    np.concatenate([part.prompts for part in parts.values()]),
     parts=parts,
   )
 
@@ -146,14 +150,14 @@ def _fit(
   """Reads the examples of one data set, and chooses those that fit."""
   limit = settings.data.max_prompt_length or math.inf
   endless = len(examples) >= ENDLESS
-  printed = fingerprint(examples, check_signals)
+  printed, texts = fingerprint(examples, check_signals)
   key = f"{printed} {_digest(settings, policy)}"
   lengths = None if endless else _saved_lengths(cache, name, key)
   if lengths is None:
     most = min(_prompts_of_run(settings), MEASURED) if endless else ENDLESS
     encode = prompts.encoder(settings, policy)
     lengths = prompt_lengths(examples, encode, most, check_signals)
-  whole = Split(examples, 0, printed, lengths, key)
+  whole = Split(examples, 0, printed, lengths, texts, key)
   too_long = lengths > limit
   if settings.data.too_long == "refuse":
     if too_long.any():
@@ -176,17 +180,32 @@ def _fit(
       f"--config.data.max_prompt_length = {limit} tokens: raise it"
     )
   short = pipeline.Subset(examples, np.flatnonzero(~too_long))
-  return whole._replace(examples=short, dropped=int(too_long.sum()))
+  texts, dropped = texts[~too_long], int(too_long.sum())
+  return whole._replace(examples=short, dropped=dropped, prompts=texts)
 
 
-def fingerprint(examples: Any, check_signals: Callable[[], None]) -> str:
-  """Returns the SHA-256 of all examples, or of an endless data set's first."""
-  total, digest = len(examples), hashlib.sha256()
-  count = FINGERPRINTED if total >= ENDLESS else total
+def fingerprint(
+  examples: Any, check_signals: Callable[[], None]
+) -> tuple[str, Int[np.ndarray, "n"]]:
+  """Reads all examples, or the first ones of an endless data set.
+
+  Returns:
+    The SHA-256 of all that was read, and `Split.prompts`.
+  """
+  endless, digest = len(examples) >= ENDLESS, hashlib.sha256()
+  count = FINGERPRINTED if endless else len(examples)
+  texts = np.empty(count, np.int64)
   for i in _watched(count, "read", check_signals):
-    text = json.dumps(examples[i], sort_keys=True, default=str)
+    example = examples[i]
+    text = json.dumps(example, sort_keys=True, default=str)
     digest.update(text.encode() + b"\n")
-  return digest.hexdigest()
+    texts[i] = hash(prompt_key(example["prompt"]))
+  return digest.hexdigest(), texts[:0] if endless else texts
+
+
+def in_training(train: Split, held_out: Split) -> int:
+  """Returns the number of held-out prompts that are training prompts too."""
+  return int(np.isin(held_out.prompts, train.prompts).sum())
 
 
 def prompt_lengths(

@@ -27,7 +27,7 @@ from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import pictures
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policy as policy_lib
-from grpojax.training.data import prompts
+from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import best, evaluation
 from grpojax.training.report import run_report, step_line
 from grpojax.training.report.step_line import Eta
@@ -235,6 +235,7 @@ def _summarize(
     "model_step": model_step,
     "eval_prompts": len(run.held_out.examples),
     "dropped_prompts": run.train.dropped + run.held_out.dropped,
+    "held_out_in_training": splits.in_training(run.train, run.held_out),
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }

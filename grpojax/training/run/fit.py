@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpojax.core.types import TrainState
+from grpojax.data.examples import Changed
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.files import disk
@@ -213,7 +214,7 @@ def fit(
           rows = [
             reporting.evaluate_held_out(run, state.params, step, check_all)
           ]
-        except FileNotFoundError as error:  # of the held-out problems
+        except (FileNotFoundError, Changed) as error:  # held-out problems
           raise Stopped(str(error)) from error
       reporting.warn_of_shortcut(progress.baseline, rows[-1])
       record = best.after(record, progress.baseline, rows[-1])

@@ -8,6 +8,7 @@ the directory and writes there, each looks at what it reads itself.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import pathlib
 import time
@@ -25,7 +26,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import array_checksums
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.files import bucket, disk, hub, run_lock
+from grpojax.runtime.files import bucket, disk, hub, run_lock, user_code
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenizer
@@ -104,11 +105,16 @@ def _files(settings: TrainSettings) -> dict[str, str]:
     for path in (settings.model.path, settings.reward.model)
     if path
   }
+  return files | _reward_files(settings)
+
+
+def _reward_files(settings: TrainSettings) -> dict[str, str]:
+  """Returns the texts of the user's reward functions, and what they import."""
+  texts = {}
   for function in settings.reward.functions:
-    file = pathlib.Path(function.rpartition(":")[0])
-    if file.suffix == ".py":
-      files[str(file)] = file.read_text()
-  return files
+    if place := function.rpartition(":")[0]:
+      texts |= user_code.sources(place)
+  return texts
 
 
 def _model_files(path: str) -> str:
@@ -243,14 +249,16 @@ def resume(
   not known yet, or is of another number of prompts.
 
   Raises:
-    ValueError: Other data or frozen weights than before, or a checkpoint that
-      is damaged or of another model.
+    ValueError: Other data, files or frozen weights than before, or a checkpoint
+      that is damaged or of another model.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
-  data, frozen = _fingerprints(run), _frozen(run)
+  data, frozen, files = _fingerprints(run), _frozen(run), _file_hashes(run)
   _check_data(progress.data, data)
+  _check_files(progress.files, files)
+  of_jax = _of_jax(progress.jax)
   if progress.frozen not in ("", frozen):
     raise ValueError(
       f"the weights in {run.settings.model.path} are not those that this run's "
@@ -264,9 +272,8 @@ def resume(
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
-  progress = dataclasses.replace(
-    progress, baseline=baseline, data=data, frozen=frozen
-  )
+  now = {"data": data, "files": files, "jax": of_jax, "frozen": frozen}
+  progress = dataclasses.replace(progress, baseline=baseline, **now)
   if step is not None:
     state = reference.state_to_device(state)
     state = checkpoint.restore(checkpointer, state, step)
@@ -289,6 +296,43 @@ def _frozen(run: Run) -> str:
     return ""
   sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
   return f"{zlib.crc32(sums.encode()):08x}"
+
+
+def _of_jax(before: dict[str, str]) -> dict[str, str]:
+  """Returns what of JAX decides a run's bits; prints what differs."""
+  names = ("jax_enable_x64", "jax_default_matmul_precision")
+  now = {name.upper(): str(getattr(jax.config, name)) for name in names}
+  now["JAX's version"] = jax.__version__
+  for name, value in now.items():
+    if (old := before.get(name, value)) != value:
+      print(f"{name} was {old} and is {value}: numbers differ from here on")
+  return now
+
+
+def _file_hashes(run: Run) -> dict[str, str]:
+  """Returns hashes of the files that decide prompts and rewards, by path."""
+  settings, policy = run.settings, run.policy
+  files = {x: y.encode() for x, y in _reward_files(settings).items()}
+  for name in hf.COMPANIONS:
+    if (policy.directory / name).is_file():
+      text = (policy.directory / name).read_bytes()
+      files[f"{settings.model.path}/{name}"] = text
+  if settings.reward.model:
+    model = _model_files(settings.reward.model)
+    files[settings.reward.model] = model.encode()
+  return {x: hashlib.sha256(y).hexdigest() for x, y in files.items()}
+
+
+def _check_files(before: dict[str, str], now: dict[str, str]) -> None:
+  """Raises ValueError where such a file has changed; {} is an older run."""
+  names = sorted({*before, *now} if before else ())
+  changed = [name for name in names if before.get(name) != now.get(name)]
+  if changed:
+    raise ValueError(
+      f"{', '.join(changed)}: not as when this run was started, so its prompts "
+      "or rewards would be others. Put the old text back, or export this run's "
+      "model (python -m grpojax.export) and start a new run from it"
+    )
 
 
 def _check_data(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -74,6 +74,9 @@ class Progress:
     in_a_row: Number of the last steps that were wholly of each kind.
     failed_rewards: Rewards of all steps that could not be computed.
     data: Fingerprints of the examples, by split.
+    files: Hashes of the files that decide prompts and rewards, by path: the
+      user's reward functions, the tokenizer, the reward model.
+    jax: Version of JAX, and its settings that decide a run's bits, by name.
     frozen: Checksum of the weights that adapters are on; empty without any.
     evaluations: Record of the best evaluation (`training.evaluation.best`).
   """
@@ -84,6 +87,8 @@ class Progress:
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
   failed_rewards: int = 0
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  files: dict[str, str] = dataclasses.field(default_factory=dict)
+  jax: dict[str, str] = dataclasses.field(default_factory=dict)
   frozen: str = ""
   evaluations: best.Record = dataclasses.field(default_factory=dict)
 

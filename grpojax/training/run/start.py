@@ -53,7 +53,7 @@ class Run(NamedTuple):
   mesh: jax.sharding.Mesh
   train: splits.Split
   held_out: splits.Split
-  reward_pool: rewards_lib.RewardPool
+  reward_pool: rewards_lib.RewardPool | None = None  # from `check` on
   shardings: TrainState | None = None  # those of the state, from `start` on
   ref_params: Params | None = None  # where it is fixed
   greedy: Any = None  # (params, prompts, key) -> Rollout, compiled once
@@ -85,6 +85,39 @@ def check(
   Raises:
     ValueError: An error that would otherwise be found after the run's start.
   """
+  run = read_inputs(settings, directory, check_signals, today)
+  settings, policy, mesh = run.settings, run.policy, run.mesh
+  if settings.reward.on_device:  # what it wants to know of each prompt
+    group_size = batches_lib.group_sizes(settings)[0]
+    batches = prompts.training_batches(
+      settings, policy, run.train.examples, group_size
+    )
+    ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
+    for _ in itertools.islice(batches, ahead):
+      check_signals()
+  policy = setup.with_weights(settings, policy, mesh)
+  check_signals()
+  if settings.diagnostics.every and settings.diagnostics.last_layers:
+    last_layers(policy.params, settings.diagnostics.last_layers)
+  reward_model = rewards_lib.open_model(settings, mesh)
+  reward_pool = stack.enter_context(
+    rewards_lib.open_reward_pool(settings, reward_model)
+  )
+  stack.enter_context(jax.set_mesh(mesh))
+  return run._replace(policy=policy, reward_pool=reward_pool)
+
+
+def read_inputs(
+  settings: TrainSettings,
+  directory: pathlib.Path,
+  check_signals: Callable[[], None] = lambda: None,
+  today: str | None = None,
+) -> Run:
+  """Finds the reward functions and the model, and reads all prompts.
+
+  Weights are not loaded, and nothing stays open. Arguments and errors are those
+  of `check`.
+  """
   trackers.check(settings.log.trackers)
   rewards = rewards_lib.resolve_functions(settings)
   policy = setup.open_policy(settings)
@@ -106,25 +139,13 @@ def check(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
       f"prompts of more than {settings.data.max_prompt_length} tokens"
     )
-  difficulty.init_rates(settings, train.examples)  # refuses what is not for it
-  if settings.reward.on_device:  # what it wants to know of each prompt
-    group_size = batches_lib.group_sizes(settings)[0]
-    batches = prompts.training_batches(
-      settings, policy, train.examples, group_size
+  if count := splits.in_training(train, held_out):
+    print(
+      f"{count} of {len(held_out.examples)} held-out prompts are also training "
+      "prompts: of these, accuracy says nothing about new ones"
     )
-    ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
-    for _ in itertools.islice(batches, ahead):
-      check_signals()
-  policy = setup.with_weights(settings, policy, mesh)
-  check_signals()
-  if settings.diagnostics.every and settings.diagnostics.last_layers:
-    last_layers(policy.params, settings.diagnostics.last_layers)
-  reward_model = rewards_lib.open_model(settings, mesh)
-  reward_pool = stack.enter_context(
-    rewards_lib.open_reward_pool(settings, reward_model)
-  )
-  stack.enter_context(jax.set_mesh(mesh))
-  return Run(settings, directory, policy, mesh, train, held_out, reward_pool)
+  difficulty.init_rates(settings, train.examples)  # refuses what is not for it
+  return Run(settings, directory, policy, mesh, train, held_out)
 
 
 def _with_date(

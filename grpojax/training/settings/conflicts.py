@@ -19,6 +19,7 @@ from grpojax.core.binding import asks_for
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.cli.config import config_error, name_errors
+from grpojax.runtime.text import tokenizer
 from grpojax.training.data import mixtures
 from grpojax.training.report import profiling
 from grpojax.training.run import hub_pins
@@ -66,13 +67,6 @@ def _regex_error(text: str) -> str:
   return ""
 
 
-def _formats(template: str) -> bool:
-  try:
-    return "\0" in template.format(prompt="\0")
-  except (AttributeError, IndexError, KeyError, ValueError):
-    return False
-
-
 def _finite(values: Any) -> bool:
   return all(isinstance(x, (int, float)) and math.isfinite(x) for x in values)
 
@@ -97,9 +91,8 @@ def _model(s: TrainSettings) -> Rows:
     yield "sampling.temperature", remedy
   if error := _regex_error(s.lora.targets):
     yield "lora.targets", f"is no regular expression ({error})"
-  if not _formats(s.data.template):
-    remedy = "must hold {prompt} and no other field; write other braces doubled"
-    yield "data.template", remedy
+  if not tokenizer.is_template(s.data.template):
+    yield "data.template", tokenizer.TEMPLATE
   if (s.optim.name, s.optim.moments_dtype) == ("adafactor", "bfloat16"):
     yield (
       "optim.moments_dtype",
