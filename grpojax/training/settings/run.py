@@ -231,6 +231,11 @@ class TrainSettings:
     "commits of what is from the Hub: KIND:ORG/NAME@REVISION=COMMIT, ...; the "
     "run fills it in",
   )
+  allow_changed_inputs: bool = option(
+    False,
+    "resume with other data, reward files or tokenizer than before, in the "
+    "place of refusing them",
+  )
   steps: int = option(
     40, "training steps; a finished run goes on with more", within="[0, 2**31)"
   )
