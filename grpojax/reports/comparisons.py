@@ -112,6 +112,23 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
   )
 
 
+def error_of_best(columns: Columns, group_size: int) -> float | None:
+  """Error of the gradient with groups of this size, over that with the best.
+
+  By the mean c1, c2 and c3 of all diagnoses, at as many samples; the best size
+  is a whole number, 2 or more. None where the means are no variances.
+  """
+  names = "c1", "c2", "c3"
+  if not all(name in columns for name in names) or group_size < 2:
+    return None
+  c1, c2, c3 = (float(np.mean(columns[name][1])) for name in names)
+  sizes = np.arange(2, max(1024, group_size) + 1)
+  errors = c1 * sizes + c2 + c3 / (sizes - 1)  # times N
+  if not (c1 > 0 and np.isfinite(errors).all() and errors.min() > 0):
+    return None
+  return float(errors[group_size - 2] / errors.min())
+
+
 def speed(columns: Columns) -> list[dict[str, Any]]:
   """Median and share of each part of a step's time.
 

@@ -496,10 +496,10 @@ def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
   Full rows, and heads as wide as hidden states; or almost empty ones beside one
   long completion, and heads that are wider.
   """
-  sizes = b, g, t, p = (8, 4, 256, 32) if wide_heads else (8, 8, 256, 64)
-  lengths = np.random.default_rng(0).integers(80, 128, (b, g))
+  sizes = b, g, t, p = (8, 2, 256, 16) if wide_heads else (8, 8, 256, 64)
+  lengths = np.random.default_rng(0).integers(130, 178, (b, g))
   if wide_heads:
-    lengths[:], lengths[3, 2] = 4, t
+    lengths[:], lengths[0, 0] = 10, t
   config = TransformerConfig(
     vocab_size=256,
     width=128,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpojax.reports import comparisons, curves
-from grpojax.statistics import intervals
+from grpojax.statistics import group_size, intervals
 
 
 def test_answers_are_compared_prompt_by_prompt():
@@ -126,3 +126,20 @@ def test_three_diagnoses_have_an_interval_of_their_own():
   rows = [{"step": i, "c1": x, "c3": y} for i, (x, y) in enumerate(pairs)]
   best, low, high = comparisons.group_size(curves.columns(rows))
   assert best == pytest.approx(4.0) and 1 < low < 4 and high == INF
+
+
+def test_the_error_of_a_group_size_is_that_of_the_paper():
+  """Against `mse_curve` at every size; the best is 1 + sqrt(32 / 2) = 5."""
+  c1, c2, c3 = [1.0, 3.0], [10.0, 20.0], [30.0, 34.0]
+  columns = {
+    name: ([0, 10], values)
+    for name, values in {"c1": c1, "c2": c2, "c3": c3}.items()
+  }
+  parts = group_size.Components(2.0, 15.0, 32.0, 0.0, 0.0)
+  curve = group_size.mse_curve(parts, np.arange(2, 30), 64).leave_one_out
+  for size in (2, 5, 8):
+    error = comparisons.error_of_best(columns, size)
+    assert error == pytest.approx(float(curve[size - 2] / curve.min()))
+  assert comparisons.error_of_best(columns, 5) == 1.0
+  assert comparisons.error_of_best(columns | {"c1": ([0], [-1.0])}, 8) is None
+  assert comparisons.error_of_best({}, 8) is None

@@ -213,6 +213,8 @@ def test_the_group_size_is_said(best, interval, line):
   sizes = {"optimal_group_size": best, "optimal_group_size_interval": interval}
   found = final_report.group_size_line(sizes)
   assert found == f"the gradient's noise {line}"
+  found = final_report.group_size_line(sizes | {"gradient_error_of_best": 1.21})
+  assert ("; this run's have 1.21 times" in found) == ("asked" in line)
 
 
 def test_numbers_that_json_does_not_have_cost_no_report(run):

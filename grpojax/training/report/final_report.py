@@ -60,7 +60,12 @@ def group_size_line(summary: Mapping[str, Any]) -> str:
   size = f"{best} [{', '.join(interval)}]"
   if low == 1 and high in (None, math.inf):
     return f"the gradient's noise left the best group size open: {size}"
-  return f"the gradient's noise asked for groups of {size}"
+  line = f"the gradient's noise asked for groups of {size}"
+  if error := summary.get("gradient_error_of_best"):
+    line += (
+      f"; this run's have {error:.2f} times their error, by as many samples"
+    )
+  return line
 
 
 def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:

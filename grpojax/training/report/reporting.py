@@ -35,7 +35,7 @@ from grpojax.training.run import run_directory
 from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
 from grpojax.training.settings import batches as batches_lib
-from grpojax.training.settings.run import TrainSettings
+from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
 KEPT_FAILURES = 20  # a step, in failures.jsonl
@@ -106,13 +106,13 @@ def evaluate_held_out(
   right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
   _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
-  print(
+  line = (
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
     f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]"
-    + f"  mean reward {row['held_out_reward']:.3g} (right: 1 or more)"
-    * graded,
-    flush=True,
   )
+  if graded:
+    line += f"  mean reward {row['held_out_reward']:.3g} (right: 1 or more)"
+  print(line, flush=True)
   for name, own in each.items():
     print(f"  {name}:", *evaluation.lines(own), flush=True)
   if step in (0, settings.steps):
@@ -244,6 +244,10 @@ def _summarize(
     best_size, *interval = sizes
     summary["optimal_group_size"] = best_size
     summary["optimal_group_size_interval"] = interval
+    if run.settings.group_size != AUTO:
+      summary["gradient_error_of_best"] = comparisons.error_of_best(
+        curves.columns(rows), run.settings.group_size
+      )
   if best_row := progress.evaluations.get("best"):
     accuracy, *interval = (best_row[name] for name in names)
     summary |= {"best_step": best_row["step"], "best_accuracy": accuracy}
