@@ -16,7 +16,6 @@ import contextlib
 import copy
 import json
 import math
-import numbers
 import os
 import resource
 import signal
@@ -88,7 +87,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Reads a returned value: None, a number, a scalar array, or verl's dict.
+  """Reads a returned value: None, a number, an array of one, or verl's dict.
 
   A dict has the reward as "score"; its other finite numbers are extras (the
   first 32), and anything else in it is ignored.
@@ -98,35 +97,41 @@ def _outcome(value: Any) -> Outcome:
     if _REWARD not in value:
       return Outcome(None, f"returned a dict without {_REWARD!r}")
     for key, other in value.items():
-      other = _scalar(other)
-      if key != _REWARD and _is_finite(other) and len(extras) < _MOST_EXTRAS:
-        extras[str(key)[:_LONGEST_NAME]] = float(other)
+      number = _float(_scalar(other))
+      fits = number is not None and abs(number) <= LARGEST
+      if key != _REWARD and fits and len(extras) < _MOST_EXTRAS:
+        extras[str(key)[:_LONGEST_NAME]] = number
     value = value[_REWARD]
   value = _scalar(value)
   if value is None:
     return Outcome(None, None, extras)
-  if not isinstance(value, numbers.Real):
+  number = _float(value)
+  if number is None:
     error = f"returned {type(value).__name__}, which is not a number"
-  elif not _is_finite(value):
-    error = f"returned {_float(value)}"
+  elif not abs(number) <= LARGEST:
+    error = f"returned {number}"
   else:
-    return Outcome(float(value), None, extras)
+    return Outcome(number, None, extras)
   return Outcome(None, error, extras)
 
 
 def _scalar(value: Any) -> Any:
-  return value.item() if getattr(value, "shape", None) == () else value
+  """The element of an array, of whatever library, that has one."""
+  shape = getattr(value, "shape", None)
+  one = isinstance(shape, tuple) and math.prod(shape) == 1
+  return value.item() if one else value
 
 
-def _float(value: numbers.Real) -> float:
+def _float(value: Any) -> float | None:
+  """Any number as a float, Decimal and Fraction too; None of what is none."""
+  if isinstance(value, str | bytes | bytearray):
+    return None  # which float() would read
   try:
     return float(value)
   except OverflowError:  # an integer or a fraction without bounds
     return math.inf
-
-
-def _is_finite(value: Any) -> bool:
-  return isinstance(value, numbers.Real) and abs(_float(value)) <= LARGEST
+  except (TypeError, ValueError):
+    return None
 
 
 def _limit_memory() -> None:

@@ -1,4 +1,6 @@
 import contextlib
+import decimal
+import fractions
 import os
 import pathlib
 import signal
@@ -10,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from grpojax.rewards import process
+from grpojax.rewards import process, worker
 from grpojax.rewards.pool import Failure, Pool
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
@@ -75,6 +77,18 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
   [[failure]], _ = result.failures
   assert failure._replace(reason="") == Failure("behave", "", "p", completion)
   assert failure.reason.startswith(reason)
+
+
+def test_all_that_float_reads_is_a_number_but_no_text():
+  half = (np.array([[0.5]]), np.float16(0.5), decimal.Decimal("0.5"))
+  for value in (*half, fractions.Fraction(1, 2)):
+    assert worker._outcome(value) == (0.5, None, {}), value
+    numbers = worker._outcome({"score": 1, "more": value}).extras
+    assert numbers == {"more": 0.5}, value
+  text = np.array(["0.5"])
+  for value in ("0.5", b"0.5", text, {0.5}, [0.5], np.zeros(2), 0.5j):
+    value, error, _ = worker._outcome(value)
+    assert value is None and "not a number" in error
 
 
 def test_a_sum_that_is_too_large_is_a_failure():

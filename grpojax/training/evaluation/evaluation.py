@@ -265,7 +265,11 @@ def outcomes(
   `right` is a text of a 0 or 1 a prompt, and `problems` a fingerprint of what
   was asked in which order: evaluations with the same one can be compared.
   """
-  problems = [[e.get("prompt"), e.get("answer")] for e in result.examples]
+  pairs = [(e.get("prompt"), e.get("answer")) for e in result.examples]
+  # Numbers as text: 7 and "7" are one answer, also in other files.
+  problems = [
+    [prompt, str(a) if isinstance(a, int | float) else a] for prompt, a in pairs
+  ]
   text = json.dumps(problems, sort_keys=True, default=repr)
   return {
     "problems": hashlib.sha256(text.encode()).hexdigest()[:16],
