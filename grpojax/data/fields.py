@@ -64,8 +64,8 @@ def example(row: Row, fields: Fields) -> Row:
       f"data.options.answer_after says comes before it: {solution[-80:]!r}"
     )
   # A field "solution" of the row comes before the answer as a solution.
-  found = {"prompt": prompt, "answer": end.strip()}
-  return {"solution": solution} | row | found
+  named = {"prompt": prompt, "answer": end.strip()}
+  return {"solution": solution} | row | named
 
 
 def _value(row: Row, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Worker processes that compute rewards, with a time limit for each completion.
+"""Pool that computes rewards, with a time limit for each completion.
 
     with Pool(["math_verify", "overlong"], workers=4, timeout=10.0) as pool:
       submission = pool.submit([[(prompt, completion, example), ...], ...], G)
@@ -9,6 +9,11 @@ finite number is a `Failure` and gives NaN; the others are not affected. Workers
 are new programs, never forks, and load no JAX. Processes exchange lines of
 JSON, nothing that could run code; `worker` tells what else a function may do.
 A thread with one idle worker does a task; `collect` waits for the outcomes.
+
+Without workers `collect` computes them itself, and the system's alarm raises an
+exception in a function that takes too long. That stops all Python code, also
+one that waits or sleeps; but what never returns from C, or crashes, only a
+worker survives.
 """
 
 import collections
@@ -17,6 +22,9 @@ import contextlib
 import functools
 import itertools
 import queue
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,10 +35,12 @@ from jaxtyping import Bool, Float
 from grpojax.rewards import conventions, functions, worker
 from grpojax.rewards.conventions import Item
 from grpojax.rewards.process import Lost, Process, to_line
-from grpojax.rewards.worker import Outcome
+from grpojax.rewards.worker import Outcome, OutOfTime
 
 POLL = 0.5
 """Seconds between two calls of `check_signals`: so many to twice as many."""
+
+_AGAIN = 1.0  # seconds until a function that caught `OutOfTime` gets another
 
 
 class Failure(NamedTuple):
@@ -89,7 +99,7 @@ class Submission:
     self.groups, self.size, self.tasks = groups, size, tasks
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    # Workers lost in a row, without a result in between. Threads count without
+    # Tasks lost in a row, without a result in between. Threads count without
     # a lock: one that is missed only delays giving up.
     self.lost = 0
 
@@ -104,11 +114,57 @@ def abandon(submissions: Sequence[Submission]) -> None:
     submission.abandoned = True
 
 
+def _in_time(seconds: int | float, function: Callable[[], None]) -> bool:
+  """Calls a function, and interrupts it after so many seconds.
+
+  Returns:
+    False where it was interrupted. There is no limit in threads but the main
+    one, which get no signals, nor while a debugger is at work.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    function()
+    return True
+
+  def interrupt(number, frame):
+    if sys.gettrace() is None:
+      raise OutOfTime
+
+  timer, left = signal.ITIMER_REAL, (0.0, 0.0)
+  others = signal.signal(signal.SIGALRM, interrupt)
+  try:
+    try:
+      left = signal.setitimer(timer, min(seconds, worker.FOREVER), _AGAIN)
+      function()
+    finally:
+      signal.setitimer(timer, 0)  # interrupted here, it is set below
+    return True
+  except OutOfTime:
+    return False
+  finally:
+    signal.signal(signal.SIGALRM, others or signal.SIG_DFL)
+    signal.setitimer(timer, *left)
+
+
+def _cut_short(
+  task: _Task, outcomes: list[Outcome], error: str
+) -> list[Outcome]:
+  """Completes the outcomes, function by function, of a task that was ended.
+
+  The error is that of the function that was at work, and of all of its
+  completions; those after it have no value.
+  """
+  size = len(task.places)
+  count = len(task.functions) * size
+  outcomes = outcomes[: len(outcomes) // size * size]
+  outcomes += [Outcome(None, error)] * size
+  return (outcomes + [Outcome(None)] * count)[:count]
+
+
 class Pool:
   """Computes rewards by functions of these names; use it in a `with`.
 
   Where nothing but hanging or crashing happens, a submission is given up after
-  `patience` = max(8, 4 * workers) workers lost in a row: its other completions
+  `patience` = max(8, 4 * workers) tasks lost in a row: its other completions
   are failures too. The next one starts afresh.
 
   Args:
@@ -116,7 +172,7 @@ class Pool:
     options: their keyword arguments, by short name.
     weights: a weight for each; None is 1.
     workers: processes. 0 computes in this process, when results are collected,
-      and catches exceptions but neither limits time nor survives a crash.
+      and catches exceptions but survives no crash.
     timeout: seconds for a completion, all functions together; functions that
       take those of a prompt at once have so many for each of them.
     sources: data sets that each function is for, by short name.
@@ -285,10 +341,29 @@ class Pool:
     """Computes the tasks in this process, one after the other."""
     for task in sent.tasks:
       check_signals()
-      outcomes, items = [], sent.items(task)
-      for i in task.functions:
-        outcomes += worker.evaluate(self._functions[i], items, self._sources[i])
+      outcomes: list[Outcome] = []
+      if sent.lost >= self.patience:
+        yield task, _cut_short(task, outcomes, self._given_up())
+        continue
+
+      def compute(task=task, outcomes=outcomes) -> None:
+        items = sent.items(task)
+        for i in task.functions:
+          reward, sources = self._functions[i], self._sources[i]
+          outcomes.extend(worker.evaluate(reward, items, sources))
+
+      limit = self._timeout * len(task.places)
+      if _in_time(limit, compute):
+        sent.lost = 0
+      else:
+        sent.lost += 1
+        error = f"no result after {limit:g} s"
+        outcomes = _cut_short(task, outcomes, error)
       yield task, outcomes
+
+  def _given_up(self) -> str:
+    lost = "workers were lost" if self._workers else "ran out of time"
+    return f"not tried: {self.patience} {lost} in a row"
 
   def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
     """Waits for the tasks that threads have done, in any order."""
@@ -321,19 +396,14 @@ class Pool:
       if stop():
         raise Lost("stopped")
       if sent.lost >= self.patience:
-        raise Lost(f"not tried: {self.patience} workers were lost in a row")
+        raise Lost(self._given_up())
       for outcome in process.ask(line, count, self._timeout * size, stop):
         outcomes.append(outcome)
       sent.lost = 0
       sent.done.put((task, outcomes))
     except Lost as error:
       sent.lost += 1
-      # The error is that of the function that was at work, and of all of its
-      # completions; those after it have no value.
-      outcomes = outcomes[: len(outcomes) // size * size]
-      outcomes += [Outcome(None, str(error))] * size
-      outcomes += [Outcome(None)] * (count - len(outcomes))
-      sent.done.put((task, outcomes))
+      sent.done.put((task, _cut_short(task, outcomes, str(error))))
     except BaseException as error:
       sent.done.put(error)
     finally:

@@ -33,6 +33,9 @@ LEEWAY = 2.0
 """Seconds beyond a task's limit, at which the parent kills a worker, after
 which the system does where the parent has died."""
 
+FOREVER = 1e9
+"""Seconds; the system's timers take little more."""
+
 _MEMORY = 2**33  # bytes of data that a worker may allocate
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
 _REWARD = "score"  # the key of the reward where a function returns a dict
@@ -50,6 +53,10 @@ class Outcome(NamedTuple):
   value: float | None
   error: str | None = None
   extras: Mapping[str, float] = {}
+
+
+class OutOfTime(BaseException):
+  """Raised in a function that takes too long, and not caught as its failure."""
 
 
 def evaluate(
@@ -79,7 +86,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
     if len(values) == count:
       return [_outcome(value) for value in values]
     error = f"returned {len(values)} rewards for {count} completions"
-  except KeyboardInterrupt:
+  except (KeyboardInterrupt, OutOfTime):
     raise
   except BaseException as exception:  # asyncio's and pytest's, and SystemExit
     error = f"raised {functions.describe(exception)}"
@@ -173,7 +180,7 @@ def main() -> None:
     name, _, task = line.partition(b" ")
     numbers_of_functions, items = json.loads(task)
     limit = setup["timeout"] * len(items) + LEEWAY
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.setitimer(signal.ITIMER_REAL, min(limit, FOREVER))
     for i in numbers_of_functions:
       for outcome in evaluate(rewards[i], items, setup["sources"][i]):
         reply(name, outcome)

@@ -305,18 +305,21 @@ def test_what_fails_of_one_completion_is_its_own(files):
 
 
 @pytest.mark.parametrize(
-  "how, reason",
+  "workers, how, reason",
   [
-    ("hangs", "no result after 0.6 s"),
-    ("exits", "ended its process with code"),
+    (0, "hangs", "no result after 0.6 s"),
+    (1, "hangs", "no result after 0.6 s"),
+    (1, "exits", "ended its process with code"),
   ],
 )
-def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
+def test_a_group_that_is_lost_has_a_limit_of_its_size(
+  files, workers, how, reason
+):
   """The others, and what other functions say of the same, are not."""
   odd, good = f"{files['trl']}:odd", f"{files['verl']}:gsm8k"
   after = f"{files['trl']}:metric_func"
   names, options = [odd, good, after], {"odd": {"how": how}}
-  given = [{"answer": "1"}], [["a", "b", "#### 1"]], 1, options
+  given = [{"answer": "1"}], [["a", "b", "#### 1"]], workers, options
   found, result = computed(names, *given, timeout=0.2)
   assert result.failed.all()
   assert all(f.reason.startswith(reason) for f in groups.all_failures(result))

@@ -138,6 +138,23 @@ def test_lost_workers_are_replaced():
     assert failure.reason.startswith(bad[failure.completion])
 
 
+def test_without_workers_time_is_limited_as_well():
+  def others(*_):
+    raise AssertionError
+
+  before = signal.signal(signal.SIGALRM, others)
+  try:
+    with Pool([PROMPT, BEHAVE], timeout=0.2) as pool:
+      result = compute(pool, "1", "sleep", "2", "hang", "loop", "3")
+      assert signal.getsignal(signal.SIGALRM) is others
+      assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+  finally:
+    signal.signal(signal.SIGALRM, before)
+  same(result.rewards, [2, None, 3, None, None, 4])
+  same(result.values["length_of_prompt"], [1] * 6)
+  assert reasons(result) == ["no result after 0.2 s"] * 3
+
+
 def test_workers_are_light_and_their_pipes_safe():
   text = 'quote " \\ \n line \u2028 é \ud800 ' + "x" * 300_000
   example = {"answer": "7", "bonus": np.int64(2), "ids": np.arange(3)}
@@ -255,11 +272,15 @@ def test_check_signals_is_called_while_it_waits_and_between_completions():
   assert len(calls) == 3
 
 
-def test_a_batch_in_which_everything_hangs_is_given_up():
-  with Pool([BEHAVE], workers=1, timeout=0.2) as pool:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_in_which_everything_hangs_is_given_up(workers):
+  lost = "workers were lost" if workers else "ran out of time"
+  with Pool([BEHAVE], workers=workers, timeout=0.1) as pool:
     errors = reasons(compute(pool, *["sleep"] * 30))
-    assert errors[: pool.patience] == ["no result after 0.2 s"] * 8
-    assert set(errors[8:]) == {"not tried: 8 workers were lost in a row"}
+    assert errors[: pool.patience] == ["no result after 0.1 s"] * 8
+    assert set(errors[8:]) == {f"not tried: 8 {lost} in a row"}
+    if not workers:
+      return
     # One result in between, and nothing is given up; nor in the next batch.
     mixed = compute(pool, *["exit"] * 5, "1", *["exit"] * 5, "2")
     same(mixed.rewards, [*[None] * 5, 1, *[None] * 5, 2])
