@@ -56,8 +56,8 @@ class GroupRewards(NamedTuple):
   """Rewards of all completions of a batch.
 
   Attributes:
-    rewards: weighted sum of the values (`functions.combine`), float32; NaN
-      where there is none: to be masked out.
+    rewards: weighted sum of the values (`functions.combine`), float32 or
+      `exact_enough`; NaN where there is none: to be masked out.
     values: values of each function, by short name; NaN where it has none.
     failed: True where the reward could not be computed; where it is NaN
       otherwise, all functions abstain.
@@ -70,6 +70,37 @@ class GroupRewards(NamedTuple):
   failed: Bool[np.ndarray, "B G"]
   failures: list[list[Sequence[Failure]]]
   extras: dict[str, Float[np.ndarray, "B G"]] = {}
+
+
+def exact_enough(
+  rewards: Float[np.ndarray, "*B G"],
+) -> Float[np.ndarray, "*B G"]:
+  """Returns rewards in float32, or float64 where that loses differences.
+
+  In float64 those of a group that differ by rounding only are made equal.
+  """
+  if not lossy(rewards).any():
+    return rewards.astype(np.float32)
+  worst, spread, size = _range(rewards)
+  equal = np.isfinite(rewards) & (spread <= 2**-40 * size)
+  return np.where(equal, worst, rewards)
+
+
+def lossy(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B 1"]:
+  """True for groups whose differences float32 loses, as of 1e8 and 1e8 + 1.
+
+  Their rewards are far greater than they differ, but by more than rounding.
+  """
+  _, spread, size = _range(rewards)
+  return (spread > 2**-40 * size) & (spread < 2**-12 * size)
+
+
+def _range(rewards: Float[np.ndarray, "*B G"]) -> tuple[np.ndarray, ...]:
+  """Least reward of each group, greatest less least, and greatest size."""
+  finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
+  best = np.max(rewards, initial=-np.inf, **finite)
+  worst = np.min(rewards, initial=np.inf, **finite)
+  return worst, best - worst, np.maximum(np.abs(best), np.abs(worst))
 
 
 class _Task(NamedTuple):
@@ -291,7 +322,7 @@ class Pool:
     shape: tuple[int, int],
   ) -> GroupRewards:
     """Makes arrays of what each function made of each item."""
-    absent = functools.partial(np.full, shape, np.nan, np.float32)
+    absent = functools.partial(np.full, shape, np.nan)
     rewards, values = absent(), {name: absent() for name in self.names}
     extras = collections.defaultdict(absent)
     failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
@@ -317,11 +348,11 @@ class Pool:
       failed = [Failure(*error, prompt, completion) for error in errors]
       failures[b].append(failed)
     return GroupRewards(
-      rewards,
-      values,
+      exact_enough(rewards),
+      {name: exact_enough(of_one) for name, of_one in values.items()},
       np.array([bool(x) for row in failures for x in row], bool).reshape(shape),
       failures,
-      {name: extras[name] for name in sorted(extras)},
+      {name: extras[name].astype(np.float32) for name in sorted(extras)},
     )
 
   def close(self) -> None:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
 
-LARGEST = 1e30
-"""Largest absolute value of a reward: sums of them fit into float32."""
+LARGEST = 1e15
+"""Largest absolute value of a reward: sums of squares fit into float32."""
 
 LEEWAY = 2.0
 """Seconds beyond a task's limit, at which the parent kills a worker, after
@@ -116,7 +116,9 @@ def _outcome(value: Any) -> Outcome:
   if number is None:
     error = f"returned {type(value).__name__}, which is not a number"
   elif not abs(number) <= LARGEST:
-    error = f"returned {number}"
+    error = f"returned {number:g}"
+    if math.isfinite(number):
+      error += f", more than {LARGEST:g}"
   else:
     return Outcome(number, None, extras)
   return Outcome(None, error, extras)
