@@ -37,6 +37,23 @@ _IGNORING = ("__del__", "_xla_gc_callback", "weakref.py", "_weakrefset.py")
 second is JAX's, when garbage is collected, which is often while it compiles."""
 
 
+def _after_fork() -> None:
+  """Leaves SIGTERM to the system in a fork, as of a `multiprocessing.Pool`."""
+  if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+# Python forgets a signal that comes just after a fork: it is held back.
+os.register_at_fork(
+  before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+  after_in_parent=lambda: signal.pthread_sigmask(
+    signal.SIG_UNBLOCK, {signal.SIGTERM}
+  ),
+  after_in_child=_after_fork,
+)
+
+
 class Left(Exception):
   """The end of a run before it began; nothing is lost, or to be saved."""
 
