@@ -45,6 +45,7 @@ def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_sigterm_ends_a_fork(capfd):
   with interrupts.sigterm_requests(several=False) as requested:
     child = os.fork()

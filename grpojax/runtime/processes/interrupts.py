@@ -41,15 +41,17 @@ def _after_fork() -> None:
   """Leaves SIGTERM to the system in a fork, as of a `multiprocessing.Pool`."""
   if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+  _mask(signal.SIG_UNBLOCK)
+
+
+def _mask(how: int) -> None:
+  signal.pthread_sigmask(how, {signal.SIGTERM})
 
 
 # Python forgets a signal that comes just after a fork: it is held back.
 os.register_at_fork(
-  before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-  after_in_parent=lambda: signal.pthread_sigmask(
-    signal.SIG_UNBLOCK, {signal.SIGTERM}
-  ),
+  before=lambda: _mask(signal.SIG_BLOCK),
+  after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
   after_in_child=_after_fork,
 )
 

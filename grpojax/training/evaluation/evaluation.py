@@ -26,9 +26,9 @@ from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics.intervals import (
   PairedDifference,
-  mean_interval,
   paired_difference,
   paired_proportions,
+  share_interval,
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
@@ -265,10 +265,12 @@ def outcomes(
   `right` is a text of a 0 or 1 a prompt, and `problems` a fingerprint of what
   was asked in which order: evaluations with the same one can be compared.
   """
-  pairs = [(e.get("prompt"), e.get("answer")) for e in result.examples]
-  # Numbers as text: 7 and "7" are one answer, also in other files.
+  # 7 and "7" are one answer.
+  answers = [
+    None if (a := e.get("answer")) is None else str(a) for e in result.examples
+  ]
   problems = [
-    [prompt, str(a) if isinstance(a, int | float) else a] for prompt, a in pairs
+    [e.get("prompt"), a] for e, a in zip(result.examples, answers, strict=True)
   ]
   text = json.dumps(problems, sort_keys=True, default=repr)
   return {
@@ -294,11 +296,11 @@ def _right_or_wrong(*values: np.ndarray) -> bool:
 def estimate(values: np.ndarray) -> tuple[float, float, float]:
   """Mean over prompts with its 95% interval: mean, low, high.
 
-  Wilson's interval where each prompt is right or wrong, else Student's.
+  Wilson's interval where each prompt is right or wrong, else `share_interval`.
   """
   if _right_or_wrong(values):
     return wilson_interval(int(np.sum(values)), len(values))
-  return mean_interval(values)
+  return share_interval(values)
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
