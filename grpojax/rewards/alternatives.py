@@ -19,7 +19,6 @@ _BETWEEN = re.compile(
   [\s*_$(]{1,6}(?:[A-Za-z]\s?=\s?)?""",
   re.VERBOSE | re.IGNORECASE,
 )
-_LISTED = re.compile(r"(?:,|\s[|&]|,?\sand)\s(?:[A-Za-z]\s?=\s?)?")
 _UNIT = re.compile(r"%|\s?(?:[A-Za-z]{1,20})?")
 _GOES_ON = re.compile(r"\s?(?:of\b|[-+*/^(]\s?[0-9A-Za-z])")
 _END = re.compile(r"[.!?](?=\s|\Z)|\n|<")
@@ -40,12 +39,7 @@ def stated(text: str, number: re.Pattern) -> str | None:
   text = quantities.clean(text)
   if end := _END.search(text):
     text = text[: end.start()]
-  first, second = None, number.search(text)
-  while second:  # 2, 3 or 5
-    if first and second.end() == len(text):
-      return text
-    first, comma = second, _LISTED.match(text, second.end())
-    second = comma and number.match(text, comma.end())
+  first = number.search(text)
   second = first and after(text, first, number)
   return text[first.start() : second.end()] if second else None
 

@@ -10,10 +10,9 @@ are new programs, never forks, and load no JAX. Processes exchange lines of
 JSON, nothing that could run code; `worker` tells what else a function may do.
 A thread with one idle worker does a task; `collect` waits for the outcomes.
 
-Without workers `collect` computes them itself, and the system's alarm raises an
-exception in a function that takes too long. That stops all Python code, also
-one that waits or sleeps; but what never returns from C, or crashes, only a
-worker survives.
+Without workers `collect` computes them, and the system's alarm raises an
+exception in a function that takes too long. Only a worker survives what crashes
+or never returns from C.
 """
 
 import collections
@@ -40,7 +39,7 @@ from grpojax.rewards.worker import Outcome, OutOfTime
 POLL = 0.5
 """Seconds between two calls of `check_signals`: so many to twice as many."""
 
-_AGAIN = 1.0  # seconds until a function that caught `OutOfTime` gets another
+_NOT_TRIED = "not tried: {} in a row had no result"
 
 
 class Failure(NamedTuple):
@@ -79,28 +78,31 @@ def exact_enough(
 
   In float64 those of a group that differ by rounding only are made equal.
   """
-  if not lossy(rewards).any():
+  worst, equal, lossy = _range(rewards)
+  if not lossy.any():
     return rewards.astype(np.float32)
-  worst, spread, size = _range(rewards)
-  equal = np.isfinite(rewards) & (spread <= 2**-40 * size)
-  return np.where(equal, worst, rewards)
+  return np.where(equal & np.isfinite(rewards), worst, rewards)
 
 
-def lossy(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B 1"]:
-  """True for groups whose differences float32 loses, as of 1e8 and 1e8 + 1.
-
-  Their rewards are far greater than they differ, but by more than rounding.
-  """
-  _, spread, size = _range(rewards)
-  return (spread > 2**-40 * size) & (spread < 2**-12 * size)
+def in_float32(
+  rewards: Float[np.ndarray, "*B G"],
+) -> Float[np.ndarray, "*B G"]:
+  """Rounds rewards; groups that lose by that are less their least one."""
+  worst, _, lossy = _range(rewards)
+  return np.where(lossy, rewards - worst, rewards).astype(np.float32)
 
 
 def _range(rewards: Float[np.ndarray, "*B G"]) -> tuple[np.ndarray, ...]:
-  """Least reward of each group, greatest less least, and greatest size."""
+  """Least of each group, if they differ by rounding, and if float32 loses that.
+
+  It does where they differ little for their size, as 1e8 and 1e8 + 1.
+  """
   finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
   best = np.max(rewards, initial=-np.inf, **finite)
   worst = np.min(rewards, initial=np.inf, **finite)
-  return worst, best - worst, np.maximum(np.abs(best), np.abs(worst))
+  spread, size = best - worst, np.maximum(np.abs(best), np.abs(worst))
+  equal = spread <= 2**-40 * size
+  return worst, equal, ~equal & (spread < 2**-12 * size)
 
 
 class _Task(NamedTuple):
@@ -164,7 +166,8 @@ def _in_time(seconds: int | float, function: Callable[[], None]) -> bool:
   others = signal.signal(signal.SIGALRM, interrupt)
   try:
     try:
-      left = signal.setitimer(timer, min(seconds, worker.FOREVER), _AGAIN)
+      # And again each second, for a function that catches it.
+      left = signal.setitimer(timer, min(seconds, worker.FOREVER), 1.0)
       function()
     finally:
       signal.setitimer(timer, 0)  # interrupted here, it is set below
@@ -374,7 +377,7 @@ class Pool:
       check_signals()
       outcomes: list[Outcome] = []
       if sent.lost >= self.patience:
-        yield task, _cut_short(task, outcomes, self._given_up())
+        yield task, _cut_short(task, [], _NOT_TRIED.format(self.patience))
         continue
 
       def compute(task=task, outcomes=outcomes) -> None:
@@ -391,10 +394,6 @@ class Pool:
         error = f"no result after {limit:g} s"
         outcomes = _cut_short(task, outcomes, error)
       yield task, outcomes
-
-  def _given_up(self) -> str:
-    lost = "workers were lost" if self._workers else "ran out of time"
-    return f"not tried: {self.patience} {lost} in a row"
 
   def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
     """Waits for the tasks that threads have done, in any order."""
@@ -427,7 +426,7 @@ class Pool:
       if stop():
         raise Lost("stopped")
       if sent.lost >= self.patience:
-        raise Lost(self._given_up())
+        raise Lost(_NOT_TRIED.format(self.patience))
       for outcome in process.ask(line, count, self._timeout * size, stop):
         outcomes.append(outcome)
       sent.lost = 0

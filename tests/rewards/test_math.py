@@ -207,19 +207,19 @@ x=2 or x=5, so the answer is 2 or 5 | The answer is 2 or 5. | The answer is 5
 or 2. | The answer is either 5 or 2. | The answer is 5 or maybe 2. | The
 answer is 5, or 2. | The answer is x = 5 or x = 2. | The answer is x=2 or x=5
 | The answer is $5$ or $2$. | The answer is **5** or **2**. | The answer is
-$x=5$ or $x=2$. | The answer is 5 and 2. | The answer is 5/2 or 5. | The
-answer is 2, 3 or 5 | The answer could be 5 or 2. | \boxed{5} or \boxed{2} |
-\boxed{2} or \boxed{5} | It is \boxed{2} or \boxed{5}. | Either \boxed{2} or
-\boxed{5}. | $\boxed{2}$ or $\boxed{5}$. | The answer is 5 or the answer is 2.
-| The answer is 2 or the answer is 5. | It is 2 or 5. | so 2 or 5 | Answer:
-5/2 or 5 | Answers: 2, 5 | The answers are 2 and 5. | The possible answers are
-5 or 2. | <answer>5 or 2</answer> | <answer>5</answer> or <answer>2</answer> |
-The answer is between 2 and 5. | The answer is 2 to 5. | The answer is one of
-2 and 5. | The answer is 5 vs 2. | The answer is 5 (or 2). | The answer is 5
-(or maybe 2). | The answer is 5, possibly 2. | The answer is 5; or 2. |
-Answer: 5, 2 | Answer: 5 / 2 / 7 | The answer is either 2 or 5. | Maybe 2,
-maybe 5. | It's 2, or 5. | \boxed{2}, or \boxed{5} | \boxed{5} (or \boxed{2})
-| The answer is 5, alternatively 2. | The answer is 2 and/or 5.
+$x=5$ or $x=2$. | The answer is 5/2 or 5. | The answer is 2, 3 or 5 | The
+answer could be 5 or 2. | \boxed{5} or \boxed{2} | \boxed{2} or \boxed{5} | It
+is \boxed{2} or \boxed{5}. | Either \boxed{2} or \boxed{5}. | $\boxed{2}$ or
+$\boxed{5}$. | The answer is 5 or the answer is 2. | The answer is 2 or the
+answer is 5. | It is 2 or 5. | so 2 or 5 | Answer: 5/2 or 5 | Answers: 2, 5 |
+The answers are 2 and 5. | The possible answers are 5 or 2. | <answer>5 or
+2</answer> | <answer>5</answer> or <answer>2</answer> | The answer is between
+2 and 5. | The answer is 2 to 5. | The answer is one of 2 and 5. | The answer
+is 5 vs 2. | The answer is 5 (or 2). | The answer is 5 (or maybe 2). | The
+answer is 5, possibly 2. | The answer is 5; or 2. | Answer: 5 / 2 / 7 | The
+answer is either 2 or 5. | Maybe 2, maybe 5. | It's 2, or 5. | \boxed{2}, or
+\boxed{5} | \boxed{5} (or \boxed{2}) | The answer is 5, alternatively 2. | The
+answer is 2 and/or 5.
 """
 
 GIVE_FIVE = r"""

@@ -265,12 +265,9 @@ def outcomes(
   `right` is a text of a 0 or 1 a prompt, and `problems` a fingerprint of what
   was asked in which order: evaluations with the same one can be compared.
   """
-  # 7 and "7" are one answer.
-  answers = [
-    None if (a := e.get("answer")) is None else str(a) for e in result.examples
-  ]
-  problems = [
-    [e.get("prompt"), a] for e, a in zip(result.examples, answers, strict=True)
+  problems = [  # 7 and "7" are one answer
+    [e.get("prompt"), str(e["answer"]) if "answer" in e else None]
+    for e in result.examples
   ]
   text = json.dumps(problems, sort_keys=True, default=repr)
   return {

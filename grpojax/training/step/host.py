@@ -282,19 +282,16 @@ class HostStep:
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards
   ) -> dict[str, Any]:
     """Metrics of a diagnosis, on the host."""
-    own = rewards.rewards
-    exact = own.dtype == np.float32
-    if not exact:  # one number less for all: the diagnosis compares prompts
+    own, unknown = rewards.rewards, {}
+    if own.dtype != np.float32:  # one number less: this compares prompts
       own = (own - np.nanmean(own)).astype(np.float32)
+      unknown = {"gradient_mse_vanilla": np.nan}
     placed = mesh_lib.place(own, self.mesh, "batch", "group")
     metrics = self.diagnose(
       state.params, rollout, placed, diagnosis_key(state), state.score_norms
     )
     policy_lib.wait(metrics, self.check_signals)
-    metrics = mesh_lib.fetch(metrics)
-    if not exact:
-      metrics["gradient_mse_vanilla"] = np.nan  # it is of the whole rewards
-    return metrics
+    return mesh_lib.fetch(metrics) | unknown
 
   def _make_batch(
     self,

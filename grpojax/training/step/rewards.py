@@ -25,15 +25,10 @@ from grpojax.core.types import Rollout
 from grpojax.data.examples import SOURCE
 from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
+from grpojax.rewards import pool as pool_lib
 from grpojax.rewards.conventions import STATE
 from grpojax.rewards.groups import GroupRewards
-from grpojax.rewards.pool import (
-  Failure,
-  Pool,
-  Submission,
-  exact_enough,
-  lossy,
-)
+from grpojax.rewards.pool import Failure, Pool, Submission
 from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
@@ -304,7 +299,7 @@ def _gather_rewards(
 
   def array(rows):  # a process may have no prompt of a short batch
     parsed = np.array(rows, np.float64).reshape(-1, rewards.rewards.shape[1])
-    return exact_enough(parsed)
+    return pool_lib.exact_enough(parsed)
 
   def parse(fields):
     parsed = _map_arrays(array, GroupRewards(*fields))
@@ -383,7 +378,7 @@ def add_model(
   failed = rewards.failed | ~finite
   total = by_functions + reward_pool.model_weight * by_model
   return rewards._replace(
-    rewards=exact_enough(np.where(failed, np.nan, total)),
+    rewards=pool_lib.exact_enough(np.where(failed, np.nan, total)),
     values=rewards.values | {MODEL: np.where(finite, by_model, np.nan)},
     failed=failed,
     failures=failures,
@@ -407,29 +402,19 @@ def place_rewards(
   """Places rewards on a mesh, and each function's where they are aggregated.
 
   The latter are None where `reward.aggregation` compares nothing but the sum.
-  A group whose differences float32 loses is less its mean, if nothing but the
-  group is compared: `metrics` has the mean of what it was.
+  They are `in_float32` if nothing but the group is compared, and `metrics` has
+  the mean of what they were.
   """
   values = None
   if aggregation(settings.reward) is not None:
-    values = _in_float32(stack_values(rewards))
+    values = pool_lib.in_float32(stack_values(rewards))
   placed = rewards.rewards.astype(np.float32)
   if settings.loss.advantage in WITHIN_GROUPS:
-    placed = _in_float32(rewards.rewards)
+    placed = pool_lib.in_float32(rewards.rewards)
   return (
     mesh_lib.place(placed, mesh, "batch", "group"),
     mesh_lib.place(values, mesh, None, "batch", "group"),
   )
-
-
-def _in_float32(
-  rewards: Float[np.ndarray, "*B G"],
-) -> Float[np.ndarray, "*B G"]:
-  """Rounds to float32, groups that lose by that less the mean of each."""
-  present = np.isfinite(rewards)
-  total = np.sum(rewards, -1, where=present, keepdims=True)
-  mean = total / np.maximum(present.sum(-1, keepdims=True), 1)
-  return np.where(lossy(rewards), rewards - mean, rewards).astype(np.float32)
 
 
 def correctness(
@@ -455,7 +440,7 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
 
   `reward_NAME` and `reward_NAME_std` are over the completions that a function
   has a value for; `reward_FUNCTION/NAME` is the mean of another number of it.
-  Of what the devices have centred, mean and spread are here.
+  Mean and spread are here where the devices do not have the whole rewards.
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
