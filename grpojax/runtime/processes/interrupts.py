@@ -44,7 +44,7 @@ def _after_fork() -> None:
   _mask(signal.SIG_UNBLOCK)
 
 
-_mask = lambda how: signal.pthread_sigmask(how, {signal.SIGTERM})
+_mask = lambda action: signal.pthread_sigmask(action, {signal.SIGTERM})
 # Python forgets a signal that comes just after a fork: it is held back.
 os.register_at_fork(
   before=lambda: _mask(signal.SIG_BLOCK),
