@@ -4,7 +4,8 @@ An example is a dict of JSON values with
 
     "prompt"    a text, or a list of chat messages {"role": ..., "content": ...}
                 of which the last is not the assistant's
-    "answer"    the reference answer, a text; not in data without answers
+    "answer"    the reference answer, a text or, where the data have one, a
+                number; not in data without answers
     "solution"  optional: a text to learn from, which ends with the answer
 
 and whatever else the data set has: rewards get all of it. A solution gives its

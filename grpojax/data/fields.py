@@ -58,14 +58,16 @@ def example(row: Row, fields: Fields) -> Row:
   answer = _answer(row, fields)
   if not fields.answer_after:
     return row | {"prompt": prompt, "answer": answer}
-  _, mark, end = answer.rpartition(fields.answer_after)
+  solution = str(answer)
+  _, mark, end = solution.rpartition(fields.answer_after)
   if not mark:
     raise ValueError(
       f"the answer has no {fields.answer_after!r}, which "
-      f"data.options.answer_after says comes before it: {answer[-80:]!r}"
+      f"data.options.answer_after says comes before it: {solution[-80:]!r}"
     )
   # A field "solution" of the row comes before the answer as a solution.
-  return {"solution": answer} | row | {"prompt": prompt, "answer": end.strip()}
+  named = {"prompt": prompt, "answer": end.strip()}
+  return {"solution": solution} | row | named
 
 
 def _value(row: Row, name: str) -> Any:
@@ -98,14 +100,14 @@ def _check_messages(value: Any, name: str) -> None:
     )
 
 
-def _answer(row: Row, fields: Fields) -> str:
+def _answer(row: Row, fields: Fields) -> str | int | float:
   answer = _value(row, fields.answer)
   if answer is None and fields.answer == Fields().answer:
     answer = _value(row, _GROUND_TRUTH)
   if isinstance(answer, (int, float)) and not isinstance(answer, bool):
     if not abs(answer) < float("inf"):
       raise ValueError(f"the answer {fields.answer!r} is {answer}: no number")
-    answer = json.dumps(answer)
+    return answer
   if not isinstance(answer, str):
     raise ValueError(
       f"the answer {fields.answer!r} must be a text or a number, not "

@@ -158,8 +158,8 @@ def load(
       split, about; which examples depends on their prompts alone.
 
   Returns:
-    The lines' objects, with "prompt" and "answer" (a text) set from the fields
-    above; all other fields are as they are.
+    The lines' objects, with "prompt" and "answer" set from the fields above;
+    all other fields are as they are.
 
   Raises:
     ValueError: an unknown split, a missing file, no example, or a line that is

@@ -14,13 +14,13 @@ from grpojax.data.examples import MARK
 _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
 
 
-def spellings(answer: str) -> tuple[str, str]:
+def spellings(answer: str | int | float) -> tuple[str, str]:
   """Returns the two texts that count as an answer: without and with separators.
 
   For "1080" as for "1,080": ("1080", "1,080"). For what is no number, or has
   its separators in other places ("10,80"): twice the answer, stripped.
   """
-  answer = answer.strip()
+  answer = str(answer).strip()
   number = _NUMBER.fullmatch(answer)
   if not number:
     return answer, answer

@@ -9,7 +9,8 @@ The answer is looked for in this order; the first place that has one decides:
    counts ("the answer is 5 apples, not 7"), after an equals sign if any;
 4. the last number.
 
-1 and 2 are taken whole, so "\boxed{5 or 6}" is neither 5 nor 6. A box that was
+1 and 2 are taken whole, so "\boxed{5 or 6}" is neither 5 nor 6, and of 3 and 4
+"5 or 6" is neither by the rules of `alternatives`. A box that was
 not closed (truncated) is none; its number may be found by rule 4. A number that
 is plainly denied ("is not 5", "isn't 5 or 6", ", not 5") is nowhere an answer,
 by the rules of `denials`. "The answer is not ..." is no statement, so that
@@ -24,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpojax.data.examples import MARK
-from grpojax.rewards import denials, quantities
+from grpojax.rewards import alternatives, denials, quantities
 from grpojax.rewards.quantities import LONGEST
 from grpojax.rewards.quantities import equal as equal
 
@@ -113,13 +114,14 @@ def _boxed(text: str) -> str | None:
     start = place + (6 if text.startswith("\\boxed", place) else 5)
     part = text[start : start + LONGEST + 2].lstrip()
     if not part.startswith("{"):  # \boxed 5
-      answer = _BARE.match(part)[0]
+      answer, rest = _BARE.match(part)[0], ""
     else:
-      answer = part[1 : _closing(part)].strip()
-    if denials.precedes(text, place):
+      closing = _closing(part)
+      answer, rest = part[1:closing].strip(), part[closing + 1 :]
+    if denials.precedes(text, place) or denials.follows(rest):
       continue
     if answer := denials.without(answer):
-      return answer
+      return alternatives.earlier(text, place, answer) or answer
   return None
 
 
@@ -134,11 +136,13 @@ def _closing(text: str) -> int:
 
 
 def _marked(text: str) -> str | None:
-  _, mark, tail = text.rpartition(MARK)
+  head, mark, tail = text.rpartition(MARK)
   if not mark:
     return None
   answer = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
-  return denials.without(answer) or None
+  if answer := denials.without(answer):
+    return alternatives.earlier(text, len(head), answer) or answer
+  return None
 
 
 def _stated(text: str, denied: set[str | None]) -> str | None:
@@ -155,7 +159,10 @@ def _stated(text: str, denied: set[str | None]) -> str | None:
       if answer:
         # "The answer is 4. Wait, the answer is not 4." What is it, then?
         gone = retracts and quantities.canonical(answer) in denied
-        return None if gone else answer
+        if gone:
+          return None
+        several = alternatives.stated(rest, _TOKEN)
+        return several or alternatives.earlier(text, place, answer) or answer
       retracts = retracts or denials.GONE in rest
   return None
 
@@ -194,5 +201,7 @@ def _last_number(text: str) -> str | None:
   if place < 0:
     return None
   near = quantities.clean(text[max(place - 400, 0) : place + 60])
-  numbers = [match[0] for match in _TOKEN.finditer(near)]
-  return numbers[-1] if numbers else None
+  numbers = [*_TOKEN.finditer(near)][-2:]
+  if numbers and (other := alternatives.after(near, numbers[0], _TOKEN)):
+    return near[numbers[0].start() : other.end()]
+  return numbers[-1][0] if numbers else None

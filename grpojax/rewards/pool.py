@@ -1,4 +1,4 @@
-"""Worker processes that compute rewards, with a time limit for each completion.
+"""Pool that computes rewards, with a time limit for each completion.
 
     with Pool(["math_verify", "overlong"], workers=4, timeout=10.0) as pool:
       submission = pool.submit([[(prompt, completion, example), ...], ...], G)
@@ -9,6 +9,10 @@ finite number is a `Failure` and gives NaN; the others are not affected. Workers
 are new programs, never forks, and load no JAX. Processes exchange lines of
 JSON, nothing that could run code; `worker` tells what else a function may do.
 A thread with one idle worker does a task; `collect` waits for the outcomes.
+
+Without workers `collect` computes them, and the system's alarm raises an
+exception in a function that takes too long. Only a worker survives what crashes
+or never returns from C.
 """
 
 import collections
@@ -17,6 +21,9 @@ import contextlib
 import functools
 import itertools
 import queue
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,10 +34,12 @@ from jaxtyping import Bool, Float
 from grpojax.rewards import conventions, functions, worker
 from grpojax.rewards.conventions import Item
 from grpojax.rewards.process import Lost, Process, to_line
-from grpojax.rewards.worker import Outcome
+from grpojax.rewards.worker import Outcome, OutOfTime
 
 POLL = 0.5
 """Seconds between two calls of `check_signals`: so many to twice as many."""
+
+_NOT_TRIED = "not tried: {} in a row had no result"
 
 
 class Failure(NamedTuple):
@@ -46,8 +55,8 @@ class GroupRewards(NamedTuple):
   """Rewards of all completions of a batch.
 
   Attributes:
-    rewards: weighted sum of the values (`functions.combine`), float32; NaN
-      where there is none: to be masked out.
+    rewards: weighted sum of the values (`functions.combine`), float32 or
+      `exact_enough`; NaN where there is none: to be masked out.
     values: values of each function, by short name; NaN where it has none.
     failed: True where the reward could not be computed; where it is NaN
       otherwise, all functions abstain.
@@ -60,6 +69,40 @@ class GroupRewards(NamedTuple):
   failed: Bool[np.ndarray, "B G"]
   failures: list[list[Sequence[Failure]]]
   extras: dict[str, Float[np.ndarray, "B G"]] = {}
+
+
+def exact_enough(
+  rewards: Float[np.ndarray, "*B G"],
+) -> Float[np.ndarray, "*B G"]:
+  """Returns rewards in float32, or float64 where that loses differences.
+
+  In float64 those of a group that differ by rounding only are made equal.
+  """
+  worst, equal, lossy = _range(rewards)
+  if not lossy.any():
+    return rewards.astype(np.float32)
+  return np.where(equal & np.isfinite(rewards), worst, rewards)
+
+
+def in_float32(
+  rewards: Float[np.ndarray, "*B G"],
+) -> Float[np.ndarray, "*B G"]:
+  """Rounds rewards; groups that lose by that are less their least one."""
+  worst, _, lossy = _range(rewards)
+  return np.where(lossy, rewards - worst, rewards).astype(np.float32)
+
+
+def _range(rewards: Float[np.ndarray, "*B G"]) -> tuple[np.ndarray, ...]:
+  """Least of each group, if they differ by rounding, and if float32 loses that.
+
+  It does where they differ little for their size, as 1e8 and 1e8 + 1.
+  """
+  finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
+  best = np.max(rewards, initial=-np.inf, **finite)
+  worst = np.min(rewards, initial=np.inf, **finite)
+  spread, size = best - worst, np.maximum(np.abs(best), np.abs(worst))
+  equal = spread <= 2**-40 * size
+  return worst, equal, ~equal & (spread < 2**-12 * size)
 
 
 class _Task(NamedTuple):
@@ -89,7 +132,7 @@ class Submission:
     self.groups, self.size, self.tasks = groups, size, tasks
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    # Workers lost in a row, without a result in between. Threads count without
+    # Tasks lost in a row, without a result in between. Threads count without
     # a lock: one that is missed only delays giving up.
     self.lost = 0
 
@@ -104,11 +147,58 @@ def abandon(submissions: Sequence[Submission]) -> None:
     submission.abandoned = True
 
 
+def _in_time(seconds: int | float, function: Callable[[], None]) -> bool:
+  """Calls a function, and interrupts it after so many seconds.
+
+  Returns:
+    False where it was interrupted. There is no limit in threads but the main
+    one, which get no signals, nor while a debugger is at work.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    function()
+    return True
+
+  def interrupt(number, frame):
+    if sys.gettrace() is None:
+      raise OutOfTime
+
+  timer, left = signal.ITIMER_REAL, (0.0, 0.0)
+  others = signal.signal(signal.SIGALRM, interrupt)
+  try:
+    try:
+      # And again each second, for a function that catches it.
+      left = signal.setitimer(timer, min(seconds, worker.FOREVER), 1.0)
+      function()
+    finally:
+      signal.setitimer(timer, 0)  # interrupted here, it is set below
+    return True
+  except OutOfTime:
+    return False
+  finally:
+    signal.signal(signal.SIGALRM, others or signal.SIG_DFL)
+    signal.setitimer(timer, *left)
+
+
+def _cut_short(
+  task: _Task, outcomes: list[Outcome], error: str
+) -> list[Outcome]:
+  """Completes the outcomes, function by function, of a task that was ended.
+
+  The error is that of the function that was at work, and of all of its
+  completions; those after it have no value.
+  """
+  size = len(task.places)
+  count = len(task.functions) * size
+  outcomes = outcomes[: len(outcomes) // size * size]
+  outcomes += [Outcome(None, error)] * size
+  return (outcomes + [Outcome(None)] * count)[:count]
+
+
 class Pool:
   """Computes rewards by functions of these names; use it in a `with`.
 
   Where nothing but hanging or crashing happens, a submission is given up after
-  `patience` = max(8, 4 * workers) workers lost in a row: its other completions
+  `patience` = max(8, 4 * workers) tasks lost in a row: its other completions
   are failures too. The next one starts afresh.
 
   Args:
@@ -116,7 +206,7 @@ class Pool:
     options: their keyword arguments, by short name.
     weights: a weight for each; None is 1.
     workers: processes. 0 computes in this process, when results are collected,
-      and catches exceptions but neither limits time nor survives a crash.
+      and catches exceptions but survives no crash.
     timeout: seconds for a completion, all functions together; functions that
       take those of a prompt at once have so many for each of them.
     sources: data sets that each function is for, by short name.
@@ -235,7 +325,7 @@ class Pool:
     shape: tuple[int, int],
   ) -> GroupRewards:
     """Makes arrays of what each function made of each item."""
-    absent = functools.partial(np.full, shape, np.nan, np.float32)
+    absent = functools.partial(np.full, shape, np.nan)
     rewards, values = absent(), {name: absent() for name in self.names}
     extras = collections.defaultdict(absent)
     failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
@@ -261,11 +351,11 @@ class Pool:
       failed = [Failure(*error, prompt, completion) for error in errors]
       failures[b].append(failed)
     return GroupRewards(
-      rewards,
-      values,
+      exact_enough(rewards),
+      {name: exact_enough(of_one) for name, of_one in values.items()},
       np.array([bool(x) for row in failures for x in row], bool).reshape(shape),
       failures,
-      {name: extras[name] for name in sorted(extras)},
+      {name: extras[name].astype(np.float32) for name in sorted(extras)},
     )
 
   def close(self) -> None:
@@ -285,9 +375,24 @@ class Pool:
     """Computes the tasks in this process, one after the other."""
     for task in sent.tasks:
       check_signals()
-      outcomes, items = [], sent.items(task)
-      for i in task.functions:
-        outcomes += worker.evaluate(self._functions[i], items, self._sources[i])
+      outcomes: list[Outcome] = []
+      if sent.lost >= self.patience:
+        yield task, _cut_short(task, [], _NOT_TRIED.format(self.patience))
+        continue
+
+      def compute(task=task, outcomes=outcomes) -> None:
+        items = sent.items(task)
+        for i in task.functions:
+          reward, sources = self._functions[i], self._sources[i]
+          outcomes.extend(worker.evaluate(reward, items, sources))
+
+      limit = self._timeout * len(task.places)
+      if _in_time(limit, compute):
+        sent.lost = 0
+      else:
+        sent.lost += 1
+        error = f"no result after {limit:g} s"
+        outcomes = _cut_short(task, outcomes, error)
       yield task, outcomes
 
   def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
@@ -321,19 +426,14 @@ class Pool:
       if stop():
         raise Lost("stopped")
       if sent.lost >= self.patience:
-        raise Lost(f"not tried: {self.patience} workers were lost in a row")
+        raise Lost(_NOT_TRIED.format(self.patience))
       for outcome in process.ask(line, count, self._timeout * size, stop):
         outcomes.append(outcome)
       sent.lost = 0
       sent.done.put((task, outcomes))
     except Lost as error:
       sent.lost += 1
-      # The error is that of the function that was at work, and of all of its
-      # completions; those after it have no value.
-      outcomes = outcomes[: len(outcomes) // size * size]
-      outcomes += [Outcome(None, str(error))] * size
-      outcomes += [Outcome(None)] * (count - len(outcomes))
-      sent.done.put((task, outcomes))
+      sent.done.put((task, _cut_short(task, outcomes, str(error))))
     except BaseException as error:
       sent.done.put(error)
     finally:

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import json
 import math
-import numbers
 import os
 import resource
 import signal
@@ -27,12 +26,15 @@ from typing import Any, NamedTuple
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
 
-LARGEST = 1e30
-"""Largest absolute value of a reward: sums of them fit into float32."""
+LARGEST = 1e15
+"""Largest absolute value of a reward: sums of squares fit into float32."""
 
 LEEWAY = 2.0
 """Seconds beyond a task's limit, at which the parent kills a worker, after
 which the system does where the parent has died."""
+
+FOREVER = 1e9
+"""Seconds; the system's timers take little more."""
 
 _MEMORY = 2**33  # bytes of data that a worker may allocate
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
@@ -51,6 +53,10 @@ class Outcome(NamedTuple):
   value: float | None
   error: str | None = None
   extras: Mapping[str, float] = {}
+
+
+class OutOfTime(BaseException):
+  """Raised in a function that takes too long, and not caught as its failure."""
 
 
 def evaluate(
@@ -80,7 +86,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
     if len(values) == count:
       return [_outcome(value) for value in values]
     error = f"returned {len(values)} rewards for {count} completions"
-  except KeyboardInterrupt:
+  except (KeyboardInterrupt, OutOfTime):
     raise
   except BaseException as exception:  # asyncio's and pytest's, and SystemExit
     error = f"raised {functions.describe(exception)}"
@@ -88,7 +94,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Reads a returned value: None, a number, a scalar array, or verl's dict.
+  """Reads a returned value: None, a number, an array of one, or verl's dict.
 
   A dict has the reward as "score"; its other finite numbers are extras (the
   first 32), and anything else in it is ignored.
@@ -98,35 +104,43 @@ def _outcome(value: Any) -> Outcome:
     if _REWARD not in value:
       return Outcome(None, f"returned a dict without {_REWARD!r}")
     for key, other in value.items():
-      other = _scalar(other)
-      if key != _REWARD and _is_finite(other) and len(extras) < _MOST_EXTRAS:
-        extras[str(key)[:_LONGEST_NAME]] = float(other)
+      number = _float(_scalar(other))
+      fits = number is not None and abs(number) <= LARGEST
+      if key != _REWARD and fits and len(extras) < _MOST_EXTRAS:
+        extras[str(key)[:_LONGEST_NAME]] = number
     value = value[_REWARD]
   value = _scalar(value)
   if value is None:
     return Outcome(None, None, extras)
-  if not isinstance(value, numbers.Real):
+  number = _float(value)
+  if number is None:
     error = f"returned {type(value).__name__}, which is not a number"
-  elif not _is_finite(value):
-    error = f"returned {_float(value)}"
+  elif not abs(number) <= LARGEST:
+    error = f"returned {number:g}"
+    if math.isfinite(number):
+      error += f", more than {LARGEST:g}"
   else:
-    return Outcome(float(value), None, extras)
+    return Outcome(number, None, extras)
   return Outcome(None, error, extras)
 
 
 def _scalar(value: Any) -> Any:
-  return value.item() if getattr(value, "shape", None) == () else value
+  """The element of an array, of whatever library, that has one."""
+  shape = getattr(value, "shape", None)
+  one = isinstance(shape, tuple) and math.prod(shape) == 1
+  return value.item() if one else value
 
 
-def _float(value: numbers.Real) -> float:
+def _float(value: Any) -> float | None:
+  """Any number as a float, Decimal and Fraction too; None of what is none."""
+  if isinstance(value, str | bytes | bytearray):
+    return None  # which float() would read
   try:
     return float(value)
   except OverflowError:  # an integer or a fraction without bounds
     return math.inf
-
-
-def _is_finite(value: Any) -> bool:
-  return isinstance(value, numbers.Real) and abs(_float(value)) <= LARGEST
+  except (TypeError, ValueError):
+    return None
 
 
 def _limit_memory() -> None:
@@ -168,7 +182,7 @@ def main() -> None:
     name, _, task = line.partition(b" ")
     numbers_of_functions, items = json.loads(task)
     limit = setup["timeout"] * len(items) + LEEWAY
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    signal.setitimer(signal.ITIMER_REAL, min(limit, FOREVER))
     for i in numbers_of_functions:
       for outcome in evaluate(rewards[i], items, setup["sources"][i]):
         reply(name, outcome)

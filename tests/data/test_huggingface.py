@@ -133,9 +133,9 @@ def test_data_sets_of_the_hub(tmp_path):
     (row,) = ask("train", "org/sums", configuration="other")
     assert row == {"prompt": "x", "answer": "0.1"}
     (row,) = ask("train", "org/lines")
-    assert row == {"prompt": "other", "answer": "3"}
+    assert row == {"prompt": "other", "answer": 3}
     old = ask("train", "org/lines", revision=hub_server.COMMIT)
-    assert [row["answer"] for row in old] == ["1", "2"]
+    assert [row["answer"] for row in old] == [1, 2]
     for split, path, options, text in REFUSED:
       message = ask(split, path, **options)
       assert isinstance(message, str) and text in message, message
@@ -143,7 +143,7 @@ def test_data_sets_of_the_hub(tmp_path):
   with asking(tmp_path, HF_HUB_OFFLINE="1") as ask:
     old = ask("train", "org/lines", revision=hub_server.COMMIT)
     assert isinstance(old, list), old
-    assert [row["answer"] for row in old] == ["1", "2"]
+    assert [row["answer"] for row in old] == [1, 2]
     assert "HF_HUB_OFFLINE" in ask("train", "org/never")
     assert "HF_HUB_OFFLINE" in ask("train", "org/lines", revision="c" * 40)
     assert len(ask("test", "org/sums", **GSM8K)) == 4

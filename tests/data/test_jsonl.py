@@ -47,8 +47,8 @@ def test_fields_by_other_names(tmp_path):
   file = write(tmp_path / "a.jsonl", rows)
   names = {"prompt": "question", "answer": "final", "messages": "chat"}
   assert list(jsonl.load("train", path=file, **names)) == [
-    rows[0] | {"prompt": "1?", "answer": "42"},
-    rows[1] | {"prompt": turns, "answer": "0.5"},
+    rows[0] | {"prompt": "1?", "answer": 42},
+    rows[1] | {"prompt": turns, "answer": 0.5},
     rows[2] | {"prompt": "3?", "answer": ""},
   ]
   write(file, [{"prompt": "x"}])

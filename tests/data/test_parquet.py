@@ -61,7 +61,7 @@ def test_verl_s_columns_are_examples(kind, tmp_path):
     rows = list(kind.load("train", path=path))
     assert rows == [row | {"answer": str(i + 1)} for i, row in enumerate(VERL)]
   named = kind.load("train", path=file, answer="extra_info.index")
-  assert [row["answer"] for row in named] == list("01234")
+  assert [row["answer"] for row in named] == list(range(5))
   with pytest.raises(ValueError, match=r"row|line 1.*'extra_info.no'"):
     kind.load("train", path=file, answer="extra_info.no")
 

@@ -109,6 +109,11 @@ def unordered(completions):
   return {2.0, 1.0}
 
 
+def types(solution_str, ground_truth, extra_info):
+  values = ground_truth, *extra_info.values()
+  return ["int", "float", "bool", "str"] == [type(x).__name__ for x in values]
+
+
 def info(solution_str, extra_info):
   return float(len(extra_info))
 
@@ -144,6 +149,13 @@ def batched(data_sources, solution_strs, ground_truths, extra_infos):
 
 def trl_only(completion_ids):
   return [1.0]
+
+class Broken:
+  __signature__ = "(prompt, completion, example)"
+
+  def __call__(self, prompt, completion, example):
+    return 1.0
+broken_signature = Broken()
 
 def by_place(completions, /, **kwargs):
   return [1.0]
@@ -251,6 +263,9 @@ def test_verl_functions(files, workers):
     "compute_score/length": [[7, 2, 7]],
   }
   assert {k: v.tolist() for k, v in result.extras.items()} == extras
+  typed = {"answer": 12, "extra_info": {"a": 1.0, "b": True, "c": "1"}}
+  found, _ = computed([f"{files['verl']}:types"], [typed], texts, workers)
+  assert found[0].all()
   plain = {"answer": "12", "data_source": "x"}
   names = [f"{files['verl']}:{name}" for name in ("gsm8k", "everything")]
   found, _ = computed(names, [plain], texts)
@@ -290,18 +305,21 @@ def test_what_fails_of_one_completion_is_its_own(files):
 
 
 @pytest.mark.parametrize(
-  "how, reason",
+  "workers, how, reason",
   [
-    ("hangs", "no result after 0.6 s"),
-    ("exits", "ended its process with code"),
+    (0, "hangs", "no result after 0.6 s"),
+    (1, "hangs", "no result after 0.6 s"),
+    (1, "exits", "ended its process with code"),
   ],
 )
-def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
+def test_a_group_that_is_lost_has_a_limit_of_its_size(
+  files, workers, how, reason
+):
   """The others, and what other functions say of the same, are not."""
   odd, good = f"{files['trl']}:odd", f"{files['verl']}:gsm8k"
   after = f"{files['trl']}:metric_func"
   names, options = [odd, good, after], {"odd": {"how": how}}
-  given = [{"answer": "1"}], [["a", "b", "#### 1"]], 1, options
+  given = [{"answer": "1"}], [["a", "b", "#### 1"]], workers, options
   found, result = computed(names, *given, timeout=0.2)
   assert result.failed.all()
   assert all(f.reason.startswith(reason) for f in groups.all_failures(result))
@@ -324,6 +342,7 @@ def test_data_sets_of_a_mixture_that_a_function_is_not_for(files):
   [
     ("later", "later' is asynchronous.*write `def`"),
     ("later_object", "is asynchronous"),
+    ("broken_signature", "parameters of reward .* cannot be read .TypeError"),
     ("trl_and_verl", r"'completions' \(TRL's\) and 'solution_str' \(verl's\)"),
     ("trl_and_own", r"'prompts' \(TRL's\) and 'example' \(grpojax's own\)"),
     ("own_and_verl", r"'solution_str' \(verl's\) and 'prompt'.*rename one"),

@@ -33,6 +33,8 @@ def on_text(completion, answer):
     ("#### 1234,567", "1234567", 0),
     ("#### 1,23", "1,23", 1),
     ("#### two, three", "two, three", 1),
+    ("#### 1,234", 1234, 1),
+    ("#### 0.5", 0.5, 1),
   ],
 )
 def test_text_reward(completion, answer, expected):

@@ -1,4 +1,6 @@
 import contextlib
+import decimal
+import fractions
 import os
 import pathlib
 import signal
@@ -10,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from grpojax.rewards import process
+from grpojax.rewards import process, worker
 from grpojax.rewards.pool import Failure, Pool
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
@@ -63,7 +65,7 @@ def test_results_are_in_order(pool):
     ("text", "returned str, which is not a number"),
     ("nan", "returned nan"),
     ("-inf", "returned -inf"),
-    ("1e31", "returned 2e+31"),
+    ("1e15", "returned 2e+15, more than 1e+15"),
     ("five", "raised ValueError"),
   ],
 )
@@ -77,12 +79,24 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
   assert failure.reason.startswith(reason)
 
 
+def test_all_that_float_reads_is_a_number_but_no_text():
+  half = (np.array([[0.5]]), np.float16(0.5), decimal.Decimal("0.5"))
+  for value in (*half, fractions.Fraction(1, 2)):
+    assert worker._outcome(value) == (0.5, None, {}), value
+    numbers = worker._outcome({"score": 1, "more": value}).extras
+    assert numbers == {"more": 0.5}, value
+  text = np.array(["0.5"])
+  for value in ("0.5", b"0.5", text, {0.5}, [0.5], np.zeros(2), 0.5j):
+    value, error, _ = worker._outcome(value)
+    assert value is None and "not a number" in error
+
+
 def test_a_sum_that_is_too_large_is_a_failure():
   with Pool([BEHAVE], weights=[1e9]) as pool:
-    result = compute(pool, "1e29", "4")
+    result = compute(pool, "1e14", "4")
   same(result.rewards, [None, 4e9])
   [[failure]], _ = result.failures
-  assert failure[:2] == ("weighted sum", "is 1e+38, more than 1e+30")
+  assert failure[:2] == ("weighted sum", "is 1e+23, more than 1e+15")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -122,6 +136,23 @@ def test_lost_workers_are_replaced():
   ]
   for failure in failures:
     assert failure.reason.startswith(bad[failure.completion])
+
+
+def test_without_workers_time_is_limited_as_well():
+  def others(*_):
+    raise AssertionError
+
+  before = signal.signal(signal.SIGALRM, others)
+  try:
+    with Pool([PROMPT, BEHAVE], timeout=0.2) as pool:
+      result = compute(pool, "1", "sleep", "2", "hang", "loop", "3")
+      assert signal.getsignal(signal.SIGALRM) is others
+      assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+  finally:
+    signal.signal(signal.SIGALRM, before)
+  same(result.rewards, [2, None, 3, None, None, 4])
+  same(result.values["length_of_prompt"], [1] * 6)
+  assert reasons(result) == ["no result after 0.2 s"] * 3
 
 
 def test_workers_are_light_and_their_pipes_safe():
@@ -241,11 +272,14 @@ def test_check_signals_is_called_while_it_waits_and_between_completions():
   assert len(calls) == 3
 
 
-def test_a_batch_in_which_everything_hangs_is_given_up():
-  with Pool([BEHAVE], workers=1, timeout=0.2) as pool:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_in_which_everything_hangs_is_given_up(workers):
+  with Pool([BEHAVE], workers=workers, timeout=0.1) as pool:
     errors = reasons(compute(pool, *["sleep"] * 30))
-    assert errors[: pool.patience] == ["no result after 0.2 s"] * 8
-    assert set(errors[8:]) == {"not tried: 8 workers were lost in a row"}
+    assert errors[: pool.patience] == ["no result after 0.1 s"] * 8
+    assert set(errors[8:]) == {"not tried: 8 in a row had no result"}
+    if not workers:
+      return
     # One result in between, and nothing is given up; nor in the next batch.
     mixed = compute(pool, *["exit"] * 5, "1", *["exit"] * 5, "2")
     same(mixed.rewards, [*[None] * 5, 1, *[None] * 5, 2])

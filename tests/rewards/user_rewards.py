@@ -25,6 +25,12 @@ def behave(prompt, completion, example, *, scale=1.0):
     raise GeneratorExit(Unspeakable())
   if completion == "sleep":
     time.sleep(600)
+  if completion == "loop":
+    try:
+      while True:
+        pass
+    except Exception:
+      return 1.0
   if completion == "hang":  # inside C, holding the interpreter
     re.fullmatch("(a*)*b", "a" * 60)
   if completion == "exit":

@@ -45,6 +45,19 @@ def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_sigterm_ends_a_fork(capfd):
+  with interrupts.sigterm_requests(several=False) as requested:
+    child = os.fork()
+    if not child:
+      time.sleep(20)
+      os._exit(0)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -15 and not requested()
+  assert capfd.readouterr().err == ""
+
+
 def test_ctrl_c_in_a_weak_references_callback_comes_again(ctrl_c):
   """Python ignores what such a callback raises."""
 

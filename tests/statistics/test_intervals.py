@@ -12,6 +12,7 @@ from grpojax.statistics.intervals import (
   mean_interval,
   paired_difference,
   paired_proportions,
+  share_interval,
   wilson_interval,
 )
 
@@ -23,6 +24,31 @@ def test_mean_interval_equals_scipy(count):
   expected = stats.t.interval(0.95, count - 1, mean, stats.sem(values))
   found = mean_interval(values)
   np.testing.assert_allclose(found, [mean, *expected], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+  "prompts, a, b", [(100, 0.02, 2), (20, 1, 1), (2, 9, 9)]
+)
+def test_a_share_s_interval_keeps_its_coverage_near_0_and_1(prompts, a, b):
+  """Student's holds 86% of the first, 87% of the last, and leaves [0, 1]."""
+  rng, held = np.random.default_rng(0), 0
+  for _ in range(400):
+    values = rng.binomial(4, rng.beta(a, b, prompts)) / 4
+    rate, low, high = share_interval(values)
+    assert 0 <= low <= rate <= high <= 1 and low < high
+    held += low <= a / (a + b) <= high
+    other = share_interval(1 - values)
+    np.testing.assert_allclose(other, [1 - rate, 1 - high, 1 - low], atol=1e-12)
+  assert held >= 0.94 * 400
+
+
+def test_a_share_s_interval_is_student_s_in_the_middle():
+  values = np.random.default_rng(0).binomial(4, 0.5, 10_000) / 4
+  np.testing.assert_allclose(
+    share_interval(values), mean_interval(values), rtol=1e-3
+  )
+  with pytest.raises(ValueError, match="at least 2 prompts"):
+    share_interval(np.array([0.5]))
 
 
 def test_wilson_interval_ends_where_the_score_test_just_rejects():

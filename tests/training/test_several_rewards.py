@@ -11,7 +11,7 @@ from grpojax.aot import programs
 from grpojax.core import advantages
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import multi_reward
-from grpojax.rewards import groups
+from grpojax.rewards import groups, pool
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import (
   aggregation,
@@ -77,6 +77,41 @@ def test_a_step_compares_what_was_asked_for(
     row["reward_mean"], np.nanmean(scores.rewards), rtol=1e-6
   )
   assert not batch.completion_mask[1, 2].any() and batch.advantages[1, 2] == 0
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e8, -1e11])
+def test_an_offset_of_all_rewards_changes_no_difference(offset, settings_with):
+  """In float32 1e8 + 1 is 1e8; only the middle group's offset is so large."""
+  raw = np.array([[0.0, 1, 1, 3], [4, 1, NAN, 2], [0.1, 0.7, 0.3, 0.1]])
+  total = raw + np.array([[0.0], [offset], [0.0]])
+  exact = pool.exact_enough(total)
+  assert (exact.dtype == np.float32) == (not offset)
+  scores = groups.GroupRewards(exact, {"a": exact}, np.isnan(raw), [[[]]] * 3)
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  for changes in ({}, {"reward__aggregation": "normalize_then_sum"}):
+    settings = settings_with(advantage="grpo", **changes)
+    placed, values = rewards_lib.place_rewards(settings, scores, mesh)
+    placed = placed if values is None else values[0]
+    placed = np.asarray(placed)
+    found, expected = (x[1] - x[1, 0] for x in (placed, raw))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expected = raw[[0, 2]].astype(np.float32)
+    np.testing.assert_array_equal(placed[[0, 2]], expected)
+  metrics = rewards_lib.metrics(scores)
+  if offset:
+    assert metrics["reward_mean"] == np.nanmean(total)
+  # Those that are not of a group alone are what they were.
+  settings = settings_with(advantage="shrinkage")
+  placed, _ = rewards_lib.place_rewards(settings, scores, mesh)
+  np.testing.assert_array_equal(placed, total.astype(np.float32))
+
+
+def test_differences_of_rounding_are_none():
+  equal = np.array([[0.1 + 0.2, 0.3], [1.0, 0.0]])
+  assert pool.exact_enough(equal).dtype == np.float32
+  large = np.concatenate([equal, [[1e8, 1e8 + 1]]])
+  found = pool.exact_enough(large)
+  np.testing.assert_array_equal(found, [[0.3, 0.3], *large[1:]])
 
 
 def test_what_is_dropped_is_not_in_the_normalisation(

@@ -157,21 +157,23 @@ ADVANTAGES = {
 }
 """Advantages that a training run can compute, by name."""
 
-SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
-"""Advantages that are `leave_one_out` times one number for the whole batch: the
-best group size of `statistics.group_size` is theirs."""
-
-ZERO_IN_EQUAL_GROUPS = (
+WITHIN_GROUPS = (
   "leave_one_out",
   "grpo",
   "dr_grpo",
   "batch_std",
   "length_weighted",
   "score_weighted",
-  "norm_ratio",
   "max_at_k",
   "min_at_k",
   "pairwise_rank",
 )
+"""Advantages that stay the same where a number is added to all of a group."""
+
+SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
+"""Advantages that are `leave_one_out` times one number for the whole batch: the
+best group size of `statistics.group_size` is theirs."""
+
+ZERO_IN_EQUAL_GROUPS = (*WITHIN_GROUPS, "norm_ratio")
 """Advantages that are exactly 0 in a group of equal rewards: it can be left out
 (`core.dynamic_sampling`)."""

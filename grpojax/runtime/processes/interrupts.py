@@ -37,6 +37,22 @@ _IGNORING = ("__del__", "_xla_gc_callback", "weakref.py", "_weakrefset.py")
 second is JAX's, when garbage is collected, which is often while it compiles."""
 
 
+def _after_fork() -> None:
+  """Leaves SIGTERM to the system in a fork, as of a `multiprocessing.Pool`."""
+  if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  _mask(signal.SIG_UNBLOCK)
+
+
+_mask = lambda action: signal.pthread_sigmask(action, {signal.SIGTERM})
+# Python forgets a signal that comes just after a fork: it is held back.
+os.register_at_fork(
+  before=lambda: _mask(signal.SIG_BLOCK),
+  after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
+  after_in_child=_after_fork,
+)
+
+
 class Left(Exception):
   """The end of a run before it began; nothing is lost, or to be saved."""
 

@@ -26,9 +26,9 @@ from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics.intervals import (
   PairedDifference,
-  mean_interval,
   paired_difference,
   paired_proportions,
+  share_interval,
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
@@ -275,7 +275,10 @@ def outcomes(
   `right` is a text of a 0 or 1 a prompt, and `problems` a fingerprint of what
   was asked in which order: evaluations with the same one can be compared.
   """
-  problems = [[e.get("prompt"), e.get("answer")] for e in result.examples]
+  problems = [  # 7 and "7" are one answer
+    [e.get("prompt"), str(e["answer"]) if "answer" in e else None]
+    for e in result.examples
+  ]
   text = json.dumps(problems, sort_keys=True, default=repr)
   return {
     "problems": hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -300,11 +303,11 @@ def _right_or_wrong(*values: np.ndarray) -> bool:
 def estimate(values: np.ndarray) -> tuple[float, float, float]:
   """Mean over prompts with its 95% interval: mean, low, high.
 
-  Wilson's interval where each prompt is right or wrong, else Student's.
+  Wilson's interval where each prompt is right or wrong, else `share_interval`.
   """
   if _right_or_wrong(values):
     return wilson_interval(int(np.sum(values)), len(values))
-  return mean_interval(values)
+  return share_interval(values)
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:

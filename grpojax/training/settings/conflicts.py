@@ -4,8 +4,8 @@ Each setting has been found in its own range before (`core.options`). A new
 conflict is one more `yield` in a function of `CONFLICTS`.
 """
 
-import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,7 +68,8 @@ def _regex_error(text: str) -> str:
 
 
 def _finite(values: Any) -> bool:
-  return all(isinstance(x, (int, float)) and math.isfinite(x) for x in values)
+  largest = sys.float_info.max  # an integer may be too large for a float
+  return all(isinstance(x, int | float) and abs(x) <= largest for x in values)
 
 
 def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
@@ -155,7 +156,7 @@ def _rewards(s: TrainSettings) -> Rows:
   if len(reward.weights) != len(names) or not _finite(reward.weights):
     remedy = "must be finite numbers, one for each of reward.functions"
     yield "reward.weights", remedy
-  if not math.isfinite(reward.model_weight):
+  if not _finite([reward.model_weight]):
     yield "reward.model_weight", "must be finite"
   if s.sampling.parts > 1 and (reward.on_device or not reward.workers):
     yield (

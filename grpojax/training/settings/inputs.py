@@ -196,12 +196,11 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "processes of this machine that compute rewards; 0 = this one does, "
-    "without a time limit",
+    "processes of this machine that compute rewards; 0 = this one does",
     within="[0, 1024]",
   )
   timeout: float = option(
-    10.0, "seconds a completion, in a worker", within=POSITIVE
+    30.0, "seconds that the reward of a completion may take", within=POSITIVE
   )
   model: str = option(
     "",

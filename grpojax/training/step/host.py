@@ -243,7 +243,7 @@ class HostStep:
     batch = resampling.as_drawn(rollout, rewards, examples)
     if self.resample_groups is not None:
       batch = self.resample_groups(state.params, batch, key, timer, take)
-    metrics = rewards_lib.metrics(batch.drawn) | batch.metrics
+    metrics = {**batch.metrics, **rewards_lib.metrics(batch.drawn)}
     metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
     if state.difficulty is not None:
       metrics |= difficulty.metrics(state, prompts, examples)
@@ -282,12 +282,16 @@ class HostStep:
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards
   ) -> dict[str, Any]:
     """Metrics of a diagnosis, on the host."""
-    placed = mesh_lib.place(rewards.rewards, self.mesh, "batch", "group")
+    own, unknown = rewards.rewards, {}
+    if own.dtype != np.float32:  # one number less: this compares prompts
+      own = (own - np.nanmean(own)).astype(np.float32)
+      unknown = {"gradient_mse_vanilla": np.nan}
+    placed = mesh_lib.place(own, self.mesh, "batch", "group")
     metrics = self.diagnose(
       state.params, rollout, placed, diagnosis_key(state), state.score_norms
     )
     policy_lib.wait(metrics, self.check_signals)
-    return mesh_lib.fetch(metrics)
+    return mesh_lib.fetch(metrics) | unknown
 
   def _make_batch(
     self,

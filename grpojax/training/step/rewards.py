@@ -20,13 +20,16 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.core.types import Rollout
 from grpojax.data.examples import SOURCE
 from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
+from grpojax.rewards import pool as pool_lib
 from grpojax.rewards.conventions import STATE
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure, Pool, Submission
+from grpojax.rewards.worker import LARGEST
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
@@ -295,7 +298,8 @@ def _gather_rewards(
     return rewards
 
   def array(rows):  # a process may have no prompt of a short batch
-    return np.array(rows, np.float32).reshape(-1, rewards.rewards.shape[1])
+    parsed = np.array(rows, np.float64).reshape(-1, rewards.rewards.shape[1])
+    return pool_lib.exact_enough(parsed)
 
   def parse(fields):
     parsed = _map_arrays(array, GroupRewards(*fields))
@@ -362,10 +366,10 @@ def add_model(
   """Adds a reward model's rewards, also where all functions abstain.
 
   They are among the values of the functions, by the name `MODEL`; one that is
-  not finite is a failure of this example and text.
+  not finite, or too large, is a failure of this example and text.
   """
   by_model = by_model.astype(np.float32)
-  finite = np.isfinite(by_model)
+  finite = np.abs(by_model) <= LARGEST
   failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.argwhere(~finite).tolist():
     reason, prompt = f"returned {by_model[b, g]}", examples[b]["prompt_text"]
@@ -374,7 +378,7 @@ def add_model(
   failed = rewards.failed | ~finite
   total = by_functions + reward_pool.model_weight * by_model
   return rewards._replace(
-    rewards=np.where(failed, np.nan, total).astype(np.float32),
+    rewards=pool_lib.exact_enough(np.where(failed, np.nan, total)),
     values=rewards.values | {MODEL: np.where(finite, by_model, np.nan)},
     failed=failed,
     failures=failures,
@@ -398,12 +402,17 @@ def place_rewards(
   """Places rewards on a mesh, and each function's where they are aggregated.
 
   The latter are None where `reward.aggregation` compares nothing but the sum.
+  They are `in_float32` if nothing but the group is compared, and `metrics` has
+  the mean of what they were.
   """
   values = None
   if aggregation(settings.reward) is not None:
-    values = stack_values(rewards)
+    values = pool_lib.in_float32(stack_values(rewards))
+  placed = rewards.rewards.astype(np.float32)
+  if settings.loss.advantage in WITHIN_GROUPS:
+    placed = pool_lib.in_float32(rewards.rewards)
   return (
-    mesh_lib.place(rewards.rewards, mesh, "batch", "group"),
+    mesh_lib.place(placed, mesh, "batch", "group"),
     mesh_lib.place(values, mesh, None, "batch", "group"),
   )
 
@@ -431,9 +440,13 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
 
   `reward_NAME` and `reward_NAME_std` are over the completions that a function
   has a value for; `reward_FUNCTION/NAME` is the mean of another number of it.
+  Mean and spread are here where the devices do not have the whole rewards.
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
+  if rewards.rewards.dtype != np.float32:
+    row["reward_mean"] = float(np.nanmean(rewards.rewards))
+    row["reward_std"] = float(np.nanstd(rewards.rewards))
   if len(rewards.values) > 1:
     for name, values in rewards.values.items():
       if not np.isnan(values).all():
