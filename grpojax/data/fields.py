@@ -8,7 +8,6 @@ errors. A name with dots is a field of a field. Where there is no field
 import datetime
 import decimal
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 

@@ -7,6 +7,7 @@ import pytest
 
 from grpojax.rewards import exact
 from grpojax.rewards.pool import Failure
+from grpojax.statistics import intervals
 from grpojax.statistics.intervals import paired_difference, wilson_interval
 from grpojax.training.evaluation import evaluation
 
@@ -44,6 +45,8 @@ def test_graded_rewards_have_their_mean_beside_the_accuracy():
   accuracy, reward = evaluation.lines(values)
   assert accuracy.startswith("greedy accuracy  33.3%")
   assert reward.startswith("mean reward  0.5  [")
+  large = evaluation.estimate(np.array([-3.0, 5.0, 10.0]))  # no share
+  assert large == intervals.mean_interval(np.array([-3.0, 5.0, 10.0]))
   missing = evaluation.per_prompt(evaluated([[0.5], [np.nan]]))
   assert "reward" not in missing  # of other prompts than the accuracy
 

@@ -26,6 +26,7 @@ from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics.intervals import (
   PairedDifference,
+  mean_interval,
   paired_difference,
   paired_proportions,
   share_interval,
@@ -303,11 +304,13 @@ def _right_or_wrong(*values: np.ndarray) -> bool:
 def estimate(values: np.ndarray) -> tuple[float, float, float]:
   """Mean over prompts with its 95% interval: mean, low, high.
 
-  Wilson's interval where each prompt is right or wrong, else `share_interval`.
+  Wilson's interval where each prompt is right or wrong, `share_interval` of
+  other values in [0, 1], and else Student's.
   """
   if _right_or_wrong(values):
     return wilson_interval(int(np.sum(values)), len(values))
-  return share_interval(values)
+  inside = values.min() >= 0 and values.max() <= 1
+  return share_interval(values) if inside else mean_interval(values)
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
