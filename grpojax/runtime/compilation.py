@@ -70,7 +70,7 @@ def keep() -> None:
     return
   try:
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    path = pathlib.Path(home) / "grpojax" / "compiled" / _machine()
+    path = pathlib.Path(home) / "grpojax" / "xla" / _machine()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
   except (OSError, RuntimeError):  # no home, or none to write to
     return

@@ -46,7 +46,7 @@ def kept(tmp_path, **environment):
 @pytest.mark.parametrize(
   "environment, expected",
   [
-    ({}, ".cache/grpojax/compiled/"),
+    ({}, ".cache/grpojax/xla/"),
     ({"JAX_COMPILATION_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
     ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, "None"),
     ({"XDG_CACHE_HOME": "/proc/none"}, "None"),
