@@ -14,8 +14,10 @@ from unittest import mock
 
 import numpy as np
 
+from grpojax.models.huggingface import ASSETS
 from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
+from grpojax.runtime.text import trial
 from grpojax.runtime.text.chat_template import DATE, set_messages, whole_chat
 from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
 from grpojax.runtime.text.chat_template import today as today
@@ -75,11 +77,24 @@ def load(path: str | os.PathLike) -> Any:
   generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
   name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
   try:
-    return getattr(transformers, name).from_pretrained(
+    tokenizer = getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
+    _try(path, tokenizer)
   except Exception as error:  # transformers raises many kinds
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
+  return tokenizer
+
+
+def _try(path: pathlib.Path, tokenizer: Any) -> None:
+  """Refuses files of strangers that take all time or memory."""
+  if ASSETS not in path.absolute().parents:
+    file, state = path / "tokenizer.json", ()
+    if file.is_file():
+      state = file.stat().st_size, file.stat().st_mtime_ns
+    has_template = bool(tokenizer.chat_template)
+    template = tokenizer.get_chat_template() if has_template else ""
+    trial.check(template, str(file), state)
 
 
 def format_prompt(
