@@ -234,6 +234,10 @@ def test_all_that_does_not_fit_is_in_one_error(tmp_path):
     "of another shape: lm_head.weight [8, 11] instead of [11, 8]",
     "of a type that is not read: model.embed_tokens.weight I8",
   ]
+  names = {f"x{i}": np.zeros(1, np.float32) for i in range(999)}
+  path = write_model(tmp_path / "many", tensors | names)
+  with pytest.raises(ValueError, match="x114, and 980 more\n"):
+    hf.load_params(path)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BF16])

@@ -139,6 +139,10 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
     return _family(hf_config).config(hf_config)
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
+  except (AttributeError, TypeError) as error:
+    raise ValueError(
+      f"config.json has a value of a kind that it cannot be of ({error})"
+    ) from error
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:

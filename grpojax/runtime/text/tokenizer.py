@@ -59,8 +59,8 @@ def load(path: str | os.PathLike) -> Any:
       transformers knows) and `tokenizer_config.json`.
 
   Raises:
-    ValueError: the directory or its tokenizer files are missing, or cannot be
-      read.
+    ValueError: the directory or its tokenizer files are missing, cannot be
+      read, take all time or memory, or are of another model than config.json.
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -83,7 +83,19 @@ def load(path: str | os.PathLike) -> Any:
     _try(path, tokenizer)
   except Exception as error:  # transformers raises many kinds
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
+  _check_vocabulary(path, tokenizer)
   return tokenizer
+
+
+def _check_vocabulary(path: pathlib.Path, tokenizer: Any) -> None:
+  """Refuses ids that the model beside the tokenizer has no embeddings for."""
+  config = path / "config.json"
+  size = config.is_file() and read_json(config).get("vocab_size")
+  if type(size) is int and max(tokenizer.get_vocab().values()) >= size:
+    raise ValueError(
+      f"the tokenizer in {path} has ids of {size} and more, but the model has "
+      "only so many embeddings: they are not of the same model"
+    )
 
 
 def _try(path: pathlib.Path, tokenizer: Any) -> None:
