@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from grpojax.core.arguments import Ids, random_key, read_rewards
+from grpojax.core.arguments import (
+  Ids,
+  check_end_ids,
+  check_params,
+  init_optimizer,
+  random_key,
+  read_rewards,
+)
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
@@ -27,14 +34,20 @@ from grpojax.core.update import Metrics, UpdateOptions, make_update
 def init_state(
   params: Params, tx: optax.GradientTransformation, key: Array
 ) -> TrainState:
-  """State before the first step; the random key decides the whole run."""
+  """State before the first step; the random key decides the whole run.
+
+  Raises:
+    ValueError: parameters that are not float32 or bfloat16, an optimizer that
+      asks for more than gradients, its state and parameters, or no random key.
+  """
 
   def zero():  # each a buffer of its own, or the state could not be donated
     return jnp.zeros((), jnp.int32)
 
+  check_params(params)
   return TrainState(
     params=params,
-    opt_state=tx.init(params),
+    opt_state=init_optimizer(tx, params),
     key=random_key(key),
     step=zero(),
     prompts_consumed=zero(),
@@ -86,7 +99,8 @@ def make_grpo_step(
       those of the state.
 
   Returns:
-    `step(state, prompts, ref_params=None) -> (state, metrics)`.
+    `step(state, prompts, ref_params=None) -> (state, metrics)`. It raises
+    ValueError for `eos_ids` outside the model's vocabulary.
   """
   update_policy = make_update(lm, tx, objective, update, sampling)
 
@@ -103,6 +117,7 @@ def make_grpo_step(
       sampling=sampling,
       decoding=decoding,
     )
+    check_end_ids(lm, state.params, prompts, eos_ids)
     rewards = reward_fn(samples, prompts.targets)
     rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")
     batch = make_batch(
