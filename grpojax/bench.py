@@ -21,13 +21,11 @@ Steps in which other processes took 8% of the CPUs or more do not count, unless
 all were so.
 """
 
-import contextlib
 import dataclasses
 import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
 
 import jax
 from ml_collections import ConfigDict
@@ -81,23 +79,6 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   return config, flags
 
 
-@contextlib.contextmanager
-def _memory_errors() -> Iterator[None]:
-  """Turns a lack of memory into a message and exit code 1."""
-  try:
-    yield
-  except (MemoryError, jax.errors.JaxRuntimeError) as error:
-    if isinstance(error, jax.errors.JaxRuntimeError) and (
-      "RESOURCE_EXHAUSTED" not in str(error)
-    ):
-      raise
-    raise SystemExit(
-      f"error: out of memory ({str(error)[:200]}): raise "
-      "--config.optim.micro_batches, or lower --config.batch_size, "
-      "--config.sampling.max_new_tokens or --config.logits_chunk"
-    ) from None
-
-
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
@@ -109,13 +90,21 @@ def main(argv: list[str]) -> None:
     if not flags.workload:
       run = configured.open_run(settings)
   steps, warmup = flags.steps, flags.warmup
-  with _memory_errors():
+  try:
     if flags.workload:
       report = side_by_side.measure(flags.workload, settings, steps, warmup)
       text = json.dumps(report)
     else:
       report = configured.measure(run, steps, warmup)
       text = "\n".join(configured.lines(report))
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise SystemExit(
+      f"error: out of memory ({str(error)[:200]}): raise "
+      "--config.optim.micro_batches, or lower --config.batch_size, "
+      "--config.sampling.max_new_tokens or --config.logits_chunk"
+    ) from None
   try:  # first, for the screen may be gone; and so may the disk
     if out:
       with command_line.usage_errors():

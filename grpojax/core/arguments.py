@@ -67,8 +67,7 @@ def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
 def check_params(params: Params) -> None:
   """Refuses parameters that cannot be trained, by ValueError.
 
-  In float16 an optimizer's squares of gradients, and the number that it adds to
-  them, are 0: it divides by that.
+  In float16 squares of gradients, and Adam's eps, are 0: it divides by them.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
     dtype = jnp.result_type(leaf)
@@ -80,19 +79,15 @@ def check_params(params: Params) -> None:
 
 
 def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
-  """Returns the state of an optimizer; ValueError where it asks for more.
-
-  An update gets gradients, the optimizer's state and the parameters.
-  """
+  """Returns the state of an optimizer; ValueError where it asks for more."""
   try:
     state = tx.init(params)
     jax.eval_shape(tx.update, params, state, params)
   except (AttributeError, TypeError) as error:
     raise ValueError(
       "the optimizer is called as tx.update(gradients, state, parameters), and "
-      f"that fails ({error}): give an optax.GradientTransformation that needs "
-      "no more. lbfgs, polyak_sgd, momo and reduce_on_plateau ask for the loss "
-      "too, lookahead for two sets of parameters"
+      f"that fails ({error}). lbfgs, polyak_sgd, momo and reduce_on_plateau "
+      "ask for the loss, lookahead for two sets of parameters: take another one"
     ) from error
   return state
 

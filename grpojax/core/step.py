@@ -12,14 +12,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from grpojax.core.arguments import (
-  Ids,
-  check_end_ids,
-  check_params,
-  init_optimizer,
-  random_key,
-  read_rewards,
-)
+from grpojax.core import arguments
+from grpojax.core.arguments import Ids
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
@@ -44,11 +38,11 @@ def init_state(
   def zero():  # each a buffer of its own, or the state could not be donated
     return jnp.zeros((), jnp.int32)
 
-  check_params(params)
+  arguments.check_params(params)
   return TrainState(
     params=params,
-    opt_state=init_optimizer(tx, params),
-    key=random_key(key),
+    opt_state=arguments.init_optimizer(tx, params),
+    key=arguments.random_key(key),
     step=zero(),
     prompts_consumed=zero(),
     skipped=zero(),
@@ -117,9 +111,10 @@ def make_grpo_step(
       sampling=sampling,
       decoding=decoding,
     )
-    check_end_ids(lm, state.params, prompts, eos_ids)
+    arguments.check_end_ids(lm, state.params, prompts, eos_ids)
     rewards = reward_fn(samples, prompts.targets)
-    rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")
+    shape = samples.finished.shape
+    rewards = arguments.read_rewards(rewards, shape, "reward_fn")
     batch = make_batch(
       lm,
       samples,

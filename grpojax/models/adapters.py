@@ -201,15 +201,10 @@ def from_nnx(
 def check_causal(lm: LM, params: Params, length: int = 8) -> None:
   """Refuses a model whose earlier tokens see later ones.
 
-  Samples two random completions that differ in their second half, and compares
-  what the model says in the first, of which nothing may depend on the second.
-  A model that is not causal would train, on probabilities that it cannot sample
-  from.
-
-  Args:
-    lm: any model; call this once, outside of jit.
-    params: its parameters. All zero, they show nothing.
-    length: tokens of the completions.
+  Compares two random completions, of `length` tokens, that differ in their
+  second half: log-probabilities in the first may not. A model that is not
+  causal would train, on probabilities that it cannot sample from. Call this
+  once, outside of jit; parameters that are all zero show nothing.
 
   Raises:
     ValueError: it is not causal.

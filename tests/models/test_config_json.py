@@ -123,7 +123,7 @@ REFUSED = [
   ("llama", {"rope_scaling": 3}, "value of a kind"),
   ("llama", {"rope_scaling": LLAMA3 | {"factor": 0}}, "factor=0"),
   ("llama", {"rope_scaling": LLAMA3 | {"rope_type": []}}, "rope_type="),
-  ("llama", {"tie_word_embeddings": "no"}, "must be true or false"),
+  ("llama", {"tie_word_embeddings": "no"}, "use true or false"),
   ("llama", {"hidden_act": ["silu"]}, "hidden_act="),
   ("llama", {"architectures": [None]}, "value of a kind"),
   ("qwen2", {"layer_types": [["full_attention"]]}, "value of a kind"),

@@ -116,19 +116,15 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 def _check_links(directory: pathlib.Path) -> None:
   """Refuses a directory of which a file is a link to something else.
 
-  Such files are copied beside trained weights, which may be published: a link
-  to a file of secrets would go with them. Links to a file of the same name, and
-  the Hub's to its blobs, are what people and its cache make.
+  They are copied beside trained weights, which may be published: secrets would
+  go with them. Links to files of the same name, and the Hub's to blobs, stay.
   """
   for name in COMPANIONS:
     path = directory / name
     target = pathlib.Path(os.path.realpath(path))
     in_cache = target.parent.name == "blobs" and directory.resolve().parent.name
     if path.is_symlink() and target.name != name and in_cache != "snapshots":
-      raise ValueError(
-        f"{path} is a link to another file, {target}: copy that here if it is "
-        "meant"
-      )
+      raise ValueError(f"{path} is a link to another file, {target}: copy it")
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ computes; any other key is refused by its name, and never ignored. Defaults of
 absent keys are those of transformers' configuration classes.
 """
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -38,8 +39,12 @@ _OPTIONAL_SIZES = (
   "num_local_experts num_experts_per_tok"
 ).split()
 _MOST_LAYERS = 2**16  # of one expert
-# Not used by all models that have them, and then of any value.
-_ANY_NUMBER = ("rms_norm_eps", "sliding_window", "max_window_layers")
+# Other numbers are more than 0; the last two are not used by all models.
+_LEAST = {
+  "rms_norm_eps": 0.0,
+  "sliding_window": -math.inf,
+  "max_window_layers": -math.inf,
+}
 _FIXED = {
   "attention_dropout": 0.0,
   "partial_rotary_factor": 1.0,
@@ -119,27 +124,20 @@ def complete(
       "no model has so many"
     )
   for key, default in read.items():
-    _check_kind(key, whole[key], default)
-  if whole["rms_norm_eps"] < 0:
-    raise ValueError("config.json has an rms_norm_eps less than 0")
+    value = whole[key]
+    if isinstance(default, bool) and not isinstance(value, bool | None):
+      raise ValueError(f"config.json has {key}={value!r}: use true or false")
+    if type(default) in (int, float) and value is not None:
+      number(key, value, _LEAST.get(key, sys.float_info.min))
   return whole
 
 
-def _check_kind(key: str, value: Any, default: Any) -> None:
-  """Refuses a value that is not of its default's kind; null is none."""
-  if isinstance(default, bool) and not isinstance(value, bool | None):
-    raise ValueError(f"config.json has {key}={value!r}: must be true or false")
-  if type(default) in (int, float) and value is not None:
-    number(key, value, positive=key not in _ANY_NUMBER)
-
-
-def number(key: str, value: Any, positive: bool = True) -> float:
-  """Returns a finite number; ValueError names the key of what is none."""
-  is_number = type(value) in (int, float) and abs(value) < sys.float_info.max
-  if not is_number or (positive and value <= 0):
-    more = "more than 0" if positive else "that is finite"
+def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
+  """Returns a finite number of `least` or more; ValueError names its key."""
+  largest = sys.float_info.max
+  if type(value) not in (int, float) or not least <= value <= largest:
     raise ValueError(
-      f"config.json has {key}={value!r:.40}: must be a number {more}"
+      f"config.json has {key}={value!r:.40}, which is no number that it can be"
     )
   return float(value)
 

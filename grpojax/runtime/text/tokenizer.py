@@ -80,33 +80,25 @@ def load(path: str | os.PathLike) -> Any:
     tokenizer = getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
-    _try(path, tokenizer)
   except Exception as error:  # transformers raises many kinds
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
-  _check_vocabulary(path, tokenizer)
+  _check(path, tokenizer)
   return tokenizer
 
 
-def _check_vocabulary(path: pathlib.Path, tokenizer: Any) -> None:
-  """Refuses ids that the model beside the tokenizer has no embeddings for."""
-  config = path / "config.json"
+def _check(path: pathlib.Path, tokenizer: Any) -> None:
+  """Refuses ids that the model lacks, and files that take all time."""
+  config, file = path / "config.json", path / "tokenizer.json"
   size = config.is_file() and read_json(config).get("vocab_size")
   if type(size) is int and max(tokenizer.get_vocab().values()) >= size:
     raise ValueError(
       f"the tokenizer in {path} has ids of {size} and more, but the model has "
       "only so many embeddings: they are not of the same model"
     )
-
-
-def _try(path: pathlib.Path, tokenizer: Any) -> None:
-  """Refuses files of strangers that take all time or memory."""
-  if ASSETS not in path.absolute().parents:
-    file, state = path / "tokenizer.json", ()
-    if file.is_file():
-      state = file.stat().st_size, file.stat().st_mtime_ns
-    has_template = bool(tokenizer.chat_template)
-    template = tokenizer.get_chat_template() if has_template else ""
-    trial.check(template, str(file), state)
+  if ASSETS not in path.absolute().parents:  # which are our own
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    changed = file.stat().st_mtime_ns if file.is_file() else 0
+    trial.check(template, str(file), changed)
 
 
 def format_prompt(

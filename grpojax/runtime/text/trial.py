@@ -3,13 +3,12 @@
 A chat template is a program (in Jinja's sandbox, which keeps it from all but
 time and memory), and a tokenizer.json can make a text as long as it likes. So
 before either is used here, it sets and encodes small chats in a process whose
-time and memory are limited. What goes wrong there but for these is said where
-a prompt is set.
-
-This file is that process's program, too, which imports nothing of grpojax.
+time and memory are limited: this file, which imports nothing of grpojax. Other
+errors are said where a prompt is set.
 """
 
 import functools
+import itertools
 import json
 import os
 import resource
@@ -25,25 +24,21 @@ MEMORY = 2**32
 
 _LONGEST = 10**6  # characters of a small chat as text, and its tokens
 _TOO_MUCH = 3  # exit code
-_USER = {"role": "user", "content": "What is 1 + 1? Solve x = 2."}
-_SYSTEM = {"role": "system", "content": "Answer."}
-_ANSWER = {"role": "assistant", "content": "2"}
-_CHATS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
+_TEXTS = {
+  "system": "Answer.",
+  "user": "What is 1 + 1? Solve x = 2.",
+  "assistant": "2",
+}
+_CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
 
 @functools.lru_cache(maxsize=64)
-def check(template: str, file: str, state: tuple[int, ...]) -> None:
-  """Refuses a tokenizer that takes too long or too much memory.
+def check(template: str, file: str, changed: int) -> None:
+  """Refuses a chat template, or a tokenizer.json, without end; ValueError.
 
-  Args:
-    template: chat template; "" where there is none.
-    file: path of a tokenizer.json, which may be missing.
-    state: size and time of the file; a file that changes is tried anew.
-
-  Raises:
-    ValueError: it does.
+  There may be none of the two. A file that has `changed` is tried again.
   """
-  del state
+  del changed
   request = {"template": template, "file": file, "limits": (SECONDS, MEMORY)}
   try:
     code = subprocess.run(
@@ -60,9 +55,9 @@ def check(template: str, file: str, state: tuple[int, ...]) -> None:
     code = _TOO_MUCH
   if code < 0 or code == _TOO_MUCH:
     raise ValueError(
-      "the chat template or the tokenizer.json does not come to an end with a "
-      f"small chat within {SECONDS} s, {MEMORY // 2**30} GiB and {_LONGEST} "
-      "characters: do not use this model, or replace these files"
+      f"{file}, or its chat template, does not come to an end with a small "
+      f"chat in {SECONDS} s, {MEMORY / 2**30:g} GiB and {_LONGEST} characters: "
+      "do not use this model, or replace these files"
     )
 
 
@@ -77,60 +72,46 @@ def _environment() -> Any:
       next(parser.stream)
       return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+  def refuse(message):
+    raise ValueError(message)
+
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[Generation, ext.loopcontrols],
   )
   environment.filters["tojson"] = lambda value, **options: json.dumps(value)
-  environment.globals["raise_exception"] = _raise
-  environment.globals["strftime_now"] = str
+  environment.globals |= {"raise_exception": refuse, "strftime_now": str}
   return environment
-
-
-def _raise(message: str) -> None:
-  raise ValueError(message)
-
-
-def _try(text: str, encode: Any) -> None:
-  if len(text) > _LONGEST or len(encode(text)) > _LONGEST:
-    raise MemoryError
 
 
 def main() -> None:
   """Tries what the standard input asks for; the exit code is the answer."""
   request = json.load(sys.stdin)
   seconds, memory = request["limits"]
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   for limit, value in (
-    (resource.RLIMIT_CORE, 0),
     (resource.RLIMIT_CPU, seconds),
     (resource.RLIMIT_DATA, memory),
   ):
-    hard = resource.getrlimit(limit)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(limit, (value, hard))
+    resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
   encode = str
-  try:
-    if os.path.isfile(request["file"]):
-      import tokenizers
+  if os.path.isfile(request["file"]):
+    import tokenizers
 
-      backend = tokenizers.Tokenizer.from_file(request["file"])
-      encode = lambda text: backend.encode(text).ids
-    _try(_USER["content"], encode)
-    template = _environment().from_string(request["template"])
-  except MemoryError:
-    sys.exit(_TOO_MUCH)
-  except Exception:
-    return
-  for messages in _CHATS:
-    for prompts in (True, False):
-      try:
-        text = template.render(messages=messages, add_generation_prompt=prompts)
-        _try(text, encode)
-      except MemoryError:
-        sys.exit(_TOO_MUCH)
-      except BaseException:  # also a panic of Rust
-        pass
+    backend = tokenizers.Tokenizer.from_file(request["file"])
+    encode = lambda text: backend.encode(text).ids
+  template = _environment().from_string(request["template"])
+  for roles, prompts in itertools.product(_CHATS, (True, False)):
+    messages = [{"role": role, "content": _TEXTS[role]} for role in roles]
+    try:
+      text = template.render(messages=messages, add_generation_prompt=prompts)
+      if max(map(len, (text, encode(text), encode("1 + 1")))) > _LONGEST:
+        raise MemoryError
+    except MemoryError:
+      sys.exit(_TOO_MUCH)
+    except BaseException:  # a template's error, or a panic of Rust
+      continue
 
 
 if __name__ == "__main__":
