@@ -30,9 +30,7 @@ def init_state(
 ) -> TrainState:
   """State before the first step; the random key decides the whole run.
 
-  Raises:
-    ValueError: parameters that are not float32 or bfloat16, an optimizer that
-      asks for more than gradients, its state and parameters, or no random key.
+  ValueError says which of the three cannot be used, and why.
   """
 
   def zero():  # each a buffer of its own, or the state could not be donated

@@ -120,13 +120,13 @@ REFUSED = [
   ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
   ("llama", {"rope_theta": 10**400}, "rope_theta=1000"),
   ("llama", {"rope_theta": [1]}, "rope_theta="),
-  ("llama", {"rope_scaling": 3}, "value of a kind"),
+  ("llama", {"rope_scaling": 3}, "a misplaced value"),
   ("llama", {"rope_scaling": LLAMA3 | {"factor": 0}}, "factor=0"),
   ("llama", {"rope_scaling": LLAMA3 | {"rope_type": []}}, "rope_type="),
   ("llama", {"tie_word_embeddings": "no"}, "use true or false"),
   ("llama", {"hidden_act": ["silu"]}, "hidden_act="),
-  ("llama", {"architectures": [None]}, "value of a kind"),
-  ("qwen2", {"layer_types": [["full_attention"]]}, "value of a kind"),
+  ("llama", {"architectures": [None]}, "a misplaced value"),
+  ("qwen2", {"layer_types": [["full_attention"]]}, "a misplaced value"),
   ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar=-4"),
 ]
 

@@ -155,9 +155,7 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
   except (AttributeError, TypeError) as error:
-    raise ValueError(
-      f"config.json has a value of a kind that it cannot be of ({error})"
-    ) from error
+    raise ValueError(f"config.json has a misplaced value: {error}") from error
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:

@@ -39,12 +39,8 @@ _OPTIONAL_SIZES = (
   "num_local_experts num_experts_per_tok"
 ).split()
 _MOST_LAYERS = 2**16  # of one expert
-# Other numbers are more than 0; the last two are not used by all models.
-_LEAST = {
-  "rms_norm_eps": 0.0,
-  "sliding_window": -math.inf,
-  "max_window_layers": -math.inf,
-}
+_LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
+_LEAST["rms_norm_eps"] = 0.0  # other numbers are more than 0
 _FIXED = {
   "attention_dropout": 0.0,
   "partial_rotary_factor": 1.0,
@@ -119,10 +115,8 @@ def complete(
   experts = whole.get("num_local_experts") or whole.get("num_experts") or 1
   layers = whole["num_hidden_layers"]
   if layers * experts > _MOST_LAYERS:
-    raise ValueError(
-      f"config.json has num_hidden_layers={layers}, of {experts} experts each: "
-      "no model has so many"
-    )
+    counts = f"num_hidden_layers={layers}, of {experts} experts"
+    raise ValueError(f"config.json has {counts}: no model has so many")
   for key, default in read.items():
     value = whole[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):

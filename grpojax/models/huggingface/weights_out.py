@@ -96,8 +96,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   By then it has the checksums of its files, too (`file_checksums`).
 
   Raises:
-    ValueError: `path` exists already, or another process or user is about to
-      make it.
+    ValueError: `path` exists already, or another process or user makes it.
   """
   path = pathlib.Path(path)
   exists = f"{path} exists already; remove it or choose another path"
@@ -110,10 +109,8 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   except FileExistsError:
     about = partial.lstat()  # what is in it will be removed
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-      raise ValueError(
-        f"{partial} is a link, a file or another user's: remove it, or choose "
-        "another path"
-      ) from None
+      text = f"{partial} is a link, a file or another user's: remove it"
+      raise ValueError(text) from None
   lock = _lock(partial)
   try:
     for left in partial.iterdir():  # by a process that was killed

@@ -258,7 +258,7 @@ def close_all(opened: Mapping[str, Tracker]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-  """Returns an error's words; they may quote an address with its password."""
+  # It may quote an address with its password.
   text = " ".join(re.sub(r"://[^/\s@]*@", "://...@", str(error)).split())
   text = printable(text[:300])
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

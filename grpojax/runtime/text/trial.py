@@ -16,19 +16,11 @@ import subprocess
 import sys
 from typing import Any
 
-SECONDS = 10
-"""Seconds of a CPU that the trial may take."""
-
-MEMORY = 2**32
-"""Bytes of data that it may have."""
-
+SECONDS = 10  # of a CPU
+MEMORY = 2**32  # bytes of data
 _LONGEST = 10**6  # characters of a small chat as text, and its tokens
 _TOO_MUCH = 3  # exit code
-_TEXTS = {
-  "system": "Answer.",
-  "user": "What is 1 + 1? Solve x = 2.",
-  "assistant": "2",
-}
+_TEXTS = {"system": "Add.", "user": "1 + 1? Solve x = 2.", "assistant": "2"}
 _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
 
