@@ -33,7 +33,12 @@ _NAMES = {
   ),
   "grpojax.core.update": ("UpdateOptions", "make_update"),
   "grpojax.statistics": ("diagnostics",),
-  "grpojax.models.adapters": ("from_apply", "from_linen", "from_nnx"),
+  "grpojax.models.adapters": (
+    "check_causal",
+    "from_apply",
+    "from_linen",
+    "from_nnx",
+  ),
   "grpojax.models.transformer": ("TransformerConfig", "transformer"),
 }
 _MODULES = {name: module for module in _NAMES for name in _NAMES[module]}

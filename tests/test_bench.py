@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from grpojax import bench
@@ -38,6 +39,15 @@ def test_what_cannot_be_timed_is_said_first(words, monkeypatch, tmp_path):
   monkeypatch.setattr(configured, "measure", refuse)
   with pytest.raises(SystemExit, match=f"error: (?s:.*){WRONG[words]}"):
     bench.main(words.split())
+
+
+def test_a_lack_of_memory_is_said_with_what_to_lower(monkeypatch):
+  def measure(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
+
+  monkeypatch.setattr(side_by_side, "measure", measure)
+  with pytest.raises(SystemExit, match="out of memory .*optim.micro_batches"):
+    bench.main(["--workload=tail"])
 
 
 def test_made_up_prompts_are_of_no_data_set(monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Bool, Int, Key, Shaped
 
 from grpojax.core.group_axis import as_array
@@ -45,6 +46,50 @@ def end_ids(eos_ids: Any) -> Int[np.ndarray, "E"]:
   if ids.ndim > 1 or not np.issubdtype(ids.dtype, np.integer):
     raise ValueError(f"eos_ids are integers, as (1, 2), not {eos_ids!r}")
   return ids
+
+
+def check_end_ids(lm: LM, params: Params, prompts: Prompts, ids: Any) -> None:
+  """Refuses ids of an end that the model cannot write, by ValueError."""
+  vocabulary = _vocabulary(lm, params, prompts.prompt_ids, prompts.prompt_mask)
+  wrong = [i for i in end_ids(ids).tolist() if not 0 <= i < vocabulary]
+  if wrong:
+    raise ValueError(
+      f"eos_ids has {wrong}, outside the model's vocabulary, 0 to "
+      f"{vocabulary - 1}: no completion would ever end with such an id"
+    )
+
+
+def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
+  prefix = jax.eval_shape(lm.prefill, params, ids, mask)
+  return jax.eval_shape(lm.unembed, params, prefix.last_hidden).shape[-1]
+
+
+def check_params(params: Params) -> None:
+  """Refuses parameters that cannot be trained, by ValueError.
+
+  In float16 squares of gradients, and Adam's eps, are 0: it divides by them.
+  """
+  for path, leaf in jax.tree.leaves_with_path(params):
+    dtype = jnp.result_type(leaf)
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
+      raise ValueError(
+        f"parameter {jax.tree_util.keystr(path)} is {dtype}: float32 and "
+        "bfloat16 are trained; cast it, or keep it out of the parameters"
+      )
+
+
+def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
+  """Returns the state of an optimizer; ValueError where it asks for more."""
+  try:
+    state = tx.init(params)
+    jax.eval_shape(tx.update, params, state, params)
+  except (AttributeError, TypeError) as error:
+    raise ValueError(
+      "the optimizer is called as tx.update(gradients, state, parameters), and "
+      f"that fails ({error}). lbfgs, polyak_sgd, momo and reduce_on_plateau "
+      "ask for the loss, lookahead for two sets of parameters: take another one"
+    ) from error
+  return state
 
 
 def read_rewards(
@@ -103,9 +148,8 @@ def check_prompts(
       "right-padded; grpojax.prompts_from_left_padded(ids, mask) moves padding "
       "from the left"
     )
-  prefix = jax.eval_shape(lm.prefill, params, prompt_ids, prompt_mask)
-  logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
-  ids, vocabulary = np.asarray(prompt_ids), logits.shape[-1]
+  vocabulary = _vocabulary(lm, params, prompt_ids, prompt_mask)
+  ids = np.asarray(prompt_ids)
   wrong = np.argwhere(mask & ((ids < 0) | (ids >= vocabulary)))
   if wrong.size:
     row, column = wrong[0]

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from grpojax.core.arguments import Ids, random_key, read_rewards
+from grpojax.core import arguments
+from grpojax.core.arguments import Ids
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
@@ -27,15 +28,19 @@ from grpojax.core.update import Metrics, UpdateOptions, make_update
 def init_state(
   params: Params, tx: optax.GradientTransformation, key: Array
 ) -> TrainState:
-  """State before the first step; the random key decides the whole run."""
+  """State before the first step; the random key decides the whole run.
+
+  ValueError says which of the three cannot be used, and why.
+  """
 
   def zero():  # each a buffer of its own, or the state could not be donated
     return jnp.zeros((), jnp.int32)
 
+  arguments.check_params(params)
   return TrainState(
     params=params,
-    opt_state=tx.init(params),
-    key=random_key(key),
+    opt_state=arguments.init_optimizer(tx, params),
+    key=arguments.random_key(key),
     step=zero(),
     prompts_consumed=zero(),
     skipped=zero(),
@@ -86,7 +91,8 @@ def make_grpo_step(
       those of the state.
 
   Returns:
-    `step(state, prompts, ref_params=None) -> (state, metrics)`.
+    `step(state, prompts, ref_params=None) -> (state, metrics)`. It raises
+    ValueError for `eos_ids` outside the model's vocabulary.
   """
   update_policy = make_update(lm, tx, objective, update, sampling)
 
@@ -103,8 +109,10 @@ def make_grpo_step(
       sampling=sampling,
       decoding=decoding,
     )
+    arguments.check_end_ids(lm, state.params, prompts, eos_ids)
     rewards = reward_fn(samples, prompts.targets)
-    rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")
+    shape = samples.finished.shape
+    rewards = arguments.read_rewards(rewards, shape, "reward_fn")
     batch = make_batch(
       lm,
       samples,

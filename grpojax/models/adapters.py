@@ -2,6 +2,7 @@
 
 `from_linen(module)` and `from_nnx(factory)` take a model that maps ids [N, S]
 to logits [N, S, V]; `from_apply(apply, init)` takes any function that does.
+Whether a model of yours is causal is seen by `check_causal(lm, params)`.
 
 The model sees each sample as one unbroken row, its prompt's real tokens, then
 its completion, then padding:
@@ -195,6 +196,35 @@ def from_nnx(
     return module(ids, **keywords(positions, mask))
 
   return from_apply(apply, init)
+
+
+def check_causal(lm: LM, params: Params, length: int = 8) -> None:
+  """Refuses a model whose earlier tokens see later ones.
+
+  Compares two random completions, of `length` tokens, that differ in their
+  second half: log-probabilities in the first may not. A model that is not
+  causal would train, on probabilities that it cannot sample from. Call this
+  once, outside of jit; parameters that are all zero show nothing.
+
+  Raises:
+    ValueError: it is not causal.
+  """
+  prompt = jnp.zeros((1, 1), jnp.int32)
+  prefix = lm.prefill(params, prompt, jnp.ones((1, 1), bool))
+  vocabulary = lm.unembed(params, prefix.last_hidden).shape[-1]
+  half = length // 2
+  ids = jax.random.randint(jax.random.key(0), (length,), 0, vocabulary)
+  other = ids.at[half:].set((ids[half:] + 1) % vocabulary)
+  hidden, _ = lm.extend(params, prefix, jnp.stack([ids, other])[None])
+  logits = lm.unembed(params, hidden)[0].astype(jnp.float32)
+  change = jnp.abs(jnp.diff(jax.nn.log_softmax(logits), axis=0))
+  before, after = float(change[:, :half].max()), float(change[:, half:].max())
+  if before > max(1e-6, 1e-3 * after):  # more than rounding
+    raise ValueError(
+      "the model is not causal: other tokens at the end of a completion change "
+      f"log-probabilities at its beginning by up to {before:.2g} (those at the "
+      f"end: {after:.2g}). Give its attention a causal mask"
+    )
 
 
 def _rows(

@@ -151,7 +151,7 @@ def talk(
       try:
         _, answers = ask(speaker, {"prompt": prompt}, turn)
       except ValueError as error:
-        say(f"error: {error}")
+        say(printable(f"error: {error}"))  # may quote the model's template
         continue
       say("\n".join(lines(answers)))
       if turns:

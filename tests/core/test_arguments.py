@@ -158,3 +158,38 @@ def test_rewards_may_be_lists(case):
   rewards = [[float(i + j * j) for j in range(G)] for i in range(B)]
   found = make_batch(lm, samples, rewards).advantages
   np.testing.assert_array_equal(found, leave_one_out(jnp.asarray(rewards)))
+
+
+@pytest.mark.parametrize("ids", [-1, (0, 32), 2**31])
+def test_an_end_outside_the_vocabulary_is_refused(ids, case):
+  lm, params, _ = case
+  tx = optax.sgd(1.0)
+  step = make_grpo_step(
+    lm,
+    tx,
+    lambda samples, targets: jnp.zeros((B, G)),
+    group_size=G,
+    max_new_tokens=T,
+    eos_ids=ids,
+  )
+  with pytest.raises(ValueError, match="outside the model's vocabulary"):
+    jax.eval_shape(step, init_state(params, tx, KEY), Prompts(IDS, RIGHT))
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.lbfgs(),
+    optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau()),
+    optax.lookahead(optax.sgd(1.0), 3, 0.5),
+  ],
+)
+def test_an_optimizer_that_asks_for_more_is_refused(tx):
+  with pytest.raises(ValueError, match="the optimizer is called as"):
+    init_state({"w": jnp.ones(2)}, tx, KEY)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32])
+def test_parameters_of_other_types_are_refused(dtype):
+  with pytest.raises(ValueError, match=r"parameter \['w'\] is"):
+    init_state({"w": jnp.ones(2, dtype)}, optax.adam(1.0), KEY)

@@ -250,3 +250,21 @@ def test_linen_collections_besides_params_are_refused():
 
   with pytest.raises(ValueError, match="batch_stats"):
     adapters.from_linen(Normalised()).init(jax.random.key(0))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_model_that_is_not_causal_is_refused(is_causal):
+  def apply(params, ids, positions, mask):
+    seen = params["embed"][ids] * mask[..., None]
+    logits = jnp.cumsum(seen, axis=1) @ params["head"]
+    if is_causal:
+      return logits
+    total = jnp.sum(seen, axis=(1, 2), keepdims=True)
+    return logits + 0.02 * total * jnp.arange(VOCAB)
+
+  lm = adapters.from_apply(apply, bare_init)
+  params = lm.init(jax.random.key(0))
+  if is_causal:
+    return adapters.check_causal(lm, params)
+  with pytest.raises(ValueError, match="the model is not causal"):
+    adapters.check_causal(lm, params)

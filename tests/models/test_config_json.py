@@ -111,6 +111,23 @@ REFUSED = [
   ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
   ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
   ("gemma3", {}, "model_type='gemma3' is not supported"),
+  ("llama", {"num_attention_heads": 0}, "num_attention_heads=0"),
+  ("llama", {"num_attention_heads": 5}, "hidden_size=24, which is no mult"),
+  ("llama", {"vocab_size": 2**31}, "vocab_size=2147483648"),
+  ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
+  ("qwen3_moe", {"num_experts": 2**30}, "of 1073741824 experts"),
+  ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),
+  ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+  ("llama", {"rope_theta": 10**400}, "rope_theta=1000"),
+  ("llama", {"rope_theta": [1]}, "rope_theta="),
+  ("llama", {"rope_scaling": 3}, "a misplaced value"),
+  ("llama", {"rope_scaling": LLAMA3 | {"factor": 0}}, "factor=0"),
+  ("llama", {"rope_scaling": LLAMA3 | {"rope_type": []}}, "rope_type="),
+  ("llama", {"tie_word_embeddings": "no"}, "use true or false"),
+  ("llama", {"hidden_act": ["silu"]}, "hidden_act="),
+  ("llama", {"architectures": [None]}, "a misplaced value"),
+  ("qwen2", {"layer_types": [["full_attention"]]}, "a misplaced value"),
+  ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar=-4"),
 ]
 
 

@@ -18,6 +18,10 @@ def test_bad_directories_are_refused_by_name(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(base))
   with pytest.raises(ValueError, match="'gpt2' is not supported"):
     hf.load(tmp_path)
+  for text in ("[" * 10**5, '{"a": %s}' % ("1" * 5000), "{"):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json is not JSON"):
+      hf.load(tmp_path)
 
 
 def test_a_new_model_has_its_shape_also_in_transformers(tmp_path):

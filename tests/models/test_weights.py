@@ -218,6 +218,38 @@ def test_what_a_killed_process_left_is_not_in_the_next(tmp_path):
   assert names == ["checksums.json", "new"]
 
 
+def test_a_partial_directory_that_is_a_link_is_left_alone(tmp_path):
+  (tmp_path / "mine").mkdir()
+  (tmp_path / "mine" / "letter").touch()
+  (tmp_path / "out.partial").symlink_to(tmp_path / "mine")
+  with pytest.raises(ValueError, match="out.partial is a link"):
+    with weights_out.new_directory(tmp_path / "out"):
+      pass
+  assert (tmp_path / "mine" / "letter").exists()
+
+
+@pytest.mark.parametrize(
+  ("target", "refused"),
+  [
+    ("elsewhere/secret", True),
+    ("elsewhere/tokenizer.json", False),
+    ("elsewhere/blobs/0a1b", True),  # and not of the Hub's cache
+    ("hub/blobs/0a1b", False),
+  ],
+)
+def test_links_to_other_files_are_refused(target, refused, tmp_path):
+  place = "hub/snapshots/c0" if target.startswith("hub") else "model"
+  directory = tmp_path / place
+  directory.mkdir(parents=True)
+  (directory / "config.json").write_text('{"model_type": "llama"}')
+  (directory / "tokenizer.json").symlink_to(tmp_path / target)
+  if refused:
+    with pytest.raises(ValueError, match="tokenizer.json is a link to another"):
+      hf.resolve(directory)
+  else:
+    assert hf.resolve(directory) == directory
+
+
 def test_all_that_does_not_fit_is_in_one_error(tmp_path):
   tensors = tensors_of(CONFIG, np.float32)
   del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
@@ -234,6 +266,10 @@ def test_all_that_does_not_fit_is_in_one_error(tmp_path):
     "of another shape: lm_head.weight [8, 11] instead of [11, 8]",
     "of a type that is not read: model.embed_tokens.weight I8",
   ]
+  names = {f"x{i}": np.zeros(1, np.float32) for i in range(999)}
+  path = write_model(tmp_path / "many", tensors | names)
+  with pytest.raises(ValueError, match="x114, and 980 more\n"):
+    hf.load_params(path)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BF16])

@@ -311,6 +311,12 @@ def test_urls_that_are_none(wrong, message):
     pass
 
 
+def test_a_password_in_a_url_is_refused_and_not_repeated():
+  with pytest.raises(ValueError, match="://...@bucket/run has a pas") as error:
+    bucket.local("s3://KEY:PASS@bucket/run")
+  assert "PASS" not in str(error.value) and "KEY:" not in str(error.value)
+
+
 def test_several_processes_need_a_disk_or_gs(url, monkeypatch):
   monkeypatch.setattr(distributed, "count", lambda: 2)
   with pytest.raises(ValueError, match="mount"), opened(url):

@@ -147,3 +147,11 @@ def test_other_errors_of_the_file_system_are_not_hidden(tmp_path):
   pathlib.Path(tmp_path / "file").touch()
   with pytest.raises(NotADirectoryError), run_lock.hold(tmp_path / "file/run"):
     pass
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+  (tmp_path / "letter").write_text("Dear")
+  (tmp_path / run_lock.LOCK).symlink_to(tmp_path / "letter")
+  with pytest.raises(OSError, match="symbolic"), run_lock.hold(tmp_path):
+    pass
+  assert (tmp_path / "letter").read_text() == "Dear"

@@ -103,6 +103,16 @@ def test_malformed_files_are_named(tmp_path):
     tokenizers.load(tmp_path)
 
 
+def test_a_vocabulary_beyond_the_models_is_refused(tmp_path):
+  tokenizers.character_tokenizer().save_pretrained(tmp_path)
+  config = tmp_path / "config.json"
+  config.write_text('{"vocab_size": 100}')
+  assert tokenizers.load(tmp_path)
+  config.write_text('{"vocab_size": 99}')
+  with pytest.raises(ValueError, match="has ids of 99 and more"):
+    tokenizers.load(tmp_path)
+
+
 def test_no_eos_and_no_pad_are_errors(tmp_path):
   tokenizer = tokenizers.character_tokenizer()
   assert tokenizers.pad_id(tokenizer) == 0

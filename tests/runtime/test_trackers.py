@@ -88,6 +88,18 @@ def test_one_that_does_not_open_is_an_error_and_closes_the_others(
   assert two["good"].closed == 1
 
 
+def test_what_a_server_says_is_shown_without_passwords_and_escapes(
+  two, monkeypatch
+):
+  def refuses(run):
+    raise ConnectionError("http://me:SECRET@host/api\x1b[31m is closed")
+
+  monkeypatch.setitem(trackers.TRACKERS, "mlflow", refuses)
+  with pytest.raises(ValueError) as error:
+    trackers.open_all(["mlflow"], RUN, {})
+  assert r"http://...@host/api\x1b[31m is closed" in str(error.value)
+
+
 def test_a_missing_package_is_said(monkeypatch):
   trackers.check(["tensorboard"])
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

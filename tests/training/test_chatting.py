@@ -18,7 +18,7 @@ def asked(monkeypatch):
     turns.add(turn)
     prompts.append(example["prompt"])
     if example["prompt"] == "too hard":
-      raise ValueError("no such role")
+      raise ValueError("no such role\x1b")
     first = Answer(f"answer {len(prompts)}", 2, True)
     return "", [first, Answer("another", 1, True)]
 
@@ -50,7 +50,7 @@ def test_what_was_said_is_not_shown_again(between, turns, asked):
 def test_what_the_template_refuses_ends_no_chat(asked):
   shown = []
   chatting.talk(NOBODY, iter(["too hard", "two"]), shown.append, turns=True)
-  assert shown[0] == "error: no such role" and asked == ["too hard", "two"]
+  assert shown[0] == r"error: no such role\x1b" and asked == ["too hard", "two"]
 
 
 def test_answers_are_shown_without_control_characters():

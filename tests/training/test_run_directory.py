@@ -155,7 +155,7 @@ def test_a_run_is_resolved_to_its_model(tmp_path):
   assert policy.find_model(tmp_path) == tmp_path / "model"
   with pytest.raises(ValueError, match="no model at"):
     hf.resolve(tmp_path)  # which knows nothing of runs
-  with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
+  with pytest.raises(ValueError, match="lacks 'num_hidden_layers'"):
     hf.to_transformer_config(hf.read_config(policy.find_model(tmp_path)))
 
 

@@ -95,13 +95,14 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """Returns the directory of a path, or of an embedded model's name.
 
   Raises:
-    ValueError: neither exists, or it holds no model's config.json.
+    ValueError: neither exists, or it holds no model's config.json, or links.
   """
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
     # A run has a config.json too, but of another kind.
     file = directory / "config.json"
     if file.is_file() and "model_type" in weights.read_json(file):
+      _check_links(directory)
       return directory
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
   embedded = ", ".join(names)
@@ -110,6 +111,20 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     f"model.safetensors, the name of an embedded model ({embedded}), or "
     "ORG/NAME of the Hugging Face Hub"
   )
+
+
+def _check_links(directory: pathlib.Path) -> None:
+  """Refuses a directory of which a file is a link to something else.
+
+  They are copied beside trained weights, which may be published: secrets would
+  go with them. Links to files of the same name, and the Hub's to blobs, stay.
+  """
+  for name in COMPANIONS:
+    path = directory / name
+    target = pathlib.Path(os.path.realpath(path))
+    in_cache = target.parent.name == "blobs" and directory.resolve().parent.name
+    if path.is_symlink() and target.name != name and in_cache != "snapshots":
+      raise ValueError(f"{path} is a link to another file, {target}: copy it")
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
@@ -139,6 +154,8 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
     return _family(hf_config).config(hf_config)
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
+  except (AttributeError, TypeError) as error:
+    raise ValueError(f"config.json has a misplaced value: {error}") from error
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:

@@ -6,6 +6,7 @@ absent keys are those of transformers' configuration classes.
 """
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,9 @@ _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
   "num_local_experts num_experts_per_tok"
 ).split()
+_MOST_LAYERS = 2**16  # of one expert
+_LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
+_LEAST["rms_norm_eps"] = 0.0  # other numbers are more than 0
 _FIXED = {
   "attention_dropout": 0.0,
   "partial_rotary_factor": 1.0,
@@ -103,15 +107,33 @@ def complete(
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = whole.get(key, 1)  # what is absent is left to its reader
     absent = value is None and key in _OPTIONAL_SIZES
-    if not absent and (type(value) is not int or value < 1):
+    if not absent and (type(value) is not int or not 0 < value < 2**31):
       raise ValueError(
         f"config.json has {key}={value!r}, which must be a whole number of 1 "
-        "or more"
+        "or more, and less than 2**31"
       )
-  eps = whole["rms_norm_eps"]
-  if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-    raise ValueError(f"config.json has rms_norm_eps={eps!r}, which is no size")
+  experts = whole.get("num_local_experts") or whole.get("num_experts") or 1
+  layers = whole["num_hidden_layers"]
+  if layers * experts > _MOST_LAYERS:
+    counts = f"num_hidden_layers={layers}, of {experts} experts"
+    raise ValueError(f"config.json has {counts}: no model has so many")
+  for key, default in read.items():
+    value = whole[key]
+    if isinstance(default, bool) and not isinstance(value, bool | None):
+      raise ValueError(f"config.json has {key}={value!r}: use true or false")
+    if type(default) in (int, float) and value is not None:
+      number(key, value, _LEAST.get(key, sys.float_info.min))
   return whole
+
+
+def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
+  """Returns a finite number of `least` or more; ValueError names its key."""
+  largest = sys.float_info.max
+  if type(value) not in (int, float) or not least <= value <= largest:
+    raise ValueError(
+      f"config.json has {key}={value!r:.40}, which is no number that it can be"
+    )
+  return float(value)
 
 
 def _labels(hf_config: dict[str, Any]) -> int:
@@ -119,7 +141,8 @@ def _labels(hf_config: dict[str, Any]) -> int:
   name = (hf_config.get("architectures") or ["ForCausalLM"])[0]
   if name.endswith("ForSequenceClassification"):
     names = hf_config.get("id2label") or {}
-    return len(names) or hf_config.get("num_labels") or 2
+    labels = hf_config.get("num_labels") or 2
+    return len(names) or int(number("num_labels", labels))
   if not name.endswith("ForCausalLM"):
     raise ValueError(
       f"config.json has the architecture {name}; only ...ForCausalLM and "
@@ -133,19 +156,24 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   gemma = "hidden_activation" in hf_config
   name = "hidden_activation" if gemma else "hidden_act"
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-  if hf_config[name] not in activations:
+  if hf_config[name] not in list(activations):
     raise ValueError(
       f"config.json has {name}={hf_config[name]!r}; supported: "
       f"{list(activations)}"
     )
-  heads = hf_config["num_attention_heads"]
+  width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+  if not hf_config["head_dim"] and width % heads:
+    raise ValueError(
+      f"config.json has hidden_size={width}, which is no multiple of "
+      f"num_attention_heads={heads}, and no head_dim"
+    )
   return {
     "vocab_size": hf_config["vocab_size"],
-    "width": hf_config["hidden_size"],
+    "width": width,
     "layers": hf_config["num_hidden_layers"],
     "heads": heads,
     "kv_heads": hf_config["num_key_value_heads"] or heads,
-    "head_dim": hf_config["head_dim"] or hf_config["hidden_size"] // heads,
+    "head_dim": hf_config["head_dim"] or width // heads,
     "mlp": hf_config["intermediate_size"],
     "activation": activations[hf_config[name]],
     "norm_eps": hf_config["rms_norm_eps"],
@@ -204,13 +232,11 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
-  if kind not in ROPE_KINDS:
+  if kind not in list(ROPE_KINDS):
     raise ValueError(
       f"config.json asks for rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
     )
-  theta = float(values.pop("rope_theta"))
-  if not 0 < theta < math.inf:
-    raise ValueError(f"config.json has rope_theta={theta}: must be more than 0")
+  theta = number("rope_theta", values.pop("rope_theta"))
   if values.pop("partial_rotary_factor", 1.0) != 1.0:
     raise ValueError("config.json has a partial_rotary_factor other than 1.0")
   if kind == "llama3":
@@ -223,5 +249,7 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
     raise ValueError(
       f"the rope parameters in config.json lack {', '.join(sorted(lacking))}"
     )
-  fields = {ROPE_KINDS[kind][name]: float(x) for name, x in values.items()}
+  fields = {
+    ROPE_KINDS[kind][name]: number(name, x) for name, x in values.items()
+  }
   return Rope(theta, **fields)

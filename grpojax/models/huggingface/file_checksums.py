@@ -48,7 +48,7 @@ def verify(directory: pathlib.Path) -> None:
     return
   try:
     sums = json.loads(listed.read_text(encoding="utf-8")).items()
-  except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+  except (AttributeError, RecursionError, ValueError) as error:
     raise ValueError(
       f"{listed} is damaged ({error}): write the model again, or delete that "
       "file to read the others unverified"

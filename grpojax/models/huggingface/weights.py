@@ -27,6 +27,7 @@ STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
+_LISTED = 20  # names in one message
 _BLOCK = 2**20  # bytes of a file that are mapped at once: they count as memory
 
 
@@ -72,7 +73,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
   except FileNotFoundError:
     raise ValueError(f"{path} does not exist") from None
-  except (UnicodeDecodeError, json.JSONDecodeError) as error:
+  except (RecursionError, ValueError) as error:
     raise ValueError(f"{path} is not JSON: {error}") from error
   if not isinstance(value, dict):
     raise ValueError(f"{path} is not a JSON object")
@@ -127,7 +128,7 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
   missing = [name for name in names if not (directory / name).is_file()]
   if missing:
     raise ValueError(
-      f"{index} names files that are not there: {', '.join(missing)}; download "
+      f"{index} names files that are not there: {_some(missing)}; download "
       "them too"
     )
   return file_of
@@ -164,9 +165,15 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   if misplaced:
     raise ValueError(
       f"{directory / INDEX} names tensors that are not in their files: "
-      f"{', '.join(sorted(misplaced))}"
+      f"{_some(sorted(misplaced))}"
     )
   return tensors
+
+
+def _some(names: list[str]) -> str:
+  """Lists names, but not hundreds of them."""
+  more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+  return ", ".join(names[:_LISTED]) + more
 
 
 def check(
@@ -196,9 +203,7 @@ def check(
     ],
   }
   lines = [
-    f"{problem}: {', '.join(names)}"
-    for problem, names in problems.items()
-    if names
+    f"{problem}: {_some(names)}" for problem, names in problems.items() if names
   ]
   if lines:
     raise ValueError(

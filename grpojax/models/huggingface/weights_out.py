@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import shutil
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
@@ -74,7 +75,7 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 def _lock(directory: pathlib.Path) -> int:
   """Keeps others from writing to a directory (flock) while a file is open."""
-  file = os.open(directory, os.O_RDONLY)
+  file = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     ours = os.path.samestat(os.fstat(file), os.stat(directory))
@@ -95,14 +96,21 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   By then it has the checksums of its files, too (`file_checksums`).
 
   Raises:
-    ValueError: `path` exists already, or another process is about to make it.
+    ValueError: `path` exists already, or another process or user makes it.
   """
   path = pathlib.Path(path)
   exists = f"{path} exists already; remove it or choose another path"
   if os.path.lexists(path):
     raise ValueError(exists)
   partial = path.with_name(path.name + ".partial")
-  partial.mkdir(parents=True, exist_ok=True)
+  partial.parent.mkdir(parents=True, exist_ok=True)
+  try:
+    partial.mkdir()
+  except FileExistsError:
+    about = partial.lstat()  # what is in it will be removed
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+      text = f"{partial} is a link, a file or another user's: remove it"
+      raise ValueError(text) from None
   lock = _lock(partial)
   try:
     for left in partial.iterdir():  # by a process that was killed

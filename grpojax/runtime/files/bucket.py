@@ -33,6 +33,7 @@ from etils import epath
 from grpojax.runtime.files import disk, records, run_lock
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.runtime.processes import distributed, interrupts
+from grpojax.runtime.terminal.screen import printable
 
 PUSH = 60  # seconds between two copies of what is only read by people
 BEAT = 15  # seconds after which a lock that is held is written again
@@ -114,6 +115,12 @@ class _Copy:
 
   def __init__(self, url: str, by_orbax: tuple[str, ...], local: pathlib.Path):
     self.url, self.by_orbax, self.local = url, by_orbax, local
+    if secret := re.search("://[^/@]*:[^/@]*@", url):
+      raise ValueError(
+        f"{url.replace(secret[0], '://...@')} has a password, which would get "
+        "into config.json and logs: give it by what its library reads "
+        "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...)"
+      )
     try:
       self.fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -244,8 +251,8 @@ def _locked(copy: _Copy) -> Iterator[None]:
     before = read()
     if before != b"{}":
       print(
-        f"{copy.url} is, or was, in use by {run_lock.holder(before)}: waiting "
-        f"{LEASE} s to see which",
+        f"{copy.url} is, or was, in use by "
+        f"{printable(run_lock.holder(before))}: waiting {LEASE} s to see which",
         file=sys.stderr,
         flush=True,
       )

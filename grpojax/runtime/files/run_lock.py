@@ -87,7 +87,8 @@ def hold(directory: str | os.PathLike) -> Iterator[None]:
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / LOCK
   while True:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    # Not through a link: what that leads to would be emptied.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
       _lock(file, directory)
       if not _is_there(file, path):  # its holder was just ending

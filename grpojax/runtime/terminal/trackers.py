@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpojax.runtime.terminal.screen import printable
+
 TENSORBOARD = "tensorboard"
 PROJECT = "grpojax"
 """Project or experiment of runs whose user names none."""
@@ -256,5 +258,7 @@ def close_all(opened: Mapping[str, Tracker]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-  text = " ".join(str(error).split())[:300]
+  # It may quote an address with its password.
+  text = " ".join(re.sub(r"://[^/\s@]*@", "://...@", str(error)).split())
+  text = printable(text[:300])
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -42,34 +42,35 @@ def set_messages(
   """
   import jinja2
 
-  options = _checked(tokenizer, options)
-
-  def apply(messages):
-    return tokenizer.apply_chat_template(
-      messages, tokenize=False, add_generation_prompt=True, **options
-    )
-
+  options = _checked(tokenizer, options) | {"add_generation_prompt": True}
   has_system = messages[0]["role"] == "system" and len(messages) > 1
   try:
-    try:
-      text = apply(messages)
-    except jinja2.TemplateError:
-      if not has_system:
-        raise
-      text = None
-    if has_system and (
-      text is None or messages[0]["content"].strip() not in text
-    ):
-      # Refused by an error or, worse, by leaving it out.
-      system, first, *rest = messages
-      content = f"{system['content'].strip()}\n\n{first['content']}"
-      text = apply([first | {"content": content}, *rest])
-  except (jinja2.TemplateError, TypeError) as error:
+    text = _apply(tokenizer, messages, options)
+  except ValueError as error:
+    if not (has_system and isinstance(error.__cause__, jinja2.TemplateError)):
+      raise
+    text = None
+  if has_system and (
+    text is None or messages[0]["content"].strip() not in text
+  ):
+    # Refused by an error or, worse, by leaving it out.
+    system, first, *rest = messages
+    content = f"{system['content'].strip()}\n\n{first['content']}"
+    text = _apply(tokenizer, [first | {"content": content}, *rest], options)
+  return text
+
+
+def _apply(
+  tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> str:
+  try:
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+  except Exception as error:  # a template is a program: whatever it may raise
     raise ValueError(
-      f"the model's chat template does not take this prompt ({error}); roles: "
+      "the model's chat template does not take this prompt "
+      f"({str(error) or type(error).__name__}); roles: "
       f"{[message['role'] for message in messages]}"
     ) from error
-  return text
 
 
 def whole_chat(
@@ -77,7 +78,7 @@ def whole_chat(
 ) -> str:
   """Returns the text of a chat that has its answer; no date is today's."""
   options = _checked(tokenizer, {} if date is None else {DATE: date})
-  return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+  return _apply(tokenizer, messages, options)
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:

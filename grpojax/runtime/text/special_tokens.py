@@ -119,11 +119,19 @@ def encode(
   the tokenizer adds those that it adds itself.
 
   Raises:
-    ValueError: the tokenizer has no way to write a control token as text.
+    ValueError: the tokenizer has no way to write a control token as text, or
+      its patterns give up on the text.
   """
-  if marks(tokenizer).nonce not in marked:
-    return tokenizer.encode(marked, add_special_tokens=add_special_tokens)
-  return encode_marked(tokenizer, marked, add_special_tokens)
+  try:
+    if marks(tokenizer).nonce not in marked:
+      return tokenizer.encode(marked, add_special_tokens=add_special_tokens)
+    return encode_marked(tokenizer, marked, add_special_tokens)
+  except BaseException as error:
+    if type(error).__name__ != "PanicException":  # of Rust; no Exception
+      raise
+    raise ValueError(
+      f"the model's tokenizer cannot read a text ({error}): {marked[:80]!r}"
+    ) from error
 
 
 def encode_marked(

@@ -15,8 +15,10 @@ from unittest import mock
 
 import numpy as np
 
+from grpojax.models.huggingface import ASSETS
 from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
+from grpojax.runtime.text import trial
 from grpojax.runtime.text.chat_template import DATE, set_messages, whole_chat
 from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
 from grpojax.runtime.text.chat_template import today as today
@@ -58,8 +60,8 @@ def load(path: str | os.PathLike) -> Any:
       transformers knows) and `tokenizer_config.json`.
 
   Raises:
-    ValueError: the directory or its tokenizer files are missing, or cannot be
-      read.
+    ValueError: the directory or its tokenizer files are missing, cannot be
+      read, take all time or memory, or are of another model than config.json.
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -76,11 +78,28 @@ def load(path: str | os.PathLike) -> Any:
   generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
   name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
   try:
-    return getattr(transformers, name).from_pretrained(
+    tokenizer = getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
   except Exception as error:  # transformers raises many kinds
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
+  _check(path, tokenizer)
+  return tokenizer
+
+
+def _check(path: pathlib.Path, tokenizer: Any) -> None:
+  """Refuses ids that the model lacks, and files that take all time."""
+  config, file = path / "config.json", path / "tokenizer.json"
+  size = config.is_file() and read_json(config).get("vocab_size")
+  if type(size) is int and max(tokenizer.get_vocab().values()) >= size:
+    raise ValueError(
+      f"the tokenizer in {path} has ids of {size} and more, but the model has "
+      "only so many embeddings: they are not of the same model"
+    )
+  if ASSETS not in path.absolute().parents:  # which are our own
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    changed = file.stat().st_mtime_ns if file.is_file() else 0
+    trial.check(template, str(file), changed)
 
 
 def format_prompt(
