@@ -67,11 +67,6 @@ FLAGS = {
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  with interrupts.raising_ctrl_c():  # from here on none is lost
-    _train(argv)
-
-
-def _train(argv: list[str]) -> None:
   with command_line.usage_errors():
     config, flags = command_line.parse(
       argv,

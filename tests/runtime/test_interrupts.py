@@ -120,9 +120,9 @@ def test_signals_wait_for_the_end_of_what_they_would_harm(ctrl_c):
 def test_a_program_skips_the_end_of_the_interpreter(program):
   """Where XLA, which may be compiling still, would crash."""
   lines = [
-    "import sys, threading, grpojax",
-    "from grpojax.runtime.processes import interrupts",
-    "sys.excepthook = grpojax._interrupted" if program else "",
+    "import threading",
+    "from grpojax.runtime.processes import interrupts, program",
+    "program.begin()" if program else "",
     # A thread that the interpreter would wait for.
     "threading.Timer(0.3, print, ['last']).start()",
     "print('first')",

@@ -142,7 +142,7 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   if step % settings.log.every == 0 or step == settings.steps:
-    run.screen.say(step_line.line(settings, row, eta))
+    print(step_line.line(settings, row, eta), flush=True)
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:

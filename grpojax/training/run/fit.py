@@ -131,7 +131,7 @@ def remaining_steps(
     update_reference = reference.make_update_reference(settings, run.shardings)
   first, every = int(state.step) + 1, settings.diagnostics.every
   if first <= settings.steps:
-    run.screen.say("the first step compiles, which takes a while")
+    print("the first step compiles, which takes a while", flush=True)
   began = time.perf_counter() - progress.train_seconds
   for number in range(first, settings.steps + 1):
     check_signals(together=True)
