@@ -43,6 +43,7 @@ KEPT_FAILURES = 20  # a step, in failures.jsonl
 def _append(run: Run, name: str, row: dict[str, Any]) -> None:
   """Adds a row to a file, once, however many processes there are."""
   if distributed.is_main():
+    run.check_directory()
     records.append_jsonl(run.file(name), row)
 
 
@@ -169,6 +170,7 @@ def finish(
   The model is the last state's or, with checkpoint.best, that of the highest
   held-out accuracy.
   """
+  run.check_directory()
   steps, params = int(state.step), state.params
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost

@@ -21,7 +21,7 @@ from typing import Any
 from grpojax.core.types import TrainState
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.files import disk
+from grpojax.runtime.files import disk, run_lock
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
@@ -314,8 +314,7 @@ def run(
       interrupts.exit_program()
     except OSError as error:
       if not directory.is_dir():
-        reason = f"{directory} is gone: it was removed or renamed meanwhile"
-        raise disk.WriteFailed(reason) from error
+        raise disk.WriteFailed(run_lock.gone(directory)) from error
       if not disk.refuses(error):
         raise
       last = checkpoint.last_good(run_storage.checkpoints(directory))
