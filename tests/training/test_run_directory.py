@@ -1,6 +1,7 @@
 """Whose a run directory is, and what its config says."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -191,7 +192,7 @@ def finished(path, steps=40):
   checkpointed(path, steps)
   (path / "model").mkdir()
   (path / "checkpoints" / "99").mkdir()  # none of ours
-  (path / "summary.json").touch()
+  (path / "summary.json").write_text(json.dumps({"steps": steps}))
   return config
 
 
@@ -274,6 +275,12 @@ def test_a_run_has_done_what_it_has_done(tmp_path):
   config.steps = 41
   assert not run_directory.is_finished(tmp_path, from_config(config))
   assert run_directory.is_finished(tmp_path)
+  config.steps = 40
+  for text in ("", "{", "[]", "[" * 10**5, '{"steps": null}', "\xff"):
+    (tmp_path / "summary.json").write_text(text, encoding="latin-1")
+    assert not run_directory.is_finished(tmp_path)
+    assert not run_directory.is_finished(tmp_path, from_config(config))
+    assert run_directory.check(tmp_path, from_config(config))  # it goes on
 
 
 def test_the_date_and_the_commits_of_a_run_stay(tmp_path, monkeypatch):

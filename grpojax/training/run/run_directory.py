@@ -162,17 +162,16 @@ def model_directory(path: Path) -> pathlib.Path:
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   """Returns True where a run has come to its end, or to that of settings."""
-  file = pathlib.Path(path) / SUMMARY
-  if settings is None or not file.exists():
-    return file.exists()
+  try:
+    done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
+  except (KeyError, OSError, RecursionError, TypeError, ValueError):
+    return False  # there is none, or it is damaged and will be written again
+  if settings is None or not isinstance(done, int):
+    return isinstance(done, int)
   run = saved(path)
   if run is None:
     return False
   steps, new = run.config.steps, settings.stop.no_improvement
-  try:
-    done = int(json.loads(file.read_text())["steps"])
-  except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
-    done = steps
   ended_early = done < steps and run.config.stop.no_improvement != new
   return steps == settings.steps and not ended_early
 
