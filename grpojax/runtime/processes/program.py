@@ -101,10 +101,21 @@ def show_error(kind: type, error: BaseException, traceback: Any) -> None:
   interrupts.exit_program()
 
 
+def _show_ignored(ignored: Any) -> None:
+  """Shows exceptions that Python ignores, but those of a load that is over.
+
+  Where a checkpoint is damaged, TensorStore's threads and Orbax's tasks come to
+  their end after the error that is said.
+  """
+  text = f"{ignored.object} {ignored.exc_value}"
+  if "Event loop is closed" not in text and "_read_array" not in text:
+    sys.__unraisablehook__(ignored)
+
+
 def begin() -> None:
   """Makes this process one of our programs."""
   _use_utf8()
   _open_outputs()
-  sys.excepthook = show_error
+  sys.excepthook, sys.unraisablehook = show_error, _show_ignored
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _on_ctrl_c)
