@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
+from grpojax.runtime.files import user_code
 
 LARGEST = 1e30
 """Largest absolute value of a reward: sums of them fit into float32."""
@@ -75,7 +76,7 @@ def evaluate(
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
   """Outcomes of a call that is to return `count` values."""
   try:
-    with functions.one_process():
+    with functions.one_process(), user_code.own_directory():
       values = list(function())
     if len(values) == count:
       return [_outcome(value) for value in values]

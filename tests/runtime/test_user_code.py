@@ -1,11 +1,13 @@
 """Files of the user's are ordinary Python."""
 
+import os
 import pickle
 import sys
 import typing
 
 import pytest
 
+from grpojax.rewards import functions, worker
 from grpojax.runtime.files import user_code
 
 ORDINARY = """
@@ -107,3 +109,28 @@ def test_a_file_that_failed_can_be_loaded_again(write):
   assert user_code.load(str(home / "needs.py")).VALUE == "1"
   with pytest.raises(OSError, match="there is no file"):
     user_code.load(str(home / "missing.py"))
+
+
+def test_code_that_moves_moves_nobody_else(tmp_path, monkeypatch):
+  """Run, data and models may have relative paths; its own are from there."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(user_code, "_directory", [os.curdir])
+  (tmp_path / "beside").mkdir()
+  (tmp_path / "beside" / "answer.txt").write_text("7")
+  lines = [
+    "import os, pathlib",
+    "os.chdir('beside')",
+    "def reward(prompt, completion, example):",
+    "  value = float(pathlib.Path('answer.txt').read_text())",
+    "  os.chdir('..') if prompt == 'leave' else None",
+    "  return value",
+  ]
+  (tmp_path / "moves.py").write_text("\n".join(lines))
+  reward = functions.resolve("moves.py:reward")
+  items = [("stay", "", {}), ("leave", "", {}), ("stay", "", {})]
+  first, second, third = worker.evaluate(reward, items)
+  assert os.getcwd() == str(tmp_path)
+  assert first.value == second.value == 7 and "answer.txt" in third.error
+  (tmp_path / "beside" / "answer.txt").unlink()
+  (tmp_path / "beside").rmdir()  # where it was once
+  assert worker.evaluate(lambda *_: 1.0, items[:1])[0].value == 1
