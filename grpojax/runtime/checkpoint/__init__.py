@@ -46,7 +46,9 @@ def _is_shown(record: logging.LogRecord) -> bool:
   is_error = record.levelno >= logging.ERROR
   if is_error and record.exc_info:
     _logged_errors.append(record.exc_info[1])
-  return is_error and not record.exc_info
+  # What cannot be read is said by `_check_metadata`, or was just deleted.
+  reading = "/metadata/" in record.pathname
+  return is_error and not record.exc_info and not reading
 
 
 for _name in ("absl", "asyncio", "root"):
