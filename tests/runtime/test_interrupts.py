@@ -41,7 +41,7 @@ def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
     send(signal.SIGTERM)
     assert requested() and requested(together=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-  assert capfd.readouterr().err.startswith("SIGTERM: saving")
+  assert capfd.readouterr().err.startswith("SIGTERM: ends when")
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 

@@ -197,7 +197,7 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
     # The default action, not a Python handler, so that a second SIGTERM kills
     # even while the main thread is deep inside a compiled call.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    message = b"SIGTERM: saving, then exiting; a second one kills at once\n"
+    message = b"SIGTERM: ends when all is saved; a second one kills at once\n"
     with contextlib.suppress(OSError):  # nobody may read it
       os.write(2, message)  # print is not safe to re-enter
 

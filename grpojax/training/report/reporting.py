@@ -163,14 +163,17 @@ def finish(
   state: TrainState,
   progress: Progress,
   checkpointer: checkpoint.Checkpointer,
-  check_signals: Callable[[], None],
+  check_signals: Callable[..., None],
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary.
+
+  `check_signals` is called before it begins, and may raise.
 
   The model is the last state's or, with checkpoint.best, that of the highest
   held-out accuracy.
   """
   run.check_directory()
+  check_signals(together=True)
   steps, params = int(state.step), state.params
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost

@@ -27,7 +27,7 @@ from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
 from grpojax.training.report import profiling, reporting, run_report, step_line
-from grpojax.training.run import open_run, run_storage
+from grpojax.training.run import open_run, run_directory, run_storage
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
@@ -247,12 +247,22 @@ def fit(
   except (Preempted, Stopped) as reason:
     if int(state.step):  # before the first step there is nothing to keep
       save()
-      done = f"saved step {int(state.step)}"
+      done = _saved(run, int(state.step))
       raise type(reason)("; ".join(filter(None, [str(reason), done]))) from None
     raise
   finally:
     checkpoint.wait(checkpointer)
   return state, with_record()
+
+
+def _saved(run: Run, step: int) -> str:
+  """Says which step is saved; after the last one also what is still to come."""
+  names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
+  missing = [name for name in names if not run.file(name).exists()]
+  text = f"saved step {step}"
+  if missing and step == run.settings.steps:
+    text += f"; still to be written: {', '.join(missing)}"
+  return text
 
 
 def run(
@@ -298,7 +308,12 @@ def run(
       ) as around:
         state, progress = fit(run, state, *rest, check_signals, sync, around)
       checkpointer = rest[-1]
-      return reporting.finish(run, state, progress, checkpointer, check_signals)
+      try:
+        return reporting.finish(
+          run, state, progress, checkpointer, check_signals
+        )
+      except Preempted:
+        raise Preempted(_saved(run, int(state.step))) from None
     except (Preempted, interrupts.Left) as done:
       sync()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
