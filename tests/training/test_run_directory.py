@@ -71,6 +71,18 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
   assert run_directory.open_run(tmp_path, TrainSettings()) is True
 
 
+def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
+  torn = [f".{name}.0123abcd.tmp" for name in ("metrics.jsonl", "report.html")]
+  others = [".mine.0123abcd.tmp", "metrics.jsonl.tmp", ".metrics.jsonl.x.tmp"]
+  for name in torn + others:
+    (tmp_path / name).touch()
+  run_directory.remove_torn(tmp_path)  # the report may be in the making
+  assert sorted(os.listdir(tmp_path)) == sorted([torn[1], *others])
+  os.utime(tmp_path / torn[1], (0, 0))
+  run_directory.remove_torn(tmp_path)
+  assert sorted(os.listdir(tmp_path)) == sorted(others)
+
+
 def checkpointed(path, step):
   """As if a run had a checkpoint."""
   folder = path / "checkpoints" / str(step)

@@ -149,6 +149,7 @@ def open_all(
   def open_directory() -> bool:
     try:
       resumed = run_directory.open_run(directory, run.settings)
+      run_directory.remove_torn(directory)
       if resumed:
         run_directory.say_added(directory)
         run_directory.say_restart(directory)

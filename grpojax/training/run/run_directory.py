@@ -1,11 +1,13 @@
 """Run directories: their files, whose run they hold, and how it may go on."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
+import time
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -52,6 +54,9 @@ CHANGEABLE = (
 what has been done."""
 
 DATE = "date_string"  # of data.template_options
+
+_REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
+"""Files that are written by a temporary name."""
 
 # Files that a kill at the very start leaves.
 _TRACES = re.compile(
@@ -270,6 +275,20 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
     (path / TRACKED).unlink(missing_ok=True)  # another run's
     write_config(path, settings)
   return resumed
+
+
+def remove_torn(path: Path) -> None:
+  """Removes what writers that were killed have left of a run's files.
+
+  For the process that holds the run's lock. A report is also written by others:
+  that of the last minute stays.
+  """
+  for file in pathlib.Path(path).iterdir():
+    of = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
+    if of and of[1] in _REPLACED:
+      with contextlib.suppress(FileNotFoundError):
+        if of[1] != REPORT or time.time() - file.stat().st_mtime > 60:
+          file.unlink()
 
 
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
