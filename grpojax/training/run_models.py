@@ -122,22 +122,17 @@ def load_params(
   for attempt in itertools.count(1):
     before = checkpoint.complete(saved)
     try:
-      wanted = best_step(run) if best else step
-      return _read_params(run, settings, wanted, device)
+      step = best_step(run) if best else step
+      return _read_params(run, settings, step, device)
     except (FileNotFoundError, ValueError) as error:
-      same = checkpoint.complete(saved) == before
-      # Others are of an old one that goes while Orbax lists the steps.
-      if attempt == _TRIES or (same and isinstance(error, ValueError)):
+      damaged = isinstance(error, ValueError)  # else an old one was listed
+      damaged &= checkpoint.complete(saved) == before
+      if damaged or attempt == _TRIES:
         raise
       time.sleep(0.1)
 
 
-def _read_params(
-  run: str | pathlib.Path,
-  settings: TrainSettings,
-  step: int | None,
-  device: jax.Device | None,
-) -> tuple[int, Params]:
+def _read_params(run, settings: TrainSettings, step, device):
   model = policy_lib.find_model(hub_pins.model(settings), hub.CONFIG)
   params = hf.abstract_params(hf.read_config(model))
   if settings.lora.rank:

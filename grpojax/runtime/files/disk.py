@@ -78,9 +78,8 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   try:
     str(path).encode()
   except UnicodeEncodeError as error:  # of which libraries in C++ make nothing
-    raise ValueError(
-      f"{flag}={path} cannot be written: it is no UTF-8 text"
-    ) from error
+    reason = "it is no UTF-8 text"
+    raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
   parents = (path, *path.parents)
   parent = next(folder for folder in parents if os.path.lexists(folder))
   try:

@@ -307,11 +307,8 @@ def run(
         settings.profile.steps, directory, int(state.step)
       ) as around:
         state, progress = fit(run, state, *rest, check_signals, sync, around)
-      checkpointer = rest[-1]
       try:
-        return reporting.finish(
-          run, state, progress, checkpointer, check_signals
-        )
+        return reporting.finish(run, state, progress, rest[-1], check_signals)
       except Preempted:
         raise Preempted(_saved(run, int(state.step))) from None
     except (Preempted, interrupts.Left) as done:
