@@ -46,14 +46,6 @@ _MODULES = {name: module for module in _NAMES for name in _NAMES[module]}
 __all__ = sorted(_MODULES)
 
 
-def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
-  """A program's end by Ctrl-C; all other errors are shown as usual."""
-  if not issubclass(kind, KeyboardInterrupt):
-    return sys.__excepthook__(kind, error, traceback)
-  print("interrupted", file=sys.stderr)
-  importlib.import_module("grpojax.runtime.processes.interrupts").exit_program()
-
-
 def _is_program() -> bool:
   """True for `python -m grpojax[.NAME]`, and for `grpojax`."""
   words = sys.orig_argv
@@ -63,10 +55,9 @@ def _is_program() -> bool:
   return os.path.basename("".join(sys.argv[:1])) == "grpojax"
 
 
-# Set here, because most of a program's start goes into imports, which an
-# interrupt can come in the middle of.
+# Here, because most of a program's start goes into imports.
 if _is_program():
-  sys.excepthook = _interrupted
+  importlib.import_module("grpojax.runtime.processes.program").begin()
 
 
 def __getattr__(name: str) -> Any:

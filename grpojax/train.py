@@ -66,11 +66,6 @@ FLAGS = {
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  with interrupts.raising_ctrl_c():  # from here on none is lost
-    _train(argv)
-
-
-def _train(argv: list[str]) -> None:
   with command_line.usage_errors():
     program = "python -m grpojax.train"
     parse = functools.partial(

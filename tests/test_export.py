@@ -19,6 +19,7 @@ from grpojax.models import lora
 from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import run_models
 from grpojax.training.config import default_config, from_config
 from grpojax.training.optimizer import optimizer
 from grpojax.training.run import run_directory, setup
@@ -216,3 +217,22 @@ def test_only_parameters_are_read(run, tmp_path, monkeypatch):
   arrays = [x for x in jax.tree.leaves(read) if x is not ...]
   assert len(arrays) == len(jax.tree.leaves(run.trained[4]))
   assert read[0]["opt_state"] and read[0]["step"] is ...
+
+
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
+  run, tmp_path, monkeypatch
+):
+  folder, read = tmp_path / "run" / "checkpoints", checkpoint.restore_policy
+  shutil.copytree(run.path, tmp_path / "run")
+  newest = max(checkpoint.complete(folder))
+
+  def restore_policy(checkpointer, like, step):
+    if step == newest:  # a newer one is complete, and this one goes
+      (folder / str(newest)).rename(folder / str(newest + 1))
+      raise ValueError("is damaged")
+    return read(checkpointer, like, step)
+
+  monkeypatch.setattr(checkpoint, "restore_policy", restore_policy)
+  settings = from_config(run_directory.read_config(run.path))
+  loaded = run_models.load_params(tmp_path / "run", settings)
+  assert loaded[0] == newest + 1

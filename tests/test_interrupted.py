@@ -108,6 +108,8 @@ MOMENTS = {
   "rewards": (*REWARDS, 3 + 4, 3),
   "evaluation": (*REWARDS, 3 + 5 + 1, 5),
   "checkpoint": (checkpoint, "save", 2, 4),
+  "last evaluation": (*REWARDS, 3 + 14 + 2 * 3 + 1, 14),
+  "last checkpoint": (checkpoint, "save", 7, 14),
 }
 
 
@@ -137,6 +139,8 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   assert signal.getsignal(signal.SIGTERM) == handler
   assert [row["step"] for row in steps_of(run)] == list(range(1, done + 1))
   assert not (run / "summary.json").exists()
+  rest = "still to be written: model, report.html, summary.json; the same"
+  assert (rest in capfd.readouterr().out) == (done == 14)
   if done:
     with checkpoint.open_checkpointer(
       run / "checkpoints", readonly=True

@@ -138,7 +138,8 @@ def _module(name: str) -> ModuleType:
     with one_process():
       if place.endswith(".py"):
         return user_code.load(place)
-      return importlib.import_module(place)
+      with user_code.own_directory():
+        return importlib.import_module(place)
   except (ImportError, OSError, SyntaxError) as error:
     extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
     raise ValueError(f"reward {name!r}: {error}{extra}") from error

@@ -241,8 +241,8 @@ class Pool:
     self._threads = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
     self._closed = False
     try:
-      for process in self._workers:
-        process.start()
+      # By our threads, which last as long as the pool: workers end with them.
+      list(self._threads.map(Process.start, self._workers))
       for process in self._workers:
         process.wait_until_ready(lambda: False)
         self._idle.put(process)

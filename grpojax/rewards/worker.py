@@ -8,12 +8,13 @@ The ID is random, so that no answer passes for one to another line.
 A function that forks, reads, prints, closes files or writes to all that are
 open does no harm to other completions, but one that looks for the present ID in
 this process can answer in its own favour: code that a model wrote needs a
-sandbox of its own. The worker ends when its input does, so also when its parent
-was killed; the system's alarm ends it then if a function hangs.
+sandbox of its own. The worker ends when its input does. Where its parent was
+killed, Linux ends it whatever a function is doing; elsewhere the alarm does.
 """
 
 import contextlib
 import copy
+import ctypes
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
+from grpojax.runtime.files import user_code
 
 LARGEST = 1e15
 """Largest absolute value of a reward: sums of squares fit into float32."""
@@ -81,7 +83,7 @@ def evaluate(
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
   """Outcomes of a call that is to return `count` values."""
   try:
-    with functions.one_process():
+    with functions.one_process(), user_code.own_directory():
       values = list(function())
     if len(values) == count:
       return [_outcome(value) for value in values]
@@ -150,8 +152,15 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
 
 
+def _end_with_parent() -> None:
+  """Has Linux kill this process when the thread that started it has ended."""
+  with contextlib.suppress(AttributeError, OSError):  # another system
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def main() -> None:
   """Answers until the input ends."""
+  _end_with_parent()
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
   requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
   # A function that reads or prints must not disturb the exchange.

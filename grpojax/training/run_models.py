@@ -1,7 +1,9 @@
 """Models of training runs: read, and exported for other programs."""
 
+import itertools
 import os
 import pathlib
+import time
 
 import jax
 from ml_collections import ConfigDict
@@ -23,6 +25,8 @@ from grpojax.training.run import (
   setup,
 )
 from grpojax.training.settings.run import TrainSettings
+
+_TRIES = 20  # at the checkpoints of a run that deletes them meanwhile
 
 
 def is_run(model: str) -> bool:
@@ -63,8 +67,7 @@ def load(
   policy = setup.open_policy(settings)
   if settings.lora.rank:  # adapters need their base
     policy = setup.with_weights(settings, policy)
-  step = best_step(path) if best else None
-  step, params = load_params(path, settings, step)
+  step, params = load_params(path, settings, best=best)
   run_directory.say_added(path)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
@@ -95,14 +98,19 @@ def load_params(
   settings: TrainSettings,
   step: int | None = None,
   device: jax.Device | None = None,
+  best: bool = False,
 ) -> tuple[int, Params]:
   """Loads what a run has trained, from a checkpoint.
+
+  A run that trains meanwhile deletes an old checkpoint when it has a newer one:
+  then that is read.
 
   Args:
     run: Run directory.
     settings: Settings of the run.
     step: Step of the checkpoint; None is the newest.
     device: Device that holds the parameters; None is the first.
+    best: True reads the step of `best_step`.
 
   Returns:
     The checkpoint's step, and what was trained: the model, or LoRA's adapters.
@@ -110,6 +118,21 @@ def load_params(
   Raises:
     ValueError: There is no such checkpoint, or it is damaged.
   """
+  saved = run_storage.checkpoints(run)
+  for attempt in itertools.count(1):
+    before = checkpoint.complete(saved)
+    try:
+      step = best_step(run) if best else step
+      return _read_params(run, settings, step, device)
+    except (FileNotFoundError, ValueError) as error:
+      damaged = isinstance(error, ValueError)  # else an old one was listed
+      damaged &= checkpoint.complete(saved) == before
+      if damaged or attempt == _TRIES:
+        raise
+      time.sleep(0.1)
+
+
+def _read_params(run, settings: TrainSettings, step, device):
   model = policy_lib.find_model(hub_pins.model(settings), hub.CONFIG)
   params = hf.abstract_params(hf.read_config(model))
   if settings.lora.rank:
@@ -203,15 +226,15 @@ def export(
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
   if best and step is not None:
     raise ValueError("give --best or --step, not both")
-  if best:
-    step = best_step(path)
   finished = run_directory.model_directory(path)
-  if step is None and not run_directory.is_run(path) and finished != path:
+  newest = step is None and not best
+  if newest and not run_directory.is_run(path) and finished != path:
     if adapter:
       raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  step, params = load_params(path, settings, step, host_device())
+  device = host_device()
+  step, params = load_params(path, settings, step, device, best)
   rank, alpha = settings.lora.rank, settings.lora.alpha
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policy_lib.find_model(hub_pins.model(settings), needed)

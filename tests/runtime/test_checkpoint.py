@@ -387,3 +387,26 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
 
 if __name__ == "__main__":
   _train(sys.argv[1])
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "", "[" * 10**5])
+def test_metadata_that_are_no_object_are_damage(text, tmp_path):
+  (tmp_path / "7").mkdir()
+  (tmp_path / "7" / "_CHECKPOINT_METADATA").write_text(text)
+  with pytest.raises(ValueError, match="7 is damaged .*delete that directory"):
+    with checkpoint.open_checkpointer(tmp_path):
+      pass
+
+
+@pytest.mark.parametrize(
+  "name, text, shown",
+  [
+    ("asyncio", "<Task coro=<f() defined at /orbax/checkpoint/x.py>", False),
+    ("asyncio", "<Future exception=ValueError('[tensorstore_spec=...", False),
+    ("asyncio", "<Task coro=<users()>", True),
+    ("root", "something", True),
+  ],
+)
+def test_what_a_failed_load_leaves_is_not_logged(name, text, shown):
+  record = logging.LogRecord(name, logging.ERROR, "x.py", 1, text, (), None)
+  assert bool(logging.getLogger(name).filter(record)) == shown

@@ -28,6 +28,7 @@ def test_what_can_be_written_is_left_as_it_was(tmp_path):
     ("file/below", "Not a directory"),
     ("a/" + "x" * 250, "File name too long"),  # with the temporary suffix
     ("dangling", "No such file or directory"),
+    ("\udcff", "it is no UTF-8 text"),
   ],
 )
 def test_what_cannot_be_written_is_said(tmp_path, name, reason):

@@ -6,11 +6,10 @@ import io
 import re
 
 import pytest
-from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
 from grpojax import train
-from grpojax.runtime.cli import help_text, settings
+from grpojax.runtime.cli import settings
 from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.settings import Section, described
 from grpojax.training.config import default_job
@@ -124,20 +123,3 @@ def test_help_of_what_there_is_not(topic):
   assert message.startswith(f"error: --help={topic}: no setting")
   assert "sections: model, lora, data" in message and "\n" not in message
   assert ("did you mean --help=optim?" in message) == ("optin" in topic)
-
-
-def test_help_without_a_reader(monkeypatch):
-  """As in `--help | head`: no traceback."""
-
-  def broken(*args, **keywords):
-    raise BrokenPipeError
-
-  monkeypatch.setattr("builtins.print", broken)
-  closed = []
-  monkeypatch.setattr(help_text.os, "dup2", lambda *args: closed.append(args))
-  monkeypatch.setattr(
-    "sys.stdout", io.TextIOWrapper(io.FileIO(1, closefd=False))
-  )
-  nothing = Section("", {}), ConfigDict()
-  help_text.print_help("", "train", "About.", {}, *nothing)
-  assert closed and closed[0][1] == 1

@@ -41,7 +41,7 @@ def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
     send(signal.SIGTERM)
     assert requested() and requested(together=True)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-  assert capfd.readouterr().err.startswith("SIGTERM: saving")
+  assert capfd.readouterr().err.startswith("SIGTERM: ends when")
   assert interrupts.EXIT_PREEMPTED == 75 == os.EX_TEMPFAIL
 
 
@@ -133,9 +133,9 @@ def test_signals_wait_for_the_end_of_what_they_would_harm(ctrl_c):
 def test_a_program_skips_the_end_of_the_interpreter(program):
   """Where XLA, which may be compiling still, would crash."""
   lines = [
-    "import sys, threading, grpojax",
-    "from grpojax.runtime.processes import interrupts",
-    "sys.excepthook = grpojax._interrupted" if program else "",
+    "import threading",
+    "from grpojax.runtime.processes import interrupts, program",
+    "program.begin()" if program else "",
     # A thread that the interpreter would wait for.
     "threading.Timer(0.3, print, ['last']).start()",
     "print('first')",

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from grpojax.runtime.files import run_lock
+from grpojax.runtime.files import disk, run_lock
 
 # The file alone, so that a process takes no time to start.
 HOLD = f'import runpy; hold = runpy.run_path({run_lock.__file__!r})["hold"]'
@@ -155,3 +155,21 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
   with pytest.raises(OSError, match="symbolic"), run_lock.hold(tmp_path):
     pass
   assert (tmp_path / "letter").read_text() == "Dear"
+
+
+@pytest.mark.parametrize("instead", ["nothing", "file", "link", "directory"])
+def test_another_directory_in_its_place_is_noticed(tmp_path, instead):
+  run, other = tmp_path / "run", tmp_path / "other"
+  other.mkdir()
+  with run_lock.hold(run) as check:
+    check()
+    run.rename(tmp_path / "moved")
+    if instead == "file":
+      run.touch()
+    elif instead != "nothing":
+      run.symlink_to(other) if instead == "link" else run.mkdir()
+      (run / run_lock.LOCK).touch()  # of another process
+    with pytest.raises(disk.WriteFailed, match="/run is gone: .* replaced"):
+      check()
+  if instead in ("link", "directory"):
+    assert (run / run_lock.LOCK).exists()

@@ -143,6 +143,10 @@ def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
       program.main(words)
   with pytest.raises(SystemExit, match="error: no run at .*: give the run dir"):
     program.main([str(tmp_path)])
+  (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+  with pytest.raises(SystemExit, match="error: no run at"):  # but a model's
+    program.main([str(tmp_path)])
+  (tmp_path / "config.json").unlink()
   with pytest.raises(SystemExit, match="no run at .*missing"):
     program.main([str(tmp_path / "missing")])
   assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """Whose a run directory is, and what its config says."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -68,6 +69,18 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
   assert len(os.listdir(tmp_path)) == 2
   assert run_directory.open_run(tmp_path, TrainSettings()) is False
   assert run_directory.open_run(tmp_path, TrainSettings()) is True
+
+
+def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
+  torn = [f".{name}.0123abcd.tmp" for name in ("metrics.jsonl", "report.html")]
+  others = [".mine.0123abcd.tmp", "metrics.jsonl.tmp", ".metrics.jsonl.x.tmp"]
+  for name in torn + others:
+    (tmp_path / name).touch()
+  run_directory.remove_torn(tmp_path)  # the report may be in the making
+  assert sorted(os.listdir(tmp_path)) == sorted([torn[1], *others])
+  os.utime(tmp_path / torn[1], (0, 0))
+  run_directory.remove_torn(tmp_path)
+  assert sorted(os.listdir(tmp_path)) == sorted(others)
 
 
 def checkpointed(path, step):
@@ -191,7 +204,7 @@ def finished(path, steps=40):
   checkpointed(path, steps)
   (path / "model").mkdir()
   (path / "checkpoints" / "99").mkdir()  # none of ours
-  (path / "summary.json").touch()
+  (path / "summary.json").write_text(json.dumps({"steps": steps}))
   return config
 
 
@@ -274,6 +287,12 @@ def test_a_run_has_done_what_it_has_done(tmp_path):
   config.steps = 41
   assert not run_directory.is_finished(tmp_path, from_config(config))
   assert run_directory.is_finished(tmp_path)
+  config.steps = 40
+  for text in ("", "{", "[]", "[" * 10**5, '{"steps": null}', "\xff"):
+    (tmp_path / "summary.json").write_text(text, encoding="latin-1")
+    assert not run_directory.is_finished(tmp_path)
+    assert not run_directory.is_finished(tmp_path, from_config(config))
+    assert run_directory.check(tmp_path, from_config(config))  # it goes on
 
 
 def test_the_date_and_the_commits_of_a_run_stay(tmp_path, monkeypatch):

@@ -7,9 +7,11 @@ that is killed leaves nothing that looks like one.
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import pathlib
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -31,21 +33,26 @@ _logged_errors: list[BaseException] = []  # of the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Keeps Orbax's warnings, and what it also raises, out of the log.
+  """Keeps Orbax's warnings, and what is also raised, out of the log.
 
   Of several processes, one whose part of a save fails raises nothing until all
   have come to a barrier, where the others do not come for twenty minutes. The
   log has the error at once.
   """
+  if record.name == "asyncio":  # of arrays whose load went on after an error
+    return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
   is_error = record.levelno >= logging.ERROR
   if is_error and record.exc_info:
     _logged_errors.append(record.exc_info[1])
-  return is_error and not record.exc_info
+  # What cannot be read is said by `_check_metadata`, or was just deleted.
+  reading = "/metadata/" in record.pathname
+  return is_error and not record.exc_info and not reading
 
 
-logging.getLogger("absl").addFilter(_is_shown)
+for _name in ("absl", "asyncio", "root"):
+  logging.getLogger(_name).addFilter(_is_shown)
 
 
 def _own_error() -> BaseException | None:
@@ -67,6 +74,21 @@ def complete(folder: str | os.PathLike) -> list[int]:
   last = "commit_success.txt" if on_gs else "_CHECKPOINT_METADATA"
   names = (path.parent.name for path in epath.Path(folder).glob(f"*/{last}"))
   return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _check_metadata(folder: epath.Path) -> None:
+  """Raises ValueError for metadata that Orbax fails at when it lists steps."""
+  for step in complete(folder):
+    path = folder / str(step)
+    try:
+      metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+    except FileNotFoundError:  # deleted meanwhile
+      continue
+    except (RecursionError, ValueError):
+      metadata = None
+    if not isinstance(metadata, dict):
+      reason = "its _CHECKPOINT_METADATA is no JSON object"
+      raise ValueError(f"{path} is damaged ({reason}): {_ADVICE}")
 
 
 def last_good(folder: str | os.PathLike) -> str:
@@ -110,12 +132,13 @@ def open_checkpointer(
   training.
 
   Raises:
-    ValueError: `readonly`, and there are no checkpoints.
+    ValueError: `readonly`, and there are no checkpoints; or one is damaged.
     disk.WriteFailed: the last save has failed; raised on leaving.
   """
   path = _absolute(directory)
   if readonly and not path.is_dir():
     raise ValueError(f"{directory} does not exist: there are no checkpoints")
+  _check_metadata(path)
   training, checkpointer = ocp.training, Checkpointer()
   newest = training.preservation_policies.LatestN(None if readonly else keep)
   checkpointer.orbax = training.Checkpointer(

@@ -1,8 +1,6 @@
 """Text of --help: settings by section, or those of a topic."""
 
-import os
 import shutil
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -47,10 +45,7 @@ def print_help(
     if topic
     else _everything(program, about, rows, flags, declared)
   )
-  try:
-    print(text, flush=True)
-  except BrokenPipeError:  # `--help | head`: Python may not complain, either
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  print(text)
 
 
 def _columns() -> int:

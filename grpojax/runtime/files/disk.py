@@ -75,6 +75,11 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   """
   check_no_url(path, flag)
   path = pathlib.Path(path).absolute()
+  try:
+    str(path).encode()
+  except UnicodeEncodeError as error:  # of which libraries in C++ make nothing
+    reason = "it is no UTF-8 text"
+    raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
   parents = (path, *path.parents)
   parent = next(folder for folder in parents if os.path.lexists(folder))
   try:

@@ -9,12 +9,15 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import functools
 import json
 import os
 import pathlib
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+from grpojax.runtime.files import disk
 
 LOCK = ".lock"  # in the run directory
 
@@ -49,12 +52,22 @@ def refusal(directory: str | os.PathLike, text: bytes) -> ValueError:
   )
 
 
+def gone(directory: str | os.PathLike) -> str:
+  """Says that the directory of a run is not there any more."""
+  return f"{directory} is gone: it was removed, renamed or replaced meanwhile"
+
+
 def _is_there(file: int, path: pathlib.Path) -> bool:
   """Returns True where an open file is still the one of that name."""
   try:
     return os.path.samestat(os.fstat(file), os.stat(path))
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     return False
+
+
+def _check(file: int, path: pathlib.Path) -> None:
+  if not _is_there(file, path):
+    raise disk.WriteFailed(gone(path.parent))
 
 
 def _lock(file: int, directory: pathlib.Path) -> None:
@@ -72,12 +85,16 @@ def _lock(file: int, directory: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def hold(directory: str | os.PathLike) -> Iterator[None]:
+def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
   """Holds a run directory's lock while the context lasts; makes the directory.
 
   Programs that are started meanwhile do not inherit it. A child that is forked
   shares it, as flock has it: the lock is let go of when the context ends here,
   or where this process is killed, when the last such child has ended too.
+
+  Yields:
+    A function that raises `disk.WriteFailed` where another directory, or none,
+    has the name by now.
 
   Raises:
     ValueError: another process holds it; says which.
@@ -95,10 +112,12 @@ def hold(directory: str | os.PathLike) -> Iterator[None]:
         continue
       os.ftruncate(file, 0)
       os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
+
       try:
-        yield
+        yield functools.partial(_check, file, path)
       finally:
-        path.unlink(missing_ok=True)
+        if _is_there(file, path):
+          path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
           fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked
       return

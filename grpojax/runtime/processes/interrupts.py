@@ -71,7 +71,7 @@ def skip_end(code: int) -> None:
   after a save that failed; and it takes down what other threads still need.
   """
   # The hook is set where Python was started as one of our programs.
-  if getattr(sys.excepthook, "__module__", "") == "grpojax":
+  if getattr(sys.excepthook, "__module__", "") == f"{__package__}.program":
     # The last one is the first to run; those of `atexit` come after threads.
     threading._register_atexit(end, code)
 
@@ -134,6 +134,19 @@ def _is_ignored(frame: types.FrameType | None) -> bool:
   return False
 
 
+def sent_again(number: int, frame: types.FrameType | None) -> bool:
+  """Sends a signal once more, soon, where an exception would be ignored now.
+
+  Returns True there.
+  """
+  if _is_ignored(frame):
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+    return True
+  return False
+
+
 @contextlib.contextmanager
 def raising_ctrl_c() -> Iterator[list[int]]:
   """Raises KeyboardInterrupt at Ctrl-C; later where Python would ignore it.
@@ -145,12 +158,9 @@ def raising_ctrl_c() -> Iterator[list[int]]:
   came: list[int] = []
 
   def interrupt(number: int, frame: types.FrameType | None) -> None:
-    if _is_ignored(frame):  # send it once more
-      timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
-      timer.daemon = True
-      return timer.start()
-    came.append(number)
-    raise KeyboardInterrupt
+    if not sent_again(number, frame):
+      came.append(number)
+      raise KeyboardInterrupt
 
   with handled(interrupt, *_ours(signal.SIGINT)):
     yield came
@@ -203,8 +213,9 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
     # The default action, not a Python handler, so that a second SIGTERM kills
     # even while the main thread is deep inside a compiled call.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    message = b"SIGTERM: saving, then exiting; a second one kills at once\n"
-    os.write(2, message)  # print is not safe to re-enter
+    message = b"SIGTERM: ends when all is saved; a second one kills at once\n"
+    with contextlib.suppress(OSError):  # nobody may read it
+      os.write(2, message)  # print is not safe to re-enter
 
   with handled(note, signal.SIGTERM):
     yield lambda together=False: bool(came)

@@ -1,7 +1,5 @@
 """Terminal output: how far a program is, and text of others made harmless."""
 
-import os
-import sys
 import time
 import unicodedata
 from collections.abc import Callable
@@ -44,13 +42,6 @@ class Screen:
     self._start = self._last = 0.0
     self._batches = 0
 
-  def say(self, line: str) -> None:
-    """Prints a line, if anybody reads it."""
-    try:
-      print(line, flush=True)
-    except OSError as error:
-      _continue_without_output(error)
-
   def evaluated(self, done: int, total: int) -> None:
     """Takes the held-out prompts of an evaluation; 0 at its beginning."""
     now = self.seconds()
@@ -62,15 +53,5 @@ class Screen:
     if due and done < total:
       self._last = now
       left = duration((now - self._start) * (total - done) / done)
-      self.say(f"evaluated {done} of {total} held-out prompts, {left} left")
-
-
-def _continue_without_output(error: OSError) -> None:
-  """Goes on where nobody reads standard output any more, or a disk is full."""
-  with open(os.devnull, "w") as nowhere:
-    os.dup2(nowhere.fileno(), sys.stdout.fileno())
-  print(
-    f"the standard output cannot be written ({error.strerror}): going on "
-    "without it",
-    file=sys.stderr,
-  )
+      text = f"evaluated {done} of {total} held-out prompts, {left} left"
+      print(text, flush=True)

@@ -44,6 +44,7 @@ KEPT_FAILURES = 20  # a step, in failures.jsonl
 def _append(run: Run, name: str, row: dict[str, Any]) -> None:
   """Adds a row to a file, once, however many processes there are."""
   if distributed.is_main():
+    run.check_directory()
     records.append_jsonl(run.file(name), row)
 
 
@@ -167,7 +168,7 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   if step % settings.log.every == 0 or step == settings.steps:
-    run.screen.say(step_line.line(settings, row, eta))
+    print(step_line.line(settings, row, eta), flush=True)
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:
@@ -187,13 +188,17 @@ def finish(
   state: TrainState,
   progress: Progress,
   checkpointer: checkpoint.Checkpointer,
-  check_signals: Callable[[], None],
+  check_signals: Callable[..., None],
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary.
+
+  `check_signals` is called before it begins, and may raise.
 
   The model is the last state's or, with checkpoint.best, that of the highest
   held-out accuracy.
   """
+  run.check_directory()
+  check_signals(together=True)
   steps, params = int(state.step), state.params
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost

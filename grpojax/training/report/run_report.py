@@ -244,10 +244,9 @@ def report(
   that of a single run which is about to write it.
   """
   for path in paths:
-    if not any(
-      (path / x).is_file()
-      for x in (run_directory.CONFIG, run_directory.METRICS)
-    ):
+    # A model has a config.json as well, of its own kind.
+    records_of = [x for x in run_directory.RECORDS if (path / x).is_file()]
+    if not records_of and run_directory.saved(path) is None:
       raise ValueError(
         f"no run at {path}: give the run directory of a training run, the one "
         f"with its {run_directory.CONFIG} and {run_directory.METRICS}"

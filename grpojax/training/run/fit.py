@@ -22,13 +22,13 @@ from grpojax.core.types import TrainState
 from grpojax.data.examples import Changed
 from grpojax.runtime import checkpoint, compilation
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.files import disk
+from grpojax.runtime.files import disk, run_lock
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
 from grpojax.training.report import profiling, reporting, run_report, step_line
-from grpojax.training.run import open_run, run_storage
+from grpojax.training.run import open_run, run_directory, run_storage
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
@@ -46,6 +46,9 @@ class Preempted(Exception):
 
 class Stopped(Exception):
   """The run cannot or should not go on; the message says why."""
+
+
+_say = functools.partial(print, flush=True)
 
 
 def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
@@ -249,12 +252,22 @@ def fit(
   except (Preempted, Stopped) as reason:
     if int(state.step):  # before the first step there is nothing to keep
       save()
-      done = f"saved step {int(state.step)}"
+      done = _saved(run, int(state.step))
       raise type(reason)("; ".join(filter(None, [str(reason), done]))) from None
     raise
   finally:
     checkpoint.wait(checkpointer)
   return state, with_record()
+
+
+def _saved(run: Run, step: int) -> str:
+  """Says which step is saved; after the last one also what is still to come."""
+  names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
+  missing = [name for name in names if not run.file(name).exists()]
+  text = f"saved step {step}"
+  if missing and step == run.settings.steps:
+    text += f"; still to be written: {', '.join(missing)}"
+  return text
 
 
 def run(
@@ -284,7 +297,7 @@ def run(
     )
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
     progress_screen = screen.Screen(settings.log.every)
-    stack.enter_context(compilation.announced(progress_screen.say))
+    stack.enter_context(compilation.announced(_say))
 
     def check_signals(together=False):
       if interrupted:  # and went unnoticed
@@ -300,8 +313,10 @@ def run(
         settings.profile.steps, directory, int(state.step)
       ) as around:
         state, progress = fit(run, state, *rest, check_signals, sync, around)
-      checkpointer = rest[-1]
-      return reporting.finish(run, state, progress, checkpointer, check_signals)
+      try:
+        return reporting.finish(run, state, progress, rest[-1], check_signals)
+      except Preempted:
+        raise Preempted(_saved(run, int(state.step))) from None
     except (Preempted, interrupts.Left) as done:
       sync()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
@@ -317,8 +332,7 @@ def run(
       interrupts.exit_program()
     except OSError as error:
       if not directory.is_dir():
-        reason = f"{directory} is gone: it was removed or renamed meanwhile"
-        raise disk.WriteFailed(reason) from error
+        raise disk.WriteFailed(run_lock.gone(directory)) from error
       if not disk.refuses(error):
         raise
       last = checkpoint.last_good(run_storage.checkpoints(directory))

@@ -150,12 +150,15 @@ def open_all(
   def begun() -> bool:
     return (directory / run_directory.CONFIG).is_file()
 
+  checks = [lambda: None]  # the last one is of the lock, where it is held
+
   def hold() -> None:
-    stack.enter_context(run_lock.hold(directory))
+    checks.append(stack.enter_context(run_lock.hold(directory)))
 
   def open_directory() -> bool:
     try:
       resumed = run_directory.open_run(directory, run.settings)
+      run_directory.remove_torn(directory)
       if resumed:
         run_directory.say_added(directory)
         run_directory.say_restart(directory)
@@ -190,11 +193,12 @@ def open_all(
     with distributed.agreed():
       _check_shared(directory)
   keep = run.settings.checkpoint.keep
-  checkpointer = stack.enter_context(
-    checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
-  )
   with command_line.usage_errors():
-    run, state, tx = start.start(run._replace(screen=screen), checkpointer)
+    checkpointer = stack.enter_context(
+      checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
+    )
+    run = run._replace(screen=screen, check_directory=checks[-1])
+    run, state, tx = start.start(run, checkpointer)
     step = checkpoint.latest_step(checkpointer)
     run = tracking.tracked(run, -1 if step is None else step, stack)
     state, progress = resume(run, state, checkpointer, check_signals)

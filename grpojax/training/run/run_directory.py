@@ -1,11 +1,13 @@
 """Run directories: their files, whose run they hold, and how it may go on."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
+import time
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -52,6 +54,9 @@ CHANGEABLE = (
 what has been done."""
 
 DATE = "date_string"  # of data.template_options
+
+_REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
+"""Files that are written by a temporary name."""
 
 # Files that a kill at the very start leaves.
 _TRACES = re.compile(
@@ -165,17 +170,16 @@ def model_directory(path: Path) -> pathlib.Path:
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   """Returns True where a run has come to its end, or to that of settings."""
-  file = pathlib.Path(path) / SUMMARY
-  if settings is None or not file.exists():
-    return file.exists()
+  try:
+    done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
+  except (KeyError, OSError, RecursionError, TypeError, ValueError):
+    return False  # there is none, or it is damaged and will be written again
+  if settings is None or not isinstance(done, int):
+    return isinstance(done, int)
   run = saved(path)
   if run is None:
     return False
   steps, new = run.config.steps, settings.stop.no_improvement
-  try:
-    done = int(json.loads(file.read_text())["steps"])
-  except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
-    done = steps
   ended_early = done < steps and run.config.stop.no_improvement != new
   return steps == settings.steps and not ended_early
 
@@ -280,6 +284,20 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
     (path / TRACKED).unlink(missing_ok=True)  # another run's
     write_config(path, settings)
   return resumed
+
+
+def remove_torn(path: Path) -> None:
+  """Removes what writers that were killed have left of a run's files.
+
+  For the process that holds the run's lock. A report is also written by others:
+  that of the last minute stays.
+  """
+  for file in pathlib.Path(path).iterdir():
+    of = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
+    if of and of[1] in _REPLACED:
+      with contextlib.suppress(FileNotFoundError):
+        if of[1] != REPORT or time.time() - file.stat().st_mtime > 60:
+          file.unlink()
 
 
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:

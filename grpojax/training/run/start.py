@@ -59,6 +59,7 @@ class Run(NamedTuple):
   greedy: Any = None  # (params, prompts, key) -> Rollout, compiled once
   screen: Screen = Screen()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
+  check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
 
   def file(self, name: str) -> pathlib.Path:
     """A path inside the run directory."""

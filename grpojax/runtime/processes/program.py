@@ -1,0 +1,121 @@
+"""Start of a program: what could end it from outside, before it has begun.
+
+The package calls `begin` where Python runs one of its programs, before that
+imports anything. So nothing is imported here but Python's own modules.
+"""
+
+import io
+import os
+import select
+import signal
+import sys
+import types
+from typing import Any
+
+from grpojax.runtime.processes import interrupts
+
+
+class _Output(io.FileIO):
+  """Standard output or error: where it cannot be written, it goes nowhere.
+
+  Its reader may have gone away (`| head`), or its disk be full.
+  """
+
+  def write(self, data: Any) -> int:
+    try:
+      while (written := super().write(data)) is None:
+        # Some other program has left the terminal so that it does not block.
+        select.select([], [self], [])
+      return written
+    except OSError as error:
+      nowhere = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(nowhere, self.fileno())
+      os.close(nowhere)
+      if self.fileno() == 1:
+        reason = f"cannot be written ({error.strerror}): going on without it"
+        print(f"the standard output {reason}", file=sys.stderr)
+      return memoryview(data).nbytes
+
+
+def _open_outputs() -> None:
+  """Opens the standard streams so that no line that is printed ends a program.
+
+  Characters that an output cannot encode are escaped. Streams that were closed
+  lead nowhere: the next file would get their numbers, and their lines.
+  """
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+  sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)
+  for number, name in ((1, "stdout"), (2, "stderr")):
+    file = io.BufferedWriter(_Output(number, "w", closefd=False))
+    encoding = getattr(getattr(sys, name), "encoding", "utf-8")
+    text = io.TextIOWrapper(
+      file, encoding, "backslashreplace", line_buffering=True
+    )
+    setattr(sys, name, text)
+
+
+def _use_utf8() -> None:
+  """Starts Python anew in its UTF-8 mode where the locale is of another text.
+
+  There names of files would be texts that libraries in C++ do not take.
+  """
+  known = sys.getfilesystemencoding() == "utf-8"
+  if known or os.environ.get("PYTHONUTF8") == "1" or not sys.executable:
+    return
+  os.environ["PYTHONUTF8"] = "1"
+  os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _is_at_work(frame: types.FrameType | None) -> bool:
+  """Returns True in the `main` of a program, False while that is imported."""
+  while frame:
+    file = os.path.basename(frame.f_code.co_filename)
+    # That of __main__.py imports a program before it calls its main.
+    if frame.f_code.co_name == "main" and file != "__main__.py":
+      return True
+    frame = frame.f_back
+  return False
+
+
+def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
+  """Ends a program that is still being imported; raises KeyboardInterrupt.
+
+  Modules in C crash, or raise something else, where one comes in their import.
+  """
+  if not _is_at_work(frame):
+    print("interrupted", file=sys.stderr)
+    interrupts.end(interrupts.INTERRUPTED)
+  if not interrupts.sent_again(number, frame):
+    raise KeyboardInterrupt
+
+
+def show_error(kind: type, error: BaseException, traceback: Any) -> None:
+  """Shows how a program ends: by Ctrl-C in a word, else as Python does it."""
+  if not issubclass(kind, KeyboardInterrupt):
+    return sys.__excepthook__(kind, error, traceback)
+  print("interrupted", file=sys.stderr)
+  interrupts.exit_program()
+
+
+def _show_ignored(ignored: Any) -> None:
+  """Shows exceptions that Python ignores, but those of a load that is over.
+
+  Where a checkpoint is damaged, TensorStore's threads and Orbax's tasks come to
+  their end after the error that is said.
+  """
+  text = f"{ignored.object} {ignored.exc_value}"
+  if "Event loop is closed" not in text and "_read_array" not in text:
+    sys.__unraisablehook__(ignored)
+
+
+def begin() -> None:
+  """Makes this process one of our programs."""
+  _use_utf8()
+  _open_outputs()
+  sys.excepthook, sys.unraisablehook = show_error, _show_ignored
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _on_ctrl_c)
