@@ -224,10 +224,10 @@ def test_short_numbers_keep_their_own_digits(tmp_path):
   }
   pq.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
   assert list(parquet.load("train", path=tmp_path / "a.parquet")) == [
-    {"prompt": "a", "answer": "0.1", "half": 0.1, "list": [0.3]}
+    {"prompt": "a", "answer": 0.1, "half": 0.1, "list": [0.3]}
     | {"part": {"x": [0.1], "y": "z"}, "map": [["k", 0.7]], "word": 0.2}
     | {"double": 0.10000000149011612},
-    {"prompt": "b", "answer": "1e+30", "half": float("inf"), "list": None}
+    {"prompt": "b", "answer": 1e30, "half": float("inf"), "list": None}
     | {"part": None, "map": [], "word": 0.2, "double": None},
   ]
 
