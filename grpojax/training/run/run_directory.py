@@ -46,9 +46,10 @@ RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
 CHANGEABLE = (
-  r"steps|allow_changed_inputs|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
+  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
-  r"model\.(remat|reference)|sampling\.(stages|compact|slots|parts)"
+  r"model\.(remat|reference)|sampling\.(stages|compact|slots|parts)|"
+  r"allow_changed_inputs"
 )
 """Settings that a run may be resumed with other values of: they do not change
 what has been done."""
