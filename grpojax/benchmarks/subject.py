@@ -2,7 +2,7 @@
 
 All that a run compiles is that of `python -m grpojax.train`; what is made up
 are the weights, the prompts and the reward. Completions never end by chance:
-the EOS is an id outside the vocabulary.
+the EOS is an id outside the vocabulary, or has no probability.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int, PyTree
 from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.types import Params, Prompts, TrainState
+from grpojax.core.types import LM, Params, Prompts, TrainState
 from grpojax.models import lora
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.text import tokenizer as tokenizer_lib
@@ -76,10 +76,23 @@ def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
   return jax.jit(init, out_shardings=shardings)(key)
 
 
+def _endless(policy: Policy) -> LM:
+  """Returns the policy's model, whose completions have no end."""
+  ids = jnp.array(policy.eos_ids)
+
+  def unembed(params, hidden):
+    return policy.lm.unembed(params, hidden).at[..., ids].set(-1e9)
+
+  return policy.lm._replace(unembed=unembed)
+
+
 def open_subject(run: programs.Run) -> Subject:
   """Draws weights for a run on shapes; opens its optimizer and reference."""
   settings, policy = run.settings, run.policy
-  policy = policy._replace(eos_ids=(run.model.vocab_size,))
+  if settings.reward.on_device:  # whose step takes no id of no token
+    policy = policy._replace(lm=_endless(policy))
+  else:
+    policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
   key = jax.random.key(settings.seed)

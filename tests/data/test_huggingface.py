@@ -131,7 +131,7 @@ def test_data_sets_of_the_hub(tmp_path):
     few = ask("test", "org/sums", **GSM8K, columns=["question", "answer"])
     assert few[0].keys() == {"question", "prompt", "answer", "solution"}
     (row,) = ask("train", "org/sums", configuration="other")
-    assert row == {"prompt": "x", "answer": "0.1"}
+    assert row == {"prompt": "x", "answer": 0.1}
     (row,) = ask("train", "org/lines")
     assert row == {"prompt": "other", "answer": 3}
     old = ask("train", "org/lines", revision=hub_server.COMMIT)
