@@ -247,11 +247,10 @@ def test_the_diagnosis_is_of_the_prompts_as_they_came(job):
 def test_nothing_compiles_after_the_first_draws(job):
   run = job(filter_groups__max_num_gen_batches=30, optim__packing=False)
   batches = [run.run()["gen_batches"] for _ in range(2)]
-  compiled = compilation.seconds()
+  before = len(compilation.seconds())
   batches += [run.run()["gen_batches"] for _ in range(3)]
   assert len(set(batches)) > 1
-
-  assert not compiled
+  assert len(compilation.seconds()) == before
 
 
 def test_which_reward_has_to_vary(settings_with, samples_of):
