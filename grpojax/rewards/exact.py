@@ -47,7 +47,8 @@ def exact_answer(
 ) -> float:
   """1.0 if the text after the completion's last "####" is the answer, else 0.0.
 
-  The example's "answer" may have either of its `spellings`.
+  The example's "answer" may have either of its `spellings`. No text is no
+  answer, also where the data have an empty one.
   """
-  _, mark, tail = completion.rpartition(MARK)
-  return float(bool(mark) and tail.strip() in spellings(example["answer"]))
+  tail = completion.rpartition(MARK)[2].strip() if MARK in completion else ""
+  return float(tail != "" and tail in spellings(example["answer"]))

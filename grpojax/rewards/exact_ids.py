@@ -64,7 +64,8 @@ def exact_answer_ids(
     # One more than the longest answer: a text that goes on differs there.
     tail, marked = _last_answer(written, max_answer_length + 1)
     same = (tail[..., None, :] == targets["answer"][:, None]).all(-1)
-    return (marked & same.any(-1)).astype(jnp.float32)
+    has_text = tail[..., 0] != 0
+    return (marked & has_text & same.any(-1)).astype(jnp.float32)
 
   return target, reward
 

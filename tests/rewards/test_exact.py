@@ -35,6 +35,8 @@ def on_text(completion, answer):
     ("#### two, three", "two, three", 1),
     ("#### 1,234", 1234, 1),
     ("#### 0.5", 0.5, 1),
+    ("####", "", 0),
+    ("#### ", " ", 0),
   ],
 )
 def test_text_reward(completion, answer, expected):

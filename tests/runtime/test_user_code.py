@@ -111,6 +111,8 @@ def test_a_file_that_failed_can_be_loaded_again(write):
   assert user_code.load(str(home / "needs.py")).VALUE == "1"
   with pytest.raises(OSError, match="there is no file"):
     user_code.load(str(home / "missing.py"))
+  with pytest.raises(ImportError, match="no Python file: .* end with .py"):
+    user_code.load(str(home / "needs.py.txt"))
 
 
 def test_sources_are_the_file_and_what_lies_beside_it(write, monkeypatch):

@@ -49,13 +49,18 @@ def jsonl(tmp_path):
   }
 
 
-def test_long_prompts_are_refused_or_dropped(policy, jsonl, settings_with):
+def test_long_prompts_are_refused_or_dropped(
+  policy, jsonl, settings_with, tmp_path
+):
   changes = jsonl | {"data__template": "{prompt}"}
   settings = settings_with(**changes)
   train = splits_lib.load_examples(settings, "train")
   assert len(train) == 12
   with pytest.raises(ValueError, match="train split: 7 of 12 .* 11 has 19"):
     splits_lib.load_split(settings, policy, "train")
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)  # of a run's limit
+  with pytest.raises(ValueError, match="restore .* or set data.too_long"):
+    splits_lib.load_split(settings, policy, "train", tmp_path / "lengths.npz")
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
     list(prompts_lib.held_out(settings, policy, train))
   changes["data__too_long"] = "drop"

@@ -224,6 +224,24 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   assert summary["failed_rewards"] == 3 * 4 * 8
 
 
+def test_success_rates_are_of_the_prompts_that_they_were_of(
+  settings_with, monkeypatch
+):
+  """Also where changed inputs are allowed: rates have a prompt's number."""
+  notes = {"data": {"train": [5, "a"], "test": [3, "b"]}}
+  monkeypatch.setattr(open_run.checkpoint, "latest_step", lambda _: 1)
+  monkeypatch.setattr(open_run.checkpoint, "read_notes", lambda *_: notes)
+  for part, value in (("_frozen", ""), ("_file_hashes", {})):
+    monkeypatch.setattr(open_run, part, lambda _, value=value: value)
+  now = {"train": [4, "c"], "test": [3, "b"]}
+  monkeypatch.setattr(open_run, "_fingerprints", lambda _: now)
+  settings = settings_with(allow_changed_inputs=True)
+  run = types.SimpleNamespace(settings=settings)
+  state = types.SimpleNamespace(difficulty=())
+  with pytest.raises(ValueError, match="prompts are not those of this run"):
+    open_run.resume.__wrapped__(run, state, None, lambda: None)
+
+
 def test_a_schedule_of_the_whole_run_is_named(settings_with, capsys):
   changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
   for schedule, lines in (("constant", 2), ("cosine", 3)):

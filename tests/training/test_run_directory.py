@@ -331,6 +331,18 @@ def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
   assert not (tmp_path / ".model.old").exists()
 
 
+def test_a_model_that_is_kept_elsewhere_stays_there(tmp_path):
+  """Of a link only the link goes, also one that leads nowhere."""
+  run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+  run.mkdir()
+  elsewhere.mkdir()
+  for target in (elsewhere, tmp_path / "nowhere"):
+    (run / "model").symlink_to(target)
+    run_directory.remove_model(run)
+    assert not list(run.iterdir())
+  assert elsewhere.is_dir()
+
+
 def test_a_damaged_config_of_a_run_is_named(tmp_path):
   finished(tmp_path)
   (tmp_path / "config.json").write_text("{")

@@ -102,6 +102,8 @@ def _imports(
 
 def _execute(name: str, file: pathlib.Path, text: bytes) -> ModuleType:
   spec = importlib.util.spec_from_file_location(name, file)
+  if spec is None:
+    raise ImportError(f"{file} is no Python file: its name must end with .py")
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module  # dataclasses and pickle look it up there
   try:  # not by the loader: its bytecode may be of an earlier text

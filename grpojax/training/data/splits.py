@@ -159,14 +159,18 @@ def _fit(
     lengths = prompt_lengths(examples, encode, most, check_signals)
   whole = Split(examples, 0, printed, lengths, texts, key)
   too_long = lengths > limit
+  remedy = "raise it"
+  if too_long.any() and cache and run_directory.has_begun(cache.parent):
+    # A run keeps its limit, be it given or filled in.
+    remedy = "restore the data, as this run keeps its limit"
   if settings.data.too_long == "refuse":
     if too_long.any():
       longest = int(np.argmax(lengths))
       raise ValueError(
         f"{name} split: {too_long.sum()} of {len(lengths)} prompts have more "
         f"than --config.data.max_prompt_length = {limit} tokens (example "
-        f"{longest} has {lengths[longest]}), and prompts are never cut: raise "
-        "it, or set data.too_long = 'drop'"
+        f"{longest} has {lengths[longest]}), and prompts are never cut: "
+        f"{remedy}, or set data.too_long = 'drop'"
       )
     return whole
   if endless:
@@ -177,7 +181,7 @@ def _fit(
   if too_long.all():
     raise ValueError(
       f"{name} split: all {len(lengths)} prompts are longer than "
-      f"--config.data.max_prompt_length = {limit} tokens: raise it"
+      f"--config.data.max_prompt_length = {limit} tokens: {remedy}"
     )
   short = pipeline.Subset(examples, np.flatnonzero(~too_long))
   texts, dropped = texts[~too_long], int(too_long.sum())

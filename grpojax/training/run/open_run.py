@@ -264,6 +264,15 @@ def resume(
   changed += _changed_files(progress.files, files)
   if changed and not run.settings.allow_changed_inputs:
     raise ValueError("\n".join(changed))
+  if state.difficulty is not None and data["train"] != progress.data.get(
+    "train", data["train"]
+  ):
+    raise ValueError(
+      "the training prompts are not those of this run, whose success rates "
+      "(difficulty.priority) are of each prompt by its number: restore the "
+      "data, or export this run's model (python -m grpojax.export) and start a "
+      "new run from it"
+    )
   for line in changed:
     print(f"changed: {line.partition('. ')[0]}", flush=True)
   of_jax = _of_jax(progress.jax)

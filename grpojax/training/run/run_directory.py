@@ -326,10 +326,16 @@ def remove_model(path: Path, only_rest: bool = False) -> None:
   """
   path = pathlib.Path(path)
   rest = path / f".{MODEL}.old"
-  shutil.rmtree(rest, ignore_errors=True)
+
+  def remove_rest():
+    if rest.is_symlink() or rest.is_file():  # somebody keeps it elsewhere
+      rest.unlink()
+    shutil.rmtree(rest, ignore_errors=True)
+
+  remove_rest()
   if only_rest:
     return
   (path / SUMMARY).unlink(missing_ok=True)
-  if (path / MODEL).exists():
+  if os.path.lexists(path / MODEL):
     (path / MODEL).rename(rest)
-    shutil.rmtree(rest, ignore_errors=True)
+    remove_rest()
