@@ -109,6 +109,9 @@ def test_an_offset_of_all_rewards_changes_no_difference(offset, settings_with):
 def test_differences_of_rounding_are_none():
   equal = np.array([[0.1 + 0.2, 0.3], [1.0, 0.0]])
   assert pool.exact_enough(equal).dtype == np.float32
+  between = 2.0**24 + 1  # two numbers of float32
+  near = np.array([[between, np.nextafter(between, np.inf)]])
+  assert len(np.unique(pool.exact_enough(near))) == 1
   large = np.concatenate([equal, [[1e8, 1e8 + 1]]])
   found = pool.exact_enough(large)
   np.testing.assert_array_equal(found, [[0.3, 0.3], *large[1:]])
