@@ -100,6 +100,7 @@ def test_an_offset_of_all_rewards_changes_no_difference(offset, settings_with):
   metrics = rewards_lib.metrics(scores)
   if offset:
     assert metrics["reward_mean"] == np.nanmean(total)
+    assert metrics["reward_std"] == np.nanstd(total)
   # Those that are not of a group alone are what they were.
   settings = settings_with(advantage="shrinkage")
   placed, _ = rewards_lib.place_rewards(settings, scores, mesh)
