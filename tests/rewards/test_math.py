@@ -221,7 +221,8 @@ answer is either 2 or 5. | Maybe 2, maybe 5. | It's 2, or 5. | \boxed{2}, or
 \boxed{5} | \boxed{5} (or \boxed{2}) | The answer is 5, alternatively 2. | The
 answer is 2 and/or 5. | The answer is 5, 2 or 3. | The answer is $5$, $2$ or
 $3$. | The answer is 5 or, alternatively, 2. | The answer is $5 or $2. | The
-answer is $5 or 2 dollars. | The answer is $5 or 2$.
+answer is $5 or 2 dollars. | The answer is 5 or 2 apples. | The answer is $5 or
+2$.
 """
 
 GIVE_FIVE = r"""
