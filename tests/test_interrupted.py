@@ -1,5 +1,6 @@
 """Runs that are killed or interrupted end like those that nobody disturbed."""
 
+import itertools
 import os
 import pathlib
 import random
@@ -66,6 +67,9 @@ def assert_same_run(run, expected):
   rows = steps_of(run)
   assert [row["step"] for row in rows] == list(range(1, 15))
   assert len({row["group_size"] for row in rows}) > 1
+  for before, row in itertools.pairwise(rows):
+    seconds = row["train_seconds"] - before["train_seconds"]
+    assert 0 <= row["seconds_compile"] <= row["seconds_step"] <= seconds + 1e-6
 
 
 def steps_of(run):

@@ -15,12 +15,16 @@ from grpojax.rewards import quantities
 _BETWEEN = re.compile(
   r"""(?P<unit>%?(?:\s?[A-Za-z]{1,20}){0,3}?)[\s,;.(*$]{0,4}
   \b(?:or|vs\.?|versus|possibly|maybe|perhaps|alternatively)\b
-  (?:\s(?:maybe|possibly|perhaps|even|else))?
-  [\s*_$(]{1,6}(?:[A-Za-z]\s?=\s?)?""",
+  (?:,?\s(?:maybe|possibly|perhaps|even|else|alternatively),?)?
+  [\s*_(]{1,6}(?P<sign>[$£€]?)[\s*_$(]{0,6}(?:[A-Za-z]\s?=\s?)?""",
   re.VERBOSE | re.IGNORECASE,
 )
+_SIGNS = "$£€"
 _UNIT = re.compile(r"%|\s?(?:[A-Za-z]{1,20})?")
-_GOES_ON = re.compile(r"\s?(?:of\b|[-+*/^(]\s?[0-9A-Za-z])")
+_GOES_ON = re.compile(
+  r"\s?(?:(?:of|times|squared|cubed|more|less|fewer)\b|[-+*/^(]\s?[0-9A-Za-z])"
+)
+_MORE = re.compile(r"\$?,\s[\s*_$(]{0,6}")  # 5, 6 or 7
 _END = re.compile(r"[.!?](?=\s|\Z)|\n|<")
 _EARLIER = re.compile(
   r"""(?:boxed\s?\{|\#\#\#\#|answers?>|answers?[^\n.]{0,12}?(?:\bis\b|:))
@@ -39,8 +43,12 @@ def stated(text: str, number: re.Pattern) -> str | None:
   text = quantities.clean(text)
   if end := _END.search(text):
     text = text[: end.start()]
-  first = number.search(text)
-  second = first and after(text, first, number)
+  first = last = number.search(text)
+  while last and (comma := _MORE.match(text, last.end())):
+    if not (further := number.match(text, comma.end())):
+      break
+    last = further
+  second = last and after(text, last, number)
   return text[first.start() : second.end()] if second else None
 
 
@@ -58,7 +66,18 @@ def after(text: str, first: re.Match, number: re.Pattern) -> re.Match | None:
   second = between and number.match(text, between.end())
   if not second or _GOES_ON.match(text, second.end()):  # 5, or 1/2 of 10
     return None
-  units = between["unit"].strip(), _UNIT.match(text, second.end())[0].strip()
+  rest = _UNIT.match(text, second.end())
+  units = (
+    _unit(first[0][0], between["unit"], text[first.end()]),
+    _unit(between["sign"], rest[0], text[second.end() :][:1]),
+  )
   converted = units[0] != units[1] and (all(units) or "%" in units)
   same = converted or quantities.equal(first[0], second[0])
   return None if same else second
+
+
+def _unit(sign: str, word: str, closing: str) -> str:
+  """Unit of a number: "$" of "$5" and "5 dollars", none of LaTeX's "$5$"."""
+  if word.strip().lower() in ("dollar", "dollars"):
+    return "$"
+  return word.strip() or (sign if sign in _SIGNS and closing != "$" else "")

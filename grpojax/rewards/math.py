@@ -40,7 +40,8 @@ _STATEMENT = re.compile(
   r"""answers?\b
   (?: (?:[*_"\s]|\s\([^()\n0-9]{1,40}\)){0,4}[:=>]
     | [^\n.:=0-9?<>]{0,40}?
-      \b(?:is|are|be|equals|was)\b(?!\s{1,3}(?:not|that|correct)\b|n't|'):?
+      \b(?:is|are|be|equals|was)\b
+      (?!\s{1,3}(?:not|that|correct|wrong|incorrect)\b|n't|'):?
     | [*_\#\s]{0,8}\n
     | (?=\s[-$\\(]{0,3}[0-9]))""",
   re.VERBOSE | re.IGNORECASE,
@@ -54,7 +55,10 @@ _NOT = re.compile(
 _UNEQUAL = re.compile(r"\\neq?(?![A-Za-z])")
 _LEAD = re.compile(r"[\s:=*_\"'>]{1,40}")
 _LATEX = re.compile(r"\$([^$\n]{1,200})\$(?![0-9])|\\\((.{1,200}?)\\\)")
-_END = re.compile(r"[.;!?](?=\s|$)|,\s|\n|<|\s\(|\*\*|\b(?:because|since)\b")
+_END = re.compile(
+  r"[.;?](?=\s|$)|!(?=\s|$)(?!\s?[-+*/=])"  # 5! = 120 goes on
+  r"|,\s|\n|<|\s\(|\*\*|\b(?:because|since)\b"
+)
 _POINT = re.compile(r"[(\[][^()\[\]\n]{1,100}[)\]]")
 _RANGE = r"[0-9]{1,9}(?:(?::|-|/[0-9]{1,9}/)[0-9]{1,9}){1,5}"
 _TOKEN = re.compile(

@@ -76,12 +76,11 @@ def exact_enough(
 ) -> Float[np.ndarray, "*B G"]:
   """Returns rewards in float32, or float64 where that loses differences.
 
-  In float64 those of a group that differ by rounding only are made equal.
+  Those of a group that differ by rounding only are made equal.
   """
   worst, equal, lossy = _range(rewards)
-  if not lossy.any():
-    return rewards.astype(np.float32)
-  return np.where(equal & np.isfinite(rewards), worst, rewards)
+  rewards = np.where(equal & np.isfinite(rewards), worst, rewards)
+  return rewards if lossy.any() else rewards.astype(np.float32)
 
 
 def in_float32(

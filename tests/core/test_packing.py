@@ -159,6 +159,15 @@ def check_size(planned, prompt_length, parts):
   assert packing_layout.size(count * room, padded) <= most
 
 
+def test_a_split_may_have_more_rows_than_samples_of_an_even_one():
+  """Rows of 16, a sample each, in splits of about 25 tokens."""
+  lengths = np.array([[9] * 4, [16] * 4])
+  planned = packing_layout.plan(lengths, 64, np.array([8, 7]), 8, 1, 8)
+  rows = planned.rows.sample_of_token >= 0
+  assert rows.shape == (1, 4, 3, 16) and rows.sum() == lengths.sum()
+  np.testing.assert_array_equal(rows.any(axis=-1).sum(axis=-1), [[3, 2, 1, 2]])
+
+
 def test_sizes_are_few():
   assert packing_layout.row_lengths(1024) == [256, 512, 1024]
   assert packing_layout.row_lengths(6) == [2, 3, 6]

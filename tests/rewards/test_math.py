@@ -219,7 +219,10 @@ is 5 vs 2. | The answer is 5 (or 2). | The answer is 5 (or maybe 2). | The
 answer is 5, possibly 2. | The answer is 5; or 2. | Answer: 5 / 2 / 7 | The
 answer is either 2 or 5. | Maybe 2, maybe 5. | It's 2, or 5. | \boxed{2}, or
 \boxed{5} | \boxed{5} (or \boxed{2}) | The answer is 5, alternatively 2. | The
-answer is 2 and/or 5.
+answer is 2 and/or 5. | The answer is 5, 2 or 3. | The answer is $5$, $2$ or
+$3$. | The answer is 5 or, alternatively, 2. | The answer is $5 or $2. | The
+answer is $5 or 2 dollars. | The answer is 5 or 2 apples. | The answer is $5 or
+2$.
 """
 
 GIVE_FIVE = r"""
@@ -289,7 +292,10 @@ wrong. \boxed{5} | The answer is $x = 5$, not $x = 6$. | The answers are not
 6; the answer is 5. | The answer is 5 and not 6. | We have 3 apples and 2
 pears, so 5. | The answer is 5 and the remainder is 2. | The answer is 5 and
 we are done. | The answer is 5, 2 less than 7. | The answer is 5, 6 being too
-large.
+large. | The answer is $5 or 500 cents. | The answer
+is 5 quarters or $1.25. | The answer is 5, or 2 more than last year. | The
+answer is 5. If we had used 6, the answer would be wrong. | The answer is
+3! - 1 = 5.
 """
 
 

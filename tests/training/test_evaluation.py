@@ -47,8 +47,23 @@ def test_graded_rewards_have_their_mean_beside_the_accuracy():
   assert reward.startswith("mean reward  0.5  [")
   large = evaluation.estimate(np.array([-3.0, 5.0, 10.0]))  # no share
   assert large == intervals.mean_interval(np.array([-3.0, 5.0, 10.0]))
+  shares = np.array([1.0] * 9 + [0.5])
+  assert evaluation.estimate(shares) == intervals.share_interval(shares)
   missing = evaluation.per_prompt(evaluated([[0.5], [np.nan]]))
   assert "reward" not in missing  # of other prompts than the accuracy
+
+
+def test_a_single_prompt_has_an_interval_of_its_accuracy_alone(
+  monkeypatch, settings_with
+):
+  assert evaluation.per_prompt(evaluated([[0.5]])).keys() == {"accuracy"}
+  rows = {"a": np.array([1]), "b": np.array([0, 2])}
+  monkeypatch.setattr(evaluation.mixtures, "by_source", lambda *_: rows)
+  result = evaluated([[0, 1], [1, 0], [0.5, 1]])
+  for ks, names in ((), {"a", "b"}), ([1], {"b"}):
+    values = evaluation.per_prompt(result, ks)
+    each = evaluation.by_data_set(settings_with(), result, values)
+    assert each.keys() == names and len(evaluation.numbers(each["b"])) > 1
 
 
 def test_majority_of_texts():

@@ -325,17 +325,21 @@ def test_a_wait_for_the_device_asks_all_the_time():
     policy.wait([Array()], check_signals)
 
 
-def test_an_infinite_reward_of_the_model_is_a_failure():
+@pytest.mark.parametrize("large", [np.inf, 1e16])
+def test_a_reward_of_the_model_that_is_too_large_is_a_failure(large):
   scores = rewards_lib.groups.GroupRewards(
     np.array([[1.0, 2.0]], np.float32),
     {"f": np.array([[1.0, 2.0]], np.float32)},
     np.zeros((1, 2), bool),
     [[[], []]],
   )
-  by_model = np.array([[np.inf, 0.5]])
+  by_model = np.array([[large, 0.5]])
   reward_pool = rewards_lib.RewardPool(None, model_weight=2.0)
   examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
   got = rewards_lib.add_model(reward_pool, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = rewards_lib.groups.all_failures(got)
-  assert failure[:2] == ("model", "returned inf") and failure.completion == "a"
+  assert (
+    failure[:2] == ("model", f"returned {np.float32(large)}")
+    and failure.completion == "a"
+  )

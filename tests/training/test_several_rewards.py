@@ -1,6 +1,7 @@
 """Rewards of several functions: what a step compares of them."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from grpojax.core import advantages
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import multi_reward
 from grpojax.rewards import groups, pool
+from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import (
   aggregation,
@@ -100,15 +102,38 @@ def test_an_offset_of_all_rewards_changes_no_difference(offset, settings_with):
   metrics = rewards_lib.metrics(scores)
   if offset:
     assert metrics["reward_mean"] == np.nanmean(total)
+    assert metrics["reward_std"] == np.nanstd(total)
   # Those that are not of a group alone are what they were.
   settings = settings_with(advantage="shrinkage")
   placed, _ = rewards_lib.place_rewards(settings, scores, mesh)
   np.testing.assert_array_equal(placed, total.astype(np.float32))
 
 
+def test_a_diagnosis_is_of_rewards_less_their_mean(monkeypatch):
+  monkeypatch.setattr(host, "diagnosis_key", lambda state: None)
+  step = types.SimpleNamespace(
+    mesh=mesh_lib.make_mesh(devices=jax.devices()[:1]),
+    diagnose=lambda params, rollout, rewards, *_: {"rewards": rewards},
+    check_signals=lambda: None,
+  )
+  state = types.SimpleNamespace(params=None, score_norms=None)
+  rewards = np.array([[1e8, 1e8 + 1], [1e8 + 3, np.nan]])
+  scores = groups.GroupRewards(rewards, {}, np.isnan(rewards), [[], []])
+  diagnose = host.HostStep._diagnose.__wrapped__  # whose state is no TrainState
+  found = diagnose(step, state, None, scores)
+  expected = [[-4 / 3, -1 / 3], [5 / 3, np.nan]]
+  np.testing.assert_allclose(found["rewards"], expected, rtol=1e-6)
+  assert np.isnan(found["gradient_mse_vanilla"])
+
+
 def test_differences_of_rounding_are_none():
   equal = np.array([[0.1 + 0.2, 0.3], [1.0, 0.0]])
   assert pool.exact_enough(equal).dtype == np.float32
+  # A tenth of one would be off by 3%.
+  assert pool.exact_enough(1e5 + equal / 10).dtype == np.float64
+  between = 2.0**24 + 1  # two numbers of float32
+  near = np.array([[between, np.nextafter(between, np.inf)]])
+  assert len(np.unique(pool.exact_enough(near))) == 1
   large = np.concatenate([equal, [[1e8, 1e8 + 1]]])
   found = pool.exact_enough(large)
   np.testing.assert_array_equal(found, [[0.3, 0.3], *large[1:]])

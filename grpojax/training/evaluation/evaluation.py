@@ -253,7 +253,8 @@ def per_prompt(
 
   They are pass@k for each of `ks` or, without any, the accuracy of the first
   completion; maj@k with a function of `ANSWERS`; and the mean reward where it
-  is graded: more than right or wrong, and of all completions.
+  is graded: more than right or wrong, and of all completions. Those that need
+  several prompts for an interval are left out of one.
   """
   right = result.rewards >= CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
@@ -265,7 +266,16 @@ def per_prompt(
   graded = not _right_or_wrong(result.rewards)
   if graded and np.isfinite(result.rewards).all():
     values[REWARD] = result.rewards.mean(axis=-1)
-  return values
+  return _with_interval(values, np.arange(len(right)))
+
+
+def _with_interval(
+  values: Mapping[str, np.ndarray], rows: Int[np.ndarray, "n"]
+) -> dict[str, np.ndarray]:
+  """Values of some prompts; of a single one its accuracy alone."""
+  several = len(rows) > 1
+  names = [name for name in values if several or name == "accuracy"]
+  return {name: values[name][rows] for name in names}
 
 
 def outcomes(
@@ -291,10 +301,11 @@ def by_data_set(
   settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, np.ndarray]]:
   """Values of `per_prompt` by data set; empty where nothing is mixed."""
-  return {
-    name: {key: value[rows] for key, value in values.items()}
+  each = {
+    name: _with_interval(values, rows)
     for name, rows in mixtures.by_source(settings, result.examples).items()
   }
+  return {name: own for name, own in each.items() if own}
 
 
 def _right_or_wrong(*values: np.ndarray) -> bool:
