@@ -18,8 +18,11 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
   """Returns the two texts that count as an answer: without and with separators.
 
   For "1080" as for "1,080": ("1080", "1,080"). For what is no number, or has
-  its separators in other places ("10,80"): twice the answer, stripped.
+  its separators in other places ("10,80"): twice the answer, stripped. A whole
+  float is written as people do, "5": a column with a gap makes floats of all.
   """
+  if isinstance(answer, float) and answer.is_integer():
+    answer = int(answer)
   answer = str(answer).strip()
   number = _NUMBER.fullmatch(answer)
   if not number:

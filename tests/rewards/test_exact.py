@@ -21,6 +21,8 @@ def on_text(completion, answer):
   "completion, answer, expected",
   [
     ("#### 194", "194", 1),
+    ("#### 5", 5.0, 1),  # of a column of floats
+    ("#### 2.5", 2.5, 1),
     ("92+17=109\n#### 194\n\n", "194", 1),
     ("####194", " 194 ", 1),
     ("#### 3\n#### 194", "194", 1),
