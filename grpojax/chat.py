@@ -127,7 +127,12 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
   count = max(settings.eval.num_prompts, number + 1)
   evaluated = dataclasses.replace(settings.eval, num_prompts=count)
   settings = dataclasses.replace(settings, eval=evaluated)
-  examples = splits.load_examples(settings, "test")
+  try:
+    examples = splits.load_examples(settings, "test")
+  except ValueError as error:  # of drawn problems, which are counted by that
+    asked = f"eval.num_prompts = {count}"
+    text = str(error).replace(asked, f"--example = {number}")
+    raise ValueError(text) from error
   if number >= len(examples):
     raise ValueError(
       f"--example={number}: there are {len(examples)} held-out problems, the "

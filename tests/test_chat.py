@@ -10,6 +10,7 @@ from grpojax import chat
 from grpojax.rewards import exact
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training import chat as chatting
+from grpojax.training.settings.run import TrainSettings
 
 
 @pytest.fixture
@@ -55,6 +56,11 @@ def test_bytes_that_are_no_text_end_no_chat(monkeypatch):
   stdin = io.TextIOWrapper(io.BytesIO(b"a\xffb\nc\n"), "utf-8", "strict")
   monkeypatch.setattr("sys.stdin", stdin)
   assert list(chat._lines()) == ["a\ufffdb", "c"]
+
+
+def test_a_problem_beyond_those_that_are_drawn():
+  with pytest.raises(ValueError, match=f"--example = {10**9}: .* 100000 of"):
+    chat._example(TrainSettings(), 10**9)
 
 
 @pytest.mark.parametrize(
