@@ -130,9 +130,9 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
   try:
     examples = splits.load_examples(settings, "test")
   except ValueError as error:  # of drawn problems, which are counted by that
-    asked = f"eval.num_prompts = {count}"
-    text = str(error).replace(asked, f"--example = {number}")
-    raise ValueError(text) from error
+    setting = f"eval.num_prompts = {count}"
+    message = str(error).replace(setting, f"--example = {number}")
+    raise ValueError(message) from error
   if number >= len(examples):
     raise ValueError(
       f"--example={number}: there are {len(examples)} held-out problems, the "

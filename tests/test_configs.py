@@ -134,6 +134,7 @@ ALSO = (
   "gsm8k_qwen3_1_7b",
   "gsm8k_llama3_2_1b",
   "figure5",
+  "own_model",
 )
 
 

@@ -194,17 +194,11 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   lm = tabular.lm(3, 5)
   table = lm.init(jax.random.key(5))
   prompts = Prompts(jnp.arange(3)[:, None], jnp.ones((3, 1), bool))
-  samples = rollout(
-    lm,
-    table,
-    prompts,
-    jax.random.key(1),
-    group_size=4,
-    max_new_tokens=6,
-    eos_ids=0,
-  )
+  options = {"group_size": 4, "max_new_tokens": 6, "eos_ids": 0}
+  draw = jax.jit(functools.partial(rollout, lm, **options))
+  samples = draw(table, prompts, jax.random.key(1))
   rewards = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)))
-  make = functools.partial(make_batch, lm)
+  make = jax.jit(functools.partial(make_batch, lm), static_argnames="objective")
   objective = Objective(advantage="score_weighted", score_power=1.5)
   batch = make(samples, rewards, objective)
   mask = np.asarray(samples.completion_mask)
