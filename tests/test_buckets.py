@@ -187,8 +187,8 @@ def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
     assert "finished, 4 of 4 steps" in text.read_text()
   out = run("evaluate", f"--model={url}")
   assert "checkpoint of step 4" in out and "4 held-out prompts" in out
-  new = words(tmp_path / "b", steps=0) + [f"--config.model.path={url}"]
-  run("train", *new)  # starts from that model
+  new = words(tmp_path / "b", steps=0) + ["--config.optim.micro_batches=1"]
+  run("train", *new, f"--config.model.path={url}")  # starts from that model
 
 
 @pytest.mark.long
