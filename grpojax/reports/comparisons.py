@@ -20,6 +20,7 @@ from grpojax.reports.curves import (
   short,
 )
 from grpojax.reports.metric_groups import COMPARED
+from grpojax.statistics.group_size import Components, mse_curve
 from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.statistics.intervals import paired_difference, paired_proportions
 
@@ -122,8 +123,9 @@ def error_of_best(columns: Columns, group_size: int) -> float | None:
   if not all(name in columns for name in names) or group_size < 2:
     return None
   c1, c2, c3 = (float(np.mean(columns[name][1])) for name in names)
+  means = Components(c1, c2, c3, c2_vanilla=0.0, gradient_sq=0.0)
   sizes = np.arange(2, max(1024, group_size) + 1)
-  errors = c1 * sizes + c2 + c3 / (sizes - 1)  # times N
+  errors = np.asarray(mse_curve(means, sizes, 1).leave_one_out)
   if not (c1 > 0 and np.isfinite(errors).all() and errors.min() > 0):
     return None
   return float(errors[group_size - 2] / errors.min())

@@ -20,10 +20,8 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
-    accuracy, reward = (
-      summary[f"accuracy_{when}"],
-      summary.get(f"reward_{when}"),
-    )
+    accuracy = summary[f"accuracy_{when}"]
+    reward = summary.get(f"reward_{when}")
     lines.append(f"accuracy {when:6} {accuracy:6.1%}  [{low:.1%}, {high:.1%}]")
     if reward is not None and not math.isclose(reward, accuracy, abs_tol=1e-6):
       lines[-1] += f"  mean reward {reward:.3g} (right: 1 or more)"
