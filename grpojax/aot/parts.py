@@ -22,7 +22,7 @@ import jax
 from grpojax.aot import cost, hlo, roofline
 from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
-from grpojax.runtime.files import records
+from grpojax.runtime.files import disk, records
 
 VERSION = 2  # of what is kept; count up when the counting changes
 # Environment variables that change what XLA makes of a program.
@@ -72,9 +72,8 @@ def repeated(part: Part, runs: int) -> Part:
 
 
 def cache_directory() -> pathlib.Path:
-  """Directory of the results: below $XDG_CACHE_HOME, or ~/.cache."""
-  root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  return pathlib.Path(root) / "grpojax" / "compiled"
+  """Directory of the results."""
+  return disk.user_cache() / "compiled"
 
 
 def _versions() -> str:

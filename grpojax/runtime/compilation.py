@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from grpojax.runtime.files import disk
+
 LONG = ("sample", "diagnose", "update", "step")
 """Programs of a training step that take long to compile, by their names."""
 
@@ -69,8 +71,7 @@ def keep() -> None:
   if config.jax_compilation_cache_dir or not enabled:
     return
   try:
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    path = pathlib.Path(home) / "grpojax" / "xla" / _machine()
+    path = disk.user_cache() / "xla" / _machine()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
   except (OSError, RuntimeError):  # no home, or none to write to
     return

@@ -371,10 +371,9 @@ def local(url: str, by_orbax: tuple[str, ...] = ()) -> pathlib.Path:
   Raises:
     ValueError: there is nothing, or it cannot be read.
   """
-  cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   mark = fsspec.utils.tokenize(url)[:12]
   name = f"{url.rstrip('/').rpartition('/')[2]}-{mark}"
-  path = pathlib.Path(cache) / "grpojax" / name
+  path = disk.user_cache() / name
   copy, versions_file = _Copy(url, by_orbax, path), path.parent / f"{name}.json"
   path.parent.mkdir(parents=True, exist_ok=True)
   with open(path.parent / f"{name}.lock", "w") as lock:

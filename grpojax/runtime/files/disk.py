@@ -68,6 +68,12 @@ def check_no_url(path: str | os.PathLike, flag: str) -> None:
     )
 
 
+def user_cache() -> pathlib.Path:
+  """Returns our directory below $XDG_CACHE_HOME, or ~/.cache."""
+  root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  return pathlib.Path(root) / "grpojax"
+
+
 def check_writable(path: str | os.PathLike, flag: str) -> None:
   """Raises ValueError where a directory cannot be made or written.
 
