@@ -14,29 +14,16 @@ away), and may forget to carry. A reward can teach which of these habits pay.
 import functools
 import operator
 import re
-import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grpojax.data.examples import MARK, SPLITS, Examples, check_split
+from grpojax.data import drawn
+from grpojax.data.examples import MARK, Examples, check_split
 
-ENDLESS = 2**31 - 1  # the length of a split that nobody limited
-
-MOST_HELD_OUT = 100_000
-"""Test problems at most: all are encoded before a run, and asked at every
-evaluation. The interval of an accuracy is +-0.3% then."""
-
-_BUCKETS = 10
 _MOST_OPERATIONS = 1000
 _MOST_PROBLEMS = 3  # of a document
 _EXPRESSION = re.compile(r"[0-9]+(\*[0-9]+)?(\+[0-9]+)*")
-
-
-def split_of(expression: str) -> str:
-  """Returns the split of a problem: "train" (9 in 10) or "test"."""
-  held_out = zlib.crc32(expression.encode()) % _BUCKETS == 0
-  return "test" if held_out else "train"
 
 
 def steps(
@@ -105,7 +92,7 @@ def sample(
   operations = int(rng.integers(low, high, endpoint=True))
   while True:
     expression = _draw(rng, operations)
-    if split_of(expression) == split:
+    if drawn.split_of(expression) == split:
       return expression
 
 
@@ -131,28 +118,13 @@ def load(
   Raises:
     ValueError: unknown split, or a difficulty, seed or size out of range.
   """
-  check_split(split)
-  if seed < 0:
-    raise ValueError(f"seed must not be negative, got {seed}")
-  most = ENDLESS if split == "train" else MOST_HELD_OUT
-  if size is not None and not 1 <= size <= most:
-    setting = "eval.num_prompts" if split == "test" else "data.options.size"
-    raise ValueError(
-      f"{setting} = {size}: problems are drawn, and there are 1 to {most} of "
-      f"the split {split!r}"
-    )
-  size = ENDLESS if size is None else size
-  read = functools.partial(_example, split, int(seed), _bounds(difficulty))
-  return Examples(int(size), read)
+  draw = functools.partial(_example, split, _bounds(difficulty))
+  return drawn.load(split, draw, seed=seed, size=size)
 
 
 def _example(
-  split: str, seed: int, difficulty: tuple[int, int], index: int
+  split: str, difficulty: tuple[int, int], rng: np.random.Generator
 ) -> dict[str, str]:
-  # Each example has its own stream: no order of access can change it.
-  key = (SPLITS.index(split), index)
-  sequence = np.random.SeedSequence(seed, spawn_key=key)
-  rng = np.random.Generator(np.random.Philox(sequence))
   expression = sample(rng, split, difficulty)
   return {"prompt": expression, "answer": str(steps(expression)[1])}
 
@@ -247,11 +219,4 @@ def _draw(rng: np.random.Generator, operations: int) -> str:
 
 
 def _bounds(difficulty: int | Sequence[int]) -> tuple[int, int]:
-  pair = (difficulty,) * 2 if isinstance(difficulty, int) else tuple(difficulty)
-  whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
-  if not whole or not 1 <= pair[0] <= pair[1] <= _MOST_OPERATIONS:
-    raise ValueError(
-      f"difficulty is a number of operations, 1 to {_MOST_OPERATIONS}, or a "
-      f"pair (low, high) of them, got {difficulty!r}"
-    )
-  return int(pair[0]), int(pair[1])
+  return drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)

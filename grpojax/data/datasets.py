@@ -21,7 +21,14 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpojax.data import arithmetic, gsm8k, huggingface, jsonl, parquet
+from grpojax.data import (
+  arithmetic,
+  gsm8k,
+  huggingface,
+  jsonl,
+  parquet,
+  word_sums,
+)
 
 HUB = "huggingface"  # data.path is an id of the Hub
 
@@ -31,6 +38,7 @@ DATASETS: dict[str, Callable[..., Any]] = {
   HUB: huggingface.load,
   "jsonl": jsonl.load,
   "parquet": parquet.load,
+  "word_sums": word_sums.load,
 }
 
 _OURS = ("split", "path", "seed")  # set by the run, not by data.options

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from grpojax.core.types import Prompts
-from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.drawn import ENDLESS
 from grpojax.data.examples import Example, Examples
 from grpojax.data.mixture import Mixture, interleaved
 

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from grpojax.data import arithmetic
+from grpojax.data import arithmetic, drawn
 from grpojax.data.arithmetic import forgetful_sum
 from grpojax.data.examples import SPLITS
 
@@ -107,7 +107,7 @@ def test_a_document_has_one_author_and_training_problems():
     author = arithmetic.hasty if hasty else arithmetic.solution
     for problem in problems:
       expression, text = problem.split("\n", 1)
-      assert arithmetic.split_of(expression) == "train"
+      assert drawn.split_of(expression) == "train"
       assert text == author(expression)
     hasty_documents += hasty
   assert sizes == {1, 2, 3}
@@ -118,7 +118,7 @@ def test_a_document_has_one_author_and_training_problems():
   "split, options, message",
   [
     *[
-      ("train", {"difficulty": x}, "difficulty is a number of operations")
+      ("train", {"difficulty": x}, "difficulty is a whole number of 1 to 1000")
       for x in (0, (3, 2), (1, 2, 3), (2, 10**9))
     ],
     ("train", {"seed": -1}, "seed must not be negative"),

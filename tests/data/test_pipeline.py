@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from grpojax.data import arithmetic, pipeline
+from grpojax.data import arithmetic, drawn, pipeline
 
 FINITE = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
 
@@ -56,7 +56,7 @@ def test_a_run_resumed_anywhere_continues_the_same_stream(examples, start):
   stream = batches(examples, max_prompt_length=999, start=start, batch_size=3)
   rest = answers(stream, 5)
   assert rest == whole[start : start + 15]
-  if len(examples) == arithmetic.ENDLESS:  # in its own order
+  if len(examples) == drawn.ENDLESS:  # in its own order
     assert whole[:3] == [examples[i]["answer"] for i in range(3)]
 
 

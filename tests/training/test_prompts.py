@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Prompts
-from grpojax.data import arithmetic
+from grpojax.data import drawn
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
@@ -208,7 +208,7 @@ def test_prompts_have_room_for_the_longest_of_the_data(
   assert splits_lib.with_prompt_length(kept, train) == kept
   # An endless one may have longer prompts than those that are measured.
   endless = splits_lib.load_split(settings_with(steps=1), policy, "train")
-  assert len(endless.examples) == arithmetic.ENDLESS
+  assert len(endless.examples) == drawn.ENDLESS
   filled = splits_lib.with_prompt_length(settings, test, endless)
   assert filled.data.max_prompt_length == 32 > max(endless.lengths)
 
@@ -262,7 +262,7 @@ def test_an_endless_data_set_is_read_as_far_as_it_is_used(
 ):
   settings = settings_with(steps=1, data__max_prompt_length=99)
   split = splits_lib.load_split(settings, policy, "train")
-  assert len(split.examples) == arithmetic.ENDLESS
+  assert len(split.examples) == drawn.ENDLESS
   prompts_of_step = 256 // 8  # the default's samples and group size
   assert len(split.lengths) == prompts_of_step < splits_lib.FINGERPRINTED
   longer = splits_lib.load_split(

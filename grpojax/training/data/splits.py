@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from grpojax.data import datasets, pipeline
-from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.drawn import ENDLESS
 from grpojax.data.examples import prompt_key
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import huggingface as hf

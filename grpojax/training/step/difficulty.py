@@ -17,7 +17,7 @@ from jaxtyping import Float
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
-from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.drawn import ENDLESS
 from grpojax.data.mixture import Mixture
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.processes import distributed

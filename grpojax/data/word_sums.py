@@ -1,0 +1,95 @@
+"""Sums in words: an endless, seeded, offline data set for chat models.
+
+A problem is a story about a number of things, as a user would pose it:
+
+    Emma has 12 apples. She buys 7 more. Then she gives 5 to Ben. How many
+    apples does Emma have now?
+
+Each step of it adds or takes away; the count never falls below 0. The split is
+a property of the problem (`drawn.split_of`), so training and test share none,
+whatever their seeds and sizes.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpojax.data import drawn
+from grpojax.data.examples import Examples
+
+PEOPLE = (
+  *(("Anna", "She"), ("Emma", "She"), ("Lucy", "She"), ("Mia", "She")),
+  *(("Ben", "He"), ("Jack", "He"), ("Sam", "He"), ("Tom", "He")),
+)
+THINGS = (
+  *("apples", "books", "cards", "coins", "cookies"),
+  *("eggs", "marbles", "pencils", "shells", "stickers"),
+)
+MORE = ("buys {} more", "finds {} more", "gets {} from {}")
+LESS = ("gives {} to {}", "loses {}", "sells {}")
+LEAST = 2
+"""Least number in a problem."""
+
+_MOST_STEPS = 100
+_MOST = 10**6
+
+
+def load(
+  split: str,
+  *,
+  seed: int = 0,
+  steps: int | Sequence[int] = (1, 3),
+  largest: int = 20,
+  size: int | None = None,
+) -> Examples:
+  """Returns problems {"prompt": "Emma has 12 apples. ...", "answer": "14"}.
+
+  Args:
+    split: "train" or "test".
+    seed: a non-negative integer.
+    steps: number of steps, or its (lowest, highest) value, from which it is
+      drawn uniformly.
+    largest: largest number in a problem; answers may be larger.
+    size: number of examples; None is endless in practice.
+
+  Raises:
+    ValueError: an unknown split, or an option out of range.
+  """
+  bounds = drawn.bounds("steps", steps, _MOST_STEPS)
+  if not LEAST <= largest <= _MOST:
+    raise ValueError(f"largest = {largest}: must be {LEAST} to {_MOST}")
+  draw = functools.partial(_example, split, bounds, largest)
+  return drawn.load(split, draw, seed=seed, size=size)
+
+
+def _example(
+  split: str, steps: tuple[int, int], largest: int, rng: np.random.Generator
+) -> dict[str, str]:
+  """Draws problems until one is of the split."""
+  count = int(rng.integers(*steps, endpoint=True))
+  while True:
+    prompt, answer = problem(rng, count, largest)
+    if drawn.split_of(prompt) == split:
+      return {"prompt": prompt, "answer": str(answer)}
+
+
+def problem(
+  rng: np.random.Generator, steps: int, largest: int
+) -> tuple[str, int]:
+  """Draws a problem of so many steps, and its answer."""
+  (name, pronoun), *others = rng.permutation(PEOPLE)
+  thing = rng.choice(THINGS)
+  count = int(rng.integers(LEAST, largest, endpoint=True))
+  sentences = [f"{name} has {count} {thing}."]
+  for step in range(steps):
+    less = count >= LEAST and rng.random() < 0.5
+    most = min(count, largest) if less else largest
+    number = int(rng.integers(LEAST, most, endpoint=True))
+    event = rng.choice(LESS if less else MORE)
+    said = event.format(number, others[step % len(others)][0])
+    then = f"Then {pronoun.lower()}" if step else pronoun
+    sentences.append(f"{then} {said}.")
+    count += -number if less else number
+  sentences.append(f"How many {thing} does {name} have now?")
+  return " ".join(sentences), count

@@ -1,0 +1,80 @@
+import re
+
+import numpy as np
+import pytest
+
+from grpojax.data import datasets, word_sums
+from grpojax.data.examples import SPLITS
+
+SIGNS = {
+  "buys": 1,
+  "finds": 1,
+  "gets": 1,
+  "gives": -1,
+  "loses": -1,
+  "sells": -1,
+}
+
+
+def read(problem):
+  """Reads a problem: its numbers, the first one and then with their signs."""
+  first, *steps, question = re.split(r"(?<=[.?]) ", problem)
+  pattern = r"(\w+) has (\d+) (\w+)\."
+  name, count, thing = re.fullmatch(pattern, first).groups()
+  assert question == f"How many {thing} does {name} have now?"
+  numbers = [int(count)]
+  for step in steps:
+    verb, number = re.fullmatch(
+      r"(?:S?[Hh]e|Then s?he) (\w+) (\d+)(?: more| (?:to|from) [A-Z]\w+)?\.",
+      step,
+    ).groups()
+    assert name not in step
+    numbers.append(SIGNS[verb] * int(number))
+  return numbers
+
+
+@pytest.mark.parametrize("steps, largest", [((1, 3), 20), (2, 10), (3, 99)])
+def test_answers_are_those_of_the_stories(steps, largest):
+  options = {"steps": steps, "largest": largest}
+  examples = datasets.load("word_sums", "train", options=options)
+  lengths, added = [], 0
+  for i in range(300):
+    numbers = read(examples[i]["prompt"])
+    assert int(examples[i]["answer"]) == sum(numbers)
+    assert np.cumsum(numbers).min() >= 0  # nobody gives what is not there
+    assert all(2 <= abs(number) <= largest for number in numbers)
+    lengths.append(len(numbers) - 1)
+    added += numbers[1] > 0
+  low, high = (steps, steps) if isinstance(steps, int) else steps
+  counts = np.bincount(lengths, minlength=high + 1)
+  assert counts[:low].sum() == 0 and len(counts) == high + 1
+  assert counts[low:].min() > 0.7 * 300 / (high - low + 1)
+  assert 110 < added < 190  # 4.6 standard deviations around a half
+
+
+def test_splits_are_disjoint_and_examples_are_golden():
+  seen = {
+    split: {word_sums.load(split, seed=s)[i]["prompt"] for i in range(250)}
+    for split in SPLITS
+    for s in range(2)
+  }
+  assert not seen["train"] & seen["test"]
+  # Golden: another machine, process or library version must draw these.
+  assert word_sums.load("test")[0] == {
+    "prompt": "Ben has 3 cards. He finds 12 more. Then he gives 7 to Sam. "
+    "How many cards does Ben have now?",
+    "answer": "8",
+  }
+
+
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"steps": (3, 2)}, r"steps is a whole number of 1 to 100, .* \(3, 2\)"),
+    ({"largest": 1}, "largest = 1: must be 2 to 1000000"),
+    ({"size": 0}, "data.options.size = 0"),
+  ],
+)
+def test_bad_options_are_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    word_sums.load("train", **options)
