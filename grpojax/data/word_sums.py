@@ -86,10 +86,10 @@ def problem(
     less = count >= LEAST and rng.random() < 0.5
     most = min(count, largest) if less else largest
     number = int(rng.integers(LEAST, most, endpoint=True))
-    event = rng.choice(LESS if less else MORE)
-    said = event.format(number, others[step % len(others)][0])
+    event = str(rng.choice(LESS if less else MORE))
+    event = event.format(number, others[step % len(others)][0])
     then = f"Then {pronoun.lower()}" if step else pronoun
-    sentences.append(f"{then} {said}.")
+    sentences.append(f"{then} {event}.")
     count += -number if less else number
   sentences.append(f"How many {thing} does {name} have now?")
   return " ".join(sentences), count
