@@ -22,7 +22,13 @@ from grpojax.models.families import (
   qwen3,
   qwen3_moe,
 )
-from grpojax.models.huggingface import file_checksums, weights, weights_out
+from grpojax.models.huggingface import (
+  file_checksums,
+  gguf_config,
+  gguf_file,
+  weights,
+  weights_out,
+)
 from grpojax.models.transformer import (
   TransformerConfig,
   parameter_shapes,
@@ -77,6 +83,8 @@ COMPANIONS = (
   "merges.txt",
   "chat_template.jinja",
 )
+GGUF = "model.gguf"
+"""Name of a link, in the place of safetensors, that leads to a GGUF file."""
 _REFUSED = {
   "auto_map": "the model comes with code of its own, which is never run here; "
   "where it is a plain model of a supported family, remove auto_map",
@@ -108,8 +116,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   embedded = ", ".join(names)
   raise ValueError(
     f"no model at {str(path)!r}: give a directory that holds config.json and "
-    f"model.safetensors, the name of an embedded model ({embedded}), or "
-    "ORG/NAME of the Hugging Face Hub"
+    f"model.safetensors, a .gguf file, the name of an embedded model "
+    f"({embedded}), or ORG/NAME of the Hugging Face Hub"
   )
 
 
@@ -181,6 +189,24 @@ def abstract_params(hf_config: dict[str, Any], dtype=jnp.float32) -> Params:
   return unflatten_dict(shapes, sep="/")
 
 
+def _find_weights(
+  directory: pathlib.Path, hf_config: dict[str, Any], leaves
+) -> dict[str, Any]:
+  """Returns the stored tensors of a directory, by Hugging Face's names."""
+  path = directory / GGUF
+  if not path.is_file():
+    return weights.find(directory)
+  file = gguf_file.read(path)
+  if gguf_config.to_hf_config(file) != hf_config:
+    raise ValueError(
+      f"{path} is another model than {directory / 'config.json'} says: if the "
+      "file has just been replaced, start again"
+    )
+  return gguf_config.tensors(
+    file, (n for x in leaves.values() for n in x.names)
+  )
+
+
 def load_params(
   path: str | pathlib.Path, dtype=jnp.float32, shardings: Any = None
 ) -> Params:
@@ -196,7 +222,8 @@ def load_params(
   directory = resolve(path)
   file_checksums.verify(directory)
   hf_config = read_config(directory)
-  leaves, tensors = layout(hf_config), weights.find(directory)
+  leaves = layout(hf_config)
+  tensors = _find_weights(directory, hf_config, leaves)
   # What old exporters stored though it follows from config.json, and a tied
   # head that was written out a second time.
   surplus = ("rotary_emb.inv_freq",)
