@@ -74,7 +74,7 @@ def test_a_header_is_read(tmp_path):
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path):
   data = whole(KEYS, TENSORS, DATA)
   for size in range(len(data)):
-    with pytest.raises(ValueError, match="model.gguf: .*download it again"):
+    with pytest.raises(ValueError, match="model.gguf is no GGUF file"):
       read(tmp_path, data[:size])
 
 
@@ -85,12 +85,12 @@ def array(kind, count, data=b""):
 @pytest.mark.parametrize(
   "data, message",
   [
-    (whole(magic=b"GGML"), "does not begin as GGUF"),
-    (b"\x80\x04PK" + bytes(100), "does not begin as GGUF"),
-    (whole(version=1), "of version 1 is not read"),
-    (whole(version=3 * 2**24), "for big-endian machines"),
-    (whole(counts=(HUGE, 0)), f"counts {HUGE} tensors"),
-    (whole(counts=(0, HUGE)), f"and {HUGE} keys"),
+    (whole(magic=b"GGML"), "another format"),
+    (b"\x80\x04PK" + bytes(100), "another format"),
+    (whole(version=1), "version 1; get one of 3"),
+    (whole(version=3 * 2**24), "get one of 3, for little-endian"),
+    (whole(counts=(HUGE, 0)), f"counts {HUGE} entries"),
+    (whole(counts=(0, HUGE)), f"counts {HUGE} entries"),
     (whole(counts=(0, 2**16)), "cut off or damaged"),
     (whole([struct.pack("<Q", 2**63) + b"a"]), "cut off or damaged"),
     (whole(array(U8, HUGE)), "cut off or damaged"),
@@ -98,31 +98,46 @@ def array(kind, count, data=b""):
     (whole(array(TEXT, HUGE)), "cut off or damaged"),
     (whole(array(ARRAY, 1, struct.pack("<IQ", U8, 0))), "a value of type 9"),
     (whole([key("a", 77, b"")]), "a value of type 77"),
-    (whole([key("a", U8, b"1")] * 2), "key a stands there twice"),
-    (whole([key(b"\xff", U8, b"1")]), "not UTF-8"),
-    (whole([key("a", TEXT, text(b"\xc3"))]), "not UTF-8"),
+    (whole([key("a", U8, b"1")] * 2), "its a stands there twice"),
+    (whole([key(b"\xff", U8, b"1")]), "codec can't decode"),
+    (whole([key("a", TEXT, text(b"\xc3"))]), "codec can't decode"),
     (whole([key("general.alignment", U32, bytes(4))]), "alignment is 0"),
     (whole([key("general.alignment", TEXT, text("x"))]), "alignment is 'x'"),
     (whole([], [tensor("x", [])]), "x has 0 dimensions"),
     (whole([], [tensor("x", [1] * 5)]), "x has 5 dimensions"),
-    (whole([], [tensor("x", [0, 2])]), "not where the header says"),
-    (whole([], [tensor("x", [2**62, 2**62])]), "not where the header says"),
-    (whole([], [tensor("x", [2**63, 2])]), "not where the header says"),
-    (whole([], [tensor("x", [32, 2**58], Q8_0)]), "not where the header says"),
+    (
+      whole([], [tensor("x", [0, 2])]),
+      "overlaps another or is not in the file",
+    ),
+    (
+      whole([], [tensor("x", [2**62, 2**62])]),
+      "overlaps another or is not in the file",
+    ),
+    (
+      whole([], [tensor("x", [2**63, 2])]),
+      "overlaps another or is not in the file",
+    ),
+    (
+      whole([], [tensor("x", [32, 2**58], Q8_0)]),
+      "overlaps another or is not in the file",
+    ),
     (whole([], [tensor("x", [2**62], Q8_0)]), r"x \[.* cannot be read"),
     (whole([], [tensor("x", [33, 2], Q8_0)]), "33 values are no multiple"),
     (whole([], [tensor("x", [2, 2], 24)]), "I8 is not yet implemented"),
     (whole([], [tensor("x", [2, 2], 9999)]), "9999 is not a valid"),
-    (whole([], [tensor("x", [2], offset=2**63)], DATA), "not where the"),
-    (whole([], [tensor("x", [2], offset=41)], DATA), "not where the header"),
-    (whole([], [tensor("x", [4]), tensor("y", [4])], DATA), "not where the"),
+    (whole([], [tensor("x", [2], offset=2**63)], DATA), "overlaps another or"),
+    (whole([], [tensor("x", [2], offset=41)], DATA), "overlaps another or"),
+    (
+      whole([], [tensor("x", [4]), tensor("y", [4])], DATA),
+      "overlaps another or",
+    ),
     (whole([], [tensor("x", [4]), tensor("x", [4])]), "x stands there twice"),
-    (whole([], [tensor(b"\xff", [4])], DATA), "not UTF-8"),
+    (whole([], [tensor(b"\xff", [4])], DATA), "codec can't decode"),
   ],
 )
 def test_damage_is_said_at_once(tmp_path, data, message):
   began = time.monotonic()
-  with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+  with pytest.raises(ValueError, match=f"no GGUF file to read: .*{message}"):
     read(tmp_path, data)
   assert time.monotonic() - began < 2  # nothing is counted to 2**60
 

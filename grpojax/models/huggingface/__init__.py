@@ -24,7 +24,6 @@ from grpojax.models.families import (
 )
 from grpojax.models.huggingface import (
   file_checksums,
-  gguf_config,
   gguf_file,
   weights,
   weights_out,
@@ -189,24 +188,6 @@ def abstract_params(hf_config: dict[str, Any], dtype=jnp.float32) -> Params:
   return unflatten_dict(shapes, sep="/")
 
 
-def _find_weights(
-  directory: pathlib.Path, hf_config: dict[str, Any], leaves
-) -> dict[str, Any]:
-  """Returns the stored tensors of a directory, by Hugging Face's names."""
-  path = directory / GGUF
-  if not path.is_file():
-    return weights.find(directory)
-  file = gguf_file.read(path)
-  if gguf_config.to_hf_config(file) != hf_config:
-    raise ValueError(
-      f"{path} is another model than {directory / 'config.json'} says: if the "
-      "file has just been replaced, start again"
-    )
-  return gguf_config.tensors(
-    file, (n for x in leaves.values() for n in x.names)
-  )
-
-
 def load_params(
   path: str | pathlib.Path, dtype=jnp.float32, shardings: Any = None
 ) -> Params:
@@ -223,7 +204,11 @@ def load_params(
   file_checksums.verify(directory)
   hf_config = read_config(directory)
   leaves = layout(hf_config)
-  tensors = _find_weights(directory, hf_config, leaves)
+  if (file := directory / GGUF).is_file():
+    names = [name for leaf in leaves.values() for name in leaf.names]
+    tensors = gguf_file.find(file, hf_config, names)
+  else:
+    tensors = weights.find(directory)
   # What old exporters stored though it follows from config.json, and a tied
   # head that was written out a second time.
   surplus = ("rotary_emb.inv_freq",)

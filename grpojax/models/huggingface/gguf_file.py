@@ -9,14 +9,16 @@ checked against the size of the file first. Formats of tensors are gguf's.
 import functools
 import math
 import pathlib
+import re
 import struct
 import types
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-_MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
+from grpojax.models.rope import Rope, frequencies
+
 _LARGEST = 2**25  # bytes of a header; that of 250,000 tokens has 10 MB
 _MOST = 2**16  # keys, and tensors
 _NUMBERS = {
@@ -24,7 +26,37 @@ _NUMBERS = {
   for number, code in enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 _TEXT, _ARRAY = 8, 9
-_AGAIN = "download it again"
+
+ARCHITECTURES = {
+  "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too
+  "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+  "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+  "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+"""Model type and class of transformers, by general.architecture."""
+
+# GGUF's keys, below the architecture's name -> those of config.json.
+_READ = {
+  "embedding_length": "hidden_size",
+  "block_count": "num_hidden_layers",
+  "feed_forward_length": "intermediate_size",
+  "context_length": "max_position_embeddings",
+  "attention.head_count": "num_attention_heads",
+  "attention.head_count_kv": "num_key_value_heads",
+  "attention.key_length": "head_dim",
+  "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+  "rope.freq_base": "rope_theta",
+}
+_EXPERTS = {
+  "expert_count": "num_experts",
+  "expert_used_count": "num_experts_per_tok",
+  "expert_feed_forward_length": "moe_intermediate_size",
+}
+OTHERWISE = "Get the model as a Hugging Face directory"
+EMBEDDING = "token_embd.weight"
+_SCALING = ("rope.scaling.type", "rope.scaling.factor")
+_UNUSED = ("rope.scaling.finetuned",)
+_FACTORS = "rope_freqs.weight"  # by which frequencies are divided
 
 
 class Tensor(NamedTuple):
@@ -52,8 +84,7 @@ class Tensor(NamedTuple):
 
   def part(self, index: int) -> "Tensor":
     """Returns one of the tensors that are stacked in this one."""
-    row = _bytes(self.format, self.shape[-1])
-    size = row * math.prod(self.shape[1:-1])
+    size = _bytes(self.format, math.prod(self.shape[1:]))
     place = self.offset + index * size
     return self._replace(shape=self.shape[1:], offset=place)
 
@@ -69,10 +100,9 @@ class Tensor(NamedTuple):
     width = _bytes(self.format, math.prod(self.shape[1:]))
     place = self.offset + int(first) * width
     raw = np.memmap(self.file, np.uint8, "r", place, (last - first, width))
+    kind = gguf.GGMLQuantizationType(self.format)
     with np.errstate(all="ignore"):  # whoever reads it looks for NaN
-      values = gguf.dequantize(
-        raw[index - first], gguf.GGMLQuantizationType(self.format)
-      )
+      values = gguf.dequantize(raw[index - first], kind)
     return values.reshape(len(index), *self.shape[1:])
 
 
@@ -83,15 +113,19 @@ class File(NamedTuple):
   metadata: dict[str, Any]
   tensors: dict[str, Tensor]
 
+  def below(self, prefix: str) -> dict[str, Any]:
+    """Returns the metadata whose keys begin so, by the rest of the key."""
+    keys = [key for key in self.metadata if key.startswith(prefix)]
+    return {key.removeprefix(prefix): self.metadata[key] for key in keys}
+
 
 def library() -> types.ModuleType:
   """Returns the gguf library; ValueError where it is not installed."""
   try:
     import gguf
   except ImportError as error:
-    raise ValueError(
-      "a .gguf file is read with the gguf library: pip install gguf"
-    ) from error
+    text = "a .gguf file is read with the gguf library: pip install gguf"
+    raise ValueError(text) from error
   return gguf
 
 
@@ -108,12 +142,8 @@ def read(path: pathlib.Path) -> File:
   try:
     with open(path, "rb") as stream:
       return _read(path, _Header(stream, path.stat().st_size))
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{path}: a text is not UTF-8: {_AGAIN}") from error
-  except ValueError as error:
-    raise ValueError(f"{path}: {error}") from error
-  except OSError as error:
-    raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+  except (OSError, ValueError) as error:
+    raise ValueError(f"{path} is no GGUF file to read: {error}") from error
 
 
 class _Header:
@@ -125,7 +155,7 @@ class _Header:
   def take(self, count: int) -> bytes:
     data = self.stream.read(count) if count <= self.left else b""
     if len(data) < count:
-      raise ValueError(f"its header is cut off or damaged: {_AGAIN}")
+      raise ValueError("its header is cut off or damaged; download it again")
     self.left -= count
     return data
 
@@ -138,107 +168,228 @@ class _Header:
 
   def value(self) -> Any:
     """Returns a text, a number, or an array: a list of texts, or NumPy's."""
-    kind, count = self.whole("I"), None
-    if kind == _ARRAY:
+    kind, count = self.whole("I"), 1
+    if is_array := kind == _ARRAY:
       kind, count = self.whole("I"), self.whole("Q")
     if kind == _TEXT:
-      if count is None:
-        return self.text()
-      return [self.text() for _ in range(count)]  # absurd counts end early
+      values = [self.text() for _ in range(count)]  # absurd counts end early
+      return values if is_array else values[0]
     if kind not in _NUMBERS:
-      raise ValueError(f"its metadata have a value of type {kind}: {_AGAIN}")
-    dtype = _NUMBERS[kind]
-    size = dtype.itemsize * (1 if count is None else count)
-    values = np.frombuffer(self.take(size), dtype)
-    if count is not None:
+      raise ValueError(f"its metadata have a value of type {kind}")
+    data = self.take(count * _NUMBERS[kind].itemsize)
+    values = np.frombuffer(data, _NUMBERS[kind])
+    if is_array:
       return values
-    # 1e-05, not 9.999999747378752e-06, which float() would make of it.
-    is_float = dtype.kind == "f"
+    # 1e-05, not 9.999999747378752e-06, which item() would make of it.
+    is_float = values.dtype.kind == "f"
     return float(str(values[0])) if is_float else values[0].item()
+
+  def table(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns what `read` reads after each of so many names, which it gets."""
+    entries = {}
+    if count > _MOST:
+      raise ValueError(f"its header counts {count} entries")
+    for _ in range(count):
+      name = self.text()
+      if name in entries:
+        raise ValueError(f"its {name} stands there twice")
+      entries[name] = read(name)
+    return entries
 
 
 def _read(path: pathlib.Path, header: _Header) -> File:
-  if header.take(4) != _MAGIC:
-    raise ValueError(f"it does not begin as GGUF files do: {_AGAIN}")
+  if header.take(4) != b"GGUF":
+    raise ValueError("it begins with another format's bytes")
   version = header.whole("I")
-  if version not in _VERSIONS:
-    big = version % 2**16 == 0  # its bytes in the other order
-    kind = "for big-endian machines" if big else f"of version {version}"
-    raise ValueError(
-      f"a GGUF file {kind} is not read; get one of version 3, little-endian"
-    )
-  tensors, keys = header.whole("Q"), header.whole("Q")
-  if max(tensors, keys) > _MOST:
-    raise ValueError(
-      f"its header counts {tensors} tensors and {keys} keys: {_AGAIN}"
-    )
-  metadata, places = {}, {}
-  for _ in range(keys):
-    key = header.text()
-    if key in metadata:
-      raise ValueError(f"its key {key} stands there twice: {_AGAIN}")
-    metadata[key] = header.value()
-  for _ in range(tensors):
-    name = header.text()
-    if name in places:
-      raise ValueError(f"its tensor {name} stands there twice: {_AGAIN}")
-    places[name] = _place(path, name, header)
+  if version not in (2, 3):  # of big-endian machines 3 * 2**24
+    raise ValueError(f"version {version}; get one of 3, for little-endian")
+  count, keys = header.whole("Q"), header.whole("Q")
+  metadata = header.table(keys, lambda _: header.value())
+  tensors = header.table(count, functools.partial(_tensor, path, header))
   alignment = metadata.get("general.alignment", 32)
   if type(alignment) is not int or not 0 < alignment < 2**20:
-    raise ValueError(f"its general.alignment is {alignment!r:.40}: {_AGAIN}")
+    raise ValueError(f"its general.alignment is {alignment!r:.40}")
   begin = -(-header.stream.tell() // alignment) * alignment
-  places = {
-    name: tensor._replace(offset=begin + tensor.offset)
-    for name, tensor in places.items()
-  }
-  _check_places(places, path.stat().st_size)
-  return File(path, metadata, places)
+  end, size = begin, path.stat().st_size
+  for name, x in sorted(tensors.items(), key=lambda item: item[1].offset):
+    x = tensors[name] = x._replace(offset=begin + x.offset)
+    count = x.shape[0] * _bytes(x.format, math.prod(x.shape[1:]))
+    if not count or x.offset < end or x.offset + count > size:
+      where = f"overlaps another or is not in the file ({size} bytes)"
+      raise ValueError(f"its tensor {name} {list(x.shape)} {where}")
+    end = x.offset + count
+  return File(path, metadata, tensors)
 
 
-def _place(path: pathlib.Path, name: str, header: _Header) -> Tensor:
+def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
   """Reads a tensor's place; its offset is from the end of the header."""
-  count = header.whole("I")
-  if not 0 < count <= 4:
-    raise ValueError(f"its tensor {name} has {count} dimensions: {_AGAIN}")
-  shape = tuple(header.whole("Q") for _ in range(count))[::-1]
+  dimensions = header.whole("I")
+  if not 0 < dimensions <= 4:
+    raise ValueError(f"its tensor {name} has {dimensions} dimensions")
+  shape = tuple(header.whole("Q") for _ in range(dimensions))[::-1]
   tensor = Tensor(path, header.whole("I"), shape, header.whole("Q"))
   try:
-    _try_format(tensor.format)
-    _bytes(tensor.format, shape[-1] if count > 1 else 1)
+    _bytes(tensor.format, shape[-1] if dimensions > 1 else 1)
   except (NotImplementedError, ValueError) as error:
     raise ValueError(
-      f"its tensor {name} {list(shape)} cannot be read ({error}): get the "
+      f"its tensor {name} {list(shape)} cannot be read ({error}); get the "
       "model in another format (F16, Q8_0, Q4_K_M)"
     ) from error
   return tensor
 
 
 @functools.cache
-def _try_format(number: int) -> None:
-  """Turns one block of zeros into numbers; raises what gguf raises."""
+def _bytes(number: int, values: int) -> int:
+  """Returns the bytes of a row; raises where gguf does not read the format."""
   gguf = library()
   kind = gguf.GGMLQuantizationType(number)
-  gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-
-
-def _bytes(number: int, values: int) -> int:
-  """Returns the bytes of a row of `values`; ValueError for half a block."""
-  gguf = library()
-  block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+  block, size = gguf.GGML_QUANT_SIZES[kind]
+  gguf.dequantize(np.zeros((1, size), np.uint8), kind)
   if values % block:
     raise ValueError(f"{values} values are no multiple of {block}")
   return values // block * size
 
 
-def _check_places(tensors: dict[str, Tensor], size: int) -> None:
-  """Refuses tensors that overlap, or that are not wholly in the file."""
-  end = 0
-  for name, x in sorted(tensors.items(), key=lambda item: item[1].offset):
-    row = _bytes(x.format, math.prod(x.shape[1:]))
-    count = x.shape[0] * row
-    if not count or x.offset < end or x.offset + count > size:
-      raise ValueError(
-        f"its tensor {name} {list(x.shape)} is not where the header says, in "
-        f"a file of {size} bytes: {_AGAIN}"
-      )
-    end = x.offset + count
+def _architecture(file: File) -> str:
+  name = file.metadata.get("general.architecture")
+  if not isinstance(name, str) or name not in ARCHITECTURES:
+    raise ValueError(
+      f"{file.path} has the architecture {name!r:.80}; these are read: "
+      f"{', '.join(ARCHITECTURES)}. {OTHERWISE}"
+    )
+  return name
+
+
+def to_hf_config(file: File) -> dict[str, Any]:
+  """Returns the config.json of a file's model.
+
+  Raises:
+    ValueError: an architecture, a key or a value that is not known.
+  """
+  name = _architecture(file)
+  model_type, architecture_class = ARCHITECTURES[name]
+  names = _READ | (_EXPERTS if name == "qwen3moe" else {})
+  values = _values(file, f"{name}.", names)
+  head_dim, vocabulary = values["attention.key_length"], file.tensors[EMBEDDING]
+  known = {
+    "vocab_size": vocabulary.shape[0],
+    "attention.value_length": head_dim,
+    "rope.dimension_count": head_dim,
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+  }
+  for key in sorted(values.keys() - names.keys() - {*_SCALING, *_UNUSED}):
+    if key not in known or values[key] != known[key]:
+      other = f"only {known[key]!r} is" if key in known else "which is not"
+      value = f"{name}.{key}={values[key]!r:.80}"
+      raise ValueError(f"{file.path} has {value}; {other} known. {OTHERWISE}")
+  config = {
+    "architectures": [architecture_class],
+    "model_type": model_type,
+    "vocab_size": vocabulary.shape[0],
+    "hidden_act": "silu",
+    "tie_word_embeddings": "output.weight" not in file.tensors,
+  }
+  config |= {names[key]: values[key] for key in names}
+  if name == "qwen3moe":
+    config["norm_topk_prob"] = True  # always in llama.cpp
+  return config | _rope_scaling(file, values) | _token_ids(file)
+
+
+def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
+  """Returns an architecture's values, and defaults; `names` are of numbers."""
+  values = file.below(prefix)
+  for key, value in values.items():
+    is_number = type(value) in (int, float) and 0 < value < 2**31
+    is_array = isinstance(value, (list, np.ndarray))  # of each layer, say
+    if is_array or (key in names and not is_number):
+      value = f"{prefix}{key}={value!r:.80}"
+      raise ValueError(f"{file.path} has {value}: it must be one number")
+  width = values.get("embedding_length", 1)
+  heads = values.get("attention.head_count", 1)
+  values = {
+    "attention.head_count_kv": heads,
+    "attention.key_length": width // heads,
+    "rope.freq_base": 10_000.0,
+  } | values
+  there = values.keys() | file.tensors.keys()
+  if lacking := [x for x in (*names, EMBEDDING) if x not in there]:
+    raise ValueError(f"{file.path} lacks {prefix}: {', '.join(lacking)}")
+  return values
+
+
+def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns config.json's rope_scaling: none, linear, or Llama 3's.
+
+  Of Llama 3's rule a file has only what comes of it, a factor for each
+  frequency. They must be those of the rule with the numbers of Llama 3.1 to
+  3.3; of these `factor` alone differs, and is the largest.
+  """
+  kind, factor = (values.get(key) for key in _SCALING)
+  theta, head_dim = values["rope.freq_base"], values["attention.key_length"]
+  factors = file.tensors.get(_FACTORS)
+  rope = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+  if kind in (None, "none") and factor is None:
+    if factors is None:
+      return {}
+    if factors.shape == (head_dim // 2,):
+      divisors = factors.rows(0, head_dim // 2)
+      rope["factor"] = max(1.0, float(divisors.max()))
+      plain = frequencies(Rope(theta), head_dim)
+      ruled = frequencies(Rope(theta, **rope, original_length=8192), head_dim)
+      if np.allclose(divisors * ruled, plain, rtol=1e-4, atol=0.0):
+        rope |= {"original_max_position_embeddings": 8192}
+        return {"rope_scaling": {"rope_type": "llama3"} | rope}
+  elif kind == "linear" and factor is not None and factors is None:
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+  raise ValueError(
+    f"{file.path} scales its rotary frequencies in a way that is not known "
+    f"({kind!r:.80}, or {_FACTORS} other than Llama 3.1's). {OTHERWISE}"
+  )
+
+
+def _token_ids(file: File) -> dict[str, Any]:
+  """Returns bos_, pad_ and eos_token_id: the ends of texts, turns, messages."""
+  named = lambda x: file.metadata.get(f"tokenizer.ggml.{x}_token_id")
+  ends = [end for x in ("eos", "eot", "eom") if (end := named(x)) is not None]
+  ids = {"bos_token_id": named("bos"), "pad_token_id": named("padding")}
+  ids = {name: token for name, token in ids.items() if token is not None}
+  return ids | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})
+
+
+def find(
+  path: pathlib.Path, hf_config: dict[str, Any], names: Iterable[str]
+) -> dict[str, Tensor]:
+  """Returns a file's tensors by these Hugging Face names; others by their own.
+
+  Experts' matrices, which are stacked in GGUF, are tensors of their own.
+
+  Raises:
+    ValueError: a file of another model than `hf_config` says.
+  """
+  gguf, file = library(), read(path)
+  name, heads = _architecture(file), {}
+  if to_hf_config(file) != hf_config:
+    raise ValueError(f"{path} is of another config.json; start again")
+  if name == "llama":
+    heads["attn_q"] = hf_config["num_attention_heads"]
+    heads["attn_k"] = hf_config["num_key_value_heads"]
+  kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
+  names_there = gguf.get_tensor_name_map(kind, 1)  # of layer 0
+  renamed, used = {}, {_FACTORS}  # those are in the config
+  for ours in names:
+    layer = re.search(r"layers\.(\d+)", ours)
+    expert = re.search(r"experts\.(\d+)", ours)
+    general = re.sub(r"experts\.\d+", "experts", ours)
+    general = re.sub(r"layers\.\d+", "layers.0", general)
+    key = names_there.get_name(general, try_suffixes=(".weight", ".bias")) or ""
+    if layer:
+      key = key.replace("blk.0.", f"blk.{layer[1]}.")
+    tensor = file.tensors.get(key)
+    if expert and tensor and tensor.shape[0] == hf_config["num_experts"]:
+      tensor = tensor.part(int(expert[1]))
+    if tensor:
+      renamed[ours] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
+      used.add(key)
+  return renamed | {k: v for k, v in file.tensors.items() if k not in used}

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from grpojax.models.huggingface.gguf_file import Tensor
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
@@ -193,7 +191,7 @@ def _some(names: list[str]) -> str:
 def check(
   directory: pathlib.Path,
   layout: Mapping[str, Leaf],
-  tensors: Mapping[str, Stored | Tensor],
+  tensors: Mapping[str, Any],
 ) -> None:
   """Refuses stored tensors that are not those of the layout.
 
@@ -236,9 +234,7 @@ def is_finite(block: np.ndarray) -> bool:
   return not bits.size or bool(bits.max() != exponent)
 
 
-def _copy(
-  stored: Stored | Tensor, index: tuple[slice, ...], target: np.ndarray
-) -> bool:
+def _copy(stored: Any, index: tuple[slice, ...], target: np.ndarray) -> bool:
   """Fills `target` with a part of a tensor; returns True if it is finite."""
   dtype, (rows, *others) = STORED_DTYPES[stored.dtype], index
   row = math.prod(stored.shape[1:])
@@ -279,7 +275,7 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
 
 def read(
   leaf: Leaf,
-  tensors: Mapping[str, Stored | Tensor],
+  tensors: Mapping[str, Any],
   dtype: Any,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
