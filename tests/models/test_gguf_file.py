@@ -10,7 +10,7 @@ import pytest
 from grpojax.models.huggingface import gguf_file
 
 gguf = pytest.importorskip("gguf")
-U8, U32, F32, BOOL, TEXT, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
+U8, U32, F32, BOOL, TEXT, ARRAY = 0, 4, 6, 7, 8, 9
 Q8_0 = 8
 HUGE = 2**60
 
@@ -25,12 +25,8 @@ def key(name, kind, value):
 
 
 def tensor(name, shape, kind=0, offset=0):
-  return (
-    text(name)
-    + struct.pack("<I", len(shape))
-    + struct.pack(f"<{len(shape)}Q", *shape)
-    + struct.pack("<IQ", kind, offset)
-  )
+  places = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+  return text(name) + places + struct.pack("<IQ", kind, offset)
 
 
 def whole(keys=(), tensors=(), data=b"", magic=b"GGUF", version=3, counts=None):
@@ -48,6 +44,7 @@ KEYS = [
   key("a.words", ARRAY, struct.pack("<IQ", TEXT, 2) + text("é") + text("")),
 ]
 TENSORS = [tensor("x", [3, 2]), tensor("y", [4], offset=32)]
+OUTSIDE = "overlaps another or is not in the file"
 DATA = np.arange(12, dtype="<f4").tobytes()
 
 
@@ -86,7 +83,6 @@ def array(kind, count, data=b""):
   "data, message",
   [
     (whole(magic=b"GGML"), "another format"),
-    (b"\x80\x04PK" + bytes(100), "another format"),
     (whole(version=1), "version 1; get one of 3"),
     (whole(version=3 * 2**24), "get one of 3, for little-endian"),
     (whole(counts=(HUGE, 0)), f"counts {HUGE} entries"),
@@ -94,10 +90,8 @@ def array(kind, count, data=b""):
     (whole(counts=(0, 2**16)), "cut off or damaged"),
     (whole([struct.pack("<Q", 2**63) + b"a"]), "cut off or damaged"),
     (whole(array(U8, HUGE)), "cut off or damaged"),
-    (whole(array(U64, 2**64 - 1)), "cut off or damaged"),
     (whole(array(TEXT, HUGE)), "cut off or damaged"),
     (whole(array(ARRAY, 1, struct.pack("<IQ", U8, 0))), "a value of type 9"),
-    (whole([key("a", 77, b"")]), "a value of type 77"),
     (whole([key("a", U8, b"1")] * 2), "its a stands there twice"),
     (whole([key(b"\xff", U8, b"1")]), "codec can't decode"),
     (whole([key("a", TEXT, text(b"\xc3"))]), "codec can't decode"),
@@ -105,32 +99,16 @@ def array(kind, count, data=b""):
     (whole([key("general.alignment", TEXT, text("x"))]), "alignment is 'x'"),
     (whole([], [tensor("x", [])]), "x has 0 dimensions"),
     (whole([], [tensor("x", [1] * 5)]), "x has 5 dimensions"),
-    (
-      whole([], [tensor("x", [0, 2])]),
-      "overlaps another or is not in the file",
-    ),
-    (
-      whole([], [tensor("x", [2**62, 2**62])]),
-      "overlaps another or is not in the file",
-    ),
-    (
-      whole([], [tensor("x", [2**63, 2])]),
-      "overlaps another or is not in the file",
-    ),
-    (
-      whole([], [tensor("x", [32, 2**58], Q8_0)]),
-      "overlaps another or is not in the file",
-    ),
+    (whole([], [tensor("x", [0, 2])]), OUTSIDE),
+    (whole([], [tensor("x", [2**62, 2**62])]), OUTSIDE),
+    (whole([], [tensor("x", [32, 2**58], Q8_0)]), OUTSIDE),
     (whole([], [tensor("x", [2**62], Q8_0)]), r"x \[.* cannot be read"),
     (whole([], [tensor("x", [33, 2], Q8_0)]), "33 values are no multiple"),
     (whole([], [tensor("x", [2, 2], 24)]), "I8 is not yet implemented"),
     (whole([], [tensor("x", [2, 2], 9999)]), "9999 is not a valid"),
-    (whole([], [tensor("x", [2], offset=2**63)], DATA), "overlaps another or"),
-    (whole([], [tensor("x", [2], offset=41)], DATA), "overlaps another or"),
-    (
-      whole([], [tensor("x", [4]), tensor("y", [4])], DATA),
-      "overlaps another or",
-    ),
+    (whole([], [tensor("x", [2], offset=2**63)], DATA), OUTSIDE),
+    (whole([], [tensor("x", [2], offset=41)], DATA), OUTSIDE),
+    (whole([], [tensor("x", [4]), tensor("y", [4])], DATA), OUTSIDE),
     (whole([], [tensor("x", [4]), tensor("x", [4])]), "x stands there twice"),
     (whole([], [tensor(b"\xff", [4])], DATA), "codec can't decode"),
   ],

@@ -143,20 +143,19 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
   wrong, end = f"{file.path}: its tokenizer", gguf_file.OTHERWISE
   for problem in _problems(values, file.tensors[gguf_file.EMBEDDING].shape[0]):
     raise ValueError(f"{wrong} {problem}. {end}")
-  token = lambda x: (
-    None if (i := values.get(x + _ID)) is None else values["tokens"][i]
-  )
+  ids = {key: i for key, i in values.items() if key.endswith(_ID)}
+  token = {key.removesuffix(_ID): values["tokens"][i] for key, i in ids.items()}
   try:
-    backend = _backend(values, token("bos"))
+    backend = _backend(values, token.get("bos"))
   except Exception as error:  # of the library's own kinds
     problem = f"does not fit together ({error!r:.200})"
     raise ValueError(f"{wrong} {problem}. {end}") from error
   settings = {
     "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": token("bos"),
-    "eos_token": token("eos"),
-    "unk_token": token("unknown"),
-    "pad_token": token("padding"),
+    "bos_token": token.get("bos"),
+    "eos_token": token.get("eos"),
+    "unk_token": token.get("unknown"),
+    "pad_token": token.get("padding"),
     "clean_up_tokenization_spaces": False,
     "chat_template": values["chat_template"],
   }
@@ -224,9 +223,8 @@ def _backend(values: dict[str, Any], bos: str | None) -> Any:
     special = {"special": kind == _CONTROL, "normalized": False}
     backend.add_tokens([tokenizers.AddedToken(x, **special) for x in added])
   if values.get("add_bos_token", rule.bos):
+    token = {"id": "BOS", "ids": [tokens.index(bos)], "tokens": [bos]}
     backend.post_processor = processors.TemplateProcessing(
-      single=[bos, "$A"],
-      pair=[bos, "$A", bos, "$B:1"],
-      special_tokens=[(bos, tokens.index(bos))],
+      single="BOS $A", pair="BOS $A BOS $B:1", special_tokens=[token]
     )
   return backend
