@@ -83,8 +83,8 @@ def array(kind, count, data=b""):
   "data, message",
   [
     (whole(magic=b"GGML"), "another format"),
-    (whole(version=1), "version 1; get one of 3"),
-    (whole(version=3 * 2**24), "get one of 3, for little-endian"),
+    (whole(version=1), "its version, 1, is unknown"),
+    (whole(version=3 * 2**24), "is for big-endian machines"),
     (whole(counts=(HUGE, 0)), f"counts {HUGE} entries"),
     (whole(counts=(0, HUGE)), f"counts {HUGE} entries"),
     (whole(counts=(0, 2**16)), "cut off or damaged"),
@@ -124,7 +124,7 @@ def test_a_sparse_file_of_empty_texts_ends(tmp_path, monkeypatch):
   monkeypatch.setattr(gguf_file, "_LARGEST", 2**15)  # of 2**25
   path = tmp_path / "model.gguf"
   path.write_bytes(whole(array(TEXT, HUGE)))
-  os.truncate(path, 2**40)
+  os.truncate(path, 2**30)
   with pytest.raises(ValueError, match="cut off or damaged"):
     gguf_file.read(path)
 

@@ -201,8 +201,9 @@ def _read(path: pathlib.Path, header: _Header) -> File:
   if header.take(4) != b"GGUF":
     raise ValueError("it begins with another format's bytes")
   version = header.whole("I")
-  if version not in (2, 3):  # of big-endian machines 3 * 2**24
-    raise ValueError(f"version {version}; get one of 3, for little-endian")
+  if version not in (2, 3):
+    kind = "for big-endian machines" if version % 2**16 == 0 else "unknown"
+    raise ValueError(f"its version, {version}, is {kind}; get version 3")
   count, keys = header.whole("Q"), header.whole("Q")
   metadata = header.table(keys, lambda _: header.value())
   tensors = header.table(count, functools.partial(_tensor, path, header))
