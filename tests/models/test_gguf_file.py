@@ -112,6 +112,7 @@ def array(kind, count, data=b""):
     (whole([], [tensor("x", [4]), tensor("x", [4])]), "x stands there twice"),
     (whole([], [tensor(b"\xff", [4])], DATA), "codec can't decode"),
   ],
+  ids=lambda x: "file" if isinstance(x, bytes) else None,
 )
 def test_damage_is_said_at_once(tmp_path, data, message):
   began = time.monotonic()

@@ -264,6 +264,20 @@ def test_llama_3_cuts_three_digits_and_begins_with_bos(tmp_path, bpe, small):
   assert without == [row[1:] for row in ids]
 
 
+def test_tokens_have_types_and_digits_are_single(tmp_path, small, bpe):
+  tokens = bpe.convert_ids_to_tokens(range(VOCABULARY))
+  tokens[-4:] = ["12", "<control>", "<added>", "<unused>"]
+  kinds = [1] * (VOCABULARY - 3) + [3, 4, 5]
+  keys = {T + "tokens": tokens, T + "token_type": kinds, T + "merges": ["1 2"]}
+  for pre, count in (("smollm", 2), ("gpt-2", 1)):
+    _, tokenizer, _ = encoded(tmp_path, small, bpe, pre=pre, **keys)
+    assert len(tokenizer("12").input_ids) == count
+  ids = tokenizer("<control><added>").input_ids
+  assert ids == [VOCABULARY - 3, VOCABULARY - 2]
+  assert tokenizer.decode(ids, skip_special_tokens=True) == "<added>"
+  assert tokens[-1] not in tokenizer.get_vocab()
+
+
 REFUSED = [
   ({"general.architecture": "gemma2"}, "architecture 'gemma2'; these are read"),
   ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not known"),

@@ -55,7 +55,6 @@ _EXPERTS = {
 OTHERWISE = "Get the model as a Hugging Face directory"
 EMBEDDING = "token_embd.weight"
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
-_UNUSED = ("rope.scaling.finetuned",)
 _FACTORS = "rope_freqs.weight"  # by which frequencies are divided
 
 
@@ -262,11 +261,7 @@ def _architecture(file: File) -> str:
 
 
 def to_hf_config(file: File) -> dict[str, Any]:
-  """Returns the config.json of a file's model.
-
-  Raises:
-    ValueError: an architecture, a key or a value that is not known.
-  """
+  """Returns a model's config.json; ValueError for what is not known."""
   name = _architecture(file)
   model_type, architecture_class = ARCHITECTURES[name]
   names = _READ | (_EXPERTS if name == "qwen3moe" else {})
@@ -280,7 +275,8 @@ def to_hf_config(file: File) -> dict[str, Any]:
     "expert_count": 0,
     "expert_used_count": 0,
   }
-  for key in sorted(values.keys() - names.keys() - {*_SCALING, *_UNUSED}):
+  unused = "rope.scaling.finetuned"
+  for key in sorted(values.keys() - names.keys() - {*_SCALING, unused}):
     if key not in known or values[key] != known[key]:
       other = f"only {known[key]!r} is" if key in known else "which is not"
       value = f"{name}.{key}={values[key]!r:.80}"
