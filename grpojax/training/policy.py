@@ -59,9 +59,9 @@ def find_model(
   """Returns a model's directory.
 
   Args:
-    path: Directory of a model or of a finished run, an embedded model's name,
-      or, where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of
-      the Hugging Face Hub.
+    path: Directory of a model or of a finished run, a .gguf file, an embedded
+      model's name, or, where there is nothing by that path, ORG/NAME or
+      ORG/NAME@REVISION of the Hugging Face Hub.
     files: Names of the files to download from there.
 
   Raises:

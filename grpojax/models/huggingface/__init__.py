@@ -22,7 +22,12 @@ from grpojax.models.families import (
   qwen3,
   qwen3_moe,
 )
-from grpojax.models.huggingface import file_checksums, weights, weights_out
+from grpojax.models.huggingface import (
+  file_checksums,
+  gguf_file,
+  weights,
+  weights_out,
+)
 from grpojax.models.transformer import (
   TransformerConfig,
   parameter_shapes,
@@ -77,6 +82,8 @@ COMPANIONS = (
   "merges.txt",
   "chat_template.jinja",
 )
+GGUF = "model.gguf"
+"""Name of a link, in the place of safetensors, that leads to a GGUF file."""
 _REFUSED = {
   "auto_map": "the model comes with code of its own, which is never run here; "
   "where it is a plain model of a supported family, remove auto_map",
@@ -108,8 +115,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   embedded = ", ".join(names)
   raise ValueError(
     f"no model at {str(path)!r}: give a directory that holds config.json and "
-    f"model.safetensors, the name of an embedded model ({embedded}), or "
-    "ORG/NAME of the Hugging Face Hub"
+    f"model.safetensors, a .gguf file, the name of an embedded model "
+    f"({embedded}), or ORG/NAME of the Hugging Face Hub"
   )
 
 
@@ -196,7 +203,12 @@ def load_params(
   directory = resolve(path)
   file_checksums.verify(directory)
   hf_config = read_config(directory)
-  leaves, tensors = layout(hf_config), weights.find(directory)
+  leaves = layout(hf_config)
+  if (file := directory / GGUF).is_file():
+    names = [name for leaf in leaves.values() for name in leaf.names]
+    tensors = gguf_file.find(file, hf_config, names)
+  else:
+    tensors = weights.find(directory)
   # What old exporters stored though it follows from config.json, and a tied
   # head that was written out a second time.
   surplus = ("rotary_emb.inv_freq",)

@@ -1,4 +1,4 @@
-"""Safetensors files into sharded arrays, a piece at a time.
+"""Files of weights into sharded arrays, a piece at a time.
 
 A leaf of our parameter tree is one stored tensor or a stack of them, each
 transposed or not. It is read straight into the shards of a `jax.Array` in the
@@ -59,12 +59,22 @@ class Leaf(NamedTuple):
 
 
 class Stored(NamedTuple):
-  """Place of a tensor; `dtype` is safetensors' name, `offset` in bytes."""
+  """Place of a tensor; `dtype` is safetensors' name, `offset` in bytes.
+
+  A tensor of a GGUF file is a `gguf_file.Tensor`, which is read alike.
+  """
 
   file: pathlib.Path
   dtype: str
   shape: tuple[int, ...]
   offset: int
+
+  def rows(self, start: int, stop: int) -> np.ndarray:
+    """Maps some rows of the file."""
+    dtype, row = STORED_DTYPES[self.dtype], math.prod(self.shape[1:])
+    place = self.offset + start * row * dtype.itemsize
+    shape = (stop - start, *self.shape[1:])
+    return np.memmap(self.file, dtype, "r", place, shape)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -147,9 +157,11 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   if (directory / SINGLE).is_file():
     return header(directory / SINGLE)
   if not (directory / INDEX).is_file():
-    formats = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
+    formats = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
     others = [p.name for glob in formats for p in sorted(directory.glob(glob))]
     unread = f"; {', '.join(others)} there is not read" if others else ""
+    for file in directory.glob("*.gguf"):
+      unread += f"; {file.name} there is read where model.path is {file}"
     raise ValueError(
       f"{directory} holds neither {SINGLE} nor {INDEX}{unread}. Pickled "
       "weights are never read: get the model as safetensors"
@@ -179,7 +191,7 @@ def _some(names: list[str]) -> str:
 def check(
   directory: pathlib.Path,
   layout: Mapping[str, Leaf],
-  tensors: Mapping[str, Stored],
+  tensors: Mapping[str, Any],
 ) -> None:
   """Refuses stored tensors that are not those of the layout.
 
@@ -222,7 +234,7 @@ def is_finite(block: np.ndarray) -> bool:
   return not bits.size or bool(bits.max() != exponent)
 
 
-def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> bool:
+def _copy(stored: Any, index: tuple[slice, ...], target: np.ndarray) -> bool:
   """Fills `target` with a part of a tensor; returns True if it is finite."""
   dtype, (rows, *others) = STORED_DTYPES[stored.dtype], index
   row = math.prod(stored.shape[1:])
@@ -230,15 +242,9 @@ def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> bool:
   finite = True
   for start in range(rows.start, rows.stop, step):
     stop = min(start + step, rows.stop)
-    block = np.memmap(
-      stored.file,
-      dtype,
-      "r",
-      stored.offset + start * row * dtype.itemsize,
-      (stop - start, *stored.shape[1:]),
-    )
     # Cast first: NumPy is slow at casting and transposing in one.
-    block = block[:, *others].astype(target.dtype, copy=False)
+    block = stored.rows(start, stop)[:, *others]
+    block = block.astype(target.dtype, copy=False)
     target[start - rows.start : stop - rows.start] = block
     finite = finite and is_finite(block)
   return finite
@@ -269,7 +275,7 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
 
 def read(
   leaf: Leaf,
-  tensors: Mapping[str, Stored],
+  tensors: Mapping[str, Any],
   dtype: Any,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from grpojax.runtime.files import bucket
+from grpojax.runtime.files import bucket, gguf_directory
 from grpojax.runtime.processes import distributed, interrupts
 
 REFERENCE = "reference_params"  # the reference policy, saved once
@@ -46,7 +46,13 @@ def opened(
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """Returns a model or a run to read: of a disk itself, of a bucket a copy."""
+  """Returns the directory of a model or a run to read.
+
+  It is itself where it is on a disk, a copy of one in a bucket, and made of a
+  .gguf file.
+  """
+  if gguf_directory.is_named(path):
+    return gguf_directory.local(path)
   if not bucket.is_url(path):
     return pathlib.Path(path)
   return bucket.local(os.fspath(path), _BY_ORBAX)

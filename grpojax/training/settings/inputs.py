@@ -38,8 +38,9 @@ class ModelSettings:
 
   path: str = option(
     "arithmetic-instruct",
-    "a Hugging Face directory, the name of an embedded model, or ORG/NAME of "
-    "the Hugging Face Hub",
+    "a Hugging Face directory, the name of an embedded model, ORG/NAME of the "
+    "Hugging Face Hub, FILE.gguf, or package:NAME/FILE.gguf, a file in an "
+    "installed Python package",
   )
   revision: str = option(
     "", 'of ORG/NAME on the Hub: a branch, a tag or a commit; "" = main'

@@ -38,7 +38,7 @@ _MODEL = section(
   "the model",
   path=setting(
     "",
-    "directory, embedded model, or ORG/NAME[@REVISION] of the Hub, to start "
+    "directory, .gguf file, embedded model, or ORG/NAME[@REVISION], to start "
     'from; "" = from scratch',
   ),
   width=setting(128, "from scratch: width", within=_ONE),

@@ -1,0 +1,392 @@
+"""GGUF files: metadata, and tensors that are read in pieces.
+
+The header is read here, because gguf's own reader believes each count and each
+length: one flipped bit of the file can keep it busy for days. Every read is
+checked against the size of the file first. Formats of tensors are gguf's.
+(ggml-org/ggml, docs/gguf.md.)
+"""
+
+import functools
+import math
+import pathlib
+import re
+import struct
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from grpojax.models.rope import Rope, frequencies
+
+_LARGEST = 2**25  # bytes of a header; that of 250,000 tokens has 10 MB
+_MOST = 2**16  # keys, and tensors
+_NUMBERS = {
+  number: np.dtype(f"<{code}")
+  for number, code in enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())
+} | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+_TEXT, _ARRAY = 8, 9
+
+ARCHITECTURES = {
+  "llama": ("llama", "LlamaForCausalLM"),  # Mistral's too
+  "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+  "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+  "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+"""Model type and class of transformers, by general.architecture."""
+
+# GGUF's keys, below the architecture's name -> those of config.json.
+_READ = {
+  "embedding_length": "hidden_size",
+  "block_count": "num_hidden_layers",
+  "feed_forward_length": "intermediate_size",
+  "context_length": "max_position_embeddings",
+  "attention.head_count": "num_attention_heads",
+  "attention.head_count_kv": "num_key_value_heads",
+  "attention.key_length": "head_dim",
+  "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+  "rope.freq_base": "rope_theta",
+}
+_EXPERTS = {
+  "expert_count": "num_experts",
+  "expert_used_count": "num_experts_per_tok",
+  "expert_feed_forward_length": "moe_intermediate_size",
+}
+OTHERWISE = "Get the model as a Hugging Face directory"
+EMBEDDING = "token_embd.weight"
+_SCALING = ("rope.scaling.type", "rope.scaling.factor")
+_FACTORS = "rope_freqs.weight"  # by which frequencies are divided
+
+
+class Tensor(NamedTuple):
+  """Place of a tensor, which `weights` reads as it reads its `Stored`.
+
+  Attributes:
+    file: path of the file.
+    format: gguf's number of how its values are stored.
+    shape: NumPy's, the reverse of the file's.
+    offset: byte of the file at which it begins.
+    heads: heads whose rows are stored in GGUF's order of Llama, else 0. There
+      the rows of a head's two halves, which are rotated together, alternate:
+
+          ours  0 1 2 3 | 4 5 6 7      (a head of four, two heads)
+          file  0 2 1 3 | 4 6 5 7
+  """
+
+  file: pathlib.Path
+  format: int
+  shape: tuple[int, ...]
+  offset: int
+  heads: int = 0
+
+  dtype = "F32"  # of the values that `rows` returns, in safetensors' words
+
+  def part(self, index: int) -> "Tensor":
+    """Returns one of the tensors that are stacked in this one."""
+    size = _bytes(self.format, math.prod(self.shape[1:]))
+    place = self.offset + index * size
+    return self._replace(shape=self.shape[1:], offset=place)
+
+  def rows(self, start: int, stop: int) -> np.ndarray:
+    """Reads the values [stop - start, ...] of some rows, in float32."""
+    gguf, index = library(), np.arange(start, stop)
+    if self.heads:
+      size = self.shape[0] // self.heads
+      head, row = np.divmod(index, size)
+      half, pair = np.divmod(row, size // 2)
+      index = head * size + 2 * pair + half
+    first, last = index.min(), index.max() + 1
+    width = _bytes(self.format, math.prod(self.shape[1:]))
+    place = self.offset + int(first) * width
+    raw = np.memmap(self.file, np.uint8, "r", place, (last - first, width))
+    kind = gguf.GGMLQuantizationType(self.format)
+    with np.errstate(all="ignore"):  # whoever reads it looks for NaN
+      values = gguf.dequantize(raw[index - first], kind)
+    return values.reshape(len(index), *self.shape[1:])
+
+
+class File(NamedTuple):
+  """A file's header: metadata by key (arrays are NumPy's), tensors by name."""
+
+  path: pathlib.Path
+  metadata: dict[str, Any]
+  tensors: dict[str, Tensor]
+
+  def below(self, prefix: str) -> dict[str, Any]:
+    """Returns the metadata whose keys begin so, by the rest of the key."""
+    keys = [key for key in self.metadata if key.startswith(prefix)]
+    return {key.removeprefix(prefix): self.metadata[key] for key in keys}
+
+
+def library() -> types.ModuleType:
+  """Returns the gguf library; ValueError where it is not installed."""
+  try:
+    import gguf
+  except ImportError as error:
+    text = "a .gguf file is read with the gguf library: pip install gguf"
+    raise ValueError(text) from error
+  return gguf
+
+
+def read(path: pathlib.Path) -> File:
+  """Reads a header, of which every tensor is in the file.
+
+  Raises:
+    ValueError: no file, a damaged one, or a tensor of a format that gguf does
+      not turn into numbers.
+  """
+  library()
+  if not path.is_file():  # a pipe would be waited for
+    raise ValueError(f"{path} is no file: give the path of a .gguf file")
+  try:
+    with open(path, "rb") as stream:
+      return _read(path, _Header(stream, path.stat().st_size))
+  except (OSError, ValueError) as error:
+    raise ValueError(f"{path} is no GGUF file to read: {error}") from error
+
+
+class _Header:
+  """A stream of which no more is taken than a file and a header can hold."""
+
+  def __init__(self, stream: BinaryIO, size: int):
+    self.stream, self.left = stream, min(size, _LARGEST)
+
+  def take(self, count: int) -> bytes:
+    data = self.stream.read(count) if count <= self.left else b""
+    if len(data) < count:
+      raise ValueError("its header is cut off or damaged; download it again")
+    self.left -= count
+    return data
+
+  def whole(self, code: str) -> int:
+    (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code)))
+    return value
+
+  def text(self) -> str:
+    return self.take(self.whole("Q")).decode()
+
+  def value(self) -> Any:
+    """Returns a text, a number, or an array: a list of texts, or NumPy's."""
+    kind, count = self.whole("I"), 1
+    if is_array := kind == _ARRAY:
+      kind, count = self.whole("I"), self.whole("Q")
+    if kind == _TEXT:
+      values = [self.text() for _ in range(count)]  # absurd counts end early
+      return values if is_array else values[0]
+    if kind not in _NUMBERS:
+      raise ValueError(f"its metadata have a value of type {kind}")
+    data = self.take(count * _NUMBERS[kind].itemsize)
+    values = np.frombuffer(data, _NUMBERS[kind])
+    if is_array:
+      return values
+    # 1e-05, not 9.999999747378752e-06, which item() would make of it.
+    is_float = values.dtype.kind == "f"
+    return float(str(values[0])) if is_float else values[0].item()
+
+  def table(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns what `read` reads after each of so many names, which it gets."""
+    entries = {}
+    if count > _MOST:
+      raise ValueError(f"its header counts {count} entries")
+    for _ in range(count):
+      name = self.text()
+      if name in entries:
+        raise ValueError(f"its {name} stands there twice")
+      entries[name] = read(name)
+    return entries
+
+
+def _read(path: pathlib.Path, header: _Header) -> File:
+  if header.take(4) != b"GGUF":
+    raise ValueError("it begins with another format's bytes")
+  version = header.whole("I")
+  if version not in (2, 3):
+    kind = "for big-endian machines" if version % 2**16 == 0 else "unknown"
+    raise ValueError(f"its version, {version}, is {kind}; get version 3")
+  count, keys = header.whole("Q"), header.whole("Q")
+  metadata = header.table(keys, lambda _: header.value())
+  tensors = header.table(count, functools.partial(_tensor, path, header))
+  alignment = metadata.get("general.alignment", 32)
+  if type(alignment) is not int or not 0 < alignment < 2**20:
+    raise ValueError(f"its general.alignment is {alignment!r:.40}")
+  begin = -(-header.stream.tell() // alignment) * alignment
+  end, size = begin, path.stat().st_size
+  for name, x in sorted(tensors.items(), key=lambda item: item[1].offset):
+    x = tensors[name] = x._replace(offset=begin + x.offset)
+    count = x.shape[0] * _bytes(x.format, math.prod(x.shape[1:]))
+    if not count or x.offset < end or x.offset + count > size:
+      where = f"overlaps another or is not in the file ({size} bytes)"
+      raise ValueError(f"its tensor {name} {list(x.shape)} {where}")
+    end = x.offset + count
+  return File(path, metadata, tensors)
+
+
+def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
+  """Reads a tensor's place; its offset is from the end of the header."""
+  dimensions = header.whole("I")
+  if not 0 < dimensions <= 4:
+    raise ValueError(f"its tensor {name} has {dimensions} dimensions")
+  shape = tuple(header.whole("Q") for _ in range(dimensions))[::-1]
+  tensor = Tensor(path, header.whole("I"), shape, header.whole("Q"))
+  try:
+    _bytes(tensor.format, shape[-1] if dimensions > 1 else 1)
+  except (NotImplementedError, ValueError) as error:
+    raise ValueError(
+      f"its tensor {name} {list(shape)} cannot be read ({error}); get the "
+      "model in another format (F16, Q8_0, Q4_K_M)"
+    ) from error
+  return tensor
+
+
+@functools.cache
+def _bytes(number: int, values: int) -> int:
+  """Returns the bytes of a row; raises where gguf does not read the format."""
+  gguf = library()
+  kind = gguf.GGMLQuantizationType(number)
+  block, size = gguf.GGML_QUANT_SIZES[kind]
+  gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+  if values % block:
+    raise ValueError(f"{values} values are no multiple of {block}")
+  return values // block * size
+
+
+def _architecture(file: File) -> str:
+  name = file.metadata.get("general.architecture")
+  if not isinstance(name, str) or name not in ARCHITECTURES:
+    raise ValueError(
+      f"{file.path} has the architecture {name!r:.80}; these are read: "
+      f"{', '.join(ARCHITECTURES)}. {OTHERWISE}"
+    )
+  return name
+
+
+def to_hf_config(file: File) -> dict[str, Any]:
+  """Returns a model's config.json; ValueError for what is not known."""
+  name = _architecture(file)
+  model_type, architecture_class = ARCHITECTURES[name]
+  names = _READ | (_EXPERTS if name == "qwen3moe" else {})
+  values = _values(file, f"{name}.", names)
+  head_dim, vocabulary = values["attention.key_length"], file.tensors[EMBEDDING]
+  known = {
+    "vocab_size": vocabulary.shape[0],
+    "attention.value_length": head_dim,
+    "rope.dimension_count": head_dim,
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+  }
+  unused = "rope.scaling.finetuned"
+  for key in sorted(values.keys() - names.keys() - {*_SCALING, unused}):
+    if key not in known or values[key] != known[key]:
+      other = f"only {known[key]!r} is" if key in known else "which is not"
+      value = f"{name}.{key}={values[key]!r:.80}"
+      raise ValueError(f"{file.path} has {value}; {other} known. {OTHERWISE}")
+  config = {
+    "architectures": [architecture_class],
+    "model_type": model_type,
+    "vocab_size": vocabulary.shape[0],
+    "hidden_act": "silu",
+    "tie_word_embeddings": "output.weight" not in file.tensors,
+  }
+  config |= {names[key]: values[key] for key in names}
+  if name == "qwen3moe":
+    config["norm_topk_prob"] = True  # always in llama.cpp
+  return config | _rope_scaling(file, values) | _token_ids(file)
+
+
+def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
+  """Returns an architecture's values, and defaults; `names` are of numbers."""
+  values = file.below(prefix)
+  for key, value in values.items():
+    is_number = type(value) in (int, float) and 0 < value < 2**31
+    is_array = isinstance(value, (list, np.ndarray))  # of each layer, say
+    if is_array or (key in names and not is_number):
+      value = f"{prefix}{key}={value!r:.80}"
+      raise ValueError(f"{file.path} has {value}: it must be one number")
+  width = values.get("embedding_length", 1)
+  heads = values.get("attention.head_count", 1)
+  values = {
+    "attention.head_count_kv": heads,
+    "attention.key_length": width // heads,
+    "rope.freq_base": 10_000.0,
+  } | values
+  there = values.keys() | file.tensors.keys()
+  if lacking := [x for x in (*names, EMBEDDING) if x not in there]:
+    raise ValueError(f"{file.path} lacks {prefix}: {', '.join(lacking)}")
+  return values
+
+
+def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns config.json's rope_scaling: none, linear, or Llama 3's.
+
+  Of Llama 3's rule a file has only what comes of it, a factor for each
+  frequency. They must be those of the rule with the numbers of Llama 3.1 to
+  3.3; of these `factor` alone differs, and is the largest.
+  """
+  kind, factor = (values.get(key) for key in _SCALING)
+  theta, head_dim = values["rope.freq_base"], values["attention.key_length"]
+  factors = file.tensors.get(_FACTORS)
+  rope = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+  if kind in (None, "none") and factor is None:
+    if factors is None:
+      return {}
+    if factors.shape == (head_dim // 2,):
+      divisors = factors.rows(0, head_dim // 2)
+      rope["factor"] = max(1.0, float(divisors.max()))
+      plain = frequencies(Rope(theta), head_dim)
+      ruled = frequencies(Rope(theta, **rope, original_length=8192), head_dim)
+      if np.allclose(divisors * ruled, plain, rtol=1e-4, atol=0.0):
+        rope |= {"original_max_position_embeddings": 8192}
+        return {"rope_scaling": {"rope_type": "llama3"} | rope}
+  elif kind == "linear" and factor is not None and factors is None:
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+  raise ValueError(
+    f"{file.path} scales its rotary frequencies in a way that is not known "
+    f"({kind!r:.80}, or {_FACTORS} other than Llama 3.1's). {OTHERWISE}"
+  )
+
+
+def _token_ids(file: File) -> dict[str, Any]:
+  """Returns bos_, pad_ and eos_token_id: the ends of texts, turns, messages."""
+  named = lambda x: file.metadata.get(f"tokenizer.ggml.{x}_token_id")
+  ends = [end for x in ("eos", "eot", "eom") if (end := named(x)) is not None]
+  ids = {"bos_token_id": named("bos"), "pad_token_id": named("padding")}
+  ids = {name: token for name, token in ids.items() if token is not None}
+  return ids | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})
+
+
+def find(
+  path: pathlib.Path, hf_config: dict[str, Any], names: Iterable[str]
+) -> dict[str, Tensor]:
+  """Returns a file's tensors by these Hugging Face names; others by their own.
+
+  Experts' matrices, which are stacked in GGUF, are tensors of their own.
+
+  Raises:
+    ValueError: a file of another model than `hf_config` says.
+  """
+  gguf, file = library(), read(path)
+  name, heads = _architecture(file), {}
+  if to_hf_config(file) != hf_config:
+    raise ValueError(f"{path} is of another config.json; start again")
+  if name == "llama":
+    heads["attn_q"] = hf_config["num_attention_heads"]
+    heads["attn_k"] = hf_config["num_key_value_heads"]
+  kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
+  names_there = gguf.get_tensor_name_map(kind, 1)  # of layer 0
+  renamed, used = {}, {_FACTORS}  # those are in the config
+  for ours in names:
+    layer = re.search(r"layers\.(\d+)", ours)
+    expert = re.search(r"experts\.(\d+)", ours)
+    general = re.sub(r"experts\.\d+", "experts", ours)
+    general = re.sub(r"layers\.\d+", "layers.0", general)
+    key = names_there.get_name(general, try_suffixes=(".weight", ".bias")) or ""
+    if layer:
+      key = key.replace("blk.0.", f"blk.{layer[1]}.")
+    tensor = file.tensors.get(key)
+    if expert and tensor and tensor.shape[0] == hf_config["num_experts"]:
+      tensor = tensor.part(int(expert[1]))
+    if tensor:
+      renamed[ours] = tensor._replace(heads=heads.get(key.split(".")[-2], 0))
+      used.add(key)
+  return renamed | {k: v for k, v in file.tensors.items() if k not in used}

