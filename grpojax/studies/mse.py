@@ -20,10 +20,12 @@ same command goes on where it stopped), results.csv, summary.json and mse.png.
 """
 
 import dataclasses
+import functools
+import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,7 @@ from ml_collections import ConfigDict
 
 from grpojax.data import arithmetic
 from grpojax.rewards.exact import exact_answer
+from grpojax.rewards.math import math_answer
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import setting
@@ -39,7 +42,7 @@ from grpojax.runtime.files import records
 from grpojax.runtime.text import tokenizer
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
-from grpojax.studies import errors, run
+from grpojax.studies import errors, questions, run
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import prompts as prompts_lib
@@ -52,12 +55,18 @@ _TITLES = {
   "instruct": "instruct model",
   "in-context": "base model, {shots} examples in the prompt",
 }
+_TITLES_OF_ONE = {
+  "base": "plain text",
+  "instruct": "chat template",
+  "in-context": "plain text, {shots} examples in the prompt",
+}
 _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "vanilla": ("vanilla", "tab:gray", "s", 1.0),
   "centred": ("GRPO, own mean (theory)", "tab:green", None, 1.0),
   "leave_one_out": ("GRPO, leave-one-out", "tab:blue", "o", 0.95),
   "oracle": ("oracle", "tab:orange", "^", 1.05),
 }
+_NO_SAMPLE = 2**31 - 1  # samples fold their number into a pool's key
 _PANELS = (  # label; columns of a point, its interval and its curve
   ("mean squared error", ("mse", "mse_low", "mse_high", "theory")),
   (
@@ -65,6 +74,42 @@ _PANELS = (  # label; columns of a point, its interval and its curve
     ("ratio_to_oracle", "ratio_low", "ratio_high", "theory_ratio"),
   ),
 )
+
+
+class Problems(NamedTuple):
+  """Kind of problems, and what the models are asked in.
+
+  Attributes:
+    load: `(train settings, split) -> examples`.
+    template: template of a problem in plain text.
+    solution: `(example) -> text` after it, in an example of the prompt.
+    reward: `(prompt, completion, example) -> 0 or 1`.
+    one_line: True where a solution in plain text ends with its line.
+  """
+
+  load: Callable[..., Any]
+  template: str
+  solution: Callable[[Mapping], str]
+  reward: Callable[..., float]
+  one_line: bool
+
+
+PROBLEMS = {
+  "expressions": Problems(
+    lambda settings, split: splits.load_examples(settings, split),
+    "{prompt}\n",
+    lambda example: arithmetic.solution(example["prompt"]),
+    exact_answer,
+    one_line=False,
+  ),
+  "questions": Problems(
+    lambda settings, split: questions.load(split),
+    questions.PLAIN,
+    lambda example: " " + example["answer"],
+    math_answer,
+    one_line=True,
+  ),
+}
 
 
 FLAGS = run.FLAGS
@@ -86,6 +131,17 @@ SETTINGS = run.settings(
     (2, 4, 8, 16, 32, 64), "group sizes, each a divisor of the largest"
   ),
   max_new_tokens=setting(80, "longest completion, tokens", within="[1, inf)"),
+  problems=setting(
+    "expressions",
+    "problems in the form of the embedded models, or in words",
+    PROBLEMS,
+  ),
+  projections=setting(
+    0,
+    "random projections of the scores of the layers' matrices; 0 = exact "
+    "scores of all parameters, for models that are small enough",
+    within="[0, inf)",
+  ),
 )
 """About seven minutes of CPU time."""
 
@@ -105,6 +161,13 @@ def config_errors(config: ConfigDict) -> list[str]:
       f"must be a multiple of {max(sizes)}, the largest group, at least 3 times"
     )
     wrong.append(config_error("samples", config.samples, remedy))
+  if config.projections in (1, 2):
+    remedy = "their spread is part of the intervals: give 3 or more, or 0"
+    wrong.append(config_error("projections", config.projections, remedy))
+  most = len(questions.load("test"))
+  if config.problems == "questions" and config.num_prompts > most:
+    remedy = f"there are {most} held-out questions"
+    wrong.append(config_error("num_prompts", config.num_prompts, remedy))
   for name in ("base", "instruct"):
     try:
       policy_lib.find_model(config[name])
@@ -119,16 +182,30 @@ class Bench(NamedTuple):
   policy: policy_lib.Policy
   batches: list  # one prompt each, with its example
   sampler: Any  # of one pool, from `step.sampling.make_sampler`
-  score: Any  # from `errors.make_score`
+  score: Any  # from `errors.make_score` or, of projections, the other
+  reward: Any = exact_answer
+  projections: int = 0
+
+
+def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
+  """Returns a policy of plain text, whatever its tokenizer's chat template."""
+  policy.tokenizer.chat_template, ends = None, ()
+  if one_line:
+    pieces = enumerate(
+      map(policy.tokenizer.decode, range(len(policy.tokenizer)))
+    )
+    ends = tuple(i for i, piece in pieces if "\n" in piece)
+  return policy._replace(eos_ids=(*policy.eos_ids, *ends))
 
 
 def open_bench(config: ConfigDict, name: str) -> Bench:
   """Loads a configuration's model, and formats its prompts.
 
   Raises:
-    SystemExit: the model cannot be read, or takes no examples in its prompt.
+    SystemExit: the model cannot be read.
   """
   path = config.instruct if name == "instruct" else config.base
+  problems = PROBLEMS[config.problems]
   with command_line.usage_errors():
     policy = policy_lib.load_policy(path)
   train = default_config()
@@ -137,17 +214,18 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   train.sampling.max_new_tokens = config.max_new_tokens
   settings = from_config(train)
   template = settings.data.template
+  if name != "instruct":
+    policy = _plain(policy, problems.one_line)
+    template = problems.template
   if name == "in-context":
-    if policy.tokenizer.chat_template:
-      raise SystemExit(
-        f"error: --config.base = {path!r} has a chat template: the in-context "
-        "configuration needs a model of plain text"
-      )
-    examples = splits.load_examples(settings, "train")
-    solved = [examples[i]["prompt"] for i in range(config.shots)]
-    shots = (f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
+    examples = problems.load(settings, "train")
+    solved = [examples[i] for i in range(config.shots)]
+    shots = (
+      f"{template.format(prompt=x['prompt'])}{problems.solution(x)}\n\n"
+      for x in solved
+    )
     template = "".join(shots) + template
-  held_out = splits.load_examples(settings, "test")
+  held_out = problems.load(settings, "test")
 
   def length(index):
     prompt = held_out[index]["prompt"]
@@ -162,11 +240,16 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
   sampling = settings.sampling.distribution
+  make_score = (
+    errors.make_projected_score if config.projections else errors.make_score
+  )
   return Bench(
     policy,
-    list(batches),
+    list(itertools.islice(batches, config.num_prompts)),
     sampling_lib.make_sampler(settings, policy, config.samples, sampling),
-    errors.make_score(policy.lm, sampling),
+    make_score(policy.lm, sampling),
+    problems.reward,
+    config.projections,
   )
 
 
@@ -183,6 +266,7 @@ class Sampled(NamedTuple):
   mask: np.ndarray  # [S, T], True on their tokens
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores
+  without: np.ndarray  # [V, S, S], the same without each projection
   distinct: int  # number of different ones
   logprobs: np.ndarray  # [S, T]
 
@@ -190,20 +274,30 @@ class Sampled(NamedTuple):
 def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   """Samples a pool for each key, and computes the scores of all together."""
   prompts, (example,) = bench.batches[index]
+  params, score = bench.policy.params, bench.score
   ids, mask, logprobs, rewards = [], [], [], []
   for key in keys:
-    pool = bench.sampler(bench.policy.params, prompts, key)
+    pool = bench.sampler(params, prompts, key)
     (texts,) = policy_lib.decode(bench.policy, pool)
-    rewards += [exact_answer("", text, example) for text in texts]
+    rewards += [bench.reward("", text, example) for text in texts]
     ids.append(np.asarray(pool.completion_ids[0]))
     mask.append(np.asarray(pool.completion_mask[0]))
     logprobs.append(np.asarray(pool.logprobs[0]))
   mask = np.concatenate(mask)
+  if bench.projections:  # fresh ones for each prompt; no sample has this key
+    key = jax.random.fold_in(keys[0], _NO_SAMPLE)
+    directions = errors.random_directions(params, key, bench.projections)
+    score = functools.partial(score, directions)
   gram, distinct = errors.score_gram(
-    bench.score, bench.policy.params, prompts, np.concatenate(ids), mask
+    score, params, prompts, np.concatenate(ids), mask
   )
   rewards = np.array(rewards, np.float32)
-  return Sampled(mask, rewards, gram, distinct, np.concatenate(logprobs))
+  logprobs = np.concatenate(logprobs)
+  without = np.empty((0, *gram.shape[-2:]))
+  if bench.projections:
+    without = (gram.sum(0) - gram) / (len(gram) - 1)
+    gram = gram.mean(0)
+  return Sampled(mask, rewards, gram, without, distinct, logprobs)
 
 
 def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
@@ -212,26 +306,49 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
   sampled = sample(bench, index, [jax.random.fold_in(key, i) for i in (0, 1)])
   # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
-  first, second = sampled.gram[:n, :n], sampled.gram[n:, n:]
-  rewards, rewards_of_second = sampled.rewards[:n], sampled.rewards[n:]
-  baseline = errors.best_baseline(second, rewards_of_second)
-  measured, measured_without = errors.group_errors(
-    first, rewards, config.group_sizes, blocks, baseline
-  )
-  moments = errors.score_moments(second, rewards_of_second)
-  without = errors.moment_replicates(second, rewards_of_second, blocks)
+  gram, rewards, later = sampled.gram, sampled.rewards, slice(n, None)
+  baseline = errors.best_baseline(gram[later, later], rewards[later])
+
+  def measure(gram):
+    sizes = config.group_sizes
+    return errors.group_errors(
+      gram[:n, :n], rewards[:n], sizes, blocks, baseline
+    )
+
+  measured, measured_without = measure(gram)
+  second = gram[later, later], rewards[later]
+  row = {
+    "errors": measured,
+    "errors_without": measured_without,
+    "moments": errors.score_moments(*second),
+    "moments_without": errors.without_blocks(
+      errors.score_moments, *second, blocks
+    ),
+    "lengths": errors.score_lengths(gram, rewards),
+    "lengths_without": errors.without_blocks(
+      errors.score_lengths, gram, rewards, 2 * blocks
+    ),
+  }
+  if bench.projections:
+    grams, stacked = sampled.without, errors.stacked
+    row |= {
+      "errors_projected": stacked(measure(gram)[0] for gram in grams),
+      "moments_projected": stacked(
+        errors.score_moments(gram[later, later], rewards[later])
+        for gram in grams
+      ),
+      "lengths_projected": stacked(
+        errors.score_lengths(gram, rewards) for gram in grams
+      ),
+    }
   return {
     "configuration": name,
     "index": index,
     "problem": bench.batches[index][1][0]["prompt"],
-    "success": float(np.mean(sampled.rewards)),
+    "success": float(np.mean(rewards)),
     "distinct": sampled.distinct,
     "best_baseline": baseline,
-    "errors": measured._asdict(),
-    "errors_without": measured_without._asdict(),
-    "moments": moments._asdict(),
-    "moments_without": without._asdict(),
-  }
+  } | {name: numbers._asdict() for name, numbers in row.items()}
 
 
 def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
@@ -265,16 +382,24 @@ def _stack(rows: Sequence[Mapping], field: str) -> dict[str, np.ndarray]:
   return {name: np.array([row[field][name] for row in rows]) for name in names}
 
 
+def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
+  """Stacks of a field and its replicates, those of projections if any."""
+  names = (field, f"{field}_without", f"{field}_projected")
+  return [_stack(rows, name) for name in names if name in rows[0]]
+
+
 def _numbers(rows: Sequence[Mapping], index: int, group_size: int):
   """Returns errors by estimator at one group size: measured, and of theory."""
-  values, without = _stack(rows, "errors"), _stack(rows, "errors_without")
-  measured = {x: (values[x][:, index], without[x][..., index]) for x in values}
+  stacks = _stacks(rows, "errors")
+  measured = {
+    x: tuple(stack[x][..., index] for stack in stacks) for x in stacks[0]
+  }
   exact = [
-    u_statistics.mse(Moments(**_stack(rows, field)), group_size)._asdict()
-    for field in ("moments", "moments_without")
+    u_statistics.mse(Moments(**moments), group_size)._asdict()
+    for moments in _stacks(rows, "moments")
   ]
   theory = {
-    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in values
+    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in measured
   }
   return measured, theory
 
@@ -327,6 +452,29 @@ def table(
   return rows_of_table
 
 
+def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
+  """Means over prompts of a field's values, with intervals."""
+  stacks = _stacks(rows, field)
+  return {
+    key: errors.mean_over_prompts(*(stack[key] for stack in stacks))
+    for key in stacks[0]
+  }
+
+
+def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
+  """Describes how lengths of scores go with rewards, where these differ."""
+  varied = [row for row in rows if 0 < row["success"] < 1]
+  if not varied or "lengths" not in rows[0]:  # of an older study
+    return {}
+  lengths = [row["lengths"] for row in varied]
+  below = sum(x["best_baseline"] < x["value"] / 2 for x in lengths)
+  counts = {
+    "prompts_with_equal_rewards": len(rows) - len(varied),
+    "prompts_with_best_baseline_below_half_value": below,
+  }
+  return counts | {"lengths": _means(varied, "lengths")}
+
+
 def summary(
   rows: Sequence[Mapping[str, Any]], rows_of_table: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -338,17 +486,17 @@ def summary(
       key: float(np.mean([r[key] for r in of_configuration]))
       for key in ("success", "distinct", "best_baseline")
     }
-    without = _stack(of_configuration, "moments_without")
-    moments = {
-      key: errors.mean_over_prompts(values, without[key])
-      for key, values in _stack(of_configuration, "moments").items()
-    }
+    moments = _means(of_configuration, "moments")
     deviations = {
       x: [r["deviation"] for r in lines[name] if r["estimator"] == x]
       for x in _STYLES
     }
     largest = {x: max(values, key=abs) for x, values in deviations.items()}
-    summaries[name] = means | {"moments": moments, "largest_deviation": largest}
+    summaries[name] = (
+      means
+      | {"moments": moments, "largest_deviation": largest}
+      | _lengths(of_configuration)
+    )
   return summaries
 
 
@@ -357,6 +505,7 @@ def draw(
 ) -> None:
   """Draws errors, and below them ratios to the oracle's, against group size."""
   configurations = _by_configuration(rows)
+  titles = _TITLES_OF_ONE if config.base == config.instruct else _TITLES
   with run.picture(path, 2, len(configurations), width=3.6) as axes:
     for column, (name, lines) in zip(
       axes.T, configurations.items(), strict=True
@@ -365,7 +514,8 @@ def draw(
         of_curve = [r for r in lines if r["estimator"] == estimator]
         for ax, (_, columns) in zip(column, _PANELS, strict=True):
           _draw_curve(ax, of_curve, style, columns)
-      column[0].set_title(_TITLES[name].format(shots=config.shots), fontsize=10)
+      title = titles[name].format(shots=config.shots)
+      column[0].set_title(title, fontsize=10)
       column[1].set_xlabel("group size G")
       for ax in column:
         ax.set_xscale("log", base=2)
@@ -414,8 +564,14 @@ def main(argv: list[str]) -> None:
     rows = _collect(config, directory / "rows.jsonl")
     results = table(rows, config.group_sizes)
     run.write_tables(directory, results=results)
-    records.write_json(directory / "summary.json", summary(rows, results))
+    summaries = summary(rows, results)
+    records.write_json(directory / "summary.json", summaries)
     draw(results, config, directory / "mse.png")
+    for name, numbers in summaries.items():
+      for key, x in numbers.get("lengths", {}).items():
+        print(
+          f"{name} {key}: {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]"
+        )
     print(f"tables and picture are in {directory}/")
 
 

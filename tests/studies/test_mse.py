@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from grpojax.runtime.cli.settings import to_config
+from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse
+from grpojax.studies import mse, questions
 from grpojax.training import policy as policy_lib
 
 
@@ -189,7 +190,55 @@ def test_equal_rewards_make_no_trouble(tmp_path):
   assert (tmp_path / "mse.png").exists()
 
 
-def test_a_base_model_that_chats(toy_model, tmp_path):
-  argv = arguments(toy_model, tmp_path / "mse", base="arithmetic-instruct")
-  with pytest.raises(SystemExit, match="has a chat template"):
-    mse.main(argv)
+def test_questions():
+  held_out, solved = questions.load("test"), questions.load("train")
+  texts = {x["prompt"] for x in held_out}
+  assert len(texts) == len(held_out) == 65 and len(solved) == 70
+  assert not texts & {x["prompt"] for x in solved}
+  for example in held_out + solved:
+    expression = example["prompt"].removeprefix("What is ").removesuffix("?")
+    left, sign, right, *rest = expression.split()
+    sums = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    value = (sums | {"/": int.__floordiv__})[sign](int(left), int(right))
+    assert int(example["answer"]) == value + sum(map(int, rest[1:]))
+  assert [x["prompt"].split()[3] for x in held_out[:5]] == list("+-*/+")
+
+
+@pytest.mark.slow
+def test_questions_with_projected_scores(tmp_path, capsys):
+  """One model that chats, asked in plain text too."""
+  model, directory = "arithmetic-instruct", tmp_path / "mse"
+  words = {"problems": "questions", "projections": 3, "shots": 5}
+  mse.main(arguments(model, directory, **words))
+  printed = capsys.readouterr().out
+  assert "prompt 6/6" in printed and "correlation" in printed
+  rows = records.read_jsonl(directory / "rows.jsonl")
+  for row in rows:
+    # What is linear in the scores' products is the mean of its replicates.
+    for name, value in row["moments"].items():
+      without = row["moments_projected"][name]
+      assert len(without) == 3 and np.ptp(without) > 0
+      assert np.mean(without) == pytest.approx(value)
+  config = to_config(mse.SETTINGS).unlock()
+  config.base = config.instruct = model
+  config.problems, config.num_prompts, config.shots = "questions", 1, 1
+  texts = {}
+  for name in mse.CONFIGURATIONS:
+    bench = mse.open_bench(config, name)
+    ((_, (example,)),) = bench.batches
+    texts[name] = example["prompt_text"]
+    line_ends = [bench.policy.tokenizer.decode(i) for i in bench.policy.eos_ids]
+    assert ("\n" in line_ends) == (name != "instruct")
+  question = "Question: What is 4 + 2?\nAnswer:"
+  assert texts == {
+    "base": question,
+    "instruct": "Q: What is 4 + 2?\nA: ",
+    "in-context": "Question: What is 6 + 4?\nAnswer: 10\n\n" + question,
+  }
+
+
+def test_settings_that_cannot_be():
+  config = to_config(mse.SETTINGS).unlock()
+  config.problems, config.num_prompts, config.projections = "questions", 66, 2
+  errors = "\n".join(mse.config_errors(config))
+  assert "num_prompts" in errors and "projections" in errors
