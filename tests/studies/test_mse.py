@@ -205,30 +205,35 @@ def test_questions():
 
 
 @pytest.mark.slow
-def test_questions_with_projected_scores(tmp_path, capsys):
-  """One model that chats, asked in plain text too."""
-  model, directory = "arithmetic-instruct", tmp_path / "mse"
-  words = {"problems": "questions", "projections": 3, "shots": 5}
-  mse.main(arguments(model, directory, **words))
+def test_a_run_with_projected_scores(toy_model, toy_task, tmp_path, capsys):
+  directory = tmp_path / "mse"
+  mse.main(arguments(toy_model, directory, projections=3))
   printed = capsys.readouterr().out
-  assert "prompt 6/6" in printed and "correlation" in printed
-  rows = records.read_jsonl(directory / "rows.jsonl")
-  for row in rows:
+  assert "prompt 6/6" in printed and "base correlation: " in printed
+  for row in records.read_jsonl(directory / "rows.jsonl"):
     # What is linear in the scores' products is the mean of its replicates.
-    for name, value in row["moments"].items():
-      without = row["moments_projected"][name]
-      assert len(without) == 3 and np.ptp(without) > 0
-      assert np.mean(without) == pytest.approx(value)
+    for field in ("moments", "errors"):
+      for name, value in row[field].items():
+        without = np.array(row[f"{field}_projected"][name])
+        assert len(without) == 3 and np.all(np.ptp(without, axis=0) > 0)
+        np.testing.assert_allclose(without.mean(0), value, rtol=1e-6)
+  summary = json.loads((directory / "summary.json").read_text())["base"]
+  assert summary["prompts_with_equal_rewards"] == 0
+  assert summary["lengths"]["value"]["mean"] == summary["success"]
+
+
+def test_one_model_asked_in_three_ways():
   config = to_config(mse.SETTINGS).unlock()
-  config.base = config.instruct = model
+  config.base = config.instruct = "arithmetic-instruct"
   config.problems, config.num_prompts, config.shots = "questions", 1, 1
   texts = {}
   for name in mse.CONFIGURATIONS:
     bench = mse.open_bench(config, name)
     ((_, (example,)),) = bench.batches
     texts[name] = example["prompt_text"]
-    line_ends = [bench.policy.tokenizer.decode(i) for i in bench.policy.eos_ids]
-    assert ("\n" in line_ends) == (name != "instruct")
+    assert bench.reward("", "it is 6.", example) == 1
+    ends = map(bench.policy.tokenizer.decode, bench.policy.eos_ids)
+    assert ("\n" in ends) == (name != "instruct")
   question = "Question: What is 4 + 2?\nAnswer:"
   assert texts == {
     "base": question,
