@@ -62,13 +62,13 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
 def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Compiles scores of the layers' matrices, projected by random signs.
 
-  It is `(directions, *arguments of make_score) -> [n, V, d]`. The score of a
-  matrix is its gradient, S [in, out]. Replaced by a S, with a [V, in] of
-  independent signs from `random_directions`, it is V times shorter than it is
-  wide, and the inner product of two scores becomes V estimates of it, each
-  unbiased because E[a a^T] = 1: a_v S . a_v T, summed over the matrices. They
-  are the gradients of B in adapters W + A B with A = a^T and B = 0, so that no
-  gradient of a whole matrix is ever formed. Embeddings and norms have no part.
+  It is `(directions, *arguments of make_score) -> [n, V, d]`, d the outputs of
+  all matrices. A matrix has the gradients S [in, out] for one completion and T
+  for another. A vector a [in] of independent signs has E[a a^T] = 1, so a S . a
+  T is an unbiased estimate of S . T; V such vectors (`random_directions`) give
+  V of them. a S is the gradient of B in an adapter W + A B with A = a, B = 0:
+  no gradient of a whole matrix is ever formed. Embeddings and norms have no
+  part in it.
   """
 
   def logprob(adapters, params, prompt_ids, prompt_mask, ids, mask):
@@ -200,7 +200,7 @@ def best_baseline(
 
 
 class ScoreLengths(NamedTuple):
-  """How the squared lengths of scores go with rewards; one prompt's numbers.
+  """Relation of squared lengths of scores to rewards, of one prompt.
 
   Vanilla errs less than the oracle where best_baseline < value / 2.
 

@@ -9,6 +9,12 @@ solved examples in its prompt. The gradient is that of the expected reward of a
 prompt with respect to all parameters; errors are conditional on the prompt, and
 averaged over held-out prompts.
 
+A language model of hundreds of millions of parameters answers `questions`, and
+its scores are those of the layers' matrices, by random `projections`: every
+error and moment is linear in the scores' products, so estimates of these that
+are unbiased leave it unbiased. Intervals include the spread of projections.
+README.md has the command.
+
 For each prompt two pools of completions are sampled. Groups of the first are
 measured (`errors.group_errors`); the curves are the exact formulas of
 `statistics.u_statistics.mse` with moments estimated from the second, because
@@ -19,37 +25,24 @@ The run directory has rows.jsonl, a line a prompt as soon as it is done (the
 same command goes on where it stopped), results.csv, summary.json and mse.png.
 """
 
-import dataclasses
-import functools
-import itertools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.data import arithmetic
-from grpojax.rewards.exact import exact_answer
-from grpojax.rewards.math import math_answer
-from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
-from grpojax.runtime.text import tokenizer
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
-from grpojax.studies import errors, questions, run
+from grpojax.studies import errors, pools, questions, run
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import default_config, from_config
-from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.data import splits
-from grpojax.training.step import sampling as sampling_lib
 
-CONFIGURATIONS = ("base", "instruct", "in-context")
 _TITLES = {
   "base": "base model",
   "instruct": "instruct model",
@@ -66,7 +59,6 @@ _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "leave_one_out": ("GRPO, leave-one-out", "tab:blue", "o", 0.95),
   "oracle": ("oracle", "tab:orange", "^", 1.05),
 }
-_NO_SAMPLE = 2**31 - 1  # samples fold their number into a pool's key
 _PANELS = (  # label; columns of a point, its interval and its curve
   ("mean squared error", ("mse", "mse_low", "mse_high", "theory")),
   (
@@ -74,42 +66,6 @@ _PANELS = (  # label; columns of a point, its interval and its curve
     ("ratio_to_oracle", "ratio_low", "ratio_high", "theory_ratio"),
   ),
 )
-
-
-class Problems(NamedTuple):
-  """Kind of problems, and what the models are asked in.
-
-  Attributes:
-    load: `(train settings, split) -> examples`.
-    template: template of a problem in plain text.
-    solution: `(example) -> text` after it, in an example of the prompt.
-    reward: `(prompt, completion, example) -> 0 or 1`.
-    one_line: True where a solution in plain text ends with its line.
-  """
-
-  load: Callable[..., Any]
-  template: str
-  solution: Callable[[Mapping], str]
-  reward: Callable[..., float]
-  one_line: bool
-
-
-PROBLEMS = {
-  "expressions": Problems(
-    lambda settings, split: splits.load_examples(settings, split),
-    "{prompt}\n",
-    lambda example: arithmetic.solution(example["prompt"]),
-    exact_answer,
-    one_line=False,
-  ),
-  "questions": Problems(
-    lambda settings, split: questions.load(split),
-    questions.PLAIN,
-    lambda example: " " + example["answer"],
-    math_answer,
-    one_line=True,
-  ),
-}
 
 
 FLAGS = run.FLAGS
@@ -134,7 +90,7 @@ SETTINGS = run.settings(
   problems=setting(
     "expressions",
     "problems in the form of the embedded models, or in words",
-    PROBLEMS,
+    pools.PROBLEMS,
   ),
   projections=setting(
     0,
@@ -176,171 +132,47 @@ def config_errors(config: ConfigDict) -> list[str]:
   return wrong
 
 
-class Bench(NamedTuple):
-  """All that one configuration's prompts need."""
-
-  policy: policy_lib.Policy
-  batches: list  # one prompt each, with its example
-  sampler: Any  # of one pool, from `step.sampling.make_sampler`
-  score: Any  # from `errors.make_score` or, of projections, the other
-  reward: Any = exact_answer
-  projections: int = 0
-
-
-def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
-  """Returns a policy of plain text, whatever its tokenizer's chat template."""
-  policy.tokenizer.chat_template, ends = None, ()
-  if one_line:
-    pieces = enumerate(
-      map(policy.tokenizer.decode, range(len(policy.tokenizer)))
-    )
-    ends = tuple(i for i, piece in pieces if "\n" in piece)
-  return policy._replace(eos_ids=(*policy.eos_ids, *ends))
-
-
-def open_bench(config: ConfigDict, name: str) -> Bench:
-  """Loads a configuration's model, and formats its prompts.
-
-  Raises:
-    SystemExit: the model cannot be read.
-  """
-  path = config.instruct if name == "instruct" else config.base
-  problems = PROBLEMS[config.problems]
-  with command_line.usage_errors():
-    policy = policy_lib.load_policy(path)
-  train = default_config()
-  train.seed = config.seed
-  train.eval.num_prompts = config.num_prompts
-  train.sampling.max_new_tokens = config.max_new_tokens
-  settings = from_config(train)
-  template = settings.data.template
-  if name != "instruct":
-    policy = _plain(policy, problems.one_line)
-    template = problems.template
-  if name == "in-context":
-    examples = problems.load(settings, "train")
-    solved = [examples[i] for i in range(config.shots)]
-    shots = (
-      f"{template.format(prompt=x['prompt'])}{problems.solution(x)}\n\n"
-      for x in solved
-    )
-    template = "".join(shots) + template
-  held_out = problems.load(settings, "test")
-
-  def length(index):
-    prompt = held_out[index]["prompt"]
-    return len(tokenizer.encode_prompt(policy.tokenizer, prompt, template)[1])
-
-  longest = max(map(length, range(config.num_prompts)))
-  data = dataclasses.replace(
-    settings.data, template=template, max_prompt_length=longest
-  )
-  settings = dataclasses.replace(settings, data=data)
-  batches = prompts_lib.prompt_batches(
-    settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
-  )
-  sampling = settings.sampling.distribution
-  make_score = (
-    errors.make_projected_score if config.projections else errors.make_score
-  )
-  return Bench(
-    policy,
-    list(itertools.islice(batches, config.num_prompts)),
-    sampling_lib.make_sampler(settings, policy, config.samples, sampling),
-    make_score(policy.lm, sampling),
-    problems.reward,
-    config.projections,
-  )
-
-
-def prompt_key(seed: int, name: str, index: int) -> jax.Array:
-  """Random key of the samples of a configuration's prompt."""
-  key = jax.random.key(seed)
-  key = jax.random.fold_in(key, CONFIGURATIONS.index(name))
-  return jax.random.fold_in(key, index)
-
-
-class Sampled(NamedTuple):
-  """Completions of one prompt: pools, one after another."""
-
-  mask: np.ndarray  # [S, T], True on their tokens
-  rewards: np.ndarray  # [S]
-  gram: np.ndarray  # [S, S], inner products of their scores
-  without: np.ndarray  # [V, S, S], the same without each projection
-  distinct: int  # number of different ones
-  logprobs: np.ndarray  # [S, T]
-
-
-def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
-  """Samples a pool for each key, and computes the scores of all together."""
-  prompts, (example,) = bench.batches[index]
-  params, score = bench.policy.params, bench.score
-  ids, mask, logprobs, rewards = [], [], [], []
-  for key in keys:
-    pool = bench.sampler(params, prompts, key)
-    (texts,) = policy_lib.decode(bench.policy, pool)
-    rewards += [bench.reward("", text, example) for text in texts]
-    ids.append(np.asarray(pool.completion_ids[0]))
-    mask.append(np.asarray(pool.completion_mask[0]))
-    logprobs.append(np.asarray(pool.logprobs[0]))
-  mask = np.concatenate(mask)
-  if bench.projections:  # fresh ones for each prompt; no sample has this key
-    key = jax.random.fold_in(keys[0], _NO_SAMPLE)
-    directions = errors.random_directions(params, key, bench.projections)
-    score = functools.partial(score, directions)
-  gram, distinct = errors.score_gram(
-    score, params, prompts, np.concatenate(ids), mask
-  )
-  rewards = np.array(rewards, np.float32)
-  logprobs = np.concatenate(logprobs)
-  without = np.empty((0, *gram.shape[-2:]))
-  if bench.projections:
-    without = (gram.sum(0) - gram) / (len(gram) - 1)
-    gram = gram.mean(0)
-  return Sampled(mask, rewards, gram, without, distinct, logprobs)
-
-
-def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
+def _measure(config: ConfigDict, bench: pools.Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of results."""
-  key = prompt_key(config.seed, name, index)
-  sampled = sample(bench, index, [jax.random.fold_in(key, i) for i in (0, 1)])
+  key = pools.prompt_key(config.seed, name, index)
+  keys = [jax.random.fold_in(key, i) for i in (0, 1)]
+  sampled = pools.sample(bench, index, keys)
   # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
-  gram, rewards, later = sampled.gram, sampled.rewards, slice(n, None)
-  baseline = errors.best_baseline(gram[later, later], rewards[later])
+  first, second, both = slice(n), slice(n, None), slice(None)
+  rewards = sampled.rewards
+  gram = sampled.gram[second, second]
+  baseline = errors.best_baseline(gram, rewards[second])
+  moments, lengths = errors.score_moments, errors.score_lengths
 
-  def measure(gram):
-    sizes = config.group_sizes
+  def group_errors(gram, rewards):
     return errors.group_errors(
-      gram[:n, :n], rewards[:n], sizes, blocks, baseline
+      gram, rewards, config.group_sizes, blocks, baseline
     )
 
-  measured, measured_without = measure(gram)
-  second = gram[later, later], rewards[later]
+  measured, without = group_errors(sampled.gram[first, first], rewards[first])
   row = {
     "errors": measured,
-    "errors_without": measured_without,
-    "moments": errors.score_moments(*second),
+    "errors_without": without,
+    "moments": moments(gram, rewards[second]),
     "moments_without": errors.without_blocks(
-      errors.score_moments, *second, blocks
+      moments, gram, rewards[second], blocks
     ),
-    "lengths": errors.score_lengths(gram, rewards),
+    "lengths": lengths(sampled.gram, rewards),
     "lengths_without": errors.without_blocks(
-      errors.score_lengths, gram, rewards, 2 * blocks
+      lengths, sampled.gram, rewards, 2 * blocks
     ),
   }
   if bench.projections:
-    grams, stacked = sampled.without, errors.stacked
-    row |= {
-      "errors_projected": stacked(measure(gram)[0] for gram in grams),
-      "moments_projected": stacked(
-        errors.score_moments(gram[later, later], rewards[later])
-        for gram in grams
-      ),
-      "lengths_projected": stacked(
-        errors.score_lengths(gram, rewards) for gram in grams
-      ),
+    estimates = {
+      "errors": (lambda *pool: group_errors(*pool)[0], first),
+      "moments": (moments, second),
+      "lengths": (lengths, both),
     }
+    for field, (estimate, part) in estimates.items():
+      row[f"{field}_projected"] = errors.stacked(
+        estimate(gram[part, part], rewards[part]) for gram in sampled.without
+      )
   return {
     "configuration": name,
     "index": index,
@@ -348,16 +180,18 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
     "success": float(np.mean(rewards)),
     "distinct": sampled.distinct,
     "best_baseline": baseline,
-  } | {name: numbers._asdict() for name, numbers in row.items()}
+  } | {field: numbers._asdict() for field, numbers in row.items()}
 
 
 def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   """Measures the prompts that `path` lacks; returns the rows of all."""
   records.truncate_jsonl(path, 0)  # drops a line that was cut off
   rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
-  points = [(n, i) for n in CONFIGURATIONS for i in range(config.num_prompts)]
+  points = [
+    (n, i) for n in pools.CONFIGURATIONS for i in range(config.num_prompts)
+  ]
   missing = [point for point in points if point not in rows]
-  benches = {name: open_bench(config, name) for name in dict(missing)}
+  benches = {name: pools.open_bench(config, name) for name in dict(missing)}
   began = time.perf_counter()
   for number, (name, index) in enumerate(missing, 1):
     row = rows[name, index] = _measure(config, benches[name], name, index)
