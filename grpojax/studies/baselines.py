@@ -27,7 +27,7 @@ from grpojax.core.advantages.weighted_baselines import logit_score_sq
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import changed, section, setting
 from grpojax.runtime.files import records
-from grpojax.studies import baseline_errors, errors, mse, pools, run
+from grpojax.studies import baseline_errors, errors, mse, pool_sampling, run
 from grpojax.studies.baseline_errors import Pool
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
@@ -67,11 +67,11 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 
 def _sample(
-  config: ConfigDict, bench: pools.Bench, name: str, index: int
+  config: ConfigDict, bench: pool_sampling.Bench, name: str, index: int
 ) -> Pool:
   """Samples the pool of one prompt."""
-  key = pools.prompt_key(config.seed + _OTHER_SAMPLES, name, index)
-  sampled = pools.sample(bench, index, [key])
+  key = pool_sampling.prompt_key(config.seed + _OTHER_SAMPLES, name, index)
+  sampled = pool_sampling.sample(bench, index, [key])
   unsure = logit_score_sq(
     jnp.asarray(sampled.logprobs), jnp.asarray(sampled.mask)
   )
@@ -89,12 +89,12 @@ def collect(
   """Loads all prompts' pools by configuration; samples those that lack."""
   pools: dict[str, list[Pool]] = {}
   directory.mkdir(exist_ok=True)
-  for name in pools.CONFIGURATIONS:
+  for name in pool_sampling.CONFIGURATIONS:
     bench, pools[name] = None, []
     for index in range(config.num_prompts):
       path = directory / f"{name}-{index}.npz"
       if not path.is_file():
-        bench = bench or pools.open_bench(config, name)
+        bench = bench or pool_sampling.open_bench(config, name)
         pool = _sample(config, bench, name, index)
         with records.replacing(path) as part, open(part, "wb") as file:
           np.savez(file, **pool._asdict())
@@ -167,8 +167,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   """Draws errors as parts of leave_one_out's, a panel a configuration."""
   largest = max(row["group_size"] for row in rows)
   labels = list(dict.fromkeys(row["estimator"] for row in rows))[::-1]
-  with run.picture(path, 1, len(pools.CONFIGURATIONS), width=3.6) as axes:
-    for ax, name in zip(axes[0], pools.CONFIGURATIONS, strict=True):
+  with run.picture(
+    path, 1, len(pool_sampling.CONFIGURATIONS), width=3.6
+  ) as axes:
+    for ax, name in zip(axes[0], pool_sampling.CONFIGURATIONS, strict=True):
       shown = [
         row
         for row in rows
@@ -186,7 +188,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
       ax.set_xlabel(f"error / leave_one_out's, G = {largest}")
       ax.set_title(name, fontsize=10)
       ax.grid(alpha=0.3, axis="x", which="both")
-      ax.set_yticklabels(labels if name == pools.CONFIGURATIONS[0] else [])
+      ax.set_yticklabels(
+        labels if name == pool_sampling.CONFIGURATIONS[0] else []
+      )
 
 
 def main(argv: list[str]) -> None:

@@ -40,7 +40,7 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
-from grpojax.studies import errors, pools, questions, run
+from grpojax.studies import errors, pool_sampling, questions, run
 from grpojax.training import policy as policy_lib
 
 _TITLES = {
@@ -90,7 +90,7 @@ SETTINGS = run.settings(
   problems=setting(
     "expressions",
     "problems in the form of the embedded models, or in words",
-    pools.PROBLEMS,
+    pool_sampling.PROBLEMS,
   ),
   projections=setting(
     0,
@@ -132,11 +132,13 @@ def config_errors(config: ConfigDict) -> list[str]:
   return wrong
 
 
-def _measure(config: ConfigDict, bench: pools.Bench, name: str, index: int):
+def _measure(
+  config: ConfigDict, bench: pool_sampling.Bench, name: str, index: int
+):
   """Samples two pools for a prompt; returns its row of results."""
-  key = pools.prompt_key(config.seed, name, index)
+  key = pool_sampling.prompt_key(config.seed, name, index)
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
-  sampled = pools.sample(bench, index, keys)
+  sampled = pool_sampling.sample(bench, index, keys)
   # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
   first, second, both = slice(n), slice(n, None), slice(None)
@@ -188,10 +190,14 @@ def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   records.truncate_jsonl(path, 0)  # drops a line that was cut off
   rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
   points = [
-    (n, i) for n in pools.CONFIGURATIONS for i in range(config.num_prompts)
+    (n, i)
+    for n in pool_sampling.CONFIGURATIONS
+    for i in range(config.num_prompts)
   ]
   missing = [point for point in points if point not in rows]
-  benches = {name: pools.open_bench(config, name) for name in dict(missing)}
+  benches = {
+    name: pool_sampling.open_bench(config, name) for name in dict(missing)
+  }
   began = time.perf_counter()
   for number, (name, index) in enumerate(missing, 1):
     row = rows[name, index] = _measure(config, benches[name], name, index)
