@@ -39,6 +39,18 @@ PromptMeans = tuple[np.ndarray, ...]
 scores are projected also without each projection, [X, V]."""
 
 
+def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
+  """Returns the log-probability of one completion, a function to derive."""
+
+  def logprob(params, prompt_ids, prompt_mask, ids, mask):
+    logprobs, _ = token_logprobs(
+      lm, params, prompt_ids, prompt_mask, ids[None, None], sampling=sampling
+    )
+    return jnp.sum(jnp.where(mask, logprobs[0, 0], 0.0))
+
+  return logprob
+
+
 def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Compiles exact scores of several completions of one prompt.
 
@@ -46,12 +58,7 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   [n, T]) -> scores [n, d]`, d all parameters, in the order of `ravel_pytree`,
   and holds n copies of all activations and parameters.
   """
-
-  def logprob(params, prompt_ids, prompt_mask, ids, mask):
-    logprobs, _ = token_logprobs(
-      lm, params, prompt_ids, prompt_mask, ids[None, None], sampling=sampling
-    )
-    return jnp.sum(jnp.where(mask, logprobs[0, 0], 0.0))
+  logprob = _logprob_of(lm, sampling)
 
   def score(*args):
     return ravel_pytree(jax.grad(logprob)(*args))[0]
@@ -70,20 +77,13 @@ def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   no gradient of a whole matrix is ever formed. Embeddings and norms have no
   part in it.
   """
+  logprob = _logprob_of(lm, sampling)
 
-  def logprob(adapters, params, prompt_ids, prompt_mask, ids, mask):
-    logprobs, _ = token_logprobs(
-      lm,
-      lora.attach(params, adapters, 1),
-      prompt_ids,
-      prompt_mask,
-      ids[None, None],
-      sampling=sampling,
-    )
-    return jnp.sum(jnp.where(mask, logprobs[0, 0], 0.0))
+  def score(adapters, params, *args):
+    def of_adapters(adapters):
+      return logprob(lora.attach(params, adapters, 1), *args)
 
-  def score(*args):
-    matrices = jax.grad(logprob)(*args)["layers"].values()
+    matrices = jax.grad(of_adapters)(adapters)["layers"].values()
     rows = [jnp.moveaxis(x["b"], 1, 0) for x in matrices]  # [V, L, out]
     return jnp.concatenate([x.reshape(len(x), -1) for x in rows], axis=1)
 
@@ -93,13 +93,9 @@ def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
 def random_directions(params: Params, key: jax.Array, count: int) -> Params:
   """Draws V = `count` vectors of signs for each matrix of the layers."""
   targets = f"layers/({'|'.join(lora.PROJECTIONS)})"
-  adapters = lora.init(params, key, count, targets)
-  signs = rademacher_like(key, adapters)
-  return jax.tree.map_with_path(
-    lambda path, sign, zero: sign if path[-1].key == "a" else zero,
-    signs,
-    adapters,
-  )
+  layers = lora.init(params, key, count, targets)["layers"]
+  signs = rademacher_like(key, {name: x["a"] for name, x in layers.items()})
+  return {"layers": {k: x | {"a": signs[k]} for k, x in layers.items()}}
 
 
 def score_gram(
@@ -202,13 +198,10 @@ def best_baseline(
 class ScoreLengths(NamedTuple):
   """Relation of squared lengths of scores to rewards, of one prompt.
 
-  Vanilla errs less than the oracle where best_baseline < value / 2.
-
   Attributes:
     value: V, the mean reward.
-    best_baseline: b*, see `best_baseline`.
-    correlation: of ||s||^2 and Z; 0 where all rewards are equal. Where it is 0,
-      b* is V.
+    best_baseline: b*; vanilla errs less than the oracle where it is below V/2.
+    correlation: of ||s||^2 and Z; where it is 0, b* is V.
   """
 
   value: float
@@ -219,7 +212,7 @@ class ScoreLengths(NamedTuple):
 def score_lengths(
   gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
 ) -> ScoreLengths:
-  """Estimates `ScoreLengths` from a pool."""
+  """Estimates `ScoreLengths` from a pool; correlation 0 if it cannot be."""
   norms = np.diag(gram)
   varied = np.ptp(rewards) > 0 and np.ptp(norms) > 0
   return ScoreLengths(

@@ -40,7 +40,7 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
-from grpojax.studies import errors, pool_sampling, questions, run
+from grpojax.studies import errors, pool_sampling, run
 from grpojax.training import policy as policy_lib
 
 _TITLES = {
@@ -120,10 +120,11 @@ def config_errors(config: ConfigDict) -> list[str]:
   if config.projections in (1, 2):
     remedy = "their spread is part of the intervals: give 3 or more, or 0"
     wrong.append(config_error("projections", config.projections, remedy))
-  most = len(questions.load("test"))
-  if config.problems == "questions" and config.num_prompts > most:
-    remedy = f"there are {most} held-out questions"
-    wrong.append(config_error("num_prompts", config.num_prompts, remedy))
+  for key, split in {"num_prompts": "test", "shots": "train"}.items():
+    most = len(pool_sampling.questions(None, split))
+    if config.problems == "questions" and config[key] > most:
+      remedy = f"there are {most} such questions"
+      wrong.append(config_error(key, config[key], remedy))
   for name in ("base", "instruct"):
     try:
       policy_lib.find_model(config[name])

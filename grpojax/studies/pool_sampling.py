@@ -16,11 +16,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.data import arithmetic
+from grpojax.data.examples import Example
+from grpojax.data.pipeline import Subset
 from grpojax.rewards.exact import exact_answer
 from grpojax.rewards.math import math_answer
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.text import tokenizer
-from grpojax.studies import errors, questions
+from grpojax.runtime.text.tokenizer import encode_prompt
+from grpojax.studies import errors
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import prompts as prompts_lib
@@ -49,17 +51,45 @@ class Problems(NamedTuple):
   one_line: bool
 
 
+def questions(_, split: str) -> list[Example]:
+  """Returns {"prompt": "What is 3 + 4?", "answer": "7"}, always the same ones.
+
+  Sums, differences, products and quotients of two small numbers and sums of
+  three take turns. They are easy, because a model of 100 million parameters
+  that samples at temperature 1 gets most harder ones always wrong, and rewards
+  that are all equal have no gradient. There are 65 held-out ones ("test") and
+  70 that can be shown solved ("train").
+  """
+  pairs = list(itertools.product(range(2, 10), repeat=2))
+  triples = itertools.product(range(1, 4), repeat=3)
+  kinds = [
+    [(f"{a} + {b}", a + b) for a, b in pairs],
+    [(f"{a} - {b}", a - b) for a, b in pairs if a > b],
+    [(f"{a} * {b}", a * b) for a, b in pairs],
+    [(f"{a * b} / {b}", a) for a, b in pairs],
+    [(f"{a} + {b} + {c}", a + b + c) for a, b, c in triples],
+  ]
+  rng = np.random.default_rng(0)
+  chosen = slice(13) if split == "test" else slice(13, None)
+  orders = [rng.permutation(len(kind))[chosen] for kind in kinds]
+  return [
+    {"prompt": f"What is {kind[i][0]}?", "answer": str(kind[i][1])}
+    for turn in zip(*orders, strict=False)  # the shortest kind has 27
+    for kind, i in zip(kinds, turn, strict=True)
+  ]
+
+
 PROBLEMS = {
   "expressions": Problems(
-    lambda settings, split: splits.load_examples(settings, split),
+    splits.load_examples,
     "{prompt}\n",
     lambda example: arithmetic.solution(example["prompt"]),
     exact_answer,
     one_line=False,
   ),
   "questions": Problems(
-    lambda settings, split: questions.load(split),
-    questions.PLAIN,
+    questions,
+    "Question: {prompt}\nAnswer:",
     lambda example: " " + example["answer"],
     math_answer,
     one_line=True,
@@ -80,12 +110,11 @@ class Bench(NamedTuple):
 
 def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
   """Returns a policy of plain text, whatever its tokenizer's chat template."""
-  policy.tokenizer.chat_template, ends = None, ()
+  tokenizer, ends = policy.tokenizer, ()
+  tokenizer.chat_template = None
   if one_line:
-    pieces = enumerate(
-      map(policy.tokenizer.decode, range(len(policy.tokenizer)))
-    )
-    ends = tuple(i for i, piece in pieces if "\n" in piece)
+    ids = range(len(tokenizer))
+    ends = tuple(i for i in ids if "\n" in tokenizer.decode(i))
   return policy._replace(eos_ids=(*policy.eos_ids, *ends))
 
 
@@ -110,19 +139,16 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     template = problems.template
   if name == "in-context":
     examples = problems.load(settings, "train")
-    solved = [examples[i] for i in range(config.shots)]
-    shots = (
-      f"{template.format(prompt=x['prompt'])}{problems.solution(x)}\n\n"
-      for x in solved
-    )
-    template = "".join(shots) + template
-  held_out = problems.load(settings, "test")
-
-  def length(index):
-    prompt = held_out[index]["prompt"]
-    return len(tokenizer.encode_prompt(policy.tokenizer, prompt, template)[1])
-
-  longest = max(map(length, range(config.num_prompts)))
+    shots = ""
+    for example in map(examples.__getitem__, range(config.shots)):
+      shots += template.format(prompt=example["prompt"])
+      shots += problems.solution(example) + "\n\n"
+    template = shots + template
+  held_out = Subset(problems.load(settings, "test"), range(config.num_prompts))
+  longest = max(
+    len(encode_prompt(policy.tokenizer, example["prompt"], template)[1])
+    for example in held_out
+  )
   data = dataclasses.replace(
     settings.data, template=template, max_prompt_length=longest
   )
@@ -130,13 +156,11 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling = settings.sampling.distribution
-  make_score = (
-    errors.make_projected_score if config.projections else errors.make_score
-  )
+  sampling, exact = settings.sampling.distribution, not config.projections
+  make_score = errors.make_score if exact else errors.make_projected_score
   return Bench(
     policy,
-    list(itertools.islice(batches, config.num_prompts)),
+    list(batches),
     sampling_lib.make_sampler(settings, policy, config.samples, sampling),
     make_score(policy.lm, sampling),
     problems.reward,

@@ -10,7 +10,7 @@ import pytest
 from grpojax.runtime.cli.settings import to_config
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse, pool_sampling, questions
+from grpojax.studies import mse, pool_sampling
 from grpojax.training import policy as policy_lib
 
 
@@ -193,7 +193,9 @@ def test_equal_rewards_make_no_trouble(tmp_path):
 
 
 def test_questions():
-  held_out, solved = questions.load("test"), questions.load("train")
+  held_out, solved = (
+    pool_sampling.questions(None, split) for split in ("test", "train")
+  )
   texts = {x["prompt"] for x in held_out}
   assert len(texts) == len(held_out) == 65 and len(solved) == 70
   assert not texts & {x["prompt"] for x in solved}
@@ -247,5 +249,6 @@ def test_one_model_asked_in_three_ways():
 def test_settings_that_cannot_be():
   config = to_config(mse.SETTINGS).unlock()
   config.problems, config.num_prompts, config.projections = "questions", 66, 2
+  config.shots = 71
   errors = "\n".join(mse.config_errors(config))
-  assert "num_prompts" in errors and "projections" in errors
+  assert all(x in errors for x in ("num_prompts", "projections", "shots"))
