@@ -9,11 +9,10 @@ solved examples in its prompt. The gradient is that of the expected reward of a
 prompt with respect to all parameters; errors are conditional on the prompt, and
 averaged over held-out prompts.
 
-A language model of hundreds of millions of parameters answers `questions`, and
-its scores are those of the layers' matrices, by random `projections`: every
-error and moment is linear in the scores' products, so estimates of these that
-are unbiased leave it unbiased. Intervals include the spread of projections.
-README.md has the command.
+A language model of hundreds of millions of parameters is asked `questions`. Its
+scores are those of the layers' matrices by random `projections`: all errors and
+moments are linear in the scores' products, whose estimates are unbiased, and
+the intervals include their spread.
 
 For each prompt two pools of completions are sampled. Groups of the first are
 measured (`errors.group_errors`); the curves are the exact formulas of
@@ -40,7 +39,7 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
-from grpojax.studies import errors, pool_sampling, run
+from grpojax.studies import errors, run, samples
 from grpojax.training import policy as policy_lib
 
 _TITLES = {
@@ -73,10 +72,10 @@ SETTINGS = run.settings(
   "mse",
   seed=run.SEED,
   base=setting(
-    "arithmetic-base", "model prompted in context: embedded, or a directory"
+    "arithmetic-base", "model asked in plain text: embedded, or a directory"
   ),
   instruct=setting(
-    "arithmetic-instruct", "model prompted by its chat template, likewise"
+    "arithmetic-instruct", "model asked by its chat template, likewise"
   ),
   shots=setting(
     2, "solved training problems before an in-context prompt", within="[1, inf)"
@@ -90,7 +89,7 @@ SETTINGS = run.settings(
   problems=setting(
     "expressions",
     "problems in the form of the embedded models, or in words",
-    pool_sampling.PROBLEMS,
+    samples.PROBLEMS,
   ),
   projections=setting(
     0,
@@ -121,7 +120,7 @@ def config_errors(config: ConfigDict) -> list[str]:
     remedy = "their spread is part of the intervals: give 3 or more, or 0"
     wrong.append(config_error("projections", config.projections, remedy))
   for key, split in {"num_prompts": "test", "shots": "train"}.items():
-    most = len(pool_sampling.questions(None, split))
+    most = len(samples.questions(None, split))
     if config.problems == "questions" and config[key] > most:
       remedy = f"there are {most} such questions"
       wrong.append(config_error(key, config[key], remedy))
@@ -133,13 +132,11 @@ def config_errors(config: ConfigDict) -> list[str]:
   return wrong
 
 
-def _measure(
-  config: ConfigDict, bench: pool_sampling.Bench, name: str, index: int
-):
+def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of results."""
-  key = pool_sampling.prompt_key(config.seed, name, index)
+  key = samples.prompt_key(config.seed, name, index)
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
-  sampled = pool_sampling.sample(bench, index, keys)
+  sampled = samples.sample(bench, index, keys)
   # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
   first, second, both = slice(n), slice(n, None), slice(None)
@@ -167,12 +164,11 @@ def _measure(
     ),
   }
   if bench.projections:
-    estimates = {
-      "errors": (lambda *pool: group_errors(*pool)[0], first),
-      "moments": (moments, second),
-      "lengths": (lengths, both),
-    }
-    for field, (estimate, part) in estimates.items():
+    for field, estimate, part in (
+      ("errors", lambda *pool: group_errors(*pool)[0], first),
+      ("moments", moments, second),
+      ("lengths", lengths, both),
+    ):
       row[f"{field}_projected"] = errors.stacked(
         estimate(gram[part, part], rewards[part]) for gram in sampled.without
       )
@@ -191,14 +187,10 @@ def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   records.truncate_jsonl(path, 0)  # drops a line that was cut off
   rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
   points = [
-    (n, i)
-    for n in pool_sampling.CONFIGURATIONS
-    for i in range(config.num_prompts)
+    (n, i) for n in samples.CONFIGURATIONS for i in range(config.num_prompts)
   ]
   missing = [point for point in points if point not in rows]
-  benches = {
-    name: pool_sampling.open_bench(config, name) for name in dict(missing)
-  }
+  benches = {name: samples.open_bench(config, name) for name in dict(missing)}
   began = time.perf_counter()
   for number, (name, index) in enumerate(missing, 1):
     row = rows[name, index] = _measure(config, benches[name], name, index)
@@ -303,17 +295,25 @@ def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
 
 
 def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
-  """Describes how lengths of scores go with rewards, where these differ."""
+  """Describes how lengths of scores go with rewards, where these differ.
+
+  `vanilla_to_oracle` is the ratio of their exact errors, at every group size.
+  """
   varied = [row for row in rows if 0 < row["success"] < 1]
   if not varied or "lengths" not in rows[0]:  # of an older study
     return {}
-  lengths = [row["lengths"] for row in varied]
-  below = sum(x["best_baseline"] < x["value"] / 2 for x in lengths)
-  counts = {
+  moments = _stacks(rows, "moments")
+  vanilla, oracle = (
+    [x[name] for x in moments] for name in ("vanilla_trace", "oracle_trace")
+  )
+  return {
     "prompts_with_equal_rewards": len(rows) - len(varied),
-    "prompts_with_best_baseline_below_half_value": below,
+    "prompts_with_best_baseline_below_half_value": sum(
+      x["lengths"]["best_baseline"] < x["lengths"]["value"] / 2 for x in varied
+    ),
+    "vanilla_to_oracle": errors.ratio_of_means(vanilla, oracle),
+    "lengths": _means(varied, "lengths"),
   }
-  return counts | {"lengths": _means(varied, "lengths")}
 
 
 def summary(

@@ -10,7 +10,7 @@ import pytest
 from grpojax.runtime.cli.settings import to_config
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse, pool_sampling
+from grpojax.studies import mse, samples
 from grpojax.training import policy as policy_lib
 
 
@@ -41,9 +41,7 @@ def test_a_whole_run_resumes_to_the_same_results(
   with open(directory / "results.csv") as file:
     results = list(csv.DictReader(file))
   assert len(results) == 3 * 2 * 4
-  assert [r["configuration"] for r in results[::8]] == [
-    *pool_sampling.CONFIGURATIONS
-  ]
+  assert [r["configuration"] for r in results[::8]] == [*samples.CONFIGURATIONS]
   assert {r["estimator"] for r in results} == {*u_statistics.Estimators._fields}
   summary = json.loads((directory / "summary.json").read_text())
   for of_configuration in summary.values():
@@ -76,8 +74,8 @@ def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
   config = to_config(mse.SETTINGS).unlock()
   config.base = str(toy_model)
   config.num_prompts = 2
-  plain = pool_sampling.open_bench(config, "base").batches
-  shown = pool_sampling.open_bench(config, "in-context").batches
+  plain = samples.open_bench(config, "base").batches
+  shown = samples.open_bench(config, "in-context").batches
   problems = [toy_task.load("train")[i]["prompt"] for i in range(2)]
   assert problems == ["0+0", "1+1"]
   before = "0+0\n0+0=0\n#### 0\n\n1+1\n1+1=2\n#### 2\n\n"
@@ -105,7 +103,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   monkeypatch.setattr(
     mse.errors, "score_gram", lambda *args: (scores @ scores.T, 12)
   )
-  bench = pool_sampling.Bench(
+  bench = samples.Bench(
     policy=types.SimpleNamespace(params=None),
     batches=[(None, [{"prompt": "1+1", "answer": "2"}])],
     sampler=lambda *args: sampled,
@@ -194,7 +192,7 @@ def test_equal_rewards_make_no_trouble(tmp_path):
 
 def test_questions():
   held_out, solved = (
-    pool_sampling.questions(None, split) for split in ("test", "train")
+    samples.questions(None, split) for split in ("test", "train")
   )
   texts = {x["prompt"] for x in held_out}
   assert len(texts) == len(held_out) == 65 and len(solved) == 70
@@ -231,8 +229,8 @@ def test_one_model_asked_in_three_ways():
   config.base = config.instruct = "arithmetic-instruct"
   config.problems, config.num_prompts, config.shots = "questions", 1, 1
   texts = {}
-  for name in pool_sampling.CONFIGURATIONS:
-    bench = pool_sampling.open_bench(config, name)
+  for name in samples.CONFIGURATIONS:
+    bench = samples.open_bench(config, name)
     ((_, (example,)),) = bench.batches
     texts[name] = example["prompt_text"]
     assert bench.reward("", "it is 6.", example) == 1

@@ -1,8 +1,7 @@
 """Pools of completions: models, problems, samples, and their scores' products.
 
-What the studies of gradient errors measure on: a base model in plain text, an
-instruct model by its chat template, and the base model in plain text with
-solved examples in its prompt. The two may be one model.
+Studies of gradient errors ask a base model in plain text, an instruct model by
+its chat template, and the base model with solved examples in its prompt.
 """
 
 import dataclasses
@@ -55,10 +54,9 @@ def questions(_, split: str) -> list[Example]:
   """Returns {"prompt": "What is 3 + 4?", "answer": "7"}, always the same ones.
 
   Sums, differences, products and quotients of two small numbers and sums of
-  three take turns. They are easy, because a model of 100 million parameters
-  that samples at temperature 1 gets most harder ones always wrong, and rewards
-  that are all equal have no gradient. There are 65 held-out ones ("test") and
-  70 that can be shown solved ("train").
+  three take turns: 65 held-out ones ("test") and 70 to be shown solved
+  ("train"). Harder ones are always wrong with a model of 100 million parameters
+  at temperature 1, and rewards that are all equal have no gradient.
   """
   pairs = list(itertools.product(range(2, 10), repeat=2))
   triples = itertools.product(range(1, 4), repeat=3)
