@@ -304,7 +304,7 @@ def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
     return {}
   moments = _stacks(rows, "moments")
   vanilla, oracle = (
-    [x[name] for x in moments] for name in ("vanilla_trace", "oracle_trace")
+    tuple(x[f"{name}_trace"] for x in moments) for name in ("vanilla", "oracle")
   )
   return {
     "prompts_with_equal_rewards": len(rows) - len(varied),
