@@ -94,8 +94,8 @@ def random_directions(params: Params, key: jax.Array, count: int) -> Params:
   """Draws V = `count` vectors of signs for each matrix of the layers."""
   targets = f"layers/({'|'.join(lora.PROJECTIONS)})"
   layers = lora.init(params, key, count, targets)["layers"]
-  signs = rademacher_like(key, {name: x["a"] for name, x in layers.items()})
-  return {"layers": {k: x | {"a": signs[k]} for k, x in layers.items()}}
+  signs = rademacher_like(key, layers)
+  return {"layers": {k: x | {"a": signs[k]["a"]} for k, x in layers.items()}}
 
 
 def score_gram(
