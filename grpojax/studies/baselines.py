@@ -8,7 +8,7 @@ gradient with leave-one-out baselines that weigh the other samples in several
 ways, beside leave_one_out, vanilla, an oracle that knows the value V(x), and
 the best constant baseline E[|s|^2 Z] / E|s|^2. `norm_ratio` knows the scores'
 lengths from the other prompts. How: `studies.baseline_errors`. Intervals are
-over completions, with the prompts fixed.
+over completions, with the prompts fixed, and any `projections` too.
 
 The run directory has pools/, a file a prompt as soon as it is sampled (the same
 command goes on where it stopped), results.csv, summary.json and baselines.png.
@@ -27,7 +27,7 @@ from grpojax.core.advantages.weighted_baselines import logit_score_sq
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import changed, section, setting
 from grpojax.runtime.files import records
-from grpojax.studies import baseline_errors, errors, mse, run
+from grpojax.studies import baseline_errors, errors, mse, run, samples
 from grpojax.studies.baseline_errors import Pool
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
@@ -67,11 +67,11 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 
 def _sample(
-  config: ConfigDict, bench: mse.Bench, name: str, index: int
+  config: ConfigDict, bench: samples.Bench, name: str, index: int
 ) -> Pool:
   """Samples the pool of one prompt."""
-  key = mse.prompt_key(config.seed + _OTHER_SAMPLES, name, index)
-  sampled = mse.sample(bench, index, [key])
+  key = samples.prompt_key(config.seed + _OTHER_SAMPLES, name, index)
+  sampled = samples.sample(bench, index, [key])
   unsure = logit_score_sq(
     jnp.asarray(sampled.logprobs), jnp.asarray(sampled.mask)
   )
@@ -89,12 +89,12 @@ def collect(
   """Loads all prompts' pools by configuration; samples those that lack."""
   pools: dict[str, list[Pool]] = {}
   directory.mkdir(exist_ok=True)
-  for name in mse.CONFIGURATIONS:
+  for name in samples.CONFIGURATIONS:
     bench, pools[name] = None, []
     for index in range(config.num_prompts):
       path = directory / f"{name}-{index}.npz"
       if not path.is_file():
-        bench = bench or mse.open_bench(config, name)
+        bench = bench or samples.open_bench(config, name)
         pool = _sample(config, bench, name, index)
         with records.replacing(path) as part, open(part, "wb") as file:
           np.savez(file, **pool._asdict())
@@ -167,8 +167,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   """Draws errors as parts of leave_one_out's, a panel a configuration."""
   largest = max(row["group_size"] for row in rows)
   labels = list(dict.fromkeys(row["estimator"] for row in rows))[::-1]
-  with run.picture(path, 1, len(mse.CONFIGURATIONS), width=3.6) as axes:
-    for ax, name in zip(axes[0], mse.CONFIGURATIONS, strict=True):
+  with run.picture(path, 1, len(samples.CONFIGURATIONS), width=3.6) as axes:
+    for ax, name in zip(axes[0], samples.CONFIGURATIONS, strict=True):
       shown = [
         row
         for row in rows
@@ -186,7 +186,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
       ax.set_xlabel(f"error / leave_one_out's, G = {largest}")
       ax.set_title(name, fontsize=10)
       ax.grid(alpha=0.3, axis="x", which="both")
-      ax.set_yticklabels(labels if name == mse.CONFIGURATIONS[0] else [])
+      ax.set_yticklabels(labels if name == samples.CONFIGURATIONS[0] else [])
 
 
 def main(argv: list[str]) -> None:

@@ -11,8 +11,8 @@ Notation as in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,31 @@ from grpojax.core import advantages
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import LM, Params, Prompts
+from grpojax.models import lora
 from grpojax.statistics.intervals import t_quantile
+from grpojax.statistics.projections import rademacher_like
 from grpojax.statistics.u_statistics import Estimators, Moments
 
 _COLUMNS = 2**16  # parameters whose products are summed up in float32
 _AT_ONCE = 8  # completions whose gradients are computed together
 
-PromptMeans = tuple[np.ndarray, np.ndarray]
-"""One number a prompt, [X], and the same without each block, [X, b]."""
+Numbers = TypeVar("Numbers", bound=tuple)
+
+PromptMeans = tuple[np.ndarray, ...]
+"""One number a prompt, [X], and the same without each block, [X, b]; where
+scores are projected also without each projection, [X, V]."""
+
+
+def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
+  """Returns the log-probability of one completion, a function to derive."""
+
+  def logprob(params, prompt_ids, prompt_mask, ids, mask):
+    logprobs, _ = token_logprobs(
+      lm, params, prompt_ids, prompt_mask, ids[None, None], sampling=sampling
+    )
+    return jnp.sum(jnp.where(mask, logprobs[0, 0], 0.0))
+
+  return logprob
 
 
 def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
@@ -41,17 +58,44 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   [n, T]) -> scores [n, d]`, d all parameters, in the order of `ravel_pytree`,
   and holds n copies of all activations and parameters.
   """
-
-  def logprob(params, prompt_ids, prompt_mask, ids, mask):
-    logprobs, _ = token_logprobs(
-      lm, params, prompt_ids, prompt_mask, ids[None, None], sampling=sampling
-    )
-    return jnp.sum(jnp.where(mask, logprobs[0, 0], 0.0))
+  logprob = _logprob_of(lm, sampling)
 
   def score(*args):
     return ravel_pytree(jax.grad(logprob)(*args))[0]
 
   return jax.jit(jax.vmap(score, in_axes=(None, None, None, 0, 0)))
+
+
+def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
+  """Compiles scores of the layers' matrices, projected by random signs.
+
+  It is `(directions, *arguments of make_score) -> [n, V, d]`, d the outputs of
+  all matrices. A matrix has the gradients S [in, out] for one completion and T
+  for another. A vector a [in] of independent signs has E[a a^T] = 1, so a S . a
+  T is an unbiased estimate of S . T; V such vectors (`random_directions`) give
+  V of them. a S is the gradient of B in an adapter W + A B with A = a, B = 0:
+  no gradient of a whole matrix is ever formed. Embeddings and norms have no
+  part in it.
+  """
+  logprob = _logprob_of(lm, sampling)
+
+  def score(adapters, params, *args):
+    def of_adapters(adapters):
+      return logprob(lora.attach(params, adapters, 1), *args)
+
+    matrices = jax.grad(of_adapters)(adapters)["layers"].values()
+    rows = [jnp.moveaxis(x["b"], 1, 0) for x in matrices]  # [V, L, out]
+    return jnp.concatenate([x.reshape(len(x), -1) for x in rows], axis=1)
+
+  return jax.jit(jax.vmap(score, in_axes=(None, None, None, None, 0, 0)))
+
+
+def random_directions(params: Params, key: jax.Array, count: int) -> Params:
+  """Draws V = `count` vectors of signs for each matrix of the layers."""
+  targets = f"layers/({'|'.join(lora.PROJECTIONS)})"
+  layers = lora.init(params, key, count, targets)["layers"]
+  signs = rademacher_like(key, layers)
+  return {"layers": {k: x | {"a": signs[k]["a"]} for k, x in layers.items()}}
 
 
 def score_gram(
@@ -60,15 +104,16 @@ def score_gram(
   prompts: Prompts,
   ids: Int[np.ndarray, "S T"],
   mask: Bool[np.ndarray, "S T"],
-) -> tuple[Float[np.ndarray, "S S"], int]:
+) -> tuple[Float[np.ndarray, "*V S S"], int]:
   """Inner products of the scores of a prompt's completions.
 
   A pool repeats itself (short answers above all), so the gradient of each
-  distinct completion is computed once, with `score` of `make_score`. Holds d
-  float32 for each of these.
+  distinct completion is computed once, with `score` of `make_score`, or of
+  `make_projected_score` with its directions. Holds d float32 for each of these.
 
   Returns:
-    The Gram matrix, float64, and the number of distinct completions.
+    The Gram matrix, float64, or an estimate of it from each of V projections;
+    and the number of distinct completions.
   """
   rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
   count = len(rows)
@@ -81,9 +126,13 @@ def score_gram(
     np.asarray(score_chunk(np.maximum(chunk, 0), chunk >= 0))
     for chunk in np.split(rows, len(rows) // _AT_ONCE)
   ]
-  gram = _inner_products(np.concatenate(chunks)[:count])
+  scores = np.concatenate(chunks)[:count]
+  if scores.ndim == 2:
+    gram = _inner_products(scores)
+  else:
+    gram = np.stack([_inner_products(x) for x in scores.swapaxes(0, 1)])
   index = index.reshape(-1)  # numpy 2.0 gave it a second axis
-  return gram[np.ix_(index, index)], count
+  return gram[..., index[:, None], index], count
 
 
 def _inner_products(scores: np.ndarray) -> np.ndarray:
@@ -144,6 +193,33 @@ def best_baseline(
   """
   norms = np.diag(gram)
   return float(norms @ rewards / norms.sum()) if norms.any() else 0.0
+
+
+class ScoreLengths(NamedTuple):
+  """Relation of squared lengths of scores to rewards, of one prompt.
+
+  Attributes:
+    value: V, the mean reward.
+    best_baseline: b*; vanilla errs less than the oracle where it is below V/2.
+    correlation: of ||s||^2 and Z; where it is 0, b* is V.
+  """
+
+  value: float
+  best_baseline: float
+  correlation: float
+
+
+def score_lengths(
+  gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
+) -> ScoreLengths:
+  """Estimates `ScoreLengths` from a pool; correlation 0 if it cannot be."""
+  norms = np.diag(gram)
+  varied = np.ptp(rewards) > 0 and np.ptp(norms) > 0
+  return ScoreLengths(
+    value=float(np.mean(rewards)),
+    best_baseline=best_baseline(gram, rewards),
+    correlation=float(np.corrcoef(norms, rewards)[0, 1]) if varied else 0.0,
+  )
 
 
 class _Terms(NamedTuple):
@@ -263,13 +339,21 @@ def group_errors(
   return Estimators(*by_estimator[:, 0]), Estimators(*by_estimator[:, 1:])
 
 
-def moment_replicates(
-  gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"], blocks: int
-) -> Moments:
-  """Estimates the moments without each of the pool's blocks, [blocks]."""
+def without_blocks(
+  estimate: Callable[[np.ndarray, np.ndarray], Numbers],
+  gram: Float[np.ndarray, "S S"],
+  rewards: Real[np.ndarray, "S"],
+  blocks: int,
+) -> Numbers:
+  """Estimates moments or lengths without each of the pool's blocks."""
   subsets = without_each(blocks, len(rewards))
-  replicates = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in subsets]
-  return Moments(*np.array(replicates).T)
+  return stacked(estimate(gram[np.ix_(k, k)], rewards[k]) for k in subsets)
+
+
+def stacked(estimates: Iterable[Numbers]) -> Numbers:
+  """Stacks each number of several named tuples, along a first axis."""
+  estimates = list(estimates)
+  return type(estimates[0])(*map(np.array, zip(*estimates, strict=True)))
 
 
 def without_each(blocks: int, count: int) -> list[np.ndarray]:
@@ -304,12 +388,17 @@ def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
 
 
 def mean_over_prompts(
-  values: np.ndarray, without: np.ndarray
+  values: np.ndarray, *replicates: np.ndarray
 ) -> dict[str, float]:
-  """Mean over prompts, [X] and [X, b], with standard error and 95% interval."""
-  variances = jackknife(without)
+  """Mean over prompts with standard error and 95% interval, of `PromptMeans`.
+
+  Blocks and projections err independently of each other, so their variances
+  add up. The sum has the degrees of freedom of the fewer, or more.
+  """
+  variances = sum(jackknife(without) for without in replicates)
   mean = float(values.mean())
-  half = mean_half_width(variances, without.shape[-1] - 1)
+  degrees = min(without.shape[-1] for without in replicates) - 1
+  half = mean_half_width(variances, degrees)
   return {
     "mean": mean,
     "low": mean - half,
@@ -324,7 +413,7 @@ def ratio_of_means(above: PromptMeans, below: PromptMeans) -> dict[str, float]:
   if scale <= 0:
     return dict.fromkeys(("mean", "low", "high"), float("nan"))
   ratio = above[0].mean() / scale
-  values, without = (a - ratio * b for a, b in zip(above, below, strict=True))
-  residual = mean_over_prompts(values, without)
+  residuals = (a - ratio * b for a, b in zip(above, below, strict=True))
+  residual = mean_over_prompts(*residuals)
   half = (residual["high"] - residual["low"]) / (2 * scale)
   return {"mean": ratio, "low": ratio - half, "high": ratio + half}

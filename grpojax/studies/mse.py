@@ -9,6 +9,11 @@ solved examples in its prompt. The gradient is that of the expected reward of a
 prompt with respect to all parameters; errors are conditional on the prompt, and
 averaged over held-out prompts.
 
+A language model of hundreds of millions of parameters is asked `questions`. Its
+scores are those of the layers' matrices by random `projections`: all errors and
+moments are linear in the scores' products, whose estimates are unbiased, and
+the intervals include their spread.
+
 For each prompt two pools of completions are sampled. Groups of the first are
 measured (`errors.group_errors`); the curves are the exact formulas of
 `statistics.u_statistics.mse` with moments estimated from the second, because
@@ -19,38 +24,33 @@ The run directory has rows.jsonl, a line a prompt as soon as it is done (the
 same command goes on where it stopped), results.csv, summary.json and mse.png.
 """
 
-import dataclasses
 import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.data import arithmetic
-from grpojax.rewards.exact import exact_answer
-from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
-from grpojax.runtime.text import tokenizer
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
-from grpojax.studies import errors, run
+from grpojax.studies import errors, run, samples
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import default_config, from_config
-from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.data import splits
-from grpojax.training.step import sampling as sampling_lib
 
-CONFIGURATIONS = ("base", "instruct", "in-context")
 _TITLES = {
   "base": "base model",
   "instruct": "instruct model",
   "in-context": "base model, {shots} examples in the prompt",
+}
+_TITLES_OF_ONE = {
+  "base": "plain text",
+  "instruct": "chat template",
+  "in-context": "plain text, {shots} examples in the prompt",
 }
 _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "vanilla": ("vanilla", "tab:gray", "s", 1.0),
@@ -72,10 +72,10 @@ SETTINGS = run.settings(
   "mse",
   seed=run.SEED,
   base=setting(
-    "arithmetic-base", "model prompted in context: embedded, or a directory"
+    "arithmetic-base", "model asked in plain text: embedded, or a directory"
   ),
   instruct=setting(
-    "arithmetic-instruct", "model prompted by its chat template, likewise"
+    "arithmetic-instruct", "model asked by its chat template, likewise"
   ),
   shots=setting(
     2, "solved training problems before an in-context prompt", within="[1, inf)"
@@ -86,6 +86,17 @@ SETTINGS = run.settings(
     (2, 4, 8, 16, 32, 64), "group sizes, each a divisor of the largest"
   ),
   max_new_tokens=setting(80, "longest completion, tokens", within="[1, inf)"),
+  problems=setting(
+    "expressions",
+    "problems in the form of the embedded models, or in words",
+    samples.PROBLEMS,
+  ),
+  projections=setting(
+    0,
+    "random projections of the scores of the layers' matrices; 0 = exact "
+    "scores of all parameters, for models that are small enough",
+    within="[0, inf)",
+  ),
 )
 """About seven minutes of CPU time."""
 
@@ -105,6 +116,14 @@ def config_errors(config: ConfigDict) -> list[str]:
       f"must be a multiple of {max(sizes)}, the largest group, at least 3 times"
     )
     wrong.append(config_error("samples", config.samples, remedy))
+  if config.projections in (1, 2):
+    remedy = "their spread is part of the intervals: give 3 or more, or 0"
+    wrong.append(config_error("projections", config.projections, remedy))
+  for key, split in {"num_prompts": "test", "shots": "train"}.items():
+    most = len(samples.questions(None, split))
+    if config.problems == "questions" and config[key] > most:
+      remedy = f"there are {most} such questions"
+      wrong.append(config_error(key, config[key], remedy))
   for name in ("base", "instruct"):
     try:
       policy_lib.find_model(config[name])
@@ -113,134 +132,65 @@ def config_errors(config: ConfigDict) -> list[str]:
   return wrong
 
 
-class Bench(NamedTuple):
-  """All that one configuration's prompts need."""
-
-  policy: policy_lib.Policy
-  batches: list  # one prompt each, with its example
-  sampler: Any  # of one pool, from `step.sampling.make_sampler`
-  score: Any  # from `errors.make_score`
-
-
-def open_bench(config: ConfigDict, name: str) -> Bench:
-  """Loads a configuration's model, and formats its prompts.
-
-  Raises:
-    SystemExit: the model cannot be read, or takes no examples in its prompt.
-  """
-  path = config.instruct if name == "instruct" else config.base
-  with command_line.usage_errors():
-    policy = policy_lib.load_policy(path)
-  train = default_config()
-  train.seed = config.seed
-  train.eval.num_prompts = config.num_prompts
-  train.sampling.max_new_tokens = config.max_new_tokens
-  settings = from_config(train)
-  template = settings.data.template
-  if name == "in-context":
-    if policy.tokenizer.chat_template:
-      raise SystemExit(
-        f"error: --config.base = {path!r} has a chat template: the in-context "
-        "configuration needs a model of plain text"
-      )
-    examples = splits.load_examples(settings, "train")
-    solved = [examples[i]["prompt"] for i in range(config.shots)]
-    shots = (f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
-    template = "".join(shots) + template
-  held_out = splits.load_examples(settings, "test")
-
-  def length(index):
-    prompt = held_out[index]["prompt"]
-    return len(tokenizer.encode_prompt(policy.tokenizer, prompt, template)[1])
-
-  longest = max(map(length, range(config.num_prompts)))
-  data = dataclasses.replace(
-    settings.data, template=template, max_prompt_length=longest
-  )
-  settings = dataclasses.replace(settings, data=data)
-  batches = prompts_lib.prompt_batches(
-    settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
-  )
-  sampling = settings.sampling.distribution
-  return Bench(
-    policy,
-    list(batches),
-    sampling_lib.make_sampler(settings, policy, config.samples, sampling),
-    errors.make_score(policy.lm, sampling),
-  )
-
-
-def prompt_key(seed: int, name: str, index: int) -> jax.Array:
-  """Random key of the samples of a configuration's prompt."""
-  key = jax.random.key(seed)
-  key = jax.random.fold_in(key, CONFIGURATIONS.index(name))
-  return jax.random.fold_in(key, index)
-
-
-class Sampled(NamedTuple):
-  """Completions of one prompt: pools, one after another."""
-
-  mask: np.ndarray  # [S, T], True on their tokens
-  rewards: np.ndarray  # [S]
-  gram: np.ndarray  # [S, S], inner products of their scores
-  distinct: int  # number of different ones
-  logprobs: np.ndarray  # [S, T]
-
-
-def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
-  """Samples a pool for each key, and computes the scores of all together."""
-  prompts, (example,) = bench.batches[index]
-  ids, mask, logprobs, rewards = [], [], [], []
-  for key in keys:
-    pool = bench.sampler(bench.policy.params, prompts, key)
-    (texts,) = policy_lib.decode(bench.policy, pool)
-    rewards += [exact_answer("", text, example) for text in texts]
-    ids.append(np.asarray(pool.completion_ids[0]))
-    mask.append(np.asarray(pool.completion_mask[0]))
-    logprobs.append(np.asarray(pool.logprobs[0]))
-  mask = np.concatenate(mask)
-  gram, distinct = errors.score_gram(
-    bench.score, bench.policy.params, prompts, np.concatenate(ids), mask
-  )
-  rewards = np.array(rewards, np.float32)
-  return Sampled(mask, rewards, gram, distinct, np.concatenate(logprobs))
-
-
-def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
+def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of results."""
-  key = prompt_key(config.seed, name, index)
-  sampled = sample(bench, index, [jax.random.fold_in(key, i) for i in (0, 1)])
+  key = samples.prompt_key(config.seed, name, index)
+  keys = [jax.random.fold_in(key, i) for i in (0, 1)]
+  sampled = samples.sample(bench, index, keys)
   # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
-  first, second = sampled.gram[:n, :n], sampled.gram[n:, n:]
-  rewards, rewards_of_second = sampled.rewards[:n], sampled.rewards[n:]
-  baseline = errors.best_baseline(second, rewards_of_second)
-  measured, measured_without = errors.group_errors(
-    first, rewards, config.group_sizes, blocks, baseline
-  )
-  moments = errors.score_moments(second, rewards_of_second)
-  without = errors.moment_replicates(second, rewards_of_second, blocks)
+  first, second, both = slice(n), slice(n, None), slice(None)
+  rewards = sampled.rewards
+  gram = sampled.gram[second, second]
+  baseline = errors.best_baseline(gram, rewards[second])
+  moments, lengths = errors.score_moments, errors.score_lengths
+
+  def group_errors(gram, rewards):
+    return errors.group_errors(
+      gram, rewards, config.group_sizes, blocks, baseline
+    )
+
+  measured, without = group_errors(sampled.gram[first, first], rewards[first])
+  row = {
+    "errors": measured,
+    "errors_without": without,
+    "moments": moments(gram, rewards[second]),
+    "moments_without": errors.without_blocks(
+      moments, gram, rewards[second], blocks
+    ),
+    "lengths": lengths(sampled.gram, rewards),
+    "lengths_without": errors.without_blocks(
+      lengths, sampled.gram, rewards, 2 * blocks
+    ),
+  }
+  if bench.projections:
+    for field, estimate, part in (
+      ("errors", lambda *pool: group_errors(*pool)[0], first),
+      ("moments", moments, second),
+      ("lengths", lengths, both),
+    ):
+      row[f"{field}_projected"] = errors.stacked(
+        estimate(gram[part, part], rewards[part]) for gram in sampled.without
+      )
   return {
     "configuration": name,
     "index": index,
     "problem": bench.batches[index][1][0]["prompt"],
-    "success": float(np.mean(sampled.rewards)),
+    "success": float(np.mean(rewards)),
     "distinct": sampled.distinct,
     "best_baseline": baseline,
-    "errors": measured._asdict(),
-    "errors_without": measured_without._asdict(),
-    "moments": moments._asdict(),
-    "moments_without": without._asdict(),
-  }
+  } | {field: numbers._asdict() for field, numbers in row.items()}
 
 
 def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   """Measures the prompts that `path` lacks; returns the rows of all."""
   records.truncate_jsonl(path, 0)  # drops a line that was cut off
   rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
-  points = [(n, i) for n in CONFIGURATIONS for i in range(config.num_prompts)]
+  points = [
+    (n, i) for n in samples.CONFIGURATIONS for i in range(config.num_prompts)
+  ]
   missing = [point for point in points if point not in rows]
-  benches = {name: open_bench(config, name) for name in dict(missing)}
+  benches = {name: samples.open_bench(config, name) for name in dict(missing)}
   began = time.perf_counter()
   for number, (name, index) in enumerate(missing, 1):
     row = rows[name, index] = _measure(config, benches[name], name, index)
@@ -265,16 +215,24 @@ def _stack(rows: Sequence[Mapping], field: str) -> dict[str, np.ndarray]:
   return {name: np.array([row[field][name] for row in rows]) for name in names}
 
 
+def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
+  """Stacks of a field and its replicates, those of projections if any."""
+  names = (field, f"{field}_without", f"{field}_projected")
+  return [_stack(rows, name) for name in names if name in rows[0]]
+
+
 def _numbers(rows: Sequence[Mapping], index: int, group_size: int):
   """Returns errors by estimator at one group size: measured, and of theory."""
-  values, without = _stack(rows, "errors"), _stack(rows, "errors_without")
-  measured = {x: (values[x][:, index], without[x][..., index]) for x in values}
+  stacks = _stacks(rows, "errors")
+  measured = {
+    x: tuple(stack[x][..., index] for stack in stacks) for x in stacks[0]
+  }
   exact = [
-    u_statistics.mse(Moments(**_stack(rows, field)), group_size)._asdict()
-    for field in ("moments", "moments_without")
+    u_statistics.mse(Moments(**moments), group_size)._asdict()
+    for moments in _stacks(rows, "moments")
   ]
   theory = {
-    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in values
+    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in measured
   }
   return measured, theory
 
@@ -327,6 +285,37 @@ def table(
   return rows_of_table
 
 
+def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
+  """Means over prompts of a field's values, with intervals."""
+  stacks = _stacks(rows, field)
+  return {
+    key: errors.mean_over_prompts(*(stack[key] for stack in stacks))
+    for key in stacks[0]
+  }
+
+
+def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
+  """Describes how lengths of scores go with rewards, where these differ.
+
+  `vanilla_to_oracle` is the ratio of their exact errors, at every group size.
+  """
+  varied = [row for row in rows if 0 < row["success"] < 1]
+  if not varied or "lengths" not in rows[0]:  # of an older study
+    return {}
+  moments = _stacks(rows, "moments")
+  vanilla, oracle = (
+    tuple(x[f"{name}_trace"] for x in moments) for name in ("vanilla", "oracle")
+  )
+  return {
+    "prompts_with_equal_rewards": len(rows) - len(varied),
+    "prompts_with_best_baseline_below_half_value": sum(
+      x["lengths"]["best_baseline"] < x["lengths"]["value"] / 2 for x in varied
+    ),
+    "vanilla_to_oracle": errors.ratio_of_means(vanilla, oracle),
+    "lengths": _means(varied, "lengths"),
+  }
+
+
 def summary(
   rows: Sequence[Mapping[str, Any]], rows_of_table: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -338,17 +327,17 @@ def summary(
       key: float(np.mean([r[key] for r in of_configuration]))
       for key in ("success", "distinct", "best_baseline")
     }
-    without = _stack(of_configuration, "moments_without")
-    moments = {
-      key: errors.mean_over_prompts(values, without[key])
-      for key, values in _stack(of_configuration, "moments").items()
-    }
+    moments = _means(of_configuration, "moments")
     deviations = {
       x: [r["deviation"] for r in lines[name] if r["estimator"] == x]
       for x in _STYLES
     }
     largest = {x: max(values, key=abs) for x, values in deviations.items()}
-    summaries[name] = means | {"moments": moments, "largest_deviation": largest}
+    summaries[name] = (
+      means
+      | {"moments": moments, "largest_deviation": largest}
+      | _lengths(of_configuration)
+    )
   return summaries
 
 
@@ -357,6 +346,7 @@ def draw(
 ) -> None:
   """Draws errors, and below them ratios to the oracle's, against group size."""
   configurations = _by_configuration(rows)
+  titles = _TITLES_OF_ONE if config.base == config.instruct else _TITLES
   with run.picture(path, 2, len(configurations), width=3.6) as axes:
     for column, (name, lines) in zip(
       axes.T, configurations.items(), strict=True
@@ -365,7 +355,8 @@ def draw(
         of_curve = [r for r in lines if r["estimator"] == estimator]
         for ax, (_, columns) in zip(column, _PANELS, strict=True):
           _draw_curve(ax, of_curve, style, columns)
-      column[0].set_title(_TITLES[name].format(shots=config.shots), fontsize=10)
+      title = titles[name].format(shots=config.shots)
+      column[0].set_title(title, fontsize=10)
       column[1].set_xlabel("group size G")
       for ax in column:
         ax.set_xscale("log", base=2)
@@ -414,8 +405,14 @@ def main(argv: list[str]) -> None:
     rows = _collect(config, directory / "rows.jsonl")
     results = table(rows, config.group_sizes)
     run.write_tables(directory, results=results)
-    records.write_json(directory / "summary.json", summary(rows, results))
+    summaries = summary(rows, results)
+    records.write_json(directory / "summary.json", summaries)
     draw(results, config, directory / "mse.png")
+    for name, numbers in summaries.items():
+      for key, x in numbers.get("lengths", {}).items():
+        print(
+          f"{name} {key}: {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]"
+        )
     print(f"tables and picture are in {directory}/")
 
 

@@ -1,5 +1,6 @@
 """Gram matrices; errors and moments, against all pools of a small policy."""
 
+import functools
 import itertools
 
 import jax
@@ -95,7 +96,7 @@ def pool(size, seed=0, outputs=4):
 def test_replicates_leave_one_block_out():
   gram, rewards = pool(20)
   _, without = errors.group_errors(gram, rewards, [2, 4], 5, baseline=0.3)
-  moments = errors.moment_replicates(gram, rewards, 5)
+  moments = errors.without_blocks(errors.score_moments, gram, rewards, 5)
   for block in range(5):
     keep = np.delete(np.arange(20), np.arange(4 * block, 4 * block + 4))
     part = gram[np.ix_(keep, keep)], rewards[keep]
@@ -188,6 +189,98 @@ def test_gram_matrix(tiny, monkeypatch):
     gram, expected, rtol=1e-4, atol=1e-5 * expected.max()
   )
   assert gram[0, 0] == gram[0, 2] and gram[1, 5] == gram[3, 5]
+
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@pytest.mark.slow  # many gradients
+def test_projected_gram_matrix(tiny):
+  """With the signs of an orthogonal basis the mean estimate is exact.
+
+  Directions with sum_v a_v a_v^T = V replace the expectation over signs, of
+  which E[a a^T] = 1 is all that is used.
+  """
+  mask = np.arange(IDS.shape[1]) < LENGTHS[:, None]
+  prompts = Prompts(PROMPT, np.arange(5)[None] < 3)
+  sampling, key = Sampling(temperature=1.7), jax.random.key(0)
+  score = errors.make_projected_score(tiny.lm, sampling)
+  layers = tiny.params["layers"]
+  count = max(layers[name].shape[1] for name in MATRICES)
+  directions = errors.random_directions(tiny.params, key, count)
+  for x in directions["layers"].values():
+    assert {*np.unique(x["a"])} == {-1, 1} and not x["b"].any()
+    basis = count**0.5 * np.eye(x["a"].shape[1], count, dtype=np.float32)
+    x["a"] = jnp.broadcast_to(basis, x["a"].shape)
+  assert directions["layers"].keys() == set(MATRICES)
+
+  def gram(params, score):
+    of_pool = errors.score_gram(score, params, prompts, IDS, mask)
+    assert of_pool[1] == 4
+    return of_pool[0]
+
+  estimates = gram(tiny.params, functools.partial(score, directions))
+  assert estimates.shape == (count, 6, 6)
+  # The exact scores of all parameters, less those of all but the matrices.
+  exact = errors.make_score(tiny.lm, sampling)
+  others = tiny.params | {
+    "layers": {k: v for k, v in layers.items() if k not in MATRICES}
+  }
+  rest = functools.partial(_score_of_others, tiny, sampling, layers)
+  expected = gram(tiny.params, exact) - gram(others, jax.jit(rest))
+  np.testing.assert_allclose(
+    estimates.mean(0), expected, rtol=1e-4, atol=1e-5 * expected.max()
+  )
+
+
+def _score_of_others(tiny, sampling, layers, others, *args):
+  """Scores [n, d] of all parameters but the layers' matrices."""
+  prompt_ids, prompt_mask, ids, mask = args
+
+  def logprobs(others):
+    whole = others | {"layers": layers | others["layers"]}
+    values, _ = token_logprobs(
+      tiny.lm, whole, prompt_ids, prompt_mask, ids[None], sampling=sampling
+    )
+    return jnp.sum(jnp.where(mask, values[0], 0.0), -1)
+
+  jacobian = jax.tree.leaves(jax.jacrev(logprobs)(others))
+  return jnp.concatenate([x.reshape(len(ids), -1) for x in jacobian], 1)
+
+
+def test_intervals_of_projected_scores_cover():
+  """Without the part of the projections they would not."""
+  rng, prompts, samples, projections = np.random.default_rng(3), 4, 24, 6
+  p, s, z = population(4)
+  truth = float(u.moments(*map(jnp.asarray, (p, s, z))).remainder)
+  covered = np.zeros(2)
+  for _ in range(100):
+    numbers = []
+    for _ in range(prompts):
+      index = rng.choice(4, samples, p=p)
+      projected = s[index] @ rng.choice([-1.0, 1.0], (3, projections))
+      grams = np.einsum("iv,jv->vij", projected, projected)
+      gram, rewards = grams.mean(0), z[index]
+      blocks = errors.without_blocks(errors.score_moments, gram, rewards, 4)
+      without = errors.stacked(
+        errors.score_moments((grams.sum(0) - x) / (projections - 1), rewards)
+        for x in grams
+      )
+      values = errors.score_moments(gram, rewards).remainder
+      numbers.append((values, blocks.remainder, without.remainder))
+    values = [np.array(x) for x in zip(*numbers, strict=True)]
+    for i, of_prompts in enumerate((values, values[:2])):
+      mean = errors.mean_over_prompts(*of_prompts)
+      covered[i] += mean["low"] <= truth <= mean["high"]
+  assert covered[0] >= 90 and covered[1] < covered[0] - 5
+
+
+def test_lengths_of_scores():
+  gram, rewards = np.diag([1.0, 4.0, 2.0, 3.0]), np.array([1.0, 0, 1, 0])
+  lengths = errors.score_lengths(gram, rewards)
+  correlation = np.corrcoef([1, 4, 2, 3], rewards)[0, 1]
+  assert lengths == pytest.approx((0.5, 0.3, correlation))
+  assert errors.score_lengths(gram, np.ones(4)) == (1, 1, 0)
 
 
 def test_runs_of_columns_add_up(monkeypatch):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from grpojax.runtime.cli.settings import to_config
+from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse
+from grpojax.studies import mse, samples
 from grpojax.training import policy as policy_lib
 
 
@@ -40,7 +41,7 @@ def test_a_whole_run_resumes_to_the_same_results(
   with open(directory / "results.csv") as file:
     results = list(csv.DictReader(file))
   assert len(results) == 3 * 2 * 4
-  assert [r["configuration"] for r in results[::8]] == [*mse.CONFIGURATIONS]
+  assert [r["configuration"] for r in results[::8]] == [*samples.CONFIGURATIONS]
   assert {r["estimator"] for r in results} == {*u_statistics.Estimators._fields}
   summary = json.loads((directory / "summary.json").read_text())
   for of_configuration in summary.values():
@@ -73,8 +74,8 @@ def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
   config = to_config(mse.SETTINGS).unlock()
   config.base = str(toy_model)
   config.num_prompts = 2
-  plain = mse.open_bench(config, "base").batches
-  shown = mse.open_bench(config, "in-context").batches
+  plain = samples.open_bench(config, "base").batches
+  shown = samples.open_bench(config, "in-context").batches
   problems = [toy_task.load("train")[i]["prompt"] for i in range(2)]
   assert problems == ["0+0", "1+1"]
   before = "0+0\n0+0=0\n#### 0\n\n1+1\n1+1=2\n#### 2\n\n"
@@ -102,7 +103,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   monkeypatch.setattr(
     mse.errors, "score_gram", lambda *args: (scores @ scores.T, 12)
   )
-  bench = mse.Bench(
+  bench = samples.Bench(
     policy=types.SimpleNamespace(params=None),
     batches=[(None, [{"prompt": "1+1", "answer": "2"}])],
     sampler=lambda *args: sampled,
@@ -189,7 +190,63 @@ def test_equal_rewards_make_no_trouble(tmp_path):
   assert (tmp_path / "mse.png").exists()
 
 
-def test_a_base_model_that_chats(toy_model, tmp_path):
-  argv = arguments(toy_model, tmp_path / "mse", base="arithmetic-instruct")
-  with pytest.raises(SystemExit, match="has a chat template"):
-    mse.main(argv)
+def test_questions():
+  held_out, solved = (
+    samples.questions(None, split) for split in ("test", "train")
+  )
+  texts = {x["prompt"] for x in held_out}
+  assert len(texts) == len(held_out) == 65 and len(solved) == 70
+  assert not texts & {x["prompt"] for x in solved}
+  for example in held_out + solved:
+    expression = example["prompt"].removeprefix("What is ").removesuffix("?")
+    left, sign, right, *rest = expression.split()
+    sums = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    value = (sums | {"/": int.__floordiv__})[sign](int(left), int(right))
+    assert int(example["answer"]) == value + sum(map(int, rest[1:]))
+  assert [x["prompt"].split()[3] for x in held_out[:5]] == list("+-*/+")
+
+
+@pytest.mark.slow
+def test_a_run_with_projected_scores(toy_model, toy_task, tmp_path, capsys):
+  directory = tmp_path / "mse"
+  mse.main(arguments(toy_model, directory, projections=3))
+  printed = capsys.readouterr().out
+  assert "prompt 6/6" in printed and "base correlation: " in printed
+  for row in records.read_jsonl(directory / "rows.jsonl"):
+    # What is linear in the scores' products is the mean of its replicates.
+    for field in ("moments", "errors"):
+      for name, value in row[field].items():
+        without = np.array(row[f"{field}_projected"][name])
+        assert len(without) == 3 and np.all(np.ptp(without, axis=0) > 0)
+        np.testing.assert_allclose(without.mean(0), value, rtol=1e-6)
+  summary = json.loads((directory / "summary.json").read_text())["base"]
+  assert summary["prompts_with_equal_rewards"] == 0
+  assert summary["lengths"]["value"]["mean"] == summary["success"]
+
+
+def test_one_model_asked_in_three_ways():
+  config = to_config(mse.SETTINGS).unlock()
+  config.base = config.instruct = "arithmetic-instruct"
+  config.problems, config.num_prompts, config.shots = "questions", 1, 1
+  texts = {}
+  for name in samples.CONFIGURATIONS:
+    bench = samples.open_bench(config, name)
+    ((_, (example,)),) = bench.batches
+    texts[name] = example["prompt_text"]
+    assert bench.reward("", "it is 6.", example) == 1
+    ends = map(bench.policy.tokenizer.decode, bench.policy.eos_ids)
+    assert ("\n" in ends) == (name != "instruct")
+  question = "Question: What is 4 + 2?\nAnswer:"
+  assert texts == {
+    "base": question,
+    "instruct": "Q: What is 4 + 2?\nA: ",
+    "in-context": "Question: What is 6 + 4?\nAnswer: 10\n\n" + question,
+  }
+
+
+def test_settings_that_cannot_be():
+  config = to_config(mse.SETTINGS).unlock()
+  config.problems, config.num_prompts, config.projections = "questions", 66, 2
+  config.shots = 71
+  errors = "\n".join(mse.config_errors(config))
+  assert all(x in errors for x in ("num_prompts", "projections", "shots"))

@@ -1,0 +1,213 @@
+"""Pools of completions: models, problems, samples, and their scores' products.
+
+Studies of gradient errors ask a base model in plain text, an instruct model by
+its chat template, and the base model with solved examples in its prompt.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from grpojax.data import arithmetic
+from grpojax.data.examples import Example
+from grpojax.data.pipeline import Subset
+from grpojax.rewards.exact import exact_answer
+from grpojax.rewards.math import math_answer
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.text.tokenizer import encode_prompt
+from grpojax.studies import errors
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import default_config, from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
+from grpojax.training.step import sampling as sampling_lib
+
+CONFIGURATIONS = ("base", "instruct", "in-context")
+_NO_SAMPLE = 2**31 - 1  # samples fold their number into a pool's key
+
+
+class Problems(NamedTuple):
+  """Kind of problems, and what the models are asked in.
+
+  Attributes:
+    load: `(train settings, split) -> examples`.
+    template: template of a problem in plain text.
+    solution: `(example) -> text` after it, in an example of the prompt.
+    reward: `(prompt, completion, example) -> 0 or 1`.
+    one_line: True where a solution in plain text ends with its line.
+  """
+
+  load: Callable[..., Any]
+  template: str
+  solution: Callable[[Mapping], str]
+  reward: Callable[..., float]
+  one_line: bool
+
+
+def questions(_, split: str) -> list[Example]:
+  """Returns {"prompt": "What is 3 + 4?", "answer": "7"}, always the same ones.
+
+  Sums, differences, products and quotients of two small numbers and sums of
+  three take turns: 65 held-out ones ("test") and 70 to be shown solved
+  ("train"). Harder ones are always wrong with a model of 100 million parameters
+  at temperature 1, and rewards that are all equal have no gradient.
+  """
+  pairs = list(itertools.product(range(2, 10), repeat=2))
+  triples = itertools.product(range(1, 4), repeat=3)
+  kinds = [
+    [(f"{a} + {b}", a + b) for a, b in pairs],
+    [(f"{a} - {b}", a - b) for a, b in pairs if a > b],
+    [(f"{a} * {b}", a * b) for a, b in pairs],
+    [(f"{a * b} / {b}", a) for a, b in pairs],
+    [(f"{a} + {b} + {c}", a + b + c) for a, b, c in triples],
+  ]
+  rng = np.random.default_rng(0)
+  chosen = slice(13) if split == "test" else slice(13, None)
+  orders = [rng.permutation(len(kind))[chosen] for kind in kinds]
+  return [
+    {"prompt": f"What is {kind[i][0]}?", "answer": str(kind[i][1])}
+    for turn in zip(*orders, strict=False)  # the shortest kind has 27
+    for kind, i in zip(kinds, turn, strict=True)
+  ]
+
+
+PROBLEMS = {
+  "expressions": Problems(
+    splits.load_examples,
+    "{prompt}\n",
+    lambda example: arithmetic.solution(example["prompt"]),
+    exact_answer,
+    one_line=False,
+  ),
+  "questions": Problems(
+    questions,
+    "Question: {prompt}\nAnswer:",
+    lambda example: " " + example["answer"],
+    math_answer,
+    one_line=True,
+  ),
+}
+
+
+class Bench(NamedTuple):
+  """All that one configuration's prompts need."""
+
+  policy: policy_lib.Policy
+  batches: list  # one prompt each, with its example
+  sampler: Any  # of one pool, from `step.sampling.make_sampler`
+  score: Any  # from `errors.make_score` or, of projections, the other
+  reward: Any = exact_answer
+  projections: int = 0
+
+
+def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
+  """Returns a policy of plain text, whatever its tokenizer's chat template."""
+  tokenizer, ends = policy.tokenizer, ()
+  tokenizer.chat_template = None
+  if one_line:
+    ids = range(len(tokenizer))
+    ends = tuple(i for i in ids if "\n" in tokenizer.decode(i))
+  return policy._replace(eos_ids=(*policy.eos_ids, *ends))
+
+
+def open_bench(config: ConfigDict, name: str) -> Bench:
+  """Loads a configuration's model, and formats its prompts.
+
+  Raises:
+    SystemExit: the model cannot be read.
+  """
+  path = config.instruct if name == "instruct" else config.base
+  problems = PROBLEMS[config.problems]
+  with command_line.usage_errors():
+    policy = policy_lib.load_policy(path)
+  train = default_config()
+  train.seed = config.seed
+  train.eval.num_prompts = config.num_prompts
+  train.sampling.max_new_tokens = config.max_new_tokens
+  settings = from_config(train)
+  template = settings.data.template
+  if name != "instruct":
+    policy = _plain(policy, problems.one_line)
+    template = problems.template
+  if name == "in-context":
+    examples = problems.load(settings, "train")
+    shots = ""
+    for example in map(examples.__getitem__, range(config.shots)):
+      shots += template.format(prompt=example["prompt"])
+      shots += problems.solution(example) + "\n\n"
+    template = shots + template
+  held_out = Subset(problems.load(settings, "test"), range(config.num_prompts))
+  longest = max(
+    len(encode_prompt(policy.tokenizer, example["prompt"], template)[1])
+    for example in held_out
+  )
+  data = dataclasses.replace(
+    settings.data, template=template, max_prompt_length=longest
+  )
+  settings = dataclasses.replace(settings, data=data)
+  batches = prompts_lib.prompt_batches(
+    settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
+  )
+  sampling, exact = settings.sampling.distribution, not config.projections
+  make_score = errors.make_score if exact else errors.make_projected_score
+  return Bench(
+    policy,
+    list(batches),
+    sampling_lib.make_sampler(settings, policy, config.samples, sampling),
+    make_score(policy.lm, sampling),
+    problems.reward,
+    config.projections,
+  )
+
+
+def prompt_key(seed: int, name: str, index: int) -> jax.Array:
+  """Random key of the samples of a configuration's prompt."""
+  key = jax.random.key(seed)
+  key = jax.random.fold_in(key, CONFIGURATIONS.index(name))
+  return jax.random.fold_in(key, index)
+
+
+class Sampled(NamedTuple):
+  """Completions of one prompt: pools, one after another."""
+
+  mask: np.ndarray  # [S, T], True on their tokens
+  rewards: np.ndarray  # [S]
+  gram: np.ndarray  # [S, S], inner products of their scores
+  without: np.ndarray  # [V, S, S], the same without each projection
+  distinct: int  # number of different ones
+  logprobs: np.ndarray  # [S, T]
+
+
+def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
+  """Samples a pool for each key, and computes the scores of all together."""
+  prompts, (example,) = bench.batches[index]
+  params, score = bench.policy.params, bench.score
+  ids, mask, logprobs, rewards = [], [], [], []
+  for key in keys:
+    pool = bench.sampler(params, prompts, key)
+    (texts,) = policy_lib.decode(bench.policy, pool)
+    rewards += [bench.reward("", text, example) for text in texts]
+    ids.append(np.asarray(pool.completion_ids[0]))
+    mask.append(np.asarray(pool.completion_mask[0]))
+    logprobs.append(np.asarray(pool.logprobs[0]))
+  mask = np.concatenate(mask)
+  if bench.projections:  # fresh ones for each prompt; no sample has this key
+    key = jax.random.fold_in(keys[0], _NO_SAMPLE)
+    directions = errors.random_directions(params, key, bench.projections)
+    score = functools.partial(score, directions)
+  gram, distinct = errors.score_gram(
+    score, params, prompts, np.concatenate(ids), mask
+  )
+  rewards = np.array(rewards, np.float32)
+  logprobs = np.concatenate(logprobs)
+  without = np.empty((0, *gram.shape[-2:]))
+  if bench.projections:
+    without = (gram.sum(0) - gram) / (len(gram) - 1)
+    gram = gram.mean(0)
+  return Sampled(mask, rewards, gram, without, distinct, logprobs)
