@@ -1,14 +1,15 @@
 """Times training steps, by the functions that training runs.
 
-    python -m grpojax.bench --workload=fixed|tail|long_prompt|arithmetic
+    python -m grpojax.bench --workload=NAME
     python -m grpojax.bench --config=configs/x.py [--config.key=value ...]
                             (both: [--steps=N] [--warmup=N] [--out=FILE.json])
 
 --workload is one GRPO step of a comparison with other libraries (see
 grpojax/benchmarks/workloads.py), each time on new prompts, with the weights of
 the step before. It prints one JSON line. arithmetic is a step of GRPO on the
-embedded arithmetic-instruct, with the default of every setting. Settings that
-are changed (--config.optim.micro_batches=1, ...) are named in "variant".
+embedded arithmetic-instruct, with the default of every setting; smollm2 and
+smollm2_lora one of SmolLM2-135M's sizes. Settings that are changed
+(--config.optim.micro_batches=1, ...) are named in "variant".
 
 --config is a step of any training config on random weights of its model's real
 shapes: of model.path the config.json is read (which may be alone), and no

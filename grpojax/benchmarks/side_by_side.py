@@ -47,11 +47,11 @@ class Step(NamedTuple):
   compiled: Sequence[float]
 
 
-def open_workload(settings: TrainSettings) -> subject.Subject:
+def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
   """Opens a workload's run; ValueError where it does not fit the devices."""
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
-    file.write_text(json.dumps(workloads.MODEL))
+    file.write_text(json.dumps(workloads.WORKLOADS[name].model))
     model = dataclasses.replace(settings.model, path=str(file))
     settings = dataclasses.replace(settings, model=model)
     return subject.open_subject(configured.open_shapes(settings))
@@ -82,7 +82,7 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
   if name == workloads.ARITHMETIC:
     return default_job(settings)
   with command_line.usage_errors():
-    opened = open_workload(settings)
+    opened = open_workload(name, settings)
   workload = workloads.WORKLOADS[name]
   prompts = workloads.prompt_ids(workload, count)
   batches = (

@@ -4,7 +4,7 @@ The work is that of a side-by-side comparison with TRL and Tunix: the same
 decoder, prompts, completion lengths, reward and optimizer for all.
 """
 
-import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +13,9 @@ from ml_collections import ConfigDict
 
 from grpojax.training.config import default_config
 
-VOCAB = 4096
 MODEL = {
   "model_type": "qwen2",
-  "vocab_size": VOCAB,
+  "vocab_size": 4096,
   "hidden_size": 256,
   "intermediate_size": 704,
   "num_hidden_layers": 6,
@@ -32,6 +31,20 @@ MODEL = {
 }
 """The config.json of the decoder, whose weights are random."""
 
+SMOLLM2 = MODEL | {
+  "model_type": "llama",
+  "vocab_size": 49152,
+  "hidden_size": 576,
+  "intermediate_size": 1536,
+  "num_hidden_layers": 30,
+  "num_attention_heads": 9,
+  "num_key_value_heads": 3,
+  "max_position_embeddings": 8192,
+  "rms_norm_eps": 1e-5,
+  "rope_theta": 100000.0,
+}
+"""The sizes of SmolLM2-135M (Allal et al. 2025, arXiv 2502.02737)."""
+
 
 class Workload(NamedTuple):
   """Sizes of a step.
@@ -43,6 +56,8 @@ class Workload(NamedTuple):
     new_tokens: Length of the longest completion, T, in tokens.
     mean_length: Mean length of the completions, which stop by the table of
       `stop_table`; 0 where all of them have T tokens.
+    model: The config.json of the decoder.
+    settings: Settings that are this workload's alone.
   """
 
   prompts: int
@@ -50,12 +65,24 @@ class Workload(NamedTuple):
   prompt_length: int
   new_tokens: int
   mean_length: int = 0
+  model: Mapping[str, Any] = MODEL
+  settings: Mapping[str, Any] = {}
 
+
+_SMOLLM2 = {
+  "loss.beta": 0.0,
+  "model.remat": "attention",
+  "logits_chunk": 1024,  # all of a micro-batch: logits are computed once
+}
 
 WORKLOADS = {
   "fixed": Workload(4, 8, 64, 128),
   "tail": Workload(4, 8, 64, 256, mean_length=64),
   "long_prompt": Workload(4, 16, 512, 64),
+  "smollm2": Workload(8, 8, 64, 48, 0, SMOLLM2, _SMOLLM2),
+  "smollm2_lora": Workload(
+    8, 8, 64, 48, 0, SMOLLM2, _SMOLLM2 | {"lora.rank": 16}
+  ),
 }
 ARITHMETIC = "arithmetic"
 NAMES = (*WORKLOADS, ARITHMETIC)
@@ -68,10 +95,12 @@ _TABLE_STEPS = 32
 def prompt_ids(workload: Workload, steps: int) -> Int[np.ndarray, "S B P"]:
   """The prompts of so many steps: uniform over all but padding and EOS."""
   shape = steps, workload.prompts, workload.prompt_length
-  return np.random.default_rng(0).integers(2, VOCAB, shape).astype(np.int32)
+  ids = np.random.default_rng(0).integers(
+    2, workload.model["vocab_size"], shape
+  )
+  return ids.astype(np.int32)
 
 
-@functools.cache
 def stop_table(workload: Workload) -> Int[np.ndarray, "S B G"]:
   """Lengths of completions that stop early, geometric; T where they do not."""
   samples = workload.prompts * workload.group_size
@@ -121,4 +150,5 @@ def config_of(name: str) -> ConfigDict:
   config.loss.beta = 0.04  # k3 in the loss, clipped at 0.2: the defaults
   config.optim.learning_rate = 1e-6
   config.optim.b2 = 0.999
+  config.update_from_flattened_dict(workload.settings)
   return config

@@ -137,8 +137,18 @@ def _in_chunks(
 
   `seen_by` are the arguments of `repetition.seen_before`, with a penalty.
   """
-  # Only sums over the vocabulary are saved for the backward pass.
-  saved = ("log_sum_exp", "entropy") if entropy_gradient else ("log_sum_exp",)
+  # All rows take part in each chunk, because the mesh cuts them: so none leaves
+  # its device. The chunks are of about as many positions.
+  b, g, s = ids.shape
+  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
+  count = -(-s // max(1, chunk_size // rows))
+  size = -(-s // count)
+
+  # Only sums over the vocabulary are saved for the backward pass and, where it
+  # takes no more memory, the logits of the only chunk.
+  saved = ["log_sum_exp"]
+  saved += ["entropy"] if entropy_gradient else []
+  saved += ["logits"] if count == 1 else []
 
   @functools.partial(
     jax.checkpoint,
@@ -148,6 +158,7 @@ def _in_chunks(
   def of_chunk(wide, hidden, ids, *where):
     narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
     logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
+    logits = checkpoint_name(logits, "logits")
     logits = constrain(logits, "batch", "group", None, "vocabulary")
     seen = None
     if seen_by is not None:
@@ -160,12 +171,6 @@ def _in_chunks(
     lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
   )
   arrays = hidden, ids, *(seen_by[1:] if seen_by is not None else ())
-  # All rows take part in each chunk, because the mesh cuts them: so none leaves
-  # its device. The chunks are of about as many positions.
-  b, g, s = ids.shape
-  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
-  count = -(-s // max(1, chunk_size // rows))
-  size = -(-s // count)
 
   def to_chunks(x):  # [B, G, S, ...] -> [S / size, B, G, size, ...]
     padding = [(0, -s % size if axis == 2 else 0) for axis in range(x.ndim)]

@@ -31,6 +31,10 @@ ACTIVATIONS = {
 
 SAVED = "saved"
 """Name of the values of a layer that "selective" rematerialisation saves."""
+
+MLP = "mlp"
+"""Name of an MLP's products, which "attention" saves beside those."""
+
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
 """True for a local layer: traced where the layers of a scan differ in it."""
@@ -190,6 +194,7 @@ def _mlp(
   y = y.astype(layer["gate"].dtype)
   gate = _project(y, layer, "gate").astype(y.dtype)
   up = _project(y, layer, "up").astype(y.dtype)
+  gate, up = checkpoint_name((gate, up), MLP)
   y = activation(gate) * up
   y = constrain(y, "batch", "group", None, "mlp")
   return constrain(_project(y, layer, "down"), "batch", "group")

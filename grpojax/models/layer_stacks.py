@@ -14,18 +14,20 @@ import jax.numpy as jnp
 
 from grpojax.core.types import Params
 from grpojax.models import sharding
-from grpojax.models.block import SAVED
+from grpojax.models.block import MLP, SAVED
 from grpojax.models.config import TransformerConfig
 
 REMAT = {
   "none": sharding.all_but_gathered,
+  "attention": jax.checkpoint_policies.save_only_these_names(SAVED, MLP),
   "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """Values that are saved of a layer besides its input, as policies of
-`jax.checkpoint`. "none" recomputes nothing. "selective" recomputes softmax
+`jax.checkpoint`. "none" recomputes nothing. "attention" recomputes softmax
 weights (Korthikanti et al. 2022, "Reducing activation recomputation in large
-transformer models") and the MLP's inner values, "full" all values."""
+transformer models") and activations, "selective" an MLP's products as well,
+"full" all values."""
 
 SHALLOW = 8
 """Layers up to which a model is not scanned but written out, in training and in

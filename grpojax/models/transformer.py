@@ -144,7 +144,8 @@ def transformer(
       bfloat16 weight rounds to nothing.
     remat: values that the backward pass computes again instead of storing them,
       a name in `layer_stacks.REMAT`: "full" (of each layer all but its input:
-      least memory, about a third more work), "selective" or "none".
+      least memory, about a third more work), "selective", "attention" or
+      "none".
 
   Raises:
     ValueError: a configuration whose parts do not fit; no such name.

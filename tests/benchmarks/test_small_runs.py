@@ -24,13 +24,12 @@ B, G, P, T = SIZES = 2, 2, 3, 6
 @pytest.fixture
 def config(monkeypatch):
   """Of the workload "tail" with few tokens."""
-  sizes = workloads.Workload(*SIZES, mean_length=3)
-  monkeypatch.setitem(workloads.WORKLOADS, "tail", sizes)
   changes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
   changes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
   changes |= {"vocab_size": 40}
-  monkeypatch.setattr(workloads, "VOCAB", 40)
-  monkeypatch.setattr(workloads, "MODEL", workloads.MODEL | changes)
+  model = workloads.MODEL | changes
+  sizes = workloads.Workload(*SIZES, mean_length=3, model=model)
+  monkeypatch.setitem(workloads.WORKLOADS, "tail", sizes)
   config = workloads.config_of("tail")
   config.optim.micro_batches, config.eval.batch_size = 1, B
   config.steps, config.model.remat = 3, "none"
@@ -62,7 +61,7 @@ def test_a_workload(config, capsys, monkeypatch):
 def test_a_config(config, monkeypatch, tmp_path):
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)
   file = tmp_path / "model.json"
-  file.write_text(json.dumps(workloads.MODEL))
+  file.write_text(json.dumps(workloads.WORKLOADS["tail"].model))
   config.model.path = str(file)
   config.reward.functions = ("math_answer",)  # which needs an example
   found = configured.measure(configured.open_run(from_config(config)), 2, 1)

@@ -1,5 +1,6 @@
 """Axes that are merged or left out on CPUs, and the programs XLA makes then."""
 
+import collections
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.models import lora
 from grpojax.models.attention import rms_norm, two_part_attention
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import float32_einsum, matmul
@@ -124,6 +126,57 @@ def test_the_gradient_copies_no_large_array_in_another_order():
     assert not {vocab, mlp} & set(axes), shape
     of_tokens = [n for n in axes if n % new == 0 or n % prompt == 0]
     assert len(of_tokens) < 2, shape
+
+
+WIDTH, MLP, VOCAB = 24, 37, 61
+
+
+@pytest.fixture(scope="module")
+def deep():
+  """A model whose layers are scanned, and its parameters' shapes."""
+  config = TransformerConfig(VOCAB, WIDTH, 9, 4, 2, 8, MLP)
+  lm = transformer(config, remat="attention")
+  return lm, jax.eval_shape(lm.init, jax.random.key(0))
+
+
+def products(lm, params, base=None, **options):
+  """Counts the matrix products of an update's gradient by their shapes."""
+  ids = jax.ShapeDtypeStruct((2, 3, 13), jnp.int32)
+  prompts = jax.ShapeDtypeStruct((2, 7), jnp.int32)
+
+  def total(params, base, prompts, ids):
+    model = lm if base is None else lora.adapt(lm, base, 1.0)
+    mask = jnp.ones(prompts.shape, bool)
+    return jnp.sum(
+      token_logprobs(model, params, prompts, mask, ids, **options)[0]
+    )
+
+  compiled = (
+    jax.jit(jax.grad(total)).lower(params, base, prompts, ids).compile()
+  )
+  shapes = re.findall(r" = f32\[([\d,]*)\]\S* dot\(", compiled.as_text())
+  return collections.Counter(tuple(map(int, x.split(","))) for x in shapes)
+
+
+def test_no_product_is_computed_again(deep):
+  """Neither an MLP's nor, where they are one chunk, that of the logits."""
+  rows = 2 * 3 * 13
+  found = products(*deep, chunk_size=rows)
+  # Gate and up, and once more by what becomes of them.
+  assert found[rows, MLP] == found[2 * 7, MLP] == 3
+  assert found[rows, VOCAB] == 1
+  # In several chunks logits are computed again.
+  assert products(*deep, chunk_size=2 * 3 * 7)[2 * 3 * 7, VOCAB] == 2
+
+
+def test_no_gradient_of_a_frozen_matrix_is_computed(deep):
+  lm, base = deep
+  adapters = lora.abstract(base, 5, "layers/(q|k|v|o|gate|up|down)")
+  found = products(lm, adapters, base)
+  of_layers = {x.shape[1:] for x in base["layers"].values()}
+  frozen = {*of_layers, (VOCAB, WIDTH), (WIDTH, VOCAB)}
+  assert not frozen & {*found}
+  assert found[WIDTH, 5] and found[5, MLP]  # those of adapters are
 
 
 def sums(function, *args):

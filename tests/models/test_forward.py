@@ -171,5 +171,5 @@ def test_depth_decides_whether_layers_are_written_out():
 
 
 def test_an_unknown_policy_is_refused():
-  with pytest.raises(ValueError, match="remat='half': use one of none, sel"):
+  with pytest.raises(ValueError, match="remat='half': use one of none, att"):
     transformer(CONFIG, remat="half")

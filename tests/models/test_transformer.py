@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.models.transformer import (
-  transformer,
-)
+from grpojax.models import layer_stacks
+from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
 PROMPTS = jnp.asarray(RNG.integers(0, 11, (2, 4)))
@@ -77,8 +76,8 @@ def test_each_policy_recomputes_more_than_the_one_before(tiny):
 
     return str(jax.make_jaxpr(jax.grad(total))(tiny.params)).count("dot_gen")
 
-  none, selective, full = map(products, ("none", "selective", "full"))
-  assert none < selective < full
+  none, attention, selective, full = map(products, layer_stacks.REMAT)
+  assert none < attention < selective < full
 
 
 def test_the_cache_has_the_asked_dtype(tiny):

@@ -53,8 +53,9 @@ class ModelSettings:
   )
   remat: str = option(
     "selective",
-    "what the backward pass computes again to save memory: nothing; the MLP's "
-    "inner values and softmax weights; all but each layer's input",
+    "what the backward pass computes again to save memory: nothing; softmax "
+    "weights and activations; an MLP's products as well; all but each layer's "
+    "input",
     REMAT,
   )
   reference: str = option(
