@@ -110,8 +110,6 @@ REWARDS = (rewards_lib, "collect_rewards")
 MOMENTS = {
   "first step": (*REWARDS, 3 + 1, 0),
   "rewards": (*REWARDS, 3 + 4, 3),
-  "evaluation": (*REWARDS, 3 + 5 + 1, 5),
-  "checkpoint": (checkpoint, "save", 2, 4),
   "last evaluation": (*REWARDS, 3 + 14 + 2 * 3 + 1, 14),
   "last checkpoint": (checkpoint, "save", 7, 14),
 }
