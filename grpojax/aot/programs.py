@@ -49,7 +49,7 @@ def read_model(path: str) -> dict[str, Any]:
     ValueError: there is none, or it is not of a model.
   """
   file = pathlib.Path(path)
-  if not file.is_file() or file.suffix == ".gguf":
+  if not file.is_file() or file.suffix.lower() == ".gguf":
     return hf.read_config(policy_lib.find_model(path, hub.CONFIG))
   try:
     hf_config = json.loads(file.read_text())

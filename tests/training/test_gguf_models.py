@@ -3,6 +3,9 @@
 import importlib.util
 import inspect
 import json
+import os
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -285,11 +288,14 @@ REFUSED = [
   ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not known"),
   ({T + "add_eos_token": True}, "puts EOS or a space"),
   ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no token"),
+  ({T + "eos_token_id": [1, 2]}, "eos_token_id=array.*, which is no token"),
+  ({T + "token_type": [1, 5] + [1] * 279}, "eos_token_id=1, which is no token"),
   ({T + "tokens": ["a"] * 99}, "has a token twice"),
   ({T + "tokens": [str(i) for i in range(400)]}, "or more than 281"),
   ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
   ({T + "merges": ["a b c"]}, "does not fit together"),
   ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
+  ({T + "merges": ["sum sum"]}, "a merge makes no token"),
   ({T + "add_bos_token": True}, "does not fit together"),
   ({"tokenizer.chat_template": 3}, "chat template that is no text"),
 ]
@@ -355,6 +361,21 @@ def test_a_directory_is_made_once_and_healed(file, cache, monkeypatch):
   same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
 
 
+@pytest.mark.parametrize("name", ["\u65e5" * 80, "a \udcff:\n", "UP.GGUF"])
+def test_a_file_may_have_any_name(file, name):
+  name = name if name == "UP.GGUF" else name + ".gguf"
+  made = policy.find_model(file.rename(file.with_name(name)))
+  assert tokenizer_lib.load(made) and (made / hf.GGUF).is_symlink()
+  assert os.environ["XDG_CACHE_HOME"] in str(made)
+
+
+def test_a_folder_named_gguf_is_not_the_library(file, monkeypatch):
+  monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))
+  monkeypatch.delitem(sys.modules, "gguf.quants")
+  with pytest.raises(ValueError, match="pip install gguf"):
+    policy.find_model(file)
+
+
 def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   package = tmp_path / "some_models"
   package.mkdir()
@@ -371,6 +392,8 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
     "package:some_models.x/a.gguf": "no package 'some_models.x'",
     "package:": "no package ''",
     "nothing.gguf": "is no file: give the path of a .gguf file",
+    "models/nothing.GGUF": "is no file",  # no name of the Hub
+    "y" * 300 + ".gguf": "is no file",  # too long for a system
   }.items():
     with pytest.raises(ValueError, match=message):
       policy.find_model(path)
@@ -384,6 +407,7 @@ def test_programs_take_a_file(tmp_path, file):
   names = {path.name for path in (tmp_path / "out").iterdir()}
   assert names >= {"tokenizer.json", "model.safetensors", "checksums.json"}
   assert not any(name.endswith(".gguf") for name in names)
+  (tmp_path / "out" / hf.GGUF).write_text("beside safetensors, not read")
   same(hf.load_params(tmp_path / "out"), params)
   config = sft_config.default_config()
   config.model.path, config.rows = str(file), 1
@@ -392,8 +416,10 @@ def test_programs_take_a_file(tmp_path, file):
   same(sft.start(config, tmp_path / "source")[1], params)
   (tmp_path / "out" / hf.weights.SINGLE).unlink()
   (tmp_path / "out" / "checksums.json").unlink()
-  file.rename(tmp_path / "out" / "y.gguf")
-  with pytest.raises(ValueError, match="read where model.path is .*out/y.gguf"):
+  file.rename(tmp_path / "out" / hf.GGUF)
+  with pytest.raises(
+    ValueError, match="read where model.path is .*/model.gguf"
+  ):
     hf.load_params(tmp_path / "out")
 
 

@@ -204,7 +204,8 @@ def load_params(
   file_checksums.verify(directory)
   hf_config = read_config(directory)
   leaves = layout(hf_config)
-  if (file := directory / GGUF).is_file():
+  file, others = directory / GGUF, (weights.SINGLE, weights.INDEX)
+  if file.is_symlink() and not any((directory / x).is_file() for x in others):
     names = [name for leaf in leaves.values() for name in leaf.names]
     tensors = gguf_file.find(file, hf_config, names)
   else:

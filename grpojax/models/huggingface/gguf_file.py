@@ -8,6 +8,7 @@ checked against the size of the file first. Formats of tensors are gguf's.
 
 import functools
 import math
+import os
 import pathlib
 import re
 import struct
@@ -121,7 +122,7 @@ class File(NamedTuple):
 def library() -> types.ModuleType:
   """Returns the gguf library; ValueError where it is not installed."""
   try:
-    import gguf
+    import gguf.quants  # of a folder named gguf, import gguf makes a package
   except ImportError as error:
     text = "a .gguf file is read with the gguf library: pip install gguf"
     raise ValueError(text) from error
@@ -136,7 +137,7 @@ def read(path: pathlib.Path) -> File:
       not turn into numbers.
   """
   library()
-  if not path.is_file():  # a pipe would be waited for
+  if not os.path.isfile(path):  # a pipe would be waited for
     raise ValueError(f"{path} is no file: give the path of a .gguf file")
   try:
     with open(path, "rb") as stream:
@@ -349,9 +350,9 @@ def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
 def _token_ids(file: File) -> dict[str, Any]:
   """Returns bos_, pad_ and eos_token_id: the ends of texts, turns, messages."""
   named = lambda x: file.metadata.get(f"tokenizer.ggml.{x}_token_id")
-  ends = [end for x in ("eos", "eot", "eom") if (end := named(x)) is not None]
+  ends = [end for x in ("eos", "eot", "eom") if type(end := named(x)) is int]
   ids = {"bos_token_id": named("bos"), "pad_token_id": named("padding")}
-  ids = {name: token for name, token in ids.items() if token is not None}
+  ids = {name: token for name, token in ids.items() if type(token) is int}
   return ids | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})
 
 

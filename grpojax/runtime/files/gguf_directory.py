@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
 def is_named(path: str | os.PathLike) -> bool:
   """Returns True where a path is of a .gguf file, be it there or not."""
   text = os.fspath(path)
-  is_file = text.endswith(".gguf") and not os.path.isdir(text)
+  is_file = text.lower().endswith(".gguf") and not os.path.isdir(text)
   return is_file or text.startswith(PACKAGE)
 
 
@@ -76,7 +77,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
   """
   file = _in_package(path) if os.fspath(path).startswith(PACKAGE) else path
   file = pathlib.Path(os.path.realpath(file))
-  about = file.stat() if file.is_file() else None
+  about = file.stat() if os.path.isfile(file) else None
   return _directory(file, about and (about.st_size, about.st_mtime_ns))
 
 
@@ -108,10 +109,12 @@ def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
     "generation_config.json": json.dumps(ids, indent=2) + "\n",
   }
   content = json.dumps([str(file), texts], sort_keys=True).encode()
-  folder = f"{file.stem[:80]}-{hashlib.sha256(content).hexdigest()[:32]}"
+  # Libraries read no directory whose name is no UTF-8, and it can be too long.
+  stem = re.sub(r"[^\w.-]", "_", file.stem, flags=re.ASCII)[:80]
+  folder = f"{stem}-{hashlib.sha256(content).hexdigest()[:32]}"
   try:
     return _write(disk.user_cache() / "gguf" / folder, file, texts)
-  except OSError:  # not writable, or full
+  except (OSError, RuntimeError):  # not writable, full, or no home
     place = tempfile.mkdtemp(prefix="grpojax-gguf-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return _write(pathlib.Path(place, folder), file, texts)
@@ -189,8 +192,9 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
     yield "has not one token_type for each token"
   if others := {*kinds.tolist()} - {_NORMAL, _CONTROL, _ADDED, _UNUSED}:
     yield f"has tokens of the unknown type {min(others)}"
+  used = {i for i, kind in enumerate(kinds) if kind != _UNUSED}
   for key, value in values.items():
-    is_id = type(value) is int and 0 <= value < len(tokens)
+    is_id = type(value) is int and value in used
     if key.endswith(_ID) and not is_id:
       yield f"has {key}={value!r:.40}, which is no token"
 
@@ -205,6 +209,8 @@ def _backend(values: dict[str, Any], bos: str | None) -> Any:
   kinds = values["token_type"].tolist()
   vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
   merges = [tuple(merge.split(" ")) for merge in values["merges"]]
+  if not {"".join(merge) for merge in merges} <= vocabulary.keys():
+    raise ValueError("a merge makes no token")  # at some, the library panics
   backend = tokenizers.Tokenizer(
     models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole)
   )

@@ -51,6 +51,8 @@ def parse(text: str | os.PathLike) -> Name | None:
   match = re.fullmatch(_NAME, text, re.ASCII)
   if not match or "--" in match[1] or ".." in text:
     return None
+  if match[1].lower().endswith(".gguf"):  # a file, be it there or not
+    return None
   return Name(match[1], match[2] or BRANCH)
 
 
