@@ -12,7 +12,7 @@ from grpojax.core.types import Params
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.runtime import checkpoint
-from grpojax.runtime.files import disk, hub
+from grpojax.runtime.files import disk, gguf_directory, hub
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
@@ -176,6 +176,8 @@ def _base(settings: TrainSettings) -> tuple[str, str | None]:
   name = (
     None if hf.exists(settings.model.path) else hub.parse(settings.model.path)
   )
+  if gguf_directory.is_named(settings.model.path):
+    return settings.model.path, None  # not its place in this machine's cache
   if name is None:
     path = run_storage.local(settings.model.path)
     return str(run_directory.model_directory(path)), None

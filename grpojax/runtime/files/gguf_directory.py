@@ -84,6 +84,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 def _in_package(path: str | os.PathLike) -> pathlib.Path:
   """Returns the place of a package's file; nothing of it is imported."""
   package, _, name = os.fspath(path).removeprefix(PACKAGE).partition("/")
+  package = package.replace("-", "_")  # as pip takes it
   # Of a dotted name Python would import the first part.
   known = package.isidentifier() and importlib.util.find_spec(package)
   if not known or not known.submodule_search_locations:
