@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 import types
 
 import jax
@@ -361,6 +362,13 @@ def test_a_directory_is_made_once_and_healed(file, cache, monkeypatch):
   assert cache not in elsewhere.parents
   assert (elsewhere / "config.json").read_bytes() == before["config.json"]
   same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
+
+
+def test_a_user_without_a_home_has_no_cache(file, monkeypatch):
+  monkeypatch.delenv("XDG_CACHE_HOME")
+  monkeypatch.delenv("HOME", raising=False)
+  monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError: unknown
+  assert tempfile.gettempdir() in str(policy.find_model(file))
 
 
 @pytest.mark.parametrize("name", ["\u65e5" * 80, "a \udcff:\n", "UP.GGUF"])
