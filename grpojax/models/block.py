@@ -32,8 +32,9 @@ ACTIVATIONS = {
 SAVED = "saved"
 """Name of the values of a layer that "selective" rematerialisation saves."""
 
-MLP = "mlp"
-"""Name of an MLP's products, which "attention" saves beside those."""
+PRODUCTS = "products"
+"""Name of an MLP's products, and of what a post-norm normalises, which
+"attention" saves beside those."""
 
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
@@ -194,7 +195,7 @@ def _mlp(
   y = y.astype(layer["gate"].dtype)
   gate = _project(y, layer, "gate").astype(y.dtype)
   up = _project(y, layer, "up").astype(y.dtype)
-  gate, up = checkpoint_name((gate, up), MLP)
+  gate, up = checkpoint_name((gate, up), PRODUCTS)
   y = activation(gate) * up
   y = constrain(y, "batch", "group", None, "mlp")
   return constrain(_project(y, layer, "down"), "batch", "group")
@@ -222,14 +223,14 @@ def layer_of(
   y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
   out, aux = attention(_heads(c, y, layer, table))
   y = _project(checkpoint_name(out, SAVED), layer, "o")
-  y = constrain(y, "batch", "group")
+  y = checkpoint_name(constrain(y, "batch", "group"), PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
   y, load = norm(x, layer["mlp_norm"]), None
   if load_weights is not None:
     per_token = c.experts_per_token
     load = expert_load(y, layer["router"], per_token, load_weights)
-  y = _mlp(c, y, layer)
+  y = checkpoint_name(_mlp(c, y, layer), PRODUCTS)
   x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
   return x, aux, load
 

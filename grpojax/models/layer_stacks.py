@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from grpojax.core.types import Params
 from grpojax.models import sharding
-from grpojax.models.block import MLP, SAVED
+from grpojax.models.block import PRODUCTS, SAVED
 from grpojax.models.config import TransformerConfig
 
 REMAT = {
   "none": sharding.all_but_gathered,
-  "attention": jax.checkpoint_policies.save_only_these_names(SAVED, MLP),
+  "attention": jax.checkpoint_policies.save_only_these_names(SAVED, PRODUCTS),
   "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -27,7 +27,7 @@ REMAT = {
 `jax.checkpoint`. "none" recomputes nothing. "attention" recomputes softmax
 weights (Korthikanti et al. 2022, "Reducing activation recomputation in large
 transformer models") and activations, "selective" an MLP's products as well,
-"full" all values."""
+"full" all values. Of experts, "attention" recomputes what "selective" does."""
 
 SHALLOW = 8
 """Layers up to which a model is not scanned but written out, in training and in

@@ -1,5 +1,7 @@
 """The decoder's own properties; its logits are compared in test_families.py."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,20 +66,29 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
   )
 
 
+def products(config, remat):
+  """Counts the matrix products of a gradient."""
+  lm = transformer(config, remat=remat)
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+
+  def total(params):
+    prefix = lm.prefill(params, PROMPTS, MASK)
+    return jnp.sin(lm.extend(params, prefix, IDS)[0]).mean()
+
+  return str(jax.make_jaxpr(jax.grad(total))(params)).count("dot_gen")
+
+
 def test_each_policy_recomputes_more_than_the_one_before(tiny):
   """That no gradient changes is tested in test_forward.py."""
-
-  def products(remat):
-    lm = transformer(tiny.config, remat=remat)
-
-    def total(params):
-      prefix = lm.prefill(params, PROMPTS, MASK)
-      return jnp.sin(lm.extend(params, prefix, IDS)[0]).mean()
-
-    return str(jax.make_jaxpr(jax.grad(total))(tiny.params)).count("dot_gen")
-
-  none, attention, selective, full = map(products, layer_stacks.REMAT)
+  each = [products(tiny.config, remat) for remat in layer_stacks.REMAT]
+  none, attention, selective, full = each
   assert none < attention < selective < full
+
+
+def test_no_product_is_computed_again_for_a_post_norm(tiny):
+  post_norms = dataclasses.replace(tiny.config, post_norms=True)
+  counts = [products(x, "attention") for x in (tiny.config, post_norms)]
+  assert counts[0] == counts[1]
 
 
 def test_the_cache_has_the_asked_dtype(tiny):
