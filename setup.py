@@ -71,6 +71,7 @@ setuptools.setup(
     "test": [
       "beartype",
       "datasets>=4.0",
+      "gguf",
       "math-verify",
       "pytest",
       "pytest-xdist>=3.8",
