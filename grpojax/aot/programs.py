@@ -16,7 +16,7 @@ from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.config import config_error
-from grpojax.runtime.files import hub
+from grpojax.runtime.files import gguf_directory, hub
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
@@ -49,7 +49,7 @@ def read_model(path: str) -> dict[str, Any]:
     ValueError: there is none, or it is not of a model.
   """
   file = pathlib.Path(path)
-  if not file.is_file() or file.suffix.lower() == ".gguf":
+  if not file.is_file() or gguf_directory.is_named(path):
     return hf.read_config(policy_lib.find_model(path, hub.CONFIG))
   try:
     hf_config = json.loads(file.read_text())
