@@ -2,7 +2,7 @@
 
 A problem is a story about a number of things, as a user would pose it:
 
-    Emma has 12 apples. She buys 7 more. Then she gives 5 to Ben. How many
+    Emma has 12 apples. She buys 7 more. Then she gives away 5. How many
     apples does Emma have now?
 
 Each step of it adds or takes away; the count never falls below 0. Its solution
@@ -28,8 +28,9 @@ THINGS = (
   *("apples", "books", "cards", "coins", "cookies"),
   *("eggs", "marbles", "pencils", "shells", "stickers"),
 )
-MORE = ("buys {} more", "finds {} more", "gets {} from {}")
-LESS = ("gives {} to {}", "loses {}", "sells {}")
+# Nobody else: small models lose count of whose things are asked for.
+MORE = ("buys {} more", "finds {} more", "gets {} more")
+LESS = ("gives away {}", "loses {}", "sells {}")
 LEAST = 2
 """Least number in a problem."""
 
@@ -126,7 +127,7 @@ def problem(
   rng: np.random.Generator, steps: int, largest: int
 ) -> tuple[str, list[int]]:
   """Draws a problem of so many steps: its text, and its numbers with signs."""
-  (name, pronoun), *others = rng.permutation(PEOPLE)
+  name, pronoun = rng.choice(PEOPLE)
   thing = rng.choice(THINGS)
   numbers = [int(rng.integers(LEAST, largest, endpoint=True))]
   sentences = [f"{name} has {numbers[0]} {thing}."]
@@ -135,8 +136,7 @@ def problem(
     less = count >= LEAST and rng.random() < 0.5
     most = min(count, largest) if less else largest
     number = int(rng.integers(LEAST, most, endpoint=True))
-    event = str(rng.choice(LESS if less else MORE))
-    event = event.format(number, others[step % len(others)][0])
+    event = str(rng.choice(LESS if less else MORE)).format(number)
     then = f"Then {pronoun.lower()}" if step else pronoun
     sentences.append(f"{then} {event}.")
     numbers.append(-number if less else number)

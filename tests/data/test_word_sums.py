@@ -25,10 +25,8 @@ def read(problem):
   numbers = [int(count)]
   for step in steps:
     verb, number = re.fullmatch(
-      r"(?:S?[Hh]e|Then s?he) (\w+) (\d+)(?: more| (?:to|from) [A-Z]\w+)?\.",
-      step,
+      r"(?:S?[Hh]e|Then s?he) (\w+)(?: away)? (\d+)(?: more)?\.", step
     ).groups()
-    assert name not in step
     numbers.append(SIGNS[verb] * int(number))
   return numbers
 
@@ -61,9 +59,9 @@ def test_splits_are_disjoint_and_examples_are_golden():
   assert not seen["train"] & seen["test"]
   # Golden: another machine, process or library version must draw these.
   assert word_sums.load("test")[0] == {
-    "prompt": "Ben has 3 cards. He finds 12 more. Then he gives 7 to Sam. "
-    "How many cards does Ben have now?",
-    "answer": "8",
+    "prompt": "Emma has 16 shells. She gets 13 more. Then she loses 3. "
+    "How many shells does Emma have now?",
+    "answer": "26",
   }
 
 
