@@ -28,7 +28,7 @@ THINGS = (
   *("apples", "books", "cards", "coins", "cookies"),
   *("eggs", "marbles", "pencils", "shells", "stickers"),
 )
-# Nobody else: small models lose count of whose things are asked for.
+# Nobody else takes part: SmolLM2-135M mixed up whose things are asked for.
 MORE = ("buys {} more", "finds {} more", "gets {} more")
 LESS = ("gives away {}", "loses {}", "sells {}")
 LEAST = 2

@@ -10,7 +10,7 @@ SIGNS = {
   "buys": 1,
   "finds": 1,
   "gets": 1,
-  "gives": -1,
+  "gives away": -1,
   "loses": -1,
   "sells": -1,
 }
@@ -24,9 +24,11 @@ def read(problem):
   assert question == f"How many {thing} does {name} have now?"
   numbers = [int(count)]
   for step in steps:
-    verb, number = re.fullmatch(
-      r"(?:S?[Hh]e|Then s?he) (\w+)(?: away)? (\d+)(?: more)?\.", step
+    verb, number, more = re.fullmatch(
+      r"(?:S?[Hh]e|Then s?he) (\w+(?: away)?) (\d+)( more)?\.", step
     ).groups()
+    assert name not in step
+    assert bool(more) == (SIGNS[verb] > 0)
     numbers.append(SIGNS[verb] * int(number))
   return numbers
 
