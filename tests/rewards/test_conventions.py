@@ -151,7 +151,7 @@ def trl_only(completion_ids):
   return [1.0]
 
 class Broken:
-  __signature__ = "(prompt, completion, example)"
+  __signature__ = 3
 
   def __call__(self, prompt, completion, example):
     return 1.0
