@@ -19,7 +19,7 @@ second and operations of matrix products (without attention), these also as a
 share of the devices' peak (on CPUs measured at the start).
 
 Steps in which other processes took 8% of the CPUs or more do not count, unless
-all were so.
+all were so. Each is said on standard error when it is done.
 """
 
 import dataclasses

@@ -27,17 +27,20 @@ def cpu_seconds() -> tuple[float, float]:
   return busy, own
 
 
-def timed(rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, float]]]:
-  """Yields each item with the seconds that it took.
+def timed(
+  rows: Iterable[Any], count: int
+) -> Iterator[tuple[Any, dict[str, float]]]:
+  """Yields each of `count` items with the seconds that it took, and says so.
 
   These are `total` (wall), `own_cpu` (this process) and `others` (share of all
   CPUs that other processes took).
   """
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
-  for row in rows:
+  for number, row in enumerate(rows, 1):
     now, (all_now, own_now) = time.perf_counter(), cpu_seconds()
     wall, spent = now - clock, own_now - own
     others = (all_now - busy - spent) / (wall * os.cpu_count())
+    print(f"step {number}/{count}  {wall:.2f} s", file=sys.stderr, flush=True)
     yield row, {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
     clock, busy, own = now, all_now, own_now
 

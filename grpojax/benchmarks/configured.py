@@ -124,7 +124,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     prompts = subject.random_prompts(run)
     batches = itertools.islice(prompts, warmup + steps)
   all_seconds, others = [], []
-  for row, seconds in clock.timed(subject.steps(opened, batches)):
+  rows = subject.steps(opened, batches)
+  for row, seconds in clock.timed(rows, warmup + steps):
     metrics = {part: f"seconds_{part}" for part in PARTS}
     of_step = {p: float(row[m]) for p, m in metrics.items() if m in row}
     all_seconds.append(of_step | {"step": seconds["total"]})

@@ -115,7 +115,7 @@ def measure(
   with contextlib.redirect_stdout(sys.stderr):
     rows = _rows(name, settings, warmup + steps)
     before = len(compiled)
-    for row, seconds in clock.timed(rows):
+    for row, seconds in clock.timed(rows, warmup + steps):
       parts = {part: float(row[metric]) for part, metric in PARTS.items()}
       # What is none of the parts is rewards, text and records.
       other = seconds["total"] - sum(parts.values())

@@ -84,7 +84,7 @@ def test_the_default_job_takes_the_steps_of_train(capsys):
   assert capsys.readouterr().out == ""
 
 
-def test_the_clock_counts_all_that_an_item_took():
+def test_the_clock_counts_all_that_an_item_took(capsys):
   import time
 
   def slow():
@@ -92,7 +92,9 @@ def test_the_clock_counts_all_that_an_item_took():
       time.sleep(seconds)
       yield seconds
 
-  (first, a), (second, b) = clock.timed(slow())
+  (first, a), (second, b) = clock.timed(slow(), 2)
   assert (first, second) == (0.05, 0.0)
   assert a["total"] >= 0.05 > b["total"]
   assert a["own_cpu"] < 0.05 and a["others"] >= 0
+  printed = capsys.readouterr()
+  assert printed.out == "" and "step 2/2  0.00 s\n" in printed.err
