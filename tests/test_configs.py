@@ -135,6 +135,7 @@ ALSO = (
   "gsm8k_llama3_2_1b",
   "figure5",
   "own_model",
+  "smollm2",
 )
 
 

