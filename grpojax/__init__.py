@@ -31,6 +31,7 @@ _NAMES = {
     "Rollout",
     "TrainState",
   ),
+  "grpojax.core.turns": ("Segment", "trajectories"),
   "grpojax.core.update": ("UpdateOptions", "make_update"),
   "grpojax.statistics": ("diagnostics",),
   "grpojax.models.adapters": (

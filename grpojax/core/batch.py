@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Real
 
 from grpojax.core import losses
 from grpojax.core import packing as packing_lib
+from grpojax.core import turns as turns_lib
 from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   bind_norms,
@@ -39,16 +40,18 @@ def make_batch(
   packing: Packing | None = None,
   score_norms: ScoreNorms | None = None,
   prompt_weights: Array | None = None,
+  credit: str = "trajectory",
 ) -> Batch:
   """Computes the advantages and log-probabilities that an update needs.
 
   Args:
     lm: Model.
     rollout: Completions.
-    rewards: Numbers [B, G], one a completion. One that is not finite (nan, inf
-      or -inf) is none: such a completion takes no part, in its group's baseline
-      or in the loss. Nor does a row without any prompt token, which only pads
-      the batch.
+    rewards: Numbers [B, G], one a completion; of a rollout with turns also
+      [B, G, K], one after each turn, 0 after the end. One that is not finite
+      (nan, inf or -inf) is none: such a completion takes no part, in its
+      group's baseline or in the loss. Nor does a row without any prompt token,
+      which only pads the batch.
     objective: Objective of the update. An advantage function of your own gets
       what it has parameters for: `lengths` [B, G] of the completions in tokens,
       `logit_score_sq` of the rollout, `score_norms`.
@@ -67,13 +70,16 @@ def make_batch(
       (`TrainState.score_norms`).
     prompt_weights: Weights of the prompts in the loss, KL term included
       (`Prompts.weights`).
+    credit: What a turn learns from, one of `turns.CREDITS`: its trajectory's
+      rewards, or those from its own on.
 
   Raises:
     ValueError: A penalty without a reference, old log-probabilities without the
       policy that sampled, an advantage that needs what is not there, or arrays
       that do not fit (see `core.arguments`).
   """
-  rewards = read_rewards(rewards, rollout.finished.shape, "make_batch")
+  turns_lib.check_credit(credit, objective, rollout)
+  rewards = _read_rewards(rewards, rollout, credit)
   recomputes = objective.old_logprobs == "trainer" and not options.on_policy
   if recomputes and policy_params is None:
     raise ValueError(
@@ -95,17 +101,23 @@ def make_batch(
         "kl_placement = 'reward' needs ref_params, the reference policy"
       )
     rewards = rewards - objective.kl_in_reward * losses.kl_penalty(
-      old_logprobs, ref_logprobs, rollout.completion_mask
+      old_logprobs, ref_logprobs, rollout.sampled
     )
-  advantages, in_loss = _advantages(rollout, rewards, objective, score_norms)
+  if credit == "trajectory":
+    advantages, in_loss = _advantages(rollout, rewards, objective, score_norms)
+  else:
+    advantages, in_loss = _of_turns(rollout, rewards, objective, credit)
+  if objective.advantage_clip:
+    bound = objective.advantage_clip
+    advantages = jnp.clip(advantages, -bound, bound)
   weights = prompt_weights
   if weights is not None:
-    weights = jnp.broadcast_to(weights[:, None], rewards.shape)
+    weights = jnp.broadcast_to(weights[:, None], in_loss.shape)
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
     completion_ids=rollout.completion_ids,
-    completion_mask=rollout.completion_mask & in_loss[..., None],
+    completion_mask=rollout.sampled & in_loss[..., None],
     advantages=advantages,
     old_logprobs=None if options.on_policy else old_logprobs,
     ref_logprobs=ref_logprobs,
@@ -113,6 +125,22 @@ def make_batch(
     packing=packing,
     sample_weights=weights,
   )
+
+
+def _read_rewards(rewards: Any, rollout: Rollout, credit: str) -> Array:
+  """Rewards [B, G]; [B, G, K] where each turn is learned from by itself."""
+  shape = rollout.finished.shape
+  if rollout.turns is not None and jnp.ndim(rewards) == 3:
+    rewards = read_rewards(
+      rewards, (*shape, jnp.shape(rewards)[-1]), "make_batch"
+    )
+    return rewards if credit != "trajectory" else jnp.sum(rewards, axis=-1)
+  if credit != "trajectory":
+    raise ValueError(
+      f"credit = {credit!r} needs a reward after each turn, [B, G, K], not "
+      f"rewards of shape {jnp.shape(rewards)}"
+    )
+  return read_rewards(rewards, shape, "make_batch")
 
 
 def _advantages(
@@ -128,10 +156,22 @@ def _advantages(
   advantage = advantage_fn(objective)
   advantage = bind(advantage, **sample_weights(advantage, rollout))
   advantages = bind_norms(advantage, score_norms)(rewards)
-  if objective.advantage_clip:
-    bound = objective.advantage_clip
-    advantages = jnp.clip(advantages, -bound, bound)
   return advantages, in_loss & present(rewards)
+
+
+def _of_turns(
+  rollout: Rollout,
+  rewards: Real[Array, "B G K"],
+  objective: Objective,
+  credit: str,
+) -> tuple[Float[Array, "B G T"], Bool[Array, "B G"]]:
+  """Advantages of tokens, and the completions that are in the loss."""
+  real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
+  totals = jnp.where(real, jnp.sum(rewards, axis=-1), jnp.nan)
+  totals, in_loss = TRUNCATED[objective.truncated](totals, rollout.finished)
+  rewards = jnp.where(present(totals)[..., None], rewards, jnp.nan)
+  advantages = turns_lib.turn_advantages(rewards, rollout, credit)
+  return advantages, in_loss & present(totals)
 
 
 def _rollout_logprobs(

@@ -155,7 +155,8 @@ def rollout_metrics(
     `zero_variance_groups` (share of groups of two or more in which all that is
     compared is equal: without a penalty they teach nothing),
     `completion_length_mean` and `_max` (tokens), `truncated` (share cut off at
-    the budget).
+    the budget). With turns `completion_length` has what environments wrote,
+    and there are `turns_mean` and `sampled_tokens_mean`, a completion.
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")
@@ -170,6 +171,12 @@ def rollout_metrics(
     return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
 
   reward = mean(rewards, rewarded)
+  of_turns = {}
+  if rollout.turns is not None:
+    of_turns = {
+      "turns_mean": mean(jnp.max(rollout.turns, axis=-1) + 1),
+      "sampled_tokens_mean": mean(jnp.sum(rollout.sampled, axis=-1)),
+    }
   return {
     "reward_mean": reward,
     "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
@@ -178,4 +185,5 @@ def rollout_metrics(
     "completion_length_mean": mean(length),
     "completion_length_max": jnp.max(length),
     "truncated": mean(~rollout.finished),
+    **of_turns,
   }

@@ -145,6 +145,8 @@ class Rollout:
     logprobs: log-probability of each sampled token under the distribution that
       it was sampled from (after temperature and truncation); 0 on padding.
     finished: True where it ended with an EOS, False where it was cut off.
+    turns: turn that each token was sampled in, from 0; -1 on what an
+      environment wrote between turns, and on padding. None is one turn.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -153,6 +155,14 @@ class Rollout:
   completion_mask: Bool[Array, "B G T"]
   logprobs: Float[Array, "B G T"]
   finished: Bool[Array, "B G"]
+  turns: Int[Array, "B G T"] | None = None
+
+  @property
+  def sampled(self) -> Bool[Array, "B G T"]:
+    """True on the tokens that the policy sampled."""
+    if self.turns is None:
+      return self.completion_mask
+    return self.completion_mask & (self.turns >= 0)
 
 
 @typing.no_type_check
@@ -164,9 +174,11 @@ class Batch:
     prompt_ids: those of `Prompts`.
     prompt_mask: those of `Prompts`.
     completion_ids: those of `Rollout`.
-    completion_mask: that of `Rollout`; all False where there is no reward, and
-      where what was cut off is not learned from (`core.losses.truncation`).
-    advantages: one a completion, constant with respect to the parameters.
+    completion_mask: that of `Rollout`; False on what an environment wrote, and
+      all False where there is no reward, and where what was cut off is not
+      learned from (`core.losses.truncation`).
+    advantages: one a completion or, of turns, one a token; constant with
+      respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
@@ -181,7 +193,7 @@ class Batch:
   prompt_mask: Bool[Array, "B P"]
   completion_ids: Int[Array, "B G T"]
   completion_mask: Bool[Array, "B G T"]
-  advantages: Float[Array, "B G"]
+  advantages: Float[Array, "B G *T"]
   old_logprobs: Float[Array, "B G T"] | None = None
   ref_logprobs: Float[Array, "B G T"] | None = None
   rollout_logprobs: Float[Array, "B G T"] | None = None

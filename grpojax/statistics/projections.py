@@ -90,7 +90,7 @@ def score_projections(
         sampling=sampling,
         chunk_size=chunk_size,
       )
-      return jnp.sum(jnp.where(part.completion_mask, logprobs, 0.0), axis=-1)
+      return jnp.sum(jnp.where(part.sampled, logprobs, 0.0), axis=-1)
 
     def derivative(direction):
       _, along_direction = jax.jvp(sequence_logprobs, (moving,), (direction,))

@@ -188,7 +188,7 @@ def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G"]]:
   """Weights of samples that an advantage has parameters for, by their names."""
-  mask = rollout.completion_mask
+  mask = rollout.sampled
   weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),
     "logit_score_sq": lambda: logit_score_sq(rollout.logprobs, mask),

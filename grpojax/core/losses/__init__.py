@@ -74,7 +74,7 @@ def sequence_sum(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
 
 def grpo_loss(
   logprobs: Float[Array, "B G T"],
-  advantages: Float[Array, "B G"],
+  advantages: Float[Array, "B G *T"],
   weights: Float[Array, "B G T"],
   mask: Bool[Array, "B G T"],
   old_logprobs: Float[Array, "B G T"] | None = None,
@@ -100,7 +100,7 @@ def grpo_loss(
 
   Args:
     logprobs: log-probabilities of the sampled tokens.
-    advantages: one a completion.
+    advantages: one a completion, or one a token.
     weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
       the other arguments may be a part.
     mask: True on real tokens.
@@ -133,7 +133,8 @@ def grpo_loss(
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
   old = jax.lax.stop_gradient(old)
-  advantages = jax.lax.stop_gradient(advantages)[..., None]
+  advantages = jax.lax.stop_gradient(advantages)
+  advantages = advantages.reshape(*mask.shape[:2], -1)
   advantages = jnp.where(mask, advantages, 0.0)
 
   ratios = ratio(logprobs, old, mask)
@@ -161,10 +162,11 @@ def _check_shapes(
 ) -> None:
   # Shapes that happen to broadcast would silently give another loss.
   shapes = [mask.shape] + [x.shape for x in others if x is not None]
-  if len(set(shapes)) > 1 or advantages.shape != mask.shape[:2]:
+  fits = advantages.shape in (mask.shape[:2], mask.shape)
+  if len(set(shapes)) > 1 or not fits:
     raise ValueError(
-      "grpo_loss takes advantages [B, G] and everything else as [B, G, T]; got "
-      f"advantages {advantages.shape} and {shapes}"
+      "grpo_loss takes advantages [B, G] or [B, G, T], and everything else as "
+      f"[B, G, T]; got advantages {advantages.shape} and {shapes}"
     )
 
 

@@ -38,7 +38,8 @@ def load_weights(
 
   They are as if each completion that is learned from stood in a row with its
   prompt: a prompt's token counts once for each of them, however a batch is
-  split or packed. Importance weights of prompts are not in it.
+  split or packed. Importance weights of prompts are not in it, nor is what an
+  environment wrote.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)

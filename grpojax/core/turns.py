@@ -1,0 +1,210 @@
+"""Trajectories of several turns: which tokens were sampled, and their credit.
+
+A trajectory is a completion in which an environment has written between turns:
+
+    ids    a a a a  o o  b b  o  c c c        a, b, c sampled; o observations
+    turns  0 0 0 0 -1 -1 1 1 -1  2 2 2
+
+The model reads all of it, and is the policy of the sampled tokens alone. With
+scores s_ik = sum over the tokens of turn k of grad log pi, a reward r_ik after
+each turn and R_ik = r_ik + r_i,k+1 + ... (0 after the end):
+
+| credit         | turn k of sample i learns from                              |
+|----------------|-------------------------------------------------------------|
+| `trajectory`   | an advantage of R_i0, the same for all its turns            |
+| `turn`         | R_ik - mean_{j != i} R_jk                                   |
+| `turn_reached` | R_ik - its mean over the others that have a turn k, or 0    |
+
+All three are unbiased for the gradient of E[R_0] with a `leave_one_out`
+advantage and weights that do not depend on the trajectory (`fixed_length`,
+`sequence_sum`); see docs/theory.md, "Several turns".
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from grpojax.core.group_axis import minus_others, present
+from grpojax.core.objective import Objective
+from grpojax.core.types import Prompts, Rollout
+
+CREDITS = ("trajectory", "turn", "turn_reached")
+
+
+class Segment(NamedTuple):
+  """Tokens of a trajectory that were sampled in one turn, or observed.
+
+  Attributes:
+    ids: Token ids, at least one, as the model read or wrote them.
+    logprobs: Log-probability of each id under the distribution that it was
+      sampled from; None where the environment wrote them.
+    reward: Reward after the turn; 0 where the environment wrote.
+  """
+
+  ids: Sequence[int]
+  logprobs: Sequence[float] | None = None
+  reward: float = 0.0
+
+
+def check_credit(credit: str, objective: Objective, rollout: Rollout) -> None:
+  """Refuses, by ValueError, what has no meaning with a turn's credit."""
+  if credit not in CREDITS:
+    raise ValueError(f"credit = {credit!r}: use one of {', '.join(CREDITS)}")
+  if credit == "trajectory":
+    return
+  wrong = {
+    "the rollout has no turns (Rollout.turns)": rollout.turns is None,
+    "its baseline is leave_one_out's: use advantage = 'leave_one_out'": (
+      objective.advantage != "leave_one_out"
+    ),
+    "a KL penalty in the reward is of whole trajectories: use kl_placement = "
+    "'loss'": objective.kl_in_reward,
+    "off_policy_threshold needs one advantage a trajectory: use 0": (
+      objective.off_policy_threshold
+    ),
+  }
+  for message, is_wrong in wrong.items():
+    if is_wrong:
+      raise ValueError(f"credit = {credit!r}: {message}")
+
+
+def turn_advantages(
+  rewards: Float[Array, "B G K"], rollout: Rollout, credit: str
+) -> Float[Array, "B G T"]:
+  """Returns the advantage of each token, by the module's table; else 0.
+
+  A trajectory with a reward that is not finite takes no part. Tokens of turns
+  from K on get nan, so that no update is made of them.
+  """
+  complete = present(jnp.sum(rewards, axis=-1, keepdims=True))
+  rewards = jnp.where(complete, rewards, jnp.nan)
+  to_go = jnp.flip(jnp.cumsum(jnp.flip(rewards, -1), axis=-1), -1)
+  turns = jnp.max(rollout.turns, axis=-1, keepdims=True) + 1
+  reached = jnp.arange(rewards.shape[-1]) < turns
+  if credit == "turn":
+    to_go = jnp.where(reached | ~complete, to_go, 0.0)
+  else:
+    to_go = jnp.where(reached, to_go, jnp.nan)  # compared with nobody
+  to_go = jnp.swapaxes(to_go, 1, 2)  # [B, K, G]
+  advantages = minus_others(to_go)
+  if credit == "turn_reached":
+    count = jnp.sum(present(to_go), axis=-1, keepdims=True)
+    alone = present(to_go) & (count == 1)
+    advantages = jnp.where(alone, to_go, advantages)
+  of_tokens = jnp.take_along_axis(
+    jnp.swapaxes(advantages, 1, 2),
+    jnp.maximum(rollout.turns, 0),
+    axis=-1,
+    mode="fill",
+    fill_value=jnp.nan,
+  )
+  return jnp.where(rollout.sampled, of_tokens, 0.0)
+
+
+def trajectories(
+  prompts: Prompts,
+  segments: Sequence[Sequence[Sequence[Segment]]],
+  *,
+  length: int | None = None,
+  pad_id: int = 0,
+  finished: Bool[np.ndarray, "B G"] | None = None,
+) -> tuple[Rollout, Float[np.ndarray, "B G K"]]:
+  """Makes a rollout of trajectories that were sampled elsewhere.
+
+  Args:
+    prompts: B prompts, each read by all G trajectories of its group.
+    segments: Segments of each trajectory in their order, [B][G][any number];
+      the last is one that was sampled. A turn is a sampled segment.
+    length: T, tokens that a row has room for; None is the longest trajectory.
+    pad_id: Id behind the end of a trajectory.
+    finished: False where a trajectory was cut off; None is True for all.
+
+  Returns:
+    The rollout, for `make_batch`, and the rewards of the turns, K of them in
+    the longest trajectory; 0 after the end.
+
+  Raises:
+    ValueError: groups of different sizes, empty segments, ids that are no
+      token ids, log-probabilities of another number or above 0, a trajectory
+      that ends in an observation or is longer than `length`.
+  """
+  b = len(prompts.prompt_ids)
+  sizes = {len(group) for group in segments}
+  if len(segments) != b or len(sizes) != 1 or 0 in sizes:
+    raise ValueError(
+      f"segments are [B][G][...] for B = {b} prompts and one group size, not "
+      f"{len(segments)} groups of {sorted(sizes)}"
+    )
+  (g,) = sizes
+  rows = [
+    _row(trajectory, f"segments[{i}][{j}]")
+    for i, group in enumerate(segments)
+    for j, trajectory in enumerate(group)
+  ]
+  longest = max(len(ids) for ids, *_ in rows)
+  t = longest if length is None else length
+  if longest > t:
+    raise ValueError(f"a trajectory has {longest} tokens, over length = {t}")
+  ids = np.full((b * g, t), pad_id, np.int32)
+  turns = np.full((b * g, t), -1, np.int32)
+  logprobs = np.zeros((b * g, t), np.float32)
+  rewards = np.zeros((b * g, max(len(row[3]) for row in rows)), np.float32)
+  lengths = np.array([len(row[0]) for row in rows])
+  for i, row in enumerate(rows):
+    for array, values in zip((ids, turns, logprobs, rewards), row, strict=True):
+      array[i, : len(values)] = values
+  if finished is None:
+    finished = np.ones((b, g), bool)
+  elif np.shape(finished) != (b, g):
+    raise ValueError(
+      f"finished is [B, G] = {(b, g)}, not of shape {np.shape(finished)}"
+    )
+  mask = np.arange(t) < lengths[:, None]
+  rollout = Rollout(
+    prompt_ids=jnp.asarray(prompts.prompt_ids),
+    prompt_mask=jnp.asarray(prompts.prompt_mask),
+    completion_ids=jnp.asarray(ids.reshape(b, g, t)),
+    completion_mask=jnp.asarray(mask.reshape(b, g, t)),
+    logprobs=jnp.asarray(logprobs.reshape(b, g, t)),
+    finished=jnp.asarray(finished, bool),
+    turns=jnp.asarray(turns.reshape(b, g, t)),
+  )
+  return rollout, rewards.reshape(b, g, -1)
+
+
+def _row(segments: Sequence[Segment], where: str):
+  """Joins a trajectory: ids, turns, log-probabilities, rewards of turns."""
+  ids, turns, logprobs, rewards = [], [], [], []
+  if not segments or segments[-1].logprobs is None:
+    raise ValueError(
+      f"{where} must end with a segment that was sampled: nothing is learned "
+      "from an observation after the last turn, leave it out"
+    )
+  for i, segment in enumerate(segments):
+    new = np.asarray(segment.ids)
+    if new.ndim != 1 or not new.size or new.dtype.kind != "i" or new.min() < 0:
+      raise ValueError(
+        f"{where}[{i}].ids are token ids, one or more, not {segment.ids!r}"
+      )
+    ids.extend(new)
+    if segment.logprobs is None:
+      if segment.reward:
+        raise ValueError(
+          f"{where}[{i}] was not sampled: its reward belongs to a turn"
+        )
+      turns.extend([-1] * len(new))
+      logprobs.extend([0.0] * len(new))
+      continue
+    of_new = np.asarray(segment.logprobs, np.float32)
+    if of_new.shape != new.shape or not (of_new <= 0).all():
+      raise ValueError(
+        f"{where}[{i}].logprobs are {len(new)} log-probabilities, 0 or less, "
+        f"one an id, not {segment.logprobs!r}"
+      )
+    turns.extend([len(rewards)] * len(new))
+    logprobs.extend(of_new)
+    rewards.append(segment.reward)
+  return ids, turns, logprobs, rewards

@@ -1,0 +1,388 @@
+"""Several turns: credit, masks and import, by enumeration where that decides.
+
+A policy of two turns. Turn 0 draws x of 0, 1 and 2, and 2 ends the trajectory.
+Else a coin falls, by x, and is written as a token; turn 1 draws y. There are 13
+trajectories, and all groups of them are listed.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import grpojax
+from grpojax.core import losses, turns
+from grpojax.core.batch import make_batch
+from grpojax.core.objective import Objective
+from grpojax.core.packing import layout
+from grpojax.core.rollout import rollout_metrics
+from grpojax.core.step import init_state
+from grpojax.core.turns import CREDITS, Segment
+from grpojax.core.types import Prompts, Rollout
+from grpojax.core.update import UpdateOptions, make_update
+
+KEY = jax.random.key(11)
+COIN = np.array([[0.7, 0.3], [0.2, 0.8]])  # by x
+ALL = [(2, None, None), *itertools.product((0, 1), (0, 1), (0, 1, 2))]
+IDS = jnp.array([[2, 0, 0]] + [[x, x + coin, y] for x, coin, y in ALL[1:]])
+TURNS = jnp.array([[0, -1, -1]] + [[0, -1, 1]] * 12)
+MASK = jnp.array([[True, False, False]] + [[True] * 3] * 12)
+LUCK = jnp.array([1.0] + [COIN[x, coin] for x, coin, _ in ALL[1:]])
+LAST = np.random.default_rng(0).normal(size=(2, 2, 3))
+REWARDS = jnp.array(
+  [[0.2, 0.0]] + [[(0.1, -0.2)[x], LAST[x, c, y]] for x, c, y in ALL[1:]]
+)
+
+
+def token_logprobs(table):
+  """Log-probabilities [13, 3] of all tokens, the coin's among them."""
+  log_table = jax.nn.log_softmax(table[0])
+  before = jnp.concatenate([jnp.zeros_like(IDS[:, :1]), 1 + IDS[:, :-1]], 1)
+  return jnp.where(MASK, log_table[before, IDS], 0.0)
+
+
+def logprobs(table):
+  """Log-probability [13] of what the policy draws in each trajectory."""
+  return jnp.where(TURNS >= 0, token_logprobs(table), 0.0).sum(-1)
+
+
+def value(table, luck=LUCK):
+  return jnp.sum(luck * jnp.exp(logprobs(table)) * REWARDS.sum(-1))
+
+
+def expected(probability, of_group, size):
+  """E[of_group] over all 13^G groups."""
+  groups = jnp.array(list(itertools.product(range(13), repeat=size)))
+  p = probability[groups].prod(-1)
+  return jnp.tensordot(p, jax.vmap(of_group)(groups), 1)
+
+
+def gradient(lm, table, credit, mu=None, seen=True, **objective):
+  """A group's gradient, through `make_batch` and `make_update`."""
+  mu = table if mu is None else mu
+  objective = Objective(
+    weighting=lambda mask: losses.fixed_length(mask, length=1), **objective
+  )
+  tx = optax.sgd(1.0)
+  update, state = make_update(lm, tx, objective), init_state(table, tx, KEY)
+  sampled_from = (
+    token_logprobs(mu)
+    if not seen
+    else jnp.where(TURNS >= 0, token_logprobs(mu), 0.0)
+  )
+
+  def of_group(group):
+    samples = Rollout(
+      prompt_ids=jnp.zeros((1, 1), jnp.int32),
+      prompt_mask=jnp.ones((1, 1), bool),
+      completion_ids=IDS[group][None],
+      completion_mask=MASK[group][None],
+      logprobs=sampled_from[group][None],
+      finished=jnp.ones((1, len(group)), bool),
+      turns=TURNS[group][None] if seen else None,
+    )
+    rewards = REWARDS[group][None]
+    rewards = rewards if seen else rewards.sum(-1)
+    batch = make_batch(lm, samples, rewards, objective, credit=credit)
+    return update(state, batch)[0].params - table
+
+  return of_group
+
+
+@pytest.fixture(scope="module")
+def policy(tabular):
+  lm = tabular.lm(1, 3)
+  table = lm.init(KEY)
+  return lm, table, jax.jit(jax.grad(value))(table)
+
+
+@pytest.mark.parametrize("size", [3])
+@pytest.mark.parametrize("credit", CREDITS)
+def test_every_credit_has_the_true_gradient(policy, credit, size):
+  lm, table, truth = policy
+  probability = LUCK * jnp.exp(logprobs(table))
+  assert float(probability.sum()) == pytest.approx(1, abs=1e-6)
+  of_group = gradient(lm, table, credit)
+  got = jax.jit(lambda: expected(probability, of_group, size))()
+  np.testing.assert_allclose(got, truth, atol=2e-6)
+  assert jnp.abs(truth).max() > 0.05
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn_reached"])
+def test_members_of_a_group_may_share_their_luck(policy, credit):
+  lm, table, truth = policy
+  of_group = gradient(lm, table, credit)
+
+  def given(coins):
+    happens = [1.0] + [float(c == coins[x]) for x, c, _ in ALL[1:]]
+    p = jnp.array(happens) * jnp.exp(logprobs(table))
+    return expected(p, of_group, 2)
+
+  got = sum(
+    COIN[0, a] * COIN[1, b] * given((a, b))
+    for a, b in itertools.product((0, 1), repeat=2)
+  )
+  np.testing.assert_allclose(got, truth, atol=2e-6)
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+@pytest.mark.parametrize("correction", ["sequence", "token"])
+def test_only_weights_of_sequences_are_exact_off_policy(
+  policy, credit, correction
+):
+  lm, table, truth = policy
+  mu = lm.init(jax.random.key(1))
+  of_group = gradient(
+    lm,
+    table,
+    credit,
+    mu=mu,
+    correction=f"{correction}_truncate",
+    correction_high=0.0,
+  )
+  probability = LUCK * jnp.exp(logprobs(mu))
+  got = jax.jit(lambda: expected(probability, of_group, 2))()
+  error = float(jnp.abs(got - truth).max())
+  assert error < 2e-6 if correction == "sequence" else error > 1e-2
+
+
+def test_what_the_environment_wrote_is_not_learned_from(policy):
+  lm, table, truth = policy
+  probability = LUCK * jnp.exp(logprobs(table))
+  of_group = gradient(lm, table, "trajectory", seen=False)
+  got = jax.jit(lambda: expected(probability, of_group, 2))()
+  assert jnp.abs(got - truth).max() > 1e-2  # the control
+
+
+def wrong_advantages(rewards, reached, name):
+  """Advantages [G, K] of turns that are in use, and biased."""
+  to_go = jnp.where(reached, jnp.cumsum(rewards[:, ::-1], 1)[:, ::-1], 0.0)
+  alive = jnp.maximum(reached.sum(0), 1)
+  if name == "per-turn means of the turns that it has":  # MT-GRPO
+    centred = rewards - rewards.mean(0)
+    total = jnp.where(reached, centred, 0.0).sum(1, keepdims=True)
+    return jnp.broadcast_to(total, rewards.shape)
+  mean = to_go.sum(0) / alive
+  if name == "a mean with the own one in it":
+    return to_go - mean
+  squares = jnp.where(reached, (to_go - mean) ** 2, 0.0).sum(0) / alive
+  return (to_go - mean) / jnp.sqrt(squares + 1e-6)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "per-turn means of the turns that it has",
+    "a mean with the own one in it",
+    "divided by the turn's deviation",
+  ],
+)
+def test_natural_baselines_that_are_wrong(policy, name):
+  """Not the true gradient, nor a multiple of it."""
+  _, table, truth = policy
+
+  def turn_logprobs(table):
+    tokens = token_logprobs(table)
+    return jnp.stack([tokens[:, 0], tokens[:, 2]], -1)  # [13, 2]
+
+  scores = jax.jacobian(turn_logprobs)(table)
+  reached = jnp.array([[True, False]] + [[True, True]] * 12)
+
+  def of_group(group):
+    a = wrong_advantages(REWARDS[group], reached[group], name)
+    a = jnp.where(reached[group], a, 0.0)
+    return jnp.tensordot(a, scores[group], 2) / len(group)
+
+  probability = LUCK * jnp.exp(logprobs(table))
+  got = jax.jit(lambda: expected(probability, of_group, 3))()
+  scale = jnp.vdot(got, truth) / jnp.vdot(truth, truth)
+  assert jnp.abs(got - scale * truth).max() > 1e-3
+
+
+def test_turn_credit_by_hand():
+  nan = jnp.nan
+  rewards = jnp.array([[[1.0, 4.0], [2.0, 0.0], [3.0, 6.0], [nan, 1.0]]])
+  turns_of = jnp.array(
+    [[[0, 0, -1, 1], [0, 0, -1, -1], [0, -1, 1, 1], [0, 1, 1, 1]]]
+  )
+  samples = Rollout(
+    prompt_ids=None,
+    prompt_mask=None,
+    completion_ids=jnp.zeros((1, 4, 4), jnp.int32),
+    completion_mask=jnp.array(
+      [[[1, 1, 1, 1], [1, 1, 0, 0]] + [[1] * 4] * 2], bool
+    ),
+    logprobs=None,
+    finished=None,
+    turns=turns_of,
+  )
+  # Rewards to go: (5, 4), (2, 0: it has ended), (9, 6); the last has none.
+  all_others = turns.turn_advantages(rewards, samples, "turn")
+  np.testing.assert_allclose(
+    all_others[0],
+    [[-0.5, -0.5, 0, 1], [-5, -5, 0, 0], [5.5, 0, 4, 4], [0, 0, 0, 0]],
+  )
+  reached = turns.turn_advantages(rewards, samples, "turn_reached")
+  np.testing.assert_allclose(
+    reached[0],
+    [[-0.5, -0.5, 0, -2], [-5, -5, 0, 0], [5.5, 0, 2, 2], [0, 0, 0, 0]],
+  )
+  # Alone in its turn, it is compared with 0: the others decide that.
+  alone = turns.turn_advantages(
+    rewards[:, 1:3], jax.tree.map(lambda x: x[:, 1:3], samples), "turn_reached"
+  )
+  np.testing.assert_allclose(alone[0, 1], [7, 0, 6, 6])
+  # A turn that has no reward is no number.
+  short = turns.turn_advantages(rewards[..., :1], samples, "turn")
+  assert jnp.isnan(short[0, 0, 3]) and not jnp.isnan(short[0, 0, 0])
+
+
+def test_a_loss_takes_an_advantage_of_each_token():
+  rng = np.random.default_rng(1)
+  mask = jnp.array([[[True, True, False], [True, False, True]]])
+  logprobs, weights, advantages = rng.normal(size=(3, 1, 2, 3))
+  loss = lambda x: losses.grpo_loss(x, advantages, weights, mask)[0]
+  np.testing.assert_allclose(
+    jax.grad(loss)(jnp.asarray(logprobs, jnp.float32)),
+    np.where(mask, -weights * advantages, 0),
+    rtol=1e-5,
+  )
+
+
+def random_trajectories(count, seed=0):
+  """Trajectories of random ids and logprobs: [B][G] of 1 to 3 turns."""
+  rng = np.random.default_rng(seed)
+
+  def segment(sampled):
+    n = int(rng.integers(1, 4))
+    ids = rng.integers(1, 7, n).tolist()
+    if not sampled:
+      return Segment(ids)
+    return Segment(ids, (-rng.random(n)).tolist(), float(rng.normal()))
+
+  def trajectory():
+    return [segment(i % 2 == 0) for i in range(2 * rng.integers(1, 4) - 1)]
+
+  return [[trajectory() for _ in range(4)] for _ in range(count)]
+
+
+PROMPTS = Prompts(
+  jnp.array([[1, 2, 3], [4, 5, 0], [6, 1, 2], [3, 0, 0]]),
+  jnp.array([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]], bool),
+)
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_packed_and_in_parts_an_update_is_the_same(tiny, credit):
+  lm, params = tiny.lm, tiny.params
+  samples, rewards = turns.trajectories(PROMPTS, random_trajectories(4))
+  tx = optax.sgd(1.0)
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def updated(packing, micro_batches):
+    options = UpdateOptions(micro_batches=micro_batches)
+    batch = make_batch(
+      lm, samples, rewards, options=options, packing=packing, credit=credit
+    )
+    update = make_update(lm, tx, Objective(), options)
+    return update(init_state(params, tx, KEY), batch)[0].params
+
+  plan = layout.plan(
+    np.asarray(samples.completion_mask.sum(-1)),
+    samples.completion_ids.shape[-1],
+    np.asarray(PROMPTS.prompt_mask.sum(-1)),
+    3,
+    micro_batches=2,
+  )
+  assert plan is not None
+  whole = updated(None, 1)
+  for other in (updated(None, 4), updated(plan, 2)):
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, atol=2e-5), whole, other
+    )
+
+
+def test_trajectories_keep_every_id():
+  first = [
+    Segment([5, 6], [-0.5, -0.1], 0.25),
+    Segment([9]),
+    Segment([7], [0.0], 1),
+  ]
+  rollout, rewards = grpojax.trajectories(
+    Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool)),
+    [[first, [Segment([4], [-1.0], 2.0)]]],
+    length=6,
+    pad_id=1,
+    finished=[[True, False]],
+  )
+  assert rollout.completion_ids[0].tolist() == [
+    [5, 6, 9, 7, 1, 1],
+    [4, 1, 1, 1, 1, 1],
+  ]
+  assert rollout.turns[0].tolist() == [[0, 0, -1, 1, -1, -1], [0] + [-1] * 5]
+  np.testing.assert_allclose(rollout.logprobs[0, 0], [-0.5, -0.1, 0, 0, 0, 0])
+  assert rewards.tolist() == [[[0.25, 1.0], [2.0, 0.0]]]
+  assert rollout.completion_mask.sum(-1).tolist() == [[4, 1]]
+  assert rollout.finished.tolist() == [[True, False]]
+  metrics = rollout_metrics(rollout, rewards.sum(-1))
+  assert metrics["turns_mean"] == 1.5 and metrics["sampled_tokens_mean"] == 2
+  assert metrics["completion_length_mean"] == 2.5
+
+
+SAID = Segment([1], [-0.1])
+ONE = Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool))
+
+
+@pytest.mark.parametrize(
+  ("segments", "message"),
+  [
+    ([], "B = 1 prompts and one group size, not 0 groups"),
+    ([[]], r"1 groups of \[0\]"),
+    ([[[]]], r"segments\[0\]\[0\] must end with a segment that was sampled"),
+    ([[[SAID, Segment([2])]]], "nothing is learned from an observation after"),
+    ([[[Segment([], [])]]], r"\[0\].ids are token ids, one or more, not \[\]"),
+    ([[[Segment([1.5], [0.0])]]], "ids are token ids"),
+    ([[[Segment([-1], [0.0])]]], "ids are token ids"),
+    ([[[Segment([1, 2], [0.0])]]], "logprobs are 2 log-probabilities"),
+    ([[[Segment([1], [0.5])]]], "log-probabilities, 0 or less"),
+    ([[[Segment([1], [float("nan")])]]], "log-probabilities, 0 or less"),
+    ([[[Segment([1], reward=1.0), SAID]]], "its reward belongs to a turn"),
+    ([[[SAID] * 3]], "has 3 tokens, over length = 2"),
+  ],
+)
+def test_what_is_no_trajectory_is_refused(segments, message):
+  with pytest.raises(ValueError, match=message):
+    turns.trajectories(ONE, segments, length=2)
+
+
+@pytest.mark.parametrize(
+  ("credit", "objective", "message"),
+  [
+    ("step", {}, "use one of trajectory, turn, turn_reached"),
+    ("turn", {"advantage": "grpo"}, "use advantage = 'leave_one_out'"),
+    ("turn", {"off_policy_threshold": 0.1}, "one advantage a trajectory"),
+    ("turn", {"beta": 0.1, "kl_placement": "reward"}, "'loss'"),
+  ],
+)
+def test_a_credit_that_cannot_be_is_refused(tiny, credit, objective, message):
+  samples, rewards = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  make = functools.partial(
+    make_batch, tiny.lm, objective=Objective(**objective)
+  )
+  with pytest.raises(ValueError, match=message):
+    make(samples, rewards, ref_params=tiny.params, credit=credit)
+
+
+def test_rewards_of_turns_need_turns(tiny):
+  samples, rewards = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  with pytest.raises(ValueError, match="needs a reward after each turn"):
+    make_batch(tiny.lm, samples, rewards[..., 0], credit="turn")
+  of_one = samples.replace(turns=None)
+  with pytest.raises(ValueError, match="has no turns"):
+    make_batch(tiny.lm, of_one, rewards, credit="turn")
+  with pytest.raises(ValueError, match="one a completion"):
+    make_batch(tiny.lm, of_one, rewards)
