@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from grpojax.core import environment as environment_lib
 from grpojax.core.arguments import (
   Ids,
   check_prompts,
@@ -23,6 +24,7 @@ from grpojax.core.decoding import (
 )
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.decoding.slots import through_slots
+from grpojax.core.environment import Environment
 from grpojax.core.group_axis import present
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
@@ -52,6 +54,7 @@ def rollout(
   budgets: Int[Array, "B G"] | None = None,
   first_prompt: Int[Array, ""] | int = 0,
   decoding: Decoding = Decoding(),
+  environment: Environment | None = None,
 ) -> Rollout:
   """Samples a group of completions for each prompt.
 
@@ -73,10 +76,13 @@ def rollout(
     first_prompt: Number of the first of these prompts among those that share
       the key: parts of a batch give the samples of the whole.
     decoding: Shape of the decoding loop, which changes no sample.
+    environment: What answers after each turn, of which `eos_ids` are the ends;
+      None ends a completion with its first turn. T counts observations too.
 
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
-      random key, or wrong prompts (see `arguments.check_prompts`).
+      random key, or wrong prompts (see `arguments.check_prompts`); an
+      environment with slots or a repetition penalty.
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
@@ -87,6 +93,12 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
+  if environment and (decoding.slots or sampling.repetition_penalty != 1):
+    raise ValueError(
+      "an environment's turns are neither decoded in slots nor with a "
+      f"repetition penalty: slots={decoding.slots} and repetition_penalty="
+      f"{sampling.repetition_penalty} must be 0 and 1"
+    )
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
@@ -102,6 +114,7 @@ def rollout(
     limit=limit,
     eos=eos,
     sampling=sampling,
+    environment=environment,
   )
   if sampling.repetition_penalty != 1:
     logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
@@ -116,11 +129,22 @@ def rollout(
     finished=jnp.zeros((b, g), bool),
     done=limit <= 0,
   )
+  if environment:
+    episodes = environment_lib.begin(
+      environment, prompts.targets, setup.keys, t_max
+    )
+    samples = samples._replace(episodes=episodes)
   samples = constrain_samples(samples)
   if 0 < decoding.slots < g:
     samples = through_slots(setup, samples, decoding.slots)
   else:
     samples = in_stages(setup, samples, decoding)
+  of_turns = {}
+  if environment:
+    of_turns = {
+      "turns": samples.episodes.turns,
+      "turn_rewards": samples.episodes.rewards,
+    }
   return Rollout(
     prompt_ids=prompts.prompt_ids,
     prompt_mask=prompts.prompt_mask,
@@ -128,6 +152,7 @@ def rollout(
     completion_mask=jnp.arange(t_max) < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
+    **of_turns,
   )
 
 

@@ -18,6 +18,7 @@ from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.environment import Environment
 from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
@@ -67,6 +68,8 @@ def make_grpo_step(
   sampling: Sampling = Sampling(),
   decoding: Decoding = Decoding(),
   diagnose: Callable[..., Metrics] | None = None,
+  environment: Environment | None = None,
+  credit: str = "trajectory",
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """Makes a whole GRPO step as one pure function: sample, reward, update.
 
@@ -77,7 +80,8 @@ def make_grpo_step(
   Args:
     lm: Model.
     tx: Optimizer.
-    reward_fn: Jittable `(rollout, targets of the prompts) -> rewards [B, G]`.
+    reward_fn: Jittable `(rollout, targets of the prompts) -> rewards [B, G]`;
+      with an environment also [B, G, K], of turns (`environment.returns`).
     group_size: Completions a prompt, G.
     max_new_tokens: Longest completion, T tokens with its EOS.
     eos_ids: Ids that end a completion, one or several.
@@ -89,6 +93,8 @@ def make_grpo_step(
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
       sampled (see `statistics.diagnostics`); a parameter `score_norms` gets
       those of the state.
+    environment: What answers after each turn, see `rollout`.
+    credit: What a turn learns from, see `make_batch`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`. It raises
@@ -108,10 +114,13 @@ def make_grpo_step(
       pad_id=pad_id,
       sampling=sampling,
       decoding=decoding,
+      environment=environment,
     )
     arguments.check_end_ids(lm, state.params, prompts, eos_ids)
     rewards = reward_fn(samples, prompts.targets)
     shape = samples.finished.shape
+    if environment and jnp.ndim(rewards) == 3:
+      shape = *shape, environment.max_turns
     rewards = arguments.read_rewards(rewards, shape, "reward_fn")
     batch = make_batch(
       lm,
@@ -124,7 +133,10 @@ def make_grpo_step(
       ref_params=ref_params,
       score_norms=state.score_norms,
       prompt_weights=prompts.weights,
+      credit=credit,
     )
+    if rewards.ndim == 3:
+      rewards = jnp.sum(rewards, axis=-1)
     in_baseline, _ = TRUNCATED[objective.truncated](rewards, samples.finished)
     metrics = rollout_metrics(samples, rewards, in_baseline)
     if diagnose is not None:

@@ -111,7 +111,7 @@ def trajectories(
   length: int | None = None,
   pad_id: int = 0,
   finished: Bool[np.ndarray, "B G"] | None = None,
-) -> tuple[Rollout, Float[np.ndarray, "B G K"]]:
+) -> Rollout:
   """Makes a rollout of trajectories that were sampled elsewhere.
 
   Args:
@@ -123,8 +123,7 @@ def trajectories(
     finished: False where a trajectory was cut off; None is True for all.
 
   Returns:
-    The rollout, for `make_batch`, and the rewards of the turns, K of them in
-    the longest trajectory; 0 after the end.
+    The rollout, for `make_batch`, with `turn_rewards`.
 
   Raises:
     ValueError: groups of different sizes, empty segments, ids that are no
@@ -163,7 +162,7 @@ def trajectories(
       f"finished is [B, G] = {(b, g)}, not of shape {np.shape(finished)}"
     )
   mask = np.arange(t) < lengths[:, None]
-  rollout = Rollout(
+  return Rollout(
     prompt_ids=jnp.asarray(prompts.prompt_ids),
     prompt_mask=jnp.asarray(prompts.prompt_mask),
     completion_ids=jnp.asarray(ids.reshape(b, g, t)),
@@ -171,8 +170,8 @@ def trajectories(
     logprobs=jnp.asarray(logprobs.reshape(b, g, t)),
     finished=jnp.asarray(finished, bool),
     turns=jnp.asarray(turns.reshape(b, g, t)),
+    turn_rewards=jnp.asarray(rewards.reshape(b, g, -1)),
   )
-  return rollout, rewards.reshape(b, g, -1)
 
 
 def _row(segments: Sequence[Segment], where: str):

@@ -147,6 +147,7 @@ class Rollout:
     finished: True where it ended with an EOS, False where it was cut off.
     turns: turn that each token was sampled in, from 0; -1 on what an
       environment wrote between turns, and on padding. None is one turn.
+    turn_rewards: reward after each of up to K turns, 0 after the end, or None.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -156,6 +157,7 @@ class Rollout:
   logprobs: Float[Array, "B G T"]
   finished: Bool[Array, "B G"]
   turns: Int[Array, "B G T"] | None = None
+  turn_rewards: Float[Array, "B G K"] | None = None
 
   @property
   def sampled(self) -> Bool[Array, "B G T"]:

@@ -279,7 +279,8 @@ PROMPTS = Prompts(
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_packed_and_in_parts_an_update_is_the_same(tiny, credit):
   lm, params = tiny.lm, tiny.params
-  samples, rewards = turns.trajectories(PROMPTS, random_trajectories(4))
+  samples = turns.trajectories(PROMPTS, random_trajectories(4))
+  rewards = samples.turn_rewards
   tx = optax.sgd(1.0)
 
   @functools.partial(jax.jit, static_argnums=1)
@@ -312,7 +313,7 @@ def test_trajectories_keep_every_id():
     Segment([9]),
     Segment([7], [0.0], 1),
   ]
-  rollout, rewards = grpojax.trajectories(
+  rollout = grpojax.trajectories(
     Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool)),
     [[first, [Segment([4], [-1.0], 2.0)]]],
     length=6,
@@ -325,6 +326,7 @@ def test_trajectories_keep_every_id():
   ]
   assert rollout.turns[0].tolist() == [[0, 0, -1, 1, -1, -1], [0] + [-1] * 5]
   np.testing.assert_allclose(rollout.logprobs[0, 0], [-0.5, -0.1, 0, 0, 0, 0])
+  rewards = rollout.turn_rewards
   assert rewards.tolist() == [[[0.25, 1.0], [2.0, 0.0]]]
   assert rollout.completion_mask.sum(-1).tolist() == [[4, 1]]
   assert rollout.finished.tolist() == [[True, False]]
@@ -369,7 +371,8 @@ def test_what_is_no_trajectory_is_refused(segments, message):
   ],
 )
 def test_a_credit_that_cannot_be_is_refused(tiny, credit, objective, message):
-  samples, rewards = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  samples = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  rewards = samples.turn_rewards
   make = functools.partial(
     make_batch, tiny.lm, objective=Objective(**objective)
   )
@@ -378,7 +381,8 @@ def test_a_credit_that_cannot_be_is_refused(tiny, credit, objective, message):
 
 
 def test_rewards_of_turns_need_turns(tiny):
-  samples, rewards = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  samples = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  rewards = samples.turn_rewards
   with pytest.raises(ValueError, match="needs a reward after each turn"):
     make_batch(tiny.lm, samples, rewards[..., 0], credit="turn")
   of_one = samples.replace(turns=None)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from grpojax.core import environment as environment_lib
 from grpojax.core.decoding import repetition
 from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.mesh import constrain, sample_cuts
@@ -59,7 +60,8 @@ class Samples(NamedTuple):
   """Completions, as far as they are drawn.
 
   `seen` are the tokens that each sample or its prompt has; None without a
-  repetition penalty, and where slots have them.
+  repetition penalty, and where slots have them. `episodes` are None without an
+  environment.
   """
 
   ids: Int[Array, "B G T"]
@@ -68,6 +70,7 @@ class Samples(NamedTuple):
   finished: Bool[Array, "B G"]
   done: Bool[Array, "B G"]
   seen: Bool[Array, "B G V"] | None = None
+  episodes: environment_lib.Episodes | None = None
 
 
 class Setup(NamedTuple):
@@ -82,6 +85,7 @@ class Setup(NamedTuple):
     eos: Ids that end a completion.
     sampling: Distribution to draw from.
     in_prompt: Tokens that each prompt has; None without a repetition penalty.
+    environment: What answers after each turn, or None.
   """
 
   lm: LM
@@ -92,6 +96,7 @@ class Setup(NamedTuple):
   eos: Int[Array, "_"]
   sampling: Sampling
   in_prompt: Bool[Array, "B V"] | None = None
+  environment: environment_lib.Environment | None = None
 
 
 def constrain_samples(tree: PyTree) -> PyTree:
@@ -201,23 +206,37 @@ def _append(
   t: Int[Array, ""],
   hidden: Float[Array, "B G D"],
 ) -> Samples:
-  """Draws token t of every sample that is not done."""
-  alive = ~samples.done
+  """Draws token t of every sample that is not done; observations are read."""
+  alive, episodes = ~samples.done, samples.episodes
   ids, logprobs, seen = draw(setup, setup.keys, t, hidden, samples.seen)
+  drawn = alive
+  if episodes is not None:
+    drawn = alive & ~episodes.forced
+    ids = episodes.next_ids(ids)
+    logprobs = jnp.where(drawn, logprobs, 0.0)
 
   def at_t(old, new):  # of samples that are done nothing is written
     before = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
     return old.at[:, :, t].set(jnp.where(alive, new, before))
 
-  length = samples.length + alive
-  ended = alive & jnp.isin(ids, setup.eos)
+  rows, length = at_t(samples.ids, ids), samples.length + alive
+  ended = over = drawn & jnp.isin(ids, setup.eos)
+  if episodes is not None:
+    turn = jnp.where(drawn, episodes.turn, -1)
+    episodes = episodes._replace(
+      read=episodes.read + (alive & ~drawn), turns=at_t(episodes.turns, turn)
+    )
+    episodes, ended, over = environment_lib.advance(
+      setup.environment, episodes, rows, setup.keys, length, setup.limit, ended
+    )
   return Samples(
-    ids=at_t(samples.ids, ids),
+    ids=rows,
     logprobs=at_t(samples.logprobs, logprobs),
     length=length,
     finished=samples.finished | ended,
-    done=samples.done | ended | (length >= setup.limit),
+    done=samples.done | over | (length >= setup.limit),
     seen=seen,
+    episodes=episodes,
   )
 
 

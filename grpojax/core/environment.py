@@ -1,0 +1,188 @@
+"""Environments inside the decoding loop: trajectories as one XLA program.
+
+    prompt   p p p
+    drawn    a a E . . b E . . c E       E ends a turn
+    forced         o o     o o           observations
+    turns    0 0 0 - - 1 1 - - 2 2
+
+Where a turn has ended, its environment is stepped; what it answers is forced
+upon the next tokens of the row, which the model reads as its own. Each row has
+one token more in every round of the loop, so stages and compaction stay as they
+are, and the step is still one pure function, to be jitted, scanned, vmapped
+over seeds, sharded, and compiled ahead of time. Trajectories of other
+environments come from elsewhere (`core.turns.trajectories`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from grpojax.core.types import Rollout
+
+
+class Observation(NamedTuple):
+  """Answer of an environment to a turn.
+
+  Attributes:
+    ids: Token ids that the model reads next, padded behind `length` of them.
+    length: Number of tokens, 0 to O.
+    reward: Reward of the turn.
+    done: True where the trajectory ends here; nothing is read then.
+  """
+
+  ids: Int[Array, "O"]
+  length: Int[Array, ""] | int
+  reward: Float[Array, ""] | float
+  done: Bool[Array, ""] | bool
+
+
+class Environment(NamedTuple):
+  """A jittable environment, as functions of one trajectory.
+
+  Attributes:
+    reset: `(target, key) -> state`, a pytree of arrays, of the prompt's entry
+      of `Prompts.targets` and a random key of the sample.
+    step: `(state, ids [T], length, key) -> (state, Observation)`, where `ids`
+      begins with the `length` tokens of the turn, its end token included.
+    observation_length: O, tokens of an observation's `ids`.
+    max_turns: K, turns of the longest trajectory.
+  """
+
+  reset: Callable[..., Any]
+  step: Callable[..., tuple[Any, Observation]]
+  observation_length: int
+  max_turns: int
+
+
+class Episodes(NamedTuple):
+  """Turns of trajectories, as far as they are drawn.
+
+  Attributes:
+    state: State of each trajectory's environment, arrays [B, G, ...].
+    observation: Answer to the last turn.
+    length: Its number of tokens.
+    read: Number of them that the row has already.
+    begin: Place in the row of the turn's first token.
+    turn: Number of the turn.
+    turns: `Rollout.turns`.
+    rewards: `Rollout.turn_rewards`.
+  """
+
+  state: PyTree
+  observation: Int[Array, "B G O"]
+  length: Int[Array, "B G"]
+  read: Int[Array, "B G"]
+  begin: Int[Array, "B G"]
+  turn: Int[Array, "B G"]
+  turns: Int[Array, "B G T"]
+  rewards: Float[Array, "B G K"]
+
+  @property
+  def forced(self) -> Bool[Array, "B G"]:
+    """True where the next token is an observation's."""
+    return self.read < self.length
+
+  def next_ids(self, drawn: Int[Array, "B G"]) -> Int[Array, "B G"]:
+    """Returns the next token of each row, drawn or forced."""
+    at = jnp.minimum(self.read, self.observation.shape[-1] - 1)[..., None]
+    forced = jnp.take_along_axis(self.observation, at, axis=-1)[..., 0]
+    return jnp.where(self.forced, forced, drawn)
+
+
+def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
+  """Keys of the environments: others than those of tokens, which count up."""
+  return jax.vmap(jax.vmap(jax.random.fold_in))(
+    keys, jnp.broadcast_to(-1 - turn, keys.shape)
+  )
+
+
+def begin(
+  environment: Environment, targets: Any, keys: Key[Array, "B G"], length: int
+) -> Episodes:
+  """Begins trajectories of at most `length` tokens, T."""
+  if environment.observation_length < 1 or environment.max_turns < 1:
+    raise ValueError(
+      f"observation_length={environment.observation_length} and max_turns="
+      f"{environment.max_turns} of an environment must be at least 1"
+    )
+  of_group = jax.vmap(environment.reset, in_axes=(None, 0))
+  b, g = keys.shape
+  zero = jnp.zeros((b, g), jnp.int32)
+  return Episodes(
+    state=jax.vmap(of_group)(targets, _keys(keys, zero)),
+    observation=jnp.zeros((b, g, environment.observation_length), jnp.int32),
+    length=zero,
+    read=zero,
+    begin=zero,
+    turn=zero,
+    turns=jnp.full((b, g, length), -1, jnp.int32),
+    rewards=jnp.zeros((b, g, environment.max_turns), jnp.float32),
+  )
+
+
+def advance(
+  environment: Environment,
+  episodes: Episodes,
+  ids: Int[Array, "B G T"],
+  keys: Key[Array, "B G"],
+  length: Int[Array, "B G"],
+  limit: Int[Array, "B G"],
+  ended: Bool[Array, "B G"],
+) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
+  """Steps the environments of the turns that have ended.
+
+  Rows have `length` tokens now, and room for `limit`. Where there is no room
+  for an observation and one token more, or no further turn, the trajectory is
+  cut off without the observation: no row ends in what nobody learns from.
+
+  Returns:
+    The episodes; True where an environment was done; True where the trajectory
+    is over, done or not.
+  """
+  each = jax.vmap(jax.vmap(environment.step))
+
+  def step(episodes):
+    turn_ids = jax.vmap(jax.vmap(jnp.roll))(ids, -episodes.begin)
+    state, seen = each(
+      episodes.state,
+      turn_ids,
+      length - episodes.begin,
+      _keys(keys, episodes.turn + 1),
+    )
+    answer, count, reward, done = (
+      jnp.broadcast_to(x, (*length.shape, *jnp.shape(x)[2:])) for x in seen
+    )
+    last = episodes.turn + 1 >= environment.max_turns
+    over = done | last | (length + count + 1 > limit)
+    at_turn = jnp.arange(environment.max_turns) == episodes.turn[..., None]
+    new = Episodes(
+      state=state,
+      observation=answer,
+      length=jnp.where(over, 0, count),
+      read=jnp.zeros_like(episodes.read),
+      begin=length + count,
+      turn=episodes.turn + 1,
+      turns=episodes.turns,
+      rewards=jnp.where(at_turn, reward[..., None], episodes.rewards),
+    )
+
+    def choose(new, old):
+      where = ended.reshape(*ended.shape, *[1] * (new.ndim - 2))
+      return jnp.where(where, new, old).astype(old.dtype)
+
+    new = jax.tree.map(choose, new, episodes)
+    return new, ended & done, ended & over
+
+  def wait(episodes):
+    return episodes, jnp.zeros_like(ended), jnp.zeros_like(ended)
+
+  return jax.lax.cond(jnp.any(ended), step, wait, episodes)
+
+
+def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
+  """Returns the environment's rewards of the turns: a `reward_fn`."""
+  del targets
+  return rollout.turn_rewards

@@ -1,0 +1,217 @@
+"""Environments in the decoding loop, against a loop that is written plainly."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import grpojax
+from grpojax.core.decoding import Decoding
+from grpojax.core.decoding.sampling import Sampling, sample
+from grpojax.core.environment import Environment, Observation, returns
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+
+KEY, EOS, LONGEST = jax.random.key(3), (0, 5), 3
+PROMPTS = Prompts(
+  jnp.array([[1, 2, 3], [4, 5, 0], [6, 1, 2]]),
+  jnp.array([[1, 1, 1], [1, 1, 0], [1, 1, 1]], bool),
+  targets=jnp.array([0, 1, 2]),
+)
+
+
+def reset(target, key):
+  return {"sum": target, "luck": jax.random.randint(key, (), 0, 3)}
+
+
+def step(state, ids, length, key):
+  """Answers 0 to 3 random tokens, ends at a sum, and rewards the length."""
+  total = state["sum"] + ids[0] + state["luck"] + length
+  answer = jax.random.randint(key, (LONGEST,), 1, 5)
+  return state | {"sum": total}, Observation(
+    answer, total % (LONGEST + 1), length / 10, total % 7 == 0
+  )
+
+
+ENVIRONMENT = Environment(reset, step, LONGEST, max_turns=4)
+
+
+def sampled(tiny, t_max=24, group_size=4, key=KEY, **options):
+  return jax.jit(
+    lambda params, key: rollout(
+      tiny.lm,
+      params,
+      PROMPTS,
+      key,
+      group_size=group_size,
+      max_new_tokens=t_max,
+      eos_ids=EOS,
+      environment=ENVIRONMENT,
+      **options,
+    )
+  )(tiny.params, key)
+
+
+def replayed(tiny, i, g, t_max):
+  """One trajectory, by whole forward passes."""
+  key = jax.random.fold_in(KEY, i * 4 + g)
+  state = reset(PROMPTS.targets[i], jax.random.fold_in(key, jnp.int32(-1)))
+  prompt = PROMPTS.prompt_ids[i : i + 1], PROMPTS.prompt_mask[i : i + 1]
+  prefix = tiny.lm.prefill(tiny.params, *prompt)
+  whole = jax.jit(
+    lambda ids: tiny.lm.unembed(
+      tiny.params, tiny.lm.extend(tiny.params, prefix, ids)[0]
+    )
+  )
+  first = tiny.lm.unembed(tiny.params, prefix.last_hidden)[0]
+  ids, turns, turn, begin, rewards = [], [], 0, 0, []
+  while len(ids) < t_max:
+    logits = first
+    if ids:
+      padded = jnp.array(ids + [0] * (t_max - len(ids)))[None, None]
+      logits = whole(padded)[0, 0, len(ids) - 1]
+    drawn, _ = sample(jax.random.fold_in(key, len(ids)), logits)
+    ids, turns = [*ids, int(drawn)], [*turns, turn]
+    if ids[-1] not in EOS:
+      continue
+    state, seen = step(
+      state,
+      jnp.array(ids[begin:]),
+      len(ids) - begin,
+      jax.random.fold_in(key, jnp.int32(-2 - turn)),
+    )
+    count, turn = int(seen.length), turn + 1
+    rewards.append(float(seen.reward))
+    if seen.done or turn == 4 or len(ids) + count + 1 > t_max:
+      return ids, turns, rewards, bool(seen.done)
+    ids += seen.ids[:count].tolist()
+    turns += [-1] * count
+    begin = len(ids)
+  return ids, turns, rewards, False
+
+
+def test_rows_are_those_of_a_plain_loop(tiny):
+  result = sampled(tiny, t_max=24)
+  ends = set()
+  for i, g in np.ndindex(3, 4):
+    ids, turns, rewards, finished = replayed(tiny, i, g, 24)
+    n = len(ids)
+    assert result.completion_ids[i, g].tolist() == ids + [0] * (24 - n)
+    assert result.turns[i, g].tolist() == turns + [-1] * (24 - n)
+    assert int(result.completion_mask[i, g].sum()) == n
+    assert bool(result.finished[i, g]) == finished
+    np.testing.assert_allclose(
+      result.turn_rewards[i, g], rewards + [0] * (4 - len(rewards)), rtol=1e-6
+    )
+    assert turns[-1] >= 0  # nothing is read at the end
+    ends.add((finished, n < 24))
+  assert ends >= {(True, True), (False, True)}
+  assert (result.turns >= 2).any() and (result.turn_rewards[..., 2] > 0).any()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=5)])
+def test_what_was_drawn_is_scored_as_drawn(tiny, sampling):
+  result = sampled(tiny, sampling=sampling)
+  logprobs, _ = token_logprobs(
+    tiny.lm,
+    tiny.params,
+    result.prompt_ids,
+    result.prompt_mask,
+    result.completion_ids,
+    sampling=sampling,
+  )
+  read = result.completion_mask & ~result.sampled
+  assert read.any() and not result.logprobs[read].any()
+  np.testing.assert_allclose(
+    result.logprobs[result.sampled], logprobs[result.sampled], atol=2e-5
+  )
+
+
+def test_the_loop_may_be_cut_in_any_way(tiny):
+  """Stages, fewer rows, parts of a batch and other seeds change no sample."""
+  plain = sampled(tiny, t_max=128, decoding=Decoding(stages=1, compact=False))
+  staged = sampled(tiny, t_max=128)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, atol=1e-5), plain, staged
+  )
+  assert plain.completion_mask.sum(-1).max() > 40  # past a stage
+  keys = jnp.stack([jax.random.key(9), KEY])
+  both = jax.vmap(lambda key: sampled(tiny, t_max=128, key=key))(keys)
+  same = jax.tree.map(lambda x: x[1], both)
+  assert (same.completion_ids == plain.completion_ids).all()
+  assert (same.turns == plain.turns).all()
+
+
+def test_a_row_that_only_pads_the_batch_is_empty(tiny):
+  mask = PROMPTS.prompt_mask.at[1].set(False)
+  result = rollout(
+    tiny.lm,
+    tiny.params,
+    PROMPTS.replace(prompt_mask=mask),
+    KEY,
+    group_size=2,
+    max_new_tokens=6,
+    eos_ids=EOS,
+    environment=ENVIRONMENT,
+  )
+  assert not result.completion_mask[1].any() and (result.turns[1] == -1).all()
+  assert not result.turn_rewards[1].any()
+
+
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_a_whole_step_is_its_parts(tiny, credit):
+  tx, size = optax.sgd(0.1), {"group_size": 4, "max_new_tokens": 24}
+  step_ = jax.jit(
+    grpojax.make_grpo_step(
+      tiny.lm,
+      tx,
+      returns,
+      eos_ids=EOS,
+      environment=ENVIRONMENT,
+      credit=credit,
+      **size,
+    )
+  )
+  state = grpojax.init_state(tiny.params, tx, KEY)
+  new, metrics = step_(state, PROMPTS)
+  samples = sampled(tiny, key=jax.random.fold_in(KEY, 0))
+  batch = grpojax.make_batch(
+    tiny.lm, samples, samples.turn_rewards, credit=credit
+  )
+  update = grpojax.make_update(tiny.lm, tx, grpojax.Objective())
+  expected, _ = jax.jit(update)(state, batch)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, atol=1e-5),
+    new.params,
+    expected.params,
+  )
+  total = samples.turn_rewards.sum(-1)
+  assert float(metrics["reward_mean"]) == pytest.approx(float(total.mean()))
+  assert metrics["turns_mean"] > 1
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"decoding": Decoding(slots=2)}, "neither decoded in slots nor with"),
+    ({"sampling": Sampling(repetition_penalty=1.1)}, "repetition_penalty=1.1"),
+    ({"environment": ENVIRONMENT._replace(max_turns=0)}, "max_turns=0"),
+  ],
+)
+def test_what_an_environment_does_not_go_with(tiny, options, message):
+  options = {"environment": ENVIRONMENT} | options
+  with pytest.raises(ValueError, match=message):
+    rollout(
+      tiny.lm,
+      tiny.params,
+      PROMPTS,
+      KEY,
+      group_size=4,
+      max_new_tokens=4,
+      eos_ids=EOS,
+      **options,
+    )
