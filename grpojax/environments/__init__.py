@@ -1,0 +1,1 @@
+"""Environments that come along, to be read and to be tried."""

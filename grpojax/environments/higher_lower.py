@@ -1,0 +1,58 @@
+"""Guess a number from 0 to N - 1: told "higher" or "lower" until it is right.
+
+Token ids are the numbers themselves, then HIGHER = N, LOWER = N + 1 and START =
+N + 2, which is the whole prompt. A turn ends with a number: `eos_ids` are all
+of them, and a turn of a policy that plays well is that one token.
+
+    START  7 HIGHER  11 LOWER  9
+
+`grpojax.studies.turns` learns it from scratch.
+"""
+
+import jax.numpy as jnp
+
+from grpojax.core.environment import Environment, Observation
+from grpojax.core.types import Prompts
+
+
+def vocab_size(numbers: int) -> int:
+  """Returns the number of token ids."""
+  return numbers + 3
+
+
+def higher_lower(
+  numbers: int, max_turns: int, cost: float = 0.1
+) -> Environment:
+  """Makes the game of N numbers, whose targets are the numbers to be guessed.
+
+  A right guess is rewarded with 1 and ends it; a wrong one costs `cost`.
+  """
+
+  def reset(target, key):
+    del key
+    return target
+
+  def step(secret, ids, length, key):
+    del key
+    guess = ids[length - 1]
+    right = guess == secret
+    answer = jnp.where(guess < secret, numbers, numbers + 1)[None]
+    return secret, Observation(answer, 1, jnp.where(right, 1.0, -cost), right)
+
+  return Environment(reset, step, observation_length=1, max_turns=max_turns)
+
+
+def prompts(numbers: int) -> Prompts:
+  """Returns a prompt for each number to be guessed."""
+  start = jnp.full((numbers, 1), numbers + 2, jnp.int32)
+  return Prompts(start, jnp.ones(start.shape, bool), jnp.arange(numbers))
+
+
+def best_return(numbers: int, max_turns: int, cost: float = 0.1) -> float:
+  """Returns the mean return of a player who halves what is left."""
+  total, asked = 0.0, 0
+  for turn in range(max_turns):
+    found = min(2**turn, numbers - asked)
+    total += found * (1 - turn * cost)
+    asked += found
+  return (total - (numbers - asked) * max_turns * cost) / numbers
