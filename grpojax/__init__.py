@@ -16,6 +16,7 @@ _NAMES = {
   "grpojax.core": ("advantages", "losses"),
   "grpojax.core.arguments": ("prompts_from_left_padded",),
   "grpojax.core.batch": ("make_batch",),
+  "grpojax.core.environment": ("Environment", "Observation", "returns"),
   "grpojax.core.logprobs": ("token_logprobs",),
   "grpojax.core.mesh": ("constrain", "make_mesh"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),

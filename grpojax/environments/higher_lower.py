@@ -50,9 +50,9 @@ def prompts(numbers: int) -> Prompts:
 
 def best_return(numbers: int, max_turns: int, cost: float = 0.1) -> float:
   """Returns the mean return of a player who halves what is left."""
-  total, asked = 0.0, 0
+  total, left = 0.0, numbers
   for turn in range(max_turns):
-    found = min(2**turn, numbers - asked)
-    total += found * (1 - turn * cost)
-    asked += found
-  return (total - (numbers - asked) * max_turns * cost) / numbers
+    hits = min(2**turn, left)
+    total += hits * (1 - turn * cost)
+    left -= hits
+  return (total - left * max_turns * cost) / numbers

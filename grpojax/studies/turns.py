@@ -42,7 +42,7 @@ SETTINGS = run.settings(
   "turns",
   seed=run.SEED,
   seeds=setting(5, "runs of each credit", within="[2, inf)"),
-  steps=setting(300, "training steps", within="[1, inf)"),
+  steps=setting(600, "training steps", within="[1, inf)"),
   numbers=setting(15, "numbers to be guessed from", within="[2, inf)"),
   max_turns=setting(4, "guesses", within="[1, inf)"),
   cost=setting(0.1, "cost of a wrong guess", within="[0, inf)"),
@@ -160,7 +160,7 @@ def table(curves: Curves) -> list[dict[str, float | str]]:
 def draw(config: ConfigDict, curves: Curves, path: pathlib.Path) -> None:
   """Draws mean returns along training, and the best that there is."""
   best = game.best_return(config.numbers, config.max_turns, config.cost)
-  with run.picture(path, 1, 1, width=6.0) as axes:
+  with run.picture(path, 1, 1, width=6.0) as ((axes,),):
     for credit, curve in curves.items():
       steps = np.arange(1, curve.shape[1] + 1)
       middle, low, high = np.array([mean_interval(x) for x in curve.T]).T

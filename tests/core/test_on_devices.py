@@ -14,6 +14,7 @@ DIRECTORY = pathlib.Path(__file__).parent
   "program",
   [
     "sharded_sampling.py",
+    pytest.param("environment_on_mesh.py", marks=pytest.mark.slow),
     pytest.param("packed_on_mesh.py", marks=pytest.mark.slow),
   ],
 )
