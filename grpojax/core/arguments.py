@@ -94,12 +94,12 @@ def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
 
 def read_rewards(
   rewards: Any, shape: tuple[int, ...], source: str
-) -> Shaped[Array, "B G"]:
+) -> Shaped[Array, "B G *K"]:
   """Returns rewards, an array or lists of numbers, as an array of `shape`.
 
   Raises:
-    ValueError: they are not numbers, or not one a completion; the message names
-      their source.
+    ValueError: they are not numbers, or not one a completion (or a turn); the
+      message names their source.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:

@@ -21,11 +21,11 @@ advantage and weights that do not depend on the trajectory (`fixed_length`,
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from grpojax.core.group_axis import minus_others, present
 from grpojax.core.objective import Objective
@@ -110,7 +110,7 @@ def trajectories(
   *,
   length: int | None = None,
   pad_id: int = 0,
-  finished: Bool[np.ndarray, "B G"] | None = None,
+  finished: Any = None,
 ) -> Rollout:
   """Makes a rollout of trajectories that were sampled elsewhere.
 
@@ -120,7 +120,8 @@ def trajectories(
       the last is one that was sampled. A turn is a sampled segment.
     length: T, tokens that a row has room for; None is the longest trajectory.
     pad_id: Id behind the end of a trajectory.
-    finished: False where a trajectory was cut off; None is True for all.
+    finished: Booleans [B, G], False where a trajectory was cut off; None is
+      True for all.
 
   Returns:
     The rollout, for `make_batch`, with `turn_rewards`.

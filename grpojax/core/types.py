@@ -195,7 +195,7 @@ class Batch:
   prompt_mask: Bool[Array, "B P"]
   completion_ids: Int[Array, "B G T"]
   completion_mask: Bool[Array, "B G T"]
-  advantages: Float[Array, "B G *T"]
+  advantages: Float[Array, "B G *t"]
   old_logprobs: Float[Array, "B G T"] | None = None
   ref_logprobs: Float[Array, "B G T"] | None = None
   rollout_logprobs: Float[Array, "B G T"] | None = None

@@ -244,10 +244,11 @@ def test_turn_credit_by_hand():
 def test_a_loss_takes_an_advantage_of_each_token():
   rng = np.random.default_rng(1)
   mask = jnp.array([[[True, True, False], [True, False, True]]])
-  logprobs, weights, advantages = rng.normal(size=(3, 1, 2, 3))
+  draws = jnp.asarray(rng.normal(size=(3, 1, 2, 3)), jnp.float32)
+  logprobs, weights, advantages = draws
   loss = lambda x: losses.grpo_loss(x, advantages, weights, mask)[0]
   np.testing.assert_allclose(
-    jax.grad(loss)(jnp.asarray(logprobs, jnp.float32)),
+    jax.grad(loss)(logprobs),
     np.where(mask, -weights * advantages, 0),
     rtol=1e-5,
   )

@@ -143,6 +143,8 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
   ((samples, found),) = run.compared
   np.testing.assert_array_equal(found, rewards[expected])
   for name, value in vars(samples).items():
+    if value is None:  # turns, which there are none of
+      continue
     np.testing.assert_array_equal(value, getattr(whole, name)[expected], name)
   assert run.taken == drawn == int(run.state.prompts_consumed)
   assert row["gen_batches"] == drawn / B and row["groups_kept"] == 1

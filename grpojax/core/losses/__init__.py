@@ -74,7 +74,7 @@ def sequence_sum(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
 
 def grpo_loss(
   logprobs: Float[Array, "B G T"],
-  advantages: Float[Array, "B G *T"],
+  advantages: Float[Array, "B G *t"],
   weights: Float[Array, "B G T"],
   mask: Bool[Array, "B G T"],
   old_logprobs: Float[Array, "B G T"] | None = None,
