@@ -103,8 +103,10 @@ def read_rewards(
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
+    axes = "[B, G]" if len(shape) == 2 else "[B, G, K], K turns,"
+    unit = "completion" if len(shape) == 2 else "turn, 0 after the last"
     raise ValueError(
-      f"{source} needs rewards [B, G] = {shape}, one a completion (nan where "
+      f"{source} needs rewards {axes} = {shape}, one a {unit} (nan where "
       f"there is none), not shape {rewards.shape}"
     )
   return rewards

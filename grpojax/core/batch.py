@@ -78,7 +78,7 @@ def make_batch(
       policy that sampled, an advantage that needs what is not there, or arrays
       that do not fit (see `core.arguments`).
   """
-  turns_lib.check_credit(credit, objective, rollout)
+  turns_lib.check_credit(credit, objective, rollout.turns is not None)
   rewards = _read_rewards(rewards, rollout, credit)
   recomputes = objective.old_logprobs == "trainer" and not options.on_policy
   if recomputes and policy_params is None:

@@ -29,7 +29,8 @@ class Observation(NamedTuple):
   Attributes:
     ids: Token ids that the model reads next, padded behind `length` of them.
     length: Number of tokens, 0 to O.
-    reward: Reward of the turn.
+    reward: Reward of the turn. It becomes nan, so that the trajectory takes no
+      part, where `length` or one of these ids cannot be.
     done: True where the trajectory ends here; nothing is read then.
   """
 
@@ -46,7 +47,9 @@ class Environment(NamedTuple):
     reset: `(target, key) -> state`, a pytree of arrays, of the prompt's entry
       of `Prompts.targets` and a random key of the sample.
     step: `(state, ids [T], length, key) -> (state, Observation)`, where `ids`
-      begins with the `length` tokens of the turn, its end token included.
+      begins with the `length` tokens of the turn, its end token included. It is
+      pure: where one turn of a batch has ended it runs for all rows, and what
+      it gives for the others is dropped.
     observation_length: O, tokens of an observation's `ids`.
     max_turns: K, turns of the longest trajectory.
   """
@@ -99,15 +102,108 @@ def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
   )
 
 
+_FIELDS = {  # of an observation: its axes, and kinds of numbers
+  "ids": (1, "iu"),
+  "length": (0, "iu"),
+  "reward": (0, "biuf"),
+  "done": (0, "b"),
+}
+
+
+def _struct(tree: PyTree) -> PyTree:
+  """Shapes and dtypes, without a note that one came from a Python number."""
+  return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+def checked(
+  environment: Environment, targets: Any, prompts: int, length: int, vocab: int
+) -> Environment:
+  """Returns an environment whose answers are valid ones, or without a reward.
+
+  Args:
+    environment: Environment of the user's.
+    targets: `Prompts.targets`.
+    prompts: B.
+    length: T.
+    vocab: V, number of token ids.
+
+  Raises:
+    ValueError: sizes that are not whole and positive, targets that are not one
+      a prompt, a state that changes its structure, shapes or dtypes, or a
+      `step` that does not return `(state, Observation)`.
+  """
+  for name in ("observation_length", "max_turns"):
+    size = getattr(environment, name)
+    if not isinstance(size, int) or size < 1:
+      raise ValueError(f"{name}={size} of an environment: must be 1 or more")
+  shapes = [jnp.shape(x) for x in jax.tree.leaves(targets)]
+  if any(shape[:1] != (prompts,) for shape in shapes):
+    raise ValueError(
+      f"targets are arrays [B, ...] with B = {prompts} prompts, not of shapes "
+      f"{shapes}"
+    )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+
+  def reset(target, key):
+    return jax.tree.map(jnp.asarray, environment.reset(target, key))
+
+  first = jax.eval_shape(
+    lambda t, key: reset(jax.tree.map(lambda x: x[0], t), key), targets, key
+  )
+  answer = jax.eval_shape(
+    lambda state, key: environment.step(
+      state, jnp.zeros(length, jnp.int32), jnp.int32(1), key
+    ),
+    first,
+    key,
+  )
+  size = environment.observation_length
+  _check_answer(answer, first, size)
+
+  def step(state, ids, length, key):
+    new, seen = environment.step(state, ids, length, key)
+    new = jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, state)
+    there = jnp.arange(size) < seen.length
+    strange = there & ((seen.ids < 0) | (seen.ids >= vocab))
+    valid = (seen.length >= 0) & (seen.length <= size) & ~jnp.any(strange)
+    return new, Observation(
+      ids=jnp.asarray(seen.ids, jnp.int32),
+      length=jnp.clip(seen.length, 0, size).astype(jnp.int32),
+      reward=jnp.where(valid, jnp.asarray(seen.reward, jnp.float32), jnp.nan),
+      done=jnp.asarray(seen.done),
+    )
+
+  return environment._replace(reset=reset, step=step)
+
+
+def _check_answer(answer: Any, first: PyTree, size: int) -> None:
+  """Checks the shapes of what `step` returns; `first` is the reset state's."""
+  pair = isinstance(answer, tuple) and len(answer) == 2
+  if not pair or not isinstance(answer[1], Observation):
+    raise ValueError(
+      "an environment's step returns (state, Observation(...)), not "
+      f"{type(answer).__name__} {answer}"
+    )
+  state, seen = answer
+  if _struct(state) != _struct(first):
+    raise ValueError(
+      "an environment's step must return a state of the structure, shapes and "
+      f"dtypes of reset's: {_struct(state)}, not {_struct(first)}"
+    )
+  for name, (axes, kinds) in _FIELDS.items():
+    value, shape = getattr(seen, name), (size,) * axes
+    fits = getattr(value, "shape", None) == shape
+    if not fits or jnp.dtype(value.dtype).kind not in kinds:
+      kind = {"iu": "integer", "b": "boolean"}.get(kinds, "real")
+      raise ValueError(
+        f"an Observation's {name} is {kind}, of shape {shape}, not {value}"
+      )
+
+
 def begin(
   environment: Environment, targets: Any, keys: Key[Array, "B G"], length: int
 ) -> Episodes:
   """Begins trajectories of at most `length` tokens, T."""
-  if environment.observation_length < 1 or environment.max_turns < 1:
-    raise ValueError(
-      f"observation_length={environment.observation_length} and max_turns="
-      f"{environment.max_turns} of an environment must be at least 1"
-    )
   of_group = jax.vmap(environment.reset, in_axes=(None, 0))
   b, g = keys.shape
   zero = jnp.zeros((b, g), jnp.int32)
@@ -146,14 +242,11 @@ def advance(
 
   def step(episodes):
     turn_ids = jax.vmap(jax.vmap(jnp.roll))(ids, -episodes.begin)
-    state, seen = each(
+    state, (answer, count, reward, done) = each(
       episodes.state,
       turn_ids,
-      length - episodes.begin,
+      jnp.where(ended, length - episodes.begin, 1),
       _keys(keys, episodes.turn + 1),
-    )
-    answer, count, reward, done = (
-      jnp.broadcast_to(x, (*length.shape, *jnp.shape(x)[2:])) for x in seen
     )
     last = episodes.turn + 1 >= environment.max_turns
     over = done | last | (length + count + 1 > limit)
@@ -171,7 +264,7 @@ def advance(
 
     def choose(new, old):
       where = ended.reshape(*ended.shape, *[1] * (new.ndim - 2))
-      return jnp.where(where, new, old).astype(old.dtype)
+      return jnp.where(where, new, old)
 
     new = jax.tree.map(choose, new, episodes)
     return new, ended & done, ended & over
@@ -183,6 +276,12 @@ def advance(
 
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
-  """Returns the environment's rewards of the turns: a `reward_fn`."""
+  """Returns the environment's rewards of the turns: a `reward_fn`.
+
+  Raises:
+    ValueError: the rollout has none.
+  """
   del targets
+  if rollout.turn_rewards is None:
+    raise ValueError("grpojax.returns are an environment's: give environment=")
   return rollout.turn_rewards

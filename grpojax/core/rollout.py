@@ -82,7 +82,8 @@ def rollout(
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
       random key, or wrong prompts (see `arguments.check_prompts`); an
-      environment with slots or a repetition penalty.
+      environment with slots or a repetition penalty, or one that is none (see
+      `environment.checked`).
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
@@ -114,10 +115,14 @@ def rollout(
     limit=limit,
     eos=eos,
     sampling=sampling,
-    environment=environment,
   )
+  logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
+  if environment:
+    checked = environment_lib.checked(
+      environment, prompts.targets, b, t_max, logits.shape[-1]
+    )
+    setup = setup._replace(environment=checked)
   if sampling.repetition_penalty != 1:
-    logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
     in_prompt = repetition.in_prompts(
       prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
     )
@@ -131,7 +136,7 @@ def rollout(
   )
   if environment:
     episodes = environment_lib.begin(
-      environment, prompts.targets, setup.keys, t_max
+      setup.environment, prompts.targets, setup.keys, t_max
     )
     samples = samples._replace(episodes=episodes)
   samples = constrain_samples(samples)

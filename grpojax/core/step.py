@@ -22,6 +22,7 @@ from grpojax.core.environment import Environment
 from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
+from grpojax.core.turns import check_credit
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import Metrics, UpdateOptions, make_update
 
@@ -91,15 +92,19 @@ def make_grpo_step(
     sampling: Distribution to sample from, which the loss is of.
     decoding: Shape of the decoding loop, which changes no sample.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled (see `statistics.diagnostics`); a parameter `score_norms` gets
-      those of the state.
+      sampled (see `statistics.diagnostics`), with the rewards of whole
+      trajectories; a parameter `score_norms` gets those of the state.
     environment: What answers after each turn, see `rollout`.
     credit: What a turn learns from, see `make_batch`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`. It raises
     ValueError for `eos_ids` outside the model's vocabulary.
+
+  Raises:
+    ValueError: a credit that the objective does not go with.
   """
+  check_credit(credit, objective, environment is not None)
   update_policy = make_update(lm, tx, objective, update, sampling)
 
   def step(state: TrainState, prompts: Prompts, ref_params=None):
@@ -143,6 +148,11 @@ def make_grpo_step(
       metrics |= bind(diagnose, score_norms=state.score_norms)(
         state.params, samples, rewards, diagnosis_key(state)
       )
+    if credit != "trajectory":  # members that are equal may differ in a turn
+      real = jnp.any(prompts.prompt_mask, axis=-1)
+      learned = jnp.any(batch.advantages != 0, axis=(1, 2))
+      equal = jnp.sum(real & ~learned) / jnp.maximum(jnp.sum(real), 1)
+      metrics["zero_variance_groups"] = equal
     state, update_metrics = update_policy(state, batch)
     return state, metrics | update_metrics
 

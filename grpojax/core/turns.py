@@ -49,19 +49,27 @@ class Segment(NamedTuple):
   reward: float = 0.0
 
 
-def check_credit(credit: str, objective: Objective, rollout: Rollout) -> None:
-  """Refuses, by ValueError, what has no meaning with a turn's credit."""
+def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
+  """Refuses, by ValueError, what has no meaning with a turn's credit.
+
+  Ratios and surrogates that average over a completion give each token the mean
+  of all advantages; those of the user's own are not known.
+  """
   if credit not in CREDITS:
     raise ValueError(f"credit = {credit!r}: use one of {', '.join(CREDITS)}")
   if credit == "trajectory":
     return
   wrong = {
-    "the rollout has no turns (Rollout.turns)": rollout.turns is None,
+    "there are no turns: give an environment, or a rollout that has "
+    "Rollout.turns": not has_turns,
     "its baseline is leave_one_out's: use advantage = 'leave_one_out'": (
       objective.advantage != "leave_one_out"
     ),
     "a KL penalty in the reward is of whole trajectories: use kl_placement = "
     "'loss'": objective.kl_in_reward,
+    "sequence_ratio and gmpo average over a trajectory: use another ratio or "
+    "surrogate": objective.ratio == "sequence_ratio"
+    or objective.surrogate == "gmpo",
     "off_policy_threshold needs one advantage a trajectory: use 0": (
       objective.off_policy_threshold
     ),
@@ -78,7 +86,15 @@ def turn_advantages(
 
   A trajectory with a reward that is not finite takes no part. Tokens of turns
   from K on get nan, so that no update is made of them.
+
+  Raises:
+    ValueError: a group of one.
   """
+  if rewards.shape[1] < 2:
+    raise ValueError(
+      f"credit = {credit!r} compares the members of a group: G = "
+      f"{rewards.shape[1]} must be 2 or more"
+    )
   complete = present(jnp.sum(rewards, axis=-1, keepdims=True))
   rewards = jnp.where(complete, rewards, jnp.nan)
   to_go = jnp.flip(jnp.cumsum(jnp.flip(rewards, -1), axis=-1), -1)
@@ -128,8 +144,9 @@ def trajectories(
 
   Raises:
     ValueError: groups of different sizes, empty segments, ids that are no
-      token ids, log-probabilities of another number or above 0, a trajectory
-      that ends in an observation or is longer than `length`.
+      token ids, log-probabilities of another number, not finite or above 0 (by
+      more than 1e-4), a reward that is no number, a trajectory that ends in an
+      observation or is longer than `length`.
   """
   b = len(prompts.prompt_ids)
   sizes = {len(group) for group in segments}
@@ -146,7 +163,7 @@ def trajectories(
   ]
   longest = max(len(ids) for ids, *_ in rows)
   t = longest if length is None else length
-  if longest > t:
+  if not isinstance(t, int) or longest > t:
     raise ValueError(f"a trajectory has {longest} tokens, over length = {t}")
   ids = np.full((b * g, t), pad_id, np.int32)
   turns = np.full((b * g, t), -1, np.int32)
@@ -175,19 +192,42 @@ def trajectories(
   )
 
 
+def _array(value: Any) -> np.ndarray:
+  """An array, of objects where numpy makes none of the value."""
+  try:
+    return np.asarray(value)
+  except (OverflowError, TypeError, ValueError):
+    return np.asarray(None)
+
+
 def _row(segments: Sequence[Segment], where: str):
   """Joins a trajectory: ids, turns, log-probabilities, rewards of turns."""
   ids, turns, logprobs, rewards = [], [], [], []
+  if isinstance(segments, Segment) or not all(
+    isinstance(segment, Segment) for segment in segments
+  ):
+    raise ValueError(f"{where} is a list of Segment(...), not {segments!r}")
   if not segments or segments[-1].logprobs is None:
     raise ValueError(
       f"{where} must end with a segment that was sampled: nothing is learned "
       "from an observation after the last turn, leave it out"
     )
   for i, segment in enumerate(segments):
-    new = np.asarray(segment.ids)
-    if new.ndim != 1 or not new.size or new.dtype.kind != "i" or new.min() < 0:
+    new = _array(segment.ids)
+    if (
+      new.ndim != 1
+      or not new.size
+      or new.dtype.kind not in "iu"
+      or not 0 <= new.min() <= new.max() < 2**31
+    ):
       raise ValueError(
         f"{where}[{i}].ids are token ids, one or more, not {segment.ids!r}"
+      )
+    if _array(segment.reward).dtype.kind not in "biuf" or np.ndim(
+      segment.reward
+    ):
+      raise ValueError(
+        f"{where}[{i}].reward is a number, not {segment.reward!r}"
       )
     ids.extend(new)
     if segment.logprobs is None:
@@ -198,13 +238,18 @@ def _row(segments: Sequence[Segment], where: str):
       turns.extend([-1] * len(new))
       logprobs.extend([0.0] * len(new))
       continue
-    of_new = np.asarray(segment.logprobs, np.float32)
-    if of_new.shape != new.shape or not (of_new <= 0).all():
+    of_new = _array(segment.logprobs)
+    if (
+      of_new.shape != new.shape
+      or of_new.dtype.kind not in "iuf"
+      or not np.isfinite(of_new).all()
+      or of_new.max() > 1e-4  # an engine's rounding
+    ):
       raise ValueError(
-        f"{where}[{i}].logprobs are {len(new)} log-probabilities, 0 or less, "
-        f"one an id, not {segment.logprobs!r}"
+        f"{where}[{i}].logprobs are {len(new)} log-probabilities, finite and 0 "
+        f"or less, one an id, not {segment.logprobs!r}"
       )
     turns.extend([len(rewards)] * len(new))
-    logprobs.extend(of_new)
+    logprobs.extend(np.minimum(of_new, 0.0))
     rewards.append(segment.reward)
   return ids, turns, logprobs, rewards

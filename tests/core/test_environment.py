@@ -40,20 +40,20 @@ def step(state, ids, length, key):
 ENVIRONMENT = Environment(reset, step, LONGEST, max_turns=4)
 
 
-def sampled(tiny, t_max=24, group_size=4, key=KEY, **options):
+def sampled(tiny, t_max=24, key=KEY, prompts=PROMPTS, **options):
   return jax.jit(
-    lambda params, key: rollout(
+    lambda params, prompts, key: rollout(
       tiny.lm,
       params,
-      PROMPTS,
+      prompts,
       key,
-      group_size=group_size,
+      group_size=4,
       max_new_tokens=t_max,
       eos_ids=EOS,
       environment=ENVIRONMENT,
       **options,
     )
-  )(tiny.params, key)
+  )(tiny.params, prompts, key)
 
 
 def replayed(tiny, i, g, t_max):
@@ -113,8 +113,8 @@ def test_rows_are_those_of_a_plain_loop(tiny):
   assert (result.turns >= 2).any() and (result.turn_rewards[..., 2] > 0).any()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=5)])
-def test_what_was_drawn_is_scored_as_drawn(tiny, sampling):
+def test_what_was_drawn_is_scored_as_drawn(tiny):
+  sampling = Sampling(0.7, top_k=5)
   result = sampled(tiny, sampling=sampling)
   logprobs, _ = token_logprobs(
     tiny.lm,
@@ -154,22 +154,12 @@ def test_seeds_may_be_mapped_over(tiny):
 
 def test_a_row_that_only_pads_the_batch_is_empty(tiny):
   mask = PROMPTS.prompt_mask.at[1].set(False)
-  result = rollout(
-    tiny.lm,
-    tiny.params,
-    PROMPTS.replace(prompt_mask=mask),
-    KEY,
-    group_size=2,
-    max_new_tokens=6,
-    eos_ids=EOS,
-    environment=ENVIRONMENT,
-  )
+  result = sampled(tiny, prompts=PROMPTS.replace(prompt_mask=mask))
   assert not result.completion_mask[1].any() and (result.turns[1] == -1).all()
   assert not result.turn_rewards[1].any()
 
 
-@pytest.mark.parametrize("credit", ["trajectory", "turn"])
-def test_a_whole_step_is_its_parts(tiny, credit):
+def test_a_whole_step_is_its_parts(tiny):
   tx, size = optax.sgd(0.1), {"group_size": 4, "max_new_tokens": 24}
   step_ = jax.jit(
     grpojax.make_grpo_step(
@@ -178,7 +168,7 @@ def test_a_whole_step_is_its_parts(tiny, credit):
       returns,
       eos_ids=EOS,
       environment=ENVIRONMENT,
-      credit=credit,
+      credit="turn",
       **size,
     )
   )
@@ -186,7 +176,7 @@ def test_a_whole_step_is_its_parts(tiny, credit):
   new, metrics = step_(state, PROMPTS)
   samples = sampled(tiny, key=jax.random.fold_in(KEY, 0))
   batch = grpojax.make_batch(
-    tiny.lm, samples, samples.turn_rewards, credit=credit
+    tiny.lm, samples, samples.turn_rewards, credit="turn"
   )
   update = grpojax.make_update(tiny.lm, tx, grpojax.Objective())
   expected, _ = jax.jit(update)(state, batch)
@@ -206,6 +196,7 @@ def test_a_whole_step_is_its_parts(tiny, credit):
     ({"decoding": Decoding(slots=2)}, "neither decoded in slots nor with"),
     ({"sampling": Sampling(repetition_penalty=1.1)}, "repetition_penalty=1.1"),
     ({"environment": ENVIRONMENT._replace(max_turns=0)}, "max_turns=0"),
+    ({"environment": ENVIRONMENT._replace(max_turns=2.0)}, "max_turns=2.0"),
   ],
 )
 def test_what_an_environment_does_not_go_with(tiny, options, message):
@@ -221,3 +212,103 @@ def test_what_an_environment_does_not_go_with(tiny, options, message):
       eos_ids=EOS,
       **options,
     )
+
+
+def small(tiny, answer, state=0.0, **changes):
+  """A rollout whose environment answers what a function of its state gives."""
+  environment = Environment(
+    lambda target, key: state, lambda s, *_: answer(s), LONGEST, 3
+  )
+  return rollout(
+    tiny.lm,
+    tiny.params,
+    PROMPTS.replace(**changes),
+    KEY,
+    group_size=2,
+    max_new_tokens=5,
+    eos_ids=range(11),  # every token ends a turn
+    environment=environment,
+  )
+
+
+IDS = jnp.array([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+  ("answer", "message"),
+  [
+    (lambda s: Observation(IDS, 1, 0.0, False), "returns .state, Observation"),
+    (lambda s: (s, (IDS, 1, 0.0, False)), "returns .state, Observation"),
+    (lambda s: (s, Observation(IDS[:2], 1, 0.0, False)), r"ids is .*\(3,\)"),
+    (lambda s: (s, Observation([1, 2, 3], 1, 0.0, False)), "ids is integer"),
+    (lambda s: (s, Observation(IDS / 2, 1, 0.0, False)), "ids is integer"),
+    (lambda s: (s, Observation(IDS, 1.5, 0.0, False)), "length is integer"),
+    (lambda s: (s, Observation(IDS, 1, IDS, False)), "reward is real"),
+    (lambda s: (s, Observation(IDS, 1, None, False)), "reward is real"),
+    (lambda s: (s, Observation(IDS, 1, 0.0, 0)), "done is boolean"),
+    (lambda s: (IDS, Observation(IDS, 1, 0.0, False)), "state of the struct"),
+    (lambda s: (s > 0, Observation(IDS, 1, 0.0, False)), "state of the struct"),
+  ],
+)
+def test_an_answer_of_another_kind_is_refused(tiny, answer, message):
+  with pytest.raises(ValueError, match=message):
+    small(tiny, answer)
+
+
+def test_a_state_of_integers_stays_one(tiny):
+  half = lambda s: (s + 0.5, Observation(IDS, 1, 0.0, False))
+  with pytest.raises(ValueError, match="int32.*not|float32.*int32"):
+    small(tiny, half, state=0)
+  count = lambda s: (s + 1, Observation(IDS, 1, s, False))
+  result = small(tiny, count, state=0)
+  assert (result.turn_rewards == jnp.arange(3.0)).all()
+
+
+def test_targets_are_one_a_prompt(tiny):
+  answer = lambda s: (s, Observation(IDS, 1, 0.0, False))
+  with pytest.raises(ValueError, match="B = 3 prompts"):
+    small(tiny, answer, targets=jnp.zeros(2))
+  small(tiny, answer, targets=None)
+
+
+@pytest.mark.parametrize(
+  ("ids", "length", "valid"),
+  [
+    ([1, 2, 3], 3, True),
+    ([1, 2, 99], 2, True),  # what is not read may be anything
+    ([1, -2, 3], 2, False),
+    ([1, 2, 3], 4, False),
+    ([1, 2, 3], -1, False),
+  ],
+)
+def test_an_answer_that_cannot_be_read_has_no_reward(tiny, ids, length, valid):
+  answer = lambda s: (s, Observation(jnp.array(ids), length, 0.5, False))
+  result = small(tiny, answer)
+  assert (jnp.isfinite(result.turn_rewards[..., 0]) == valid).all()
+  if valid:
+    read = result.completion_ids[0, 0][result.turns[0, 0] == -1].tolist()
+    assert read[:length] == ids[:length]
+
+
+def test_groups_are_equal_where_no_turn_differs(tiny):
+  """Returns that are equal may be of turns that are not."""
+
+  def step(state, ids, length, key):
+    first = ids[0] % 2
+    reward = jnp.where(state == 0, first, 2 - state)
+    return 1 + first, Observation(IDS[:1], 0, reward, False)
+
+  run = grpojax.make_grpo_step(
+    tiny.lm,
+    optax.sgd(0.1),
+    returns,
+    group_size=8,
+    max_new_tokens=2,
+    eos_ids=range(11),
+    environment=Environment(lambda *_: jnp.int32(0), step, 1, 2),
+    credit="turn",
+  )
+  state = grpojax.init_state(tiny.params, optax.sgd(0.1), KEY)
+  _, metrics = jax.jit(run)(state, PROMPTS)
+  assert metrics["reward_std"] == 0 and metrics["zero_variance_groups"] == 0
+  assert metrics["grad_norm"] > 0

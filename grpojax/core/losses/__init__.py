@@ -94,7 +94,8 @@ def grpo_loss(
   loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
-  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate.
+  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate; of
+  advantages of tokens not with `sequence_ratio` and `gmpo`, which average them.
   Only `logprobs`, of the sampled tokens under the policy being trained, is
   differentiated.
 

@@ -12,7 +12,8 @@ What plugs in here, each by its name in a dict at the end of this file:
   parameter `mask` gets that of the completions.
 
 What a token with ratio r and advantage A adds to the gradient is a multiple of
--A grad log pi. On-policy that multiple is 1, for every surrogate and ratio.
+-A grad log pi. On-policy that multiple is 1, for every surrogate and ratio,
+where a completion has one advantage.
 Off-policy, with c(x) for x within the bounds, s for a sequence and sg stopping
 the gradient:
 
