@@ -185,7 +185,8 @@ settings = from_config(config)
 run = programs.open_run(settings, setup.make_mesh(settings, devices))
 compiled = programs.lower(run, "rollout").compile()
 for name, place in vars(compiled.output_shardings).items():
-  print(name, *[x for x in place.spec if x])
+  if place is not None:  # turns, which there are none of
+    print(name, *[x for x in place.spec if x])
 """
 
 
