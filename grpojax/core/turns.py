@@ -122,7 +122,7 @@ def turn_advantages(
 
 def trajectories(
   prompts: Prompts,
-  segments: Sequence[Sequence[Sequence[Segment]]],
+  segments: Sequence[Sequence[Any]],
   *,
   length: int | None = None,
   pad_id: int = 0,
@@ -200,7 +200,7 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(None)
 
 
-def _row(segments: Sequence[Segment], where: str):
+def _row(segments: Any, where: str):
   """Joins a trajectory: ids, turns, log-probabilities, rewards of turns."""
   ids, turns, logprobs, rewards = [], [], [], []
   if isinstance(segments, Segment) or not all(
