@@ -103,13 +103,9 @@ def make_batch(
     rewards = rewards - objective.kl_in_reward * losses.kl_penalty(
       old_logprobs, ref_logprobs, rollout.sampled
     )
-  if credit == "trajectory":
-    advantages, in_loss = _advantages(rollout, rewards, objective, score_norms)
-  else:
-    advantages, in_loss = _of_turns(rollout, rewards, objective, credit)
-  if objective.advantage_clip:
-    bound = objective.advantage_clip
-    advantages = jnp.clip(advantages, -bound, bound)
+  advantages, in_loss = _advantages(
+    rollout, rewards, objective, score_norms, credit
+  )
   weights = prompt_weights
   if weights is not None:
     weights = jnp.broadcast_to(weights[:, None], in_loss.shape)
@@ -145,32 +141,29 @@ def _read_rewards(rewards: Any, rollout: Rollout, credit: str) -> Array:
 
 def _advantages(
   rollout: Rollout,
-  rewards: Real[Array, "B G"],
+  rewards: Real[Array, "B G *k"],
   objective: Objective,
   score_norms: ScoreNorms | None,
-) -> tuple[Float[Array, "B G"], Bool[Array, "B G"]]:
-  """Advantages, and the completions that are in the loss."""
-  real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
-  rewards = jnp.where(real, rewards, jnp.nan)
-  rewards, in_loss = TRUNCATED[objective.truncated](rewards, rollout.finished)
-  advantage = advantage_fn(objective)
-  advantage = bind(advantage, **sample_weights(advantage, rollout))
-  advantages = bind_norms(advantage, score_norms)(rewards)
-  return advantages, in_loss & present(rewards)
-
-
-def _of_turns(
-  rollout: Rollout,
-  rewards: Real[Array, "B G K"],
-  objective: Objective,
   credit: str,
-) -> tuple[Float[Array, "B G T"], Bool[Array, "B G"]]:
-  """Advantages of tokens, and the completions that are in the loss."""
+) -> tuple[Float[Array, "B G *t"], Bool[Array, "B G"]]:
+  """Advantages of completions or tokens; the completions that are in the loss.
+
+  Rewards are of turns where these have the credit.
+  """
+  totals = rewards if credit == "trajectory" else jnp.sum(rewards, axis=-1)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
-  totals = jnp.where(real, jnp.sum(rewards, axis=-1), jnp.nan)
+  totals = jnp.where(real, totals, jnp.nan)
   totals, in_loss = TRUNCATED[objective.truncated](totals, rollout.finished)
-  rewards = jnp.where(present(totals)[..., None], rewards, jnp.nan)
-  advantages = turns_lib.turn_advantages(rewards, rollout, credit)
+  if credit == "trajectory":
+    advantage = advantage_fn(objective)
+    advantage = bind(advantage, **sample_weights(advantage, rollout))
+    advantages = bind_norms(advantage, score_norms)(totals)
+  else:
+    rewards = jnp.where(present(totals)[..., None], rewards, jnp.nan)
+    advantages = turns_lib.turn_advantages(rewards, rollout, credit)
+  if objective.advantage_clip:
+    bound = objective.advantage_clip
+    advantages = jnp.clip(advantages, -bound, bound)
   return advantages, in_loss & present(totals)
 
 

@@ -94,7 +94,8 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
-  if environment and (decoding.slots or sampling.repetition_penalty != 1):
+  penalised = sampling.repetition_penalty != 1
+  if environment and (decoding.slots or penalised):
     raise ValueError(
       "an environment's turns are neither decoded in slots nor with a "
       f"repetition penalty: slots={decoding.slots} and repetition_penalty="
@@ -116,13 +117,14 @@ def rollout(
     eos=eos,
     sampling=sampling,
   )
-  logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
+  if environment or penalised:
+    logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
   if environment:
     checked = environment_lib.checked(
       environment, prompts.targets, b, t_max, logits.shape[-1]
     )
     setup = setup._replace(environment=checked)
-  if sampling.repetition_penalty != 1:
+  if penalised:
     in_prompt = repetition.in_prompts(
       prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
     )

@@ -215,6 +215,18 @@ def by_step(
   return values
 
 
+def load_or_make(
+  path: pathlib.Path, make: Callable[[], np.ndarray]
+) -> np.ndarray:
+  """Loads an array of an earlier start, or makes and saves it."""
+  if path.exists():
+    return np.load(path)
+  array = make()
+  with records.replacing(path) as temporary, open(temporary, "wb") as file:
+    np.save(file, array)
+  return array
+
+
 def rounded(row: Mapping[str, Any], digits: int = 6) -> dict[str, Any]:
   """Rounds the floats of a row to some significant digits."""
   return {

@@ -192,13 +192,10 @@ def load_or_simulate(
   group_size: int,
 ) -> Float[np.ndarray, "S R"]:
   """Scaled gaps n (J* - J(theta_n)) of all runs, whose parameters are saved."""
-  path = directory / f"{estimator}_{group_size}.npy"
-  if path.exists():
-    params = np.load(path)
-  else:
-    params = simulate(config, known, estimator, group_size)
-    with records.replacing(path) as temporary, open(temporary, "wb") as file:
-      np.save(file, params)
+  params = run.load_or_make(
+    directory / f"{estimator}_{group_size}.npy",
+    lambda: simulate(config, known, estimator, group_size),
+  )
   gap = known.best - tabular.objective(known.problem, params)
   return gap * np.array(config.steps)[:, None]
 

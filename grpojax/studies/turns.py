@@ -12,6 +12,7 @@ summary.json and turns.png. An interrupted study goes on after the last credit
 it finished.
 """
 
+import functools
 import pathlib
 import sys
 import time
@@ -61,8 +62,8 @@ def make_advance(config: ConfigDict, credit: str):
   """Makes one program of all seeds.
 
   Returns:
-    `advance(states, steps) -> (states, returns [seeds, steps])`, to be jitted,
-    and the states before the first step.
+    `advance(states, steps) -> (states, returns [seeds, steps])`, compiled once
+    for a number of steps, and the states before the first.
   """
   lm = transformer(
     TransformerConfig(
@@ -106,13 +107,10 @@ def make_advance(config: ConfigDict, credit: str):
   return jax.jit(advance, static_argnums=1, donate_argnums=0), first
 
 
-def load_or_train(
-  config: ConfigDict, directory: pathlib.Path, credit: str
+def train_all(
+  config: ConfigDict, credit: str
 ) -> Float[np.ndarray, "seeds steps"]:
-  """Mean returns along training, with progress; they are saved."""
-  path = directory / f"{credit}.npy"
-  if path.exists():
-    return np.load(path)
+  """Trains all seeds, with progress; mean returns along training."""
   advance, states = make_advance(config, credit)
   began, parts, step = time.perf_counter(), [], 0
   while step < config.steps:
@@ -126,10 +124,7 @@ def load_or_train(
       f"{records.duration(time.perf_counter() - began)}",
       flush=True,
     )
-  curve = np.concatenate(parts, axis=1)
-  with records.replacing(path) as temporary, open(temporary, "wb") as file:
-    np.save(file, curve)
-  return curve
+  return np.concatenate(parts, axis=1)
 
 
 Curves = Mapping[str, Float[np.ndarray, "seeds steps"]]
@@ -143,15 +138,11 @@ def table(curves: Curves) -> list[dict[str, float | str]]:
   """
   rows, base = [], curves["trajectory"].mean(1)
   for credit, curve in curves.items():
-    row = {"credit": credit}
+    row, mean = {"credit": credit}, curve.mean(1)
     last = curve[:, -max(curve.shape[1] // 10, 1) :].mean(1)
-    values = {"return": curve.mean(1), "at_end": last}
-    if credit != "trajectory":
-      values["gain"] = curve.mean(1) - base
-    for name in ("return", "at_end", "gain"):
-      middle, low, high = (
-        mean_interval(values[name]) if name in values else (0.0, 0.0, 0.0)
-      )
+    values = {"return": mean, "at_end": last, "gain": mean - base}
+    for name, of_seeds in values.items():
+      middle, low, high = mean_interval(of_seeds)
       row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
     rows.append(row)
   return rows
@@ -202,7 +193,13 @@ def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after the program's name."""
   opened = run.study(argv, SETTINGS, config_errors, __doc__)
   with opened as (config, directory):
-    curves = {c: load_or_train(config, directory, c) for c in CREDITS}
+    curves = {
+      credit: run.load_or_make(
+        directory / f"{credit}.npy",
+        functools.partial(train_all, config, credit),
+      )
+      for credit in CREDITS
+    }
     write(config, directory, curves)
 
 
