@@ -52,7 +52,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as pure functions: five, and six optional ones.
+  """A causal language model as pure functions: five, and seven optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -72,6 +72,10 @@ class LM(NamedTuple):
       [B, G, ...] mapped over all that a cache has of its rows, or None. With
       these two, a rollout's work follows the tokens that are there and the
       samples that are not done.
+    align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
+      tokens, in which the token before slot `ends` of each row is the last one
+      before slot `index`, where all rows are written to next; or None: rows
+      cannot wait for an environment of the host (`decoding.chunks`).
     map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
       [B, ...] mapped over all that a prefix has of its prompts, or None. With
       it, a rollout of one sample a prompt leaves out the prompts that are done.
@@ -98,6 +102,7 @@ class LM(NamedTuple):
   init_cache: Callable[..., Cache]
   grow_cache: Callable[..., Cache] | None = None
   map_cache_rows: Callable[..., Cache] | None = None
+  align_cache_rows: Callable[..., Cache] | None = None
   map_prefix_rows: Callable[..., Prefix] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None

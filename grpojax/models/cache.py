@@ -159,6 +159,38 @@ def map_prompts(
   )
 
 
+def align(
+  cache: Cache, ends: Int[Array, "B G"], index: Int[Array, ""], slots: int
+) -> Cache:
+  """Moves the tokens of each row to where the next ones are written.
+
+  Rows that waited while others were written have slots that nobody reads behind
+  their last token. Then the last tokens of all rows lie before slot `index`, so
+  that `ages` and `slot_positions` are right for rows of any length:
+
+      ends 3, 5   a b c - - .    index 4    - a b c . .
+                  d e f g h .               e f g h . d
+
+  Args:
+    cache: Cache of one block, not yet written to as a ring.
+    ends: Slot behind each row's last token.
+    index: Slot that is written to next: as many as the longest row has tokens.
+    slots: Number of slots then, no fewer than before.
+  """
+  (block,) = cache.blocks
+  shifts, more = index - ends, slots - _size(block[0])
+
+  def move(axis, x):
+    roll = lambda x, shift: jnp.roll(x, shift, axis - 2)
+    for _ in "BG":  # [layers, B, G, K, ...]: of each row all layers
+      roll = jax.vmap(roll, in_axes=(1, 0), out_axes=1)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(roll(x, shifts), widths)
+
+  return Cache(index, (_constrain(_map(move, block)),))
+
+
 def _size(slots: Slots) -> int:
   return slots.values.shape[-2]
 

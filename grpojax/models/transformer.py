@@ -122,6 +122,7 @@ def _lm(
     init_cache=init_cache,
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
+    align_cache_rows=cache_lib.align,
     map_prefix_rows=passes.map_prefix_rows,
     forward=model.forward if remat else None,
     forward_with_load=model.forward_with_load if has_load else None,

@@ -1,0 +1,175 @@
+"""Trajectories with environments of the host: chunks of decoding, and answers.
+
+    chunk   row 0   a a a E          row 1   b b b b     drawn on the devices
+    answer          o o                                  by the environment
+    chunk           a a ...                  b E
+
+Rows whose turn goes on over a chunk's end wait for nobody. Which row waits, and
+when, depends on the samples alone, not on time: a run can be repeated.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int, UInt
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Params, Prompts, Rollout
+
+TOKENS = 32
+"""Tokens of a chunk."""
+
+BLOCKS = (32, 128)
+"""Sizes of what is read at once of the observations."""
+
+
+class Turn(NamedTuple):
+  """A turn that has ended: the number of its prompt, sample and turn; ids."""
+
+  prompt: int
+  sample: int
+  turn: int
+  ids: Int[np.ndarray, "n"]
+
+
+class Answer(NamedTuple):
+  """An environment's answer: token ids, the turn's reward, and the end."""
+
+  ids: Sequence[int] = ()
+  reward: float = 0.0
+  done: bool = False
+
+
+class Programs(NamedTuple):
+  """Compiled functions of `core.decoding.chunks`, with their options bound.
+
+  Attributes:
+    begin: `(params, prompts, key, *first_prompt) -> rows`, whose cache has
+      the first of `cache_sizes`.
+    decode: `(params, rows, over, finished, slots=) -> rows`, of `TOKENS`.
+    feed: `(params, rows, ids, lengths, complete, slots=) -> rows`.
+    finish: `(rows, finished, rewards) -> Rollout`.
+  """
+
+  begin: Callable
+  decode: Callable
+  feed: Callable
+  finish: Callable
+
+
+def _block(tokens: int) -> int:
+  return BLOCKS[tokens > BLOCKS[0]]
+
+
+def cache_sizes(most: int) -> list[int]:
+  """Returns the sizes of the cache that are compiled, for T = `most` tokens."""
+  whole = most + max(TOKENS, _block(most))
+  return [-(-whole // k) for k in (4, 2) if whole // k >= BLOCKS[1]] + [whole]
+
+
+def play(
+  programs: Programs,
+  params: Params,
+  prompts: Prompts,
+  key: Array,
+  answer: Callable[[list[Turn]], list[Answer]],
+  *first_prompt: Array,
+  max_turns: int,
+  wait: Callable[[object], None] = lambda arrays: None,
+  reset: Callable[[UInt[np.ndarray, "B G"]], None] = lambda seeds: None,
+) -> Generator[None, None, Rollout]:
+  """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
+
+  It yields while the devices are at a chunk, so that the environments of other
+  trajectories may answer meanwhile, and returns at the end. A trajectory is cut off, without the observation, where there is no room for
+  it and one token more, or no further turn.
+
+  Args:
+    programs: Compiled functions.
+    params: Parameters of the policy.
+    prompts: Prompts.
+    key: Random key of the samples.
+    answer: Function that answers to turns, all of those that have ended in a
+      chunk; in their order.
+    *first_prompt: As of `rollout`.
+    max_turns: K, turns of the longest trajectory.
+    wait: Called with arrays that are needed next.
+    reset: Called once, with the seeds of the trajectories.
+  """
+  rows = programs.begin(params, prompts, key, *first_prompt)
+  b, g, most = rows.turns.shape
+  over, finished = np.zeros((2, b, g), bool)
+  rewards = np.zeros((b, g, max_turns), np.float32)
+  begins = np.zeros((b, g), np.int32)
+  sizes = cache_sizes(most)
+  limit, seeds = mesh_lib.fetch((rows.limit, rows.seeds))
+  reset(seeds)
+
+  def slots(length, tokens):
+    while sizes[0] < min(int(length.max()) + tokens, sizes[-1]):
+      sizes.pop(0)
+    return sizes[0]
+
+  length = begins
+  while True:
+    room = slots(length, TOKENS)
+    rows = programs.decode(params, rows, over, finished, slots=room)
+    small = rows.samples.ids, rows.samples.length, rows.waiting, rows.turn
+    small += (rows.samples.done,)
+    yield
+    wait(small)
+    ids, length, waiting, turn, done = mesh_lib.fetch(small)
+    if (done | over).all():
+      return programs.finish(rows, finished, rewards)
+    places = np.argwhere(waiting).tolist()
+    turns = [
+      Turn(i, j, int(turn[i, j]), ids[i, j, begins[i, j] : length[i, j]])
+      for i, j in places
+    ]
+    observed = {}
+    for (i, j), reply in zip(places, answer(turns), strict=True):
+      rewards[i, j, turn[i, j]] = reply.reward
+      finished[i, j] = reply.done
+      last = turn[i, j] + 1 >= max_turns
+      full = length[i, j] + len(reply.ids) + 1 > limit[i, j]
+      over[i, j] = reply.done or last or full
+      if not over[i, j]:
+        observed[i, j] = reply.ids
+        begins[i, j] = length[i, j] + len(reply.ids)
+    rows = _read(programs, params, rows, observed, length, slots)
+    length = np.maximum(length, begins)
+
+
+def run(*plays: Generator[None, None, object]) -> list[object]:
+  """Plays several parts of a batch in turn, and returns their results."""
+  results, going_on = [None] * len(plays), set(range(len(plays)))
+  while going_on:
+    for i in sorted(going_on):
+      try:
+        next(plays[i])
+      except StopIteration as end:
+        results[i] = end.value
+        going_on.remove(i)
+  return results
+
+
+def _read(programs, params, rows, observed, length, slots):
+  """Has the rows read their observations, in blocks of one size."""
+  if not observed:
+    return rows
+  longest = max(map(len, observed.values()))
+  size = _block(min(longest, rows.turns.shape[-1]))
+  for start in range(0, max(longest, 1), size):
+    ids = np.zeros((*length.shape, size), np.int32)
+    count, complete = np.zeros(length.shape, np.int32), np.zeros(length.shape)
+    for place, of_row in observed.items():
+      part = of_row[start : start + size]
+      ids[place][: len(part)] = part
+      count[place] = len(part)
+      complete[place] = start <= max(len(of_row) - 1, 0) < start + size
+    rows = programs.feed(
+      params, rows, ids, count, complete > 0, slots=slots(length, size)
+    )
+    length = length + count
+  return rows

@@ -1,0 +1,159 @@
+"""Chunks of decoding with environments of the host, against the device's."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_environment import (
+  ENVIRONMENT,
+  EOS,
+  KEY,
+  PROMPTS,
+  reset,
+  sampled,
+  step,
+)
+
+from grpojax.core.decoding import chunks
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.logprobs import token_logprobs
+from grpojax.environments import episodes
+from grpojax.environments.episodes import Answer, Programs, play, run
+from grpojax.models.transformer import transformer
+
+
+def programs(lm, t_max, tokens, **sampling):
+  """The functions of `chunks`, compiled with their options."""
+  jit = lambda f, **options: jax.jit(
+    functools.partial(f, lm, **options), static_argnames="slots"
+  )
+  return Programs(
+    jit(
+      chunks.begin,
+      group_size=4,
+      max_new_tokens=t_max,
+      pad_id=0,
+      slots=episodes.cache_sizes(t_max)[0],
+    ),
+    jit(
+      chunks.decode,
+      tokens=tokens,
+      eos_ids=EOS,
+      sampling=Sampling(**sampling),
+    ),
+    jit(chunks.feed),
+    jax.jit(chunks.finish),
+  )
+
+
+def of_host():
+  """The device's environment as one of the host: its state is here."""
+  fold = lambda i, j: jax.random.fold_in(KEY, i * 4 + j)
+  states = {
+    (i, j): reset(
+      PROMPTS.targets[i], jax.random.fold_in(fold(i, j), jnp.int32(-1))
+    )
+    for i, j in np.ndindex(3, 4)
+  }
+
+  def answer(turns):
+    answers = []
+    for turn in turns:
+      place = turn.prompt, turn.sample
+      key = jax.random.fold_in(fold(*place), jnp.int32(-2 - turn.turn))
+      ids = jnp.asarray(turn.ids)
+      states[place], seen = step(states[place], ids, len(ids), key)
+      answers.append(
+        Answer(
+          seen.ids[: int(seen.length)].tolist(),
+          float(seen.reward),
+          bool(seen.done),
+        )
+      )
+    return answers
+
+  return answer
+
+
+@pytest.mark.parametrize("t_max, tokens", [(24, 1), (24, 7), (112, 32)])
+def test_rows_are_those_of_the_device(tiny, t_max, tokens):
+  expected = sampled(tiny, t_max=t_max)
+  (result,) = run(
+    play(
+      programs(tiny.lm, t_max, tokens),
+      tiny.params,
+      PROMPTS,
+      KEY,
+      of_host(),
+      max_turns=ENVIRONMENT.max_turns,
+    )
+  )
+  for name, value in vars(expected).items():
+    np.testing.assert_allclose(
+      getattr(result, name), value, atol=2e-5, err_msg=name
+    )
+  assert (result.turns >= 2).any()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_long_observations_are_read_as_the_trainer_reads_them(tiny, window):
+  """Over several blocks, sizes of the cache and layers with a window."""
+  config = tiny.config
+  if window:
+    config = dataclasses.replace(
+      config, window=window, local_layers=(True, False)
+    )
+  lm = transformer(config)
+  rng = np.random.default_rng(0)
+
+  def answer(turns):
+    sizes = [(0, 1, 40, 150)[(x.prompt + x.sample) % 4] for x in turns]
+    return [Answer(rng.integers(1, 5, n).tolist(), 1.0) for n in sizes]
+
+  (result,) = run(
+    play(
+      programs(lm, 400, 16, temperature=0.8),
+      tiny.params,
+      PROMPTS,
+      KEY,
+      answer,
+      max_turns=5,
+    )
+  )
+  logprobs, _ = token_logprobs(
+    lm,
+    tiny.params,
+    result.prompt_ids,
+    result.prompt_mask,
+    result.completion_ids,
+    sampling=Sampling(0.8),
+  )
+  sampled_ = np.asarray(result.sampled)
+  np.testing.assert_allclose(
+    result.logprobs[sampled_], logprobs[sampled_], atol=3e-5
+  )
+  length, turns = result.completion_mask.sum(-1), result.turns.max(-1) + 1
+  assert not result.finished.any() and length.max() > 300
+  # Cut off at the last turn, or where the next observation has no room.
+  assert turns.max() == 5 and (turns < 5).any()
+  last = np.take_along_axis(result.turns, length[..., None] - 1, axis=-1)
+  assert (last >= 0).all()
+  of_turns = np.arange(5) < turns[..., None]
+  done = np.isin(
+    np.take_along_axis(result.completion_ids, length[..., None] - 1, axis=-1),
+    EOS,
+  )
+  assert done.any()
+  np.testing.assert_array_equal(
+    result.turn_rewards,
+    of_turns & (done | (np.arange(5) < turns[..., None] - 1)),
+  )
+
+
+def test_a_model_whose_rows_cannot_wait_is_refused(tiny):
+  lm = tiny.lm._replace(align_cache_rows=None)
+  with pytest.raises(ValueError, match="no align_cache_rows"):
+    programs(lm, 24, 8).begin(tiny.params, PROMPTS, KEY)
