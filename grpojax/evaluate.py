@@ -85,7 +85,6 @@ READS = (
   "sampling.max_new_tokens",
   "sampling.stages",
   "sampling.compact",
-  "sampling.slots",
   "log.every",
 )
 """Settings, or their beginnings, that change an evaluation."""
@@ -223,7 +222,11 @@ def _evaluate(
         policy,
         params,
         sampling_lib.make_sampler(
-          settings, policy, flags.samples or 1, sampling
+          settings,
+          policy,
+          flags.samples or 1,
+          sampling,
+          environment=reward_pool.environment,
         ),
         batches,
         reward_pool,

@@ -31,11 +31,11 @@ MAY_IMPORT = {
   "rewards": {"core", "models", "data", "runtime"},
   "runtime": {"core", "models"},
 }
-MAY_IMPORT["environments"] = {"core"}
+MAY_IMPORT["environments"] = {"rewards", *MAY_IMPORT["rewards"]}
 MAY_IMPORT["reports"] = {"statistics"}
 MAY_IMPORT["training"] = {"statistics", "runtime", *MAY_IMPORT["rewards"]}
-MAY_IMPORT["training"] |= {"rewards", "reports"}
-MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training", "environments"}
+MAY_IMPORT["training"] |= {"rewards", "reports", "environments"}
+MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
 MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
 MAY_IMPORT["benchmarks"] = {*MAY_IMPORT["studies"], "aot"}
 MAY_IMPORT["translation"] = MAY_IMPORT["studies"]

@@ -40,7 +40,8 @@ def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in runnable
   }
-  inner = {"__main__", "rewards.worker", "runtime.text.trial"}
+  workers = {"rewards.worker", "environments.worker", "runtime.text.trial"}
+  inner = {"__main__", *workers}
   assert set(listed) == set(names) - inner
   for name, line in listed.items():
     text = ast.get_docstring(ast.parse(names[name].read_text()))

@@ -85,8 +85,7 @@ def _cache_bytes(run: programs.Run) -> int:
   mesh = mesh_lib.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
   model, sampling = run.model, run.settings.sampling
   prompts, tokens = run.prompts // sampling.parts, sampling.max_new_tokens
-  at_once = min(sampling.decoding.slots or run.group_size, run.group_size)
-  shape = prompts, at_once, model.kv_heads, tokens, model.head_dim
+  shape = prompts, run.group_size, model.kv_heads, tokens, model.head_dim
   sharding = mesh_lib.activation_sharding(
     mesh, shape, "batch", "group", "kv_heads"
   )

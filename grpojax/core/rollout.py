@@ -23,7 +23,6 @@ from grpojax.core.decoding import (
   repetition,
 )
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.decoding.slots import through_slots
 from grpojax.core.environment import Environment
 from grpojax.core.group_axis import present
 from grpojax.core.types import LM, Params, Prompts, Rollout
@@ -82,7 +81,7 @@ def rollout(
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
       random key, or wrong prompts (see `arguments.check_prompts`); an
-      environment with slots or a repetition penalty, or one that is none (see
+      environment with a repetition penalty, or one that is none (see
       `environment.checked`).
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
@@ -95,11 +94,10 @@ def rollout(
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
   penalised = sampling.repetition_penalty != 1
-  if environment and (decoding.slots or penalised):
+  if environment and penalised:
     raise ValueError(
-      "an environment's turns are neither decoded in slots nor with a "
-      f"repetition penalty: slots={decoding.slots} and repetition_penalty="
-      f"{sampling.repetition_penalty} must be 0 and 1"
+      "an environment's turns are not decoded with a repetition penalty: "
+      f"repetition_penalty={sampling.repetition_penalty} must be 1"
     )
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
@@ -124,11 +122,6 @@ def rollout(
       environment, prompts.targets, b, t_max, logits.shape[-1]
     )
     setup = setup._replace(environment=checked)
-  if penalised:
-    in_prompt = repetition.in_prompts(
-      prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
-    )
-    setup = setup._replace(in_prompt=in_prompt)
   samples = Samples(
     ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
     logprobs=jnp.zeros((b, g, t_max), jnp.float32),
@@ -136,16 +129,17 @@ def rollout(
     finished=jnp.zeros((b, g), bool),
     done=limit <= 0,
   )
+  if penalised:
+    in_prompt = repetition.in_prompts(
+      prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
+    )
+    samples = samples._replace(seen=jnp.repeat(in_prompt[:, None], g, axis=1))
   if environment:
     episodes = environment_lib.begin(
       setup.environment, prompts.targets, setup.keys, t_max
     )
     samples = samples._replace(episodes=episodes)
-  samples = constrain_samples(samples)
-  if 0 < decoding.slots < g:
-    samples = through_slots(setup, samples, decoding.slots)
-  else:
-    samples = in_stages(setup, samples, decoding)
+  samples = in_stages(setup, constrain_samples(samples), decoding)
   of_turns = {}
   if environment:
     of_turns = {

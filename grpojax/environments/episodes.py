@@ -82,8 +82,9 @@ def play(
   """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
 
   It yields while the devices are at a chunk, so that the environments of other
-  trajectories may answer meanwhile, and returns at the end. A trajectory is cut off, without the observation, where there is no room for
-  it and one token more, or no further turn.
+  trajectories may answer meanwhile, and returns at the end. A trajectory is cut
+  off, without the observation, where there is no room for it and one token
+  more, or no further turn.
 
   Args:
     programs: Compiled functions.

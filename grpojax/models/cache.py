@@ -62,10 +62,7 @@ class Cache(NamedTuple):
   """Keys and values of the completions so far.
 
   The slots lie in blocks, so that a step reads only those that have been begun
-  (`grow`). A cache of one block is a ring: where a row has more tokens than
-  slots, the new ones take the slots of the oldest.
-
-      tokens 0 .. 5 in a ring of 4 slots:    4 5 2 3
+  (`grow`).
 
   Attributes:
     index: tokens written so far; the next one goes to the slot of this number.
@@ -172,7 +169,7 @@ def align(
                   d e f g h .               e f g h . d
 
   Args:
-    cache: Cache of one block, not yet written to as a ring.
+    cache: Cache of one block.
     ends: Slot behind each row's last token.
     index: Slot that is written to next: as many as the longest row has tokens.
     slots: Number of slots then, no fewer than before.
@@ -229,16 +226,12 @@ def write(
     cache: the block that is written to is the last.
     tokens: keys and values of each stack, [layers, B, G, K, S, E].
     last: the tokens' states after all layers, computed from all that reads the
-      cache before: where it is NaN, 0 is written (a slot of the ring that is
-      hidden from another sample must be finite). So a write comes after all
+      cache before: where it is NaN, 0 is written. So a write comes after all
       reads, or XLA would copy the cache for those beside it. (Where copies are
       decided on, an `optimization_barrier` orders nothing.)
   """
   *before, block = cache.blocks
-  count = last.shape[2]  # one, where a ring may close
   slot = cache.index - sum(_size(block[0]) for block in before)
-  if not before:
-    slot = slot % _size(block[0])
   real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
 
   def write_one(axis, slots, new):
@@ -250,11 +243,14 @@ def write(
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
   block = _constrain(_map(write_one, block, tokens))
-  return Cache(cache.index + count, (*before, block))
+  return Cache(cache.index + last.shape[2], (*before, block))
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:
-  """Returns the number of tokens written after each slot: 0 is the last one."""
+  """Returns the number of tokens written after each slot: 0 is the last one.
+
+  Slots that are not yet written to have more than all that are.
+  """
   size = capacity(cache)
   return (cache.index - 1 - jnp.arange(size)) % size
 

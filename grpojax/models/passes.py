@@ -127,7 +127,7 @@ def _next_context(
   slot_mask = cache_lib.filled(cache)
   if lengths is not None:
     slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
-  if ROPE in params:  # slots without a sample may be at any position
+  if ROPE in params:  # padding of observations may be at any position
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])
   else:

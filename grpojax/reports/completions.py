@@ -37,7 +37,26 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
           else None
           for x in values
         ]
+    sample |= _turns(row.get("turns"), len(tokens))
   return sample
+
+
+def _turns(turns: Any, length: int) -> dict[str, Any]:
+  """Marks tokens of environments, and rewards at the last token of a turn."""
+  if not isinstance(turns, list):
+    return {}
+  observed: list[bool] = []
+  rewards = {}
+  for turn in turns:
+    count = turn.get("tokens") if isinstance(turn, dict) else None
+    if not isinstance(count, int) or not 0 <= count <= length:
+      return {}
+    observed += [turn.get("by") == "environment"] * count
+    if is_number(turn.get("reward")):
+      rewards[len(observed) - 1] = turn["reward"]
+  if len(observed) != length:
+    return {}
+  return {"observed": observed, "turn_rewards": rewards}
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

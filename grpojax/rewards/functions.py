@@ -10,17 +10,13 @@ This module and those of the built-in rewards load without JAX, so that workers
 start quickly.
 """
 
-import contextlib
-import importlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpojax.rewards import conventions
 from grpojax.rewards.conventions import nearest
-from grpojax.runtime.files import user_code
+from grpojax.runtime.processes import user_calls
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -30,6 +26,7 @@ BUILT_IN = {
   "length": "length",
   "overlong": "length",
   "unfinished": "length",
+  "environment": "environment",
 }
 """Built-in rewards, and the module of `grpojax.rewards` that has each."""
 
@@ -38,9 +35,9 @@ _TRIAL = {
   "completion_length": 1,
   "max_completion_length": 1,
   "finished": True,
+  "turn_rewards": (),
+  "episode_info": {},
 }
-
-_LONGEST_ERROR = 500  # characters
 
 
 def label(name: str) -> str:
@@ -64,11 +61,12 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     ValueError: there is no such function, its file cannot be loaded,
       `conventions.follow` refuses it, or a built-in one an option's value.
   """
-  module, attribute = _module(name), label(name)
-  function = getattr(module, attribute, None)
-  if function is None:
-    hint = nearest(attribute, [n for n in vars(module) if n[0] != "_"])
-    raise ValueError(f"reward {name!r}: no such function{hint}")
+  paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
+  try:
+    function = load(f"reward {name!r}", name, paths)
+  except ValueError as error:
+    extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
+    raise ValueError(f"{error}{extra}") from error
   if not callable(function):
     raise ValueError(f"reward {name!r} is no function, but {function!r:.80}")
   reward = conventions.follow(name, function, dict(options or {}))
@@ -78,6 +76,28 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     except (TypeError, ValueError) as error:
       raise ValueError(f"reward {name!r}: {error}") from error
   return reward
+
+
+def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
+  """Finds what "package.module:NAME", "file.py:NAME" or "file.py" names.
+
+  `built_in` has paths by short names, also of modules. ValueError, a sentence
+  that `subject` begins, where there is none or it cannot be loaded.
+  """
+  place, colon, name = built_in.get(path, path).rpartition(":")
+  if not colon and path not in built_in and not path.endswith(".py"):
+    raise ValueError(
+      f"unknown {subject}{nearest(path, list(built_in))}: choose one of"
+      f" {list(built_in)}, or your own as package.module:NAME or"
+      " path/to/file.py:NAME"
+    )
+  module = user_calls.load_module(subject, place or name)
+  if not colon:
+    return module
+  if not hasattr(module, name):
+    hint = nearest(name, [n for n in vars(module) if n[0] != "_"])
+    raise ValueError(f"{subject}: {place} has no {name!r}{hint}")
+  return getattr(module, name)
 
 
 def resolve_all(
@@ -120,58 +140,3 @@ def combine(
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None
-
-
-def _module(name: str) -> ModuleType:
-  place, colon, _ = name.rpartition(":")
-  if not colon:
-    if name not in BUILT_IN:
-      raise ValueError(
-        f"unknown reward {name!r}{nearest(name, list(BUILT_IN))}: choose one"
-        f" of {list(BUILT_IN)}, or your own as package.module:function or"
-        " path/to/file.py:function"
-      )
-    place = f"grpojax.rewards.{BUILT_IN[name]}"
-  if "/" in place and not place.endswith(".py"):
-    raise ValueError(f"reward {name!r}: the name of a file ends in .py")
-  try:
-    with one_process():
-      if place.endswith(".py"):
-        return user_code.load(place)
-      with user_code.own_directory():
-        return importlib.import_module(place)
-  except (ImportError, OSError, SyntaxError) as error:
-    extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
-    raise ValueError(f"reward {name!r}: {error}{extra}") from error
-  except KeyboardInterrupt:
-    raise
-  except BaseException as error:  # pytest's skip, and SystemExit
-    raise ValueError(
-      f"reward {name!r} cannot be loaded: {describe(error)}"
-    ) from error
-
-
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-  """Ends a child at once that was forked inside and would go on after it."""
-  process = os.getpid()
-  try:
-    yield
-  finally:
-    if os.getpid() != process:
-      os._exit(0)
-
-
-def describe(error: BaseException) -> str:
-  """Describes an exception in one line, with the place where it was raised."""
-  try:
-    message = str(error)[:_LONGEST_ERROR]
-  except KeyboardInterrupt:
-    raise
-  except BaseException:
-    message = "(its message cannot be shown)"
-  trace = error.__traceback__
-  while trace.tb_next:
-    trace = trace.tb_next
-  file = os.path.basename(trace.tb_frame.f_code.co_filename)
-  return f"{type(error).__name__}: {message} ({file}:{trace.tb_lineno})"

@@ -1,6 +1,6 @@
 """Groups of completions, from a rollout's texts to what a pool judges."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,9 @@ from jaxtyping import Bool, Int
 
 from grpojax.rewards.conventions import IDS, Item
 from grpojax.rewards.pool import Failure, GroupRewards, Pool, Submission
+
+OF_TURNS = ("messages", "turn_rewards", "episode_info", "episode_error")
+"""Columns that an environment adds to the example of each trajectory."""
 
 
 def submit_groups(
@@ -18,6 +21,7 @@ def submit_groups(
   finished: Bool[np.ndarray, "B G"],
   max_length: int,
   ids: Int[np.ndarray, "B G T"] | None = None,
+  transcripts: Sequence[Sequence[Mapping[str, Any]]] | None = None,
 ) -> Submission:
   """Starts to compute the rewards of groups and returns at once.
 
@@ -30,6 +34,9 @@ def submit_groups(
     finished: True where an EOS ended the completion.
     max_length: the limit on completions, T, tokens.
     ids: the completions' tokens, where a function may take them.
+    transcripts: [B][G] of trajectories, of which the functions see "messages",
+      "turn_rewards", "episode_info" and "episode_error", too; None without an
+      environment.
   """
   with_ids = ids is not None and pool.wants(IDS)
 
@@ -41,6 +48,9 @@ def submit_groups(
     }
     if with_ids:
       added[IDS] = ids[b, g, : lengths[b, g]].tolist()
+    if transcripts is not None:
+      of_one = transcripts[b][g]
+      added |= {name: of_one[name] for name in OF_TURNS}
     return examples[b]["prompt_text"], texts[b][g], examples[b] | added
 
   size = lengths.shape[1]

@@ -5,27 +5,14 @@
       rewards = pool.collect([submission]).rewards  # [B, G]
 
 A reward that raises, hangs, ends its process, or returns something other than a
-finite number is a `Failure` and gives NaN; the others are not affected. Workers
-are new programs, never forks, and load no JAX. Processes exchange lines of
-JSON, nothing that could run code; `worker` tells what else a function may do.
-A thread with one idle worker does a task; `collect` waits for the outcomes.
-
-Without workers `collect` computes them, and the system's alarm raises an
-exception in a function that takes too long. Only a worker survives what crashes
-or never returns from C.
+finite number is a `Failure` and gives NaN; the others are not affected.
+`runtime.processes.workers` tells how workers are kept.
 """
 
 import collections
-import concurrent.futures
-import contextlib
 import functools
 import itertools
-import queue
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +20,10 @@ from jaxtyping import Bool, Float
 
 from grpojax.rewards import conventions, functions, worker
 from grpojax.rewards.conventions import Item
-from grpojax.rewards.process import Lost, Process, to_line
-from grpojax.rewards.worker import Outcome, OutOfTime
-
-POLL = 0.5
-"""Seconds between two calls of `check_signals`: so many to twice as many."""
-
-_NOT_TRIED = "not tried: {} in a row had no result"
+from grpojax.rewards.worker import Outcome
+from grpojax.runtime.processes import workers as workers_lib
+from grpojax.runtime.processes.workers import Job, WorkerPool
+from grpojax.runtime.processes.workers import abandon as abandon
 
 
 class Failure(NamedTuple):
@@ -104,101 +88,37 @@ def _range(rewards: Float[np.ndarray, "*B G"]) -> tuple[np.ndarray, ...]:
   return worst, equal, ~equal & (spread < 2**-12 * size)
 
 
-class _Task(NamedTuple):
-  """Work of one worker under one time limit.
-
-  Attributes:
-    functions: indices of the functions.
-    places: (prompt, completion) of one item, or (TRL's) of a whole group's.
-  """
-
-  functions: Sequence[int]
-  places: Sequence[tuple[int, int]]
+_Task = tuple[list[int], list[tuple[int, int]]]
+"""Work of one worker under one time limit: indices of functions, and (prompt,
+completion) of one item or (TRL's) of all of a group's."""
 
 
-_Done = tuple[_Task, list[Outcome]]  # of a task, function by function
-
-
-class Submission:
+class Submission(workers_lib.Submission):
   """Groups of `size` items on their way, one a prompt, made by `Pool.submit`.
 
-  Threads put each task with its outcomes, or an exception, into `done`.
+  Its `jobs` are the tasks of `tasks`.
   """
 
   def __init__(
-    self, groups: Sequence[Sequence[Item]], size: int, tasks: list[_Task]
+    self,
+    groups: Sequence[Sequence[Item]],
+    size: int,
+    tasks: list[_Task],
+    timeout: int | float,
   ):
     self.groups, self.size, self.tasks = groups, size, tasks
-    self.done: queue.SimpleQueue = queue.SimpleQueue()
-    self.abandoned = False
-    # Tasks lost in a row, without a result in between. Threads count without
-    # a lock: one that is missed only delays giving up.
-    self.lost = 0
-
-  def items(self, task: _Task) -> list[Item]:
-    """The completions of a task."""
-    return [self.groups[b][g] for b, g in task.places]
+    jobs = []
+    for indices, places in tasks:
+      items = [groups[b][g] for b, g in places]
+      count = len(indices) * len(items)
+      jobs.append(Job([indices, items], count, timeout * len(items)))
+    super().__init__(jobs)
 
 
-def abandon(submissions: Sequence[Submission]) -> None:
-  """Gives up what nobody waits for: the rest is not tried."""
-  for submission in submissions:
-    submission.abandoned = True
-
-
-def _in_time(seconds: int | float, function: Callable[[], None]) -> bool:
-  """Calls a function, and interrupts it after so many seconds.
-
-  Returns:
-    False where it was interrupted. There is no limit in threads but the main
-    one, which get no signals, nor while a debugger is at work.
-  """
-  if threading.current_thread() is not threading.main_thread():
-    function()
-    return True
-
-  def interrupt(number, frame):
-    if sys.gettrace() is None:
-      raise OutOfTime
-
-  timer, left = signal.ITIMER_REAL, (0.0, 0.0)
-  others = signal.signal(signal.SIGALRM, interrupt)
-  try:
-    try:
-      # And again each second, for a function that catches it.
-      left = signal.setitimer(timer, min(seconds, worker.FOREVER), 1.0)
-      function()
-    finally:
-      signal.setitimer(timer, 0)  # interrupted here, it is set below
-    return True
-  except OutOfTime:
-    return False
-  finally:
-    signal.signal(signal.SIGALRM, others or signal.SIG_DFL)
-    signal.setitimer(timer, *left)
-
-
-def _cut_short(
-  task: _Task, outcomes: list[Outcome], error: str
-) -> list[Outcome]:
-  """Completes the outcomes, function by function, of a task that was ended.
-
-  The error is that of the function that was at work, and of all of its
-  completions; those after it have no value.
-  """
-  size = len(task.places)
-  count = len(task.functions) * size
-  outcomes = outcomes[: len(outcomes) // size * size]
-  outcomes += [Outcome(None, error)] * size
-  return (outcomes + [Outcome(None)] * count)[:count]
-
-
-class Pool:
+class Pool(WorkerPool):
   """Computes rewards by functions of these names; use it in a `with`.
 
-  Where nothing but hanging or crashing happens, a submission is given up after
-  `patience` = max(8, 4 * workers) tasks lost in a row: its other completions
-  are failures too. The next one starts afresh.
+  Completions that a submission has given up (see `WorkerPool`) are failures.
 
   Args:
     names: names of the reward functions, for `functions.resolve`.
@@ -227,30 +147,13 @@ class Pool:
     self.names = [functions.label(name) for name in names]
     self.weights = [1.0] * len(names) if weights is None else list(weights)
     self._functions = functions.resolve_all(names, options)
-    self._sources = [(sources or {}).get(name) for name in self.names]
+    self._timeout = timeout
     setup = {
       "names": list(names),
       "options": {name: dict(each) for name, each in (options or {}).items()},
-      "sources": self._sources,
-      "timeout": timeout,
+      "sources": [(sources or {}).get(name) for name in self.names],
     }
-    self._timeout, self.patience = timeout, max(8, 4 * workers)
-    self._workers = [Process(to_line(setup)) for _ in range(workers)]
-    self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
-    self._threads = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
-    self._closed = False
-    try:
-      # By our threads, which last as long as the pool: workers end with them.
-      list(self._threads.map(Process.start, self._workers))
-      for process in self._workers:
-        process.wait_until_ready(lambda: False)
-        self._idle.put(process)
-    except BaseException as error:
-      self.close()
-      if isinstance(error, Lost):
-        message = f"a reward worker did not start: {error}"
-        raise ValueError(message) from error
-      raise
+    super().__init__(worker, setup, workers)
 
   def wants(self, name: str) -> bool:
     """True where a function takes something that costs to bring."""
@@ -259,8 +162,7 @@ class Pool:
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
     """Starts to compute the rewards of groups of `size` completions.
 
-    Raises:
-      ValueError: an example has something that is no JSON.
+    ValueError where an example has something that is no JSON.
     """
     of_jobs, of_groups = [], []
     for i, function in enumerate(self._functions):
@@ -271,15 +173,12 @@ class Pool:
       # First completions, then second ones: where one example makes a function
       # hang, its completions are not in a row, and the rest is not given up.
       places = [(b, g) for g in range(size) for b in prompts]
-      tasks += [_Task(of_jobs, [place]) for place in places]
+      tasks += [(of_jobs, [place]) for place in places]
     if of_groups:
       rows = [[(b, g) for g in range(size)] for b in prompts]
-      tasks += [_Task(of_groups, row) for row in rows]
-    sent = Submission(groups, size, tasks)
-    if self._workers:
-      lines = [to_line([task.functions, sent.items(task)]) for task in tasks]
-      for task, line in zip(tasks, lines, strict=True):
-        self._threads.submit(self._run, sent, task, line)
+      tasks += [(of_groups, row) for row in rows]
+    sent = Submission(groups, size, tasks, self._timeout)
+    self.start(sent)
     return sent
 
   def collect(
@@ -289,34 +188,29 @@ class Pool:
   ) -> GroupRewards:
     """Waits for parts of a batch; returns the rewards as if they were one.
 
-    `check_signals` is called every `POLL` seconds or, without workers, before
-    each completion. Where it raises, all of them are abandoned: other items are
-    not tried, and workers that are at one are killed, so nothing keeps `close`
-    or the next submission waiting.
+    `check_signals` is called as `results` does, which abandons all of them
+    where it raises.
     """
-    rows = []  # [B][G] of an item and its outcomes
-    try:
-      for sent in submissions:
-        outcomes = self._outcomes(sent, check_signals)
-        for b, group in enumerate(sent.groups):
-          rows.append([(x, outcomes[b, g]) for g, x in enumerate(group)])
-    except BaseException:
-      abandon(submissions)
-      raise
-    shape = len(rows), submissions[0].size
-    return self._group_rewards(rows, shape)
-
-  def _outcomes(
-    self, sent: Submission, check_signals: Callable[[], None]
-  ) -> dict[tuple[int, int], dict[int, Outcome]]:
-    """Waits for the outcomes by place and function."""
-    outcomes = collections.defaultdict(dict)
-    next_done = self._next_done if self._workers else self._next_here
-    for task, values in next_done(sent, check_signals):
-      keys = itertools.product(task.functions, task.places)
-      for (i, place), outcome in zip(keys, values, strict=True):
-        outcomes[place][i] = outcome
-    return outcomes
+    # Of a submission, by place and function.
+    outcomes = {sent: collections.defaultdict(dict) for sent in submissions}
+    absent = itertools.repeat(Outcome(None))
+    for sent, done in self.results(submissions, check_signals):
+      (indices, places), values = sent.tasks[done.index], done.outcomes
+      if done.error is not None:
+        # Of the function that was at work, for all of its completions; those
+        # after it have no value.
+        ended = len(values) // len(places) * len(places)
+        values = values[:ended] + [Outcome(None, done.error)] * len(places)
+      keys = itertools.product(indices, places)
+      values = itertools.chain(values, absent)
+      for (i, place), outcome in zip(keys, values, strict=False):
+        outcomes[sent][place][i] = outcome
+    rows = [
+      [(item, outcomes[sent][b, g]) for g, item in enumerate(group)]
+      for sent in submissions
+      for b, group in enumerate(sent.groups)
+    ]
+    return self._group_rewards(rows, (len(rows), submissions[0].size))
 
   def _group_rewards(
     self,
@@ -327,113 +221,34 @@ class Pool:
     absent = functools.partial(np.full, shape, np.nan)
     rewards, values = absent(), {name: absent() for name in self.names}
     extras = collections.defaultdict(absent)
+    failed = np.zeros(shape, bool)
     failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
     for b, g in np.ndindex(shape):
       (prompt, completion, _), outcomes = rows[b][g]
-      errors = []
+      errors = {}  # by function
       for i, name in enumerate(self.names):
         value, error, numbers = outcomes[i]
-        if value is not None:
-          values[name][b, g] = value
+        values[name][b, g] = np.nan if value is None else value
         if error is not None:
-          errors.append((name, error))
+          errors[name] = error
         for key, number in numbers.items():
           extras[f"{name}/{key}"][b, g] = number
       of_functions = [outcomes[i].value for i in range(len(self.names))]
       total = functions.combine(of_functions, self.weights)
       if total is not None and not errors:
-        if abs(total) <= worker.LARGEST:
-          rewards[b, g] = total
-        else:
-          error = f"is {total:.3g}, more than {worker.LARGEST:g}"
-          errors.append(("weighted sum", error))
-      failed = [Failure(*error, prompt, completion) for error in errors]
-      failures[b].append(failed)
+        rewards[b, g] = total
+        if not abs(total) <= worker.LARGEST:
+          rewards[b, g] = np.nan
+          more = f"is {total:.3g}, more than {worker.LARGEST:g}"
+          errors["weighted sum"] = more
+      failed[b, g] = bool(errors)
+      failures[b].append(
+        [Failure(*error, prompt, completion) for error in errors.items()]
+      )
     return GroupRewards(
       exact_enough(rewards),
       {name: exact_enough(of_one) for name, of_one in values.items()},
-      np.array([bool(x) for row in failures for x in row], bool).reshape(shape),
+      failed,
       failures,
       {name: extras[name].astype(np.float32) for name in sorted(extras)},
     )
-
-  def close(self) -> None:
-    """Ends the workers, also in the middle of a submission."""
-    self._closed = True
-    self._threads.shutdown(cancel_futures=True)  # waits 0.1 s at most
-    for process in self._workers:
-      process.kill()
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    self.close()
-
-  def _next_here(self, sent: Submission, check_signals) -> Iterator[_Done]:
-    """Computes the tasks in this process, one after the other."""
-    for task in sent.tasks:
-      check_signals()
-      outcomes: list[Outcome] = []
-      if sent.lost >= self.patience:
-        yield task, _cut_short(task, [], _NOT_TRIED.format(self.patience))
-        continue
-
-      def compute(task=task, outcomes=outcomes) -> None:
-        items = sent.items(task)
-        for i in task.functions:
-          reward, sources = self._functions[i], self._sources[i]
-          outcomes.extend(worker.evaluate(reward, items, sources))
-
-      limit = self._timeout * len(task.places)
-      if _in_time(limit, compute):
-        sent.lost = 0
-      else:
-        sent.lost += 1
-        error = f"no result after {limit:g} s"
-        outcomes = _cut_short(task, outcomes, error)
-      yield task, outcomes
-
-  def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
-    """Waits for the tasks that threads have done, in any order."""
-    last = time.monotonic()
-    for _ in sent.tasks:
-      message = None
-      while message is None:
-        # A SimpleQueue, not futures: those may stay locked where Ctrl-C
-        # interrupts a wait for them, and then nothing could end.
-        with contextlib.suppress(queue.Empty):
-          message = sent.done.get(timeout=POLL)
-        if time.monotonic() - last >= POLL:
-          check_signals()
-          last = time.monotonic()
-      if isinstance(message, BaseException):
-        raise message
-      yield message
-
-  def _run(self, sent: Submission, task: _Task, line: bytes) -> None:
-    """Has one worker do a task, in a thread."""
-
-    def stop() -> bool:
-      return self._closed or sent.abandoned
-
-    size = len(task.places)
-    count = len(task.functions) * size
-    outcomes: list[Outcome] = []  # function by function
-    process = self._idle.get()
-    try:
-      if stop():
-        raise Lost("stopped")
-      if sent.lost >= self.patience:
-        raise Lost(_NOT_TRIED.format(self.patience))
-      for outcome in process.ask(line, count, self._timeout * size, stop):
-        outcomes.append(outcome)
-      sent.lost = 0
-      sent.done.put((task, outcomes))
-    except Lost as error:
-      sent.lost += 1
-      sent.done.put((task, _cut_short(task, outcomes, str(error))))
-    except BaseException as error:
-      sent.done.put(error)
-    finally:
-      self._idle.put(process)

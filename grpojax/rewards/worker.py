@@ -1,44 +1,22 @@
 """One reward worker: python -m grpojax.rewards.worker, started by `pool`.
 
-It reads lines `ID JSON` from its standard input. The first one names the reward
-functions; every other one is a task, completions and the functions that judge
-them. For each function and completion it answers [ID, value, error, extras].
-The ID is random, so that no answer passes for one to another line.
-
-A function that forks, reads, prints, closes files or writes to all that are
-open does no harm to other completions, but one that looks for the present ID in
-this process can answer in its own favour: code that a model wrote needs a
-sandbox of its own. The worker ends when its input does. Where its parent was
-killed, Linux ends it whatever a function is doing; elsewhere the alarm does.
+Its first line names the reward functions; every other one is a task, the
+numbers of functions and the completions of one prompt that they judge. For each
+function and completion it answers an `Outcome`.
 """
 
-import contextlib
 import copy
-import ctypes
-import json
 import math
-import os
-import resource
-import signal
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
-from grpojax.runtime.files import user_code
+from grpojax.runtime.processes import user_calls, worker_main
 
 LARGEST = 1e15
 """Largest absolute value of a reward: sums of squares fit into float32."""
 
-LEEWAY = 2.0
-"""Seconds beyond a task's limit, at which the parent kills a worker, after
-which the system does where the parent has died."""
-
-FOREVER = 1e9
-"""Seconds; the system's timers take little more."""
-
-_MEMORY = 2**33  # bytes of data that a worker may allocate
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
 _REWARD = "score"  # the key of the reward where a function returns a dict
 
@@ -55,10 +33,6 @@ class Outcome(NamedTuple):
   value: float | None
   error: str | None = None
   extras: Mapping[str, float] = {}
-
-
-class OutOfTime(BaseException):
-  """Raised in a function that takes too long, and not caught as its failure."""
 
 
 def evaluate(
@@ -82,17 +56,16 @@ def evaluate(
 
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
   """Outcomes of a call that is to return `count` values."""
-  try:
-    with functions.one_process(), user_code.own_directory():
-      values = list(function())
-    if len(values) == count:
-      return [_outcome(value) for value in values]
-    error = f"returned {len(values)} rewards for {count} completions"
-  except (KeyboardInterrupt, OutOfTime):
-    raise
-  except BaseException as exception:  # asyncio's and pytest's, and SystemExit
-    error = f"raised {functions.describe(exception)}"
-  return [Outcome(None, error)] * count
+
+  def outcomes() -> list[Outcome]:
+    values = list(function())
+    if len(values) != count:
+      wrong = f"returned {len(values)} rewards for {count} completions"
+      raise user_calls.WrongAnswer(wrong)
+    return [_outcome(value) for value in values]
+
+  result, error = user_calls.call(outcomes)
+  return [Outcome(None, error)] * count if result is None else result
 
 
 def _outcome(value: Any) -> Outcome:
@@ -105,25 +78,42 @@ def _outcome(value: Any) -> Outcome:
   if isinstance(value, Mapping):
     if _REWARD not in value:
       return Outcome(None, f"returned a dict without {_REWARD!r}")
-    for key, other in value.items():
-      number = _float(_scalar(other))
-      fits = number is not None and abs(number) <= LARGEST
-      if key != _REWARD and fits and len(extras) < _MOST_EXTRAS:
-        extras[str(key)[:_LONGEST_NAME]] = number
+    extras = numbers({k: v for k, v in value.items() if k != _REWARD})
     value = value[_REWARD]
+  try:
+    return Outcome(to_reward(value), None, extras)
+  except user_calls.WrongAnswer as error:
+    return Outcome(None, str(error), extras)
+
+
+def to_reward(value: Any, returned: str = "returned") -> float | None:
+  """Returns a number as a reward, and None as None.
+
+  WrongAnswer, which begins with `returned`, of what is none or too large.
+  """
   value = _scalar(value)
   if value is None:
-    return Outcome(None, None, extras)
-  number = _float(value)
+    return None
+  number = to_float(value)
   if number is None:
-    error = f"returned {type(value).__name__}, which is not a number"
-  elif not abs(number) <= LARGEST:
-    error = f"returned {number:g}"
-    if math.isfinite(number):
-      error += f", more than {LARGEST:g}"
+    wrong = f"{type(value).__name__}, which is not a number"
+  elif abs(number) <= LARGEST:
+    return number
   else:
-    return Outcome(number, None, extras)
-  return Outcome(None, error, extras)
+    more = f", more than {LARGEST:g}" if math.isfinite(number) else ""
+    wrong = f"{number:g}{more}"
+  raise user_calls.WrongAnswer(f"{returned} {wrong}")
+
+
+def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+  """Returns the finite numbers of a dict, for logs: the first 32 of them."""
+  finite: dict[str, float] = {}
+  for key, value in values.items():
+    number = to_float(value)
+    fits = number is not None and abs(number) <= LARGEST
+    if fits and len(finite) < _MOST_EXTRAS:
+      finite[str(key)[:_LONGEST_NAME]] = number
+  return finite
 
 
 def _scalar(value: Any) -> Any:
@@ -133,8 +123,12 @@ def _scalar(value: Any) -> Any:
   return value.item() if one else value
 
 
-def _float(value: Any) -> float | None:
-  """Any number as a float, Decimal and Fraction too; None of what is none."""
+def to_float(value: Any) -> float | None:
+  """Returns any number as a float, Decimal, Fraction and arrays of one too.
+
+  None of what is none; an infinity for what is too large.
+  """
+  value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
     return None  # which float() would read
   try:
@@ -145,63 +139,26 @@ def _float(value: Any) -> float | None:
     return None
 
 
-def _limit_memory() -> None:
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-  _, most = resource.getrlimit(resource.RLIMIT_DATA)
-  if most == resource.RLIM_INFINITY or most > _MEMORY:
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+def parse(outcome: Any) -> Outcome:
+  """Reads an Outcome of JSON; raises an error where it is none."""
+  value, error, extras = outcome
+  typed = isinstance(value, float | None) and isinstance(error, str | None)
+  if typed and all(isinstance(x, float) for x in extras.values()):
+    return Outcome(value, error, extras)
+  raise TypeError
 
 
-def _end_with_parent() -> None:
-  """Has Linux kill this process when the thread that started it has ended."""
-  with contextlib.suppress(AttributeError, OSError):  # another system
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def prepare(setup: dict[str, Any]) -> worker_main.Answer:
+  """Returns what makes of a task its outcomes, function by function."""
+  rewards = functions.resolve_all(setup["names"], setup["options"])
 
+  def answer(task: Sequence[Any]) -> Iterator[Outcome]:
+    indices, items = task
+    for i in indices:
+      yield from evaluate(rewards[i], items, setup["sources"][i])
 
-def main() -> None:
-  """Answers until the input ends."""
-  _end_with_parent()
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-  requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-  # A function that reads or prints must not disturb the exchange.
-  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-  os.dup2(2, 1)
-  sys.stdout.reconfigure(line_buffering=True)  # seen also if it is killed
-
-  def reply(name: bytes, outcome: Outcome) -> None:
-    # Begins a line, in case that something else wrote half of one.
-    answer = json.dumps([name.decode(), *outcome])
-    os.write(replies, f"\n{answer}\n".encode())
-
-  name, _, line = requests.readline().partition(b" ")
-  setup = json.loads(line)
-  try:
-    _limit_memory()
-    rewards = functions.resolve_all(setup["names"], setup["options"])
-  except BaseException as error:
-    plain = isinstance(error, ValueError)
-    reason = str(error) if plain else functions.describe(error)
-    reply(name, Outcome(None, reason))
-    return
-  reply(name, Outcome(0.0))  # ready
-  for line in requests:
-    # The default action ends the process whatever a function is doing; set
-    # again each time, because a function may have set it.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    name, _, task = line.partition(b" ")
-    numbers_of_functions, items = json.loads(task)
-    limit = setup["timeout"] * len(items) + LEEWAY
-    signal.setitimer(signal.ITIMER_REAL, min(limit, FOREVER))
-    for i in numbers_of_functions:
-      for outcome in evaluate(rewards[i], items, setup["sources"][i]):
-        reply(name, outcome)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+  return answer
 
 
 if __name__ == "__main__":
-  with contextlib.suppress(BrokenPipeError):
-    main()
-  # At once: not waiting for threads that a function has started.
-  with contextlib.suppress(OSError, ValueError):  # it may have closed it
-    sys.stderr.flush()
-  os._exit(0)
+  worker_main.run(prepare)

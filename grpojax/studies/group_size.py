@@ -187,13 +187,13 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     for i in range(p.prompts // p.batch):
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
-      samples = sampler(policy.params, jax.device_put(prompts), key)
+      sampled = sampler(policy.params, jax.device_put(prompts), examples, key)
       _, scores = rewards_lib.compute_rewards(
-        policy, reward_pool, examples, samples
+        policy, reward_pool, examples, sampled
       )
       rewards.append(scores.rewards)
       # The same directions for all prompts: their products are to be compared.
-      projected = project(policy.params, samples, tangents_key)
+      projected = project(policy.params, sampled.rollout, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
   diagnosis = diagnostics.diagnose(

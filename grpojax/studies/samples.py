@@ -190,7 +190,7 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   params, score = bench.policy.params, bench.score
   ids, mask, logprobs, rewards = [], [], [], []
   for key in keys:
-    pool = bench.sampler(params, prompts, key)
+    pool = bench.sampler(params, prompts, (), key).rollout
     (texts,) = policy_lib.decode(bench.policy, pool)
     rewards += [bench.reward("", text, example) for text in texts]
     ids.append(np.asarray(pool.completion_ids[0]))

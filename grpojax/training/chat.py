@@ -101,13 +101,16 @@ def ask(
   settings = _with_room(settings, len(ids))
   prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
   key = jax.random.fold_in(speaker.key, turn)
-  samples = speaker.sampler(speaker.params, prompts_lib.trim(prompts), key)
+  sampled = speaker.sampler(
+    speaker.params, prompts_lib.trim(prompts), examples, key
+  )
+  samples = sampled.rollout
   if reward_pool is None:
     texts = policy_lib.decode(policy, samples)
     rewards = [None] * len(texts[0])
   else:
     texts, scores = rewards_lib.compute_rewards(
-      policy, reward_pool, examples, samples
+      policy, reward_pool, examples, sampled
     )
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.types import LM, Params, Rollout
@@ -214,8 +215,16 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Returns texts of completions of some prompts, [rows][G], without EOS."""
-  ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
+  """Returns texts of completions of some prompts, [rows][G], without EOS.
+
+  Of a trajectory it is the last turn's, so that nothing that an environment
+  wrote is taken for an answer.
+  """
+  ids, mask, turns = jax.device_get(
+    (samples.completion_ids, samples.completion_mask, samples.turns)
+  )
+  if turns is not None:
+    mask = mask & (turns == np.max(turns, axis=-1, keepdims=True))
   text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
   return [
     [text(i, m, policy.eos_ids) for i, m in zip(*group, strict=True)]

@@ -3,11 +3,13 @@
 Run with JAX_NUM_CPU_DEVICES=8; test_on_devices.py does.
 """
 
+import functools
 import re
 
 import jax
 import numpy as np
 
+from grpojax.core.decoding import chunks
 from grpojax.core.mesh import make_mesh, place
 from grpojax.core.rollout import rollout
 from grpojax.environments import higher_lower as game
@@ -41,6 +43,48 @@ def sampled(params, prompts):
   )
 
 
+def programs():
+  """A chunk, an observation and another chunk, as three programs."""
+  bind = lambda f, **options: jax.jit(functools.partial(f, LM, **options))
+  ends = tuple(range(NUMBERS // 2))
+  sizes = {"group_size": 4, "max_new_tokens": 20, "pad_id": 0}
+  return (
+    bind(chunks.begin, slots=36, **sizes),
+    bind(chunks.decode, tokens=6, slots=36, eos_ids=ends),
+    bind(chunks.feed, slots=36),
+  )
+
+
+def in_chunks(params, prompts, run):
+  begin, decode, feed = programs()
+  rows = run(begin, params, prompts, jax.random.key(1))
+  shape = rows.turn.shape
+  none, ids = np.zeros(shape, bool), np.full((*shape, 4), NUMBERS)
+  rows = run(decode, params, rows, none, none)
+  waiting = np.asarray(rows.waiting)
+  assert waiting.any() and not waiting.all()
+  length = np.where(waiting, 3, 0).astype(np.int32)
+  rows = run(feed, params, rows, ids.astype(np.int32), length, waiting)
+  return run(decode, params, rows, none, none).samples
+
+
+NAMES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+
+
+def sent(compiled):
+  """Shapes that go over the wires."""
+  pattern = rf"= (\S+) (?:{NAMES})(?:-start)?\("
+  return re.findall(pattern, compiled.as_text())
+
+
+def run_and_read(program, *args):
+  """Runs a program; it sends whether rows go on, and the longest one."""
+  compiled = program.lower(*args).compile()
+  wrong = [x for x in sent(compiled) if not re.match(r"(pred|s32)\[\]", x)]
+  assert not wrong, wrong
+  return compiled(*args)
+
+
 def main():
   params, prompts = LM.init(jax.random.key(0)), game.prompts(NUMBERS)
   alone = jax.jit(sampled)(params, prompts)
@@ -55,9 +99,15 @@ def main():
     np.testing.assert_allclose(x, y, atol=1e-5)
   assert (alone.turns == 2).any()
   # Whether all are done, and whether a turn has ended; no rows.
-  names = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
-  sent = re.findall(rf"= (\S+) (?:{names})(?:-start)?\(", compiled.as_text())
-  assert sent and all(re.match(r"pred\[\]", x) for x in sent), sent
+  shapes = sent(compiled)
+  assert shapes and all(re.match(r"pred\[\]", x) for x in shapes), shapes
+  alone = in_chunks(params, game.prompts(NUMBERS), lambda f, *args: f(*args))
+  with jax.set_mesh(mesh):
+    together = in_chunks(params, prompts, run_and_read)
+  for x, y in zip(
+    jax.tree.leaves(alone), jax.tree.leaves(together), strict=True
+  ):
+    np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 if __name__ == "__main__":

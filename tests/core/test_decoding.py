@@ -26,8 +26,6 @@ PLAIN = Decoding(stages=1, compact=False)
 CHANGED = {
   "stages": Decoding(stages=3, compact=False),
   "compact": Decoding(stages=3),
-  "one_slot": Decoding(slots=1),
-  "slots": Decoding(slots=3),
 }
 SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
 
@@ -88,7 +86,7 @@ def assert_same(out, expected):
   np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
 
 
-PAIRS = [("windows", "compact"), ("windows", "slots")]
+PAIRS = [("windows", "compact"), ("windows", "stages")]
 SLOW = [
   pytest.param(name, way, marks=pytest.mark.slow)
   for name in ("one_stack", "bfloat16", "lora", "experts")
@@ -107,6 +105,40 @@ def test_the_work_changes_and_no_sample(name, way):
   same = np.asarray(out.completion_ids == expected.completion_ids)
   assert np.cumprod(same, axis=-1)[np.asarray(out.completion_mask)].mean() > 0.5
   np.testing.assert_array_equal(out.completion_mask, expected.completion_mask)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "windows",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("one_stack", "bfloat16", "lora", "experts")
+    ),
+  ],
+)
+def test_rows_of_different_lengths_in_a_cache(name):
+  """Each row has written 8 tokens, of which the first few are its own."""
+  lm, params = model(name)
+  ids = jnp.asarray(np.random.default_rng(4).integers(1, 11, (B, G, 12)))
+  lengths = jnp.asarray([[7, 0, 3, 1, 5], [2, 6, 6, 4, 0], [0] * G])
+  prefix = lm.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
+  extend = jax.jit(lm.extend)
+  whole, _ = extend(params, prefix, ids)
+  _, cache = extend(params, prefix, ids[:, :, :8], lm.init_cache(B, G, 8))
+  cache = lm.align_cache_rows(cache, lengths, jnp.max(lengths), 11)
+  assert int(cache.index) == 7
+  positions, states = lengths[..., None] + jnp.arange(4), []
+  for at in jnp.split(positions, [1, 2], axis=-1):
+    next_ids = jnp.take_along_axis(ids, at, axis=-1)
+    hidden, cache = extend(params, prefix, next_ids, cache, positions=at)
+    states.append(hidden.astype(jnp.float32))
+  expected = jnp.take_along_axis(whole, positions[..., None], axis=2)
+  np.testing.assert_allclose(
+    jnp.concatenate(states, 2)[:2],
+    expected[:2].astype(jnp.float32),
+    atol=0.1 if name == "bfloat16" else 2e-5,
+  )
 
 
 @pytest.mark.parametrize("way", CHANGED)
@@ -157,22 +189,15 @@ def watched(lm, axis):
   return counted
 
 
-@pytest.mark.parametrize(
-  "decoding, expected",
-  [
-    # Tokens 1 to 49 in stages that end at 16, 32 and 49. At the start of the
-    # third, one sample of the first group is left, and two of the second.
-    (Decoding(stages=3), [5] * 32 + [2] * 17),
-    # 50 + 20 in one slot, three times 20 in the other.
-    (Decoding(slots=2), [2] * 70),
-  ],
-)
-def test_what_runs_follows_what_is_left(tabular, decoding, expected):
+def test_what_runs_follows_what_is_left(tabular):
   """Rows that are computed: as many as the group with most of them left has."""
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
   table, counted = jnp.zeros((3, 12, 11)), watched(tabular.lm(3, 11), 1)
-  _, rows = counted(lambda lm: run(lm, table, decoding, budgets=budgets))
-  assert rows == expected
+  three = Decoding(stages=3)
+  _, rows = counted(lambda lm: run(lm, table, three, budgets=budgets))
+  # Tokens 1 to 49 in stages that end at 16, 32 and 49. At the start of the
+  # third, one sample of the first group is left, and two of the second.
+  assert rows == [5] * 32 + [2] * 17
 
 
 LONG = 150
@@ -256,13 +281,10 @@ def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
   assert_same(part, jax.tree.map(lambda x: x[last], whole))
 
 
-def test_slots_need_a_cache_that_can(tabular):
+def test_a_simple_cache_has_one_stage(tabular):
   lm = tabular.lm(3, 11)
   table = lm.init(jax.random.key(5))
   simple = lm._replace(map_cache_rows=None)
-  with pytest.raises(ValueError, match="slots=2: this model's cache"):
-    run(simple, table, Decoding(slots=2))
-  # It has one stage, and nothing else is refused.
   assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
 
 

@@ -193,7 +193,6 @@ def test_a_whole_step_is_its_parts(tiny):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"decoding": Decoding(slots=2)}, "neither decoded in slots nor with"),
     ({"sampling": Sampling(repetition_penalty=1.1)}, "repetition_penalty=1.1"),
     ({"environment": ENVIRONMENT._replace(max_turns=0)}, "max_turns=0"),
     ({"environment": ENVIRONMENT._replace(max_turns=2.0)}, "max_turns=2.0"),

@@ -30,11 +30,11 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "name, options, message",
   [
-    ("math_anser", {}, "did you mean 'math_answer'.*package.module:function"),
+    ("math_anser", {}, "did you mean 'math_answer'.*package.module:NAME"),
     ("__import__", {}, "unknown reward"),
     ("no.such.package:f", {}, "No module named 'no'"),
     ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
-    (f"{USER}:behav", {}, "no such function; did you mean 'behave'"),
+    (f"{USER}:behav", {}, "has no 'behav'; did you mean 'behave'"),
     (f"{USER}:not_a_function", {}, "is no function, but"),
     (f"{USER}:two_arguments", {}, "cannot be called"),
     (f"{USER}:behave", {"scal": 1}, "no option 'scal'.*; did you mean 'scale'"),

@@ -55,5 +55,5 @@ def test_neighbouring_jobs_are_of_different_prompts():
     sent = groups.submit_groups(
       pool, examples, [["1"] * 4] * 3, ones, ones > 0, 8
     )
-  items = [item for task in sent.tasks for item in sent.items(task)]
+  items = [item for job in sent.jobs for item in job.content[1]]
   assert "".join(prompt for prompt, _, _ in items) == "abc" * 4

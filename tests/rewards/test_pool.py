@@ -12,8 +12,9 @@ import time
 import numpy as np
 import pytest
 
-from grpojax.rewards import process, worker
+from grpojax.rewards import worker
 from grpojax.rewards.pool import Failure, Pool
+from grpojax.runtime.processes import workers
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 BEHAVE, PROMPT = f"{USER}:behave", f"{USER}:length_of_prompt"
@@ -182,22 +183,24 @@ def test_a_function_that_forks_or_writes_does_not_shift_rewards():
 def test_replies_are_told_apart():
   """A line counts if it has the question's name and makes sense."""
   good = [
-    (b'["me", 1.0, null, {}]', (1.0, None, {})),
-    (b'["me", 1.0, null, {"acc": 0.5}]', (1.0, None, {"acc": 0.5})),
-    (b'["me", null, "raised", {}]', (None, "raised", {})),
+    (b'["me", [1.0, null, {}]]', (1.0, None, {})),
+    (b'["me", [1.0, null, {"acc": 0.5}]]', (1.0, None, {"acc": 0.5})),
+    (b'["me", [null, "raised", {}]]', (None, "raised", {})),
   ]
   bad = [
-    b'["you", 1.0, null, {}]',
+    b'["you", [1.0, null, {}]]',
     b"[1.0, null]",
-    b'["me", 1.0, null]',
-    b'["me", 1.0, null, {"acc": "1"}]',
-    b'["me", 1.0, null, []]',
-    b'["me", [], null, {}]',
-    b'["me", 1.0, 3, {}]',
+    b'["me", 1.0]',
+    b'["me", [1.0, null]]',
+    b'["me", [1.0, null, {"acc": "1"}]]',
+    b'["me", [1.0, null, []]]',
+    b'["me", [[], null, {}]]',
+    b'["me", [1.0, 3, {}]]',
     *(b"", b"\xff", b"[" * 10**5),
   ]
   lines = [line for line, _ in good]
-  assert process._answers(bad + lines + bad, "me") == [x for _, x in good]
+  read = workers.read_answers(bad + lines + bad, "me", worker.parse)
+  assert read == [x for _, x in good]
 
 
 @contextlib.contextmanager

@@ -287,18 +287,6 @@ def test_valid_combinations(changes, config_with):
       {"batch_size": 4, "group_size": 8, "optim__micro_batches": 8},
       "micro_batch: 1 prompts x 4 samples .* 8 devices",
     ),
-    (8, {"batch_size": 8, "sampling__slots": 4}, ""),
-    (8, {"batch_size": 4, "sampling__slots": 8}, ""),  # all at once
-    (
-      8,
-      {"batch_size": 4, "sampling__slots": 4},
-      "sampling.slots = 4: 8 devices share 4 prompts, and so split",
-    ),
-    (
-      8,
-      {"sampling__slots": 4, "sampling__parts": 8, "reward__workers": 1},
-      "sampling.slots = 4: 8 devices share 4 prompts",
-    ),
   ],
 )
 def test_batches_are_cut_over_real_devices(devices, changes, text, config_with):

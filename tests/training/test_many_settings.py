@@ -44,7 +44,6 @@ RUNS = {
     "difficulty.priority": "varies",
     "difficulty.importance_weights": True,
     "advantage": "score_weighted",
-    "sampling.slots": 2,
     "optim.epochs": 2,
     "optim.minibatches": 2,
     "loss.old_logprobs": "trainer",

@@ -184,7 +184,6 @@ CHANGED = {
   "optim.micro_batches": 2,
   "sampling.stages": 2,
   "sampling.compact": False,
-  "sampling.slots": 16,
   "sampling.parts": 2,
 }
 NOT_CHANGED = {

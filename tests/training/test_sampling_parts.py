@@ -64,7 +64,13 @@ def sample_and_reward(
 
   sampler = sampling_lib.on_sampling_mesh(functools.partial(called), mesh, 0)
   run = host.make_sample_and_reward(
-    policy, sampler, mesh, reward_pool, check_signals, settings.sampling.parts
+    policy,
+    sampler,
+    mesh,
+    reward_pool,
+    check_signals,
+    None,
+    settings.sampling.parts,
   )
   ids = jnp.arange(B)[:, None]
   prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")

@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused(changes, text, config_with):
       "loss__beta": 0.1,
       "lora__rank": 2,
     },
-    {"sampling__repetition_penalty": 1.2, "sampling__slots": 2},
+    {"sampling__repetition_penalty": 1.2},
     IN_PARTS,
     BY_DIFFICULTY,
   ],

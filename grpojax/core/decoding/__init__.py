@@ -2,8 +2,7 @@
 
 How the loop is arranged changes no sample: token t of a sample draws from the
 sample's own key and t alone. It changes the work: `in_stages` follows the
-tokens that are in the cache and the samples that are not done,
-`slots.through_slots` the memory that there is.
+tokens that are in the cache and the samples that are not done.
 
     stage 0   tokens 1 .. 16    cache of 16   all samples
     stage 1   tokens 17 .. 32   cache of 32   those not done: G, a half, ...
@@ -20,12 +19,7 @@ from grpojax.core import environment as environment_lib
 from grpojax.core.decoding import repetition
 from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.mesh import constrain, sample_cuts
-from grpojax.core.options import (
-  NOT_NEGATIVE,
-  ONE_OR_MORE,
-  frozen_options,
-  option,
-)
+from grpojax.core.options import ONE_OR_MORE, frozen_options, option
 from grpojax.core.types import LM, Cache, Params, Prefix
 
 LEAST_TOKENS = 48
@@ -41,8 +35,7 @@ class Decoding:
   begun. Compaction, at the start of each long stage but the first, takes the
   samples that are not done in a batch of a half, a quarter or an eighth of the
   group (where no group has more of them); where a group is one sample, of a
-  quarter of the prompts. In a slot the next sample begins where one is done;
-  with fewer slots than samples there are no stages.
+  quarter of the prompts.
   """
 
   stages: int = option(
@@ -51,17 +44,13 @@ class Decoding:
     within=ONE_OR_MORE,
   )
   compact: bool = option(True, "put the samples that are not done together")
-  slots: int = option(
-    0, "samples of each prompt in memory at once; 0 = all", within=NOT_NEGATIVE
-  )
 
 
 class Samples(NamedTuple):
   """Completions, as far as they are drawn.
 
   `seen` are the tokens that each sample or its prompt has; None without a
-  repetition penalty, and where slots have them. `episodes` are None without an
-  environment.
+  repetition penalty. `episodes` are None without an environment.
   """
 
   ids: Int[Array, "B G T"]
@@ -84,7 +73,6 @@ class Setup(NamedTuple):
     limit: Number of tokens that each sample may have.
     eos: Ids that end a completion.
     sampling: Distribution to draw from.
-    in_prompt: Tokens that each prompt has; None without a repetition penalty.
     environment: What answers after each turn, or None.
   """
 
@@ -95,7 +83,6 @@ class Setup(NamedTuple):
   limit: Int[Array, "B G"]
   eos: Int[Array, "_"]
   sampling: Sampling
-  in_prompt: Bool[Array, "B V"] | None = None
   environment: environment_lib.Environment | None = None
 
 
@@ -299,11 +286,6 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   A model without `grow_cache` and `map_cache_rows` has one stage.
   """
   lm, (b, g, t_max) = setup.lm, samples.ids.shape
-  if setup.in_prompt is not None:
-    seen = jnp.broadcast_to(
-      setup.in_prompt[:, None], (b, g, setup.in_prompt.shape[-1])
-    )
-    samples = samples._replace(seen=seen)
   first = setup.prefix.last_hidden[:, None]
   first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
   samples = _append(setup, samples, jnp.int32(0), first)

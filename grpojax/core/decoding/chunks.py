@@ -83,7 +83,7 @@ def begin(
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
   zero = jnp.zeros((b, g), jnp.int32)
   keys = fold(key, first_prompt * g + jnp.arange(b * g)).reshape(b, g)
-  seed = lambda key: jax.random.bits(jax.random.fold_in(key, -1))
+  seed = lambda key: jax.random.bits(jax.random.fold_in(key, jnp.int32(-1)))
   samples = Samples(
     ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
     logprobs=jnp.zeros((b, g, t_max), jnp.float32),
@@ -199,10 +199,10 @@ def _append(
   first = setup.prefix.last_hidden[:, None]
   hidden = jnp.where((t == 0)[..., None], first, hidden[:, :, 0])
   ids, logprobs, _ = draw(setup, setup.keys, t, hidden, None)
-  here = alive[..., None] & (jnp.arange(rows.turns.shape[-1]) == t[..., None])
+  at_t = alive[..., None] & (jnp.arange(rows.turns.shape[-1]) == t[..., None])
 
   def put(old, new):
-    return jnp.where(here, new[..., None], old)
+    return jnp.where(at_t, new[..., None], old)
 
   ended = alive & jnp.isin(ids, setup.eos)
   length = t + alive

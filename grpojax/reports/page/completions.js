@@ -69,14 +69,17 @@ function tokenSpans(sample, what) {
   return sample.tokens.map((text, i) => {
     const end = i === length - 1 && !sample.truncated && seen >= sample.completion.length;
     seen += text.length;
-    const node = el(`span.token${end ? ".special" : ""}`);
+    const by = sample.observed && sample.observed[i] ? ".observed" : "";
+    const node = el(`span.token${by}${end ? ".special" : ""}`);
     text.split("\n").forEach((piece, k) => {
       if (k) append(node, [el("span.sign", null, "\u21b5"), "\n"]);
       node.append(visible(piece));
     });
     node.dataset.token = i;
-    node.style.background = shade(sample, what, i);
-    return node;
+    if (!by) node.style.background = shade(sample, what, i);
+    const reward = sample.turn_rewards && sample.turn_rewards[i];
+    return known(reward) ?
+      el("span", null, node, el("span.small.soft", null, ` ${signed(reward, number)} `)) : node;
   });
 }
 

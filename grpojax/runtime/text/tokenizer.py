@@ -194,7 +194,7 @@ def encode_prompt(
 
   text = marked = written(prompt, system_prompt)
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  contents = [_each_text(write, prompt), write(system_prompt)]
+  contents = [each_text(write, prompt), write(system_prompt)]
   if contents != [prompt, system_prompt]:
     marked = written(*contents)
     if special_tokens_lib.unmark(tokenizer, marked) != text:
@@ -231,20 +231,20 @@ def encode_conversation(
   a date the template writes today's.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  marked, is_text = _each_text(write, sample), isinstance(sample, str)
+  marked, is_text = each_text(write, sample), isinstance(sample, str)
   if not is_text:
     marked = whole_chat(tokenizer, marked, date)
   return special_tokens_lib.encode(tokenizer, marked, is_text)
 
 
-def _each_text(write: Callable[[str], str], content: Any) -> Any:
+def each_text(write: Callable[[str], str], content: Any) -> Any:
   """Returns a prompt whose every text is written by `write`."""
   if isinstance(content, str):
     return write(content)
   if isinstance(content, Mapping):
-    return {key: _each_text(write, value) for key, value in content.items()}
+    return {key: each_text(write, value) for key, value in content.items()}
   if isinstance(content, (list, tuple)):
-    return [_each_text(write, value) for value in content]
+    return [each_text(write, value) for value in content]
   return content
 
 

@@ -15,6 +15,7 @@ from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.policy import Policy
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step.episodes import tools as tools_of
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 
@@ -22,12 +23,15 @@ Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 def encoder(settings: TrainSettings, policy: Policy):
   """`(prompt) -> (text, ids)`: prompts in the policy's format."""
   data = settings.data
+  options = dict(data.template_options)
+  if tools := tools_of(settings.environment):
+    options["tools"] = tools
   return functools.partial(
     tokenizer_lib.encode_prompt,
     policy.tokenizer,
     template=data.template,
     system_prompt=data.system_prompt,
-    template_options=data.template_options,
+    template_options=options,
     special_tokens=data.special_tokens,
   )
 

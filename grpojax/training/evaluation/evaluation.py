@@ -33,7 +33,6 @@ from grpojax.statistics.intervals import (
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
-from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
@@ -203,15 +202,16 @@ def evaluate(
     padded = _pad(prompts, batch_size)
     if mesh is not None:
       padded = mesh_lib.place(padded, mesh, "batch")
-    samples = sampler(params, padded, jax.random.fold_in(key, i))
-    policy_lib.wait(samples, check_signals)
+    sampled = sampler(
+      params, padded, examples, jax.random.fold_in(key, i), check_signals
+    )
     decoded, scores = rewards_lib.compute_rewards(
-      policy, reward_pool, examples, samples, check_signals
+      policy, reward_pool, examples, sampled, check_signals
     )
     rewards.append(rewards_lib.correctness(reward_pool, scores, examples))
     texts += decoded
     evaluated += examples
-    mask = mesh_lib.fetch(samples.completion_mask)[: len(examples)]
+    mask = mesh_lib.fetch(sampled.rollout.completion_mask)[: len(examples)]
     lengths.append(np.sum(mask, axis=-1))
     failures += groups.all_failures(scores)
     on_progress(len(evaluated))

@@ -9,7 +9,10 @@ rows of a group one after another.
 | step            | as in metrics.jsonl                                       |
 | group           | number of the group in the batch, from 0                  |
 | prompt          | as the model read it                                      |
-| completion      | its text, without the EOS                                 |
+| completion      | its text, without the EOS; of several turns the last one's|
+| turns           | of a trajectory: who wrote ("by": model or environment),  |
+|                 | its "text", "tokens" (their number), and the "reward"     |
+|                 | after a turn                                              |
 | answer          | of the example, or null                                   |
 | reward          | weighted sum of what the functions gave; null where there |
 |                 | is none. What is compared may be another number: see      |
@@ -96,6 +99,8 @@ def of_batch(
     arrays["trainer_logprobs"] = batch.old_logprobs
   if batch.packing is not None:
     arrays["packed"] = batch.packing.packed()
+  if samples.turns is not None:
+    arrays |= {"turns": samples.turns, "turn_rewards": samples.turn_rewards}
   arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():  # which writes them
     return []
@@ -117,18 +122,23 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
     none = np.full(mask.shape, np.nan)
     of_training = {"trainer_logprobs", "ref_logprobs"} & one.keys()
     one |= dict.fromkeys(of_training, none)
+  last, of_turns = mask, {}
+  if "turns" in one:
+    last = mask & (one["turns"] == one["turns"].max())
+    of_turns = {"turns": _turns(policy.tokenizer, one)}
   text = tokenizer_lib.decode_completion(
-    policy.tokenizer, ids, mask, policy.eos_ids
+    policy.tokenizer, ids, last, policy.eos_ids
   )
   return {
     "prompt": example["prompt_text"],
     "completion": text,
+    **of_turns,
     "answer": example.get("answer"),
     "reward": _number(drawn.rewards[place, g]),
     "rewards": {
       name: _number(values[place, g]) for name, values in drawn.values.items()
     },
-    "advantage": _number(one["advantage"]),
+    "advantage": _advantage(one),
     "truncated": not one["finished"],
     "tokens": token_texts(policy.tokenizer, ids[mask].tolist()),
   } | {
@@ -136,6 +146,31 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
     for name, values in one.items()
     if name.endswith("logprobs")
   }
+
+
+def _advantage(one: dict[str, np.ndarray]) -> float | list[float] | None:
+  """The advantage of a completion or, with a turn's credit, of each token."""
+  if one["advantage"].ndim == 0:
+    return _number(one["advantage"])
+  return [_number(x) for x in one["advantage"][one["mask"]]]
+
+
+def _turns(tokenizer: Any, one: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+  """Texts of the model and its environment, one after the other."""
+  ids, turns = one["ids"][one["mask"]], one["turns"][one["mask"]]
+  blocks = []
+  for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
+    turn = turns[part[0]]
+    text = tokenizer.decode(
+      ids[part].tolist(),
+      skip_special_tokens=False,
+      clean_up_tokenization_spaces=False,
+    )
+    by = "environment" if turn < 0 else "model"
+    blocks.append({"by": by, "text": text, "tokens": len(part)})
+    if turn >= 0:
+      blocks[-1]["reward"] = _number(one["turn_rewards"][turn])
+  return blocks
 
 
 def _number(value: Any, digits: int = 6) -> float | None:

@@ -62,8 +62,7 @@ def _cache(
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   token = 2 * model.layers * model.kv_heads * model.head_dim * itemsize
-  at_once = min(settings.sampling.decoding.slots or group_size, group_size)
-  completions = at_once * settings.sampling.max_new_tokens
+  completions = group_size * settings.sampling.max_new_tokens
   size = prompts * (completions + settings.data.max_prompt_length) * token
   lengths = ("sampling.max_new_tokens", "data.max_prompt_length")
   return Part("decode cache", size, (*names, *lengths))
@@ -96,7 +95,9 @@ def training(
   held = Part("parameters and optimizer", state + others, optim)
   samples, group_size = samples_per_step(settings), group_sizes(settings)[0]
   step = ("batch_size", "group_size")
-  prompts = samples // group_size // settings.sampling.parts
+  # With an environment all parts are sampled side by side.
+  at_once = 1 if settings.environment.on else settings.sampling.parts
+  prompts = samples // group_size // at_once
   cache = _cache(settings, model, prompts, group_size, step)
   test = _cache(
     settings, model, settings.eval.batch_size, 1, ("eval.batch_size",)

@@ -20,6 +20,7 @@ import jax
 
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
+from grpojax.environments.conventions import ENVIRONMENTS
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface.file_checksums import fingerprint
 from grpojax.runtime import checkpoint
@@ -105,15 +106,18 @@ def _files(settings: TrainSettings) -> dict[str, str]:
     for path in (settings.model.path, settings.reward.model)
     if path
   }
-  return files | _reward_files(settings)
+  return files | _user_files(settings)
 
 
-def _reward_files(settings: TrainSettings) -> dict[str, str]:
-  """Returns the texts of the user's reward functions, and what they import."""
-  texts = {}
-  for function in settings.reward.functions:
-    if place := function.rpartition(":")[0]:
+def _user_files(settings: TrainSettings) -> dict[str, str]:
+  """Returns the texts of the user's functions, and what they import."""
+  texts, environment = {}, settings.environment
+  for name in (*settings.reward.functions, *environment.tools):
+    if place := name.rpartition(":")[0]:
       texts |= user_code.sources(place)
+  place = environment.path.partition(":")[0]
+  if place and place not in ENVIRONMENTS:
+    texts |= user_code.sources(place)
   return texts
 
 
@@ -329,7 +333,7 @@ def _of_jax(before: dict[str, str]) -> dict[str, str]:
 def _file_hashes(run: Run) -> dict[str, str]:
   """Returns hashes of the files that decide prompts and rewards, by path."""
   settings, policy = run.settings, run.policy
-  files = {x: y.encode() for x, y in _reward_files(settings).items()}
+  files = {x: y.encode() for x, y in _user_files(settings).items()}
   for name in hf.COMPANIONS:
     if (policy.directory / name).is_file():
       text = (policy.directory / name).read_bytes()

@@ -32,7 +32,7 @@ from grpojax.training.run import (
 )
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty
+from grpojax.training.step import difficulty, episodes
 from grpojax.training.step import reference as reference_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
@@ -104,6 +104,9 @@ def check(
   reward_pool = stack.enter_context(
     rewards_lib.open_reward_pool(settings, reward_model)
   )
+  if reward_pool.environment is not None:
+    first = run.train.examples[0]
+    episodes.check(settings, policy, reward_pool.environment, first)
   stack.enter_context(jax.set_mesh(mesh))
   return run._replace(policy=policy, reward_pool=reward_pool)
 
@@ -230,6 +233,13 @@ def start(
     policy=policy._replace(params=None),
     shardings=shardings,
     ref_params=ref_params,
-    greedy=make_sampler(settings, policy, 1, Sampling(0.0), mesh),
+    greedy=make_sampler(
+      settings,
+      policy,
+      1,
+      Sampling(0.0),
+      mesh,
+      run.reward_pool.environment,
+    ),
   )
   return run, state, tx

@@ -10,12 +10,7 @@ from jax.sharding import Mesh
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.binding import bind
-from grpojax.core.mesh import (
-  check_rows,
-  row_shards,
-  sample_cuts,
-  sampling_mesh,
-)
+from grpojax.core.mesh import check_rows, sampling_mesh
 from grpojax.core.packing import micro_batches
 from grpojax.runtime.cli.config import config_error
 from grpojax.training.settings.run import AUTO, TrainSettings
@@ -138,28 +133,14 @@ def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
   Raises:
     ValueError: A batch that does not, with the numbers.
   """
-  update, slots = s.optim.update, s.sampling.decoding.slots
+  update = s.optim.update
   sampling = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(sampling, eval_batch=s.eval.batch_size)
   for size in group_sizes(s):
     rows = samples_per_step(s) // size
     for parts in {s.sampling.parts, draw_parts(s)}:
       check_rows(sampling, size, rollout=rows // parts)
-      _check_slots(slots, sampling, rows // parts, size)
     minibatch = rows // update.minibatches
     with jax.set_mesh(mesh):
       split = micro_batches.cuts(minibatch, size, update.micro_batches)
     check_rows(mesh, size // split[1], micro_batch=minibatch // split[0])
-
-
-def _check_slots(slots: int, mesh: Mesh, prompts: int, group_size: int) -> None:
-  """Checks that each device has whole groups where slots take their samples."""
-  with jax.set_mesh(mesh):
-    _, of_groups = sample_cuts(prompts, group_size)
-  if 0 < slots < group_size and of_groups > 1:
-    remedy = (
-      f"{row_shards(mesh)} devices share {prompts} prompts, and so split their "
-      "groups, whose samples go through the slots together: use 0, or more "
-      "prompts at once"
-    )
-    raise ValueError(config_error("sampling.slots", slots, remedy))

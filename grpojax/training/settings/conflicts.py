@@ -17,6 +17,7 @@ from grpojax.core.advantages import (
 from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.binding import asks_for
 from grpojax.core.losses.kl import PLACEMENTS
+from grpojax.core.turns import check_credit
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.cli.config import config_error, name_errors
 from grpojax.runtime.text import tokenizer
@@ -158,7 +159,8 @@ def _rewards(s: TrainSettings) -> Rows:
     yield "reward.weights", remedy
   if not _finite([reward.model_weight]):
     yield "reward.model_weight", "must be finite"
-  if s.sampling.parts > 1 and (reward.on_device or not reward.workers):
+  idle = not (reward.workers or s.environment.workers)
+  if s.sampling.parts > 1 and (reward.on_device or idle):
     yield (
       "sampling.parts",
       "nothing computes rewards while the next part is sampled: use 1, or "
@@ -176,6 +178,49 @@ def _rewards(s: TrainSettings) -> Rows:
   if reward.on_device and s.mesh.sampling_tensor not in (0, s.mesh.tensor):
     remedy = "reward.on_device is one program on one mesh: use 0"
     yield "mesh.sampling_tensor", remedy
+
+
+def _environment(s: TrainSettings) -> Rows:
+  own, reward = s.environment, s.reward
+  if not own.on:
+    if "environment" in reward.functions:
+      yield (
+        "reward.functions",
+        "'environment' is the reward of environment.path: name one there",
+      )
+    if own.credit != "trajectory":
+      yield "environment.credit", "there are no turns: use 'trajectory'"
+    return
+  refused = {
+    "sampling.repetition_penalty": (
+      s.sampling.distribution.repetition_penalty != 1
+    ),
+    "reward.on_device": reward.on_device,
+    "mesh.sampling_tensor": s.mesh.sampling_tensor not in (0, s.mesh.tensor),
+  }
+  for setting, wrong in refused.items():
+    if wrong:
+      yield setting, "not with an environment (environment.path): leave it out"
+  if own.credit == "trajectory":
+    return
+  try:
+    check_credit(own.credit, s.loss, True)
+  except ValueError as error:
+    yield "environment.credit", f"{error}".partition(": ")[2]
+  if "environment" not in reward.functions:
+    yield (
+      "environment.credit",
+      "the turns' rewards are those of reward.functions = 'environment': add "
+      "it, or use 'trajectory'",
+    )
+  if AGGREGATIONS[reward.aggregation] is not None:
+    yield "reward.aggregation", "compares whole trajectories: use the sum"
+  if s.diagnostics.every:
+    yield (
+      "diagnostics.every",
+      "the diagnosis is of whole trajectories: use 0, or environment.credit = "
+      "'trajectory'",
+    )
 
 
 def _aggregation(s: TrainSettings) -> Rows:
@@ -315,6 +360,7 @@ CONFLICTS = (
   _model,
   _loss,
   _rewards,
+  _environment,
   _aggregation,
   _filter_groups,
   _difficulty,

@@ -13,7 +13,9 @@ from grpojax.core.options import (
   frozen_options,
   option,
 )
+from grpojax.core.turns import CREDITS
 from grpojax.data.datasets import DATASETS
+from grpojax.environments.tools import TOOL_CALLS
 from grpojax.models.config import DTYPES
 from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.cli.settings import free_field, inline_field
@@ -219,6 +221,54 @@ class RewardSettings:
     "its group before it (GDPO)",
     AGGREGATIONS,
   )
+
+
+@frozen_options
+class EnvironmentSettings:
+  """Environment or tools that answer between turns of the model."""
+
+  path: str = option(
+    "",
+    'built in, "file.py", "file.py:Name" or "package.module:Name"; "" = none, '
+    "but for tools",
+  )
+  tools: tuple[Any, ...] = option(
+    (), 'functions that the model may call, "file.py:function", ...'
+  )
+  tool_format: str = option("hermes", "how the model writes a call", TOOL_CALLS)
+  options: Mapping[str, Any] = free_field(
+    "keyword arguments of the environment"
+  )
+  max_turns: int = option(
+    8, "turns of the longest trajectory", within=ONE_OR_MORE
+  )
+  max_observation: int = option(
+    256, "tokens of an observation, which is cut there", within=ONE_OR_MORE
+  )
+  template: str = option(
+    "\n{observation}\n",
+    "what an observation becomes where the model has no chat template",
+  )
+  credit: str = option(
+    "trajectory",
+    "what a turn learns from: the whole trajectory's reward, or that of this "
+    "turn and later ones, less the others' mean (of all, or of those that have "
+    "such a turn)",
+    CREDITS,
+  )
+  workers: int = option(
+    0,
+    "processes of this machine that run environments; 0 = this one does",
+    within="[0, 1024]",
+  )
+  timeout: float = option(
+    30.0, "seconds that an answer may take", within=POSITIVE
+  )
+
+  @property
+  def on(self) -> bool:
+    """True where there is an environment."""
+    return bool(self.path or self.tools)
 
 
 @frozen_options

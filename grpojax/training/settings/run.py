@@ -18,6 +18,7 @@ from grpojax.runtime.terminal.trackers import TENSORBOARD, TRACKERS
 from grpojax.training.settings.inputs import (
   DataSettings,
   DifficultySettings,
+  EnvironmentSettings,
   FilterGroupsSettings,
   LoraSettings,
   ModelSettings,
@@ -252,6 +253,7 @@ class TrainSettings:
   data: DataSettings = section_field(DataSettings)
   difficulty: DifficultySettings = section_field(DifficultySettings)
   sampling: SamplingSettings = section_field(SamplingSettings)
+  environment: EnvironmentSettings = section_field(EnvironmentSettings)
   reward: RewardSettings = section_field(RewardSettings)
   filter_groups: FilterGroupsSettings = section_field(FilterGroupsSettings)
   auto_group_size: AutoGroupSizeSettings = section_field(AutoGroupSizeSettings)

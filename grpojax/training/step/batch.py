@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -62,6 +63,18 @@ def in_baseline(
   return rewarded
 
 
+def of_turns(
+  reward: RewardSettings, rollout: Rollout, rewards: Float[Array, "B G"]
+) -> Float[Array, "B G K"]:
+  """Splits rewards by turns: the environment's, and the rest to the last."""
+  weight = reward.weights[reward.functions.index("environment")]
+  by_turn = weight * rollout.turn_rewards
+  last = jnp.max(rollout.turns, axis=-1, keepdims=True)
+  rest = rewards - jnp.sum(by_turn, axis=-1)
+  at_last = jnp.arange(by_turn.shape[-1]) == last
+  return by_turn + jnp.where(at_last, rest[..., None], 0.0)
+
+
 def plan_packing(
   settings: TrainSettings,
   rollout: Rollout,
@@ -113,14 +126,18 @@ def make_batch_program(settings: TrainSettings):
     **options,
   ) -> tuple[Batch, dict[str, Array]]:
     compared = baseline_rewards(settings, rollout, rewards, values)
+    credit, by_turn = settings.environment.credit, compared
+    if credit != "trajectory":
+      by_turn = of_turns(settings.reward, rollout, compared)
     batch = make_batch(
       lm,
       rollout,
-      compared,
+      by_turn,
       settings.loss,
       options=settings.optim.update,
       sampling=settings.sampling.distribution,
       policy_params=params,
+      credit=credit,
       **options,
     )
     if scale is not None:

@@ -19,6 +19,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.step import diagnosis_key
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
+from grpojax.environments.episodes import run
 from grpojax.rewards import groups
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import abandon
@@ -31,6 +32,7 @@ from grpojax.training.step import difficulty, reference, resampling
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
+from grpojax.training.step.episodes import Sampled, make_player
 from grpojax.training.step.rewards import RewardPool
 from grpojax.training.step.sampling import (
   Sampler,
@@ -102,12 +104,15 @@ def make_sample_and_reward(
   mesh: jax.sharding.Mesh,
   reward_pool: RewardPool,
   check_signals: Callable[[], None],
+  player: Callable[..., Any] | None,
   parts: int,
 ):
   """Makes the sampling of prompts in equal parts, with rewards meanwhile.
 
   All parts are dispatched at once, and decoded one after another. What is done
   becomes text, and goes to the workers while the devices are at the next part.
+  With a `player` of `episodes.make_player` the parts take turns: while the
+  environments of one answer, the devices decode the other.
 
   Returns:
     `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
@@ -127,18 +132,27 @@ def make_sample_and_reward(
   ) -> tuple[Rollout, GroupRewards]:
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
-    rollouts = [
-      sampler(params, part, key, *number) for part, *number in batches
-    ]
     rows, submitted = len(examples) // parts, []
+    of_parts = [examples[i * rows :][:rows] for i in range(parts)]
+    if player is None:
+      sampled = [
+        Sampled(sampler(params, part, key, *number))
+        for part, *number in batches
+      ]
+    else:
+      sampled = run(
+        *(
+          player(params, part, own, key, *number, check_signals=check_signals)
+          for (part, *number), own in zip(batches, of_parts, strict=True)
+        )
+      )
     try:
-      for i, rollout in enumerate(rollouts):
-        policy_lib.wait(rollout, check_signals)
+      for i, one in enumerate(sampled):
+        policy_lib.wait(one.rollout, check_signals)
         if i == parts - 1:
           timer("rollout")
-        of_part = examples[i * rows :][:rows]
         submitted.append(
-          rewards_lib.submit_rollout(policy, reward_pool, of_part, rollout)
+          rewards_lib.submit_rollout(policy, reward_pool, of_parts[i], one)
         )
     except BaseException:
       abandon([part.pending for part in submitted])
@@ -147,6 +161,11 @@ def make_sample_and_reward(
       reward_pool, examples, submitted, check_signals
     )
     timer("rewards")
+    if player is not None:
+      before = timer.seconds.get("environment", 0.0)  # of an earlier draw
+      seconds = sum(one.seconds for one in sampled)
+      timer.seconds["environment"] = before + seconds
+    rollouts = [one.rollout for one in sampled]
     return rollouts[0] if parts == 1 else join(rollouts), rewards
 
   return sample_and_reward
@@ -193,8 +212,24 @@ class HostStep:
     sampler = on_sampling_mesh(
       self.programs.sample, mesh, settings.mesh.sampling_tensor
     )
+    player = None
+    if reward_pool.environment is not None:
+      player = make_player(
+        settings,
+        policy,
+        group_size,
+        settings.sampling.distribution,
+        reward_pool.environment,
+        mesh,
+      )
     sample_and_reward = functools.partial(
-      make_sample_and_reward, policy, sampler, mesh, reward_pool, check_signals
+      make_sample_and_reward,
+      policy,
+      sampler,
+      mesh,
+      reward_pool,
+      check_signals,
+      player,
     )
     self.sample_and_reward = sample_and_reward(settings.sampling.parts)
     self.first_prompt = self.resample_groups = None

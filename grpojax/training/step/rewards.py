@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import WITHIN_GROUPS
-from grpojax.core.types import Rollout
 from grpojax.data.examples import SOURCE
+from grpojax.environments.pool import EnvironmentPool
 from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
 from grpojax.rewards import pool as pool_lib
@@ -37,7 +37,9 @@ from grpojax.training.data import mixtures
 from grpojax.training.policy import Policy
 from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import episodes
 from grpojax.training.step.batch import aggregation
+from grpojax.training.step.episodes import Sampled
 
 MODEL = "model"  # the reward model's name among the functions'
 
@@ -57,12 +59,14 @@ class RewardPool(NamedTuple):
     model_weight: Weight of its rewards in the sum.
     judges: Name of the function that says what a right answer is, by data set
       of a mixture; the first one where an example's is not there.
+    environment: Environment of the trajectories, or None.
   """
 
   pool: Pool
   model: Model | None = None
   model_weight: float = 1.0
   judges: Mapping[str, str] = {}
+  environment: EnvironmentPool | None = None
 
 
 def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
@@ -167,22 +171,26 @@ def open_model(
 def open_reward_pool(
   settings: TrainSettings, model: Model | None = None
 ) -> Iterator[RewardPool]:
-  """Starts the reward functions, and ends their processes.
+  """Starts the reward functions, and an environment; ends their processes.
 
   Raises:
     ValueError: A function that does not exist, or options that it lacks.
   """
-  reward = settings.reward
-  with Pool(
-    reward.functions,
-    reward.options,
-    reward.weights,
-    reward.workers,
-    reward.timeout,
-    sources=mixtures.scored_by(settings),
-  ) as pool:
+  reward, environment = settings.reward, None
+  with contextlib.ExitStack() as stack:
+    if settings.environment.on:
+      environment = stack.enter_context(episodes.open_pool(settings))
+    pool = Pool(
+      reward.functions,
+      reward.options,
+      reward.weights,
+      reward.workers,
+      reward.timeout,
+      sources=mixtures.scored_by(settings),
+    )
+    stack.enter_context(pool)
     judges = mixtures.judges(settings)
-    yield RewardPool(pool, model, reward.model_weight, judges)
+    yield RewardPool(pool, model, reward.model_weight, judges, environment)
 
 
 class PendingRewards(NamedTuple):
@@ -203,14 +211,15 @@ def submit_rollout(
   policy: Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
-  rollout: Rollout,
+  sampled: Sampled,
 ) -> PendingRewards:
   """Decodes this process's completions, and sends them to the functions.
 
   Nothing more is asked of the devices, which may be at the next samples. Of the
   rollout, rows beyond the examples only pad the batch.
   """
-  names = ("completion_ids", "completion_mask", "finished")
+  names = ("completion_ids", "completion_mask", "finished", "turns")
+  rollout = sampled.rollout
   on_host = mesh_lib.fetch({name: getattr(rollout, name) for name in names})
   rollout, own = rollout.replace(**on_host), distributed.my_rows(len(examples))
   texts = policy_lib.decode(policy, rollout, own)
@@ -222,6 +231,7 @@ def submit_rollout(
     rollout.finished[own],
     rollout.completion_mask.shape[-1],
     rollout.completion_ids[own],
+    sampled.transcripts,
   )
   return PendingRewards(len(examples), texts, pending)
 
@@ -257,11 +267,11 @@ def compute_rewards(
   policy: Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
-  rollout: Rollout,
+  sampled: Sampled,
   check_signals: Callable[[], None] = lambda: None,
 ) -> tuple[Texts, GroupRewards]:
   """Returns all texts of a rollout and their rewards."""
-  part = submit_rollout(policy, reward_pool, examples, rollout)
+  part = submit_rollout(policy, reward_pool, examples, sampled)
   return collect_rewards(
     reward_pool, examples, [part], check_signals, every_text=True
   )

@@ -22,9 +22,13 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Params, Prompts, Rollout
+from grpojax.environments.episodes import run
+from grpojax.environments.pool import EnvironmentPool
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import episodes
+from grpojax.training.step.episodes import Sampled
 
 LARGEST_HALVED = 32 * 2**20
 """Bytes of weights, above which both cores have enough to do for one program,
@@ -182,9 +186,34 @@ def make_sampler(
   group_size: int,
   sampling: Sampling,
   mesh: jax.sharding.Mesh | None = None,
-) -> Sampler:
-  """Makes `(params, prompts, key) -> Rollout`, on one device or a mesh."""
+  environment: EnvironmentPool | None = None,
+) -> Callable[..., Sampled]:
+  """Makes `(params, prompts, examples, key, check_signals) -> Sampled`.
+
+  On one device or a mesh, with the environment's answers where there is one.
+  """
+  if environment is not None:
+    player = episodes.make_player(
+      settings, policy, group_size, sampling, environment, mesh
+    )
+
+    def play(params, prompts, examples, key, check_signals=lambda: None):
+      playing = player(
+        params, prompts, examples, key, check_signals=check_signals
+      )
+      return run(playing)[0]
+
+    return play
   program = sampler_program(settings, policy, group_size, sampling)
   if mesh is None:
-    return sample_halves(program, None)
-  return on_sampling_mesh(program, mesh, settings.mesh.sampling_tensor)
+    sampler = sample_halves(program, None)
+  else:
+    sampler = on_sampling_mesh(program, mesh, settings.mesh.sampling_tensor)
+
+  def sample(params, prompts, examples, key, check_signals=lambda: None):
+    del examples
+    rollout = sampler(params, prompts, key)
+    policy_lib.wait(rollout, check_signals)
+    return Sampled(rollout)
+
+  return sample

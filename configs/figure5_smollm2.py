@@ -1,0 +1,40 @@
+"""Figure 5 of arXiv 2603.01162 in small: SmolLM2-135M, sums in words, N = 32.
+
+Command:   python -m grpojax.studies.group_size \
+               --config=configs/figure5_smollm2.py
+           with the packages of configs/smollm2.py, whose task this is.
+Hardware:  two CPU cores, 6 GB of memory, 30 GB of disk.
+Time:
+Expected:
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import ConfigDict
+
+from grpojax.studies import group_size
+
+TRAIN = pathlib.Path(__file__).with_name("smollm2.py")
+
+
+def get_config() -> ConfigDict:
+  config = group_size.default_config()
+  config.name = "figure5_smollm2"
+  config.budgets = (32,)
+  config.group_sizes = (4, 8, 16, 32)
+  config.predict.prompts = 32
+  config.predict.group_size = 8
+  config.predict.tangents = 4
+  config.predict.batch = 8
+  train = config.train = runpy.run_path(str(TRAIN))["get_config"]().unlock()
+  train.steps = 16
+  train.eval.every = 8
+  train.eval.num_prompts = 64
+  train.checkpoint.every = 16
+  train.log.trackers = ()
+  train.auto_group_size.start = 8  # the largest: a diagnosis needs 3 prompts
+  train.auto_group_size.largest = 8
+  train.diagnostics.every = 4
+  train.diagnostics.share = 1.0
+  return config

@@ -1,0 +1,224 @@
+"""Environments as users of several libraries write them, run as they are.
+
+| what the path names                        | it is taken as                |
+|--------------------------------------------|-------------------------------|
+| a module or object with `step`             | ours: plain functions         |
+| a class with `reset` and `step`            | gymnasium's, OpenEnv's client |
+| a class with `reset`, and no `step` or one | TRL's environment_factory     |
+| that returns `str`                         |                               |
+| no path, and functions as tools            | TRL's tools                   |
+
+Functions get by name what they have parameters for: ours state, action,
+example, seed and options; `reset` of gymnasium's seed, and the example as
+options; of TRL's the example's columns. A constructor gets options.
+
+gymnasium's `step(action)` gets the turn's text, and returns a tuple of 5 or 4,
+or an object with observation, reward and done. TRL's public methods are tools;
+a turn that calls none ends the episode, with the reward of `get_reward` or 0.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpojax.environments import replay
+from grpojax.environments import tools as tools_lib
+from grpojax.environments.protocol import Step, to_step
+from grpojax.rewards.functions import label, load
+
+ENVIRONMENTS = {"retry": "grpojax.environments.retry"}
+"""Environments that come along, and the module of each."""
+
+Functions = dict[str, Callable[..., Any]]
+
+
+class HostEnvironment(NamedTuple):
+  """An environment as its workers call it.
+
+  Attributes:
+    reset: `(example, seed) -> Step`, the beginning of an episode.
+    step: `(state, action, example, seed) -> Step`, the answer to a turn's text.
+    functions: tools that the model may call, by name.
+    replays: True where states are those of `replay`.
+  """
+
+  reset: Callable[[dict[str, Any], int], Step]
+  step: Callable[[Any, str, dict[str, Any], int], Step]
+  functions: Functions = {}
+  replays: bool = False
+
+  @property
+  def tools(self) -> list[dict[str, Any]]:
+    """JSON schemas for the chat template; ValueError where one has none."""
+    return tools_lib.schemas(list(self.functions.values()))
+
+
+def resolve(
+  path: str,
+  tools: Sequence[str] = (),
+  options: Mapping[str, Any] | None = None,
+  tool_format: str = "hermes",
+) -> HostEnvironment:
+  """Finds an environment, and makes functions of it.
+
+  Args:
+    path: one of `ENVIRONMENTS`, "file.py", "file.py:Name" or
+      "package.module:Name"; empty where there are only tools.
+    tools: functions, as "file.py:function" or "package.module:function".
+    options: keyword arguments.
+    tool_format: form of the model's calls, one of `tools.TOOL_CALLS`.
+
+  ValueError where it cannot be loaded or called, or is of no kind above.
+  """
+  functions: Functions = {}
+  for name in tools:
+    function = load(f"tool {name!r}", name, {})
+    _check(f"tool {name!r}", function)
+    functions[label(name)] = function
+  subject, options = f"environment {path!r}", dict(options or {})
+
+  def use_tools(action: str, own: Functions) -> Step:
+    calls = tools_lib.TOOL_CALLS[tool_format](action)
+    return to_step(tools_lib.answer(calls, functions | own))
+
+  if not path:
+    if not functions or options:
+      raise ValueError("environment: give its path, or tools without options")
+    step = lambda state, action, example, seed: use_tools(action, {})
+    return HostEnvironment(lambda example, seed: Step(), step, functions)
+  target = load(subject, path, ENVIRONMENTS)
+  if isinstance(target, type):
+    environment = _of_class(subject, target, options, use_tools)
+  else:
+    environment = _ours(subject, target, options)
+  if functions and not environment.functions:
+    raise ValueError(
+      f"{subject} reads the model's turns itself: environment.tools are for"
+      " classes of TRL's kind, or go without environment.path"
+    )
+  if path in ENVIRONMENTS:
+    environment.step(None, "", {"answer": "1"}, 0)  # refuses options' values
+  return environment._replace(functions=functions | environment.functions)
+
+
+def _check(subject: str, function: Any, arguments: dict | None = None) -> None:
+  """Raises ValueError for what cannot be called, or not with these."""
+  if not callable(function):
+    raise ValueError(f"{subject} is no function")
+  if inspect.iscoroutinefunction(function):
+    raise ValueError(
+      f"{subject} is asynchronous, and steps run one after another in each"
+      " worker: write `def` and asyncio.run(...) inside of it"
+    )
+  try:
+    if arguments is not None:
+      inspect.signature(function).bind(**arguments)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"{subject} cannot be called with {[*arguments]}: {error}"
+    ) from error
+
+
+def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict:
+  """Those of the values that a function has parameters for."""
+  parameters = inspect.signature(function).parameters
+  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    return values
+  return {name: values[name] for name in values if name in parameters}
+
+
+def _ours(subject: str, target: Any, options: dict) -> HostEnvironment:
+  """The environment of a module or an object."""
+  reset = getattr(target, "reset", lambda: Step())
+  step = getattr(target, "step", None)
+  if not callable(step):
+    raise ValueError(
+      f"{subject} is a {type(target).__name__} without a function `step`: write"
+      " `def step(state, action, example)`, or give a class as file.py:Name"
+    )
+  of_reset = _taken(reset, options)
+  of_step = _taken(step, options)
+  # `step` has to take what `reset` does not.
+  of_step |= {k: options[k] for k in options if k not in of_reset}
+  return HostEnvironment(
+    _by_name(f"{subject}: reset", reset, "example seed", of_reset),
+    _by_name(f"{subject}: step", step, "state action example seed", of_step),
+  )
+
+
+def _by_name(
+  subject: str,
+  function: Callable[..., Any],
+  names: str,
+  options: dict[str, Any],
+) -> Callable[..., Step]:
+  """A function of values of these names, which passes on what is taken."""
+  arguments = _taken(function, dict.fromkeys(names.split()))
+  _check(subject, function, arguments | options)
+
+  def call(*values: Any) -> Step:
+    arguments = _taken(function, dict(zip(names.split(), values, strict=True)))
+    return to_step(function(**arguments, **options))
+
+  return call
+
+
+def _of_class(
+  subject: str,
+  kind: type,
+  options: dict[str, Any],
+  use_tools: Callable[[str, Functions], Step],
+) -> HostEnvironment:
+  """The environment of a class, with its own tools if it is TRL's."""
+  _check(subject, kind, options)
+  methods = dict(inspect.getmembers(kind, callable))
+  no_tools = ("reset", "get_reward", "close")
+  own = {k: v for k, v in methods.items() if k[0] != "_" and k not in no_tools}
+  if "reset" not in methods or not own:
+    raise ValueError(
+      f"{subject} has neither `reset` and `step` (gymnasium's), nor `reset` and"
+      " methods with docstrings, which are tools (TRL's)"
+    )
+  returned = getattr(own.get("step"), "__annotations__", {}).get("return")
+  if "step" in own and returned not in (str, "str"):
+    own = {}
+  for name in ("reset", *(own or ["step"])):
+    _check(f"{subject}: {name}", methods[name])
+
+  def begin(example: dict[str, Any], seed: int) -> tuple[Any, Step]:
+    instance = kind(**options)
+    values = example if own else {"seed": seed, "options": example}
+    value = instance.reset(**_taken(instance.reset, values))
+    if isinstance(value, tuple) and len(value) == 2:
+      value = value[0]  # without gymnasium's info
+    if isinstance(value, str | list | None):
+      value = Step(value or "")
+    return instance, _read(value)
+
+  def act(instance: Any, action: str) -> Step:
+    if not own:
+      return _read(instance.step(action))
+    step = use_tools(action, {name: getattr(instance, name) for name in own})
+    if step.done and hasattr(instance, "get_reward"):
+      step = to_step(step._replace(reward=instance.get_reward()))
+    return step
+
+  described = dict(own)
+  for name, method in own.items():
+    if "self" in inspect.signature(method).parameters:  # which is no argument
+      described[name] = types.MethodType(method, object())
+  player = replay.Replay(begin, act)
+  return HostEnvironment(player.reset, player.step, described, replays=True)
+
+
+def _read(value: Any) -> Step:
+  """A Step of what a class's `reset` or `step` returns."""
+  if all(hasattr(value, name) for name in ("observation", "reward", "done")):
+    info = getattr(value, "info", {})
+    value = Step(value.observation, value.reward, value.done, info=info)
+  elif isinstance(value, tuple) and len(value) in (4, 5):
+    observation, reward, *ends, info = value
+    done = next(filter(None, ends), False)  # terminated or truncated
+    value = Step(observation, reward, done, info=info)
+  return to_step(value)

@@ -1,0 +1,107 @@
+"""Pool of workers that play environments, with a time limit for each step.
+
+    with EnvironmentPool("guess.py", workers=2) as pool:
+      sent = pool.submit([("reset", example, seed), ...])
+      steps = pool.collect(sent)  # a Step of each, or why there is none
+
+A step that raises, hangs, ends its process or answers something else costs its
+own episode only. `runtime.processes.workers` tells how workers are kept.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpojax.environments import conventions, worker
+from grpojax.environments.protocol import Step
+from grpojax.runtime.processes import workers as workers_lib
+from grpojax.runtime.processes.workers import Job, Submission
+
+Call = Sequence[Any]
+"""("reset", example, seed) or ("step", state, action, example, seed)."""
+
+_LONGEST = 2**24  # bytes of an answer: an observation's, escaped, and a state's
+_TRIAL = ("1", "", "a longer made-up answer")
+
+
+class EnvironmentPool(workers_lib.WorkerPool):
+  """Plays an environment; use it in a `with`.
+
+  Args:
+    path, tools, options, tool_format: as of `conventions.resolve`.
+    workers: processes; 0 plays in this one, which survives no crash.
+    timeout: seconds for a step. Of a class it has so many for the reset and
+      each earlier action too, which may have to be played again.
+
+  Attributes:
+    tools: JSON schemas of the tools, for the chat template.
+  """
+
+  def __init__(
+    self,
+    path: str,
+    tools: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    tool_format: str = "hermes",
+    workers: int = 0,
+    timeout: int | float = 30.0,
+  ):
+    setup = {"path": path, "tools": [*tools], "tool_format": tool_format}
+    setup["options"] = dict(options or {})
+    environment = conventions.resolve(**setup)
+    self.tools, self._replays = environment.tools, environment.replays
+    self._timeout = timeout
+    super().__init__(worker, setup, workers, _LONGEST)
+
+  def submit(self, calls: Sequence[Call]) -> Submission:
+    """Starts to play; ValueError where a call has what is no JSON."""
+    jobs = []
+    for call in calls:
+      # As a worker gets it, also without workers; no call sees another's.
+      content, plays = json.loads(workers_lib.to_line(list(call))), 1
+      if self._replays and content[0] == "step":
+        plays += 1 + len(content[1]["actions"])  # any worker does it: `replay`
+      jobs.append(Job(content, 1, self._timeout * plays))
+    sent = Submission(jobs)
+    self.start(sent)
+    return sent
+
+  def collect(
+    self,
+    submission: Submission,
+    check_signals: Callable[[], None] = lambda: None,
+  ) -> list[Step | str]:
+    """Waits for the calls; returns of each its Step, or why there is none.
+
+    `check_signals` is called, and may raise, as in `results`.
+    """
+    steps: list[Step | str] = [""] * len(submission.jobs)
+    for _, done in self.results([submission], check_signals):
+      (steps[done.index],) = done.outcomes or [done.error]
+    return steps
+
+
+def check_replay(
+  pool: EnvironmentPool, example: dict[str, Any], seed: int
+) -> None:
+  """Plays an episode with made-up actions four times, side by side.
+
+  ValueError where it cannot begin or answers differ.
+  """
+  calls, place = [("reset", example, seed)] * 4, "its reset"
+  for action in (*_TRIAL, ""):
+    # Workers take turns, and only one of the four can go on with an instance.
+    steps = pool.collect(pool.submit(calls))
+    first, *others = [x if isinstance(x, str) else x[:4] for x in steps]
+    if different := [other for other in others if other != first]:
+      raise ValueError(
+        "the environment answers differently when it is played again, at"
+        f" {place}: {first!r:.160} and {different[0]!r:.160}; a run with it"
+        " would not resume exactly: draw all luck from `seed`"
+      )
+    if isinstance(first, str) and place == "its reset":
+      raise ValueError(f"the environment cannot begin: it {first}")
+    if isinstance(first, str) or steps[0].done:
+      return
+    calls = [("step", steps[0].state, action, example, seed)] * 4
+    place = f"the action {action!r}"

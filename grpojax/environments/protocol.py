@@ -1,0 +1,94 @@
+"""Environments of the host, as functions of plain values.
+
+    reset(example, seed) -> Step               once a prompt
+    step(state, action, example, seed) -> Step once a turn
+
+The state is explicit, a JSON value, so any worker may do any step, and a step
+that is done again gives the same. `conventions` makes of a user's file an
+environment of this kind.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from grpojax.rewards.worker import numbers, to_float, to_reward
+from grpojax.runtime.processes.user_calls import WrongAnswer
+from grpojax.runtime.processes.workers import to_plain
+
+# Bytes of JSON in UTF-8.
+_LARGEST_STATE = 2**22
+_LARGEST_OBSERVATION = 2**20
+
+
+class Step(NamedTuple):
+  """An environment's answer.
+
+  Attributes:
+    observation: text, or messages {"role": ..., "content": ...} of text.
+    reward: reward of the turn; None is no opinion.
+    done: True where the episode has ended.
+    state: JSON value that the next step is given.
+    info: numbers for logs.
+  """
+
+  observation: str | list[dict[str, str]] = ""
+  reward: float | None = 0.0
+  done: bool = False
+  state: Any = None
+  info: Mapping[str, float] = {}
+
+
+def to_step(value: Any) -> Step:
+  """Returns a user's answer as a Step of plain JSON values.
+
+  It is a Step, or a dict with some of its fields; or WrongAnswer is raised. Of
+  `info`, finite numbers are kept.
+  """
+  if isinstance(value, Mapping) and {*value} <= {*Step._fields}:
+    value = Step(**value)
+  if not isinstance(value, Step):
+    raise WrongAnswer(
+      f"returned {value!r:.80}: write `return Step(observation, reward, done,"
+      " state)`, or a dict with these keys"
+    )
+  done = to_float(value.done)
+  if done not in (0.0, 1.0):
+    raise WrongAnswer(f"returned done={value.done!r:.80}: it is True or False")
+  if not isinstance(value.info, Mapping | None):
+    raise WrongAnswer(f"returned info={value.info!r:.80}: it is a dict")
+  seen = value.observation
+  messages = isinstance(seen, list | tuple) and all(map(_is_message, seen))
+  if not messages and not isinstance(seen, str):
+    raise WrongAnswer(
+      f"returned the observation {seen!r:.80}: it is text, or a list of"
+      ' messages {"role": ..., "content": ...} of text'
+    )
+  return Step(
+    _to_json("an observation", seen, _LARGEST_OBSERVATION),
+    to_reward(value.reward, "returned the reward"),
+    bool(done),
+    _to_json("a state", value.state, _LARGEST_STATE),
+    numbers(value.info or {}),
+  )
+
+
+def _is_message(message: Any) -> bool:
+  """True of what has a role and a content, all of it text."""
+  return (
+    isinstance(message, dict)
+    and {"role", "content"} <= {*message}
+    and all(isinstance(x, str) for pair in message.items() for x in pair)
+  )
+
+
+def _to_json(subject: str, value: Any, largest: int) -> Any:
+  """A value as it is after its way through JSON, "?" for what is no UTF-8."""
+  options = {"allow_nan": False, "ensure_ascii": False, "default": to_plain}
+  try:
+    text = json.dumps(value, **options).encode(errors="replace")
+  except (TypeError, ValueError, RecursionError) as error:
+    raise WrongAnswer(f"returned {subject} that is no JSON: {error}") from error
+  if len(text) <= largest:
+    return json.loads(text)
+  raise WrongAnswer(f"returned {subject} of {len(text)} bytes, above {largest}")

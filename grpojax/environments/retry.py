@@ -1,0 +1,30 @@
+"""Asks again after a wrong answer, for less: the environment `retry`.
+
+    --config.environment.path=retry
+
+Right is what the reward `exact_answer` takes for right. An answer that is right
+after k wrong ones is rewarded with `discount` ** k and ends the episode; a
+wrong one has no reward. It asks as often as the training has turns.
+"""
+
+from typing import Any
+
+from grpojax.environments.protocol import Step
+from grpojax.rewards.exact import exact_answer
+
+
+def step(
+  state: dict[str, int] | None,
+  action: str,
+  example: dict[str, Any],
+  *,
+  discount: int | float = 0.5,
+  message: str = "That is not right. Try again.",
+) -> Step:
+  """Judges an answer; the state has the number of wrong ones before it."""
+  if not 0 <= discount <= 1:
+    raise ValueError(f"discount is {discount}: it must be from 0 to 1")
+  wrong = state["wrong"] if state else 0
+  if exact_answer("", action, example):
+    return Step(reward=float(discount) ** wrong, done=True)
+  return Step(message, state={"wrong": wrong + 1})

@@ -1,0 +1,35 @@
+"""One environment worker: python -m grpojax.environments.worker, of `pool`.
+
+Its first line has the arguments of `conventions.resolve`; every other one is a
+call, ["reset", example, seed] or ["step", state, action, example, seed], of
+which it answers the Step, or in words why there is none.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from grpojax.environments import conventions
+from grpojax.environments.protocol import Step, to_step
+from grpojax.runtime.processes import user_calls, worker_main
+
+
+def parse(outcome: Any) -> Step | str:
+  """Reads an outcome of JSON; raises an error where it is none."""
+  return outcome if isinstance(outcome, str) else to_step(Step(*outcome))
+
+
+def prepare(setup: dict[str, Any]) -> worker_main.Answer:
+  """Returns what makes of a call its one outcome, whatever the user does."""
+  environment = conventions.resolve(**setup)
+
+  def answer(call: Sequence[Any]) -> Iterator[Step | str]:
+    name, *arguments = call
+    function = getattr(environment, name)
+    step, error = user_calls.call(lambda: function(*arguments))
+    yield step if error is None else error
+
+  return answer
+
+
+if __name__ == "__main__":
+  worker_main.run(prepare)

@@ -1,0 +1,17 @@
+"""Reward of an environment: the sum of what it gave for the turns."""
+
+from typing import Any
+
+
+def environment(
+  prompt: str, completion: str, example: dict[str, Any]
+) -> dict[str, float]:
+  """Returns the trajectory's return, and the numbers that are logged of it.
+
+  Raises:
+    ValueError: the environment failed, which leaves no reward.
+  """
+  del prompt, completion
+  if example.get("episode_error"):
+    raise ValueError(example["episode_error"])
+  return {**example["episode_info"], "score": sum(example["turn_rewards"])}

@@ -1,0 +1,366 @@
+"""Worker processes as their parent sees them: started, asked, killed.
+
+A `WorkerPool` does jobs in workers, with a time limit for each. Workers are new
+programs, never forks, and load no JAX. Processes exchange lines of JSON,
+nothing that could run code; `worker_main` tells what else a job may do. A
+thread with one idle worker does a job; `results` waits for them.
+
+Without workers `results` does the jobs, and the system's alarm raises an
+exception in one that takes too long. Only a worker survives what crashes or
+never returns from C.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import queue
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from grpojax.runtime.processes import user_calls
+
+_POLL = 0.5  # seconds between two calls of `check_signals`, up to twice as many
+_START = 120.0  # seconds that a worker has to load its functions
+_STOP = 0.1  # seconds within which a thread notices that it is to stop
+_BLOCK = 2**16  # bytes that are read or written at once
+
+Parse = Callable[[Any], Any]
+"""Reads an outcome of JSON. It raises ValueError, TypeError or AttributeError
+where it is none: that line is ignored."""
+
+
+def to_line(message: Any) -> bytes:
+  """A message to a worker; ValueError where something in it is no JSON."""
+  try:
+    return json.dumps(message, default=to_plain).encode() + b"\n"
+  except (TypeError, ValueError) as error:
+    wrong = f"only JSON reaches the workers (or use 0 workers): {error}"
+    raise ValueError(wrong) from error
+
+
+def to_plain(value: Any) -> Any:
+  """Makes JSON of NumPy's arrays and numbers; TypeError for anything else."""
+  if hasattr(value, "tolist"):
+    return value.tolist()
+  raise TypeError(f"{value!r} is of type {type(value).__name__}")
+
+
+class Job(NamedTuple):
+  """Work of one worker under one time limit.
+
+  Attributes:
+    content: JSON that the worker gets.
+    count: number of outcomes.
+    seconds: time limit.
+  """
+
+  content: Any
+  count: int
+  seconds: int | float
+
+
+class Lost(Exception):
+  """The worker is gone, or had to be killed; the message says why."""
+
+
+class Process:
+  """One worker as its parent sees it; one thread at a time may use it.
+
+  It runs a module that calls `worker_main.run`, prepared with the line `setup`.
+  `parse` reads the outcome of an answer, of about `longest` bytes at most.
+  """
+
+  def __init__(self, module: str, setup: bytes, parse: Parse, longest: int):
+    self._module, self._setup = module, setup
+    self._parse, self._longest = parse, longest
+    self._process: subprocess.Popen | None = None
+    self._pending = bytearray()  # the beginning of a line
+
+  def start(self, stop: Callable[[], bool]) -> None:
+    """Starts the process, and waits for its functions; raises as `ask`."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    self._pending = bytearray()
+    # Runs a new program; the memory of this one, with JAX, is not copied.
+    self._process = subprocess.Popen(
+      # -P: modules are looked for where this process does, nowhere else.
+      [sys.executable, "-P", "-m", self._module],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      bufsize=0,
+      # A function that uses JAX must not take the accelerator.
+      env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+      # Ctrl-C does not reach it, and what it has started is killed with it.
+      start_new_session=True,
+    )
+    for pipe in (self._process.stdin, self._process.stdout):
+      os.set_blocking(pipe.fileno(), False)
+    job = Job(None, 1, _START)
+    (error,) = self._exchange(self._setup, job, stop, lambda error: error)
+    if error is not None:
+      self.kill()
+      raise Lost(str(error))
+
+  def ask(
+    self, line: bytes, job: Job, stop: Callable[[], bool]
+  ) -> Iterator[Any]:
+    """Sends a job's line and yields its outcomes.
+
+    Starts a process if there is none. `stop` is asked every `_STOP` seconds.
+    Raises `Lost`, and kills the process, where no answer comes in time, `stop`
+    says True, or it has died.
+    """
+    if self._process is not None and self._process.poll() is not None:
+      self.kill()  # it ended after its last answer, no fault of this line
+    if self._process is None:
+      self.start(stop)
+    yield from self._exchange(line, job, stop, self._parse)
+
+  def kill(self) -> None:
+    """Kills the process and what it has started, if there is one."""
+    process, self._process = self._process, None
+    if process is None:
+      return
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+  def _exchange(self, line, job, stop, parse) -> Iterator[Any]:
+    """Writes the line and reads the answers, both as far as the pipes go."""
+    count, deadline = job.count, time.monotonic() + job.seconds
+    reader = self._process.stdout.fileno()
+    writer = self._process.stdin.fileno()
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    poller.register(writer, select.POLLOUT)
+    # Nobody can know it beforehand, so an answer with it is to this line.
+    name = secrets.token_hex(8)
+    rest = memoryview(f"{name} {job.seconds} ".encode() + line)
+    try:
+      while count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+          raise Lost(f"no result after {job.seconds:g} s")
+        if stop():
+          raise Lost("stopped")
+        ready = dict(poller.poll(1000 * min(left, _STOP) + 1))
+        if writer in ready:
+          try:
+            rest = rest[os.write(writer, rest[:_BLOCK]) :]
+          except BrokenPipeError:
+            rest = rest[:0]  # it is gone, as its end of file will tell
+          if not rest:
+            poller.unregister(writer)
+        if reader in ready:
+          answers = read_answers(self._read(reader), name, parse)[:count]
+          count -= len(answers)
+          yield from answers
+    except BaseException:
+      self.kill()
+      raise
+
+  def _read(self, reader: int) -> list[bytearray]:
+    """Whole lines that have come."""
+    data = os.read(reader, _BLOCK)
+    if not data:
+      raise Lost(_end_of(self._process))
+    self._pending += data
+    if b"\n" not in data:
+      del self._pending[: -self._longest]  # an endless line is no answer
+      return []
+    *lines, self._pending = self._pending.split(b"\n")
+    return lines
+
+
+def read_answers(
+  lines: Iterable[bytes | bytearray], name: str, parse: Parse
+) -> list[Any]:
+  """Outcomes of the lines [name, OUTCOME], read by `parse`.
+
+  Others, late answers or text that a function wrote, are ignored.
+  """
+  outcomes = []
+  for line in lines:
+    try:
+      of, outcome = json.loads(line)
+      if of == name:
+        outcomes.append(parse(outcome))
+    except (AttributeError, TypeError, ValueError, RecursionError):
+      continue
+  return outcomes
+
+
+def _end_of(process: subprocess.Popen) -> str:
+  """Says how a process that closed its pipe has ended."""
+  try:
+    code = process.wait(1.0)
+  except subprocess.TimeoutExpired:
+    return "the worker closed its pipe"
+  if code >= 0:
+    return f"ended its process with code {code}"
+  names = {signal_.value: signal_.name for signal_ in signal.Signals}
+  return f"ended its process by {names.get(-code, f'signal {-code}')}"
+
+
+class Done(NamedTuple):
+  """Outcomes of the job of an index: fewer than its count after an error."""
+
+  index: int
+  outcomes: list[Any]
+  error: str | None
+
+
+class Submission:
+  """Jobs on their way. Threads put each that is `Done` into `done`."""
+
+  def __init__(self, jobs: Sequence[Job]):
+    self.jobs = jobs
+    self.done: queue.SimpleQueue = queue.SimpleQueue()
+    self.abandoned = False
+    # Jobs lost in a row, without a result in between. Threads count without a
+    # lock: one that is missed only delays giving up.
+    self.lost = 0
+
+
+def abandon(submissions: Sequence[Submission]) -> None:
+  """Gives up what nobody waits for, and kills the workers that are at it."""
+  for submission in submissions:
+    submission.abandoned = True
+
+
+class WorkerPool(contextlib.AbstractContextManager):
+  """Does jobs in workers, or in this process; use it in a `with`.
+
+  Where nothing but hanging or crashing happens, a submission is given up after
+  `patience` = max(8, 4 * workers) jobs lost in a row: its other jobs are not
+  tried. The next one starts afresh.
+
+  Args:
+    module: the worker's program, a module with `prepare(setup)`, the function
+      that does a job and yields its outcomes, and `parse`.
+    setup: JSON for `prepare`.
+    workers: processes; 0 does jobs in this one.
+    longest: bytes of an answer.
+
+  Raises:
+    ValueError: the setup is no JSON, or a worker did not start.
+  """
+
+  def __init__(
+    self, module: ModuleType, setup: Any, workers: int, longest: int = 2**16
+  ):
+    self.patience = max(8, 4 * workers)
+    self._answer = None if workers else module.prepare(setup)
+    line = to_line(setup) if workers else b""
+    make = lambda: Process(module.__name__, line, module.parse, longest)
+    self._workers = [make() for _ in range(workers)]
+    # As many as threads: one that begins a job finds one of them idle.
+    self._idle = collections.deque(self._workers)
+    self._threads = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
+    self._closed = False
+    try:
+      # By our threads, which last as long as the pool: workers end with them.
+      start = lambda process: process.start(lambda: self._closed)
+      list(self._threads.map(start, self._workers))
+    except BaseException as error:
+      self.close()
+      if isinstance(error, Lost):
+        raise ValueError(f"a worker did not start: {error}") from error
+      raise
+
+  def start(self, sent: Submission) -> None:
+    """Starts to do the jobs; ValueError where one has what is no JSON."""
+    if self._workers:
+      lines = [to_line(job.content) for job in sent.jobs]
+      for index, line in enumerate(lines):
+        self._threads.submit(self._run, sent, index, line)
+
+  def results(
+    self, submissions: Sequence[Submission], check_signals: Callable[[], None]
+  ) -> Iterator[tuple[Submission, Done]]:
+    """Waits for jobs, and yields each that is done; in any order of one's jobs.
+
+    `check_signals` is called every 0.5 s or, without workers, before each job.
+    Where it raises, all the submissions are abandoned.
+    """
+    last = time.monotonic()
+    try:
+      for sent in submissions:
+        for index in range(len(sent.jobs)):
+          message = None
+          while message is None:
+            if not self._workers or time.monotonic() - last >= _POLL:
+              check_signals()
+              last = time.monotonic()
+            message = self._next(sent, index)
+          if isinstance(message, BaseException):
+            raise message
+          yield sent, message
+    except BaseException:
+      abandon(submissions)
+      raise
+
+  def close(self) -> None:
+    """Ends the workers, also in the middle of a submission."""
+    self._closed = True
+    self._threads.shutdown(cancel_futures=True)  # waits 0.1 s at most
+    for process in self._workers:
+      process.kill()
+
+  def __exit__(self, *_):
+    self.close()
+
+  def _next(self, sent: Submission, index: int) -> Done | BaseException | None:
+    """Waits a moment for any job, or does that of the index."""
+    if not self._workers:
+      return self._do(sent, index, self._ask_here(sent.jobs[index]))
+    # A SimpleQueue, not futures: those may stay locked where Ctrl-C interrupts
+    # a wait for them, and then nothing could end.
+    with contextlib.suppress(queue.Empty):
+      return sent.done.get(timeout=_POLL)
+
+  def _run(self, sent: Submission, index: int, line: bytes) -> None:
+    """Has the worker that is idle for longest do a job, in a thread."""
+    stop = lambda: self._closed or sent.abandoned
+    process = self._idle.popleft()
+    try:
+      answers = process.ask(line, sent.jobs[index], stop)
+      sent.done.put(self._do(sent, index, answers))
+    except BaseException as exception:
+      sent.done.put(exception)
+    finally:
+      self._idle.append(process)
+
+  def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
+    """Takes the answers to a job; asks for none where it is given up."""
+    outcomes, error = [], None
+    try:
+      if self._closed or sent.abandoned:
+        raise Lost("stopped")
+      if sent.lost >= self.patience:
+        raise Lost(f"not tried: {self.patience} in a row had no result")
+      outcomes.extend(answers)  # and keeps those before an error
+      sent.lost = 0
+    except Lost as lost:
+      sent.lost += 1
+      error = str(lost)
+    return Done(index, outcomes, error)
+
+  def _ask_here(self, job: Job) -> Iterator[Any]:
+    """Does a job in this process; yields its outcomes, and raises `Lost`."""
+    outcomes = []
+    work = lambda: outcomes.extend(self._answer(job.content))
+    ended = user_calls.in_time(job.seconds, work)
+    yield from outcomes
+    if not ended:
+      raise Lost(f"no result after {job.seconds:g} s")

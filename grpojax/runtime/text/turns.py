@@ -1,0 +1,200 @@
+r"""Text between two turns of the model, as the ids that the model reads there.
+
+Ids that the model sampled never pass through text, which may have others, too.
+Only what an environment says is set and encoded:
+
+    prompt            <|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n
+    sampled           3<|im_end|>
+    encode("No", 2)   \n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n
+    sampled           2<|im_end|>
+
+The model so keeps seeing its own earlier thinking, although some templates
+(Qwen 3's) leave it out where they write the history anew: served with such a
+template the model reads less than in training.
+"""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpojax.runtime.text import special_tokens as special_tokens_lib
+from grpojax.runtime.text.chat_template import DATE, set_messages
+from grpojax.runtime.text.tokenizer import each_text, encode_text
+
+Observation = str | Sequence[Mapping[str, Any]]
+TEMPLATE = "must hold {observation} once, no other field, other braces doubled"
+MARK = " [...]"  # end of an observation that was cut
+
+_LITERAL = r"(?:[^{}]|{{|}})*"
+_USERS = "Wqx 17?", "(vk)\n\nWhy not."  # of chats that try a template
+_ANSWERS = "Zjq 23.", "[kz]\n\nNone"
+_THINKING = re.compile(  # blanks and tags such as <think> at a text's end
+  r"(?:\s|[<\[][^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])*\Z", re.I
+)
+
+
+def is_template(template: str) -> bool:
+  """Returns True for a `TEMPLATE`: its field is "{observation}" literally."""
+  return bool(re.fullmatch(_LITERAL + "{observation}" + _LITERAL, template))
+
+
+def _with_contents(observation, texts):
+  if isinstance(observation, str):
+    return texts[0]
+  pairs = zip(observation, texts, strict=False)  # fewer texts: the first ones
+  return [{**message, "content": text} for message, text in pairs]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TurnEncoder:
+  """Encoder of observations, which are texts or messages of a chat.
+
+  Attributes:
+    tokenizer: Tokenizer; without a chat template for texts alone. Templates may
+      end turns in plain text, which then follows the sampled end token.
+    eos_ids: Ids that end a turn of the model.
+    template: Text around a text: as of `format_prompt`, a user's in a chat.
+    template_options: Keywords of the chat template, and "date_string".
+    special_tokens: Meaning of control tokens' names: as of `encode_prompt`.
+    max_observation: Tokens of the content at most, that of all messages
+      together, without templates; 0 = all. Messages past it are left out.
+    checked: Kinds of messages that the chat template is known to take.
+  """
+
+  tokenizer: Any
+  eos_ids: Sequence[int]
+  _: dataclasses.KW_ONLY
+  template: str = "\n{observation}\n"
+  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  special_tokens: str = "text"
+  max_observation: int = 0
+  checked: set[tuple] = dataclasses.field(default_factory=set, init=False)
+
+  def __post_init__(self):
+    if not is_template(self.template):
+      raise ValueError(f"observations' template {self.template!r} {TEMPLATE}")
+    if not self.tokenizer.chat_template and {*self.template_options} - {DATE}:
+      raise ValueError(
+        "the tokenizer has no chat template for template options: leave "
+        f"{[*self.template_options]} out, or use an instruct model"
+      )
+    self.check("")
+
+  def __call__(self, observation: Observation, last_id: int) -> list[int]:
+    """Returns the ids from behind a turn up to where the model answers again.
+
+    The id that the turn ended with, `last_id`, takes the place of the chat
+    template's; where that is another, it follows. Lone surrogates become "?".
+    ValueError: as of `check`, or a special token's name that cannot be text.
+    """
+    self.check(observation)
+    plain = lambda text: text.encode("utf-8", "replace").decode()
+    observation = self._cut(each_text(plain, observation))
+    write = special_tokens_lib.SPECIAL_TOKENS[self.special_tokens]
+    marked = each_text(functools.partial(write, self.tokenizer), observation)
+    text, tail = self._pieces(observation)[-1], self._pieces(marked)[-1]
+    if special_tokens_lib.unmark(self.tokenizer, tail) != text:
+      raise ValueError(
+        "the chat template writes another text where an observation has a "
+        f"special token's name: leave it out of {text[:200]!r}, or set "
+        "data.special_tokens = 'control'"
+      )
+    ids = self._encode(tail)
+    closes = self.tokenizer.chat_template and last_id in self.eos_ids
+    return ids[1:] if closes and ids[0] == last_id else ids
+
+  def check(self, observation: Observation) -> None:
+    """Refuses kinds of observations that cannot stand between turns.
+
+    Contents do not matter. The encoder has checked texts when it is made; call
+    this before a run for messages such as it will have. It raises ValueError.
+    """
+    is_text, chat = isinstance(observation, str), self.tokenizer.chat_template
+    messages = [{"role": "", "content": ""}] if is_text else observation
+    fields = [m.get(key) for m in messages for key in ("role", "content")]
+    texts = [isinstance(field, str) for field in fields]
+    if not texts or not all(texts) or not (is_text or chat):
+      raise ValueError(
+        "an observation must be a text or, with a chat template, messages whose"
+        f" role and content are texts, not {str(observation)[:200]}"
+      )
+    kind = is_text, *((m["role"], *m) for m in messages)
+    if not chat or kind in self.checked:
+      return
+    words = [f"kqj{i}x" for i in range(len(messages))]
+    probe = _with_contents(observation, words)
+    tail, trouble = self._pieces(probe)[-1], ""
+    # Results of tools may need a call before them: these get one turn only.
+    for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
+      answers = answers if is_text else answers[:1]
+      whole = self._pieces(probe, user, answers)
+      turns = self._pieces(probe, user, ()) + [tail] * len(answers)
+      for text, turn in zip(whole, turns, strict=True):
+        if _THINKING.sub("", text) != _THINKING.sub("", turn):
+          trouble = f"writes {text!r} in place of {turn!r} in another chat:"
+    # Turns may end in plain text, too, which then follows the sampled token.
+    opening = tail.partition(words[0])[0]
+    ends = special_tokens_lib.marks(self.tokenizer).pattern.search(opening)
+    ends = ends or {*self._encode(opening)} & {*self.eos_ids}
+    if ends and self._encode(tail)[0] not in self.eos_ids:
+      trouble = (
+        f"writes {opening!r} behind an answer, with none of {self.eos_ids} at "
+        "its start: complete eos_token_id in generation_config.json, or"
+      )
+    if any(tail.count(word) != 1 for word in words):
+      trouble = f"does not write an observation once, as it is, in {tail!r}:"
+    if trouble:
+      raise ValueError(
+        f"the model's chat template {trouble} use one that only adds to a chat"
+      )
+    self.checked.add(kind)
+
+  def _pieces(self, observation, user=_USERS[0], answers=_ANSWERS[:1]):
+    """Returns the texts before, between and behind answers, each observed."""
+    if not self.tokenizer.chat_template:
+      return [self.template.format(observation=observation)]
+    if isinstance(observation, str):
+      text = self.template.strip().format(observation=observation)
+      observation = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": user}]
+    for answer in answers:
+      messages += [{"role": "assistant", "content": answer}, *observation]
+    pieces = [set_messages(self.tokenizer, messages, {**self.template_options})]
+    for answer in answers:  # each one's first: observations may have it, too
+      before, _, behind = pieces.pop().partition(answer)
+      pieces += [before, behind]
+    return pieces
+
+  def _encode(self, tail):
+    """Returns the ids of a text behind an end token: it begins no text."""
+    encode = functools.partial(special_tokens_lib.encode, self.tokenizer)
+    ids = encode((self.tokenizer.eos_token or "") + tail)
+    return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
+
+  def _cut(self, observation):
+    """Cuts contents to `max_observation` tokens; `MARK` is of them, or all."""
+    is_text, most = isinstance(observation, str), self.max_observation
+    texts = [observation] if is_text else [m["content"] for m in observation]
+
+    def first(size):  # characters
+      starts = itertools.accumulate(map(len, texts), initial=0)
+      pairs = zip(texts, starts, strict=False)
+      pieces = [text[: size - i] for text, i in pairs if i < size] or [""]
+      return [*pieces[:-1], pieces[-1] + MARK]
+
+    count = lambda t: len(encode_text(self.tokenizer, t, self.special_tokens))
+    is_over = lambda texts: sum(map(count, texts)) > most
+    size = sum(map(len, texts))
+    # No more than 64 characters a token, so that long texts take no time.
+    if not most or (size <= 64 * most and not is_over(texts)):
+      return observation
+    sizes = range(min(size, 64 * most))
+    size = bisect.bisect_left(sizes, True, key=lambda n: is_over(first(n))) - 1
+    return _with_contents(observation, first(size))
+
+
+turn_encoder = TurnEncoder

@@ -1,0 +1,138 @@
+"""Environments of each kind, as their users write them."""
+
+import json
+import pathlib
+
+import pytest
+
+from grpojax.environments import conventions
+from grpojax.environments.protocol import Step
+
+USER = str(pathlib.Path(__file__).with_name("user_environments.py"))
+GAMES = """
+def reset(seed, start):
+  return {"state": [seed, start]}
+
+def step(action, state, *, scale=1):
+  return dict(observation=action, reward=scale * state[0], state=(state[0], 2))
+
+class Holder:
+  def step(self, **everything):
+    return {"observation": " ".join(sorted(everything))}
+
+holder = Holder()
+"""
+
+
+def call(name, **arguments):
+  text = json.dumps({"name": name, "arguments": arguments})
+  return f"I think.\n<tool_call>\n{text}\n</tool_call>"
+
+
+def play(environment, example, *actions, seed=1):
+  """Steps without their states, from the beginning."""
+  steps = [environment.reset(example, seed)]
+  for action in actions:
+    steps.append(environment.step(steps[-1].state, action, example, seed))
+  return [step._replace(state=None, info={}) for step in steps]
+
+
+def test_functions_get_by_name_what_they_take(tmp_path, monkeypatch):
+  file = tmp_path / "my_games.py"
+  file.write_text(GAMES)
+  game = conventions.resolve(str(file), options={"scale": 3, "start": 4})
+  assert game.reset({}, 7) == Step(state=[7, 4])
+  assert game.step([7, 4], "go", {}, 8) == Step("go", 21.0, state=[7, 2])
+  monkeypatch.syspath_prepend(tmp_path)
+  holder = conventions.resolve("my_games:holder")
+  assert holder.step(0, "a", {}, 0).observation == "action example seed state"
+  with pytest.raises(ValueError, match="step cannot.*unexpected.*'scal'"):
+    conventions.resolve(str(file), options={"scal": 1, "start": 0})
+
+
+def test_gymnasium():
+  game = conventions.resolve(f"{USER}:Game")
+  first, second, third = play(game, {"offset": 1}, "left", "stop")
+  assert first == Step("")
+  assert second.observation.startswith("1: left for") and not second.done
+  assert (third.reward, third.done) == (1.0, True)
+  assert play(game, {"offset": 1}, "left")[1] == second
+  assert play(game, {"offset": 1}, "left", seed=2)[1] != second
+  old = conventions.resolve(f"{USER}:OldGame")
+  steps = [Step("begins with 1"), Step("a", 1.0), Step("stop", 1.0, True)]
+  assert play(old, {}, "a", "stop") == steps
+
+
+def test_openenv():
+  client = conventions.resolve(f"{USER}:Client", options={"url": "made"})
+  made = [Step("made/a", 0.5), Step("made/stop", 0.5, True)]
+  assert play(client, {}, "a", "stop") == [Step("ready", None), *made]
+
+
+def test_trl_classes():
+  """Messages and reward of a word that is guessed at the third attempt."""
+  words = conventions.resolve(f"{USER}:Words")
+  (tool,) = words.tools
+  assert tool["function"]["name"] == "guess"
+  assert tool["function"]["parameters"]["required"] == ["word"]
+  turns = [call("guess", word=word) for word in ("crow", "flea", "flew")]
+  example = {"secret": "flew", "prompt": "Guess."}
+  steps = play(words, example, *turns, "It is flew.")
+  contents = [x.observation[0]["content"] for x in steps[1:4]]
+  assert contents == ["...w", "fle.", "flew"]
+  assert steps[4] == Step("", 1 / 3, True)
+  two = call("guess", word="no") + call("gues", word="flew")
+  step = words.step(words.reset(example, 0).state, two, example, 0)
+  assert step.info == {"tool_calls": 2, "tool_errors": 2}
+  both = step.observation
+  assert [x["content"] for x in both] == [
+    "error: ValueError: another length",
+    "error: there is no tool 'gues'; did you mean 'guess'?",
+  ]
+
+
+def test_trl_classes_with_a_tool_called_step_and_other_tools():
+  echo = conventions.resolve(f"{USER}:Echo", [f"{USER}:multiply"])
+  assert len(echo.tools) == 2
+  turn = call("step", message="hello") + call("multiply", a=3)
+  _, step, last = play(echo, {}, turn, "bye")
+  assert [x["content"] for x in step.observation] == ["hello", "6"]
+  assert last == Step("", 0.0, True)
+
+
+def test_tools_alone():
+  environment = conventions.resolve("", [f"{USER}:multiply"])
+  assert environment.reset({}, 0) == Step()
+  step = environment.step(None, call("multiply", a=6, b=7), {}, 0)
+  message = {"role": "tool", "name": "multiply", "content": "42"}
+  assert step == Step([message], info={"tool_calls": 1, "tool_errors": 0})
+  assert environment.step(None, "42", {}, 0) == Step(done=True)
+
+
+@pytest.mark.parametrize(
+  "path, tools, message",
+  [
+    ("", [], "give its path, or tools"),
+    ("retr", [], "did you mean 'retry'"),
+    (f"{USER}:Gam", [], "has no 'Gam'; did you mean 'Game'"),
+    (f"{USER}:Result", [], "has neither `reset` and `step`"),
+    (f"{USER}:OnlyReset", [], "has neither `reset` and `step`"),
+    (f"{USER}:Client", [], "cannot be called with.*required argument: 'url'"),
+    (f"{USER}:Asynchronous", [], "reset is asynchronous"),
+    (f"{USER}:multiply", [], "is a function without a function `step`"),
+    (f"{USER}:ANSWERS", [], "is a dict without a function `step`"),
+    (__file__, [], "is a module without a function `step`"),
+    ("no/such/file.py", [], "there is no file"),
+    (USER, [f"{USER}:multiply"], "reads the model's turns itself"),
+    (f"{USER}:Game", [f"{USER}:multiply"], "reads the model's turns itself"),
+    ("", [USER], "is no function"),
+    ("", ["multiply"], "unknown tool 'multiply'.*file.py:NAME"),
+    ("", [f"{USER}:ANSWERS"], "is no function"),
+    ("", [f"{USER}:waits"], "waits' is asynchronous"),
+    ("", [f"{USER}:no_docstring"], "no docstring.*below `Args:`"),
+  ],
+)
+def test_what_is_no_environment_is_a_sentence(path, tools, message):
+  options = {"observation": ""} if path.endswith("Result") else {}
+  with pytest.raises(ValueError, match=message):
+    _ = conventions.resolve(path, tools, options).tools

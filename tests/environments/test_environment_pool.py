@@ -1,0 +1,232 @@
+"""Environments that misbehave, and those that die with their worker."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from grpojax.environments.pool import EnvironmentPool, check_replay
+from grpojax.environments.protocol import Step
+
+USER = str(pathlib.Path(__file__).with_name("user_environments.py"))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLE = {"answer": "7", "offset": 1}
+
+
+def ask(pool, *actions, state=None, seed=5):
+  calls = [("step", state, action, EXAMPLE, seed) for action in actions]
+  return pool.collect(pool.submit(calls))
+
+
+def counted(action):
+  return Step(f"1: {action}", state={"count": 1}, info={"n": 1.0})
+
+
+@pytest.fixture(scope="module", params=[0, 2])
+def pool(request):
+  with EnvironmentPool(USER, workers=request.param, timeout=30) as made:
+    yield made
+
+
+def test_answers_are_in_order(pool):
+  reset = pool.collect(pool.submit([("reset", EXAMPLE, np.uint32(3))]))
+  assert reset == [Step()] and pool.tools == [] == ask(pool)
+  actions = [str(i) for i in range(40)]
+  assert ask(pool, *actions) == [*map(counted, actions)]
+  (step,) = ask(pool, "c", state={"count": 1})
+  assert step.observation == "2: c"
+
+
+@pytest.mark.parametrize(
+  "action, reason",
+  [
+    ("raise", "raised RuntimeError: no idea (user_environments.py:"),
+    ("leave", "raised SystemExit: bye"),
+    ("nan", "returned the reward nan"),
+    ("huge", "returned the reward 2e+15, more than 1e+15"),
+    ("textual", "returned the reward str, which is not a number"),
+    ("none", "returned None: write `return Step("),
+    ("text", "returned 'right': write"),
+    ("tuple", "returned ('right', 1.0, True, False, {}): write"),
+    ("key", "returned {'obs': 'right'}: write `return Step("),
+    ("number", "returned the observation 3: it is text"),
+    ("message", "returned the observation [{'role': 'user'}]"),
+    ("image", "returned the observation [{'role': 'user', 'content': [{"),
+    ("done", "returned done='False'"),
+    ("info", "returned info=[1]: it is a dict"),
+    ("long", "returned an observation of 10000002 bytes, above 1048576"),
+    ("state", "returned a state that is no JSON"),
+    ("nan state", "returned a state that is no JSON"),
+    ("large state", "returned a state of 4194306 bytes, above 4194304"),
+  ],
+)
+def test_a_step_that_fails_costs_its_own_episode(pool, action, reason):
+  before, failed, after = ask(pool, "4", action, "5")
+  assert (before, after) == (counted("4"), counted("5"))
+  assert isinstance(failed, str) and failed.startswith(reason)
+
+
+def test_what_is_odd_and_answers_is_an_answer(pool):
+  odd = ["a", "fork", "prints", "fork", "b", "\x01" * 150_000]
+  assert ask(pool, *odd) == [*map(counted, odd)]
+  assert ask(pool, "\ud800")[0].observation == "1: ?"
+  state = {"count": 4}
+  changed, plain = ask(pool, "changes", "x", state=state)
+  assert (changed.observation, plain.observation) == ("0: changes", "5: x")
+  assert state == {"count": 4} and "answer" in EXAMPLE
+  with pytest.raises(ValueError, match="only JSON.*object"):
+    pool.submit([("step", None, "a", {"x": object()}, 0)])
+
+
+def test_workers_survive_what_closes_or_writes_to_all_files():
+  with EnvironmentPool(USER, workers=1, timeout=30) as pool:
+    odd = ["closes", "1", "garbage", "2", "fork", "3"]
+    assert ask(pool, *odd) == [*map(counted, odd)]
+
+
+def test_lost_workers_are_replaced_and_all_ends_in_time():
+  bad = {
+    "sleep": "no result after 1 s",
+    "hang": "no result after 1 s",
+    "exit": "ended its process with code 3",
+  }
+  mixed = [x for i, name in enumerate(bad) for x in (str(i), name)]
+  start = time.monotonic()
+  with EnvironmentPool(USER, workers=2, timeout=1) as pool:
+    steps = ask(pool, *mixed)
+    assert steps[::2] == [*map(counted, "012")]
+    assert steps[1::2] == [*bad.values()]
+    assert ask(pool, *["exit"] * 30)[-1].startswith("not tried: 8 in a row")
+  assert time.monotonic() - start < 60
+
+
+def test_without_workers_time_is_limited_as_well():
+  with EnvironmentPool(USER, timeout=0.2) as pool:
+    slow = "no result after 0.2 s"
+    assert ask(pool, "1", "sleep", "2") == [counted("1"), slow, counted("2")]
+    assert ask(pool, *["sleep"] * 9)[-1].startswith("not tried: 8 in a row")
+
+
+def test_a_submission_is_abandoned_where_check_signals_raises():
+  def check_signals():
+    raise InterruptedError
+
+  start = time.monotonic()
+  for workers in (0, 1):
+    with EnvironmentPool(USER, workers=workers, timeout=40) as pool:
+      sent = pool.submit([("step", None, "sleep", EXAMPLE, 0)])
+      with pytest.raises(InterruptedError):
+        pool.collect(sent, check_signals)
+  assert time.monotonic() - start < 30
+
+
+def play(pool, actions, seed=3, steps=None):
+  """Answers to one episode's actions."""
+  steps = steps or pool.collect(pool.submit([("reset", EXAMPLE, seed)]))
+  for action in actions:
+    steps = [*steps, *ask(pool, action, state=steps[-1].state, seed=seed)]
+  return steps
+
+
+def without_times(steps):
+  return [step if isinstance(step, str) else step[:4] for step in steps]
+
+
+def test_instances_go_on_in_other_workers_and_after_a_kill():
+  actions = ["a" * 300_000, "b", "c", "stop"]
+  with EnvironmentPool(f"{USER}:Game") as here:
+    want = without_times(play(here, actions))
+  assert [x[1] for x in want] == [0, 0.5, 1, 1.5, 2]
+  assert [x[2] for x in want] == [False] * 4 + [True]
+  with EnvironmentPool(f"{USER}:Game", workers=2) as pool:
+    steps = play(pool, actions[:2])
+    for _ in range(2):  # both workers die
+      lost = ask(pool, "exit", "exit", state=steps[-1].state, seed=3)
+      assert lost == ["ended its process with code 3"] * 2
+    assert without_times(play(pool, actions[2:], steps=steps)) == want
+    # And anybody may do the second step again.
+    again = ask(pool, *["b"] * 5, state=steps[1].state, seed=3)
+    assert without_times(again) == [want[2]] * 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_worker_plays_nothing_again(workers, tmp_path):
+  options = {"log": str(tmp_path / "log")}
+  settings = {"options": options, "workers": workers}
+  with EnvironmentPool(f"{USER}:Game", **settings) as pool:
+    for _ in range(3):
+      play(pool, ["a", "b", "c", "stop"])
+  lines = (tmp_path / "log").read_text().split()
+  assert lines == ["reset", "a", "b", "c", "stop"] * 3
+
+
+def test_an_episode_that_differs_when_played_again_is_an_error():
+  options = {"luck": True}  # its replies have the process's number
+  with EnvironmentPool(f"{USER}:Game", options=options, workers=1) as pool:
+    steps = play(pool, ["a", "b"])
+    ask(pool, "exit", state=steps[-1].state, seed=3)
+    last = play(pool, ["c"], steps=steps)[-1]
+  assert last.startswith("answers differently when its actions are played")
+
+
+def test_each_member_of_a_group_has_its_own_luck_from_one_beginning():
+  with EnvironmentPool(f"{USER}:Game") as pool:
+    (first,) = play(pool, [], seed=0)
+    answers = [
+      ask(pool, "a", state=first.state, seed=seed)[0].observation
+      for seed in range(9)
+    ]
+    assert len({*answers}) > 4
+    assert answers[4] == play(pool, ["a"], seed=4)[-1].observation
+  with EnvironmentPool(f"{USER}:OldGame") as pool:
+    (first,) = play(pool, [], seed=0)
+    (step,) = ask(pool, "a", state=first.state, seed=1)
+  assert "differently with the seed of another member" in step
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_luck_that_is_not_of_the_seed_is_refused_before_training(workers):
+  for path in (USER, f"{USER}:Game"):
+    with EnvironmentPool(path, workers=workers) as pool:
+      check_replay(pool, EXAMPLE, 0)
+  with EnvironmentPool(f"{USER}:Game", workers=workers) as pool:
+    with pytest.raises(ValueError, match="cannot begin: it raised KeyError"):
+      check_replay(pool, {}, 0)
+
+
+@pytest.mark.parametrize("reward", ["N[0]", "hash('x')"])
+def test_an_answer_that_differs_is_named(reward, tmp_path):
+  """It counts calls, or depends on the process."""
+  file = tmp_path / "counting.py"
+  code = "N = [0]\ndef step(action):\n  N[0] += 1\n  return {'reward': %s}\n"
+  file.write_text(code % reward)
+  with EnvironmentPool(str(file), workers=2) as pool:
+    with pytest.raises(ValueError, match="the action '1': .* would not resume"):
+      check_replay(pool, EXAMPLE, 0)
+
+
+def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "import os\nif os.environ['PARENT'] != str(os.getpid()):\n"
+    "  raise KeyError('here')\ndef step(action): pass\n"
+  )
+  monkeypatch.setenv("PARENT", str(os.getpid()))
+  with pytest.raises(ValueError, match=r"did not start: .*KeyError: 'here'"):
+    EnvironmentPool(str(file), workers=2)
+
+
+def test_workers_load_neither_jax_nor_transformers():
+  code = (
+    "import sys\nfrom grpojax.environments import worker\n"
+    f"worker.prepare({{'path': '', 'tools': [{f'{USER}:multiply'!r}]}})\n"
+    "print({'jax', 'numpy', 'transformers'} & {*sys.modules})"
+  )
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  command = [sys.executable, "-c", code]
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert done.stdout == "set()\n", done.stderr

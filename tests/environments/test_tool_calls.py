@@ -1,0 +1,158 @@
+"""Calls of tools as models write them, and what comes along."""
+
+import pytest
+
+from grpojax.environments import conventions, tools
+from grpojax.environments.calculator import calculator
+from grpojax.environments.protocol import Step
+from grpojax.environments.tools import TOOL_CALLS, Call
+
+ADD = Call("add", {"a": 1})
+GOOD = {
+  "hermes": [
+    ("Sum.", []),
+    ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [ADD]),
+    ('<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}', [ADD]),
+    ('x <tool_call>{"name": "f"}</tool_call> y' * 2, [Call("f", {})] * 2),
+  ],
+  "llama3": [
+    ("Sum {}.", []),
+    ('{"answer": 3}', []),
+    (' {"name": "add", "parameters": {"a": 1}}\n', [ADD]),
+    ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
+    (
+      '{"name": "add", "parameters": {"a": 1}}; {"name": "f"}',
+      [ADD, Call("f", {})],
+    ),
+  ],
+  "mistral": [
+    ("Sum.", []),
+    ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', [ADD]),
+    (
+      '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}',
+      [ADD, Call("f", {})],
+    ),
+  ],
+}
+BAD = {
+  "hermes": [
+    "<tool_call></tool_call>",
+    "<tool_call>add(1)</tool_call>",
+    "<tool_call>[1]</tool_call>",
+    "<tool_call>" + "[" * 10**5,
+    '<tool_call>{"name": 3}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": "1 +"}</tool_call>',
+    f'<tool_call>{{"name": "add", "arguments": {"9" * 5000}}}</tool_call>',
+  ],
+  "llama3": [
+    "<|python_tag|>print(1)",
+    '{"name": "add", "parameters": {"a": 1}',
+    '{"name": "add", "parameters": 1}',
+  ],
+  "mistral": [
+    "[TOOL_CALLS] add",
+    "[TOOL_CALLS] [1]",
+    "[TOOL_CALLS]add[ARGS]{",
+  ],
+}
+
+
+@pytest.mark.parametrize("form", TOOL_CALLS)
+def test_calls_are_read(form):
+  for text, calls in GOOD[form]:
+    assert TOOL_CALLS[form](text) == calls, text
+  for text in BAD[form]:
+    (error,) = TOOL_CALLS[form](text)
+    assert isinstance(error, str) and len(error) < 300, text[:80]
+
+
+def test_the_model_is_told_what_was_wrong():
+  ran = []
+
+  def add(a, b=0):
+    ran.append(a)
+    if a == 0:
+      raise ZeroDivisionError("no zeros")
+    if a == 9:
+      raise SystemExit
+    return a + b
+
+  calls = [
+    Call("add", {"a": 1}),
+    Call("add", {"c": 1}),
+    Call("Add", {}),
+    "this is no JSON",
+    Call("add", {"a": 0}),
+    Call("add", {"a": 9}),
+    Call("add", {"a": 2, "b": 3}),
+  ]
+  step = tools.answer(calls, {"add": add})
+  assert [x["content"] for x in step.observation] == [
+    "1",
+    "error: the arguments do not fit: missing a required argument: 'a'",
+    "error: there is no tool 'Add'; did you mean 'add'?",
+    "error: this is no JSON",
+    "error: ZeroDivisionError: no zeros",
+    "error: SystemExit: ",
+    "5",
+  ]
+  assert {x["role"] for x in step.observation} == {"tool"}
+  assert step.info == {"tool_calls": 7, "tool_errors": 5}
+  assert ran == [1, 0, 9, 2]
+
+
+def test_the_calculator_computes():
+  for expression, result in {
+    "1 + 2 * 3": "7",
+    " (1 + 2) * -3 ": "-9",
+    "0.1 + 0.2": "0.3",
+    "1 / 3": "0.333333333333",
+    "2 / 4 * 2": "1",
+    "---1": "-1",
+    f"{10**90}*{10**90}": str(10**180),
+    f"{10**190}/7": "1.42857142857e+189",
+  }.items():
+    assert calculator(expression) == result
+
+
+REFUSED = ["9**9**9", "9//2", "1 +", "", "()", "(1, 2)", "1(2)", "1.2.3", "x"]
+REFUSED += ["__import__('os')", "1e999", "1 if 2 else 3", "1\n2", "\0", "١+١"]
+REFUSED += ["(" * 150 + "1", "-" * 199 + "(", "1" * 201]
+
+
+@pytest.mark.parametrize("expression", REFUSED)
+def test_the_calculator_refuses(expression):
+  with pytest.raises(ValueError, match="numbers|expression"):
+    calculator(expression)
+
+
+def test_the_calculator_divides_by_zero_in_words():
+  call = Call("calculator", {"expression": "1 / 0"})
+  (message,) = tools.answer([call], {"calculator": calculator}).observation
+  assert message["content"].startswith("error: ZeroDivisionError")
+
+
+def test_the_calculator_has_a_schema():
+  (schema,) = conventions.resolve(
+    "", ["grpojax.environments.calculator:calculator"]
+  ).tools
+  assert [*schema["function"]["parameters"]["properties"]] == ["expression"]
+
+
+def test_retry_asks_again_for_less():
+  environment = conventions.resolve("retry", options={"discount": 0.5})
+  example = {"answer": "1,080"}
+  state, rewards = environment.reset(example, 0).state, []
+  for action in ("#### 3", "no mark 1080", "so #### 1080"):
+    step = environment.step(state, action, example, 0)
+    state = step.state
+    rewards.append(step.reward)
+    assert step.done == (action == "so #### 1080")
+    assert bool(step.observation) != step.done
+  assert rewards == [0.0, 0.0, 0.25]
+  assert environment.step(None, "#### 1080", example, 0) == Step("", 1.0, True)
+  with pytest.raises(ValueError, match="discount is 2"):
+    conventions.resolve("retry", options={"discount": 2})
+  with pytest.raises(ValueError, match="unexpected.*'turns'"):
+    conventions.resolve("retry", options={"turns": 2})

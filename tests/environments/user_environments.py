@@ -1,0 +1,186 @@
+"""Environments of a user: badly behaved functions, and classes of libraries."""
+
+import dataclasses
+import os
+import random
+import re
+import sys
+import time
+
+from grpojax.environments.protocol import Step
+
+ANSWERS = {
+  "nan": lambda: Step(reward=float("nan")),
+  "huge": lambda: Step(reward=2e15),
+  "textual": lambda: Step(reward="1.0"),
+  "none": lambda: None,
+  "text": lambda: "right",
+  "tuple": lambda: ("right", 1.0, True, False, {}),
+  "key": lambda: {"obs": "right"},
+  "number": lambda: Step(3),
+  "message": lambda: Step([{"role": "user"}]),
+  "image": lambda: Step([{"role": "user", "content": [{"type": "image"}]}]),
+  "done": lambda: Step(done="False"),
+  "info": lambda: Step(info=[1]),
+  "long": lambda: Step("x" * 10**7),
+  "state": lambda: Step(state=object()),
+  "nan state": lambda: Step(state=float("nan")),
+  "large state": lambda: Step(state="x" * 2**22),
+}
+
+
+def step(state, action, example, seed):
+  """Does what the action says; other actions are counted."""
+  if action in ANSWERS:
+    return ANSWERS[action]()
+  if action == "raise":
+    raise RuntimeError("no idea")
+  if action == "leave":
+    sys.exit("bye")
+  if action == "exit":
+    os._exit(3)
+  if action == "sleep":
+    time.sleep(600)
+  if action == "hang":  # inside C, holding the interpreter
+    re.fullmatch("(a*)*b", "a" * 60)
+  if action == "fork" and not os.fork():  # a child that returns as well
+    return Step("of a child")
+  if action == "prints":
+    print('["x", ["", 1.0, true, null, {}]]', flush=True)
+    os.write(1, b'\n["x", 1.0]\n{"half')
+  if action == "closes":
+    for file in (sys.stdin, sys.stdout, sys.stderr):
+      file.close()
+  if action == "garbage":
+    for file in range(3, 64):
+      try:
+        os.write(file, b'["x", ["of garbage"]]\n\xff\n{"half')
+      except OSError:
+        pass
+  if action == "changes":
+    example.clear()
+    state["count"] = -1
+  count = state["count"] + 1 if state else 1
+  return Step(f"{count}: {action}", state={"count": count}, info={"n": 1})
+
+
+class Game:
+  """Of gymnasium: a number is looked for; the log has what is done."""
+
+  def __init__(self, log="", luck=False):
+    self.log, self.luck, self.count = log, luck, 0
+
+  def reset(self, *, seed=None, options=None):
+    self._note("reset")
+    self.secret = random.Random(seed).randrange(100) + options["offset"]
+    return "", {"number": 3}
+
+  def step(self, action):
+    self._note(action)
+    if action == "exit":
+      os._exit(3)
+    self.count += 1
+    luck = os.getpid() if self.luck else ""
+    text = f"{self.count}: {action[:9]} for {self.secret}{luck}"
+    return text, self.count / 2, action == "stop", False, {"time": time.time()}
+
+  def _note(self, text):
+    if self.log:
+      with open(self.log, "a") as file:
+        file.write(f"{text}\n")
+
+
+class OldGame:
+  def reset(self, seed):
+    return f"begins with {seed}"
+
+  def step(self, action):
+    return action, 1, action == "stop", {}
+
+
+@dataclasses.dataclass
+class Result:
+  observation: str
+  reward: float | None = None
+  done: bool = False
+
+
+class Client:
+  """Of OpenEnv."""
+
+  def __init__(self, url):
+    self.url = url
+
+  def reset(self):
+    return Result("ready")
+
+  def step(self, action):
+    return Result(f"{self.url}/{action}", 0.5, action == "stop")
+
+
+class Words:
+  """Of TRL: its methods are tools."""
+
+  def reset(self, secret, **kwargs):
+    self._secret, self._guesses = secret, 0
+
+  def guess(self, word: str) -> str:
+    """Guesses the word.
+
+    Args:
+      word: The word.
+    """
+    self._guesses += 1
+    if len(word) != len(self._secret):
+      raise ValueError("another length")
+    pairs = zip(word, self._secret, strict=True)
+    return "".join(a if a == b else "." for a, b in pairs)
+
+  def get_reward(self):
+    return 1 / self._guesses if self._guesses else 0.0
+
+
+class Echo:
+  """Of TRL, as its example: `step` is a tool."""
+
+  def reset(self, **kwargs):
+    pass
+
+  def step(self, message: str) -> str:
+    """Returns a message.
+
+    Args:
+      message: The message.
+    """
+    return message
+
+
+def multiply(a: int, b: int = 2) -> int:
+  """Multiplies two numbers.
+
+  Args:
+    a: The first.
+    b: The second.
+  """
+  return a * b
+
+
+def no_docstring(a: int) -> int:
+  return a
+
+
+async def waits(a: int) -> int:
+  """Waits."""
+
+
+class Asynchronous:
+  async def reset(self):
+    pass
+
+  def step(self, action):
+    pass
+
+
+class OnlyReset:
+  def reset(self):
+    pass

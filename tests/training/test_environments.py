@@ -1,0 +1,179 @@
+"""Training with environments of the host, from start to end."""
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import train
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import records
+from grpojax.training.config import default_config, from_config
+
+AGAIN = """
+def reset(example, seed):
+  return {"state": {"tries": 0}}
+
+def step(state, action, example):
+  tries = state["tries"] + 1
+  if FAILS and tries == 2:
+    raise RuntimeError("no more")
+  right = action.rpartition("#")[2].strip() == example["answer"]
+  return {"observation": "no", "reward": float(right) - 0.125 * (tries > 1),
+          "done": right, "state": {"tries": tries}, "info": {"tries": 1}}
+"""
+
+
+def go(toy, model, tmp_path, name="run", fails=False, more="", **changes):
+  """A short training run with the environment; returns its directory."""
+  path = tmp_path / f"again{fails}.py"
+  path.write_text(AGAIN.replace("FAILS", str(fails)) + more)
+  settings = {
+    "steps": 2,
+    "eval.every": 2,
+    "eval.num_prompts": 4,
+    "checkpoint.every": 1,
+    "log.samples_every": 1,
+    "batch_size": 4,
+    "sampling.max_new_tokens": 40,
+    "environment.path": path,
+    "environment.max_turns": 3,
+    "reward.functions": "environment",
+  } | changes
+  run = tmp_path / name
+  train.main([*toy.arguments(model, **settings), f"--run_dir={run}"])
+  return run
+
+
+def rows_of(run):
+  return records.read_jsonl(run / "samples.jsonl")
+
+
+def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
+  run = go(
+    toy_task,
+    toy_model,
+    tmp_path,
+    **{"environment.credit": "turn", "loss.weighting": "fixed_length"},
+    **{"optim.packing": True, "sampling.parts": 2, "environment.workers": 1},
+  )
+  rows = rows_of(run)
+  assert {len(row["turns"]) for row in rows} == {1, 3, 5}
+  for row in rows:
+    by = [turn["by"] for turn in row["turns"]]
+    assert (
+      by == ["model", "environment", "model", "environment", "model"][: len(by)]
+    )
+    assert sum(turn["tokens"] for turn in row["turns"]) == len(row["tokens"])
+    assert {x["text"] for x in row["turns"] if x["by"] == "environment"} <= {
+      "\nno\n"
+    }
+    rewards = [x["reward"] for x in row["turns"] if x["by"] == "model"]
+    assert row["reward"] == pytest.approx(sum(rewards))
+    assert row["completion"] == row["turns"][-1]["text"].removesuffix("\n\n")
+    # Each token's own: 0 on what the environment wrote.
+    observed = sum(
+      ([x["by"] == "environment"] * x["tokens"] for x in row["turns"]), []
+    )
+    assert not np.array(row["advantage"])[observed].any()
+    assert not np.array(row["logprobs"])[observed].any()
+  metrics = records.read_jsonl(run / "metrics.jsonl")
+  step = [row for row in metrics if "turns_mean" in row][-1]
+  assert step["turns_mean"] > 1.5 and step["seconds_environment"] > 0
+  assert step["reward_environment/tries"] == pytest.approx(
+    step["turns_mean"], abs=1e-4
+  )
+  assert step["sampled_tokens_mean"] < step["completion_length_mean"]
+
+
+def test_parts_and_workers_change_no_sample(toy_task, toy_model, tmp_path):
+  """Nor does a run that is cut and goes on change its model."""
+  plain = go(toy_task, toy_model, tmp_path, "plain")
+  parts = go(
+    toy_task,
+    toy_model,
+    tmp_path,
+    "parts",
+    **{"sampling.parts": 2, "environment.workers": 2},
+  )
+  keys = "prompt", "tokens", "turns", "reward"
+  first = [[row[k] for k in keys] for row in rows_of(plain) if row["step"] == 1]
+  other = [[row[k] for k in keys] for row in rows_of(parts) if row["step"] == 1]
+  assert first == other and len(first) == 32
+  go(toy_task, toy_model, tmp_path, "cut", steps=1)
+  cut = go(toy_task, toy_model, tmp_path, "cut")
+  ours, theirs = (hf.load_params(x / "model") for x in (plain, cut))
+  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  assert rows_of(plain) == rows_of(cut)
+
+
+def test_a_failure_is_a_row_without_a_reward(toy_task, toy_model, tmp_path):
+  run = go(toy_task, toy_model, tmp_path, fails=True, steps=1)
+  rows = rows_of(run)
+  failed = [row for row in rows if len(row["turns"]) > 1]
+  assert failed and len(failed) < len(rows)
+  assert all(row["reward"] is None and row["advantage"] == 0 for row in failed)
+  (step,) = [
+    row
+    for row in records.read_jsonl(run / "metrics.jsonl")
+    if "reward_failures" in row
+  ]
+  assert step["reward_failures"] == len(failed)
+  failures = records.read_jsonl(run / "failures.jsonl")
+  assert "turn 1: raised RuntimeError: no more" in failures[0]["reason"]
+  assert np.isfinite(step["grad_norm"])
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"reward.functions": ("environment",)}, "of environment.path: name one"),
+    ({"environment.credit": "turn"}, "there are no turns"),
+    (
+      {"environment.path": "retry", "sampling.repetition_penalty": 1.1},
+      "sampling.repetition_penalty",
+    ),
+    (
+      {"environment.path": "retry", "environment.credit": "turn"},
+      "reward.functions = 'environment'",
+    ),
+    (
+      {"environment.path": "retry", "environment.credit": "turn"}
+      | {"advantage": "grpo"},
+      "use advantage = 'leave_one_out'",
+    ),
+    (
+      {"environment.path": "retry", "environment.credit": "turn"}
+      | {"diagnostics.every": 2},
+      "the diagnosis is of whole trajectories",
+    ),
+  ],
+)
+def test_what_does_not_go_together_is_said(changes, message):
+  config = default_config()
+  for name, value in changes.items():
+    config.update_from_flattened_dict({name: value})
+  with pytest.raises(ValueError, match=message):
+    from_config(config)
+
+
+def test_an_environment_that_changed_or_differs_is_refused(
+  toy_task, toy_model, tmp_path
+):
+  go(toy_task, toy_model, tmp_path, steps=1)
+  with pytest.raises(SystemExit, match="againFalse.py: not as when this run"):
+    go(toy_task, toy_model, tmp_path, more="# changed")
+  other = tmp_path / "other.py"
+  for body, message in (
+    (
+      "import time\ndef step():\n  return {'state': time.time()}",
+      "differently",
+    ),
+    (
+      "def reset():\n  return {'observation': 'x'}\ndef step():\n  pass",
+      "data",
+    ),
+  ):
+    other.write_text(body)
+    with pytest.raises(SystemExit, match=message):
+      changes = {"environment.path": other}
+      go(toy_task, toy_model, tmp_path, "other", **changes)
