@@ -4,8 +4,9 @@ Command:   python -m grpojax.studies.group_size \
                --config=configs/figure5_smollm2.py
            with the packages of configs/smollm2.py, whose task this is.
 Hardware:  two CPU cores, 6 GB of memory, 30 GB of disk.
-Time:
-Expected:
+Time:      15 runs; 13 to 20 seconds a step of 16, on two cores.
+Expected:  nothing about the best size: two seeds of one size differ by 40
+           points of accuracy. grpojax/studies/README.md has what came out.
 """
 
 import pathlib

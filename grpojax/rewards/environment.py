@@ -14,4 +14,7 @@ def environment(
   del prompt, completion
   if example.get("episode_error"):
     raise ValueError(example["episode_error"])
-  return {**example["episode_info"], "score": sum(example["turn_rewards"])}
+  return {
+    **example["episode_info"],
+    "score": float(sum(example["turn_rewards"])),
+  }

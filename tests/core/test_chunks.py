@@ -2,20 +2,13 @@
 
 import dataclasses
 import functools
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_environment import (
-  ENVIRONMENT,
-  EOS,
-  KEY,
-  PROMPTS,
-  reset,
-  sampled,
-  step,
-)
 
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
@@ -23,6 +16,13 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.environments import episodes
 from grpojax.environments.episodes import Answer, Programs, play, run
 from grpojax.models.transformer import transformer
+
+DEVICE = runpy.run_path(
+  str(pathlib.Path(__file__).with_name("test_environment.py"))
+)
+ENVIRONMENT, EOS, KEY, PROMPTS, reset, sampled, step = map(
+  DEVICE.get, "ENVIRONMENT EOS KEY PROMPTS reset sampled step".split()
+)
 
 
 def programs(lm, t_max, tokens, **sampling):

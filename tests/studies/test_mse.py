@@ -106,7 +106,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   bench = samples.Bench(
     policy=types.SimpleNamespace(params=None),
     batches=[(None, [{"prompt": "1+1", "answer": "2"}])],
-    sampler=lambda *args: sampled,
+    sampler=lambda *args: types.SimpleNamespace(rollout=sampled),
     score=None,
   )
   row = mse._measure(config, bench, "base", 0)

@@ -33,10 +33,12 @@ OFF = {
   *(f"filter_groups.{x}" for x in ("metric", "gen_parts", "rescale")),
   "filter_groups.max_num_gen_batches",
   *(f"lora.{x}" for x in ("alpha", "targets")),
+  *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
+  *(f"environment.{x}" for x in ("max_turns", "max_observation", "workers")),
   *(f"model.{x}" for x in ("reference_every", "reference_mix")),
 }
 """Settings of what the toy's run does without, read by tests of their own:
-test_resampling, test_adapters and test_reference."""
+test_resampling, test_adapters, test_reference and test_environments."""
 
 
 def test_every_setting_is_read_by_a_training_run(toy_run):

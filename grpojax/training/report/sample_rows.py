@@ -33,7 +33,7 @@ all completions that were drawn have it, by rising reward; of more than `BINS`
 different rewards, those of `BINS` intervals of equal width, by their middle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,14 +148,14 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   }
 
 
-def _advantage(one: dict[str, np.ndarray]) -> float | list[float] | None:
+def _advantage(one: Mapping[str, Any]) -> float | list[float] | None:
   """The advantage of a completion or, with a turn's credit, of each token."""
   if one["advantage"].ndim == 0:
     return _number(one["advantage"])
   return [_number(x) for x in one["advantage"][one["mask"]]]
 
 
-def _turns(tokenizer: Any, one: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+def _turns(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Texts of the model and its environment, one after the other."""
   ids, turns = one["ids"][one["mask"]], one["turns"][one["mask"]]
   blocks = []

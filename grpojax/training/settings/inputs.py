@@ -233,7 +233,7 @@ class EnvironmentSettings:
     "but for tools",
   )
   tools: tuple[Any, ...] = option(
-    (), 'functions that the model may call, "file.py:function", ...'
+    (), 'functions that the model may call, each "file.py:function"'
   )
   tool_format: str = option("hermes", "how the model writes a call", TOOL_CALLS)
   options: Mapping[str, Any] = free_field(
