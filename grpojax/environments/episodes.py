@@ -142,7 +142,7 @@ def play(
     length = np.maximum(length, begins)
 
 
-def run(*plays: Generator[None, None, object]) -> list[object]:
+def play_together(*plays: Generator[None, None, object]) -> list[object]:
   """Plays several parts of a batch in turn, and returns their results."""
   results, going_on = [None] * len(plays), set(range(len(plays)))
   while going_on:

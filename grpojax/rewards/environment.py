@@ -5,15 +5,14 @@ from typing import Any
 
 def environment(
   prompt: str, completion: str, example: dict[str, Any]
-) -> dict[str, float]:
+) -> dict[str, float] | None:
   """Returns the trajectory's return, and the numbers that are logged of it.
 
-  Raises:
-    ValueError: the environment failed, which leaves no reward.
+  None where the environment failed, which leaves no reward in any case.
   """
   del prompt, completion
   if example.get("episode_error"):
-    raise ValueError(example["episode_error"])
+    return None
   return {
     **example["episode_info"],
     "score": float(sum(example["turn_rewards"])),

@@ -14,7 +14,7 @@ from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.environments import episodes
-from grpojax.environments.episodes import Answer, Programs, play, run
+from grpojax.environments.episodes import Answer, Programs, play, play_together
 from grpojax.models.transformer import transformer
 
 DEVICE = runpy.run_path(
@@ -81,7 +81,7 @@ def of_host():
 @pytest.mark.parametrize("t_max, tokens", [(24, 1), (24, 7), (112, 32)])
 def test_rows_are_those_of_the_device(tiny, t_max, tokens):
   expected = sampled(tiny, t_max=t_max)
-  (result,) = run(
+  (result,) = play_together(
     play(
       programs(tiny.lm, t_max, tokens),
       tiny.params,
@@ -113,7 +113,7 @@ def test_long_observations_are_read_as_the_trainer_reads_them(tiny, window):
     sizes = [(0, 1, 40, 150)[(x.prompt + x.sample) % 4] for x in turns]
     return [Answer(rng.integers(1, 5, n).tolist(), 1.0) for n in sizes]
 
-  (result,) = run(
+  (result,) = play_together(
     play(
       programs(lm, 400, 16, temperature=0.8),
       tiny.params,

@@ -75,7 +75,7 @@ def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
       ([x["by"] == "environment"] * x["tokens"] for x in row["turns"]), []
     )
     assert not np.array(row["advantage"])[observed].any()
-    assert not np.array(row["logprobs"])[observed].any()
+    assert [x is None for x in row["logprobs"]] == observed
   metrics = records.read_jsonl(run / "metrics.jsonl")
   step = [row for row in metrics if "turns_mean" in row][-1]
   assert step["turns_mean"] > 1.5 and step["seconds_environment"] > 0
@@ -106,8 +106,30 @@ def test_parts_and_workers_change_no_sample(toy_task, toy_model, tmp_path):
   assert rows_of(plain) == rows_of(cut)
 
 
-def test_a_failure_is_a_row_without_a_reward(toy_task, toy_model, tmp_path):
-  run = go(toy_task, toy_model, tmp_path, fails=True, steps=1)
+TALKS = """
+def talks(completions, messages):
+  assert all(m[-1]["role"] == "assistant" for m in messages)
+  assert all(m[-1]["content"] == c for m, c in zip(messages, completions))
+  return [float(len(m)) for m in messages]
+"""
+
+
+@pytest.mark.parametrize("function", ["environment", "talks"])
+def test_a_failure_is_a_row_without_a_reward(
+  toy_task, toy_model, tmp_path, function
+):
+  """Also for functions that do not ask the environment."""
+  if function == "talks":
+    (tmp_path / "talks.py").write_text(TALKS)
+    function = f"{tmp_path / 'talks.py'}:talks"
+  run = go(
+    toy_task,
+    toy_model,
+    tmp_path,
+    fails=True,
+    steps=1,
+    **{"reward.functions": function},
+  )
   rows = rows_of(run)
   failed = [row for row in rows if len(row["turns"]) > 1]
   assert failed and len(failed) < len(rows)
@@ -119,8 +141,33 @@ def test_a_failure_is_a_row_without_a_reward(toy_task, toy_model, tmp_path):
   ]
   assert step["reward_failures"] == len(failed)
   failures = records.read_jsonl(run / "failures.jsonl")
-  assert "turn 1: raised RuntimeError: no more" in failures[0]["reason"]
+  assert failures[0]["reason"].startswith("turn 1: raised RuntimeError: no")
+  assert failures[0]["function"] == "environment"
   assert np.isfinite(step["grad_norm"])
+
+
+def test_messages_are_those_that_the_model_read(toy_task, toy_model, tmp_path):
+  (tmp_path / "talks.py").write_text(TALKS)
+  name = f"{tmp_path / 'talks.py'}:talks"
+  run = go(toy_task, toy_model, tmp_path, steps=1, **{"reward.functions": name})
+  rows = rows_of(run)
+  # Of the turns that ended: one that was cut off in its middle is not there.
+  assert {row["reward"] for row in rows} <= {1.0, 3.0, 5.0}
+  assert not (run / "failures.jsonl").exists()
+
+
+def test_an_observation_that_cannot_be_read_is_a_failure(
+  toy_task, toy_model, tmp_path
+):
+  """Messages, of a model without a chat template."""
+  path = tmp_path / "messages.py"
+  path.write_text(
+    "def step(action):\n  said = [{'role': 'user', 'content': 'no'}]\n"
+    "  return {'observation': said if '5' in action else 'no'}\n"
+  )
+  run = go(toy_task, toy_model, tmp_path, steps=1, **{"environment.path": path})
+  failures = records.read_jsonl(run / "failures.jsonl")
+  assert "with a chat template, messages" in failures[0]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,12 @@ def encoder(settings: TrainSettings, policy: Policy):
   data = settings.data
   options = dict(data.template_options)
   if tools := tools_of(settings.environment):
+    if "tools" not in str(policy.tokenizer.chat_template or ""):
+      raise ValueError(
+        "environment: this model's chat template knows of no tools (or it has "
+        "none): use an instruct model that calls tools, or an environment with "
+        "`step`, which reads the turns itself"
+      )
     options["tools"] = tools
   return functools.partial(
     tokenizer_lib.encode_prompt,

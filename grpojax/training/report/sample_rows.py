@@ -21,7 +21,8 @@ rows of a group one after another.
 | advantage       | as the loss took it; 0 where it took none                 |
 | truncated       | cut off at its budget of tokens, without an EOS           |
 | tokens          | texts of the tokens, the EOS among them                   |
-| logprobs        | of the sampler, a number a token, in nats                 |
+| logprobs        | of the sampler, a number a token, in nats; null, as all   |
+|                 | others, for what an environment wrote                     |
 | trainer_logprobs | of the policy before the update, as the training program  |
 |                 | computes them; with loss.old_logprobs="trainer" and several|
 |                 | updates a step. Null, as those of the reference, where    |
@@ -48,6 +49,7 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.resampling import ResampledBatch
 
 BINS = 32
+OTHERS = {"trainer_logprobs", "ref_logprobs"}
 DIGITS = 4  # of log-probabilities, after the point
 
 
@@ -120,12 +122,14 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   ids, mask = one["ids"], one["mask"]
   if not one.get("packed", True):
     none = np.full(mask.shape, np.nan)
-    of_training = {"trainer_logprobs", "ref_logprobs"} & one.keys()
+    of_training = OTHERS & one.keys()
     one |= dict.fromkeys(of_training, none)
   last, of_turns = mask, {}
   if "turns" in one:
     last = mask & (one["turns"] == one["turns"].max())
     of_turns = {"turns": _turns(policy.tokenizer, one)}
+    for name in one.keys() & {"logprobs", *OTHERS}:
+      one[name] = np.where(one["turns"] >= 0, one[name], np.nan)
   text = tokenizer_lib.decode_completion(
     policy.tokenizer, ids, last, policy.eos_ids
   )

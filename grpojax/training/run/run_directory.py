@@ -47,7 +47,7 @@ RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
-  r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
+  r"(reward|environment)\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
   r"model\.(remat|reference)|sampling\.(stages|compact|parts)|"
   r"allow_changed_inputs"
 )

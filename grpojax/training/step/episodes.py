@@ -17,6 +17,7 @@ from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.environments import conventions, episodes
 from grpojax.environments.episodes import Answer, Turn
 from grpojax.environments.pool import EnvironmentPool, check_replay
+from grpojax.environments.protocol import Step
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.runtime.text.turns import TurnEncoder, turn_encoder
@@ -133,16 +134,36 @@ def check(
     ValueError: an environment that fails, differs from one time to the next or
       observes before the first turn; a chat template that cannot take turns.
   """
-  encode = encoder(settings, policy)
+  encode, own = encoder(settings, policy), settings.environment
   if pool.tools:
     encode.check([{"role": "tool", "name": "tool", "content": "1"}])
   (first,) = pool.collect(pool.submit([("reset", example, settings.seed)]))
-  if not isinstance(first, str) and first.observation:
-    raise ValueError(
-      f"the environment's reset observes {str(first.observation)[:80]!r}, but "
-      "a trajectory begins with its prompt: put that into the data"
-    )
+  if not isinstance(first, str) and (error := _reset_error(first)):
+    raise ValueError(f"the environment's reset {error}")
   check_replay(pool, example, settings.seed)
+  call = "step", getattr(first, "state", None), "1", example, settings.seed
+  (step,) = pool.collect(pool.submit([call]))
+  if isinstance(step, str):
+    print(f"warning: to the turn '1' the environment {step}", flush=True)
+  if own.max_observation >= settings.sampling.max_new_tokens:
+    print(
+      f"warning: an observation of environment.max_observation = "
+      f"{own.max_observation} tokens leaves no room for a turn in "
+      f"sampling.max_new_tokens = {settings.sampling.max_new_tokens}",
+      flush=True,
+    )
+
+
+def _reset_error(step: Step) -> str:
+  """Says what a reset must not return; "" where it is right."""
+  if step.observation:
+    return (
+      f"observes {str(step.observation)[:80]!r}, but a trajectory begins with "
+      "its prompt: put that into the data"
+    )
+  if step.done or step.reward:
+    return "is done or has a reward: that is for step to say"
+  return ""
 
 
 def make_player(
@@ -157,7 +178,7 @@ def make_player(
 
   Returns:
     `(params, prompts, examples, key, *first_prompt, check_signals) -> Sampled`,
-    as a generator that yields while the devices decode (`episodes.run`).
+    as a generator that yields while the devices decode (`play_together`).
   """
   programs = make_programs(settings, policy, group_size, sampling)
   encode = encoder(settings, policy)
@@ -170,7 +191,7 @@ def make_player(
     *first_prompt: Array,
     check_signals: Callable[[], None] = lambda: None,
   ) -> Generator[None, None, Sampled]:
-    table = _Table(policy, pool, encode, examples, group_size, check_signals)
+    table = _Episodes(policy, pool, encode, examples, group_size, check_signals)
     rollout = yield from episodes.play(
       programs,
       params,
@@ -196,7 +217,7 @@ def _empty_transcript() -> Transcript:
   return lists | {"episode_error": None, "episode_info": {}}
 
 
-class _Table:
+class _Episodes:
   """Environments of a batch's trajectories, while they are played.
 
   Each process steps those of its own prompts, and all are told the answers.
@@ -217,6 +238,7 @@ class _Table:
     own = distributed.my_rows(len(examples))
     self.own = range(len(examples))[own]
     self.states: dict[tuple[int, int], Any] = {}
+    self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
     self.seeds: np.ndarray | None = None
     self.transcripts = [
       [_empty_transcript() for _ in range(group_size)] for _ in self.own
@@ -227,11 +249,12 @@ class _Table:
     self.seeds = seeds
     calls = [("reset", self.examples[i], int(seeds[i, 0])) for i in self.own]
     for i, step in zip(self.own, self._ask(calls), strict=True):
+      error = step if isinstance(step, str) else _reset_error(step)
       for j in range(self.group_size):
-        if isinstance(step, str):
-          self._transcript(i, j)["episode_error"] = step
-          continue
-        self.states[i, j] = step.state
+        if error:
+          self._transcript(i, j)["episode_error"] = f"reset: {error}"
+        else:
+          self.states[i, j] = step.state
 
   def answer(self, turns: list[Turn]) -> list[Answer]:
     """Steps the environments of turns that have ended."""
@@ -271,25 +294,31 @@ class _Table:
 
   def _record(self, turn: Turn, text: str, step: Any) -> Answer:
     """Writes a step into the transcript, and returns what the row reads."""
+    place = turn.prompt, turn.sample
     row = self._transcript(turn.prompt, turn.sample)
+    # What was observed before, which only now is known to have been read.
+    row["messages"] += self.observed.pop(place, [])
     row["messages"].append({"role": "assistant", "content": text})
+    ids = []
+    if not isinstance(step, str) and not step.done:
+      try:
+        ids = self.encode(step.observation, int(turn.ids[-1]))
+      except ValueError as error:
+        step = f"{error}"
     if isinstance(step, str):  # a failure, in words
       row["episode_error"] = f"turn {turn.turn}: {step}"
       row["turn_rewards"].append(None)
       return Answer((), math.nan, True)
-    self.states[turn.prompt, turn.sample] = step.state
+    self.states[place] = step.state
     row["turn_rewards"].append(step.reward or 0.0)
     for name, number in step.info.items():
       row["episode_info"][name] = row["episode_info"].get(name, 0.0) + number
     reward = float(step.reward or 0.0)
-    if step.done:
-      return Answer((), reward, True)
-    seen = step.observation
-    if isinstance(seen, str):
-      seen = [{"role": "user", "content": seen}]
-    row["messages"] += seen
-    ids = self.encode(step.observation, int(turn.ids[-1]))
-    return Answer(ids, reward, False)
+    observed = step.observation
+    if isinstance(observed, str):
+      observed = [{"role": "user", "content": observed}]
+    self.observed[place] = observed
+    return Answer(ids, reward, step.done)
 
   def _transcript(self, i: int, j: int) -> dict[str, Any]:
     return self.transcripts[i - self.own.start][j]

@@ -19,7 +19,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.step import diagnosis_key
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
-from grpojax.environments.episodes import run
+from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import abandon
@@ -140,7 +140,7 @@ def make_sample_and_reward(
         for part, *number in batches
       ]
     else:
-      sampled = run(
+      sampled = play_together(
         *(
           player(params, part, own, key, *number, check_signals=check_signals)
           for (part, *number), own in zip(batches, of_parts, strict=True)

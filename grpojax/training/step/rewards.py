@@ -88,6 +88,8 @@ def check_columns(
     for source, part in parts.items():
       if not source or source in only.get(functions.label(name), parts):
         example = part.examples[0] | ({SOURCE: source} if source else {})
+        if settings.environment.on:
+          example = dict.fromkeys(groups.OF_TURNS) | example
         where = f"data set {source or settings.data.name!r}"
         conventions.check_columns(name, reward, example, where)
 
@@ -200,11 +202,13 @@ class PendingRewards(NamedTuple):
     prompts: Number of its prompts, in all processes.
     texts: Completions of this process's prompts.
     pending: Rewards of these.
+    transcripts: Theirs, of `Sampled`.
   """
 
   prompts: int
   texts: Texts
   pending: Submission
+  transcripts: list[list[episodes.Transcript]] | None = None
 
 
 def submit_rollout(
@@ -233,7 +237,7 @@ def submit_rollout(
     rollout.completion_ids[own],
     sampled.transcripts,
   )
-  return PendingRewards(len(examples), texts, pending)
+  return PendingRewards(len(examples), texts, pending, sampled.transcripts)
 
 
 def collect_rewards(
@@ -249,7 +253,7 @@ def collect_rewards(
     Completions [B][G] (of this process, or with `every_text` of all), and the
     rewards.
   """
-  texts = [group for part in parts for group in part.texts]
+  texts = own_texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
   if every_text or reward_pool.model:
     texts = gather_rows(texts, sizes)
@@ -257,10 +261,33 @@ def collect_rewards(
   with distributed.agreed():
     pending = [part.pending for part in parts]
     rewards = reward_pool.pool.collect(pending, check_signals)
+    if reward_pool.environment is not None:
+      rewards = fail_episodes(
+        rewards, [x for part in parts for x in part.transcripts], own_texts
+      )
   rewards = _gather_rewards(rewards, sizes)
   if by_model is not None:
     rewards = add_model(reward_pool, rewards, by_model, examples, texts)
   return texts, rewards
+
+
+def fail_episodes(
+  rewards: GroupRewards,
+  transcripts: Sequence[Sequence[episodes.Transcript]],
+  texts: Sequence[Sequence[str]],
+) -> GroupRewards:
+  """Takes the reward of trajectories whose environment failed, with the reason.
+
+  Whatever the functions made of them: how far they went is no merit.
+  """
+  failed, total = rewards.failed.copy(), rewards.rewards.copy()
+  failures = [[[*own] for own in group] for group in rewards.failures]
+  for b, g in np.ndindex(failed.shape):
+    if reason := transcripts[b][g]["episode_error"]:
+      failed[b, g], total[b, g] = True, np.nan
+      failure = Failure("environment", reason, "", texts[b][g])
+      failures[b][g].append(failure)
+  return rewards._replace(rewards=total, failed=failed, failures=failures)
 
 
 def compute_rewards(

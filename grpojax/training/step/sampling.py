@@ -22,7 +22,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Params, Prompts, Rollout
-from grpojax.environments.episodes import run
+from grpojax.environments.episodes import play_together
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
@@ -201,7 +201,7 @@ def make_sampler(
       playing = player(
         params, prompts, examples, key, check_signals=check_signals
       )
-      return run(playing)[0]
+      return play_together(playing)[0]
 
     return play
   program = sampler_program(settings, policy, group_size, sampling)
