@@ -144,7 +144,9 @@ def results(directory):
 def parted(samples):
   """What is equal bit by bit of samples, and numbers that a mesh rounds."""
   names = [n for n in samples[0] if n.endswith("logprobs") or n == "advantage"]
-  numbers = [np.hstack([row[name] for name in names]) for row in samples]
+  # null, for what an environment wrote, is nan
+  array = lambda x: np.asarray(x, np.float64)
+  numbers = [np.hstack([array(row[name]) for name in names]) for row in samples]
   return [
     {k: v for k, v in x.items() if k not in names} for x in samples
   ], numbers
@@ -193,6 +195,17 @@ CASES = {
     "diagnostics.every": 1,
     "optim.micro_batches": 2,
     "optim.minibatches": 1,
+  },
+  "environment": {
+    "environment.path": RUNS,
+    "environment.max_turns": 3,
+    "environment.credit": "turn",
+    "environment.max_observation": 16,
+    "reward.functions": ("environment",),
+    "sampling.max_new_tokens": 96,
+    "sampling.parts": 2,
+    "environment.workers": 1,
+    "loss.beta": 0.0,
   },
   "fresh prompts": {
     "filter_groups.enable": True,

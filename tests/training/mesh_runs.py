@@ -76,6 +76,13 @@ MODELS = {
 }
 
 
+def step(state, action):
+  """An environment of two observations, which likes some lengths."""
+  turns = (state or 0) + 1
+  reward = len(action) % 3
+  return {"observation": "go on", "reward": reward, "state": turns}
+
+
 def digits(prompt, completion, example):
   """A reward that a random model's completions differ in."""
   del prompt, example
@@ -175,7 +182,7 @@ def programs(model, devices, changes, samples=None):
       sampler = sampling_lib.make_sampler(
         settings, policy, G, settings.sampling.distribution, mesh
       )
-      samples = sampler(policy.params, prompts, key)
+      samples = sampler(policy.params, prompts, (), key).rollout
     else:
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
