@@ -16,11 +16,13 @@ from grpojax.core.arguments import (
 )
 from grpojax.core.decoding import (
   Decoding,
-  Samples,
   Setup,
   constrain_samples,
   in_stages,
+  no_samples,
   repetition,
+  sample_keys,
+  token_limits,
 )
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
@@ -100,17 +102,14 @@ def rollout(
       f"repetition_penalty={sampling.repetition_penalty} must be 1"
     )
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
-  real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
-  limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
+  limit = token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
   lm, params = lm.prepared(params, longest=longest)
-  # One key a sample, the same whatever else is in the batch.
-  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   setup = Setup(
     lm=lm,
     params=params,
     prefix=lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask),
-    keys=fold(key, first_prompt * g + jnp.arange(b * g)).reshape(b, g),
+    keys=sample_keys(key, (b, g), first_prompt),
     limit=limit,
     eos=eos,
     sampling=sampling,
@@ -122,13 +121,7 @@ def rollout(
       environment, prompts.targets, b, t_max, logits.shape[-1]
     )
     setup = setup._replace(environment=checked)
-  samples = Samples(
-    ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
-    logprobs=jnp.zeros((b, g, t_max), jnp.float32),
-    length=jnp.zeros((b, g), jnp.int32),
-    finished=jnp.zeros((b, g), bool),
-    done=limit <= 0,
-  )
+  samples = no_samples(limit, t_max, pad_id)
   if penalised:
     in_prompt = repetition.in_prompts(
       prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]

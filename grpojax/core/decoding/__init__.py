@@ -20,7 +20,7 @@ from grpojax.core.decoding import repetition
 from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
-from grpojax.core.types import LM, Cache, Params, Prefix
+from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
 
 LEAST_TOKENS = 48
 """Tokens that a stage has to have, to be compiled for several sizes: to decode
@@ -89,6 +89,34 @@ class Setup(NamedTuple):
 def constrain_samples(tree: PyTree) -> PyTree:
   """Lays arrays [B, G, ...] out over the mesh in context."""
   return jax.tree.map(lambda x: constrain(x, "batch", "group"), tree)
+
+
+def token_limits(
+  prompts: Prompts, budgets: Int[Array, "B G"]
+) -> Int[Array, "B G"]:
+  """Returns the tokens that each sample may have; 0 for the batch's padding."""
+  real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
+  return jnp.where(real, budgets, 0)
+
+
+def sample_keys(
+  key: Key[Array, ""], shape: tuple[int, int], first_prompt: Array | int
+) -> Key[Array, "B G"]:
+  """Returns a key of each sample, the same whatever else is in the batch."""
+  b, g = shape
+  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+  return fold(key, first_prompt * g + jnp.arange(b * g)).reshape(b, g)
+
+
+def no_samples(limit: Int[Array, "B G"], t_max: int, pad_id: int) -> Samples:
+  """Returns samples without a token yet."""
+  return Samples(
+    ids=jnp.full((*limit.shape, t_max), pad_id, jnp.int32),
+    logprobs=jnp.zeros((*limit.shape, t_max), jnp.float32),
+    length=jnp.zeros(limit.shape, jnp.int32),
+    finished=jnp.zeros(limit.shape, bool),
+    done=limit <= 0,
+  )
 
 
 take = jax.vmap(lambda x, index: x[index])

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from grpojax.core.decoding import Samples, Setup, constrain_samples, draw
+from grpojax.core.decoding import (
+  Samples,
+  Setup,
+  constrain_samples,
+  draw,
+  no_samples,
+  sample_keys,
+  token_limits,
+)
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts, Rollout
 
@@ -60,7 +68,6 @@ def begin(
   max_new_tokens: int,
   pad_id: int,
   slots: int,
-  budgets: Int[Array, "B G"] | None = None,
 ) -> Trajectories:
   """Computes the prompts, and begins a group of trajectories for each.
 
@@ -77,20 +84,10 @@ def begin(
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   longest = prompts.prompt_ids.shape[1] + t_max
   decoder, prepared = lm.prepared(params, longest=longest)
-  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-  real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
-  limit = jnp.full((b, g), t_max) if budgets is None else budgets
-  limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
-  zero = jnp.zeros((b, g), jnp.int32)
-  keys = fold(key, first_prompt * g + jnp.arange(b * g)).reshape(b, g)
+  limit = token_limits(prompts, jnp.full((b, g), t_max))
+  keys = sample_keys(key, (b, g), first_prompt)
+  samples, zero = no_samples(limit, t_max, pad_id), jnp.zeros((b, g), jnp.int32)
   seed = lambda key: jax.random.bits(jax.random.fold_in(key, jnp.int32(-1)))
-  samples = Samples(
-    ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
-    logprobs=jnp.zeros((b, g, t_max), jnp.float32),
-    length=zero,
-    finished=zero != 0,
-    done=limit <= 0,
-  )
   return Trajectories(
     prefix=decoder.prefill(prepared, prompts.prompt_ids, prompts.prompt_mask),
     keys=keys,
