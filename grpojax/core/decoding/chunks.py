@@ -43,6 +43,7 @@ class Trajectories:
     waiting: True where the turn has ended, and the environment is to answer.
     cache: Keys and values of all tokens of a row but the last.
     prompts: The prompts.
+    slots: Tokens that a row of the cache has room for.
   """
 
   prefix: Prefix
@@ -55,6 +56,7 @@ class Trajectories:
   waiting: Bool[Array, "B G"]
   cache: Cache
   prompts: Prompts
+  slots: int = struct.field(pytree_node=False)
 
 
 def begin(
@@ -99,6 +101,7 @@ def begin(
     waiting=zero != 0,
     cache=decoder.init_cache(b, g, slots),
     prompts=prompts,
+    slots=slots,
   )
 
 
@@ -117,7 +120,16 @@ def _align(
   lm: LM, rows: Trajectories, ends: Int[Array, "B G"], slots: int
 ) -> Trajectories:
   index = jnp.max(_cached(rows))
-  return rows.replace(cache=lm.align_cache_rows(rows.cache, ends, index, slots))
+  cache = lm.align_cache_rows(rows.cache, ends, index, slots)
+  return rows.replace(cache=cache, slots=slots)
+
+
+def _grow(lm: LM, rows: Trajectories, slots: int) -> Trajectories:
+  """Gives rows that are aligned room for `slots` tokens."""
+  if slots == rows.slots:
+    return rows
+  ends = jnp.broadcast_to(jnp.max(_cached(rows)), rows.turn.shape)
+  return _align(lm, rows, ends, slots)
 
 
 def decode(
@@ -147,7 +159,8 @@ def decode(
     sampling: Distribution to draw from.
   """
   lm, params = _prepared(lm, params, rows)
-  before, samples = jnp.max(_cached(rows)), rows.samples
+  rows = _grow(lm, rows, slots)
+  start, samples = jnp.max(_cached(rows)), rows.samples
   rows = rows.replace(
     samples=samples._replace(
       finished=samples.finished | finished, done=samples.done | over
@@ -163,8 +176,6 @@ def decode(
     eos=jnp.asarray(eos_ids),
     sampling=sampling,
   )
-  rows = _align(lm, rows, jnp.broadcast_to(before, over.shape), slots)
-  start = jnp.max(_cached(rows))
 
   def body(state):
     i, rows, ends = state
@@ -240,8 +251,8 @@ def feed(
     slots: As of `decode`, for S tokens more.
   """
   lm, params = _prepared(lm, params, rows)
+  rows = _grow(lm, rows, slots)
   start = jnp.max(_cached(rows))
-  rows = _align(lm, rows, jnp.broadcast_to(start, lengths.shape), slots)
   samples, size = rows.samples, ids.shape[-1]
   # The turn's last token is not in the cache yet, and the last one of what is
   # read will not be: it predicts the first token of the next turn.
