@@ -45,6 +45,15 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   return (size - 1) / (drawn - 1)
 
 
+def pad_prompts(rollout: Rollout, length: int) -> Rollout:
+  """Pads the prompts to `length` tokens, which none is longer than."""
+  more = ((0, 0), (0, length - rollout.prompt_ids.shape[-1]))
+  return rollout.replace(
+    prompt_ids=jnp.pad(rollout.prompt_ids, more),
+    prompt_mask=jnp.pad(rollout.prompt_mask, more),
+  )
+
+
 def replace_groups(
   batch: Rollout, drawn: Rollout, source: Int[Array, "B"]
 ) -> Rollout:
@@ -56,17 +65,11 @@ def replace_groups(
   """
   longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
 
-  def padded(samples: Rollout) -> Rollout:
-    more = ((0, 0), (0, longest - samples.prompt_ids.shape[-1]))
-    return samples.replace(
-      prompt_ids=jnp.pad(samples.prompt_ids, more),
-      prompt_mask=jnp.pad(samples.prompt_mask, more),
-    )
-
   def chosen(old: Array, new: Array) -> Array:
     axes = tuple(range(1, old.ndim))
     replaced = jnp.expand_dims(source >= 0, axes)
     return jnp.where(replaced, new[jnp.maximum(source, 0)], old)
 
-  whole = jax.tree.map(chosen, padded(batch), padded(drawn))
+  batch, drawn = pad_prompts(batch, longest), pad_prompts(drawn, longest)
+  whole = jax.tree.map(chosen, batch, drawn)
   return mesh_lib.map_rows(mesh_lib.constrain, whole)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int, UInt
+from jaxtyping import Array, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, Rollout
@@ -77,7 +77,6 @@ def play(
   *first_prompt: Array,
   max_turns: int,
   wait: Callable[[object], None] = lambda arrays: None,
-  reset: Callable[[UInt[np.ndarray, "B G"]], None] = lambda seeds: None,
 ) -> Generator[None, None, Rollout]:
   """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
 
@@ -96,7 +95,6 @@ def play(
     *first_prompt: As of `rollout`.
     max_turns: K, turns of the longest trajectory.
     wait: Called with arrays that are needed next.
-    reset: Called once, with the seeds of the trajectories.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
   b, g, most = rows.turns.shape
@@ -104,8 +102,7 @@ def play(
   rewards = np.zeros((b, g, max_turns), np.float32)
   begins = np.zeros((b, g), np.int32)
   sizes = cache_sizes(most)
-  limit, seeds = mesh_lib.fetch((rows.limit, rows.seeds))
-  reset(seeds)
+  limit = mesh_lib.fetch(rows.limit)
 
   def slots(length, tokens):
     while sizes[0] < min(int(length.max()) + tokens, sizes[-1]):

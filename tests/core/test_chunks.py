@@ -25,7 +25,7 @@ ENVIRONMENT, EOS, KEY, PROMPTS, reset, sampled, step = map(
 )
 
 
-def programs(lm, t_max, tokens, **sampling):
+def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
   """The functions of `chunks`, compiled with their options."""
   jit = lambda f, **options: jax.jit(
     functools.partial(f, lm, **options), static_argnames="slots"
@@ -41,6 +41,7 @@ def programs(lm, t_max, tokens, **sampling):
     jit(
       chunks.decode,
       tokens=tokens,
+      turn_tokens=turn_tokens,
       eos_ids=EOS,
       sampling=Sampling(**sampling),
     ),
@@ -98,8 +99,10 @@ def test_rows_are_those_of_the_device(tiny, t_max, tokens):
   assert (result.turns >= 2).any()
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_long_observations_are_read_as_the_trainer_reads_them(tiny, window):
+@pytest.mark.parametrize("window, turn_tokens", [(None, 6), (20, 0)])
+def test_long_observations_are_read_as_the_trainer_reads_them(
+  tiny, window, turn_tokens
+):
   """Over several blocks, sizes of the cache and layers with a window."""
   config = tiny.config
   if window:
@@ -115,7 +118,7 @@ def test_long_observations_are_read_as_the_trainer_reads_them(tiny, window):
 
   (result,) = play_together(
     play(
-      programs(lm, 400, 16, temperature=0.8),
+      programs(lm, 400, 16, turn_tokens, temperature=0.8),
       tiny.params,
       PROMPTS,
       KEY,
@@ -135,6 +138,8 @@ def test_long_observations_are_read_as_the_trainer_reads_them(tiny, window):
   np.testing.assert_allclose(
     result.logprobs[sampled_], logprobs[sampled_], atol=3e-5
   )
+  sizes = np.sum(result.turns[..., None, :] == np.arange(5)[:, None], axis=-1)
+  assert sizes.max() == turn_tokens if turn_tokens else sizes.max() > 6
   length, turns = result.completion_mask.sum(-1), result.turns.max(-1) + 1
   assert not result.finished.any() and length.max() > 300
   # Cut off at the last turn, or where the next observation has no room.
@@ -146,6 +151,9 @@ def test_long_observations_are_read_as_the_trainer_reads_them(tiny, window):
     np.take_along_axis(result.completion_ids, length[..., None] - 1, axis=-1),
     EOS,
   )
+  if turn_tokens:
+    longest = np.take_along_axis(sizes, turns[..., None] - 1, axis=-1)
+    done |= longest == turn_tokens
   assert done.any()
   np.testing.assert_array_equal(
     result.turn_rewards,

@@ -106,6 +106,45 @@ def test_parts_and_workers_change_no_sample(toy_task, toy_model, tmp_path):
   assert rows_of(plain) == rows_of(cut)
 
 
+PARTS = {"sampling.parts": 2, "environment.workers": 1}
+
+
+def test_what_reset_observes_ends_the_prompt(toy_task, toy_model, tmp_path):
+  """As if the data had it there; of any length, and parts change nothing."""
+
+  def run(name, observes, **changes):
+    path = tmp_path / f"{name}.py"
+    path.write_text(
+      f"{AGAIN.replace('FAILS', 'False')}\n"
+      "def reset(example, seed):\n"
+      f"  return {{'observation': {observes}, 'state': {{'tries': 0}}}}\n"
+      "def judge(prompt, completion, example):\n  return float(len(prompt))\n"
+    )
+    changes |= {"environment.path": path, "data.max_prompt_length": 32}
+    changes |= {"reward.functions": f"environment,{path}:judge"}
+    changes |= {"reward.weights": "1,0"}
+    rows = rows_of(go(toy_task, toy_model, tmp_path, name, **changes))
+    keys = "prompt", "tokens", "turns", "reward", "rewards"
+    rows = [{k: row[k] for k in keys} for row in rows if row["step"] == 1]
+    for row in rows:
+      values = list(row.pop("rewards").values())
+      assert values[1] in (None, len(row["prompt"])) and len(values) == 2
+    return rows
+
+  in_data = run("a", "''", **{"data.template": "{prompt} 1="})
+  joined = run("b", "' 1'", **{"data.template": "{prompt}="})
+  assert in_data == joined and len(joined) == 32
+  # A prompt that becomes too long costs its own group.
+  length = "len(example['prompt'])"
+  observes = f"' 1' * (99 if {length} == 4 else {length})"
+  one = run("c", observes)
+  assert one == run("d", observes, **PARTS)
+  assert len({row["prompt"].count(" 1") for row in one}) > 1
+  for row in one:
+    assert (row["reward"] is None) == (" 1" not in row["prompt"])
+  assert 0 < sum(row["reward"] is None for row in one) < len(one)
+
+
 TALKS = """
 def talks(completions, messages):
   assert all(m[-1]["role"] == "assistant" for m in messages)
@@ -114,11 +153,21 @@ def talks(completions, messages):
 """
 
 
-@pytest.mark.parametrize("function", ["environment", "talks"])
+@pytest.mark.parametrize(
+  "function, zero, credit",
+  [
+    ("environment", False, "trajectory"),
+    ("talks", False, "trajectory"),
+    ("environment", True, "turn"),
+  ],
+)
 def test_a_failure_is_a_row_without_a_reward(
-  toy_task, toy_model, tmp_path, function
+  toy_task, toy_model, tmp_path, function, zero, credit
 ):
   """Also for functions that do not ask the environment."""
+  options = {"environment.failed": "zero"} if zero else {}
+  if credit == "turn":
+    options |= {"environment.credit": "turn", "loss.weighting": "fixed_length"}
   if function == "talks":
     (tmp_path / "talks.py").write_text(TALKS)
     function = f"{tmp_path / 'talks.py'}:talks"
@@ -129,11 +178,13 @@ def test_a_failure_is_a_row_without_a_reward(
     fails=True,
     steps=1,
     **{"reward.functions": function},
+    **options,
   )
   rows = rows_of(run)
   failed = [row for row in rows if len(row["turns"]) > 1]
   assert failed and len(failed) < len(rows)
-  assert all(row["reward"] is None and row["advantage"] == 0 for row in failed)
+  assert {row["reward"] for row in failed} == {0.0 if zero else None}
+  assert any(np.any(row["advantage"]) for row in failed) == zero
   (step,) = [
     row
     for row in records.read_jsonl(run / "metrics.jsonl")
@@ -216,8 +267,8 @@ def test_an_environment_that_changed_or_differs_is_refused(
       "differently",
     ),
     (
-      "def reset():\n  return {'observation': 'x'}\ndef step():\n  pass",
-      "data",
+      "def reset():\n  return {'observation': 'x' * 99}\ndef step():\n  pass",
+      "max_prompt_length",
     ),
   ):
     other.write_text(body)

@@ -35,7 +35,6 @@ class Trajectories:
   Attributes:
     prefix: Prefix of the prompts.
     keys: Key of each sample.
-    seeds: Number of each sample for its environment.
     limit: Number of tokens that each row may have, observations among them.
     samples: Their tokens; `finished` is the environment's to say.
     turns: `Rollout.turns`.
@@ -48,7 +47,6 @@ class Trajectories:
 
   prefix: Prefix
   keys: Key[Array, "B G"]
-  seeds: UInt[Array, "B G"]
   limit: Int[Array, "B G"]
   samples: Samples
   turns: Int[Array, "B G T"]
@@ -57,6 +55,17 @@ class Trajectories:
   cache: Cache
   prompts: Prompts
   slots: int = struct.field(pytree_node=False)
+
+
+def episode_seeds(
+  key: Key[Array, ""],
+  first_prompt: Int[Array, ""] | int = 0,
+  *,
+  shape: tuple[int, int],
+) -> UInt[Array, "B G"]:
+  """Returns a number of each sample for its environment's luck."""
+  seed = lambda key: jax.random.bits(jax.random.fold_in(key, jnp.int32(-1)))
+  return jax.vmap(jax.vmap(seed))(sample_keys(key, shape, first_prompt))
 
 
 def begin(
@@ -89,11 +98,9 @@ def begin(
   limit = token_limits(prompts, jnp.full((b, g), t_max))
   keys = sample_keys(key, (b, g), first_prompt)
   samples, zero = no_samples(limit, t_max, pad_id), jnp.zeros((b, g), jnp.int32)
-  seed = lambda key: jax.random.bits(jax.random.fold_in(key, jnp.int32(-1)))
   return Trajectories(
     prefix=decoder.prefill(prepared, prompts.prompt_ids, prompts.prompt_mask),
     keys=keys,
-    seeds=jax.vmap(jax.vmap(seed))(keys),
     limit=limit,
     samples=constrain_samples(samples),
     turns=jnp.full((b, g, t_max), -1, jnp.int32),
@@ -143,6 +150,7 @@ def decode(
   slots: int,
   eos_ids: tuple[int, ...],
   sampling: Sampling = Sampling(),
+  turn_tokens: int = 0,
 ) -> Trajectories:
   """Draws up to `tokens` tokens of each row that is at a turn.
 
@@ -157,6 +165,7 @@ def decode(
       the longest row has, and `tokens` more.
     eos_ids: Ids that end a turn.
     sampling: Distribution to draw from.
+    turn_tokens: Tokens after which a turn ends without such an id; 0 is none.
   """
   lm, params = _prepared(lm, params, rows)
   rows = _grow(lm, rows, slots)
@@ -180,7 +189,7 @@ def decode(
   def body(state):
     i, rows, ends = state
     alive = ~(rows.samples.done | rows.waiting)
-    rows = _append(setup, rows, alive)
+    rows = _append(setup, rows, alive, turn_tokens)
     return i + 1, rows, jnp.where(alive, start + i + 1, ends)
 
   def goes_on(state):
@@ -193,7 +202,7 @@ def decode(
 
 
 def _append(
-  setup: Setup, rows: Trajectories, alive: Bool[Array, "B G"]
+  setup: Setup, rows: Trajectories, alive: Bool[Array, "B G"], turn_tokens: int
 ) -> Trajectories:
   """Draws the next token of the rows that are `alive`."""
   samples, t = rows.samples, rows.samples.length
@@ -212,8 +221,11 @@ def _append(
   def put(old, new):
     return jnp.where(at_t, new[..., None], old)
 
-  ended = alive & jnp.isin(ids, setup.eos)
-  length = t + alive
+  ends = jnp.isin(ids, setup.eos)
+  if turn_tokens:
+    own = jnp.sum(rows.turns == rows.turn[..., None], axis=-1)
+    ends |= own + 1 >= turn_tokens
+  ended, length = alive & ends, t + alive
   return rows.replace(
     samples=constrain_samples(
       samples._replace(

@@ -10,34 +10,42 @@ import numpy as np
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.data import pipeline
+from grpojax.environments import conventions
 from grpojax.rewards import exact_ids
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.policy import Policy
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step.episodes import tools as tools_of
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
+
+
+def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
+  """Returns keywords of the chat template, with the environment's tools."""
+  options, own = dict(settings.data.template_options), settings.environment
+  tools = []
+  if own.on:
+    tools = conventions.resolve(
+      own.path, own.tools, own.options, own.tool_format
+    ).tools
+  if tools and "tools" not in str(policy.tokenizer.chat_template or ""):
+    raise ValueError(
+      "environment: this model's chat template knows of no tools (or it has "
+      "none): use an instruct model that calls tools, or an environment with "
+      "`step`, which reads the turns itself"
+    )
+  return options | ({"tools": tools} if tools else {})
 
 
 def encoder(settings: TrainSettings, policy: Policy):
   """`(prompt) -> (text, ids)`: prompts in the policy's format."""
   data = settings.data
-  options = dict(data.template_options)
-  if tools := tools_of(settings.environment):
-    if "tools" not in str(policy.tokenizer.chat_template or ""):
-      raise ValueError(
-        "environment: this model's chat template knows of no tools (or it has "
-        "none): use an instruct model that calls tools, or an environment with "
-        "`step`, which reads the turns itself"
-      )
-    options["tools"] = tools
   return functools.partial(
     tokenizer_lib.encode_prompt,
     policy.tokenizer,
     template=data.template,
     system_prompt=data.system_prompt,
-    template_options=options,
+    template_options=template_options(settings, policy),
     special_tokens=data.special_tokens,
   )
 

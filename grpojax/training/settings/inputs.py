@@ -1,5 +1,6 @@
 """Settings of what a step reads: model, data, completions and their rewards."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -245,6 +246,16 @@ class EnvironmentSettings:
   max_observation: int = option(
     256, "tokens of an observation, which is cut there", within=ONE_OR_MORE
   )
+  max_turn_tokens: int = option(
+    0,
+    "tokens of a turn, which is cut there and answered; 0 = no such limit",
+    within=NOT_NEGATIVE,
+  )
+  failed: str = option(
+    "drop",
+    "a trajectory whose environment fails: without reward and part, or with 0",
+    ("drop", "zero"),
+  )
   template: str = option(
     "\n{observation}\n",
     "what an observation becomes where the model has no chat template",
@@ -269,6 +280,11 @@ class EnvironmentSettings:
   def on(self) -> bool:
     """True where there is an environment."""
     return bool(self.path or self.tools)
+
+  @property
+  def failed_reward(self) -> float:
+    """Reward of a trajectory whose environment fails; NaN is none."""
+    return 0.0 if self.failed == "zero" else math.nan
 
 
 @frozen_options

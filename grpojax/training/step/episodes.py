@@ -1,7 +1,6 @@
 """Sampling with an environment of the host, by the settings of a run."""
 
 import functools
-import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -14,16 +13,17 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
-from grpojax.environments import conventions, episodes
+from grpojax.data import pipeline
+from grpojax.environments import episodes
 from grpojax.environments.episodes import Answer, Turn
 from grpojax.environments.pool import EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.runtime.text.turns import TurnEncoder, turn_encoder
+from grpojax.runtime.text.turns import Observation, TurnEncoder, turn_encoder
 from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.policy import Policy
-from grpojax.training.settings.inputs import EnvironmentSettings
 from grpojax.training.settings.run import TrainSettings
 
 Transcript = dict[str, Any]
@@ -58,15 +58,6 @@ def open_pool(settings: TrainSettings) -> EnvironmentPool:
   )
 
 
-def tools(settings: EnvironmentSettings) -> list[dict[str, Any]]:
-  """Returns the schemas of the tools, for the chat template."""
-  if not settings.on:
-    return []
-  return conventions.resolve(
-    settings.path, settings.tools, settings.options, settings.tool_format
-  ).tools
-
-
 def make_programs(
   settings: TrainSettings, policy: Policy, group_size: int, sampling: Sampling
 ) -> episodes.Programs:
@@ -91,6 +82,7 @@ def make_programs(
       lm,
       *args,
       tokens=episodes.TOKENS,
+      turn_tokens=settings.environment.max_turn_tokens,
       slots=slots,
       eos_ids=policy.eos_ids,
       sampling=sampling,
@@ -109,14 +101,11 @@ def make_programs(
 def encoder(settings: TrainSettings, policy: Policy) -> TurnEncoder:
   """Makes the encoder of observations; ValueError for a template that fails."""
   own, data = settings.environment, settings.data
-  options = dict(data.template_options)
-  if schemas := tools(own):
-    options["tools"] = schemas
   return turn_encoder(
     policy.tokenizer,
     policy.eos_ids,
     template=own.template,
-    template_options=options,
+    template_options=prompts_lib.template_options(settings, policy),
     special_tokens=data.special_tokens,
     max_observation=own.max_observation,
   )
@@ -131,8 +120,9 @@ def check(
   """Plays a short episode, and sets its observations.
 
   Raises:
-    ValueError: an environment that fails, differs from one time to the next or
-      observes before the first turn; a chat template that cannot take turns.
+    ValueError: an environment that fails, or differs from one time to the next;
+      a chat template that cannot take turns; what its reset observes cannot be
+      joined to the prompt.
   """
   encode, own = encoder(settings, policy), settings.environment
   if pool.tools:
@@ -140,6 +130,8 @@ def check(
   (first,) = pool.collect(pool.submit([("reset", example, settings.seed)]))
   if not isinstance(first, str) and (error := _reset_error(first)):
     raise ValueError(f"the environment's reset {error}")
+  if not isinstance(first, str):
+    join_prompt(prompt_row(settings, policy), example, first.observation)
   check_replay(pool, example, settings.seed)
   call = "step", getattr(first, "state", None), "1", example, settings.seed
   (step,) = pool.collect(pool.submit([call]))
@@ -156,14 +148,45 @@ def check(
 
 def _reset_error(step: Step) -> str:
   """Says what a reset must not return; "" where it is right."""
-  if step.observation:
-    return (
-      f"observes {str(step.observation)[:80]!r}, but a trajectory begins with "
-      "its prompt: put that into the data"
-    )
   if step.done or step.reward:
     return "is done or has a reward: that is for step to say"
   return ""
+
+
+def prompt_row(settings: TrainSettings, policy: Policy):
+  """Makes `(example) -> pipeline.row`, of the policy's format."""
+  return functools.partial(
+    pipeline.row,
+    encode=prompts_lib.encoder(settings, policy),
+    max_prompt_length=settings.data.max_prompt_length,
+    pad_id=policy.pad_id,
+  )
+
+
+def join_prompt(
+  row: Callable[[dict[str, Any]], tuple],
+  example: dict[str, Any],
+  observation: Observation,
+) -> tuple:
+  """Returns the `row` of a prompt that ends in what the reset observed.
+
+  A text goes behind the prompt's last text, after a blank line where neither
+  has blanks there; messages go behind the prompt's. ValueError where they make
+  no prompt, or one that is too long.
+  """
+  prompt = example["prompt"]
+  if observation and not isinstance(observation, str):
+    if isinstance(prompt, str):
+      prompt = [{"role": "user", "content": prompt}]
+    prompt = [*prompt, *observation]
+  elif observation:
+    *before, last = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    text = last["content"]
+    blank = not text or text[-1].isspace() or observation[0].isspace()
+    text += observation if blank else f"\n\n{observation}"
+    is_text = isinstance(prompt, str)
+    prompt = text if is_text else [*before, {**last, "content": text}]
+  return row({**example, "prompt": prompt})
 
 
 def make_player(
@@ -181,7 +204,8 @@ def make_player(
     as a generator that yields while the devices decode (`play_together`).
   """
   programs = make_programs(settings, policy, group_size, sampling)
-  encode = encoder(settings, policy)
+  encode, row = encoder(settings, policy), prompt_row(settings, policy)
+  episode_seeds = jax.jit(chunks.episode_seeds, static_argnames="shape")
 
   def player(
     params: Params,
@@ -191,7 +215,23 @@ def make_player(
     *first_prompt: Array,
     check_signals: Callable[[], None] = lambda: None,
   ) -> Generator[None, None, Sampled]:
-    table = _Episodes(policy, pool, encode, examples, group_size, check_signals)
+    shape = len(prompts.prompt_ids), group_size
+    seeds = mesh_lib.fetch(episode_seeds(key, *first_prompt, shape=shape))
+    table = _Episodes(
+      policy,
+      pool,
+      encode,
+      examples,
+      seeds,
+      settings.environment.failed_reward,
+      check_signals,
+    )
+    observed = table.reset()
+    if any(observed):
+      joined = table.join_prompts(row, observed)
+      if mesh is not None:
+        joined = mesh_lib.place(joined, mesh, "batch")
+      prompts = prompts.replace(**joined)
     rollout = yield from episodes.play(
       programs,
       params,
@@ -201,7 +241,6 @@ def make_player(
       *first_prompt,
       max_turns=settings.environment.max_turns,
       wait=functools.partial(policy_lib.wait, check_signals=check_signals),
-      reset=table.reset,
     )
     if mesh is not None:
       rollout = mesh_lib.map_rows(
@@ -229,32 +268,73 @@ class _Episodes:
     pool: EnvironmentPool,
     encode: TurnEncoder,
     examples: Sequence[dict[str, Any]],
-    group_size: int,
+    seeds: UInt[np.ndarray, "B G"],
+    failed_reward: float,
     check_signals: Callable[[], None],
   ):
     self.policy, self.pool, self.encode = policy, pool, encode
-    self.examples, self.group_size = examples, group_size
+    self.examples, self.seeds = examples, seeds
+    self.failed = Answer((), failed_reward, True)
     self.check_signals, self.seconds = check_signals, 0.0
     own = distributed.my_rows(len(examples))
     self.own = range(len(examples))[own]
     self.states: dict[tuple[int, int], Any] = {}
     self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
-    self.seeds: np.ndarray | None = None
     self.transcripts = [
-      [_empty_transcript() for _ in range(group_size)] for _ in self.own
+      [_empty_transcript() for _ in range(seeds.shape[1])] for _ in self.own
     ]
 
-  def reset(self, seeds: UInt[np.ndarray, "B G"]) -> None:
-    """Resets the environments, one a prompt; its samples begin alike."""
-    self.seeds = seeds
-    calls = [("reset", self.examples[i], int(seeds[i, 0])) for i in self.own]
+  def reset(self) -> list[Observation]:
+    """Resets the environments, one a prompt; its samples begin alike.
+
+    Returns what they observe, in all processes.
+    """
+    calls = [
+      ("reset", self.examples[i], int(self.seeds[i, 0])) for i in self.own
+    ]
+    observed = []
     for i, step in zip(self.own, self._ask(calls), strict=True):
       error = step if isinstance(step, str) else _reset_error(step)
-      for j in range(self.group_size):
-        if error:
-          self._transcript(i, j)["episode_error"] = f"reset: {error}"
-        else:
-          self.states[i, j] = step.state
+      observed.append("" if error else step.observation)
+      if error:
+        self._fail(i, error)
+        continue
+      for j in range(self.seeds.shape[1]):
+        self.states[i, j] = step.state
+    if distributed.several():
+      observed = [x for part in distributed.gather(observed) for x in part]
+    return observed
+
+  def join_prompts(
+    self, row: Callable[..., tuple], observed: Sequence[Observation]
+  ) -> dict[str, np.ndarray]:
+    """Returns ids and mask of the prompts with what was observed.
+
+    A group whose prompt becomes too long fails. Of the examples "prompt_text"
+    changes alone: evaluations ask the same ones again.
+    """
+    rows = []
+    for i, (example, seen) in enumerate(
+      zip(self.examples, observed, strict=True)
+    ):
+      try:
+        rows.append(join_prompt(row, example, seen))
+      except ValueError as error:
+        rows.append(row(example))
+        if i in self.own:
+          self._fail(i, str(error))
+      example["prompt_text"] = rows[-1][-1]["prompt_text"]
+    joined = prompts_lib.trim(pipeline.collate(rows)[0])
+    padding = ((0, len(self.seeds) - len(rows)), (0, 0))
+    return {
+      name: np.pad(getattr(joined, name), padding)
+      for name in ("prompt_ids", "prompt_mask")
+    }
+
+  def _fail(self, i: int, error: str) -> None:
+    for j in range(self.seeds.shape[1]):
+      self._transcript(i, j)["episode_error"] = f"reset: {error}"
+      self.states.pop((i, j), None)
 
   def answer(self, turns: list[Turn]) -> list[Answer]:
     """Steps the environments of turns that have ended."""
@@ -277,7 +357,7 @@ class _Episodes:
         for turn, text in alive
       ]
     )
-    answers = {(x.prompt, x.sample): Answer((), math.nan, True) for x in own}
+    answers = {(x.prompt, x.sample): self.failed for x in own}
     for (turn, text), step in zip(alive, steps, strict=True):
       answers[turn.prompt, turn.sample] = self._record(turn, text, step)
     if distributed.several():
@@ -308,7 +388,7 @@ class _Episodes:
     if isinstance(step, str):  # a failure, in words
       row["episode_error"] = f"turn {turn.turn}: {step}"
       row["turn_rewards"].append(None)
-      return Answer((), math.nan, True)
+      return self.failed
     self.states[place] = step.state
     row["turn_rewards"].append(step.reward or 0.0)
     for name, number in step.info.items():

@@ -11,6 +11,7 @@ processes know all of them, in the order of the batch.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class RewardPool(NamedTuple):
     judges: Name of the function that says what a right answer is, by data set
       of a mixture; the first one where an example's is not there.
     environment: Environment of the trajectories, or None.
+    failed_reward: Reward of a trajectory whose environment fails; NaN is none.
   """
 
   pool: Pool
@@ -67,6 +69,7 @@ class RewardPool(NamedTuple):
   model_weight: float = 1.0
   judges: Mapping[str, str] = {}
   environment: EnvironmentPool | None = None
+  failed_reward: float = math.nan
 
 
 def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
@@ -192,7 +195,14 @@ def open_reward_pool(
     )
     stack.enter_context(pool)
     judges = mixtures.judges(settings)
-    yield RewardPool(pool, model, reward.model_weight, judges, environment)
+    yield RewardPool(
+      pool,
+      model,
+      reward.model_weight,
+      judges,
+      environment,
+      settings.environment.failed_reward,
+    )
 
 
 class PendingRewards(NamedTuple):
@@ -262,8 +272,9 @@ def collect_rewards(
     pending = [part.pending for part in parts]
     rewards = reward_pool.pool.collect(pending, check_signals)
     if reward_pool.environment is not None:
+      transcripts = [x for part in parts for x in part.transcripts]
       rewards = fail_episodes(
-        rewards, [x for part in parts for x in part.transcripts], own_texts
+        rewards, transcripts, own_texts, reward_pool.failed_reward
       )
   rewards = _gather_rewards(rewards, sizes)
   if by_model is not None:
@@ -275,19 +286,22 @@ def fail_episodes(
   rewards: GroupRewards,
   transcripts: Sequence[Sequence[episodes.Transcript]],
   texts: Sequence[Sequence[str]],
+  reward: float,
 ) -> GroupRewards:
-  """Takes the reward of trajectories whose environment failed, with the reason.
+  """Gives trajectories whose environment failed a `reward`, with the reason.
 
   Whatever the functions made of them: how far they went is no merit.
   """
-  failed, total = rewards.failed.copy(), rewards.rewards.copy()
+  new = _map_arrays(np.copy, rewards)
   failures = [[[*own] for own in group] for group in rewards.failures]
-  for b, g in np.ndindex(failed.shape):
+  for b, g in np.ndindex(new.failed.shape):
     if reason := transcripts[b][g]["episode_error"]:
-      failed[b, g], total[b, g] = True, np.nan
+      new.failed[b, g], new.rewards[b, g] = math.isnan(reward), reward
+      for values in new.values.values():
+        values[b, g] = reward
       failure = Failure("environment", reason, "", texts[b][g])
       failures[b][g].append(failure)
-  return rewards._replace(rewards=total, failed=failed, failures=failures)
+  return new._replace(failures=failures)
 
 
 def compute_rewards(

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, PyTree
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.dynamic_sampling import pad_prompts
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.environments.episodes import play_together
@@ -55,7 +56,12 @@ def split_prompts(
 
 
 def join_rollouts(parts: list[Rollout]) -> Rollout:
-  """Joins the rollouts of a batch's parts, in their order."""
+  """Joins the rollouts of a batch's parts, in their order.
+
+  What environments' resets observed may have made prompts of two lengths.
+  """
+  longest = max(part.prompt_ids.shape[-1] for part in parts)
+  parts = [pad_prompts(part, longest) for part in parts]
   whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
   return mesh_lib.map_rows(mesh_lib.constrain, whole)
 
