@@ -4,6 +4,7 @@ The work is that of a side-by-side comparison with TRL and Tunix: the same
 decoder, prompts, completion lengths, reward and optimizer for all.
 """
 
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -75,10 +76,25 @@ _SMOLLM2 = {
   "logits_chunk": 1024,  # all of a micro-batch: logits are computed once
 }
 
+
+def _turns(turns: int, tokens: int, observed: int) -> dict[str, Any]:
+  """Settings of so many turns of so many tokens, with observations between."""
+  return {
+    "environment.path": f"{__name__}:ENVIRONMENT",
+    "environment.options": {"tokens": observed},
+    "environment.max_turns": turns,
+    "environment.max_turn_tokens": tokens,
+    "environment.max_observation": observed,
+    "environment.template": "{observation}",
+  }
+
+
 WORKLOADS = {
   "fixed": Workload(4, 8, 64, 128),
   "tail": Workload(4, 8, 64, 256, mean_length=64),
   "long_prompt": Workload(4, 16, 512, 64),
+  "turns": Workload(4, 8, 64, 112, settings=_turns(4, 16, 16)),
+  "turns_long": Workload(4, 8, 256, 512, settings=_turns(6, 32, 64)),
   "smollm2": Workload(8, 8, 64, 48, 0, SMOLLM2, _SMOLLM2),
   "smollm2_lora": Workload(
     8, 8, 64, 48, 0, SMOLLM2, _SMOLLM2 | {"lora.rank": 16}
@@ -131,6 +147,17 @@ def count_a(prompt: str, completion: str, example: dict[str, Any]) -> float:
 
 
 REWARD = f"{__name__}:{count_a.__name__}"
+
+
+def _observe(state: int | None, *, tokens: int) -> dict[str, Any]:
+  """Answers a turn with other `tokens` words than the turn before."""
+  state = state or 2
+  words = " ".join(word(state + i) for i in range(tokens))
+  return {"observation": words, "state": state + tokens}
+
+
+ENVIRONMENT = types.SimpleNamespace(step=_observe)
+"""The environment of workloads of several turns, which never ends them."""
 
 
 def config_of(name: str) -> ConfigDict:

@@ -58,6 +58,24 @@ def test_a_workload(config, capsys, monkeypatch):
   assert capsys.readouterr().out == ""  # the line is printed by the program
 
 
+@pytest.mark.slow
+def test_a_workload_of_turns(config, monkeypatch):
+  """Two turns of two tokens, and an observation of three."""
+  model = workloads.WORKLOADS["tail"].model
+  own = workloads.WORKLOADS["turns"].settings | {
+    "environment.options": {"tokens": 3},
+    "environment.max_turns": 2,
+    "environment.max_turn_tokens": 2,
+  }
+  sizes = workloads.Workload(B, G, P, 7, model=model, settings=own)
+  monkeypatch.setitem(workloads.WORKLOADS, "turns", sizes)
+  settings = from_config(workloads.config_of("turns"))
+  line = side_by_side.measure("turns", settings, 2, 1)
+  assert line["lengths_as_planned"] is True
+  assert line["tokens_per_step"]["median"] == B * G * 7
+  assert 0 < np.mean(line["rewards"]) <= 2  # words of the last turn alone
+
+
 def test_a_config(config, monkeypatch, tmp_path):
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)
   file = tmp_path / "model.json"
