@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from grpojax.core.mesh import constrain
+from grpojax.core.mesh import activation_spec, constrain, free_axes
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
@@ -106,10 +107,11 @@ def _map(
   )
 
 
+_AXES = None, "batch", "group", "kv_heads"
+
+
 def _constrain(block: Block) -> Block:
-  return jax.tree.map(
-    lambda x: constrain(x, None, "batch", "group", "kv_heads"), block
-  )
+  return jax.tree.map(lambda x: constrain(x, *_AXES), block)
 
 
 def grow(cache: Cache, slots: int) -> Cache:
@@ -178,14 +180,43 @@ def align(
   shifts, more = index - ends, slots - _size(block[0])
 
   def move(axis, x):
-    roll = lambda x, shift: jnp.roll(x, shift, axis - 2)
-    for _ in "BG":  # [layers, B, G, K, ...]: of each row all layers
-      roll = jax.vmap(roll, in_axes=(1, 0), out_axes=1)
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, more)
-    return jnp.pad(roll(x, shifts), widths)
+    return jnp.pad(_roll_rows(x, shifts, axis), widths)
 
   return Cache(index, (_constrain(_map(move, block)),))
+
+
+def _roll_rows(
+  x: Shaped[Array, "L B G ..."], shifts: Int[Array, "B G"], axis: int
+) -> Shaped[Array, "L B G ..."]:
+  """Rolls each row by its own shift, one row of each device at a time.
+
+  All at once XLA would gather them from copies in other layouts, of six times
+  the cache's bytes (v5e); in place one row is read and written.
+  """
+
+  def of_device(x, shifts):
+    b, g = shifts.shape
+
+    def body(i, x):
+      at = (0, i // g, i % g, *[0] * (x.ndim - 3))
+      row = jax.lax.dynamic_slice(x, at, (len(x), 1, 1, *x.shape[3:]))
+      row = jnp.roll(row, shifts[i // g, i % g], axis)
+      return jax.lax.dynamic_update_slice(x, row, at)
+
+    return jax.lax.fori_loop(0, b * g, body, x)
+
+  mesh = jax.sharding.get_abstract_mesh()
+  if not free_axes(mesh):
+    return of_device(x, shifts)
+  spec = activation_spec(mesh, x.shape, _AXES)
+  return jax.shard_map(
+    of_device,
+    in_specs=(spec, P(*spec[1:3])),
+    out_specs=spec,
+    axis_names=set(free_axes(mesh)),
+  )(x, shifts)
 
 
 def _size(slots: Slots) -> int:
