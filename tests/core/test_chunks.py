@@ -165,3 +165,15 @@ def test_a_model_whose_rows_cannot_wait_is_refused(tiny):
   lm = tiny.lm._replace(align_cache_rows=None)
   with pytest.raises(ValueError, match="no align_cache_rows"):
     programs(lm, 24, 8).begin(tiny.params, PROMPTS, KEY)
+
+
+def test_rows_are_aligned_in_place(tiny):
+  """A row at a time, not from a copy of the cache."""
+  cache = jax.eval_shape(lambda: tiny.lm.init_cache(4, 8, 64))
+  align = jax.jit(
+    lambda cache, ends: tiny.lm.align_cache_rows(cache, ends, 40, 64),
+    donate_argnums=0,
+  )
+  compiled = align.lower(cache, jnp.zeros((4, 8), jnp.int32)).compile()
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+  assert compiled.memory_analysis().temp_size_in_bytes < size / 8
