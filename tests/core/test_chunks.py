@@ -171,7 +171,9 @@ def test_rows_are_aligned_in_place(tiny):
   """A row at a time, not from a copy of the cache."""
   cache = jax.eval_shape(lambda: tiny.lm.init_cache(4, 8, 64))
   align = jax.jit(
-    lambda cache, ends: tiny.lm.align_cache_rows(cache, ends, 40, 64),
+    lambda cache, ends: tiny.lm.align_cache_rows(
+      cache, ends, jnp.int32(40), 64
+    ),
     donate_argnums=0,
   )
   compiled = align.lower(cache, jnp.zeros((4, 8), jnp.int32)).compile()
