@@ -65,11 +65,13 @@ def translate_file(
   notes = [*translation.notes]
   for name, text in source.unread.items():
     text += " is no plain value: the library's default is taken; set it"
+    if note := library.table.get(name, rules.Row()).note:
+      text += f" ({note})"
     notes.append(Note(name, text, missing=True))
-  if any(f"{path}:" in str(one.value) for one in translation.settings):
+  if own := [k for k, v in source.settings.items() if f"{path}:" in str(v)]:
     text = f"workers import {path}: what starts its training has to stand under"
     text += " `if __name__ == '__main__'`, or they in a file of their own"
-    notes.append(Note("reward_funcs", text))
+    notes.append(Note(", ".join(own), text))
   return translation._replace(notes=tuple(notes))
 
 

@@ -1,7 +1,7 @@
 """Files of TRL and verl as names and values: read, and never run.
 
 YAML and JSON are data. A Python script is a syntax tree: of its GRPOConfig,
-GRPOTrainer and LoraConfig count literals, and names that stand for one.
+GRPOTrainer and LoraConfig count literals, and names of literals or functions.
 """
 
 import ast
@@ -109,10 +109,13 @@ def _read_script(text: str, path: pathlib.Path) -> Source:
   calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
   if not any(_called(call) == "GRPOConfig" for call in calls):
     raise ValueError("it has no GRPOConfig(...)")
-  constants, functions = _constants(tree), _functions(tree, path)
+  constants = _constants(tree)
+  functions = _defined(tree, path, ast.FunctionDef)
+  classes = _defined(tree, path, ast.ClassDef)
   settings, unread = {}, {}
   for call in calls:
-    nodes = {x.arg or "**": x.value for x in call.keywords}
+    keywords = [x for x in call.keywords if ast.unparse(x.value) != "None"]
+    nodes = {x.arg or "**": x.value for x in keywords}
     match _called(call):
       case "load_dataset" if call.args:
         nodes = {"dataset_name": call.args[0]}
@@ -125,8 +128,11 @@ def _read_script(text: str, path: pathlib.Path) -> Source:
         continue
     for name, node in nodes.items():
       try:
-        if name == "reward_funcs":
-          settings[name] = _reward_functions(node, functions)
+        is_list = name == "tools" and isinstance(node, ast.List | ast.Tuple)
+        if name == "reward_funcs" or is_list:
+          settings[name] = _names(node, functions)
+        elif name == "environment_factory":
+          (settings[name],) = _names(node, classes)
         elif name not in _NO_SETTINGS:
           settings[name] = _literal(node, constants)
       except ValueError:
@@ -161,26 +167,26 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
   return constants
 
 
-def _functions(tree: ast.Module, path: pathlib.Path) -> dict[str, str]:
-  """Functions that a script knows, as package.module:name or FILE.py:name."""
-  functions = {}
+def _defined(
+  tree: ast.Module, path: pathlib.Path, kind: type[ast.stmt]
+) -> dict[str, str]:
+  """Functions or classes of a script, FILE.py:name, and all that it imports."""
+  known = {}
   for node in ast.walk(tree):
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
       for name in node.names:
-        functions[name.asname or name.name] = f"{node.module}:{name.name}"
-    elif isinstance(node, ast.FunctionDef):
-      functions[node.name] = f"{path}:{node.name}"
-  return functions
+        known[name.asname or name.name] = f"{node.module}:{name.name}"
+    elif isinstance(node, kind) and node in tree.body:
+      known[node.name] = f"{path}:{node.name}"
+  return known
 
 
-def _reward_functions(
-  node: ast.expr, functions: Mapping[str, str]
-) -> list[str]:
-  """Reward functions, by names or by texts; ValueError for anything else."""
+def _names(node: ast.expr, known: Mapping[str, str]) -> list[str]:
+  """Known ones by their names, or texts; ValueError for anything else."""
   nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
   return [
-    functions[one.id]
-    if isinstance(one, ast.Name) and one.id in functions
+    known[one.id]
+    if isinstance(one, ast.Name) and one.id in known
     else str(ast.literal_eval(one))
     for one in nodes
   ]

@@ -6,6 +6,7 @@ settings yields what is to be set and said. `trl` and `verl` are such tables;
 the functions that both have need of stand below.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -203,6 +204,16 @@ REMAT = {True: "full", False: "none"}
 SCHEDULE = {name: name for name in SCHEDULES}
 SCHEDULE |= {"constant_with_warmup": "constant"}
 SAMPLED = "the loss is of the distribution that was sampled from"
+TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
+TURNS = (
+  "environment.tool_format is how calls are written; all of a turn are run, and"
+  " answers cut to environment.max_observation tokens; environment.max_turns is"
+  " a limit also where theirs is none; rewards are given the last turn's text"
+)
+ENVIRONMENT = (
+  "what answers between turns is a module with step(state, action, example):"
+  " environment.path = 'file.py'"
+)
 OWN_ADVANTAGE = (
   "grpojax's own default is advantage = 'leave_one_out', the unbiased gradient"
 )
@@ -329,7 +340,13 @@ def data(theirs: Theirs, name: str) -> Items:
 
 
 def template_options(theirs: Theirs, name: str) -> Items:
-  """Keywords of the chat template: all names below this one."""
+  """Keywords of the chat template: all names below this one, or JSON."""
+  if isinstance(theirs[name], str):
+    try:
+      items = json.loads(theirs[name]).items()
+    except ValueError as error:
+      raise ValueError(f"{name} = {theirs[name]!r} is no JSON") from error
+    theirs = theirs._replace(values={f"{name}.{k}": v for k, v in items})
   yield from theirs.below(name, "data.template_options")
 
 

@@ -108,7 +108,7 @@ def _model(theirs: Theirs, name: str) -> Items:
 def _rewards(theirs: Theirs, name: str) -> Items:
   names, weights = theirs[name], theirs["reward_weights"]
   names = [names] if isinstance(names, str) else list(names or ())
-  if not names:
+  if not (names or theirs["environment_factory"]):
     yield Setting("reward.functions", ("math_answer",))
     text = "not in the file; name yours: reward.functions = ('file.py:f',)"
     yield Note(name, text, missing=True)
@@ -122,6 +122,8 @@ def _rewards(theirs: Theirs, name: str) -> Items:
       yield Note(name, f"{one!r}: a directory, by its path; one at the most")
     else:
       functions[_qualified(one)] = float(weight)
+  if theirs["environment_factory"]:
+    functions["environment"] = 1.0
   functions = functions or {"math_answer": 1.0}
   yield Setting("reward.functions", tuple(functions), name)
   yield theirs.setting(
@@ -135,6 +137,11 @@ def _qualified(name: str) -> str:
     return name
   module, _, function = name.rpartition(".")
   return f"{module or 'trl.rewards'}:{function}"
+
+
+def _turns(theirs: Theirs, name: str) -> int | None:
+  """Turns of the model: the first, and one after each iteration of tools."""
+  return None if theirs[name] is None else max(theirs[name], 0) + 1
 
 
 _LOSSES = {  # surrogate, weighting, ratio
@@ -284,6 +291,16 @@ TABLE = {
   "chat_template_kwargs": Row(None, rules.template_options),
   "reward_funcs": Row(None, _rewards),
   "reward_weights": Row(),
+  "tools": Row(None, "environment.tools", note=f"{rules.TOOLS}; {rules.TURNS}"),
+  "environment_factory": Row(
+    None,
+    "environment.path",
+    note="a class is environment.path = 'file.py:Name'; get_reward, if it has"
+    " one, is the reward `environment`, 0 where a trajectory was cut off; what"
+    f" reset returns has to stand in the prompts; {rules.TURNS}",
+  ),
+  "max_tool_calling_iterations": Row(None, "environment.max_turns", _turns),
+  "rollout_func": Row(note=rules.ENVIRONMENT),
   # Batches and length of the run.
   "seed": Row(42, "seed"),
   "num_generations": Row(8, "group_size"),

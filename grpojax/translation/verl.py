@@ -16,6 +16,7 @@ FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 REWARD = "reward.custom_reward_function"
 REWARD_MODEL = "reward.reward_model"
+TURNS = f"{ROLLOUT}.multi_turn"
 BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 _GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 OLDER = {
@@ -75,6 +76,17 @@ def _reward_model(theirs: Theirs, name: str) -> Items:
     path = f"{REWARD_MODEL}.model_path"
     yield theirs.setting("reward.model", str(theirs[path] or ""), path)
     yield Note(path, "a sequence classifier, added to what the functions say")
+
+
+_FORMATS = {"hermes": "hermes", "llama3_json": "llama3"}
+
+
+def _turns(theirs: Theirs, name: str) -> Items:
+  """Turns of the model; a user's are the answers between them."""
+  user = f"{TURNS}.max_user_turns"
+  limits = [theirs[name], theirs[user] and theirs[user] + 1]
+  if limits := [limit for limit in limits if limit]:
+    yield theirs.setting("environment.max_turns", min(limits), name, user)
 
 
 def _minibatch_count(theirs: Theirs) -> int:
@@ -307,6 +319,22 @@ TABLE = {
   f"{BUFFER}.penalty_factor": Row(1.0),
   f"{REWARD_MODEL}.enable": Row(False, _reward_model),
   f"{REWARD_MODEL}.model_path": Row(),
+  # Several turns.
+  f"{TURNS}.enable": Row(False, note=rules.TURNS),
+  f"{TURNS}.max_assistant_turns": Row(None, _turns),
+  f"{TURNS}.max_user_turns": Row(),
+  f"{TURNS}.tool_config_path": Row(note=rules.TOOLS),
+  f"{TURNS}.function_tool_path": Row(note=rules.TOOLS),
+  f"{TURNS}.interaction_config_path": Row(note=rules.ENVIRONMENT),
+  f"{ROLLOUT}.agent.agent_loop_config_path": Row(note=rules.ENVIRONMENT),
+  f"{TURNS}.format": Row("hermes", "environment.tool_format", _FORMATS),
+  f"{TURNS}.max_tool_response_length": Row(
+    256,
+    "environment.max_observation",
+    rules.only_if(f"{TURNS}.enable"),
+    "characters of one answer there, here tokens of all answers to a turn, and"
+    " their end is cut (tool_response_truncate_side)",
+  ),
   # Batches and length of the run.
   "data.seed": Row(None, "seed", _seed),
   "data.train_batch_size": Row(1024, "batch_size"),

@@ -241,6 +241,10 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
       "chat_template_kwargs: {enable_thinking: false}",
       {"data.template_options.enable_thinking": False},
     ),
+    ("chat_template_kwargs: '{\"a\": 1}'", {"data.template_options.a": 1}),
+    # Turns of _tool_call_loop: a first one, and one after each iteration.
+    ("max_tool_calling_iterations: 3", {"environment.max_turns": 4}),
+    ("max_tool_calling_iterations: 0", {"environment.max_turns": 1}),
     ("max_steps: 7\nsave_steps: 0.5", {"checkpoint.every": 4, "steps": 7}),
   ],
 )
@@ -289,6 +293,7 @@ def test_what_trl_does_otherwise_is_said(tmp_path):
 
 
 ACTOR = "actor_rollout_ref.actor"
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
 @pytest.mark.parametrize(
@@ -371,6 +376,18 @@ ACTOR = "actor_rollout_ref.actor"
       "data.train_batch_size: 384",  # 256 does not divide it
       {"batch_size": 384, "optim.minibatches": 2},
     ),
+    # A user's turns are answers, which the model's next turn follows.
+    (
+      f"{TURNS}.max_assistant_turns: 5\n{TURNS}.max_user_turns: 2",
+      {"environment.max_turns": 3},
+    ),
+    (f"{TURNS}.max_assistant_turns: 2", {"environment.max_turns": 2}),
+    (f"{TURNS}.max_user_turns: 0", {"environment.max_turns": 8}),
+    (
+      f"{TURNS}.enable: True\n{TURNS}.max_tool_response_length: 400"
+      f"\n{TURNS}.format: llama3_json",
+      {"environment.max_observation": 400, "environment.tool_format": "llama3"},
+    ),
     ("actor_rollout_ref.rollout.top_k: -1", {"sampling.top_k": 0}),
     ("actor_rollout_ref.model.lora_rank: 32", {"lora.alpha": 16.0}),
   ],
@@ -423,6 +440,7 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
       ".yaml",
       "completions is over 1048576: check the sizes",
     ),
+    ("beta: 0\nchat_template_kwargs: '{a'", ".yaml", "'{a' is no JSON"),
     ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
   ],
 )
@@ -468,6 +486,58 @@ def test_reward_functions_of_a_script_are_its_own(tmp_path):
   _, leaves, translation = become(script, tmp_path, ".py")
   assert leaves["reward.functions"] == (f"{tmp_path / 'theirs.py'}:mine",)
   assert any("__main__" in note.text for note in translation.notes)
+
+
+SCRIPT = """
+from games import Wordle
+from trl import GRPOConfig, GRPOTrainer
+def multiply(a: int, b: int): ...
+class Game: ...
+def main():
+  def inner(): ...
+  GRPOTrainer(model="m", args=GRPOConfig(), reward_funcs=None, %s)
+"""
+
+
+@pytest.mark.parametrize(
+  "given, path, tools, reward",
+  [
+    ("tools=[multiply]", "", ("theirs.py:multiply",), "math_answer"),
+    ("environment_factory=Wordle", "games:Wordle", (), "environment"),
+    (
+      "environment_factory=Game, tools=(multiply,)",
+      *("theirs.py:Game", ("theirs.py:multiply",), "environment"),
+    ),
+    ("tools=None", "", (), "math_answer"),
+  ],
+)
+def test_tools_of_scripts(given, path, tools, reward, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config, leaves, _ = become(SCRIPT % given, pathlib.Path(), ".py")
+  from_config(config)
+  assert leaves["environment.path"] == path
+  assert leaves["environment.tools"] == tools
+  assert leaves["reward.functions"] == (reward,)
+
+
+@pytest.mark.parametrize(
+  "keyword",
+  ["tools=[inner]", "tools=Wordle", "tools=[multiply, lambda a: a]"]
+  + ["tools=[Game]", "environment_factory=multiply", "rollout_func=multiply"]
+  + ["environment_factory=lambda: Game()", "environment_factory={'a': Game}"],
+)
+def test_expressions_of_a_script_become_notes(keyword, tmp_path):
+  _, leaves, translation = become(SCRIPT % keyword, tmp_path, ".py")
+  assert not (leaves["environment.path"] or leaves["environment.tools"])
+  missing = {x.theirs: x.text for x in translation.notes if x.missing}
+  assert "environment." in missing[keyword.partition("=")[0]]
+
+
+@pytest.mark.parametrize("path", ["tool_config", "interaction_config"])
+def test_tools_of_verl_become_notes(path, tmp_path):
+  name = f"{TURNS}.{path}_path"
+  notes = become(f"{name}: a.yaml\n", tmp_path)[2].notes
+  assert "environment." in {x.theirs: x.text for x in notes}[name]
 
 
 @pytest.mark.parametrize(
