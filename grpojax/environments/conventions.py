@@ -14,7 +14,8 @@ options; of TRL's the example's columns. A constructor gets options.
 
 gymnasium's `step(action)` gets the turn's text, and returns a tuple of 5 or 4,
 or an object with observation, reward and done. TRL's public methods are tools;
-a turn that calls none ends the episode, with the reward of `get_reward` or 0.
+a turn that calls none ends the episode, with the reward of `get_reward` or 0;
+so does a cut.
 """
 
 import inspect
@@ -41,12 +42,15 @@ class HostEnvironment(NamedTuple):
     step: `(state, action, example, seed) -> Step`, the answer to a turn's text.
     functions: tools that the model may call, by name.
     replays: True where states are those of `replay`.
+    end: `(state, example, seed) -> Step`, the reward of an episode that is cut
+      off; None where there is none but those of its turns.
   """
 
   reset: Callable[[dict[str, Any], int], Step]
   step: Callable[[Any, str, dict[str, Any], int], Step]
   functions: Functions = {}
   replays: bool = False
+  end: Callable[[Any, dict[str, Any], int], Step] | None = None
 
   @property
   def tools(self) -> list[dict[str, Any]]:
@@ -209,7 +213,8 @@ def _of_class(
     if "self" in inspect.signature(method).parameters:  # which is no argument
       described[name] = types.MethodType(method, object())
   player = replay.Replay(begin, act)
-  return HostEnvironment(player.reset, player.step, described, replays=True)
+  end = player.end if own and "get_reward" in methods else None
+  return HostEnvironment(player.reset, player.step, described, True, end)
 
 
 def _read(value: Any) -> Step:

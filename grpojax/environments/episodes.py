@@ -77,6 +77,7 @@ def play(
   *first_prompt: Array,
   max_turns: int,
   wait: Callable[[object], None] = lambda arrays: None,
+  end: Callable[[list[Turn]], list[float]] | None = None,
 ) -> Generator[None, None, Rollout]:
   """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
 
@@ -95,6 +96,8 @@ def play(
     *first_prompt: As of `rollout`.
     max_turns: K, turns of the longest trajectory.
     wait: Called with arrays that are needed next.
+    end: Function that gives rewards to trajectories that were cut off, for
+      their last turns; or None.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
   b, g, most = rows.turns.shape
@@ -119,6 +122,11 @@ def play(
     wait(small)
     ids, length, waiting, turn, done = mesh_lib.fetch(small)
     if (done | over).all():
+      places = np.argwhere(~finished & (length > 0)).tolist()
+      if end is not None and places:
+        cut = [Turn(i, j, int(turn[i, j]), ids[i, j, :0]) for i, j in places]
+        for one, reward in zip(cut, end(cut), strict=True):
+          rewards[one.prompt, one.sample, one.turn] += reward
       return programs.finish(rows, finished, rewards)
     places = np.argwhere(waiting).tolist()
     turns = [

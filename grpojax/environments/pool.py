@@ -18,7 +18,8 @@ from grpojax.runtime.processes import workers as workers_lib
 from grpojax.runtime.processes.workers import Job, Submission
 
 Call = Sequence[Any]
-"""("reset", example, seed) or ("step", state, action, example, seed)."""
+"""("reset", example, seed), ("step", state, action, example, seed) or, where
+the environment has one, ("end", state, example, seed)."""
 
 _LONGEST = 2**24  # bytes of an answer: an observation's, escaped, and a state's
 _TRIAL = ("1", "", "a longer made-up answer")
@@ -35,6 +36,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.
+    ends: True where an episode that is cut off has a reward by "end".
   """
 
   def __init__(
@@ -50,7 +52,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
     setup["options"] = dict(options or {})
     environment = conventions.resolve(**setup)
     self.tools, self._replays = environment.tools, environment.replays
-    self._timeout = timeout
+    self.ends, self._timeout = environment.end is not None, timeout
     super().__init__(worker, setup, workers, _LONGEST)
 
   def submit(self, calls: Sequence[Call]) -> Submission:
@@ -59,7 +61,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
     for call in calls:
       # As a worker gets it, also without workers; no call sees another's.
       content, plays = json.loads(workers_lib.to_line(list(call))), 1
-      if self._replays and content[0] == "step":
+      if self._replays and content[0] != "reset":
         plays += 1 + len(content[1]["actions"])  # any worker does it: `replay`
       jobs.append(Job(content, 1, self._timeout * plays))
     sent = Submission(jobs)

@@ -49,15 +49,27 @@ class Replay:
 
     The seed may differ from the reset's, which a group's members share.
     """
+    instance = self._take(state, example, seed)
+    actions = [*state["actions"], action]
+    state = state | {"actions": actions, "seed": seed}
+    return self._keep(instance, self.act(instance, action), example, state)
+
+  def end(self, state: Any, example: dict[str, Any], seed: int) -> Step:
+    """Ends an episode that is cut off, with its instance's `get_reward`."""
+    instance = self._take(state, example, seed)
+    try:
+      return to_step(Step(reward=instance.get_reward(), done=True))
+    finally:
+      _close(instance)
+
+  def _take(self, state, example, seed) -> Any:
     instance = None
     if seed == state["seed"]:
       # Taken out: two episodes that are alike so far have an instance each.
       instance = self.live.pop(_hash(example, state), None)
     if instance is None:
       instance = self._play_again(state, example, seed)
-    actions = [*state["actions"], action]
-    state = state | {"actions": actions, "seed": seed}
-    return self._keep(instance, self.act(instance, action), example, state)
+    return instance
 
   def _play_again(self, state, example, seed) -> Any:
     instance, reply = self.begin(example, seed)

@@ -1,10 +1,13 @@
 """Training with environments of the host, from start to end."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
 
 from grpojax import train
+from grpojax.environments import tools
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
@@ -275,3 +278,65 @@ def test_an_environment_that_changed_or_differs_is_refused(
     with pytest.raises(SystemExit, match=message):
       changes = {"environment.path": other}
       go(toy_task, toy_model, tmp_path, "other", **changes)
+
+
+LOOK = """
+class Look:
+  def reset(self, prompt, **columns):
+    self._calls = 0
+    return " 1"
+
+  def look(self) -> str:
+    '''Looks.'''
+    self._calls += 1
+    return "5"
+
+  def get_reward(self):
+    if FAILS:
+      raise RuntimeError("no reward")
+    return self._calls / 8
+"""
+ENDS = "\n\n", "<|endoftext|>"
+TEMPLATE = (
+  "{% if tools %}{% endif %}{% for m in messages %}{{ m['content'] }}"
+  "{{ eos_token if m['role'] == 'assistant' else '\\n' }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
+  toy_task, toy_model, tmp_path, monkeypatch, fails
+):
+  model = tmp_path / "model"
+  shutil.copytree(toy_model, model)
+  (model / "chat_template.jinja").write_text(TEMPLATE)
+  path = tmp_path / "look.py"
+  path.write_text(LOOK.replace("FAILS", str(fails)))
+  # The model calls wherever it does not answer 7.
+  calls = lambda text: [] if "7" in text else [tools.Call("look", {})]
+  monkeypatch.setitem(tools.TOOL_CALLS, "hermes", calls)
+  run = go(
+    toy_task,
+    model,
+    tmp_path,
+    steps=1,
+    **{"environment.path": f"{path}:Look", "data.template": "{prompt}"},
+    **{"data.max_prompt_length": 16, "environment.max_turns": 2},
+  )
+  rows = rows_of(run)
+  ends = {True: 0, False: 0}
+  for row in rows:
+    assert row["prompt"].endswith(" 1\n")
+    by = [(x["by"], x["text"]) for x in row["turns"]]
+    assert all(text.endswith("5\n") for who, text in by if who != "model")
+    texts = [text for who, text in by if who == "model"]
+    called = sum("7" not in x and x.endswith(ENDS) for x in texts)
+    ends["7" in texts[-1]] += 1
+    assert row["reward"] == (None if fails else called / 8)
+    if not fails:
+      last = [x["reward"] for x in row["turns"] if x["by"] == "model"][-1]
+      assert last == row["reward"]
+  assert min(ends.values()) > 0
+  if not fails:
+    metrics = records.read_jsonl(run / "metrics.jsonl")
+    assert any("reward_environment/tool_calls" in row for row in metrics)

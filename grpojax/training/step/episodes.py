@@ -240,6 +240,7 @@ def make_player(
       table.answer,
       *first_prompt,
       max_turns=settings.environment.max_turns,
+      end=table.end if pool.ends else None,
       wait=functools.partial(policy_lib.wait, check_signals=check_signals),
     )
     if mesh is not None:
@@ -254,6 +255,20 @@ def make_player(
 def _empty_transcript() -> Transcript:
   lists = {"messages": [], "turn_rewards": []}
   return lists | {"episode_error": None, "episode_info": {}}
+
+
+def _in_order(
+  turns: Sequence[Turn], answers: dict[tuple[int, int], Answer]
+) -> list[Answer]:
+  """Returns the answers to turns, of all processes; each has its own."""
+  if distributed.several():
+    rows = [[i, j, *reply] for (i, j), reply in answers.items()]
+    answers = {
+      (i, j): Answer(*reply)
+      for part in distributed.gather(rows)
+      for i, j, *reply in part
+    }
+  return [answers[x.prompt, x.sample] for x in turns]
 
 
 class _Episodes:
@@ -360,17 +375,35 @@ class _Episodes:
     answers = {(x.prompt, x.sample): self.failed for x in own}
     for (turn, text), step in zip(alive, steps, strict=True):
       answers[turn.prompt, turn.sample] = self._record(turn, text, step)
-    if distributed.several():
-      rows = [
-        [i, j, reply.ids, reply.reward, reply.done]
-        for (i, j), reply in answers.items()
+    return _in_order(turns, answers)
+
+  def end(self, cut: list[Turn]) -> list[float]:
+    """Returns the rewards of episodes that are cut off; failed ones have 0."""
+    alive = [turn for turn in cut if (turn.prompt, turn.sample) in self.states]
+    steps = self._ask(
+      [
+        (
+          "end",
+          self.states[turn.prompt, turn.sample],
+          self.examples[turn.prompt],
+          int(self.seeds[turn.prompt, turn.sample]),
+        )
+        for turn in alive
       ]
-      answers = {
-        (i, j): Answer(ids, reward, done)
-        for part in distributed.gather(rows)
-        for i, j, ids, reward, done in part
-      }
-    return [answers[x.prompt, x.sample] for x in turns]
+    )
+    own = [turn for turn in cut if turn.prompt in self.own]
+    answers = {(x.prompt, x.sample): Answer() for x in own}
+    for turn, step in zip(alive, steps, strict=True):
+      row, reply = self._transcript(turn.prompt, turn.sample), self.failed
+      if isinstance(step, str):
+        row["episode_error"] = f"turn {turn.turn}: {step}"
+      else:
+        reply = Answer((), float(step.reward or 0.0))
+        rewards = row["turn_rewards"]
+        rewards += [0.0] * (turn.turn + 1 - len(rewards))
+        rewards[turn.turn] += reply.reward
+      answers[turn.prompt, turn.sample] = reply
+    return [reply.reward for reply in _in_order(cut, answers)]
 
   def _record(self, turn: Turn, text: str, step: Any) -> Answer:
     """Writes a step into the transcript, and returns what the row reads."""
