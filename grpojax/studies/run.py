@@ -27,7 +27,7 @@ from grpojax.runtime.cli.settings import Section, section, setting, to_config
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
 from grpojax.runtime.terminal import pictures
-from grpojax.training.run import fit, run_directory
+from grpojax.training.run import fit, open_run, run_directory
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
@@ -139,7 +139,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
   with command_line.usage_errors():
     for run in runs:  # all of them before any trains
       path = training_run(directory, run.name)
-      run_directory.check(path, run)
+      run_directory.check(path, open_run.as_begun(run, path))
       if not run_directory.is_finished(path):
         unfinished.append(run)
     (directory / "logs").mkdir(exist_ok=True)

@@ -44,6 +44,20 @@ from grpojax.training.step import reference
 # With which settings.
 
 
+def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
+  """Returns settings with what the run there found out when it began."""
+  saved = run_directory.saved(directory)
+  if not saved:
+    return settings
+  values = config_lib.flatten(saved.config)
+  date = values.get(f"data.template_options.{run_directory.DATE}")
+  length = values.get("data.max_prompt_length")
+  if not isinstance(length, int) or not run_directory.has_begun(directory):
+    length = 0
+  settled = run_directory.with_found(settings, date, length)
+  return hub_pins.with_commits(settled, saved.config.get("commits") or ())
+
+
 def settle(
   settings: TrainSettings, directory: pathlib.Path
 ) -> TrainSettings | None:
@@ -66,21 +80,13 @@ def settle(
     distributed.check_same(**files)
 
   def pins():
-    saved, settled = run_directory.saved(directory), settings
-    date, length = None, 0
-    if saved:
-      values = config_lib.flatten(saved.config)
-      date = values.get(f"data.template_options.{run_directory.DATE}")
-      saved_length = values.get("data.max_prompt_length")
-      if isinstance(saved_length, int) and run_directory.has_begun(directory):
-        length = saved_length
-      commits = saved.config.get("commits") or ()
-      settled = run_directory.with_found(settings, date, length)
-      settled = hub_pins.with_commits(settled, commits)
+    settled = as_begun(settings, directory)
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None
     disk.check_writable(directory, "--run_dir")
+    date = settled.data.template_options.get(run_directory.DATE)
+    length = settled.data.max_prompt_length
     return date, length, hub_pins.pin(settled).commits
 
   pinned = distributed.on_main(pins)
