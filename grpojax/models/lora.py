@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Key
 
 from grpojax.core.types import LM, Params
@@ -26,15 +26,6 @@ from grpojax.models.huggingface import weights, weights_out
 # Matrices that the decoder can add an adapter to.
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Of PEFT's settings, those that would change what the adapters compute.
-_REFUSED = (
-  "use_dora",
-  "rank_pattern",
-  "alpha_pattern",
-  "modules_to_save",
-  "fan_in_fan_out",
-  "lora_bias",
-)
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
@@ -198,22 +189,6 @@ def merge_lazily(
   return {**base, "layers": layers}
 
 
-def _layout(
-  hf_config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
-) -> dict[str, weights.Leaf]:
-  """Returns PEFT's layout of adapters: A is [r, in], B is [out, r]."""
-  base, leaves = hf.layout(hf_config), {}
-  for path, shape in shapes.items():
-    target, side = path.rsplit("/", 1)
-    names = tuple(
-      f"base_model.model.{name.removesuffix('.weight')}"
-      f".lora_{side.upper()}.weight"
-      for name in base[target].names
-    )
-    leaves[path] = weights.Leaf(names, tuple(shape), 1, True)
-  return leaves
-
-
 def save_peft(
   path: str | pathlib.Path,
   adapters: Params,
@@ -223,7 +198,7 @@ def save_peft(
   base: str = "",
   revision: str | None = None,
 ) -> None:
-  """Writes adapters as the peft library does.
+  """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
   Args:
     path: the directory to make; nothing stands there until all is written.
@@ -240,9 +215,16 @@ def save_peft(
   if not adapters:
     raise ValueError("there are no adapters to save")
   flat = flatten_dict(adapters, sep="/")
-  shapes = {path: array.shape for path, array in sorted(flat.items())}
-  layout = _layout(hf.read_config(source), shapes)
-  modules = {leaf.names[0].split(".")[-3] for leaf in layout.values()}
+  base_layout, layout, modules = hf.layout(hf.read_config(source)), {}, set()
+  for leaf_path, array in sorted(flat.items()):
+    target, side = leaf_path.rsplit("/", 1)
+    matrices = [x.removesuffix(".weight") for x in base_layout[target].names]
+    names = tuple(
+      f"base_model.model.{matrix}.lora_{side.upper()}.weight"
+      for matrix in matrices
+    )
+    layout[leaf_path] = weights.Leaf(names, array.shape, 1, True)
+    modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -259,43 +241,3 @@ def save_peft(
   with weights_out.new_directory(path) as partial:
     (partial / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
     weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)
-
-
-def load_peft(
-  path: str | pathlib.Path, source: str | pathlib.Path
-) -> tuple[Params, float]:
-  """Reads adapters that the peft library, or `save_peft`, wrote.
-
-  `source` is the directory or the embedded name of the base model.
-
-  Returns:
-    Float32 adapters, and the factor of A B.
-
-  Raises:
-    ValueError: settings that are not supported, damaged files, or tensors
-      that do not fit the base.
-  """
-  path = pathlib.Path(path)
-  peft_config = weights.read_json(path / CONFIG)
-  refused = [name for name in _REFUSED if peft_config.get(name)]
-  refused += ["peft_type"] if peft_config.get("peft_type") != "LORA" else []
-  refused += ["bias"] if peft_config.get("bias", "none") != "none" else []
-  if refused:
-    text = ", ".join(f"{name}={peft_config.get(name)!r}" for name in refused)
-    raise ValueError(f"{path / CONFIG}: {text} is not supported")
-  tensors, rank = weights.header(path / WEIGHTS), peft_config["r"]
-  hf_config, layout = hf.read_config(source), {}
-  any_projection = f"layers/({'|'.join(PROJECTIONS)})"
-  adaptable = targets_of(hf.abstract_params(hf_config), any_projection)
-  for target, (count, fan_in, fan_out) in adaptable.items():
-    a, b = (count, fan_in, rank), (count, rank, fan_out)
-    both = _layout(hf_config, {f"{target}/a": a, f"{target}/b": b})
-    if any(name in tensors for leaf in both.values() for name in leaf.names):
-      layout |= both
-  weights.check(path, layout, tensors)
-  flat = {
-    name: weights.read(leaf, tensors, jnp.float32)
-    for name, leaf in layout.items()
-  }
-  root = rank**0.5 if peft_config.get("use_rslora") else rank
-  return unflatten_dict(flat, sep="/"), peft_config["lora_alpha"] / root
