@@ -120,12 +120,7 @@ def checked(
 ) -> Environment:
   """Returns an environment whose answers are valid ones, or without a reward.
 
-  Args:
-    environment: Environment of the user's.
-    targets: `Prompts.targets`.
-    prompts: B.
-    length: T.
-    vocab: V, number of token ids.
+  `targets` are those of `Prompts`; B = `prompts`, T = `length`.
 
   Raises:
     ValueError: sizes that are not whole and positive, targets that are not one

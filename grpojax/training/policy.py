@@ -89,10 +89,8 @@ def open_policy(
 ) -> Policy:
   """Reads all of a model but its weights.
 
-  Args:
-    path: Path or name as `find_model` takes it.
-    dtype: Format of computation.
-    remat: Name of what the backward pass computes again.
+  `path` is as `find_model` takes it; `dtype` is the format of computation, and
+  `remat` names what the backward pass computes again.
 
   Raises:
     ValueError: The directory, its configuration or its tokenizer do not fit.
@@ -137,11 +135,9 @@ def with_weights(
   return policy._replace(params=params)
 
 
-def load_policy(
-  path: str, dtype: str = "float32", remat: str = "none"
-) -> Policy:
+def load_policy(path: str, dtype: str = "float32") -> Policy:
   """Reads a whole model, as `open_policy`, with parameters in float32."""
-  return with_weights(open_policy(path, dtype, remat))
+  return with_weights(open_policy(path, dtype))
 
 
 def with_adapters(

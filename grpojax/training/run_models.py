@@ -105,12 +105,8 @@ def load_params(
   A run that trains meanwhile deletes an old checkpoint when it has a newer one:
   then that is read.
 
-  Args:
-    run: Run directory.
-    settings: Settings of the run.
-    step: Step of the checkpoint; None is the newest.
-    device: Device that holds the parameters; None is the first.
-    best: True reads the step of `best_step`.
+  That is the newest, that of `step` or, where `best`, of `best_step`. The
+  first device holds the parameters unless there is another one.
 
   Returns:
     The checkpoint's step, and what was trained: the model, or LoRA's adapters.

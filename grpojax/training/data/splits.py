@@ -114,12 +114,8 @@ def load_split(
 ) -> Split:
   """Returns the examples of a split, all of which have been read and do fit.
 
-  Args:
-    settings: the run's.
-    policy: its tokenizer measures the prompts.
-    split: "train" or "test".
-    cache: a file of `save_lengths`, which may be missing.
-    check_signals: called between examples; may raise.
+  The policy's tokenizer measures them, unless `cache`, a file of
+  `save_lengths`, has their lengths. `check_signals` is called between examples.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   examples = load_examples(settings, split)
