@@ -47,17 +47,12 @@ Item = tuple[str, str, dict[str, Any]]
 
 
 class _Function(NamedTuple):
-  """A user's function.
+  """A user's function."""
 
-  Attributes:
-    function: the user's, with its options bound.
-    takes: names of its parameters that are not bound; None is any.
-    needs: those of them without a default.
-  """
-
-  function: Callable[..., Any]
+  function: Callable[..., Any]  # the user's, with its options bound
+  # Names of its parameters that are not bound; None is any.
   takes: Collection[str] | None
-  needs: Sequence[str]
+  needs: Sequence[str]  # those of them without a default
 
   def call(self, arguments: dict[str, Any]) -> Any:
     """Calls it with those of the arguments that it has parameters for."""

@@ -39,25 +39,17 @@ _REPORT_EVERY = 10.0  # seconds between two lines about a long pass
 
 
 class Split(NamedTuple):
-  """The examples of one split whose prompts fit.
+  """The examples of one split whose prompts fit."""
 
-  Attributes:
-    examples: random access to them.
-    dropped: Number of those that do not fit; 0 where they are refused.
-    fingerprint: SHA-256 of all examples' JSON, in their order.
-    lengths: [n], tokens of each prompt, or of an endless data set's first ones.
-    prompts: [n], a hash of each prompt's text; none of an endless data set.
-    key: Fingerprint of all that the lengths depend on.
-    parts: Splits of a mixture's data sets, by name.
-  """
-
-  examples: Any
-  dropped: int = 0
-  fingerprint: str = ""
+  examples: Any  # random access to them
+  dropped: int = 0  # number of those that do not fit; 0 where they are refused
+  fingerprint: str = ""  # SHA-256 of all examples' JSON, in their order
+  # [n], tokens of each prompt, or of an endless data set's first ones
   lengths: Int[np.ndarray, "n"] | None = None
+  # [n], a hash of each prompt's text; none of an endless data set
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""
-  parts: Mapping[str, Any] = {}
+  key: str = ""  # fingerprint of all that the lengths depend on
+  parts: Mapping[str, Any] = {}  # splits of a mixture's data sets, by name
 
 
 def with_prompt_length(

@@ -52,15 +52,11 @@ Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
 
 
 class HeldOut(NamedTuple):
-  """Held-out problems that one model is asked.
+  """Held-out problems that one model is asked."""
 
-  Attributes:
-    batches: prompts with their examples, in the order of the data set.
-    too_long: number of problems whose prompt is too long for this model.
-  """
-
+  # Prompts with their examples, in the order of the data set.
   batches: list[tuple[Prompts, list[dict[str, Any]]]]
-  too_long: int
+  too_long: int  # number of problems whose prompt is too long for this model
 
   @property
   def count(self) -> int:
@@ -69,21 +65,14 @@ class HeldOut(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-  """Completions of held-out prompts.
+  """Completions of held-out prompts."""
 
-  Attributes:
-    rewards: rewards [prompts, samples]; nan, where there is none, is not right.
-    texts: the completions, [prompts][samples].
-    examples: the problems, with their "prompt_text".
-    lengths: tokens of the completions [prompts, samples].
-    failures: rewards that could not be computed.
-  """
-
+  # Rewards [prompts, samples]; nan, where there is none, is not right.
   rewards: np.ndarray
-  texts: list[list[str]]
-  examples: list[dict[str, Any]]
-  lengths: np.ndarray
-  failures: list[Failure] = []
+  texts: list[list[str]]  # the completions, [prompts][samples]
+  examples: list[dict[str, Any]]  # the problems, with their "prompt_text"
+  lengths: np.ndarray  # tokens of the completions [prompts, samples]
+  failures: list[Failure] = []  # rewards that could not be computed
 
 
 def _key(example: Mapping[str, Any], *names: str) -> str:

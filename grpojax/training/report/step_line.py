@@ -23,19 +23,13 @@ SHOWN = (
 
 
 class Eta(NamedTuple):
-  """Times that were measured since the program was started.
+  """Times that were measured since the program was started."""
 
-  Attributes:
-    steps: Number of timed steps; the first is slow, and does not count.
-    seconds: Seconds that they took, but for compilations.
-    pauses: Number of timed pauses between steps.
-    paused: Seconds of these, for evaluations, saving and all else.
-  """
-
+  # Number of timed steps; the first is slow, and does not count.
   steps: int = -1
-  seconds: float = 0.0
-  pauses: int = 0
-  paused: float = 0.0
+  seconds: float = 0.0  # seconds that they took, but for compilations
+  pauses: int = 0  # number of timed pauses between steps
+  paused: float = 0.0  # seconds of these, for evaluations, saving and all else
 
 
 def after_step(eta: Eta, seconds: float) -> Eta:

@@ -24,17 +24,11 @@ from grpojax.training.step.reference import follows_policy
 
 
 class Part(NamedTuple):
-  """Arrays of one kind.
+  """Arrays of one kind."""
 
-  Attributes:
-    text: Words for them.
-    bytes: Bytes on each device.
-    settings: Settings or flags that decide how large they are.
-  """
-
-  text: str
-  bytes: int
-  settings: tuple[str, ...]
+  text: str  # words for them
+  bytes: int  # bytes on each device
+  settings: tuple[str, ...]  # settings or flags that decide how large they are
 
 
 Phases = dict[str, list[Part]]
