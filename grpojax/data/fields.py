@@ -170,17 +170,14 @@ def chosen(
         one = read(row)
       except ValueError as error:
         raise ValueError(f"{label}: {error}") from error
-      if not share or _held_out(one["prompt"], share) == (split == "test"):
+      # Drawn by a prompt's text alone; alike texts are drawn independently.
+      text = prompt_key(one["prompt"]).encode()
+      drawn = hashlib.blake2b(text, digest_size=8).digest()
+      held_out = int.from_bytes(drawn, "big") < share * 2**64
+      if not share or held_out == (split == "test"):
         yield key, one
 
   return itertools.islice(of_split(), most)
-
-
-def _held_out(prompt: Any, share: int | float) -> bool:
-  """Draws a prompt by its text alone; alike texts are drawn independently."""
-  text = prompt_key(prompt).encode()
-  drawn = hashlib.blake2b(text, digest_size=8).digest()
-  return int.from_bytes(drawn, "big") < share * 2**64
 
 
 def check_share(share: int | float) -> None:
