@@ -48,11 +48,9 @@ def load(
 ) -> tuple[Policy, Params]:
   """Loads a policy and its parameters.
 
-  Args:
-    model: Name or path as `policy.find_model` takes it, or a run with
-      checkpoints, of which the newest is read.
-    dtype: Format of computation; a run has its own.
-    best: True reads the run's state of the highest held-out accuracy.
+  The model is one that `policy.find_model` takes, or a run with checkpoints, of
+  which the newest is read or, where `best`, that of the highest held-out
+  accuracy. `dtype` is the format of computation; a run has its own.
 
   Raises:
     ValueError: There is no such model, or it is damaged.

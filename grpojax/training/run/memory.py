@@ -144,11 +144,9 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Refuses phases that cannot fit.
+  """Refuses phases that cannot fit into so many bytes of a device.
 
-  Args:
-    phases: Parts by phase.
-    limit: Bytes of a device; None is what this one has, as far as it is known.
+  No limit is what this one has, as far as it is known.
 
   Raises:
     ValueError: A phase needs more; the message has its parts and a remedy.
