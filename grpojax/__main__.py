@@ -53,9 +53,8 @@ def usage() -> str:
 
 def settings_page() -> str:
   """docs/settings.md."""
-  from grpojax.runtime.cli import (
-    settings_page,  # takes JAX, which a list does not
-  )
+  # Takes JAX, which a list does not.
+  from grpojax.runtime.cli import settings_page
 
   modules = {
     name: importlib.import_module(f"grpojax.{name}") for name in programs()

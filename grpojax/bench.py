@@ -50,24 +50,18 @@ FLAGS = {
 }
 
 
-def _check_workload(name: str, argv: list[str]) -> None:
-  """Refuses a command line with neither workload nor config, or with both."""
-  names = ", ".join(workloads.NAMES)
+def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
+  """The config and the flags; a workload has defaults of its own."""
+  config, flags = command_line.parse(
+    argv, FLAGS, SETTINGS, PROGRAM, about=__doc__
+  )
+  name, names = flags.workload, ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
   if name and any(re.match("--?config(=|$)", word) for word in argv):
     raise ValueError(
       f"--workload={name} has a config of its own: give it or --config"
     )
-
-
-def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
-  """The config and the flags; a workload has defaults of its own."""
-  config, flags = command_line.parse(
-    argv, FLAGS, SETTINGS, PROGRAM, about=__doc__
-  )
-  name = flags.workload
-  _check_workload(name, argv)
   if name:
     steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
     config, flags = command_line.parse(

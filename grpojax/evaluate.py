@@ -158,18 +158,6 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
   return settings, flags, ks
 
 
-def _note_left_out(
-  names: list[str], problems: list[evaluation.HeldOut]
-) -> None:
-  """Prints how many problems are left out, and because of which model."""
-  for name, one in zip(names, problems, strict=True):
-    if one.too_long:
-      print(f"{name}: {one.too_long} held-out prompts are too long")
-  if len(names) > 1 and any(one.too_long for one in problems):
-    count = problems[0].count
-    print(f"compared on the {count} held-out prompts that fit both")
-
-
 def _load(
   settings: TrainSettings, flags: ConfigDict
 ) -> tuple[_Models, list[evaluation.HeldOut]]:
@@ -185,8 +173,12 @@ def _load(
   problems = evaluation.held_out_problems(
     settings, names, [policy for policy, _ in models]
   )
-  _note_left_out(names, problems)
   count = problems[0].count
+  for name, one in zip(names, problems, strict=True):
+    if one.too_long:
+      print(f"{name}: {one.too_long} held-out prompts are too long")
+  if len(names) > 1 and any(one.too_long for one in problems):
+    print(f"compared on the {count} held-out prompts that fit both")
   if flags.samples and count < 2:
     raise ValueError(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "

@@ -43,10 +43,8 @@ def translate_file(
 ) -> rules.Translation:
   """Translates a file of the library that knows most of its names.
 
-  Args:
-    path: File, see `reading.read`.
-    processes: Number of processes that TRL was started with.
-    examples: Number of training examples, where epochs are to be counted.
+  TRL was started with so many `processes`; epochs are counted by the number of
+  training examples, if it is known.
 
   Raises:
     ValueError: it cannot be read or translated; one line.

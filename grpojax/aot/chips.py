@@ -10,24 +10,17 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-  """Peak rates.
+  """Peak rates."""
 
-  Attributes:
-    flops: Rate of bf16 matrix products, FLOP/s.
-    hbm_bytes: Size of main memory, bytes; the runtime takes some for itself.
-    hbm_bandwidth: Rate of main memory, bytes/s.
-    link_bandwidth: Rate at which a chip sends to its neighbour on a ring of
-      chips, one way over one link, bytes/s.
-    source: Source of the figures.
-    devices: Number of XLA devices a chip.
-  """
-
-  flops: float
+  flops: float  # of bf16 matrix products, FLOP/s
+  # Size of main memory, bytes; the runtime takes some for itself.
   hbm_bytes: int
-  hbm_bandwidth: float
+  hbm_bandwidth: float  # of main memory, bytes/s
+  # Rate at which a chip sends to its neighbour on a ring of chips, one way over
+  # one link, bytes/s.
   link_bandwidth: float
-  source: str
-  devices: int = 1
+  source: str  # of the figures
+  devices: int = 1  # number of XLA devices a chip
 
 
 _GIB = 2**30

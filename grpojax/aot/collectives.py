@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from grpojax.aot.hlo import (
   Computation,
-  Instruction,
   Module,
   attribute,
   group_size,
@@ -63,13 +62,6 @@ KINDS = (
 )
 
 
-def _permuted(instruction: Instruction) -> int:
-  """Number of devices that a permutation joins; 1 if nothing is moved."""
-  pairs = attribute(instruction, "source_target_pairs") or ""
-  moved = [p for p in re.findall(r"\{(\d+),(\d+)\}", pairs) if p[0] != p[1]]
-  return max(1, len({device for pair in moved for device in pair}))
-
-
 def _is_sliced(inside: Computation, name: str) -> bool:
   """True where nothing but slices of a value is used."""
   users = [i for i in inside.instructions.values() if name in i.operands]
@@ -88,12 +80,8 @@ def find(
 
   XLA:TPU splits one that runs beside a product into several fusions: a start,
   the product's own, and a done. All name the same collective, by a chain_id;
-  the first pays.
-
-  Args:
-    module: Program.
-    inside: Computation of the instruction, from `memory.contents`.
-    seen: Chains that were met before in the same computation; added to.
+  the first pays. `inside` is the instruction by `memory.contents`; chains that
+  were met before in its computation are in `seen`, which is added to.
 
   Returns:
     The collectives with trips 1, outside of the token loop; and the names of
@@ -113,10 +101,12 @@ def find(
       seen.add(key)
     if kind == "all-reduce" and _is_sliced(inside, i.name):
       kind = "reduce-scatter"
-    if kind == "collective-permute":
-      size = _permuted(i)
-    else:
-      size = group_size(i, module.devices)
+    size = group_size(i, module.devices)
+    if kind == "collective-permute":  # devices between which anything is moved
+      pairs = attribute(i, "source_target_pairs") or ""
+      pairs = re.findall(r"\{(\d+),(\d+)\}", pairs)
+      moved = {device for a, b in pairs if a != b for device in (a, b)}
+      size = max(1, len(moved))
     operand = sum(
       s.bytes for n in i.operands for s in inside.instructions[n].shapes
     )

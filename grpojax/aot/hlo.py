@@ -33,30 +33,20 @@ class Shape(NamedTuple):
 
 
 class Instruction(NamedTuple):
-  """Line of a computation: NAME = SHAPES OPCODE(LITERAL), ATTRIBUTES.
+  """Line of a computation: NAME = SHAPES OPCODE(LITERAL), ATTRIBUTES."""
 
-  Attributes:
-    name: Name without the percent sign.
-    opcode: Opcode: "fusion", "convolution", "all-gather-start", ...
-    shapes: Arrays of its result, in order.
-    operands: Names of instructions of the same computation; a constant or a
-      parameter has none, but a `literal`.
-    literal: Text in the parentheses.
-    attributes: Text behind the parentheses.
-    called: Computations that it runs or applies, ("body", "region_1") for one.
-    op_name: Place in the traced program that it comes from, "" if unknown.
-    is_root: True where its value is the computation's result.
-  """
-
-  name: str
-  opcode: str
-  shapes: tuple[Shape, ...]
+  name: str  # without the percent sign
+  opcode: str  # "fusion", "convolution", "all-gather-start", ...
+  shapes: tuple[Shape, ...]  # arrays of its result, in order
+  # Names of instructions of the same computation; a constant or a parameter has
+  # none, but a `literal`.
   operands: tuple[str, ...]
-  literal: str
-  attributes: str
+  literal: str  # text in the parentheses
+  attributes: str  # text behind the parentheses
+  # Computations that it runs or applies, ("body", "region_1") for one.
   called: tuple[tuple[str, str], ...]
-  op_name: str
-  is_root: bool
+  op_name: str  # place in the traced program that it comes from, "" if unknown
+  is_root: bool  # True where its value is the computation's result
 
 
 class Computation(NamedTuple):

@@ -137,24 +137,6 @@ def _compile(lowered: jax.stages.Lowered, chip: Chip, trips: int) -> Part:
   return dataclasses.replace(part, compile_seconds=seconds)
 
 
-def _read(file: pathlib.Path) -> Part | None:
-  """Reads a result; None if there is none, or it is damaged."""
-  try:
-    values = json.loads(file.read_text())
-    complete = len(values) == len(dataclasses.fields(Part))
-    return Part(**values) if complete else None
-  except (OSError, ValueError, TypeError):
-    return None
-
-
-def _write(file: pathlib.Path, part: Part) -> None:
-  """Writes a result, whole or not at all."""
-  with contextlib.suppress(OSError):  # it only saves time
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with records.replacing(file) as partial:
-      partial.write_text(json.dumps(dataclasses.asdict(part)))
-
-
 def measure(
   lowered: jax.stages.Lowered, machine: Machine, trips: int
 ) -> tuple[Part, bool]:
@@ -168,9 +150,13 @@ def measure(
   key = f"{VERSION}|{_versions()}|{flags}|{machine.name}|{trips}|{chip}|{text}"
   name = hashlib.sha256(key.encode()).hexdigest()
   file = cache_directory() / f"{name}.json"
-  part = _read(file)
-  if part is not None:
-    return part, True
+  # There may be none, or a damaged one.
+  with contextlib.suppress(OSError, ValueError, TypeError):
+    values = json.loads(file.read_text())
+    if len(values) == len(dataclasses.fields(Part)):
+      return Part(**values), True
   part = _compile(lowered, chip, trips)
-  _write(file, part)
+  with contextlib.suppress(OSError):  # it only saves time
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records.write_text(file, json.dumps(dataclasses.asdict(part)))
   return part, False

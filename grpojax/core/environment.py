@@ -61,27 +61,16 @@ class Environment(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """Turns of trajectories, as far as they are drawn.
+  """Turns of trajectories, as far as they are drawn."""
 
-  Attributes:
-    state: State of each trajectory's environment, arrays [B, G, ...].
-    observation: Answer to the last turn.
-    length: Its number of tokens.
-    read: Number of them that the row has already.
-    begin: Place in the row of the turn's first token.
-    turn: Number of the turn.
-    turns: `Rollout.turns`.
-    rewards: `Rollout.turn_rewards`.
-  """
-
-  state: PyTree
-  observation: Int[Array, "B G O"]
-  length: Int[Array, "B G"]
-  read: Int[Array, "B G"]
-  begin: Int[Array, "B G"]
+  state: PyTree  # state of each trajectory's environment, arrays [B, G, ...]
+  observation: Int[Array, "B G O"]  # answer to the last turn
+  length: Int[Array, "B G"]  # number of its tokens
+  read: Int[Array, "B G"]  # number of them that the row has already
+  begin: Int[Array, "B G"]  # place in the row of the turn's first token
   turn: Int[Array, "B G"]
-  turns: Int[Array, "B G T"]
-  rewards: Float[Array, "B G K"]
+  turns: Int[Array, "B G T"]  # `Rollout.turns`
+  rewards: Float[Array, "B G K"]  # `Rollout.turn_rewards`
 
   @property
   def forced(self) -> Bool[Array, "B G"]:
@@ -120,12 +109,7 @@ def checked(
 ) -> Environment:
   """Returns an environment whose answers are valid ones, or without a reward.
 
-  Args:
-    environment: Environment of the user's.
-    targets: `Prompts.targets`.
-    prompts: B.
-    length: T.
-    vocab: V, number of token ids.
+  `targets` are those of `Prompts`; B = `prompts`, T = `length`.
 
   Raises:
     ValueError: sizes that are not whole and positive, targets that are not one

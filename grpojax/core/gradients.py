@@ -72,49 +72,36 @@ class LossTerms:
 
 
 class MinibatchTotals(NamedTuple):
-  """Facts of a whole minibatch that none of its micro-batches knows.
+  """Facts of a whole minibatch that none of its micro-batches knows."""
 
-  Attributes:
-    token_mask: Tokens that the surrogate is of; None where those are all, or
-      where there is a single micro-batch.
-    token_count: Number of tokens that the entropy bonus is a mean over.
-    expert_load: Load of each expert, summed over the minibatch.
-  """
-
+  # Tokens that the surrogate is of; None where those are all, or where there is
+  # a single micro-batch.
   token_mask: Bool[Array, "n b g T"] | None = None
+  # Number of tokens that the entropy bonus is a mean over.
   token_count: Int[Array, ""] | None = None
+  # Load of each expert, summed over the minibatch.
   expert_load: PyTree | None = None
 
 
 class MicroBatchValues(NamedTuple):
-  """Values of one micro-batch beside its loss.
+  """Values of one micro-batch beside its loss."""
 
-  Attributes:
-    of_tokens: Arrays [b, g, T] that are logged as means over tokens.
-    of_rollout: Differences from the rollout's log-probabilities.
-    mean_entropy: Share of the minibatch's mean entropy; None without a bonus.
-    balance: Loss that balances experts; None without it.
-  """
-
-  of_tokens: Metrics
-  of_rollout: Metrics
+  of_tokens: Metrics  # arrays [b, g, T] that are logged as means over tokens
+  of_rollout: Metrics  # differences from the rollout's log-probabilities
+  # Share of the minibatch's mean entropy; None without a bonus.
   mean_entropy: Float[Array, ""] | None
+  # Loss that balances experts; None without it.
   balance: Float[Array, ""] | None
 
 
 class Gradient(NamedTuple):
-  """Loss of a minibatch and its gradient.
-
-  Attributes:
-    loss: The loss.
-    grads: Gradient, float32 or better.
-    metrics: Values to be logged, by the names of `update.OVER_UPDATES`.
-    mean_entropy: Micro-batches' shares of it; None without a bonus.
-  """
+  """Loss of a minibatch and its gradient."""
 
   loss: Float[Array, ""]
-  grads: Params
+  grads: Params  # gradient, float32 or better
+  # Values to be logged, by the names of `update.OVER_UPDATES`.
   metrics: dict[str, Metrics]
+  # Micro-batches' shares of it; None without a bonus.
   mean_entropy: Float[Array, "n"] | None
 
 

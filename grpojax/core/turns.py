@@ -213,19 +213,13 @@ def _row(segments: Any, where: str):
       "from an observation after the last turn, leave it out"
     )
   for i, segment in enumerate(segments):
-    new = _array(segment.ids)
-    if (
-      new.ndim != 1
-      or not new.size
-      or new.dtype.kind not in "iu"
-      or not 0 <= new.min() <= new.max() < 2**31
-    ):
+    new, reward = _array(segment.ids), _array(segment.reward)
+    is_list = new.ndim == 1 and new.size and new.dtype.kind in "iu"
+    if not is_list or not 0 <= new.min() <= new.max() < 2**31:
       raise ValueError(
         f"{where}[{i}].ids are token ids, one or more, not {segment.ids!r}"
       )
-    if _array(segment.reward).dtype.kind not in "biuf" or np.ndim(
-      segment.reward
-    ):
+    if reward.dtype.kind not in "biuf" or reward.ndim:
       raise ValueError(
         f"{where}[{i}].reward is a number, not {segment.reward!r}"
       )

@@ -138,11 +138,8 @@ def document(
 ) -> str:
   r"""Writes 1 to 3 training problems by one author, for a base model.
 
-  Args:
-    rng: source of randomness; it advances.
-    difficulty: number of operations, as in `sample`.
-    hasty: probability that the author is hasty, in the whole document.
-    forget: frequencies of forgotten carries, as in `forgetful_sum`.
+  `rng` advances; `difficulty` is as in `sample`, `hasty` the probability that
+  the author is hasty, in the whole document, `forget` as in `forgetful_sum`.
 
   Returns:
     "EXPRESSION\nSOLUTION\n\n" for each problem.

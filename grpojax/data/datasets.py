@@ -79,14 +79,10 @@ def load(
   options: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Any:
-  """Opens a data set by its name: random access to examples.
+  """Opens a data set of `DATASETS` by its name: random access to examples.
 
-  Args:
-    name: one of `DATASETS`.
-    split: "train" or "test".
-    path: place of its files; "" is its own place.
-    options: keyword arguments of its load, as a user gave them.
-    **settings: more of them, as the program gives them.
+  Arguments are those of a data set's `load`: `options` as a user gave them,
+  `settings` as the program gives them.
 
   Raises:
     ValueError: the data set cannot be read, or does not have these options, or

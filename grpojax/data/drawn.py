@@ -38,11 +38,7 @@ def load(
 ) -> Examples:
   """Returns examples of which number i is drawn from its own random stream.
 
-  Args:
-    split: "train" or "test".
-    draw: draws an example of that split.
-    seed: a non-negative integer.
-    size: number of examples; None is endless in practice.
+  `draw` draws an example of that split; `size` None is endless in practice.
 
   Raises:
     ValueError: an unknown split, or a seed or size out of range.

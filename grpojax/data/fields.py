@@ -8,6 +8,7 @@ errors. A name with dots is a field of a field. Where there is no field
 import datetime
 import decimal
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -139,11 +140,16 @@ def _plain(item: Any, column: str) -> Any:
   )
 
 
+Choose = Callable[[Iterable[tuple[str, Any, Row]], Callable], Iterator]
+"""The function `chosen` of rows and `read`, with the split that is loaded."""
+
+
 def chosen(
   rows: Iterable[tuple[str, Any, Row]],
   read: Callable[[Row], Row],
   split: str,
   share: int | float,
+  most: int | None,
 ) -> Iterator[tuple[Any, Row]]:
   """Yields (key, example) of the rows that are of a split; checks all.
 
@@ -155,21 +161,23 @@ def chosen(
     read: makes an example of a row.
     split: "train" or "test".
     share: share that is held out as the test split; 0: all are of the split.
+    most: examples at most; None is all. Rows after the last are not read.
   """
-  for label, key, row in rows:
-    try:
-      one = read(row)
-    except ValueError as error:
-      raise ValueError(f"{label}: {error}") from error
-    if not share or _held_out(one["prompt"], share) == (split == "test"):
-      yield key, one
 
+  def of_split() -> Iterator[tuple[Any, Row]]:
+    for label, key, row in rows:
+      try:
+        one = read(row)
+      except ValueError as error:
+        raise ValueError(f"{label}: {error}") from error
+      # Drawn by a prompt's text alone; alike texts are drawn independently.
+      text = prompt_key(one["prompt"]).encode()
+      drawn = hashlib.blake2b(text, digest_size=8).digest()
+      held_out = int.from_bytes(drawn, "big") < share * 2**64
+      if not share or held_out == (split == "test"):
+        yield key, one
 
-def _held_out(prompt: Any, share: int | float) -> bool:
-  """Draws a prompt by its text alone; alike texts are drawn independently."""
-  text = prompt_key(prompt).encode()
-  drawn = hashlib.blake2b(text, digest_size=8).digest()
-  return int.from_bytes(drawn, "big") < share * 2**64
+  return itertools.islice(of_split(), most)
 
 
 def check_share(share: int | float) -> None:

@@ -1,5 +1,6 @@
 """Files of a split, and several files as one data set."""
 
+import functools
 import glob
 import os
 import pathlib
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpojax.data.examples import check_split, concatenate
-from grpojax.data.fields import check_share
+from grpojax.data.fields import Choose, check_share, chosen
 
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 """Names of files of a split; the first of these that there is."""
@@ -16,7 +17,7 @@ _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 
 def load(
   kind: str,
-  opened: Callable[[pathlib.Path, int | None], Any],
+  opened: Callable[[pathlib.Path, Choose], Any],
   split: str,
   path: str | os.PathLike,
   share: int | float,
@@ -26,7 +27,8 @@ def load(
 
   Args:
     kind: "jsonl" or "parquet", `data.name` and the files' suffix.
-    opened: `(file, most) -> random access` to its examples, `most` of them.
+    opened: `(file, choose) -> random access` to the examples that `choose`
+      takes of its rows.
     split: "train" or "test".
     path: a file, a directory with files of each split, or a pattern.
     share: share of one set of files that is held out, else 0.
@@ -40,7 +42,8 @@ def load(
     left = None if size is None else size - sum(map(len, parts))
     if left == 0:
       break
-    parts.append(opened(file, left))
+    choose = functools.partial(chosen, split=split, share=share, most=left)
+    parts.append(opened(file, choose))
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
     raise ValueError(f"{names} holds no example of the split {split!r}")

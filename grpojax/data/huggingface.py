@@ -24,18 +24,6 @@ _ROWS = 1024  # read at once
 _CACHED = "cache"  # a table that the library made of files before
 
 
-def _library() -> Any:
-  try:
-    import datasets
-  except ImportError as error:
-    raise ValueError(
-      "--config.data.name = 'huggingface' needs the library datasets: pip "
-      "install 'grpojax[datasets]'; or download the files and use "
-      "--config.data.name = 'parquet'"
-    ) from error
-  return datasets
-
-
 @contextlib.contextmanager
 def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   """Turns the library's errors into sentences with a remedy; keeps it quiet."""
@@ -92,7 +80,14 @@ def _of_revision(builder: Any, path: str, revision: str) -> Any:
 
 def _table(path: str, configuration: str, revision: str, name: str) -> Any:
   """Loads a split of the Hub as the library's table: rows by number."""
-  datasets = _library()
+  try:
+    import datasets
+  except ImportError as error:
+    raise ValueError(
+      "--config.data.name = 'huggingface' needs the library datasets: pip "
+      "install 'grpojax[datasets]'; or download the files and use "
+      "--config.data.name = 'parquet'"
+    ) from error
   with _errors(datasets, path, revision):
     try:
       builder = datasets.load_dataset_builder(
@@ -177,9 +172,8 @@ def load(
   batches = map(parquet.plain_rows, table.iter(_ROWS))
   numbered = enumerate(itertools.chain.from_iterable(batches))
   rows = ((f"{label}, row {i + 1}", i, row) for i, row in numbered)
-  chosen = fields_lib.chosen(rows, example, split, test)
-  first = (i for i, _ in itertools.islice(chosen, size))
-  numbers = np.fromiter(first, np.int64)
+  chosen = fields_lib.chosen(rows, example, split, test, size)
+  numbers = np.fromiter((i for i, _ in chosen), np.int64)
   if not len(numbers):
     raise ValueError(f"{label} holds no example of the split {split!r}")
 

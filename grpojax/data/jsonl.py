@@ -10,7 +10,6 @@ when they are asked for, so a file may be larger than memory.
 
 import array
 import functools
-import itertools
 import json
 import os
 import pathlib
@@ -104,16 +103,11 @@ def _object(line: bytes) -> Row:
 
 
 def _opened(
-  file: pathlib.Path,
-  most: int | None,
-  example: Callable[[Row], Row],
-  split: str,
-  share: int | float,
+  example: Callable[[Row], Row], file: pathlib.Path, choose: fields_lib.Choose
 ) -> Examples:
-  """A split's examples in one file, `most` of them; all lines are checked."""
+  """The examples chosen of one file; all lines are checked."""
   places = array.array("q")  # begin, end and CRC-32 of each line, in turn
-  chosen = fields_lib.chosen(rows(file), example, split, share)
-  for place, _ in itertools.islice(chosen, most):
+  for place, _ in choose(rows(file), example):
     places.extend(place)
   table = np.array(places, np.int64).reshape(-1, 3)
 
@@ -168,5 +162,5 @@ def load(
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.example, fields=fields)
-  opened = functools.partial(_opened, example=example, split=split, share=test)
+  opened = functools.partial(_opened, example)
   return files.load("jsonl", opened, split, path, test, size)

@@ -19,17 +19,11 @@ from grpojax.data.examples import SOURCE, Example, Examples, concatenate
 
 
 class Part(NamedTuple):
-  """A data set of a mixture.
+  """A data set of a mixture."""
 
-  Attributes:
-    name: name in the mixture, which its examples have as `SOURCE`.
-    weight: share of the prompts, up to a factor that all parts share.
-    examples: random access to its examples.
-  """
-
-  name: str
-  weight: float
-  examples: Any
+  name: str  # in the mixture, which its examples have as `SOURCE`
+  weight: float  # share of the prompts, up to a factor that all parts share
+  examples: Any  # random access to its examples
 
 
 class Mixture(Examples):

@@ -12,7 +12,6 @@ for is in memory. That file is gone when the program ends, however it ends.
 
 import array
 import functools
-import itertools
 import json
 import mmap
 import os
@@ -107,20 +106,17 @@ def _rows(
 
 
 def _opened(
-  file: pathlib.Path,
-  most: int | None,
-  columns: Sequence[str],
   example: Callable[[Row], Row],
-  split: str,
-  share: int | float,
+  columns: Sequence[str],
+  file: pathlib.Path,
+  choose: fields_lib.Choose,
 ) -> Examples:
-  """A split's examples in one file, `most` of them; all rows are checked."""
+  """The examples chosen of one file; all rows are checked."""
   rows = _rows(_reader(file, columns), columns, file)
-  chosen = fields_lib.chosen(rows, example, split, share)
   ends = array.array("q", [0])
   try:
     with tempfile.TemporaryFile(prefix="grpojax-") as copy:
-      for _, row in itertools.islice(chosen, most):
+      for _, row in choose(rows, example):
         ends.append(ends[-1] + copy.write(json.dumps(row).encode() + b"\n"))
       copy.flush()
       if not ends[-1]:  # an empty file cannot be mapped
@@ -156,7 +152,5 @@ def load(
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.table_example, fields=fields)
-  opened = functools.partial(
-    _opened, columns=columns, example=example, split=split, share=test
-  )
+  opened = functools.partial(_opened, example, columns)
   return files.load("parquet", opened, split, path, test, size)

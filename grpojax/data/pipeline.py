@@ -72,7 +72,15 @@ def prompt_batches(
   """
   if not len(examples):
     raise ValueError("no examples to make prompts from")
-  stream = functools.partial(_stream, shuffle=shuffle, repeat=repeat)
+
+  def stream(examples, seed: np.random.SeedSequence) -> grain.MapDataset:
+    dataset = grain.MapDataset.source(examples)
+    if shuffle and len(examples) < ENDLESS:
+      # Mixed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
+      # share all their epochs but one.
+      dataset = dataset.shuffle(seed=int(seed.generate_state(1)[0]))
+    return dataset.repeat() if repeat else dataset
+
   if repeat and isinstance(examples, Mixture):
     dataset = interleaved(examples, stream, seed)
   else:
@@ -85,18 +93,6 @@ def prompt_batches(
   # Threads read ahead but deliver in order: the batches do not depend on them.
   reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
   return iter(dataset.to_iter_dataset(reading))
-
-
-def _stream(
-  examples: Any, seed: np.random.SeedSequence, *, shuffle: bool, repeat: bool
-) -> grain.MapDataset:
-  """One data set in the order of its epochs."""
-  dataset = grain.MapDataset.source(examples)
-  if shuffle and len(examples) < ENDLESS:
-    # Mixed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
-    # share all their epochs but one.
-    dataset = dataset.shuffle(seed=int(seed.generate_state(1)[0]))
-  return dataset.repeat() if repeat else dataset
 
 
 def row(

@@ -108,18 +108,14 @@ def arithmetic_texts(
 
 
 class Rows(NamedTuple):
-  """Packed rows, as `LM.extend` reads them (one group of one row a prompt).
-
-  Attributes:
-    ids: tokens.
-    positions: position of each token within its own text.
-    segments: number of the text in its row, from 1; 0 is padding.
-    weights: 1 where the token is learned, 0 where it is only read.
-  """
+  """Packed rows, as `LM.extend` reads them (one group of one row a prompt)."""
 
   ids: Int[np.ndarray, "N S"]
+  # Position of each token within its own text.
   positions: Int[np.ndarray, "N S"]
+  # Number of the text in its row, from 1; 0 is padding.
   segments: Int[np.ndarray, "N S"]
+  # 1 where the token is learned, 0 where it is only read
   weights: Float[np.ndarray, "N S"]
 
 

@@ -22,21 +22,14 @@ _LARGEST_OBSERVATION = 2**20
 
 
 class Step(NamedTuple):
-  """An environment's answer.
+  """An environment's answer."""
 
-  Attributes:
-    observation: text, or messages {"role": ..., "content": ...} of text.
-    reward: reward of the turn; None is no opinion.
-    done: True where the episode has ended.
-    state: JSON value that the next step is given.
-    info: numbers for logs.
-  """
-
+  # Text, or messages {"role": ..., "content": ...} of text.
   observation: str | list[dict[str, str]] = ""
-  reward: float | None = 0.0
-  done: bool = False
-  state: Any = None
-  info: Mapping[str, float] = {}
+  reward: float | None = 0.0  # reward of the turn; None is no opinion
+  done: bool = False  # True where the episode has ended
+  state: Any = None  # JSON value that the next step is given
+  info: Mapping[str, float] = {}  # numbers for logs
 
 
 def to_step(value: Any) -> Step:

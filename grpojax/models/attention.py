@@ -62,19 +62,12 @@ def _rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
 
 
 class _Keys(NamedTuple):
-  """A part of the keys that a query attends to.
+  """A part of the keys that a query attends to."""
 
-  Attributes:
-    keys: with the axes `axes[0]`.
-    values: with the axes `axes[1]`.
-    mask: broadcastable to the logits, True where a query sees a key.
-    axes: letters of the axes, as in `cache`.
-  """
-
-  keys: Array
-  values: Array
-  mask: Array
-  axes: tuple[str, str]
+  keys: Array  # with the axes `axes[0]`
+  values: Array  # with the axes `axes[1]`
+  mask: Array  # broadcastable to the logits, True where a query sees a key
+  axes: tuple[str, str]  # letters of the axes, as in `cache`
 
 
 def _attend(

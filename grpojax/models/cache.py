@@ -64,14 +64,11 @@ class Cache(NamedTuple):
 
   The slots lie in blocks, so that a step reads only those that have been begun
   (`grow`).
-
-  Attributes:
-    index: tokens written so far; the next one goes to the slot of this number.
-    blocks: for each block, the slots of each stack's layers.
   """
 
+  # Tokens written so far; the next one goes to the slot of this number.
   index: Int[Array, ""]
-  blocks: tuple[Block, ...]
+  blocks: tuple[Block, ...]  # for each block, the slots of each stack's layers
 
 
 def create(

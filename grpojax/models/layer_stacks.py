@@ -66,16 +66,6 @@ def run_layer(
   return run(x, layer, local, *args)
 
 
-def _written_out(config: TransformerConfig, remat: str | None) -> bool:
-  """Returns True where training writes the layers out.
-
-  Only where nothing is recomputed, for out of a loop XLA would keep that; and
-  only where parameters are whole, or several layers could be gathered at once.
-  """
-  shallow = config.layers <= SHALLOW
-  return shallow and remat == "none" and sharding.fsdp_shards() == 1
-
-
 def stacks(params: Params) -> tuple[Params, ...]:
   """Returns the stacks of layers, in their order."""
   layers = params["layers"]
@@ -178,7 +168,11 @@ def scan(
   the stacked outputs of each stack.
   """
   start, outputs = 0, []
-  unroll = _written_out(config, remat)
+  # Layers are written out only where nothing is recomputed, for out of a loop
+  # XLA would keep that; and only where parameters are whole, or several layers
+  # could be gathered at once.
+  shallow = config.layers <= SHALLOW
+  unroll = shallow and remat == "none" and sharding.fsdp_shards() == 1
   for stack, *more in zip(stacks(params), *scanned, strict=True):
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)

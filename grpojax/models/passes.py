@@ -143,19 +143,14 @@ def _next_context(
 
 
 class _FlatContext(NamedTuple):
-  """Positions of flat tokens, prompts' and then rows', without their padding.
+  """Positions of flat tokens, prompts' and then rows', without padding."""
 
-  Attributes:
-    tables: rotary tables of the flat tokens.
-    load_weights: times that each flat token counts in the routers' load.
-    parts: contexts of the prompts and of the rows, for attention.
-    flat: places of their tokens.
-  """
-
-  tables: tuple[RotaryTable, ...]
+  tables: tuple[RotaryTable, ...]  # rotary tables of the flat tokens
+  # Times that each flat token counts in the routers' load.
   load_weights: Float[Array, "C 1 N"] | None
+  # Contexts of the prompts and of the rows, for attention.
   parts: tuple[TokenContext, TokenContext]
-  flat: FlatTokens
+  flat: FlatTokens  # places of their tokens
 
 
 def _join_flat(

@@ -20,20 +20,16 @@ class Rope:
   turn less than `low_freq_factor` times in `original_length` positions; those
   that turn more than `high_freq_factor` times stay, and between the two the
   frequency is interpolated.
-
-  Attributes:
-    theta: base of the frequencies.
-    factor: length of the context over that of the one first trained on.
-    low_freq_factor: turns in `original_length` below which a frequency is
-      divided by `factor`; None is linear scaling.
-    high_freq_factor: turns above which a frequency stays as it is.
-    original_length: context that the model was first trained on, in tokens.
   """
 
-  theta: float = 10_000.0
+  theta: float = 10_000.0  # base of the frequencies
+  # Length of the context over that of the one first trained on.
   factor: float = 1.0
+  # Turns in `original_length` below which a frequency is divided by `factor`;
+  # None is linear scaling.
   low_freq_factor: float | None = None
-  high_freq_factor: float = 4.0
+  high_freq_factor: float = 4.0  # turns above which a frequency stays as it is
+  # Context that the model was first trained on, in tokens.
   original_length: int | float = 8192
 
 

@@ -9,17 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Group(NamedTuple):
-  """Metrics that are looked at together.
-
-  Attributes:
-    title: title of the group.
-    text: advice what to look for.
-    pattern: regular expression that its metrics' whole names match.
-  """
+  """Metrics that are looked at together."""
 
   title: str
-  text: str
-  pattern: str
+  text: str  # advice what to look for
+  pattern: str  # regular expression that its metrics' whole names match
 
 
 GROUPS = (

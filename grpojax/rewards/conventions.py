@@ -46,25 +46,29 @@ Item = tuple[str, str, dict[str, Any]]
 """A prompt's text, a completion, and the example."""
 
 
-class Verl(NamedTuple):
-  """A function of verl's convention, called as ours are.
+class _Function(NamedTuple):
+  """A user's function."""
 
-  Attributes:
-    function: the user's, with its options bound.
-    takes: names of its parameters that are not bound; None is any.
-    needs: those of them without a default.
-  """
-
-  function: Callable[..., Any]
+  function: Callable[..., Any]  # the user's, with its options bound
+  # Names of its parameters that are not bound; None is any.
   takes: Collection[str] | None
-  needs: Sequence[str]
+  needs: Sequence[str]  # those of them without a default
+
+  def call(self, arguments: dict[str, Any]) -> Any:
+    """Calls it with those of the arguments that it has parameters for."""
+    if self.takes is not None:
+      arguments = {k: v for k, v in arguments.items() if k in self.takes}
+    return self.function(**arguments)
+
+
+class Verl(_Function):
+  """A function of verl's convention, called as ours are."""
 
   def __call__(
     self, prompt: str, completion: str, example: dict[str, Any]
   ) -> Any:
     """Returns a number, None, or a dict with "score"."""
-    arguments = self.columns(example) | {"solution_str": completion}
-    return self.function(**_taken(self, arguments))
+    return self.call(self.columns(example) | {"solution_str": completion})
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,12 +86,8 @@ class Verl(NamedTuple):
     return columns
 
 
-class Trl(NamedTuple):
+class Trl(_Function):
   """A function of TRL's convention: all completions of a prompt in one call."""
-
-  function: Callable[..., Any]
-  takes: Collection[str] | None
-  needs: Sequence[str]
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
     """Returns for each completion of one prompt a number, None, or a dict."""
@@ -116,7 +116,7 @@ class Trl(NamedTuple):
       "log_metric": log_metric,
       "log_extra": lambda column, values: None,
     }
-    values = self.function(**_taken(self, arguments))
+    values = self.call(arguments)
     unordered = str, bytes, Mapping, set, frozenset
     if isinstance(values, unordered) or not hasattr(values, "__iter__"):
       raise TypeError(
@@ -131,12 +131,6 @@ class Trl(NamedTuple):
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all that the function can take of an example."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMN}
-
-
-def _taken(reward: Verl | Trl, arguments: dict[str, Any]) -> dict[str, Any]:
-  if reward.takes is None:
-    return arguments
-  return {k: v for k, v in arguments.items() if k in reward.takes}
 
 
 def follow(
@@ -189,7 +183,14 @@ def follow(
         f"{nearest(key, known)}"
       )
   if kind is None:
-    _check_ours(name, signature, options)
+    try:
+      signature.bind("", "", {}, **options)
+    except TypeError as error:
+      raise ValueError(
+        f"reward {name!r} cannot be called with prompt, completion, example and"
+        f" the options {options}: {error} (TRL's convention is known by a"
+        " parameter `completions`, verl's by one `solution_str`)"
+      ) from error
     return bound
   if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
     raise ValueError(
@@ -197,24 +198,9 @@ def follow(
       " keywords, and it has parameters that take none"
     )
   takes = [key for key in named if key not in options]
-  needs = [key for key in takes if key not in reserved]
-  needs = [
-    key for key in needs if named[key].default is inspect.Signature.empty
-  ]
+  required = [k for k in takes if named[k].default is inspect.Signature.empty]
+  needs = [key for key in required if key not in reserved]
   return kind(bound, None if free else takes, needs)
-
-
-def _check_ours(
-  name: str, signature: inspect.Signature, options: Mapping[str, Any]
-) -> None:
-  try:
-    signature.bind("", "", {}, **options)
-  except TypeError as error:
-    raise ValueError(
-      f"reward {name!r} cannot be called with prompt, completion, example and"
-      f" the options {options}: {error} (TRL's convention is known by a"
-      " parameter `completions`, verl's by one `solution_str`)"
-    ) from error
 
 
 def nearest(name: str, candidates: Collection[str]) -> str:
@@ -246,11 +232,8 @@ def check_columns(
 ) -> None:
   """Raises ValueError where an example lacks a column that a function needs.
 
-  Args:
-    name: name of the function.
-    reward: result of `functions.resolve`; one of our convention needs nothing.
-    example: one of the data set.
-    data: name of the data set, for the error.
+  `reward` is what `functions.resolve` made of the name; one of our convention
+  needs nothing. `data` is the name of the data set, for the error.
   """
   if not isinstance(reward, (Verl, Trl)):
     return

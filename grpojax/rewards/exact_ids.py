@@ -50,7 +50,14 @@ def exact_answer_ids(
   def target(example: dict[str, Any]) -> dict[str, np.ndarray]:
     answer = np.zeros((2, max_answer_length + 1), np.int32)
     for row, text in enumerate(spellings(example["answer"])):
-      _check_answer(text, characters, longer, max_answer_length)
+      fits = len(text) <= max_answer_length and set(text) <= characters
+      if not fits or any(token in text for token in longer):
+        raise ValueError(
+          f"the answer {text!r} cannot be compared in ids, which needs at most"
+          f" max_answer_length = {max_answer_length} characters, each a token"
+          " of its own and no longer token among them: use the reward on text"
+          " (exact_answer)"
+        )
       answer[row, : len(text)] = [_code(0, character) for character in text]
     return {"answer": answer}
 
@@ -144,18 +151,6 @@ def _refusal(reason: str) -> str:
     "an exact-answer reward on ids needs a tokenizer of single characters, but"
     f" {reason}; use the reward on text (exact_answer) with this tokenizer"
   )
-
-
-def _check_answer(
-  text: str, characters: set[str], longer: Sequence[str], max_length: int
-) -> None:
-  fits = len(text) <= max_length and set(text) <= characters
-  if not fits or any(token in text for token in longer):
-    raise ValueError(
-      f"the answer {text!r} cannot be compared in ids, which needs at most"
-      f" max_answer_length = {max_length} characters, each a token of its own"
-      " and no longer token among them: use the reward on text (exact_answer)"
-    )
 
 
 ON_DEVICE = {"exact_answer": exact_answer_ids}

@@ -53,9 +53,7 @@ logged; or one of TRL's convention, of all completions of a prompt at once."""
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """Finds the reward function of a name, and binds its options.
 
-  Args:
-    name: a built-in one, "package.module:function" or "file.py:function".
-    options: keyword arguments.
+  A name is a built-in one, "package.module:function" or "file.py:function".
 
   Raises:
     ValueError: there is no such function, its file cannot be loaded,

@@ -25,18 +25,12 @@ def submit_groups(
 ) -> Submission:
   """Starts to compute the rewards of groups and returns at once.
 
-  Args:
-    pool: computes the rewards.
-    examples: [B]; each has a "prompt_text". The reward functions see them with
-      three more keys: "completion_length", "max_completion_length", "finished".
-    texts: [B][G] completions, without their EOS.
-    lengths: tokens, with the EOS.
-    finished: True where an EOS ended the completion.
-    max_length: the limit on completions, T, tokens.
-    ids: the completions' tokens, where a function may take them.
-    transcripts: [B][G] of trajectories, of which the functions see "messages",
-      "turn_rewards", "episode_info" and "episode_error", too; None without an
-      environment.
+  Each of the B examples has a "prompt_text". The reward functions see them with
+  three more keys, "completion_length" (in tokens, with the EOS),
+  "max_completion_length" (`max_length`) and "finished" (True where an EOS ended
+  it), and of the [B][G] transcripts of an environment with those of `OF_TURNS`;
+  they take the ids where they have a parameter for them. Texts, [B][G], have no
+  EOS.
   """
   with_ids = ids is not None and pool.wants(IDS)
 

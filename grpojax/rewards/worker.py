@@ -22,16 +22,11 @@ _REWARD = "score"  # the key of the reward where a function returns a dict
 
 
 class Outcome(NamedTuple):
-  """Result of one function for one completion.
+  """Result of one function for one completion."""
 
-  Attributes:
-    value: the reward; None where the function abstains, or failed.
-    error: the failure, in words; None where nothing failed.
-    extras: other numbers that the function returned, by name, for logs.
-  """
-
-  value: float | None
-  error: str | None = None
+  value: float | None  # the reward; None where the function abstains, or failed
+  error: str | None = None  # the failure, in words; None where nothing failed
+  # Other numbers that the function returned, by name, for logs.
   extras: Mapping[str, float] = {}
 
 

@@ -22,20 +22,14 @@ from grpojax.statistics.group_size import optimal_group_size
 
 
 class AdvantageErrors(NamedTuple):
-  """Components of a gradient's error with certain advantages.
+  """Components of a gradient's error with certain advantages."""
 
-  Attributes:
-    c2: error within prompts.
-    c3: error for what the baseline does not know of its prompt.
-    c2_se: standard error of c2, over prompts and directions.
-    c3_se: standard error of c3.
-    mse: error of one group's gradient given the prompt, a mean over prompts.
-  """
-
-  c2: Float[Array, ""]
+  c2: Float[Array, ""]  # error within prompts
+  # Error for what the baseline does not know of its prompt.
   c3: Float[Array, ""]
-  c2_se: Float[Array, ""]
-  c3_se: Float[Array, ""]
+  c2_se: Float[Array, ""]  # standard error of c2, over prompts and directions
+  c3_se: Float[Array, ""]  # standard error of c3
+  # Error of one group's gradient given the prompt, a mean over prompts.
   mse: Float[Array, ""]
 
 

@@ -315,10 +315,8 @@ def write(
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  with study.study(argv, SETTINGS, config_errors, __doc__) as (
-    config,
-    directory,
-  ):
+  opened = study.study(argv, SETTINGS, config_errors, __doc__)
+  with opened as (config, directory):
     tuned = tune(config, directory)
     rates = best_rates(tuned)
     runs = [

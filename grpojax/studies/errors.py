@@ -196,17 +196,12 @@ def best_baseline(
 
 
 class ScoreLengths(NamedTuple):
-  """Relation of squared lengths of scores to rewards, of one prompt.
+  """Relation of squared lengths of scores to rewards, of one prompt."""
 
-  Attributes:
-    value: V, the mean reward.
-    best_baseline: b*; vanilla errs less than the oracle where it is below V/2.
-    correlation: of ||s||^2 and Z; where it is 0, b* is V.
-  """
-
-  value: float
+  value: float  # V, the mean reward
+  # b*; vanilla errs less than the oracle where it is below V/2.
   best_baseline: float
-  correlation: float
+  correlation: float  # of ||s||^2 and Z; where it is 0, b* is V
 
 
 def score_lengths(

@@ -435,10 +435,8 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  with study.study(argv, SETTINGS, config_errors, __doc__) as (
-    config,
-    directory,
-  ):
+  opened = study.study(argv, SETTINGS, config_errors, __doc__)
+  with opened as (config, directory):
     path = directory / "prediction.json"
     if not path.exists():
       records.write_json(path, predict(config))

@@ -209,16 +209,17 @@ def _by_configuration(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
   return {n: [r for r in rows if r["configuration"] == n] for n in names}
 
 
-def _stack(rows: Sequence[Mapping], field: str) -> dict[str, np.ndarray]:
-  """Arrays of a field's values by name, with a leading axis of prompts."""
-  names = rows[0][field]
-  return {name: np.array([row[field][name] for row in rows]) for name in names}
-
-
 def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
-  """Stacks of a field and its replicates, those of projections if any."""
-  names = (field, f"{field}_without", f"{field}_projected")
-  return [_stack(rows, name) for name in names if name in rows[0]]
+  """Arrays of a field's values by name, with a leading axis of prompts.
+
+  Then those of its replicates: without blocks and, if any, of projections.
+  """
+  fields = (field, f"{field}_without", f"{field}_projected")
+  return [
+    {name: np.array([row[x][name] for row in rows]) for name in rows[0][x]}
+    for x in fields
+    if x in rows[0]
+  ]
 
 
 def _numbers(rows: Sequence[Mapping], index: int, group_size: int):

@@ -50,11 +50,8 @@ def study(
 ) -> Iterator[tuple[ConfigDict, pathlib.Path]]:
   """Starts or resumes a study; Ctrl-C ends it with a line that says how.
 
-  Args:
-    argv: the arguments: --config=FILE, --config.key=value, --run_dir=DIR.
-    declared: the settings, from `settings`.
-    config_errors: lists what is wrong with values that are in their ranges.
-    about: text of --help: the study's docstring.
+  `declared` are its `settings`; `config_errors` lists what is wrong with values
+  that are in their ranges, and `about`, its docstring, is the text of --help.
 
   Yields:
     The config and the run directory.

@@ -33,21 +33,14 @@ _NO_SAMPLE = 2**31 - 1  # samples fold their number into a pool's key
 
 
 class Problems(NamedTuple):
-  """Kind of problems, and what the models are asked in.
+  """Kind of problems, and what the models are asked in."""
 
-  Attributes:
-    load: `(train settings, split) -> examples`.
-    template: template of a problem in plain text.
-    solution: `(example) -> text` after it, in an example of the prompt.
-    reward: `(prompt, completion, example) -> 0 or 1`.
-    one_line: True where a solution in plain text ends with its line.
-  """
-
-  load: Callable[..., Any]
-  template: str
+  load: Callable[..., Any]  # `(train settings, split) -> examples`
+  template: str  # of a problem in plain text
+  # `(example) -> text` after it, in an example of the prompt
   solution: Callable[[Mapping], str]
-  reward: Callable[..., float]
-  one_line: bool
+  reward: Callable[..., float]  # `(prompt, completion, example) -> 0 or 1`
+  one_line: bool  # True where a solution in plain text ends with its line
 
 
 def questions(_, split: str) -> list[Example]:

@@ -14,6 +14,7 @@ distances.csv, summary.json and suboptimality.png. An interrupted study goes on
 after the last estimator it finished.
 """
 
+import functools
 import itertools
 import pathlib
 import sys
@@ -182,22 +183,6 @@ def simulate(
       )
     snapshots.append(params)
   return np.stack(snapshots)
-
-
-def load_or_simulate(
-  config: ConfigDict,
-  known: Bandit,
-  directory: pathlib.Path,
-  estimator: str,
-  group_size: int,
-) -> Float[np.ndarray, "S R"]:
-  """Scaled gaps n (J* - J(theta_n)) of all runs, whose parameters are saved."""
-  params = run.load_or_make(
-    directory / f"{estimator}_{group_size}.npy",
-    lambda: simulate(config, known, estimator, group_size),
-  )
-  gap = known.best - tabular.objective(known.problem, params)
-  return gap * np.array(config.steps)[:, None]
 
 
 def outcome(
@@ -380,7 +365,12 @@ def main(argv: list[str]) -> None:
   with run.study(argv, SETTINGS, config_errors, __doc__) as (config, directory):
     began, known, outcomes = time.perf_counter(), bandit(), {}
     for estimator, g in itertools.product(ESTIMATORS, config.group_sizes):
-      gaps = load_or_simulate(config, known, directory, estimator, g)
+      params = run.load_or_make(
+        directory / f"{estimator}_{g}.npy",
+        functools.partial(simulate, config, known, estimator, g),
+      )
+      gaps = known.best - tabular.objective(known.problem, params)
+      gaps *= np.array(config.steps)[:, None]  # n (J* - J(theta_n))
       outcomes[estimator, g] = outcome(config, known, estimator, g, gaps)
     rows = tables(config.steps, outcomes)
     run.write_tables(directory, **rows)

@@ -23,37 +23,24 @@ Prompt = str | list[dict[str, str]]
 
 
 class Answer(NamedTuple):
-  """A completion.
+  """A completion."""
 
-  Attributes:
-    text: text as the model wrote it.
-    tokens: number of its tokens, with the one that ends it.
-    finished: True if it came to its end within sampling.max_new_tokens.
-    reward: its reward, nan where it could not be computed; None without.
-  """
-
-  text: str
-  tokens: int
-  finished: bool
+  text: str  # as the model wrote it
+  tokens: int  # number of its tokens, with the one that ends it
+  finished: bool  # True if it came to its end within sampling.max_new_tokens
+  # Its reward, nan where it could not be computed; None without.
   reward: float | None = None
 
 
 class Speaker(NamedTuple):
-  """A model that answers.
+  """A model that answers."""
 
-  Attributes:
-    settings: settings of its data, sampling and rewards.
-    policy: the model.
-    params: its parameters.
-    sampler: sampler of its answers, from `step.sampling.make_sampler`.
-    key: random key of the samples.
-  """
-
-  settings: TrainSettings
-  policy: Policy
-  params: Params
+  settings: TrainSettings  # settings of its data, sampling and rewards
+  policy: Policy  # the model
+  params: Params  # its parameters
+  # Sampler of its answers, from `step.sampling.make_sampler`.
   sampler: Callable[..., Any]
-  key: jax.Array
+  key: jax.Array  # random key of the samples
 
 
 def speaker(

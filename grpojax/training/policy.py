@@ -27,30 +27,19 @@ from grpojax.training.run import run_directory, run_storage
 
 
 class Policy(NamedTuple):
-  """A model with its tokenizer.
+  """A model with its tokenizer."""
 
-  Attributes:
-    directory: Directory that it was read from.
-    lm: Functions of the whole model's parameters.
-    tokenizer: A transformers tokenizer.
-    eos_ids: Ids that end a completion.
-    pad_id: Id to pad with.
-    params: Trained parameters; None before `with_weights`.
-    frozen: The base model's parameters where `params` are adapters, else None.
-    lora_scale: Scale of the adapters.
-    vmappable: True where `jax.vmap` takes the model's functions.
-    name: Name on the Hub, with its commit; None where it is not from there.
-  """
-
-  directory: pathlib.Path
-  lm: LM
-  tokenizer: Any
-  eos_ids: tuple[int, ...]
-  pad_id: int
-  params: Params | None = None
+  directory: pathlib.Path  # that it was read from
+  lm: LM  # functions of the whole model's parameters
+  tokenizer: Any  # a transformers tokenizer
+  eos_ids: tuple[int, ...]  # ids that end a completion
+  pad_id: int  # id to pad with
+  params: Params | None = None  # trained parameters; None before `with_weights`
+  # The base model's parameters where `params` are adapters, else None.
   frozen: Params | None = None
-  lora_scale: float = 0.0
-  vmappable: bool = True
+  lora_scale: float = 0.0  # scale of the adapters
+  vmappable: bool = True  # True where `jax.vmap` takes the model's functions
+  # Name on the Hub, with its commit; None where it is not from there.
   name: hub.Name | None = None
 
 
@@ -89,10 +78,8 @@ def open_policy(
 ) -> Policy:
   """Reads all of a model but its weights.
 
-  Args:
-    path: Path or name as `find_model` takes it.
-    dtype: Format of computation.
-    remat: Name of what the backward pass computes again.
+  `path` is as `find_model` takes it; `dtype` is the format of computation, and
+  `remat` names what the backward pass computes again.
 
   Raises:
     ValueError: The directory, its configuration or its tokenizer do not fit.
@@ -137,11 +124,9 @@ def with_weights(
   return policy._replace(params=params)
 
 
-def load_policy(
-  path: str, dtype: str = "float32", remat: str = "none"
-) -> Policy:
+def load_policy(path: str, dtype: str = "float32") -> Policy:
   """Reads a whole model, as `open_policy`, with parameters in float32."""
-  return with_weights(open_policy(path, dtype, remat))
+  return with_weights(open_policy(path, dtype))
 
 
 def with_adapters(

@@ -48,11 +48,9 @@ def load(
 ) -> tuple[Policy, Params]:
   """Loads a policy and its parameters.
 
-  Args:
-    model: Name or path as `policy.find_model` takes it, or a run with
-      checkpoints, of which the newest is read.
-    dtype: Format of computation; a run has its own.
-    best: True reads the run's state of the highest held-out accuracy.
+  The model is one that `policy.find_model` takes, or a run with checkpoints, of
+  which the newest is read or, where `best`, that of the highest held-out
+  accuracy. `dtype` is the format of computation; a run has its own.
 
   Raises:
     ValueError: There is no such model, or it is damaged.
@@ -105,12 +103,8 @@ def load_params(
   A run that trains meanwhile deletes an old checkpoint when it has a newer one:
   then that is read.
 
-  Args:
-    run: Run directory.
-    settings: Settings of the run.
-    step: Step of the checkpoint; None is the newest.
-    device: Device that holds the parameters; None is the first.
-    best: True reads the step of `best_step`.
+  That is the newest, that of `step` or, where `best`, of `best_step`. The
+  first device holds the parameters unless there is another one.
 
   Returns:
     The checkpoint's step, and what was trained: the model, or LoRA's adapters.

@@ -26,14 +26,10 @@ _LORA_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
 class Source(NamedTuple):
-  """Settings that a file has.
+  """Settings that a file has."""
 
-  Attributes:
-    settings: Values by name; nested ones by dotted path.
-    unread: Expressions that are no literals, by the name of their setting.
-  """
-
-  settings: dict[str, Any]
+  settings: dict[str, Any]  # values by name; nested ones by dotted path
+  # Expressions that are no literals, by the name of their setting.
   unread: dict[str, str]
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import stored_adapters
+from safetensors.numpy import load_file
 
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
@@ -29,6 +29,15 @@ CONFIG = {
 ALPHA, RANK = 5.0, 2
 SCALE = ALPHA / RANK
 TARGETS = "layers/(q|k|v|o|gate|up|down)"
+MODULES = {  # PyTorch's, of a layer
+  "q": "self_attn.q_proj",
+  "k": "self_attn.k_proj",
+  "v": "self_attn.v_proj",
+  "o": "self_attn.o_proj",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
 
 
 def noise(tree, seed):
@@ -187,11 +196,20 @@ def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
 def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
   path = tmp_path / "adapter"
   lora.save_peft(path, model.trained, model.path, ALPHA)
-  stored_adapters.check(path, model.trained)
+  expected = {}
+  for name, sides in model.trained["layers"].items():
+    for side, stack in sides.items():
+      for layer, matrix in enumerate(np.asarray(stack)):
+        module = f"base_model.model.model.layers.{layer}.{MODULES[name]}"
+        expected[f"{module}.lora_{side.upper()}.weight"] = matrix.T
+  stored = load_file(path / lora.WEIGHTS)
+  assert stored.keys() == expected.keys()
+  for name, matrix in expected.items():
+    np.testing.assert_array_equal(stored[name], matrix)
   config = json.loads((path / lora.CONFIG).read_text())
   assert config["peft_type"] == "LORA"
   assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
-  modules = [x.rpartition(".")[2] for x in stored_adapters.MODULES.values()]
+  modules = [x.rpartition(".")[2] for x in MODULES.values()]
   assert config["target_modules"] == sorted(modules)
 
 

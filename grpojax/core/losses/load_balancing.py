@@ -18,17 +18,11 @@ from grpojax.core.types import Batch
 @typing.no_type_check
 @struct.dataclass
 class ExpertLoad:
-  """Load of each of X experts by tokens: sums over tokens and layers.
+  """Load of each of X experts by tokens: sums over tokens and layers."""
 
-  Attributes:
-    chosen: tokens that were sent to each expert.
-    probs: probabilities that the routers gave each expert.
-    count: tokens times layers.
-  """
-
-  chosen: Float[Array, "X"]
-  probs: Float[Array, "X"]
-  count: Float[Array, ""]
+  chosen: Float[Array, "X"]  # tokens that were sent to each expert
+  probs: Float[Array, "X"]  # probabilities that the routers gave each expert
+  count: Float[Array, ""]  # tokens times layers
 
 
 def load_weights(

@@ -107,15 +107,21 @@ def clipped(
   1912.09729). Logs `clip_fraction_low` and `_high`: the bound cuts a gradient.
   """
   del logprobs
-  low = (ratios < 1 - clip_low) & (advantages < 0)
-  high = (ratios > 1 + clip_high) & (advantages > 0)
-  bounded = jnp.where(low, 1 - clip_low, ratios)
-  bounded = jnp.where(high, 1 + clip_high, bounded)
+  bounded, aux = _clip(ratios, advantages, 1 - clip_low, 1 + clip_high)
   if dual_clip is not None:
     dual = (ratios > dual_clip) & (advantages < 0)
     bounded = jnp.where(dual, dual_clip, bounded)
-  aux = {"clip_fraction_low": low, "clip_fraction_high": high}
   return -bounded * advantages, aux
+
+
+def _clip(
+  x: Tokens, advantages: Tokens, low: float | int, high: float | int
+) -> tuple[Tokens, Aux]:
+  """Bounds x on the side to which its advantage moves it, and logs where."""
+  below = (x < low) & (advantages < 0)
+  above = (x > high) & (advantages > 0)
+  bounded = jnp.where(above, high, jnp.where(below, low, x))
+  return bounded, {"clip_fraction_low": below, "clip_fraction_high": above}
 
 
 def cispo(
@@ -159,13 +165,9 @@ def gmpo(
   del logprobs
   # A ratio that has underflowed counts as the least normal number (-87 nats).
   log_ratios = jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
-  low = (log_ratios < -gmpo_clip_low) & (advantages < 0)
-  high = (log_ratios > gmpo_clip_high) & (advantages > 0)
-  bounded = jnp.where(low, -gmpo_clip_low, log_ratios)
-  bounded = jnp.where(high, gmpo_clip_high, bounded)
+  bounded, aux = _clip(log_ratios, advantages, -gmpo_clip_low, gmpo_clip_high)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
   total = jnp.sum(jnp.where(mask, bounded, 0.0), -1, keepdims=True)
-  aux = {"clip_fraction_low": low, "clip_fraction_high": high}
   return -jnp.exp(total / length) * advantages, aux
 
 

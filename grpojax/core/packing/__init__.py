@@ -61,40 +61,28 @@ from grpojax.core.packing.micro_batches import cuts, split_rows
 
 
 class Sizes(NamedTuple):
-  """Sizes of a micro-batch that are compiled, besides those of its arrays.
+  """Sizes of a micro-batch that are compiled, besides those of its arrays."""
 
-  Attributes:
-    devices: Number of devices that its rows lie on.
-    bundles: Number of bundles that it has a split of, on all devices.
-    tokens: Number of completion tokens that each device has room for.
-    prompt_tokens: Number of prompt tokens that each device has room for.
-    samples: Number of samples of an unpacked one, which is not smaller.
-  """
-
-  devices: int
-  bundles: int
-  tokens: int
-  prompt_tokens: int
-  samples: int
+  devices: int  # number of devices that its rows lie on
+  bundles: int  # number of bundles that it has a split of, on all devices
+  tokens: int  # number of completion tokens that each device has room for
+  prompt_tokens: int  # number of prompt tokens that each device has room for
+  samples: int  # number of samples of an unpacked one, which is not smaller
 
 
 @typing.no_type_check
 @struct.dataclass
 class Rows:
-  """Packed rows: of all splits, or of one micro-batch.
+  """Packed rows: of all splits, or of one micro-batch."""
 
-  Attributes:
-    prompt_of_row: Prompt of each row, counted among those of its split; in a
-      micro-batch, among those on its device.
-    sample_of_token: Sample of each token, 0 to G - 1; -1 on padding.
-    position_of_token: Position of each token in its completion; 0 on padding.
-    sizes: Sizes of each micro-batch.
-  """
-
+  # Prompt of each row, counted among those of its split; in a micro-batch,
+  # among those on its device.
   prompt_of_row: Int[Array, "*splits K"]
+  # Sample of each token, 0 to G - 1; -1 on padding.
   sample_of_token: Int[Array, "*splits K W"]
+  # Position of each token in its completion; 0 on padding.
   position_of_token: Int[Array, "*splits K W"]
-  sizes: Sizes = struct.field(pytree_node=False)
+  sizes: Sizes = struct.field(pytree_node=False)  # of each micro-batch
 
 
 @typing.no_type_check

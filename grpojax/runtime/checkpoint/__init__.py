@@ -102,16 +102,12 @@ def last_good(folder: str | os.PathLike) -> str:
 
 @dataclasses.dataclass
 class Checkpointer:
-  """An open directory of checkpoints; made by `open_checkpointer`.
+  """An open directory of checkpoints; made by `open_checkpointer`."""
 
-  Attributes:
-    orbax: Orbax's object that writes, lists and deletes them.
-    always: step that stays beside the newest ones, however old it is, or None.
-    in_flight: Orbax's response to the save in the background, or None.
-  """
-
-  orbax: Any = None
+  orbax: Any = None  # Orbax's object that writes, lists and deletes them
+  # Step that stays beside the newest ones, however old it is, or None.
   always: int | None = None
+  # Orbax's response to the save in the background, or None.
   in_flight: Any = None
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:

@@ -149,17 +149,12 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 class _Names(NamedTuple):
-  """Names that a command line may have.
+  """Names that a command line may have."""
 
-  Attributes:
-    flags: Flags of the program and settings of the config, by name.
-    free: Dotted names of sections that take any key.
-    sections: Dotted names of all sections.
-  """
-
+  # Flags of the program and settings of the config, by name.
   flags: dict[str, Option]
-  free: list[str]
-  sections: list[str]
+  free: list[str]  # dotted names of sections that take any key
+  sections: list[str]  # dotted names of all sections
 
   def full(self, name: str) -> str:
     """Adds the "config." that may be left out."""

@@ -34,16 +34,6 @@ def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
   return [*lines, ""]
 
 
-def _changed(declared: Section, known: Section) -> list[tuple[str, Option]]:
-  """The settings whose defaults are not those of the same, known ones."""
-  before = dict(flat_settings(known))
-  return [
-    (name, one)
-    for name, one in flat_settings(declared)
-    if name not in before or one.default != before[name].default
-  ]
-
-
 def _sections(
   declared: Section, prefix: str, known: Mapping[str, Section]
 ) -> list[str]:
@@ -67,7 +57,12 @@ def _sections(
     path = f"{prefix}{name}."
     same = [k for k, v in known.items() if {*v.fields} <= {*one.fields}]
     if same:
-      rows = [(f"{path}{k}", v) for k, v in _changed(one, known[same[0]])]
+      before = dict(flat_settings(known[same[0]]))
+      rows = [
+        (f"{path}{key}", own)
+        for key, own in flat_settings(one)
+        if key not in before or own.default != before[key].default
+      ]
       title = f"the settings of {same[0]}, with these defaults"
       lines += [f"### {path[:-1]}: {title}", "", *_table(rows)]
     else:

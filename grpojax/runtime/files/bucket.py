@@ -330,7 +330,21 @@ def opened(
     if not distributed.is_main():
       yield local, lambda lazily=False: None
       return
-    sync = functools.partial(_sync, copy, [time.monotonic()])
+    last = time.monotonic()
+
+    def sync(lazily: bool = False) -> None:
+      nonlocal last
+      if lazily and time.monotonic() - last < PUSH:
+        return
+      last = time.monotonic()
+      try:
+        with _errors(url, "written", disk.WriteFailed):
+          copy.push()
+      except disk.WriteFailed as error:
+        if not lazily:
+          raise
+        print(f"{error}; trying again", file=sys.stderr, flush=True)
+
     try:
       yield local, sync
     finally:
@@ -344,20 +358,6 @@ def opened(
           file=sys.stderr,
         )
         raise
-
-
-def _sync(copy: _Copy, last: list[float], lazily: bool = False) -> None:
-  """Copies what has changed; `last` holds the time of the copy before."""
-  if lazily and time.monotonic() - last[0] < PUSH:
-    return
-  last[0] = time.monotonic()
-  try:
-    with _errors(copy.url, "written", disk.WriteFailed):
-      copy.push()
-  except disk.WriteFailed as error:
-    if not lazily:
-      raise
-    print(f"{error}; trying again", file=sys.stderr, flush=True)
 
 
 @functools.cache

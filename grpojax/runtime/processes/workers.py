@@ -55,17 +55,11 @@ def to_plain(value: Any) -> Any:
 
 
 class Job(NamedTuple):
-  """Work of one worker under one time limit.
+  """Work of one worker under one time limit."""
 
-  Attributes:
-    content: JSON that the worker gets.
-    count: number of outcomes.
-    seconds: time limit.
-  """
-
-  content: Any
-  count: int
-  seconds: int | float
+  content: Any  # JSON that the worker gets
+  count: int  # of outcomes
+  seconds: int | float  # time limit
 
 
 class Lost(Exception):

@@ -26,34 +26,22 @@ PROJECT = "grpojax"
 
 
 class TrackedRun(NamedTuple):
-  """A run as a tracker gets to know it.
-
-  Attributes:
-    directory: run directory.
-    name: name for people.
-    config: settings by dotted path.
-    step: step of the checkpoint that it goes on from; -1 where it starts.
-    id: name by which the tracker knows it; "" where it does not yet.
-  """
+  """A run as a tracker gets to know it."""
 
   directory: pathlib.Path
-  name: str
-  config: Mapping[str, Any]
+  name: str  # name for people
+  config: Mapping[str, Any]  # settings by dotted path
+  # Step of the checkpoint that it goes on from; -1 where it starts.
   step: int = -1
-  id: str = ""
+  id: str = ""  # name by which the tracker knows it; "" where it does not yet
 
 
 class Tracker(NamedTuple):
-  """An open run of a tracker.
+  """An open run of a tracker."""
 
-  Attributes:
-    log: `(step, numbers)`.
-    close: hands over what is left.
-    id: name by which the run can be gone on with; "" where none is needed.
-  """
-
-  log: Callable[[int, Mapping[str, float]], None]
-  close: Callable[[], None]
+  log: Callable[[int, Mapping[str, float]], None]  # `(step, numbers)`
+  close: Callable[[], None]  # hands over what is left
+  # Name by which the run can be gone on with; "" where none is needed.
   id: str = ""
 
 

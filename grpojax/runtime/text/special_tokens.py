@@ -27,23 +27,15 @@ _TAG = re.compile(r"</?[a-z_]+>")
 
 
 class Marks(NamedTuple):
-  """Control tokens of one tokenizer, and the marks that stand for them.
+  """Control tokens of one tokenizer, and the marks that stand for them."""
 
-  Attributes:
-    tokens: control tokens (tokenizers' AddedToken), the longest first.
-    numbers: their places in `tokens`, by their text.
-    pattern: finds them in a text.
-    heads: texts with which one of them begins.
-    tails: texts with which one of them ends.
-    nonce: beginning of every mark: private characters, drawn at random.
-  """
-
+  # Control tokens (tokenizers' AddedToken), the longest first.
   tokens: tuple[Any, ...]
-  numbers: dict[str, int]
-  pattern: re.Pattern
-  heads: tuple[str, ...]
-  tails: tuple[str, ...]
-  nonce: str
+  numbers: dict[str, int]  # their places in `tokens`, by their text
+  pattern: re.Pattern  # finds them in a text
+  heads: tuple[str, ...]  # texts with which one of them begins
+  tails: tuple[str, ...]  # texts with which one of them ends
+  nonce: str  # beginning of every mark: private characters, drawn at random
 
 
 @functools.lru_cache(maxsize=8)

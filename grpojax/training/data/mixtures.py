@@ -27,21 +27,14 @@ SECTION = "data.mixture"
 
 
 class Source(NamedTuple):
-  """A data set of a mixture, as the config has it.
+  """A data set of a mixture, as the config has it."""
 
-  Attributes:
-    name: Kind of data set.
-    path: Path of its files, or "".
-    options: keyword arguments of its load.
-    weight: its share, up to a factor.
-    rewards: labels of the functions that score it, the first of which says what
-      a right answer is; none stands for all.
-  """
-
-  name: str
-  path: str = ""
-  options: Mapping[str, Any] = {}
-  weight: float = 1.0
+  name: str  # kind of data set
+  path: str = ""  # path of its files, or ""
+  options: Mapping[str, Any] = {}  # keyword arguments of its load
+  weight: float = 1.0  # its share, up to a factor
+  # Labels of the functions that score it, the first of which says what a right
+  # answer is; none stands for all.
   rewards: Sequence[str] = ()
 
 

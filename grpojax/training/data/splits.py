@@ -39,25 +39,17 @@ _REPORT_EVERY = 10.0  # seconds between two lines about a long pass
 
 
 class Split(NamedTuple):
-  """The examples of one split whose prompts fit.
+  """The examples of one split whose prompts fit."""
 
-  Attributes:
-    examples: random access to them.
-    dropped: Number of those that do not fit; 0 where they are refused.
-    fingerprint: SHA-256 of all examples' JSON, in their order.
-    lengths: [n], tokens of each prompt, or of an endless data set's first ones.
-    prompts: [n], a hash of each prompt's text; none of an endless data set.
-    key: Fingerprint of all that the lengths depend on.
-    parts: Splits of a mixture's data sets, by name.
-  """
-
-  examples: Any
-  dropped: int = 0
-  fingerprint: str = ""
+  examples: Any  # random access to them
+  dropped: int = 0  # number of those that do not fit; 0 where they are refused
+  fingerprint: str = ""  # SHA-256 of all examples' JSON, in their order
+  # [n], tokens of each prompt, or of an endless data set's first ones
   lengths: Int[np.ndarray, "n"] | None = None
+  # [n], a hash of each prompt's text; none of an endless data set
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""
-  parts: Mapping[str, Any] = {}
+  key: str = ""  # fingerprint of all that the lengths depend on
+  parts: Mapping[str, Any] = {}  # splits of a mixture's data sets, by name
 
 
 def with_prompt_length(
@@ -114,12 +106,8 @@ def load_split(
 ) -> Split:
   """Returns the examples of a split, all of which have been read and do fit.
 
-  Args:
-    settings: the run's.
-    policy: its tokenizer measures the prompts.
-    split: "train" or "test".
-    cache: a file of `save_lengths`, which may be missing.
-    check_signals: called between examples; may raise.
+  The policy's tokenizer measures them, unless `cache`, a file of
+  `save_lengths`, has their lengths. `check_signals` is called between examples.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   examples = load_examples(settings, split)

@@ -52,15 +52,11 @@ Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
 
 
 class HeldOut(NamedTuple):
-  """Held-out problems that one model is asked.
+  """Held-out problems that one model is asked."""
 
-  Attributes:
-    batches: prompts with their examples, in the order of the data set.
-    too_long: number of problems whose prompt is too long for this model.
-  """
-
+  # Prompts with their examples, in the order of the data set.
   batches: list[tuple[Prompts, list[dict[str, Any]]]]
-  too_long: int
+  too_long: int  # number of problems whose prompt is too long for this model
 
   @property
   def count(self) -> int:
@@ -69,21 +65,14 @@ class HeldOut(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-  """Completions of held-out prompts.
+  """Completions of held-out prompts."""
 
-  Attributes:
-    rewards: rewards [prompts, samples]; nan, where there is none, is not right.
-    texts: the completions, [prompts][samples].
-    examples: the problems, with their "prompt_text".
-    lengths: tokens of the completions [prompts, samples].
-    failures: rewards that could not be computed.
-  """
-
+  # Rewards [prompts, samples]; nan, where there is none, is not right.
   rewards: np.ndarray
-  texts: list[list[str]]
-  examples: list[dict[str, Any]]
-  lengths: np.ndarray
-  failures: list[Failure] = []
+  texts: list[list[str]]  # the completions, [prompts][samples]
+  examples: list[dict[str, Any]]  # the problems, with their "prompt_text"
+  lengths: np.ndarray  # tokens of the completions [prompts, samples]
+  failures: list[Failure] = []  # rewards that could not be computed
 
 
 def _key(example: Mapping[str, Any], *names: str) -> str:
@@ -160,14 +149,6 @@ def held_out_problems(
   ]
 
 
-def _pad(prompts: Prompts, rows: int) -> Prompts:
-  """Fills a last, shorter batch with empty prompts: one shape, one program."""
-  missing = rows - len(prompts.prompt_ids)
-  return jax.tree.map(
-    lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), prompts
-  )
-
-
 def evaluate(
   policy: Policy,
   params: Params,
@@ -182,24 +163,20 @@ def evaluate(
 ) -> Evaluation:
   """Samples completions of every batch of a data set, and their rewards.
 
-  Args:
-    policy: the model; its own parameters are not used.
-    params: the parameters to evaluate.
-    sampler: sampler from `step.sampling.make_sampler`.
-    batches: prompts and examples; the last batch may be shorter.
-    reward_pool: the rewards, of which the first decides what is right.
-    key: random key of the samples.
-    batch_size: rows that a shorter batch is padded to.
-    mesh: devices that the prompts are put on; None is one device.
-    check_signals: function that is called before each batch, `together` with
-      all processes, and while samples and rewards are waited for.
-    on_progress: function of the number of prompts that are done, from 0.
+  The policy's own parameters are not used. The last batch may be shorter, and
+  is padded; without a mesh there is one device. Of the rewards the first
+  decides what is right. `check_signals` is called before each batch, `together`
+  with all processes, and while samples and rewards are waited for,
+  `on_progress` with the number of prompts that are done, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
-    padded = _pad(prompts, batch_size)
+    # A last, shorter batch gets empty prompts: one shape, one program.
+    missing = batch_size - len(prompts.prompt_ids)
+    pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
+    padded = jax.tree.map(pad, prompts)
     if mesh is not None:
       padded = mesh_lib.place(padded, mesh, "batch")
     sampled = sampler(

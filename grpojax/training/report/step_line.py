@@ -23,19 +23,13 @@ SHOWN = (
 
 
 class Eta(NamedTuple):
-  """Times that were measured since the program was started.
+  """Times that were measured since the program was started."""
 
-  Attributes:
-    steps: Number of timed steps; the first is slow, and does not count.
-    seconds: Seconds that they took, but for compilations.
-    pauses: Number of timed pauses between steps.
-    paused: Seconds of these, for evaluations, saving and all else.
-  """
-
+  # Number of timed steps; the first is slow, and does not count.
   steps: int = -1
-  seconds: float = 0.0
-  pauses: int = 0
-  paused: float = 0.0
+  seconds: float = 0.0  # seconds that they took, but for compilations
+  pauses: int = 0  # number of timed pauses between steps
+  paused: float = 0.0  # seconds of these, for evaluations, saving and all else
 
 
 def after_step(eta: Eta, seconds: float) -> Eta:
@@ -63,21 +57,15 @@ def left(eta: Eta, steps: int) -> float | None:
   return steps * (step + eta.paused / max(eta.pauses, 1))
 
 
-def _best_group_size(row: Row) -> str | None:
-  """With its interval, where the step was diagnosed and told something."""
-  if math.isnan(row.get("optimal_group_size", math.nan)):
-    return None
-  best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
-  return "{:.0f} [{:.0f}, {:.0f}]".format(*best)
-
-
 def line(settings: TrainSettings, row: Row, eta: Eta) -> str:
   """Names and numbers of a step to grep, and the time that is left."""
   step, steps = row["step"], settings.steps
   words = [f"step {step:>{len(str(steps))}}/{steps}"]
   words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
-  if best := _best_group_size(row):
-    words.append(f"best_group_size {best}")
+  # Where the step was diagnosed, and told something.
+  if not math.isnan(row.get("optimal_group_size", math.nan)):
+    best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
+    words.append("best_group_size {:.0f} [{:.0f}, {:.0f}]".format(*best))
   if row["seconds_compile"] >= 1:
     words.append(f"compiled {row['seconds_compile']:.0f} s")
   seconds, rest = step_seconds(eta), left(eta, steps - step)

@@ -27,12 +27,9 @@ def _ids(run: Run) -> dict[str, str]:
 
 
 def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
-  """Opens a run's trackers, in the first process alone.
+  """Opens a run's trackers, in the first process alone; the stack closes them.
 
-  Args:
-    run: the run, from `start.start`.
-    step: step of the checkpoint that it goes on from; -1 where there is none.
-    stack: context that closes the trackers.
+  `step` is that of the checkpoint that the run goes on from, or -1.
 
   Raises:
     ValueError: in all processes, where one does not open.

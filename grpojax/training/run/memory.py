@@ -24,17 +24,11 @@ from grpojax.training.step.reference import follows_policy
 
 
 class Part(NamedTuple):
-  """Arrays of one kind.
+  """Arrays of one kind."""
 
-  Attributes:
-    text: Words for them.
-    bytes: Bytes on each device.
-    settings: Settings or flags that decide how large they are.
-  """
-
-  text: str
-  bytes: int
-  settings: tuple[str, ...]
+  text: str  # words for them
+  bytes: int  # bytes on each device
+  settings: tuple[str, ...]  # settings or flags that decide how large they are
 
 
 Phases = dict[str, list[Part]]
@@ -150,11 +144,9 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Refuses phases that cannot fit.
+  """Refuses phases that cannot fit into so many bytes of a device.
 
-  Args:
-    phases: Parts by phase.
-    limit: Bytes of a device; None is what this one has, as far as it is known.
+  No limit is what this one has, as far as it is known.
 
   Raises:
     ValueError: A phase needs more; the message has its parts and a remedy.

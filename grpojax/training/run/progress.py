@@ -14,19 +14,12 @@ Row = Mapping[str, Any]
 
 
 class Trouble(NamedTuple):
-  """A sign that a step has taught the policy nothing, or little.
+  """A sign that a step has taught the policy nothing, or little."""
 
-  Attributes:
-    shown: Metric's value from which on it is in the progress line.
-    whole: Value from which on so many such steps in a row end the run.
-    words: Text for the progress line, with the value put in.
-    meaning: Text for a run that ends.
-  """
-
-  shown: float
-  whole: float
-  words: str
-  meaning: str
+  shown: float  # metric's value from which on it is in the progress line
+  whole: float  # value from which on so many such steps in a row end the run
+  words: str  # text for the progress line, with the value put in
+  meaning: str  # text for a run that ends
 
 
 _SOME = 1e-9  # more than none

@@ -75,13 +75,9 @@ def check(
 ) -> Run:
   """Loads what the settings name, and reads all prompts of finite data sets.
 
-  Args:
-    settings: Settings of the run.
-    directory: Directory of the run; nothing is written there.
-    stack: Context that ends the reward workers, and leaves the mesh.
-    check_signals: Function that is called while much is read; may raise.
-    today: Date of all processes, where a chat template asks for it; None is
-      this one's.
+  Nothing is written into the directory. The stack ends the reward workers, and
+  leaves the mesh; `check_signals` is called while much is read, and may raise;
+  `today` is all processes' date, where a chat template asks for it.
 
   Raises:
     ValueError: An error that would otherwise be found after the run's start.
