@@ -19,6 +19,7 @@ ends.
 Control characters of what the model writes are escaped.
 """
 
+import contextlib
 import dataclasses
 import io
 import sys
@@ -38,6 +39,7 @@ from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import episodes
 from grpojax.training.step import rewards as rewards_lib
 
 TURNS = ("auto", "all", "one")
@@ -79,7 +81,7 @@ FLAGS = {
   ),
   "seed": setting(-1, "of the samples; -1 = the run's", within="[-1, 2**32)"),
 }
-READS = "seed", "model.dtype", "data.", "reward.", "sampling."
+READS = "seed model.dtype data. environment. reward. sampling.".split()
 """Settings, or their beginnings, that change an answer."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
@@ -142,7 +144,7 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
 
 
 def _set_up(
-  settings: TrainSettings, flags: ConfigDict
+  settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[chatting.Speaker, dict[str, Any] | None, bool]:
   """Loads the model, and checks all that can be wrong before it compiles.
 
@@ -168,7 +170,12 @@ def _set_up(
   if flags.turns == "auto":
     turns = chats and not run_models.is_run(flags.model)
   greedy = flags.temperature == 0
-  speaker = chatting.speaker(settings, policy, params, flags.samples, greedy)
+  environment = None
+  if settings.environment.on:
+    environment = stack.enter_context(episodes.open_pool(settings))
+  speaker = chatting.speaker(
+    settings, policy, params, flags.samples, greedy, environment
+  )
   return speaker, example, turns
 
 
@@ -205,16 +212,17 @@ def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   compilation.keep()
-  with command_line.usage_errors():
-    settings, flags = _parse(argv)
-    speaker, example, turns = _set_up(settings, flags)
-  if flags.example >= 0:
-    _ask_scored(speaker, example)
-  elif example:
-    _, answers = chatting.ask(speaker, example)
-    print(*chatting.lines(answers), sep="\n")
-  else:
-    chatting.talk(speaker, _lines(), print, turns)
+  with contextlib.ExitStack() as stack:
+    with command_line.usage_errors():
+      settings, flags = _parse(argv)
+      speaker, example, turns = _set_up(settings, flags, stack)
+    if flags.example >= 0:
+      _ask_scored(speaker, example)
+    elif example:
+      _, answers = chatting.ask(speaker, example)
+      print(*chatting.lines(answers), sep="\n")
+    else:
+      chatting.talk(speaker, _lines(), print, turns)
 
 
 if __name__ == "__main__":

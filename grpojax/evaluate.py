@@ -46,6 +46,7 @@ from grpojax.training.data import mixtures
 from grpojax.training.evaluation import evaluation
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import episodes
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
@@ -79,6 +80,7 @@ READS = (
   "steps",
   "model.dtype",
   "data.",
+  "environment.",
   "reward.",
   "eval.num_prompts",
   "eval.batch_size",
@@ -202,6 +204,10 @@ def _evaluate(
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
+      if environment := reward_pool.environment:
+        for (policy, _), problems in zip(models, held_out, strict=True):
+          example = problems.batches[0][1][0]
+          episodes.check(settings, policy, environment, example)
     shown = screen.Screen(settings.log.every)
     for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.

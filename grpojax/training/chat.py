@@ -1,13 +1,14 @@
 """Answers of a model to prompts, and talks with it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from grpojax.core.types import Params
+from grpojax.environments.pool import EnvironmentPool
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
@@ -30,6 +31,8 @@ class Answer(NamedTuple):
   finished: bool  # True if it came to its end within sampling.max_new_tokens
   # Its reward, nan where it could not be computed; None without.
   reward: float | None = None
+  # What was said with an environment; () without one.
+  messages: Sequence[Mapping[str, str]] = ()
 
 
 class Speaker(NamedTuple):
@@ -49,12 +52,15 @@ def speaker(
   params: Params,
   samples: int,
   greedy: bool,
+  environment: EnvironmentPool | None = None,
 ) -> Speaker:
   """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
   sampling = settings.sampling.distribution
   if greedy:
     sampling = dataclasses.replace(sampling, temperature=0.0)
-  sampler = sampling_lib.make_sampler(settings, policy, samples, sampling)
+  sampler = sampling_lib.make_sampler(
+    settings, policy, samples, sampling, environment=environment
+  )
   return Speaker(
     settings, policy, params, sampler, jax.random.key(settings.seed)
   )
@@ -102,7 +108,10 @@ def ask(
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()
-  answers = map(Answer, texts[0], tokens, finished, rewards)
+  said = [()] * len(tokens)
+  if sampled.transcripts is not None:
+    said = [row["messages"] for row in sampled.transcripts[0]]
+  answers = map(Answer, texts[0], tokens, finished, rewards, said)
   return examples[0]["prompt_text"], list(answers)
 
 
@@ -116,6 +125,9 @@ def lines(answers: list[Answer]) -> list[str]:
     about.append(f"{answer.tokens} tokens")
     if not answer.finished:
       about.append("cut off there")
+    for message in answer.messages[:-1]:  # the last one is the answer
+      text = printable(message["content"]).strip()
+      texts.append(f"{message['role']}: {text}")
     texts += [printable(answer.text).rstrip(), f"  ({', '.join(about)})"]
   return texts
 

@@ -296,8 +296,7 @@ TABLE = {
     None,
     "environment.path",
     note="a class is environment.path = 'file.py:Name'; get_reward, if it has"
-    " one, is the reward `environment`, 0 where a trajectory was cut off; what"
-    f" reset returns has to stand in the prompts; {rules.TURNS}",
+    f" one, is the reward `environment`; {rules.TURNS}",
   ),
   "max_tool_calling_iterations": Row(None, "environment.max_turns", _turns),
   "rollout_func": Row(note=rules.ENVIRONMENT),

@@ -1,12 +1,13 @@
 """Training with environments of the host, from start to end."""
 
+import json
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from grpojax import train
+from grpojax import chat, evaluate, train
 from grpojax.environments import tools
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
@@ -340,3 +341,29 @@ def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
   if not fails:
     metrics = records.read_jsonl(run / "metrics.jsonl")
     assert any("reward_environment/tool_calls" in row for row in metrics)
+
+
+def test_chat_and_evaluate_have_the_environment(
+  toy_task, toy_model, tmp_path, capsys
+):
+  run = go(toy_task, toy_model, tmp_path, steps=1)
+  capsys.readouterr()
+  chat.main([f"--model={run}", "--example=0", "--seed=3", "--samples=8"])
+  printed = capsys.readouterr().out
+  assert "user: no\n" in printed and printed.count("reward ") == 8
+  # A model alone gets it by the settings of its own.
+  changes = {"environment.path": tmp_path / "againFalse.py"}
+  changes |= {"reward.functions": "environment", "environment.max_turns": 3}
+  changes |= {"sampling.max_new_tokens": 40, "eval.num_prompts": 4}
+  reads = "data. environment. eval.num_prompts reward. sampling.max".split()
+  words = toy_task.arguments(run / "model", reads, **changes)
+  words = [word for word in words if "model.path" not in word]
+  evaluate.main([f"--model={run / 'model'}", *words])
+  after = json.loads((run / "summary.json").read_text())["accuracy_after"]
+  assert f"accuracy  {after:.1%}" in capsys.readouterr().out
+  other = tmp_path / "other.py"
+  other.write_text("def reset():\n  raise OSError\ndef step():\n  pass")
+  with pytest.raises(SystemExit, match="the environment"):
+    words = [w for w in words if "environment.path" not in w]
+    words.append(f"--config.environment.path={other}")
+    evaluate.main([f"--model={run / 'model'}", *words])

@@ -195,6 +195,3 @@ class TurnEncoder:
     sizes = range(min(size, 64 * most))
     size = bisect.bisect_left(sizes, True, key=lambda n: is_over(first(n))) - 1
     return _with_contents(observation, first(size))
-
-
-turn_encoder = TurnEncoder

@@ -20,7 +20,7 @@ from grpojax.environments.pool import EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.runtime.text.turns import Observation, TurnEncoder, turn_encoder
+from grpojax.runtime.text.turns import Observation, TurnEncoder
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.policy import Policy
@@ -101,7 +101,7 @@ def make_programs(
 def encoder(settings: TrainSettings, policy: Policy) -> TurnEncoder:
   """Makes the encoder of observations; ValueError for a template that fails."""
   own, data = settings.environment, settings.data
-  return turn_encoder(
+  return TurnEncoder(
     policy.tokenizer,
     policy.eos_ids,
     template=own.template,
