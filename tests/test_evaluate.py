@@ -367,7 +367,8 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
     (
       ["--model={model}", "--config.model.path=x"],
       "--config.model.path: python -m grpojax.evaluate does not read it, only "
-      "its own flags and seed, steps, model.dtype, data.*, environment.*, reward.*, eval.",
+      "its own flags and seed, steps, model.dtype, data.*, environment.*, "
+      "reward.*, eval.",
     ),
     (["--model={model}", "--sampling.temperature=0"], "mean --temperature?"),
     (["--model={model}", "--optim.learning_rate=1"], "does not read it"),

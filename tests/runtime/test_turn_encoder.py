@@ -90,7 +90,7 @@ def make(template=None):
 def encoder(model, *ends, **options):
   ends = ends or (ENDS.get(model, "<|im_end|>"),)
   eos_ids = [OTHER, *(ID[end] for end in ends)]
-  return turns.turn_encoder(make(model), eos_ids, **options)
+  return turns.TurnEncoder(make(model), eos_ids, **options)
 
 
 def says(role, *contents):
@@ -260,22 +260,22 @@ def test_without_a_chat_template_sampled_ids_stay_as_they_are():
 
 def test_the_embedded_models():
   made = tokenizers.character_tokenizer()
-  encode = turns.turn_encoder(made, (1, 3, 99))  # documents end with "\n\n"
+  encode = turns.TurnEncoder(made, (1, 3, 99))  # documents end with "\n\n"
   for last in (1, 3, 99):
     assert made.decode(encode("\n5", last)) == "\n\n5\n"
   path = ASSETS / "arithmetic-instruct"  # its template writes no end token
   made = tokenizers.load(path)
-  encode = turns.turn_encoder(made, tokenizers.eos_ids(path, made))
+  encode = turns.TurnEncoder(made, tokenizers.eos_ids(path, made))
   assert made.decode(encode("No", 1)) == "\nQ: No\nA: "
   assert encode("No", 3) == encode("No", 1)  # cut off behind a line
   assert made.decode(encode(says("tool", "5"), 1)) == "\n5\nA: "
-  lines = turns.turn_encoder(made, (1, 3))  # which end turns
+  lines = turns.TurnEncoder(made, (1, 3))  # which end turns
   assert lines("No", 3) == encode("No", 1)[1:]
   assert lines("No", 1) == encode("No", 1)
   made.chat_template = made.chat_template.replace("}}\n", "}} \n")
-  assert turns.turn_encoder(made, (1,))
+  assert turns.TurnEncoder(made, (1,))
   with pytest.raises(ValueError, match="complete eos_token_id"):
-    turns.turn_encoder(made, (1, 3))
+    turns.TurnEncoder(made, (1, 3))
 
 
 def test_a_tail_begins_no_text():
@@ -284,7 +284,7 @@ def test_a_tail_begins_no_text():
   backend.pre_tokenizer = hf.pre_tokenizers.Metaspace(prepend_scheme="first")
   backend.add_special_tokens(["</s>"])
   made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-  encode = turns.turn_encoder(made, [5], template="{observation}:")
+  encode = turns.TurnEncoder(made, [5], template="{observation}:")
   assert made.encode("a:") == [4, 3] and made.encode("a</s>a:") == [4, 5, 2, 3]
   assert encode("a", 5) == [2, 3]
 
