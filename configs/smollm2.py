@@ -8,6 +8,7 @@ Time:      27 minutes on two cores of a Xeon at 2.5 GHz, 32 seconds a step, on
            which bench --workload=smollm2 takes 43 s (on an EPYC 27 s).
 Expected:  held-out accuracy (greedy) from 13.3% to 93.8% [88.2%, 96.8%],
            through 66% and 88% every fifteen steps; the curve is in smollm2.png.
+           Seeds 1 and 2 end at 93.0% and 82.0%.
 """
 
 from ml_collections import ConfigDict

@@ -182,6 +182,11 @@ def join_prompt(
   elif observation:
     *before, last = [{"content": prompt}] if isinstance(prompt, str) else prompt
     text = last["content"]
+    if not isinstance(text, str):
+      raise ValueError(
+        "what the environment's reset observes goes behind a text, and the "
+        f"prompt's last message has none: {str(last)[:200]}"
+      )
     blank = not text or text[-1].isspace() or observation[0].isspace()
     text += observation if blank else f"\n\n{observation}"
     is_text = isinstance(prompt, str)
