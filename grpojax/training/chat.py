@@ -108,10 +108,10 @@ def ask(
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()
-  said = [()] * len(tokens)
+  messages = [()] * len(tokens)
   if sampled.transcripts is not None:
-    said = [row["messages"] for row in sampled.transcripts[0]]
-  answers = map(Answer, texts[0], tokens, finished, rewards, said)
+    messages = [row["messages"] for row in sampled.transcripts[0]]
+  answers = map(Answer, texts[0], tokens, finished, rewards, messages)
   return examples[0]["prompt_text"], list(answers)
 
 

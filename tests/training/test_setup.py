@@ -34,7 +34,8 @@ OFF = {
   "filter_groups.max_num_gen_batches",
   *(f"lora.{x}" for x in ("alpha", "targets")),
   *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
-  *(f"environment.{x}" for x in ("max_turns", "max_observation", "workers")),
+  *(f"environment.max_{x}" for x in ("turns", "turn_tokens", "observation")),
+  "environment.workers",
   *(f"model.{x}" for x in ("reference_every", "reference_mix")),
 }
 """Settings of what the toy's run does without, read by tests of their own:
