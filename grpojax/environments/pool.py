@@ -62,7 +62,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
       # As a worker gets it, also without workers; no call sees another's.
       content, plays = json.loads(workers_lib.to_line(list(call))), 1
       if self._replays and content[0] != "reset":
-        plays += 1 + len(content[1]["actions"])  # any worker does it: `replay`
+        plays += 2 + len(content[1]["actions"])  # any worker does it: `replay`
       jobs.append(Job(content, 1, self._timeout * plays))
     sent = Submission(jobs)
     self.start(sent)
@@ -84,7 +84,10 @@ class EnvironmentPool(workers_lib.WorkerPool):
 
 
 def check_replay(
-  pool: EnvironmentPool, example: dict[str, Any], seed: int
+  pool: EnvironmentPool,
+  example: dict[str, Any],
+  seed: int,
+  check_signals: Callable[[], None] = lambda: None,
 ) -> None:
   """Plays an episode with made-up actions four times, side by side.
 
@@ -93,7 +96,7 @@ def check_replay(
   calls, place = [("reset", example, seed)] * 4, "its reset"
   for action in (*_TRIAL, ""):
     # Workers take turns, and only one of the four can go on with an instance.
-    steps = pool.collect(pool.submit(calls))
+    steps = pool.collect(pool.submit(calls), check_signals)
     first, *others = [x if isinstance(x, str) else x[:4] for x in steps]
     if different := [other for other in others if other != first]:
       raise ValueError(

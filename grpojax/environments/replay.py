@@ -1,6 +1,6 @@
 """Instances of classes as functions: their states are the actions so far.
 
-    {"actions": ["left", "up"], "seed": 7, "digest": "1c9..."}
+    {"actions": ["left", "up"], "seed": 7, "member": 7, "digest": "1c9..."}
 
 Any free worker does any step. A worker keeps the instances of its last
 episodes, so with one worker, or none, no action is played again. Where an
@@ -39,7 +39,7 @@ class Replay:
   def reset(self, example: dict[str, Any], seed: int) -> Step:
     """Begins an episode."""
     instance, reply = self.begin(example, seed)
-    before = {"actions": [], "seed": seed, "digest": ""}
+    before = {"actions": [], "seed": seed, "member": seed, "digest": ""}
     return self._keep(instance, reply, example, before)
 
   def step(
@@ -49,39 +49,41 @@ class Replay:
 
     The seed may differ from the reset's, which a group's members share.
     """
-    instance = self._take(state, example, seed)
+    instance, own = self._take(state, example, seed)
     actions = [*state["actions"], action]
-    state = state | {"actions": actions, "seed": seed}
+    state = state | {"actions": actions, "seed": own, "member": seed}
     return self._keep(instance, self.act(instance, action), example, state)
 
   def end(self, state: Any, example: dict[str, Any], seed: int) -> Step:
     """Ends an episode that is cut off, with its instance's `get_reward`."""
-    instance = self._take(state, example, seed)
+    instance, _ = self._take(state, example, seed)
     try:
       return to_step(Step(reward=instance.get_reward(), done=True))
     finally:
       _close(instance)
 
-  def _take(self, state, example, seed) -> Any:
-    instance = None
-    if seed == state["seed"]:
+  def _take(self, state, example, seed) -> tuple[Any, int]:
+    """Returns the instance of a state, and the seed that it began with."""
+    if seed == state["member"]:
       # Taken out: two episodes that are alike so far have an instance each.
       instance = self.live.pop(_hash(example, state), None)
-    if instance is None:
-      instance = self._play_again(state, example, seed)
-    return instance
-
-  def _play_again(self, state, example, seed) -> Any:
-    instance, reply = self.begin(example, seed)
-    digest = _hash("", reply[:3])  # `info` may have times, and is left out
-    for action in state["actions"]:
-      digest = _hash(digest, self.act(instance, action)[:3])
-    if digest == state["digest"]:
-      return instance
+      if instance is not None:
+        return instance, state["seed"]
+    # A member's own luck, if its beginning is the group's; else the group's.
+    seeds = dict.fromkeys((seed, state["seed"]))
+    if state["actions"]:
+      seeds = (state["seed"],)
+    for own in seeds:
+      instance, reply = self.begin(example, own)
+      digest = _hash("", reply[:3])  # `info` may have times, and is left out
+      for action in state["actions"]:
+        digest = _hash(digest, self.act(instance, action)[:3])
+      if digest == state["digest"]:
+        return instance, own
+      _close(instance)
     raise WrongAnswer(
-      "answers differently when its actions are played again, or begins"
-      " differently with the seed of another member of the group: draw all luck"
-      " from `seed`, after the reset"
+      "answers differently when its actions are played again: draw all luck"
+      " from `seed`"
     )
 
   def _keep(self, instance, reply: Step, example, state) -> Step:

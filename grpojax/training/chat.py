@@ -1,7 +1,7 @@
 """Answers of a model to prompts, and talks with it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.policy import Policy
+from grpojax.training.report import sample_rows
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
@@ -31,8 +32,8 @@ class Answer(NamedTuple):
   finished: bool  # True if it came to its end within sampling.max_new_tokens
   # Its reward, nan where it could not be computed; None without.
   reward: float | None = None
-  # What was said with an environment; () without one.
-  messages: Sequence[Mapping[str, str]] = ()
+  before: tuple[str, ...] = ()  # turns before, and what an environment said
+  error: str | None = None  # why the environment failed
 
 
 class Speaker(NamedTuple):
@@ -108,11 +109,19 @@ def ask(
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()
-  messages = [()] * len(tokens)
+  answers = [*map(Answer, texts[0], tokens, finished, rewards)]
   if sampled.transcripts is not None:
-    messages = [row["messages"] for row in sampled.transcripts[0]]
-  answers = map(Answer, texts[0], tokens, finished, rewards, messages)
-  return examples[0]["prompt_text"], list(answers)
+    own = samples.completion_ids, samples.completion_mask, samples.turns
+    arrays = *own, samples.turn_rewards
+    names = "ids", "mask", "turns", "turn_rewards"
+    for g, row in enumerate(sampled.transcripts[0]):
+      one = {k: np.asarray(x[0, g]) for k, x in zip(names, arrays, strict=True)}
+      *blocks, _ = sample_rows.turns_of(policy.tokenizer, one)
+      before = tuple(f"{x['by']}: {x['text'].strip()}" for x in blocks)
+      answers[g] = answers[g]._replace(
+        before=before, error=row["episode_error"]
+      )
+  return examples[0]["prompt_text"], answers
 
 
 def lines(answers: list[Answer]) -> list[str]:
@@ -125,9 +134,9 @@ def lines(answers: list[Answer]) -> list[str]:
     about.append(f"{answer.tokens} tokens")
     if not answer.finished:
       about.append("cut off there")
-    for message in answer.messages[:-1]:  # the last one is the answer
-      text = printable(message["content"]).strip()
-      texts.append(f"{message['role']}: {text}")
+    if answer.error:
+      about.append(f"the environment failed: {printable(answer.error)}")
+    texts += map(printable, answer.before)
     texts += [printable(answer.text).rstrip(), f"  ({', '.join(about)})"]
   return texts
 

@@ -182,10 +182,19 @@ def test_each_member_of_a_group_has_its_own_luck_from_one_beginning():
     ]
     assert len({*answers}) > 4
     assert answers[4] == play(pool, ["a"], seed=4)[-1].observation
-  with EnvironmentPool(f"{USER}:OldGame") as pool:
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_beginning_that_is_drawn_is_the_group_s(workers):
+  """Of a class whose reset draws it; its luck is the group's then, too."""
+  with EnvironmentPool(f"{USER}:OldGame", workers=workers) as pool:
     (first,) = play(pool, [], seed=0)
-    (step,) = ask(pool, "a", state=first.state, seed=1)
-  assert "differently with the seed of another member" in step
+    ends = []
+    for seed in range(4):
+      (step,) = ask(pool, "a", state=first.state, seed=seed)
+      ends.append(ask(pool, "b", state=step.state, seed=seed)[0])
+    expected = play(pool, ["a", "b"], seed=0)[-1]
+  assert {x.observation for x in ends} == {expected.observation}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -350,7 +350,8 @@ def test_chat_and_evaluate_have_the_environment(
   capsys.readouterr()
   chat.main([f"--model={run}", "--example=0", "--seed=3", "--samples=8"])
   printed = capsys.readouterr().out
-  assert "user: no\n" in printed and printed.count("reward ") == 8
+  assert "environment: no\n" in printed and printed.count("reward ") == 8
+  assert "model: " in printed
   # A model alone gets it by the settings of its own.
   changes = {"environment.path": tmp_path / "againFalse.py"}
   changes |= {"reward.functions": "environment", "environment.max_turns": 3}
@@ -361,7 +362,26 @@ def test_chat_and_evaluate_have_the_environment(
   evaluate.main([f"--model={run / 'model'}", *words])
   after = json.loads((run / "summary.json").read_text())["accuracy_after"]
   assert f"accuracy  {after:.1%}" in capsys.readouterr().out
+  # What its reset observes has room, though no length of prompts is known.
   other = tmp_path / "other.py"
+  other.write_text(
+    "def reset():\n  return {'observation': '1' * 50}\n"
+    "def step():\n  raise OSError('broken')"
+  )
+  alone = [w for w in words if "environment.path" not in w]
+  alone = [w for w in alone if "max_prompt_length" not in w]
+  alone.append(f"--config.environment.path={other}")
+  chat.main(
+    [
+      f"--model={run / 'model'}",
+      "--prompt=1+1",
+      *(w for w in alone if "eval." not in w),
+    ]
+  )
+  printed = capsys.readouterr().out
+  assert "the environment failed: turn 0:" in printed
+  evaluate.main([f"--model={run / 'model'}", *alone])
+  assert "4 rewards failed" in capsys.readouterr().out
   other.write_text("def reset():\n  raise OSError\ndef step():\n  pass")
   with pytest.raises(SystemExit, match="the environment"):
     words = [w for w in words if "environment.path" not in w]

@@ -127,7 +127,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   last, of_turns = mask, {}
   if "turns" in one:
     last = mask & (one["turns"] == one["turns"].max())
-    of_turns = {"turns": _turns(policy.tokenizer, one)}
+    of_turns = {"turns": turns_of(policy.tokenizer, one)}
     for name in one.keys() & {"logprobs", *OTHERS}:
       one[name] = np.where(one["turns"] >= 0, one[name], np.nan)
   text = tokenizer_lib.decode_completion(
@@ -159,8 +159,11 @@ def _advantage(one: Mapping[str, Any]) -> float | list[float] | None:
   return [_number(x) for x in one["advantage"][one["mask"]]]
 
 
-def _turns(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Texts of the model and its environment, one after the other."""
+def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns texts of the model and its environment, one after the other.
+
+  `one` has a row's "ids", "mask", "turns" and "turn_rewards".
+  """
   ids, turns = one["ids"][one["mask"]], one["turns"][one["mask"]]
   blocks = []
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):

@@ -102,7 +102,9 @@ def check(
   )
   if reward_pool.environment is not None:
     first = run.train.examples[0]
-    episodes.check(settings, policy, reward_pool.environment, first)
+    episodes.check(
+      settings, policy, reward_pool.environment, first, check_signals
+    )
   stack.enter_context(jax.set_mesh(mesh))
   return run._replace(policy=policy, reward_pool=reward_pool)
 

@@ -201,6 +201,8 @@ def _environment(s: TrainSettings) -> Rows:
   for setting, wrong in refused.items():
     if wrong:
       yield setting, "not with an environment (environment.path): leave it out"
+  if own.failed != "drop" and reward.model:
+    yield "environment.failed", "not with reward.model, which adds to it: drop"
   if own.credit == "trajectory":
     return
   try:

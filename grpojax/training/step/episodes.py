@@ -1,6 +1,7 @@
 """Sampling with an environment of the host, by the settings of a run."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
-from grpojax.data import pipeline
 from grpojax.environments import episodes
 from grpojax.environments.episodes import Answer, Turn
 from grpojax.environments.pool import EnvironmentPool, check_replay
@@ -24,11 +24,13 @@ from grpojax.runtime.text.turns import Observation, TurnEncoder
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.policy import Policy
+from grpojax.training.settings.inputs import DataSettings
 from grpojax.training.settings.run import TrainSettings
 
 Transcript = dict[str, Any]
 """What an environment did in a trajectory: its "messages", "turn_rewards",
-"episode_error" (None, or why it failed), "episode_info" (sums of numbers)."""
+"episode_error" (None, or why it failed), "episode_info" (sums of numbers), and
+at the end the "prompt" that was read."""
 
 
 class Sampled(NamedTuple):
@@ -116,6 +118,7 @@ def check(
   policy: Policy,
   pool: EnvironmentPool,
   example: dict[str, Any],
+  check_signals: Callable[[], None] = lambda: None,
 ) -> None:
   """Plays a short episode, and sets its observations.
 
@@ -127,14 +130,16 @@ def check(
   encode, own = encoder(settings, policy), settings.environment
   if pool.tools:
     encode.check([{"role": "tool", "name": "tool", "content": "1"}])
-  (first,) = pool.collect(pool.submit([("reset", example, settings.seed)]))
+  call = "reset", example, settings.seed
+  (first,) = pool.collect(pool.submit([call]), check_signals)
   if not isinstance(first, str) and (error := _reset_error(first)):
     raise ValueError(f"the environment's reset {error}")
   if not isinstance(first, str):
-    join_prompt(prompt_row(settings, policy), example, first.observation)
-  check_replay(pool, example, settings.seed)
+    encode_prompt = prompts_lib.encoder(settings, policy)
+    join_prompt(encode_prompt, settings.data, example, first.observation)
+  check_replay(pool, example, settings.seed, check_signals)
   call = "step", getattr(first, "state", None), "1", example, settings.seed
-  (step,) = pool.collect(pool.submit([call]))
+  (step,) = pool.collect(pool.submit([call]), check_signals)
   if isinstance(step, str):
     print(f"warning: to the turn '1' the environment {step}", flush=True)
   if own.max_observation >= settings.sampling.max_new_tokens:
@@ -153,35 +158,27 @@ def _reset_error(step: Step) -> str:
   return ""
 
 
-def prompt_row(settings: TrainSettings, policy: Policy):
-  """Makes `(example) -> pipeline.row`, of the policy's format."""
-  return functools.partial(
-    pipeline.row,
-    encode=prompts_lib.encoder(settings, policy),
-    max_prompt_length=settings.data.max_prompt_length,
-    pad_id=policy.pad_id,
-  )
-
-
 def join_prompt(
-  row: Callable[[dict[str, Any]], tuple],
+  encode_prompt: Callable[..., tuple[str, list[int]]],
+  data: DataSettings,
   example: dict[str, Any],
   observation: Observation,
-) -> tuple:
-  """Returns the `row` of a prompt that ends in what the reset observed.
+) -> tuple[str, list[int]]:
+  """Returns the text and ids of a prompt that ends in what the reset observed.
 
   A text goes behind the prompt's last text, after a blank line where neither
   has blanks there; messages go behind the prompt's. ValueError where they make
-  no prompt, or one that is too long.
+  no prompt, or one longer than `data.max_prompt_length`.
   """
   prompt = example["prompt"]
   if observation and not isinstance(observation, str):
     if isinstance(prompt, str):
-      prompt = [{"role": "user", "content": prompt}]
+      text = data.template.strip().format(prompt=prompt)
+      prompt = [{"role": "user", "content": text}]
     prompt = [*prompt, *observation]
   elif observation:
     *before, last = [{"content": prompt}] if isinstance(prompt, str) else prompt
-    text = last["content"]
+    text = last.get("content")
     if not isinstance(text, str):
       raise ValueError(
         "what the environment's reset observes goes behind a text, and the "
@@ -191,7 +188,14 @@ def join_prompt(
     text += observation if blank else f"\n\n{observation}"
     is_text = isinstance(prompt, str)
     prompt = text if is_text else [*before, {**last, "content": text}]
-  return row({**example, "prompt": prompt})
+  text, ids = encode_prompt(prompt)
+  if observation and len(ids) > (data.max_prompt_length or math.inf):
+    raise ValueError(
+      f"a prompt with what the environment's reset observes has {len(ids)} "
+      f"tokens: raise data.max_prompt_length = {data.max_prompt_length}, which "
+      "as 0 is the longest prompt of the data alone"
+    )
+  return text, ids
 
 
 def make_player(
@@ -209,7 +213,10 @@ def make_player(
     as a generator that yields while the devices decode (`play_together`).
   """
   programs = make_programs(settings, policy, group_size, sampling)
-  encode, row = encoder(settings, policy), prompt_row(settings, policy)
+  encode = encoder(settings, policy)
+  join = functools.partial(
+    join_prompt, prompts_lib.encoder(settings, policy), settings.data
+  )
   episode_seeds = jax.jit(chunks.episode_seeds, static_argnames="shape")
 
   def player(
@@ -233,7 +240,9 @@ def make_player(
     )
     observed = table.reset()
     if any(observed):
-      joined = table.join_prompts(row, observed)
+      joined = table.join_prompts(
+        join, observed, settings.data.max_prompt_length
+      )
       if mesh is not None:
         joined = mesh_lib.place(joined, mesh, "batch")
       prompts = prompts.replace(**joined)
@@ -252,6 +261,9 @@ def make_player(
       rollout = mesh_lib.map_rows(
         lambda x, *names: mesh_lib.place(x, mesh, *names), rollout
       )
+    for i, group in zip(table.own, table.transcripts, strict=True):
+      for row in group:
+        row["prompt"] = examples[i]["prompt_text"]
     return Sampled(rollout, table.transcripts, table.seconds)
 
   return player
@@ -326,7 +338,10 @@ class _Episodes:
     return observed
 
   def join_prompts(
-    self, row: Callable[..., tuple], observed: Sequence[Observation]
+    self,
+    join: Callable[..., tuple[str, list[int]]],
+    observed: Sequence[Observation],
+    longest: int,
   ) -> dict[str, np.ndarray]:
     """Returns ids and mask of the prompts with what was observed.
 
@@ -338,18 +353,22 @@ class _Episodes:
       zip(self.examples, observed, strict=True)
     ):
       try:
-        rows.append(join_prompt(row, example, seen))
+        text, ids = join(example, seen)
       except ValueError as error:
-        rows.append(row(example))
+        text, ids = join(example, "")
         if i in self.own:
           self._fail(i, str(error))
-      example["prompt_text"] = rows[-1][-1]["prompt_text"]
-    joined = prompts_lib.trim(pipeline.collate(rows)[0])
-    padding = ((0, len(self.seeds) - len(rows)), (0, 0))
-    return {
-      name: np.pad(getattr(joined, name), padding)
-      for name in ("prompt_ids", "prompt_mask")
-    }
+      example["prompt_text"] = text
+      rows.append(ids)
+    lengths = np.array([*map(len, rows), *[0] * (len(self.seeds) - len(rows))])
+    # A chat's prompt may be longer than the setting; 0 is not known there.
+    width = max(longest, -(-int(lengths.max()) // 32) * 32)
+    padded = np.full((len(lengths), width), self.policy.pad_id, np.int32)
+    for row, ids in zip(padded, rows, strict=False):
+      row[: len(ids)] = ids
+    mask = np.arange(width) < lengths[:, None]
+    joined = prompts_lib.trim(Prompts(padded, mask))
+    return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 
   def _fail(self, i: int, error: str) -> None:
     for j in range(self.seeds.shape[1]):

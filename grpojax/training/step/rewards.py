@@ -295,11 +295,12 @@ def fail_episodes(
   new = _map_arrays(np.copy, rewards)
   failures = [[[*own] for own in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
-    if reason := transcripts[b][g]["episode_error"]:
+    row = transcripts[b][g]
+    if reason := row["episode_error"]:
       new.failed[b, g], new.rewards[b, g] = math.isnan(reward), reward
       for values in new.values.values():
         values[b, g] = reward
-      failure = Failure("environment", reason, "", texts[b][g])
+      failure = Failure("environment", reason, row["prompt"], texts[b][g])
       failures[b][g].append(failure)
   return new._replace(failures=failures)
 
