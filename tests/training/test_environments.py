@@ -1,5 +1,6 @@
 """Training with environments of the host, from start to end."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,6 +13,7 @@ from grpojax.environments import tools
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
+from grpojax.training.step import episodes
 
 AGAIN = """
 def reset(example, seed):
@@ -198,6 +200,8 @@ def test_a_failure_is_a_row_without_a_reward(
   failures = records.read_jsonl(run / "failures.jsonl")
   assert failures[0]["reason"].startswith("turn 1: raised RuntimeError: no")
   assert failures[0]["function"] == "environment"
+  prompts = {one["prompt"] for one in failures}
+  assert prompts & {row["prompt"] for row in failed} and "" not in prompts
   assert np.isfinite(step["grad_norm"])
 
 
@@ -229,6 +233,14 @@ def test_an_observation_that_cannot_be_read_is_a_failure(
   "changes, message",
   [
     ({"reward.functions": ("environment",)}, "of environment.path: name one"),
+    (
+      {
+        "environment.path": "retry",
+        "environment.failed": "zero",
+        "reward.model": "judge",
+      },
+      "environment.failed",
+    ),
     ({"environment.credit": "turn"}, "there are no turns"),
     (
       {"environment.path": "retry", "sampling.repetition_penalty": 1.1},
@@ -387,3 +399,36 @@ def test_chat_and_evaluate_have_the_environment(
     words = [w for w in words if "environment.path" not in w]
     words.append(f"--config.environment.path={other}")
     evaluate.main([f"--model={run / 'model'}", *words])
+
+
+@pytest.mark.parametrize(
+  "prompt, observed, expected",
+  [
+    ("2+2", "", "Q: 2+2"),
+    ("2+2", "hint", "Q: 2+2\n\nhint"),
+    ("2+2 ", "hint", "Q: 2+2 hint"),
+    ("2+2", [{"role": "user", "content": "hint"}], "Q: 2+2|hint"),
+    ([{"role": "user", "content": "2+2"}], "hint", "2+2\n\nhint"),
+    ([{"role": "user", "content": "a" * 90}], "hint", "raise data.max_pro"),
+    ([{"role": "assistant", "tool_calls": []}], "hint", "has none: {'role'"),
+  ],
+)
+def test_where_an_observation_of_reset_stands(prompt, observed, expected):
+  data = from_config(default_config()).data
+  changes = {"template": "Q: {prompt}", "max_prompt_length": 60}
+  data = dataclasses.replace(data, **changes)
+
+  def encode(prompt):  # a chat's messages have no template around them
+    text = f"Q: {prompt}"
+    if not isinstance(prompt, str):
+      text = "|".join(message["content"] for message in prompt)
+    return text, [*text.encode()]
+
+  def join():
+    return episodes.join_prompt(encode, data, {"prompt": prompt}, observed)
+
+  if expected.startswith(("raise", "has")):
+    with pytest.raises(ValueError, match=expected):
+      join()
+  else:
+    assert join() == (expected, [*expected.encode()])
