@@ -145,12 +145,17 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
 
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
-) -> tuple[chatting.Speaker, dict[str, Any] | None, bool]:
+) -> tuple[
+  chatting.Speaker,
+  dict[str, Any] | None,
+  bool,
+  rewards_lib.RewardPool | None,
+]:
   """Loads the model, and checks all that can be wrong before it compiles.
 
   Returns:
-    The model; the only example that it is asked, or None; and True if it is
-    shown the lines and answers before.
+    The model; the only example that it is asked, or None; True if it is shown
+    the lines and answers before; the rewards of a held-out example, or None.
   """
   policy, params = run_models.load(
     flags.model, settings.model.dtype, flags.best
@@ -170,13 +175,17 @@ def _set_up(
   if flags.turns == "auto":
     turns = chats and not run_models.is_run(flags.model)
   greedy = flags.temperature == 0
-  environment = None
-  if settings.environment.on:
+  reward_pool = environment = None
+  if flags.example >= 0:
+    opened = rewards_lib.open_reward_pool(settings)
+    reward_pool = stack.enter_context(opened)
+    environment = reward_pool.environment
+  elif settings.environment.on:
     environment = stack.enter_context(episodes.open_pool(settings))
   speaker = chatting.speaker(
     settings, policy, params, flags.samples, greedy, environment
   )
-  return speaker, example, turns
+  return speaker, example, turns, reward_pool
 
 
 def _lines() -> Iterator[str]:
@@ -195,14 +204,15 @@ def _lines() -> Iterator[str]:
       return
 
 
-def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
+def _ask_scored(
+  speaker: chatting.Speaker,
+  example: dict[str, Any],
+  reward_pool: rewards_lib.RewardPool,
+) -> None:
   """Prints a prompt, and the answers to it with their rewards."""
   steps = speaker.settings.steps  # of the run, which has ended
-  with rewards_lib.open_reward_pool(speaker.settings) as reward_pool:
-    (example,) = rewards_lib.with_step(
-      reward_pool.pool, [example], steps, steps
-    )
-    prompt, answers = chatting.ask(speaker, example, 0, reward_pool)
+  (example,) = rewards_lib.with_step(reward_pool.pool, [example], steps, steps)
+  prompt, answers = chatting.ask(speaker, example, 0, reward_pool)
   print(printable(prompt).rstrip())
   print(*chatting.lines(answers), sep="\n")
   if "answer" in example:
@@ -215,9 +225,9 @@ def main(argv: list[str]) -> None:
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       settings, flags = _parse(argv)
-      speaker, example, turns = _set_up(settings, flags, stack)
-    if flags.example >= 0:
-      _ask_scored(speaker, example)
+      speaker, example, turns, pool = _set_up(settings, flags, stack)
+    if pool is not None:
+      _ask_scored(speaker, example, pool)
     elif example:
       _, answers = chatting.ask(speaker, example)
       print(*chatting.lines(answers), sep="\n")

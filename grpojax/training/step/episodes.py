@@ -16,7 +16,7 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.environments import episodes
 from grpojax.environments.episodes import Answer, Turn
-from grpojax.environments.pool import EnvironmentPool, check_replay
+from grpojax.environments.pool import Call, EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
@@ -384,18 +384,7 @@ class _Episodes:
       for turn, text in zip(own, texts, strict=True)
       if (turn.prompt, turn.sample) in self.states
     ]
-    steps = self._ask(
-      [
-        (
-          "step",
-          self.states[turn.prompt, turn.sample],
-          text,
-          self.examples[turn.prompt],
-          int(self.seeds[turn.prompt, turn.sample]),
-        )
-        for turn, text in alive
-      ]
-    )
+    steps = self._ask([self._call("step", *one) for one in alive])
     answers = {(x.prompt, x.sample): self.failed for x in own}
     for (turn, text), step in zip(alive, steps, strict=True):
       answers[turn.prompt, turn.sample] = self._record(turn, text, step)
@@ -404,17 +393,7 @@ class _Episodes:
   def end(self, cut: list[Turn]) -> list[float]:
     """Returns the rewards of episodes that are cut off; failed ones have 0."""
     alive = [turn for turn in cut if (turn.prompt, turn.sample) in self.states]
-    steps = self._ask(
-      [
-        (
-          "end",
-          self.states[turn.prompt, turn.sample],
-          self.examples[turn.prompt],
-          int(self.seeds[turn.prompt, turn.sample]),
-        )
-        for turn in alive
-      ]
-    )
+    steps = self._ask([self._call("end", turn) for turn in alive])
     own = [turn for turn in cut if turn.prompt in self.own]
     answers = {(x.prompt, x.sample): Answer() for x in own}
     for turn, step in zip(alive, steps, strict=True):
@@ -465,6 +444,12 @@ class _Episodes:
     return tokenizer_lib.decode_completion(
       self.policy.tokenizer, turn.ids, everything, self.policy.eos_ids
     )
+
+  def _call(self, name: str, turn: Turn, *action: str) -> Call:
+    """Returns a call of the pool on the state that the turn ended in."""
+    place = turn.prompt, turn.sample
+    example, seed = self.examples[turn.prompt], int(self.seeds[place])
+    return name, self.states[place], *action, example, seed
 
   def _ask(self, calls: list[tuple]) -> list[Any]:
     began = time.perf_counter()
