@@ -30,13 +30,7 @@ Answers = Mapping[int, tuple[str, str]]
 
 def answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
   """Evaluations by step, from rows of evaluations.jsonl; the last counts."""
-  by_step = {}
-  for row in rows:
-    right, problems = row.get("right"), row.get("problems")
-    texts = isinstance(right, str) and isinstance(problems, str)
-    if texts and right and set(right) <= {"0", "1"}:
-      by_step[row["step"]] = problems, right
-  return by_step
+  return {row["step"]: (row["problems"], row["right"]) for row in rows}
 
 
 def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:

@@ -28,8 +28,8 @@ _LARGEST = 1e100  # of which the square is finite
 Curve = dict[str, Any]
 Columns = Mapping[str, tuple[list[int], list[float]]]
 """Steps and values of each metric, by its name."""
-Counts = dict[int, list[tuple[float, int]]]
-"""Rewards of each step, and how often each was given."""
+Counts = Mapping[int, Sequence[Sequence[float | int]]]
+"""Pairs of a reward and how often it was given, by step."""
 
 
 def is_number(value: Any) -> bool:
@@ -153,20 +153,6 @@ def curves(columns: Columns) -> dict[str, Curve]:
     return base in columns and last in ("low", "high", "se")
 
   return {name: _curve(name, columns) for name in columns if not is_bound(name)}
-
-
-def reward_counts(rows: Iterable[Mapping[str, Any]]) -> Counts:
-  """Counts by step from rows of rewards.jsonl; what is none is left out."""
-
-  def is_count(pair):
-    pairs = isinstance(pair, list) and len(pair) == 2
-    return pairs and all(map(is_number, pair)) and pair[1] > 0
-
-  return {
-    row["step"]: [(float(x[0]), int(x[1])) for x in pairs if is_count(x)]
-    for row in rows
-    if isinstance(pairs := row.get("counts"), list)
-  }
 
 
 def reward_picture(counts: Counts) -> dict[str, Any] | None:

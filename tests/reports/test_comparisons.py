@@ -31,14 +31,8 @@ def test_before_and_after_are_the_first_and_last_evaluation():
   assert comparisons.before_and_after({0: ("q", "1"), 1: ("r", "1")}) is None
 
 
-def test_rows_without_answers_are_left_out():
-  rows = [
-    {"step": 0, "problems": "q", "right": "01"},
-    {"step": 1, "problems": "q", "right": "02"},
-    {"step": 2, "problems": 3, "right": "01"},
-    {"step": 3, "problems": "q", "right": ""},
-    {"step": 0, "problems": "q", "right": "11"},
-  ]
+def test_of_two_evaluations_of_a_step_the_last_counts():
+  rows = [{"step": 0, "problems": "q", "right": x} for x in ("01", "11")]
   assert comparisons.answers(rows) == {0: ("q", "11")}
 
 

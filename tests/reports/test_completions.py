@@ -1,8 +1,5 @@
 """Groups of completions, as a page gets them."""
 
-import json
-import math
-
 from grpojax.reports import completions
 
 
@@ -28,26 +25,16 @@ def test_rows_of_a_group_come_together():
   assert (second["reward"], second["truncated"]) == (0, True)
 
 
-def test_what_does_not_fit_is_left_out():
-  rows = [
-    row(completion=None),
-    row(prompt=3),
-    row(
-      reward=math.nan,
-      rewards=[1],
-      tokens=["a", "b"],
-      logprobs=[-1.0, math.nan],
-      ref_logprobs=[-1.0],
-      trainer_logprobs="x",
-    ),
-    row(tokens=["a", 3], logprobs=[-1.0, -2.0]),
+def test_tokens_of_an_environment_and_rewards_of_turns():
+  turns = [
+    {"by": "model", "text": "ab", "tokens": 2, "reward": 0.5},
+    {"by": "environment", "text": "c", "tokens": 1},
+    {"by": "model", "text": "d", "tokens": 1, "reward": None},
   ]
-  ((first, second),) = (g["samples"] for g in completions.groups(rows))
-  assert first["reward"] is None and "rewards" not in first
-  assert first["logprobs"] == [-1.0, None]
-  assert not {"ref_logprobs", "trainer_logprobs"} & first.keys()
-  assert not {"tokens", "logprobs"} & second.keys()
-  json.dumps(completions.groups(rows), allow_nan=False)
+  rows = [row(tokens=[*"abcd"], turns=turns, advantage=[0.5, 0.5, 0, 1.0])]
+  ((sample,),) = (group["samples"] for group in completions.groups(rows))
+  assert sample["observed"] == [False, False, True, False]
+  assert sample["turn_rewards"] == {1: 0.5} and "advantage" not in sample
 
 
 def test_of_too_many_steps_some_are_kept_from_first_to_last():

@@ -93,11 +93,8 @@ def test_curves_are_json_without_nan():
 
 
 def test_each_reward_is_a_row_and_each_step_a_column():
-  rows = [
-    {"step": 1, "counts": [[0.0, 6], [1.0, 2]]},
-    {"step": 2, "counts": [[0.0, 1], [0.5, 2], [1.0, 1]]},
-  ]
-  picture = curves.reward_picture(curves.reward_counts(rows))
+  counts = {1: [(0.0, 6), (1.0, 2)], 2: [(0.0, 1), (0.5, 2), (1.0, 1)]}
+  picture = curves.reward_picture(counts)
   assert picture == {
     "steps": [[1, 1], [2, 2]],
     "values": [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]],
@@ -107,11 +104,9 @@ def test_each_reward_is_a_row_and_each_step_a_column():
 
 
 def test_many_rewards_fall_into_intervals_and_many_steps_into_columns():
-  rows = [
-    {"step": step, "counts": [[step / 1000, 1], [(step + 500) / 1000, 3]]}
-    for step in range(1000)
-  ]
-  picture = curves.reward_picture(curves.reward_counts(rows))
+  picture = curves.reward_picture(
+    {i: [(i / 1000, 1), ((i + 500) / 1000, 3)] for i in range(1000)}
+  )
   assert len(picture["steps"]) == curves.REWARD_COLUMNS
   assert picture["steps"][0] == [0, 9] and picture["steps"][-1] == [990, 999]
   assert len(picture["values"]) == curves.REWARD_BINS
@@ -124,13 +119,5 @@ def test_many_rewards_fall_into_intervals_and_many_steps_into_columns():
   assert picture["total"] == 4000
 
 
-def test_what_is_no_count_is_left_out():
-  rows = [
-    {"step": 1, "counts": [[math.nan, 1], ["x", 1], [1], 3, [2.0, -1]]},
-    {"step": 2, "counts": "many"},
-    {"step": 3},
-  ]
-  assert curves.reward_picture(curves.reward_counts(rows)) is None
-  assert curves.reward_counts([*rows, {"step": 4, "counts": [[1, 2]]}])[4] == [
-    (1.0, 2)
-  ]
+def test_without_rewards_there_is_no_picture():
+  assert curves.reward_picture({1: []}) is None

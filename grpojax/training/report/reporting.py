@@ -264,7 +264,7 @@ def _summarize(
   model = run.file(run_directory.MODEL)
   of_model = {"step": model_step, "of_steps": steps}
   records.write_json(model / run_directory.OF_MODEL, of_model)
-  run_report.write(run.directory, summary)  # before the run is finished
+  run_report.write(run.directory, finished=True)  # before its summary is there
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from grpojax.reports import comparisons, completions, curves
 from grpojax.reports.metric_groups import layout
 from grpojax.reports.page import page
@@ -20,7 +22,6 @@ from grpojax.training.config import default_config
 from grpojax.training.run import run_directory
 
 FAILURES = 200  # shown of a run, at most
-_LARGEST = 2**53  # a whole number that a page can tell from its neighbours
 
 Rows = list[dict[str, Any]]
 
@@ -32,19 +33,6 @@ def _json(text: str | bytes) -> dict[str, Any] | None:
   except (RecursionError, ValueError):
     return None
   return value if isinstance(value, dict) else None
-
-
-def _object(path: pathlib.Path) -> dict[str, Any] | None:
-  try:
-    return _json(path.read_bytes())
-  except OSError:
-    return None
-
-
-def _has_step(row: Mapping[str, Any]) -> bool:
-  step = row.get("step")
-  whole = isinstance(step, int) and not isinstance(step, bool)
-  return whole and 0 <= step < _LARGEST
 
 
 def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
@@ -60,7 +48,7 @@ def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
   except OSError as error:
     notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     return []
-  rows = [row for row in map(_json, lines) if row and _has_step(row)]
+  rows = [row for row in map(_json, lines) if row and "step" in row]
   broken = sum(map(bool, lines)) - len(rows)
   if broken:
     notes.append(f"{path.name}: {broken} lines are no rows, and are left out")
@@ -92,7 +80,7 @@ def read_samples(
       notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     return [], {"steps": 0, "kept_steps": 0}
   about = {"steps": len(sizes), "kept_steps": len(chosen)}
-  return [row for row in rows if row and _has_step(row)], about
+  return [row for row in rows if row], about
 
 
 def _step_of(line: bytes) -> int | None:
@@ -101,24 +89,13 @@ def _step_of(line: bytes) -> int | None:
   return int(match[1]) if match else None
 
 
-def _text(value: Any) -> str | None:
-  """Makes a text of anything but null: numbers may be NaN."""
-  return value if value is None or isinstance(value, str) else str(value)
-
-
 def _failures(rows: Rows) -> dict[str, Any]:
   """Counts rewards that could not be computed, by kind; and the first rows."""
-  counts = collections.Counter(
-    (str(row.get("function")), str(row.get("reason"))) for row in rows
-  )
-  names = ("function", "reason", "prompt", "completion")
+  counts = collections.Counter((row["function"], row["reason"]) for row in rows)
   return {
     "total": len(rows),
     "counts": [[*kind, n] for kind, n in counts.most_common(FAILURES)],
-    "rows": [
-      {"step": row["step"]} | {name: _text(row.get(name)) for name in names}
-      for row in rows[:FAILURES]
-    ],
+    "rows": rows[:FAILURES],
   }
 
 
@@ -129,30 +106,19 @@ def _changes(path: pathlib.Path) -> list[dict[str, Any]]:
   except OSError:
     return []
   return [
-    {
-      "step": _text(row.get("after_step")),
-      "changed": list(map(str, row["changed"])),
-    }
+    {"step": row["after_step"], "changed": row["changed"]}
     for row in map(_json, lines)
-    if row and isinstance(row.get("changed"), list)
+    if row
   ]
 
 
-def _flat(config: Mapping[str, Any] | None) -> dict[str, str]:
+def _flat(config: ConfigDict) -> dict[str, str]:
   """Settings by dotted name, as texts."""
-  try:
-    whole = config_lib.from_json(json.dumps(config or {}))
-    flat = config_lib.flatten(whole)
-  except (AttributeError, KeyError, TypeError, ValueError):
-    return {}
-  return {str(name): repr(value) for name, value in flat.items()}
+  return {name: repr(x) for name, x in config_lib.flatten(config).items()}
 
 
 def _read(
-  path: pathlib.Path,
-  name: str,
-  summary: Mapping[str, Any] | None,
-  budget: int,
+  path: pathlib.Path, name: str, finished: bool, budget: int
 ) -> dict[str, Any]:
   """Reads a run directory: what the page shows, and what it compares."""
   notes: list[str] = []
@@ -166,13 +132,14 @@ def _read(
     )
   )
   samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
-  config = _object(path / run_directory.CONFIG)
-  if config is None:
+  try:
+    config = config_lib.from_json((path / run_directory.CONFIG).read_text())
+  except (OSError, ValueError):
+    config = ConfigDict()
     notes.append(f"{run_directory.CONFIG} is missing or cannot be read")
-  summary = summary or _object(path / run_directory.SUMMARY)
+  finished = finished or run_directory.is_finished(path)
   last = max((row["step"] for row in metrics), default=0)
-  steps = (config or {}).get("steps")
-  done = f"{last} of {steps}" if isinstance(steps, int) else f"{last}"
+  done = f"{last} of {config.steps}" if "steps" in config else f"{last}"
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
   sizes = comparisons.group_size(columns)
@@ -184,14 +151,14 @@ def _read(
     "settings": _flat(config),
     "shown": {
       "name": name,
-      "status": f"step {done}"
-      if summary is None
-      else f"finished, {done} steps",
-      "finished": summary is not None,
+      "status": f"finished, {done} steps" if finished else f"step {done}",
+      "finished": finished,
       "lastStep": last,
       "notes": notes,
       "curves": curves.curves(columns),
-      "rewards": curves.reward_picture(curves.reward_counts(counts)),
+      "rewards": curves.reward_picture(
+        {row["step"]: row["counts"] for row in counts}
+      ),
       "groups": completions.groups(samples),
       "sampled": about,
       "gain": comparisons.before_and_after(answers),
@@ -206,7 +173,7 @@ def _read(
 
 def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
   """All settings: first those in which runs differ, then those changed."""
-  default = _flat(default_config().to_dict())
+  default = _flat(default_config())
   rows = []
   for name in sorted(default.keys() | set().union(*runs)):
     values = [run.get(name) for run in runs]
@@ -236,12 +203,12 @@ def _names(paths: Sequence[pathlib.Path]) -> list[str]:
 def report(
   paths: Sequence[pathlib.Path],
   names: Sequence[str] | None = None,
-  summary: Mapping[str, Any] | None = None,
+  finished: bool = False,
 ) -> str:
   """Makes the page about runs; ValueError where a directory is no run's.
 
-  Runs are named by their directories unless there are names. The summary is
-  that of a single run which is about to write it.
+  Runs are named by their directories unless there are names. `finished` is
+  True for a single run that is about to write its summary.
   """
   for path in paths:
     # A model has a config.json as well, of its own kind.
@@ -254,7 +221,7 @@ def report(
   names = names or _names(paths)
   budget = completions.BUDGET // len(paths)
   runs = [
-    _read(path, name, summary, budget)
+    _read(path, name, finished, budget)
     for path, name in zip(paths, names, strict=True)
   ]
   first, *others = runs
@@ -273,12 +240,10 @@ def report(
   return page(f"{', '.join(names)} - grpojax", data)
 
 
-def write(
-  directory: pathlib.Path, summary: Mapping[str, Any] | None = None
-) -> None:
+def write(directory: pathlib.Path, finished: bool = False) -> None:
   """Writes a run's report.html; what goes wrong is said, and ends no run."""
   try:
-    text = report([directory], summary=summary)
+    text = report([directory], finished=finished)
     records.write_text(directory / run_directory.REPORT, text)
   except Exception as error:  # whatever it is, the run is worth more
     reason = f"{type(error).__name__}: {error}"
