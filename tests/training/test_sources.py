@@ -176,10 +176,10 @@ def test_data_of_the_hub_are_pinned_too(served):
     ({"model__path": "a/b", "model__revision": "../x"}, "a branch, a tag"),
     ({"model__path": "a/b@v1", "model__revision": "v2"}, "one of the two"),
     ({"model__path": "gs://a/b", "model__revision": "v2"}, "is a URL"),
-    ({"commits": ("x",)}, "commits = 'x': lines KIND:"),
+    ({"commits": ("x",)}, r"commits = \('x',\): lines KIND:"),
     ({"commits": (f"space:a/b@main={COMMIT}",)}, "a run fills it in"),
     ({"commits": (f"model:a/b@main={COMMIT[1:]}",)}, "a run fills it in"),
-    ({"commits": (3,)}, "commits = 3"),
+    ({"commits": (3,)}, r"commits = \(3,\)"),
   ],
 )
 def test_settings_that_make_no_sense(changes, text):

@@ -70,19 +70,18 @@ def judges(settings: TrainSettings) -> dict[str, str]:
   }
 
 
-def errors(
-  settings: TrainSettings, flat_config: Mapping[str, Any]
-) -> list[str]:
+def errors(settings: TrainSettings) -> list[str]:
   """Returns a line for each error of a mixture: setting, value, what to do."""
-  parts, lines = settings.data.mixture, []
+  parts, lines, data = settings.data.mixture, [], settings.data
   if not parts:
     return []
-  for field, value in flat_config.items():
-    if field.startswith("data.options.") or (field == "data.path" and value):
-      name = f"{SECTION}.NAME.{field.removeprefix('data.')}"
-      remedy = f"is of one data set: write {name}, or no mixture"
-      lines.append(config_error(field, value, remedy))
-  functions = flat_config["reward.functions"]
+  of_one = {f"options.{name}": value for name, value in data.options.items()}
+  if data.path:
+    of_one["path"] = data.path
+  for field, value in of_one.items():
+    remedy = f"is of one data set: write {SECTION}.NAME.{field}, or no mixture"
+    lines.append(config_error(f"data.{field}", value, remedy))
+  functions = settings.reward.functions
   labels = [label(x) for x in functions if isinstance(x, str)]
   for part, options in parts.items():
     lines += _part(part, options, labels)

@@ -7,8 +7,7 @@ branch.
 """
 
 import dataclasses
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpojax.data.datasets import HUB
@@ -121,28 +120,24 @@ def pin(settings: TrainSettings) -> TrainSettings:
   return settings if commits == before else _with(settings, commits)
 
 
-def errors(
-  settings: TrainSettings, flat_config: Mapping[str, Any]
-) -> list[str]:
-  """Returns a line for each error of the names of the Hub."""
-  del settings
-  path, revision = flat_config["model.path"], flat_config["model.revision"]
-  remedy, lines = "", []
-  if revision and "@" in os.fspath(path):
+def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
+  """Yields settings with names of the Hub that cannot be, and what to do."""
+  path, revision = settings.model.path, settings.model.revision
+  if revision and "@" in path:
     remedy = f"model.path = {path!r} has one: give one of the two"
+    yield "model.revision", remedy
   elif revision and bucket.is_url(path):
     remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
+    yield "model.revision", remedy
   elif revision and hub.parse(f"{path}@{revision}") is None:
-    remedy = (
-      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
+    yield (
+      "model.revision",
+      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub",
     )
-  if remedy:
-    lines.append(config_error("model.revision", revision, remedy))
-  for line in flat_config["commits"]:
+  for line in settings.commits:
     key, _, commit = str(line).partition("=")
     kind, _, name = key.partition(":")
     good = kind in hub.KINDS and hub.parse(name) and "@" in name
     if not (good and hub.is_commit(commit)):
       remedy = "lines KIND:ORG/NAME@REVISION=COMMIT; a run fills it in: use ()"
-      lines.append(config_error("commits", line, remedy))
-  return lines
+      yield "commits", remedy

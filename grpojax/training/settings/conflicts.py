@@ -4,10 +4,14 @@ Each setting has been found in its own range before (`core.options`). A new
 conflict is one more `yield` in a function of `CONFLICTS`.
 """
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from grpojax.core.advantages import (
   ADVANTAGES,
@@ -15,8 +19,10 @@ from grpojax.core.advantages import (
   ZERO_IN_EQUAL_GROUPS,
 )
 from grpojax.core.advantages.multi_reward import AGGREGATIONS
-from grpojax.core.binding import asks_for
+from grpojax.core.advantages.weighted_baselines import init_score_norms
+from grpojax.core.binding import asks_for, bind
 from grpojax.core.losses.kl import PLACEMENTS
+from grpojax.core.packing import micro_batches
 from grpojax.core.turns import check_credit
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.cli.config import config_error, name_errors
@@ -27,6 +33,8 @@ from grpojax.training.run import hub_pins
 from grpojax.training.settings import batches
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
+
+_TRIED = 256  # prompts, and samples of each, that an advantage is tried on
 
 
 def needs_score_norms(s: TrainSettings) -> bool:
@@ -358,6 +366,106 @@ _OFF_IN_AUTO = {
 }
 """Settings of the loss beside group_size = auto."""
 
+
+def _batches(s: TrainSettings) -> Rows:
+  yield from [*_auto_sizes(s)] or _division(s)
+  yield from _advantage(s)
+
+
+def _auto_sizes(s: TrainSettings) -> Rows:
+  """The group sizes that "auto" moves among."""
+  if not _auto(s):
+    return
+  auto = s.auto_group_size
+  for name in ("smallest", "start", "largest"):
+    size = getattr(auto, name)
+    power = size >= 4 and size & (size - 1) == 0
+    if not power or not auto.smallest <= size <= auto.largest:
+      remedy = "4 <= smallest <= start <= largest must be powers of two"
+      yield f"auto_group_size.{name}", remedy
+  samples, updates = batches.samples_per_step(s), s.optim.update.minibatches
+  prompts, left = divmod(samples, auto.largest)
+  if left or prompts % updates or prompts < 3:
+    yield (
+      "auto_group_size.largest",
+      f"leaves {samples} / {auto.largest} prompts a step, which must be 3 or "
+      f"more (for a diagnosis) and a whole multiple of optim.minibatches = "
+      f"{updates}: take a smaller one or more prompts",
+    )
+
+
+def _division(s: TrainSettings) -> Rows:
+  """The first batch that does not divide into its parts."""
+  update = s.optim.update
+  if s.batch_size % update.minibatches:
+    yield (
+      "optim.minibatches",
+      f"must divide batch_size = {s.batch_size} (prompts; groups stay whole)",
+    )
+    return
+  parts = {"sampling.parts": s.sampling.parts}
+  parts["filter_groups.gen_parts"] = batches.draw_parts(s)
+  for size in batches.group_sizes(s):
+    prompts = batches.samples_per_step(s) // size
+    for setting, count in parts.items():
+      if prompts % count:
+        remedy = (
+          f"must divide a step's prompts, {prompts} with groups of {size}"
+        )
+        yield setting, remedy
+        return
+    try:
+      minibatch = prompts // update.minibatches
+      micro_batches.cuts(minibatch, size, update.micro_batches)
+    except ValueError as error:
+      yield "optim.micro_batches", str(error)
+      return
+
+
+def _advantage(s: TrainSettings) -> Rows:
+  """A batch that the advantage refuses, in its own words.
+
+  It is tried on the run's shapes, so that it needs no other check than its own;
+  nothing is computed.
+  """
+  name, k = s.loss.advantage, s.loss.subset_size
+  advantage = bind(ADVANTAGES[name], k=k)
+  takes_k = advantage is not ADVANTAGES[name]
+
+  def trial(rewards, lengths):
+    return bind(
+      advantage,
+      lengths=lengths,
+      logit_score_sq=rewards,
+      score_norms=init_score_norms(),
+    )(rewards)
+
+  sizes = batches.group_sizes(s)
+  for size in sorted({min(sizes), max(sizes)}):
+    # A large batch refuses nothing that a smaller one takes: tables stay small.
+    prompts = min(batches.samples_per_step(s) // size, _TRIED)
+    shape = prompts, min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
+    arrays = (jax.ShapeDtypeStruct(shape, x) for x in (jnp.float32, jnp.int32))
+    try:
+      jax.eval_shape(trial, *arrays)
+    except ValueError as error:
+      of_k = f", subset_size = {k}" if takes_k else ""
+      shapes = f"batch_size = {prompts}, group_size = {size}{of_k}"
+      yield "advantage", f"refuses {shapes}: {error}"
+      return
+
+
+def _profile(s: TrainSettings) -> Rows:
+  try:
+    steps = profiling.parse(s.profile.steps)
+  except ValueError as error:
+    yield "profile.steps", str(error)
+    return
+  if steps and steps[-1] > s.steps:
+    remedy = f"the last step is {s.steps} (steps): profile earlier ones"
+    yield "profile.steps", remedy
+
+
 CONFLICTS = (
   _model,
   _loss,
@@ -367,30 +475,11 @@ CONFLICTS = (
   _filter_groups,
   _difficulty,
   _group_size,
+  _batches,
+  _profile,
+  hub_pins.conflicts,
 )
 """The conflicts, by the part of the settings that has to change."""
-
-
-def _name(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  del flat
-  return name_errors(s.name)
-
-
-def _profile(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  del flat
-  remedy = ""
-  try:
-    steps = profiling.parse(s.profile.steps)
-    if steps and steps[-1] > s.steps:
-      remedy = f"the last step is {s.steps} (steps): profile earlier ones"
-  except ValueError as error:
-    remedy = str(error)
-  error = config_error("profile.steps", s.profile.steps, remedy)
-  return [error] if remedy else []
-
-
-CHECKS = (_name, _profile, mixtures.errors, hub_pins.errors, batches.errors)
-"""Checks of other files: (settings, flat config) -> errors, a line each."""
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
@@ -400,11 +489,6 @@ def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
     s: Settings, each in its own range.
     flat: The same by dotted path, as in the config.
   """
-  lines = [
-    config_error(setting, flat[setting], remedy)
-    for conflicts in CONFLICTS
-    for setting, remedy in conflicts(s)
-  ]
-  for check in CHECKS:
-    lines += check(s, flat)
-  return lines
+  rows = itertools.chain.from_iterable(one(s) for one in CONFLICTS)
+  lines = [config_error(name, flat[name], remedy) for name, remedy in rows]
+  return name_errors(s.name) + lines + mixtures.errors(s)
