@@ -12,7 +12,7 @@ parameters than logits, Z still varies there, so no estimator is free of noise.
 Everything here but the policy itself is exact, in float64.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,15 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy  # scipy.optimize comes when first used
 from jaxtyping import Array, Float
 
-from grpojax.core import advantages
-from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
-from grpojax.core.rollout import rollout
 from grpojax.core.step import make_grpo_step
 from grpojax.core.types import LM, Prefix, Prompts
-from grpojax.core.update import make_update
 from grpojax.statistics import u_statistics
 
 
@@ -111,29 +108,6 @@ def derivatives(
   return gradient, np.einsum("xv,xvd,xve->xde", weight, s, s).mean(0)
 
 
-def maximise(
-  problem: Problem, theta: Float[np.ndarray, "d"]
-) -> Float[np.ndarray, "d"]:
-  """Climbs to a local maximum of J by Newton's method, only ever uphill."""
-  damping, best = 1.0, objective(problem, theta)
-  for _ in range(1000):
-    gradient, hessian = derivatives(problem, theta)
-    if np.abs(gradient).max() < 1e-13:
-      break
-    curvature, basis = np.linalg.eigh(-hessian)
-    step = basis @ (basis.T @ gradient / (np.abs(curvature) + damping))
-    # Far out the policy is deterministic, and J flat: no long jumps.
-    step /= max(1.0, np.linalg.norm(step))
-    reached = objective(problem, theta + step)
-    if reached >= best:
-      theta, best, damping = theta + step, reached, damping / 10
-    elif damping > 1e10:  # what is left of the gradient is rounding
-      break
-    else:
-      damping *= 10
-  return theta
-
-
 def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
   """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
 
@@ -144,7 +118,16 @@ def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
   dims = problem.features.shape[-1]
   first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))
   first[0] = 0
-  ends = [maximise(problem, theta) for theta in first]
+  climb = functools.partial(
+    scipy.optimize.minimize,
+    lambda theta: -objective(problem, theta),
+    jac=lambda theta: -derivatives(problem, theta)[0],
+    hess=lambda theta: -derivatives(problem, theta)[1],
+    method="trust-exact",
+    # Far out the policy is deterministic, and J flat: no long jumps.
+    options={"gtol": 1e-12, "initial_trust_radius": 0.9, "max_trust_radius": 1},
+  )
+  ends = [climb(theta).x for theta in first]
   best = max(ends, key=lambda theta: objective(problem, theta))
   apart = max(np.abs(theta - best).max() for theta in ends)
   flattest = np.linalg.eigvalsh(-derivatives(problem, best)[1])[0]
@@ -226,36 +209,33 @@ def make_step(
   """Makes a GRPO step on the bandit, `step(state, prompts, ref_params)`.
 
   The estimator is "vanilla", "leave_one_out" or "oracle", the advantage of that
-  name in `core.advantages`. The library's step has no V(x), so the oracle's
-  step is put together from the library's parts.
+  name in `core.advantages`. The library's step has no V(x): the oracle is the
+  vanilla estimator of rewards that the prompts' targets, V(x), are taken from.
   """
   lm, table = policy(problem), jnp.asarray(problem.rewards, jnp.float32)
+  oracle = estimator == "oracle"
 
   def reward(samples, targets):
-    return table[samples.prompt_ids, samples.completion_ids[..., 0]]
+    rewards = table[samples.prompt_ids, samples.completion_ids[..., 0]]
+    return rewards - targets[:, None] if oracle else rewards
 
-  size = {"group_size": group_size, "max_new_tokens": 1, "eos_ids": (0,)}
-  objective = Objective(
-    weighting="fixed_length", kl_placement="reward", beta=problem.beta
+  run = make_grpo_step(
+    lm,
+    tx,
+    reward,
+    group_size=group_size,
+    max_new_tokens=1,
+    eos_ids=(0,),
+    objective=Objective(
+      advantage="vanilla" if oracle else estimator,
+      weighting="fixed_length",
+      kl_placement="reward",
+      beta=problem.beta,
+    ),
   )
-  if estimator != "oracle":
-    objective = dataclasses.replace(objective, advantage=estimator)
-    return make_grpo_step(lm, tx, reward, objective=objective, **size)
-  update = make_update(lm, tx, objective)
 
   def step(state, prompts: Prompts, ref_params):
-    key = jax.random.fold_in(state.key, state.step)
-    samples = rollout(lm, state.params, prompts, key, **size)
     value = values(problem, state.params, prompts.prompt_ids[:, 0])
-    batch = make_batch(
-      lm,
-      samples,
-      reward(samples, prompts.targets),
-      dataclasses.replace(
-        objective, advantage=lambda rewards: advantages.oracle(rewards, value)
-      ),
-      ref_params=ref_params,
-    )
-    return update(state, batch)
+    return run(state, prompts.replace(targets=value), ref_params)
 
   return step

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from grpojax.studies import baseline_errors, baselines
-from grpojax.studies.baseline_errors import Pool
+from grpojax.studies import baselines
+from grpojax.studies.baselines import Pool
 
 P = np.array([0.4, 0.3, 0.2, 0.1])
 SCORES = (np.eye(4) - P) * [[1.0], [2.0], [1.0], [4.0]]
@@ -27,7 +27,7 @@ def test_gradient_sq_is_unbiased():
   mean = 0.0
   for ids in itertools.product(range(4), repeat=3):
     pool = pool_of(list(ids))
-    estimate = baseline_errors.gradient_sq(pool, 0.3, np.arange(3))
+    estimate = baselines.gradient_sq(pool, 0.3, np.arange(3))
     mean += np.prod(P[list(ids)]) * estimate
   assert mean == pytest.approx(GRADIENT @ GRADIENT, abs=1e-12)
 
@@ -55,7 +55,7 @@ def exact_errors(size):
 def test_errors_are_those_of_all_groups():
   rng = np.random.default_rng(0)
   pools = [pool_of(rng.choice(4, 4000, p=P)) for _ in range(2)]
-  measured = baseline_errors.measure(pools, 0, 4, blocks=10, rounds=4)
+  measured = baselines.measure(pools, 0, 4, blocks=10, rounds=4)
   for name, exact in exact_errors(4).items():
     mean, without = measured[name]
     error = np.sqrt(np.var(without) * 9)
@@ -66,7 +66,7 @@ def test_errors_are_those_of_all_groups():
   best = P @ (score_sq * Z) / (P @ score_sq)
   least = (P @ (score_sq * (Z - best) ** 2) - GRADIENT @ GRADIENT) / 4
   assert measured["best constant"][0] == pytest.approx(least, rel=0.15)
-  others = baseline_errors.norms_of_others(pools, 0)
+  others = baselines.norms_of_others(pools, 0)
   line = others.level + others.slope * Z
   right, wrong = ((P * keep) @ score_sq / (P @ keep) for keep in (Z, 1 - Z))
   assert float(line[0] / line[1]) == pytest.approx(right / wrong, rel=0.1)
