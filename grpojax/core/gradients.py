@@ -19,12 +19,7 @@ from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import load_balancing, rollout_mismatch
 from grpojax.core.mesh import constrain, map_rows
-from grpojax.core.objective import (
-  Objective,
-  correction_fn,
-  entropy_bonus,
-  loss_fn,
-)
+from grpojax.core.objective import Objective, correction_fn, loss_fn
 from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
 
@@ -45,7 +40,7 @@ class LossTerms:
     self.lm = lm
     self.loss = loss_fn(objective)
     self.correction = correction_fn(objective)  # or None
-    self.bonus = entropy_bonus(objective)  # or None
+    self.has_bonus = objective.has_entropy_bonus
     self.entropy_share = objective.top_entropy_quantile
     self.selects_tokens = self.entropy_share < 1  # those of highest entropy
     self.router_aux_coef = objective.router_aux_coef
@@ -66,7 +61,7 @@ class LossTerms:
       batch.packing,
       sampling=self.sampling,
       chunk_size=self.chunk_size,
-      entropy_gradient=self.bonus is not None,
+      entropy_gradient=self.has_bonus,
       load_weights=weights,
     )
 
@@ -167,7 +162,7 @@ def micro_batch_loss(
     **optional,
   )
   mean_entropy = balance = None
-  if terms.bonus is not None:
+  if terms.has_bonus:
     mean_entropy = entropy_lib.mean_entropy(
       entropy, token_mask if terms.selects_tokens else mask, totals.token_count
     )
@@ -192,7 +187,7 @@ def minibatch_totals(
   """
   mask = batch.completion_mask
   passes = terms.selects_tokens or terms.router_aux_coef
-  if len(mask) == 1 or not (passes or terms.bonus):
+  if len(mask) == 1 or not (passes or terms.has_bonus):
     return MinibatchTotals()
   if not passes:
     return MinibatchTotals(token_count=jnp.sum(mask))

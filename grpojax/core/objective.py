@@ -21,7 +21,6 @@ from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
 from grpojax.core.losses import WEIGHTINGS, rollout_correction
-from grpojax.core.losses.entropy import EntropyBonus
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.losses.rollout_correction import CORRECTIONS
 from grpojax.core.losses.surrogates import RATIOS, SURROGATES
@@ -215,6 +214,11 @@ class Objective:
     return self.beta > 0
 
   @property
+  def has_entropy_bonus(self) -> bool:
+    """True where entropy is part of the loss, if only now and then."""
+    return self.entropy_coef > 0 or self.entropy_target > 0
+
+  @property
   def kl_in_reward(self) -> float:
     """Coefficient of a KL penalty that is taken from the reward; 0 for none."""
     return self.beta if self.kl_placement == "reward" else 0.0
@@ -274,16 +278,4 @@ def correction_fn(objective: Objective) -> rollout_correction.Correct | None:
     objective.correction_low,
     objective.correction_high or math.inf,
     objective.off_policy_threshold or None,
-  )
-
-
-def entropy_bonus(objective: Objective) -> EntropyBonus | None:
-  """Returns the bonus for entropy; None where there is none."""
-  if not (objective.entropy_coef or objective.entropy_target):
-    return None
-  return EntropyBonus(
-    coefficient=objective.entropy_coef,
-    target=objective.entropy_target or None,
-    step=objective.entropy_coef_delta,
-    largest=objective.entropy_coef_max,
   )

@@ -133,10 +133,9 @@ def make_update(
       log-probabilities meets several updates.
   """
   terms = LossTerms(lm, objective, sampling, options.chunk_size)
-  bonus = terms.bonus
 
   def update_minibatch(state: TrainState, batch: Batch):
-    coefficient = entropy_lib.coefficient(bonus, state.entropy)
+    coefficient = entropy_lib.coefficient(objective, state.entropy)
     weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
     gradient = minibatch_gradient(
       state.params,
@@ -148,13 +147,13 @@ def make_update(
     )
     state, of_update = _apply(tx, state, gradient.grads, options.max_grad_norm)
     metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, of_update]
-    if bonus is not None:
+    if terms.has_bonus:
       metrics.append(
         {"mean": {"entropy_coefficient": jnp.asarray(coefficient)}}
       )
       no_tokens = ~jnp.any(batch.completion_mask)  # which have no entropy
       control = entropy_lib.adapt(
-        bonus,
+        objective,
         state.entropy,
         jnp.sum(gradient.mean_entropy),
         of_update["sum"]["skipped_updates"] | no_tokens,

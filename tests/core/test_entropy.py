@@ -11,7 +11,7 @@ import pytest
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses.entropy import highest_entropy
-from grpojax.core.objective import Objective, entropy_bonus
+from grpojax.core.objective import Objective
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.step import init_state
 from grpojax.core.types import Batch
@@ -136,7 +136,7 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   state = init_state(table, tx, KEY)
   with pytest.raises(ValueError, match="state.replace"):
     update(state, batch)
-  control = entropy_lib.init_control(entropy_bonus(objective))
+  control = entropy_lib.init_control(objective)
   state = state.replace(entropy=control)
   state, metrics = update(state, batch)
   # Nothing is known before the first minibatch; the second has 0.75.

@@ -14,7 +14,6 @@ from grpojax.core.objective import (
   Objective,
   advantage_fn,
   correction_fn,
-  entropy_bonus,
   loss_fn,
 )
 from grpojax.core.options import (
@@ -238,10 +237,10 @@ def test_a_kl_term_has_an_estimator_of_its_placement(placement, kl):
 def test_what_is_off_is_not_there():
   objective = Objective()
   assert not objective.needs_reference and objective.kl_in_reward == 0
-  assert correction_fn(objective) is None and entropy_bonus(objective) is None
+  assert correction_fn(objective) is None and not objective.has_entropy_bonus
   assert loss_fn(objective).keywords["surrogate"].keywords["dual_clip"] is None
   assert correction_fn(Objective(off_policy_threshold=0.1)) is not None
-  assert entropy_bonus(Objective(entropy_target=0.2)).coefficient == 0
+  assert Objective(entropy_target=0.2).has_entropy_bonus
 
 
 def test_fields_are_bound_to_the_functions_that_ask_for_them():

@@ -16,7 +16,7 @@ import pytest
 from grpojax.core import losses
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import surrogates
-from grpojax.core.losses.entropy import EntropyBonus
+from grpojax.core.objective import Objective
 
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
 MADE = json.loads(FILE.read_text())
@@ -151,7 +151,12 @@ def test_every_case_is_another_loss():
 
 
 def test_the_coefficient_adapts_as_in_trl():
-  bonus = EntropyBonus(0.01, target=1.0, step=0.02, largest=0.06)
+  bonus = Objective(
+    entropy_coef=0.01,
+    entropy_target=1.0,
+    entropy_coef_delta=0.02,
+    entropy_coef_max=0.06,
+  )
   control, skipped = entropy_lib.init_control(bonus), jnp.array(False)
   rows = zip(MADE["trl_adaptive"], MADE["entropies"], strict=True)
   seen = set()

@@ -18,7 +18,6 @@ from grpojax.core.losses import kl, surrogates
 from grpojax.core.objective import (
   Objective,
   advantage_fn,
-  entropy_bonus,
   loss_fn,
   weighting_fn,
 )
@@ -215,11 +214,9 @@ def test_the_loss_is_the_one_that_was_asked_for(changes, settings_with):
 
 def test_entropy_in_the_loss(tabular, settings_with):
   plain = settings_with()
-  assert entropy_bonus(plain.loss) is None
   settings = settings_with(
     loss__entropy_coef=0.1, loss__top_entropy_quantile=0.2
   )
-  assert entropy_bonus(settings.loss)[:2] == (0.1, None)
   terms = functools.partial(
     LossTerms, tabular.lm(1, 3), sampling=Sampling(), chunk_size=1
   )
@@ -233,7 +230,6 @@ def test_entropy_in_the_loss(tabular, settings_with):
     loss__entropy_coef_delta=0.02,
     loss__entropy_coef_max=0.5,
   )
-  assert entropy_bonus(settings.loss) == (0.1, 0.3, 0.02, 0.5)
   control = setup.first_state(settings, tx, params).entropy
   assert float(control.coefficient) == pytest.approx(0.1)
 

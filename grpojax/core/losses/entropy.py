@@ -3,34 +3,22 @@
 The entropy is that of the distribution that a token was sampled from, in nats,
 given the prefix that was sampled. That prefixes too depend on the policy is not
 in its gradient.
+
+The bonus is `entropy_coef` times the mean entropy of the tokens that the
+surrogate is of, in the whole optimizer batch, whatever the loss's weighting.
+With an `entropy_target` it stands only while the entropy is not above that, and
+its coefficient moves by `entropy_coef_delta` after each optimizer update: up
+where the entropy is the target or less, else down, within 0 and
+`entropy_coef_max` (arXiv 2505.22312, section 4).
 """
 
 import typing
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-
-class EntropyBonus(NamedTuple):
-  """Settings of the bonus, coefficient * mean entropy of a token.
-
-  The mean is over the tokens that the surrogate is of, in the whole optimizer
-  batch, whatever the loss's weighting.
-
-  Attributes:
-    coefficient: factor of the mean; where there is a target, the first one.
-    target: nats a token, below which the bonus stands; None for always.
-    step: change of the coefficient after each optimizer update: up where the
-      entropy is the target or less, else down (arXiv 2505.22312, section 4).
-    largest: largest coefficient; the least one is 0.
-  """
-
-  coefficient: float
-  target: float | None = None
-  step: float = 0.005
-  largest: float = 1.0
+from grpojax.core.objective import Objective
 
 
 @typing.no_type_check
@@ -47,18 +35,18 @@ class EntropyControl:
   entropy: Float[Array, ""]
 
 
-def init_control(bonus: EntropyBonus | None) -> EntropyControl | None:
+def init_control(objective: Objective) -> EntropyControl | None:
   """Returns the state before the first update; None where nothing adapts."""
-  if bonus is None or bonus.target is None:
+  if not objective.entropy_target:
     return None
   return EntropyControl(
-    coefficient=jnp.asarray(bonus.coefficient, jnp.float32),
+    coefficient=jnp.asarray(objective.entropy_coef, jnp.float32),
     entropy=jnp.asarray(jnp.inf, jnp.float32),
   )
 
 
 def coefficient(
-  bonus: EntropyBonus | None, control: EntropyControl | None
+  objective: Objective, control: EntropyControl | None
 ) -> float | Float[Array, ""]:
   """Coefficient in this update: 0 while the entropy is above its target.
 
@@ -67,20 +55,19 @@ def coefficient(
   Raises:
     ValueError: a target, and a state that remembers nothing.
   """
-  if bonus is None:
-    return 0.0
-  if bonus.target is None:
-    return bonus.coefficient
+  target = objective.entropy_target
+  if not target:
+    return objective.entropy_coef
   if control is None:
     raise ValueError(
       "an entropy bonus with a target adapts its coefficient, which is part of "
-      "the state: state.replace(entropy=entropy.init_control(bonus))"
+      "the state: state.replace(entropy=entropy.init_control(objective))"
     )
-  return jnp.where(control.entropy <= bonus.target, control.coefficient, 0.0)
+  return jnp.where(control.entropy <= target, control.coefficient, 0.0)
 
 
 def adapt(
-  bonus: EntropyBonus,
+  objective: Objective,
   control: EntropyControl | None,
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
@@ -91,8 +78,9 @@ def adapt(
   """
   if control is None:
     return None
-  move = jnp.where(entropy <= bonus.target, bonus.step, -bonus.step)
-  moved = jnp.clip(control.coefficient + move, 0.0, bonus.largest)
+  step, most = objective.entropy_coef_delta, objective.entropy_coef_max
+  move = jnp.where(entropy <= objective.entropy_target, step, -step)
+  moved = jnp.clip(control.coefficient + move, 0.0, most)
   return EntropyControl(
     coefficient=jnp.where(skipped, control.coefficient, moved),
     entropy=jnp.where(skipped, control.entropy, entropy),

@@ -9,7 +9,6 @@ import optax
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.losses.entropy import init_control
-from grpojax.core.objective import entropy_bonus
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
 from grpojax.models import sharding
@@ -85,7 +84,7 @@ def first_state(
 ) -> TrainState:
   """Returns the state before the first step of a run."""
   state = init_state(params, tx, jax.random.key(settings.seed)).replace(
-    entropy=init_control(entropy_bonus(settings.loss)),
+    entropy=init_control(settings.loss),
     score_norms=init_score_norms() if needs_score_norms(settings) else None,
   )
   if settings.group_size != AUTO:
