@@ -75,7 +75,7 @@ sees a reduce-scatter where the axes follow each other as in the mesh."""
 
 REDUCED = {"row": -1, "col": -2}
 """Axis that a statistic of a matrix lacks, by the last name of its path
-(`core.optim.factored_rms`): it is split as the matrix is along the others."""
+(`core.optim`): it is split as the matrix is along the others."""
 
 
 def _spec(entries: Iterable[tuple[str, ...]]) -> P:

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core.optim import factored_rms
-from grpojax.core.optim.factored_rms import scale_by_factored_rms
+from grpojax.core.optim import scale_by_factored_rms
 
 SHAPES = {
   "embed": (15, 9),  # taller than wide: optax's rows are our columns

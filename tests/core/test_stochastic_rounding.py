@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core.optim.stochastic_rounding import (
-  scale_by_adam,
+from grpojax.core.optim import (
+  scale_by_rounded_adam,
   stochastic_round,
 )
 
@@ -73,7 +73,9 @@ def test_moments_are_unbiased_over_keys():
   )
   exact, steps = run_adam(optax.scale_by_adam(0.9, 0.95), gradients, params)
   # An update uses the moments as they are before they are rounded.
-  _, rounded = run_adam(scale_by_adam(0.9, 0.95, KEY), gradients, params)
+  _, rounded = run_adam(
+    scale_by_rounded_adam(0.9, 0.95, KEY), gradients, params
+  )
   first = lambda tree: jax.tree.map(lambda x: x[0], tree)
   same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
   jax.tree.map(same, first(rounded), first(steps))
@@ -82,7 +84,9 @@ def test_moments_are_unbiased_over_keys():
   @jax.jit
   @jax.vmap
   def moments(key):
-    state, _ = run_adam(scale_by_adam(0.9, 0.95, key), gradients, params)
+    state, _ = run_adam(
+      scale_by_rounded_adam(0.9, 0.95, key), gradients, params
+    )
     return state.mu, state.nu
 
   found = jax.tree.map(lambda x: np.asarray(x, np.float64), moments(keys))
@@ -102,13 +106,15 @@ def test_moments_are_unbiased_over_keys():
 
 
 def test_the_bits_depend_on_key_and_count_alone():
-  tx = scale_by_adam(0.9, 0.999, KEY)
+  tx = scale_by_rounded_adam(0.9, 0.999, KEY)
   params = {"a": jnp.zeros(64), "b": jnp.zeros(64)}
   gradients = jax.tree.map(lambda x: jnp.full((4, 64), 0.3), params)
   whole, _ = jax.jit(lambda g: run_adam(tx, g, params))(gradients)
   first = jax.tree.map(lambda g: g[0], gradients)
   update = jax.jit(
-    lambda key, state: scale_by_adam(0.9, 0.999, key).update(first, state)[1]
+    lambda key, state: scale_by_rounded_adam(0.9, 0.999, key).update(
+      first, state
+    )[1]
   )
   state = tx.init(params)
   for _ in range(4):  # as a run that is resumed after every step

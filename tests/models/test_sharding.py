@@ -17,15 +17,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.optim.factored_rms import scale_by_factored_rms
-from grpojax.core.optim.stochastic_rounding import scale_by_adam
+from grpojax.core.optim import scale_by_factored_rms, scale_by_rounded_adam
 from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import PartitionSpec as P
-from grpojax.core.optim.stochastic_rounding import scale_by_adam
+from grpojax.core.optim import scale_by_rounded_adam
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
@@ -46,7 +45,7 @@ shape = dict(vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4,
              mlp=16)
 
 # Moments are rounded by the same random bits on any mesh.
-tx = scale_by_adam(.9, .999, jax.random.key(3))
+tx = scale_by_rounded_adam(.9, .999, jax.random.key(3))
 few = {"embed": jnp.ones((6, 4)) / 3}
 state = tx.init(few)
 specs = sharding.shardings((few, state), mesh)
@@ -234,7 +233,7 @@ def test_every_state_of_an_optimizer_has_rules():
     1e-2, ns_coeffs="dion", muon_weight_dimension_numbers=matrices
   )
   specs = sharding.shardings(params, mesh)
-  rounded = scale_by_adam(0.9, 0.95, jax.random.key(0))
+  rounded = scale_by_rounded_adam(0.9, 0.95, jax.random.key(0))
   factored = scale_by_factored_rms(0.95, ("layers",))
   for tx in (optax.adamw(1e-3), rounded, factored, muon):
     state = sharding.shardings(jax.eval_shape(tx.init, params), mesh)

@@ -1,0 +1,237 @@
+"""Optimizers and schedules by name, as optax's gradient transformations.
+
+A schedule plugs in by its name in `SCHEDULES`: (peak learning rate, updates
+after the warm-up) -> an optax schedule of the updates since the warm-up. An
+optimizer plugs in by its name in `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed)
+-> what scales gradients, before the learning rate.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, BFloat16, Float, Int, Key, PyTree, UInt16
+
+SCHEDULES = {
+  "constant": lambda peak, updates: optax.constant_schedule(peak),
+  "cosine": lambda peak, updates: optax.cosine_decay_schedule(peak, updates),
+  "linear": lambda peak, updates: optax.linear_schedule(peak, 0.0, updates),
+}
+
+# The number of no step: other random numbers are drawn from fold_in(key, step).
+_ROUNDING = 2**31 - 1
+
+MOMENTS = ("float32", "bfloat16")
+"""Formats of Adam's two moments between updates, `optim.moments_dtype`."""
+
+# Adam whose moments are stored in bfloat16, rounded at random.
+#
+# bfloat16 has 8 significant bits: rounded to the nearest, a second moment with
+# b2 = 0.999 moves by less than half the distance of two numbers, and stalls.
+# Rounded up or down at random, with probabilities that make the mean right, it
+# follows the one in float32 on average (Gupta et al. 2015, arXiv 1502.02551,
+# section 3.1; Zamirai et al. 2020, arXiv 2010.06192).
+
+_INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
+
+
+def stochastic_round(
+  x: Float[Array, "*shape"], bits: UInt16[Array, "*shape"]
+) -> BFloat16[Array, "*shape"]:
+  """Rounds to one of the two neighbours in bfloat16, right on average.
+
+  bfloat16 is the upper half of float32, so that random bits added to the lower
+  half carry into the upper with just the probability that is wanted:
+
+    x      0 01111111 0000000|0000000011010001
+    bits                     |1111111100110000
+    sum    0 01111111 0000001|0000000000000001   rounded up
+
+  What bfloat16 represents stays as it is; what lies beyond its largest number
+  becomes that, not an infinity; nan stays nan.
+  """
+  x = x.astype(jnp.float32)
+  word = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  upper = (word + bits.astype(jnp.uint32)) >> 16
+  upper -= (upper & 0x7FFF) == _INFINITY  # back to the largest number
+  rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+  # The sum could carry a nan into the sign, or cut all of its lower half off.
+  return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def scale_by_rounded_adam(
+  b1: float, b2: float, key: Key[Array, ""]
+) -> optax.GradientTransformation:
+  """`optax.scale_by_adam` with both moments in bfloat16 between updates.
+
+  An update computes in float32, bias correction included, and uses the moments
+  as they are before they are rounded. The random bits are a function of the
+  key, the count of updates and the element alone, on any mesh. The state is
+  optax's `ScaleByAdamState`.
+  """
+  inner = optax.scale_by_adam(b1, b2)
+
+  def init(params):
+    return _narrow(inner.init(params), jnp.bfloat16)
+
+  def update(updates, state, params=None):
+    count_key = jax.random.fold_in(key, state.count)
+    updates, new = inner.update(
+      optax.tree.cast(updates, jnp.float32), _narrow(state, jnp.float32), params
+    )
+    mu, nu = _round_both(count_key, new.mu, new.nu)
+    return updates, new._replace(mu=mu, nu=nu)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _narrow(state, dtype):
+  mu, nu = optax.tree.cast((state.mu, state.nu), dtype)
+  return state._replace(mu=mu, nu=nu)
+
+
+def _round_both(
+  key: Key[Array, ""], mu: PyTree, nu: PyTree
+) -> tuple[PyTree, PyTree]:
+  """Rounds two trees alike in structure, with 32 random bits an element."""
+  leaves, structure = jax.tree.flatten(mu)
+  words = structure.unflatten(
+    jax.random.bits(jax.random.fold_in(key, i), leaf.shape, jnp.uint32)
+    for i, leaf in enumerate(leaves)
+  )
+
+  def with_bits(tree, shift):
+    return jax.tree.map(
+      lambda x, word: stochastic_round(x, (word >> shift).astype(jnp.uint16)),
+      tree,
+      words,
+    )
+
+  return with_bits(mu, 16), with_bits(nu, 0)
+
+
+# Adafactor's second moment: a row and a column instead of a matrix.
+
+SMALLEST = 128  # least width of a matrix worth factoring, as in optax
+EPS = 1e-30  # added to the square of a gradient
+CLIP = 1.0  # the most that the root mean square of a matrix's update may be
+
+
+class FactoredState(NamedTuple):
+  """State of `scale_by_factored_rms`.
+
+  Attributes:
+    count: updates so far.
+    v: means of squared gradients: for a factored matrix [..., in, out] a dict
+      of `row` [..., in] and `col` [..., out], means along the other axis; for
+      anything else an array of its own shape.
+  """
+
+  count: Int[Array, ""]
+  v: PyTree
+
+
+def scale_by_factored_rms(
+  b2: float, stacks: Sequence[str] = ()
+) -> optax.GradientTransformation:
+  """Divides gradients by their factored root mean square (Adafactor).
+
+  Algorithm 4 of Shazeer and Stern 2018, arXiv 1804.04235, without scaling by
+  the parameters. The second moment's decay is 1 - t**-0.8 at update t, but at
+  most `b2` (Zhai et al. 2021, arXiv 2106.04560). A matrix's update is divided
+  by its root mean square where that is more than 1, which stands in for a
+  warm-up.
+
+  Unlike in optax's, a matrix is always the last two axes: layers and experts
+  stacked before them are matrices of their own, and a row is one whatever its
+  length, so that it can be split over a mesh like its matrix. Below the names
+  `stacks` in the parameters' tree the first axis of all arrays counts layers,
+  so that [layers, width] is a vector of each.
+  """
+
+  def rank(path, x):
+    """Number of axes of the vectors or matrices that an array is a stack of."""
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    stacked = any(name in stacks for name in names)
+    return min(x.ndim - stacked, 2)
+
+  def init(params):
+    v = jax.tree_util.tree_map_with_path(
+      lambda path, x: _zeros(x, rank(path, x)), params
+    )
+    return FactoredState(jnp.zeros((), jnp.int32), v)
+
+  def update(updates, state, params=None):
+    del params
+    t = (state.count + 1).astype(jnp.float32)
+    decay = jnp.minimum(1 - t**-0.8, b2)
+    paths, structure = jax.tree_util.tree_flatten_with_path(updates)
+    statistics = structure.flatten_up_to(state.v)
+    pairs = [
+      _scale(g.astype(jnp.float32), v, decay, rank(path, g))
+      for (path, g), v in zip(paths, statistics, strict=True)
+    ]
+    scaled, v = (structure.unflatten(x[i] for x in pairs) for i in (0, 1))
+    return scaled, FactoredState(optax.safe_increment(state.count), v)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _zeros(x: Array, rank: int) -> PyTree:
+  if rank < 2 or min(x.shape[-2:]) < SMALLEST:
+    return jnp.zeros(x.shape, jnp.float32)
+  row, col = x.shape[:-1], x.shape[:-2] + x.shape[-1:]
+  return {"row": jnp.zeros(row), "col": jnp.zeros(col)}
+
+
+def _scale(
+  g: Float[Array, "..."], v: PyTree, decay: Float[Array, ""], rank: int
+) -> tuple[Array, PyTree]:
+  """Returns the update of one array, and its new statistics."""
+  square = jnp.square(g) + EPS
+
+  def average(old, new):
+    return decay * old + (1 - decay) * new
+
+  if isinstance(v, dict):
+    row = average(v["row"], jnp.mean(square, -1))
+    col = average(v["col"], jnp.mean(square, -2))
+    v = {"row": row, "col": col}
+    # Rows relative to their mean, so that no product leaves float32's range.
+    row = jax.lax.rsqrt(row / jnp.mean(row, -1, keepdims=True))
+    g = g * row[..., None] * jax.lax.rsqrt(col)[..., None, :]
+  else:
+    v = average(v, square)
+    g = g * jax.lax.rsqrt(v)
+  axes = tuple(range(-rank, 0))
+  rms = jnp.sqrt(jnp.mean(jnp.square(g), axes, keepdims=True))
+  return g / jnp.maximum(rms / CLIP, 1.0), v
+
+
+def adamw(
+  *, b1: float, b2: float, moments_dtype: str, seed: int
+) -> optax.GradientTransformation:
+  """Makes Adam's scaling (Loshchilov and Hutter 2019, arXiv 1711.05101).
+
+  The state has 8 bytes a parameter, or 4 with moments in bfloat16.
+  """
+  if moments_dtype == "float32":
+    return optax.scale_by_adam(b1, b2)
+  key = jax.random.fold_in(jax.random.key(seed), _ROUNDING)
+  return scale_by_rounded_adam(b1, b2, key)
+
+
+def adafactor(
+  *, b1: float, b2: float, moments_dtype: str, seed: int
+) -> optax.GradientTransformation:
+  """Makes Adafactor's scaling, without first moment (arXiv 1804.04235).
+
+  The state has less than a hundredth of a byte a parameter in wide matrices.
+  """
+  del b1, moments_dtype, seed
+  return scale_by_factored_rms(b2, stacks=("layers",))
+
+
+OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor}
