@@ -1,14 +1,14 @@
 """Asks a model, and shows its answers.
 
     python -m grpojax.chat --model=DIR [--prompt=TEXT | --example=N]
-                           [--samples=N] [--temperature=T] [--top_p=P] ...
+                           [--samples=N] [--temperature=T]
                            [--config.key=value ...]
 
 DIR is the run directory of a training run, finished or not, a Hugging Face
 directory, or the name of an embedded model. A run's prompts are set as it was
 trained on (data.template, data.system_prompt, ...), and it samples as it did in
-training; the flags change that. A prompt is set by the model's chat template,
-where it has one, and else continued as text.
+training; --temperature and --config.sampling.* change that. A prompt is set by
+the model's chat template, where it has one, and else continued as text.
 
 --prompt asks once. --example=N asks problem N of the held-out data, from 0, and
 shows each answer with its reward: of a run these are its own data and rewards,
@@ -23,24 +23,36 @@ import contextlib
 import dataclasses
 import io
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.types import Params
+from grpojax.environments.pool import EnvironmentPool
 from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.terminal.screen import printable
-from grpojax.training import chat as chatting
+from grpojax.training import policy as policy_lib
 from grpojax.training import run_models
 from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits
+from grpojax.training.policy import Policy
+from grpojax.training.report import sample_rows
 from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
+
+NEW, QUIT = "/new", "/quit"
+HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
+
+Prompt = str | list[dict[str, str]]
 
 TURNS = ("auto", "all", "one")
 FLAGS = {
@@ -65,39 +77,9 @@ FLAGS = {
   "temperature": setting(
     -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, inf)"
   ),
-  "top_k": setting(
-    -1, "most probable tokens; 0 = all, -1 = as in training", within="[-1, inf)"
-  ),
-  "top_p": setting(
-    -1.0, "their probability; 1 = all, -1 = as in training", within="[-1, 1]"
-  ),
-  "min_p": setting(
-    -1.0,
-    "as a share of the most probable; -1 = as in training",
-    within="[-1, 1]",
-  ),
-  "max_new_tokens": setting(
-    -1, "of an answer at most; -1 = as in training", within="[-1, 2**31)"
-  ),
-  "seed": setting(-1, "of the samples; -1 = the run's", within="[-1, 2**32)"),
 }
 READS = "seed model.dtype data. environment. reward. sampling.".split()
 """Settings, or their beginnings, that change an answer."""
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-
-
-def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
-  """Puts the flags that are set into the config."""
-  config = config.copy_and_resolve_references()
-  for name in _SAMPLING:
-    if -1 < flags[name] < 0:
-      raise ValueError(f"--{name}={flags[name]}: {FLAGS[name].text}")
-    if flags[name] >= 0 and (name, flags[name]) != ("temperature", 0):
-      config.sampling[name] = flags[name]
-  if flags.seed >= 0:
-    config.seed = flags.seed
-  return config
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
@@ -118,7 +100,9 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
     raise ValueError("--prompt is no UTF-8 text: give it as such") from error
   if run_models.is_run(flags.model):
     config, flags = parse(lambda: run_models.read_config(flags.model))
-  settings = from_config(_with_flags(config, flags))
+  if flags.temperature > 0:
+    config.sampling.temperature = flags.temperature
+  settings = from_config(config)
   if flags.example >= 0:
     rewards_lib.resolve_functions(settings)
   return settings, flags
@@ -143,10 +127,156 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
   return examples[number]
 
 
+class Answer(NamedTuple):
+  """A completion."""
+
+  text: str  # as the model wrote it
+  tokens: int  # number of its tokens, with the one that ends it
+  finished: bool  # True if it came to its end within sampling.max_new_tokens
+  # Its reward, nan where it could not be computed; None without.
+  reward: float | None = None
+  before: tuple[str, ...] = ()  # turns before, and what an environment said
+  error: str | None = None  # why the environment failed
+
+
+class Speaker(NamedTuple):
+  """A model that answers."""
+
+  settings: TrainSettings  # settings of its data, sampling and rewards
+  policy: Policy  # the model
+  params: Params  # its parameters
+  # Sampler of its answers, from `step.sampling.make_sampler`.
+  sampler: Callable[..., Any]
+  key: jax.Array  # random key of the samples
+
+
+def make_speaker(
+  settings: TrainSettings,
+  policy: Policy,
+  params: Params,
+  samples: int,
+  greedy: bool,
+  environment: EnvironmentPool | None = None,
+) -> Speaker:
+  """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
+  sampling = settings.sampling.distribution
+  if greedy:
+    sampling = dataclasses.replace(sampling, temperature=0.0)
+  sampler = sampling_lib.make_sampler(
+    settings, policy, samples, sampling, environment=environment
+  )
+  return Speaker(
+    settings, policy, params, sampler, jax.random.key(settings.seed)
+  )
+
+
+def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:
+  """Doubles data.max_prompt_length until a prompt fits: few sizes compile."""
+  length = settings.data.max_prompt_length or 32
+  while length < tokens:
+    length *= 2
+  data = dataclasses.replace(settings.data, max_prompt_length=length)
+  return dataclasses.replace(settings, data=data)
+
+
+def ask(
+  speaker: Speaker,
+  example: dict[str, Any],
+  turn: int = 0,
+  reward_pool: rewards_lib.RewardPool | None = None,
+) -> tuple[str, list[Answer]]:
+  """Asks a model the "prompt" of an example; another turn draws other samples.
+
+  Returns:
+    The prompt as the model reads it, and the answers.
+
+  Raises:
+    ValueError: the model's chat template does not take the prompt.
+  """
+  settings, policy = speaker.settings, speaker.policy
+  _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
+  settings = _with_room(settings, len(ids))
+  prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
+  key = jax.random.fold_in(speaker.key, turn)
+  sampled = speaker.sampler(
+    speaker.params, prompts_lib.trim(prompts), examples, key
+  )
+  samples = sampled.rollout
+  if reward_pool is None:
+    texts = policy_lib.decode(policy, samples)
+    rewards = [None] * len(texts[0])
+  else:
+    texts, scores = rewards_lib.compute_rewards(
+      policy, reward_pool, examples, sampled
+    )
+    rewards = scores.rewards[0].tolist()
+  tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
+  finished = np.asarray(samples.finished[0]).tolist()
+  answers = [*map(Answer, texts[0], tokens, finished, rewards)]
+  if sampled.transcripts is not None:
+    own = samples.completion_ids, samples.completion_mask, samples.turns
+    arrays = *own, samples.turn_rewards
+    names = "ids", "mask", "turns", "turn_rewards"
+    for g, row in enumerate(sampled.transcripts[0]):
+      one = {k: np.asarray(x[0, g]) for k, x in zip(names, arrays, strict=True)}
+      *blocks, _ = sample_rows.turns_of(policy.tokenizer, one)
+      before = tuple(f"{x['by']}: {x['text'].strip()}" for x in blocks)
+      answers[g] = answers[g]._replace(
+        before=before, error=row["episode_error"]
+      )
+  return examples[0]["prompt_text"], answers
+
+
+def answer_lines(answers: list[Answer]) -> list[str]:
+  """Lines of answers, to print: control characters are escaped."""
+  texts = []
+  for i, answer in enumerate(answers, 1):
+    about = [f"[{i}/{len(answers)}]"] if len(answers) > 1 else []
+    if answer.reward is not None:
+      about.append(f"reward {answer.reward:g}")
+    about.append(f"{answer.tokens} tokens")
+    if not answer.finished:
+      about.append("cut off there")
+    if answer.error:
+      about.append(f"the environment failed: {printable(answer.error)}")
+    texts += map(printable, answer.before)
+    texts += [printable(answer.text).rstrip(), f"  ({', '.join(about)})"]
+  return texts
+
+
+def talk(
+  speaker: Speaker, read: Iterator[str], say: Callable[[str], None], turns: bool
+) -> None:
+  """Answers one line after another, to their end or `QUIT`.
+
+  With `turns`, which need a chat template, the model is shown the lines and
+  the first answer to each before.
+  """
+  history: list[dict[str, str]] = []
+  for turn, line in enumerate(read):
+    text = line.strip()
+    if text == QUIT:
+      return
+    if text == NEW:
+      history = []
+    elif text:
+      user = {"role": "user", "content": text}
+      prompt: Prompt = [*history, user] if history else text
+      try:
+        _, answers = ask(speaker, {"prompt": prompt}, turn)
+      except ValueError as error:
+        say(printable(f"error: {error}"))  # may quote the model's template
+        continue
+      say("\n".join(answer_lines(answers)))
+      if turns:
+        answer = {"role": "assistant", "content": answers[0].text}
+        history = [*history, user, answer]
+
+
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[
-  chatting.Speaker,
+  Speaker,
   dict[str, Any] | None,
   bool,
   rewards_lib.RewardPool | None,
@@ -182,7 +312,7 @@ def _set_up(
     environment = reward_pool.environment
   elif settings.environment.on:
     environment = stack.enter_context(episodes.open_pool(settings))
-  speaker = chatting.speaker(
+  speaker = make_speaker(
     settings, policy, params, flags.samples, greedy, environment
   )
   return speaker, example, turns, reward_pool
@@ -196,7 +326,7 @@ def _lines() -> Iterator[str]:
   if typed:
     import readline  # noqa: F401  makes `input` edit lines
 
-    print(f"{chatting.HELP}; the first answer takes a while (it compiles)")
+    print(f"{HELP}; the first answer takes a while (it compiles)")
   while True:
     try:
       yield input("> " if typed else "")
@@ -205,16 +335,16 @@ def _lines() -> Iterator[str]:
 
 
 def _ask_scored(
-  speaker: chatting.Speaker,
+  speaker: Speaker,
   example: dict[str, Any],
   reward_pool: rewards_lib.RewardPool,
 ) -> None:
   """Prints a prompt, and the answers to it with their rewards."""
   steps = speaker.settings.steps  # of the run, which has ended
   (example,) = rewards_lib.with_step(reward_pool.pool, [example], steps, steps)
-  prompt, answers = chatting.ask(speaker, example, 0, reward_pool)
+  prompt, answers = ask(speaker, example, 0, reward_pool)
   print(printable(prompt).rstrip())
-  print(*chatting.lines(answers), sep="\n")
+  print(*answer_lines(answers), sep="\n")
   if "answer" in example:
     print(f"the right answer: {printable(str(example['answer']))}")
 
@@ -229,10 +359,10 @@ def main(argv: list[str]) -> None:
     if pool is not None:
       _ask_scored(speaker, example, pool)
     elif example:
-      _, answers = chatting.ask(speaker, example)
-      print(*chatting.lines(answers), sep="\n")
+      _, answers = ask(speaker, example)
+      print(*answer_lines(answers), sep="\n")
     else:
-      chatting.talk(speaker, _lines(), print, turns)
+      talk(speaker, _lines(), print, turns)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import pytest
 from grpojax import chat
 from grpojax.rewards import exact
 from grpojax.runtime.cli import config as config_lib
-from grpojax.training import chat as chatting
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -27,7 +26,9 @@ def run(toy, toy_model, tmp_path, config_with):
 
 
 def test_a_held_out_problem_is_answered_and_scored(run, toy_task, capsys):
-  chat.main([f"--model={run}", "--example=5", "--samples=16", "--seed=1"])
+  chat.main(
+    [f"--model={run}", "--example=5", "--samples=16", "--config.seed=1"]
+  )
   output = capsys.readouterr().out
   problem = toy_task.load("test", size=6)[5]
   prompt, _, output = output.partition("\n")
@@ -45,7 +46,14 @@ def test_a_held_out_problem_is_answered_and_scored(run, toy_task, capsys):
 def test_a_line_is_a_prompt(toy_model, toy_task, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n12+13+14+15\n1+1\n"))
   size = "--config.data.max_prompt_length=8"  # the second is longer
-  chat.main([str(toy_model), "--temperature=0", "--max_new_tokens=8", size])
+  chat.main(
+    [
+      str(toy_model),
+      "--temperature=0",
+      "--config.sampling.max_new_tokens=8",
+      size,
+    ]
+  )
   output = re.split(r"  \(\d tokens.*\)\n", capsys.readouterr().out)
   assert (
     len(output) == 4 and output[0] == output[2] and output[0].startswith("####")
@@ -71,8 +79,7 @@ def test_a_problem_beyond_those_that_are_drawn():
     (["--model=none_such"], "none_such"),
     (["RUN", "--prompt=x", "--example=1"], "--prompt or --example, not both"),
     (["MODEL", "--example=60"], "there are 50 held-out problems, the last"),
-    (["RUN", "--temperature=-0.5"], "--temperature=-0.5: of the samples; 0"),
-    (["RUN", "--max_new_tokens=0"], "sampling.max_new_tokens = 0"),
+    (["RUN", "--config.sampling.max_new_tokens=0"], "max_new_tokens = 0"),
     (["RUN", "--turns=all"], "no chat template"),
     (["RUN", "--example=1", "--config.reward.functions=x"], "x"),
   ],
@@ -80,7 +87,7 @@ def test_a_problem_beyond_those_that_are_drawn():
 def test_what_is_wrong_is_said_before_anything_compiles(
   words, hint, run, toy_model, toy_task, monkeypatch
 ):
-  monkeypatch.setattr(chatting, "speaker", None)
+  monkeypatch.setattr(chat, "make_speaker", None)
   if "--example=60" in words:  # an endless data set ends nowhere
     fifty = [toy_task.load("test")[i] for i in range(50)]
     load = "grpojax.training.data.splits.load_examples"

@@ -127,8 +127,6 @@ ENTRANCES = {
     "training/config.py",
     "training/run/run_directory.py",
     "training/run_models.py",
-    "training/sft/sft.py",
-    "training/sft/sft_config.py",
   },
   "benchmarks": {"benchmarks/workloads.py"},
   "translation": {"translation/writing.py"},

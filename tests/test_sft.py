@@ -14,14 +14,12 @@ from grpojax import sft
 from grpojax.data import texts as texts_lib
 from grpojax.models import huggingface as hf
 from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training.sft import sft as sft_lib
-from grpojax.training.sft import sft_config
 
 PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 
 
 def config_with(**changes):
-  config = sft_config.default_config()
+  config = sft.default_config()
   config.update(changes)
   return config
 
@@ -72,7 +70,7 @@ def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
 
 def test_a_document_is_learned_whole():
   tokenizer = tokenizer_lib.character_tokenizer()
-  texts = sft_lib.texts(config_with(format="document"), tokenizer)
+  texts = sft.texts(config_with(format="document"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     assert context == [] and learned[-1] == tokenizer.eos_token_id
     assert learned.count(tokenizer.eos_token_id) == 1
@@ -86,7 +84,7 @@ def test_a_document_is_learned_whole():
 def test_of_a_dialogue_only_the_answer_is_learned():
   tokenizer = tokenizer_lib.character_tokenizer()
   tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
-  texts = sft_lib.texts(config_with(format="dialogue"), tokenizer)
+  texts = sft.texts(config_with(format="dialogue"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     prompt, answer = tokenizer.decode(context), tokenizer.decode(learned[:-1])
     assert learned[-1] == tokenizer.eos_token_id and "####" in answer
@@ -100,7 +98,7 @@ def test_texts_follow_the_config():
   tokenizer = tokenizer_lib.character_tokenizer()
 
   def decoded(count=30, **changes):
-    texts = sft_lib.texts(config_with(format="dialogue", **changes), tokenizer)
+    texts = sft.texts(config_with(format="dialogue", **changes), tokenizer)
     return [
       (tokenizer.decode(a), tokenizer.decode(b[:-1]))
       for a, b in itertools.islice(texts, count)
@@ -120,7 +118,7 @@ def test_the_format_decides_the_template_and_the_end(
   form, eos, toy_model, tmp_path
 ):
   shutil.copytree(toy_model, tmp_path, dirs_exist_ok=True)
-  sft_lib.set_format(
+  sft.set_format(
     tmp_path, tokenizer_lib.load(tmp_path), config_with(format=form)
   )
   tokenizer = tokenizer_lib.load(tmp_path)
@@ -135,7 +133,7 @@ def test_a_model_of_word_problems(tmp_path, capsys):
   )
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.model.update({"width": 16, "layers": 1, "heads": 2})
-  _, params, stream = sft_lib.start(config, tmp_path)
+  _, params, stream = sft.start(config, tmp_path)
   kept, dropped = re.search(
     r"(\d+) texts.*more than 320 tokens: (\d+)", capsys.readouterr().out
   ).groups()
@@ -156,11 +154,11 @@ def word_problem_texts(form, **changes):
   config = config_with(format=form, row_length=2000)
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.data.update(changes)
-  examples = sft_lib.load_examples(config)
+  examples = sft.load_examples(config)
   tokenizer = tokenizer_lib.train_bpe(texts_lib.strings(examples), 300)
   if form == "dialogue":
     tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
-  texts = sft_lib.texts(config, tokenizer, examples)
+  texts = sft.texts(config, tokenizer, examples)
   return tokenizer, examples, list(itertools.islice(texts, len(examples)))
 
 
@@ -189,7 +187,7 @@ def test_special_tokens_in_examples(kind, count):
   config.data.update(name="gsm8k", special_tokens=kind)
   tokenizer = tokenizer_lib.character_tokenizer()
   examples = [{"prompt": "1<|endoftext|>", "answer": "2<|endoftext|>"}]
-  context, learned = next(sft_lib.texts(config, tokenizer, examples))
+  context, learned = next(sft.texts(config, tokenizer, examples))
   assert (context + learned).count(tokenizer.eos_token_id) == count
   text = tokenizer.decode(context + learned)
   assert text == "1<|endoftext|>\n2<|endoftext|><|endoftext|>"

@@ -360,7 +360,7 @@ def test_chat_and_evaluate_have_the_environment(
 ):
   run = go(toy_task, toy_model, tmp_path, steps=1)
   capsys.readouterr()
-  chat.main([f"--model={run}", "--example=0", "--seed=3", "--samples=8"])
+  chat.main([f"--model={run}", "--example=0", "--config.seed=3", "--samples=8"])
   printed = capsys.readouterr().out
   assert "environment: no\n" in printed and printed.count("reward ") == 8
   assert "model: " in printed

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax import sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
@@ -21,7 +22,6 @@ from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import config as train_config
 from grpojax.training import policy, run_models
-from grpojax.training.sft import sft, sft_config
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 281
@@ -421,7 +421,7 @@ def test_programs_take_a_file(tmp_path, file):
   assert not any(name.endswith(".gguf") for name in names)
   (tmp_path / "out" / hf.GGUF).write_text("beside safetensors, not read")
   same(hf.load_params(tmp_path / "out"), params)
-  config = sft_config.default_config()
+  config = sft.default_config()
   config.model.path, config.rows = str(file), 1
   config.format = "dialogue"
   settings = train_config.from_config(train_config.default_config())

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from grpojax import sft
 from grpojax.aot import programs
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import hub
@@ -14,7 +15,6 @@ from grpojax.runtime.processes import interrupts
 from grpojax.training import config as config_module
 from grpojax.training import policy, run_models
 from grpojax.training.run import fit, hub_pins, open_run, start
-from grpojax.training.sft import sft, sft_config
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import hub_server  # noqa: E402
@@ -98,7 +98,7 @@ def texts(served):
 
 
 def test_other_programs_take_names_too(served, model, tmp_path):
-  config = sft_config.default_config()
+  config = sft.default_config()
   config.model.path, config.rows = ID, 1
   (tmp_path / "source").mkdir()
   _, params, _ = sft.start(config, tmp_path / "source")

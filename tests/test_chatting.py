@@ -2,10 +2,10 @@
 
 import pytest
 
-from grpojax.training import chat as chatting
-from grpojax.training.chat import Answer
+from grpojax import chat
+from grpojax.chat import Answer
 
-NOBODY = chatting.Speaker(*[None] * 5)
+NOBODY = chat.Speaker(*[None] * 5)
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def asked(monkeypatch):
     first = Answer(f"answer {len(prompts)}", 2, True)
     return "", [first, Answer("another", 1, True)]
 
-  monkeypatch.setattr(chatting, "ask", ask)
+  monkeypatch.setattr(chat, "ask", ask)
   return prompts
 
 
 def test_a_chat_remembers_what_was_said(asked):
   shown = []
   lines = iter(["one ", "two", "three", "/quit", "never"])
-  chatting.talk(NOBODY, lines, shown.append, turns=True)
+  chat.talk(NOBODY, lines, shown.append, turns=True)
   first = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "answer 1"},
@@ -43,13 +43,13 @@ def test_a_chat_remembers_what_was_said(asked):
 
 @pytest.mark.parametrize("between, turns", [("/new", True), ("", False)])
 def test_what_was_said_is_not_shown_again(between, turns, asked):
-  chatting.talk(NOBODY, iter(["one", between, "two"]), print, turns=turns)
+  chat.talk(NOBODY, iter(["one", between, "two"]), print, turns=turns)
   assert asked == ["one", "two"]
 
 
 def test_what_the_template_refuses_ends_no_chat(asked):
   shown = []
-  chatting.talk(NOBODY, iter(["too hard", "two"]), shown.append, turns=True)
+  chat.talk(NOBODY, iter(["too hard", "two"]), shown.append, turns=True)
   assert shown[0] == r"error: no such role\x1b" and asked == ["too hard", "two"]
 
 
@@ -58,10 +58,10 @@ def test_answers_are_shown_without_control_characters():
     Answer("\x1b]0;mine\x07\nyes\n", 7, True, 1.0),
     Answer("no", 80, False, float("nan")),
   ]
-  assert chatting.lines(answers) == [
+  assert chat.answer_lines(answers) == [
     "\\x1b]0;mine\\x07\nyes",
     "  ([1/2], reward 1, 7 tokens)",
     "no",
     "  ([2/2], reward nan, 80 tokens, cut off there)",
   ]
-  assert chatting.lines([Answer("x", 1, True)]) == ["x", "  (1 tokens)"]
+  assert chat.answer_lines([Answer("x", 1, True)]) == ["x", "  (1 tokens)"]
