@@ -34,7 +34,6 @@ from ml_collections import ConfigDict
 from grpojax.core.options import ONE_OR_MORE
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import changed, setting
-from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
@@ -224,10 +223,8 @@ def table(
   for i, (arm, rate) in enumerate(zip(arms, rates, strict=True)):
     line: dict[str, Any] = {"arm": arm, "learning_rate": rate}
     for name, values in numbers.items():
-      more, low, high = mean_interval(values[i] - values[0])
       line[name] = float(values[i].mean())
-      line |= {f"{name}_more": more}
-      line |= {f"{name}_more_low": low, f"{name}_more_high": high}
+      line |= study.with_interval(f"{name}_more", values[i] - values[0])
     lines.append(line)
   return lines
 

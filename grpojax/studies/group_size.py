@@ -261,8 +261,7 @@ def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
       for line, values, size_means in zip(
         of_budget, means, centred, strict=True
       ):
-        middle, low, high = mean_interval(size_means)
-        line |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+        line |= study.with_interval(name, size_means)
         line[f"{name}s"] = values.tolist()
     lines += of_budget
   return lines

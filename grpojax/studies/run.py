@@ -27,6 +27,7 @@ from grpojax.runtime.cli.settings import Section, section, setting, to_config
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
 from grpojax.runtime.terminal import pictures
+from grpojax.statistics.intervals import mean_interval
 from grpojax.training.run import fit, open_run, run_directory
 from grpojax.training.settings.run import TrainSettings
 
@@ -60,8 +61,7 @@ def study(
     SystemExit: with a message, for a command line or a config that cannot be
       used, or a directory of something else.
   """
-  default = to_config(declared)
-  program = f"python -m grpojax.studies.{default.name}"
+  program = f"python -m grpojax.studies.{to_config(declared).name}"
   with command_line.usage_errors():
     config, flags = command_line.parse(
       argv, FLAGS, declared, program, about=about
@@ -74,7 +74,7 @@ def study(
     )
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
-    _open(directory, config, default)
+    _open(directory, config)
   try:
     yield config, directory
   except KeyboardInterrupt:
@@ -82,9 +82,7 @@ def study(
     interrupts.exit_program()
 
 
-def _open(
-  directory: pathlib.Path, config: ConfigDict, default: ConfigDict
-) -> None:
+def _open(directory: pathlib.Path, config: ConfigDict) -> None:
   """Makes a study's directory, or checks that it is one of this config."""
   if directory.exists() and not directory.is_dir():
     raise ValueError(f"{directory} is a file; give a directory as --run_dir")
@@ -92,11 +90,8 @@ def _open(
   if path.exists():
     try:
       saved = config_lib.from_json(path.read_text())
-      saved, added = config_lib.fill_in(saved, default)
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
       raise ValueError(f"{path} is no study's config: {error}") from error
-    if added:
-      print(f"{directory} is older than these settings: {', '.join(added)}")
     changed = config_lib.difference(saved, config)
     if changed:
       raise ValueError(
@@ -210,6 +205,12 @@ def by_step(
     if row[column] is not None:
       values.setdefault(row["step"], []).append(row[column])
   return values
+
+
+def with_interval(name: str, values: np.ndarray) -> dict[str, float]:
+  """Columns of a mean over seeds and its 95% interval (Student's)."""
+  middle, low, high = mean_interval(values)
+  return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
 def load_or_make(

@@ -136,8 +136,7 @@ def table(curves: Curves) -> list[dict[str, float | str]]:
     last = curve[:, -max(curve.shape[1] // 10, 1) :].mean(1)
     values = {"return": mean, "at_end": last, "gain": mean - base}
     for name, of_seeds in values.items():
-      middle, low, high = mean_interval(of_seeds)
-      row |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+      row |= run.with_interval(name, of_seeds)
     rows.append(row)
   return rows
 

@@ -12,7 +12,7 @@ from scipy import optimize, stats
 
 from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
-from grpojax.studies import asymptotics, suboptimality, tabular
+from grpojax.studies import suboptimality, tabular
 
 THETA = np.array([0.6, -0.4])
 
@@ -129,11 +129,11 @@ def test_limit_is_where_the_covariance_recursion_goes():
     m = shrink @ m @ shrink.T + a**2 * NOISE
     if n in steps:
       gaps.append(np.trace(CURVATURE @ m) / 2)
-  limit = asymptotics.limit_covariance(CURVATURE, NOISE, eta)
+  limit = suboptimality.limit_covariance(CURVATURE, NOISE, eta)
   np.testing.assert_allclose(steps[-1] * m, limit, rtol=2e-3, atol=1e-3)
-  linear = asymptotics.linear_gap(CURVATURE, NOISE, start, eta, 5, steps)
+  linear = suboptimality.linear_gap(CURVATURE, NOISE, start, eta, 5, steps)
   np.testing.assert_allclose(linear, gaps)
-  weights = asymptotics.chi_square_weights(CURVATURE, limit)
+  weights = suboptimality.chi_square_weights(CURVATURE, limit)
   np.testing.assert_allclose(weights.sum(), np.trace(CURVATURE @ limit) / 2)
   np.testing.assert_allclose(
     np.sum(weights**2),
@@ -146,7 +146,7 @@ def test_limit_is_where_the_covariance_recursion_goes():
   [([0.3], stats.chi2(1, scale=0.3)), ([0.4, 0.4], stats.expon(scale=0.8))],
 )
 def test_quantiles_of_chi_squares(weights, law):
-  quantiles = asymptotics.chi_square_quantiles(np.array(weights), 1000)
+  quantiles = suboptimality.chi_square_quantiles(np.array(weights), 1000)
   # 200 000 draws: 4 standard errors of a distribution function.
   at = (np.arange(1000) + 0.5) / 1000
   np.testing.assert_allclose(
@@ -160,12 +160,12 @@ def test_distances_equal_scipys():
   a, b = rng.exponential(size=40), rng.exponential(1.3, size=70)
   a[3] = b[5]
   expected = stats.ks_2samp(a, b).statistic, stats.wasserstein_distance(a, b)
-  np.testing.assert_allclose(asymptotics.distances(a, b), expected)
+  np.testing.assert_allclose(suboptimality.distances(a, b), expected)
 
 
 def test_null_bands_hold_19_samples_of_20():
   quantiles = stats.expon.ppf((np.arange(5000) + 0.5) / 5000)
-  ks, w1 = asymptotics.null_bands(quantiles, 100)
+  ks, w1 = suboptimality.null_bands(quantiles, 100)
   np.testing.assert_allclose(ks, stats.kstwo.ppf(0.95, 100), rtol=0.1)
   samples = np.random.default_rng(5).exponential(size=(300, 100))
   far = [stats.wasserstein_distance(x, quantiles) > w1 for x in samples]
@@ -177,7 +177,7 @@ def test_best_group_size_is_the_minimum_of_the_limits():
 
   def mean(g):
     noise = tabular.gradient_noise(known.problem, known.optimum, g, 16)
-    limit = asymptotics.limit_covariance(
+    limit = suboptimality.limit_covariance(
       known.curvature, noise.leave_one_out, known.eta
     )
     return np.trace(known.curvature @ limit) / 2
