@@ -4,8 +4,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpojax.runtime import compilation
 
 QUIET = 0.08
 """Share of the CPUs that other processes take, below which a step counts."""
@@ -27,22 +29,43 @@ def cpu_seconds() -> tuple[float, float]:
   return busy, own
 
 
-def timed(
-  rows: Iterable[Any], count: int
-) -> Iterator[tuple[Any, dict[str, float]]]:
-  """Yields each of `count` items with the seconds that it took, and says so.
+class Step(NamedTuple):
+  """One timed step.
 
-  These are `total` (wall), `own_cpu` (this process) and `others` (share of all
-  CPUs that other processes took).
+  Attributes:
+    number: Number of the step, from 0; the warm-up counts.
+    row: Metrics of the step.
+    seconds: Seconds by part; `total` (wall), `own_cpu` (this process) and
+      `others` (share of all CPUs that other processes took).
+    compiled: Seconds of the programs that it compiled.
   """
+
+  number: int
+  row: Any
+  seconds: dict[str, float]
+  compiled: Sequence[float]
+
+
+def timed(
+  rows: Iterable[Any], count: int, parts: Mapping[str, str]
+) -> list[Step]:
+  """Times `count` steps, each while its row is made, and says so.
+
+  `parts` are metrics of the rows that have seconds, by the names to give them.
+  """
+  compiled, steps, before = compilation.seconds(), [], 0
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
-  for number, row in enumerate(rows, 1):
+  for number, row in enumerate(rows):
     now, (all_now, own_now) = time.perf_counter(), cpu_seconds()
     wall, spent = now - clock, own_now - own
     others = (all_now - busy - spent) / (wall * os.cpu_count())
-    print(f"step {number}/{count}  {wall:.2f} s", file=sys.stderr, flush=True)
-    yield row, {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
-    clock, busy, own = now, all_now, own_now
+    text = f"step {number + 1}/{count}  {wall:.2f} s"
+    print(text, file=sys.stderr, flush=True)
+    seconds = {k: float(row[metric]) for k, metric in parts.items()}
+    seconds |= {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
+    steps.append(Step(number, row, seconds, compiled[before:]))
+    clock, busy, own, before = now, all_now, own_now, len(compiled)
+  return steps
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

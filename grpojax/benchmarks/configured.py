@@ -16,7 +16,6 @@ from grpojax.aot import chips, programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.runtime import compilation
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
 from grpojax.training.run import memory, setup
@@ -24,7 +23,10 @@ from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference
 
-PARTS = ("rollout", "rewards", "reference", "update")
+PARTS = {
+  part: f"seconds_{part}"
+  for part in ("rollout", "rewards", "reference", "update")
+}
 _SIZE = 2048  # rows and columns of the product that is measured
 _REPEATS = 7
 
@@ -115,26 +117,27 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   """Times `steps` steps of a config; returns the report that is saved."""
   kind = run.mesh.devices.flat[0].device_kind
   machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
-  compiled = compilation.seconds()
   opened = subject.open_subject(run)
-  before = len(compiled)
   if run.settings.reward.on_device:
     batches = subject.data_prompts(opened, warmup + steps)
   else:
     prompts = subject.random_prompts(run)
     batches = itertools.islice(prompts, warmup + steps)
-  all_seconds, others = [], []
+  parts = {} if run.settings.reward.on_device else PARTS  # else one program
   rows = subject.steps(opened, batches)
-  for row, seconds in clock.timed(rows, warmup + steps):
-    metrics = {part: f"seconds_{part}" for part in PARTS}
-    of_step = {p: float(row[m]) for p, m in metrics.items() if m in row}
-    all_seconds.append(of_step | {"step": seconds["total"]})
-    others.append(seconds["others"])
-  timed, others = all_seconds[warmup:], others[warmup:]
+  all_steps = clock.timed(rows, warmup + steps, parts)
+  timed = [
+    {part: step.seconds[part] for part in parts}
+    | {"step": step.seconds["total"]}
+    for step in all_steps[warmup:]
+  ]
+  others = [step.seconds["others"] for step in all_steps[warmup:]]
+  compiled = [seconds for step in all_steps for seconds in step.compiled]
   counted = clock.quiet(timed, others)
   median = {part: clock.spread(s[part] for s in counted) for part in counted[0]}
   samples = run.prompts * run.group_size
-  sampled = samples * float(row["completion_length_mean"])  # as in all steps
+  # The same in all steps.
+  sampled = samples * float(all_steps[0].row["completion_length_mean"])
   return {
     "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
@@ -146,9 +149,9 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "others_cpu": clock.spread(others),
     "seconds": median,
     "per_step": timed,
-    "first_step_seconds": all_seconds[0]["step"],
-    "compile_seconds": sum(compiled[before:]),
-    "compilations": len(compiled) - before,
+    "first_step_seconds": all_steps[0].seconds["total"],
+    "compile_seconds": sum(compiled),
+    "compilations": len(compiled),
     "tokens_per_step": sampled,
     **_rates(run, machine, sampled, median),
     "peak_memory_bytes": peak_memory(run.mesh),

@@ -8,17 +8,17 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from grpojax.benchmarks import clock, configured, subject, workloads
-from grpojax.runtime import checkpoint, compilation
+from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
 from grpojax.training.config import to_config
-from grpojax.training.report import tracking
+from grpojax.training.report import reporting
 from grpojax.training.run import fit, run_directory, run_storage, start
 from grpojax.training.run.progress import Progress
 from grpojax.training.settings.run import TrainSettings
@@ -29,22 +29,6 @@ PARTS = {
   "update": "seconds_update",
 }
 """Parts of a comparison, and the metrics of a step that have their seconds."""
-
-
-class Step(NamedTuple):
-  """One timed step.
-
-  Attributes:
-    number: Number of the step, from 0; the warm-up counts.
-    row: Metrics of the step.
-    seconds: Seconds by part, and what `clock.timed` has.
-    compiled: Seconds of the programs that it compiled.
-  """
-
-  number: int
-  row: dict[str, Any]
-  seconds: dict[str, float]
-  compiled: Sequence[float]
 
 
 def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
@@ -71,7 +55,7 @@ def default_job(settings: TrainSettings) -> subject.Rows:
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
     run, state, tx = start.start(run, checkpointer)
-    run = tracking.tracked(run, -1, stack)
+    run = reporting.tracked(run, -1, stack)
     check_signals = lambda together=False: None  # noqa: E731
     for _ in fit.remaining_steps(run, state, tx, Progress(), check_signals):
       yield records.read_jsonl(run.file(run_directory.METRICS))[-1]
@@ -111,17 +95,12 @@ def measure(
       batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
-  compiled, timed = compilation.seconds(), []
   with contextlib.redirect_stdout(sys.stderr):
     rows = _rows(name, settings, warmup + steps)
-    before = len(compiled)
-    for row, seconds in clock.timed(rows, warmup + steps):
-      parts = {part: float(row[metric]) for part, metric in PARTS.items()}
-      # What is none of the parts is rewards, text and records.
-      other = seconds["total"] - sum(parts.values())
-      seconds = seconds | parts | {"score_other": other}
-      timed.append(Step(len(timed), row, seconds, compiled[before:]))
-      before = len(compiled)
+    timed = clock.timed(rows, warmup + steps, PARTS)
+  for step in timed:  # what is none of the parts is rewards, text and records
+    of_parts = sum(step.seconds[part] for part in PARTS)
+    step.seconds["score_other"] = step.seconds["total"] - of_parts
   return report(name, settings, timed, warmup)
 
 
@@ -138,13 +117,13 @@ def _variant(name: str, settings: TrainSettings) -> str:
 def report(
   name: str,
   settings: TrainSettings,
-  timed: Sequence[Step],
+  timed: Sequence[clock.Step],
   warmup: int,
 ) -> dict[str, Any]:
   """Makes the report of `measure`, of steps in their order."""
   samples = settings.batch_size * settings.group_size
 
-  def tokens(step: Step) -> int:
+  def tokens(step: clock.Step) -> int:
     return round(float(step.row["completion_length_mean"]) * samples)
 
   # As the warm-up, steps that compile a shape that there was not before (of
@@ -154,7 +133,7 @@ def report(
   others = [step.seconds["others"] for step in steady]
   counted = clock.quiet(steady, others)
 
-  def spread(value: Callable[[Step], float]) -> dict[str, float]:
+  def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
 
   parts = sorted({*timed[0].seconds} - {"others"})
