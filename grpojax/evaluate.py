@@ -27,7 +27,6 @@ import functools
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -210,13 +209,8 @@ def _evaluate(
           episodes.check(settings, policy, environment, example)
     shown = screen.Screen(settings.log.every)
     for (policy, params), problems in zip(models, held_out, strict=True):
-      # The step that rewards may ask for is the run's last.
-      pool, steps = reward_pool.pool, settings.steps
-      batches = [
-        (prompts, rewards_lib.with_step(pool, examples, steps, steps))
-        for prompts, examples in problems.batches
-      ]
       result = evaluation.evaluate(
+        settings,
         policy,
         params,
         sampling_lib.make_sampler(
@@ -226,10 +220,9 @@ def _evaluate(
           sampling,
           environment=reward_pool.environment,
         ),
-        batches,
+        problems.batches,
         reward_pool,
-        jax.random.key(settings.seed),
-        settings.eval.batch_size,
+        settings.steps,  # which rewards may ask for: the run's last
         on_progress=functools.partial(shown.evaluated, total=problems.count),
       )
       if result.failures:

@@ -5,13 +5,11 @@ import json
 import re
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
 from grpojax import evaluate
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.data import datasets
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import prompts, splits
@@ -95,13 +93,13 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
   sampling = Sampling(temperature)
   with rewards_lib.open_reward_pool(settings) as reward_pool:
     return evaluation.evaluate(
+      settings,
       policy,
       policy.params,
       sampling_lib.make_sampler(settings, policy, group_size, sampling),
       prompts.held_out(settings, policy, examples),
       reward_pool,
-      jax.random.key(0),
-      batch_size,
+      step=0,
     )
 
 
@@ -253,7 +251,7 @@ def test_compared_on_what_fits_both(
   """Sums of five characters are too long for one, 3+ for the other."""
   seen = []
 
-  def asked(policy, params, sampler, batches, *_, **__):  # nothing is sampled
+  def asked(settings, policy, params, sampler, batches, *_, **__):
     examples = [e for _, batch in batches for e in batch]
     seen.append([(e["prompt"], e["answer"]) for e in examples])
     rewards = np.zeros((len(examples), 2), np.float32)
@@ -325,22 +323,6 @@ def test_numbers_are_printed_whatever_the_disk_says(
   with pytest.raises(SystemExit, match="error: result.json: No space left"):
     evaluate.main(argv)
   assert "greedy accuracy" in capsys.readouterr().out
-
-
-def test_a_data_set_that_differs_from_one_time_to_the_next(
-  toy_model, toy_task, monkeypatch
-):
-  monkeypatch.setattr(evaluation, "evaluate", None)
-  times = []
-
-  def load(split, **options):
-    times.append(split)
-    return toy_task.Problems(len(times), 5)
-
-  monkeypatch.setitem(datasets.DATASETS, "arithmetic", load)
-  argv = [f"--model={toy_model}", f"--compare={toy_model}"]
-  with pytest.raises(SystemExit, match="different problems"):
-    evaluate.main(argv + toy_task.arguments(toy_model, evaluate.READS))
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,17 @@ def load_split(
   split: str,
   cache: pathlib.Path | None = None,
   check_signals: Callable[[], None] = lambda: None,
+  examples: Any = None,
 ) -> Split:
   """Returns the examples of a split, all of which have been read and do fit.
 
   The policy's tokenizer measures them, unless `cache`, a file of
   `save_lengths`, has their lengths. `check_signals` is called between examples.
+  `examples` are of `load_examples`; None loads them.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
-  examples = load_examples(settings, split)
+  if examples is None:
+    examples = load_examples(settings, split)
   if not isinstance(examples, Mixture):
     return fit(examples, split)
   parts = {p.name: fit(p.examples, f"{split} {p.name}") for p in examples.parts}

@@ -8,6 +8,7 @@ tokenizer, so what `data.too_long` drops differs between models. Two models are
 compared on what fits both.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,18 +76,15 @@ class Evaluation(NamedTuple):
   failures: list[Failure] = []  # rewards that could not be computed
 
 
-def _key(example: Mapping[str, Any], *names: str) -> str:
-  """Text by which an example is known: its values of these names."""
-  values = [example.get(name) for name in names]
-  return json.dumps(values, sort_keys=True, default=repr)
-
-
 def _in_common(
   names: Sequence[str], splits: Sequence[splits_lib.Split]
 ) -> list[Any]:
   """Returns of each model's examples those that fit all models."""
   prompts = [
-    [_key(split.examples[i], "prompt") for i in range(len(split.examples))]
+    [
+      json.dumps(split.examples[i]["prompt"], sort_keys=True)
+      for i in range(len(split.examples))
+    ]
     for split in splits
   ]
   common = set.intersection(*map(set, prompts))
@@ -110,8 +108,8 @@ def held_out_problems(
 
   Raises:
     ValueError: no problem fits all models; a prompt is too long and
-      `data.too_long` is "refuse"; the data lack what a reward function needs;
-      or the data set is not the same twice.
+      `data.too_long` is "refuse"; or the data lack what a reward function
+      needs.
   """
 
   def for_each(function, *columns):
@@ -123,7 +121,9 @@ def held_out_problems(
         raise ValueError(f"{name}: {error}") from error
     return results
 
-  splits = for_each(lambda p: splits_lib.load_split(settings, p, "test"))
+  loaded = splits_lib.load_examples(settings, "test")
+  load_split = functools.partial(splits_lib.load_split, examples=loaded)
+  splits = for_each(lambda p: load_split(settings, p, "test"))
   settings = splits_lib.with_prompt_length(settings, *splits)
   rewards_lib.check_columns(
     settings, rewards_lib.resolve_functions(settings), splits[0]
@@ -134,15 +134,6 @@ def held_out_problems(
   batches = for_each(
     lambda p, own: list(prompts_lib.held_out(settings, p, own)), examples
   )
-  first, *others = (
-    [_key(e, "prompt", "answer") for _, of_batch in one for e in of_batch]
-    for one in batches
-  )
-  if any(other != first for other in others):
-    raise ValueError(
-      f"the data set {settings.data.name} gave {' and '.join(names)} different "
-      "problems: its load must return the same for the same arguments"
-    )
   return [
     HeldOut(one, split.dropped)
     for one, split in zip(batches, splits, strict=True)
@@ -150,13 +141,13 @@ def held_out_problems(
 
 
 def evaluate(
+  settings: TrainSettings,
   policy: Policy,
   params: Params,
   sampler: Callable[..., Any],
   batches: Batches,
   reward_pool: rewards_lib.RewardPool,
-  key: jax.Array,
-  batch_size: int,
+  step: int,
   mesh: jax.sharding.Mesh | None = None,
   check_signals: Callable[..., None] = lambda together=False: None,
   on_progress: Callable[[int], None] = lambda done: None,
@@ -164,17 +155,22 @@ def evaluate(
   """Samples completions of every batch of a data set, and their rewards.
 
   The policy's own parameters are not used. The last batch may be shorter, and
-  is padded; without a mesh there is one device. Of the rewards the first
+  is padded; without a mesh there is one device. `step` of the run are done, for
+  rewards that ask for it (`rewards.with_step`). Of the rewards the first
   decides what is right. `check_signals` is called before each batch, `together`
   with all processes, and while samples and rewards are waited for,
   `on_progress` with the number of prompts that are done, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
+  key = jax.random.key(settings.seed)
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)
+    examples = rewards_lib.with_step(
+      reward_pool.pool, examples, step, settings.steps
+    )
     # A last, shorter batch gets empty prompts: one shape, one program.
-    missing = batch_size - len(prompts.prompt_ids)
+    missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
     padded = jax.tree.map(pad, prompts)
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""Metrics of a training run: written into its directory, and printed.
+"""Metrics of a training run: written, tracked, and printed as lines of text.
 
 A metric of a step has its name where it is made, and is listed nowhere else
 (but `reports.metric_groups` may give it a title): in `core`, by `rollout`,
@@ -7,13 +7,14 @@ in `training.step`, `training.data.mixtures` and `training.run.fit`. Those of
 evaluations are made by `evaluation.numbers`.
 """
 
+import contextlib
 import functools
 import itertools
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from grpojax.core.types import Params, TrainState
@@ -22,23 +23,80 @@ from grpojax.models.huggingface import file_checksums
 from grpojax.reports import comparisons, curves
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
-from grpojax.runtime.terminal import pictures
+from grpojax.runtime.terminal import pictures, trackers
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training import policy as policy_lib
+from grpojax.training.config import to_config
 from grpojax.training.data import prompts, splits
 from grpojax.training.evaluation import best, evaluation
-from grpojax.training.report import run_report, step_line
-from grpojax.training.report.step_line import Eta
+from grpojax.training.report import run_report
 from grpojax.training.run import run_directory
-from grpojax.training.run.progress import Progress
+from grpojax.training.run.progress import Progress, troubles
 from grpojax.training.run.start import Run
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
-from grpojax.training.step import rewards as rewards_lib
 
 KEPT_FAILURES = 20  # a step, in failures.jsonl
+
+
+SHOWN = (
+  "reward_mean",
+  "group_acceptance",  # with dynamic sampling
+  "completion_length_mean",
+  "truncated",
+  "zero_variance_groups",
+  "entropy",
+  "grad_norm",
+  "tokens_per_second",
+)
+
+
+class Eta(NamedTuple):
+  """Times that were measured since the program was started."""
+
+  # Number of timed steps; the first is slow, and does not count.
+  steps: int = -1
+  seconds: float = 0.0  # seconds that they took, but for compilations
+  pauses: int = 0  # number of timed pauses between steps
+  paused: float = 0.0  # seconds of these, for evaluations, saving and all else
+
+
+def after_step(eta: Eta, seconds: float) -> Eta:
+  """Adds a step."""
+  if eta.steps < 0:
+    return eta._replace(steps=0)
+  return eta._replace(steps=eta.steps + 1, seconds=eta.seconds + seconds)
+
+
+def after_pause(eta: Eta, seconds: float) -> Eta:
+  """Adds the time between this step and the next."""
+  return eta._replace(pauses=eta.pauses + 1, paused=eta.paused + seconds)
+
+
+def step_seconds(eta: Eta) -> float | None:
+  """Returns the seconds of a step; None before the second one."""
+  return eta.seconds / eta.steps if eta.steps > 0 else None
+
+
+def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
+  """Names and numbers of a step to grep, and the time that is left."""
+  step, steps = row["step"], settings.steps
+  words = [f"step {step:>{len(str(steps))}}/{steps}"]
+  words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
+  # Where the step was diagnosed, and told something.
+  if not math.isnan(row.get("optimal_group_size", math.nan)):
+    best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
+    words.append("best_group_size {:.0f} [{:.0f}, {:.0f}]".format(*best))
+  if row["seconds_compile"] >= 1:
+    words.append(f"compiled {row['seconds_compile']:.0f} s")
+  seconds, pause = step_seconds(eta), eta.paused / max(eta.pauses, 1)
+  if seconds is not None:
+    left = records.duration((steps - step) * (seconds + pause))
+    words += [f"{seconds:.2f} s/step", f"{left} left"]
+  return "  ".join([*words, *map("! {}".format, troubles(row))])
 
 
 def _append(run: Run, name: str, row: dict[str, Any]) -> None:
@@ -46,6 +104,48 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
   if distributed.is_main():
     run.check_directory()
     records.append_jsonl(run.file(name), row)
+
+
+def _ids(run: Run) -> dict[str, str]:
+  """Reads the run's ids by the trackers' names; ValueError if damaged."""
+  file = run.file(run_directory.TRACKED)
+  if not file.exists():
+    return {}
+  try:
+    return {str(k): str(v) for k, v in json.loads(file.read_text()).items()}
+  except (AttributeError, ValueError) as error:
+    raise ValueError(
+      f"{file} cannot be read: remove it, and trackers start the run anew"
+    ) from error
+
+
+def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
+  """Opens a run's trackers, in the first process alone; the stack closes them.
+
+  `step` is that of the checkpoint that the run goes on from, or -1.
+
+  Raises:
+    ValueError: in all processes, where one does not open.
+  """
+  settings = run.settings
+  opened: dict[str, trackers.Tracker] = {}
+
+  def open_here() -> None:
+    ids = _ids(run)
+    tracked_run = trackers.TrackedRun(
+      run.directory,
+      settings.name,
+      config_lib.flatten(to_config(settings)),
+      step,
+    )
+    own, new = trackers.open_all(settings.log.trackers, tracked_run, ids)
+    opened.update(own)
+    if new != ids and new:
+      records.write_json(run.file(run_directory.TRACKED), ids | new)
+
+  distributed.on_main(open_here)
+  stack.callback(trackers.close_all, opened)
+  return run._replace(track=functools.partial(trackers.log_all, opened))
 
 
 def record(run: Run, row: dict[str, Any]) -> None:
@@ -74,21 +174,14 @@ def evaluate_held_out(
   may raise, and nothing is recorded then.
   """
   settings = run.settings
-  pool = run.reward_pool.pool
-  batches = (
-    (batch, rewards_lib.with_step(pool, examples, step, settings.steps))
-    for batch, examples in prompts.held_out(
-      settings, run.policy, run.held_out.examples
-    )
-  )
   result = evaluation.evaluate(
+    settings,
     run.policy,
     params,
     run.greedy,
-    batches,
+    prompts.held_out(settings, run.policy, run.held_out.examples),
     run.reward_pool,
-    jax.random.key(settings.seed),
-    settings.eval.batch_size,
+    step,
     run.mesh,
     check_signals,
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
@@ -168,7 +261,7 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   if step % settings.log.every == 0 or step == settings.steps:
-    print(step_line.line(settings, row, eta), flush=True)
+    print(step_line(settings, row, eta), flush=True)
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:

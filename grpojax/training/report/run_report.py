@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from grpojax.reports import comparisons, completions, curves
 from grpojax.reports.metric_groups import layout
 from grpojax.reports.page import page
@@ -112,7 +110,7 @@ def _changes(path: pathlib.Path) -> list[dict[str, Any]]:
   ]
 
 
-def _flat(config: ConfigDict) -> dict[str, str]:
+def _flat(config: Any) -> dict[str, str]:
   """Settings by dotted name, as texts."""
   return {name: repr(x) for name, x in config_lib.flatten(config).items()}
 
@@ -135,7 +133,7 @@ def _read(
   try:
     config = config_lib.from_json((path / run_directory.CONFIG).read_text())
   except (OSError, ValueError):
-    config = ConfigDict()
+    config = config_lib.from_json("{}")
     notes.append(f"{run_directory.CONFIG} is missing or cannot be read")
   finished = finished or run_directory.is_finished(path)
   last = max((row["step"] for row in metrics), default=0)

@@ -27,7 +27,7 @@ from grpojax.runtime.processes import distributed, interrupts
 from grpojax.runtime.terminal import screen
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.evaluation import best
-from grpojax.training.report import profiling, reporting, run_report, step_line
+from grpojax.training.report import profiling, reporting, run_report
 from grpojax.training.run import open_run, run_directory, run_storage
 from grpojax.training.run import progress as progress_lib
 from grpojax.training.run.progress import Progress
@@ -125,7 +125,7 @@ def remaining_steps(
 
   Each is recorded and printed. `around(step)` is a context for each.
   """
-  settings, eta, stream = run.settings, step_line.Eta(), _PromptStream(run)
+  settings, eta, stream = run.settings, reporting.Eta(), _PromptStream(run)
   make_step = functools.cache(
     functools.partial(_make_step, run, tx, check_signals)
   )
@@ -155,7 +155,7 @@ def remaining_steps(
     if diagnosed:
       state = update_group_size(state, metrics)
     now, seconds_compile = time.perf_counter(), sum(compiled[programs:])
-    eta = step_line.after_step(eta, now - start - seconds_compile)
+    eta = reporting.after_step(eta, now - start - seconds_compile)
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
     row["seconds_compile"] = seconds_compile
@@ -164,7 +164,7 @@ def remaining_steps(
     reporting.log(run, row, samples, eta)
     reporting.log_failures(run, number, failures)
     yield state, progress
-    eta = step_line.after_pause(eta, time.perf_counter() - now)
+    eta = reporting.after_pause(eta, time.perf_counter() - now)
 
 
 def fit(

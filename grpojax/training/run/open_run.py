@@ -34,7 +34,7 @@ from grpojax.runtime.text import tokenizer
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import to_config
 from grpojax.training.data import splits as splits_lib
-from grpojax.training.report import reporting, tracking
+from grpojax.training.report import reporting
 from grpojax.training.run import hub_pins, run_directory, run_storage, start
 from grpojax.training.run.progress import Progress, from_notes
 from grpojax.training.run.start import Run
@@ -210,7 +210,7 @@ def open_all(
     run = run._replace(screen=screen, check_directory=checks[-1])
     run, state, tx = start.start(run, checkpointer)
     step = checkpoint.latest_step(checkpointer)
-    run = tracking.tracked(run, -1 if step is None else step, stack)
+    run = reporting.tracked(run, -1 if step is None else step, stack)
     state, progress = resume(run, state, checkpointer, check_signals)
     if resumed:
       distributed.on_main(record_changes)

@@ -197,12 +197,6 @@ def has_begun(path: pathlib.Path) -> bool:
   return _has_ended(path) or saved_any or taken
 
 
-def steps_done(path: Path) -> int:
-  """Returns the step of the newest checkpoint, 0 where there is none."""
-  complete = checkpoint.complete(run_storage.checkpoints(path))
-  return max(complete, default=0)
-
-
 def say_restart(path: Path) -> None:
   """Prints a line where a run without a checkpoint starts again at step 1."""
   complete = checkpoint.complete(run_storage.checkpoints(path))
@@ -312,7 +306,8 @@ def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   more = any(re.match(r"steps:|stop\.no_improvement:", x) for x in may)
   remove_model(path, only_rest=not more)
   if may:
-    row = {"after_step": steps_done(path), "changed": may}
+    steps = checkpoint.complete(run_storage.checkpoints(path))
+    row = {"after_step": max(steps, default=0), "changed": may}
     append_jsonl(path / CHANGES, row)
     write_config(path, settings)
   return may

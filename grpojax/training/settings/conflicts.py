@@ -68,14 +68,6 @@ def _only_token_ids(s: TrainSettings) -> bool:
   return on_ids and weights == (1.0,) and not s.reward.model
 
 
-def _regex_error(text: str) -> str:
-  try:
-    re.compile(text)
-  except re.error as error:
-    return str(error)
-  return ""
-
-
 def _finite(values: Any) -> bool:
   largest = sys.float_info.max  # an integer may be too large for a float
   return all(isinstance(x, int | float) and abs(x) <= largest for x in values)
@@ -99,7 +91,9 @@ def _model(s: TrainSettings) -> Rows:
   if s.sampling.distribution.temperature == 0:
     remedy = "must be more than 0 (greedy sampling has no policy gradient)"
     yield "sampling.temperature", remedy
-  if error := _regex_error(s.lora.targets):
+  try:
+    re.compile(s.lora.targets)
+  except re.error as error:
     yield "lora.targets", f"is no regular expression ({error})"
   if not tokenizer.is_template(s.data.template):
     yield "data.template", tokenizer.TEMPLATE
