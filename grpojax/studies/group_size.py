@@ -126,12 +126,7 @@ def _points(config: ConfigDict):
 
 def config_errors(config: ConfigDict) -> list[str]:
   """Lists what is wrong with the values of a config."""
-  wrong = []
-  for field in ("budgets", "group_sizes"):
-    values = config[field]
-    if not values or not all(isinstance(v, int) and v >= 2 for v in values):
-      remedy = "give whole numbers of 2 or more"
-      wrong.append(config_error(field, values, remedy))
+  wrong = study.size_errors(config, "budgets", "group_sizes")
   p = config.predict
   if p.prompts % p.batch:
     remedy = f"must be a multiple of predict.batch = {p.batch}"

@@ -155,45 +155,29 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
     )
 
 
-@contextlib.contextmanager
-def _reading(path: pathlib.Path) -> Iterator[None]:
-  """Turns errors of a file that cannot be read into what to do about it."""
-  try:
-    yield
-  except (OSError, KeyError, TypeError, ValueError) as error:
-    raise SystemExit(
-      f"error: {path} is not that of a finished run ({error!r}): delete "
-      f"{path.parent} and run the same command, which makes it again"
-    ) from None
-
-
 def run_summary(directory: pathlib.Path, name: str) -> dict[str, Any]:
-  """Reads a finished training run's summary: "steps" and "accuracy_after"."""
+  """Reads a finished training run's summary."""
   path = training_run(directory, name) / run_directory.SUMMARY
-  with _reading(path):
-    summary = json.loads(path.read_text())
-    return {
-      "steps": int(summary["steps"]),
-      "accuracy_after": float(summary["accuracy_after"]),
-    }
+  return json.loads(path.read_text())
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
   """Reads a row a training step, with the accuracy where it was evaluated.
 
   Raises:
-    SystemExit: the run lacks a step, or its file is damaged.
+    SystemExit: the run lacks a step.
   """
   steps = run_summary(directory, name)["steps"]
   path = training_run(directory, name) / run_directory.METRICS
-  with _reading(path):
-    rows = records.read_jsonl(path)
-    accuracy = {r["step"]: r["accuracy"] for r in rows if "accuracy" in r}
-    trained = [row for row in rows if "reward_mean" in row]
-    if [row["step"] for row in trained] != [*range(1, steps + 1)]:
-      raise ValueError(f"{len(trained)} steps in place of 1 to {steps}")
-    np.array([row["reward_mean"] for row in trained], np.float64)  # null is nan
-    return [row | {"accuracy": accuracy.get(row["step"])} for row in trained]
+  rows = records.read_jsonl(path)
+  accuracy = {r["step"]: r["accuracy"] for r in rows if "accuracy" in r}
+  trained = [row for row in rows if "reward_mean" in row]
+  if [row["step"] for row in trained] != [*range(1, steps + 1)]:
+    raise SystemExit(
+      f"error: {path} has not the steps 1 to {steps} of a finished run: delete "
+      f"{path.parent} and run the same command, which makes it again"
+    )
+  return [row | {"accuracy": accuracy.get(row["step"])} for row in trained]
 
 
 def by_step(
@@ -211,6 +195,17 @@ def with_interval(name: str, values: np.ndarray) -> dict[str, float]:
   """Columns of a mean over seeds and its 95% interval (Student's)."""
   middle, low, high = mean_interval(values)
   return {name: middle, f"{name}_low": low, f"{name}_high": high}
+
+
+def size_errors(config: ConfigDict, *names: str) -> list[str]:
+  """Lists those of the settings that are no whole numbers of 2 or more."""
+  remedy = "give whole numbers of 2 or more"
+  return [
+    config_lib.config_error(name, config[name], remedy)
+    for name in names
+    if not config[name]
+    or not all(isinstance(x, int) and x >= 2 for x in config[name])
+  ]
 
 
 def load_or_make(

@@ -28,11 +28,6 @@ MISTAKES = {
       "arms=group_size=8, group_size=4",
       "1536 completions a run .*, and 3072 and 256 of the first",
     ),
-    (
-      "arms=model.path=nowhere, data.name=jsonl, reward.functions=no.py:f",
-      r"arm 'model.path=nowhere': no model at(.|\n)*jsonl has no such(.|\n)*"
-      "there is no file .*no.py",
-    ),
     ("learning_rates=(0.0,)", "finite numbers above 0"),
     ("learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
     ("learning_rates=(True, 1e-4)", "finite numbers above 0"),
@@ -127,28 +122,13 @@ def study_of_one(tmp_path, made_up):
   return tmp_path, settings
 
 
-@pytest.mark.parametrize(
-  "file, text",
-  [
-    ("metrics.jsonl", ""),
-    ("metrics.jsonl", "garbage"),
-    ("metrics.jsonl", '{"step": 1, "reward_mean": 1.0}\n'),
-    ("metrics.jsonl", '{"reward_mean": 1.0}\n'),
-    (
-      "metrics.jsonl",
-      '{"step": 1, "reward_mean": "x"}\n{"step": 2, "reward_mean": 1.0}\n',
-    ),
-    ("summary.json", "[]"),
-    ("summary.json", "{}"),
-    ("summary.json", '{"steps": 2, "accuracy_after": null}'),
-  ],
-)
-def test_a_damaged_run_is_not_read(file, text, study_of_one):
+def test_a_run_that_lacks_a_step_is_not_read(study_of_one):
   directory, settings = study_of_one
   assert len(study.run_metrics(directory, settings.name)) == 2
-  (study.training_run(directory, settings.name) / file).write_text(text)
+  file = study.training_run(directory, settings.name) / "metrics.jsonl"
+  file.write_text('{"step": 1, "reward_mean": 1.0}\n')
   with pytest.raises(
-    SystemExit, match=rf"^error: .*{file} .*delete .*{settings.name} and"
+    SystemExit, match=rf"^error: .*{file.name} .*delete .*{settings.name} and"
   ):
     study.run_metrics(directory, settings.name)
 
