@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from grpojax.training.report import final_report
+from grpojax import train
 
 SUMMARY = {
   "accuracy_before": 0.0625,
@@ -27,7 +27,7 @@ def test_the_end_says_the_gain_and_where_everything_is(tmp_path, settings_with):
   for name in ("model", "learning_curve.png", "metrics.jsonl"):
     (tmp_path / name).mkdir()
   settings = settings_with(model__path="some/model")
-  lines = final_report.lines("runs/x", tmp_path, settings, SUMMARY)
+  lines = train.final_lines("runs/x", tmp_path, settings, SUMMARY)
   assert lines[:4] == [
     "accuracy before   6.2%  [2.5%, 15.0%]",
     "accuracy after   98.4%  [91.7%, 99.7%]"
@@ -36,7 +36,7 @@ def test_the_end_says_the_gain_and_where_everything_is(tmp_path, settings_with):
     "  model/ (of step 40, Hugging Face format), learning_curve.png, "
     "metrics.jsonl",
   ]
-  assert lines[4:] == final_report.next_steps("runs/x", settings)
+  assert lines[4:] == train.next_steps("runs/x", settings)
   assert max(map(len, lines)) < 100
 
 
@@ -45,7 +45,7 @@ def test_the_end_says_what_went_wrong_and_each_data_set(
 ):
   summary = SUMMARY | {"failed_rewards": 3, "steps_with": {"truncated": 2}}
   summary |= {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
-  lines = final_report.lines("runs/x", tmp_path, settings_with(), summary)
+  lines = train.final_lines("runs/x", tmp_path, settings_with(), summary)
   assert lines[2:5] == [
     "  sums: 10.0% -> 75.0%",
     "steps with truncated: 2",
@@ -56,7 +56,7 @@ def test_the_end_says_what_went_wrong_and_each_data_set(
 def test_graded_rewards_stand_beside_the_accuracy(settings_with):
   summary = SUMMARY | {"accuracy_before": 0.0, "accuracy_after": 0.0}
   summary |= {"reward_before": 0.3, "reward_after": 0.62}
-  lines = final_report.lines(
+  lines = train.final_lines(
     "runs/x", pathlib.Path("x"), settings_with(), summary
   )
   assert lines[0].endswith("  mean reward 0.3 (right: 1 or more)")
@@ -66,7 +66,7 @@ def test_graded_rewards_stand_beside_the_accuracy(settings_with):
 @pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
 def test_a_best_step_is_named_where_it_was_better(best, shown, settings_with):
   summary = SUMMARY | {"best_step": 35, "best_accuracy": best}
-  lines = final_report.lines(
+  lines = train.final_lines(
     "runs/x", pathlib.Path("x"), settings_with(), summary
   )
   assert any("accuracy best" in line for line in lines) == shown
@@ -75,7 +75,7 @@ def test_a_best_step_is_named_where_it_was_better(best, shown, settings_with):
 @pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
 def test_commands_can_be_pasted_into_a_shell(where, settings_with):
   settings = settings_with(model__path="my model")
-  commands = final_report.commands(where, settings)
+  commands = train.commands(where, settings)
   for command in commands.values():
     python, m, module, first, *rest = shlex.split(command)
     assert (python, m) == ("python", "-m")
@@ -89,10 +89,10 @@ def test_commands_can_be_pasted_into_a_shell(where, settings_with):
 def test_only_an_embedded_model_is_followed_by_a_real_one(settings_with):
   name = "a real model"
   settings = settings_with(model__path="arithmetic-instruct")
-  real = final_report.commands("runs/x", settings)[name]
+  real = train.commands("runs/x", settings)[name]
   root = pathlib.Path(__file__).resolve().parents[2]
   config_file = root / "configs" / f"{real.partition('--config=')[2]}.py"
   assert config_file.is_file()
   for path in ("Qwen2.5", "/", ".", "runs/x"):
     settings = settings_with(model__path=path)
-    assert name not in final_report.commands("runs/x", settings)
+    assert name not in train.commands("runs/x", settings)

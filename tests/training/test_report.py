@@ -10,7 +10,8 @@ import re
 import pytest
 
 from grpojax import report as program
-from grpojax.training.report import final_report, reporting, run_report
+from grpojax import train
+from grpojax.training.report import reporting, run_report
 from grpojax.training.run.start import Run
 
 _spec = importlib.util.spec_from_file_location(
@@ -214,7 +215,7 @@ def test_a_run_writes_reports_when_they_are_due(
 )
 def test_the_group_size_is_said(best, interval, line):
   sizes = {"optimal_group_size": best, "optimal_group_size_interval": interval}
-  found = final_report.group_size_line(sizes)
+  found = train.group_size_line(sizes)
   assert found == f"the gradient's noise {line}"
-  found = final_report.group_size_line(sizes | {"gradient_error_of_best": 1.21})
+  found = train.group_size_line(sizes | {"gradient_error_of_best": 1.21})
   assert ("; this run's have 1.21 times" in found) == ("asked" in line)

@@ -117,14 +117,6 @@ def test_what_was_not_computed_is_none(case, settings_with):
   assert rows[1]["rewards"] == {"f": None, "g": None}
 
 
-def test_samples_are_due_every_so_many_steps(settings_with):
-  settings = settings_with(log__samples_every=4, log__sample_groups=1)
-  due = [step for step in range(1, 10) if sample_rows.is_due(settings, step)]
-  assert due == [4, 8]
-  settings = settings_with(log__samples_every=4, log__sample_groups=0)
-  assert not any(sample_rows.is_due(settings, step) for step in range(1, 10))
-
-
 def test_tokens_of_a_real_tokenizer_make_up_the_text():
   from grpojax.runtime.text import tokenizer
 

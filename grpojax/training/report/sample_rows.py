@@ -53,13 +53,6 @@ OTHERS = {"trainer_logprobs", "ref_logprobs"}
 DIGITS = 4  # of log-probabilities, after the point
 
 
-def is_due(settings: TrainSettings, step: int) -> bool:
-  """Returns True for a step, counted from 1, whose samples are written."""
-  return (
-    settings.log.sample_groups > 0 and step % settings.log.samples_every == 0
-  )
-
-
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   """The text of each token, as it reads after the one before it.
 

@@ -302,7 +302,8 @@ class HostStep:
       state = self.update_success_rates(state, examples, right)
     state, of_update = self.programs.update(state, update_batch)
     rows = []
-    if sample_rows.is_due(settings, number):
+    due = number % settings.log.samples_every == 0
+    if due and settings.log.sample_groups > 0:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
     metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
     state = self.advance_stream(state, batch.more_prompts)
