@@ -88,6 +88,16 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
 
 
 AUTO = {"group_size": "auto", "diagnostics__every": 1}
+AGGREGATED = {"reward__aggregation": "normalize_then_sum"}
+FILTERED = {"filter_groups__enable": True}
+BY_DIFFICULTY = {"difficulty__priority": "varies"}
+K1 = {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"}
+IN_PARTS = {"sampling__parts": 2, "batch_size": 4, "reward__workers": 1}
+TWO = {
+  "reward__functions": ("exact_answer", "length"),
+  "reward__weights": (1.0, 1.0),
+}
+ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +212,60 @@ AUTO = {"group_size": "auto", "diagnostics__every": 1}
       {"reward__on_device": True, "model__reference": "host"},
       "model.reference = 'host': reward.on_device is one program",
     ),
+    ({"advantage": "norm_ratio"}, "diagnostics.every = 0: advantage = 'norm_r"),
+    ({"score_norms__decay": 1.0}, "score_norms.decay = 1.0: must be in [0, 1)"),
+    ({"score_power": 0.0}, "score_power = 0.0: must be more than 0"),
+    # Parts of a step.
+    (
+      {"loss__correction": "token_mask", "optim__epochs": 2},
+      "with several updates a step and loss.old_logprobs = 'rollout' the",
+    ),
+    (
+      AGGREGATED | {"reward__on_device": True},
+      "reward.on_device has one function only",
+    ),
+    (AGGREGATED | AUTO, "the best size for the weighted sum"),
+    (
+      AGGREGATED | {"group_size": 1, "advantage": "vanilla"},
+      "a group of 1 has no spread",
+    ),
+    (AGGREGATED | {"advantage": "beta_binomial"}, "cannot read as successes"),
+    (
+      AGGREGATED | {"advantage": "norm_ratio", "diagnostics__every": 1},
+      "'norm_ratio' knows the scores' lengths by their sum",
+    ),
+    (AGGREGATED | K1, "rewards without unit"),
+    (
+      FILTERED | {"reward__on_device": True},
+      "reward.on_device is one program, which dra",
+    ),
+    (
+      FILTERED | {"advantage": "vanilla"},
+      "learns from groups of equal rewards too: use",
+    ),
+    (FILTERED | K1, "groups of equal rewards teach something"),
+    (
+      FILTERED | {"filter_groups__gen_parts": 3},
+      "gen_parts = 3: must divide a step's",
+    ),
+    (FILTERED | TWO | ACCURACY, "may still differ in other rewards"),
+    (IN_PARTS | {"sampling__parts": 3}, "sampling.parts = 3: must divide"),
+    (
+      IN_PARTS | {"reward__workers": 0},
+      "sampling.parts = 2: nothing computes rewards",
+    ),
+    ({"difficulty__band": (0.9, 0.1)}, "band = (0.9, 0.1): must be two numb"),
+    ({"difficulty__target": (0.5, 1.0)}, "inside (0, 1)"),
+    ({"difficulty__importance_weights": True}, "nothing is to be undone"),
+    (
+      BY_DIFFICULTY | {"reward__on_device": True},
+      "priority = 'varies': reward.on_device",
+    ),
+    (
+      BY_DIFFICULTY
+      | {"difficulty__importance_weights": True, "diagnostics__every": 5},
+      "importance_weights = True: the diagnosis",
+    ),
   ],
 )
 def test_one_problem_is_one_line(changes, text, config_with):
@@ -254,6 +318,22 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
       "reward__weights": (1, 0.5),
     },
     {"steps": 0, "data__template": "{{x}} {prompt}"},
+    {
+      "loss__correction": "token_mask",
+      "optim__epochs": 2,
+      "loss__old_logprobs": "trainer",
+    },
+    {"loss__off_policy_threshold": 0.1, "optim__epochs": 2},
+    {"loss__truncated": "mask", "reward__on_device": True},
+    {
+      "model__reference_every": 1,
+      "model__reference_mix": 0.01,
+      "loss__beta": 0.1,
+      "lora__rank": 2,
+    },
+    {"sampling__repetition_penalty": 1.2},
+    IN_PARTS,
+    BY_DIFFICULTY,
   ],
 )
 def test_valid_combinations(changes, config_with):

@@ -10,6 +10,12 @@ from grpojax.core.objective import correction_fn
 from grpojax.core.types import Batch
 from grpojax.training.step import batch as batch_lib
 
+IN_REWARD = {
+  "loss__beta": 0.1,
+  "loss__kl": "k1",
+  "loss__kl_placement": "reward",
+}
+
 
 def test_settings_reach_the_correction(settings_with):
   assert correction_fn(settings_with().loss) is None
@@ -44,24 +50,8 @@ def test_settings_reach_the_correction(settings_with):
     ({"loss__truncated": "drop"}, [1, 0, 0]),
     # In the baseline with its penalty, which has to be computed.
     ({"loss__truncated": "mask", "loss__beta": 0.1}, [1, 0, 0]),
-    (
-      {
-        "loss__truncated": "mask",
-        "loss__beta": 0.1,
-        "loss__kl": "k1",
-        "loss__kl_placement": "reward",
-      },
-      [1, 1, 0],
-    ),
-    (
-      {
-        "loss__truncated": "drop",
-        "loss__beta": 0.1,
-        "loss__kl": "k1",
-        "loss__kl_placement": "reward",
-      },
-      [1, 0, 0],
-    ),
+    (IN_REWARD | {"loss__truncated": "mask"}, [1, 1, 0]),
+    (IN_REWARD | {"loss__truncated": "drop"}, [1, 0, 0]),
   ],
 )
 def test_what_nobody_reads_is_not_packed(

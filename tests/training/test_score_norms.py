@@ -13,20 +13,8 @@ from grpojax.core.advantages.weighted_baselines import (
 )
 from grpojax.core.objective import advantage_fn
 from grpojax.core.step import init_state
-from grpojax.training.config import from_config
 from grpojax.training.run import setup
 from grpojax.training.step import diagnosis
-
-
-def test_settings(config_with):
-  from_config(config_with(advantage="norm_ratio", diagnostics__every=20))
-  with pytest.raises(ValueError, match="diagnostics.every = 0: .*norm_ratio"):
-    from_config(config_with(advantage="norm_ratio"))
-  for decay in (-0.1, 1.0):
-    with pytest.raises(ValueError, match=r"score_norms.decay = .* \[0, 1\)"):
-      from_config(config_with(score_norms__decay=decay))
-  with pytest.raises(ValueError, match="score_power = 0.0: must be more than"):
-    from_config(config_with(score_power=0.0))
 
 
 def test_only_norm_ratio_has_them(settings_with):
