@@ -35,7 +35,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,10 +170,12 @@ def default_config() -> ConfigDict:
   return settings_lib.to_config(SETTINGS)
 
 
-def config_errors(flat_config: dict[str, Any]) -> list[str]:
-  """Returns a line for each value that cannot be, by dotted path."""
+def validate(config: ConfigDict) -> None:
+  """Raises ValueError with all that is wrong with `config`, a line each."""
+  config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
+  flat_config = config_lib.flatten(config)
   errors = settings_lib.value_errors(SETTINGS, flat_config)
-  errors += config_lib.name_errors(flat_config["name"])
+  errors += config_lib.name_errors(config.name)
 
   def need(holds, name, remedy):
     if not holds:
@@ -191,13 +192,7 @@ def config_errors(flat_config: dict[str, Any]) -> list[str]:
   remedy = f"must be below steps = {flat_config['steps']}"
   warmup = flat_config["optim.warmup_steps"]
   need(warmup < max(flat_config["steps"], 1), "optim.warmup_steps", remedy)
-  return errors
-
-
-def validate(config: ConfigDict) -> None:
-  """Raises ValueError with all that is wrong with `config`, a line each."""
-  wrong_keys = settings_lib.key_errors(SETTINGS, config)
-  config_lib.refuse(wrong_keys or config_errors(config_lib.flatten(config)))
+  config_lib.refuse(errors)
 
 
 def load_examples(config: ConfigDict):

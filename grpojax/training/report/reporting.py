@@ -41,7 +41,6 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 
 KEPT_FAILURES = 20  # a step, in failures.jsonl
 
-
 SHOWN = (
   "reward_mean",
   "group_acceptance",  # with dynamic sampling
