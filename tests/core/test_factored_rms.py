@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from grpojax.core import optim
 from grpojax.core.optim import scale_by_factored_rms
 
 SHAPES = {
@@ -46,7 +47,7 @@ def run(tx, grads):
 
 def test_every_matrix_and_vector_is_as_optax_has_it(monkeypatch):
   """The second layer of each stack by itself, through optax's Adafactor."""
-  monkeypatch.setattr(factored_rms, "SMALLEST", 8)
+  monkeypatch.setattr(optim, "SMALLEST", 8)
   grads = gradients(SHAPES, steps=3)
   state, found = run(scale_by_factored_rms(0.999, stacks=("layers",)), grads)
 
@@ -79,7 +80,7 @@ def test_every_matrix_and_vector_is_as_optax_has_it(monkeypatch):
 
 def test_by_hand_of_rank_one(monkeypatch):
   """What is a product of rows and columns is factored without loss."""
-  monkeypatch.setattr(factored_rms, "SMALLEST", 2)
+  monkeypatch.setattr(optim, "SMALLEST", 2)
   rows, cols = np.array([1.0, 2.0, 0.5]), np.array([3.0, 0.1])
   g = jnp.asarray(np.outer(rows, cols), jnp.float32)
   tx = scale_by_factored_rms(0.4)
