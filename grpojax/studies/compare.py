@@ -20,6 +20,7 @@ the objective itself, at every step. DIR, by default runs/compare, gets
     logs/           what the training runs printed
 """
 
+import contextlib
 import itertools
 import math
 import pathlib
@@ -36,6 +37,7 @@ from grpojax.runtime.cli.settings import changed, setting
 from grpojax.studies import run as study
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
+from grpojax.training.run import start
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
@@ -124,7 +126,23 @@ def config_errors(config: ConfigDict) -> list[str]:
     for name in ("seed", "name", "optim.learning_rate"):
       if any(word.split("=")[0] == name for word in arm.split()):
         wrong.append(f"arm {arm!r}: {name} is set by the study")
-  return wrong or _incomparable(config)
+  return wrong or _incomparable(config) or _unreadable(config)
+
+
+def _unreadable(config: ConfigDict) -> list[str]:
+  """Lists the arms whose model, data or rewards cannot be read."""
+  wrong, inputs = [], []
+  for i, arm in enumerate(config.arms):
+    run = train_settings(config, i, config.learning_rates[0], 0)
+    if (run.model, run.data, run.reward) in inputs:
+      continue
+    inputs.append((run.model, run.data, run.reward))
+    try:
+      with contextlib.redirect_stdout(None):  # the run's log says it
+        start.read_inputs(run, pathlib.Path(run.name))
+    except ValueError as error:
+      wrong.append(f"arm {arm!r}: {error}")
+  return wrong
 
 
 def _incomparable(config: ConfigDict) -> list[str]:

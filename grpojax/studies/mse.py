@@ -103,17 +103,17 @@ SETTINGS = run.settings(
 
 def config_errors(config: ConfigDict) -> list[str]:
   """Lists what is wrong with values that are in their ranges."""
-  wrong, sizes = run.size_errors(config, "group_sizes"), config.group_sizes
-  repeated = len(set(sizes)) < len(sizes)
-  if not wrong and (repeated or any(max(sizes) % g for g in sizes)):
+  if wrong := run.size_errors(config, "group_sizes"):
+    return wrong
+  sizes, largest = config.group_sizes, max(config.group_sizes)
+  if any(largest % g for g in sizes) or len(set(sizes)) < len(sizes):
     remedy = "each must divide the largest, once"
     wrong.append(config_error("group_sizes", sizes, remedy))
-  largest, n = max(sizes, default=1), config.samples
-  if not wrong and (n % largest or n < 3 * largest):
+  elif config.samples % largest or config.samples < 3 * largest:
     remedy = (
       f"must be a multiple of {largest}, the largest group, at least 3 times"
     )
-    wrong.append(config_error("samples", n, remedy))
+    wrong.append(config_error("samples", config.samples, remedy))
   if config.projections in (1, 2):
     remedy = "their spread is part of the intervals: give 3 or more, or 0"
     wrong.append(config_error("projections", config.projections, remedy))
@@ -264,14 +264,22 @@ def table(
           errors.ratio_of_means(x[estimator], x["oracle"])
           for x in (measured, theory)
         )
-        row = {"configuration": name, "estimator": estimator}
-        row |= {"group_size": group_size}
-        row |= {"deviation": _deviation(point, curve)}
-        for key, x in {"mse": point, "theory": curve}.items():
-          row |= {key: x["mean"], f"{key}_low": x["low"]}
-          row |= {f"{key}_high": x["high"]}
-        row |= {"ratio_to_oracle": ratio["mean"], "ratio_low": ratio["low"]}
-        row |= {"ratio_high": ratio["high"], "theory_ratio": expected["mean"]}
+        row = {
+          "configuration": name,
+          "estimator": estimator,
+          "group_size": group_size,
+          "mse": point["mean"],
+          "mse_low": point["low"],
+          "mse_high": point["high"],
+          "theory": curve["mean"],
+          "theory_low": curve["low"],
+          "theory_high": curve["high"],
+          "deviation": _deviation(point, curve),
+          "ratio_to_oracle": ratio["mean"],
+          "ratio_low": ratio["low"],
+          "ratio_high": ratio["high"],
+          "theory_ratio": expected["mean"],
+        }
         rows_of_table.append(run.rounded(row))
   return rows_of_table
 

@@ -28,6 +28,11 @@ MISTAKES = {
       "arms=group_size=8, group_size=4",
       "1536 completions a run .*, and 3072 and 256 of the first",
     ),
+    (
+      "arms=model.path=nowhere, data.name=jsonl, reward.functions=no.py:f",
+      r"arm 'model.path=nowhere': no model at(.|\n)*jsonl has no such(.|\n)*"
+      "there is no file .*no.py",
+    ),
     ("learning_rates=(0.0,)", "finite numbers above 0"),
     ("learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
     ("learning_rates=(True, 1e-4)", "finite numbers above 0"),
