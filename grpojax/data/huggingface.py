@@ -124,7 +124,6 @@ def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
   configuration: str = "",
   revision: str = "",
@@ -147,7 +146,6 @@ def load(
     test_split: its name of the test split; not used with `test`.
     columns: those to read; () is all. Bytes (images) cannot be read.
   """
-  del seed
   check_split(split)
   fields_lib.check_share(test)
   path = os.fspath(path)

@@ -101,7 +101,6 @@ def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
   prompt: str = "prompt",
   answer: str = "answer",
@@ -115,7 +114,6 @@ def load(
     split: "train" or "test".
     path: a file, a pattern of files ("part-*.jsonl"), or a directory with
       files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
-    seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later lines are not read.
     prompt: name of the field with the prompt (`fields.Fields` has all four).
     answer: name of the field with the answer.
@@ -132,7 +130,6 @@ def load(
     ValueError: an unknown split, a missing file, no example, or a line that is
       malformed.
   """
-  del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.example, fields=fields)
   opened = functools.partial(_opened, example)

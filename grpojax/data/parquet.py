@@ -136,7 +136,6 @@ def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
   prompt: str = "prompt",
   answer: str = "answer",
@@ -149,7 +148,6 @@ def load(
 
   `columns` are those to read; () is all. Bytes (images) cannot be read.
   """
-  del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.table_example, fields=fields)
   opened = functools.partial(_opened, example, columns)
