@@ -87,22 +87,17 @@ def _rows(
   """All rows, each with a label for errors."""
   import pyarrow
 
-  batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
   # ValueError: a field with two parts of one name.
   damages = pyarrow.ArrowException, OSError, OverflowError, ValueError
   number = 0
-  while True:
-    try:
-      batch = next(batches, None)
-      rows = [] if batch is None else plain_rows(batch)
-    except damages as error:
-      reason = next(iter(str(error).splitlines()), type(error).__name__)
-      raise ValueError(f"{file} cannot be read: {reason}") from error
-    if batch is None:
-      return
-    for row in rows:
-      number += 1
-      yield f"{file}, row {number}", None, row
+  try:
+    for batch in reader.iter_batches(_ROWS, columns=list(columns) or None):
+      for row in plain_rows(batch):
+        number += 1
+        yield f"{file}, row {number}", None, row
+  except damages as error:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    raise ValueError(f"{file} cannot be read: {reason}") from error
 
 
 def _opened(
