@@ -29,10 +29,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   """Turns the library's errors into sentences with a remedy; keeps it quiet."""
   from huggingface_hub.utils import logging as hub_logging
 
-  logs = datasets.utils.logging, hub_logging
-  levels = [log.get_verbosity() for log in logs]
-  bars = datasets.is_progress_bar_enabled()
-  for log in logs:
+  for log in (datasets.utils.logging, hub_logging):
     log.set_verbosity_error()
   datasets.disable_progress_bars()
   try:
@@ -55,11 +52,6 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
       f"the data set {path} cannot be stored ({error.strerror or error}): set "
       "HF_HOME to another disk"
     ) from error
-  finally:
-    for log, level in zip(logs, levels, strict=True):
-      log.set_verbosity(level)
-    if bars:
-      datasets.enable_progress_bars()
 
 
 def _of_revision(builder: Any, path: str, revision: str) -> Any:

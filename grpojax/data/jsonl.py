@@ -75,12 +75,14 @@ def _object(line: bytes) -> Row:
   return row
 
 
-def _opened(
-  example: Callable[[Row], Row], file: pathlib.Path, choose: fields_lib.Choose
+def _kept(
+  example: Callable[[Row], Row],
+  file: pathlib.Path,
+  chosen: Iterator[tuple[Any, Row]],
 ) -> Examples:
   """The examples chosen of one file; all lines are checked."""
   places = array.array("q")  # begin, end and CRC-32 of each line, in turn
-  for place, _ in choose(rows(file), example):
+  for place, _ in chosen:
     places.extend(place)
   table = np.array(places, np.int64).reshape(-1, 3)
 
@@ -132,5 +134,5 @@ def load(
   """
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.example, fields=fields)
-  opened = functools.partial(_opened, example)
-  return files.load("jsonl", opened, split, path, test, size)
+  keep = functools.partial(_kept, example)
+  return files.load("jsonl", rows, example, keep, split, path, test, size)

@@ -144,7 +144,7 @@ def test_what_cannot_be_opened(tmp_path):
   file = write(tmp_path / "a.jsonl", ROWS)
   for options, text in [
     ({"path": ""}, "needs data.path"),
-    ({"path": tmp_path / "b.jsonl"}, "b.jsonl does not exist"),
+    ({"path": tmp_path / "b.jsonl"}, "b.jsonl is no file"),
     ({"path": "/dev/null"}, "/dev/null is no file"),
     ({"path": tmp_path}, "train.jsonl does not exist"),
     ({"path": tmp_path, "test": 0.1}, "for a single file"),
