@@ -317,8 +317,6 @@ def write_config(
   Raises:
     ValueError: widths and heads that do not fit.
   """
-  if width % heads:
-    raise ValueError(f"width = {width}: must be a multiple of heads = {heads}")
   hf_config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -328,7 +326,6 @@ def write_config(
     "num_hidden_layers": layers,
     "num_attention_heads": heads,
     "num_key_value_heads": kv_heads,
-    "head_dim": width // heads,
     "hidden_act": "silu",
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,

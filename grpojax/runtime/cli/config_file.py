@@ -42,8 +42,6 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
         "a required_placeholder has no value: give the file one, which "
         "--config.key=value can change"
       )
-    if isinstance(error, TypeError) and not lines:  # called with other words
-      text += f": --config={path}:TEXT calls get_config(TEXT)"
     raise ValueError(f"{where}: {text}") from error
   finally:
     sys.stdin = before

@@ -39,8 +39,6 @@ def load_module(subject: str, place: str) -> ModuleType:
   Raises:
     ValueError: it cannot be loaded.
   """
-  if "/" in place and not place.endswith(".py"):
-    raise ValueError(f"{subject}: the name of a file ends in .py")
   try:
     with one_process():
       is_file = place.endswith(".py")
