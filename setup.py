@@ -40,7 +40,7 @@ setuptools.setup(
     "pyarrow>=15",  # before 14.0.1 a file could run code (CVE-2023-47248)
     "pyyaml",  # configurations of other libraries
     "safetensors",
-    "scipy",
+    "scipy>=1.15",
     "tensorboardX",
     "tensorflow-datasets>=4.9.10",  # needs no TensorFlow
     "tokenizers",

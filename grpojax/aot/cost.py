@@ -58,21 +58,14 @@ class Cost(NamedTuple):
     return self._replace(instructions=part)
 
 
-class Kind(NamedTuple):
-  """Sums over all collectives of one kind."""
-
-  instructions: int
-  runs: int
-  bytes: int  # that each device sends in all runs
-
-
-def by_kind(cost: Cost) -> dict[str, Kind]:
-  """Sums collectives by kind, the one that sends most first."""
+def by_kind(cost: Cost) -> dict[str, dict[str, int]]:
+  """Sums bytes and runs of collectives by kind, the most bytes first."""
   kinds = {}
   for c in cost.collectives:
-    n, runs, sent = kinds.get(c.kind, (0, 0, 0))
-    kinds[c.kind] = Kind(n + 1, runs + c.trips, sent + c.bytes * c.trips)
-  return dict(sorted(kinds.items(), key=lambda item: -item[1].bytes))
+    of_kind = kinds.setdefault(c.kind, {"bytes": 0, "runs": 0})
+    of_kind["bytes"] += c.bytes * c.trips
+    of_kind["runs"] += c.trips
+  return dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"]))
 
 
 def heaviest(cost: Cost, count: int = 10) -> list[InstructionCost]:

@@ -108,10 +108,7 @@ def _count(compiled: Any, chip: Chip, trips: int) -> Part:
     bytes=counted.bytes,
     collective_bytes=counted.collective_bytes,
     token_loop_collective_bytes=counted.in_token_loop.collective_bytes,
-    collectives={
-      kind: {"bytes": of.bytes, "runs": of.runs}
-      for kind, of in cost.by_kind(counted).items()
-    },
+    collectives=cost.by_kind(counted),
     seconds=estimate.seconds,
     overlapped_seconds=estimate.overlapped,
     token_loop_seconds=estimate.token_loop,

@@ -1,6 +1,5 @@
 """The programs of a training run, lowered on shapes alone."""
 
-import json
 import pathlib
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from grpojax.core.types import Prompts, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
+from grpojax.models.huggingface.weights import read_json
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.files import gguf_directory, hub
@@ -51,13 +51,8 @@ def read_model(path: str) -> dict[str, Any]:
   file = pathlib.Path(path)
   if not file.is_file() or gguf_directory.is_named(path):
     return hf.read_config(policy_lib.find_model(path, hub.CONFIG))
-  try:
-    hf_config = json.loads(file.read_text())
-  except ValueError as error:
-    raise ValueError(
-      f"--config.model.path = {path!r}: no JSON ({error})"
-    ) from None
-  if not isinstance(hf_config, dict) or "model_type" not in hf_config:
+  hf_config = read_json(file)
+  if "model_type" not in hf_config:
     raise ValueError(f"--config.model.path = {path!r}: has no model_type")
   return hf_config
 

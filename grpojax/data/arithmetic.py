@@ -191,16 +191,8 @@ def _author(
   rng: np.random.Generator, probability: float, forget: tuple[float, float]
 ) -> Callable[[str], str]:
   """Draws an author: problem -> solution."""
-  if not 0 <= probability <= 1:
-    raise ValueError(f"hasty is a probability, got {probability}")
-  low, high = forget
-  if not 0 <= low <= high <= 1:
-    raise ValueError(
-      f"forget = ({low}, {high}): is how often a carry is forgotten where the "
-      "digits make 10, and where they make 19; 0 <= low <= high <= 1"
-    )
   author = hasty if rng.random() < probability else solution
-  if high == 0:
+  if not any(forget):
     return author
   add = functools.partial(forgetful_sum, rng, forget=forget)
   return functools.partial(author, add=add)

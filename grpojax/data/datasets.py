@@ -5,7 +5,8 @@ A data set plugs in by its `load` in `DATASETS`:
     load(split, *, seed=0, size=None, **options) -> random access to examples
 
 - `split` is one of `examples.SPLITS`; another one is a ValueError.
-- `seed` may decide which examples there are; order is the prompt pipeline's.
+- `seed`, where `load` has that parameter, may decide which examples there are;
+  order is the prompt pipeline's.
 - `size`, if it is given, limits the number of examples.
 - `path`, where `load` has that parameter, is the place of its files; "" is its
   own place, or a ValueError that says what to give.
@@ -106,4 +107,5 @@ def load(
     )
   _check_options(options, known)
   options |= {"path": path} if path else {}
+  settings = {k: v for k, v in settings.items() if k in known or takes_any}
   return load_(split, **(options | settings))

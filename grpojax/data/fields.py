@@ -140,10 +140,6 @@ def _plain(item: Any, column: str) -> Any:
   )
 
 
-Choose = Callable[[Iterable[tuple[str, Any, Row]], Callable], Iterator]
-"""The function `chosen` of rows and `read`, with the split that is loaded."""
-
-
 def chosen(
   rows: Iterable[tuple[str, Any, Row]],
   read: Callable[[Row], Row],

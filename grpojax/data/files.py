@@ -1,15 +1,14 @@
 """Files of a split, and several files as one data set."""
 
-import functools
 import glob
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from grpojax.data.examples import check_split, concatenate
-from grpojax.data.fields import Choose, check_share, chosen
+from grpojax.data.fields import Row, check_share, chosen
 
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 """Names of files of a split; the first of these that there is."""
@@ -17,7 +16,9 @@ _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 
 def load(
   kind: str,
-  opened: Callable[[pathlib.Path, Choose], Any],
+  rows: Callable[[pathlib.Path], Iterable[tuple[str, Any, Row]]],
+  example: Callable[[Row], Row],
+  keep: Callable[[pathlib.Path, Iterator[tuple[Any, Row]]], Any],
   split: str,
   path: str | os.PathLike,
   share: int | float,
@@ -27,8 +28,9 @@ def load(
 
   Args:
     kind: "jsonl" or "parquet", `data.name` and the files' suffix.
-    opened: `(file, choose) -> random access` to the examples that `choose`
-      takes of its rows.
+    rows: `(file) -> rows` of a file, as of `fields.chosen`.
+    example: `(row) -> example`.
+    keep: `(file, chosen) -> random access` to the chosen examples of a file.
     split: "train" or "test".
     path: a file, a directory with files of each split, or a pattern.
     share: share of one set of files that is held out, else 0.
@@ -42,8 +44,7 @@ def load(
     left = None if size is None else size - sum(map(len, parts))
     if left == 0:
       break
-    choose = functools.partial(chosen, split=split, share=share, most=left)
-    parts.append(opened(file, choose))
+    parts.append(keep(file, chosen(rows(file), example, split, share, left)))
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
     raise ValueError(f"{names} holds no example of the split {split!r}")
@@ -69,15 +70,13 @@ def _files(
       )
     return _in_directory(place, split, f".{kind}")
   files = [place] if place.is_file() else []
-  problem = "is no file" if os.path.lexists(place) else "does not exist"
   if glob.has_magic(str(path)) and not files:
     matches = map(pathlib.Path, glob.glob(str(path), recursive=True))
-    files, problem = (
-      sorted(filter(pathlib.Path.is_file, matches)),
-      "matches none",
-    )
+    files = sorted(filter(pathlib.Path.is_file, matches))
   if not files:
-    raise ValueError(f"--config.data.path: {place} {problem}")
+    raise ValueError(
+      f"--config.data.path: {place} is no file, and matches none"
+    )
   if not share and split == "test":
     raise ValueError(
       f"--config.data.path = {str(path)!r} is one set of files without "

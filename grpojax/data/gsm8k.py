@@ -6,32 +6,22 @@ needs no TensorFlow), or from a local copy of either of two kinds: a directory
 that TensorFlow Datasets prepared, or the original train.jsonl and test.jsonl.
 """
 
-import itertools
+import functools
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from grpojax.data import fields as fields_lib
 from grpojax.data import jsonl
 from grpojax.data.examples import MARK, Examples, check_split
 
 _SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
+_FIELDS = fields_lib.Fields("question", "answer", answer_after=MARK)
 _LOCAL = (
   "give a local copy as data.path: the directory of GSM8K's train.jsonl and "
   "test.jsonl, or one that tensorflow-datasets prepared"
 )
-
-
-def _example(row: dict[str, Any], label: str) -> dict[str, str]:
-  question, solution = row.get("question"), row.get("answer")
-  texts = isinstance(question, str) and isinstance(solution, str)
-  if not texts or not question or MARK not in solution:
-    raise ValueError(
-      f"{label}: not a GSM8K problem, an object with the texts question and "
-      f"answer, which has a {MARK}"
-    )
-  answer = solution.rpartition(MARK)[2]
-  return {"prompt": question, "answer": answer.strip(), "solution": solution}
 
 
 def _tfds() -> Any:
@@ -105,44 +95,41 @@ def _directory(path: pathlib.Path) -> Any:
   return builder
 
 
-def _records(builder: Any, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(
+  builder: Any, split: str
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
   for number, row in enumerate(builder.as_data_source(split)):
-    texts = {
-      name: value.decode() if isinstance(value, bytes) else value
-      for name, value in row.items()
-    }
-    yield f"{builder.data_dir}, {split} problem {number}", texts
+    texts = {name: row[name].decode() for name in ("question", "answer")}
+    yield f"{builder.data_dir}, {split} problem {number}", None, texts
 
 
 def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
 ) -> Examples:
-  """Reads {"prompt": the question, "answer": "72", "solution": ...}.
+  """Reads {"prompt": the question, "answer": "72", "solution": ..., ...}.
 
   Args:
     split: "train" or "test".
     path: directory with train.jsonl and test.jsonl; or a directory that
       TensorFlow Datasets prepared, or its parent. "" is TensorFlow Datasets'
       default directory, where the data are downloaded if they are not there.
-    seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many problems; None is all.
 
   Raises:
     ValueError: an unknown split, data that are missing and cannot be
       downloaded, or what is no problem.
   """
-  del seed
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"
   if str(path) and file.is_file():
-    numbered = ((label, row) for label, _, row in jsonl.rows(file))
+    rows = jsonl.rows(file)
   else:
     builder = _directory(pathlib.Path(path)) if str(path) else _prepared()
-    numbered = _records(builder, split)
-  first = itertools.islice(numbered, size)
-  problems = [_example(row, label) for label, row in first]
+    rows = _records(builder, split)
+  example = functools.partial(fields_lib.example, fields=_FIELDS)
+  chosen = fields_lib.chosen(rows, example, split, 0, size)
+  problems = [problem for _, problem in chosen]
   return Examples(len(problems), lambda index: dict(problems[index]))

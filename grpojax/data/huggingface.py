@@ -29,10 +29,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   """Turns the library's errors into sentences with a remedy; keeps it quiet."""
   from huggingface_hub.utils import logging as hub_logging
 
-  logs = datasets.utils.logging, hub_logging
-  levels = [log.get_verbosity() for log in logs]
-  bars = datasets.is_progress_bar_enabled()
-  for log in logs:
+  for log in (datasets.utils.logging, hub_logging):
     log.set_verbosity_error()
   datasets.disable_progress_bars()
   try:
@@ -55,11 +52,6 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
       f"the data set {path} cannot be stored ({error.strerror or error}): set "
       "HF_HOME to another disk"
     ) from error
-  finally:
-    for log, level in zip(logs, levels, strict=True):
-      log.set_verbosity(level)
-    if bars:
-      datasets.enable_progress_bars()
 
 
 def _of_revision(builder: Any, path: str, revision: str) -> Any:
@@ -124,7 +116,6 @@ def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
   configuration: str = "",
   revision: str = "",
@@ -147,7 +138,6 @@ def load(
     test_split: its name of the test split; not used with `test`.
     columns: those to read; () is all. Bytes (images) cannot be read.
   """
-  del seed
   check_split(split)
   fields_lib.check_share(test)
   path = os.fspath(path)

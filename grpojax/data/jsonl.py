@@ -25,16 +25,6 @@ from grpojax.data.examples import Changed, Examples
 from grpojax.data.fields import Row
 
 _BOM = b"\xef\xbb\xbf"
-_PACKED = {
-  b"\x1f\x8b": "gzip",
-  b"BZh": "bzip2",
-  b"\xfd7zXZ": "xz",
-  b"\x28\xb5\x2f\xfd": "zstd",
-  b"PK\x03\x04": "zip",
-  b"PAR1": "Parquet",
-}
-"""Other kinds of files, by the bytes that they begin with."""
-_MOST_DIGITS = 4300  # of those that Python reads
 
 
 def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, ...], Row]]:
@@ -45,12 +35,6 @@ def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, ...], Row]]:
   """
   stop = 0
   with open(file, "rb") as lines:
-    begin = lines.peek(8)
-    for magic, kind in _PACKED.items():
-      if begin.startswith(magic):
-        raise ValueError(
-          f"{file} is a {kind} file, not JSONL: unpack it, or give data.name"
-        )
     for number, line in enumerate(lines, 1):
       start, stop = stop, stop + len(line)
       if number == 1 and line.startswith(_BOM):
@@ -72,22 +56,11 @@ def _pairs(pairs: list[tuple[str, Any]]) -> Row:
   return row
 
 
-def _integer(digits: str) -> int:
-  if len(digits) > _MOST_DIGITS:
-    raise ValueError(
-      f"an integer of {len(digits)} digits, more than {_MOST_DIGITS}: write it "
-      "as a text"
-    )
-  return int(digits)
-
-
 def _constant(name: str) -> None:
   raise ValueError(f"{name} is no value of JSON: write null, or a text")
 
 
-_DECODER = json.JSONDecoder(
-  object_pairs_hook=_pairs, parse_int=_integer, parse_constant=_constant
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
 
 
 def _object(line: bytes) -> Row:
@@ -102,12 +75,14 @@ def _object(line: bytes) -> Row:
   return row
 
 
-def _opened(
-  example: Callable[[Row], Row], file: pathlib.Path, choose: fields_lib.Choose
+def _kept(
+  example: Callable[[Row], Row],
+  file: pathlib.Path,
+  chosen: Iterator[tuple[Any, Row]],
 ) -> Examples:
   """The examples chosen of one file; all lines are checked."""
   places = array.array("q")  # begin, end and CRC-32 of each line, in turn
-  for place, _ in choose(rows(file), example):
+  for place, _ in chosen:
     places.extend(place)
   table = np.array(places, np.int64).reshape(-1, 3)
 
@@ -128,7 +103,6 @@ def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
   prompt: str = "prompt",
   answer: str = "answer",
@@ -142,7 +116,6 @@ def load(
     split: "train" or "test".
     path: a file, a pattern of files ("part-*.jsonl"), or a directory with
       files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
-    seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later lines are not read.
     prompt: name of the field with the prompt (`fields.Fields` has all four).
     answer: name of the field with the answer.
@@ -159,8 +132,7 @@ def load(
     ValueError: an unknown split, a missing file, no example, or a line that is
       malformed.
   """
-  del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.example, fields=fields)
-  opened = functools.partial(_opened, example)
-  return files.load("jsonl", opened, split, path, test, size)
+  keep = functools.partial(_kept, example)
+  return files.load("jsonl", rows, example, keep, split, path, test, size)

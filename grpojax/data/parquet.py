@@ -17,7 +17,7 @@ import mmap
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpojax.data import fields as fields_lib
@@ -82,41 +82,31 @@ def _own_digits(item: Any, kind: Any) -> Any:
 
 
 def _rows(
-  reader: Any, columns: Sequence[str], file: pathlib.Path
+  columns: Sequence[str], file: pathlib.Path
 ) -> Iterator[tuple[str, None, Row]]:
   """All rows, each with a label for errors."""
   import pyarrow
 
-  batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
+  reader = _reader(file, columns)
   # ValueError: a field with two parts of one name.
   damages = pyarrow.ArrowException, OSError, OverflowError, ValueError
   number = 0
-  while True:
-    try:
-      batch = next(batches, None)
-      rows = [] if batch is None else plain_rows(batch)
-    except damages as error:
-      reason = next(iter(str(error).splitlines()), type(error).__name__)
-      raise ValueError(f"{file} cannot be read: {reason}") from error
-    if batch is None:
-      return
-    for row in rows:
-      number += 1
-      yield f"{file}, row {number}", None, row
+  try:
+    for batch in reader.iter_batches(_ROWS, columns=list(columns) or None):
+      for row in plain_rows(batch):
+        number += 1
+        yield f"{file}, row {number}", None, row
+  except damages as error:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    raise ValueError(f"{file} cannot be read: {reason}") from error
 
 
-def _opened(
-  example: Callable[[Row], Row],
-  columns: Sequence[str],
-  file: pathlib.Path,
-  choose: fields_lib.Choose,
-) -> Examples:
+def _kept(file: pathlib.Path, chosen: Iterator[tuple[Any, Row]]) -> Examples:
   """The examples chosen of one file; all rows are checked."""
-  rows = _rows(_reader(file, columns), columns, file)
   ends = array.array("q", [0])
   try:
     with tempfile.TemporaryFile(prefix="grpojax-") as copy:
-      for _, row in choose(rows, example):
+      for _, row in chosen:
         ends.append(ends[-1] + copy.write(json.dumps(row).encode() + b"\n"))
       copy.flush()
       if not ends[-1]:  # an empty file cannot be mapped
@@ -136,7 +126,6 @@ def load(
   split: str,
   *,
   path: str | os.PathLike = "",
-  seed: int = 0,
   size: int | None = None,
   prompt: str = "prompt",
   answer: str = "answer",
@@ -149,8 +138,7 @@ def load(
 
   `columns` are those to read; () is all. Bytes (images) cannot be read.
   """
-  del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
   example = functools.partial(fields_lib.table_example, fields=fields)
-  opened = functools.partial(_opened, example, columns)
-  return files.load("parquet", opened, split, path, test, size)
+  rows = functools.partial(_rows, columns)
+  return files.load("parquet", rows, example, _kept, split, path, test, size)

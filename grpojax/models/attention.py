@@ -75,7 +75,7 @@ def _attend(
   parts: list[_Keys],
   scale: float,
   cap: float | None,
-  axes: str = _QUERY_AXES,
+  axes: str,
 ) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
@@ -114,7 +114,7 @@ def _attend(
   return _rounded(out / total, q.dtype), lse
 
 
-def _attend_prompt(q, prompt, mask, scale, cap, unit=""):
+def _attend_prompt(q, prompt, mask, scale, cap, unit):
   """Returns `_attend` of the prompts' keys, which have no axis of samples.
 
   Samples come after the heads here, and are with them the rows of one product
@@ -153,13 +153,17 @@ def two_part_attention(
   prompt: tuple[PromptArray, PromptArray] | None = None,
   prompt_mask: Bool[Array, "B P"] | Bool[Array, "B G S P"] | None = None,
   *,
+  slots: tuple[cache.Slots, ...] = (),
+  slot_mask: Bool[Array, "..."] | None = None,
   scale: float | None = None,
   cap: float | None = None,
 ) -> Float[Array, "B G K R S E"]:
   """Attends to a token's own row (its completion) and to its group's prompt.
 
   The two parts are merged by their log-sum-exps, so the prompt's keys are never
-  copied to the samples of a group.
+  copied to the samples of a group. In decoding earlier tokens of the row are in
+  a cache, which is only read: the new tokens' keys are apart from it, so that a
+  loop over layers need not carry it. One softmax is taken over both.
 
   Args:
     q: queries.
@@ -169,49 +173,29 @@ def two_part_attention(
     prompt: keys and values of prompts, or None.
     prompt_mask: True on real prompt tokens, or on those that each query sees; a
       query without any True takes nothing from there.
+    slots: blocks of the cache that has the earlier tokens of the rows.
+    slot_mask: broadcastable to the logits, with all slots on its last axis; a
+      query may see none.
     scale: factor of the logits; default 1 / sqrt(E).
     cap: soft cap of the logits, before they are masked.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  shape, unit = q.shape, cpu.unit_axes(q.shape[:4], _QUERY_AXES[:4])
+  shape, unit, parts = q.shape, "", []
+  if slots:
+    of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
+    parts = [
+      _Keys(x.keys, x.values, mask, cache.SLOT_AXES) for x, mask in of_slots
+    ]
+  else:
+    unit = cpu.unit_axes(q.shape[:4], _QUERY_AXES[:4])
   q = cpu.squeeze(q, _QUERY_AXES, unit)
   keys, values = (cpu.squeeze(x, cache.ROW_AXES, unit) for x in row)
   if row_mask.ndim == len(shape):
     row_mask = cpu.squeeze(row_mask, "bgkrsc", unit)
-  part = _Keys(keys, values, row_mask, (cpu.without(cache.ROW_AXES, unit),) * 2)
-  of_row = _attend(q, [part], scale, cap, cpu.without(_QUERY_AXES, unit))
+  row_axes = cpu.without(cache.ROW_AXES, unit)
+  parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
+  of_row = _attend(q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
   if prompt is None:
     return of_row[0].reshape(shape)
   of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap, unit)
   return _merge(of_row, of_prompt).astype(q.dtype).reshape(shape)
-
-
-def cached_attention(
-  q: Float[Array, "B G K R S E"],
-  row: cache.KeysValues,
-  slots: tuple[cache.Slots, ...],
-  prompt: tuple[PromptArray, PromptArray] | None,
-  row_mask: Bool[Array, "..."],
-  slot_mask: Bool[Array, "..."],
-  prompt_mask: Bool[Array, "..."] | None,
-  *,
-  scale: float | None = None,
-  cap: float | None = None,
-) -> Float[Array, "B G K R S E"]:
-  """Attends as `two_part_attention` does, and to earlier tokens in a cache.
-
-  The cache is only read: the new tokens' keys (`row`, C = S) are apart from it,
-  so that a loop over layers need not carry the cache. One softmax is taken over
-  both. `slot_mask` has all slots on its last axis; a query may see none.
-  """
-  scale = q.shape[-1] ** -0.5 if scale is None else scale
-  of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
-  parts = [
-    _Keys(x.keys, x.values, mask, cache.SLOT_AXES) for x, mask in of_slots
-  ]
-  parts.append(_Keys(row.keys, row.values, row_mask, (cache.ROW_AXES,) * 2))
-  of_row = _attend(q, parts, scale, cap)
-  if prompt is None:
-    return of_row[0]
-  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
-  return _merge(of_row, of_prompt).astype(q.dtype)

@@ -12,11 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain
 from grpojax.models import cache
-from grpojax.models.attention import (
-  cached_attention,
-  rms_norm,
-  two_part_attention,
-)
+from grpojax.models.attention import rms_norm, two_part_attention
 from grpojax.models.block_attention import Visibility, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
@@ -175,12 +171,11 @@ def attend(
       q, row, prompt, visibility, window=c.window, **scaling
     )
   else:
-    masks = _masks(local, c.window, context)
-    if slots is None:  # whole rows
-      row_mask, _, prompt_mask = masks
-      out = two_part_attention(q, row, row_mask, prompt, prompt_mask, **scaling)
-    else:  # decoding
-      out = cached_attention(q, row, slots, prompt, *masks, **scaling)
+    row_mask, slot_mask, prompt_mask = _masks(local, c.window, context)
+    cached = dict(slots=slots or (), slot_mask=slot_mask)  # in decoding
+    out = two_part_attention(
+      q, row, row_mask, prompt, prompt_mask, **cached, **scaling
+    )
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   return out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1), row
 

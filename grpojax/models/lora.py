@@ -139,18 +139,6 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   )
 
 
-def merge(base: Params, adapters: Params, scale: int | float) -> Params:
-  """Returns parameters of a plain model that computes the same.
-
-  They have the base's dtype; the products are computed in float32.
-  """
-  layers = dict(base["layers"])
-  for name, x in adapters.get("layers", {}).items():
-    whole = Merged(layers[name], x["a"], x["b"], scale)[:]
-    layers[name] = whole.astype(layers[name].dtype)
-  return base | {"layers": layers}
-
-
 @dataclasses.dataclass(frozen=True)
 class Merged:
   """Stack of matrices W + scale A B, each computed when it is indexed.
@@ -182,7 +170,10 @@ class Merged:
 def merge_lazily(
   base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
 ) -> dict[str, Any]:
-  """Returns `merge` for `hf.save`: float32, a layer at a time (`Merged`)."""
+  """Returns parameters of a plain model that computes the same, for `hf.save`.
+
+  Merged matrices are float32, and computed a layer at a time (`Merged`).
+  """
   layers = dict(base["layers"])
   for name, x in adapters.get("layers", {}).items():
     layers[name] = Merged(layers[name], x["a"], x["b"], scale)
@@ -240,4 +231,4 @@ def save_peft(
   }
   with weights_out.new_directory(path) as partial:
     (partial / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
-    weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)
+    weights_out.write(partial, layout, flat, dtype, WEIGHTS)

@@ -154,14 +154,8 @@ def follow(
   bound = functools.partial(function, **options) if options else function
   try:
     signature = inspect.signature(function)
-  except ValueError:  # some functions that are written in C
+  except (TypeError, ValueError):  # some functions that are written in C
     return bound
-  except Exception as error:  # a __signature__ of its own that is none
-    raise ValueError(
-      f"the parameters of reward {name!r} cannot be read"
-      f" ({type(error).__name__}: {error}): wrap it in"
-      " `def reward(prompt, completion, example)`"
-    ) from error
   parameters = signature.parameters
   kind = _convention(name, parameters)
   named = {

@@ -178,12 +178,3 @@ def test_an_author_goes_on_from_what_they_wrote():
     assert last == f"#### {result}"
     mistakes.add(text != arithmetic.solution(prompt[3:-4]))
   assert mistakes == {True, False}  # some need no carry
-
-
-def test_what_are_no_probabilities_is_refused():
-  rng = np.random.default_rng(0)
-  for forget in ((-0.1, 0.5), (0.6, 0.5), (0.5, 1.5)):
-    with pytest.raises(ValueError, match="0 <= low <= high <= 1"):
-      arithmetic.document(rng, forget=forget)
-  with pytest.raises(ValueError, match="hasty is a probability"):
-    arithmetic.document(rng, hasty=1.5)

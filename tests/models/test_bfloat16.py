@@ -18,7 +18,7 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import huggingface as hf
-from grpojax.models.attention import cached_attention, two_part_attention
+from grpojax.models.attention import two_part_attention
 from grpojax.models.cache import KeysValues, Slots
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.moe import route
@@ -210,8 +210,8 @@ def test_a_cache_changes_no_rounding():
 
     row = KeysValues(new(keys), new(values))
     slots = Slots(keys.swapaxes(-1, -2), values)
-    masks = own, jnp.arange(c) < t, seen
-    return cached_attention(new(q), row, (slots,), prompt, *masks)
+    cached = dict(slots=(slots,), slot_mask=jnp.arange(c) < t)
+    return two_part_attention(new(q), row, own, prompt, seen, **cached)
 
   sampled = jnp.concatenate([decode(t) for t in range(c)], -2)
   assert sampled.dtype == scored.dtype

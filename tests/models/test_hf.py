@@ -41,6 +41,6 @@ def test_a_new_model_has_its_shape_also_in_transformers(tmp_path):
 
 def test_heads_that_do_not_fit_are_refused(tmp_path):
   shape = SHAPE | {"heads": 5}
-  with pytest.raises(ValueError, match="multiple of heads = 5"):
+  with pytest.raises(ValueError, match="multiple of num_attention_heads=5"):
     hf.write_config(tmp_path, vocab_size=7, pad_id=0, eos_id=1, **shape)
   assert not list(tmp_path.iterdir())

@@ -146,30 +146,20 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
-def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
+def test_what_is_saved_is_bit_exact(sharded, dtype, tmp_path):
   (sharded / "chat_template.jinja").write_text("{{ messages }}")
   params = hf.load_params(sharded, dtype=dtype)
-  hf.save(tmp_path / "out", params, sharded, max_shard_size=700)
+  hf.save(tmp_path / "out", params, sharded)
   out = tmp_path / "out"
-  index = json.loads((out / weights.INDEX).read_text())
-  files = sorted(path.name for path in out.glob("*.safetensors"))
-  assert len(files) > 2 and files == sorted({*index["weight_map"].values()})
-  assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
   assert (out / "chat_template.jinja").is_file()
   config = json.loads((out / "config.json").read_text())
   name = str(np.dtype(dtype))
   assert config == CONFIG | {"dtype": name, "torch_dtype": name}
-  total = 0
-  for key, tensor in tensors_of(CONFIG, BF16).items():
-    with safe_open(out / index["weight_map"][key], "numpy") as file:
-      assert file.metadata() == {"format": "pt"}
+  with safe_open(out / "model.safetensors", "numpy") as file:
+    assert file.metadata() == {"format": "pt"}
+    for key, tensor in tensors_of(CONFIG, BF16).items():
       np.testing.assert_array_equal(file.get_tensor(key), tensor)
       assert file.get_tensor(key).dtype == dtype
-    total += tensor.size * np.dtype(dtype).itemsize
-  assert index["metadata"]["total_size"] == total
-  for file in files:  # one tensor may be larger than a shard, several are not
-    held = load_file(out / file)
-    assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 700
   again = hf.load_params(out, dtype=dtype)
   assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
 
@@ -310,7 +300,7 @@ def test_damaged_shards_are_refused(sharded):
     with pytest.raises(ValueError, match="model-1.safetensors is not a whole"):
       hf.load_params(sharded)
   file.unlink()
-  with pytest.raises(ValueError, match="not there: model-1.safetensors"):
+  with pytest.raises(ValueError, match="model-1.safetensors does not exist"):
     hf.load_params(sharded)
 
 
@@ -329,7 +319,7 @@ def test_an_index_that_is_wrong_is_refused(sharded):
   where = json.loads((sharded / weights.INDEX).read_text())["weight_map"]
   name = next(n for n in where if where[n] == "model-0.safetensors")
   change_index(sharded, **{name: "model-1.safetensors"})
-  with pytest.raises(ValueError, match=f"not in their files: {name}"):
+  with pytest.raises(ValueError, match=f"missing: {name}"):
     hf.load_params(sharded)
   for text in ('{"weight_map": []}', "{}", "[]", "{", "\xff"):
     (sharded / weights.INDEX).write_text(text, encoding="latin-1")

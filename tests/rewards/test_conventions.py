@@ -150,13 +150,6 @@ def batched(data_sources, solution_strs, ground_truths, extra_infos):
 def trl_only(completion_ids):
   return [1.0]
 
-class Broken:
-  __signature__ = 3
-
-  def __call__(self, prompt, completion, example):
-    return 1.0
-broken_signature = Broken()
-
 def by_place(completions, /, **kwargs):
   return [1.0]
 
@@ -342,7 +335,6 @@ def test_data_sets_of_a_mixture_that_a_function_is_not_for(files):
   [
     ("later", "later' is asynchronous.*write `def`"),
     ("later_object", "is asynchronous"),
-    ("broken_signature", "parameters of reward .* cannot be read .TypeError"),
     ("trl_and_verl", r"'completions' \(TRL's\) and 'solution_str' \(verl's\)"),
     ("trl_and_own", r"'prompts' \(TRL's\) and 'example' \(grpojax's own\)"),
     ("own_and_verl", r"'solution_str' \(verl's\) and 'prompt'.*rename one"),

@@ -86,9 +86,8 @@ def test_directories_and_odd_paths_are_refused(tmp_path):
   (tmp_path / "directory.py").mkdir()
   for place, message in (
     (tmp_path / "directory.py", "Is a directory"),
-    (tmp_path, "ends in .py"),
-    ("../rewards", "ends in .py"),
-    ("..rewards", "cannot be loaded: TypeError"),
+    (tmp_path, "No module named"),
+    ("../rewards", "cannot be loaded: TypeError"),
   ):
     with pytest.raises(ValueError, match=message):
       functions.resolve(f"{place}:reward")

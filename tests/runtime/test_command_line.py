@@ -4,7 +4,6 @@ import os
 import pathlib
 import sys
 
-import absl.flags
 import pytest
 from ml_collections import ConfigDict
 
@@ -97,17 +96,6 @@ def test_options_of_what_the_config_names():
     "--config.train.data.options.size=5", default=lambda: nested
   )
   assert config.train.data.options.size == 5
-
-
-def test_a_command_line_leaves_nothing_behind(monkeypatch):
-  """Neither in absl's global flags nor in the next; sys.argv is not read."""
-  monkeypatch.setattr(sys, "argv", ["pytest", "--config.steps=9"])
-  first, _ = _parse("--config.steps=5", "--dry_run")
-  second, flags = _parse()
-  assert first.steps == 5 and second.steps == default_config().steps
-  assert flags.dry_run is False
-  assert not any(f.startswith("config") for f in absl.flags.FLAGS)
-  assert "run_dir" not in absl.flags.FLAGS
 
 
 def test_the_last_of_several_values_wins():
@@ -263,7 +251,7 @@ def test_a_config_file_with_an_argument(tmp_path):
   config, _ = _parse("--config.steps=5", f"--config={path}:a:b")
   assert config.name == "a:b" and config.steps == 5
   assert _parse("--config", f"{path}:")[0].name == ""
-  with pytest.raises(ValueError, match="missing 1 .*'size': --config=.*TEXT"):
+  with pytest.raises(ValueError, match="missing 1 .*'size'"):
     _parse(f"--config={path}")
   with pytest.raises(ValueError, match="nosizes.py: no such file .*/sizes.py"):
     _parse(f"--config={tmp_path}/nosizes.py:7b")

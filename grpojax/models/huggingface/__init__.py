@@ -262,7 +262,6 @@ def save(
   source: str | pathlib.Path,
   *,
   dtype=None,
-  max_shard_size: int = 5 * 10**9,
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
@@ -274,7 +273,6 @@ def save(
     source: the directory that the model came from; its configuration and
       tokenizer files are copied.
     dtype: type to store; None is that of each array.
-    max_shard_size: bytes of a file of weights.
 
   Raises:
     ValueError: `path` exists already, or the parameters are of another model.
@@ -295,7 +293,7 @@ def save(
   with weights_out.new_directory(path) as partial:
     copy_files(source, partial)
     (partial / "config.json").write_text(text)
-    weights_out.write(partial, leaves, flat, dtype, max_shard_size)
+    weights_out.write(partial, leaves, flat, dtype)
 
 
 def write_config(
@@ -317,8 +315,6 @@ def write_config(
   Raises:
     ValueError: widths and heads that do not fit.
   """
-  if width % heads:
-    raise ValueError(f"width = {width}: must be a multiple of heads = {heads}")
   hf_config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -328,7 +324,6 @@ def write_config(
     "num_hidden_layers": layers,
     "num_attention_heads": heads,
     "num_key_value_heads": kv_heads,
-    "head_dim": width // heads,
     "hidden_act": "silu",
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-6,

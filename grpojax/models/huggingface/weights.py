@@ -123,7 +123,7 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
 
 
 def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
-  """Returns the index's map of tensors to files that are there."""
+  """Returns the index's map of tensors to files."""
   index = directory / INDEX
   file_of = read_json(index).get("weight_map")
   if not isinstance(file_of, dict) or not file_of:
@@ -135,12 +135,6 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
       raise ValueError(
         f"{index} names {name!r}; only *.safetensors beside it are read"
       )
-  missing = [name for name in names if not (directory / name).is_file()]
-  if missing:
-    raise ValueError(
-      f"{index} names files that are not there: {_some(missing)}; download "
-      "them too"
-    )
   return file_of
 
 
@@ -151,8 +145,7 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   that it names.
 
   Raises:
-    ValueError: no weights, a file that is damaged or missing, or an index that
-      does not say what is in its files.
+    ValueError: no weights, or a file that is damaged or missing.
   """
   if (directory / SINGLE).is_file():
     return header(directory / SINGLE)
@@ -169,17 +162,12 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   file_of, tensors = _indexed_files(directory), {}
   for file in sorted(set(file_of.values())):
     tensors |= header(directory / file)
-  misplaced = [
-    name
-    for name, file in file_of.items()
-    if name not in tensors or tensors[name].file.name != file
-  ]
-  if misplaced:
-    raise ValueError(
-      f"{directory / INDEX} names tensors that are not in their files: "
-      f"{_some(sorted(misplaced))}"
-    )
-  return tensors
+  # What stands in another file than the index says is missing, for `check`.
+  return {
+    name: x
+    for name, x in tensors.items()
+    if x.file.name == file_of.get(name, x.file.name)
+  }
 
 
 def _some(names: list[str]) -> str:

@@ -42,8 +42,6 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
         "a required_placeholder has no value: give the file one, which "
         "--config.key=value can change"
       )
-    if isinstance(error, TypeError) and not lines:  # called with other words
-      text += f": --config={path}:TEXT calls get_config(TEXT)"
     raise ValueError(f"{where}: {text}") from error
   finally:
     sys.stdin = before
@@ -104,8 +102,7 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   if not callable(get_config):
     raise ValueError(f"{path}: define get_config(), which returns the config")
   with _located(path, default):
-    with user_code.own_directory():
-      config = get_config(*argument)
+    config = get_config(*argument)
     if isinstance(config, FrozenConfigDict):  # it takes no overrides
       config = ConfigDict(config)
     if isinstance(config, ConfigDict):

@@ -39,7 +39,7 @@ def print_help(
   Raises:
     ValueError: Nothing is called so.
   """
-  rows = _by_section(declared, config)
+  rows = by_section(declared, config)
   text = (
     _topic(topic, rows, flags, declared)
     if topic
@@ -76,10 +76,10 @@ def _heading(text: str) -> list[str]:
   return ["", *textwrap.wrap(text, _columns())]
 
 
-def _by_section(
+def by_section(
   declared: Section, config: ConfigDict
 ) -> dict[str, list[tuple[str, Any, Option]]]:
-  """The rows of `_entries` by the dotted name of their section.
+  """Returns settings, values and declarations by the dotted name of a section.
 
   A free section is a part of the one that it is in. A key that a config file
   has added has the description of its section.

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 
 from grpojax.core.options import Option
+from grpojax.runtime.cli.help_text import by_section
 from grpojax.runtime.cli.settings import (
   Section,
   described,
   flat_settings,
   sections,
+  to_config,
   value_text,
 )
 
@@ -34,40 +36,34 @@ def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
   return [*lines, ""]
 
 
-def _sections(
-  declared: Section, prefix: str, known: Mapping[str, Section]
-) -> list[str]:
-  """The tables of a section and of those below it.
+def _sections(declared: Section, known: Mapping[str, Section]) -> list[str]:
+  """The tables of all sections.
 
   A section with the settings of another program has those alone that it
   changes.
   """
-  plain = [
-    (f"{prefix}{name}", one)
-    for name, one in declared.fields.items()
-    if isinstance(one, Option)
-  ]
-  lines = _table(plain) if plain else []
-  for name, one in sections(declared).items():
-    if one.free and "." not in name:
-      lines += [f"`{prefix}{name}.KEY`: {one.text}.", ""]
-  for name, one in declared.fields.items():
-    if isinstance(one, Option) or one.free:
-      continue
-    path = f"{prefix}{name}."
-    same = [k for k, v in known.items() if {*v.fields} <= {*one.fields}]
-    if same:
-      before = dict(flat_settings(known[same[0]]))
-      rows = [
-        (f"{path}{key}", own)
-        for key, own in flat_settings(one)
+  lines, whole = [], sections(declared)
+  same = {
+    name: program
+    for name, one in whole.items()
+    for program, other in known.items()
+    if {*other.fields} <= {*one.fields}
+  }
+  for name, rows in by_section(declared, to_config(declared)).items():
+    title = whole[name].text if name else ""
+    table = [(path.removeprefix("config."), one) for path, _, one in rows]
+    if name in same:
+      title = f"the settings of {same[name]}, with these defaults"
+      before = dict(flat_settings(known[same[name]]))
+      table = [
+        (f"{name}.{key}", own)
+        for key, own in flat_settings(whole[name])
         if key not in before or own.default != before[key].default
       ]
-      title = f"the settings of {same[0]}, with these defaults"
-      lines += [f"### {path[:-1]}: {title}", "", *_table(rows)]
-    else:
-      lines += [f"### {path[:-1]}: {one.text}", ""]
-      lines += _sections(one, path, known)
+    elif name.startswith(tuple(f"{part}." for part in same)):
+      continue
+    lines += [f"### {name}: {title}", ""] if name else []
+    lines += _table(table) if table else []
   return lines
 
 
@@ -88,7 +84,7 @@ def page(programs: Mapping[str, ModuleType]) -> str:
     lines += [f"## {', '.join(names)}", ""]
     if declared:
       lines += ["Settings, each given as `--config.SETTING=VALUE`:", ""]
-      lines += _sections(declared, "", known)
+      lines += _sections(declared, known)
       known[names[-1]] = declared
     for name in names:
       flags = [(f"--{k}", one) for k, one in programs[name].FLAGS.items()]

@@ -88,14 +88,12 @@ def fetch(
     interrupts.Left: SIGTERM came, and this process leaves by itself.
   """
   import huggingface_hub
+  from huggingface_hub.utils import logging
 
   if parse(name.id) is None:  # nothing else goes into addresses and paths
     raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
-  with (
-    _errors(name, kind),
-    _quiet(),
-    interrupts.deferred(*interrupts.BOTH) as came,
-  ):
+  logging.set_verbosity_error()  # its warnings name signed addresses
+  with _errors(name, kind), interrupts.deferred(*interrupts.BOTH) as came:
     directory = huggingface_hub.snapshot_download(
       name.id,
       repo_type=kind,
@@ -147,19 +145,6 @@ def _bar(name: Name, came: Sequence[int]) -> type:
       self.disable = True  # nor wiped away
 
   return Bar
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-  """Silences the library's warnings: they name signed addresses."""
-  from huggingface_hub.utils import logging
-
-  before = logging.get_verbosity()
-  logging.set_verbosity_error()
-  try:
-    yield
-  finally:
-    logging.set_verbosity(before)
 
 
 @contextlib.contextmanager

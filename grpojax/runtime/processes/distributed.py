@@ -128,17 +128,13 @@ def _from_arguments(
   """Returns options of `jax.distributed.initialize`, from the command line."""
   host, _, port = coordinator.rpartition(":")
   numbers = (port, num_processes, process_id)
-  if not (host and all(text.isdecimal() for text in numbers)):
+  valid = host and all(text.isdecimal() for text in numbers)
+  count, process = (int(n) if valid else 0 for n in numbers[1:])
+  if not (process < count and 0 < int(port) < 2**16):
     raise ValueError(
       f"--coordinator={coordinator} --num_processes={num_processes} "
       f"--process_id={process_id}: give HOST:PORT of process 0, how many "
       "processes there are, N, and a number of 0 to N-1 to each"
-    )
-  count, process = int(num_processes), int(process_id)
-  if not (process < count and 0 < int(port) < 2**16):
-    raise ValueError(
-      f"--process_id={process} must be in 0..{count - 1}, and the port {port} "
-      f"in 1..{2**16 - 1}"
     )
   return {
     "coordinator_address": coordinator,

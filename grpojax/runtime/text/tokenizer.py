@@ -152,13 +152,13 @@ def format_prompt(
 TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
 
 
-def is_template(template: str) -> bool:
-  """Returns True for a `TEMPLATE`: all fields are "{prompt}" literally."""
+def is_template(template: str, field: str = "prompt") -> bool:
+  """Returns True for a `TEMPLATE`: all its fields are "{prompt}" literally."""
   try:
     parts = [part[1:] for part in string.Formatter().parse(template)]
   except ValueError:
     return False
-  return {x for x in parts if x[0] is not None} == {("prompt", "", None)}
+  return {x for x in parts if x[0] is not None} == {(field, "", None)}
 
 
 def _fill(template: str, prompt: str) -> str:

@@ -23,23 +23,21 @@ from typing import Any
 
 from grpojax.runtime.text import special_tokens as special_tokens_lib
 from grpojax.runtime.text.chat_template import DATE, set_messages
-from grpojax.runtime.text.tokenizer import each_text, encode_text
+from grpojax.runtime.text.tokenizer import (
+  TEMPLATE,
+  each_text,
+  encode_text,
+  is_template,
+)
 
 Observation = str | Sequence[Mapping[str, Any]]
-TEMPLATE = "must hold {observation} once, no other field, other braces doubled"
 MARK = " [...]"  # end of an observation that was cut
 
-_LITERAL = r"(?:[^{}]|{{|}})*"
 _USERS = "Wqx 17?", "(vk)\n\nWhy not."  # of chats that try a template
 _ANSWERS = "Zjq 23.", "[kz]\n\nNone"
 _THINKING = re.compile(  # blanks and tags such as <think> at a text's end
   r"(?:\s|[<\[][^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])*\Z", re.I
 )
-
-
-def is_template(template: str) -> bool:
-  """Returns True for a `TEMPLATE`: its field is "{observation}" literally."""
-  return bool(re.fullmatch(_LITERAL + "{observation}" + _LITERAL, template))
 
 
 def _with_contents(observation, texts):
@@ -75,8 +73,9 @@ class TurnEncoder:
   checked: set[tuple] = dataclasses.field(default_factory=set, init=False)
 
   def __post_init__(self):
-    if not is_template(self.template):
-      raise ValueError(f"observations' template {self.template!r} {TEMPLATE}")
+    if not is_template(self.template, "observation"):
+      wrong = TEMPLATE.replace("prompt", "observation")
+      raise ValueError(f"observations' template {self.template!r} {wrong}")
     if not self.tokenizer.chat_template and {*self.template_options} - {DATE}:
       raise ValueError(
         "the tokenizer has no chat template for template options: leave "
