@@ -5,12 +5,14 @@ A problem is a story about a number of things, as a user would pose it:
     Emma has 12 apples. She buys 7 more. Then she gives away 5. How many
     apples does Emma have now?
 
-Each step of it adds or takes away; the count never falls below 0. The split is
-a property of the problem (`drawn.split_of`), so training and test share none,
+Each step of it adds or takes away; the count never falls below 0. Its solution
+is an equation for each step, "12 + 7 = 19" and "19 - 5 = 14". The split is a
+property of the problem (`drawn.split_of`), so training and test share none,
 whatever their seeds and sizes.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +34,7 @@ LESS = ("gives away {}", "loses {}", "sells {}")
 LEAST = 2
 """Least number in a problem."""
 
+_MOST_SHOTS = 100
 _MOST_STEPS = 100
 _MOST = 10**6
 
@@ -42,9 +45,13 @@ def load(
   seed: int = 0,
   steps: int | Sequence[int] = (1, 3),
   largest: int = 20,
+  shots: int = 0,
   size: int | None = None,
 ) -> Examples:
   """Returns problems {"prompt": "Emma has 12 apples. ...", "answer": "14"}.
+
+  With shots the prompt is a chat, in which other problems are asked and solved
+  before this one: for models that do not write steps by themselves.
 
   Args:
     split: "train" or "test".
@@ -52,6 +59,7 @@ def load(
     steps: number of steps, or its (lowest, highest) value, from which it is
       drawn uniformly.
     largest: largest number in a problem; answers may be larger.
+    shots: number of solved training problems before each one, the same for all.
     size: number of examples; None is endless in practice.
 
   Raises:
@@ -60,19 +68,59 @@ def load(
   bounds = drawn.bounds("steps", steps, _MOST_STEPS)
   if not LEAST <= largest <= _MOST:
     raise ValueError(f"largest = {largest}: must be {LEAST} to {_MOST}")
-  draw = functools.partial(_example, split, bounds, largest)
+  if not 0 <= shots <= _MOST_SHOTS:
+    raise ValueError(f"shots = {shots}: must be 0 to {_MOST_SHOTS}")
+  chat = _solved(shots, bounds, largest)
+  draw = functools.partial(_example, split, bounds, largest, chat)
   return drawn.load(split, draw, seed=seed, size=size)
 
 
 def _example(
-  split: str, steps: tuple[int, int], largest: int, rng: np.random.Generator
+  split: str,
+  steps: tuple[int, int],
+  largest: int,
+  chat: list[dict[str, str]],
+  rng: np.random.Generator,
 ) -> Example:
-  """Draws problems of one number of steps until one is of the split."""
+  """Draws a problem, to be asked after a chat if there is one."""
   count = int(rng.integers(*steps, endpoint=True))
+  prompt, numbers = _of_split(split, rng, count, largest)
+  if chat:
+    prompt = [*chat, {"role": "user", "content": prompt}]
+  return {"prompt": prompt, "answer": str(sum(numbers))}
+
+
+def _solved(
+  shots: int, steps: tuple[int, int], largest: int
+) -> list[dict[str, str]]:
+  """Draws a chat of solved problems, from the fewest steps to the most."""
+  rng, chat = np.random.default_rng(0), []
+  for count in np.linspace(*steps, shots).round():
+    prompt, numbers = _of_split("train", rng, int(count), largest)
+    chat.append({"role": "user", "content": prompt})
+    chat.append({"role": "assistant", "content": solution(numbers)})
+  return chat
+
+
+def _of_split(
+  split: str, rng: np.random.Generator, steps: int, largest: int
+) -> tuple[str, list[int]]:
+  """Draws problems until one is of the split."""
   while True:
-    prompt, numbers = problem(rng, count, largest)
+    prompt, numbers = problem(rng, steps, largest)
     if drawn.split_of(prompt) == split:
-      return {"prompt": prompt, "answer": str(sum(numbers))}
+      return prompt, numbers
+
+
+def solution(numbers: Sequence[int]) -> str:
+  """Writes an equation a line for each number after the first."""
+  counts = itertools.accumulate(numbers)
+  return "\n".join(
+    f"{before} {'+' if number > 0 else '-'} {abs(number)} = {after}"
+    for (before, after), number in zip(
+      itertools.pairwise(counts), numbers[1:], strict=True
+    )
+  )
 
 
 def problem(

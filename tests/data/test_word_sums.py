@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from grpojax.data import datasets, word_sums
+from grpojax.data import datasets, drawn, word_sums
 from grpojax.data.examples import SPLITS
 
 SIGNS = {
@@ -67,11 +67,30 @@ def test_splits_are_disjoint_and_examples_are_golden():
   }
 
 
+def test_solved_problems_come_before():
+  example = word_sums.load("test", steps=(1, 3), shots=3)[5]
+  *chat, question = example["prompt"]
+  (alone,) = {word_sums.load("test", steps=(1, 3))[5]["prompt"]}
+  assert question == {"role": "user", "content": alone}
+  assert [turn["role"] for turn in chat] == ["user", "assistant"] * 3
+  pairs = zip(chat[::2], chat[1::2], strict=True)
+  for length, (asked, solved) in enumerate(pairs, 1):
+    assert drawn.split_of(asked["content"]) == "train"
+    numbers, lines = read(asked["content"]), solved["content"].split("\n")
+    assert len(lines) == length == len(numbers) - 1
+    count = numbers[0]
+    for number, line in zip(numbers[1:], lines, strict=True):
+      sign = "-" if number < 0 else "+"
+      assert line == f"{count} {sign} {abs(number)} = {count + number}"
+      count += number
+
+
 @pytest.mark.parametrize(
   "options, message",
   [
     ({"steps": (3, 2)}, r"steps is a whole number of 1 to 100, .* \(3, 2\)"),
     ({"largest": 1}, "largest = 1: must be 2 to 1000000"),
+    ({"shots": -1}, "shots = -1: must be 0 to 100"),
     ({"size": 0}, "data.options.size = 0"),
   ],
 )
