@@ -231,4 +231,4 @@ def save_peft(
   }
   with weights_out.new_directory(path) as partial:
     (partial / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
-    weights_out.write(partial, layout, flat, dtype, WEIGHTS)
+    weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)

@@ -146,20 +146,30 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
-def test_what_is_saved_is_bit_exact(sharded, dtype, tmp_path):
+def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
   (sharded / "chat_template.jinja").write_text("{{ messages }}")
   params = hf.load_params(sharded, dtype=dtype)
-  hf.save(tmp_path / "out", params, sharded)
+  hf.save(tmp_path / "out", params, sharded, max_shard_size=700)
   out = tmp_path / "out"
+  index = json.loads((out / weights.INDEX).read_text())
+  files = sorted(path.name for path in out.glob("*.safetensors"))
+  assert len(files) > 2 and files == sorted({*index["weight_map"].values()})
+  assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
   assert (out / "chat_template.jinja").is_file()
   config = json.loads((out / "config.json").read_text())
   name = str(np.dtype(dtype))
   assert config == CONFIG | {"dtype": name, "torch_dtype": name}
-  with safe_open(out / "model.safetensors", "numpy") as file:
-    assert file.metadata() == {"format": "pt"}
-    for key, tensor in tensors_of(CONFIG, BF16).items():
+  total = 0
+  for key, tensor in tensors_of(CONFIG, BF16).items():
+    with safe_open(out / index["weight_map"][key], "numpy") as file:
+      assert file.metadata() == {"format": "pt"}
       np.testing.assert_array_equal(file.get_tensor(key), tensor)
       assert file.get_tensor(key).dtype == dtype
+    total += tensor.size * np.dtype(dtype).itemsize
+  assert index["metadata"]["total_size"] == total
+  for file in files:  # one tensor may be larger than a shard, several are not
+    held = load_file(out / file)
+    assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 700
   again = hf.load_params(out, dtype=dtype)
   assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
 

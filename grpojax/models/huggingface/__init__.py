@@ -262,6 +262,7 @@ def save(
   source: str | pathlib.Path,
   *,
   dtype=None,
+  max_shard_size: int = 5 * 10**9,
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
@@ -273,6 +274,7 @@ def save(
     source: the directory that the model came from; its configuration and
       tokenizer files are copied.
     dtype: type to store; None is that of each array.
+    max_shard_size: bytes of a file of weights.
 
   Raises:
     ValueError: `path` exists already, or the parameters are of another model.
@@ -293,7 +295,7 @@ def save(
   with weights_out.new_directory(path) as partial:
     copy_files(source, partial)
     (partial / "config.json").write_text(text)
-    weights_out.write(partial, leaves, flat, dtype)
+    weights_out.write(partial, leaves, flat, dtype, max_shard_size)
 
 
 def write_config(

@@ -1,7 +1,7 @@
-"""Arrays into a safetensors file, tensor by tensor.
+"""Arrays into safetensors files, tensor by tensor.
 
-It is written here and not by safetensors, which wants all its tensors at once:
-a second copy of the model in the host's memory.
+The files are written here and not by safetensors, which wants all the tensors
+of a file at once: a second copy of the model in the host's memory.
 """
 
 import contextlib
@@ -21,27 +21,44 @@ import numpy as np
 
 from grpojax.core.mesh import fetch
 from grpojax.models.huggingface import file_checksums
-from grpojax.models.huggingface.weights import SINGLE, STORED_DTYPES, Leaf
+from grpojax.models.huggingface.weights import (
+  INDEX,
+  SINGLE,
+  STORED_DTYPES,
+  Leaf,
+)
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
+def _shards(
+  sizes: Mapping[str, int], max_shard_size: int | None
+) -> list[list[str]]:
+  """Splits names in their order into files of at most so many bytes."""
+  shards, used = [[]], 0
+  for name, size in sizes.items():
+    if shards[-1] and max_shard_size and used + size > max_shard_size:
+      shards.append([])
+      used = 0
+    shards[-1].append(name)
+    used += size
+  return shards
+
+
 def _write_header(
-  stream: BinaryIO, layout: Mapping[str, Leaf], dtypes: Mapping[str, np.dtype]
+  stream: BinaryIO, entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> None:
   # "pt" is what transformers asks for: the layout of PyTorch's tensors.
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   offset = 0
-  for path, leaf in layout.items():
-    dtype, shape = dtypes[path], leaf.stored_shape
-    for name in leaf.names:
-      end = offset + math.prod(shape) * dtype.itemsize
-      header[name] = {
-        "dtype": _NAMES[dtype],
-        "shape": list(shape),
-        "data_offsets": [offset, end],
-      }
-      offset = end
+  for name, (dtype, shape) in entries.items():
+    end = offset + math.prod(shape) * dtype.itemsize
+    header[name] = {
+      "dtype": _NAMES[dtype],
+      "shape": list(shape),
+      "data_offsets": [offset, end],
+    }
+    offset = end
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)  # the data are aligned
   stream.write(struct.pack("<Q", len(text)) + text)
@@ -122,15 +139,38 @@ def write(
   layout: Mapping[str, Leaf],
   arrays: Mapping[str, Any],
   dtype: Any = None,
-  name: str = SINGLE,
+  max_shard_size: int | None = None,
+  single: str = SINGLE,
 ) -> None:
-  """Writes a file of this name, of any size.
+  """Writes one file, or several and an index where one would be too large.
 
-  `dtype` is the type to store; None is that of each array, NumPy's or JAX's.
+  A tensor of more than `max_shard_size` bytes has a file of its own. `dtype` is
+  the type to store; None is that of each array, NumPy's or JAX's.
   """
-  dtypes = {path: np.dtype(dtype or arrays[path].dtype) for path in layout}
-  with open(directory / name, "wb") as stream:
-    _write_header(stream, layout, dtypes)
-    for path, leaf in layout.items():
-      for tensor in _tensors(leaf, arrays[path], dtypes[path]):
-        stream.write(tensor.view(np.uint8))
+  entries = {
+    name: (np.dtype(dtype or arrays[path].dtype), leaf.stored_shape)
+    for path, leaf in layout.items()
+    for name in leaf.names
+  }
+  sizes = {n: math.prod(s) * d.itemsize for n, (d, s) in entries.items()}
+  tensors = (
+    tensor
+    for path, leaf in layout.items()
+    for tensor in _tensors(leaf, arrays[path], entries[leaf.names[0]][0])
+  )
+  shards, file_of = _shards(sizes, max_shard_size), {}
+  for i, names in enumerate(shards, start=1):
+    file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    file = single if len(shards) == 1 else file
+    with open(directory / file, "wb") as stream:
+      _write_header(stream, {name: entries[name] for name in names})
+      for name in names:
+        stream.write(next(tensors).view(np.uint8))
+        file_of[name] = file
+  if len(shards) > 1:
+    index = {
+      "metadata": {"total_size": sum(sizes.values())},
+      "weight_map": dict(sorted(file_of.items())),
+    }
+    text = json.dumps(index, indent=2) + "\n"
+    (directory / INDEX).write_text(text)
