@@ -107,14 +107,17 @@ def _ragged_dot(instruction: Instruction, computation: Computation) -> int:
 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
-  """Counts a product of a CPU or GPU library."""
+  """Counts a product of a CPU or GPU library; a kernel has its own estimate."""
   target = attribute(instruction, "custom_call_target") or ""
   if re.search("matmul|gemm", target, re.IGNORECASE):
     lhs = math.prod(_dims(instruction, computation, 0))
     result = instruction.shapes[0]
     rows = result.elements // result.dims[-1]  # of all batches
     return 2 * result.elements * (lhs // rows)
-  return 0
+  estimate = re.search(
+    r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes
+  )
+  return int(estimate[1]) if estimate else 0
 
 
 _COUNTS = {

@@ -318,6 +318,13 @@ DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
       " dim_labels=0bf_0io->0bf",
       2 * 16 * 8 * 10,
     ),
+    (  # A kernel says what it does.
+      "f32[4,16]",
+      'f32[4,8] custom-call(%a), custom_call_target="tpu_custom_call",'
+      ' backend_config={"custom_call_config":{"body":"TUzvUg==",'
+      '"cost_estimate":{"flops":"12345","transcendentals":"0"}}}',
+      12345,
+    ),
   ],
 )
 def test_flops(a, line, flops):

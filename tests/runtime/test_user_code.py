@@ -1,6 +1,7 @@
 """Files of the user's are ordinary Python."""
 
 import importlib
+import os
 import pathlib
 import pickle
 import sys
@@ -8,6 +9,7 @@ import typing
 
 import pytest
 
+from grpojax.rewards import functions, worker
 from grpojax.runtime.files import user_code
 
 ORDINARY = """
@@ -139,3 +141,28 @@ def test_sources_are_the_file_and_what_lies_beside_it(write, monkeypatch):
   assert user_code.sources("other") == {"other.py": "VALUE = 1"}
   for place in ("no.py", "pytest", "grpojax.rewards.math"):
     assert user_code.sources(place) == {}
+
+
+def test_code_that_moves_moves_nobody_else(tmp_path, monkeypatch):
+  """Run, data and models may have relative paths; its own are from there."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(user_code, "_directory", [os.curdir])
+  (tmp_path / "beside").mkdir()
+  (tmp_path / "beside" / "answer.txt").write_text("7")
+  lines = [
+    "import os, pathlib",
+    "os.chdir('beside')",
+    "def reward(prompt, completion, example):",
+    "  value = float(pathlib.Path('answer.txt').read_text())",
+    "  os.chdir('..') if prompt == 'leave' else None",
+    "  return value",
+  ]
+  (tmp_path / "moves.py").write_text("\n".join(lines))
+  reward = functions.resolve("moves.py:reward")
+  items = [("stay", "", {}), ("leave", "", {}), ("stay", "", {})]
+  first, second, third = worker.evaluate(reward, items)
+  assert os.getcwd() == str(tmp_path)
+  assert first.value == second.value == 7 and "answer.txt" in third.error
+  (tmp_path / "beside" / "answer.txt").unlink()
+  (tmp_path / "beside").rmdir()  # where it was once
+  assert worker.evaluate(lambda *_: 1.0, items[:1])[0].value == 1

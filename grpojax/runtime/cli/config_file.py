@@ -102,7 +102,8 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   if not callable(get_config):
     raise ValueError(f"{path}: define get_config(), which returns the config")
   with _located(path, default):
-    config = get_config(*argument)
+    with user_code.own_directory():
+      config = get_config(*argument)
     if isinstance(config, FrozenConfigDict):  # it takes no overrides
       config = ConfigDict(config)
     if isinstance(config, ConfigDict):

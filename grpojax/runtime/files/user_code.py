@@ -114,6 +114,35 @@ def _execute(name: str, file: pathlib.Path, text: bytes) -> ModuleType:
   return module
 
 
+_directory = [os.curdir]  # where the user's code has gone to
+
+
+@contextlib.contextmanager
+def own_directory() -> Iterator[None]:
+  """Gives code of the user's a working directory of its own.
+
+  It may change that, and finds it so the next time. Ours stays: run, data and
+  models may have relative paths.
+  """
+  ours = _working_directory()
+  with contextlib.suppress(OSError):
+    os.chdir(_directory[0])
+  try:
+    yield
+  finally:
+    theirs = _working_directory()
+    _directory[0] = os.curdir if theirs == ours else theirs
+    with contextlib.suppress(OSError):
+      os.chdir(ours)
+
+
+def _working_directory() -> str:
+  try:
+    return os.getcwd()
+  except FileNotFoundError:  # it was removed: there is none to come back to
+    return os.curdir
+
+
 @contextlib.contextmanager
 def _importable(root: pathlib.Path) -> Iterator[None]:
   """Puts a directory first on the path of imports, and afterwards last.
@@ -123,7 +152,8 @@ def _importable(root: pathlib.Path) -> Iterator[None]:
   """
   sys.path.insert(0, str(root))
   try:
-    yield
+    with own_directory():
+      yield
   finally:
     sys.path.remove(str(root))
     if str(root) not in sys.path:

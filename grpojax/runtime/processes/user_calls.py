@@ -1,8 +1,8 @@
 """Calls of a user's code, which hold whatever it does.
 
-A function of the user's may raise anything, fork or never return. `call` makes
-of that a result or an error in words, and `in_time` ends what takes too long;
-only a process of its own survives what crashes.
+A function of the user's may raise anything, fork, change the directory or never
+return. `call` makes of that a result or an error in words, and `in_time` ends
+what takes too long; only a process of its own survives what crashes.
 """
 
 import contextlib
@@ -41,9 +41,10 @@ def load_module(subject: str, place: str) -> ModuleType:
   """
   try:
     with one_process():
-      is_file = place.endswith(".py")
-      load = user_code.load if is_file else importlib.import_module
-      return load(place)
+      if place.endswith(".py"):
+        return user_code.load(place)
+      with user_code.own_directory():
+        return importlib.import_module(place)
   except (ImportError, OSError, SyntaxError) as error:
     raise ValueError(f"{subject}: {error}") from error
   except KeyboardInterrupt:
@@ -65,7 +66,7 @@ def call(
   Only this process returns, not one that the function has forked.
   """
   try:
-    with one_process():
+    with one_process(), user_code.own_directory():
       return function(), None
   except (KeyboardInterrupt, OutOfTime):
     raise
