@@ -13,7 +13,6 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
 from grpojax.models.transformer import TransformerConfig, transformer
-from grpojax.runtime import device_memory
 from grpojax.training.optimizer import optimizer
 from grpojax.training.run import memory, setup
 from grpojax.training.step.batch import make_batch_program
@@ -201,14 +200,14 @@ def test_what_cannot_fit_is_refused_with_its_parts(settings_with):
 
 
 def test_the_memory_of_a_host(tmp_path):
-  everything = device_memory.host_bytes(tmp_path)  # no limits, no swap space
-  assert everything == device_memory.host_bytes(tmp_path / "nowhere") > 2**20
+  everything = memory.host_bytes(tmp_path)  # no limits, no swap space
+  assert everything == memory.host_bytes(tmp_path / "nowhere") > 2**20
   (tmp_path / "proc").mkdir()
   (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nSwapTotal: 3 kB")
-  assert device_memory.host_bytes(tmp_path) == everything + 3 * 1024
+  assert memory.host_bytes(tmp_path) == everything + 3 * 1024
   (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
   limit = tmp_path / "sys/fs/cgroup/memory.max"
   limit.write_text("max\n")
-  assert device_memory.host_bytes(tmp_path) == everything + 3 * 1024
+  assert memory.host_bytes(tmp_path) == everything + 3 * 1024
   limit.write_text("1048576\n")
-  assert device_memory.host_bytes(tmp_path) == 2**20 + 3 * 1024
+  assert memory.host_bytes(tmp_path) == 2**20 + 3 * 1024

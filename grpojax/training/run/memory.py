@@ -6,6 +6,8 @@ fits is never refused; what passes may still be too much, for compiled programs
 need more (`grpojax.aot.memory` says how much).
 """
 
+import os
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,6 @@ from jaxtyping import PyTree
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
-from grpojax.runtime import device_memory
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 from grpojax.training.settings.batches import group_sizes, samples_per_step
@@ -152,7 +153,7 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
     ValueError: A phase needs more; the message has its parts and a remedy.
   """
   if limit is None:
-    limit = device_memory.device_bytes(jax.local_devices()[0])
+    limit = device_bytes(jax.local_devices()[0])
 
   def total(phase):
     return sum(part.bytes for part in phases[phase])
@@ -175,3 +176,47 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
     f"more, and there are {gigabytes(limit)}: {'; '.join(listed)}. Change "
     f"{', '.join(flags)}"
   )
+
+
+_CGROUP_LIMITS = (  # of the two versions of control groups
+  "sys/fs/cgroup/memory.max",
+  "sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+
+
+def _read(path: pathlib.Path) -> str:
+  try:
+    return path.read_text()
+  except OSError:  # another kernel
+    return ""
+
+
+def host_bytes(root: str | os.PathLike = "/") -> int:
+  """Returns the bytes that processes of this machine, or container, may use.
+
+  Physical memory, or less where a control group says so, and swap space, of
+  which others use some. `root` is a directory that has `proc` and `sys`.
+  """
+  root = pathlib.Path(root)
+  memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  for name in _CGROUP_LIMITS:
+    limit = _read(root / name).strip()
+    if limit.isdecimal():  # or "max"
+      memory = min(memory, int(limit))
+  for line in _read(root / "proc/meminfo").splitlines():
+    if line.startswith("SwapTotal:"):
+      memory += int(line.split()[1]) * 1024
+  return memory
+
+
+def device_bytes(device: jax.Device) -> int | None:
+  """Returns the bytes that a device has for arrays; None if not known.
+
+  The devices of a CPU share the memory of the host.
+  """
+  limit = (device.memory_stats() or {}).get("bytes_limit")
+  if limit:
+    return limit
+  if device.platform != "cpu":
+    return None
+  return host_bytes() // jax.local_device_count("cpu")
