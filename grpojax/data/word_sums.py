@@ -6,13 +6,15 @@ A problem is a story about a number of things, as a user would pose it:
     apples does Emma have now?
 
 Each step of it adds or takes away; the count never falls below 0. Its solution
-is an equation for each step, "12 + 7 = 19" and "19 - 5 = 14". The split is a
+is an equation for each step, "12 + 7 = 19" and "19 - 5 = 14", or a tool's, of
+"12 + 7 - 5" (`environments.calculator`). The split is a
 property of the problem (`drawn.split_of`), so training and test share none,
 whatever their seeds and sizes.
 """
 
 import functools
 import itertools
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,6 +48,7 @@ def load(
   steps: int | Sequence[int] = (1, 3),
   largest: int = 20,
   shots: int = 0,
+  tool: str = "",
   size: int | None = None,
 ) -> Examples:
   """Returns problems {"prompt": "Emma has 12 apples. ...", "answer": "14"}.
@@ -60,6 +63,8 @@ def load(
       drawn uniformly.
     largest: largest number in a problem; answers may be larger.
     shots: number of solved training problems before each one, the same for all.
+    tool: name of the tool that solves these, as Qwen's models write calls; "" is
+      equations.
     size: number of examples; None is endless in practice.
 
   Raises:
@@ -70,7 +75,7 @@ def load(
     raise ValueError(f"largest = {largest}: must be {LEAST} to {_MOST}")
   if not 0 <= shots <= _MOST_SHOTS:
     raise ValueError(f"shots = {shots}: must be 0 to {_MOST_SHOTS}")
-  chat = _solved(shots, bounds, largest)
+  chat = _solved(shots, bounds, largest, tool)
   draw = functools.partial(_example, split, bounds, largest, chat)
   return drawn.load(split, draw, seed=seed, size=size)
 
@@ -91,14 +96,17 @@ def _example(
 
 
 def _solved(
-  shots: int, steps: tuple[int, int], largest: int
+  shots: int, steps: tuple[int, int], largest: int, tool: str
 ) -> list[dict[str, str]]:
   """Draws a chat of solved problems, from the fewest steps to the most."""
   rng, chat = np.random.default_rng(0), []
   for count in np.linspace(*steps, shots).round():
     prompt, numbers = _of_split("train", rng, int(count), largest)
     chat.append({"role": "user", "content": prompt})
-    chat.append({"role": "assistant", "content": solution(numbers)})
+    solved = _call(tool, numbers) if tool else solution(numbers)
+    chat.append({"role": "assistant", "content": solved})
+    if tool:
+      chat.append({"role": "tool", "content": str(sum(numbers))})
   return chat
 
 
@@ -121,6 +129,15 @@ def solution(numbers: Sequence[int]) -> str:
       itertools.pairwise(counts), numbers[1:], strict=True
     )
   )
+
+
+def _call(tool: str, numbers: Sequence[int]) -> str:
+  """Writes a call that has a tool compute all steps at once."""
+  first, *others = numbers
+  steps = [f" {'+' if n > 0 else '-'} {abs(n)}" for n in others]
+  arguments = {"expression": f"{first}{''.join(steps)}"}
+  text = json.dumps({"name": tool, "arguments": arguments})
+  return f"<tool_call>{text}</tool_call>"
 
 
 def problem(

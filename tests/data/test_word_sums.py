@@ -1,3 +1,4 @@
+import functools
 import re
 
 import numpy as np
@@ -5,6 +6,8 @@ import pytest
 
 from grpojax.data import datasets, drawn, word_sums
 from grpojax.data.examples import SPLITS
+from grpojax.environments import tools
+from grpojax.environments.calculator import calculator
 
 SIGNS = {
   "buys": 1,
@@ -83,6 +86,17 @@ def test_solved_problems_come_before():
       sign = "-" if number < 0 else "+"
       assert line == f"{count} {sign} {abs(number)} = {count + number}"
       count += number
+
+
+def test_solved_by_a_tool():
+  load = functools.partial(word_sums.load, "test", steps=(1, 3), shots=3)
+  *chat, question = load(tool="calculator")[5]["prompt"]
+  assert question == load()[5]["prompt"][-1]
+  for solved, answer in zip(chat[1::3], chat[2::3], strict=True):
+    step = tools.answer(
+      tools.hermes(solved["content"]), {"calculator": calculator}
+    )
+    assert step.observation == [answer | {"name": "calculator"}]
 
 
 @pytest.mark.parametrize(

@@ -127,12 +127,6 @@ def test_the_calculator_refuses(expression):
     calculator(expression)
 
 
-def test_the_calculator_divides_by_zero_in_words():
-  call = Call("calculator", {"expression": "1 / 0"})
-  (message,) = tools.answer([call], {"calculator": calculator}).observation
-  assert message["content"].startswith("error: ZeroDivisionError")
-
-
 def test_the_calculator_has_a_schema():
   (schema,) = conventions.resolve(
     "", ["grpojax.environments.calculator:calculator"]
