@@ -63,7 +63,7 @@ def load(
       drawn uniformly.
     largest: largest number in a problem; answers may be larger.
     shots: number of solved training problems before each one, the same for all.
-    tool: name of the tool that solves these, as Qwen's models write calls; "" is
+    tool: name of the tool that solves these, called as Qwen does; "" is
       equations.
     size: number of examples; None is endless in practice.
 
