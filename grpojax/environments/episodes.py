@@ -59,7 +59,8 @@ class Programs(NamedTuple):
 
 
 def _block(tokens: int) -> int:
-  return BLOCKS[tokens > BLOCKS[0]]
+  """Returns the smaller block where up to three of them hold the tokens."""
+  return BLOCKS[tokens > 3 * BLOCKS[0]]
 
 
 def cache_sizes(most: int) -> list[int]:
