@@ -136,8 +136,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   counted = clock.quiet(timed, others)
   median = {part: clock.spread(s[part] for s in counted) for part in counted[0]}
   samples = run.prompts * run.group_size
-  # The same in all steps.
-  sampled = samples * float(all_steps[0].row["completion_length_mean"])
+  lengths = [float(step.row["completion_length_mean"]) for step in all_steps]
+  sampled = samples * min(lengths)  # the same in all steps
   return {
     "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},

@@ -80,10 +80,17 @@ def _endless(policy: Policy) -> LM:
   """Returns the policy's model, whose completions have no end."""
   ids = jnp.array(policy.eos_ids)
 
-  def unembed(params, hidden):
-    return policy.lm.unembed(params, hidden).at[..., ids].set(-1e9)
+  def without_ends(lm):
+    def unembed(params, hidden):
+      return lm.unembed(params, hidden).at[..., ids].set(-1e9)
 
-  return policy.lm._replace(unembed=unembed)
+    return lm._replace(unembed=unembed)
+
+  def prepare(params, longest):
+    lm, params = policy.lm.prepared(params, longest=longest)
+    return without_ends(lm), params
+
+  return without_ends(policy.lm)._replace(prepare=prepare)
 
 
 def open_subject(run: programs.Run) -> Subject:
