@@ -13,7 +13,7 @@ class Chip(NamedTuple):
   """Peak rates."""
 
   flops: float  # of bf16 matrix products, FLOP/s
-  # Size of main memory, bytes; the runtime takes some for itself.
+  # Main memory that programs can have, bytes; a TPU's runtime takes some of it.
   hbm_bytes: int
   hbm_bandwidth: float  # of main memory, bytes/s
   # Rate at which a chip sends to its neighbour on a ring of chips, one way over
@@ -21,6 +21,7 @@ class Chip(NamedTuple):
   link_bandwidth: float
   source: str  # of the figures
   devices: int = 1  # number of XLA devices a chip
+  pool: float = 1.0  # share of `hbm_bytes` that JAX takes if not told otherwise
 
 
 _GIB = 2**30
@@ -29,6 +30,17 @@ _BOOK = (
 )
 _GOOGLE = "https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+
+POOL = 0.95
+"""Largest XLA_PYTHON_CLIENT_MEM_FRACTION that leaves CUDA enough memory."""
+
+
+def _gpu(
+  flops: float, memory: int, bandwidth: float, link: float, page: str
+) -> Chip:
+  usable, source = int(POOL * memory), f"{_NVIDIA}{page}"
+  return Chip(flops, usable, bandwidth, link, source, pool=0.75 / POOL)
+
 
 CHIPS: dict[str, Chip] = {
   # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
@@ -45,8 +57,11 @@ CHIPS: dict[str, Chip] = {
   "tpu7x": Chip(2307e12, 192 * _GIB, 7380e9, 90e9, f"{_GOOGLE}tpu7x", 2),
   # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways. Products
   # are dense; data sheets print twice that, with sparsity.
-  "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, f"{_NVIDIA}h100 (SXM)"),
-  "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, f"{_NVIDIA}h200 (SXM)"),
+  # JAX takes .75 of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it: .95 at
+  # the most, beside CUDA's own.
+  "a100": _gpu(312e12, 85_100_068_864, 2039e9, 300e9, "a100 (SXM, 80 GB)"),
+  "h100": _gpu(989e12, 84_942_979_072, 3352e9, 450e9, "h100 (SXM)"),
+  "h200": _gpu(989e12, 151_397_597_184, 4800e9, 450e9, "h200 (SXM)"),
   # Made up, so that a program can be tried on virtual devices of a CPU: its
   # times mean nothing.
   "cpu": Chip(1e12, 16 * _GIB, 50e9, 10e9, "nominal: no CPU was measured"),
@@ -59,6 +74,7 @@ KINDS: dict[str, str] = {
   "TPU v5": "v5p",
   "TPU v6 lite": "v6e",
   "TPU7x": "tpu7x",
+  "NVIDIA A100-SXM4-80GB": "a100",
   "NVIDIA H100": "h100",
   "NVIDIA H200": "h200",
 }

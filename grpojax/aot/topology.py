@@ -1,4 +1,4 @@
-"""Machines to compile for: slices of TPU that need not be there, and CPUs."""
+"""Machines to compile for: TPUs and GPUs that need not be there, and CPUs."""
 
 import math
 import os
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from grpojax.aot.chips import CHIPS, Chip
+from grpojax.aot.chips import CHIPS, POOL, Chip
 
 
 class Machine(NamedTuple):
@@ -20,6 +20,59 @@ class Machine(NamedTuple):
 
 
 LARGEST = 9216  # chips, of a pod of tpu7x
+LARGEST_NODE = 8  # GPUs that a switch joins
+
+# XLA:GPU's description of a device, as a protobuf's text (openxla/xla,
+# xla/backends/gpu/target_config/specs); no GPU is asked.
+_GPU = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_memory}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {units}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2_cache}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  shared_memory_per_block_optin: {shared_memory_optin}
+  cuda_compute_capability {{ major: {capability} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{name}"
+"""
+_HOPPER = {
+  "cores": 132,
+  "units": 128,
+  "clock": 1.98,
+  "l2_cache": 50 * 2**20,
+  "shared_memory": 233472,
+  "shared_memory_optin": 232448,
+  "capability": 9,
+}
+_GPUS = {
+  "a100": {
+    "name": "NVIDIA A100-SXM4-80GB",
+    "cores": 108,
+    "units": 64,
+    "clock": 1.41,
+    "l2_cache": 40 * 2**20,
+    "shared_memory": 167936,
+    "shared_memory_optin": 166912,
+    "capability": 8,
+  },
+  "h100": {"name": "NVIDIA H100 80GB HBM3"} | _HOPPER,
+  "h200": {"name": "NVIDIA H200 141GB HBM3e"} | _HOPPER,
+}
 # What libtpu would ask of the machine that it runs on.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
@@ -36,19 +89,22 @@ def parse(name: str) -> tuple[str, int]:
     ValueError: an unknown chip, or no shape.
   """
   chip, _, shape = name.partition(":")
-  known = {c for c in CHIPS if c.startswith(("v", "tpu")) or c == "cpu"}
-  axes = {"cpu": 1, "v5e": 2, "v6e": 2}.get(chip, 3)
+  flat = dict.fromkeys(("cpu", *_GPUS), 1)
+  axes = ({"v5e": 2, "v6e": 2} | flat).get(chip, 3)
   number = "[1-9][0-9]*"
-  if chip not in known or not re.fullmatch(
+  if chip not in CHIPS or not re.fullmatch(
     number + f"x{number}" * (axes - 1), shape
   ):
     raise ValueError(
-      f"--topology={name}: give a chip ({', '.join(sorted(known))}) and a "
-      "shape: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1 or cpu:8"
+      f"--topology={name}: give a chip ({', '.join(sorted(CHIPS))}) and a "
+      "shape: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, h100:8 or "
+      "cpu:8"
     )
   count = math.prod(map(int, shape.split("x")))
-  if count > LARGEST:
-    raise ValueError(f"--topology={name}: no slice has more than {LARGEST}")
+  largest = LARGEST_NODE if chip in _GPUS else LARGEST
+  if count > largest:
+    one = "node" if chip in _GPUS else "slice"
+    raise ValueError(f"--topology={name}: no {one} has more than {largest}")
   return chip, count
 
 
@@ -64,31 +120,57 @@ def _options(name: str) -> dict[str, Any]:
   return options
 
 
+def _gpus(kind: str, count: int) -> Any:
+  """Describes so many GPUs of a node."""
+  chip = CHIPS[kind]
+  description = _GPU.format(
+    memory=round(chip.hbm_bytes / POOL),
+    bandwidth=round(chip.hbm_bandwidth),
+    **_GPUS[kind],
+  )
+  return topologies.get_topology_desc(
+    platform="cuda",
+    topology_name=kind,
+    target_config=description,
+    topology=f"1x1x{count}",
+  )
+
+
+def _slice(name: str) -> Any:
+  """Describes a slice of TPU."""
+  for key, value in _ENVIRONMENT.items():
+    os.environ.setdefault(key, value)
+  return topologies.get_topology_desc(
+    platform="tpu", topology_name=name, **_options(name)
+  )
+
+
 def machine(name: str) -> Machine:
   """Returns a machine by its name.
 
   For a CPU it sets the number of devices, before JAX is used for anything else.
 
   Raises:
-    ValueError: no such machine, or libtpu is missing.
+    ValueError: no such machine, or JAX's plugin for it is missing.
   """
   kind, count = parse(name)
   jax.config.update("jax_platforms", "cpu")
   if kind == "cpu":
     jax.config.update("jax_num_cpu_devices", count)
     return Machine(name, CHIPS[kind], jax.devices())
-  for key, value in _ENVIRONMENT.items():
-    os.environ.setdefault(key, value)
+  is_gpu = kind in _GPUS
   try:
-    topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=name, **_options(name)
-    )
+    topology = _gpus(kind, count) if is_gpu else _slice(name)
   except Exception as error:  # JaxRuntimeError, of several kinds
-    absent = "libtpu", "PJRT", "TPU support not installed"
-    if any(word in str(error) for word in absent):
+    absent = "libtpu", "PJRT", "TPU support not installed", "cuda"
+    if is_gpu and any(word in str(error) for word in absent):
+      of_jax = f"jax-cuda13-plugin=={jax.__version__}"
+      of_jax += f" jax-cuda13-pjrt=={jax.__version__}"
+      remedy = f"it needs pip install --no-deps {of_jax} (no GPU is needed)"
+    elif any(word in str(error) for word in absent):
       remedy = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
     else:
-      remedy = "no such slice"
+      remedy = "no such machine"
     raise ValueError(
       f"--topology={name}: {remedy}: {str(error).splitlines()[0]}"
     ) from None
