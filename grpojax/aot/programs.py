@@ -57,7 +57,9 @@ def read_model(path: str) -> dict[str, Any]:
   return hf_config
 
 
-def _policy(settings: TrainSettings, hf_config: dict[str, Any]) -> Policy:
+def _policy(
+  settings: TrainSettings, hf_config: dict[str, Any], platform: str
+) -> Policy:
   """The model's functions; it needs no tokenizer, and has none."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
@@ -68,6 +70,7 @@ def _policy(settings: TrainSettings, hf_config: dict[str, Any]) -> Policy:
       model,
       dtype=jnp.dtype(settings.model.dtype),
       remat=settings.model.remat,
+      platform=platform,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) or (0,),  # how many there are is compiled
@@ -94,11 +97,10 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
       reward.on_device, data that cannot be read.
   """
   hf_config = read_model(hub_pins.model(settings))
+  policy = _policy(settings, hf_config, mesh.devices.flat[0].platform)
   if settings.reward.on_device:  # its reward is one on the tokenizer's ids
-    policy = setup.open_policy(settings)
-  else:
-    policy = _policy(settings, hf_config)
-    setup.check_model(settings, policy.lm)
+    policy = setup.open_policy(settings)._replace(lm=policy.lm)
+  setup.check_model(settings, policy.lm)
   adapted = settings.lora.rank > 0
   dtype = settings.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))

@@ -49,19 +49,26 @@ def _unembed(
   return soft_cap(logits, config.logits_cap)
 
 
-def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
+def _decoding_stacks(
+  config: TransformerConfig, platform: str
+) -> tuple[int, ...]:
   """Returns the number of layers of each stack while decoding.
 
   A few layers are taken out of their stack before the loop over tokens, where
-  XLA might copy each of them for every token (it does on CPUs). With many
-  layers, the program would grow too large.
+  XLA might copy each of them for every token (it does on CPUs). On GPUs it
+  copies weights and caches of any number, half of what a token moves: there all
+  are taken out, and compiling takes several times as long.
   """
-  few = config.layers <= layer_stacks.SHALLOW
-  return (1,) * config.layers if few else (config.layers,)
+  apart = config.layers <= layer_stacks.SHALLOW or platform == "gpu"
+  return (1,) * config.layers if apart else (config.layers,)
 
 
 def _for_decoding(
-  config: TransformerConfig, params: Params, dtype: Any, longest: int
+  config: TransformerConfig,
+  params: Params,
+  dtype: Any,
+  longest: int,
+  stacks: tuple[int, ...],
 ) -> Params:
   """Returns parameters as the token loop reads them: cast and laid out once.
 
@@ -76,8 +83,7 @@ def _for_decoding(
     return params
   head = params["embed"].T if config.tied else params["head"]
   params |= {"head": head.astype(dtype)}
-  sizes = _decoding_stacks(config)
-  return params | {"layers": layer_stacks.split(params["layers"], sizes)}
+  return params | {"layers": layer_stacks.split(params["layers"], stacks)}
 
 
 def _for_training(
@@ -134,6 +140,7 @@ def transformer(
   *,
   dtype=jnp.float32,
   remat: str = "none",
+  platform: str | None = None,
 ) -> LM:
   """Returns the decoder as an `LM`.
 
@@ -147,6 +154,8 @@ def transformer(
       a name in `layer_stacks.REMAT`: "full" (of each layer all but its input:
       least memory, about a third more work), "selective", "attention" or
       "none".
+    platform: where it runs, "cpu", "gpu" or "tpu"; None is JAX's own backend.
+      Layers decode in other programs on GPUs, and no number depends on it.
 
   Raises:
     ValueError: a configuration whose parts do not fit; no such name.
@@ -155,12 +164,13 @@ def transformer(
   if remat not in layer_stacks.REMAT:
     names = ", ".join(layer_stacks.REMAT)
     raise ValueError(f"remat={remat!r}: use one of {names}")
-  decoder = _lm(config, dtype, None, _decoding_stacks(config))
+  stacks = _decoding_stacks(config, platform or jax.default_backend())
+  decoder = _lm(config, dtype, None, stacks)
 
   def prepare(params, longest):
     if longest is None:
       return lm, _for_training(config, params, dtype)
-    return decoder, _for_decoding(config, params, dtype, longest)
+    return decoder, _for_decoding(config, params, dtype, longest, stacks)
 
   lm = _lm(config, dtype, remat, (config.layers,))._replace(prepare=prepare)
   return lm

@@ -101,7 +101,7 @@ def test_ends_of_completions_that_a_config_names(eos, ids):
   """Training reads them with the tokenizer, which need not be there."""
   hf_config = programs.hf.read_config("arithmetic-base")
   hf_config |= {"eos_token_id": eos}
-  assert programs._policy(TrainSettings(), hf_config).eos_ids == ids
+  assert programs._policy(TrainSettings(), hf_config, "cpu").eos_ids == ids
 
 
 def test_experts_to_balance_that_there_are_not():
