@@ -10,10 +10,12 @@ reward.on_device), on shapes alone, and prints what each of them needs: memory,
 operations, HBM traffic, what is sent between chips, and an estimate of seconds.
 No accelerator, weights or data are needed: of model.path (a directory, ORG/NAME
 of the Hub, or a config.json alone) the config.json is read. TPUs need libtpu
-(pip install 'jax[tpu]').
+(pip install 'jax[tpu]'), GPUs JAX's CUDA plugin (pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt, in JAX's version).
 
-Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; cpu:8 is eight
-CPU devices with made-up peaks, for trials.
+Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; h100:8, h200:1,
+a100:4 are GPUs of one node; cpu:8 is eight CPU devices with made-up peaks, for
+trials.
 
 --search tries meshes, micro-batches and rematerialisation, and ranks what fits
 by the estimated seconds of a step. Results are kept in ~/.cache/grpojax, so
@@ -23,8 +25,9 @@ Exit codes: 0, it fits; 3, it was compiled and does not fit (of a search:
 nothing does); 1, it was not compiled, and stderr says why.
 
 Memory is what XLA allocates, exactly. Seconds are a roofline for completions of
-full length (sampling.max_new_tokens): what it leaves out stands in
-grpojax/aot/roofline.py; rewards, evaluations and saving are not in it.
+full length (sampling.max_new_tokens), and on TPU what XLA's own cycles come to;
+the truth lies between the two (grpojax/aot/roofline.py). Rewards, evaluations
+and saving are not in them.
 """
 
 import functools
@@ -44,7 +47,7 @@ DOES_NOT_FIT = 3
 
 FLAGS = {
   "topology": setting(
-    "", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ... or cpu:8"
+    "", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ..., h100:8 or cpu:8"
   ),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
   "search": setting(False, "try layouts, and rank those that fit"),

@@ -122,9 +122,12 @@ def test_names_of_machines():
   assert topology.parse("v5e:2x4") == ("v5e", 8)
   assert topology.parse("tpu7x:2x2x4") == ("tpu7x", 16)
   assert topology.parse("cpu:8") == ("cpu", 8)
+  assert topology.parse("h100:8") == ("h100", 8)
+  with pytest.raises(ValueError, match="no node has more than 8"):
+    topology.parse("h100:16")
   with pytest.raises(ValueError, match="no slice has more than"):
     topology.parse("v5e:1000x1000")
-  for name in ("", "v5e", "v5e:8", "v5p:2x2", "h100:8", "cpu:0", "v5e:0x2"):
+  for name in ("", "v5e", "v5e:8", "v5p:2x2", "h100:2x4", "cpu:0", "v5e:0x2"):
     with pytest.raises(ValueError, match=f"--topology={name}: give a chip"):
       topology.parse(name)
 
@@ -158,3 +161,14 @@ def test_exit_codes(monkeypatch, capsys, search, fits, code):
   words = ["--topology=cpu:2"] + ["--search"] * search
   assert program.main(words) == code
   assert capsys.readouterr().out == "said\n"
+
+
+@pytest.mark.slow
+def test_a_step_on_a_gpu(tmp_path):
+  """No layer is copied out of its stack in the token loop; memory is said."""
+  pytest.importorskip("jax_plugins.xla_cuda13")
+  done, found = compile_step(tmp_path, "--topology=h100:2")
+  assert done.returncode == 0, done.stderr
+  check(found, "h100:2", ("rollout", "reference", "update"))
+  assert found["device_memory_bytes"] > 75 * 2**30 > found["pool_bytes"]
+  assert "xla_step_seconds" not in found

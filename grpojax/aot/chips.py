@@ -22,6 +22,9 @@ class Chip(NamedTuple):
   source: str  # of the figures
   devices: int = 1  # number of XLA devices a chip
   pool: float = 1.0  # share of `hbm_bytes` that JAX takes if not told otherwise
+  # Cycles a second in XLA:TPU's estimates, of which those of two cores that are
+  # one device run side by side; None where they are not known.
+  clock: float | None = None
 
 
 _GIB = 2**30
@@ -42,15 +45,25 @@ def _gpu(
   return Chip(flops, usable, bandwidth, link, source, pool=0.75 / POOL)
 
 
+# Clocks of TPUs are those at which their matrix units do `flops`: 128 x 128
+# products a cycle (v6e: 256 x 256) of 4 units (v4, v5p: in each of two cores).
 CHIPS: dict[str, Chip] = {
   # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
-  "v4": Chip(275e12, 32 * _GIB, 1200e9, 45e9, f"{_GOOGLE}v4; {_BOOK}"),
+  "v4": Chip(
+    275e12, 32 * _GIB, 1200e9, 45e9, f"{_GOOGLE}v4; {_BOOK}", clock=2 * 1.05e9
+  ),
   # Links, Google: 400 GB/s over 4 ports, both ways.
-  "v5e": Chip(197e12, 16 * _GIB, 819e9, 45e9, f"{_GOOGLE}v5e; {_BOOK}"),
+  "v5e": Chip(
+    197e12, 16 * _GIB, 819e9, 45e9, f"{_GOOGLE}v5e; {_BOOK}", clock=1.5e9
+  ),
   # 96 GiB, less what the system keeps; 1200 GB/s over 6 links, both ways.
-  "v5p": Chip(459e12, 95 * _GIB, 2765e9, 90e9, f"{_GOOGLE}v5p; {_BOOK}"),
+  "v5p": Chip(
+    459e12, 95 * _GIB, 2765e9, 90e9, f"{_GOOGLE}v5p; {_BOOK}", clock=2 * 1.75e9
+  ),
   # 800 GB/s over 4 ports, both ways.
-  "v6e": Chip(918e12, 32 * _GIB, 1638e9, 90e9, f"{_GOOGLE}v6e; {_BOOK}"),
+  "v6e": Chip(
+    918e12, 32 * _GIB, 1638e9, 90e9, f"{_GOOGLE}v6e; {_BOOK}", clock=1.75e9
+  ),
   # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
   # which does not have this chip, has nine tenths of that for the others. "Two
   # TPU devices": the chiplets share the links.

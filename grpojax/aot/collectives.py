@@ -25,6 +25,7 @@ class Collective(NamedTuple):
   group_size: int  # number of devices that it joins
   op_name: str  # place in the traced program that it comes from
   name: str  # of the instruction
+  asynchronous: bool = False  # True where other work may run beside it
 
 
 def _ring(kind: str, operand: int, result: int, n: int) -> float:
@@ -112,6 +113,8 @@ def find(
     )
     sent = _ring(kind, operand, sum(s.bytes for s in i.shapes), size)
     collectives.append(
-      Collective(kind, int(sent), 1, False, size, i.op_name, i.name)
+      Collective(
+        kind, int(sent), 1, False, size, i.op_name, i.name, bool(chain)
+      )
     )
   return collectives, frozenset(paid)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from grpojax.aot import collectives, flops, memory, trips
 from grpojax.aot.collectives import Collective
 from grpojax.aot.hlo import Computation, Instruction, Module
+from grpojax.models.block_attention import CAUSAL
 
 
 class InstructionCost(NamedTuple):
@@ -20,6 +21,7 @@ class InstructionCost(NamedTuple):
   op_name: str  # place in the traced program that it comes from
   flops: int  # of its matrix products, in one run
   bytes: int  # of HBM that it reads and writes, in one run
+  cycles: int  # of one run as XLA:TPU estimates them; 0 where it does not
   trips: int  # number of runs
   in_token_loop: bool
   collectives: tuple[Collective, ...]  # by which it sends to other devices
@@ -83,6 +85,7 @@ class _Walk(NamedTuple):
   constants: trips.Constants  # of the loop that it is the body of
   op_name: str  # of the caller, for instructions that have none
   token_loops: list[str]  # op_names, added to
+  loop: int = 1  # trips of the innermost loop that it is in
 
 
 def _loop(
@@ -99,7 +102,7 @@ def _loop(
     if count is None:
       count = 1 if walk.in_token_loop else walk.token_loop_trips
     inner = inner._replace(in_token_loop=True)
-  inner = inner._replace(trips=walk.trips * count)
+  inner = inner._replace(trips=walk.trips * count, loop=count)
   called = dict(loop.called)
   for key in ("condition", "body"):
     yield from _walk(inner, walk.module.computations[called[key]])
@@ -116,7 +119,12 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
     if opcode == "while":
       yield from _loop(walk, computation, i)
     elif opcode == "conditional":
-      branches = [tuple(_walk(walk, c)) for c in called]
+      inner = walk
+      if CAUSAL in op_name:
+        # Of n blocks of keys the n blocks of queries see 1, 2, ..., n.
+        taken = walk.trips * (walk.loop + 1) // (2 * walk.loop)
+        inner = walk._replace(trips=taken)
+      branches = [tuple(_walk(inner, c)) for c in called]
       yield from max(
         branches, key=lambda b: (Cost(b, ()).flops, Cost(b, ()).bytes)
       )
@@ -133,6 +141,7 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
         op_name=op_name,
         flops=flops.flops(inside, i),
         bytes=memory.hbm_bytes(inside, shapes, paid),
+        cycles=i.cycles,
         trips=walk.trips,
         in_token_loop=walk.in_token_loop,
         collectives=tuple(
@@ -141,6 +150,7 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
             in_token_loop=walk.in_token_loop,
             op_name=c.op_name or op_name,
             name=i.name,
+            asynchronous=c.asynchronous or i.opcode.endswith("-start"),
           )
           for c in sent
         ),
@@ -150,11 +160,12 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
 def cost(module: Module, token_loop_trips: int) -> Cost:
   """Counts the costs of one run of a program, on each device.
 
-  Of a conditional the heaviest branch counts. A loop that something else than a
-  counter can end is taken for a token loop, which decodes until all samples
-  have ended. It runs as often as its counter allows (`trips.trip_count`); where
-  that is not known `token_loop_trips` times, the tokens of a completion, and
-  once within another one.
+  Of a conditional the heaviest branch counts; of `block_attention`'s as often
+  as it is taken without windows. A loop that something else than a counter can
+  end is taken for a token loop, which decodes until all samples have ended. It
+  runs as often as its counter allows (`trips.trip_count`); where that is not
+  known `token_loop_trips` times, the tokens of a completion, and once within
+  another one.
   """
   walk = _Walk(module, token_loop_trips, 1, False, {}, "", [])
   entry = module.computations[module.entry]

@@ -15,11 +15,15 @@ class Shape(NamedTuple):
 
   Memory 0 is the device's main memory (HBM); on TPU others are VMEM (1), SMEM,
   semaphores, the host's memory (5).
+
+  On TPU an array lies in tiles, of which the last are filled up: in the layout
+  {1,0:T(8,128)} the inner dimensions of f32[10,64] take 16 x 128 elements.
   """
 
   dtype: str  # as HLO spells it: "bf16", "pred", "token"
   dims: tuple[int, ...]  # on one device; of a dynamic size the bound
   memory_space: int = 0
+  tiles: tuple[tuple[int, int], ...] = ()  # dimensions, and sizes of a tile
 
   @property
   def elements(self) -> int:
@@ -28,8 +32,16 @@ class Shape(NamedTuple):
 
   @property
   def bytes(self) -> int:
-    """Bytes without the padding that a tiled layout may add."""
+    """Bytes of the elements."""
     return math.ceil(self.elements * _bits(self.dtype) / 8)
+
+  @property
+  def padded_bytes(self) -> int:
+    """Bytes with the padding of a tiled layout."""
+    sizes = list(self.dims)
+    for dim, tile in self.tiles:
+      sizes[dim] = -(-sizes[dim] // tile) * tile
+    return math.ceil(math.prod(sizes) * _bits(self.dtype) / 8)
 
 
 class Instruction(NamedTuple):
@@ -47,6 +59,13 @@ class Instruction(NamedTuple):
   called: tuple[tuple[str, str], ...]
   op_name: str  # place in the traced program that it comes from, "" if unknown
   is_root: bool  # True where its value is the computation's result
+
+  @property
+  def cycles(self) -> int:
+    """Cycles of one run that XLA:TPU estimates; 0 where it says none."""
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+    # Of some copies on tpu7x it says 2^63 - 1.
+    return int(cycles[1]) if cycles and int(cycles[1]) < 2**40 else 0
 
 
 class Computation(NamedTuple):
@@ -91,8 +110,19 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
   for dtype, dims, layout in _SHAPE.findall(text):
     sizes = tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip())
     space = re.search(r"S\((\d+)\)", layout)
-    shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+    space = int(space[1]) if space else 0
+    shapes.append(Shape(dtype, sizes, space, _tiles(layout, len(sizes))))
   return tuple(shapes)
+
+
+def _tiles(layout: str, rank: int) -> tuple[tuple[int, int], ...]:
+  """Reads the first tile of a layout, whose dimensions come inner first."""
+  tiled = re.match(r"\{([\d,]*):T\(([\d,]+)\)", layout)
+  if not tiled or not tiled[1]:
+    return ()
+  inner_first = map(int, tiled[1].split(","))
+  sizes = reversed([int(size) for size in tiled[2].split(",")])
+  return tuple(zip(inner_first, sizes, strict=False))[:rank]
 
 
 def _closing(text: str, start: int) -> int:

@@ -3,9 +3,9 @@
 An instruction reads its operands and writes its result, once each. What lies
 in another memory (VMEM on TPU, which XLA fills with copies of its own) is not
 HBM. Of what is only sliced or gathered from, the slice is read; what is updated
-in place costs the update. Padding of tiled layouts is not counted: TPU pads the
-last dimension in memory to 128 elements, and XLA chooses layouts that need
-little of it (a cache of heads 64 wide has its slots last).
+in place costs the update. Tiles of TPU are moved whole, padding and all; where
+an update covers a part of its tiles, they are read first (a new token in a
+cache whose last dimension is its slots: 128 times the token).
 """
 
 import collections
@@ -117,13 +117,17 @@ def contents(
 
 
 def _hbm(shapes: tuple[Shape, ...]) -> int:
-  return sum(s.bytes for s in shapes if s.memory_space == 0)
+  return sum(s.padded_bytes for s in shapes if s.memory_space == 0)
 
 
-def _update(inside: Computation, i: Instruction) -> Shape:
-  """Part of its first operand that an update in place writes."""
+def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
+  """Bytes that an update in place moves, of the tiles of its target."""
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
-  return inside.instructions[operand].shapes[0]
+  part = inside.instructions[operand].shapes[0]
+  if len(part.dims) != len(target.dims):  # a scatter's
+    return part.bytes
+  tiles = part._replace(tiles=target.tiles).padded_bytes
+  return tiles if tiles == part.bytes else 2 * tiles
 
 
 def _results(inside: Computation) -> list[Instruction]:
@@ -197,6 +201,6 @@ def hbm_bytes(
     return int(total) + _hbm(shapes[handed:])
   for shape, i in zip(shapes, results, strict=True):
     if shape.memory_space == 0 and i.name not in paid and not is_free(i):
-      part = _update(inside, i) if i.name in in_place else shape
-      total += part.bytes
+      updates = i.name in in_place
+      total += _update_bytes(inside, i, shape) if updates else _hbm((shape,))
   return int(total)

@@ -24,7 +24,7 @@ from grpojax.aot.chips import Chip
 from grpojax.aot.topology import Machine
 from grpojax.runtime.files import disk, records
 
-VERSION = 2  # of what is kept; count up when the counting changes
+VERSION = 3  # of what is kept; count up when the counting changes
 # Environment variables that change what XLA makes of a program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
@@ -43,7 +43,8 @@ class Part:
     default_factory=dict
   )  # bytes and runs, by kind
   seconds: float = 0.0  # estimate, one thing after another
-  overlapped_seconds: float = 0.0  # estimate, if all ran side by side
+  overlapped_seconds: float = 0.0  # estimate, if what can ran side by side
+  xla_seconds: float | None = None  # estimate by XLA's own cycles
   token_loop_seconds: float = 0.0  # part of `seconds` in the token loop
   compile_seconds: float = 0.0
   heaviest: list[tuple[int, str]] = dataclasses.field(
@@ -63,6 +64,7 @@ def repeated(part: Part, runs: int) -> Part:
   return dataclasses.replace(
     part,
     **{name: runs * getattr(part, name) for name in _ADDED},
+    xla_seconds=part.xla_seconds and runs * part.xla_seconds,
     collectives={
       kind: {name: runs * count for name, count in of.items()}
       for kind, of in part.collectives.items()
@@ -111,6 +113,7 @@ def _count(compiled: Any, chip: Chip, trips: int) -> Part:
     collectives=cost.by_kind(counted),
     seconds=estimate.seconds,
     overlapped_seconds=estimate.overlapped,
+    xla_seconds=estimate.by_cycles,
     token_loop_seconds=estimate.token_loop,
     heaviest=[
       (i.bytes * i.trips, i.op_name or i.name)

@@ -45,6 +45,9 @@ LONG = 2048
 """Rows of more tokens are split into blocks of 2 BLOCK: a block of keys takes
 one turn of a loop, whose own cost would show."""
 
+CAUSAL = "causal_block"
+"""Name in programs of what is done for blocks that are not in the future."""
+
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
 
@@ -179,7 +182,8 @@ def _add_if(seen, add, carry, *operands):
   """Returns `add(carry, *operands)`, or the carry where `seen` is False."""
   if seen is None:
     return add(carry, *operands)
-  return jax.lax.cond(seen, add, lambda carry, *_: carry, carry, *operands)
+  with jax.named_scope(CAUSAL):
+    return jax.lax.cond(seen, add, lambda carry, *_: carry, carry, *operands)
 
 
 def _laid_out(q):

@@ -75,15 +75,23 @@ def test_a_directory_that_keeps_nothing(compiled, monkeypatch, tmp_path):
   assert measure() == measure() == (PART, False)
 
 
-def test_without_libtpu(monkeypatch):
+@pytest.mark.parametrize(
+  "name, error, remedy",
+  [
+    ("v5e:2x2", "JAX TPU support not installed; cannot", "needs libtpu: pip"),
+    ("h100:8", "topology not implemented for cuda", "jax-cuda13-plugin=="),
+    ("v5e:3x3", "no such topology", "no such machine: no such topology"),
+  ],
+)
+def test_without_the_plugin_of_a_machine(monkeypatch, name, error, remedy):
   def refuse(**_):
-    raise RuntimeError("JAX TPU support not installed; cannot generate")
+    raise RuntimeError(error)
 
   monkeypatch.setattr(topology.topologies, "get_topology_desc", refuse)
   monkeypatch.setattr(topology, "_ENVIRONMENT", {})
   monkeypatch.setattr(topology.jax.config, "update", lambda *_: None)
-  with pytest.raises(ValueError, match="v5e:2x2: it needs libtpu: pip"):
-    topology.machine("v5e:2x2")
+  with pytest.raises(ValueError, match=f"^--topology={name}: .*{remedy}"):
+    topology.machine(name)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ ROUND = Chip(
 )
 
 
-def instruction(flops, bytes, trips, token_loop=False, sent=()):
+def instruction(flops, bytes, trips, token_loop=False, sent=(), cycles=0):
   return InstructionCost(
-    "i", "fusion", "", flops, bytes, trips, token_loop, sent
+    "i", "fusion", "", flops, bytes, cycles, trips, token_loop, sent
   )
 
 
@@ -46,7 +46,30 @@ def test_an_estimate_by_hand():
   assert found.collective == pytest.approx(5 * (3 + 3 * hop))
   assert found.seconds == pytest.approx(20 + 5 * (3 + 3 * hop))
   assert found.token_loop == pytest.approx(10 + 5 * (3 + 3 * hop))
-  assert found.overlapped == pytest.approx(1 + 6 + 10)  # all HBM traffic
+  # All HBM traffic, and what is sent while all else waits.
+  assert found.overlapped == pytest.approx(17 + found.collective)
+  assert found.by_cycles is None
+
+
+def test_what_is_sent_beside_other_work_may_be_hidden():
+  sent = collective("all-gather", 12)._replace(asynchronous=True)
+  one = instruction(0, 100, 1, sent=(sent,))
+  found = roofline.estimate(Cost((one,), ()), ROUND)
+  assert found.overlapped == 10 and found.seconds > 16
+
+
+def test_xla_s_own_estimate():
+  sent = (collective("all-gather", 6),)
+  cost = Cost(
+    (
+      instruction(4000, 0, 2, cycles=70),  # 7 s, twice
+      instruction(0, 10, 1, sent=sent),  # it has none: 1 s, and 3 s sending
+    ),
+    (),
+  )
+  found = roofline.estimate(cost, ROUND._replace(clock=10.0))
+  hops = 3 * roofline.HOP_SECONDS
+  assert found.by_cycles == pytest.approx(14 + 1 + 3 + hops)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +116,9 @@ def test_mfu():
 def test_the_table(name):
   chip = CHIPS[name]
   assert chip.source
+  if chip.clock:  # operations a cycle of whole matrix units
+    units = chip.flops / chip.clock / (2 * 128**2)
+    assert units == pytest.approx(16 if name == "v6e" else 4, rel=0.01)
   if name == "cpu":
     return
   # Products an HBM byte that balance the two: 195 (H200) to 625 (v6e).
