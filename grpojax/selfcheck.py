@@ -1,0 +1,307 @@
+"""Checks an installation on its devices: what to run first on a new chip.
+
+    python -m grpojax.selfcheck [--out=DIR] [--skip=resume,step]
+
+It prints a table in Markdown, to be pasted into an issue, and writes it to
+DIR/selfcheck.md. About ten minutes on an accelerator, of which XLA compiles
+most:
+
+resume      a run of the default job in bfloat16 that is killed and started
+            again ends in the model of one that ran through, bit for bit; its
+            trainer's log-probabilities are near those of its rollouts
+parity      log-probabilities of the embedded model are those of a CPU, which
+            come with this program
+attention   attention in blocks is plain attention, values and gradients
+step        a step of 0.5 billion random weights: seconds, share of the peak,
+            memory, beside what `grpojax.compile` estimates for the chip (on
+            CPUs a small step, and no estimates)
+
+Exit code 1: something is not as it should be; its rows are marked.
+"""
+
+import functools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpojax.aot import chips, parts, programs
+from grpojax.aot.report import GIB
+from grpojax.aot.topology import Machine
+from grpojax.benchmarks import configured
+from grpojax.core.logprobs import token_logprobs
+from grpojax.models import huggingface as hf
+from grpojax.models.attention import two_part_attention
+from grpojax.models.block_attention import Visibility, block_attention
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
+from grpojax.training.config import default_config, from_config
+from grpojax.training.settings.run import TrainSettings
+
+FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
+MODEL = "arithmetic-instruct"
+# Most that log-probabilities may differ on average, in nats a token: from those
+# of a CPU, and of the trainer from the rollout.
+FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
+
+
+class Row(NamedTuple):
+  """Line of the table.
+
+  Attributes:
+    name: What was looked at.
+    seen: What was seen.
+    expected: What it should be; "" where nothing is known.
+    ok: False where it is not so.
+  """
+
+  name: str
+  seen: str
+  expected: str = ""
+  ok: bool = True
+
+
+def at_most(name: str, seen: float, most: float, unit: str = "") -> Row:
+  """Returns the row of a number that may not be larger; nan is."""
+  return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
+
+
+def _train(run: pathlib.Path, kill_at: int | None = None) -> None:
+  """Runs a small default job for eight steps; kills it after `kill_at`."""
+  command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}"]
+  command += ["--config.steps=8", "--config.checkpoint.every=1"]
+  command += ["--config.model.dtype=bfloat16", "--config.eval.num_prompts=8"]
+  command += ["--config.batch_size=8", "--config.group_size=4"]
+  command += ["--config.diagnostics.every=0"]
+  with open(run.with_suffix(".log"), "ab") as log:
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+      metrics = run / "metrics.jsonl"
+      while process.poll() is None:
+        time.sleep(0.1)
+        rows = records.read_jsonl(metrics) if metrics.exists() else []
+        if kill_at and sum("reward_mean" in row for row in rows) >= kill_at:
+          return
+    finally:
+      process.kill()
+      process.wait()
+  if process.returncode:
+    text = run.with_suffix(".log").read_text(errors="replace")
+    raise RuntimeError(f"a run of the default job ended: {text[-600:]}")
+
+
+def check_resume() -> Iterator[Row]:
+  """Yields what a run says that was killed, beside one that was not."""
+  with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
+    whole, killed = (pathlib.Path(scratch, x) for x in ("whole", "killed"))
+    _train(whole)
+    _train(killed, kill_at=2)
+    _train(killed)
+    weights = [x / "model" / "model.safetensors" for x in (whole, killed)]
+    same = weights[0].read_bytes() == weights[1].read_bytes()
+    rows = records.read_jsonl(whole / "metrics.jsonl")
+  seen = "the same model" if same else "another model"
+  yield Row("killed and resumed", seen, "the same model, bit for bit", same)
+  name = "rollout_mismatch_mean"
+  mean = max(row[name] for row in rows if name in row)
+  yield at_most("trainer against rollout", mean, MISMATCH, " nats a token")
+
+
+@functools.cache
+def _tokens() -> tuple[np.ndarray, np.ndarray]:
+  """Prompts [4, 8] and completions [4, 2, 32], of ids that say nothing."""
+  rng = np.random.default_rng(0)
+  return rng.integers(3, 13, (4, 8)), rng.integers(3, 13, (4, 2, 32))
+
+
+def logprobs(dtype: Any) -> np.ndarray:
+  """Returns the embedded model's log-probabilities [4, 2, 32] of `_tokens`."""
+  lm, params = hf.load(MODEL, dtype=dtype)
+  prompts, ids = _tokens()
+  with jax.default_matmul_precision("highest"):
+    run = jax.jit(functools.partial(token_logprobs, lm))
+    values, _ = run(params, prompts, prompts > 0, ids)
+  return np.asarray(values)
+
+
+def check_parity() -> Iterator[Row]:
+  """Yields how far log-probabilities are from the figures of a CPU."""
+  figures = np.array(json.loads(FIGURES.read_text()))
+  for dtype, most in ((jnp.float32, FLOAT32), (jnp.bfloat16, BFLOAT16)):
+    distance = np.abs(logprobs(dtype) - figures).mean()
+    name = f"log-probabilities in {jnp.dtype(dtype).name}, from a CPU's"
+    yield at_most(name, float(distance), most, " nats a token")
+
+
+def check_attention() -> Iterator[Row]:
+  """Yields the distance of attention in blocks from plain attention."""
+  b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
+  shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
+  keys = jax.random.split(jax.random.key(0), 6)
+  draws = [jax.random.normal(*x) for x in zip(keys, shapes, strict=False)]
+  weights = jax.random.normal(keys[5], shapes[0])
+  mask = jnp.arange(p)[None] < p - 28
+  positions = jnp.broadcast_to(jnp.arange(s), (b, g, s))
+  seen = Visibility(positions, None, mask, False)
+
+  def whole(q, *x):
+    causal = jnp.tril(jnp.ones((s, s), bool))
+    return two_part_attention(q, x[:2], causal, x[2:], mask)
+
+  def blocks(q, *x):
+    return block_attention(q, x[:2], x[2:], seen)
+
+  def all_of(function, dtype):
+    def loss(*x):
+      out = function(*x).astype(jnp.float32)
+      return jnp.sum(weights * out), out
+
+    with jax.default_matmul_precision("highest"):
+      run = jax.jit(jax.grad(loss, range(5), has_aux=True))
+      return jax.tree.leaves(run(*[x.astype(dtype) for x in draws]))
+
+  expected = all_of(whole, jnp.float32)
+  for dtype, most in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
+    errors = [
+      float(jnp.abs(x - y).max() / jnp.abs(y).max())
+      for x, y in zip(all_of(blocks, dtype), expected, strict=True)
+    ]
+    name = f"attention in blocks, {jnp.dtype(dtype).name}"
+    yield at_most(name, max(errors), most, " of the largest value")
+
+
+def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
+  """Returns the settings of a step, and writes its model's config.json.
+
+  On an accelerator 8 prompts x 16 samples a device, 512 + 1,024 tokens, of a
+  Llama of the sizes of Qwen2.5-0.5B.
+  """
+  small = jax.default_backend() == "cpu"
+  hf.write_config(
+    directory,
+    vocab_size=512 if small else 151_936,
+    pad_id=0,
+    eos_id=1,
+    width=128 if small else 896,
+    layers=2 if small else 24,
+    heads=2 if small else 14,
+    kv_heads=2,
+    mlp=256 if small else 4864,
+  )
+  config = default_config().unlock()
+  config.model.path = str(directory / "config.json")
+  config.model.dtype = "bfloat16"
+  config.model.remat = "full"
+  config.mesh.data, config.mesh.fsdp = 1, -1
+  config.batch_size, config.group_size = 8 * devices, 2 if small else 16
+  config.optim.micro_batches = 2 if small else 16
+  config.data.max_prompt_length = 32 if small else 512
+  config.sampling.max_new_tokens = 64 if small else 1024
+  config.diagnostics.every = 0
+  return from_config(config.lock())
+
+
+def check_step() -> Iterator[Row]:
+  """Yields times and memory of a step, beside estimates of its programs."""
+  with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
+    settings = step_settings(pathlib.Path(scratch), jax.device_count())
+    run = configured.open_run(settings)
+    report = configured.measure(run, steps=3, warmup=1)
+    chip = chips.of_kind(jax.devices()[0].device_kind)
+    estimates = {}
+    if chip:
+      machine = Machine("this", chip, list(run.mesh.devices.flat))
+      trips = settings.sampling.max_new_tokens - 1
+      for name in ("rollout", "update"):
+        lowered = programs.lower(run, name)
+        estimates[name], _ = parts.measure(lowered, machine, trips)
+  for name in ("rollout", "update"):
+    expected = ""
+    if part := estimates.get(name):
+      expected = f"{part.seconds:.3g}"
+      if part.xla_seconds:
+        expected += f" to {part.xla_seconds:.3g}"
+      expected += " s, estimated"
+    seconds = report["seconds"][name]["median"]
+    yield Row(f"{name} of a step", f"{seconds:.3g} s", expected)
+  rates = report["tokens_per_second"]
+  yield Row("sampled tokens a second", f"{rates['rollout']:.4g}")
+  if chip:
+    share = report["flops_of_peak"]["step"]
+    yield Row("model operations of the peak", f"{share:.1%}")
+  if memory := report["peak_memory_bytes"]:
+    most = max((p.memory_bytes for p in estimates.values()), default=0)
+    expected = f"{most / GIB:.2f} GiB of a program" if most else ""
+    yield Row("peak memory of a device", f"{memory / GIB:.2f} GiB", expected)
+  seconds = f"{report['compile_seconds']:.0f} s"
+  yield Row("compiling the step", seconds)
+
+
+# `resume` comes first: a TPU is one process's at a time.
+CHECKS = {
+  "resume": check_resume,
+  "parity": check_parity,
+  "attention": check_attention,
+  "step": check_step,
+}
+
+FLAGS = {
+  "out": setting(".", "directory of selfcheck.md"),
+  "skip": setting((), f"checks to leave out, of {', '.join(CHECKS)}"),
+}
+SETTINGS = None
+
+
+def markdown(rows: list[Row]) -> str:
+  """Writes the table, with what it was made on."""
+  devices = jax.devices()
+  about = (
+    f"{len(devices)} {devices[0].device_kind} ({devices[0].platform}), "
+    f"jax {jax.__version__}, Python {sys.version.split()[0]}"
+  )
+  lines = [about, "", "| check | seen | expected | |", "|---|---|---|---|"]
+  for row in rows:
+    mark = "" if row.ok else "**wrong**"
+    lines.append(f"| {row.name} | {row.seen} | {row.expected} | {mark} |")
+  return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+  """Runs the program with `argv`, the words after its name."""
+  with command_line.usage_errors():
+    program = "python -m grpojax.selfcheck"
+    _, flags = command_line.parse(argv, FLAGS, SETTINGS, program, about=__doc__)
+    out = pathlib.Path(flags.out) / "selfcheck.md"
+    disk.check_file(out, "--out")
+    if unknown := [name for name in flags.skip if name not in CHECKS]:
+      raise ValueError(f"--skip={unknown[0]}: there are {', '.join(CHECKS)}")
+  # A run of its own ends with it.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+  rows = []
+  for name in [name for name in CHECKS if name not in flags.skip]:
+    print(f"checking {name} ...", file=sys.stderr, flush=True)
+    try:
+      for row in CHECKS[name]():
+        rows.append(row)
+    except Exception as error:  # the others are worth their time all the same
+      text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+      rows.append(Row(name, text.replace("|", "/"), ok=False))
+  text = markdown(rows)
+  print(text, end="", flush=True)
+  with command_line.usage_errors():
+    records.write_text(out, text)
+  return 0 if all(row.ok for row in rows) else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""python -m grpojax.selfcheck, on CPUs, where all is as it should be."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax import selfcheck
+from grpojax.aot.chips import CHIPS
+from grpojax.selfcheck import Row
+
+
+def test_figures_that_come_along_are_those_of_a_cpu():
+  rows = [*selfcheck.check_parity()]
+  assert len(rows) == 2 and all(row.ok for row in rows)
+  # And are no others: a weight that is read wrongly shows.
+  assert np.abs(selfcheck.logprobs(jnp.bfloat16)).mean() > 1
+
+
+def test_attention_in_blocks_is_plain_attention():
+  rows = [*selfcheck.check_attention()]
+  assert len(rows) == 2 and all(row.ok for row in rows)
+
+
+@pytest.mark.slow
+def test_a_step_beside_its_estimates(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  monkeypatch.setattr(selfcheck.chips, "of_kind", lambda _: CHIPS["cpu"])
+  rows = {row.name: row for row in selfcheck.check_step()}
+  for name in ("rollout", "update"):
+    assert rows[f"{name} of a step"].expected.endswith(" s, estimated")
+  assert rows["model operations of the peak"].seen.endswith("%")
+  assert float(rows["sampled tokens a second"].seen) > 0
+
+
+@pytest.mark.long
+def test_a_run_that_is_killed_and_resumed():
+  resumed, mismatch = selfcheck.check_resume()
+  assert resumed.ok and mismatch.ok
+
+
+def test_what_is_wrong_is_marked_and_costs_no_other_check(
+  monkeypatch, capsys, tmp_path
+):
+  def fails():
+    yield Row("first", "1", "1")
+    raise RuntimeError("no | such\ndevice")
+
+  checks = {"a": fails, "b": lambda: [Row("second", "2", "3", ok=False)]}
+  monkeypatch.setattr(
+    selfcheck, "CHECKS", checks | {"c": lambda: [Row("c", "")]}
+  )
+  assert selfcheck.main([f"--out={tmp_path}", "--skip=c"]) == 1
+  text = (tmp_path / "selfcheck.md").read_text()
+  assert text == capsys.readouterr().out
+  assert text.splitlines()[-3:] == [
+    "| first | 1 | 1 |  |",
+    "| a | RuntimeError: no / such device |  | **wrong** |",
+    "| second | 2 | 3 | **wrong** |",
+  ]
+  with pytest.raises(SystemExit, match="--skip=d: there are a, b"):
+    selfcheck.main(["--skip=d"])
+
+
+def test_rows_are_compared_with_what_they_may_be():
+  assert selfcheck.at_most("a", 0.5, 1).ok
+  assert not selfcheck.at_most("a", 2.0, 1).ok
+  assert not selfcheck.at_most("a", float("nan"), 1).ok
