@@ -42,10 +42,12 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.models import huggingface as hf
 from grpojax.models.attention import two_part_attention
 from grpojax.models.block_attention import Visibility, block_attention
+from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.training.config import default_config, from_config
+from grpojax.training.run import run_directory
 from grpojax.training.settings.run import TrainSettings
 
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
@@ -71,7 +73,7 @@ class Row(NamedTuple):
   ok: bool = True
 
 
-def at_most(name: str, seen: float, most: float, unit: str = "") -> Row:
+def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
   """Returns the row of a number that may not be larger; nan is."""
   return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
 
@@ -86,7 +88,7 @@ def _train(run: pathlib.Path, kill_at: int | None = None) -> None:
   with open(run.with_suffix(".log"), "ab") as log:
     process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-      metrics = run / "metrics.jsonl"
+      metrics = run / run_directory.METRICS
       while process.poll() is None:
         time.sleep(0.1)
         rows = records.read_jsonl(metrics) if metrics.exists() else []
@@ -109,7 +111,7 @@ def check_resume() -> Iterator[Row]:
     _train(killed)
     weights = [x / "model" / "model.safetensors" for x in (whole, killed)]
     same = weights[0].read_bytes() == weights[1].read_bytes()
-    rows = records.read_jsonl(whole / "metrics.jsonl")
+    rows = records.read_jsonl(whole / run_directory.METRICS)
   seen = "the same model" if same else "another model"
   yield Row("killed and resumed", seen, "the same model, bit for bit", same)
   name = "rollout_mismatch_mean"
@@ -159,7 +161,8 @@ def check_attention() -> Iterator[Row]:
     return two_part_attention(q, x[:2], causal, x[2:], mask)
 
   def blocks(q, *x):
-    return block_attention(q, x[:2], x[2:], seen)
+    row, prompt = KeysValues(*x[:2]), PromptKeysValues(*x[2:])
+    return block_attention(q, row, prompt, seen)
 
   def all_of(function, dtype):
     def loss(*x):

@@ -40,11 +40,12 @@ MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
 MAY_IMPORT["benchmarks"] = {*MAY_IMPORT["studies"], "aot"}
 MAY_IMPORT["translation"] = MAY_IMPORT["studies"]
 PROGRAMS = {"train", "evaluate", "export", "chat", "sft", "compile", "bench"}
-PROGRAMS |= {"report", "translate"}
+PROGRAMS |= {"report", "translate", "selfcheck"}
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
 MAY_IMPORT["translate"] = {*MAY_IMPORT["studies"], "translation"}
 MAY_IMPORT["compile"] = {*MAY_IMPORT["studies"], "aot"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT["benchmarks"], "benchmarks"}
+MAY_IMPORT["selfcheck"] = MAY_IMPORT["bench"]
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
 HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
