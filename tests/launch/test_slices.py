@@ -22,12 +22,12 @@ def slices(monkeypatch, tmp_path):
   return module
 
 
-PART = {"memory_bytes": 2**30, "seconds": 1.0}
+PART = {"memory_bytes": 2**30, "seconds": 1.0, "xla_seconds": None}
 FITS = {
   "fits": True,
   "step_seconds": 2.0,
   "mfu": 0.3,
-  "parts": {"rollout": PART, "update": PART},
+  "parts": {"rollout": PART, "update": PART | {"xla_seconds": 2.5}},
   "settings": {"mesh.fsdp": 4},
 }
 
@@ -72,8 +72,9 @@ def test_a_failure_is_noted_and_the_next_slice_tried(slices, compiled):
   slices.try_slices("small", SMALL, "v5e", 9)
   assert len(commands) == 4
   words = "--config.mesh.fsdp=4 --config.optim.moments_dtype=bfloat16"
-  assert f"| small | v5e:2x4 | 1.0, 1.0 | 1 + 1 | 30.0% | `{words}` |" in (
-    slices.table()
+  assert (
+    f"| small | v5e:2x4 | 1.0, 1.0 | 1 + 1 to 2.5 | 30.0% | `{words}` |"
+    in (slices.table())
   )
 
 
