@@ -164,13 +164,19 @@ def transformer(
   if remat not in layer_stacks.REMAT:
     names = ", ".join(layer_stacks.REMAT)
     raise ValueError(f"remat={remat!r}: use one of {names}")
-  stacks = _decoding_stacks(config, platform or jax.default_backend())
-  decoder = _lm(config, dtype, None, stacks)
+
+  @functools.cache
+  def decoder():
+    # Not before it decodes: to ask for JAX's backend starts it.
+    stacks = _decoding_stacks(config, platform or jax.default_backend())
+    return _lm(config, dtype, None, stacks), stacks
 
   def prepare(params, longest):
     if longest is None:
       return lm, _for_training(config, params, dtype)
-    return decoder, _for_decoding(config, params, dtype, longest, stacks)
+    decoding_lm, stacks = decoder()
+    params = _for_decoding(config, params, dtype, longest, stacks)
+    return decoding_lm, params
 
   lm = _lm(config, dtype, remat, (config.layers,))._replace(prepare=prepare)
   return lm

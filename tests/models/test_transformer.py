@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
 from grpojax.models import layer_stacks
 from grpojax.models.transformer import transformer
 
@@ -104,3 +106,33 @@ def test_rows_of_several_completions_are_not_decoded(tiny):
   cache = tiny.lm.init_cache(2, 3, 5)
   with pytest.raises(ValueError, match="segments are for training"):
     tiny.lm.extend(tiny.params, prefix, IDS, cache, segments=IDS)
+
+
+def test_where_it_decodes_changes_no_sample(tiny):
+  """On GPUs no layer is in a stack, so that none is copied out of one."""
+  config = dataclasses.replace(tiny.config, layers=layer_stacks.SHALLOW + 1)
+  params = transformer(config).init(jax.random.key(0))
+  rollouts = {}
+  for platform, stacks in {"gpu": config.layers, "tpu": 1}.items():
+    lm = transformer(config, platform=platform)
+    assert (
+      len(lm.prepared(params, longest=9)[0].init_cache(1, 1, 5).blocks[0])
+      == stacks
+    )
+    rollouts[platform] = jax.jit(
+      lambda params, lm=lm: rollout(
+        lm,
+        params,
+        Prompts(PROMPTS, MASK),
+        jax.random.key(1),
+        group_size=2,
+        max_new_tokens=5,
+        eos_ids=(0,),
+        pad_id=0,
+      )
+    )(params)
+  written_out, scanned = rollouts["gpu"], rollouts["tpu"]
+  np.testing.assert_array_equal(
+    written_out.completion_ids, scanned.completion_ids
+  )
+  np.testing.assert_allclose(written_out.logprobs, scanned.logprobs, atol=1e-5)
