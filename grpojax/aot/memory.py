@@ -3,9 +3,9 @@
 An instruction reads its operands and writes its result, once each. What lies
 in another memory (VMEM on TPU, which XLA fills with copies of its own) is not
 HBM. Of what is only sliced or gathered from, the slice is read; what is updated
-in place costs the update. Tiles of TPU are moved whole, padding and all; where
-an update covers a part of its tiles, they are read first (a new token in a
-cache whose last dimension is its slots: 128 times the token).
+in place costs the update. Tiles of TPU are moved whole, padding and all. Where
+an update covers a part of a tile's 128 lanes, all of them are read first and
+written (a new token in a cache whose last dimension is its slots).
 """
 
 import collections
@@ -121,13 +121,13 @@ def _hbm(shapes: tuple[Shape, ...]) -> int:
 
 
 def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
-  """Bytes that an update in place moves, of the tiles of its target."""
+  """Bytes that an update in place moves: of its target, whole rows of lanes."""
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
   part = inside.instructions[operand].shapes[0]
   if len(part.dims) != len(target.dims):  # a scatter's
     return part.bytes
-  tiles = part._replace(tiles=target.tiles).padded_bytes
-  return tiles if tiles == part.bytes else 2 * tiles
+  lanes = part._replace(tiles=target.tiles[:1]).padded_bytes
+  return lanes if lanes == part.bytes else 2 * lanes
 
 
 def _results(inside: Computation) -> list[Instruction]:

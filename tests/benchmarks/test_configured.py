@@ -58,7 +58,8 @@ def test_chips_by_the_kind_of_their_devices():
   assert of_kind("TPU v5") == CHIPS["v5p"]
   assert of_kind("TPU v6 lite") == CHIPS["v6e"]
   assert of_kind("NVIDIA H100 80GB HBM3") == CHIPS["h100"]
-  for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"):
+  assert of_kind("NVIDIA A100-SXM4-80GB") == CHIPS["a100"]
+  for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"):
     assert of_kind(kind) is None
 
 
