@@ -119,7 +119,6 @@ def check_resume() -> Iterator[Row]:
   yield at_most("trainer against rollout", mean, MISMATCH, " nats a token")
 
 
-@functools.cache
 def _tokens() -> tuple[np.ndarray, np.ndarray]:
   """Prompts [4, 8] and completions [4, 2, 32], of ids that say nothing."""
   rng = np.random.default_rng(0)

@@ -82,13 +82,15 @@ def _sequential(cost: Cost, chip: Chip) -> tuple[float, float, float]:
   return compute, memory, collective
 
 
-def _by_cycles(cost: Cost, chip: Chip) -> float | None:
-  """Seconds of XLA's cycles, and the roofline's of what it has none for."""
+def _by_cycles(cost: Cost, chip: Chip, sent: float) -> float | None:
+  """Seconds of XLA's cycles, and the roofline's of what it has none for.
+
+  `sent` are the seconds of all collectives, which are in neither.
+  """
   if chip.clock is None or not any(i.cycles for i in cost.instructions):
     return None
   untimed = tuple(i for i in cost.instructions if not i.cycles)
   compute, memory, _ = _sequential(cost._replace(instructions=untimed), chip)
-  *_, sent = _sequential(cost, chip)
   cycles = sum(i.cycles * i.trips for i in cost.instructions)
   return cycles / chip.clock + compute + memory + sent
 
@@ -110,7 +112,7 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
     overlapped=collective
     - beside
     + max(cost.flops / peaks.flops, cost.bytes / peaks.hbm_bandwidth, beside),
-    by_cycles=_by_cycles(cost, peaks),
+    by_cycles=_by_cycles(cost, peaks, collective),
   )
 
 
