@@ -116,7 +116,7 @@ def _custom_call(instruction: Instruction, computation: Computation) -> int:
     return 2 * result.elements * (lhs // rows)
   estimate = re.search(
     r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes
-  )
+  ) or re.search(r"_flops_(\d+)", instruction.op_name)
   return int(estimate[1]) if estimate else 0
 
 

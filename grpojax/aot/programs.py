@@ -70,6 +70,7 @@ def _policy(
       model,
       dtype=jnp.dtype(settings.model.dtype),
       remat=settings.model.remat,
+      attention=settings.model.attention,
       platform=platform,
     ),
     tokenizer=None,

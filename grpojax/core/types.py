@@ -52,7 +52,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as pure functions: five, and seven optional ones.
+  """A causal language model as pure functions: five, and more optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -93,6 +93,8 @@ class LM(NamedTuple):
     forward_with_load: `forward` of a model with experts, or None. It takes
       `load_weights=(of_prompts [B, P], of_completions [B, G, S])` of tokens and
       gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`.
+    forward_mode: the same model in functions that `jax.jvp` differentiates, or
+      None where these are.
   """
 
   init: Callable[..., Params]
@@ -107,6 +109,7 @@ class LM(NamedTuple):
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None
   forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
+  forward_mode: "LM | None" = None
 
   def prepared(
     self, params: Params, *, longest: int | None

@@ -36,6 +36,9 @@ Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
 """True for a local layer: traced where the layers of a scan differ in it."""
 
+RowAttention = Callable[..., Array]
+"""Attention of long rows, with the arguments of `block_attention`."""
+
 
 class TokenContext(NamedTuple):
   """Positions and masks of tokens [B, G, S], which are the same in all layers.
@@ -146,6 +149,7 @@ def attend(
   context: TokenContext,
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
+  row_attention: RowAttention,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
   """Attends in a layer; returns the output and the tokens' keys and values.
@@ -167,9 +171,7 @@ def attend(
     visibility = Visibility(
       context.positions, context.segments, context.prompt_mask, local
     )
-    out = block_attention(
-      q, row, prompt, visibility, window=c.window, **scaling
-    )
+    out = row_attention(q, row, prompt, visibility, window=c.window, **scaling)
   else:
     row_mask, slot_mask, prompt_mask = _masks(local, c.window, context)
     cached = dict(slots=slots or (), slot_mask=slot_mask)  # in decoding
@@ -238,6 +240,7 @@ def block(
   context: TokenContext,
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
+  row_attention: RowAttention = block_attention,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
   """Applies one decoder layer, with a window where it is `local`.
 
@@ -245,7 +248,9 @@ def block(
   blocks of its cache. Returns the new hidden states, the keys and values of the
   tokens, and the router's load, if the context has weights for it.
   """
-  attention = functools.partial(attend, config, local, context, prompt, slots)
+  attention = functools.partial(
+    attend, config, local, context, prompt, slots, row_attention
+  )
   table = rotary_table(local, context.tables)
   return layer_of(config, x, layer, table, context.load_weights, attention)
 
@@ -256,6 +261,7 @@ def block_of_both(
   layer: Layer,
   local: Local,
   contexts: tuple[TokenContext, TokenContext],
+  row_attention: RowAttention = block_attention,
 ) -> tuple[
   tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
 ]:
@@ -263,7 +269,7 @@ def block_of_both(
 
   Prompts are rows of a group of one; the router's load is that of both.
   """
-  run = functools.partial(block, config)
+  run = functools.partial(block, config, row_attention=row_attention)
   prompts, row, load = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
   x, _, more = run(x[1], layer, local, contexts[1], prompt, None)

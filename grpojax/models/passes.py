@@ -31,6 +31,7 @@ from grpojax.models.block import (
   Heads,
   Layer,
   Local,
+  RowAttention,
   TokenContext,
   block,
   block_of_both,
@@ -91,23 +92,27 @@ def _row_context(
   positions: Int[Array, "B G S"],
   segments: Int[Array, "B G S"] | None,
   prompt_mask: Bool[Array, "B P"] | None,
+  row_attention: RowAttention | None,
 ) -> TokenContext:
-  """Returns the context of whole rows; long ones attend in blocks."""
+  """Returns the context of whole rows; long ones have an attention apart."""
   size = positions.shape[-1]
-  mask = _row_mask(size, segments) if size <= WHOLE else None
+  at_once = size <= WHOLE or row_attention is None
+  mask = _row_mask(size, segments) if at_once else None
   tables = rope_of_kinds(config, positions)
   return TokenContext(tables, mask, positions, prompt_mask, segments=segments)
 
 
 def _prompt_context(
-  config: TransformerConfig, prompt_mask: Bool[Array, "B P"]
+  config: TransformerConfig,
+  prompt_mask: Bool[Array, "B P"],
+  row_attention: RowAttention | None,
 ) -> TokenContext:
   """Returns the context of the prompts, as rows of a group of one."""
   b, p = prompt_mask.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
   # Causal alone: padding stands behind all real tokens, which do not see it,
   # and what is computed of it is never read.
-  return _row_context(config, positions, None, None)
+  return _row_context(config, positions, None, None, row_attention)
 
 
 def _next_context(
@@ -186,11 +191,16 @@ def _flat_block(
   layer: Layer,
   local: Local,
   context: _FlatContext,
+  row_attention: RowAttention,
 ) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
   """Applies `block_of_both` to flat tokens; attention alone has padded ones."""
   of_prompts, of_rows = context.parts
   flat = context.flat
-  attend = functools.partial(block_lib.attend, config, local)
+
+  def attend(context, prompt, heads):
+    return block_lib.attend(
+      config, local, context, prompt, None, row_attention, heads
+    )
 
   def padded(heads, places, part):
     return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
@@ -199,9 +209,9 @@ def _flat_block(
     prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
     prompts = padded(prompts, flat.prompts, of_prompts)
     rows = padded(rows, flat.rows, of_rows)
-    prompt_out, row = attend(of_prompts, None, None, prompts)
+    prompt_out, row = attend(of_prompts, None, prompts)
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
-    out, _ = attend(of_rows, prompt, None, rows)
+    out, _ = attend(of_rows, prompt, rows)
     return _join_flat(prompt_out, out, flat), None
 
   table = block_lib.rotary_table(local, context.tables)
@@ -233,11 +243,14 @@ class Passes:
     dtype: type of computation.
     remat: name in `layer_stacks.REMAT`, or None for decoding, which has no
       backward pass and whose parameters are gathered already.
+    row_attention: attention of rows of more than `WHOLE` tokens, or None: they
+      attend at once, as shorter ones do.
   """
 
   config: TransformerConfig
   dtype: Any
   remat: str | None
+  row_attention: RowAttention | None
 
   def prefill(
     self,
@@ -247,7 +260,7 @@ class Passes:
   ) -> Prefix:
     """Runs the prompts as rows of a group of one, and keeps keys and values."""
     params = cast(params, self.dtype)
-    context = _prompt_context(self.config, prompt_mask)
+    context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
       x, row, _ = self._run(block, x, layer, local, context, None, None)
@@ -284,7 +297,9 @@ class Passes:
     keys_values, prompt_mask = prefix.state
     x = self._embed(params, ids)
     if cache is None:
-      context = _row_context(config, positions, segments, prompt_mask)
+      context = _row_context(
+        config, positions, segments, prompt_mask, self.row_attention
+      )
 
       def body(x, local, layer, prompt):
         x, *_ = self._run(block, x, layer, local, context, prompt, None)
@@ -335,8 +350,9 @@ class Passes:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
     of_rows = prompt_mask if flat is None else flat.of_rows(prompt_mask)
     positions = _lengths(of_rows)[:, None, None] + positions
-    prompts = _prompt_context(config, prompt_mask)
-    rows = _row_context(config, positions, segments, of_rows)
+    attention = self.row_attention
+    prompts = _prompt_context(config, prompt_mask, attention)
+    rows = _row_context(config, positions, segments, of_rows, attention)
     if load_weights is not None:
       prompts = prompts._replace(load_weights=load_weights[0][:, None])
       rows = rows._replace(load_weights=load_weights[1])
@@ -365,6 +381,7 @@ class Passes:
 
   def _run(self, function: Callable[..., Any], *args: Any) -> Any:
     """Runs one layer."""
+    function = functools.partial(function, row_attention=self.row_attention)
     return layer_stacks.run_layer(self.remat, function, self.config, *args)
 
   def _embed(self, params: Params, ids: Array) -> Float[Array, "B G S D"]:

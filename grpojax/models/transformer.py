@@ -17,8 +17,9 @@ from jaxtyping import Array, Float
 
 from grpojax.core.types import LM, Params
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks, passes, sharding
+from grpojax.models import kernel_attention, layer_stacks, passes, sharding
 from grpojax.models.attention import soft_cap
+from grpojax.models.block import RowAttention
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
@@ -106,12 +107,13 @@ def _lm(
   dtype: Any,
   remat: str | None,
   stacks: tuple[int, ...],
+  row_attention: RowAttention | None,
 ) -> LM:
   """Returns the model's functions; without `remat`, those of decoding alone.
 
   A cache has its layers in stacks of the sizes `stacks`.
   """
-  model = passes.Passes(config, dtype, remat)
+  model = passes.Passes(config, dtype, remat, row_attention)
   init_cache = functools.partial(
     cache_lib.create,
     layers=stacks,
@@ -140,6 +142,7 @@ def transformer(
   *,
   dtype=jnp.float32,
   remat: str = "none",
+  attention: str = "auto",
   platform: str | None = None,
 ) -> LM:
   """Returns the decoder as an `LM`.
@@ -154,29 +157,40 @@ def transformer(
       a name in `layer_stacks.REMAT`: "full" (of each layer all but its input:
       least memory, about a third more work), "selective", "attention" or
       "none".
+    attention: how rows of more than `block_attention.WHOLE` tokens attend, a
+      name in `kernel_attention.ATTENTION`.
     platform: where it runs, "cpu", "gpu" or "tpu"; None is JAX's own backend.
-      Layers decode in other programs on GPUs, and no number depends on it.
+      Programs are others there, and results the same but for rounding.
 
   Raises:
     ValueError: a configuration whose parts do not fit; no such name.
   """
   check(config)
-  if remat not in layer_stacks.REMAT:
-    names = ", ".join(layer_stacks.REMAT)
-    raise ValueError(f"remat={remat!r}: use one of {names}")
+  choices = {"remat": (remat, layer_stacks.REMAT)}
+  choices["attention"] = attention, kernel_attention.ATTENTION
+  for name, (value, names) in choices.items():
+    if value not in names:
+      raise ValueError(f"{name}={value!r}: use one of {', '.join(names)}")
+  # What they need of the platform is decided when they run: to ask for JAX's
+  # backend starts it.
+  row_attention = kernel_attention.choose(attention, platform)
 
   @functools.cache
   def decoder():
-    # Not before it decodes: to ask for JAX's backend starts it.
     stacks = _decoding_stacks(config, platform or jax.default_backend())
-    return _lm(config, dtype, None, stacks), stacks
+    return _lm(config, dtype, None, stacks, row_attention), stacks
 
   def prepare(params, longest):
     if longest is None:
-      return lm, _for_training(config, params, dtype)
+      return model, _for_training(config, params, dtype)
     decoding_lm, stacks = decoder()
     params = _for_decoding(config, params, dtype, longest, stacks)
     return decoding_lm, params
 
-  lm = _lm(config, dtype, remat, (config.layers,))._replace(prepare=prepare)
-  return lm
+  model = _lm(config, dtype, remat, (config.layers,), row_attention)
+  lm = model._replace(prepare=prepare)
+  if attention not in ("auto", "kernel"):
+    return lm
+  options = dict(dtype=dtype, remat=remat, platform=platform)
+  by_blocks = transformer(config, attention="blocks", **options)
+  return lm._replace(forward_mode=by_blocks)

@@ -71,6 +71,7 @@ def score_projections(
     raise ValueError(
       f"micro_batches={micro_batches} must divide {prompts} prompts"
     )
+  lm = lm.forward_mode or lm
   moving, merge = split(params) if split else (params, lambda moving: moving)
   directions = jax.vmap(lambda k: rademacher_like(k, moving))(
     jax.random.split(key, tangents)

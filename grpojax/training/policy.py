@@ -74,12 +74,16 @@ def pinned(path: str) -> str:
 
 
 def open_policy(
-  path: str, dtype: str = "float32", remat: str = "none"
+  path: str,
+  dtype: str = "float32",
+  remat: str = "none",
+  attention: str = "auto",
 ) -> Policy:
   """Reads all of a model but its weights.
 
-  `path` is as `find_model` takes it; `dtype` is the format of computation, and
-  `remat` names what the backward pass computes again.
+  `path` is as `find_model` takes it; `dtype` is the format of computation,
+  `remat` names what the backward pass computes again, and `attention` how long
+  rows attend.
 
   Raises:
     ValueError: The directory, its configuration or its tokenizer do not fit.
@@ -95,7 +99,9 @@ def open_policy(
     )
   return Policy(
     directory,
-    transformer(config, dtype=jnp.dtype(dtype), remat=remat),
+    transformer(
+      config, dtype=jnp.dtype(dtype), remat=remat, attention=attention
+    ),
     tokenizer,
     tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size),
     tokenizer_lib.pad_id(tokenizer),

@@ -1,5 +1,6 @@
-"""Attention at once and in blocks: the same numbers, less memory; and norms."""
+"""Attention at once, in blocks and by kernels: the same numbers; and norms."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -9,12 +10,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grpojax.core.logprobs import token_logprobs
-from grpojax.models import block as block_lib
+from grpojax.models import kernel_attention as kernel_lib
 from grpojax.models import passes
 from grpojax.models.attention import rms_norm, two_part_attention
 from grpojax.models.block_attention import BLOCK, Visibility, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.config import TransformerConfig
+from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import transformer
 
 B, G, K, R, P, E = 2, 3, 2, 2, 5, 4
@@ -47,7 +49,7 @@ def by_definition(q, row, mask, prompt, prompt_mask, scale, cap):
   ) + np.einsum("bgkrsc,bgkce->bgkrse", weights[..., p:], values)
 
 
-def case(size, window, segments, dtype=jnp.float32):
+def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
   """Queries, keys and values; positions and segments; and the masks of these.
 
   The second prompt is shorter than the first.
@@ -59,8 +61,8 @@ def case(size, window, segments, dtype=jnp.float32):
   ids = np.zeros((B, G, size), int)
   places = np.broadcast_to(at, ids.shape)
   if segments:  # their borders lie elsewhere than those of blocks
-    ids = np.broadcast_to(at // 3, ids.shape)
-    places = places % 3
+    ids = np.broadcast_to(at // run, ids.shape)
+    places = places % run
   positions = lengths + places
   distance = positions[..., None] - positions[..., None, :]
   same = ids[..., None] == ids[..., None, :]
@@ -113,19 +115,107 @@ def test_blocks_change_nothing(size, block, window, segments):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  "size, prompt, window, run",
+  [(50, 40, 99, 50), (50, 40, 20, 21), (7, 3, 99, 4), (48, 16, 5, 48)],
+)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_kernels_compute_attention(size, prompt, window, run, cap):
+  """Values and gradients, over several blocks of 16 tokens, by one softmax."""
+  parts = case(size, window, run < size, run=run, P=prompt)
+  arrays, visibility, mask, prompt_mask = parts
+  toward = normal(*arrays[0].shape)
+
+  def by_kernels(*arrays):
+    return kernel_attention(
+      *arrays, visibility, platform="cpu", window=window, cap=cap
+    )
+
+  def dense(q, row, prompt):
+    masks = jnp.asarray(mask), prompt, jnp.asarray(prompt_mask)
+    return two_part_attention(q, row, *masks, cap=cap)
+
+  def gradients(function):
+    value, pull = jax.vjp(function, *arrays)
+    return value, pull(toward)
+
+  got = jax.jit(lambda: gradients(by_kernels))()
+  expected = jax.jit(lambda: gradients(dense))()
+  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_kernels_without_prompts_or_segments_in_bfloat16():
+  arrays, visibility, mask, _ = case(40, 99, False, jnp.bfloat16)
+  q, row, _ = arrays
+  toward = normal(*q.shape).astype(q.dtype)
+  visibility = visibility._replace(prompt_mask=None)
+  seen = jnp.asarray(mask)
+
+  def gradients(function, *arrays):
+    value, pull = jax.vjp(function, *arrays)
+    return value, pull(toward.astype(value.dtype))
+
+  kernel = lambda q, row: kernel_attention(
+    q, row, None, visibility, platform="cpu"
+  )
+  got = gradients(kernel, q, row)
+  exact = jax.tree.map(lambda x: x.astype(jnp.float32), (q, row))
+  expected = gradients(lambda q, row: two_part_attention(q, row, seen), *exact)
+  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+    assert a.dtype == jnp.bfloat16
+    np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("platform, lowered", [("tpu", "tpu"), ("gpu", "cuda")])
+@pytest.mark.parametrize("width, size", [(64, 1100), (128, 600), (256, 300)])
+def test_kernels_lower_for(platform, lowered, width, size):
+  """Four kernels with their operations, and nothing else is multiplied."""
+  shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+  keys = shape(1, 2, 2, size, width)
+  prompt = shape(1, 2, 200, width)
+  q = shape(1, 2, 2, 3, size, width)
+  integers = jax.ShapeDtypeStruct((1, 2, size), jnp.int32)
+  masks = integers, integers, jax.ShapeDtypeStruct((1, 200), bool)
+
+  def gradients(q, row, prompt, masks, local):
+    positions, segments, prompt_mask = masks
+    visibility = Visibility(positions, segments, prompt_mask, local)
+    out, pull = jax.vjp(
+      lambda *x: kernel_attention(
+        *x, visibility, platform=platform, window=70, cap=30.0
+      ),
+      q,
+      KeysValues(*row),
+      PromptKeysValues(*prompt),
+    )
+    return out, pull(q)
+
+  local = jax.ShapeDtypeStruct((), bool)
+  traced = jax.jit(gradients).trace(q, [keys] * 2, [prompt] * 2, masks, local)
+  text = traced.lower(lowering_platforms=(lowered,)).as_text()
+  assert text.count("custom_call @") == 4
+  assert "stablehlo.dot_general" not in text
+  assert "stablehlo.while" not in text
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_a_layer_may_be_local_or_not_at_run_time(local):
   """In a scan over layers of both kinds."""
   arrays, visibility, mask, prompt_mask = case(11, 3 if local else 99, False)
 
-  @jax.jit
-  def out(local):
+  def out(local, attention, **options):
     seen = visibility._replace(local=local)
-    return block_attention(*arrays, seen, window=3, block=4, scale=1.0, cap=9.0)
+    return attention(*arrays, seen, window=3, scale=1.0, cap=9.0, **options)
 
   q, row, prompt = arrays
   expected = by_definition(q, row, mask, prompt, prompt_mask, 1.0, 9.0)
-  np.testing.assert_allclose(out(jnp.array(local)), expected, atol=1e-5)
+  for attention, options in (
+    (block_attention, {"block": 4}),
+    (kernel_attention, {"platform": "cpu"}),
+  ):
+    run = jax.jit(functools.partial(out, attention=attention, **options))
+    np.testing.assert_allclose(run(jnp.array(local)), expected, atol=1e-5)
 
 
 def test_bfloat16_is_summed_in_float32():
@@ -165,7 +255,8 @@ def test_bfloat16_with_prompts_in_blocks():
   np.testing.assert_allclose(out.astype(np.float32), expected, atol=2e-2)
 
 
-def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
+@pytest.mark.parametrize("attention", ["blocks", "kernel"])
+def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   """Long prompts and packed rows, local and global layers, and the gradient."""
   config = TransformerConfig(
     vocab_size=17,
@@ -178,7 +269,10 @@ def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
     local_layers=(True, False),
     window=70,  # shorter than a block
   )
-  lm = transformer(config)
+  name = f"{attention.removesuffix('s')}_attention"
+  spy = mock.Mock(wraps=getattr(kernel_lib, name))
+  monkeypatch.setattr(kernel_lib, name, spy)
+  lm = transformer(config, attention=attention)
   params = jax.tree.map(lambda x: x * 4, lm.init(jax.random.key(0)))
   length, parts = 140, np.array([90, 50])
   ids = jnp.asarray(RNG.integers(0, 17, (2, 2, length)))
@@ -205,8 +299,6 @@ def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
   assert passes.WHOLE >= length
   whole = run()
   monkeypatch.setattr(passes, "WHOLE", BLOCK)
-  spy = mock.Mock(wraps=block_lib.block_attention)
-  monkeypatch.setattr(block_lib, "block_attention", spy)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
     run(),

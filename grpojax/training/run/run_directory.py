@@ -48,7 +48,7 @@ RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"(reward|environment)\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
-  r"model\.(remat|reference)|sampling\.(stages|compact|parts)|"
+  r"model\.(remat|attention|reference)|sampling\.(stages|compact|parts)|"
   r"allow_changed_inputs"
 )
 """Settings that a run may be resumed with other values of: they do not change

@@ -38,7 +38,9 @@ def open_policy(settings: TrainSettings) -> Policy:
   """
   model = settings.model
   path = hub_pins.model(settings)
-  policy = policy_lib.open_policy(path, model.dtype, model.remat)
+  policy = policy_lib.open_policy(
+    path, model.dtype, model.remat, model.attention
+  )
   check_model(settings, policy.lm)
   return policy
 

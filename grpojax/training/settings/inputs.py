@@ -18,6 +18,7 @@ from grpojax.core.turns import CREDITS
 from grpojax.data.datasets import DATASETS
 from grpojax.environments.tools import TOOL_CALLS
 from grpojax.models.config import DTYPES
+from grpojax.models.kernel_attention import ATTENTION
 from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.cli.settings import free_field, inline_field
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
@@ -60,6 +61,13 @@ class ModelSettings:
     "weights and activations; an MLP's products as well; all but each layer's "
     "input",
     REMAT,
+  )
+  attention: str = option(
+    "auto",
+    "attention of rows of more than 256 tokens: kernels on TPUs and GPUs, "
+    "blocks on CPUs; the whole row at once, as shorter ones; blocks in plain "
+    "JAX; kernels",
+    ATTENTION,
   )
   reference: str = option(
     "device",
