@@ -11,7 +11,8 @@ resume      a run of the default job in bfloat16 that is killed and started
             trainer's log-probabilities are near those of its rollouts
 parity      log-probabilities of the embedded model are those of a CPU, which
             come with this program
-attention   attention in blocks is plain attention, values and gradients
+attention   attention in blocks, and by kernels, is plain attention, values and
+            gradients
 step        a step of 0.5 billion random weights: seconds, share of the peak,
             memory, beside what `grpojax.compile` estimates for the chip (on
             CPUs a small step, and no estimates)
@@ -43,6 +44,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models.attention import two_part_attention
 from grpojax.models.block_attention import Visibility, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.kernel_attention import kernel_attention
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
@@ -145,7 +147,7 @@ def check_parity() -> Iterator[Row]:
 
 
 def check_attention() -> Iterator[Row]:
-  """Yields the distance of attention in blocks from plain attention."""
+  """Yields the distances of long rows' attention from plain attention."""
   b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
   keys = jax.random.split(jax.random.key(0), 6)
@@ -159,9 +161,9 @@ def check_attention() -> Iterator[Row]:
     causal = jnp.tril(jnp.ones((s, s), bool))
     return two_part_attention(q, x[:2], causal, x[2:], mask)
 
-  def blocks(q, *x):
+  def long(attention, q, *x):
     row, prompt = KeysValues(*x[:2]), PromptKeysValues(*x[2:])
-    return block_attention(q, row, prompt, seen)
+    return attention(q, row, prompt, seen)
 
   def all_of(function, dtype):
     def loss(*x):
@@ -173,13 +175,16 @@ def check_attention() -> Iterator[Row]:
       return jax.tree.leaves(run(*[x.astype(dtype) for x in draws]))
 
   expected = all_of(whole, jnp.float32)
-  for dtype, most in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
-    errors = [
-      float(jnp.abs(x - y).max() / jnp.abs(y).max())
-      for x, y in zip(all_of(blocks, dtype), expected, strict=True)
-    ]
-    name = f"attention in blocks, {jnp.dtype(dtype).name}"
-    yield at_most(name, max(errors), most, " of the largest value")
+  kernels = functools.partial(kernel_attention, platform=jax.default_backend())
+  for name, attention in (("in blocks", block_attention), ("kernels", kernels)):
+    for dtype, most in ((jnp.float32, 1e-4), (jnp.bfloat16, 0.05)):
+      results = all_of(functools.partial(long, attention), dtype)
+      errors = [
+        float(jnp.abs(x - y).max() / jnp.abs(y).max())
+        for x, y in zip(results, expected, strict=True)
+      ]
+      row = f"attention {name}, {jnp.dtype(dtype).name}"
+      yield at_most(row, max(errors), most, " of the largest value")
 
 
 def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:

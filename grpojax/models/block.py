@@ -149,7 +149,7 @@ def attend(
   context: TokenContext,
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
-  row_attention: RowAttention,
+  row_attention: RowAttention | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
   """Attends in a layer; returns the output and the tokens' keys and values.
@@ -240,7 +240,7 @@ def block(
   context: TokenContext,
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
-  row_attention: RowAttention = block_attention,
+  row_attention: RowAttention | None = block_attention,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
   """Applies one decoder layer, with a window where it is `local`.
 
@@ -261,7 +261,7 @@ def block_of_both(
   layer: Layer,
   local: Local,
   contexts: tuple[TokenContext, TokenContext],
-  row_attention: RowAttention = block_attention,
+  row_attention: RowAttention | None = block_attention,
 ) -> tuple[
   tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
 ]:

@@ -1,384 +1,35 @@
-"""Attention of long rows by Pallas kernels, on TPUs and GPUs.
-
-FlashAttention (Dao 2023, arXiv 2307.08691) over two sets of keys, those of a
-query's own row and those of its group's prompt, in one softmax: what
-`block_attention` computes, with all logits on the chip.
+"""Attention of long rows by kernels: `block_attention` on TPUs and GPUs.
 
 Tokens of a segment follow each other in a row, and positions go up by one in
 it. So the keys that a query sees are one run of its row, which ends with
-itself, and one of the prompt. The first and the last key of both runs are all
-that masks are made of, and tell the blocks that have no key of a run: these are
-left out. A row of two segments, in blocks of two tokens:
-
-    keys       a a | a b | b b         computed, of queries x keys:
-    queries    a a | a b | b b           m - -
-    first      0 0 | 0 3 | 3 3           m m -
-    last       0 1 | 2 3 | 4 5           - m m
-
-Logits are [keys, queries] here: what belongs to a query (its run, its
-log-sum-exp) is a row of lanes then, without padding in a TPU's memory.
+itself, and one of the prompt: what `flash_kernels` computes with.
 
 Only the backward pass is written, so that `jax.jvp` needs `block_attention`.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from grpojax.core.mesh import activation_spec
-from grpojax.models.attention import soft_cap
+from grpojax.models import flash_kernels
 from grpojax.models.block import RowAttention
 from grpojax.models.block_attention import Visibility, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
-
-_VMEM = 64 * 2**20
-"""Bytes that a TPU's kernel may use of the memory on the chip."""
+from grpojax.models.flash_kernels import Part
 
 ATTENTION = ("auto", "plain", "blocks", "kernel")
 """Names of attention: "plain" of whole rows at once, "blocks" in plain JAX,
 "kernel", and "auto": the kernel on TPUs and GPUs, blocks on CPUs."""
 
 _EVERYTHING = 2**30  # tokens of a window that has them all
-_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "batch", "group", "kv_heads", "query_heads"
-
-
-class _Settings(NamedTuple):
-  """Python values that are fixed when attention compiles."""
-
-  scale: float
-  cap: float | None
-  platform: str
-  blocks: tuple[int, ...]
-  """Tokens of a block of keys of each part; of queries as of the first."""
-
-
-class _Part(NamedTuple):
-  """One set of keys, and the run of it that each query sees."""
-
-  keys: Array  # [M, K, C, E]; M divides N, the rows: N / M of them share keys
-  values: Array
-  first: Array  # [N, 1, S]: slots of the first and of the last key
-  last: Array
-
-
-class _Run(NamedTuple):
-  """Numbers of the first block, and of the one behind the last, in memory."""
-
-  begin: Array  # [N, blocks]
-  end: Array
-
-
-def _block(platform: str, size: int, width: int) -> int:
-  """Returns the tokens of a block; rows are filled up to a multiple of it."""
-  if platform == "cpu":  # as few as show several blocks in tests
-    return 16
-  if platform == "gpu":
-    # What a block's products take of an H100 multiprocessor's 228 KB.
-    return 64 if width <= 128 else 32
-  # A multiple of a TPU's lanes. Its matrix units want large ones, but not where
-  # much would be padding.
-  return next((n for n in (512, 256) if -size % n <= size // 8), 128)
-
-
-def _fits(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
-  """Returns False where a TPU's kernels cannot hold one head of a row.
-
-  That is 48k tokens of 256 channels, and half as many in float32.
-  """
-  tokens = q.shape[-2] + (prompt.keys.shape[-2] if prompt else 0)
-  held = 2 * tokens * max(q.shape[-1], 128) * q.dtype.itemsize
-  return platform != "tpu" or held <= _VMEM - 2**24
-
-
-def _pad(x: Array, axis: int, block: int) -> Array:
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % block)
-  return jnp.pad(x, widths)
-
-
-def _visible(part: _Part, block: int, key_block: int) -> Array:
-  """Returns True where a block of queries may see one of keys, [N, i, j]."""
-  of_blocks = lambda x: x.reshape(len(x), -1, block)
-  first = jnp.min(of_blocks(part.first), axis=-1)[..., None]
-  last = jnp.max(of_blocks(part.last), axis=-1)[..., None]
-  start = jnp.arange(0, part.keys.shape[2], key_block)
-  return (first < start + key_block) & (start <= last)
-
-
-def _run(visible: Array) -> _Run:
-  """Returns the run of blocks on the last axis that has all visible ones."""
-  count = visible.shape[-1]
-  any_visible = jnp.any(visible, axis=-1)
-  begin = jnp.argmax(visible, axis=-1)
-  end = count - jnp.argmax(visible[..., ::-1], axis=-1)
-  end = jnp.where(any_visible, end, begin)
-  return _Run(begin.astype(jnp.int32), end.astype(jnp.int32))
-
-
-_div = jax.lax.div  # of indices: `//` would look at signs
-
-
-def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
-  """Returns the product of two blocks over one axis of each, in float32."""
-  axes = (over[:1], over[1:]), ((), ())
-  return jax.lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
-
-
-def _logits(settings, keys, q, slots, first, last) -> tuple[Array, Array]:
-  """Returns logits [keys, queries] of two blocks [., E], and their mask."""
-  logits = soft_cap(_dot(keys, q, (1, 1)) * settings.scale, settings.cap)
-  slots += jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-  return logits, (first <= slots) & (slots <= last)
-
-
-def _dlogits(settings, logits, mask, lse, values, dout, di):
-  """Returns weights, and the gradient of the products of queries and keys."""
-  weights = jnp.where(mask, jnp.exp(logits - lse), 0)
-  slope = settings.scale
-  if settings.cap is not None:
-    slope = slope * (1 - (logits / settings.cap) ** 2)
-  return weights, weights * (_dot(values, dout, (1, 1)) - di) * slope
-
-
-def _over_keys(settings, q, parts, add, carry):
-  """Adds `add(carry, logits, mask, keys, values)` for all blocks of keys."""
-  n, i = pl.program_id(0), pl.program_id(2)
-  for key_block, (run, part) in zip(settings.blocks, parts, strict=True):
-
-    def step(j, carry, part=part, key_block=key_block):
-      start = pl.multiple_of(j * key_block, key_block)
-      block = pl.ds(start, key_block)
-      keys, values = part.keys[block, :], part.values[block, :]
-      of_runs = start, part.first[...], part.last[...]
-      logits, mask = _logits(settings, keys, q, *of_runs)
-      return add(carry, logits, mask, keys, values)
-
-    carry = jax.lax.fori_loop(run.begin[n, i], run.end[n, i], step, carry)
-  return carry
-
-
-def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
-  """Computes the output and the log-sum-exps of a block of queries."""
-  q = q_ref[...]
-  block, width = q.shape
-  # The largest logit so far, and the sums of exp(logit - largest) and of these
-  # weights times values: rescaled whenever a larger logit comes.
-  carry = (
-    jnp.full((1, block), _NEGATIVE, jnp.float32),
-    jnp.zeros((1, block), jnp.float32),
-    jnp.zeros((width, block), jnp.float32),
-  )
-
-  def add(carry, logits, mask, keys, values):
-    top, total, out = carry
-    logits = jnp.where(mask, logits, _NEGATIVE)
-    new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
-    # Masked, also where nothing was seen yet and all logits are the same.
-    weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
-    rescale = jnp.exp(top - new_top)
-    total = total * rescale + jnp.sum(weights, axis=0, keepdims=True)
-    out = out * rescale + _dot(values, weights.astype(q.dtype), (0, 0))
-    return new_top, total, out
-
-  top, total, out = _over_keys(settings, q, parts, add, carry)
-  out_ref[...] = (out / total).T.astype(out_ref.dtype)
-  lse_ref[...] = top + jnp.log(total)
-
-
-def _queries_kernel(settings, q_ref, dout_ref, lse_ref, di_ref, parts, dq_ref):
-  """Computes the gradient of a block of queries."""
-  q, dout, lse, di = (x[...] for x in (q_ref, dout_ref, lse_ref, di_ref))
-
-  def add(dq, logits, mask, keys, values):
-    _, dlogits = _dlogits(settings, logits, mask, lse, values, dout, di)
-    return dq + _dot(keys, dlogits.astype(q.dtype), (0, 0))
-
-  dq = jnp.zeros(q.shape[::-1], jnp.float32)
-  dq = _over_keys(settings, q, parts, add, dq)
-  dq_ref[...] = dq.T.astype(dq_ref.dtype)
-
-
-def _keys_kernel(
-  settings, q_ref, dout_ref, lse_ref, di_ref, run, part, dkeys_ref, dvalues_ref
-):
-  """Computes the gradients of a block of keys and values, for one row.
-
-  Sums over the query heads that share them: those in the references, and those
-  of the grid's last axis.
-  """
-  n, j, head = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-  keys, values = part.keys[...], part.values[...]
-  block, heads = settings.blocks[0], len(q_ref)
-
-  def step(i, carry, r):
-    dkeys, dvalues = carry
-    at = pl.ds(pl.multiple_of(i * block, block), block)
-    q, dout = q_ref[r, at, :], dout_ref[r, at, :]
-    of_runs = j * len(keys), part.first[:, at], part.last[:, at]
-    logits, mask = _logits(settings, keys, q, *of_runs)
-    of_queries = lse_ref[r, :, at], values, dout, di_ref[r, :, at]
-    weights, dlogits = _dlogits(settings, logits, mask, *of_queries)
-    dkeys += _dot(dlogits.astype(q.dtype), q, (1, 0))
-    dvalues += _dot(weights.astype(q.dtype), dout, (1, 0))
-    return dkeys, dvalues
-
-  carry = (jnp.zeros(keys.shape, jnp.float32),) * 2
-  for r in range(heads):
-    of_head = functools.partial(step, r=r)
-    carry = jax.lax.fori_loop(run.begin[n, j], run.end[n, j], of_head, carry)
-  for ref, x in zip((dkeys_ref, dvalues_ref), carry, strict=True):
-    if settings.platform == "gpu":
-      ref[...] = x
-    else:  # the same block again, while the last axis of the grid goes on
-      ref[...] = x + jnp.where(head == 0, 0, ref[...])
-
-
-def _call(settings, kernel, grid, inputs, outputs, flops):
-  """Calls a kernel; inputs and outputs are a tree of specs and one of arrays.
-
-  `flops` are those of its products, for XLA's scheduler and for `aot`.
-  """
-  (in_specs, inputs), (out_specs, outputs) = inputs, outputs
-  if settings.platform == "gpu":
-    params = triton.CompilerParams(num_warps=4, num_stages=2)
-  else:
-    # Sums go over the last axis; all else may be done in any order.
-    order = "parallel", "parallel", "parallel", "arbitrary"
-    params = pltpu.CompilerParams(
-      dimension_semantics=order[: len(grid)], vmem_limit_bytes=_VMEM
-    )
-  name = kernel.__name__.strip("_")
-  if settings.platform == "gpu":  # no other place for an estimate there
-    name += f"_flops_{flops}"
-  arrays = jax.tree.leaves((inputs, outputs))
-  traffic = sum(x.size * x.dtype.itemsize for x in arrays)
-  return pl.pallas_call(
-    functools.partial(kernel, settings),
-    grid=grid,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    out_shape=outputs,
-    compiler_params=params,
-    interpret=settings.platform == "cpu",
-    name=name,
-    cost_estimate=pl.CostEstimate(
-      flops=flops, transcendentals=0, bytes_accessed=traffic
-    ),
-  )(*inputs)
-
-
-def _scalars(settings: _Settings) -> pl.BlockSpec:
-  """Returns the spec of a `_Run`: whole, where scalars are read from."""
-  on_gpu = settings.platform == "gpu"
-  return pl.BlockSpec() if on_gpu else pl.BlockSpec(memory_space=pltpu.SMEM)
-
-
-def _buffers(settings: _Settings, x: Array) -> dict[str, Any]:
-  """Returns options of a spec: one buffer for a long row, and not two.
-
-  Its memory counts then, and its copy little beside what is done with it.
-  """
-  head = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
-  if settings.platform == "gpu" or head < 2**21:
-    return {}
-  return {"pipeline_mode": pl.Buffered(1)}
-
-
-def _flops(products: int, q: Array, part: _Part) -> int:
-  """Returns the operations of matrix products of all queries with a part.
-
-  Of rows that one segment fills: half of their own keys are in the future.
-  """
-  n, heads, size, width = q.shape
-  keys = part.keys.shape[2]
-  seen = (keys + 1) // 2 if n == len(part.keys) else keys
-  return 2 * products * n * heads * size * seen * width
-
-
-def _over_queries(settings, kernel, products, queries, parts, out):
-  """Calls a kernel of blocks of queries, which loops over blocks of keys.
-
-  Args:
-    settings: the settings.
-    kernel: the kernel.
-    products: number of products of a query and a key.
-    queries: arrays [N, H, S, E] and [N, H, 1, S].
-    parts: the parts.
-    out: abstract results, of the same shapes.
-  """
-  q, block = queries[0], settings.blocks[0]
-  n, heads, size, width = q.shape
-
-  def of_queries(x):
-    if x.shape[2] == 1:
-      return pl.BlockSpec((None, None, 1, block), lambda n, h, i: (n, h, 0, i))
-    of_block = lambda n, h, i: (n, h, i, 0)
-    return pl.BlockSpec((None, None, block, width), of_block)
-
-  def of_part(part):
-    share, ratio = n // len(part.keys), heads // part.keys.shape[1]
-    of_row = lambda n, h, i: (_div(n, share), _div(h, ratio), 0, 0)
-    shape = None, None, *part.keys.shape[2:]
-    keys = pl.BlockSpec(shape, of_row, **_buffers(settings, part.keys))
-    run = pl.BlockSpec((None, 1, block), lambda n, h, i: (n, 0, i))
-    return (_scalars(settings),) * 2, _Part(keys, keys, run, run)
-
-  runs = [
-    _run(_visible(part, block, key_block))
-    for part, key_block in zip(parts, settings.blocks, strict=True)
-  ]
-  specs = [(_Run(*run), part) for run, part in map(of_part, parts)]
-  zipped = functools.partial(zip, strict=True)
-  return _call(
-    settings,
-    kernel,
-    (n, heads, size // block),
-    ([*map(of_queries, queries), specs], [*queries, [*zipped(runs, parts)]]),
-    (jax.tree.map(of_queries, out), out),
-    sum(_flops(products, q, part) for part in parts),
-  )
-
-
-def _of_keys(settings, queries, part, key_block) -> KeysValues:
-  """Returns the gradients of a part, for each row: [N, K, C, E], float32."""
-  q, block = queries[0], settings.blocks[0]
-  n, heads, size, width = q.shape
-  share, (_, kv_heads, slots, _) = n // len(part.keys), part.keys.shape
-  # A GPU's programs run beside each other, and add nothing up.
-  once = heads // kv_heads if settings.platform == "gpu" else 1
-  turns = heads // kv_heads // once
-
-  def of_queries(x):
-    of_heads = lambda n, k, j, r: (n, k * turns + r, 0, 0)
-    shape = None, once, *x.shape[2:]
-    return pl.BlockSpec(shape, of_heads, **_buffers(settings, x))
-
-  shape = None, None, key_block, width
-  keys = pl.BlockSpec(shape, lambda n, k, j, r: (_div(n, share), k, j, 0))
-  run = pl.BlockSpec((None, 1, size), lambda n, k, j, r: (n, 0, 0))
-  gradient = pl.BlockSpec(shape, lambda n, k, j, r: (n, k, j, 0))
-  out = jax.ShapeDtypeStruct((n, kv_heads, slots, width), jnp.float32)
-  scalars = _Run(*(_scalars(settings),) * 2)
-  of_blocks = _run(_visible(part, block, key_block).swapaxes(1, 2))
-  specs = *map(of_queries, queries), scalars, _Part(keys, keys, run, run)
-  return _call(
-    settings,
-    _keys_kernel,
-    (n, kv_heads, slots // key_block, turns),
-    (specs, (*queries, of_blocks, part)),
-    (KeysValues(gradient, gradient), KeysValues(out, out)),
-    _flops(4, q, part),
-  )
 
 
 class _Seen(NamedTuple):
@@ -414,27 +65,22 @@ def _flat(x: Array) -> Array:
   return x.reshape(-1, math.prod(x.shape[2:-2]), *x.shape[-2:])
 
 
-def _parts(row, prompt, seen: _Seen) -> list[_Part]:
+def _parts(row, prompt, seen: _Seen) -> list[Part]:
   """Returns the row's and the prompt's keys as the kernels read them."""
   b, g, s = seen.first.shape
   of_row = lambda x: jnp.broadcast_to(x, (b, g, s)).reshape(b * g, 1, s)
   own = of_row(jnp.arange(s, dtype=jnp.int32))
-  parts = [_Part(*map(_flat, row), of_row(seen.first), own)]
+  parts = [Part(*map(_flat, row), of_row(seen.first), own)]
   if prompt is not None:
     last = of_row(seen.lengths[:, None, None] - 1)
-    parts.append(_Part(*prompt, of_row(seen.prompt_first), last))
+    parts.append(Part(*prompt, of_row(seen.prompt_first), last))
   return parts
 
 
 def _forward(settings, q, row, prompt, seen):
   """Returns the output, and the logits' log-sum-exps [B, G, K, R, S]."""
-  n, heads, size, width = _flat(q).shape
-  out = (
-    jax.ShapeDtypeStruct((n, heads, size, width), q.dtype),
-    jax.ShapeDtypeStruct((n, heads, 1, size), jnp.float32),
-  )
   parts = _parts(row, prompt, seen)
-  out, lse = _over_queries(settings, _forward_kernel, 2, [_flat(q)], parts, out)
+  out, lse = flash_kernels.forward(settings, _flat(q), parts)
   return out.reshape(q.shape), lse.reshape(q.shape[:-1])
 
 
@@ -447,8 +93,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
   queries = [_flat(q), _flat(dout), lse, di]
   parts = _parts(row, prompt, seen)
-  dq = jax.ShapeDtypeStruct(queries[0].shape, q.dtype)
-  dq = _over_queries(settings, _queries_kernel, 3, queries, parts, dq)
+  dq = flash_kernels.query_gradient(settings, queries, parts)
 
   def of_part(part, block, arrays, axes):
     def one(x, like):  # summed over the rows and devices that share keys
@@ -456,7 +101,8 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
       x = jax.lax.psum(x, axes) if axes else x
       return x.reshape(like.shape).astype(like.dtype)
 
-    gradients = _of_keys(settings, queries, part, block)
+    of_keys = flash_kernels.key_gradients
+    gradients = of_keys(settings, queries, part, block)
     return type(arrays)(*map(one, gradients, arrays))
 
   arrays = [row] if prompt is None else [row, prompt]
@@ -505,6 +151,12 @@ def _attention_backward(settings, residuals, dout):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
+def _pad(x: Array, axis: int, block: int) -> Array:
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, -x.shape[axis] % block)
+  return jnp.pad(x, widths)
+
+
 def kernel_attention(
   q: Float[Array, "B G K R S E"],
   row: KeysValues,
@@ -524,8 +176,9 @@ def kernel_attention(
   *_, size, width = q.shape
   scale = width**-0.5 if scale is None else scale
   sizes = [size] if prompt is None else [size, prompt.keys.shape[2]]
-  blocks = tuple(_block(platform, size, width) for size in sizes)
-  settings = _Settings(scale, cap, platform, blocks)
+  block_size = flash_kernels.block_size
+  blocks = tuple(block_size(platform, n, width) for n in sizes)
+  settings = flash_kernels.Settings(scale, cap, platform, blocks)
   seen = _seen(visibility, window, len(q))
   # Queries of padding see themselves, so that no sum is empty.
   first = jnp.arange(size, size + -size % blocks[0], dtype=jnp.int32)
@@ -552,7 +205,9 @@ def choose(attention: str, platform: str | None) -> RowAttention | None:
   def row_attention(q, row, prompt, visibility, **options):
     where = platform or jax.default_backend()
     kinds = set(jax.sharding.get_abstract_mesh().axis_types)
-    usable = kinds <= {AxisType.Auto} and _fits(where, q, prompt)
+    tokens = q.shape[-2] + (prompt.keys.shape[-2] if prompt else 0)
+    fits = flash_kernels.fits(tokens, q.shape[-1], q.dtype)
+    usable = kinds <= {AxisType.Auto} and (fits or where != "tpu")
     if usable and (attention == "kernel" or where != "cpu"):
       options["platform"] = where
       return kernel_attention(q, row, prompt, visibility, **options)

@@ -191,7 +191,7 @@ def _flat_block(
   layer: Layer,
   local: Local,
   context: _FlatContext,
-  row_attention: RowAttention,
+  row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
   """Applies `block_of_both` to flat tokens; attention alone has padded ones."""
   of_prompts, of_rows = context.parts

@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import huggingface as hf
-from grpojax.models import lora, sharding
+from grpojax.models import lora, passes, sharding
 from grpojax.models.config import init, parameter_shapes
 from grpojax.models.transformer import transformer
 
@@ -38,6 +38,7 @@ EXAMPLES = {
   "gemma3_text": BIASES | UNTIED,
   "qwen3_moe": BIASES | UNTIED | EXPERTS,
 }
+ROW = 40  # tokens, over a window and several blocks of a kernel
 LABELS = {"architectures": ["XForSequenceClassification"], "num_labels": 1}
 
 
@@ -171,3 +172,34 @@ def test_a_router_stays_float32():
   rounded = router.astype(jnp.bfloat16).astype(jnp.float32)
   assert (rounded[..., 0] == rounded[..., 1]).all()
   assert (last_hidden(router) != last_hidden(swapped)).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_family_attends_by_kernels(kind, monkeypatch):
+  """Values and gradients are those of whole rows at once."""
+  monkeypatch.setattr(passes, "WHOLE", 16)
+  size = {"hidden_size": 8, "head_dim": 4, "vocab_size": 32}
+  window = (
+    {}
+    if kind in ("llama", "qwen2", "qwen3", "qwen3_moe")
+    else {"sliding_window": 19}
+  )
+  hf_config = {"model_type": kind} | BASE | EXAMPLES[kind] | size | window
+  config = hf.FAMILIES[kind].config(hf_config)
+  params = jax.tree.map(lambda x: 3 * x, init(config, jax.random.key(0)))
+  ids = jax.random.randint(jax.random.key(1), (1, 2, ROW), 0, 32)
+  mask = jnp.arange(ROW)[None] < 33
+
+  def total(params, attention):
+    lm = transformer(config, attention=attention)
+    _, hidden = lm.forward(params, ids[:, 0], mask, ids)
+    return jnp.sum(jnp.sin(lm.unembed(params, hidden)))
+
+  gradient = jax.jit(jax.value_and_grad(total), static_argnums=1)
+  expected, got = gradient(params, "plain"), gradient(params, "kernel")
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3),
+    got,
+    expected,
+  )

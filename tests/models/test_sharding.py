@@ -28,7 +28,10 @@ from grpojax.core.optim import scale_by_rounded_adam
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
+from grpojax.models.block_attention import Visibility
+from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.cpu import float32_einsum, matmul
+from grpojax.models.kernel_attention import kernel_attention
 
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
@@ -110,6 +113,31 @@ for b, g in ((2, 3), (3, 2)):  # prompts are cut, or samples
     cut = program(*jax.device_put(args, list(place)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
                cut, jax.grad(total, range(4))(*args))
+
+# Kernels see whole rows and whole key heads, wherever the mesh cuts.
+for sizes, b, g, k, r in (
+    ((2, 1, 1, 2), 2, 3, 2, 1),  # prompts and key heads
+    ((2, 1, 1, 2), 1, 2, 1, 2),  # samples of one prompt, heads of one key head
+    ((1, 1, 1, 4), 1, 1, 2, 1),  # nothing can be cut
+):
+  shapes = (b, g, k, r, 20, 4), (b, g, k, 20, 4), (b, k, 20, 4)
+  normal = lambda i: jax.random.normal(jax.random.key(i), shapes[i // 2])
+  q, row, prompt = normal(0), (normal(2), normal(3)), (normal(4), normal(5))
+  positions = jnp.broadcast_to(jnp.arange(20) + 20, (b, g, 20))
+  seen = Visibility(positions, None, jnp.ones((b, 20), bool), False)
+
+  def total(q, row, prompt):
+    out = kernel_attention(q, KeysValues(*row), PromptKeysValues(*prompt), seen,
+                           platform="cpu")
+    return jnp.sum(jnp.sin(out) * jnp.arange(out.size).reshape(out.shape))
+
+  alone = jax.jit(jax.grad(total, (0, 1, 2)))(q, row, prompt)
+  with jax.set_mesh(mesh_lib.make_mesh(*sizes)):
+    program = jax.jit(jax.grad(total, (0, 1, 2)))
+    cut = program(q, row, prompt)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4),
+    cut, alone)
 """
 
 
