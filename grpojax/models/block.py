@@ -13,7 +13,11 @@ from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain
 from grpojax.models import cache
 from grpojax.models.attention import rms_norm, two_part_attention
-from grpojax.models.block_attention import Visibility, block_attention
+from grpojax.models.block_attention import (
+  RowAttention,
+  Visibility,
+  block_attention,
+)
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import matmul
@@ -35,9 +39,6 @@ PRODUCTS = "products"
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
 """True for a local layer: traced where the layers of a scan differ in it."""
-
-RowAttention = Callable[..., Array]
-"""Attention of long rows, with the arguments of `block_attention`."""
 
 
 class TokenContext(NamedTuple):

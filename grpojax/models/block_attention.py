@@ -17,6 +17,7 @@ backward pass of that paper.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,14 @@ its prompt, [S, S + P] of each head, exist as a whole."""
 LONG = 2048
 """Rows of more tokens are split into blocks of 2 BLOCK: a block of keys takes
 one turn of a loop, whose own cost would show."""
+
+ATTENTION = ("auto", "plain", "blocks", "kernel")
+"""Names of attention of long rows: "plain" of a whole row at once, "blocks",
+"kernel" (`kernel_attention`), and "auto": kernels on TPUs and GPUs, blocks on
+CPUs."""
+
+RowAttention = Callable[..., Array]
+"""Attention of long rows, with the arguments of `block_attention`."""
 
 CAUSAL = "causal_block"
 """Name in programs of what is done for blocks that are not in the future."""
@@ -350,3 +359,26 @@ def block_attention(
   any_local = visibility.local is not False
   settings = _Settings(scale, cap, window, any_local, block)
   return _attention(settings, q, row, prompt, visibility)
+
+
+def choose(attention: str, platform: str | None) -> RowAttention | None:
+  """Returns attention of long rows by a name in `ATTENTION`; None is "plain".
+
+  `platform` is that of `transformer`. Along axes of a mesh that a user has
+  taken, and in rows that are too long for the kernels, there are blocks.
+  """
+  if attention in ("plain", "blocks"):
+    return block_attention if attention == "blocks" else None
+
+  def row_attention(q, row, prompt, visibility, **options):
+    from grpojax.models import kernel_attention  # Pallas takes long to import
+
+    where = platform or jax.default_backend()
+    usable = kernel_attention.is_usable(where, q, prompt)
+    if usable and (attention == "kernel" or where != "cpu"):
+      options["platform"] = where
+      attend = kernel_attention.kernel_attention
+      return attend(q, row, prompt, visibility, **options)
+    return block_attention(q, row, prompt, visibility, **options)
+
+  return row_attention

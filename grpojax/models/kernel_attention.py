@@ -19,14 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from grpojax.core.mesh import activation_spec
 from grpojax.models import flash_kernels
-from grpojax.models.block import RowAttention
-from grpojax.models.block_attention import Visibility, block_attention
+from grpojax.models.block_attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.flash_kernels import Part
-
-ATTENTION = ("auto", "plain", "blocks", "kernel")
-"""Names of attention: "plain" of whole rows at once, "blocks" in plain JAX,
-"kernel", and "auto": the kernel on TPUs and GPUs, blocks on CPUs."""
 
 _EVERYTHING = 2**30  # tokens of a window that has them all
 _QUERY_AXES = "batch", "group", "kv_heads", "query_heads"
@@ -193,24 +188,9 @@ def kernel_attention(
   return out[..., :size, :]
 
 
-def choose(attention: str, platform: str | None) -> RowAttention | None:
-  """Returns attention of long rows by a name in `ATTENTION`; None is "plain".
-
-  `platform` is that of `transformer`. Along axes of a mesh that a user has
-  taken, and in rows that are too long for the kernels, there are blocks.
-  """
-  if attention in ("plain", "blocks"):
-    return block_attention if attention == "blocks" else None
-
-  def row_attention(q, row, prompt, visibility, **options):
-    where = platform or jax.default_backend()
-    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
-    tokens = q.shape[-2] + (prompt.keys.shape[-2] if prompt else 0)
-    fits = flash_kernels.fits(tokens, q.shape[-1], q.dtype)
-    usable = kinds <= {AxisType.Auto} and (fits or where != "tpu")
-    if usable and (attention == "kernel" or where != "cpu"):
-      options["platform"] = where
-      return kernel_attention(q, row, prompt, visibility, **options)
-    return block_attention(q, row, prompt, visibility, **options)
-
-  return row_attention
+def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
+  """Returns False along axes that a user has taken, and for rows too long."""
+  kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+  tokens = q.shape[-2] + (prompt.keys.shape[-2] if prompt else 0)
+  fits = platform != "tpu" or flash_kernels.fits(tokens, q.shape[-1], q.dtype)
+  return fits and kinds <= {AxisType.Auto}

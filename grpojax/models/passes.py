@@ -31,12 +31,11 @@ from grpojax.models.block import (
   Heads,
   Layer,
   Local,
-  RowAttention,
   TokenContext,
   block,
   block_of_both,
 )
-from grpojax.models.block_attention import WHOLE
+from grpojax.models.block_attention import WHOLE, RowAttention
 from grpojax.models.cache import Cache
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import RotaryTable, rope_tables

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpojax.core.types import LM, Params
+from grpojax.models import block_attention, layer_stacks, passes, sharding
 from grpojax.models import cache as cache_lib
-from grpojax.models import kernel_attention, layer_stacks, passes, sharding
 from grpojax.models.attention import soft_cap
-from grpojax.models.block import RowAttention
+from grpojax.models.block_attention import RowAttention
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
@@ -158,7 +158,7 @@ def transformer(
       least memory, about a third more work), "selective", "attention" or
       "none".
     attention: how rows of more than `block_attention.WHOLE` tokens attend, a
-      name in `kernel_attention.ATTENTION`.
+      name in `block_attention.ATTENTION`.
     platform: where it runs, "cpu", "gpu" or "tpu"; None is JAX's own backend.
       Programs are others there, and results the same but for rounding.
 
@@ -167,13 +167,13 @@ def transformer(
   """
   check(config)
   choices = {"remat": (remat, layer_stacks.REMAT)}
-  choices["attention"] = attention, kernel_attention.ATTENTION
+  choices["attention"] = attention, block_attention.ATTENTION
   for name, (value, names) in choices.items():
     if value not in names:
       raise ValueError(f"{name}={value!r}: use one of {', '.join(names)}")
   # What they need of the platform is decided when they run: to ask for JAX's
   # backend starts it.
-  row_attention = kernel_attention.choose(attention, platform)
+  row_attention = block_attention.choose(attention, platform)
 
   @functools.cache
   def decoder():

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.models import block_attention as block_lib
 from grpojax.models import kernel_attention as kernel_lib
 from grpojax.models import passes
 from grpojax.models.attention import rms_norm, two_part_attention
@@ -269,9 +270,10 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
     local_layers=(True, False),
     window=70,  # shorter than a block
   )
+  module = {"blocks": block_lib, "kernel": kernel_lib}[attention]
   name = f"{attention.removesuffix('s')}_attention"
-  spy = mock.Mock(wraps=getattr(kernel_lib, name))
-  monkeypatch.setattr(kernel_lib, name, spy)
+  spy = mock.Mock(wraps=getattr(module, name))
+  monkeypatch.setattr(module, name, spy)
   lm = transformer(config, attention=attention)
   params = jax.tree.map(lambda x: x * 4, lm.init(jax.random.key(0)))
   length, parts = 140, np.array([90, 50])

@@ -17,8 +17,8 @@ from grpojax.core.options import (
 from grpojax.core.turns import CREDITS
 from grpojax.data.datasets import DATASETS
 from grpojax.environments.tools import TOOL_CALLS
+from grpojax.models.block_attention import ATTENTION
 from grpojax.models.config import DTYPES
-from grpojax.models.kernel_attention import ATTENTION
 from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.cli.settings import free_field, inline_field
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
