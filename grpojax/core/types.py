@@ -80,12 +80,11 @@ class LM(NamedTuple):
       [B, ...] mapped over all that a prefix has of its prompts, or None. With
       it, a rollout of one sample a prompt leaves out the prompts that are done.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
-      once what
-      would otherwise be repeated for each token (casts, tables of positions,
-      gathering of parameters that are split over a mesh), for a rollout whose
-      prompts and completions have at most `longest` tokens together or, with
-      None, for a forward pass over whole completions. Formats are what
-      `Sampling.formats` has, of a rollout that reads fewer bytes.
+      once what would otherwise be repeated for each token (casts, tables of
+      positions, gathering of parameters that are split over a mesh), for a
+      rollout whose prompts and completions have at most `longest` tokens
+      together, in the formats of `Sampling.formats`, or, with None, for a
+      forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
       or None: what `prefill` and `extend` (without a cache) give, with each

@@ -3,6 +3,7 @@
 batch --draw_orders--> epochs x minibatches --minibatch_gradient--> state
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -155,14 +156,13 @@ def make_update(
 
   Raises:
     ValueError: A loss that balances experts, for a model without any, or one
-      that takes samples in other formats for the policy's. The update raises it where B does not divide, and where a batch without old
-      log-probabilities meets several updates.
+      that takes samples in other formats for the policy's. The update raises it
+      where B does not divide, and where a batch without old log-probabilities
+      meets several updates.
   """
-  conflicts = format_conflicts(objective, options, sampling)
-  refuse([
-    f"{name} = {getattr(objective, name)!r}: {why}"
-    for name, why in conflicts.items()
-  ])
+  conflicts = format_conflicts(objective, options, sampling).items()
+  value = functools.partial(getattr, objective)
+  refuse([f"{name} = {value(name)!r}: {why}" for name, why in conflicts])
   terms = LossTerms(lm, objective, sampling, options.chunk_size)
 
   def update_minibatch(state: TrainState, batch: Batch):

@@ -70,5 +70,4 @@ def matmul(
   weight, scale = arrays[name], arrays.get(f"{name}_scale")
   if scale is None:
     return cpu.matmul(x, weight)
-  y = cpu.matmul(x, weight.astype(x.dtype), jnp.float32)
-  return (y * scale).astype(x.dtype)
+  return cpu.matmul(x, weight.astype(x.dtype)) * scale
