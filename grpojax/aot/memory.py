@@ -29,7 +29,10 @@ _FREE_TARGETS = (
 )
 _VIEWS = ("bitcast", "reshape")
 # A fusion computes no more of these than is asked for.
-_ELEMENTWISE = (*_VIEWS, "convert", "copy", "transpose", "bitcast-convert")
+_ELEMENTWISE = (
+  *_VIEWS,
+  *"convert copy multiply transpose bitcast-convert".split(),
+)
 
 
 def is_free(instruction: Instruction) -> bool:

@@ -90,6 +90,7 @@ def _cache_bytes(run: programs.Run) -> int:
     mesh, shape, "batch", "group", "kv_heads"
   )
   size = jnp.dtype(run.settings.model.dtype).itemsize
+  size = 1 if sampling.distribution.cache_dtype == "int8" else size
   return 2 * model.layers * size * math.prod(sharding.shard_shape(shape))
 
 

@@ -86,8 +86,8 @@ def _endless(policy: Policy) -> LM:
 
     return lm._replace(unembed=unembed)
 
-  def prepare(params, longest):
-    lm, params = policy.lm.prepared(params, longest=longest)
+  def prepare(params, longest, **formats):
+    lm, params = policy.lm.prepared(params, longest=longest, **formats)
     return without_ends(lm), params
 
   return without_ends(policy.lm)._replace(prepare=prepare)

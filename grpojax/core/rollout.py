@@ -104,7 +104,7 @@ def rollout(
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   limit = token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
-  lm, params = lm.prepared(params, longest=longest)
+  lm, params = lm.prepared(params, longest=longest, **sampling.formats)
   setup = Setup(
     lm=lm,
     params=params,

@@ -79,11 +79,12 @@ class LM(NamedTuple):
     map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
       [B, ...] mapped over all that a prefix has of its prompts, or None. With
       it, a rollout of one sample a prompt leaves out the prompts that are done.
-    prepare: `(params, longest) -> (lm, params)`, or None. It does once what
-      would otherwise be repeated for each token (casts, tables of positions,
-      gathering of parameters that are split over a mesh), for a rollout whose
-      prompts and completions have at most `longest` tokens together or, with
-      None, for a forward pass over whole completions.
+    prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
+      once what would otherwise be repeated for each token (casts, tables of
+      positions, gathering of parameters that are split over a mesh), for a
+      rollout whose prompts and completions have at most `longest` tokens
+      together, in the formats of `Sampling.formats`, or, with None, for a
+      forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
       or None: what `prefill` and `extend` (without a cache) give, with each
@@ -112,12 +113,17 @@ class LM(NamedTuple):
   forward_mode: "LM | None" = None
 
   def prepared(
-    self, params: Params, *, longest: int | None
+    self, params: Params, *, longest: int | None, **formats: str
   ) -> tuple["LM", Params]:
-    """Calls `prepare`; returns the model as it is where it has none."""
+    """Calls `prepare`; returns the model as it is where it has none.
+
+    ValueError for formats of a model without.
+    """
     if self.prepare is None:
+      if formats:
+        raise ValueError(f"a model without LM.prepare has no {formats}")
       return self, params
-    return self.prepare(params, longest)
+    return self.prepare(params, longest, **formats)
 
 
 @typing.no_type_check

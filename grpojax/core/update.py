@@ -3,6 +3,7 @@
 batch --draw_orders--> epochs x minibatches --minibatch_gradient--> state
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from grpojax.core.gradients import (
 )
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.objective import Objective, weighting_fn
-from grpojax.core.options import ONE_OR_MORE, frozen_options, option
+from grpojax.core.options import ONE_OR_MORE, frozen_options, option, refuse
 from grpojax.core.packing import micro_batches as micro_batches_lib
 from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.types import LM, Batch, TrainState
@@ -68,6 +69,32 @@ class UpdateOptions:
     It needs no old log-probabilities: the ratios are 1.
     """
     return self.epochs * self.minibatches == 1
+
+
+def format_conflicts(
+  objective: Objective, options: UpdateOptions, sampling: Sampling
+) -> dict[str, str]:
+  """Reasons why a rollout in other formats would bias the gradient.
+
+  By the objective's option that has to change. The rollout policy is not the
+  trainer's then, and something has to weigh its samples: a correction or, with
+  several updates, ratios to the rollout's log-probabilities.
+  """
+  to_rollout = objective.old_logprobs == "rollout"
+  reasons, format_names = {}, ", ".join(sampling.formats)
+  if not sampling.formats:
+    return reasons
+  if objective.correction == "none" and (options.on_policy or not to_rollout):
+    reasons["correction"] = (
+      f"samples in int8 ({format_names}) are not the policy's own: use "
+      "token_truncate or another one, or the format model"
+    )
+  if objective.kl_in_reward and (options.on_policy or to_rollout):
+    reasons["kl_placement"] = (
+      "the penalty is of the rollout's log-probabilities, and in int8 "
+      f"({format_names}) not of the policy: use loss or ratio"
+    )
+  return reasons
 
 
 def _apply(tx, state: TrainState, grads, max_grad_norm: float):
@@ -128,10 +155,14 @@ def make_update(
     `_high`, all of `losses.rollout_mismatch`.
 
   Raises:
-    ValueError: A loss that balances experts, for a model without any. The
-      update raises it where B does not divide, and where a batch without old
-      log-probabilities meets several updates.
+    ValueError: A loss that balances experts, for a model without any, or one
+      that takes samples in other formats for the policy's. The update raises it
+      where B does not divide, and where a batch without old log-probabilities
+      meets several updates.
   """
+  conflicts = format_conflicts(objective, options, sampling).items()
+  value = functools.partial(getattr, objective)
+  refuse([f"{name} = {value(name)!r}: {why}" for name, why in conflicts])
   terms = LossTerms(lm, objective, sampling, options.chunk_size)
 
   def update_minibatch(state: TrainState, batch: Batch):

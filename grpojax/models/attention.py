@@ -68,6 +68,9 @@ class _Keys(NamedTuple):
   values: Array  # with the axes `axes[1]`
   mask: Array  # broadcastable to the logits, True where a query sees a key
   axes: tuple[str, str]  # letters of the axes, as in `cache`
+  # Of keys and values in 8 bits (`quantization`), [B, G, K, C].
+  key_scales: Array | None = None
+  value_scales: Array | None = None
 
 
 def _attend(
@@ -89,7 +92,9 @@ def _attend(
 
   def logits_of(part):
     product = f"{axes},{part.axes[0]}->{logits_axes}"
-    logits = cpu.float32_einsum(product, q, part.keys)
+    logits = cpu.float32_einsum(product, q, part.keys.astype(q.dtype))
+    if part.key_scales is not None:
+      logits = logits * part.key_scales[:, :, :, None, None]
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
   logits = [logits_of(part) for part in parts]
@@ -107,8 +112,10 @@ def _attend(
 
   def out_of(weights, part):
     product = f"{logits_axes},{part.axes[1]}->{axes}"
+    if part.value_scales is not None:
+      weights = weights * part.value_scales[:, :, :, None, None]
     weights = _rounded(weights, q.dtype)
-    return cpu.float32_einsum(product, weights, part.values)
+    return cpu.float32_einsum(product, weights, part.values.astype(q.dtype))
 
   out = functools.reduce(jnp.add, map(out_of, weights, parts))
   return _rounded(out / total, q.dtype), lse
@@ -183,8 +190,10 @@ def two_part_attention(
   shape, unit, parts = q.shape, "", []
   if slots:
     of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
+    axes = cache.SLOT_AXES[:2]
     parts = [
-      _Keys(x.keys, x.values, mask, cache.SLOT_AXES) for x, mask in of_slots
+      _Keys(keys, values, mask, axes, *scales)
+      for (keys, values, *scales), mask in of_slots
     ]
   else:
     unit = cpu.unit_axes(q.shape[:4], _QUERY_AXES[:4])

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain
-from grpojax.models import cache
+from grpojax.models import cache, quantization
 from grpojax.models.attention import rms_norm, two_part_attention
 from grpojax.models.block_attention import (
   RowAttention,
@@ -71,7 +71,7 @@ def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
   """Returns x W + (x A) B + bias, of the adapter and bias that there are."""
-  y = matmul(x, layer[name])
+  y = quantization.matmul(x, layer, name)
   if f"{name}_lora_a" in layer:
     low_rank = matmul(x, layer[f"{name}_lora_a"])
     y = y + matmul(low_rank, layer[f"{name}_lora_b"])
@@ -190,7 +190,7 @@ def _mlp(
   activation: Callable[[Array], Array] = ACTIVATIONS[config.activation]
   if config.experts:
     return mixture(config, y, layer, activation)
-  y = y.astype(layer["gate"].dtype)
+  y = y.astype(quantization.dtype_of(layer, "gate"))
   gate = _project(y, layer, "gate").astype(y.dtype)
   up = _project(y, layer, "up").astype(y.dtype)
   gate, up = checkpoint_name((gate, up), PRODUCTS)
@@ -218,7 +218,8 @@ def layer_of(
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
+  dtype = quantization.dtype_of(layer, "q")
+  y = norm(x, layer["attn_norm"]).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
   y = _project(checkpoint_name(out, SAVED), layer, "o")
   y = checkpoint_name(constrain(y, "batch", "group"), PRODUCTS)

@@ -10,6 +10,10 @@ of slots a sample, and those of the prompts, once for a whole group:
              [B, G, K, C, E]   and values
     prompt   [B, K, P, E]
 
+In the slots they may be integers of 8 bits with scales [B, G, K, C]
+(`quantization`); those of prompts, which a group shares, and those that a token
+has of itself are not.
+
 The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
@@ -25,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.mesh import activation_spec, constrain, free_axes
+from grpojax.models.quantization import quantize
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
@@ -40,13 +45,18 @@ class KeysValues(NamedTuple):
 
 
 class Slots(NamedTuple):
-  """Keys and values in a cache, of one layer or of a stack of layers."""
+  """Keys and values in a cache, of one layer or of a stack of layers.
 
-  keys: Float[Array, "*layers B G K E C"]
-  values: Float[Array, "*layers B G K C E"]
+  They have scales where they are integers.
+  """
+
+  keys: Shaped[Array, "*layers B G K E C"]
+  values: Shaped[Array, "*layers B G K C E"]
+  key_scales: Float[Array, "*layers B G K C"] | None = None
+  value_scales: Float[Array, "*layers B G K C"] | None = None
 
 
-SLOT_AXES = Slots("bgkec", "bgkce")
+SLOT_AXES = Slots("bgkec", "bgkce", "bgkc", "bgkc")
 
 
 class PromptKeysValues(NamedTuple):
@@ -80,6 +90,7 @@ def create(
   kv_heads: int,
   head_dim: int,
   dtype: Any,
+  in_8_bits: bool = False,
 ) -> Cache:
   """Returns an empty cache for C = `capacity` completion tokens a row.
 
@@ -88,18 +99,20 @@ def create(
   block = []
   for count in layers:
     shape = count, batch, group_size, kv_heads
-    keys = jnp.zeros((*shape, head_dim, capacity), dtype)
-    values = jnp.zeros((*shape, capacity, head_dim), dtype)
-    block.append(Slots(keys, values))
+    stored = jnp.int8 if in_8_bits else dtype
+    keys = jnp.zeros((*shape, head_dim, capacity), stored)
+    values = jnp.zeros((*shape, capacity, head_dim), stored)
+    scales = [jnp.zeros((*shape, capacity), dtype) for _ in range(2)]
+    block.append(Slots(keys, values, *(scales if in_8_bits else ())))
   return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
 
 
 def _map(
   function: Callable[..., Array], *stacks: tuple[KeysValues | Slots, ...]
 ) -> Block:
-  """Maps `function(axis of the slots, *arrays)` over keys, then values."""
+  """Maps `function(axis of the slots, *arrays)` over the arrays there are."""
   return tuple(
-    Slots(*map(function, (5, 4), *of_stack))
+    Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, of_stack)))
     for of_stack in zip(*stacks, strict=True)
   )
 
@@ -243,6 +256,12 @@ def from_heads(
   )
 
 
+def _in_8_bits(tokens: KeysValues) -> Slots:
+  """Returns keys, which are rows still, and values with their scales."""
+  (keys, key_scales), (values, value_scales) = map(quantize, tokens)
+  return Slots(keys, values, key_scales, value_scales)
+
+
 def write(
   cache: Cache,
   tokens: tuple[KeysValues, ...],
@@ -261,12 +280,15 @@ def write(
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)
   real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
+  if block[0].key_scales is not None:
+    tokens = tuple(map(_in_8_bits, tokens))
 
   def write_one(axis, slots, new):
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)
     # Of a mask [B, G, S] for all heads and channels.
-    mask = jnp.expand_dims(real, (2, 3) if axis == 5 else (2, 4))
+    others = {*range(2, new.ndim - 1)} - {axis - 1}
+    mask = jnp.expand_dims(real, tuple(others))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 

@@ -132,7 +132,9 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
     # A plain model then.
     prepare=attached(
-      lambda params, longest: lm.prepared(params, longest=longest)
+      lambda params, longest, **formats: lm.prepared(
+        params, longest=longest, **formats
+      )
     ),
     forward=attached(lm.forward),
     forward_with_load=attached(lm.forward_with_load),

@@ -59,7 +59,8 @@ def cast(params: Params, dtype: Any) -> Params:
   """Returns parameters as the matrix products read them."""
 
   def one(path, x):
-    if path[0].key == ROPE or _stays_float32(path[-1].key):
+    in_bits = x.dtype == jnp.int8  # of a rollout (`quantization`)
+    if in_bits or path[0].key == ROPE or _stays_float32(path[-1].key):
       return x
     return x.astype(dtype)
 

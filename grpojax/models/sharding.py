@@ -25,9 +25,10 @@ RULES = (
   # (pattern matched against the end of the path, axes); shapes beside them
   (r"embed", P(("tensor", *_FSDP), _FSDP)),  # [V, D]
   (r"head", P(_FSDP, "tensor")),  # [D, V]
+  (r"head_scale", P("tensor")),  # [V]
   (r"layers/(q|k|v|gate|up)", P(None, _FSDP, "tensor")),  # [L, D, ...]
   (r"layers/(o|down)", P(None, "tensor", _FSDP)),  # [L, ..., D]
-  (r"layers/(q|k|v|gate|up)_bias", P(None, "tensor")),  # [L, ...]
+  (r"layers/(q|k|v|gate|up)_(bias|scale)", P(None, "tensor")),  # [L, ...]
   (r"layers/router", P(None, _FSDP)),  # [L, D, X]
   # [L, X, D, F] and [L, X, F, D]
   (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
@@ -39,7 +40,7 @@ RULES = (
   (r"layers/(o|down)(/|_lora_)b", P(None, None, _FSDP)),  # [L, r, D]
   # These stay whole: they are small, and each device needs all of them.
   (r"final_norm|layers/\w+_norm", P()),  # [D], [L, D] or [L, E]
-  (r"layers/(o|down)_bias", P()),  # [L, D]
+  (r"layers/(o|down)_(bias|scale)", P()),  # [L, D]
   (r"score", P()),  # [D, labels]
   (r"ns_coeffs", P()),  # [steps, 3], of optax.contrib.muon
 )

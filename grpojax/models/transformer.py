@@ -18,6 +18,10 @@ from jaxtyping import Array, Float
 from grpojax.core.types import LM, Params
 from grpojax.models import block_attention, layer_stacks, passes, sharding
 from grpojax.models import cache as cache_lib
+<<<<<<< HEAD
+=======
+from grpojax.models import layer_stacks, passes, quantization, sharding
+>>>>>>> int8
 from grpojax.models.attention import soft_cap
 from grpojax.models.block_attention import RowAttention
 from grpojax.models.config import TransformerConfig as TransformerConfig
@@ -47,6 +51,8 @@ def _unembed(
   else:
     multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
+  if "head_scale" in params:
+    logits = logits * params["head_scale"]
   return soft_cap(logits, config.logits_cap)
 
 
@@ -70,20 +76,29 @@ def _for_decoding(
   dtype: Any,
   longest: int,
   stacks: tuple[int, ...],
+  in_8_bits: bool,
 ) -> Params:
   """Returns parameters as the token loop reads them: cast and laid out once.
 
   Whole along fsdp, so that no token waits for them; the output head apart from
   a tied embedding, whose rows stay float32. The rotary tables are with them, or
-  XLA would compute them for every token, in all that reads them.
+  XLA would compute them for every token, in all that reads them. Matrices
+  become integers before they are gathered, so that half the bytes are sent.
   """
+
+  def formatted(arrays):
+    if in_8_bits:
+      arrays = quantization.quantize_matrices(arrays, dtype)
+    return arrays
+
+  params = formatted(params) | {"layers": formatted(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
   positions = jnp.arange(longest)
   params |= {passes.ROPE: passes.rope_of_kinds(config, positions)}
   if config.labels:
     return params
-  head = params["embed"].T if config.tied else params["head"]
-  params |= {"head": head.astype(dtype)}
+  if config.tied:
+    params |= passes.cast(formatted({"head": params["embed"].T}), dtype)
   return params | {"layers": layer_stacks.split(params["layers"], stacks)}
 
 
@@ -107,11 +122,15 @@ def _lm(
   dtype: Any,
   remat: str | None,
   stacks: tuple[int, ...],
+<<<<<<< HEAD
   row_attention: RowAttention | None,
+=======
+  in_8_bits: bool = False,
+>>>>>>> int8
 ) -> LM:
   """Returns the model's functions; without `remat`, those of decoding alone.
 
-  A cache has its layers in stacks of the sizes `stacks`.
+  A cache has its layers in stacks of the sizes `stacks`, maybe `in_8_bits`.
   """
   model = passes.Passes(config, dtype, remat, row_attention)
   init_cache = functools.partial(
@@ -120,6 +139,7 @@ def _lm(
     kv_heads=config.kv_heads,
     head_dim=config.head_dim,
     dtype=dtype,
+    in_8_bits=in_8_bits,
   )
   has_load = remat and config.experts
   return LM(
@@ -176,15 +196,30 @@ def transformer(
   row_attention = block_attention.choose(attention, platform)
 
   @functools.cache
+<<<<<<< HEAD
   def decoder():
     stacks = _decoding_stacks(config, platform or jax.default_backend())
     return _lm(config, dtype, None, stacks, row_attention), stacks
+=======
+  def decoder(cache_dtype):
+    # Not before it decodes: to ask for JAX's backend starts it.
+    stacks = _decoding_stacks(config, platform or jax.default_backend())
+    return _lm(config, dtype, None, stacks, cache_dtype == "int8"), stacks
+>>>>>>> int8
 
-  def prepare(params, longest):
+  def prepare(params, longest, weights_dtype="model", cache_dtype="model"):
     if longest is None:
+<<<<<<< HEAD
       return model, _for_training(config, params, dtype)
     decoding_lm, stacks = decoder()
     params = _for_decoding(config, params, dtype, longest, stacks)
+=======
+      return lm, _for_training(config, params, dtype)
+    decoding_lm, stacks = decoder(cache_dtype)
+    params = _for_decoding(
+      config, params, dtype, longest, stacks, weights_dtype == "int8"
+    )
+>>>>>>> int8
     return decoding_lm, params
 
   model = _lm(config, dtype, remat, (config.layers,), row_attention)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import Decoding
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.rollout import rollout
 from grpojax.core.step import init_state
 from grpojax.core.types import Batch, Prompts
@@ -43,6 +44,7 @@ PROGRAMS = {  # function, axes of the mesh, of sampling
   "rollout": ("rollout", {"data": 2, "fsdp": 4}),
   "rollout tensor": ("rollout", {"data": 1, "fsdp": 4, "tensor": 2}),
   "rollout sampling_tensor": ("rollout", {"fsdp": 8}, 2),
+  "rollout int8": ("rollout", {"data": 2, "fsdp": 4}),
 }
 
 
@@ -83,7 +85,7 @@ def update(lm, mesh, params):
   return step.lower(placed(state, shardings), batch)
 
 
-def sample(lm, mesh, params, tensor=0):
+def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
   shardings = sharding.shardings(params, mesh)
   mesh = mesh_lib.sampling_mesh(mesh, tensor)
   run = functools.partial(
@@ -93,6 +95,7 @@ def sample(lm, mesh, params, tensor=0):
     max_new_tokens=T,
     eos_ids=(1,),
     decoding=Decoding(stages=2),  # a third one is like the second
+    sampling=sampling,
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(mesh):
@@ -109,7 +112,10 @@ def lowered(name, devices, layers):
   with jax.set_mesh(mesh):
     if kind == "update":
       return update(lm, mesh, params)
-  return sample(lm, mesh, params, *tensor)
+  sampling = Sampling()
+  if name.endswith("int8"):
+    sampling = Sampling(weights_dtype="int8", cache_dtype="int8")
+  return sample(lm, mesh, params, *tensor, sampling=sampling)
 
 
 def main(platform, layers, *names):

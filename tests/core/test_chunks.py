@@ -27,6 +27,7 @@ ENVIRONMENT, EOS, KEY, PROMPTS, reset, sampled, step = map(
 
 def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
   """The functions of `chunks`, compiled with their options."""
+  sampling = Sampling(**sampling)
   jit = lambda f, **options: jax.jit(
     functools.partial(f, lm, **options), static_argnames="slots"
   )
@@ -37,15 +38,16 @@ def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
       max_new_tokens=t_max,
       pad_id=0,
       slots=episodes.cache_sizes(t_max)[0],
+      sampling=sampling,
     ),
     jit(
       chunks.decode,
       tokens=tokens,
       turn_tokens=turn_tokens,
       eos_ids=EOS,
-      sampling=Sampling(**sampling),
+      sampling=sampling,
     ),
-    jit(chunks.feed),
+    jit(chunks.feed, sampling=sampling),
     jax.jit(chunks.finish),
   )
 
@@ -79,12 +81,16 @@ def of_host():
   return answer
 
 
-@pytest.mark.parametrize("t_max, tokens", [(24, 1), (24, 7), (112, 32)])
-def test_rows_are_those_of_the_device(tiny, t_max, tokens):
-  expected = sampled(tiny, t_max=t_max)
+@pytest.mark.parametrize(
+  "t_max, tokens, weights_dtype",
+  [(24, 1, "model"), (24, 7, "int8"), (112, 32, "model")],
+)
+def test_rows_are_those_of_the_device(tiny, t_max, tokens, weights_dtype):
+  sampling = Sampling(weights_dtype=weights_dtype)
+  expected = sampled(tiny, t_max=t_max, sampling=sampling)
   (result,) = play_together(
     play(
-      programs(tiny.lm, t_max, tokens),
+      programs(tiny.lm, t_max, tokens, weights_dtype=weights_dtype),
       tiny.params,
       PROMPTS,
       KEY,
@@ -97,6 +103,12 @@ def test_rows_are_those_of_the_device(tiny, t_max, tokens):
       getattr(result, name), value, atol=2e-5, err_msg=name
     )
   assert (result.turns >= 2).any()
+
+
+def test_a_cache_begins_in_its_format(tiny):
+  begin, *_ = programs(tiny.lm, 24, 1, cache_dtype="int8")
+  cache = jax.eval_shape(lambda: begin(tiny.params, PROMPTS, KEY).cache)
+  assert cache.blocks[0][0].keys.dtype == jnp.int8
 
 
 @pytest.mark.parametrize("window, turn_tokens", [(None, 6), (20, 0)])

@@ -1,11 +1,15 @@
 """How an update adds up its parts, and in what order it takes the rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.objective import Objective
 from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.step import init_state
 from grpojax.core.types import Batch
@@ -24,6 +28,20 @@ def one_token_batch(b, vocab, seed=0):
     completion_mask=jnp.ones((b, 1, 1), bool),
     advantages=jnp.asarray(rng.uniform(0.5, 1.5, (b, 1)), jnp.float32),
   )
+
+
+@pytest.mark.parametrize(
+  "placement, correction", [("loss", "none"), ("reward", "token_mask")]
+)
+def test_samples_in_other_formats_are_not_the_policys(
+  tabular, placement, correction
+):
+  objective = Objective(
+    beta=0.1, kl="k1", kl_placement=placement, correction=correction
+  )
+  make = functools.partial(make_update, tabular.lm(1, 2), optax.sgd(1.0))
+  with pytest.raises(ValueError, match="in int8"):
+    make(objective, sampling=Sampling(weights_dtype="int8"))
 
 
 def test_bfloat16_gradients_are_added_in_float32(tabular):

@@ -92,6 +92,8 @@ AGGREGATED = {"reward__aggregation": "normalize_then_sum"}
 FILTERED = {"filter_groups__enable": True}
 BY_DIFFICULTY = {"difficulty__priority": "varies"}
 K1 = {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"}
+INT8 = {"sampling__weights_dtype": "int8", "sampling__cache_dtype": "int8"}
+INT8 |= {"loss__correction": "token_truncate"}
 IN_PARTS = {"sampling__parts": 2, "batch_size": 4, "reward__workers": 1}
 TWO = {
   "reward__functions": ("exact_answer", "length"),
@@ -215,6 +217,23 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ({"advantage": "norm_ratio"}, "diagnostics.every = 0: advantage = 'norm_r"),
     ({"score_norms__decay": 1.0}, "score_norms.decay = 1.0: must be in [0, 1)"),
     ({"score_power": 0.0}, "score_power = 0.0: must be more than 0"),
+    # Rollouts in int8, which are not the policy's.
+    (
+      {"sampling__weights_dtype": "int8"},
+      "loss.correction = 'none': samples in int8 (weights_dtype) are not",
+    ),
+    (
+      {
+        "sampling__cache_dtype": "int8",
+        "optim__epochs": 2,
+        "loss__old_logprobs": "trainer",
+      },
+      "loss.correction = 'none': samples in int8 (cache_dtype) are not",
+    ),
+    (
+      INT8 | K1,
+      "loss.kl_placement = 'reward': the penalty is of the rollout's",
+    ),
     # Parts of a step.
     (
       {"loss__correction": "token_mask", "optim__epochs": 2},
@@ -332,6 +351,10 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
       "lora__rank": 2,
     },
     {"sampling__repetition_penalty": 1.2},
+    INT8,
+    # Ratios to the rollout's log-probabilities correct it, too.
+    {"sampling__weights_dtype": "int8", "optim__minibatches": 2},
+    INT8 | K1 | {"loss__old_logprobs": "trainer", "optim__minibatches": 2},
     IN_PARTS,
     BY_DIFFICULTY,
   ],

@@ -27,6 +27,10 @@ SIZES = {
   "optim__micro_batches": 2,
   "eval__batch_size": 3,
 }
+INT8 = {
+  "sampling__cache_dtype": "int8",
+  "loss__correction": "token_truncate",
+}
 MODEL = TransformerConfig(
   vocab_size=50, width=12, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=20
 )
@@ -69,6 +73,9 @@ def test_by_hand(settings_with):
   }
   half, *_ = held_by(settings_with(**SIZES, model__dtype="bfloat16"))
   assert half["decode cache"] * 2 == sampling["decode cache"]
+  in_8_bits, _, test = held_by(settings_with(**SIZES, **INT8))
+  assert in_8_bits["decode cache"] == 8 * (24 + 4 * 48 // 4) * token
+  assert test["decode cache"] == 3 * (24 + 48) * token  # evaluations do without
 
 
 def test_references_and_adapters(settings_with):

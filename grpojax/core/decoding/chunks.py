@@ -79,6 +79,7 @@ def begin(
   max_new_tokens: int,
   pad_id: int,
   slots: int,
+  sampling: Sampling = Sampling(),
 ) -> Trajectories:
   """Computes the prompts, and begins a group of trajectories for each.
 
@@ -94,7 +95,7 @@ def begin(
     )
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   longest = prompts.prompt_ids.shape[1] + t_max
-  decoder, prepared = lm.prepared(params, longest=longest)
+  decoder, prepared = lm.prepared(params, longest=longest, **sampling.formats)
   limit = token_limits(prompts, jnp.full((b, g), t_max))
   keys = sample_keys(key, (b, g), first_prompt)
   samples, zero = no_samples(limit, t_max, pad_id), jnp.zeros((b, g), jnp.int32)
@@ -112,9 +113,11 @@ def begin(
   )
 
 
-def _prepared(lm: LM, params: Params, rows: Trajectories) -> tuple[LM, Params]:
+def _prepared(
+  lm: LM, params: Params, rows: Trajectories, sampling: Sampling
+) -> tuple[LM, Params]:
   longest = rows.prompts.prompt_ids.shape[1] + rows.turns.shape[-1]
-  return lm.prepared(params, longest=longest)
+  return lm.prepared(params, longest=longest, **sampling.formats)
 
 
 def _cached(rows: Trajectories) -> Int[Array, "B G"]:
@@ -167,7 +170,7 @@ def decode(
     sampling: Distribution to draw from.
     turn_tokens: Tokens after which a turn ends without such an id; 0 is none.
   """
-  lm, params = _prepared(lm, params, rows)
+  lm, params = _prepared(lm, params, rows, sampling)
   rows = _grow(lm, rows, slots)
   start, samples = jnp.max(_cached(rows)), rows.samples
   rows = rows.replace(
@@ -250,6 +253,7 @@ def feed(
   complete: Bool[Array, "B G"],
   *,
   slots: int,
+  sampling: Sampling = Sampling(),
 ) -> Trajectories:
   """Has rows that wait read observations, or a part of them.
 
@@ -261,8 +265,9 @@ def feed(
     lengths: Number of them, 0 where nothing is read.
     complete: True where this is all, and the next turn begins.
     slots: As of `decode`, for S tokens more.
+    sampling: That of `decode`.
   """
-  lm, params = _prepared(lm, params, rows)
+  lm, params = _prepared(lm, params, rows, sampling)
   rows = _grow(lm, rows, slots)
   start = jnp.max(_cached(rows))
   samples, size = rows.samples, ids.shape[-1]

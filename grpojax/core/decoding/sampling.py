@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt32
 from grpojax.core.decoding import repetition
 from grpojax.core.options import NOT_NEGATIVE, POSITIVE, frozen_options, option
 
+FORMATS = ("model", "int8")
+"""Formats of what each token of a rollout reads."""
+
 _NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
 
 
@@ -22,7 +25,10 @@ class Sampling:
 
   `repetition_penalty` comes before all others (`core.decoding.repetition`),
   then `temperature` divides the logits (0 is greedy decoding), then tokens are
-  cut: `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082.
+  cut: `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082. Formats
+  (`models.quantization`) are of the rollout alone: the loss is of the model as
+  it is, and what lies between them asks for a correction
+  (`losses.rollout_correction`).
   """
 
   temperature: float = option(
@@ -50,6 +56,24 @@ class Sampling:
     "it where positive (multiplied where not); 1 = off",
     within=POSITIVE,
   )
+  weights_dtype: str = option(
+    "model",
+    "format of the weights that a rollout reads: model.dtype, or int8 with a "
+    "scale for each channel; needs loss.correction",
+    FORMATS,
+  )
+  cache_dtype: str = option(
+    "model",
+    "format of the completions' keys and values in a rollout, likewise",
+    FORMATS,
+  )
+
+  @property
+  def formats(self) -> dict[str, str]:
+    """Options of `LM.prepare`: the formats that are not the model's own."""
+    names = "weights_dtype", "cache_dtype"
+    formats = {name: getattr(self, name) for name in names}
+    return {name: x for name, x in formats.items() if x != "model"}
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:

@@ -50,15 +50,19 @@ def _cache(
   prompts: int,
   group_size: int,
   names: tuple[str, ...],
+  in_8_bits: bool = False,
 ) -> Part:
   """Keys and values of prompts, each once, and of their completions.
 
-  `names` are the settings that decide the prompts and the group size.
+  `names` are the settings that decide the prompts and the group size. Those of
+  completions may be `in_8_bits`.
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
-  token = 2 * model.layers * model.kv_heads * model.head_dim * itemsize
+  token = 2 * model.layers * model.kv_heads * model.head_dim
   completions = group_size * settings.sampling.max_new_tokens
-  size = prompts * (completions + settings.data.max_prompt_length) * token
+  completions *= 1 if in_8_bits else itemsize
+  size = completions + settings.data.max_prompt_length * itemsize
+  size *= prompts * token
   lengths = ("sampling.max_new_tokens", "data.max_prompt_length")
   return Part("decode cache", size, (*names, *lengths))
 
@@ -93,7 +97,8 @@ def training(
   # With an environment all parts are sampled side by side.
   at_once = 1 if settings.environment.on else settings.sampling.parts
   prompts = samples // group_size // at_once
-  cache = _cache(settings, model, prompts, group_size, step)
+  in_8_bits = settings.sampling.distribution.cache_dtype == "int8"
+  cache = _cache(settings, model, prompts, group_size, step, in_8_bits)
   test = _cache(
     settings, model, settings.eval.batch_size, 1, ("eval.batch_size",)
   )

@@ -24,6 +24,7 @@ from grpojax.core.binding import asks_for, bind
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.packing import micro_batches
 from grpojax.core.turns import check_credit
+from grpojax.core.update import format_conflicts
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.cli.config import config_error, name_errors
 from grpojax.runtime.text import tokenizer
@@ -146,6 +147,9 @@ def _loss(s: TrainSettings) -> Rows:
       "ratios are to the sampler already, and there is nothing left to "
       "correct: use loss.old_logprobs = 'trainer', or none",
     )
+  of_formats = format_conflicts(loss, s.optim.update, s.sampling.distribution)
+  for name, remedy in of_formats.items():
+    yield f"loss.{name}", remedy
 
 
 def _rewards(s: TrainSettings) -> Rows:

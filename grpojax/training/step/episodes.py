@@ -77,6 +77,7 @@ def make_programs(
       max_new_tokens=longest,
       pad_id=policy.pad_id,
       slots=episodes.cache_sizes(longest)[0],
+      sampling=sampling,
     )
 
   def decode(lm, *args, slots):
@@ -90,12 +91,11 @@ def make_programs(
       sampling=sampling,
     )
 
+  feed = functools.partial(chunks.feed, sampling=sampling)
   return episodes.Programs(
     policy_lib.jit(policy, begin),
     policy_lib.jit(policy, decode, static_argnames="slots", donate_argnums=2),
-    policy_lib.jit(
-      policy, chunks.feed, static_argnames="slots", donate_argnums=2
-    ),
+    policy_lib.jit(policy, feed, static_argnames="slots", donate_argnums=2),
     jax.jit(chunks.finish),
   )
 

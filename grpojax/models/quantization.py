@@ -1,0 +1,73 @@
+"""Integers of 8 bits in the place of numbers that each token reads.
+
+Symmetric and rounded to nearest, with one scale for all numbers of a channel:
+
+    x ~ q * s      s = max |x| / 127      |x - q s| <= s / 2
+
+A product takes q converted to the dtype of computation, which holds -127 to 127
+exactly, and its result is scaled: no x is written to memory. So a scale may not
+depend on what the product sums over.
+
+| of                  | summed over | a scale for each                        |
+|---------------------|-------------|-----------------------------------------|
+| matrix [in, out]    | in          | output channel                          |
+| keys, [.., E]       | E           | token and head: a factor of its logit   |
+| values, [.., E]     | tokens      | token and head: a factor of its softmax |
+|                     |             | weight                                  |
+
+A matrix's scales stand beside it, "q_scale" of "q", as a bias would. They have
+the dtype of computation, which thereby is known of a layer.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8
+
+from grpojax.core.types import Params
+from grpojax.models import cpu
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "head")
+"""Matrices in 8 bits. Not biases, norms, routers, embeddings and adapters,
+which are small or looked up, and not experts' matrices (`moe`)."""
+
+_LARGEST = 127
+
+
+def quantize(
+  x: Float[Array, "*axes"], axis: int = -1, dtype: Any = None
+) -> tuple[Int8[Array, "*axes"], Float[Array, "..."]]:
+  """Returns integers, and scales without `axis`, which share one along it.
+
+  Scales are rounded to `dtype`, that of x by default, before x is divided by
+  them; those of zeros are 0.
+  """
+  x32 = x.astype(jnp.float32)
+  scale = jnp.max(jnp.abs(x32), axis=axis) / _LARGEST
+  scale = scale.astype(dtype or x.dtype)
+  divisor = jnp.expand_dims(jnp.where(scale == 0, 1, scale), axis)
+  q = jnp.round(x32 / divisor.astype(jnp.float32))
+  return jnp.clip(q, -_LARGEST, _LARGEST).astype(jnp.int8), scale
+
+
+def quantize_matrices(arrays: Params, dtype: Any) -> Params:
+  """Returns a dict of arrays with its `MATRICES` [..., in, out] in 8 bits."""
+  for name in [name for name in MATRICES if name in arrays]:
+    q, scale = quantize(arrays[name], axis=-2, dtype=dtype)
+    arrays = arrays | {name: q, f"{name}_scale": scale}
+  return arrays
+
+
+def dtype_of(arrays: Params, name: str) -> Any:
+  """Returns the dtype of computation with a matrix."""
+  return arrays.get(f"{name}_scale", arrays[name]).dtype
+
+
+def matmul(
+  x: Float[Array, "*tokens in"], arrays: Params, name: str
+) -> Float[Array, "*tokens out"]:
+  """Returns the product of x and a matrix, whichever format it has."""
+  weight, scale = arrays[name], arrays.get(f"{name}_scale")
+  if scale is None:
+    return cpu.matmul(x, weight)
+  return cpu.matmul(x, weight.astype(x.dtype)) * scale
