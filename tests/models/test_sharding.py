@@ -177,7 +177,7 @@ def test_specs_of_parameters_state_and_statistics():
     "layers/o/a": ((2, 16, 4), P(None, "tensor")),  # an adapter
     # Statistics are split as their matrix, along the axis that they keep.
     "layers/q/col": ((2, 130), P(None, "tensor")),
-    "layers/q/row": ((2, 129), P(None, None)),
+    "layers/k/col": ((2, 129), P(None, None)),
     "layers/down/row": ((2, 132), P(None, ("tensor", "fsdp"))),
     "layers/expert_up/row": ((2, 3, 128), P(None, "expert", "fsdp")),
     "layers/expert_up/col": ((2, 3, 128), P(None, "expert", "tensor")),
