@@ -13,9 +13,10 @@ of the Hub, or a config.json alone) the config.json is read. TPUs need libtpu
 (pip install 'jax[tpu]'), GPUs JAX's CUDA plugin (pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt, in JAX's version).
 
-Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; h100:8, h200:1,
-a100:4 are GPUs of one node; cpu:8 is eight CPU devices with made-up peaks, for
-trials.
+Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; v5e:4x4*2 are
+two of them, joined by a network whose bytes are counted ("between slices") and
+whose time is not. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight
+CPU devices with made-up peaks, for trials.
 
 --search tries meshes, micro-batches and rematerialisation, and ranks what fits
 by the estimated seconds of a step. Results are kept in ~/.cache/grpojax, so
@@ -47,7 +48,7 @@ DOES_NOT_FIT = 3
 
 FLAGS = {
   "topology": setting(
-    "", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ..., h100:8 or cpu:8"
+    "", "the machine: v5e:2x2, v5p:2x2x2, v5e:4x4*2, ..., h100:8 or cpu:8"
   ),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
   "search": setting(False, "try layouts, and rank those that fit"),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from grpojax.aot.hlo import (
   Computation,
+  Instruction,
   Module,
   attribute,
   group_size,
@@ -63,6 +64,26 @@ KINDS = (
 )
 
 
+BETWEEN = " between slices"
+"""End of the kinds that go over the network between slices of TPUs."""
+
+
+def _between_slices(i: Instruction) -> tuple[str, int] | None:
+  """Returns the kind of a send between slices, and the number of these.
+
+  XLA:TPU makes of a collective over several slices one inside each of them and
+  a send to the host, which does the rest: frontend_attributes have
+  _xla_megascale_transfer_type="ALL_REDUCE" and _xla_megascale_target, which
+  begins with the slices, {1,2}x{0:7}, or lists pairs of devices.
+  """
+  kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
+  if i.opcode != "send" or not kind:
+    return None
+  slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', i.attributes)
+  name = kind[1].lower().replace("_", "-")
+  return name + BETWEEN, slices[1].count(",") + 1 if slices else 2
+
+
 def _is_sliced(inside: Computation, name: str) -> bool:
   """True where nothing but slices of a value is used."""
   users = [i for i in inside.instructions.values() if name in i.operands]
@@ -90,6 +111,13 @@ def find(
   """
   collectives, paid = [], set()
   for i in inside.instructions.values():
+    if between := _between_slices(i):
+      kind, size = between
+      array = sum(s.bytes for s in inside.instructions[i.operands[0]].shapes)
+      sent = _ring(kind.removesuffix(BETWEEN), array, size * array, size)
+      collectives.append(
+        Collective(kind, int(sent), 1, False, size, i.op_name, i.name, True)
+      )
     kind = i.opcode
     if kind not in KINDS:
       continue

@@ -109,6 +109,10 @@ def _ragged_dot(instruction: Instruction, computation: Computation) -> int:
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
   """Counts a product of a CPU or GPU library; a kernel has its own estimate."""
   target = attribute(instruction, "custom_call_target") or ""
+  if "triton" in target and "/grouped_" in instruction.op_name:
+    # `models.grouped`: each of [N, A] rows makes a column of the result's.
+    rows = math.prod(_dims(instruction, computation, -2))
+    return 2 * rows * instruction.shapes[0].dims[-1]
   if re.search("matmul|gemm", target, re.IGNORECASE):
     lhs = math.prod(_dims(instruction, computation, 0))
     result = instruction.shapes[0]

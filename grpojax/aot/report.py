@@ -168,7 +168,7 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
   tokens = samples * run.settings.sampling.max_new_tokens
   _, count = topology.parse(machine.name)
   fits = all(part["fits"] for part in entries.values())
-  mesh = {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES}
+  mesh = dict(run.mesh.shape)
   sampling_tensor = run.settings.mesh.sampling_tensor or mesh["tensor"]
   result = {
     "fits": fits,

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from grpojax.aot import chips
 from grpojax.aot.chips import Chip
-from grpojax.aot.collectives import Collective
+from grpojax.aot.collectives import BETWEEN, Collective
 from grpojax.aot.cost import Cost
 
 HOP_SECONDS = 1e-6
@@ -55,9 +55,9 @@ class Estimate(NamedTuple):
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
-  """Seconds of one run, over the links of a device with these peaks."""
+  """Seconds of one run, over the links of a device; 0 between slices."""
   n = collective.group_size
-  if n == 1:
+  if n == 1 or collective.kind.endswith(BETWEEN):
     return 0.0
   hops = 2 * (n - 1) if collective.kind == "all-reduce" else n - 1
   sent = collective.bytes

@@ -85,6 +85,8 @@ _ENVIRONMENT = {
 def parse(name: str) -> tuple[str, int]:
   """Returns the chip and the number of chips: ("v5e", 4) of "v5e:2x2".
 
+  "v5e:4x4*2" are two slices of 16 chips.
+
   Raises:
     ValueError: an unknown chip, or no shape.
   """
@@ -92,27 +94,30 @@ def parse(name: str) -> tuple[str, int]:
   flat = dict.fromkeys(("cpu", *_GPUS), 1)
   axes = ({"v5e": 2, "v6e": 2} | flat).get(chip, 3)
   number = "[1-9][0-9]*"
+  slices = "" if chip in flat else rf"(\*{number})?"
   if chip not in CHIPS or not re.fullmatch(
-    number + f"x{number}" * (axes - 1), shape
+    number + f"x{number}" * (axes - 1) + slices, shape
   ):
     raise ValueError(
       f"--topology={name}: give a chip ({', '.join(sorted(CHIPS))}) and a "
       "shape: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, h100:8 or "
-      "cpu:8"
+      "cpu:8; v5e:4x4*2 are two slices"
     )
+  shape, _, slices = shape.partition("*")
   count = math.prod(map(int, shape.split("x")))
   largest = LARGEST_NODE if chip in _GPUS else LARGEST
   if count > largest:
     one = "node" if chip in _GPUS else "slice"
     raise ValueError(f"--topology={name}: no {one} has more than {largest}")
-  return chip, count
+  return chip, count * int(slices or 1)
 
 
 def _options(name: str) -> dict[str, Any]:
-  """Options of libtpu for a slice."""
+  """Options of libtpu for one slice, or several."""
   kind, _, shape = name.partition(":")
+  shape, _, slices = shape.partition("*")
   sizes = tuple(map(int, shape.split("x")))
-  options = {}
+  options = {"num_slices": int(slices)} if slices else {}
   if kind == "v4":  # a TPU VM shows the two cores of a chip as one device
     options["chip_config_name"] = "megacore"
   if 1 in sizes[:2]:  # a part of a host, which has 2 x 2 chips
@@ -137,11 +142,11 @@ def _gpus(kind: str, count: int) -> Any:
 
 
 def _slice(name: str) -> Any:
-  """Describes a slice of TPU."""
+  """Describes slices of TPU."""
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   return topologies.get_topology_desc(
-    platform="tpu", topology_name=name, **_options(name)
+    platform="tpu", topology_name=name.partition("*")[0], **_options(name)
   )
 
 

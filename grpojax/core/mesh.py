@@ -35,9 +35,14 @@ AXES = ("data", "fsdp", "expert", "tensor")
 gathered where they are used; `expert` rows, and experts; `tensor` heads, the
 MLP and the vocabulary."""
 
+SLICE = "slice"
+"""Axis in front of them where TPUs lie in several slices, joined by a slower
+network. It is the outer part of `data`, and cuts rows only: gradients are
+summed inside each slice first, and their shards are sent between slices."""
+
 # The default axis type differs between versions of JAX.
 _AUTO = (AxisType.Auto,) * len(AXES)
-ROWS = ("data", "fsdp", "expert")
+ROWS = (SLICE, "data", "fsdp", "expert")
 ACTIVATIONS = {
   # name of an activation's axis: axes of the mesh that may cut it
   "batch": ROWS,  # B
@@ -61,10 +66,12 @@ def make_mesh(
   """Makes a mesh of all devices with the axes `AXES`.
 
   Each number is that of devices along an axis; -1, of one axis, means all that
-  the others leave.
+  the others leave. Of several slices of TPUs `data` counts the slices, too,
+  which are an axis of their own, `SLICE`.
 
   Raises:
-    ValueError: the axes do not multiply to the number of devices.
+    ValueError: the axes do not multiply to the number of devices, or `data` is
+      no multiple of the slices.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes, count = [data, fsdp, expert, tensor], len(devices)
@@ -80,6 +87,29 @@ def make_mesh(
       f"mesh {text} needs {need} devices, and there are {count}: choose axes "
       f"whose product is {count}, or set one axis to -1"
     )
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if slices == 1:
+    return _mesh_of_slice(sizes, devices)
+  if devices[0].platform != "tpu":
+    # JAX calls each node of GPUs a slice; they are in the order of the nodes.
+    return Mesh(np.reshape(devices, sizes), AXES, axis_types=_AUTO)
+  data, rest = divmod(sizes[0], slices)
+  if rest:
+    raise ValueError(
+      f"mesh.data = {sizes[0]}: must be a multiple of the {slices} slices; the "
+      "other axes lie within one"
+    )
+  placed = mesh_utils.create_hybrid_device_mesh(
+    (1, data, *sizes[1:]),
+    (slices, 1, 1, 1, 1),
+    devices,
+    allow_split_physical_axes=True,
+  )
+  return Mesh(placed, (SLICE, *AXES), axis_types=(AxisType.Auto, *_AUTO))
+
+
+def _mesh_of_slice(sizes: list[int], devices: list[jax.Device]) -> Mesh:
+  """Lays the axes over the torus of one slice, or over other devices."""
   try:
     return jax.make_mesh(tuple(sizes), AXES, axis_types=_AUTO, devices=devices)
   except NotImplementedError:
@@ -103,15 +133,17 @@ def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
   tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
   if tensor == mesh.shape["tensor"]:
     return mesh
-  rows, rest = divmod(mesh.size, expert * tensor)
+  count = mesh.size // mesh.shape.get(SLICE, 1)
+  rows, rest = divmod(count, expert * tensor)
   if rest:
     raise ValueError(
       f"mesh.sampling_tensor = {tensor}: times mesh.expert = {expert} it must "
-      f"divide the {mesh.size} devices"
+      f"divide the {count} devices"
     )
   data = math.gcd(mesh.shape["data"], rows)
-  devices = mesh.devices.reshape(data, rows // data, expert, tensor)
-  return Mesh(devices, AXES, axis_types=_AUTO)
+  sizes = dict(mesh.shape) | dict(data=data, fsdp=rows // data, tensor=tensor)
+  devices = mesh.devices.reshape(*sizes.values())
+  return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
@@ -259,7 +291,7 @@ def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
     cut = divide((count, group_size), (ROWS, ROWS), mesh.shape)
     parts = math.prod(mesh.shape[axis] for axes in cut for axis in axes)
     if parts != row_shards(mesh):
-      axes = ", ".join(f"{a} = {mesh.shape[a]}" for a in ROWS)
+      axes = ", ".join(f"{a} = {n}" for a, n in mesh.shape.items() if a in ROWS)
       raise ValueError(
         f"{name}: {count} prompts x {group_size} samples cannot be cut evenly "
         f"over {row_shards(mesh)} devices (mesh: {axes}); each axis must "

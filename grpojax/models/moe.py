@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import activation_spec
-from grpojax.models import sharding
+from grpojax.models import grouped, sharding
 from grpojax.models.config import TransformerConfig
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
@@ -108,7 +108,7 @@ def _experts(
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
   def multiply(rows, name):
-    return jax.lax.ragged_dot(rows, matrices[name], runs)
+    return grouped.grouped_product(rows, matrices[name], runs)
 
   y = activation(multiply(rows, "expert_gate")) * multiply(rows, "expert_up")
   # The inverse permutation puts the pairs back beside their tokens.

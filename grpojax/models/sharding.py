@@ -27,7 +27,9 @@ RULES = (
   (r"head", P(_FSDP, "tensor")),  # [D, V]
   (r"head_scale", P("tensor")),  # [V]
   (r"layers/(q|k|v|gate|up)", P(None, _FSDP, "tensor")),  # [L, D, ...]
-  (r"layers/(o|down)", P(None, "tensor", _FSDP)),  # [L, ..., D]
+  # Along their rows: XLA:TPU makes no reduce-scatter, but an all-reduce, of a
+  # gradient whose columns are split into odd multiples of 128.
+  (r"layers/(o|down)", P(None, ("tensor", *_FSDP))),  # [L, ..., D]
   (r"layers/(q|k|v|gate|up)_(bias|scale)", P(None, "tensor")),  # [L, ...]
   (r"layers/router", P(None, _FSDP)),  # [L, D, X]
   # [L, X, D, F] and [L, X, F, D]
@@ -274,6 +276,8 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   """
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
+  if prefix == "layer/":  # XLA:TPU sends while it computes, if it is free to
+    return params
   # Or XLA would sink the gathering into the loops that use them.
   return _barrier(params)
 

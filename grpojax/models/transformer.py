@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpojax.core.types import LM, Params
-from grpojax.models import block_attention, layer_stacks, passes, sharding
+from grpojax.models import (
+  block_attention,
+  layer_stacks,
+  passes,
+  quantization,
+  sharding,
+)
 from grpojax.models import cache as cache_lib
-<<<<<<< HEAD
-=======
-from grpojax.models import layer_stacks, passes, quantization, sharding
->>>>>>> int8
 from grpojax.models.attention import soft_cap
 from grpojax.models.block_attention import RowAttention
 from grpojax.models.config import TransformerConfig as TransformerConfig
@@ -122,11 +124,8 @@ def _lm(
   dtype: Any,
   remat: str | None,
   stacks: tuple[int, ...],
-<<<<<<< HEAD
   row_attention: RowAttention | None,
-=======
   in_8_bits: bool = False,
->>>>>>> int8
 ) -> LM:
   """Returns the model's functions; without `remat`, those of decoding alone.
 
@@ -196,30 +195,19 @@ def transformer(
   row_attention = block_attention.choose(attention, platform)
 
   @functools.cache
-<<<<<<< HEAD
-  def decoder():
-    stacks = _decoding_stacks(config, platform or jax.default_backend())
-    return _lm(config, dtype, None, stacks, row_attention), stacks
-=======
   def decoder(cache_dtype):
-    # Not before it decodes: to ask for JAX's backend starts it.
     stacks = _decoding_stacks(config, platform or jax.default_backend())
-    return _lm(config, dtype, None, stacks, cache_dtype == "int8"), stacks
->>>>>>> int8
+    in_8_bits = cache_dtype == "int8"
+    lm = _lm(config, dtype, None, stacks, row_attention, in_8_bits)
+    return lm, stacks
 
   def prepare(params, longest, weights_dtype="model", cache_dtype="model"):
     if longest is None:
-<<<<<<< HEAD
       return model, _for_training(config, params, dtype)
-    decoding_lm, stacks = decoder()
-    params = _for_decoding(config, params, dtype, longest, stacks)
-=======
-      return lm, _for_training(config, params, dtype)
     decoding_lm, stacks = decoder(cache_dtype)
     params = _for_decoding(
       config, params, dtype, longest, stacks, weights_dtype == "int8"
     )
->>>>>>> int8
     return decoding_lm, params
 
   model = _lm(config, dtype, remat, (config.layers,), row_attention)

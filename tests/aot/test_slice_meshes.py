@@ -1,17 +1,32 @@
 """Meshes of whole TPU slices, whose chips are a torus."""
 
+import collections
 import itertools
+import json
 import pathlib
 import sys
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.aot import topology
-from grpojax.core.mesh import AXES, make_mesh
+from grpojax.aot import cost, hlo, topology
+from grpojax.core.mesh import (
+  AXES,
+  activation_sharding,
+  constrain,
+  make_mesh,
+  sampling_mesh,
+)
+from grpojax.models import sharding
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 import processes  # noqa: E402
+
+LAYERS, D, ROWS = 2, 512, 1024
+MATRICES = LAYERS * 2 * D * D * 2  # bytes, of bfloat16
 
 
 def shapes(count):
@@ -47,7 +62,89 @@ def test_any_mesh_can_be_laid_on_a_slice():
   assert out.splitlines() == [f"{name} {n} 1" for name, n in names.items()]
 
 
+def device(index, number, platform):
+  fake = mock.Mock(spec=jax.Device)
+  fake.configure_mock(id=number, slice_index=index, platform=platform)
+  return fake
+
+
+def test_data_takes_whole_slices():
+  """Of TPUs; nodes of GPUs, which JAX calls slices, stay in their order."""
+  nodes = [device(i // 4, i, "gpu") for i in range(8)]
+  mesh = make_mesh(1, 8, devices=nodes)
+  assert [d.id for d in mesh.devices.flat] == list(range(8))
+  assert mesh.axis_names == AXES
+  slices = [device(i // 4, i, "tpu") for i in range(8)]
+  with pytest.raises(ValueError, match="mesh.data = 1.* multiple of the 2 sl"):
+    make_mesh(1, 8, devices=slices)
+
+
+def sent(*words):
+  """Axes of meshes, and bytes that a gradient sends, by kind and group."""
+  words = processes.run(
+    __file__, "gradients", *words, JAX_DISABLE_MOST_OPTIMIZATIONS="0"
+  )
+  meshes, collectives = json.loads(words)
+  return meshes, {(kind, n): size for kind, n, size in collectives}
+
+
+def test_slices_send_each_other_shards_of_gradients():
+  """Summed over fsdp inside of each slice, and nothing else between slices."""
+  pytest.importorskip("libtpu")
+  (mesh, sampling), found = sent("v5e:2x2*2", 2, 4, 1)
+  assert mesh == {"slice": 2, "data": 1, "fsdp": 4, "expert": 1, "tensor": 1}
+  assert sampling == mesh | {"fsdp": 2, "tensor": 2}
+  assert found == {
+    ("all-gather", 4): 2 * MATRICES * 3 // 4,  # forward and backward
+    ("reduce-scatter", 4): MATRICES * 3 // 4,
+    ("all-reduce between slices", 2): MATRICES // 4,
+  }
+
+
+def test_no_gradient_is_summed_whole_where_tensor_splits_it():
+  """XLA would, of columns split into 128 each."""
+  pytest.importorskip("libtpu")
+  _, found = sent("v5e:2x4", 2, 2, 2)
+  activations = found.pop(("all-reduce", 2))
+  assert activations >= 2 * ROWS // 4 * D * 2
+  moved = found.pop(("collective-permute", 4)), found.pop(("all-gather", 2))
+  assert max(moved) <= 3 * MATRICES // 4  # once, where the optimizer has them
+  assert found == {("reduce-scatter", 4): MATRICES // 2 * 3 // 4}
+
+
+def sent_for_gradients(name, data, fsdp, tensor):
+  """What `sent` returns, of an MLP in scanned layers."""
+  devices = topology.machine(name).devices
+  mesh = make_mesh(int(data), int(fsdp), 1, int(tensor), devices=devices)
+
+  @jax.checkpoint
+  def layer(x, w):
+    w = sharding.gather(w, "layer/")
+    return constrain(jnp.tanh(x @ w["gate"]) @ w["down"], "batch"), None
+
+  def loss(params, x):
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return jnp.sum(x.astype(jnp.float32))
+
+  stack = jax.ShapeDtypeStruct((LAYERS, D, D), jnp.bfloat16)
+  params = sharding.placed({"layers": {"gate": stack, "down": stack}}, mesh)
+  rows = activation_sharding(mesh, (ROWS, D), "batch")
+  x = jax.ShapeDtypeStruct((ROWS, D), jnp.bfloat16, sharding=rows)
+  with jax.set_mesh(mesh):
+    places = jax.tree.map(lambda x: x.sharding, params)
+    gradient = jax.jit(jax.grad(loss), out_shardings=places)
+    text = gradient.lower(params, x).compile().as_text()
+  groups = collections.Counter()
+  for c in cost.cost(hlo.parse(text), 1).collectives:
+    groups[c.kind, c.group_size] += c.bytes * c.trips
+  meshes = [dict(m.shape) for m in (mesh, sampling_mesh(mesh, 2))]
+  return meshes, [(*group, size) for group, size in groups.items()]
+
+
 if __name__ == "__main__":
+  if sys.argv[1] == "gradients":
+    print(json.dumps(sent_for_gradients(*sys.argv[2:])))
+    sys.exit()
   for name in sys.argv[1:]:
     _, chip, devices = topology.machine(name)
     print(name, make_mesh(devices=devices).size, chip.devices)

@@ -199,13 +199,14 @@ def test_specs_of_parameters_state_and_statistics():
     "final_norm": ((4,), P()),
     "layers/q": ((3, 4, 8), P(None, "fsdp", "tensor")),
     "layers/k": ((3, 4, 3), P(None, "fsdp", None)),
-    "layers/o": ((3, 8, 4), P(None, "tensor", "fsdp")),
+    "layers/o": ((3, 8, 4), P(None, ("tensor", "fsdp"))),
     "layers/q_bias": ((3, 8), P(None, "tensor")),
     "layers/o_bias": ((3, 4), P()),
     "layers/o/a": ((2, 16, 4), P(None, "tensor")),  # an adapter
     # Statistics are split as their matrix, along the axis that they keep.
-    "layers/down/col": ((2, 130), P(None, "fsdp")),
-    "layers/down/row": ((2, 129), P(None, None)),
+    "layers/q/col": ((2, 130), P(None, "tensor")),
+    "layers/k/col": ((2, 129), P(None, None)),
+    "layers/down/row": ((2, 132), P(None, ("tensor", "fsdp"))),
     "layers/expert_up/row": ((2, 3, 128), P(None, "expert", "fsdp")),
     "layers/expert_up/col": ((2, 3, 128), P(None, "expert", "tensor")),
     "layers/router/col": ((2, 128), P(None, None)),

@@ -1,0 +1,207 @@
+"""Products of runs of rows, each run with a matrix of its own.
+
+    rows [N, D], matrices [X, D, F], runs [X]  ->  [N, F]
+
+The first runs[0] rows are multiplied with matrix 0, the next runs[1] with
+matrix 1, and so on; what comes out for rows behind the last run is undefined.
+
+On TPU `jax.lax.ragged_dot` is a kernel that visits each run's tiles alone, and
+the gradient of the matrices a product that skips the tiles of other runs.
+XLA:GPU (jax 0.10) multiplies all rows with all matrices, under a mask that it
+writes out: X times the operations and the memory. So GPUs have kernels here
+(Pallas, by Triton), of which each program multiplies one tile of one run.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import linear_call
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+ROWS, COLUMNS, DEPTH = 128, 128, 64  # the most of a tile, and of what it sums
+LEAST = 16  # of each, as tensor cores have it
+_KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+  dot_dimension_numbers=(((0,), (0,)), ((), ())),
+  lhs_ragged_dimensions=(0,),
+  rhs_group_dimensions=(),
+)
+
+
+def _tile_rows(count: int, groups: int) -> int:
+  """Returns the rows of a tile: a power of two near those of a mean run."""
+  mean = max(count // groups, 1)
+  return min(ROWS, max(LEAST, 1 << (mean - 1).bit_length()))
+
+
+def _product(
+  rows: Float[Array, "N A"],
+  matrices: Float[Array, "X _ _"],
+  runs: Int[Array, "X"],
+  flipped: bool = False,
+) -> Float[Array, "N B"]:
+  """Multiplies each run with its matrix [A, B], or `flipped` ones [B, A]."""
+  if flipped:
+    matrices = matrices.swapaxes(1, 2)
+  return jax.lax.ragged_dot(rows, matrices, runs)
+
+
+def _outer(
+  rows: Float[Array, "N D"], other: Float[Array, "N F"], runs: Int[Array, "X"]
+) -> Float[Array, "X D F"]:
+  """Returns each run's rows, transposed, times the same rows of `other`."""
+  return jax.lax.ragged_dot_general(rows, other, runs, _OUTER)
+
+
+def _load(x, at, columns, in_run) -> Array:
+  """Reads a tile; rows outside of the run are 0."""
+  mask = jnp.broadcast_to(in_run[:, None], (at.size, columns.size))
+  return triton.load(x.at[at, columns], mask=mask, other=0)
+
+
+def product_kernel(
+  rows: Float[Array, "N A"],
+  matrices: Float[Array, "X _ _"],
+  runs: Int[Array, "X"],
+  flipped: bool = False,
+  interpret: bool = False,
+) -> Float[Array, "N B"]:
+  """Does the work of `_product` on a GPU.
+
+  Each run begins with a tile of its own, so there are at most N / tile + X of
+  them, of which those behind the last are empty:
+
+      runs   3            6                  (X = 2, tiles of 4 rows, N = 9)
+      tiles  [0 1 2 . ]   [3 4 5 6] [7 8 . . ]   [. . . .]
+  """
+  groups, a, b = matrices.shape
+  inner, columns = (b, a) if flipped else (a, b)
+  tile = _tile_rows(len(rows), groups)
+  depth, width = math.gcd(inner, DEPTH), math.gcd(columns, COLUMNS)
+  tiles = -(-runs // tile)
+  last, ends = jnp.cumsum(tiles), jnp.cumsum(runs)
+  index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
+  group = jnp.sum(index[:, None] >= last, axis=1, dtype=runs.dtype)
+  group = jnp.minimum(group, groups - 1)  # empty tiles begin behind its end
+  start = (ends - runs)[group] + (index - (last - tiles)[group]) * tile
+
+  def kernel(start, end, group, rows, matrices, out):
+    i = pl.program_id(0)
+    matrix, at = group[i], pl.ds(start[i], tile)
+    to = pl.ds(pl.program_id(1) * width, width)
+    in_run = start[i] + jnp.arange(tile) < end[i]
+
+    def add(k, total):
+      along = pl.ds(k * depth, depth)
+      x = _load(rows, at, along, in_run)
+      if flipped:
+        w = triton.load(matrices.at[matrix, to, along]).T
+      else:
+        w = triton.load(matrices.at[matrix, along, to])
+      return total + jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+    total = jnp.zeros((tile, width), jnp.float32)
+    total = jax.lax.fori_loop(0, inner // depth, add, total)
+    mask = jnp.broadcast_to(in_run[:, None], total.shape)
+    triton.store(out.at[at, to], total.astype(out.dtype), mask=mask)
+
+  return pl.pallas_call(
+    kernel,
+    grid=(len(index), columns // width),
+    # With the axes of a mesh that it differs along.
+    out_shape=jax.eval_shape(
+      functools.partial(_product, flipped=flipped), rows, matrices, runs
+    ),
+    name="grouped_product",
+    interpret=interpret,
+    **_KERNEL,
+  )(start, ends[group], group, rows, matrices)
+
+
+def outer_kernel(
+  rows: Float[Array, "N D"],
+  other: Float[Array, "N F"],
+  runs: Int[Array, "X"],
+  interpret: bool = False,
+) -> Float[Array, "X D F"]:
+  """Does the work of `_outer` on a GPU: a program adds up a run's tiles."""
+  groups, d, f = len(runs), rows.shape[1], other.shape[1]
+  height, width = math.gcd(d, COLUMNS), math.gcd(f, COLUMNS)
+  tile = min(_tile_rows(len(rows), groups), DEPTH)
+  ends = jnp.cumsum(runs)
+
+  def kernel(start, end, rows, other, out):
+    group = pl.program_id(0)
+    left = pl.ds(pl.program_id(1) * height, height)
+    right = pl.ds(pl.program_id(2) * width, width)
+    first, stop = start[group], end[group]
+
+    def add(k, total):
+      at = pl.ds(first + k * tile, tile)
+      in_run = first + k * tile + jnp.arange(tile) < stop
+      x, y = _load(rows, at, left, in_run), _load(other, at, right, in_run)
+      return total + jnp.dot(x.T, y, preferred_element_type=jnp.float32)
+
+    total = jnp.zeros((height, width), jnp.float32)
+    total = jax.lax.fori_loop(0, pl.cdiv(stop - first, tile), add, total)
+    triton.store(out.at[group, left, right], total.astype(out.dtype))
+
+  return pl.pallas_call(
+    kernel,
+    grid=(groups, d // height, f // width),
+    out_shape=jax.eval_shape(_outer, rows, other, runs),
+    name="grouped_outer",
+    interpret=interpret,
+    **_KERNEL,
+  )(ends - runs, ends, rows, other)
+
+
+def _multiply(rows, matrices, runs, flipped=False) -> Array:
+  plain, kernel = (
+    functools.partial(f, flipped=flipped) for f in (_product, product_kernel)
+  )
+  return _by_platform(plain, kernel, matrices.shape[1:], rows, matrices, runs)
+
+
+def _by_platform(plain, kernel, widths: tuple[int, ...], *args: Array) -> Array:
+  """Runs the kernel on NVIDIA's GPUs, if it can take matrices so wide."""
+  if any(n % LEAST for n in widths):
+    return plain(*args)
+  return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
+
+
+@jax.custom_jvp
+def grouped_product(
+  rows: Float[Array, "N D"],
+  matrices: Float[Array, "X D F"],
+  runs: Int[Array, "X"],
+) -> Float[Array, "N F"]:
+  """Multiplies each run of rows with its matrix, in the rows' dtype.
+
+  It can be differentiated once, forward or in reverse. On GPUs XLA does it
+  where D or F is no multiple of 16.
+  """
+  return _multiply(rows, matrices, runs)
+
+
+@grouped_product.defjvp
+def _jvp(primals, tangents):
+  def along(primals, tangents):
+    (rows, matrices, runs), (of_rows, of_matrices) = primals, tangents
+    y = _multiply(of_rows, matrices, runs)
+    return y + _multiply(rows, of_matrices, runs)
+
+  def transpose(primals, y):
+    rows, matrices, runs = primals
+    widths = matrices.shape[1:]
+    of_matrices = _by_platform(_outer, outer_kernel, widths, rows, y, runs)
+    return _multiply(y, matrices, runs, flipped=True), of_matrices
+
+  # `tangents` of reverse mode are an argument of a linear function, which JAX
+  # could not transpose where it is a kernel.
+  y = grouped_product(*primals)
+  return y, linear_call(along, transpose, primals, tangents[:2])

@@ -1,0 +1,85 @@
+"""Products of runs of rows with a matrix each, and kernels of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from grpojax.aot import cost, hlo, topology
+from grpojax.models.grouped import grouped_product
+
+
+def by_hand(rows, matrices, runs):
+  """Products of the rows that are in a run, run by run."""
+  ends = np.cumsum(runs)
+  parts = zip(ends - runs, ends, matrices, strict=True)
+  return jnp.concatenate([rows[a:b] @ w for a, b, w in parts])
+
+
+RUNS = {
+  "empty ones, and rows in none": (96, (10, 0, 53, 1, 0)),
+  "longer than a tile": (512, (200, 0, 300)),
+  "no row in any": (16, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("name", RUNS)
+def test_values_and_derivatives(monkeypatch, name, kernel):
+  """Of the kernels too, which `interpret` runs on a CPU."""
+  if kernel:
+    monkeypatch.setattr(
+      jax.lax,
+      "platform_dependent",
+      lambda *args, cuda, default: cuda(*args, interpret=True),
+    )
+  count, runs = RUNS[name]
+  rng, used = np.random.default_rng(0), sum(runs)
+  shapes = (count, 48), (len(runs), 48, 160)
+  args, tangents = (
+    tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    for _ in range(2)
+  )
+
+  def loss(product, rows, matrices):
+    return jnp.sum(jnp.sin(product(rows, matrices)[:used] / 7))
+
+  def ours(rows, matrices):
+    return grouped_product(rows, matrices, jnp.asarray(runs, jnp.int32))
+
+  ours, plain = (
+    functools.partial(loss, product)
+    for product in (ours, functools.partial(by_hand, runs=np.array(runs)))
+  )
+  value, grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*args)
+  want, (of_rows, of_matrices) = jax.value_and_grad(plain, (0, 1))(*args)
+  close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
+  close(value, want)
+  close(grads[0][:used], of_rows[:used])  # others belong to no matrix
+  close(grads[1], of_matrices)
+  close(*(jax.jvp(f, args, tangents)[1] for f in (ours, plain)))
+
+
+def test_a_gpu_multiplies_each_row_with_one_matrix():
+  """XLA's own way would be 32 times the operations, and a copy of the rows."""
+  pytest.importorskip("jax_plugins.xla_cuda13")
+  (device,) = topology.machine("h100:1").devices
+  place = NamedSharding(Mesh([device], ("x",)), PartitionSpec())
+  n, x, d, f = 4096, 32, 512, 256
+
+  def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+  def gradients(rows, matrices, runs):
+    y, pull = jax.vjp(lambda *x: grouped_product(*x, runs), rows, matrices)
+    return pull(y)
+
+  lowered = jax.jit(gradients).lower(
+    array(n, d), array(x, d, f), array(x, dtype=jnp.int32)
+  )
+  compiled = lowered.compile()
+  assert cost.cost(hlo.parse(compiled.as_text()), 1).flops == 3 * 2 * n * d * f
+  assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2 * n * f
