@@ -13,6 +13,10 @@ of slots a sample, and those of the prompts, once for a whole group:
 The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
+
+A TPU writes whole rows of 128 lanes. So there n heads narrower than that lie
+side by side in a row, slots [B, G, K/n, n E, C], and queries have zeros at
+their neighbours' keys (`attention.two_part_attention`); a slot is a row.
 """
 
 import itertools
@@ -25,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.mesh import activation_spec, constrain, free_axes
+from grpojax.models.slot_kernel import LANES, write_row
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
@@ -80,18 +85,39 @@ def create(
   kv_heads: int,
   head_dim: int,
   dtype: Any,
+  platform: str | None = None,
 ) -> Cache:
   """Returns an empty cache for C = `capacity` completion tokens a row.
 
   `layers` has the number of layers of each stack.
   """
   block = []
+  together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
+  kv_heads, head_dim = kv_heads // together, head_dim * together
   for count in layers:
     shape = count, batch, group_size, kv_heads
     keys = jnp.zeros((*shape, head_dim, capacity), dtype)
     values = jnp.zeros((*shape, capacity, head_dim), dtype)
     block.append(Slots(keys, values))
   return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
+
+
+def _heads_together(kv_heads: int, head_dim: int) -> int:
+  """Returns the number of heads that fill a TPU's lanes on each device."""
+  count = max(LANES // head_dim, 1)
+  mesh = jax.sharding.get_abstract_mesh()
+  devices = free_axes(mesh).get("tensor", 1)
+  fits = count * head_dim % LANES == 0 and kv_heads % (count * devices) == 0
+  return count if fits else 1
+
+
+def side_by_side(
+  x: Shaped[Array, "*layers B G K S E"], heads: int
+) -> Shaped[Array, "*layers B G _ S _"]:
+  """Returns keys or values [.., K/n, S, n E] of n = `heads` heads a row."""
+  *rows, k, s, e = x.shape
+  x = x.reshape(*rows, k // heads, heads, s, e).swapaxes(-3, -2)
+  return x.reshape(*rows, k // heads, s, heads * e)
 
 
 def _map(
@@ -247,6 +273,7 @@ def write(
   cache: Cache,
   tokens: tuple[KeysValues, ...],
   last: Float[Array, "B G S D"],
+  platform: str | None = None,
 ) -> Cache:
   """Writes the next tokens of all layers into their slots, in place.
 
@@ -257,21 +284,45 @@ def write(
       cache before: where it is NaN, 0 is written. So a write comes after all
       reads, or XLA would copy the cache for those beside it. (Where copies are
       decided on, an `optimization_barrier` orders nothing.)
+    platform: where it runs; a TPU has a kernel for one token a row.
   """
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)
   real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
 
   def write_one(axis, slots, new):
+    new = side_by_side(new, new.shape[3] // slots.shape[3])
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)
     # Of a mask [B, G, S] for all heads and channels.
     mask = jnp.expand_dims(real, (2, 3) if axis == 5 else (2, 4))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
+    if platform == "tpu" and len(real[0, 0]) == 1:
+      if slots.shape[9 - axis] % LANES == 0:
+        return _write_row(axis, slots, new, slot)
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
   block = _constrain(_map(write_one, block, tokens))
   return Cache(cache.index + last.shape[2], (*before, block))
+
+
+def _write_row(
+  axis: int, slots: Array, new: Array, slot: Int[Array, ""]
+) -> Array:
+  """Writes one slot of `axis` by the kernel, on each device its own rows."""
+  rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
+  slots, new = rows(slots), rows(new)[..., 0, :]
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return rows(write_row(slots, new, slot))
+  spec = activation_spec(mesh, slots.shape, _AXES)
+  write = jax.shard_map(
+    write_row,
+    in_specs=(spec, spec, P()),
+    out_specs=spec,
+    check_vma=False,  # which the kernel's result has no types for
+  )
+  return rows(write(slots, new, slot))
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:

@@ -233,11 +233,13 @@ class Passes:
     dtype: type of computation.
     remat: name in `layer_stacks.REMAT`, or None for decoding, which has no
       backward pass and whose parameters are gathered already.
+    platform: where it decodes, or None (`cache.write`).
   """
 
   config: TransformerConfig
   dtype: Any
   remat: str | None
+  platform: str | None = None
 
   def prefill(
     self,
@@ -304,7 +306,7 @@ class Passes:
       x, tokens = layer_stacks.scan(
         config, next_body, x, params, keys_values, slots
       )
-      cache = cache_lib.write(cache, tokens, last=x)
+      cache = cache_lib.write(cache, tokens, x, self.platform)
     return self._final_norm(params, x), cache
 
   def forward(

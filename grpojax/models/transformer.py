@@ -106,18 +106,21 @@ def _lm(
   dtype: Any,
   remat: str | None,
   stacks: tuple[int, ...],
+  platform: str | None = None,
 ) -> LM:
   """Returns the model's functions; without `remat`, those of decoding alone.
 
-  A cache has its layers in stacks of the sizes `stacks`.
+  A cache has its layers in stacks of the sizes `stacks`, as `platform` writes
+  them fastest.
   """
-  model = passes.Passes(config, dtype, remat)
+  model = passes.Passes(config, dtype, remat, platform)
   init_cache = functools.partial(
     cache_lib.create,
     layers=stacks,
     kv_heads=config.kv_heads,
     head_dim=config.head_dim,
     dtype=dtype,
+    platform=platform,
   )
   has_load = remat and config.experts
   return LM(
@@ -168,8 +171,9 @@ def transformer(
   @functools.cache
   def decoder():
     # Not before it decodes: to ask for JAX's backend starts it.
-    stacks = _decoding_stacks(config, platform or jax.default_backend())
-    return _lm(config, dtype, None, stacks), stacks
+    runs_on = platform or jax.default_backend()
+    stacks = _decoding_stacks(config, runs_on)
+    return _lm(config, dtype, None, stacks, runs_on), stacks
 
   def prepare(params, longest):
     if longest is None:
