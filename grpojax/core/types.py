@@ -52,7 +52,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as pure functions: five, and seven optional ones.
+  """A causal language model as pure functions: five, and eight optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -93,6 +93,9 @@ class LM(NamedTuple):
     forward_with_load: `forward` of a model with experts, or None. It takes
       `load_weights=(of_prompts [B, P], of_completions [B, G, S])` of tokens and
       gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`.
+    draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
+      sampling.Parts [B, G, n]`, tokens drawn without logits in memory from
+      parts of the vocabulary, each by two uniform numbers, or None.
   """
 
   init: Callable[..., Params]
@@ -107,6 +110,7 @@ class LM(NamedTuple):
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None
   forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
+  draw_parts: Callable[..., Any] | None = None
 
   def prepared(
     self, params: Params, *, longest: int | None

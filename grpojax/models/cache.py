@@ -29,7 +29,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.mesh import activation_spec, constrain, free_axes
-from grpojax.models.slot_kernel import LANES, write_row
+
+LANES = 128
+"""Numbers in a row of a TPU's tile."""
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
@@ -310,6 +312,8 @@ def _write_row(
   axis: int, slots: Array, new: Array, slot: Int[Array, ""]
 ) -> Array:
   """Writes one slot of `axis` by the kernel, on each device its own rows."""
+  from grpojax.models.slot_kernel import write_row  # Pallas is long to import
+
   rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
   slots, new = rows(slots), rows(new)[..., 0, :]
   mesh = jax.sharding.get_abstract_mesh()

@@ -10,9 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Shaped
 
-LANES = 128
-"""Numbers in a row of a TPU's tile."""
-
 _BLOCK = 2**15  # numbers of new rows in one step: 1 MiB of bfloat16 tiles
 
 
@@ -21,7 +18,7 @@ def write_row(
   new: Shaped[Array, "L B G K W"],
   slot: Int[Array, ""],
 ) -> Shaped[Array, "L B G K C W"]:
-  """Returns x with `new` at index `slot` of C; W is a multiple of `LANES`."""
+  """Returns x with `new` at index `slot` of C; W is a multiple of 128."""
   count, *_, slots, width = shape = x.shape
   x, new = x.reshape(count, -1, slots, width), new.reshape(count, -1, width)
   height = 32 // x.dtype.itemsize  # rows of a tile

@@ -13,8 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from grpojax.core.decoding.sampling import Parts
+from grpojax.core.mesh import activation_spec
 from grpojax.core.types import LM, Params
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, passes, sharding
@@ -24,6 +27,9 @@ from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
+
+LARGE = 4096
+"""Tokens of a vocabulary whose logits a TPU does not write while decoding."""
 
 
 def _unembed(
@@ -47,6 +53,42 @@ def _unembed(
     multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
   return soft_cap(logits, config.logits_cap)
+
+
+def _draw_parts(
+  config: TransformerConfig,
+  params: Params,
+  hidden: Float[Array, "B G D"],
+  uniform: Float[Array, "B G 2"],
+  temperature: int | float,
+) -> Parts:
+  """Draws tokens by the TPU's kernel, on each device its rows and columns."""
+  from grpojax.models import head_kernel  # Pallas takes long to import
+
+  def logits_of(x):
+    return soft_cap(x, config.logits_cap) * (1 / temperature)
+
+  def of_device(hidden, head, uniform):
+    rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
+    parts = head_kernel.draw_parts(rows[0], head, rows[1], logits_of)
+    if axes:  # of the vocabulary
+      first = jax.lax.axis_index(axes) * head.shape[1]
+      parts = parts._replace(ids=parts.ids + first)
+    return jax.tree.map(lambda x: x.reshape(*hidden.shape[:2], -1), parts)
+
+  mesh, axes = jax.sharding.get_abstract_mesh(), None
+  if mesh.empty:
+    return of_device(hidden, params["head"], uniform)
+  shape = *hidden.shape[:2], config.vocab_size
+  spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
+  rows, axes = P(*spec[:2]), spec[2]
+  run = jax.shard_map(
+    of_device,
+    in_specs=(rows, P(None, axes), rows),
+    out_specs=spec,
+    check_vma=False,
+  )
+  return run(hidden, params["head"], uniform)
 
 
 def _decoding_stacks(
@@ -122,6 +164,7 @@ def _lm(
     dtype=dtype,
     platform=platform,
   )
+  draws = platform == "tpu" and config.vocab_size >= LARGE and not config.labels
   has_load = remat and config.experts
   return LM(
     init=functools.partial(init, config),
@@ -135,6 +178,7 @@ def _lm(
     map_prefix_rows=passes.map_prefix_rows,
     forward=model.forward if remat else None,
     forward_with_load=model.forward_with_load if has_load else None,
+    draw_parts=functools.partial(_draw_parts, config) if draws else None,
   )
 
 

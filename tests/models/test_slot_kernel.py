@@ -78,7 +78,7 @@ def written(platform, head_dim, dtype, count, rows=1):
 )
 def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
   keys = empty("tpu", head_dim, dtype).blocks[0][0].keys
-  assert keys.shape[4] == max(head_dim, slot_kernel.LANES)
+  assert keys.shape[4] == max(head_dim, cache_lib.LANES)
   for count in (17, CAPACITY):
     found = written("tpu", head_dim, dtype, count)
     expected = written("cpu", head_dim, dtype, count)
