@@ -84,7 +84,7 @@ def _endless(policy: Policy) -> LM:
     def unembed(params, hidden):
       return lm.unembed(params, hidden).at[..., ids].set(-1e9)
 
-    return lm._replace(unembed=unembed)
+    return lm._replace(unembed=unembed, draw_parts=None)
 
   def prepare(params, longest, **formats):
     lm, params = policy.lm.prepared(params, longest=longest, **formats)

@@ -96,6 +96,9 @@ class LM(NamedTuple):
       gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`.
     forward_mode: the same model in functions that `jax.jvp` differentiates, or
       None where these are.
+    draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
+      sampling.Parts [B, G, n]`, tokens drawn without logits in memory from
+      parts of the vocabulary, each by two uniform numbers, or None.
   """
 
   init: Callable[..., Params]
@@ -111,6 +114,7 @@ class LM(NamedTuple):
   forward: Callable[..., tuple[Array, Array]] | None = None
   forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
   forward_mode: "LM | None" = None
+  draw_parts: Callable[..., Any] | None = None
 
   def prepared(
     self, params: Params, *, longest: int | None, **formats: str

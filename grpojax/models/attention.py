@@ -142,6 +142,36 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit):
   return swap(out), swap(lse)
 
 
+def _side_by_side(
+  q: Float[Array, "B G K R S E"], heads: int
+) -> Float[Array, "B G _ _ S _"]:
+  """Returns queries [B, G, K/n, n R, S, n E] of keys of n = `heads` a row.
+
+  Each has its own head's E numbers, and zeros at the others':
+
+      q0 q1 . .  ->  q0 0      of keys  k0 k1
+                     0 q1
+  """
+  b, g, k, r, s, e = q.shape
+  q = q.reshape(b, g, k // heads, heads, r, s, e)
+  wide = [
+    jnp.pad(q[:, :, :, i], [(0, 0)] * 5 + [(i * e, (heads - 1 - i) * e)])
+    for i in range(heads)
+  ]
+  return jnp.concatenate(wide, axis=3)
+
+
+def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
+  """Returns outputs [B, G, K, R, S, E] of such queries: each its own head's."""
+  b, g, k, r, s, e = out.shape
+  r, e = r // heads, e // heads
+  own = [
+    out[:, :, :, i * r : (i + 1) * r, :, i * e : (i + 1) * e]
+    for i in range(heads)
+  ]
+  return jnp.stack(own, axis=3).reshape(b, g, k * heads, r, s, e)
+
+
 def _merge(row, prompt):
   """Merges attention over two sets of keys, each an output and a log-sum-exp.
 
@@ -188,7 +218,9 @@ def two_part_attention(
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   shape, unit, parts = q.shape, "", []
+  together = 1
   if slots:
+    together = q.shape[2] // slots[0].keys.shape[2]
     of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
     axes = cache.SLOT_AXES[:2]
     parts = [
@@ -201,9 +233,17 @@ def two_part_attention(
   keys, values = (cpu.squeeze(x, cache.ROW_AXES, unit) for x in row)
   if row_mask.ndim == len(shape):
     row_mask = cpu.squeeze(row_mask, "bgkrsc", unit)
-  row_axes = cpu.without(cache.ROW_AXES, unit)
+  row_q, row_axes = q, cpu.without(cache.ROW_AXES, unit)
+  if together > 1:
+    row_q = _side_by_side(q, together)
+    keys, values = (cache.side_by_side(x, together) for x in (keys, values))
   parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
-  of_row = _attend(q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
+  of_row = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
+  if together > 1:
+    of_row = (
+      _apart(of_row[0], together),
+      of_row[1].reshape(*q.shape[:-1], 1),
+    )
   if prompt is None:
     return of_row[0].reshape(shape)
   of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap, unit)

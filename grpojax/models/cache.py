@@ -17,6 +17,10 @@ has of itself are not.
 The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
+
+A TPU writes whole rows of 128 lanes. So there n heads narrower than that lie
+side by side in a row, slots [B, G, K/n, n E, C], and queries have zeros at
+their neighbours' keys (`attention.two_part_attention`); a slot is a row.
 """
 
 import itertools
@@ -30,6 +34,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.mesh import activation_spec, constrain, free_axes
 from grpojax.models.quantization import quantize
+
+LANES = 128
+"""Numbers in a row of a TPU's tile."""
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
@@ -91,12 +98,17 @@ def create(
   head_dim: int,
   dtype: Any,
   in_8_bits: bool = False,
+  platform: str | None = None,
 ) -> Cache:
   """Returns an empty cache for C = `capacity` completion tokens a row.
 
   `layers` has the number of layers of each stack.
   """
   block = []
+  together = 1
+  if platform == "tpu" and not in_8_bits:  # where each head has its scale
+    together = _heads_together(kv_heads, head_dim)
+  kv_heads, head_dim = kv_heads // together, head_dim * together
   for count in layers:
     shape = count, batch, group_size, kv_heads
     stored = jnp.int8 if in_8_bits else dtype
@@ -105,6 +117,24 @@ def create(
     scales = [jnp.zeros((*shape, capacity), dtype) for _ in range(2)]
     block.append(Slots(keys, values, *(scales if in_8_bits else ())))
   return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
+
+
+def _heads_together(kv_heads: int, head_dim: int) -> int:
+  """Returns the number of heads that fill a TPU's lanes on each device."""
+  count = max(LANES // head_dim, 1)
+  mesh = jax.sharding.get_abstract_mesh()
+  devices = free_axes(mesh).get("tensor", 1)
+  fits = count * head_dim % LANES == 0 and kv_heads % (count * devices) == 0
+  return count if fits else 1
+
+
+def side_by_side(
+  x: Shaped[Array, "*layers B G K S E"], heads: int
+) -> Shaped[Array, "*layers B G _ S _"]:
+  """Returns keys or values [.., K/n, S, n E] of n = `heads` heads a row."""
+  *rows, k, s, e = x.shape
+  x = x.reshape(*rows, k // heads, heads, s, e).swapaxes(-3, -2)
+  return x.reshape(*rows, k // heads, s, heads * e)
 
 
 def _map(
@@ -266,6 +296,7 @@ def write(
   cache: Cache,
   tokens: tuple[KeysValues, ...],
   last: Float[Array, "B G S D"],
+  platform: str | None = None,
 ) -> Cache:
   """Writes the next tokens of all layers into their slots, in place.
 
@@ -276,6 +307,7 @@ def write(
       cache before: where it is NaN, 0 is written. So a write comes after all
       reads, or XLA would copy the cache for those beside it. (Where copies are
       decided on, an `optimization_barrier` orders nothing.)
+    platform: where it runs; a TPU has a kernel for one token a row.
   """
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)
@@ -284,16 +316,42 @@ def write(
     tokens = tuple(map(_in_8_bits, tokens))
 
   def write_one(axis, slots, new):
+    if slots.shape[3] < new.shape[3]:
+      new = side_by_side(new, new.shape[3] // slots.shape[3])
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)
     # Of a mask [B, G, S] for all heads and channels.
     others = {*range(2, new.ndim - 1)} - {axis - 1}
     mask = jnp.expand_dims(real, tuple(others))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
+    by_kernel = platform == "tpu" and last.shape[2] == 1 and slots.ndim == 6
+    if by_kernel and slots.shape[9 - axis] % LANES == 0:
+      return _write_row(axis, slots, new, slot)
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
   block = _constrain(_map(write_one, block, tokens))
   return Cache(cache.index + last.shape[2], (*before, block))
+
+
+def _write_row(
+  axis: int, slots: Array, new: Array, slot: Int[Array, ""]
+) -> Array:
+  """Writes one slot of `axis` by the kernel, on each device its own rows."""
+  from grpojax.models.slot_kernel import write_row  # Pallas is long to import
+
+  rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
+  slots, new = rows(slots), rows(new)[..., 0, :]
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    return rows(write_row(slots, new, slot))
+  spec = activation_spec(mesh, slots.shape, _AXES)
+  write = jax.shard_map(
+    write_row,
+    in_specs=(spec, spec, P()),
+    out_specs=spec,
+    check_vma=False,  # which the kernel's result has no types for
+  )
+  return rows(write(slots, new, slot))
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:

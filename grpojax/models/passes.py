@@ -245,12 +245,14 @@ class Passes:
       backward pass and whose parameters are gathered already.
     row_attention: attention of rows of more than `WHOLE` tokens, or None: they
       attend at once, as shorter ones do.
+    platform: where it decodes, or None (`cache.write`).
   """
 
   config: TransformerConfig
   dtype: Any
   remat: str | None
   row_attention: RowAttention | None
+  platform: str | None = None
 
   def prefill(
     self,
@@ -319,7 +321,7 @@ class Passes:
       x, tokens = layer_stacks.scan(
         config, next_body, x, params, keys_values, slots
       )
-      cache = cache_lib.write(cache, tokens, last=x)
+      cache = cache_lib.write(cache, tokens, x, self.platform)
     return self._final_norm(params, x), cache
 
   def forward(

@@ -13,8 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from grpojax.core.decoding.sampling import Parts
+from grpojax.core.mesh import activation_spec
 from grpojax.core.types import LM, Params
 from grpojax.models import (
   block_attention,
@@ -31,6 +34,9 @@ from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
+
+LARGE = 4096
+"""Tokens of a vocabulary whose logits a TPU does not write while decoding."""
 
 
 def _unembed(
@@ -56,6 +62,42 @@ def _unembed(
   if "head_scale" in params:
     logits = logits * params["head_scale"]
   return soft_cap(logits, config.logits_cap)
+
+
+def _draw_parts(
+  config: TransformerConfig,
+  params: Params,
+  hidden: Float[Array, "B G D"],
+  uniform: Float[Array, "B G 2"],
+  temperature: int | float,
+) -> Parts:
+  """Draws tokens by the TPU's kernel, on each device its rows and columns."""
+  from grpojax.models import head_kernel  # Pallas takes long to import
+
+  def logits_of(x):
+    return soft_cap(x, config.logits_cap) * (1 / temperature)
+
+  def of_device(hidden, head, uniform):
+    rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
+    parts = head_kernel.draw_parts(rows[0], head, rows[1], logits_of)
+    if axes:  # of the vocabulary
+      first = jax.lax.axis_index(axes) * head.shape[1]
+      parts = parts._replace(ids=parts.ids + first)
+    return jax.tree.map(lambda x: x.reshape(*hidden.shape[:2], -1), parts)
+
+  mesh, axes = jax.sharding.get_abstract_mesh(), None
+  if mesh.empty:
+    return of_device(hidden, params["head"], uniform)
+  shape = *hidden.shape[:2], config.vocab_size
+  spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
+  rows, axes = P(*spec[:2]), spec[2]
+  run = jax.shard_map(
+    of_device,
+    in_specs=(rows, P(None, axes), rows),
+    out_specs=spec,
+    check_vma=False,
+  )
+  return run(hidden, params["head"], uniform)
 
 
 def _decoding_stacks(
@@ -126,12 +168,14 @@ def _lm(
   stacks: tuple[int, ...],
   row_attention: RowAttention | None,
   in_8_bits: bool = False,
+  platform: str | None = None,
 ) -> LM:
   """Returns the model's functions; without `remat`, those of decoding alone.
 
-  A cache has its layers in stacks of the sizes `stacks`, maybe `in_8_bits`.
+  A cache has its layers in stacks of the sizes `stacks`, maybe `in_8_bits`, as
+  `platform` writes them fastest.
   """
-  model = passes.Passes(config, dtype, remat, row_attention)
+  model = passes.Passes(config, dtype, remat, row_attention, platform)
   init_cache = functools.partial(
     cache_lib.create,
     layers=stacks,
@@ -139,7 +183,9 @@ def _lm(
     head_dim=config.head_dim,
     dtype=dtype,
     in_8_bits=in_8_bits,
+    platform=platform,
   )
+  draws = platform == "tpu" and config.vocab_size >= LARGE and not config.labels
   has_load = remat and config.experts
   return LM(
     init=functools.partial(init, config),
@@ -153,6 +199,7 @@ def _lm(
     map_prefix_rows=passes.map_prefix_rows,
     forward=model.forward if remat else None,
     forward_with_load=model.forward_with_load if has_load else None,
+    draw_parts=functools.partial(_draw_parts, config) if draws else None,
   )
 
 
@@ -196,9 +243,10 @@ def transformer(
 
   @functools.cache
   def decoder(cache_dtype):
-    stacks = _decoding_stacks(config, platform or jax.default_backend())
+    runs_on = platform or jax.default_backend()
+    stacks = _decoding_stacks(config, runs_on)
     in_8_bits = cache_dtype == "int8"
-    lm = _lm(config, dtype, None, stacks, row_attention, in_8_bits)
+    lm = _lm(config, dtype, None, stacks, row_attention, in_8_bits, runs_on)
     return lm, stacks
 
   def prepare(params, longest, weights_dtype="model", cache_dtype="model"):
@@ -208,6 +256,8 @@ def transformer(
     params = _for_decoding(
       config, params, dtype, longest, stacks, weights_dtype == "int8"
     )
+    if "head_scale" in params:
+      decoding_lm = decoding_lm._replace(draw_parts=None)
     return decoding_lm, params
 
   model = _lm(config, dtype, remat, (config.layers,), row_attention)

@@ -163,6 +163,16 @@ def test_a_cache_updated_in_place(programs, platform):
   assert found.bytes == pytest.approx(moved, abs=1000)
 
 
+def test_a_decoding_cache_is_read_once_and_one_tile_written(programs, platform):
+  if platform == "cpu":
+    pytest.skip("the kernel is for TPUs")
+  found = costs(programs, "decoding cache")
+  rows, width = 2 * 16 * 32, 2 * 128  # keys and values
+  token = sum(i.bytes for i in found.instructions if i.trips == 16)
+  read, tile = rows * width * 1024 * 2, rows * width * 16 * 2
+  assert token == pytest.approx(read + 2 * tile, rel=0.02)
+
+
 def test_a_ragged_dot(programs, platform):
   found = costs(programs, "ragged dot")
   # Each row meets one of 8 matrices; without such a product, XLA:CPU masks.

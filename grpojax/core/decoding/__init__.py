@@ -17,7 +17,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from grpojax.core import environment as environment_lib
 from grpojax.core.decoding import repetition
-from grpojax.core.decoding.sampling import Sampling, sample
+from grpojax.core.decoding.sampling import (
+  Sampling,
+  sample,
+  sample_parts,
+  uniform,
+)
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
@@ -208,9 +213,15 @@ def draw(
   the order of the loop can change it.
   """
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
-  logits = setup.lm.unembed(setup.params, hidden)
+  keys, lm, sampling = fold(keys, t), setup.lm, setup.sampling
+  if lm.draw_parts is not None and sampling.is_whole:
+    of_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
+    within, temperature = jnp.stack(within, axis=-1), sampling.temperature
+    parts = lm.draw_parts(setup.params, hidden, within, temperature)
+    return *sample_parts(parts, of_part), seen
+  logits = lm.unembed(setup.params, hidden)
   logits = constrain(logits, "batch", "group", "vocabulary")
-  ids, logprobs = sample(fold(keys, t), logits, setup.sampling, seen)
+  ids, logprobs = sample(keys, logits, sampling, seen)
   seen = None if seen is None else repetition.mark(seen, ids)
   return ids, logprobs, seen
 

@@ -5,6 +5,7 @@ it and the loss reads log-probabilities of it, so both speak of the same policy.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,11 @@ class Sampling:
     names = "weights_dtype", "cache_dtype"
     formats = {name: getattr(self, name) for name in names}
     return {name: x for name, x in formats.items() if x != "model"}
+
+  @property
+  def is_whole(self) -> bool:
+    """True for the softmax of all logits, at some temperature."""
+    return self.temperature > 0 and self == Sampling(self.temperature)
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
@@ -180,23 +186,65 @@ def _blocks(vocab_size: int) -> int:
   return min(roots, key=lambda n: abs(math.log(n * n / vocab_size)))
 
 
+def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
+  """Draws uniform numbers of each key, odd multiples of 2^-24 in (0, 1).
+
+  They are the middles of the steps that `jax.random.uniform` draws: 0 itself
+  would select the first weight however small it is, once in 2^23 draws.
+  """
+  draw = jnp.vectorize(
+    lambda key: jax.random.uniform(key, (count,)), signature="()->(u)"
+  )
+  return draw(keys) + 2.0**-24
+
+
+def share_below(
+  total: Float[Array, "..."], uniform: Float[Array, "..."]
+) -> Float[Array, "..."]:
+  """Returns `uniform` of a total, less than it however that is rounded."""
+  return jnp.minimum(uniform * total, total * (1 - 2.0**-23))
+
+
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
   """Returns the index that a uniform number selects, by the inverse CDF.
 
-  Weights are not negative, and not all 0; `jax.random.uniform` draws multiples
-  of 2^-23 in [0, 1).
+  Weights are not negative, and not all 0.
   """
-  # The middle of the step that the number stands for: 0 itself would select
-  # the first weight however small it is, once in 2^23 draws.
-  uniform = uniform + 2.0**-24
   # Rounding may not select what has no weight, nor pass the last that has.
   sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
-  return jnp.argmax(sums > uniform[..., None] * total, axis=-1).astype(
-    jnp.int32
-  )
+  above = sums > share_below(total, uniform[..., None])
+  return jnp.argmax(above, axis=-1).astype(jnp.int32)
+
+
+class Parts(NamedTuple):
+  """A token drawn from each of n parts of the vocabulary.
+
+  Attributes:
+    ids: the tokens.
+    logits: their logits.
+    tops: largest logit of each part.
+    sums: sum of exp(logit - largest) of each part.
+  """
+
+  ids: Int[Array, "*rows n"]
+  logits: Float[Array, "*rows n"]
+  tops: Float[Array, "*rows n"]
+  sums: Float[Array, "*rows n"]
+
+
+def sample_parts(
+  parts: Parts, uniform: Float[Array, "*rows"]
+) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
+  """Draws one of the parts, and with it its token; see `sample`."""
+  top = jnp.max(parts.tops, axis=-1, keepdims=True)
+  weights = parts.sums * jnp.exp(parts.tops - top)
+  part = _first_above(weights, uniform)[..., None]
+  of_part = lambda x: jnp.take_along_axis(x, part, axis=-1)[..., 0]
+  normalizer = top[..., 0] + jnp.log(jnp.sum(weights, axis=-1))
+  return of_part(parts.ids), of_part(parts.logits) - normalizer
 
 
 def sample(
@@ -218,10 +266,7 @@ def sample(
     ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return ids, jnp.zeros(ids.shape, jnp.float32)
   logits = transform_logits(logits, sampling, seen=seen)
-  draw_two = jnp.vectorize(
-    lambda key: jax.random.uniform(key, (2,)), signature="()->(u)"
-  )
-  of_block, in_block = jnp.moveaxis(draw_two(keys), -1, 0)
+  of_block, in_block = jnp.moveaxis(uniform(keys, 2), -1, 0)
   top = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - top)
   blocks = weights.reshape(*logits.shape[:-1], _blocks(logits.shape[-1]), -1)

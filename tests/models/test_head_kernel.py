@@ -1,0 +1,225 @@
+"""The TPU's draw from the output head, run by Pallas's interpreter.
+
+Run as a program it tests meshes, in a process of its own with eight devices.
+"""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.decoding.sampling import (
+  Parts,
+  Sampling,
+  sample_parts,
+  uniform,
+)
+from grpojax.core.mesh import make_mesh
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.models import head_kernel
+from grpojax.models import transformer as transformer_lib
+from grpojax.models.transformer import TransformerConfig, transformer
+
+ROOT = pathlib.Path(__file__).parents[2]
+INTERPRETED = functools.partial(head_kernel.pl.pallas_call, interpret=True)
+V, D, WIDTH = 700, 8, 256  # three parts, the last one of 188 tokens
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+  monkeypatch.setattr(head_kernel.pl, "pallas_call", INTERPRETED)
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+  monkeypatch.setattr(head_kernel, "_width", lambda depth, columns: WIDTH)
+
+
+def arrays(rows, seed=0):
+  keys = jax.random.split(jax.random.key(seed), 3)
+  hidden = 2 * jax.random.normal(keys[0], (rows, D))
+  head = jax.random.normal(keys[1], (D, V))
+  return hidden, head, uniform(jax.random.split(keys[2], rows), 2)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def draw_parts(hidden, head, numbers, cap=None):
+  logits_of = lambda x: x if cap is None else cap * jnp.tanh(x / cap)
+  return head_kernel.draw_parts(hidden, head, numbers, logits_of)
+
+
+def by_hand(logits, numbers, start):
+  """The token of one row's part, in float64: lane by lane, then in the lane."""
+  part = logits[start : start + WIDTH]
+  weights = np.zeros(WIDTH)
+  weights[: len(part)] = np.exp(part - part.max())
+  lanes = weights.reshape(-1, 128)
+  sums = np.cumsum(lanes.sum(0))
+  lane = np.searchsorted(sums, numbers[0] * sums[-1], side="right")
+  sums = np.cumsum(lanes[:, lane])
+  i = np.searchsorted(sums, numbers[1] * sums[-1], side="right")
+  return start + i * 128 + lane, part.max(), weights.sum()
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_parts_are_those_by_hand(cap):
+  hidden, head, numbers = arrays(300)  # more than one block of rows
+  parts = draw_parts(hidden, head, numbers, cap)
+  logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64)
+  logits = logits if cap is None else cap * np.tanh(logits / cap)
+  for row in range(300):
+    for part in range(3):
+      number = np.asarray(numbers[row], np.float64)
+      token, top, total = by_hand(logits[row], number, part * WIDTH)
+      # Of 900 draws none lies at a boundary, but for what rounding moves.
+      assert parts.ids[row, part] == token
+      np.testing.assert_allclose(parts.tops[row, part], top, rtol=1e-5)
+      np.testing.assert_allclose(parts.sums[row, part], total, rtol=1e-4)
+      found = parts.logits[row, part]
+      np.testing.assert_allclose(found, logits[row, token], atol=1e-4)
+
+
+def test_a_row_is_drawn_alike_in_any_batch():
+  hidden, head, numbers = arrays(300)
+  whole = draw_parts(hidden, head, numbers)
+  few = draw_parts(hidden[290:], head, numbers[290:])
+  np.testing.assert_array_equal(few.ids, whole.ids[290:])
+
+
+def test_tokens_have_their_probabilities():
+  """The logits of all rows are equal, and some tokens have none."""
+  n = 20_000
+  hidden, head, _ = arrays(1)
+  head = head.at[:, ::3].set(jnp.where(hidden[0, :, None] > 0, -1e3, 1e3))
+  numbers = uniform(jax.random.split(jax.random.key(1), n), 3)
+  hidden = jnp.broadcast_to(hidden / 2, (n, D))
+  parts = draw_parts(hidden, head, numbers[:, 1:])
+  ids, logprobs = sample_parts(parts, numbers[:, 0])
+  expected = jax.nn.log_softmax(hidden[0] @ head)
+  np.testing.assert_allclose(logprobs, expected[ids], atol=1e-4)
+  counts, probs = np.bincount(ids, minlength=V), np.exp(expected)
+  assert not counts[::3].any()
+  often = n * probs > 5
+  errors = counts[often] - n * probs[often]
+  chi_square = (errors**2 / (n * probs[often])).sum()
+  # Mean k, variance 2 k: five standard deviations.
+  assert chi_square < often.sum() + 5 * np.sqrt(2 * often.sum())
+  rest = counts[~often].sum(), n * probs[~often].sum()
+  assert abs(rest[0] - rest[1]) < 5 * np.sqrt(rest[1])
+
+
+@pytest.mark.parametrize("number", [2.0**-24, 1 - 2.0**-24])
+def test_the_ends_of_the_unit_interval(number):
+  """They are no tokens without weight."""
+  hidden, head, _ = arrays(50)
+  head = head.at[:, 128:].set(0).at[:, 5:123].set(0)
+  head = head.at[0].add(jnp.where(head[0] == 0, -1e3, 0))
+  hidden = hidden.at[:, 0].set(1.0)
+  parts = draw_parts(hidden, head, jnp.full((50, 2), number))
+  first = parts.ids[:, 0]
+  assert jnp.all((first < 5) | ((first >= 123) & (first < 128)))
+
+
+def test_logits_that_are_nan_are_not_hidden():
+  hidden, head, numbers = arrays(8)
+  hidden = hidden.at[3, 2].set(jnp.nan)
+  ids, logprobs = sample_parts(draw_parts(hidden, head, numbers), numbers[:, 0])
+  np.testing.assert_array_equal(jnp.isnan(logprobs), np.arange(8) == 3)
+  assert jnp.all((ids >= 0) & (ids < V))
+
+
+def test_one_part_is_drawn_by_its_mass():
+  parts = Parts(
+    ids=jnp.array([[5, 6, 7]] * 3),
+    logits=jnp.array([[1.0, 2.0, 3.0]] * 3),
+    tops=jnp.array([[2.0, 3.0, -1e30]] * 3),
+    sums=jnp.array([[1.5, 1.0, 9.0]] * 3),
+  )
+  masses = 1.5 * np.exp(2.0), np.exp(3.0)
+  share = masses[0] / sum(masses)
+  numbers = jnp.array([share - 1e-3, share + 1e-3, 1 - 2.0**-24])
+  ids, logprobs = sample_parts(parts, numbers)
+  np.testing.assert_array_equal(ids, [5, 6, 6])
+  expected = np.array([1.0, 2.0, 2.0]) - np.log(sum(masses))
+  np.testing.assert_allclose(logprobs, expected, rtol=1e-5)
+
+
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=D,
+  layers=1,
+  heads=2,
+  kv_heads=2,
+  head_dim=4,
+  mlp=8,
+  logits_cap=20.0,
+)
+
+
+def samples(temperature):
+  """Completions, their log-probabilities, and those of a forward pass."""
+  lm = transformer(CONFIG, platform="tpu")
+  params = jax.tree.map(lambda x: 4 * x, lm.init(jax.random.key(0)))
+  ids = jax.random.randint(jax.random.key(1), (8, 3), 0, V)
+
+  @jax.jit
+  def run(params):
+    found = rollout(
+      lm,
+      params,
+      Prompts(ids, ids >= 0),
+      jax.random.key(2),
+      group_size=2,
+      max_new_tokens=5,
+      eos_ids=(V - 1,),
+      sampling=Sampling(temperature=temperature),
+    )
+    prefix = lm.prefill(params, ids, ids >= 0)
+    hidden, _ = lm.extend(params, prefix, found.completion_ids)
+    first = jnp.broadcast_to(prefix.last_hidden[:, None, None], (8, 2, 1, D))
+    hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
+    logits = lm.unembed(params, hidden) / temperature
+    index = found.completion_ids[..., None]
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), index, -1)
+    return found, jnp.where(found.completion_mask, logprobs[..., 0], 0)
+
+  return run(params)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollouts_draw_by_it(monkeypatch, temperature):
+  plain, _ = samples(temperature)
+  monkeypatch.setattr(transformer_lib, "LARGE", 512)
+  found, expected = samples(temperature)
+  np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
+  assert np.any(found.completion_ids != plain.completion_ids)
+
+
+def test_devices_draw_of_their_own_rows():
+  flags = "--xla_force_host_platform_device_count=8"
+  subprocess.run(
+    [sys.executable, __file__],
+    env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
+    check=True,
+  )
+
+
+if __name__ == "__main__":
+  head_kernel.pl.pallas_call = INTERPRETED
+  head_kernel._width = lambda depth, columns: WIDTH
+  transformer_lib.LARGE = 512
+  alone, _ = samples(1.0)
+  for tensor in (1, 2):
+    with jax.set_mesh(make_mesh(tensor=tensor)):
+      found, expected = samples(1.0)
+    np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
+    # Halves of the vocabulary have other parts.
+    same = np.all(found.completion_ids == alone.completion_ids)
+    assert same == (tensor == 1)
