@@ -19,6 +19,7 @@ shift
 
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-1}"
+flags="$(dirname "${BASH_SOURCE[0]}")/xla_flags.sh"
 pids=() told=""
 end() {
   told=1
@@ -32,7 +33,7 @@ with socket.socket() as s:
 
 for ((i = 0; i < processes; i++)); do
   if [[ -n "$told" ]]; then break; fi
-  python -u -m grpojax.train --coordinator="127.0.0.1:$port" \
+  "$flags" python -u -m grpojax.train --coordinator="127.0.0.1:$port" \
     --num_processes="$processes" --process_id="$i" "$@" &
   pids+=("$!")
 done

@@ -31,7 +31,7 @@ start() {
   # shellcheck disable=SC2016  # $@ and $0 are its own
   setsid --fork bash -c \
     'trap : TERM; "$@" 9>&-; echo "$?" >"$0.new" && mv "$0.new" "$0"' \
-    "$here/code" "$venv/bin/python" -u -m grpojax.train "$@" \
+    "$here/code" launch/xla_flags.sh "$venv/bin/python" -u -m grpojax.train "$@" \
     >>"$here/log" 2>&1 </dev/null
 }
 

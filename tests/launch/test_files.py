@@ -199,8 +199,20 @@ def test_the_readme_has_a_line_for_each_launcher():
     known = path.suffix in (".sh", ".sbatch", ".yaml", ".ipynb")
     if known or path.name == "Dockerfile":
       place = path.relative_to(ROOT)
-      inside = path.name in ("tpu_vm_worker.sh", "colab_grpo.ipynb")
-      assert inside or str(place) in text, place
+      inner = "tpu_vm_worker.sh", "xla_flags.sh", "colab_grpo.ipynb"
+      assert path.name in inner or str(place) in text, place
+
+
+def test_xlas_flags(stand_ins, tmp_path):
+  """jaxlib knows them (it would end the program); a user's own come last."""
+  own = "--xla_cpu_enable_fast_math=false"
+  code = "import os, jax; jax.devices(); print(os.environ['XLA_FLAGS'])"
+  done = stand_ins.run(
+    *(LAUNCH / "xla_flags.sh", sys.executable, "-c", code),
+    env=stand_ins.environment(tmp_path, XLA_FLAGS=own, JAX_PLATFORMS="cpu"),
+  )
+  flags = done.stdout.split()
+  assert len(flags) > 1 and flags[-1] == own, done.stderr
 
 
 @pytest.mark.parametrize(
