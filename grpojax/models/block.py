@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
-from grpojax.core.mesh import constrain
+from grpojax.core.mesh import constrain, free_axes
 from grpojax.models import cache, quantization
 from grpojax.models.attention import rms_norm, two_part_attention
 from grpojax.models.block_attention import (
@@ -222,7 +222,11 @@ def layer_of(
   y = norm(x, layer["attn_norm"]).astype(dtype)
   out, aux = attention(_heads(c, y, layer, table))
   y = _project(checkpoint_name(out, SAVED), layer, "o")
-  y = checkpoint_name(constrain(y, "batch", "group"), PRODUCTS)
+  y, mesh = constrain(y, "batch", "group"), jax.sharding.get_abstract_mesh()
+  if y.shape[2] == 1 and "tensor" in free_axes(mesh):
+    # Decoding: or XLA:TPU would convert it first, and send float32.
+    y = jax.lax.optimization_barrier(y)
+  y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
   y, load = norm(x, layer["mlp_norm"]), None

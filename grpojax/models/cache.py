@@ -340,17 +340,13 @@ def _write_row(
   from grpojax.models.slot_kernel import write_row  # Pallas is long to import
 
   rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
-  slots, new = rows(slots), rows(new)[..., 0, :]
+  slots, new, write = rows(slots), rows(new)[..., 0, :], write_row
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    return rows(write_row(slots, new, slot))
-  spec = activation_spec(mesh, slots.shape, _AXES)
-  write = jax.shard_map(
-    write_row,
-    in_specs=(spec, spec, P()),
-    out_specs=spec,
-    check_vma=False,  # which the kernel's result has no types for
-  )
+  if not mesh.empty:
+    spec = activation_spec(mesh, slots.shape, _AXES)
+    write = jax.shard_map(
+      write, in_specs=(spec, spec, P()), out_specs=spec, check_vma=False
+    )
   return rows(write(slots, new, slot))
 
 

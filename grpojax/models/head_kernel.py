@@ -18,28 +18,28 @@ from jaxtyping import Array, Float
 from grpojax.core.decoding.sampling import Parts, share_below
 from grpojax.models.cache import LANES
 
-_ROWS = 256  # in one step; more only repeat it, so that no part depends on them
+_ROWS = 256  # at most in one step; no draw depends on how many there are
 _BYTES = 2**23  # of VMEM for weights and logits of a part
 _NEGATIVE = -1e30  # logits behind the vocabulary's end
 
 
-def _width(depth: int, columns: int) -> int:
+def _width(head: Float[Array, "D V"]) -> int:
   """Returns the tokens of a part: whole lanes, whatever the number of rows."""
-  most = _BYTES // (4 * depth + 8 * _ROWS)
-  return min(most, columns) // LANES * LANES
+  depth, columns = head.shape
+  most = _BYTES // (2 * head.dtype.itemsize * depth + 8 * _ROWS)
+  return max(min(most, columns) // LANES, 1) * LANES
 
 
-def _kernel(columns, logits_of, hidden, head, uniform, out):
+def _draw_part(columns, logits_of, hidden, head, uniform, out):
   """Draws a token of one part for each row of a block; see `draw_parts`.
 
-  out [4, rows, parts] are the largest logit, the sum of exp(logit - largest),
-  the drawn column and its logit.
+  The first four rows of out [1, 8, rows] become the largest logit, the sum of
+  exp(logit - largest), the drawn column and its logit.
   """
-  part, block = pl.program_id(0), pl.program_id(1)
-  rows, width = hidden.shape[0], head.shape[1]
+  width, first_column = head.shape[1], pl.program_id(0) * head.shape[1]
   x = jnp.dot(hidden[...], head[...], preferred_element_type=jnp.float32)
   column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-  x = jnp.where(column < columns - part * width, logits_of(x), _NEGATIVE)
+  x = jnp.where(column < columns - first_column, logits_of(x), _NEGATIVE)
   top = jnp.max(x, axis=-1, keepdims=True)
   slices = [x[:, i : i + LANES] for i in range(0, width, LANES)]
   weights = [jnp.exp(x - top) for x in slices]
@@ -55,25 +55,20 @@ def _kernel(columns, logits_of, hidden, head, uniform, out):
   above = sums > share_below(total, uniform[:, :1])
   drawn_lane = jnp.min(jnp.where(above, lane, LANES), axis=-1, keepdims=True)
   # A token of each lane, and of those the one in the lane that was drawn.
-  threshold = share_below(of_lane, uniform[:, 1:])
+  share = share_below(of_lane, uniform[:, 1:])
   sums, drawn, logit = jnp.zeros_like(sums), jnp.full_like(lane, width), sums
   for i, (weight, x) in enumerate(zip(weights, slices, strict=True)):
     sums += weight
-    first = (drawn == width) & (sums > threshold) & (weight > 0)
+    first = (drawn == width) & (sums > share) & (weight > 0)
     drawn = jnp.where(first, i * LANES + lane, drawn)
     logit = jnp.where(first, x, logit)
   of_row = lambda x: jnp.sum(
     jnp.where(lane == drawn_lane, x, 0.0), axis=-1, keepdims=True
   )
+  total = jnp.sum(of_lane, axis=-1, keepdims=True)  # NaN where a logit is
   results = top, total, of_row(drawn.astype(jnp.float32)), of_row(logit)
-  for i, result in enumerate(results):
-    at = (
-      i,
-      pl.ds(pl.multiple_of(block * rows, 8), rows),
-      pl.ds(pl.multiple_of(jax.lax.div(part, LANES) * LANES, LANES), LANES),
-    )
-    mine = lane == jax.lax.rem(part, LANES)
-    out[at] = jnp.where(mine, result, out[at])
+  table = sum(jnp.where(lane == i, x, 0.0) for i, x in enumerate(results))
+  out[0] = table.T[:8]
 
 
 def draw_parts(
@@ -90,28 +85,29 @@ def draw_parts(
     uniform: two numbers of each row from `sampling.uniform`.
     logits_of: maps the product, float32, to the logits.
   """
-  (count, depth), columns = hidden.shape, head.shape[1]
-  width, rows = _width(depth, columns), min(count, _ROWS)
-  parts, blocks = pl.cdiv(columns, width), pl.cdiv(count, rows)
-  shape = 4, blocks * rows, pl.cdiv(parts, LANES) * LANES
+  (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
+  padding = (0, -count % LANES), (0, 0)
+  hidden, uniform = jnp.pad(hidden, padding), jnp.pad(uniform, padding)
+  rows = min(len(hidden), _ROWS)
+  parts = pl.cdiv(columns, width)
   of_rows = lambda width: pl.BlockSpec((rows, width), lambda part, i: (i, 0))
   out = pl.pallas_call(
-    functools.partial(_kernel, columns, logits_of),
-    out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-    grid=(parts, blocks),
+    functools.partial(_draw_part, columns, logits_of),
+    out_shape=jax.ShapeDtypeStruct((parts, 8, len(hidden)), jnp.float32),
+    grid=(parts, pl.cdiv(len(hidden), rows)),
     in_specs=[
       of_rows(depth),
       pl.BlockSpec((depth, width), lambda part, i: (0, part)),
       of_rows(2),
     ],
-    out_specs=pl.BlockSpec(shape, lambda part, i: (0, 0, 0)),
+    out_specs=pl.BlockSpec((1, 8, rows), lambda part, i: (part, 0, i)),
     cost_estimate=pl.CostEstimate(
-      flops=2 * count * head.size,
-      transcendentals=count * columns,
+      flops=2 * hidden.size * columns,
+      transcendentals=len(hidden) * columns,
       bytes_accessed=(head.size + hidden.size) * head.dtype.itemsize,
     ),
     name="draw_parts",
   )(hidden, head, uniform)
-  top, total, drawn, logit = out[:, :count, :parts]
+  top, total, drawn, logit = out[:, :4, :count].transpose(1, 2, 0)
   ids = jnp.arange(parts) * width + drawn.astype(jnp.int32)
   return Parts(ids=ids, logits=logit, tops=top, sums=total)

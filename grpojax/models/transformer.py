@@ -74,30 +74,27 @@ def _draw_parts(
   """Draws tokens by the TPU's kernel, on each device its rows and columns."""
   from grpojax.models import head_kernel  # Pallas takes long to import
 
+  mesh, shape = jax.sharding.get_abstract_mesh(), hidden.shape[:2]
+  names = "batch", "group", "vocabulary"
+  spec = activation_spec(mesh, (*shape, config.vocab_size), names)
+
   def logits_of(x):
     return soft_cap(x, config.logits_cap) * (1 / temperature)
 
-  def of_device(hidden, head, uniform):
+  def draw(hidden, head, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
     parts = head_kernel.draw_parts(rows[0], head, rows[1], logits_of)
-    if axes:  # of the vocabulary
-      first = jax.lax.axis_index(axes) * head.shape[1]
+    if spec[2]:
+      first = jax.lax.axis_index(spec[2]) * head.shape[1]
       parts = parts._replace(ids=parts.ids + first)
     return jax.tree.map(lambda x: x.reshape(*hidden.shape[:2], -1), parts)
 
-  mesh, axes = jax.sharding.get_abstract_mesh(), None
-  if mesh.empty:
-    return of_device(hidden, params["head"], uniform)
-  shape = *hidden.shape[:2], config.vocab_size
-  spec = activation_spec(mesh, shape, ("batch", "group", "vocabulary"))
-  rows, axes = P(*spec[:2]), spec[2]
-  run = jax.shard_map(
-    of_device,
-    in_specs=(rows, P(None, axes), rows),
-    out_specs=spec,
-    check_vma=False,
-  )
-  return run(hidden, params["head"], uniform)
+  if not mesh.empty:
+    rows, columns = P(*spec[:2]), P(None, spec[2])
+    draw = jax.shard_map(
+      draw, in_specs=(rows, columns, rows), out_specs=spec, check_vma=False
+    )
+  return draw(hidden, params["head"], uniform)
 
 
 def _decoding_stacks(

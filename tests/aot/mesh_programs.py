@@ -107,7 +107,7 @@ def lowered(name, devices, layers):
   mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
   tied = kind == "update"
   config = dataclasses.replace(CONFIG, layers=layers, tied=tied)
-  lm = transformer(config, dtype=jnp.bfloat16, remat="full")
+  lm = transformer(config, dtype=jnp.bfloat16, remat="full", platform="tpu")
   params = jax.eval_shape(lm.init, jax.random.key(0))
   with jax.set_mesh(mesh):
     if kind == "update":

@@ -173,6 +173,19 @@ def test_a_decoding_cache_is_read_once_and_one_tile_written(programs, platform):
   assert token == pytest.approx(read + 2 * tile, rel=0.02)
 
 
+def test_a_kernel_costs_what_it_says():
+  estimate = '{"flops":"60","transcendentals":"7","bytes_accessed":"40"}'
+  text = f"""HloModule kernel
+ENTRY %main (x: f32[1000]) -> f32[8] {{
+  %x = f32[1000]{{0}} parameter(0)
+  ROOT %y = f32[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", \
+backend_config={{"custom_call_config":{{"cost_estimate":{estimate}}}}}
+}}
+"""
+  found = cost.cost(hlo.parse(text), TOKENS)
+  assert (found.flops, found.bytes) == (60, 40)
+
+
 def test_a_ragged_dot(programs, platform):
   found = costs(programs, "ragged dot")
   # Each row meets one of 8 matrices; without such a product, XLA:CPU masks.

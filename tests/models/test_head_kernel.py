@@ -39,7 +39,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
-  monkeypatch.setattr(head_kernel, "_width", lambda depth, columns: WIDTH)
+  monkeypatch.setattr(head_kernel, "_width", lambda head: WIDTH)
 
 
 def arrays(rows, seed=0):
@@ -213,7 +213,7 @@ def test_devices_draw_of_their_own_rows():
 
 if __name__ == "__main__":
   head_kernel.pl.pallas_call = INTERPRETED
-  head_kernel._width = lambda depth, columns: WIDTH
+  head_kernel._width = lambda head: WIDTH
   transformer_lib.LARGE = 512
   alone, _ = samples(1.0)
   for tensor in (1, 2):
