@@ -96,7 +96,7 @@ def test_no_product_is_computed_again_for_a_post_norm(tiny):
 def test_the_cache_has_the_asked_dtype(tiny):
   lm = transformer(tiny.config, dtype=jnp.bfloat16)
   cache = jax.eval_shape(lambda: lm.init_cache(2, 3, 7))
-  for keys, values in cache.blocks[0]:
+  for keys, values, *_ in cache.blocks[0]:
     assert keys.shape == (2, 2, 3, 2, 4, 7) and keys.dtype == jnp.bfloat16
     assert values.shape == (2, 2, 3, 2, 7, 4) and values.dtype == keys.dtype
 
