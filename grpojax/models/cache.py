@@ -63,7 +63,7 @@ class Slots(NamedTuple):
   value_scales: Float[Array, "*layers B G K C"] | None = None
 
 
-SLOT_AXES = Slots("bgkec", "bgkce", "bgkc", "bgkc")
+SLOT_AXES = Slots("bgkec", "bgkce")
 
 
 class PromptKeysValues(NamedTuple):

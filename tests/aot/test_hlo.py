@@ -316,7 +316,10 @@ def test_a_fusion_reads_what_it_slices_and_writes_what_it_updates():
     "inner",
     {"a": "f32[10,64]{1,0}", "i": "s32[]"},
     "%z = s32[] constant(0)",
-    "%s = f32[1,64]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,64}",
+    "%two = f32[] constant(2)",
+    "%k = f32[10,64]{1,0} broadcast(%two), dimensions={}",
+    "%m = f32[10,64]{1,0} multiply(%a, %k)",
+    "%s = f32[1,64]{1,0} dynamic-slice(%m, %i, %z), dynamic_slice_sizes={1,64}",
     "ROOT %b = f32[64]{0} bitcast(%s)",
   )
   parameters = {"a": "f32[10,64]{1,0}", "c": "f32[5,64]{1,0}"}

@@ -32,7 +32,7 @@ PROMPTS = Prompts(
   jnp.asarray(RNG.integers(0, 11, (2, 4))),
   jnp.array([[True] * 4, [True, True, False, False]]),
 )
-FULL = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def rounded(x, axis):
@@ -54,6 +54,13 @@ def rounded_params(params):
   if "head" not in params:  # the head is rounded, and the embedding is not
     params["head"] = rounded(params["embed"].T, 0)
   return params
+
+
+def random_params(lm):
+  return jax.tree.map(
+    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32),
+    jax.eval_shape(lm.init, jax.random.key(0)),
+  )
 
 
 def drawn(lm, params, sampling):
@@ -100,10 +107,7 @@ def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
   """And of no other: by the full path, on parameters rounded by NumPy."""
   config = dataclasses.replace(tiny.config, **changes)
   lm = transformer(config)
-  shapes = jax.eval_shape(lm.init, jax.random.key(0))
-  params = jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32), shapes
-  )
+  params = random_params(lm)
   samples = drawn(lm, params, WEIGHTS)
   of_rounded = transformer(dataclasses.replace(config, tied=False))
   assert mismatch(of_rounded, rounded_params(params), samples) < 2e-5
@@ -121,29 +125,30 @@ def test_adapters_are_not_rounded(tiny):
   assert mismatch(of_rounded, adapters, samples) < 2e-5
 
 
+def map_slots(function, cache):
+  """Maps a function of `Slots`, as keys, values and scales, to new ones."""
+  blocks = (tuple(function(*x) for x in block) for block in cache.blocks)
+  return cache_lib.Cache(cache.index, tuple(blocks))
+
+
 def plain(cache):
   """A cache in 8 bits as one of float32 numbers."""
-  blocks = []
-  for block in cache.blocks:
-    stacks = []
-    for keys, values, *scales in block:
-      keys = keys * scales[0][..., None, :]
-      values = values * scales[1][..., None]
-      stacks.append(cache_lib.Slots(keys, values))
-    blocks.append(tuple(stacks))
-  return cache_lib.Cache(cache.index, tuple(blocks))
+  return map_slots(
+    lambda keys, values, key_scales, value_scales: cache_lib.Slots(
+      keys * key_scales[..., None, :], values * value_scales[..., None]
+    ),
+    cache,
+  )
 
 
 def round_cache(cache):
   """A cache of float32 numbers, rounded by NumPy: a token and head at once."""
-  blocks = jax.tree.map(np.asarray, cache.blocks)
-  blocks = tuple(
-    tuple(
-      cache_lib.Slots(rounded(x.keys, -2), rounded(x.values, -1)) for x in block
-    )
-    for block in blocks
+  return map_slots(
+    lambda keys, values, *_: cache_lib.Slots(
+      rounded(keys, -2), rounded(values, -1)
+    ),
+    cache,
   )
-  return cache_lib.Cache(cache.index, blocks)
 
 
 @pytest.mark.parametrize("layers", [2, 9])  # each by itself, and a stack
@@ -151,10 +156,7 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
   """Token by token, while it grows."""
   config = dataclasses.replace(tiny.config, layers=layers)
   lm = transformer(config, platform="cpu")
-  params = jax.tree.map(
-    lambda x: 0.3 * RNG.normal(size=x.shape).astype(np.float32),
-    jax.eval_shape(lm.init, jax.random.key(0)),
-  )
+  params = jax.tree.map(lambda x: 0.6 * x, random_params(lm))
   ids = jnp.asarray(RNG.integers(0, 11, (2, 3, 9)))
   outputs = []
   for formats in ({"cache_dtype": "int8"}, {}):
@@ -207,7 +209,7 @@ def test_eight_devices_draw_what_one_does():
     | {
       "JAX_NUM_CPU_DEVICES": "8",
       "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": str(FULL),
+      "PYTHONPATH": str(ROOT),
     },
     capture_output=True,
     text=True,
@@ -229,10 +231,7 @@ def main():
     tied=False,
   )
   lm = transformer(config)
-  params = jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32),
-    jax.eval_shape(lm.init, jax.random.key(0)),
-  )
+  params = random_params(lm)
   alone = drawn(lm, params, INT8)
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   placed = jax.device_put(params, sharding.shardings(params, mesh))
