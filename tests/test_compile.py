@@ -123,11 +123,12 @@ def test_names_of_machines():
   assert topology.parse("tpu7x:2x2x4") == ("tpu7x", 16)
   assert topology.parse("cpu:8") == ("cpu", 8)
   assert topology.parse("h100:8") == ("h100", 8)
+  assert topology.parse("v5e:4x4*2") == ("v5e", 32)
   with pytest.raises(ValueError, match="no node has more than 8"):
     topology.parse("h100:16")
   with pytest.raises(ValueError, match="no slice has more than"):
     topology.parse("v5e:1000x1000")
-  for name in ("", "v5e", "v5e:8", "v5p:2x2", "h100:2x4", "cpu:0", "v5e:0x2"):
+  for name in ("", "v5e", "v5e:8", "v5p:2x2", "h100:4*2", "cpu:0", "v5e:0x2"):
     with pytest.raises(ValueError, match=f"--topology={name}: give a chip"):
       topology.parse(name)
 

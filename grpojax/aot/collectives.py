@@ -103,7 +103,7 @@ def find(
   XLA:TPU splits one that runs beside a product into several fusions: a start,
   the product's own, and a done. All name the same collective, by a chain_id;
   the first pays. `inside` is the instruction by `memory.contents`; chains that
-  were met before in its computation are in `seen`, which is added to.
+  were met before are in `seen`, which is added to.
 
   Returns:
     The collectives with trips 1, outside of the token loop; and the names of

@@ -85,6 +85,9 @@ class _Walk(NamedTuple):
   constants: trips.Constants  # of the loop that it is the body of
   op_name: str  # of the caller, for instructions that have none
   token_loops: list[str]  # op_names, added to
+  chains: set[
+    str
+  ]  # collectives in several parts, some in inner loops; added to
   loop: int = 1  # trips of the innermost loop that it is in
 
 
@@ -110,7 +113,6 @@ def _loop(
 
 def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
   """Yields the costs of a computation's instructions, and of their callees."""
-  seen = set()
   for i in computation.instructions.values():
     called = [walk.module.computations[name] for _, name in i.called]
     op_name = i.op_name or walk.op_name
@@ -133,7 +135,7 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
         yield from _walk(walk._replace(op_name=op_name), c)
     elif not memory.is_free(i):
       inside = memory.contents(walk.module, computation, i)
-      sent, paid = collectives.find(walk.module, inside, seen)
+      sent, paid = collectives.find(walk.module, inside, walk.chains)
       shapes = memory.result(inside.parameters, i)
       yield InstructionCost(
         name=i.name,
@@ -167,6 +169,6 @@ def cost(module: Module, token_loop_trips: int) -> Cost:
   known `token_loop_trips` times, the tokens of a completion, and once within
   another one.
   """
-  walk = _Walk(module, token_loop_trips, 1, False, {}, "", [])
+  walk = _Walk(module, token_loop_trips, 1, False, {}, "", [], set())
   entry = module.computations[module.entry]
   return Cost(tuple(_walk(walk, entry)), tuple(walk.token_loops))

@@ -208,8 +208,9 @@ def test_several_arrays_reduced_and_cut_together(whole):
   assert (c.kind, c.bytes) == want  # 3 of 4 pieces of 384 bytes
 
 
-def test_a_chain_of_fusions_is_one_collective():
-  """XLA:TPU, a gather beside a product: start, product, done."""
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_chain_of_fusions_is_one_collective(nested):
+  """XLA:TPU, a gather beside a product or a loop: start, product, done."""
   gather = (
     "%g = f32[128]{0} all-gather(%p0), channel_id=2,"
     " replica_groups=[1,8]<=[8], dimensions={0},"
@@ -236,6 +237,11 @@ def test_a_chain_of_fusions_is_one_collective():
     "ROOT %c = f32[128]{0} custom-call(%p0, %p1, %g),"
     ' custom_call_target="AsyncCollectiveDone"',
   )
+  beside = "(f32[8,8]{1,0}, f32[128]{0}) fusion(%a, %w), calls=%beside"
+  inner = {"a": "f32[16]{0}", "w": "f32[8,8]{1,0}"}
+  inner = block("inner", inner, f"ROOT %i = {beside}")
+  if nested:
+    beside = "(f32[8,8]{1,0}, f32[128]{0}) call(%a, %w), to_apply=%inner"
   found = costs(
     block(
       "e",
@@ -243,12 +249,13 @@ def test_a_chain_of_fusions_is_one_collective():
       "%s = (f32[16]{0}, f32[128]{0}, u32[]{:S(2)}) fusion(%x), calls=%start",
       "%a = f32[16]{0} get-tuple-element(%s), index=0",
       "%b = f32[128]{0} get-tuple-element(%s), index=1",
-      "%f = (f32[8,8]{1,0}, f32[128]{0}) fusion(%a, %w), calls=%beside",
+      f"%f = {beside}",
       "%c = f32[128]{0} get-tuple-element(%f), index=1",
       "ROOT %r = f32[128]{0} fusion(%a, %c), kind=kCustom, calls=%done",
     ),
     start,
     product,
+    inner,
     done,
   )
   (c,) = found.collectives
