@@ -73,6 +73,17 @@ class _Keys(NamedTuple):
   value_scales: Array | None = None
 
 
+def _of_queries(
+  scales: Float[Array, "B G K C"], logits: Float[Array, "B G k r S C"]
+) -> Float[Array, "B G k r 1 C"]:
+  """Returns the scales of each query's own head; heads may be side by side."""
+  b, g, k, r, _, c = logits.shape
+  heads = scales.shape[2] // k
+  scales = scales.reshape(b, g, k, heads, 1, c)
+  scales = jnp.broadcast_to(scales, (b, g, k, heads, r // heads, c))
+  return scales.reshape(b, g, k, r, 1, c)
+
+
 def _attend(
   q: Float[Array, "*queries E"],
   parts: list[_Keys],
@@ -94,7 +105,7 @@ def _attend(
     product = f"{axes},{part.axes[0]}->{logits_axes}"
     logits = cpu.float32_einsum(product, q, part.keys.astype(q.dtype))
     if part.key_scales is not None:
-      logits = logits * part.key_scales[:, :, :, None, None]
+      logits = logits * _of_queries(part.key_scales, logits)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
   logits = [logits_of(part) for part in parts]
@@ -113,7 +124,7 @@ def _attend(
   def out_of(weights, part):
     product = f"{logits_axes},{part.axes[1]}->{axes}"
     if part.value_scales is not None:
-      weights = weights * part.value_scales[:, :, :, None, None]
+      weights = weights * _of_queries(part.value_scales, weights)
     weights = _rounded(weights, q.dtype)
     return cpu.float32_einsum(product, weights, part.values.astype(q.dtype))
 

@@ -105,16 +105,14 @@ def create(
   `layers` has the number of layers of each stack.
   """
   block = []
-  together = 1
-  if platform == "tpu" and not in_8_bits:  # where each head has its scale
-    together = _heads_together(kv_heads, head_dim)
-  kv_heads, head_dim = kv_heads // together, head_dim * together
+  together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
+  width, stored = head_dim * together, jnp.int8 if in_8_bits else dtype
   for count in layers:
-    shape = count, batch, group_size, kv_heads
-    stored = jnp.int8 if in_8_bits else dtype
-    keys = jnp.zeros((*shape, head_dim, capacity), stored)
-    values = jnp.zeros((*shape, capacity, head_dim), stored)
-    scales = [jnp.zeros((*shape, capacity), dtype) for _ in range(2)]
+    shape = count, batch, group_size, kv_heads // together
+    keys = jnp.zeros((*shape, width, capacity), stored)
+    values = jnp.zeros((*shape, capacity, width), stored)
+    shape = *shape[:3], kv_heads, capacity  # each head has scales
+    scales = [jnp.zeros(shape, dtype) for _ in range(2)]
     block.append(Slots(keys, values, *(scales if in_8_bits else ())))
   return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
 
@@ -316,7 +314,7 @@ def write(
     tokens = tuple(map(_in_8_bits, tokens))
 
   def write_one(axis, slots, new):
-    if slots.shape[3] < new.shape[3]:
+    if slots.shape[3] < new.shape[3]:  # not of scales
       new = side_by_side(new, new.shape[3] // slots.shape[3])
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)

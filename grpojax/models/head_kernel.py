@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from grpojax.core.decoding.sampling import Parts, share_below
 from grpojax.models.cache import LANES
@@ -23,21 +23,25 @@ _BYTES = 2**23  # of VMEM for weights and logits of a part
 _NEGATIVE = -1e30  # logits behind the vocabulary's end
 
 
-def _width(head: Float[Array, "D V"]) -> int:
+def _width(head: Shaped[Array, "D V"]) -> int:
   """Returns the tokens of a part: whole lanes, whatever the number of rows."""
   depth, columns = head.shape
-  most = _BYTES // (2 * head.dtype.itemsize * depth + 8 * _ROWS)
+  itemsize = max(head.dtype.itemsize, 2)  # integers are converted
+  most = _BYTES // (2 * itemsize * depth + 8 * _ROWS)
   return max(min(most, columns) // LANES, 1) * LANES
 
 
-def _draw_part(columns, logits_of, hidden, head, uniform, out):
+def _draw_part(columns, logits_of, hidden, head, scales, uniform, out):
   """Draws a token of one part for each row of a block; see `draw_parts`.
 
   The first four rows of out [1, 8, rows] become the largest logit, the sum of
   exp(logit - largest), the drawn column and its logit.
   """
   width, first_column = head.shape[1], pl.program_id(0) * head.shape[1]
-  x = jnp.dot(hidden[...], head[...], preferred_element_type=jnp.float32)
+  matrix = head[...].astype(hidden.dtype)  # of integers in 8 bits
+  x = jnp.dot(hidden[...], matrix, preferred_element_type=jnp.float32)
+  for scale in scales:
+    x *= scale[...]
   column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
   x = jnp.where(column < columns - first_column, logits_of(x), _NEGATIVE)
   top = jnp.max(x, axis=-1, keepdims=True)
@@ -73,9 +77,10 @@ def _draw_part(columns, logits_of, hidden, head, uniform, out):
 
 def draw_parts(
   hidden: Float[Array, "N D"],
-  head: Float[Array, "D V"],
+  head: Shaped[Array, "D V"],
   uniform: Float[Array, "N 2"],
   logits_of: Callable[[Array], Array],
+  scale: Float[Array, "V"] | None = None,
 ) -> Parts:
   """Draws a token of each part of the vocabulary for each row.
 
@@ -84,12 +89,15 @@ def draw_parts(
     head: output head.
     uniform: two numbers of each row from `sampling.uniform`.
     logits_of: maps the product, float32, to the logits.
+    scale: factors of the head's columns (`quantization`), or None.
   """
   (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
   padding = (0, -count % LANES), (0, 0)
   hidden, uniform = jnp.pad(hidden, padding), jnp.pad(uniform, padding)
   rows = min(len(hidden), _ROWS)
   parts = pl.cdiv(columns, width)
+  scales = () if scale is None else (scale.astype(jnp.float32)[None],)
+  of_columns = pl.BlockSpec((1, width), lambda part, i: (0, part))
   of_rows = lambda width: pl.BlockSpec((rows, width), lambda part, i: (i, 0))
   out = pl.pallas_call(
     functools.partial(_draw_part, columns, logits_of),
@@ -98,16 +106,17 @@ def draw_parts(
     in_specs=[
       of_rows(depth),
       pl.BlockSpec((depth, width), lambda part, i: (0, part)),
+      (of_columns,) * len(scales),
       of_rows(2),
     ],
     out_specs=pl.BlockSpec((1, 8, rows), lambda part, i: (part, 0, i)),
     cost_estimate=pl.CostEstimate(
       flops=2 * hidden.size * columns,
       transcendentals=len(hidden) * columns,
-      bytes_accessed=(head.size + hidden.size) * head.dtype.itemsize,
+      bytes_accessed=head.nbytes + hidden.nbytes,
     ),
     name="draw_parts",
-  )(hidden, head, uniform)
+  )(hidden, head, scales, uniform)
   top, total, drawn, logit = out[:, :4, :count].transpose(1, 2, 0)
   ids = jnp.arange(parts) * width + drawn.astype(jnp.int32)
   return Parts(ids=ids, logits=logit, tops=top, sums=total)

@@ -81,9 +81,10 @@ def _draw_parts(
   def logits_of(x):
     return soft_cap(x, config.logits_cap) * (1 / temperature)
 
-  def draw(hidden, head, uniform):
+  def draw(hidden, head, scale, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
-    parts = head_kernel.draw_parts(rows[0], head, rows[1], logits_of)
+    draw_parts = head_kernel.draw_parts
+    parts = draw_parts(rows[0], head, rows[1], logits_of, scale)
     if spec[2]:
       first = jax.lax.axis_index(spec[2]) * head.shape[1]
       parts = parts._replace(ids=parts.ids + first)
@@ -92,9 +93,12 @@ def _draw_parts(
   if not mesh.empty:
     rows, columns = P(*spec[:2]), P(None, spec[2])
     draw = jax.shard_map(
-      draw, in_specs=(rows, columns, rows), out_specs=spec, check_vma=False
+      draw,
+      in_specs=(rows, columns, P(spec[2]), rows),
+      out_specs=spec,
+      check_vma=False,
     )
-  return draw(hidden, params["head"], uniform)
+  return draw(hidden, params["head"], params.get("head_scale"), uniform)
 
 
 def _decoding_stacks(
@@ -253,8 +257,6 @@ def transformer(
     params = _for_decoding(
       config, params, dtype, longest, stacks, weights_dtype == "int8"
     )
-    if "head_scale" in params:
-      decoding_lm = decoding_lm._replace(draw_parts=None)
     return decoding_lm, params
 
   model = _lm(config, dtype, remat, (config.layers,), row_attention)

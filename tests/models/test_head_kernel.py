@@ -20,6 +20,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import head_kernel
 from grpojax.models import transformer as transformer_lib
+from grpojax.models.quantization import quantize
 from grpojax.models.transformer import TransformerConfig, transformer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -81,6 +82,17 @@ def test_parts_are_those_by_hand(cap):
       np.testing.assert_allclose(parts.sums[row, part], total, rtol=1e-4)
       found = parts.logits[row, part]
       np.testing.assert_allclose(found, logits[row, token], atol=1e-4)
+
+
+def test_a_head_in_8_bits_draws_as_what_it_stands_for():
+  hidden, head, numbers = arrays(40)
+  integers, scale = quantize(head, axis=0)
+  logits_of = lambda x: x
+  run = jax.jit(head_kernel.draw_parts, static_argnums=3)
+  parts = run(hidden, integers, numbers, logits_of, scale)
+  expected = draw_parts(hidden, integers.astype(jnp.float32) * scale, numbers)
+  np.testing.assert_array_equal(parts.ids, expected.ids)
+  np.testing.assert_allclose(parts.sums, expected.sums, rtol=1e-4)
 
 
 def test_tokens_have_their_probabilities():

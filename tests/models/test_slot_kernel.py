@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.mesh import make_mesh
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
@@ -112,8 +113,10 @@ def test_devices_write_their_own_rows():
   )
 
 
-@pytest.mark.parametrize("layers", [2, 9])  # written out, and scanned
-def test_samples_are_those_of_other_platforms(layers):
+@pytest.mark.parametrize(  # written out, and scanned
+  "layers, format", [(2, "model"), (9, "model"), (2, "int8")]
+)
+def test_samples_are_those_of_other_platforms(layers, format):
   config = TransformerConfig(
     vocab_size=50,
     width=32,
@@ -140,6 +143,7 @@ def test_samples_are_those_of_other_platforms(layers):
       group_size=3,
       max_new_tokens=18,
       eos_ids=(0,),
+      sampling=Sampling(weights_dtype=format, cache_dtype=format),
     )
 
   found, expected = sample("tpu"), sample("cpu")
