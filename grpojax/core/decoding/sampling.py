@@ -79,7 +79,8 @@ class Sampling:
   @property
   def is_whole(self) -> bool:
     """True for the softmax of all logits, at some temperature."""
-    return self.temperature > 0 and self == Sampling(self.temperature)
+    whole = Sampling(self.temperature, **self.formats)
+    return self.temperature > 0 and self == whole
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
