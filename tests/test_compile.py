@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -128,8 +129,18 @@ def test_names_of_machines():
     topology.parse("h100:16")
   with pytest.raises(ValueError, match="no slice has more than"):
     topology.parse("v5e:1000x1000")
-  for name in ("", "v5e", "v5e:8", "v5p:2x2", "h100:4*2", "cpu:0", "v5e:0x2"):
-    with pytest.raises(ValueError, match=f"--topology={name}: give a chip"):
+  for name in (
+    "v5e:2x2*0",
+    "h100:4*2",
+    "",
+    "v5e",
+    "v5e:8",
+    "v5p:2x2",
+    "h100:2x4",
+    "cpu:0",
+    "v5e:0x2",
+  ):
+    with pytest.raises(ValueError, match=re.escape(f"={name}: give a chip")):
       topology.parse(name)
 
 
