@@ -49,7 +49,10 @@ class Settings(NamedTuple):
 
 
 class Part(NamedTuple):
-  """One set of keys, and the run of it that each query sees."""
+  """One set of keys, and the run of it that each query sees.
+
+  The first one has the queries' own rows, up to themselves.
+  """
 
   keys: Float[Array, "M K C E"]
   values: Float[Array, "M K C E"]
@@ -276,15 +279,14 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
   return {"pipeline_mode": pl.Buffered(1)}
 
 
-def _flops(products: int, q: Array, part: Part) -> int:
+def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
   """Returns the operations of matrix products of all queries with a part.
 
-  Of rows that one segment fills: half of their own keys are in the future.
+  Of rows that one segment fills: half of their own keys, which are the first
+  part, are in the future.
   """
-  n, heads, size, width = q.shape
-  keys = part.keys.shape[2]
-  seen = (keys + 1) // 2 if n == len(part.keys) else keys
-  return 2 * products * n * heads * size * seen * width
+  keys = parts[index].keys.shape[2]
+  return 2 * products * q.size * (keys if index else (keys + 1) // 2)
 
 
 def _over_queries(settings, kernel, products, queries, parts, out):
@@ -327,7 +329,7 @@ def _over_queries(settings, kernel, products, queries, parts, out):
     (n, heads, size // block),
     ([*map(of_queries, queries), specs], [*queries, [*zipped(runs, parts)]]),
     (jax.tree.map(of_queries, out), out),
-    sum(_flops(products, q, part) for part in parts),
+    sum(_flops(products, q, parts, index) for index in range(len(parts))),
   )
 
 
@@ -357,13 +359,17 @@ def query_gradient(
 
 
 def key_gradients(
-  settings: Settings, queries: Sequence[Array], part: Part, key_block: int
+  settings: Settings,
+  queries: Sequence[Array],
+  parts: Sequence[Part],
+  index: int,
 ) -> tuple[Float[Array, "N K C E"], Float[Array, "N K C E"]]:
-  """Returns the gradients of keys and values for each row, float32.
+  """Returns the gradients of a part's keys and values for each row, float32.
 
-  `queries` are those of `query_gradient`, `key_block` one of `settings.blocks`.
+  `queries` are those of `query_gradient`.
   """
-  q, block = queries[0], settings.blocks[0]
+  q, part = queries[0], parts[index]
+  block, key_block = settings.blocks[0], settings.blocks[index]
   n, heads, size, width = q.shape
   share, (_, kv_heads, slots, _) = n // len(part.keys), part.keys.shape
   # A GPU's programs run beside each other, and add nothing up.
@@ -389,5 +395,5 @@ def key_gradients(
     (n, kv_heads, slots // key_block, turns),
     (specs, (*queries, of_blocks, part)),
     ((gradient, gradient), (out, out)),
-    _flops(4, q, part),
+    _flops(4, q, parts, index),
   )

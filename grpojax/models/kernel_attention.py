@@ -90,18 +90,17 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
   parts = _parts(row, prompt, seen)
   dq = flash_kernels.query_gradient(settings, queries, parts)
 
-  def of_part(part, block, arrays, axes):
+  def of_part(index, arrays, axes):
     def one(x, like):  # summed over the rows and devices that share keys
-      x = x.reshape(len(part.keys), -1, *x.shape[1:]).sum(axis=1)
+      x = x.reshape(len(parts[index].keys), -1, *x.shape[1:]).sum(axis=1)
       x = jax.lax.psum(x, axes) if axes else x
       return x.reshape(like.shape).astype(like.dtype)
 
-    of_keys = flash_kernels.key_gradients
-    gradients = of_keys(settings, queries, part, block)
+    gradients = flash_kernels.key_gradients(settings, queries, parts, index)
     return type(arrays)(*map(one, gradients, arrays))
 
   arrays = [row] if prompt is None else [row, prompt]
-  gradients = list(map(of_part, parts, settings.blocks, arrays, sums))
+  gradients = list(map(of_part, range(len(parts)), arrays, sums))
   return dq.reshape(q.shape), *gradients, *[None] * (2 - len(gradients))
 
 
@@ -182,10 +181,15 @@ def kernel_attention(
     first=jnp.concatenate([seen.first, first], axis=2),
     prompt_first=_pad(seen.prompt_first, 2, blocks[0]),
   )
+  q = _pad(q, 4, blocks[0])
   row = jax.tree.map(lambda x: _pad(x, 3, blocks[0]), row)
   prompt = jax.tree.map(lambda x: _pad(x, 2, blocks[-1]), prompt)
-  out = _attention(settings, _pad(q, 4, blocks[0]), row, prompt, seen)
-  return out[..., :size, :]
+  if platform == "gpu":  # Triton's arrays have powers of two, of 16 at least
+    channels = 1 << (max(width, 16) - 1).bit_length()
+    pad = lambda x: _pad(x, x.ndim - 1, channels)
+    q, row, prompt = jax.tree.map(pad, (q, row, prompt))
+  out = _attention(settings, q, row, prompt, seen)
+  return out[..., :size, :width]
 
 
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
