@@ -4,7 +4,7 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_0_5b.py
            Qwen/Qwen2.5-0.5B-Instruct comes from the Hugging Face Hub, or with
            --config.model.path=DIR from a directory. For the data see
            configs/gsm8k.py.
-Hardware:  four chips of TPU v5e with --config.optim.micro_batches=8: 10.4 of
+Hardware:  four chips of TPU v5e with --config.optim.micro_batches=8: 11.5 of
            16 GiB, as compiled for v5e:2x2; one chip with fewer samples, see
            launch/README.md. Or one GPU of 40 GB or more.
 Time:      not known; not run yet: no accelerator was at hand.
