@@ -292,6 +292,8 @@ def main(argv: list[str]) -> int:
     disk.check_file(out, "--out")
     if unknown := [name for name in flags.skip if name not in CHECKS]:
       raise ValueError(f"--skip={unknown[0]}: there are {', '.join(CHECKS)}")
+    if set(flags.skip) == set(CHECKS):
+      raise ValueError("--skip: leaves nothing to be checked")
   # A run of its own ends with it.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   rows = []

@@ -131,6 +131,7 @@ def test_names_of_machines():
     topology.parse("v5e:1000x1000")
   for name in (
     "v5e:2x2*0",
+    "v5e:2x2*65",
     "h100:4*2",
     "",
     "v5e",

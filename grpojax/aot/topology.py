@@ -20,6 +20,7 @@ class Machine(NamedTuple):
 
 
 LARGEST = 9216  # chips, of a pod of tpu7x
+MOST_SLICES = 64
 LARGEST_NODE = 8  # GPUs that a switch joins
 
 # XLA:GPU's description of a device, as a protobuf's text (openxla/xla,
@@ -109,7 +110,10 @@ def parse(name: str) -> tuple[str, int]:
   if count > largest:
     one = "node" if chip in _GPUS else "slice"
     raise ValueError(f"--topology={name}: no {one} has more than {largest}")
-  return chip, count * int(slices or 1)
+  slices = int(slices or 1)
+  if slices > MOST_SLICES:  # libtpu ends the process
+    raise ValueError(f"--topology={name}: at most {MOST_SLICES} slices")
+  return chip, count * slices
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -152,6 +152,18 @@ def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
   return {name: n for name, n, kind in axes if kind == AxisType.Auto and n > 1}
 
 
+def runs_kernels() -> bool:
+  """Returns True where a kernel can be told each device's part of its arrays.
+
+  XLA splits none. So there must be one device, or a mesh in context of whose
+  axes none is a user's own.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.axis_names:
+    return jax.device_count() == 1
+  return set(mesh.axis_types) == {AxisType.Auto}
+
+
 def divide(
   shape: Sequence[int],
   allowed: Sequence[Sequence[str]],

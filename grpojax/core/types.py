@@ -125,7 +125,8 @@ class LM(NamedTuple):
     """
     if self.prepare is None:
       if formats:
-        raise ValueError(f"a model without LM.prepare has no {formats}")
+        names = ", ".join(f"{name}={x}" for name, x in formats.items())
+        raise ValueError(f"sampling with {names} needs a model with LM.prepare")
       return self, params
     return self.prepare(params, longest, **formats)
 

@@ -49,7 +49,7 @@ def soft_cap(
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
   """Returns x in another dtype, and rounded to it for all that follows.
 
   Of casts to 16 bits and back to 32 XLA drops both, in one program or another:
@@ -125,11 +125,11 @@ def _attend(
     product = f"{logits_axes},{part.axes[1]}->{axes}"
     if part.value_scales is not None:
       weights = weights * _of_queries(part.value_scales, weights)
-    weights = _rounded(weights, q.dtype)
+    weights = rounded(weights, q.dtype)
     return cpu.float32_einsum(product, weights, part.values.astype(q.dtype))
 
   out = functools.reduce(jnp.add, map(out_of, weights, parts))
-  return _rounded(out / total, q.dtype), lse
+  return rounded(out / total, q.dtype), lse
 
 
 def _attend_prompt(q, prompt, mask, scale, cap, unit):

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.mesh import constrain
-from grpojax.models.attention import soft_cap
+from grpojax.models.attention import rounded, soft_cap
 from grpojax.models.cache import (
   PROMPT_AXES,
   ROW_AXES,
@@ -200,7 +200,7 @@ def _laid_out(q):
 
 
 def _forward(settings, q, row, prompt, visibility):
-  """Returns the output, and the logits' log-sum-exps [B, G, K, R, S]."""
+  """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
   # None of the arrays is known before all are. Differentiating an outer loop,
   # over layers say, JAX would compute before it what does not change in it: the
   # masks of all blocks at once.
@@ -233,8 +233,12 @@ def _forward(settings, q, row, prompt, visibility):
         # Masked, also where nothing was seen yet and all logits are the same.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
         rescale = jnp.exp(top - new_top)
-        total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
-        out = out * rescale + out_of(weights.astype(q.dtype), values)
+        # The sum is of rounded weights, too, so that an average of equal values
+        # is these: their rounding errors cancel.
+        weights = rounded(weights, q.dtype)
+        added = jnp.sum(weights.astype(jnp.float32), axis=-1, keepdims=True)
+        total = total * rescale + added
+        out = out * rescale + out_of(weights, values)
         return new_top, total, out
 
       def step(carry, block):
@@ -247,7 +251,7 @@ def _forward(settings, q, row, prompt, visibility):
     for part in parts:
       carry = add_part(carry, *part)
     top, total, out = carry
-    return None, ((out / total).astype(q.dtype), (top + jnp.log(total))[..., 0])
+    return None, (out / total, (top + jnp.log(total))[..., 0])
 
   blocks = _query_blocks(settings, q, visibility)
   _, (out, lse) = jax.lax.scan(of_queries, None, blocks)
@@ -310,7 +314,9 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
     for part, tangent_part in zip(parts, tangent_parts, strict=True):
       carry = add_part(carry, part, tangent_part)
     dout, dtotal = carry
-    return (dout - dtotal * out.astype(jnp.float32)).astype(q.dtype)
+    # `out` is not rounded here: what all keys or all values have in common
+    # cancels out of the difference.
+    return (dout - dtotal * out).astype(q.dtype)
 
   blocks = queries, split(dq), split(out), split(lse), masked_by
   _, dout = jax.lax.scan(lambda _, x: (None, of_queries(x)), None, blocks)
@@ -319,7 +325,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attention(settings, q, row, prompt, visibility):
-  return _forward(settings, q, row, prompt, visibility)[0]
+  return _forward(settings, q, row, prompt, visibility)[0].astype(q.dtype)
 
 
 @_attention.defjvp
@@ -333,7 +339,7 @@ def _attention_jvp(settings, primals, tangents):
   # linearized themselves. Its value at 0 is read by nobody, and left out.
   tangents = tangents[:3]
   _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
-  return out, linear(tangents)
+  return out.astype(primals[0].dtype), linear(tangents)
 
 
 def block_attention(

@@ -32,7 +32,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from grpojax.core.mesh import activation_spec, constrain, free_axes
+from grpojax.core.mesh import (
+  activation_spec,
+  constrain,
+  free_axes,
+  runs_kernels,
+)
 from grpojax.models.quantization import quantize
 
 LANES = 128
@@ -323,7 +328,7 @@ def write(
     mask = jnp.expand_dims(real, tuple(others))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
     by_kernel = platform == "tpu" and last.shape[2] == 1 and slots.ndim == 6
-    if by_kernel and slots.shape[9 - axis] % LANES == 0:
+    if by_kernel and runs_kernels() and slots.shape[9 - axis] % LANES == 0:
       return _write_row(axis, slots, new, slot)
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 

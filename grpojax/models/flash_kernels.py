@@ -32,7 +32,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from grpojax.models.attention import soft_cap
 
-_VMEM = 64 * 2**20
+_VMEM, _VMEM_V4 = 56 * 2**20, 15 * 2**20
 """Bytes that a TPU's kernel may use of the memory on the chip."""
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
@@ -63,8 +63,8 @@ class Part(NamedTuple):
 class _Run(NamedTuple):
   """Numbers of the first block, and of the one behind the last, in memory."""
 
-  begin: Int[Array, "N blocks"]
-  end: Int[Array, "N blocks"]
+  begin: Int[Array, "N 1 blocks"]
+  end: Int[Array, "N 1 blocks"]
 
 
 def block_size(platform: str, size: int, width: int) -> int:
@@ -79,13 +79,21 @@ def block_size(platform: str, size: int, width: int) -> int:
   return next((n for n in (512, 256) if -size % n <= size // 8), 128)
 
 
+def _vmem() -> int:
+  """Returns the limit for the chips of the mesh in context, or of JAX."""
+  mesh = jax.sharding.get_abstract_mesh()
+  device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
+  return _VMEM_V4 if "v4" in device.device_kind else _VMEM
+
+
 def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
   """Returns False where a TPU's kernels cannot hold so many tokens of a head.
 
-  It holds 48k tokens of 256 channels, or 96k of 128, in 16 bits.
+  They hold 43k tokens of 256 channels or 86k of 128 in 16 bits, and on v4 11k
+  and 23k.
   """
-  held = 2 * tokens * max(width, 128) * jnp.dtype(dtype).itemsize
-  return held <= _VMEM - 2**24
+  held = 2 * tokens * -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
+  return held <= _vmem() * 3 // 4
 
 
 def _visible(part: Part, block: int, key_block: int) -> Array:
@@ -104,7 +112,7 @@ def _run(visible: Array) -> _Run:
   begin = jnp.argmax(visible, axis=-1)
   end = count - jnp.argmax(visible[..., ::-1], axis=-1)
   end = jnp.where(any_visible, end, begin)
-  return _Run(begin.astype(jnp.int32), end.astype(jnp.int32))
+  return _Run(*(x.astype(jnp.int32)[:, None] for x in (begin, end)))
 
 
 _div = jax.lax.div  # of indices: `//` would look at signs
@@ -137,7 +145,7 @@ def _dlogits(settings, logits, mask, lse, values, dout, di):
 
 def _over_keys(settings, q, parts, add, carry):
   """Adds `add(carry, logits, mask, keys, values)` for all blocks of keys."""
-  n, i = pl.program_id(0), pl.program_id(2)
+  i = pl.program_id(2)
   for key_block, (run, part) in zip(settings.blocks, parts, strict=True):
 
     def step(j, carry, part=part, key_block=key_block):
@@ -148,7 +156,7 @@ def _over_keys(settings, q, parts, add, carry):
       logits, mask = _logits(settings, keys, q, *of_runs)
       return add(carry, logits, mask, keys, values)
 
-    carry = jax.lax.fori_loop(run.begin[n, i], run.end[n, i], step, carry)
+    carry = jax.lax.fori_loop(run.begin[0, i], run.end[0, i], step, carry)
   return carry
 
 
@@ -171,8 +179,12 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
     # Masked, also where nothing was seen yet and all logits are the same.
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
-    total = total * rescale + jnp.sum(weights, axis=0, keepdims=True)
-    out = out * rescale + _dot(values, weights.astype(q.dtype), (0, 0))
+    # The sum is of rounded weights, too, so that an average of equal values is
+    # these: their rounding errors cancel.
+    weights = weights.astype(q.dtype)
+    added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
+    total = total * rescale + added
+    out = out * rescale + _dot(values, weights, (0, 0))
     return new_top, total, out
 
   top, total, out = _over_keys(settings, q, parts, add, carry)
@@ -201,7 +213,7 @@ def _keys_kernel(
   Sums over the query heads that share them: those in the references, and those
   of the grid's last axis.
   """
-  n, j, head = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+  j, head = pl.program_id(2), pl.program_id(3)
   keys, values = part.keys[...], part.values[...]
   block, heads = settings.blocks[0], len(q_ref)
 
@@ -220,7 +232,7 @@ def _keys_kernel(
   carry = (jnp.zeros(keys.shape, jnp.float32),) * 2
   for r in range(heads):
     of_head = functools.partial(step, r=r)
-    carry = jax.lax.fori_loop(run.begin[n, j], run.end[n, j], of_head, carry)
+    carry = jax.lax.fori_loop(run.begin[0, j], run.end[0, j], of_head, carry)
   for ref, x in zip((dkeys_ref, dvalues_ref), carry, strict=True):
     if settings.platform == "gpu":
       ref[...] = x
@@ -228,10 +240,11 @@ def _keys_kernel(
       ref[...] = x + jnp.where(head == 0, 0, ref[...])
 
 
-def _call(settings, kernel, grid, inputs, outputs, flops):
+def _call(settings, kernel, grid, inputs, outputs, flops, again):
   """Calls a kernel; inputs and outputs are a tree of specs and one of arrays.
 
-  `flops` are those of its products, for XLA's scheduler and for `aot`.
+  `flops` are those of its products, and `again` bytes that are fetched more
+  than once, for XLA's scheduler and for `aot`.
   """
   (in_specs, inputs), (out_specs, outputs) = inputs, outputs
   if settings.platform == "gpu":
@@ -240,13 +253,13 @@ def _call(settings, kernel, grid, inputs, outputs, flops):
     # Sums go over the last axis; all else may be done in any order.
     order = "parallel", "parallel", "parallel", "arbitrary"
     params = pltpu.CompilerParams(
-      dimension_semantics=order[: len(grid)], vmem_limit_bytes=_VMEM
+      dimension_semantics=order[: len(grid)], vmem_limit_bytes=_vmem()
     )
   name = kernel.__name__.strip("_")
   if settings.platform == "gpu":  # no other place for an estimate there
     name += f"_flops_{flops}"
   arrays = jax.tree.leaves((inputs, outputs))
-  traffic = sum(x.size * x.dtype.itemsize for x in arrays)
+  traffic = again + sum(x.size * x.dtype.itemsize for x in arrays)
   return pl.pallas_call(
     functools.partial(kernel, settings),
     grid=grid,
@@ -262,10 +275,12 @@ def _call(settings, kernel, grid, inputs, outputs, flops):
   )(*inputs)
 
 
-def _scalars(settings: Settings) -> pl.BlockSpec:
-  """Returns the spec of a `_Run`: whole, where scalars are read from."""
-  on_gpu = settings.platform == "gpu"
-  return pl.BlockSpec() if on_gpu else pl.BlockSpec(memory_space=pltpu.SMEM)
+def _run_specs(settings: Settings, run: _Run) -> _Run:
+  """Returns specs of a row's numbers, where a TPU reads scalars from."""
+  space = {} if settings.platform == "gpu" else {"memory_space": pltpu.SMEM}
+  shape = None, 1, run.begin.shape[2]
+  spec = pl.BlockSpec(shape, lambda n, *_: (n, 0, 0), **space)
+  return _Run(spec, spec)
 
 
 def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
@@ -315,13 +330,14 @@ def _over_queries(settings, kernel, products, queries, parts, out):
     shape = None, None, *part.keys.shape[2:]
     keys = pl.BlockSpec(shape, of_row, **_buffers(settings, part.keys))
     run = pl.BlockSpec((None, 1, block), lambda n, h, i: (n, 0, i))
-    return (_scalars(settings),) * 2, Part(keys, keys, run, run)
+    return Part(keys, keys, run, run)
 
   runs = [
     _run(_visible(part, block, key_block))
     for part, key_block in zip(parts, settings.blocks, strict=True)
   ]
-  specs = [(_Run(*run), part) for run, part in map(of_part, parts)]
+  of_runs = [_run_specs(settings, run) for run in runs]
+  specs = [*zip(of_runs, map(of_part, parts), strict=True)]
   zipped = functools.partial(zip, strict=True)
   return _call(
     settings,
@@ -330,19 +346,25 @@ def _over_queries(settings, kernel, products, queries, parts, out):
     ([*map(of_queries, queries), specs], [*queries, [*zipped(runs, parts)]]),
     (jax.tree.map(of_queries, out), out),
     sum(_flops(products, q, parts, index) for index in range(len(parts))),
+    # Of several key heads none stays for the next row.
+    again=sum(
+      (n // len(x.keys) - 1) * 2 * x.keys.nbytes
+      for x in parts
+      if x.keys.shape[1] > 1
+    ),
   )
 
 
 def forward(
   settings: Settings, q: Float[Array, "N H S E"], parts: Sequence[Part]
 ) -> tuple[Float[Array, "N H S E"], Float[Array, "N H 1 S"]]:
-  """Returns the output, and the logits' log-sum-exps.
+  """Returns the output in float32, and the logits' log-sum-exps.
 
   Each query must see a key; all sizes are multiples of their blocks.
   """
   n, heads, size, _ = q.shape
   lse = jax.ShapeDtypeStruct((n, heads, 1, size), jnp.float32)
-  out = jax.ShapeDtypeStruct(q.shape, q.dtype), lse
+  out = jax.ShapeDtypeStruct(q.shape, jnp.float32), lse
   return _over_queries(settings, _forward_kernel, 2, [q], parts, out)
 
 
@@ -386,8 +408,8 @@ def key_gradients(
   run = pl.BlockSpec((None, 1, size), lambda n, k, j, r: (n, 0, 0))
   gradient = pl.BlockSpec(shape, lambda n, k, j, r: (n, k, j, 0))
   out = jax.ShapeDtypeStruct((n, kv_heads, slots, width), jnp.float32)
-  scalars = _Run(*(_scalars(settings),) * 2)
   of_blocks = _run(_visible(part, block, key_block).swapaxes(1, 2))
+  scalars = _run_specs(settings, of_blocks)
   specs = *map(of_queries, queries), scalars, Part(keys, keys, run, run)
   return _call(
     settings,
@@ -396,4 +418,6 @@ def key_gradients(
     (specs, (*queries, of_blocks, part)),
     ((gradient, gradient), (out, out)),
     _flops(4, q, parts, index),
+    # Of several query heads each is fetched for each block of keys.
+    again=(slots // key_block - 1) * 2 * q.nbytes if turns > 1 else 0,
   )

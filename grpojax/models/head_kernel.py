@@ -113,7 +113,9 @@ def draw_parts(
     cost_estimate=pl.CostEstimate(
       flops=2 * hidden.size * columns,
       transcendentals=len(hidden) * columns,
-      bytes_accessed=head.nbytes + hidden.nbytes,
+      # Of several blocks of rows each is fetched for each part.
+      bytes_accessed=head.nbytes
+      + hidden.nbytes * (parts if len(hidden) > rows else 1),
     ),
     name="draw_parts",
   )(hidden, head, scales, uniform)

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from grpojax.core.mesh import activation_spec
+from grpojax.core.mesh import activation_spec, runs_kernels
 from grpojax.models import flash_kernels
 from grpojax.models.block_attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
@@ -73,7 +72,7 @@ def _parts(row, prompt, seen: _Seen) -> list[Part]:
 
 
 def _forward(settings, q, row, prompt, seen):
-  """Returns the output, and the logits' log-sum-exps [B, G, K, R, S]."""
+  """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
   parts = _parts(row, prompt, seen)
   out, lse = flash_kernels.forward(settings, _flat(q), parts)
   return out.reshape(q.shape), lse.reshape(q.shape[:-1])
@@ -84,7 +83,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
 
   `sums` are the axes of the mesh over which those of row and prompt are added.
   """
-  di = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+  di = jnp.sum(out * dout.astype(jnp.float32), axis=-1)
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
   queries = [_flat(q), _flat(dout), lse, di]
   parts = _parts(row, prompt, seen)
@@ -133,7 +132,9 @@ def _attention(settings, q, row, prompt, seen):
 def _attention_forward(settings, *arrays):
   forward = lambda _, *arrays: _forward(settings, *arrays)
   out, lse = _over_mesh(forward, *arrays)
-  return out, (*arrays, out, lse)
+  # Not rounded for the gradient: what all keys or all values have in common
+  # cancels out of that of the queries.
+  return out.astype(arrays[0].dtype), (*arrays, out, lse)
 
 
 def _attention_backward(settings, residuals, dout):
@@ -193,8 +194,13 @@ def kernel_attention(
 
 
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
-  """Returns False along axes that a user has taken, and for rows too long."""
-  kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+  """Returns False where there are no kernels of this, and blocks are used.
+
+  So it is on axes that a user has taken and, on TPUs, for rows too long and
+  for float16.
+  """
   tokens = q.shape[-2] + (prompt.keys.shape[-2] if prompt else 0)
-  fits = platform != "tpu" or flash_kernels.fits(tokens, q.shape[-1], q.dtype)
-  return fits and kinds <= {AxisType.Auto}
+  on_tpu = q.dtype != jnp.float16 and flash_kernels.fits(
+    tokens, q.shape[-1], q.dtype
+  )
+  return runs_kernels() and (platform != "tpu" or on_tpu)

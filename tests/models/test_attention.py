@@ -168,6 +168,33 @@ def test_kernels_without_prompts_or_segments_in_bfloat16():
     np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05, rtol=0.02)
 
 
+def test_what_keys_have_in_common_cancels_in_bfloat16():
+  """Gradients of queries, where keys and values lie around 8 and not 0."""
+  arrays, visibility, mask, prompt_mask = case(40, 99, False, jnp.bfloat16)
+  q, row, prompt = arrays
+  row, prompt = jax.tree.map(lambda x: x + 8, (row, prompt))
+
+  def kernel(*x):
+    return kernel_attention(*x, visibility, platform="cpu")
+
+  def gradient(function, *arrays):
+    value, pull = jax.vjp(function, *arrays)
+    weights = jnp.cos(jnp.arange(value.size)).reshape(value.shape)
+    return pull(weights.astype(jnp.bfloat16).astype(value.dtype))[0]
+
+  def whole(q, row, prompt):
+    masks = jnp.asarray(mask), jnp.asarray(prompt_mask)
+    return two_part_attention(q, row, masks[0], prompt, masks[1])
+
+  exact = jax.tree.map(lambda x: x.astype(jnp.float32), (q, row, prompt))
+  exact = gradient(whole, *exact)
+  error, of_whole = (
+    jnp.linalg.norm(gradient(f, q, row, prompt).astype(jnp.float32) - exact)
+    for f in (kernel, whole)
+  )
+  assert error < 2 * of_whole
+
+
 @pytest.mark.parametrize("platform, lowered", [("tpu", "tpu"), ("gpu", "cuda")])
 @pytest.mark.parametrize("width, size", [(64, 1100), (96, 600), (256, 300)])
 def test_kernels_lower_for(platform, lowered, width, size):

@@ -23,7 +23,7 @@ from grpojax.core.decoding.sampling import (
   sample_parts,
   uniform,
 )
-from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.mesh import constrain, runs_kernels, sample_cuts
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
 
@@ -214,7 +214,8 @@ def draw(
   """
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
   keys, lm, sampling = fold(keys, t), setup.lm, setup.sampling
-  if lm.draw_parts is not None and sampling.is_whole:
+  by_parts = lm.draw_parts is not None and sampling.is_whole
+  if by_parts and runs_kernels():
     of_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
     within, temperature = jnp.stack(within, axis=-1), sampling.temperature
     parts = lm.draw_parts(setup.params, hidden, within, temperature)
