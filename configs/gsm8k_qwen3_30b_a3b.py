@@ -5,7 +5,9 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_30b_a3b.py
            --config.model.path=DIR from a directory. For the data see
            configs/gsm8k.py.
 Hardware:  128 chips of TPU v5e (8x16): 13.5 of 16 GiB, as compiled for them
-           (launch/README.md).
+           (launch/README.md). 64 (8x8), 14.7 GiB, with bfloat16 moments:
+           --config.mesh.fsdp=4 --config.optim.micro_batches=32
+           --config.optim.moments_dtype=bfloat16
 Time:      not known; not run yet: no accelerator was at hand.
 Expected:  a rising reward, and accuracy on the 1,319 test problems above that
            of step 0, which is logged.
