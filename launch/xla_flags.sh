@@ -15,7 +15,8 @@ flags=(
   # embedding and head.
   --xla_gpu_enable_pipelined_all_gather=true
 )
-# Not here, because programs are the same with them. GPU: the latency hiding
+# Not here, because neither memory nor the bytes that are sent beside other work
+# are others with them, compiled for the same MLP. GPU: the latency hiding
 # scheduler and asynchronous collectives, which are on, and
 # xla_gpu_enable_pipelined_reduce_scatter. TPU (libtpu 0.0.42, v5e):
 # xla_enable_async_all_gather, xla_tpu_enable_async_collective_fusion and its
