@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import activation_spec
-from grpojax.models import grouped, sharding
+from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
@@ -102,6 +102,8 @@ def _experts(
   `experts` count from the first one of `matrices`: others than 0 .. len - 1 lie
   on other devices, and add exactly 0. `total` counts those of all devices.
   """
+  from grpojax.models.grouped import grouped_product  # Pallas: long to import
+
   held, count = len(matrices["expert_gate"]), experts.shape[1]
   is_held = (0 <= experts) & (experts < held)
   chosen = jnp.where(is_held, experts, held).reshape(-1)
@@ -115,7 +117,7 @@ def _experts(
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
   def multiply(rows, name):
-    return grouped.grouped_product(rows, matrices[name], runs)
+    return grouped_product(rows, matrices[name], runs)
 
   y = activation(multiply(rows, "expert_gate")) * multiply(rows, "expert_up")
   # The inverse permutation puts the pairs back beside their tokens.
