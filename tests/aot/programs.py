@@ -7,6 +7,7 @@ Prints JSON: {platform: {program: {"text": HLO, "flops": XLA's own count}}}.
 
 import json
 import sys
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpojax.models import cache as cache_lib
+from grpojax.models.block_attention import Visibility
+from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import TransformerConfig, transformer
 
 
@@ -73,6 +77,18 @@ def cache(slots, new):
     return jax.lax.dynamic_update_slice(slots, new, (0, i, 0))
 
   return jax.lax.fori_loop(0, 16, write, slots)
+
+
+def attention_gradient(q, keys, prompt, positions, mask):
+  """Runs all kernels of attention; values are keys."""
+  visibility = Visibility(positions, None, mask, False)
+
+  def attend(q, keys, prompt):
+    row, prompt = KeysValues(keys, keys), PromptKeysValues(prompt, prompt)
+    return kernel_attention(q, row, prompt, visibility, platform="tpu")
+
+  out, pull = jax.vjp(attend, q, keys, prompt)
+  return pull(out)
 
 
 def decoding_cache(index, blocks, new):
@@ -161,6 +177,11 @@ def cases(devices, dtype):
     blocks = ((cache_lib.Slots(keys, values),),)
     args = array(dtype=ids), blocks, array(2, 16, 32, 2, 1, 64)
     yield "decoding cache", decoding_cache, args, {"donate_argnums": 1}
+    # More rows than a TPU's scalar memory has numbers of.
+    keys = array(40, 15, 1, 256, 64)
+    args = array(40, 15, 1, 1, 256, 64), keys, array(40, 1, 256, 64)
+    masks = array(40, 15, 256, dtype=ids), array(40, 256, dtype=bool)
+    yield "attention", attention_gradient, (*args, *masks), {}
   args = array(256, 512), array(8, 512, 256), array(8, dtype=ids)
   yield "ragged dot", jax.lax.ragged_dot, args, {}
   lm, loss = forward(dtype)
@@ -172,6 +193,7 @@ def cases(devices, dtype):
 
 
 LONG = {"cpu": ("forward", "gradient")}
+KERNELS = ("decoding cache", "attention")  # of one device, by its mesh
 
 
 def compiled(platform, everything):
@@ -188,7 +210,10 @@ def compiled(platform, everything):
   for name, function, args, options in cases(np.array(devices), dtype):
     if name in left_out:
       continue
-    program = jax.jit(function, **options).lower(*args).compile()
+    mesh = jax.tree.leaves(args)[0].sharding.mesh
+    context = jax.set_mesh(mesh) if name in KERNELS else nullcontext()
+    with context:
+      program = jax.jit(function, **options).lower(*args).compile()
     found[name] = {
       "text": program.as_text(),
       "flops": program.cost_analysis()["flops"],

@@ -173,6 +173,15 @@ def test_a_decoding_cache_is_read_once_and_one_tile_written(programs, platform):
   assert token == pytest.approx(read + 2 * tile, rel=0.02)
 
 
+def test_attention_by_kernels_costs_its_products(programs, platform):
+  if platform == "cpu":
+    pytest.skip("the kernel is for TPUs")
+  found = costs(programs, "attention")
+  # Two products forward, three for queries and four for keys; of a row's own
+  # keys, half are in the future.
+  assert found.flops == 2 * (2 + 3 + 4) * (600 * 256 * 64) * (256 + 256 // 2)
+
+
 def test_a_kernel_costs_what_it_says():
   estimate = '{"flops":"60","transcendentals":"7","bytes_accessed":"40"}'
   text = f"""HloModule kernel
