@@ -152,8 +152,8 @@ def _over_keys(settings, q, parts, add, carry):
       start = pl.multiple_of(j * key_block, key_block)
       block = pl.ds(start, key_block)
       keys, values = part.keys[block, :], part.values[block, :]
-      of_runs = start, part.first[...], part.last[...]
-      logits, mask = _logits(settings, keys, q, *of_runs)
+      first, last = part.first[...], part.last[...]
+      logits, mask = _logits(settings, keys, q, start, first, last)
       return add(carry, logits, mask, keys, values)
 
     carry = jax.lax.fori_loop(run.begin[0, i], run.end[0, i], step, carry)
@@ -221,10 +221,10 @@ def _keys_kernel(
     dkeys, dvalues = carry
     at = pl.ds(pl.multiple_of(i * block, block), block)
     q, dout = q_ref[r, at, :], dout_ref[r, at, :]
-    of_runs = j * len(keys), part.first[:, at], part.last[:, at]
-    logits, mask = _logits(settings, keys, q, *of_runs)
-    of_queries = lse_ref[r, :, at], values, dout, di_ref[r, :, at]
-    weights, dlogits = _dlogits(settings, logits, mask, *of_queries)
+    first, last = part.first[:, at], part.last[:, at]
+    logits, mask = _logits(settings, keys, q, j * len(keys), first, last)
+    lse, di = lse_ref[r, :, at], di_ref[r, :, at]
+    weights, dlogits = _dlogits(settings, logits, mask, lse, values, dout, di)
     dkeys += _dot(dlogits.astype(q.dtype), q, (1, 0))
     dvalues += _dot(weights.astype(q.dtype), dout, (1, 0))
     return dkeys, dvalues
