@@ -85,9 +85,8 @@ class _Walk(NamedTuple):
   constants: trips.Constants  # of the loop that it is the body of
   op_name: str  # of the caller, for instructions that have none
   token_loops: list[str]  # op_names, added to
-  chains: set[
-    str
-  ]  # collectives in several parts, some in inner loops; added to
+  # Collectives in several parts, some of them in inner loops; added to.
+  chains: set[str]
   loop: int = 1  # trips of the innermost loop that it is in
 
 
