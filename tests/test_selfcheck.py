@@ -16,9 +16,9 @@ def test_figures_that_come_along_are_those_of_a_cpu():
   assert np.abs(selfcheck.logprobs(jnp.bfloat16)).mean() > 1
 
 
-def test_attention_in_blocks_is_plain_attention():
+def test_attention_in_blocks_and_by_kernels_is_plain_attention():
   rows = [*selfcheck.check_attention()]
-  assert len(rows) == 2 and all(row.ok for row in rows)
+  assert len(rows) == 4 and all(row.ok for row in rows)
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_rows_move_with_their_scales(tiny):
 
 
 def test_a_model_without_prepare_has_no_formats(tiny):
-  with pytest.raises(ValueError, match="no {'weights_dtype': 'int8'}"):
+  with pytest.raises(ValueError, match="weights_dtype=int8 needs a model"):
     tiny.lm._replace(prepare=None).prepared({}, longest=3, **WEIGHTS.formats)
 
 
