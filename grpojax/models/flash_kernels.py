@@ -338,12 +338,12 @@ def _over_queries(settings, kernel, products, queries, parts, out):
   ]
   of_runs = [_run_specs(settings, run) for run in runs]
   specs = [*zip(of_runs, map(of_part, parts), strict=True)]
-  zipped = functools.partial(zip, strict=True)
+  arrays = [*zip(runs, parts, strict=True)]
   return _call(
     settings,
     kernel,
     (n, heads, size // block),
-    ([*map(of_queries, queries), specs], [*queries, [*zipped(runs, parts)]]),
+    ([*map(of_queries, queries), specs], [*queries, arrays]),
     (jax.tree.map(of_queries, out), out),
     sum(_flops(products, q, parts, index) for index in range(len(parts))),
     # Of several key heads none stays for the next row.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from grpojax.core.mesh import activation_spec, runs_kernels
-from grpojax.models import flash_kernels
+from grpojax.models import flash_kernels, sharding
 from grpojax.models.block_attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.flash_kernels import Part
@@ -111,10 +111,10 @@ def _over_mesh(function, q, row, prompt, seen, *of_queries, gradients=False):
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
     return function(((), ()), q, row, prompt, seen, *of_queries)
-  b, g, k, r = spec = activation_spec(mesh, q.shape, _QUERY_AXES)
+  b, g, k, _ = spec = activation_spec(mesh, q.shape, _QUERY_AXES)
   of_row, of_prompt = P(b, g, k), P(b, k)
-  names = lambda x: (x,) if isinstance(x, str) else tuple(x or ())
-  sums = names(r), names(g) + names(r)
+  _, of_group, _, of_heads = sharding.axes_of(spec)
+  sums = tuple(of_heads), (*of_group, *of_heads)
   in_specs = spec, of_row, of_prompt, _Seen(P(b, g), P(b, g), P(b))
   return jax.shard_map(
     functools.partial(function, sums),
@@ -199,8 +199,8 @@ def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
   So it is on axes that a user has taken and, on TPUs, for rows too long and
   for float16.
   """
+  if platform != "tpu":
+    return runs_kernels()
   tokens = q.shape[-2] + (prompt.keys.shape[-2] if prompt else 0)
-  on_tpu = q.dtype != jnp.float16 and flash_kernels.fits(
-    tokens, q.shape[-1], q.dtype
-  )
-  return runs_kernels() and (platform != "tpu" or on_tpu)
+  fits = flash_kernels.fits(tokens, q.shape[-1], q.dtype)
+  return runs_kernels() and fits and q.dtype != jnp.float16
