@@ -121,16 +121,27 @@ def _mesh_of_slice(sizes: list[int], devices: list[jax.Device]) -> Mesh:
     return Mesh(placed, AXES, axis_types=_AUTO)
 
 
-def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
+def sampling_mesh(
+  mesh: Mesh, tensor: int, devices: Sequence[jax.Device] = ()
+) -> Mesh:
   """Returns the devices of a mesh, in their order, as sampling uses them.
 
   While sampling, each weight is held by `tensor` devices together, 0 for as
-  many as in training; data and fsdp cut rows only (see `LM.prepare`).
+  many as in training; data and fsdp cut rows only (see `LM.prepare`). `devices`
+  are others that sample in their place.
 
   Raises:
     ValueError: the devices cannot be cut so.
   """
   tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
+  if devices:
+    rows, rest = divmod(len(devices), expert * tensor)
+    if rest:
+      raise ValueError(
+        f"mesh.sampling_devices = {len(devices)}: must be a multiple of "
+        f"mesh.expert = {expert} times {tensor} (mesh.sampling_tensor)"
+      )
+    return make_mesh(1, rows, expert, tensor, devices)
   if tensor == mesh.shape["tensor"]:
     return mesh
   count = mesh.size // mesh.shape.get(SLICE, 1)

@@ -232,7 +232,7 @@ others are of samples, [B, G, ...]."""
 class TrainState:
   """Everything that changes while training; a checkpoint is exactly this.
 
-  The last five are None where they are not used.
+  The last six are None where they are not used.
 
   Attributes:
     params: parameters of the policy.
@@ -247,6 +247,7 @@ class TrainState:
     reference: parameters of a reference policy that follows the policy.
     score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks.
     difficulty: `success_rates.SuccessRates` where prompts are drawn by them.
+    pending: the next step's rollout, where it is drawn a step ahead.
   """
 
   params: Params
@@ -260,3 +261,4 @@ class TrainState:
   reference: Any = None
   score_norms: Any = None
   difficulty: Any = None
+  pending: Any = None

@@ -71,28 +71,35 @@ class UpdateOptions:
     return self.epochs * self.minibatches == 1
 
 
-def format_conflicts(
-  objective: Objective, options: UpdateOptions, sampling: Sampling
+def off_policy_conflicts(
+  objective: Objective,
+  options: UpdateOptions,
+  sampling: Sampling,
+  ahead: int = 0,
 ) -> dict[str, str]:
-  """Reasons why a rollout in other formats would bias the gradient.
+  """Reasons why a rollout of another policy would bias the gradient.
 
-  By the objective's option that has to change. The rollout policy is not the
-  trainer's then, and something has to weigh its samples: a correction or, with
-  several updates, ratios to the rollout's log-probabilities.
+  By the objective's option that has to change. It is one in other formats, or
+  (`ahead`) of the parameters before the last update, and something has to weigh
+  its samples: a correction or, with several updates, ratios to the rollout's
+  log-probabilities.
   """
   to_rollout = objective.old_logprobs == "rollout"
-  reasons, format_names = {}, ", ".join(sampling.formats)
-  if not sampling.formats:
+  reasons, samples = {}, [f"in int8 ({x})" for x in sampling.formats]
+  if ahead:
+    samples.append("drawn before the last update (sampling.ahead)")
+  if not samples:
     return reasons
+  of = " and ".join(samples)
   if objective.correction == "none" and (options.on_policy or not to_rollout):
     reasons["correction"] = (
-      f"samples in int8 ({format_names}) are not the policy's own: use "
-      "token_truncate or another one, or the format model"
+      f"samples {of} are not the policy's own: use token_truncate or another "
+      "one, or sample as without"
     )
   if objective.kl_in_reward and (options.on_policy or to_rollout):
     reasons["kl_placement"] = (
-      "the penalty is of the rollout's log-probabilities, and in int8 "
-      f"({format_names}) not of the policy: use loss or ratio"
+      "the penalty is of the rollout's log-probabilities, and of samples "
+      f"{of} these are not the policy's: use loss or ratio"
     )
   return reasons
 
@@ -160,7 +167,7 @@ def make_update(
       where B does not divide, and where a batch without old log-probabilities
       meets several updates.
   """
-  conflicts = format_conflicts(objective, options, sampling).items()
+  conflicts = off_policy_conflicts(objective, options, sampling).items()
   value = functools.partial(getattr, objective)
   refuse([f"{name} = {value(name)!r}: {why}" for name, why in conflicts])
   terms = LossTerms(lm, objective, sampling, options.chunk_size)

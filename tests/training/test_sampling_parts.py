@@ -11,6 +11,7 @@ import pytest
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
+from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
@@ -62,7 +63,7 @@ def sample_and_reward(
     on_call()
     return program(*args)
 
-  sampler = sampling_lib.on_sampling_mesh(functools.partial(called), mesh, 0)
+  sampler = sampling_lib.on_sampling_mesh(functools.partial(called), mesh, mesh)
   run = host.make_sample_and_reward(
     policy,
     sampler,
@@ -76,7 +77,8 @@ def sample_and_reward(
   prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
   table, timer = lm.init(jax.random.key(0)), Timer()
   with jax.set_mesh(mesh):
-    samples, rewards = run(table, prompts, EXAMPLES, jax.random.key(1), timer)
+    drawing = run(table, prompts, EXAMPLES, jax.random.key(1), timer)
+    samples, rewards = play_together(drawing)[0]
   assert list(timer.seconds) == ["rollout", "rewards"]
   return jax.device_get(samples), rewards
 

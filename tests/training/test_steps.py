@@ -73,7 +73,7 @@ def test_completions_are_never_tokenized_again(
     _, state, step = open_step(
       settings, policy, params, optax.sgd(0.0), reward_pool
     )
-    _, row, shown, _ = step(state, prompts, examples, False)
+    _, row, shown, *_ = step(state, prompts, examples, False)
   monkeypatch.undo()
   # Two updates that change nothing: were other tokens scored than were sampled,
   # the ratio to the sampler's probabilities would not be 1.

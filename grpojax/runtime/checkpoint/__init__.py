@@ -280,13 +280,16 @@ def restore(
   """Loads a checkpoint, by default the newest.
 
   Its form, and where it goes, is that of `state`: of arrays, or of
-  `jax.ShapeDtypeStruct`s with shardings (without one, the first device).
+  `jax.ShapeDtypeStruct`s with shardings (without one, the first device). A
+  pending rollout is as large as it was.
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or it is of another
       model or optimizer.
   """
-  return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)
+  path = _path_of(checkpointer, step)
+  pending = stored_arrays.abstract(path, "pending", state.step, _ADVICE)
+  return stored_arrays.load(path, state.replace(pending=pending), _ADVICE)
 
 
 def restore_policy(

@@ -141,6 +141,18 @@ def _check_fits(
     )
 
 
+def abstract(
+  path: epath.Path, field: str, like: Any, advice: str
+) -> jax.ShapeDtypeStruct | None:
+  """Returns the shape of a stored field, None without; laid out as `like`."""
+  with _damage(path, advice):
+    found = (ocp.metadata(path).metadata or {}).get(field)
+    if found is None:
+      return None
+    sharding = getattr(like, "sharding", None)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=sharding)
+
+
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:

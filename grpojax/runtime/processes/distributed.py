@@ -10,7 +10,11 @@ from all of them).
 A process that raises alone leaves the others waiting in their next collective,
 so errors are exchanged where they are likely: `on_main`, `agreed`,
 `check_same`. A process that is killed is noticed by the next collective, or by
-JAX within `HEARTBEAT` seconds, which ends the others.
+JAX within `HEARTBEAT` seconds, which ends the others. One that ends by an error
+says so.
+
+Words go by JAX's coordination service, not by the devices, where they would
+wait for all programs that were asked for before.
 
 With one process, nothing of this communicates.
 """
@@ -18,6 +22,7 @@ With one process, nothing of this communicates.
 import contextlib
 import glob
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -241,6 +246,9 @@ def _ending_together() -> Iterator[None]:
       interrupts.end(1)
     if not isinstance(error, SystemExit):
       traceback.print_exc()
+      with contextlib.suppress(jax.errors.JaxRuntimeError):
+        text = f"process {jax.process_index()}: {type(error).__name__}"
+        jax_distributed.global_state.client.key_value_set(_GONE, text)
       interrupts.end(1)
     code = error.code or 0
     if isinstance(code, str):  # said before it waits
@@ -270,6 +278,8 @@ def _says_another_is_gone(error: BaseException) -> bool:
   """
   own = "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND"
   text, of_jax = str(error), isinstance(error, jax.errors.JaxRuntimeError)
+  if isinstance(error, OtherGone):
+    return True
   return "Gloo" in text or (of_jax and not text.startswith(own))
 
 
@@ -309,6 +319,30 @@ def my_rows(rows: int) -> slice:
 # What they agree on.
 
 
+class OtherGone(Exception):
+  """Another process of this run has ended by an error."""
+
+
+_GONE = "grpojax/gone"
+_words = itertools.count()  # of this process; the same in all
+
+
+def _key(number: int, process: int) -> str:
+  return f"grpojax/words/{number}/{process}"
+
+
+def _receive(client: Any, key: str) -> bytes:
+  """Waits for what another process says, or for its end."""
+  while True:
+    try:
+      return client.blocking_key_value_get_bytes(key, 1000)
+    except jax.errors.JaxRuntimeError as error:
+      if not str(error).startswith("DEADLINE_EXCEEDED"):
+        raise
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has
+      raise OtherGone(client.key_value_try_get(_GONE))
+
+
 def gather(value: Any) -> list[Any]:
   """Returns the values, of JSON's types or NaN, of all processes in order.
 
@@ -316,15 +350,18 @@ def gather(value: Any) -> list[Any]:
   """
   if not several():
     return [value]
-  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-  sizes = multihost_utils.process_allgather(np.int32(text.size))
-  padded = np.zeros(sizes.max(), np.uint8)
-  padded[: text.size] = text
-  rows = multihost_utils.process_allgather(padded)
-  return [
-    json.loads(row[:size].tobytes())
-    for row, size in zip(rows, sizes, strict=True)
+  client, own = jax_distributed.global_state.client, jax.process_index()
+  number, text = next(_words), json.dumps(value).encode()
+  if number == 0:  # devices connect now: in a minute it would be too late
+    multihost_utils.process_allgather(np.int32(0))
+  client.key_value_set_bytes(_key(number, own), text)
+  texts = [
+    text if i == own else _receive(client, _key(number, i))
+    for i in range(count())
   ]
+  if number:  # who has come here has read the words before
+    client.key_value_delete(_key(number - 1, own))
+  return [json.loads(text) for text in texts]
 
 
 def on_main(function: Callable[[], Any]) -> Any:

@@ -35,6 +35,7 @@ from grpojax.training.run.start import Run
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import device, difficulty, host, reference, rewards
+from grpojax.training.step import pending as pending_lib
 from grpojax.training.step.diagnosis import make_update_group_size
 
 CheckSignals = Callable[..., None]
@@ -134,6 +135,8 @@ def remaining_steps(
   if reference.follows_policy(settings):
     update_reference = reference.make_update_reference(settings, run.shardings)
   first, every = int(state.step) + 1, settings.diagnostics.every
+  pending, upcoming, parts = state.pending, None, draw_parts(settings)
+  state = state.replace(pending=None)
   compiled = compilation.seconds()
   began = time.perf_counter() - progress.train_seconds
   for number in range(first, settings.steps + 1):
@@ -143,12 +146,16 @@ def remaining_steps(
     if state.group_size is not None:
       group_size = int(state.group_size.group_size)
     stream.open(state, group_size)
-    prompts, examples = stream.take(number, draw_parts(settings))
+    prompts, examples = upcoming or stream.take(number, parts)
+    ahead = settings.sampling.ahead and number < settings.steps
+    upcoming = stream.take(number + 1, parts) if ahead else None
     diagnosed = every > 0 and (number - 1) % every == 0
+    if settings.sampling.ahead and not ahead:
+      diagnosed = False  # these parameters sample nothing
     step, take = make_step(group_size), functools.partial(stream.take, number)
     with around(number):
-      state, metrics, samples, failures = step(
-        state, prompts, examples, diagnosed, take
+      state, metrics, samples, failures, pending = step(
+        state, prompts, examples, diagnosed, take, pending, upcoming
       )
     if update_reference is not None:
       state = update_reference(state)
@@ -163,7 +170,7 @@ def remaining_steps(
     progress = progress_lib.after(progress, row)
     reporting.log(run, row, samples, eta)
     reporting.log_failures(run, number, failures)
-    yield state, progress
+    yield state.replace(pending=pending), progress
     eta = reporting.after_pause(eta, time.perf_counter() - now)
 
 
@@ -203,6 +210,7 @@ def fit(
     notes = dataclasses.asdict(with_record())
     sync()  # the rows of a step come before its checkpoint
     saved = reference.state_to_device(state)
+    saved = pending_lib.to_stored(saved, run.mesh)
     always = best.step(record) if settings.checkpoint.best else None
     checkpoint.save(checkpointer, int(state.step), saved, notes, always)
 

@@ -39,6 +39,7 @@ from grpojax.training.run import hub_pins, run_directory, run_storage, start
 from grpojax.training.run.progress import Progress, from_notes
 from grpojax.training.run.start import Run
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import reference
 
 # With which settings.
@@ -305,6 +306,9 @@ def resume(
     state = reference.state_to_device(state)
     state = checkpoint.restore(checkpointer, state, step)
     state = reference.state_to_memory(state, run.settings)
+    if not run.settings.sampling.ahead:  # nor is what it once was
+      state = state.replace(pending=None)
+    state = pending_lib.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
   return state, progress
 

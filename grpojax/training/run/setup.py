@@ -24,7 +24,16 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 def make_mesh(
   settings: TrainSettings, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Makes the mesh of all devices; ValueError for axes of another number."""
+  """Makes the mesh of all devices, but for those that only sample.
+
+  ValueError for axes of another number.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  devices = devices[: len(devices) - settings.mesh.sampling_devices]
+  if not devices:
+    remedy = "leaves no device to train: give less"
+    value = settings.mesh.sampling_devices
+    raise ValueError(config_error("mesh.sampling_devices", value, remedy))
   sizes = {axis: getattr(settings.mesh, axis) for axis in mesh_lib.AXES}
   return mesh_lib.make_mesh(**sizes, devices=devices)
 

@@ -29,6 +29,22 @@ def draw_parts(s: TrainSettings) -> int:
   return s.filter_groups.gen_parts if s.filter_groups.enable else 1
 
 
+def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
+  """Returns the mesh that a run samples on: its own devices, or all.
+
+  Raises:
+    ValueError: Devices that cannot be cut so, or of several processes.
+  """
+  count, devices = s.mesh.sampling_devices, ()
+  if count and jax.process_count() > 1:
+    raise ValueError(
+      f"mesh.sampling_devices = {count}: is for one process: use 0"
+    )
+  if count:
+    devices = jax.devices()[-count:]
+  return sampling_mesh(mesh, s.mesh.sampling_tensor, devices)
+
+
 def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
   """Checks that a run's batches divide over the mesh of all devices.
 
@@ -36,8 +52,9 @@ def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
     ValueError: A batch that does not, with the numbers.
   """
   update = s.optim.update
-  sampling = sampling_mesh(mesh, s.mesh.sampling_tensor)
-  check_rows(sampling, eval_batch=s.eval.batch_size)
+  evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
+  check_rows(evaluating, eval_batch=s.eval.batch_size)
+  sampling = own_sampling_mesh(s, mesh)
   for size in group_sizes(s):
     rows = samples_per_step(s) // size
     for parts in {s.sampling.parts, draw_parts(s)}:

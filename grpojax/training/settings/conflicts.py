@@ -24,7 +24,7 @@ from grpojax.core.binding import asks_for, bind
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.packing import micro_batches
 from grpojax.core.turns import check_credit
-from grpojax.core.update import format_conflicts
+from grpojax.core.update import off_policy_conflicts
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.cli.config import config_error, name_errors
 from grpojax.runtime.text import tokenizer
@@ -147,8 +147,10 @@ def _loss(s: TrainSettings) -> Rows:
       "ratios are to the sampler already, and there is nothing left to "
       "correct: use loss.old_logprobs = 'trainer', or none",
     )
-  of_formats = format_conflicts(loss, s.optim.update, s.sampling.distribution)
-  for name, remedy in of_formats.items():
+  off_policy = off_policy_conflicts(
+    loss, s.optim.update, s.sampling.distribution, s.sampling.ahead
+  )
+  for name, remedy in off_policy.items():
     yield f"loss.{name}", remedy
 
 
@@ -184,6 +186,33 @@ def _rewards(s: TrainSettings) -> Rows:
   if reward.on_device and s.mesh.sampling_tensor not in (0, s.mesh.tensor):
     remedy = "reward.on_device is one program on one mesh: use 0"
     yield "mesh.sampling_tensor", remedy
+
+
+def _ahead(s: TrainSettings) -> Rows:
+  """What a rollout that is drawn before the last update cannot be."""
+  setting, count = "mesh.sampling_devices", s.mesh.sampling_devices
+  if count and s.environment.on:
+    yield setting, "not with an environment (environment.path): use 0"
+  if not s.sampling.ahead:
+    if count:
+      remedy = "they would wait for each other: use 0, or sampling.ahead = 1"
+      yield setting, remedy
+    return
+  refused = {
+    "reward.on_device": (s.reward.on_device, "is one program: use False"),
+    "filter_groups.enable": (
+      s.filter_groups.enable,
+      "draws more once rewards are there: use False",
+    ),
+    "difficulty.priority": (
+      _drawn_by_difficulty(s),
+      f"draws by the rewards of the last step: use {DIFFICULTY_OFF}",
+    ),
+    "group_size": (_auto(s), "changes after an update: give a number"),
+  }
+  for setting, (wrong, remedy) in refused.items():
+    if wrong:
+      yield setting, f"{remedy}, or sampling.ahead = 0"
 
 
 def _environment(s: TrainSettings) -> Rows:
@@ -468,6 +497,7 @@ CONFLICTS = (
   _model,
   _loss,
   _rewards,
+  _ahead,
   _environment,
   _aggregation,
   _filter_groups,

@@ -190,6 +190,12 @@ class SamplingSettings:
     "reward.workers are at one while the next decodes",
     within=ONE_OR_MORE,
   )
+  ahead: int = option(
+    0,
+    "1 = a step's completions are drawn before the update of the last one, and "
+    "rewarded while the devices are at it; asks for loss.correction",
+    within="[0, 1]",
+  )
 
 
 @frozen_options

@@ -212,6 +212,12 @@ class MeshSettings:
     "tensor while sampling, where nothing is gathered; 0 = mesh.tensor",
     within=NOT_NEGATIVE,
   )
+  sampling_devices: int = option(
+    0,
+    "devices beside those of the axes, which sample the next step meanwhile; "
+    "asks for sampling.ahead = 1; 0 = all devices do both",
+    within=NOT_NEGATIVE,
+  )
 
 
 @frozen_options

@@ -81,9 +81,9 @@ def make_device_step(
     prompts: Prompts,
     examples: Any = None,
     diagnosed: bool = False,
-    take: Any = None,
+    *_: Any,
   ) -> StepResult:
-    del examples, take
+    del examples
     program = with_diagnosis if diagnosed else plain
     following, state = state.reference, state.replace(reference=None)
     ref = reference.to_device(ref_params if following is None else following)

@@ -4,10 +4,16 @@
 
 Each part is a program that is compiled when it is first used. Only the update
 touches the state, so that a step which a signal ends before it leaves no trace.
+
+With sampling.ahead = 1 the next step is sampled in this one, from the same
+parameters, and rewarded while the devices are at the update:
+
+    devices   sample s+1 | update s           | sample s+2 ...
+    host                 | text, rewards s+1  |
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -27,16 +33,20 @@ from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
 from grpojax.training.policy import Policy
 from grpojax.training.report import sample_rows
+from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import difficulty, reference, resampling
+from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
 from grpojax.training.step.episodes import Sampled, make_player
+from grpojax.training.step.pending import Pending
 from grpojax.training.step.rewards import RewardPool
 from grpojax.training.step.sampling import (
   Sampler,
   join_rollouts,
+  moved_params,
   on_sampling_mesh,
   sampler_program,
   split_prompts,
@@ -66,12 +76,14 @@ class StepResult(NamedTuple):
     metrics: Scalars by name, and `reward_counts` (`sample_rows.reward_counts`).
     sample_rows: Rows of samples.jsonl; none where they are not due.
     failures: Rewards that could not be computed.
+    pending: Rollout of the next step, where it is drawn a step ahead.
   """
 
   state: TrainState
   metrics: dict[str, Any]
   sample_rows: list[dict[str, Any]]
   failures: list[Any]
+  pending: Pending | None = None
 
 
 def make_programs(
@@ -116,8 +128,10 @@ def make_sample_and_reward(
 
   Returns:
     `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
-    rewards)`, which gives the timer "rollout" and "rewards". `first_prompt` is
-    the number of the first prompt among those that share the key, None for 0.
+    rewards)`, which gives the timer "rollout" and "rewards", as a generator
+    (`play_together`) that yields first when the devices are at work.
+    `first_prompt` is the number of the first prompt among those that share the
+    key, None for 0. It answers no signals where `holds`.
   """
   split = jax.jit(functools.partial(split_prompts, parts=parts))
   join = jax.jit(join_rollouts)
@@ -129,7 +143,9 @@ def make_sample_and_reward(
     key,
     timer: Timer,
     first_prompt=None,
-  ) -> tuple[Rollout, GroupRewards]:
+    holds: bool = False,
+  ) -> Generator[None, None, tuple[Rollout, GroupRewards]]:
+    check = (lambda: None) if holds else check_signals
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
     rows, submitted = len(examples) // parts, []
@@ -139,16 +155,19 @@ def make_sample_and_reward(
         Sampled(sampler(params, part, key, *number))
         for part, *number in batches
       ]
+      yield
     else:
-      sampled = play_together(
-        *(
-          player(params, part, own, key, *number, check_signals=check_signals)
-          for (part, *number), own in zip(batches, of_parts, strict=True)
-        )
-      )
+      playing = [
+        player(params, part, own, key, *number, check_signals=check)
+        for (part, *number), own in zip(batches, of_parts, strict=True)
+      ]
+      for one in playing:
+        next(one)
+      yield
+      sampled = play_together(*playing)
     try:
       for i, one in enumerate(sampled):
-        policy_lib.wait(one.rollout, check_signals)
+        policy_lib.wait(one.rollout, check)
         if i == parts - 1:
           timer("rollout")
         submitted.append(
@@ -158,7 +177,7 @@ def make_sample_and_reward(
       abandon([part.pending for part in submitted])
       raise
     _, rewards = rewards_lib.collect_rewards(
-      reward_pool, examples, submitted, check_signals
+      reward_pool, examples, submitted, check
     )
     timer("rewards")
     if player is not None:
@@ -169,6 +188,11 @@ def make_sample_and_reward(
     return rollouts[0] if parts == 1 else join(rollouts), rewards
 
   return sample_and_reward
+
+
+def _whole(sample_and_reward, *args) -> tuple[Rollout, GroupRewards]:
+  """Samples and rewards from start to end."""
+  return play_together(sample_and_reward(*args))[0]
 
 
 class HostStep:
@@ -209,9 +233,10 @@ class HostStep:
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
-    sampler = on_sampling_mesh(
-      self.programs.sample, mesh, settings.mesh.sampling_tensor
-    )
+    sampling_mesh, move = batches_lib.own_sampling_mesh(settings, mesh), None
+    if settings.mesh.sampling_devices:
+      move = moved_params(policy, settings.model.dtype, sampling_mesh)
+    sampler = on_sampling_mesh(self.programs.sample, mesh, sampling_mesh, move)
     player = None
     if reward_pool.environment is not None:
       player = make_player(
@@ -240,8 +265,9 @@ class HostStep:
       sample_draw = self.sample_and_reward
       if filtering.gen_parts > 1:
         sample_draw = sample_and_reward(1)
+      draw = functools.partial(_whole, sample_draw)
       self.resample_groups = resampling.make_resample_groups(
-        settings, sample_draw, mesh, reward_pool, check_signals
+        settings, draw, mesh, reward_pool, check_signals
       )
     self.advance_stream = resampling.make_advance_stream(shardings)
     diagnose = make_diagnose(
@@ -259,11 +285,16 @@ class HostStep:
     examples: list[dict[str, Any]],
     diagnosed: bool = False,
     take: resampling.Take | None = None,
+    pending: Pending | None = None,
+    upcoming: tuple[Prompts, list[dict[str, Any]]] | None = None,
   ) -> StepResult:
     """Samples, rewards and updates, once; the state is donated.
 
     `diagnosed` adds the metrics of `make_diagnose`, of the policy that sampled
     and of the prompts as they came; `take` gives more to dynamic sampling.
+    `pending` is the rollout of these prompts, where one is drawn already;
+    `upcoming` are the prompts of the next step, where they are sampled in this
+    one. What is diagnosed is what these parameters sampled: the latter, then.
     """
     timer, settings = Timer(), self.settings
     # A reference that follows the policy is not an argument of the update.
@@ -271,9 +302,27 @@ class HostStep:
     reference_params = self.ref_params if following is None else following
     key = jax.random.fold_in(state.key, state.step)
 
-    rollout, rewards = self.sample_and_reward(
-      state.params, prompts, examples, key, timer, self.first_prompt
-    )
+    if pending is None:
+      drawn = _whole(
+        self.sample_and_reward,
+        state.params,
+        prompts,
+        examples,
+        key,
+        timer,
+        self.first_prompt,
+      )
+      pending = pending_lib.of_examples(*drawn, examples)
+    rollout, rewards, texts = pending
+    for example, text in zip(examples, texts, strict=True):
+      example["prompt_text"] = text
+    pending, drawing, upcoming_drawn = None, None, None
+    if upcoming is not None:
+      key = jax.random.fold_in(state.key, state.step + 1)
+      drawing = self.sample_and_reward(
+        state.params, *upcoming, key, timer, self.first_prompt, holds=True
+      )
+      next(drawing)
     self.check_signals(together=True)
     batch = resampling.as_drawn(rollout, rewards, examples)
     if self.resample_groups is not None:
@@ -284,7 +333,9 @@ class HostStep:
       metrics |= difficulty.metrics(state, prompts, examples)
 
     if diagnosed:  # of the prompts as they came
-      metrics |= self._diagnose(state, rollout, rewards)
+      if drawing is not None:
+        upcoming_drawn = play_together(drawing)[0]
+      metrics |= self._diagnose(state, *(upcoming_drawn or (rollout, rewards)))
       timer("diagnosis")
       self.check_signals(together=True)
 
@@ -292,7 +343,7 @@ class HostStep:
       state, batch, prompts, reference_params
     )
     policy_lib.wait(update_batch, self.check_signals)
-    timer("reference")
+    timer("reference" if drawing is None else "rollout")
 
     # From here on the state changes; the host's work is done while the devices
     # are at the update.
@@ -301,6 +352,8 @@ class HostStep:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
     state, of_update = self.programs.update(state, update_batch)
+    if drawing is not None and upcoming_drawn is None:
+      upcoming_drawn = play_together(drawing)[0]
     rows = []
     due = number % settings.log.samples_every == 0
     if due and settings.log.sample_groups > 0:
@@ -312,7 +365,10 @@ class HostStep:
 
     metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
     state = state.replace(reference=following)
-    return StepResult(state, metrics, rows, groups.all_failures(batch.drawn))
+    if drawing is not None:
+      pending = pending_lib.of_examples(*upcoming_drawn, upcoming[1])
+    failures = groups.all_failures(batch.drawn)
+    return StepResult(state, metrics, rows, failures, pending)
 
   def _diagnose(
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards

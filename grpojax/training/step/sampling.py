@@ -25,6 +25,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.environments.episodes import play_together
 from grpojax.environments.pool import EnvironmentPool
+from grpojax.models import passes, sharding
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 from grpojax.training.settings.run import TrainSettings
@@ -154,19 +155,42 @@ def with_result_shardings(
   return functools.partial(pinned, *program.args)
 
 
+def moved_params(
+  policy: Policy, dtype: str, mesh: jax.sharding.Mesh
+) -> Callable[[Params], Params]:
+  """Makes the copying of parameters to other devices, as these read them."""
+
+  def moved(params: Params) -> Params:
+    return jax.device_put(params, sharding.shardings(params, mesh))
+
+  if policy.frozen is not None:
+    return moved  # adapters, which are small
+  cast = jax.jit(functools.partial(passes.cast, dtype=jnp.dtype(dtype)))
+  return lambda params: moved(cast(params))
+
+
 def on_sampling_mesh(
-  program: Callable[..., Any], mesh: jax.sharding.Mesh, tensor: int
+  program: Callable[..., Any],
+  mesh: jax.sharding.Mesh,
+  sampling_mesh: jax.sharding.Mesh,
+  move: Callable[[Params], Params] | None = None,
 ) -> Sampler:
   """Makes a sampler on its own mesh, of arrays that lie on that of training.
 
   JAX computes nothing of arrays of two meshes. The parameters are laid out
-  anew by the program itself, once they are cast (`LM.prepare`). `tensor` is the
-  number of devices along that axis while sampling; 0 is as in training.
+  anew by the program itself, once they are cast (`LM.prepare`); those of other
+  devices are of `move`.
   """
-  sampling_mesh = mesh_lib.sampling_mesh(mesh, tensor)
   samplers = {}  # by the number of prompts
+  if move is not None:
+    own = jax.device_put(
+      program.args, sharding.shardings(program.args, sampling_mesh)
+    )
+    program = functools.partial(program.func, *own)
 
   def sampler(params, prompts, key, *first):
+    if move is not None:
+      params = move(params)
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
     key, *first = mesh_lib.place((key, *first), sampling_mesh)
     rows = len(prompts.prompt_ids)
@@ -214,7 +238,8 @@ def make_sampler(
   if mesh is None:
     sampler = sample_halves(program, None)
   else:
-    sampler = on_sampling_mesh(program, mesh, settings.mesh.sampling_tensor)
+    sampling_mesh = mesh_lib.sampling_mesh(mesh, settings.mesh.sampling_tensor)
+    sampler = on_sampling_mesh(program, mesh, sampling_mesh)
 
   def sample(params, prompts, examples, key, check_signals=lambda: None):
     del examples

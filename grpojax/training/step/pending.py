@@ -1,0 +1,96 @@
+"""Rollout of the next step, drawn before the update of this one.
+
+With sampling.ahead = 1 the completions of a step are drawn from the parameters
+before the last update, always, so that a run does not depend on how fast what
+is. They are a part of the checkpoint: a resumed run goes on with them.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, UInt8
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Rollout, TrainState
+from grpojax.rewards.groups import GroupRewards
+from grpojax.rewards.pool import Failure
+
+_OF_FUNCTIONS = ("values", "extras")  # arrays by name, of `GroupRewards`
+
+
+class Pending(NamedTuple):
+  """Completions with their rewards, and the texts of their prompts.
+
+  Attributes:
+    rollout: Completions; on the host alone after a resumption.
+    rewards: Their rewards.
+    prompt_texts: Prompts as the model read them, with what an environment's
+      reset observed.
+  """
+
+  rollout: Rollout
+  rewards: GroupRewards
+  prompt_texts: list[str]
+
+
+def of_examples(
+  rollout: Rollout, rewards: GroupRewards, examples: Sequence[dict[str, Any]]
+) -> Pending:
+  """Returns what is drawn for these examples."""
+  texts = [example["prompt_text"] for example in examples]
+  return Pending(rollout, rewards, texts)
+
+
+def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+  """Returns a state with its pending rollout as an array of bytes.
+
+  They are those of an npz file, whose size differs from step to step. Every
+  process must call it.
+  """
+  if state.pending is None:
+    return state
+  rollout, rewards, texts = state.pending
+  arrays = {
+    f"rollout/{name}": value
+    for name, value in mesh_lib.fetch(vars(rollout)).items()
+    if value is not None
+  }
+  arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
+  for kind in _OF_FUNCTIONS:
+    of_kind = getattr(rewards, kind).items()
+    arrays |= {f"{kind}/{name}": value for name, value in of_kind}
+  about = json.dumps([rewards.failures, texts]).encode()
+  file = io.BytesIO()
+  np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
+  stored = np.frombuffer(file.getvalue(), np.uint8)
+  return state.replace(pending=mesh_lib.place(stored, mesh))
+
+
+def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+  """Undoes `to_stored`: the rollout lies on the mesh again."""
+  if state.pending is None:
+    return state
+  stored: UInt8[Array, n] = mesh_lib.fetch(state.pending)
+  with np.load(io.BytesIO(stored.tobytes()), allow_pickle=False) as file:
+    arrays = {name: file[name] for name in file.files}
+  failures, texts = json.loads(arrays.pop("about").tobytes())
+
+  def of(kind):
+    names = [name for name in arrays if name.startswith(f"{kind}/")]
+    return {name.removeprefix(f"{kind}/"): arrays[name] for name in names}
+
+  rollout = mesh_lib.map_rows(
+    lambda x, *names: mesh_lib.place(x, mesh, *names), Rollout(**of("rollout"))
+  )
+  rewards = GroupRewards(
+    arrays["rewards"],
+    of("values"),
+    arrays["failed"],
+    [[[Failure(*x) for x in own] for own in group] for group in failures],
+    of("extras"),
+  )
+  return state.replace(pending=Pending(rollout, rewards, texts))

@@ -1,0 +1,221 @@
+"""sampling.ahead = 1: the rollout of a step is drawn before the last update."""
+
+import itertools
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax import train
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Prompts
+from grpojax.environments.episodes import play_together
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import records
+from grpojax.training import policy as policy_lib
+from grpojax.training.step import host
+from grpojax.training.step import pending as pending_lib
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.timer import Timer
+
+HERE = pathlib.Path(__file__).parents[1]
+AHEAD = {"sampling.ahead": 1, "loss.correction": "sequence_truncate"}
+B, G, T, STEPS = 4, 4, 6, 6
+
+
+def of_ids(prompt, completion, example):
+  """How often the completion says the example's number."""
+  return float(completion.split().count(example["answer"]))
+
+
+@pytest.fixture
+def opened(tiny, settings_with, open_step, words):
+  """A step of a tiny model, its state, and the batches of six steps."""
+  settings = settings_with(
+    batch_size=B,
+    group_size=G,
+    sampling__ahead=1,
+    sampling__max_new_tokens=T,
+    loss__correction="sequence_truncate",
+    loss__beta=0.1,
+    optim__micro_batches=2,
+    reward__functions=(f"{__file__}:of_ids",),
+  )
+  policy = policy_lib.Policy(pathlib.Path(), tiny.lm, words, (0, 1), 0)
+  rng = np.random.default_rng(0)
+  with rewards_lib.open_reward_pool(settings) as pool:
+    mesh, state, step = open_step(
+      settings, policy, tiny.params, optax.adam(0.05), pool, True
+    )
+    batches = []
+    for _ in range(STEPS):
+      ids = rng.integers(2, 11, (B, 3)).astype(np.int32)
+      prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
+      answers = map(str, rng.integers(2, 11, B))
+      examples = [{"prompt_text": "", "answer": x} for x in answers]
+      batches.append((prompts, examples))
+    with jax.set_mesh(mesh):
+      yield state, step, batches
+
+
+def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
+  state, step, batches = opened
+  copy = lambda params: jax.tree.map(jnp.copy, params)
+  by_hand, older, kept = jax.tree.map(jnp.copy, state), None, []
+  for s, (prompts, examples) in enumerate(batches):
+    now = copy(by_hand.params)
+    key = jax.random.fold_in(by_hand.key, s)
+    params = now if older is None else older
+    drawing = step.sample_and_reward(params, prompts, examples, key, Timer())
+    drawn = pending_lib.of_examples(*play_together(drawing)[0], examples)
+    by_hand, row, *_ = step(by_hand, prompts, examples, pending=drawn)
+    older = now
+    kept.append(row)
+  pending, rows = None, []
+  for batch, upcoming in itertools.zip_longest(batches, batches[1:]):
+    state, row, *_, pending = step(
+      state, *batch, pending=pending, upcoming=upcoming
+    )
+    rows.append(row)
+  assert pending is None
+  assert jax.tree.all(
+    jax.tree.map(np.array_equal, state.params, by_hand.params)
+  )
+  for ours, theirs in zip(rows, kept, strict=True):
+    assert ours["reward_mean"] == theirs["reward_mean"]
+  samples = [row["rollout_effective_samples"] for row in rows]
+  # The first two steps' samples are of the first parameters.
+  assert samples[0] == pytest.approx(1, abs=1e-4) and max(samples[1:]) < 0.999
+
+
+def test_rewards_are_computed_while_the_update_is_asked_for(
+  opened, monkeypatch
+):
+  state, step, batches = opened
+  events, update = [], step.programs.update
+  collect = rewards_lib.collect_rewards
+
+  def updated(*args):
+    events.append("update")
+    return update(*args)
+
+  def collected(*args):
+    events.append("rewards")
+    return collect(*args)
+
+  monkeypatch.setattr(rewards_lib, "collect_rewards", collected)
+  step.programs = step.programs._replace(update=updated)
+  step(state, *batches[0], upcoming=batches[1])
+  assert events == ["rewards", "update", "rewards"]
+
+
+def test_it_is_stored_with_all_that_was_drawn(opened):
+  state, step, batches = opened
+  *_, pending = step(state, *batches[0], upcoming=batches[1])
+  failures = [[[] for _ in range(G)] for _ in range(B)]
+  failures[1][2] = [rewards_lib.Failure("of/ids", "why", "p", "\u00e9\ud83d")]
+  pending = pending._replace(
+    rewards=pending.rewards._replace(
+      failures=failures, extras={"of_ids/n": np.full((B, G), np.nan)}
+    ),
+    prompt_texts=["a", "\u00e4", "", "\n"],
+  )
+  mesh = step.mesh
+  before = pending_lib.to_stored(state.replace(pending=pending), mesh)
+  assert before.pending.dtype == np.uint8
+  after = pending_lib.from_stored(before, mesh).pending
+  assert after.prompt_texts == pending.prompt_texts
+  assert after.rewards.failures == failures
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    (after.rollout, after.rewards._replace(failures=0)),
+    (pending.rollout, pending.rewards._replace(failures=0)),
+  )
+
+
+@pytest.fixture
+def uninterrupted(toy_task, toy_model, tmp_path_factory):
+  run = tmp_path_factory.getbasetemp() / "ahead"
+  if not (run / "summary.json").exists():
+    words = toy_task.arguments(toy_model, **SETTINGS)
+    train.main([*words, f"--run_dir={run}"])
+  return run
+
+
+SETTINGS = AHEAD | {
+  "steps": 7,
+  "loss.beta": 0.01,
+  "diagnostics.every": 2,
+  "loss.advantage": "norm_ratio",
+  "model.reference_every": 2,
+}
+
+
+def assert_same(run, expected):
+  ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
+  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  for name in ("metrics.jsonl", "samples.jsonl"):
+    ours, theirs = (
+      [
+        {k: v for k, v in row.items() if "second" not in k}
+        for row in records.read_jsonl(x / name)
+      ]
+      for x in (run, expected)
+    )
+    assert ours == theirs
+
+
+def test_sigterm_saves_the_rollout_too(
+  uninterrupted, toy_task, toy_model, tmp_path, monkeypatch
+):
+  run, count = tmp_path / "run", []
+  argv = [*toy_task.arguments(toy_model, **SETTINGS), f"--run_dir={run}"]
+  original = host.groups.all_failures
+
+  def interrupted(*args):
+    count.append(1)
+    if len(count) == 3:  # the update of step 3 has been asked for
+      signal.raise_signal(signal.SIGTERM)
+    return original(*args)
+
+  monkeypatch.setattr(host.groups, "all_failures", interrupted)
+  with pytest.raises(SystemExit) as end:
+    train.main(argv)
+  assert end.value.code == 75
+  assert records.read_jsonl(run / "metrics.jsonl")[-1]["step"] == 3
+  monkeypatch.undo()
+  train.main(argv)
+  assert_same(run, uninterrupted)
+
+
+@pytest.mark.slow
+def test_kill_at_twenty_moments(uninterrupted, toy_task, toy_model, tmp_path):
+  run, rng = tmp_path / "run", random.Random()
+  argv = [*toy_task.arguments(toy_model, **SETTINGS), f"--run_dir={run}"]
+  env = os.environ | {"PYTHONPATH": str(HERE.parent)}
+  argv += ["--config.checkpoint.every=1"]
+  killed = 0
+  while killed < 20:
+    process = subprocess.Popen(
+      [sys.executable, str(HERE / "toy.py"), *argv], env=env
+    )
+    end = time.monotonic() + rng.uniform(6, 20)
+    while process.poll() is None and time.monotonic() < end:
+      time.sleep(0.01)
+    if process.poll() is not None:
+      assert process.returncode == 0
+      break
+    process.kill()
+    process.wait()
+    killed += 1
+  train.main(argv)
+  assert_same(run, uninterrupted)
