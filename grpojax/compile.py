@@ -72,6 +72,12 @@ def main(argv: list[str]) -> int:
       disk.check_file(out, "--out")  # before hours of compiling
     settings = from_config(config)
     machine = topology.machine(flags.topology)
+    if settings.mesh.sampling_devices:
+      raise ValueError(
+        f"mesh.sampling_devices = {settings.mesh.sampling_devices}: is not "
+        "compiled for; compile with 0 for the devices that train, and for those "
+        "that sample (its rollout)"
+      )
     if flags.search:
       search.check(settings)
     else:

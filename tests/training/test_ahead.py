@@ -22,7 +22,6 @@ from grpojax.environments.episodes import play_together
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
-from grpojax.training.step import host
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.timer import Timer
@@ -155,7 +154,7 @@ SETTINGS = AHEAD | {
   "steps": 7,
   "loss.beta": 0.01,
   "diagnostics.every": 2,
-  "loss.advantage": "norm_ratio",
+  "advantage": "norm_ratio",
   "model.reference_every": 2,
 }
 
@@ -179,15 +178,15 @@ def test_sigterm_saves_the_rollout_too(
 ):
   run, count = tmp_path / "run", []
   argv = [*toy_task.arguments(toy_model, **SETTINGS), f"--run_dir={run}"]
-  original = host.groups.all_failures
+  original = pending_lib.of_examples
 
   def interrupted(*args):
     count.append(1)
-    if len(count) == 3:  # the update of step 3 has been asked for
+    if len(count) == 4:  # the update of step 3 has been asked for
       signal.raise_signal(signal.SIGTERM)
     return original(*args)
 
-  monkeypatch.setattr(host.groups, "all_failures", interrupted)
+  monkeypatch.setattr(pending_lib, "of_examples", interrupted)
   with pytest.raises(SystemExit) as end:
     train.main(argv)
   assert end.value.code == 75

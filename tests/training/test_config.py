@@ -92,6 +92,7 @@ AGGREGATED = {"reward__aggregation": "normalize_then_sum"}
 FILTERED = {"filter_groups__enable": True}
 BY_DIFFICULTY = {"difficulty__priority": "varies"}
 K1 = {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"}
+AHEAD = {"sampling__ahead": 1, "loss__correction": "sequence_truncate"}
 INT8 = {"sampling__weights_dtype": "int8", "sampling__cache_dtype": "int8"}
 INT8 |= {"loss__correction": "token_truncate"}
 IN_PARTS = {"sampling__parts": 2, "batch_size": 4, "reward__workers": 1}
@@ -233,6 +234,21 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     (
       INT8 | K1,
       "loss.kl_placement = 'reward': the penalty is of the rollout's",
+    ),
+    # Rollouts of the parameters before the last update.
+    (
+      {"sampling__ahead": 1},
+      "loss.correction = 'none': samples drawn before the last update",
+    ),
+    ({"sampling__ahead": 2}, "sampling.ahead = 2: must be in [0, 1]"),
+    (AHEAD | {"filter_groups__enable": True}, "filter_groups.enable = True"),
+    (AHEAD | {"difficulty__priority": "spread"}, "difficulty.priority ="),
+    (AHEAD | {"reward__on_device": True}, "reward.on_device = True: is one"),
+    (AHEAD | AUTO, "group_size = 'auto': changes after an update"),
+    ({"mesh__sampling_devices": 4}, "mesh.sampling_devices = 4: they would"),
+    (
+      AHEAD | {"mesh__sampling_devices": 4, "environment__path": "x.py"},
+      "mesh.sampling_devices = 4: not with an environment",
     ),
     # Parts of a step.
     (

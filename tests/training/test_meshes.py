@@ -25,6 +25,16 @@ CASES = {
     [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
   "experts": ("experts", {"loss.router_aux_coef": 0.1}, MESHES[2:]),
+  # The next step's samples, of the same devices or of others.
+  "ahead": (
+    "llama",
+    {"sampling.ahead": 1},
+    [
+      {"mesh.fsdp": 4, "mesh.tensor": 2},
+      {"mesh.fsdp": 4, "mesh.sampling_devices": 4},
+      {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.sampling_devices": 4},
+    ],
+  ),
   # Adapters, local layers, fresh prompts, meshes and memories of their own.
   "all else": (
     "gemma",

@@ -13,6 +13,7 @@ GOOD = {
   "rewards_missing": 0.0,
   "zero_variance_groups": 0.9,
   "truncated": 0.5,
+  "rollout_effective_samples": 0.4,
   "train_seconds": 1.5,
 }
 # The least that counts as such a step, and something less that is only shown.
@@ -21,6 +22,7 @@ BAD = {
   "rewards_missing": (1.0, 0.25, "25% without reward"),
   "zero_variance_groups": (1.0, None, "no group's rewards differ"),
   "truncated": (0.75, None, "75% cut off"),
+  "few_effective_samples": (0.95, None, "95% of the samples without weight"),
 }
 
 
@@ -34,6 +36,8 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   whole, less, words = BAD[name]
   limits = dict.fromkeys(BAD, 0) | {name: 3}
   bad, now = GOOD | {name: whole}, progress.Progress()
+  if name == "few_effective_samples":
+    bad = GOOD | {"rollout_effective_samples": 1 - whole}
   for row in [bad, bad, GOOD, bad, bad]:
     now = progress.after(now, row)
     assert progress.stop_reason(now, limits) is None
@@ -45,7 +49,8 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   assert progress.stop_reason(now, dict.fromkeys(BAD, 0)) is None
   assert now.steps_with[name] == 5
   assert sum(now.steps_with.values()) == 5
-  assert progress.troubles(GOOD | {name: less or whole}) == [words]
+  shown = bad if less is None else GOOD | {name: less}
+  assert progress.troubles(shown) == [words]
   assert progress.troubles(GOOD) == []
 
 

@@ -49,9 +49,17 @@ STOP_CONDITIONS = {
     words="{:.0%} cut off",
     meaning="most completions were cut off at sampling.max_new_tokens",
   ),
+  "few_effective_samples": Trouble(
+    shown=0.9,
+    whole=0.9,
+    words="{:.0%} of the samples without weight",
+    meaning="the samples were so far from the policy that their weights left "
+    "less than a tenth of them (rollout_effective_samples)",
+  ),
 }
-"""By the metric that shows them; `stop.NAME` says how many steps in a row end a
-run, 0 for never."""
+"""By the metric that shows them, the last one by what is left of 1 of
+`rollout_effective_samples`; `stop.NAME` says how many steps in a row end a run,
+0 for never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +100,18 @@ def from_notes(notes: Mapping[str, Any] | None) -> Progress:
   return Progress(**{k: v for k, v in (notes or {}).items() if k in names})
 
 
+def _value(row: Row, name: str) -> float:
+  if name == "few_effective_samples":
+    return 1 - row.get("rollout_effective_samples", 1)
+  return row[name]
+
+
 def after(progress: Progress, row: Row) -> Progress:
   """Returns the progress after one more step with these metrics."""
   steps_with, in_a_row = dict(progress.steps_with), dict(progress.in_a_row)
   for name, trouble in STOP_CONDITIONS.items():
-    shown, whole = row[name] >= trouble.shown, row[name] >= trouble.whole
+    value = _value(row, name)
+    shown, whole = value >= trouble.shown, value >= trouble.whole
     steps_with[name] = steps_with.get(name, 0) + bool(shown)
     in_a_row[name] = in_a_row.get(name, 0) + 1 if whole else 0
   return dataclasses.replace(
@@ -111,9 +126,9 @@ def after(progress: Progress, row: Row) -> Progress:
 def troubles(row: Row) -> list[str]:
   """Describes the troubles that a step's metrics show."""
   return [
-    trouble.words.format(row[name])
+    trouble.words.format(_value(row, name))
     for name, trouble in STOP_CONDITIONS.items()
-    if row[name] >= trouble.shown
+    if _value(row, name) >= trouble.shown
   ]
 
 

@@ -177,7 +177,7 @@ class DifficultySettings:
 
 @frozen_options
 class SamplingSettings:
-  """Completions (the first eight settings change samples, the others not)."""
+  """Completions (the first eight settings and ahead change samples)."""
 
   max_new_tokens: int = option(
     80, "longest completion, tokens", within=ONE_OR_MORE

@@ -187,6 +187,12 @@ class StopSettings:
   truncated: int = option(
     0, "with most completions cut off; 0 = never", within=NOT_NEGATIVE
   )
+  few_effective_samples: int = option(
+    0,
+    "whose weights leave less than a tenth of the samples (sampling.ahead, "
+    "int8, loss.correction); 0 = never",
+    within=NOT_NEGATIVE,
+  )
   no_improvement: int = option(
     0,
     "evaluations, not steps, without a higher held-out accuracy: the run ends "
