@@ -75,8 +75,8 @@ def main(argv: list[str]) -> int:
     if settings.mesh.sampling_devices:
       raise ValueError(
         f"mesh.sampling_devices = {settings.mesh.sampling_devices}: is not "
-        "compiled for; compile with 0, once for the devices that train and once "
-        "for those that sample"
+        "compiled for; compile with 0, for those that train and again for "
+        "those that sample"
       )
     if flags.search:
       search.check(settings)

@@ -244,7 +244,10 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     (AHEAD | {"filter_groups__enable": True}, "filter_groups.enable = True"),
     (AHEAD | {"difficulty__priority": "spread"}, "difficulty.priority ="),
     (AHEAD | {"reward__on_device": True}, "reward.on_device = True: is one"),
-    (AHEAD | AUTO, "group_size = 'auto': changes after an update"),
+    (
+      {"sampling__ahead": 1, "optim__epochs": 2} | AUTO,
+      "group_size = 'auto': changes after an update",
+    ),
     ({"mesh__sampling_devices": 4}, "mesh.sampling_devices = 4: they would"),
     (
       AHEAD | {"mesh__sampling_devices": 4, "environment__path": "x.py"},

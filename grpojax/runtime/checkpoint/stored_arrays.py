@@ -146,11 +146,11 @@ def abstract(
 ) -> jax.ShapeDtypeStruct | None:
   """Returns the shape of a stored field, None without; laid out as `like`."""
   with _damage(path, advice):
-    found = (ocp.metadata(path).metadata or {}).get(field)
-    if found is None:
+    stored = (ocp.metadata(path).metadata or {}).get(field)
+    if stored is None:
       return None
     sharding = getattr(like, "sharding", None)
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
 
 
 def load(

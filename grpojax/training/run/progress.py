@@ -102,8 +102,8 @@ def from_notes(notes: Mapping[str, Any] | None) -> Progress:
 
 def _value(row: Row, name: str) -> float:
   if name == "few_effective_samples":
-    return 1 - row.get("rollout_effective_samples", 1)
-  return row[name]
+    return 1.0 - row.get("rollout_effective_samples", 1.0)
+  return float(row[name])
 
 
 def after(progress: Progress, row: Row) -> Progress:

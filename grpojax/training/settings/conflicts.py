@@ -189,7 +189,7 @@ def _rewards(s: TrainSettings) -> Rows:
 
 
 def _ahead(s: TrainSettings) -> Rows:
-  """What a rollout that is drawn before the last update cannot be."""
+  """Conflicts of a rollout that is drawn before the last update."""
   setting, count = "mesh.sampling_devices", s.mesh.sampling_devices
   if count and s.environment.on:
     yield setting, "not with an environment (environment.path): use 0"
