@@ -65,7 +65,7 @@ def compile_step(
     return {"fits": False}
   parts = result["parts"]
   return {
-    "settings": settings | result.get("settings", {}),
+    "settings": result.get("settings", {}) | settings,
     "fits": True,
     "step_seconds": result["step_seconds"],
     "mfu": result.get("mfu"),
