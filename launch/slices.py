@@ -1,7 +1,7 @@
 """Which slices of TPU a model can be trained on: the tables of README.md.
 
     python launch/slices.py [--models=DIR] [--chips=v5e,v6e] [--only=NAME]
-                            [--limit=SECONDS] [--table]
+                            [--limit=SECONDS] [--again] [--table]
 
 DIR holds a config.json for each model, NAME.json. For each model and chip,
 `grpojax.compile --search` looks for a layout of a step of configs/gsm8k.py (32
@@ -9,7 +9,8 @@ prompts x 32 samples, 512 + 1024 tokens) on ever larger slices, up to the first
 that it fits. Each slice gets a line of slices.jsonl. What has a line is not
 compiled again, so it goes on where it was stopped. A step that cannot be
 compiled, or not within --limit, has a line that says so, and the next follows.
-`--table` prints the tables of what is there.
+`--again` compiles the layouts that are there with the program as it is today,
+in the place of a search. `--table` prints the tables.
 """
 
 import argparse
@@ -32,18 +33,22 @@ SHAPES = {"v5e": FLAT, "v6e": FLAT, "v5p": CUBES, "tpu7x": CUBES}
 MOMENTS = ("float32", "bfloat16")  # of Adam; rounded ones where need be
 
 
-def search_step(
-  file: pathlib.Path, slice_: str, moments: str, limit: float
+def compile_step(
+  file: pathlib.Path,
+  slice_: str,
+  settings: dict,
+  limit: float,
+  *flags: str,
 ) -> dict:
-  """Runs `grpojax.compile --search`; its report, or why there is none."""
+  """Runs `grpojax.compile`; its report, or why there is none."""
   with tempfile.TemporaryDirectory() as scratch:
     out = pathlib.Path(scratch) / "out.json"
     command = [sys.executable, "-m", "grpojax.compile", f"--config={CONFIG}"]
     command += [f"--config.model.path={file}", f"--topology={slice_}"]
-    command += [f"--config.optim.moments_dtype={moments}"]
+    command += search.command(settings).split()
     try:
       done = subprocess.run(
-        [*command, "--search", f"--out={out}"],
+        [*command, *flags, f"--out={out}"],
         capture_output=True,
         text=True,
         errors="replace",
@@ -60,7 +65,7 @@ def search_step(
     return {"fits": False}
   parts = result["parts"]
   return {
-    "settings": result["settings"] | {"optim.moments_dtype": moments},
+    "settings": result.get("settings", {}) | settings,
     "fits": True,
     "step_seconds": result["step_seconds"],
     "mfu": result.get("mfu"),
@@ -79,6 +84,13 @@ def read_rows() -> list[dict]:
   return rows
 
 
+def write_rows(rows: list[dict]) -> None:
+  """Replaces slices.jsonl, all of it or nothing."""
+  whole = ROWS.with_suffix(".part")
+  whole.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  whole.replace(ROWS)
+
+
 def try_slice(name: str, file: pathlib.Path, slice_: str, limit: float) -> dict:
   """A line of slices.jsonl, made where it is not there yet."""
   row = {"model": name, "topology": slice_}
@@ -86,13 +98,12 @@ def try_slice(name: str, file: pathlib.Path, slice_: str, limit: float) -> dict:
   if known:
     return known[-1]
   for moments in MOMENTS:
-    result = search_step(file, slice_, moments, limit)
+    settings = {"optim.moments_dtype": moments}
+    result = compile_step(file, slice_, settings, limit, "--search")
     if result.get("fits", True):  # or an error
       break
   row |= result
-  torn = ROWS.exists() and not ROWS.read_text().endswith("\n")
-  with ROWS.open("a") as rows:
-    rows.write("\n" * torn + json.dumps(row) + "\n")
+  write_rows([*read_rows(), row])
   return row
 
 
@@ -103,6 +114,19 @@ def try_slices(name: str, file: pathlib.Path, chip: str, limit: float) -> None:
     print(json.dumps(row), flush=True)
     if row.get("fits") or row.get("late"):
       return
+
+
+def compile_again(models: pathlib.Path, chip: str, only: str, limit: float):
+  """Compiles a chip's layouts that fit; what comes out replaces their lines."""
+  for row in filter(lambda row: row.get("fits"), read_rows()):
+    if not row["topology"].startswith(f"{chip}:") or only not in row["model"]:
+      continue
+    file = models / f"{row['model']}.json"
+    result = compile_step(file, row["topology"], row["settings"], limit)
+    new = {key: row[key] for key in ("model", "topology", "settings")} | result
+    print(json.dumps(new), flush=True)
+    if "fits" in result:  # or an error: the line stays
+      write_rows([new if other == row else other for other in read_rows()])
 
 
 def _range(row: dict, part: str) -> str:
@@ -140,12 +164,16 @@ def main() -> None:
   flags.add_argument("--chips", default=",".join(SHAPES))
   flags.add_argument("--only", default="")
   flags.add_argument("--limit", type=float, default=86400.0)
+  flags.add_argument("--again", action="store_true")
   flags.add_argument("--table", action="store_true")
   options = flags.parse_args()
   if options.table:
     print(table())
     return
   for chip in options.chips.split(","):
+    if options.again:
+      compile_again(options.models, chip, options.only, options.limit)
+      continue
     for file in sorted(options.models.glob("*.json")):
       if options.only in file.stem:
         try_slices(file.stem, file, chip, options.limit)

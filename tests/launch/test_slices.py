@@ -92,3 +92,21 @@ def test_the_rows_that_are_there_make_a_table(slices, monkeypatch):
   rows = slices.table().splitlines()[2:]
   readme = (ROOT / "launch/README.md").read_text()
   assert len(rows) >= 32 and all(row in readme for row in rows)
+
+
+def test_layouts_are_compiled_again(slices, compiled):
+  commands, happens = compiled
+  old = {"model": "small", "topology": "v5e:2x2", "fits": True, "old": 1}
+  rows = [old | {"settings": {"mesh.fsdp": n}} for n in (1, 2, 4)]
+  other = {"model": "small", "topology": "v6e:2x2", "fits": True}
+  slices.write_rows([*rows, other])
+  plain = {key: value for key, value in FITS.items() if key != "settings"}
+  happens += [plain, "killed", {"fits": False}]
+  slices.compile_again(ROOT, "v5e", "small", 9)
+  assert all("--search" not in command for command in commands)
+  assert ["--config.mesh.fsdp=1" in c for c in commands] == [True, False, False]
+  new, kept, gone, untouched = slices.read_rows()
+  assert new["settings"] == {"mesh.fsdp": 1} and "old" not in new
+  assert new["xla_seconds"] == {"rollout": None, "update": 2.5}
+  assert kept == rows[1] and untouched == other
+  assert not gone["fits"] and gone["settings"] == {"mesh.fsdp": 4}
