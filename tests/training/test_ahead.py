@@ -197,6 +197,19 @@ def test_sigterm_saves_the_rollout_too(
 
 
 @pytest.mark.slow
+def test_turns_go_on_beside_the_update(train_toy):
+  turns = {
+    "steps": 2,
+    "sampling.max_new_tokens": 40,
+    "environment.path": "retry",
+    "environment.max_turns": 2,
+    "reward.functions": "environment",
+  }
+  rows = train_toy(**AHEAD | turns)
+  assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+@pytest.mark.slow
 def test_kill_at_twenty_moments(uninterrupted, toy_task, toy_model, tmp_path):
   run, rng = tmp_path / "run", random.Random()
   argv = [*toy_task.arguments(toy_model, **SETTINGS), f"--run_dir={run}"]

@@ -306,8 +306,6 @@ def resume(
     state = reference.state_to_device(state)
     state = checkpoint.restore(checkpointer, state, step)
     state = reference.state_to_memory(state, run.settings)
-    if not run.settings.sampling.ahead:  # nor is what it once was
-      state = state.replace(pending=None)
     state = pending_lib.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
   return state, progress

@@ -102,7 +102,7 @@ def from_notes(notes: Mapping[str, Any] | None) -> Progress:
 
 def _value(row: Row, name: str) -> float:
   if name == "few_effective_samples":
-    return 1.0 - row.get("rollout_effective_samples", 1.0)
+    return 1.0 - float(row.get("rollout_effective_samples", 1))
   return float(row[name])
 
 

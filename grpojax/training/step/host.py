@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
@@ -230,6 +231,10 @@ class HostStep:
     self.mesh = mesh = mesh_lib.mesh_of(shardings)
     self.reward_pool, self.check_signals = reward_pool, check_signals
     self.ref_params = ref_params
+    self.copy_params = jax.jit(
+      lambda params: jax.tree.map(jnp.copy, params),
+      out_shardings=shardings.params,
+    )
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
@@ -318,9 +323,12 @@ class HostStep:
       example["prompt_text"] = text
     pending, drawing, upcoming_drawn = None, None, None
     if upcoming is not None:
-      key = jax.random.fold_in(state.key, state.step + 1)
+      key, params = jax.random.fold_in(state.key, state.step + 1), state.params
+      if self.reward_pool.environment is not None:
+        # Its turns go on when the update has taken the parameters.
+        params = self.copy_params(params)
       drawing = self.sample_and_reward(
-        state.params, *upcoming, key, timer, self.first_prompt, holds=True
+        params, *upcoming, key, timer, self.first_prompt, holds=True
       )
       next(drawing)
     self.check_signals(together=True)
