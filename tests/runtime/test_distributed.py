@@ -34,14 +34,43 @@ def speak_for(monkeypatch, *others):
   """This process is the first; the others say this, in JSON."""
   monkeypatch.setattr(distributed, "count", lambda: len(others) + 1)
 
-  def allgather(x):
-    texts = [np.frombuffer(json.dumps(o).encode(), np.uint8) for o in others]
-    if x.ndim == 0:
-      return np.array([x, *(t.size for t in texts)])
-    return np.stack([x, *(np.pad(t, (0, x.size - t.size)) for t in texts)])
+  kept = {}
 
+  def get(key, milliseconds):
+    process = int(key.rpartition("/")[2])
+    return json.dumps(others[process - 1]).encode()
+
+  client = types.SimpleNamespace(
+    key_value_set_bytes=kept.__setitem__,
+    blocking_key_value_get_bytes=get,
+    key_value_delete=lambda key: kept.pop(key, None),
+  )
+  state = types.SimpleNamespace(client=client)
+  monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
   module = distributed.multihost_utils
-  monkeypatch.setattr(module, "process_allgather", allgather)
+  monkeypatch.setattr(module, "process_allgather", lambda x: x)
+  monkeypatch.setattr(jax, "process_index", lambda: 0)
+  return kept
+
+
+def test_words_are_deleted_when_all_have_read_them(monkeypatch):
+  kept = speak_for(monkeypatch, "b")
+  for _ in range(3):
+    assert distributed.gather("a") == ["a", "b"]
+  assert list(kept.values()) == [b'"a"']
+
+
+def test_who_waits_hears_of_an_end_by_an_error():
+  def late(key, milliseconds):
+    raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
+
+  client = types.SimpleNamespace(
+    blocking_key_value_get_bytes=late,
+    key_value_try_get=lambda key: "process 1: KeyError",
+  )
+  with pytest.raises(distributed.OtherGone, match="process 1") as gone:
+    distributed._receive(client, "words")
+  assert distributed._says_another_is_gone(gone.value)
 
 
 def test_rows_of_parts_come_back_in_their_order(monkeypatch):
@@ -183,7 +212,9 @@ def leave(monkeypatch):
       if not others:
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
-    client = types.SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    client = types.SimpleNamespace(
+      wait_at_barrier=wait_at_barrier, key_value_set=lambda key, text: None
+    )
     state = types.SimpleNamespace(client=client)
     monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
