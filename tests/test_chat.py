@@ -25,6 +25,7 @@ def run(toy, toy_model, tmp_path, config_with):
   return tmp_path
 
 
+@pytest.mark.slow
 def test_a_held_out_problem_is_answered_and_scored(run, toy_task, capsys):
   chat.main(
     [f"--model={run}", "--example=5", "--samples=16", "--config.seed=1"]

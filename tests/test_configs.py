@@ -130,23 +130,16 @@ def policy_of(settings):
   )
 
 
-# Of a family that another is of.
-ALSO = (
-  "gsm8k_qwen2_5_1_5b",
-  "gsm8k_qwen2_5_7b",
-  "gsm8k_qwen2_5_32b",
-  "gsm8k_qwen3_1_7b",
-  "gsm8k_llama3_2_1b",
-  *FIGURE5,
-  "own_model",
-  "smollm2",
+# One a family; others are of a family that another is of.
+MARKS = {"arithmetic": ()} | dict.fromkeys(
+  ("gsm8k", "gsm8k_gemma3_1b", "gsm8k_qwen3_30b_a3b"), pytest.mark.slow
 )
 
 
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=pytest.mark.slow if name in ALSO else ())
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.long))
     for name in CONFIGS
   ],
 )

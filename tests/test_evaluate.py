@@ -103,6 +103,7 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
     )
 
 
+@pytest.mark.slow
 def test_the_batch_size_changes_nothing(toy_model, toy_task):
   policy = load_policy(str(toy_model))
   whole = completions(policy, 10, toy_task)
@@ -117,6 +118,7 @@ def test_the_batch_size_changes_nothing(toy_model, toy_task):
   ]
 
 
+@pytest.mark.slow
 def test_samples(toy_model, toy_task, tmp_path, capsys):
   settings = toy_task.arguments(toy_model, evaluate.READS, eval__num_prompts=30)
   argv = [f"--model={toy_model}", "--samples=8", "--k=1,4", *settings]
@@ -210,6 +212,7 @@ def test_compare_samples_of_a_run_under_the_first_config(
   assert result_of(alone, tmp_path) == other
 
 
+@pytest.mark.slow
 def test_a_model_compared_with_itself_in_another_format(
   toy_model, toy_task, tmp_path, monkeypatch
 ):

@@ -6,11 +6,14 @@
 import pathlib
 import re
 
+import pytest
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_users_own_model_learns(capsys):
   """The snippet prints the mean reward, which starts near 1 / 16."""
   (snippet,) = SNIPPETS  # another one needs a test of its own

@@ -9,6 +9,7 @@ from grpojax.aot.chips import CHIPS
 from grpojax.selfcheck import Row
 
 
+@pytest.mark.slow
 def test_figures_that_come_along_are_those_of_a_cpu():
   rows = [*selfcheck.check_parity()]
   assert len(rows) == 2 and all(row.ok for row in rows)
@@ -16,6 +17,7 @@ def test_figures_that_come_along_are_those_of_a_cpu():
   assert np.abs(selfcheck.logprobs(jnp.bfloat16)).mean() > 1
 
 
+@pytest.mark.long
 def test_attention_in_blocks_and_by_kernels_is_plain_attention():
   rows = [*selfcheck.check_attention()]
   assert len(rows) == 4 and all(row.ok for row in rows)

@@ -53,6 +53,7 @@ def test_it_learns_and_writes_a_model_directory(toy_model):
   assert tokenizer_lib.eos_ids(toy_model, tokenizer) == (1, 99)
 
 
+@pytest.mark.slow
 def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
   out = tmp_path / "out"
   settings = ["steps=1", "rows=8", "row_length=64", "log_every=1"]

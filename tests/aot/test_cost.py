@@ -31,7 +31,7 @@ def compiled(*words):
 
 @pytest.fixture(scope="module")
 def quick():
-  return compiled("cpu", *(["v5e:2x2"] if HAS_TPU else []))
+  return compiled("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def everything():
 @pytest.fixture(
   params=[
     "cpu",
-    "v5e:2x2",
+    pytest.param("v5e:2x2", marks=pytest.mark.slow),
     pytest.param("v6e:2x2", marks=pytest.mark.slow),
   ]
 )
@@ -54,7 +54,7 @@ def platform(request):
 
 @pytest.fixture
 def programs(request, platform):
-  name = "everything" if platform == "v6e:2x2" else "quick"
+  name = "quick" if platform == "cpu" else "everything"
   return request.getfixturevalue(name)[platform]
 
 

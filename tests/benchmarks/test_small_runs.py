@@ -76,6 +76,7 @@ def test_a_workload_of_turns(config, monkeypatch):
   assert 0 < np.mean(line["rewards"]) <= 2  # words of the last turn alone
 
 
+@pytest.mark.slow
 def test_a_config(config, monkeypatch, tmp_path):
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)
   file = tmp_path / "model.json"

@@ -77,13 +77,13 @@ def test_shapes_dtypes_and_prompts(name):
     other = compiled(name, rewards.astype(dtype))
     assert other.dtype == jnp.float32
     np.testing.assert_allclose(other, found, atol=1e-6)
-  each = np.stack([compiled(name, batch) for batch in rewards])
+  one = compiled(name, rewards[1])
   mapped = jax.jit(jax.vmap(lambda r: call(name, r)))(rewards)
-  np.testing.assert_allclose(mapped, each, atol=1e-5)
-  assert np.allclose(each, found, atol=1e-5) == (name not in POOLED)
+  np.testing.assert_allclose(mapped[1], one, atol=1e-5)
+  assert np.allclose(mapped, found, atol=1e-5) == (name not in POOLED)
   if name not in POOLED:
-    alone = np.stack([compiled(name, group) for group in rewards[0]])
-    np.testing.assert_allclose(alone, found[0], atol=1e-5)
+    alone = compiled(name, rewards[0, 1])
+    np.testing.assert_allclose(alone, found[0, 1], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,11 @@ def test_equal_rewards_give_exactly_zero(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_group_that_is_too_small_is_refused(name):
   fewest = FEWEST[name]
-  assert call(name, jnp.ones((3, fewest))).shape == (3, fewest)
+  of = lambda size: jax.eval_shape(lambda: call(name, jnp.ones((3, size))))
+  assert of(fewest).shape == (3, fewest)
   if fewest > 1:
     with pytest.raises(ValueError, match=f"{name} .*needs .* G >= {fewest}"):
-      call(name, jnp.ones((3, fewest - 1)))
+      of(fewest - 1)
   with pytest.raises((ValueError, TypeError)):  # annotations are checked first
     EVERY[name](jnp.float32(1.0))
 
@@ -125,7 +126,7 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_a_group_is_what_has_rewards(name):
   """A group of n rewards in any places of a larger one gives the same."""
   rng = np.random.default_rng(0)
-  for n in range(G + 1):
+  for n in (0, 1, 2, 3, G - 1):
     rewards = np.full(G, NAN, np.float32)
     places = np.sort(rng.permutation(G)[:n])
     rewards[places] = rng.choice([0.3, 1.0, -2.0, 5.0], n)

@@ -83,7 +83,10 @@ def of_host():
 
 @pytest.mark.parametrize(
   "t_max, tokens, weights_dtype",
-  [(24, 1, "model"), (24, 7, "int8"), (112, 32, "model")],
+  [
+    (24, 7, "int8"),
+    pytest.param(112, 32, "model", marks=pytest.mark.slow),
+  ],
 )
 def test_rows_are_those_of_the_device(tiny, t_max, tokens, weights_dtype):
   sampling = Sampling(weights_dtype=weights_dtype)
@@ -111,6 +114,7 @@ def test_a_cache_begins_in_its_format(tiny):
   assert cache.blocks[0][0].keys.dtype == jnp.int8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window, turn_tokens", [(None, 6), (20, 0)])
 def test_long_observations_are_read_as_the_trainer_reads_them(
   tiny, window, turn_tokens

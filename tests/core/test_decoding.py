@@ -86,15 +86,17 @@ def assert_same(out, expected):
   np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
 
 
-PAIRS = [("windows", "compact"), ("windows", "stages")]
-SLOW = [
-  pytest.param(name, way, marks=pytest.mark.slow)
-  for name in ("one_stack", "bfloat16", "lora", "experts")
-  for way in CHANGED
+PAIRS = [
+  pytest.param("windows", "compact", marks=pytest.mark.slow),
+  pytest.param("one_stack", "compact", marks=pytest.mark.slow),
+  pytest.param("windows", "stages", marks=pytest.mark.long),
+  pytest.param("bfloat16", "compact", marks=pytest.mark.long),
+  pytest.param("lora", "compact", marks=pytest.mark.long),
+  pytest.param("experts", "compact", marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize("name, way", PAIRS + SLOW)
+@pytest.mark.parametrize("name, way", PAIRS)
 def test_the_work_changes_and_no_sample(name, way):
   lm, params = model(name)
   out = run(lm, params, CHANGED[way])
@@ -111,10 +113,9 @@ def test_the_work_changes_and_no_sample(name, way):
   "name",
   [
     "windows",
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in ("one_stack", "bfloat16", "lora", "experts")
-    ),
+    pytest.param("one_stack", marks=pytest.mark.slow),
+    pytest.param("bfloat16", marks=pytest.mark.long),
+    pytest.param("experts", marks=pytest.mark.long),
   ],
 )
 def test_rows_of_different_lengths_in_a_cache(name):
@@ -213,6 +214,7 @@ def one_each(lm, params, decoding, budgets=ONE):
   return run(lm, params, decoding, budgets=budgets, **settings)
 
 
+@pytest.mark.slow
 def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
   lm = tabular.lm(3, 11)
   table, counted = lm.init(jax.random.key(5)), watched(lm, 0)

@@ -70,6 +70,7 @@ def close(a, b, atol=1e-6):
   jax.tree.map(leaf, a, b)
 
 
+@pytest.mark.slow
 def test_a_step_is_its_three_parts(chain_step):
   lm, tx, _, step, state, ref = chain_step
   state, _ = step(state, PROMPTS, ref)  # The second step: not key and step 0.
@@ -99,6 +100,7 @@ def test_a_step_is_its_three_parts(chain_step):
   assert metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_second_step_compiles_nothing(chain_step):
   _, _, whole, _, state, ref = chain_step
   step = jax.jit(whole, donate_argnums=0)
@@ -125,6 +127,7 @@ def test_steps_can_be_scanned_and_learn(chain_step):
   assert reward[-5:].mean() > reward[:5].mean() + 0.2
 
 
+@pytest.mark.slow
 def test_steps_can_be_mapped_over_seeds(chain_step):
   _, _, whole, step, state, ref = chain_step
   keys = jax.random.split(KEY, 3)
@@ -165,6 +168,7 @@ def test_the_first_state_can_be_donated(tiny):
   assert int(donated(state).step) == 1
 
 
+@pytest.mark.slow
 def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
   """From `make_batch`, and inside the whole step; those bound already stay."""
   lm, asked = tabular.lm(2, 5), []

@@ -94,6 +94,7 @@ def test_values(float64):
 TRUNCATED = Sampling(temperature=0.8, top_k=2)
 
 
+@pytest.mark.slow
 def test_under_cuts(float64):
   """All that the module says of a policy that is cut to a set of tokens."""
 
@@ -162,6 +163,7 @@ def sequence_logprobs(theta):
   return jnp.where(MASK, table[jnp.arange(2), SEQUENCES], 0.0)
 
 
+@pytest.mark.slow
 def test_penalty_in_the_reward_gives_the_gradient_of_the_sequences_kl(float64):
   """Exactly; a k2 in the loss keeps the prefix's share of it out."""
   theta = jnp.array([[0.4, -0.3], [-0.8, 0.5]])

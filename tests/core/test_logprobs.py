@@ -55,6 +55,7 @@ def with_gradient(lm, params, ids, **options):
   return jax.value_and_grad(objective, has_aux=True)(params)
 
 
+@pytest.mark.slow
 def test_chunk_size_changes_nothing(tiny):
   def run(size):
     return jax.jit(

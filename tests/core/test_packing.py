@@ -332,7 +332,12 @@ def differentiate(lm, params, samples, layout):
 @pytest.mark.parametrize(
   "kind",
   [
-    pytest.param(x, marks=() if x == "gemma2" else pytest.mark.slow)
+    pytest.param(
+      x,
+      marks=pytest.mark.slow
+      if x in ("gemma2", "qwen3_moe")
+      else pytest.mark.long,
+    )
     for x in FAMILIES
   ],
 )
@@ -380,6 +385,7 @@ def test_prompts_that_nobody_needs_take_no_room(tiny):
   np.testing.assert_allclose(found, expected[2, 0, :5], 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
   lengths, told = np.array([[3, 1], [2, 2]]), np.array([2, 1])
   layout = packing_layout.plan(lengths, 8, told, 8)
@@ -436,7 +442,7 @@ def make_step(lm, samples, rewards, **cuts):
   "minibatches, micro_batches, shape",
   [
     pytest.param(2, 12, (B, 6, 1, T // 2), marks=pytest.mark.slow),
-    (2, 4, (B, 1, 3, T // 2)),
+    pytest.param(2, 4, (B, 1, 3, T // 2), marks=pytest.mark.slow),
     (1, 8, (1, 2, 4, T // 2)),
   ],
 )

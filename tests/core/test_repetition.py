@@ -114,6 +114,7 @@ def test_samples_have_the_probabilities_of_the_definition(tiny, drawn):
   assert changed > 5  # tokens come again, or the test tests little
 
 
+@pytest.mark.slow
 def test_greedy_decoding_is_penalised(tiny, drawn):
   samples = drawn[0](Sampling(0.0, repetition_penalty=1.7))
   logits = raw(tiny, samples)
@@ -153,6 +154,7 @@ def test_stages_and_compaction_change_no_sample(tiny):
   same(draw(stages=2), samples)
 
 
+@pytest.mark.slow
 def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
   _, samples = drawn
   lengths = np.asarray(samples.completion_mask.sum(-1))

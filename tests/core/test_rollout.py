@@ -19,8 +19,8 @@ PROMPTS = Prompts(
 KEY = jax.random.key(7)
 EOS = (0, 5)
 SETTINGS = [
-  Sampling(),
-  Sampling(temperature=0.0),
+  pytest.param(Sampling(), marks=pytest.mark.slow),
+  pytest.param(Sampling(temperature=0.0), marks=pytest.mark.slow),
   Sampling(temperature=1.4, top_k=6, top_p=0.9, min_p=0.05),
 ]
 

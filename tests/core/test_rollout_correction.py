@@ -116,6 +116,7 @@ def expected_gradient(policies, correction, **bounds):
   return -jax.jit(jax.grad(loss))(p)
 
 
+@pytest.mark.slow
 def test_untruncated_sequence_weights_give_the_policys_own_gradient(policies):
   p, _, _, rewards, logprobs = policies
   value = lambda table: jnp.exp(logprobs(table).sum(-1))[0] @ rewards

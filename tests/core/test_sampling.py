@@ -22,6 +22,7 @@ def softmax(x):
   return x / x.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_cuts_can_be_followed_step_by_step():
   """Without compiling, as a debugger sees them."""
   sampling = Sampling(top_k=7, top_p=0.9)

@@ -92,6 +92,7 @@ def plain_gradient(table, batch, beta, tabular):
   return jax.jit(jax.value_and_grad(loss, has_aux=True))(table)
 
 
+@pytest.mark.slow
 def test_epochs_and_minibatches_are_a_plain_loop(tabular):
   lm, table, batch = make_case(tabular)
   tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1))
@@ -229,6 +230,7 @@ def test_on_policy_batch_without_old_logprobs(tabular):
   assert metrics["kl"] == 0
 
 
+@pytest.mark.slow
 def test_completions_without_a_reward_take_no_part(tabular):
   """As if they had not been sampled: in the comparison, loss and weights."""
   lm = tabular.lm(2, 3)
@@ -331,6 +333,7 @@ def test_micro_batches_change_nothing(tabular, weighting, micro_batches):
   assert_same_update(run(micro_batches=micro_batches, chunk_size=3), run())
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(tiny):
   """Of prompts, of completions, and by whole rows, filled with junk."""
   rng = np.random.default_rng(0)

@@ -112,10 +112,11 @@ def test_norm_ratio_is_its_formula():
   none = ScoreNorms(*jnp.array([4.0, -4.0, 2.0]))
   v = float(z[0, 1:].mean())
   least = v * 0.01 / (v * 0.01 + (1 - v) * 2)
-  found = norm_ratio(jnp.asarray(z), none)[0, 0]
+  found = jax.jit(norm_ratio)(z, none)[0, 0]
   np.testing.assert_allclose(found, z[0, 0] - least, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_rewards_may_be_moved_and_scaled():
   """The line moves with them: advantages scale, and do not depend on 0."""
   rng = np.random.default_rng(1)
@@ -159,6 +160,7 @@ def test_observed_norms_forget_and_skip_what_is_not_finite():
   np.testing.assert_array_equal(jax.tree.leaves(norms), [10.5, 9, 11.5])
 
 
+@pytest.mark.slow
 def test_errors_are_nearer_to_the_best_baselines(float64):
   """Exact errors over all groups of 6: both are below leave_one_out's."""
   groups, probability = groups_of(6)

@@ -82,7 +82,11 @@ def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
 
 
 @pytest.mark.parametrize(
-  "size, block, window, segments", [(9, 4, 99, False), (11, 4, 2, True)]
+  "size, block, window, segments",
+  [
+    pytest.param(9, 4, 99, False, marks=pytest.mark.slow),
+    (11, 4, 2, True),
+  ],
 )
 def test_blocks_change_nothing(size, block, window, segments):
   """Both against the definition in float64, and their derivatives."""
@@ -117,10 +121,14 @@ def test_blocks_change_nothing(size, block, window, segments):
 
 
 @pytest.mark.parametrize(
-  "size, prompt, window, run",
-  [(50, 40, 99, 50), (50, 40, 20, 21), (7, 3, 99, 4), (48, 16, 5, 48)],
+  "size, prompt, window, run, cap",
+  [
+    (50, 40, 20, 21, 2.0),
+    pytest.param(50, 40, 99, 50, None, marks=pytest.mark.slow),
+    pytest.param(7, 3, 99, 4, 2.0, marks=pytest.mark.slow),
+    pytest.param(48, 16, 5, 48, None, marks=pytest.mark.slow),
+  ],
 )
-@pytest.mark.parametrize("cap", [None, 2.0])
 def test_kernels_compute_attention(size, prompt, window, run, cap):
   """Values and gradients, over several blocks of 16 tokens, by one softmax."""
   parts = case(size, window, run < size, run=run, P=prompt)
@@ -146,6 +154,7 @@ def test_kernels_compute_attention(size, prompt, window, run, cap):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kernels_without_prompts_or_segments_in_bfloat16():
   arrays, visibility, mask, _ = case(40, 99, False, jnp.bfloat16)
   q, row, _ = arrays
@@ -168,6 +177,7 @@ def test_kernels_without_prompts_or_segments_in_bfloat16():
     np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_what_keys_have_in_common_cancels_in_bfloat16():
   """Gradients of queries, where keys and values lie around 8 and not 0."""
   arrays, visibility, mask, prompt_mask = case(40, 99, False, jnp.bfloat16)
@@ -196,7 +206,14 @@ def test_what_keys_have_in_common_cancels_in_bfloat16():
 
 
 @pytest.mark.parametrize("platform, lowered", [("tpu", "tpu"), ("gpu", "cuda")])
-@pytest.mark.parametrize("width, size", [(64, 1100), (96, 600), (256, 300)])
+@pytest.mark.parametrize(
+  "width, size",
+  [
+    (64, 1100),
+    pytest.param(96, 600, marks=pytest.mark.slow),
+    pytest.param(256, 300, marks=pytest.mark.slow),
+  ],
+)
 def test_kernels_lower_for(platform, lowered, width, size):
   """Four kernels with their operations, and nothing else is multiplied."""
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
@@ -246,6 +263,7 @@ def test_a_layer_may_be_local_or_not_at_run_time(local):
     np.testing.assert_allclose(run(jnp.array(local)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_summed_in_float32():
   """As exact as rounding the weights, and then the sum, leaves it."""
   size, window = 512, 999
@@ -283,6 +301,7 @@ def test_bfloat16_with_prompts_in_blocks():
   np.testing.assert_allclose(out.astype(np.float32), expected, atol=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["blocks", "kernel"])
 def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   """Long prompts and packed rows, local and global layers, and the gradient."""
@@ -336,6 +355,7 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   assert np.std(whole[1]) > 0.1 and spy.called
 
 
+@pytest.mark.slow
 def test_memory_at_8192_tokens_and_28_heads():
   """The backward pass holds a few arrays as large as the queries."""
   size, heads, width = 8192, 4, 64

@@ -128,6 +128,7 @@ def family_errors(kind, equal):
   return gradient_errors(config, (256, 128), equal)
 
 
+@pytest.mark.slow
 def test_gradients_add_up_in_float32():
   """All leaves that are summed over tokens, in one layer of all features.
 
@@ -163,7 +164,10 @@ EXPERTS = {"experts": 8, "experts_per_token": 2, "normalize_experts": True}
 
 @pytest.mark.parametrize(
   "experts",
-  [{}, pytest.param(EXPERTS, marks=pytest.mark.slow)],
+  [
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param(EXPERTS, marks=pytest.mark.long),
+  ],
   ids=["dense", "experts"],
 )
 def test_sampler_and_scorer_agree(experts):
@@ -261,9 +265,7 @@ def test_a_router_multiplies_exactly():
   [
     pytest.param(
       *case,
-      marks=pytest.mark.slow
-      if case in (("qwen2", False), ("gemma3_text", False))
-      else pytest.mark.long,
+      marks=pytest.mark.slow if case == ("qwen2", False) else pytest.mark.long,
     )
     for case in itertools.product(EXAMPLES, (True, False))
   ],

@@ -101,6 +101,7 @@ def test_next_tokens_keep_the_axes_of_their_rows():
   assert not merges(einsum, jnp.ones((2, 3, 2, 2, 1, 4)), normal("bgkce"))
 
 
+@pytest.mark.slow
 def test_the_gradient_copies_no_large_array_in_another_order():
   """Logits, weights of attention or the MLP's inner values.
 
@@ -158,6 +159,7 @@ def products(lm, params, base=None, **options):
   return collections.Counter(tuple(map(int, x.split(","))) for x in shapes)
 
 
+@pytest.mark.slow
 def test_no_product_is_computed_again(deep):
   """Neither an MLP's nor, where they are one chunk, that of the logits."""
   rows = 2 * 3 * 13
@@ -169,6 +171,7 @@ def test_no_product_is_computed_again(deep):
   assert products(*deep, chunk_size=2 * 3 * 7)[2 * 3 * 7, VOCAB] == 2
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_frozen_matrix_is_computed(deep):
   lm, base = deep
   adapters = lora.abstract(base, 5, "layers/(q|k|v|o|gate|up|down)")

@@ -32,6 +32,7 @@ CONFIG = TransformerConfig(
 )
 
 
+@pytest.mark.slow
 def test_value_and_gradient_are_those_of_transformers():
   """Of random logits, with padding, layers and tokens together."""
   torch = pytest.importorskip("torch")
@@ -233,6 +234,7 @@ def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
   assert all((x == 0).all() for x in jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_without_the_loss_nothing_of_it_is_there():
   lm, params, batch, _ = draw()
   options = UpdateOptions(micro_batches=2)

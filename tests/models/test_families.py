@@ -123,16 +123,11 @@ CONFIGS = {
     | EXPERTS,
   ),
 }
-# One of each family and every feature; all others are slow tests.
-FAST = (
-  "qwen2_window",
-  "qwen3",
-  "llama3",
-  "llama_linear_biases",
-  "mistral_window",
-  "gemma2",
-  "gemma3",
-  "qwen3_moe_top2",
+# One of each family and every feature: two at once, and six slow tests.
+MARKS = {"qwen3": (), "gemma2": ()} | dict.fromkeys(
+  "qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
+  "qwen3_moe_top2".split(),
+  pytest.mark.slow,
 )
 # Compiling a gradient takes most of the time: biases, norms, windows, experts.
 WITH_GRADIENTS = ("llama_linear_biases", "gemma3", "qwen3_moe_top2")
@@ -298,7 +293,7 @@ def gradient_errors(pair):
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.long))
     for name in CONFIGS
   ],
 )

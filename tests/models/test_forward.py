@@ -88,7 +88,7 @@ def apart():
 @pytest.mark.parametrize(
   "remat",
   [
-    pytest.param(name, marks=() if name == "selective" else pytest.mark.slow)
+    pytest.param(name, marks=() if name == "selective" else pytest.mark.long)
     for name in layer_stacks.REMAT
   ],
 )
@@ -96,6 +96,7 @@ def test_one_pass_is_prefill_and_extend(apart, remat):
   assert_same(with_gradient(transformer(CONFIG, remat=remat)), apart)
 
 
+@pytest.mark.slow
 def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
   """As in a deep model; the stacks' windows stay theirs."""
   monkeypatch.setattr(layer_stacks, "SHALLOW", 0)
@@ -106,6 +107,7 @@ def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
   assert_same((hidden, grads), want)
 
 
+@pytest.mark.slow
 def test_adapters_in_forward_mode():
   lm = transformer(CONFIG)
   fresh = lora.init(PARAMS, jax.random.key(0), 2, "layers/(q|up|down)")
@@ -146,7 +148,9 @@ def test_adapters_in_forward_mode():
 @pytest.mark.skipif(
   jax.__version_info__ < (0, 8), reason="constrains on meshes of devices only"
 )
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+  "remat", [pytest.param("none", marks=pytest.mark.slow), "full"]
+)
 def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   """Forward and backward: not for prompts and completions apart."""
   lm = transformer(CONFIG, remat=remat)

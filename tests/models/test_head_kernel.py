@@ -64,7 +64,9 @@ def by_hand(logits, numbers, start):
   return start + i * 128 + lane, part.max(), weights.sum()
 
 
-@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize(
+  "cap", [3.0, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_parts_are_those_by_hand(cap):
   hidden, head, numbers = arrays(300)  # more than one block of rows
   parts = draw_parts(hidden, head, numbers, cap)
@@ -84,6 +86,7 @@ def test_parts_are_those_by_hand(cap):
       np.testing.assert_allclose(found, logits[row, token], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_head_in_8_bits_draws_as_what_it_stands_for():
   hidden, head, numbers = arrays(40)
   integers, scale = quantize(head, axis=0)
@@ -95,6 +98,7 @@ def test_a_head_in_8_bits_draws_as_what_it_stands_for():
   np.testing.assert_allclose(parts.sums, expected.sums, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_tokens_have_their_probabilities():
   """The logits of all rows are equal, and some tokens have none."""
   n = 20_000
@@ -117,6 +121,7 @@ def test_tokens_have_their_probabilities():
   assert abs(rest[0] - rest[1]) < 5 * np.sqrt(rest[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2.0**-24, 1 - 2.0**-24])
 def test_the_ends_of_the_unit_interval(number):
   """They are no tokens without weight."""
@@ -179,6 +184,7 @@ def samples(temperature):
   return run(params)
 
 
+@pytest.mark.slow
 def test_rollouts_draw_by_it(monkeypatch):
   plain, _ = samples(temperature=0.7)
   monkeypatch.setattr(transformer_lib, "LARGE", 512)
@@ -187,6 +193,7 @@ def test_rollouts_draw_by_it(monkeypatch):
   assert np.any(found.completion_ids != plain.completion_ids)
 
 
+@pytest.mark.slow
 def test_devices_draw_of_their_own_rows():
   flags = "--xla_force_host_platform_device_count=8"
   subprocess.run(

@@ -180,6 +180,7 @@ def load_torch(path):
   return transformers.AutoModelForCausalLM.from_pretrained(path)
 
 
+@pytest.mark.slow
 def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
   want = adapted_logits(model, model.trained)
   lora.save_peft(tmp_path / "adapter", model.trained, model.path, ALPHA)

@@ -87,8 +87,7 @@ def mismatch(lm, params, samples):
   return apart[samples.completion_mask].max()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("dtype, axis", [(jnp.float32, -1), (jnp.bfloat16, -2)])
 def test_a_number_is_off_by_half_a_step_at_most(dtype, axis):
   x = jnp.asarray(RNG.normal(size=(3, 40, 50)) ** 3, dtype).at[0].set(0)
   q, scale = quantization.quantize(x, axis)
@@ -101,7 +100,11 @@ def test_a_number_is_off_by_half_a_step_at_most(dtype, axis):
 
 
 @pytest.mark.parametrize(
-  "changes", [{}, {"tied": True, "logits_cap": 5.0, "post_norms": True}]
+  "changes",
+  [
+    pytest.param({}, marks=pytest.mark.slow),
+    {"tied": True, "logits_cap": 5.0, "post_norms": True},
+  ],
 )
 def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
   """And of no other: by the full path, on parameters rounded by NumPy."""
@@ -114,6 +117,7 @@ def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
   assert mismatch(lm, params, samples) > 1e-3  # the trainer's
 
 
+@pytest.mark.slow
 def test_adapters_are_not_rounded(tiny):
   adapters = lora.init(tiny.params, jax.random.key(0), 2, "layers/(q|down)")
   adapters = jax.tree.map(
@@ -151,6 +155,7 @@ def round_cache(cache):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 9])  # each by itself, and a stack
 def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
   """Token by token, while it grows."""
@@ -202,6 +207,7 @@ def test_a_model_without_prepare_has_no_formats(tiny):
     tiny.lm._replace(prepare=None).prepared({}, longest=3, **WEIGHTS.formats)
 
 
+@pytest.mark.slow
 def test_eight_devices_draw_what_one_does():
   done = subprocess.run(
     [sys.executable, __file__],

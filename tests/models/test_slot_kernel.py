@@ -75,7 +75,12 @@ def written(platform, head_dim, dtype, count, rows=1):
 
 @pytest.mark.parametrize(
   "head_dim, dtype",
-  [(64, "bfloat16"), (32, "float32"), (128, "bfloat16"), (256, "float32")],
+  [
+    (64, "bfloat16"),
+    pytest.param(32, "float32", marks=pytest.mark.slow),
+    pytest.param(128, "bfloat16", marks=pytest.mark.slow),
+    pytest.param(256, "float32", marks=pytest.mark.slow),
+  ],
 )
 def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
   keys = empty("tpu", head_dim, dtype).blocks[0][0].keys
@@ -104,6 +109,7 @@ def devices_write_their_own_rows(tensor, width):
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_devices_write_their_own_rows():
   flags = "--xla_force_host_platform_device_count=8"
   subprocess.run(
@@ -113,8 +119,9 @@ def test_devices_write_their_own_rows():
   )
 
 
-@pytest.mark.parametrize(  # written out, and scanned
-  "layers, format", [(2, "model"), (9, "model"), (2, "int8")]
+@pytest.mark.slow
+@pytest.mark.parametrize(  # scanned, and written out
+  "layers, format", [(9, "model"), (2, "int8")]
 )
 def test_samples_are_those_of_other_platforms(layers, format):
   config = TransformerConfig(

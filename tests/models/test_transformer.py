@@ -80,6 +80,7 @@ def products(config, remat):
   return str(jax.make_jaxpr(jax.grad(total))(params)).count("dot_gen")
 
 
+@pytest.mark.slow
 def test_each_policy_recomputes_more_than_the_one_before(tiny):
   """That no gradient changes is tested in test_forward.py."""
   each = [products(tiny.config, remat) for remat in layer_stacks.REMAT]
@@ -87,6 +88,7 @@ def test_each_policy_recomputes_more_than_the_one_before(tiny):
   assert none < attention < selective < full
 
 
+@pytest.mark.slow
 def test_no_product_is_computed_again_for_a_post_norm(tiny):
   post_norms = dataclasses.replace(tiny.config, post_norms=True)
   counts = [products(x, "attention") for x in (tiny.config, post_norms)]
@@ -108,6 +110,7 @@ def test_rows_of_several_completions_are_not_decoded(tiny):
     tiny.lm.extend(tiny.params, prefix, IDS, cache, segments=IDS)
 
 
+@pytest.mark.slow
 def test_where_it_decodes_changes_no_sample(tiny):
   """On GPUs no layer is in a stack, so that none is copied out of one."""
   config = dataclasses.replace(tiny.config, layers=layer_stacks.SHALLOW + 1)

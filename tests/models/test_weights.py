@@ -408,6 +408,7 @@ for name, tensor in tensors.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   not pathlib.Path("/proc/self/status").exists(), reason="needs /proc"
 )

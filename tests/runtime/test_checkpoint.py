@@ -130,6 +130,7 @@ def _flip(file: pathlib.Path, rng: random.Random) -> bytes:
 
 
 # Orbax's reading threads outlive a failed load and complain when they end.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
   state, rng = _state(1, 3000), random.Random(0)
@@ -308,6 +309,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_save_is_in_flight(tmp_path):
   here = pathlib.Path(__file__).parent
   done = subprocess.run(

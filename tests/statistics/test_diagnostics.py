@@ -141,6 +141,7 @@ def directions(key, moving, count):
   return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), 1)
 
 
+@pytest.mark.slow
 def test_projections_equal_per_sample_gradients(tiny_decoder, sampled):
   lm, params = tiny_decoder
   key = jax.random.key(3)
@@ -286,7 +287,7 @@ def test_diagnosis_is_put_together_from_its_components():
 def test_no_estimate_where_a_reward_is_missing():
   projections = np.random.default_rng(0).normal(size=(2, 3, 4))
   rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(np.inf)
-  found = diagnostics.diagnose(jnp.asarray(projections), rewards)
+  found = jax.jit(diagnostics.diagnose)(projections, rewards)
   assert np.isnan(found.components).all()
   assert np.isnan(found.standard_errors).all()
 

@@ -52,6 +52,7 @@ def exact_errors(size):
   }
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_all_groups():
   rng = np.random.default_rng(0)
   pools = [pool_of(rng.choice(4, 4000, p=P)) for _ in range(2)]

@@ -11,6 +11,7 @@ from grpojax.studies import compare
 from grpojax.training.run import fit
 
 
+@pytest.mark.slow
 def test_arms_differ_in_their_settings_only():
   config = to_config(compare.SETTINGS)
   config.train.seed = 40  # the seeds count from there
@@ -72,7 +73,11 @@ def arguments(toy, toy_model, directory):
 
 
 @pytest.mark.parametrize(
-  "train", [None, pytest.param(fit.run, marks=pytest.mark.long)]
+  "train",
+  [
+    pytest.param(None, marks=pytest.mark.slow),
+    pytest.param(fit.run, marks=pytest.mark.long),
+  ],
 )
 def test_a_small_comparison(
   train, toy_task, toy_model, tmp_path, interrupt_third, made_up, capsys

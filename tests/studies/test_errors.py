@@ -68,8 +68,8 @@ def test_moments_are_unbiased(outputs, pool):
   "outputs, group_size, groups, blocks",
   [
     (3, 2, 3, 3),
-    (2, 3, 3, 3),
-    pytest.param(2, 2, 6, 3, marks=pytest.mark.slow),
+    pytest.param(2, 3, 3, 3, marks=pytest.mark.slow),
+    pytest.param(2, 2, 6, 3, marks=pytest.mark.long),
   ],
 )
 def test_measured_errors_are_the_exact_ones_on_average(
@@ -92,6 +92,7 @@ def pool(size, seed=0, outputs=4):
   return s[index] @ s[index].T, z[index]
 
 
+@pytest.mark.slow
 @float64
 def test_replicates_leave_one_block_out():
   gram, rewards = pool(20)

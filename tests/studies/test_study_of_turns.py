@@ -42,10 +42,11 @@ def test_the_best_return_is_that_of_the_best_player(numbers, max_turns):
   assert game.best_return(numbers, max_turns) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_small_study(tmp_path, capsys):
   arguments = [
     f"--run_dir={tmp_path}/turns",
-    "--config.steps=12",
+    "--config.steps=3",
     "--config.seeds=2",
     "--config.numbers=3",
     "--config.max_turns=2",
@@ -54,13 +55,13 @@ def test_a_small_study(tmp_path, capsys):
   ]
   turns.main(arguments)
   printed = capsys.readouterr().out
-  assert "turn: step 12/12, mean return" in printed
+  assert "turn: step 3/3, mean return" in printed
   with open(tmp_path / "turns" / "results.csv") as file:
     rows = {row["credit"]: row for row in csv.DictReader(file)}
   assert [*rows] == ["trajectory", "turn", "turn_reached"]
   with open(tmp_path / "turns" / "curves.csv") as file:
     curves = list(csv.DictReader(file))
-  assert len(curves) == 3 * 2 * 12
+  assert len(curves) == 3 * 2 * 3
   of = lambda credit: [
     float(r["return"]) for r in curves if r["credit"] == credit
   ]
@@ -69,7 +70,7 @@ def test_a_small_study(tmp_path, capsys):
   gain = mean - np.mean(of("trajectory"))
   assert float(rows["turn"]["gain"]) == pytest.approx(gain, abs=1e-6)
   # The same seeds begin alike, and differ from the first update on.
-  first = of("trajectory")[0::12], of("turn")[0::12]
+  first = of("trajectory")[0::3], of("turn")[0::3]
   assert first[0] == first[1] and of("trajectory") != of("turn")
   summary = json.loads((tmp_path / "turns" / "summary.json").read_text())
   assert summary["best"] == pytest.approx(game.best_return(3, 2))

@@ -214,6 +214,7 @@ def rows_of(path):
     return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_small_study_agrees_with_theory(finished):
   rows = rows_of(finished / "results.csv")
   assert [(r["estimator"], r["group_size"], r["n"]) for r in rows] == [
@@ -231,6 +232,7 @@ def test_a_small_study_agrees_with_theory(finished):
   assert (finished / "suboptimality.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_first_step_is_eta_over_one_plus_offset(finished):
   known = suboptimality.bandit()
   length = known.eta / (1 + suboptimality.OFFSET)

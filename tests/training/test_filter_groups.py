@@ -122,6 +122,7 @@ def whole_rollout(job, count):
   return samples, np.any(three, -1).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
   parts, of_data_sets = 2, []
 

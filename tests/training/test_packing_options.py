@@ -108,7 +108,11 @@ def step(settings, lm, samples, rewards, packing):
 
 
 @pytest.mark.parametrize(
-  "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))]
+  "seed",
+  [
+    pytest.param(0, marks=pytest.mark.slow),
+    *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 4)),
+  ],
 )
 def test_packed_is_unpacked(seed, tabular, config_with):
   rng = np.random.default_rng(seed)

@@ -67,6 +67,7 @@ def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
   policy = policy_lib.with_adapters(
     policy_lib.load_policy(str(toy_model)),

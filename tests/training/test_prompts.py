@@ -258,8 +258,10 @@ def test_held_out_prompts_that_are_training_prompts_are_counted(
 
 
 def test_an_endless_data_set_is_read_as_far_as_it_is_used(
-  policy, settings_with
+  policy, settings_with, monkeypatch
 ):
+  monkeypatch.setattr(splits_lib, "FINGERPRINTED", 50)
+  monkeypatch.setattr(splits_lib, "MEASURED", 300)
   settings = settings_with(steps=1, data__max_prompt_length=99)
   split = splits_lib.load_split(settings, policy, "train")
   assert len(split.examples) == drawn.ENDLESS

@@ -49,7 +49,11 @@ def program_of(lm):
 
 
 @pytest.mark.parametrize(
-  "mesh, first", [(None, ()), ("one device", (jnp.int32(5),))]
+  "mesh, first",
+  [
+    pytest.param(None, (), marks=pytest.mark.slow),
+    ("one device", (jnp.int32(5),)),
+  ],
 )
 def test_the_samples_are_those_of_the_whole(tiny, mesh, first):
   mesh = mesh and one_device()
@@ -63,6 +67,7 @@ def test_the_samples_are_those_of_the_whole(tiny, mesh, first):
   np.testing.assert_allclose(halved.logprobs, whole.logprobs, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_two_threads_ask_for_a_half_each(tiny):
   program, calls, mesh = program_of(tiny.lm), [], one_device()
 

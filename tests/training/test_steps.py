@@ -35,6 +35,7 @@ def ambiguous_tokenizer():
   return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
+@pytest.mark.slow
 def test_completions_are_never_tokenized_again(
   tabular, monkeypatch, settings_with, open_step
 ):
@@ -98,6 +99,7 @@ def drawn(lm, count):
   return params, samples, jax.random.normal(jax.random.key(2), (count, 4))
 
 
+@pytest.mark.slow
 def test_prompts_without_all_their_rewards_are_not_diagnosed(
   tabular, settings_with
 ):
