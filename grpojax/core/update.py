@@ -85,7 +85,9 @@ def off_policy_conflicts(
   log-probabilities.
   """
   to_rollout = objective.old_logprobs == "rollout"
-  reasons, samples = {}, [f"in int8 ({x})" for x in sampling.formats]
+  reasons, samples = {}, []
+  if sampling.formats:
+    samples.append(f"in int8 ({', '.join(sampling.formats)})")
   if ahead:
     samples.append("drawn before the last update (sampling.ahead)")
   if not samples:
@@ -94,7 +96,7 @@ def off_policy_conflicts(
   if objective.correction == "none" and (options.on_policy or not to_rollout):
     reasons["correction"] = (
       f"samples {of} are not the policy's own: use token_truncate or another "
-      "one, or sample as without"
+      "one, or the format model and sampling.ahead = 0"
     )
   if objective.kl_in_reward and (options.on_policy or to_rollout):
     reasons["kl_placement"] = (

@@ -5,7 +5,7 @@ which may be lost or cut.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from grpojax.training.evaluation import best
@@ -20,6 +20,7 @@ class Trouble(NamedTuple):
   whole: float  # value from which on so many such steps in a row end the run
   words: str  # text for the progress line, with the value put in
   meaning: str  # text for a run that ends
+  value: Callable[[Row], float] | None = None  # of a row; None: its metric
 
 
 _SOME = 1e-9  # more than none
@@ -55,11 +56,11 @@ STOP_CONDITIONS = {
     words="{:.0%} of the samples without weight",
     meaning="the samples were so far from the policy that their weights left "
     "less than a tenth of them (rollout_effective_samples)",
+    value=lambda row: 1.0 - float(row.get("rollout_effective_samples", 1)),
   ),
 }
-"""By the metric that shows them, the last one by what is left of 1 of
-`rollout_effective_samples`; `stop.NAME` says how many steps in a row end a run,
-0 for never."""
+"""By the metric that shows them, where `value` is None; `stop.NAME` says how
+many steps in a row end a run, 0 for never."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +101,19 @@ def from_notes(notes: Mapping[str, Any] | None) -> Progress:
   return Progress(**{k: v for k, v in (notes or {}).items() if k in names})
 
 
-def _value(row: Row, name: str) -> float:
-  if name == "few_effective_samples":
-    return 1.0 - float(row.get("rollout_effective_samples", 1))
-  return float(row[name])
+def _values(row: Row) -> dict[str, float]:
+  """Returns how large each trouble is in a step."""
+  return {
+    name: trouble.value(row) if trouble.value else float(row[name])
+    for name, trouble in STOP_CONDITIONS.items()
+  }
 
 
 def after(progress: Progress, row: Row) -> Progress:
   """Returns the progress after one more step with these metrics."""
   steps_with, in_a_row = dict(progress.steps_with), dict(progress.in_a_row)
-  for name, trouble in STOP_CONDITIONS.items():
-    value = _value(row, name)
+  for name, value in _values(row).items():
+    trouble = STOP_CONDITIONS[name]
     shown, whole = value >= trouble.shown, value >= trouble.whole
     steps_with[name] = steps_with.get(name, 0) + bool(shown)
     in_a_row[name] = in_a_row.get(name, 0) + 1 if whole else 0
@@ -126,9 +129,9 @@ def after(progress: Progress, row: Row) -> Progress:
 def troubles(row: Row) -> list[str]:
   """Describes the troubles that a step's metrics show."""
   return [
-    trouble.words.format(_value(row, name))
-    for name, trouble in STOP_CONDITIONS.items()
-    if _value(row, name) >= trouble.shown
+    STOP_CONDITIONS[name].words.format(value)
+    for name, value in _values(row).items()
+    if value >= STOP_CONDITIONS[name].shown
   ]
 
 

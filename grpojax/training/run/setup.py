@@ -29,7 +29,7 @@ def make_mesh(
   ValueError for axes of another number.
   """
   devices = list(jax.devices() if devices is None else devices)
-  devices = devices[: len(devices) - settings.mesh.sampling_devices]
+  devices = devices[: max(len(devices) - settings.mesh.sampling_devices, 0)]
   if not devices:
     remedy = "leaves no device to train: give less"
     value = settings.mesh.sampling_devices

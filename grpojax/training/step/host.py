@@ -119,13 +119,15 @@ def make_sample_and_reward(
   check_signals: Callable[[], None],
   player: Callable[..., Any] | None,
   parts: int,
+  move: Callable[[Params], Params] = lambda params: params,
 ):
   """Makes the sampling of prompts in equal parts, with rewards meanwhile.
 
   All parts are dispatched at once, and decoded one after another. What is done
   becomes text, and goes to the workers while the devices are at the next part.
   With a `player` of `episodes.make_player` the parts take turns: while the
-  environments of one answer, the devices decode the other.
+  environments of one answer, the devices decode the other. `move` gives the
+  parameters to the devices that sample.
 
   Returns:
     `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
@@ -149,7 +151,7 @@ def make_sample_and_reward(
     check = (lambda: None) if holds else check_signals
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
-    rows, submitted = len(examples) // parts, []
+    params, rows, submitted = move(params), len(examples) // parts, []
     of_parts = [examples[i * rows :][:rows] for i in range(parts)]
     if player is None:
       sampled = [
@@ -238,10 +240,11 @@ class HostStep:
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
-    sampling_mesh, move = batches_lib.own_sampling_mesh(settings, mesh), None
+    sampling_mesh = batches_lib.own_sampling_mesh(settings, mesh)
+    sampler = on_sampling_mesh(self.programs.sample, mesh, sampling_mesh)
+    move = lambda params: params
     if settings.mesh.sampling_devices:
       move = moved_params(policy, settings.model.dtype, sampling_mesh)
-    sampler = on_sampling_mesh(self.programs.sample, mesh, sampling_mesh, move)
     player = None
     if reward_pool.environment is not None:
       player = make_player(
@@ -260,6 +263,7 @@ class HostStep:
       reward_pool,
       check_signals,
       player,
+      move=move,
     )
     self.sample_and_reward = sample_and_reward(settings.sampling.parts)
     self.first_prompt = self.resample_groups = None
@@ -307,8 +311,12 @@ class HostStep:
     reference_params = self.ref_params if following is None else following
     key = jax.random.fold_in(state.key, state.step)
 
-    if pending is None:
-      drawn = _whole(
+    if pending is not None:
+      rollout, rewards, texts = pending
+      for example, text in zip(examples, texts, strict=True):
+        example["prompt_text"] = text
+    else:
+      rollout, rewards = _whole(
         self.sample_and_reward,
         state.params,
         prompts,
@@ -317,20 +325,7 @@ class HostStep:
         timer,
         self.first_prompt,
       )
-      pending = pending_lib.of_examples(*drawn, examples)
-    rollout, rewards, texts = pending
-    for example, text in zip(examples, texts, strict=True):
-      example["prompt_text"] = text
-    pending, drawing, upcoming_drawn = None, None, None
-    if upcoming is not None:
-      key, params = jax.random.fold_in(state.key, state.step + 1), state.params
-      if self.reward_pool.environment is not None:
-        # Its turns go on when the update has taken the parameters.
-        params = self.copy_params(params)
-      drawing = self.sample_and_reward(
-        params, *upcoming, key, timer, self.first_prompt, holds=True
-      )
-      next(drawing)
+    finish = self._draw_ahead(state, upcoming, timer) if upcoming else None
     self.check_signals(together=True)
     batch = resampling.as_drawn(rollout, rewards, examples)
     if self.resample_groups is not None:
@@ -341,9 +336,8 @@ class HostStep:
       metrics |= difficulty.metrics(state, prompts, examples)
 
     if diagnosed:  # of the prompts as they came
-      if drawing is not None:
-        upcoming_drawn = play_together(drawing)[0]
-      metrics |= self._diagnose(state, *(upcoming_drawn or (rollout, rewards)))
+      own = finish()[:2] if finish else (rollout, rewards)
+      metrics |= self._diagnose(state, *own)
       timer("diagnosis")
       self.check_signals(together=True)
 
@@ -351,7 +345,7 @@ class HostStep:
       state, batch, prompts, reference_params
     )
     policy_lib.wait(update_batch, self.check_signals)
-    timer("reference" if drawing is None else "rollout")
+    timer("rollout" if finish else "reference")
 
     # From here on the state changes; the host's work is done while the devices
     # are at the update.
@@ -360,9 +354,7 @@ class HostStep:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
     state, of_update = self.programs.update(state, update_batch)
-    if drawing is not None and upcoming_drawn is None:
-      upcoming_drawn = play_together(drawing)[0]
-    rows = []
+    pending, rows = finish() if finish else None, []
     due = number % settings.log.samples_every == 0
     if due and settings.log.sample_groups > 0:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
@@ -373,10 +365,30 @@ class HostStep:
 
     metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
     state = state.replace(reference=following)
-    if drawing is not None:
-      pending = pending_lib.of_examples(*upcoming_drawn, upcoming[1])
     failures = groups.all_failures(batch.drawn)
     return StepResult(state, metrics, rows, failures, pending)
+
+  def _draw_ahead(
+    self, state: TrainState, upcoming, timer: Timer
+  ) -> Callable[[], Pending]:
+    """Asks the devices for the next step's samples.
+
+    Returns a function that waits for them and their rewards, the first time.
+    """
+    key, params = jax.random.fold_in(state.key, state.step + 1), state.params
+    if self.reward_pool.environment is not None:
+      # Its turns go on when the update has taken the parameters.
+      params = self.copy_params(params)
+    drawing = self.sample_and_reward(
+      params, *upcoming, key, timer, self.first_prompt, holds=True
+    )
+    next(drawing)
+
+    @functools.cache
+    def finish() -> Pending:
+      return pending_lib.of_examples(*play_together(drawing)[0], upcoming[1])
+
+    return finish
 
   def _diagnose(
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards

@@ -26,7 +26,7 @@ class Pending(NamedTuple):
   """Completions with their rewards, and the texts of their prompts.
 
   Attributes:
-    rollout: Completions; on the host alone after a resumption.
+    rollout: Completions.
     rewards: Their rewards.
     prompt_texts: Prompts as the model read them, with what an environment's
       reset observed.

@@ -173,24 +173,21 @@ def on_sampling_mesh(
   program: Callable[..., Any],
   mesh: jax.sharding.Mesh,
   sampling_mesh: jax.sharding.Mesh,
-  move: Callable[[Params], Params] | None = None,
 ) -> Sampler:
   """Makes a sampler on its own mesh, of arrays that lie on that of training.
 
   JAX computes nothing of arrays of two meshes. The parameters are laid out
-  anew by the program itself, once they are cast (`LM.prepare`); those of other
-  devices are of `move`.
+  anew by the program itself, once they are cast (`LM.prepare`); on devices that
+  only sample they lie already (`moved_params`).
   """
   samplers = {}  # by the number of prompts
-  if move is not None:
+  if not set(sampling_mesh.devices.flat) & set(mesh.devices.flat):
     own = jax.device_put(
       program.args, sharding.shardings(program.args, sampling_mesh)
     )
     program = functools.partial(program.func, *own)
 
   def sampler(params, prompts, key, *first):
-    if move is not None:
-      params = move(params)
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
     key, *first = mesh_lib.place((key, *first), sampling_mesh)
     rows = len(prompts.prompt_ids)
