@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 
 import jax
 import numpy as np
@@ -40,21 +41,39 @@ LONG = {
   "diagnostics.every": 1,
 }
 
+# The next step's rollout is in the checkpoint; a reference that follows, and
+# diagnoses of these rollouts.
+AHEAD = {
+  "steps": 14,
+  "sampling.ahead": 1,
+  "loss.correction": "sequence_truncate",
+  "loss.beta": 0.01,
+  "model.reference_every": 2,
+  "advantage": "norm_ratio",
+  "diagnostics.every": 2,
+}
+
 
 @pytest.fixture
 def uninterrupted(toy_task, toy_model, tmp_path_factory):
-  """A whole run with the settings `LONG`, made once."""
-  run = tmp_path_factory.getbasetemp() / "uninterrupted"
-  if not (run / "summary.json").exists():
-    train.main([*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"])
-  return run
+  """A whole run with some settings, made once."""
+
+  def uninterrupted(settings):
+    name = f"uninterrupted-{zlib.crc32(repr(settings).encode())}"
+    run = tmp_path_factory.getbasetemp() / name
+    if not (run / "summary.json").exists():
+      words = toy_task.arguments(toy_model, **settings)
+      train.main([*words, f"--run_dir={run}"])
+    return run
+
+  return uninterrupted
 
 
 def without_times(row):
   return {k: v for k, v in row.items() if "second" not in k}
 
 
-def assert_same_run(run, expected):
+def assert_same_run(run, expected, settings=LONG):
   """Bit by bit, but for what a clock measured."""
   ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
@@ -65,8 +84,10 @@ def assert_same_run(run, expected):
     )
     assert ours == theirs
   rows = steps_of(run)
-  assert [row["step"] for row in rows] == list(range(1, 15))
-  assert len({row["group_size"] for row in rows}) > 1
+  steps = list(range(1, settings["steps"] + 1))
+  assert [row["step"] for row in rows] == steps
+  several = settings.get("group_size") == "auto"
+  assert (len({row["group_size"] for row in rows}) > 1) == several
   for before, row in itertools.pairwise(rows):
     seconds = row["train_seconds"] - before["train_seconds"]
     assert 0 <= row["seconds_compile"] <= row["seconds_step"] <= seconds + 1e-6
@@ -77,15 +98,22 @@ def steps_of(run):
   return [row for row in rows if "reward_mean" in row]
 
 
-@pytest.mark.slow  # test_checkpoint.py kills a smaller program
+@pytest.mark.parametrize(
+  "settings, kills",
+  [  # test_checkpoint.py kills a smaller program
+    pytest.param(LONG, 3, marks=pytest.mark.slow),
+    pytest.param(AHEAD, 3, marks=pytest.mark.slow),
+    pytest.param(AHEAD | {"steps": 80}, 20, marks=pytest.mark.long),
+  ],
+)
 def test_kill_at_any_moment(
-  uninterrupted, toy_task, toy_model, tmp_path, capsys
+  settings, kills, uninterrupted, toy_task, toy_model, tmp_path, capsys
 ):
   run, rng = tmp_path / "run", random.Random()
-  argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
+  argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
   env = os.environ | {"PYTHONPATH": str(HERE.parent)}
   steps, codes = 0, []
-  for _ in range(3):
+  for _ in range(kills):
     process = subprocess.Popen(
       [sys.executable, str(HERE / "toy.py"), *argv], env=env
     )
@@ -97,10 +125,11 @@ def test_kill_at_any_moment(
     time.sleep(rng.random() * 0.1)
     process.kill()
     codes.append(process.wait())
-  assert codes[:2] == [-signal.SIGKILL] * 2  # the third may have been too late
+  *first, _ = codes  # the last may have been too late
+  assert first == [-signal.SIGKILL] * (kills - 1)
   train.main(argv)
   assert "resuming after step" in capsys.readouterr().out
-  assert_same_run(run, uninterrupted)
+  assert_same_run(run, uninterrupted(settings), settings)
 
 
 # Moments of SIGTERM: (function, the call of it that sends it, whole steps done
@@ -151,7 +180,37 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   train.main(argv)
   if done:
     assert f"resuming after step {done}" in capfd.readouterr().out
-  assert_same_run(run, uninterrupted)
+  assert_same_run(run, uninterrupted(LONG))
+
+
+@pytest.mark.parametrize(
+  "calls",
+  [
+    3 + 3,  # step 2 computes the next one's rewards after its update
+    pytest.param(3 + 4, marks=pytest.mark.slow),  # step 3, diagnosed, before
+  ],
+)
+def test_sigterm_saves_the_next_rollout(
+  calls, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch
+):
+  run, count = tmp_path / "run", []
+  argv = [*toy_task.arguments(toy_model, **AHEAD), f"--run_dir={run}"]
+  original = rewards_lib.collect_rewards
+
+  def interrupted(*args, **options):
+    count.append(1)
+    if len(count) == calls:
+      signal.raise_signal(signal.SIGTERM)
+    return original(*args, **options)
+
+  monkeypatch.setattr(rewards_lib, "collect_rewards", interrupted)
+  with pytest.raises(SystemExit) as end:
+    train.main(argv)
+  assert end.value.code == 75
+  assert [row["step"] for row in steps_of(run)] == [1, 2]
+  monkeypatch.undo()
+  train.main(argv)
+  assert_same_run(run, uninterrupted(AHEAD), AHEAD)
 
 
 @pytest.mark.slow  # test_leaving.py hears Ctrl-C without a run

@@ -1,13 +1,7 @@
 """sampling.ahead = 1: the rollout of a step is drawn before the last update."""
 
 import itertools
-import os
 import pathlib
-import random
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.environments.episodes import play_together
-from grpojax.models import huggingface as hf
-from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.timer import Timer
 
-HERE = pathlib.Path(__file__).parents[1]
 AHEAD = {"sampling.ahead": 1, "loss.correction": "sequence_truncate"}
 B, G, T, STEPS = 4, 4, 6, 6
 
@@ -141,61 +131,6 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
   )
 
 
-@pytest.fixture
-def uninterrupted(toy_task, toy_model, tmp_path_factory):
-  run = tmp_path_factory.getbasetemp() / "ahead"
-  if not (run / "summary.json").exists():
-    words = toy_task.arguments(toy_model, **SETTINGS)
-    train.main([*words, f"--run_dir={run}"])
-  return run
-
-
-SETTINGS = AHEAD | {
-  "steps": 7,
-  "loss.beta": 0.01,
-  "diagnostics.every": 2,
-  "advantage": "norm_ratio",
-  "model.reference_every": 2,
-}
-
-
-def assert_same(run, expected):
-  ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
-  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
-  for name in ("metrics.jsonl", "samples.jsonl"):
-    ours, theirs = (
-      [
-        {k: v for k, v in row.items() if "second" not in k}
-        for row in records.read_jsonl(x / name)
-      ]
-      for x in (run, expected)
-    )
-    assert ours == theirs
-
-
-def test_sigterm_saves_the_rollout_too(
-  uninterrupted, toy_task, toy_model, tmp_path, monkeypatch
-):
-  run, count = tmp_path / "run", []
-  argv = [*toy_task.arguments(toy_model, **SETTINGS), f"--run_dir={run}"]
-  original = pending_lib.of_examples
-
-  def interrupted(*args):
-    count.append(1)
-    if len(count) == 4:  # the update of step 3 has been asked for
-      signal.raise_signal(signal.SIGTERM)
-    return original(*args)
-
-  monkeypatch.setattr(pending_lib, "of_examples", interrupted)
-  with pytest.raises(SystemExit) as end:
-    train.main(argv)
-  assert end.value.code == 75
-  assert records.read_jsonl(run / "metrics.jsonl")[-1]["step"] == 3
-  monkeypatch.undo()
-  train.main(argv)
-  assert_same(run, uninterrupted)
-
-
 @pytest.mark.slow
 def test_turns_go_on_beside_the_update(train_toy):
   turns = {
@@ -207,27 +142,3 @@ def test_turns_go_on_beside_the_update(train_toy):
   }
   rows = train_toy(**AHEAD | turns)
   assert [row["step"] for row in rows if "loss" in row] == [1, 2]
-
-
-@pytest.mark.slow
-def test_kill_at_twenty_moments(uninterrupted, toy_task, toy_model, tmp_path):
-  run, rng = tmp_path / "run", random.Random()
-  argv = [*toy_task.arguments(toy_model, **SETTINGS), f"--run_dir={run}"]
-  env = os.environ | {"PYTHONPATH": str(HERE.parent)}
-  argv += ["--config.checkpoint.every=1"]
-  killed = 0
-  while killed < 20:
-    process = subprocess.Popen(
-      [sys.executable, str(HERE / "toy.py"), *argv], env=env
-    )
-    end = time.monotonic() + rng.uniform(6, 20)
-    while process.poll() is None and time.monotonic() < end:
-      time.sleep(0.01)
-    if process.poll() is not None:
-      assert process.returncode == 0
-      break
-    process.kill()
-    process.wait()
-    killed += 1
-  train.main(argv)
-  assert_same(run, uninterrupted)

@@ -314,3 +314,14 @@ def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
   for surrogate in surrogates.SURROGATES.values():
     asked |= set(inspect.signature(surrogate).parameters)
   assert set(default_config().loss) - known <= asked
+
+
+@pytest.mark.parametrize("count", [8, 9])
+def test_devices_are_left_to_train(settings_with, count):
+  settings = settings_with(
+    sampling__ahead=1,
+    loss__correction="token_truncate",
+    mesh__sampling_devices=count,
+  )
+  with pytest.raises(ValueError, match=f"{count}: leaves no device to train"):
+    setup.make_mesh(settings, jax.devices()[:1] * 8)
