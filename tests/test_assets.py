@@ -47,6 +47,7 @@ def test_its_tokenizer_gives_texts_back(name):
   assert tokenizer.eos_token_id in eos_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_its_logits_are_those_of_transformers(name):
   torch = pytest.importorskip("torch")

@@ -146,6 +146,7 @@ def test_names_of_machines():
       topology.parse(name)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_said(tmp_path):
   done, found = compile_step(tmp_path, "--topology=cpu:3")
   assert done.returncode == 1 and found is None

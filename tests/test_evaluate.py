@@ -309,6 +309,7 @@ def test_too_few_fit_both(
     evaluate.main(argv + settings)
 
 
+@pytest.mark.slow
 def test_numbers_are_printed_whatever_the_disk_says(
   toy_model, toy_task, tmp_path, monkeypatch, capsys
 ):

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.util
 import io
+import os
 import pathlib
+import pickle
 import sys
 from typing import NamedTuple
 
@@ -120,10 +123,24 @@ def _record(monkeypatch):
 
 @pytest.fixture(scope="session")
 def toy_run(toy, toy_model, tmp_path_factory):
-  """`python -m grpojax.train` from start to end, without --run_dir."""
+  """`python -m grpojax.train` from start to end, without --run_dir.
+
+  One run for all of xdist's processes.
+  """
+  folder = tmp_path_factory.getbasetemp()
+  folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+  kept, home = folder / "toy_run.pickle", folder / "home"
+  with open(folder / "toy_run.lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if not kept.exists():
+      kept.write_bytes(pickle.dumps(_run(toy, toy_model, home)))
+  return ToyRun(*pickle.loads(kept.read_bytes()))
+
+
+def _run(toy, toy_model, home):
   from grpojax import train
 
-  home = tmp_path_factory.mktemp("home")
+  home.mkdir()
   settings = {"group_size": "auto", "auto_group_size.largest": 16}
   settings |= {"diagnostics.every": 3, "log.trackers": "tensorboard"}
   argv = toy.arguments(toy_model, **settings)
@@ -133,4 +150,4 @@ def toy_run(toy, toy_model, tmp_path_factory):
     with contextlib.redirect_stdout(io.StringIO()) as output:
       train.main(argv)
   directory = home / "runs" / "toy"
-  return ToyRun(argv, home, directory, output.getvalue(), read)
+  return argv, home, directory, output.getvalue(), read

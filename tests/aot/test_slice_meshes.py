@@ -88,6 +88,7 @@ def sent(*words):
   return meshes, {(kind, n): size for kind, n, size in collectives}
 
 
+@pytest.mark.slow
 def test_slices_send_each_other_shards_of_gradients():
   """Summed over fsdp inside of each slice, and nothing else between slices."""
   pytest.importorskip("libtpu")
@@ -101,6 +102,7 @@ def test_slices_send_each_other_shards_of_gradients():
   }
 
 
+@pytest.mark.slow
 def test_no_gradient_is_summed_whole_where_tensor_splits_it():
   """XLA would, of columns split into 128 each."""
   pytest.importorskip("libtpu")

@@ -112,8 +112,8 @@ def test_the_work_changes_and_no_sample(name, way):
 @pytest.mark.parametrize(
   "name",
   [
-    "windows",
-    pytest.param("one_stack", marks=pytest.mark.slow),
+    pytest.param("windows", marks=pytest.mark.slow),
+    pytest.param("one_stack", marks=pytest.mark.long),
     pytest.param("bfloat16", marks=pytest.mark.long),
     pytest.param("experts", marks=pytest.mark.long),
   ],
@@ -142,7 +142,9 @@ def test_rows_of_different_lengths_in_a_cache(name):
   )
 
 
-@pytest.mark.parametrize("way", CHANGED)
+@pytest.mark.parametrize(
+  "way", ["compact", pytest.param("stages", marks=pytest.mark.long)]
+)
 def test_ends_of_samples(tabular, way):
   """Samples of a chain end at an EOS, and each draws from its own key."""
   lm = tabular.lm(3, 11)
@@ -290,6 +292,7 @@ def test_a_simple_cache_has_one_stage(tabular):
   assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
 
 
+@pytest.mark.slow
 def test_a_token_copies_neither_cache_nor_weights():
   """Read in the compiled program: what stands in the loop is small."""
   lm = transformer(TransformerConfig(layers=2, **SHAPE))

@@ -104,7 +104,10 @@ def test_expected_update_is_the_policy_gradient(
   assert jnp.abs(truth).max() > 0.05
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=2)])
+@pytest.mark.parametrize(
+  "sampling",
+  [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(0.8, top_k=2)],
+)
 def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
   """The gradient of E[R] - beta KL(pi || ref), of whole completions.
 

@@ -208,7 +208,7 @@ def test_what_cannot_be_packed_is_refused():
     packing_layout.plan(np.ones((1, 3), int), 3, one, 1, micro_batches=2)
   planned = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
   batch = jnp.ones((3, 8)), jnp.ones((3, 4, 8)), planned
-  packing.split(*batch, 1)
+  jax.eval_shape(lambda: packing.split(*batch, 1))
   with pytest.raises(ValueError, match="packed in 1 micro-batches, each may"):
     packing.split(*batch, 2)
 
@@ -360,6 +360,7 @@ def test_packed_is_unpacked(kind):
     assert_near(x, y, 2e-6)
 
 
+@pytest.mark.slow
 def test_prompts_that_nobody_needs_take_no_room(tiny):
   """Of four prompts, in two minibatches, one has a completion."""
   rng = np.random.default_rng(0)

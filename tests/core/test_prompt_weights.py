@@ -64,9 +64,9 @@ def gradients(tabular, pack=False, beta=0.0, **options):
 @pytest.mark.parametrize(
   "options",
   [
-    {},
+    pytest.param({}, marks=pytest.mark.slow),
     {"micro_batches": 2, "pack": True},
-    {"beta": 0.3},
+    pytest.param({"beta": 0.3}, marks=pytest.mark.slow),
   ],
   ids=str,
 )

@@ -73,7 +73,12 @@ def learned(case, objective, options):
 
 
 @pytest.mark.parametrize(
-  "updates, old", [(1, "rollout"), (2, "rollout"), (2, "trainer")]
+  "updates, old",
+  [
+    (2, "rollout"),
+    (2, "trainer"),
+    pytest.param(1, "rollout", marks=pytest.mark.slow),
+  ],
 )
 def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
   case, updates, old
@@ -136,6 +141,7 @@ def test_the_update_corrects_however_it_is_cut(case, micro_batches):
   np.testing.assert_allclose(row["rollout_effective_samples"], share, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_penalty_is_taken_between_log_probabilities_of_the_trainer(case):
   lm, table, samples, rewards, *_ = case
 

@@ -152,9 +152,12 @@ def test_kept_are_those_that_sorting_keeps(k, p):
     assert np.all(least <= ours) and np.all(ours <= most), name
 
 
+draw = jax.jit(sample, static_argnums=2)
+
+
 def test_greedy_takes_the_best_with_certainty():
   keys = jax.random.split(jax.random.key(0), 16)
-  ids, logprobs = sample(keys, LOGITS, Sampling(temperature=0.0))
+  ids, logprobs = draw(keys, LOGITS, Sampling(temperature=0.0))
   assert ids.dtype == jnp.int32
   np.testing.assert_array_equal(ids, LOGITS.argmax(-1))
   np.testing.assert_array_equal(logprobs, 0.0)
@@ -165,9 +168,7 @@ def test_logprob_is_of_the_distribution_drawn_from(sampling):
   """The chi-square distance of 20,000 draws from exp(logprob)."""
   n, logits = 20_000, LOGITS[3] / 2
   keys = jax.random.split(jax.random.key(1), n)
-  ids, logprobs = jax.jit(sample, static_argnums=2)(
-    keys, jnp.broadcast_to(logits, (n, 11)), sampling
-  )
+  ids, logprobs = draw(keys, jnp.broadcast_to(logits, (n, 11)), sampling)
   drawn, first, counts = np.unique(ids, return_index=True, return_counts=True)
   probs = np.exp(np.asarray(logprobs, np.float64)[first])
   np.testing.assert_allclose(
@@ -197,11 +198,11 @@ def test_the_ends_of_the_unit_interval(monkeypatch, uniform, drawn, copies):
 def test_a_key_reproduces_and_keys_are_independent():
   keys = jax.random.split(jax.random.key(2), 64)
   logits = jnp.zeros((64, 11))
-  first, _ = sample(keys, logits)
-  again, _ = sample(keys, logits)
+  first, _ = draw(keys, logits)
+  again, _ = draw(keys, logits)
   np.testing.assert_array_equal(first, again)
   assert len(np.unique(first)) == 11  # Rows do not repeat one draw.
-  alone, _ = sample(keys[5], logits[5])
+  alone, _ = draw(keys[5], logits[5])
   assert alone == first[5]
 
 
@@ -223,7 +224,7 @@ def test_jit_vmap_and_half_precision(sampling):
 def test_logits_that_are_nan_are_not_hidden():
   logits = LOGITS.at[3, 4].set(jnp.nan)
   keys = jax.random.split(jax.random.key(0), 16)
-  _, logprobs = sample(keys, logits, SETTINGS[-1])
+  _, logprobs = draw(keys, logits, SETTINGS[-1])
   np.testing.assert_array_equal(jnp.isnan(logprobs), np.arange(16) == 3)
 
 

@@ -83,7 +83,7 @@ def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("k", [1, 700, 1999])
+@pytest.mark.parametrize("k", [1, 700])
 def test_large_groups_of_right_and_wrong_samples(k, float64):
   """Whose binomial coefficients no float holds, in rational numbers."""
   n, wrong = 2000, 1200

@@ -129,7 +129,7 @@ def multiples(advantage, name, ratio="token_ratio", **settings):
     )
 
   new = old + jnp.asarray(LOGS, jnp.float32)
-  gradient, aux = jax.grad(loss, has_aux=True)(new)
+  gradient, aux = jax.jit(jax.grad(loss, has_aux=True))(new)
   aux = {k: np.asarray(v[0, 0]) for k, v in aux.items()}
   return np.asarray(gradient[0, 0]) / -advantage, aux
 

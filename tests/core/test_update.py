@@ -79,7 +79,10 @@ def test_the_optimizer_keeps_its_dtypes(tabular):
   )
 
 
-@pytest.mark.parametrize("parts", [2, 4, 12])
+@pytest.mark.parametrize(
+  "parts",
+  [4, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 12))],
+)
 def test_every_epoch_draws_its_minibatches_anew(parts):
   rows, epochs = 12, 4
   draw = jax.jit(draw_orders, static_argnums=(1, 2, 3))

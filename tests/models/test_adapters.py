@@ -103,7 +103,7 @@ def bare_hidden_case():
 CASES = (
   linen_with_mask_case,
   nnx_module_case,
-  bare_hidden_case,
+  pytest.param(bare_hidden_case, marks=pytest.mark.slow),
 )
 
 
@@ -179,6 +179,7 @@ def test_gradient_matches_the_module():
   )
 
 
+@pytest.mark.slow
 def test_given_positions_reach_the_module():
   lm, params, _ = bare_case()
   prompts, mask, completions = ids_and_mask()
@@ -208,6 +209,7 @@ def test_packed_rows_are_refused():
     lm.extend(params, prefix, completions, segments=jnp.zeros_like(completions))
 
 
+@pytest.mark.slow
 def test_nnx_parameters_are_plain_and_the_module_is_left_alone():
   module = Nnx(nnx.Rngs(1))
   lm = adapters.from_nnx(module)
@@ -252,7 +254,9 @@ def test_linen_collections_besides_params_are_refused():
     adapters.from_linen(Normalised()).init(jax.random.key(0))
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+  "is_causal", [pytest.param(True, marks=pytest.mark.slow), False]
+)
 def test_a_model_that_is_not_causal_is_refused(is_causal):
   def apply(params, ids, positions, mask):
     seen = params["embed"][ids] * mask[..., None]

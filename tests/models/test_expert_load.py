@@ -164,6 +164,7 @@ def assert_near(actual, expected):
   )
 
 
+@pytest.mark.slow
 def test_a_prompt_counts_with_each_completion_that_is_learned_from():
   """The load of groups is that of rows of prompt and completion."""
   lm, params, batch, lengths = draw()

@@ -160,10 +160,11 @@ def test_a_router_stays_float32():
     for path, x in flatten_dict(hf.abstract_params(hf_config), sep="/").items()
   }
   ids, mask = jnp.arange(8)[None], jnp.ones((1, 8), bool)
+  prefill = jax.jit(lm.prefill)
 
   def last_hidden(router):
     changed = unflatten_dict(params | {"layers/router": router}, sep="/")
-    return np.asarray(lm.prefill(changed, ids, mask).last_hidden, np.float32)
+    return np.asarray(prefill(changed, ids, mask).last_hidden, np.float32)
 
   # Experts 0 and 1 differ by less than bfloat16 has digits for.
   router = params["layers/router"].astype(jnp.bfloat16).astype(jnp.float32)

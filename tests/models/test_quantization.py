@@ -186,6 +186,7 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
   assert np.abs(expected).max() > 0.1
 
 
+@pytest.mark.slow
 def test_rows_move_with_their_scales(tiny):
   """Aligned and mapped, a cache is the same of numbers in full."""
   decoder, _ = tiny.lm.prepared(tiny.params, longest=9, cache_dtype="int8")

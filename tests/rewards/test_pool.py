@@ -275,7 +275,9 @@ def test_check_signals_is_called_while_it_waits_and_between_completions():
   assert len(calls) == 3
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+  "workers", [0, pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_a_batch_in_which_everything_hangs_is_given_up(workers):
   with Pool([BEHAVE], workers=workers, timeout=0.1) as pool:
     errors = reasons(compute(pool, *["sleep"] * 30))

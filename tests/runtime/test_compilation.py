@@ -47,9 +47,14 @@ def kept(tmp_path, **environment):
   "environment, expected",
   [
     ({}, ".cache/grpojax/xla/"),
-    ({"JAX_COMPILATION_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
     ({"JAX_ENABLE_COMPILATION_CACHE": "0"}, "None"),
-    ({"XDG_CACHE_HOME": "/proc/none"}, "None"),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ({"JAX_COMPILATION_CACHE_DIR": "/elsewhere"}, "/elsewhere"),
+        ({"XDG_CACHE_HOME": "/proc/none"}, "None"),
+      )
+    ),
   ],
 )
 def test_programs_are_kept_unless_one_says_no(environment, expected, tmp_path):

@@ -249,6 +249,7 @@ def _score_of_others(tiny, sampling, layers, others, *args):
   return jnp.concatenate([x.reshape(len(ids), -1) for x in jacobian], 1)
 
 
+@pytest.mark.slow
 def test_intervals_of_projected_scores_cover():
   """Without the part of the projections they would not."""
   rng, prompts, samples, projections = np.random.default_rng(3), 4, 24, 6

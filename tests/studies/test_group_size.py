@@ -16,6 +16,7 @@ from grpojax.training.run import fit
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_every_run_spends_the_same_samples():
   config = group_size.default_config()
   for seed, budget, size in group_size._points(config):

@@ -88,7 +88,13 @@ def test_optimum_refuses_several_maxima_and_flat_ones(bandit):
       tabular.optimum(problem)
 
 
-@pytest.mark.parametrize("estimator", suboptimality.ESTIMATORS)
+@pytest.mark.parametrize(
+  "estimator",
+  [
+    pytest.param(name, marks=() if name == "vanilla" else pytest.mark.slow)
+    for name in suboptimality.ESTIMATORS
+  ],
+)
 def test_one_step_has_the_gradient_and_noise_of_theory(bandit, estimator):
   """Mean and covariance of 20000 steps from theta, B = 2 and G = 2."""
   tx, count = optax.sgd(1.0), 20_000

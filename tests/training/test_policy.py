@@ -17,7 +17,7 @@ def test_a_policy_and_its_texts(toy_model):
   policy = policy_lib.load_policy(str(toy_model), "bfloat16")
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(policy.params))
   one = jnp.ones((1, 1), int)
-  prefix = policy.lm.prefill(policy.params, one, one > 0)
+  prefix = jax.eval_shape(policy.lm.prefill, policy.params, one, one > 0)
   assert prefix.last_hidden.dtype == jnp.bfloat16
   assert policy.eos_ids == (1, 99) and policy.pad_id == 0
   ids = policy.tokenizer.encode("12#", add_special_tokens=False)

@@ -37,7 +37,10 @@ def steps_in(folder):
   )
 
 
-@pytest.mark.parametrize("last, traced", [(5, [2, 3]), (2, [2])])
+@pytest.mark.parametrize(
+  "last, traced",
+  [(2, [2]), pytest.param(5, [2, 3], marks=pytest.mark.slow)],
+)
 def test_the_trace_has_the_steps(last, traced, tmp_path, capsys):
   class Ended(Exception):
     pass

@@ -281,7 +281,9 @@ class Asked(Exception):
   pass
 
 
-@pytest.mark.parametrize("where", ["evaluation", "rewards"])
+@pytest.mark.parametrize(
+  "where", ["evaluation", pytest.param("rewards", marks=pytest.mark.slow)]
+)
 def test_sigterm_need_not_wait_for_all_rewards(
   where, toy_task, toy_model, tmp_path, monkeypatch
 ):
