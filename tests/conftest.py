@@ -31,10 +31,10 @@ toy_model, toy_run = _toy.toy_model, _toy.toy_run
 
 
 LONG = (
-  "test_meshes.py test_processes.py test_mesh_programs.py "
-  "test_train.py test_interrupted.py test_diagnostics.py test_grpo_step.py "
-  "test_evaluate.py test_step.py test_rollout.py test_families.py "
-  "test_adapters.py test_suboptimality.py test_subset_advantages.py"
+  "test_meshes.py test_processes.py test_mesh_programs.py test_environments.py "
+  "test_sharding.py test_train.py test_advantages.py test_interrupted.py "
+  "test_environment.py test_rollout.py test_forward.py test_families.py "
+  "test_ahead.py test_adapters.py"
 ).split()
 
 

@@ -53,6 +53,7 @@ def check(devices):
     assert apart == 1, (one.coords, other.coords)
 
 
+@pytest.mark.slow
 def test_any_mesh_can_be_laid_on_a_slice():
   """Also on slices that libtpu has to be told of: parts of hosts, and v4."""
   pytest.importorskip("libtpu")

@@ -92,8 +92,7 @@ def test_shapes_dtypes_and_prompts(name):
 def test_equal_rewards_give_exactly_zero(name):
   """Of values whose mean rounds, too; compiled, and one by one."""
   for value in (0.1, 1 / 3, -7.7, 1e6 + 0.3):
-    for group_size in (3, 7):
-      assert not compiled(name, jnp.full((4, group_size), value)).any()
+    assert not compiled(name, jnp.full((4, 7), value)).any()
     assert not call(name, jnp.full((4, 3), value)).any()
 
 

@@ -81,11 +81,12 @@ def of_host():
   return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "t_max, tokens, weights_dtype",
   [
     (24, 7, "int8"),
-    pytest.param(112, 32, "model", marks=pytest.mark.slow),
+    (112, 32, "model"),
   ],
 )
 def test_rows_are_those_of_the_device(tiny, t_max, tokens, weights_dtype):
@@ -115,17 +116,10 @@ def test_a_cache_begins_in_its_format(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window, turn_tokens", [(None, 6), (20, 0)])
-def test_long_observations_are_read_as_the_trainer_reads_them(
-  tiny, window, turn_tokens
-):
+def test_long_observations_are_read_as_the_trainer_reads_them(tiny):
   """Over several blocks, sizes of the cache and layers with a window."""
-  config = tiny.config
-  if window:
-    config = dataclasses.replace(
-      config, window=window, local_layers=(True, False)
-    )
-  lm = transformer(config)
+  layers, turn_tokens = {"window": 20, "local_layers": (True, False)}, 6
+  lm = transformer(dataclasses.replace(tiny.config, **layers))
   rng = np.random.default_rng(0)
 
   def answer(turns):
@@ -155,7 +149,7 @@ def test_long_observations_are_read_as_the_trainer_reads_them(
     result.logprobs[sampled_], logprobs[sampled_], atol=3e-5
   )
   sizes = np.sum(result.turns[..., None, :] == np.arange(5)[:, None], axis=-1)
-  assert sizes.max() == turn_tokens if turn_tokens else sizes.max() > 6
+  assert sizes.max() == turn_tokens
   length, turns = result.completion_mask.sum(-1), result.turns.max(-1) + 1
   assert not result.finished.any() and length.max() > 300
   # Cut off at the last turn, or where the next observation has no room.
@@ -167,9 +161,8 @@ def test_long_observations_are_read_as_the_trainer_reads_them(
     np.take_along_axis(result.completion_ids, length[..., None] - 1, axis=-1),
     EOS,
   )
-  if turn_tokens:
-    longest = np.take_along_axis(sizes, turns[..., None] - 1, axis=-1)
-    done |= longest == turn_tokens
+  longest = np.take_along_axis(sizes, turns[..., None] - 1, axis=-1)
+  done |= longest == turn_tokens
   assert done.any()
   np.testing.assert_array_equal(
     result.turn_rewards,

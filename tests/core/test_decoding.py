@@ -90,7 +90,6 @@ PAIRS = [
   pytest.param("windows", "compact", marks=pytest.mark.slow),
   pytest.param("one_stack", "compact", marks=pytest.mark.slow),
   pytest.param("windows", "stages", marks=pytest.mark.long),
-  pytest.param("bfloat16", "compact", marks=pytest.mark.long),
   pytest.param("lora", "compact", marks=pytest.mark.long),
   pytest.param("experts", "compact", marks=pytest.mark.long),
 ]
@@ -101,12 +100,7 @@ def test_the_work_changes_and_no_sample(name, way):
   lm, params = model(name)
   out = run(lm, params, CHANGED[way])
   expected = run(lm, params, PLAIN)
-  if name != "bfloat16":
-    return assert_same(out, expected)
-  # Where sums are rounded otherwise, a token drawn near a border may differ.
-  same = np.asarray(out.completion_ids == expected.completion_ids)
-  assert np.cumprod(same, axis=-1)[np.asarray(out.completion_mask)].mean() > 0.5
-  np.testing.assert_array_equal(out.completion_mask, expected.completion_mask)
+  assert_same(out, expected)
 
 
 @pytest.mark.parametrize(

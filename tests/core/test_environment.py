@@ -63,13 +63,14 @@ def replayed(tiny, whole, i, g, t_max):
   prompt = PROMPTS.prompt_ids[i : i + 1], PROMPTS.prompt_mask[i : i + 1]
   prefix = tiny.lm.prefill(tiny.params, *prompt)
   first = tiny.lm.unembed(tiny.params, prefix.last_hidden)[0]
+  draw = jax.jit(sample)
   ids, turns, turn, begin, rewards = [], [], 0, 0, []
   while len(ids) < t_max:
     logits = first
     if ids:
       padded = jnp.array(ids + [0] * (t_max - len(ids)))[None, None]
       logits = whole(prefix, padded)[0, 0, len(ids) - 1]
-    drawn, _ = sample(jax.random.fold_in(key, len(ids)), logits)
+    drawn, _ = draw(jax.random.fold_in(key, len(ids)), logits)
     ids, turns = [*ids, int(drawn)], [*turns, turn]
     if ids[-1] not in EOS:
       continue
@@ -145,7 +146,7 @@ def test_the_loop_may_be_cut_in_any_way(tiny):
   assert 0 < going_on.max() < 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_seeds_may_be_mapped_over(tiny):
   keys = jnp.stack([jax.random.key(9), KEY])
   both = jax.vmap(lambda key: sampled(tiny, key=key))(keys)
@@ -222,7 +223,7 @@ def small(tiny, answer, state=0.0, **changes):
   environment = Environment(
     lambda target, key: state, lambda s, *_: answer(s), LONGEST, 3
   )
-  return rollout(
+  run = lambda: rollout(
     tiny.lm,
     tiny.params,
     PROMPTS.replace(**changes),
@@ -232,6 +233,7 @@ def small(tiny, answer, state=0.0, **changes):
     eos_ids=range(11),  # every token ends a turn
     environment=environment,
   )
+  return jax.jit(run)()
 
 
 IDS = jnp.array([1, 2, 3])
@@ -258,7 +260,7 @@ def test_an_answer_of_another_kind_is_refused(tiny, answer, message):
     small(tiny, answer)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_state_of_integers_stays_one(tiny):
   half = lambda s: (s + 0.5, Observation(IDS, 1, 0.0, False))
   with pytest.raises(ValueError, match="int32.*not|float32.*int32"):

@@ -127,7 +127,7 @@ def test_steps_can_be_scanned_and_learn(chain_step):
   assert reward[-5:].mean() > reward[:5].mean() + 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_can_be_mapped_over_seeds(chain_step):
   _, _, whole, step, state, ref = chain_step
   keys = jax.random.split(KEY, 3)
@@ -142,6 +142,7 @@ def test_steps_can_be_mapped_over_seeds(chain_step):
   assert len(np.unique(metrics["reward_mean"])) > 1
 
 
+@pytest.mark.slow
 def test_every_step_samples_anew(tabular):
   """Two steps on the same prompts with the same policy."""
   lm, tx = tabular.lm(2, 5), optax.sgd(0.0)

@@ -97,6 +97,7 @@ def test_memory_at_a_vocabulary_of_152_thousand(entropy_gradient):
   assert used < (4 + entropy_gradient) * chunk * vocab * 4
 
 
+@pytest.mark.slow
 def test_gradients_are_added_up_in_float32():
   """Of a bfloat16 head, over 512 chunks of one token."""
   tokens, vocab = 512, 4

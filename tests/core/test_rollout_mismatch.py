@@ -164,6 +164,7 @@ def test_a_penalty_is_taken_between_log_probabilities_of_the_trainer(case):
   np.testing.assert_allclose(penalised, plain, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_whole_step_can_recompute_logprobs(tabular):
   """One more pass; and on-policy there is nothing to recompute."""
   lm, tx = tabular.lm(2, VOCAB), optax.sgd(0.5)

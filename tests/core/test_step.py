@@ -204,6 +204,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
   assert healthy.skipped == 1
 
 
+@pytest.mark.slow
 def test_only_the_broken_minibatch_is_skipped(tabular):
   lm, table, batch = make_case(tabular)
   tx = optax.adam(0.1)

@@ -64,6 +64,7 @@ def run_adam(tx, gradients, params):
   return jax.lax.scan(one, tx.init(params), gradients)
 
 
+@pytest.mark.slow
 def test_moments_are_unbiased_over_keys():
   """Both moments after some updates, against optax's in float32."""
   rng = np.random.default_rng(0)

@@ -75,6 +75,7 @@ def test_the_expected_gradient_is_what_the_table_says(tabular, name):
     assert np.abs(truths[name] - truths[other]).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighting", losses.WEIGHTINGS)
 def test_weights_are_over_what_is_left(tabular, weighting):
   group = np.array([[0, 2, 1], [2, 4, 2]])  # the second is all cut off

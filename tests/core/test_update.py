@@ -44,6 +44,7 @@ def test_samples_in_other_formats_are_not_the_policys(
     make(objective, sampling=Sampling(weights_dtype="int8"))
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_added_in_float32(tabular):
   """Many small parts, against their sum in closed form and in float64."""
   b, vocab = 1024, 3

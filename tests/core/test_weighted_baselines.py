@@ -57,7 +57,9 @@ def norms_of(rewards, score_sq=SCORE_SQ):
 
 
 @pytest.mark.parametrize("rewards", [BINARY, REALS], ids=["binary", "reals"])
-@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize(
+  "group_size", [2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_unbiased(rewards, group_size, float64):
   """Whatever the weights are: right, wrong, some of them 0, or the line's."""
   groups, probability = groups_of(group_size)
@@ -191,6 +193,7 @@ def test_shapes_that_do_not_fit_are_refused(function, name):
     bare(jnp.ones((2, 4)), jnp.ones((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   """By the names of the parameters; without them, an error says what to do."""
   lm = tabular.lm(3, 5)

@@ -88,6 +88,7 @@ def test_workers_survive_what_closes_or_writes_to_all_files():
     assert ask(pool, *odd) == [*map(counted, odd)]
 
 
+@pytest.mark.slow
 def test_lost_workers_are_replaced_and_all_ends_in_time():
   bad = {
     "sleep": "no result after 1 s",
@@ -104,6 +105,7 @@ def test_lost_workers_are_replaced_and_all_ends_in_time():
   assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_without_workers_time_is_limited_as_well():
   with EnvironmentPool(USER, timeout=0.2) as pool:
     slow = "no result after 0.2 s"

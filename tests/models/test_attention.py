@@ -154,7 +154,7 @@ def test_kernels_compute_attention(size, prompt, window, run, cap):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_without_prompts_or_segments_in_bfloat16():
   arrays, visibility, mask, _ = case(40, 99, False, jnp.bfloat16)
   q, row, _ = arrays

@@ -222,6 +222,7 @@ def test_a_cache_changes_no_rounding():
   assert jnp.mean(sampled != scored) < 0.01
 
 
+@pytest.mark.slow
 def test_what_keys_have_in_common_adds_no_error():
   """To the queries' gradient, in which it cancels: real keys have much of it.
 

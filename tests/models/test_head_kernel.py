@@ -134,6 +134,7 @@ def test_the_ends_of_the_unit_interval(number):
   assert jnp.all((first < 5) | ((first >= 123) & (first < 128)))
 
 
+@pytest.mark.slow
 def test_logits_that_are_nan_are_not_hidden():
   hidden, head, numbers = arrays(8)
   hidden = hidden.at[3, 2].set(jnp.nan)

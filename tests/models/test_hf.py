@@ -24,6 +24,7 @@ def test_bad_directories_are_refused_by_name(tmp_path):
       hf.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_new_model_has_its_shape_also_in_transformers(tmp_path):
   hf.write_config(tmp_path, vocab_size=7, pad_id=0, eos_id=1, **SHAPE)
   lm = transformer(hf.to_transformer_config(hf.read_config(tmp_path)))

@@ -121,6 +121,7 @@ def test_adapted_is_merged(model):
   assert lora.merge_lazily(model.base, {}, SCALE) == model.base
 
 
+@pytest.mark.slow
 def test_the_last_layers_adapters_can_be_held_apart(model):
   moving, merge = last_layers(model.trained, 1)
   assert moving["layers"]["q"]["a"].shape[0] == 1

@@ -110,7 +110,7 @@ def test_rows_of_several_completions_are_not_decoded(tiny):
     tiny.lm.extend(tiny.params, prefix, IDS, cache, segments=IDS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_it_decodes_changes_no_sample(tiny):
   """On GPUs no layer is in a stack, so that none is copied out of one."""
   config = dataclasses.replace(tiny.config, layers=layer_stacks.SHALLOW + 1)

@@ -238,6 +238,7 @@ def simulate(rng, prompts, group, tangents, batches):
   return a, z[which[..., None], drawn], exact(p, s, z)
 
 
+@pytest.mark.slow
 def test_standard_errors_and_interval_cover():
   rng = np.random.default_rng(0)
   batches = 1500

@@ -92,7 +92,7 @@ def pool(size, seed=0, outputs=4):
   return s[index] @ s[index].T, z[index]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @float64
 def test_replicates_leave_one_block_out():
   gram, rewards = pool(20)

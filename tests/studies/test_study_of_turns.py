@@ -42,7 +42,7 @@ def test_the_best_return_is_that_of_the_best_player(numbers, max_turns):
   assert game.best_return(numbers, max_turns) == pytest.approx(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_small_study(tmp_path, capsys):
   arguments = [
     f"--run_dir={tmp_path}/turns",

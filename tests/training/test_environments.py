@@ -163,7 +163,7 @@ def talks(completions, messages):
   [
     ("environment", False, "trajectory"),
     pytest.param("talks", False, "trajectory", marks=pytest.mark.long),
-    pytest.param("environment", True, "turn", marks=pytest.mark.slow),
+    pytest.param("environment", True, "turn", marks=pytest.mark.long),
   ],
 )
 def test_a_failure_is_a_row_without_a_reward(
@@ -202,32 +202,6 @@ def test_a_failure_is_a_row_without_a_reward(
   prompts = {one["prompt"] for one in failures}
   assert prompts & {row["prompt"] for row in failed} and "" not in prompts
   assert np.isfinite(step["grad_norm"])
-
-
-@pytest.mark.long
-def test_messages_are_those_that_the_model_read(toy_task, toy_model, tmp_path):
-  (tmp_path / "talks.py").write_text(TALKS)
-  name = f"{tmp_path / 'talks.py'}:talks"
-  run = go(toy_task, toy_model, tmp_path, steps=1, **{"reward.functions": name})
-  rows = rows_of(run)
-  # Of the turns that ended: one that was cut off in its middle is not there.
-  assert {row["reward"] for row in rows} <= {1.0, 3.0, 5.0}
-  assert not (run / "failures.jsonl").exists()
-
-
-@pytest.mark.long
-def test_an_observation_that_cannot_be_read_is_a_failure(
-  toy_task, toy_model, tmp_path
-):
-  """Messages, of a model without a chat template."""
-  path = tmp_path / "messages.py"
-  path.write_text(
-    "def step(action):\n  said = [{'role': 'user', 'content': 'no'}]\n"
-    "  return {'observation': said if '5' in action else 'no'}\n"
-  )
-  run = go(toy_task, toy_model, tmp_path, steps=1, **{"environment.path": path})
-  failures = records.read_jsonl(run / "failures.jsonl")
-  assert "with a chat template, messages" in failures[0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +245,7 @@ def test_what_does_not_go_together_is_said(changes, message):
     from_config(config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_environment_that_changed_or_differs_is_refused(
   toy_task, toy_model, tmp_path
 ):
@@ -318,8 +292,13 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+  "fails",
+  [
+    pytest.param(False, marks=pytest.mark.slow),
+    pytest.param(True, marks=pytest.mark.long),
+  ],
+)
 def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
   toy_task, toy_model, tmp_path, monkeypatch, fails
 ):

@@ -51,8 +51,8 @@ def program_of(lm):
 @pytest.mark.parametrize(
   "mesh, first",
   [
-    pytest.param(None, (), marks=pytest.mark.slow),
     ("one device", (jnp.int32(5),)),
+    pytest.param(None, (), marks=pytest.mark.long),
   ],
 )
 def test_the_samples_are_those_of_the_whole(tiny, mesh, first):
