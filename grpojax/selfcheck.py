@@ -7,8 +7,9 @@ DIR/selfcheck.md. About ten minutes on an accelerator, of which XLA compiles
 most:
 
 resume      a run of the default job in bfloat16 that is killed and started
-            again ends in the model of one that ran through, bit for bit; its
-            trainer's log-probabilities are near those of its rollouts
+            again ends in the model of one that ran through, bit for bit (on a
+            GPU with --xla_gpu_deterministic_ops, which it sets); its trainer's
+            log-probabilities are near those of its rollouts
 parity      log-probabilities of the embedded model are those of a CPU, which
             come with this program
 attention   attention in blocks, and by kernels, is plain attention, values and
@@ -22,6 +23,7 @@ Exit code 1: something is not as it should be; its rows are marked.
 
 import functools
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -57,6 +59,8 @@ MODEL = "arithmetic-instruct"
 # Most that log-probabilities may differ on average, in nats a token: from those
 # of a CPU, and of the trainer from the rollout.
 FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
+# On a GPU XLA adds up in any order, and tunes kernels anew, in each run.
+SAME_BITS = "--xla_gpu_deterministic_ops=true"
 
 
 class Row(NamedTuple):
@@ -87,8 +91,11 @@ def _train(run: pathlib.Path, kill_at: int | None = None) -> None:
   command += ["--config.model.dtype=bfloat16", "--config.eval.num_prompts=8"]
   command += ["--config.batch_size=8", "--config.group_size=4"]
   command += ["--config.diagnostics.every=0"]
+  flags = f"{os.environ.get('XLA_FLAGS', '')} {SAME_BITS}"
   with open(run.with_suffix(".log"), "ab") as log:
-    process = subprocess.Popen(command, stdout=log, stderr=log)
+    process = subprocess.Popen(
+      command, stdout=log, stderr=log, env=os.environ | {"XLA_FLAGS": flags}
+    )
     try:
       metrics = run / run_directory.METRICS
       while process.poll() is None:

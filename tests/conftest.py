@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from grpojax.core.types import LM, Prefix
 from grpojax.models.transformer import TransformerConfig, transformer
@@ -72,6 +73,17 @@ def pytest_configure(config):
     os.environ["XLA_FLAGS"] = (
       "--xla_cpu_use_fusion_emitters=0 --xla_cpu_parallel_codegen_split_count=1"
     )
+
+
+@pytest.fixture
+def h100():
+  """Says which GPU kernels are lowered for: JAX asks since 0.11."""
+  if jax.__version_info__ < (0, 11):
+    yield
+    return
+  device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
+  with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    yield
 
 
 def pytest_collection_modifyitems(items):

@@ -15,7 +15,7 @@ from grpojax.aot import cost, hlo
 sys.path.append(str(pathlib.Path(__file__).parent))
 import processes  # noqa: E402
 
-pytestmark = pytest.mark.long  # whole programs are compiled
+pytestmark = pytest.mark.slow  # whole programs are compiled
 # mesh_programs.py's model: V, D, H E, K E, F; T.
 V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
 MATRICES = 2 * D * Q + 2 * D * K + 3 * D * F  # numbers in a layer

@@ -214,7 +214,7 @@ def test_what_keys_have_in_common_cancels_in_bfloat16():
     pytest.param(256, 300, marks=pytest.mark.slow),
   ],
 )
-def test_kernels_lower_for(platform, lowered, width, size):
+def test_kernels_lower_for(h100, platform, lowered, width, size):
   """Four kernels with their operations, and nothing else is multiplied."""
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
   keys = shape(1, 2, 2, size, width)

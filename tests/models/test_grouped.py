@@ -73,7 +73,7 @@ def test_values_and_derivatives(monkeypatch, name, kernel):
   close(along(ours), along(plain))
 
 
-def test_a_gpu_multiplies_each_row_with_one_matrix():
+def test_a_gpu_multiplies_each_row_with_one_matrix(h100):
   """XLA's own way would be 32 times the operations, and a copy of the rows."""
   pytest.importorskip("jax_plugins.xla_cuda13")
   (device,) = topology.machine("h100:1").devices

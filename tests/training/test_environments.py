@@ -204,6 +204,32 @@ def test_a_failure_is_a_row_without_a_reward(
   assert np.isfinite(step["grad_norm"])
 
 
+@pytest.mark.long
+def test_messages_are_those_that_the_model_read(toy_task, toy_model, tmp_path):
+  (tmp_path / "talks.py").write_text(TALKS)
+  name = f"{tmp_path / 'talks.py'}:talks"
+  run = go(toy_task, toy_model, tmp_path, steps=1, **{"reward.functions": name})
+  rows = rows_of(run)
+  # Of the turns that ended: one that was cut off in its middle is not there.
+  assert {row["reward"] for row in rows} <= {1.0, 3.0, 5.0}
+  assert not (run / "failures.jsonl").exists()
+
+
+@pytest.mark.long
+def test_an_observation_that_cannot_be_read_is_a_failure(
+  toy_task, toy_model, tmp_path
+):
+  """Messages, of a model without a chat template."""
+  path = tmp_path / "messages.py"
+  path.write_text(
+    "def step(action):\n  said = [{'role': 'user', 'content': 'no'}]\n"
+    "  return {'observation': said if '5' in action else 'no'}\n"
+  )
+  run = go(toy_task, toy_model, tmp_path, steps=1, **{"environment.path": path})
+  failures = records.read_jsonl(run / "failures.jsonl")
+  assert "with a chat template, messages" in failures[0]["reason"]
+
+
 @pytest.mark.parametrize(
   "changes, message",
   [
