@@ -18,6 +18,9 @@ two of them, joined by a network whose bytes are counted ("between slices") and
 whose time is not. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight
 CPU devices with made-up peaks, for trials.
 
+With sampling.ahead=1 it also says whether some of the devices should sample
+while the others learn (mesh.sampling_devices), and how many.
+
 --search tries meshes, micro-batches and rematerialisation, and ranks what fits
 by the estimated seconds of a step. Results are kept in ~/.cache/grpojax, so
 that nothing is compiled twice.
@@ -75,8 +78,7 @@ def main(argv: list[str]) -> int:
     if settings.mesh.sampling_devices:
       raise ValueError(
         f"mesh.sampling_devices = {settings.mesh.sampling_devices}: is not "
-        "compiled for; compile with 0, for those that train and again for "
-        "those that sample"
+        "compiled for; compile with 0, which says how many would be the best"
       )
     if flags.search:
       search.check(settings)

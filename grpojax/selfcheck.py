@@ -304,18 +304,20 @@ def main(argv: list[str]) -> int:
   # A run of its own ends with it.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   rows = []
-  for name in [name for name in CHECKS if name not in flags.skip]:
-    print(f"checking {name} ...", file=sys.stderr, flush=True)
-    try:
-      for row in CHECKS[name]():
-        rows.append(row)
-    except Exception as error:  # the others are worth their time all the same
-      text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-      rows.append(Row(name, text.replace("|", "/"), ok=False))
-  text = markdown(rows)
-  print(text, end="", flush=True)
-  with command_line.usage_errors():
-    records.write_text(out, text)
+  try:
+    for name in [name for name in CHECKS if name not in flags.skip]:
+      print(f"checking {name} ...", file=sys.stderr, flush=True)
+      try:
+        for row in CHECKS[name]():
+          rows.append(row)
+      except Exception as error:  # the others are worth their time all the same
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        rows.append(Row(name, text.replace("|", "/"), ok=False))
+  finally:  # also of those before it was interrupted
+    text = markdown(rows)
+    print(text, end="", flush=True)
+    with command_line.usage_errors():
+      records.write_text(out, text)
   return 0 if all(row.ok for row in rows) else 1
 
 

@@ -56,6 +56,10 @@ def check(found, topology, parts=("rollout", "reference", "update")):
 @pytest.mark.slow
 def test_a_step_on_two_devices(tmp_path):
   words = ["--topology=cpu:2", "--config.mesh.fsdp=2", "--config.loss.beta=0.1"]
+  words += [
+    "--config.sampling.ahead=1",
+    "--config.loss.correction=sequence_truncate",
+  ]
   done, found = compile_step(tmp_path, *words)
   assert done.returncode == 0, done.stderr
   check(found, "cpu:2")
@@ -71,6 +75,14 @@ def test_a_step_on_two_devices(tmp_path):
   sent = found["parts"]["rollout"]["token_loop_collective_bytes"]
   assert 0 < sent <= 100
   assert "fits; a step takes about" in done.stdout
+  # Half of the rollout was compiled as well; one device may sample.
+  by_who, parts = found["ahead"], found["parts"]
+  seconds = [by_who[f"{x}_seconds"] for x in ("latency", "work")]
+  assert sum(seconds) == pytest.approx(parts["rollout"]["seconds"])
+  assert min(seconds) > 0
+  assert by_who["step_seconds"] == pytest.approx(found["step_seconds"])
+  assert [x["sampling_devices"] for x in by_who["splits"]] == [1]
+  assert "one step ahead, by the roofline" in done.stdout
 
 
 @pytest.mark.parametrize(

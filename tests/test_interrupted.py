@@ -183,11 +183,12 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   assert_same_run(run, uninterrupted(LONG))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "calls",
   [
     3 + 3,  # step 2 computes the next one's rewards after its update
-    pytest.param(3 + 4, marks=pytest.mark.slow),  # step 3, diagnosed, before
+    3 + 4,  # step 3, diagnosed, before it
   ],
 )
 def test_sigterm_saves_the_next_rollout(

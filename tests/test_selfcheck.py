@@ -63,6 +63,17 @@ def test_what_is_wrong_is_marked_and_costs_no_other_check(
     selfcheck.main(["--skip=d"])
 
 
+def test_an_interruption_leaves_the_rows_before_it(monkeypatch, tmp_path):
+  def interrupted():
+    yield Row("first", "1")
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(selfcheck, "CHECKS", {"a": interrupted})
+  with pytest.raises(KeyboardInterrupt):
+    selfcheck.main([f"--out={tmp_path}"])
+  assert "| first | 1 |" in (tmp_path / "selfcheck.md").read_text()
+
+
 def test_rows_are_compared_with_what_they_may_be():
   assert selfcheck.at_most("a", 0.5, 1).ok
   assert not selfcheck.at_most("a", 2.0, 1).ok

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import chips, parts, programs, roofline, topology
+from grpojax.aot import ahead, chips, parts, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
 from grpojax.aot.topology import Machine
@@ -157,6 +157,33 @@ def measure(
   return _part(run, name, part, machine.chip)
 
 
+def _ahead(
+  run: programs.Run, seconds: dict[str, float], machine: Machine, say: Say
+) -> dict[str, Any]:
+  """Returns seconds of steps with samples drawn one ahead, by who samples.
+
+  A rollout of about half of the prompts is compiled, too. Of one prompt all is
+  taken for latency.
+  """
+  settings, parts_count = run.settings, run.settings.sampling.parts
+  prompts = run.prompts // parts_count // 2 * parts_count
+  latency, work = seconds["rollout"], 0.0
+  if prompts:
+    half = dataclasses.replace(settings, batch_size=prompts)
+    part = measure(programs.open_run(half, run.mesh), "rollout", machine, say)
+    latency, work = ahead.fit(latency, part["seconds"], prompts / run.prompts)
+  axes, devices = run.mesh.shape, run.mesh.size
+  shared = axes["expert"] * axes["tensor"]
+  together = settings.mesh.sampling_tensor or axes["tensor"]
+  numbers = [
+    n
+    for n in range(1, devices)
+    if n % together == 0 and (devices - n) % shared == 0
+  ]
+  update = sum(seconds.values()) - seconds["rollout"]
+  return ahead.splits(latency, work, update, devices, numbers)
+
+
 def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
   """Makes the report of all programs, as it is saved."""
   entries = {
@@ -188,6 +215,9 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     result["tokens_per_second"] = tokens / seconds
     flops = model_flops(run)
     result["mfu"] = roofline.mfu(flops, seconds, count, machine.chip)
+    if run.settings.sampling.ahead and run.mesh.size > 1:
+      of_parts = {name: part["seconds"] for name, part in entries.items()}
+      result["ahead"] = _ahead(run, of_parts, machine, say)
   return result
 
 
@@ -270,4 +300,6 @@ def _verdict(result: dict[str, Any]) -> list[str]:
       "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes "
       f"{_gib(result['pool_bytes'])} GiB of a GPU's memory otherwise"
     )
+  if "ahead" in result:
+    verdict += ["", *ahead.lines(result["ahead"])]
   return verdict

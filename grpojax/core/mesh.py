@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -255,16 +255,29 @@ def put(x, sharding: NamedSharding) -> Array:
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
-def fetch(tree: PyTree) -> PyTree:
-  """Returns all arrays whole, as NumPy arrays; every process must call it."""
+def _same(x: Array) -> Array:
+  return x
 
-  def whole(x):
+
+def whole(tree: PyTree) -> PyTree:
+  """Asks for arrays of other processes as well, whole on every device.
+
+  The devices do it after what they were asked before, and nothing is waited
+  for; `fetch` asks no more of them then. Every process must call it.
+  """
+
+  def one(x):
     local = not isinstance(x, jax.Array) or x.is_fully_replicated
     if local or x.is_fully_addressable:
       return x
-    return multihost_utils.process_allgather(x, tiled=True)
+    return jax.jit(_same, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
 
-  return jax.device_get(jax.tree.map(whole, tree))
+  return jax.tree.map(one, tree)
+
+
+def fetch(tree: PyTree) -> PyTree:
+  """Returns all arrays whole, as NumPy arrays; every process must call it."""
+  return jax.device_get(whole(tree))
 
 
 def map_rows(

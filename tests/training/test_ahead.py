@@ -101,6 +101,18 @@ def test_rewards_are_computed_while_the_update_is_asked_for(
     events.append("rewards")
     return collect(*args)
 
+  asked, ask = [], mesh_lib.whole
+
+  def whole(tree):  # after the update what several processes ask for waits
+    leaves = [x for x in jax.tree.leaves(tree) if np.ndim(x) > 1]
+    if "update" in events and not all(
+      any(x is y for y in asked) for x in leaves
+    ):
+      events.append("asked")
+    asked.extend(leaves)
+    return ask(tree)
+
+  monkeypatch.setattr(mesh_lib, "whole", whole)
   monkeypatch.setattr(rewards_lib, "collect_rewards", collected)
   step.programs = step.programs._replace(update=updated)
   step(state, *batches[0], upcoming=batches[1])

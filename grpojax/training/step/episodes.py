@@ -38,13 +38,22 @@ class Sampled(NamedTuple):
 
   Attributes:
     rollout: Completions of all processes.
+    read: Arrays of it that rewards need, whole on every device.
     transcripts: [B][G] of this process's prompts; None without an environment.
     seconds: Seconds in which environments were waited for.
   """
 
   rollout: Rollout
+  read: dict[str, Array | None]
   transcripts: list[list[Transcript]] | None = None
   seconds: float = 0.0
+
+
+def sampled(rollout: Rollout, *of_host: Any) -> Sampled:
+  """Returns `Sampled`, and asks the devices for what is read of it."""
+  names = "completion_ids", "completion_mask", "finished", "turns"
+  read = mesh_lib.whole({name: getattr(rollout, name) for name in names})
+  return Sampled(rollout, read, *of_host)
 
 
 def open_pool(settings: TrainSettings) -> EnvironmentPool:
@@ -264,7 +273,7 @@ def make_player(
     for i, group in zip(table.own, table.transcripts, strict=True):
       for row in group:
         row["prompt"] = examples[i]["prompt_text"]
-    return Sampled(rollout, table.transcripts, table.seconds)
+    return sampled(rollout, table.transcripts, table.seconds)
 
   return player
 

@@ -36,12 +36,11 @@ from grpojax.training.policy import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import difficulty, reference, resampling
+from grpojax.training.step import difficulty, episodes, reference, resampling
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
-from grpojax.training.step.episodes import Sampled, make_player
 from grpojax.training.step.pending import Pending
 from grpojax.training.step.rewards import RewardPool
 from grpojax.training.step.sampling import (
@@ -155,7 +154,7 @@ def make_sample_and_reward(
     of_parts = [examples[i * rows :][:rows] for i in range(parts)]
     if player is None:
       sampled = [
-        Sampled(sampler(params, part, key, *number))
+        episodes.sampled(sampler(params, part, key, *number))
         for part, *number in batches
       ]
       yield
@@ -247,7 +246,7 @@ class HostStep:
       move = moved_params(policy, settings.model.dtype, sampling_mesh)
     player = None
     if reward_pool.environment is not None:
-      player = make_player(
+      player = episodes.make_player(
         settings,
         policy,
         group_size,

@@ -232,10 +232,8 @@ def submit_rollout(
   Nothing more is asked of the devices, which may be at the next samples. Of the
   rollout, rows beyond the examples only pad the batch.
   """
-  names = ("completion_ids", "completion_mask", "finished", "turns")
-  rollout = sampled.rollout
-  on_host = mesh_lib.fetch({name: getattr(rollout, name) for name in names})
-  rollout, own = rollout.replace(**on_host), distributed.my_rows(len(examples))
+  rollout = sampled.rollout.replace(**mesh_lib.fetch(sampled.read))
+  own = distributed.my_rows(len(examples))
   texts = policy_lib.decode(policy, rollout, own)
   pending = groups.submit_groups(
     reward_pool.pool,

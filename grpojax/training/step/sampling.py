@@ -242,6 +242,6 @@ def make_sampler(
     del examples
     rollout = sampler(params, prompts, key)
     policy_lib.wait(rollout, check_signals)
-    return Sampled(rollout)
+    return episodes.sampled(rollout)
 
   return sample
