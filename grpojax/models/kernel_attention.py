@@ -124,23 +124,46 @@ def _over_mesh(function, q, row, prompt, seen, *of_queries, gradients=False):
   )(q, row, prompt, seen, *of_queries)
 
 
+def _without_derivative(function):
+  """Says what a second derivative of attention fails for; Pallas would not."""
+  once = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+  @once.defjvp
+  def jvp(*_):
+    raise NotImplementedError(
+      "attention by kernels has no second derivative: use model.attention = "
+      "blocks"
+    )
+
+  return once
+
+
+@_without_derivative
+def _outputs(settings, *arrays):
+  forward = lambda _, *arrays: _forward(settings, *arrays)
+  return _over_mesh(forward, *arrays)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(settings, q, row, prompt, seen):
   return _attention_forward(settings, q, row, prompt, seen)[0]
 
 
 def _attention_forward(settings, *arrays):
-  forward = lambda _, *arrays: _forward(settings, *arrays)
-  out, lse = _over_mesh(forward, *arrays)
+  out, lse = _outputs(settings, *arrays)
   # Not rounded for the gradient: what all keys or all values have in common
   # cancels out of that of the queries.
   return out.astype(arrays[0].dtype), (*arrays, out, lse)
 
 
-def _attention_backward(settings, residuals, dout):
+@_without_derivative
+def _gradients(settings, *arrays):
   backward = functools.partial(_backward, settings)
-  gradients = _over_mesh(backward, *residuals, dout, gradients=True)
-  return *gradients, None
+  return _over_mesh(backward, *arrays, gradients=True)
+
+
+def _attention_backward(settings, residuals, dout):
+  return *_gradients(settings, *residuals, dout), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -244,6 +244,18 @@ def test_kernels_lower_for(h100, platform, lowered, width, size):
   assert "stablehlo.while" not in text
 
 
+def test_a_second_derivative_is_refused():
+  (q, row, prompt), visibility, *_ = case(20, 99, False)
+
+  def squared(q):
+    out = kernel_attention(q, row, prompt, visibility, platform="cpu")
+    return jnp.sum(out**2)
+
+  slope = lambda q: jnp.sum(jax.grad(squared)(q))
+  with pytest.raises(NotImplementedError, match="attention = blocks"):
+    jax.eval_shape(jax.grad(slope), q)
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_a_layer_may_be_local_or_not_at_run_time(local):
   """In a scan over layers of both kinds."""
