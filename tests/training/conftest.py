@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from grpojax import train
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
 from grpojax.models import sharding
 from grpojax.runtime.files import records
@@ -74,11 +73,11 @@ def open_step():
   """`(settings, policy, params, tx, reward_pool) -> OneDeviceStep`."""
 
   def open_step(settings, policy, params, tx, reward_pool, reference=False):
-    mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+    mesh = setup.make_mesh(settings)
     first = lambda params: setup.first_state(settings, tx, params)
-    shardings = sharding.shardings(
-      jax.eval_shape(first, params), mesh, rules=((r".*", PartitionSpec()),)
-    )
+    whole = ((r".*", PartitionSpec()),)  # also of models of other names
+    rules = {} if mesh.size > 1 else {"rules": whole}
+    shardings = sharding.shardings(jax.eval_shape(first, params), mesh, **rules)
     state = jax.jit(first, out_shardings=shardings)(params)
     if reference:
       reference = jax.device_put(

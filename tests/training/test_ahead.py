@@ -1,7 +1,10 @@
 """sampling.ahead = 1: the rollout of a step is drawn before the last update."""
 
 import itertools
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +31,14 @@ def of_ids(prompt, completion, example):
 
 @pytest.fixture
 def opened(tiny, settings_with, open_step, words):
-  """A step of a tiny model, its state, and the batches of six steps."""
+  """A step of a tiny model, its state, and the batches of six steps.
+
+  With more than one device, half of them sample.
+  """
+  half = jax.device_count() // 2
   settings = settings_with(
+    mesh__fsdp=half or 1,
+    mesh__sampling_devices=half,
     batch_size=B,
     group_size=G,
     sampling__ahead=1,
@@ -84,6 +93,16 @@ def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
   samples = [row["rollout_effective_samples"] for row in rows]
   # The first two steps' samples are of the first parameters.
   assert samples[0] == pytest.approx(1, abs=1e-4) and max(samples[1:]) < 0.999
+
+
+@pytest.mark.slow
+def test_the_same_on_devices_of_its_own():
+  """Four of eight sample, and the others learn: the same loop, bit by bit."""
+  words = "--numprocesses=0 -p no:cacheprovider -k loop_that_keeps".split()
+  command = [sys.executable, "-m", "pytest", __file__, *words]
+  env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+  done = subprocess.run(command, env=env, capture_output=True, text=True)
+  assert "1 passed" in done.stdout, done.stdout[-3000:]
 
 
 def test_rewards_are_computed_while_the_update_is_asked_for(
