@@ -15,7 +15,10 @@ flags=(
   # embedding and head.
   --xla_gpu_enable_pipelined_all_gather=true
 )
-# Not here, because neither memory nor the bytes that are sent beside other work
+# Not here: xla_gpu_deterministic_ops=true. On an H100 two equal runs ended in
+# different models without it, and a resumed one in the same model with it. It
+# leaves XLA fewer kernels; what that costs was not measured.
+# Nor these, because neither memory nor the bytes that are sent beside other work
 # are others with them, compiled for the same MLP. GPU: the latency hiding
 # scheduler and asynchronous collectives, which are on, and
 # xla_gpu_enable_pipelined_reduce_scatter. TPU (libtpu 0.0.42, v5e):
