@@ -82,6 +82,7 @@ def test_a_step_on_two_devices(tmp_path):
   assert min(seconds) > 0
   assert by_who["step_seconds"] == pytest.approx(found["step_seconds"])
   assert [x["sampling_devices"] for x in by_who["splits"]] == [1]
+  assert "compiling rollout" in done.stderr.rpartition("compiling update")[2]
   assert "one step ahead, by the roofline" in done.stdout
 
 

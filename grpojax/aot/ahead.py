@@ -71,12 +71,15 @@ def lines(result: dict[str, Any]) -> list[str]:
     f"all devices do both: {together:.3g} s a step",
   ]
   best = min(result["splits"], key=lambda x: x["step_seconds"], default=None)
-  if best is None or best["step_seconds"] >= together:
+  if best is None:
+    why = "for one process, no environment, and batches that divide over them"
+    return [*text, f"no devices of their own for sampling: they are {why}"]
+  if best["step_seconds"] >= together:
     return [*text, "devices of their own for sampling would gain nothing"]
   gain = together / best["step_seconds"]
   return [
     *text,
-    f"mesh.sampling_devices={best['sampling_devices']}: "
-    f"{best['step_seconds']:.3g} s a step, {gain:.2f} times as fast (rollout "
+    f"mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
+    f"mesh.fsdp=-1: {best['step_seconds']:.3g} s a step, {gain:.2f} times as fast (rollout "
     f"{best['rollout_seconds']:.3g} s, update {best['update_seconds']:.3g} s)",
   ]

@@ -1,5 +1,6 @@
 """A training step on a machine that need not be there: memory and seconds."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from grpojax.aot.topology import Machine
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.sharding import shard_bytes
+from grpojax.training.config import from_config, to_config
+from grpojax.training.run import setup
+from grpojax.training.settings import batches as batches_lib
 
 Say = Callable[[str], None]
 GIB = 2**30
@@ -162,26 +166,46 @@ def _ahead(
 ) -> dict[str, Any]:
   """Returns seconds of steps with samples drawn one ahead, by who samples.
 
-  A rollout of about half of the prompts is compiled, too. Of one prompt all is
-  taken for latency.
+  A rollout of fewer prompts is compiled, too: of half of them, or of as many as
+  are cut over the devices like all. Without any, all is taken for latency.
   """
   settings, parts_count = run.settings, run.settings.sampling.parts
-  prompts = run.prompts // parts_count // 2 * parts_count
+  mesh = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   latency, work = seconds["rollout"], 0.0
-  if prompts:
-    half = dataclasses.replace(settings, batch_size=prompts)
-    part = measure(programs.open_run(half, run.mesh), "rollout", machine, say)
-    latency, work = ahead.fit(latency, part["seconds"], prompts / run.prompts)
-  axes, devices = run.mesh.shape, run.mesh.size
-  shared = axes["expert"] * axes["tensor"]
-  together = settings.mesh.sampling_tensor or axes["tensor"]
-  numbers = [
-    n
-    for n in range(1, devices)
-    if n % together == 0 and (devices - n) % shared == 0
-  ]
+  for prompts in range(run.prompts // 2, 0, -1):
+    if prompts % parts_count:
+      continue
+    rows = prompts // parts_count
+    with contextlib.suppress(ValueError):
+      mesh_lib.check_rows(mesh, run.group_size, rollout=rows)
+      fewer = dataclasses.replace(settings, batch_size=prompts)
+      fewer = programs.open_run(fewer, run.mesh)
+      part = measure(fewer, "rollout", machine, say)
+      latency, work = ahead.fit(latency, part["seconds"], prompts / run.prompts)
+      break
+  numbers = [n for n in range(1, run.mesh.size) if _may_sample(run, n, machine)]
   update = sum(seconds.values()) - seconds["rollout"]
-  return ahead.splits(latency, work, update, devices, numbers)
+  return ahead.splits(latency, work, update, run.mesh.size, numbers)
+
+
+def _may_sample(run: programs.Run, number: int, machine: Machine) -> bool:
+  """Returns True where training takes so many devices for sampling alone.
+
+  With `mesh.data` = 1 and `mesh.fsdp` = -1, for the others, which learn.
+  """
+  settings, devices = run.settings, machine.devices
+  mesh = settings.mesh
+  mesh = dataclasses.replace(mesh, sampling_devices=number, data=1, fsdp=-1)
+  settings = dataclasses.replace(settings, mesh=mesh)
+  one_process = len({device.process_index for device in devices}) == 1
+  try:
+    from_config(to_config(settings))  # refuses what does not go together
+    batches_lib.check_mesh(
+      settings, setup.make_mesh(settings, devices), devices
+    )
+  except ValueError:
+    return False
+  return one_process
 
 
 def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:

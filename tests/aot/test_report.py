@@ -157,7 +157,7 @@ def test_the_best_split_of_devices(latency, work, update):
   seconds = latency + work / share
   assert seconds == pytest.approx(update / (1 - share))
   assert best["step_seconds"] == pytest.approx(seconds, rel=0.02)
-  start = f"mesh.sampling_devices={best['sampling_devices']}: "
+  start = f"mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
   assert ahead.lines(result)[-1].startswith(start)
 
 
@@ -166,6 +166,7 @@ def test_what_scales_with_its_devices_gains_nothing_apart():
   assert ahead.fit(2.0, 2.5, 0.5) == (2.0, 0.0)  # noise of small programs
   latency, work = ahead.fit(0.8, 0.4, 0.5)
   assert (latency, work) == (0, 0.8)
-  for numbers in (range(1, 8), []):
-    result = ahead.splits(latency, work, 0.2, 8, numbers)
-    assert ahead.lines(result)[-1].endswith("would gain nothing")
+  result = ahead.splits(latency, work, 0.2, 8, range(1, 8))
+  assert ahead.lines(result)[-1].endswith("would gain nothing")
+  nobody = ahead.lines(ahead.splits(latency, work, 0.2, 8, []))
+  assert "no devices of their own for sampling" in nobody[-1]

@@ -145,7 +145,11 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
   failures[1][2] = [rewards_lib.Failure("of/ids", "why", "p", "\u00e9\ud83d")]
   pending = pending._replace(
     rewards=pending.rewards._replace(
-      failures=failures, extras={"of_ids/n": np.full((B, G), np.nan)}
+      failures=failures,
+      extras={
+        name: np.full((B, G), i or np.nan)
+        for i, name in enumerate(["of_ids/n", "n", "n.npy", "\ud83d", "n\0"])
+      },
     ),
     prompt_texts=["a", "\u00e4", "", "\n"],
   )

@@ -12,7 +12,8 @@ gradient, and the two need not agree:
 | rho k1      | KL(pi || ref)             | of KL(pi || ref)             |
 | rho k3      | KL(pi || ref)             | of KL(pi || ref)             |
 
-rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well.
+rho = pi / pi_old is the token ratio, 1 in a step's only update; in several the
+last two rows hold off-policy as well.
 All of it is about a token given a sampled prefix; that the prefix depends on
 the policy only `kl_penalty` accounts for. Where sampling cuts the policy to a
 set S of tokens, the reference is not cut: k3's value is then low by 1 - ref(S),

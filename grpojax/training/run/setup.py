@@ -35,7 +35,13 @@ def make_mesh(
     value = settings.mesh.sampling_devices
     raise ValueError(config_error("mesh.sampling_devices", value, remedy))
   sizes = {axis: getattr(settings.mesh, axis) for axis in mesh_lib.AXES}
-  return mesh_lib.make_mesh(**sizes, devices=devices)
+  try:
+    return mesh_lib.make_mesh(**sizes, devices=devices)
+  except ValueError as error:
+    if not (apart := settings.mesh.sampling_devices):
+      raise
+    beside = f"beside the {apart} of mesh.sampling_devices"
+    raise ValueError(f"{error}, {beside}") from None
 
 
 def open_policy(settings: TrainSettings) -> Policy:

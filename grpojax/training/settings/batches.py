@@ -1,5 +1,7 @@
 """Sizes of a run's batches: group sizes, and their division into parts."""
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import Mesh
 
@@ -29,24 +31,30 @@ def draw_parts(s: TrainSettings) -> int:
   return s.filter_groups.gen_parts if s.filter_groups.enable else 1
 
 
-def own_sampling_mesh(s: TrainSettings, mesh: Mesh) -> Mesh:
+def own_sampling_mesh(
+  s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
   """Returns the mesh that a run samples on: its own devices, or all.
+
+  `devices` are all, None for those of JAX.
 
   Raises:
     ValueError: Devices that cannot be cut so, or of several processes.
   """
-  count, devices = s.mesh.sampling_devices, ()
+  count, own = s.mesh.sampling_devices, ()
   if count and jax.process_count() > 1:
     raise ValueError(
       f"mesh.sampling_devices = {count}: is for one process: use 0"
     )
   if count:
-    devices = jax.devices()[-count:]
-  return sampling_mesh(mesh, s.mesh.sampling_tensor, devices)
+    own = (jax.devices() if devices is None else devices)[-count:]
+  return sampling_mesh(mesh, s.mesh.sampling_tensor, own)
 
 
-def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
-  """Checks that a run's batches divide over the mesh of all devices.
+def check_mesh(
+  s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
+) -> None:
+  """Checks that a run's batches divide over its mesh, of all `devices`.
 
   Raises:
     ValueError: A batch that does not, with the numbers.
@@ -54,7 +62,7 @@ def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)
-  sampling = own_sampling_mesh(s, mesh)
+  sampling = own_sampling_mesh(s, mesh, devices)
   for size in group_sizes(s):
     rows = samples_per_step(s) // size
     for parts in {s.sampling.parts, draw_parts(s)}:

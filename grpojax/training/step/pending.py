@@ -60,10 +60,11 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     if value is not None
   }
   arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
-  for kind in _OF_FUNCTIONS:
-    of_kind = getattr(rewards, kind).items()
-    arrays |= {f"{kind}/{name}": value for name, value in of_kind}
-  about = json.dumps([rewards.failures, texts]).encode()
+  names = {kind: list(getattr(rewards, kind)) for kind in _OF_FUNCTIONS}
+  for kind in _OF_FUNCTIONS:  # by number: a user's name may be no file's
+    values = getattr(rewards, kind).values()
+    arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
+  about = json.dumps([rewards.failures, texts, names]).encode()
   file = io.BytesIO()
   np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
   stored = np.frombuffer(file.getvalue(), np.uint8)
@@ -77,14 +78,18 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   stored: UInt8[Array, n] = mesh_lib.fetch(state.pending)
   with np.load(io.BytesIO(stored.tobytes()), allow_pickle=False) as file:
     arrays = {name: file[name] for name in file.files}
-  failures, texts = json.loads(arrays.pop("about").tobytes())
+  failures, texts, names = json.loads(arrays.pop("about").tobytes())
 
   def of(kind):
-    names = [name for name in arrays if name.startswith(f"{kind}/")]
-    return {name.removeprefix(f"{kind}/"): arrays[name] for name in names}
+    return {name: arrays[f"{kind}/{i}"] for i, name in enumerate(names[kind])}
 
+  fields = {
+    name.removeprefix("rollout/"): value
+    for name, value in arrays.items()
+    if name.startswith("rollout/")
+  }
   rollout = mesh_lib.map_rows(
-    lambda x, *names: mesh_lib.place(x, mesh, *names), Rollout(**of("rollout"))
+    lambda x, *names: mesh_lib.place(x, mesh, *names), Rollout(**fields)
   )
   rewards = GroupRewards(
     arrays["rewards"],
