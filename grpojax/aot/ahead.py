@@ -80,6 +80,7 @@ def lines(result: dict[str, Any]) -> list[str]:
   return [
     *text,
     f"mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
-    f"mesh.fsdp=-1: {best['step_seconds']:.3g} s a step, {gain:.2f} times as fast (rollout "
-    f"{best['rollout_seconds']:.3g} s, update {best['update_seconds']:.3g} s)",
+    f"mesh.fsdp=-1: {best['step_seconds']:.3g} s a step, {gain:.2f} times as "
+    f"fast (rollout {best['rollout_seconds']:.3g} s, update "
+    f"{best['update_seconds']:.3g} s)",
   ]

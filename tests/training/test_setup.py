@@ -325,3 +325,16 @@ def test_devices_are_left_to_train(settings_with, count):
   )
   with pytest.raises(ValueError, match=f"{count}: leaves no device to train"):
     setup.make_mesh(settings, jax.devices()[:1] * 8)
+
+
+def test_too_few_devices_are_said_with_those_that_sample(settings_with):
+  settings = settings_with(
+    sampling__ahead=1,
+    loss__correction="token_truncate",
+    mesh__fsdp=8,
+    mesh__sampling_devices=4,
+  )
+  with pytest.raises(
+    ValueError, match="there are 4, beside the 4 of mesh.samp"
+  ):
+    setup.make_mesh(settings, jax.devices()[:1] * 8)
