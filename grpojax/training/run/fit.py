@@ -5,8 +5,9 @@ step, while the device samples or diagnoses, between batches of an evaluation,
 at least once a second while rewards are computed, and for each prompt that is
 read before the start. What runs on in between is one compilation, the update of
 a step or (with reward.on_device) the step, the reading of the weights, and with
-reward.workers = 0 the reward of one completion (at most reward.timeout); on
-s3:// also the copying of a checkpoint.
+reward.workers = 0 the reward of one completion (at most reward.timeout); with
+sampling.ahead = 1 the rewards of the next step; on s3:// also the copying of a
+checkpoint.
 """
 
 import contextlib
