@@ -18,7 +18,7 @@ from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config, from_config
 from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step.episodes import Sampled
+from grpojax.training.step.episodes import sampled
 
 REWARDS = """
 def length(prompt, completion, example):
@@ -68,7 +68,7 @@ def score(tabular, monkeypatch):
   policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
   monkeypatch.setattr(policy_lib, "decode", lambda *_: TEXTS)
   return lambda *args: rewards_lib.compute_rewards(
-    policy, args[0], EXAMPLES, Sampled(args[1])
+    policy, args[0], EXAMPLES, sampled(args[1])
   )[1]
 
 

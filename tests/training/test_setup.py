@@ -334,7 +334,5 @@ def test_too_few_devices_are_said_with_those_that_sample(settings_with):
     mesh__fsdp=8,
     mesh__sampling_devices=4,
   )
-  with pytest.raises(
-    ValueError, match="there are 4, beside the 4 of mesh.samp"
-  ):
+  with pytest.raises(ValueError, match="beside the 4 of mesh.sampling_devices"):
     setup.make_mesh(settings, jax.devices()[:1] * 8)
