@@ -194,7 +194,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
 def test_sigterm_saves_the_next_rollout(
   calls, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch
 ):
-  run, count = tmp_path / "run", []
+  run, count, whole = tmp_path / "run", [], []
   argv = [*toy_task.arguments(toy_model, **AHEAD), f"--run_dir={run}"]
   original = rewards_lib.collect_rewards
 
@@ -202,13 +202,17 @@ def test_sigterm_saves_the_next_rollout(
     count.append(1)
     if len(count) == calls:
       signal.raise_signal(signal.SIGTERM)
-    return original(*args, **options)
+    result = original(*args, **options)
+    whole.append(len(count))
+    return result
 
   monkeypatch.setattr(rewards_lib, "collect_rewards", interrupted)
   with pytest.raises(SystemExit) as end:
     train.main(argv)
   assert end.value.code == 75
   assert [row["step"] for row in steps_of(run)] == [1, 2]
+  # An update is finished with the next rewards; before it nothing is waited for.
+  assert (calls in whole) == (calls == 3 + 3)
   monkeypatch.undo()
   train.main(argv)
   assert_same_run(run, uninterrupted(AHEAD), AHEAD)

@@ -7,6 +7,7 @@ are computed over the whole minibatch before the scan, so that the number of
 micro-batches changes nothing but the memory that it takes.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -142,16 +143,18 @@ def micro_batch_loss(
   weights = constrain(weights, "batch", "group")
   logprobs, entropy, load = terms.logprobs(params, batch)
   mask, token_mask = batch.completion_mask, totals.token_mask
-  optional = {}
-  if terms.selects_tokens:
-    if token_mask is None:  # this micro-batch is the whole minibatch
-      token_mask = entropy_lib.highest_entropy(
-        jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
-      )
-    optional["token_mask"] = token_mask
+  if terms.selects_tokens and token_mask is None:
+    # This micro-batch is the whole minibatch.
+    token_mask = entropy_lib.highest_entropy(
+      jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
+    )
+  is_weights = left_out = None
   correction_aux = {}
   if terms.correction is not None:
-    optional["is_weights"], correction_aux = terms.correction(logprobs, batch)
+    is_weights, left_out, correction_aux = terms.correction(logprobs, batch)
+  surrogate_mask = token_mask
+  if left_out is not None:
+    surrogate_mask = ~left_out & (mask if token_mask is None else token_mask)
   loss, aux = terms.loss(
     logprobs,
     batch.advantages,
@@ -159,14 +162,21 @@ def micro_batch_loss(
     mask,
     batch.old_logprobs,
     batch.ref_logprobs,
-    **optional,
+    is_weights,
+    token_mask=surrogate_mask,
   )
   mean_entropy = balance = None
   if terms.has_bonus:
-    mean_entropy = entropy_lib.mean_entropy(
-      entropy, token_mask if terms.selects_tokens else mask, totals.token_count
+    of_bonus = functools.partial(
+      entropy_lib.mean_entropy,
+      token_mask=mask if token_mask is None else token_mask,
+      tokens=totals.token_count,
     )
-    loss -= entropy_coefficient * mean_entropy
+    mean_entropy = of_bonus(entropy)
+    bonus = mean_entropy
+    if is_weights is not None:
+      bonus = of_bonus(entropy * is_weights)
+    loss -= entropy_coefficient * bonus
   if terms.router_aux_coef:
     balance = load_balancing.load_balancing_loss(load, totals.expert_load)
     loss += terms.router_aux_coef * balance

@@ -9,7 +9,7 @@ when, depends on the samples alone, not on time: a run can be repeated.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -79,11 +79,11 @@ def play(
   max_turns: int,
   wait: Callable[[object], None] = lambda arrays: None,
   end: Callable[[list[Turn]], list[float]] | None = None,
-) -> Generator[None, None, Rollout]:
+) -> Generator[Any, None, Rollout]:
   """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
 
-  It yields while the devices are at a chunk, so that the environments of other
-  trajectories may answer meanwhile, and returns at the end. A trajectory is cut
+  It yields arrays of a chunk that the devices are at, so that the environments
+  of other trajectories may answer meanwhile, and returns at the end. A trajectory is cut
   off, without the observation, where there is no room for it and one token
   more, or no further turn.
 
@@ -119,7 +119,7 @@ def play(
     rows = programs.decode(params, rows, over, finished, slots=room)
     small = rows.samples.ids, rows.samples.length, rows.waiting, rows.turn
     small += (rows.samples.done,)
-    yield
+    yield small
     wait(small)
     ids, length, waiting, turn, done = mesh_lib.fetch(small)
     if (done | over).all():
@@ -148,7 +148,7 @@ def play(
     length = np.maximum(length, begins)
 
 
-def play_together(*plays: Generator[None, None, object]) -> list[object]:
+def play_together(*plays: Generator[Any, None, object]) -> list[object]:
   """Plays several parts of a batch in turn, and returns their results."""
   results, going_on = [None] * len(plays), set(range(len(plays)))
   while going_on:

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from grpojax.core import losses
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.gradients import LossTerms, MinibatchTotals, micro_batch_loss
 from grpojax.core.losses.rollout_correction import (
   CORRECTIONS,
   is_weights,
   make_correction,
 )
+from grpojax.core.objective import Objective
 from grpojax.core.types import Batch
 
 FILE = pathlib.Path(__file__).with_name("trl_corrections.json")
@@ -42,10 +45,22 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
   batch = Batch(None, None, None, mask, advantages, old, None, rollout)
 
   def value(logprobs, correct):
-    is_weights = correct(logprobs, batch)[0] if correct else None
-    return losses.grpo_loss(
-      logprobs, advantages, weights, mask, old, ref, is_weights, beta=0.1
-    )[0]
+    def loss(beta, is_weights=None, left_out=None):
+      token_mask = None if left_out is None else ~left_out & mask
+      return losses.grpo_loss(
+        logprobs,
+        advantages,
+        weights,
+        mask,
+        old,
+        ref,
+        is_weights,
+        beta=beta,
+        token_mask=token_mask,
+      )[0]
+
+    corrected = loss(0.0, *(correct(logprobs, batch)[:2] if correct else ()))
+    return corrected + loss(0.1) - loss(0.0)  # TRL does not weigh the KL term
 
   cases = [case for case in TRL["cases"] if case["loss_type"] == loss_type]
   assert len({case["value"] for case in cases}) > len(cases) / 2
@@ -77,7 +92,8 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
 @pytest.fixture(scope="module")
 def policies(tabular):
   """A chain, a rollout policy that is another, and all that they can write."""
-  p = tabular.lm(1, 3).init(jax.random.key(0))
+  lm = tabular.lm(1, 3)
+  p = lm.init(jax.random.key(0))
   q = p + 0.4 * jax.random.normal(jax.random.key(1), p.shape)
   ids = np.array(list(itertools.product(range(3), repeat=3)))  # 0 ends
   mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
@@ -92,46 +108,69 @@ def policies(tabular):
     found = jnp.take_along_axis(log_p, jnp.asarray(ids)[None, ..., None], -1)
     return jnp.where(mask, found[..., 0], 0.0)
 
-  return p, q, jnp.asarray(mask)[None], rewards, logprobs
+  def entropies(table):
+    log_p = jax.nn.log_softmax(jnp.asarray(table))
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return entropy[tuple(k.astype(int) for k in kinds)]
+
+  mask = jnp.asarray(mask)[None]
+  return lm, p, q, mask, rewards, logprobs, entropies
 
 
-def expected_gradient(policies, correction, **bounds):
-  """Of the loss, on-policy for the trainer, over what the rollout writes."""
-  p, q, mask, rewards, logprobs = policies
-  sampled = logprobs(q)
+def expected_gradient(policies, sampler, objective):
+  """Of all terms of an update's loss, over what `sampler` writes."""
+  lm, p, _, mask, rewards, logprobs, entropies = policies
+  sampled = logprobs(sampler)
   share = jnp.exp(sampled.sum(-1))[..., None]  # probability of each
   np.testing.assert_allclose(share.sum(), 1, rtol=1e-5)
-  correct = make_correction(correction, **bounds)
+  ref = jnp.where(mask, -1.0, 0.0)
+  advantages = jnp.asarray(rewards)[None]
+  batch = Batch(None, None, None, mask, advantages, None, ref, sampled)
+  terms = LossTerms(lm, objective, Sampling(), chunk_size=1)
+  # The bonus is a mean over the tokens that there are: here by probability.
+  by_share = share * mask.sum()
+  terms.logprobs = lambda table, batch: (
+    logprobs(table),
+    by_share * entropies(table),
+    (),
+  )
 
   def loss(table):
-    scored = logprobs(table)
-    batch = Batch(
-      None, None, None, mask, jnp.asarray(rewards)[None], None, None, sampled
-    )
-    is_weights, _ = correct(scored, batch)
-    return losses.grpo_loss(
-      scored, batch.advantages, share * mask, mask, is_weights=is_weights
-    )[0]
+    args = (batch, share * mask, MinibatchTotals(), objective.entropy_coef)
+    return micro_batch_loss(table, terms, *args)[0]
 
-  return -jax.jit(jax.grad(loss))(p)
+  return jax.jit(jax.grad(loss))(p)
+
+
+TERMS = {
+  "policy": {},
+  "k3": {"beta": 0.3},
+  "k3 times the ratio": {"beta": 0.3, "kl_placement": "ratio"},
+  "entropy": {"entropy_coef": 0.2},
+}
 
 
 @pytest.mark.slow
-def test_untruncated_sequence_weights_give_the_policys_own_gradient(policies):
-  p, _, _, rewards, logprobs = policies
-  value = lambda table: jnp.exp(logprobs(table).sum(-1))[0] @ rewards
-  truth = jax.jit(jax.grad(value))(p)
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_untruncated_sequence_weights_give_the_policys_own_gradient(
+  policies, terms
+):
+  _, p, q, _, rewards, logprobs, _ = policies
+  own = expected_gradient(policies, p, Objective(**terms))
+  if not terms:
+    value = lambda table: jnp.exp(logprobs(table).sum(-1))[0] @ rewards
+    truth = jax.jit(jax.grad(value))(p)
+    np.testing.assert_allclose(-own, truth, atol=1e-6)
+
+  def weighed(correction, high=0.0):
+    objective = Objective(**terms, correction=correction, correction_high=high)
+    return expected_gradient(policies, q, objective)
+
   for name in ("sequence_truncate", "sequence_mask"):
-    found = expected_gradient(policies, name)
-    np.testing.assert_allclose(found, truth, atol=1e-6)
+    np.testing.assert_allclose(weighed(name), own, atol=1e-6)
   # A token's weights leave the prefixes as the sampler draws them.
-  off = [
-    np.abs(expected_gradient(policies, "token_truncate") - truth).max(),
-    np.abs(
-      expected_gradient(policies, "sequence_truncate", high=1.0) - truth
-    ).max(),
-  ]
-  assert min(off) > 1e-3
+  off = [weighed("token_truncate"), weighed("sequence_truncate", high=1.0)]
+  assert min(np.abs(x - own).max() for x in off) > 1e-3
 
 
 def test_what_is_out_of_bounds_and_what_is_huge(float64):

@@ -204,6 +204,8 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   rewards.write_text("def broken(prompt, completion, example):\n  1 / 0\n")
   settings = {"reward.functions": f"{rewards}:broken", "steps": 9}
   settings |= {"stop.rewards_missing": 2, "checkpoint.every": 5}
+  # The rollout of step 3 is saved with step 2, and is of the old rewards.
+  settings |= {"sampling.ahead": 1, "loss.correction": "sequence_truncate"}
   with pytest.raises(SystemExit) as stopped:
     go(toy_task, toy_model, run, **settings)
   text = "stopped: in 2 steps in a row no completion had a reward.*"
@@ -219,6 +221,7 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   output = capsys.readouterr().out
   assert "rewards.py: not as when" in output
   assert "resuming after step 2" in output
+  assert "rollout is of the old inputs, and drawn again" in output
   summary = summary_of(run)
   assert summary["steps_with"]["rewards_missing"] == 3
   assert summary["failed_rewards"] == 3 * 4 * 8

@@ -107,8 +107,8 @@ def grpo_loss(
     mask: True on real tokens.
     old_logprobs: those of the policy that sampled; None means that it is this.
     ref_logprobs: those of the reference policy; without beta only logged.
-    is_weights: constants that each token's surrogate, and not the KL term, is
-      multiplied by; None means 1.
+    is_weights: constants that each token's surrogate and KL term are multiplied
+      by, as samples of another policy are (`rollout_correction`); None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss (`kl.PLACEMENTS` has those that mean something).
@@ -144,8 +144,6 @@ def grpo_loss(
   _check_surrogate(per_token, surrogate_aux, mask)
   if token_mask is not None:
     per_token = jnp.where(token_mask, per_token, 0.0)
-  if is_weights is not None:
-    per_token *= jax.lax.stop_gradient(is_weights)
   logged_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
@@ -153,6 +151,8 @@ def grpo_loss(
     if beta:
       correction = token_ratio(logprobs, old, mask) if kl_correction else 1.0
       per_token += beta * correction * kl(logprobs, ref)
+  if is_weights is not None:
+    per_token *= jax.lax.stop_gradient(is_weights)
   loss = jnp.sum(weights * jnp.where(mask, per_token, 0.0))
   aux = {"ratio": ratios, "kl": logged_kl} | surrogate_aux
   return loss, jax.tree.map(jax.lax.stop_gradient, aux)

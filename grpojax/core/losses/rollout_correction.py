@@ -12,7 +12,10 @@ mu(o_t), makes a constant weight of each token's loss here.
 | `sequence_truncate` | prod_t r_t held within [low, high]      | seq-TIS     |
 | `sequence_mask`     | prod_t r_t; 0 outside of [low, high]    | seq-MIS     |
 
-Without bounds the sequence's weight makes the gradient that of pi_old, without
+The KL term and the entropy bonus are means over the same samples and take the
+same weights (TRL's and verl's code does not weigh them: in one update a step
+theirs are then gradients of mu's samples). Without bounds the sequence's weight
+makes the gradient that of pi_old, without
 bias, and its variance grows with the length; the token's leaves prefixes
 distributed as mu drew them. With `sequence_ratio` and `gmpo` weights are
 averaged over a completion: there the sequence's are meant. The loss is divided
@@ -36,7 +39,7 @@ from grpojax.core.types import Batch
 _LARGEST = 20.0  # log of the largest weight there is: exp may not overflow
 _INF = float("inf")
 
-Correct = Callable[[Array, Batch], tuple[Array, Aux]]
+Correct = Callable[[Array, Batch], tuple[Array | None, Array | None, Aux]]
 
 CORRECTIONS = (
   "none",
@@ -105,9 +108,11 @@ def make_correction(
   a token on, `off_policy_sequences` are left out; None leaves none out.
 
   Returns:
-    `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there is
-    nothing to correct. aux are `is_weight`, `is_weight_bounded` (out of bounds)
-    and `off_policy_masked`, to be logged as means over tokens.
+    `(logprobs, batch) -> (is_weights, left_out, aux)`, or None where there is
+    nothing to correct: weights [B, G, T] (None without a `correction`), True
+    for sequences [B, G, 1] that the surrogate is not of (None without a
+    `threshold`), and `is_weight`, `is_weight_bounded` (out of bounds) and
+    `off_policy_masked`, to be logged as means over tokens.
   """
   if correction == "none" and threshold is None:
     return None
@@ -120,7 +125,7 @@ def make_correction(
         "batch has none: give rollout_logprobs, as make_batch does"
       )
     logprobs = jax.lax.stop_gradient(logprobs)
-    weights, aux = jnp.ones_like(logprobs), {}
+    weights, left_out, aux = None, None, {}
     if correction != "none":
       old = logprobs if batch.old_logprobs is None else batch.old_logprobs
       log_ratio = masked_log_ratio(old, rollout_logprobs, mask)
@@ -130,8 +135,7 @@ def make_correction(
       left_out = off_policy_sequences(
         logprobs, rollout_logprobs, batch.advantages, mask, threshold
       )[..., None]
-      weights = jnp.where(left_out, 0.0, weights)
       aux["off_policy_masked"] = left_out & mask
-    return weights, aux
+    return weights, left_out, aux
 
   return correct

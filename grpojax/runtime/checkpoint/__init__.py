@@ -26,7 +26,10 @@ from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.files import disk
 from grpojax.runtime.processes import distributed, interrupts
 
-_ADVICE = "delete that directory to go back to the checkpoint before it"
+_ADVICE = (
+  "delete that directory to go on from the checkpoint before it, or from the "
+  "start where there is none"
+)
 _TORN = "*.orbax-checkpoint-tmp"  # names of what Orbax has not finished
 _POLL = 1.0  # seconds between two looks at Orbax's log
 _logged_errors: list[BaseException] = []  # of the save in flight

@@ -4,10 +4,10 @@ SIGTERM is answered where `check_signals` is called: between the parts of a
 step, while the device samples or diagnoses, between batches of an evaluation,
 at least once a second while rewards are computed, and for each prompt that is
 read before the start. What runs on in between is one compilation, the update of
-a step or (with reward.on_device) the step, the reading of the weights, and with
-reward.workers = 0 the reward of one completion (at most reward.timeout); with
-sampling.ahead = 1 the rewards of the next step; on s3:// also the copying of a
-checkpoint.
+a step (with sampling.ahead = 1 the next step's rewards as well) or (with
+reward.on_device) the step, the reading of the weights, and with reward.workers
+= 0 the reward of one completion (at most reward.timeout); on s3:// also the
+copying of a checkpoint.
 """
 
 import contextlib

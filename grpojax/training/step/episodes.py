@@ -235,7 +235,7 @@ def make_player(
     key: Array,
     *first_prompt: Array,
     check_signals: Callable[[], None] = lambda: None,
-  ) -> Generator[None, None, Sampled]:
+  ) -> Generator[Any, None, Sampled]:
     shape = len(prompts.prompt_ids), group_size
     seeds = mesh_lib.fetch(episode_seeds(key, *first_prompt, shape=shape))
     table = _Episodes(

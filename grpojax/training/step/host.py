@@ -13,6 +13,7 @@ parameters, and rewarded while the devices are at the update:
 """
 
 import functools
+import threading
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.step import diagnosis_key
@@ -131,9 +132,9 @@ def make_sample_and_reward(
   Returns:
     `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
     rewards)`, which gives the timer "rollout" and "rewards", as a generator
-    (`play_together`) that yields first when the devices are at work.
+    (`play_together`) that first yields arrays that the devices are at.
     `first_prompt` is the number of the first prompt among those that share the
-    key, None for 0. It answers no signals where `holds`.
+    key, None for 0. `check` answers signals, `check_signals` by default.
   """
   split = jax.jit(functools.partial(split_prompts, parts=parts))
   join = jax.jit(join_rollouts)
@@ -145,9 +146,8 @@ def make_sample_and_reward(
     key,
     timer: Timer,
     first_prompt=None,
-    holds: bool = False,
-  ) -> Generator[None, None, tuple[Rollout, GroupRewards]]:
-    check = (lambda: None) if holds else check_signals
+    check: Callable[[], None] = check_signals,
+  ) -> Generator[Any, None, tuple[Rollout, GroupRewards]]:
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
     params, rows, submitted = move(params), len(examples) // parts, []
@@ -157,15 +157,13 @@ def make_sample_and_reward(
         episodes.sampled(sampler(params, part, key, *number))
         for part, *number in batches
       ]
-      yield
+      yield [one.rollout for one in sampled]
     else:
       playing = [
         player(params, part, own, key, *number, check_signals=check)
         for (part, *number), own in zip(batches, of_parts, strict=True)
       ]
-      for one in playing:
-        next(one)
-      yield
+      yield [next(one) for one in playing]
       sampled = play_together(*playing)
     try:
       for i, one in enumerate(sampled):
@@ -304,27 +302,21 @@ class HostStep:
     `upcoming` are the prompts of the next step, where they are sampled in this
     one. What is diagnosed is what these parameters sampled: the latter, then.
     """
-    timer, settings = Timer(), self.settings
+    timer, settings, updating = Timer(), self.settings, threading.Event()
     # A reference that follows the policy is not an argument of the update.
     following, state = state.reference, state.replace(reference=None)
     reference_params = self.ref_params if following is None else following
     key = jax.random.fold_in(state.key, state.step)
 
-    if pending is not None:
-      rollout, rewards, texts = pending
-      for example, text in zip(examples, texts, strict=True):
-        example["prompt_text"] = text
+    if pending is None:
+      args = state.params, prompts, examples, key, timer, self.first_prompt
+      rollout, rewards = _whole(self.sample_and_reward, *args)
     else:
-      rollout, rewards = _whole(
-        self.sample_and_reward,
-        state.params,
-        prompts,
-        examples,
-        key,
-        timer,
-        self.first_prompt,
-      )
-    finish = self._draw_ahead(state, upcoming, timer) if upcoming else None
+      rollout, rewards = pending_lib.with_texts(pending, examples)
+    started = finish = None
+    if upcoming:
+      check = lambda: updating.is_set() or self.check_signals()
+      started, finish = self._draw_ahead(state, upcoming, timer, check)
     self.check_signals(together=True)
     batch = resampling.as_drawn(rollout, rewards, examples)
     if self.resample_groups is not None:
@@ -343,11 +335,16 @@ class HostStep:
     update_batch, of_batch = self._make_batch(
       state, batch, prompts, reference_params
     )
+    if finish and not diagnosed and not settings.mesh.sampling_devices:
+      # On the same devices the batch comes behind the next step's samples.
+      policy_lib.wait(started, self.check_signals)
+      timer("rollout")
     policy_lib.wait(update_batch, self.check_signals)
-    timer("rollout" if finish else "reference")
+    timer("reference")
 
     # From here on the state changes; the host's work is done while the devices
     # are at the update.
+    updating.set()
     number = int(mesh_lib.fetch(state.step)) + 1
     if state.difficulty is not None:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
@@ -368,26 +365,27 @@ class HostStep:
     return StepResult(state, metrics, rows, failures, pending)
 
   def _draw_ahead(
-    self, state: TrainState, upcoming, timer: Timer
-  ) -> Callable[[], Pending]:
+    self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
+  ) -> tuple[PyTree, Callable[[], Pending]]:
     """Asks the devices for the next step's samples.
 
-    Returns a function that waits for them and their rewards, the first time.
+    Returns arrays that they are at, and a function that waits for the samples
+    and their rewards, the first time.
     """
     key, params = jax.random.fold_in(state.key, state.step + 1), state.params
     if self.reward_pool.environment is not None:
       # Its turns go on when the update has taken the parameters.
       params = self.copy_params(params)
     drawing = self.sample_and_reward(
-      params, *upcoming, key, timer, self.first_prompt, holds=True
+      params, *upcoming, key, timer, self.first_prompt, check
     )
-    next(drawing)
+    started = next(drawing)
 
     @functools.cache
     def finish() -> Pending:
       return pending_lib.of_examples(*play_together(drawing)[0], upcoming[1])
 
-    return finish
+    return started, finish
 
   def _diagnose(
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards

@@ -45,6 +45,15 @@ def of_examples(
   return Pending(rollout, rewards, texts)
 
 
+def with_texts(
+  pending: Pending, examples: Sequence[dict[str, Any]]
+) -> tuple[Rollout, GroupRewards]:
+  """Gives the examples their prompts' texts, and returns what was drawn."""
+  for example, text in zip(examples, pending.prompt_texts, strict=True):
+    example["prompt_text"] = text
+  return pending.rollout, pending.rewards
+
+
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 
