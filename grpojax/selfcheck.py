@@ -303,7 +303,7 @@ def main(argv: list[str]) -> int:
       raise ValueError("--skip: leaves nothing to be checked")
   # A run of its own ends with it.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-  rows = []
+  rows, whole = [], False
   try:
     for name in [name for name in CHECKS if name not in flags.skip]:
       print(f"checking {name} ...", file=sys.stderr, flush=True)
@@ -313,7 +313,10 @@ def main(argv: list[str]) -> int:
       except Exception as error:  # the others are worth their time all the same
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         rows.append(Row(name, text.replace("|", "/"), ok=False))
-  finally:  # also of those before it was interrupted
+    whole = True
+  finally:
+    if not whole:  # interrupted: what was seen until then is written as well
+      rows.append(Row("interrupted", "the rest was not checked", ok=False))
     text = markdown(rows)
     print(text, end="", flush=True)
     with command_line.usage_errors():

@@ -84,6 +84,7 @@ def test_a_step_on_two_devices(tmp_path):
   assert [x["sampling_devices"] for x in by_who["splits"]] == [1]
   assert "compiling rollout" in done.stderr.rpartition("compiling update")[2]
   assert "one step ahead, by the roofline" in done.stdout
+  assert "(a rollout of 2 prompts takes " in done.stdout
 
 
 @pytest.mark.parametrize(

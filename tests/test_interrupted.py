@@ -211,7 +211,7 @@ def test_sigterm_saves_the_next_rollout(
     train.main(argv)
   assert end.value.code == 75
   assert [row["step"] for row in steps_of(run)] == [1, 2]
-  # An update is finished with the next rewards; before it nothing is waited for.
+  # An update is finished with the next rewards; none are waited for before it.
   assert (calls in whole) == (calls == 3 + 3)
   monkeypatch.undo()
   train.main(argv)

@@ -71,7 +71,11 @@ def test_an_interruption_leaves_the_rows_before_it(monkeypatch, tmp_path):
   monkeypatch.setattr(selfcheck, "CHECKS", {"a": interrupted})
   with pytest.raises(KeyboardInterrupt):
     selfcheck.main([f"--out={tmp_path}"])
-  assert "| first | 1 |" in (tmp_path / "selfcheck.md").read_text()
+  text = (tmp_path / "selfcheck.md").read_text()
+  assert "| first | 1 |" in text
+  assert text.endswith(
+    "| interrupted | the rest was not checked |  | **wrong** |\n"
+  )
 
 
 def test_rows_are_compared_with_what_they_may_be():

@@ -8,8 +8,17 @@ learn, the longer of the two. b / x and u / (1 - x) are never both below b + u,
 so that this gains a at the most. Sending the weights is not counted.
 """
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from grpojax.aot import programs
+from grpojax.aot.topology import Machine
+from grpojax.core import mesh as mesh_lib
+from grpojax.training.config import from_config, to_config
+from grpojax.training.run import setup
+from grpojax.training.settings import batches as batches_lib
 
 
 def fit(whole: float, part: float, share: float) -> tuple[float, float]:
@@ -59,6 +68,61 @@ def splits(
   }
 
 
+def of_run(
+  run: programs.Run,
+  seconds: dict[str, float],
+  machine: Machine,
+  rollout_seconds: Callable[[programs.Run], float],
+) -> dict[str, Any]:
+  """Returns `splits` of a run, with what its two points are.
+
+  A rollout of fewer prompts is compiled, too: of half of them, or of as many as
+  are cut over the devices like all. Without any, all is taken for latency.
+
+  Args:
+    run: run with samples drawn one ahead.
+    seconds: seconds of its programs, by name.
+    machine: machine with all devices.
+    rollout_seconds: seconds of the rollout of another run.
+  """
+  settings, parts = run.settings, run.settings.sampling.parts
+  mesh = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
+  latency, work, fewer = seconds["rollout"], 0.0, {}
+  for prompts in range(run.prompts // 2, 0, -1):
+    if prompts % parts:
+      continue
+    with contextlib.suppress(ValueError):
+      mesh_lib.check_rows(mesh, run.group_size, rollout=prompts // parts)
+      other = dataclasses.replace(settings, batch_size=prompts)
+      part = rollout_seconds(programs.open_run(other, run.mesh))
+      latency, work = fit(latency, part, prompts / run.prompts)
+      fewer = {"fewer_prompts": prompts, "fewer_prompts_seconds": part}
+      break
+  numbers = [n for n in range(1, run.mesh.size) if _may_sample(run, n, machine)]
+  update = sum(seconds.values()) - seconds["rollout"]
+  return splits(latency, work, update, run.mesh.size, numbers) | fewer
+
+
+def _may_sample(run: programs.Run, number: int, machine: Machine) -> bool:
+  """Returns True where training takes so many devices for sampling alone.
+
+  With `mesh.data` = 1 and `mesh.fsdp` = -1, for the others, which learn.
+  """
+  settings, devices = run.settings, machine.devices
+  mesh = settings.mesh
+  mesh = dataclasses.replace(mesh, sampling_devices=number, data=1, fsdp=-1)
+  settings = dataclasses.replace(settings, mesh=mesh)
+  one_process = len({device.process_index for device in devices}) == 1
+  try:
+    from_config(to_config(settings))  # refuses what does not go together
+    batches_lib.check_mesh(
+      settings, setup.make_mesh(settings, devices), devices
+    )
+  except ValueError:
+    return False
+  return one_process
+
+
 def lines(result: dict[str, Any]) -> list[str]:
   """Writes what `splits` returns for people: the best one, and its gain."""
   latency, work, update, together = (
@@ -70,6 +134,9 @@ def lines(result: dict[str, Any]) -> list[str]:
     f"{update:.3g} s / share",
     f"all devices do both: {together:.3g} s a step",
   ]
+  if number := result.get("fewer_prompts"):
+    part = result["fewer_prompts_seconds"]
+    text[0] += f" (a rollout of {number} prompts takes {part:.3g} s)"
   best = min(result["splits"], key=lambda x: x["step_seconds"], default=None)
   if best is None:
     why = "for one process, no environment, and batches that divide over them"
@@ -79,6 +146,7 @@ def lines(result: dict[str, Any]) -> list[str]:
   gain = together / best["step_seconds"]
   return [
     *text,
+    "in place of the mesh above: "
     f"mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
     f"mesh.fsdp=-1: {best['step_seconds']:.3g} s a step, {gain:.2f} times as "
     f"fast (rollout {best['rollout_seconds']:.3g} s, update "

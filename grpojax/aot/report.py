@@ -1,6 +1,5 @@
 """A training step on a machine that need not be there: memory and seconds."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -16,9 +15,6 @@ from grpojax.aot.topology import Machine
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.sharding import shard_bytes
-from grpojax.training.config import from_config, to_config
-from grpojax.training.run import setup
-from grpojax.training.settings import batches as batches_lib
 
 Say = Callable[[str], None]
 GIB = 2**30
@@ -161,53 +157,6 @@ def measure(
   return _part(run, name, part, machine.chip)
 
 
-def _ahead(
-  run: programs.Run, seconds: dict[str, float], machine: Machine, say: Say
-) -> dict[str, Any]:
-  """Returns seconds of steps with samples drawn one ahead, by who samples.
-
-  A rollout of fewer prompts is compiled, too: of half of them, or of as many as
-  are cut over the devices like all. Without any, all is taken for latency.
-  """
-  settings, parts_count = run.settings, run.settings.sampling.parts
-  mesh = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
-  latency, work = seconds["rollout"], 0.0
-  for prompts in range(run.prompts // 2, 0, -1):
-    if prompts % parts_count:
-      continue
-    rows = prompts // parts_count
-    with contextlib.suppress(ValueError):
-      mesh_lib.check_rows(mesh, run.group_size, rollout=rows)
-      fewer = dataclasses.replace(settings, batch_size=prompts)
-      fewer = programs.open_run(fewer, run.mesh)
-      part = measure(fewer, "rollout", machine, say)
-      latency, work = ahead.fit(latency, part["seconds"], prompts / run.prompts)
-      break
-  numbers = [n for n in range(1, run.mesh.size) if _may_sample(run, n, machine)]
-  update = sum(seconds.values()) - seconds["rollout"]
-  return ahead.splits(latency, work, update, run.mesh.size, numbers)
-
-
-def _may_sample(run: programs.Run, number: int, machine: Machine) -> bool:
-  """Returns True where training takes so many devices for sampling alone.
-
-  With `mesh.data` = 1 and `mesh.fsdp` = -1, for the others, which learn.
-  """
-  settings, devices = run.settings, machine.devices
-  mesh = settings.mesh
-  mesh = dataclasses.replace(mesh, sampling_devices=number, data=1, fsdp=-1)
-  settings = dataclasses.replace(settings, mesh=mesh)
-  one_process = len({device.process_index for device in devices}) == 1
-  try:
-    from_config(to_config(settings))  # refuses what does not go together
-    batches_lib.check_mesh(
-      settings, setup.make_mesh(settings, devices), devices
-    )
-  except ValueError:
-    return False
-  return one_process
-
-
 def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
   """Makes the report of all programs, as it is saved."""
   entries = {
@@ -241,7 +190,12 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     result["mfu"] = roofline.mfu(flops, seconds, count, machine.chip)
     if run.settings.sampling.ahead and run.mesh.size > 1:
       of_parts = {name: part["seconds"] for name, part in entries.items()}
-      result["ahead"] = _ahead(run, of_parts, machine, say)
+      result["ahead"] = ahead.of_run(
+        run,
+        of_parts,
+        machine,
+        lambda fewer: measure(fewer, "rollout", machine, say)["seconds"],
+      )
   return result
 
 

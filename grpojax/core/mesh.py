@@ -133,13 +133,14 @@ def sampling_mesh(
   Raises:
     ValueError: the devices cannot be cut so.
   """
+  of_tensor = "sampling_tensor" if tensor else "tensor"
   tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
   if devices:
     rows, rest = divmod(len(devices), expert * tensor)
     if rest:
       raise ValueError(
         f"mesh.sampling_devices = {len(devices)}: must be a multiple of "
-        f"mesh.expert = {expert} times {tensor} (mesh.sampling_tensor)"
+        f"mesh.expert = {expert} times mesh.{of_tensor} = {tensor}"
       )
     return make_mesh(1, rows, expert, tensor, devices)
   if tensor == mesh.shape["tensor"]:

@@ -83,9 +83,9 @@ def play(
   """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
 
   It yields arrays of a chunk that the devices are at, so that the environments
-  of other trajectories may answer meanwhile, and returns at the end. A trajectory is cut
-  off, without the observation, where there is no room for it and one token
-  more, or no further turn.
+  of other trajectories may answer meanwhile, and returns at the end. A
+  trajectory is cut off, without the observation, where there is no room for it
+  and one token more, or no further turn.
 
   Args:
     programs: Compiled functions.

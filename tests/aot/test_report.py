@@ -157,8 +157,8 @@ def test_the_best_split_of_devices(latency, work, update):
   seconds = latency + work / share
   assert seconds == pytest.approx(update / (1 - share))
   assert best["step_seconds"] == pytest.approx(seconds, rel=0.02)
-  start = f"mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
-  assert ahead.lines(result)[-1].startswith(start)
+  text = f"above: mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
+  assert text in ahead.lines(result)[-1]
 
 
 def test_what_scales_with_its_devices_gains_nothing_apart():

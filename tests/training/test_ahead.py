@@ -16,6 +16,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.environments.episodes import play_together
 from grpojax.training import policy as policy_lib
+from grpojax.training.step import host
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.timer import Timer
@@ -109,8 +110,15 @@ def test_rewards_are_computed_while_the_update_is_asked_for(
   opened, monkeypatch
 ):
   state, step, batches = opened
-  events, update = [], step.programs.update
+  events, update, times = [], step.programs.update, []
   collect = rewards_lib.collect_rewards
+
+  class NamedTimer(Timer):
+    def __call__(self, name):
+      times.append(name)
+      super().__call__(name)
+
+  monkeypatch.setattr(host, "Timer", NamedTimer)
 
   def updated(*args):
     events.append("update")
@@ -136,6 +144,9 @@ def test_rewards_are_computed_while_the_update_is_asked_for(
   step.programs = step.programs._replace(update=updated)
   step(state, *batches[0], upcoming=batches[1])
   assert events == ["rewards", "update", "rewards"]
+  # Its own samples; those of the next step; their rewards beside the update.
+  own, ahead = ["rollout", "rewards"], ["rollout", "reference"]
+  assert times == [*own, *ahead, "rollout", "rewards", "update"]
 
 
 def test_it_is_stored_with_all_that_was_drawn(opened):

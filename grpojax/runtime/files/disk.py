@@ -108,7 +108,9 @@ def check_file(path: str | os.PathLike, flag: str) -> None:
   """
   check_no_url(path, flag)
   path, problem = pathlib.Path(os.path.realpath(path)), None
-  if not path.parent.is_dir():
+  if path.parent.is_file():
+    problem = f"{path.parent} is a file, and no directory"
+  elif not path.parent.is_dir():
     problem = "its directory does not exist"
   elif path.is_dir():
     problem = "it is a directory: give the name of a file"

@@ -309,7 +309,9 @@ def resume(
     state = pending_lib.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
     if changed and state.pending is not None:
-      print("its next rollout is of the old inputs, and drawn again", flush=True)
+      print(
+        "its next rollout is of the old inputs, and drawn again", flush=True
+      )
       state = state.replace(pending=None)
   return state, progress
 

@@ -62,11 +62,13 @@ def check_mesh(
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)
-  sampling = own_sampling_mesh(s, mesh, devices)
+  sampling, rollout = own_sampling_mesh(s, mesh, devices), "rollout"
+  if s.mesh.sampling_devices:
+    rollout = f"mesh.sampling_devices = {s.mesh.sampling_devices}: rollout"
   for size in group_sizes(s):
     rows = samples_per_step(s) // size
     for parts in {s.sampling.parts, draw_parts(s)}:
-      check_rows(sampling, size, rollout=rows // parts)
+      check_rows(sampling, size, **{rollout: rows // parts})
     minibatch = rows // update.minibatches
     with jax.set_mesh(mesh):
       split = micro_batches.cuts(minibatch, size, update.micro_batches)

@@ -309,8 +309,15 @@ class HostStep:
     key = jax.random.fold_in(state.key, state.step)
 
     if pending is None:
-      args = state.params, prompts, examples, key, timer, self.first_prompt
-      rollout, rewards = _whole(self.sample_and_reward, *args)
+      rollout, rewards = _whole(
+        self.sample_and_reward,
+        state.params,
+        prompts,
+        examples,
+        key,
+        timer,
+        self.first_prompt,
+      )
     else:
       rollout, rewards = pending_lib.with_texts(pending, examples)
     started = finish = None
