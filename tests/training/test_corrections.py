@@ -30,16 +30,22 @@ def test_settings_reach_the_correction(settings_with):
   advantages = jnp.array([[-1.0], [-1.0]])
   batch = Batch(None, None, None, mask, advantages, None, None, -log_ratio)
 
-  def factors(**changes):
+  def corrected(**changes):
     correct = correction_fn(settings_with(**settings | changes).loss)
-    return correct(jnp.zeros_like(log_ratio), batch)[0]
+    weights, left_out, _ = correct(jnp.zeros_like(log_ratio), batch)
+    return weights, left_out
 
+  weights, left_out = corrected()
+  np.testing.assert_allclose(weights, [[[0.5, 1.5]], [[1.2, 0.5]]])
   # The second is 1.06 nats a token from its sampler.
-  np.testing.assert_allclose(factors(), [[[0.5, 1.5]], [[0, 0]]])
-  unbounded = {"loss__off_policy_threshold": 0.0, "loss__correction_high": 0.0}
-  np.testing.assert_allclose(
-    factors(**unbounded), [[[0.5, 4.0]], [[1.2, 0.5]]], rtol=1e-6
+  np.testing.assert_array_equal(left_out, [[[False]], [[True]]])
+  weights, left_out = corrected(
+    loss__off_policy_threshold=0.0, loss__correction_high=0.0
   )
+  np.testing.assert_allclose(weights, [[[0.5, 4.0]], [[1.2, 0.5]]], rtol=1e-6)
+  assert left_out is None
+  weights, _ = corrected(loss__correction="none")
+  assert weights is None
 
 
 @pytest.mark.parametrize(
