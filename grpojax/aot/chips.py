@@ -22,9 +22,9 @@ class Chip(NamedTuple):
   source: str  # of the figures
   devices: int = 1  # number of XLA devices a chip
   pool: float = 1.0  # share of `hbm_bytes` that JAX takes if not told otherwise
-  # Cycles a second in XLA:TPU's estimates, of which those of two cores that are
-  # one device run side by side; None where they are not known.
+  # Cycles a second of a core, for XLA:TPU's estimates; None where not known.
   clock: float | None = None
+  cores: int = 1  # number of cores that are one device
 
 
 _GIB = 2**30
@@ -50,7 +50,13 @@ def _gpu(
 CHIPS: dict[str, Chip] = {
   # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
   "v4": Chip(
-    275e12, 32 * _GIB, 1200e9, 45e9, f"{_GOOGLE}v4; {_BOOK}", clock=2 * 1.05e9
+    275e12,
+    32 * _GIB,
+    1200e9,
+    45e9,
+    f"{_GOOGLE}v4; {_BOOK}",
+    clock=1.05e9,
+    cores=2,
   ),
   # Links, Google: 400 GB/s over 4 ports, both ways.
   "v5e": Chip(
@@ -58,7 +64,13 @@ CHIPS: dict[str, Chip] = {
   ),
   # 96 GiB, less what the system keeps; 1200 GB/s over 6 links, both ways.
   "v5p": Chip(
-    459e12, 95 * _GIB, 2765e9, 90e9, f"{_GOOGLE}v5p; {_BOOK}", clock=2 * 1.75e9
+    459e12,
+    95 * _GIB,
+    2765e9,
+    90e9,
+    f"{_GOOGLE}v5p; {_BOOK}",
+    clock=1.75e9,
+    cores=2,
   ),
   # 800 GB/s over 4 ports, both ways.
   "v6e": Chip(

@@ -1,8 +1,13 @@
 """Seconds from costs, by hand; the table of chips."""
 
+import os
+
+import jax
+import jax.numpy as jnp
 import pytest
 
-from grpojax.aot import chips, roofline
+from grpojax.aot import chips, hlo, roofline, topology
+from grpojax.aot import cost as cost_lib
 from grpojax.aot.chips import CHIPS, Chip
 from grpojax.aot.collectives import Collective
 from grpojax.aot.cost import Cost, InstructionCost
@@ -72,6 +77,74 @@ def test_xla_s_own_estimate():
   assert found.by_cycles == pytest.approx(14 + 1 + 3 + hops)
 
 
+def test_cycles_of_two_cores():
+  chip = ROUND._replace(clock=10.0, cores=2)
+  cost = Cost(
+    (
+      instruction(0, 0, 3, cycles=40),  # 2 s on both, three times
+      # 8 s of products at the peak: 90 cycles are of both cores already.
+      instruction(8000, 0, 1, cycles=90),
+      instruction(1000, 0, 1, cycles=60),  # 1 s of products: 3 s on both
+    ),
+    (),
+  )
+  assert roofline.estimate(cost, chip).by_cycles == pytest.approx(6 + 9 + 3)
+
+
+# Milliseconds of an output head with its loss (tokens, width, words) that
+# others measured: openxla/tokamax, tokamax/data/autotuning, tpu_v5 and
+# tpu_v6_lite, linear_softmax_cross_entropy_loss.json, bfloat16, mean.
+TIMED = {
+  "v5p:1x1x1": {
+    (1024, 2560, 262144): 3.64,
+    (4096, 2560, 262144): 14.18,
+    (8192, 7168, 128256): 39.37,
+  },
+  "v6e:1x1": {
+    (1024, 4096, 151936): 2.142,
+    (16384, 4096, 151936): 39.5,
+    (8192, 7168, 128256): 25.15,
+  },
+}
+
+
+@pytest.fixture
+def optimizations():
+  """All that XLA does for users, which tests mostly do without."""
+  name = "jax_disable_most_optimizations"
+  jax.config.update(name, False)
+  yield
+  jax.config.update(name, os.environ[name.upper()] == "True")  # conftest.py's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIMED)
+def test_what_others_timed_lies_between_roofline_and_cycles(
+  name, optimizations
+):
+  pytest.importorskip("libtpu")
+  chip, (device, *_) = topology.machine(name)[1:]
+  sharding = jax.sharding.SingleDeviceSharding(device)
+
+  def loss(x, labels, head):
+    logits = jnp.dot(x, head, preferred_element_type=jnp.float32)
+    own = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own)
+
+  def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  for (tokens, width, words), milliseconds in TIMED[name].items():
+    labels = array(tokens, dtype=jnp.int32)
+    args = array(tokens, width), labels, array(width, words)
+    text = jax.jit(loss).lower(*args).compile().as_text()
+    found = roofline.estimate(
+      cost_lib.cost(hlo.parse(text), token_loop_trips=1), chip
+    )
+    assert found.seconds < 1e-3 * milliseconds < 1.05 * found.by_cycles
+    assert found.by_cycles < 1.85 * found.seconds
+
+
 @pytest.mark.parametrize(
   "kind, sent, hops",
   [
@@ -117,7 +190,7 @@ def test_the_table(name):
   chip = CHIPS[name]
   assert chip.source
   if chip.clock:  # operations a cycle of whole matrix units
-    units = chip.flops / chip.clock / (2 * 128**2)
+    units = chip.flops / (chip.clock * chip.cores) / (2 * 128**2)
     assert units == pytest.approx(16 if name == "v6e" else 4, rel=0.01)
   if name == "cpu":
     return
