@@ -101,8 +101,8 @@ def steps_of(run):
 @pytest.mark.parametrize(
   "settings, kills",
   [  # test_checkpoint.py kills a smaller program
-    pytest.param(LONG, 3, marks=pytest.mark.slow),
-    pytest.param(AHEAD, 3, marks=pytest.mark.slow),
+    pytest.param(LONG, 3, marks=pytest.mark.long),
+    pytest.param(AHEAD, 2, marks=pytest.mark.slow),
     pytest.param(AHEAD | {"steps": 80}, 20, marks=pytest.mark.long),
   ],
 )
@@ -144,8 +144,15 @@ MOMENTS = {
 }
 
 
-@pytest.mark.slow  # test_adapters.py ends and resumes a run too
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+  "moment",
+  [  # test_adapters.py ends and resumes a run too
+    pytest.param(
+      x, marks=pytest.mark.slow if x == "rewards" else pytest.mark.long
+    )
+    for x in MOMENTS
+  ],
+)
 def test_sigterm_saves_and_the_next_run_goes_on(
   moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):

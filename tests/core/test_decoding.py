@@ -186,6 +186,7 @@ def watched(lm, axis):
   return counted
 
 
+@pytest.mark.slow
 def test_what_runs_follows_what_is_left(tabular):
   """Rows that are computed: as many as the group with most of them left has."""
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])

@@ -88,12 +88,13 @@ def dense_loss(table, batch, share, coefficient, tabular):
   return policy - coefficient * mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "share, coefficient, parts, packed",
   [
     (0.3, 0.7, 2, True),
-    pytest.param(0.3, 0.0, 4, False, marks=pytest.mark.slow),
-    pytest.param(1.0, 0.7, 1, False, marks=pytest.mark.slow),
+    (0.3, 0.0, 4, False),
+    (1.0, 0.7, 1, False),
   ],
 )
 def test_how_a_batch_is_cut_changes_nothing(

@@ -90,6 +90,7 @@ def replayed(tiny, whole, i, g, t_max):
   return ids, turns, rewards, False
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_a_plain_loop(tiny):
   result = sampled(tiny, t_max=24)
   whole = jax.jit(
@@ -270,6 +271,7 @@ def test_a_state_of_integers_stays_one(tiny):
   assert (result.turn_rewards == jnp.arange(3.0)).all()
 
 
+@pytest.mark.slow
 def test_targets_are_one_a_prompt(tiny):
   answer = lambda s: (s, Observation(IDS, 1, 0.0, False))
   with pytest.raises(ValueError, match="B = 3 prompts"):

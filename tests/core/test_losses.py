@@ -62,7 +62,9 @@ def test_weights_golden():
 # The surrogate.
 
 
-@pytest.mark.parametrize("with_old", [False, True])
+@pytest.mark.parametrize(
+  "with_old", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_on_policy_gradient_is_reinforce(with_old):
   """For all surrogates and ratios; also with no room between the bounds."""
   logprobs, _, _, rewards, mask = random_case(2)

@@ -99,6 +99,7 @@ def contexts(samples):
     yield (b, g, t), [*prompts[0][b][prompts[1][b]], *ids[b, g, :t]]
 
 
+@pytest.mark.slow
 def test_samples_have_the_probabilities_of_the_definition(tiny, drawn):
   _, samples = drawn
   logits, changed = raw(tiny, samples), 0

@@ -190,6 +190,7 @@ def test_completion_mask_of_given_ids():
     assert got.tolist() == [i < (ends or [6])[0] for i in range(6)]
 
 
+@pytest.mark.slow
 def test_budgets(tiny_rollout):
   """Each sample spends its own; what it samples stays the same."""
   free = tiny_rollout(PROMPTS, KEY)

@@ -319,7 +319,10 @@ def assert_same_update(got, expected):
 
 @pytest.mark.parametrize(
   ("weighting", "micro_batches"),
-  [("token_mean", 2), ("sequence_mean", 4)],
+  [
+    ("token_mean", 2),
+    pytest.param("sequence_mean", 4, marks=pytest.mark.slow),
+  ],
 )
 def test_micro_batches_change_nothing(tabular, weighting, micro_batches):
   lm, table, batch = make_case(tabular, seed=1)

@@ -124,8 +124,8 @@ CONFIGS = {
   ),
 }
 # One of each family and every feature: two at once, and six slow tests.
-MARKS = {"qwen3": (), "gemma2": ()} | dict.fromkeys(
-  "qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
+MARKS = {"qwen3": ()} | dict.fromkeys(
+  "gemma2 qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
   "qwen3_moe_top2".split(),
   pytest.mark.slow,
 )

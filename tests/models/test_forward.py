@@ -168,6 +168,7 @@ def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   assert len(re.findall(whole, text)) == 2 * 3
 
 
+@pytest.mark.slow
 def test_depth_decides_whether_layers_are_written_out():
   """A program must not grow with the depth of a deep model."""
 

@@ -95,6 +95,7 @@ def adapted_logits(model, adapters):
   return adapted_score(model.lm, model.base, adapters)
 
 
+@pytest.mark.slow
 def test_fresh_adapters_and_none_are_the_base(model):
   want = logits(model.lm, model.base)
   np.testing.assert_array_equal(adapted_logits(model, {}), want)

@@ -99,12 +99,9 @@ def test_a_number_is_off_by_half_a_step_at_most(dtype, axis):
   assert not q[0].any() and not scale[0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "changes",
-  [
-    pytest.param({}, marks=pytest.mark.slow),
-    {"tied": True, "logits_cap": 5.0, "post_norms": True},
-  ],
+  "changes", [{}, {"tied": True, "logits_cap": 5.0, "post_norms": True}]
 )
 def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
   """And of no other: by the full path, on parameters rounded by NumPy."""

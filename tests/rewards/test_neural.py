@@ -56,7 +56,13 @@ def make_checkpoint(kind, path, labels=1):
   return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+  "kind",
+  [
+    pytest.param(kind, marks=pytest.mark.slow if i else ())
+    for i, kind in enumerate(KINDS)
+  ],
+)
 def test_rewards_agree_with_transformers(kind, tmp_path):
   model = make_checkpoint(kind, tmp_path / "model")
   import torch

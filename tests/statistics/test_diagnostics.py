@@ -194,6 +194,7 @@ def test_a_model_with_experts_is_diagnosed(sampled):
     np.testing.assert_allclose(found[:, b, i], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_projections_of_some_parameters(tiny_decoder, sampled):
   lm, params = tiny_decoder
   key = jax.random.key(4)

@@ -88,6 +88,7 @@ def test_optimum_refuses_several_maxima_and_flat_ones(bandit):
       tabular.optimum(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "estimator",
   [

@@ -66,6 +66,7 @@ def opened(tiny, settings_with, open_step, words):
       yield state, step, batches
 
 
+@pytest.mark.slow
 def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
   state, step, batches = opened
   copy = lambda params: jax.tree.map(jnp.copy, params)

@@ -161,7 +161,7 @@ def talks(completions, messages):
 @pytest.mark.parametrize(
   "function, zero, credit",
   [
-    ("environment", False, "trajectory"),
+    pytest.param("environment", False, "trajectory", marks=pytest.mark.slow),
     pytest.param("talks", False, "trajectory", marks=pytest.mark.long),
     pytest.param("environment", True, "turn", marks=pytest.mark.long),
   ],

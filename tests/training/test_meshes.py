@@ -65,15 +65,23 @@ def on_eight_devices(*arguments):
   return done.stdout
 
 
-@pytest.mark.slow
+SLOW = pytest.mark.slow
+
+
+@SLOW
 @pytest.mark.parametrize("what", ["quick", "halves"])
 def test_a_step(what):
   """Sampling on a mesh of its own, the reference after it, and the gradient."""
   on_eight_devices(what)
 
 
-@pytest.mark.slow  # several whole runs
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+  "case",
+  [  # several whole runs each
+    pytest.param(x, marks=SLOW if x == "all else" else pytest.mark.long)
+    for x in CASES
+  ],
+)
 def test_whole_runs(case):
   told = on_eight_devices("runs", json.dumps([CASES[case]]))
   assert told.count("equal: ") == len(CASES[case][2])

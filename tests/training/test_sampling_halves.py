@@ -51,7 +51,7 @@ def program_of(lm):
 @pytest.mark.parametrize(
   "mesh, first",
   [
-    ("one device", (jnp.int32(5),)),
+    pytest.param("one device", (jnp.int32(5),), marks=pytest.mark.slow),
     pytest.param(None, (), marks=pytest.mark.long),
   ],
 )
