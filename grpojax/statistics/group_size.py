@@ -66,15 +66,27 @@ def mse_curve(
   components: Components,
   group_sizes: Real[Array, "S"] | Real[np.ndarray, "S"] | int,
   num_samples: int,
+  prompts: int | None = None,
 ) -> Estimators:
   """Errors of a batch's gradient by group sizes (2 or more) at a fixed budget.
 
   Leave-one-out: c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv
   2603.01162 with its remainder; the oracle lacks the last term. N =
   `num_samples` are those of the whole batch, and B = N / G is not rounded.
+
+  Of a finite set of M = `prompts`, each of which is drawn once an epoch, r = B
+  mod M prompts are left over from whole epochs, and c1 G / N becomes M / (M -
+  1) c1 r (1 - r / M) / B^2: within an epoch M / (M - 1) c1 (G / N - 1 / M), and
+  0 at its end. So a batch may be all samples of several steps, as far as their
+  parameters hardly differ. (An estimate of c1 from a sample of prompts is one
+  of M / (M - 1) c1.)
   """
   c, n, g = components, num_samples, check_group_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B
+  if prompts is not None:
+    draws, scale = n / g, prompts / max(prompts - 1, 1)
+    rest = jnp.mod(draws, prompts)
+    between = scale * c.c1 * rest * (1 - rest / prompts) / draws**2
   unbiased = between + c.c2 / n + c.c3 / (n * (g - 1))
   return Estimators(
     vanilla=between + c.c2_vanilla / n,
@@ -117,6 +129,19 @@ def optimal_group_size(
     others = _others_at_a_cost(b, c, prompt_cost)
   best = jnp.where(prompts_differ, 1 + others, jnp.inf)
   return jnp.where(jnp.isnan(c1 + c2 + c3), jnp.nan, best)
+
+
+def optimal_group_size_in_epochs(
+  best: Real[Array, "*X"] | float | int, num_samples: int, prompts: int
+) -> Float[Array, "*X"]:
+  """Group size with the smallest error of `mse_curve` for a finite set.
+
+  It is max(G*, N / M), of `best` = G* without an end of the set: within an
+  epoch the finite set takes a constant from the error, so that a step alone has
+  the same G*; but groups of less than N / M would come back to prompts before
+  the set is through, which saves nothing between prompts any more.
+  """
+  return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 
 
 def _others_at_a_cost(

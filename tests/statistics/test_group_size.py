@@ -62,6 +62,53 @@ def test_mse_of_a_batch_equals_enumeration(b, g, float64):
   np.testing.assert_allclose(uniform, default, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+  ("draws", "g"),
+  [(1, 3), (2, 2), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_mse_of_epochs_of_a_finite_set_equals_enumeration(draws, g, float64):
+  """Each of three prompts once, and some of them once more, in any order."""
+  many, rng = 3, np.random.default_rng(2)
+  p = rng.dirichlet(np.ones(2), many)
+  s = rng.normal(size=(many, 2, D))
+  s -= np.einsum("xm,xmd->xd", p, s)[:, None]
+  z = rng.normal(size=(many, 2))
+  group = np.array(list(itertools.product(range(2), repeat=g)))
+  rewards = z[:, group]
+  others = (rewards.sum(-1, keepdims=True) - rewards) / (g - 1)
+  estimates = np.einsum("xng,xngd->xnd", rewards - others, s[:, group]) / g
+  chance = p[:, group].prod(-1)
+  truth = np.einsum("xm,xm,xmd->d", p, z, s) / many
+  errors = []
+  for rest in itertools.combinations(range(many), draws % many):
+    drawn = [*range(many)] * (draws // many) + [*rest]
+    index = np.array(list(itertools.product(range(len(group)), repeat=draws)))
+    mean = sum(estimates[x][index[:, i]] for i, x in enumerate(drawn)) / draws
+    probability = np.prod(
+      [chance[x][index[:, i]] for i, x in enumerate(drawn)], axis=0
+    )
+    errors.append(probability @ ((mean - truth) ** 2).sum(-1))
+  p, s, z = map(jnp.asarray, (p, s, z))
+  c = group_size_lib.components(u.moments(p, s, z), u.policy_gradient(p, s, z))
+  curve = group_size_lib.mse_curve(c, g, draws * g, prompts=many)
+  np.testing.assert_allclose(curve.leave_one_out, np.mean(errors), rtol=1e-10)
+
+
+@pytest.mark.parametrize("c3", [0.5, 400.0])
+@pytest.mark.parametrize("steps", [1, 40])
+def test_the_best_group_size_in_epochs(c3, steps, float64):
+  c = group_size_lib.Components(1.0, 7.0, c3, 9.0, 2.0)
+  n, prompts = 240 * steps, 300
+  sizes = np.geomspace(2, n, 200_001)
+  errors = group_size_lib.mse_curve(c, sizes, n, prompts).leave_one_out
+  best = group_size_lib.optimal_group_size(prompts / (prompts - 1), 7.0, c3)
+  found = group_size_lib.optimal_group_size_in_epochs(best, n, prompts)
+  assert found == max(best, n / prompts)
+  np.testing.assert_allclose(
+    max(found, 2.0), sizes[np.argmin(errors)], rtol=1e-3
+  )
+
+
 @pytest.mark.parametrize("cost", [0, 0.5, 300])
 @pytest.mark.parametrize(
   "c", [(1.0, 50.0, 200.0), (3.0, 0.0, 1.0), (0.1, 20.0, 0.5), (1.0, 1.0, 9e4)]
