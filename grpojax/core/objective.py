@@ -50,7 +50,9 @@ class Objective:
   advantage: str | Callable[..., Array] = option(
     "leave_one_out", "what of a group's rewards is learned from", ADVANTAGES
   )
-  subset_size: int = option(2, "k of max_at_k and min_at_k", within=ONE_OR_MORE)
+  subset_size: int = option(
+    2, "k of max_at_k, min_at_k and max_rl", within=ONE_OR_MORE
+  )
   score_power: float = option(
     2.0, "power of score_weighted's weights", within=POSITIVE
   )

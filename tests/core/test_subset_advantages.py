@@ -17,6 +17,7 @@ import pytest
 from grpojax.core import advantages
 from grpojax.core.advantages.subsets import (
   max_at_k,
+  max_rl,
   min_at_k,
   pairwise_rank,
 )
@@ -62,6 +63,24 @@ def test_unbiased_for_the_objective_of_k(f, advantage, float64):
     truth = objective_gradient(lambda z: f(z, -1), k, REWARDS)
     assert np.abs(truth).max() > 1e-2
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
+
+
+def test_max_rl_is_unbiased_for_a_sum_of_best_of_k(float64):
+  for group_size, k in [(4, 3), (5, 2)]:
+    found = expected_estimator(
+      lambda z, k=k: max_rl(z, k=k), group_size, REWARDS
+    )
+    terms = [
+      objective_gradient(lambda z: jnp.max(z, -1), j, REWARDS) / j
+      for j in range(1, k + 1)
+    ]
+    np.testing.assert_allclose(found, sum(terms), rtol=0, atol=1e-10)
+  # The paper's form, of rewards 0 and 1: with the group's own mean.
+  binary = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
+  mean = binary.mean(-1, keepdims=True)
+  expected = (binary - mean) / np.where(mean > 0, mean, 1)
+  found = jax.jit(lambda z: max_rl(z, k=5))(binary)
+  np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):

@@ -1,4 +1,4 @@
-"""The standardised advantage of binary rewards, in the limit of large groups."""
+"""The standardised advantage of binary rewards, as groups grow."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ VALUE = P[0]
 
 
 def moments(group_size):
-  """Mean and covariance of (1/G) sum s_i A_i, over all groups by their counts."""
+  """Mean and covariance of (1/G) sum s_i A_i, over all groups."""
   counts = np.array(
     [
       (a, b, group_size - a - b)

@@ -19,6 +19,7 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | norm_ratio      |                                  |                        |
 | max_at_k,       | best or worst of k (`subsets`)   | grad of E max, E min   |
 | min_at_k        |                                  |                        |
+| max_rl          | sum_{j <= k} max_at_j / j        | k terms of grad log V  |
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
 An advantage plugs in by its name in `ADVANTAGES` (docs/development.md). Too
@@ -37,7 +38,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from grpojax.core.advantages.baselines import beta_binomial, shrinkage
-from grpojax.core.advantages.subsets import max_at_k, min_at_k, pairwise_rank
+from grpojax.core.advantages.subsets import (
+  max_at_k,
+  max_rl,
+  min_at_k,
+  pairwise_rank,
+)
 from grpojax.core.advantages.weighted_baselines import (
   length_weighted,
   norm_ratio,
@@ -153,6 +159,7 @@ ADVANTAGES = {
   "norm_ratio": norm_ratio,
   "max_at_k": max_at_k,
   "min_at_k": min_at_k,
+  "max_rl": max_rl,
   "pairwise_rank": pairwise_rank,
 }
 """Advantages that a training run can compute, by name."""
@@ -166,6 +173,7 @@ WITHIN_GROUPS = (
   "score_weighted",
   "max_at_k",
   "min_at_k",
+  "max_rl",
   "pairwise_rank",
 )
 """Advantages that stay the same where a number is added to all of a group."""

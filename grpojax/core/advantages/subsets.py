@@ -33,6 +33,31 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
     ValueError: k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_at_k", k)
+  return _of_gaps(rewards, *_weights(rewards.shape[-1], k))
+
+
+def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
+  """Advantages for sum_{j <= k} (1 / j) E max of j: MaxRL (arXiv 2602.02710).
+
+  For binary rewards the objective is the sum of pass@j / j, which tends to log
+  V as k grows: prompts that are seldom solved count most. With k = G - 1 the
+  advantage is the paper's (Z_i - mean Z) / mean Z, 0 where no sample is right,
+  which so is unbiased for the first G - 1 terms.
+
+  Raises:
+    ValueError: k < 1 or G <= k.
+  """
+  rewards = _checked(rewards, "max_rl", k)
+  tables = (
+    np.array(_weights(rewards.shape[-1], j)) / j for j in range(1, k + 1)
+  )
+  below, above = sum(tables)
+  below[: k + 1] = above[: k + 1] = 0  # groups of too few rewards
+  return _of_gaps(rewards, below, above)
+
+
+def _of_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
+  """Advantages that are sums of gaps, by the tables of `_weights`."""
   rewarded, n = present(rewards), jnp.sum(present(rewards), -1)
   # A missing reward goes to the end, equal to the best: without a gap before
   # it, it has no influence.
@@ -41,8 +66,7 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))
   ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
-  tables = _weights(rewards.shape[-1], k)
-  below, above = (jnp.asarray(table, gaps.dtype)[n] for table in tables)
+  below, above = (jnp.asarray(x, gaps.dtype)[n] for x in (below, above))
   axis, end = gaps.ndim - 1, jnp.zeros_like(ascending[..., :1])
   gain = jnp.concatenate([end, jax.lax.cumsum(gaps * below, axis)], -1)
   loss = jax.lax.cumsum(gaps * above, axis, reverse=True)
