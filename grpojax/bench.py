@@ -28,10 +28,10 @@ import pathlib
 import re
 import sys
 
-import jax
 from ml_collections import ConfigDict
 
 from grpojax.benchmarks import configured, side_by_side, workloads
+from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
@@ -85,21 +85,13 @@ def main(argv: list[str]) -> None:
     if not flags.workload:
       run = configured.open_run(settings)
   steps, warmup = flags.steps, flags.warmup
-  try:
+  with compilation.memory_errors():
     if flags.workload:
       report = side_by_side.measure(flags.workload, settings, steps, warmup)
       text = json.dumps(report)
     else:
       report = configured.measure(run, steps, warmup)
       text = "\n".join(configured.lines(report))
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    raise SystemExit(
-      f"error: out of memory ({str(error)[:200]}): raise "
-      "--config.optim.micro_batches, or lower --config.batch_size, "
-      "--config.sampling.max_new_tokens or --config.logits_chunk"
-    ) from None
   try:  # first, for the screen may be gone; and so may the disk
     if out:
       with command_line.usage_errors():

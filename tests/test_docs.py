@@ -181,6 +181,13 @@ def test_files_exist(page):
     assert importlib.util.find_spec(module), f"{page.name}: {module}"
 
 
+@every_text
+def test_tests_exist(page):
+  for path, name in re.findall(r"`(tests/[\w./]+)::(\w+)`", lib.prose(page)):
+    text = (lib.ROOT / path).read_text()
+    assert f"def {name}(" in text, f"{page.name}: {path}::{name}"
+
+
 def anchors(page):
   """The anchors of a page's headings, as mkdocs makes them."""
   heads = re.findall(r"^#+ (.+)$", lib.prose(page), re.MULTILINE)

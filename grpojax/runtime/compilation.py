@@ -78,3 +78,18 @@ def keep() -> None:
   if os.access(path, os.W_OK):
     config.update("jax_compilation_cache_dir", str(path))
     config.update("jax_compilation_cache_max_size", MOST_BYTES)
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+  """Turns a device that is out of memory into a message and exit code 1."""
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise SystemExit(
+      f"error: out of memory ({str(error)[:200]}): raise "
+      "--config.optim.micro_batches, or lower --config.batch_size, "
+      "--config.sampling.max_new_tokens or --config.logits_chunk"
+    ) from None

@@ -4,9 +4,11 @@ import importlib.util
 import pathlib
 import shlex
 
+import jax
 import pytest
 
 from grpojax import train
+from grpojax.training.run import fit
 
 SUMMARY = {
   "accuracy_before": 0.0625,
@@ -96,3 +98,15 @@ def test_only_an_embedded_model_is_followed_by_a_real_one(settings_with):
   for path in ("Qwen2.5", "/", ".", "runs/x"):
     settings = settings_with(model__path=path)
     assert name not in train.commands("runs/x", settings)
+
+
+def test_a_device_without_memory_is_a_sentence(
+  tmp_path, settings_with, monkeypatch
+):
+  def open_all(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
+
+  monkeypatch.setattr(fit.open_run, "settle", lambda settings, _: settings)
+  monkeypatch.setattr(fit.open_run, "open_all", open_all)
+  with pytest.raises(SystemExit, match="out of memory .*optim.micro_batches"):
+    fit.run(settings_with(), tmp_path, lambda: None)

@@ -301,6 +301,7 @@ def run(
       return None
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
+    stack.enter_context(compilation.memory_errors())
     requested = stack.enter_context(
       interrupts.sigterm_requests(distributed.several())
     )
