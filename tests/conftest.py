@@ -86,9 +86,16 @@ def h100():
     yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-  """Long files first, so that no process is left alone with one at the end."""
+  """Long files first, so that no process is left alone with one at the end.
+
+  A case that is long is not slow, too, where its function is.
+  """
   items.sort(key=lambda item: item.path.name not in LONG)
+  for item in items:
+    if item.get_closest_marker("long"):
+      item.own_markers[:] = [m for m in item.own_markers if m.name != "slow"]
 
 
 @pytest.fixture

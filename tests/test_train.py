@@ -347,7 +347,15 @@ def test_the_variants_use_every_choice():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(
+      x, marks=() if x in ("dual_clip", "penalty") else pytest.mark.long
+    )
+    for x in VARIANTS
+  ],
+)
 def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
   """Each learns; and without diagnostics, nothing of them is traced."""
 

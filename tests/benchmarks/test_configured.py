@@ -79,11 +79,17 @@ def test_what_is_in_no_table_is_measured():
   "changes",
   [
     {"lora.rank": 2, "model.dtype": "bfloat16"},
-    {"reward.on_device": True, "model.path": "arithmetic-instruct"}
-    | {"data.max_prompt_length": 32},
-    {"group_size": "auto", "batch_size": 4}
-    | {"auto_group_size.start": 4, "auto_group_size.largest": 4}
-    | {"diagnostics.every": 1},
+    pytest.param(
+      {"reward.on_device": True, "model.path": "arithmetic-instruct"}
+      | {"data.max_prompt_length": 32},
+      marks=pytest.mark.long,
+    ),
+    pytest.param(
+      {"group_size": "auto", "batch_size": 4}
+      | {"auto_group_size.start": 4, "auto_group_size.largest": 4}
+      | {"diagnostics.every": 1},
+      marks=pytest.mark.long,
+    ),
   ],
   ids=["adapters", "on the device", "automatic groups"],
 )

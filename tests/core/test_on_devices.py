@@ -15,7 +15,7 @@ DIRECTORY = pathlib.Path(__file__).parent
   [
     "sharded_sampling.py",
     pytest.param("environment_on_mesh.py", marks=pytest.mark.slow),
-    pytest.param("packed_on_mesh.py", marks=pytest.mark.slow),
+    pytest.param("packed_on_mesh.py", marks=pytest.mark.long),
   ],
 )
 def test_eight_devices_compute_what_one_does(program):

@@ -333,10 +333,7 @@ def differentiate(lm, params, samples, layout):
   "kind",
   [
     pytest.param(
-      x,
-      marks=pytest.mark.slow
-      if x in ("gemma2", "qwen3_moe")
-      else pytest.mark.long,
+      x, marks=pytest.mark.slow if x == "qwen3_moe" else pytest.mark.long
     )
     for x in FAMILIES
   ],
@@ -442,7 +439,7 @@ def make_step(lm, samples, rewards, **cuts):
 @pytest.mark.parametrize(
   "minibatches, micro_batches, shape",
   [
-    pytest.param(2, 12, (B, 6, 1, T // 2), marks=pytest.mark.slow),
+    pytest.param(2, 12, (B, 6, 1, T // 2), marks=pytest.mark.long),
     pytest.param(2, 4, (B, 1, 3, T // 2), marks=pytest.mark.slow),
     (1, 8, (1, 2, 4, T // 2)),
   ],
@@ -506,7 +503,8 @@ def memory(lm, parts, sizes, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "remat, wide_heads", [("selective", False), ("none", True)]
+  "remat, wide_heads",
+  [pytest.param("selective", False, marks=pytest.mark.long), ("none", True)],
 )
 def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
   """One that is almost as large as it may be, compiled.

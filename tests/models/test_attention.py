@@ -314,7 +314,9 @@ def test_bfloat16_with_prompts_in_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["blocks", "kernel"])
+@pytest.mark.parametrize(
+  "attention", [pytest.param("blocks", marks=pytest.mark.long), "kernel"]
+)
 def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   """Long prompts and packed rows, local and global layers, and the gradient."""
   config = TransformerConfig(

@@ -215,7 +215,9 @@ def test_tokens_in_bfloat16_are_counted_in_float32():
   "parts, packed, more",
   [
     (8, False, {}),  # groups are cut: there are more parts than prompts
-    (4, True, {"top_entropy_quantile": 0.5}),
+    pytest.param(
+      *(4, True, {"top_entropy_quantile": 0.5}), marks=pytest.mark.long
+    ),
   ],
 )
 def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):

@@ -176,7 +176,15 @@ def test_a_router_stays_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize(
+  "kind",
+  [
+    pytest.param(
+      x, marks=() if x in ("gemma2", "qwen3_moe") else pytest.mark.long
+    )
+    for x in EXAMPLES
+  ],
+)
 def test_a_family_attends_by_kernels(kind, monkeypatch):
   """Values and gradients are those of whole rows at once."""
   monkeypatch.setattr(passes, "WHOLE", 16)

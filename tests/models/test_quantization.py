@@ -101,7 +101,11 @@ def test_a_number_is_off_by_half_a_step_at_most(dtype, axis):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "changes", [{}, {"tied": True, "logits_cap": 5.0, "post_norms": True}]
+  "changes",
+  [
+    pytest.param({}, marks=pytest.mark.long),
+    {"tied": True, "logits_cap": 5.0, "post_norms": True},
+  ],
 )
 def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
   """And of no other: by the full path, on parameters rounded by NumPy."""
@@ -153,7 +157,9 @@ def round_cache(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [2, 9])  # each by itself, and a stack
+@pytest.mark.parametrize(  # each by itself, and a stack
+  "layers", [2, pytest.param(9, marks=pytest.mark.long)]
+)
 def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
   """Token by token, while it grows."""
   config = dataclasses.replace(tiny.config, layers=layers)

@@ -121,7 +121,8 @@ def test_devices_write_their_own_rows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(  # scanned, and written out
-  "layers, format", [(9, "model"), (2, "int8")]
+  "layers, format",
+  [pytest.param(9, "model", marks=pytest.mark.long), (2, "int8")],
 )
 def test_samples_are_those_of_other_platforms(layers, format):
   config = TransformerConfig(

@@ -195,7 +195,7 @@ def test_gram_matrix(tiny, monkeypatch):
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-@pytest.mark.slow  # many gradients
+@pytest.mark.long  # many gradients
 def test_projected_gram_matrix(tiny):
   """With the signs of an orthogonal basis the mean estimate is exact.
 

@@ -66,7 +66,9 @@ def small(toy, toy_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [None, fit.run])
+@pytest.mark.parametrize(
+  "train", [None, pytest.param(fit.run, marks=pytest.mark.long)]
+)
 def test_a_small_study(
   train, toy_task, toy_model, tmp_path, interrupt_third, made_up, capsys
 ):

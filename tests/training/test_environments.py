@@ -92,7 +92,7 @@ def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
   assert step["sampled_tokens_mean"] < step["completion_length_mean"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parts_and_workers_change_no_sample(toy_task, toy_model, tmp_path):
   """Nor does a run that is cut and goes on change its model."""
   plain = go(toy_task, toy_model, tmp_path, "plain")

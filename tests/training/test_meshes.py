@@ -65,20 +65,18 @@ def on_eight_devices(*arguments):
   return done.stdout
 
 
-SLOW = pytest.mark.slow
-
-
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["quick", "halves"])
 def test_a_step(what):
   """Sampling on a mesh of its own, the reference after it, and the gradient."""
   on_eight_devices(what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case",
   [  # several whole runs each
-    pytest.param(x, marks=SLOW if x == "all else" else pytest.mark.long)
+    pytest.param(x, marks=() if x == "all else" else pytest.mark.long)
     for x in CASES
   ],
 )
