@@ -138,6 +138,7 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
     ),
     forward=attached(lm.forward),
     forward_with_load=attached(lm.forward_with_load),
+    forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
   )
 
 

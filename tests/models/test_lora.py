@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.models.transformer import last_layers, transformer
+from grpojax.statistics.projections import score_projections
 
 CONFIG = {
   "architectures": ["Qwen2ForCausalLM"],
@@ -93,6 +95,33 @@ def adapted_score(lm, base, adapters):
 def adapted_logits(model, adapters):
   # The base is an argument, as in training.
   return adapted_score(model.lm, model.base, adapters)
+
+
+def test_adapters_move_in_forward_mode(model):
+  """Where attention by kernels has another function for it."""
+  prompts, mask, ids = rows()
+  config = hf.to_transformer_config(CONFIG)
+
+  @jax.jit
+  def run(base, adapters):
+    sampled = jnp.ones(ids.shape, bool)
+    samples = Rollout(
+      prompts, mask, ids, sampled, jnp.zeros(ids.shape), sampled[..., 0]
+    )
+    return [
+      score_projections(
+        lora.adapt(transformer(config, attention=name), base, SCALE),
+        adapters,
+        samples,
+        jax.random.key(1),
+        tangents=1,
+      )
+      for name in ("auto", "plain")
+    ]
+
+  by_kernels, plain = run(model.base, model.trained)
+  assert np.abs(plain).max() > 1e-2
+  np.testing.assert_allclose(by_kernels, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
 @pytest.mark.slow
 def test_the_same_on_devices_of_its_own():
   """Four of eight sample, and the others learn: the same loop, bit by bit."""
-  words = "--numprocesses=0 -p no:cacheprovider -k loop_that_keeps".split()
+  words = "--numprocesses=0 -p no:cacheprovider -m slow -k loop_that".split()
   command = [sys.executable, "-m", "pytest", __file__, *words]
   env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -168,6 +168,10 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
   mesh = step.mesh
   before = pending_lib.to_stored(state.replace(pending=pending), mesh)
   assert before.pending.dtype == np.uint8
+  # A little more to store is no other program of its checksum.
+  longer = pending._replace(prompt_texts=["a" * 30, "\u00e4", "", "\n"])
+  longer = pending_lib.to_stored(state.replace(pending=longer), mesh)
+  assert longer.pending.shape == before.pending.shape
   after = pending_lib.from_stored(before, mesh).pending
   assert after.prompt_texts == pending.prompt_texts
   assert after.rewards.failures == failures

@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import math
 
+import jax.numpy as jnp
 import pytest
 
+from grpojax.core.losses import rollout_mismatch
 from grpojax.training.config import default_config
 from grpojax.training.run import progress
 
@@ -71,3 +74,14 @@ def test_seconds_and_failures_add_up():
 def test_what_a_checkpoint_does_not_say_is_not_known():
   assert progress.from_notes(None) == progress.Progress()
   assert progress.from_notes({"of": "another version"}).baseline is None
+
+
+def test_a_step_without_rewards_says_nothing_of_its_samples():
+  mask = jnp.zeros((2, 3, 4), bool)
+  arrays = {"log_ratio": jnp.zeros(mask.shape)}
+  share = rollout_mismatch.metrics(arrays, mask)["rollout_effective_samples"]
+  assert math.isnan(share)
+  row = GOOD | {"rewards_missing": 1.0, "rollout_effective_samples": share}
+  limits = dict.fromkeys(BAD, 0) | {"few_effective_samples": 1}
+  now = progress.after(progress.Progress(), row)
+  assert progress.stop_reason(now, limits) is None

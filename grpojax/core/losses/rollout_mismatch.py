@@ -53,7 +53,8 @@ def metrics(
 
   That is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the weights of sequences
   w_i = prod_t pi_trainer / pi_rollout, N those that have a token (Kong, 1992):
-  1 where rollout and trainer agree, 1 / N where one has all the weight.
+  1 where rollout and trainer agree, 1 / N where one has all the weight, nan
+  where no sequence has a token.
   """
   if not arrays:
     return {}
@@ -70,7 +71,8 @@ def metrics(
   w = jnp.exp(log_w - jnp.max(log_w, initial=-1e30))
   sequences = jnp.maximum(jnp.sum(real), 1)
   squares = jnp.maximum(jnp.sum(w**2), 1e-30)
+  share = jnp.sum(w) ** 2 / (sequences * squares)
   return {
     "rollout_mismatch_max": largest,
-    "rollout_effective_samples": jnp.sum(w) ** 2 / (sequences * squares),
+    "rollout_effective_samples": jnp.where(jnp.any(real), share, jnp.nan),
   } | {f"rollout_{name}": value for name, value in means.items()}

@@ -195,7 +195,8 @@ def evaluate(
 def failed(failures: Sequence[Failure]) -> str:
   """Describes rewards that could not be computed, in a line."""
   first = failures[0]
-  reason = printable(first.reason)  # may quote the completion
+  # It may quote the completion, and have lines of its own.
+  reason = printable(" ".join(first.reason.split()))
   return (
     f"{len(failures)} rewards failed; the first: {first.function} "
     f"({reason}) of {first.completion[:80]!r}"

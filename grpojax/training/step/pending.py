@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, UInt8
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout, TrainState
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure
 
+_HEADER = 8  # bytes of the length
 _OF_FUNCTIONS = ("values", "extras")  # arrays by name, of `GroupRewards`
 
 
@@ -57,8 +57,9 @@ def with_texts(
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 
-  They are those of an npz file, whose size differs from step to step. Every
-  process must call it.
+  They are the length of an npz file, the file, and zeros up to a size that
+  seldom changes from step to step, for each size of an array is another program
+  of its checksum. Every process must call it.
   """
   if state.pending is None:
     return state
@@ -76,7 +77,11 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   about = json.dumps([rewards.failures, texts, names]).encode()
   file = io.BytesIO()
   np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
-  stored = np.frombuffer(file.getvalue(), np.uint8)
+  length = file.tell()
+  unit = 1 << max(length.bit_length() - 3, 0)  # an eighth to a quarter of it
+  stored = np.zeros(_HEADER + -(-length // unit) * unit, np.uint8)
+  stored[:_HEADER] = np.frombuffer(length.to_bytes(_HEADER, "little"), np.uint8)
+  stored[_HEADER:][:length] = np.frombuffer(file.getvalue(), np.uint8)
   return state.replace(pending=mesh_lib.place(stored, mesh))
 
 
@@ -84,8 +89,10 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Undoes `to_stored`: the rollout lies on the mesh again."""
   if state.pending is None:
     return state
-  stored: UInt8[Array, n] = mesh_lib.fetch(state.pending)
-  with np.load(io.BytesIO(stored.tobytes()), allow_pickle=False) as file:
+  stored = mesh_lib.fetch(state.pending).tobytes()
+  length = int.from_bytes(stored[:_HEADER], "little")
+  file = io.BytesIO(stored[_HEADER:][:length])
+  with np.load(file, allow_pickle=False) as file:
     arrays = {name: file[name] for name in file.files}
   failures, texts, names = json.loads(arrays.pop("about").tobytes())
 
