@@ -13,13 +13,13 @@ mu(o_t), makes a constant weight of each token's loss here.
 | `sequence_mask`     | prod_t r_t; 0 outside of [low, high]    | seq-MIS     |
 
 The KL term and the entropy bonus are means over the same samples and take the
-same weights (TRL's and verl's code does not weigh them: in one update a step
-theirs are then gradients of mu's samples). Without bounds the sequence's weight
-makes the gradient that of pi_old, without
-bias, and its variance grows with the length; the token's leaves prefixes
-distributed as mu drew them. With `sequence_ratio` and `gmpo` weights are
-averaged over a completion: there the sequence's are meant. The loss is divided
-by the number of all tokens, as in TRL; verl leaves masked ones out of it.
+same weights (in TRL and verl they do not: with one update a step theirs are
+gradients of mu's samples). Without bounds the sequence's weight makes the
+gradient that of pi_old, without bias, and its variance grows with the length;
+the token's leaves prefixes distributed as mu drew them. With `sequence_ratio`
+and `gmpo` weights are averaged over a completion: there the sequence's are
+meant. The loss is divided by the number of all tokens, as in TRL; verl leaves
+masked ones out of it.
 
 Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
 You Off-Policy RL Training"; MIS, Liu et al. (2025), "When Speed Kills
