@@ -21,7 +21,8 @@ sending beside each other.
 
 XLA:TPU writes its own estimate, in cycles, beside most instructions; it knows
 the vector unit and VMEM. `Estimate.by_cycles` is their sum. Of two cores that
-are one device the cycles are one core's, but of products both cores'.
+are one device the cycles are taken for one core's, but where both would then be
+faster than the peak, as in products that keep the matrix units busy.
 
 How far they go was seen beside programs that others timed on chips
 (openxla/tokamax, tokamax/data/autotuning). An output head with its loss, of
@@ -105,8 +106,8 @@ def _cycle_seconds(i: InstructionCost, chip: Chip) -> float:
   """Seconds of an instruction by XLA's cycles, 0 where it has none."""
   seconds = i.cycles / chip.clock
   both = seconds / chip.cores
-  # Shared by two cores products would be faster than the peak: XLA counts them
-  # on both already.
+  # Large products would be faster than the peak: XLA counts those on both
+  # already. What it does with products of less than half the peak is not known.
   return both if both > i.flops / chip.flops else seconds
 
 

@@ -74,12 +74,12 @@ def mse_curve(
   2603.01162 with its remainder; the oracle lacks the last term. N =
   `num_samples` are those of the whole batch, and B = N / G is not rounded.
 
-  Of a finite set of M = `prompts`, each of which is drawn once an epoch, r = B
-  mod M prompts are left over from whole epochs, and c1 G / N becomes M / (M -
-  1) c1 r (1 - r / M) / B^2: within an epoch M / (M - 1) c1 (G / N - 1 / M), and
-  0 at its end. So a batch may be all samples of several steps, as far as their
-  parameters hardly differ. (An estimate of c1 from a sample of prompts is one
-  of M / (M - 1) c1.)
+  Of a finite set of M = `prompts` each is drawn once an epoch. From the
+  beginning of one, r = B mod M prompts are left over from whole epochs, and
+  c1 G / N becomes M / (M - 1) c1 r (1 - r / M) / B^2: within an epoch M / (M -
+  1) c1 (G / N - 1 / M), and 0 at its end. So a batch may be all samples of
+  several steps, as far as their parameters hardly differ. (An estimate of c1
+  from a sample of prompts is one of M / (M - 1) c1.)
   """
   c, n, g = components, num_samples, check_group_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B
@@ -136,10 +136,11 @@ def optimal_group_size_in_epochs(
 ) -> Float[Array, "*X"]:
   """Group size with the smallest error of `mse_curve` for a finite set.
 
-  It is max(G*, N / M), of `best` = G* without an end of the set: within an
-  epoch the finite set takes a constant from the error, so that a step alone has
-  the same G*; but groups of less than N / M would come back to prompts before
-  the set is through, which saves nothing between prompts any more.
+  It is max(G*, N / M), of `best` = G* for a set without an end and M / (M - 1)
+  c1 in the place of c1: within an epoch the finite set takes a constant from
+  the error, so that a step alone has the same G*; but groups of less than N / M
+  would come back to prompts before the set is through, which saves nothing
+  between prompts any more.
   """
   return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 

@@ -7,6 +7,8 @@ gradient estimator (1/G) sum_i s_i A_i with
            - mean of f over those that do not),   G > k.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,21 +41,25 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for sum_{j <= k} (1 / j) E max of j: MaxRL (arXiv 2602.02710).
 
-  For binary rewards the objective is the sum of pass@j / j, which tends to log
-  V as k grows: prompts that are seldom solved count most. With k = G - 1 the
-  advantage is the paper's (Z_i - mean Z) / mean Z, 0 where no sample is right,
-  which so is unbiased for the first G - 1 terms.
+  For binary rewards the objective is the sum of pass@j / j, whose gradient
+  tends to that of log V as k grows: prompts that are seldom solved count most.
+  With k = G - 1 the advantage is the paper's (Z_i - mean Z) / mean Z, 0 where
+  no sample is right, which so is unbiased for the first G - 1 terms.
 
   Raises:
     ValueError: k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_rl", k)
-  tables = (
-    np.array(_weights(rewards.shape[-1], j)) / j for j in range(1, k + 1)
-  )
-  below, above = sum(tables)
-  below[: k + 1] = above[: k + 1] = 0  # groups of too few rewards
-  return _of_gaps(rewards, below, above)
+  return _of_gaps(rewards, *_sum_of_weights(rewards.shape[-1], k))
+
+
+@functools.cache
+def _sum_of_weights(group_size: int, k: int) -> np.ndarray:
+  """Tables of `max_rl`, [2, n, r - 2]: those of `max_at_k` / j, j = 1 .. k."""
+  weights = (np.array(_weights(group_size, j)) / j for j in range(1, k + 1))
+  tables = sum(weights)
+  tables[:, : k + 1] = 0  # groups of too few rewards
+  return tables
 
 
 def _of_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:

@@ -5,7 +5,8 @@ given the prefix that was sampled. That prefixes too depend on the policy is not
 in its gradient.
 
 The bonus is `entropy_coef` times the mean entropy of the tokens that the
-surrogate is of, in the whole optimizer batch, whatever the loss's weighting.
+surrogate is of (those of `off_policy_sequences` too), in the whole optimizer
+batch, whatever the loss's weighting.
 With an `entropy_target` it stands only while the entropy is not above that, and
 its coefficient moves by `entropy_coef_delta` after each optimizer update: up
 where the entropy is the target or less, else down, within 0 and
