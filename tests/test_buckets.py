@@ -166,7 +166,7 @@ def check_as_on_a_disk(fs, tmp_path, run):
     assert a == pytest.approx(b, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
   url = "gs://bucket/runs/a"
   first, second = start("train", *words(url), count=2)

@@ -90,7 +90,7 @@ def test_a_step_on_two_devices(tmp_path):
 @pytest.mark.parametrize(
   "chip",
   [
-    pytest.param("v5e", marks=pytest.mark.slow),
+    pytest.param("v5e", marks=pytest.mark.long),
     pytest.param("v6e", marks=pytest.mark.long),
   ],
 )

@@ -144,15 +144,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-  "moment",
-  [  # test_adapters.py ends and resumes a run too
-    pytest.param(
-      x, marks=pytest.mark.slow if x == "rewards" else pytest.mark.long
-    )
-    for x in MOMENTS
-  ],
-)
+@pytest.mark.long  # test_adapters.py ends and resumes a run too
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm_saves_and_the_next_run_goes_on(
   moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):

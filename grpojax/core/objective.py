@@ -81,6 +81,18 @@ class Objective:
     "cispo: upper bound of the ratio itself, which is 1 on-policy",
     within=ONE_OR_MORE,
   )
+  dppo_low: float = option(
+    0.2,
+    "dppo_tv, dppo_kl: bound of what a token's probability loses, or of its "
+    "divergence then in nats",
+    within=NOT_NEGATIVE,
+  )
+  dppo_high: float = option(
+    0.2, "the same of what it gains", within=NOT_NEGATIVE
+  )
+  dppo_ratio_max: float = option(
+    20.0, "dppo_tv, dppo_kl: upper bound of the ratio", within=ONE_OR_MORE
+  )
   gmpo_clip_low: float = option(
     0.4, "gmpo: log-ratios down to minus this", within=NOT_NEGATIVE
   )

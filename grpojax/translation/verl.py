@@ -194,6 +194,8 @@ _SURROGATES = {  # surrogate, and settings of its bounds
   "vanilla": ("clipped", _CLIPPED),
   "gspo": ("clipped", _CLIPPED),
   "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max")),
+  "dppo_tv": ("dppo_tv", ("loss.dppo_low", "loss.dppo_high")),
+  "dppo_kl": ("dppo_kl", ("loss.dppo_low", "loss.dppo_high")),
   "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high")),
   "sapo": ("sapo", _CLIPPED),  # which has temperatures in their place
 }
@@ -225,9 +227,12 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
     low, high = max(1 - low, 0.0), 1 + high
   yield theirs.setting(ours_low, low, low_name)
   yield theirs.setting(ours_high, high, high_name)
-  if surrogate == "clipped":
-    dual = f"{ACTOR}.clip_ratio_c"
-    yield theirs.setting("loss.dual_clip", theirs[dual], dual)
+  largest = {"clipped": "dual_clip"} | dict.fromkeys(
+    ("dppo_tv", "dppo_kl"), "dppo_ratio_max"
+  )
+  if ours := largest.get(surrogate):
+    name = f"{ACTOR}.clip_ratio_c"
+    yield theirs.setting(f"loss.{ours}", theirs[name], name)
 
 
 def _entropy(theirs: Theirs, name: str) -> Items:

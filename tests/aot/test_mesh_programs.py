@@ -15,7 +15,7 @@ from grpojax.aot import cost, hlo
 sys.path.append(str(pathlib.Path(__file__).parent))
 import processes  # noqa: E402
 
-pytestmark = pytest.mark.slow  # whole programs are compiled
+slow = pytest.mark.slow  # whole programs are compiled
 # mesh_programs.py's model: V, D, H E, K E, F; T.
 V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
 MATRICES = 2 * D * Q + 2 * D * K + 3 * D * F  # numbers in a layer
@@ -44,7 +44,12 @@ def rollouts():
 
 @pytest.fixture(scope="module")
 def updates():
-  return compiled("update", "update data")
+  return compiled("update")
+
+
+@pytest.fixture(scope="module")
+def updates_over_data():
+  return compiled("update data")
 
 
 def modules(programs, name):
@@ -62,6 +67,7 @@ def arrays(module, collective):
   return i.shapes, str(i.called)
 
 
+@slow
 def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
   """A layer's matrices go round twice, for prompts and completions together.
 
@@ -91,13 +97,14 @@ def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
   ]
 
 
-def test_gradients_are_scattered_over_data_and_fsdp_together(updates):
+@pytest.mark.long
+def test_gradients_are_scattered_over_data_and_fsdp_together(updates_over_data):
   """Each device adds up an eighth, for a quarter would be an all-reduce.
 
   After it, once an update, eighths go to where the optimizer wants them, and
   the two of a quarter are put together: twice, g and its square.
   """
-  _, found = modules(updates, "update data")
+  _, found = modules(updates_over_data, "update data")
   reduced = [c for c in found.collectives if "reduce" in c.kind]
   large = [c for c in reduced if c.bytes > 1e5]
   assert {(c.kind, c.group_size) for c in large} == {("reduce-scatter", 8)}
@@ -114,6 +121,7 @@ def test_gradients_are_scattered_over_data_and_fsdp_together(updates):
   assert once["collective-permute"] <= 2 * eighth
 
 
+@slow
 def test_a_device_has_an_eighth(updates):
   """Of parameters and moments, and of the batch; little more."""
   weights = LAYERS * MATRICES + V * D
@@ -129,6 +137,7 @@ def in_token_loop(found):
   return [c for c in found.collectives if c.in_token_loop]
 
 
+@slow
 def test_nothing_waits_for_others_while_sampling(rollouts):
   """But the question whether all have ended, of a few bytes."""
   _, found = modules(rollouts, "rollout")
@@ -143,6 +152,7 @@ def test_nothing_waits_for_others_while_sampling(rollouts):
   assert before <= (weights + V * D) * 4 * 3 / 4 + 100
 
 
+@slow
 def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
   module, found = modules(rollouts, "rollout int8")
   gathered = sum(c.bytes for c in found.collectives if not c.in_token_loop)
@@ -162,6 +172,7 @@ def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
   assert "s8" in dtypes and "bf16" not in dtypes
 
 
+@slow
 @pytest.mark.parametrize("name", ["rollout tensor", "rollout sampling_tensor"])
 def test_two_sums_a_layer_where_devices_share_weights(rollouts, name):
   module, found = modules(rollouts, name)
@@ -216,6 +227,7 @@ for name, place in vars(compiled.output_shardings).items():
 """
 
 
+@slow
 def test_what_is_sampled_on_another_mesh_lies_there(tmp_path):
   """Of two meshes XLA took one for the other, and cut rows by 8 of 16."""
   config = {

@@ -113,6 +113,16 @@ VERL_CASES = {
     {"clip_ratio_low": 0.4, "clip_ratio_high": 0.5},
   ),
   "sapo": ("sapo", "seq-mean-token-mean", {"tau_pos": 0.7, "tau_neg": 2.0}),
+  "dppo_tv": (
+    "dppo_tv",
+    "token-mean",
+    {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "clip_ratio_c": 1.6},
+  ),
+  "dppo_kl": (
+    "dppo_kl",
+    "token-mean",
+    {"clip_ratio_low": 0.02, "clip_ratio_high": 0.04, "clip_ratio_c": 20.0},
+  ),
 }
 ADAPTIVE = {
   "entropy_coef": 0.01,

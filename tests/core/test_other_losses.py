@@ -64,6 +64,24 @@ VERL = {
     "sequence_mean",
     SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
   ),
+  "dppo_tv": (
+    "token_mean",
+    {
+      "surrogate": SURROGATE["dppo_tv"],
+      "dppo_low": 0.05,
+      "dppo_high": 0.1,
+      "dppo_ratio_max": 1.6,
+    },
+  ),
+  "dppo_kl": (
+    "token_mean",
+    {
+      "surrogate": SURROGATE["dppo_kl"],
+      "dppo_low": 0.02,
+      "dppo_high": 0.04,
+      "dppo_ratio_max": 20.0,
+    },
+  ),
 }
 CASES = [(theirs, name) for theirs in ("trl", "verl") for name in MADE[theirs]]
 

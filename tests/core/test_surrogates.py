@@ -137,7 +137,9 @@ def multiples(advantage, name, ratio="token_ratio", **settings):
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("name", SURROGATES)
 def test_what_is_logged_says_what_became_of_the_gradient(name, advantage):
-  settings = {"cispo_min": 0.1} if name == "cispo" else {}
+  bounds = dict.fromkeys(("dppo_low", "dppo_high"), 2e-4)
+  own = {"cispo": {"cispo_min": 0.1}, "dppo_tv": bounds, "dppo_kl": bounds}
+  settings = own.get(name, {})
   found, aux = multiples(advantage, name, **settings)
   if "gradient_weight" in aux:
     np.testing.assert_allclose(found, aux["gradient_weight"], rtol=1e-4)

@@ -173,6 +173,13 @@ PLACED = {"ratio": {"kl_correction": True}, "reward": {"beta": 0.0}}
     {"ratio": "sequence_ratio"},
     {"ratio": "trajectory_ratio"},
     {"surrogate": "cispo", "cispo_min": 0.5, "cispo_max": 1.5},
+    {
+      "surrogate": "dppo_tv",
+      "dppo_low": 0.1,
+      "dppo_high": 0.05,
+      "dppo_ratio_max": 1.5,
+    },
+    {"surrogate": "dppo_kl", "dppo_low": 0.1, "dppo_high": 0.05},
     {"surrogate": "gmpo", "gmpo_clip_low": 0.1, "gmpo_clip_high": 0.2},
     {
       "surrogate": "sapo",

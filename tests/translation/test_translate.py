@@ -320,6 +320,11 @@ TURNS = "actor_rollout_ref.rollout.multi_turn"
       | {"loss.weighting": "sequence_mean"},
     ),
     (
+      f"{ACTOR}.policy_loss.loss_mode: dppo_kl\n{ACTOR}.clip_ratio_c: 9",
+      {"loss.surrogate": "dppo_kl", "loss.dppo_low": 0.2}
+      | {"loss.dppo_ratio_max": 9.0},
+    ),
+    (
       f"{ACTOR}.policy_loss.loss_mode: sapo\n{ACTOR}.tau_neg: 1.3",
       {"loss.surrogate": "sapo", "loss.sapo_temperature_neg": 1.3},
     ),

@@ -27,6 +27,8 @@ the gradient:
 | gmpo, token       | -A (prod c(r))^(1/|o|)| s of the clipped ratios; 0 for   |
 |                   |                       | the tokens that are clipped      |
 | cispo, token      | -sg(c(r)) A log pi    | c(r): never 0                    |
+| dppo_tv, dppo_kl, | -sg(min(r, c)) A      | min(r, c); 0 where pi(o) is too  |
+| token             | log pi                | far on the side where A moves it |
 | sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
 |                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
 | vespo, trajectory | -sg(phi(w)) A log pi  | phi(w) = w^k exp(lambda (1 - w)) |
@@ -146,6 +148,78 @@ def cispo(
   return _reinforce(weights, logprobs, advantages), aux
 
 
+def dppo_tv(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  dppo_low: float | int = 0.2,
+  dppo_high: float | int = 0.2,
+  dppo_ratio_max: float | int = 20.0,
+) -> tuple[Tokens, Aux]:
+  """DPPO: REINFORCE without tokens whose probability has moved too far.
+
+  -sg(min(r, dppo_ratio_max)) A log pi, and 0 where pi - pi_old of the sampled
+  token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound of
+  the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
+  A ratio alone bounds rare tokens too much and frequent ones too little. Of the
+  `token_ratio`. Logs as `clipped` does.
+  """
+  new, old, _ = _probabilities(ratios, logprobs)
+  beyond = new - old > dppo_high, old - new > dppo_low
+  return _dppo(ratios, logprobs, advantages, beyond, dppo_ratio_max)
+
+
+def dppo_kl(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  dppo_low: float | int = 0.2,
+  dppo_high: float | int = 0.2,
+  dppo_ratio_max: float | int = 20.0,
+) -> tuple[Tokens, Aux]:
+  """DPPO, with a bound of KL(pi_old || pi) of "this token or another", in nats.
+
+  As `dppo_tv` else (arXiv 2602.04879, Binary-KL).
+  """
+  new, old, log_ratio = _probabilities(ratios, logprobs)
+  tiny = 1e-8  # verl's
+  others = jnp.log((1 - old + tiny) / (1 - new + tiny))
+  divergence = -old * log_ratio + (1 - old) * others
+  beyond = (
+    (divergence > dppo_high) & (new > old),
+    (divergence > dppo_low) & (new < old),
+  )
+  return _dppo(ratios, logprobs, advantages, beyond, dppo_ratio_max)
+
+
+def _probabilities(
+  ratios: Tokens, logprobs: Tokens
+) -> tuple[Tokens, Tokens, Tokens]:
+  """Probabilities of the sampled tokens, new and old, and their log-ratio."""
+  ratios, logprobs = jax.lax.stop_gradient((ratios, logprobs))
+  # A ratio that has underflowed counts as the least normal number.
+  log_ratio = jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
+  old = jnp.exp(jnp.minimum(logprobs - log_ratio, 0.0))
+  return jnp.exp(logprobs), old, log_ratio
+
+
+def _dppo(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  beyond: tuple[Array, Array],
+  largest: float | int,
+) -> tuple[Tokens, Aux]:
+  """Leaves out tokens that are beyond a bound, above or below, by sign of A."""
+  above, below = beyond[0] & (advantages > 0), beyond[1] & (advantages <= 0)
+  weights = jax.lax.stop_gradient(jnp.minimum(ratios, largest))
+  loss = _reinforce(weights, logprobs, advantages)
+  aux = {"clip_fraction_low": below, "clip_fraction_high": above}
+  return jnp.where(above | below, 0.0, loss), aux
+
+
 def gmpo(
   ratios: Tokens,
   logprobs: Tokens,
@@ -231,6 +305,8 @@ RATIOS = {
 SURROGATES = {
   "clipped": clipped,
   "cispo": cispo,
+  "dppo_tv": dppo_tv,
+  "dppo_kl": dppo_kl,
   "gmpo": gmpo,
   "sapo": sapo,
   "vespo": vespo,
