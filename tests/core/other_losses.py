@@ -121,7 +121,7 @@ VERL_CASES = {
   "dppo_kl": (
     "dppo_kl",
     "token-mean",
-    {"clip_ratio_low": 0.02, "clip_ratio_high": 0.04, "clip_ratio_c": 20.0},
+    {"clip_ratio_low": 0.001, "clip_ratio_high": 0.08, "clip_ratio_c": 20.0},
   ),
 }
 ADAPTIVE = {

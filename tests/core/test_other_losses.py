@@ -77,8 +77,8 @@ VERL = {
     "token_mean",
     {
       "surrogate": SURROGATE["dppo_kl"],
-      "dppo_low": 0.02,
-      "dppo_high": 0.04,
+      "dppo_low": 0.001,
+      "dppo_high": 0.08,
       "dppo_ratio_max": 20.0,
     },
   ),
