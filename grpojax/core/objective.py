@@ -88,7 +88,10 @@ class Objective:
     within=NOT_NEGATIVE,
   )
   dppo_high: float = option(
-    0.2, "the same of what it gains", within=NOT_NEGATIVE
+    0.2,
+    "dppo_tv, dppo_kl: bound of what a token's probability gains, or of its "
+    "divergence then in nats",
+    within=NOT_NEGATIVE,
   )
   dppo_ratio_max: float = option(
     20.0, "dppo_tv, dppo_kl: upper bound of the ratio", within=ONE_OR_MORE
