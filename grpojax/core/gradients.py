@@ -7,7 +7,6 @@ are computed over the whole minibatch before the scan, so that the number of
 micro-batches changes nothing but the memory that it takes.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -148,13 +147,11 @@ def micro_batch_loss(
     token_mask = entropy_lib.highest_entropy(
       jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
     )
+  counted = mask if token_mask is None else token_mask
   is_weights = left_out = None
   correction_aux = {}
   if terms.correction is not None:
     is_weights, left_out, correction_aux = terms.correction(logprobs, batch)
-  surrogate_mask = token_mask
-  if left_out is not None:
-    surrogate_mask = ~left_out & (mask if token_mask is None else token_mask)
   loss, aux = terms.loss(
     logprobs,
     batch.advantages,
@@ -163,19 +160,15 @@ def micro_batch_loss(
     batch.old_logprobs,
     batch.ref_logprobs,
     is_weights,
-    token_mask=surrogate_mask,
+    token_mask=token_mask if left_out is None else counted & ~left_out,
   )
   mean_entropy = balance = None
   if terms.has_bonus:
-    of_bonus = functools.partial(
-      entropy_lib.mean_entropy,
-      token_mask=mask if token_mask is None else token_mask,
-      tokens=totals.token_count,
-    )
-    mean_entropy = of_bonus(entropy)
+    count = totals.token_count
+    mean_entropy = entropy_lib.mean_entropy(entropy, counted, count)
     bonus = mean_entropy
     if is_weights is not None:
-      bonus = of_bonus(entropy * is_weights)
+      bonus = entropy_lib.mean_entropy(entropy * is_weights, counted, count)
     loss -= entropy_coefficient * bonus
   if terms.router_aux_coef:
     balance = load_balancing.load_balancing_loss(load, totals.expert_load)

@@ -190,14 +190,16 @@ def _advantage(theirs: Theirs, name: str) -> Items:
 
 
 _CLIPPED = ("loss.clip_low", "loss.clip_high")
-_SURROGATES = {  # surrogate, and settings of its bounds
-  "vanilla": ("clipped", _CLIPPED),
-  "gspo": ("clipped", _CLIPPED),
-  "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max")),
-  "dppo_tv": ("dppo_tv", ("loss.dppo_low", "loss.dppo_high")),
-  "dppo_kl": ("dppo_kl", ("loss.dppo_low", "loss.dppo_high")),
-  "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high")),
-  "sapo": ("sapo", _CLIPPED),  # which has temperatures in their place
+_DPPO = ("loss.dppo_low", "loss.dppo_high")
+# Surrogate, settings of its bounds, and of clip_ratio_c where it has it.
+_SURROGATES = {
+  "vanilla": ("clipped", _CLIPPED, "loss.dual_clip"),
+  "gspo": ("clipped", _CLIPPED, "loss.dual_clip"),
+  "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max"), None),
+  "dppo_tv": ("dppo_tv", _DPPO, "loss.dppo_ratio_max"),
+  "dppo_kl": ("dppo_kl", _DPPO, "loss.dppo_ratio_max"),
+  "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high"), None),
+  "sapo": ("sapo", _CLIPPED, None),  # which has temperatures in their place
 }
 
 
@@ -205,7 +207,7 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
   mode = theirs[name]
   if mode not in _SURROGATES:
     yield Note(name, f"{mode!r}: the clipped loss is taken", missing=True)
-  surrogate, (ours_low, ours_high) = _SURROGATES.get(
+  surrogate, (ours_low, ours_high), ours_most = _SURROGATES.get(
     mode, _SURROGATES["vanilla"]
   )
   ratio = "sequence_ratio" if mode == "gspo" else "token_ratio"
@@ -227,12 +229,9 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
     low, high = max(1 - low, 0.0), 1 + high
   yield theirs.setting(ours_low, low, low_name)
   yield theirs.setting(ours_high, high, high_name)
-  largest = {"clipped": "dual_clip"} | dict.fromkeys(
-    ("dppo_tv", "dppo_kl"), "dppo_ratio_max"
-  )
-  if ours := largest.get(surrogate):
-    name = f"{ACTOR}.clip_ratio_c"
-    yield theirs.setting(f"loss.{ours}", theirs[name], name)
+  if ours_most:
+    most = f"{ACTOR}.clip_ratio_c"
+    yield theirs.setting(ours_most, theirs[most], most)
 
 
 def _entropy(theirs: Theirs, name: str) -> Items:

@@ -165,9 +165,9 @@ def dppo_tv(
   A ratio alone bounds rare tokens too much and frequent ones too little. Of the
   `token_ratio`. Logs as `clipped` does.
   """
-  new, old, _ = _probabilities(ratios, logprobs)
-  beyond = new - old > dppo_high, old - new > dppo_low
-  return _dppo(ratios, logprobs, advantages, beyond, dppo_ratio_max)
+  new, old = _probabilities(ratios, logprobs)
+  bounds = dppo_low, dppo_high, dppo_ratio_max
+  return _dppo(ratios, logprobs, advantages, new - old, bounds)
 
 
 def dppo_kl(
@@ -183,37 +183,33 @@ def dppo_kl(
 
   As `dppo_tv` else (arXiv 2602.04879, Binary-KL).
   """
-  new, old, log_ratio = _probabilities(ratios, logprobs)
+  new, old = _probabilities(ratios, logprobs)
   tiny = 1e-8  # verl's
   others = jnp.log((1 - old + tiny) / (1 - new + tiny))
-  divergence = -old * log_ratio + (1 - old) * others
-  beyond = (
-    (divergence > dppo_high) & (new > old),
-    (divergence > dppo_low) & (new < old),
-  )
-  return _dppo(ratios, logprobs, advantages, beyond, dppo_ratio_max)
+  divergence = (1 - old) * others - old * _log(jax.lax.stop_gradient(ratios))
+  moved = jnp.sign(new - old) * jnp.maximum(divergence, 0.0)
+  bounds = dppo_low, dppo_high, dppo_ratio_max
+  return _dppo(ratios, logprobs, advantages, moved, bounds)
 
 
-def _probabilities(
-  ratios: Tokens, logprobs: Tokens
-) -> tuple[Tokens, Tokens, Tokens]:
-  """Probabilities of the sampled tokens, new and old, and their log-ratio."""
+def _probabilities(ratios: Tokens, logprobs: Tokens) -> tuple[Tokens, Tokens]:
+  """Probabilities of the sampled tokens, new and old; constants."""
   ratios, logprobs = jax.lax.stop_gradient((ratios, logprobs))
-  # A ratio that has underflowed counts as the least normal number.
-  log_ratio = jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
-  old = jnp.exp(jnp.minimum(logprobs - log_ratio, 0.0))
-  return jnp.exp(logprobs), old, log_ratio
+  old = jnp.exp(jnp.minimum(logprobs - _log(ratios), 0.0))
+  return jnp.exp(logprobs), old
 
 
 def _dppo(
   ratios: Tokens,
   logprobs: Tokens,
   advantages: Tokens,
-  beyond: tuple[Array, Array],
-  largest: float | int,
+  moved: Tokens,
+  bounds: tuple[float | int, float | int, float | int],
 ) -> tuple[Tokens, Aux]:
-  """Leaves out tokens that are beyond a bound, above or below, by sign of A."""
-  above, below = beyond[0] & (advantages > 0), beyond[1] & (advantages <= 0)
+  """Leaves out tokens that have moved too far up where A > 0, else down."""
+  low, high, largest = bounds
+  above = (moved > high) & (advantages > 0)
+  below = (moved < -low) & (advantages <= 0)
   weights = jax.lax.stop_gradient(jnp.minimum(ratios, largest))
   loss = _reinforce(weights, logprobs, advantages)
   aux = {"clip_fraction_low": below, "clip_fraction_high": above}
@@ -237,9 +233,7 @@ def gmpo(
   the paper's; of a `sequence_ratio` it is GSPO's clip. Logs as `clipped` does.
   """
   del logprobs
-  # A ratio that has underflowed counts as the least normal number (-87 nats).
-  log_ratios = jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
-  bounded, aux = _clip(log_ratios, advantages, -gmpo_clip_low, gmpo_clip_high)
+  bounded, aux = _clip(_log(ratios), advantages, -gmpo_clip_low, gmpo_clip_high)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
   total = jnp.sum(jnp.where(mask, bounded, 0.0), -1, keepdims=True)
   return -jnp.exp(total / length) * advantages, aux
@@ -290,6 +284,11 @@ def vespo(
   phi = jnp.exp(xlogy(k, ratios) + rate * (1 - ratios))
   loss = _reinforce(phi, logprobs, advantages)
   return loss, {"gradient_weight": phi}
+
+
+def _log(ratios: Array) -> Array:
+  # One that has underflowed counts as the least normal number (-87 nats).
+  return jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
 
 
 def _reinforce(weights: Array, logprobs: Array, advantages: Array) -> Array:

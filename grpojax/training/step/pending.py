@@ -77,11 +77,10 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   about = json.dumps([rewards.failures, texts, names]).encode()
   file = io.BytesIO()
   np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
-  length = file.tell()
-  unit = 1 << max(length.bit_length() - 3, 0)  # an eighth to a quarter of it
-  stored = np.zeros(_HEADER + -(-length // unit) * unit, np.uint8)
-  stored[:_HEADER] = np.frombuffer(length.to_bytes(_HEADER, "little"), np.uint8)
-  stored[_HEADER:][:length] = np.frombuffer(file.getvalue(), np.uint8)
+  content = file.tell().to_bytes(_HEADER, "little") + file.getvalue()
+  unit = 1 << (len(content).bit_length() - 3)  # an eighth to a quarter of it
+  content = content.ljust(-(-len(content) // unit) * unit, b"\0")
+  stored = np.frombuffer(content, np.uint8)
   return state.replace(pending=mesh_lib.place(stored, mesh))
 
 
@@ -91,8 +90,8 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     return state
   stored = mesh_lib.fetch(state.pending).tobytes()
   length = int.from_bytes(stored[:_HEADER], "little")
-  file = io.BytesIO(stored[_HEADER:][:length])
-  with np.load(file, allow_pickle=False) as file:
+  content = io.BytesIO(stored[_HEADER:][:length])
+  with np.load(content, allow_pickle=False) as file:
     arrays = {name: file[name] for name in file.files}
   failures, texts, names = json.loads(arrays.pop("about").tobytes())
 
