@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.binding import bind
+from grpojax.core.binding import asks_for, bind
 from grpojax.core.losses import WEIGHTINGS, rollout_correction
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.losses.rollout_correction import CORRECTIONS
@@ -54,7 +54,9 @@ class Objective:
     2, "k of max_at_k, min_at_k and max_rl", within=ONE_OR_MORE
   )
   score_power: float = option(
-    2.0, "power of score_weighted's weights", within=POSITIVE
+    2.0,
+    "power of the weights of score_weighted and optimal_token_baseline",
+    within=POSITIVE,
   )
   surrogate: str | Callable[..., Any] = option(
     "clipped", "what is made of ratio and advantage; clipped is PPO", SURROGATES
@@ -95,6 +97,9 @@ class Objective:
   )
   dppo_ratio_max: float = option(
     20.0, "dppo_tv, dppo_kl: upper bound of the ratio", within=ONE_OR_MORE
+  )
+  dro_beta: float = option(
+    0.1, "dro: weight of the squared log-ratio", within=NOT_NEGATIVE
   )
   gmpo_clip_low: float = option(
     0.4, "gmpo: log-ratios down to minus this", within=NOT_NEGATIVE
@@ -223,7 +228,25 @@ class Objective:
         f"correction_high = {self.correction_high!r}: must be 1 or more: a "
         "weight is 1 where nothing differs; 0 is off"
       )
+    asks = asks_for(_function(self.advantage, ADVANTAGES), "token_score_sq")
+    if asks and self.one_advantage_for:
+      errors.append(
+        f"advantage = {self.advantage!r}: is one a token: "
+        f"{self.one_advantage_for}"
+      )
     refuse(errors)
+
+  @property
+  def one_advantage_for(self) -> str:
+    """What takes one advantage a completion, not a token; "" for nothing."""
+    if self.ratio == "sequence_ratio" or self.surrogate == "gmpo":
+      return (
+        "sequence_ratio and gmpo average over a trajectory: use another ratio "
+        "or surrogate"
+      )
+    if self.off_policy_threshold:
+      return "off_policy_threshold needs one advantage a trajectory: use 0"
+    return ""
 
   @property
   def needs_reference(self) -> bool:
@@ -242,7 +265,7 @@ class Objective:
 
 
 def _function(named: Any, functions: dict[str, Any]) -> Callable[..., Any]:
-  return functions[named] if isinstance(named, str) else named
+  return functions.get(named) if isinstance(named, str) else named
 
 
 def advantage_fn(objective: Objective) -> Callable[..., Array]:

@@ -67,12 +67,7 @@ def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
     ),
     "a KL penalty in the reward is of whole trajectories: use kl_placement = "
     "'loss'": objective.kl_in_reward,
-    "sequence_ratio and gmpo average over a trajectory: use another ratio or "
-    "surrogate": objective.ratio == "sequence_ratio"
-    or objective.surrogate == "gmpo",
-    "off_policy_threshold needs one advantage a trajectory: use 0": (
-      objective.off_policy_threshold
-    ),
+    objective.one_advantage_for: objective.one_advantage_for,
   }
   for message, is_wrong in wrong.items():
     if is_wrong:

@@ -172,6 +172,16 @@ _ADVANTAGES = {
   "rloo": "leave_one_out",
   "opo": "length_weighted",
   "gdpo": "batch_std",
+  "reinforce_plus_plus": "reinforce_plus_plus",
+  "optimal_token_baseline": "optimal_token_baseline",
+  "tir_optimal_token_baseline": "optimal_token_baseline",
+  "gpg": "dr_grpo",
+}
+_DIFFERS = {  # what is not the same in an advantage of that name
+  "gdpo": "verl whitens over tokens, here over completions",
+  "optimal_token_baseline": "without the own reward, which biases verl's; "
+  "weights are of (1 - p)^2, no pass over the vocabulary",
+  "gpg": "verl multiplies by samples / samples of a reward that is not 0",
 }
 
 
@@ -183,7 +193,11 @@ def _advantage(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("advantage", ours, name)
   if kind == "gdpo":
     yield theirs.setting("reward.aggregation", "normalize_then_sum", name)
-    yield Note(name, "verl whitens over tokens, here over completions")
+  if ours == "optimal_token_baseline":
+    yield Setting("score_power", 1.0, "as verl does")
+  note = _DIFFERS.get(kind.removeprefix("tir_"))
+  if note:
+    yield Note(name, note)
   if kind not in _ADVANTAGES:
     text = f"{kind!r}: advantage = 'leave_one_out' compares with the group"
     yield Note(name, text, missing=True)
@@ -200,6 +214,7 @@ _SURROGATES = {
   "dppo_kl": ("dppo_kl", _DPPO, "loss.dppo_ratio_max"),
   "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high"), None),
   "sapo": ("sapo", _CLIPPED, None),  # which has temperatures in their place
+  "dro": ("dro", _CLIPPED, None),  # and no bounds
 }
 
 
@@ -278,6 +293,25 @@ def _correction(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("loss.correction_low", float(low or 0), limit)
   yield theirs.setting("loss.correction_high", float(high), limit)
   yield Setting("loss.old_logprobs", "trainer", "as verl does")
+
+
+def _rejection(theirs: Theirs, name: str) -> Items:
+  """Rejection of completions that are too far off, in the mean of tokens."""
+  kind, limit = theirs[name], f"{name}_threshold"
+  if not kind:
+    return
+  low, _, high = str(theirs[limit]).rpartition("_")
+  weighs = theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence")
+  if kind != "seq_mean_k1" or not low or weighs:
+    text = f"{kind!r} is not taken: there is one correction"
+    yield Note(name, f"{text}, see loss.correction", missing=True)
+    return
+  yield theirs.setting("loss.correction", "geometric_mask", name)
+  # verl's bounds are of the sampler's probabilities by the trainer's.
+  yield theirs.setting("loss.correction_low", 1 / float(high), limit)
+  yield theirs.setting("loss.correction_high", 1 / float(low), limit)
+  yield Setting("loss.old_logprobs", "trainer", "as verl does")
+  yield Note(name, "verl's rejection also takes the tokens out of the mean")
 
 
 def _filter_metric(theirs: Theirs, name: str) -> str | None:
@@ -390,6 +424,7 @@ TABLE = {
     " sampling.max_new_tokens: scale the learning rate"
   ),
   f"{ACTOR}.policy_loss.loss_mode": Row("vanilla", _surrogate),
+  f"{ACTOR}.policy_loss.dro_beta": Row(None, "loss.dro_beta"),
   f"{ACTOR}.clip_ratio": Row(
     0.2,
     note="verl takes clip_ratio_low and clip_ratio_high, and this only where"
@@ -412,6 +447,8 @@ TABLE = {
   "algorithm.kl_ctrl.kl_coef": Row(0.001),
   f"{CORRECTION}.rollout_is": Row(None, _correction),
   f"{CORRECTION}.rollout_is_threshold": Row("2.0"),
+  f"{CORRECTION}.rollout_rs": Row(None, _rejection),
+  f"{CORRECTION}.rollout_rs_threshold": Row(None),
   f"{FILTER}.enable": Row(False, "filter_groups.enable"),
   f"{FILTER}.metric": Row(None, "filter_groups.metric", _filter_metric),
   f"{FILTER}.max_num_gen_batches": Row(

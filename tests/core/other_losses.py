@@ -25,6 +25,8 @@ import textwrap
 import types
 from typing import Any
 
+import numpy as np
+
 SEQUENCE = {"importance_sampling_level": "sequence"}
 TRL_CASES = {
   # name: changes to DEFAULTS, by TRL's own names
@@ -118,6 +120,7 @@ VERL_CASES = {
     "token-mean",
     {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "clip_ratio_c": 1.6},
   ),
+  "dro": ("dro", "token-mean", {"policy_loss": {"dro_beta": 0.3}}),
   "dppo_kl": (
     "dppo_kl",
     "token-mean",
@@ -396,6 +399,11 @@ class VerlConfig(types.SimpleNamespace):
     return getattr(self, name, default)
 
 
+def _nested(value):
+  has_names = isinstance(value, dict) and "dro_beta" in value
+  return VerlConfig(**value) if has_names else value
+
+
 def verl_functions(source: pathlib.Path) -> dict[str, Any]:
   """verl's losses, whose file imports much that they do not need."""
   import torch
@@ -405,12 +413,21 @@ def verl_functions(source: pathlib.Path) -> dict[str, Any]:
   )
   names = {
     "torch": torch,
+    "np": np,
+    "defaultdict": collections.defaultdict,
     "verl_F": types.SimpleNamespace(**tools),
     "ActorConfig": VerlConfig,
     "AlgoConfig": type(None),
   }
-  wanted = ("agg_loss", "compute_policy_loss_")
-  return load(source / "verl/trainer/ppo/core_algos.py", wanted, names)
+  wanted = ("agg_loss", "compute_policy_loss_", "compute_optimal_token")
+  wanted += ("compute_multi_turn", "compute_reinforce_plus_plus_outcome")
+  algorithms = source / "verl/trainer/ppo"
+  load(algorithms / "core_algos.py", wanted, names)
+  wanted = ("compute_rollout_rejection", "_parse_rollout_rs", "compute_rs")
+  names |= {"math": math, "SAFETY_BOUND": 20.0}
+  names["SUPPORTED_ROLLOUT_RS_OPTIONS"] = {"seq_mean_k1"}
+  names["TOKEN_LEVEL_ROLLOUT_RS_OPTIONS"] = set()
+  return load(algorithms / "rollout_corr_helper.py", wanted, names)
 
 
 def verl_loss(functions, given, name, aggregation, changes):
@@ -430,10 +447,46 @@ def verl_loss(functions, given, name, aggregation, changes):
     given["advantages"][:, None] * mask,
     mask,
     aggregation,
-    VerlConfig(**(settings | changes)),
+    VerlConfig(
+      **{k: _nested(v) for k, v in (settings | changes).items()},
+    ),
   )
   loss.backward()
   return {"loss": loss.item(), "by_logprobs": logprobs.grad.tolist()}
+
+
+def verl_advantages(functions, given):
+  """Advantages of tokens, of two groups of three; what is masked by bounds."""
+  import torch
+
+  logprobs, mask = given["old_logprobs"], given["mask"].double()
+  holes = mask.clone()  # an environment's tokens
+  holes[0, 1:3] = holes[3, 0] = holes[4, 2] = 0
+  rewards = torch.tensor([1.0, -0.5, 2, 0, 0.75, 1]).double()
+  masses = torch.exp(logprobs) ** 2 + 0.05 + 0.1 * torch.sin(7 * logprobs) ** 2
+  index, made = np.array([0, 0, 0, 1, 1, 1]), {}
+  names = {"": mask, "multi_turn_": holes}
+  for name, where in names.items():
+    last = (where.cumsum(-1) == where.sum(-1, keepdim=True)) & (where > 0)
+    by_token = rewards[:, None] * last
+    advantages, _ = functions[
+      f"compute_{name}optimal_token_baseline_advantage"
+    ](by_token, where, index, logprobs, masses)
+    made[f"{name}optimal_token_baseline"] = advantages.tolist()
+  last = (mask.cumsum(-1) == mask.sum(-1, keepdim=True)) & (mask > 0)
+  advantages, _ = functions["compute_reinforce_plus_plus_outcome_advantage"](
+    rewards[:, None] * last, mask, VerlConfig(gamma=1.0)
+  )
+  kept, _ = functions["compute_rollout_rejection_mask"](
+    given["logprobs"] - logprobs, mask, "seq_mean_k1", "0.8_1.1"
+  )
+  return made | {
+    "reinforce_plus_plus": advantages.tolist(),
+    "geometric_mask": kept.tolist(),
+    "rewards": rewards.tolist(),
+    "sum_of_squares": masses.tolist(),
+    "holes": holes.tolist(),
+  }
 
 
 def main(source: str) -> None:
@@ -452,6 +505,7 @@ def main(source: str) -> None:
       name: verl_loss(functions, given, *case)
       for name, case in VERL_CASES.items()
     },
+    "verl_advantages": verl_advantages(functions, given),
   }
   text = json.dumps(made).replace('}, "', '},\n"')
   here = pathlib.Path(__file__)

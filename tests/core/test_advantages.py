@@ -27,9 +27,11 @@ def oracle(rewards):
 
 
 EVERY = advantages.ADVANTAGES | {"oracle": oracle}
-POOLED = ("batch_std", "shrinkage", "beta_binomial")  # of a batch's prompts
+# Of a batch's prompts.
+POOLED = ("batch_std", "reinforce_plus_plus", "shrinkage", "beta_binomial")
 WITHIN_GROUPS = [name for name in EVERY if name not in POOLED]
 FEWEST = dict.fromkeys(EVERY, 2) | {"vanilla": 1, "oracle": 1}
+FEWEST["reinforce_plus_plus"] = 1
 FEWEST |= {"max_at_k": 3, "min_at_k": 3, "max_rl": 3}
 
 
@@ -37,8 +39,12 @@ def call(name, rewards, lengths=None):
   """Any of them, of subsets of 2, with weights where it asks for them."""
   lengths = LENGTHS[: rewards.shape[-1]] if lengths is None else lengths
   lengths = jnp.broadcast_to(jnp.asarray(lengths, "float32"), rewards.shape)
-  offered = {"lengths": lengths, "logit_score_sq": jnp.sqrt(lengths)}
-  return bind(EVERY[name], k=2, score_norms=NORMS, **offered)(rewards)
+  unsure = jnp.sqrt(lengths)
+  offered = {"lengths": lengths, "logit_score_sq": unsure}
+  offered["token_score_sq"] = unsure[..., None]  # one token
+  offered["sampled"] = jnp.full((*rewards.shape, 1), True)
+  found = bind(EVERY[name], k=2, score_norms=NORMS, **offered)(rewards)
+  return found[..., 0] if found.ndim > rewards.ndim else found
 
 
 compiled = jax.jit(call, static_argnums=0)

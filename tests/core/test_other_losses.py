@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from grpojax.core import losses
+from grpojax.core.advantages import optimal_token_baseline, reinforce_plus_plus
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import surrogates
+from grpojax.core.losses.rollout_correction import is_weights
 from grpojax.core.objective import Objective
 
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
@@ -64,6 +66,7 @@ VERL = {
     "sequence_mean",
     SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
   ),
+  "dro": ("token_mean", {"surrogate": SURROGATE["dro"], "dro_beta": 0.3}),
   "dppo_tv": (
     "token_mean",
     {
@@ -153,6 +156,46 @@ def test_values_and_gradients(theirs, name, float64):
     np.testing.assert_allclose(
       gradient.reshape(-1), wanted.reshape(-1), rtol=1e-6, atol=1e-9
     )
+
+
+@pytest.mark.parametrize("name", ["", "multi_turn_"])
+def test_token_baselines_are_verls(name, float64):
+  """With the own reward in them, and weights from a pass over all tokens."""
+  made, of = MADE["verl_advantages"], given()
+  shaped = lambda key: jnp.asarray(made[key]).reshape(2, 3, -1)
+  sampled = shaped("holes") > 0 if name else of["mask"]
+  p = jnp.exp(jnp.asarray(MADE["given"]["old_logprobs"])).reshape(2, 3, 5)
+  advantages = optimal_token_baseline(
+    shaped("rewards")[..., 0],
+    1 - 2 * p + shaped("sum_of_squares"),
+    sampled,
+    power=1.0,
+    leave_one_out=False,
+  )
+  expected = shaped(f"{name}optimal_token_baseline")
+  np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_advantages_over_all_tokens_are_verls(float64):
+  made = MADE["verl_advantages"]
+  lengths = given()["mask"].sum(-1)
+  rewards = jnp.asarray(made["rewards"]).reshape(2, 3)
+  expected = np.array(made["reinforce_plus_plus"])[:, 0].reshape(2, 3)
+  advantages = reinforce_plus_plus(rewards, lengths)
+  np.testing.assert_allclose(advantages, expected, rtol=1e-6)
+
+
+def test_completions_are_left_out_as_in_verl():
+  """Bounds there are of the inverse ratio; it keeps what it does not weigh."""
+  of = given()
+  log_ratio = jnp.where(of["mask"], of["logprobs"] - of["old_logprobs"], 0)
+  weights, outside = is_weights(
+    log_ratio, of["mask"], "geometric_mask", 1 / 1.1, 1 / 0.8
+  )
+  kept = np.array(MADE["verl_advantages"]["geometric_mask"]).reshape(2, 3, 5)
+  assert 0 < kept.sum() < of["mask"].sum()
+  np.testing.assert_array_equal(np.where(of["mask"], weights, 0), kept)
+  np.testing.assert_array_equal(outside, of["mask"] & (kept == 0))
 
 
 def test_every_case_is_another_loss():

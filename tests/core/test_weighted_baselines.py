@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages
+from grpojax.core.advantages import leave_one_out
 from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   init_score_norms,
   length_weighted,
   norm_ratio,
   observe_score_norms,
+  optimal_token_baseline,
   score_norm_sums,
   score_weighted,
 )
@@ -54,6 +56,85 @@ def norms_of(rewards, score_sq=SCORE_SQ):
   slope = PROBABILITIES @ (score_sq * (rewards - value))
   middle = PROBABILITIES @ score_sq * (PROBABILITIES @ (rewards - value) ** 2)
   return ScoreNorms(*jnp.array([middle - slope * value, slope, middle]))
+
+
+def _token_scores():
+  """A first token that ends it or not, then one of three: all trajectories.
+
+  Their probabilities, sampled tokens and tokens' scores by the five logits.
+  """
+  first, second = np.array([0.4, 0.6]), np.array([0.5, 0.3, 0.2])
+  probability = np.array([first[0], *(first[1] * second)])
+  scores = np.zeros((4, 2, 5))
+  scores[0, 0, :2] = [1, 0] - first
+  scores[1:, 0, :2] = [0, 1] - first
+  scores[1:, 1, 2:] = np.eye(3) - second
+  sampled = np.array([[True, False], [True, True], [True, True], [True, True]])
+  return probability, sampled, scores
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_a_baseline_of_tokens_is_unbiased(group_size, float64):
+  """The own reward in it is what makes verl's another gradient."""
+  probability, sampled, scores = _token_scores()
+  rewards = np.array([0.3, 1.0, 0.0, -0.5])
+  gradient = (probability * rewards) @ scores.sum(1)
+  groups = np.array(list(itertools.product(range(4), repeat=group_size)))
+  chance = probability[groups].prod(-1)
+  token_sq = np.where(sampled, (scores**2).sum(-1), 0)
+
+  def mean_and_error(power, leave_one_out):
+    advantages = jax.jit(
+      functools.partial(
+        optimal_token_baseline, power=power, leave_one_out=leave_one_out
+      )
+    )(*(jnp.asarray(x[groups]) for x in (rewards, token_sq, sampled)))
+    found = np.einsum("ngt,ngtd->nd", advantages, scores[groups]) / group_size
+    return chance @ found, chance @ ((found - gradient) ** 2).sum(-1)
+
+  for power in (1.0, 2.0):
+    mean, error = mean_and_error(power, True)
+    np.testing.assert_allclose(mean, gradient, atol=1e-14)
+    mean, _ = mean_and_error(power, False)
+    assert np.abs(mean - gradient).max() > 0.02
+  if group_size == 2:  # there is one other
+    return
+  of_samples = leave_one_out(jnp.asarray(rewards[groups]))
+  found = np.einsum("ng,ngtd->nd", of_samples, scores[groups]) / group_size
+  assert error != pytest.approx(chance @ ((found - gradient) ** 2).sum(-1))
+
+
+def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
+  """By hand: sums of the scores so far, and what was not sampled left out."""
+  sampled = jnp.array([[True, True, False], [True, False, True]] + [[True] * 3])
+  token_sq = jnp.array([[1.0, 2, 9], [3, 9, 1], [2, 2, 4]])
+  rewards = jnp.array([1.0, 0.0, 3.0])
+  found = optimal_token_baseline(rewards, token_sq, sampled, 1.0)
+  expected = [
+    [1 - (3 * 0 + 2 * 3) / 5, 1 - (4 * 0 + 4 * 3) / 8, 0],
+    [0 - (1 * 1 + 2 * 3) / 3, 0, 0 - (3 * 1 + 4 * 3) / 7],
+    # Nobody else has a third token: the plain mean.
+    [3 - (1 * 1 + 3 * 0) / 4, 3 - (3 * 1 + 4 * 0) / 7, 3 - (1 + 0) / 2],
+  ]
+  np.testing.assert_allclose(found, expected, atol=1e-14)
+  missing = rewards.at[0].set(jnp.nan)
+  found = optimal_token_baseline(missing, token_sq, sampled, 1.0)
+  expected = [[0, 0, 0], [-3, 0, -3], [3, 3, 3]]
+  np.testing.assert_allclose(found, expected, atol=1e-14)
+  to_go = jnp.broadcast_to(rewards[:, None], sampled.shape)
+  to_go = to_go + jnp.array([2.0, 1.0, 0.0])  # what came before
+  later = optimal_token_baseline(to_go, token_sq, sampled, 1.0)
+  assert later[0, 0] == pytest.approx(1 - 6 / 5)
+  with pytest.raises(ValueError, match="for tokens"):
+    optimal_token_baseline(rewards[:2], token_sq, sampled)
+
+
+@pytest.mark.parametrize(
+  "wrong", [{"surrogate": "gmpo"}, {"off_policy_threshold": 0.1}]
+)
+def test_what_needs_one_advantage_a_completion(wrong):
+  with pytest.raises(ValueError, match="is one a token: .*use"):
+    Objective(advantage="optimal_token_baseline", **wrong)
 
 
 @pytest.mark.parametrize("rewards", [BINARY, REALS], ids=["binary", "reals"])

@@ -12,11 +12,15 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | dr_grpo         | Z_i - mean_j Z_j                 | (G-1)/G g              |
 | grpo            | (Z_i - mean_j Z_j) / std_j Z     | biased: prompt weights |
 | batch_std       | dr_grpo / std over the batch     | biased: a random scale |
+| reinforce_plus_ | (Z_i - the batch's mean) / its   | biased: a random scale |
+| plus            | std, both over tokens            | and O(1/N)             |
 | shrinkage,      | Z_i - an estimate of V(x) that   | g                      |
 | beta_binomial   | pools prompts (`baselines`)      |                        |
 | length_weighted,| Z_i - a weighted mean of the     | g                      |
 | score_weighted, | others (`weighted_baselines`)    |                        |
 | norm_ratio      |                                  |                        |
+| optimal_token_  | the same for each token,         | g                      |
+| baseline        | [..., G, T]                      |                        |
 | max_at_k,       | best or worst of k (`subsets`)   | grad of E max, E min   |
 | min_at_k        |                                  |                        |
 | max_rl          | sum_{j <= k} max_at_j / j        | k terms of grad log V  |
@@ -47,6 +51,7 @@ from grpojax.core.advantages.subsets import (
 from grpojax.core.advantages.weighted_baselines import (
   length_weighted,
   norm_ratio,
+  optimal_token_baseline,
   score_weighted,
 )
 from grpojax.core.group_axis import (
@@ -138,6 +143,28 @@ def batch_std(
   return _divide_by_std(deviations, variance, epsilon)
 
 
+def reinforce_plus_plus(
+  rewards: Shaped[Array, "*B G"], lengths: Shaped[Array, "*B G"]
+) -> Float[Array, "*B G"]:
+  """Reward standardised over all tokens of the batch, whatever its prompt.
+
+  A_i = (Z_i - m) / sqrt(s^2 + 1e-8), m and s^2 the mean and the sample variance
+  of the rewards in which each counts once for each of its `lengths` tokens
+  (REINFORCE++, arXiv 2501.03262, without its KL term; as in verl). A prompt's
+  difficulty is noise to it; groups of 1 will do. The batch is as in
+  `batch_std`.
+  """
+  rewards = as_float(rewards, "reinforce_plus_plus", least=1)
+  tokens = jnp.where(present(rewards), lengths, 0).astype(rewards.dtype)
+  first = jnp.argmax(jnp.ravel(tokens) > 0)
+  moved = jnp.where(present(rewards), rewards - jnp.ravel(rewards)[first], 0)
+  total = jnp.maximum(jnp.sum(tokens), 1)
+  moved = moved - jnp.sum(tokens * moved) / total
+  variance = jnp.sum(tokens * moved**2) / jnp.maximum(total - 1, 1)
+  advantages = moved / jnp.sqrt(variance + 1e-8)
+  return jnp.where(present(rewards), advantages, 0)
+
+
 def _divide_by_std(deviations: Array, variance: Array, epsilon: float) -> Array:
   # A `where` before the root as well: its infinite slope at 0 would make the
   # gradient 0 * inf = nan.
@@ -151,12 +178,14 @@ ADVANTAGES = {
   "grpo": grpo,
   "dr_grpo": dr_grpo,
   "batch_std": batch_std,
+  "reinforce_plus_plus": reinforce_plus_plus,
   "vanilla": vanilla,
   "shrinkage": shrinkage,
   "beta_binomial": beta_binomial,
   "length_weighted": length_weighted,
   "score_weighted": score_weighted,
   "norm_ratio": norm_ratio,
+  "optimal_token_baseline": optimal_token_baseline,
   "max_at_k": max_at_k,
   "min_at_k": min_at_k,
   "max_rl": max_rl,
@@ -171,6 +200,7 @@ WITHIN_GROUPS = (
   "batch_std",
   "length_weighted",
   "score_weighted",
+  "optimal_token_baseline",
   "max_at_k",
   "min_at_k",
   "max_rl",

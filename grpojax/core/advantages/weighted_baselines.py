@@ -10,6 +10,8 @@ value").
 |-----------------|-----------------------------------|----------------------|
 | length_weighted | tokens                            | nothing              |
 | score_weighted  | (sum over tokens of (1 - p)^2)^2  | nothing              |
+| optimal_token_  | the same, up to each token        | nothing              |
+| baseline        |                                   |                      |
 | norm_ratio      | E[|s|^2 given Z_j], earlier steps | a diagnosis at times |
 
 G >= 2; groups do not sum to 0. Where the weights of all the others are 0, their
@@ -82,7 +84,7 @@ def logit_score_sq(
   the other logits add less, and say less about |s|^2 (measured:
   `grpojax.studies.baselines`).
   """
-  return jnp.sum(jnp.where(mask, jnp.expm1(logprobs) ** 2, 0), axis=-1)
+  return jnp.sum(token_score_sq(logprobs, mask), axis=-1)
 
 
 def score_weighted(
@@ -99,6 +101,75 @@ def score_weighted(
   rewards = as_float(rewards, "score_weighted", least=2)
   weights = jnp.asarray(logit_score_sq) ** power
   return _minus_weighted_others(rewards, weights, "logit_score_sq")
+
+
+def token_score_sq(
+  logprobs: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
+) -> Float[Array, "*B G T"]:
+  """Returns the summands of `logit_score_sq`, 0 outside of the mask."""
+  return jnp.where(mask, jnp.expm1(logprobs) ** 2, 0)
+
+
+def optimal_token_baseline(
+  rewards: Shaped[Array, "*S"],
+  token_score_sq: Float[Array, "*B G T"],
+  sampled: Bool[Array, "*B G T"],
+  power: float = 2.0,
+  *,
+  leave_one_out: bool = True,
+) -> Float[Array, "*B G T"]:
+  """Reward minus a mean of the others', another one for each token.
+
+  A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over the others that
+  have a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
+  optimal token baseline (arXiv 2602.07078) without the sample's own reward, and
+  so unbiased. Where no other is as long, their plain mean is the baseline.
+
+  With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
+  of (1 - p)^2 it is what verl computes (`optimal_token_baseline`, and of
+  several turns `tir_optimal_token_baseline`): the own reward is in the mean,
+  which scales each token's gradient by another number, and the longest sample
+  has no baseline where it is alone.
+
+  Args:
+    rewards: R of samples, [*B, G], or of their tokens, [*B, G, T]: what comes
+      from each token on.
+    token_score_sq: Squared length of each token's score, or what stands for it.
+    sampled: True for tokens of the policy; those of an environment do not
+      count, and get 0.
+    power: Power of the sums.
+    leave_one_out: Whether a sample's own reward is left out.
+  """
+  rewards = jnp.asarray(rewards)
+  if rewards.shape == sampled.shape[:-1]:
+    rewards = jnp.broadcast_to(rewards[..., None], sampled.shape)
+  if rewards.shape != sampled.shape or token_score_sq.shape != sampled.shape:
+    raise ValueError(
+      "optimal_token_baseline takes rewards [..., G] or [..., G, T] for tokens "
+      f"[..., G, T]: got {rewards.shape}, token_score_sq "
+      f"{token_score_sq.shape} and sampled {sampled.shape}"
+    )
+  # The t-th sampled tokens of a group stand side by side, [*B, T, G].
+  sums = jnp.cumsum(jnp.where(sampled, token_score_sq, 0), -1) ** power
+  order = jnp.argsort(~sampled, axis=-1, stable=True)
+  there, weights, to_go = (
+    jnp.swapaxes(jnp.take_along_axis(x, order, -1), -1, -2)
+    for x in (sampled, sums, rewards)
+  )
+  to_go = as_float(to_go, "optimal_token_baseline", least=2)
+  weights = jnp.where(there, weights, 0)
+  if leave_one_out:
+    advantages = _minus_weighted_others(to_go, weights, "weights")
+  else:
+    weights = jnp.where(present(to_go), weights, 0)
+    mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / (
+      jnp.sum(weights, -1) + 1e-8
+    )
+    mean = jnp.where(jnp.sum(there, -1) > 1, mean, 0)
+    advantages = jnp.where(present(to_go), to_go - mean[..., None], 0)
+  place = jnp.maximum(jnp.cumsum(sampled, -1) - 1, 0)
+  advantages = jnp.take_along_axis(jnp.swapaxes(advantages, -1, -2), place, -1)
+  return jnp.where(sampled, advantages, 0)
 
 
 @typing.no_type_check
@@ -186,12 +257,14 @@ def norm_ratio(
 
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
-) -> dict[str, Shaped[Array, "B G"]]:
-  """Weights of samples that an advantage has parameters for, by their names."""
+) -> dict[str, Shaped[Array, "B G *t"]]:
+  """What an advantage has parameters for of samples or tokens, by its names."""
   mask = rollout.sampled
   weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),
     "logit_score_sq": lambda: logit_score_sq(rollout.logprobs, mask),
+    "token_score_sq": lambda: token_score_sq(rollout.logprobs, mask),
+    "sampled": lambda: mask,
   }
   return {k: f() for k, f in weights.items() if asks_for(advantage, k)}
 

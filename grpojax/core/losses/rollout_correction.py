@@ -11,6 +11,8 @@ mu(o_t), makes a constant weight of each token's loss here.
 | `token_mask`        | r_t; 0 outside of [low, high]           | MIS, IcePop |
 | `sequence_truncate` | prod_t r_t held within [low, high]      | seq-TIS     |
 | `sequence_mask`     | prod_t r_t; 0 outside of [low, high]    | seq-MIS     |
+| `geometric_mask`    | 1; 0 where the geometric mean of r_t    | seq_mean_k1 |
+|                     | lies outside of [low, high]             |             |
 
 The KL term and the entropy bonus are means over the same samples and take the
 same weights (in TRL and verl they do not: with one update a step theirs are
@@ -22,6 +24,9 @@ drew them. With `sequence_ratio`
 and `gmpo` weights are averaged over a completion: there the sequence's are
 meant. The loss is divided by the number of all tokens, as in TRL; verl leaves
 masked ones out of it.
+
+`geometric_mask` weighs nothing: it leaves out completions whose tokens are, on
+average, too far off (bounds of .99 and 1.01 are SkyRL's).
 
 Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
 You Off-Policy RL Training"; MIS, Liu et al. (2025), "When Speed Kills
@@ -49,6 +54,7 @@ CORRECTIONS = (
   "token_mask",
   "sequence_truncate",
   "sequence_mask",
+  "geometric_mask",
 )
 
 
@@ -68,8 +74,13 @@ def is_weights(
   if unit == "sequence":
     total = jnp.sum(log_ratio, axis=-1, keepdims=True)
     log_ratio = jnp.minimum(total, _LARGEST)
+  elif unit == "geometric":
+    length = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    log_ratio = jnp.sum(log_ratio, axis=-1, keepdims=True) / length
   weights = jnp.exp(log_ratio)
   outside = mask & ((weights < low) | (weights > high))
+  if unit == "geometric":  # a mean over tokens is no weight: it only chooses
+    weights = jnp.ones_like(weights)
   if bound == "truncate":
     bounded = jnp.clip(weights, low, high)
   else:

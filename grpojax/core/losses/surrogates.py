@@ -31,6 +31,8 @@ the gradient:
 | token             | log pi                | far on the side where A moves it |
 | sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
 |                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
+| dro, token        | -A log pi             | 1, and dro_beta log r grad log   |
+|                   | + beta / 2 (log r)^2  | pi, whatever A is                |
 | vespo, trajectory | -sg(phi(w)) A log pi  | phi(w) = w^k exp(lambda (1 - w)) |
 |                   |                       | to 0 for w -> 0 and w -> inf     |
 """
@@ -286,12 +288,30 @@ def vespo(
   return loss, {"gradient_weight": phi}
 
 
+def dro(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  dro_beta: float | int = 0.1,
+) -> tuple[Tokens, Aux]:
+  """REINFORCE with a quadratic pull to the old policy: DRO's.
+
+  -log pi A + dro_beta / 2 (log r)^2 (arXiv 2405.19107, with an advantage in the
+  place of its value; as in verl). On-policy the pull is 0.
+  """
+  pull = 0.5 * dro_beta * _log(ratios) ** 2
+  return _reinforce(1.0, logprobs, advantages) + pull, {}
+
+
 def _log(ratios: Array) -> Array:
   # One that has underflowed counts as the least normal number (-87 nats).
   return jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
 
 
-def _reinforce(weights: Array, logprobs: Array, advantages: Array) -> Array:
+def _reinforce(
+  weights: Array | float, logprobs: Array, advantages: Array
+) -> Array:
   # What a policy excludes has a value that is finite, and no gradient.
   return -weights * advantages * jnp.maximum(logprobs, -1e4)
 
@@ -309,4 +329,5 @@ SURROGATES = {
   "gmpo": gmpo,
   "sapo": sapo,
   "vespo": vespo,
+  "dro": dro,
 }

@@ -464,6 +464,8 @@ def _advantage(s: TrainSettings) -> Rows:
       advantage,
       lengths=lengths,
       logit_score_sq=rewards,
+      token_score_sq=rewards[..., None],
+      sampled=rewards[..., None] > 0,
       score_norms=init_score_norms(),
     )(rewards)
 

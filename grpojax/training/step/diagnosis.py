@@ -112,7 +112,8 @@ def make_diagnose(
     if needs_score_norms(settings):
       sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
       row |= {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
-    if weights or needs_score_norms(settings):
+    of_tokens = "token_score_sq" in weights
+    if (weights and not of_tokens) or needs_score_norms(settings):
       errors = advantage_errors.advantage_errors(
         projections, rewards, bind_norms(advantage, score_norms), weights
       )
