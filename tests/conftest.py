@@ -11,6 +11,7 @@ import pathlib
 import signal
 import tempfile
 import types
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -86,12 +87,21 @@ def h100():
     yield
 
 
+def pytest_addoption(parser):
+  parser.addoption("--part", help="K/N: of N parts of the tests the K-th alone")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
   """Long files first, so that no process is left alone with one at the end.
 
-  A case that is long is not slow, too, where its function is.
+  A case that is long is not slow, too, where its function is. Parts are by the
+  names of functions, so that a commit has the same ones everywhere.
   """
+  if part := config.getoption("part"):
+    k, n = map(int, part.split("/"))
+    number = lambda item: zlib.crc32(item.nodeid.split("[")[0].encode())
+    items[:] = [item for item in items if number(item) % n == k % n]
   items.sort(key=lambda item: item.path.name not in LONG)
   for item in items:
     if item.get_closest_marker("long"):

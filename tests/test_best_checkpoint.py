@@ -99,6 +99,7 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
   assert summary(run)["steps"] == 5 and summary(run)["best_step"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [evaluate, chat, export])
 def test_best_needs_a_run_that_keeps_it(program, toy_task, toy_run, tmp_path):
   words = [f"--model={toy_run.directory}", "--best"]

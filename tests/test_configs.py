@@ -65,6 +65,7 @@ def model_of(settings):
   return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_every_model_has_a_config():
   paths = {
     pathlib.Path(training_settings(name).model.path).name for name in CONFIGS
@@ -136,6 +137,7 @@ MARKS = {"arithmetic": ()} | dict.fromkeys(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [

@@ -45,6 +45,7 @@ def pages(language):
   ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages("python"))
 def test_python(page, tmp_path, monkeypatch):
   """A page's blocks run in turn, with what the earlier ones have defined."""

@@ -38,6 +38,7 @@ def recorded(run, step):
   )
 
 
+@pytest.mark.slow
 def test_a_model_directory(toy_run, toy_model, toy_task, tmp_path, capsys):
   settings = toy_task.arguments(toy_model, evaluate.READS)
   before = result_of([f"--model={toy_model}", *settings], tmp_path)
@@ -48,6 +49,7 @@ def test_a_model_directory(toy_run, toy_model, toy_task, tmp_path, capsys):
   assert "greedy accuracy  100.0%" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_under_its_own_config(
   toy_run, toy_task, tmp_path, capsys
 ):
@@ -145,6 +147,7 @@ def held_out_prompts(monkeypatch):
   return seen
 
 
+@pytest.mark.slow
 def test_compare_before_and_after_training(
   toy_run, toy_model, toy_task, tmp_path, capsys, monkeypatch
 ):
@@ -248,6 +251,7 @@ def longer_for_threes(model, path):
   return path
 
 
+@pytest.mark.slow
 def test_compared_on_what_fits_both(
   toy_model, toy_task, tmp_path, capsys, monkeypatch
 ):

@@ -84,6 +84,7 @@ def test_newest_and_named_steps(run, tmp_path, capsys):
     assert equal(hf.load_params(out), run.trained[step])
 
 
+@pytest.mark.slow
 def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
   pytest.importorskip("torch")
   import transformers
@@ -100,6 +101,7 @@ def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
   assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
 
 
+@pytest.mark.slow
 def test_an_adapter_by_itself(lora_run, tmp_path):
   """In peft's format, which test_lora.py compares with peft."""
   out = tmp_path / "adapter"
@@ -128,6 +130,7 @@ def test_bfloat16(run, tmp_path):
   assert equal(hf.load_params(out, dtype=jnp.bfloat16), rounded)
 
 
+@pytest.mark.slow
 def test_a_finished_model_without_checkpoints(run, tmp_path):
   copy, out = tmp_path / "run", tmp_path / "out"
   shutil.copytree(run.path, copy)
@@ -140,6 +143,7 @@ def test_a_finished_model_without_checkpoints(run, tmp_path):
   assert equal(hf.load_params(out), run.trained[2])
 
 
+@pytest.mark.slow
 def test_lora_is_merged(lora_run, tmp_path):
   out = tmp_path / "out"
   export.main([str(lora_run.path), f"--out={out}"])

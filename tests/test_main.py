@@ -25,6 +25,7 @@ def call(monkeypatch):
   return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
 def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
   call(*words)

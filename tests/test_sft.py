@@ -128,6 +128,7 @@ def test_the_format_decides_the_template_and_the_end(
   assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
 
 
+@pytest.mark.slow
 def test_a_model_of_word_problems(tmp_path, capsys):
   config = config_with(
     format="dialogue", tokenizer="bpe", vocab_size=300, row_length=320
@@ -207,6 +208,7 @@ def test_texts_that_do_not_fit_are_refused(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "word, text",
   [

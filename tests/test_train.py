@@ -202,6 +202,7 @@ def test_every_step_is_measured_once(toy_run):
   assert sum(row[part] for part in parts) <= row["seconds_step"]
 
 
+@pytest.mark.slow
 def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
   settings = from_config(config)
@@ -247,6 +248,7 @@ def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "word, hint",
   [
@@ -501,6 +503,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change, text", CONFIGS, ids=str)
 def test_a_runs_config_that_cannot_be_read(
   change, text, broken_run, toy_run, toy_task, tmp_path

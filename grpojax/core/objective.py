@@ -228,8 +228,9 @@ class Objective:
         f"correction_high = {self.correction_high!r}: must be 1 or more: a "
         "weight is 1 where nothing differs; 0 is off"
       )
-    asks = asks_for(_function(self.advantage, ADVANTAGES), "token_score_sq")
-    if asks and self.one_advantage_for:
+    advantage = _function(self.advantage, ADVANTAGES)
+    of_tokens = advantage and asks_for(advantage, "token_score_sq")
+    if of_tokens and self.one_advantage_for:
       errors.append(
         f"advantage = {self.advantage!r}: is one a token: "
         f"{self.one_advantage_for}"
@@ -238,7 +239,7 @@ class Objective:
 
   @property
   def one_advantage_for(self) -> str:
-    """What takes one advantage a completion, not a token; "" for nothing."""
+    """Reason why an advantage must be one a completion; "" for none."""
     if self.ratio == "sequence_ratio" or self.surrogate == "gmpo":
       return (
         "sequence_ratio and gmpo average over a trajectory: use another ratio "
@@ -264,7 +265,7 @@ class Objective:
     return self.beta if self.kl_placement == "reward" else 0.0
 
 
-def _function(named: Any, functions: dict[str, Any]) -> Callable[..., Any]:
+def _function(named: Any, functions: dict[str, Any]) -> Any:
   return functions.get(named) if isinstance(named, str) else named
 
 

@@ -62,6 +62,7 @@ def costs(programs, name, tokens=TOKENS):
   return cost.cost(hlo.parse(programs[name]["text"]), tokens)
 
 
+@pytest.mark.slow
 def test_a_scan_of_mlps(programs, platform):
   found = costs(programs, "mlp")
   # 4 layers of two products of [128, 256] and [256, 512], 2 operations each.
@@ -73,6 +74,7 @@ def test_a_scan_of_mlps(programs, platform):
     assert found.bytes == pytest.approx(weights + ends, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, flops",
   [

@@ -50,6 +50,7 @@ def call(name, rewards, lengths=None):
 compiled = jax.jit(call, static_argnums=0)
 
 
+@pytest.mark.slow
 def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
   rewards = jnp.array([[0.0, 2.0], [10.0, 16.0], [5.0, 5.0]])
   half = math.sqrt(0.5)
@@ -73,6 +74,7 @@ def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_shapes_dtypes_and_prompts(name):
   """All axes but the last are prompts; vmap has batches of them."""
@@ -124,6 +126,7 @@ def test_shapes_that_do_not_fit_are_refused():
 # Samples without a reward.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 def test_a_group_is_what_has_rewards(name):
   """A group of n rewards in any places of a larger one gives the same."""
@@ -143,6 +146,7 @@ def test_a_group_is_what_has_rewards(name):
       assert (np.asarray(compiled(name, rewards)) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
   """Bit for bit; of groups with, without and with equal rewards."""
@@ -170,6 +174,7 @@ def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
 # The estimators.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [2, 4])
 @pytest.mark.parametrize(
   "name", ["vanilla", "oracle", "leave_one_out", "dr_grpo", "grpo"]
@@ -200,6 +205,7 @@ def test_expected_estimator_over_all_groups(name, group_size):
   np.testing.assert_allclose(mean / group_size, factor * g, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_which_are_leave_one_out_times_a_number(name):
   """Of the batch's gradient, for which the best group size is known."""

@@ -65,6 +65,7 @@ def test_wrong_prompts_are_refused(case, wrong):
       token_logprobs(lm, params, ids, mask, completions)
 
 
+@pytest.mark.slow
 def test_what_does_not_matter_is_not_refused(case):
   """Ids on padding, rows that only pad the batch, and values inside jit."""
   lm, params, draw = case

@@ -99,6 +99,7 @@ def shrunk(rewards, seen):
   return expected
 
 
+@pytest.mark.slow
 def test_shrinkage_is_its_formula(float64):
   rng = np.random.default_rng(0)
   mild = rng.normal(size=(6, 1)) + rng.normal(size=(6, 4))
@@ -122,6 +123,7 @@ def test_shrinkage_is_its_formula(float64):
   assert max(seen) == 1 and min(seen) < 0.5
 
 
+@pytest.mark.slow
 def test_beta_binomial_is_the_posterior_mean(float64):
   """With scipy's distribution, over the same grid."""
   rng = np.random.default_rng(2)
@@ -149,6 +151,7 @@ def test_beta_binomial_is_the_posterior_mean(float64):
     np.testing.assert_allclose(found, truth + extra, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "group_size, alpha, beta", [(2, 2.0, 3.0), (4, 5.0, 1.0)]
 )
@@ -173,6 +176,7 @@ def test_pooling_brings_the_baseline_closer_to_the_value(
     assert gain.mean() > 5 * gain.std() / math.sqrt(len(gain)), pooled
 
 
+@pytest.mark.slow
 def test_equal_groups_in_a_batch_that_varies():
   """What pooling is for; and where nothing can be pooled, w = 0."""
   rewards = jnp.array([[1.0, 1, 1], [0, 1, 0], [0, 0, 0], [1, 0, 1]])

@@ -136,6 +136,7 @@ def test_rows_of_different_lengths_in_a_cache(name):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "way", ["compact", pytest.param("stages", marks=pytest.mark.long)]
 )
@@ -263,6 +264,7 @@ def test_each_device_leaves_out_rows_of_its_own():
   np.testing.assert_array_equal(new, [0, 1, -2, 3, -4, 5, 6, 7])
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
   lm = tabular.lm(3, 11)
   table, last = lm.init(jax.random.key(5)), slice(3, 6)
@@ -280,6 +282,7 @@ def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
   assert_same(part, jax.tree.map(lambda x: x[last], whole))
 
 
+@pytest.mark.slow
 def test_a_simple_cache_has_one_stage(tabular):
   lm = tabular.lm(3, 11)
   table = lm.init(jax.random.key(5))

@@ -54,6 +54,7 @@ def mean(probability, estimates):
   return np.einsum("xg,xgij->ij", probability, estimates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", advantages.ZERO_IN_EQUAL_GROUPS)
 def test_the_kept_groups_have_the_gradient_of_all(name):
   probability, varied, estimates = all_groups(name)
@@ -70,6 +71,7 @@ def test_the_kept_groups_have_the_gradient_of_all(name):
   assert cosine / np.linalg.norm(whole) < 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_which_advantages_are_zero_in_equal_groups(name):
   rewards = jnp.array(

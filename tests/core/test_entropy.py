@@ -123,6 +123,7 @@ def test_how_a_batch_is_cut_changes_nothing(
   assert ("entropy_coefficient" in metrics) == (coefficient > 0)
 
 
+@pytest.mark.slow
 def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(0.0)  # the entropy stays

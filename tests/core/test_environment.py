@@ -157,6 +157,7 @@ def test_seeds_may_be_mapped_over(tiny):
   assert (both.turns[0] != alone.turns).any()
 
 
+@pytest.mark.slow
 def test_a_row_that_only_pads_the_batch_is_empty(tiny):
   mask = PROMPTS.prompt_mask.at[1].set(False)
   result = sampled(tiny, prompts=PROMPTS.replace(prompt_mask=mask))
@@ -196,6 +197,7 @@ def test_a_whole_step_is_its_parts(tiny):
   assert metrics["turns_mean"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("options", "message"),
   [
@@ -240,6 +242,7 @@ def small(tiny, answer, state=0.0, **changes):
 IDS = jnp.array([1, 2, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("answer", "message"),
   [
@@ -279,6 +282,7 @@ def test_targets_are_one_a_prompt(tiny):
   small(tiny, answer, targets=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("ids", "length", "valid"),
   [

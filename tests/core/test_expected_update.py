@@ -104,6 +104,7 @@ def test_expected_update_is_the_policy_gradient(
   assert jnp.abs(truth).max() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sampling",
   [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(0.8, top_k=2)],

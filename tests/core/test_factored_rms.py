@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from grpojax.core import optim
 from grpojax.core.optim import scale_by_factored_rms
@@ -45,6 +46,7 @@ def run(tx, grads):
   return jax.jit(lambda g: jax.lax.scan(one, tx.init(params), g))(grads)
 
 
+@pytest.mark.slow
 def test_every_matrix_and_vector_is_as_optax_has_it(monkeypatch):
   """The second layer of each stack by itself, through optax's Adafactor."""
   monkeypatch.setattr(optim, "SMALLEST", 8)
@@ -78,6 +80,7 @@ def test_every_matrix_and_vector_is_as_optax_has_it(monkeypatch):
   }
 
 
+@pytest.mark.slow
 def test_by_hand_of_rank_one(monkeypatch):
   """What is a product of rows and columns is factored without loss."""
   monkeypatch.setattr(optim, "SMALLEST", 2)

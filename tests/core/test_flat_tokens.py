@@ -65,6 +65,7 @@ def test_tokens_there_and_back_without_a_scatter(devices, size):
   assert "gather" in text and "scatter" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_rows_share_is_summed_in_float32(dtype):
   """300 times 1/256 is 1.17; a sum of bfloat16 would stop at 1."""

@@ -16,6 +16,7 @@ PROMPT_MASK = jnp.arange(P) < jnp.array([[5], [3]])
 IDS = jnp.asarray(RNG.integers(0, V, (B, G, T)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=2)]
 )

@@ -40,6 +40,7 @@ def random_case(seed, shape=(3, 4, 5)):
 # Weightings.
 
 
+@pytest.mark.slow
 def test_weights_golden():
   expected = {  # Three sequences, of 3, 1 and 2 tokens; one row is padding.
     "sequence_mean": [1 / 9, 1 / 3, 1 / 6],
@@ -170,6 +171,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio, surrogate, kl, on_policy", HOSTILE)
 def test_hostile_numbers(ratio, surrogate, kl, on_policy):
   """Junk on padding, and tokens that a policy now excludes."""

@@ -83,6 +83,7 @@ def draw_lengths(rng, b=B, g=G, t=T):
   return np.where(rng.uniform(size=b) < 0.1, 0, lengths.T).T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "prompt_length, devices, minibatches, micro_batches",
   [(0, 1, 1, 1), (3, 1, 1, 6), (9, 2, 1, 2), (3, 1, 2, 1), (2, 2, 2, 3)],

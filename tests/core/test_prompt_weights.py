@@ -61,6 +61,7 @@ def gradients(tabular, pack=False, beta=0.0, **options):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "options",
   [

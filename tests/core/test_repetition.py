@@ -194,6 +194,7 @@ def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
   assert np.abs(np.asarray(plain)[mask] - sampled).max() > 0.1
 
 
+@pytest.mark.slow
 def test_a_penalty_of_nothing_is_refused(tiny, drawn):
   _, samples = drawn
   with pytest.raises(ValueError, match="needs `seen`"):

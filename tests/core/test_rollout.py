@@ -157,6 +157,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad_id", [0, 3])
 def test_ends(tabular, pad_id):
   """Also with padding equal to an EOS."""
@@ -211,6 +212,7 @@ def test_budgets(tiny_rollout):
   assert finished.any() and (np.asarray(free.finished) & ~finished).any()
 
 
+@pytest.mark.slow
 def test_padding_rows_of_a_batch_stay_empty(tiny_rollout):
   mask = PROMPTS.prompt_mask.at[1].set(False)
   out = tiny_rollout(PROMPTS.replace(prompt_mask=mask), KEY)
@@ -221,6 +223,7 @@ def test_padding_rows_of_a_batch_stay_empty(tiny_rollout):
     np.testing.assert_array_equal(got[::2], expected[::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("successors", "t", "calls"),
   [
@@ -255,6 +258,7 @@ def test_a_prompt_does_not_depend_on_other_rows(tiny_rollout):
   assert (changed[0][0] != out[0][0]).any()
 
 
+@pytest.mark.slow
 def test_padding_of_prompts_changes_nothing(tiny_rollout):
   out = tiny_rollout(PROMPTS, KEY)
   junk = jnp.where(PROMPTS.prompt_mask, PROMPTS.prompt_ids, 8)

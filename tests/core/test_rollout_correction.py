@@ -37,6 +37,7 @@ def arrays():
   return logprobs, jnp.asarray(advantages)[None], jnp.asarray(mask)[None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", WEIGHTINGS)
 def test_values_and_gradients_are_those_of_trl(loss_type, float64):
   stored, advantages, mask = arrays()
@@ -173,6 +174,7 @@ def test_untruncated_sequence_weights_give_the_policys_own_gradient(
   assert min(np.abs(x - own).max() for x in off) > 1e-3
 
 
+@pytest.mark.slow
 def test_what_is_out_of_bounds_and_what_is_huge(float64):
   log_ratio = jnp.log(jnp.array([[[0.5, 3.0, 1.0], [0.2, 1.0, 1.0]]]))
   mask = jnp.array([[[1, 1, 0], [1, 0, 0]]], bool)

@@ -72,6 +72,7 @@ def learned(case, objective, options):
   return learn()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "updates, old",
   [
@@ -103,6 +104,7 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
     np.testing.assert_allclose(found, own[old][mask], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 6])
 def test_the_update_corrects_however_it_is_cut(case, micro_batches):
   """Against the same loss written out; with six parts it has two epochs."""

@@ -82,6 +82,7 @@ def test_golden(sampling, keep, expected):
   np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sampling", [Sampling(2.0, top_p=0.6), Sampling(2.0, 2, 0.9)]
 )
@@ -138,6 +139,7 @@ def kept_by_sorting(row, k, p):
   return (row >= row[order][in_time].min()) & (row > -np.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 17, 63])
 @pytest.mark.parametrize("p", [0.3, 1 - 2**-24, 1.0])
 def test_kept_are_those_that_sorting_keeps(k, p):
@@ -182,6 +184,7 @@ def test_logprob_is_of_the_distribution_drawn_from(sampling):
   assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform, drawn", [(0.0, 1), (1 - 2.0**-23, 5)])
 @pytest.mark.parametrize("copies", [1, 8])
 def test_the_ends_of_the_unit_interval(monkeypatch, uniform, drawn, copies):

@@ -132,6 +132,7 @@ def test_epochs_and_minibatches_are_a_plain_loop(tabular):
   )
 
 
+@pytest.mark.slow
 def test_update_metrics_are_numpys(tabular):
   lm, table, batch = make_case(tabular)
   objective = Objective(beta=0.1)
@@ -160,6 +161,7 @@ def test_update_metrics_are_numpys(tabular):
   np.testing.assert_allclose(state.params, table - 0.5 * grads, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [-1.0, 1.0])
 def test_extreme_ratios_are_of_tokens(moved, tabular):
   """All above 1, or all below; without any token, 1."""
@@ -181,6 +183,7 @@ def equal_bits(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "bad, max_grad_norm", [(jnp.nan, math.inf), (jnp.inf, 0.1)]
 )
@@ -216,6 +219,7 @@ def test_only_the_broken_minibatch_is_skipped(tabular):
   assert (got.skipped, metrics["skipped_updates"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_on_policy_batch_without_old_logprobs(tabular):
   """None stands for the policy's own log-probabilities."""
   lm, table, batch = make_case(tabular)
@@ -269,6 +273,7 @@ def test_completions_without_a_reward_take_no_part(tabular):
     assert jnp.abs(got.params - params).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "micro_batches, sampling",
   [
@@ -317,6 +322,7 @@ def assert_same_update(got, expected):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("weighting", "micro_batches"),
   [
@@ -379,6 +385,7 @@ def test_padding_changes_nothing(tiny):
 # Metrics of the rollout.
 
 
+@pytest.mark.slow
 def test_rollout_metrics_are_numpys():
   rng = np.random.default_rng(0)
   b, g, t = 4, 3, 6

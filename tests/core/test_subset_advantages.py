@@ -52,6 +52,7 @@ def objective_gradient(f, k, rewards):
   return np.asarray(jax.jit(jax.grad(objective))(jnp.asarray(THETA)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "f, advantage", [(jnp.max, max_at_k), (jnp.min, min_at_k)]
 )
@@ -65,6 +66,7 @@ def test_unbiased_for_the_objective_of_k(f, advantage, float64):
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_max_rl_is_unbiased_for_a_sum_of_best_of_k(float64):
   for group_size, k in [(4, 3), (5, 2)]:
     found = expected_estimator(
@@ -102,6 +104,7 @@ def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):
     np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 700])
 def test_large_groups_of_right_and_wrong_samples(k, float64):
   """Whose binomial coefficients no float holds, in rational numbers."""
@@ -119,6 +122,7 @@ def test_large_groups_of_right_and_wrong_samples(k, float64):
   np.testing.assert_allclose(min_at_k(-z, k=k), -expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_closed_forms_equal_the_mean_over_subsets():
   """The definition by loops over subsets, with ties, for every k < G."""
   rewards = np.random.default_rng(0).integers(0, 4, (6, 5)).astype(float)
@@ -134,6 +138,7 @@ def test_closed_forms_equal_the_mean_over_subsets():
       np.testing.assert_allclose(found, truth, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pairwise_rank_by_hand():
   rewards = jnp.array([[3.0, -1.0, 3.0, 1e30], [0.0, 1.0, 1.0, -1e30]])
   expected = np.array([[0, -3, 0, 3], [-1, 2, 2, -3]]) / 3

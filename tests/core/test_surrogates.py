@@ -134,6 +134,7 @@ def multiples(advantage, name, ratio="token_ratio", **settings):
   return np.asarray(gradient[0, 0]) / -advantage, aux
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("name", SURROGATES)
 def test_what_is_logged_says_what_became_of_the_gradient(name, advantage):

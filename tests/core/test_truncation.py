@@ -47,6 +47,7 @@ def batch_of(tabular, group, truncated="keep"):
   return make_batch(lm, rollout, jnp.asarray(REWARDS[group]), objective)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRUNCATED)
 def test_the_expected_gradient_is_what_the_table_says(tabular, name):
   table = jax.random.normal(jax.random.key(0), (3, 3))

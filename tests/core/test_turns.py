@@ -103,6 +103,7 @@ def policy(tabular):
   return lm, table, jax.jit(jax.grad(value))(table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("credit", "objective"),
   [
@@ -149,6 +150,7 @@ def test_members_of_a_group_may_share_their_luck(policy, credit):
   np.testing.assert_allclose(got, truth, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "credit, correction",
   [("trajectory", "token"), ("turn", "sequence")],
@@ -226,6 +228,7 @@ def test_natural_baselines_that_are_wrong(policy, name):
   assert jnp.abs(got - scale * truth).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_turn_credit_by_hand():
   nan = jnp.nan
   rewards = jnp.array([[[1.0, 4.0], [2.0, 0.0], [3.0, 6.0], [nan, 1.0]]])
@@ -265,6 +268,7 @@ def test_turn_credit_by_hand():
   assert jnp.isnan(short[0, 0, 3]) and not jnp.isnan(short[0, 0, 0])
 
 
+@pytest.mark.slow
 def test_a_loss_takes_an_advantage_of_each_token():
   rng = np.random.default_rng(1)
   mask = jnp.array([[[True, True, False], [True, False, True]]])
@@ -332,6 +336,7 @@ def test_packed_and_in_parts_an_update_is_the_same(tiny):
     )
 
 
+@pytest.mark.slow
 def test_trajectories_keep_every_id():
   first = [
     Segment([5, 6], [-0.5, -0.1], 0.25),

@@ -102,6 +102,7 @@ def test_every_epoch_draws_its_minibatches_anew(parts):
   assert (other[1:] != orders[1:]).any()
 
 
+@pytest.mark.slow
 def test_a_row_is_as_likely_in_any_minibatch():
   keys = jax.random.split(KEY, 2000)
   orders = jax.vmap(lambda key: draw_orders(key, 6, 3, 2)[1])(keys)
@@ -109,6 +110,7 @@ def test_a_row_is_as_likely_in_any_minibatch():
   assert np.abs(counts - 1 / 3).max() < 0.05  # 4.7 standard errors
 
 
+@pytest.mark.slow
 def test_a_resumed_step_draws_the_same_minibatches(tabular):
   lm, tx = tabular.lm(1, 3), optax.sgd(0.5)
   batch = one_token_batch(8, 3).replace(old_logprobs=jnp.full((8, 1, 1), -1.0))

@@ -43,6 +43,7 @@ def test_examples_are_sums_of_the_documented_form_and_their_values():
   assert 150 < products < 250  # five standard deviations around a half
 
 
+@pytest.mark.slow
 def test_splits_are_disjoint_for_small_problems_and_any_seed():
   seen = {split: set() for split in SPLITS}
   for split in SPLITS:

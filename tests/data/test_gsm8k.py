@@ -78,6 +78,7 @@ def test_both_local_copies_hold_the_same_problems(below, split, prepared):
   assert list(gsm8k.load(split, path=prepared / below, size=5)) == [*found][:5]
 
 
+@pytest.mark.slow
 def test_the_default_directory_needs_no_tensorflow_and_no_network(prepared):
   code = """if True:
     import socket, sys

@@ -96,6 +96,7 @@ def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
   assert len(jsonl.load("train", path=file, size=1)) == 1
 
 
+@pytest.mark.slow
 def test_a_share_is_held_out_by_prompt(tmp_path):
   rng = random.Random(0)
   rows = [{"prompt": f"{i % 400}?", "answer": str(i)} for i in range(1200)]

@@ -39,6 +39,7 @@ def test_every_batch_has_the_shares_and_every_epoch_its_prompts():
     assert len(set(map(tuple, epochs))) > 1  # each in an order of its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [1, 29])
 def test_a_run_resumed_anywhere_continues_the_same_stream(start):
   endless = Part("c", 0.5, arithmetic.load("train", seed=1))
@@ -48,6 +49,7 @@ def test_a_run_resumed_anywhere_continues_the_same_stream(start):
   assert len({p[0] for p in whole} - {"a", "b"}) > 1
 
 
+@pytest.mark.slow
 def test_the_order_of_a_data_set_is_its_own():
   def order(name, **options):
     found = sum(asked(batches(**options), 8), [])

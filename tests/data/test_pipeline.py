@@ -46,6 +46,7 @@ def test_targets_are_stacked():
   np.testing.assert_array_equal(prompts.targets["value"], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "examples", [FINITE, arithmetic.load("train")], ids=["list", "arithmetic"]
 )

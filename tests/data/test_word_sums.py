@@ -55,6 +55,7 @@ def test_answers_are_those_of_the_stories(steps, largest):
   assert 110 < added < 190  # 4.6 standard deviations around a half
 
 
+@pytest.mark.slow
 def test_splits_are_disjoint_and_examples_are_golden():
   seen = {
     split: {word_sums.load(split, seed=s)[i]["prompt"] for i in range(250)}

@@ -138,6 +138,7 @@ def without_times(steps):
   return [step if isinstance(step, str) else step[:4] for step in steps]
 
 
+@pytest.mark.slow
 def test_instances_go_on_in_other_workers_and_after_a_kill():
   actions = ["a" * 300_000, "b", "c", "stop"]
   with EnvironmentPool(f"{USER}:Game") as here:
@@ -199,6 +200,7 @@ def test_a_beginning_that_is_drawn_is_the_group_s(workers):
   assert {x.observation for x in ends} == {expected.observation}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_luck_that_is_not_of_the_seed_is_refused_before_training(workers):
   for path in (USER, f"{USER}:Game"):

@@ -203,6 +203,7 @@ def test_the_readme_has_a_line_for_each_launcher():
       assert path.name in inner or str(place) in text, place
 
 
+@pytest.mark.slow
 def test_xlas_flags(stand_ins, tmp_path):
   """jaxlib knows them (it would end the program); a user's own come last."""
   own = "--xla_cpu_enable_fast_math=false"

@@ -53,6 +53,7 @@ def test_install_leaves_a_mark(worker):
   assert "-e .[tpu,gcs]" in commands and "--python=3.13" in commands
 
 
+@pytest.mark.slow
 def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   assert worker.call("code").returncode != 0
   assert (

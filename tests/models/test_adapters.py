@@ -129,6 +129,7 @@ def direct(run):
   return jnp.stack(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_completions_match_the_module_whole_and_decoded(case):
   lm, params, run = case()
@@ -159,6 +160,7 @@ def test_completions_match_the_module_whole_and_decoded(case):
   assert len(traces) == 2  # The cache keeps its shapes and dtypes.
 
 
+@pytest.mark.slow
 def test_gradient_matches_the_module():
   lm, params, _ = bare_case()
   prompts, mask, completions = ids_and_mask()
@@ -254,6 +256,7 @@ def test_linen_collections_besides_params_are_refused():
     adapters.from_linen(Normalised()).init(jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "is_causal", [pytest.param(True, marks=pytest.mark.slow), False]
 )

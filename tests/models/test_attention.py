@@ -81,6 +81,7 @@ def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
   return arrays, visibility, mask[:, :, None, None], prompt_mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "size, block, window, segments",
   [
@@ -205,6 +206,7 @@ def test_what_keys_have_in_common_cancels_in_bfloat16():
   assert error < 2 * of_whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform, lowered", [("tpu", "tpu"), ("gpu", "cuda")])
 @pytest.mark.parametrize(
   "width, size",
@@ -256,6 +258,7 @@ def test_a_second_derivative_is_refused():
     jax.eval_shape(jax.grad(slope), q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [True, False])
 def test_a_layer_may_be_local_or_not_at_run_time(local):
   """In a scan over layers of both kinds."""
@@ -418,6 +421,7 @@ def test_a_norm_and_its_gradients_by_their_formulas(offset):
   )
 
 
+@pytest.mark.slow
 def test_a_norm_of_one_row_on_an_explicit_axis():
   """Its type says where it lies, and so does that of its gradient."""
   mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))

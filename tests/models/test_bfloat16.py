@@ -191,6 +191,7 @@ def test_sampler_and_scorer_agree(experts):
   assert difference.mean() < 1e-3, difference.mean()
 
 
+@pytest.mark.slow
 def test_a_cache_changes_no_rounding():
   """The weights of a softmax are rounded, so they must be of the same softmax.
 

@@ -65,6 +65,7 @@ def test_forward_mode_agrees_with_reverse_mode(mixed):
   np.testing.assert_allclose(got, sum(jax.tree.leaves(products)), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_prompt_out_of_the_window_leaves_no_trace():
   """One layer: what a token sees is what its window holds, also packed."""
   config = dataclasses.replace(
@@ -92,6 +93,7 @@ def test_a_prompt_out_of_the_window_leaves_no_trace():
   np.testing.assert_allclose(got, parts.reshape(6, -1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_no_prompt_has_a_finite_gradient():
   q = jnp.asarray(RNG.normal(size=(1, 1, 1, 1, 2, 4)), jnp.float32)
   own, prompt = (q[:, :, :, 0], q[:, :, :, 0]), (q[:, 0, :, 0], q[:, 0, :, 0])

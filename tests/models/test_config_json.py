@@ -57,6 +57,7 @@ def read(kind, **changes):
   return hf.to_transformer_config({"model_type": kind} | BASE | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OLD)
 @pytest.mark.parametrize("complete", [True, False])
 def test_the_new_style_means_the_same(kind, complete):

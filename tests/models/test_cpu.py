@@ -25,6 +25,7 @@ def normal(axes):
   return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "product, merged",
   [

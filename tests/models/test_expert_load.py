@@ -65,6 +65,7 @@ def test_value_and_gradient_are_those_of_transformers():
   )
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_model_is_that_of_transformers(tmp_path):
   """Of one row, prompt and completion."""
   torch = pytest.importorskip("torch")

@@ -46,6 +46,7 @@ def test_every_family_has_an_example():
   assert EXAMPLES.keys() == hf.FAMILIES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [{}, LABELS], ids=["head", "score"])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_a_family_fulfils_its_contract(kind, labels):
@@ -148,6 +149,7 @@ def test_numbers_that_are_none(key, value):
     hf.to_transformer_config(hf_config | {key: value})
 
 
+@pytest.mark.slow
 def test_a_router_stays_float32():
   """Of two experts alike but for float32's last digits, the better is taken."""
   kind = "qwen3_moe"

@@ -85,6 +85,7 @@ def apart():
   return with_gradient(transformer(CONFIG)._replace(forward=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "remat",
   [
@@ -145,6 +146,7 @@ def test_adapters_in_forward_mode():
   assert lora.adapt(lm._replace(forward=None), PARAMS, 1.0).forward is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
   jax.__version_info__ < (0, 8), reason="constrains on meshes of devices only"
 )

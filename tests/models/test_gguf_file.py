@@ -68,6 +68,7 @@ def test_a_header_is_read(tmp_path):
   assert file.tensors["y"].rows(1, 3).tolist() == [9, 10]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path):
   data = whole(KEYS, TENSORS, DATA)
   for size in range(len(data)):

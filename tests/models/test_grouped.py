@@ -26,6 +26,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize(
   "name",

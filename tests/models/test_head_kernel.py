@@ -64,6 +64,7 @@ def by_hand(logits, numbers, start):
   return start + i * 128 + lane, part.max(), weights.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "cap", [3.0, pytest.param(None, marks=pytest.mark.slow)]
 )

@@ -97,6 +97,7 @@ def adapted_logits(model, adapters):
   return adapted_score(model.lm, model.base, adapters)
 
 
+@pytest.mark.slow
 def test_adapters_move_in_forward_mode(model):
   """Where attention by kernels has another function for it."""
   prompts, mask, ids = rows()
@@ -141,6 +142,7 @@ def merge(model):
   return whole | {"layers": layers}
 
 
+@pytest.mark.slow
 def test_adapted_is_merged(model):
   merged = merge(model)
   want = logits(model.lm, merged)

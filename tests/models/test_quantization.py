@@ -87,6 +87,7 @@ def mismatch(lm, params, samples):
   return apart[samples.completion_mask].max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, axis", [(jnp.float32, -1), (jnp.bfloat16, -2)])
 def test_a_number_is_off_by_half_a_step_at_most(dtype, axis):
   x = jnp.asarray(RNG.normal(size=(3, 40, 50)) ** 3, dtype).at[0].set(0)

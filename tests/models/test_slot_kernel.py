@@ -73,6 +73,7 @@ def written(platform, head_dim, dtype, count, rows=1):
   return np.asarray(arrays, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "head_dim, dtype",
   [
@@ -93,6 +94,7 @@ def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
     assert np.all(found[:, :, 1, 0, :, :count] == 0)  # the NaN's row
 
 
+@pytest.mark.slow
 def test_several_tokens_are_written_at_once():
   found = written("tpu", 64, "bfloat16", 3, rows=5)
   expected = written("cpu", 64, "bfloat16", 3, rows=5)

@@ -30,6 +30,7 @@ def hidden(tiny):
   return lambda *args: np.asarray(run(tiny.params, *args))
 
 
+@pytest.mark.slow
 def test_a_sample_reads_its_prompt_and_its_own_past_only(hidden):
   before = hidden(PROMPTS, MASK, IDS)
   after = hidden(PROMPTS, MASK, IDS.at[0, 1, 2].set((IDS[0, 1, 2] + 1) % 11))
@@ -45,6 +46,7 @@ def test_a_sample_reads_its_prompt_and_its_own_past_only(hidden):
   np.testing.assert_array_equal(after[1], before[1])
 
 
+@pytest.mark.slow
 def test_padding_of_a_prompt_is_not_read(hidden):
   before = hidden(PROMPTS, MASK, IDS)
   after = hidden(jnp.where(MASK, PROMPTS, 7), MASK, IDS)
@@ -53,6 +55,7 @@ def test_padding_of_a_prompt_is_not_read(hidden):
   np.testing.assert_allclose(shorter, before[1:], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cached_states_are_the_uncached_ones(tiny, hidden):
   """Also for several tokens at a time, in a cache longer than needed."""
   prefix = jax.jit(tiny.lm.prefill)(tiny.params, PROMPTS, MASK)

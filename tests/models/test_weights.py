@@ -145,6 +145,7 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
     np.testing.assert_array_equal(again[name], tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
   (sharded / "chat_template.jinja").write_text("{{ messages }}")

@@ -122,6 +122,7 @@ def test_three_diagnoses_have_an_interval_of_their_own():
   assert best == pytest.approx(4.0) and 1 < low < 4 and high == INF
 
 
+@pytest.mark.slow
 def test_the_error_of_a_group_size_is_that_of_the_paper():
   """Against `mse_curve` at every size; the best is 1 + sqrt(32 / 2) = 5."""
   c1, c2, c3 = [1.0, 3.0], [10.0, 20.0], [30.0, 34.0]

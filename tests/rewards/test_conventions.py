@@ -297,6 +297,7 @@ def test_what_fails_of_one_completion_is_its_own(files):
   assert reasons == ["returned nan", "returned str, which is not a number"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "workers, how, reason",
   [

@@ -119,6 +119,7 @@ ADVERSARIAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK)])
 @pytest.mark.parametrize("answer", ["7", "#7", "7 7", "", "####", "#"])
 def test_adversarial_texts_agree(eos_ids, answer):
@@ -129,6 +130,7 @@ def test_adversarial_texts_agree(eos_ids, answer):
     assert 5 < found.sum() < len(found) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "eos_ids, answer",
   [((EOS,), "1234"), ((EOS, BLANK), "-12.5"), ((BLANK, UNK, PAD), "5,5")],
@@ -151,6 +153,7 @@ def test_random_ids_agree(eos_ids, answer):
   assert found.sum() > 50
 
 
+@pytest.mark.slow
 def test_texts_shorter_than_the_mark_and_longer_than_answers_agree():
   for width in (1, 4, 5):
     texts = ["####7"[-width:], "####"[:width]]

@@ -90,6 +90,7 @@ LABELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", LABELS)
 def test_a_label_that_ends_with_a_negation_denies_nothing(label):
   for before in (": ", ":\n", ":\n\n", "\n\n", " = ", " are "):
@@ -299,6 +300,7 @@ answer is 5. If we had used 6, the answer would be wrong. | The answer is
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phrases", [DENY_FIVE, CHOOSE_FIVE, GIVE_FIVE])
 def test_phrases_that_give_or_take_back_an_answer(phrases):
   right = phrases is GIVE_FIVE

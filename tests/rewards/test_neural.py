@@ -56,6 +56,7 @@ def make_checkpoint(kind, path, labels=1):
   return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kind",
   [

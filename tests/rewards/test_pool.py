@@ -117,6 +117,7 @@ def test_batches_overlap(pool):
   same(pool.collect([first]).values["behave"], [2, 4, 6, 8, 10])
 
 
+@pytest.mark.slow
 def test_lost_workers_are_replaced():
   bad = {
     "sleep": "no result after 1 s",
@@ -236,6 +237,7 @@ class Enough(Exception):
   pass
 
 
+@pytest.mark.slow
 def test_a_submission_is_abandoned_where_check_signals_raises(tmp_path):
   """Without waiting for the time limit."""
   start = time.monotonic()
@@ -256,6 +258,7 @@ def test_a_submission_is_abandoned_where_check_signals_raises(tmp_path):
   assert time.monotonic() < start + 30
 
 
+@pytest.mark.slow
 def test_check_signals_is_called_while_it_waits_and_between_completions():
   calls = []
   with Pool([BEHAVE], workers=1) as pool:
@@ -321,6 +324,7 @@ def at_work(completions, timeout):
     yield started
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_parent():
   with at_work(["hang"], timeout=600) as started:  # one worker is idle
     started.kill()
@@ -329,6 +333,7 @@ def test_no_worker_outlives_a_killed_parent():
   assert errors == ""
 
 
+@pytest.mark.slow
 def test_interrupting_ends_the_workers_quietly():
   with at_work(["sleep", "hang"] * 4, timeout=600) as started:
     os.killpg(started.pid, signal.SIGINT)

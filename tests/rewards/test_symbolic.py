@@ -13,6 +13,7 @@ def test_without_math_verify_it_says_what_to_install(monkeypatch):
     functions.resolve("math_verify")
 
 
+@pytest.mark.slow
 def test_symbolic_answers_in_a_worker():
   pytest.importorskip("math_verify")
   cases = [

@@ -27,6 +27,7 @@ def random_array(shape, dtype):
   return (values > 0 if dtype == "bool" else values).astype(jnp.dtype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_formula(dtype):
   for shape in ((5, 3, 7), (), (0,)):

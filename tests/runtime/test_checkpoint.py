@@ -111,6 +111,7 @@ def test_unfinished_newest_is_invisible_and_removed(tmp_path):
   assert os.listdir(folder) == ["1"]
 
 
+@pytest.mark.slow
 def test_a_half_deleted_old_checkpoint_does_no_harm(tmp_path):
   folder = _saved(tmp_path, 1, 2)
   shutil.rmtree(folder / "1" / "state")
@@ -248,6 +249,7 @@ def _no_file_larger_than(size: int):
     resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_reported_at_the_next_check(
   tmp_path, caplog, monkeypatch
 ):

@@ -43,6 +43,7 @@ def kept(tmp_path, **environment):
   return done.stdout.strip().removeprefix(f"{tmp_path}/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "environment, expected",
   [

@@ -59,6 +59,7 @@ def test_the_second_is_told_who_the_first_is(holder, tmp_path):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, None])
 def test_it_is_free_when_its_holder_has_ended(holder, tmp_path, end):
   if end:

@@ -116,6 +116,7 @@ CHATS = [
 RULES = [{}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", [CHATML, THINKING, TURNS, None])
 def test_a_text_without_marks_has_the_tokenizers_own_ids(kind, template):

@@ -30,6 +30,7 @@ def save(tmp_path, monkeypatch):
   return save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "template", [FOREVER, "{{ 'a' * 10**10 }}", "{{ 'a' * 10**7 }}"]
 )
@@ -38,6 +39,7 @@ def test_a_template_that_does_not_end_is_refused(template, save):
     tokenizers.load(save(template))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_makes_texts_long_is_refused(save):
   longer = {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}
   longer = {"type": "Sequence", "normalizers": [longer] * 5}

@@ -75,6 +75,7 @@ def softmax_population():
   return p, s, rng.normal(size=(X, M)) + 1
 
 
+@pytest.mark.slow
 def test_components_are_unbiased(float64):
   """All batches of three prompts with three completions each."""
   p, s, z = softmax_population()
@@ -264,6 +265,7 @@ def test_standard_errors_and_interval_cover():
   assert np.mean(np.isfinite(found.high)) > 0.2  # it does say something
 
 
+@pytest.mark.slow
 def test_diagnosis_is_put_together_from_its_components():
   rng = np.random.default_rng(1)
   a, z, _ = simulate(rng, 12, 4, 3, 1)
@@ -310,6 +312,7 @@ def test_too_few_to_diagnose(shape):
     diagnostics.diagnose(jnp.ones(shape), jnp.ones(shape[1:]))
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_divide_the_prompts_are_refused(
   tiny_decoder, sampled
 ):

@@ -49,6 +49,7 @@ def enumerated(b, g):
   return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("b", "g"), [(1, 3), (3, 2)])
 def test_mse_of_a_batch_equals_enumeration(b, g, float64):
   p, s, z, weights = map(jnp.asarray, population())
@@ -94,6 +95,7 @@ def test_mse_of_epochs_of_a_finite_set_equals_enumeration(draws, g, float64):
   np.testing.assert_allclose(curve.leave_one_out, np.mean(errors), rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c3", [0.5, 400.0])
 @pytest.mark.parametrize("steps", [1, 40])
 def test_the_best_group_size_in_epochs(c3, steps, float64):

@@ -34,6 +34,7 @@ def bounds(c1, c3, covariance, over_tangents=None, tangents=4):
   return float(low), float(high)
 
 
+@pytest.mark.slow
 def test_bounds_are_where_the_difference_is_t_standard_errors(float64):
   """At both ends of rho = c1 / c3, c1 - rho c3 differs from 0 by t errors."""
   c1, c3, covariance = 1.0, 30.0, np.array([[0.1, 0.2], [0.2, 9.0]])

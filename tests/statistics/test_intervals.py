@@ -26,6 +26,7 @@ def test_mean_interval_equals_scipy(count):
   np.testing.assert_allclose(found, [mean, *expected], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "prompts, a, b", [(100, 0.02, 2), (20, 1, 1), (2, 9, 9)]
 )
@@ -94,6 +95,7 @@ def test_ties_count_as_ties_in_spite_of_rounding():
   assert whole.p_value == pytest.approx(exact, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_drawn_signs_agree_with_the_normal_limit_and_repeat():
   """300 prompts, each with a difference of its own size: too many to list."""
   rng = np.random.default_rng(1)

@@ -30,6 +30,7 @@ def test_pass_at_k_of_many_samples():
   np.testing.assert_allclose(pass_at_k(correct, k), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_pass_at_k_limits_are_exact():
   correct = jnp.array([[False] * 6, [False] * 4 + [True] * 2, [True] * 6])
   for k in range(1, 7):

@@ -88,6 +88,7 @@ def test_covariance_equals_enumeration(group_size):
     np.testing.assert_allclose(getattr(exact, name), expected, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_policy_gradient_is_the_derivative_of_the_value():
   def value(shift):  # theta + features @ shift
     p = jax.nn.softmax(jnp.asarray(THETA) + jnp.asarray(FEATURES) @ shift)

@@ -63,6 +63,7 @@ def test_moments_are_unbiased(outputs, pool):
   np.testing.assert_allclose(moments, exact(outputs), rtol=1e-10)
 
 
+@pytest.mark.slow
 @float64
 @pytest.mark.parametrize(
   "outputs, group_size, groups, blocks",

@@ -26,6 +26,7 @@ def test_every_run_spends_the_same_samples():
     assert bool(run.diagnostics.every) == (size == "auto")
 
 
+@pytest.mark.slow
 def test_the_papers_setting_is_valid():
   config = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
   assert group_size.config_errors(config) == []
@@ -111,6 +112,7 @@ def test_a_small_study(
   assert "tables and picture" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up, capsys):
   """Too few prompts with rewards: nan at every diagnosis, null in the file."""
   config = to_config(group_size.SETTINGS)

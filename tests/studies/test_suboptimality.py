@@ -66,6 +66,7 @@ def test_derivatives_equal_differences(bandit):
     np.testing.assert_allclose(scores, np.subtract(*logs) / 2 / step, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_optimum_in_closed_form():
   """As many parameters as logits: pi* is exp(r / beta), and Z* constant."""
   problem = tabular.make_problem(0, 1, 3, 2, spread=0.0, beta=0.5)
@@ -170,6 +171,7 @@ def test_distances_equal_scipys():
   np.testing.assert_allclose(suboptimality.distances(a, b), expected)
 
 
+@pytest.mark.slow
 def test_null_bands_hold_19_samples_of_20():
   quantiles = stats.expon.ppf((np.arange(5000) + 0.5) / 5000)
   ks, w1 = suboptimality.null_bands(quantiles, 100)
@@ -179,6 +181,7 @@ def test_null_bands_hold_19_samples_of_20():
   assert 0.01 < np.mean(far) < 0.1  # 5% -+ 4 standard errors of 300 and 200
 
 
+@pytest.mark.slow
 def test_best_group_size_is_the_minimum_of_the_limits():
   known = suboptimality.bandit()
 

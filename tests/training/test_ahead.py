@@ -107,6 +107,7 @@ def test_the_same_on_devices_of_its_own():
   assert "1 passed" in done.stdout, done.stdout[-3000:]
 
 
+@pytest.mark.slow
 def test_rewards_are_computed_while_the_update_is_asked_for(
   opened, monkeypatch
 ):
@@ -150,6 +151,7 @@ def test_rewards_are_computed_while_the_update_is_asked_for(
   assert times == [*own, *ahead, "rollout", "rewards", "update"]
 
 
+@pytest.mark.slow
 def test_it_is_stored_with_all_that_was_drawn(opened):
   state, step, batches = opened
   *_, pending = step(state, *batches[0], upcoming=batches[1])

@@ -17,6 +17,7 @@ IN_REWARD = {
 }
 
 
+@pytest.mark.slow
 def test_settings_reach_the_correction(settings_with):
   assert correction_fn(settings_with().loss) is None
   settings = dict(

@@ -57,6 +57,7 @@ def drawn(settings_with):
   return state, learn, draw
 
 
+@pytest.mark.slow
 def test_what_varies_is_asked(drawn):
   state, learn, draw = drawn
   indices = range(20)

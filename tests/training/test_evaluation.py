@@ -97,6 +97,7 @@ def test_right_or_wrong_prompts_have_an_interval_with_a_width():
     assert x.difference == 0 and x.low == -x.high < -0.05 and x.p_value == 1
 
 
+@pytest.mark.slow
 def test_comparisons_are_paired_and_signed():
   rng = np.random.default_rng(0)
   a = evaluation.per_prompt(evaluated(rng.random((30, 8)) < 0.7), [1, 2])

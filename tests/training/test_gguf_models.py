@@ -174,6 +174,7 @@ def same(one, other):
   assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
   monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # many of a tensor
@@ -411,6 +412,7 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
       policy.find_model(path)
 
 
+@pytest.mark.slow
 def test_programs_take_a_file(tmp_path, file):
   assert programs.read_model(str(file))["hidden_size"] == 64
   loaded, params = run_models.load(str(file))

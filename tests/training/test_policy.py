@@ -40,6 +40,7 @@ def test_an_eos_that_the_model_lacks_is_refused(toy_model, tmp_path, eos):
     policy_lib.open_policy(str(tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
   policy = policy_lib.open_policy(str(toy_model), "bfloat16")
   policy = policy_lib.with_adapters(

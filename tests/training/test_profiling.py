@@ -37,6 +37,7 @@ def steps_in(folder):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "last, traced",
   [(2, [2]), pytest.param(5, [2, 3], marks=pytest.mark.slow)],

@@ -257,6 +257,7 @@ def test_held_out_prompts_that_are_training_prompts_are_counted(
   assert splits_lib.in_training(endless, endless) == 0
 
 
+@pytest.mark.slow
 def test_an_endless_data_set_is_read_as_far_as_it_is_used(
   policy, settings_with, monkeypatch
 ):

@@ -33,6 +33,7 @@ def state_of(params, mesh, **fields):
   return jax.device_put(state, shardings).replace(**fields), shardings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", reference.REFERENCE_MEMORY)
 @pytest.mark.parametrize("every, mix", [(1, 0.25), (3, 1.0), (2, 0.5)])
 def test_it_moves_as_it_should(settings_with, mesh, every, mix, where):

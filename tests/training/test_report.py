@@ -122,6 +122,7 @@ def test_torn_and_broken_lines_are_left_out_and_counted(run):
   assert one["status"] == "step 61 of 60"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   ["samples", "rewards", "evaluations", "failures", "metrics", "config"],
@@ -152,6 +153,7 @@ def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
   assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
   program.main([str(run)])
   text = (run / "report.html").read_text()

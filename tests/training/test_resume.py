@@ -284,6 +284,7 @@ class Asked(Exception):
   pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "where", ["evaluation", pytest.param("rewards", marks=pytest.mark.slow)]
 )

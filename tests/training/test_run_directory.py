@@ -277,6 +277,7 @@ def test_a_run_that_starts_again_says_so(tmp_path, capsys):
   assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_run_has_done_what_it_has_done(tmp_path):
   config = finished(tmp_path)
   assert run_directory.is_finished(tmp_path, from_config(config))

@@ -95,6 +95,7 @@ def config_of(config_with, parts, name):
   )
 
 
+@pytest.mark.slow
 def test_rewards_begin_before_the_next_part_is_sampled(
   scored, config_with, rewards, monkeypatch
 ):
@@ -129,6 +130,7 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   assert failures[0] == failures[1] and len(failures[1]) > 1
 
 
+@pytest.mark.slow
 def test_what_is_being_computed_is_abandoned(scored, config_with, rewards):
   name, begun = rewards
   settings = from_config(config_of(config_with, 2, name))

@@ -28,6 +28,7 @@ def test_only_norm_ratio_has_them(settings_with):
   assert [float(x) for x in vars(first).values()] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_score_weighted_gets_its_power(settings_with):
   rewards = jnp.array([[0.0, 0, 1, 3]])
   unsure = jnp.array([[1.0, 2, 3, 4]])
@@ -37,6 +38,7 @@ def test_score_weighted_gets_its_power(settings_with):
   assert float(found[0, 3]) == pytest.approx(3 - others, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_diagnosis_row_and_back(settings_with):
   rng = np.random.default_rng(0)
   projections = jnp.asarray(rng.normal(size=(3, 4, 5)))

@@ -164,6 +164,7 @@ PLACED = {"ratio": {"kl_correction": True}, "reward": {"beta": 0.0}}
 """What the placement of k1 changes; the rewards have it, or the ratios."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",
   [
@@ -249,6 +250,7 @@ def test_experts_are_balanced_only_where_there_are_some(settings_with):
     setup.open_policy(settings)
 
 
+@pytest.mark.slow
 def test_weightings(settings_with):
   mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
   expected = {
@@ -262,6 +264,7 @@ def test_weightings(settings_with):
     np.testing.assert_allclose(found, weights, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_advantages(settings_with):
   def advantages(rewards, **changes):
     return advantage_fn(settings_with(**changes).loss)(rewards)
@@ -293,10 +296,15 @@ def test_every_advantage_by_its_name():
     f = jax.jit(advantage_fn(Objective(advantage=name)))
     options = {
       "length_weighted": {"lengths": lengths},
+      "reinforce_plus_plus": {"lengths": lengths},
+      "optimal_token_baseline": {
+        "token_score_sq": 1.0 / lengths[..., None],
+        "sampled": lengths[..., None] > 0,
+      },
       "score_weighted": {"logit_score_sq": lengths + 0.5},
       "norm_ratio": {"score_norms": ScoreNorms(*jnp.array([1.0, -0.9, 0.5]))},
     }.get(name, {})
-    found[name] = np.asarray(f(rewards, **options))
+    found[name] = np.asarray(f(rewards, **options)).reshape(rewards.shape)
   for a, b in itertools.combinations(found, 2):
     assert np.abs(found[a] - found[b]).max() > 1e-3, (a, b)
 

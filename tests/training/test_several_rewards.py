@@ -50,6 +50,7 @@ def test_a_failure_takes_no_part_by_any_function():
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name, scale", [("batch_std", 0.25), ("leave_one_out", None)]
 )
@@ -139,6 +140,7 @@ def test_differences_of_rounding_are_none():
   np.testing.assert_array_equal(found, [[0.3, 0.3], *large[1:]])
 
 
+@pytest.mark.slow
 def test_what_is_dropped_is_not_in_the_normalisation(
   tabular, settings_with, samples_of
 ):
@@ -164,6 +166,7 @@ def test_what_is_dropped_is_not_in_the_normalisation(
   assert found[2] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "changes, expected",
   [

@@ -50,6 +50,7 @@ def same(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
   opened = policy.open_policy(ID)
   assert opened.name == (ID, COMMIT)
@@ -97,6 +98,7 @@ def texts(served):
   return {k: v for k, v in files.items() if not k.endswith(".safetensors")}
 
 
+@pytest.mark.slow
 def test_other_programs_take_names_too(served, model, tmp_path):
   config = sft.default_config()
   config.model.path, config.rows = ID, 1

@@ -302,6 +302,20 @@ TURNS = "actor_rollout_ref.rollout.multi_turn"
     ("algorithm.adv_estimator: opo", {"advantage": "length_weighted"}),
     ("algorithm.norm_adv_by_std_in_grpo: False", {"advantage": "dr_grpo"}),
     (
+      "algorithm.adv_estimator: tir_optimal_token_baseline",
+      {"advantage": "optimal_token_baseline", "score_power": 1.0},
+    ),
+    (
+      f"{ACTOR}.policy_loss.loss_mode: dro\n{ACTOR}.policy_loss.dro_beta: 0.3",
+      {"loss.surrogate": "dro", "loss.dro_beta": 0.3},
+    ),
+    (
+      "algorithm.rollout_correction.rollout_rs: seq_mean_k1\n"
+      "algorithm.rollout_correction.rollout_rs_threshold: 0.8_1.25",
+      {"loss.correction": "geometric_mask", "loss.correction_low": 0.8}
+      | {"loss.correction_high": 1.25},
+    ),
+    (
       "algorithm.adv_estimator: gdpo",
       {"advantage": "batch_std", "reward.aggregation": "normalize_then_sum"},
     ),

@@ -258,7 +258,7 @@ def norm_ratio(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
-  """What an advantage has parameters for of samples or tokens, by its names."""
+  """Arrays of samples or tokens that an advantage has parameters for."""
   mask = rollout.sampled
   weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),
