@@ -7,7 +7,8 @@ parameters, as in `grpojax.studies.mse`: the mean squared error of a prompt's
 gradient with leave-one-out baselines that weigh the other samples in several
 ways, beside leave_one_out, vanilla, an oracle that knows the value V(x), and
 the best constant baseline E[|s|^2 Z] / E|s|^2. `norm_ratio` knows the scores'
-lengths from the other prompts.
+lengths from the other prompts. And the error of a step whose groups are divided
+among its prompts (`statistics.allocation`), by that with equal numbers.
 
 A pool is S completions of one prompt, known by the Gram matrix of their scores
 (`studies.errors`), their rewards, and what the weights are made of. All that is
@@ -42,6 +43,7 @@ from grpojax.core.advantages.weighted_baselines import (
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import changed, section, setting
 from grpojax.runtime.files import records
+from grpojax.statistics import allocation
 from grpojax.studies import errors, mse, run, samples
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
@@ -273,7 +275,65 @@ def table(
   return rows
 
 
-def summary(pools: Mapping[str, Sequence[Pool]]) -> dict[str, Any]:
+def _group_error(pool: Pool, chosen: np.ndarray, group_size: int) -> float:
+  """Estimate of v = c2 / G + c3 / (G (G - 1)) from some of the samples."""
+  gram = pool.gram[np.ix_(chosen, chosen)].astype(np.float64)
+  m = errors.score_moments(gram, pool.rewards[chosen])
+  return m.oracle_trace / group_size + m.remainder / (
+    group_size * (group_size - 1)
+  )
+
+
+def allocation_errors(
+  pools: Sequence[Pool],
+  group_size: int,
+  *,
+  earlier: int = 8,
+  groups: int = 4,
+  rounds: int = 50,
+) -> dict[str, float]:
+  """Errors with groups divided among the prompts, by those with equal numbers.
+
+  Several `groups` a prompt on average, by what earlier samples say: v of half
+  of the pool, held against the other half; and success rates, those of the
+  pool and those of `earlier` samples of each prompt, a mean over `rounds`.
+  """
+  count, total = len(pools[0].rewards), groups * len(pools)
+  halves = np.arange(count)[::2], np.arange(count)[1::2]
+  of_halves = [
+    np.array([_group_error(pool, half, group_size) for pool in pools])
+    for half in halves
+  ]
+  truth = np.mean(of_halves, axis=0)
+
+  def error(guessed, true):
+    least = 1e-3 * np.mean(np.abs(guessed))  # an estimate may be negative
+    counts = allocation.allocate(np.maximum(guessed, least), total)
+    return allocation.relative_error(true, counts)
+
+  def of_rates(right, n):
+    guessed = allocation.errors_of_rates(0.5 + right, 0.5 + n - right)
+    return error(guessed, truth)
+
+  first, second = of_halves
+  rng = np.random.default_rng(0)
+  drawn = [
+    [rng.choice(pool.rewards, earlier, replace=False).sum() for pool in pools]
+    for _ in range(rounds)
+  ]
+  known = np.array([pool.rewards.sum() for pool in pools])
+  return {
+    "error_of_other_half": (error(first, second) + error(second, first)) / 2,
+    "success_rates": of_rates(known, count),
+    f"success_rates_of_{earlier}": float(
+      np.mean([of_rates(np.array(right), earlier) for right in drawn])
+    ),
+  }
+
+
+def summary(
+  pools: Mapping[str, Sequence[Pool]], group_size: int
+) -> dict[str, Any]:
   """Causes of the errors: means over prompts, by configuration."""
 
   def mean(function, of_prompts):
@@ -290,6 +350,7 @@ def summary(pools: Mapping[str, Sequence[Pool]]) -> dict[str, Any]:
 
   return {
     name: {
+      "allocation": allocation_errors(of_prompts, group_size),
       "value": mean(lambda p: p.rewards.mean(), of_prompts),
       "best_constant": mean(
         lambda p: errors.best_baseline(p.gram, p.rewards), of_prompts
@@ -335,13 +396,17 @@ def main(argv: list[str]) -> None:
     pools = collect(config, directory / "pools")
     rows = table(config, pools)
     run.write_tables(directory, results=rows)
-    records.write_json(directory / "summary.json", summary(pools))
+    causes = summary(pools, max(config.group_sizes))
+    records.write_json(directory / "summary.json", causes)
     draw(rows, directory / "baselines.png")
     for row in rows:
       print(
         "{configuration:10s} G={group_size} {estimator:24s} {mse_mean:8.1f} "
         "[{mse_low:.1f}, {mse_high:.1f}]".format(**row)
       )
+    for name, row in causes.items():
+      texts = [f"{k} {v:.3f}" for k, v in row["allocation"].items()]
+      print(f"{name}: groups divided by {', '.join(texts)}")
     print(f"tables and picture are in {directory}/")
 
 

@@ -90,3 +90,18 @@ def test_a_whole_run_resumes(toy, toy_model, tmp_path, capsys):
   assert (tmp_path / "run" / "results.csv").read_text() == first
   assert len(first.splitlines()) == 1 + 3 * 2 * 10
   assert (tmp_path / "run" / "baselines.png").stat().st_size > 5000
+
+
+def test_groups_are_divided_by_what_is_known():
+  """Prompts whose scores differ in length: rates that are equal say nothing."""
+  rng = np.random.default_rng(1)
+  pools = []
+  for length in (0.2, 1.0, 3.0, 6.0):
+    pool = pool_of(rng.choice(4, 400, p=P))
+    pools.append(pool._replace(gram=length**2 * pool.gram))
+  found = baselines.allocation_errors(pools, 4, groups=8)
+  lengths = np.array([0.2, 1, 3, 6])
+  best = lengths.mean() ** 2 / (lengths**2).mean()
+  assert best < found["error_of_other_half"] < 1.1 * best
+  assert found["success_rates"] == pytest.approx(1, abs=0.08)
+  assert found["success_rates_of_8"] > 0.95
