@@ -98,7 +98,8 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
       reward.on_device, data that cannot be read.
   """
   hf_config = read_model(hub_pins.model(settings))
-  policy = _policy(settings, hf_config, mesh.devices.flat[0].platform)
+  platform = mesh.devices.flat[0].platform
+  policy = _policy(settings, hf_config, platform)
   if settings.reward.on_device:  # its reward is one on the tokenizer's ids
     policy = setup.open_policy(settings)._replace(lm=policy.lm)
   setup.check_model(settings, policy.lm)
@@ -106,7 +107,13 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   dtype = settings.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
   params, ref_params = sharding.placed(whole, mesh), None
-  if settings.loss.needs_reference:
+  if settings.model.teacher:
+    of_teacher = read_model(hub_pins.teacher(settings))
+    teacher = _policy(settings, of_teacher, platform)
+    policy = policy._replace(teacher=teacher)
+    frozen = jnp.dtype(settings.model.dtype)
+    ref_params = sharding.placed(hf.abstract_params(of_teacher, frozen), mesh)
+  elif settings.loss.needs_reference:
     ref_params = {} if adapted else params
   if adapted:
     adapters = lora.abstract(whole, settings.lora.rank, settings.lora.targets)

@@ -92,7 +92,11 @@ def _try(
   try:
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
-    least = memory.training(settings, _model(settings), mesh)
+    teacher = None
+    if settings.model.teacher:
+      of_teacher = programs.read_model(hub_pins.teacher(settings))
+      teacher = hf.to_transformer_config(of_teacher)
+    least = memory.training(settings, _model(settings), mesh, teacher)
     memory.refuse(least, chips.device(machine.chip).hbm_bytes)
   except ValueError as error:
     say(f"{name} {words}: {error}")

@@ -65,11 +65,11 @@ def word_tokenizer(vocab_size: int) -> Any:
   )
 
 
-def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
+def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
   """Fresh weights of these shapes and shardings."""
 
   def init(key):
-    params = run.policy.lm.init(key)
+    params = lm.init(key)
     return jax.tree.map(lambda x, s: x.astype(s.dtype), params, shapes)
 
   shardings = jax.tree.map(lambda x: x.sharding, shapes)
@@ -104,14 +104,17 @@ def open_subject(run: programs.Run) -> Subject:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
   key = jax.random.key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
-  params = _random(run, shapes, key)
+  params = _random(policy.lm, shapes, key)
   if policy.frozen is not None:
     policy = policy._replace(frozen=params)
     params = lora.init(shapes, key, settings.lora.rank, settings.lora.targets)
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
   ref_params = run.ref_params
-  if ref_params:
+  if policy.teacher:
+    ref_params = _random(policy.teacher.lm, ref_params, key)
+  elif ref_params:
     ref_params = jax.tree.map(jnp.copy, params)
+  if ref_params:
     ref_params = reference.to_memory(ref_params, settings.model.reference)
   tx = optimizer(settings)
   fresh = jax.jit(

@@ -37,6 +37,7 @@ def make_batch(
   sampling: Sampling = Sampling(),
   policy_params: Params | None = None,
   ref_params: Params | None = None,
+  ref_lm: LM | None = None,
   packing: Packing | None = None,
   score_norms: ScoreNorms | None = None,
   prompt_weights: Array | None = None,
@@ -64,6 +65,7 @@ def make_batch(
     ref_params: Reference policy, or None for no reference pass. Its
       log-probabilities are at the temperature of `sampling` (and with its
       repetition penalty) without its cuts, see `core.losses.kl`.
+    ref_lm: Model of `ref_params`, where it is another one: a teacher's.
     packing: Packed rows of the completions (`packing.layout.plan`), here and in
       the update; None for rows as they are.
     score_norms: Lengths of scores from earlier steps
@@ -86,15 +88,15 @@ def make_batch(
       "old_logprobs = 'trainer' computes the log-probabilities of the policy "
       "that sampled: give policy_params"
     )
-  logprobs = functools.partial(_rollout_logprobs, lm, rollout, packing, options)
+  logprobs = functools.partial(_rollout_logprobs, rollout, packing, options)
   old_logprobs, ref_logprobs = rollout.logprobs, None
   if recomputes:
-    old_logprobs = logprobs(policy_params, sampling)
+    old_logprobs = logprobs(lm, policy_params, sampling)
   if ref_params is not None:
     uncut = Sampling(
       sampling.temperature, repetition_penalty=sampling.repetition_penalty
     )
-    ref_logprobs = logprobs(ref_params, uncut)
+    ref_logprobs = logprobs(ref_lm or lm, ref_params, uncut)
   if objective.kl_in_reward:
     if ref_logprobs is None:
       raise ValueError(
@@ -168,10 +170,10 @@ def _advantages(
 
 
 def _rollout_logprobs(
-  lm: LM,
   rollout: Rollout,
   packing: Packing | None,
   options: UpdateOptions,
+  lm: LM,
   params: Params,
   sampling: Sampling,
 ) -> Float[Array, "B G T"]:

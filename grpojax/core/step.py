@@ -71,6 +71,7 @@ def make_grpo_step(
   diagnose: Callable[..., Metrics] | None = None,
   environment: Environment | None = None,
   credit: str = "trajectory",
+  ref_lm: LM | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """Makes a whole GRPO step as one pure function: sample, reward, update.
 
@@ -96,6 +97,7 @@ def make_grpo_step(
       trajectories; a parameter `score_norms` gets those of the state.
     environment: What answers after each turn, see `rollout`.
     credit: What a turn learns from, see `make_batch`.
+    ref_lm: Model of the reference, where it is another one than `lm`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`. It raises
@@ -136,6 +138,7 @@ def make_grpo_step(
       sampling=sampling,
       policy_params=state.params,
       ref_params=ref_params,
+      ref_lm=ref_lm,
       score_norms=state.score_norms,
       prompt_weights=prompts.weights,
       credit=credit,

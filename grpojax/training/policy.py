@@ -39,6 +39,7 @@ class Policy(NamedTuple):
   frozen: Params | None = None
   lora_scale: float = 0.0  # scale of the adapters
   vmappable: bool = True  # True where `jax.vmap` takes the model's functions
+  teacher: "Policy | None" = None  # reference that is another model
   # Name on the Hub, with its commit; None where it is not from there.
   name: hub.Name | None = None
 

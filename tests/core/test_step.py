@@ -275,18 +275,19 @@ def test_completions_without_a_reward_take_no_part(tabular):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "micro_batches, sampling",
+  "micro_batches, sampling, scale",
   [
-    (1, Sampling(0.7, top_k=1)),
-    (2, Sampling(0.7, top_p=0.5)),
-    (4, Sampling(0.7, min_p=0.9)),
+    (1, Sampling(0.7, top_k=1), 1),
+    (2, Sampling(0.7, top_p=0.5), 2),
+    (4, Sampling(0.7, min_p=0.9), 1),
   ],
 )
 def test_the_reference_scores_every_row_in_its_place(
-  tabular, micro_batches, sampling
+  tabular, micro_batches, sampling, scale
 ):
-  """At the temperature of the sampling, and without its cuts."""
+  """At the temperature of the sampling, without its cuts; by its own model."""
   lm = tabular.lm(4, 3)
+  teacher = lm._replace(unembed=lambda *args: scale * lm.unembed(*args))
   table = jax.random.normal(jax.random.key(3), (4, 4, 3))
   ids = jax.random.randint(jax.random.key(4), (4, 2, 5), 0, 3)
   kinds = jnp.array([2, 0, 3, 1])
@@ -298,11 +299,14 @@ def test_the_reference_scores_every_row_in_its_place(
       options=UpdateOptions(micro_batches=micro_batches),
       sampling=sampling,
       ref_params=table,
+      ref_lm=teacher if scale > 1 else None,
     )
   )(all_ones(ids, kinds))
   rows, before = tabular.rows(kinds, ids)
   expected = np.take_along_axis(
-    tabular.log_table(table / 0.7)[rows, before], np.asarray(ids)[..., None], -1
+    tabular.log_table(scale * table / 0.7)[rows, before],
+    np.asarray(ids)[..., None],
+    -1,
   )
   np.testing.assert_allclose(batch.ref_logprobs, expected[..., 0], atol=1e-5)
 

@@ -1,16 +1,20 @@
 """A reference that follows the policy: what it is, where, after a resume."""
 
 import json
+import math
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax import sft
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
+from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.runtime import checkpoint
 from grpojax.training.run import memory, run_storage
 from grpojax.training.step import reference
@@ -88,8 +92,6 @@ def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
 
 
 def test_adapters_of_a_reference_take_memory(settings_with):
-  from grpojax.models.config import TransformerConfig
-
   model = TransformerConfig(
     vocab_size=32, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, mlp=16
   )
@@ -144,3 +146,69 @@ def test_a_run_goes_on_exactly_with_its_reference(way, train_toy, tmp_path):
     assert whole[every] < whole[every - 1]
   assert not (tmp_path / "whole" / run_storage.REFERENCE).exists()
   assert json.loads((tmp_path / "whole" / "summary.json").read_text())
+
+
+# A teacher: a reference that is another model.
+
+
+def test_a_teacher_takes_memory_of_its_own(settings_with):
+  shapes = {"vocab_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 4}
+  model = TransformerConfig(width=8, layers=1, mlp=16, **shapes)
+  teacher = TransformerConfig(width=16, layers=2, mlp=8, **shapes)
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+
+  def held(beta, teacher=None):
+    settings = settings_with(loss__beta=beta, model__dtype="bfloat16")
+    with jax.set_mesh(mesh):
+      parts = memory.training(settings, model, mesh, teacher)
+    return parts["an update"][0].bytes
+
+  shapes = jax.tree.leaves(parameter_shapes(teacher), is_leaf=is_shape)
+  assert held(0.1, teacher) - held(0) == 2 * sum(map(math.prod, shapes))
+
+
+def is_shape(x):
+  return isinstance(x, tuple)
+
+
+def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
+  other = shutil.copytree(toy_model, tmp_path / "other")
+  file = other / "tokenizer.json"
+  tokens = json.loads(file.read_text())
+  vocab = tokens["model"]["vocab"]
+  vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+  file.write_text(json.dumps(tokens))
+  with pytest.raises(SystemExit, match="teacher .*has other tokens"):
+    train_toy(**{"model.teacher": other, "loss.beta": 1})
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes", [{"lora.rank": 2}, {"optim.packing": False, "steps": 12}]
+)
+def test_a_larger_teacher_is_learned_from(
+  changes, train_toy, toy_task, toy_model, tmp_path
+):
+  """With no reward at all, and as it was after a resume."""
+  sizes = {"width": 24, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 40}
+  words = [f"--config.model.{k}={v}" for k, v in sizes.items()]
+  words += ["--config.steps=20", "--config.optim.learning_rate=2e-2"]
+  words += ["--config.optim.warmup_steps=5"]
+  sft.main([f"--out={tmp_path / 'teacher'}", *words])
+  settings = {"model.teacher": tmp_path / "teacher", "loss.beta": 1}
+  settings |= {"loss.kl": "k1", "loss.kl_placement": "ratio", "steps": 4}
+  settings |= {"batch_size": 8, "eval.num_prompts": 4, "eval.every": 4}
+  settings |= {"optim.learning_rate": 1e-2, "reward.weights": "0,"} | changes
+
+  def go(name, **more):
+    rows = train_toy(name, **settings | more)
+    return [row["kl"] for row in rows if "kl" in row]
+
+  whole = go("whole")
+  assert whole[0] > 0.05
+  if "steps" in changes:
+    assert whole[-1] < 0.7 * whole[0]
+    return
+  go("parts", steps=2)
+  np.testing.assert_array_equal(go("parts"), whole)

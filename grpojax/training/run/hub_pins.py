@@ -34,7 +34,8 @@ def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
 
   Paths that look like names are among them.
   """
-  texts = [("model", _model(settings)), ("model", settings.reward.model)]
+  texts = [("model", _model(settings)), ("model", settings.model.teacher)]
+  texts.append(("model", settings.reward.model))
   for source in mixtures.sources(settings).values() or [settings.data]:
     if source.name == HUB:
       revision = source.options.get("revision")
@@ -61,6 +62,11 @@ def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
 def model(settings: TrainSettings) -> str:
   """Returns the name or path by which `policy.find_model` finds the model."""
   return _pinned(settings, "model", _model(settings))
+
+
+def teacher(settings: TrainSettings) -> str:
+  """Returns that of the teacher; "" where there is none."""
+  return _pinned(settings, "model", settings.model.teacher)
 
 
 def reward_model(settings: TrainSettings) -> str:

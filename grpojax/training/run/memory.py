@@ -68,7 +68,10 @@ def _cache(
 
 
 def training(
-  settings: TrainSettings, model: TransformerConfig, mesh: jax.sharding.Mesh
+  settings: TrainSettings,
+  model: TransformerConfig,
+  mesh: jax.sharding.Mesh,
+  teacher: TransformerConfig | None = None,
 ) -> Phases:
   """Counts the parts of a step, and of an evaluation, on each device."""
 
@@ -79,13 +82,16 @@ def training(
     return part._replace(bytes=part.bytes // mesh.size)
 
   trained, others = _parameters(model, jnp.float32), 0
-  rank, itemsize = settings.lora.rank, jnp.dtype(settings.model.dtype).itemsize
+  rank, frozen = settings.lora.rank, jnp.dtype(settings.model.dtype)
+  itemsize = frozen.itemsize
   if rank:
-    others = size(_parameters(model, jnp.dtype(settings.model.dtype)))
+    others = size(_parameters(model, frozen))
     trained = lora.abstract(trained, rank, settings.lora.targets)
   # The base model is the reference of adapters, until it follows them.
   fixed = settings.loss.needs_reference and not rank
-  if settings.model.reference == "device":
+  if settings.model.reference == "device" and teacher:
+    others += size(_parameters(teacher, frozen))
+  elif settings.model.reference == "device":
     others += size(trained) * (fixed or follows_policy(settings))
   optimized = jax.eval_shape(optimizer(settings).init, trained)
   state = size({"params": trained, "opt_state": optimized})

@@ -60,6 +60,24 @@ def open_policy(settings: TrainSettings) -> Policy:
   return policy
 
 
+def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
+  """Adds the teacher, without its weights, where the settings name one.
+
+  Raises:
+    ValueError: There is none, or it does not read the policy's tokens.
+  """
+  model = settings.model
+  if not model.teacher:
+    return policy
+  teacher = policy_lib.open_policy(
+    hub_pins.teacher(settings), model.dtype, attention=model.attention
+  )
+  if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    remedy = "has other tokens than the policy: use one of the same family"
+    raise ValueError(config_error("model.teacher", model.teacher, remedy))
+  return policy._replace(teacher=teacher)
+
+
 def check_model(settings: TrainSettings, lm: LM) -> None:
   """Raises ValueError where a model lacks the experts that a loss balances."""
   coefficient = settings.loss.router_aux_coef
@@ -75,13 +93,19 @@ def with_weights(
 ) -> Policy:
   """Returns the policy with its weights, and adapters if there are to be any.
 
-  They are loaded onto the mesh; None is one device.
+  A teacher's have the format of computation, as all that is frozen. They are
+  loaded onto the mesh; None is one device.
 
   Raises:
     ValueError: Weights or targets of adapters that do not fit.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   lora = settings.lora
+  if policy.teacher:
+    teacher = policy_lib.with_weights(
+      policy.teacher, settings.model.dtype, shardings
+    )
+    policy = policy._replace(teacher=teacher)
   if not lora.rank:
     return policy_lib.with_weights(policy, "float32", shardings)
   # Nothing is added to frozen weights, so they need no more digits than what is

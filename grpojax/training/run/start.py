@@ -122,7 +122,7 @@ def read_inputs(
   """
   trackers.check(settings.log.trackers)
   rewards = rewards_lib.resolve_functions(settings)
-  policy = setup.open_policy(settings)
+  policy = setup.with_teacher(settings, setup.open_policy(settings))
   settings = _with_date(settings, policy, today)
   mesh = setup.make_mesh(settings)
   batches_lib.check_mesh(settings, mesh)
@@ -133,7 +133,8 @@ def read_inputs(
     for split in SPLITS
   )
   settings = splits.with_prompt_length(settings, train, held_out)
-  memory.refuse(memory.training(settings, memory.shape(policy), mesh))
+  teacher = memory.shape(policy.teacher) if policy.teacher else None
+  memory.refuse(memory.training(settings, memory.shape(policy), mesh, teacher))
   for split in (train, held_out):
     rewards_lib.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:
@@ -206,12 +207,13 @@ def start(
   ref_params = following = None
   if reference_lib.follows_policy(settings):
     following = reference_lib.copy_policy(params, shardings.params)
-  elif settings.loss.needs_reference and policy.frozen is not None:
-    ref_params = {}  # the base model, without adapters
+  elif policy.frozen is not None and not policy.teacher:
+    ref_params = {} if settings.loss.needs_reference else None  # the base model
   elif settings.loss.needs_reference:
+    fixed = policy.teacher.params if policy.teacher else params
     reference = run_storage.reference(run.directory)
-    checkpoint.save_params(reference, params)
-    ref_params = checkpoint.restore_params(reference, params)
+    checkpoint.save_params(reference, fixed)
+    ref_params = checkpoint.restore_params(reference, fixed)
     ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
   state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
   state = reference_lib.state_to_memory(
@@ -228,7 +230,10 @@ def start(
   )
   _warn_of_learning_rate(settings, count)
   run = run._replace(
-    policy=policy._replace(params=None),
+    policy=policy._replace(
+      params=None,
+      teacher=policy.teacher and policy.teacher._replace(params=None),
+    ),
     shardings=shardings,
     ref_params=ref_params,
     greedy=make_sampler(

@@ -120,6 +120,14 @@ def _loss(s: TrainSettings) -> Rows:
         "loss.kl_placement = 'reward' or 'ratio'"
       )
     yield "loss.kl", remedy
+  if s.model.teacher and not loss.beta:
+    remedy = (
+      "is heard in the KL term alone: give loss.beta > 0, or leave it out"
+    )
+    yield "model.teacher", remedy
+  if s.model.teacher and s.model.reference_every:
+    remedy = "a teacher does not follow the policy: use 0, or no model.teacher"
+    yield "model.reference_every", remedy
   if s.model.reference_every and not loss.beta:
     remedy = "there is no reference without a KL term: use 0, or loss.beta > 0"
     yield "model.reference_every", remedy

@@ -69,6 +69,11 @@ class ModelSettings:
     "JAX; kernels",
     ATTENTION,
   )
+  teacher: str = option(
+    "",
+    "another model that loss.beta holds the policy to, as model.path; it reads "
+    'the same tokens; "" is the policy before the first step',
+  )
   reference: str = option(
     "device",
     "where the reference policy is kept: on the devices, or in the host's "

@@ -14,7 +14,7 @@ from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.packing import Packing
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout_metrics
-from grpojax.core.types import Batch, Rollout
+from grpojax.core.types import LM, Batch, Rollout
 from grpojax.training.settings.inputs import RewardSettings
 from grpojax.training.settings.run import TrainSettings
 
@@ -104,7 +104,7 @@ def plan_packing(
   return mesh_lib.place(planned, mesh, "batch")
 
 
-def make_batch_program(settings: TrainSettings):
+def make_batch_program(settings: TrainSettings, ref_lm: LM | None = None):
   """Makes the part of a step between the rewards and the update.
 
   Returns:
@@ -112,7 +112,7 @@ def make_batch_program(settings: TrainSettings):
     metrics)`, to be jitted. `values` [K, B, G] are the rewards of each
     function, where `reward.aggregation` compares more than their sum; `scale`
     is a factor of all advantages once they are bounded, or None; the options
-    are arrays that `make_batch` takes.
+    are arrays that `make_batch` takes. `ref_lm` is the model of a teacher.
   """
 
   def batch_of(
@@ -137,6 +137,7 @@ def make_batch_program(settings: TrainSettings):
       options=settings.optim.update,
       sampling=settings.sampling.distribution,
       policy_params=params,
+      ref_lm=ref_lm,
       credit=credit,
       **options,
     )

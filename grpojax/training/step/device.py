@@ -46,6 +46,7 @@ def make_device_program(
       sampling=settings.sampling.distribution,
       decoding=settings.sampling.decoding,
       diagnose=diagnose and functools.partial(diagnose, lm),
+      ref_lm=policy.teacher and policy.teacher.lm,
     )
     return run(state, prompts, ref_params)
 

@@ -104,7 +104,10 @@ def make_programs(
 
   return Programs(
     sampler_program(settings, policy, group_size, sampling, budgets),
-    policy_lib.jit(policy, make_batch_program(settings)),
+    policy_lib.jit(
+      policy,
+      make_batch_program(settings, policy.teacher and policy.teacher.lm),
+    ),
     policy_lib.jit(
       policy, update, donate_argnums=1, out_shardings=(shardings, None)
     ),
