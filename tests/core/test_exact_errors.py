@@ -1,0 +1,89 @@
+"""Bias and error of the advantages: docs/theory.md's table, all groups listed.
+
+Twenty random policies of one to two tokens, of which two of the seven
+completions are right. Groups whose members are only in another order are one.
+"""
+
+import itertools
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import advantages as a
+
+POLICIES, SIZES = 20, (4, 8, 16)
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "theory.md"
+THERE = np.array([[1, 0]] + [[1, 1]] * 6, bool)  # the first token 0 ends it
+
+
+def policy(rng):
+  """Probabilities, tokens' scores by all logits, and rewards."""
+  first, second = (np.exp(rng.normal(size=n)) for n in (3, (3, 3)))
+  first, second = first / first.sum(), second / second.sum(-1, keepdims=True)
+  scores, p = np.zeros((7, 2, 12)), np.zeros(7)
+  outcomes = [(0, 0), *itertools.product((1, 2), range(3))]
+  for i, (x, y) in enumerate(outcomes):
+    scores[i, 0, :3], p[i] = np.eye(3)[x] - first, first[x]
+    if x:
+      scores[i, 1, 3 * x + 3 : 3 * x + 6] = np.eye(3)[y] - second[x]
+      p[i] *= second[x][y]
+  return p, scores, rng.permutation([1.0, 1, 0, 0, 0, 0, 0])
+
+
+@jax.jit
+def every(rewards, unsure, there):
+  """Advantages of groups, [n, G] or [n, G, 2], by the names of the table."""
+  sums, lengths = unsure.sum(-1), there.sum(-1)
+  tokens = rewards, unsure, there, 1.0
+  return {
+    "leave_one_out": a.leave_one_out(rewards),
+    "dr_grpo": a.dr_grpo(rewards),
+    "grpo": a.grpo(rewards),
+    "vanilla": a.vanilla(rewards),
+    "length_weighted": a.length_weighted(rewards, lengths),
+    "score_weighted": a.score_weighted(rewards, sums, 1.0),
+    "optimal_token_baseline": a.optimal_token_baseline(*tokens),
+    "leave_one_out=False": a.optimal_token_baseline(
+      *tokens, leave_one_out=False
+    ),
+  }
+
+
+@pytest.mark.parametrize(
+  "size",
+  [
+    pytest.param(size, marks=[getattr(pytest.mark, mark)] if mark else [])
+    for size, mark in zip(SIZES, ("", "slow", "long"), strict=True)
+  ],
+)
+def test_the_table(size, float64):
+  rng, totals = np.random.default_rng(0), {}
+  groups = itertools.combinations_with_replacement(range(7), size)
+  groups = np.array(list(groups))
+  orders = [
+    math.factorial(size) / math.prod(map(math.factorial, np.bincount(x)))
+    for x in groups
+  ]
+  for _ in range(POLICIES):
+    p, scores, z = policy(rng)
+    chance, g = p[groups].prod(-1) * orders, (p * z) @ scores.sum(1)
+    assert chance.sum() == pytest.approx(1)
+    token_sq = (scores**2).sum(-1)
+    arrays = (jnp.asarray(x[groups]) for x in (z, token_sq, THERE))
+    for name, advantage in every(*arrays).items():
+      weights = np.asarray(advantage).reshape(*groups.shape, -1, 1) / size
+      estimate = (weights * scores[groups]).sum((1, 2))
+      bias = np.linalg.norm(chance @ estimate - g) / np.linalg.norm(g)
+      error = chance @ ((estimate - g) ** 2).sum(-1)
+      totals[name] = totals.get(name, 0) + np.array([bias, error]) / POLICIES
+  least = totals["leave_one_out"][1]
+  (column,) = (i for i, x in enumerate(SIZES) if x == size)
+  rows = re.findall(r"^\| `([\w=]+)` \| (.+%.+) \|$", PAGE.read_text(), re.M)
+  shown = {name: cells.split(" | ")[column] for name, cells in rows}
+  for name, (bias, error) in totals.items():
+    assert shown[name] == f"{bias:.1%}, {error / least:.3f}", name
