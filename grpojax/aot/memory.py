@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
+from grpojax.models.moe import ONE_OF
 
 # These only name or arrange what is there, or run other computations.
 FREE = frozenset(
@@ -188,8 +189,13 @@ def hbm_bytes(
   `inside` is the instruction by `contents`, `shapes` are those of its result,
   and `paid` names collectives that another instruction pays for.
   """
-  if stated := re.search(r'"bytes_accessed":"(\d+)"', inside.root.attributes):
-    return int(stated[1])
+  idle, attributes = 0, inside.root.attributes
+  if stack := re.search(rf"{ONE_OF}(\d+).*custom_call_config", attributes):
+    shapes_in = [s for p in inside.parameters for s in p.shapes]
+    largest = max(s.padded_bytes for s in shapes_in)
+    idle = largest - largest // int(stack[1])
+  if stated := re.search(r'"bytes_accessed":"(\d+)"', attributes):
+    return int(stated[1]) - idle
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
   users = collections.defaultdict(list)
@@ -197,7 +203,7 @@ def hbm_bytes(
     if i.name not in paid:
       for position, name in enumerate(i.operands):
         users[name].append((i, position))
-  total = 0
+  total = -idle
   for p in inside.parameters:
     elements = _read_elements(users, p, in_place, exact=True)
     whole = sum(s.elements for s in p.shapes)

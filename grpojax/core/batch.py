@@ -23,7 +23,7 @@ from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.mesh import constrain
 from grpojax.core.objective import Objective, advantage_fn
 from grpojax.core.packing import Packing, packed_logprobs
-from grpojax.core.types import LM, Batch, Params, Rollout
+from grpojax.core.types import LM, Batch, Params, Prompts, Rollout
 from grpojax.core.update import UpdateOptions
 
 
@@ -38,6 +38,7 @@ def make_batch(
   policy_params: Params | None = None,
   ref_params: Params | None = None,
   ref_lm: LM | None = None,
+  ref_prompts: Prompts | None = None,
   packing: Packing | None = None,
   score_norms: ScoreNorms | None = None,
   prompt_weights: Array | None = None,
@@ -66,6 +67,8 @@ def make_batch(
       log-probabilities are at the temperature of `sampling` (and with its
       repetition penalty) without its cuts, see `core.losses.kl`.
     ref_lm: Model of `ref_params`, where it is another one: a teacher's.
+    ref_prompts: Prompts that the reference reads in the place of the rollout's,
+      of any length: with a hint, say.
     packing: Packed rows of the completions (`packing.layout.plan`), here and in
       the update; None for rows as they are.
     score_norms: Lengths of scores from earlier steps
@@ -88,15 +91,18 @@ def make_batch(
       "old_logprobs = 'trainer' computes the log-probabilities of the policy "
       "that sampled: give policy_params"
     )
-  logprobs = functools.partial(_rollout_logprobs, rollout, packing, options)
+  logprobs = functools.partial(_rollout_logprobs, options)
   old_logprobs, ref_logprobs = rollout.logprobs, None
   if recomputes:
-    old_logprobs = logprobs(lm, policy_params, sampling)
+    old_logprobs = logprobs(rollout, packing, lm, policy_params, sampling)
   if ref_params is not None:
     uncut = Sampling(
       sampling.temperature, repetition_penalty=sampling.repetition_penalty
     )
-    ref_logprobs = logprobs(ref_lm or lm, ref_params, uncut)
+    behind, rows = rollout, packing
+    if ref_prompts is not None:
+      behind, rows = _with_prompts(rollout, packing, ref_prompts)
+    ref_logprobs = logprobs(behind, rows, ref_lm or lm, ref_params, uncut)
   if objective.kl_in_reward:
     if ref_logprobs is None:
       raise ValueError(
@@ -169,10 +175,29 @@ def _advantages(
   return advantages, in_loss & present(totals)
 
 
+def _with_prompts(
+  rollout: Rollout, packing: Packing | None, prompts: Prompts
+) -> tuple[Rollout, Packing | None]:
+  """Completions behind other prompts, and rows with room for these."""
+  ids, mask = prompts.prompt_ids, prompts.prompt_mask
+  if ids.shape[0] != rollout.prompt_ids.shape[0]:
+    raise ValueError(
+      f"ref_prompts are {ids.shape[0]} for {rollout.prompt_ids.shape[0]} "
+      "prompts of the rollout"
+    )
+  rollout = rollout.replace(prompt_ids=ids, prompt_mask=mask)
+  if packing is None:
+    return rollout, None
+  sizes, copies = packing.rows.sizes, packing.prompt_of_copy.shape[-1]
+  room = sizes.bundles // sizes.devices * copies * ids.shape[1]
+  rows = packing.rows.replace(sizes=sizes._replace(prompt_tokens=room))
+  return rollout, packing.replace(rows=rows)
+
+
 def _rollout_logprobs(
+  options: UpdateOptions,
   rollout: Rollout,
   packing: Packing | None,
-  options: UpdateOptions,
   lm: LM,
   params: Params,
   sampling: Sampling,

@@ -16,6 +16,7 @@ from grpojax.core.types import Params
 from grpojax.models import sharding
 from grpojax.models.block import PRODUCTS, SAVED
 from grpojax.models.config import TransformerConfig
+from grpojax.models.moe import LAYER
 
 REMAT = {
   "none": sharding.all_but_gathered,
@@ -160,12 +161,15 @@ def scan(
   params: Params,
   *scanned: tuple[Any, ...],
   remat: str | None = None,
+  whole: Sequence[str] = (),
 ) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   `body` returns the new x, any pytree, and an output of the layer; `scanned`
-  has for each stack a pytree with its layers on the leading axis. Returns x and
-  the stacked outputs of each stack.
+  has for each stack a pytree with its layers on the leading axis. Parameters
+  named `whole` are in `layer` as those of the whole stack, beside their index
+  `LAYER`: what takes them from there copies nothing. Returns x and the stacked
+  outputs of each stack.
   """
   start, outputs = 0, []
   # Layers are written out only where nothing is recomputed, for out of a loop
@@ -177,6 +181,13 @@ def scan(
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)
     run = _write_out if unroll and locality else _scan_stack
-    x, of_stack = run(body, x, locality, (stack, *more))
+    kept = {name: stack[name] for name in whole if len(locality) > 1}
+    if kept:
+      stack = {k: x for k, x in stack.items() if k not in kept}
+      stack[LAYER] = jnp.arange(len(locality))
+    with_kept = lambda x, local, layer, *more, kept=kept: body(
+      x, local, layer | kept, *more
+    )
+    x, of_stack = run(with_kept, x, locality, (stack, *more))
     outputs.append(of_stack)
   return x, tuple(outputs)

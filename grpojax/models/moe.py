@@ -19,6 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from grpojax.core.losses.load_balancing import ExpertLoad
@@ -27,6 +28,11 @@ from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
+LAYER = "layer"
+"""Number of a layer in its stack, beside parameters of the whole stack."""
+ONE_OF = "one_layer_of_"
+"""Begin of a scope's name, before the number of layers of which a product is
+given all matrices and reads one's: what it moves is counted so."""
 
 
 def _probabilities(
@@ -96,15 +102,17 @@ def _experts(
   matrices: dict[str, Array],
   total: int,
   activation: Callable[[Array], Array],
+  layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "N D"]:
   """Returns the weighted sum of each token's experts on this device, float32.
 
   `experts` count from the first one of `matrices`: others than 0 .. len - 1 lie
   on other devices, and add exactly 0. `total` counts those of all devices.
+  With the number of a `layer`, matrices are those of all layers.
   """
   from grpojax.models.grouped import grouped_product  # Pallas: long to import
 
-  held, count = len(matrices["expert_gate"]), experts.shape[1]
+  held, count = matrices["expert_gate"].shape[-3], experts.shape[1]
   is_held = (0 <= experts) & (experts < held)
   chosen = jnp.where(is_held, experts, held).reshape(-1)
   # Pair i of the N * count pairs (token, expert) is of token i // count. Sorted
@@ -112,12 +120,19 @@ def _experts(
   # on other devices come last, and are in no run.
   order = jnp.argsort(chosen)  # stable
   runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
+  if layer is not None:  # their place among the experts of all layers
+    matrices = {k: m.reshape(-1, *m.shape[2:]) for k, m in matrices.items()}
+    all_runs = jnp.zeros(len(matrices["expert_gate"]), runs.dtype)
+    runs = jax.lax.dynamic_update_slice(all_runs, runs, (layer * held,))
   rows = x[order // count]
   if held < total:  # a product's rows in no run may hold anything
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
   def multiply(rows, name):
-    return grouped_product(rows, matrices[name], runs)
+    if layer is None:
+      return grouped_product(rows, matrices[name], runs)
+    with jax.named_scope(f"{ONE_OF}{len(runs) // held}"):
+      return grouped_product(rows, matrices[name], runs)
 
   y = activation(multiply(rows, "expert_gate")) * multiply(rows, "expert_up")
   # The inverse permutation puts the pairs back beside their tokens.
@@ -176,9 +191,17 @@ def _on_device(
       for a in (tokens, weights, experts)
     )
   if apart:
-    held = len(layer["expert_gate"])
+    held = layer["expert_gate"].shape[-3]
     experts = experts - held * jax.lax.axis_index("expert")
-  y = _experts(tokens, weights, experts, matrices, config.experts, activation)
+  y = _experts(
+    tokens,
+    weights,
+    experts,
+    matrices,
+    config.experts,
+    activation,
+    layer.get(LAYER),
+  )
   sums = matrix_axes
   if apart and "expert" in row_axes:
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
@@ -200,18 +223,25 @@ def mixture(
   each device does so with the tokens that its experts may be sent.
 
   The tokens are not rounded, for the router, and neither is the result; `layer`
-  is gathered along fsdp (`sharding.gather`).
+  is gathered along fsdp (`sharding.gather`). It may have the matrices of its
+  whole stack, and its number there (`layer_stacks.scan`).
   """
-  layer = {name: layer[name] for name in ("router", *MATRICES)}
+  names = ("router", *MATRICES, *([LAYER] if LAYER in layer else []))
+  layer = {name: layer[name] for name in names}
   compute = functools.partial(_on_device, config, activation)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
     return compute(set(), set(), x, layer)
   rows = activation_spec(mesh, x.shape, ("batch", "group"))
-  specs = {
-    name: sharding.layer_spec(name, matrix.shape, mesh)
-    for name, matrix in layer.items()
-  }
+
+  def spec(name):
+    if name == LAYER:
+      return P()
+    if LAYER in layer and name in MATRICES:
+      return P(None, *sharding.layer_spec(name, layer[name].shape[1:], mesh))
+    return sharding.layer_spec(name, layer[name].shape, mesh)
+
+  specs = {name: spec(name) for name in layer}
   axes = (
     set(itertools.chain(*sharding.axes_of(spec)))
     for spec in (rows, specs["expert_gate"])

@@ -25,7 +25,7 @@ from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import Params, Prefix
 from grpojax.models import block as block_lib
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks
+from grpojax.models import layer_stacks, moe
 from grpojax.models.attention import rms_norm
 from grpojax.models.block import (
   Heads,
@@ -319,7 +319,14 @@ class Passes:
       # The layers only read the cache; all tokens are written at the end.
       slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
       x, tokens = layer_stacks.scan(
-        config, next_body, x, params, keys_values, slots
+        config,
+        next_body,
+        x,
+        params,
+        keys_values,
+        slots,
+        # XLA:TPU copies each layer's experts out of a stack, for every token.
+        whole=moe.MATRICES if config.experts and self.platform == "tpu" else (),
       )
       cache = cache_lib.write(cache, tokens, x, self.platform)
     return self._final_norm(params, x), cache

@@ -11,10 +11,12 @@ import pytest
 from grpojax.core.batch import make_batch
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.objective import Objective
+from grpojax.core.packing import layout
 from grpojax.core.packing.micro_batches import draw_orders
 from grpojax.core.step import init_state, rollout_metrics
-from grpojax.core.types import Batch, Rollout
+from grpojax.core.types import Batch, Prompts, Rollout
 from grpojax.core.update import UpdateOptions, make_update
+from grpojax.models.transformer import transformer
 
 KEY = jax.random.key(8)
 
@@ -309,6 +311,47 @@ def test_the_reference_scores_every_row_in_its_place(
     -1,
   )
   np.testing.assert_allclose(batch.ref_logprobs, expected[..., 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_reference_may_read_other_prompts(tiny, packed):
+  """Longer ones, packed or not: as if they were the rollout's."""
+  lm = transformer(tiny.config)
+  params = lm.init(jax.random.key(0))
+  ids = jax.random.randint(jax.random.key(1), (3, 2, 5), 1, 11)
+  lengths = jnp.array([[5, 2], [1, 3], [4, 5]])
+  mask = jnp.arange(5) < lengths[..., None]
+
+  def samples(width, seed):
+    prompts = jax.random.randint(jax.random.key(seed), (3, width), 1, 11)
+    there = jnp.arange(width) < jnp.array([[width], [1], [width - 1]])
+    full = jnp.ones((3, 2), bool)
+    return Rollout(prompts, there, ids, mask, jnp.zeros((3, 2, 5)), full)
+
+  short, long = samples(3, 2), samples(40, 3)
+  packing = None
+  if packed:
+    of_prompts = np.asarray(short.prompt_mask.sum(-1))
+    packing = layout.plan(np.asarray(lengths), 5, of_prompts, 3, 1, 1)
+  prompts = Prompts(long.prompt_ids, long.prompt_mask)
+  rewards = jnp.ones((3, 2))
+  found = make_batch(
+    lm,
+    short,
+    rewards,
+    ref_params=params,
+    ref_prompts=prompts,
+    packing=packing,
+  )
+  expected = make_batch(lm, long, rewards, ref_params=params).ref_logprobs
+  shown = lambda x: np.where(mask, x, 0)
+  np.testing.assert_allclose(
+    shown(found.ref_logprobs), shown(expected), atol=1e-5
+  )
+  assert np.abs(shown(expected)).max() > 1
+  with pytest.raises(ValueError, match="ref_prompts are 2 for 3"):
+    other = jax.tree.map(lambda x: x[:2], prompts)
+    make_batch(lm, short, rewards, ref_params=params, ref_prompts=other)
 
 
 # How the work is split changes nothing.

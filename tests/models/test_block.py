@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.models.attention import two_part_attention
 from grpojax.models.config import TransformerConfig
-from grpojax.models.moe import mixture
+from grpojax.models.moe import LAYER, MATRICES, mixture
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
@@ -134,5 +134,15 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
       want[i] += weight * (y @ layer["expert_down"][j])
   x = x.reshape(1, 7, 1, 8)
   arrays = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
-  got = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh))(*arrays)
+  compiled = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh))
+  got = compiled(*arrays)
   np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)
+  x, layer = arrays
+  for number in range(3):  # the same one among the matrices of a whole stack
+    whole = {
+      k: jnp.stack([a if i == number else 9 * a + 1 for i in range(3)])
+      for k, a in layer.items()
+      if k in MATRICES
+    }
+    got = compiled(x, layer | whole | {LAYER: jnp.int32(number)})
+    np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)

@@ -25,7 +25,7 @@ from grpojax.core.mesh import (
   make_mesh,
 )
 from grpojax.models import sharding
-from grpojax.models.moe import mixture
+from grpojax.models.moe import LAYER, MATRICES, mixture
 from grpojax.models.transformer import TransformerConfig, transformer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -200,9 +200,28 @@ def check_decoding_exchanges():
   }, exchanges
 
 
+def check_whole_stacks(sizes):
+  """Matrices of all layers at once, as decoding on TPUs has them."""
+  (params, x), _ = on_one_device(CONFIG, G)[0]
+  want = on_one_device(CONFIG, G)[1][0][0]
+
+  def of_stack(params, x):
+    layers = sharding.gather(params["layers"], "layers/")
+    whole = {name: layers[name] for name in MATRICES}
+    for i in range(CONFIG.layers):
+      layer = whole | {"router": layers["router"][i], LAYER: jnp.int32(i)}
+      x = x + mixture(CONFIG, x, layer, jax.nn.silu)
+    return x
+
+  program, places = compiled(of_stack, make_mesh(*sizes), params, x)
+  check_equal(program(*jax.device_put((params, x), places)), want)
+
+
 def check_models():
   """Whole models: training with each remat, and decoding."""
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
+  check_whole_stacks((1, 2, 2, 2))
+  check_whole_stacks((2, 1, 4, 1))
   prompts = jnp.arange(B * P).reshape(B, P) * 7 % 15
   mask = jnp.arange(P) < P - jnp.arange(B)[:, None]
   ids = jnp.arange(B * G * S).reshape(B, G, S) * 5 % 15

@@ -157,6 +157,15 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ),
     ({"model__reference_every": 1}, "use 0, or loss.beta > 0"),
     ({"model__teacher": "arithmetic-base"}, "give loss.beta > 0"),
+    ({"model__reference_prompt": "{prompt}!"}, "give loss.beta > 0"),
+    (
+      {"model__reference_prompt": "{answer}", "loss__beta": 1.0},
+      "must hold {prompt}",
+    ),
+    (
+      {"model__reference_prompt": "{prompt.x}", "loss__beta": 1.0},
+      "must hold {prompt}",
+    ),
     ({"model__reference_mix": 0.5}, "a fixed reference is not mixed: use 1"),
     (
       {"loss__entropy_coef": 2.0, "loss__entropy_target": 0.1},

@@ -16,6 +16,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.runtime import checkpoint
+from grpojax.training import policy as policy_lib
 from grpojax.training.run import memory, run_storage
 from grpojax.training.step import reference
 
@@ -212,3 +213,39 @@ def test_a_larger_teacher_is_learned_from(
     return
   go("parts", steps=2)
   np.testing.assert_array_equal(go("parts"), whole)
+
+
+def test_a_hint_is_read_by_the_reference_alone(settings_with, toy_model, mesh):
+  settings = settings_with(
+    model__reference_prompt="{prompt} ({answer}, {{}})",
+    data__template="{prompt}",
+    loss__beta=1.0,
+  )
+  policy = policy_lib.open_policy(str(toy_model))
+  read_prompts = reference.make_read_prompts(settings, policy, mesh)
+  examples = [{"prompt": "1+2=", "answer": 3}, {"prompt": "40+2="}]
+  read = read_prompts(examples)
+  assert read.prompt_ids.shape == (2, 64)
+  texts = [
+    policy.tokenizer.decode(ids[mask])
+    for ids, mask in zip(
+      *map(np.asarray, (read.prompt_ids, read.prompt_mask)), strict=True
+    )
+  ]
+  assert texts == ["1+2= (3, {})", "40+2= (, {})"]
+  chat = {"prompt": [{"role": "user", "content": "Hi"}], "answer": "x"}
+  template = settings.model.reference_prompt
+  (message,) = reference.hinted(template, chat)
+  assert message == {"role": "user", "content": "Hi (x, {})"}
+  with pytest.raises(ValueError, match="no answer: its fields are prompt"):
+    reference.check_prompt(settings, examples[1])
+  plain = settings_with()
+  assert reference.make_read_prompts(plain, policy, mesh) is None
+
+
+@pytest.mark.slow
+def test_a_run_is_taught_by_itself_with_the_answer(train_toy):
+  settings = {"model.reference_prompt": "{prompt}{answer} ", "loss.beta": 1}
+  settings |= {"steps": 2, "batch_size": 4, "eval.num_prompts": 4}
+  rows = train_toy("hint", **settings)
+  assert [row["kl"] > 1e-3 for row in rows if "kl" in row] == [True, True]

@@ -154,11 +154,18 @@ TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
 
 def is_template(template: str, field: str = "prompt") -> bool:
   """Returns True for a `TEMPLATE`: all its fields are "{prompt}" literally."""
+  return fields(template) == {field}
+
+
+def fields(template: str) -> set[str] | None:
+  """Returns the fields of a template; None where one is not a plain {name}."""
   try:
     parts = [part[1:] for part in string.Formatter().parse(template)]
   except ValueError:
-    return False
-  return {x for x in parts if x[0] is not None} == {(field, "", None)}
+    return None
+  named = [x for x in parts if x[0] is not None]
+  plain = all(x[0].isidentifier() and x[1:] == ("", None) for x in named)
+  return {x[0] for x in named} if plain else None
 
 
 def _fill(template: str, prompt: str) -> str:

@@ -147,6 +147,8 @@ def read_inputs(
       f"{count} of {len(held_out.examples)} held-out prompts are also training "
       "prompts: of these, accuracy says nothing about new ones"
     )
+  if settings.model.reference_prompt:
+    reference_lib.check_prompt(settings, train.examples[0])
   difficulty.init_rates(settings, train.examples)  # refuses what is not for it
   return Run(settings, directory, policy, mesh, train, held_out)
 

@@ -106,6 +106,25 @@ def _model(s: TrainSettings) -> Rows:
     )
 
 
+def _reference_prompt(s: TrainSettings) -> Rows:
+  name, names = (
+    "model.reference_prompt",
+    tokenizer.fields(s.model.reference_prompt),
+  )
+  if names is None or "prompt" not in names:
+    yield name, "must hold {prompt}; write braces that are no field doubled"
+  if not s.loss.beta:
+    yield (
+      name,
+      "is read for the KL term alone: give loss.beta > 0, or no prompt",
+    )
+  if s.reward.on_device:
+    yield (
+      name,
+      "reward.on_device is one program, which reads no texts: use False",
+    )
+
+
 def _loss(s: TrainSettings) -> Rows:
   loss, estimators = s.loss, PLACEMENTS[s.loss.kl_placement]
   if loss.beta and loss.kl not in estimators:
@@ -125,6 +144,8 @@ def _loss(s: TrainSettings) -> Rows:
       "is heard in the KL term alone: give loss.beta > 0, or leave it out"
     )
     yield "model.teacher", remedy
+  if s.model.reference_prompt:
+    yield from _reference_prompt(s)
   if s.model.teacher and s.model.reference_every:
     remedy = "a teacher does not follow the policy: use 0, or no model.teacher"
     yield "model.reference_every", remedy

@@ -74,6 +74,11 @@ class ModelSettings:
     "another model that loss.beta holds the policy to, as model.path; it reads "
     'the same tokens; "" is the policy before the first step',
   )
+  reference_prompt: str = option(
+    "",
+    "what the reference reads in the place of a prompt: {prompt} and fields of "
+    'the example, as in "{prompt} (the answer is {answer})"; "" is the prompt',
+  )
   reference: str = option(
     "device",
     "where the reference policy is kept: on the devices, or in the host's "

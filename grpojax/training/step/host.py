@@ -245,6 +245,7 @@ class HostStep:
     move = lambda params: params
     if settings.mesh.sampling_devices:
       move = moved_params(policy, settings.model.dtype, sampling_mesh)
+    self.read_prompts = reference.make_read_prompts(settings, policy, mesh)
     player = None
     if reward_pool.environment is not None:
       player = episodes.make_player(
@@ -422,11 +423,16 @@ class HostStep:
     """The batch of the update, and metrics of its completions."""
     settings, mesh, rewards = self.settings, self.mesh, batch.rewards
     placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
+    ref_prompts = None
+    if self.read_prompts:
+      examples = [batch.examples[i] for i in batch.drawn_groups]
+      ref_prompts = self.read_prompts(examples)
     return self.programs.make_batch(
       state.params,
       batch.rollout,
       placed,
       ref_params=reference.to_device(reference_params),
+      ref_prompts=ref_prompts,
       packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
       score_norms=state.score_norms,
       values=values,

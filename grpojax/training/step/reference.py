@@ -9,21 +9,31 @@ every `model.reference_every` steps it becomes
 of the parameters: a copy of the policy where mix is 1, and with a small one at
 every step an exponential average. Of adapters, both factors are mixed, and the
 base stays as it is.
+
+It may read other prompts than the policy (`model.reference_prompt`): ones with
+a hint, for a policy that is to do without (self-distillation).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from grpojax.core.types import Params, TrainState
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.text import tokenizer
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.policy import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
+
+_MULTIPLE = 64  # of the lengths of other prompts, in tokens
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:
@@ -75,6 +85,54 @@ def copy_policy(params: Params, shardings: PyTree) -> Params:
   """Returns a reference that follows, before the first step."""
   copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)
   return copy(params)
+
+
+def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
+  """Raises ValueError where `model.reference_prompt` names no field."""
+  template = settings.model.reference_prompt
+  missing = tokenizer.fields(template) - example.keys()
+  if missing:
+    remedy = (
+      f"an example has no {', '.join(sorted(missing))}: its fields are "
+      f"{', '.join(sorted(example))}"
+    )
+    raise ValueError(config_error("model.reference_prompt", template, remedy))
+
+
+def hinted(template: str, example: Mapping[str, Any]) -> Any:
+  """Prompt of an example as the reference reads it: a text, or a chat."""
+  prompt = example["prompt"]
+  values = {name: example.get(name, "") for name in tokenizer.fields(template)}
+  if isinstance(prompt, str):
+    return template.format(**values)
+  *before, last = prompt
+  values["prompt"] = last["content"]
+  return [*before, {**last, "content": template.format(**values)}]
+
+
+def make_read_prompts(
+  settings: TrainSettings, policy: Policy, mesh: Mesh
+) -> Callable[[Sequence[Mapping[str, Any]]], Prompts] | None:
+  """Makes `examples -> prompts` of the reference; None where they are the same.
+
+  They are of the policy's format and tokens; fields that an example lacks are
+  empty.
+  """
+  template = settings.model.reference_prompt
+  if not template:
+    return None
+  encode = prompts_lib.encoder(settings, policy)
+
+  def read_prompts(examples: Sequence[Mapping[str, Any]]) -> Prompts:
+    rows = [encode(hinted(template, example))[1] for example in examples]
+    lengths = np.array([len(ids) for ids in rows])
+    size = -(-lengths.max() // _MULTIPLE) * _MULTIPLE  # few programs
+    ids = np.full((len(rows), size), policy.pad_id, np.int32)
+    mask = np.arange(size) < lengths[:, None]
+    ids[mask] = np.concatenate(rows)
+    return mesh_lib.place(Prompts(ids, mask), mesh, "batch")
+
+  return read_prompts
 
 
 def make_update_reference(

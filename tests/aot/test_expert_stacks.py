@@ -1,0 +1,53 @@
+"""Experts while decoding on TPUs: no layer is copied out of its stack."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from grpojax.aot import cost, hlo, topology
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.models.layer_stacks import SHALLOW
+from grpojax.models.transformer import TransformerConfig, transformer
+
+CONFIG = TransformerConfig(
+  vocab_size=256,
+  width=256,
+  layers=SHALLOW + 1,
+  heads=2,
+  kv_heads=2,
+  head_dim=128,
+  mlp=256,
+  experts=16,
+  experts_per_token=2,
+)
+TOKENS, MATRIX = 32, 2 * 16 * 256 * 256  # bytes of a layer's experts, of three
+
+
+@pytest.mark.slow
+def test_a_token_reads_each_layers_experts_once():
+  pytest.importorskip("libtpu")
+  device = topology.machine("v5e:2x2").devices[0]
+  lm = transformer(CONFIG, dtype=jnp.bfloat16, platform="tpu")
+  on_chip = jax.sharding.SingleDeviceSharding(device)
+  shapes = functools.partial(jax.ShapeDtypeStruct, sharding=on_chip)
+  params = jax.tree.map(
+    lambda x: shapes(x.shape, x.dtype),
+    jax.eval_shape(lm.init, key := jax.random.key(0)),
+  )
+  prompts = Prompts(shapes((16, 32), jnp.int32), shapes((16, 32), bool))
+  sample = functools.partial(
+    rollout, lm, group_size=8, max_new_tokens=TOKENS, eos_ids=(1,)
+  )
+  key = shapes(key.shape, key.dtype)
+  text = jax.jit(sample).lower(params, prompts, key).compile().as_text()
+  counted = cost.cost(hlo.parse(text), token_loop_trips=TOKENS).in_token_loop
+  least = 3 * CONFIG.layers * MATRIX
+  experts = sum(
+    i.bytes * i.trips
+    for i in counted.instructions
+    if "ragged" in i.op_name or "dynamic_index" in i.op_name
+  )
+  assert least < experts / (TOKENS - 1) < 1.3 * least
