@@ -189,13 +189,13 @@ def hbm_bytes(
   `inside` is the instruction by `contents`, `shapes` are those of its result,
   and `paid` names collectives that another instruction pays for.
   """
-  idle, attributes = 0, inside.root.attributes
+  attributes = inside.root.attributes
   if stack := re.search(rf"{ONE_OF}(\d+).*custom_call_config", attributes):
-    shapes_in = [s for p in inside.parameters for s in p.shapes]
-    largest = max(s.padded_bytes for s in shapes_in)
-    idle = largest - largest // int(stack[1])
+    arrays = [_hbm(p.shapes) for p in inside.parameters]
+    idle = max(arrays) - max(arrays) // int(stack[1])
+    return sum(arrays) + _hbm(shapes) - idle
   if stated := re.search(r'"bytes_accessed":"(\d+)"', attributes):
-    return int(stated[1]) - idle
+    return int(stated[1])
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
   users = collections.defaultdict(list)
@@ -203,7 +203,7 @@ def hbm_bytes(
     if i.name not in paid:
       for position, name in enumerate(i.operands):
         users[name].append((i, position))
-  total = -idle
+  total = 0
   for p in inside.parameters:
     elements = _read_elements(users, p, in_place, exact=True)
     whole = sum(s.elements for s in p.shapes)

@@ -181,13 +181,13 @@ def scan(
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)
     run = _write_out if unroll and locality else _scan_stack
-    kept = {name: stack[name] for name in whole if len(locality) > 1}
-    if kept:
-      stack = {k: x for k, x in stack.items() if k not in kept}
+    unsliced = {name: stack[name] for name in whole if len(locality) > 1}
+    if unsliced:
+      stack = {k: x for k, x in stack.items() if k not in unsliced}
       stack[LAYER] = jnp.arange(len(locality))
-    with_kept = lambda x, local, layer, *more, kept=kept: body(
-      x, local, layer | kept, *more
+    of_layer = lambda x, local, layer, *more, unsliced=unsliced: body(
+      x, local, layer | unsliced, *more
     )
-    x, of_stack = run(with_kept, x, locality, (stack, *more))
+    x, of_stack = run(of_layer, x, locality, (stack, *more))
     outputs.append(of_stack)
   return x, tuple(outputs)

@@ -19,11 +19,11 @@ CONFIG = TransformerConfig(
   heads=2,
   kv_heads=2,
   head_dim=128,
-  mlp=256,
-  experts=16,
+  mlp=512,
+  experts=64,
   experts_per_token=2,
 )
-TOKENS, MATRIX = 32, 2 * 16 * 256 * 256  # bytes of a layer's experts, of three
+TOKENS, MATRIX = 32, 2 * 64 * 256 * 512  # bytes of a layer's experts, of three
 
 
 @pytest.mark.slow
