@@ -173,12 +173,15 @@ _ADVANTAGES = {
   "opo": "length_weighted",
   "gdpo": "batch_std",
   "reinforce_plus_plus": "reinforce_plus_plus",
+  "reinforce_plus_plus_baseline": "batch_std",
   "optimal_token_baseline": "optimal_token_baseline",
   "tir_optimal_token_baseline": "optimal_token_baseline",
   "gpg": "dr_grpo",
 }
 _DIFFERS = {  # what is not the same in an advantage of that name
   "gdpo": "verl whitens over tokens, here over completions",
+  "reinforce_plus_plus_baseline": "verl whitens over tokens, here over "
+  "completions",
   "optimal_token_baseline": "without the own reward, which biases verl's; "
   "weights are of (1 - p)^2, no pass over the vocabulary",
   "gpg": "verl multiplies by samples / samples of a reward that is not 0",
