@@ -99,7 +99,9 @@ def pytest_collection_modifyitems(config, items):
   names of functions, so that a commit has the same ones everywhere.
   """
   if part := config.getoption("part"):
-    k, n = map(int, part.split("/"))
+    k, n = (int(x) if x.isdecimal() else 0 for x in f"{part}/".split("/")[:2])
+    if f"{k}/{n}" != part or not 1 <= k <= n:
+      raise pytest.UsageError(f"--part={part}: K/N with 1 <= K <= N")
     number = lambda item: zlib.crc32(item.nodeid.split("[")[0].encode())
     items[:] = [item for item in items if number(item) % n == k % n]
   items.sort(key=lambda item: item.path.name not in LONG)

@@ -168,7 +168,7 @@ class Objective:
   correction: str = option(
     "none",
     "weigh losses by pi_trainer / pi_rollout, truncated or masked, by token or "
-    "sequence",
+    "sequence; or leave out sequences by its geometric mean",
     CORRECTIONS,
   )
   correction_low: float = option(

@@ -19,6 +19,7 @@ from grpojax.core.gradients import (
   minibatch_gradient,
 )
 from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses import rollout_correction
 from grpojax.core.objective import Objective, weighting_fn
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option, refuse
 from grpojax.core.packing import micro_batches as micro_batches_lib
@@ -93,7 +94,8 @@ def off_policy_conflicts(
   if not samples:
     return reasons
   of = " and ".join(samples)
-  if objective.correction == "none" and (options.on_policy or not to_rollout):
+  weighs = objective.correction not in rollout_correction.UNWEIGHTED
+  if not weighs and (options.on_policy or not to_rollout):
     reasons["correction"] = (
       f"samples {of} are not the policy's own: use token_truncate or another "
       "one, or the format model and sampling.ahead = 0"

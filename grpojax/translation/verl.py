@@ -179,6 +179,7 @@ _ADVANTAGES = {
   "gpg": "dr_grpo",
 }
 _DIFFERS = {  # what is not the same in an advantage of that name
+  "opo": "without the own reward, which biases verl's",
   "gdpo": "verl whitens over tokens, here over completions",
   "reinforce_plus_plus_baseline": "verl whitens over tokens, here over "
   "completions",
@@ -303,16 +304,27 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   kind, limit = theirs[name], f"{name}_threshold"
   if not kind:
     return
-  low, _, high = str(theirs[limit]).rpartition("_")
-  weighs = theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence")
-  if kind != "seq_mean_k1" or not low or weighs:
-    text = f"{kind!r} is not taken: there is one correction"
-    yield Note(name, f"{text}, see loss.correction", missing=True)
+  if theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
+    text = "is not taken beside rollout_is: there is one loss.correction"
+    yield Note(name, text, missing=True)
     return
+  if kind != "seq_mean_k1":
+    text = f"{kind!r}: of these seq_mean_k1 alone is here (geometric_mask)"
+    yield Note(name, text, missing=True)
+    return
+  low, _, high = str(theirs[limit]).rpartition("_")
+  try:
+    high = float(high)
+    low = float(low) if low else 1 / high  # one number is of both sides
+  except (ValueError, ZeroDivisionError):
+    low = high = 0.0
+  if not 0 < low <= high < math.inf:
+    text = f"{theirs[limit]!r}: are two positive bounds, LOW_HIGH, or one"
+    raise ValueError(f"{limit} = {text}")
   yield theirs.setting("loss.correction", "geometric_mask", name)
   # verl's bounds are of the sampler's probabilities by the trainer's.
-  yield theirs.setting("loss.correction_low", 1 / float(high), limit)
-  yield theirs.setting("loss.correction_high", 1 / float(low), limit)
+  yield theirs.setting("loss.correction_low", 1 / high, limit)
+  yield theirs.setting("loss.correction_high", 1 / low, limit)
   yield Setting("loss.old_logprobs", "trainer", "as verl does")
   yield Note(name, "verl's rejection also takes the tokens out of the mean")
 

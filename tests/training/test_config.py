@@ -234,6 +234,10 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       "loss.correction = 'none': samples in int8 (weights_dtype) are not",
     ),
     (
+      {"sampling__ahead": 1, "loss__correction": "geometric_mask"},
+      "loss.correction = 'geometric_mask': samples drawn before the last",
+    ),
+    (
       {
         "sampling__cache_dtype": "int8",
         "optim__epochs": 2,

@@ -181,6 +181,15 @@ def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
   file.write_text(json.dumps(tokens))
   with pytest.raises(SystemExit, match="teacher .*has other tokens"):
     train_toy(**{"model.teacher": other, "loss.beta": 1})
+  shutil.copy(toy_model / "tokenizer.json", file)
+  config = json.loads((other / "config.json").read_text())
+  few = max(tokens["model"]["vocab"].values()) + 1
+  assert few < config["vocab_size"]
+  (other / "config.json").write_text(json.dumps(config | {"vocab_size": few}))
+  with pytest.raises(SystemExit, match=f"teacher .*knows {few} ids"):
+    train_toy(**{"model.teacher": other, "loss.beta": 1})
+  with pytest.raises(SystemExit, match="teacher .*nowhere"):
+    train_toy(**{"model.teacher": tmp_path / "nowhere", "loss.beta": 1})
   assert not (tmp_path / "run").exists()
 
 
@@ -212,6 +221,14 @@ def test_a_larger_teacher_is_learned_from(
     assert whole[-1] < 0.7 * whole[0]
     return
   go("parts", steps=2)
+  config = tmp_path / "teacher" / "config.json"
+  text = config.read_text()
+  (tmp_path / "teacher" / "checksums.json").unlink(missing_ok=True)
+  config.write_text(text.replace("10000.0", "20000.0"))
+  assert config.read_text() != text
+  with pytest.raises(SystemExit, match="teacher are others. Put the old files"):
+    go("parts")
+  config.write_text(text)
   np.testing.assert_array_equal(go("parts"), whole)
 
 

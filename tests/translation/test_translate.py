@@ -605,3 +605,22 @@ def test_what_a_file_says_does_not_act_on_the_terminal(tmp_path, capsys):
   translate.main([str(path), f"--out={tmp_path / 'ours.py'}"])
   said = capsys.readouterr().out
   assert "\x1b" not in said and r"\x1b]0;title\x07 evil has no" in said
+
+
+@pytest.mark.parametrize(
+  "threshold, bounds",
+  [("1.25", (0.8, 1.25)), ("0.5_4", (0.25, 2.0))]
+  + [(text, None) for text in ("x", "0_2", "2_0.5", "inf_2", "null", "1_x")],
+)
+def test_bounds_of_rejection(threshold, bounds, tmp_path):
+  key = "algorithm.rollout_correction.rollout_rs"
+  text = "algorithm.adv_estimator: grpo\nactor_rollout_ref.rollout.n: 8\n"
+  threshold = threshold if threshold == "null" else f'"{threshold}"'
+  text += f"{key}: seq_mean_k1\n{key}_threshold: {threshold}\n"
+  if bounds is None:
+    with pytest.raises(ValueError, match="rollout_rs_threshold.*two positive"):
+      become(text, tmp_path)
+    return
+  found = become(text, tmp_path)[1]
+  low, high = (found[f"loss.correction_{x}"] for x in ("low", "high"))
+  assert (low, high) == pytest.approx(bounds)

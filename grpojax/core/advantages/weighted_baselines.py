@@ -62,6 +62,12 @@ def _minus_weighted_others(
   return jnp.where(rewarded & ~alone, advantages, 0)
 
 
+def _power(weights: Array, power: float) -> Array:
+  """Powers of a group's weights; scaled, for only ratios matter, none is inf."""
+  largest = jnp.max(weights, -1, keepdims=True)
+  return (weights / jnp.where(largest > 0, largest, 1)) ** power
+
+
 def length_weighted(
   rewards: Shaped[Array, "*B G"], lengths: Shaped[Array, "*B G"]
 ) -> Float[Array, "*B G"]:
@@ -99,7 +105,7 @@ def score_weighted(
   ones, 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
-  weights = jnp.asarray(logit_score_sq) ** power
+  weights = _power(jnp.asarray(logit_score_sq), power)
   return _minus_weighted_others(rewards, weights, "logit_score_sq")
 
 
@@ -150,21 +156,20 @@ def optimal_token_baseline(
       f"{token_score_sq.shape} and sampled {sampled.shape}"
     )
   # The t-th sampled tokens of a group stand side by side, [*B, T, G].
-  sums = jnp.cumsum(jnp.where(sampled, token_score_sq, 0), -1) ** power
+  sums = jnp.cumsum(jnp.where(sampled, token_score_sq, 0), -1)
   order = jnp.argsort(~sampled, axis=-1, stable=True)
   there, weights, to_go = (
     jnp.swapaxes(jnp.take_along_axis(x, order, -1), -1, -2)
     for x in (sampled, sums, rewards)
   )
   to_go = as_float(to_go, "optimal_token_baseline", least=2)
-  weights = jnp.where(there, weights, 0)
+  weights = _power(jnp.where(there, weights, 0), power)
   if leave_one_out:
     advantages = _minus_weighted_others(to_go, weights, "weights")
   else:
     weights = jnp.where(present(to_go), weights, 0)
-    mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / (
-      jnp.sum(weights, -1) + 1e-8
-    )
+    total = jnp.maximum(jnp.sum(weights, -1), 1e-8)
+    mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / total
     mean = jnp.where(jnp.sum(there, -1) > 1, mean, 0)
     advantages = jnp.where(present(to_go), to_go - mean[..., None], 0)
   place = jnp.maximum(jnp.cumsum(sampled, -1) - 1, 0)

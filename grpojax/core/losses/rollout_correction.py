@@ -56,6 +56,8 @@ CORRECTIONS = (
   "sequence_mask",
   "geometric_mask",
 )
+UNWEIGHTED = ("none", "geometric_mask")
+"""Corrections after which samples are still those of the rollout policy."""
 
 
 def is_weights(

@@ -110,7 +110,11 @@ def _files(settings: TrainSettings) -> dict[str, str]:
   """Files that each process reads from a disk that may be its own."""
   files = {
     f"the model in {path}": _model_files(path)
-    for path in (settings.model.path, settings.reward.model)
+    for path in (
+      settings.model.path,
+      settings.model.teacher,
+      settings.reward.model,
+    )
     if path
   }
   return files | _user_files(settings)
@@ -344,16 +348,15 @@ def _of_jax(before: dict[str, str]) -> dict[str, str]:
 
 
 def _file_hashes(run: Run) -> dict[str, str]:
-  """Returns hashes of the files that decide prompts and rewards, by path."""
+  """Returns hashes of what decides prompts, rewards and a teacher, by path."""
   settings, policy = run.settings, run.policy
   files = {x: y.encode() for x, y in _user_files(settings).items()}
   for name in hf.COMPANIONS:
     if (policy.directory / name).is_file():
       text = (policy.directory / name).read_bytes()
       files[f"{settings.model.path}/{name}"] = text
-  if settings.reward.model:
-    model = _model_files(settings.reward.model)
-    files[settings.reward.model] = model.encode()
+  for path in filter(None, (settings.model.teacher, settings.reward.model)):
+    files[path] = _model_files(path).encode()
   return {x: hashlib.sha256(y).hexdigest() for x, y in files.items()}
 
 
@@ -370,8 +373,8 @@ def _changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
   if not changed:
     return []
   return [
-    f"{', '.join(changed)}: not as when this run was started, so its prompts "
-    f"or rewards are others. Put the old text back, {_ELSE}"
+    f"{', '.join(changed)}: not as when this run was started, so its prompts, "
+    f"rewards or teacher are others. Put the old files back, {_ELSE}"
   ]
 
 

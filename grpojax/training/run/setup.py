@@ -11,6 +11,7 @@ from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.losses.entropy import init_control
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
+from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.cli.config import config_error
 from grpojax.statistics import group_size as group_size_lib
@@ -69,12 +70,27 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
   model = settings.model
   if not model.teacher:
     return policy
-  teacher = policy_lib.open_policy(
-    hub_pins.teacher(settings), model.dtype, attention=model.attention
-  )
-  if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-    remedy = "has other tokens than the policy: use one of the same family"
+
+  def refuse(remedy):
     raise ValueError(config_error("model.teacher", model.teacher, remedy))
+
+  try:
+    teacher = policy_lib.open_policy(
+      hub_pins.teacher(settings), model.dtype, attention=model.attention
+    )
+  except ValueError as error:
+    refuse(str(error))
+  if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    refuse("has other tokens than the policy: use one of the same family")
+  rows = [
+    hf.to_transformer_config(hf.read_config(one.directory)).vocab_size
+    for one in (policy, teacher)
+  ]
+  if rows[1] < rows[0]:
+    refuse(
+      f"knows {rows[1]} ids, and the policy may sample {rows[0]} (vocab_size): "
+      "use one that knows them"
+    )
   return policy._replace(teacher=teacher)
 
 
