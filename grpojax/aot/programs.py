@@ -80,6 +80,13 @@ def _policy(
   )
 
 
+def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
+  """Returns the shape of the teacher, where there is one."""
+  if not settings.model.teacher:
+    return None
+  return hf.to_transformer_config(read_model(hub_pins.teacher(settings)))
+
+
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Shapes of rows, laid out as `core.mesh.constrain` does."""
 

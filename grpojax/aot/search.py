@@ -92,10 +92,7 @@ def _try(
   try:
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
-    teacher = None
-    if settings.model.teacher:
-      of_teacher = programs.read_model(hub_pins.teacher(settings))
-      teacher = hf.to_transformer_config(of_teacher)
+    teacher = programs.teacher_shape(settings)
     least = memory.training(settings, _model(settings), mesh, teacher)
     memory.refuse(least, chips.device(machine.chip).hbm_bytes)
   except ValueError as error:

@@ -109,7 +109,8 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
-  memory.refuse(memory.training(settings, run.model, mesh))
+  teacher = programs.teacher_shape(settings)
+  memory.refuse(memory.training(settings, run.model, mesh, teacher))
   return run
 
 

@@ -63,7 +63,7 @@ def _minus_weighted_others(
 
 
 def _power(weights: Array, power: float) -> Array:
-  """Powers of a group's weights; scaled, for only ratios matter, none is inf."""
+  """Powers of a group's weights, scaled: only ratios matter, and none is inf."""
   largest = jnp.max(weights, -1, keepdims=True)
   return (weights / jnp.where(largest > 0, largest, 1)) ** power
 
