@@ -191,9 +191,10 @@ def hbm_bytes(
   """
   attributes = inside.root.attributes
   if stack := re.search(rf"{ONE_OF}(\d+).*custom_call_config", attributes):
-    arrays = [_hbm(p.shapes) for p in inside.parameters]
-    idle = max(arrays) - max(arrays) // int(stack[1])
-    return sum(arrays) + _hbm(shapes) - idle
+    # At most: experts without tokens are not read.
+    matrices = max(inside.parameters, key=lambda p: p.shapes[0].elements)
+    idle = _hbm(matrices.shapes) - _hbm(matrices.shapes) // int(stack[1])
+    return sum(_hbm(p.shapes) for p in inside.parameters) + _hbm(shapes) - idle
   if stated := re.search(r'"bytes_accessed":"(\d+)"', attributes):
     return int(stated[1])
   results = _results(inside)

@@ -125,6 +125,13 @@ def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
   to_go = to_go + jnp.array([2.0, 1.0, 0.0])  # what came before
   later = optimal_token_baseline(to_go, token_sq, sampled, 1.0)
   assert later[0, 0] == pytest.approx(1 - 6 / 5)
+  junk = jnp.where(sampled, to_go, jnp.nan)  # what nobody sampled is not read
+  again = optimal_token_baseline(junk, token_sq, sampled, 1.0)
+  np.testing.assert_array_equal(again, later)
+  alone = optimal_token_baseline(
+    jnp.array([1.0, jnp.nan, jnp.nan]), token_sq, sampled, leave_one_out=False
+  )
+  np.testing.assert_array_equal(alone[0], [1, 1, 0])  # as if drawn alone
   large = optimal_token_baseline(rewards, token_sq, sampled, 200.0)
   np.testing.assert_allclose(large[0, 0], 1 - 0)  # the longest score's own
   huge = score_weighted(rewards, jnp.array([1e30, 2e30, 3e30]), 5.0)

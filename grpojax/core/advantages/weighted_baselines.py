@@ -63,7 +63,7 @@ def _minus_weighted_others(
 
 
 def _power(weights: Array, power: float) -> Array:
-  """Powers of a group's weights, scaled: only ratios matter, and none is inf."""
+  """Powers of weights, by a group's largest: ratios matter, none is inf."""
   largest = jnp.max(weights, -1, keepdims=True)
   return (weights / jnp.where(largest > 0, largest, 1)) ** power
 
@@ -133,13 +133,13 @@ def optimal_token_baseline(
 
   With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
   of (1 - p)^2 it is what verl computes (`optimal_token_baseline`, and of
-  several turns `tir_optimal_token_baseline`): the own reward is in the mean,
-  which scales each token's gradient by another number, and the longest sample
-  has no baseline where it is alone.
+  several turns `tir_optimal_token_baseline`, with handle_zero_tail): the own
+  reward is in the mean, which scales each token's gradient by another number,
+  and the longest sample has no baseline where it is alone.
 
   Args:
     rewards: R of samples, [*B, G], or of their tokens, [*B, G, T]: what comes
-      from each token on.
+      from each sampled token on; behind the end that is 0.
     token_score_sq: Squared length of each token's score, or what stands for it.
     sampled: True for tokens of the policy; those of an environment do not
       count, and get 0.
@@ -149,6 +149,9 @@ def optimal_token_baseline(
   rewards = jnp.asarray(rewards)
   if rewards.shape == sampled.shape[:-1]:
     rewards = jnp.broadcast_to(rewards[..., None], sampled.shape)
+  elif rewards.shape == sampled.shape:
+    missing = jnp.any(sampled & ~jnp.isfinite(rewards), -1, keepdims=True)
+    rewards = jnp.where(missing, jnp.nan, jnp.where(sampled, rewards, 0))
   if rewards.shape != sampled.shape or token_score_sq.shape != sampled.shape:
     raise ValueError(
       "optimal_token_baseline takes rewards [..., G] or [..., G, T] for tokens "
@@ -170,7 +173,7 @@ def optimal_token_baseline(
     weights = jnp.where(present(to_go), weights, 0)
     total = jnp.maximum(jnp.sum(weights, -1), 1e-8)
     mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / total
-    mean = jnp.where(jnp.sum(there, -1) > 1, mean, 0)
+    mean = jnp.where(jnp.sum(there & present(to_go), -1) > 1, mean, 0)
     advantages = jnp.where(present(to_go), to_go - mean[..., None], 0)
   place = jnp.maximum(jnp.cumsum(sampled, -1) - 1, 0)
   advantages = jnp.take_along_axis(jnp.swapaxes(advantages, -1, -2), place, -1)

@@ -298,15 +298,21 @@ def dro(
   """REINFORCE with a quadratic pull to the old policy: DRO's.
 
   -log pi A + dro_beta / 2 (log r)^2 (arXiv 2405.19107, with an advantage in the
-  place of its value; as in verl). On-policy the pull is 0.
+  place of its value; as in verl). On-policy the pull is 0; it has no gradient
+  where log r is above 20 or below -87.
   """
   pull = 0.5 * dro_beta * _log(ratios) ** 2
   return _reinforce(1.0, logprobs, advantages) + pull, {}
 
 
 def _log(ratios: Array) -> Array:
-  # One that has underflowed counts as the least normal number (-87 nats).
-  return jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
+  # One that has underflowed counts as the least normal number (-87 nats), and
+  # has no gradient: that of the logarithm would be infinite, and times 0 nan.
+  least = jnp.finfo(ratios.dtype).tiny
+  normal = ratios > least
+  return jnp.where(
+    normal, jnp.log(jnp.where(normal, ratios, 1)), jnp.log(least)
+  )
 
 
 def _reinforce(
