@@ -130,9 +130,8 @@ def compile_again(models: pathlib.Path, chip: str, only: str, limit: float):
 
 
 def _range(row: dict, part: str) -> str:
-  """The roofline's seconds, and those of XLA's cycles where a row has them."""
-  words = f"{row['seconds'][part]:.3g}"
-  most = row.get("xla_seconds", {}).get(part)
+  """The roofline's seconds, to those of XLA's cycles where it has them."""
+  words, most = f"{row['seconds'][part]:.3g}", row["xla_seconds"][part]
   return words if most is None else f"{words} to {most:.3g}"
 
 
@@ -147,11 +146,13 @@ def table() -> str:
     if not row.get("fits"):
       continue
     words = search.command(row["settings"])
-    gib = row["gib"]
+    gib, seconds, mfu = row["gib"], "", ""
+    if row.get("xla_seconds"):  # else a roofline of other programs, long ago
+      seconds = f"{_range(row, 'rollout')} + {_range(row, 'update')}"
+      mfu = f"{row['mfu']:.1%}"
     lines.append(
       f"| {row['model']} | {row['topology']} | {gib['rollout']}, "
-      f"{gib['update']} | {_range(row, 'rollout')} + {_range(row, 'update')} | "
-      f"{row['mfu']:.1%} | `{words}` |"
+      f"{gib['update']} | {seconds} | {mfu} | `{words}` |"
     )
   return "\n".join(lines)
 
