@@ -90,6 +90,7 @@ def test_a_config_says_how_to_run_it(name):
   assert f"configs/{name}.py" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_valid(name):
   settings = training_settings(name)

@@ -91,6 +91,7 @@ def test_shapes_dtypes_and_prompts(name):
   assert np.allclose(mapped, found, atol=1e-5) == (name not in POOLED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [*advantages.ZERO_IN_EQUAL_GROUPS, "shrinkage"]
 )

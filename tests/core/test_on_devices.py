@@ -10,6 +10,7 @@ import pytest
 DIRECTORY = pathlib.Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "program",
   [

@@ -246,6 +246,7 @@ def test_decoding_stops_when_all_are_done(tabular, successors, t, calls):
 # Independence.
 
 
+@pytest.mark.slow
 def test_a_prompt_does_not_depend_on_other_rows(tiny_rollout):
   out = fields(tiny_rollout(PROMPTS, KEY))
   others = Prompts(

@@ -477,6 +477,7 @@ def test_rollout_metrics_are_numpys():
 # What cannot be done is refused.
 
 
+@pytest.mark.slow
 def test_useless_settings_are_refused(tabular):
   lm, table, batch = make_case(tabular)
   parts = r"2 prompts of 3 samples cannot be \w+ into 4 .* 2, must divide"

@@ -174,6 +174,7 @@ def test_only_weights_of_sequences_are_exact_off_policy(
   assert error < 2e-6 if correction == "sequence" else error > 1e-2
 
 
+@pytest.mark.slow
 def test_what_the_environment_wrote_is_not_learned_from(policy):
   lm, table, truth = policy
   probability = LUCK * jnp.exp(logprobs(table))

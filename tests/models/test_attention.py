@@ -121,6 +121,7 @@ def test_blocks_change_nothing(size, block, window, segments):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "size, prompt, window, run, cap",
   [

@@ -323,6 +323,7 @@ def test_parts_that_do_not_divide_the_prompts_are_refused(
     )
 
 
+@pytest.mark.slow
 def test_last_layers_refuses_what_is_not_there(tiny_decoder):
   _, params = tiny_decoder
   for count in (0, 4):
