@@ -80,6 +80,8 @@ def test_which_advantages_are_zero_in_equal_groups(name):
   lengths = jnp.arange(1, 17).reshape(4, 4)
   offered = {"lengths": lengths, "logit_score_sq": 0.1 * lengths, "k": 2}
   offered["score_norms"] = NORMS
+  offered["token_score_sq"] = 0.1 * lengths[..., None]
+  offered["sampled"] = lengths[..., None] > 0
   advantage = bind(advantages.ADVANTAGES[name], **offered)
   zero = not np.any(jax.jit(advantage)(rewards)[0])
   assert zero == (name in advantages.ZERO_IN_EQUAL_GROUPS)
