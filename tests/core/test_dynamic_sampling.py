@@ -34,7 +34,9 @@ def all_groups(name):
   def alone(rewards, lengths, unsure):  # batch_std's batch is the group
     offered = {"lengths": lengths[None], "logit_score_sq": unsure[None]}
     offered["score_norms"] = NORMS
-    return bind(advantage, **offered)(rewards[None])[0]
+    offered["token_score_sq"] = unsure[None, :, None]
+    offered["sampled"] = jnp.ones((1, *rewards.shape, 1), bool)
+    return bind(advantage, **offered)(rewards[None]).reshape(rewards.shape)
 
   probability, varied, estimates = [], [], []
   for x, (often, policy) in enumerate(zip(PROMPTS, POLICY, strict=True)):

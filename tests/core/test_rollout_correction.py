@@ -180,6 +180,9 @@ def test_what_is_out_of_bounds_and_what_is_huge(float64):
   mask = jnp.array([[[1, 1, 0], [1, 0, 0]]], bool)
   for name in CORRECTIONS[1:]:  # the sequences' weights are 1.5 and 0.2
     _, outside = is_weights(log_ratio, mask, name, 0.6, 1.4)
+    if name == "geometric_mask":  # whose mean of the first is 1.22
+      assert not outside[0, 0].any() and outside[0, 1, 0]
+      continue
     np.testing.assert_array_equal(outside, mask)
   huge = jnp.full((1, 1, 9), 20.0)
   weights, _ = is_weights(huge, huge > 0, "sequence_truncate")
