@@ -286,16 +286,30 @@ def _kl(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("loss.beta", 0.0, name)
 
 
+def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
+  """Reads "0.5_5.0", or "2.0", which has no lower bound."""
+  low, _, high = str(theirs[name]).rpartition("_")
+  try:
+    return float(low) if low else None, float(high)
+  except ValueError:
+    raise _bad_bounds(theirs, name) from None
+
+
+def _bad_bounds(theirs: Theirs, name: str) -> ValueError:
+  text = f"{theirs[name]!r}: are two positive bounds, LOW_HIGH, or one"
+  return ValueError(f"{name} = {text}")
+
+
 def _correction(theirs: Theirs, name: str) -> Items:
   """Corrections for a sampler that is not the policy."""
   level, limit = theirs[name], f"{name}_threshold"
   if level not in ("token", "sequence"):
     return
-  low, _, high = str(theirs[limit]).rpartition("_")  # "0.5_5.0" or "2.0"
-  kind = "mask" if low else "truncate"
+  low, high = _bounds(theirs, limit)
+  kind = "truncate" if low is None else "mask"
   yield theirs.setting("loss.correction", f"{level}_{kind}", name)
-  yield theirs.setting("loss.correction_low", float(low or 0), limit)
-  yield theirs.setting("loss.correction_high", float(high), limit)
+  yield theirs.setting("loss.correction_low", low or 0.0, limit)
+  yield theirs.setting("loss.correction_high", high, limit)
   yield Setting("loss.old_logprobs", "trainer", "as verl does")
 
 
@@ -312,15 +326,11 @@ def _rejection(theirs: Theirs, name: str) -> Items:
     text = f"{kind!r}: of these seq_mean_k1 alone is here (geometric_mask)"
     yield Note(name, text, missing=True)
     return
-  low, _, high = str(theirs[limit]).rpartition("_")
-  try:
-    high = float(high)
-    low = float(low) if low else 1 / high  # one number is of both sides
-  except (ValueError, ZeroDivisionError):
-    low = high = 0.0
-  if not 0 < low <= high < math.inf:
-    text = f"{theirs[limit]!r}: are two positive bounds, LOW_HIGH, or one"
-    raise ValueError(f"{limit} = {text}")
+  low, high = _bounds(theirs, limit)
+  if low is None and high > 0:  # one number is of both sides
+    low = 1 / high
+  if not 0 < (low or 0.0) <= high < math.inf:
+    raise _bad_bounds(theirs, limit)
   yield theirs.setting("loss.correction", "geometric_mask", name)
   # verl's bounds are of the sampler's probabilities by the trainer's.
   yield theirs.setting("loss.correction_low", 1 / high, limit)

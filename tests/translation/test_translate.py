@@ -617,6 +617,10 @@ def test_bounds_of_rejection(threshold, bounds, tmp_path):
   text = "algorithm.adv_estimator: grpo\nactor_rollout_ref.rollout.n: 8\n"
   threshold = threshold if threshold == "null" else f'"{threshold}"'
   text += f"{key}: seq_mean_k1\n{key}_threshold: {threshold}\n"
+  words = text.replace("rollout_rs: seq_mean_k1", "rollout_is: token")
+  if "x" in threshold:  # the other bounds are read in the same way
+    with pytest.raises(ValueError, match="rollout_is_threshold.*two positive"):
+      become(words.replace("rollout_rs", "rollout_is"), tmp_path)
   if bounds is None:
     with pytest.raises(ValueError, match="rollout_rs_threshold.*two positive"):
       become(text, tmp_path)

@@ -11,13 +11,12 @@ from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.losses.entropy import init_control
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
-from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.cli.config import config_error
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
-from grpojax.training.run import hub_pins
+from grpojax.training.run import hub_pins, memory
 from grpojax.training.settings.conflicts import needs_score_norms
 from grpojax.training.settings.run import AUTO, TrainSettings
 
@@ -82,10 +81,7 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
     refuse(str(error))
   if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
     refuse("has other tokens than the policy: use one of the same family")
-  rows = [
-    hf.to_transformer_config(hf.read_config(one.directory)).vocab_size
-    for one in (policy, teacher)
-  ]
+  rows = [memory.shape(one).vocab_size for one in (policy, teacher)]
   if rows[1] < rows[0]:
     refuse(
       f"knows {rows[1]} ids, and the policy may sample {rows[0]} (vocab_size): "
