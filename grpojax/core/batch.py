@@ -84,6 +84,13 @@ def make_batch(
       that do not fit (see `core.arguments`).
   """
   turns_lib.check_credit(credit, objective, rollout.turns is not None)
+  if not objective.router_replay:
+    rollout = rollout.replace(experts=None, prompt_experts=None)
+  elif rollout.experts is None:
+    raise ValueError(
+      "router_replay = True: the rollout has no experts; record them by "
+      "rollout(..., record_experts=True), of a model that has any"
+    )
   rewards = _read_rewards(rewards, rollout, credit)
   recomputes = objective.old_logprobs == "trainer" and not options.on_policy
   if recomputes and policy_params is None:
@@ -99,9 +106,11 @@ def make_batch(
     uncut = Sampling(
       sampling.temperature, repetition_penalty=sampling.repetition_penalty
     )
-    behind, rows = rollout, packing
+    # A reference is another model, whose routers choose for themselves.
+    behind = rollout.replace(experts=None, prompt_experts=None)
+    rows = packing
     if ref_prompts is not None:
-      behind, rows = _with_prompts(rollout, packing, ref_prompts)
+      behind, rows = _with_prompts(behind, packing, ref_prompts)
     ref_logprobs = logprobs(behind, rows, ref_lm or lm, ref_params, uncut)
   if objective.kl_in_reward:
     if ref_logprobs is None:
@@ -128,6 +137,8 @@ def make_batch(
     rollout_logprobs=rollout.logprobs,
     packing=packing,
     sample_weights=weights,
+    experts=rollout.experts,
+    prompt_experts=rollout.prompt_experts,
   )
 
 
@@ -205,10 +216,13 @@ def _rollout_logprobs(
   """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
 
   def of_micro_batch(part):
-    (prompt_ids, prompt_mask), (ids, rows) = part
-    ids, rows = jax.tree.map(
-      lambda x: constrain(x, "batch", "group"), (ids, rows)
+    (prompt_ids, prompt_mask, of_prompts), ((ids, experts), rows) = part
+    ids, experts, rows = jax.tree.map(
+      lambda x: constrain(x, "batch", "group"), (ids, experts, rows)
     )
+    replayed = None
+    if experts is not None:
+      replayed = constrain(of_prompts, "batch"), experts
     return packed_logprobs.completion_logprobs(
       lm,
       params,
@@ -218,13 +232,15 @@ def _rollout_logprobs(
       rows,
       sampling=sampling,
       chunk_size=options.chunk_size,
+      replayed=replayed,
     ).logprobs
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
-  prompts = rollout.prompt_ids, rollout.prompt_mask
+  prompts = rollout.prompt_ids, rollout.prompt_mask, rollout.prompt_experts
+  samples = rollout.completion_ids, rollout.experts
   count = options.minibatches * options.micro_batches
-  prompts, ids, _, rows = packing_lib.split(
-    prompts, rollout.completion_ids, packing, count
+  prompts, samples, _, rows = packing_lib.split(
+    prompts, samples, packing, count
   )
-  logprobs = jax.lax.map(of_micro_batch, (prompts, (ids, rows)))
+  logprobs = jax.lax.map(of_micro_batch, (prompts, (samples, rows)))
   return packing_lib.join(logprobs, packing, rollout.finished.shape)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.types import Rollout
+from grpojax.core.types import OF_PROMPTS, Rollout
 
 
 def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
@@ -47,11 +47,13 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
 
 def pad_prompts(rollout: Rollout, length: int) -> Rollout:
   """Pads the prompts to `length` tokens, which none is longer than."""
-  more = ((0, 0), (0, length - rollout.prompt_ids.shape[-1]))
-  return rollout.replace(
-    prompt_ids=jnp.pad(rollout.prompt_ids, more),
-    prompt_mask=jnp.pad(rollout.prompt_mask, more),
-  )
+  more = length - rollout.prompt_ids.shape[-1]
+
+  def pad(x):
+    return jnp.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)])
+
+  of_prompts = {name: getattr(rollout, name) for name in OF_PROMPTS}
+  return rollout.replace(**jax.tree.map(pad, of_prompts))
 
 
 def replace_groups(

@@ -52,6 +52,9 @@ class LossTerms:
     weights = None
     if self.router_aux_coef:
       weights = load_balancing.load_weights(batch)
+    replayed = None
+    if batch.experts is not None:
+      replayed = batch.prompt_experts, batch.experts
     return completion_logprobs(
       self.lm,
       params,
@@ -63,6 +66,7 @@ class LossTerms:
       chunk_size=self.chunk_size,
       entropy_gradient=self.has_bonus,
       load_weights=weights,
+      replayed=replayed,
     )
 
 

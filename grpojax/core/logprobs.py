@@ -42,6 +42,7 @@ def completion_hidden(
   segments: Int[Array, "n G S"] | None = None,
   flat: FlatTokens | None = None,
   load_weights: tuple[Array, Array] | None = None,
+  replayed: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "*tokens D"], Any]:
   """Returns the hidden states that predict completion tokens, and the load.
 
@@ -53,9 +54,10 @@ def completion_hidden(
   options, load = dict(positions=positions, segments=segments), None
   if flat is not None:
     options["flat"] = flat
-  if load_weights is not None:
+  of_experts = dict(load_weights=load_weights, replayed=replayed)
+  if any(x is not None for x in of_experts.values()):
     last, hidden, load = lm.forward_with_load(
-      params, prompt_ids, prompt_mask, ids, load_weights=load_weights, **options
+      params, prompt_ids, prompt_mask, ids, **of_experts, **options
     )
   elif lm.forward is not None:
     last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **options)
@@ -219,6 +221,7 @@ def logprobs_and_load(
   entropy_gradient: bool = False,
   samples: Int[Array, "_ samples T"] | None = None,
   flat: FlatTokens | None = None,
+  replayed: tuple[Array, Array] | None = None,
 ) -> TokenLogprobs:
   """Computes log-probabilities, entropies and, of experts, their load.
 
@@ -243,6 +246,7 @@ def logprobs_and_load(
       them.
     flat: Index of the real tokens of `ids` and of the prompts, see
       `LM.forward`; `segments` count the samples of all prompts on a device.
+    replayed: Experts of all tokens, see `LM.forward_with_load`.
 
   Returns:
     Float32 arrays [B, G, S], or [C, 1, N] of flat tokens.
@@ -268,6 +272,7 @@ def logprobs_and_load(
     segments=segments,
     flat=flat,
     load_weights=load_weights,
+    replayed=replayed,
   )
   if flat is not None:
     ids, positions, segments = (

@@ -153,6 +153,11 @@ class Objective:
     "coefficient of the loss that keeps a mixture's experts in use; 0 = off",
     within=NOT_NEGATIVE,
   )
+  router_replay: bool = option(
+    False,
+    "send each token to the experts that it had in the rollout (R3), whatever "
+    "the trainer's routers choose",
+  )
   ratio: str | Callable[..., Array] = option(
     "token_ratio",
     "ratio of the policy to the one that sampled: by token, by completion "

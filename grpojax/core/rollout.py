@@ -19,7 +19,9 @@ from grpojax.core.decoding import (
   Setup,
   constrain_samples,
   in_stages,
+  no_experts,
   no_samples,
+  prefill,
   repetition,
   sample_keys,
   token_limits,
@@ -56,6 +58,7 @@ def rollout(
   first_prompt: Int[Array, ""] | int = 0,
   decoding: Decoding = Decoding(),
   environment: Environment | None = None,
+  record_experts: bool = False,
 ) -> Rollout:
   """Samples a group of completions for each prompt.
 
@@ -79,12 +82,15 @@ def rollout(
     decoding: Shape of the decoding loop, which changes no sample.
     environment: What answers after each turn, of which `eos_ids` are the ends;
       None ends a completion with its first turn. T counts observations too.
+    record_experts: True has the rollout name the experts of its tokens, for an
+      objective with `router_replay`: a byte an expert, of each token in each
+      layer.
 
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
       random key, or wrong prompts (see `arguments.check_prompts`); an
       environment with a repetition penalty, or one that is none (see
-      `environment.checked`).
+      `environment.checked`); experts of a model without.
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
@@ -105,10 +111,11 @@ def rollout(
   limit = token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
   lm, params = lm.prepared(params, longest=longest, **sampling.formats)
+  prefix, prompt_experts = prefill(lm, params, prompts, record_experts)
   setup = Setup(
     lm=lm,
     params=params,
-    prefix=lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask),
+    prefix=prefix,
     keys=sample_keys(key, (b, g), first_prompt),
     limit=limit,
     eos=eos,
@@ -127,6 +134,8 @@ def rollout(
       prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
     )
     samples = samples._replace(seen=jnp.repeat(in_prompt[:, None], g, axis=1))
+  if record_experts:
+    samples = samples._replace(experts=no_experts(prompt_experts, g, t_max))
   if environment:
     episodes = environment_lib.begin(
       setup.environment, prompts.targets, setup.keys, t_max
@@ -146,6 +155,8 @@ def rollout(
     completion_mask=jnp.arange(t_max) < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
+    experts=samples.experts,
+    prompt_experts=prompt_experts,
     **of_turns,
   )
 

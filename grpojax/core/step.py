@@ -122,6 +122,7 @@ def make_grpo_step(
       sampling=sampling,
       decoding=decoding,
       environment=environment,
+      record_experts=objective.router_replay,
     )
     arguments.check_end_ids(lm, state.params, prompts, eos_ids)
     rewards = reward_fn(samples, prompts.targets)

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
 
 Params = PyTree
 Cache = PyTree
@@ -93,7 +93,14 @@ class LM(NamedTuple):
       which is of one prompt; `hidden` is [C, 1, N, D] of the rows' tokens then.
     forward_with_load: `forward` of a model with experts, or None. It takes
       `load_weights=(of_prompts [B, P], of_completions [B, G, S])` of tokens and
-      gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`.
+      gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`; and
+      `replayed=(of_prompts [B, P, X], of_completions [B, G, S, X])`, experts
+      that the routers do not choose then. X are the numbers of a token's
+      experts, layer by layer.
+    prefill_with_experts: `prefill` of such a model, or None: `(prefix, experts
+      [B, P, X])`.
+    extend_with_experts: its `extend` with a cache, or None: `(hidden, cache,
+      experts [B, G, S, X])`.
     forward_mode: the same model in functions that `jax.jvp` differentiates, or
       None where these are.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
@@ -113,6 +120,8 @@ class LM(NamedTuple):
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None
   forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
+  prefill_with_experts: Callable[..., tuple[Prefix, Array]] | None = None
+  extend_with_experts: Callable[..., tuple[Array, Cache, Array]] | None = None
   forward_mode: "LM | None" = None
   draw_parts: Callable[..., Any] | None = None
 
@@ -167,6 +176,9 @@ class Rollout:
     turns: turn that each token was sampled in, from 0; -1 on what an
       environment wrote between turns, and on padding. None is one turn.
     turn_rewards: reward after each of up to K turns, 0 after the end, or None.
+    experts: experts of each token that was read, see `LM.extend_with_experts`;
+      None unless `rollout` records them.
+    prompt_experts: those of the prompts' tokens.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -177,6 +189,8 @@ class Rollout:
   finished: Bool[Array, "B G"]
   turns: Int[Array, "B G T"] | None = None
   turn_rewards: Float[Array, "B G K"] | None = None
+  experts: Integer[Array, "B G T X"] | None = None
+  prompt_experts: Integer[Array, "B P X"] | None = None
 
   @property
   def sampled(self) -> Bool[Array, "B G T"]:
@@ -208,6 +222,8 @@ class Batch:
     packing: a `packing.Packing`, so that real tokens alone are computed; None
       computes all of them, [B, G, T].
     sample_weights: `Prompts.weights` of each completion; None is 1 for each.
+    experts: those of `Rollout`, to be replayed; None lets routers choose.
+    prompt_experts: likewise.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -220,9 +236,11 @@ class Batch:
   rollout_logprobs: Float[Array, "B G T"] | None = None
   packing: Any = None
   sample_weights: Float[Array, "B G"] | None = None
+  experts: Integer[Array, "B G T X"] | None = None
+  prompt_experts: Integer[Array, "B P X"] | None = None
 
 
-OF_PROMPTS = ("prompt_ids", "prompt_mask")
+OF_PROMPTS = ("prompt_ids", "prompt_mask", "prompt_experts")
 """Fields of a `Rollout` and of a `Batch` that are of prompts, [B, ...]; all
 others are of samples, [B, G, ...]."""
 

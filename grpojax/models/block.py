@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, free_axes
@@ -41,6 +41,26 @@ Local = bool | Bool[Array, ""]
 """True for a local layer: traced where the layers of a scan differ in it."""
 
 
+class Routing(NamedTuple):
+  """Demands on the routers of tokens [B, G, S], and what came of them.
+
+  Attributes:
+    load_weights: times that each token counts in the routers' load; None where
+      no loss asks for it.
+    replayed: experts of the tokens in this layer, where routers do not choose.
+  """
+
+  load_weights: Float[Array, "B G S"] | None = None
+  replayed: Integer[Array, "B G S count"] | None = None
+
+
+class Routed(NamedTuple):
+  """Load of a layer's router, if `Routing` asks, and the tokens' experts."""
+
+  load: ExpertLoad | None
+  experts: Int[Array, "B G S count"] | None  # None without a router
+
+
 class TokenContext(NamedTuple):
   """Positions and masks of tokens [B, G, S], which are the same in all layers.
 
@@ -53,8 +73,7 @@ class TokenContext(NamedTuple):
     slot_mask: True on the slots that hold a token, or None without a cache.
     slot_positions: positions of the tokens in the slots, or None.
     segments: numbers of the completions that share a row, where `mask` is None.
-    load_weights: times that each token counts in the routers' load; None where
-      no loss asks for it.
+    routing: demands on routers.
   """
 
   tables: tuple[RotaryTable, ...]
@@ -64,7 +83,7 @@ class TokenContext(NamedTuple):
   slot_mask: Bool[Array, "C"] | None = None
   slot_positions: Int[Array, "B G C"] | None = None
   segments: Int[Array, "B G S"] | None = None
-  load_weights: Float[Array, "B G S"] | None = None
+  routing: Routing = Routing()
 
 
 def _project(
@@ -186,10 +205,8 @@ def attend(
 def _mlp(
   config: TransformerConfig, y: Float[Array, "B G S D"], layer: Layer
 ) -> Float[Array, "B G S D"]:
-  """Applies a gated MLP (Shazeer 2020), or a mixture of them."""
+  """Applies a gated MLP (Shazeer 2020)."""
   activation: Callable[[Array], Array] = ACTIVATIONS[config.activation]
-  if config.experts:
-    return mixture(config, y, layer, activation)
   y = y.astype(quantization.dtype_of(layer, "gate"))
   gate = _project(y, layer, "gate").astype(y.dtype)
   up = _project(y, layer, "up").astype(y.dtype)
@@ -199,14 +216,29 @@ def _mlp(
   return constrain(_project(y, layer, "down"), "batch", "group")
 
 
+def _mixture(
+  config: TransformerConfig,
+  y: Float[Array, "B G S D"],
+  layer: Layer,
+  routing: Routing,
+) -> tuple[Float[Array, "B G S D"], Routed]:
+  """Applies a mixture of gated MLPs."""
+  load, weights = None, routing.load_weights
+  if weights is not None:
+    load = expert_load(y, layer["router"], config.experts_per_token, weights)
+  activation = ACTIVATIONS[config.activation]
+  y, experts = mixture(config, y, layer, activation, routing.replayed)
+  return y, Routed(load, experts)
+
+
 def layer_of(
   config: TransformerConfig,
   x: Float[Array, "B G S D"],
   layer: Layer,
   table: RotaryTable,
-  load_weights: Float[Array, "B G S"] | None,
+  routing: Routing,
   attention: Callable[[Heads], tuple[Float[Array, "B G S HE"], Any]],
-) -> tuple[Float[Array, "B G S D"], Any, ExpertLoad | None]:
+) -> tuple[Float[Array, "B G S D"], Any, Routed]:
   """Applies one decoder layer, whatever the tokens attend to.
 
   Matrices are multiplied in their own dtype, the dtype of computation; all that
@@ -214,7 +246,7 @@ def layer_of(
   in each layer, those of a token in rollout and in training drift apart.
 
   Returns the new hidden states, what `attention` returned beside its output,
-  and the router's load, if there are `load_weights`.
+  and what its router did.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -229,13 +261,14 @@ def layer_of(
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
-  y, load = norm(x, layer["mlp_norm"]), None
-  if load_weights is not None:
-    per_token = c.experts_per_token
-    load = expert_load(y, layer["router"], per_token, load_weights)
-  y = checkpoint_name(_mlp(c, y, layer), PRODUCTS)
+  y, routed = norm(x, layer["mlp_norm"]), Routed(None, None)
+  if c.experts:
+    y, routed = _mixture(c, y, layer, routing)
+  else:
+    y = _mlp(c, y, layer)
+  y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
-  return x, aux, load
+  return x, aux, routed
 
 
 def block(
@@ -247,18 +280,18 @@ def block(
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
   row_attention: RowAttention | None = block_attention,
-) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
+) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
   """Applies one decoder layer, with a window where it is `local`.
 
   `prompt` has the prompt's keys and values in this layer, and `slots` the
   blocks of its cache. Returns the new hidden states, the keys and values of the
-  tokens, and the router's load, if the context has weights for it.
+  tokens, and what its router did.
   """
   attention = functools.partial(
     attend, config, local, context, prompt, slots, row_attention
   )
   table = rotary_table(local, context.tables)
-  return layer_of(config, x, layer, table, context.load_weights, attention)
+  return layer_of(config, x, layer, table, context.routing, attention)
 
 
 def block_of_both(
@@ -276,7 +309,7 @@ def block_of_both(
   Prompts are rows of a group of one; the router's load is that of both.
   """
   run = functools.partial(block, config, row_attention=row_attention)
-  prompts, row, load = run(x[0], layer, local, contexts[0], None, None)
+  prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
   x, _, more = run(x[1], layer, local, contexts[1], prompt, None)
-  return (prompts, x), jax.tree.map(jnp.add, load, more)
+  return (prompts, x), jax.tree.map(jnp.add, routed.load, more.load)

@@ -137,6 +137,8 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
       )
     ),
     forward=attached(lm.forward),
+    prefill_with_experts=attached(lm.prefill_with_experts),
+    extend_with_experts=attached(lm.extend_with_experts),
     forward_with_load=attached(lm.forward_with_load),
     forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
   )

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import activation_spec
@@ -52,16 +52,24 @@ def route(
   router: Float[Array, "D X"],
   count: int,
   normalize: bool,
+  replayed: Integer[Array, "N count"] | None = None,
 ) -> tuple[Float[Array, "N count"], Int[Array, "N count"]]:
   """Returns the weights and the indices of each token's experts, in float32.
 
   Only the order of the logits counts: where two are nearly equal, a rounding
-  error would send the token to another expert, and change far more.
+  error would send the token to another expert, and change far more. So experts
+  may be `replayed`, those of a rollout: then the router says their weights
+  alone (Ma et al. 2025, arXiv 2510.11370).
 
   With `normalize` the weights of a token sum to 1; else they are the chosen
   experts' part of the softmax over all.
   """
-  weights, experts = jax.lax.top_k(_probabilities(x, router), count)
+  probs = _probabilities(x, router)
+  if replayed is None:
+    weights, experts = jax.lax.top_k(probs, count)
+  else:
+    experts = replayed.astype(jnp.int32)
+    weights = jnp.take_along_axis(probs, experts, axis=-1)
   if normalize:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   return weights, experts
@@ -165,17 +173,22 @@ def _on_device(
   matrix_axes: set[str],
   x: Float[Array, "b g S D"],
   layer: dict[str, Array],
-) -> Float[Array, "b g S D"]:
-  """Returns a device's part of a mixture, float32.
+  replayed: Integer[Array, "b g S count"] | None,
+) -> tuple[Float[Array, "b g S D"], Int[Array, "b g S count"]]:
+  """Returns a device's part of a mixture, float32, and its tokens' experts.
 
   `row_axes` of the mesh split the tokens, and `matrix_axes` the experts'
   matrices: `expert` splits X, and `tensor` splits F. The device has its tokens,
   the whole router, and its part of the matrices.
   """
   tokens = x.reshape(-1, x.shape[-1])
+  count = config.experts_per_token
+  if replayed is not None:
+    replayed = replayed.reshape(-1, count)
   weights, experts = route(
-    tokens, layer["router"], config.experts_per_token, config.normalize_experts
+    tokens, layer["router"], count, config.normalize_experts, replayed
   )
+  chosen = experts.reshape(*x.shape[:3], count)
   matrices = {
     name: _varying(layer[name], row_axes - matrix_axes) for name in MATRICES
   }
@@ -207,7 +220,7 @@ def _on_device(
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
     sums = sums - {"expert"}
   y = jax.lax.psum(y, tuple(sorted(sums))) if sums else y
-  return y.reshape(x.shape)
+  return y.reshape(x.shape), chosen
 
 
 def mixture(
@@ -215,8 +228,11 @@ def mixture(
   x: Float[Array, "B G S D"],
   layer: dict[str, Array],
   activation: Callable[[Array], Array],
-) -> Float[Array, "B G S D"]:
+  replayed: Integer[Array, "B G S count"] | None = None,
+) -> tuple[Float[Array, "B G S D"], Int[Array, "B G S count"]]:
   """Returns the weighted sum of each token's experts (Shazeer et al. 2017).
+
+  And which they are: the router's choice, or those `replayed`.
 
   Tokens are sorted by expert, so that every matrix is multiplied with a run of
   rows; no token is dropped, however uneven the runs are. With a mesh in context
@@ -231,7 +247,7 @@ def mixture(
   compute = functools.partial(_on_device, config, activation)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
-    return compute(set(), set(), x, layer)
+    return compute(set(), set(), x, layer, replayed)
   rows = activation_spec(mesh, x.shape, ("batch", "group"))
 
   def spec(name):
@@ -248,6 +264,31 @@ def mixture(
   )
   compute = functools.partial(compute, *axes)
   over_mesh = jax.shard_map(
-    compute, in_specs=(rows, specs), out_specs=rows, check_vma=_TRACKED
+    compute,
+    in_specs=(rows, specs, rows),
+    out_specs=(rows, rows),
+    check_vma=_TRACKED,
   )
-  return over_mesh(x, layer)
+  return over_mesh(x, layer, replayed)
+
+
+def recorded(
+  config: TransformerConfig, experts: tuple[Int[Array, "_ B G S count"], ...]
+) -> Integer[Array, "B G S X"]:
+  """Returns experts of the layers of all stacks as small integers.
+
+  X has the experts of a token in the first layer, in the second, and so on.
+  """
+  dtype = jnp.uint8 if config.experts <= 256 else jnp.uint16
+  x = jnp.moveaxis(jnp.concatenate(experts).astype(dtype), 0, -2)
+  return x.reshape(*x.shape[:3], -1)
+
+
+def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
+  """Undoes `recorded`, of all arrays: [L, B, G, S, count]."""
+
+  def one(x):
+    x = x.reshape(*x.shape[:-1], config.layers, config.experts_per_token)
+    return jnp.moveaxis(x, -2, 0)
+
+  return jax.tree.map(one, recorded)

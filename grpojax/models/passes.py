@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
@@ -31,6 +31,7 @@ from grpojax.models.block import (
   Heads,
   Layer,
   Local,
+  Routing,
   TokenContext,
   block,
   block_of_both,
@@ -151,8 +152,7 @@ class _FlatContext(NamedTuple):
   """Positions of flat tokens, prompts' and then rows', without padding."""
 
   tables: tuple[RotaryTable, ...]  # rotary tables of the flat tokens
-  # Times that each flat token counts in the routers' load.
-  load_weights: Float[Array, "C 1 N"] | None
+  routing: Routing  # of the flat tokens
   # Contexts of the prompts and of the rows, for attention.
   parts: tuple[TokenContext, TokenContext]
   flat: FlatTokens  # places of their tokens
@@ -178,11 +178,13 @@ def _split_flat(
 def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
   """Returns the context of flat tokens, of those of prompts and rows."""
   positions = _join_flat(prompts.positions, rows.positions, flat)
-  weights = None
-  if prompts.load_weights is not None:
-    weights = _join_flat(prompts.load_weights, rows.load_weights, flat)
+  routing = jax.tree.map(
+    lambda prompts, rows: _join_flat(prompts, rows, flat),
+    prompts.routing,
+    rows.routing,
+  )
   tables = rope_of_kinds(config, positions)
-  return _FlatContext(tables, weights, (prompts, rows), flat)
+  return _FlatContext(tables, routing, (prompts, rows), flat)
 
 
 def _flat_block(
@@ -215,9 +217,22 @@ def _flat_block(
     return _join_flat(prompt_out, out, flat), None
 
   table = block_lib.rotary_table(local, context.tables)
-  weights = context.load_weights
-  x, _, load = block_lib.layer_of(config, x, layer, table, weights, attention)
-  return x, load
+  x, _, routed = block_lib.layer_of(
+    config, x, layer, table, context.routing, attention
+  )
+  return x, routed.load
+
+
+def _replay(context: Any, replayed: Any) -> Any:
+  """Has the routers of one layer replay experts, in contexts of tokens.
+
+  `replayed` are those of the layer, in a pair where `context` is one, or None.
+  """
+  if replayed is None:
+    return context
+  if isinstance(replayed, tuple):
+    return tuple(map(_replay, context, replayed))
+  return context._replace(routing=context.routing._replace(replayed=replayed))
 
 
 def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
@@ -261,20 +276,35 @@ class Passes:
     prompt_mask: Bool[Array, "B P"],
   ) -> Prefix:
     """Runs the prompts as rows of a group of one, and keeps keys and values."""
+    return self._prefill(params, prompt_ids, prompt_mask, False)[0]
+
+  def prefill_with_experts(
+    self,
+    params: Params,
+    prompt_ids: Int[Array, "B P"],
+    prompt_mask: Bool[Array, "B P"],
+  ) -> tuple[Prefix, Integer[Array, "B P X"]]:
+    """Runs `prefill`, and records the tokens' experts."""
+    prefix, experts = self._prefill(params, prompt_ids, prompt_mask, True)
+    return prefix, moe.recorded(self.config, experts)[:, 0]
+
+  def _prefill(self, params, prompt_ids, prompt_mask, record: bool):
     params = cast(params, self.dtype)
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
-      x, row, _ = self._run(block, x, layer, local, context, None, None)
-      return x, cache_lib.of_prompt(row)
+      x, row, routed = self._run(block, x, layer, local, context, None, None)
+      return x, (cache_lib.of_prompt(row), routed.experts if record else None)
 
     x = self._embed(params, prompt_ids[:, None])
-    x, keys_values = layer_stacks.scan(self.config, body, x, params)
-    return Prefix(
+    x, outputs = layer_stacks.scan(self.config, body, x, params)
+    keys_values, experts = zip(*outputs, strict=True)
+    prefix = Prefix(
       last_hidden=self._last_hidden(params, x, prompt_mask),
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
     )
+    return prefix, experts
 
   def extend(
     self,
@@ -286,6 +316,25 @@ class Passes:
     segments: Int[Array, "B G S"] | None = None,
   ) -> tuple[Float[Array, "B G S D"], Cache | None]:
     """Runs completion tokens on from a prefix."""
+    return self._extend(params, prefix, ids, cache, positions, segments)[:2]
+
+  def extend_with_experts(
+    self,
+    params: Params,
+    prefix: Prefix,
+    ids: Int[Array, "B G S"],
+    cache: Cache,
+    positions: Int[Array, "B G S"] | None = None,
+  ) -> tuple[Float[Array, "B G S D"], Cache, Integer[Array, "B G S X"]]:
+    """Runs `extend` with a cache, and records the tokens' experts."""
+    hidden, cache, experts = self._extend(
+      params, prefix, ids, cache, positions, None, True
+    )
+    return hidden, cache, moe.recorded(self.config, experts)
+
+  def _extend(
+    self, params, prefix, ids, cache, positions, segments, record=False
+  ):
     if cache is not None and segments is not None:
       raise ValueError("segments are for training rows; decode without them")
     config, params = self.config, cast(params, self.dtype)
@@ -297,7 +346,7 @@ class Passes:
     # prompt's real tokens end: the padding between the two has no positions.
     positions = prefix.length[:, None, None] + positions
     keys_values, prompt_mask = prefix.state
-    x = self._embed(params, ids)
+    x, experts = self._embed(params, ids), None
     if cache is None:
       context = _row_context(
         config, positions, segments, prompt_mask, self.row_attention
@@ -314,11 +363,12 @@ class Passes:
       )
 
       def next_body(x, local, layer, prompt, slots):
-        return block(config, x, layer, local, context, prompt, slots)[:2]
+        x, row, routed = block(config, x, layer, local, context, prompt, slots)
+        return x, (row, routed.experts if record else None)
 
       # The layers only read the cache; all tokens are written at the end.
       slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
-      x, tokens = layer_stacks.scan(
+      x, outputs = layer_stacks.scan(
         config,
         next_body,
         x,
@@ -328,8 +378,9 @@ class Passes:
         # XLA:TPU copies each layer's experts out of a stack, for every token.
         whole=moe.MATRICES if config.experts and self.platform == "tpu" else (),
       )
+      tokens, experts = zip(*outputs, strict=True)
       cache = cache_lib.write(cache, tokens, x, self.platform)
-    return self._final_norm(params, x), cache
+    return self._final_norm(params, x), cache, experts
 
   def forward(
     self, *args: Any, **options: Any
@@ -349,10 +400,13 @@ class Passes:
     *,
     load_weights: tuple[Float[Array, "B P"], Float[Array, "n G S"]]
     | None = None,
+    replayed: tuple[Integer[Array, "B P X"], Integer[Array, "n G S X"]]
+    | None = None,
   ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
     """Runs prompts and whole completions layer by layer.
 
-    The routers' load is None unless `load_weights` asks for it.
+    The routers' load is None unless `load_weights` asks for it. Of `replayed`
+    tokens it is what the routers would choose.
     """
     config, params = self.config, cast(params, self.dtype)
     if positions is None:
@@ -363,8 +417,10 @@ class Passes:
     prompts = _prompt_context(config, prompt_mask, attention)
     rows = _row_context(config, positions, segments, of_rows, attention)
     if load_weights is not None:
-      prompts = prompts._replace(load_weights=load_weights[0][:, None])
-      rows = rows._replace(load_weights=load_weights[1])
+      prompts = prompts._replace(routing=Routing(load_weights[0][:, None]))
+      rows = rows._replace(routing=Routing(load_weights[1]))
+    if replayed is not None:
+      replayed = replayed[0][:, None], replayed[1]
 
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
@@ -373,11 +429,21 @@ class Passes:
       x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
       layer_of = _flat_block
       context = _flat_context(config, prompts, rows, flat)
+      if replayed is not None:
+        replayed = _join_flat(replayed[0], replayed[1], flat)
 
-    def body(x, local, layer):
-      return self._run(layer_of, x, layer, local, context)
+    def body(x, local, layer, replayed=None):
+      return self._run(layer_of, x, layer, local, _replay(context, replayed))
 
-    x, loads = layer_stacks.scan(config, body, x, params, remat=self.remat)
+    scanned = []
+    if replayed is not None:
+      replayed = moe.by_layer(config, replayed)
+      stacks = layer_stacks.stacks(params)
+      sizes = [layer_stacks.layer_count(stack) for stack in stacks]
+      scanned = [layer_stacks.split(replayed, sizes)]
+    x, loads = layer_stacks.scan(
+      config, body, x, params, *scanned, remat=self.remat
+    )
     load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
     if flat is None:
       prompts, x = x

@@ -162,6 +162,15 @@ def _for_training(
   return params
 
 
+def _of_experts(model: passes.Passes) -> dict[str, Any]:
+  """Returns the functions that only a model with experts has, of an `LM`."""
+  return {
+    "prefill_with_experts": model.prefill_with_experts,
+    "extend_with_experts": model.extend_with_experts,
+    "forward_with_load": model.forward_with_load if model.remat else None,
+  }
+
+
 def _lm(
   config: TransformerConfig,
   dtype: Any,
@@ -187,7 +196,6 @@ def _lm(
     platform=platform,
   )
   draws = platform == "tpu" and config.vocab_size >= LARGE and not config.labels
-  has_load = remat and config.experts
   return LM(
     init=functools.partial(init, config),
     prefill=model.prefill,
@@ -199,7 +207,7 @@ def _lm(
     align_cache_rows=cache_lib.align,
     map_prefix_rows=passes.map_prefix_rows,
     forward=model.forward if remat else None,
-    forward_with_load=model.forward_with_load if has_load else None,
+    **(_of_experts(model) if config.experts else {}),
     draw_parts=functools.partial(_draw_parts, config) if draws else None,
   )
 

@@ -47,6 +47,13 @@ def _seed(theirs: Theirs, name: str) -> int:
   return theirs[name] or 1
 
 
+def _router_replay(theirs: Theirs, name: str) -> Items:
+  """Replay of the trainer's own experts; R3 is the rollout's setting."""
+  if theirs[name] == "R2":
+    text = "loss.router_replay replays the rollout's experts (R3) alone"
+    yield Note(name, text, missing=True)
+
+
 def _rewards(theirs: Theirs, name: str) -> Items:
   """The reward function, and DAPO's penalty of long completions."""
   weights = {"math_answer": 1.0}
@@ -483,6 +490,11 @@ TABLE = {
     "0 is no limit in verl, and 100 batches here; a limit that is met ends"
     " verl's run, and here the rest of the batch is free",
   ),
+  f"{ROLLOUT}.enable_rollout_routing_replay": Row(
+    False, "loss.router_replay", {True: True, False: None}
+  ),
+  f"{ACTOR}.megatron.router_replay.mode": Row("disabled", _router_replay),
+  f"{ACTOR}.veomni.router_replay.mode": Row("disabled", _router_replay),
   # Optimizer.
   f"{ACTOR}.optim.optimizer": Row("AdamW", rules.optimizer),
   f"{ACTOR}.optim.lr": Row(1e-6, "optim.learning_rate"),

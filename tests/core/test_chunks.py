@@ -25,7 +25,9 @@ ENVIRONMENT, EOS, KEY, PROMPTS, reset, sampled, step = map(
 )
 
 
-def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
+def programs(
+  lm, t_max, tokens, turn_tokens=0, record_experts=False, **sampling
+):
   """The functions of `chunks`, compiled with their options."""
   sampling = Sampling(**sampling)
   jit = lambda f, **options: jax.jit(
@@ -39,6 +41,7 @@ def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
       pad_id=0,
       slots=episodes.cache_sizes(t_max)[0],
       sampling=sampling,
+      record_experts=record_experts,
     ),
     jit(
       chunks.decode,

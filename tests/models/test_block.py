@@ -134,7 +134,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
       want[i] += weight * (y @ layer["expert_down"][j])
   x = x.reshape(1, 7, 1, 8)
   arrays = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
-  compiled = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh))
+  compiled = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh)[0])
   got = compiled(*arrays)
   np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)
   x, layer = arrays

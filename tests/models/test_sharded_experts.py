@@ -82,7 +82,7 @@ def mixtures(config, params, x):
   @functools.partial(jax.checkpoint, prevent_cse=False, policy=keep)
   def step(x, layer):
     layer = sharding.gather(layer, "layer/")
-    return x + mixture(config, x, layer, jax.nn.silu), None
+    return x + mixture(config, x, layer, jax.nn.silu)[0], None
 
   return jax.lax.scan(step, x, params["layers"])[0]
 
@@ -210,7 +210,7 @@ def check_whole_stacks(sizes):
     whole = {name: layers[name] for name in MATRICES}
     for i in range(CONFIG.layers):
       layer = whole | {"router": layers["router"][i], LAYER: jnp.int32(i)}
-      x = x + mixture(CONFIG, x, layer, jax.nn.silu)
+      x = x + mixture(CONFIG, x, layer, jax.nn.silu)[0]
     return x
 
   program, places = compiled(of_stack, make_mesh(*sizes), params, x)

@@ -24,7 +24,11 @@ CASES = {
     {},
     [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
-  "experts": ("experts", {"loss.router_aux_coef": 0.1}, MESHES[2:]),
+  "experts": (
+    "experts",
+    {"loss.router_aux_coef": 0.1, "loss.router_replay": True},
+    MESHES[2:],
+  ),
   # The next step's samples, of the same devices or of others.
   "ahead": (
     "llama",

@@ -242,11 +242,13 @@ def test_entropy_in_the_loss(tabular, settings_with):
   assert float(control.coefficient) == pytest.approx(0.1)
 
 
-def test_experts_are_balanced_only_where_there_are_some(settings_with):
-  settings = settings_with(loss__router_aux_coef=0.01)
-  with pytest.raises(
-    ValueError, match=r"loss.router_aux_coef = 0.01: .* use 0"
-  ):
+@pytest.mark.parametrize(
+  "name, value, off",
+  [("router_aux_coef", 0.01, 0), ("router_replay", True, False)],
+)
+def test_what_is_of_experts_needs_some(settings_with, name, value, off):
+  settings = settings_with(**{f"loss__{name}": value})
+  with pytest.raises(ValueError, match=f"loss.{name} = {value}: .* use {off}"):
     setup.open_policy(settings)
 
 
@@ -322,6 +324,7 @@ def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
     assert loss.keywords["surrogate"].keywords == {"clip_high": 0.3}
   known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
   known |= {"advantage_clip", "top_entropy_quantile", "router_aux_coef"}
+  known |= {"router_replay"}
   known |= {name for name in default_config().loss if "entropy_" in name}
   known |= {"old_logprobs", "truncated", "off_policy_threshold"}
   known |= {"correction", "correction_low", "correction_high"}

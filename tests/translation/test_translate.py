@@ -310,6 +310,10 @@ TURNS = "actor_rollout_ref.rollout.multi_turn"
       {"loss.surrogate": "dro", "loss.dro_beta": 0.3},
     ),
     (
+      "actor_rollout_ref.rollout.enable_rollout_routing_replay: True",
+      {"loss.router_replay": True},
+    ),
+    (
       "algorithm.rollout_correction.rollout_rs: seq_mean_k1\n"
       "algorithm.rollout_correction.rollout_rs_threshold: 0.8_1.25",
       {"loss.correction": "geometric_mask", "loss.correction_low": 0.8}

@@ -9,11 +9,11 @@ tokens that are in the cache and the samples that are not done.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
 
 from grpojax.core import environment as environment_lib
 from grpojax.core.decoding import repetition
@@ -55,7 +55,8 @@ class Samples(NamedTuple):
   """Completions, as far as they are drawn.
 
   `seen` are the tokens that each sample or its prompt has; None without a
-  repetition penalty. `episodes` are None without an environment.
+  repetition penalty. `episodes` are None without an environment, and `experts`
+  where they are not recorded.
   """
 
   ids: Int[Array, "B G T"]
@@ -65,6 +66,7 @@ class Samples(NamedTuple):
   done: Bool[Array, "B G"]
   seen: Bool[Array, "B G V"] | None = None
   episodes: environment_lib.Episodes | None = None
+  experts: Integer[Array, "B G T X"] | None = None
 
 
 class Setup(NamedTuple):
@@ -122,6 +124,14 @@ def no_samples(limit: Int[Array, "B G"], t_max: int, pad_id: int) -> Samples:
     finished=jnp.zeros(limit.shape, bool),
     done=limit <= 0,
   )
+
+
+def no_experts(
+  prompt_experts: Integer[Array, "B P X"], group_size: int, t_max: int
+) -> Integer[Array, "B G T X"]:
+  """Returns room for the experts of completions, beside those of prompts."""
+  b, _, x = prompt_experts.shape
+  return jnp.zeros((b, group_size, t_max, x), prompt_experts.dtype)
 
 
 take = jax.vmap(lambda x, index: x[index])
@@ -227,6 +237,34 @@ def draw(
   return ids, logprobs, seen
 
 
+def prefill(
+  lm: LM, params: Params, prompts: Prompts, record: bool
+) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
+  """Runs the prompts; returns their experts too where these are recorded."""
+  ids, mask = prompts.prompt_ids, prompts.prompt_mask
+  if not record:
+    return lm.prefill(params, ids, mask), None
+  if lm.prefill_with_experts is None:
+    raise ValueError(
+      "record_experts needs a model with experts, and this one has none (no "
+      "LM.prefill_with_experts)"
+    )
+  return lm.prefill_with_experts(params, ids, mask)
+
+
+def extend(
+  setup: Setup,
+  ids: Int[Array, "B G S"],
+  cache: Cache,
+  record: bool,
+  **positions: Any,
+) -> tuple[Float[Array, "B G S D"], Cache, Integer[Array, "B G S X"] | None]:
+  """Runs the next tokens; returns their experts where these are recorded."""
+  run = setup.lm.extend_with_experts if record else setup.lm.extend
+  results = run(setup.params, setup.prefix, ids, cache, **positions)
+  return results if record else (*results, None)
+
+
 def _append(
   setup: Setup,
   samples: Samples,
@@ -256,7 +294,7 @@ def _append(
     episodes, ended, over = environment_lib.advance(
       setup.environment, episodes, rows, setup.keys, length, setup.limit, ended
     )
-  return Samples(
+  return samples._replace(
     ids=rows,
     logprobs=at_t(samples.logprobs, logprobs),
     length=length,
@@ -277,7 +315,12 @@ def _decode(
     i, samples, cache = state
     t = start + 1 + i
     last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
-    hidden, cache = setup.lm.extend(setup.params, setup.prefix, last, cache)
+    record = samples.experts is not None
+    hidden, cache, experts = extend(setup, last, cache, record)
+    if record:  # in samples that are done too, where nobody reads them
+      put = jax.lax.dynamic_update_slice_in_dim
+      experts = put(samples.experts, experts, t - 1, axis=2)
+      samples = samples._replace(experts=experts)
     samples = _append(setup, samples, t, hidden[:, :, 0])
     return i + 1, samples, cache
 

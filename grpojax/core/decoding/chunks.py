@@ -13,14 +13,17 @@ key and t: the size of a chunk changes no sample.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 
 from grpojax.core.decoding import (
   Samples,
   Setup,
   constrain_samples,
   draw,
+  extend,
+  no_experts,
   no_samples,
+  prefill,
   sample_keys,
   token_limits,
 )
@@ -42,6 +45,7 @@ class Trajectories:
     waiting: True where the turn has ended, and the environment is to answer.
     cache: Keys and values of all tokens of a row but the last.
     prompts: The prompts.
+    prompt_experts: Experts of their tokens, where those of all are recorded.
     slots: Tokens that a row of the cache has room for.
   """
 
@@ -54,6 +58,7 @@ class Trajectories:
   waiting: Bool[Array, "B G"]
   cache: Cache
   prompts: Prompts
+  prompt_experts: Integer[Array, "B P X"] | None
   slots: int = struct.field(pytree_node=False)
 
 
@@ -80,6 +85,7 @@ def begin(
   pad_id: int,
   slots: int,
   sampling: Sampling = Sampling(),
+  record_experts: bool = False,
 ) -> Trajectories:
   """Computes the prompts, and begins a group of trajectories for each.
 
@@ -99,8 +105,11 @@ def begin(
   limit = token_limits(prompts, jnp.full((b, g), t_max))
   keys = sample_keys(key, (b, g), first_prompt)
   samples, zero = no_samples(limit, t_max, pad_id), jnp.zeros((b, g), jnp.int32)
+  prefix, experts = prefill(decoder, prepared, prompts, record_experts)
+  if record_experts:
+    samples = samples._replace(experts=no_experts(experts, g, t_max))
   return Trajectories(
-    prefix=decoder.prefill(prepared, prompts.prompt_ids, prompts.prompt_mask),
+    prefix=prefix,
     keys=keys,
     limit=limit,
     samples=constrain_samples(samples),
@@ -109,6 +118,7 @@ def begin(
     waiting=zero != 0,
     cache=decoder.init_cache(b, g, slots),
     prompts=prompts,
+    prompt_experts=experts,
     slots=slots,
   )
 
@@ -118,6 +128,24 @@ def _prepared(
 ) -> tuple[LM, Params]:
   longest = rows.prompts.prompt_ids.shape[1] + rows.turns.shape[-1]
   return lm.prepared(params, longest=longest, **sampling.formats)
+
+
+def _setup(
+  lm: LM,
+  params: Params,
+  rows: Trajectories,
+  eos_ids: tuple[int, ...],
+  sampling: Sampling,
+) -> Setup:
+  return Setup(
+    lm=lm,
+    params=params,
+    prefix=rows.prefix,
+    keys=rows.keys,
+    limit=rows.limit,
+    eos=jnp.asarray(eos_ids, jnp.int32),
+    sampling=sampling,
+  )
 
 
 def _cached(rows: Trajectories) -> Int[Array, "B G"]:
@@ -179,15 +207,7 @@ def decode(
     ),
     waiting=rows.waiting & ~over,
   )
-  setup = Setup(
-    lm=lm,
-    params=params,
-    prefix=rows.prefix,
-    keys=rows.keys,
-    limit=rows.limit,
-    eos=jnp.asarray(eos_ids),
-    sampling=sampling,
-  )
+  setup = _setup(lm, params, rows, eos_ids, sampling)
 
   def body(state):
     i, rows, ends = state
@@ -213,8 +233,8 @@ def _append(
   # its prompt predicts the first token.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
-  hidden, cache = setup.lm.extend(
-    setup.params, setup.prefix, last, rows.cache, positions=at
+  hidden, cache, experts = extend(
+    setup, last, rows.cache, samples.experts is not None, positions=at
   )
   first = setup.prefix.last_hidden[:, None]
   hidden = jnp.where((t == 0)[..., None], first, hidden[:, :, 0])
@@ -236,12 +256,27 @@ def _append(
         logprobs=put(samples.logprobs, logprobs),
         length=length,
         done=samples.done | (alive & ~ended & (length >= setup.limit)),
+        experts=_record(samples.experts, experts, at, alive[..., None]),
       )
     ),
     turns=put(rows.turns, rows.turn),
     waiting=rows.waiting | ended,
     cache=cache,
   )
+
+
+def _record(
+  experts: Integer[Array, "B G T X"] | None,
+  new: Integer[Array, "B G S X"] | None,
+  at: Int[Array, "B G S"],
+  real: Bool[Array, "B G S"],
+) -> Integer[Array, "B G T X"] | None:
+  """Writes the experts of the real ones of the tokens at some positions."""
+  if new is None:
+    return None
+  put = lambda x, new, at: x.at[at].set(new, mode="drop")
+  at = jnp.where(real, at, experts.shape[2])
+  return jax.vmap(jax.vmap(put))(experts, new, at)
 
 
 def feed(
@@ -275,19 +310,28 @@ def feed(
   # read will not be: it predicts the first token of the next turn.
   at = jnp.maximum(samples.length - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
-  _, cache = lm.extend(
-    params,
-    rows.prefix,
+  setup = _setup(lm, params, rows, (), sampling)
+  positions = at + jnp.arange(size)
+  _, cache, experts = extend(
+    setup,
     jnp.concatenate([last, ids[..., :-1]], axis=-1),
     rows.cache,
-    positions=at + jnp.arange(size),
+    samples.experts is not None,
+    positions=positions,
   )
   of_row = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]
   read = (of_row >= 0) & (of_row < lengths[..., None])
   new = jnp.take_along_axis(ids, jnp.clip(of_row, 0, size - 1), axis=-1)
   rows = rows.replace(
     samples=samples._replace(
-      ids=jnp.where(read, new, samples.ids), length=samples.length + lengths
+      ids=jnp.where(read, new, samples.ids),
+      length=samples.length + lengths,
+      experts=_record(
+        samples.experts,
+        experts,
+        positions,
+        jnp.arange(size) < lengths[..., None],
+      ),
     ),
     turn=rows.turn + complete,
     waiting=rows.waiting & ~complete,
@@ -312,4 +356,6 @@ def finish(
     finished=samples.finished | finished,
     turns=rows.turns,
     turn_rewards=rewards,
+    experts=samples.experts,
+    prompt_experts=rows.prompt_experts,
   )

@@ -25,14 +25,15 @@ def _addresses(
 
 
 def _pack(
-  values: Shaped[Array, "U G T"],
+  values: Shaped[Array, "U G T *more"],
   addresses: Int[Array, "devices n"],
   rows: Rows,
-) -> Shaped[Array, "K 1 W"]:
+) -> Shaped[Array, "K 1 W *more"]:
   """Puts the samples' tokens into rows; on padding stands any of them."""
-  samples = values.reshape(rows.sizes.devices, -1)
-  x = jnp.take_along_axis(samples, addresses, axis=1, mode="clip")
-  return x.reshape(-1, 1, rows.sample_of_token.shape[-1])
+  more = values.shape[3:]
+  samples = values.reshape(rows.sizes.devices, -1, *more)
+  x = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(samples, addresses)
+  return x.reshape(-1, 1, rows.sample_of_token.shape[-1], *more)
 
 
 def _unpack(
@@ -68,6 +69,7 @@ def completion_logprobs(
   ids: Int[Array, "B G T"],
   rows: Rows | None = None,
   load_weights: tuple[Array, Array] | None = None,
+  replayed: tuple[Array, Array] | None = None,
   **options: Any,
 ) -> TokenLogprobs:
   """Computes `logprobs_and_load`, on the packed rows of these completions.
@@ -77,6 +79,7 @@ def completion_logprobs(
   model's `extend` must know `segments`.
   """
   if rows is None:
+    options["replayed"] = replayed
     return logprobs_and_load(
       lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
     )
@@ -87,6 +90,8 @@ def completion_logprobs(
     of_prompts, of_tokens = load_weights
     of_tokens = _pack(of_tokens, addresses, rows)
     load_weights = of_prompts, jnp.where(sample >= 0, of_tokens, 0.0)
+  if replayed is not None:
+    replayed = replayed[0], _pack(replayed[1], addresses, rows)
   prompt_mask = _mask_idle_prompts(prompt_mask, rows)
   # With more real prompt tokens than there is room for, some would be lost.
   on_device = prompt_mask.reshape(sizes.devices, -1)
@@ -121,6 +126,7 @@ def completion_logprobs(
     segments=segments,
     samples=samples,
     flat=flat,
+    replayed=replayed,
     **options,
   )
 

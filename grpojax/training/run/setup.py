@@ -91,11 +91,21 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
 
 
 def check_model(settings: TrainSettings, lm: LM) -> None:
-  """Raises ValueError where a model lacks the experts that a loss balances."""
-  coefficient = settings.loss.router_aux_coef
-  if coefficient and lm.forward_with_load is None:
-    remedy = "balances experts, and the model has none (model.path): use 0"
-    raise ValueError(config_error("loss.router_aux_coef", coefficient, remedy))
+  """Raises ValueError where a model lacks the experts that a loss needs."""
+  loss, no_experts = settings.loss, "and the model has none (model.path): use"
+  needs = {
+    "router_aux_coef": (
+      loss.router_aux_coef,
+      f"balances experts, {no_experts} 0",
+    ),
+    "router_replay": (
+      loss.router_replay,
+      f"replays experts, {no_experts} False",
+    ),
+  }
+  for name, (value, remedy) in needs.items():
+    if value and lm.forward_with_load is None:
+      raise ValueError(config_error(f"loss.{name}", value, remedy))
 
 
 def with_weights(

@@ -70,7 +70,11 @@ def open_pool(settings: TrainSettings) -> EnvironmentPool:
 
 
 def make_programs(
-  settings: TrainSettings, policy: Policy, group_size: int, sampling: Sampling
+  settings: TrainSettings,
+  policy: Policy,
+  group_size: int,
+  sampling: Sampling,
+  record_experts: bool,
 ) -> episodes.Programs:
   """Compiles the functions of `core.decoding.chunks`."""
   longest = settings.sampling.max_new_tokens
@@ -87,6 +91,7 @@ def make_programs(
       pad_id=policy.pad_id,
       slots=episodes.cache_sizes(longest)[0],
       sampling=sampling,
+      record_experts=record_experts,
     )
 
   def decode(lm, *args, slots):
@@ -214,6 +219,7 @@ def make_player(
   sampling: Sampling,
   pool: EnvironmentPool,
   mesh: jax.sharding.Mesh | None = None,
+  record_experts: bool = False,
 ):
   """Makes the sampling of trajectories with their environments.
 
@@ -221,7 +227,9 @@ def make_player(
     `(params, prompts, examples, key, *first_prompt, check_signals) -> Sampled`,
     as a generator that yields while the devices decode (`play_together`).
   """
-  programs = make_programs(settings, policy, group_size, sampling)
+  programs = make_programs(
+    settings, policy, group_size, sampling, record_experts
+  )
   encode = encoder(settings, policy)
   join = functools.partial(
     join_prompt, prompts_lib.encoder(settings, policy), settings.data

@@ -103,7 +103,14 @@ def make_programs(
     return make_update(lm, tx, settings.loss, options, sampling)(state, batch)
 
   return Programs(
-    sampler_program(settings, policy, group_size, sampling, budgets),
+    sampler_program(
+      settings,
+      policy,
+      group_size,
+      sampling,
+      budgets,
+      record_experts=settings.loss.router_replay,
+    ),
     policy_lib.jit(
       policy,
       make_batch_program(settings, policy.teacher and policy.teacher.lm),
@@ -255,6 +262,7 @@ class HostStep:
         settings.sampling.distribution,
         reward_pool.environment,
         mesh,
+        record_experts=settings.loss.router_replay,
       )
     sample_and_reward = functools.partial(
       make_sample_and_reward,

@@ -112,11 +112,12 @@ def sampler_program(
   group_size: int,
   sampling: Sampling,
   budgets: Callable[[Prompts], jax.Array] | None = None,
+  record_experts: bool = False,
 ):
   """Compiles `(params, prompts, key, first_prompt=0) -> Rollout`.
 
   `budgets`, of prompts, are the tokens [B, G] that each sample may spend; None
-  is `sampling.max_new_tokens` for all.
+  is `sampling.max_new_tokens` for all. `record_experts` is that of `rollout`.
   """
 
   def sample(lm, params, prompts, key, first_prompt=0):
@@ -133,6 +134,7 @@ def sampler_program(
       decoding=settings.sampling.decoding,
       budgets=budgets(prompts) if budgets else None,
       first_prompt=first_prompt,
+      record_experts=record_experts,
     )
 
   return policy_lib.jit(policy, sample)
