@@ -24,12 +24,15 @@ from grpojax.models import layer_stacks
 from grpojax.models.huggingface import weights, weights_out
 
 # Matrices that the decoder can add an adapter to.
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   """Returns the matrices that a pattern names, with shapes [L, in, out].
+
+  Those of X experts are [L, X, in, out].
 
   `targets` is a regular expression, matched in full against paths like
   "layers/q" of `base`, parameters or their shapes.
@@ -41,9 +44,8 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   leaves = flatten_dict(base, sep="/")
   matrices = {}
   for name in sorted(PROJECTIONS):
-    leaf = leaves.get(f"layers/{name}")
-    if leaf is not None and len(leaf.shape) == 3:
-      matrices[f"layers/{name}"] = leaf.shape
+    if f"layers/{name}" in leaves:
+      matrices[f"layers/{name}"] = leaves[f"layers/{name}"].shape
   try:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
@@ -64,7 +66,8 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
   those of `targets_of`.
 
   Returns:
-    `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`.
+    `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`; each expert
+    has adapters of its own, [L, X, in, r] and [L, X, r, out].
 
   Raises:
     ValueError: rank < 1, or as `targets_of`.
@@ -74,13 +77,13 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
   matrices, layers = targets_of(base, targets), {}
   keys = jax.random.split(key, len(matrices))
   for key, (path, shape) in zip(keys, matrices.items(), strict=True):
-    count, fan_in, fan_out = shape
+    *stacked, fan_in, fan_out = shape
     bound = fan_in**-0.5
     a = jax.random.uniform(
-      key, (count, fan_in, rank), minval=-bound, maxval=bound
+      key, (*stacked, fan_in, rank), minval=-bound, maxval=bound
     )
     name = path.removeprefix("layers/")
-    layers[name] = {"a": a, "b": jnp.zeros((count, rank, fan_out))}
+    layers[name] = {"a": a, "b": jnp.zeros((*stacked, rank, fan_out))}
   return {"layers": layers}
 
 
@@ -152,9 +155,9 @@ class Merged:
   would be rounded away.
   """
 
-  base: Float[Array, "L ..."]
-  a: Float[Array, "L m r"]
-  b: Float[Array, "L r n"]
+  base: Float[Array, "L *X m n"]
+  a: Float[Array, "L *X m r"]
+  b: Float[Array, "L *X r n"]
   scale: int | float
   dtype = jnp.dtype(jnp.float32)
 
@@ -196,6 +199,9 @@ def save_peft(
 ) -> None:
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
+  Those of experts are a pair of tensors an expert. Transformers 5 holds gate
+  and up of all experts as one parameter, so peft there reads both or neither.
+
   Args:
     path: the directory to make; nothing stands there until all is written.
     adapters: those of `init`, trained.
@@ -214,12 +220,15 @@ def save_peft(
   base_layout, layout, modules = hf.layout(hf.read_config(source)), {}, set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
-    matrices = [x.removesuffix(".weight") for x in base_layout[target].names]
+    base_leaf = base_layout[target]
+    matrices = [x.removesuffix(".weight") for x in base_leaf.names]
     names = tuple(
       f"base_model.model.{matrix}.lora_{side.upper()}.weight"
       for matrix in matrices
     )
-    layout[leaf_path] = weights.Leaf(names, array.shape, 1, True)
+    layout[leaf_path] = weights.Leaf(
+      names, array.shape, base_leaf.stacked, True
+    )
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",

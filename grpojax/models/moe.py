@@ -14,7 +14,7 @@ would have to hold all pairs, for any device may be sent them.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,18 @@ from grpojax.core.mesh import activation_spec
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
-MATRICES = ("expert_gate", "expert_up", "expert_down")
+_MATRIX = "expert_"
+"""Begin of the names of experts' matrices, and of the adapters beside them."""
 LAYER = "layer"
 """Number of a layer in its stack, beside parameters of the whole stack."""
 ONE_OF = "one_layer_of_"
 """Begin of a scope's name, before the number of layers of which a product is
 given all matrices and reads one's: what it moves is counted so."""
+
+
+def matrices_of(layer: Iterable[str]) -> list[str]:
+  """Returns the names of a layer's parameters that are experts' own."""
+  return [name for name in layer if name.startswith(_MATRIX)]
 
 
 def _probabilities(
@@ -136,11 +142,17 @@ def _experts(
   if held < total:  # a product's rows in no run may hold anything
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
-  def multiply(rows, name):
+  def product(rows, name):
     if layer is None:
       return grouped_product(rows, matrices[name], runs)
     with jax.named_scope(f"{ONE_OF}{len(runs) // held}"):
       return grouped_product(rows, matrices[name], runs)
+
+  def multiply(rows, name):
+    y = product(rows, name)
+    if f"{name}_lora_a" in matrices:
+      y += product(product(rows, f"{name}_lora_a"), f"{name}_lora_b")
+    return y
 
   y = activation(multiply(rows, "expert_gate")) * multiply(rows, "expert_up")
   # The inverse permutation puts the pairs back beside their tokens.
@@ -170,14 +182,14 @@ def _on_device(
   config: TransformerConfig,
   activation: Callable[[Array], Array],
   row_axes: set[str],
-  matrix_axes: set[str],
+  axes_of_matrices: dict[str, set[str]],
   x: Float[Array, "b g S D"],
   layer: dict[str, Array],
   replayed: Integer[Array, "b g S count"] | None,
 ) -> tuple[Float[Array, "b g S D"], Int[Array, "b g S count"]]:
   """Returns a device's part of a mixture, float32, and its tokens' experts.
 
-  `row_axes` of the mesh split the tokens, and `matrix_axes` the experts'
+  `row_axes` of the mesh split the tokens, and others each of the experts'
   matrices: `expert` splits X, and `tensor` splits F. The device has its tokens,
   the whole router, and its part of the matrices.
   """
@@ -189,8 +201,10 @@ def _on_device(
     tokens, layer["router"], count, config.normalize_experts, replayed
   )
   chosen = experts.reshape(*x.shape[:3], count)
+  matrix_axes = set().union(*axes_of_matrices.values())
   matrices = {
-    name: _varying(layer[name], row_axes - matrix_axes) for name in MATRICES
+    name: _varying(layer[name], (row_axes | matrix_axes) - axes)
+    for name, axes in axes_of_matrices.items()
   }
   # Summed over these in float32, forward and backward.
   tokens, weights = (
@@ -242,27 +256,28 @@ def mixture(
   is gathered along fsdp (`sharding.gather`). It may have the matrices of its
   whole stack, and its number there (`layer_stacks.scan`).
   """
-  names = ("router", *MATRICES, *([LAYER] if LAYER in layer else []))
+  matrices = matrices_of(layer)
+  names = ("router", *matrices, *([LAYER] if LAYER in layer else []))
   layer = {name: layer[name] for name in names}
   compute = functools.partial(_on_device, config, activation)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
-    return compute(set(), set(), x, layer, replayed)
+    return compute(
+      set(), {name: set() for name in matrices}, x, layer, replayed
+    )
   rows = activation_spec(mesh, x.shape, ("batch", "group"))
 
   def spec(name):
     if name == LAYER:
       return P()
-    if LAYER in layer and name in MATRICES:
+    if LAYER in layer and name in matrices:
       return P(None, *sharding.layer_spec(name, layer[name].shape[1:], mesh))
     return sharding.layer_spec(name, layer[name].shape, mesh)
 
   specs = {name: spec(name) for name in layer}
-  axes = (
-    set(itertools.chain(*sharding.axes_of(spec)))
-    for spec in (rows, specs["expert_gate"])
-  )
-  compute = functools.partial(compute, *axes)
+  axes_of = lambda spec: set(itertools.chain(*sharding.axes_of(spec)))
+  axes_of_matrices = {name: axes_of(specs[name]) for name in matrices}
+  compute = functools.partial(compute, axes_of(rows), axes_of_matrices)
   over_mesh = jax.shard_map(
     compute,
     in_specs=(rows, specs, rows),

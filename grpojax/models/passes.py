@@ -366,6 +366,9 @@ class Passes:
         x, row, routed = block(config, x, layer, local, context, prompt, slots)
         return x, (row, routed.experts if record else None)
 
+      # XLA:TPU copies each layer's experts out of a stack, for every token.
+      on_tpu = self.platform == "tpu"
+      whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
       # The layers only read the cache; all tokens are written at the end.
       slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
       x, outputs = layer_stacks.scan(
@@ -375,8 +378,7 @@ class Passes:
         params,
         keys_values,
         slots,
-        # XLA:TPU copies each layer's experts out of a stack, for every token.
-        whole=moe.MATRICES if config.experts and self.platform == "tpu" else (),
+        whole=whole,
       )
       tokens, experts = zip(*outputs, strict=True)
       cache = cache_lib.write(cache, tokens, x, self.platform)

@@ -35,7 +35,12 @@ RULES = (
   # [L, X, D, F] and [L, X, F, D]
   (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
   (r"layers/expert_down", P(None, "expert", "tensor", "fsdp")),
-  # Adapters, by themselves or beside their matrices (`lora.attach`).
+  # Adapters, by themselves or beside their matrices (`lora.attach`); experts'
+  # are [L, X, D, r] and [L, X, r, F], or those of down with F and D.
+  (r"layers/expert_(gate|up)(/|_lora_)a", P(None, "expert", "fsdp")),
+  (r"layers/expert_(gate|up)(/|_lora_)b", P(None, "expert", None, "tensor")),
+  (r"layers/expert_down(/|_lora_)a", P(None, "expert", "tensor")),
+  (r"layers/expert_down(/|_lora_)b", P(None, "expert", None, "fsdp")),
   (r"layers/(q|k|v|gate|up)(/|_lora_)a", P(None, _FSDP)),  # [L, D, r]
   (r"layers/(q|k|v|gate|up)(/|_lora_)b", P(None, None, "tensor")),  # [L, r, ..]
   (r"layers/(o|down)(/|_lora_)a", P(None, "tensor")),  # [L, ..., r]

@@ -84,7 +84,7 @@ def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
       return logprob(lora.attach(params, adapters, 1), *args)
 
     matrices = jax.grad(of_adapters)(adapters)["layers"].values()
-    rows = [jnp.moveaxis(x["b"], 1, 0) for x in matrices]  # [V, L, out]
+    rows = [jnp.moveaxis(x["b"], -2, 0) for x in matrices]  # [V, L, ..., out]
     return jnp.concatenate([x.reshape(len(x), -1) for x in rows], axis=1)
 
   return jax.jit(jax.vmap(score, in_axes=(None, None, None, None, 0, 0)))

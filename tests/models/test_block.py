@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.models.attention import two_part_attention
 from grpojax.models.config import TransformerConfig
-from grpojax.models.moe import LAYER, MATRICES, mixture
+from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
@@ -113,6 +113,7 @@ def test_a_query_that_sees_no_prompt_has_a_finite_gradient():
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
+  """Of adapted ones: each has adapters of its own."""
   config = dataclasses.replace(CONFIG, normalize_experts=normalize)
   layer = {
     "router": RNG.normal(size=(8, 3)),
@@ -121,6 +122,12 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
     "expert_down": RNG.normal(size=(3, 6, 8)),
   }
   layer["router"][:, 2] = -9.0  # few tokens, or none
+  whole = dict(layer)
+  for name in ("expert_gate", "expert_up", "expert_down"):
+    _, fan_in, fan_out = layer[name].shape
+    a, b = RNG.normal(size=(3, fan_in, 2)), RNG.normal(size=(3, 2, fan_out))
+    whole[name] = layer[name] + a @ b
+    layer |= {f"{name}_lora_a": a, f"{name}_lora_b": b}
   x = np.abs(RNG.normal(size=(7, 8)))
   want = np.zeros_like(x)
   for i, token in enumerate(x):
@@ -128,10 +135,10 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
     p /= p.sum()
     chosen = np.argsort(-p)[:2]
     for j in chosen:
-      gate = np.tanh(token @ layer["expert_gate"][j])
-      y = gate * (token @ layer["expert_up"][j])
+      gate = np.tanh(token @ whole["expert_gate"][j])
+      y = gate * (token @ whole["expert_up"][j])
       weight = p[j] / (p[chosen].sum() if normalize else 1)
-      want[i] += weight * (y @ layer["expert_down"][j])
+      want[i] += weight * (y @ whole["expert_down"][j])
   x = x.reshape(1, 7, 1, 8)
   arrays = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
   compiled = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh)[0])
@@ -142,7 +149,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
     whole = {
       k: jnp.stack([a if i == number else 9 * a + 1 for i in range(3)])
       for k, a in layer.items()
-      if k in MATRICES
+      if k in matrices_of(layer)
     }
     got = compiled(x, layer | whole | {LAYER: jnp.int32(number)})
     np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)

@@ -28,9 +28,18 @@ CONFIG = {
   "tie_word_embeddings": True,
   "dtype": "float32",
 }
+MIXTURE = CONFIG | {
+  "architectures": ["Qwen3MoeForCausalLM"],
+  "model_type": "qwen3_moe",
+  "head_dim": 4,
+  "moe_intermediate_size": 24,
+  "num_experts": 5,
+  "num_experts_per_tok": 2,
+  "norm_topk_prob": True,
+}
 ALPHA, RANK = 5.0, 2
 SCALE = ALPHA / RANK
-TARGETS = "layers/(q|k|v|o|gate|up|down)"
+TARGETS = "layers/(q|k|v|o|.*gate|.*up|.*down)"
 MODULES = {  # PyTorch's, of a layer
   "q": "self_attn.q_proj",
   "k": "self_attn.k_proj",
@@ -39,6 +48,9 @@ MODULES = {  # PyTorch's, of a layer
   "gate": "mlp.gate_proj",
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
+  "expert_gate": "mlp.experts.{}.gate_proj",
+  "expert_up": "mlp.experts.{}.up_proj",
+  "expert_down": "mlp.experts.{}.down_proj",
 }
 
 
@@ -49,17 +61,25 @@ def noise(tree, seed):
   )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
+@pytest.fixture(
+  scope="module",
+  params=[
+    pytest.param(CONFIG, id="dense"),
+    pytest.param(MIXTURE, id="experts", marks=pytest.mark.slow),
+  ],
+)
+def model(tmp_path_factory, request):
   """A checkpoint, its functions and weights, and trained adapters."""
   path = tmp_path_factory.mktemp("lora")
-  (path / "config.json").write_text(json.dumps(CONFIG))
-  base = noise(hf.abstract_params(CONFIG), seed=0)
+  (path / "config.json").write_text(json.dumps(request.param))
+  base = noise(hf.abstract_params(request.param), seed=0)
+  config = hf.to_transformer_config(request.param)
   hf.save(path / "base", base, path)
   fresh = lora.init(base, jax.random.key(0), RANK, TARGETS)
   return types.SimpleNamespace(
     path=path / "base",
-    lm=transformer(hf.to_transformer_config(CONFIG)),
+    config=config,
+    lm=transformer(config),
     base=base,
     fresh=fresh,
     trained=noise(fresh, seed=1),
@@ -101,7 +121,7 @@ def adapted_logits(model, adapters):
 def test_adapters_move_in_forward_mode(model):
   """Where attention by kernels has another function for it."""
   prompts, mask, ids = rows()
-  config = hf.to_transformer_config(CONFIG)
+  config = model.config
 
   @jax.jit
   def run(base, adapters):
@@ -116,6 +136,7 @@ def test_adapters_move_in_forward_mode(model):
         samples,
         jax.random.key(1),
         tangents=1,
+        vectorized=not config.experts,
       )
       for name in ("auto", "plain")
     ]
@@ -130,10 +151,14 @@ def test_fresh_adapters_and_none_are_the_base(model):
   want = logits(model.lm, model.base)
   np.testing.assert_array_equal(adapted_logits(model, {}), want)
   np.testing.assert_array_equal(adapted_logits(model, model.fresh), want)
-  a = model.fresh["layers"]["down"]["a"]
-  assert a.shape == (2, 24, 2)
+  layers = model.fresh["layers"]
+  stacked, name = (2,), "down"
+  if name not in layers:
+    stacked, name = (2, 5), "expert_down"
+  a, b = layers[name]["a"], layers[name]["b"]
+  assert a.shape == (*stacked, 24, 2)
   assert 0.8 * 24**-0.5 < jnp.abs(a).max() <= 24**-0.5
-  assert model.fresh["layers"]["down"]["b"].shape == (2, 2, 16)
+  assert b.shape == (*stacked, 2, 16)
 
 
 def merge(model):
@@ -165,26 +190,23 @@ def test_the_last_layers_adapters_can_be_held_apart(model):
 
 
 @pytest.mark.parametrize(
-  "rank, targets, message",
+  "config, rank, targets, message",
   [
-    (0, "layers/q", "rank=0 must be 1 or more"),
-    (2, "q", "match nothing; there are layers/down, layers/gate, layers/k"),
-    (2, "layers/.*norm", "match layers/attn_norm, layers/mlp_norm, no proj"),
-    (2, "layers/q(_bias)?", "match layers/q_bias, no projections"),
-    (2, "embed|layers/q", "match embed, no projections"),
-    (2, "layers/(q", "unterminated subpattern"),
+    (CONFIG, 0, "layers/q", "rank=0 must be 1 or more"),
+    (CONFIG, 2, "q", "nothing; there are layers/down, layers/gate, layers/k"),
+    (CONFIG, 2, "layers/.*norm", "layers/attn_norm, layers/mlp_norm, no proj"),
+    (CONFIG, 2, "layers/q(_bias)?", "match layers/q_bias, no projections"),
+    (CONFIG, 2, "embed|layers/q", "match embed, no projections"),
+    (CONFIG, 2, "layers/(q", "unterminated subpattern"),
+    (MIXTURE, 2, "layers/up", "match nothing; there are layers/expert_down, "),
+    (MIXTURE, 2, "layers/(q|router)", "match layers/router, no projections"),
   ],
 )
-def test_bad_targets_are_refused(model, rank, targets, message):
+def test_bad_targets_are_refused(config, rank, targets, message):
+  base = hf.abstract_params(config)
   with pytest.raises(ValueError) as error:
-    lora.init(model.base, jax.random.key(0), rank, targets)
+    lora.init(base, jax.random.key(0), rank, targets)
   assert message in str(error.value)
-
-
-def test_experts_are_refused():
-  shapes = {"layers": {"q": np.zeros((2, 4, 4)), "up": np.zeros((2, 3, 4, 4))}}
-  with pytest.raises(ValueError, match="layers/up, no proj.* are layers/q$"):
-    lora.init(shapes, jax.random.key(0), 1, "layers/(q|up)")
 
 
 def theirs(torch_model):
@@ -233,9 +255,10 @@ def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
   expected = {}
   for name, sides in model.trained["layers"].items():
     for side, stack in sides.items():
-      for layer, matrix in enumerate(np.asarray(stack)):
-        module = f"base_model.model.model.layers.{layer}.{MODULES[name]}"
-        expected[f"{module}.lora_{side.upper()}.weight"] = matrix.T
+      for layer, *expert in np.ndindex(stack.shape[:-2]):
+        module = f"model.layers.{layer}.{MODULES[name].format(*expert)}"
+        name_of = f"base_model.model.{module}.lora_{side.upper()}.weight"
+        expected[name_of] = np.asarray(stack[layer, *expert]).T
   stored = load_file(path / lora.WEIGHTS)
   assert stored.keys() == expected.keys()
   for name, matrix in expected.items():
@@ -243,7 +266,7 @@ def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
   config = json.loads((path / lora.CONFIG).read_text())
   assert config["peft_type"] == "LORA"
   assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
-  modules = [x.rpartition(".")[2] for x in MODULES.values()]
+  modules = {MODULES[x].rpartition(".")[2] for x in model.trained["layers"]}
   assert config["target_modules"] == sorted(modules)
 
 

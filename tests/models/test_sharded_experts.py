@@ -24,8 +24,8 @@ from grpojax.core.mesh import (
   batch_sharding,
   make_mesh,
 )
-from grpojax.models import sharding
-from grpojax.models.moe import LAYER, MATRICES, mixture
+from grpojax.models import lora, sharding
+from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import TransformerConfig, transformer
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -207,7 +207,7 @@ def check_whole_stacks(sizes):
 
   def of_stack(params, x):
     layers = sharding.gather(params["layers"], "layers/")
-    whole = {name: layers[name] for name in MATRICES}
+    whole = {name: layers[name] for name in matrices_of(layers)}
     for i in range(CONFIG.layers):
       layer = whole | {"router": layers["router"][i], LAYER: jnp.int32(i)}
       x = x + mixture(CONFIG, x, layer, jax.nn.silu)[0]
@@ -218,7 +218,7 @@ def check_whole_stacks(sizes):
 
 
 def check_models():
-  """Whole models: training with each remat, and decoding."""
+  """Whole models with adapters: training with each remat, and decoding."""
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
   check_whole_stacks((1, 2, 2, 2))
   check_whole_stacks((2, 1, 4, 1))
@@ -254,6 +254,13 @@ def check_models():
     start = 0, model.init_cache(B, G, S), out
     return jax.lax.while_loop(lambda carry: carry[0] < S, step, start)[2]
 
+  targets = "layers/(q|down|expert_.*)"
+  adapters = lora.abstract(parameters(CONFIG)[0], 2, targets)
+  rng = np.random.default_rng(2)
+  adapters = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32) / 4, adapters
+  )
+  models = [lora.attach(p, adapters, 2) for p in parameters(CONFIG)]
   for function, remat in (
     (train, "none"),
     (train, "selective"),
@@ -261,16 +268,16 @@ def check_models():
     (decode, "none"),
   ):
     program = functools.partial(function, transformer(CONFIG, remat=remat))
-    expected = [jax.jit(program)(p, *batch) for p in parameters(CONFIG)]
+    expected = [jax.jit(program)(p, *batch) for p in models]
     for sizes in MESHES:
       mesh = make_mesh(*sizes)
       places = (
-        sharding.shardings(parameters(CONFIG)[0], mesh),
+        sharding.shardings(models[0], mesh),
         *(batch_sharding(mesh, B),) * 3,
       )
       with jax.set_mesh(mesh):
         jitted = jax.jit(program, in_shardings=places)
-        for params, want in zip(parameters(CONFIG), expected, strict=True):
+        for params, want in zip(models, expected, strict=True):
           check_equal(jitted(*jax.device_put((params, *batch), places)), want)
 
 

@@ -65,7 +65,7 @@ A parameter that no other family has is known by its name to three more:
   zeros, and any other name random normal values;
 - `models.sharding.RULES`: every matrix needs a rule, or is refused;
 - `lora.PROJECTIONS`: what LoRA can adapt, namely what `block` multiplies by in
-  `_project`. Experts and their router are not among them.
+  `_project`, and experts; not their router.
 
 A parameter named "router" stays float32 whatever the model computes in
 (`passes.cast`). tests/models/test_family_contract.py checks all this.
