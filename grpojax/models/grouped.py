@@ -17,7 +17,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import linear_call
+from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
@@ -188,20 +188,31 @@ def grouped_product(
   return _multiply(rows, matrices, runs)
 
 
-@grouped_product.defjvp
+@functools.partial(grouped_product.defjvp, symbolic_zeros=True)
 def _jvp(primals, tangents):
-  def along(primals, tangents):
-    (rows, matrices, runs), (of_rows, of_matrices) = primals, tangents
-    y = _multiply(of_rows, matrices, runs)
-    return y + _multiply(rows, of_matrices, runs)
-
-  def transpose(primals, y):
-    rows, matrices, runs = primals
-    widths = matrices.shape[1:]
-    of_matrices = _by_platform(_outer, outer_kernel, widths, rows, y, runs)
-    return _multiply(y, matrices, runs, flipped=True), of_matrices
-
-  # `tangents` of reverse mode are an argument of a linear function, which JAX
-  # could not transpose where it is a kernel.
-  y = grouped_product(*primals)
-  return y, linear_call(along, transpose, primals, tangents[:2])
+  rows, matrices, runs = primals
+  of_rows, of_matrices, _ = tangents
+  y = grouped_product(rows, matrices, runs)
+  # Of frozen matrices there is no tangent. In reverse mode a tangent is an
+  # argument of a linear function, which JAX could not transpose where it is a
+  # kernel.
+  moved = []
+  if not isinstance(of_rows, SymbolicZero):
+    of_rows = linear_call(
+      lambda constants, x: _multiply(x, *constants),
+      lambda constants, y: _multiply(y, *constants, flipped=True),
+      (matrices, runs),
+      of_rows,
+    )
+    moved.append(of_rows)
+  if not isinstance(of_matrices, SymbolicZero):
+    of_matrices = linear_call(
+      lambda constants, x: _multiply(constants[0], x, constants[1]),
+      lambda constants, y: _by_platform(
+        _outer, outer_kernel, matrices.shape[1:], constants[0], y, constants[1]
+      ),
+      (rows, runs),
+      of_matrices,
+    )
+    moved.append(of_matrices)
+  return y, functools.reduce(jnp.add, moved)

@@ -70,6 +70,9 @@ def test_values_and_derivatives(monkeypatch, name, kernel):
   close(value, want)
   close(grads[0][:used], of_rows[:used])  # others belong to no matrix
   close(grads[1], of_matrices)
+  for i, of_one in enumerate((of_rows[:used], of_matrices)):
+    alone = jax.jit(jax.grad(ours, i))(*args)  # the other one is frozen
+    close(alone[: len(of_one)], of_one)
   along = lambda f: jax.jit(lambda *x: jax.jvp(f, *x)[1])(args, tangents)
   close(along(ours), along(plain))
 

@@ -179,6 +179,28 @@ def test_adapted_is_merged(model):
 
 
 @pytest.mark.slow
+def test_the_gradient_is_that_of_merged_weights_by_the_chain_rule(model):
+  """Of W + s A B: s dW B^T and s A^T dW, with frozen matrices beside them."""
+
+  def loss(logits):
+    return jnp.sum(jnp.sin(logits))
+
+  adapters = jax.jit(jax.grad(lambda a: loss(adapted_logits(model, a))))(
+    model.trained
+  )
+  whole = jax.jit(jax.grad(lambda p: loss(logits(model.lm, p))))(merge(model))
+  for name, x in model.trained["layers"].items():
+    of_w = SCALE * whole["layers"][name]
+    for side, expected in {
+      "a": of_w @ x["b"].swapaxes(-1, -2),
+      "b": x["a"].swapaxes(-1, -2) @ of_w,
+    }.items():
+      actual = adapters["layers"][name][side]
+      scale = float(jnp.abs(expected).max())
+      np.testing.assert_allclose(actual, expected, atol=1e-4 * scale)
+
+
+@pytest.mark.slow
 def test_the_last_layers_adapters_can_be_held_apart(model):
   moving, merge = last_layers(model.trained, 1)
   assert moving["layers"]["q"]["a"].shape[0] == 1
