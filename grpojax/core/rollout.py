@@ -21,6 +21,7 @@ from grpojax.core.decoding import (
   in_stages,
   no_experts,
   no_samples,
+  of_words,
   prefill,
   repetition,
   sample_keys,
@@ -155,7 +156,7 @@ def rollout(
     completion_mask=jnp.arange(t_max) < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
-    experts=samples.experts,
+    experts=of_words(samples.experts, prompt_experts),
     prompt_experts=prompt_experts,
     **of_turns,
   )

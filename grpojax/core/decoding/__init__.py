@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree, UInt32
 
 from grpojax.core import environment as environment_lib
 from grpojax.core.decoding import repetition
@@ -55,8 +55,8 @@ class Samples(NamedTuple):
   """Completions, as far as they are drawn.
 
   `seen` are the tokens that each sample or its prompt has; None without a
-  repetition penalty. `episodes` are None without an environment, and `experts`
-  where they are not recorded.
+  repetition penalty. `episodes` are None without an environment, and `experts`,
+  in words (`of_words`), where they are not recorded.
   """
 
   ids: Int[Array, "B G T"]
@@ -66,7 +66,7 @@ class Samples(NamedTuple):
   done: Bool[Array, "B G"]
   seen: Bool[Array, "B G V"] | None = None
   episodes: environment_lib.Episodes | None = None
-  experts: Integer[Array, "B G T X"] | None = None
+  experts: UInt32[Array, "B G T W"] | None = None
 
 
 class Setup(NamedTuple):
@@ -126,12 +126,33 @@ def no_samples(limit: Int[Array, "B G"], t_max: int, pad_id: int) -> Samples:
   )
 
 
+def _to_words(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
+  """Packs small integers into words, which a TPU can write without others."""
+  *tokens, x = experts.shape
+  in_word = 4 // experts.dtype.itemsize
+  experts = jnp.pad(experts, [*[(0, 0)] * len(tokens), (0, -x % in_word)])
+  experts = experts.reshape(*tokens, -1, in_word)
+  return jax.lax.bitcast_convert_type(experts, jnp.uint32)
+
+
 def no_experts(
   prompt_experts: Integer[Array, "B P X"], group_size: int, t_max: int
-) -> Integer[Array, "B G T X"]:
+) -> UInt32[Array, "B G T W"]:
   """Returns room for the experts of completions, beside those of prompts."""
-  b, _, x = prompt_experts.shape
-  return jnp.zeros((b, group_size, t_max, x), prompt_experts.dtype)
+  b, _, w = jax.eval_shape(_to_words, prompt_experts).shape
+  return jnp.zeros((b, group_size, t_max, w), jnp.uint32)
+
+
+def of_words(
+  words: UInt32[Array, "B G T W"] | None,
+  prompt_experts: Integer[Array, "B P X"] | None,
+) -> Integer[Array, "B G T X"] | None:
+  """Returns the experts of completions, as those of prompts; None of None."""
+  if words is None:
+    return None
+  experts = jax.lax.bitcast_convert_type(words, prompt_experts.dtype)
+  experts = experts.reshape(*words.shape[:3], -1)
+  return experts[..., : prompt_experts.shape[-1]]
 
 
 take = jax.vmap(lambda x, index: x[index])
@@ -258,11 +279,11 @@ def extend(
   cache: Cache,
   record: bool,
   **positions: Any,
-) -> tuple[Float[Array, "B G S D"], Cache, Integer[Array, "B G S X"] | None]:
-  """Runs the next tokens; returns their experts where these are recorded."""
+) -> tuple[Float[Array, "B G S D"], Cache, UInt32[Array, "B G S W"] | None]:
+  """Runs the next tokens; returns the words of their experts, if recorded."""
   run = setup.lm.extend_with_experts if record else setup.lm.extend
   results = run(setup.params, setup.prefix, ids, cache, **positions)
-  return results if record else (*results, None)
+  return (*results[:2], _to_words(results[2]) if record else None)
 
 
 def _append(

@@ -13,7 +13,7 @@ key and t: the size of a chunk changes no sample.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt, UInt32
 
 from grpojax.core.decoding import (
   Samples,
@@ -23,6 +23,7 @@ from grpojax.core.decoding import (
   extend,
   no_experts,
   no_samples,
+  of_words,
   prefill,
   sample_keys,
   token_limits,
@@ -266,11 +267,11 @@ def _append(
 
 
 def _record(
-  experts: Integer[Array, "B G T X"] | None,
-  new: Integer[Array, "B G S X"] | None,
+  experts: UInt32[Array, "B G T W"] | None,
+  new: UInt32[Array, "B G S W"] | None,
   at: Int[Array, "B G S"],
   real: Bool[Array, "B G S"],
-) -> Integer[Array, "B G T X"] | None:
+) -> UInt32[Array, "B G T W"] | None:
   """Writes the experts of the real ones of the tokens at some positions."""
   if new is None:
     return None
@@ -356,6 +357,6 @@ def finish(
     finished=samples.finished | finished,
     turns=rows.turns,
     turn_rewards=rewards,
-    experts=samples.experts,
+    experts=of_words(samples.experts, rows.prompt_experts),
     prompt_experts=rows.prompt_experts,
   )
