@@ -84,13 +84,10 @@ def make_batch(
       that do not fit (see `core.arguments`).
   """
   turns_lib.check_credit(credit, objective, rollout.turns is not None)
-  if not objective.router_replay:
+  if objective.router_replay:
+    _check_experts(rollout)
+  else:
     rollout = rollout.replace(experts=None, prompt_experts=None)
-  elif rollout.experts is None:
-    raise ValueError(
-      "router_replay = True: the rollout has no experts; record them by "
-      "rollout(..., record_experts=True), of a model that has any"
-    )
   rewards = _read_rewards(rewards, rollout, credit)
   recomputes = objective.old_logprobs == "trainer" and not options.on_policy
   if recomputes and policy_params is None:
@@ -140,6 +137,26 @@ def make_batch(
     experts=rollout.experts,
     prompt_experts=rollout.prompt_experts,
   )
+
+
+def _check_experts(rollout: Rollout) -> None:
+  """Raises ValueError for a rollout that does not name its experts."""
+  recorded = rollout.experts, rollout.prompt_experts
+  if any(x is None for x in recorded):
+    raise ValueError(
+      "router_replay = True: the rollout has no experts; record them by "
+      "rollout(..., record_experts=True), of a model that has any"
+    )
+  of_tokens = rollout.completion_ids, rollout.prompt_ids
+  leads = [x.shape[:-1] for x in recorded]
+  integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in recorded)
+  same = len({x.shape[-1] for x in recorded}) == 1
+  if leads != [x.shape for x in of_tokens] or not integers or not same:
+    raise ValueError(
+      "router_replay = True: experts and prompt_experts are integers [B, G, T, "
+      "X] and [B, P, X], not "
+      + " and ".join(f"{x.dtype} {x.shape}" for x in recorded)
+    )
 
 
 def _read_rewards(rewards: Any, rollout: Rollout, credit: str) -> Array:

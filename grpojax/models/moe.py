@@ -14,6 +14,7 @@ would have to hold all pairs, for any device may be sent them.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable
 
 import jax
@@ -303,7 +304,12 @@ def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
   """Undoes `recorded`, of all arrays: [L, B, G, S, count]."""
 
   def one(x):
-    x = x.reshape(*x.shape[:-1], config.layers, config.experts_per_token)
-    return jnp.moveaxis(x, -2, 0)
+    shape = config.layers, config.experts_per_token
+    if x.shape[-1] != math.prod(shape):
+      raise ValueError(
+        f"{x.shape[-1]} experts a token were recorded: a model of {shape[0]} "
+        f"layers, with {shape[1]} experts a token in each, has others"
+      )
+    return jnp.moveaxis(x.reshape((*x.shape[:-1], *shape)), -2, 0)
 
   return jax.tree.map(one, recorded)

@@ -331,5 +331,16 @@ def test_nothing_is_recorded_that_nobody_replays(tiny):
   with pytest.raises(ValueError, match="needs a model with experts"):
     sample(tiny.lm, tiny.params)
   recorded = sample(lm, params)
+  replay = Objective(router_replay=True)
+  wrong = recorded.replace(experts=recorded.experts[:, :, 1:])
+  with pytest.raises(
+    ValueError, match=r"\[B, G, T, X\] .* not uint8 \(3, 4, 15"
+  ):
+    make_batch(lm, wrong, np.zeros((B, G)), replay)
+  other = transformer(dataclasses.replace(CONFIG, layers=2))
+  options = {"options": UpdateOptions(minibatches=3), "policy_params": params}
+  replay = dataclasses.replace(replay, old_logprobs="trainer")
+  with pytest.raises(ValueError, match="6 experts a token .* of 2 layers"):
+    make_batch(other, recorded, np.zeros((B, G)), replay, **options)
   batch = make_batch(lm, recorded, np.zeros((B, G)))
   assert batch.experts is None and batch.prompt_experts is None
