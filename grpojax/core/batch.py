@@ -85,7 +85,7 @@ def make_batch(
   """
   turns_lib.check_credit(credit, objective, rollout.turns is not None)
   if objective.router_replay:
-    _check_experts(rollout)
+    _check_experts(lm, rollout)
   else:
     rollout = rollout.replace(experts=None, prompt_experts=None)
   rewards = _read_rewards(rewards, rollout, credit)
@@ -139,8 +139,13 @@ def make_batch(
   )
 
 
-def _check_experts(rollout: Rollout) -> None:
-  """Raises ValueError for a rollout that does not name its experts."""
+def _check_experts(lm: LM, rollout: Rollout) -> None:
+  """Raises ValueError for a rollout that does not name experts of the model."""
+  if lm.forward_with_load is None:
+    raise ValueError(
+      "router_replay = True replays experts, and the model has none (no "
+      "LM.forward_with_load): use False"
+    )
   recorded = rollout.experts, rollout.prompt_experts
   if any(x is None for x in recorded):
     raise ValueError(

@@ -96,7 +96,7 @@ class LM(NamedTuple):
       gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`; and
       `replayed=(of_prompts [B, P, X], of_completions [B, G, S, X])`, experts
       that the routers do not choose then. X are the numbers of a token's
-      experts, layer by layer.
+      experts, layer by layer; one that no expert has makes it NaN.
     prefill_with_experts: `prefill` of such a model, or None: `(prefix, experts
       [B, P, X])`.
     extend_with_experts: its `extend` with a cache, or None: `(hidden, cache,

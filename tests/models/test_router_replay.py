@@ -342,5 +342,7 @@ def test_nothing_is_recorded_that_nobody_replays(tiny):
   replay = dataclasses.replace(replay, old_logprobs="trainer")
   with pytest.raises(ValueError, match="6 experts a token .* of 2 layers"):
     make_batch(other, recorded, np.zeros((B, G)), replay, **options)
+  with pytest.raises(ValueError, match="replays experts, and the model has no"):
+    make_batch(tiny.lm, recorded, np.zeros((B, G)), replay)
   batch = make_batch(lm, recorded, np.zeros((B, G)))
   assert batch.experts is None and batch.prompt_experts is None
