@@ -106,6 +106,9 @@ def test_rows_are_those_of_the_device(tiny, t_max, tokens, weights_dtype):
     )
   )
   for name, value in vars(expected).items():
+    if value is None:  # nobody has asked for experts
+      assert getattr(result, name) is None
+      continue
     np.testing.assert_allclose(
       getattr(result, name), value, atol=2e-5, err_msg=name
     )
