@@ -200,7 +200,9 @@ def save_peft(
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
   Those of experts are a pair of tensors an expert. Transformers 5 holds gate
-  and up of all experts as one parameter, so peft there reads both or neither.
+  and up of all experts as one parameter, and peft 0.21 reads their adapters
+  beside those of down alone: it would leave out others with no more than a
+  warning.
 
   Args:
     path: the directory to make; nothing stands there until all is written.
@@ -212,10 +214,17 @@ def save_peft(
     revision: its commit, where it is a name of the Hugging Face Hub.
 
   Raises:
-    ValueError: `path` exists already, or there are no adapters.
+    ValueError: `path` exists already, or there are no adapters, or those of
+      experts are some that peft does not read.
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
+  of_experts = set(EXPERTS) & set(adapters["layers"])
+  if of_experts not in (set(), {"expert_down"}, set(EXPERTS)):
+    raise ValueError(
+      f"peft reads no adapters of {' and '.join(sorted(of_experts))} alone: it "
+      f"needs {', '.join(EXPERTS)} (lora.targets); write the weights merged"
+    )
   flat = flatten_dict(adapters, sep="/")
   base_layout, layout, modules = hf.layout(hf.read_config(source)), {}, set()
   for leaf_path, array in sorted(flat.items()):

@@ -42,16 +42,22 @@ def matrices_of(layer: Iterable[str]) -> list[str]:
   return [name for name in layer if name.startswith(_MATRIX)]
 
 
-def _probabilities(
+def _logits(
   x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
 ) -> Float[Array, "*tokens X"]:
-  """Returns a router's softmax over all experts, in float32."""
-  logits = jnp.matmul(
+  """Returns a router's logits of all experts, in float32."""
+  return jnp.matmul(
     x.astype(jnp.float32),
     router.astype(jnp.float32),
     precision=jax.lax.Precision.HIGHEST,  # else accelerators may round both
   )
-  return jax.nn.softmax(logits, axis=-1)
+
+
+def _probabilities(
+  x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
+) -> Float[Array, "*tokens X"]:
+  """Returns a router's softmax over all experts, in float32."""
+  return jax.nn.softmax(_logits(x, router), axis=-1)
 
 
 def route(
@@ -71,12 +77,16 @@ def route(
   With `normalize` the weights of a token sum to 1; else they are the chosen
   experts' part of the softmax over all.
   """
-  probs = _probabilities(x, router)
-  if replayed is None:
-    weights, experts = jax.lax.top_k(probs, count)
-  else:
+  if replayed is not None:
     experts = replayed.astype(jnp.int32)
-    weights = jnp.take_along_axis(probs, experts, axis=-1)
+    if not normalize:
+      probs = _probabilities(x, router)
+      return jnp.take_along_axis(probs, experts, axis=-1), experts
+    # Their probabilities may be 0, as where nobody read a token: so no quotient
+    # of these.
+    chosen = jnp.take_along_axis(_logits(x, router), experts, axis=-1)
+    return jax.nn.softmax(chosen, axis=-1), experts
+  weights, experts = jax.lax.top_k(_probabilities(x, router), count)
   if normalize:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   return weights, experts

@@ -292,6 +292,13 @@ def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
   assert config["target_modules"] == sorted(modules)
 
 
+def test_adapters_that_peft_would_leave_out_are_refused(tmp_path):
+  targets = "layers/(q|expert_(gate|up))"
+  adapters = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
+  with pytest.raises(ValueError, match="of expert_gate and expert_up alone"):
+    lora.save_peft(tmp_path / "none", adapters, tmp_path, ALPHA)
+
+
 def test_no_adapters_are_refused(model, tmp_path):
   with pytest.raises(ValueError, match="no adapters to save"):
     lora.save_peft(tmp_path / "none", {}, model.path, ALPHA)

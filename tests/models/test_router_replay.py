@@ -21,6 +21,7 @@ from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.environments import episodes
 from grpojax.models import huggingface as hf
+from grpojax.models.moe import route
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CHUNKS = runpy.run_path(
@@ -240,6 +241,21 @@ def test_values_and_gradient_are_those_of_transformers(tmp_path, packed):
     np.testing.assert_allclose(
       gradient["q"][i].T, layer.self_attn.q_proj.weight.grad, atol=2e-3
     )
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_experts_that_a_router_never_chooses_have_a_gradient(normalize):
+  """The words of tokens that nobody read name expert 0, whatever it is."""
+  router = jnp.array([[0.0, 110.0, 110.0]])
+  replayed = jnp.array([[0, 0]], jnp.uint8)
+
+  def weights(router):
+    return route(jnp.ones((1, 1)), router, 2, normalize, replayed)[0]
+
+  expected = 0.5 if normalize else np.exp(-110.0) / 2
+  np.testing.assert_allclose(weights(router), [[expected] * 2], atol=1e-30)
+  gradient = jax.jit(jax.grad(lambda router: weights(router)[0, 0]))(router)
+  assert jnp.isfinite(gradient).all()
 
 
 @pytest.mark.slow
