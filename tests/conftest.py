@@ -229,3 +229,34 @@ def float64():
   jax.config.update("jax_enable_x64", True)
   yield
   jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def torch_mixture():
+  """Makes a random mixture of transformers, and writes its checkpoint."""
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+
+  def make(path, layers):
+    config = transformers.AutoConfig.for_model(
+      "qwen3_moe",
+      vocab_size=11,
+      hidden_size=8,
+      num_hidden_layers=layers,
+      num_attention_heads=2,
+      num_key_value_heads=1,
+      head_dim=4,
+      moe_intermediate_size=8,
+      num_experts=5,
+      num_experts_per_tok=2,
+      norm_topk_prob=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():  # unit norms would hide mistakes
+      for parameter in model.parameters():
+        parameter.add_(0.5 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return model.eval()
+
+  return make

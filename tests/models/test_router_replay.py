@@ -146,29 +146,12 @@ def replace_choice(model, experts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_values_and_gradient_are_those_of_transformers(tmp_path, packed):
+def test_values_and_gradient_are_those_of_transformers(
+  torch_mixture, tmp_path, packed
+):
   """With the choice of its routers replaced; a reference chooses itself."""
   torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
-  config = transformers.AutoConfig.for_model(
-    "qwen3_moe",
-    vocab_size=V,
-    hidden_size=8,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    moe_intermediate_size=8,
-    num_experts=5,
-    num_experts_per_tok=PER_TOKEN,
-    norm_topk_prob=True,
-  )
-  torch.manual_seed(0)
-  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-  with torch.no_grad():  # unit norms would hide mistakes
-    for parameter in model.parameters():
-      parameter.add_(0.5 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path)
+  model = torch_mixture(tmp_path, layers=LAYERS)
   lm, params = hf.load(tmp_path)
   samples = sample(lm, other_routers(params))
   lengths = np.asarray(samples.completion_mask).sum(axis=-1)
