@@ -204,7 +204,8 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       return policy_lib.lower(step_programs.make_batch, *arguments, **options)
     batch, _ = jax.eval_shape(step_programs.make_batch, *arguments, **options)
     batch = _as_rows(batch, run.mesh)
-    return policy_lib.lower(step_programs.update, state, batch)
+    of_reference = run.ref_params if settings.loss.has_exact_kl else None
+    return policy_lib.lower(step_programs.update, state, batch, of_reference)
 
 
 def _lower_rollout(

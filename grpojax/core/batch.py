@@ -19,6 +19,7 @@ from grpojax.core.arguments import check_prompts, read_rewards
 from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import present
+from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.mesh import constrain
 from grpojax.core.objective import Objective, advantage_fn
@@ -96,26 +97,32 @@ def make_batch(
       "that sampled: give policy_params"
     )
   logprobs = functools.partial(_rollout_logprobs, options)
-  old_logprobs, ref_logprobs = rollout.logprobs, None
+  old_logprobs, reference = rollout.logprobs, TokenLogprobs(None, None)
   if recomputes:
-    old_logprobs = logprobs(rollout, packing, lm, policy_params, sampling)
+    old_logprobs = logprobs(
+      rollout, packing, lm, policy_params, sampling
+    ).logprobs
   if ref_params is not None:
-    uncut = Sampling(
-      sampling.temperature, repetition_penalty=sampling.repetition_penalty
-    )
     # A reference is another model, whose routers choose for themselves.
     behind = rollout.replace(experts=None, prompt_experts=None)
     rows = packing
     if ref_prompts is not None:
       behind, rows = _with_prompts(behind, packing, ref_prompts)
-    ref_logprobs = logprobs(behind, rows, ref_lm or lm, ref_params, uncut)
+    reference = logprobs(
+      behind,
+      rows,
+      ref_lm or lm,
+      ref_params,
+      sampling.uncut,
+      with_hidden=objective.has_exact_kl,
+    )
   if objective.kl_in_reward:
-    if ref_logprobs is None:
+    if reference.logprobs is None:
       raise ValueError(
         "kl_placement = 'reward' needs ref_params, the reference policy"
       )
     rewards = rewards - objective.kl_in_reward * losses.kl_penalty(
-      old_logprobs, ref_logprobs, rollout.sampled
+      old_logprobs, reference.logprobs, rollout.sampled
     )
   advantages, in_loss = _advantages(
     rollout, rewards, objective, score_norms, credit
@@ -130,12 +137,13 @@ def make_batch(
     completion_mask=rollout.sampled & in_loss[..., None],
     advantages=advantages,
     old_logprobs=None if options.on_policy else old_logprobs,
-    ref_logprobs=ref_logprobs,
+    ref_logprobs=reference.logprobs,
     rollout_logprobs=rollout.logprobs,
     packing=packing,
     sample_weights=weights,
     experts=rollout.experts,
     prompt_experts=rollout.prompt_experts,
+    ref_hidden=reference.hidden,
   )
 
 
@@ -234,7 +242,8 @@ def _rollout_logprobs(
   lm: LM,
   params: Params,
   sampling: Sampling,
-) -> Float[Array, "B G T"]:
+  with_hidden: bool = False,
+) -> TokenLogprobs:
   """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
 
   def of_micro_batch(part):
@@ -245,7 +254,7 @@ def _rollout_logprobs(
     replayed = None
     if experts is not None:
       replayed = constrain(of_prompts, "batch"), experts
-    return packed_logprobs.completion_logprobs(
+    scored = packed_logprobs.completion_logprobs(
       lm,
       params,
       constrain(prompt_ids, "batch"),
@@ -255,7 +264,9 @@ def _rollout_logprobs(
       sampling=sampling,
       chunk_size=options.chunk_size,
       replayed=replayed,
-    ).logprobs
+    )
+    hidden = scored.hidden if with_hidden else None
+    return TokenLogprobs(scored.logprobs, None, hidden=hidden)
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask, rollout.prompt_experts
@@ -264,5 +275,8 @@ def _rollout_logprobs(
   prompts, samples, _, rows = packing_lib.split(
     prompts, samples, packing, count
   )
-  logprobs = jax.lax.map(of_micro_batch, (prompts, (samples, rows)))
-  return packing_lib.join(logprobs, packing, rollout.finished.shape)
+  shape = rollout.finished.shape
+  return jax.tree.map(
+    lambda x: packing_lib.join(x, packing, shape),
+    jax.lax.map(of_micro_batch, (prompts, (samples, rows))),
+  )

@@ -7,6 +7,7 @@ are computed over the whole minibatch before the scan, so that the number of
 micro-batches changes nothing but the memory that it takes.
 """
 
+import copy
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from grpojax.core import packing as packing_lib
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.logprobs import TokenLogprobs
+from grpojax.core.logprobs import Reference, TokenLogprobs
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import load_balancing, rollout_mismatch
 from grpojax.core.mesh import constrain, map_rows
@@ -44,17 +45,30 @@ class LossTerms:
     self.entropy_share = objective.top_entropy_quantile
     self.selects_tokens = self.entropy_share < 1  # those of highest entropy
     self.router_aux_coef = objective.router_aux_coef
+    self.reference: tuple[LM, Params] | None = None  # of an exact KL term
     self.sampling = sampling  # distribution of the rollout
     self.chunk_size = chunk_size
 
+  def with_reference(self, lm: LM, params: Params) -> "LossTerms":
+    """The same terms, with the reference of an exact KL term."""
+    terms = copy.copy(self)
+    terms.reference = lm.prepared(params, longest=None)
+    return terms
+
   def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
-    """Log-probabilities, entropies and, for its loss, the experts' load."""
+    """Log-probabilities, entropies and, for its loss, the experts' load.
+
+    With the states of a reference come the divergences from it.
+    """
     weights = None
     if self.router_aux_coef:
       weights = load_balancing.load_weights(batch)
     replayed = None
     if batch.experts is not None:
       replayed = batch.prompt_experts, batch.experts
+    reference = None
+    if self.reference is not None and batch.ref_hidden is not None:
+      reference = Reference(*self.reference, batch.ref_hidden)
     return completion_logprobs(
       self.lm,
       params,
@@ -67,6 +81,7 @@ class LossTerms:
       entropy_gradient=self.has_bonus,
       load_weights=weights,
       replayed=replayed,
+      reference=reference,
     )
 
 
@@ -144,7 +159,8 @@ def micro_batch_loss(
   """
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
-  logprobs, entropy, load = terms.logprobs(params, batch)
+  scored = terms.logprobs(params, batch)
+  logprobs, entropy = scored.logprobs, scored.entropy
   mask, token_mask = batch.completion_mask, totals.token_mask
   if terms.selects_tokens and token_mask is None:
     # This micro-batch is the whole minibatch.
@@ -164,6 +180,7 @@ def micro_batch_loss(
     batch.old_logprobs,
     batch.ref_logprobs,
     is_weights,
+    scored.kl,
     token_mask=token_mask if left_out is None else counted & ~left_out,
   )
   mean_entropy = balance = None
@@ -175,7 +192,9 @@ def micro_batch_loss(
       bonus = entropy_lib.mean_entropy(entropy * is_weights, counted, count)
     loss -= entropy_coefficient * bonus
   if terms.router_aux_coef:
-    balance = load_balancing.load_balancing_loss(load, totals.expert_load)
+    balance = load_balancing.load_balancing_loss(
+      scored.load, totals.expert_load
+    )
     loss += terms.router_aux_coef * balance
   return loss, MicroBatchValues(
     of_tokens=aux | correction_aux | {"entropy": entropy},
@@ -200,9 +219,9 @@ def minibatch_totals(
     return MinibatchTotals(token_count=jnp.sum(mask))
 
   def of_micro_batch(part):
-    _, entropy, load = terms.logprobs(params, map_rows(constrain, part))
+    scored = terms.logprobs(params, map_rows(constrain, part))
     # An output that is not asked for is not computed.
-    return entropy if terms.selects_tokens else None, load
+    return scored.entropy if terms.selects_tokens else None, scored.load
 
   entropies, load = jax.lax.map(of_micro_batch, batch)
   load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)

@@ -25,11 +25,30 @@ class TokenLogprobs(NamedTuple):
     logprobs: Log-probability of each token, in nats.
     entropy: Entropy of the distribution that it is of, in nats.
     load: A `load_balancing.ExpertLoad`, or None without `load_weights`.
+    kl: KL divergence of that distribution from the reference's, in nats; None
+      without `reference`.
+    hidden: State that the token is predicted from.
   """
 
   logprobs: Float[Array, "_ _ S"]
   entropy: Float[Array, "_ _ S"]
   load: Any = None
+  kl: Float[Array, "_ _ S"] | None = None
+  hidden: Float[Array, "_ _ S D"] | None = None
+
+
+class Reference(NamedTuple):
+  """Distributions of tokens, from which a policy's have a KL divergence.
+
+  Attributes:
+    lm: Model, prepared for a forward pass (`LM.prepared`).
+    params: Its parameters, likewise.
+    hidden: State that it predicts each token from (`TokenLogprobs.hidden`).
+  """
+
+  lm: LM
+  params: Params
+  hidden: Float[Array, "B G S D"]
 
 
 def completion_hidden(
@@ -124,20 +143,54 @@ def _logprob_and_entropy_jvp(entropy_gradient, primals, tangents):
   return (logprobs, entropy), (moved(chosen - p), of_entropy)
 
 
+@jax.custom_jvp
+def _kl_divergence(
+  logits: Float[Array, "*n V"], ref_logits: Float[Array, "*n R"]
+) -> Float[Array, "*n"]:
+  """Returns KL(softmax(logits) || softmax(ref_logits)), of which R >= V.
+
+  Ids from V on are the reference's alone. The derivative by a logit z_v is
+  p_v (log(p_v / q_v) - KL); the reference is constant.
+  """
+  return _kl_and_terms(logits, ref_logits)[0]
+
+
+def _kl_and_terms(logits, ref_logits):
+  """Returns the divergence, p, and log(p / q)."""
+  lse, ref_lse = (
+    checkpoint_name(jax.nn.logsumexp(x, axis=-1, keepdims=True), "log_sum_exp")
+    for x in (logits, ref_logits)
+  )
+  log_p = logits - lse
+  log_ratio = log_p - (ref_logits - ref_lse)[..., : logits.shape[-1]]
+  p = jnp.exp(log_p)
+  kl = jnp.einsum("...v,...v->...", p, log_ratio, precision="highest")
+  return kl, p, log_ratio
+
+
+@_kl_divergence.defjvp
+def _kl_divergence_jvp(primals, tangents):
+  kl, p, log_ratio = _kl_and_terms(*primals)
+  slope = p * (log_ratio - kl[..., None])
+  return kl, jnp.sum(slope * tangents[0], axis=-1)
+
+
 def _in_chunks(
   lm: LM,
   params: Params,
   hidden: Float[Array, "B G S D"],
   ids: Int[Array, "B G S"],
   seen_by: tuple[Array, Array, Array | None] | None,
+  reference: Reference | None,
   *,
   sampling: Sampling,
   chunk_size: int,
   entropy_gradient: bool,
-) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
+) -> tuple[Float[Array, "B G S"], ...]:
   """Returns log-probabilities and entropies, with logits of a chunk at a time.
 
-  `seen_by` are the arguments of `repetition.seen_before`, with a penalty.
+  After them, with a reference, come the divergences from it. `seen_by` are the
+  arguments of `repetition.seen_before`, with a penalty.
   """
   # All rows take part in each chunk, because the mesh cuts them: so none leaves
   # its device. The chunks are of about as many positions.
@@ -157,7 +210,7 @@ def _in_chunks(
     policy=jax.checkpoint_policies.save_only_these_names(*saved),
     prevent_cse=False,  # under a scan nothing can be merged with it
   )
-  def of_chunk(wide, hidden, ids, *where):
+  def of_chunk(wide, hidden, ids, ref_hidden, where):
     narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
     logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
     logits = checkpoint_name(logits, "logits")
@@ -166,13 +219,20 @@ def _in_chunks(
     if seen_by is not None:
       seen = repetition.seen_before(seen_by[0], *where)
     logits = transform_logits(logits, sampling, keep=ids, seen=seen)
-    return _logprob_and_entropy(logits, ids, entropy_gradient)
+    values = _logprob_and_entropy(logits, ids, entropy_gradient)
+    if reference is None:
+      return values
+    ref_logits = reference.lm.unembed(reference.params, ref_hidden)
+    ref_logits = constrain(ref_logits, "batch", "group", None, "vocabulary")
+    ref_logits = transform_logits(ref_logits, sampling.uncut, seen=seen)
+    return *values, _kl_divergence(logits, ref_logits)
 
   # The gradients of parameters that are used in chunks are added up over them.
   wide = jax.tree.map(
     lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
   )
-  arrays = hidden, ids, *(seen_by[1:] if seen_by is not None else ())
+  ref_hidden = None if reference is None else reference.hidden
+  arrays = hidden, ids, ref_hidden, None if seen_by is None else seen_by[1:]
 
   def to_chunks(x):  # [B, G, S, ...] -> [S / size, B, G, size, ...]
     padding = [(0, -s % size if axis == 2 else 0) for axis in range(x.ndim)]
@@ -222,6 +282,7 @@ def logprobs_and_load(
   samples: Int[Array, "_ samples T"] | None = None,
   flat: FlatTokens | None = None,
   replayed: tuple[Array, Array] | None = None,
+  reference: Reference | None = None,
 ) -> TokenLogprobs:
   """Computes log-probabilities, entropies and, of experts, their load.
 
@@ -247,6 +308,8 @@ def logprobs_and_load(
     flat: Index of the real tokens of `ids` and of the prompts, see
       `LM.forward`; `segments` count the samples of all prompts on a device.
     replayed: Experts of all tokens, see `LM.forward_with_load`.
+    reference: What the exact KL divergence is from, at the temperature of
+      `sampling` (and with its repetition penalty) without its cuts.
 
   Returns:
     Float32 arrays [B, G, S], or [C, 1, N] of flat tokens.
@@ -278,6 +341,9 @@ def logprobs_and_load(
     ids, positions, segments = (
       flat_tokens.flatten(x, flat.rows) for x in (ids, positions, segments)
     )
+    if reference is not None:
+      ref_hidden = flat_tokens.flatten(reference.hidden, flat.rows)
+      reference = reference._replace(hidden=ref_hidden)
   if penalised:
     first = repetition.first_places(
       prompt_ids,
@@ -290,14 +356,15 @@ def logprobs_and_load(
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
     seen_by = first, positions, segments
-  logprobs, entropy = _in_chunks(
+  logprobs, entropy, *kl = _in_chunks(
     lm,
     params,
     hidden,
     ids,
     seen_by,
+    reference,
     sampling=sampling,
     chunk_size=chunk_size,
     entropy_gradient=entropy_gradient,
   )
-  return TokenLogprobs(logprobs, entropy, load)
+  return TokenLogprobs(logprobs, entropy, load, *kl or [None], hidden=hidden)

@@ -204,7 +204,8 @@ class Objective:
   )
   kl: str = option(
     "k3",
-    "estimator of the KL divergence from the reference",
+    "estimator of the KL divergence from the reference; exact sums over the "
+    "vocabulary",
     sorted({kl for kls in PLACEMENTS.values() for kl in kls}),
   )
   kl_placement: str = option(
@@ -258,6 +259,11 @@ class Objective:
   def needs_reference(self) -> bool:
     """True where a reference policy has to be held in memory."""
     return self.beta > 0
+
+  @property
+  def has_exact_kl(self) -> bool:
+    """True where whole distributions are compared with the reference's."""
+    return self.beta > 0 and self.kl == "exact"
 
   @property
   def has_entropy_bonus(self) -> bool:

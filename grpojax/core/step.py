@@ -107,7 +107,7 @@ def make_grpo_step(
     ValueError: a credit that the objective does not go with.
   """
   check_credit(credit, objective, environment is not None)
-  update_policy = make_update(lm, tx, objective, update, sampling)
+  update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)
 
   def step(state: TrainState, prompts: Prompts, ref_params=None):
     samples = rollout(
@@ -157,7 +157,7 @@ def make_grpo_step(
       learned = jnp.any(batch.advantages != 0, axis=(1, 2))
       equal = jnp.sum(real & ~learned) / jnp.maximum(jnp.sum(real), 1)
       metrics["zero_variance_groups"] = equal
-    state, update_metrics = update_policy(state, batch)
+    state, update_metrics = update_policy(state, batch, ref_params)
     return state, metrics | update_metrics
 
   return step

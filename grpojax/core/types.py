@@ -217,6 +217,8 @@ class Batch:
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
+    ref_hidden: states that the reference predicts the tokens from, in its
+      format of computation, for an exact KL term; else None.
     rollout_logprobs: `logprobs` of `Rollout`, to be compared with the
       trainer's; None leaves that out.
     packing: a `packing.Packing`, so that real tokens alone are computed; None
@@ -238,6 +240,7 @@ class Batch:
   sample_weights: Float[Array, "B G"] | None = None
   experts: Integer[Array, "B G T X"] | None = None
   prompt_experts: Integer[Array, "B P X"] | None = None
+  ref_hidden: Float[Array, "B G T R"] | None = None
 
 
 OF_PROMPTS = ("prompt_ids", "prompt_mask", "prompt_experts")

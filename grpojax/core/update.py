@@ -24,7 +24,7 @@ from grpojax.core.objective import Objective, weighting_fn
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option, refuse
 from grpojax.core.packing import micro_batches as micro_batches_lib
 from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
-from grpojax.core.types import LM, Batch, TrainState
+from grpojax.core.types import LM, Batch, Params, TrainState
 
 OVER_UPDATES = {
   "mean": jnp.mean,
@@ -142,7 +142,8 @@ def make_update(
   objective: Objective = Objective(),
   options: UpdateOptions = UpdateOptions(),
   sampling: Sampling = Sampling(),
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+  ref_lm: LM | None = None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
   """Makes the policy update of one rollout: epochs x minibatches updates.
 
   Token weights are computed over a whole minibatch before it is split into
@@ -151,12 +152,15 @@ def make_update(
   anew, from the state's key and step (`draw_orders`). Tokens of highest entropy
   and the balance of experts are those of a whole minibatch, on all devices:
   more than one micro-batch takes one more forward pass for them. The rollout is
-  one of `sampling`; an adaptive entropy bonus has its control in the state.
+  one of `sampling`; an adaptive entropy bonus has its control in the state. An
+  exact KL term is from `ref_params`, of the model `ref_lm` if that is another
+  one; of these the update needs no more than `LM.unembed` does.
 
   Returns:
-    A pure `update(state, batch) -> (state, metrics)`. Metrics are means over
-    the updates (`ratio_min` and `ratio_max` extremes, `skipped_updates` a
-    count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
+    A pure `update(state, batch, ref_params=None) -> (state, metrics)`. Metrics
+    are means over the updates (`ratio_min` and `ratio_max` extremes,
+    `skipped_updates` a count): `loss`, `kl` (k3, or that of objective.kl =
+    "exact", nats a token), `entropy` (nats a token),
     `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
     bonus, `router_aux_loss` with that (not times its coefficient), and what the
     surrogate logs (`clip_fraction_low`, `_high`). Of the first update alone,
@@ -174,9 +178,9 @@ def make_update(
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   value = functools.partial(getattr, objective)
   refuse([f"{name} = {value(name)!r}: {why}" for name, why in conflicts])
-  terms = LossTerms(lm, objective, sampling, options.chunk_size)
+  plain = LossTerms(lm, objective, sampling, options.chunk_size)
 
-  def update_minibatch(state: TrainState, batch: Batch):
+  def update_minibatch(terms: LossTerms, state: TrainState, batch: Batch):
     coefficient = entropy_lib.coefficient(objective, state.entropy)
     weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
     gradient = minibatch_gradient(
@@ -208,14 +212,18 @@ def make_update(
       for reduction in OVER_UPDATES
     }
 
-  def update(state: TrainState, batch: Batch):
+  def update(state: TrainState, batch: Batch, ref_params: Params | None = None):
     _check_batch(batch, options)
+    terms = plain
+    if objective.has_exact_kl and ref_params is not None:
+      terms = plain.with_reference(ref_lm or lm, ref_params)
+    of_minibatch = functools.partial(update_minibatch, terms)
     epochs, minibatches = options.epochs, options.minibatches
 
     def update_epoch(state: TrainState, order):
       rows = batch if order is None else reorder_rows(batch, order)
       rows = micro_batches_lib.split_rows(rows, minibatches)
-      return jax.lax.scan(update_minibatch, state, rows)
+      return jax.lax.scan(of_minibatch, state, rows)
 
     if epochs == 1:
       state, metrics = update_epoch(state, None)

@@ -94,7 +94,7 @@ TITLES = {
   "truncated": ("Truncated", "share of completions"),
   "entropy": ("Entropy", "nats a token"),
   "entropy_coefficient": ("Entropy coefficient", ""),
-  "kl": ("KL to the reference", "k3, nats a token"),
+  "kl": ("KL to the reference", "k3 or exact, nats a token"),
   "loss": ("Loss", ""),
   "grad_norm": ("Gradient norm", "before clipping"),
   "update_norm": ("Update norm", ""),

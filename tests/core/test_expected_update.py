@@ -43,6 +43,9 @@ def expected_step(
   reference=None,
   beta=0.0,
   sampling=Sampling(),
+  ref_lm=None,
+  rewards=REWARDS,
+  **kl,
 ):
   """E[-update] of gradient descent at learning rate 1, over 7^G groups."""
   tx = optax.sgd(1.0)
@@ -50,9 +53,9 @@ def expected_step(
     advantage=advantage,
     weighting=lambda mask: losses.fixed_length(mask, length=1),
     beta=beta,
-    kl_placement="reward",
+    **{"kl_placement": "reward"} | kl,
   )
-  update = make_update(lm, tx, objective, sampling=sampling)
+  update = make_update(lm, tx, objective, sampling=sampling, ref_lm=ref_lm)
   state = init_state(table, tx, KEY)
   scored = output_logprobs(table, sampling)
   groups = jnp.array(list(itertools.product(range(7), repeat=group_size)))
@@ -69,12 +72,13 @@ def expected_step(
     batch = make_batch(
       lm,
       samples,
-      REWARDS[group][None],
+      rewards[group][None],
       objective,
       sampling=sampling,
       ref_params=reference,
+      ref_lm=ref_lm,
     )
-    return update(state, batch)[0].params - table
+    return update(state, batch, reference)[0].params - table
 
   @jax.jit
   def expectation():
@@ -126,3 +130,39 @@ def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
   got = expected_step(lm, table, 2, "leave_one_out", reference, beta, sampling)
   expected = jax.jit(jax.grad(objective))(table)
   np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  "sampling",
+  [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(0.8, top_k=2)],
+)
+def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
+  """The gradient of what each prefix's whole distribution differs by.
+
+  From a teacher that knows one id more. What it is expected of is constant, as
+  in the estimates: k3 times the ratio has the same expected gradient.
+  """
+  lm, ref_lm = tabular.lm(1, 3), tabular.lm(1, 4)
+  table, reference = lm.init(KEY), ref_lm.init(jax.random.key(6))
+  logits = transform_logits(reference[0] / sampling.temperature)
+  of_teacher = jax.nn.log_softmax(logits)[:4, :3]
+  visits = jnp.exp(jax.nn.log_softmax(transform_logits(table[0], sampling)))
+  visits = jnp.array([1.0, 0.0, visits[0, 1], visits[0, 2]])  # 0 is the end
+
+  def divergence(table):
+    log_p = jax.nn.log_softmax(transform_logits(table[0], sampling))
+    return visits @ (jnp.exp(log_p) * (log_p - of_teacher)).sum(-1)
+
+  def found(**kl):
+    nothing = jnp.zeros(7)
+    options = dict(ref_lm=ref_lm, rewards=nothing, **kl)
+    return expected_step(
+      lm, table, 1, "vanilla", reference, 0.7, sampling, **options
+    )
+
+  expected = -0.7 * jax.jit(jax.grad(divergence))(table)
+  exact = found(kl="exact", kl_placement="loss")
+  np.testing.assert_allclose(exact, expected, atol=2e-6)
+  assert jnp.abs(expected).max() > 0.05
+  estimate = found(kl="k3", kl_placement="ratio")
+  np.testing.assert_allclose(estimate, exact, atol=2e-6)

@@ -11,6 +11,7 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.decoding.sampling import Sampling, transform_logits
+from grpojax.core.logprobs import _kl_divergence
 from grpojax.core.losses.kl import k1, k2, k3
 
 POLICY = np.array([0.3, -0.7, 1.1, 0.2])
@@ -144,6 +145,34 @@ def test_k3_keeps_its_digits_near_the_reference():
   np.testing.assert_allclose(
     k3(jnp.zeros(2), x), [5.0017e-7, 4.9983e-7], rtol=1e-3
   )
+
+
+def test_the_exact_divergence_is_that_of_torch(float64):
+  """Value and gradient, with ids cut away and ids of the reference alone."""
+  torch = pytest.importorskip("torch")
+  rng = np.random.default_rng(0)
+  logits, reference = 3 * rng.normal(size=(4, 7)), 3 * rng.normal(size=(4, 9))
+  logits[1, 2:] = -1e30
+  weights = rng.normal(size=4)
+
+  def of_torch(logits):
+    log_p = torch.log_softmax(logits, -1)
+    log_q = torch.log_softmax(torch.tensor(reference), -1)[:, :7]
+    kl = torch.nn.functional.kl_div(
+      log_q, log_p, reduction="none", log_target=True
+    )
+    return kl.sum(-1)
+
+  there = torch.tensor(logits, requires_grad=True)
+  expected = of_torch(there)
+  (expected * torch.tensor(weights)).sum().backward()
+  found, pull = jax.vjp(lambda x: _kl_divergence(x, reference), logits)
+  np.testing.assert_allclose(found, expected.detach(), rtol=1e-12)
+  np.testing.assert_allclose(pull(weights)[0], there.grad, atol=1e-12)
+  assert there.grad.abs().max() > 0.1
+  same, pull = jax.vjp(lambda x: _kl_divergence(x, logits), logits)
+  np.testing.assert_allclose(same, 0, atol=1e-14)
+  np.testing.assert_allclose(pull(weights)[0], 0, atol=1e-14)
 
 
 @pytest.mark.parametrize("kl", [k2, k3])

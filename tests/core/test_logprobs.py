@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.logprobs import token_logprobs
+from grpojax.core.logprobs import (
+  Reference,
+  logprobs_and_load,
+  token_logprobs,
+)
 from grpojax.core.types import LM, Prefix
 
 RNG = np.random.default_rng(0)
@@ -42,16 +46,16 @@ def test_closed_form_on_a_markov_chain(tabular, sampling):
 
 
 def with_gradient(lm, params, ids, **options):
-  """Weighted log-probabilities and entropies, and their gradient."""
+  """Weighted log-probabilities, entropies and KL, and their gradient."""
 
   def objective(params):
-    logprobs, entropy = token_logprobs(
-      lm, params, PROMPTS, PROMPT_MASK, ids, **options
-    )
-    total = jnp.sum(jnp.sin(jnp.arange(ids.size)) * logprobs.ravel())
+    found = logprobs_and_load(lm, params, PROMPTS, PROMPT_MASK, ids, **options)
+    total = jnp.sum(jnp.sin(jnp.arange(ids.size)) * found.logprobs.ravel())
     if options.get("entropy_gradient"):
-      total += entropy.sum()
-    return total, (logprobs, entropy)
+      total += found.entropy.sum()
+    if options.get("reference"):
+      total += found.kl.sum()
+    return total, (found.logprobs, found.entropy)
 
   return jax.value_and_grad(objective, has_aux=True)(params)
 
@@ -73,11 +77,11 @@ def test_chunk_size_changes_nothing(tiny):
   )
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_memory_at_a_vocabulary_of_152_thousand(entropy_gradient):
+@pytest.mark.parametrize("term", ["", "entropy_gradient", "reference"])
+def test_memory_at_a_vocabulary_of_152_thousand(term):
   """At most four arrays as large as a chunk's logits; all of them are 1e10.
 
-  With the gradient of the entropy it is one more.
+  With the gradient of the entropy it is one more, with a KL divergence none.
   """
   chunk, vocab = 512, 151_936
   lm = LM(
@@ -89,13 +93,20 @@ def test_memory_at_a_vocabulary_of_152_thousand(entropy_gradient):
   )
   params = jax.ShapeDtypeStruct((vocab, 16), jnp.float32)
   ids = jax.ShapeDtypeStruct((B, 1, 4096), jnp.int32)
-  options = dict(chunk_size=chunk, entropy_gradient=entropy_gradient)
-  function = jax.jit(
-    lambda params, ids: with_gradient(lm, params, ids, **options)
-  )
-  compiled = function.lower(params, ids).compile()
+  hidden = jax.ShapeDtypeStruct((*ids.shape, 16), jnp.float32)
+
+  @jax.jit
+  def function(params, ids, ref_params, hidden):
+    terms = {
+      "": {},
+      "entropy_gradient": {"entropy_gradient": True},
+      "reference": {"reference": Reference(lm, ref_params, hidden)},
+    }
+    return with_gradient(lm, params, ids, chunk_size=chunk, **terms[term])
+
+  compiled = function.lower(params, ids, params, hidden).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
-  assert used < (4 + entropy_gradient) * chunk * vocab * 4
+  assert used < (4 + (term == "entropy_gradient")) * chunk * vocab * 4
 
 
 @pytest.mark.slow

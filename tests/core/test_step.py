@@ -1,5 +1,6 @@
 """`make_batch`, `make_update` and their metrics."""
 
+import dataclasses
 import math
 
 import jax
@@ -352,6 +353,103 @@ def test_the_reference_may_read_other_prompts(tiny, packed):
   with pytest.raises(ValueError, match="ref_prompts are 2 for 3"):
     other = jax.tree.map(lambda x: x[:2], prompts)
     make_batch(lm, short, rewards, ref_params=params, ref_prompts=other)
+
+
+@pytest.mark.parametrize(
+  "dtype, packed, micro_batches",
+  [
+    (jnp.float32, True, 2),
+    pytest.param(jnp.float32, False, 1, marks=pytest.mark.slow),
+    pytest.param(jnp.bfloat16, True, 1, marks=pytest.mark.slow),
+  ],
+)
+def test_an_exact_kl_term_is_of_whole_distributions(
+  tiny, dtype, packed, micro_batches
+):
+  """From a wider teacher with more ids, which reads other prompts than I."""
+  lm = transformer(tiny.config, dtype=dtype)
+  wider = dict(width=24, vocab_size=tiny.config.vocab_size + 5)
+  teacher = transformer(dataclasses.replace(tiny.config, **wider), dtype=dtype)
+  params, of_teacher = lm.init(KEY), teacher.init(jax.random.key(1))
+  ids = jax.random.randint(jax.random.key(2), (2, 2, 7), 1, 11)
+  lengths = jnp.array([[7, 2], [1, 4]])
+  mask = jnp.arange(7) < lengths[..., None]
+  prompts, hinted = (
+    Prompts(
+      jax.random.randint(jax.random.key(seed), (2, width), 1, 11),
+      jnp.arange(width) < jnp.array([[width], [1]]),
+    )
+    for seed, width in ((3, 3), (4, 20))
+  )
+  samples = Rollout(
+    prompts.prompt_ids,
+    prompts.prompt_mask,
+    ids,
+    mask,
+    jnp.zeros((2, 2, 7)),
+    jnp.ones((2, 2), bool),
+  )
+  packing = None
+  if packed:
+    of_prompts = np.asarray(prompts.prompt_mask.sum(-1))
+    packing = layout.plan(
+      np.asarray(lengths), 7, of_prompts, 3, 1, micro_batches
+    )
+  objective = Objective(beta=2.0, kl="exact")
+  options = UpdateOptions(micro_batches=micro_batches, chunk_size=3)
+  sampling = Sampling(0.7)
+  update = make_update(
+    lm, optax.sgd(1.0), objective, options, sampling, teacher
+  )
+
+  @jax.jit
+  def step(params):
+    batch = make_batch(
+      lm,
+      samples,
+      jnp.ones((2, 2)),
+      objective,
+      options=options,
+      sampling=sampling,
+      ref_params=of_teacher,
+      ref_lm=teacher,
+      ref_prompts=hinted,
+      packing=packing,
+    )
+    state = init_state(params, optax.sgd(1.0), KEY)
+    return update(state, batch, of_teacher)
+
+  def log_table(lm, params, prompts):
+    prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
+    hidden, _ = lm.extend(params, prefix, ids)
+    last = jnp.broadcast_to(prefix.last_hidden[:, None, None], hidden.shape)
+    hidden = jnp.concatenate([last[:, :, :1], hidden[:, :, :-1]], 2)
+    logits = lm.unembed(params, hidden).astype(jnp.float32)
+    return jax.nn.log_softmax(logits / 0.7)
+
+  def term(params):
+    log_p = log_table(lm, params, prompts)
+    log_q = log_table(teacher, of_teacher, hinted)[..., : log_p.shape[-1]]
+    kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+    return jnp.sum(jnp.where(mask, kl, 0)) / mask.sum()
+
+  kl, gradient = jax.jit(jax.value_and_grad(term))(params)
+  state, metrics = step(params)
+  tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+  np.testing.assert_allclose(metrics["kl"], kl, rtol=tolerance)
+  assert kl > 0.3
+  flat = lambda tree: np.concatenate(
+    [np.ravel(x) for x in jax.tree.leaves(tree)]
+  )
+  moved = flat(params) - flat(state.params)
+  expected = 2 * flat(gradient)
+  off = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
+  assert off < tolerance
+  with pytest.raises(ValueError, match="kl = 'exact' needs .* ref_params"):
+    no_reference = make_batch(
+      lm, samples, jnp.ones((2, 2)), objective, sampling=sampling
+    )
+    update(init_state(params, optax.sgd(1.0), KEY), no_reference)
 
 
 # How the work is split changes nothing.

@@ -155,6 +155,14 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       {"loss__beta": 0.1, "loss__kl": "k2", "loss__kl_placement": "ratio"},
       "use k1 or k3",
     ),
+    (
+      {"loss__beta": 1, "loss__kl": "exact", "model__reference": "host"},
+      "model.reference = 'host': loss.kl = 'exact' reads the",
+    ),
+    (
+      {"loss__beta": 1, "loss__kl": "exact", "loss__kl_placement": "ratio"},
+      "use k1 or k3",
+    ),
     ({"model__reference_every": 1}, "use 0, or loss.beta > 0"),
     ({"model__teacher": "arithmetic-base"}, "give loss.beta > 0"),
     ({"model__reference_prompt": "{prompt}!"}, "give loss.beta > 0"),
@@ -333,8 +341,9 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
     from_config(config_with(optim__b2=1.0, loss__kl="k33", advantage="oracle"))
   lines = str(error.value).splitlines()[1:]
   assert lines == [
-    "  --config.loss.kl = 'k33': did you mean k3? use one of k1, k2, k3 "
-    "(estimator of the KL divergence from the reference)",
+    "  --config.loss.kl = 'k33': did you mean k3? use one of exact, "
+    "k1, k2, k3 (estimator of the KL divergence from the reference; exact sums "
+    "over the vocabulary)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
     "which a training run does not know; use one of "
     f"{', '.join(CHOICES['advantage'])}",

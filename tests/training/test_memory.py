@@ -86,6 +86,9 @@ def test_references_and_adapters(settings_with):
   plain = held()
   assert held(loss__beta=0.1) - plain == 4 * WEIGHTS
   assert held(loss__beta=0.1, model__reference="host") == plain
+  exact = {"loss__beta": 0.1, "loss__kl": "exact"}
+  update = held_by(settings_with(**SIZES, **exact))[1]
+  assert update["states of the reference"] == 8 * 4 * 48 * 12 * 4
   adapted = {"lora__rank": 2, "lora__targets": "layers/(q|o)"}
   adapted |= {"model__dtype": "bfloat16", "loss__beta": 0.1}
   adapters = 3 * 2 * (12 * 2 + 2 * 16)  # layers, q and o, A and B

@@ -195,7 +195,12 @@ def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "changes", [{"lora.rank": 2}, {"optim.packing": False, "steps": 12}]
+  "changes",
+  [
+    {"lora.rank": 2},
+    {"optim.packing": False, "steps": 12},
+    {"loss.kl": "exact", "loss.kl_placement": "loss", "optim.minibatches": 2},
+  ],
 )
 def test_a_larger_teacher_is_learned_from(
   changes, train_toy, toy_task, toy_model, tmp_path

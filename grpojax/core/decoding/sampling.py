@@ -77,6 +77,13 @@ class Sampling:
     return {name: x for name, x in formats.items() if x != "model"}
 
   @property
+  def uncut(self) -> "Sampling":
+    """The distribution before its cuts, which a reference is compared at."""
+    return Sampling(
+      self.temperature, repetition_penalty=self.repetition_penalty
+    )
+
+  @property
   def is_whole(self) -> bool:
     """True for the softmax of all logits, at some temperature."""
     whole = Sampling(self.temperature, **self.formats)

@@ -80,10 +80,11 @@ def grpo_loss(
   old_logprobs: Float[Array, "B G T"] | None = None,
   ref_logprobs: Float[Array, "B G T"] | None = None,
   is_weights: Float[Array, "B G T"] | None = None,
+  exact_kl: Float[Array, "B G T"] | None = None,
   *,
   ratio: RatioFn = token_ratio,
   surrogate: SurrogateFn = clipped,
-  kl: KLFn = k3,
+  kl: KLFn | None = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
   token_mask: Bool[Array, "B G T"] | None = None,
@@ -96,8 +97,8 @@ def grpo_loss(
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
   its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate; of
   advantages of tokens not with `sequence_ratio` and `gmpo`, which average them.
-  Only `logprobs`, of the sampled tokens under the policy being trained, is
-  differentiated.
+  Only `logprobs`, of the sampled tokens under the policy being trained, and
+  `exact_kl` are differentiated.
 
   Args:
     logprobs: log-probabilities of the sampled tokens.
@@ -109,27 +110,36 @@ def grpo_loss(
     ref_logprobs: those of the reference policy; without beta only logged.
     is_weights: constants that each token's surrogate and KL term are multiplied
       by, as samples of another policy are (`rollout_correction`); None means 1.
+    exact_kl: KL divergence of each token's distribution from the reference's,
+      where that is the term.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
-    kl: estimator in the loss (`kl.PLACEMENTS` has those that mean something).
+    kl: estimator in the loss (`kl.PLACEMENTS` has those that mean something);
+      None is `exact_kl`.
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio.
     token_mask: True on the tokens that the surrogate is of; None is all.
     **settings: settings of the surrogate (`clip_low`, say).
 
   Returns:
-    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (always k3;
-    0 on padding and without a reference), and those of the surrogate.
+    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (exact or
+    k3; 0 on padding and without a reference), and those of the surrogate.
 
   Raises:
-    ValueError: beta without ref_logprobs, or arrays whose shapes do not fit.
+    ValueError: beta without ref_logprobs or exact_kl, or arrays whose shapes do
+      not fit.
   """
-  if beta and ref_logprobs is None:
+  if beta and kl is None and exact_kl is None:
+    raise ValueError(
+      "kl = 'exact' needs the KL divergence of each token's distribution: give "
+      "make_batch and the update the reference policy, ref_params"
+    )
+  if beta and kl and ref_logprobs is None:
     raise ValueError(
       f"beta = {beta} asks for a KL term, which needs ref_logprobs; give them, "
       "or set beta = 0"
     )
-  others = (logprobs, weights, old_logprobs, ref_logprobs)
+  others = (logprobs, weights, old_logprobs, ref_logprobs, exact_kl)
   _check_shapes(mask, advantages, (*others, token_mask, is_weights))
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
@@ -145,7 +155,10 @@ def grpo_loss(
   if token_mask is not None:
     per_token = jnp.where(token_mask, per_token, 0.0)
   logged_kl = jnp.zeros_like(ratios)
-  if ref_logprobs is not None:
+  if exact_kl is not None:
+    logged_kl = jnp.where(mask, exact_kl, 0.0)
+    per_token += beta * logged_kl
+  elif ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
     logged_kl = k3(jax.lax.stop_gradient(logprobs), ref)
     if beta:

@@ -11,9 +11,11 @@ gradient, and the two need not agree:
 | k3          | KL(pi || ref)             | of KL(ref || pi)             |
 | rho k1      | KL(pi || ref)             | of KL(pi || ref)             |
 | rho k3      | KL(pi || ref)             | of KL(pi || ref)             |
+| exact       | KL(pi || ref)             | of KL(pi || ref)             |
 
 rho = pi / pi_old is the token ratio, 1 in a step's only update; in several the
-last two rows hold off-policy as well.
+rows of rho and the last one hold off-policy as well. `exact` is no estimator,
+but the sum over the vocabulary (`core.logprobs.Reference`).
 All of it is about a token given a sampled prefix; that the prefix depends on
 the policy only `kl_penalty` accounts for. Where sampling cuts the policy to a
 set S of tokens, the reference is not cut: k3's value is then low by 1 - ref(S),
@@ -101,9 +103,10 @@ def masked_log_ratio(
 
 
 PLACEMENTS = {
-  "loss": {"k2": k2, "k3": k3},
+  "loss": {"k2": k2, "k3": k3, "exact": None},
   "ratio": {"k1": k1, "k3": k3},
   "reward": {"k1": kl_penalty},
 }
 """Placements of a KL term, and the estimators of use there: a term of the loss,
-one times the ratio (`kl_correction`), or a penalty taken from the reward."""
+one times the ratio (`kl_correction`), or a penalty taken from the reward. None
+is a function of no token: `grpo_loss` gets its values."""

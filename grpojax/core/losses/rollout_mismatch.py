@@ -35,9 +35,7 @@ def of_tokens(
     return {}
   logprobs = jax.lax.stop_gradient(logprobs)
   mask, sampled = batch.completion_mask, batch.rollout_logprobs
-  _, aux = loss(
-    logprobs, batch.advantages, weights, mask, sampled, batch.ref_logprobs
-  )
+  _, aux = loss(logprobs, batch.advantages, weights, mask, sampled, beta=0.0)
   # Always logged, and not about clipping.
   clipping = {k: v for k, v in aux.items() if k not in ("ratio", "kl")}
   return {

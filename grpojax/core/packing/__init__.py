@@ -184,22 +184,22 @@ def _split_packed(prompts, samples, packing: Packing):
 
 
 def join(
-  values: Shaped[Array, "n U _ T"],
+  values: Shaped[Array, "n U _ T *more"],
   packing: Packing | None,
   shape: tuple[int, int],
-) -> Shaped[Array, "B G T"]:
+) -> Shaped[Array, "B G T *more"]:
   """Joins values of micro-batches into those of a batch of `shape` B, G again.
 
   Packed, samples without tokens have 0.
   """
-  (b, g), (_, u, samples, t) = shape, values.shape
+  (b, g), (_, u, samples, *of_sample) = shape, values.shape
   if packing is None:
-    x = values.reshape(b // u, g // samples, u, samples, t)
-    return x.transpose(2, 0, 3, 1, 4).reshape(b, g, t)
+    x = values.reshape(b // u, g // samples, u, samples, *of_sample)
+    return jnp.moveaxis(x, (2, 0, 3, 1), range(4)).reshape(b, g, *of_sample)
   bundles, splits, u = packing.prompt_of_copy.shape
   # The inverse of `to_micro_batches`, then each sample from its copy.
-  x = values.reshape(-1, splits, packing.rows.sizes.bundles, u, g, t)
-  x = jnp.moveaxis(x, 2, 0).reshape(bundles, splits * u, g, t)
-  index = packing.copy_of_sample.reshape(bundles, -1, g, 1)
+  x = values.reshape(-1, splits, packing.rows.sizes.bundles, u, g, *of_sample)
+  x = jnp.moveaxis(x, 2, 0).reshape(bundles, splits * u, g, *of_sample)
+  index = packing.copy_of_sample.reshape(bundles, -1, g, *[1] * len(of_sample))
   x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
-  return x.reshape(b, g, t)
+  return x.reshape(b, g, *of_sample)

@@ -7,7 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from grpojax.core.logprobs import TokenLogprobs, logprobs_and_load
+from grpojax.core.logprobs import (
+  Reference,
+  TokenLogprobs,
+  logprobs_and_load,
+)
 from grpojax.core.packing import Rows
 from grpojax.core.packing.flat_tokens import FlatTokens, by_device, find_tokens
 from grpojax.core.types import LM, Params
@@ -37,15 +41,16 @@ def _pack(
 
 
 def _unpack(
-  values: Shaped[Array, "devices n"],
+  values: Shaped[Array, "devices n *more"],
   addresses: Int[Array, "devices n"],
   shape: tuple[int, int, int],
-) -> Shaped[Array, "U G T"]:
+) -> Shaped[Array, "U G T *more"]:
   """Puts tokens into their samples [U, G, T]; 0 where there is none."""
-  size = math.prod(shape) // len(values)
+  size, more = math.prod(shape) // len(values), values.shape[2:]
   addresses = jnp.where(addresses < 0, size, addresses)
-  put = lambda x, at: jnp.zeros(size, x.dtype).at[at].set(x, mode="drop")
-  return jax.vmap(put)(values, addresses).reshape(shape)
+  nothing = jnp.zeros((size, *more), values.dtype)
+  put = lambda x, at: nothing.at[at].set(x, mode="drop")
+  return jax.vmap(put)(values, addresses).reshape(*shape, *more)
 
 
 def _mask_idle_prompts(
@@ -70,6 +75,7 @@ def completion_logprobs(
   rows: Rows | None = None,
   load_weights: tuple[Array, Array] | None = None,
   replayed: tuple[Array, Array] | None = None,
+  reference: Reference | None = None,
   **options: Any,
 ) -> TokenLogprobs:
   """Computes `logprobs_and_load`, on the packed rows of these completions.
@@ -79,7 +85,7 @@ def completion_logprobs(
   model's `extend` must know `segments`.
   """
   if rows is None:
-    options["replayed"] = replayed
+    options |= dict(replayed=replayed, reference=reference)
     return logprobs_and_load(
       lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
     )
@@ -92,6 +98,9 @@ def completion_logprobs(
     load_weights = of_prompts, jnp.where(sample >= 0, of_tokens, 0.0)
   if replayed is not None:
     replayed = replayed[0], _pack(replayed[1], addresses, rows)
+  if reference is not None:
+    ref_hidden = _pack(reference.hidden, addresses, rows)
+    reference = reference._replace(hidden=ref_hidden)
   prompt_mask = _mask_idle_prompts(prompt_mask, rows)
   # With more real prompt tokens than there is room for, some would be lost.
   on_device = prompt_mask.reshape(sizes.devices, -1)
@@ -115,7 +124,7 @@ def completion_logprobs(
       addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
     )
   prompt_ids, prompt_mask = prompts
-  logprobs, entropy, load = logprobs_and_load(
+  scored = logprobs_and_load(
     lm,
     params,
     prompt_ids,
@@ -127,11 +136,14 @@ def completion_logprobs(
     samples=samples,
     flat=flat,
     replayed=replayed,
+    reference=reference,
     **options,
   )
 
   def of_samples(x):
-    x = jnp.where(fits, x.reshape(addresses.shape), jnp.nan)
+    x = x.reshape(*addresses.shape, *x.shape[3:])
+    x = jnp.where(fits.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
     return _unpack(x, addresses, ids.shape)
 
-  return TokenLogprobs(of_samples(logprobs), of_samples(entropy), load)
+  values = scored._replace(load=None)
+  return jax.tree.map(of_samples, values)._replace(load=scored.load)

@@ -67,6 +67,18 @@ def _cache(
   return Part("decode cache", size, (*names, *lengths))
 
 
+def _reference_states(
+  settings: TrainSettings, reference: TransformerConfig
+) -> list[Part]:
+  """Counts what an exact KL term reads of all of a step's tokens."""
+  if not settings.loss.has_exact_kl:
+    return []
+  size = samples_per_step(settings) * settings.sampling.max_new_tokens
+  size *= reference.width * jnp.dtype(settings.model.dtype).itemsize
+  names = ("loss.kl", "batch_size", "group_size", "sampling.max_new_tokens")
+  return [Part("states of the reference", size, names)]
+
+
 def training(
   settings: TrainSettings,
   model: TransformerConfig,
@@ -119,7 +131,12 @@ def training(
   gradients = Part("gradients", size(trained), names)
   return {
     "sampling a step's completions": [held, shared(cache)],
-    "an update": [held, gradients, shared(activations)],
+    "an update": [
+      held,
+      gradients,
+      shared(activations),
+      *map(shared, _reference_states(settings, teacher or model)),
+    ],
     "an evaluation": [held, shared(test)],
   }
 

@@ -149,6 +149,11 @@ def _loss(s: TrainSettings) -> Rows:
   if s.model.teacher and s.model.reference_every:
     remedy = "a teacher does not follow the policy: use 0, or no model.teacher"
     yield "model.reference_every", remedy
+  if loss.has_exact_kl and s.model.reference != "device":
+    yield (
+      "model.reference",
+      "loss.kl = 'exact' reads the reference in the update too: use device",
+    )
   if s.model.reference_every and not loss.beta:
     remedy = "there is no reference without a KL term: use 0, or loss.beta > 0"
     yield "model.reference_every", remedy

@@ -61,7 +61,8 @@ class Programs(NamedTuple):
   Attributes:
     sample: `(params, prompts, key) -> Rollout`, on the sampling mesh.
     make_batch: `(params, rollout, rewards, **options) -> (batch, metrics)`.
-    update: `(state, batch) -> (state, metrics)`; the state is donated.
+    update: `(state, batch, ref_params) -> (state, metrics)`; the state is
+      donated, and the reference None but for an exact KL term.
   """
 
   sample: Callable[..., Rollout]
@@ -96,11 +97,14 @@ def make_programs(
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
   """Makes the programs of a step; arguments as of `HostStep`."""
-  sampling = settings.sampling.distribution
+  sampling, ref_lm = settings.sampling.distribution, None
+  if policy.teacher:
+    ref_lm = policy.teacher.lm
 
-  def update(lm, state, batch):
+  def update(lm, state, batch, ref_params=None):
     options = settings.optim.update
-    return make_update(lm, tx, settings.loss, options, sampling)(state, batch)
+    run = make_update(lm, tx, settings.loss, options, sampling, ref_lm)
+    return run(state, batch, ref_params)
 
   return Programs(
     sampler_program(
@@ -111,10 +115,7 @@ def make_programs(
       budgets,
       record_experts=settings.loss.router_replay,
     ),
-    policy_lib.jit(
-      policy,
-      make_batch_program(settings, policy.teacher and policy.teacher.lm),
-    ),
+    policy_lib.jit(policy, make_batch_program(settings, ref_lm)),
     policy_lib.jit(
       policy, update, donate_argnums=1, out_shardings=(shardings, None)
     ),
@@ -368,7 +369,9 @@ class HostStep:
     if state.difficulty is not None:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
-    state, of_update = self.programs.update(state, update_batch)
+    exact = self.settings.loss.has_exact_kl
+    of_reference = reference_params if exact else None
+    state, of_update = self.programs.update(state, update_batch, of_reference)
     pending, rows = finish() if finish else None, []
     due = number % settings.log.samples_every == 0
     if due and settings.log.sample_groups > 0:
