@@ -187,11 +187,10 @@ def programs(model, devices, changes, samples=None):
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
     make_batch = policy_lib.jit(policy, make_batch_program(settings))
-    batch, _ = make_batch(
-      policy.params, samples, rewards, ref_params=policy.params
-    )
+    reference = jax.tree.map(lambda x: 0.9 * x, policy.params)
+    batch, _ = make_batch(policy.params, samples, rewards, ref_params=reference)
 
-    def gradient(lm, params, batch):
+    def gradient(lm, params, batch, reference):
       # As the state of an optimizer that keeps what it is given.
       tx = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
@@ -201,9 +200,9 @@ def programs(model, devices, changes, samples=None):
       objective, options = settings.loss, settings.optim.update
       sampling = settings.sampling.distribution
       update = make_update(lm, tx, objective, options, sampling)
-      return update(state, batch)[0].opt_state
+      return update(state, batch, reference)[0].opt_state
 
-    grads = policy_lib.jit(policy, gradient)(policy.params, batch)
+    grads = policy_lib.jit(policy, gradient)(policy.params, batch, reference)
   return jax.device_get((samples, batch, grads))
 
 
@@ -211,7 +210,7 @@ def quick():
   """The programs of a step, on a mesh and without one."""
   with tempfile.TemporaryDirectory() as directory:
     path = make_model(pathlib.Path(directory), **MODELS["llama"])
-    one_update = {"optim.minibatches": 1}
+    one_update = {"optim.minibatches": 1, "loss.kl": "exact"}
     samples, batch, grads = programs(path, 1, one_update)
     cut = {"mesh.fsdp": 8, "mesh.sampling_tensor": 2}
     again, other, same = programs(path, 8, cut | one_update)
@@ -220,6 +219,7 @@ def quick():
     np.testing.assert_allclose(
       batch.ref_logprobs, other.ref_logprobs, atol=1e-4
     )
+    np.testing.assert_allclose(batch.ref_hidden, other.ref_hidden, atol=1e-4)
     close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
     jax.tree.map(close, grads, same)
 
