@@ -9,13 +9,15 @@ rate on seeds of the tuning alone; with the rate of the highest mean reward it
 trains on the seeds of the comparison. Arms share a seed's prompts and its
 policy's first samples, so they are compared in pairs, with the first arm. What
 is compared is the mean reward over training, of fresh samples for new prompts:
-the objective itself, at every step. DIR, by default runs/compare, gets
+the objective itself, at every step; and the held-out accuracy, the mean of the
+evaluations after `train.eval.every` steps, which is all there is to compare
+where arms draw their prompts (`difficulty.priority`). DIR, by default
+runs/compare, gets
 
     tuning.csv      one row an arm and learning rate
     curves.csv      one row a step of the comparison's runs
-    results.csv     one row an arm: learning rate, mean reward and held-out
-                    accuracy at the end, differences from the first arm with
-                    95% intervals over seeds
+    results.csv     one row an arm: learning rate, mean reward and accuracy,
+                    differences from the first arm with 95% intervals over seeds
     compare.png
     logs/           what the training runs printed
 """
@@ -39,6 +41,7 @@ from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
 from grpojax.training.run import start
 from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = study.FLAGS
@@ -147,11 +150,16 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 def _incomparable(config: ConfigDict) -> list[str]:
   """Lists the arms that do not spend what the first does."""
-  wrong, spent = [], []
+  wrong, spent, tuned = [], [], len(config.learning_rates) > 1
   for i, arm in enumerate(config.arms):
     run = train_settings(config, i, config.learning_rates[0], 0)
     samples = run.steps * batches_lib.samples_per_step(run)
     spent.append((samples, run.eval.num_prompts))
+    if run.difficulty.priority != DIFFICULTY_OFF and tuned:
+      wrong.append(
+        f"arm {arm!r}: rewards of prompts that it draws itself choose no "
+        "learning rate: give a single one"
+      )
     if run.filter_groups.enable or run.stop.no_improvement:
       wrong.append(
         f"arm {arm!r}: with filter_groups.enable or stop.no_improvement a run "
@@ -166,11 +174,11 @@ def _incomparable(config: ConfigDict) -> list[str]:
   return wrong
 
 
-def mean_reward(directory: pathlib.Path, name: str) -> float:
-  """Mean reward of a run's steps, of those that had any reward."""
+def mean_of(directory: pathlib.Path, name: str, column: str) -> float:
+  """Mean of a metric over a run's steps, of those that have it."""
   rows = study.run_metrics(directory, name)
-  rewards = [r["reward_mean"] for r in rows if r["reward_mean"] is not None]
-  return float(np.mean(rewards)) if rewards else float("nan")
+  values = [row[column] for row in rows if row[column] is not None]
+  return float(np.mean(values)) if values else float("nan")
 
 
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
@@ -187,7 +195,7 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
   study.train_all([*itertools.chain(*runs.values())], directory)
   tuned = {}
   for point, of_point in runs.items():
-    rewards = [mean_reward(directory, run.name) for run in of_point]
+    rewards = [mean_of(directory, run.name, "reward_mean") for run in of_point]
     tuned[point] = sum(rewards) / len(rewards)
   return tuned
 
@@ -281,9 +289,8 @@ def write(
   rewards, accuracies, curves = [], [], []
   for arm, of_arm in zip(arms, runs, strict=True):
     names = [run.name for run in of_arm]
-    rewards.append([mean_reward(directory, name) for name in names])
-    summaries = [study.run_summary(directory, name) for name in names]
-    accuracies.append([summary["accuracy_after"] for summary in summaries])
+    rewards.append([mean_of(directory, n, "reward_mean") for n in names])
+    accuracies.append([mean_of(directory, n, "accuracy") for n in names])
     for seed, name in enumerate(names):
       for row in study.run_metrics(directory, name):
         curve = {"arm": arm, "seed": seed, "step": row["step"]}

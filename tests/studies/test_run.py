@@ -1,6 +1,7 @@
 """Studies' directories and training runs, and mistakes in their settings."""
 
 import dataclasses
+import functools
 import importlib
 import re
 
@@ -41,6 +42,10 @@ MISTAKES = {
     ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
     ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
     ("arms=advantage=grpo, eval.num_prompts=3", "3 held-out problems"),
+    (
+      "arms=difficulty.priority=none, difficulty.priority=spread",
+      "arm 'difficulty.priority=spread': rewards of prompts that it draws",
+    ),
     (f"train.seed={2**32 - 1}", "seed = 4294967301"),
   ],
   "group_size": [
@@ -136,6 +141,16 @@ def test_a_run_that_lacks_a_step_is_not_read(study_of_one):
     SystemExit, match=rf"^error: .*{file.name} .*delete .*{settings.name} and"
   ):
     study.run_metrics(directory, settings.name)
+
+
+def test_a_mean_is_of_the_steps_that_have_the_metric(study_of_one):
+  directory, settings = study_of_one
+  file = study.training_run(directory, settings.name) / "metrics.jsonl"
+  rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
+  file.write_text(rows + file.read_text().replace("0.1}", "null}"))
+  mean_of = functools.partial(compare.mean_of, directory, settings.name)
+  assert mean_of("reward_mean") == pytest.approx(0.2)
+  assert mean_of("accuracy") == pytest.approx(0.3)  # not that before training
 
 
 def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
