@@ -49,10 +49,23 @@ class LossTerms:
     self.sampling = sampling  # distribution of the rollout
     self.chunk_size = chunk_size
 
-  def with_reference(self, lm: LM, params: Params) -> "LossTerms":
-    """The same terms, with the reference of an exact KL term."""
+  def with_reference(
+    self, lm: LM, params: Params, hidden: Float[Array, "B G T R"]
+  ) -> "LossTerms":
+    """The same terms, with the reference of an exact KL term.
+
+    ValueError where it cannot read the states that it predicts tokens from.
+    """
     terms = copy.copy(self)
-    terms.reference = lm.prepared(params, longest=None)
+    try:
+      terms.reference = ref_lm, ref_params = lm.prepared(params, longest=None)
+      jax.eval_shape(ref_lm.unembed, ref_params, hidden)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      raise ValueError(
+        "the reference's head does not read the states of the batch "
+        f"({error}): give the update the ref_params that make_batch had, and "
+        "make_update its ref_lm"
+      ) from error
     return terms
 
   def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:

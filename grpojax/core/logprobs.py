@@ -224,6 +224,14 @@ def _in_chunks(
       return values
     ref_logits = reference.lm.unembed(reference.params, ref_hidden)
     ref_logits = constrain(ref_logits, "batch", "group", None, "vocabulary")
+    more = ref_logits.shape[-1] - logits.shape[-1]
+    if more < 0:
+      raise ValueError(
+        f"the reference knows {ref_logits.shape[-1]} ids, and the policy "
+        f"{logits.shape[-1]}: an exact KL divergence needs one that knows them"
+      )
+    if seen is not None:
+      seen = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, more)])
     ref_logits = transform_logits(ref_logits, sampling.uncut, seen=seen)
     return *values, _kl_divergence(logits, ref_logits)
 
@@ -309,7 +317,8 @@ def logprobs_and_load(
       `LM.forward`; `segments` count the samples of all prompts on a device.
     replayed: Experts of all tokens, see `LM.forward_with_load`.
     reference: What the exact KL divergence is from, at the temperature of
-      `sampling` (and with its repetition penalty) without its cuts.
+      `sampling` (and with its penalty of what the policy has read) without its
+      cuts.
 
   Returns:
     Float32 arrays [B, G, S], or [C, 1, N] of flat tokens.

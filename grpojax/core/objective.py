@@ -300,7 +300,7 @@ def loss_fn(objective: Objective) -> Callable[..., Any]:
     ratio=_function(objective.ratio, RATIOS),
     surrogate=bind(_function(objective.surrogate, SURROGATES), **options),
   )
-  if not objective.beta or objective.kl_placement == "reward":
+  if not objective.beta:
     return loss
   estimators = PLACEMENTS[objective.kl_placement]
   if objective.kl not in estimators:
@@ -308,6 +308,8 @@ def loss_fn(objective: Objective) -> Callable[..., Any]:
       f"kl = {objective.kl!r}: with kl_placement = {objective.kl_placement!r} "
       f"use {' or '.join(estimators)} (see core.losses.kl)"
     )
+  if objective.kl_placement == "reward":
+    return loss
   return functools.partial(
     loss,
     kl=estimators[objective.kl],

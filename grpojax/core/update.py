@@ -154,7 +154,7 @@ def make_update(
   more than one micro-batch takes one more forward pass for them. The rollout is
   one of `sampling`; an adaptive entropy bonus has its control in the state. An
   exact KL term is from `ref_params`, of the model `ref_lm` if that is another
-  one; of these the update needs no more than `LM.unembed` does.
+  one: those that `make_batch` had, of which no more than `LM.unembed` is read.
 
   Returns:
     A pure `update(state, batch, ref_params=None) -> (state, metrics)`. Metrics
@@ -215,8 +215,8 @@ def make_update(
   def update(state: TrainState, batch: Batch, ref_params: Params | None = None):
     _check_batch(batch, options)
     terms = plain
-    if objective.has_exact_kl and ref_params is not None:
-      terms = plain.with_reference(ref_lm or lm, ref_params)
+    if ref_params is not None and batch.ref_hidden is not None:
+      terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
     of_minibatch = functools.partial(update_minibatch, terms)
     epochs, minibatches = options.epochs, options.minibatches
 

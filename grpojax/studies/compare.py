@@ -150,11 +150,14 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 def _incomparable(config: ConfigDict) -> list[str]:
   """Lists the arms that do not spend what the first does."""
-  wrong, spent, tuned = [], [], len(config.learning_rates) > 1
+  wrong, spent, evaluated = [], [], []
+  tuned = len(config.learning_rates) > 1
   for i, arm in enumerate(config.arms):
     run = train_settings(config, i, config.learning_rates[0], 0)
     samples = run.steps * batches_lib.samples_per_step(run)
     spent.append((samples, run.eval.num_prompts))
+    between = range(run.eval.every, run.steps, run.eval.every)
+    evaluated.append({step / run.steps for step in between})
     if run.difficulty.priority != DIFFICULTY_OFF and tuned:
       wrong.append(
         f"arm {arm!r}: rewards of prompts that it draws itself choose no "
@@ -170,6 +173,11 @@ def _incomparable(config: ConfigDict) -> list[str]:
         f"arm {arm!r}: {samples} completions a run and {spent[i][1]} held-out "
         "problems, and {} and {} of the first: set steps, batch_size (prompts "
         "a step) and eval.num_prompts for as many".format(*spent[0])
+      )
+    elif evaluated[i] != evaluated[0]:
+      wrong.append(
+        f"arm {arm!r}: is evaluated at other parts of a run than the first: "
+        "set eval.every for the same"
       )
   return wrong
 

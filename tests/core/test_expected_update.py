@@ -53,7 +53,7 @@ def expected_step(
     advantage=advantage,
     weighting=lambda mask: losses.fixed_length(mask, length=1),
     beta=beta,
-    **{"kl_placement": "reward"} | kl,
+    **{"kl": "k1", "kl_placement": "reward"} | kl,
   )
   update = make_update(lm, tx, objective, sampling=sampling, ref_lm=ref_lm)
   state = init_state(table, tx, KEY)

@@ -30,6 +30,7 @@ OBJECTIVE = Objective(
   advantage="dr_grpo",
   weighting="sequence_mean",
   beta=0.05,
+  kl="k1",
   kl_placement="reward",
 )
 OPTIONS = UpdateOptions(

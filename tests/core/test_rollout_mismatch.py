@@ -160,7 +160,7 @@ def test_a_penalty_is_taken_between_log_probabilities_of_the_trainer(case):
 
   plain = advantages(Objective())
   penalised = advantages(
-    Objective(beta=0.5, kl_placement="reward", old_logprobs="trainer")
+    Objective(beta=0.5, kl="k1", kl_placement="reward", old_logprobs="trainer")
   )
   # The policy is the reference: its KL is 0, and was not with the rollout's.
   np.testing.assert_allclose(penalised, plain, atol=1e-5)

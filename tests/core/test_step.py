@@ -356,15 +356,15 @@ def test_the_reference_may_read_other_prompts(tiny, packed):
 
 
 @pytest.mark.parametrize(
-  "dtype, packed, micro_batches",
+  "dtype, packed, micro_batches, penalty",
   [
-    (jnp.float32, True, 2),
-    pytest.param(jnp.float32, False, 1, marks=pytest.mark.slow),
-    pytest.param(jnp.bfloat16, True, 1, marks=pytest.mark.slow),
+    (jnp.float32, True, 2, 1.3),
+    pytest.param(jnp.float32, False, 1, 1.0, marks=pytest.mark.slow),
+    pytest.param(jnp.bfloat16, True, 1, 1.0, marks=pytest.mark.slow),
   ],
 )
 def test_an_exact_kl_term_is_of_whole_distributions(
-  tiny, dtype, packed, micro_batches
+  tiny, dtype, packed, micro_batches, penalty
 ):
   """From a wider teacher with more ids, which reads other prompts.
 
@@ -400,7 +400,7 @@ def test_an_exact_kl_term_is_of_whole_distributions(
     )
   objective = Objective(beta=2.0, kl="exact")
   options = UpdateOptions(micro_batches=micro_batches, chunk_size=3)
-  sampling = Sampling(0.7)
+  sampling = Sampling(0.7, repetition_penalty=penalty)
   update = make_update(
     lm, optax.sgd(1.0), objective, options, sampling, teacher
   )
@@ -423,12 +423,19 @@ def test_an_exact_kl_term_is_of_whole_distributions(
     nothing = jax.tree.map(lambda x: jnp.nan * x, of_teacher["layers"])
     return update(state, batch, of_teacher | {"layers": nothing})
 
+  read = np.zeros((2, 2, 7, tiny.config.vocab_size + 5), bool)
+  for b, g, t in np.ndindex(read.shape[:3]):  # what the policy has read
+    read[b, g, t, prompts.prompt_ids[b][prompts.prompt_mask[b]]] = True
+    read[b, g, t, ids[b, g, :t]] = True
+
   def log_table(lm, params, prompts):
     prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
     hidden, _ = lm.extend(params, prefix, ids)
     last = jnp.broadcast_to(prefix.last_hidden[:, None, None], hidden.shape)
     hidden = jnp.concatenate([last[:, :, :1], hidden[:, :, :-1]], 2)
     logits = lm.unembed(params, hidden).astype(jnp.float32)
+    lower = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    logits = jnp.where(read[..., : logits.shape[-1]], lower, logits)
     return jax.nn.log_softmax(logits / 0.7)
 
   def term(params):
@@ -449,11 +456,41 @@ def test_an_exact_kl_term_is_of_whole_distributions(
   expected = 2 * flat(gradient)
   off = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
   assert off < tolerance
-  with pytest.raises(ValueError, match="kl = 'exact' needs .* ref_params"):
-    no_reference = make_batch(
-      lm, samples, jnp.ones((2, 2)), objective, sampling=sampling
+
+
+def test_what_an_exact_kl_term_cannot_be_of_is_refused(tabular):
+  lm, wide, small = (tabular.lm(1, n) for n in (3, 4, 2))
+  params, of_wide, of_small = (one.init(KEY) for one in (lm, wide, small))
+  samples = all_ones(jnp.zeros((1, 2, 2), int), jnp.zeros(1, int))
+  objective, tx = Objective(beta=1.0, kl="exact"), optax.sgd(1.0)
+
+  def step(objective, ref_lm, ref_params, of_update):
+    update = make_update(lm, tx, objective, ref_lm=ref_lm)
+    batch = make_batch(
+      lm,
+      samples,
+      jnp.ones((1, 2)),
+      objective,
+      ref_lm=ref_lm,
+      ref_params=ref_params,
     )
-    update(init_state(params, optax.sgd(1.0), KEY), no_reference)
+    return update(init_state(params, tx, KEY), batch, of_update)
+
+  _, metrics = step(objective, wide, of_wide, of_wide)
+  assert metrics["kl"] > 0
+  with pytest.raises(ValueError, match="kl = 'exact' needs .* ref_params"):
+    step(objective, wide, of_wide, None)
+  with pytest.raises(ValueError, match="kl = 'exact' needs .* ref_params"):
+    step(objective, wide, None, of_wide)
+  for wrong in (params, {}, {"params": of_wide}):
+    with pytest.raises(ValueError, match="the ref_params that make_batch had"):
+      step(objective, wide, of_wide, wrong)
+  with pytest.raises(ValueError, match="knows 2 ids, and the policy 3"):
+    step(objective, small, of_small, of_small)
+  for placement, remedy in (("reward", "use k1 "), ("ratio", "use k1 or k3 ")):
+    objective = dataclasses.replace(objective, kl_placement=placement)
+    with pytest.raises(ValueError, match=f"kl = 'exact': .*{remedy}"):
+      step(objective, wide, of_wide, of_wide)
 
 
 # How the work is split changes nothing.
@@ -593,6 +630,6 @@ def test_useless_settings_are_refused(tabular):
     with pytest.raises(ValueError, match=message):
       descend(lm, table, bad, optax.sgd(1.0), **options)
   samples = all_ones(batch.completion_ids, [0, 1, 0, 1])
-  objective = Objective(beta=0.1, kl_placement="reward")
+  objective = Objective(beta=0.1, kl="k1", kl_placement="reward")
   with pytest.raises(ValueError, match="'reward' needs ref_params"):
     make_batch(lm, samples, batch.advantages, objective)

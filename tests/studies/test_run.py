@@ -42,6 +42,7 @@ MISTAKES = {
     ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
     ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
     ("arms=advantage=grpo, eval.num_prompts=3", "3 held-out problems"),
+    ("arms=advantage=grpo, eval.every=6", "'eval.every=6': is evaluated at"),
     (
       "arms=difficulty.priority=none, difficulty.priority=spread",
       "arm 'difficulty.priority=spread': rewards of prompts that it draws",
