@@ -160,6 +160,15 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       "model.reference = 'host': loss.kl = 'exact' reads the",
     ),
     (
+      {
+        "loss__beta": 1,
+        "loss__kl": "exact",
+        "model__reference_prompt": "{prompt}!",
+        "sampling__repetition_penalty": 1.1,
+      },
+      "use another estimate, or sampling.repetition_penalty = 1",
+    ),
+    (
       {"loss__beta": 1, "loss__kl": "exact", "loss__kl_placement": "ratio"},
       "use k1 or k3",
     ),

@@ -118,6 +118,12 @@ def _reference_prompt(s: TrainSettings) -> Rows:
       name,
       "is read for the KL term alone: give loss.beta > 0, or no prompt",
     )
+  if s.loss.has_exact_kl and s.sampling.distribution.repetition_penalty != 1:
+    yield (
+      name,
+      "loss.kl = 'exact' penalises what stands in the policy's prompt alone: "
+      "use another estimate, or sampling.repetition_penalty = 1",
+    )
   if s.reward.on_device:
     yield (
       name,
