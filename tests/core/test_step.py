@@ -374,13 +374,13 @@ def test_an_exact_kl_term_is_of_whole_distributions(
   wider = dict(width=24, vocab_size=tiny.config.vocab_size + 5)
   teacher = transformer(dataclasses.replace(tiny.config, **wider), dtype=dtype)
   params, of_teacher = lm.init(KEY), teacher.init(jax.random.key(1))
-  ids = jax.random.randint(jax.random.key(2), (2, 2, 7), 1, 11)
-  lengths = jnp.array([[7, 2], [1, 4]])
+  ids = jax.random.randint(jax.random.key(2), (4, 2, 7), 1, 11)
+  lengths = jnp.array([[7, 2], [1, 4], [2, 2], [3, 1]])
   mask = jnp.arange(7) < lengths[..., None]
   prompts, hinted = (
     Prompts(
-      jax.random.randint(jax.random.key(seed), (2, width), 1, 11),
-      jnp.arange(width) < jnp.array([[width], [1]]),
+      jax.random.randint(jax.random.key(seed), (4, width), 1, 11),
+      jnp.arange(width) < jnp.array([[width], [1], [width - 1], [2]]),
     )
     for seed, width in ((3, 3), (4, 20))
   )
@@ -389,8 +389,8 @@ def test_an_exact_kl_term_is_of_whole_distributions(
     prompts.prompt_mask,
     ids,
     mask,
-    jnp.zeros((2, 2, 7)),
-    jnp.ones((2, 2), bool),
+    jnp.zeros((4, 2, 7)),
+    jnp.ones((4, 2), bool),
   )
   packing = None
   if packed:
@@ -398,6 +398,7 @@ def test_an_exact_kl_term_is_of_whole_distributions(
     packing = layout.plan(
       np.asarray(lengths), 7, of_prompts, 3, 1, micro_batches
     )
+  assert (packing is not None) == packed
   objective = Objective(beta=2.0, kl="exact")
   options = UpdateOptions(micro_batches=micro_batches, chunk_size=3)
   sampling = Sampling(0.7, repetition_penalty=penalty)
@@ -410,7 +411,7 @@ def test_an_exact_kl_term_is_of_whole_distributions(
     batch = make_batch(
       lm,
       samples,
-      jnp.ones((2, 2)),
+      jnp.ones((4, 2)),
       objective,
       options=options,
       sampling=sampling,
@@ -423,7 +424,7 @@ def test_an_exact_kl_term_is_of_whole_distributions(
     nothing = jax.tree.map(lambda x: jnp.nan * x, of_teacher["layers"])
     return update(state, batch, of_teacher | {"layers": nothing})
 
-  read = np.zeros((2, 2, 7, tiny.config.vocab_size + 5), bool)
+  read = np.zeros((4, 2, 7, tiny.config.vocab_size + 5), bool)
   for b, g, t in np.ndindex(read.shape[:3]):  # what the policy has read
     read[b, g, t, prompts.prompt_ids[b][prompts.prompt_mask[b]]] = True
     read[b, g, t, ids[b, g, :t]] = True
