@@ -175,6 +175,29 @@ def _kl_divergence_jvp(primals, tangents):
   return kl, jnp.sum(slope * tangents[0], axis=-1)
 
 
+def _reference_logits(
+  reference: Reference,
+  vocab: int,
+  sampling: Sampling,
+  seen: Bool[Array, "B G S V"] | None,
+) -> Float[Array, "B G S R"]:
+  """Returns the logits of a reference, of `vocab` ids of the policy and more.
+
+  ValueError where it knows fewer. Of the others nothing has been `seen`.
+  """
+  logits = reference.lm.unembed(reference.params, reference.hidden)
+  logits = constrain(logits, "batch", "group", None, "vocabulary")
+  more = logits.shape[-1] - vocab
+  if more < 0:
+    raise ValueError(
+      f"the reference knows {logits.shape[-1]} ids, and the policy {vocab}: an "
+      "exact KL divergence needs one that knows them"
+    )
+  if seen is not None:
+    seen = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, more)])
+  return transform_logits(logits, sampling.uncut, seen=seen)
+
+
 def _in_chunks(
   lm: LM,
   params: Params,
@@ -222,18 +245,10 @@ def _in_chunks(
     values = _logprob_and_entropy(logits, ids, entropy_gradient)
     if reference is None:
       return values
-    ref_logits = reference.lm.unembed(reference.params, ref_hidden)
-    ref_logits = constrain(ref_logits, "batch", "group", None, "vocabulary")
-    more = ref_logits.shape[-1] - logits.shape[-1]
-    if more < 0:
-      raise ValueError(
-        f"the reference knows {ref_logits.shape[-1]} ids, and the policy "
-        f"{logits.shape[-1]}: an exact KL divergence needs one that knows them"
-      )
-    if seen is not None:
-      seen = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, more)])
-    ref_logits = transform_logits(ref_logits, sampling.uncut, seen=seen)
-    return *values, _kl_divergence(logits, ref_logits)
+    behind = reference._replace(hidden=ref_hidden)
+    return *values, _kl_divergence(
+      logits, _reference_logits(behind, logits.shape[-1], sampling, seen)
+    )
 
   # The gradients of parameters that are used in chunks are added up over them.
   wide = jax.tree.map(

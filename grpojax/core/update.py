@@ -215,7 +215,8 @@ def make_update(
   def update(state: TrainState, batch: Batch, ref_params: Params | None = None):
     _check_batch(batch, options)
     terms = plain
-    if ref_params is not None and batch.ref_hidden is not None:
+    missing = ref_params is None or batch.ref_hidden is None
+    if objective.has_exact_kl and not missing:
       terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
     of_minibatch = functools.partial(update_minibatch, terms)
     epochs, minibatches = options.epochs, options.minibatches

@@ -465,8 +465,8 @@ def test_what_an_exact_kl_term_cannot_be_of_is_refused(tabular):
   samples = all_ones(jnp.zeros((1, 2, 2), int), jnp.zeros(1, int))
   objective, tx = Objective(beta=1.0, kl="exact"), optax.sgd(1.0)
 
-  def step(objective, ref_lm, ref_params, of_update):
-    update = make_update(lm, tx, objective, ref_lm=ref_lm)
+  def step(objective, ref_lm, ref_params, of_update, other=None):
+    update = make_update(lm, tx, other or objective, ref_lm=ref_lm)
     batch = make_batch(
       lm,
       samples,
@@ -478,7 +478,14 @@ def test_what_an_exact_kl_term_cannot_be_of_is_refused(tabular):
     return update(init_state(params, tx, KEY), batch, of_update)
 
   _, metrics = step(objective, wide, of_wide, of_wide)
-  assert metrics["kl"] > 0
+  exact, estimate = metrics["kl"], Objective(beta=1.0)
+  for made in (objective, estimate):  # the update's own term counts
+    _, metrics = step(made, wide, of_wide, of_wide, estimate)
+    difference = jax.nn.log_softmax(of_wide[0])[[0, 1], 0]
+    difference -= jax.nn.log_softmax(params[0])[[0, 1], 0]
+    k3 = jnp.mean(jnp.exp(difference) - 1 - difference)
+    np.testing.assert_allclose(metrics["loss"], k3, rtol=1e-4)
+    assert abs(exact - k3) > 0.1
   with pytest.raises(ValueError, match="kl = 'exact' needs .* ref_params"):
     step(objective, wide, of_wide, None)
   with pytest.raises(ValueError, match="kl = 'exact' needs .* ref_params"):

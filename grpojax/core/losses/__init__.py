@@ -155,7 +155,7 @@ def grpo_loss(
   if token_mask is not None:
     per_token = jnp.where(token_mask, per_token, 0.0)
   logged_kl = jnp.zeros_like(ratios)
-  if exact_kl is not None:
+  if beta and kl is None:
     logged_kl = jnp.where(mask, exact_kl, 0.0)
     per_token += beta * logged_kl
   elif ref_logprobs is not None:
