@@ -334,6 +334,13 @@ VARIANTS = {
     "loss.kl_placement": "reward",
     "sampling.temperature": 0.9,
   },
+  "exact": {
+    "reward.on_device": True,
+    "loss.kl": "exact",
+    "loss.kl_placement": "loss",
+    "optim.epochs": 2,
+    "sampling.top_p": 0.9,
+  },
 }
 
 
