@@ -80,7 +80,7 @@ class LossTerms:
     if batch.experts is not None:
       replayed = batch.prompt_experts, batch.experts
     reference = None
-    if self.reference is not None and batch.ref_hidden is not None:
+    if self.reference is not None:
       reference = Reference(*self.reference, batch.ref_hidden)
     return completion_logprobs(
       self.lm,

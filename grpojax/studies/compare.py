@@ -182,9 +182,8 @@ def _incomparable(config: ConfigDict) -> list[str]:
   return wrong
 
 
-def mean_of(directory: pathlib.Path, name: str, column: str) -> float:
+def mean_of(rows: Sequence[Mapping[str, Any]], column: str) -> float:
   """Mean of a metric over a run's steps, of those that have it."""
-  rows = study.run_metrics(directory, name)
   values = [row[column] for row in rows if row[column] is not None]
   return float(np.mean(values)) if values else float("nan")
 
@@ -203,7 +202,10 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
   study.train_all([*itertools.chain(*runs.values())], directory)
   tuned = {}
   for point, of_point in runs.items():
-    rewards = [mean_of(directory, run.name, "reward_mean") for run in of_point]
+    rewards = [
+      mean_of(study.run_metrics(directory, run.name), "reward_mean")
+      for run in of_point
+    ]
     tuned[point] = sum(rewards) / len(rewards)
   return tuned
 
@@ -296,11 +298,11 @@ def write(
   arms = config.arms
   rewards, accuracies, curves = [], [], []
   for arm, of_arm in zip(arms, runs, strict=True):
-    names = [run.name for run in of_arm]
-    rewards.append([mean_of(directory, n, "reward_mean") for n in names])
-    accuracies.append([mean_of(directory, n, "accuracy") for n in names])
-    for seed, name in enumerate(names):
-      for row in study.run_metrics(directory, name):
+    by_seed = [study.run_metrics(directory, run.name) for run in of_arm]
+    rewards.append([mean_of(rows, "reward_mean") for rows in by_seed])
+    accuracies.append([mean_of(rows, "accuracy") for rows in by_seed])
+    for seed, rows in enumerate(by_seed):
+      for row in rows:
         curve = {"arm": arm, "seed": seed, "step": row["step"]}
         curve |= {"reward": row["reward_mean"], "accuracy": row["accuracy"]}
         curves.append(curve)

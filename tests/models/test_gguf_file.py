@@ -116,10 +116,10 @@ def array(kind, count, data=b""):
   ids=lambda x: "file" if isinstance(x, bytes) else None,
 )
 def test_damage_is_said_at_once(tmp_path, data, message):
-  began = time.monotonic()
+  began = time.process_time()
   with pytest.raises(ValueError, match=f"no GGUF file to read: .*{message}"):
     read(tmp_path, data)
-  assert time.monotonic() - began < 60  # nothing is counted to 2**60
+  assert time.process_time() - began < 2  # nothing is counted to 2**60
 
 
 def test_a_sparse_file_of_empty_texts_ends(tmp_path, monkeypatch):

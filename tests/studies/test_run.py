@@ -149,7 +149,8 @@ def test_a_mean_is_of_the_steps_that_have_the_metric(study_of_one):
   file = study.training_run(directory, settings.name) / "metrics.jsonl"
   rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
   file.write_text(rows + file.read_text().replace("0.1}", "null}"))
-  mean_of = functools.partial(compare.mean_of, directory, settings.name)
+  rows = study.run_metrics(directory, settings.name)
+  mean_of = functools.partial(compare.mean_of, rows)
   assert mean_of("reward_mean") == pytest.approx(0.2)
   assert mean_of("accuracy") == pytest.approx(0.3)  # not that before training
 

@@ -97,9 +97,8 @@ def make_programs(
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
   """Makes the programs of a step; arguments as of `HostStep`."""
-  sampling, ref_lm = settings.sampling.distribution, None
-  if policy.teacher:
-    ref_lm = policy.teacher.lm
+  sampling = settings.sampling.distribution
+  ref_lm = policy.teacher and policy.teacher.lm
 
   def update(lm, state, batch, ref_params=None):
     options = settings.optim.update
