@@ -11,7 +11,6 @@ import pathlib
 import signal
 import tempfile
 import types
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -87,23 +86,12 @@ def h100():
     yield
 
 
-def pytest_addoption(parser):
-  parser.addoption("--part", help="K/N: of N parts of the tests the K-th alone")
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-  """Long files first, so that no process is left alone with one at the end.
+  """Runs long files first, so that both processes end at about the same time.
 
-  A case that is long is not slow, too, where its function is. Parts are by the
-  names of functions, so that a commit has the same ones everywhere.
+  A case marked long is not slow as well if its function is.
   """
-  if part := config.getoption("part"):
-    k, n = (int(x) if x.isdecimal() else 0 for x in f"{part}/".split("/")[:2])
-    if f"{k}/{n}" != part or not 1 <= k <= n:
-      raise pytest.UsageError(f"--part={part}: K/N with 1 <= K <= N")
-    number = lambda item: zlib.crc32(item.nodeid.split("[")[0].encode())
-    items[:] = [item for item in items if number(item) % n == k % n]
   items.sort(key=lambda item: item.path.name not in LONG)
   for item in items:
     if item.get_closest_marker("long"):

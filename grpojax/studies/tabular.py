@@ -229,6 +229,7 @@ def make_step(
     objective=Objective(
       advantage="vanilla" if oracle else estimator,
       weighting="fixed_length",
+      kl="k1",
       kl_placement="reward",
       beta=problem.beta,
     ),

@@ -17,6 +17,7 @@ from grpojax.core.losses.rollout_correction import (
   is_weights,
   make_correction,
 )
+from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.objective import Objective
 from grpojax.core.types import Batch
 
@@ -130,10 +131,8 @@ def expected_gradient(policies, sampler, objective):
   terms = LossTerms(lm, objective, Sampling(), chunk_size=1)
   # The bonus is a mean over the tokens that there are: here by probability.
   by_share = share * mask.sum()
-  terms.logprobs = lambda table, batch: (
-    logprobs(table),
-    by_share * entropies(table),
-    (),
+  terms.logprobs = lambda table, batch: TokenLogprobs(
+    logprobs(table), by_share * entropies(table)
   )
 
   def loss(table):
