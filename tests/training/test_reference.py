@@ -198,7 +198,7 @@ def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
   "changes",
   [
     {"lora.rank": 2},
-    {"optim.packing": False, "steps": 12},
+    {"optim.packing": False, "steps": 12, "loss.kl": "k3"},
     {"loss.kl": "exact", "loss.kl_placement": "loss", "optim.minibatches": 2},
   ],
 )
@@ -223,7 +223,7 @@ def test_a_larger_teacher_is_learned_from(
   whole = go("whole")
   assert whole[0] > 0.05
   if "steps" in changes:
-    assert whole[-1] < 0.7 * whole[0]
+    assert np.mean(whole[-4:]) < 0.7 * np.mean(whole[:2])
     return
   go("parts", steps=2)
   config = tmp_path / "teacher" / "config.json"
