@@ -1,8 +1,7 @@
 """Compiles a training step for machines that need not be there.
 
     python -m grpojax.compile --config=configs/x.py --topology=v5e:2x2
-                              [--out=FILE.json] [--search]
-                              [--config.key=value ...]
+                              [--out=FILE.json] [--config.key=value ...]
 
 It compiles exactly what `python -m grpojax.train` would run with this config on
 the named slice (rollout, reference pass, update; one program with
@@ -18,15 +17,10 @@ two of them, joined by a network whose bytes are counted ("between slices") and
 whose time is not. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight
 CPU devices with made-up peaks, for trials.
 
-With sampling.ahead=1 it also says whether some of the devices should sample
-while the others learn (mesh.sampling_devices), and how many.
+Results are kept in ~/.cache/grpojax, so that no program is compiled twice.
 
---search tries meshes, micro-batches and rematerialisation, and ranks what fits
-by the estimated seconds of a step. Results are kept in ~/.cache/grpojax, so
-that nothing is compiled twice.
-
-Exit codes: 0, it fits; 3, it was compiled and does not fit (of a search:
-nothing does); 1, it was not compiled, and stderr says why.
+Exit codes: 0, it fits; 3, it was compiled and does not fit; 1, it was not
+compiled, and stderr says why.
 
 Memory is what XLA allocates, exactly. Seconds are a roofline for completions of
 full length (sampling.max_new_tokens), and on TPU what XLA's own cycles come to;
@@ -38,7 +32,7 @@ import functools
 import pathlib
 import sys
 
-from grpojax.aot import programs, report, search, topology
+from grpojax.aot import programs, report, topology
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
@@ -54,7 +48,6 @@ FLAGS = {
     "", "the machine: v5e:2x2, v5p:2x2x2, v5e:4x4*2, ..., h100:8 or cpu:8"
   ),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
-  "search": setting(False, "try layouts, and rank those that fit"),
 }
 
 
@@ -78,21 +71,13 @@ def main(argv: list[str]) -> int:
     if settings.mesh.sampling_devices:
       raise ValueError(
         f"mesh.sampling_devices = {settings.mesh.sampling_devices}: is not "
-        "compiled for; compile with 0, which says how many would be the best"
+        "compiled for: set it to 0"
       )
-    if flags.search:
-      search.check(settings)
-    else:
-      mesh = setup.make_mesh(settings, machine.devices)
-      batches_lib.check_mesh(settings, mesh)
-      run = programs.open_run(settings, mesh)
-  if flags.search:
-    result = search.search(settings, machine, _say)
-    text = search.lines(result)
-  else:
-    result = report.report(run, machine, _say)
-    text = report.lines(result)
-  print("\n".join(text), flush=True)
+    mesh = setup.make_mesh(settings, machine.devices)
+    batches_lib.check_mesh(settings, mesh)
+    run = programs.open_run(settings, mesh)
+  result = report.report(run, machine, _say)
+  print("\n".join(report.lines(result)), flush=True)
   if out:
     with command_line.usage_errors():
       records.write_json(out, result)

@@ -56,10 +56,6 @@ def check(found, topology, parts=("rollout", "reference", "update")):
 @pytest.mark.slow
 def test_a_step_on_two_devices(tmp_path):
   words = ["--topology=cpu:2", "--config.mesh.fsdp=2", "--config.loss.beta=0.1"]
-  words += [
-    "--config.sampling.ahead=1",
-    "--config.loss.correction=sequence_truncate",
-  ]
   done, found = compile_step(tmp_path, *words)
   assert done.returncode == 0, done.stderr
   check(found, "cpu:2")
@@ -75,16 +71,6 @@ def test_a_step_on_two_devices(tmp_path):
   sent = found["parts"]["rollout"]["token_loop_collective_bytes"]
   assert 0 < sent <= 100
   assert "fits; a step takes about" in done.stdout
-  # Half of the rollout was compiled as well; one device may sample.
-  by_who, parts = found["ahead"], found["parts"]
-  seconds = [by_who[f"{x}_seconds"] for x in ("latency", "work")]
-  assert sum(seconds) == pytest.approx(parts["rollout"]["seconds"])
-  assert min(seconds) > 0
-  assert by_who["step_seconds"] == pytest.approx(found["step_seconds"])
-  assert [x["sampling_devices"] for x in by_who["splits"]] == [1]
-  assert "compiling rollout" in done.stderr.rpartition("compiling update")[2]
-  assert "one step ahead, by the roofline" in done.stdout
-  assert "(a rollout of 2 prompts takes " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -119,18 +105,6 @@ def test_the_fused_step(tmp_path):
   done, found = compile_step(tmp_path, *words)
   assert done.returncode == 0, done.stderr
   check(found, "cpu:2", ("step",))
-
-
-@pytest.mark.long
-def test_a_search(tmp_path):
-  done, found = compile_step(tmp_path, "--topology=cpu:2", "--search")
-  assert done.returncode == 0, done.stderr
-  check(found, "cpu:2")
-  seconds = [layout["step_seconds"] for layout in found["ranking"]]
-  assert seconds == sorted(seconds) and len(seconds) >= 4
-  meshes = {layout["settings"]["mesh.tensor"] for layout in found["ranking"]}
-  assert meshes == {1, 2}
-  assert found["settings"] == found["ranking"][0]["settings"]
 
 
 def test_names_of_machines():
@@ -170,25 +144,17 @@ def test_what_cannot_be_compiled_is_said(tmp_path):
   assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("fits, code", [(True, 0), (False, 3)])
-def test_exit_codes(monkeypatch, capsys, search, fits, code):
+def test_exit_codes(monkeypatch, capsys, fits, code):
   """What does not fit is no error, which is 1 (see above)."""
-  found = {"fits": fits}
-  for module, name in (
-    (program.search, "search"),
-    (program.report, "report"),
-  ):
-    monkeypatch.setattr(module, name, lambda *_: found)
-    monkeypatch.setattr(module, "lines", lambda found: ["said"])
-  monkeypatch.setattr(program.search, "check", lambda config: None)
+  monkeypatch.setattr(program.report, "report", lambda *_: {"fits": fits})
+  monkeypatch.setattr(program.report, "lines", lambda found: ["said"])
   machine = topology.Machine("cpu:2", None, [])
   monkeypatch.setattr(program.topology, "machine", lambda name: machine)
   monkeypatch.setattr(program.setup, "make_mesh", lambda *_: None)
   monkeypatch.setattr(program.batches_lib, "check_mesh", lambda *_: None)
   monkeypatch.setattr(program.programs, "open_run", lambda *_: None)
-  words = ["--topology=cpu:2"] + ["--search"] * search
-  assert program.main(words) == code
+  assert program.main(["--topology=cpu:2"]) == code
   assert capsys.readouterr().out == "said\n"
 
 

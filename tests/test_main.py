@@ -84,8 +84,8 @@ def test_a_program_gets_the_other_words_and_gives_its_exit_code(
     compile_program, "main", lambda argv: got.append(argv) or 3
   )
   with pytest.raises(SystemExit) as stopped:
-    call("compile", "--search", "x")
-  assert stopped.value.code == 3 and got == [["--search", "x"]]
+    call("compile", "--out", "x")
+  assert stopped.value.code == 3 and got == [["--out", "x"]]
 
 
 def test_a_program_without_an_exit_code_ends_well(call, capsys):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import ahead, chips, parts, programs, roofline, topology
+from grpojax.aot import chips, parts, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
 from grpojax.aot.topology import Machine
@@ -188,14 +188,6 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     result["tokens_per_second"] = tokens / seconds
     flops = model_flops(run)
     result["mfu"] = roofline.mfu(flops, seconds, count, machine.chip)
-    if run.settings.sampling.ahead and run.mesh.size > 1:
-      of_parts = {name: part["seconds"] for name, part in entries.items()}
-      result["ahead"] = ahead.of_run(
-        run,
-        of_parts,
-        machine,
-        lambda fewer: measure(fewer, "rollout", machine, say)["seconds"],
-      )
   return result
 
 
@@ -278,6 +270,4 @@ def _verdict(result: dict[str, Any]) -> list[str]:
       "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes "
       f"{_gib(result['pool_bytes'])} GiB of a GPU's memory otherwise"
     )
-  if "ahead" in result:
-    verdict += ["", *ahead.lines(result["ahead"])]
   return verdict

@@ -1,12 +1,11 @@
 """What a report says of a step, against sums by hand."""
 
 import dataclasses
-import math
 
 import jax
 import pytest
 
-from grpojax.aot import ahead, programs, report
+from grpojax.aot import programs, report
 from grpojax.aot.parts import Part
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.objective import Objective
@@ -141,32 +140,3 @@ def test_the_cache_of_what_is_decoded_at_once(changes, prompts):
   token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
   found = report._memory(run, "rollout", part)["cache"]
   assert found == prompts * G * T * token
-
-
-@pytest.mark.parametrize(
-  "latency, work, update", [(0.6, 0.2, 0.2), (0.5, 0.1, 0.4), (0.3, 0.3, 0.4)]
-)
-def test_the_best_split_of_devices(latency, work, update):
-  """Where rollout and update take the same time, by a quadratic equation."""
-  result = ahead.splits(latency, work, update, 100, range(1, 100))
-  # a x (1 - x) + b (1 - x) = u x, the root in (0, 1)
-  rest = latency - work - update
-  share = (rest + math.sqrt(rest**2 + 4 * latency * work)) / (2 * latency)
-  best = min(result["splits"], key=lambda x: x["step_seconds"])
-  assert abs(best["sampling_devices"] - 100 * share) < 1
-  seconds = latency + work / share
-  assert seconds == pytest.approx(update / (1 - share))
-  assert best["step_seconds"] == pytest.approx(seconds, rel=0.02)
-  text = f"above: mesh.sampling_devices={best['sampling_devices']} mesh.data=1 "
-  assert text in ahead.lines(result)[-1]
-
-
-def test_what_scales_with_its_devices_gains_nothing_apart():
-  assert ahead.fit(2.0, 1.5, 0.5) == (1.0, 1.0)
-  assert ahead.fit(2.0, 2.5, 0.5) == (2.0, 0.0)  # noise of small programs
-  latency, work = ahead.fit(0.8, 0.4, 0.5)
-  assert (latency, work) == (0, 0.8)
-  result = ahead.splits(latency, work, 0.2, 8, range(1, 8))
-  assert ahead.lines(result)[-1].endswith("would gain nothing")
-  nobody = ahead.lines(ahead.splits(latency, work, 0.2, 8, []))
-  assert "no devices of their own for sampling" in nobody[-1]

@@ -12,12 +12,12 @@ import pytest
 from grpojax.core import losses
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import LossTerms, MinibatchTotals, micro_batch_loss
+from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses.rollout_correction import (
   CORRECTIONS,
   is_weights,
   make_correction,
 )
-from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.objective import Objective
 from grpojax.core.types import Batch
 
