@@ -25,6 +25,7 @@ and a model of GSM8K, with a tokenizer of its own, by
         --config.format=dialogue --config.tokenizer=bpe
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -384,12 +385,13 @@ def start(config: ConfigDict, source: pathlib.Path):
     fresh_directory(source, config, examples)
   shape = hf.to_transformer_config(hf.read_config(directory))
   memory.refuse(memory.fine_tuning(shape, config.rows, config.row_length))
-  if config.model.path:
-    lm, params = hf.load(directory)
-  else:
-    lm = transformer(shape)
-    params = lm.init(jax.random.key(config.seed))
   tokenizer = tokenizer_lib.load(source)
+  gaps = tokenizer_lib.gaps(tokenizer, shape.vocab_size)
+  lm = transformer(dataclasses.replace(shape, gaps=gaps))
+  if config.model.path:
+    params = hf.load_params(directory)
+  else:
+    params = lm.init(jax.random.key(config.seed))
   set_format(source, tokenizer, config)
   stream, ahead = itertools.tee(texts(config, tokenizer, examples))
   next(pack(ahead, 4 * config.rows, config.row_length))

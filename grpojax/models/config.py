@@ -50,6 +50,8 @@ class TransformerConfig:
     normalize_experts: True where the weights of a token's experts sum to 1.
     labels: outputs of a sequence classifier, which has a score in place of the
       head; 0 means a language model.
+    gaps: ranges [start, stop) of ids without a token. The model has rows for
+      them, but its distributions leave them out.
   """
 
   vocab_size: int
@@ -80,6 +82,7 @@ class TransformerConfig:
   experts_per_token: int = 0
   normalize_experts: bool = False
   labels: int = 0
+  gaps: tuple[tuple[int, int], ...] = ()
 
   @property
   def ropes(self) -> tuple[Rope, ...]:

@@ -15,12 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
-from grpojax.core.decoding.sampling import Parts, share_below
+from grpojax.core.decoding.sampling import NEGATIVE, Parts, share_below
 from grpojax.models.cache import LANES
 
 _ROWS = 256  # at most in one step; no draw depends on how many there are
 _BYTES = 2**23  # of VMEM for weights and logits of a part
-_NEGATIVE = -1e30  # logits behind the vocabulary's end
 
 
 def _width(head: Shaped[Array, "D V"]) -> int:
@@ -31,7 +30,7 @@ def _width(head: Shaped[Array, "D V"]) -> int:
   return max(min(most, columns) // LANES, 1) * LANES
 
 
-def _draw_part(columns, logits_of, hidden, head, scales, uniform, out):
+def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
   """Draws a token of one part for each row of a block; see `draw_parts`.
 
   The first four rows of out [1, 8, rows] become the largest logit, the sum of
@@ -43,7 +42,9 @@ def _draw_part(columns, logits_of, hidden, head, scales, uniform, out):
   for scale in scales:
     x *= scale[...]
   column = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-  x = jnp.where(column < columns - first_column, logits_of(x), _NEGATIVE)
+  x = jnp.where(column < columns - first_column, logits_of(x), NEGATIVE)
+  for mask in masks:
+    x = jnp.where(mask[...] > 0, NEGATIVE, x)
   top = jnp.max(x, axis=-1, keepdims=True)
   slices = [x[:, i : i + LANES] for i in range(0, width, LANES)]
   weights = [jnp.exp(x - top) for x in slices]
@@ -81,6 +82,7 @@ def draw_parts(
   uniform: Float[Array, "N 2"],
   logits_of: Callable[[Array], Array],
   scale: Float[Array, "V"] | None = None,
+  mask: Bool[Array, "V"] | None = None,
 ) -> Parts:
   """Draws a token of each part of the vocabulary for each row.
 
@@ -90,13 +92,16 @@ def draw_parts(
     uniform: two numbers of each row from `sampling.uniform`.
     logits_of: maps the product, float32, to the logits.
     scale: factors of the head's columns (`quantization`), or None.
+    mask: True for columns that are never drawn, or None.
   """
   (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
   padding = (0, -count % LANES), (0, 0)
   hidden, uniform = jnp.pad(hidden, padding), jnp.pad(uniform, padding)
   rows = min(len(hidden), _ROWS)
   parts = pl.cdiv(columns, width)
-  scales = () if scale is None else (scale.astype(jnp.float32)[None],)
+  scales, masks = (
+    () if x is None else (x.astype(jnp.float32)[None],) for x in (scale, mask)
+  )
   of_columns = pl.BlockSpec((1, width), lambda part, i: (0, part))
   of_rows = lambda width: pl.BlockSpec((rows, width), lambda part, i: (i, 0))
   out = pl.pallas_call(
@@ -107,6 +112,7 @@ def draw_parts(
       of_rows(depth),
       pl.BlockSpec((depth, width), lambda part, i: (0, part)),
       (of_columns,) * len(scales),
+      (of_columns,) * len(masks),
       of_rows(2),
     ],
     out_specs=pl.BlockSpec((1, 8, rows), lambda part, i: (part, 0, i)),
@@ -118,7 +124,7 @@ def draw_parts(
       + hidden.nbytes * (parts if len(hidden) > rows else 1),
     ),
     name="draw_parts",
-  )(hidden, head, scales, uniform)
+  )(hidden, head, scales, masks, uniform)
   top, total, drawn, logit = out[:, :4, :count].transpose(1, 2, 0)
   ids = jnp.arange(parts) * width + drawn.astype(jnp.int32)
   return Parts(ids=ids, logits=logit, tops=top, sums=total)

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from grpojax.core.decoding.sampling import Parts
+from grpojax.core.decoding.sampling import NEGATIVE, Parts
 from grpojax.core.mesh import activation_spec
 from grpojax.core.types import LM, Params
 from grpojax.models import (
@@ -39,13 +39,23 @@ LARGE = 4096
 """Tokens of a vocabulary whose logits a TPU does not write while decoding."""
 
 
+def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
+  """Returns True for ids without a token (`gaps`); None if there are none."""
+  ids = jnp.arange(config.vocab_size)
+  masks = [(start <= ids) & (ids < stop) for start, stop in config.gaps]
+  return functools.reduce(jnp.logical_or, masks) if masks else None
+
+
 def _unembed(
   config: TransformerConfig,
   params: Params,
   hidden: Float[Array, "*tokens D"],
   dtype: Any,
 ) -> Float[Array, "*tokens V"]:
-  """Returns logits in float32, whatever the dtype of computation."""
+  """Returns logits in float32, whatever the dtype of computation.
+
+  Ids without a token have `NEGATIVE`, so their probability is 0.
+  """
   if config.labels:
     return matmul(hidden, params["score"].astype(dtype), jnp.float32)
   head = params["head"] if "head" in params else params["embed"].T
@@ -61,7 +71,8 @@ def _unembed(
     logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
-  return soft_cap(logits, config.logits_cap)
+  logits, mask = soft_cap(logits, config.logits_cap), _gap_mask(config)
+  return logits if mask is None else jnp.where(mask, NEGATIVE, logits)
 
 
 def _draw_parts(
@@ -81,24 +92,25 @@ def _draw_parts(
   def logits_of(x):
     return soft_cap(x, config.logits_cap) * (1 / temperature)
 
-  def draw(hidden, head, scale, uniform):
+  def draw(hidden, head, scale, mask, uniform):
     rows = [x.reshape(-1, x.shape[-1]) for x in (hidden, uniform)]
     draw_parts = head_kernel.draw_parts
-    parts = draw_parts(rows[0], head, rows[1], logits_of, scale)
+    parts = draw_parts(rows[0], head, rows[1], logits_of, scale, mask)
     if spec[2]:
       first = jax.lax.axis_index(spec[2]) * head.shape[1]
       parts = parts._replace(ids=parts.ids + first)
     return jax.tree.map(lambda x: x.reshape(*hidden.shape[:2], -1), parts)
 
   if not mesh.empty:
-    rows, columns = P(*spec[:2]), P(None, spec[2])
+    rows, columns, column = P(*spec[:2]), P(None, spec[2]), P(spec[2])
     draw = jax.shard_map(
       draw,
-      in_specs=(rows, columns, P(spec[2]), rows),
+      in_specs=(rows, columns, column, column, rows),
       out_specs=spec,
       check_vma=False,
     )
-  return draw(hidden, params["head"], params.get("head_scale"), uniform)
+  scale, mask = params.get("head_scale"), _gap_mask(config)
+  return draw(hidden, params["head"], scale, mask, uniform)
 
 
 def _decoding_stacks(

@@ -6,6 +6,7 @@ constant in it, and there is one copy of them: the reference policy is the same
 model without adapters, `params = {}`.
 """
 
+import dataclasses
 import functools
 import pathlib
 import time
@@ -98,13 +99,18 @@ def open_policy(
       f"the model in {directory} is a sequence classifier: it can be a "
       "reward.model, but writes no text"
     )
+  eos_ids = tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size)
+  gaps = tokenizer_lib.gaps(tokenizer, config.vocab_size, eos_ids)
   return Policy(
     directory,
     transformer(
-      config, dtype=jnp.dtype(dtype), remat=remat, attention=attention
+      dataclasses.replace(config, gaps=gaps),
+      dtype=jnp.dtype(dtype),
+      remat=remat,
+      attention=attention,
     ),
     tokenizer,
-    tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size),
+    eos_ids,
     tokenizer_lib.pad_id(tokenizer),
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),

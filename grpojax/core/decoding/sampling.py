@@ -17,7 +17,8 @@ from grpojax.core.options import NOT_NEGATIVE, POSITIVE, frozen_options, option
 FORMATS = ("model", "int8")
 """Formats of what each token of a rollout reads."""
 
-_NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
+NEGATIVE = -1e30
+"""Logit of tokens that are never drawn: finite, so that 0 times it is 0."""
 
 
 @frozen_options
@@ -154,18 +155,18 @@ def transform_logits(
   vocab = jnp.arange(logits.shape[-1])
   if sampling.temperature == 0:
     best = jnp.argmax(logits, axis=-1, keepdims=True)
-    return jnp.where(vocab == best, 0.0, _NEGATIVE)
+    return jnp.where(vocab == best, 0.0, NEGATIVE)
   logits = logits / sampling.temperature
   cut = logits
   if 0 < sampling.top_k < logits.shape[-1]:
     lowest = _threshold(cut, 1, sampling.top_k)
-    cut = jnp.where(cut < lowest, _NEGATIVE, cut)
+    cut = jnp.where(cut < lowest, NEGATIVE, cut)
   if sampling.top_p < 1:
     lowest = _threshold(cut, jax.nn.softmax(cut), sampling.top_p)
-    cut = jnp.where(cut < lowest, _NEGATIVE, cut)
+    cut = jnp.where(cut < lowest, NEGATIVE, cut)
   if sampling.min_p > 0:
     top = jnp.max(cut, axis=-1, keepdims=True)
-    cut = jnp.where(cut < top + jnp.log(sampling.min_p), _NEGATIVE, cut)
+    cut = jnp.where(cut < top + jnp.log(sampling.min_p), NEGATIVE, cut)
   if keep is not None and cut is not logits:
     cut = jnp.where(vocab == keep[..., None], logits, cut)
   return cut

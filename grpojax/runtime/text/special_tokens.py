@@ -18,6 +18,7 @@ are one token in prompts as in completions.
 """
 
 import functools
+import math
 import re
 import secrets
 from collections.abc import Callable
@@ -111,19 +112,28 @@ def encode(
   the tokenizer adds those that it adds itself.
 
   Raises:
-    ValueError: the tokenizer has no way to write a control token as text, or
-      its patterns give up on the text.
+    ValueError: the tokenizer has no way to write a control token as text, its
+      patterns give up on the text, or the model has no embedding of a token.
   """
+  encoder = encode_marked
+  if marks(tokenizer).nonce not in marked:
+    encoder = type(tokenizer).encode
   try:
-    if marks(tokenizer).nonce not in marked:
-      return tokenizer.encode(marked, add_special_tokens=add_special_tokens)
-    return encode_marked(tokenizer, marked, add_special_tokens)
+    ids = encoder(tokenizer, marked, add_special_tokens=add_special_tokens)
   except BaseException as error:
     if type(error).__name__ != "PanicException":  # of Rust; no Exception
       raise
     raise ValueError(
       f"the model's tokenizer cannot read a text ({error}): {marked[:80]!r}"
     ) from error
+  size = getattr(tokenizer, "embeddings", math.inf)
+  if ids and max(ids) >= size:
+    token = tokenizer.convert_ids_to_tokens(max(ids))
+    raise ValueError(
+      f"a text has the token {token!r} ({max(ids)}), and the model has "
+      f"embeddings of ids below {size} alone: take it out"
+    )
+  return ids
 
 
 def encode_marked(

@@ -5,6 +5,7 @@ else uses it.
 """
 
 import functools
+import itertools
 import os
 import pathlib
 import string
@@ -65,37 +66,58 @@ def load(path: str | os.PathLike) -> Any:
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-  if not any((path / name).is_file() for name in names):
+  there = [name for name in names if (path / name).is_file()]
+  if not there:
     raise ValueError(
       f"no tokenizer in {path}: none of {', '.join(names)} is there. Download"
       " the model first, or copy its tokenizer files into that directory"
     )
-  transformers = import_transformers()
-  # A generic class says that tokenizer.json is the whole tokenizer. For some
-  # model types (qwen2) AutoTokenizer would put the family's own in its place.
   settings = path / "tokenizer_config.json"
-  kind = settings.is_file() and read_json(settings).get("tokenizer_class")
-  generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
-  name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
+  if settings.is_file():
+    read_json(settings)  # refuses a file that is not an object
+  transformers = import_transformers()
+  # tokenizer.json is the whole tokenizer. AutoTokenizer may rebuild it by the
+  # class that tokenizer_config.json names, with other ids: under transformers
+  # 5.0 to 5.15 byte-level ones of the class LlamaTokenizerFast lose all spaces.
+  whole = there[0] == "tokenizer.json"
+  name = "PreTrainedTokenizerFast" if whole else "AutoTokenizer"
   try:
     tokenizer = getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
   except Exception as error:  # transformers raises many kinds
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
-  _check(path, tokenizer)
+  config = path / "config.json"
+  size = config.is_file() and read_json(config).get("vocab_size")
+  if type(size) is int:
+    _check_size(path, tokenizer, size)
+    tokenizer.embeddings = size  # for `special_tokens.encode`
+  _try(path, tokenizer)
   return tokenizer
 
 
-def _check(path: pathlib.Path, tokenizer: Any) -> None:
-  """Refuses ids that the model lacks, and files that take all time."""
-  config, file = path / "config.json", path / "tokenizer.json"
-  size = config.is_file() and read_json(config).get("vocab_size")
-  if type(size) is int and max(tokenizer.get_vocab().values()) >= size:
-    raise ValueError(
-      f"the tokenizer in {path} has ids of {size} and more, but the model has "
-      "only so many embeddings: they are not of the same model"
-    )
+def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
+  """Refuses ordinary tokens from id `size` on; prints added ones (Gemma 3's).
+
+  Texts with an added one are refused when they are encoded.
+  """
+  beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
+  named = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+  added = tokenizer.added_tokens_decoder.keys() - {*named}
+  listed = ", ".join(f"{beyond[i]!r} ({i})" for i in sorted(beyond)[:3])
+  trouble = (
+    f"the tokenizer in {path} has {len(beyond)} ids from {size} on ({listed}), "
+    f"and the model has {size} embeddings"
+  )
+  if beyond.keys() - added:
+    raise ValueError(f"{trouble}: they are not of the same model")
+  if beyond:
+    print(f"warning: {trouble}: texts with these tokens are refused")
+
+
+def _try(path: pathlib.Path, tokenizer: Any) -> None:
+  """Refuses files that take all time or memory."""
+  file = path / "tokenizer.json"
   if ASSETS not in path.absolute().parents:  # which are our own
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     changed = file.stat().st_mtime_ns if file.is_file() else 0
@@ -210,8 +232,25 @@ def encode_prompt(
         " name of a special token in it: take it out, or set"
         f" data.special_tokens = 'control'; the prompt is {text[:200]!r}"
       )
-  plain = not tokenizer.chat_template
-  return text, special_tokens_lib.encode(tokenizer, marked, plain)
+  if tokenizer.chat_template:
+    return text, special_tokens_lib.encode(tokenizer, marked)
+  return text, _encode_plain(tokenizer, marked)
+
+
+def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
+  """Returns the ids of a prompt without a chat template, BOS included.
+
+  A model goes on from a prompt, so an EOS that the tokenizer adds is removed.
+  """
+  ids = special_tokens_lib.encode(tokenizer, marked, True)
+  bare = special_tokens_lib.encode(tokenizer, marked)
+  bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+  if ids[:2] == [bos, bos] and bare[:2] != ids[:2]:
+    raise ValueError(
+      f"a prompt begins with {tokenizer.bos_token!r} twice: the tokenizer adds "
+      "one, and data.template (or the prompt) has another: remove that one"
+    )
+  return ids[:-1] if ids[-1:] == [eos] and ids[-len(bare) :] != bare else ids
 
 
 def encode_text(
@@ -376,6 +415,19 @@ def eos_ids(
       " generation_config.json, or eos_token in tokenizer_config.json"
     )
   return tuple(dict.fromkeys(ids))
+
+
+def gaps(
+  tokenizer: Any, vocab_size: int, eos_ids: Sequence[int] = ()
+) -> tuple[tuple[int, int], ...]:
+  """Returns ranges [start, stop) of ids below `vocab_size` without a token.
+
+  Most are at the end: rows that pad a vocabulary to a round number. EOS ids are
+  in none of them.
+  """
+  known = {*tokenizer.get_vocab().values(), *eos_ids}
+  ids = [-1, *filter(known.__contains__, range(vocab_size)), vocab_size]
+  return tuple((i + 1, j) for i, j in itertools.pairwise(ids) if j > i + 1)
 
 
 def _eos_id(

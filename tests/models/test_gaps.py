@@ -1,0 +1,146 @@
+"""Ids without a token: rows that pad a vocabulary, and holes in it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.logprobs import Reference, logprobs_and_load, token_logprobs
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.models import lora
+from grpojax.models.transformer import TransformerConfig, transformer
+
+V = 24
+GAPS = ((5, 7), (20, V))
+REAL = [i for i in range(V) if not 5 <= i < 7 and i < 20]
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=8,
+  layers=1,
+  heads=2,
+  kv_heads=1,
+  head_dim=4,
+  mlp=8,
+  tied=False,
+  logits_cap=30.0,
+)
+PLAIN, MASKED = (
+  transformer(dataclasses.replace(CONFIG, gaps=gaps)) for gaps in ((), GAPS)
+)
+PROMPTS = Prompts(
+  jnp.array([[3, 8, 1], [2, 9, 0]]), jnp.array([[1, 1, 1], [1, 1, 0]], bool)
+)
+
+
+def params_of(seed=0):
+  """Parameters of a model that likes ids without a token best."""
+  params = PLAIN.init(jax.random.key(seed))
+  params = jax.tree.map(lambda x: 9 * x, params)
+  head = params["head"].at[:, jnp.array(REAL)].multiply(0.2)
+  return params | {"head": head}
+
+
+def without_gaps(logits):
+  """Log-probabilities of the real ids alone, from all logits."""
+  logits = np.asarray(logits, np.float64)[..., REAL]
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def all_logits(params, ids):
+  prefix = PLAIN.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
+  hidden, _ = PLAIN.extend(params, prefix, ids)
+  first = jnp.broadcast_to(
+    prefix.last_hidden[:, None, None], hidden[:, :, :1].shape
+  )
+  before = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
+  return PLAIN.unembed(params, before)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    Sampling(),
+    Sampling(0.5),
+    Sampling(0.0),
+    Sampling(top_k=V - 2, min_p=0.01, repetition_penalty=1.3),
+    Sampling(weights_dtype="int8", cache_dtype="int8"),
+  ],
+)
+def test_samples_and_loss_are_of_the_real_ids(sampling, adapted):
+  whole, lm, params = params_of(), MASKED, params_of()
+  if adapted:
+    adapters = lora.init(whole, jax.random.key(1), 2, "layers/(q|v)")
+    lm, params = lora.adapt(MASKED, whole, 1.0), adapters
+  draw = lambda lm, params: rollout(
+    lm,
+    params,
+    PROMPTS,
+    jax.random.key(2),
+    group_size=64,
+    max_new_tokens=3,
+    eos_ids=(4,),
+    sampling=sampling,
+  )
+  ids = draw(PLAIN, whole).completion_ids
+  assert np.mean(np.isin(ids, REAL)) < 0.5  # or the test would show nothing
+  found = draw(lm, params)
+  ids, mask = found.completion_ids, np.asarray(found.completion_mask)
+  assert np.isin(np.asarray(ids)[mask], REAL).all()
+  loss, _ = token_logprobs(
+    lm,
+    params,
+    PROMPTS.prompt_ids,
+    PROMPTS.prompt_mask,
+    ids,
+    sampling=sampling,
+    chunk_size=3,
+  )
+  if not sampling.formats:
+    np.testing.assert_allclose(found.logprobs[mask], loss[mask], atol=1e-5)
+  if sampling.is_whole:
+    logits = all_logits(whole, ids) / sampling.temperature
+    places = np.searchsorted(REAL, np.asarray(ids))[..., None]
+    expected = np.take_along_axis(without_gaps(logits), places, -1)[..., 0]
+    np.testing.assert_allclose(loss[mask], expected[mask], atol=1e-5)
+
+
+def test_values_and_gradients_are_those_of_a_model_without_these_ids():
+  ids = jax.random.choice(jax.random.key(3), jnp.array(REAL), (2, 2, 4))
+  places, real = jnp.searchsorted(jnp.array(REAL), ids), jnp.array(REAL)
+  # It knows the real ids alone, by their places among them.
+  cut = PLAIN._replace(
+    extend=lambda params, prefix, ids, **options: PLAIN.extend(
+      params, prefix, real[ids], **options
+    ),
+    unembed=lambda *args: PLAIN.unembed(*args)[..., real],
+    forward=None,
+    prepare=None,
+  )
+
+  def values(lm, ids):
+    def loss(params, other):
+      read = lambda params, **options: logprobs_and_load(
+        lm,
+        params,
+        PROMPTS.prompt_ids,
+        PROMPTS.prompt_mask,
+        ids,
+        entropy_gradient=True,
+        **options,
+      )
+      found = read(params, reference=Reference(lm, other, read(other).hidden))
+      values = found.logprobs, found.entropy, found.kl
+      return sum(jnp.sum(jnp.sin(x)) for x in values), values
+
+    return jax.grad(loss, has_aux=True)(params_of(), params_of(7))
+
+  found, expected = values(MASKED, ids), values(cut, places)
+  compare = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
+  jax.tree.map(compare, found, expected)
+  assert not np.any(np.delete(found[0]["head"], REAL, axis=1))
