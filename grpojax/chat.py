@@ -179,6 +179,16 @@ def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:
   return dataclasses.replace(settings, data=data)
 
 
+def _prompt_length(
+  settings: TrainSettings, policy: Policy, example: dict[str, Any]
+) -> int:
+  """Counts a prompt's tokens; ValueError if the model cannot answer it."""
+  _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
+  new_tokens = settings.sampling.max_new_tokens
+  policy_lib.check_positions(policy.directory, len(ids), new_tokens)
+  return len(ids)
+
+
 def ask(
   speaker: Speaker,
   example: dict[str, Any],
@@ -194,8 +204,7 @@ def ask(
     ValueError: the model's chat template does not take the prompt.
   """
   settings, policy = speaker.settings, speaker.policy
-  _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
-  settings = _with_room(settings, len(ids))
+  settings = _with_room(settings, _prompt_length(settings, policy, example))
   prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
   key = jax.random.fold_in(speaker.key, turn)
   sampled = speaker.sampler(
@@ -297,7 +306,7 @@ def _set_up(
   if flags.example >= 0:
     example = _example(settings, flags.example)
   if example:
-    prompts_lib.encoder(settings, policy)(example["prompt"])
+    _prompt_length(settings, policy, example)
   chats = bool(policy.tokenizer.chat_template)
   if flags.turns == "all" and not chats:
     raise ValueError("--turns=all: the model has no chat template; use one")

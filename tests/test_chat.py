@@ -81,6 +81,10 @@ def test_a_problem_beyond_those_that_are_drawn():
     (["RUN", "--prompt=x", "--example=1"], "--prompt or --example, not both"),
     (["MODEL", "--example=60"], "there are 50 held-out problems, the last"),
     (["RUN", "--config.sampling.max_new_tokens=0"], "max_new_tokens = 0"),
+    (
+      ["RUN", "--prompt=12", "--config.sampling.max_new_tokens=1023"],
+      "a prompt of 2 tokens",
+    ),
     (["RUN", "--turns=all"], "no chat template"),
     (["RUN", "--example=1", "--config.reward.functions=x"], "x"),
   ],

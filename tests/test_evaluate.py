@@ -355,6 +355,10 @@ def test_numbers_are_printed_whatever_the_disk_says(
     ),
     (["--model={model}", "--out={empty_run}"], "is a directory"),
     (
+      ["--model={model}", "--config.sampling.max_new_tokens=1020"],
+      "(data.max_prompt_length) and a completion of 1020",
+    ),
+    (
       ["--model={model}", "--config.model.path=x"],
       "--config.model.path: python -m grpojax.evaluate does not read it, only "
       "its own flags and seed, steps, model.dtype, data.*, environment.*, "

@@ -261,6 +261,7 @@ def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
     ),
     ("--config.data.options.size=abc", "data.options.size = 'abc': must be"),
     ("--config.sampling.max_new_tokens=1000000000", "decode cache"),
+    ("--config.sampling.max_new_tokens=1020", "exceed the 1024 positions"),
     ("--config.batch_size=100000000", "Change --config.batch_size, --config.g"),
     ("--config.eval.batch_size=1000000000", "Change --config.eval.batch_size"),
     ("--run_dir=file/x", "cannot be written: Not a directory"),

@@ -44,7 +44,17 @@ def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, ...], Row]]:
         try:
           yield label, (start, stop, zlib.crc32(line)), _object(line)
         except (RecursionError, ValueError) as error:
-          raise ValueError(f"{label}: {error}") from error
+          advice = _other_format(line) if number == 1 else ""
+          raise ValueError(f"{label}: {error}{advice}") from error
+
+
+def _other_format(line: bytes) -> str:
+  """Returns advice on a file that begins with a line of another format."""
+  if line.startswith(b"PAR1"):
+    return "; this is a Parquet file: set data.name = 'parquet'"
+  kinds = {b"[": "a JSON array", b"{": "JSON over several lines"}
+  kind = kinds.get(line.strip()[:1], "CSV")
+  return f"; if this file is {kind}, convert it to JSONL: one object a line"
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> Row:

@@ -108,10 +108,15 @@ def resolve_all(
       not among them, or a function that `resolve` refuses.
   """
   labels = [label(name) for name in names]
-  if not names or len(set(labels)) < len(labels):
-    raise ValueError(
-      f"reward functions {list(names)}: give at least one, each name once"
-    )
+  if not names:
+    raise ValueError("reward functions: give at least one")
+  for name in labels:
+    same = [path for path in names if label(path) == name]
+    if len(same) > 1:
+      raise ValueError(
+        f"the reward functions {' and '.join(same)} have one name, and metrics "
+        "and options go by it: leave one out, or rename the function"
+      )
   options = options or {}
   for name, keywords in options.items():
     if not isinstance(keywords, Mapping):

@@ -8,6 +8,7 @@ model without adapters, `params = {}`.
 
 import dataclasses
 import functools
+import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -115,6 +116,31 @@ def open_policy(
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),
   )
+
+
+def check_positions(
+  directory: pathlib.Path, prompt_tokens: int, new_tokens: int
+) -> None:
+  """Compares the longest text of a program with the positions of a model.
+
+  A text beyond `max_position_embeddings` is an error, or a printed warning if
+  RoPE is scaled: then the number may be the length before scaling.
+
+  Raises:
+    ValueError: Prompt and completion have more tokens, and RoPE is not scaled.
+  """
+  hf_config = hf.read_config(directory)
+  limit = hf_config.get("max_position_embeddings") or math.inf
+  if prompt_tokens + new_tokens <= limit:
+    return
+  trouble = (
+    f"a prompt of {prompt_tokens} tokens (data.max_prompt_length) and a "
+    f"completion of {new_tokens} (sampling.max_new_tokens) exceed the {limit} "
+    f"positions of {directory} (max_position_embeddings in its config.json)"
+  )
+  if hf.to_transformer_config(hf_config).rope.factor == 1:
+    raise ValueError(f"{trouble}: lower one of the two settings")
+  print(f"warning: {trouble}")
 
 
 def with_weights(

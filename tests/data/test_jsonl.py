@@ -97,6 +97,25 @@ def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  "text, kind",
+  [
+    (f"[{GOOD}]", "a JSON array"),
+    (f"[\n{GOOD}\n]", "a JSON array"),
+    ('{\n"prompt": "x"\n}', "JSON over several lines"),
+    ("prompt,answer\nx,1", "CSV"),
+  ],
+)
+def test_files_of_other_formats(text, kind, tmp_path):
+  file = tmp_path / "a.json"
+  file.write_text(text)
+  with pytest.raises(ValueError, match=f"{kind}, convert it to JSONL"):
+    jsonl.load("train", path=file)
+  file.write_bytes(b"PAR1\x15\xff")
+  with pytest.raises(ValueError, match="data.name = 'parquet'"):
+    jsonl.load("train", path=file)
+
+
 def test_a_share_is_held_out_by_prompt(tmp_path):
   rng = random.Random(0)
   rows = [{"prompt": f"{i % 400}?", "answer": str(i)} for i in range(1200)]

@@ -61,15 +61,13 @@ def all_logits(params, ids):
   return PLAIN.unembed(params, before)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
-  "sampling",
+  "sampling, adapted",
   [
-    Sampling(),
-    Sampling(0.5),
-    Sampling(0.0),
-    Sampling(top_k=V - 2, min_p=0.01, repetition_penalty=1.3),
-    Sampling(weights_dtype="int8", cache_dtype="int8"),
+    (Sampling(0.5), True),
+    (Sampling(0.0), False),
+    (Sampling(top_k=V - 2, min_p=0.01, repetition_penalty=1.3), False),
+    (Sampling(weights_dtype="int8", cache_dtype="int8"), False),
   ],
 )
 def test_samples_and_loss_are_of_the_real_ids(sampling, adapted):

@@ -153,6 +153,7 @@ CONFIG = TransformerConfig(
   head_dim=4,
   mlp=8,
   logits_cap=20.0,
+  gaps=((100, 300), (V - 50, V)),
 )
 
 
@@ -171,7 +172,7 @@ def samples(temperature):
       jax.random.key(2),
       group_size=2,
       max_new_tokens=5,
-      eos_ids=(V - 1,),
+      eos_ids=(0,),
       sampling=Sampling(temperature=temperature),
     )
     prefix = lm.prefill(params, ids, ids >= 0)

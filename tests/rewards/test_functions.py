@@ -103,8 +103,7 @@ def test_several_functions():
   assert first("", "", EXAMPLE) == -0.6 and second("", "4", EXAMPLE) == 8
   for names, options, message in (
     ([], {}, "at least one"),
-    (["length", "length"], {}, "each name once"),
-    (["length", "other.package:length"], {}, "each name once"),
+    (["length", "other.py:length"], {}, "length and other.py:length have one"),
     (["length"], {"lenght": {}}, "did you mean 'length'"),
     (["length"], {"length": 1}, "reward.options.length = 1: give.*KEYWORD"),
   ):

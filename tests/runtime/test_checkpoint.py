@@ -99,6 +99,13 @@ def test_another_model_is_refused_by_name(tmp_path):
   assert "opt_state/1/0/mu/b: bfloat16[3] -> (none)" in str(error.value)
 
 
+def test_keys_of_another_generator_are_named(tmp_path):
+  like = _state(1).replace(key=jax.random.key(1, impl="threefry2x32"))
+  with checkpoint.open_checkpointer(_saved(tmp_path, 1)) as ckptr:
+    with pytest.raises(ValueError, match="set JAX_DEFAULT_PRNG_IMPL to"):
+      checkpoint.restore(ckptr, like)
+
+
 def test_unfinished_newest_is_invisible_and_removed(tmp_path):
   folder = _saved(tmp_path, 1)
   torn = folder / "5.orbax-checkpoint-tmp"

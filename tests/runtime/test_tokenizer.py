@@ -9,6 +9,7 @@ import socket
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from grpojax.runtime.text import tokenizer as tokenizers
 
@@ -103,14 +104,93 @@ def test_malformed_files_are_named(tmp_path):
     tokenizers.load(tmp_path)
 
 
-def test_a_vocabulary_beyond_the_models_is_refused(tmp_path):
-  tokenizers.character_tokenizer().save_pretrained(tmp_path)
-  config = tmp_path / "config.json"
-  config.write_text('{"vocab_size": 100}')
-  assert tokenizers.load(tmp_path)
-  config.write_text('{"vocab_size": 99}')
-  with pytest.raises(ValueError, match="has ids of 99 and more"):
-    tokenizers.load(tmp_path)
+def test_ids_beyond_the_model_may_be_added_tokens_that_no_text_has(
+  tmp_path, capsys
+):
+  """Such as Gemma 3's <image_soft_token>, the id after the vocabulary."""
+  made = tokenizers.character_tokenizer()
+  made.add_tokens(["<image>"], special_tokens=True)
+  made.save_pretrained(tmp_path)
+
+  def load(size):
+    write(tmp_path, "config.json", vocab_size=size)
+    return tokenizers.load(tmp_path)
+
+  load(101)
+  assert not capsys.readouterr().out
+  loaded = load(100)
+  assert "'<image>' (100)), and the model has 100" in capsys.readouterr().out
+  prompt = "1<image>"  # letters, as any control token's name in a prompt
+  ids = made.encode("1<", add_special_tokens=False)
+  assert tokenizers.encode_prompt(loaded, prompt)[1][:2] == ids
+  with pytest.raises(ValueError, match=r"the token '<image>' \(100\)"):
+    tokenizers.encode_prompt(loaded, prompt, special_tokens="control")
+  with pytest.raises(ValueError, match="has 2 ids from 99 on.*same model"):
+    load(99)
+  made.pad_token = "<image>"
+  made.save_pretrained(tmp_path)
+  with pytest.raises(ValueError, match="has 1 ids from 100 on.*same model"):
+    load(100)
+
+
+@pytest.mark.parametrize(
+  "kind",
+  ["LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer", "GPT2Tokenizer"],
+)
+def test_no_class_replaces_what_tokenizer_json_says(bpe, tmp_path, kind):
+  bpe.save_pretrained(tmp_path)
+  settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+  settings["tokenizer_class"] = kind
+  write(tmp_path, "tokenizer_config.json", **settings)
+  write(tmp_path, "config.json", model_type="qwen3")
+  loaded = tokenizers.load(tmp_path)
+  text = " Ann sells  12345 clips\n\n in May <s>"
+  assert loaded.encode(text) == bpe.encode(text)
+  assert loaded.decode(loaded.encode(text)) == text
+  assert loaded.eos_token_id == 1
+
+
+def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
+  made = tokenizers.character_tokenizer()
+  made.add_special_tokens({"bos_token": "<s>"})
+  bos, eos = made.bos_token_id, made.eos_token_id
+  backend = made.backend_tokenizer
+  backend.post_processor = processors.TemplateProcessing(
+    single="<s> $A <|endoftext|>",
+    special_tokens=[("<s>", bos), ("<|endoftext|>", eos)],
+  )
+  made.save_pretrained(tmp_path)
+  loaded = tokenizers.load(tmp_path)
+  one = loaded.encode("1", add_special_tokens=False)
+  assert loaded.encode("1") == [bos, *one, eos]
+
+  def ids(prompt, **options):
+    return tokenizers.encode_prompt(loaded, prompt, **options)[1]
+
+  assert ids("1") == [bos, *one]
+  assert ids("") == [bos]
+  assert ids("1", template="{prompt}<|endoftext|>") == [bos, *one, eos]
+  letters = ids("<s>1<|endoftext|>")
+  assert letters[0] == bos and not {bos, eos} & {*letters[1:]}
+  with pytest.raises(ValueError, match="'<s>' twice: .*data.template"):
+    ids("1", template="<s>{prompt}")
+
+
+@pytest.mark.parametrize(
+  "size, eos, gaps",
+  [
+    (100, (), ()),
+    (99, (), ()),
+    (101, (), ((100, 101),)),
+    (128, (), ((100, 105), (106, 128))),
+    (128, (127,), ((100, 105), (106, 127))),
+  ],
+)
+def test_ids_without_a_token(size, eos, gaps):
+  made = tokenizers.character_tokenizer()
+  vocabulary = made.get_vocab() | ({"extra": 105} if size > 105 else {})
+  made.get_vocab = lambda: vocabulary
+  assert tokenizers.gaps(made, size, eos) == gaps
 
 
 def test_no_eos_and_no_pad_are_errors(tmp_path):

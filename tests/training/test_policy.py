@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.training import policy as policy_lib
@@ -29,6 +30,54 @@ def test_a_policy_and_its_texts(toy_model):
   )
   texts = policy_lib.decode(policy, samples)
   assert texts == [["12#", "1"]]
+
+
+def test_rows_beyond_the_tokenizer_are_never_sampled(toy_model, tmp_path):
+  """They stay in the weights, and the others' logits are as they were."""
+  whole, ids = hf.load_params(toy_model), jnp.arange(20, 30)[None]
+  rows = jnp.full((28, whole["embed"].shape[1]), 9.0)
+  padded = whole | {"embed": jnp.concatenate([whole["embed"], rows])}
+  shutil.copytree(toy_model, tmp_path / "source")
+  file = tmp_path / "source/config.json"
+  file.write_text(
+    json.dumps(json.loads(file.read_text()) | {"vocab_size": 128})
+  )
+  hf.save(tmp_path / "model", padded, tmp_path / "source")
+
+  def logits(path):
+    policy = policy_lib.load_policy(str(path))
+    prefix = policy.lm.prefill(policy.params, ids, ids > 0)
+    return policy, policy.lm.unembed(policy.params, prefix.last_hidden)
+
+  policy, found = logits(tmp_path / "model")
+  assert policy.params["embed"].shape[0] == 128
+  np.testing.assert_array_equal(found[:, 100:], NEGATIVE)
+  _, expected = logits(toy_model)
+  np.testing.assert_allclose(found[:, :100], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "tokens, rope, outcome",
+  [
+    (10, None, "fits"),
+    (11, None, "refused"),
+    (11, {"rope_type": "default"}, "refused"),
+    (11, {"rope_type": "linear", "factor": 4.0}, "warned"),
+  ],
+)
+def test_texts_beyond_the_positions(
+  tokens, rope, outcome, toy_model, tmp_path, capsys
+):
+  config = json.loads((toy_model / "config.json").read_text())
+  config |= {"max_position_embeddings": 40, "rope_scaling": rope}
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  message = "exceed the 40 positions"
+  if outcome == "refused":
+    with pytest.raises(ValueError, match=f"{message}.*lower one"):
+      policy_lib.check_positions(tmp_path, 30, tokens)
+  else:
+    policy_lib.check_positions(tmp_path, 30, tokens)
+  assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
 @pytest.mark.parametrize("eos", [100, True, "</s>"])

@@ -132,6 +132,12 @@ def _check_fits(
     for name in sorted(saved.keys() | asked_for.keys())
     if saved.get(name) != asked_for.get(name)
   ]
+  if saved.get("key") != asked_for.get("key"):
+    raise ValueError(
+      f"{path} was saved under another random number generator ("
+      f"{saved.get('key')} -> {asked_for.get('key')}): set "
+      "JAX_DEFAULT_PRNG_IMPL to its value when the run started"
+    )
   if len(different) > 8:
     different[8:] = [f"and {len(different) - 8} more"]
   if different:

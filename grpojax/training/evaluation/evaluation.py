@@ -34,6 +34,7 @@ from grpojax.statistics.intervals import (
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
+from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
@@ -125,6 +126,8 @@ def held_out_problems(
   load_split = functools.partial(splits_lib.load_split, examples=loaded)
   splits = for_each(lambda p: load_split(settings, p, "test"))
   settings = splits_lib.with_prompt_length(settings, *splits)
+  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
+  for_each(lambda p: policy_lib.check_positions(p.directory, *lengths))
   rewards_lib.check_columns(
     settings, rewards_lib.resolve_functions(settings), splits[0]
   )

@@ -22,7 +22,7 @@ from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenizer
 from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policy import Policy, find_model
+from grpojax.training.policy import Policy, check_positions, find_model
 from grpojax.training.run import (
   hub_pins,
   memory,
@@ -135,6 +135,9 @@ def read_inputs(
   settings = splits.with_prompt_length(settings, train, held_out)
   teacher = memory.shape(policy.teacher) if policy.teacher else None
   memory.refuse(memory.training(settings, memory.shape(policy), mesh, teacher))
+  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
+  for model in filter(None, (policy, policy.teacher)):
+    check_positions(model.directory, *lengths)
   for split in (train, held_out):
     rewards_lib.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:

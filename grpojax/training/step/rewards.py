@@ -133,6 +133,8 @@ def open_model(
   if not path:
     return None
   directory = policy_lib.find_model(path)
+  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
+  policy_lib.check_positions(directory, *lengths)
   dtype = jnp.dtype(settings.model.dtype)
   lm, params = neural.load(
     directory,
