@@ -83,7 +83,7 @@ def test_a_problem_beyond_those_that_are_drawn():
     (["RUN", "--config.sampling.max_new_tokens=0"], "max_new_tokens = 0"),
     (
       ["RUN", "--prompt=12", "--config.sampling.max_new_tokens=1023"],
-      "a prompt of 2 tokens",
+      "a prompt of 3 tokens",
     ),
     (["RUN", "--turns=all"], "no chat template"),
     (["RUN", "--example=1", "--config.reward.functions=x"], "x"),
