@@ -185,7 +185,7 @@ def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
   config = json.loads((other / "config.json").read_text())
   padded = json.dumps(config | {"vocab_size": 128})
   (other / "config.json").write_text(padded)
-  with pytest.raises(SystemExit, match="teacher .*the policy may sample 128"):
+  with pytest.raises(SystemExit, match="teacher .*fewer than the policy's 128"):
     changes = {"model.path": other, "model.teacher": toy_model}
     train_toy(**changes, **{"loss.beta": 1})
   with pytest.raises(SystemExit, match="teacher .*nowhere"):

@@ -126,8 +126,11 @@ def held_out_problems(
   load_split = functools.partial(splits_lib.load_split, examples=loaded)
   splits = for_each(lambda p: load_split(settings, p, "test"))
   settings = splits_lib.with_prompt_length(settings, *splits)
-  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
-  for_each(lambda p: policy_lib.check_positions(p.directory, *lengths))
+  longest = settings.data.max_prompt_length
+  new_tokens = settings.sampling.max_new_tokens
+  for_each(
+    lambda p: policy_lib.check_positions(p.directory, longest, new_tokens)
+  )
   rewards_lib.check_columns(
     settings, rewards_lib.resolve_functions(settings), splits[0]
   )

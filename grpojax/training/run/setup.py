@@ -84,8 +84,8 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
   rows = [memory.shape(one).vocab_size for one in (policy, teacher)]
   if rows[1] < rows[0]:
     refuse(
-      f"knows {rows[1]} ids, and the policy may sample {rows[0]} (vocab_size): "
-      "use one that knows them"
+      f"has {rows[1]} ids (vocab_size), fewer than the policy's {rows[0]}: "
+      "use one with at least as many"
     )
   return policy._replace(teacher=teacher)
 

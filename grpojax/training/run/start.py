@@ -135,9 +135,10 @@ def read_inputs(
   settings = splits.with_prompt_length(settings, train, held_out)
   teacher = memory.shape(policy.teacher) if policy.teacher else None
   memory.refuse(memory.training(settings, memory.shape(policy), mesh, teacher))
-  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
+  longest = settings.data.max_prompt_length
   for model in filter(None, (policy, policy.teacher)):
-    check_positions(model.directory, *lengths)
+    new_tokens = settings.sampling.max_new_tokens
+    check_positions(model.directory, longest, new_tokens)
   for split in (train, held_out):
     rewards_lib.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:

@@ -133,8 +133,9 @@ def open_model(
   if not path:
     return None
   directory = policy_lib.find_model(path)
-  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
-  policy_lib.check_positions(directory, *lengths)
+  longest = settings.data.max_prompt_length
+  new_tokens = settings.sampling.max_new_tokens
+  policy_lib.check_positions(directory, longest, new_tokens)
   dtype = jnp.dtype(settings.model.dtype)
   lm, params = neural.load(
     directory,
@@ -144,7 +145,7 @@ def open_model(
   )
   tokenizer = tokenizer_lib.load(directory)
   # Each length is a program: powers of two, with room for the turns' markers.
-  limit = settings.data.max_prompt_length + settings.sampling.max_new_tokens
+  limit = longest + new_tokens
   lengths = [SHORTEST]
   while lengths[-1] < limit + SHORTEST:
     lengths.append(2 * lengths[-1])
