@@ -65,8 +65,8 @@ def make_batch(
     policy_params: Policy that sampled, for objective.old_logprobs = "trainer"
       with several updates: one more forward pass, and the first ratios are 1.
     ref_params: Reference policy, or None for no reference pass. Its
-      log-probabilities are at the temperature of `sampling` (and with its
-      repetition penalty) without its cuts, see `core.losses.kl`.
+      log-probabilities are at the temperature of `sampling` without its
+      cuts, see `core.losses.kl`.
     ref_lm: Model of `ref_params`, where it is another one: a teacher's.
     ref_prompts: Prompts that the reference reads in the place of the rollout's,
       of any length: with a hint, say.

@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.arguments import check_prompts
-from grpojax.core.decoding import repetition
 from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.packing import flat_tokens
@@ -179,23 +178,19 @@ def _reference_logits(
   reference: Reference,
   vocab: int,
   sampling: Sampling,
-  seen: Bool[Array, "B G S V"] | None,
 ) -> Float[Array, "B G S R"]:
   """Returns the logits of a reference, of `vocab` ids of the policy and more.
 
-  ValueError where it knows fewer. Of the others nothing has been `seen`.
+  ValueError where it knows fewer.
   """
   logits = reference.lm.unembed(reference.params, reference.hidden)
   logits = constrain(logits, "batch", "group", None, "vocabulary")
-  more = logits.shape[-1] - vocab
-  if more < 0:
+  if logits.shape[-1] < vocab:
     raise ValueError(
       f"the reference knows {logits.shape[-1]} ids, and the policy {vocab}: an "
       "exact KL divergence needs one that knows them"
     )
-  if seen is not None:
-    seen = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, more)])
-  return transform_logits(logits, sampling.uncut, seen=seen)
+  return transform_logits(logits, sampling.uncut)
 
 
 def _in_chunks(
@@ -203,7 +198,6 @@ def _in_chunks(
   params: Params,
   hidden: Float[Array, "B G S D"],
   ids: Int[Array, "B G S"],
-  seen_by: tuple[Array, Array, Array | None] | None,
   reference: Reference | None,
   *,
   sampling: Sampling,
@@ -212,8 +206,7 @@ def _in_chunks(
 ) -> tuple[Float[Array, "B G S"], ...]:
   """Returns log-probabilities and entropies, with logits of a chunk at a time.
 
-  After them, with a reference, come the divergences from it. `seen_by` are the
-  arguments of `repetition.seen_before`, with a penalty.
+  After them, with a reference, come the divergences from it.
   """
   # All rows take part in each chunk, because the mesh cuts them: so none leaves
   # its device. The chunks are of about as many positions.
@@ -233,21 +226,18 @@ def _in_chunks(
     policy=jax.checkpoint_policies.save_only_these_names(*saved),
     prevent_cse=False,  # under a scan nothing can be merged with it
   )
-  def of_chunk(wide, hidden, ids, ref_hidden, where):
+  def of_chunk(wide, hidden, ids, ref_hidden):
     narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
     logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
     logits = checkpoint_name(logits, "logits")
     logits = constrain(logits, "batch", "group", None, "vocabulary")
-    seen = None
-    if seen_by is not None:
-      seen = repetition.seen_before(seen_by[0], *where)
-    logits = transform_logits(logits, sampling, keep=ids, seen=seen)
+    logits = transform_logits(logits, sampling, keep=ids)
     values = _logprob_and_entropy(logits, ids, entropy_gradient)
     if reference is None:
       return values
     behind = reference._replace(hidden=ref_hidden)
     return *values, _kl_divergence(
-      logits, _reference_logits(behind, logits.shape[-1], sampling, seen)
+      logits, _reference_logits(behind, logits.shape[-1], sampling)
     )
 
   # The gradients of parameters that are used in chunks are added up over them.
@@ -255,7 +245,7 @@ def _in_chunks(
     lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
   )
   ref_hidden = None if reference is None else reference.hidden
-  arrays = hidden, ids, ref_hidden, None if seen_by is None else seen_by[1:]
+  arrays = hidden, ids, ref_hidden
 
   def to_chunks(x):  # [B, G, S, ...] -> [S / size, B, G, size, ...]
     padding = [(0, -s % size if axis == 2 else 0) for axis in range(x.ndim)]
@@ -302,7 +292,6 @@ def logprobs_and_load(
   positions: Int[Array, "n G S"] | None = None,
   segments: Int[Array, "n G S"] | None = None,
   entropy_gradient: bool = False,
-  samples: Int[Array, "_ samples T"] | None = None,
   flat: FlatTokens | None = None,
   replayed: tuple[Array, Array] | None = None,
   reference: Reference | None = None,
@@ -326,28 +315,22 @@ def logprobs_and_load(
     positions: Positions of the tokens, see `LM.extend`.
     segments: Completions of the tokens where several share a row, likewise.
     entropy_gradient: True lets a gradient flow through the entropy too.
-    samples: Completions that `segments` counts; a repetition penalty reads
-      them.
     flat: Index of the real tokens of `ids` and of the prompts, see
       `LM.forward`; `segments` count the samples of all prompts on a device.
     replayed: Experts of all tokens, see `LM.forward_with_load`.
     reference: What the exact KL divergence is from, at the temperature of
-      `sampling` (and with its penalty of what the policy has read) without its
-      cuts.
+      `sampling` without its cuts.
 
   Returns:
     Float32 arrays [B, G, S], or [C, 1, N] of flat tokens.
 
   Raises:
-    ValueError: chunk_size below 1, a repetition penalty of packed rows without
-      `samples`, or wrong prompts (see `arguments.check_prompts`).
+    ValueError: chunk_size below 1, or wrong prompts (see
+      `arguments.check_prompts`).
   """
   check_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-  penalised, seen_by = sampling.repetition_penalty != 1, None
-  if penalised and segments is not None and samples is None:
-    raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, longest=None)
   hidden, load = completion_hidden(
     lm,
@@ -362,30 +345,15 @@ def logprobs_and_load(
     replayed=replayed,
   )
   if flat is not None:
-    ids, positions, segments = (
-      flat_tokens.flatten(x, flat.rows) for x in (ids, positions, segments)
-    )
+    ids = flat_tokens.flatten(ids, flat.rows)
     if reference is not None:
       ref_hidden = flat_tokens.flatten(reference.hidden, flat.rows)
       reference = reference._replace(hidden=ref_hidden)
-  if penalised:
-    first = repetition.first_places(
-      prompt_ids,
-      prompt_mask,
-      ids if samples is None else samples,
-      jax.eval_shape(lm.unembed, params, hidden).shape[-1],
-    )
-    if flat is not None:  # of all samples on a device, as `segments` count
-      first = first.reshape(len(ids), -1, first.shape[-1])
-    if positions is None:
-      positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-    seen_by = first, positions, segments
   logprobs, entropy, *kl = _in_chunks(
     lm,
     params,
     hidden,
     ids,
-    seen_by,
     reference,
     sampling=sampling,
     chunk_size=chunk_size,

@@ -23,7 +23,6 @@ from grpojax.core.decoding import (
   no_samples,
   of_words,
   prefill,
-  repetition,
   sample_keys,
   token_limits,
 )
@@ -90,8 +89,8 @@ def rollout(
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
       random key, or wrong prompts (see `arguments.check_prompts`); an
-      environment with a repetition penalty, or one that is none (see
-      `environment.checked`); experts of a model without.
+      environment that is none (see `environment.checked`); experts of a model
+      without.
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
@@ -102,12 +101,6 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
-  penalised = sampling.repetition_penalty != 1
-  if environment and penalised:
-    raise ValueError(
-      "an environment's turns are not decoded with a repetition penalty: "
-      f"repetition_penalty={sampling.repetition_penalty} must be 1"
-    )
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   limit = token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
@@ -122,19 +115,13 @@ def rollout(
     eos=eos,
     sampling=sampling,
   )
-  if environment or penalised:
-    logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
   if environment:
+    logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
     checked = environment_lib.checked(
       environment, prompts.targets, b, t_max, logits.shape[-1]
     )
     setup = setup._replace(environment=checked)
   samples = no_samples(limit, t_max, pad_id)
-  if penalised:
-    in_prompt = repetition.in_prompts(
-      prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
-    )
-    samples = samples._replace(seen=jnp.repeat(in_prompt[:, None], g, axis=1))
   if record_experts:
     samples = samples._replace(experts=no_experts(prompt_experts, g, t_max))
   if environment:

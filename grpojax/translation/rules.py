@@ -224,6 +224,13 @@ def filter_size(theirs: Theirs, name: str) -> int | float:
   return max(theirs[name] or 0, 0)
 
 
+def repetition_penalty(theirs: Theirs, name: str) -> Items:
+  """A note that there is none, where theirs is on."""
+  if theirs[name] != 1:
+    text = f"{theirs[name]!r}: no repetition penalty is available here"
+    yield Note(name, text, missing=True)
+
+
 def only_if(*flags: str) -> Callable[[Theirs, str], Any]:
   """Makes the value one that counts where their settings `flags` are on."""
 

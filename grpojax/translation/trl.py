@@ -321,9 +321,7 @@ TABLE = {
   "top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
   "top_k": Row(0, "sampling.top_k", rules.filter_size, rules.SAMPLED),
   "min_p": Row(None, "sampling.min_p", rules.filter_size, rules.SAMPLED),
-  "repetition_penalty": Row(
-    1.0, "sampling.repetition_penalty", note=rules.SAMPLED
-  ),
+  "repetition_penalty": Row(1.0, rules.repetition_penalty),
   # Advantages and loss.
   "scale_rewards": Row("group", _advantage),
   "multi_objective_aggregation": Row(

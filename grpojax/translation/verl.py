@@ -438,6 +438,7 @@ TABLE = {
     -1, "sampling.top_k", rules.filter_size, rules.SAMPLED
   ),
   f"{ROLLOUT}.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
+  f"{ROLLOUT}.repetition_penalty": Row(1.0, rules.repetition_penalty),
   # Advantages and loss.
   "algorithm.adv_estimator": Row("gae", _advantage),
   "algorithm.norm_adv_by_std_in_grpo": Row(True),

@@ -201,7 +201,6 @@ def test_a_whole_step_is_its_parts(tiny):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"sampling": Sampling(repetition_penalty=1.1)}, "repetition_penalty=1.1"),
     ({"environment": ENVIRONMENT._replace(max_turns=0)}, "max_turns=0"),
     ({"environment": ENVIRONMENT._replace(max_turns=2.0)}, "max_turns=2.0"),
   ],

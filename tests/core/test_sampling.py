@@ -242,5 +242,5 @@ def test_shapes_and_dtypes_are_checked_while_testing():
 def test_formats_leave_the_distribution_whole():
   """A head's kernel draws from the softmax of all logits alone."""
   whole = Sampling(0.7), Sampling(weights_dtype="int8", cache_dtype="int8")
-  cut = Sampling(0.0), Sampling(top_k=3), Sampling(repetition_penalty=1.1)
+  cut = Sampling(0.0), Sampling(top_k=3)
   assert all(x.is_whole for x in whole) and not any(x.is_whole for x in cut)

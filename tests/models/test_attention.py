@@ -355,7 +355,6 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
       ids,
       positions=jnp.broadcast_to(places, ids.shape),
       segments=segments,
-      samples=ids,
     )
     return jnp.sum(logprobs**2), logprobs
 

@@ -160,15 +160,6 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       "model.reference = 'host': loss.kl = 'exact' reads the",
     ),
     (
-      {
-        "loss__beta": 1,
-        "loss__kl": "exact",
-        "model__reference_prompt": "{prompt}!",
-        "sampling__repetition_penalty": 1.1,
-      },
-      "use another estimate, or sampling.repetition_penalty = 1",
-    ),
-    (
       {"loss__beta": 1, "loss__kl": "exact", "loss__kl_placement": "ratio"},
       "use k1 or k3",
     ),
@@ -401,7 +392,6 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
       "loss__beta": 0.1,
       "lora__rank": 2,
     },
-    {"sampling__repetition_penalty": 1.2},
     INT8,
     # Ratios to the rollout's log-probabilities correct it, too.
     {"sampling__weights_dtype": "int8", "optim__minibatches": 2},

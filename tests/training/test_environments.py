@@ -244,10 +244,6 @@ def test_an_observation_that_cannot_be_read_is_a_failure(
     ),
     ({"environment.credit": "turn"}, "there are no turns"),
     (
-      {"environment.path": "retry", "sampling.repetition_penalty": 1.1},
-      "sampling.repetition_penalty",
-    ),
-    (
       {"environment.path": "retry", "environment.credit": "turn"},
       "reward.functions = 'environment'",
     ),

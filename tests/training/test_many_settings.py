@@ -16,13 +16,12 @@ DATA |= {"reward.weights": "1,-.1,.5"}
 LOSS = {"loss.truncated": "drop", "loss.beta": 0.1, "loss.entropy_coef": 0.01}
 LOSS |= {"loss.entropy_target": 9.0, "loss.top_entropy_quantile": 0.5}
 LOSS |= {"loss.correction": "token_truncate", "loss.advantage_clip": 2.0}
+LOSS |= {"optim.micro_batches": 2}
 FOLLOWS = {"model.reference_every": 1, "model.reference_mix": 0.5}
 FOLLOWS |= {"model.reference": "host"}
-PENALTY = {"sampling.repetition_penalty": 1.2, "optim.micro_batches": 2}
 RUNS = {
   "filtered": DATA
   | LOSS
-  | PENALTY
   | {
     "data.mixture.hard.rewards": "length,format",
     "filter_groups.enable": True,
@@ -37,7 +36,6 @@ RUNS = {
   "by_difficulty": DATA
   | LOSS
   | FOLLOWS
-  | PENALTY
   | {
     "data.mixture.easy.options.size": 12,
     "data.mixture.hard.options.size": 9,

@@ -43,7 +43,6 @@ CHOICES = {
   "optim.micro_batches": (1, 2, 3),
   "optim.max_grad_norm": (0.1, 1.0),
   "sampling.temperature": (1.0, 0.7),
-  "sampling.repetition_penalty": (1.0, 1.3),
 }
 
 

@@ -132,14 +132,13 @@ def test_sampling_and_the_sizes_of_an_update(settings_with):
     sampling__top_k=5,
     sampling__top_p=0.9,
     sampling__min_p=0.1,
-    sampling__repetition_penalty=1.2,
     logits_chunk=3,
     optim__epochs=2,
     optim__minibatches=4,
     optim__micro_batches=8,
     optim__max_grad_norm=0.3,
   )
-  assert settings.sampling.distribution == Sampling(0.7, 5, 0.9, 0.1, 1.2)
+  assert settings.sampling.distribution == Sampling(0.7, 5, 0.9, 0.1)
   assert settings.optim.update == UpdateOptions(
     epochs=2,
     minibatches=4,

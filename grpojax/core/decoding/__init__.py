@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree, UInt32
 
 from grpojax.core import environment as environment_lib
-from grpojax.core.decoding import repetition
 from grpojax.core.decoding.sampling import (
   Sampling,
   sample,
@@ -54,9 +53,8 @@ class Decoding:
 class Samples(NamedTuple):
   """Completions, as far as they are drawn.
 
-  `seen` are the tokens that each sample or its prompt has; None without a
-  repetition penalty. `episodes` are None without an environment, and `experts`,
-  in words (`of_words`), where they are not recorded.
+  `episodes` are None without an environment, and `experts`, in words
+  (`of_words`), where they are not recorded.
   """
 
   ids: Int[Array, "B G T"]
@@ -64,7 +62,6 @@ class Samples(NamedTuple):
   length: Int[Array, "B G"]
   finished: Bool[Array, "B G"]
   done: Bool[Array, "B G"]
-  seen: Bool[Array, "B G V"] | None = None
   episodes: environment_lib.Episodes | None = None
   experts: UInt32[Array, "B G T W"] | None = None
 
@@ -236,9 +233,8 @@ def draw(
   keys: Key[Array, "B G"],
   t: Int[Array, "..."],
   hidden: Float[Array, "B G D"],
-  seen: Bool[Array, "B G V"] | None,
-) -> tuple[Int[Array, "B G"], Float[Array, "B G"], Bool[Array, "B G V"] | None]:
-  """Draws token t of each sample: ids, log-probabilities, and `seen` with it.
+) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
+  """Draws token t of each sample, and returns ids and log-probabilities.
 
   It draws from the sample's own key and t alone, so that neither the batch nor
   the order of the loop can change it.
@@ -250,12 +246,10 @@ def draw(
     of_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
     within, temperature = jnp.stack(within, axis=-1), sampling.temperature
     parts = lm.draw_parts(setup.params, hidden, within, temperature)
-    return *sample_parts(parts, of_part), seen
+    return sample_parts(parts, of_part)
   logits = lm.unembed(setup.params, hidden)
   logits = constrain(logits, "batch", "group", "vocabulary")
-  ids, logprobs = sample(keys, logits, sampling, seen)
-  seen = None if seen is None else repetition.mark(seen, ids)
-  return ids, logprobs, seen
+  return sample(keys, logits, sampling)
 
 
 def prefill(
@@ -294,7 +288,7 @@ def _append(
 ) -> Samples:
   """Draws token t of every sample that is not done; observations are read."""
   alive, episodes = ~samples.done, samples.episodes
-  ids, logprobs, seen = draw(setup, setup.keys, t, hidden, samples.seen)
+  ids, logprobs = draw(setup, setup.keys, t, hidden)
   drawn = alive
   if episodes is not None:
     drawn = alive & ~episodes.forced
@@ -321,7 +315,6 @@ def _append(
     length=length,
     finished=samples.finished | ended,
     done=samples.done | over | (length >= setup.limit),
-    seen=seen,
     episodes=episodes,
   )
 

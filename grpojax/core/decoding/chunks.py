@@ -239,7 +239,7 @@ def _append(
   )
   first = setup.prefix.last_hidden[:, None]
   hidden = jnp.where((t == 0)[..., None], first, hidden[:, :, 0])
-  ids, logprobs, _ = draw(setup, setup.keys, t, hidden, None)
+  ids, logprobs = draw(setup, setup.keys, t, hidden)
   at_t = alive[..., None] & (jnp.arange(rows.turns.shape[-1]) == t[..., None])
 
   def put(old, new):

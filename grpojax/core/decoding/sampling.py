@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt32
+from jaxtyping import Array, Float, Float32, Int, Key, UInt32
 
-from grpojax.core.decoding import repetition
-from grpojax.core.options import NOT_NEGATIVE, POSITIVE, frozen_options, option
+from grpojax.core.options import NOT_NEGATIVE, frozen_options, option
 
 FORMATS = ("model", "int8")
 """Formats of what each token of a rollout reads."""
@@ -25,8 +24,7 @@ NEGATIVE = -1e30
 class Sampling:
   """Distribution that tokens are sampled from, its settings in their order.
 
-  `repetition_penalty` comes before all others (`core.decoding.repetition`),
-  then `temperature` divides the logits (0 is greedy decoding), then tokens are
+  `temperature` divides the logits (0 is greedy decoding), then tokens are
   cut: `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082. Formats
   (`models.quantization`) are of the rollout alone: the loss is of the model as
   it is, and what lies between them asks for a correction
@@ -52,12 +50,6 @@ class Sampling:
     "probability; 0 is off",
     within="[0, 1]",
   )
-  repetition_penalty: float = option(
-    1.0,
-    "logits of tokens that have been there, in the prompt too, are divided by "
-    "it where positive (multiplied where not); 1 = off",
-    within=POSITIVE,
-  )
   weights_dtype: str = option(
     "model",
     "format of the weights that a rollout reads: model.dtype, or int8 with a "
@@ -80,9 +72,7 @@ class Sampling:
   @property
   def uncut(self) -> "Sampling":
     """The distribution before its cuts, which a reference is compared at."""
-    return Sampling(
-      self.temperature, repetition_penalty=self.repetition_penalty
-    )
+    return Sampling(self.temperature)
 
   @property
   def is_whole(self) -> bool:
@@ -133,7 +123,6 @@ def transform_logits(
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
   keep: Int[Array, "*n"] | None = None,
-  seen: Bool[Array, "*n V"] | None = None,
 ) -> Float[Array, "*n V"]:
   """Returns the logits of the distribution that is sampled from.
 
@@ -146,12 +135,8 @@ def transform_logits(
     keep: Ids that stay in the support whatever the cuts say. The loss passes
       the sampled ids: a small change of the policy could otherwise move one of
       them across a cut and make its log-probability -inf.
-    seen: Tokens that have been there; read with a repetition penalty alone.
-
-  Raises:
-    ValueError: A repetition penalty without `seen`.
   """
-  logits = _penalised(logits.astype(jnp.float32), sampling, seen)
+  logits = logits.astype(jnp.float32)
   vocab = jnp.arange(logits.shape[-1])
   if sampling.temperature == 0:
     best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -170,17 +155,6 @@ def transform_logits(
   if keep is not None and cut is not logits:
     cut = jnp.where(vocab == keep[..., None], logits, cut)
   return cut
-
-
-def _penalised(logits, sampling, seen):
-  if sampling.repetition_penalty == 1:
-    return logits
-  if seen is None:
-    raise ValueError(
-      f"repetition_penalty={sampling.repetition_penalty} needs `seen`, the "
-      "tokens that have been there"
-    )
-  return repetition.penalised(logits, seen, sampling.repetition_penalty)
 
 
 def _blocks(vocab_size: int) -> int:
@@ -260,7 +234,6 @@ def sample(
   keys: Key[Array, "*n"],
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
-  seen: Bool[Array, "*n V"] | None = None,
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
   """Draws one token for each key.
 
@@ -271,10 +244,9 @@ def sample(
   decoding, whose distribution is a point mass).
   """
   if sampling.temperature == 0:
-    logits = _penalised(logits.astype(jnp.float32), sampling, seen)
-    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
     return ids, jnp.zeros(ids.shape, jnp.float32)
-  logits = transform_logits(logits, sampling, seen=seen)
+  logits = transform_logits(logits, sampling)
   of_block, in_block = jnp.moveaxis(uniform(keys, 2), -1, 0)
   top = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - top)

@@ -111,10 +111,10 @@ def completion_logprobs(
     find_tokens(sample >= 0, sizes.devices, sizes.tokens),
     by_device(rows.prompt_of_row, sizes.devices),
   )
-  prompts, samples = (prompt_ids, prompt_mask), ids
+  prompts = prompt_ids, prompt_mask
   if lm.forward is None:
     # Each row computes its prompt anew, and its padding too.
-    prompts, samples = jax.tree.map(flat.of_rows, (prompts, samples))
+    prompts = jax.tree.map(flat.of_rows, prompts)
     flat, segments = None, sample
   else:
     # Flat tokens are of all prompts on a device, and so are their samples.
@@ -133,7 +133,6 @@ def completion_logprobs(
     load_weights,
     positions=position[:, None],
     segments=segments,
-    samples=samples,
     flat=flat,
     replayed=replayed,
     reference=reference,

@@ -118,12 +118,6 @@ def _reference_prompt(s: TrainSettings) -> Rows:
       name,
       "is read for the KL term alone: give loss.beta > 0, or no prompt",
     )
-  if s.loss.has_exact_kl and s.sampling.distribution.repetition_penalty != 1:
-    yield (
-      name,
-      "loss.kl = 'exact' penalises what stands in the policy's prompt alone: "
-      "use another estimate, or sampling.repetition_penalty = 1",
-    )
   if s.reward.on_device:
     yield (
       name,
@@ -267,9 +261,6 @@ def _environment(s: TrainSettings) -> Rows:
       yield "environment.credit", "there are no turns: use 'trajectory'"
     return
   refused = {
-    "sampling.repetition_penalty": (
-      s.sampling.distribution.repetition_penalty != 1
-    ),
     "reward.on_device": reward.on_device,
     "mesh.sampling_tensor": s.mesh.sampling_tensor not in (0, s.mesh.tensor),
   }
