@@ -161,6 +161,27 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
+  "name, other",
+  [
+    ("repetition_penalty", "num_generations: 8"),
+    (
+      "actor_rollout_ref.rollout.repetition_penalty",
+      "algorithm.adv_estimator: grpo",
+    ),
+  ],
+)
+def test_a_repetition_penalty_is_reported_as_missing(name, other, tmp_path):
+  def missing(value):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"{other}\n{name}: {value}\n")
+    notes = translate.translate_file(path).notes
+    return [n.text for n in notes if n.theirs == name and n.missing]
+
+  assert missing(1.0) == []
+  assert missing(1.1) == ["1.1: no repetition penalty is available here"]
+
+
+@pytest.mark.parametrize(
   "text, expected",
   [
     ("loss_type: grpo", {"loss.weighting": "sequence_mean"}),
