@@ -66,7 +66,7 @@ def all_logits(params, ids):
   [
     (Sampling(0.5), True),
     (Sampling(0.0), False),
-    (Sampling(top_k=V - 2, min_p=0.01, repetition_penalty=1.3), False),
+    (Sampling(top_k=V - 2, min_p=0.01), False),
     (Sampling(weights_dtype="int8", cache_dtype="int8"), False),
   ],
 )
