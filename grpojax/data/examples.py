@@ -23,6 +23,7 @@ from typing import Any, SupportsIndex
 SPLITS = ("train", "test")
 SOURCE = "data_source"  # as in verl, so that its reward functions find it
 MARK = "####"  # the answer follows the last one
+READ = "prompt_read"  # the prompt with what an environment's reset observed
 
 Example = dict[str, Any]
 

@@ -15,7 +15,7 @@ options; of TRL's the example's columns. A constructor gets options.
 gymnasium's `step(action)` gets the turn's text, and returns a tuple of 5 or 4,
 or an object with observation, reward and done. TRL's public methods are tools;
 a turn that calls none ends the episode, with the reward of `get_reward` or 0;
-so does a cut.
+so does a cut. Tools, `get_reward` and `close` may be asynchronous.
 """
 
 import inspect
@@ -41,16 +41,17 @@ class HostEnvironment(NamedTuple):
     reset: `(example, seed) -> Step`, the beginning of an episode.
     step: `(state, action, example, seed) -> Step`, the answer to a turn's text.
     functions: tools that the model may call, by name.
-    replays: True where states are those of `replay`.
-    end: `(state, example, seed) -> Step`, the reward of an episode that is cut
-      off; None where there is none but those of its turns.
+    end: `(state, example, seed) -> Step`, called for an episode that is cut
+      off, whose instance it closes; None without instances, so that states
+      are not those of `replay`.
+    close: Closes all instances.
   """
 
   reset: Callable[[dict[str, Any], int], Step]
   step: Callable[[Any, str, dict[str, Any], int], Step]
   functions: Functions = {}
-  replays: bool = False
   end: Callable[[Any, dict[str, Any], int], Step] | None = None
+  close: Callable[[], None] = lambda: None
 
   @property
   def tools(self) -> list[dict[str, Any]]:
@@ -75,11 +76,14 @@ def resolve(
 
   ValueError where it cannot be loaded or called, or is of no kind above.
   """
-  functions: Functions = {}
-  for name in tools:
-    function = load(f"tool {name!r}", name, {})
-    _check(f"tool {name!r}", function)
-    functions[label(name)] = function
+  named = []
+  for path_of_tool in tools:
+    subject = f"tool {path_of_tool!r}"
+    function = load(subject, path_of_tool, {})
+    _check(subject, function, is_tool=True)
+    name = getattr(function, "__name__", label(path_of_tool))  # the schema's
+    named.append((name, function))
+  functions = dict(named)
   subject, options = f"environment {path!r}", dict(options or {})
 
   def use_tools(action: str, own: Functions) -> Step:
@@ -90,27 +94,43 @@ def resolve(
     if not functions or options:
       raise ValueError("environment: give its path, or tools without options")
     step = lambda state, action, example, seed: use_tools(action, {})
-    return HostEnvironment(lambda example, seed: Step(), step, functions)
-  target = load(subject, path, ENVIRONMENTS)
-  if isinstance(target, type):
+    environment = HostEnvironment(lambda example, seed: Step(), step)
+  elif isinstance(target := load(subject, path, ENVIRONMENTS), type):
     environment = _of_class(subject, target, options, use_tools)
   else:
     environment = _ours(subject, target, options)
-  if functions and not environment.functions:
+  if path and functions and not environment.functions:
     raise ValueError(
       f"{subject} reads the model's turns itself: environment.tools are for"
       " classes of TRL's kind, or go without environment.path"
     )
   if path in ENVIRONMENTS:
     environment.step(None, "", {"answer": "1"}, 0)  # refuses options' values
-  return environment._replace(functions=functions | environment.functions)
+  named += environment.functions.items()
+  names = [name for name, _ in named]
+  if twice := [name for name in names if names.count(name) > 1]:
+    raise ValueError(
+      f"two tools are called {twice[0]!r}, by environment.tools or as a method"
+      " of the environment: rename one"
+    )
+  return environment._replace(functions=dict(named))
 
 
-def _check(subject: str, function: Any, arguments: dict | None = None) -> None:
-  """Raises ValueError for what cannot be called, or not with these."""
+def _check(
+  subject: str,
+  function: Any,
+  arguments: Mapping | None = None,
+  is_tool: bool = False,
+) -> None:
+  """Raises ValueError if a function cannot be called with these arguments.
+
+  A tool must take all its own by name, as models give them.
+  """
   if not callable(function):
     raise ValueError(f"{subject} is no function")
-  if inspect.iscoroutinefunction(function):
+  if is_tool:
+    arguments = inspect.signature(function).parameters
+  elif inspect.iscoroutinefunction(function):
     raise ValueError(
       f"{subject} is asynchronous, and steps run one after another in each"
       " worker: write `def` and asyncio.run(...) inside of it"
@@ -159,6 +179,11 @@ def _by_name(
 ) -> Callable[..., Step]:
   """A function of values of these names, which passes on what is taken."""
   arguments = _taken(function, dict.fromkeys(names.split()))
+  if both := [name for name in arguments if name in options]:
+    raise ValueError(
+      f"{subject} gets {both[0]!r} from the run, so"
+      f" environment.options.{both[0]} cannot be given: rename the option"
+    )
   _check(subject, function, arguments | options)
 
   def call(*values: Any) -> Step:
@@ -176,7 +201,7 @@ def _of_class(
 ) -> HostEnvironment:
   """The environment of a class, with its own tools if it is TRL's."""
   _check(subject, kind, options)
-  methods = dict(inspect.getmembers(kind, callable))
+  methods = dict(inspect.getmembers(kind, inspect.isroutine))
   no_tools = ("reset", "get_reward", "close")
   own = {k: v for k, v in methods.items() if k[0] != "_" and k not in no_tools}
   if "reset" not in methods or not own:
@@ -187,34 +212,42 @@ def _of_class(
   returned = getattr(own.get("step"), "__annotations__", {}).get("return")
   if "step" in own and returned not in (str, "str"):
     own = {}
-  for name in ("reset", *(own or ["step"])):
+  for name in ("reset", *([] if own else ["step"])):
     _check(f"{subject}: {name}", methods[name])
 
   def begin(example: dict[str, Any], seed: int) -> tuple[Any, Step]:
     instance = kind(**options)
     values = example if own else {"seed": seed, "options": example}
-    value = instance.reset(**_taken(instance.reset, values))
-    if isinstance(value, tuple) and len(value) == 2:
-      value = value[0]  # without gymnasium's info
-    if isinstance(value, str | list | None):
-      value = Step(value or "")
-    return instance, _read(value)
+    with replay.closed_on_error(instance):
+      value = instance.reset(**_taken(instance.reset, values))
+      if isinstance(value, tuple) and len(value) == 2:
+        value = value[0]  # without gymnasium's info
+      if not (hasattr(value, "observation") or isinstance(value, Mapping)):
+        value = Step("" if value is None else value)
+      return instance, _read(value)
+
+  reward = None
+  if own and "get_reward" in methods:
+    reward = lambda instance: tools_lib.awaited(instance.get_reward())
 
   def act(instance: Any, action: str) -> Step:
     if not own:
       return _read(instance.step(action))
     step = use_tools(action, {name: getattr(instance, name) for name in own})
-    if step.done and hasattr(instance, "get_reward"):
-      step = to_step(step._replace(reward=instance.get_reward()))
+    if step.done and reward:
+      step = to_step(step._replace(reward=reward(instance)))
     return step
 
   described = dict(own)
   for name, method in own.items():
     if "self" in inspect.signature(method).parameters:  # which is no argument
       described[name] = types.MethodType(method, object())
-  player = replay.Replay(begin, act)
-  end = player.end if own and "get_reward" in methods else None
-  return HostEnvironment(player.reset, player.step, described, True, end)
+  for name, method in described.items():
+    _check(f"{subject}: {name}", method, is_tool=True)
+  player = replay.Replay(begin, act, reward)
+  return HostEnvironment(
+    player.reset, player.step, described, player.end, player.close
+  )
 
 
 def _read(value: Any) -> Step:

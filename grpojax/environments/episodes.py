@@ -97,8 +97,8 @@ def play(
     *first_prompt: As of `rollout`.
     max_turns: K, turns of the longest trajectory.
     wait: Called with arrays that are needed next.
-    end: Function that gives rewards to trajectories that were cut off, for
-      their last turns; or None.
+    end: Function that ends the trajectories that were cut off, and returns
+      rewards for their last turns; or None.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
   b, g, most = rows.turns.shape
@@ -124,7 +124,7 @@ def play(
     ids, length, waiting, turn, done = mesh_lib.fetch(small)
     if (done | over).all():
       places = np.argwhere(~finished & (length > 0)).tolist()
-      if end is not None and places:
+      if end is not None:
         cut = [Turn(i, j, int(turn[i, j]), ids[i, j, :0]) for i, j in places]
         for one, reward in zip(cut, end(cut), strict=True):
           rewards[one.prompt, one.sample, one.turn] += reward

@@ -18,8 +18,8 @@ from grpojax.runtime.processes import workers as workers_lib
 from grpojax.runtime.processes.workers import Job, Submission
 
 Call = Sequence[Any]
-"""("reset", example, seed), ("step", state, action, example, seed) or, where
-the environment has one, ("end", state, example, seed)."""
+"""("reset", example, seed), ("step", state, action, example, seed) or, if the
+environment `ends`, ("end", state, example, seed)."""
 
 _LONGEST = 2**24  # bytes of an answer: an observation's, escaped, and a state's
 _TRIAL = ("1", "", "a longer made-up answer")
@@ -32,11 +32,11 @@ class EnvironmentPool(workers_lib.WorkerPool):
     path, tools, options, tool_format: as of `conventions.resolve`.
     workers: processes; 0 plays in this one, which survives no crash.
     timeout: seconds for a step. Of a class it has so many for the reset and
-      each earlier action too, which may have to be played again.
+      each earlier action too, which are played again after a worker was lost.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.
-    ends: True where an episode that is cut off has a reward by "end".
+    ends: True if episodes that are cut off must be told so, by "end".
   """
 
   def __init__(
@@ -51,19 +51,26 @@ class EnvironmentPool(workers_lib.WorkerPool):
     setup = {"path": path, "tools": [*tools], "tool_format": tool_format}
     setup["options"] = dict(options or {})
     environment = conventions.resolve(**setup)
-    self.tools, self._replays = environment.tools, environment.replays
-    self.ends, self._timeout = environment.end is not None, timeout
-    super().__init__(worker, setup, workers, _LONGEST)
+    self.tools, self._timeout = environment.tools, timeout
+    self.ends = environment.end is not None
+    # A worker keeps its instances, so that an episode stays with it.
+    super().__init__(worker, setup, workers, _LONGEST, pinned=self.ends)
 
-  def submit(self, calls: Sequence[Call]) -> Submission:
-    """Starts to play; ValueError where a call has what is no JSON."""
+  def submit(
+    self, calls: Sequence[Call], places: Sequence[int] | None = None
+  ) -> Submission:
+    """Starts to play; ValueError where a call has what is no JSON.
+
+    `places` choose the workers of calls; None is by their seeds.
+    """
     jobs = []
-    for call in calls:
+    for i, call in enumerate(calls):
       # As a worker gets it, also without workers; no call sees another's.
       content, plays = json.loads(workers_lib.to_line(list(call))), 1
-      if self._replays and content[0] != "reset":
-        plays += 2 + len(content[1]["actions"])  # any worker does it: `replay`
-      jobs.append(Job(content, 1, self._timeout * plays))
+      if self.ends and content[0] != "reset":
+        plays += 2 + len(content[1]["actions"])  # see `replay`
+      place = content[-1] if places is None else places[i]
+      jobs.append(Job(content, 1, self._timeout * plays, place))
     sent = Submission(jobs)
     self.start(sent)
     return sent
@@ -88,15 +95,19 @@ def check_replay(
   example: dict[str, Any],
   seed: int,
   check_signals: Callable[[], None] = lambda: None,
-) -> None:
+  actions: Sequence[str] = (),
+) -> list[Step | str]:
   """Plays an episode with made-up actions four times, side by side.
 
-  ValueError where it cannot begin or answers differ.
+  `actions` come first. Returns the answers to its reset and to the actions, as
+  far as it got; ValueError if it cannot begin or answers differ.
   """
   calls, place = [("reset", example, seed)] * 4, "its reset"
-  for action in (*_TRIAL, ""):
-    # Workers take turns, and only one of the four can go on with an instance.
-    steps = pool.collect(pool.submit(calls), check_signals)
+  answers: list[Step | str] = []
+  for action in (*actions, *_TRIAL, ""):
+    # Only one of the four can go on with an instance; the others play again.
+    steps = pool.collect(pool.submit(calls, range(4)), check_signals)
+    answers.append(steps[0])
     first, *others = [x if isinstance(x, str) else x[:4] for x in steps]
     if different := [other for other in others if other != first]:
       raise ValueError(
@@ -107,6 +118,10 @@ def check_replay(
     if isinstance(first, str) and place == "its reset":
       raise ValueError(f"the environment cannot begin: it {first}")
     if isinstance(first, str) or steps[0].done:
-      return
+      return answers
     calls = [("step", steps[0].state, action, example, seed)] * 4
     place = f"the action {action!r}"
+  if pool.ends:
+    calls = [("end", steps[0].state, example, seed)] * 4
+    pool.collect(pool.submit(calls, range(4)), check_signals)
+  return answers

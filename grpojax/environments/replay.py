@@ -2,38 +2,39 @@
 
     {"actions": ["left", "up"], "seed": 7, "member": 7, "digest": "1c9..."}
 
-Any free worker does any step. A worker keeps the instances of its last
-episodes, so with one worker, or none, no action is played again. Where an
-instance is not there, because another worker did the last step or was killed, a
-new one is made with the same seed and example, and the actions are played
-again. That its replies are the same is checked by their hash, the digest.
+One worker does all steps of an episode, and keeps its instance until the
+episode is over. If that worker was killed, a new instance is made with the same
+seed and example, and the actions are played again. That its replies are the
+same is checked by their hash, the digest.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpojax.environments.protocol import Step, to_step
+from grpojax.environments.tools import awaited
 from grpojax.runtime.processes.user_calls import WrongAnswer
-
-_LIVE = 512  # instances that a worker keeps
 
 
 @dataclasses.dataclass
 class Replay:
-  """Functions `reset` and `step` of instances.
+  """Functions `reset`, `step` and `end` of instances.
 
   Attributes:
     begin: `(example, seed) -> (instance, Step)`.
     act: `(instance, action) -> Step`.
+    reward: `(instance) -> number`, the reward of an episode that is cut off;
+      None if there is none.
     live: instances by the hash of their example and state.
   """
 
   begin: Callable[[dict[str, Any], int], tuple[Any, Step]]
   act: Callable[[Any, str], Step]
+  reward: Callable[[Any], Any] | None = None
   live: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def reset(self, example: dict[str, Any], seed: int) -> Step:
@@ -52,23 +53,36 @@ class Replay:
     instance, own = self._take(state, example, seed)
     actions = [*state["actions"], action]
     state = state | {"actions": actions, "seed": own, "member": seed}
-    return self._keep(instance, self.act(instance, action), example, state)
+    with closed_on_error(instance):
+      return self._keep(instance, self.act(instance, action), example, state)
 
   def end(self, state: Any, example: dict[str, Any], seed: int) -> Step:
-    """Ends an episode that is cut off, with its instance's `get_reward`."""
+    """Ends an episode that is cut off: returns its reward, if any."""
+    if self.reward is None:
+      close(self._pop(state, example, seed))
+      return Step(reward=None, done=True)
     instance, _ = self._take(state, example, seed)
     try:
-      return to_step(Step(reward=instance.get_reward(), done=True))
+      return to_step(Step(reward=self.reward(instance), done=True))
     finally:
-      _close(instance)
+      close(instance)
+
+  def close(self) -> None:
+    """Closes all instances."""
+    while self.live:
+      close(self.live.popitem()[1])
+
+  def _pop(self, state, example, seed) -> Any:
+    """Returns the instance of a state, which has no other owner then."""
+    if seed != state["member"]:
+      return None  # the member's own one is not made yet
+    return self.live.pop(_hash(example, state), None)
 
   def _take(self, state, example, seed) -> tuple[Any, int]:
     """Returns the instance of a state, and the seed that it began with."""
-    if seed == state["member"]:
-      # Taken out: two episodes that are alike so far have an instance each.
-      instance = self.live.pop(_hash(example, state), None)
-      if instance is not None:
-        return instance, state["seed"]
+    instance = self._pop(state, example, seed)
+    if instance is not None:
+      return instance, state["seed"]
     # A member's own luck, if its beginning is the group's; else the group's.
     seeds = dict.fromkeys((seed, state["seed"]))
     if state["actions"]:
@@ -76,11 +90,12 @@ class Replay:
     for own in seeds:
       instance, reply = self.begin(example, own)
       digest = _hash("", reply[:3])  # `info` may have times, and is left out
-      for action in state["actions"]:
-        digest = _hash(digest, self.act(instance, action)[:3])
+      with closed_on_error(instance):
+        for action in state["actions"]:
+          digest = _hash(digest, self.act(instance, action)[:3])
       if digest == state["digest"]:
         return instance, own
-      _close(instance)
+      close(instance)
     raise WrongAnswer(
       "answers differently when its actions are played again: draw all luck"
       " from `seed`"
@@ -91,18 +106,28 @@ class Replay:
     state["digest"] = _hash(state["digest"], reply[:3])
     reply = to_step(reply._replace(state=state))
     if reply.done:
-      _close(instance)
+      close(instance)
     else:
-      self.live[_hash(example, reply.state)] = instance
-    while len(self.live) > _LIVE:
-      _close(self.live.pop(next(iter(self.live))))
+      key = _hash(example, reply.state)
+      close(self.live.pop(key, None))  # an episode may be played twice
+      self.live[key] = instance
     return reply
 
 
-def _close(instance: Any) -> None:
-  """Calls an instance's `close` if it has one, whatever that raises."""
+def close(instance: Any) -> None:
+  """Calls an instance's `close` if it has one, and ignores its errors."""
   with contextlib.suppress(Exception):
-    getattr(instance, "close", lambda: None)()
+    awaited(getattr(instance, "close", lambda: None)())
+
+
+@contextlib.contextmanager
+def closed_on_error(instance: Any) -> Iterator[None]:
+  """Closes an instance if the block raises or is interrupted."""
+  try:
+    yield
+  except BaseException:
+    close(instance)
+    raise
 
 
 def _hash(*values: Any) -> str:

@@ -9,6 +9,7 @@ Nothing of a model's text is ever evaluated. What is wrong with a call, or a
 tool raises, is told to the model in the tool's message.
 """
 
+import asyncio
 import functools
 import inspect
 import json
@@ -72,6 +73,27 @@ def mistral(text: str) -> list[Call | str]:
   return calls
 
 
+_MADE_UP = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
+
+
+def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
+  """Returns a turn that calls a tool, by its schema, with made-up arguments."""
+  function, arguments = schema["function"], {}
+  parameters = function["parameters"]
+  for name in parameters.get("required", ()):
+    about = parameters["properties"][name]
+    kind = about.get("type")
+    kind = kind[0] if isinstance(kind, list) else kind
+    arguments[name] = about.get("enum", [_MADE_UP.get(kind, "1")])[0]
+  key = "parameters" if tool_format == "llama3" else "arguments"
+  call = json.dumps({"name": function["name"], key: arguments})
+  return {
+    "hermes": f"<tool_call>{call}</tool_call>",
+    "llama3": call,
+    "mistral": f"[TOOL_CALLS] [{call}]",
+  }[tool_format]
+
+
 TOOL_CALLS = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
 """Readers of a turn's text: its calls in order, each a Call or what is wrong
 with it, in words. No calls are an empty list."""
@@ -102,16 +124,47 @@ def answer(
   for call in calls:
     name = call.name if isinstance(call, Call) else "tool_call"
     run = functools.partial(_run, call, functions)
-    content, error = user_calls.call(run, user_calls.message)
+    result, error = user_calls.call(run, user_calls.message)
     if error is not None:
       errors += 1
-      content = f"error: {error}"
+      result = f"error: {error}"
+    if not _has_text(result):
+      raise WrongAnswer(
+        f"called the tool {name!r}, whose result is of type"
+        f" {type(result).__name__}: return a text, a number, or a list or dict"
+        " of them, which are the same text in each process"
+      )
+    content = str(result)
     messages.append({"role": "tool", "name": name, "content": content})
   info = {"tool_calls": len(messages), "tool_errors": errors}
   return Step(messages, info=info)
 
 
-def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> str:
+def _has_text(value: Any) -> bool:
+  """Returns False for values whose text differs from process to process."""
+  if isinstance(value, Mapping):
+    return all(map(_has_text, [*value, *value.values()]))
+  if isinstance(value, list | tuple):
+    return all(map(_has_text, value))
+  if isinstance(value, set | frozenset):
+    return False  # its order depends on the process
+  return isinstance(value, str) or " at 0x" not in str(value)
+
+
+@functools.cache
+def _event_loop() -> asyncio.Runner:
+  return asyncio.Runner()
+
+
+def awaited(value: Any) -> Any:
+  """Returns a coroutine's result; other values as they are.
+
+  As in TRL all coroutines of a process have the same event loop.
+  """
+  return _event_loop().run(value) if inspect.iscoroutine(value) else value
+
+
+def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> Any:
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:
@@ -122,4 +175,4 @@ def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> str:
     inspect.signature(function).bind(**call.arguments)
   except TypeError as error:
     raise WrongAnswer(f"the arguments do not fit: {error}") from error
-  return str(function(**call.arguments))
+  return awaited(function(**call.arguments))

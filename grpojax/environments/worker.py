@@ -28,6 +28,7 @@ def prepare(setup: dict[str, Any]) -> worker_main.Answer:
     step, error = user_calls.call(lambda: function(*arguments))
     yield step if error is None else error
 
+  answer.close = environment.close
   return answer
 
 

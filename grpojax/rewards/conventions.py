@@ -12,7 +12,8 @@ A function is given by keywords what it has a parameter for, and all there is
 where it has `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
 TRL: once for all completions of a prompt, each a text, or where the prompt is a
-list of messages a list of one message; completion_ids have their EOS;
+list of messages a list of one message; prompts end in what an environment's
+reset observed; completion_ids have their EOS;
 trainer_state has global_step (steps done) and max_steps; log_extra keeps
 nothing; the data's other columns are lists. It returns as many numbers; None
 abstains.
@@ -29,7 +30,7 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpojax.data.examples import SOURCE
+from grpojax.data.examples import READ, SOURCE
 
 TRL = ("prompts", "completions", "completion_ids")
 VERL = ("solution_str",)
@@ -39,7 +40,7 @@ STATE = "trainer_state"
 IDS = "completion_ids"
 
 _TRL_GIVES = (*TRL, STATE, "log_metric", "log_extra")
-_NO_COLUMN = ("prompt", "completion", *_TRL_GIVES)
+_NO_COLUMN = ("prompt", READ, "completion", *_TRL_GIVES)
 _ADDED = "prompt_text completion_length max_completion_length finished".split()
 
 Item = tuple[str, str, dict[str, Any]]
@@ -92,7 +93,10 @@ class Trl(_Function):
   def __call__(self, items: Sequence[Item]) -> list[Any]:
     """Returns for each completion of one prompt a number, None, or a dict."""
     examples = [example for _, _, example in items]
-    prompts = [example.get("prompt", text) for text, _, example in items]
+    prompts = [
+      example.get(READ, example.get("prompt", text))
+      for text, _, example in items
+    ]
     texts = [completion for _, completion, _ in items]
     if isinstance(prompts[0], list):  # a conversation
       texts = [[{"role": "assistant", "content": text}] for text in texts]

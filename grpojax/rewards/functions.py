@@ -45,6 +45,13 @@ def label(name: str) -> str:
   return name.rpartition(":")[2]
 
 
+def split(path: str) -> tuple[str, str]:
+  """Splits a path into its file or module and the name in it, or ""."""
+  place, _, name = path.rpartition(":")
+  # A directory's name may have a colon.
+  return (path, "") if path.endswith(".py") else (place, name)
+
+
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
 """`(prompt, completion, example) -> float | None`, or a dict with numbers to be
 logged; or one of TRL's convention, of all completions of a prompt at once."""
@@ -82,15 +89,15 @@ def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
   `built_in` has paths by short names, also of modules. ValueError, a sentence
   that `subject` begins, where there is none or it cannot be loaded.
   """
-  place, colon, name = built_in.get(path, path).rpartition(":")
-  if not colon and path not in built_in and not path.endswith(".py"):
+  place, name = split(built_in.get(path, path))
+  if not place and path not in built_in:
     raise ValueError(
       f"unknown {subject}{nearest(path, list(built_in))}: choose one of"
       f" {list(built_in)}, or your own as package.module:NAME or"
       " path/to/file.py:NAME"
     )
   module = user_calls.load_module(subject, place or name)
-  if not colon:
+  if not place or not name:
     return module
   if not hasattr(module, name):
     hint = nearest(name, [n for n in vars(module) if n[0] != "_"])

@@ -22,6 +22,21 @@ class Holder:
 
 holder = Holder()
 """
+TOOLS = """
+def multiply(a: int) -> int:
+  'Another one.'
+
+def step(a: int) -> int:
+  'Has the name of a method.'
+
+named_otherwise = multiply
+
+def by_place(a: int, /):
+  pass
+
+def by_places(*numbers: int):
+  pass
+"""
 
 
 def call(name, **arguments):
@@ -48,6 +63,19 @@ def test_functions_get_by_name_what_they_take(tmp_path, monkeypatch):
   assert holder.step(0, "a", {}, 0).observation == "action example seed state"
   with pytest.raises(ValueError, match="step cannot.*unexpected.*'scal'"):
     conventions.resolve(str(file), options={"scal": 1, "start": 0})
+
+
+@pytest.mark.parametrize("name", ["state", "action", "example", "seed"])
+def test_an_option_cannot_be_what_the_run_gives(name, tmp_path):
+  file = tmp_path / "mine.py"
+  for arguments in (name, "**everything"):
+    file.write_text(f"def step({arguments}): pass\n")
+    with pytest.raises(ValueError, match=f"step gets {name!r} .*rename"):
+      conventions.resolve(str(file), options={name: 1})
+  # Where the run gives nothing of the name it is an option as any other.
+  file.write_text(f"def reset({name}): pass\ndef step(): return {{}}\n")
+  if name in ("state", "action"):
+    assert conventions.resolve(str(file), options={name: 1})
 
 
 def test_gymnasium():
@@ -100,6 +128,54 @@ def test_trl_classes_with_a_tool_called_step_and_other_tools():
   assert last == Step("", 0.0, True)
 
 
+def test_asynchronous_tools_and_rewards_are_waited_for(tmp_path):
+  options = {"log": str(tmp_path / "log")}
+  held = conventions.resolve(f"{USER}:Held", [f"{USER}:waits"], options)
+  turn = call("look", number=3) + call("waits", a=4)
+  _, step, last = play(held, {}, turn, "bye")
+  assert [x["content"] for x in step.observation] == ["3", "4"]
+  assert last == Step("", 1 / 8, True)
+
+
+RESULTS = """
+import decimal
+
+async def coroutine():
+  pass
+
+class Plain:
+  def __str__(self):
+    return "plain"
+
+RESULTS = {
+  "good": [3, None, 0.5, True, "<f at 0x7f>", ["a", {"b": "at 0x7f"}], (1, 2),
+           decimal.Decimal("0.1"), Plain()],
+  "bad": [object(), (x for x in "ab"), [object()], {"a": coroutine},
+          Plain().__str__, {"a", "b"}, (1, frozenset("ab"))],
+}
+
+def result(kind, i):
+  return RESULTS[kind][i]
+"""
+
+
+def test_a_result_without_a_text_of_its_own_is_a_failure(tmp_path):
+  file = tmp_path / "results.py"
+  file.write_text(RESULTS)
+  environment = conventions.resolve("", [f"{file}:result"])
+
+  def ask(kind, i):
+    turn = call("result", kind=kind, i=i)
+    return environment.step(None, turn, {}, 0).observation[0]["content"]
+
+  assert [ask("good", i) for i in range(9)] == (
+    "3|None|0.5|True|<f at 0x7f>|['a', {'b': 'at 0x7f'}]|(1, 2)|0.1|plain"
+  ).split("|")
+  for i in range(7):
+    with pytest.raises(ValueError, match="tool 'result', whose result is of"):
+      ask("bad", i)
+
+
 def test_tools_alone():
   environment = conventions.resolve("", [f"{USER}:multiply"])
   assert environment.reset({}, 0) == Step()
@@ -128,11 +204,18 @@ def test_tools_alone():
     ("", [USER], "is no function"),
     ("", ["multiply"], "unknown tool 'multiply'.*file.py:NAME"),
     ("", [f"{USER}:ANSWERS"], "is no function"),
-    ("", [f"{USER}:waits"], "waits' is asynchronous"),
+    ("", [f"{USER}:multiply", "TOOLS:multiply"], "tools are called 'multiply'"),
+    ("", ["TOOLS:multiply", "TOOLS:named_otherwise"], "called 'multiply'"),
+    (f"{USER}:Echo", ["TOOLS:step"], "called 'step'.*a method"),
+    ("", ["TOOLS:by_place"], r"called with \['a'\]: "),
+    ("", ["TOOLS:by_places"], r"called with \['numbers'\]: .*unexpected"),
     ("", [f"{USER}:no_docstring"], "no docstring.*below `Args:`"),
   ],
 )
-def test_what_is_no_environment_is_a_sentence(path, tools, message):
+def test_what_is_no_environment_is_a_sentence(path, tools, message, tmp_path):
+  file = tmp_path / "tools.py"
+  file.write_text(TOOLS)
+  tools = [name.replace("TOOLS", str(file)) for name in tools]
   options = {"observation": ""} if path.endswith("Result") else {}
   with pytest.raises(ValueError, match=message):
     _ = conventions.resolve(path, tools, options).tools

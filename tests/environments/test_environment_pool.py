@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from grpojax.environments import tools
 from grpojax.environments.pool import EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
 
@@ -167,6 +169,56 @@ def test_one_worker_plays_nothing_again(workers, tmp_path):
   assert lines == ["reset", "a", "b", "c", "stop"] * 3
 
 
+LOOK = '<tool_call>{"name": "look", "arguments": {"number": %d}}</tool_call>'
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+  "name, count, good, stop, bad, reward",
+  [
+    ("HeldGame", 600, "go", "stop", "raise", None),
+    ("Held", 6, LOOK % 1, "bye", LOOK % 13, 2 / 8),
+  ],
+)
+def test_each_instance_is_made_and_closed_once(
+  name, count, good, stop, bad, reward, workers, tmp_path
+):
+  """Those that end, fail, are cut off, or are left when the pool closes."""
+  log = tmp_path / "log"
+  settings = {"options": {"log": str(log)}, "workers": workers}
+  seen = lambda: [log.read_text().split().count(x) for x in ("reset", "close")]
+  with EnvironmentPool(f"{USER}:{name}", **settings) as pool:
+    ask_all = lambda calls: pool.collect(pool.submit(calls))
+    steps = ask_all([("reset", {}, seed) for seed in range(count)])
+    for _ in range(2):
+      calls = [("step", x.state, good, {}, i) for i, x in enumerate(steps)]
+      steps = ask_all(calls)
+    assert seen() == [count, 0]
+    states = [step.state for step in steps]
+    ended, failed, cut, broken = ask_all(
+      [
+        ("step", states[0], stop, {}, 0),
+        ("step", states[1], bad, {}, 1),
+        ("end", states[2], {}, 2),
+        ("reset", {"broken": True}, 9),
+      ]
+    )
+    assert ended.done and cut.done and cut.reward == reward
+    assert isinstance(failed, str) and broken.startswith("raised RuntimeError")
+    assert seen() == [count + 1, 4]
+  assert seen() == [count + 1, count + 1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_start_s_check_closes_what_it_makes(workers, tmp_path):
+  log = tmp_path / "log"
+  settings = {"options": {"log": str(log)}, "workers": workers}
+  with EnvironmentPool(f"{USER}:HeldGame", **settings) as pool:
+    check_replay(pool, {}, 0)
+    events = log.read_text().split()
+  assert events.count("reset") == events.count("close") > 4
+
+
 def test_an_episode_that_differs_when_played_again_is_an_error():
   options = {"luck": True}  # its replies have the process's number
   with EnvironmentPool(f"{USER}:Game", options=options, workers=1) as pool:
@@ -231,6 +283,39 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
   monkeypatch.setenv("PARENT", str(os.getpid()))
   with pytest.raises(ValueError, match=r"did not start: .*KeyError: 'here'"):
     EnvironmentPool(str(file), workers=2)
+
+
+def test_too_many_open_files_are_a_sentence():
+  limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+  files = len(os.listdir("/proc/self/fd"))
+  resource.setrlimit(resource.RLIMIT_NOFILE, (files + 6, limits[1]))
+  try:
+    with pytest.raises(
+      ValueError, match=f"two of the {files + 6} files .*ulimit -n.*or lower"
+    ):
+      EnvironmentPool(USER, workers=8)
+  finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tools_are_tried_where_that_is_asked_for(workers, tmp_path):
+  """A tool that counts its calls passes turns without calls."""
+  file = tmp_path / "counting.py"
+  file.write_text(
+    "N = [0]\ndef count(by: int) -> int:\n  '''Counts.\n\n  Args:\n    by: n\n"
+    "  '''\n  N[0] += by\n  return N[0]\n"
+  )
+  with EnvironmentPool("", [f"{file}:count"], workers=workers) as pool:
+    assert [type(x) for x in check_replay(pool, EXAMPLE, 0)] == [Step, Step]
+    actions = [tools.made_up(*pool.tools, "hermes")]
+    with pytest.raises(ValueError, match="count.*: .* would not resume"):
+      check_replay(pool, EXAMPLE, 0, actions=actions)
+  for name in ("multiply", "waits"):
+    with EnvironmentPool("", [f"{USER}:{name}"], workers=workers) as pool:
+      actions = [tools.made_up(*pool.tools, "hermes")]
+      _, tried, _ = check_replay(pool, EXAMPLE, 0, actions=actions)
+      assert tried.info == {"tool_calls": 1, "tool_errors": 0}
 
 
 def test_workers_load_neither_jax_nor_transformers():

@@ -67,6 +67,22 @@ def test_calls_are_read(form):
     assert isinstance(error, str) and len(error) < 300, text[:80]
 
 
+@pytest.mark.parametrize("form", TOOL_CALLS)
+def test_made_up_calls_are_calls(form):
+  kinds = {
+    "a": {"type": "integer"},
+    "b": {"type": ["number", "string"]},
+    "c": {"type": "string", "enum": ["x", "y"]},
+    "d": {"anyOf": []},
+    "e": {"type": "boolean"},
+  }
+  parameters = {"properties": kinds, "required": ["a", "b", "c", "d"]}
+  schema = {"function": {"name": "f", "parameters": parameters}}
+  arguments = {"a": 1, "b": 1.0, "c": "x", "d": "1"}
+  turn = tools.made_up(schema, form)
+  assert TOOL_CALLS[form](turn) == [Call("f", arguments)]
+
+
 def test_the_model_is_told_what_was_wrong():
   ran = []
 

@@ -1,5 +1,6 @@
 """Environments of a user: badly behaved functions, and classes of libraries."""
 
+import asyncio
 import dataclasses
 import os
 import random
@@ -170,7 +171,56 @@ def no_docstring(a: int) -> int:
 
 
 async def waits(a: int) -> int:
-  """Waits."""
+  """Waits.
+
+  Args:
+    a: Its result.
+  """
+  await asyncio.sleep(0)
+  return a
+
+
+class Held:
+  """Of TRL: it holds something, and logs what begins and ends."""
+
+  def __init__(self, log, luck=False):
+    self._log, self._luck, self._count = log, luck, 0
+
+  def _note(self, word):
+    with open(self._log, "a") as file:
+      file.write(f"{word}\n")
+
+  def reset(self, broken=False, options=()):
+    self._note("reset")
+    if broken or "broken" in options:
+      raise RuntimeError("broken")
+
+  async def look(self, number: int) -> str:
+    """Looks.
+
+    Args:
+      number: Where.
+    """
+    self._count += 1
+    if number == 13:
+      return object()
+    return f"{number}{os.getpid() if self._luck else ''}"
+
+  async def get_reward(self):
+    return self._count / 8
+
+  async def close(self):
+    self._note("close")
+    raise RuntimeError("a socket")  # which nobody is interested in
+
+
+class HeldGame(Held):
+  """Of gymnasium."""
+
+  def step(self, action):
+    if action == "raise":
+      raise RuntimeError("no idea")
+    return action, 0.5, action == "stop", False, {}
 
 
 class Asynchronous:

@@ -14,6 +14,7 @@ import pytest
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
+from grpojax.data.examples import READ
 from grpojax.environments.episodes import play_together
 from grpojax.training import policy as policy_lib
 from grpojax.training.step import host
@@ -165,17 +166,17 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
         for i, name in enumerate(["of_ids/n", "n", "n.npy", "\ud83d", "n\0"])
       },
     ),
-    prompt_texts=["a", "\u00e4", "", "\n"],
+    prompts=[{"prompt_text": x} for x in ("a", "\u00e4", "", "\n")],
   )
   mesh = step.mesh
   before = pending_lib.to_stored(state.replace(pending=pending), mesh)
   assert before.pending.dtype == np.uint8
   # A little more to store is no other program of its checksum.
-  longer = pending._replace(prompt_texts=["a" * 30, "\u00e4", "", "\n"])
+  longer = pending._replace(prompts=[{READ: ["a" * 20]}, *pending.prompts[1:]])
   longer = pending_lib.to_stored(state.replace(pending=longer), mesh)
   assert longer.pending.shape == before.pending.shape
   after = pending_lib.from_stored(before, mesh).pending
-  assert after.prompt_texts == pending.prompt_texts
+  assert after.prompts == pending.prompts
   assert after.rewards.failures == failures
   jax.tree.map(
     np.testing.assert_array_equal,

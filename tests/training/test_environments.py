@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 from grpojax import chat, evaluate, train
+from grpojax.data.examples import READ
 from grpojax.environments import tools
 from grpojax.models import huggingface as hf
+from grpojax.rewards import conventions
+from grpojax.rewards.functions import load
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
-from grpojax.training.step import episodes
+from grpojax.training.report import reporting
+from grpojax.training.run import open_run
+from grpojax.training.step import episodes, reference
 
 AGAIN = """
 def reset(example, seed):
@@ -148,6 +153,84 @@ def test_what_reset_observes_ends_the_prompt(toy_task, toy_model, tmp_path):
   for row in one:
     assert (row["reward"] is None) == (" 1" not in row["prompt"])
   assert 0 < sum(row["reward"] is None for row in one) < len(one)
+
+
+def test_files_in_a_directory_with_a_colon_are_looked_at(tmp_path):
+  """They are loaded with and without a name behind the path."""
+  config, path = default_config(), tmp_path / "a:b" / "game.py"
+  path.parent.mkdir()
+  path.write_text("import beside\n" + AGAIN)
+  (path.parent / "beside.py").write_text("")
+  for name in ("", ":reset"):
+    config.environment.path = f"{path}{name}"
+    files = open_run._user_files(from_config(config))
+    assert {*files} == {str(path), str(path.with_name("beside.py"))}
+  assert callable(load("environment", str(path), {}).step)
+
+
+OBSERVES = """
+import pathlib
+
+def reset(example, seed):
+  return {"observation": f" {seed % 10}"}
+
+def step(action):
+  word = pathlib.Path(__file__).with_name("word").read_text()
+  return {"observation": word, "reward": float(len(action) % 2)}
+
+def judge(prompts, completions):
+  assert prompts[0].split()[1].isdecimal(), prompts
+  return [1.0] * len(prompts)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_reference_reads_what_reset_observes(
+  toy_task, toy_model, tmp_path, monkeypatch, capsys, changed
+):
+  """It is the policy itself, so that equal prompts have no KL divergence.
+
+  So it is where the rollout was stored before a crash. If a file that the
+  environment reads has changed since, that is said.
+  """
+  path, word = tmp_path / "observes.py", tmp_path / "word"
+  path.write_text(OBSERVES)
+  word.write_text("no")
+  settings = {
+    "steps": 3,
+    "environment.path": path,
+    "environment.max_turn_tokens": 4,
+    "data.max_prompt_length": 16,
+    "model.reference_prompt": "{prompt}",
+    "loss.beta": 0.1,
+    "loss.correction": "sequence_truncate",
+    "optim.learning_rate": 1e-12,
+    "reward.functions": f"environment,{path}:judge",
+    "reward.weights": "1,1",
+    "sampling.ahead": 1,
+  }
+  log = reporting.log_failures
+
+  def crash(run, number, failures):
+    assert not failures
+    if number == 2:
+      raise RuntimeError("crash")
+    log(run, number, failures)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(reporting, "log_failures", crash)
+    with pytest.raises(RuntimeError, match="crash"):
+      go(toy_task, toy_model, tmp_path, **settings)
+  if changed:
+    word.write_text("on")
+  capsys.readouterr()
+  run = go(toy_task, toy_model, tmp_path, **settings)
+  printed = capsys.readouterr().out
+  assert "resuming after step 1" in printed
+  assert ("answered turn 0 of the pending rollout" in printed) == changed
+  rows = records.read_jsonl(run / "metrics.jsonl")
+  assert max(abs(row["kl"]) for row in rows if "kl" in row) < 1e-6
 
 
 TALKS = """
@@ -436,4 +519,11 @@ def test_where_an_observation_of_reset_stands(prompt, observed, expected):
     with pytest.raises(ValueError, match=expected):
       join()
   else:
-    assert join() == (expected, [*expected.encode()])
+    prompt, *read = join()
+    assert read == [expected, [*expected.encode()]]
+    assert encode(prompt)[0] == expected
+    # So it is read by the reference, and given to functions of TRL's.
+    example = {"prompt": "alone", READ: prompt}
+    assert reference.hinted("{prompt}", example) == prompt
+    judge = conventions.follow("judge", lambda prompts: [prompts], {})
+    assert judge([("", "", example)]) == [[prompt]]

@@ -85,3 +85,5 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     for outcome in answer(json.loads(job)):
       reply(name, outcome)
     signal.setitimer(signal.ITIMER_REAL, 0)
+  # The parent waits a few seconds for it.
+  user_calls.call(getattr(answer, "close", lambda: None))

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import queue
+import resource
 import secrets
 import select
 import signal
@@ -31,6 +32,7 @@ from grpojax.runtime.processes import user_calls
 _POLL = 0.5  # seconds between two calls of `check_signals`, up to twice as many
 _START = 120.0  # seconds that a worker has to load its functions
 _STOP = 0.1  # seconds within which a thread notices that it is to stop
+_CLOSING = 5.0  # seconds that an idle worker has to close what it holds
 _BLOCK = 2**16  # bytes that are read or written at once
 
 Parse = Callable[[Any], Any]
@@ -60,6 +62,7 @@ class Job(NamedTuple):
   content: Any  # JSON that the worker gets
   count: int  # of outcomes
   seconds: int | float  # time limit
+  place: int = 0  # jobs of one place have one worker, where workers differ
 
 
 class Lost(Exception):
@@ -84,17 +87,25 @@ class Process:
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     self._pending = bytearray()
     # Runs a new program; the memory of this one, with JAX, is not copied.
-    self._process = subprocess.Popen(
-      # -P: modules are looked for where this process does, nowhere else.
-      [sys.executable, "-P", "-m", self._module],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      bufsize=0,
-      # A function that uses JAX must not take the accelerator.
-      env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-      # Ctrl-C does not reach it, and what it has started is killed with it.
-      start_new_session=True,
-    )
+    try:
+      self._process = subprocess.Popen(
+        # -P: modules are looked for where this process does, nowhere else.
+        [sys.executable, "-P", "-m", self._module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        # A function that uses JAX must not take the accelerator.
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        # Ctrl-C does not reach it, and what it has started is killed with it.
+        start_new_session=True,
+      )
+    except OSError as error:
+      limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+      raise Lost(
+        f"{error.strerror}: each worker takes two of the {limit} files that "
+        "this process may open; raise the limit (ulimit -n; -u for processes), "
+        "or lower reward.workers or environment.workers"
+      ) from error
     for pipe in (self._process.stdin, self._process.stdout):
       os.set_blocking(pipe.fileno(), False)
     job = Job(None, 1, _START)
@@ -117,6 +128,13 @@ class Process:
     if self._process is None:
       self.start(stop)
     yield from self._exchange(line, job, stop, self._parse)
+
+  def finish(self, seconds: float) -> None:
+    """Tells an idle process to close what it holds, and waits for its end."""
+    if self._process is not None:
+      self._process.stdin.close()
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        self._process.wait(seconds)
 
   def kill(self) -> None:
     """Kills the process and what it has started, if there is one."""
@@ -232,6 +250,13 @@ def abandon(submissions: Sequence[Submission]) -> None:
     submission.abandoned = True
 
 
+class _Crew(NamedTuple):
+  """Workers that share their jobs, and as many threads to ask them."""
+
+  idle: collections.deque[Process]
+  threads: concurrent.futures.ThreadPoolExecutor
+
+
 class WorkerPool(contextlib.AbstractContextManager):
   """Does jobs in workers, or in this process; use it in a `with`.
 
@@ -245,27 +270,40 @@ class WorkerPool(contextlib.AbstractContextManager):
     setup: JSON for `prepare`.
     workers: processes; 0 does jobs in this one.
     longest: bytes of an answer.
+    pinned: if True, jobs of one `Job.place` have the same worker; else any idle
+      worker does any job.
 
   Raises:
     ValueError: the setup is no JSON, or a worker did not start.
   """
 
   def __init__(
-    self, module: ModuleType, setup: Any, workers: int, longest: int = 2**16
+    self,
+    module: ModuleType,
+    setup: Any,
+    workers: int,
+    longest: int = 2**16,
+    pinned: bool = False,
   ):
     self.patience = max(8, 4 * workers)
     self._answer = None if workers else module.prepare(setup)
     line = to_line(setup) if workers else b""
     make = lambda: Process(module.__name__, line, module.parse, longest)
     self._workers = [make() for _ in range(workers)]
-    # As many as threads: one that begins a job finds one of them idle.
-    self._idle = collections.deque(self._workers)
-    self._threads = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
+    size = 1 if pinned else max(workers, 1)
+    crews = [self._workers[i : i + size] for i in range(0, workers, size)]
+    threads = concurrent.futures.ThreadPoolExecutor
+    self._crews = [_Crew(collections.deque(), threads(size)) for _ in crews]
     self._closed = False
     try:
       # By our threads, which last as long as the pool: workers end with them.
       start = lambda process: process.start(lambda: self._closed)
-      list(self._threads.map(start, self._workers))
+      pairs = [*zip(self._crews, crews, strict=True)]
+      starts = [crew.threads.map(start, own) for crew, own in pairs]
+      for (crew, own), started in zip(pairs, starts, strict=True):
+        list(started)
+        # As many as threads: one that begins a job finds one of them idle.
+        crew.idle.extend(own)
     except BaseException as error:
       self.close()
       if isinstance(error, Lost):
@@ -277,7 +315,8 @@ class WorkerPool(contextlib.AbstractContextManager):
     if self._workers:
       lines = [to_line(job.content) for job in sent.jobs]
       for index, line in enumerate(lines):
-        self._threads.submit(self._run, sent, index, line)
+        crew = self._crews[sent.jobs[index].place % len(self._crews)]
+        crew.threads.submit(self._run, crew.idle, sent, index, line)
 
   def results(
     self, submissions: Sequence[Submission], check_signals: Callable[[], None]
@@ -306,10 +345,22 @@ class WorkerPool(contextlib.AbstractContextManager):
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
+    if self._closed:
+      return
     self._closed = True
-    self._threads.shutdown(cancel_futures=True)  # waits 0.1 s at most
-    for process in self._workers:
-      process.kill()
+    try:
+      close = getattr(self._answer, "close", lambda: None)
+      user_calls.in_time(_CLOSING, lambda: user_calls.call(close))
+      idle = [process for crew in self._crews for process in crew.idle]
+      end = time.monotonic() + _CLOSING
+      for until in (time.monotonic(), end):  # all are told first
+        for process in idle:
+          process.finish(max(until - time.monotonic(), 0.0))
+    finally:
+      for crew in self._crews:
+        crew.threads.shutdown(cancel_futures=True)
+      for process in self._workers:
+        process.kill()
 
   def __exit__(self, *_):
     self.close()
@@ -323,17 +374,23 @@ class WorkerPool(contextlib.AbstractContextManager):
     with contextlib.suppress(queue.Empty):
       return sent.done.get(timeout=_POLL)
 
-  def _run(self, sent: Submission, index: int, line: bytes) -> None:
+  def _run(
+    self,
+    idle: collections.deque[Process],
+    sent: Submission,
+    index: int,
+    line: bytes,
+  ) -> None:
     """Has the worker that is idle for longest do a job, in a thread."""
     stop = lambda: self._closed or sent.abandoned
-    process = self._idle.popleft()
+    process = idle.popleft()
     try:
       answers = process.ask(line, sent.jobs[index], stop)
       sent.done.put(self._do(sent, index, answers))
     except BaseException as exception:
       sent.done.put(exception)
     finally:
-      self._idle.append(process)
+      idle.append(process)
 
   def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
     """Takes the answers to a job; asks for none where it is given up."""

@@ -1,6 +1,7 @@
 """Examples as batches of prompts in the policy's format."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,14 @@ def prompt_batches(
     pad_id=policy.pad_id,
     **options,
   )
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
+  """Returns prompts of rows of token ids, padded on the right."""
+  mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
+  ids = np.full(mask.shape, pad_id, np.int32)
+  ids[mask] = list(itertools.chain(*rows))
+  return Prompts(ids, mask)
 
 
 def trim(prompts: Prompts) -> Prompts:

@@ -20,9 +20,9 @@ import jax
 
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
-from grpojax.environments.conventions import ENVIRONMENTS
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface.file_checksums import fingerprint
+from grpojax.rewards import functions
 from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import array_checksums
 from grpojax.runtime.cli import command_line
@@ -123,12 +123,10 @@ def _files(settings: TrainSettings) -> dict[str, str]:
 def _user_files(settings: TrainSettings) -> dict[str, str]:
   """Returns the texts of the user's functions, and what they import."""
   texts, environment = {}, settings.environment
-  for name in (*settings.reward.functions, *environment.tools):
-    if place := name.rpartition(":")[0]:
+  own = *settings.reward.functions, *environment.tools, environment.path
+  for path in own:
+    if place := functions.split(path)[0]:
       texts |= user_code.sources(place)
-  place = environment.path.partition(":")[0]
-  if place and place not in ENVIRONMENTS:
-    texts |= user_code.sources(place)
   return texts
 
 

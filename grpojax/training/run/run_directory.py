@@ -48,6 +48,7 @@ RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"(reward|environment)\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
+  r"environment\.check|"
   r"model\.(remat|attention|reference)|sampling\.(stages|compact|parts)|"
   r"allow_changed_inputs"
 )

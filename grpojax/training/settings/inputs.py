@@ -299,6 +299,12 @@ class EnvironmentSettings:
   timeout: float = option(
     30.0, "seconds that an answer may take", within=POSITIVE
   )
+  check: str = option(
+    "actions",
+    "how the start tries whether answers repeat: by made-up turns without "
+    "calls, or also by calling each tool with made-up arguments",
+    ("actions", "tools"),
+  )
 
   @property
   def on(self) -> bool:

@@ -1,6 +1,7 @@
 """Sampling with an environment of the host, by the settings of a run."""
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,8 +14,9 @@ from jaxtyping import Array, UInt
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.types import Params, Prompts, Rollout
-from grpojax.environments import episodes
+from grpojax.core.types import Params, Prompts, Rollout, TrainState
+from grpojax.data.examples import READ
+from grpojax.environments import episodes, tools
 from grpojax.environments.episodes import Answer, Turn
 from grpojax.environments.pool import Call, EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
@@ -78,33 +80,22 @@ def make_programs(
 ) -> episodes.Programs:
   """Compiles the functions of `core.decoding.chunks`."""
   longest = settings.sampling.max_new_tokens
-
-  def begin(lm, params, prompts, key, first_prompt=0):
-    return chunks.begin(
-      lm,
-      params,
-      prompts,
-      key,
-      first_prompt,
-      group_size=group_size,
-      max_new_tokens=longest,
-      pad_id=policy.pad_id,
-      slots=episodes.cache_sizes(longest)[0],
-      sampling=sampling,
-      record_experts=record_experts,
-    )
-
-  def decode(lm, *args, slots):
-    return chunks.decode(
-      lm,
-      *args,
-      tokens=episodes.TOKENS,
-      turn_tokens=settings.environment.max_turn_tokens,
-      slots=slots,
-      eos_ids=policy.eos_ids,
-      sampling=sampling,
-    )
-
+  begin = functools.partial(
+    chunks.begin,
+    group_size=group_size,
+    max_new_tokens=longest,
+    pad_id=policy.pad_id,
+    slots=episodes.cache_sizes(longest)[0],
+    sampling=sampling,
+    record_experts=record_experts,
+  )
+  decode = functools.partial(
+    chunks.decode,
+    tokens=episodes.TOKENS,
+    turn_tokens=settings.environment.max_turn_tokens,
+    eos_ids=policy.eos_ids,
+    sampling=sampling,
+  )
   feed = functools.partial(chunks.feed, sampling=sampling)
   return episodes.Programs(
     policy_lib.jit(policy, begin),
@@ -144,18 +135,22 @@ def check(
   encode, own = encoder(settings, policy), settings.environment
   if pool.tools:
     encode.check([{"role": "tool", "name": "tool", "content": "1"}])
-  call = "reset", example, settings.seed
-  (first,) = pool.collect(pool.submit([call]), check_signals)
-  if not isinstance(first, str) and (error := _reset_error(first)):
+  actions = []
+  if own.check == "tools":
+    if not pool.tools:
+      raise ValueError(
+        "environment.check = 'tools': the environment has no tools, use actions"
+      )
+    actions = [tools.made_up(x, own.tool_format) for x in pool.tools]
+  first, *steps = check_replay(
+    pool, example, settings.seed, check_signals, actions
+  )
+  if error := _reset_error(first):
     raise ValueError(f"the environment's reset {error}")
-  if not isinstance(first, str):
-    encode_prompt = prompts_lib.encoder(settings, policy)
-    join_prompt(encode_prompt, settings.data, example, first.observation)
-  check_replay(pool, example, settings.seed, check_signals)
-  call = "step", getattr(first, "state", None), "1", example, settings.seed
-  (step,) = pool.collect(pool.submit([call]), check_signals)
-  if isinstance(step, str):
-    print(f"warning: to the turn '1' the environment {step}", flush=True)
+  encode_prompt = prompts_lib.encoder(settings, policy)
+  join_prompt(encode_prompt, settings.data, example, first.observation)
+  if steps and isinstance(steps[-1], str):
+    print(f"warning: to a made-up turn the environment {steps[-1]}", flush=True)
   if own.max_observation >= settings.sampling.max_new_tokens:
     print(
       f"warning: an observation of environment.max_observation = "
@@ -163,6 +158,54 @@ def check(
       f"sampling.max_new_tokens = {settings.sampling.max_new_tokens}",
       flush=True,
     )
+
+
+def check_pending(
+  settings: TrainSettings,
+  policy: Policy,
+  pool: EnvironmentPool,
+  pending: Rollout,
+  examples: Sequence[dict[str, Any]],
+  state: TrainState,
+  check_signals: Callable[[], None],
+) -> None:
+  """Plays the longest trajectory of a pending rollout again.
+
+  Prints a warning if an answer differs from the one that the rollout holds.
+  `examples` are those of the state's next step.
+  """
+  key = jax.random.fold_in(state.key, state.step)
+  names = "completion_ids", "turns", "turn_rewards"
+  rows = mesh_lib.fetch({name: getattr(pending, name) for name in names})
+  last = rows["turns"].max(-1)
+  i, j = np.argwhere(last == last.max())[0].tolist()
+  ids, turns, rewards = (rows[name][i, j] for name in names)
+  table = _Episodes(
+    policy,
+    pool,
+    encoder(settings, policy),
+    [examples[i]],
+    mesh_lib.fetch(chunks.episode_seeds(key, shape=last.shape))[i : i + 1],
+    settings.environment.failed_reward,
+    check_signals,
+  )
+  table.reset()
+  starts = [int(np.argmax(turns == k)) for k in range(turns.max() + 1)]
+  reply = Answer()
+  for k, (start, following) in enumerate(itertools.pairwise(starts)):
+    sampled = ids[start:following][turns[start:following] >= 0]
+    (reply,) = table.answer([Turn(0, j, k, sampled)])
+    observed = ids[start + len(sampled) : following].tolist()
+    if (observed, rewards[k]) != ([*reply.ids], np.float32(reply.reward)):
+      print(
+        f"warning: {settings.environment.path or 'the tools'} answered turn {k}"
+        " of the pending rollout otherwise than before, so this run does not"
+        " resume exactly: draw all luck from `seed`, and keep no other state",
+        flush=True,
+      )
+      break
+  if pool.ends:
+    table.end([] if reply.done else [Turn(0, j, len(starts) - 1, ids[:0])])
 
 
 def _reset_error(step: Step) -> str:
@@ -177,8 +220,8 @@ def join_prompt(
   data: DataSettings,
   example: dict[str, Any],
   observation: Observation,
-) -> tuple[str, list[int]]:
-  """Returns the text and ids of a prompt that ends in what the reset observed.
+) -> tuple[Any, str, list[int]]:
+  """Returns a prompt that ends in what the reset observed, its text and ids.
 
   A text goes behind the prompt's last text, after a blank line where neither
   has blanks there; messages go behind the prompt's. ValueError where they make
@@ -209,7 +252,7 @@ def join_prompt(
       f"tokens: raise data.max_prompt_length = {data.max_prompt_length}, which "
       "as 0 is the longest prompt of the data alone"
     )
-  return text, ids
+  return prompt, text, ids
 
 
 def make_player(
@@ -328,6 +371,7 @@ class _Episodes:
     own = distributed.my_rows(len(examples))
     self.own = range(len(examples))[own]
     self.states: dict[tuple[int, int], Any] = {}
+    self.left: list[Call] = []  # ends of episodes that failed on our side
     self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
     self.transcripts = [
       [_empty_transcript() for _ in range(seeds.shape[1])] for _ in self.own
@@ -356,38 +400,36 @@ class _Episodes:
 
   def join_prompts(
     self,
-    join: Callable[..., tuple[str, list[int]]],
+    join: Callable[..., tuple[Any, str, list[int]]],
     observed: Sequence[Observation],
     longest: int,
   ) -> dict[str, np.ndarray]:
     """Returns ids and mask of the prompts with what was observed.
 
     A group whose prompt becomes too long fails. Of the examples "prompt_text"
-    changes alone: evaluations ask the same ones again.
+    and `READ` change alone: evaluations ask the same ones again.
     """
     rows = []
     for i, (example, seen) in enumerate(
       zip(self.examples, observed, strict=True)
     ):
       try:
-        text, ids = join(example, seen)
+        example[READ], example["prompt_text"], ids = join(example, seen)
       except ValueError as error:
-        text, ids = join(example, "")
+        example[READ], example["prompt_text"], ids = join(example, "")
         if i in self.own:
           self._fail(i, str(error))
-      example["prompt_text"] = text
       rows.append(ids)
-    lengths = np.array([*map(len, rows), *[0] * (len(self.seeds) - len(rows))])
+    rows += [[]] * (len(self.seeds) - len(rows))
     # A chat's prompt may be longer than the setting; 0 is not known there.
-    width = max(longest, -(-int(lengths.max()) // 32) * 32)
-    padded = np.full((len(lengths), width), self.policy.pad_id, np.int32)
-    for row, ids in zip(padded, rows, strict=False):
-      row[: len(ids)] = ids
-    mask = np.arange(width) < lengths[:, None]
-    joined = prompts_lib.trim(Prompts(padded, mask))
+    width = max(longest, -(-max(map(len, rows)) // 32) * 32)
+    joined = prompts_lib.padded(rows, width, self.policy.pad_id)
+    joined = prompts_lib.trim(joined)
     return {"prompt_ids": joined.prompt_ids, "prompt_mask": joined.prompt_mask}
 
   def _fail(self, i: int, error: str) -> None:
+    if (state := self.states.get((i, 0))) is not None:
+      self.left.append(("end", state, self.examples[i], int(self.seeds[i, 0])))
     for j in range(self.seeds.shape[1]):
       self._transcript(i, j)["episode_error"] = f"reset: {error}"
       self.states.pop((i, j), None)
@@ -408,17 +450,22 @@ class _Episodes:
     return _in_order(turns, answers)
 
   def end(self, cut: list[Turn]) -> list[float]:
-    """Returns the rewards of episodes that are cut off; failed ones have 0."""
+    """Returns the rewards of episodes that are cut off; failed ones have 0.
+
+    It also ends the episodes that failed on our side.
+    """
     alive = [turn for turn in cut if (turn.prompt, turn.sample) in self.states]
-    steps = self._ask([self._call("end", turn) for turn in alive])
+    steps = self._ask([self._call("end", turn) for turn in alive] + self.left)
     own = [turn for turn in cut if turn.prompt in self.own]
     answers = {(x.prompt, x.sample): Answer() for x in own}
-    for turn, step in zip(alive, steps, strict=True):
+    for turn, step in zip(alive, steps, strict=False):
       row, reply = self._transcript(turn.prompt, turn.sample), self.failed
       if isinstance(step, str):
         row["episode_error"] = f"turn {turn.turn}: {step}"
+      elif step.reward is None:
+        continue
       else:
-        reply = Answer((), float(step.reward or 0.0))
+        reply = Answer((), float(step.reward))
         rewards = row["turn_rewards"]
         rewards += [0.0] * (turn.turn + 1 - len(rewards))
         rewards[turn.turn] += reply.reward
@@ -437,6 +484,8 @@ class _Episodes:
       try:
         ids = self.encode(step.observation, int(turn.ids[-1]))
       except ValueError as error:
+        self.states[place] = step.state
+        self.left.append(self._call("end", turn))
         step = f"{error}"
     if isinstance(step, str):  # a failure, in words
       row["episode_error"] = f"turn {turn.turn}: {step}"

@@ -15,42 +15,43 @@ import numpy as np
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout, TrainState
+from grpojax.data.examples import READ
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure
 
 _HEADER = 8  # bytes of the length
+_READ = "prompt_text", READ  # fields that an environment's reset may change
 _OF_FUNCTIONS = ("values", "extras")  # arrays by name, of `GroupRewards`
 
 
 class Pending(NamedTuple):
-  """Completions with their rewards, and the texts of their prompts.
+  """Completions with their rewards, and the prompts that were read.
 
   Attributes:
     rollout: Completions.
     rewards: Their rewards.
-    prompt_texts: Prompts as the model read them, with what an environment's
-      reset observed.
+    prompts: Per example, the fields of `_READ` that it has.
   """
 
   rollout: Rollout
   rewards: GroupRewards
-  prompt_texts: list[str]
+  prompts: list[dict[str, Any]]
 
 
 def of_examples(
   rollout: Rollout, rewards: GroupRewards, examples: Sequence[dict[str, Any]]
 ) -> Pending:
   """Returns what is drawn for these examples."""
-  texts = [example["prompt_text"] for example in examples]
-  return Pending(rollout, rewards, texts)
+  prompts = [{k: x[k] for k in _READ if k in x} for x in examples]
+  return Pending(rollout, rewards, prompts)
 
 
 def with_texts(
   pending: Pending, examples: Sequence[dict[str, Any]]
 ) -> tuple[Rollout, GroupRewards]:
-  """Gives the examples their prompts' texts, and returns what was drawn."""
-  for example, text in zip(examples, pending.prompt_texts, strict=True):
-    example["prompt_text"] = text
+  """Gives the examples their prompts, and returns what was drawn."""
+  for example, read in zip(examples, pending.prompts, strict=True):
+    example |= read
   return pending.rollout, pending.rewards
 
 
@@ -63,7 +64,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """
   if state.pending is None:
     return state
-  rollout, rewards, texts = state.pending
+  rollout, rewards, prompts = state.pending
   arrays = {
     f"rollout/{name}": value
     for name, value in mesh_lib.fetch(vars(rollout)).items()
@@ -74,7 +75,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   for kind in _OF_FUNCTIONS:  # by number: a user's name may be no file's
     values = getattr(rewards, kind).values()
     arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
-  about = json.dumps([rewards.failures, texts, names]).encode()
+  about = json.dumps([rewards.failures, prompts, names]).encode()
   file = io.BytesIO()
   np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
   content = file.tell().to_bytes(_HEADER, "little") + file.getvalue()
@@ -93,7 +94,7 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   content = io.BytesIO(stored[_HEADER:][:length])
   with np.load(content, allow_pickle=False) as file:
     arrays = {name: file[name] for name in file.files}
-  failures, texts, names = json.loads(arrays.pop("about").tobytes())
+  failures, prompts, names = json.loads(arrays.pop("about").tobytes())
 
   def of(kind):
     return {name: arrays[f"{kind}/{i}"] for i, name in enumerate(names[kind])}
@@ -113,4 +114,4 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     [[[Failure(*x) for x in own] for own in group] for group in failures],
     of("extras"),
   )
-  return state.replace(pending=Pending(rollout, rewards, texts))
+  return state.replace(pending=Pending(rollout, rewards, prompts))

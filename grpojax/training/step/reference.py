@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
+from grpojax.data.examples import READ
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.text import tokenizer
 from grpojax.training.data import prompts as prompts_lib
@@ -100,11 +100,14 @@ def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
 
 
 def hinted(template: str, example: Mapping[str, Any]) -> Any:
-  """Prompt of an example as the reference reads it: a text, or a chat."""
-  prompt = example["prompt"]
+  """Returns the prompt that the reference reads: a text, or a chat.
+
+  It has what an environment's reset observed, as the policy's prompt has.
+  """
+  prompt = example.get(READ, example["prompt"])
   values = {name: example.get(name, "") for name in tokenizer.fields(template)}
   if isinstance(prompt, str):
-    return template.format(**values)
+    return template.format(**values | {"prompt": prompt})
   *before, last = prompt
   values["prompt"] = last["content"]
   return [*before, {**last, "content": template.format(**values)}]
@@ -125,12 +128,9 @@ def make_read_prompts(
 
   def read_prompts(examples: Sequence[Mapping[str, Any]]) -> Prompts:
     rows = [encode(hinted(template, example))[1] for example in examples]
-    lengths = np.array([len(ids) for ids in rows])
-    size = -(-lengths.max() // _MULTIPLE) * _MULTIPLE  # few programs
-    ids = np.full((len(rows), size), policy.pad_id, np.int32)
-    mask = np.arange(size) < lengths[:, None]
-    ids[mask] = np.concatenate(rows)
-    return mesh_lib.place(Prompts(ids, mask), mesh, "batch")
+    size = -(-max(map(len, rows)) // _MULTIPLE) * _MULTIPLE  # few programs
+    prompts = prompts_lib.padded(rows, size, policy.pad_id)
+    return mesh_lib.place(prompts, mesh, "batch")
 
   return read_prompts
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import WITHIN_GROUPS
-from grpojax.data.examples import SOURCE
+from grpojax.data.examples import READ, SOURCE
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
@@ -111,7 +111,7 @@ def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
   """Prompt and completion as a chat, or as one text without a chat template."""
   if not tokenizer.chat_template:
     return example["prompt_text"] + text
-  prompt = example["prompt"]
+  prompt = example.get(READ, example["prompt"])
   if isinstance(prompt, str):
     prompt = [{"role": "user", "content": prompt}]
   return [*prompt, {"role": "assistant", "content": text}]
