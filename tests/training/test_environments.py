@@ -169,14 +169,11 @@ def test_files_in_a_directory_with_a_colon_are_looked_at(tmp_path):
 
 
 OBSERVES = """
-import pathlib
-
 def reset(example, seed):
   return {"observation": f" {seed % 10}"}
 
 def step(action):
-  word = pathlib.Path(__file__).with_name("word").read_text()
-  return {"observation": word, "reward": float(len(action) % 2)}
+  return {"observation": "no", "reward": float(len(action) % 2)}
 
 def judge(prompts, completions):
   assert prompts[0].split()[1].isdecimal(), prompts
@@ -185,18 +182,15 @@ def judge(prompts, completions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", [False, True])
 def test_a_reference_reads_what_reset_observes(
-  toy_task, toy_model, tmp_path, monkeypatch, capsys, changed
+  toy_task, toy_model, tmp_path, monkeypatch, capsys
 ):
   """It is the policy itself, so that equal prompts have no KL divergence.
 
-  So it is where the rollout was stored before a crash. If a file that the
-  environment reads has changed since, that is said.
+  So it is where the rollout was stored before a crash.
   """
-  path, word = tmp_path / "observes.py", tmp_path / "word"
+  path = tmp_path / "observes.py"
   path.write_text(OBSERVES)
-  word.write_text("no")
   settings = {
     "steps": 3,
     "environment.path": path,
@@ -222,13 +216,9 @@ def test_a_reference_reads_what_reset_observes(
     patched.setattr(reporting, "log_failures", crash)
     with pytest.raises(RuntimeError, match="crash"):
       go(toy_task, toy_model, tmp_path, **settings)
-  if changed:
-    word.write_text("on")
   capsys.readouterr()
   run = go(toy_task, toy_model, tmp_path, **settings)
-  printed = capsys.readouterr().out
-  assert "resuming after step 1" in printed
-  assert ("answered turn 0 of the pending rollout" in printed) == changed
+  assert "resuming after step 1" in capsys.readouterr().out
   rows = records.read_jsonl(run / "metrics.jsonl")
   assert max(abs(row["kl"]) for row in rows if "kl" in row) < 1e-6
 

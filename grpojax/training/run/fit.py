@@ -35,14 +35,7 @@ from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import (
-  device,
-  difficulty,
-  episodes,
-  host,
-  reference,
-  rewards,
-)
+from grpojax.training.step import device, difficulty, host, reference, rewards
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step.diagnosis import make_update_group_size
 
@@ -155,16 +148,6 @@ def remaining_steps(
       group_size = int(state.group_size.group_size)
     stream.open(state, group_size)
     prompts, examples = upcoming or stream.take(number, parts)
-    if number == first and pending and run.reward_pool.environment:
-      episodes.check_pending(
-        settings,
-        run.policy,
-        run.reward_pool.environment,
-        pending.rollout,
-        examples,
-        state,
-        check_signals,
-      )
     ahead = settings.sampling.ahead and number < settings.steps
     upcoming = stream.take(number + 1, parts) if ahead else None
     diagnosed = every > 0 and (number - 1) % every == 0

@@ -1,7 +1,6 @@
 """Sampling with an environment of the host, by the settings of a run."""
 
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -158,54 +157,6 @@ def check(
       f"sampling.max_new_tokens = {settings.sampling.max_new_tokens}",
       flush=True,
     )
-
-
-def check_pending(
-  settings: TrainSettings,
-  policy: Policy,
-  pool: EnvironmentPool,
-  pending: Rollout,
-  examples: Sequence[dict[str, Any]],
-  state: TrainState,
-  check_signals: Callable[[], None],
-) -> None:
-  """Plays the longest trajectory of a pending rollout again.
-
-  Prints a warning if an answer differs from the one that the rollout holds.
-  `examples` are those of the state's next step.
-  """
-  key = jax.random.fold_in(state.key, state.step)
-  names = "completion_ids", "turns", "turn_rewards"
-  rows = mesh_lib.fetch({name: getattr(pending, name) for name in names})
-  last = rows["turns"].max(-1)
-  i, j = np.argwhere(last == last.max())[0].tolist()
-  ids, turns, rewards = (rows[name][i, j] for name in names)
-  table = _Episodes(
-    policy,
-    pool,
-    encoder(settings, policy),
-    [examples[i]],
-    mesh_lib.fetch(chunks.episode_seeds(key, shape=last.shape))[i : i + 1],
-    settings.environment.failed_reward,
-    check_signals,
-  )
-  table.reset()
-  starts = [int(np.argmax(turns == k)) for k in range(turns.max() + 1)]
-  reply = Answer()
-  for k, (start, following) in enumerate(itertools.pairwise(starts)):
-    sampled = ids[start:following][turns[start:following] >= 0]
-    (reply,) = table.answer([Turn(0, j, k, sampled)])
-    observed = ids[start + len(sampled) : following].tolist()
-    if (observed, rewards[k]) != ([*reply.ids], np.float32(reply.reward)):
-      print(
-        f"warning: {settings.environment.path or 'the tools'} answered turn {k}"
-        " of the pending rollout otherwise than before, so this run does not"
-        " resume exactly: draw all luck from `seed`, and keep no other state",
-        flush=True,
-      )
-      break
-  if pool.ends:
-    table.end([] if reply.done else [Turn(0, j, len(starts) - 1, ids[:0])])
 
 
 def _reset_error(step: Step) -> str:
