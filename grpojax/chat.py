@@ -75,7 +75,7 @@ FLAGS = {
     choices=TURNS,
   ),
   "temperature": setting(
-    -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, inf)"
+    -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, 100]"
   ),
 }
 READS = "seed model.dtype data. environment. reward. sampling.".split()

@@ -70,7 +70,9 @@ FLAGS = {
   "majority": setting(
     False, "also report maj@k, the vote of k answers, for each k"
   ),
-  "temperature": setting(1.0, "temperature of the samples", within="(0, inf)"),
+  "temperature": setting(
+    1.0, "temperature of the samples", within="[0.01, 100]"
+  ),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
 

@@ -366,6 +366,7 @@ def test_numbers_are_printed_whatever_the_disk_says(
     ),
     (["--model={model}", "--sampling.temperature=0"], "mean --temperature?"),
     (["--model={model}", "--optim.learning_rate=1"], "does not read it"),
+    (["--model={model}", "--temperature=1e-9"], "must be in [0.01, 100]"),
     (["--model={empty_run}", "--model.dtype=bfloat16"], "does not read it"),
     (
       ["--model={model}", "--samples=1000000000"],

@@ -9,6 +9,7 @@ import datetime
 import decimal
 import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,7 +83,16 @@ def _value(row: Row, name: str) -> Any:
 def _check_text(value: Any, name: str) -> None:
   if not isinstance(value, str) or not value.strip():
     raise ValueError(f"{name} must be a text that is not empty, not {value!r}")
-  value.encode()  # half a surrogate pair is in no vocabulary
+  _check_utf8(value, name)
+
+
+def _check_utf8(text: str, name: str) -> None:
+  """Raises ValueError for half a surrogate pair, which no tokenizer reads."""
+  if half := re.search("[\ud800-\udfff]", text):
+    raise ValueError(
+      f"{name} is no text: its character {half.start()}, {half[0]!r}, is half of "
+      "a surrogate pair: write the whole character, or remove it"
+    )
 
 
 def _check_messages(value: Any, name: str) -> None:
@@ -113,7 +123,7 @@ def _answer(row: Row, fields: Fields) -> str | int | float:
       f"the answer {fields.answer!r} must be a text or a number, not "
       f"{answer!r}; data.options.answer names its field, '' if there is none"
     )
-  answer.encode()
+  _check_utf8(answer, f"the answer {fields.answer!r}")
   return answer
 
 

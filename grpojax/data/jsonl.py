@@ -57,7 +57,8 @@ def _other_format(line: bytes) -> str:
   return f"; if this file is {kind}, convert it to JSONL: one object a line"
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> Row:
+def unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+  """Makes an object of its pairs; ValueError for a key that stands twice."""
   row = dict(pairs)
   if len(row) < len(pairs):
     keys = [key for key, _ in pairs]
@@ -70,7 +71,9 @@ def _constant(name: str) -> None:
   raise ValueError(f"{name} is no value of JSON: write null, or a text")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant)
+_DECODER = json.JSONDecoder(
+  object_pairs_hook=unique_keys, parse_constant=_constant
+)
 
 
 def _object(line: bytes) -> Row:

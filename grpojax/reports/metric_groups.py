@@ -26,7 +26,7 @@ GROUPS = (
     "Reward functions",
     "Mean and spread of each function, over the completions it has a value "
     "for.",
-    r"reward_\w+",
+    r"(rewards|logged)/.*/.*",
   ),
   Group(
     "By data set",

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from grpojax.data.jsonl import unique_keys
+
 MAX_BYTES = 2**20  # of a file: configurations are far smaller
 MAX_VALUES = 5000  # keys, and items of lists
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
@@ -52,13 +54,42 @@ def read(path: str | os.PathLike) -> Source:
     text = path.read_text(encoding="utf-8")
     if suffix == ".py":
       return _read_script(text, path)
-    tree = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
+    if suffix == ".json":
+      tree = json.loads(text, object_pairs_hook=unique_keys)
+    else:
+      _check_keys(yaml.compose(text, yaml.SafeLoader))
+      tree = yaml.safe_load(text)
     return Source(_flatten(tree), {})
   except SyntaxError as error:
     raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
   except (ValueError, RecursionError, MemoryError, yaml.YAMLError) as error:
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     raise ValueError(f"{path} cannot be read: {reason}") from error
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+  """Raises ValueError for a key of YAML that stands twice in one mapping."""
+  waiting = [root]
+  seen = set()  # aliases share their nodes
+  while waiting:
+    node = waiting.pop()
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+      continue
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+      waiting += node.value
+      continue
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+      waiting.append(value)
+      line = key.start_mark.line + 1
+      if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+        if first := lines.get(key.value):
+          raise ValueError(
+            f"line {line}: the key {key.value!r} stands twice, first in line "
+            f"{first}: keep one"
+          )
+        lines[key.value] = line
 
 
 def _number_or_text(value: Any) -> Any:
@@ -85,6 +116,8 @@ def _flatten(tree: Any) -> dict[str, Any]:
     visits += 1
     if visits > MAX_VALUES:
       raise ValueError("more keys than a configuration has")
+    if path in flat:
+      raise ValueError(f"{path!r} stands twice, in two ways: keep one")
     if isinstance(value, Mapping) and (value or not path):
       prefix = f"{path}." if path else ""
       below = [(f"{prefix}{key}", item) for key, item in value.items()]

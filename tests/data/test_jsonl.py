@@ -71,7 +71,12 @@ GOOD = '{"prompt": "x", "answer": "1"}'
     ('{"prompt": "x", "answer": "1", "y": {"z": 1, "z": 1}}', "the key 'z'"),
     ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
     ('{"prompt": " ", "answer": "1"}', "not empty"),
-    ('{"prompt": "\\ud800", "answer": "1"}', "surrogate"),
+    ('{"prompt": "\\ud800", "answer": "1"}', "prompt is no text: its char"),
+    ('{"prompt": "x", "answer": "1\\udc00"}', "the answer 'answer' is no text"),
+    (
+      '{"prompt": [{"role": "user", "content": "\\ud83d "}], "answer": "1"}',
+      "prompt: a message's content is no text: its character 0,",
+    ),
     ('{"prompt": 3, "answer": "1"}', "text or a list"),
     ('{"prompt": [], "answer": "1"}', "text or a list"),
     ('{"prompt": ["x"], "answer": "1"}', "a message is an object"),

@@ -109,12 +109,14 @@ def test_scripts_put_data_into_the_page_as_text_only():
 def test_every_metric_has_a_group_and_main_ones_come_first():
   names = ["zzz", "kl", "reward_mean", "accuracy", "seconds_step", "gsm/kl"]
   names += ["optimal_group_size", "own_c1", "clip_fraction_low", "c1"]
+  names += ["rewards/f/mean"]
   layout = {
     group["title"]: [metric["name"] for metric in group["metrics"]]
     for group in metric_groups.layout(names)
   }
   assert layout == {
     "Learning": ["accuracy", "reward_mean"],
+    "Reward functions": ["rewards/f/mean"],
     "By data set": ["gsm/kl"],
     "Policy": ["kl"],
     "Update": ["clip_fraction_low"],

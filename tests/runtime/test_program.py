@@ -59,6 +59,28 @@ def test_closed_streams_lead_nowhere(tmp_path):
   assert process.wait(60) == 0 and (tmp_path / "file").read_text() == ""
 
 
+def test_user_code_may_wrap_close_and_restore_the_outputs():
+  lines = [
+    "import gc, io, sys",
+    "names = ('stdout', 'stderr')",
+    "for name in names * 2:  # as two files of a user may do it",
+    "  buffer = getattr(sys, name).buffer",
+    "  setattr(sys, name, io.TextIOWrapper(buffer, encoding='utf-8'))",
+    "gc.collect()",
+    "print('out', flush=True)",
+    "print('error', file=sys.stderr, flush=True)",
+    "sys.stdout.close()",
+    "print('still', flush=True)",
+    "for name in names:",
+    "  setattr(sys, name, getattr(sys, f'__{name}__'))",
+    "print('restored \\udcff')",
+    "print('restored', file=sys.stderr)",
+  ]
+  said, error = start("\n".join(lines)).communicate(timeout=60)
+  assert said == "out\nstill\nrestored \\udcff\n"
+  assert error == "error\nrestored\n"
+
+
 def test_any_locale_is_utf8_and_what_it_cannot_show_is_escaped():
   code = "import sys; print(sys.getfilesystemencoding(), sys.argv, '\\u20ac')"
   locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}

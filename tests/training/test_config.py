@@ -123,8 +123,15 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     # Names, and what belongs to one kind of thing.
     ({"model__path": ""}, "model.path = '': give a Hugging Face directory"),
     ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0"),
+    ({"sampling__temperature": 1e-9}, "1e-09: must be 0.01 or more"),
+    ({"sampling__temperature": 1e9}, "1000000000.0: must be in [0, 100]"),
     ({"lora__targets": "layers/(q"}, "is no regular expression (missing )"),
     ({"data__template": "no field"}, "must hold {prompt}"),
+    (
+      {"data__template": "{prompt}\udcff"},
+      "'{prompt}\\udcff': is no UTF-8 text",
+    ),
+    ({"data__system_prompt": "\udcff"}, "'\\udcff': is no UTF-8 text"),
     *(
       ({"data__template": template}, "must hold {prompt}")
       for template in (
@@ -193,7 +200,7 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       {"optim__minibatches": 4, "optim__micro_batches": 3},
       "8 prompts of 8 samples cannot be cut into 3 equal parts",
     ),
-    ({"group_size": 1}, "group_size = 1"),
+    ({"group_size": 1}, "baseline (vanilla, reinforce_plus_plus)"),
     (
       {"advantage": "max_at_k", "subset_size": 8},
       "group_size = 8, subset_size = 8: max_at_k with k = 8 needs rewards",
@@ -355,6 +362,7 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
   "changes",
   [
     {"group_size": 1, "advantage": "vanilla"},
+    {"group_size": 1, "advantage": "reinforce_plus_plus"},
     {"advantage": "max_at_k", "subset_size": 7},
     {"subset_size": 20},  # nobody asks for it
     {"advantage": "shrinkage", "batch_size": 3, "optim__micro_batches": 1},

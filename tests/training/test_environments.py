@@ -91,7 +91,7 @@ def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
   metrics = records.read_jsonl(run / "metrics.jsonl")
   step = [row for row in metrics if "turns_mean" in row][-1]
   assert step["turns_mean"] > 1.5 and step["seconds_environment"] > 0
-  assert step["reward_environment/tries"] == pytest.approx(
+  assert step["logged/environment/tries"] == pytest.approx(
     step["turns_mean"], abs=1e-4
   )
   assert step["sampled_tokens_mean"] < step["completion_length_mean"]
@@ -429,7 +429,7 @@ def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
   assert min(ends.values()) > 0
   if not fails:
     metrics = records.read_jsonl(run / "metrics.jsonl")
-    assert any("reward_environment/tool_calls" in row for row in metrics)
+    assert any("logged/environment/tool_calls" in row for row in metrics)
 
 
 @pytest.mark.slow

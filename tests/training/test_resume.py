@@ -170,6 +170,7 @@ def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
       "stopped: .*train.jsonl changed while .*saved step [2-4]",
     ),
     ("run", "error: .*/run is gone: it was removed, renamed"),
+    ("before a save", "error: .*/run is gone: it was removed, renamed"),
   ],
 )
 def test_what_is_removed_while_it_trains(
@@ -188,12 +189,20 @@ def test_what_is_removed_while_it_trains(
         data.write_text(lines.replace("+1=", "+2="))
     append(path, row)
 
-  monkeypatch.setattr(records, "append_jsonl", append_jsonl)
+  def before_a_save(*_):
+    run.rename(tmp_path / "renamed")
+
+  if gone == "before a save":
+    monkeypatch.setattr(reporting, "report_when_due", before_a_save)
+  else:
+    monkeypatch.setattr(records, "append_jsonl", append_jsonl)
   settings = {"data.name": "jsonl", "data.path": str(data), "steps": 4}
-  settings |= {"data.options.test": 0.5, "eval.every": 9, "checkpoint.every": 9}
+  settings |= {"data.options.test": 0.5, "eval.every": 9}
+  settings["checkpoint.every"] = 1 if gone == "before a save" else 9
   with pytest.raises(SystemExit) as ended:
     go(toy_task, toy_model, run, **settings)
   assert re.match(text, ended.value.code)
+  assert run.exists() == (gone in ("data", "text"))
 
 
 @pytest.mark.slow  # two runs; see test_progress.py
@@ -346,6 +355,6 @@ def test_a_reward_of_the_model_that_is_too_large_is_a_failure(large):
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = rewards_lib.groups.all_failures(got)
   assert (
-    failure[:2] == ("model", f"returned {np.float32(large)}")
+    failure[:2] == ("reward.model", f"returned {np.float32(large)}")
     and failure.completion == "a"
   )

@@ -86,8 +86,8 @@ def test_a_run_with_rewards_of_trl_and_verl(train_toy, file):
     eval__every=2,
   )
   rows = [row for row in rows if "loss" in row]
-  assert [row["reward_how_far"] for row in rows] == [0.0, 0.5]
+  assert [row["rewards/how_far/mean"] for row in rows] == [0.0, 0.5]
   for row in rows:
     assert row["reward_failures"] == 0
-    assert 1 < row["reward_compute_score/length"] < 9
-    assert 0 < row["reward_compute_score"] < 1
+    assert 1 < row["logged/compute_score/length"] < 9
+    assert 0 < row["rewards/compute_score/mean"] < 1

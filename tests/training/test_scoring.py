@@ -91,12 +91,12 @@ def test_weighted_functions(rewards, score, rollout):
   row = rewards_lib.metrics(found)
   assert row == {
     "reward_failures": 1,
-    "reward_length": 3.5,
-    "reward_length_std": 1.5,
-    "reward_picky": 10,
-    "reward_picky_std": 0,
-    "reward_seen": pytest.approx((4.5 + 1 + 4.5 + 1) / 4),
-    "reward_seen_std": 1.75,
+    "rewards/length/mean": 3.5,
+    "rewards/length/std": 1.5,
+    "rewards/picky/mean": 10,
+    "rewards/picky/std": 0,
+    "rewards/seen/mean": pytest.approx((4.5 + 1 + 4.5 + 1) / 4),
+    "rewards/seen/std": 1.75,
   }
 
 
@@ -107,7 +107,31 @@ def test_a_reward_model_beside_functions(rewards, score, rollout):
     found = score(reward_pool, rollout(2, 3))
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
-  assert rewards_lib.metrics(found)["reward_model"] == 2.5
+  assert rewards_lib.metrics(found)["rewards/reward.model/mean"] == 2.5
+
+
+def test_no_name_of_a_function_or_of_its_numbers_is_a_metric_of_the_run(
+  tmp_path, settings_with, score, rollout
+):
+  names = ["mean", "std", "failures", "counts", "missing", "model", "mean_std"]
+  file = tmp_path / "named.py"
+  numbers = dict.fromkeys(["mean", "std", "prompts", "a/b"], 7.0)
+  file.write_text(f"def mean(p, c, e): return {numbers | {'score': 5.0}}\n")
+  with file.open("a") as more:
+    more.writelines(f"{name} = mean\n" for name in names[1:])
+  settings = settings_with(
+    reward__functions=[f"{file}:{name}" for name in names],
+    reward__weights=[1.0] * len(names),
+  )
+  model = lambda examples, texts: np.ones((2, 2))
+  with rewards_lib.open_reward_pool(settings, model) as reward_pool:
+    row = rewards_lib.metrics(score(reward_pool, rollout(2, 3)))
+  assert row.pop("reward_failures") == 0
+  assert len(row) == 2 * (len(names) + 1) + 4 * len(names)
+  assert all(name.count("/") >= 2 for name in row)
+  values = {name: row[f"rewards/{name}/mean"] for name in names}
+  assert values == dict.fromkeys(names, 5)
+  assert row["rewards/reward.model/mean"] == 1
 
 
 def test_several_processes_say_what_one_says(monkeypatch):

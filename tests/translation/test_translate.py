@@ -460,6 +460,14 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
     ("{", ".json", "cannot be read"),
     ("print(1)", ".py", r"it has no GRPOConfig\(...\)"),
     ("def f(:", ".py", "theirs.py, line 1"),
+    (
+      "beta: 0\nx: {y: 1}\nlearning_rate: 1\nbeta: 0.1",
+      ".yaml",
+      "line 4: the key 'beta' stands twice, first in line 1",
+    ),
+    ("a:\n  - {b: 1, b: 2}", ".yaml", "line 2: the key 'b' stands twice"),
+    ("actor: {x: 1}\nactor.x: 2", ".yaml", "'actor.x' stands twice"),
+    ('{"beta": 0, "beta": 1}', ".json", "the key 'beta' stands twice"),
     ("x", ".sh", "give a file ending in .yaml, .yml, .json, .py"),
     (
       "num_generations: eight",

@@ -34,7 +34,7 @@ class Sampling:
   temperature: float = option(
     1.0,
     "temperature of the samples; greedy sampling (0) has no policy gradient",
-    within=NOT_NEGATIVE,
+    within="[0, 100]",
   )
   top_k: int = option(
     0, "draw from so many likeliest tokens; 0 = off", within=NOT_NEGATIVE

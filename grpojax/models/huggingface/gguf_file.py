@@ -303,7 +303,8 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
     is_array = isinstance(value, (list, np.ndarray))  # of each layer, say
     if is_array or (key in names and not is_number):
       value = f"{prefix}{key}={value!r:.80}"
-      raise ValueError(f"{file.path} has {value}: it must be one number")
+      needed = "one number" if is_array else "a number in (0, 2**31)"
+      raise ValueError(f"{file.path} has {value}: it must be {needed}")
   width = values.get("embedding_length", 1)
   heads = values.get("attention.head_count", 1)
   values = {

@@ -23,7 +23,7 @@ from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime.checkpoint import stored_arrays
-from grpojax.runtime.files import disk
+from grpojax.runtime.files import disk, run_lock
 from grpojax.runtime.processes import distributed, interrupts
 
 _ADVICE = (
@@ -98,7 +98,10 @@ def last_good(folder: str | os.PathLike) -> str:
   """Names the checkpoint in a folder that a run goes on from, in words."""
   complete_steps = complete(folder)
   if not complete_steps:
-    return "there is no checkpoint yet"
+    run = os.path.dirname(os.path.abspath(folder))
+    local = "://" not in os.fspath(folder)
+    renamed = local and not os.path.isdir(run)
+    return run_lock.gone(run) if renamed else "there is no checkpoint yet"
   newest = epath.Path(folder) / str(complete_steps[-1])
   return f"the last good checkpoint is {newest}"
 

@@ -37,6 +37,17 @@ class _Output(io.FileIO):
       return memoryview(data).nbytes
 
 
+class _Buffer(io.BufferedWriter):
+  """Buffer of an output that stays open.
+
+  User code may wrap `sys.stdout.buffer` anew, and the wrapper that it replaces
+  closes its buffer when it is collected.
+  """
+
+  def close(self) -> None:
+    self.flush()
+
+
 def _open_outputs() -> None:
   """Opens the standard streams so that no line that is printed ends a program.
 
@@ -50,12 +61,13 @@ def _open_outputs() -> None:
       os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
   sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)
   for number, name in ((1, "stdout"), (2, "stderr")):
-    file = io.BufferedWriter(_Output(number, "w", closefd=False))
+    file = _Buffer(_Output(number, "w", closefd=False))
     encoding = getattr(getattr(sys, name), "encoding", "utf-8")
     text = io.TextIOWrapper(
       file, encoding, "backslashreplace", line_buffering=True
     )
     setattr(sys, name, text)
+    setattr(sys, f"__{name}__", text)
 
 
 def _use_utf8() -> None:

@@ -210,6 +210,7 @@ def fit(
   def save():
     notes = dataclasses.asdict(with_record())
     sync()  # the rows of a step come before its checkpoint
+    run.check_directory()  # Orbax would make it anew
     saved = reference.state_to_device(state)
     saved = pending_lib.to_stored(saved, run.mesh)
     always = best.step(record) if settings.checkpoint.best else None

@@ -89,8 +89,8 @@ def _model(s: TrainSettings) -> Rows:
       "give a Hugging Face directory, ORG/NAME of the Hub, or the name of an "
       "embedded model",
     )
-  if s.sampling.distribution.temperature == 0:
-    remedy = "must be more than 0 (greedy sampling has no policy gradient)"
+  if s.sampling.distribution.temperature < 0.01:
+    remedy = "must be 0.01 or more (greedy sampling has no policy gradient)"
     yield "sampling.temperature", remedy
   try:
     re.compile(s.lora.targets)
@@ -98,6 +98,18 @@ def _model(s: TrainSettings) -> Rows:
     yield "lora.targets", f"is no regular expression ({error})"
   if not tokenizer.is_template(s.data.template):
     yield "data.template", tokenizer.TEMPLATE
+  texts = {
+    "data.template": s.data.template,
+    "data.system_prompt": s.data.system_prompt,
+    "environment.template": s.environment.template,
+    "model.reference_prompt": s.model.reference_prompt,
+  }
+  for name, text in texts.items():
+    if re.search("[\ud800-\udfff]", text):  # of bytes on the command line
+      yield (
+        name,
+        "is no UTF-8 text, which the tokenizer reads: write it as such",
+      )
   if (s.optim.name, s.optim.moments_dtype) == ("adafactor", "bfloat16"):
     yield (
       "optim.moments_dtype",

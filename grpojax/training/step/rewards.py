@@ -42,7 +42,9 @@ from grpojax.training.step import episodes
 from grpojax.training.step.batch import aggregation
 from grpojax.training.step.episodes import Sampled
 
-MODEL = "model"  # the reward model's name among the functions'
+# The reward model's name among the functions'. It has a point, which the names
+# of functions have not.
+MODEL = "reward.model"
 
 SHORTEST = 128  # tokens that a reward model's rows are padded to, at least
 ROWS = 8  # sequences that each device reads at once
@@ -491,9 +493,11 @@ def correctness(
 def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   """Returns the metrics of the rewards by function.
 
-  `reward_NAME` and `reward_NAME_std` are over the completions that a function
-  has a value for; `reward_FUNCTION/NAME` is the mean of another number of it.
-  Mean and spread are here where the devices do not have the whole rewards.
+  `rewards/NAME/mean` and `rewards/NAME/std` are over the completions that a
+  function has a value for; `logged/FUNCTION/NAME` is the mean of another number
+  that it returned. Users choose these names, and no other metric has two
+  slashes, so that none is overwritten.
+  `reward_mean` and `reward_std` are here if the devices have rounded rewards.
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
@@ -503,8 +507,8 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   if len(rewards.values) > 1:
     for name, values in rewards.values.items():
       if not np.isnan(values).all():
-        row[f"reward_{name}"] = float(np.nanmean(values))
-        row[f"reward_{name}_std"] = float(np.nanstd(values))
+        row[f"rewards/{name}/mean"] = float(np.nanmean(values))
+        row[f"rewards/{name}/std"] = float(np.nanstd(values))
   for name, values in rewards.extras.items():  # a number in each is not nan
-    row[f"reward_{name}"] = float(np.nanmean(values))
+    row[f"logged/{name}"] = float(np.nanmean(values))
   return row
