@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
     beside = len(runs) == 1 and not in_buckets
     default = pathlib.Path(runs[0] if beside else "") / run_directory.REPORT
     out = pathlib.Path(flags.out) if flags.out else default
+    if out.is_symlink() and not flags.out:
+      out.unlink()  # whoever made the run may have linked a file of yours
     disk.check_file(out, "--out")
     records.write_text(out, text)
   print(printable(f"{', '.join(runs)} -> {out}"))

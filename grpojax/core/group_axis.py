@@ -37,7 +37,8 @@ def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
     raise ValueError(
       f"{name} needs rewards [..., G] with group size G >= {least}, not shape "
       f"{rewards.shape}: sample more completions a prompt (group_size), or "
-      "choose an estimator without a group baseline (vanilla, reinforce_plus_plus)"
+      "choose an estimator without a group baseline (vanilla, "
+      "reinforce_plus_plus)"
     )
   rewards = rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
   return jnp.where(present(rewards), rewards, jnp.nan)

@@ -90,8 +90,8 @@ def _check_utf8(text: str, name: str) -> None:
   """Raises ValueError for half a surrogate pair, which no tokenizer reads."""
   if half := re.search("[\ud800-\udfff]", text):
     raise ValueError(
-      f"{name} is no text: its character {half.start()}, {half[0]!r}, is half of "
-      "a surrogate pair: write the whole character, or remove it"
+      f"{name} is no text: its character {half.start()}, {half[0]!r}, is half "
+      "of a surrogate pair: write the whole character, or remove it"
     )
 
 

@@ -173,6 +173,20 @@ def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
     program.main(["one", "--out=nowhere/x.html"])
 
 
+def test_a_link_is_followed_if_it_is_named(run, tmp_path):
+  mine, link = tmp_path / "mine", tmp_path / "link"
+  mine.write_text("mine")
+  for path in (run / "report.html", link):
+    path.unlink(missing_ok=True)
+    path.symlink_to(mine)
+  program.main([str(run)])
+  assert mine.read_text() == "mine"
+  report = (run / "report.html").read_text()
+  assert not (run / "report.html").is_symlink()
+  program.main([str(run), f"--out={link}"])
+  assert link.is_symlink() and mine.read_text() == report
+
+
 def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   (run / "report.html").mkdir()
   run_report.write(run)

@@ -70,6 +70,20 @@ def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
   assert summary_of(run)["eval_prompts"] == 6
 
 
+def test_removed_metrics_are_said(tmp_path, capsys):
+  file = tmp_path / "metrics.jsonl"
+  file.touch()  # as the start of a run does
+  run = start.Run(*[None] * 6)._replace(directory=tmp_path)
+  reporting.record(run, {"step": 1})
+  assert not capsys.readouterr().out
+  file.unlink()
+  for step in (2, 3):
+    reporting.record(run, {"step": step})
+  said = capsys.readouterr().out
+  assert said == f"warning: {file} was removed: rows before step 2 are lost\n"
+  assert [row["step"] for row in records.read_jsonl(file)] == [2, 3]
+
+
 def test_an_evaluation_is_of_a_step_and_of_its_prompts(tmp_path):
   held_out = types.SimpleNamespace(examples=[None] * 6)
   run = types.SimpleNamespace(

@@ -83,6 +83,30 @@ def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
   assert sorted(os.listdir(tmp_path)) == sorted(others)
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_run_writes_through_no_link(resumed, tmp_path):
+  run, others = tmp_path / "run", tmp_path / "others"
+  others.mkdir()
+  run_directory.open_run(run, TrainSettings())
+  names = ("config.json", "metrics.jsonl", "changes.jsonl", "report.html")
+  (run / "metrics.jsonl").write_text('{"step": 0}\n')
+  for name in names[2:]:
+    (run / name).write_text(name)
+  for name in names:
+    (run / name).rename(others / name)
+    (run / name).symlink_to(others / name)
+  (run / "lengths.npz").symlink_to(others / "missing")
+  before = {name: (others / name).read_text() for name in names}
+  steps = TrainSettings().steps if resumed else 7
+  settings = dataclasses.replace(TrainSettings(), steps=steps)
+  assert run_directory.open_run(run, settings) == resumed
+  assert sorted(os.listdir(run)) == sorted(names)
+  for name in names:
+    assert not (run / name).is_symlink()
+    (run / name).write_text("new")
+    assert (others / name).read_text() == before[name]
+
+
 def checkpointed(path, step):
   """As if a run had a checkpoint."""
   folder = path / "checkpoints" / str(step)

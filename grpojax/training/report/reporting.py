@@ -102,6 +102,12 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
   """Adds a row to a file, once, however many processes there are."""
   if distributed.is_main():
     run.check_directory()
+    if name == run_directory.METRICS and not run.file(name).exists():
+      print(
+        f"warning: {run.file(name)} was removed: rows before step "
+        f"{row['step']} are lost",
+        flush=True,
+      )
     records.append_jsonl(run.file(name), row)
 
 

@@ -16,7 +16,12 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.files import bucket
-from grpojax.runtime.files.records import append_jsonl, read_jsonl, write_text
+from grpojax.runtime.files.records import (
+  append_jsonl,
+  read_jsonl,
+  temporary,
+  write_text,
+)
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.training.config import (
   SETTINGS,
@@ -274,12 +279,28 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
   does; `record_changes` follows, when nothing can go wrong any more.
   """
   path, resumed = pathlib.Path(path), check(path, settings)
+  own_files(path)
   if not resumed:
     run_storage.reference(path).rmtree(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
     (path / TRACKED).unlink(missing_ok=True)  # another run's
     write_config(path, settings)
   return resumed
+
+
+def own_files(path: Path) -> None:
+  """Replaces links among a run's files by copies of the linked files.
+
+  The run would write through them to files of others.
+  """
+  for name in (*_REPLACED, CHANGES):
+    file = pathlib.Path(path) / name
+    if file.is_file() and file.is_symlink():
+      with temporary(file) as copy:
+        shutil.copyfile(file, copy)
+        os.replace(copy, file)
+    elif file.is_symlink():
+      file.unlink()
 
 
 def remove_torn(path: Path) -> None:

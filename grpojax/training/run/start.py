@@ -229,6 +229,7 @@ def start(
   if distributed.is_main():
     for name in run_directory.RECORDS:
       records.truncate_jsonl(run.file(name), -1 if step is None else step)
+    run.file(run_directory.METRICS).touch()
   print(
     f"{settings.model.path}: {count / 1e6:.3g} million parameters on "
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
