@@ -99,6 +99,11 @@ TOOL_CALLS = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
 with it, in words. No calls are an empty list."""
 
 
+# Characters of all results of a turn, far more than the tokens that are kept;
+# as JSON, with up to six bytes each, they fit into an observation.
+_LONGEST = 2**17
+
+
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
   """Returns JSON schemas for chat templates; ValueError where one has none."""
   # Loads no JAX, but takes a second: workers do without it.
@@ -121,6 +126,7 @@ def answer(
   if not calls:
     return Step(done=True)
   messages, errors = [], 0
+  longest = _LONGEST // len(calls)
   for call in calls:
     name = call.name if isinstance(call, Call) else "tool_call"
     run = functools.partial(_run, call, functions)
@@ -134,7 +140,7 @@ def answer(
         f" {type(result).__name__}: return a text, a number, or a list or dict"
         " of them, which are the same text in each process"
       )
-    content = str(result)
+    content = str(result)[:longest]
     messages.append({"role": "tool", "name": name, "content": content})
   info = {"tool_calls": len(messages), "tool_errors": errors}
   return Step(messages, info=info)

@@ -4,7 +4,7 @@ import pytest
 
 from grpojax.environments import conventions, tools
 from grpojax.environments.calculator import calculator
-from grpojax.environments.protocol import Step
+from grpojax.environments.protocol import Step, to_step
 from grpojax.environments.tools import TOOL_CALLS, Call
 
 ADD = Call("add", {"a": 1})
@@ -166,3 +166,13 @@ def test_retry_asks_again_for_less():
     conventions.resolve("retry", options={"discount": 2})
   with pytest.raises(ValueError, match="unexpected.*'turns'"):
     conventions.resolve("retry", options={"turns": 2})
+
+
+@pytest.mark.parametrize("text", ["\x01", "\U0001f600", '"'])
+@pytest.mark.parametrize("calls", [1, 7])
+def test_a_result_without_end_is_cut_and_not_refused(text, calls):
+  functions = {"page": lambda: text * 2**20}
+  step = tools.answer([Call("page", {})] * calls, functions)
+  contents = [x["content"] for x in to_step(step).observation]
+  assert len(contents) == calls
+  assert all(text * (2**17 // calls) == x for x in contents)
