@@ -13,7 +13,7 @@ from jaxtyping import Array, UInt
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import chunks
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.types import Params, Prompts, Rollout, TrainState
+from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.data.examples import READ
 from grpojax.environments import episodes, tools
 from grpojax.environments.episodes import Answer, Turn
