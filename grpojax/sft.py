@@ -112,7 +112,9 @@ _OPTIM = section(
     "steps from 0 to the learning rates; fewer than steps",
     within="[0, inf)",
   ),
-  weight_decay=setting(0.01, "weight decay of both", within="[0, inf)"),
+  weight_decay=setting(
+    0.01, "weight decay of the layers' matrices", within="[0, inf)"
+  ),
   max_grad_norm=setting(
     1.0, "gradients are scaled down to this norm", within=_POSITIVE
   ),

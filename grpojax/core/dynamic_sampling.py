@@ -8,7 +8,13 @@ frequent in the batch. Where U is 0 in a group of equal rewards
 cancel: the mean of the groups that are kept estimates E[g(x)] / p, and times
 `acceptance`, E[g(x)] without bias, whatever the limit. docs/data.md says what
 does change. It holds on-policy, for all weightings but `token_mean`.
+
+`batch_std` also divides by the deviation of the batch. Squared deviations are 0
+in a group of equal rewards too, so that of the kept groups is 1 / sqrt(p) times
+that of all groups, and its factor is sqrt(p) (`batch_std_scale`).
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +49,20 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   if size == 1:
     return float(drawn == 1)
   return (size - 1) / (drawn - 1)
+
+
+def batch_std_scale(
+  accepted: float, kept: int, size: int, group_size: int
+) -> float:
+  """Returns the factor that undoes dynamic sampling for `batch_std` advantages.
+
+  It is sqrt(`accepted`) for a full batch. With `kept` of `size` groups the
+  sample variances have the denominators kept G - 1 and size G - 1 (G =
+  `group_size`). So one that is left as drawn has the advantages of all groups.
+  """
+  if not kept:
+    return 0.0
+  return math.sqrt(accepted * (group_size - 1 / size) / (group_size - 1 / kept))
 
 
 def pad_prompts(rollout: Rollout, length: int) -> Rollout:

@@ -20,6 +20,21 @@ SCHEDULES = {
   "linear": lambda peak, updates: optax.linear_schedule(peak, 0.0, updates),
 }
 
+
+def decays(params: PyTree) -> PyTree:
+  """Returns True for each parameter that weight decay reaches.
+
+  As in transformers' Trainer, norms and biases are left out: parameters with
+  "norm" or "bias" in their path.
+  """
+
+  def reached(path, _) -> bool:
+    name = jax.tree_util.keystr(path).lower()
+    return "norm" not in name and "bias" not in name
+
+  return jax.tree_util.tree_map_with_path(reached, params)
+
+
 # The number of no step: other random numbers are drawn from fold_in(key, step).
 _ROUNDING = 2**31 - 1
 

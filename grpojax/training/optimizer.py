@@ -1,26 +1,32 @@
-"""Optimizer of a training run, on its schedule."""
+"""Optimizer and learning rate of a training run."""
 
 import optax
 
-from grpojax.core.optim import OPTIMIZERS, SCHEDULES
+from grpojax.core.optim import OPTIMIZERS, SCHEDULES, decays
 from grpojax.training.settings.run import TrainSettings
 
 
-def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-  """Returns the optimizer and its schedule, after a linear warm-up.
-
-  The learning rate is absolute, and decays weights by `weight_decay` times
-  itself, whatever scales the gradients.
-  """
+def learning_rate(settings: TrainSettings) -> optax.Schedule:
+  """Returns the learning rate by update: linear warmup, then the schedule."""
   optim = settings.optim
   updates = settings.steps * optim.update.epochs * optim.update.minibatches
   decay = max(updates - optim.warmup_steps, 1)
   peak = optim.learning_rate
   schedule = SCHEDULES[optim.schedule](peak, decay)
-  if optim.warmup_steps:  # from the first update on: none of them is at 0
-    first = peak / (optim.warmup_steps + 1)
-    warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
-    schedule = optax.join_schedules([warmup, schedule], [optim.warmup_steps])
+  if not optim.warmup_steps:
+    return schedule
+  first = peak / (optim.warmup_steps + 1)  # no update is at 0
+  warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
+  return optax.join_schedules([warmup, schedule], [optim.warmup_steps])
+
+
+def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+  """Returns the optimizer with its learning rate and weight decay.
+
+  Weights decay by `weight_decay` times the learning rate, whatever scales the
+  gradients; norms and biases do not decay (`core.optim.decays`).
+  """
+  optim = settings.optim
   scale = OPTIMIZERS[optim.name](
     b1=optim.b1,
     b2=optim.b2,
@@ -29,6 +35,6 @@ def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
   )
   return optax.chain(
     scale,
-    optax.add_decayed_weights(optim.weight_decay),
-    optax.scale_by_learning_rate(schedule),
+    optax.add_decayed_weights(optim.weight_decay, mask=decays),
+    optax.scale_by_learning_rate(learning_rate(settings)),
   )

@@ -382,11 +382,7 @@ TABLE = {
   "lr_scheduler_type": Row("linear", "optim.schedule", rules.SCHEDULE),
   "warmup_steps": Row(0, _warmup),
   "warmup_ratio": Row(),
-  "weight_decay": Row(
-    0.0,
-    "optim.weight_decay",
-    note="TRL leaves norms and biases out; here all parameters",
-  ),
+  "weight_decay": Row(0.0, "optim.weight_decay"),
   "adam_beta1": Row(0.9, "optim.b1"),
   "adam_beta2": Row(0.999, "optim.b2"),
   "max_grad_norm": Row(1.0, "optim.max_grad_norm", rules.max_grad_norm),

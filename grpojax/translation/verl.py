@@ -504,7 +504,9 @@ TABLE = {
   f"{ACTOR}.optim.lr_scheduler_type": Row(
     "constant", "optim.schedule", rules.SCHEDULE
   ),
-  f"{ACTOR}.optim.weight_decay": Row(0.01, "optim.weight_decay"),
+  f"{ACTOR}.optim.weight_decay": Row(
+    0.01, "optim.weight_decay", note="verl decays norms and biases too"
+  ),
   f"{ACTOR}.optim.betas": Row((0.9, 0.999), _betas),
   f"{ACTOR}.grad_clip": Row(1.0, "optim.max_grad_norm", rules.max_grad_norm),
 }

@@ -221,14 +221,15 @@ def test_a_limit_leaves_room(job, limit):
 
 
 @pytest.mark.slow
-def test_leaving_out_alone_changes_nothing(job):
+@pytest.mark.parametrize("advantage", ["leave_one_out", "batch_std"])
+def test_leaving_out_alone_changes_nothing(job, advantage):
   """One batch, rescaled: the mean of those that vary, times their share."""
   learned = []
   for changes in (
     {"filter_groups__max_num_gen_batches": 1, "filter_groups__rescale": True},
     {"filter_groups__enable": False},
   ):
-    run = job(**changes)
+    run = job(advantage=advantage, **changes)
     row = run.run()
     assert row["zero_variance_groups"] == 0.75
     learned.append(jax.device_get(run.state.params) - run.table)

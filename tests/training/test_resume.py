@@ -268,15 +268,31 @@ def test_success_rates_are_of_the_prompts_that_they_were_of(
     open_run.resume.__wrapped__(run, state, None, lambda: None)
 
 
-def test_a_schedule_of_the_whole_run_is_named(settings_with, capsys):
+@pytest.mark.parametrize(
+  "schedule, said",
+  [
+    ("constant", None),
+    ("cosine", "after step 40 the learning rate is 0.0001, not 0."),
+    ("linear", "after step 40 the learning rate is 0.0001, not 0."),
+  ],
+)
+def test_more_steps_of_a_decayed_run_are_warned_of(
+  schedule, said, settings_with, capsys
+):
+  settings = settings_with(
+    optim__schedule=schedule,
+    optim__minibatches=2,
+    optim__learning_rate=2e-4,
+    steps=80,
+  )
   changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
-  for schedule, lines in (("constant", 2), ("cosine", 3)):
-    open_run._say_changed(
-      settings_with(optim__schedule=schedule, steps=80), changed
-    )
-    said = capsys.readouterr().out
-    assert len(said.splitlines()) == lines
-  assert "of a run of 80 steps" in said
+  open_run._say_changed(settings, changed, 40)
+  *lines, last = capsys.readouterr().out.splitlines()
+  assert f"changed: {changed[1]}" in (*lines, last)
+  assert len(lines) == 1 + bool(said)
+  if said:
+    assert last.startswith(f"warning: optim.schedule = {schedule!r} now ends")
+    assert "after 80 steps instead of 40" in last and said in last
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from grpojax.core.objective import (
   weighting_fn,
 )
 from grpojax.core.update import UpdateOptions
+from grpojax.models import lora
+from grpojax.models.config import TransformerConfig
+from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.config import flatten as flat
 from grpojax.training import config as config_module
 from grpojax.training.config import default_config
@@ -94,6 +97,31 @@ def test_the_optimizer_is_adamw(settings_with):
   adam = (first / (1 - 0.5**2)) / np.sqrt(second / (1 - 0.75**2))
   expected = [-0.01 * (1.0 + 0.1 * 3.0), -0.01 * (adam + 0.1 * 3.0)]
   np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_norms_and_biases_do_not_decay(settings_with):
+  """As in transformers; layers are stacked, so a norm is [L, D]."""
+  model = TransformerConfig(
+    vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_dim=2, mlp=4,
+    qkv_bias=True, mlp_bias=True, qk_norm=True, post_norms=True,
+    tied=False,
+  )  # fmt: skip
+  weights = transformer(model).init(jax.random.key(0))
+  adapters = lora.init(weights, jax.random.key(0), 2, "layers/(q|down)")
+  ones = jax.tree.map(jnp.ones_like, {"whole": weights, "lora": adapters})
+  tx = optimizer(settings_with(optim__weight_decay=0.1))
+  none = jax.tree.map(jnp.zeros_like, ones)
+  update, _ = tx.update(none, tx.init(ones), ones)
+  paths = jax.tree_util.tree_leaves_with_path(update)
+  moved = {
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, x in paths
+    if np.any(x)
+  }
+  layer = {f"whole/layers/{x}" for x in "q k v o gate up down".split()}
+  adapted = {f"lora/layers/{x}/{y}" for x in ("q", "down") for y in "ab"}
+  assert moved == layer | adapted | {"whole/embed", "whole/head"}
+  assert len(paths) > len(moved) + 10
 
 
 def test_moments_in_bfloat16_are_those_of_adamw(settings_with):

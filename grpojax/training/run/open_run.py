@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from grpojax.runtime.text import tokenizer
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import to_config
 from grpojax.training.data import splits as splits_lib
+from grpojax.training.optimizer import learning_rate
 from grpojax.training.report import reporting
 from grpojax.training.run import hub_pins, run_directory, run_storage, start
 from grpojax.training.run.progress import Progress, from_notes
@@ -185,7 +187,7 @@ def open_all(
 
   def record_changes() -> None:
     changed = run_directory.record_changes(directory, run.settings)
-    _say_changed(run.settings, changed)
+    _say_changed(run.settings, changed, 0 if step is None else step)
 
   with command_line.usage_errors():
     first = not distributed.on_main(begun)
@@ -220,15 +222,25 @@ def open_all(
   return run, state, tx, progress, checkpointer
 
 
-def _say_changed(settings: TrainSettings, changed: Sequence[str]) -> None:
-  """Prints the other settings that a run goes on with."""
+def _say_changed(
+  settings: TrainSettings, changed: Sequence[str], done: int
+) -> None:
+  """Prints the changed settings of a run that goes on after `done` steps."""
   for line in changed:
     print(f"changed: {line}")
-  schedule = settings.optim.schedule
-  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
+    steps = re.fullmatch(r"steps: (\d+) -> \d+", line)
+    if not steps or settings.optim.schedule == "constant":
+      continue
+    before = dataclasses.replace(settings, steps=int(steps[1]))
+    update = done * settings.optim.update.epochs
+    update *= settings.optim.update.minibatches
+    old, new = (float(learning_rate(s)(update)) for s in (before, settings))
     print(
-      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
-      f"learning rate is that of a run of {settings.steps} steps"
+      f"warning: optim.schedule = {settings.optim.schedule!r} now ends after "
+      f"{settings.steps} steps instead of {before.steps}: after step {done} "
+      f"the learning rate is {new:.3g}, not {old:.3g}. To train on at a low "
+      f"rate start a new run from {run_directory.MODEL}/ with optim.schedule = "
+      "'constant'"
     )
 
 

@@ -47,12 +47,17 @@ class OptimSettings:
     "constant", "course of the learning rate after its warmup", SCHEDULES
   )
   warmup_steps: int = option(
-    0, "optimizer updates from 0 to learning_rate", within=NOT_NEGATIVE
+    0,
+    "optimizer updates of a linear warmup; the first is at learning_rate / "
+    "(warmup_steps + 1)",
+    within=NOT_NEGATIVE,
   )
   b1: float = option(0.9, "decay of the first moment", within=DECAY)
   b2: float = option(0.95, "decay of the second moment", within=DECAY)
   weight_decay: float = option(
-    0.0, "weight decay, decoupled from the gradient", within=NOT_NEGATIVE
+    0.0,
+    "decoupled weight decay of all trained parameters but norms and biases",
+    within=NOT_NEGATIVE,
   )
   update: UpdateOptions = inline_field(
     UpdateOptions, max_grad_norm=1.0, micro_batches=4
