@@ -116,7 +116,10 @@ def group_size_line(summary: Mapping[str, Any]) -> str:
   )
   size = f"{best} [{', '.join(interval)}]"
   if low == 1 and high in (None, math.inf):
-    return f"the gradient's noise left the best group size open: {size}"
+    return (
+      "the gradient's noise left the best group size open: raise "
+      "diagnostics.share or diagnostics.tangents"
+    )
   line = f"the gradient's noise asked for groups of {size}"
   if error := summary.get("gradient_error_of_best"):
     line += (

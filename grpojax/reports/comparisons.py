@@ -21,7 +21,6 @@ from grpojax.reports.curves import (
 )
 from grpojax.reports.metric_groups import COMPARED
 from grpojax.statistics.group_size import Components, mse_curve
-from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.statistics.intervals import paired_difference, paired_proportions
 
 Answers = Mapping[int, tuple[str, str]]
@@ -90,21 +89,16 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
 
 
 def group_size(columns: Columns) -> tuple[float, float, float] | None:
-  """G* of all diagnoses together and its 95% interval; None without any."""
-  names = ("c1", "c3", "optimal_group_size_low", "optimal_group_size_high")
-  c1, c3, low, high = (
-    dict(zip(*columns.get(name, ((), ())), strict=True)) for name in names
-  )
-  diagnosed = sorted(c1.keys() & c3.keys())
-  if not diagnosed:
+  """G* of all diagnoses together and its 95% interval; None if unknown."""
+  steps, lows = columns.get("optimal_group_size_low", ((), ()))
+  if not steps or steps[-1] != columns["c1"][0][-1]:
     return None
-  # Columns have no null, which an infinite bound is.
-  own = [[low.get(i, math.inf), high.get(i, math.inf)] for i in diagnosed]
-  return pooled_group_size(
-    np.array([c1[i] for i in diagnosed]),
-    np.array([c3[i] for i in diagnosed]),
-    np.array(own),
+  best, high = (
+    dict(zip(*columns.get(f"optimal_group_size{end}", ((), ())), strict=True))
+    for end in ("", "_high")
   )
+  # Columns lack infinite values.
+  return best.get(steps[-1], math.inf), lows[-1], high.get(steps[-1], math.inf)
 
 
 def error_of_best(columns: Columns, group_size: int) -> float | None:

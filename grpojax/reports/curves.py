@@ -18,7 +18,6 @@ from grpojax.statistics.intervals import mean_interval
 POINTS = 400  # of a curve, at most
 BLOCKS = 40  # at most; of as many steps each, give or take one
 BLOCK = 5  # steps of a block, at least
-NORMAL = 1.959964  # standard errors on either side of 95%
 REWARD_COLUMNS = 100  # of steps, at most
 REWARD_VALUES = 12  # rewards that are told apart; of more, intervals
 REWARD_BINS = 20
@@ -106,20 +105,11 @@ def _bounds(
   name: str, columns: Columns
 ) -> dict[int, tuple[float, float | None]]:
   """A metric's own 95% interval by step; None above is infinite."""
-
-  def by_step(name: str) -> dict[int, float]:
-    return dict(zip(*columns.get(name, ((), ())), strict=True))
-
-  values, lows, highs, errors = (
-    by_step(f"{name}{end}") for end in ("", "_low", "_high", "_se")
+  values, lows, highs = (
+    dict(zip(*columns.get(f"{name}{end}", ((), ())), strict=True))
+    for end in ("", "_low", "_high")
   )
-  if lows:
-    return {s: (lows[s], highs.get(s)) for s in values if s in lows}
-  return {
-    s: (y - NORMAL * errors[s], y + NORMAL * errors[s])
-    for s, y in values.items()
-    if s in errors
-  }
+  return {s: (lows[s], highs.get(s)) for s in values if s in lows}
 
 
 def _curve(name: str, columns: Columns) -> Curve:
@@ -142,10 +132,11 @@ def _curve(name: str, columns: Columns) -> Curve:
 def curves(columns: Columns) -> dict[str, Curve]:
   """Curves of all metrics of a run, by name.
 
-  A metric `m_low`, `m_high` or `m_se` is no curve where there is a metric `m`,
-  but its interval. Each has `x`, `y` (the extremes, where there are many
-  steps), `last`, and either `low` and `high`, its own 95% interval (None above:
-  no bound), or the `blocks` of `blocks`.
+  A metric `m_low`, `m_high` or `m_se` is no curve where there is a metric `m`:
+  the first two are its interval, and a diagnosis's standard error, of too few
+  prompts for an interval, is not drawn. Each has `x`, `y` (the extremes, where
+  there are many steps), `last`, and either `low` and `high`, its own 95%
+  interval (None above: no bound), or the `blocks` of `blocks`.
   """
 
   def is_bound(name):

@@ -45,29 +45,19 @@ def group_size_interval(
 def pooled_group_size(
   c1: Float[np.ndarray, "D"],
   c3: Float[np.ndarray, "D"],
-  intervals: Float[np.ndarray, "D 2"] | None = None,
+  interval: tuple[float, float] = (1.0, math.inf),
 ) -> tuple[float, float, float]:
   """G* of a whole run, from its diagnoses: 1 + sqrt(mean c3 / mean c1).
 
   Returns:
-    G*, and the bounds of its 95% interval over diagnoses. A single one has its
-    own of `intervals`, and fewer than three have 1 and inf.
-
-  Raises:
-    ValueError: no diagnosis is finite.
+    G*, and the bounds of its 95% interval over diagnoses: `interval` for a
+    single diagnosis, 1 and inf for two.
   """
-  both = np.stack([c1, c3]).astype(float)
-  known = np.isfinite(both).all(0)
-  both, count = both[:, known], int(known.sum())
-  if not count:
-    raise ValueError("no diagnosis has a finite c1 and c3")
+  both, count = np.stack([c1, c3]), len(c1)
   means = both.mean(1)
   best = float(optimal_group_size(means[0], 0.0, means[1]))
-  if count == 1 and intervals is not None:
-    low, high = intervals[known][0]
-    return best, float(low), float(high)
   if count < 3:
-    return best, 1.0, math.inf
+    return best, *(interval if count == 1 else (1.0, math.inf))
   t_sq = t_quantile(count - 1) ** 2
   low, high = _fieller(
     *jnp.asarray(means), jnp.asarray(np.cov(both)) / count, t_sq

@@ -79,11 +79,18 @@ def test_the_table(size, float64):
       weights = np.asarray(advantage).reshape(*groups.shape, -1, 1) / size
       estimate = (weights * scores[groups]).sum((1, 2))
       bias = np.linalg.norm(chance @ estimate - g) / np.linalg.norm(g)
-      error = chance @ ((estimate - g) ** 2).sum(-1)
-      totals[name] = totals.get(name, 0) + np.array([bias, error]) / POLICIES
+      scaled = estimate * (g @ g) / (chance @ estimate @ g)
+      errors = (chance @ ((x - g) ** 2).sum(-1) for x in (estimate, scaled))
+      totals[name] = totals.get(name, 0) + np.array([bias, *errors]) / POLICIES
   least = totals["leave_one_out"][1]
   (column,) = (i for i, x in enumerate(SIZES) if x == size)
   rows = re.findall(r"^\| `([\w=]+)` \| (.+%.+) \|$", PAGE.read_text(), re.M)
   shown = {name: cells.split(" | ")[column] for name, cells in rows}
-  for name, (bias, error) in totals.items():
+  for name, (bias, error, _) in totals.items():
     assert shown[name] == f"{bias:.1%}, {error / least:.3f}", name
+  assert totals["dr_grpo"][2] == pytest.approx(least)
+  scaled = re.search(r"it errs ([\d., ]+) times", PAGE.read_text())[1].split(
+    ", "
+  )
+  own = totals["leave_one_out=False"][2]
+  assert scaled[column] == f"{own / least:.3f}"

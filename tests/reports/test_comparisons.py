@@ -96,30 +96,24 @@ INF = math.inf
 
 
 @pytest.mark.parametrize(
-  "pairs, low, high, expected",
+  "sizes, expected",
   [
-    # 4 = 1 + sqrt(9 / 1): the mean of single best sizes would be inf.
-    ([(0.5, 8.0), (1.5, 10.0)], None, None, (4.0, 1.0, INF)),
-    ([(1.0, 9.0), (9.0, None)], 1.5, 7.5, (4.0, 1.5, 7.5)),  # its own
-    ([(1.0, 9.0)], 1.5, None, (4.0, 1.5, INF)),
-    ([(1.0, 9.0)], None, 7.5, (4.0, INF, 7.5)),  # null is infinite
-    ([(1.0, None)], None, None, None),
-    ([(math.nan, 1.0)], None, None, None),
+    ([None, (4.0, 1.5, 7.5)], (4.0, 1.5, 7.5)),
+    ([(4.0, 1.5, 7.5), (5.0, 2.0, None)], (5.0, 2.0, INF)),  # null is infinite
+    ([(None, 2.0, None)], (INF, 2.0, INF)),
+    ([(4.0, 1.5, 7.5), None], None),
+    ([None], None),
+    ([], None),
   ],
 )
-def test_the_group_size_is_that_of_all_diagnoses(pairs, low, high, expected):
+def test_the_group_size_is_that_of_the_last_diagnosis(sizes, expected):
   rows = [{"step": 0, "accuracy": 0.5}]
-  for i, (c1, c3) in enumerate(pairs):
-    rows += [{"step": 2 * i, "c1": c1, "c3": c3}, {"step": 2 * i + 1}]
-  rows[1] |= {"optimal_group_size_low": low, "optimal_group_size_high": high}
+  for i, size in enumerate(sizes):
+    row = {"step": 2 * i, "c1": 1.0}
+    for end, value in zip(("", "_low", "_high"), size or (), strict=False):
+      row[f"optimal_group_size{end}"] = value
+    rows += [row, {"step": 2 * i + 1}]
   assert comparisons.group_size(curves.columns(rows)) == expected
-
-
-def test_three_diagnoses_have_an_interval_of_their_own():
-  pairs = (0.5, 8.0), (2.6, 9.5), (-0.1, 9.5), (None, 1.0)
-  rows = [{"step": i, "c1": x, "c3": y} for i, (x, y) in enumerate(pairs)]
-  best, low, high = comparisons.group_size(curves.columns(rows))
-  assert best == pytest.approx(4.0) and 1 < low < 4 and high == INF
 
 
 @pytest.mark.slow

@@ -75,9 +75,7 @@ def test_a_metric_with_bounds_has_these_for_its_interval():
   assert "blocks" not in made
   made = curve_of([5, 6], m_low=[1, 2], m_high=[math.inf, None])
   assert made["low"] == [1, 2] and made["high"] == [None, None]
-  made = curve_of([5, 6], m_se=[1.0, 0.5])
-  assert made["low"] == pytest.approx([5 - 1.96, 6 - 0.98], abs=1e-3)
-  assert made["high"] == pytest.approx([5 + 1.96, 6 + 0.98], abs=1e-3)
+  assert "low" not in curve_of([5, 6], m_se=[1.0, 0.5])  # of few prompts
 
 
 def test_bounds_are_no_metrics_of_their_own_but_clip_fractions_are():

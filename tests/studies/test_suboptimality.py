@@ -66,6 +66,29 @@ def test_derivatives_equal_differences(bandit):
     np.testing.assert_allclose(scores, np.subtract(*logs) / 2 / step, atol=1e-7)
 
 
+def test_the_value_is_not_the_baseline_of_the_smallest_limit():
+  """The means in docs/theory.md; Assumption 2 does not hold on the bandit."""
+  known = suboptimality.bandit()
+  p, s, z = tabular.population(known.problem, known.optimum)
+  weights = p * np.sum(s**2, -1)
+  best = np.sum(weights * z, -1) / np.sum(weights, -1)  # b*(x)
+  g = np.einsum("xv,xvd->xd", p * z, s)
+  terms = s * (z - best[:, None])[..., None]
+  second = np.einsum("xv,xvd,xve->xde", p, terms, terms)
+  within = np.mean(second - g[:, :, None] * g[:, None], axis=0)
+  found = []
+  for size in (2, 16):
+    oracle = tabular.gradient_noise(known.problem, known.optimum, size, 16)
+    noise = (np.cov(g.T, bias=True) + within / size) * size / 16
+    for covariance in (noise, oracle.oracle):
+      limit = suboptimality.limit_covariance(
+        known.curvature, covariance, known.eta
+      )
+      mean = suboptimality.chi_square_weights(known.curvature, limit).sum()
+      found.append(f"{mean:.3f}")
+  assert found == ["0.044", "0.050", "0.187", "0.193"]
+
+
 @pytest.mark.slow
 def test_optimum_in_closed_form():
   """As many parameters as logits: pi* is exp(r / beta), and Z* constant."""

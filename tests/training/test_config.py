@@ -213,6 +213,7 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     (AUTO | {"loss__advantage_clip": 2.0}, "clip = 2.0: group_size = 'auto'"),
     (AUTO | {"loss__off_policy_threshold": 0.1}, "group_size = 'auto'"),
     (AUTO | {"loss__correction": "token_truncate"}, "group_size = 'auto'"),
+    (AUTO | {"loss__weighting": "sequence_mean"}, "all tokens count alike"),
     (AUTO | {"loss__truncated": "drop"}, "use keep, or a number for group_si"),
     (AUTO | {"auto_group_size__largest": 128}, "leaves 256 / 128 prompts a "),
     (AUTO | {"auto_group_size__start": 6}, "must be powers of two"),

@@ -1,9 +1,13 @@
 """What of a step is shown."""
 
+import dataclasses
+import json
 import math
 
 from grpojax.training.report import reporting
 from grpojax.training.report.reporting import Eta
+from grpojax.training.run import progress as progress_lib
+from grpojax.training.run.progress import Progress
 
 ROW = {
   "step": 3,
@@ -44,15 +48,34 @@ def test_a_step_that_compiled_says_how_long(settings_with):
   assert line.endswith("  compiled 83 s")
 
 
-def test_a_diagnosis_is_shown_where_it_told_something(settings_with):
-  for values, shown in (
-    ((12.3, 7.8, 31.0), "best_group_size 12 [8, 31]"),
-    ((math.nan,) * 3, None),
-  ):
-    ends = zip(("", "_low", "_high"), values, strict=True)
-    row = ROW | {f"optimal_group_size{end}": value for end, value in ends}
+def test_the_group_size_of_all_diagnoses_so_far_is_shown(settings_with):
+  """Its interval is Student's over diagnoses; a single one has its own."""
+  progress, words = Progress(), []
+  diagnoses = [
+    (0.5, 8.0, 1.0, math.inf),  # says nothing
+    (1.5, 10.0, 2.0, 5.0),
+    (math.nan, math.nan, math.nan, math.nan),
+    (1.0, 9.0, 1.0, math.inf),
+  ]
+  names = "c1", "c3", "optimal_group_size_low", "optimal_group_size_high"
+  for values in diagnoses:
+    row = ROW | {"train_seconds": 1.0, "optimal_group_size": 7.0}
+    row |= dict(zip(names, values, strict=True))
+    notes = json.loads(json.dumps(dataclasses.asdict(progress)))  # a resume
+    progress = progress_lib.after(progress_lib.from_notes(notes), row)
+    row = progress_lib.with_pooled_group_size(progress, row)
     line = reporting.step_line(settings_with(steps=40), row, Eta())
-    assert shown in line if shown else "best" not in line
+    words.append(line.partition("best_group_size ")[2].partition("  ")[0])
+    assert row["c1"] is values[0]
+  # By hand: G* = 1 + sqrt(9 / 1), t = 4.303, and c1 and c3 have the variances
+  # of means .25 / 3 and 1 / 3 with correlation 1, so that rho = c1 / c3 has
+  # bounds (1 -+ 4.303 .2887) / (9 -+ 4.303 .5774), of which one is below 0.
+  assert words == ["", "", "", "4 [3, inf]"]
+  progress = progress_lib.after(Progress(), row | {"c1": 1.5, "c3": 10.0})
+  row |= {"optimal_group_size_low": 2.0, "optimal_group_size_high": 5.0}
+  row = progress_lib.with_pooled_group_size(progress, row)
+  line = reporting.step_line(settings_with(steps=40), row, Eta())
+  assert "best_group_size 4 [2, 5]" in line
 
 
 def test_the_first_step_does_not_count_and_evaluations_do(settings_with):

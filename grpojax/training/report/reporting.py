@@ -85,8 +85,7 @@ def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
   step, steps = row["step"], settings.steps
   words = [f"step {step:>{len(str(steps))}}/{steps}"]
   words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
-  # Where the step was diagnosed, and told something.
-  if not math.isnan(row.get("optimal_group_size", math.nan)):
+  if "optimal_group_size" in row:
     best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
     words.append("best_group_size {:.0f} [{:.0f}, {:.0f}]".format(*best))
   if row["seconds_compile"] >= 1:
@@ -343,13 +342,15 @@ def _summarize(
     "steps_with": progress.steps_with,
   }
   rows = records.read_jsonl(run.file(run_directory.METRICS))
-  if sizes := comparisons.group_size(curves.columns(rows)):
-    best_size, *interval = sizes
+  columns = curves.columns(rows)
+  if progress.diagnoses:
+    unknown = math.inf, 1.0, math.inf
+    best_size, *interval = comparisons.group_size(columns) or unknown
     summary["optimal_group_size"] = best_size
     summary["optimal_group_size_interval"] = interval
     if run.settings.group_size != AUTO:
       summary["gradient_error_of_best"] = comparisons.error_of_best(
-        curves.columns(rows), run.settings.group_size
+        columns, run.settings.group_size
       )
   if best_row := progress.evaluations.get("best"):
     accuracy, *interval = (best_row[name] for name in names)

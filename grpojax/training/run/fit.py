@@ -169,6 +169,8 @@ def remaining_steps(
     row["seconds_compile"] = seconds_compile
     row |= reporting.speed(settings, row, now - start)
     progress = progress_lib.after(progress, row)
+    if diagnosed:
+      row = progress_lib.with_pooled_group_size(progress, row)
     reporting.log(run, row, samples, eta)
     reporting.log_failures(run, number, failures)
     yield state.replace(pending=pending), progress

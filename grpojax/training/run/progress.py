@@ -5,9 +5,13 @@ which may be lost or cut.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.training.evaluation import best
 
 Row = Mapping[str, Any]
@@ -81,6 +85,7 @@ class Progress:
     jax: Version of JAX, and its settings that decide a run's bits, by name.
     frozen: Checksum of the weights that adapters are on; empty without any.
     evaluations: Record of the best evaluation (`training.evaluation.best`).
+    diagnoses: c1 and c3 of each diagnosis of the gradient so far.
   """
 
   baseline: dict[str, float] | None = None
@@ -93,6 +98,7 @@ class Progress:
   jax: dict[str, str] = dataclasses.field(default_factory=dict)
   frozen: str = ""
   evaluations: best.Record = dataclasses.field(default_factory=dict)
+  diagnoses: list[list[float]] = dataclasses.field(default_factory=list)
 
 
 def from_notes(notes: Mapping[str, Any] | None) -> Progress:
@@ -117,13 +123,33 @@ def after(progress: Progress, row: Row) -> Progress:
     shown, whole = value >= trouble.shown, value >= trouble.whole
     steps_with[name] = steps_with.get(name, 0) + bool(shown)
     in_a_row[name] = in_a_row.get(name, 0) + 1 if whole else 0
+  diagnosis = [float(row.get(name, math.nan)) for name in ("c1", "c3")]
   return dataclasses.replace(
     progress,
     train_seconds=float(row["train_seconds"]),
     steps_with=steps_with,
     in_a_row=in_a_row,
     failed_rewards=progress.failed_rewards + int(row.get("reward_failures", 0)),
+    diagnoses=progress.diagnoses
+    + ([diagnosis] if np.isfinite(diagnosis).all() else []),
   )
+
+
+def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
+  """Returns a diagnosed step's row with G* of all the run's diagnoses so far.
+
+  The row has no G* if nothing is known of it, that is an interval of 1 to inf.
+  """
+  names = [f"optimal_group_size{end}" for end in ("", "_low", "_high")]
+  *_, low, high = (float(row[name]) for name in names)
+  row = {name: value for name, value in row.items() if name not in names}
+  if not progress.diagnoses or math.isnan(low):
+    return row
+  c1, c3 = np.transpose(progress.diagnoses)
+  pooled = pooled_group_size(c1, c3, (low, high))
+  if pooled[1:] == (1.0, math.inf):
+    return row
+  return row | dict(zip(names, pooled, strict=True))
 
 
 def troubles(row: Row) -> list[str]:

@@ -418,6 +418,12 @@ def _group_size(s: TrainSettings) -> Rows:
         "group_size = 'auto' follows the error of the whole gradient, of all "
         f"completions at full weight: use {off}, or a number for group_size",
       )
+  if loss.weighting == "sequence_mean":
+    yield (
+      "loss.weighting",
+      "group_size = 'auto' follows the error of a gradient in which all tokens "
+      "count alike: use another weighting, or a number for group_size",
+    )
   if loss.advantage not in SCALED_LEAVE_ONE_OUT:
     yield (
       "advantage",

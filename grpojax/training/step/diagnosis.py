@@ -1,7 +1,9 @@
 """Diagnosis of a step's gradient: its noise, and what a run learns from it.
 
 The gradient is that of the policy that sampled, of all completions of a group,
-each at its full weight: of the first update of a step. What later updates of it
+each at its full weight: of the first update of a step. All tokens count alike,
+as in every weighting but `sequence_mean`, which divides scores by lengths and
+so has another best group size. What later updates of it
 see is off-policy, and is not in these numbers; nor are corrections of a sampler
 that is not the policy (`core.losses.rollout_correction`): weights w make the
 scores of the theory w times as long, and truncated ones leave them a mean that
