@@ -17,7 +17,9 @@ each turn and R_ik = r_ik + r_i,k+1 + ... (0 after the end):
 
 All three are unbiased for the gradient of E[R_0] with a `leave_one_out`
 advantage and weights that do not depend on the trajectory (`fixed_length`,
-`sequence_sum`); see docs/theory.md, "Several turns".
+`sequence_sum`). With `token_mean` their expectations differ by O(1 / N) for N
+trajectories, with `sequence_mean` for any N; see docs/theory.md, "Several
+turns".
 """
 
 from collections.abc import Sequence

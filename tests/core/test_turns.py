@@ -16,6 +16,7 @@ import pytest
 
 import grpojax
 from grpojax.core import losses, turns
+from grpojax.core.advantages import leave_one_out
 from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
 from grpojax.core.packing import layout
@@ -454,3 +455,48 @@ def test_ids_and_logprobs_of_engines_are_taken():
   assert samples.completion_ids.tolist() == [[[5]]]
   assert samples.logprobs.tolist() == [[[0.0]]]
   assert samples.turn_rewards.tolist() == [[[2.0]]]
+
+
+def test_other_weightings_part_the_credits():
+  """Two turns; the second one's action is also its length, 1 or 3 tokens.
+
+  Credit of turns less that of trajectories, over all groups: 0 where weights do
+  not depend on the trajectory, of the order 1 / N for `token_mean`, and the
+  same for every G for `sequence_mean`.
+  """
+  rewards = np.array([[1.0, -0.5], [0.2, 0.9]])  # by turn and action
+  x, y = np.array(list(itertools.product(range(2), repeat=2))).T
+  turns_of = np.array([[0, 1, 1, 1]] * 4)
+  mask = np.arange(4) < np.where(y, 4, 2)[:, None]
+  by_turn = jnp.asarray(np.stack([rewards[0][x], rewards[1][y]], -1))
+  scores = np.zeros((4, 4, 2))  # [trajectories, tokens, the turns' logits]
+  rates = 0.4, np.where(x, 0.1, 0.5)  # of action 1, in the second turn by x
+  scores[:, 0, 0], scores[:, 1, 1] = x - rates[0], y - rates[1]
+  chance = [np.where(a, q, 1 - q) for a, q in zip((x, y), rates, strict=True)]
+
+  def difference(weighting, size):
+    groups = np.array(list(itertools.product(range(4), repeat=size)))
+    samples = Rollout(
+      *(None, None),
+      completion_ids=None,
+      completion_mask=jnp.asarray(mask[groups]),
+      logprobs=None,
+      finished=None,
+      turns=jnp.asarray(np.where(mask, turns_of, -1)[groups]),
+    )
+    of_turns = turns.turn_advantages(by_turn[groups], samples, "turn")
+    whole = leave_one_out(by_turn.sum(-1)[groups])[..., None]
+    weights = jax.vmap(weighting)(jnp.asarray(mask[groups])[:, None])[:, 0]
+    gradients = (weights * (of_turns - whole))[..., None] * scores[groups]
+    return np.einsum(
+      "n,ngtd->d", np.prod(chance, 0)[groups].prod(-1), gradients
+    )
+
+  for weighting in (losses.sequence_sum, lambda m: losses.fixed_length(m, 4)):
+    np.testing.assert_allclose(difference(weighting, 3), 0, atol=1e-6)
+  by_sequence = [difference(losses.sequence_mean, size) for size in (2, 4)]
+  assert np.abs(by_sequence[0]).max() > 1e-2
+  np.testing.assert_allclose(*by_sequence, atol=1e-6)
+  by_token = [difference(losses.token_mean, size) for size in (2, 4, 6)]
+  scaled = [n * x[1] for n, x in zip((2, 4, 6), by_token, strict=True)]
+  np.testing.assert_allclose(scaled, 0.019, rtol=0.1)

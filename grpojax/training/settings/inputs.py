@@ -288,7 +288,8 @@ class EnvironmentSettings:
     "trajectory",
     "what a turn learns from: the whole trajectory's reward, or that of this "
     "turn and later ones, less the others' mean (of all, or of those that have "
-    "such a turn)",
+    "such a turn); one expectation with loss.weighting fixed_length or "
+    "sequence_sum only",
     CREDITS,
   )
   workers: int = option(
