@@ -10,13 +10,14 @@ trains on the seeds of the comparison. Arms share a seed's prompts and its
 policy's first samples, so they are compared in pairs, with the first arm. What
 is compared is the mean reward over training, of fresh samples for new prompts:
 the objective itself, at every step; and the held-out accuracy, the mean of the
-evaluations after `train.eval.every` steps, which is all there is to compare
-where arms draw their prompts (`difficulty.priority`). DIR, by default
+evaluations after `train.eval.every` steps. Where arms differ in rewards, in the
+distribution that is sampled or in how prompts are drawn (`difficulty.priority`)
+only the accuracy is compared. Arms of other data are refused. DIR, by default
 runs/compare, gets
 
     tuning.csv      one row an arm and learning rate
     curves.csv      one row a step of the comparison's runs
-    results.csv     one row an arm: learning rate, mean reward and accuracy,
+    results.csv     one row an arm: learning rate, what is compared, and
                     differences from the first arm with 95% intervals over seeds
     compare.png
     logs/           what the training runs printed
@@ -35,10 +36,11 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
 from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.settings import changed, setting
 from grpojax.studies import run as study
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
-from grpojax.training.config import from_config
+from grpojax.training.config import from_config, to_config
 from grpojax.training.run import start
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
@@ -85,6 +87,30 @@ SETTINGS = study.settings(
   ),
 )
 """The quick setting: advantages on the embedded model, two cores."""
+
+ASKED = ("data.", "environment.", "sampling.max_new_tokens")
+"""Settings that decide which problems are asked, and how they are answered."""
+
+REWARDED = (
+  "reward.",
+  "sampling.temperature",
+  "sampling.top_",
+  "sampling.min_p",
+  "sampling.repetition_penalty",
+  "difficulty.priority",
+)
+"""Settings without which mean rewards do not compare."""
+
+FREE = (
+  "environment.credit",
+  *(
+    f"{x}.{y}"
+    for x in ("environment", "reward")
+    for y in ("workers", "timeout")
+  ),
+  "reward.on_device",
+)
+"""Settings among these that change neither."""
 
 Tuned = Mapping[tuple[int, float], float]
 """Mean reward of each arm, by its place, and learning rate."""
@@ -150,12 +176,18 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 def _incomparable(config: ConfigDict) -> list[str]:
   """Lists the arms that do not spend what the first does."""
-  wrong, spent, evaluated = [], [], []
+  wrong, spent, evaluated, judges = [], [], [], set()
+  if asked := differing(config, ASKED):
+    wrong.append(
+      f"arms differ in {', '.join(asked)}: their held-out problems are not the "
+      "same, so nothing can be compared; use one value for all"
+    )
   tuned = len(config.learning_rates) > 1
   for i, arm in enumerate(config.arms):
     run = train_settings(config, i, config.learning_rates[0], 0)
     samples = run.steps * batches_lib.samples_per_step(run)
     spent.append((samples, run.eval.num_prompts))
+    judges.add(run.reward.functions[0])
     between = range(run.eval.every, run.steps, run.eval.every)
     evaluated.append({step / run.steps for step in between})
     if run.difficulty.priority != DIFFICULTY_OFF and tuned:
@@ -179,7 +211,28 @@ def _incomparable(config: ConfigDict) -> list[str]:
         f"arm {arm!r}: is evaluated at other parts of a run than the first: "
         "set eval.every for the same"
       )
+  if len(judges) > 1:
+    wrong.append(
+      f"arms differ in the first of reward.functions ({', '.join(judges)}), "
+      "which says what a right answer is: put the same one first"
+    )
   return wrong
+
+
+def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
+  """Lists the settings in which arms differ, of those that begin so."""
+  rate = config.learning_rates[0]
+  flat = [
+    flatten(to_config(train_settings(config, arm, rate, 0)))
+    for arm in range(len(config.arms))
+  ]
+  return sorted(
+    name
+    for name in set().union(*flat)
+    if name.startswith(names)
+    and name not in FREE
+    and any(x.get(name) != flat[0].get(name) for x in flat)
+  )
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]], column: str) -> float:
@@ -247,8 +300,8 @@ def table(
   return lines
 
 
-def draw(rows, tuned: Tuned, lines, path: pathlib.Path) -> None:
-  """Draws reward along training, by learning rate, and the differences.
+def draw(rows, tuned: Tuned, lines, name: str, path: pathlib.Path) -> None:
+  """Draws reward along training, by learning rate, and differences in `name`.
 
   `rows` are those of curves.csv, `lines` those of results.csv.
   """
@@ -262,7 +315,7 @@ def draw(rows, tuned: Tuned, lines, path: pathlib.Path) -> None:
       rates = sorted(rate for a, rate in tuned if a == i)
       by_rate.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
       middle, low, high = (
-        line[f"reward_more{end}"] for end in ("", "_low", "_high")
+        line[f"{name}_more{end}"] for end in ("", "_low", "_high")
       )
       ends = [[middle - low], [high - middle]]
       more.errorbar(middle, -i, xerr=ends, fmt="o", color=colour, capsize=3)
@@ -274,7 +327,7 @@ def draw(rows, tuned: Tuned, lines, path: pathlib.Path) -> None:
     more.axvline(0, color="black", lw=0.8)
     names = [line["arm"].replace(" ", "\n") for line in lines]
     more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)
-    more.set_xlabel("mean reward more than the first, 95%")
+    more.set_xlabel(f"mean {name} more than the first, 95%")
     for ax in axes[0]:
       ax.grid(alpha=0.3)
 
@@ -295,34 +348,39 @@ def write(
 
   There are a learning rate that was chosen, and runs by seed, for each arm.
   """
-  arms = config.arms
-  rewards, accuracies, curves = [], [], []
-  for arm, of_arm in zip(arms, runs, strict=True):
-    by_seed = [study.run_metrics(directory, run.name) for run in of_arm]
-    rewards.append([mean_of(rows, "reward_mean") for rows in by_seed])
-    accuracies.append([mean_of(rows, "accuracy") for rows in by_seed])
-    for seed, rows in enumerate(by_seed):
+  arms, curves = config.arms, []
+  columns = {"reward": "reward_mean", "accuracy": "accuracy"}
+  if rewarded := differing(config, REWARDED):
+    del columns["reward"]
+  numbers = {name: np.zeros((len(arms), config.seeds)) for name in columns}
+  for i, (arm, of_arm) in enumerate(zip(arms, runs, strict=True)):
+    for seed, run in enumerate(of_arm):
+      rows = study.run_metrics(directory, run.name)
+      for name, column in columns.items():
+        numbers[name][i, seed] = mean_of(rows, column)
       for row in rows:
         curve = {"arm": arm, "seed": seed, "step": row["step"]}
         curve |= {"reward": row["reward_mean"], "accuracy": row["accuracy"]}
         curves.append(curve)
-  numbers = {"reward": np.array(rewards), "accuracy": np.array(accuracies)}
   lines = table(arms, rates, numbers)
   tuning = [
     {"arm": arms[i], "learning_rate": rate, "reward": reward}
     for (i, rate), reward in tuned.items()
   ]
   study.write_tables(directory, tuning=tuning, curves=curves, results=lines)
-  draw(curves, tuned, lines, directory / "compare.png")
+  draw(curves, tuned, lines, next(iter(columns)), directory / "compare.png")
   ends = (min(config.learning_rates), max(config.learning_rates))
   for line in lines:
     edge = len(config.learning_rates) > 1 and line["learning_rate"] in ends
     hint = " (at the edge: give others)" if edge else ""
-    print(
-      f"{line['arm']}: learning rate {line['learning_rate']:g}{hint}, mean "
-      f"reward {_with_difference(line, 'reward')}; "
-      f"accuracy {_with_difference(line, 'accuracy')}"
+    found = "; ".join(
+      f"mean {name} {_with_difference(line, name)}" for name in columns
     )
+    print(
+      f"{line['arm']}: learning rate {line['learning_rate']:g}{hint}, {found}"
+    )
+  if rewarded:
+    print(f"rewards are not compared: arms differ in {', '.join(rewarded)}")
   print("differences are from the first arm")
   print(f"tables and picture are in {directory}/")
 

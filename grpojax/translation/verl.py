@@ -285,6 +285,8 @@ def _kl(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
     yield theirs.setting("loss.kl", _KLS.get(theirs[kind], "k3"), kind)
     yield theirs.setting("loss.kl_placement", "loss", name)
+    if _KLS.get(theirs[kind]) == "k3":
+      yield Note(kind, "verl clamps each token's k3 at 10")
     if theirs[kind] not in _KLS:
       text = f"{theirs[kind]!r}: k3 is taken, for as a term of the loss k1 has"
       text += " no expected gradient, and |k1| estimates no divergence"

@@ -2,12 +2,14 @@
 
 import csv
 import math
+import pathlib
 
 import numpy as np
 import pytest
 
 from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import compare
+from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 
@@ -53,6 +55,71 @@ def test_differences_are_of_pairs():
   line = compare.table(["a", "b"], [1.0, 2.0], numbers)[1]
   half = 4.302653 * 0.1 / np.sqrt(3)  # Student's, two degrees of freedom
   np.testing.assert_allclose(line["reward_more_high"], half, rtol=1e-5)
+
+
+FILE = f"{pathlib.Path(__file__)}:judge"
+
+
+def judge(prompt, completion, example):
+  return float(completion == "1")
+
+
+@pytest.mark.parametrize(
+  "arm, refused, rewarded",
+  [
+    ("advantage=grpo environment.credit=trajectory", None, []),
+    ("reward.workers=2 reward.timeout=9", None, []),
+    ("data.options.difficulty=(2,3)", "differ in data.options.difficulty:", []),
+    ("sampling.max_new_tokens=40", "differ in sampling.max_new_tokens:", []),
+    (f"reward.functions={FILE},", "first of reward.functions", None),
+    (
+      f"reward.functions=exact_answer,{FILE} reward.weights=1,1",
+      None,
+      ["reward.functions", "reward.weights"],
+    ),
+    ("sampling.temperature=0.7", None, ["sampling.temperature"]),
+    (
+      "difficulty.priority=spread",
+      "give a single one",
+      ["difficulty.priority"],
+    ),
+  ],
+)
+def test_arms_are_compared_by_what_they_share(arm, refused, rewarded):
+  config = to_config(compare.SETTINGS)
+  config.arms = ("advantage=leave_one_out", arm)
+  if "difficulty.priority" in arm:
+    config.train.data.options.size = 64
+  wrong = "\n".join(compare._incomparable(config))
+  assert refused in wrong if refused else not wrong
+  if rewarded is not None:
+    assert compare.differing(config, compare.REWARDED) == rewarded
+
+
+def test_other_rewards_leave_the_accuracy_to_compare(made_up, tmp_path, capsys):
+  config = to_config(compare.SETTINGS)
+  config.arms = ("advantage=leave_one_out", "sampling.temperature=0.7")
+  config.seeds = 2
+  runs = [
+    [compare.train_settings(config, arm, 3e-4, seed) for seed in range(2)]
+    for arm in range(2)
+  ]
+  for i, of_arm in enumerate(runs):
+    for run in of_arm:
+      made_up(
+        run,
+        study.training_run(tmp_path, run.name),
+        [5.0 * i, 5.0 * i],
+        0.5 + 0.1 * i,
+      )
+  tuned = {(arm, 3e-4): 0.0 for arm in range(2)}
+  compare.write(config, tmp_path, tuned, [3e-4, 3e-4], runs)
+  with open(tmp_path / "results.csv") as file:
+    second = list(csv.DictReader(file))[1]
+  assert float(second["accuracy_more"]) == pytest.approx(0.1)
+  assert not any("reward" in name for name in second)
+  said = capsys.readouterr().out
+  assert "rewards are not compared: arms differ in sampling.temperature" in said
 
 
 def arguments(toy, toy_model, directory):
@@ -109,6 +176,6 @@ def test_a_small_comparison(
     np.testing.assert_allclose(float(rows[1]["reward_more"]), 0.1, atol=1e-6)
     assert (
       "learning rate 0.002 (at the edge: give others), mean reward 0.312, "
-      "+0.100 [+0.100, +0.100]; accuracy 0.310, +0.100 ["
+      "+0.100 [+0.100, +0.100]; mean accuracy 0.310, +0.100 ["
       in capsys.readouterr().out
     )

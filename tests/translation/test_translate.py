@@ -7,6 +7,7 @@ What they should become was written down by hand from TRL 1.16's and verl
 import json
 import math
 import pathlib
+import re
 
 import pytest
 
@@ -273,6 +274,34 @@ def test_settings_of_trl(text, expected, tmp_path):
   config, leaves, _ = become(f"temperature: 1\n{text}\n", tmp_path)
   from_config(config)
   assert {key: leaves[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+  "paper, text",
+  [
+    ("GRPO (DeepSeekMath)", "loss_type: grpo\nbeta: 0.04"),
+    ("Dr. GRPO", "loss_type: dr_grpo\nscale_rewards: false"),
+    ("DAPO", "loss_type: dapo\nepsilon_high: 0.28"),
+    (
+      "GSPO",
+      "loss_type: grpo\nimportance_sampling_level: sequence\nepsilon: 0.0003\n"
+      "epsilon_high: 0.0004",
+    ),
+    ("CISPO", "loss_type: cispo\nepsilon_high: 5.0"),
+    ("GDPO", "multi_objective_aggregation: normalize_then_sum"),
+  ],
+)
+def test_the_recipes_of_papers_are_those_of_trl(paper, text, tmp_path):
+  """The table in docs/objectives.md, and TRL's own paper index."""
+  page = (DOCS / "objectives.md").read_text()
+  (row,) = re.findall(rf"^\| {re.escape(paper)} \| (.*) \|$", page, re.M)
+  recipe = dict(x.split("=") for x in re.findall(r"`([\w.]+=[\w.-]+)`", row))
+  leaves = become(f"temperature: 1\n{text}\n", tmp_path)[1]
+  recipe = {k: v for k, v in recipe.items() if "filter_" not in k}
+  assert recipe.pop("advantage") == leaves["advantage"]
+  for name, value in recipe.items():
+    if name != "loss.truncated":  # DAPO's, in the place of a reward
+      assert str(leaves[name]) == str(type(leaves[name])(value)), name
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 2.5])
