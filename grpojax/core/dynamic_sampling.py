@@ -52,17 +52,19 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
 
 
 def batch_std_scale(
-  accepted: float, kept: int, size: int, group_size: int
+  accepted: float, filled: int, size: int, group_size: int
 ) -> float:
   """Returns the factor that undoes dynamic sampling for `batch_std` advantages.
 
-  It is sqrt(`accepted`) for a full batch. With `kept` of `size` groups the
-  sample variances have the denominators kept G - 1 and size G - 1 (G =
+  It is sqrt(`accepted`) for a full batch. With `filled` of `size` groups the
+  sample variances have the denominators filled G - 1 and size G - 1 (G =
   `group_size`). So one that is left as drawn has the advantages of all groups.
   """
-  if not kept:
+  if not filled:
     return 0.0
-  return math.sqrt(accepted * (group_size - 1 / size) / (group_size - 1 / kept))
+  return math.sqrt(
+    accepted * (group_size - 1 / size) / (group_size - 1 / filled)
+  )
 
 
 def pad_prompts(rollout: Rollout, length: int) -> Rollout:

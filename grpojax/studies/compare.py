@@ -177,10 +177,10 @@ def _unreadable(config: ConfigDict) -> list[str]:
 def _incomparable(config: ConfigDict) -> list[str]:
   """Lists the arms that do not spend what the first does."""
   wrong, spent, evaluated, judges = [], [], [], set()
-  if asked := differing(config, ASKED):
+  if problems := differing(config, ASKED):
     wrong.append(
-      f"arms differ in {', '.join(asked)}: their held-out problems are not the "
-      "same, so nothing can be compared; use one value for all"
+      f"arms differ in {', '.join(problems)}, so their held-out problems "
+      "differ and cannot be compared: use one value for all"
     )
   tuned = len(config.learning_rates) > 1
   for i, arm in enumerate(config.arms):
@@ -373,11 +373,11 @@ def write(
   for line in lines:
     edge = len(config.learning_rates) > 1 and line["learning_rate"] in ends
     hint = " (at the edge: give others)" if edge else ""
-    found = "; ".join(
+    means = "; ".join(
       f"mean {name} {_with_difference(line, name)}" for name in columns
     )
     print(
-      f"{line['arm']}: learning rate {line['learning_rate']:g}{hint}, {found}"
+      f"{line['arm']}: learning rate {line['learning_rate']:g}{hint}, {means}"
     )
   if rewarded:
     print(f"rewards are not compared: arms differ in {', '.join(rewarded)}")
