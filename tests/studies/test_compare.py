@@ -69,8 +69,8 @@ def judge(prompt, completion, example):
   [
     ("advantage=grpo environment.credit=trajectory", None, []),
     ("reward.workers=2 reward.timeout=9", None, []),
-    ("data.options.difficulty=(2,3)", "differ in data.options.difficulty:", []),
-    ("sampling.max_new_tokens=40", "differ in sampling.max_new_tokens:", []),
+    ("data.options.difficulty=(2,3)", "differ in data.options.difficulty,", []),
+    ("sampling.max_new_tokens=40", "differ in sampling.max_new_tokens,", []),
     (f"reward.functions={FILE},", "first of reward.functions", None),
     (
       f"reward.functions=exact_answer,{FILE} reward.weights=1,1",
