@@ -38,7 +38,7 @@ class Diagnosis(NamedTuple):
     components: unbiased estimates; those of small quantities may be negative.
     standard_errors: errors over prompts and directions, one a component. They
       say how diagnoses compare, and are too small for intervals: few prompts
-      with skewed estimates let 1.96 of them cover 73 to 88%, not 95%.
+      with skewed estimates let 1.96 of them cover less than 95%.
     mse: error of the step's gradient with each estimator's advantages, for all
       the prompts of the step.
     snr: squared length of the gradient over the leave-one-out error.
