@@ -78,7 +78,9 @@ FLAGS = {
     -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, 100]"
   ),
 }
-READS = "seed model.dtype data. environment. reward. sampling.".split()
+READS = (
+  "seed model.dtype model.ignore_keys data. environment. reward. sampling."
+).split()
 """Settings, or their beginnings, that change an answer."""
 
 
@@ -297,7 +299,10 @@ def _set_up(
     the lines and answers before; the rewards of a held-out example, or None.
   """
   policy, params = run_models.load(
-    flags.model, settings.model.dtype, flags.best
+    flags.model,
+    settings.model.dtype,
+    flags.best,
+    settings.model.ignore_keys,
   )
   memory.refuse(
     memory.evaluation(settings, memory.shape(policy), flags.samples)

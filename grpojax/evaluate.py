@@ -80,6 +80,7 @@ READS = (
   "seed",
   "steps",
   "model.dtype",
+  "model.ignore_keys",
   "data.",
   "environment.",
   "reward.",
@@ -169,7 +170,9 @@ def _load(
   models = []
   for name in names:
     best = flags.best and not models
-    policy, params = run_models.load(name, settings.model.dtype, best)
+    policy, params = run_models.load(
+      name, settings.model.dtype, best, settings.model.ignore_keys
+    )
     samples = flags.samples or 1
     memory.refuse(memory.evaluation(settings, memory.shape(policy), samples))
     models.append((policy, params))

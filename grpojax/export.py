@@ -38,6 +38,9 @@ FLAGS = {
     False, "that of the highest held-out accuracy (checkpoint.best)"
   ),
   "dtype": setting("", 'format of the weights; "" = as trained', DTYPES),
+  "ignore_keys": setting(
+    (), "of a model, not of a run: as --config.model.ignore_keys in training"
+  ),
   "adapter": setting(
     False, "write the adapter of a LoRA run, without its base"
   ),
@@ -67,6 +70,7 @@ def main(argv: list[str]) -> None:
       flags.dtype or None,
       flags.adapter,
       flags.best,
+      flags.ignore_keys,
     )
   print(f"{written} -> {flags.out}/")
 

@@ -92,6 +92,10 @@ _MODEL = section(
     "directory, .gguf file, embedded model, or ORG/NAME[@REVISION], to start "
     'from; "" = from scratch',
   ),
+  ignore_keys=setting(
+    (),
+    "unknown keys in config.json that do not change what the model computes",
+  ),
   width=setting(128, "from scratch: width", within=_ONE),
   layers=setting(4, "from scratch: layers", within=_ONE),
   heads=setting(4, "from scratch: heads of queries", within=_ONE),
@@ -215,7 +219,8 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
       texts_lib.strings(examples), config.vocab_size
     )
   tokenizer.save_pretrained(str(path))
-  shape = {k: v for k, v in config.model.items() if k != "path"}
+  others = ("path", "ignore_keys")
+  shape = {k: v for k, v in config.model.items() if k not in others}
   hf.write_config(
     path,
     vocab_size=len(tokenizer),
@@ -385,13 +390,14 @@ def start(config: ConfigDict, source: pathlib.Path):
   else:
     directory = source
     fresh_directory(source, config, examples)
-  shape = hf.to_transformer_config(hf.read_config(directory))
+  ignore_keys = config.model.ignore_keys
+  shape = hf.to_transformer_config(hf.read_config(directory, ignore_keys))
   memory.refuse(memory.fine_tuning(shape, config.rows, config.row_length))
   tokenizer = tokenizer_lib.load(source)
   gaps = tokenizer_lib.gaps(tokenizer, shape.vocab_size)
   lm = transformer(dataclasses.replace(shape, gaps=gaps))
   if config.model.path:
-    params = hf.load_params(directory)
+    params = hf.load_params(directory, ignore_keys=ignore_keys)
   else:
     params = lm.init(jax.random.key(config.seed))
   set_format(source, tokenizer, config)
@@ -433,7 +439,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
     # A name of its own: another process may be making the same directory.
     whole = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
-      hf.save(whole, params, source)
+      hf.save(whole, params, source, ignore_keys=config.model.ignore_keys)
       records.write_json(whole / "sft.json", record)
     except BaseException:
       shutil.rmtree(whole, ignore_errors=True)

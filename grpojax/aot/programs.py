@@ -1,6 +1,7 @@
 """The programs of a training run, lowered on shapes alone."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,19 +43,21 @@ class Run(NamedTuple):
   prompts: int  # prompts a step, B
 
 
-def read_model(path: str) -> dict[str, Any]:
+def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   """Reads a model's config.json; `path` may be that file, of any name.
+
+  `ignore_keys` are unknown keys to leave out (model.ignore_keys).
 
   Raises:
     ValueError: there is none, or it is not of a model.
   """
   file = pathlib.Path(path)
   if not file.is_file() or gguf_directory.is_named(path):
-    return hf.read_config(policy_lib.find_model(path, hub.CONFIG))
+    return hf.read_config(policy_lib.find_model(path, hub.CONFIG), ignore_keys)
   hf_config = read_json(file)
   if "model_type" not in hf_config:
     raise ValueError(f"--config.model.path = {path!r}: has no model_type")
-  return hf_config
+  return hf.without_ignored(hf_config, ignore_keys)
 
 
 def _policy(
@@ -84,7 +87,8 @@ def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
   """Returns the shape of the teacher, where there is one."""
   if not settings.model.teacher:
     return None
-  return hf.to_transformer_config(read_model(hub_pins.teacher(settings)))
+  path = hub_pins.teacher(settings)
+  return hf.to_transformer_config(read_model(path, settings.model.ignore_keys))
 
 
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
@@ -104,7 +108,8 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  hf_config = read_model(hub_pins.model(settings))
+  ignore_keys = settings.model.ignore_keys
+  hf_config = read_model(hub_pins.model(settings), ignore_keys)
   platform = mesh.devices.flat[0].platform
   policy = _policy(settings, hf_config, platform)
   if settings.reward.on_device:  # its reward is one on the tokenizer's ids
@@ -115,7 +120,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
   params, ref_params = sharding.placed(whole, mesh), None
   if settings.model.teacher:
-    of_teacher = read_model(hub_pins.teacher(settings))
+    of_teacher = read_model(hub_pins.teacher(settings), ignore_keys)
     teacher = _policy(settings, of_teacher, platform)
     policy = policy._replace(teacher=teacher)
     frozen = jnp.dtype(settings.model.dtype)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -196,6 +196,7 @@ def save_peft(
   dtype: Any = None,
   base: str = "",
   revision: str | None = None,
+  ignore_keys: Sequence[str] = (),
 ) -> None:
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
@@ -212,6 +213,7 @@ def save_peft(
     dtype: type to store; None is that of the adapters.
     base: name of the base model in the file; "" is `source`.
     revision: its commit, where it is a name of the Hugging Face Hub.
+    ignore_keys: unknown keys of the source's config.json to ignore.
 
   Raises:
     ValueError: `path` exists already, or there are no adapters, or those of
@@ -226,7 +228,8 @@ def save_peft(
       f"needs {', '.join(EXPERTS)} (lora.targets); write the weights merged"
     )
   flat = flatten_dict(adapters, sep="/")
-  base_layout, layout, modules = hf.layout(hf.read_config(source)), {}, set()
+  base_layout = hf.layout(hf.read_config(source, ignore_keys))
+  layout, modules = {}, set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
     base_leaf = base_layout[target]

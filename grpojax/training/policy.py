@@ -44,6 +44,7 @@ class Policy(NamedTuple):
   teacher: "Policy | None" = None  # reference that is another model
   # Name on the Hub, with its commit; None where it is not from there.
   name: hub.Name | None = None
+  ignore_keys: tuple[str, ...] = ()  # unknown keys of config.json (the user's)
 
 
 def find_model(
@@ -81,12 +82,13 @@ def open_policy(
   dtype: str = "float32",
   remat: str = "none",
   attention: str = "auto",
+  ignore_keys: Sequence[str] = (),
 ) -> Policy:
   """Reads all of a model but its weights.
 
   `path` is as `find_model` takes it; `dtype` is the format of computation,
-  `remat` names what the backward pass computes again, and `attention` how long
-  rows attend.
+  `remat` names what the backward pass computes again, `attention` how long rows
+  attend, and `ignore_keys` are unknown keys of config.json to ignore.
 
   Raises:
     ValueError: The directory, its configuration or its tokenizer do not fit.
@@ -94,7 +96,7 @@ def open_policy(
   path = pinned(path)
   directory = find_model(path, hub.TEXTS)
   tokenizer = tokenizer_lib.load(directory)
-  config = hf.to_transformer_config(hf.read_config(directory))
+  config = hf.to_transformer_config(hf.read_config(directory, ignore_keys))
   if config.labels:
     raise ValueError(
       f"the model in {directory} is a sequence classifier: it can be a "
@@ -115,6 +117,7 @@ def open_policy(
     tokenizer_lib.pad_id(tokenizer),
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),
+    ignore_keys=tuple(ignore_keys),
   )
 
 
@@ -159,13 +162,17 @@ def with_weights(
   directory = policy.directory
   if policy.name:
     directory = hub.fetch(policy.name, hub.WHOLE)
-  params = hf.load_params(directory, jnp.dtype(dtype), shardings)
+  params = hf.load_params(
+    directory, jnp.dtype(dtype), shardings, policy.ignore_keys
+  )
   return policy._replace(params=params)
 
 
-def load_policy(path: str, dtype: str = "float32") -> Policy:
+def load_policy(
+  path: str, dtype: str = "float32", ignore_keys: Sequence[str] = ()
+) -> Policy:
   """Reads a whole model, as `open_policy`, with parameters in float32."""
-  return with_weights(open_policy(path, dtype))
+  return with_weights(open_policy(path, dtype, ignore_keys=ignore_keys))
 
 
 def with_adapters(

@@ -4,6 +4,7 @@ import itertools
 import os
 import pathlib
 import time
+from collections.abc import Sequence
 
 import jax
 from ml_collections import ConfigDict
@@ -44,13 +45,17 @@ def read_config(model: str) -> ConfigDict:
 
 
 def load(
-  model: str, dtype: str = "float32", best: bool = False
+  model: str,
+  dtype: str = "float32",
+  best: bool = False,
+  ignore_keys: Sequence[str] = (),
 ) -> tuple[Policy, Params]:
   """Loads a policy and its parameters.
 
   The model is one that `policy.find_model` takes, or a run with checkpoints, of
   which the newest is read or, where `best`, that of the highest held-out
-  accuracy. `dtype` is the format of computation; a run has its own.
+  accuracy. `dtype` is the format of computation and `ignore_keys` are unknown
+  keys of config.json to ignore; a run has its own.
 
   Raises:
     ValueError: There is no such model, or it is damaged.
@@ -59,7 +64,7 @@ def load(
   if not run_directory.is_run(path):
     if best:
       raise ValueError(f"--best: {model} is no run with checkpoints")
-    policy = policy_lib.load_policy(model, dtype)
+    policy = policy_lib.load_policy(model, dtype, ignore_keys)
     return policy, policy.params
   settings = from_config(run_directory.read_config(path))
   policy = setup.open_policy(settings)
@@ -128,7 +133,8 @@ def load_params(
 
 def _read_params(run, settings: TrainSettings, step, device):
   model = policy_lib.find_model(hub_pins.model(settings), hub.CONFIG)
-  params = hf.abstract_params(hf.read_config(model))
+  hf_config = hf.read_config(model, settings.model.ignore_keys)
+  params = hf.abstract_params(hf_config)
   if settings.lora.rank:
     params = lora.abstract(params, settings.lora.rank, settings.lora.targets)
   sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
@@ -166,15 +172,17 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _base(settings: TrainSettings) -> tuple[str, str | None]:
-  """Returns adapters' name of their base model, and its commit on the Hub."""
+  """Returns the base model of adapters, for peft, and its commit on the Hub.
+
+  It is a name on the Hub, a .gguf file or an absolute path.
+  """
   name = (
     None if hf.exists(settings.model.path) else hub.parse(settings.model.path)
   )
   if gguf_directory.is_named(settings.model.path):
     return settings.model.path, None  # not its place in this machine's cache
   if name is None:
-    path = run_storage.local(settings.model.path)
-    return str(run_directory.model_directory(path)), None
+    return str(policy_lib.find_model(settings.model.path).absolute()), None
   return name.id, hub.parse(hub_pins.model(settings)).revision
 
 
@@ -185,6 +193,7 @@ def export(
   dtype: str | None = None,
   adapter: bool = False,
   best: bool = False,
+  ignore_keys: Sequence[str] = (),
 ) -> str:
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
@@ -197,6 +206,8 @@ def export(
     dtype: Format of the stored weights; None is as they were trained.
     adapter: True writes LoRA's adapters in PEFT's format, not the model.
     best: True writes the state of the highest held-out accuracy.
+    ignore_keys: Unknown keys of a model's config.json to leave out; a run has
+      its own (model.ignore_keys).
 
   Returns:
     A description of what was written.
@@ -213,7 +224,8 @@ def export(
     disk.check_writable(out, "--out")
     if adapter or step is not None:
       raise ValueError(f"--adapter and --step are of a run, and {run} is none")
-    hf.save(out, hf.load_params(model), model, dtype=dtype)
+    params = hf.load_params(model, ignore_keys=ignore_keys)
+    hf.save(out, params, model, dtype=dtype, ignore_keys=ignore_keys)
     return f"the model {run}"
   settings = from_config(run_directory.read_config(path))
   run_directory.say_added(path)
@@ -232,13 +244,17 @@ def export(
   device = host_device()
   step, params = load_params(path, settings, step, device, best)
   rank, alpha = settings.lora.rank, settings.lora.alpha
+  ignore_keys = settings.model.ignore_keys
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policy_lib.find_model(hub_pins.model(settings), needed)
   if adapter:
     base, revision = _base(settings)
-    lora.save_peft(out, params, source, alpha, dtype, base, revision)
+    lora.save_peft(
+      out, params, source, alpha, dtype, base, revision, ignore_keys
+    )
     return f"the adapters of step {step} of {run}"
   if rank:
-    params = lora.merge_lazily(hf.load_params(source), params, alpha / rank)
-  hf.save(out, params, source, dtype=dtype)
+    whole = hf.load_params(source, ignore_keys=ignore_keys)
+    params = lora.merge_lazily(whole, params, alpha / rank)
+  hf.save(out, params, source, dtype=dtype, ignore_keys=ignore_keys)
   return f"step {step} of {run}"

@@ -91,6 +91,11 @@ def test_what_the_old_style_says():
 REFUSED = [
   ("llama", {"attention_multiplier": 2.0}, "attention_multiplier=2.0"),
   ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+  ("phi3", {"auto_map": {"AutoModel": "x.Y"}}, "model_type='phi3'"),
+  ("gpt_oss", {"quantization_config": {"bits": 4}}, "model_type='gpt_oss'"),
+  ("llama", {"quantization": {"bits": 4}}, "has quantization: quantized"),
+  ("llama", {"note": 1, "mark": 2}, "note=1, mark=2, .*ignore_keys=note,mark"),
+  ("llama", {"note": 1, "rope_ratio": 2}, "in a copy of the directory"),
   ("llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
   ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
   ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -136,6 +141,72 @@ REFUSED = [
 def test_what_is_not_known_is_refused_by_name(kind, change, message):
   with pytest.raises(ValueError, match=message):
     read(kind, **change)
+
+
+@pytest.mark.parametrize(
+  ("kinds", "key", "harmless", "refused"),
+  [
+    ("qwen2", "use_mrope", False, True),
+    ("llama", "is_llama_config", True, False),
+    ("llama", "rope_interleaved", False, True),
+    ("llama", "transformers.js_config", {"dtype": "q4"}, None),
+    ("qwen3_moe llama mistral gemma2", "qkv_bias", False, True),
+    ("qwen2", "qkv_bias", True, False),
+    ("qwen2 gemma3_text", "mlp_bias", False, True),
+    ("qwen2 mistral", "attention_bias", False, True),
+    ("qwen3_moe qwen3", "shared_expert_intermediate_size", 0, 512),
+    ("qwen3_moe qwen3 gemma3_text", "use_qk_norm", True, False),
+    ("qwen2 llama", "use_qk_norm", False, True),
+    ("qwen2 qwen3", "num_nextn_predict_layers", 0, 1),
+    ("qwen2 qwen3", "is_causal", True, False),
+    ("llama mistral", "resid_pdrop", 0.0, 0.1),
+    ("llama", "lm_head_bias", False, True),
+    ("llama gemma3_text", "unsloth_fixed", True, None),
+    ("mistral", "unsloth_version", "2025.1", None),
+    ("mistral", "neftune_noise_alpha", 5.0, None),
+    ("qwen2", "unk_token_id", 0, None),
+    ("qwen2", "max_new_tokens", 9, None),
+    ("qwen2", "device_map", {"": 0}, None),
+    ("qwen2", "model_name", "ORG/NAME", None),
+    ("llama", "_flash_attn_2_enabled", True, None),
+    ("llama", "gradient_checkpointing", True, None),
+  ],
+)
+def test_keys_that_change_nothing(kinds, key, harmless, refused):
+  """Of a key with a meaning, every other value is refused by name."""
+  for kind in kinds.split():
+    assert read(kind, **{key: harmless}) == read(kind)
+    if refused is not None:
+      with pytest.raises(ValueError, match=f"{key}={refused}; only"):
+        read(kind, **{key: refused})
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("hidden_size", 24),
+    ("num_experts", 4),
+    ("rms_norm_eps", 1e-5),
+    ("rope_theta", 1e4),
+    ("rope_ratio", 2.0),
+    ("use_mrope", True),
+    ("quantization_config", {"bits": 4}),
+    ("auto_map", {"AutoModel": "x.Y"}),
+    ("tie_word_embeddings", True),
+    ("is_llama_config", True),
+  ],
+)
+def test_keys_that_cannot_be_ignored(key, value):
+  hf_config = {"model_type": "llama"} | BASE | {key: value}
+  with pytest.raises(ValueError, match=f"{key}=.*remove {key} from"):
+    hf.without_ignored(hf_config, ("note", key))
+
+
+def test_only_unknown_keys_are_ignored():
+  hf_config = {"model_type": "qwen2", "note": 1, "mark": None, "dtype": "x"}
+  hf_config |= BASE
+  ignored = hf.without_ignored(hf_config, ("note", "mark", "dtype", "absent"))
+  assert hf_config.items() - ignored.items() == {("note", 1)}
 
 
 def test_null_is_as_good_as_absent():

@@ -338,6 +338,44 @@ def test_an_index_that_is_wrong_is_refused(sharded):
       hf.load_params(sharded)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_stored_head_of_a_tied_model(kind, shards, tmp_path, monkeypatch):
+  """The embedding's copy is dropped; another one is refused, not lost."""
+  monkeypatch.setattr(weights, "_BLOCK", 48)  # a few rows at a time
+  untied = CONFIG | {"model_type": kind}
+  architecture = {"llama": "Llama", "gemma2": "Gemma2"}[kind]
+  untied["architectures"] = [f"{architecture}ForCausalLM"]
+  tied = untied | {"tie_word_embeddings": True}
+  if kind == "gemma2":
+    del tied["tie_word_embeddings"]  # its default
+  tensors = tensors_of(untied, BF16)
+  head = tensors["model.embed_tokens.weight"].copy()
+  tensors["lm_head.weight"] = head.astype(np.float32)
+  path = write_model(tmp_path / "copy", tensors, shards, tied)
+  assert "head" not in hf.load_params(path)
+  head[-1, -1] += 1  # in the last block
+  path = write_model(
+    tmp_path / "other", tensors | {"lm_head.weight": head}, shards, tied
+  )
+  with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+    hf.load_params(path)
+  (path / "config.json").write_text(json.dumps(untied))
+  np.testing.assert_array_equal(
+    hf.load_params(path)["head"].T, head.astype(np.float32)
+  )
+
+
+def test_an_adapter_is_no_model(tmp_path):
+  text = json.dumps({"base_model_name_or_path": "org/base", "r": 8})
+  (tmp_path / "adapter_config.json").write_text(text)
+  with pytest.raises(ValueError, match="PEFT adapter of 'org/base'"):
+    hf.resolve(tmp_path)
+  (tmp_path / "config.json").write_text(json.dumps(CONFIG))  # some copy it too
+  with pytest.raises(ValueError, match="PEFT adapter of 'org/base'"):
+    hf.load_params(tmp_path)
+
+
 def test_pickled_weights_and_foreign_code_are_refused(tmp_path):
   path = write_model(tmp_path / "model", tensors_of(CONFIG, np.float32))
   (path / "model.safetensors").rename(tmp_path / "model.safetensors")

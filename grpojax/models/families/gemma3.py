@@ -16,7 +16,7 @@ READ = gemma2.READ | {
   "final_logit_softcapping": None,
 }
 # transformers knows an attention cap by name, but does not apply it.
-FIXED = gemma2.FIXED | {"attn_logit_softcapping": None}
+FIXED = gemma2.FIXED | qwen3.FIXED | {"attn_logit_softcapping": None}
 
 
 def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -40,11 +40,13 @@ READ = config_json.ROPE | {
   "attention_bias": False,
   "mlp_bias": False,
 }
+# nanotron's mark of an exported model.
+FIXED = {"is_llama_config": True}
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "llama"."""
-  hf_config = config_json.complete(hf_config, READ)
+  hf_config = config_json.complete(hf_config, READ, FIXED)
   return TransformerConfig(
     **config_json.common(hf_config),
     rope=config_json.rope(hf_config),

@@ -14,12 +14,11 @@ READ = config_json.ROPE | {
   "tie_word_embeddings": False,
   "sliding_window": 4096,
 }
-FIXED = {"attention_bias": False, "mlp_bias": False}
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "mistral"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED)
+  hf_config = config_json.complete(hf_config, READ)
   size = hf_config["sliding_window"]
   default = [size is not None] * hf_config["num_hidden_layers"]
   return TransformerConfig(

@@ -17,6 +17,7 @@ READ = config_json.ROPE | {
   "max_window_layers": 28,
   "layer_types": None,
 }
+FIXED = {"qkv_bias": True}
 
 
 def window(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def window(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen2"."""
-  hf_config = config_json.complete(hf_config, READ)
+  hf_config = config_json.complete(hf_config, READ, FIXED)
   return TransformerConfig(
     **config_json.common(hf_config) | {"qkv_bias": True},
     **window(hf_config),

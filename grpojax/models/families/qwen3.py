@@ -11,11 +11,12 @@ KEYS = qwen2.KEYS | {
   "layers/k_norm": ("model.layers.{layer}.self_attn.k_norm.weight", False),
 }
 READ = qwen2.READ | {"head_dim": 128, "attention_bias": False}
+FIXED = {"use_qk_norm": True}
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen3"."""
-  hf_config = config_json.complete(hf_config, READ)
+  hf_config = config_json.complete(hf_config, READ, FIXED)
   return TransformerConfig(
     **config_json.common(hf_config),
     **qwen2.window(hf_config),

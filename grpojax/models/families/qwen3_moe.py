@@ -24,7 +24,7 @@ READ = qwen3.READ | {
   "num_local_experts": None,  # transformers 5's name for num_experts
   "norm_topk_prob": False,
 }
-FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+FIXED = qwen3.FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training alone
 
 

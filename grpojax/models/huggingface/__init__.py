@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from grpojax.models.families import (
   qwen3_moe,
 )
 from grpojax.models.huggingface import (
+  config_json,
   file_checksums,
   gguf_file,
   weights,
@@ -84,11 +86,17 @@ COMPANIONS = (
 )
 GGUF = "model.gguf"
 """Name of a link, in the place of safetensors, that leads to a GGUF file."""
+ADAPTER = "adapter_config.json"
+_HEAD = llama.KEYS["head"][0]
+_EMBED = llama.KEYS["embed"][0]
+_QUANTIZED = "quantized weights are not read; get the model in bfloat16"
 _REFUSED = {
-  "auto_map": "the model comes with code of its own, which is never run here; "
-  "where it is a plain model of a supported family, remove auto_map",
-  "quantization_config": "quantized weights are not read; get the model in "
-  "bfloat16, float16 or float32",
+  "quantization_config": _QUANTIZED,
+  "quantization": _QUANTIZED,
+  "compression_config": _QUANTIZED,
+  "auto_map": "the model comes with code of its own, which is never run here: "
+  "get the plain model that it was made from or, if transformers' own class "
+  "computes the same, remove auto_map in a copy of the directory",
 }
 ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
@@ -102,7 +110,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """Returns the directory of a path, or of an embedded model's name.
 
   Raises:
-    ValueError: neither exists, or it holds no model's config.json, or links.
+    ValueError: neither exists, or it holds no model's config.json, only an
+      adapter, or links.
   """
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
@@ -111,6 +120,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     if file.is_file() and "model_type" in weights.read_json(file):
       _check_links(directory)
       return directory
+    _refuse_adapter(directory)
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
   embedded = ", ".join(names)
   raise ValueError(
@@ -118,6 +128,18 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     f"model.safetensors, a .gguf file, the name of an embedded model "
     f"({embedded}), or ORG/NAME of the Hugging Face Hub"
   )
+
+
+def _refuse_adapter(directory: pathlib.Path) -> None:
+  """Refuses a directory that peft wrote."""
+  if (directory / ADAPTER).is_file():
+    adapter = weights.read_json(directory / ADAPTER)
+    base = adapter.get("base_model_name_or_path")
+    raise ValueError(
+      f"{directory} holds a PEFT adapter of {base!r:.200}, not a whole model: "
+      "give that base model, or merge the adapter into it (merge_and_unload in "
+      "peft) and give the directory of the result"
+    )
 
 
 def _check_links(directory: pathlib.Path) -> None:
@@ -134,9 +156,31 @@ def _check_links(directory: pathlib.Path) -> None:
       raise ValueError(f"{path} is a link to another file, {target}: copy it")
 
 
-def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-  """Reads the config.json of a model directory, as it stands."""
-  return weights.read_json(resolve(path) / "config.json")
+def read_config(
+  path: str | pathlib.Path, ignore_keys: Sequence[str] = ()
+) -> dict[str, Any]:
+  """Reads the config.json of a model directory, without `ignore_keys`.
+
+  Raises:
+    ValueError: a damaged file, or an ignored key that changes the model.
+  """
+  hf_config = weights.read_json(resolve(path) / "config.json")
+  return without_ignored(hf_config, ignore_keys)
+
+
+def without_ignored(
+  hf_config: dict[str, Any], ignore_keys: Sequence[str]
+) -> dict[str, Any]:
+  """Returns a config.json without the user's `ignore_keys` (model.ignore_keys).
+
+  Raises:
+    ValueError: a key that may change what the model computes.
+  """
+  if not ignore_keys:
+    return hf_config
+  family = _family(hf_config)
+  known = {*family.READ, *getattr(family, "FIXED", ())}
+  return config_json.without(hf_config, ignore_keys, known)
 
 
 def _family(hf_config: dict[str, Any]):
@@ -154,11 +198,12 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
   Raises:
     ValueError: an architecture or a value that is not supported.
   """
+  family = _family(hf_config)
   for name, reason in _REFUSED.items():
     if hf_config.get(name):
       raise ValueError(f"config.json has {name}: {reason}")
   try:
-    return _family(hf_config).config(hf_config)
+    return family.config(hf_config)
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
   except (AttributeError, TypeError) as error:
@@ -189,12 +234,17 @@ def abstract_params(hf_config: dict[str, Any], dtype=jnp.float32) -> Params:
 
 
 def load_params(
-  path: str | pathlib.Path, dtype=jnp.float32, shardings: Any = None
+  path: str | pathlib.Path,
+  dtype=jnp.float32,
+  shardings: Any = None,
+  ignore_keys: Sequence[str] = (),
 ) -> Params:
   """Reads a directory's weights into our layout.
 
   `shardings` has a `jax.sharding.Sharding` for each array: a tree, or a
   function `(abstract params) -> tree`; None is the default device.
+  `ignore_keys` are unknown keys of config.json that the user knows to be
+  harmless.
 
   Raises:
     ValueError: damaged files, weights that do not fit config.json (all that is
@@ -202,21 +252,30 @@ def load_params(
   """
   directory = resolve(path)
   file_checksums.verify(directory)
-  hf_config = read_config(directory)
+  hf_config = read_config(directory, ignore_keys)
   leaves = layout(hf_config)
   file, others = directory / GGUF, (weights.SINGLE, weights.INDEX)
-  if file.is_symlink() and not any((directory / x).is_file() for x in others):
+  has_safetensors = any((directory / name).is_file() for name in others)
+  if not has_safetensors:
+    _refuse_adapter(directory)
+  if file.is_symlink() and not has_safetensors:
     names = [name for leaf in leaves.values() for name in leaf.names]
     tensors = gguf_file.find(file, hf_config, names)
   else:
     tensors = weights.find(directory)
-  # What old exporters stored though it follows from config.json, and a tied
-  # head that was written out a second time.
-  surplus = ("rotary_emb.inv_freq",)
-  if to_transformer_config(hf_config).tied:
-    surplus += ("lm_head.weight",)
-  needed = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
+  # Old exporters stored frequencies, which follow from config.json.
+  computed = "rotary_emb.inv_freq"
+  needed = {n: x for n, x in tensors.items() if not n.endswith(computed)}
+  config = to_transformer_config(hf_config)
+  head = needed.pop(_HEAD, None) if config.tied else None
   weights.check(directory, leaves, needed)
+  if head and not (config.labels or weights.equal(head, needed[_EMBED])):
+    raise ValueError(
+      f"{_HEAD} in {directory} is not {_EMBED}, but the model is tied "
+      "(tie_word_embeddings in config.json, Gemma's default), so that head "
+      "would be lost: set tie_word_embeddings to false in a copy of the "
+      "directory to train with it, or merge the adapter again with tied weights"
+    )
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
   by_path = dict.fromkeys(leaves)
@@ -235,25 +294,38 @@ def load(
   remat: str = "none",
   param_dtype=jnp.float32,
   shardings: Any = None,
+  ignore_keys: Sequence[str] = (),
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
-  `dtype` and `remat` are those of `transformer`; `param_dtype`, the type of the
-  parameters, and `shardings` are those of `load_params`.
+  `dtype` and `remat` are those of `transformer`; `param_dtype` (the type of the
+  parameters), `shardings` and `ignore_keys` are those of `load_params`.
 
   Raises:
     ValueError: an unsupported architecture, or weights that do not fit.
   """
-  config = to_transformer_config(read_config(path))
+  config = to_transformer_config(read_config(path, ignore_keys))
   lm = transformer(config, dtype=dtype, remat=remat)
-  return lm, load_params(path, param_dtype, shardings)
+  return lm, load_params(path, param_dtype, shardings, ignore_keys)
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies the files of a model directory besides its weights."""
+  """Copies the files of a model directory besides its weights.
+
+  The tokenizer's settings are written as transformers 4 and 5 both read them.
+  """
   for name in COMPANIONS:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
+  path = target / "tokenizer_config.json"
+  settings = weights.read_json(path) if path.is_file() else {}
+  changed = dict(settings)
+  if settings.get("tokenizer_class") == "TokenizersBackend":
+    changed["tokenizer_class"] = "PreTrainedTokenizerFast"
+  if isinstance(settings.get("extra_special_tokens"), list):
+    changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
+  if changed != settings:
+    path.write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def save(
@@ -263,6 +335,7 @@ def save(
   *,
   dtype=None,
   max_shard_size: int = 5 * 10**9,
+  ignore_keys: Sequence[str] = (),
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
@@ -275,23 +348,28 @@ def save(
       tokenizer files are copied.
     dtype: type to store; None is that of each array.
     max_shard_size: bytes of a file of weights.
+    ignore_keys: keys of the source's config.json that are left out.
 
   Raises:
     ValueError: `path` exists already, or the parameters are of another model.
   """
   source = resolve(source)
-  hf_config, flat = read_config(source), flatten_dict(params, sep="/")
+  hf_config = read_config(source, ignore_keys)
+  flat = flatten_dict(params, sep="/")
   leaves = layout(hf_config)
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
     raise ValueError(f"the parameters are not those of a model like {source}")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
-  names = [name for name in ("dtype", "torch_dtype") if name in hf_config]
-  hf_config |= dict.fromkeys(names, stored)
+  # transformers 4 reads `torch_dtype`, and 5 `dtype`.
+  hf_config = config_json.with_old_rope(hf_config) | {
+    "dtype": stored,
+    "torch_dtype": stored,
+  }
   if jax.process_index():
     weights_out.follow(leaves, flat)
     return
-  text = json.dumps({"dtype": stored} | hf_config, indent=2) + "\n"
+  text = json.dumps(hf_config, indent=2) + "\n"
   with weights_out.new_directory(path) as partial:
     copy_files(source, partial)
     (partial / "config.json").write_text(text)

@@ -1,11 +1,12 @@
 """Keys of a Hugging Face config.json that the families read alike.
 
 Each key is read, must have one value, or does not change what the model
-computes; any other key is refused by its name, and never ignored. Defaults of
-absent keys are those of transformers' configuration classes.
+computes; any other key is refused by its name unless the user ignores it.
+Defaults of absent keys are those of transformers' configuration classes.
 """
 
 import math
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -41,9 +42,23 @@ _OPTIONAL_SIZES = (
 _MOST_LAYERS = 2**16  # of one expert
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
 _LEAST["rms_norm_eps"] = 0.0  # other numbers are more than 0
+# Keys with the one value that computes what a family without that key does.
 _FIXED = {
   "attention_dropout": 0.0,
+  "embd_pdrop": 0.0,
+  "hidden_dropout": 0.0,
+  "resid_pdrop": 0.0,
+  "attention_bias": False,
+  "mlp_bias": False,
+  "qkv_bias": False,
+  "lm_head_bias": False,
+  "use_qk_norm": False,
+  "use_mrope": False,
+  "rope_interleaved": False,
   "partial_rotary_factor": 1.0,
+  "is_causal": True,
+  "num_nextn_predict_layers": 0,
+  "shared_expert_intermediate_size": 0,
   "is_encoder_decoder": False,
   "add_cross_attention": False,
   "tie_encoder_decoder": False,
@@ -53,15 +68,20 @@ _UNUSED = frozenset(
   # Names and formats; architectures and labels are read in `labels`.
   "model_type architectures dtype torch_dtype transformers_version "
   "_name_or_path tokenizer_class num_labels id2label label2id problem_type "
+  "model_name _commit_hash unsloth_fixed unsloth_version "
   # Training, and how the same function is computed.
   "initializer_range pretraining_tp use_cache cache_implementation "
-  "chunk_size_feed_forward attn_implementation _attn_implementation_autoset "
-  "torchscript use_bfloat16 tf_legacy_loss "
+  "chunk_size_feed_forward attn_implementation _attn_implementation "
+  "_attn_implementation_autoset _attn_implementation_internal "
+  "_flash_attn_2_enabled experts_implementation _experts_implementation "
+  "torchscript use_bfloat16 tf_legacy_loss gradient_checkpointing "
+  "neftune_noise_alpha device_map transformers.js_config "
   # What is returned beside.
   "output_attentions output_hidden_states output_scores return_dict "
   "return_dict_in_generate "
   # Special tokens and generation: generation_config.json has the say.
-  "bos_token_id eos_token_id pad_token_id sep_token_id is_decoder prefix "
+  "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id "
+  "cls_token_id mask_token_id is_decoder prefix max_new_tokens min_new_tokens "
   "decoder_start_token_id forced_bos_token_id forced_eos_token_id "
   "suppress_tokens begin_suppress_tokens bad_words_ids do_sample temperature "
   "top_k top_p typical_p num_beams num_beam_groups num_return_sequences "
@@ -70,6 +90,56 @@ _UNUSED = frozenset(
   "exponential_decay_length_penalty remove_invalid_values "
   "task_specific_params finetuning_task".split()
 )
+
+
+# An unknown key of such a name may change a model that has the same weights.
+_NEVER_IGNORED = re.compile(
+  "auto_map|rope|rotary|quant|_size|_dim|num_|_layers"
+)
+
+
+def without(
+  hf_config: dict[str, Any], ignore_keys: Iterable[str], known: Iterable[str]
+) -> dict[str, Any]:
+  """Returns a config.json without unknown keys that the user ignores.
+
+  Absent names and keys that are harmless for every family make no difference.
+
+  Args:
+    hf_config: the config.json.
+    ignore_keys: keys that the user knows to be harmless (model.ignore_keys).
+    known: keys that the family reads or implements for one value.
+
+  Raises:
+    ValueError: a key in `ignore_keys` may change what the model computes.
+  """
+  known = {*known, *_FIXED, *_SIZES, "rms_norm_eps"}
+  ignored = {key for key in ignore_keys if hf_config.get(key) is not None}
+  ignored -= _UNUSED - known
+  for key in sorted(ignored):
+    if key in known or _NEVER_IGNORED.search(key):
+      raise ValueError(
+        f"config.json has {key}={hf_config[key]!r:.80}, which can change what "
+        f"the model computes: remove {key} from model.ignore_keys"
+      )
+  return {key: x for key, x in hf_config.items() if key not in ignored}
+
+
+def _refuse_unknown(hf_config: dict[str, Any], known: set[str]) -> None:
+  """Refuses keys that are not known, and says whether they can be ignored."""
+  values = {k: x for k, x in hf_config.items() if x is not None}
+  unknown = [key for key in values if key not in known]
+  if not unknown:
+    return
+  listed = ", ".join(f"{key}={values[key]!r:.80}" for key in unknown)
+  remedy = f"give --config.model.ignore_keys={','.join(unknown)}"
+  if any(map(_NEVER_IGNORED.search, unknown)):
+    remedy = "remove them from config.json in a copy of the directory"
+  raise ValueError(
+    f"config.json has {listed}, unknown for "
+    f"model_type={hf_config['model_type']!r}: use another model or, if they do "
+    f"not change what it computes, {remedy}"
+  )
 
 
 def complete(
@@ -90,19 +160,14 @@ def complete(
     ValueError: an unknown key, a fixed one with another value, a bad size.
   """
   read = {"rms_norm_eps": 1e-6} | read
-  fixed = _FIXED | (fixed or {})
-  known = {*read, *_SIZES, *_UNUSED, *unused}
+  common_fixed = {k: x for k, x in _FIXED.items() if k not in read}
+  fixed = common_fixed | (fixed or {})
   for key, value in hf_config.items():
     if key in fixed and value is not None and value != fixed[key]:
       raise ValueError(
-        f"config.json has {key}={value!r}; only {fixed[key]!r} is supported"
+        f"config.json has {key}={value!r:.80}; only {fixed[key]!r} is supported"
       )
-    if key not in known and key not in fixed and value is not None:
-      raise ValueError(
-        f"config.json has {key}={value!r}, which is not known for "
-        f"model_type={hf_config['model_type']!r} and may change what the model "
-        "computes; remove it from config.json if you know that it does not"
-      )
+  _refuse_unknown(hf_config, {*read, *fixed, *_SIZES, *_UNUSED, *unused})
   whole = read | hf_config
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = whole.get(key, 1)  # what is absent is left to its reader
@@ -222,6 +287,26 @@ def rope(hf_config: dict[str, Any]) -> Rope:
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
   return parse_rope(parameters, hf_config["max_position_embeddings"])
+
+
+def with_old_rope(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Returns a config.json with RoPE's keys of transformers 4 as well.
+
+  That version does not read `rope_parameters`, and would take default bases.
+  """
+  if hf_config.get("rope_scaling"):  # which goes before `rope_parameters`
+    return hf_config
+  parameters = hf_config.get("rope_parameters") or {}
+  scaling = dict(parameters.get("full_attention", parameters))
+  old = {
+    "rope_theta": scaling.pop("rope_theta", None),
+    "rope_local_base_freq": parameters.get("sliding_attention", {}).get(
+      "rope_theta"
+    ),
+  }
+  if scaling.get("rope_type", "default") != "default":
+    old["rope_scaling"] = scaling
+  return hf_config | {key: x for key, x in old.items() if x is not None}
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:

@@ -211,6 +211,22 @@ def check(
     )
 
 
+def equal(a: Any, b: Any) -> bool:
+  """Returns True if two stored tensors have the same values in float32.
+
+  Both are `Stored`, or GGUF's; a block of each is in memory at a time.
+  """
+  if a.shape != b.shape or not {a.dtype, b.dtype} <= STORED_DTYPES.keys():
+    return False
+  step = max(1, _BLOCK // (4 * math.prod(a.shape[1:])))
+  for start in range(0, a.shape[0], step):
+    stop = min(start + step, a.shape[0])
+    rows = [x.rows(start, stop).astype(np.float32) for x in (a, b)]
+    if not np.array_equal(*rows, equal_nan=True):
+      return False
+  return True
+
+
 def is_finite(block: np.ndarray) -> bool:
   """Returns `np.isfinite(block).all()`, fast in bfloat16 too.
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from grpojax.models import huggingface as hf
 from grpojax.runtime.processes import interrupts
 
-CONFIG = ("config.json",)
-TEXTS = hf.COMPANIONS
+CONFIG = ("config.json", hf.ADAPTER)  # the latter to refuse an adapter
+TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 """Files of a model to fetch: its shape alone, all but the weights, or all."""
 

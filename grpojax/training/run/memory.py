@@ -164,7 +164,8 @@ def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
 
 def shape(policy: Policy) -> TransformerConfig:
   """Returns the shape of a policy's model."""
-  return hf.to_transformer_config(hf.read_config(policy.directory))
+  hf_config = hf.read_config(policy.directory, policy.ignore_keys)
+  return hf.to_transformer_config(hf_config)
 
 
 def gigabytes(size: int) -> str:

@@ -54,7 +54,7 @@ def open_policy(settings: TrainSettings) -> Policy:
   model = settings.model
   path = hub_pins.model(settings)
   policy = policy_lib.open_policy(
-    path, model.dtype, model.remat, model.attention
+    path, model.dtype, model.remat, model.attention, model.ignore_keys
   )
   check_model(settings, policy.lm)
   return policy
@@ -75,7 +75,10 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
 
   try:
     teacher = policy_lib.open_policy(
-      hub_pins.teacher(settings), model.dtype, attention=model.attention
+      hub_pins.teacher(settings),
+      model.dtype,
+      attention=model.attention,
+      ignore_keys=model.ignore_keys,
     )
   except ValueError as error:
     refuse(str(error))

@@ -49,6 +49,11 @@ class ModelSettings:
   revision: str = option(
     "", 'of ORG/NAME on the Hub: a branch, a tag or a commit; "" = main'
   )
+  ignore_keys: tuple[Any, ...] = option(
+    (),
+    "unknown keys in config.json, of a teacher or reward model as well, that "
+    "do not change what the model computes",
+  )
   dtype: str = option(
     "float32",
     "format of computation; what is trained is float32 anyway, what is frozen "

@@ -1,0 +1,127 @@
+"""Unknown keys of config.json that the user ignores: model.ignore_keys."""
+
+import json
+import shutil
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import chat, evaluate, export, sft
+from grpojax.aot import programs, search
+from grpojax.models import huggingface as hf
+from grpojax.training import run_models
+from grpojax.training.run import memory, setup
+from grpojax.training.step import rewards as rewards_lib
+
+NAMED = "config.json has note=7, unknown for .*--config.model.ignore_keys=note"
+
+
+def rewrite(path, **changes):
+  """Changes a model's config.json, as another program may write it."""
+  file = path / "config.json"
+  file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+  (path / "checksums.json").unlink(missing_ok=True)
+  return path
+
+
+@pytest.fixture(scope="module")
+def models(toy_model, tmp_path_factory):
+  """The toy model and a reward model, each with a key that is unknown."""
+  folder = tmp_path_factory.mktemp("models")
+  noted = rewrite(shutil.copytree(toy_model, folder / "noted"), note=7)
+  judge = shutil.copytree(toy_model, folder / "source")
+  kind = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+  params = hf.load_params(toy_model)
+  params |= {"score": np.zeros((params["embed"].shape[1], 1), np.float32)}
+  hf.save(folder / "judge", params, rewrite(judge, **kind))
+  judge = rewrite(folder / "judge", note=7)
+  return types.SimpleNamespace(toy=toy_model, noted=noted, judge=judge)
+
+
+def open_policy(settings):
+  policy = setup.with_weights(settings, setup.open_policy(settings))
+  return memory.shape(policy)
+
+
+def open_teacher(settings):
+  policy = setup.with_teacher(settings, setup.open_policy(settings))
+  return setup.with_weights(settings, policy)
+
+
+def open_reward_model(settings):
+  return rewards_lib.open_model(settings, setup.make_mesh(settings))
+
+
+def open_run(settings):
+  programs.teacher_shape(settings)
+  search._model(settings)
+  return programs.open_run(settings, setup.make_mesh(settings))
+
+
+def load_model(settings):
+  model = settings.model
+  return run_models.load(model.path, ignore_keys=model.ignore_keys)
+
+
+@pytest.mark.parametrize(
+  ("read", "section", "field"),
+  [
+    (open_policy, "model", "path"),
+    (open_teacher, "model", "teacher"),
+    (open_reward_model, "reward", "model"),
+    (open_run, "model", "path"),
+    (open_run, "model", "teacher"),
+    (load_model, "model", "path"),
+  ],
+)
+def test_settings_reach_every_model(
+  read, section, field, models, settings_with, monkeypatch
+):
+  model = models.judge if section == "reward" else models.noted
+  changes = {"model__path": str(models.toy), "loss__beta": 1.0}
+  changes |= {f"{section}__{field}": str(model)}
+  with pytest.raises(ValueError, match=NAMED):
+    read(settings_with(**changes))
+  assert read(settings_with(**changes, model__ignore_keys=("note",)))
+
+
+def test_an_exported_model_needs_no_ignoring(models, tmp_path):
+  words = [str(models.noted), f"--out={tmp_path / 'out'}"]
+  with pytest.raises(SystemExit, match=NAMED):
+    export.main(words)
+  export.main([*words, "--ignore_keys=note,absent"])
+  assert "note" not in hf.read_config(tmp_path / "out")
+  hf.load_params(tmp_path / "out")
+
+
+def test_fine_tuning_ignores_it(models, tmp_path):
+  config = sft.default_config()
+  config.model.path = str(models.noted)
+  with pytest.raises(ValueError, match=NAMED):
+    sft.start(config, tmp_path)
+  config.model.ignore_keys = ("note",)
+  assert sft.start(config, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_it(models, train_toy, tmp_path, capsys):
+  """Trained, resumed, evaluated, asked and exported, with LoRA."""
+  ignored = {"model.path": models.noted, "model.ignore_keys": "note"}
+  settings = ignored | {"lora.rank": 2, "model.teacher": models.noted}
+  settings |= {"loss.beta": 1.0, "eval.every": 9, "reward.model": models.judge}
+  train_toy(steps=1, **settings)
+  train_toy(steps=2, **settings)
+  assert "resuming after step 1" in capsys.readouterr().out
+  run = tmp_path / "run"
+  hf.load_params(run / "model")
+  evaluate.main([str(run), f"--compare={run / 'model'}"])
+  typed = ["--config.model.ignore_keys=note", "--config.eval.num_prompts=2"]
+  evaluate.main([str(models.noted), *typed, "--config.data.options.size=2"])
+  chat.main([f"--model={run}", "--prompt=1+2"])
+  chat.main([f"--model={models.noted}", "--prompt=1+2", typed[0]])
+  export.main([str(run), f"--out={tmp_path / 'merged'}"])
+  export.main([str(run), f"--out={tmp_path / 'adapter'}", "--adapter"])
+  merged, trained = map(hf.load_params, (tmp_path / "merged", run / "model"))
+  assert jax.tree.all(jax.tree.map(np.array_equal, merged, trained))
