@@ -78,9 +78,8 @@ FLAGS = {
     -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, 100]"
   ),
 }
-READS = (
-  "seed model.dtype model.ignore_keys data. environment. reward. sampling."
-).split()
+MODEL = ["model.dtype", "model.ignore_keys"]
+READS = [*MODEL, *"seed data. environment. reward. sampling.".split()]
 """Settings, or their beginnings, that change an answer."""
 
 
@@ -298,15 +297,8 @@ def _set_up(
     The model; the only example that it is asked, or None; True if it is shown
     the lines and answers before; the rewards of a held-out example, or None.
   """
-  policy, params = run_models.load(
-    flags.model,
-    settings.model.dtype,
-    flags.best,
-    settings.model.ignore_keys,
-  )
-  memory.refuse(
-    memory.evaluation(settings, memory.shape(policy), flags.samples)
-  )
+  policy, params = run_models.load(flags.model, settings.model, flags.best)
+  memory.refuse(memory.evaluation(settings, policy.shape, flags.samples))
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:
     example = _example(settings, flags.example)

@@ -170,11 +170,9 @@ def _load(
   models = []
   for name in names:
     best = flags.best and not models
-    policy, params = run_models.load(
-      name, settings.model.dtype, best, settings.model.ignore_keys
-    )
+    policy, params = run_models.load(name, settings.model, best)
     samples = flags.samples or 1
-    memory.refuse(memory.evaluation(settings, memory.shape(policy), samples))
+    memory.refuse(memory.evaluation(settings, policy.shape, samples))
     models.append((policy, params))
   problems = evaluation.held_out_problems(
     settings, names, [policy for policy, _ in models]

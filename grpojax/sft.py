@@ -92,10 +92,7 @@ _MODEL = section(
     "directory, .gguf file, embedded model, or ORG/NAME[@REVISION], to start "
     'from; "" = from scratch',
   ),
-  ignore_keys=setting(
-    (),
-    "unknown keys in config.json that do not change what the model computes",
-  ),
+  ignore_keys=setting((), "unknown keys of config.json that change nothing"),
   width=setting(128, "from scratch: width", within=_ONE),
   layers=setting(4, "from scratch: layers", within=_ONE),
   heads=setting(4, "from scratch: heads of queries", within=_ONE),
@@ -219,14 +216,13 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
       texts_lib.strings(examples), config.vocab_size
     )
   tokenizer.save_pretrained(str(path))
-  others = ("path", "ignore_keys")
-  shape = {k: v for k, v in config.model.items() if k not in others}
+  sizes = "width layers heads kv_heads mlp".split()
   hf.write_config(
     path,
     vocab_size=len(tokenizer),
     pad_id=tokenizer.pad_token_id,
     eos_id=tokenizer.eos_token_id,
-    **shape,
+    **{key: config.model[key] for key in sizes},
   )
 
 
@@ -390,14 +386,14 @@ def start(config: ConfigDict, source: pathlib.Path):
   else:
     directory = source
     fresh_directory(source, config, examples)
-  ignore_keys = config.model.ignore_keys
-  shape = hf.to_transformer_config(hf.read_config(directory, ignore_keys))
+  keys = config.model.ignore_keys
+  shape = hf.to_transformer_config(hf.read_config(directory, keys))
   memory.refuse(memory.fine_tuning(shape, config.rows, config.row_length))
   tokenizer = tokenizer_lib.load(source)
   gaps = tokenizer_lib.gaps(tokenizer, shape.vocab_size)
   lm = transformer(dataclasses.replace(shape, gaps=gaps))
   if config.model.path:
-    params = hf.load_params(directory, ignore_keys=ignore_keys)
+    params = hf.load_params(directory, ignore_keys=keys)
   else:
     params = lm.init(jax.random.key(config.seed))
   set_format(source, tokenizer, config)

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from grpojax import export
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
-from grpojax.models.config import init
 from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime.text import tokenizer as tokenizer_lib
@@ -102,65 +101,18 @@ def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
   assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
 
 
-LINEAR = {"rope_type": "linear", "factor": 8.0}
-LOCAL = {"rope_type": "default", "rope_theta": 2e4}
-
-
-@pytest.mark.parametrize(
-  ("kind", "parameters", "old"),
-  [
-    ("llama", LOCAL, {"rope_theta": 2e4}),
-    (
-      "llama",
-      LINEAR | {"rope_theta": 5e5},
-      {"rope_theta": 5e5, "rope_scaling": LINEAR},
-    ),
-    (
-      "gemma3_text",
-      {
-        "full_attention": LINEAR | {"rope_theta": 5e5},
-        "sliding_attention": LOCAL,
-      },
-      {
-        "rope_theta": 5e5,
-        "rope_scaling": LINEAR,
-        "rope_local_base_freq": 2e4,
-      },
-    ),
-  ],
-)
-def test_transformers_4_reads_it(kind, parameters, old, tmp_path):
-  """Its keys of dtype, RoPE and tokenizer, whatever wrote the source."""
+def test_transformers_4_reads_it(run, tmp_path):
+  """It knows no class TokenizersBackend, and `dtype` as `torch_dtype`."""
   source, out = tmp_path / "source", tmp_path / "out"
   shutil.copytree(hf.resolve(MODEL), source)
-  config = json.loads((source / "config.json").read_text())
-  del config["rope_theta"], config["hidden_act"]
-  config |= {"model_type": kind, "rope_parameters": parameters}
-  (source / "config.json").write_text(json.dumps(config))
-  file = "tokenizer_config.json"
-  tokenizer = json.loads((source / file).read_text())
-  tokenizer |= {"tokenizer_class": "TokenizersBackend"}
-  tokenizer |= {"extra_special_tokens": ["<|pad|>"]}
-  (source / file).write_text(json.dumps(tokenizer))
-  shape = hf.to_transformer_config(config)
-  hf.save(out, init(shape, jax.random.key(0)), source)
-  written = json.loads((out / "config.json").read_text())
-  assert {key: written[key] for key in old} == old
-  assert written["torch_dtype"] == written["dtype"] == "float32"
-  assert hf.to_transformer_config(written) == shape
-  tokenizer = json.loads((out / file).read_text())
-  assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
-  assert tokenizer["additional_special_tokens"] == ["<|pad|>"]
-  assert "extra_special_tokens" not in tokenizer
-  written = {"rope_scaling": None} | written
-  del written["rope_parameters"]  # which transformers 4 does not read
-  assert hf.to_transformer_config(written) == shape
-
-
-def test_embedded_models_have_a_class_of_transformers_4():
-  for path in hf.ASSETS.glob("*/tokenizer_config.json"):
-    settings = json.loads(path.read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+  file = source / "tokenizer_config.json"
+  settings = json.loads(file.read_text())
+  other = settings | {"tokenizer_class": "TokenizersBackend"}
+  file.write_text(json.dumps(other))
+  hf.save(out, run.trained[2], source, dtype=jnp.bfloat16)
+  assert json.loads((out / file.name).read_text()) == settings
+  config = json.loads((out / "config.json").read_text())
+  assert config["torch_dtype"] == config["dtype"] == "bfloat16"
 
 
 @pytest.mark.slow
@@ -171,6 +123,9 @@ def test_an_adapter_by_itself(lora_run, tmp_path):
   config = json.loads((out / "adapter_config.json").read_text())
   base = config["base_model_name_or_path"]
   assert pathlib.Path(base).samefile(hf.resolve(MODEL))
+  assert "PreTrainedTokenizerFast" in (
+    pathlib.Path(base, "tokenizer_config.json").read_text()
+  )
   assert config["lora_alpha"] / config["r"] == 1.5
   stored = load_file(out / lora.WEIGHTS)
   modules = {"q": "self_attn.q_proj", "down": "mlp.down_proj"}
@@ -186,8 +141,7 @@ def test_an_adapter_by_itself(lora_run, tmp_path):
 def test_bfloat16(run, tmp_path):
   out = tmp_path / "out"
   export.main([str(run.path), f"--out={out}", "--dtype=bfloat16"])
-  config = json.loads((out / "config.json").read_text())
-  assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+  assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
   stored = load_file(out / "model.safetensors").values()
   assert {str(x.dtype) for x in stored} == {"bfloat16"}
   rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), run.trained[4])

@@ -1,5 +1,6 @@
 """The programs of a training run, lowered on shapes alone."""
 
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from grpojax.core.types import Prompts, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
-from grpojax.models.huggingface.weights import read_json
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.files import gguf_directory, hub
@@ -44,20 +44,14 @@ class Run(NamedTuple):
 
 
 def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
-  """Reads a model's config.json; `path` may be that file, of any name.
-
-  `ignore_keys` are unknown keys to leave out (model.ignore_keys).
+  """Reads a model's config.json by `hf.read_config`; `path` may be that file.
 
   Raises:
     ValueError: there is none, or it is not of a model.
   """
-  file = pathlib.Path(path)
-  if not file.is_file() or gguf_directory.is_named(path):
-    return hf.read_config(policy_lib.find_model(path, hub.CONFIG), ignore_keys)
-  hf_config = read_json(file)
-  if "model_type" not in hf_config:
-    raise ValueError(f"--config.model.path = {path!r}: has no model_type")
-  return hf.without_ignored(hf_config, ignore_keys)
+  if not os.path.isfile(path) or gguf_directory.is_named(path):
+    path = policy_lib.find_model(path, hub.CONFIG)
+  return hf.read_config(path, ignore_keys)
 
 
 def _policy(

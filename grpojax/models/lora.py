@@ -10,7 +10,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -191,12 +191,11 @@ def merge_lazily(
 def save_peft(
   path: str | pathlib.Path,
   adapters: Params,
-  source: str | pathlib.Path,
+  hf_config: dict[str, Any],
   alpha: int | float,
-  dtype: Any = None,
-  base: str = "",
+  base: str,
   revision: str | None = None,
-  ignore_keys: Sequence[str] = (),
+  dtype: Any = None,
 ) -> None:
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
@@ -208,12 +207,11 @@ def save_peft(
   Args:
     path: the directory to make; nothing stands there until all is written.
     adapters: those of `init`, trained.
-    source: directory or embedded name of the base model.
+    hf_config: config.json of the base model.
     alpha: PEFT's lora_alpha; the scale is alpha / r.
+    base: path of the base model, or its name on the Hugging Face Hub.
+    revision: its commit, where it is such a name.
     dtype: type to store; None is that of the adapters.
-    base: name of the base model in the file; "" is `source`.
-    revision: its commit, where it is a name of the Hugging Face Hub.
-    ignore_keys: unknown keys of the source's config.json to ignore.
 
   Raises:
     ValueError: `path` exists already, or there are no adapters, or those of
@@ -228,8 +226,7 @@ def save_peft(
       f"needs {', '.join(EXPERTS)} (lora.targets); write the weights merged"
     )
   flat = flatten_dict(adapters, sep="/")
-  base_layout = hf.layout(hf.read_config(source, ignore_keys))
-  layout, modules = {}, set()
+  base_layout, layout, modules = hf.layout(hf_config), {}, set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
     base_leaf = base_layout[target]
@@ -245,7 +242,7 @@ def save_peft(
   peft_config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base or str(source),
+    "base_model_name_or_path": base,
     "revision": revision,
     "r": int(next(iter(flat.values())).shape[-1]),
     "lora_alpha": alpha,

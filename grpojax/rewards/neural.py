@@ -20,15 +20,13 @@ from grpojax.models import huggingface as hf
 Chat = list[dict[str, Any]]
 
 
-def load(
-  path: str | os.PathLike, ignore_keys: Sequence[str] = (), **options: Any
-) -> tuple[LM, Params]:
+def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
   """Reads a reward model by `hf.load`: a classifier of a supported family.
 
   Raises:
     ValueError: it is no sequence classifier, or has several labels.
   """
-  hf_config = hf.read_config(path, ignore_keys)
+  hf_config = hf.read_config(path, options.get("ignore_keys", ()))
   labels = hf.to_transformer_config(hf_config).labels
   if labels != 1:
     kind = f"has {labels} labels" if labels else "is a language model"
@@ -36,7 +34,7 @@ def load(
       f"a reward model is a sequence classifier with num_labels=1, but the "
       f"model in {path} {kind}"
     )
-  return hf.load(path, ignore_keys=ignore_keys, **options)
+  return hf.load(path, **options)
 
 
 def rewards(

@@ -22,6 +22,7 @@ from jaxtyping import Array, Key, PyTree
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
+from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime.files import bucket, hub
 from grpojax.runtime.text import tokenizer as tokenizer_lib
@@ -40,11 +41,12 @@ class Policy(NamedTuple):
   # The base model's parameters where `params` are adapters, else None.
   frozen: Params | None = None
   lora_scale: float = 0.0  # scale of the adapters
+  shape: TransformerConfig | None = None  # sizes and options of the model
   vmappable: bool = True  # True where `jax.vmap` takes the model's functions
   teacher: "Policy | None" = None  # reference that is another model
   # Name on the Hub, with its commit; None where it is not from there.
   name: hub.Name | None = None
-  ignore_keys: tuple[str, ...] = ()  # unknown keys of config.json (the user's)
+  ignore_keys: tuple[str, ...] = ()  # of `hf.read_config`
 
 
 def find_model(
@@ -88,7 +90,7 @@ def open_policy(
 
   `path` is as `find_model` takes it; `dtype` is the format of computation,
   `remat` names what the backward pass computes again, `attention` how long rows
-  attend, and `ignore_keys` are unknown keys of config.json to ignore.
+  attend, and `ignore_keys` are those of `hf.read_config`.
 
   Raises:
     ValueError: The directory, its configuration or its tokenizer do not fit.
@@ -115,6 +117,7 @@ def open_policy(
     tokenizer,
     eos_ids,
     tokenizer_lib.pad_id(tokenizer),
+    shape=config,
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),
     ignore_keys=tuple(ignore_keys),
@@ -168,11 +171,9 @@ def with_weights(
   return policy._replace(params=params)
 
 
-def load_policy(
-  path: str, dtype: str = "float32", ignore_keys: Sequence[str] = ()
-) -> Policy:
+def load_policy(path: str, dtype: str = "float32") -> Policy:
   """Reads a whole model, as `open_policy`, with parameters in float32."""
-  return with_weights(open_policy(path, dtype, ignore_keys=ignore_keys))
+  return with_weights(open_policy(path, dtype))
 
 
 def with_adapters(

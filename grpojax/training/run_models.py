@@ -25,8 +25,10 @@ from grpojax.training.run import (
   run_storage,
   setup,
 )
+from grpojax.training.settings.inputs import ModelSettings
 from grpojax.training.settings.run import TrainSettings
 
+_DEFAULTS = ModelSettings()
 _TRIES = 20  # at the checkpoints of a run that deletes them meanwhile
 
 
@@ -45,26 +47,25 @@ def read_config(model: str) -> ConfigDict:
 
 
 def load(
-  model: str,
-  dtype: str = "float32",
-  best: bool = False,
-  ignore_keys: Sequence[str] = (),
+  name: str, model: ModelSettings = _DEFAULTS, best: bool = False
 ) -> tuple[Policy, Params]:
   """Loads a policy and its parameters.
 
-  The model is one that `policy.find_model` takes, or a run with checkpoints, of
+  `name` is one that `policy.find_model` takes, or a run with checkpoints, of
   which the newest is read or, where `best`, that of the highest held-out
-  accuracy. `dtype` is the format of computation and `ignore_keys` are unknown
-  keys of config.json to ignore; a run has its own.
+  accuracy. `model` has the format of computation and the keys of config.json to
+  ignore; a run has its own.
 
   Raises:
     ValueError: There is no such model, or it is damaged.
   """
-  path = run_storage.local(model)
+  path = run_storage.local(name)
   if not run_directory.is_run(path):
     if best:
-      raise ValueError(f"--best: {model} is no run with checkpoints")
-    policy = policy_lib.load_policy(model, dtype, ignore_keys)
+      raise ValueError(f"--best: {name} is no run with checkpoints")
+    keys = model.ignore_keys
+    policy = policy_lib.open_policy(name, model.dtype, ignore_keys=keys)
+    policy = policy_lib.with_weights(policy)
     return policy, policy.params
   settings = from_config(run_directory.read_config(path))
   policy = setup.open_policy(settings)
@@ -72,7 +73,7 @@ def load(
     policy = setup.with_weights(settings, policy)
   step, params = load_params(path, settings, best=best)
   run_directory.say_added(path)
-  print(f"{model}: checkpoint of step {step}")
+  print(f"{name}: checkpoint of step {step}")
   return policy, params
 
 
@@ -172,17 +173,13 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _base(settings: TrainSettings) -> tuple[str, str | None]:
-  """Returns the base model of adapters, for peft, and its commit on the Hub.
-
-  It is a name on the Hub, a .gguf file or an absolute path.
-  """
-  name = (
-    None if hf.exists(settings.model.path) else hub.parse(settings.model.path)
-  )
-  if gguf_directory.is_named(settings.model.path):
-    return settings.model.path, None  # not its place in this machine's cache
+  """Returns the base model of adapters, for peft, and its commit on the Hub."""
+  path = settings.model.path
+  name = None if hf.exists(path) else hub.parse(path)
+  if gguf_directory.is_named(path):
+    return path, None  # not its place in this machine's cache
   if name is None:
-    return str(policy_lib.find_model(settings.model.path).absolute()), None
+    return str(policy_lib.find_model(path).absolute()), None
   return name.id, hub.parse(hub_pins.model(settings)).revision
 
 
@@ -206,8 +203,7 @@ def export(
     dtype: Format of the stored weights; None is as they were trained.
     adapter: True writes LoRA's adapters in PEFT's format, not the model.
     best: True writes the state of the highest held-out accuracy.
-    ignore_keys: Unknown keys of a model's config.json to leave out; a run has
-      its own (model.ignore_keys).
+    ignore_keys: Those of `hf.read_config`, of a model; a run has its own.
 
   Returns:
     A description of what was written.
@@ -244,17 +240,15 @@ def export(
   device = host_device()
   step, params = load_params(path, settings, step, device, best)
   rank, alpha = settings.lora.rank, settings.lora.alpha
-  ignore_keys = settings.model.ignore_keys
+  keys = settings.model.ignore_keys
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policy_lib.find_model(hub_pins.model(settings), needed)
   if adapter:
-    base, revision = _base(settings)
-    lora.save_peft(
-      out, params, source, alpha, dtype, base, revision, ignore_keys
-    )
+    hf_config = hf.read_config(source, keys)
+    lora.save_peft(out, params, hf_config, alpha, *_base(settings), dtype)
     return f"the adapters of step {step} of {run}"
   if rank:
-    whole = hf.load_params(source, ignore_keys=ignore_keys)
+    whole = hf.load_params(source, ignore_keys=keys)
     params = lora.merge_lazily(whole, params, alpha / rank)
-  hf.save(out, params, source, dtype=dtype, ignore_keys=ignore_keys)
+  hf.save(out, params, source, dtype=dtype, ignore_keys=keys)
   return f"step {step} of {run}"

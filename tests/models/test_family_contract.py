@@ -52,7 +52,7 @@ def test_every_family_has_an_example():
 def test_a_family_fulfils_its_contract(kind, labels):
   family = hf.FAMILIES[kind]
   hf_config = {"model_type": kind} | BASE | EXAMPLES[kind] | labels
-  config = family.config(hf_config)
+  config = hf.to_transformer_config(hf_config)
   shapes = flatten_dict(parameter_shapes(config), sep="/")
   output = "score" if labels else "head"
   assert {"embed", output, "layers/q", "layers/attn_norm"} <= shapes.keys()
@@ -196,7 +196,7 @@ def test_a_family_attends_by_kernels(kind, monkeypatch):
     else {"sliding_window": 19}
   )
   hf_config = {"model_type": kind} | BASE | EXAMPLES[kind] | size | window
-  config = hf.FAMILIES[kind].config(hf_config)
+  config = hf.to_transformer_config(hf_config)
   params = jax.tree.map(lambda x: 3 * x, init(config, jax.random.key(0)))
   ids = jax.random.randint(jax.random.key(1), (1, 2, ROW), 0, 32)
   mask = jnp.arange(ROW)[None] < 33

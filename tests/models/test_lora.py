@@ -260,7 +260,8 @@ def load_torch(path):
 @pytest.mark.slow
 def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
   want = adapted_logits(model, model.trained)
-  lora.save_peft(tmp_path / "adapter", model.trained, model.path, ALPHA)
+  hf_config = hf.read_config(model.path)
+  lora.save_peft(tmp_path / "adapter", model.trained, hf_config, ALPHA, "base")
   adapted = peft.PeftModel.from_pretrained(
     load_torch(model.path), tmp_path / "adapter"
   )
@@ -273,7 +274,8 @@ def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
 
 def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
   path = tmp_path / "adapter"
-  lora.save_peft(path, model.trained, model.path, ALPHA)
+  hf_config = hf.read_config(model.path)
+  lora.save_peft(path, model.trained, hf_config, ALPHA, "base")
   expected = {}
   for name, sides in model.trained["layers"].items():
     for side, stack in sides.items():
@@ -296,9 +298,9 @@ def test_adapters_that_peft_would_leave_out_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
   adapters = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
   with pytest.raises(ValueError, match="of expert_gate and expert_up alone"):
-    lora.save_peft(tmp_path / "none", adapters, tmp_path, ALPHA)
+    lora.save_peft(tmp_path / "none", adapters, MIXTURE, ALPHA, "base")
 
 
-def test_no_adapters_are_refused(model, tmp_path):
+def test_no_adapters_are_refused(tmp_path):
   with pytest.raises(ValueError, match="no adapters to save"):
-    lora.save_peft(tmp_path / "none", {}, model.path, ALPHA)
+    lora.save_peft(tmp_path / "none", {}, MIXTURE, ALPHA, "base")

@@ -369,11 +369,10 @@ def test_a_stored_head_of_a_tied_model(kind, shards, tmp_path, monkeypatch):
 def test_an_adapter_is_no_model(tmp_path):
   text = json.dumps({"base_model_name_or_path": "org/base", "r": 8})
   (tmp_path / "adapter_config.json").write_text(text)
-  with pytest.raises(ValueError, match="PEFT adapter of 'org/base'"):
+  with pytest.raises(
+    ValueError, match="PEFT adapter, .* base model, 'org/base'"
+  ):
     hf.resolve(tmp_path)
-  (tmp_path / "config.json").write_text(json.dumps(CONFIG))  # some copy it too
-  with pytest.raises(ValueError, match="PEFT adapter of 'org/base'"):
-    hf.load_params(tmp_path)
 
 
 def test_pickled_weights_and_foreign_code_are_refused(tmp_path):

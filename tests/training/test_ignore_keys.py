@@ -12,7 +12,7 @@ from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs, search
 from grpojax.models import huggingface as hf
 from grpojax.training import run_models
-from grpojax.training.run import memory, setup
+from grpojax.training.run import setup
 from grpojax.training.step import rewards as rewards_lib
 
 NAMED = "config.json has note=7, unknown for .*--config.model.ignore_keys=note"
@@ -41,8 +41,7 @@ def models(toy_model, tmp_path_factory):
 
 
 def open_policy(settings):
-  policy = setup.with_weights(settings, setup.open_policy(settings))
-  return memory.shape(policy)
+  return setup.with_weights(settings, setup.open_policy(settings))
 
 
 def open_teacher(settings):
@@ -61,8 +60,7 @@ def open_run(settings):
 
 
 def load_model(settings):
-  model = settings.model
-  return run_models.load(model.path, ignore_keys=model.ignore_keys)
+  return run_models.load(settings.model.path, settings.model)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def load_model(settings):
   ],
 )
 def test_settings_reach_every_model(
-  read, section, field, models, settings_with, monkeypatch
+  read, section, field, models, settings_with
 ):
   model = models.judge if section == "reward" else models.noted
   changes = {"model__path": str(models.toy), "loss__beta": 1.0}

@@ -14,7 +14,7 @@ KEYS = llama.KEYS | {
     ("mlp_post_norm", "post_feedforward_layernorm"),
   )
 }
-READ = config_json.ROPE | {
+READ = config_json.READ | {
   "num_key_value_heads": 4,
   "head_dim": 256,
   "hidden_activation": "gelu_pytorch_tanh",
@@ -46,8 +46,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "gemma2"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED)
+  """Reads a complete config.json of model_type "gemma2"."""
   default = [i % 2 == 0 for i in range(hf_config["num_hidden_layers"])]
   return TransformerConfig(
     **common(hf_config),

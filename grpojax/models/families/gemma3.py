@@ -39,8 +39,7 @@ def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "gemma3_text"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED)
+  """Reads a complete config.json of model_type "gemma3_text"."""
   pattern = (
     hf_config["sliding_window_pattern"]
     or hf_config["_sliding_window_pattern"]

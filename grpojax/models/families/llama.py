@@ -32,21 +32,13 @@ KEYS = {
     ("down_bias", "mlp.down_proj.bias", False),
   )
 }
-READ = config_json.ROPE | {
-  "num_key_value_heads": None,
-  "head_dim": None,
-  "hidden_act": "silu",
-  "tie_word_embeddings": False,
-  "attention_bias": False,
-  "mlp_bias": False,
-}
+READ = config_json.READ | {"attention_bias": False, "mlp_bias": False}
 # nanotron's mark of an exported model.
 FIXED = {"is_llama_config": True}
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "llama"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED)
+  """Reads a complete config.json of model_type "llama"."""
   return TransformerConfig(
     **config_json.common(hf_config),
     rope=config_json.rope(hf_config),

@@ -7,18 +7,11 @@ from grpojax.models.families import llama
 from grpojax.models.huggingface import config_json
 
 KEYS = llama.KEYS
-READ = config_json.ROPE | {
-  "num_key_value_heads": 8,
-  "head_dim": None,
-  "hidden_act": "silu",
-  "tie_word_embeddings": False,
-  "sliding_window": 4096,
-}
+READ = config_json.READ | {"num_key_value_heads": 8, "sliding_window": 4096}
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "mistral"."""
-  hf_config = config_json.complete(hf_config, READ)
+  """Reads a complete config.json of model_type "mistral"."""
   size = hf_config["sliding_window"]
   default = [size is not None] * hf_config["num_hidden_layers"]
   return TransformerConfig(

@@ -7,11 +7,8 @@ from grpojax.models.families import llama
 from grpojax.models.huggingface import config_json
 
 KEYS = llama.KEYS
-READ = config_json.ROPE | {
+READ = config_json.READ | {
   "num_key_value_heads": 32,
-  "head_dim": None,
-  "hidden_act": "silu",
-  "tie_word_embeddings": False,
   "use_sliding_window": False,
   "sliding_window": 4096,
   "max_window_layers": 28,
@@ -32,8 +29,7 @@ def window(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "qwen2"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED)
+  """Reads a complete config.json of model_type "qwen2"."""
   return TransformerConfig(
     **config_json.common(hf_config) | {"qkv_bias": True},
     **window(hf_config),

@@ -15,8 +15,7 @@ FIXED = {"use_qk_norm": True}
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "qwen3"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED)
+  """Reads a complete config.json of model_type "qwen3"."""
   return TransformerConfig(
     **config_json.common(hf_config),
     **qwen2.window(hf_config),

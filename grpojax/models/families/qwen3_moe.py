@@ -29,8 +29,7 @@ UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training alone
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Reads a config.json of model_type "qwen3_moe"."""
-  hf_config = config_json.complete(hf_config, READ, FIXED, UNUSED)
+  """Reads a complete config.json of model_type "qwen3_moe"."""
   fields = config_json.common(hf_config) | {
     "mlp": hf_config["moe_intermediate_size"]
   }

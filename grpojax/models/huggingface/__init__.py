@@ -54,12 +54,12 @@ A family is a module here that has
   layer, and "{expert}" too for what is stored by expert. A matrix of ours is
   [in, out]; `transposed` says that the file has [out, in], as PyTorch's Linear
   does. Names that a model does not have do no harm.
-- `config(hf_config) -> TransformerConfig`, which passes config.json through
-  `config_json.complete` with
-  - `READ`: the keys that it reads, with transformers' defaults for absent ones;
-  - `FIXED` (optional): keys that change what the model computes, with the one
-    value that is implemented;
-  - `UNUSED` (optional): keys that change nothing here.
+- `READ`: the keys that it reads, with transformers' defaults for absent ones;
+- `FIXED` (optional): keys that change what the model computes, with the one
+  value that is implemented;
+- `UNUSED` (optional): keys that change nothing here;
+- `config(hf_config) -> TransformerConfig` of a config.json that
+  `config_json.complete` has checked against these keys.
 
 A parameter that no other family has is known by its name to three more:
 
@@ -87,13 +87,10 @@ COMPANIONS = (
 GGUF = "model.gguf"
 """Name of a link, in the place of safetensors, that leads to a GGUF file."""
 ADAPTER = "adapter_config.json"
-_HEAD = llama.KEYS["head"][0]
-_EMBED = llama.KEYS["embed"][0]
-_QUANTIZED = "quantized weights are not read; get the model in bfloat16"
-_REFUSED = {
-  "quantization_config": _QUANTIZED,
-  "quantization": _QUANTIZED,
-  "compression_config": _QUANTIZED,
+_REFUSED = dict.fromkeys(
+  ("quantization_config", "quantization", "compression_config"),
+  "quantized weights are not read; get the model in bfloat16",
+) | {
   "auto_map": "the model comes with code of its own, which is never run here: "
   "get the plain model that it was made from or, if transformers' own class "
   "computes the same, remove auto_map in a copy of the directory",
@@ -110,8 +107,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """Returns the directory of a path, or of an embedded model's name.
 
   Raises:
-    ValueError: neither exists, or it holds no model's config.json, only an
-      adapter, or links.
+    ValueError: neither exists, or it holds no model's config.json, or links.
   """
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
@@ -120,7 +116,13 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     if file.is_file() and "model_type" in weights.read_json(file):
       _check_links(directory)
       return directory
-    _refuse_adapter(directory)
+    if (directory / ADAPTER).is_file():
+      adapter = weights.read_json(directory / ADAPTER)
+      raise ValueError(
+        f"{directory} holds a PEFT adapter, not a model: give its base model, "
+        f"{adapter.get('base_model_name_or_path')!r:.200}, or merge it into "
+        "that (merge_and_unload in peft) and give the result"
+      )
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
   embedded = ", ".join(names)
   raise ValueError(
@@ -128,18 +130,6 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
     f"model.safetensors, a .gguf file, the name of an embedded model "
     f"({embedded}), or ORG/NAME of the Hugging Face Hub"
   )
-
-
-def _refuse_adapter(directory: pathlib.Path) -> None:
-  """Refuses a directory that peft wrote."""
-  if (directory / ADAPTER).is_file():
-    adapter = weights.read_json(directory / ADAPTER)
-    base = adapter.get("base_model_name_or_path")
-    raise ValueError(
-      f"{directory} holds a PEFT adapter of {base!r:.200}, not a whole model: "
-      "give that base model, or merge the adapter into it (merge_and_unload in "
-      "peft) and give the directory of the result"
-    )
 
 
 def _check_links(directory: pathlib.Path) -> None:
@@ -157,30 +147,20 @@ def _check_links(directory: pathlib.Path) -> None:
 
 
 def read_config(
-  path: str | pathlib.Path, ignore_keys: Sequence[str] = ()
+  path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads the config.json of a model directory, without `ignore_keys`.
+  """Reads the config.json of a model directory, or that file by any name.
 
-  Raises:
-    ValueError: a damaged file, or an ignored key that changes the model.
+  `ignore_keys` are unknown keys to leave out: the user knows that they do not
+  change what the model computes (model.ignore_keys).
   """
-  hf_config = weights.read_json(resolve(path) / "config.json")
-  return without_ignored(hf_config, ignore_keys)
-
-
-def without_ignored(
-  hf_config: dict[str, Any], ignore_keys: Sequence[str]
-) -> dict[str, Any]:
-  """Returns a config.json without the user's `ignore_keys` (model.ignore_keys).
-
-  Raises:
-    ValueError: a key that may change what the model computes.
-  """
+  file = pathlib.Path(path)
+  if not os.path.isfile(file):
+    file = resolve(path) / "config.json"
+  hf_config = weights.read_json(file)
   if not ignore_keys:
     return hf_config
-  family = _family(hf_config)
-  known = {*family.READ, *getattr(family, "FIXED", ())}
-  return config_json.without(hf_config, ignore_keys, known)
+  return config_json.without(hf_config, ignore_keys, _family(hf_config))
 
 
 def _family(hf_config: dict[str, Any]):
@@ -203,7 +183,7 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
     if hf_config.get(name):
       raise ValueError(f"config.json has {name}: {reason}")
   try:
-    return family.config(hf_config)
+    return family.config(config_json.complete(hf_config, family))
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
   except (AttributeError, TypeError) as error:
@@ -243,8 +223,7 @@ def load_params(
 
   `shardings` has a `jax.sharding.Sharding` for each array: a tree, or a
   function `(abstract params) -> tree`; None is the default device.
-  `ignore_keys` are unknown keys of config.json that the user knows to be
-  harmless.
+  `ignore_keys` are those of `read_config`.
 
   Raises:
     ValueError: damaged files, weights that do not fit config.json (all that is
@@ -255,26 +234,24 @@ def load_params(
   hf_config = read_config(directory, ignore_keys)
   leaves = layout(hf_config)
   file, others = directory / GGUF, (weights.SINGLE, weights.INDEX)
-  has_safetensors = any((directory / name).is_file() for name in others)
-  if not has_safetensors:
-    _refuse_adapter(directory)
-  if file.is_symlink() and not has_safetensors:
+  if file.is_symlink() and not any((directory / x).is_file() for x in others):
     names = [name for leaf in leaves.values() for name in leaf.names]
     tensors = gguf_file.find(file, hf_config, names)
   else:
     tensors = weights.find(directory)
   # Old exporters stored frequencies, which follow from config.json.
-  computed = "rotary_emb.inv_freq"
-  needed = {n: x for n, x in tensors.items() if not n.endswith(computed)}
+  surplus = "rotary_emb.inv_freq"
+  needed = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
   config = to_transformer_config(hf_config)
-  head = needed.pop(_HEAD, None) if config.tied else None
+  head = needed.pop("lm_head.weight", None) if config.tied else None
   weights.check(directory, leaves, needed)
-  if head and not (config.labels or weights.equal(head, needed[_EMBED])):
+  embedding = needed[leaves["embed"].names[0]]
+  if head and not config.labels and not weights.equal(head, embedding):
     raise ValueError(
-      f"{_HEAD} in {directory} is not {_EMBED}, but the model is tied "
-      "(tie_word_embeddings in config.json, Gemma's default), so that head "
-      "would be lost: set tie_word_embeddings to false in a copy of the "
-      "directory to train with it, or merge the adapter again with tied weights"
+      f"lm_head.weight in {directory} differs from the embedding, but "
+      "config.json ties them (Gemma's default), so the head would be lost: set "
+      "tie_word_embeddings to false in a copy of the directory, or merge the "
+      "adapter again with tied weights"
     )
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
@@ -291,41 +268,33 @@ def load(
   path: str | pathlib.Path,
   *,
   dtype=jnp.float32,
-  remat: str = "none",
   param_dtype=jnp.float32,
   shardings: Any = None,
   ignore_keys: Sequence[str] = (),
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
-  `dtype` and `remat` are those of `transformer`; `param_dtype` (the type of the
-  parameters), `shardings` and `ignore_keys` are those of `load_params`.
+  `dtype` is that of computation; `param_dtype`, the type of the parameters,
+  `shardings` and `ignore_keys` are those of `load_params`.
 
   Raises:
     ValueError: an unsupported architecture, or weights that do not fit.
   """
   config = to_transformer_config(read_config(path, ignore_keys))
-  lm = transformer(config, dtype=dtype, remat=remat)
+  lm = transformer(config, dtype=dtype)
   return lm, load_params(path, param_dtype, shardings, ignore_keys)
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies the files of a model directory besides its weights.
-
-  The tokenizer's settings are written as transformers 4 and 5 both read them.
-  """
+  """Copies the files of a model directory besides its weights."""
   for name in COMPANIONS:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
   path = target / "tokenizer_config.json"
-  settings = weights.read_json(path) if path.is_file() else {}
-  changed = dict(settings)
-  if settings.get("tokenizer_class") == "TokenizersBackend":
-    changed["tokenizer_class"] = "PreTrainedTokenizerFast"
-  if isinstance(settings.get("extra_special_tokens"), list):
-    changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
-  if changed != settings:
-    path.write_text(json.dumps(changed, indent=2) + "\n")
+  if path.is_file():  # transformers 4 knows the generic class by its old name
+    text = path.read_text(encoding="utf-8")
+    text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    path.write_text(text, encoding="utf-8")
 
 
 def save(
@@ -362,10 +331,7 @@ def save(
     raise ValueError(f"the parameters are not those of a model like {source}")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
   # transformers 4 reads `torch_dtype`, and 5 `dtype`.
-  hf_config = config_json.with_old_rope(hf_config) | {
-    "dtype": stored,
-    "torch_dtype": stored,
-  }
+  hf_config |= {"dtype": stored, "torch_dtype": stored}
   if jax.process_index():
     weights_out.follow(leaves, flat)
     return

@@ -14,7 +14,12 @@ from typing import Any
 from grpojax.models.rope import Rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-ROPE = {
+READ = {
+  "num_key_value_heads": None,
+  "head_dim": None,
+  "hidden_act": "silu",
+  "rms_norm_eps": 1e-6,
+  "tie_word_embeddings": False,
   "rope_theta": 10_000.0,
   "rope_scaling": None,
   "rope_parameters": None,  # transformers 5's place for both
@@ -42,26 +47,21 @@ _OPTIONAL_SIZES = (
 _MOST_LAYERS = 2**16  # of one expert
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
 _LEAST["rms_norm_eps"] = 0.0  # other numbers are more than 0
-# Keys with the one value that computes what a family without that key does.
+# Values that change nothing; a family may read a key itself, or fix another.
 _FIXED = {
-  "attention_dropout": 0.0,
-  "embd_pdrop": 0.0,
-  "hidden_dropout": 0.0,
-  "resid_pdrop": 0.0,
-  "attention_bias": False,
-  "mlp_bias": False,
-  "qkv_bias": False,
-  "lm_head_bias": False,
-  "use_qk_norm": False,
-  "use_mrope": False,
-  "rope_interleaved": False,
-  "partial_rotary_factor": 1.0,
+  **dict.fromkeys(
+    "attention_dropout embd_pdrop hidden_dropout resid_pdrop".split(), 0.0
+  ),
+  **dict.fromkeys(
+    "attention_bias mlp_bias qkv_bias lm_head_bias use_qk_norm use_mrope "
+    "rope_interleaved is_encoder_decoder add_cross_attention "
+    "tie_encoder_decoder".split(),
+    False,
+  ),
   "is_causal": True,
+  "partial_rotary_factor": 1.0,
   "num_nextn_predict_layers": 0,
   "shared_expert_intermediate_size": 0,
-  "is_encoder_decoder": False,
-  "add_cross_attention": False,
-  "tie_encoder_decoder": False,
   "pruned_heads": {},
 }
 _UNUSED = frozenset(
@@ -98,26 +98,26 @@ _NEVER_IGNORED = re.compile(
 )
 
 
+def _keys(family) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+  """Returns a family's keys: read with defaults, fixed to a value, harmless."""
+  fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
+  fixed |= getattr(family, "FIXED", {})
+  return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())
+
+
 def without(
-  hf_config: dict[str, Any], ignore_keys: Iterable[str], known: Iterable[str]
+  hf_config: dict[str, Any], ignore_keys: Iterable[str], family
 ) -> dict[str, Any]:
-  """Returns a config.json without unknown keys that the user ignores.
-
-  Absent names and keys that are harmless for every family make no difference.
-
-  Args:
-    hf_config: the config.json.
-    ignore_keys: keys that the user knows to be harmless (model.ignore_keys).
-    known: keys that the family reads or implements for one value.
+  """Returns a config.json without the unknown keys among `ignore_keys`.
 
   Raises:
-    ValueError: a key in `ignore_keys` may change what the model computes.
+    ValueError: a key that may change what the model computes.
   """
-  known = {*known, *_FIXED, *_SIZES, "rms_norm_eps"}
+  read, fixed, harmless = _keys(family)
   ignored = {key for key in ignore_keys if hf_config.get(key) is not None}
-  ignored -= _UNUSED - known
+  ignored -= harmless
   for key in sorted(ignored):
-    if key in known or _NEVER_IGNORED.search(key):
+    if key in {*read, *fixed, *_SIZES} or _NEVER_IGNORED.search(key):
       raise ValueError(
         f"config.json has {key}={hf_config[key]!r:.80}, which can change what "
         f"the model computes: remove {key} from model.ignore_keys"
@@ -125,49 +125,30 @@ def without(
   return {key: x for key, x in hf_config.items() if key not in ignored}
 
 
-def _refuse_unknown(hf_config: dict[str, Any], known: set[str]) -> None:
-  """Refuses keys that are not known, and says whether they can be ignored."""
-  values = {k: x for k, x in hf_config.items() if x is not None}
-  unknown = [key for key in values if key not in known]
-  if not unknown:
-    return
-  listed = ", ".join(f"{key}={values[key]!r:.80}" for key in unknown)
-  remedy = f"give --config.model.ignore_keys={','.join(unknown)}"
-  if any(map(_NEVER_IGNORED.search, unknown)):
-    remedy = "remove them from config.json in a copy of the directory"
-  raise ValueError(
-    f"config.json has {listed}, unknown for "
-    f"model_type={hf_config['model_type']!r}: use another model or, if they do "
-    f"not change what it computes, {remedy}"
-  )
-
-
-def complete(
-  hf_config: dict[str, Any],
-  read: dict[str, Any],
-  fixed: dict[str, Any] | None = None,
-  unused: Iterable[str] = (),
-) -> dict[str, Any]:
+def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
   """Returns a config.json with the defaults of absent keys.
-
-  Args:
-    hf_config: the config.json.
-    read: keys that the family reads, besides sizes, and their defaults.
-    fixed: keys that must be absent, null or have the one value that is known.
-    unused: keys that change nothing in this family.
 
   Raises:
     ValueError: an unknown key, a fixed one with another value, a bad size.
   """
-  read = {"rms_norm_eps": 1e-6} | read
-  common_fixed = {k: x for k, x in _FIXED.items() if k not in read}
-  fixed = common_fixed | (fixed or {})
-  for key, value in hf_config.items():
-    if key in fixed and value is not None and value != fixed[key]:
+  read, fixed, harmless = _keys(family)
+  values = {key: x for key, x in hf_config.items() if x is not None}
+  for key, only in fixed.items():
+    if key in values and values[key] != only:
       raise ValueError(
-        f"config.json has {key}={value!r:.80}; only {fixed[key]!r} is supported"
+        f"config.json has {key}={values[key]!r:.80}; only {only!r} is supported"
       )
-  _refuse_unknown(hf_config, {*read, *fixed, *_SIZES, *_UNUSED, *unused})
+  known = {*read, *fixed, *_SIZES, *harmless}
+  if unknown := [key for key in values if key not in known]:
+    listed = ", ".join(f"{key}={values[key]!r:.80}" for key in unknown)
+    remedy = f"give --config.model.ignore_keys={','.join(unknown)}"
+    if any(map(_NEVER_IGNORED.search, unknown)):
+      remedy = "remove them from config.json in a copy of the directory"
+    raise ValueError(
+      f"config.json has {listed}, unknown for "
+      f"model_type={hf_config['model_type']!r}: use another model or, if they "
+      f"do not change what it computes, {remedy}"
+    )
   whole = read | hf_config
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = whole.get(key, 1)  # what is absent is left to its reader
@@ -287,26 +268,6 @@ def rope(hf_config: dict[str, Any]) -> Rope:
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
   return parse_rope(parameters, hf_config["max_position_embeddings"])
-
-
-def with_old_rope(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Returns a config.json with RoPE's keys of transformers 4 as well.
-
-  That version does not read `rope_parameters`, and would take default bases.
-  """
-  if hf_config.get("rope_scaling"):  # which goes before `rope_parameters`
-    return hf_config
-  parameters = hf_config.get("rope_parameters") or {}
-  scaling = dict(parameters.get("full_attention", parameters))
-  old = {
-    "rope_theta": scaling.pop("rope_theta", None),
-    "rope_local_base_freq": parameters.get("sliding_attention", {}).get(
-      "rope_theta"
-    ),
-  }
-  if scaling.get("rope_type", "default") != "default":
-    old["rope_scaling"] = scaling
-  return hf_config | {key: x for key, x in old.items() if x is not None}
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:

@@ -212,10 +212,7 @@ def check(
 
 
 def equal(a: Any, b: Any) -> bool:
-  """Returns True if two stored tensors have the same values in float32.
-
-  Both are `Stored`, or GGUF's; a block of each is in memory at a time.
-  """
+  """Returns True if two stored tensors have the same values in float32."""
   if a.shape != b.shape or not {a.dtype, b.dtype} <= STORED_DTYPES.keys():
     return False
   step = max(1, _BLOCK // (4 * math.prod(a.shape[1:])))

@@ -311,13 +311,8 @@ def finish(
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
     whole = policy_lib.whole_params(run.policy, params)
-    hf.save(
-      model,
-      whole,
-      run.policy.directory,
-      dtype="float32",
-      ignore_keys=run.policy.ignore_keys,
-    )
+    source, keys = run.policy.directory, run.policy.ignore_keys
+    hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
   summarize = functools.partial(_summarize, run, progress, steps, step)
   return distributed.on_main(summarize)
 

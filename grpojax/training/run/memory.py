@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policy import Policy
 from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.reference import follows_policy
@@ -160,12 +158,6 @@ def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
   size = 4 * model.layers * rows * row_length * model.width
   activations = Part("activations", size, ("rows", "row_length", *names[:2]))
   return {"a step": [held, activations]}
-
-
-def shape(policy: Policy) -> TransformerConfig:
-  """Returns the shape of a policy's model."""
-  hf_config = hf.read_config(policy.directory, policy.ignore_keys)
-  return hf.to_transformer_config(hf_config)
 
 
 def gigabytes(size: int) -> str:

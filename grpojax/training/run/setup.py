@@ -16,7 +16,7 @@ from grpojax.runtime.cli.config import config_error
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
-from grpojax.training.run import hub_pins, memory
+from grpojax.training.run import hub_pins
 from grpojax.training.settings.conflicts import needs_score_norms
 from grpojax.training.settings.run import AUTO, TrainSettings
 
@@ -84,7 +84,7 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
     refuse(str(error))
   if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
     refuse("has other tokens than the policy: use one of the same family")
-  rows = [memory.shape(one).vocab_size for one in (policy, teacher)]
+  rows = [one.shape.vocab_size for one in (policy, teacher)]
   if rows[1] < rows[0]:
     refuse(
       f"has {rows[1]} ids (vocab_size), fewer than the policy's {rows[0]}: "

@@ -133,8 +133,8 @@ def read_inputs(
     for split in SPLITS
   )
   settings = splits.with_prompt_length(settings, train, held_out)
-  teacher = memory.shape(policy.teacher) if policy.teacher else None
-  memory.refuse(memory.training(settings, memory.shape(policy), mesh, teacher))
+  teacher = policy.teacher.shape if policy.teacher else None
+  memory.refuse(memory.training(settings, policy.shape, mesh, teacher))
   longest = settings.data.max_prompt_length
   for model in filter(None, (policy, policy.teacher)):
     new_tokens = settings.sampling.max_new_tokens

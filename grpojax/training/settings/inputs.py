@@ -51,8 +51,8 @@ class ModelSettings:
   )
   ignore_keys: tuple[Any, ...] = option(
     (),
-    "unknown keys in config.json, of a teacher or reward model as well, that "
-    "do not change what the model computes",
+    "unknown keys of config.json, the teacher's and reward model's as well, "
+    "that do not change what the model computes",
   )
   dtype: str = option(
     "float32",

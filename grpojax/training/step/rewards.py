@@ -141,7 +141,7 @@ def open_model(
   dtype = jnp.dtype(settings.model.dtype)
   lm, params = neural.load(
     directory,
-    settings.model.ignore_keys,
+    ignore_keys=settings.model.ignore_keys,
     dtype=dtype,
     param_dtype=dtype,
     shardings=functools.partial(sharding.shardings, mesh=mesh),
