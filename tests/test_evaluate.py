@@ -361,7 +361,8 @@ def test_numbers_are_printed_whatever_the_disk_says(
     (
       ["--model={model}", "--config.model.path=x"],
       "--config.model.path: python -m grpojax.evaluate does not read it, only "
-      "its own flags and seed, steps, model.dtype, data.*, environment.*, "
+      "its own flags and seed, steps, model.dtype, model.ignore_keys, data.*, "
+      "environment.*, "
       "reward.*, eval.",
     ),
     (["--model={model}", "--sampling.temperature=0"], "mean --temperature?"),

@@ -98,7 +98,7 @@ _NEVER_IGNORED = re.compile(
 )
 
 
-def _keys(family) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
   """Returns a family's keys: read with defaults, fixed to a value, harmless."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
   fixed |= getattr(family, "FIXED", {})
