@@ -186,7 +186,9 @@ def _prompt_length(
   """Counts a prompt's tokens; ValueError if the model cannot answer it."""
   _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
-  policy_lib.check_positions(policy.directory, len(ids), new_tokens)
+  policy_lib.check_positions(
+    policy.directory, len(ids), new_tokens, policy.ignore_keys
+  )
   return len(ids)
 
 

@@ -125,7 +125,10 @@ def open_policy(
 
 
 def check_positions(
-  directory: pathlib.Path, prompt_tokens: int, new_tokens: int
+  directory: pathlib.Path,
+  prompt_tokens: int,
+  new_tokens: int,
+  ignore_keys: Sequence[str] = (),
 ) -> None:
   """Compares the longest text of a program with the positions of a model.
 
@@ -135,7 +138,7 @@ def check_positions(
   Raises:
     ValueError: Prompt and completion have more tokens, and RoPE is not scaled.
   """
-  hf_config = hf.read_config(directory)
+  hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf
   if prompt_tokens + new_tokens <= limit:
     return

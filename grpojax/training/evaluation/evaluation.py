@@ -129,7 +129,9 @@ def held_out_problems(
   longest = settings.data.max_prompt_length
   new_tokens = settings.sampling.max_new_tokens
   for_each(
-    lambda p: policy_lib.check_positions(p.directory, longest, new_tokens)
+    lambda p: policy_lib.check_positions(
+      p.directory, longest, new_tokens, p.ignore_keys
+    )
   )
   rewards_lib.check_columns(
     settings, rewards_lib.resolve_functions(settings), splits[0]

@@ -138,7 +138,7 @@ def read_inputs(
   longest = settings.data.max_prompt_length
   for model in filter(None, (policy, policy.teacher)):
     new_tokens = settings.sampling.max_new_tokens
-    check_positions(model.directory, longest, new_tokens)
+    check_positions(model.directory, longest, new_tokens, model.ignore_keys)
   for split in (train, held_out):
     rewards_lib.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:

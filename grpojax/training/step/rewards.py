@@ -135,13 +135,14 @@ def open_model(
   if not path:
     return None
   directory = policy_lib.find_model(path)
+  keys = settings.model.ignore_keys
   longest = settings.data.max_prompt_length
   new_tokens = settings.sampling.max_new_tokens
-  policy_lib.check_positions(directory, longest, new_tokens)
+  policy_lib.check_positions(directory, longest, new_tokens, keys)
   dtype = jnp.dtype(settings.model.dtype)
   lm, params = neural.load(
     directory,
-    ignore_keys=settings.model.ignore_keys,
+    ignore_keys=keys,
     dtype=dtype,
     param_dtype=dtype,
     shardings=functools.partial(sharding.shardings, mesh=mesh),
