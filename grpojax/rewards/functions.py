@@ -21,7 +21,7 @@ from grpojax.runtime.processes import user_calls
 BUILT_IN = {
   "exact_answer": "exact",
   "math_answer": "math",
-  "math_verify": "symbolic",
+  "math_verify": "math",
   "format": "format",
   "length": "length",
   "overlong": "length",
@@ -29,6 +29,9 @@ BUILT_IN = {
   "environment": "environment",
 }
 """Built-in rewards, and the module of `grpojax.rewards` that has each."""
+
+READ_ANSWERS = ("math_answer", "math_verify")
+"""Two names of the built-in reward that compares answers of any form."""
 
 _TRIAL = {
   "answer": "1",
@@ -67,11 +70,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
       `conventions.follow` refuses it, or a built-in one an option's value.
   """
   paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
-  try:
-    function = load(f"reward {name!r}", name, paths)
-  except ValueError as error:
-    extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
-    raise ValueError(f"{error}{extra}") from error
+  function = load(f"reward {name!r}", name, paths)
   if not callable(function):
     raise ValueError(f"reward {name!r} is no function, but {function!r:.80}")
   reward = conventions.follow(name, function, dict(options or {}))
@@ -81,6 +80,14 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     except (TypeError, ValueError) as error:
       raise ValueError(f"reward {name!r}: {error}") from error
   return reward
+
+
+def workers_for(names: Sequence[str], workers: int) -> int:
+  """Returns the number of processes that compute rewards, of `workers` set.
+
+  `READ_ANSWERS` need at least one: Math-Verify may take forever on an answer.
+  """
+  return workers or int(any(name in READ_ANSWERS for name in names))
 
 
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:

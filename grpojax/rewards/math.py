@@ -1,41 +1,49 @@
 r"""Right or wrong by the answer of a solution: the reward `math_answer`.
 
-The answer is looked for in this order; the first place that has one decides:
+The answer stands behind the thinking and, if there are such tags, between
+<answer> and </answer>. The first of these places that has one decides:
 
-1. the last complete \boxed{...} or \fbox{...} that is not empty;
-2. the text after the last "####", up to the end of its line;
-3. the last statement of an answer: "the answer is 5", "Answer: 5", "A: 5" at
-   the start of a line, "<answer>5</answer>". The first number of its sentence
-   counts ("the answer is 5 apples, not 7"), after an equals sign if any;
-4. the last number.
+1. the last \boxed{...} or \fbox{...} that is closed and not empty;
+2. the line after the last "####";
+3. all of the text between <answer> and </answer>;
+4. the last statement of an answer ("the answer is 5", "Answer: 5", "A: 5" at
+   the start of a line), to the end of its formula, code block or clause;
+5. the last number that stands alone: it is part of no formula or expression.
 
-1 and 2 are taken whole, so "\boxed{5 or 6}" is neither 5 nor 6, and of 3 and 4
-"5 or 6" is neither by the rules of `alternatives`. A box that was
-not closed (truncated) is none; its number may be found by rule 4. A number that
-is plainly denied ("is not 5", "isn't 5 or 6", ", not 5") is nowhere an answer,
-by the rules of `denials`. "The answer is not ..." is no statement, so that
-another one or rule 4 decides. Answers are equal by the rules of `quantities`.
+Whatever stands there is one answer: "5 or 6" is neither 5 nor 6. Two answers
+are equal by exact value if both are numbers, by letter if they are choices
+(`quantities`), or as identical text. Math-Verify decides about all others
+(`symbolic`).
 
-Nothing is evaluated, and the time is bounded: only the last `WINDOW` characters
-are read, with a bounded number of attempts to find each kind of statement.
+Nothing is evaluated here. Only the last `WINDOW` characters are read, with a
+bounded number of attempts to find each kind of place, so the time is bounded.
+Math-Verify needs a time limit: a `Pool` with this reward has a worker process.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpojax.data.examples import MARK
-from grpojax.rewards import alternatives, denials, quantities
-from grpojax.rewards.quantities import LONGEST
-from grpojax.rewards.quantities import equal as equal
+from grpojax.rewards import quantities
+from grpojax.rewards.quantities import LONGEST, NUMBER, spelling
 
 WINDOW = 2**16
 """Characters at the end of a completion that are read."""
 
+THINKING = (
+  *("<think> </think>", "<thinking> </thinking>", "<thought> </thought>"),
+  *("<reasoning> </reasoning>", "<scratchpad> </scratchpad>"),
+  *("[THINK] [/THINK]", "◁think▷ ◁/think▷"),
+  "<|begin_of_thought|> <|end_of_thought|>",
+)
+"""Pairs of tags around a model's thinking."""
+
 _ATTEMPTS = 16  # places of each kind that are looked at, from the end
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE = re.compile(r"[^\s$]{0,50}")
-# From "answer" to what it is, on one line.
+_JOINED = re.compile(
+  r"\}[\s$.)*\]\\]{0,6}(?:,|or|and|,\s?or|,\s?and)[\s$(*\[\\]{0,6}"
+)
 _STATEMENT = re.compile(
   r"""answers?\b
   (?: (?:[*_"\s]|\s\([^()\n0-9]{1,40}\)){0,4}[:=>]
@@ -47,44 +55,104 @@ _STATEMENT = re.compile(
   re.VERBOSE | re.IGNORECASE,
 )
 _A = re.compile(r"(?:^|\n)[ \t*_#>]{0,8}A[*_]{0,2}:")
-_NOT = re.compile(
-  r"""(?:[a-z]{2,12}ly\s{1,3})?not\s{1,3}(?:sure|certain|clear
-    |(?:(?:simply|equal|to|the|an?)\s{1,3}){0,3}[-$\\(]{0,3}[0-9])""",
-  re.VERBOSE | re.IGNORECASE,
+_LEAD = re.compile(
+  r"[ \t:=*_\"'>]{0,40}(?:\s{0,9}\n[ \t>]{0,9}(?:[-+*•]\s{1,4})?)?"
+  r"[\s:=*_\"'>]{0,40}"
 )
-_UNEQUAL = re.compile(r"\\neq?(?![A-Za-z])")
-_LEAD = re.compile(r"[\s:=*_\"'>]{1,40}")
-_LATEX = re.compile(r"\$([^$\n]{1,200})\$(?![0-9])|\\\((.{1,200}?)\\\)")
+_FORMULA = re.compile(
+  r"""\$\$(.{1,400}?)\$\$ | \\\[(.{1,400}?)\\\] | \\\((.{1,300}?)\\\)
+  | (?<!\\)\$((?:[^$\n\\]|\\.){1,300}?)\$(?![0-9])
+  | ```[a-z]{0,12}\n(.{1,400}?)\n?```""",
+  re.VERBOSE | re.DOTALL,
+)
+_ALSO = re.compile(r"\s{0,3}(?:,\s?)?(?:(?:or|and)\s{1,3})?(?=\$|\\\(|[0-9])")
 _END = re.compile(
-  r"[.;?](?=\s|$)|!(?=\s|$)(?!\s?[-+*/=])"  # 5! = 120 goes on
-  r"|,\s|\n|<|\s\(|\*\*|\b(?:because|since)\b"
+  r"[.;?](?=\s|$)(?!\sor\b)|!(?=\s|$)(?!\s?[-+*/=])"  # 5! = 120 goes on
+  r"|\n|<|\s\((?!or\b)|,\s(?=[a-z]{2})(?!(?:and|or|possibly|maybe)\b)"
+  r"|,?\s(?:and\snot|because|since|which|that|when|if|as|so|not|but|at|for"
+  r"|from|after|with|rather|instead|of\s(?:the|his|her|their|all)\b(?!.*[0-9]))\b"
 )
-_POINT = re.compile(r"[(\[][^()\[\]\n]{1,100}[)\]]")
-_RANGE = r"[0-9]{1,9}(?:(?::|-|/[0-9]{1,9}/)[0-9]{1,9}){1,5}"
-_TOKEN = re.compile(
-  rf"(?<![0-9.,A-Za-z]){_RANGE}(?![0-9]) | (?:{quantities.NUMBER.pattern})",
+_FIGURE = re.compile(  # a time, ratio or date; or a number
+  rf"""[0-9]{{1,9}}(?:(?::|-|/[0-9]{{1,9}}/)[0-9]{{1,9}}){{1,5}}(?![0-9])
+  | (?![-+]\s)(?!(?<=[0-9)}}]\s)[-+])(?:{NUMBER.pattern})""",
   re.VERBOSE,
 )
+_SPACE = r"[\s$]{0,3}"
+_PART_BEFORE = re.compile(  # of a name, list, choice or expression
+  rf"""(?:[0-9A-Za-z_^{{[|!.\\] | [0-9A-Za-z}}]\( | [0-9A-Za-z][:,/-]
+  | (?:[+*/^±|]|[^\s]\s?-|(?<![-=|])[<>]|[0-9$],
+    |\b(?:or|to|minus|plus|times|root|sqrt|log|ln|sin|cos)
+    |\b(?:root|half|third|quarter|percent|%|square|cube|power|log
+      |logarithm)\ of
+    |\\(?!approx|to\b|quad|implies|therefore|[Rr]ightarrow)[A-Za-z]+){_SPACE})\Z
+  """,
+  re.VERBOSE,
+)
+_PART_AFTER = re.compile(
+  rf"""(?!(?:st|nd|rd|th|[ck]?m|k?g)\b)[A-Za-z] | [_^{{(!|\\] | :[0-9]
+  | ,\s?[0-9]
+  | {_SPACE}(?: [-+*/^<>]\s?[0-9A-Za-z\\(] | %\s?[A-Za-z](?![A-Za-z])
+    | (?![aAI]\s)[A-Za-z](?![A-Za-z]) | \\(?!text|mathrm|quad|\W)
+    | (?:squared|cubed|factorial|times|plus|minus|divided|over|or|to|and\ a|pi)\b)
+  """,
+  re.VERBOSE,
+)
+_NAMED = re.compile(
+  r"(?:^|(?<=[,;]\s)|(?<=[,;])|(?<=\bor\s)|(?<=\band\s))"
+  r"\s?(\\?[A-Za-z]{1,12}(?:_\{?\w{1,8}\}?)?'?(?:\(\s?[A-Za-z0-9]\s?\))?)"
+  r"\s?(?:=|\\approx)(?!=)\s?"
+)
+_EXACT = re.compile(r"-?[0-9]+(?:/[0-9]+)?")
+_WORDS = re.compile(r"(?:[A-Za-z]{3,}|[Nn]o)(?:[\s-][A-Za-z]+){0,8}")
+
+
+def final_text(
+  prompt: str, completion: str, thinking: Sequence[str] = THINKING
+) -> str | None:
+  """Returns the text after the thinking; None if that was never closed.
+
+  The prompt may open it. Only the last `WINDOW` characters are kept.
+  """
+  prompt = prompt.rstrip()
+  text = completion
+  for pair in thinking:
+    if len(pair.split()) != 2:
+      raise ValueError(
+        f'thinking has {pair!r}: give pairs of tags, each as "OPENING CLOSING"'
+      )
+    opens, closes = pair.split()
+    _, closed, after = text.rpartition(closes)
+    if opens in after or not closed and prompt.endswith(opens):
+      return None
+    text = after
+  return text[-WINDOW:]
 
 
 def find_answer(text: str) -> str | None:
   """Finds the part of a solution that gives its answer; None if none does."""
   text = text[-WINDOW:]
+  _, tagged, inside = text.rpartition("<answer>")
+  if tagged:
+    text = inside.partition("</answer>")[0]
   for find in (_boxed, _marked):
-    answer = find(text)
-    if answer is not None:
+    if answer := find(text):
       return answer
-  text, denied = denials.remove(text)
-  return _stated(text, denied) or _last_number(text)
+  if tagged:
+    return _stated(text) or text.strip()
+  return _stated(text) or _last_number(text)
 
 
-def given_answer(completion: str) -> str | None:
+def given_answer(
+  completion: str, prompt: str = "", thinking: Sequence[str] = THINKING
+) -> str | None:
   """Reads the answer that a completion gives, in one spelling: to count votes.
 
+  Numbers and choices are spelled by value, all else is the text itself.
   Completions that give the same answer are equally right by `math_answer`.
   """
-  answer = find_answer(completion)
-  return None if answer is None else quantities.canonical(answer)
+  text = final_text(prompt, completion, thinking)
+  answer = None if text is None else find_answer(text)
+  return None if answer is None else spelling(answer)
 
 
 def reference_answer(example: dict[str, Any]) -> str:
@@ -95,10 +163,56 @@ def reference_answer(example: dict[str, Any]) -> str:
   return reference
 
 
-def math_answer(prompt: str, completion: str, example: dict[str, Any]) -> float:
-  """1.0 if the completion's answer equals `reference_answer`, else 0.0."""
-  expected = quantities.canonical(reference_answer(example))
-  return float(expected is not None and given_answer(completion) == expected)
+def math_answer(
+  prompt: str,
+  completion: str,
+  example: dict[str, Any],
+  *,
+  thinking: Sequence[str] = THINKING,
+) -> float:
+  """1.0 if the completion's answer equals `reference_answer`, else 0.0.
+
+  `thinking` has the pairs of tags around text that is not read, each as
+  "OPENING CLOSING".
+  """
+  expected = spelling(reference_answer(example))
+  answer = given_answer(completion, prompt, thinking)
+  if answer is None or expected is None:
+    return 0.0
+  return float(equal(answer, expected))
+
+
+math_verify = math_answer
+
+
+def equal(answer: str, expected: str) -> bool:
+  """True if two answers, as `spelling` gives them, are equal."""
+  answer, expected = _without_names(answer, expected)
+  if answer == expected:
+    return True
+  if all(map(_EXACT.fullmatch, (answer, expected))):
+    return False  # two numbers
+  if all(map(_WORDS.fullmatch, (answer, expected))):
+    return (
+      answer[1:] == expected[1:] and answer[0].lower() == expected[0].lower()
+    )
+  if "=" in answer and "=" not in expected:  # 2 + 3 = 5
+    sides = [spelling(side) or "" for side in answer.split("=")]
+    return all(equal(side, expected) for side in sides)
+  from grpojax.rewards import symbolic  # takes seconds, and is seldom needed
+
+  return symbolic.equal(answer, expected)
+
+
+def _without_names(answer: str, expected: str) -> tuple[str, str]:
+  """Takes "x =" from one of two answers if the other one names nothing."""
+  for texts in ((answer, expected), (expected, answer)):
+    named, other = texts
+    names = set(_NAMED.findall(named))
+    if len(names) == 1 and "=" not in other and r"\approx" not in other:
+      bare = spelling(_NAMED.sub("", named)) or named
+      return (bare, other) if named is answer else (other, bare)
+  return answer, expected
 
 
 def _places(text: str, *marks: str) -> Iterator[int]:
@@ -114,43 +228,37 @@ def _places(text: str, *marks: str) -> Iterator[int]:
 
 
 def _boxed(text: str) -> str | None:
-  for place in _places(text, "\\boxed", "\\fbox"):
-    start = place + (6 if text.startswith("\\boxed", place) else 5)
+  """The last box, together with those that "or", "and" or "," join to it."""
+  answers, later = [], None
+  for place in _places(text, "boxed", "\\fbox"):
+    start = place + 5
     part = text[start : start + LONGEST + 2].lstrip()
-    if not part.startswith("{"):  # \boxed 5
-      answer, rest = _BARE.match(part)[0], ""
+    end = 0
+    if part.startswith("{"):
+      end = quantities.closing(part)
+      answer = part[1:end].strip()
+      end += start + len(text[start : start + LONGEST + 2]) - len(part)
+    elif text[place - 1 : place] == "\\":  # \boxed 5
+      answer = _BARE.match(part)[0]
     else:
-      closing = _closing(part)
-      answer, rest = part[1:closing].strip(), part[closing + 1 :]
-    if denials.precedes(text, place) or denials.follows(rest):
       continue
-    if answer := denials.without(answer):
-      return alternatives.earlier(text, place, answer) or answer
-  return None
-
-
-def _closing(text: str) -> int:
-  """Index of the brace that closes the one at the text's start; 0 if none."""
-  depth = 0
-  for match in _BRACES.finditer(text):
-    depth += {"{": 1, "}": -1}.get(match[0], 0)
-    if not depth:
-      return match.start()
-  return 0
+    if answers:
+      between = text[end : later - 1] if end < later <= end + 30 else ""
+      if not _JOINED.fullmatch(between):
+        break
+    if answer:
+      answers.insert(0, answer)
+      later = place
+  return ", ".join(dict.fromkeys(answers)) or None
 
 
 def _marked(text: str) -> str | None:
-  head, mark, tail = text.rpartition(MARK)
-  if not mark:
-    return None
+  _, mark, tail = text.rpartition(MARK)
   answer = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
-  if answer := denials.without(answer):
-    return alternatives.earlier(text, len(head), answer) or answer
-  return None
+  return _stated(answer) or answer if mark else None
 
 
-def _stated(text: str, denied: set[str | None]) -> str | None:
-  retracts = False
+def _stated(text: str) -> str | None:
   for place in _places(text, "answer", "Answer", "ANSWER", "A:", "A**:"):
     if text[place + 1] in ":*":
       line = max(text.rfind("\n", 0, place), place - 12, 0)
@@ -158,54 +266,52 @@ def _stated(text: str, denied: set[str | None]) -> str | None:
     else:
       match = _STATEMENT.match(text, place)
     if match:
-      rest = text[match.end() : match.end() + 300]
-      answer = _statement(rest)
-      if answer:
-        # "The answer is 4. Wait, the answer is not 4." What is it, then?
-        gone = retracts and quantities.canonical(answer) in denied
-        if gone:
-          return None
-        several = alternatives.stated(rest, _TOKEN)
-        return several or alternatives.earlier(text, place, answer) or answer
-      retracts = retracts or denials.GONE in rest
+      start = match.end() - match[0].endswith("\n")
+      if answer := _statement(text[start : start + LONGEST + 100]):
+        return answer
   return None
 
 
 def _statement(text: str) -> str | None:
-  """The answer in the sentence that follows "answer is"; None if none."""
-  if lead := _LEAD.match(text):
-    text = text[lead.end() :]
-  if formula := _LATEX.match(text) or _POINT.match(text):
-    answer = formula[1] or formula[2] if formula.re is _LATEX else formula[0]
-    return None if denials.GONE in answer else answer
-  sentence = text
-  if end := _END.search(text):
-    sentence = text[: end.start()]
-  if sentence.startswith(denials.GONE) or _NOT.match(sentence):
-    return None
-  sentence = sentence.replace(denials.GONE, " ").strip()
-  if quantities.number(sentence) is not None:
-    return sentence
-  cleaned = quantities.clean(sentence)
-  if unequal := _UNEQUAL.search(cleaned):
-    left = cleaned[: unequal.start()].strip()
-    return cleaned if quantities.number(left) is None else left
-  if ">" in cleaned:
-    return cleaned  # an inequality
-  if match := _TOKEN.search(cleaned.rpartition("=")[2]):
-    if " " in cleaned or match[0] == cleaned:
-      return match[0]
-    return sentence  # an expression
-  few = 0 < len(sentence.split()) <= 2 and len(sentence) <= 20
-  return sentence if few else None
+  """The answer with which a text begins: formulas, a code block or a clause."""
+  text = text.replace("**", "")
+  text = text[_LEAD.match(text).end() :]
+  formulas, place = [], 0
+  while formula := _FORMULA.match(text, place):
+    formulas.append(next(filter(None, formula.groups())))
+    also = _ALSO.match(text, formula.end())
+    if not also or also.end() == formula.end():
+      return ", ".join(formulas)
+    place = also.end()
+  end = _END.search(text, place)
+  clause = text[place : end.start() if end else None].strip()
+  if formulas:
+    return ", ".join([*formulas, clause])
+  few = len(clause.split()) <= 3 and len(clause) <= 30
+  if quantities.number(quantities.unwrap(clause)) is None and not few:
+    number = NUMBER.match(clause)
+    words = number and clause[number.end() :].strip().split(" ")
+    if not number and not re.search(r"[0-9\\=]", clause):
+      return None
+    if (
+      words
+      and words[0].isalpha()
+      and not re.search(r"[0-9\\]", " ".join(words))
+    ):
+      return clause
+  return clause or None
 
 
 def _last_number(text: str) -> str | None:
+  """The last number that is no part of an expression, name, date or range."""
   place = max(text.rfind(digit) for digit in "0123456789¼½¾")
   if place < 0:
     return None
-  near = quantities.clean(text[max(place - 400, 0) : place + 60])
-  numbers = [*_TOKEN.finditer(near)][-2:]
-  if numbers and (other := alternatives.after(near, numbers[0], _TOKEN)):
-    return near[numbers[0].start() : other.end()]
-  return numbers[-1][0] if numbers else None
+  for line in reversed(text[max(place - 400, 0) : place + 60].splitlines()):
+    line = quantities.figures(quantities.unwrap(line))
+    for match in reversed([*_FIGURE.finditer(line)]):
+      before = line[max(match.start() - 30, 0) : match.start()]
+      part = _PART_BEFORE.search(before) or _PART_AFTER.match(line, match.end())
+      if not part:
+        return match[0]
+  return None

@@ -1,6 +1,6 @@
 """Pool that computes rewards, with a time limit for each completion.
 
-    with Pool(["math_verify", "overlong"], workers=4, timeout=10.0) as pool:
+    with Pool(["math_answer", "overlong"], workers=4, timeout=10.0) as pool:
       submission = pool.submit([[(prompt, completion, example), ...], ...], G)
       rewards = pool.collect([submission]).rewards  # [B, G]
 
@@ -125,7 +125,8 @@ class Pool(WorkerPool):
     options: their keyword arguments, by short name.
     weights: a weight for each; None is 1.
     workers: processes. 0 computes in this process, when results are collected,
-      and catches exceptions but survives no crash.
+      and catches exceptions but survives no crash; `functions.workers_for`
+      starts one if a function needs it.
     timeout: seconds for a completion, all functions together; functions that
       take those of a prompt at once have so many for each of them.
     sources: data sets that each function is for, by short name.
@@ -153,7 +154,8 @@ class Pool(WorkerPool):
       "options": {name: dict(each) for name, each in (options or {}).items()},
       "sources": [(sources or {}).get(name) for name in self.names],
     }
-    super().__init__(worker, setup, workers)
+    processes = functions.workers_for(names, workers)
+    super().__init__(worker, setup, processes)
 
   def wants(self, name: str) -> bool:
     """True where a function takes something that costs to bring."""

@@ -1,36 +1,32 @@
-r"""One spelling for everything that means the same answer.
+r"""Numbers, choices and words as answers write them.
 
-"1,234.50 dollars", "$1234.5$" and "2469/2" are one number; two answers are
-equal where their canonical spellings are the same text. So equality is exact
-(rational arithmetic, no rounding) and an equivalence: votes can be counted.
+`spelling` gives equal numbers the same text ("1,234.50 dollars", `\$1234.5` and
+"2469/2" are "2469/2"), and so it does for equal choices ("(B)" and "B) Paris"
+are "B"). All other answers keep their text, without markup around it.
 
-What counts as a number, alone in its text: a sign (also Unicode's), digits with
-or without thousands separators, decimals, fractions (3/4, \frac{3}{4}, ¾),
-mixed numbers (1 1/2, 1\frac{1}{2}), powers of ten (1.5e3, 1.5 \times 10^3), and
-scales (5 million); after an equals sign (x = 5), among words (about 5 apples,
-5 cm^2) and currency signs. Units do not count, and a percent sign is a unit:
-50% is 50 and not 1/2, as in the references of GSM8K and MATH. Two numbers are
-no number ("5 or 6", "10-15", "2:30"), neither are symbols ("5x", "2\pi", "x>5")
-nor separators in odd places ("12,34", "1.234,5"). All these are compared as
-text, without case, spaces and LaTeX's wrappers; lists (1/2, 3) item by item.
-NaN is no answer.
+A number has an optional sign and currency; digits with or without thousands
+separators, decimals, a fraction (3/4, \frac{3}{4}, ¾), a mixed number (1 1/2,
+1\frac{1}{2}), a power of ten (1.5e3, 1.5 \times 10^3) or a scale (5 million);
+and a unit behind it: words of `_UNITS`, or a plural noun ("5 red apples").
+Units do not count, and a percent sign is a unit: 50% is 50 and not 1/2, as in
+the references of GSM8K and MATH. A letter is a unit inside \text{} alone.
 
-Nothing is evaluated. No expression here repeats without a bound, texts of more
-than `LONGEST` characters are no answers, and numbers have at most 60 digits
-and exponents of two, so hostile text costs no more than other text.
+Nothing is evaluated. Numbers have at most 60 digits and exponents of two, and
+answers at most `LONGEST` characters, so the time is bounded.
 """
 
 import functools
 import re
+from collections.abc import Collection
 from fractions import Fraction
 
 LONGEST = 500
 """Longest answer that is read, in characters."""
 
-_DIGITS = r"""(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20} | [0-9]{1,60})
-  (?:\.[0-9]{1,60})? | \.[0-9]{1,60})"""
+_DIGITS = r"""(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20}|[0-9]{1,60})
+  (?:\.[0-9]{1,60})?|\.[0-9]{1,60})"""
 NUMBER = re.compile(
-  rf"""(?<![0-9A-Za-z_.,^])(?P<sign>(?<![)])[-+])?(?:[$£€¥₹]\s?(?P<inner>-)?)?
+  rf"""(?P<sign>[-+]\s?|(?:negative|minus)\s)?(?:[$£€¥₹]\s?(?P<inner>-)?)?
   (?:(?P<whole>[0-9]{{1,60}})\s{{1,3}}(?:and\s{{1,3}})?
       (?P<num>[0-9]{{1,60}})\s?/\s?(?P<den>[0-9]{{1,60}})
     | \(?(?P<top>-?{_DIGITS})\)?\s?/\s?\(?(?P<bottom>-?{_DIGITS})\)?
@@ -41,170 +37,220 @@ NUMBER = re.compile(
     )(?![0-9]|[.,/][0-9]|[eE][-+]?[0-9])""",
   re.VERBOSE,
 )
-"""Finds numbers in a text that is `clean`; `value` reads them."""
-_POWER = re.compile(r"(?P<sign>[-+])?10\^(?P<power>[-+]?[0-9]{1,2})")
+"""A number, in a text without LaTeX's commands; `_value` reads a match."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
 _SCALES["trillion"] = 12
+_ABOUT = re.compile(
+  r"(?:(?:about|approximately|exactly|only|just|around|~|\\approx)\s{0,3})"
+)
 
 _CHARACTERS = str.maketrans(
   {
     **dict.fromkeys("−‐‑‒–—﹣－", "-"),
     **dict.fromkeys("\u00a0\u2002\u2003\u2004\u2005\u2007\t\r\n~", " "),
     **dict.fromkeys("\u2009\u202f\u2008\u200a\u200b\u2060\ufeff`", ""),
-    **{"⁄": "/", "×": "*", "·": "*", "⋅": "*", "√": "sqrt", "π": "pi "},
+    **{"⁄": "/", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot "},
+    **{"√": r"\sqrt", "π": r"\pi ", "²": "^2", "³": "^3", "°": r"^\circ "},
     **{"¼": " 1/4", "½": " 1/2", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3"},
-    **{"⅕": " 1/5", "⅛": " 1/8", "²": "^2", "³": "^3", "°": " degrees"},
-    **{"∞": "\\infty", "≤": "\\le ", "≥": "\\ge ", "≠": "\\neq "},
-    **{"≈": "="},
+    **{"⅕": " 1/5", "⅛": " 1/8", "∞": r"\infty ", "≠": r"\ne "},
+    **{"≤": r"\le ", "≥": r"\ge ", "≈": r"\approx ", "±": r"\pm "},
+    **{"∪": r"\cup ", "∈": r"\in "},
   }
 )
-_ITEM = r"(?:\{([^{}]{1,200})\}|([0-9a-zA-Z]))"
-_FRACTION = re.compile(rf"\\[dtc]?frac\s{{0,3}}{_ITEM}\s{{0,3}}{_ITEM}")
-_SPACING = re.compile(
-  r"\\(?:[,!;: ]|(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|fbox"
-  r"|boxed|operatorname|displaystyle|left|right|quad|qquad|bf|rm)(?![A-Za-z]))"
+_SIZE = re.compile(r"\\(?:left|right|displaystyle|[!])(?![A-Za-z])")
+_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\,|\\,)(?=[0-9]{3})")
+_AROUND = re.compile(
+  r"\\(?:(?:text|math)(?:bf|it|rm|normal|tt|sf)?|underline|emph|mbox|boxed|fbox"
+  r"|textcolor\{[^{}]{1,30}\}|color\{[^{}]{1,30}\}|operatorname)\s{0,3}(?=\{)"
 )
-_PARENTHESES = re.compile(r"\([^(),]{1,500}\)")
-_SIGN = re.compile(r"^([-+])\s{1,9}")
-_VARIABLE = re.compile(r"[A-Za-z](?![A-Za-z])")
-_INVISIBLE = re.compile(r"[\s\\$]")
-_SIMPLE = re.compile(r"[-+]?[0-9]{1,60}")
-_WORD = re.compile(r"[^\s()/.,:;?'\"%$£€¥₹¢+*-]{1,20}")
-_EXPONENT = re.compile(r"(?<=[A-Za-z])\^-?[0-9]")
-_UNITS = frozenset("mgshLltJNWVAKCF")  # of one letter; others are variables
-_OTHER = frozenset("or and not half pi sqrt to between than plus minus".split())
-_NEGATIVE = re.compile(r"\b(?:negative|minus)\s(?=[0-9])")
-_SEVERAL = re.compile(r",\s?\\?[A-Za-z]|;|\b(?:or|and)\b")
+_TEXT = re.compile(
+  r"\\(?:text|math)(?:bf|it|rm|normal)?\{([^{}]{0,200})\}|\\mbox\{([^{}]*)\}"
+)
+_FRACTION = re.compile(
+  r"\\[dtc]?frac\s{0,3}(?:\{\s?(-?[0-9]{1,60})\s?\}|([0-9]))"
+  r"\s{0,3}(?:\{\s?(-?[0-9]{1,60})\s?\}|([0-9]))(?![0-9.])"
+)
+_POWER = re.compile(
+  r"(?<=[0-9])\s{0,3}(?:\\times|\\cdot|\*|x(?=\s?10\s?\^))\s{0,3}10\s?\^\s?"
+  r"(?:\{\s?([-+]?[0-9]{1,2})\s?\}|([-+]?[0-9]{1,2}))(?![0-9])"
+)
+_DEGREES = re.compile(r"\s?\^\s?(?:\\circ|\{\s?\\circ\s?\})(?![A-Za-z])")
+_ESCAPED = re.compile(r"\\([$%#&_])")
+_SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|\s+")
+_AROUND_SIGN = re.compile(r"\s*([=+*/^(){}\[\]<>|-])\s*")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_CHOICE = re.compile(
+  r"""(?:(?:[Oo]ption|[Cc]hoice)\s{1,3})?
+  (?: \(([A-J])\)(?:\s.*)? | \[([A-J])\](?:\s.*)?
+    | ([A-J])(?:[).:](?:\s.*)?)?)""",
+  re.VERBOSE | re.DOTALL,
+)
+_FURTHER = re.compile(r"(?:\b[A-J]|[(\[][A-J])(?:[).:\]]|\s*\Z)|\bor\b")
+_WORD = re.compile(r"[\s/*-]+")
+_AFTER = re.compile(  # at the end of an expression
+  r"""[\s~]{0,3}(?:\\[,;:\ ]){0,4}
+  (?:(?:\\(?:text|mathrm|textrm|mbox)\{(?P<text>[^{}]{1,60})\}
+  |\s(?P<words>[a-z]{2,20}(?:[\s/][a-z]{2,20}){0,4}))\.?(?:\^\{?[23]\}?)?)\Z""",
+  re.VERBOSE,
+)
+_UNITS = frozenset(
+  """% percent percentage dollar cent usd euro pound pence rupee yuan yen rs mm
+  cm dm km nm ms kg mg lb lbs oz ml ft in inch foot feet yd yard mi mile meter
+  metre centimeter centimetre millimeter millimetre kilometer kilometre gram
+  kilogram ounce ton tonne liter litre milliliter gallon quart pint cup mph kph
+  hz hr hrs min mins sec secs second minute hour day week month year decade
+  century am pm degree degrees celsius fahrenheit radian sq square cubic unit
+  units acre joule newton watt volt mole people person child children men man
+  women woman student piece item page point time way coin ball card apple book
+  game tree fish sheep mice teeth of per a an the each every in left total more
+  altogether""".split()
+)
+_LETTERS = frozenset("mshglLJNWVAKCFdtc")  # units in \text{} alone
+_OPERATORS = frozenset(
+  """and or not to than less plus minus times over divided by mod root roots
+  squared squares cubed cubes factorial pi half halves third quarter quarters
+  dozen dozens tens hundreds thousands millions billions pair pairs scores is
+  was has does raised power logs sine sines cosine cosines neither nor between
+  negative twice thrice double triple without as""".split()
+)
+_PLURAL = re.compile(r"[a-z]{2,18}[a-rt-z]s")
+_ORDINAL = re.compile(r"(?:[a-z]*(?:th|rd|lf|eleven|first|second))s?")
+_NAME = re.compile(r"[A-Za-z]{3,20}")
 
 
-def clean(text: str) -> str:
-  r"""Text without what only formats: LaTeX's wrappers, markup, odd spaces.
+def closing(text: str) -> int:
+  """Index of the brace that closes the one at the text's start; 0 if none."""
+  depth = 0
+  for match in _BRACES.finditer(text):
+    depth += {"{": 1, "}": -1}.get(match[0], 0)
+    if not depth:
+      return match.start()
+  return 0
 
-  \frac{3}{4} becomes 3/4 and 5\text{ cm} becomes 5 cm; other commands stay.
-  """
-  text = text.translate(_CHARACTERS)
-  if "\\" in text or "{" in text:
-    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
-    text = _FRACTION.sub(_divide, text)
-    text = _SPACING.sub(" ", text)
-    text = text.replace("^{\\circ}", " degrees").replace("^\\circ", " degrees")
-    text = text.replace("\\times", "*").replace("\\cdot", "*")
-    text = text.replace("\\approx", "=").replace("\\div", "/")
-    text = text.replace("\\geq", "\\ge").replace("\\leq", "\\le")
-    for character in "$%#&_()[]{}":
-      text = text.replace(f"\\{character}", character)
-    text = text.replace("{", "").replace("}", "")
-  return _NEGATIVE.sub("-", text).replace("**", "").strip()
+
+def unwrap(text: str) -> str:
+  r"""Takes off what stands around an answer: $, **, \text{}, \underline{}."""
+  text = _COMMA.sub(",", _SIZE.sub("", text.translate(_CHARACTERS)))
+  before = None
+  while before != text:
+    before = text
+    text = text.strip("*_ ").rstrip(".,;: ")
+    if text[:1] == text[-1:] and text[:1] in ("'", '"'):
+      text = text[1:-1]
+    for opens, closes in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+      if text.startswith(opens) and text.endswith(closes) and len(text) > 2:
+        inside = text[len(opens) : -len(closes)]
+        text = text if opens in inside else inside
+    around = _AROUND.match(text)
+    if around and closing(text[around.end() :]) == len(text) - around.end() - 1:
+      text = text[around.end() + 1 : -1]
+  return text
+
+
+def _without_unit(text: str) -> str:
+  r"""Takes the unit off an expression: a known one, or one in \text{}."""
+  while (after := _AFTER.search(text, max(len(text) - 120, 0))) and (
+    _is_unit(after["text"], _LETTERS | _UNITS)
+    if after["text"]
+    else all(word in _UNITS for word in _WORD.split(after["words"]))
+  ):
+    rest = text[: after.start()]
+    if not re.search(r"[0-9\\]", rest):
+      break
+    text = rest
+  return text
+
+
+def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
+  """True of units alone: known words, and nouns in the plural."""
+  words = [re.sub(r"\^?\{?[23]\}?$", "", w) for w in _WORD.split(text) if w]
+  if len(words) > 6:
+    return False
+  for i, word in enumerate(words):
+    last = i + 1 == len(words) or words[i + 1] in _UNITS
+    is_known = word in known or word.lower() in _UNITS and len(word) > 2
+    other = word.lower() in _OPERATORS or _ORDINAL.fullmatch(word)
+    plural = _PLURAL.fullmatch(word.lower()) and len(word) > 3
+    adjective = not last and i < 2 and _NAME.fullmatch(word)
+    if not is_known and (other or not (plural or adjective)):
+      return False
+  return True
 
 
 def _divide(match: re.Match) -> str:
-  parts = [match[1] or match[2], match[3] or match[4]]
-  top, bottom = (
-    part if part.isalnum() or NUMBER.fullmatch(part) else f"({part})"
-    for part in map(str.strip, parts)
-  )
-  before = match.string[match.start() - 1 : match.start()]
-  mixed = " " if before.isdigit() else ""
-  return f"{mixed}{top}/{bottom}"
+  top, bottom = match[1] or match[2], match[3] or match[4]
+  before = match.string[: match.start()].rstrip()[-1:]
+  return f"{' ' if before.isdigit() else ''}{top}/{bottom}"
 
 
-def value(match: re.Match) -> Fraction | None:
+def figures(text: str) -> str:
+  r"""Writes numbers without LaTeX's commands: 3/4 for \frac{3}{4}."""
+  text = _DEGREES.sub(" degrees ", text)
+  text = _POWER.sub(lambda m: f"*10^{m[1] or m[2]}", text)
+  text = _FRACTION.sub(_divide, text)
+  text = _ESCAPED.sub(r"\1", text)
+  return _SPACES.sub(" ", text)
+
+
+def number(text: str) -> Fraction | None:
+  """Reads an unwrapped answer ("1,234.50 dollars"); None if no number."""
+  if len(text) > LONGEST:
+    return None
+  text = figures(text).strip(" $")
+  if text[:1] + text[-1:] == "()" and "," not in text:
+    text = text[1:-1]
+  if about := _ABOUT.match(text):
+    text = text[about.end() :]
+  match = NUMBER.match(text)
+  if match and match["digits"] == "10" and text[match.end() :][:1] == "^":
+    match = NUMBER.match(f"1*{text}")  # 10^3
+    text = f"1*{text}"
+  if not match:
+    return None
+  rest = text[match.end() :]
+  beside = rest[:1].isalpha() or rest[:1] == "\\"
+  if beside and len(rest.split()[0]) < 2 or not _is_unit(rest.strip()):
+    return None
+  return _value(match)
+
+
+def _value(match: re.Match) -> Fraction | None:
   """Reads a match of `NUMBER`; None for a division by zero."""
   groups = match.groupdict()
-  if groups["whole"]:
-    top, bottom = Fraction(groups["num"]), Fraction(groups["den"])
-    whole = Fraction(groups["whole"])
-  elif groups["top"]:
-    top, bottom = map(_decimal, (groups["top"], groups["bottom"]))
-    whole = Fraction(0)
-  else:
+  whole = Fraction(groups["whole"] or 0)
+  if groups["digits"]:
     power = int(groups["exponent"] or groups["power"] or 0)
     power += _SCALES.get(groups["scale"], 0)
     top, bottom = _decimal(groups["digits"]) * Fraction(10) ** power, 1
-    whole = Fraction(0)
+  else:
+    top = _decimal(groups["num"] or groups["top"])
+    bottom = _decimal(groups["den"] or groups["bottom"])
   if not bottom:
     return None
-  negative = ((groups["sign"] or "").startswith("-")) != bool(groups["inner"])
-  return (whole + top / bottom) * (-1 if negative else 1)
+  negative = (groups["sign"] or "+")[0] != "+"
+  sign = -1 if negative != bool(groups["inner"]) else 1
+  return sign * (whole + top / bottom)
 
 
 def _decimal(digits: str) -> Fraction:
   return Fraction(digits.replace(",", ""))
 
 
-def number(text: str) -> Fraction | None:
-  """Reads an answer alone ("x = 1,234.50 dollars"); None if not one number."""
-  text = text.strip()
-  if _SIMPLE.fullmatch(text):
-    return Fraction(text)
-  if len(text) > LONGEST:
-    return None
-  text = clean(text).strip("*_'\" ").rstrip(".,;: ")
-  if _PARENTHESES.fullmatch(text):
-    text = text[1:-1].strip()
-  if "=" in text:
-    left, _, text = text.rpartition("=")
-    text = text.strip()
-    if left.endswith(("!", "<", ">")) or _SEVERAL.search(left):
-      return None
-  text = _SIGN.sub(r"\1", text)
-  if power := _POWER.fullmatch(text):
-    size = Fraction(10) ** int(power["power"])
-    return -size if power["sign"] == "-" else size
-  units = _EXPONENT.sub("", text)
-  match = NUMBER.search(units)
-  if not match:
-    return None
-  before, after = units[: match.start()], units[match.end() :]
-  if before.endswith("-") or not _only_words(before) or not _only_words(after):
-    return None
-  # A letter that follows directly is a variable, or a unit of two and more.
-  if _VARIABLE.match(after):
-    return None
-  return value(match)
-
-
-def _only_words(text: str) -> bool:
-  """True where there are only words and punctuation: no symbol, no digit."""
-  if "*" in text or "+" in text:
-    return False
-  words = _WORD.findall(text)
-  return all(
-    word.isalpha()
-    and word.lower() not in _OTHER
-    and (len(word) > 1 or word in _UNITS or not word.isascii())
-    for word in words
-  )
-
-
 @functools.lru_cache(maxsize=4096)
-def canonical(text: str) -> str | None:
-  """Returns the one spelling of all answers equal to this; None if none.
+def spelling(text: str) -> str | None:
+  """Returns the one spelling of equal numbers or choices, or else the text.
 
-  A reduced fraction such as "2469/2" for a number, otherwise text.
+  A reduced fraction such as "2469/2" for a number, a letter for a choice. None
+  of an answer that is empty, NaN or too long.
   """
-  text = text.strip()
   if len(text) > LONGEST:
     return None
+  text = _without_unit(unwrap(text))
   size = number(text)
   if size is not None:
     return str(size)
-  text = clean(text).strip("*_'\" ").rstrip(".;: ")
-  text = text.replace("\\infty", "infinity")
-  pair, inside = text[:1] + text[-1:], text[1:-1]
-  if pair in ("()", "[]", "(]", "[)") and 0 < inside.count(",") < 20:
-    items = [canonical(item) or "" for item in inside.split(",")]
-    return pair[0] + ",".join(items) + pair[1]
-  left, equals, right = text.partition("=")
-  if equals and len(left.strip()) <= 2 and "=" not in right:
-    text = right  # y = 2x + 1
-  text = _INVISIBLE.sub("", text).lower()
-  if len(text) == 3 and pair == "()":
-    text = text[1:-1]  # a choice: (B)
-  return text if text and text != "nan" else None
-
-
-def equal(first: str, second: str) -> bool:
-  """True where two answers are the same number, or else the same text."""
-  spelling = canonical(first)
-  return spelling is not None and spelling == canonical(second)
+  text = _SPACES.sub(" ", _TEXT.sub(r" \1\2 ", text)).strip()
+  choice = _CHOICE.fullmatch(text)
+  if choice and not _FURTHER.search(text, choice.end(choice.lastindex) + 1):
+    return choice[choice.lastindex]
+  return None if text.lower() in ("", "nan") else _AROUND_SIGN.sub(r"\1", text)

@@ -1,53 +1,164 @@
-r"""Right or wrong with symbols: "x(x+1)" is "x^2+x", the reward `math_verify`.
+r"""Equality of answers that are neither numbers nor words, by Math-Verify.
 
-Needs Math-Verify: pip install 'grpojax[math]'. It simplifies expressions and
-may take forever; use it with worker processes, whose time is limited.
+"x(x+1)" is "x^2+x". Only its grammar of LaTeX is used, which builds
+expressions: its parser of plain expressions would have Python evaluate them.
+(SymPy evaluates numbers, tokens of digits and a point.) The grammar passes over
+some things that change a value; answers that have them are compared as text.
 """
 
+import functools
 import logging
-from typing import Any
+import math
+import random
+import re
+import signal
 
-import math_verify as library
+import math_verify
+import sympy
+from latex2sympy2_extended import latex2sympy, latex2sympy2
 
-from grpojax.rewards import math, quantities
+from grpojax.runtime.processes import user_calls
 
-_CONFIG = library.LatexExtractionConfig()
+SECONDS = 3.0
+"""Processor time for one comparison; answers that take longer are not equal."""
 
-# It warns that its own time limits are off; those of the workers are on.
+Expression = sympy.Basic | sympy.MatrixBase
+
+_NORMAL = latex2sympy2.NormalizationConfig(nits=False, boxed="none")
+_CASED = latex2sympy2.ConversionConfig(lowercase_symbols=False)
+_LATEX = (
+  (re.compile(r"\\[dtc]frac"), r"\\frac"),
+  (re.compile(r"\\frac\s*([0-9a-z])\s*([0-9a-z])"), r"\\frac{\1}{\2}"),
+  (re.compile(r"\\frac\s*([0-9a-z])\s*\{"), r"\\frac{\1}{"),
+  (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([0-9a-z])"), r"\\frac\1{\2}"),
+  (re.compile(r"\\?(?<![A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+  (re.compile(r"\\sqrt\s*([0-9a-z])"), r"\\sqrt{\1}"),
+  (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
+)
+_MISREAD = re.compile(  # as something else, or as if it were not there
+  r"\\[lc]?dots|\.\.\.|[0-9)]\s*_|(?<!_)[0-9]\s+[0-9]|\?|\\frac\s*\{\s*d"
+  r"|(?<![A-Za-z\\])[A-Za-z](?:[0-9]|\^\{?-1\}?\s*\()|\\(?:angle|triangle|gcd|lcm)\b"
+)
+_SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_DETERMINANT = r"\begin{vmatrix}"
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_INDEX = re.compile(r"_\{?\s*i|\\(?:sum|prod)")
+_WORD = re.compile(r"[A-Za-z]{4,}")
+# Towers of powers and large factorials, which no time limit interrupts.
+_HUGE = re.compile(
+  r"\^\W*[0-9]{4}|\^[{(\s]*[0-9.]+[\s)}]*[\^!]|[0-9]{4}\W*!|!\W*!"
+)
+_BRACKETS = ("()", "[]", "{}", "(]", "[)")
+
+# It warns that its own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math_verify(prompt: str, completion: str, example: dict[str, Any]) -> float:
-  """1.0 if the completion's answer is equivalent to the reference, else 0.0.
+@functools.lru_cache(maxsize=4096)
+def equal(answer: str, expected: str) -> bool:
+  """True if Math-Verify finds an answer equivalent to the reference."""
+  answer, expected = map(_latex, (answer, expected))
+  if not _comparable(answer, expected):
+    return False
+  found = []
 
-  The answer is found as in `math.math_answer`, and is right if that says so;
-  otherwise Math-Verify decides. Only its grammar of LaTeX is used, which builds
-  expressions: its parser of plain expressions would have Python evaluate them.
-  (SymPy evaluates numbers, tokens of digits and a point.)
+  def compare() -> None:
+    found.append(_verify(answer, expected))
+
+  ended = user_calls.in_time(SECONDS, compare, signal.ITIMER_VIRTUAL)
+  return ended and any(found)
+
+
+def _latex(text: str) -> str:
+  for pattern, replacement in _LATEX:
+    text = pattern.sub(replacement, text)
+  return text
+
+
+def _comparable(answer: str, expected: str) -> bool:
+  """False of two answers of different form, or that the grammar misreads."""
+  both = answer, expected
+  bare = [_COMMAND.sub(" ", text) for text in both]
+  if any(map(_MISREAD.search, both)) or any(map(_HUGE.search, both)):
+    return False
+  if any(map(_WORD.search, bare)):
+    return False  # letters of a word are no factors
+  capitals = [set(re.findall(r"\\?[A-Z]", text)) for text in both]
+  kinds = [(t[0] + t[-1]).replace("\\", "{") for t in both]
+  brackets = [kind for kind in kinds if kind in _BRACKETS]
+  sizes = {len(_SEPARATOR.findall(text)) for text in both}
+  return (
+    capitals[0] == capitals[1]
+    and len(set(brackets)) < 2
+    and (len(sizes) < 2 or r"\pm" in answer + expected)
+    and all(
+      answer.count(mark) == expected.count(mark)
+      for mark in ("=", "'", r"\prime", r"\\", _DETERMINANT)
+    )
+  )
+
+
+def _verify(answer: str, expected: str) -> bool:
+  given, reference = _parse(answer), _parse(expected)
+  if given is None or reference is None:
+    return False
+  same = _same_values(given, reference)
+  if same is not None:
+    return same
+  return math_verify.verify(
+    reference, given, numeric_precision=30, timeout_seconds=None
+  )
+
+
+def _same_values(given: Expression, reference: Expression) -> bool | None:
+  """Compares the values of two expressions, or equations, at three points.
+
+  Equations may differ by a constant factor. None if there are no values: of
+  sets, matrices and inequalities.
   """
-  if math.math_answer(prompt, completion, example):
-    return 1.0
-  answer = math.find_answer(completion)
-  expected = math.reference_answer(example)
-  if None in map(quantities.canonical, (answer or "", expected)):
-    return 0.0
-  if max(len(answer), len(expected)) > quantities.LONGEST:
-    return 0.0
-  if quantities.number(answer) is not None:
-    if quantities.number(expected) is not None:
-      return 0.0  # two different numbers
-  return float(
-    library.verify(_parse(expected), _parse(answer), timeout_seconds=None)
-  )
+  both = given, reference
+  equations = all(isinstance(x, sympy.Eq) for x in both)
+  names = sorted(set().union(*(x.free_symbols for x in both)), key=str)
+  factor = None if equations else 1
+  rng = random.Random(0)
+  try:
+    if equations:
+      both = [x.lhs - x.rhs for x in both]
+    for signs in ((0, 99), (-99, -1), (-99, 99)):  # as in sqrt(x^2) = |x|
+      point = {
+        x: sympy.Rational(2 * rng.randint(*signs) + 1, 61) for x in names
+      }
+      first, second = (x.subs(point).evalf(30) for x in both)
+      if factor is None:
+        factor = first / second
+      size = float(abs(first) + abs(second))
+      off = float(abs(first - factor * second))
+      if not math.isfinite(size):
+        return None
+      if not factor or off > size * 1e-20:
+        return False
+  except Exception:  # SymPy raises all kinds
+    return None
+  return True
 
 
-def _parse(answer: str) -> list[Any]:
-  return library.parse(
-    f"\\boxed{{{answer}}}",
-    extraction_config=[_CONFIG],
-    fallback_mode="no_fallback",  # no text, which sympy might evaluate
-    parsing_timeout=None,
-  )
+def _parse(text: str) -> Expression | None:
+  """Reads LaTeX as an expression with exact numbers; None if it is none."""
+  is_complex = _IMAGINARY.search(text) and not _INDEX.search(text)
+  try:
+    parsed = latex2sympy(
+      text,
+      is_real=None if is_complex else True,
+      normalization_config=_NORMAL,
+      conversion_config=_CASED,
+    )
+    exact = {x: sympy.Rational(str(x)) for x in parsed.atoms(sympy.Float)}
+    if is_complex:
+      exact[sympy.Symbol("i")] = sympy.I
+    return parsed.xreplace(exact)
+  except Exception:  # the grammar raises all kinds
+    return None
 
 
-_parse("x")  # its tables are built now, not in the time of a completion
+_parse("x")  # builds its tables now, not in the time of a completion

@@ -6,6 +6,7 @@ function and completion it answers an `Outcome`.
 """
 
 import copy
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -146,6 +147,8 @@ def parse(outcome: Any) -> Outcome:
 def prepare(setup: dict[str, Any]) -> worker_main.Answer:
   """Returns what makes of a task its outcomes, function by function."""
   rewards = functions.resolve_all(setup["names"], setup["options"])
+  if functions.workers_for(setup["names"], 0):  # not in an answer's time
+    importlib.import_module("grpojax.rewards.symbolic")
 
   def answer(task: Sequence[Any]) -> Iterator[Outcome]:
     indices, items = task

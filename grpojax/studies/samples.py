@@ -18,7 +18,7 @@ from grpojax.data import arithmetic
 from grpojax.data.examples import Example
 from grpojax.data.pipeline import Subset
 from grpojax.rewards.exact import exact_answer
-from grpojax.rewards.math import math_answer
+from grpojax.rewards.math import given_answer
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.text.tokenizer import encode_prompt
 from grpojax.studies import errors
@@ -82,7 +82,7 @@ PROBLEMS = {
     questions,
     "Question: {prompt}\nAnswer:",
     lambda example: " " + example["answer"],
-    math_answer,
+    lambda _, text, example: float(given_answer(text) == example["answer"]),
     one_line=True,
   ),
 }

@@ -14,7 +14,10 @@ from grpojax.training.evaluation import evaluation
 
 def evaluated(rewards, texts=()):
   rewards = np.array(rewards, np.float32)
-  return evaluation.Evaluation(rewards, list(texts), [], np.ones(rewards.shape))
+  examples = [{} for _ in rewards]
+  return evaluation.Evaluation(
+    rewards, list(texts), examples, np.ones(rewards.shape)
+  )
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -75,7 +78,7 @@ def test_majority_of_texts():
   ]
   rewards = [[1, 1, 0], [1, 0, 0], [1, 0, 0]]
   numbers = evaluation.per_prompt(
-    evaluated(rewards, texts), [1, 2, 3], exact.given_answer
+    evaluated(rewards, texts), [1, 2, 3], lambda x, _: exact.given_answer(x)
   )
   assert list(numbers) == [
     f"{x}@{k}" for x in ("pass", "maj") for k in (1, 2, 3)

@@ -76,11 +76,16 @@ def call(
     return None, words(error)
 
 
-def in_time(seconds: int | float, function: Callable[[], None]) -> bool:
+def in_time(
+  seconds: int | float,
+  function: Callable[[], None],
+  timer: int = signal.ITIMER_REAL,
+) -> bool:
   """Calls a function, and interrupts it after so many seconds.
 
-  False where it was interrupted. There is no limit in threads but the main one,
-  which get no signals, nor while a debugger is at work.
+  False where it was interrupted. With `ITIMER_VIRTUAL` the seconds are of this
+  process's work and not of the clock. There is no limit in threads but the main
+  one, which get no signals, nor while a debugger is at work.
   """
   if threading.current_thread() is not threading.main_thread():
     function()
@@ -90,8 +95,9 @@ def in_time(seconds: int | float, function: Callable[[], None]) -> bool:
     if sys.gettrace() is None:
       raise OutOfTime
 
-  timer, left = signal.ITIMER_REAL, (0.0, 0.0)
-  others = signal.signal(signal.SIGALRM, interrupt)
+  real = timer == signal.ITIMER_REAL
+  alarm, left = signal.SIGALRM if real else signal.SIGVTALRM, (0.0, 0.0)
+  others = signal.signal(alarm, interrupt)
   try:
     try:
       # And again each second, for a function that catches it.
@@ -103,7 +109,7 @@ def in_time(seconds: int | float, function: Callable[[], None]) -> bool:
   except OutOfTime:
     return False
   finally:
-    signal.signal(signal.SIGALRM, others or signal.SIG_DFL)
+    signal.signal(alarm, others or signal.SIG_DFL)
     signal.setitimer(timer, *left)
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
-from grpojax.rewards import exact, groups, math
+from grpojax.rewards import exact, functions, groups, math
 from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
 from grpojax.statistics.intervals import (
@@ -43,10 +43,8 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
 CORRECT = 1.0  # a completion with at least this reward is right
-ANSWERS = {  # the answer in a completion, for rewards that read one
-  "exact_answer": exact.given_answer,
-  "math_answer": math.given_answer,
-}
+VOTING = ("exact_answer", *functions.READ_ANSWERS)
+"""Rewards that read an answer, of which votes can be counted."""
 REWARD = "reward"
 TITLES = {"accuracy": "greedy accuracy", REWARD: "mean reward"}
 
@@ -211,30 +209,44 @@ def failed(failures: Sequence[Failure]) -> str:
   )
 
 
+Answer = Callable[[str, str], str | None]
+"""Reads the answer of a completion and its prompt, in one spelling."""
+
+
+def answer_reader(settings: TrainSettings, name: str) -> Answer:
+  """Returns the function that reads answers as a reward of `VOTING` does."""
+  if name == "exact_answer":
+    return lambda completion, prompt: exact.given_answer(completion)
+  options = rewards_lib.reward_options(settings)[name]
+  return functools.partial(math.given_answer, **options)
+
+
 def answer_labels(
-  texts: list[list[str]], answer: Callable[[str], str | None]
+  result: Evaluation, answer: Answer
 ) -> Int[np.ndarray, "prompts samples"]:
   """Equal numbers for a prompt's samples with the same answer; -1 for none.
 
   The answers 7, 3, 7 and none, for example, are [0, 1, 0, -1].
   """
   rows = []
-  for group in texts:
-    answers = list(map(answer, group))
+  for group, example in zip(result.texts, result.examples, strict=True):
+    prompt = example.get("prompt_text", "")
+    answers = [answer(text, prompt) for text in group]
     names = {name: i for i, name in enumerate(dict.fromkeys(answers))}
     rows.append([SILENT if a is None else names[a] for a in answers])
-  return np.array(rows)
+  # A sample whose reward failed has no vote.
+  return np.where(np.isnan(result.rewards), SILENT, rows)
 
 
 def per_prompt(
   result: Evaluation,
   ks: Sequence[int] = (),
-  answer: Callable[[str], str | None] | None = None,
+  answer: Answer | None = None,
 ) -> dict[str, np.ndarray]:
   """Values that are estimated, by name: one a prompt, [prompts].
 
   They are pass@k for each of `ks` or, without any, the accuracy of the first
-  completion; maj@k with a function of `ANSWERS`; and the mean reward where it
+  completion; maj@k with an `answer_reader`; and the mean reward where it
   is graded: more than right or wrong, and of all completions. Those that need
   several prompts for an interval are left out of one.
   """
@@ -243,7 +255,7 @@ def per_prompt(
   if not ks:
     values["accuracy"] = right[:, 0].astype(np.float32)
   if answer is not None:
-    labels = answer_labels(result.texts, answer)
+    labels = answer_labels(result, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
   graded = not _right_or_wrong(result.rewards)
   if graded and np.isfinite(result.rewards).all():

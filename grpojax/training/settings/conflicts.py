@@ -26,6 +26,7 @@ from grpojax.core.packing import micro_batches
 from grpojax.core.turns import check_credit
 from grpojax.core.update import off_policy_conflicts
 from grpojax.rewards.exact_ids import ON_DEVICE
+from grpojax.rewards.functions import workers_for
 from grpojax.runtime.cli.config import config_error, name_errors
 from grpojax.runtime.text import tokenizer
 from grpojax.training.data import mixtures
@@ -213,7 +214,8 @@ def _rewards(s: TrainSettings) -> Rows:
     yield "reward.weights", remedy
   if not _finite([reward.model_weight]):
     yield "reward.model_weight", "must be finite"
-  idle = not (reward.workers or s.environment.workers)
+  workers = workers_for(names, reward.workers)
+  idle = not (workers or s.environment.workers)
   if s.sampling.parts > 1 and (reward.on_device or idle):
     yield (
       "sampling.parts",

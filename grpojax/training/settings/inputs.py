@@ -20,6 +20,7 @@ from grpojax.environments.tools import TOOL_CALLS
 from grpojax.models.block_attention import ATTENTION
 from grpojax.models.config import DTYPES
 from grpojax.models.layer_stacks import REMAT
+from grpojax.rewards.math import THINKING
 from grpojax.runtime.cli.settings import free_field, inline_field
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 from grpojax.statistics.success_rates import PRIORITIES
@@ -230,11 +231,17 @@ class RewardSettings:
   )
   workers: int = option(
     0,
-    "processes of this machine that compute rewards; 0 = this one does",
+    "processes of this machine that compute rewards; 0 = this one does, or one "
+    "more with math_answer",
     within="[0, 1024]",
   )
   timeout: float = option(
     30.0, "seconds that the reward of a completion may take", within=POSITIVE
+  )
+  thinking: tuple[Any, ...] = option(
+    THINKING,
+    'pairs of tags, each "OPENING CLOSING", around text that math_answer does '
+    "not read",
   )
   model: str = option(
     "",

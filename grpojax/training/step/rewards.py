@@ -74,10 +74,20 @@ class RewardPool(NamedTuple):
   failed_reward: float = math.nan
 
 
+def reward_options(settings: TrainSettings) -> dict[str, Any]:
+  """Returns the functions' keyword arguments, with `reward.thinking`."""
+  reward = settings.reward
+  readers = set(functions.READ_ANSWERS).intersection(reward.functions)
+  thinking = {"thinking": list(reward.thinking)}
+  read = {name: thinking | reward.options.get(name, {}) for name in readers}
+  return {**reward.options, **read}
+
+
 def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
   """Returns the reward functions; ValueError for one that does not exist."""
-  reward = settings.reward
-  return functions.resolve_all(reward.functions, reward.options)
+  return functions.resolve_all(
+    settings.reward.functions, reward_options(settings)
+  )
 
 
 def check_columns(
@@ -194,7 +204,7 @@ def open_reward_pool(
       environment = stack.enter_context(episodes.open_pool(settings))
     pool = Pool(
       reward.functions,
-      reward.options,
+      reward_options(settings),
       reward.weights,
       reward.workers,
       reward.timeout,
