@@ -93,7 +93,8 @@ _PART_AFTER = re.compile(
   | ,\s?[0-9]
   | {_SPACE}(?: [-+*/^<>]\s?[0-9A-Za-z\\(] | %\s?[A-Za-z](?![A-Za-z])
     | (?![aAI]\s)[A-Za-z](?![A-Za-z]) | \\(?!text|mathrm|quad|\W)
-    | (?:squared|cubed|factorial|times|plus|minus|divided|over|or|to|and\ a|pi)\b)
+    | (?:squared|cubed|factorial|times|plus|minus|divided|over|or|to|and\ a
+      |pi)\b)
   """,
   re.VERBOSE,
 )

@@ -45,7 +45,8 @@ def test_the_first_kind_of_place_decides(text, expected):
 GIVE_42 = r"""
 The answer is:\n- 42 | The answer is:\n* 42 apples | The answer is\n> 42 | The
 answer is:\n\[\n42\n\] | The answer is\n$$\n42\n$$ |
-The answer is:\n```\n42\n``` | The answer is:\n\n**42** | **Answer:** 42 | **Answer**\n42 | Answer:\n\n42 |
+The answer is:\n```\n42\n``` | The answer is:\n\n**42** | **Answer:** 42 |
+**Answer**\n42 | Answer:\n\n42 |
 The final answer is \(42\). | The answer is $42$ apples. | The answer is \$42. |
 The answer is $42. | The answer is `42`. | The answer is "42". | answer 42 | A:
 42 | boxed{42} | So boxed{42}. | \boxed 42 | \fbox{42} | \boxed{\underline{42}}
@@ -57,7 +58,8 @@ marbles (6*7) left | => 42 | The total is $42.00 | <think>the answer is
 41</think> 42 | Let me see.</think>42 | <think></think>42 |
 <think>a</think>41<think>b</think>42 | <thinking>so 41</thinking>The answer is
 42. | <reasoning>41</reasoning><answer>42</answer> | [THINK]41[/THINK]42 |
-<|begin_of_thought|>41<|end_of_thought|><|begin_of_solution|>42<|end_of_solution|>
+<
+begin_of_thought|>41<|end_of_thought|><|begin_of_solution|>42<|end_of_solution|>
 """
 
 NOT_42 = r"""
@@ -187,7 +189,7 @@ def test_thinking_that_the_prompt_opens():
     ("Is <think> a tag?", "42", "42"),
   ):
     assert math.given_answer(text, prompt) == answer
-  other = math.given_answer("<a>41</a><think> 42", thinking=["<a> </a>"])
+  other = math.given_answer("<a>41</a><think>\n42", thinking=["<a> </a>"])
   assert other == "42"
   with pytest.raises(ValueError, match='each as "OPENING CLOSING"'):
     math.given_answer("42", thinking=["<a>"])
