@@ -61,13 +61,13 @@ def equal(answer: str, expected: str) -> bool:
   answer, expected = map(_latex, (answer, expected))
   if not _comparable(answer, expected):
     return False
-  found = []
+  verdicts = []
 
   def compare() -> None:
-    found.append(_verify(answer, expected))
+    verdicts.append(_verify(answer, expected))
 
   ended = user_calls.in_time(SECONDS, compare, signal.ITIMER_VIRTUAL)
-  return ended and any(found)
+  return ended and any(verdicts)
 
 
 def _latex(text: str) -> str:
@@ -78,16 +78,16 @@ def _latex(text: str) -> str:
 
 def _comparable(answer: str, expected: str) -> bool:
   """False of two answers of different form, or that the grammar misreads."""
-  both = answer, expected
-  bare = [_COMMAND.sub(" ", text) for text in both]
-  if any(map(_MISREAD.search, both)) or any(map(_HUGE.search, both)):
+  sides = answer, expected
+  bare = [_COMMAND.sub(" ", text) for text in sides]
+  if any(map(_MISREAD.search, sides)) or any(map(_HUGE.search, sides)):
     return False
   if any(map(_WORD.search, bare)):
     return False  # letters of a word are no factors
-  capitals = [set(re.findall(r"\\?[A-Z]", text)) for text in both]
-  kinds = [(t[0] + t[-1]).replace("\\", "{") for t in both]
+  capitals = [set(re.findall(r"\\?[A-Z]", text)) for text in sides]
+  kinds = [(t[0] + t[-1]).replace("\\", "{") for t in sides]
   brackets = [kind for kind in kinds if kind in _BRACKETS]
-  sizes = {len(_SEPARATOR.findall(text)) for text in both}
+  sizes = {len(_SEPARATOR.findall(text)) for text in sides}
   return (
     capitals[0] == capitals[1]
     and len(set(brackets)) < 2
@@ -100,36 +100,36 @@ def _comparable(answer: str, expected: str) -> bool:
 
 
 def _verify(answer: str, expected: str) -> bool:
-  given, reference = _parse(answer), _parse(expected)
-  if given is None or reference is None:
+  candidate, reference = _parse(answer), _parse(expected)
+  if candidate is None or reference is None:
     return False
-  same = _same_values(given, reference)
+  same = _same_values(candidate, reference)
   if same is not None:
     return same
   return math_verify.verify(
-    reference, given, numeric_precision=30, timeout_seconds=None
+    reference, candidate, numeric_precision=30, timeout_seconds=None
   )
 
 
-def _same_values(given: Expression, reference: Expression) -> bool | None:
+def _same_values(candidate: Expression, reference: Expression) -> bool | None:
   """Compares the values of two expressions, or equations, at three points.
 
   Equations may differ by a constant factor. None if there are no values: of
   sets, matrices and inequalities.
   """
-  both = given, reference
-  equations = all(isinstance(x, sympy.Eq) for x in both)
-  names = sorted(set().union(*(x.free_symbols for x in both)), key=str)
+  sides = candidate, reference
+  equations = all(isinstance(x, sympy.Eq) for x in sides)
+  names = sorted(set().union(*(x.free_symbols for x in sides)), key=str)
   factor = None if equations else 1
   rng = random.Random(0)
   try:
     if equations:
-      both = [x.lhs - x.rhs for x in both]
+      sides = [x.lhs - x.rhs for x in sides]
     for signs in ((0, 99), (-99, -1), (-99, 99)):  # as in sqrt(x^2) = |x|
       point = {
         x: sympy.Rational(2 * rng.randint(*signs) + 1, 61) for x in names
       }
-      first, second = (x.subs(point).evalf(30) for x in both)
+      first, second = (x.subs(point).evalf(30) for x in sides)
       if factor is None:
         factor = first / second
       size = float(abs(first) + abs(second))
