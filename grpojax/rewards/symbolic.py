@@ -16,6 +16,7 @@ import signal
 import math_verify
 import sympy
 from latex2sympy2_extended import latex2sympy, latex2sympy2
+from sympy.core.function import AppliedUndef
 
 from grpojax.runtime.processes import user_calls
 
@@ -119,7 +120,10 @@ def _same_values(candidate: Expression, reference: Expression) -> bool | None:
   """
   sides = candidate, reference
   equations = all(isinstance(x, sympy.Eq) for x in sides)
-  names = sorted(set().union(*(x.free_symbols for x in sides)), key=str)
+  names = [x.free_symbols | x.atoms(AppliedUndef) for x in sides]
+  names = sorted(set.union(*names), key=str)
+  if equations and not names:
+    return False
   factor = None if equations else 1
   rng = random.Random(0)
   try:
@@ -139,7 +143,8 @@ def _same_values(candidate: Expression, reference: Expression) -> bool | None:
       if not factor or off > size * 1e-20:
         return False
   except Exception:  # SymPy raises all kinds
-    return None
+    # Math-Verify takes equations that it cannot solve as equal.
+    return False if equations else None
   return True
 
 
