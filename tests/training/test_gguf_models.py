@@ -285,7 +285,7 @@ REFUSED = [
   ({L + "attention.causal": False}, "only True is known"),
   ({L + "rope.dimension_count": 8}, "only 16 is known"),
   ({L + "feed_forward_length": [96, 97]}, "must be one number"),
-  ({L + "feed_forward_length": 0}, "=0: it must be a number in (0, 2**31)"),
+  ({L + "feed_forward_length": 0}, "=0: it must be a number in "),
   ({L + "block_count": None}, "lacks llama.: block_count"),
   ({L + "block_count": 2**30}, "no model has so many"),
   ({L + "rope.scaling.type": "yarn"}, "rotary frequencies in a way"),
