@@ -30,6 +30,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.runtime import compilation
@@ -166,9 +167,7 @@ def make_speaker(
   sampler = sampling_lib.make_sampler(
     settings, policy, samples, sampling, environment=environment
   )
-  return Speaker(
-    settings, policy, params, sampler, jax.random.key(settings.seed)
-  )
+  return Speaker(settings, policy, params, sampler, seed_key(settings.seed))
 
 
 def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:

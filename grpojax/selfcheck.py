@@ -42,6 +42,7 @@ from grpojax.aot.report import GIB
 from grpojax.aot.topology import Machine
 from grpojax.benchmarks import configured
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.random_keys import seed_key
 from grpojax.models import huggingface as hf
 from grpojax.models.attention import two_part_attention
 from grpojax.models.block_attention import Visibility, block_attention
@@ -157,7 +158,7 @@ def check_attention() -> Iterator[Row]:
   """Yields the distances of long rows' attention from plain attention."""
   b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
-  keys = jax.random.split(jax.random.key(0), 6)
+  keys = jax.random.split(seed_key(0), 6)
   draws = [jax.random.normal(*x) for x in zip(keys, shapes, strict=False)]
   weights = jax.random.normal(keys[5], shapes[0])
   mask = jnp.arange(p)[None] < p - 28

@@ -44,6 +44,7 @@ import optax.contrib
 from ml_collections import ConfigDict
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.random_keys import seed_key
 from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
 from grpojax.data.texts import Rows, pack
@@ -395,7 +396,7 @@ def start(config: ConfigDict, source: pathlib.Path):
   if config.model.path:
     params = hf.load_params(directory, ignore_keys=keys)
   else:
-    params = lm.init(jax.random.key(config.seed))
+    params = lm.init(seed_key(config.seed))
   set_format(source, tokenizer, config)
   stream, ahead = itertools.tee(texts(config, tokenizer, examples))
   next(pack(ahead, 4 * config.rows, config.row_length))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Prompts, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import lora, sharding
@@ -191,7 +192,7 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       return policy_lib.lower(program, state, prompts_of_step, run.ref_params)
   step_programs = host.make_programs(**options)
   sampling = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
-  key = jax.eval_shape(lambda: jax.random.key(0))
+  key = jax.eval_shape(lambda: seed_key(0))
   with jax.set_mesh(sampling):
     if name == "rollout":
       return _lower_rollout(run, step_programs.sample, sampling, key)

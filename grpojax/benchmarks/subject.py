@@ -19,6 +19,7 @@ from jaxtyping import Array, Int, PyTree
 from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.random_keys import seed_key
 from grpojax.core.types import LM, Params, Prompts, TrainState
 from grpojax.models import lora
 from grpojax.runtime.cli import command_line
@@ -102,7 +103,7 @@ def open_subject(run: programs.Run) -> Subject:
     policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
-  key = jax.random.key(settings.seed)
+  key = seed_key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
   params = _random(policy.lm, shapes, key)
   if policy.frozen is not None:

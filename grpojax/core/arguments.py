@@ -11,27 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Int, Key, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from grpojax.core.group_axis import as_array
 from grpojax.core.types import LM, Params, Prompts
 
 Ids = int | np.integer | np.ndarray | Sequence[int | np.integer]
-
-
-def random_key(key: Any) -> Key[Array, ""]:
-  """Returns a key as `jax.random.key` makes it; those of `PRNGKey` are wrapped.
-
-  Raises:
-    ValueError: it is neither.
-  """
-  dtype, shape = getattr(key, "dtype", None), jnp.shape(key)
-  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-    if shape == ():
-      return key
-  elif dtype == jnp.uint32 and len(shape) == 1:
-    return jax.random.wrap_key_data(key)
-  raise ValueError(f"{key!r} is not one random key: give jax.random.key(seed)")
 
 
 def end_ids(eos_ids: Any) -> Int[np.ndarray, "E"]:

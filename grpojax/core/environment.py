@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Rollout
 
 
@@ -126,7 +127,7 @@ def checked(
       f"targets are arrays [B, ...] with B = {prompts} prompts, not of shapes "
       f"{shapes}"
     )
-  key = jax.eval_shape(lambda: jax.random.key(0))
+  key = jax.eval_shape(lambda: seed_key(0))
 
   def reset(target, key):
     return jax.tree.map(jnp.asarray, environment.reset(target, key))

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float, Int, Key, PyTree, UInt16
 
+from grpojax.core.random_keys import seed_key
+
 SCHEDULES = {
   "constant": lambda peak, updates: optax.constant_schedule(peak),
   "cosine": lambda peak, updates: optax.cosine_decay_schedule(peak, updates),
@@ -234,7 +236,7 @@ def adamw(
   """
   if moments_dtype == "float32":
     return optax.scale_by_adam(b1, b2)
-  key = jax.random.fold_in(jax.random.key(seed), _ROUNDING)
+  key = jax.random.fold_in(seed_key(seed), _ROUNDING)
   return scale_by_rounded_adam(b1, b2, key)
 
 

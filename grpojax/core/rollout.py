@@ -11,7 +11,6 @@ from grpojax.core.arguments import (
   Ids,
   check_prompts,
   end_ids,
-  random_key,
   read_rewards,
 )
 from grpojax.core.decoding import (
@@ -87,12 +86,12 @@ def rollout(
       layer.
 
   Raises:
-    ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
-      random key, or wrong prompts (see `arguments.check_prompts`); an
+    ValueError: sizes below 1, no EOS, budgets of a wrong shape, a wrong key,
+      or wrong prompts (see `arguments.check_prompts`); an
       environment that is none (see `environment.checked`); experts of a model
       without.
   """
-  eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
+  eos = jnp.asarray(end_ids(eos_ids))
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   if g < 1 or t_max < 1:
@@ -101,6 +100,7 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
+  keys = sample_keys(key, (b, g), first_prompt)
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   limit = token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
@@ -110,7 +110,7 @@ def rollout(
     lm=lm,
     params=params,
     prefix=prefix,
-    keys=sample_keys(key, (b, g), first_prompt),
+    keys=keys,
     limit=limit,
     eos=eos,
     sampling=sampling,

@@ -21,6 +21,7 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
 from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.objective import Objective
+from grpojax.core.random_keys import random_key
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.turns import check_credit
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
@@ -42,7 +43,7 @@ def init_state(
   return TrainState(
     params=params,
     opt_state=arguments.init_optimizer(tx, params),
-    key=arguments.random_key(key),
+    key=random_key(key),
     step=zero(),
     prompts_consumed=zero(),
     skipped=zero(),

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from grpojax.core.random_keys import random_key, seed_key
 from grpojax.core.types import LM, Cache, Params, Prefix
 
 
@@ -129,7 +130,7 @@ def from_linen(
   def init(key: Key[Array, ""]) -> Params:
     ids = jnp.zeros((1, 1), jnp.int32)
     arguments = keywords(ids, jnp.ones((1, 1), bool))
-    variables = dict(module.init(key, ids, **arguments))
+    variables = dict(module.init(random_key(key), ids, **arguments))
     params = variables.pop("params", {})
     if variables:
       raise ValueError(
@@ -178,13 +179,13 @@ def from_nnx(
     graphdef, template, frozen = split(module_or_factory)
   else:
     build = lambda key: module_or_factory(nnx.Rngs(key))
-    key = jax.random.key(0)
+    key = seed_key(0)
     # Shapes cost nothing; of the values, XLA computes only those returned.
     graphdef, template, _ = split(nnx.eval_shape(lambda: build(key)))
     frozen = jax.jit(lambda: split(build(key))[2])()
 
   def init(key: Key[Array, ""]) -> Params:
-    params = nnx.to_pure_dict(split(build(key))[1])
+    params = nnx.to_pure_dict(split(build(random_key(key)))[1])
     return jax.tree.map(jnp.copy, params)  # A donated copy spares the module.
 
   def apply(params, ids, positions, mask):
@@ -213,7 +214,7 @@ def check_causal(lm: LM, params: Params, length: int = 8) -> None:
   prefix = lm.prefill(params, prompt, jnp.ones((1, 1), bool))
   vocabulary = lm.unembed(params, prefix.last_hidden).shape[-1]
   half = length // 2
-  ids = jax.random.randint(jax.random.key(0), (length,), 0, vocabulary)
+  ids = jax.random.randint(seed_key(0), (length,), 0, vocabulary)
   other = ids.at[half:].set((ids[half:] + 1) % vocabulary)
   hidden, _ = lm.extend(params, prefix, jnp.stack([ids, other])[None])
   logits = lm.unembed(params, hidden)[0].astype(jnp.float32)

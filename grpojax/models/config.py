@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from grpojax.core.random_keys import random_key
 from grpojax.core.types import Params
 from grpojax.models.rope import Rope
 
@@ -173,7 +174,7 @@ def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
   leaves, tree = jax.tree.flatten_with_path(
     parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
-  keys = jax.random.split(key, len(leaves))
+  keys = jax.random.split(random_key(key), len(leaves))
   arrays = [
     _initial(config, key, path[-1].key, shape)
     for key, (path, shape) in zip(keys, leaves, strict=True)

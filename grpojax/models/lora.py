@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Key
 
+from grpojax.core.random_keys import random_key, seed_key
 from grpojax.core.types import LM, Params
 from grpojax.models import huggingface as hf
 from grpojax.models import layer_stacks
@@ -75,7 +76,7 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
   if rank < 1:
     raise ValueError(f"rank={rank} must be 1 or more")
   matrices, layers = targets_of(base, targets), {}
-  keys = jax.random.split(key, len(matrices))
+  keys = jax.random.split(random_key(key), len(matrices))
   for key, (path, shape) in zip(keys, matrices.items(), strict=True):
     *stacked, fan_in, fan_out = shape
     bound = fan_in**-0.5
@@ -90,7 +91,7 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
 def abstract(base: Params, rank: int, targets: str) -> Params:
   """Returns shapes and dtypes of the adapters that `init` draws."""
   return jax.eval_shape(
-    lambda base: init(base, jax.random.key(0), rank, targets), base
+    lambda base: init(base, seed_key(0), rank, targets), base
   )
 
 

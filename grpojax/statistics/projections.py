@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.packing.micro_batches import split_rows
+from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Params, Rollout
 
 
@@ -74,7 +75,7 @@ def score_projections(
   lm = lm.forward_mode or lm
   moving, merge = split(params) if split else (params, lambda moving: moving)
   directions = jax.vmap(lambda k: rademacher_like(k, moving))(
-    jax.random.split(key, tangents)
+    jax.random.split(random_key(key), tangents)
   )  # as `moving`, with a first axis [V]
 
   def project(part: Rollout):

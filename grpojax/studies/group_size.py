@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.random_keys import seed_key
 from grpojax.runtime.cli.config import below, config_error
 from grpojax.runtime.cli.settings import changed, section, setting, to_config
 from grpojax.runtime.files import records
@@ -171,7 +172,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     ),
   )
 
-  sampling_key, tangents_key = jax.random.split(jax.random.key(settings.seed))
+  sampling_key, tangents_key = jax.random.split(seed_key(settings.seed))
   split = splits.load_split(settings, policy, "train")
   settings = splits.with_prompt_length(settings, split)
   batches = prompts_lib.training_batches(

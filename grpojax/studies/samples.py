@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.random_keys import seed_key
 from grpojax.data import arithmetic
 from grpojax.data.examples import Example
 from grpojax.data.pipeline import Subset
@@ -161,7 +162,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
 
 def prompt_key(seed: int, name: str, index: int) -> jax.Array:
   """Random key of the samples of a configuration's prompt."""
-  key = jax.random.key(seed)
+  key = seed_key(seed)
   key = jax.random.fold_in(key, CONFIGURATIONS.index(name))
   return jax.random.fold_in(key, index)
 

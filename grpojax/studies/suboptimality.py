@@ -37,6 +37,7 @@ import scipy  # scipy.linalg and scipy.stats come when first used
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
+from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, TrainState
 from grpojax.runtime.cli.config import config_error
@@ -240,7 +241,7 @@ def make_advance(
   """
   tx = optax.sgd(lambda count: known.eta / (count + 1 + OFFSET))
   step = tabular.make_step(known.problem, estimator, group_size, tx)
-  reference = tabular.policy(known.problem).init(jax.random.key(0))
+  reference = tabular.policy(known.problem).init(seed_key(0))
   shape = (config.num_samples // group_size, 1)
 
   def one_step(state, key):
@@ -258,7 +259,7 @@ def make_advance(
 
   # A name of its own for each, so that no two estimators share samples.
   stream = zlib.crc32(f"{estimator} {group_size}".encode()) % 2**31
-  key = jax.random.fold_in(jax.random.key(config.seed), stream)
+  key = jax.random.fold_in(seed_key(config.seed), stream)
   keys = jax.random.split(key, (2, config.runs))
   states = jax.vmap(lambda key: init_state(reference, tx, key))(keys[0])
   return jax.jit(advance, donate_argnums=0), (states, keys[1])

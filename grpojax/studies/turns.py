@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.environment import returns
 from grpojax.core.objective import Objective
+from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.turns import CREDITS
 from grpojax.environments import higher_lower as game
@@ -96,7 +97,7 @@ def make_advance(config: ConfigDict, credit: str):
   def advance(states, steps):
     return jax.vmap(lambda state: train(state, steps))(states)
 
-  keys = jax.random.split(jax.random.key(config.seed), (config.seeds, 2))
+  keys = jax.random.split(seed_key(config.seed), (config.seeds, 2))
   first = jax.vmap(lambda key: init_state(lm.init(key[0]), tx, key[1]))(keys)
   return jax.jit(advance, static_argnums=1, donate_argnums=0), first
 

@@ -10,11 +10,12 @@ import pytest
 
 import grpojax
 from grpojax.core.advantages import leave_one_out
-from grpojax.core.arguments import check_prompts, end_ids, random_key
+from grpojax.core.arguments import check_prompts, end_ids
 from grpojax.core.batch import make_batch
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.objective import Objective
+from grpojax.core.random_keys import random_key
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Prompts

@@ -24,6 +24,7 @@ from grpojax.core.decoding.sampling import (
 )
 from grpojax.core.mesh import constrain, runs_kernels, sample_cuts
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
+from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
 
 LEAST_TOKENS = 48
@@ -109,7 +110,8 @@ def sample_keys(
   """Returns a key of each sample, the same whatever else is in the batch."""
   b, g = shape
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-  return fold(key, first_prompt * g + jnp.arange(b * g)).reshape(b, g)
+  numbers = first_prompt * g + jnp.arange(b * g)
+  return fold(random_key(key), numbers).reshape(b, g)
 
 
 def no_samples(limit: Int[Array, "B G"], t_max: int, pad_id: int) -> Samples:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Key, UInt32
 
 from grpojax.core.options import NOT_NEGATIVE, frozen_options, option
+from grpojax.core.random_keys import random_key
 
 FORMATS = ("model", "int8")
 """Formats of what each token of a rollout reads."""
@@ -175,10 +176,11 @@ def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
   They are the middles of the steps that `jax.random.uniform` draws: 0 itself
   would select the first weight however small it is, once in 2^23 draws.
   """
-  draw = jnp.vectorize(
-    lambda key: jax.random.uniform(key, (count,)), signature="()->(u)"
-  )
-  return draw(keys) + 2.0**-24
+
+  def draw(key):
+    return jax.random.uniform(random_key(key), (count,))
+
+  return jnp.vectorize(draw, signature="()->(u)")(keys) + 2.0**-24
 
 
 def share_below(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key, PyTree
 
 from grpojax.core.mesh import row_shards
+from grpojax.core.random_keys import random_key
 
 
 def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
@@ -60,6 +61,7 @@ def draw_orders(
       0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
   """
   blocks = jnp.broadcast_to(jnp.arange(parts), (rows // parts, parts))
+  key = random_key(key)
 
   def draw(epoch):
     # Negative, because the rollout folds the numbers of its samples, which are

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
 from grpojax.rewards import exact, functions, groups, math
@@ -168,7 +169,7 @@ def evaluate(
   `on_progress` with the number of prompts that are done, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
-  key = jax.random.key(settings.seed)
+  key = seed_key(settings.seed)
   on_progress(0)
   for i, (prompts, examples) in enumerate(batches):
     check_signals(together=True)

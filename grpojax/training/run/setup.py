@@ -9,6 +9,7 @@ import optax
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.losses.entropy import init_control
+from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, TrainState
 from grpojax.models import sharding
@@ -138,7 +139,7 @@ def with_weights(
   policy = policy_lib.with_weights(policy, settings.model.dtype, shardings)
   return policy_lib.with_adapters(
     policy,
-    jax.random.key(settings.seed),
+    seed_key(settings.seed),
     rank=lora.rank,
     alpha=lora.alpha,
     targets=lora.targets,
@@ -149,7 +150,7 @@ def first_state(
   settings: TrainSettings, tx: optax.GradientTransformation, params: Params
 ) -> TrainState:
   """Returns the state before the first step of a run."""
-  state = init_state(params, tx, jax.random.key(settings.seed)).replace(
+  state = init_state(params, tx, seed_key(settings.seed)).replace(
     entropy=init_control(settings.loss),
     score_norms=init_score_norms() if needs_score_norms(settings) else None,
   )

@@ -1,0 +1,45 @@
+"""Random keys, which are threefry's whatever JAX's default implementation is.
+
+Under `jax.vmap` the implementations "rbg" and "unsafe_rbg", a usual default on
+TPUs, draw all rows from the first row's key. Here each sample draws from its
+own key, so that it does not depend on the rest of the batch.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+_THREEFRY = "threefry2x32"
+
+
+def seed_key(seed: int | Array) -> Key[Array, ""]:
+  """Returns the threefry key of a seed."""
+  return jax.random.key(seed, impl=_THREEFRY)
+
+
+def random_key(key: Any) -> Key[Array, ""]:
+  """Returns the threefry key that stands for a caller's key.
+
+  A threefry key stays as it is, and the two words of one are wrapped. The words
+  of any other key (`jax.random.key` or `PRNGKey` with rbg) are folded into a
+  threefry key.
+
+  Raises:
+    ValueError: it is not one random key.
+  """
+  dtype = getattr(key, "dtype", None)
+  typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  raw = dtype == jnp.uint32 and jnp.shape(key) in ((2,), (4,))
+  if not raw and not (typed and key.shape == ()):
+    raise ValueError(
+      f"{key!r} is not one random key: give jax.random.key(seed)"
+    )
+  if typed and jax.random.key_impl(key) == _THREEFRY:
+    return key
+  words = jax.random.key_data(key) if typed else key
+  if raw and words.size == 2:
+    return jax.random.wrap_key_data(words, impl=_THREEFRY)
+  return functools.reduce(jax.random.fold_in, words, seed_key(0))

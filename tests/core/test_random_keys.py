@@ -1,0 +1,157 @@
+"""Keys of any implementation draw what threefry draws from them."""
+
+import pathlib
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import grpojax
+from grpojax.core.decoding import chunks
+from grpojax.core.decoding.sampling import sample
+from grpojax.core.environment import Environment, Observation
+from grpojax.core.packing.micro_batches import draw_orders
+from grpojax.core.random_keys import random_key, seed_key
+from grpojax.core.rollout import rollout
+from grpojax.core.step import init_state, make_grpo_step
+from grpojax.core.types import Prompts
+from grpojax.models import lora
+from grpojax.statistics.projections import score_projections
+
+OTHERS = ("rbg", "unsafe_rbg")
+PROMPTS = Prompts(
+  jnp.ones((4, 2), jnp.int32), jnp.ones((4, 2), bool), jnp.arange(4)
+)
+SIZES = {"group_size": 2, "max_new_tokens": 3, "eos_ids": (0,)}
+
+
+def dice(turns=2):
+  """An environment that observes a number drawn from its key."""
+
+  def step(state, ids, length, key):
+    drawn = jax.random.randint(key, (1,), 1, 10)
+    return state, Observation(drawn, jnp.int32(1), 0.0, False)
+
+  return Environment(lambda target, key: target, step, 1, turns)
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, ids):
+    return nn.Dense(11)(nn.Embed(11, 4)(ids))
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(11, 4, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.embed(ids)
+
+
+LM = grpojax.from_apply(  # a table of the next token's logits
+  lambda params, ids, *_: params[ids], lambda key: jnp.zeros((9, 9))
+)
+TABLE = LM.init(None)
+
+
+def drawn_rollout(key, **options):
+  return rollout(LM, TABLE, PROMPTS, key, **SIZES, **options).completion_ids
+
+
+def trained(key):
+  tx = optax.sgd(1.0)
+  step = make_grpo_step(
+    LM,
+    tx,
+    lambda samples, _: jnp.sum(samples.completion_ids, -1) * 1.0,
+    update=grpojax.UpdateOptions(epochs=2, minibatches=2),
+    **SIZES,
+  )
+  return step(init_state(TABLE, tx, key), PROMPTS)[0].params
+
+
+def projected(key):
+  ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 2, 3) % 9
+  mask = jnp.ones(ids.shape, bool)
+  samples = grpojax.Rollout(
+    PROMPTS.prompt_ids,
+    PROMPTS.prompt_mask,
+    ids,
+    mask,
+    jnp.zeros(ids.shape),
+    mask[..., 0],
+  )
+  return score_projections(LM, TABLE, samples, key, tangents=3)
+
+
+DECODER = grpojax.transformer(grpojax.TransformerConfig(9, 4, 1, 1, 1, 4, 4))
+DRAWS = {
+  "token": lambda key: sample(key, jnp.zeros(999))[0],
+  "seeds of episodes": lambda key: chunks.episode_seeds(key, shape=(2, 2)),
+  "orders": lambda key: draw_orders(key, 8, 4, 4)[1:],
+  "rollout": drawn_rollout,
+  "environment": lambda key: drawn_rollout(key, environment=dice()),
+  "projections": projected,
+  "step": trained,
+  "transformer": lambda key: DECODER.init(key)["layers"]["q"],
+  "adapters": lambda key: lora.init(DECODER.init(key), key, 2, ".*/q")[
+    "layers"
+  ]["q"]["a"],
+  "linen": lambda key: grpojax.from_linen(Linen()).init(key)["Dense_0"][
+    "kernel"
+  ],
+  "nnx": lambda key: grpojax.from_nnx(Nnx).init(key)["embed"]["embedding"],
+}
+SLOW = ("environment", "step", "projections")
+
+
+@pytest.mark.parametrize(
+  "impl", ["rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in DRAWS
+  ],
+)
+def test_every_row_draws_from_its_own_key(name, impl):
+  """A mapped row draws what threefry draws from that row's key alone."""
+  draw = jax.jit(DRAWS[name])
+  keys = jax.random.split(jax.random.key(7, impl=impl), 3)
+  expected = [draw(random_key(key)) for key in keys]
+  np.testing.assert_allclose(jax.vmap(draw)(keys), expected, atol=1e-6)
+  assert len(np.unique(np.reshape(expected, (3, -1)), axis=0)) == 3
+  with jax.default_prng_impl(impl):
+    np.testing.assert_allclose(draw(keys[1]), expected[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", OTHERS)
+def test_a_users_key_becomes_one_threefry_key(impl):
+  words = lambda key: jax.random.key_data(key).tolist()
+  key = jax.random.key(7, impl=impl)
+  with jax.default_prng_impl(impl):
+    assert words(seed_key(7)) == words(jax.random.key(7, impl="threefry2x32"))
+    for raw in (jax.random.PRNGKey(7), np.asarray(jax.random.PRNGKey(7))):
+      assert words(random_key(raw)) == words(random_key(key))
+    own = seed_key(7)
+    for same in (own, jax.random.key_data(own)):
+      assert words(random_key(same)) == words(own)
+  changed = jax.random.wrap_key_data(
+    jax.random.key_data(key).at[3].add(1), impl=impl
+  )
+  assert words(random_key(changed)) != words(random_key(key))
+  assert random_key(key).dtype == own.dtype
+
+
+def test_the_package_makes_keys_in_one_place():
+  root = pathlib.Path(grpojax.__file__).parent
+  makes = re.compile(r"random\.(key|PRNGKey)\(|nnx\.Rngs\(\d")
+  found = [p.name for p in root.rglob("*.py") if makes.search(p.read_text())]
+  assert found == ["random_keys.py"]
