@@ -132,7 +132,7 @@ def _logprob_and_entropy_jvp(entropy_gradient, primals, tangents):
   logprobs, entropy, lse = _logprob_entropy_lse(logits, ids)
   if entropy_gradient:
     entropy = checkpoint_name(entropy, "entropy")
-  chosen = jnp.arange(logits.shape[-1]) == ids[..., None]
+  chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=bool)
   log_p = logits - lse[..., None]
   p = jnp.exp(log_p)
   moved = lambda slope: jnp.sum(slope * tangents[0], axis=-1)

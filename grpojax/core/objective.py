@@ -11,6 +11,7 @@ the fields of that name (`core.binding`).
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from grpojax.core.options import (
   NOT_NEGATIVE,
   ONE_OR_MORE,
   POSITIVE,
+  declared_options,
   frozen_options,
   option,
   option_errors,
@@ -241,7 +243,12 @@ class Objective:
         f"advantage = {self.advantage!r}: is one a token: "
         f"{self.one_advantage_for}"
       )
-    refuse(errors)
+    if self.surrogate in _TOKEN_RATIOS and self.ratio != "token_ratio":
+      errors.append(
+        f"ratio = {self.ratio!r}: surrogate = {self.surrogate!r} bounds the "
+        "probabilities of tokens: use token_ratio"
+      )
+    refuse(errors + _unread(self))
 
   @property
   def one_advantage_for(self) -> str:
@@ -278,6 +285,39 @@ class Objective:
 
 def _function(named: Any, functions: dict[str, Any]) -> Any:
   return functions.get(named) if isinstance(named, str) else named
+
+
+_TOKEN_RATIOS = ("dppo_tv", "dppo_kl")
+
+
+def _unread(objective: Objective) -> list[str]:
+  """Returns a line for each option that is set and that nothing reads."""
+  surrogate = _function(objective.surrogate, SURROGATES)
+  advantage = _function(objective.advantage, ADVANTAGES)
+  readers = {
+    name: ("surrogate", not surrogate or asks_for(surrogate, name))
+    for function in SURROGATES.values()
+    for name in inspect.signature(function).parameters
+  }
+  for name, parameter in {"subset_size": "k", "score_power": "power"}.items():
+    readers[name] = "advantage", not advantage or asks_for(advantage, parameter)
+  for name in ("kl", "kl_placement"):
+    readers[name] = "beta", objective.beta > 0
+  for name in ("entropy_coef_delta", "entropy_coef_max"):
+    readers[name] = "entropy_target", objective.entropy_target > 0
+  for name in ("correction_low", "correction_high"):
+    readers[name] = "correction", objective.correction != "none"
+  lines = []
+  for name, declared in declared_options(objective).items():
+    reader, read = readers.get(name, ("", True))
+    value = getattr(objective, name)
+    if not read and value != declared.default:
+      lines.append(
+        f"{name} = {value!r}: not read with {reader} = "
+        f"{getattr(objective, reader)!r}: leave it at {declared.default!r}, or "
+        f"change {reader}"
+      )
+  return lines
 
 
 def advantage_fn(objective: Objective) -> Callable[..., Array]:

@@ -140,7 +140,7 @@ def rollout(
     prompt_ids=prompts.prompt_ids,
     prompt_mask=prompts.prompt_mask,
     completion_ids=samples.ids,
-    completion_mask=jnp.arange(t_max) < samples.length[..., None],
+    completion_mask=jnp.arange(t_max)[None, None] < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
     experts=of_words(samples.experts, prompt_experts),

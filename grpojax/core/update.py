@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from grpojax.core.advantages import OF_SUBSETS
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import (
   LossTerms,
@@ -83,7 +84,8 @@ def off_policy_conflicts(
   By the objective's option that has to change. It is one in other formats, or
   (`ahead`) of the parameters before the last update, and something has to weigh
   its samples: a correction or, with several updates, ratios to the rollout's
-  log-probabilities.
+  log-probabilities. These weigh each sample alone, which subsets of a group
+  (`advantages.OF_SUBSETS`) do not take.
   """
   to_rollout = objective.old_logprobs == "rollout"
   reasons, samples = {}, []
@@ -91,10 +93,20 @@ def off_policy_conflicts(
     samples.append(f"in int8 ({', '.join(sampling.formats)})")
   if ahead:
     samples.append("drawn before the last update (sampling.ahead)")
+  weighs = objective.correction not in rollout_correction.UNWEIGHTED
+  subsets = (*OF_SUBSETS, *OF_SUBSETS.values())
+  if (samples or weighs) and objective.advantage in subsets:
+    correction = f"correction = {objective.correction!r}"
+    sources = [f"corrected by {correction}"] * weighs + samples
+    reasons["advantage"] = (
+      f"compares subsets of a group, and samples {' and '.join(sources)} are "
+      "weighed one by one, not by the product of a subset's weights, which "
+      "biases the gradient: use leave_one_out, or correction = 'none', the "
+      "format model and sampling.ahead = 0"
+    )
   if not samples:
     return reasons
   of = " and ".join(samples)
-  weighs = objective.correction not in rollout_correction.UNWEIGHTED
   if not weighs and (options.on_policy or not to_rollout):
     reasons["correction"] = (
       f"samples {of} are not the policy's own: use token_truncate or another "

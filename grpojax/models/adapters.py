@@ -90,7 +90,7 @@ def from_apply(
       cache = {"ids": ids, "positions": positions, "index": start + size}
     rows, row_positions, mask = _rows(prefix, ids, positions, start + size)
     hidden = apply(params, rows, row_positions, mask)
-    slots = prefix.length[:, None] + start + jnp.arange(size)
+    slots = prefix.length[:, None] + (start + jnp.arange(size))[None]
     slots = jnp.repeat(slots, ids.shape[1], axis=0)
     hidden = _take(hidden, slots)
     return hidden.reshape(*ids.shape[:2], *hidden.shape[1:]), cache
@@ -239,7 +239,7 @@ def _rows(
   The first `filled` tokens of a completion are real.
   """
   batch, group_size, size = ids.shape
-  slots = jnp.arange(prefix.state.shape[1] + size)
+  slots = jnp.arange(prefix.state.shape[1] + size)[None, None]
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]
   length = prefix.length[:, None, None]
   offset = slots - length  # [B, 1, S]: into the completion, negative before it

@@ -37,7 +37,7 @@ def rms_norm(
   def normalize(x, scale):
     x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x * (1 + scale if offset else scale)
+    return x * jnp.broadcast_to(1 + scale if offset else scale, x.shape)
 
   return normalize(x, scale)
 

@@ -96,7 +96,9 @@ def _project(
     y = y + matmul(low_rank, layer[f"{name}_lora_b"])
   # Added in the bias's float32, and so is its gradient, a sum over all tokens;
   # the caller may round.
-  return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
+  if f"{name}_bias" in layer:
+    y = y + jnp.broadcast_to(layer[f"{name}_bias"], y.shape)
+  return y
 
 
 class Heads(NamedTuple):
@@ -122,9 +124,11 @@ def _masks(
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
-  row = row & in_window(context.positions)
+  near = in_window(context.positions)
+  row = jnp.broadcast_to(row, near.shape) & near
   if slots is not None:
-    slots = slots & in_window(context.slot_positions)
+    near = in_window(context.slot_positions)
+    slots = jnp.broadcast_to(slots, near.shape) & near
   if prompt is not None:
     # A prompt token's position is its slot: prompts are padded on the right.
     slot = jnp.arange(prompt.shape[-1])[None, None]

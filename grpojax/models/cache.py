@@ -375,7 +375,7 @@ def slot_positions(
   Decoded tokens follow each other without a gap, so the position of the first
   of the next tokens gives all the others.
   """
-  return positions[..., :1] - 1 - ages(cache)
+  return positions[..., :1] - 1 - ages(cache)[None, None]
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:

@@ -83,8 +83,8 @@ def _row_mask(
   """Returns a mask: causal, and within a segment where there are several."""
   mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
-    mask = mask & (segments[..., :, None] == segments[..., None, :])
-    mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, S]
+    same = segments[..., :, None] == segments[..., None, :]
+    mask = (mask[None, None] & same)[:, :, None, None]  # of all heads
   return mask
 
 
@@ -132,7 +132,8 @@ def _next_context(
   mask = _row_mask(positions.shape[-1], None)
   slot_mask = cache_lib.filled(cache)
   if lengths is not None:
-    slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
+    ages = jnp.expand_dims(cache_lib.ages(cache), (0, 1, 2, 3, 4))
+    slot_mask = ages < lengths[..., None, None, None, None]
   if ROPE in params:  # padding of observations may be at any position
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])

@@ -50,7 +50,9 @@ def rope_tables(
   positions: Int[Array, "*tokens"], dim: int, rope: Rope
 ) -> RotaryTable:
   """Returns cosines and sines [..., dim / 2] of the rotary angles, float32."""
-  angle = positions[..., None].astype(jnp.float32) * frequencies(rope, dim)
+  position = positions[..., None].astype(jnp.float32)
+  shape = (*positions.shape, dim // 2)
+  angle = position * jnp.broadcast_to(frequencies(rope, dim), shape)
   return jnp.cos(angle), jnp.sin(angle)
 
 

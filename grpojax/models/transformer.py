@@ -72,7 +72,9 @@ def _unembed(
   if "head_scale" in params:
     logits = logits * params["head_scale"]
   logits, mask = soft_cap(logits, config.logits_cap), _gap_mask(config)
-  return logits if mask is None else jnp.where(mask, NEGATIVE, logits)
+  if mask is None:
+    return logits
+  return jnp.where(jnp.broadcast_to(mask, logits.shape), NEGATIVE, logits)
 
 
 def _draw_parts(

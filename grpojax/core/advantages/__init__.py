@@ -208,6 +208,13 @@ WITHIN_GROUPS = (
 )
 """Advantages that stay the same where a number is added to all of a group."""
 
+OF_SUBSETS = {
+  name: ADVANTAGES[name]
+  for name in ("max_at_k", "min_at_k", "max_rl", "pairwise_rank")
+}
+"""Advantages that compare subsets of a group: of samples of another policy a
+subset's importance weight is the product of its members'."""
+
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
 """Advantages that are `leave_one_out` times one number for the whole batch: the
 best group size of `statistics.group_size` is theirs."""

@@ -138,13 +138,13 @@ def transform_logits(
       them across a cut and make its log-probability -inf.
   """
   logits = logits.astype(jnp.float32)
-  vocab = jnp.arange(logits.shape[-1])
+  vocab = logits.shape[-1]
   if sampling.temperature == 0:
-    best = jnp.argmax(logits, axis=-1, keepdims=True)
-    return jnp.where(vocab == best, 0.0, NEGATIVE)
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab, dtype=bool)
+    return jnp.where(best, 0.0, NEGATIVE)
   logits = logits / sampling.temperature
   cut = logits
-  if 0 < sampling.top_k < logits.shape[-1]:
+  if 0 < sampling.top_k < vocab:
     lowest = _threshold(cut, 1, sampling.top_k)
     cut = jnp.where(cut < lowest, NEGATIVE, cut)
   if sampling.top_p < 1:
@@ -154,7 +154,7 @@ def transform_logits(
     top = jnp.max(cut, axis=-1, keepdims=True)
     cut = jnp.where(cut < top + jnp.log(sampling.min_p), NEGATIVE, cut)
   if keep is not None and cut is not logits:
-    cut = jnp.where(vocab == keep[..., None], logits, cut)
+    cut = jnp.where(jax.nn.one_hot(keep, vocab, dtype=bool), logits, cut)
   return cut
 
 

@@ -56,11 +56,19 @@ def token_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
 def fixed_length(
   mask: Bool[Array, "B G T"], length: int | float
 ) -> Float[Array, "B G T"]:
-  """Sum over tokens divided by a constant length > 0: Dr. GRPO's weighting.
+  """Sum over tokens divided by a constant length: Dr. GRPO's weighting.
 
   With `leave_one_out` advantages the gradient is unbiased for 1 / length times
   the true one.
+
+  Raises:
+    ValueError: the length is not a positive number.
   """
+  if not 0 < length < float("inf"):
+    raise ValueError(
+      f"length = {length!r}: must be a positive number of tokens, such as the "
+      "longest completion allowed"
+    )
   return mask / (length * _at_least_one(_sequences(mask)))
 
 

@@ -198,7 +198,7 @@ def _loss(s: TrainSettings) -> Rows:
     loss, s.optim.update, s.sampling.distribution, s.sampling.ahead
   )
   for name, remedy in off_policy.items():
-    yield f"loss.{name}", remedy
+    yield name if name == "advantage" else f"loss.{name}", remedy
 
 
 def _rewards(s: TrainSettings) -> Rows:
