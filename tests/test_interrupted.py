@@ -49,7 +49,7 @@ AHEAD = {
   "loss.correction": "sequence_truncate",
   "loss.beta": 0.01,
   "model.reference_every": 2,
-  "advantage": "norm_ratio",
+  "advantage": "score_weighted",
   "diagnostics.every": 2,
 }
 

@@ -235,7 +235,6 @@ def _batch_arguments(
   return (run.state.params, _as_rows(samples, run.mesh), rewards), {
     "ref_params": run.ref_params,
     "packing": None,
-    "score_norms": run.state.score_norms,
     "values": values,
     "scale": None,
     "prompt_weights": None,

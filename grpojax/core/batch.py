@@ -10,11 +10,7 @@ from jaxtyping import Array, Bool, Float, Real
 from grpojax.core import losses
 from grpojax.core import packing as packing_lib
 from grpojax.core import turns as turns_lib
-from grpojax.core.advantages.weighted_baselines import (
-  ScoreNorms,
-  bind_norms,
-  sample_weights,
-)
+from grpojax.core.advantages.weighted_baselines import sample_weights
 from grpojax.core.arguments import check_prompts, read_rewards
 from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling
@@ -41,7 +37,6 @@ def make_batch(
   ref_lm: LM | None = None,
   ref_prompts: Prompts | None = None,
   packing: Packing | None = None,
-  score_norms: ScoreNorms | None = None,
   prompt_weights: Array | None = None,
   credit: str = "trajectory",
 ) -> Batch:
@@ -57,7 +52,7 @@ def make_batch(
       which only pads the batch.
     objective: Objective of the update. An advantage function of your own gets
       what it has parameters for: `lengths` [B, G] of the completions in tokens,
-      `logit_score_sq` of the rollout, `score_norms`.
+      `logit_score_sq` of the rollout.
     options: Options of the update. A single one is on-policy: no old
       log-probabilities are kept. Log-probabilities are computed in as many
       micro-batches as the update has in a pass, or fewer where packed.
@@ -72,8 +67,6 @@ def make_batch(
       of any length: with a hint, say.
     packing: Packed rows of the completions (`packing.layout.plan`), here and in
       the update; None for rows as they are.
-    score_norms: Lengths of scores from earlier steps
-      (`TrainState.score_norms`).
     prompt_weights: Weights of the prompts in the loss, KL term included
       (`Prompts.weights`).
     credit: What a turn learns from, one of `turns.CREDITS`: its trajectory's
@@ -124,9 +117,7 @@ def make_batch(
     rewards = rewards - objective.kl_in_reward * losses.kl_penalty(
       old_logprobs, reference.logprobs, rollout.sampled
     )
-  advantages, in_loss = _advantages(
-    rollout, rewards, objective, score_norms, credit
-  )
+  advantages, in_loss = _advantages(rollout, rewards, objective, credit)
   weights = prompt_weights
   if weights is not None:
     weights = jnp.broadcast_to(weights[:, None], in_loss.shape)
@@ -192,7 +183,6 @@ def _advantages(
   rollout: Rollout,
   rewards: Real[Array, "B G *k"],
   objective: Objective,
-  score_norms: ScoreNorms | None,
   credit: str,
 ) -> tuple[Float[Array, "B G *t"], Bool[Array, "B G"]]:
   """Advantages of completions or tokens; the completions that are in the loss.
@@ -205,8 +195,8 @@ def _advantages(
   totals, in_loss = TRUNCATED[objective.truncated](totals, rollout.finished)
   if credit == "trajectory":
     advantage = advantage_fn(objective)
-    advantage = bind(advantage, **sample_weights(advantage, rollout))
-    advantages = bind_norms(advantage, score_norms)(totals)
+    weights = sample_weights(advantage, rollout)
+    advantages = bind(advantage, **weights)(totals)
   else:
     rewards = jnp.where(present(totals)[..., None], rewards, jnp.nan)
     advantages = turns_lib.turn_advantages(rewards, rollout, credit)

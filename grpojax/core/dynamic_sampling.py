@@ -4,7 +4,7 @@ DAPO (arXiv 2503.14476, equation 11) draws prompts until a batch has B groups
 that vary. Let p(x) be the probability that the group of prompt x varies, p its
 mean, and g(x) the mean of the group's gradient U. Prompt x is p(x) / p times as
 frequent in the batch. Where U is 0 in a group of equal rewards
-(`advantages.ZERO_IN_EQUAL_GROUPS`) E[U | x, varies] = g(x) / p(x), and the two
+(`advantages.WITHIN_GROUPS`) E[U | x, varies] = g(x) / p(x), and the two
 cancel: the mean of the groups that are kept estimates E[g(x)] / p, and times
 `acceptance`, E[g(x)] without bias, whatever the limit. docs/data.md says what
 does change. It holds on-policy, for all weightings but `token_mean`.

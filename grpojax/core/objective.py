@@ -245,10 +245,10 @@ class Objective:
       )
     if self.surrogate in _TOKEN_RATIOS and self.ratio != "token_ratio":
       errors.append(
-        f"ratio = {self.ratio!r}: surrogate = {self.surrogate!r} bounds the "
-        "probabilities of tokens: use token_ratio"
+        f"ratio = {self.ratio!r}: surrogate = {self.surrogate!r} is of "
+        "the ratios of tokens: use token_ratio"
       )
-    refuse(errors + _unread(self))
+    refuse(errors or _unread_by_surrogate(self))
 
   @property
   def one_advantage_for(self) -> str:
@@ -287,37 +287,27 @@ def _function(named: Any, functions: dict[str, Any]) -> Any:
   return functions.get(named) if isinstance(named, str) else named
 
 
-_TOKEN_RATIOS = ("dppo_tv", "dppo_kl")
+_TOKEN_RATIOS = ("dppo_tv", "dppo_kl", "cispo")
 
 
-def _unread(objective: Objective) -> list[str]:
-  """Returns a line for each option that is set and that nothing reads."""
+def _unread_by_surrogate(objective: Objective) -> list[str]:
+  """Returns a line for each option that another surrogate alone reads."""
   surrogate = _function(objective.surrogate, SURROGATES)
-  advantage = _function(objective.advantage, ADVANTAGES)
-  readers = {
-    name: ("surrogate", not surrogate or asks_for(surrogate, name))
-    for function in SURROGATES.values()
+  read_by = {
+    name: key
+    for key, function in SURROGATES.items()
     for name in inspect.signature(function).parameters
   }
-  for name, parameter in {"subset_size": "k", "score_power": "power"}.items():
-    readers[name] = "advantage", not advantage or asks_for(advantage, parameter)
-  for name in ("kl", "kl_placement"):
-    readers[name] = "beta", objective.beta > 0
-  for name in ("entropy_coef_delta", "entropy_coef_max"):
-    readers[name] = "entropy_target", objective.entropy_target > 0
-  for name in ("correction_low", "correction_high"):
-    readers[name] = "correction", objective.correction != "none"
-  lines = []
-  for name, declared in declared_options(objective).items():
-    reader, read = readers.get(name, ("", True))
-    value = getattr(objective, name)
-    if not read and value != declared.default:
-      lines.append(
-        f"{name} = {value!r}: not read with {reader} = "
-        f"{getattr(objective, reader)!r}: leave it at {declared.default!r}, or "
-        f"change {reader}"
-      )
-  return lines
+  return [
+    f"{name} = {getattr(objective, name)!r}: surrogate = "
+    f"{objective.surrogate!r} does not read it: leave it at "
+    f"{declared.default!r}, or use surrogate = {read_by[name]!r}"
+    for name, declared in declared_options(objective).items()
+    if name in read_by
+    and getattr(objective, name) != declared.default
+    and surrogate
+    and not asks_for(surrogate, name)
+  ]
 
 
 def advantage_fn(objective: Objective) -> Callable[..., Array]:

@@ -15,7 +15,6 @@ from jaxtyping import Array, Key
 from grpojax.core import arguments
 from grpojax.core.arguments import Ids
 from grpojax.core.batch import make_batch
-from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
@@ -95,7 +94,7 @@ def make_grpo_step(
     decoding: Shape of the decoding loop, which changes no sample.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
       sampled (see `statistics.diagnostics`), with the rewards of whole
-      trajectories; a parameter `score_norms` gets those of the state.
+      trajectories.
     environment: What answers after each turn, see `rollout`.
     credit: What a turn learns from, see `make_batch`.
     ref_lm: Model of the reference, where it is another one than `lm`.
@@ -141,7 +140,6 @@ def make_grpo_step(
       policy_params=state.params,
       ref_params=ref_params,
       ref_lm=ref_lm,
-      score_norms=state.score_norms,
       prompt_weights=prompts.weights,
       credit=credit,
     )
@@ -150,9 +148,7 @@ def make_grpo_step(
     in_baseline, _ = TRUNCATED[objective.truncated](rewards, samples.finished)
     metrics = rollout_metrics(samples, rewards, in_baseline)
     if diagnose is not None:
-      metrics |= bind(diagnose, score_norms=state.score_norms)(
-        state.params, samples, rewards, diagnosis_key(state)
-      )
+      metrics |= diagnose(state.params, samples, rewards, diagnosis_key(state))
     if credit != "trajectory":  # members that are equal may differ in a turn
       real = jnp.any(prompts.prompt_mask, axis=-1)
       learned = jnp.any(batch.advantages != 0, axis=(1, 2))

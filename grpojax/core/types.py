@@ -253,7 +253,7 @@ others are of samples, [B, G, ...]."""
 class TrainState:
   """Everything that changes while training; a checkpoint is exactly this.
 
-  The last six are None where they are not used.
+  The last five are None where they are not used.
 
   Attributes:
     params: parameters of the policy.
@@ -266,7 +266,6 @@ class TrainState:
     group_size: a `group_size.GroupSizeChoice` where the size is "auto".
     entropy: an `entropy.EntropyControl` where the entropy bonus adapts.
     reference: parameters of a reference policy that follows the policy.
-    score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks.
     difficulty: `success_rates.SuccessRates` where prompts are drawn by them.
     pending: the next step's rollout, where it is drawn a step ahead.
   """
@@ -280,6 +279,5 @@ class TrainState:
   group_size: Any = None
   entropy: Any = None
   reference: Any = None
-  score_norms: Any = None
   difficulty: Any = None
   pending: Any = None

@@ -66,7 +66,7 @@ GROUPS = (
     "The error of a step's gradient is c1 G/N + c2/N + c3/(N (G - 1)), and "
     "smallest at G* = 1 + sqrt(c3/c1), which is infinite, and not drawn, where "
     "the estimate of c1 is not above 0.",
-    r"(own_)?(c[123]|gradient_\w+|optimal_group_size)|own_\w+|score_norms\w*",
+    r"(own_)?(c[123]|gradient_\w+|optimal_group_size)|own_\w+",
   ),
   Group(
     "Speed",

@@ -32,10 +32,10 @@ WINDOW = 2**16
 """Characters at the end of a completion that are read."""
 
 THINKING = (
-  *("<think> </think>", "<thinking> </thinking>", "<thought> </thought>"),
-  *("<reasoning> </reasoning>", "<scratchpad> </scratchpad>"),
-  *("[THINK] [/THINK]", "◁think▷ ◁/think▷"),
-  "<|begin_of_thought|> <|end_of_thought|>",
+  *("<think>...</think>", "<thinking>...</thinking>"),
+  *("<thought>...</thought>", "<reasoning>...</reasoning>"),
+  *("<scratchpad>...</scratchpad>", "[THINK]...[/THINK]"),
+  *("◁think▷...◁/think▷", "<|begin_of_thought|>...<|end_of_thought|>"),
 )
 """Pairs of tags around a model's thinking."""
 
@@ -117,11 +117,11 @@ def final_text(
   prompt = prompt.rstrip()
   text = completion
   for pair in thinking:
-    if len(pair.split()) != 2:
+    opens, _, closes = pair.partition("...")
+    if not (opens and closes):
       raise ValueError(
-        f'thinking has {pair!r}: give pairs of tags, each as "OPENING CLOSING"'
+        f"thinking has {pair!r}: give pairs of tags, each as OPENING...CLOSING"
       )
-    opens, closes = pair.split()
     _, closed, after = text.rpartition(closes)
     if opens in after or not closed and prompt.endswith(opens):
       return None
@@ -174,7 +174,7 @@ def math_answer(
   """1.0 if the completion's answer equals `reference_answer`, else 0.0.
 
   `thinking` has the pairs of tags around text that is not read, each as
-  "OPENING CLOSING".
+  "OPENING...CLOSING".
   """
   expected = spelling(reference_answer(example))
   answer = given_answer(completion, prompt, thinking)

@@ -4,7 +4,7 @@
                                       [--config.key=value ...] [--run_dir=DIR]
 
 Each arm is a text of settings of `grpojax.train` with spaces between them, such
-as "advantage=norm_ratio diagnostics.every=2". An arm trains with each learning
+as "advantage=score_weighted score_power=1". An arm trains with each learning
 rate on seeds of the tuning alone; with the rate of the highest mean reward it
 trains on the seeds of the comparison. Arms share a seed's prompts and its
 policy's first samples, so they are compared in pairs, with the first arm. What
@@ -55,7 +55,6 @@ SETTINGS = study.settings(
       "advantage=grpo",
       "advantage=length_weighted",
       "advantage=score_weighted",
-      "advantage=norm_ratio diagnostics.every=2",
     ),
     "what is compared, with the first: settings with spaces between them",
   ),

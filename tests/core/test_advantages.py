@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages
-from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.binding import bind
 
 G, NAN = 6, np.nan
 LENGTHS = np.array([5.0, 1, 3, 9, 2, 4, 6])
-NORMS = ScoreNorms(*map(jnp.float32, (2, -0.5, 1.5)))
 
 
 def oracle(rewards):
@@ -43,7 +41,7 @@ def call(name, rewards, lengths=None):
   offered = {"lengths": lengths, "logit_score_sq": unsure}
   offered["token_score_sq"] = unsure[..., None]  # one token
   offered["sampled"] = jnp.full((*rewards.shape, 1), True)
-  found = bind(EVERY[name], k=2, score_norms=NORMS, **offered)(rewards)
+  found = bind(EVERY[name], k=2, **offered)(rewards)
   return found[..., 0] if found.ndim > rewards.ndim else found
 
 
@@ -92,9 +90,7 @@ def test_shapes_dtypes_and_prompts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name", [*advantages.ZERO_IN_EQUAL_GROUPS, "shrinkage"]
-)
+@pytest.mark.parametrize("name", [*advantages.WITHIN_GROUPS, "shrinkage"])
 def test_equal_rewards_give_exactly_zero(name):
   """Of values whose mean rounds, too; compiled, and one by one."""
   for value in (0.1, 1 / 3, -7.7, 1e6 + 0.3):
@@ -142,7 +138,7 @@ def test_a_group_is_what_has_rewards(name):
       expected[places] = compiled(name, rewards[places], LENGTHS[places])
     np.testing.assert_allclose(found, expected, atol=2e-5)
     assert (found[np.isnan(rewards)] == 0).all()
-    if n > 1 and name in advantages.ZERO_IN_EQUAL_GROUPS:
+    if n > 1 and name in advantages.WITHIN_GROUPS:
       rewards[places] = 0.1  # whose mean rounds
       assert (np.asarray(compiled(name, rewards)) == 0).all()
 

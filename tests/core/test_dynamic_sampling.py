@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages, dynamic_sampling
-from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.binding import bind
 from grpojax.core.types import Rollout
 
@@ -17,7 +16,6 @@ PROMPTS = np.array([0.5, 0.3, 0.2])  # how often each is drawn
 POLICY = np.array([[0.2, 0.5, 0.3], [0.05, 0.9, 0.05], [0.6, 0.3, 0.1]])
 REWARDS = np.array([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
 LENGTHS = np.array([1, 2, 4])
-NORMS = ScoreNorms(*map(jnp.float32, (0.2, 0.5, 0.7)))
 GROUPS = np.array(list(itertools.product(range(3), repeat=G)))
 
 
@@ -33,7 +31,6 @@ def all_groups(name):
   @jax.vmap
   def alone(rewards, lengths, unsure):
     offered = {"lengths": lengths[None], "logit_score_sq": unsure[None]}
-    offered["score_norms"] = NORMS
     offered["token_score_sq"] = unsure[None, :, None]
     offered["sampled"] = jnp.ones((1, *rewards.shape, 1), bool)
     return bind(advantage, **offered)(rewards[None]).reshape(rewards.shape)
@@ -58,7 +55,7 @@ def mean(probability, estimates):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "name", [x for x in advantages.ZERO_IN_EQUAL_GROUPS if x != "batch_std"]
+  "name", [x for x in advantages.WITHIN_GROUPS if x != "batch_std"]
 )
 def test_the_kept_groups_have_the_gradient_of_all(name):
   probability, varied, estimates = all_groups(name)
@@ -98,12 +95,11 @@ def test_which_advantages_are_zero_in_equal_groups(name):
   )
   lengths = jnp.arange(1, 17).reshape(4, 4)
   offered = {"lengths": lengths, "logit_score_sq": 0.1 * lengths, "k": 2}
-  offered["score_norms"] = NORMS
   offered["token_score_sq"] = 0.1 * lengths[..., None]
   offered["sampled"] = lengths[..., None] > 0
   advantage = bind(advantages.ADVANTAGES[name], **offered)
   zero = not np.any(jax.jit(advantage)(rewards)[0])
-  assert zero == (name in advantages.ZERO_IN_EQUAL_GROUPS)
+  assert zero == (name in advantages.WITHIN_GROUPS)
 
 
 @pytest.mark.parametrize("draw", [1, 3])

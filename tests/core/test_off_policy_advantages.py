@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from grpojax.core.advantages import ADVANTAGES, OF_SUBSETS
-from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.losses.rollout_correction import CORRECTIONS, is_weights
@@ -30,7 +29,7 @@ SAMPLER = POLICY + 0.4 * RNG.normal(size=(4, 3))
 # Their own reward does not reach the baseline, or scales all advantages alike.
 EXACT = (
   "vanilla leave_one_out dr_grpo shrinkage beta_binomial length_weighted "
-  "score_weighted norm_ratio optimal_token_baseline"
+  "score_weighted optimal_token_baseline"
 ).split()
 
 
@@ -61,7 +60,6 @@ def advantages_of(name, sampled):
       logit_score_sq=of_batch(score_sq.sum(-1)),
       token_score_sq=of_batch(score_sq),
       sampled=of_batch(MASK),
-      score_norms=ScoreNorms(jnp.array(1.0), jnp.array(0.5), jnp.array(2.0)),
     )(rewards)[0]
     return jnp.broadcast_to(found.reshape(3, -1), (3, 2))
 
@@ -102,7 +100,7 @@ def test_corrections_of_whole_sequences_are_exact_for_some(name):
     if name in EXACT and correction.startswith("sequence_"):
       assert error < 1e-5, correction
     else:
-      assert error > 0.01, correction
+      assert error > 1e-3, correction
   assert not set(EXACT) & set(OF_SUBSETS)
 
 

@@ -40,7 +40,7 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
     (f"{USER}:behave", {"scal": 1}, "no option 'scal'.*; did you mean 'scale'"),
     (f"{USER}:behave", {"prompt": ""}, "no option 'prompt'"),
     ("math_answer", {"x": 1}, "no option 'x': it takes .'thinking'."),
-    ("math_verify", {"thinking": ["<a>"]}, 'each as "OPENING CLOSING"'),
+    ("math_verify", {"thinking": ["<a>"]}, "each as OPENING...CLOSING"),
     ("length", {"target": -1}, "must be 0 or more"),
     ("overlong", {"cache": 0}, "must be positive"),
     ("format", {"tags": ["a", "a"]}, "give different names"),

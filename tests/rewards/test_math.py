@@ -189,9 +189,9 @@ def test_thinking_that_the_prompt_opens():
     ("Is <think> a tag?", "42", "42"),
   ):
     assert math.given_answer(text, prompt) == answer
-  other = math.given_answer("<a>41</a><think>\n42", thinking=["<a> </a>"])
+  other = math.given_answer("<a>41</a><think>\n42", thinking=["<a>...</a>"])
   assert other == "42"
-  with pytest.raises(ValueError, match='each as "OPENING CLOSING"'):
+  with pytest.raises(ValueError, match="each as OPENING...CLOSING"):
     math.given_answer("42", thinking=["<a>"])
 
 

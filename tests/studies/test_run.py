@@ -13,11 +13,6 @@ from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 MISTAKES = {
-  "baselines": [
-    ("num_prompts=1", "norm_ratio learns from the other prompts"),
-    ("samples=100", "samples = 100: each of blocks"),
-    ("group_sizes=(1,)", "group_sizes = "),
-  ],
   "compare": [
     ("arms=advantage=grpo", "two or more"),
     ("arms=advantage=grpo, advantage=grpo", "all different"),
@@ -29,9 +24,9 @@ MISTAKES = {
       "arms=group_size=8, group_size=4",
       "1536 completions a run .*, and 3072 and 256 of the first",
     ),
+    ("arms=model.path=nowhere, advantage=grpo", "nowhere': no model at"),
     (
-      "arms=model.path=nowhere, data.name=jsonl, reward.functions=no.py:f",
-      r"arm 'model.path=nowhere': no model at(.|\n)*jsonl has no such(.|\n)*"
+      "arms=reward.functions=no.py:f, reward.functions=no.py:f batch_size=16",
       "there is no file .*no.py",
     ),
     ("learning_rates=(0.0,)", "finite numbers above 0"),

@@ -241,8 +241,6 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       {"reward__on_device": True, "model__reference": "host"},
       "model.reference = 'host': reward.on_device is one program",
     ),
-    ({"advantage": "norm_ratio"}, "diagnostics.every = 0: advantage = 'norm_r"),
-    ({"score_norms__decay": 1.0}, "score_norms.decay = 1.0: must be in [0, 1)"),
     ({"score_power": 0.0}, "score_power = 0.0: must be more than 0"),
     # Rollouts in int8, which are not the policy's.
     (
@@ -298,10 +296,6 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       "a group of 1 has no spread",
     ),
     (AGGREGATED | {"advantage": "beta_binomial"}, "cannot read as successes"),
-    (
-      AGGREGATED | {"advantage": "norm_ratio", "diagnostics__every": 1},
-      "'norm_ratio' knows the scores' lengths by their sum",
-    ),
     (AGGREGATED | K1, "rewards without unit"),
     (
       FILTERED | {"reward__on_device": True},
@@ -375,7 +369,6 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
     {
       "loss__top_entropy_quantile": 0.2,
       "loss__surrogate": "cispo",
-      "loss__ratio": "sequence_ratio",
     },
     {"optim__minibatches": 4, "optim__micro_batches": 8},
     # Groups are cut too.

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.losses import WEIGHTINGS
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.losses.rollout_correction import CORRECTIONS
@@ -79,7 +78,6 @@ def step(settings, lm, samples, rewards, packing):
   """Parameters and metrics after a step, its advantages, as `train` does it."""
   params = lm.init(jax.random.key(5))
   tx = optax.sgd(0.1)
-  norms = ScoreNorms(*map(jnp.asarray, (2.0, 1.0, 1.5)))
   ref_params = None
   if settings.loss.needs_reference:
     ref_params = jax.tree.map(lambda x: 0.9 * x, params)
@@ -91,7 +89,6 @@ def step(settings, lm, samples, rewards, packing):
     rewards,
     ref_params=ref_params,
     packing=packing,
-    score_norms=norms,
   )
   state = setup.first_state(settings, tx, params)
   update = make_update(

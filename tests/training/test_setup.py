@@ -11,7 +11,6 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import LossTerms
 from grpojax.core.losses import kl, surrogates
@@ -38,6 +37,7 @@ OFF = {
   *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
   *(f"environment.max_{x}" for x in ("turns", "turn_tokens", "observation")),
   "environment.workers",
+  "environment.check",
   *(f"model.{x}" for x in ("reference_every", "reference_mix")),
 }
 """Settings of what the toy's run does without, read by tests of their own:
@@ -331,7 +331,6 @@ def test_every_advantage_by_its_name():
         "sampled": lengths[..., None] > 0,
       },
       "score_weighted": {"logit_score_sq": lengths + 0.5},
-      "norm_ratio": {"score_norms": ScoreNorms(*jnp.array([1.0, -0.9, 0.5]))},
     }.get(name, {})
     found[name] = np.asarray(f(rewards, **options)).reshape(rewards.shape)
   for a, b in itertools.combinations(found, 2):

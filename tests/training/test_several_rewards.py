@@ -117,7 +117,7 @@ def test_a_diagnosis_is_of_rewards_less_their_mean(monkeypatch):
     diagnose=lambda params, rollout, rewards, *_: {"rewards": rewards},
     check_signals=lambda: None,
   )
-  state = types.SimpleNamespace(params=None, score_norms=None)
+  state = types.SimpleNamespace(params=None)
   rewards = np.array([[1e8, 1e8 + 1], [1e8 + 3, np.nan]])
   scores = groups.GroupRewards(rewards, {}, np.isnan(rewards), [[], []])
   diagnose = host.HostStep._diagnose.__wrapped__  # whose state is no TrainState

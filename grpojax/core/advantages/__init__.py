@@ -18,7 +18,6 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | beta_binomial   | pools prompts (`baselines`)      |                        |
 | length_weighted,| Z_i - a weighted mean of the     | g                      |
 | score_weighted, | others (`weighted_baselines`)    |                        |
-| norm_ratio      |                                  |                        |
 | optimal_token_  | the same for each token,         | g                      |
 | baseline        | [..., G, T]                      |                        |
 | max_at_k,       | best or worst of k (`subsets`)   | grad of E max, E min   |
@@ -50,7 +49,6 @@ from grpojax.core.advantages.subsets import (
 )
 from grpojax.core.advantages.weighted_baselines import (
   length_weighted,
-  norm_ratio,
   optimal_token_baseline,
   score_weighted,
 )
@@ -184,7 +182,6 @@ ADVANTAGES = {
   "beta_binomial": beta_binomial,
   "length_weighted": length_weighted,
   "score_weighted": score_weighted,
-  "norm_ratio": norm_ratio,
   "optimal_token_baseline": optimal_token_baseline,
   "max_at_k": max_at_k,
   "min_at_k": min_at_k,
@@ -206,7 +203,9 @@ WITHIN_GROUPS = (
   "max_rl",
   "pairwise_rank",
 )
-"""Advantages that stay the same where a number is added to all of a group."""
+"""Advantages that stay the same if a number is added to all rewards of a group;
+groups of equal rewards have advantages of 0, so dynamic sampling may leave them
+out (`core.dynamic_sampling`)."""
 
 OF_SUBSETS = {
   name: ADVANTAGES[name]
@@ -218,7 +217,3 @@ subset's importance weight is the product of its members'."""
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
 """Advantages that are `leave_one_out` times one number for the whole batch: the
 best group size of `statistics.group_size` is theirs."""
-
-ZERO_IN_EQUAL_GROUPS = (*WITHIN_GROUPS, "norm_ratio")
-"""Advantages that are exactly 0 in a group of equal rewards: it can be left out
-(`core.dynamic_sampling`)."""

@@ -12,21 +12,17 @@ value").
 | score_weighted  | (sum over tokens of (1 - p)^2)^2  | nothing              |
 | optimal_token_  | the same, up to each token        | nothing              |
 | baseline        |                                   |                      |
-| norm_ratio      | E[|s|^2 given Z_j], earlier steps | a diagnosis at times |
 
 G >= 2; groups do not sum to 0. Where the weights of all the others are 0, their
 plain mean is the baseline.
 """
 
-import typing
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Shaped
 
-from grpojax.core.binding import asks_for, bind
+from grpojax.core.binding import asks_for
 from grpojax.core.group_axis import (
   as_float,
   count,
@@ -35,10 +31,6 @@ from grpojax.core.group_axis import (
   sum_of_others,
 )
 from grpojax.core.types import Rollout
-
-# No reward weighs less than this part of a prompt's mean reward: a line that is
-# fitted to few samples may be 0 or less somewhere.
-_LEAST = 0.01
 
 
 def _minus_weighted_others(
@@ -88,7 +80,7 @@ def logit_score_sq(
   p_t is the probability under the distribution that the token was sampled from.
   1 - p_t is the derivative of log p_t by the logit of token t itself. Those by
   the other logits add less, and say less about |s|^2 (measured:
-  `grpojax.studies.baselines`).
+  grpojax/studies/README.md).
   """
   return jnp.sum(token_score_sq(logprobs, mask), axis=-1)
 
@@ -180,89 +172,6 @@ def optimal_token_baseline(
   return jnp.where(sampled, advantages, 0)
 
 
-@typing.no_type_check
-@struct.dataclass
-class ScoreNorms:
-  """Squared lengths of scores as a function of the reward, from earlier steps.
-
-  E[|s|^2 | Z, x] = c_x (level + slope Z), c_x a constant of the prompt. All are
-  discounted sums of `score_norm_sums`; zeros mean that nothing is known.
-
-  Attributes:
-    level: value at Z = 0.
-    slope: derivative by the reward.
-    middle: value at the prompts' mean rewards; positive once anything is known.
-  """
-
-  level: Float[Array, ""]
-  slope: Float[Array, ""]
-  middle: Float[Array, ""]
-
-
-def init_score_norms() -> ScoreNorms:
-  """Returns the norms before the first observation."""
-  return ScoreNorms(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
-
-
-def score_norm_sums(
-  score_sq: Float[Array, "B G"], rewards: Shaped[Array, "B G"]
-) -> ScoreNorms:
-  """Relation of score lengths to finite rewards within the prompts of a batch.
-
-  |s_i|^2 (level + slope Z_j) and |s_j|^2 (level + slope Z_i) have the same mean
-  for two samples of a prompt, whatever its c_x. Summed over a prompt's pairs
-  with weights (Z_i - Z_j) / G, that is an equation for slope / level, also with
-  an unbiased estimate for |s|^2. For rewards 0 and 1 it is the ratio of N.
-  Mantel and W. Haenszel (1959): with T_1, T_0 the sums of |s|^2 over the m_1
-  right and the m_0 wrong samples of a prompt,
-
-    r = (level + slope) / level = sum_x (T_1 m_0 / G) / sum_x (T_0 m_1 / G).
-  """
-  z = rewards.astype(score_sq.dtype)
-  # By rewards around the prompt's mean the sums over pairs are sums over
-  # samples, divided by G: G sum |s|^2 z, and at z = 0 sum |s|^2 sum z^2.
-  mean = jnp.mean(z, -1, keepdims=True)
-  z = z - mean
-  slope = jnp.sum(score_sq * z, -1)
-  middle = jnp.sum(score_sq, -1) * jnp.mean(z**2, -1)
-  level = middle - slope * mean[..., 0]
-  return ScoreNorms(jnp.sum(level), jnp.sum(slope), jnp.sum(middle))
-
-
-def observe_score_norms(
-  norms: ScoreNorms, sums: ScoreNorms, decay: float
-) -> ScoreNorms:
-  """Returns the norms after one more diagnosis, whose finite sums are added.
-
-  `decay` is the weight of the past at each observation, within [0, 1).
-  """
-  finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(sums))))
-  return jax.tree.map(
-    lambda past, new: jnp.where(finite, decay * past + new, past), norms, sums
-  )
-
-
-def norm_ratio(
-  rewards: Shaped[Array, "*B G"], score_norms: ScoreNorms
-) -> Float[Array, "*B G"]:
-  """Reward minus the others' mean, weighted by the score length of a reward.
-
-  w_j = E[|s|^2 | Z_j], a line in Z_j known from earlier steps. For rewards 0
-  and 1, with V the mean of the others and r the ratio of the mean squared score
-  lengths of right and wrong samples, the baseline is V r / (V r + 1 - V). These
-  weights vary little; those of each sample's own |s|^2 have heavy tails.
-
-  Where nothing is known yet, this is `leave_one_out`.
-  """
-  rewards = as_float(rewards, "norm_ratio", least=2)
-  z = jnp.where(present(rewards), rewards, 0)
-  known = score_norms.middle > 0
-  middle = jnp.where(known, score_norms.middle, 1)
-  line = (score_norms.level + score_norms.slope * z) / middle
-  weights = jnp.where(known, jnp.maximum(line, _LEAST), 1)
-  return _minus_weighted_others(rewards, weights, "weights")
-
-
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
@@ -275,19 +184,3 @@ def sample_weights(
     "sampled": lambda: mask,
   }
   return {k: f() for k, f in weights.items() if asks_for(advantage, k)}
-
-
-def bind_norms(
-  advantage: Callable[..., Array], score_norms: ScoreNorms | None
-) -> Callable[..., Array]:
-  """Gives an advantage the state's score norms if it has a parameter for them.
-
-  Raises:
-    ValueError: it has and there are none.
-  """
-  if asks_for(advantage, "score_norms") and score_norms is None:
-    raise ValueError(
-      "the advantage needs score_norms: give init_score_norms(), and what "
-      "observe_score_norms makes of it"
-    )
-  return bind(advantage, score_norms=score_norms)

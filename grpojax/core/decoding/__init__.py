@@ -105,7 +105,7 @@ def token_limits(
 
 
 def sample_keys(
-  key: Key[Array, ""], shape: tuple[int, int], first_prompt: Array | int
+  key: Any, shape: tuple[int, int], first_prompt: Array | int
 ) -> Key[Array, "B G"]:
   """Returns a key of each sample, the same whatever else is in the batch."""
   b, g = shape

@@ -7,7 +7,6 @@ import jax
 import optax
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.losses.entropy import init_control
 from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
@@ -18,7 +17,6 @@ from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 from grpojax.training.run import hub_pins
-from grpojax.training.settings.conflicts import needs_score_norms
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 
@@ -151,8 +149,7 @@ def first_state(
 ) -> TrainState:
   """Returns the state before the first step of a run."""
   state = init_state(params, tx, seed_key(settings.seed)).replace(
-    entropy=init_control(settings.loss),
-    score_norms=init_score_norms() if needs_score_norms(settings) else None,
+    entropy=init_control(settings.loss)
   )
   if settings.group_size != AUTO:
     return state

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from grpojax.core.advantages import (
   ADVANTAGES,
   SCALED_LEAVE_ONE_OUT,
-  ZERO_IN_EQUAL_GROUPS,
+  WITHIN_GROUPS,
 )
 from grpojax.core.advantages.multi_reward import AGGREGATIONS
-from grpojax.core.advantages.weighted_baselines import init_score_norms
-from grpojax.core.binding import asks_for, bind
+from grpojax.core.binding import bind
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.packing import micro_batches
 from grpojax.core.turns import check_credit
@@ -37,11 +36,6 @@ from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 _TRIED = 256  # prompts, and samples of each, that an advantage is tried on
-
-
-def needs_score_norms(s: TrainSettings) -> bool:
-  """Returns True where the advantage takes lengths of scores."""
-  return asks_for(ADVANTAGES[s.loss.advantage], "score_norms")
 
 
 def _auto(s: TrainSettings) -> bool:
@@ -324,12 +318,6 @@ def _aggregation(s: TrainSettings) -> Rows:
       "gives rewards outside [0, 1], which advantage = 'beta_binomial' cannot "
       f"read as successes: {use}",
     )
-  if needs_score_norms(s):
-    yield (
-      setting,
-      "compares rewards without unit, and advantage = 'norm_ratio' knows the "
-      f"scores' lengths by their sum: {use}",
-    )
   if _kl_in_reward(s):
     yield (
       setting,
@@ -345,11 +333,11 @@ def _filter_groups(s: TrainSettings) -> Rows:
   if s.reward.on_device:
     remedy = "reward.on_device is one program, which draws once: use "
     yield setting, f"{remedy}reward.on_device = False"
-  if s.loss.advantage not in ZERO_IN_EQUAL_GROUPS:
+  if s.loss.advantage not in WITHIN_GROUPS:
     yield (
       setting,
       f"advantage = {s.loss.advantage!r} learns from groups of equal rewards "
-      f"too: use one of {', '.join(ZERO_IN_EQUAL_GROUPS)}",
+      f"too: use one of {', '.join(WITHIN_GROUPS)}",
     )
   if _kl_in_reward(s):
     yield (
@@ -400,11 +388,6 @@ def _group_size(s: TrainSettings) -> Rows:
   if s.lora.rank and s.diagnostics.last_layers:
     remedy = "adapters (lora.rank) are diagnosed as a whole: use 0"
     yield "diagnostics.last_layers", remedy
-  if needs_score_norms(s) and not every:
-    remedy = (
-      f"advantage = {loss.advantage!r} knows the scores' lengths from the "
-    )
-    yield "diagnostics.every", f"{remedy}diagnostics: give 1 or more"
   if not _auto(s):
     if every and (s.group_size < 4 or s.batch_size < 3):
       remedy = "needs group_size of 4 or more and batch_size of 3 or more"
@@ -517,7 +500,6 @@ def _advantage(s: TrainSettings) -> Rows:
       logit_score_sq=rewards,
       token_score_sq=rewards[..., None],
       sampled=rewards[..., None] > 0,
-      score_norms=init_score_norms(),
     )(rewards)
 
   sizes = batches.group_sizes(s)

@@ -240,7 +240,7 @@ class RewardSettings:
   )
   thinking: tuple[Any, ...] = option(
     THINKING,
-    'pairs of tags, each "OPENING CLOSING", around text that math_answer does '
+    "pairs of tags, each OPENING...CLOSING, around text that math_answer does "
     "not read",
   )
   model: str = option(

@@ -90,15 +90,6 @@ class AutoGroupSizeSettings:
 
 
 @frozen_options
-class ScoreNormsSettings:
-  """Lengths of scores, learned from the diagnoses (advantage=norm_ratio)."""
-
-  decay: float = option(
-    0.9, "weight of past estimates at each diagnosis", within=DECAY
-  )
-
-
-@frozen_options
 class DiagnosticsSettings:
   """Noise of the gradient, and the group size that it asks for."""
 
@@ -274,7 +265,6 @@ class TrainSettings:
   reward: RewardSettings = section_field(RewardSettings)
   filter_groups: FilterGroupsSettings = section_field(FilterGroupsSettings)
   auto_group_size: AutoGroupSizeSettings = section_field(AutoGroupSizeSettings)
-  score_norms: ScoreNormsSettings = section_field(ScoreNormsSettings)
   loss: Objective = section_field(Objective)
   optim: OptimSettings = section_field(OptimSettings)
   diagnostics: DiagnosticsSettings = section_field(DiagnosticsSettings)

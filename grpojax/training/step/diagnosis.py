@@ -22,23 +22,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from grpojax.core.advantages.weighted_baselines import (
-  ScoreNorms,
-  bind_norms,
-  observe_score_norms,
-  sample_weights,
-  score_norm_sums,
-)
+from grpojax.core.advantages.weighted_baselines import sample_weights
 from grpojax.core.group_axis import present
 from grpojax.core.objective import advantage_fn
 from grpojax.core.types import LM, Params, Rollout, TrainState
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import advantage_errors, diagnostics
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.training.settings.conflicts import needs_score_norms
 from grpojax.training.settings.run import TrainSettings
-
-_SCORE_NORM = "score_norms_{}"  # metric of a diagnosis
 
 
 def _chosen_prompts(
@@ -63,7 +54,7 @@ def _chosen_prompts(
 def make_diagnose(
   settings: TrainSettings, shards: int, vectorized: bool = True
 ) -> Callable[..., dict[str, Array]]:
-  """Makes `(lm, params, rollout, rewards, key, score_norms=None) -> metrics`.
+  """Makes `(lm, params, rollout, rewards, key) -> metrics`.
 
   The metrics are the errors of the gradient and, where the run's baseline has
   weights (`core.advantages.weighted_baselines`), its errors with these. They
@@ -88,7 +79,6 @@ def make_diagnose(
     rollout: Rollout,
     rewards: Array,
     key,
-    score_norms: ScoreNorms | None = None,
   ):
     prompts = rewards.shape[0]
     count, parts, rows = _chosen_prompts(settings, prompts, shards)
@@ -111,13 +101,9 @@ def make_diagnose(
     )
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
-    if needs_score_norms(settings):
-      sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
-      row |= {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
-    of_tokens = "token_score_sq" in weights
-    if (weights and not of_tokens) or needs_score_norms(settings):
+    if weights and "token_score_sq" not in weights:
       errors = advantage_errors.advantage_errors(
-        projections, rewards, bind_norms(advantage, score_norms), weights
+        projections, rewards, advantage, weights
       )
       row |= advantage_errors.metrics(errors, row["c1"], prompts)
     return row
@@ -128,8 +114,7 @@ def make_diagnose(
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
   """Makes `(state, metrics) -> state`, after a step with a diagnosis.
 
-  The state learns the group size, where it is chosen while training, and the
-  lengths of scores at each reward, where the advantage asks for them.
+  The state learns the group size if that is chosen while training.
   """
   auto = settings.auto_group_size
   observe_size = jax.jit(
@@ -143,10 +128,6 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
     ),
     out_shardings=shardings.group_size,
   )
-  observe_norms = jax.jit(
-    functools.partial(observe_score_norms, decay=settings.score_norms.decay),
-    out_shardings=shardings.score_norms,
-  )
 
   def update_group_size(state: TrainState, row: Mapping[str, Any]):
     old = state.group_size
@@ -156,11 +137,6 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
       if sizes[0] != sizes[1]:
         print(f"group size {sizes[0]} -> {sizes[1]}", flush=True)
       state = state.replace(group_size=new)
-    if state.score_norms is not None:
-      names = ScoreNorms.__dataclass_fields__
-      sums = ScoreNorms(**{n: row[_SCORE_NORM.format(n)] for n in names})
-      norms = observe_norms(state.score_norms, sums)
-      state = state.replace(score_norms=norms)
     return state
 
   return update_group_size

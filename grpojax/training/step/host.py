@@ -417,9 +417,7 @@ class HostStep:
       own = (own - np.nanmean(own)).astype(np.float32)
       unknown = {"gradient_mse_vanilla": np.nan}
     placed = mesh_lib.place(own, self.mesh, "batch", "group")
-    metrics = self.diagnose(
-      state.params, rollout, placed, diagnosis_key(state), state.score_norms
-    )
+    metrics = self.diagnose(state.params, rollout, placed, diagnosis_key(state))
     policy_lib.wait(metrics, self.check_signals)
     return mesh_lib.fetch(metrics) | unknown
 
@@ -444,7 +442,6 @@ class HostStep:
       ref_params=reference.to_device(reference_params),
       ref_prompts=ref_prompts,
       packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
-      score_norms=state.score_norms,
       values=values,
       scale=mesh_lib.place(batch.scale, mesh),
       prompt_weights=prompts.weights,
