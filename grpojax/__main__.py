@@ -35,7 +35,6 @@ What to do first:
   grpojax train                   trains the model that comes along, in minutes
   grpojax evaluate runs/NAME      how good a run's model is
   grpojax train --help            every setting, with what it is
-  grpojax train --help=sampling   those of a section, or with a word in the name
 """
 
 

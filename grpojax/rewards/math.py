@@ -288,19 +288,10 @@ def _statement(text: str) -> str | None:
   clause = text[place : end.start() if end else None].strip()
   if formulas:
     return ", ".join([*formulas, clause])
-  few = len(clause.split()) <= 3 and len(clause) <= 30
-  if quantities.number(quantities.unwrap(clause)) is None and not few:
-    number = NUMBER.match(clause)
-    words = number and clause[number.end() :].strip().split(" ")
-    if not number and not re.search(r"[0-9\\=]", clause):
-      return None
-    if (
-      words
-      and words[0].isalpha()
-      and not re.search(r"[0-9\\]", " ".join(words))
-    ):
-      return clause
-  return clause or None
+  short = len(clause.split()) <= 3 and len(clause) <= 30
+  if short or re.search(r"[0-9\\=]", clause):
+    return clause or None
+  return None
 
 
 def _last_number(text: str) -> str | None:

@@ -8,15 +8,12 @@ some things that change a value; answers that have them are compared as text.
 
 import functools
 import logging
-import math
-import random
 import re
 import signal
 
 import math_verify
 import sympy
 from latex2sympy2_extended import latex2sympy, latex2sympy2
-from sympy.core.function import AppliedUndef
 
 from grpojax.runtime.processes import user_calls
 
@@ -104,48 +101,21 @@ def _verify(answer: str, expected: str) -> bool:
   candidate, reference = _parse(answer), _parse(expected)
   if candidate is None or reference is None:
     return False
-  same = _same_values(candidate, reference)
-  if same is not None:
-    return same
+  if isinstance(candidate, sympy.Eq) and isinstance(reference, sympy.Eq):
+    return _same_equation(candidate, reference)
   return math_verify.verify(
     reference, candidate, numeric_precision=30, timeout_seconds=None
   )
 
 
-def _same_values(candidate: Expression, reference: Expression) -> bool | None:
-  """Compares the values of two expressions, or equations, at three points.
-
-  Equations may differ by a constant factor. None if there are no values: of
-  sets, matrices and inequalities.
-  """
-  sides = candidate, reference
-  equations = all(isinstance(x, sympy.Eq) for x in sides)
-  names = [x.free_symbols | x.atoms(AppliedUndef) for x in sides]
-  names = sorted(set.union(*names), key=str)
-  if equations and not names:
-    return False
-  factor = None if equations else 1
-  rng = random.Random(0)
+def _same_equation(candidate: sympy.Eq, reference: sympy.Eq) -> bool:
+  """True if the sides' differences are equal up to a constant factor."""
   try:
-    if equations:
-      sides = [x.lhs - x.rhs for x in sides]
-    for signs in ((0, 99), (-99, -1), (-99, 99)):  # as in sqrt(x^2) = |x|
-      point = {
-        x: sympy.Rational(2 * rng.randint(*signs) + 1, 61) for x in names
-      }
-      first, second = (x.subs(point).evalf(30) for x in sides)
-      if factor is None:
-        factor = first / second
-      size = float(abs(first) + abs(second))
-      off = float(abs(first - factor * second))
-      if not math.isfinite(size):
-        return None
-      if not factor or off > size * 1e-20:
-        return False
+    first, second = (x.lhs - x.rhs for x in (candidate, reference))
+    factor = sympy.simplify(first / second)
   except Exception:  # SymPy raises all kinds
-    # Math-Verify takes equations that it cannot solve as equal.
-    return False if equations else None
-  return True
+    return False
+  return bool(factor.is_number and factor.is_nonzero)
 
 
 def _parse(text: str) -> Expression | None:

@@ -120,18 +120,6 @@ def _expand_homes(config: ConfigDict) -> None:
       config[key] = expand_home(value)
 
 
-def _take_help(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-  """Takes --help[=TOPIC], --help TOPIC or -h out: a topic, or None."""
-  for place, word in enumerate(argv):
-    match = re.fullmatch("(?:--?help|-h)(?:=(.*))?", word)
-    if match:
-      topic, end = match[1] or "", place + 1
-      if match[1] is None and argv[end:] and argv[end][:1] != "-":
-        topic, end = argv[end], end + 1
-      return topic, [*argv[:place], *argv[end:]]
-  return None, list(argv)
-
-
 def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
   """Takes the last --config=FILE out of the words."""
   path, rest, words = None, [], list(argv)
@@ -299,7 +287,9 @@ def parse(
   """
   if "--" in argv:  # which ends all flags in other programs
     raise ValueError("unknown flag --; --help lists all flags")
-  topic, argv = _take_help(argv)
+  words = [word for word in argv if word not in ("--help", "-help", "-h")]
+  asks_for_help = len(words) < len(argv)
+  argv = words
   file, argv = _take_config(argv)
   file = expand_home(file)
   if file and declared is None:
@@ -308,8 +298,8 @@ def parse(
   default = default or (lambda: to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
-  if topic is not None:
-    help_text.print_help(topic, program, about, flags, declared, config)
+  if asks_for_help:
+    help_text.print_help(program, about, flags, declared, config)
     raise SystemExit(0)
   own = {name: one.default for name, one in flags.items()}
   typed = set()

@@ -1,4 +1,4 @@
-"""Text of --help: settings by section, or those of a topic."""
+"""Text of --help: settings by section."""
 
 import shutil
 import textwrap
@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.core.options import Option
-from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.cli.config import flatten
 from grpojax.runtime.cli.config_file import packaged
 from grpojax.runtime.cli.settings import (
   Section,
@@ -23,29 +23,15 @@ _MARGIN = 36  # columns of a name, beside which its description stands
 
 
 def print_help(
-  topic: str,
   program: str,
   about: str,
   flags: Mapping[str, Option],
   declared: Section,
   config: ConfigDict,
 ) -> None:
-  """Prints the text of --help=TOPIC, or all of it for the topic "".
-
-  A topic is a section, or part of a name: "optim", "optim.", "rate",
-  "--config.optim.learning_rate"; or of texts, where no name has it. Values are
-  those of the config.
-
-  Raises:
-    ValueError: Nothing is called so.
-  """
+  """Prints the text of --help, with the values of the config."""
   rows = by_section(declared, config)
-  text = (
-    _topic(topic, rows, flags, declared)
-    if topic
-    else _everything(program, about, rows, flags, declared)
-  )
-  print(text)
+  print(_everything(program, about, rows, flags, declared))
 
 
 def _columns() -> int:
@@ -119,8 +105,7 @@ def _everything(
   if all_rows:
     lines += _heading(
       "Values below are the defaults, or those of a --config=FILE.py that is "
-      "given. --help=loss shows a section, --help=rate what has that in its "
-      'name; "config." may be left out.'
+      'given; "config." may be left out.'
     )
   lines += _heading("The program's own flags")
   lines += _entries((name, one.default, one) for name, one in flags.items())
@@ -137,40 +122,4 @@ def _everything(
   for name, part in rows.items():
     if part:
       lines += _heading(_title(name, declared)) + _entries(part)
-  if all_rows:  # the end of a long text is what a terminal shows
-    lines += _heading(
-      "That is all of it: --help=optim shows one section, --help=rate what has "
-      "that in its name."
-    )
   return "\n".join(lines)
-
-
-def _topic(
-  topic: str,
-  rows: Mapping[str, Any],
-  flags: Mapping[str, Option],
-  declared: Section,
-) -> str:
-  """The sections of this name, or the settings that have it in theirs."""
-  word = topic.strip("-").removeprefix("config.").rstrip(".").lower()
-  chosen = [n for n in rows if word and f"{n}.".startswith(f"{word}.")]
-  if chosen:
-    lines = []
-    for name in filter(rows.get, chosen):
-      lines += _heading(_title(name, declared)) + _entries(rows[name])
-    return "\n".join(lines[1:])
-  every = [(name, one.default, one) for name, one in flags.items()]
-  every += [row for part in rows.values() for row in part]
-  names = [row[0].removeprefix("config.") for row in every]
-  for texts in (names, [described(row[2]) for row in every]):
-    pairs = zip(every, texts, strict=True)
-    matching = [row for row, text in pairs if word and word in text.lower()]
-    if matching:
-      return "\n".join(_entries(matching))
-  parts = list(filter(None, rows))
-  guess = nearest(word, parts) or nearest(word, names)
-  hint = f"did you mean --help={guess}? " if guess else ""
-  raise ValueError(
-    f"--help={topic}: no setting, flag or section is called so; {hint}"
-    f"sections: {', '.join(parts)}"
-  )
