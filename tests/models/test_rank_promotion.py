@@ -1,0 +1,102 @@
+"""Programs trace with jax_numpy_rank_promotion=raise, as some users have it."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.objective import Objective
+from grpojax.core.step import init_state, make_grpo_step
+from grpojax.core.types import Prompts
+from grpojax.core.update import UpdateOptions
+from grpojax.models import adapters, lora
+from grpojax.models.rope import Rope
+from grpojax.models.transformer import transformer
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, ids):
+    return nn.Dense(11)(nn.Embed(11, 4)(ids))
+
+
+class Nnx(nnx.Module):
+  def __init__(self, rngs):
+    self.embed = nnx.Embed(11, 4, rngs=rngs)
+
+  def __call__(self, ids):
+    return self.embed(ids) @ jnp.ones((4, 11))
+
+
+def with_adapters(lm):
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+  params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+  adapted = lora.init(params, jax.random.key(1), 2, "layers/(q|v)")
+  return lora.adapt(lm, params, 1.0)._replace(init=lambda key: adapted)
+
+
+MODELS = {
+  "plain": lambda config: transformer(config),
+  "bfloat16": lambda config: transformer(config, dtype=jnp.bfloat16),
+  "gemma": lambda config: transformer(
+    dataclasses.replace(
+      config,
+      norm_offset=True,
+      post_norms=True,
+      qk_norm=True,
+      attention_cap=5.0,
+      logits_cap=3.0,
+      local_layers=(True, False),
+      window=2,
+      local_rope=Rope(100.0),
+    )
+  ),
+  "gaps": lambda config: transformer(
+    dataclasses.replace(config, gaps=((9, 11),))
+  ),
+  "lora": lambda config: with_adapters(transformer(config)),
+  "linen": lambda config: adapters.from_linen(Linen()),
+  "nnx": lambda config: adapters.from_nnx(Nnx(nnx.Rngs(0))),
+}
+STEPS = {
+  "default": {},
+  "cuts": {"sampling": Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01)},
+  "greedy": {"sampling": Sampling(0.0)},
+  "kl": {"objective": Objective(beta=0.1, kl="exact", entropy_coef=0.1)},
+  "tokens": {"objective": Objective(advantage="optimal_token_baseline")},
+  "corrected": {
+    "objective": Objective(correction="sequence_truncate"),
+    "update": UpdateOptions(minibatches=2, micro_batches=2, epochs=2),
+  },
+}
+
+
+@pytest.mark.parametrize(
+  "model, options",
+  [(name, "default") for name in MODELS] + [("plain", x) for x in STEPS],
+)
+def test_a_step_promotes_no_rank(model, options, tiny):
+  lm, tx = MODELS[model](tiny.config), optax.adamw(1e-3, weight_decay=0.1)
+  prompts = Prompts(jnp.ones((4, 3), jnp.int32), jnp.ones((4, 3), bool))
+  step = make_grpo_step(
+    lm,
+    tx,
+    lambda samples, targets: jnp.mean(samples.completion_ids, axis=-1),
+    group_size=2,
+    max_new_tokens=4,
+    eos_ids=(0, 1),
+    **STEPS[options],
+  )
+
+  def start(key):
+    params = lm.init(key)
+    reference = params if options == "kl" else None
+    return step(init_state(params, tx, key), prompts, reference)
+
+  with jax.numpy_rank_promotion("raise"):
+    jax.eval_shape(start, jax.random.key(0))
