@@ -20,11 +20,11 @@ gradients of mu's samples). Without bounds the sequence's weight makes the
 gradient that of pi_old, without bias if the loss is divided by nothing that
 the samples decide (weightings `fixed_length` and `sequence_sum`), the baseline
 is of other samples, and mu draws without top_k, top_p and min_p (it never draws
-the tokens outside its cut). Its variance grows with the length; the token's leaves prefixes distributed as mu
-drew them. With `sequence_ratio`
-and `gmpo` weights are averaged over a completion: there the sequence's are
-meant. The loss is divided by the number of all tokens, as in TRL; verl leaves
-masked ones out of it.
+the tokens outside its cut). Its variance grows with the length; the token's
+weight leaves prefixes distributed as mu drew them. With `sequence_ratio` and
+`gmpo` weights are averaged over a completion: there the sequence's are meant.
+The loss is divided by the number of all tokens, as in TRL; verl leaves masked
+ones out of it.
 
 `geometric_mask` weighs nothing: it leaves out completions whose tokens are, on
 average, too far off (bounds of .99 and 1.01 are SkyRL's).
