@@ -170,38 +170,33 @@ def prompt_key(seed: int, name: str, index: int) -> jax.Array:
 class Sampled(NamedTuple):
   """Completions of one prompt: pools, one after another."""
 
-  mask: np.ndarray  # [S, T], True on their tokens
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores
   without: np.ndarray  # [V, S, S], the same without each projection
   distinct: int  # number of different ones
-  logprobs: np.ndarray  # [S, T]
 
 
 def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   """Samples a pool for each key, and computes the scores of all together."""
   prompts, (example,) = bench.batches[index]
   params, score = bench.policy.params, bench.score
-  ids, mask, logprobs, rewards = [], [], [], []
+  ids, mask, rewards = [], [], []
   for key in keys:
     pool = bench.sampler(params, prompts, (), key).rollout
     (texts,) = policy_lib.decode(bench.policy, pool)
     rewards += [bench.reward("", text, example) for text in texts]
     ids.append(np.asarray(pool.completion_ids[0]))
     mask.append(np.asarray(pool.completion_mask[0]))
-    logprobs.append(np.asarray(pool.logprobs[0]))
-  mask = np.concatenate(mask)
   if bench.projections:  # fresh ones for each prompt; no sample has this key
     key = jax.random.fold_in(keys[0], _NO_SAMPLE)
     directions = errors.random_directions(params, key, bench.projections)
     score = functools.partial(score, directions)
   gram, distinct = errors.score_gram(
-    score, params, prompts, np.concatenate(ids), mask
+    score, params, prompts, np.concatenate(ids), np.concatenate(mask)
   )
   rewards = np.array(rewards, np.float32)
-  logprobs = np.concatenate(logprobs)
   without = np.empty((0, *gram.shape[-2:]))
   if bench.projections:
     without = (gram.sum(0) - gram) / (len(gram) - 1)
     gram = gram.mean(0)
-  return Sampled(mask, rewards, gram, without, distinct, logprobs)
+  return Sampled(rewards, gram, without, distinct)

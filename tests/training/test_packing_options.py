@@ -51,8 +51,7 @@ def draw_settings(config_with, rng):
     drawn = {k: list(v)[rng.integers(len(v))] for k, v in CHOICES.items()}
     changes = {k.replace(".", "__"): v for k, v in drawn.items()}
     sizes = {"batch_size": B, "group_size": G, "sampling__max_new_tokens": T}
-    rounds = {"diagnostics__every": 1, "optim__packing": True}
-    config = config_with(**changes, **sizes, **rounds)
+    config = config_with(**changes, **sizes, optim__packing=True)
     try:
       return drawn, from_config(config)
     except ValueError:

@@ -129,6 +129,7 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
 
   def diagnosed(prompts, micro_batches, shards):
     changes = {"optim__micro_batches": micro_batches}
+    changes |= {"advantage": "score_weighted"}
     settings = settings_with(diagnostics__share=3 / prompts, **changes)
     diagnose = diagnosis.make_diagnose(settings, shards)
     some = jax.tree.map(lambda x: x[:prompts], (samples, rewards))
@@ -137,6 +138,7 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
     )
 
   one = diagnosed(8, 4, 1)
+  assert jnp.isfinite(one["own_gradient_mse"])
   for cut in ((1, 8), (2, 4), (8, 1)):
     for name, value in diagnosed(8, *cut).items():
       np.testing.assert_allclose(value, one[name], rtol=1e-4, err_msg=name)
