@@ -49,7 +49,7 @@ def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
     assert line == text.partition("\n")[0]
   # What is said to do first can be done.
   commands = re.findall(r"^  grpojax (\S+)(?: (\S+))?  ", first, re.MULTILINE)
-  assert len(commands) == 4 and {name for name, _ in commands} <= set(listed)
+  assert len(commands) == 3 and {name for name, _ in commands} <= set(listed)
   for name, word in commands:
     if word.startswith("--help"):
       with pytest.raises(SystemExit) as stopped:

@@ -243,10 +243,15 @@ class Objective:
         f"advantage = {self.advantage!r}: is one a token: "
         f"{self.one_advantage_for}"
       )
-    if self.surrogate in _TOKEN_RATIOS and self.ratio != "token_ratio":
+    if self.surrogate in ("dppo_tv", "dppo_kl") and self.ratio != "token_ratio":
       errors.append(
-        f"ratio = {self.ratio!r}: surrogate = {self.surrogate!r} is of "
-        "the ratios of tokens: use token_ratio"
+        f"ratio = {self.ratio!r}: surrogate = {self.surrogate!r} bounds the "
+        "probabilities of tokens: use token_ratio"
+      )
+    if self.surrogate == "cispo" and self.ratio == "sequence_ratio":
+      errors.append(
+        "ratio = 'sequence_ratio': surrogate = 'cispo' takes no gradient of it, "
+        "so the average over the tokens would be lost: use token_ratio"
       )
     refuse(errors or _unread_by_surrogate(self))
 
@@ -285,9 +290,6 @@ class Objective:
 
 def _function(named: Any, functions: dict[str, Any]) -> Any:
   return functions.get(named) if isinstance(named, str) else named
-
-
-_TOKEN_RATIOS = ("dppo_tv", "dppo_kl", "cispo")
 
 
 def _unread_by_surrogate(objective: Objective) -> list[str]:

@@ -47,7 +47,7 @@ def _step(rng, step, steps, better):
     row |= {"optimal_group_size": size, "optimal_group_size_low": size / 2}
     row |= {
       "optimal_group_size_high": 2 * size,
-      "c1": 0.1,
+      "c1": 0.1 + 0.1 * done,
       "c1_se": 0.02,
       "c3": 3.6,
     }

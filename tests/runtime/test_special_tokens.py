@@ -123,7 +123,7 @@ def test_a_text_without_marks_has_the_tokenizers_own_ids(kind, template):
   for rules in RULES:
     made, _ = make(kind, template, **rules)
     for prompt in CHATS if template else CHATS[:3]:
-      text, ids = tokenizer.encode_prompt(made, prompt, "<s> {prompt}")
+      text, ids = tokenizer.encode_prompt(made, prompt, "a <s> {prompt}")
       plain = not template
       assert ids == made.encode(text, add_special_tokens=plain)
       assert ids == special_tokens.encode_marked(made, text, plain)

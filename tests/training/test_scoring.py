@@ -215,7 +215,10 @@ def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
   settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}
   for row in train_toy(**settings):
     if "reward_mean" in row:
-      parts = 3 * row["reward_exact_answer"] + 2 * row["reward_model"]
+      right, score = (
+        row[f"rewards/{name}/mean"] for name in ("exact_answer", "reward.model")
+      )
+      parts = 3 * right + 2 * score
       assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)
   # The model read prompt and completion as one text, token by token.
   lm, params = hf.load(classifier)

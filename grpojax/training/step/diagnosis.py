@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.core.advantages.weighted_baselines import sample_weights
 from grpojax.core.group_axis import present
 from grpojax.core.objective import advantage_fn
@@ -101,7 +102,9 @@ def make_diagnose(
     )
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
-    if weights and "token_score_sq" not in weights:
+    # Elsewhere an advantage depends on other groups, or on the token.
+    within = settings.loss.advantage in WITHIN_GROUPS
+    if weights and within and "token_score_sq" not in weights:
       errors = advantage_errors.advantage_errors(
         projections, rewards, advantage, weights
       )
