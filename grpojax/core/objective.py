@@ -250,7 +250,7 @@ class Objective:
       )
     if self.surrogate == "cispo" and self.ratio == "sequence_ratio":
       errors.append(
-        "ratio = 'sequence_ratio': surrogate = 'cispo' takes no gradient of it, "
+        "ratio = 'sequence_ratio': surrogate = 'cispo' has no gradient of it, "
         "so the average over the tokens would be lost: use token_ratio"
       )
     refuse(errors or _unread_by_surrogate(self))
