@@ -11,7 +11,8 @@ does change. It holds on-policy, for all weightings but `token_mean`.
 
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
 in a group of equal rewards too, so that of the kept groups is 1 / sqrt(p) times
-that of all groups, and its factor is sqrt(p) (`batch_std_scale`).
+that of all groups, and its factor is sqrt(p) (`batch_std_scale`). That is exact
+where nothing more is drawn, else up to O(1 / B), since a batch's deviation is.
 """
 
 import math

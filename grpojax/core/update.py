@@ -20,7 +20,7 @@ from grpojax.core.gradients import (
   minibatch_gradient,
 )
 from grpojax.core.losses import entropy as entropy_lib
-from grpojax.core.losses import rollout_correction
+from grpojax.core.losses import rollout_correction, surrogates
 from grpojax.core.objective import Objective, weighting_fn
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option, refuse
 from grpojax.core.packing import micro_batches as micro_batches_lib
@@ -84,8 +84,9 @@ def off_policy_conflicts(
   By the objective's option that has to change. It is one in other formats, or
   (`ahead`) of the parameters before the last update, and something has to weigh
   its samples: a correction or, with several updates, ratios to the rollout's
-  log-probabilities. These weigh each sample alone, which subsets of a group
-  (`advantages.OF_SUBSETS`) do not take.
+  log-probabilities, which the surrogate `dro` does not multiply by. These weigh
+  each sample alone, which subsets of a group (`advantages.OF_SUBSETS`) do not
+  take.
   """
   to_rollout = objective.old_logprobs == "rollout"
   reasons, samples = {}, []
@@ -95,7 +96,10 @@ def off_policy_conflicts(
     samples.append("drawn before the last update (sampling.ahead)")
   weighs = objective.correction not in rollout_correction.UNWEIGHTED
   subsets = (*OF_SUBSETS, *OF_SUBSETS.values())
-  if (samples or weighs) and objective.advantage in subsets:
+  advantage = objective.advantage
+  while isinstance(advantage, functools.partial):
+    advantage = advantage.func
+  if (samples or weighs) and advantage in subsets:
     correction = f"correction = {objective.correction!r}"
     sources = [f"corrected by {correction}"] * weighs + samples
     reasons["advantage"] = (
@@ -104,15 +108,16 @@ def off_policy_conflicts(
       "biases the gradient: use leave_one_out, or correction = 'none', the "
       "format model and sampling.ahead = 0"
     )
-  if not samples:
-    return reasons
-  of = " and ".join(samples)
-  if not weighs and (options.on_policy or not to_rollout):
+  of = " and ".join(samples) or "that are corrected"
+  ratios = to_rollout and not options.on_policy
+  ratios = ratios and objective.surrogate not in ("dro", surrogates.dro)
+  if samples and not weighs and not ratios:
     reasons["correction"] = (
       f"samples {of} are not the policy's own: use token_truncate or another "
       "one, or the format model and sampling.ahead = 0"
     )
-  if objective.kl_in_reward and (options.on_policy or to_rollout):
+  penalty_of_rollout = options.on_policy or to_rollout
+  if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (
       "the penalty is of the rollout's log-probabilities, and of samples "
       f"{of} these are not the policy's: use loss or ratio"

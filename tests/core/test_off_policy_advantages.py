@@ -136,7 +136,8 @@ def test_subsets_of_another_policys_samples_are_refused(advantage, sampler):
 
 
 def test_the_update_refuses_subsets_by_name_and_by_function(tabular):
-  for advantage in ("max_rl", ADVANTAGES["pairwise_rank"]):
+  wrapped = functools.partial(ADVANTAGES["max_at_k"], k=2)
+  for advantage in ("max_rl", ADVANTAGES["pairwise_rank"], wrapped):
     objective = Objective(advantage=advantage, correction="sequence_mask")
     with pytest.raises(ValueError, match="compares subsets of a group"):
       make_update(tabular.lm(1, 3), optax.sgd(1.0), objective)

@@ -268,6 +268,14 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       {"sampling__ahead": 1},
       "loss.correction = 'none': samples drawn before the last update",
     ),
+    (  # It multiplies by no ratio.
+      {"sampling__ahead": 1, "optim__minibatches": 2, "loss__surrogate": "dro"},
+      "loss.correction = 'none': samples drawn before the last update",
+    ),
+    (
+      K1 | {"loss__correction": "sequence_truncate"},
+      "loss.kl_placement = 'reward': the penalty is of the rollout's",
+    ),
     ({"sampling__ahead": 2}, "sampling.ahead = 2: must be in [0, 1]"),
     (AHEAD | {"filter_groups__enable": True}, "filter_groups.enable = True"),
     (AHEAD | {"difficulty__priority": "spread"}, "difficulty.priority ="),

@@ -17,12 +17,13 @@ mu(o_t), makes a constant weight of each token's loss here.
 The KL term and the entropy bonus are means over the same samples and take the
 same weights (in TRL and verl they do not: with one update a step theirs are
 gradients of mu's samples). Without bounds the sequence's weight makes the
-gradient that of pi_old, without bias if the loss is divided by nothing that
-the samples decide (weightings `fixed_length` and `sequence_sum`), the baseline
-is of other samples, and mu draws without top_k, top_p and min_p (it never draws
-the tokens outside its cut). Its variance grows with the length; the token's
-weight leaves prefixes distributed as mu drew them. With `sequence_ratio` and
-`gmpo` weights are averaged over a completion: there the sequence's are meant.
+gradient that of pi_old, without bias if the loss is divided by nothing that the
+samples decide (weightings `fixed_length` and `sequence_sum`, no completion left
+out), the advantage is a sum of rewards less a baseline of other samples, and mu
+draws without top_k, top_p and min_p (it never draws the tokens outside its
+cut). Its variance grows with the length; the token's weight leaves prefixes
+distributed as mu drew them. With `sequence_ratio` and `gmpo` weights are
+averaged over a completion: there the sequence's are meant.
 The loss is divided by the number of all tokens, as in TRL; verl leaves masked
 ones out of it.
 
