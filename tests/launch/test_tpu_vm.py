@@ -186,7 +186,7 @@ def test_own_files_and_variables_go_along(cloud, tmp_path):
   assert files["data.jsonl"] == b"data.jsonl"
   assert files["lib/tracked.py"] == b"lib/tracked.py"
   assert "notes.txt" not in files
-  line = f"{files['.grpojax-env'].decode()} printf %s \"$HF_TOKEN\""
+  line = f'{files[".grpojax-env"].decode()} printf %s "$HF_TOKEN"'
   assert cloud._run("bash", "-c", line).stdout == "se'cret $1"
   assert "cret" not in str(cloud.calls) + done.stdout + done.stderr
   assert "tpu,gcs,wandb" in str(cloud.calls).replace("\\", "")
