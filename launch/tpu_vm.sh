@@ -8,18 +8,31 @@
 #            and goes on. TRAINING is what python -m grpojax.train is given.
 #            The same command again attaches to what runs, or resumes.
 #   create   asks for the slice and waits until it is there
-#   setup    copies this checkout to all workers and installs it there
+#   setup    copies grpojax and your own files to all workers, and installs them
+#   exec     runs a command on all workers: exec NAME --zone=ZONE -- WORD ...
 #   status   prints the state of the queued resource; NONE: there is none
 #   logs     prints a worker's output, until the training ends
 #   delete   gives the slice back
 #
-# OPTION
-#   --type=TYPE        accelerator type, as v5litepod-16 (create, run)
+# OPTION (--zone=us-west4-a or --zone us-west4-a)
+#   --type=TYPE        slice: v5e-16 (chips), v5e:4x4 (topology), or gcloud's
+#                      accelerator type, v5litepod-16 (create, run)
 #   --version=VERSION  runtime version; by default the one for TYPE
 #   --on-demand        not spot
+#   --env=NAME,NAME    variables of this shell that the training gets: HF_TOKEN,
+#                      WANDB_API_KEY, XLA_FLAGS (run, setup)
+#   --extras=NAME,NAME extras of grpojax to install besides tpu and gcs: wandb
+#   --create-args=ARGS more words for gcloud's create: "--network=N --labels=a=b"
+#   --ssh-args=ARGS    more words for ssh and scp: "--tunnel-through-iap"
 #   --worker=N         of logs; default 0
 #   --poll=SECONDS     between looks at the state; default 30
 #   --dry-run          prints the gcloud commands, and runs none
+#
+# Your own files (rewards, environments, data, configs) go along: all that git
+# tracks in the directory you are in, and each file that an argument names. Paths
+# are the same on the workers, so they must be relative. `run` copies them again
+# when one has changed, unless the training is running.
+# Values of --env travel in a file that only you can read, not in a command line.
 #
 # The project is gcloud's own: gcloud config set project, CLOUDSDK_CORE_PROJECT.
 # A slice's disks are lost with it, so `run` wants --run_dir=gs://BUCKET/RUN.
@@ -28,7 +41,9 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 command="" name="" zone="" type="" version="" tier=--spot worker=0 poll=30
-dry_run="" state="" training=()
+dry_run="" state="" training=() variables=() extras="" files=()
+sum="" scratch=""
+create_args=() ssh_args=()
 attempts=3 # of a training that fails, or workers out of reach, in a row
 
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
@@ -41,25 +56,42 @@ die() {
 parse() {
   case "${1:-}" in
     -h | --help) usage && exit 0 ;;
-    run | create | setup | status | logs | delete) command="$1" ;;
+    run | create | setup | exec | status | logs | delete) command="$1" ;;
     "") usage >&2 && exit 2 ;;
-    *) die "unknown command $1: run, create, setup, status, logs or delete" ;;
+    *) die "unknown command $1: run, create, setup, exec, status, logs or delete" ;;
   esac
   shift
   [[ "${1:-}" =~ ^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$ ]] ||
     die "NAME is '${1:-}': after $command comes a name like my-run (a-z, 0-9, -)"
   name="$1"
   shift
+  local option value
   while (($#)); do
-    case "$1" in
-      --zone=?*) zone="${1#*=}" ;;
-      --type=?*) type="${1#*=}" ;;
-      --version=?*) version="${1#*=}" ;;
-      --on-demand) tier="" ;;
-      --worker=?*) worker="${1#*=}" ;;
-      --poll=?*) poll="${1#*=}" ;;
-      --dry-run) dry_run=yes ;;
+    option="${1%%=*}" value="${1#*=}"
+    case "$option" in
+      --on-demand | --dry-run) [[ "$1" == "$option" ]] || die "$option takes no value" ;;
       --) training=("${@:2}") && break ;;
+      --zone | --type | --version | --env | --extras | --create-args | \
+        --ssh-args | --worker | --poll)
+        if [[ "$1" != *=* ]]; then
+          (($# > 1)) || die "$1 has no value"
+          value="$2" && shift
+        fi
+        [[ "$value" ]] || die "$option has no value"
+        ;;
+    esac
+    case "$option" in
+      --zone) zone="$value" ;;
+      --type) type="$value" ;;
+      --version) version="$value" ;;
+      --on-demand) tier="" ;;
+      --env) IFS=, read -ra variables <<<"$value" ;;
+      --extras) extras="$value" ;;
+      --create-args) read -ra create_args <<<"$value" ;;
+      --ssh-args) read -ra ssh_args <<<"$value" ;;
+      --worker) worker="$value" ;;
+      --poll) poll="$value" ;;
+      --dry-run) dry_run=yes ;;
       *) die "unknown option $1 (arguments of the training stand after --)" ;;
     esac
     shift
@@ -73,24 +105,72 @@ check() {
   local run_dir="" word
   [[ -n "$zone" ]] || die "--zone is missing: --zone=us-west4-a, for example"
   if [[ "$command" == run || "$command" == create ]]; then
-    [[ -n "$type" ]] || die "--type is missing: --type=v5litepod-16, for example"
+    [[ -n "$type" ]] || die "--type is missing: --type=v5e-16, for example"
+    accelerator_type
     version="${version:-$(runtime_version)}"
     [[ -n "$version" ]] ||
       die "no runtime version is known for --type=$type: give --version"
   fi
+  for word in ${variables[@]+"${variables[@]}"}; do
+    [[ "$word" =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || die "--env=$word: names alone, as HF_TOKEN"
+    [[ -n "${!word+set}" ]] || die "--env=$word: this shell has no $word: export it first"
+  done
+  [[ "$extras" =~ ^([a-z0-9]+(,[a-z0-9]+)*)?$ ]] || die "--extras=$extras: names, as wandb"
   if [[ "$command" == run ]]; then
-    for word in "${training[@]}"; do
+    for word in ${training[@]+"${training[@]}"}; do
       if [[ "$word" == --run_dir=* ]]; then run_dir="${word#*=}"; fi
     done
     [[ "$run_dir" == gs://?*/?* ]] ||
       die "--run_dir is '$run_dir': disks of a slice are lost with it;" \
         "give -- --run_dir=gs://BUCKET/RUN"
+    own_files
+  elif [[ "$command" == exec ]]; then
+    ((${#training[@]})) || die "exec needs a command: -- python -m grpojax.selfcheck"
   elif ((${#training[@]})); then
     die "$command takes no arguments of the training: ${training[*]}"
   fi
   [[ -n "$dry_run" ]] || command -v gcloud >/dev/null ||
     die "gcloud was not found: install the Google Cloud CLI" \
       "(https://cloud.google.com/sdk/docs/install)"
+}
+
+# Adds to `files` each file that an argument of the training names: the values of
+# --NAME=VALUE, separated by commas, without a :function or :setting at the end.
+own_files() {
+  local word value path values
+  for word in ${training[@]+"${training[@]}"}; do
+    IFS=, read -ra values <<<"${word#*=}"
+    for value in ${values[@]+"${values[@]}"}; do
+      path="${value%%:*}"
+      if [[ -f "$path" ]]; then
+        [[ "$path" != /* && "/$path/" != */../* ]] ||
+          die "${word%%=*}: $path is not below $PWD: workers get files by" \
+            "relative paths, so copy it here and name it so"
+        files+=("$path")
+      elif [[ "$value" != *://* && ! -e "$root/$path" && "$path" =~ \
+        ^[^[:space:]{}]+\.(py|json|jsonl|csv|parquet|txt|ya?ml|gguf)$ ]]; then
+        die "${word%%=*}: there is no file $path here, and none in grpojax"
+      fi
+    done
+  done
+}
+
+# Sets `type` to the accelerator type that gcloud knows: v5e-16 and v5e:4x4 are
+# v5litepod-16, v5p:2x2x2 is v5p-16 (v4 and v5p count two cores a chip).
+accelerator_type() {
+  local family="${type%%[:-]*}" size="${type#*[:-]}" chips=1 side sides
+  if [[ "$type" == *:* ]]; then
+    [[ "$size" =~ ^[1-9][0-9]*(x[1-9][0-9]*){1,2}$ ]] ||
+      die "--type=$type: a topology is like v5e:4x4 or v5p:2x2x2"
+    IFS=x read -ra sides <<<"$size"
+    for side in "${sides[@]}"; do chips=$((chips * side)); done
+    case "$family" in v2 | v3 | v4 | v5p) size=$((2 * chips)) ;; *) size="$chips" ;; esac
+  fi
+  case "$family" in
+    tpu7x | v7x) die "--type=$type: tpu7x is served by GKE: edit launch/gke/jobset.yaml" ;;
+    v5e | v5litepod) type="v5litepod-$size" ;;
+    *) type="$family-$size" ;;
+  esac
 }
 
 # https://cloud.google.com/tpu/docs/runtimes
@@ -126,10 +206,14 @@ look() { # sets `state`
   state="${state:-NONE}"
 }
 
+ssh_to() { # WORKER LINE: runs a line of shell there
+  tpus tpu-vm ssh "$name" ${ssh_args[@]+"${ssh_args[@]}"} --worker="$1" --command="$2"
+}
+
 on() { # WORKER WORD ...: tpu_vm_worker.sh WORD ... there
   local line
   printf -v line '%q ' bash grpojax/launch/tpu_vm_worker.sh "${@:2}"
-  tpus tpu-vm ssh "$name" --worker="$1" --command="$line"
+  ssh_to "$1" "$line"
 }
 
 create() {
@@ -139,7 +223,7 @@ create() {
       NONE)
         say "asking for $type in $zone"
         tpus queued-resources create "$name" --node-id="$name" ${tier:+"$tier"} \
-          --accelerator-type="$type" --runtime-version="$version"
+          ${create_args[@]+"${create_args[@]}"} --accelerator-type="$type" --runtime-version="$version"
         if [[ -n "$dry_run" ]]; then state=ACTIVE; fi
         ;;
       SUSPENDED) # what is left of a slice that was preempted
@@ -159,16 +243,40 @@ create() {
   done
 }
 
+# Writes to $scratch/files what the workers get: grpojax, own files over it, and the
+# variables. Sets `sum`, by which a worker knows whether it has the same.
+gather() {
+  local word place="$scratch/files" list="$scratch/list"
+  rm -rf "$place" && mkdir "$place" &&
+    tar -cf - -C "$root" --exclude=__pycache__ \
+      setup.py pyproject.toml README.md grpojax configs launch |
+    tar -xf - -C "$place" &&
+    own_list >"$list" &&
+    tar -cf - --null -T "$list" | tar -xf - -C "$place" &&
+    (umask 077 && for word in ${variables[@]+"${variables[@]}"}; do
+      printf 'export %s=%q\n' "$word" "${!word}"
+    done >"$place/.grpojax-env") &&
+    sum="$(cd "$place" && find . -type f -exec cksum {} + | LC_ALL=C sort |
+      cksum | tr -d ' ')"
+}
+
+own_list() { # each file's path, ended by \0; what git tracks may be deleted here
+  local word
+  {
+    git ls-files -z 2>/dev/null || true
+    printf '%s\0' ${files[@]+"${files[@]}"}
+  } | while IFS= read -r -d "" word; do
+    [[ ! -f "$word" ]] || printf '%s\0' "$word"
+  done
+}
+
 setup() { # fails where a step does, also where `set -e` is off
-  local archive
-  archive="$(mktemp)" &&
-    tar -cf "$archive" -C "$root" --exclude=__pycache__ \
-      setup.py pyproject.toml README.md grpojax configs launch &&
-    tpus tpu-vm scp "$archive" "$name:grpojax.tar" --worker=all &&
-    rm "$archive" &&
-    tpus tpu-vm ssh "$name" --worker=all \
-      --command="mkdir -p grpojax && tar -xf grpojax.tar -C grpojax" &&
-    on all install
+  gather &&
+    tar -cf "$scratch/grpojax.tar" -C "$scratch/files" . &&
+    tpus tpu-vm scp "$scratch/grpojax.tar" "$name:grpojax.tar" \
+      ${ssh_args[@]+"${ssh_args[@]}"} --worker=all &&
+    ssh_to all "mkdir -p grpojax && tar -xf grpojax.tar -C grpojax && rm grpojax.tar" &&
+    on all install "$sum" "tpu,gcs${extras:+,$extras}"
 }
 
 remove() { tpus queued-resources delete "$name" --force --quiet; }
@@ -177,8 +285,9 @@ remove() { tpus queued-resources delete "$name" --force --quiet; }
 # the workers cannot be reached. What they print goes to stderr meanwhile.
 attempt() {
   {
-    on all installed || setup || return 0
-    on all start "${training[@]}" || return 0
+    gather || return 0
+    on all installed "$sum" || setup || return 0
+    on all start ${training[@]+"${training[@]}"} || return 0
     on 0 follow || true # its code might be gcloud's own
   } >&2
   on 0 code || true
@@ -218,8 +327,11 @@ run() {
 
 parse "$@"
 check
+scratch="$(mktemp -d)" # for this user alone
+trap 'rm -rf "$scratch"' EXIT
 case "$command" in
   run | create | setup) "$command" ;;
+  exec) on all exec "${training[@]}" ;;
   status) look && [[ -n "$dry_run" ]] || echo "$state" ;;
   logs) on "$worker" follow ;;
   delete) remove ;;

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # What tpu_vm.sh does on each worker of a slice, in the checkout it copied there.
 #
-#   install      Python, and this checkout with the libraries for TPU
-#   installed    whether that was done: exit code 0 or 1
+#   install SUM EXTRAS
+#                Python, and this checkout with the extras (tpu,gcs)
+#   installed SUM
+#                exit code 0 if that was done of these files, or a training runs
+#   exec ...     runs a command here, with that Python and its environment
 #   start ...    python -m grpojax.train ..., which the end of an SSH connection
 #                does not end; nothing if it is running already
 #   follow       prints its output until it ends
@@ -16,8 +19,21 @@ install() { # the VM's own Python is too old
   export PATH="$HOME/.local/bin:$PATH"
   command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
   uv venv --quiet --allow-existing --python=3.13 "$venv"
-  uv pip install --quiet --python="$venv/bin/python" -e '.[tpu,gcs]'
-  touch "$venv/installed"
+  uv pip install --quiet --python="$venv/bin/python" -e ".[$2]"
+  echo "$1" >"$venv/installed"
+}
+
+installed() {
+  mkdir -p "$here"
+  exec 9>>"$here/lock"
+  if ! flock --nonblock 9; then return 0; fi
+  [[ "$(cat "$venv/installed" 2>/dev/null)" == "$1" ]]
+}
+
+# Variables that tpu_vm.sh --env sent, in a file so that no process list has them.
+environment() {
+  export PATH="$venv/bin:$PATH"
+  if [[ -s .grpojax-env ]]; then source ./.grpojax-env; fi
 }
 
 start() {
@@ -26,6 +42,7 @@ start() {
   # One that has just written its code has the lock for a moment still.
   flock --wait 1 9 || { echo "it is running already" && return; }
   rm -f "$here/code"
+  environment
   # The inner shell holds the lock while the training runs. It outlives a SIGTERM
   # to all, so that it can write the code.
   # shellcheck disable=SC2016  # $@ and $0 are its own
@@ -44,8 +61,8 @@ follow() {
 }
 
 case "${1:-}" in
-  install | start | follow) "$@" ;;
-  installed) test -f "$venv/installed" ;;
+  install | installed | start | follow) "$@" ;;
+  exec) environment && "$@" ;;
   code) cat "$here/code" ;;
-  *) echo "error: '${1:-}': install, installed, start, follow or code" >&2 && exit 2 ;;
+  *) echo "error: '${1:-}': install, installed, start, follow, code or exec" >&2 && exit 2 ;;
 esac

@@ -1,6 +1,7 @@
 """Files of launch/ that others read: linters, schemas, and what they name."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -63,12 +64,11 @@ def test_the_dockerfile_by_hadolint(stand_ins):
 
 def test_the_dockerfile_copies_and_installs_what_there_is():
   text = (LAUNCH / "Dockerfile").read_text()
-  kept = re.findall(
-    r"^!(.+)$", (LAUNCH / "Dockerfile.dockerignore").read_text(), re.M
-  )
-  copied = " ".join(re.findall(r"^COPY (.+) \S+$", text, re.M)).split()
-  assert sorted(copied) == sorted(kept)
-  assert all((ROOT / name).exists() for name in copied)
+  *copied, everything = re.findall(r"^COPY (.+) \S+$", text, re.M)
+  assert all((ROOT / name).exists() for name in " ".join(copied).split())
+  assert everything == "."  # own files
+  left_out = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
+  assert {".*", "runs", "**/.env*"} <= set(left_out)
   setup = (ROOT / "setup.py").read_text()
   for extra in re.findall(r"ACCELERATOR=(\w+)", text):
     assert f'"{extra}": [' in setup, extra
@@ -79,7 +79,8 @@ def test_the_dockerfile_copies_and_installs_what_there_is():
 def test_the_dockerfiles_installation(stand_ins, tmp_path):
   """In a virtual environment, of what is copied; for CUDA only resolved."""
   text = (LAUNCH / "Dockerfile").read_text()
-  for name in " ".join(re.findall(r"^COPY (.+) \S+$", text, re.M)).split():
+  copied = re.findall(r"^COPY (.+) \S+$", text, re.M)[:-1]
+  for name in " ".join(copied).split():
     copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
     copy(ROOT / name, tmp_path / name)
   (line,) = re.findall(r"^RUN (pip .*)$", text, re.M)
@@ -160,6 +161,7 @@ def test_skypilot_recovers_from_an_interruption():
   assert resources["job_recovery"]["recover_on_exit_codes"] == [75]
   assert set(SKYPILOT["envs"]) == {"BUCKET", "RUN", "ARGUMENTS"}
   assert SKYPILOT["envs"]["BUCKET"] is None  # must be given
+  assert not any(SKYPILOT["secrets"].values())  # and none is in the file
   assert SKYPILOT["file_mounts"]["/bucket"]["source"] == "${BUCKET}"
 
 
@@ -184,6 +186,30 @@ def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
     *("--config=configs/gsm8k.py", "--config.steps=3"),
   ]
   check_training(done.stdout.splitlines()[3:], monkeypatch)
+
+
+def test_names_of_slices(stand_ins):
+  """The README's table, by the script and by the numbers of chips."""
+  text = (LAUNCH / "README.md").read_text()
+  rows = re.findall(
+    r"^\| (\w+):([\dx]+) \| (\d+) \| (\d+) \| (.+) \| (\S+), (\S+), (\d+) \|$",
+    text,
+    re.M,
+  )
+  assert len(rows) == 7
+  for family, sides, chips, hosts, types, _, topology, a_host in rows:
+    assert math.prod(map(int, sides.split("x"))) == int(chips)
+    assert int(hosts) * int(a_host) == int(chips) and topology == sides
+    for given in (f"{family}:{sides}", *re.findall(r"v\w+-\d+", types)):
+      done = stand_ins.run(
+        *("bash", LAUNCH / "tpu_vm.sh", "create", "x", "--zone=z"),
+        *("--dry-run", f"--type={given}"),
+      )
+      if "GKE alone" in types:
+        assert "served by GKE" in done.stderr
+      else:
+        accelerator = re.findall(r"v\w+-\d+", types)[-1]
+        assert f"--accelerator-type={accelerator} " in done.stdout
 
 
 def readme_commands():

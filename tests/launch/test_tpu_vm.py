@@ -3,6 +3,7 @@
 import pathlib
 import re
 import shutil
+import subprocess
 import tarfile
 
 import pytest
@@ -36,7 +37,7 @@ case "$*" in
     if [[ "$state" == PROVISIONING ]]; then echo ACTIVE >state; fi ;;
   *" create "*) echo PROVISIONING >state ;;
   *" delete "*) rm -f state installed ;;
-  *" scp "*) ln "$5" archive ;;
+  *" scp "*) rm -f archive && ln "$5" archive ;;
   *" install "*) >installed ;;
   *" installed "*) [[ -e installed ]] ;;
   *" follow "*) echo "the training's own lines" ;;
@@ -61,8 +62,17 @@ class Cloud:
     text = "".join(f"{line}\n" for line in lines)
     (self.directory / name).write_text(text)
 
-  def launch(self, *arguments):
-    return self._run("bash", SCRIPT, *arguments, env=self.env)
+  def launch(self, *arguments, **options):
+    return self._run("bash", SCRIPT, *arguments, env=self.env, **options)
+
+  def files(self):
+    """The last archive that was copied to the workers: text by name."""
+    with tarfile.open(self.directory / "archive") as archive:
+      return {
+        member.name.removeprefix("./"): archive.extractfile(member).read()
+        for member in archive.getmembers()
+        if member.isfile()
+      }
 
   @property
   def calls(self):
@@ -145,10 +155,93 @@ def test_setup_copies_what_an_installation_needs(cloud):
   assert done.returncode == 0, done.stderr
   assert cloud.verbs() == SETUP
   assert all("--worker=all" in call for call in cloud.calls)
-  with tarfile.open(cloud.directory / "archive") as archive:
-    names = set(archive.getnames())
-  assert {"setup.py", "grpojax/train.py", "configs/gsm8k.py"} <= names
-  assert "launch/tpu_vm_worker.sh" in names
+  needed = {"setup.py", "grpojax/train.py", "configs/gsm8k.py"}
+  assert {*needed, "launch/tpu_vm_worker.sh"} <= set(cloud.files())
+
+
+def test_own_files_and_variables_go_along(cloud, tmp_path):
+  """What git tracks, what arguments name; values in no command line."""
+  own = tmp_path / "own"
+  (own / "lib").mkdir(parents=True)
+  for name in ("rewards.py", "lib/tracked.py", "notes.txt", "data.jsonl"):
+    (own / name).write_text(name)
+  for words in (["init", "-q"], ["add", "lib"]):
+    subprocess.run(["git", *words], cwd=own, check=True)
+  cloud.env |= {"HF_TOKEN": "se'cret $1", "WANDB_API_KEY": "another"}
+  cloud.write("state", "ACTIVE")
+  cloud.write("ends", "0", "0")
+  words = [
+    *RUN[:2],
+    *("--zone", "z", "--type", "v5e-16", "--poll=0"),
+    *("--env=HF_TOKEN,WANDB_API_KEY", "--extras=wandb"),
+    *("--ssh-args=--tunnel-through-iap --project=p", *RUN[5:]),
+    "--config.reward.functions=rewards.py:right,format",
+    "--config.data.path=data.jsonl",
+    "--config=configs/gsm8k.py",
+  ]
+  done = cloud.launch(*words, cwd=own)
+  assert done.returncode == 0, done.stderr
+  files = cloud.files()
+  assert files["rewards.py"] == b"rewards.py"
+  assert files["data.jsonl"] == b"data.jsonl"
+  assert files["lib/tracked.py"] == b"lib/tracked.py"
+  assert "notes.txt" not in files
+  line = f'{files[".grpojax-env"].decode()} printf %s "$HF_TOKEN"'
+  assert cloud._run("bash", "-c", line).stdout == "se'cret $1"
+  assert "cret" not in str(cloud.calls) + done.stdout + done.stderr
+  assert "tpu,gcs,wandb" in str(cloud.calls).replace("\\", "")
+  for call in cloud.calls:
+    assert ("--tunnel-through-iap" in call) == (call[3] in ("ssh", "scp"))
+  sums = re.findall(r"installed (\d+)", str(cloud.calls))
+  (own / "rewards.py").write_text("another")
+  cloud.launch(*words, cwd=own)
+  again = re.findall(r"installed (\d+)", str(cloud.calls))
+  assert sums == again[:1] and again[0] != again[1]
+
+
+@pytest.mark.parametrize(
+  ("word", "message"),
+  [
+    ("--config.reward.functions=reward.py:right", "no file reward.py here"),
+    ("--config=config.py:steps", "no file config.py here"),
+    ("--config.data.path=../data.jsonl", "../data.jsonl is not below"),
+    ("--config.data.path=hf:openai/gsm8k", None),
+    ("--config.data.path=gs://b/data.jsonl", None),
+    ("--config.data.template={prompt} as in notes.txt", None),
+  ],
+)
+def test_files_that_the_workers_cannot_get_are_refused(cloud, word, message):
+  own = cloud.directory / "own"
+  own.mkdir()
+  (cloud.directory / "data.jsonl").write_text("")
+  done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:], word, cwd=own)
+  assert done.returncode == (2 if message else 0), done.stderr
+  assert message is None or message in done.stderr
+
+
+@pytest.mark.parametrize(
+  ("slice_", "accelerator"),
+  [
+    ("v5e-16", "v5litepod-16"),
+    ("v5e:4x4", "v5litepod-16"),
+    ("v6e:2x4", "v6e-8"),
+    ("v5p:2x2x2", "v5p-16"),
+    ("v4-8", "v4-8"),
+  ],
+)
+def test_types_of_slices(cloud, slice_, accelerator):
+  words = ("create", "my-run", "--zone=z", f"--type={slice_}", "--dry-run")
+  done = cloud.launch(*words, "--create-args=--network=n --labels=a=b")
+  assert f" --accelerator-type={accelerator} " in done.stdout
+  assert " --network=n --labels=a=b " in done.stdout
+
+
+def test_exec_runs_a_command_on_all_workers(cloud):
+  words = ("--zone=z", "--", "python", "-m", "grpojax.selfcheck")
+  assert cloud.launch("exec", "my-run", *words).returncode == 0
+  (call,) = cloud.calls
+  assert "--worker=all" in call
+  assert call[-2].endswith("worker.sh exec python -m grpojax.selfcheck ")
 
 
 @pytest.mark.parametrize(
@@ -236,6 +329,11 @@ def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
     (["create", "my-run", "--zone=z"], "--type is missing"),
     (["create", "my-run", "--zone=z", "--type=v9-8"], "give --version"),
     (["create", "my-run", "--zones=z"], "unknown option --zones=z"),
+    (["create", "my-run", "--zone"], "--zone has no value"),
+    (["create", "my-run", "--zone=z", "--type=v5e:4"], "is like v5e:4x4"),
+    (["run", "my-run", "--zone=z", "--type=tpu7x:2x2x1"], "served by GKE"),
+    (["setup", "my-run", "--zone=z", "--env=NOT_THERE"], "has no NOT_THERE"),
+    (["exec", "my-run", "--zone=z"], "exec needs a command"),
     (["logs", "my-run", "--zone=z", "--worker=all"], "--worker=all"),
     (["run", "my-run", *OPTIONS], "give -- --run_dir=gs://BUCKET/RUN"),
     (

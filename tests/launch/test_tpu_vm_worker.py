@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -46,9 +47,10 @@ def worker(stand_ins, tmp_path):
 
 
 def test_install_leaves_a_mark(worker):
-  assert worker.call("installed").returncode == 1
-  assert worker.call("install").returncode == 0
-  assert worker.call("installed").returncode == 0
+  assert worker.call("installed", "12").returncode == 1
+  assert worker.call("install", "12", "tpu,gcs").returncode == 0
+  assert worker.call("installed", "12").returncode == 0
+  assert worker.call("installed", "13").returncode == 1  # other files
   commands = (worker.home / "uv").read_text()
   assert "-e .[tpu,gcs]" in commands and "--python=3.13" in commands
 
@@ -60,6 +62,7 @@ def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
     worker.call("start", "--run_dir=gs://mine/r", "--a=b  c").returncode == 0
   )
   pid = worker.wait_for(worker.home / "pid")
+  assert worker.call("installed", "12").returncode == 0  # it is left alone
   again = worker.call("start", "--run_dir=gs://mine/r")
   assert "running already" in again.stdout
   assert worker.call("code").returncode != 0
@@ -86,6 +89,24 @@ def test_a_preemption_is_written_down_and_it_can_start_again(worker):
   assert worker.call("code").stdout == "0\n"
   log = (worker.home / "grpojax-run" / "log").read_text()
   assert log.count("grpojax.train") == 2 and "saving" in log
+
+
+def test_variables_reach_a_command_and_the_training(worker, tmp_path):
+  root = tmp_path / "grpojax"
+  (root / "launch").mkdir(parents=True)
+  script = shutil.copy(SCRIPT, root / "launch")
+  (root / ".grpojax-env").write_text("export HF_TOKEN=se\\ cret\n")
+  words = ("bash", script, "exec", "bash", "-c", 'echo "$HF_TOKEN" "$PWD"')
+  done = subprocess.run(words, env=worker.env, capture_output=True, text=True)
+  assert done.stdout == f"se cret {root}\n"
+  shown = worker.home / "grpojax-venv" / "bin" / "python"
+  shown.write_text('#!/bin/sh\necho "$HF_TOKEN"\n')
+  flags = root / "launch" / "xla_flags.sh"
+  flags.write_text('#!/bin/sh\nexec "$@"\n')
+  flags.chmod(0o755)
+  subprocess.run(["bash", script, "start"], env=worker.env, check=True)
+  log = worker.home / "grpojax-run" / "log"
+  assert worker.wait_for(log) == "se cret"
 
 
 def test_other_words_are_refused(worker):
