@@ -129,18 +129,18 @@ def answer(
   longest = _LONGEST // len(calls)
   for call in calls:
     name = call.name if isinstance(call, Call) else "tool_call"
-    run = functools.partial(_run, call, functions)
+    run = functools.partial(_text_or_type, call, functions)
     result, error = user_calls.call(run, user_calls.message)
     if error is not None:
       errors += 1
       result = f"error: {error}"
-    if not _has_text(result):
+    if isinstance(result, type):
       raise WrongAnswer(
         f"called the tool {name!r}, whose result is of type"
-        f" {type(result).__name__}: return a text, a number, or a list or dict"
+        f" {result.__name__}: return a text, a number, or a list or dict"
         " of them, which are the same text in each process"
       )
-    content = str(result)[:longest]
+    content = result[:longest]
     messages.append({"role": "tool", "name": name, "content": content})
   info = {"tool_calls": len(messages), "tool_errors": errors}
   return Step(messages, info=info)
@@ -168,6 +168,14 @@ def awaited(value: Any) -> Any:
   As in TRL all coroutines of a process have the same event loop.
   """
   return _event_loop().run(value) if inspect.iscoroutine(value) else value
+
+
+def _text_or_type(
+  call: Call | str, functions: Mapping[str, Callable[..., Any]]
+) -> str | type:
+  """Returns the text of a tool's result, or its type if it has none."""
+  result = _run(call, functions)
+  return str(result) if _has_text(result) else type(result)
 
 
 def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> Any:

@@ -42,7 +42,8 @@ THINKING = (
 _ATTEMPTS = 16  # places of each kind that are looked at, from the end
 _BARE = re.compile(r"[^\s$]{0,50}")
 _JOINED = re.compile(
-  r"\}[\s$.)*\]\\]{0,6}(?:,|or|and|,\s?or|,\s?and)[\s$(*\[\\]{0,6}"
+  r"\}(?:[\s$.)*\]\\]{0,6}(?:[,;/|]|,?\s?(?:or|and|maybe))[\s$(*\[\\]{0,6}"
+  r"|[ $]{0,4})"
 )
 _STATEMENT = re.compile(
   r"""answers?\b
@@ -66,6 +67,15 @@ _FORMULA = re.compile(
   re.VERBOSE | re.DOTALL,
 )
 _ALSO = re.compile(r"\s{0,3}(?:,\s?)?(?:(?:or|and)\s{1,3})?(?=\$|\\\(|[0-9])")
+_GOES_ON = re.compile(  # behind a formula: it is no more than part of an answer
+  r"""\s{0,3}[-+*/^<>=|;]\s?(?=[$\\0-9])
+  | \s(?:times|plus|minus|over|to|divided\sby)\s(?=[$\\0-9])
+  | \s(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed)\b
+  | th\s(?:root|power)\b | (?=\\\()
+  | (?:,?\s\(?)(?:or|maybe|possibly|perhaps|alternatively)\s(?=[$\\0-9])""",
+  re.VERBOSE,
+)
+_DELIMITERS = re.compile(r"(?:(?<!\\)\$|\\[()]|\s)+")
 _END = re.compile(
   r"[.;?](?=\s|$)(?!\sor\b)|!(?=\s|$)(?!\s?[-+*/=])"  # 5! = 120 goes on
   r"|\n|<|\s\((?!or\b)|,\s(?=[a-z]{2})(?!(?:and|or|possibly|maybe)\b)"
@@ -198,8 +208,8 @@ def equal(answer: str, expected: str) -> bool:
       answer[1:] == expected[1:] and answer[0].lower() == expected[0].lower()
     )
   if "=" in answer and "=" not in expected:  # 2 + 3 = 5
-    sides = [spelling(side) or "" for side in answer.split("=")]
-    return all(equal(side, expected) for side in sides)
+    sides = [spelling(side) for side in answer.split("=")]
+    return all(side is not None and equal(side, expected) for side in sides)
   from grpojax.rewards import symbolic  # takes seconds, and is seldom needed
 
   return symbolic.equal(answer, expected)
@@ -280,6 +290,10 @@ def _statement(text: str) -> str | None:
   formulas, place = [], 0
   while formula := _FORMULA.match(text, place):
     formulas.append(next(filter(None, formula.groups())))
+    if goes_on := _GOES_ON.match(text, formula.end()):
+      end = _END.search(text, goes_on.end())
+      clause = text[: end.start() if end else None]
+      return _DELIMITERS.sub(" ", clause).strip()
     also = _ALSO.match(text, formula.end())
     if not also or also.end() == formula.end():
       return ", ".join(formulas)

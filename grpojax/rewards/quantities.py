@@ -66,6 +66,9 @@ _AROUND = re.compile(
 _TEXT = re.compile(
   r"\\(?:text|math)(?:bf|it|rm|normal)?\{([^{}]{0,200})\}|\\mbox\{([^{}]*)\}"
 )
+_SCALE_IN_TEXT = re.compile(
+  r"\\(?:text|mathrm|mbox)\{\s?((?:hundred|thousand|million|billion|trillion)\b[^{}]*)\}"
+)
 _FRACTION = re.compile(
   r"\\[dtc]?frac\s{0,3}(?:\{\s?(-?[0-9]{1,60})\s?\}|([0-9]))"
   r"\s{0,3}(?:\{\s?(-?[0-9]{1,60})\s?\}|([0-9]))(?![0-9.])"
@@ -111,7 +114,9 @@ _OPERATORS = frozenset(
   squared squares cubed cubes factorial pi half halves third quarter quarters
   dozen dozens tens hundreds thousands millions billions pair pairs scores is
   was has does raised power logs sine sines cosine cosines neither nor between
-  negative twice thrice double triple without as""".split()
+  negative twice thrice double triple without as lakhs crores grosses myriads
+  googols factorials reciprocals inverses negatives opposites twos threes fours
+  fives sixes sevens eights nines""".split()
 )
 _PLURAL = re.compile(r"[a-z]{2,18}[a-rt-z]s")
 _ORDINAL = re.compile(r"(?:[a-z]*(?:th|rd|lf|eleven|first|second))s?")
@@ -134,7 +139,9 @@ def unwrap(text: str) -> str:
   before = None
   while before != text:
     before = text
-    text = text.strip("*_ ").rstrip(".,;: ")
+    text = text.strip()
+    marked = text[:1] in ("*", "_") or text.endswith(("**", "_"))
+    text = (text.strip("*_ ") if marked else text).rstrip(".,;: ")
     if text[:1] == text[-1:] and text[:1] in ("'", '"'):
       text = text[1:-1]
     for opens, closes in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
@@ -164,7 +171,7 @@ def _without_unit(text: str) -> str:
 def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
   """True of units alone: known words, and nouns in the plural."""
   words = [re.sub(r"\^?\{?[23]\}?$", "", w) for w in _WORD.split(text) if w]
-  if len(words) > 6:
+  if len(words) > 6 or text and not words:
     return False
   for i, word in enumerate(words):
     last = i + 1 == len(words) or words[i + 1] in _UNITS
@@ -188,7 +195,7 @@ def figures(text: str) -> str:
   text = _DEGREES.sub(" degrees ", text)
   text = _POWER.sub(lambda m: f"*10^{m[1] or m[2]}", text)
   text = _FRACTION.sub(_divide, text)
-  text = _ESCAPED.sub(r"\1", text)
+  text = _ESCAPED.sub(r"\1", _SCALE_IN_TEXT.sub(r" \1", text))
   return _SPACES.sub(" ", text)
 
 

@@ -34,7 +34,7 @@ _LATEX = (
   (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
 )
 _MISREAD = re.compile(  # as something else, or as if it were not there
-  r"\\[lc]?dots|\.\.\.|[0-9)]\s*_|(?<!_)[0-9]\s+[0-9]|\?|\\frac\s*\{\s*d"
+  r"[-+*/^]\s*\Z|\\[lc]?dots|\.\.\.|[0-9)]\s*_|(?<!_)[0-9]\s+[0-9]|\?|\\frac\s*\{\s*d"
   r"|(?<![A-Za-z\\])[A-Za-z](?:[0-9]|\^\{?-1\}?\s*\()|\\(?:angle|triangle|gcd|lcm)\b"
 )
 _SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
@@ -83,7 +83,7 @@ def _comparable(answer: str, expected: str) -> bool:
   if any(map(_WORD.search, bare)):
     return False  # letters of a word are no factors
   capitals = [set(re.findall(r"\\?[A-Z]", text)) for text in sides]
-  kinds = [(t[0] + t[-1]).replace("\\", "{") for t in sides]
+  kinds = [(t[:1] + t[-1:]).replace("\\", "{") for t in sides]
   brackets = [kind for kind in kinds if kind in _BRACKETS]
   sizes = {len(_SEPARATOR.findall(text)) for text in sides}
   return (

@@ -368,7 +368,9 @@ def test_a_stored_head_of_a_tied_model(kind, shards, tmp_path, monkeypatch):
 
 def test_an_adapter_is_no_model(tmp_path):
   text = json.dumps({"base_model_name_or_path": "org/base", "r": 8})
-  (tmp_path / "adapter_config.json").write_text(text)
+  write_model(tmp_path, tensors_of(CONFIG, np.float32))
+  hf.resolve(tmp_path)
+  (tmp_path / "adapter_config.json").write_text(text)  # also beside its base
   with pytest.raises(
     ValueError, match="PEFT adapter, .* base model, 'org/base'"
   ):

@@ -107,7 +107,13 @@ answer is 5; or 2. | Answer: 5 / 2 / 7 | The answer is either 2 or 5. | It's
 2, or 5. | \boxed{2}, or \boxed{5} | \boxed{5} (or \boxed{2}) | The answer is
 2 and/or 5. | The answer is 5, 2 or 3. | The answer is $5$, $2$ or $3$. | The
 answer is 5 or, alternatively, 2. | The answer is $5 or $2. | The answer is $5
-or 2 dollars. | The answer is 5 or 2 apples. | The answer is $5 or 2$.
+or 2 dollars. | The answer is 5 or 2 apples. | The answer is $5 or 2$. | The
+answer is $5$ million | The answer is $5$/$4$ | The answer is $5$ times $2$ |
+The answer is $5$ squared | The answer is $5$th root of 2 | The answer is $x$ <
+$5$ | The answer is $5$; $6$ | The answer is $5$, possibly $6$. | The answer is
+$5$ - $6$ | The answer is $5$ to $6$ | The answer is $5$ (alternatively $6$) |
+The answer is \(5\)\(6\) | \boxed{6} / \boxed{5} | \boxed{6} \boxed{5} |
+\boxed{6}; \boxed{5} | \boxed{6}, maybe \boxed{5}
 """
 
 GIVE_FIVE = r"""
@@ -169,7 +175,9 @@ or, equivalently, 10/2 = 5. | The probability that he is wrong is 5 |
 \boxed{2} for a or b, and \boxed{5} | \boxed{5} is right, 6 is wrong. | I
 thought \boxed{6}. That's wrong. \boxed{5} | The answers are not 6; the answer
 is 5. | The answer is 5 and not 6. | We have 3 apples and 2 pears, so 5. | The
-answer is 5. If we had used 6, the answer would be wrong.
+answer is 5. If we had used 6, the answer would be wrong. | The answer is $5$! |
+The answer is $5$ to the nearest cent. | The answer
+is $20$/$4$. | \boxed{5} \boxed{5} | The answer is $5$ - and not 6.
 """
 
 

@@ -111,18 +111,18 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
+    if (directory / ADAPTER).is_file():
+      adapter = weights.read_json(directory / ADAPTER)
+      raise ValueError(
+        f"{directory} holds a PEFT adapter, which is not read: give its base "
+        f"model, {adapter.get('base_model_name_or_path')!r:.200}, or merge it into "
+        "that (merge_and_unload in peft) and give the result"
+      )
     # A run has a config.json too, but of another kind.
     file = directory / "config.json"
     if file.is_file() and "model_type" in weights.read_json(file):
       _check_links(directory)
       return directory
-    if (directory / ADAPTER).is_file():
-      adapter = weights.read_json(directory / ADAPTER)
-      raise ValueError(
-        f"{directory} holds a PEFT adapter, not a model: give its base model, "
-        f"{adapter.get('base_model_name_or_path')!r:.200}, or merge it into "
-        "that (merge_and_unload in peft) and give the result"
-      )
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
   embedded = ", ".join(names)
   raise ValueError(
