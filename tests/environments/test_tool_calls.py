@@ -102,6 +102,7 @@ def test_the_model_is_told_what_was_wrong():
     Call("add", {"a": 0}),
     Call("add", {"a": 9}),
     Call("add", {"a": 2, "b": 3}),
+    Call("add", {"a": 10**5000}),  # str refuses it
   ]
   step = tools.answer(calls, {"add": add})
   assert [x["content"] for x in step.observation] == [
@@ -112,10 +113,12 @@ def test_the_model_is_told_what_was_wrong():
     "error: ZeroDivisionError: no zeros",
     "error: SystemExit: ",
     "5",
+    step.observation[-1]["content"],
   ]
+  assert "error: ValueError: Exceeds" in step.observation[-1]["content"]
   assert {x["role"] for x in step.observation} == {"tool"}
-  assert step.info == {"tool_calls": 7, "tool_errors": 5}
-  assert ran == [1, 0, 9, 2]
+  assert step.info == {"tool_calls": 8, "tool_errors": 6}
+  assert ran == [1, 0, 9, 2, 10**5000]
 
 
 def test_the_calculator_computes():

@@ -368,13 +368,13 @@ def test_a_stored_head_of_a_tied_model(kind, shards, tmp_path, monkeypatch):
 
 def test_an_adapter_is_no_model(tmp_path):
   text = json.dumps({"base_model_name_or_path": "org/base", "r": 8})
-  write_model(tmp_path, tensors_of(CONFIG, np.float32))
-  hf.resolve(tmp_path)
-  (tmp_path / "adapter_config.json").write_text(text)  # also beside its base
+  path = write_model(tmp_path / "model", tensors_of(CONFIG, np.float32))
+  hf.resolve(path)
+  (path / "adapter_config.json").write_text(text)  # also beside its base
   with pytest.raises(
     ValueError, match="PEFT adapter, .* base model, 'org/base'"
   ):
-    hf.resolve(tmp_path)
+    hf.resolve(path)
 
 
 def test_pickled_weights_and_foreign_code_are_refused(tmp_path):

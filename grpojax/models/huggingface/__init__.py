@@ -113,10 +113,11 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   for directory in (path, ASSETS / path):
     if (directory / ADAPTER).is_file():
       adapter = weights.read_json(directory / ADAPTER)
+      base = adapter.get("base_model_name_or_path")
       raise ValueError(
         f"{directory} holds a PEFT adapter, which is not read: give its base "
-        f"model, {adapter.get('base_model_name_or_path')!r:.200}, or merge it into "
-        "that (merge_and_unload in peft) and give the result"
+        f"model, {base!r:.200}, or merge it into that (merge_and_unload in peft) "
+        "and give the result"
       )
     # A run has a config.json too, but of another kind.
     file = directory / "config.json"
