@@ -51,6 +51,23 @@ def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
   return paired and paired | {"first": first, "last": last}
 
 
+def texts_before_and_after(
+  rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+  """Completions of the same held-out prompts, first and last evaluation.
+
+  None unless two evaluations have samples of the same prompts.
+  """
+  with_samples = {row["step"]: row for row in rows if row.get("samples")}
+  if len(with_samples) < 2:
+    return None
+  first, last = (with_samples[f(with_samples)] for f in (min, max))
+  pairs = list(zip(first["samples"], last["samples"], strict=False))
+  if any(before["prompt"] != after["prompt"] for before, after in pairs):
+    return None
+  return {"first": first["step"], "last": last["step"], "pairs": pairs}
+
+
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
   """B less a after each step at which both were asked the same prompts."""
   return [

@@ -48,7 +48,8 @@ function runCard(run, i) {
   const failures = run.failures.total;
   return el("article.card", null,
     el("div.head", null, el("h3", null, dot(i), visible(run.name)),
-      el(`span.pill${run.finished ? "" : ".warn"}.push`, null, run.status)),
+      el(`span.pill.push${{ good: ".good", bad: ".bad" }[run.verdict.level] ||
+        (run.finished ? "" : ".warn")}`, null, run.status)),
     gain(run),
     el("dl.facts", null,
       fact("reward", run.curves.reward_mean ? number(last(run, "reward_mean")) : null),
@@ -65,8 +66,10 @@ function runCard(run, i) {
 }
 
 function overview() {
-  document.getElementById("top").append(el("h1", null, RUNS.length === 1 ?
-    visible(RUNS[0].name) : `${RUNS.length} runs`));
+  append(document.getElementById("top"), [el("h1", null, RUNS.length === 1 ?
+    visible(RUNS[0].name) : `${RUNS.length} runs`), RUNS.map(({ verdict, name }, i) =>
+    el(`p.verdict${verdict.level && `.${verdict.level}`}`, null, RUNS.length > 1 &&
+      [dot(i), `${visible(name)}: `], visible(verdict.text)))]);
   const section = part("overview", "Overview", null,
     el("div.grid.cards", null, RUNS.map(runCard)));
   section.querySelector("h2").hidden = RUNS.length === 1;
@@ -95,6 +98,11 @@ function constants(metrics) {
       seriesOf(metric.name)[0].y[0])))]));
 }
 
+function repeats(metrics) {
+  return el("p.soft.small.constants", null, metrics.map((metric) => el("div", null,
+    `${metric.same.map(visible).join(", ")}: the same as ${visible(metric.title)}`)));
+}
+
 function curves() {
   const section = part("curves", "Curves", "Faint: each step. Bold: means of blocks " +
     "of steps with their 95% interval (Student's, steps as observations). Evaluations " +
@@ -112,6 +120,8 @@ function curves() {
     box.append(charts);
     const same = group.metrics.filter(isConstant);
     if (same.length) box.append(constants(same));
+    const drawnTwice = group.metrics.filter((metric) => metric.same.length);
+    if (drawnTwice.length) box.append(repeats(drawnTwice));
     section.append(box);
   });
 }

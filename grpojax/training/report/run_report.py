@@ -5,6 +5,7 @@ broken, a run unfinished: the page says so, and shows the rest.
 """
 
 import collections
+import itertools
 import json
 import pathlib
 import re
@@ -12,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpojax.reports import comparisons, completions, curves
-from grpojax.reports.metric_groups import layout
+from grpojax.reports.metric_groups import layout, repeated
 from grpojax.reports.page import page
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config
+from grpojax.training.report import verdict
 from grpojax.training.run import run_directory
 
 FAILURES = 200  # shown of a run, at most
@@ -140,6 +142,9 @@ def _read(
   done = f"{last} of {config.steps}" if "steps" in config else f"{last}"
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
+  gain = comparisons.before_and_after(answers)
+  planned, limits = config.get("steps"), config.get("stop", {})
+  facts = verdict.facts(metrics, planned, limits, finished, gain)
   sizes = comparisons.group_size(columns)
   if sizes:  # JSON has no infinity
     sizes = [curves.short(x) if curves.is_number(x) else None for x in sizes]
@@ -147,8 +152,10 @@ def _read(
     "columns": columns,
     "answers": answers,
     "settings": _flat(config),
+    "troubled": verdict.troubled_metrics(facts),
     "shown": {
       "name": name,
+      "verdict": verdict.verdict(facts)._asdict(),
       "status": f"finished, {done} steps" if finished else f"step {done}",
       "finished": finished,
       "lastStep": last,
@@ -159,7 +166,8 @@ def _read(
       ),
       "groups": completions.groups(samples),
       "sampled": about,
-      "gain": comparisons.before_and_after(answers),
+      "gain": gain,
+      "heldOut": comparisons.texts_before_and_after(evaluations),
       "failures": _failures(failures),
       "speed": comparisons.speed(columns),
       "groupSize": sizes
@@ -223,9 +231,14 @@ def report(
     for path, name in zip(paths, names, strict=True)
   ]
   first, *others = runs
+  all_curves = [run["shown"]["curves"] for run in runs]
   data = {
     "runs": [run["shown"] for run in runs],
-    "layout": layout(name for run in runs for name in run["shown"]["curves"]),
+    "layout": layout(
+      itertools.chain(*all_curves),
+      list(itertools.chain(*(run["troubled"] for run in runs))),
+      repeated(all_curves),
+    ),
     "settings": _settings([run["settings"] for run in runs]),
     "compared": [
       {

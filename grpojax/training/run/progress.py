@@ -46,12 +46,12 @@ STOP_CONDITIONS = {
     shown=1,
     whole=1,
     words="no group's rewards differ",
-    meaning="no group's rewards differed: all prompts are solved, or none is",
+    meaning="no group's rewards differed (all prompts are solved, or none is)",
   ),
   "truncated": Trouble(
     shown=0.5 + _SOME,
     whole=0.5 + _SOME,
-    words="{:.0%} cut off",
+    words="{:.0%} cut off at sampling.max_new_tokens",
     meaning="most completions were cut off at sampling.max_new_tokens",
   ),
   "few_effective_samples": Trouble(
