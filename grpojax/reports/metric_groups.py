@@ -157,8 +157,10 @@ def repeated(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
   points: dict[str, list[Any]] = {}
   runs = list(runs)
   for name in sorted(set().union(*runs), key=_rank):
-    found = [run.get(name, {}) for run in runs]
-    points[name] = [(curve.get("x"), curve.get("y")) for curve in found]
+    curves_of_runs = [run.get(name, {}) for run in runs]
+    points[name] = [
+      (curve.get("x"), curve.get("y")) for curve in curves_of_runs
+    ]
   names = list(points)
   first = {
     name: next(other for other in names if points[other] == points[name])

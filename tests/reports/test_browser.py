@@ -127,10 +127,25 @@ def test_everything_is_drawn_and_explains_itself(opened):
   assert tip.inner_text().startswith("step 10\n")
   page.keyboard.press("Escape")
   assert tip.is_hidden()
+  ticks = page.locator("#curves svg").first.locator("text").all_inner_texts()
+  assert "step" in ticks
   rows = page.locator("#differences tbody tr")
   assert rows.count() >= 6 and "reward_mean" in rows.first.inner_text()
   assert "seed" in page.locator("#settings tbody tr").first.inner_text()
   assert "\u2192" in page.locator("#overview .big").first.inner_text()
+  verdicts = page.locator("#top .verdict").all_inner_texts()
+  assert [text.partition(": ")[0] for text in verdicts] == ["<b>one", "two"]
+  minus = "[\u2212-]"
+  assert not re.search(f"{minus}0(\\.0+)?%", page.inner_text("main"))
+
+
+def test_the_last_completions_come_first_the_worst_before_the_others(opened):
+  page = opened("two")
+  parts = page.locator("main > section").evaluate_all("x => x.map(n => n.id)")
+  assert parts[:3] == ["overview", "completions", "curves"]
+  assert page.locator("#completions h3").first.inner_text() == "Step 60"
+  rewards = page.locator("#completions .side").first.locator(".reward")
+  assert rewards.all_inner_texts() == [f"reward {x}" for x in (0, 0, 1, 1)]
 
 
 def count(page, choose):
@@ -197,6 +212,8 @@ def test_a_long_run_is_drawn_bit_by_bit(opened):
   assert nodes < 25_000
   page.click("#completions button")
   assert page.locator("#completions .sample").count() == 32
+  page.locator("#curves").scroll_into_view_if_needed()
+  page.wait_for_selector("#curves path", state="attached")
   paths = page.locator("#curves path").evaluate_all(
     "nodes => nodes.map(node => node.getAttribute('d').length)"
   )

@@ -29,7 +29,7 @@ _QUARTER = 4  # least number of steps in a quarter for a trend
 
 
 class Verdict(NamedTuple):
-  """How a run went; `level` is "bad", "good" or "", the colour on the page."""
+  """Sentence on a run, and its colour: `level` is "bad", "good" or ""."""
 
   level: str
   text: str
@@ -228,8 +228,8 @@ def verdict(run: Facts) -> Verdict:
   if not run.steps:
     done = "Finished without training." if run.finished else "No step yet."
     return Verdict("", done)
-  found = ((level, sentence(run)) for level, sentence in VERDICTS)
-  level, text = next((level, text) for level, text in found if text)
+  sentences = ((level, sentence(run)) for level, sentence in VERDICTS)
+  level, text = next((level, text) for level, text in sentences if text)
   return Verdict(level, f"{text}.")
 
 
