@@ -127,7 +127,7 @@ def test_everything_is_drawn_and_explains_itself(opened):
   assert tip.inner_text().startswith("step 10\n")
   page.keyboard.press("Escape")
   assert tip.is_hidden()
-  ticks = page.locator("#curves svg").first.locator("text").all_inner_texts()
+  ticks = page.locator("#curves svg").first.locator("text").all_text_contents()
   assert "step" in ticks
   rows = page.locator("#differences tbody tr")
   assert rows.count() >= 6 and "reward_mean" in rows.first.inner_text()
