@@ -89,9 +89,9 @@ CASES = {
   ),
   "the limit is met at the last step": (
     steps(*[GOOD] * 2, *[NAN] * 10),
-    {"finished": True, "planned": 12},
+    {"planned": 12},
     "",
-    "Finished: step 12 of 12.",
+    "Not finished: step 12 of 12.",
   ),
   "fell since the start": (
     steps(*[GOOD] * 4) + tested(0.5, 0.35),

@@ -143,7 +143,8 @@ def _read(
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
   gain = comparisons.before_and_after(answers)
-  planned, limits = config.get("steps"), config.get("stop", {})
+  planned = config.get("steps")
+  limits = dict(config.get("stop", {}))
   facts = verdict.facts(metrics, planned, limits, finished, gain)
   sizes = comparisons.group_size(columns)
   if sizes:  # JSON has no infinity
