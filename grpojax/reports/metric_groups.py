@@ -78,7 +78,9 @@ GROUPS = (
 )
 
 TROUBLE = Group(
-  "Signs of trouble", "The most frequent comes first; see troubleshooting.", ""
+  "Signs of trouble",
+  "The most frequent comes first; see docs/troubleshooting.md.",
+  "",
 )
 
 TITLES = {

@@ -44,27 +44,22 @@ CASES = {
     steps(*[EQUAL] * 4),
     {"finished": True, "planned": 4},
     "bad",
-    "Learned nothing: in 4 of 4 steps no group's rewards differed.",
-  ),
-  "equal rewards so far": (
-    steps(EQUAL),
-    {},
-    "bad",
-    "Learned nothing so far: in 1 of 1 steps no group's rewards differed.",
+    "Learned nothing: in 4 of 4 steps no group's rewards differed; mean reward "
+    "0.",
   ),
   "two reasons": (
     steps(EQUAL, FAILED, EQUAL, NAN | {"zero_variance_groups": 0.5}),
     {},
     "bad",
-    "nothing so far: in 2 of 4 steps no group's rewards differed, in 1 of 4 "
+    "nothing: in 2 of 4 steps no group's rewards differed, in 1 of 4 "
     "steps no completion had a reward, in 1 of 4 steps gradients were not "
-    "finite.",
+    "finite; mean reward 0.275.",
   ),
   "equal rewards and stopped": (
     steps(*[EQUAL] * 3),
     {"limits": LIMITS | {"zero_variance_groups": 3}},
     "bad",
-    "steps no group's rewards differed. Stopped at step 3 of 16: in 3 steps",
+    "; mean reward 0. Stopped at step 3 of 16 (stop.zero_variance_groups).",
   ),
   "baselines across groups": (
     steps(*[EQUAL] * 4) + tested(0.2, 0.6),
@@ -79,13 +74,24 @@ CASES = {
     "",
     "Finished: step 4 of 4.",
   ),
+  "no rewards at all": (
+    steps(*[FAILED | {"reward_mean": math.nan}] * 40),
+    {"planned": 40},
+    "bad",
+    "Learned nothing: in 40 of 40 steps no completion had a reward.",
+  ),
+  "the last rewards are missing": (
+    steps(*[GOOD] * 16, FAILED | {"reward_mean": None}, rewards=RISING),
+    {},
+    "",
+    "Not finished: step 17 of 16.",
+  ),
   "gradients": (
     steps(*[GOOD] * 2, *[NAN] * 10),
     {},
     "bad",
-    "Stopped at step 12 of 16: in 10 steps in a row gradients were not finite, "
-    "and updates were skipped; to go on all the same: "
-    "--config.stop.skipped_updates=0.",
+    "Stopped at step 12 of 16 (stop.skipped_updates): in 10 steps in a row "
+    "gradients were not finite, and updates were skipped.",
   ),
   "the limit is met at the last step": (
     steps(*[GOOD] * 2, *[NAN] * 10),
@@ -148,7 +154,7 @@ def test_the_last_row_of_a_step_counts_and_odd_values_are_dropped():
   rows = [*steps(GOOD, NAN), {"step": 2, "reward_mean": 0.1} | EQUAL]
   rows += [{"step": 3, "reward_mean": math.nan}, {"step": 4, "accuracy": 1}]
   run = lib.facts(rows, 4, LIMITS, False)
-  assert [row["reward_mean"] for row in run.steps] == [0.4, 0.0]
+  assert [row.get("reward_mean") for row in run.steps] == [0.4, 0.0, None]
   assert run.evaluations == []
 
 

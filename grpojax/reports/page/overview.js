@@ -21,14 +21,16 @@ function gain(run) {
   const accuracy = ends(run, "accuracy");
   if (!accuracy) return el("p.soft", null, "Not evaluated yet.");
   const [before, after] = accuracy;
+  const once = run.curves.accuracy.y.length === 1;
   const paired = run.gain;
   return [
     el("div.head", null,
       el("span.soft", null, "Held-out accuracy"),
-      el("span.big", null, before === after || run.curves.accuracy.y.length === 1 ?
+      el("span.big", null, once ?
         percent(after[0]) : `${percent(before[0])} \u2192 ${percent(after[0])}`)),
-    el("div.soft.small", null, `95% ${interval(before[1], before[2], percent)} \u2192 ` +
-      interval(after[1], after[2], percent)),
+    el("div.soft.small", null, `95% ${once ? "" :
+      `${interval(before[1], before[2], percent)} \u2192 `}${
+      interval(after[1], after[2], percent)}`),
     paired && el("div.small", null, el(paired.low > 0 ? "span.good" : paired.high < 0 ?
       "span.bad" : "span", null, signed(paired.difference, percent)),
       ` ${interval(paired.low, paired.high, percent)} on the same ${paired.prompts} ` +

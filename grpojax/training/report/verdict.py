@@ -14,7 +14,7 @@ from grpojax.training.run.progress import (
   Progress,
   Row,
   after,
-  stop_reason,
+  stop_condition,
 )
 
 _UNTAUGHT = {
@@ -69,11 +69,13 @@ def facts(
   The last row of a step counts; values that are no finite numbers are dropped.
   """
   steps, evaluations = {}, {}
-  for row in rows:
-    row = {name: value for name, value in row.items() if is_number(value)}
+  for full_row in rows:
+    row = {
+      name: full_row[name] for name in full_row if is_number(full_row[name])
+    }
     if row.keys() >= {"step", "accuracy_low", "accuracy_high", *best.COLUMNS}:
       evaluations[row["step"]] = row
-    elif row.keys() >= {"step", "reward_mean"}:
+    elif "step" in row and "reward_mean" in full_row:  # nan without rewards
       steps[row["step"]] = row
   tested = [evaluations[step] for step in sorted(evaluations)]
   tested = [row for row in tested if row["prompts"] == tested[-1]["prompts"]]
@@ -107,11 +109,10 @@ def _accuracies(run: Facts) -> str:
 
 
 def _stop(run: Facts) -> str | None:
-  """Reason why a `stop` setting ended the run, if its rows show one."""
+  """Name of the `stop` setting that ended the run, if its rows show one."""
   if run.finished or not _ended_early(run):
     return None
-  limits = dict.fromkeys(STOP_CONDITIONS, 0) | dict(run.limits)
-  return stop_reason(_progress(run), limits)
+  return stop_condition(_progress(run), run.limits)
 
 
 def _untaught(row: Row) -> str:
@@ -134,15 +135,22 @@ def _learned_nothing(run: Facts) -> str | None:
     f"in {count} of {len(run.steps)} steps {why}"
     for why, count in reasons.most_common()
   ]
-  reason = _stop(run)
-  stopped = f". Stopped at {_at(run)}: {reason}" if reason else ""
-  so_far = "" if run.finished or reason else " so far"
-  return f"Learned nothing{so_far}: {', '.join(counts)}{stopped}"
+  rewards = [row["reward_mean"] for row in run.steps if "reward_mean" in row]
+  mean = f"; mean reward {np.mean(rewards):.3g}" if rewards else ""
+  sentences = [f"Learned nothing: {', '.join(counts)}{mean}"]
+  if name := _stop(run):
+    sentences.append(f"Stopped at {_at(run)} (stop.{name})")
+  return ". ".join(sentences)
 
 
 def _stopped(run: Facts) -> str | None:
-  reason = _stop(run)
-  return reason and f"Stopped at {_at(run)}: {reason}{_accuracies(run)}"
+  name = _stop(run)
+  if name is None:
+    return None
+  return (
+    f"Stopped at {_at(run)} (stop.{name}): in {run.limits[name]} steps in a "
+    f"row {STOP_CONDITIONS[name].meaning}{_accuracies(run)}"
+  )
 
 
 def _fell(run: Facts) -> str | None:
@@ -179,13 +187,13 @@ def _no_improvement(run: Facts) -> str | None:
 
 def _still_improving(run: Facts) -> str | None:
   """Compares mean rewards in the last quarter of steps with the one before."""
-  rewards = np.array([row["reward_mean"] for row in run.steps])
+  rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
   quarter = len(rewards) // 4
   if quarter < _QUARTER:
     return None
   rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
   mean, low, _ = mean_interval(rises)
-  if low <= 0:
+  if not low > 0:  # or not a number
     return None
   more = "; more steps may help (--config.steps)" if run.finished else ""
   return (
