@@ -34,6 +34,8 @@ def files(made_up, tmp_path_factory):
     made_up.make_run(home / "<b>one"),
     made_up.make_run(home / "two", seed=1, better=0.5),
   ]
+  with (two[1] / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 60, "truncated": -0.0004}\n')  # rounds to 0
   plain = ("12*3=36\n36+7=43\n#### 43" * 10, "#### 41")
   long = made_up.make_run(
     home / "long", steps=3_000, every=50, groups=4, size=8, texts=plain
