@@ -54,16 +54,14 @@ def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
 def texts_before_and_after(
   rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
-  """Completions of the same held-out prompts, first and last evaluation.
-
-  None unless two evaluations have samples of the same prompts.
-  """
-  with_samples = {row["step"]: row for row in rows if row.get("samples")}
-  if len(with_samples) < 2:
-    return None
-  first, last = (with_samples[f(with_samples)] for f in (min, max))
-  pairs = list(zip(first["samples"], last["samples"], strict=False))
-  if any(before["prompt"] != after["prompt"] for before, after in pairs):
+  """Pairs first and last completions of the same held-out prompts, if any."""
+  rows = sorted((r for r in rows if r.get("samples")), key=lambda r: r["step"])
+  first, last = (rows[0], rows[-1]) if rows else ({}, {})
+  pairs = list(
+    zip(*(r.get("samples", ()) for r in (first, last)), strict=False)
+  )
+  same = all(before["prompt"] == after["prompt"] for before, after in pairs)
+  if len(rows) < 2 or not same:
     return None
   return {"first": first["step"], "last": last["step"], "pairs": pairs}
 

@@ -46,10 +46,7 @@ def short(value: float) -> float:
 
 
 def without_rounding(name: str, value: float) -> float:
-  """Returns 0 for a value of float32's rounding error, and no negative zero.
-
-  The loss and KL divergences of a policy against itself are such values.
-  """
+  """Returns 0 for a rounding error (KL of a policy to itself) and for -0."""
   is_zero = re.fullmatch(r"(.*/)?(loss|kl|rollout_kl)", name)
   return 0.0 if is_zero and abs(value) < ROUNDING else value + 0.0
 

@@ -3,9 +3,8 @@
 A metric that no pattern knows is shown as well, in the last group.
 """
 
-import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -77,12 +76,6 @@ GROUPS = (
   Group("Other", "", r".*"),
 )
 
-TROUBLE = Group(
-  "Signs of trouble",
-  "The most frequent comes first; see docs/troubleshooting.md.",
-  "",
-)
-
 TITLES = {
   "accuracy": ("Held-out accuracy", "share of prompts, greedy"),
   "held_out_reward": ("Held-out reward", "mean over prompts, greedy"),
@@ -149,69 +142,25 @@ def part_of(name: str) -> int:
   )
 
 
-def repeated(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-  """Metrics that have the same points as another, by the one that is drawn.
-
-  Args:
-    runs: Curves of each run by metric; a metric repeats another if it does in
-      all runs. The one with a title is drawn, else the first by name.
-  """
-  points: dict[str, list[Any]] = {}
-  runs = list(runs)
-  for name in sorted(set().union(*runs), key=_rank):
-    curves_of_runs = [run.get(name, {}) for run in runs]
-    points[name] = [
-      (curve.get("x"), curve.get("y")) for curve in curves_of_runs
-    ]
-  names = list(points)
-  first = {
-    name: next(other for other in names if points[other] == points[name])
-    for name in names
-    if any(len(set(y or ())) > 1 for _, y in points[name])
-  }
-  return {name: other for name, other in first.items() if other != name}
-
-
-def _rank(name: str) -> tuple[int, str]:
+def layout(names: Iterable[str]) -> list[dict[str, Any]]:
+  """Groups that have any of the metrics, in order, with their titles."""
   known = list(TITLES)
-  return known.index(name) if name in known else len(known), name
 
+  def rank(name: str) -> tuple[int, str]:
+    return known.index(name) if name in known else len(known), name
 
-def layout(
-  names: Iterable[str],
-  troubled: Sequence[str] = (),
-  same: Mapping[str, str] | None = None,
-) -> list[dict[str, Any]]:
-  """Groups that have any of the metrics, in order, with their titles.
-
-  Args:
-    names: Metrics that any run has.
-    troubled: Metrics for a group of their own at the beginning, in its order.
-    same: Metrics to leave out, by name, with those that they repeat; the latter
-      list them under "same".
-  """
-  same = same or {}
-  names = sorted({same.get(name, name) for name in names}, key=_rank)
-  troubled = [same.get(name, name) for name in troubled]
-  first = [name for name in dict.fromkeys(troubled) if name in names]
-  groups = [(TROUBLE, first)] if first else []
-  others = [name for name in names if name not in first]
-  parts = itertools.groupby(sorted(others, key=part_of), part_of)
-  groups += [(GROUPS[i], list(part)) for i, part in parts]
+  by_group: dict[int, list[str]] = {}
+  for name in sorted(set(names), key=rank):
+    by_group.setdefault(part_of(name), []).append(name)
   return [
     {
-      "title": group.title,
-      "text": group.text,
+      "title": GROUPS[i].title,
+      "text": GROUPS[i].text,
       "metrics": [
-        {
-          "name": name,
-          "title": title,
-          "unit": unit,
-          "same": [copy for copy in same if same[copy] == name],
-        }
-        for name in metrics
+        {"name": name, "title": title, "unit": unit}
+        for name in by_group[i]
         for title, unit in [TITLES.get(name, (name, ""))]
       ],
     }
-    for group, metrics in groups
+    for i in sorted(by_group)
   ]

@@ -1,6 +1,7 @@
 """The page in a real browser: it opens, it can be used, and it is inert."""
 
 import contextlib
+import json
 import re
 import shutil
 
@@ -36,6 +37,13 @@ def files(made_up, tmp_path_factory):
   ]
   with (two[1] / "metrics.jsonl").open("a") as file:
     file.write('{"step": 60, "truncated": -0.0004}\n')  # rounds to 0
+  for path in two:  # a trouble, and a metric that repeats another
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    with (path / "metrics.jsonl").open("w") as file:
+      for row in map(json.loads, lines):
+        if "kl" in row:
+          row |= {"skipped_updates": row["step"] % 2, "a_copy": row["kl"]}
+        file.write(json.dumps(row) + "\n")
   plain = ("12*3=36\n36+7=43\n#### 43" * 10, "#### 41")
   long = made_up.make_run(
     home / "long", steps=3_000, every=50, groups=4, size=8, texts=plain
@@ -119,10 +127,10 @@ def test_everything_is_drawn_and_explains_itself(opened):
   charts = page.locator(".chart .plot")
   assert charts.count() >= 20
   assert page.locator(".chart .plot > svg").count() == charts.count()
-  page.locator("#curves svg").nth(1).hover()
+  page.locator("#curves svg").nth(2).hover()
   tip = page.locator(".tip")
   assert re.match(r"step \d+\n.*one\n0\.\d+", tip.inner_text())
-  page.locator("#curves svg").first.focus()
+  page.locator("#curves svg").nth(1).focus()
   page.keyboard.press("Home")
   assert tip.inner_text().startswith("step 0\n")
   page.keyboard.press("ArrowRight")
@@ -135,6 +143,13 @@ def test_everything_is_drawn_and_explains_itself(opened):
   assert rows.count() >= 6 and "reward_mean" in rows.first.inner_text()
   assert "seed" in page.locator("#settings tbody tr").first.inner_text()
   assert "\u2192" in page.locator("#overview .big").first.inner_text()
+  trouble = page.locator("#curves details").first
+  assert trouble.locator("h2").inner_text() == "Signs of trouble"
+  assert trouble.locator("h3").all_inner_texts() == ["Skipped updates"]
+  titles = page.locator("#curves h3").all_text_contents()
+  assert len(set(titles)) == len(titles) and "a_copy" not in titles
+  body = page.inner_text("#curves")
+  assert "a_copy: the same as KL to the reference" in body
   verdicts = page.locator("#top .verdict").all_inner_texts()
   assert [text.partition(": ")[0] for text in verdicts] == ["<b>one", "two"]
   minus = "[\u2212-]"

@@ -126,31 +126,6 @@ def test_every_metric_has_a_group_and_main_ones_come_first():
   }
 
 
-def test_metrics_that_show_trouble_come_first():
-  names = ["loss", "truncated", "accuracy"]
-  first, *others = metric_groups.layout(names, ["truncated", "unknown", "loss"])
-  assert first["title"] == metric_groups.TROUBLE.title
-  assert [m["name"] for m in first["metrics"]] == ["truncated", "loss"]
-  assert [m["name"] for g in others for m in g["metrics"]] == ["accuracy"]
-
-
-def test_a_metric_that_repeats_another_is_left_out():
-  line = lambda *y: {"x": [1, 2], "y": list(y)}
-  run = {"reward_mean": line(1, 2), "rewards/f/mean": line(1, 2)}
-  run |= {"aaa": line(1, 2), "kl": line(1, 3), "loss": line(0, 0)}
-  run |= {"truncated": line(0, 0)}  # constants are listed in words
-  same = metric_groups.repeated([run])
-  assert same == {"rewards/f/mean": "reward_mean", "aaa": "reward_mean"}
-  other = run | {"aaa": line(1, 4)}  # in one of two runs only
-  same = metric_groups.repeated([run, other])
-  assert same == {"rewards/f/mean": "reward_mean"}
-  groups = metric_groups.layout(run, ["rewards/f/mean"], same)
-  (first,) = groups[0]["metrics"]
-  assert (first["name"], first["same"]) == ("reward_mean", ["rewards/f/mean"])
-  drawn = [m["name"] for group in groups for m in group["metrics"]]
-  assert sorted(drawn) == sorted(run.keys() - same)
-
-
 def test_every_title_is_of_a_known_group():
   groups = {metric_groups.part_of(name) for name in metric_groups.TITLES}
   last = len(metric_groups.GROUPS) - 1

@@ -147,7 +147,7 @@ def test_the_verdict_is_the_first_sentence_that_applies(case):
   rows, options, level, text = CASES[case]
   given = {"planned": 16, "limits": LIMITS, "finished": False} | options
   found = lib.verdict(lib.facts(rows, **given))
-  assert (found.level, text in found.text) == (level, True), found
+  assert (found["level"], text in found["text"]) == (level, True), found
 
 
 def test_the_last_row_of_a_step_counts_and_odd_values_are_dropped():

@@ -100,9 +100,26 @@ function constants(metrics) {
       seriesOf(metric.name)[0].y[0])))]));
 }
 
+const METRICS = DATA.layout.flatMap((group) => group.metrics);
+
+// The first metric with the same points in all runs: the one that is drawn.
+const points = (metric) => JSON.stringify(seriesOf(metric.name).map((s) => [s.run, s.x, s.y]));
+const SAME = new Map([...METRICS].reverse().map((metric) => [points(metric), metric]));
+
 function repeats(metrics) {
   return el("p.soft.small.constants", null, metrics.map((metric) => el("div", null,
-    `${metric.same.map(visible).join(", ")}: the same as ${visible(metric.title)}`)));
+    `${visible(metric.name)}: the same as ${visible(SAME.get(points(metric)).title)}`)));
+}
+
+// Metrics that show trouble stand before the others, the most frequent first.
+function groupsByTrouble() {
+  const names = [...new Set(RUNS.flatMap((run) => run.troubled))];
+  const troubled = names.flatMap((name) => METRICS.filter((one) => one.name === name));
+  const others = DATA.layout.map((group) => ({ ...group,
+    metrics: group.metrics.filter((metric) => !troubled.includes(metric)) }));
+  return [{ title: "Signs of trouble", text: "The most frequent comes first; see " +
+    "docs/troubleshooting.md.", metrics: troubled }, ...others].filter(
+    (group) => group.metrics.length);
 }
 
 function curves() {
@@ -111,19 +128,20 @@ function curves() {
     "and diagnoses have intervals of their own. Point at a chart, or focus it and use " +
     "the arrow keys.", legend());
   if (!DATA.layout.length) section.append(el("p.card.empty", null, "No metrics yet."));
-  DATA.layout.forEach((group, i) => {
+  groupsByTrouble().forEach((group, i) => {
     const box = el("details.group", { open: i < 5 }, el("summary", null,
       el("h2", null, group.title)), group.text && el("p.soft", null, group.text));
     const charts = el("div.grid.charts");
-    for (const metric of group.metrics.filter((one) => !isConstant(one))) {
+    const varying = group.metrics.filter((metric) => !isConstant(metric));
+    const repeated = varying.filter((metric) => SAME.get(points(metric)) !== metric);
+    for (const metric of varying.filter((one) => !repeated.includes(one))) {
       charts.append(chart(visible(metric.title), metric.unit, seriesOf(metric.name),
         { name: visible(metric.name) }));
     }
     box.append(charts);
     const same = group.metrics.filter(isConstant);
     if (same.length) box.append(constants(same));
-    const drawnTwice = group.metrics.filter((metric) => metric.same.length);
-    if (drawnTwice.length) box.append(repeats(drawnTwice));
+    if (repeated.length) box.append(repeats(repeated));
     section.append(box);
   });
 }

@@ -5,7 +5,6 @@ broken, a run unfinished: the page says so, and shows the rest.
 """
 
 import collections
-import itertools
 import json
 import pathlib
 import re
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpojax.reports import comparisons, completions, curves
-from grpojax.reports.metric_groups import layout, repeated
+from grpojax.reports.metric_groups import layout
 from grpojax.reports.page import page
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
@@ -153,10 +152,10 @@ def _read(
     "columns": columns,
     "answers": answers,
     "settings": _flat(config),
-    "troubled": verdict.troubled_metrics(facts),
     "shown": {
       "name": name,
-      "verdict": verdict.verdict(facts)._asdict(),
+      "verdict": verdict.verdict(facts),
+      "troubled": verdict.troubled_metrics(facts),
       "status": f"finished, {done} steps" if finished else f"step {done}",
       "finished": finished,
       "lastStep": last,
@@ -232,14 +231,9 @@ def report(
     for path, name in zip(paths, names, strict=True)
   ]
   first, *others = runs
-  all_curves = [run["shown"]["curves"] for run in runs]
   data = {
     "runs": [run["shown"] for run in runs],
-    "layout": layout(
-      itertools.chain(*all_curves),
-      list(itertools.chain(*(run["troubled"] for run in runs))),
-      repeated(all_curves),
-    ),
+    "layout": layout(name for run in runs for name in run["shown"]["curves"]),
     "settings": _settings([run["settings"] for run in runs]),
     "compared": [
       {

@@ -1,7 +1,7 @@
 """Verdict on a run: one sentence on how it went, computed from its rows."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,50 +9,25 @@ import numpy as np
 from grpojax.reports.curves import is_number
 from grpojax.statistics.intervals import mean_interval
 from grpojax.training.evaluation import best
-from grpojax.training.run.progress import (
-  STOP_CONDITIONS,
-  Progress,
-  Row,
-  after,
-  stop_condition,
-)
+from grpojax.training.run import progress as progress_lib
+from grpojax.training.run.progress import STOP_CONDITIONS, Progress, Row
 
 _UNTAUGHT = {
   "rewards_missing": "no completion had a reward",
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
 }
-"""Reasons why a step taught nothing, by the metric that shows them."""
-
 _OFTEN = 0.05  # share of steps from which on a trouble is worth a look
 _QUARTER = 4  # least number of steps in a quarter for a trend
 
 
-class Verdict(NamedTuple):
-  """Sentence on a run, and its colour: `level` is "bad", "good" or ""."""
-
-  level: str
-  text: str
-
-
 class Facts(NamedTuple):
-  """Inputs of a verdict.
+  """Inputs of a verdict; `gain` is of `comparisons.before_and_after`."""
 
-  Attributes:
-    steps: Rows of metrics.jsonl with a step's metrics, in order.
-    evaluations: Rows with an accuracy and its interval, in order, all on the
-      prompts of the last one.
-    planned: Number of steps in the settings; None if unknown.
-    limits: The `stop` settings by name.
-    finished: True if the run has written its summary.
-    gain: Paired difference of the last and first evaluation, if known
-      (`comparisons.before_and_after`).
-  """
-
-  steps: Sequence[Row]
-  evaluations: Sequence[Row]
-  planned: int | None
-  limits: Mapping[str, int]
+  steps: Sequence[Row]  # with a step's metrics
+  evaluations: Sequence[Row]  # on the prompts of the last one
+  planned: int | None  # number of steps in the settings
+  limits: Mapping[str, int]  # `stop` settings
   finished: bool
   gain: Mapping[str, Any] | None
 
@@ -68,18 +43,15 @@ def facts(
 
   The last row of a step counts; values that are no finite numbers are dropped.
   """
-  steps, evaluations = {}, {}
+  steps, tests = {}, {}
   for full_row in rows:
-    row = {
-      name: full_row[name] for name in full_row if is_number(full_row[name])
-    }
-    if row.keys() >= {"step", "accuracy_low", "accuracy_high", *best.COLUMNS}:
-      evaluations[row["step"]] = row
+    row = {name: x for name, x in full_row.items() if is_number(x)}
+    if row.keys() >= set(best.COLUMNS):
+      tests[row["step"]] = row
     elif "step" in row and "reward_mean" in full_row:  # nan without rewards
       steps[row["step"]] = row
-  tested = [evaluations[step] for step in sorted(evaluations)]
+  ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, tests))
   tested = [row for row in tested if row["prompts"] == tested[-1]["prompts"]]
-  ordered = [steps[step] for step in sorted(steps)]
   return Facts(ordered, tested, planned, limits, finished, gain)
 
 
@@ -96,12 +68,11 @@ def _progress(run: Facts) -> Progress:
   progress = Progress()
   absent = dict.fromkeys(STOP_CONDITIONS, 0) | {"train_seconds": 0}
   for row in run.steps:
-    progress = after(progress, absent | row)
+    progress = progress_lib.after(progress, absent | row)
   return progress
 
 
 def _accuracies(run: Facts) -> str:
-  """Says the held-out accuracy before and after, if it was measured twice."""
   if len(run.evaluations) < 2:
     return ""
   first, last = (run.evaluations[i]["accuracy"] for i in (0, -1))
@@ -112,7 +83,7 @@ def _stop(run: Facts) -> str | None:
   """Name of the `stop` setting that ended the run, if its rows show one."""
   if run.finished or not _ended_early(run):
     return None
-  return stop_condition(_progress(run), run.limits)
+  return progress_lib.stop_condition(_progress(run), run.limits)
 
 
 def _untaught(row: Row) -> str:
@@ -126,28 +97,22 @@ def _untaught(row: Row) -> str:
 
 
 def _learned_nothing(run: Facts) -> str | None:
-  if run.gain and run.gain["low"] > 0:  # advantages across groups
-    return None
   reasons = collections.Counter(map(_untaught, run.steps))
-  if "" in reasons:
+  rose = run.gain and run.gain["low"] > 0  # by advantages across groups
+  if rose or "" in reasons:
     return None
-  counts = [
-    f"in {count} of {len(run.steps)} steps {why}"
-    for why, count in reasons.most_common()
-  ]
+  total = len(run.steps)
+  counts = [f"in {n} of {total} steps {x}" for x, n in reasons.most_common()]
   rewards = [row["reward_mean"] for row in run.steps if "reward_mean" in row]
   mean = f"; mean reward {np.mean(rewards):.3g}" if rewards else ""
-  sentences = [f"Learned nothing: {', '.join(counts)}{mean}"]
-  if name := _stop(run):
-    sentences.append(f"Stopped at {_at(run)} (stop.{name})")
-  return ". ".join(sentences)
+  name = _stop(run)
+  stopped = f". Stopped at {_at(run)} (stop.{name})" if name else ""
+  return f"Learned nothing: {', '.join(counts)}{mean}{stopped}"
 
 
 def _stopped(run: Facts) -> str | None:
   name = _stop(run)
-  if name is None:
-    return None
-  return (
+  return name and (
     f"Stopped at {_at(run)} (stop.{name}): in {run.limits[name]} steps in a "
     f"row {STOP_CONDITIONS[name].meaning}{_accuracies(run)}"
   )
@@ -163,25 +128,17 @@ def _fell(run: Facts) -> str | None:
     top = first
   elif top["accuracy_low"] <= last["accuracy_high"]:
     return None
-  return (
-    f"Accuracy fell: {top['accuracy']:.1%} after step {top['step']}, "
-    f"{last['accuracy']:.1%} after step {last['step']}"
-  )
+  values = [f"{x['accuracy']:.1%} after step {x['step']}" for x in (top, last)]
+  return f"Accuracy fell: {', '.join(values)}"
 
 
 def _no_improvement(run: Facts) -> str | None:
-  if not (run.finished and run.evaluations and _ended_early(run)):
-    return None
-  baseline, *rest = run.evaluations
-  record: best.Record = {}
-  for row in rest:
-    record = best.after(record, baseline, row)
   limit = run.limits.get("no_improvement", 0)
-  if not best.stopping(record, limit):
+  if not (run.finished and limit and _ended_early(run)):
     return None
   return (
-    f"Ended early at {_at(run)}: accuracy did not rise in the last "
-    f"{limit} evaluations (stop.no_improvement){_accuracies(run)}"
+    f"Ended early at {_at(run)}: accuracy did not rise in the last {limit} "
+    f"evaluations (stop.no_improvement){_accuracies(run)}"
   )
 
 
@@ -203,23 +160,20 @@ def _still_improving(run: Facts) -> str | None:
 
 
 def _rose(run: Facts) -> str | None:
-  if not (run.finished and run.gain and run.gain["low"] > 0):
-    return None
-  return f"Finished: accuracy rose on the same prompts{_accuracies(run)}"
+  rose = run.finished and run.gain and run.gain["low"] > 0
+  text = f"Finished: accuracy rose on the same prompts{_accuracies(run)}"
+  return text if rose else None
 
 
 def _ended(run: Facts) -> str:
-  if not run.finished:
-    return f"Not finished: {_at(run)}{_accuracies(run)}"
-  if not run.gain:
-    return f"Finished: {_at(run)}{_accuracies(run)}"
-  return (
-    f"Finished: no clear change in accuracy{_accuracies(run)}, on "
-    f"{run.gain['prompts']} prompts"
-  )
+  if run.finished and run.gain:
+    prompts = f", on {run.gain['prompts']} prompts"
+    return f"Finished: no clear change in accuracy{_accuracies(run)}{prompts}"
+  end = "Finished" if run.finished else "Not finished"
+  return f"{end}: {_at(run)}{_accuracies(run)}"
 
 
-VERDICTS: tuple[tuple[str, Callable[[Facts], str | None]], ...] = (
+VERDICTS = (
   ("bad", _learned_nothing),
   ("bad", _stopped),
   ("bad", _fell),
@@ -228,17 +182,17 @@ VERDICTS: tuple[tuple[str, Callable[[Facts], str | None]], ...] = (
   ("good", _rose),
   ("", _ended),
 )
-"""Levels with their sentences; the first one that applies is the verdict."""
+"""Levels, which colour the page, with sentences; the first that applies."""
 
 
-def verdict(run: Facts) -> Verdict:
-  """Returns the first of `VERDICTS` that applies to a run."""
+def verdict(run: Facts) -> dict[str, str]:
+  """Returns the `level` and `text` of the first of `VERDICTS` that applies."""
   if not run.steps:
     done = "Finished without training." if run.finished else "No step yet."
-    return Verdict("", done)
+    return {"level": "", "text": done}
   sentences = ((level, sentence(run)) for level, sentence in VERDICTS)
   level, text = next((level, text) for level, text in sentences if text)
-  return Verdict(level, f"{text}.")
+  return {"level": level, "text": f"{text}."}
 
 
 def troubled_metrics(run: Facts) -> list[str]:

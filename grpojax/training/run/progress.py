@@ -175,9 +175,7 @@ def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
   `limits` are steps in a row by `STOP_CONDITIONS`' names; 0 is no limit.
   """
   name = stop_condition(progress, limits)
-  if name is None:
-    return None
-  return (
+  return name and (
     f"in {progress.in_a_row[name]} steps in a row "
     f"{STOP_CONDITIONS[name].meaning}; to go on all the same: "
     f"--config.stop.{name}=0"
