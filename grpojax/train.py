@@ -49,6 +49,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from grpojax.models import huggingface as hf
 from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
@@ -72,6 +74,7 @@ FLAGS = {
 
 
 REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
+REAL_ON_CPU = "smollm2"
 
 
 def _gain(summary: dict[str, Any]) -> list[str]:
@@ -142,7 +145,8 @@ def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
     for purpose in ("evaluate", "ask it", "export"):
       words[purpose].append("--best")
   if start in os.listdir(hf.ASSETS):
-    words["a real model"] = ["train", f"--config={REAL}"]
+    real = REAL_ON_CPU if jax.default_backend() == "cpu" else REAL
+    words["a real model"] = ["train", f"--config={real}"]
   return {
     purpose: shlex.join(["python", "-m", f"grpojax.{program}", *rest])
     for purpose, (program, *rest) in words.items()

@@ -51,6 +51,21 @@ def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
   return paired and paired | {"first": first, "last": last}
 
 
+def texts_before_and_after(
+  rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Any] | None:
+  """Pairs first and last completions of the same held-out prompts, if any."""
+  rows = sorted((r for r in rows if r.get("samples")), key=lambda r: r["step"])
+  first, last = (rows[0], rows[-1]) if rows else ({}, {})
+  pairs = list(
+    zip(*(r.get("samples", ()) for r in (first, last)), strict=False)
+  )
+  same = all(before["prompt"] == after["prompt"] for before, after in pairs)
+  if len(rows) < 2 or not same:
+    return None
+  return {"first": first["step"], "last": last["step"], "pairs": pairs}
+
+
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
   """B less a after each step at which both were asked the same prompts."""
   return [

@@ -7,6 +7,7 @@ only makes the interval wider).
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ REWARD_COLUMNS = 100  # of steps, at most
 REWARD_VALUES = 12  # rewards that are told apart; of more, intervals
 REWARD_BINS = 20
 
+ROUNDING = 1e-6  # nats a token, in float32
 _LARGEST = 1e100  # of which the square is finite
 
 Curve = dict[str, Any]
@@ -43,6 +45,12 @@ def short(value: float) -> float:
   return float(f"{value:.5g}")
 
 
+def without_rounding(name: str, value: float) -> float:
+  """Returns 0 for a rounding error (KL of a policy to itself) and for -0."""
+  is_zero = re.fullmatch(r"(.*/)?(loss|kl|rollout_kl)", name)
+  return 0.0 if is_zero and abs(value) < ROUNDING else value + 0.0
+
+
 def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
   """Sorts rows with a "step" by metric; of several for a step the last counts.
 
@@ -52,7 +60,8 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
   for row in rows:
     for name, value in row.items():
       if name != "step" and is_number(value):
-        by_name.setdefault(name, {})[row["step"]] = float(value)
+        value = without_rounding(name, float(value))
+        by_name.setdefault(name, {})[row["step"]] = value
   return {
     name: (sorted(values), [values[step] for step in sorted(values)])
     for name, values in by_name.items()

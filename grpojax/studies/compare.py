@@ -302,27 +302,32 @@ def table(
 def draw(rows, tuned: Tuned, lines, name: str, path: pathlib.Path) -> None:
   """Draws reward along training, by learning rate, and differences in `name`.
 
-  `rows` are those of curves.csv, `lines` those of results.csv.
+  A single learning rate has no panel. `rows` are those of curves.csv, `lines`
+  those of results.csv.
   """
-  with study.picture(path, 1, 3) as axes:
-    along, by_rate, more = axes[0]
+  several = len({rate for _, rate in tuned}) > 1
+  with study.picture(path, 1, 2 + several) as axes:
+    along, *by_rate, more = axes[0]
     for i, line in enumerate(lines):
       arm, colour = line["arm"], f"C{i}"
       rewards = study.by_step([r for r in rows if r["arm"] == arm], "reward")
       means = [np.mean(x) for x in rewards.values()]
-      along.plot([*rewards], means, color=colour, lw=1.5)
+      along.plot([*rewards], means, color=colour, lw=1.5, label=arm)
       rates = sorted(rate for a, rate in tuned if a == i)
-      by_rate.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
+      for ax in by_rate:
+        ax.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
       middle, low, high = (
         line[f"{name}_more{end}"] for end in ("", "_low", "_high")
       )
       ends = [[middle - low], [high - middle]]
       more.errorbar(middle, -i, xerr=ends, fmt="o", color=colour, capsize=3)
     along.set(xlabel="step", ylabel="mean reward")
-    by_rate.set(xlabel="learning rate (tuning)", xscale="log")
-    by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    by_rate.minorticks_off()
-    by_rate.set_ylabel("mean reward over training")
+    along.legend(fontsize=7)
+    for ax in by_rate:
+      ax.set(xlabel="learning rate (tuning)", xscale="log")
+      ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+      ax.minorticks_off()
+      ax.set_ylabel("mean reward over training")
     more.axvline(0, color="black", lw=0.8)
     names = [line["arm"].replace(" ", "\n") for line in lines]
     more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)

@@ -246,6 +246,6 @@ def picture(
 ) -> Iterator[np.ndarray]:
   """Yields axes [rows, columns], each `width` inches wide, and writes a PNG."""
   size = (width * columns, 0.8 * width * rows)
-  figure, axes = pictures.new_figure(rows, columns, size)
-  yield axes
+  figure = pictures.new_figure(size)
+  yield figure.subplots(rows, columns, squeeze=False)
   pictures.save_figure(figure, path)

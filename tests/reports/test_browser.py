@@ -1,6 +1,7 @@
 """The page in a real browser: it opens, it can be used, and it is inert."""
 
 import contextlib
+import json
 import re
 import shutil
 
@@ -34,6 +35,15 @@ def files(made_up, tmp_path_factory):
     made_up.make_run(home / "<b>one"),
     made_up.make_run(home / "two", seed=1, better=0.5),
   ]
+  with (two[1] / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 60, "truncated": -0.0004}\n')  # rounds to 0
+  for path in two:  # a trouble, and a metric that repeats another
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    with (path / "metrics.jsonl").open("w") as file:
+      for row in map(json.loads, lines):
+        if "kl" in row:
+          row |= {"skipped_updates": row["step"] % 2, "a_copy": row["kl"]}
+        file.write(json.dumps(row) + "\n")
   plain = ("12*3=36\n36+7=43\n#### 43" * 10, "#### 41")
   long = made_up.make_run(
     home / "long", steps=3_000, every=50, groups=4, size=8, texts=plain
@@ -117,20 +127,42 @@ def test_everything_is_drawn_and_explains_itself(opened):
   charts = page.locator(".chart .plot")
   assert charts.count() >= 20
   assert page.locator(".chart .plot > svg").count() == charts.count()
-  page.locator("#curves svg").nth(1).hover()
+  page.locator("#curves svg").nth(2).hover()
   tip = page.locator(".tip")
   assert re.match(r"step \d+\n.*one\n0\.\d+", tip.inner_text())
-  page.locator("#curves svg").first.focus()
+  page.locator("#curves svg").nth(1).focus()
   page.keyboard.press("Home")
   assert tip.inner_text().startswith("step 0\n")
   page.keyboard.press("ArrowRight")
   assert tip.inner_text().startswith("step 10\n")
   page.keyboard.press("Escape")
   assert tip.is_hidden()
+  ticks = page.locator("#curves svg").first.locator("text").all_text_contents()
+  assert "step" in ticks
   rows = page.locator("#differences tbody tr")
   assert rows.count() >= 6 and "reward_mean" in rows.first.inner_text()
   assert "seed" in page.locator("#settings tbody tr").first.inner_text()
   assert "\u2192" in page.locator("#overview .big").first.inner_text()
+  trouble = page.locator("#curves details").first
+  assert trouble.locator("h2").inner_text() == "Signs of trouble"
+  assert trouble.locator("h3").all_inner_texts() == ["Skipped updates"]
+  titles = page.locator("#curves h3").all_text_contents()
+  assert len(set(titles)) == len(titles) and "a_copy" not in titles
+  body = page.inner_text("#curves")
+  assert "a_copy: the same as KL to the reference" in body
+  verdicts = page.locator("#top .verdict").all_inner_texts()
+  assert [text.partition(": ")[0] for text in verdicts] == ["<b>one", "two"]
+  minus = "[\u2212-]"
+  assert not re.search(f"{minus}0(\\.0+)?%", page.inner_text("main"))
+
+
+def test_the_last_completions_come_first_the_worst_before_the_others(opened):
+  page = opened("two")
+  parts = page.locator("main > section").evaluate_all("x => x.map(n => n.id)")
+  assert parts[:3] == ["overview", "completions", "curves"]
+  assert page.locator("#completions h3").first.inner_text() == "Step 60"
+  rewards = page.locator("#completions .side").first.locator(".reward")
+  assert rewards.all_inner_texts() == [f"reward {x}" for x in (0, 0, 1, 1)]
 
 
 def count(page, choose):
@@ -150,7 +182,7 @@ def test_filters_find_what_they_say(opened):
   step, run, low, search = map(field, ("step", "run", "low", "search"))
   assert count(page, lambda: step.select_option("30")) == (16, 4)
   heads = page.locator("#completions h3").all_inner_texts()
-  assert heads == ["Step 30"] * 4
+  assert heads == ["Step 30"] * 2
   assert count(page, lambda: run.select_option("1")) == (8, 2)
   assert page.locator(".sample").count() == 8
   assert count(page, lambda: low.fill("0.5")) == (4, 2)
@@ -192,11 +224,13 @@ def test_tokens_say_how_likely_they_were(opened):
 
 def test_a_long_run_is_drawn_bit_by_bit(opened):
   page = opened("long")
-  assert page.locator(".sample").count() == 32  # four groups of eight
+  assert page.locator("#completions .sample").count() == 16  # two groups
   nodes = page.evaluate("document.querySelectorAll('*').length")
   assert nodes < 25_000
   page.click("#completions button")
-  assert page.locator(".sample").count() == 64
+  assert page.locator("#completions .sample").count() == 32
+  page.locator("#curves").scroll_into_view_if_needed()
+  page.wait_for_selector("#curves path", state="attached")
   paths = page.locator("#curves path").evaluate_all(
     "nodes => nodes.map(node => node.getAttribute('d').length)"
   )

@@ -92,6 +92,20 @@ def test_speed_says_where_the_time_went():
   assert comparisons.speed({}) == []
 
 
+def test_the_same_held_out_prompts_are_shown_before_and_after():
+  def row(step, *prompts):
+    samples = [{"prompt": p, "completion": f"{p} {step}"} for p in prompts]
+    return {"step": step, "samples": samples}
+
+  rows = [row(8, "a", "b"), row(0, "a", "b"), row(4, "a", "b"), {"step": 9}]
+  found = comparisons.texts_before_and_after(rows)
+  assert (found["first"], found["last"]) == (0, 8)
+  texts = [[sample["completion"] for sample in pair] for pair in found["pairs"]]
+  assert texts == [["a 0", "a 8"], ["b 0", "b 8"]]
+  assert comparisons.texts_before_and_after(rows[:1]) is None
+  assert comparisons.texts_before_and_after([*rows, row(12, "b", "a")]) is None
+
+
 INF = math.inf
 
 

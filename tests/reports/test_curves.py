@@ -69,6 +69,13 @@ def test_many_steps_keep_their_extremes():
   assert made["x"] == sorted(set(made["x"]))
 
 
+def test_a_rounding_error_is_zero():
+  rows = [{"step": 1, "loss": 4e-9, "a/kl": -1e-13, "c1": 1e-9, "x": -0.0}]
+  values = {k: v[0] for k, (_, v) in curves.columns(rows).items()}
+  assert values == {"loss": 0, "a/kl": 0, "c1": 1e-9, "x": 0}
+  assert all(math.copysign(1, value) == 1 for value in values.values())
+
+
 def test_a_metric_with_bounds_has_these_for_its_interval():
   made = curve_of([5, 6], m_low=[1, 2], m_high=[None, 9.0])
   assert made["low"] == [1, 2] and made["high"] == [None, 9]  # infinite

@@ -17,7 +17,7 @@ def test_learning_curve(tmp_path, monkeypatch):
   path, png = tmp_path / "metrics.jsonl", tmp_path / "curve.png"
   with pytest.raises(ValueError, match="no rows"):
     pictures.learning_curve(path, png)
-  drawn = []
+  drawn, sizes = [], []
   draw = pictures._draw
 
   def spy(axes, rows, key):
@@ -25,11 +25,13 @@ def test_learning_curve(tmp_path, monkeypatch):
     lines = axes.lines[0].get_xydata().tolist()
     bands = [c.get_paths()[0].vertices for c in axes.collections]
     drawn.append((key, lines, bands))
+    sizes.append(axes.get_position().size.prod())
 
   monkeypatch.setattr(pictures, "_draw", spy)
   for step in (1, 2):
     row = {"step": step, "reward_mean": 0.1 * step, "entropy": float("nan")}
-    records.append_jsonl(path, row | {"completion_length_mean": 9})
+    row |= {"completion_length_mean": 8 + step, "zero_variance_groups": 0.0}
+    records.append_jsonl(path, row)
   for step, accuracy in ((0, 0.4), (2, 0.6)):
     row = {"step": step, "accuracy": accuracy}
     row |= {"accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1}
@@ -37,10 +39,12 @@ def test_learning_curve(tmp_path, monkeypatch):
   pictures.learning_curve(path, png)
   assert _png_size(png) == (1000, 700)
   keys = [key for key, _, _ in drawn]
-  assert keys == ["reward_mean", "accuracy", "completion_length_mean"]
-  assert drawn[0][1] == [[1, 0.1], [2, 0.2]]
-  assert drawn[1][1] == [[0, 0.4], [2, 0.6]]
-  band = drawn[1][2][0]
+  # Without a metric that never changes.
+  assert keys == ["accuracy", "reward_mean", "completion_length_mean"]
+  assert sizes[0] > 2.5 * max(sizes[1:])  # the accuracy is the largest
+  assert drawn[1][1] == [[1, 0.1], [2, 0.2]]
+  assert drawn[0][1] == [[0, 0.4], [2, 0.6]]
+  band = drawn[0][2][0]
   np.testing.assert_allclose((band.min(0), band.max(0)), ((0, 0.3), (2, 0.7)))
   assert sorted(p.name for p in tmp_path.iterdir()) == [
     "curve.png",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from grpojax.runtime.cli.settings import to_config
+from grpojax.runtime.terminal import pictures
 from grpojax.studies import compare
 from grpojax.studies import run as study
 from grpojax.training.run import fit
@@ -56,6 +57,22 @@ def test_differences_are_of_pairs():
 
 
 FILE = f"{pathlib.Path(__file__)}:judge"
+
+
+@pytest.mark.parametrize("rates, panels", [([1.0], 2), ([1.0, 2.0], 3)])
+def test_a_picture_names_its_lines_and_has_no_empty_panel(
+  tmp_path, monkeypatch, rates, panels
+):
+  saved = []
+  monkeypatch.setattr(pictures, "save_figure", lambda fig, _: saved.append(fig))
+  rows = [{"arm": arm, "step": 1, "reward": 0.5} for arm in "ab"]
+  tuned = {(i, rate): 0.0 for i in range(2) for rate in rates}
+  lines = compare.table("ab", [1.0, 1.0], {"reward": np.ones((2, 3))})
+  compare.draw(rows, tuned, lines, "reward", tmp_path / "x.png")
+  axes = saved[0].axes
+  assert len(axes) == panels
+  legend = axes[0].get_legend().get_texts()
+  assert [text.get_text() for text in legend] == ["a", "b"]
 
 
 def judge(prompt, completion, example):

@@ -88,10 +88,18 @@ def test_commands_can_be_pasted_into_a_shell(where, settings_with):
   assert shlex.split(commands["export"])[-1] == f"--out={last}-model"
 
 
-def test_only_an_embedded_model_is_followed_by_a_real_one(settings_with):
+@pytest.mark.parametrize(
+  "backend, config",
+  [("cpu", "smollm2"), ("gpu", train.REAL), ("tpu", train.REAL)],
+)
+def test_only_an_embedded_model_is_followed_by_a_real_one(
+  settings_with, monkeypatch, backend, config
+):
+  monkeypatch.setattr(jax, "default_backend", lambda: backend)
   name = "a real model"
   settings = settings_with(model__path="arithmetic-instruct")
   real = train.commands("runs/x", settings)[name]
+  assert real.endswith(f"--config={config}")
   root = pathlib.Path(__file__).resolve().parents[2]
   config_file = root / "configs" / f"{real.partition('--config=')[2]}.py"
   assert config_file.is_file()

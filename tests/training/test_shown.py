@@ -36,6 +36,22 @@ def test_a_line_names_what_it_shows(settings_with):
   )
 
 
+def test_a_line_has_the_kl_and_the_mean_of_each_of_several_rewards(
+  settings_with,
+):
+  rewards = {"rewards/f/mean": 0.25, "rewards/f/std": 0.1, "a/reward_mean": 1}
+  row = ROW | {"kl": 3e-9, "rewards/g/mean": 0.75} | rewards
+  line = reporting.step_line(settings_with(steps=40), row, Eta())
+  assert (
+    "  reward_mean 0.5  rewards/g/mean 0.75  rewards/f/mean 0.25"
+    "  completion_length_mean 37.9" in line
+  )
+  assert "  entropy 0.0559  kl 0  grad_norm 0.121" in line
+  row = row | {"kl": 0.0123}
+  line = reporting.step_line(settings_with(steps=40), row, Eta())
+  assert "  kl 0.0123  " in line
+
+
 def test_skipped_updates_are_there_when_there_are_any(settings_with):
   row = ROW | {"skipped_updates": 2}
   line = reporting.step_line(settings_with(steps=40), row, Eta())

@@ -53,15 +53,18 @@ function number(value) {
   return String(+value.toPrecision(4)).replace("-", "\u2212");
 }
 
-const percent = (value) =>
-  known(value) ? `${(100 * value).toFixed(1)}%`.replace("-", "\u2212") : "\u2013";
+// Without a sign before what rounds to 0.
+const percent = (value) => known(value) ?
+  `${(100 * value).toFixed(1)}%`.replace(/^-(?=0\.0%)/, "").replace("-", "\u2212") :
+  "\u2013";
 
 const onAxis = (value) => `${+(100 * value).toPrecision(3)}%`.replace("-", "\u2212");
 
 const isShare = (unit) => unit.startsWith("share");
 
 function signed(value, format) {
-  return (value > 0 ? "+" : "") + format(value);
+  const text = format(value);
+  return value > 0 && text !== "0.0%" ? `+${text}` : text;
 }
 
 // Without a number above there is no bound: what is infinite is null in JSON.

@@ -88,7 +88,7 @@ function marks(s, px, py) {
 }
 
 function axes(width, xRange, yRange, px, py, format) {
-  const nodes = [];
+  const nodes = [svg("text", { x: 2, y: HEIGHT - 6 }, "step")];
   for (const y of ticks(yRange[0], yRange[1], 4)) {
     nodes.push(svg("line", { class: "axis", x1: MARGIN.left, x2: width - MARGIN.right,
       y1: py(y), y2: py(y) }));

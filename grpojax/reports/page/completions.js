@@ -1,5 +1,5 @@
 // Completions: whole groups side by side, filtered, drawn on demand.
-const PAGE = 4; // groups drawn at a time
+const PAGE = 2; // groups drawn at a time
 const COLORS = [
   ["", "nothing"],
   ["logprobs", "log-probability"],
@@ -148,6 +148,8 @@ function sampleCard(sample, group, matches, view) {
 function groupCard(group, matches, view) {
   const rewards = group.samples.map((s) => s.reward).filter(known);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+  const side = view.order === "best" ? -1 : 1;
+  const sorted = [...group.samples].sort((a, b) => side * (a.reward - b.reward) || 0);
   return el("section.card.family", null,
     el("div.head", null, RUNS.length > 1 && dot(group.run),
       el("h3", null, `Step ${group.step.toLocaleString("en")}`),
@@ -156,7 +158,7 @@ function groupCard(group, matches, view) {
         number(mean)}`)),
     el("div.text.prompt", { tabindex: "0", "aria-label": "prompt" },
       marked(group.prompt, view.search)),
-    el("div.side", null, group.samples.map((s) => sampleCard(s, group, matches, view))));
+    el("div.side", null, sorted.map((s) => sampleCard(s, group, matches, view))));
 }
 
 function field(title, node) {
@@ -185,8 +187,8 @@ function filters() {
     low: el("input", { type: "number", step: "any", placeholder: "\u2212\u221e" }),
     high: el("input", { type: "number", step: "any", placeholder: "\u221e" }),
     search: el("input", { type: "search", placeholder: "in prompts and completions" }),
-    order: choice([["", "by step"], ["late", "latest first"], ["best", "best first"],
-      ["worst", "worst first"]]),
+    order: choice([["", "last step, worst first"], ["early", "first step, worst first"],
+      ["worst", "worst of all steps first"], ["best", "best of all steps first"]]),
     color: choice(colors), truncated, varies,
   };
   for (const [name, node] of Object.entries(fields)) node.name = name;
@@ -228,9 +230,10 @@ function chosen(view) {
     (view.step === "" || group.step === +view.step) &&
     (!view.varies || new Set(group.samples.map((s) => s.reward)).size > 1) &&
     group.samples.some((sample) => matches(sample, group)));
-  const by = { late: (a, b) => b.step - a.step, best: (a, b) => meanReward(b) -
-    meanReward(a), worst: (a, b) => meanReward(a) - meanReward(b) }[view.order];
-  return [by ? groups.sort(by) : groups, matches];
+  const worst = (a, b) => meanReward(a) - meanReward(b);
+  const by = { "": (a, b) => b.step - a.step || worst(a, b), early: (a, b) => a.step -
+    b.step || worst(a, b), best: (a, b) => worst(b, a), worst }[view.order];
+  return [groups.sort(by), matches];
 }
 
 function completions() {

@@ -1,8 +1,9 @@
 overview();
+completions();
+heldOut();
 curves();
 differences();
 rewards();
-completions();
 speed();
 failures();
 settings();

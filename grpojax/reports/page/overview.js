@@ -21,14 +21,16 @@ function gain(run) {
   const accuracy = ends(run, "accuracy");
   if (!accuracy) return el("p.soft", null, "Not evaluated yet.");
   const [before, after] = accuracy;
+  const once = run.curves.accuracy.y.length === 1;
   const paired = run.gain;
   return [
     el("div.head", null,
       el("span.soft", null, "Held-out accuracy"),
-      el("span.big", null, before === after || run.curves.accuracy.y.length === 1 ?
+      el("span.big", null, once ?
         percent(after[0]) : `${percent(before[0])} \u2192 ${percent(after[0])}`)),
-    el("div.soft.small", null, `95% ${interval(before[1], before[2], percent)} \u2192 ` +
-      interval(after[1], after[2], percent)),
+    el("div.soft.small", null, `95% ${once ? "" :
+      `${interval(before[1], before[2], percent)} \u2192 `}${
+      interval(after[1], after[2], percent)}`),
     paired && el("div.small", null, el(paired.low > 0 ? "span.good" : paired.high < 0 ?
       "span.bad" : "span", null, signed(paired.difference, percent)),
       ` ${interval(paired.low, paired.high, percent)} on the same ${paired.prompts} ` +
@@ -48,7 +50,8 @@ function runCard(run, i) {
   const failures = run.failures.total;
   return el("article.card", null,
     el("div.head", null, el("h3", null, dot(i), visible(run.name)),
-      el(`span.pill${run.finished ? "" : ".warn"}.push`, null, run.status)),
+      el(`span.pill.push${{ good: ".good", bad: ".bad" }[run.verdict.level] ||
+        (run.finished ? "" : ".warn")}`, null, run.status)),
     gain(run),
     el("dl.facts", null,
       fact("reward", run.curves.reward_mean ? number(last(run, "reward_mean")) : null),
@@ -65,8 +68,10 @@ function runCard(run, i) {
 }
 
 function overview() {
-  document.getElementById("top").append(el("h1", null, RUNS.length === 1 ?
-    visible(RUNS[0].name) : `${RUNS.length} runs`));
+  append(document.getElementById("top"), [el("h1", null, RUNS.length === 1 ?
+    visible(RUNS[0].name) : `${RUNS.length} runs`), RUNS.map(({ verdict, name }, i) =>
+    el(`p.verdict${verdict.level && `.${verdict.level}`}`, null, RUNS.length > 1 &&
+      [dot(i), `${visible(name)}: `], visible(verdict.text)))]);
   const section = part("overview", "Overview", null,
     el("div.grid.cards", null, RUNS.map(runCard)));
   section.querySelector("h2").hidden = RUNS.length === 1;
@@ -95,23 +100,48 @@ function constants(metrics) {
       seriesOf(metric.name)[0].y[0])))]));
 }
 
+const METRICS = DATA.layout.flatMap((group) => group.metrics);
+
+// The first metric with the same points in all runs: the one that is drawn.
+const points = (metric) => JSON.stringify(seriesOf(metric.name).map((s) => [s.run, s.x, s.y]));
+const SAME = new Map([...METRICS].reverse().map((metric) => [points(metric), metric]));
+
+function repeats(metrics) {
+  return el("p.soft.small.constants", null, metrics.map((metric) => el("div", null,
+    `${visible(metric.name)}: the same as ${visible(SAME.get(points(metric)).title)}`)));
+}
+
+// Metrics that show trouble stand before the others, the most frequent first.
+function groupsByTrouble() {
+  const names = [...new Set(RUNS.flatMap((run) => run.troubled))];
+  const troubled = names.flatMap((name) => METRICS.filter((one) => one.name === name));
+  const others = DATA.layout.map((group) => ({ ...group,
+    metrics: group.metrics.filter((metric) => !troubled.includes(metric)) }));
+  return [{ title: "Signs of trouble", text: "The most frequent comes first; see " +
+    "docs/troubleshooting.md.", metrics: troubled }, ...others].filter(
+    (group) => group.metrics.length);
+}
+
 function curves() {
   const section = part("curves", "Curves", "Faint: each step. Bold: means of blocks " +
     "of steps with their 95% interval (Student's, steps as observations). Evaluations " +
     "and diagnoses have intervals of their own. Point at a chart, or focus it and use " +
     "the arrow keys.", legend());
   if (!DATA.layout.length) section.append(el("p.card.empty", null, "No metrics yet."));
-  DATA.layout.forEach((group, i) => {
+  groupsByTrouble().forEach((group, i) => {
     const box = el("details.group", { open: i < 5 }, el("summary", null,
       el("h2", null, group.title)), group.text && el("p.soft", null, group.text));
     const charts = el("div.grid.charts");
-    for (const metric of group.metrics.filter((one) => !isConstant(one))) {
+    const varying = group.metrics.filter((metric) => !isConstant(metric));
+    const repeated = varying.filter((metric) => SAME.get(points(metric)) !== metric);
+    for (const metric of varying.filter((one) => !repeated.includes(one))) {
       charts.append(chart(visible(metric.title), metric.unit, seriesOf(metric.name),
         { name: visible(metric.name) }));
     }
     box.append(charts);
     const same = group.metrics.filter(isConstant);
     if (same.length) box.append(constants(same));
+    if (repeated.length) box.append(repeats(repeated));
     section.append(box);
   });
 }

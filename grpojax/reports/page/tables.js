@@ -1,4 +1,21 @@
-// Failures, speed and settings.
+// Held-out answers, failures, speed and settings.
+// Answers to the same held-out prompts, first and last evaluation.
+function heldOut() {
+  const runs = RUNS.map((run, i) => [run.heldOut, i]).filter(([found]) => found);
+  if (!runs.length) return;
+  const answer = (sample, step) => el("article.sample", null, el("div.head", null,
+    el("span.soft.small", null, step ? `after step ${number(step)}` : "before training"),
+    el("span.push.reward", null, `reward ${number(sample.reward)}`)),
+  el("div.text", { tabindex: "0" }, visible(sample.completion)));
+  part("heldout", "Held-out prompts, before and after", "The first prompts of the " +
+    "first and the last evaluation, answered greedily.", el("div.grid.pairs", null,
+    runs.map(([found, i]) => found.pairs.map(([before, after]) => el("section.card", null,
+      RUNS.length > 1 && el("h3", null, dot(i), visible(RUNS[i].name)),
+      el("div.text.prompt", { tabindex: "0", "aria-label": "prompt" },
+        visible(before.prompt)),
+      el("div.side", null, answer(before, found.first), answer(after, found.last)))))));
+}
+
 function failures() {
   const boxes = RUNS.map((run, i) => {
     const { total, counts, rows } = run.failures;

@@ -13,8 +13,8 @@ from typing import Any
 from grpojax.runtime.files import records
 
 _PANELS = (
+  ("accuracy", "held-out accuracy (greedy), 95% interval"),
   ("reward_mean", "mean reward (training)"),
-  ("accuracy", "held-out accuracy, 95% interval"),
   ("completion_length_mean", "completion length (tokens)"),
   ("entropy", "entropy (nats a token)"),
   ("kl", "KL to the reference (nats a token)"),
@@ -23,14 +23,14 @@ _PANELS = (
 )
 
 
-def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
-  """Returns a figure of `size` inches, and its axes [rows, columns]."""
+def new_figure(size: tuple[float | int, float | int]):
+  """Returns an empty figure of `size` inches."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure  # not pyplot: it has global state
 
   figure = Figure(figsize=size, dpi=100, layout="constrained")
   FigureCanvasAgg(figure)
-  return figure, figure.subplots(rows, columns, squeeze=False)
+  return figure
 
 
 def save_figure(figure, path: str | os.PathLike) -> None:
@@ -44,22 +44,30 @@ def learning_curve(
 ) -> None:
   """Draws a run's learning curve, 1000 x 700 pixels, from its metrics.
 
+  The held-out accuracy comes first and is the largest. Metrics other than it
+  and the reward are left out if they never change.
+
   Raises:
     ValueError: no row has anything to draw.
   """
   rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
   rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
   series = {key: [row for row in rows if _has(row, key)] for key, _ in _PANELS}
-  panels = [(key, title) for key, title in _PANELS if series[key]]
-  if not panels:
+  titles = {key: title for key, title in _PANELS if _changes(series[key], key)}
+  if not titles:
     raise ValueError(f"{metrics_path} has no rows to draw")
-  columns = math.ceil(len(panels) / 2) if len(panels) > 1 else 1
-  figure, grid = new_figure(-(-len(panels) // columns), columns, (10, 7))
-  for axes in grid.flat[len(panels) :]:
-    axes.set_visible(False)
-  for axes, (key, title) in zip(grid.flat, panels, strict=False):
+  figure = new_figure((10, 7))
+  first, *others = titles
+  rows_of_three = [others[i : i + 3] for i in range(0, len(others), 3)]
+  mosaic = [[first] * 6]
+  mosaic += [
+    [key for key in r for _ in range(6 // len(r))] for r in rows_of_three
+  ]
+  heights = [1.3] + [1] * len(rows_of_three)
+  panels = figure.subplot_mosaic(mosaic, height_ratios=heights)
+  for key, axes in panels.items():
     _draw(axes, series[key], key)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(titles[key], fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
   save_figure(figure, out_png)
@@ -69,6 +77,12 @@ def _has(row: dict[str, Any], key: str) -> bool:
   # The best size may be infinite, which is null in the file; its bound is not.
   key = f"{key}_low" if key == "optimal_group_size" else key
   return isinstance(row.get(key), (int, float))
+
+
+def _changes(rows: list[dict[str, Any]], key: str) -> bool:
+  """Returns True if a metric is worth drawing."""
+  always = key in ("accuracy", "reward_mean", "optimal_group_size")
+  return bool(rows) if always else len({row[key] for row in rows}) > 1
 
 
 def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:

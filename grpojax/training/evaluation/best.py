@@ -14,7 +14,7 @@ the highest accuracy; "last", the last step that was evaluated; "without_gain",
 the number of evaluations in a row that have not raised the highest accuracy,
 that of the starting weights included. {} is none yet."""
 
-_COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
+COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
 
 
 def after(record: Record, baseline: Row | None, row: Row) -> Record:
@@ -31,7 +31,7 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
   before = [x["accuracy"] for x in (best, baseline) if x]
   gain = row["accuracy"] > max(before, default=-1.0)
   if best is None or row["accuracy"] > best["accuracy"]:
-    best = {name: row[name] for name in _COLUMNS}
+    best = {name: row[name] for name in COLUMNS}
   without = 0 if gain else without + 1
   return {"best": best, "last": row["step"], "without_gain": without}
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ SHOWN = (
   "truncated",
   "zero_variance_groups",
   "entropy",
+  "kl",  # with loss.beta
   "grad_norm",
   "tokens_per_second",
 )
@@ -84,7 +86,12 @@ def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
   """Names and numbers of a step to grep, and the time that is left."""
   step, steps = row["step"], settings.steps
   words = [f"step {step:>{len(str(steps))}}/{steps}"]
-  words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
+  # Single reward functions are in the row if there are several.
+  rewards = [n for n in row if re.fullmatch("rewards/.*/mean", n)]
+  shown = [SHOWN[0], *rewards, *SHOWN[1:]]
+  for name in filter(row.__contains__, shown):
+    value = curves.without_rounding(name, float(row[name]))
+    words.append(f"{name} {value:.3g}")
   if "optimal_group_size" in row:
     best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
     words.append("best_group_size {:.0f} [{:.0f}, {:.0f}]".format(*best))
@@ -202,6 +209,7 @@ def evaluate_held_out(
     row |= {f"{name}/{k}": x for k, x in evaluation.numbers(own).items()}
   record(run, row)
   right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
+  right["samples"] = _first_samples(result, settings.eval.samples)
   _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
   line = (
@@ -214,12 +222,24 @@ def evaluate_held_out(
   for name, own in each.items():
     print(f"  {name}:", *evaluation.lines(own), flush=True)
   if step in (0, settings.steps):
-    shown = zip(result.examples, result.texts, result.rewards, strict=True)
-    for example, texts, rewards in itertools.islice(
-      shown, settings.eval.samples
-    ):
-      _show(example["prompt_text"], texts[0], float(rewards[0]))
+    for sample in right["samples"]:
+      _show(**sample)
   return row
+
+
+def _first_samples(
+  result: evaluation.Evaluation, count: int
+) -> list[dict[str, Any]]:
+  """Returns the first prompts with a completion and its reward, if any."""
+  rows = zip(result.examples, result.texts, result.rewards, strict=True)
+  return [
+    {
+      "prompt": example["prompt_text"],
+      "completion": texts[0],
+      "reward": float(rewards[0]) if np.isfinite(rewards[0]) else None,
+    }
+    for example, texts, rewards in itertools.islice(rows, count)
+  ]
 
 
 def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from grpojax.reports.page import page
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
 from grpojax.training.config import default_config
+from grpojax.training.report import verdict
 from grpojax.training.run import run_directory
 
 FAILURES = 200  # shown of a run, at most
@@ -140,6 +141,10 @@ def _read(
   done = f"{last} of {config.steps}" if "steps" in config else f"{last}"
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
+  gain = comparisons.before_and_after(answers)
+  planned = config.get("steps")
+  limits = dict(config.get("stop", {}))
+  facts = verdict.facts(metrics, planned, limits, finished, gain)
   sizes = comparisons.group_size(columns)
   if sizes:  # JSON has no infinity
     sizes = [curves.short(x) if curves.is_number(x) else None for x in sizes]
@@ -149,6 +154,8 @@ def _read(
     "settings": _flat(config),
     "shown": {
       "name": name,
+      "verdict": verdict.verdict(facts),
+      "troubled": verdict.troubled_metrics(facts),
       "status": f"finished, {done} steps" if finished else f"step {done}",
       "finished": finished,
       "lastStep": last,
@@ -159,7 +166,8 @@ def _read(
       ),
       "groups": completions.groups(samples),
       "sampled": about,
-      "gain": comparisons.before_and_after(answers),
+      "gain": gain,
+      "heldOut": comparisons.texts_before_and_after(evaluations),
       "failures": _failures(failures),
       "speed": comparisons.speed(columns),
       "groupSize": sizes

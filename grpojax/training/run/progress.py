@@ -46,12 +46,12 @@ STOP_CONDITIONS = {
     shown=1,
     whole=1,
     words="no group's rewards differ",
-    meaning="no group's rewards differed: all prompts are solved, or none is",
+    meaning="no group's rewards differed (all prompts are solved, or none is)",
   ),
   "truncated": Trouble(
     shown=0.5 + _SOME,
     whole=0.5 + _SOME,
-    words="{:.0%} cut off",
+    words="{:.0%} cut off at sampling.max_new_tokens",
     meaning="most completions were cut off at sampling.max_new_tokens",
   ),
   "few_effective_samples": Trouble(
@@ -161,16 +161,22 @@ def troubles(row: Row) -> list[str]:
   ]
 
 
+def stop_condition(progress: Progress, limits: Mapping[str, int]) -> str | None:
+  """Returns the first of `STOP_CONDITIONS` beyond its limit, or None."""
+  for name in STOP_CONDITIONS:
+    if 0 < limits.get(name, 0) <= progress.in_a_row.get(name, 0):
+      return name
+  return None
+
+
 def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
   """Returns the reason why a run should end, or None.
 
   `limits` are steps in a row by `STOP_CONDITIONS`' names; 0 is no limit.
   """
-  for name, trouble in STOP_CONDITIONS.items():
-    count = progress.in_a_row.get(name, 0)
-    if 0 < limits[name] <= count:
-      return (
-        f"in {count} steps in a row {trouble.meaning}; to go on all the same: "
-        f"--config.stop.{name}=0"
-      )
-  return None
+  name = stop_condition(progress, limits)
+  return name and (
+    f"in {progress.in_a_row[name]} steps in a row "
+    f"{STOP_CONDITIONS[name].meaning}; to go on all the same: "
+    f"--config.stop.{name}=0"
+  )

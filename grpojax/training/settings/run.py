@@ -118,7 +118,7 @@ class EvalSettings:
     256, "held-out prompts, the same each time", within=ONE_OR_MORE
   )
   batch_size: int = option(128, "prompts decoded at once", within=ONE_OR_MORE)
-  samples: int = option(4, "completions shown", within=NOT_NEGATIVE)
+  samples: int = option(4, "completions shown and kept", within=NOT_NEGATIVE)
 
 
 @frozen_options

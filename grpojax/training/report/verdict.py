@@ -1,0 +1,205 @@
+"""Verdict on a run: one sentence on how it went, computed from its rows."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpojax.reports.curves import is_number
+from grpojax.statistics.intervals import mean_interval
+from grpojax.training.evaluation import best
+from grpojax.training.run import progress as progress_lib
+from grpojax.training.run.progress import STOP_CONDITIONS, Progress, Row
+
+_UNTAUGHT = {
+  "rewards_missing": "no completion had a reward",
+  "skipped_updates": "gradients were not finite",
+  "zero_variance_groups": "no group's rewards differed",
+}
+_OFTEN = 0.05  # share of steps from which on a trouble is worth a look
+_QUARTER = 4  # least number of steps in a quarter for a trend
+
+
+class Facts(NamedTuple):
+  """Inputs of a verdict; `gain` is of `comparisons.before_and_after`."""
+
+  steps: Sequence[Row]  # with a step's metrics
+  evaluations: Sequence[Row]  # on the prompts of the last one
+  planned: int | None  # number of steps in the settings
+  limits: Mapping[str, int]  # `stop` settings
+  finished: bool
+  gain: Mapping[str, Any] | None
+
+
+def facts(
+  rows: Sequence[Row],
+  planned: int | None,
+  limits: Mapping[str, int],
+  finished: bool,
+  gain: Mapping[str, Any] | None = None,
+) -> Facts:
+  """Sorts rows of metrics.jsonl into those of steps and of evaluations.
+
+  The last row of a step counts; values that are no finite numbers are dropped.
+  """
+  steps, tests = {}, {}
+  for full_row in rows:
+    row = {name: x for name, x in full_row.items() if is_number(x)}
+    if row.keys() >= set(best.COLUMNS):
+      tests[row["step"]] = row
+    elif "step" in row and "reward_mean" in full_row:  # nan without rewards
+      steps[row["step"]] = row
+  ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, tests))
+  tested = [row for row in tested if row["prompts"] == tested[-1]["prompts"]]
+  return Facts(ordered, tested, planned, limits, finished, gain)
+
+
+def _at(run: Facts) -> str:
+  last = int(run.steps[-1]["step"])
+  return f"step {last}" + (f" of {run.planned}" if run.planned else "")
+
+
+def _ended_early(run: Facts) -> bool:
+  return run.planned is not None and run.steps[-1]["step"] < run.planned
+
+
+def _progress(run: Facts) -> Progress:
+  progress = Progress()
+  absent = dict.fromkeys(STOP_CONDITIONS, 0) | {"train_seconds": 0}
+  for row in run.steps:
+    progress = progress_lib.after(progress, absent | row)
+  return progress
+
+
+def _accuracies(run: Facts) -> str:
+  if len(run.evaluations) < 2:
+    return ""
+  first, last = (run.evaluations[i]["accuracy"] for i in (0, -1))
+  return f"; held-out accuracy {first:.1%} before, {last:.1%} after"
+
+
+def _stop(run: Facts) -> str | None:
+  """Name of the `stop` setting that ended the run, if its rows show one."""
+  if run.finished or not _ended_early(run):
+    return None
+  return progress_lib.stop_condition(_progress(run), run.limits)
+
+
+def _untaught(row: Row) -> str:
+  """Reason why a step taught nothing; "" if it taught something."""
+  for name, why in _UNTAUGHT.items():
+    # An update without tokens in the loss is skipped too: its norm is 0.
+    finite = name == "skipped_updates" and "grad_norm" in row
+    if row.get(name, 0) >= 1 and not finite:
+      return why
+  return ""
+
+
+def _learned_nothing(run: Facts) -> str | None:
+  reasons = collections.Counter(map(_untaught, run.steps))
+  rose = run.gain and run.gain["low"] > 0  # by advantages across groups
+  if rose or "" in reasons:
+    return None
+  total = len(run.steps)
+  counts = [f"in {n} of {total} steps {x}" for x, n in reasons.most_common()]
+  rewards = [row["reward_mean"] for row in run.steps if "reward_mean" in row]
+  mean = f"; mean reward {np.mean(rewards):.3g}" if rewards else ""
+  name = _stop(run)
+  stopped = f". Stopped at {_at(run)} (stop.{name})" if name else ""
+  return f"Learned nothing: {', '.join(counts)}{mean}{stopped}"
+
+
+def _stopped(run: Facts) -> str | None:
+  name = _stop(run)
+  return name and (
+    f"Stopped at {_at(run)} (stop.{name}): in {run.limits[name]} steps in a "
+    f"row {STOP_CONDITIONS[name].meaning}{_accuracies(run)}"
+  )
+
+
+def _fell(run: Facts) -> str | None:
+  """Compares the last accuracy with the first, and with the best one."""
+  if len(run.evaluations) < 2:
+    return None
+  first, *_, last = run.evaluations
+  top = max(run.evaluations, key=lambda row: row["accuracy"])
+  if run.gain and run.gain["high"] < 0:
+    top = first
+  elif top["accuracy_low"] <= last["accuracy_high"]:
+    return None
+  values = [f"{x['accuracy']:.1%} after step {x['step']}" for x in (top, last)]
+  return f"Accuracy fell: {', '.join(values)}"
+
+
+def _no_improvement(run: Facts) -> str | None:
+  limit = run.limits.get("no_improvement", 0)
+  if not (run.finished and limit and _ended_early(run)):
+    return None
+  return (
+    f"Ended early at {_at(run)}: accuracy did not rise in the last {limit} "
+    f"evaluations (stop.no_improvement){_accuracies(run)}"
+  )
+
+
+def _still_improving(run: Facts) -> str | None:
+  """Compares mean rewards in the last quarter of steps with the one before."""
+  rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
+  quarter = len(rewards) // 4
+  if quarter < _QUARTER:
+    return None
+  rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
+  mean, low, _ = mean_interval(rises)
+  if not low > 0:  # or not a number
+    return None
+  more = "; more steps may help (--config.steps)" if run.finished else ""
+  return (
+    f"Still improving at {_at(run)}: mean reward {mean:+.3g} in the last "
+    f"quarter of the steps{_accuracies(run)}{more}"
+  )
+
+
+def _rose(run: Facts) -> str | None:
+  rose = run.finished and run.gain and run.gain["low"] > 0
+  text = f"Finished: accuracy rose on the same prompts{_accuracies(run)}"
+  return text if rose else None
+
+
+def _ended(run: Facts) -> str:
+  if run.finished and run.gain:
+    prompts = f", on {run.gain['prompts']} prompts"
+    return f"Finished: no clear change in accuracy{_accuracies(run)}{prompts}"
+  end = "Finished" if run.finished else "Not finished"
+  return f"{end}: {_at(run)}{_accuracies(run)}"
+
+
+VERDICTS = (
+  ("bad", _learned_nothing),
+  ("bad", _stopped),
+  ("bad", _fell),
+  ("", _no_improvement),
+  ("good", _still_improving),
+  ("good", _rose),
+  ("", _ended),
+)
+"""Levels, which colour the page, with sentences; the first that applies."""
+
+
+def verdict(run: Facts) -> dict[str, str]:
+  """Returns the `level` and `text` of the first of `VERDICTS` that applies."""
+  if not run.steps:
+    done = "Finished without training." if run.finished else "No step yet."
+    return {"level": "", "text": done}
+  sentences = ((level, sentence(run)) for level, sentence in VERDICTS)
+  level, text = next((level, text) for level, text in sentences if text)
+  return {"level": level, "text": f"{text}."}
+
+
+def troubled_metrics(run: Facts) -> list[str]:
+  """Returns the metrics that show trouble, the most frequent trouble first."""
+  names = {"few_effective_samples": "rollout_effective_samples"}
+  counts = _progress(run).steps_with
+  often = [n for n in counts if counts[n] >= max(1, _OFTEN * len(run.steps))]
+  often.sort(key=counts.__getitem__, reverse=True)
+  fell = ["accuracy"] if _fell(run) else []
+  return fell + [names.get(name, name) for name in often]
