@@ -68,13 +68,12 @@ def legal_actions(form: str, space: Any = None) -> str:
 
 
 def instructions(environment: Any, form: str) -> str:
-  """Returns gymnasium's description of an environment and its legal actions."""
+  """Returns gymnasium's description of the action space, and what is legal."""
   about = inspect.getdoc(environment.unwrapped) or ""
-  names = "Description|Action Space|Observation Space"
-  pattern = rf"^\s*#+ (?:{names})\n.*?(?=^\s*#|\Z)"
+  pattern = r"# Action Space\n(.*?)(?=^\s*#|\Z)"
   parts = re.findall(pattern, about, re.DOTALL | re.MULTILINE)
   parts.append(legal_actions(form, environment.action_space))
-  return "\n\n".join(inspect.cleandoc(part) for part in parts)
+  return "\n\n".join(map(inspect.cleandoc, parts))
 
 
 def observation(value: Any) -> Any:
