@@ -87,6 +87,10 @@ def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
       ([x["by"] == "environment"] * x["tokens"] for x in row["turns"]), []
     )
     assert not np.array(row["advantage"])[observed].any()
+    advantages = iter(row["advantage"])
+    for turn in row["turns"]:
+      of_tokens = {next(advantages) for _ in range(turn["tokens"])}
+      assert of_tokens == {turn.get("advantage", 0.0)}
     assert [x is None for x in row["logprobs"]] == observed
   metrics = records.read_jsonl(run / "metrics.jsonl")
   step = [row for row in metrics if "turns_mean" in row][-1]
