@@ -184,31 +184,21 @@ def _of_gymnasium(
   """
   try:
     import gymnasium
-  except ImportError as error:
-    message = f"{subject} needs gymnasium: pip install gymnasium"
-    raise ValueError(message) from error
-  make = functools.partial(gymnasium.make, path.partition(":")[2], **options)
-  try:
+
+    make = functools.partial(gymnasium.make, path.partition(":")[2], **options)
     environment = make()
   except Exception as error:
     raise ValueError(f"{subject} cannot be made: {error}") from error
   about = spaces.instructions(environment, action)
   replay.close(environment)
 
-  class Named:
+  class Named(gymnasium.Wrapper):
     def __init__(self):
-      self._environment = make()
-      self.action_space = self._environment.action_space
+      super().__init__(make())
 
-    def reset(self, seed, options):
-      first, _ = self._environment.reset(seed=seed, options=options)
+    def reset(self, **arguments):
+      first, _ = super().reset(**arguments)
       return f"{about}\n\nObservation: {spaces.observation(first)}"
-
-    def step(self, action):
-      return self._environment.step(action)
-
-    def close(self):
-      self._environment.close()
 
   no_tools = lambda action, own: Step(done=True)
   return _of_class(subject, Named, {}, no_tools, action)

@@ -5,6 +5,7 @@ value. Spaces of gymnasium are known by their attributes, so that gymnasium need
 not be installed.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -23,21 +24,17 @@ ACTIONS = ("auto", "text", "number", "json")
 """Forms of an action; "auto" is by the action space, and text without one."""
 
 
+_OF_OPENENV = ("done", "reward", "metadata")  # fields of any observation
+
+
 class IllegalAction(ValueError):
   """Raised for a turn without a legal action; the model reads the message."""
 
 
 def read_action(text: str, form: str, space: Any = None) -> Any:
-  """Returns the action in a turn's text.
+  """Returns the action in a turn's text, of one of the forms `ACTIONS`.
 
-  Args:
-    text: the turn's text.
-    form: one of `ACTIONS`.
-    space: a gymnasium space that contains the legal actions, or None.
-
-  Raises:
-    IllegalAction: the text has no such action, or the space does not contain
-      it.
+  IllegalAction if it has none, or one that is not in gymnasium's `space`.
   """
   form = _form(form, space)
   if form == "text":
@@ -83,35 +80,28 @@ def observation(value: Any) -> Any:
   text, and else the JSON of its fields, without what OpenEnv adds to each
   observation. Dicts, lists and tuples are JSON; other values are their `str`.
 
-  Raises:
-    WrongAnswer: the text would differ from process to process.
+  WrongAnswer if the text would differ from process to process.
   """
   if value is None:
     return ""
   is_list = isinstance(value, list | tuple)
   if isinstance(value, str) or (is_list and value and is_message(value[0])):
     return value
-  fields = None
-  if hasattr(value, "model_dump"):
-    fields = value.model_dump()
-  elif dataclasses.is_dataclass(value):
-    fields = dataclasses.asdict(value)
-  if fields is not None:
+  if hasattr(value, "model_dump") or dataclasses.is_dataclass(value):
+    dump = getattr(value, "model_dump", lambda: dataclasses.asdict(value))
+    fields = dump()
     for name in ("text", "message"):
       if isinstance(fields.get(name), str):
         return fields[name]
-    of_openenv = ("done", "reward", "metadata")
-    value = {k: v for k, v in fields.items() if k not in of_openenv}
+    value = {k: v for k, v in fields.items() if k not in _OF_OPENENV}
   if not has_text(value):
     raise WrongAnswer(
       f"returned an observation of type {type(value).__name__}, whose text"
       " differs from process to process: return a text, or give it `__str__`"
     )
   if isinstance(value, Mapping | list | tuple):
-    try:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
       return json.dumps(value, default=to_plain, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-      return str(value)
   return str(value)
 
 
@@ -133,16 +123,14 @@ def _last_number(text: str) -> int | float:
 
 def _last_json(text: str) -> Any:
   """Returns the JSON value that a text is, or else its last object or list."""
-  decoder = json.JSONDecoder()
   try:
     return json.loads(text)
   except ValueError:
     values = []
   place = 0
   while match := re.compile(r"[\[{]").search(text, place):
-    try:
-      value, place = decoder.raw_decode(text, match.start())
+    place = match.end()
+    with contextlib.suppress(ValueError):
+      value, place = json.JSONDecoder().raw_decode(text, match.start())
       values.append(value)
-    except ValueError:
-      place = match.end()
   return values[-1]

@@ -32,10 +32,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Marks tokens of environments.
-
-  Rewards and advantages of a turn are at its last token.
-  """
+  """Marks environment tokens; a turn's numbers are at its last token."""
   observed: list[bool] = []
   rewards = {}
   advantages = {}
@@ -45,8 +42,8 @@ def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
       rewards[len(observed) - 1] = turn["reward"]
     if turn.get("advantage") is not None:
       advantages[len(observed) - 1] = turn["advantage"]
-  of_turns = {"turn_rewards": rewards, "turn_advantages": advantages}
-  return {"observed": observed, **of_turns}
+  numbers = {"turn_rewards": rewards, "turn_advantages": advantages}
+  return {"observed": observed} | numbers
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
