@@ -188,7 +188,9 @@ def _of_gymnasium(
     make = functools.partial(gymnasium.make, path.partition(":")[2], **options)
     environment = make()
   except Exception as error:
-    raise ValueError(f"{subject} cannot be made: {error}") from error
+    missing = isinstance(error, ModuleNotFoundError)
+    hint = ": pip install gymnasium" if missing else ""
+    raise ValueError(f"{subject} cannot be made: {error}{hint}") from error
   about = spaces.instructions(environment, action)
   replay.close(environment)
 
