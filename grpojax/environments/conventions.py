@@ -285,12 +285,7 @@ def _of_class(
 
   def act(instance: Any, action: str) -> Step:
     if not own:
-      space = getattr(instance, "action_space", None)
-      try:
-        value = spaces.read_action(action, form, space)
-      except spaces.IllegalAction as error:
-        return to_step(Step(str(error), info={"illegal_actions": 1}))
-      return _read(instance.step(value))
+      return _act(instance, action, form)
     step = use_tools(action, {name: getattr(instance, name) for name in own})
     if step.done and reward:
       step = to_step(step._replace(reward=reward(instance)))
@@ -306,6 +301,16 @@ def _of_class(
   return HostEnvironment(
     player.reset, player.step, described, player.end, player.close
   )
+
+
+def _act(instance: Any, text: str, form: str) -> Step:
+  """Steps an instance of gymnasium's kind by a turn's text."""
+  space = getattr(instance, "action_space", None)
+  try:
+    action = spaces.read_action(text, form, space)
+  except spaces.IllegalAction as error:
+    return to_step(Step(str(error), info={"illegal_actions": 1}))
+  return _read(instance.step(action))
 
 
 def _read_reset(value: Any) -> Step:

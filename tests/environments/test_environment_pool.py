@@ -266,32 +266,16 @@ def test_luck_that_is_not_of_the_seed_is_refused_before_training(workers):
       check_replay(pool, {}, 0)
 
 
+CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
+
+
 def played(name, workers, seed=5):
-  """Answers of one episode, twice: by the instances, and played again."""
+  """Answers of one episode, which are the same when it is played again."""
   tools = [f"{DRAWING}:dice"] if name == "dice" else []
+  turn = CALL % (("dice", '"sides": 6') if tools else ("look", ""))
   path = "" if tools else f"{DRAWING}{name}"
   with EnvironmentPool(path, tools, workers=workers) as pool:
-    check_replay(pool, {}, seed)
-    actions = [
-      CALL % ("dice", '"sides": 6') if tools else CALL % ("look", "")
-    ] * 3 + ["bye"]
-    both = []
-    for _ in range(2):
-      steps = pool.collect(pool.submit([("reset", {}, seed)]))
-      for action in actions:
-        call = "step", steps[-1].state, action, {}, seed
-        steps += pool.collect(pool.submit([call]))
-      both.append(without_times(steps))
-    first, again = both
-    assert first == again
-    # From the second turn on, in a worker that has no instance.
-    call = "step", steps[2].state, actions[2], {}, seed
-    others = pool.collect(pool.submit([call] * 4, range(4)))
-    assert without_times(others) == [first[3]] * 4
-  return first
-
-
-CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
+    return without_times(check_replay(pool, {}, seed, actions=[turn] * 3))
 
 
 @pytest.mark.parametrize("name", ["", ":Guess", ":Tiles", ":Walk", "dice"])
