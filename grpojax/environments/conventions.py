@@ -3,7 +3,8 @@
 | what the path names                        | it is taken as                |
 |--------------------------------------------|-------------------------------|
 | a module or object with `step`             | ours: plain functions         |
-| a class with `reset` and `step`            | gymnasium's, OpenEnv's client |
+| a class with `reset` and `step`, or        | gymnasium's, OpenEnv's client |
+| "gymnasium:ID"                             |                               |
 | a class with `reset`, and no `step` or one | TRL's environment_factory     |
 | that returns `str`                         |                               |
 | no path, and functions as tools            | TRL's tools                   |
@@ -12,20 +13,23 @@ Functions get by name what they have parameters for: ours state, action,
 example, seed and options; `reset` of gymnasium's seed, and the example as
 options; of TRL's the example's columns. A constructor gets options.
 
-gymnasium's `step(action)` gets the turn's text, and returns a tuple of 5 or 4,
-or an object with observation, reward and done. TRL's public methods are tools;
+gymnasium's `step(action)` gets the turn's text, or the number or JSON in it, as
+`spaces` reads it, and returns a tuple of 5 or 4, or an object with reward and
+done. TRL's public methods are tools;
 a turn that calls none ends the episode, with the reward of `get_reward` or 0;
 so does a cut. Tools, `get_reward` and `close` may be asynchronous.
 """
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpojax.environments import replay
+from grpojax.environments import replay, spaces
 from grpojax.environments import tools as tools_lib
-from grpojax.environments.protocol import Step, to_step
+from grpojax.environments.protocol import Step, is_step, to_step
+from grpojax.environments.seeding import seeded
 from grpojax.rewards.functions import label, load
 
 ENVIRONMENTS = {"retry": "grpojax.environments.retry"}
@@ -64,15 +68,17 @@ def resolve(
   tools: Sequence[str] = (),
   options: Mapping[str, Any] | None = None,
   tool_format: str = "hermes",
+  action: str = "auto",
 ) -> HostEnvironment:
   """Finds an environment, and makes functions of it.
 
   Args:
-    path: one of `ENVIRONMENTS`, "file.py", "file.py:Name" or
-      "package.module:Name"; empty where there are only tools.
+    path: one of `ENVIRONMENTS`, "gymnasium:ID", "file.py", "file.py:Name" or
+      "package.module:Name"; empty if there are only tools.
     tools: functions, as "file.py:function" or "package.module:function".
     options: keyword arguments.
     tool_format: form of the model's calls, one of `tools.TOOL_CALLS`.
+    action: form of the actions of a class, one of `spaces.ACTIONS`.
 
   ValueError where it cannot be loaded or called, or is of no kind above.
   """
@@ -93,12 +99,18 @@ def resolve(
   if not path:
     if not functions or options:
       raise ValueError("environment: give its path, or tools without options")
-    step = lambda state, action, example, seed: use_tools(action, {})
-    environment = HostEnvironment(lambda example, seed: Step(), step)
+    environment = _of_tools(lambda action: use_tools(action, {}))
+  elif path.startswith("gymnasium:"):
+    environment = _of_gymnasium(subject, path, options, action)
   elif isinstance(target := load(subject, path, ENVIRONMENTS), type):
-    environment = _of_class(subject, target, options, use_tools)
+    environment = _of_class(subject, target, options, use_tools, action)
   else:
     environment = _ours(subject, target, options)
+  if action != "auto" and (not environment.end or environment.functions):
+    raise ValueError(
+      f"environment.action = {action!r} is for a class with `reset` and `step`,"
+      f" and {subject} reads the turns itself: use 'auto'"
+    )
   if path and functions and not environment.functions:
     raise ValueError(
       f"{subject} reads the model's turns itself: environment.tools are for"
@@ -152,6 +164,48 @@ def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict:
   return {name: values[name] for name in values if name in parameters}
 
 
+def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
+  """Returns the environment of tools alone; its state counts the turns."""
+
+  def step(state: int | None, action: str, example: Any, seed: int) -> Step:
+    turn = state or 0
+    with seeded(seed, turn):
+      return use_tools(action)._replace(state=turn + 1)
+
+  return HostEnvironment(lambda example, seed: Step(), step)
+
+
+def _of_gymnasium(
+  subject: str, path: str, options: dict[str, Any], action: str
+) -> HostEnvironment:
+  """Returns a registered environment of gymnasium, of "gymnasium:ID".
+
+  The first observation begins with the legal actions.
+  """
+  try:
+    import gymnasium
+
+    make = functools.partial(gymnasium.make, path.partition(":")[2], **options)
+    environment = make()
+  except Exception as error:
+    missing = isinstance(error, ModuleNotFoundError)
+    hint = ": pip install gymnasium" if missing else ""
+    raise ValueError(f"{subject} cannot be made: {error}{hint}") from error
+  about = spaces.instructions(environment, action)
+  replay.close(environment)
+
+  class Named(gymnasium.Wrapper):
+    def __init__(self):
+      super().__init__(make())
+
+    def reset(self, **arguments):
+      first, _ = super().reset(**arguments)
+      return f"{about}\n\nObservation: {spaces.observation(first)}"
+
+  no_tools = lambda action, own: Step(done=True)
+  return _of_class(subject, Named, {}, no_tools, action)
+
+
 def _ours(subject: str, target: Any, options: dict) -> HostEnvironment:
   """The environment of a module or an object."""
   reset = getattr(target, "reset", lambda: Step())
@@ -187,8 +241,10 @@ def _by_name(
   _check(subject, function, arguments | options)
 
   def call(*values: Any) -> Step:
-    arguments = _taken(function, dict(zip(names.split(), values, strict=True)))
-    return to_step(function(**arguments, **options))
+    by_name = dict(zip(names.split(), values, strict=True))
+    arguments = _taken(function, by_name)
+    with seeded(*(by_name[name] for name in by_name if name != "example")):
+      return to_step(function(**arguments, **options))
 
   return call
 
@@ -198,8 +254,9 @@ def _of_class(
   kind: type,
   options: dict[str, Any],
   use_tools: Callable[[str, Functions], Step],
+  form: str,
 ) -> HostEnvironment:
-  """The environment of a class, with its own tools if it is TRL's."""
+  """Returns the environment of a class, with its own tools if it is TRL's."""
   _check(subject, kind, options)
   methods = dict(inspect.getmembers(kind, inspect.isroutine))
   no_tools = ("reset", "get_reward", "close")
@@ -220,11 +277,7 @@ def _of_class(
     values = example if own else {"seed": seed, "options": example}
     with replay.closed_on_error(instance):
       value = instance.reset(**_taken(instance.reset, values))
-      if isinstance(value, tuple) and len(value) == 2:
-        value = value[0]  # without gymnasium's info
-      if not (hasattr(value, "observation") or isinstance(value, Mapping)):
-        value = Step("" if value is None else value)
-      return instance, _read(value)
+      return instance, _read_reset(value)
 
   reward = None
   if own and "get_reward" in methods:
@@ -232,7 +285,7 @@ def _of_class(
 
   def act(instance: Any, action: str) -> Step:
     if not own:
-      return _read(instance.step(action))
+      return _act(instance, action, form)
     step = use_tools(action, {name: getattr(instance, name) for name in own})
     if step.done and reward:
       step = to_step(step._replace(reward=reward(instance)))
@@ -250,13 +303,43 @@ def _of_class(
   )
 
 
+def _act(instance: Any, text: str, form: str) -> Step:
+  """Steps an instance of gymnasium's kind by a turn's text."""
+  space = getattr(instance, "action_space", None)
+  try:
+    action = spaces.read_action(text, form, space)
+  except spaces.IllegalAction as error:
+    return to_step(Step(str(error), info={"illegal_actions": 1}))
+  return _read(instance.step(action))
+
+
+def _read_reset(value: Any) -> Step:
+  """Returns the Step of what a class's `reset` returns."""
+  if isinstance(value, tuple) and len(value) == 2:
+    first, info = value
+    value = first if isinstance(info, Mapping) else value
+  if is_step(value) or _is_result(value):
+    return _read(value)
+  return _read(Step(value))
+
+
 def _read(value: Any) -> Step:
-  """A Step of what a class's `reset` or `step` returns."""
-  if all(hasattr(value, name) for name in ("observation", "reward", "done")):
+  """Returns the Step of what a class's `step` returns."""
+  if is_step(value):
+    value = Step(**value)
+  elif _is_result(value):
+    seen = getattr(value, "observation", value)
     info = getattr(value, "info", {})
-    value = Step(value.observation, value.reward, value.done, info=info)
+    value = Step(seen, value.reward, value.done, info=info)
   elif isinstance(value, tuple) and len(value) in (4, 5):
     observation, reward, *ends, info = value
     done = next(filter(None, ends), False)  # terminated or truncated
     value = Step(observation, reward, done, info=info)
+  if isinstance(value, Step):
+    value = value._replace(observation=spaces.observation(value.observation))
   return to_step(value)
+
+
+def _is_result(value: Any) -> bool:
+  """Returns True for a Step, and for OpenEnv's results and observations."""
+  return hasattr(value, "reward") and hasattr(value, "done")

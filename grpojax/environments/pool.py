@@ -29,7 +29,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
   """Plays an environment; use it in a `with`.
 
   Args:
-    path, tools, options, tool_format: as of `conventions.resolve`.
+    path, tools, options, tool_format, action: as of `conventions.resolve`.
     workers: processes; 0 plays in this one, which survives no crash.
     timeout: seconds for a step. Of a class it has so many for the reset and
       each earlier action too, which are played again after a worker was lost.
@@ -45,11 +45,12 @@ class EnvironmentPool(workers_lib.WorkerPool):
     tools: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     tool_format: str = "hermes",
+    action: str = "auto",
     workers: int = 0,
     timeout: int | float = 30.0,
   ):
     setup = {"path": path, "tools": [*tools], "tool_format": tool_format}
-    setup["options"] = dict(options or {})
+    setup |= {"options": dict(options or {}), "action": action}
     environment = conventions.resolve(**setup)
     self.tools, self._timeout = environment.tools, timeout
     self.ends = environment.end is not None
@@ -113,7 +114,8 @@ def check_replay(
       raise ValueError(
         "the environment answers differently when it is played again, at"
         f" {place}: {first!r:.160} and {different[0]!r:.160}; a run with it"
-        " would not resume exactly: draw all luck from `seed`"
+        " would not resume exactly: draw random numbers from `seed`, `random`"
+        " or `numpy.random`, and not from a generator without a seed"
       )
     if isinstance(first, str) and place == "its reset":
       raise ValueError(f"the environment cannot begin: it {first}")

@@ -38,7 +38,7 @@ def to_step(value: Any) -> Step:
   It is a Step, or a dict with some of its fields; or WrongAnswer is raised. Of
   `info`, finite numbers are kept.
   """
-  if isinstance(value, Mapping) and {*value} <= {*Step._fields}:
+  if is_step(value):
     value = Step(**value)
   if not isinstance(value, Step):
     raise WrongAnswer(
@@ -51,7 +51,7 @@ def to_step(value: Any) -> Step:
   if not isinstance(value.info, Mapping | None):
     raise WrongAnswer(f"returned info={value.info!r:.80}: it is a dict")
   seen = value.observation
-  messages = isinstance(seen, list | tuple) and all(map(_is_message, seen))
+  messages = isinstance(seen, list | tuple) and all(map(is_message, seen))
   if not messages and not isinstance(seen, str):
     raise WrongAnswer(
       f"returned the observation {seen!r:.80}: it is text, or a list of"
@@ -66,8 +66,13 @@ def to_step(value: Any) -> Step:
   )
 
 
-def _is_message(message: Any) -> bool:
-  """True of what has a role and a content, all of it text."""
+def is_step(value: Any) -> bool:
+  """Returns True for a dict with fields of a Step, and no others."""
+  return isinstance(value, Mapping) and {*value} <= {*Step._fields}
+
+
+def is_message(message: Any) -> bool:
+  """Returns True for a dict of texts with the keys "role" and "content"."""
   return (
     isinstance(message, dict)
     and {"role", "content"} <= {*message}

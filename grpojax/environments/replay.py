@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpojax.environments.protocol import Step, to_step
+from grpojax.environments.seeding import seeded
 from grpojax.environments.tools import awaited
 from grpojax.runtime.processes.user_calls import WrongAnswer
 
@@ -39,7 +40,7 @@ class Replay:
 
   def reset(self, example: dict[str, Any], seed: int) -> Step:
     """Begins an episode."""
-    instance, reply = self.begin(example, seed)
+    instance, reply = self._begin(example, seed)
     before = {"actions": [], "seed": seed, "member": seed, "digest": ""}
     return self._keep(instance, reply, example, before)
 
@@ -54,7 +55,9 @@ class Replay:
     actions = [*state["actions"], action]
     state = state | {"actions": actions, "seed": own, "member": seed}
     with closed_on_error(instance):
-      return self._keep(instance, self.act(instance, action), example, state)
+      with seeded(seed, len(actions)):
+        reply = self.act(instance, action)
+      return self._keep(instance, reply, example, state)
 
   def end(self, state: Any, example: dict[str, Any], seed: int) -> Step:
     """Ends an episode that is cut off: returns its reward, if any."""
@@ -63,7 +66,8 @@ class Replay:
       return Step(reward=None, done=True)
     instance, _ = self._take(state, example, seed)
     try:
-      return to_step(Step(reward=self.reward(instance), done=True))
+      with seeded(seed, "end"):
+        return to_step(Step(reward=self.reward(instance), done=True))
     finally:
       close(instance)
 
@@ -71,6 +75,10 @@ class Replay:
     """Closes all instances."""
     while self.live:
       close(self.live.popitem()[1])
+
+  def _begin(self, example: dict[str, Any], seed: int) -> tuple[Any, Step]:
+    with seeded(seed, 0):
+      return self.begin(example, seed)
 
   def _pop(self, state, example, seed) -> Any:
     """Returns the instance of a state, which has no other owner then."""
@@ -88,17 +96,18 @@ class Replay:
     if state["actions"]:
       seeds = (state["seed"],)
     for own in seeds:
-      instance, reply = self.begin(example, own)
+      instance, reply = self._begin(example, own)
       digest = _hash("", reply[:3])  # `info` may have times, and is left out
       with closed_on_error(instance):
-        for action in state["actions"]:
-          digest = _hash(digest, self.act(instance, action)[:3])
+        for i, action in enumerate(state["actions"]):
+          with seeded(state["member"], i + 1):
+            digest = _hash(digest, self.act(instance, action)[:3])
       if digest == state["digest"]:
         return instance, own
       close(instance)
     raise WrongAnswer(
-      "answers differently when its actions are played again: draw all luck"
-      " from `seed`"
+      "answers differently when its actions are played again: draw random"
+      " numbers from `seed`, `random` or `numpy.random`"
     )
 
   def _keep(self, instance, reply: Step, example, state) -> Step:

@@ -46,15 +46,27 @@ def _calls(text: str, key: str = "arguments") -> list[Call | str]:
     return [f'a call is {{"name": ..., "{key}": {{...}}}} in JSON']
 
 
+def _without_thinking(text: str) -> str:
+  """Returns a turn's text without <think>...</think>.
+
+  The last tag may be missing, and so may the first one, which some chat
+  templates put into the prompt.
+  """
+  text = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
+  return text.rpartition("</think>")[2]
+
+
 def hermes(text: str) -> list[Call | str]:
   """Reads calls of Qwen's and Hermes' models; the last tag may be missing."""
+  text = _without_thinking(text)
   pieces = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
   return [call for piece in pieces for call in _calls(piece)]
 
 
 def llama3(text: str) -> list[Call | str]:
   """Reads calls of Llama 3's models: a turn that is nothing else."""
-  text, tag = text.strip(), "<|python_tag|>"
+  text = _without_thinking(text).strip()
+  tag = "<|python_tag|>"
   if not text.startswith(tag) and not re.match(r'\{\s*"name"', text):
     return []
   pieces = re.split(r';\s*(?=\{\s*"name")', text.removeprefix(tag))
@@ -64,7 +76,7 @@ def llama3(text: str) -> list[Call | str]:
 def mistral(text: str) -> list[Call | str]:
   """Reads calls of Mistral's models, of both their forms."""
   calls = []
-  for piece in text.split("[TOOL_CALLS]")[1:]:
+  for piece in _without_thinking(text).split("[TOOL_CALLS]")[1:]:
     name, tag, arguments = piece.partition("[ARGS]")
     if tag:
       name = json.dumps(name.strip())
@@ -146,12 +158,12 @@ def answer(
   return Step(messages, info=info)
 
 
-def _has_text(value: Any) -> bool:
+def has_text(value: Any) -> bool:
   """Returns False for values whose text differs from process to process."""
   if isinstance(value, Mapping):
-    return all(map(_has_text, [*value, *value.values()]))
+    return all(map(has_text, [*value, *value.values()]))
   if isinstance(value, list | tuple):
-    return all(map(_has_text, value))
+    return all(map(has_text, value))
   if isinstance(value, set | frozenset):
     return False  # its order depends on the process
   return isinstance(value, str) or " at 0x" not in str(value)
@@ -175,7 +187,7 @@ def _text_or_type(
 ) -> str | type:
   """Returns the text of a tool's result, or its type if it has none."""
   result = _run(call, functions)
-  return str(result) if _has_text(result) else type(result)
+  return str(result) if has_text(result) else type(result)
 
 
 def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> Any:

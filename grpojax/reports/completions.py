@@ -32,14 +32,18 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Marks tokens of environments, and rewards at the last token of a turn."""
+  """Marks environment tokens; a turn's numbers are at its last token."""
   observed: list[bool] = []
   rewards = {}
+  advantages = {}
   for turn in turns:
     observed += [turn["by"] == "environment"] * turn["tokens"]
     if turn.get("reward") is not None:
       rewards[len(observed) - 1] = turn["reward"]
-  return {"observed": observed, "turn_rewards": rewards}
+    if turn.get("advantage") is not None:
+      advantages[len(observed) - 1] = turn["advantage"]
+  numbers = {"turn_rewards": rewards, "turn_advantages": advantages}
+  return {"observed": observed} | numbers
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

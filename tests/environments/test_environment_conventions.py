@@ -5,10 +5,11 @@ import pathlib
 
 import pytest
 
-from grpojax.environments import conventions
+from grpojax.environments import conventions, spaces
 from grpojax.environments.protocol import Step
 
 USER = str(pathlib.Path(__file__).with_name("user_environments.py"))
+DRAWING = str(pathlib.Path(USER).with_name("drawing_environments.py"))
 GAMES = """
 def reset(seed, start):
   return {"state": [seed, start]}
@@ -91,7 +92,83 @@ def test_gymnasium():
   assert play(old, {}, "a", "stop") == steps
 
 
+def test_an_environment_of_gymnasium_by_its_name():
+  pytest.importorskip("gymnasium")
+  game = conventions.resolve(
+    "gymnasium:FrozenLake-v1", options={"is_slippery": False}
+  )
+  turns = ["I go down: 1", "right", "4", "1", "2", "2", "1", "2"]
+  first, *steps = play(game, {"answer": "1"}, *turns)
+  legal = "End your turn with a legal action: a whole number from 0 to 3."
+  assert first.observation.endswith(f"{legal}\n\nObservation: 0")
+  assert "- 2: Move right" in first.observation
+  seen = [step.observation for step in steps]
+  assert seen == ["4", legal, legal, "8", "9", "10", "14", "15"]
+  assert [step.reward for step in steps] == [0.0] * 7 + [1.0]
+  assert [step.done for step in steps] == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize(
+  "space, form, text, action",
+  [
+    (None, "auto", "go 2", "go 2"),
+    (None, "number", "from 3 to -4.5.", -4.5),
+    (None, "number", "left", None),
+    (None, "json", 'x ["a", {"b": 1}] y [1', ["a", {"b": 1}]),
+    (None, "json", "[" * 10**5, None),
+    ("Discrete(3, start=1)", "auto", "4 or 3", 3),
+    ("Discrete(3, start=1)", "auto", "0", None),
+    ("Discrete(3)", "auto", "1.0", None),
+    ("Discrete(3)", "json", "1", 1),
+    ("Box(-1, 1, (1,))", "auto", "0.5", [0.5]),
+    ("Box(-1, 1, (2, 1))", "auto", "[[0.5], [1]]", [[0.5], [1]]),
+    ("Box(-1, 1, (2,))", "auto", "[0.5, 2]", None),
+    ("Box(-1, 1, (2,))", "auto", '["a", "b"]', None),
+    ("MultiDiscrete([2, 3])", "auto", "[0.5, 2]", None),
+    ("Text(4)", "auto", "left", "left"),
+    ("Dict(a=Discrete(2))", "auto", '{"a": 1}', {"a": 1}),
+    ("Dict(a=Discrete(2))", "auto", '{"b": 1}', None),
+  ],
+)
+def test_a_turn_becomes_an_action(space, form, text, action):
+  """None is for turns that are answered with the legal actions."""
+  if space:
+    spaces_of_gymnasium = pytest.importorskip("gymnasium.spaces")
+    space = eval(space, vars(spaces_of_gymnasium))
+  if action is None:
+    with pytest.raises(spaces.IllegalAction, match="End your turn with a leg"):
+      spaces.read_action(text, form, space)
+  else:
+    value = spaces.read_action(text, form, space)
+    assert getattr(value, "tolist", lambda: value)() == action
+
+
+@pytest.mark.parametrize(
+  "name, text",
+  [
+    ("number", "7"),
+    ("array", "[0 1 2]"),
+    ("dict", '{"agent": [0, 2], "target": [1, 3]}'),
+    ("pair", "[14, 10]"),
+    ("observation", '{"echoed": "é", "length": 1}'),
+    ("said", "hello"),
+    ("object", None),
+  ],
+)
+def test_observations_of_other_types_become_text(name, text):
+  shows = conventions.resolve(f"{DRAWING}:Shows", options={"name": name})
+  if text is None:
+    with pytest.raises(ValueError, match="observation of type object, whose"):
+      shows.reset({}, 0)
+    return
+  reward = 0.5 if name == "observation" else 0.0
+  assert play(shows, {}, "a") == [Step(text, reward), Step(text, 1.0)]
+
+
 def test_openenv():
+  client = conventions.resolve(f"{DRAWING}:Client")
+  said = Step("ready", 0.5), Step("again", 0.5, True)
+  assert play(client, {}, "a") == [*said]
   client = conventions.resolve(f"{USER}:Client", options={"url": "made"})
   made = [Step("made/a", 0.5), Step("made/stop", 0.5, True)]
   assert play(client, {}, "a", "stop") == [Step("ready", None), *made]
@@ -181,8 +258,10 @@ def test_tools_alone():
   assert environment.reset({}, 0) == Step()
   step = environment.step(None, call("multiply", a=6, b=7), {}, 0)
   message = {"role": "tool", "name": "multiply", "content": "42"}
-  assert step == Step([message], info={"tool_calls": 1, "tool_errors": 0})
-  assert environment.step(None, "42", {}, 0) == Step(done=True)
+  info = {"tool_calls": 1, "tool_errors": 0}
+  assert step == Step([message], state=1, info=info)
+  last = environment.step(step.state, "42", {}, 0)
+  assert last == Step(done=True, state=2)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +280,9 @@ def test_tools_alone():
     ("no/such/file.py", [], "there is no file"),
     (USER, [f"{USER}:multiply"], "reads the model's turns itself"),
     (f"{USER}:Game", [f"{USER}:multiply"], "reads the model's turns itself"),
+    (USER, [], "environment.action = 'number' is for a class"),
+    (f"{USER}:Words", [], "environment.action = 'number' is for a class"),
+    ("gymnasium:NoSuch-v0", [], "cannot be made: "),
     ("", [USER], "is no function"),
     ("", ["multiply"], "unknown tool 'multiply'.*file.py:NAME"),
     ("", [f"{USER}:ANSWERS"], "is no function"),
@@ -217,5 +299,6 @@ def test_what_is_no_environment_is_a_sentence(path, tools, message, tmp_path):
   file.write_text(TOOLS)
   tools = [name.replace("TOOLS", str(file)) for name in tools]
   options = {"observation": ""} if path.endswith("Result") else {}
+  action = "number" if "environment.action" in message else "auto"
   with pytest.raises(ValueError, match=message):
-    _ = conventions.resolve(path, tools, options).tools
+    _ = conventions.resolve(path, tools, options, action=action).tools

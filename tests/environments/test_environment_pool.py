@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import resource
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import pytest
 from grpojax.environments import tools
 from grpojax.environments.pool import EnvironmentPool, check_replay
 from grpojax.environments.protocol import Step
+from grpojax.environments.seeding import seeded
 
 USER = str(pathlib.Path(__file__).with_name("user_environments.py"))
+DRAWING = str(pathlib.Path(USER).with_name("drawing_environments.py"))
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLE = {"answer": "7", "offset": 1}
 
@@ -263,6 +266,55 @@ def test_luck_that_is_not_of_the_seed_is_refused_before_training(workers):
       check_replay(pool, {}, 0)
 
 
+CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
+
+
+def played(name, workers, seed=5):
+  """Answers of one episode, which are the same when it is played again."""
+  tools = [f"{DRAWING}:dice"] if name == "dice" else []
+  turn = CALL % (("dice", '"sides": 6') if tools else ("look", ""))
+  path = "" if tools else f"{DRAWING}{name}"
+  with EnvironmentPool(path, tools, workers=workers) as pool:
+    return without_times(check_replay(pool, {}, seed, actions=[turn] * 3))
+
+
+@pytest.mark.parametrize("name", ["", ":Guess", ":Tiles", ":Walk", "dice"])
+def test_global_random_numbers_are_those_of_the_sample(name):
+  """A constructor, a reset, a step, a tool and a reward draw them."""
+  # Not the same numbers here: the tests' type checks draw from `random`, too.
+  assert played(name, 0) != played(name, 0, seed=6)
+  first = played(name, 1)
+  assert first == played(name, 2)
+  seen = [str(step[0]) for step in first[1:4]]
+  assert len({*seen}) == 3  # each turn draws its own
+
+
+def test_random_numbers_outside_of_an_environment_are_left_alone():
+  random.seed(1)
+  np.random.seed(1)
+  before = random.getstate(), np.random.get_state()[1].tolist()
+  for _ in range(2):
+    with pytest.raises(KeyError), seeded(5, "a"):
+      numbers = random.random(), np.random.rand()
+      raise KeyError
+    after = random.getstate(), np.random.get_state()[1].tolist()
+    assert after == before
+  with seeded(5, "a"):
+    assert (random.random(), np.random.rand()) == numbers
+  with seeded(5, "b"):
+    assert (random.random(), np.random.rand()) != numbers
+
+
+def test_members_of_a_group_draw_their_own_numbers():
+  with EnvironmentPool(f"{DRAWING}:Tiles") as pool:
+    (first,) = play(pool, [], seed=0)
+    look = CALL % ("look", "")
+    answers = [ask(pool, look, state=first.state, seed=i)[0] for i in range(5)]
+    texts = [step.observation[0]["content"].split() for step in answers]
+  assert len({tuple(text[-2:]) for text in texts}) == 5
+  assert len({tuple(text[:-2]) for text in texts}) == 1
+
+
 @pytest.mark.parametrize("reward", ["N[0]", "hash('x')"])
 def test_an_answer_that_differs_is_named(reward, tmp_path):
   """It counts calls, or depends on the process."""
@@ -322,7 +374,7 @@ def test_workers_load_neither_jax_nor_transformers():
   code = (
     "import sys\nfrom grpojax.environments import worker\n"
     f"worker.prepare({{'path': '', 'tools': [{f'{USER}:multiply'!r}]}})\n"
-    "print({'jax', 'numpy', 'transformers'} & {*sys.modules})"
+    "print({'jax', 'transformers'} & {*sys.modules})"
   )
   env = {**os.environ, "PYTHONPATH": str(ROOT)}
   command = [sys.executable, "-c", code]

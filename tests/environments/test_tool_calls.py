@@ -8,16 +8,22 @@ from grpojax.environments.protocol import Step, to_step
 from grpojax.environments.tools import TOOL_CALLS, Call
 
 ADD = Call("add", {"a": 1})
+F = Call("f", {})
 GOOD = {
   "hermes": [
     ("Sum.", []),
     ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [ADD]),
     ('<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}', [ADD]),
     ('x <tool_call>{"name": "f"}</tool_call> y' * 2, [Call("f", {})] * 2),
+    ('<think><tool_call>{"name": "f"}</tool_call></think>Done.', []),
+    ('<think>So: <tool_call>{"name": "f"}</tool_call>', []),
+    ('<tool_call></tool_call></think><tool_call>{"name": "f"}', [F]),
+    ('<think>a</think><tool_call>{"name": "f"}</tool_call><think>', [F]),
   ],
   "llama3": [
     ("Sum {}.", []),
     ('{"answer": 3}', []),
+    ('<think>{"name": "g"}</think>{"name": "f"}', [F]),
     (' {"name": "add", "parameters": {"a": 1}}\n', [ADD]),
     ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [ADD]),
     (
@@ -28,6 +34,7 @@ GOOD = {
   "mistral": [
     ("Sum.", []),
     ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', [ADD]),
+    ("<think>[TOOL_CALLS]g[ARGS]{}</think>[TOOL_CALLS]f[ARGS]{}", [F]),
     (
       '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}',
       [ADD, Call("f", {})],

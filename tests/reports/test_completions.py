@@ -27,7 +27,7 @@ def test_rows_of_a_group_come_together():
 
 def test_tokens_of_an_environment_and_rewards_of_turns():
   turns = [
-    {"by": "model", "text": "ab", "tokens": 2, "reward": 0.5},
+    {"by": "model", "text": "ab", "tokens": 2, "reward": 0.5, "advantage": 0.2},
     {"by": "environment", "text": "c", "tokens": 1},
     {"by": "model", "text": "d", "tokens": 1, "reward": None},
   ]
@@ -35,6 +35,7 @@ def test_tokens_of_an_environment_and_rewards_of_turns():
   ((sample,),) = (group["samples"] for group in completions.groups(rows))
   assert sample["observed"] == [False, False, True, False]
   assert sample["turn_rewards"] == {1: 0.5} and "advantage" not in sample
+  assert sample["turn_advantages"] == {1: 0.2}
 
 
 def test_of_too_many_steps_some_are_kept_from_first_to_last():

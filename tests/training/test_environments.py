@@ -15,6 +15,7 @@ from grpojax.models import huggingface as hf
 from grpojax.rewards import conventions
 from grpojax.rewards.functions import load
 from grpojax.runtime.files import records
+from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config, from_config
 from grpojax.training.report import reporting
 from grpojax.training.run import open_run
@@ -87,6 +88,10 @@ def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
       ([x["by"] == "environment"] * x["tokens"] for x in row["turns"]), []
     )
     assert not np.array(row["advantage"])[observed].any()
+    advantages = iter(row["advantage"])
+    for turn in row["turns"]:
+      of_tokens = {next(advantages) for _ in range(turn["tokens"])}
+      assert of_tokens == {turn.get("advantage", 0.0)}
     assert [x is None for x in row["logprobs"]] == observed
   metrics = records.read_jsonl(run / "metrics.jsonl")
   step = [row for row in metrics if "turns_mean" in row][-1]
@@ -301,6 +306,19 @@ def test_an_observation_that_cannot_be_read_is_a_failure(
   run = go(toy_task, toy_model, tmp_path, steps=1, **{"environment.path": path})
   failures = records.read_jsonl(run / "failures.jsonl")
   assert "with a chat template, messages" in failures[0]["reason"]
+
+
+@pytest.mark.parametrize(
+  "observation, tokens, most",
+  [(0, 64, 32), (16, 64, 16), (256, 64, 32), (0, 1, 1)],
+)
+def test_an_observation_leaves_half_of_the_tokens(observation, tokens, most):
+  config = default_config()
+  config.environment.path = "retry"
+  config.environment.max_observation = observation
+  config.sampling.max_new_tokens = tokens
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  assert episodes.encoder(from_config(config), policy).max_observation == most
 
 
 @pytest.mark.parametrize(

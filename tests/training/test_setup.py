@@ -36,8 +36,7 @@ OFF = {
   *(f"lora.{x}" for x in ("alpha", "targets")),
   *(f"environment.{x}" for x in ("tool_format", "template", "timeout")),
   *(f"environment.max_{x}" for x in ("turns", "turn_tokens", "observation")),
-  "environment.workers",
-  "environment.check",
+  *(f"environment.{x}" for x in ("action", "workers", "check")),
   *(f"model.{x}" for x in ("reference_every", "reference_mix")),
 }
 """Settings of what the toy's run does without, read by tests of their own:

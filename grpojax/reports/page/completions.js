@@ -78,8 +78,17 @@ function tokenSpans(sample, what) {
     node.dataset.token = i;
     if (!by) node.style.background = shade(sample, what, i);
     const reward = sample.turn_rewards && sample.turn_rewards[i];
-    return known(reward) ?
-      el("span", null, node, el("span.small.soft", null, ` ${signed(reward, number)} `)) : node;
+    if (!known(reward)) return node;
+    const row = el("span", null, node,
+      el("span.small.soft", null, ` ${signed(reward, number)} `));
+    const advantage = sample.turn_advantages && sample.turn_advantages[i];
+    if (known(advantage)) {
+      const shown = el("span.small", { title: "advantage of this turn" },
+        `(${signed(advantage, number)}) `);
+      shown.style.color = advantage < 0 ? "var(--bad)" : "var(--good)";
+      row.append(shown);
+    }
+    return row;
   });
 }
 

@@ -27,7 +27,7 @@ def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
   tools = []
   if own.on:
     tools = conventions.resolve(
-      own.path, own.tools, own.options, own.tool_format
+      own.path, own.tools, own.options, own.tool_format, own.action
     ).tools
   if tools and "tools" not in str(policy.tokenizer.chat_template or ""):
     raise ValueError(

@@ -155,7 +155,8 @@ def _advantage(one: Mapping[str, Any]) -> float | list[float] | None:
 def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns texts of the model and its environment, one after the other.
 
-  `one` has a row's "ids", "mask", "turns" and "turn_rewards".
+  `one` has a row's "ids", "mask", "turns" and "turn_rewards", and where turns
+  have advantages of their own, the "advantage" of each token.
   """
   ids, turns = one["ids"][one["mask"]], one["turns"][one["mask"]]
   blocks = []
@@ -170,6 +171,9 @@ def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
     blocks.append({"by": by, "text": text, "tokens": len(part)})
     if turn >= 0:
       blocks[-1]["reward"] = _number(one["turn_rewards"][turn])
+      if np.ndim(one.get("advantage")):
+        advantage = one["advantage"][one["mask"]][part[0]]
+        blocks[-1]["advantage"] = _number(advantage)
   return blocks
 
 

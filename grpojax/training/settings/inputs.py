@@ -16,6 +16,7 @@ from grpojax.core.options import (
 )
 from grpojax.core.turns import CREDITS
 from grpojax.data.datasets import DATASETS
+from grpojax.environments.spaces import ACTIONS
 from grpojax.environments.tools import TOOL_CALLS
 from grpojax.models.block_attention import ATTENTION
 from grpojax.models.config import DTYPES
@@ -266,8 +267,8 @@ class EnvironmentSettings:
 
   path: str = option(
     "",
-    'built in, "file.py", "file.py:Name" or "package.module:Name"; "" = none, '
-    "but for tools",
+    'built in, "gymnasium:ID", "file.py", "file.py:Name" or '
+    '"package.module:Name"; "" = none, but for tools',
   )
   tools: tuple[Any, ...] = option(
     (), 'functions that the model may call, each "file.py:function"'
@@ -276,11 +277,21 @@ class EnvironmentSettings:
   options: Mapping[str, Any] = free_field(
     "keyword arguments of the environment"
   )
+  action: str = option(
+    "auto",
+    "form of the action that the `step` of a class gets: the turn's text, its "
+    "last number or its last JSON value; auto = by the action_space, and text "
+    "without one",
+    ACTIONS,
+  )
   max_turns: int = option(
     8, "turns of the longest trajectory", within=ONE_OR_MORE
   )
   max_observation: int = option(
-    256, "tokens of an observation, which is cut there", within=ONE_OR_MORE
+    0,
+    "largest number of tokens of an observation, at most half of "
+    "sampling.max_new_tokens; 0 = half of it",
+    within=NOT_NEGATIVE,
   )
   max_turn_tokens: int = option(
     0,

@@ -65,6 +65,7 @@ def open_pool(settings: TrainSettings) -> EnvironmentPool:
     own.tools,
     own.options,
     own.tool_format,
+    own.action,
     workers=own.workers,
     timeout=own.timeout,
   )
@@ -107,13 +108,14 @@ def make_programs(
 def encoder(settings: TrainSettings, policy: Policy) -> TurnEncoder:
   """Makes the encoder of observations; ValueError for a template that fails."""
   own, data = settings.environment, settings.data
+  half = max(1, settings.sampling.max_new_tokens // 2)
   return TurnEncoder(
     policy.tokenizer,
     policy.eos_ids,
     template=own.template,
     template_options=prompts_lib.template_options(settings, policy),
     special_tokens=data.special_tokens,
-    max_observation=own.max_observation,
+    max_observation=min(own.max_observation or half, half),
   )
 
 
@@ -150,13 +152,6 @@ def check(
   join_prompt(encode_prompt, settings.data, example, first.observation)
   if steps and isinstance(steps[-1], str):
     print(f"warning: to a made-up turn the environment {steps[-1]}", flush=True)
-  if own.max_observation >= settings.sampling.max_new_tokens:
-    print(
-      f"warning: an observation of environment.max_observation = "
-      f"{own.max_observation} tokens leaves no room for a turn in "
-      f"sampling.max_new_tokens = {settings.sampling.max_new_tokens}",
-      flush=True,
-    )
 
 
 def _reset_error(step: Step) -> str:

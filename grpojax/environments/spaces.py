@@ -1,0 +1,136 @@
+"""Actions and observations of classes, as text that a model writes and reads.
+
+A turn's text becomes an action: as it is, its last number, or its last JSON
+value. Spaces of gymnasium are known by their attributes, so that gymnasium need
+not be installed.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from grpojax.environments.protocol import is_message
+from grpojax.environments.tools import has_text
+from grpojax.runtime.processes.user_calls import WrongAnswer
+from grpojax.runtime.processes.workers import to_plain
+
+ACTIONS = ("auto", "text", "number", "json")
+"""Forms of an action; "auto" is by the action space, and text without one."""
+
+
+_OF_OPENENV = ("done", "reward", "metadata")  # fields of any observation
+
+
+class IllegalAction(ValueError):
+  """Raised for a turn without a legal action; the model reads the message."""
+
+
+def read_action(text: str, form: str, space: Any = None) -> Any:
+  """Returns the action in a turn's text, of one of the forms `ACTIONS`.
+
+  IllegalAction if it has none, or one that is not in gymnasium's `space`.
+  """
+  form = _form(form, space)
+  if form == "text":
+    return text
+  try:
+    value = _last_number(text) if form == "number" else _last_json(text)
+    if shape := getattr(space, "shape", None):
+      array = np.asarray(value)
+      if form == "number":
+        array = np.broadcast_to(array, shape)
+      value = array.astype(space.dtype, casting="same_kind")
+    if space is None or space.contains(value):
+      return value
+  except (LookupError, TypeError, ValueError, RecursionError):
+    pass
+  raise IllegalAction(legal_actions(form, space))
+
+
+def legal_actions(form: str, space: Any = None) -> str:
+  """Returns a sentence that tells the model which actions are legal."""
+  form = _form(form, space)
+  legal = {"number": "a number", "json": "JSON"}.get(form, "text")
+  if hasattr(space, "n") and hasattr(space, "start"):
+    legal = f"a whole number from {space.start} to {space.start + space.n - 1}"
+  elif space is not None:
+    legal += f" in {space}"
+  return f"End your turn with a legal action: {legal}."
+
+
+def instructions(environment: Any, form: str) -> str:
+  """Returns gymnasium's description of the action space, and what is legal."""
+  about = inspect.getdoc(environment.unwrapped) or ""
+  pattern = r"# Action Space\n(.*?)(?=^\s*#|\Z)"
+  parts = re.findall(pattern, about, re.DOTALL | re.MULTILINE)
+  parts.append(legal_actions(form, environment.action_space))
+  return "\n\n".join(map(inspect.cleandoc, parts))
+
+
+def observation(value: Any) -> Any:
+  """Returns an observation as text; texts and messages stay as they are.
+
+  A dataclass or pydantic model is its field `text` or `message`, if that is a
+  text, and else the JSON of its fields, without what OpenEnv adds to each
+  observation. Dicts, lists and tuples are JSON; other values are their `str`.
+
+  WrongAnswer if the text would differ from process to process.
+  """
+  if value is None:
+    return ""
+  is_list = isinstance(value, list | tuple)
+  if isinstance(value, str) or (is_list and value and is_message(value[0])):
+    return value
+  if hasattr(value, "model_dump") or dataclasses.is_dataclass(value):
+    dump = getattr(value, "model_dump", lambda: dataclasses.asdict(value))
+    fields = dump()
+    for name in ("text", "message"):
+      if isinstance(fields.get(name), str):
+        return fields[name]
+    value = {k: v for k, v in fields.items() if k not in _OF_OPENENV}
+  if not has_text(value):
+    raise WrongAnswer(
+      f"returned an observation of type {type(value).__name__}, whose text"
+      " differs from process to process: return a text, or give it `__str__`"
+    )
+  if isinstance(value, Mapping | list | tuple):
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+      return json.dumps(value, default=to_plain, ensure_ascii=False)
+  return str(value)
+
+
+def _form(form: str, space: Any) -> str:
+  """Returns the form that "auto" stands for."""
+  if form != "auto":
+    return form
+  if space is None or hasattr(space, "character_set"):
+    return "text"
+  shape = getattr(space, "shape", None)
+  return "json" if shape is None or np.prod(shape) != 1 else "number"
+
+
+def _last_number(text: str) -> int | float:
+  """Returns the last number in a text; IndexError without one."""
+  number = re.findall(r"-?\d+(?:\.\d+)?", text)[-1]
+  return float(number) if "." in number else int(number)
+
+
+def _last_json(text: str) -> Any:
+  """Returns the JSON value that a text is, or else its last object or list."""
+  try:
+    return json.loads(text)
+  except ValueError:
+    values = []
+  place = 0
+  while match := re.compile(r"[\[{]").search(text, place):
+    place = match.end()
+    with contextlib.suppress(ValueError):
+      value, place = json.JSONDecoder().raw_decode(text, match.start())
+      values.append(value)
+  return values[-1]

@@ -1,0 +1,121 @@
+"""Environments that draw global random numbers, as users write them."""
+
+import dataclasses
+import random
+
+import numpy as np
+
+
+def draw():
+  return f"{random.randrange(10**6)} {np.random.randint(10**6)}"
+
+
+def step(state, action):
+  if action == "raise":
+    draw()
+    raise RuntimeError("no idea")
+  return {"observation": draw(), "state": (state or 0) + 1}
+
+
+class Guess:
+  """TRL's: it draws a secret that nobody sees, and answers by chance."""
+
+  def __init__(self):
+    self._secret = draw()
+
+  def reset(self, **kwargs):
+    self._hidden = draw()
+
+  def look(self) -> str:
+    """Looks."""
+    return f"{self._secret} {self._hidden} {draw()}"
+
+  def get_reward(self):
+    return random.random() + np.random.rand()
+
+
+class Tiles(Guess):
+  """TRL's, like 2048: its board is drawn and shown."""
+
+  def reset(self, **kwargs):
+    self._hidden = draw()
+    return self._hidden
+
+
+class Walk:
+  """gymnasium's, with numbers for observations."""
+
+  def reset(self, seed=None, options=None):
+    return np.random.randint(10**6), {}
+
+  def step(self, action):
+    return np.random.rand(3), random.random(), action == "stop", False, {}
+
+
+def dice(sides: int) -> int:
+  """Throws dice.
+
+  Args:
+    sides: Number of sides.
+  """
+  return random.randrange(10**6)
+
+
+@dataclasses.dataclass
+class Result:
+  """OpenEnv's result of a step."""
+
+  observation: object
+  reward: float = 0.5
+  done: bool = False
+
+
+@dataclasses.dataclass
+class Echo:
+  """OpenEnv's observation, with the fields that each one has."""
+
+  echoed: str
+  length: int
+  reward: float = 0.5
+  done: bool = False
+  metadata: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Said:
+  message: str
+  turn: int = 1
+
+
+class Shows:
+  """Observes a value of the table."""
+
+  def __init__(self, name):
+    self.name = name
+
+  def reset(self):
+    return VALUES[self.name]
+
+  def step(self, action):
+    return VALUES[self.name], 1.0, False, False, {}
+
+
+class Client:
+  """OpenEnv's typed client."""
+
+  def reset(self):
+    return Result(Said("ready"))
+
+  def step(self, action):
+    return Result(Said("again"), done=True)
+
+
+VALUES = {
+  "number": 7,
+  "array": np.arange(3),
+  "dict": {"agent": np.array([0, 2]), "target": (1, np.int64(3))},
+  "pair": (14, 10),
+  "observation": Echo("é", 1),
+  "said": Said("hello"),
+  "object": object(),
+}
