@@ -116,8 +116,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
       base = adapter.get("base_model_name_or_path")
       raise ValueError(
         f"{directory} holds a PEFT adapter, which is not read: give its base "
-        f"model, {base!r:.200}, or merge it into that (merge_and_unload in peft) "
-        "and give the result"
+        f"model, {base!r:.200}, or merge it into that (merge_and_unload in "
+        "peft) and give the result"
       )
     # A run has a config.json too, but of another kind.
     file = directory / "config.json"
