@@ -74,11 +74,13 @@ CASES = [  # rows, what else is known, level, end of the sentence
   (MANY + tested(0.4, 0.5), TWO, "", "did not rise in the last 2 evaluations "
    "(stop.no_improvement); held-out accuracy 40.0% before, 50.0% after."),
   (RISE + tested(0.2, 0.25), DONE | {"gain": UNCLEAR}, "good", "Still "
-   "improving at step 16 of 16: mean reward +0.2 in the last quarter of the steps; "
-   "held-out accuracy 20.0% before, 25.0% after; more steps may help "
+   "improving at step 16 of 16: mean reward +0.2 in the last quarter of the "
+   "steps; held-out accuracy 20.0% before, 25.0% after; more steps may help "
    "(--config.steps)."),
   (MANY + tested(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change in "
    "accuracy; held-out accuracy 20.0% before, 30.0% after, on 100 prompts."),
+  (MANY + tested(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of 16; "
+   "held-out accuracy 20.0% before, 30.0% after."),
   (steps(GOOD), {"planned": None}, "", "Not finished: step 1."),
 ]  # fmt: skip
 
