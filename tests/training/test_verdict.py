@@ -79,6 +79,8 @@ CASES = [  # rows, what else is known, level, end of the sentence
    "(--config.steps)."),
   (MANY + tested(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change in "
    "accuracy; held-out accuracy 20.0% before, 30.0% after, on 100 prompts."),
+  (MANY + tested(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of 16; "
+   "held-out accuracy 20.0% before, 30.0% after."),
   (steps(GOOD), {"planned": None}, "", "Not finished: step 1."),
 ]  # fmt: skip
 
