@@ -30,7 +30,7 @@ def evaluation(step, accuracy, prompts=100):
   return {"step": step, "accuracy": accuracy, "prompts": prompts} | bounds
 
 
-def tested(*accuracies):
+def held_out(*accuracies):
   return [evaluation(8 * i, accuracy) for i, accuracy in enumerate(accuracies)]
 
 
@@ -49,7 +49,7 @@ MIXED = steps(EQUAL, FAILED, EQUAL, NAN | {"zero_variance_groups": 0.5})
 
 CASES = [  # rows, what else is known, level, end of the sentence
   ([], {}, "", "No step yet."),
-  (tested(0.2), DONE, "", "Finished without training."),
+  (held_out(0.2), DONE, "", "Finished without training."),
   (steps(*[EQUAL] * 4), DONE, "bad", "in 4 of 4 steps no group's rewards "
    "differed; mean reward 0."),
   (MIXED, {}, "bad", "Learned nothing: in 2 of 4 steps no group's rewards "
@@ -57,7 +57,7 @@ CASES = [  # rows, what else is known, level, end of the sentence
    "gradients were not finite; mean reward 0.275."),
   (steps(*[EQUAL] * 3), THREE, "bad", "; mean reward 0. Stopped at step 3 of "
    "16 (stop.zero_variance_groups)."),
-  (steps(*[EQUAL] * 4) + tested(0.2, 0.6), DONE | {"gain": ROSE}, "good",
+  (steps(*[EQUAL] * 4) + held_out(0.2, 0.6), DONE | {"gain": ROSE}, "good",
    "rose on the same prompts; held-out accuracy 20.0% before, 60.0% after."),
   (steps(*[NO_TOKENS] * 16), DONE, "", "Finished: step 16 of 16."),
   (steps(*[NO_REWARD] * 40), {}, "bad", "Learned nothing: in 40 of 40 steps no "
@@ -66,20 +66,20 @@ CASES = [  # rows, what else is known, level, end of the sentence
   (NONFINITE, {}, "bad", "Stopped at step 12 of 16 (stop.skipped_updates): in "
    "10 steps in a row gradients were not finite, and updates were skipped."),
   (NONFINITE, {"planned": 12}, "", "Not finished: step 12 of 12."),
-  (MANY + tested(0.5, 0.35), {"gain": FELL}, "bad", "Accuracy fell: 50.0% "
+  (MANY + held_out(0.5, 0.35), {"gain": FELL}, "bad", "Accuracy fell: 50.0% "
    "after step 0, 35.0% after step 8."),
-  (MANY + tested(0.2, 0.8, 0.3), DONE | {"gain": UNCLEAR}, "bad", "Accuracy "
+  (MANY + held_out(0.2, 0.8, 0.3), DONE | {"gain": UNCLEAR}, "bad", "Accuracy "
    "fell: 80.0% after step 8, 30.0% after step 16."),
   (MANY + OTHERS, DONE, "", "Finished: step 16 of 16."),
-  (MANY + tested(0.4, 0.5), TWO, "", "did not rise in the last 2 evaluations "
+  (MANY + held_out(0.4, 0.5), TWO, "", "did not rise in the last 2 evaluations "
    "(stop.no_improvement); held-out accuracy 40.0% before, 50.0% after."),
-  (RISE + tested(0.2, 0.25), DONE | {"gain": UNCLEAR}, "good", "Still "
+  (RISE + held_out(0.2, 0.25), DONE | {"gain": UNCLEAR}, "good", "Still "
    "improving at step 16 of 16: mean reward +0.2 in the last quarter of the "
    "steps; held-out accuracy 20.0% before, 25.0% after; more steps may help "
    "(--config.steps)."),
-  (MANY + tested(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change in "
+  (MANY + held_out(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change in "
    "accuracy; held-out accuracy 20.0% before, 30.0% after, on 100 prompts."),
-  (MANY + tested(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of 16; "
+  (MANY + held_out(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of 16; "
    "held-out accuracy 20.0% before, 30.0% after."),
   (steps(GOOD), {"planned": None}, "", "Not finished: step 1."),
 ]  # fmt: skip
@@ -108,5 +108,5 @@ def test_the_most_frequent_trouble_comes_first():
   rows = steps(*[cut] * 10, cut | weightless, weightless, *[GOOD] * 20, EQUAL)
   run = lib.facts(rows, 40, LIMITS, False)  # 1 of 33 steps is not often
   assert lib.troubled_metrics(run) == ["truncated", "rollout_effective_samples"]
-  run = lib.facts(rows + tested(0.9, 0.1), 40, LIMITS, False)
+  run = lib.facts(rows + held_out(0.9, 0.1), 40, LIMITS, False)
   assert lib.troubled_metrics(run)[:2] == ["accuracy", "truncated"]
