@@ -25,6 +25,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def _train(run: pathlib.Path, kill_at: int | None = None) -> None:
       process.wait()
   if process.returncode:
     text = run.with_suffix(".log").read_text(errors="replace")
-    raise RuntimeError(f"a run of the default job ended: {text[-600:]}")
+    lines = re.findall(r"^(?:error|\S+Error): .+", text, re.MULTILINE)
+    raise RuntimeError("a run ended: " + (lines or [text[-600:]])[-1])
 
 
 def check_resume() -> Iterator[Row]:
@@ -279,11 +281,12 @@ SETTINGS = None
 
 def markdown(rows: list[Row]) -> str:
   """Writes the table, with what it was made on."""
-  devices = jax.devices()
-  about = (
-    f"{len(devices)} {devices[0].device_kind} ({devices[0].platform}), "
-    f"jax {jax.__version__}, Python {sys.version.split()[0]}"
-  )
+  about = f"jax {jax.__version__}, Python {sys.version.split()[0]}"
+  try:
+    one, *others = jax.devices()
+    about = f"{1 + len(others)} {one.device_kind} ({one.platform}), {about}"
+  except RuntimeError:  # which the rows say
+    about = f"no device, {about}"
   lines = [about, "", "| check | seen | expected | |", "|---|---|---|---|"]
   for row in rows:
     mark = "" if row.ok else "**wrong**"
@@ -304,7 +307,7 @@ def main(argv: list[str]) -> int:
       raise ValueError("--skip: leaves nothing to be checked")
   # A run of its own ends with it.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-  rows, whole = [], False
+  rows = []
   try:
     for name in [name for name in CHECKS if name not in flags.skip]:
       print(f"checking {name} ...", file=sys.stderr, flush=True)
@@ -314,10 +317,10 @@ def main(argv: list[str]) -> int:
       except Exception as error:  # the others are worth their time all the same
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         rows.append(Row(name, text.replace("|", "/"), ok=False))
-    whole = True
+  except BaseException:  # what was seen until then is written as well
+    rows.append(Row("interrupted", "the rest was not checked", ok=False))
+    raise
   finally:
-    if not whole:  # interrupted: what was seen until then is written as well
-      rows.append(Row("interrupted", "the rest was not checked", ok=False))
     text = markdown(rows)
     print(text, end="", flush=True)
     with command_line.usage_errors():

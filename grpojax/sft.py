@@ -361,12 +361,12 @@ def fit(config: ConfigDict, lm, params, stream):
   tx = make_tx(config)
   opt_state, step = tx.init(params), make_step(lm, tx)
   batches = pack(stream, config.rows, config.row_length)
-  began, losses = time.time(), []
+  began, losses = time.perf_counter(), []
   for i, rows in enumerate(itertools.islice(batches, config.steps), 1):
     params, opt_state, loss = step(params, opt_state, rows)
     if i % config.log_every == 0 or i == config.steps:
       losses.append({"step": i, "loss": float(loss)})
-      left = (time.time() - began) / i * (config.steps - i)
+      left = (time.perf_counter() - began) / i * (config.steps - i)
       print(
         f"step {i}/{config.steps}  loss {float(loss):.4f}  left {left:.0f} s",
         flush=True,
@@ -425,12 +425,12 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       f"{count} parameters, {config.rows * config.row_length} tokens a step",
       flush=True,
     )
-    began = time.time()
+    began = time.perf_counter()
     params, losses = fit(config, lm, params, stream)
     record = {
       "command": command,
       "config": config.to_dict(),
-      "seconds": time.time() - began,
+      "seconds": time.perf_counter() - began,
       "losses": losses,
     }
     # A name of its own: another process may be making the same directory.

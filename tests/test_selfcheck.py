@@ -63,6 +63,30 @@ def test_what_is_wrong_is_marked_and_costs_no_other_check(
     selfcheck.main(["--skip=d"])
 
 
+def test_a_run_that_fails_is_a_sentence(monkeypatch, tmp_path):
+  program = tmp_path / "python"
+  program.write_text(
+    "#!/bin/sh\n"
+    "echo 'Traceback:\n  f(x)\njax.XError: no tpu\n--\nSee x'; exit 1\n"
+  )
+  program.chmod(0o700)
+  monkeypatch.setattr(selfcheck.sys, "executable", str(program))
+  with pytest.raises(RuntimeError, match="^a run ended: jax.XError: no tpu$"):
+    selfcheck._train(tmp_path / "run")
+
+
+def test_no_device_is_a_row(monkeypatch, tmp_path):
+  def none():
+    raise RuntimeError("Unable to initialize backend 'tpu'")
+
+  monkeypatch.setattr(selfcheck.jax, "devices", none)
+  monkeypatch.setattr(selfcheck, "CHECKS", {"a": none})
+  assert selfcheck.main([f"--out={tmp_path}"]) == 1
+  first, *_, last = (tmp_path / "selfcheck.md").read_text().splitlines()
+  assert first.startswith("no device, jax ")
+  assert last.startswith("| a | RuntimeError: Unable to initialize backend")
+
+
 def test_an_interruption_leaves_the_rows_before_it(monkeypatch, tmp_path):
   def interrupted():
     yield Row("first", "1")

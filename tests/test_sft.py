@@ -54,13 +54,18 @@ def test_it_learns_and_writes_a_model_directory(toy_model):
 
 
 @pytest.mark.slow
-def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
+def test_it_starts_from_a_model_directory(
+  toy_model, toy_task, tmp_path, monkeypatch
+):
+  clock = itertools.count(0, -1000)  # set back whenever it is read
+  monkeypatch.setattr(sft.time, "time", lambda: float(next(clock)))
   out = tmp_path / "out"
   settings = ["steps=1", "rows=8", "row_length=64", "log_every=1"]
   settings += [f"model.path={toy_model}", "optim.warmup_steps=0"]
   settings += ["optim.learning_rate=1e-9", "optim.muon_learning_rate=1e-9"]
   sft.main([f"--out={out}", *(f"--config.{word}" for word in settings)])
   record = json.loads((out / "sft.json").read_text())
+  assert record["seconds"] > 0
   assert record["losses"][0]["loss"] < 1  # from scratch it is log(100)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),

@@ -1,6 +1,7 @@
 """The training program: files, resuming, options, mistakes."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -428,6 +430,24 @@ def test_a_reward_on_the_device_changes_nothing(
     r["reward_mean"] for r in device_rows
   ]
   assert 0 < host_rows[0]["reward_mean"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [-20, 0.2])  # seconds each time it is read
+def test_a_clock_that_is_set_changes_no_times(
+  seconds, toy_task, toy_model, tmp_path, monkeypatch
+):
+  clock, reads = time.time, itertools.count()
+  monkeypatch.setattr(time, "time", lambda: clock() + seconds * next(reads))
+  changes = {"steps": 2, "eval.every": 2, "eval.num_prompts": 4}
+  run = tmp_path / "run"
+  jax.clear_caches()
+  train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
+  rows = records.read_jsonl(run / "metrics.jsonl")
+  rows = [row for row in rows if "reward_mean" in row]
+  assert len(rows) == 2
+  for row in rows:
+    assert 0 <= row["seconds_compile"] <= row["seconds_step"]
 
 
 @pytest.mark.slow  # three programs for each of two sizes

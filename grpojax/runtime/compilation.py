@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import hashlib
-import os
 import pathlib
 import platform
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ LONG = ("sample", "diagnose", "update", "step")
 """Programs of a training step that take long to compile, by their names."""
 
 MOST_BYTES = 4 * 2**30
-"""Size of what is kept; what was not used for longest goes first."""
+"""Most that a start leaves of what is kept."""
 
 _told: list[Callable[[str], None]] = []
 
@@ -60,24 +61,44 @@ def _machine() -> str:
   return hashlib.sha256(features.encode()).hexdigest()[:12]
 
 
+@functools.cache
+def _warn_once() -> None:
+  """Makes JAX's warnings of its directory, one a program, one line in all."""
+  show, said = warnings.showwarning, []
+
+  def show_once(message: Any, *where: Any, **more: Any) -> None:
+    _, failed, text = str(message).partition("persistent compilation cache ")
+    if not failed:
+      show(message, *where, **more)
+    elif not said:
+      said.append(text)
+      what = f"compiled programs in {jax.config.jax_compilation_cache_dir}"
+      remedy = "mend or remove it, or set JAX_COMPILATION_CACHE_DIR to another"
+      text = f"warning: {what} cannot be used ({text[:300]}): {remedy}"
+      print(text, file=sys.stderr, flush=True)
+
+  warnings.showwarning = show_once
+
+
 def keep() -> None:
   """Keeps compiled programs in the user's cache directory.
 
   JAX_COMPILATION_CACHE_DIR names another directory, and with
-  JAX_ENABLE_COMPILATION_CACHE=0 nothing is kept.
+  JAX_ENABLE_COMPILATION_CACHE=0 nothing is kept. What was unused for longest
+  goes first; JAX's own limit waits for locks, and a kill may end it for good.
   """
+  _warn_once()
   config = jax.config
   enabled = config.jax_enable_compilation_cache
   if config.jax_compilation_cache_dir or not enabled:
     return
-  try:
+  with contextlib.suppress(OSError, RuntimeError):  # JAX says what it cannot do
     path = disk.user_cache() / "xla" / _machine()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-  except (OSError, RuntimeError):  # no home, or none to write to
-    return
-  if os.access(path, os.W_OK):
     config.update("jax_compilation_cache_dir", str(path))
-    config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kept = sorted((file.stat().st_atime, file) for file in path.iterdir())
+    while sum(file.stat().st_size for _, file in kept) > MOST_BYTES:
+      kept.pop(0)[1].unlink()
 
 
 @contextlib.contextmanager

@@ -162,7 +162,9 @@ def remaining_steps(
       state = update_reference(state)
     if diagnosed:
       state = update_group_size(state, metrics)
-    now, seconds_compile = time.perf_counter(), sum(compiled[programs:])
+    now = time.perf_counter()
+    # JAX measures it by a clock that may be set meanwhile.
+    seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
     eta = reporting.after_step(eta, now - start - seconds_compile)
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began

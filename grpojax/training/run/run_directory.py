@@ -313,7 +313,7 @@ def remove_torn(path: Path) -> None:
     of = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
     if of and of[1] in _REPLACED:
       with contextlib.suppress(FileNotFoundError):
-        if of[1] != REPORT or time.time() - file.stat().st_mtime > 60:
+        if of[1] != REPORT or abs(time.time() - file.stat().st_mtime) > 60:
           file.unlink()
 
 
