@@ -323,6 +323,8 @@ def _data(
     text += " here: write its result by .to_json('train.jsonl'), and give"
     text += " --config.data.name=jsonl --config.data.path=train.jsonl"
     notes.append(("train_dataset", text))
+  if settings["data_files"] is ...:
+    settings["dataset_name"] = None  # "json" is no data set
   found = {k: x for k, x in settings.items() if x is not None}
   unknown = [x for x in found if x != "test_size" and found[x] is ...]
   notes += [(x, "is no plain value: give the data's path") for x in unknown]
