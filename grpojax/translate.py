@@ -64,8 +64,8 @@ def translate_file(
     ValueError: it cannot be read or translated; one line.
     OSError: it cannot be read.
   """
-  given = reading.read(yaml).settings if yaml else {}
-  source = reading.read(path, given, code)
+  parsed = reading.read(yaml).settings if yaml else {}
+  source = reading.read(path, parsed, code)
   names = [*source.settings, *source.unread]
   counts = [sum(map(library.knows, names)) for library in LIBRARIES]
   if not any(counts) and not source.notes:
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
         disk.check_file(str(code), "--out")
         records.write_text(str(code), translation.code)
         print(f"its functions -> {code}: read them before you run them")
-      for line in writing.said(translation):
+      for line in writing.screen_lines(translation):
         print(printable(line))
     try:
       from_config(writing.config_of(translation))

@@ -30,28 +30,25 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   ]
   imported = set().union(*map(_bound, imports))
   bound = [_bound(x) | (_changed(x) - imported) for x in statements]
-  wanted = list(names)
+  queue = list(names)
   needed: set[str] = set()
-  kept: set[int] = set()
-  while wanted:
-    needed.add(name := wanted.pop())
+  chosen: set[int] = set()
+  while queue:
+    needed.add(name := queue.pop())
     for i, statement in enumerate(statements):
       future = getattr(statement, "module", "") == "__future__"
-      if i not in kept and (name in bound[i] or future or "*" in bound[i]):
-        kept.add(i)
-        wanted += _used(texts[i]) - needed
+      if i not in chosen and (name in bound[i] or future or "*" in bound[i]):
+        chosen.add(i)
+        queue += _used(texts[i]) - needed
   defined = set().union({*dir(builtins), "__file__", "__name__"}, *bound)
   lacking = sorted(needed - defined) if "*" not in defined else []
-  code = [texts[i] for i in sorted(kept)]
+  code = [texts[i] for i in sorted(chosen)]
   lacking += [x for x in _COMMAND_LINE if any(f".{x}(" in y for y in code)]
-  lines = [HEADER]
-  after = 0
-  for i in sorted(kept):
-    is_long = isinstance(statements[i], _DEFINITIONS)
-    gap = 2 if is_long or after == 2 else int(lines == [HEADER])
-    lines += [""] * gap + [texts[i]]
-    after = 2 if is_long else 0
-  return "\n".join([*lines, ""]), lacking
+  blocks = [HEADER]
+  for i in sorted(chosen):
+    is_definition = isinstance(statements[i], _DEFINITIONS)
+    blocks.append(f"\n\n{texts[i]}\n" if is_definition else texts[i])
+  return "\n".join([*blocks, ""]), lacking
 
 
 def _is_main(statement: ast.stmt) -> bool:

@@ -111,7 +111,7 @@ class Theirs(NamedTuple):
     """The value of a setting: the file's, else the library's default."""
     return self.values.get(name, self.library.table[name].default)
 
-  def given(self, name: str) -> bool:
+  def sets(self, name: str) -> bool:
     """Returns True if the file sets `name`, or names below it, to some use."""
     value = self.values.get(name)
     return (bool(value) and value != self.library.table[name].default) or any(
@@ -198,7 +198,7 @@ def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
 
 def _apply(row: Row, theirs: Theirs, name: str) -> Items:
   value = theirs[name]
-  if row.note and theirs.given(name):
+  if row.note and theirs.sets(name):
     yield Note(name, row.note)
   if callable(row.to):
     yield from row.to(theirs, name)
@@ -268,7 +268,7 @@ def absent(text: str) -> "Callable[[Theirs, str], Items]":
   """Returns a function that notes a setting without a counterpart, if given."""
 
   def items(theirs: Theirs, name: str) -> Items:
-    if theirs.given(name):
+    if theirs.sets(name):
       value = theirs[name]
       prefix = "" if value is None else f"{value!r}: "
       yield Note(name, f"{prefix}{text}", missing=True)

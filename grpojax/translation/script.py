@@ -53,9 +53,9 @@ class _Script(NamedTuple):
         return self.value(call, seen)  # model, tokenizer = from_pretrained()
       case ast.Call(func=ast.Attribute(value=of, attr="from_pretrained")):
         names = [x for x in node.keywords if "model_name" in (x.arg or "")]
-        given = [*node.args, *(x.value for x in names)]
-        if given and "Peft" not in ast.unparse(of):
-          return self.value(given[0], seen)
+        models = [*node.args, *(x.value for x in names)]
+        if models and "Peft" not in ast.unparse(of):
+          return self.value(models[0], seen)
       case ast.Call(func=ast.Name(id="dict"), args=[]):
         return {x.arg: self.value(x.value, seen) for x in node.keywords}
     return ast.literal_eval(node)
@@ -203,21 +203,20 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.expr]]:
   for call in script.calls:
     words = [x.value for x in call.args if isinstance(x, ast.Constant)]
     if called(call) == "add_argument" and words:
-      given = {x.arg: x.value for x in call.keywords}
+      keywords = {x.arg: x.value for x in call.keywords}
       word = next((x for x in words if str(x).startswith("--")), words[0])
-      dest = getattr(given.get("dest"), "value", str(word).lstrip("-"))
-      if "default" in given:
-        yield dest.replace("-", "_"), given["default"]
-      elif getattr(given.get("action"), "value", "") == "store_true":
+      dest = getattr(keywords.get("dest"), "value", str(word).lstrip("-"))
+      if "default" in keywords:
+        yield dest.replace("-", "_"), keywords["default"]
+      elif getattr(keywords.get("action"), "value", "") == "store_true":
         yield dest.replace("-", "_"), ast.Constant(False)
   for one in script.own.values():
     if "dataclass" in " ".join(map(ast.unparse, one.decorator_list)):
       for field in one.body:
         value = getattr(field, "value", None)
         if isinstance(field, ast.AnnAssign) and value:
-          keywords = getattr(value, "keywords", ())
-          given = {x.arg: x.value for x in keywords}
-          yield ast.unparse(field.target), given.get("default", value)
+          keywords = {x.arg: x.value for x in getattr(value, "keywords", ())}
+          yield ast.unparse(field.target), keywords.get("default", value)
 
 
 def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
@@ -263,8 +262,8 @@ def _is_list(script: _Script, node: ast.expr) -> bool:
 
 def _flat_names(settings: Mapping[str, Any]) -> list[str]:
   """Returns the reward functions, tools and the environment class."""
-  given = (settings.get(x) for x in ("reward_funcs", "tools"))
-  names = [name for names in given for name in names or ()]
+  lists = (settings.get(x) for x in ("reward_funcs", "tools"))
+  names = [name for names in lists for name in names or ()]
   return [*names, str(settings.get("environment_factory", ""))]
 
 
@@ -285,71 +284,69 @@ def _data(
   script: _Script,
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
   """Returns settings of the data sets, named as in TRL's own scripts."""
-  given = dict(_keywords(script))
-  train, split = script.loaded(given.get("train_dataset"))
-  test, test_split = script.loaded(given.get("eval_dataset"))
+  keywords = dict(_keywords(script))
+  train, split = script.loaded(keywords.get("train_dataset"))
+  test, test_split = script.loaded(keywords.get("eval_dataset"))
   calls = [x for x in script.calls if called(x) == "load_dataset"]
-  if train is None and len(calls) == 1 and "train_dataset" not in given:
-    train = calls[0]
-  if train is None:
-    if "train_dataset" not in given:
-      return {}, []
+  if "train_dataset" not in keywords:
+    train = calls[0] if len(calls) == 1 else None
+  elif train is None:
     text = "is made by the script: write it by .to_json('train.jsonl')"
     return {}, [("train_dataset", text)]
-  settings = {}
-  read = _arguments(script, train, split)
-  settings["dataset_name"] = read.get("path")
-  settings["dataset_config"] = read.get("name")
-  settings["dataset_train_split"] = read.get("split")
-  settings["data_files"] = read.get("files")
+  if train is None:
+    return {}, []
+  arguments = _arguments(script, train, split)
+  settings = {
+    "dataset_name": arguments["path"],
+    "dataset_config": arguments["name"],
+    "dataset_train_split": arguments["split"],
+    "data_files": arguments["files"],
+  }
   if test is not None:
     held_out = _arguments(script, test, test_split)
-    settings["dataset_test_split"] = held_out.get("split")
-    if held_out.get("files") != read.get("files"):
-      settings["eval_data_files"] = held_out.get("files")
-  changes, shares = [], []
+    settings["dataset_test_split"] = held_out["split"]
+    if held_out["files"] != arguments["files"]:
+      settings["eval_data_files"] = held_out["files"]
+  changes = {}
   for call in script.calls:
-    method = called(call)
     if isinstance(call.func, ast.Attribute) and script.loaded(call)[0]:
-      changes += [f".{method}()"] * (method in _CHANGES)
-      shares += [x.value for x in call.keywords if x.arg == "test_size"]
-  if shares and isinstance(shares[0], ast.Constant):
-    settings["test_size"] = shares[0].value
-    settings.pop("dataset_train_split")
-    settings.pop("dataset_test_split", None)
+      sizes = [x.value for x in call.keywords if x.arg == "test_size"]
+      if sizes and isinstance(sizes[0], ast.Constant):
+        settings["test_size"] = sizes[0].value
+        settings["dataset_train_split"] = None
+        settings["dataset_test_split"] = None
+      if called(call) in _CHANGES:
+        changes[f".{called(call)}()"] = True
   notes = []
   if changes:
-    text = f"{', '.join(dict.fromkeys(changes))} of the data set are not done"
-    text += " here: write its result by .to_json('train.jsonl'), and give"
+    text = f"{', '.join(changes)} of the data set are not done here: write its"
+    text += " result by .to_json('train.jsonl'), and give"
     text += " --config.data.name=jsonl --config.data.path=train.jsonl"
     notes.append(("train_dataset", text))
   if settings["data_files"] is ...:
     settings["dataset_name"] = None  # "json" is no data set
-  found = {k: x for k, x in settings.items() if x is not None}
-  unknown = [x for x in found if x != "test_size" and found[x] is ...]
-  notes += [(x, "is no plain value: give the data's path") for x in unknown]
-  return {k: x for k, x in found.items() if x is not ...}, notes
+  text = "is no plain value: give the data's path"
+  notes += [(name, text) for name, x in settings.items() if x is ...]
+  known = {k: x for k, x in settings.items() if x not in (None, ...)}
+  return known, notes
 
 
 def _arguments(script: _Script, call: ast.Call, split: Any) -> dict[str, Any]:
   """Returns path, name, split and files of load_dataset; ... if unknown."""
   nodes = dict(zip(("path", "name"), call.args, strict=False))
   nodes |= {x.arg or "**": x.value for x in call.keywords}
-  found = {}
+  values = []
   for name in ("path", "name", "split", "data_files"):
     try:
-      found[name] = script.value(nodes[name]) if name in nodes else None
+      values.append(script.value(nodes[name]) if name in nodes else None)
     except (TypeError, ValueError):
-      found[name] = ...
-  splits, files = found["split"], found.pop("data_files")
+      values.append(...)
+  path, configuration, splits, files = values
   if isinstance(splits, list) and isinstance(split, int):
     split = splits[split]
   elif not isinstance(split, str):
     split = splits
-  split = split if split is None or split is ... else str(split)
-  found["split"] = split
-  found["files"] = files
   if isinstance(files, dict):
-    found["files"] = files.get(split or "train")
-    found["split"] = None
-  return found
+    files = files.get(split or "train")
+    split = None
+  return {"path": path, "name": configuration, "split": split, "files": files}

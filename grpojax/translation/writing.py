@@ -124,7 +124,7 @@ def _notes(title: str, notes: list[Note]) -> list[str]:
   return [f"# {title}:", *lines, "#"] if lines else []
 
 
-def said(translation: Translation) -> list[str]:
+def screen_lines(translation: Translation) -> list[str]:
   """Returns the notes as lines for the screen."""
   lines = []
   for note in dict.fromkeys(translation.notes):
