@@ -1,6 +1,7 @@
 """A configuration of TRL or verl as a config file of grpojax.
 
     python -m grpojax.translate FILE [--out=CONFIG.py]
+                                [--yaml=CONFIG.yaml]
                                 [--processes=N] [--examples=N]
 
 FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
@@ -8,6 +9,10 @@ makes it) or verl's trainer configuration (YAML or JSON; names with dots, as on
 its command line, are taken too). It is read, never run. CONFIG.py gets the
 settings with the other library's names beside them, and above them what means
 something else here and what has no counterpart; without --out it is printed.
+Reward functions, tools and environments of a script go into a file beside
+CONFIG.py, with all of the script that they use. A script with a TrlParser needs
+the --yaml that it is started with. At the end stands the command that trains,
+with flags for what is still missing.
 TRL counts batches for each of its processes: --processes says how many there
 were. Both count epochs: --examples says how many training prompts there are.
 
@@ -29,6 +34,7 @@ from grpojax.translation.rules import Note
 FLAGS = {
   "file": setting("", "the configuration of TRL or verl"),
   "out": setting("", 'config file to write; "" = the screen'),
+  "yaml": setting("", "YAML file that the script's TrlParser is started with"),
   "processes": setting(1, "that TRL was started with", within="[1, inf)"),
   "examples": setting(
     0, "training prompts, which epochs are counted by", within="[0, inf)"
@@ -39,38 +45,48 @@ LIBRARIES = (trl.LIBRARY, verl.LIBRARY)
 
 
 def translate_file(
-  path: str | os.PathLike, processes: int = 1, examples: int | None = None
+  path: str | os.PathLike,
+  processes: int = 1,
+  examples: int | None = None,
+  yaml: str | os.PathLike = "",
+  code: pathlib.Path | None = None,
 ) -> rules.Translation:
   """Translates a file of the library that knows most of its names.
 
-  TRL was started with so many `processes`; epochs are counted by the number of
-  training examples, if it is known.
+  Args:
+    path: the file.
+    processes: number of processes that TRL was started with.
+    examples: number of training examples, which epochs are counted by.
+    yaml: file that a script's TrlParser reads.
+    code: file for the script's own functions; None: they stay in the script.
 
   Raises:
     ValueError: it cannot be read or translated; one line.
     OSError: it cannot be read.
   """
-  source = reading.read(path)
+  parsed = reading.read(yaml).settings if yaml else {}
+  source = reading.read(path, parsed, code)
   names = [*source.settings, *source.unread]
   counts = [sum(map(library.knows, names)) for library in LIBRARIES]
-  if not any(counts):
+  if not any(counts) and not source.notes:
     raise ValueError(
       "none of its names is one of TRL's GRPOConfig or of verl's trainer:"
       f" {', '.join(names[:5])}"
     )
   library = LIBRARIES[counts.index(max(counts))]
-  translation = rules.translate(library, source.settings, processes, examples)
+  translation = rules.translate(
+    library, source.settings, processes, examples, source.unread
+  )
   notes = [*translation.notes]
-  for name, text in source.unread.items():
-    text += " is no plain value: the library's default is taken; set it"
-    if note := library.table.get(name, rules.Row()).note:
-      text += f" ({note})"
-    notes.append(Note(name, text, missing=True))
+  notes += [Note(name, text, missing=True) for name, text in source.notes]
   if own := [k for k, v in source.settings.items() if f"{path}:" in str(v)]:
     text = f"workers import {path}: what starts its training has to stand under"
-    text += " `if __name__ == '__main__'`, or they in a file of their own"
+    text += (
+      " `if __name__ == '__main__'`, or they in a file of their own, which"
+    )
+    text += " --out=CONFIG.py writes"
     notes.append(Note(", ".join(own), text))
-  return translation._replace(notes=tuple(notes))
+  return translation._replace(notes=tuple(notes), code=source.code)
 
 
 def main(argv: list[str]) -> None:
@@ -85,20 +101,31 @@ def main(argv: list[str]) -> None:
     file, examples = pathlib.Path(flags.file), flags.examples or None
     if flags.out:
       disk.check_file(flags.out, "--out")
-    translation = translate_file(file, flags.processes, examples)
-    text = writing.config_file(translation, file.name)
+    code = None
     if flags.out:
+      out = pathlib.Path(flags.out)
+      code = out.with_name(f"{out.stem}_functions.py")
+    translation = translate_file(
+      file, flags.processes, examples, flags.yaml, code
+    )
+    text = writing.config_file(translation, file.name)
+    if code is None:
+      print(text, end="")
+    else:
       records.write_text(flags.out, text)
       print(f"{file} ({translation.library}) -> {flags.out}")
-      for note in dict.fromkeys(translation.notes):
-        means = "has no counterpart" if note.missing else "means something else"
-        print(printable(f"- {note.theirs} {means}: {note.text}"))
-    else:
-      print(text, end="")
+      if translation.code:
+        disk.check_file(str(code), "--out")
+        records.write_text(str(code), translation.code)
+        print(f"its functions -> {code}: read them before you run them")
+      for line in writing.screen_lines(translation):
+        print(printable(line))
     try:
       from_config(writing.config_of(translation))
     except ValueError as error:
       raise ValueError(f"grpojax would refuse this config:\n{error}") from None
+    if code:
+      print(f"\n{writing.command(translation, flags.out)}")
 
 
 if __name__ == "__main__":

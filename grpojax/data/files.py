@@ -21,7 +21,7 @@ def load(
   keep: Callable[[pathlib.Path, Iterator[tuple[Any, Row]]], Any],
   split: str,
   path: str | os.PathLike,
-  share: int | float,
+  share: int | float | str,
   size: int | None,
 ) -> Any:
   """Random access to a split; files after the first `size` examples stay shut.
@@ -33,13 +33,19 @@ def load(
     keep: `(file, chosen) -> random access` to the chosen examples of a file.
     split: "train" or "test".
     path: a file, a directory with files of each split, or a pattern.
-    share: share of one set of files that is held out, else 0.
+    share: share of one set of files that is held out, else 0; or the files of
+      the test split, as a path or a pattern.
     size: examples at most; None is all.
   """
   check_split(split)
+  files_of = split
+  if isinstance(share, str):
+    path = share if split == "test" else path
+    share = 0
+    files_of = "train"  # all rows of the files
   check_share(share)
   parts: list[Any] = []
-  files = _files(path, split, share, kind)
+  files = _files(path, files_of, share, kind)
   for file in files:
     left = None if size is None else size - sum(map(len, parts))
     if left == 0:

@@ -121,7 +121,7 @@ def load(
   answer: str = "answer",
   messages: str = "messages",
   answer_after: str = "",
-  test: int | float = 0.0,
+  test: int | float | str = 0.0,
 ) -> Sequence[Row]:
   """Reads the examples of one split, in the order of the file.
 
@@ -135,7 +135,8 @@ def load(
     messages: name of the field with the prompt where there is no `prompt`.
     answer_after: mark before the answer.
     test: share of one set of files' examples that is held out as the test
-      split, about; which examples depends on their prompts alone.
+      split, about; which examples depends on their prompts alone. Or the
+      file, or pattern of files, of the test split.
 
   Returns:
     The lines' objects, with "prompt" and "answer" set from the fields above;

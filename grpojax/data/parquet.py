@@ -132,7 +132,7 @@ def load(
   messages: str = "messages",
   answer_after: str = "",
   columns: Sequence[str] = (),
-  test: int | float = 0.0,
+  test: int | float | str = 0.0,
 ) -> Sequence[Row]:
   """Reads the rows of one split as `jsonl.load` does; dates are texts.
 

@@ -6,7 +6,6 @@ behind it sees a ConfigDict or a dotted name.
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,6 +50,10 @@ MOST_CHANGED = (
 )
 
 
+LORA_RATE = 1e-5
+"""Usual learning rate of adapters, 10 times that of full fine-tuning."""
+
+
 def _declared() -> Section:
   whole = settings_lib.section_of(TrainSettings)
   fields = dict(whole.fields)
@@ -93,13 +96,21 @@ def parse_job(
   """Reads the command line of a program whose --config is a whole job.
 
   Without --config it is arithmetic.py, or own_model.py where another model is
-  named: the learning rate of an embedded model would ruin it. `parse` is
-  `command_line.parse` of a default config, whose result is returned.
+  named: the learning rate of an embedded model would ruin it. Adapters start
+  from 10 times the learning rate. `parse` is `command_line.parse` of a default
+  config, whose result is returned.
   """
   config, flags = parse(default_job)
   if config.model.path in os.listdir(hf.ASSETS):
     return config, flags
-  return parse(functools.partial(default_job, "own_model"))
+
+  def job() -> ConfigDict:
+    own = default_job("own_model")
+    if config.lora.rank:
+      own.optim.learning_rate = LORA_RATE
+    return own
+
+  return parse(job)
 
 
 def _move(tree: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:

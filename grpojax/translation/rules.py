@@ -6,6 +6,7 @@ settings yields what is to be set and said. `trl` and `verl` are such tables;
 the functions that both have need of stand below.
 """
 
+import difflib
 import json
 import math
 import re
@@ -30,6 +31,7 @@ class Note(NamedTuple):
   theirs: str
   text: str
   missing: bool = False
+  flag: str = ""  # "model.path=MODEL", which the user has to give
 
 
 Items = Iterator[Setting | Note]
@@ -41,6 +43,8 @@ class Translation(NamedTuple):
   library: str
   settings: tuple[Setting, ...]
   notes: tuple[Note, ...]
+  unneeded: tuple[str, ...] = ()  # names that change nothing in the run
+  code: str = ""  # a module with the script's functions
 
 
 class Row(NamedTuple):
@@ -70,6 +74,7 @@ class Library(NamedTuple):
     page: Page of our documentation about it.
     table: Rows by their names.
     always: Notes that hold whatever a file says.
+    unneeded: Pattern of names that do not change what is learned.
     older: Beginnings of names in newer versions by those in older ones.
   """
 
@@ -77,6 +82,7 @@ class Library(NamedTuple):
   page: str
   table: Mapping[str, Row]
   always: tuple[Note, ...]
+  unneeded: str
   older: Mapping[str, str] = {}
 
   def newer(self, name: str) -> str:
@@ -99,10 +105,18 @@ class Theirs(NamedTuple):
   values: Mapping[str, Any]  # by name
   processes: int = 1  # that the library was started with
   examples: int | None = None  # of training; None where it is not known
+  unread: Mapping[str, str] = {}  # expressions by name
 
   def __getitem__(self, name: str) -> Any:
     """The value of a setting: the file's, else the library's default."""
     return self.values.get(name, self.library.table[name].default)
+
+  def sets(self, name: str) -> bool:
+    """Returns True if the file sets `name`, or names below it, to some use."""
+    value = self.values.get(name)
+    return (bool(value) and value != self.library.table[name].default) or any(
+      key.startswith(f"{name}.") for key in self.values
+    )
 
   def comment(self, *names: str) -> str:
     """Settings as text: "name=value", marked where it is a default."""
@@ -128,6 +142,7 @@ def translate(
   values: Mapping[str, Any],
   processes: int = 1,
   examples: int | None = None,
+  unread: Mapping[str, str] = {},
 ) -> Translation:
   """Translates the values of a file by the library's table.
 
@@ -135,7 +150,8 @@ def translate(
     ValueError: a value that the library refuses, or of a wrong kind.
   """
   values = {library.newer(name): value for name, value in values.items()}
-  theirs = Theirs(library, _checked(library, values), processes, examples)
+  checked = _checked(library, values)
+  theirs = Theirs(library, checked, processes, examples, unread)
   settings: list[Setting] = []
   notes = [*library.always]
   try:
@@ -150,16 +166,39 @@ def translate(
       f"a value is of no kind that {library.name} takes ({error}): a list or 0"
       " where there is a name or a size, or the like"
     ) from error
+  notes += [_unread(theirs, name, settings) for name in unread]
   unknown = [name for name in theirs.values if not library.knows(name)]
-  if unknown:
-    text = f"nothing here is called so, or needs it ({library.page})"
-    notes.append(Note(", ".join(unknown), text, missing=True))
-  return Translation(library.name, tuple(settings), tuple(notes))
+  unneeded = []
+  for name in unknown:
+    near = difflib.get_close_matches(name, library.table, 1, 0.9)
+    if near:
+      text = f"no setting of {library.name}: did you mean {near[0]}?"
+    elif re.match(library.unneeded, name):
+      unneeded.append(name)
+      continue
+    else:
+      text = f"unknown here; it may change the run ({library.page})"
+    notes.append(Note(name, text, missing=True))
+  return Translation(
+    library.name, tuple(settings), tuple(notes), tuple(unneeded)
+  )
+
+
+def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
+  """Returns a note on a value that is not known without running a script."""
+  row = theirs.library.table.get(name, Row())
+  text = f"{theirs.unread[name]} is no plain value: the library's default is"
+  text += " taken; set it" + (f" ({row.note})" if row.note else "")
+  set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
+  if isinstance(row.to, str):
+    set_by = [row.to]
+  flag = f"{set_by[0]}=VALUE" if set_by else ""
+  return Note(name, text, missing=True, flag=flag)
 
 
 def _apply(row: Row, theirs: Theirs, name: str) -> Items:
   value = theirs[name]
-  if row.note and value and name in theirs.values:
+  if row.note and theirs.sets(name):
     yield Note(name, row.note)
   if callable(row.to):
     yield from row.to(theirs, name)
@@ -200,9 +239,10 @@ def _is_number(value: Any) -> bool:
 
 # What both libraries have alike: values, and then items.
 
-REMAT = {True: "full", False: "none"}
+REMAT = {True: "selective", False: "none"}
 SCHEDULE = {name: name for name in SCHEDULES}
 SCHEDULE |= {"constant_with_warmup": "constant"}
+SCHEDULE |= {"cosine_with_min_lr": "cosine"}
 SAMPLED = "the loss is of the distribution that was sampled from"
 TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
 TURNS = (
@@ -224,11 +264,19 @@ def filter_size(theirs: Theirs, name: str) -> int | float:
   return max(theirs[name] or 0, 0)
 
 
-def repetition_penalty(theirs: Theirs, name: str) -> Items:
-  """A note that there is none, where theirs is on."""
-  if theirs[name] != 1:
-    text = f"{theirs[name]!r}: no repetition penalty is available here"
-    yield Note(name, text, missing=True)
+def absent(text: str) -> "Callable[[Theirs, str], Items]":
+  """Returns a function that notes a setting without a counterpart, if given."""
+
+  def items(theirs: Theirs, name: str) -> Items:
+    if theirs.sets(name):
+      value = theirs[name]
+      prefix = "" if value is None else f"{value!r}: "
+      yield Note(name, f"{prefix}{text}", missing=True)
+
+  return items
+
+
+NO_REPETITION_PENALTY = absent("no repetition penalty is available here")
 
 
 def only_if(*flags: str) -> Callable[[Theirs, str], Any]:
@@ -274,6 +322,7 @@ def unknown_steps(name: str, remedy: str) -> Note:
     "epochs are steps here, and how many is not known without the data: give"
     f" --examples=N, or {remedy}",
     missing=True,
+    flag="steps=N",
   )
 
 
@@ -281,12 +330,11 @@ def model(theirs: Theirs, name: str) -> Items:
   """The model's directory or name, and what suits large ones."""
   yield Setting("mesh.data", 1)
   yield Setting("mesh.fsdp", -1, "parameters over all devices")
-  yield Setting("sampling.compact", False, "fewer sizes to compile")
   if theirs[name]:
     yield theirs.setting("model.path", str(theirs[name]), name)
-  else:
-    text = "not in the file: give --config.model.path"
-    yield Note(name, text, missing=True)
+  else:  # a name of no model, so that no other one is trained in its place
+    yield Setting("model.path", "give --config.model.path=MODEL")
+    yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 
 
 def run_name(theirs: Theirs, name: str) -> Items:
@@ -318,14 +366,14 @@ def lora_targets(theirs: Theirs, name: str) -> Items:
 def data(theirs: Theirs, name: str) -> Items:
   """The data set, by name or path."""
   yield Setting("data.template", "{prompt}", "prompts as they are")
-  paths = theirs[name] or "data"
+  paths = theirs[name] or "FILE.jsonl"
   path, *others = [paths] if isinstance(paths, str) else map(str, paths)
   if others:
     text = f"{path!r} is taken; data.mixture takes several, or a pattern"
     yield Note(name, text, missing=True)
   if not theirs[name]:
-    text = "not in the file: data.path = 'data' stands in its place"
-    yield Note(name, text, missing=True)
+    text = "not in the file: give your data"
+    yield Note(name, text, missing=True, flag="data.path=FILE.jsonl")
   if path.lower() in ("gsm8k", "openai/gsm8k"):
     yield theirs.setting("data.name", "gsm8k", name)
     return
@@ -360,8 +408,15 @@ def template_options(theirs: Theirs, name: str) -> Items:
 MAX_COMPLETIONS = 2**20  # of an update; published runs have thousands
 
 
-def micro_batches(prompts: int, group_size: int, at_least: int) -> int:
-  """The smallest possible number of equal parts of an update, or more.
+PART = 16
+"""Completions of a micro-batch in configs/own_model.py."""
+
+
+def micro_batches(prompts: int, group_size: int, theirs: int) -> int:
+  """Returns the number of equal parts of an update.
+
+  Results do not depend on it. Small parts waste time, so parts have at least
+  `PART` completions even if the other library cuts an update into `theirs`.
 
   Raises:
     ValueError: so many completions that nobody means it: trying takes hours.
@@ -372,5 +427,6 @@ def micro_batches(prompts: int, group_size: int, at_least: int) -> int:
       f"an update of {prompts} prompts x {group_size} completions is over "
       f"{MAX_COMPLETIONS}: check the sizes of batches"
     )
+  at_least = min(theirs, math.ceil(samples / PART))
   counts = range(max(at_least, 1), samples)
   return next((n for n in counts if samples % n == 0), samples)

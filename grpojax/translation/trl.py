@@ -108,10 +108,14 @@ def _model(theirs: Theirs, name: str) -> Items:
 def _rewards(theirs: Theirs, name: str) -> Items:
   names, weights = theirs[name], theirs["reward_weights"]
   names = [names] if isinstance(names, str) else list(names or ())
+  flag = "reward.functions=FILE.py:FUNCTION"
+  if name in theirs.unread:  # no other reward is trained on in its place
+    names = ["FILE.py:FUNCTION"]
+    yield Note(name, "give your functions", missing=True, flag=flag)
   if not (names or theirs["environment_factory"]):
     yield Setting("reward.functions", ("math_answer",))
     text = "not in the file; name yours: reward.functions = ('file.py:f',)"
-    yield Note(name, text, missing=True)
+    yield Note(name, text, missing=True, flag=flag)
     return
   functions = {}
   weights = weights or [1.0] * len(names)
@@ -125,6 +129,9 @@ def _rewards(theirs: Theirs, name: str) -> Items:
   if theirs["environment_factory"]:
     functions["environment"] = 1.0
   functions = functions or {"math_answer": 1.0}
+  if any(one.startswith("trl.") for one in functions):
+    text = "those of TRL need it: pip install trl, which brings PyTorch"
+    yield Note(name, text)
   yield Setting("reward.functions", tuple(functions), name)
   yield theirs.setting(
     "reward.weights", tuple(functions.values()), "reward_weights"
@@ -137,6 +144,46 @@ def _qualified(name: str) -> str:
     return name
   module, _, function = name.rpartition(".")
   return f"{module or 'trl.rewards'}:{function}"
+
+
+def _data(theirs: Theirs, name: str) -> Items:
+  """The data set by name, or its files, and its splits."""
+  name = "data_files" if theirs["data_files"] else name
+  yield from rules.data(theirs, name)
+  held_out = theirs["eval_data_files"]
+  if isinstance(held_out, list):
+    held_out = held_out[0] if held_out else None
+  if held_out:
+    yield theirs.setting("data.options.test", held_out, "eval_data_files")
+  elif theirs["test_size"]:
+    yield theirs.setting("data.options.test", theirs["test_size"], "test_size")
+  elif theirs["data_files"]:
+    yield Setting("data.options.test", 0.05, "none: a share is held out")
+  if name == "dataset_name":
+    for ours, key in _SPLITS.items():
+      base, _, part = str(theirs[key] or "").partition("[")
+      if base and base != ours.removesuffix("_split"):
+        yield theirs.setting(f"data.options.{ours}", base, key)
+      if part:
+        text = (
+          f"{theirs[key]!r}: the whole split is read; data.options.size = N"
+        )
+        yield Note(key, f"{text} takes its first N rows")
+
+
+_SPLITS = {
+  "configuration": "dataset_config",
+  "train_split": "dataset_train_split",
+  "test_split": "dataset_test_split",
+}
+
+
+def _alpha(theirs: Theirs, name: str) -> float | None:
+  """Alpha over the rank; rank-stabilised adapters divide by its root."""
+  if not theirs["use_peft"]:
+    return None
+  scale = math.sqrt(theirs["lora_r"]) if theirs["use_rslora"] else 1.0
+  return float(theirs[name] * scale)
 
 
 def _turns(theirs: Theirs, name: str) -> int | None:
@@ -273,6 +320,8 @@ def _warmup(theirs: Theirs, name: str) -> Items:
     )
 
 
+_NOT_QUANTISED = "weights are not quantised here (model.dtype = 'bfloat16')"
+
 TABLE = {
   # Model, data and rewards.
   "model": Row(),
@@ -284,10 +333,32 @@ TABLE = {
   "gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
   "use_peft": Row(False),
   "lora_r": Row(16, "lora.rank", rules.only_if("use_peft")),
-  "lora_alpha": Row(32, "lora.alpha", rules.only_if("use_peft")),
+  "lora_alpha": Row(32, "lora.alpha", _alpha),
+  "use_rslora": Row(False),
+  "use_dora": Row(False, rules.absent("adapters have no magnitudes")),
+  "lora_dropout": Row(0.0, rules.absent("adapters have no dropout")),
+  "lora_modules_to_save": Row(
+    None, rules.absent("adapters alone are trained, and no weights beside")
+  ),
+  "rank_pattern": Row(None, rules.absent("one lora.rank is of all adapters")),
+  "alpha_pattern": Row(None, rules.absent("one lora.alpha is of all adapters")),
+  "quantization_config": Row(None, rules.absent(_NOT_QUANTISED)),
+  "load_in_4bit": Row(False, rules.absent(_NOT_QUANTISED)),
+  "load_in_8bit": Row(False, rules.absent(_NOT_QUANTISED)),
   "lora_target_modules": Row(None, rules.lora_targets),
-  "dataset_name": Row(None, rules.data),
-  "max_prompt_length": Row(512, "data.max_prompt_length"),
+  "dataset_name": Row(None, _data),
+  "dataset_config": Row(),
+  "dataset_train_split": Row("train"),
+  "dataset_test_split": Row("test"),
+  "data_files": Row(),
+  "eval_data_files": Row(),
+  "test_size": Row(),
+  "max_prompt_length": Row(
+    None,
+    "data.max_prompt_length",
+    note="longer prompts are refused here, or left out with data.too_long ="
+    " 'drop'; older versions of TRL cut their beginnings",
+  ),
   "chat_template_kwargs": Row(None, rules.template_options),
   "reward_funcs": Row(None, _rewards),
   "reward_weights": Row(),
@@ -321,7 +392,11 @@ TABLE = {
   "top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
   "top_k": Row(0, "sampling.top_k", rules.filter_size, rules.SAMPLED),
   "min_p": Row(None, "sampling.min_p", rules.filter_size, rules.SAMPLED),
-  "repetition_penalty": Row(1.0, rules.repetition_penalty),
+  "repetition_penalty": Row(1.0, rules.NO_REPETITION_PENALTY),
+  "generation_kwargs": Row(
+    None,
+    rules.absent("options of the sampler are sampling.*; there are no others"),
+  ),
   # Advantages and loss.
   "scale_rewards": Row("group", _advantage),
   "multi_objective_aggregation": Row(
@@ -380,6 +455,10 @@ TABLE = {
   "optim": Row("adamw_torch_fused", rules.optimizer),
   "learning_rate": Row(1e-6, "optim.learning_rate"),
   "lr_scheduler_type": Row("linear", "optim.schedule", rules.SCHEDULE),
+  "lr_scheduler_kwargs": Row(
+    None,
+    rules.absent("schedules have no options: 'cosine' and 'linear' end at 0"),
+  ),
   "warmup_steps": Row(0, _warmup),
   "warmup_ratio": Row(),
   "weight_decay": Row(0.0, "optim.weight_decay"),
@@ -394,11 +473,6 @@ ALWAYS = (
     "batch_size counts prompts of all devices, and a step is one generation"
     " with all of its updates",
   ),
-  Note(
-    "max_prompt_length",
-    "TRL has no limit; here prompts over data.max_prompt_length tokens are"
-    " refused, or left out with data.too_long = 'drop'",
-  ),
   Note("reward_funcs", "the first says what evaluations count as right"),
   Note(
     "scale_rewards",
@@ -406,4 +480,17 @@ ALWAYS = (
   ),
 )
 
-LIBRARY = Library("TRL 1.16", "docs/from-trl.md", TABLE, ALWAYS)
+# Logging, engines, memory and placement.
+UNNEEDED = (
+  r"(vllm|dataloader|push_to|hub|log|eval|save|report|ddp|fsdp|deepspeed|ds3|env"
+  r"|accelerator|torch|jit|tf32|attn|dtype|trust|trackio|disable_tqdm|pad_to"
+  r"|num_completions|num_generations_eval|cache|use_cache|use_transformers|do_"
+  r"|transformers|resume|gradient_checkpointing_|remove_unused|skip_memory|load_"
+  r"|callbacks|model_revision|model_init|lora_task|task_type|dataset_streaming"
+  r"|overwrite|include|auto_find|full_determinism|reward_processing|use_liger)"
+)
+OLDER = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+
+LIBRARY = Library(
+  "TRL 1.16", "docs/from-trl.md", TABLE, ALWAYS, UNNEEDED, OLDER
+)

@@ -36,7 +36,9 @@ def _model(theirs: Theirs, name: str) -> Items:
 
 
 def _offload(theirs: Theirs, name: str) -> str | None:
-  return "host" if theirs[name] and theirs[f"{ACTOR}.use_kl_loss"] else None
+  exact = theirs[f"{ACTOR}.kl_loss_type"] == "full"  # reads it in the update
+  offloads = theirs[name] and theirs[f"{ACTOR}.use_kl_loss"] and not exact
+  return "host" if offloads else None
 
 
 def _prompt_key(theirs: Theirs, name: str) -> str | None:
@@ -176,7 +178,9 @@ def _betas(theirs: Theirs, name: str) -> Items:
 
 _ADVANTAGES = {
   "grpo": "grpo",
+  "grpo_vectorized": "grpo",
   "rloo": "leave_one_out",
+  "rloo_vectorized": "leave_one_out",
   "opo": "length_weighted",
   "gdpo": "batch_std",
   "reinforce_plus_plus": "reinforce_plus_plus",
@@ -199,7 +203,7 @@ _DIFFERS = {  # what is not the same in an advantage of that name
 def _advantage(theirs: Theirs, name: str) -> Items:
   kind = theirs[name]
   ours = _ADVANTAGES.get(kind, "leave_one_out")
-  if kind == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
+  if ours == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
     ours = "dr_grpo"
   yield theirs.setting("advantage", ours, name)
   if kind == "gdpo":
@@ -267,6 +271,9 @@ def _entropy(theirs: Theirs, name: str) -> Items:
 
 
 _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
+_KLS |= {"full": "exact"}
+# Their value is another estimator's, and their gradient is k2's.
+_KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 
 def _kl(theirs: Theirs, name: str) -> Items:
@@ -285,6 +292,8 @@ def _kl(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
     yield theirs.setting("loss.kl", _KLS.get(theirs[kind], "k3"), kind)
     yield theirs.setting("loss.kl_placement", "loss", name)
+    if str(theirs[kind]).endswith("+"):
+      yield Note(kind, "verl logs another value; the gradient is k2's")
     if _KLS.get(theirs[kind]) == "k3":
       yield Note(kind, "verl clamps each token's k3 at 10")
     if theirs[kind] not in _KLS:
@@ -440,7 +449,7 @@ TABLE = {
     -1, "sampling.top_k", rules.filter_size, rules.SAMPLED
   ),
   f"{ROLLOUT}.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
-  f"{ROLLOUT}.repetition_penalty": Row(1.0, rules.repetition_penalty),
+  f"{ROLLOUT}.repetition_penalty": Row(1.0, rules.NO_REPETITION_PENALTY),
   # Advantages and loss.
   "algorithm.adv_estimator": Row("gae", _advantage),
   "algorithm.norm_adv_by_std_in_grpo": Row(True),
@@ -515,4 +524,15 @@ TABLE = {
 
 ALWAYS = (Note("algorithm.adv_estimator", rules.OWN_ADVANTAGE),)
 
-LIBRARY = Library("verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, OLDER)
+# Logging, engines, memory and placement.
+UNNEEDED = (
+  r"(trainer|ray|critic|global_profiler|transfer_queue|hydra)\b|data\.(shuffle"
+  r"|return|trust|image|video|dataloader|truncation)|.*\.(fsdp|use_dynamic_bsz"
+  r"|use_remove_padding|use_shm|ppo_max_token|log_prob|tensor_model|gpu_memory"
+  r"|enforce_eager|free_cache|max_num|load_format|dtype|nnodes|strategy|name$"
+  r"|mode$|enable_chunked|prefix|checkpoint|profiler|ulysses|num_workers)"
+)
+
+LIBRARY = Library(
+  "verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, UNNEEDED, OLDER
+)

@@ -124,6 +124,24 @@ def _notes(title: str, notes: list[Note]) -> list[str]:
   return [f"# {title}:", *lines, "#"] if lines else []
 
 
+def screen_lines(translation: Translation) -> list[str]:
+  """Returns the notes as lines for the screen."""
+  lines = []
+  for note in dict.fromkeys(translation.notes):
+    means = "may change the run" if note.missing else "means something else"
+    lines.append(f"- {note.theirs} {means}: {note.text}")
+  if translation.unneeded:
+    lines.append(f"- not needed here: {', '.join(translation.unneeded)}")
+  return lines
+
+
+def command(translation: Translation, config: str) -> str:
+  """Returns the command that trains, with flags for what is still missing."""
+  flags = dict.fromkeys(x.flag for x in translation.notes if x.flag)
+  words = [f"python -m grpojax.train --config={config}"]
+  return " \\\n    ".join([*words, *(f"--config.{x}" for x in flags)])
+
+
 def config_file(translation: Translation, source: str) -> str:
   """Returns the text of a config file, translated from a file `source`.
 
@@ -133,6 +151,7 @@ def config_file(translation: Translation, source: str) -> str:
   fixed, nested = _by_section(translation)
   differs = [note for note in translation.notes if not note.missing]
   missing = [note for note in translation.notes if note.missing]
+  unneeded = "; ".join(translation.unneeded)
   lines = [
     '"""GRPO, translated from another library\'s configuration."""',
     "",
@@ -145,10 +164,11 @@ def config_file(translation: Translation, source: str) -> str:
       " there where the file says nothing."
     ),
     "#",
-    "# Command:   python -m grpojax.train --config=THIS_FILE",
+    *(f"# {x}" for x in command(translation, "THIS_FILE").splitlines()),
     "#",
     *_notes("What means something else here", differs),
-    *_notes("What has no counterpart", missing),
+    *_notes("What has no counterpart, and may change the run", missing),
+    *_comment(unneeded and f"Not needed here: {unneeded}"),
     "",
     "from grpojax.training.config import default_config",
     "",

@@ -58,7 +58,7 @@ WRONG = [
   *[(name, "size", value) for name in datasets.DATASETS for value in ("x", 0)],
   *[("arithmetic", "difficulty", x) for x in ("hard", (1.5, 2), True)],
   *[("jsonl", key, 3) for key in ("prompt", "answer", "messages")],
-  *[("jsonl", "size", 1.5), ("jsonl", "test", "half")],
+  *[("jsonl", "size", 1.5), ("huggingface", "test", "half")],
 ]
 
 

@@ -192,3 +192,14 @@ def test_a_file_that_changes_is_noticed(tmp_path):
   with pytest.raises(ValueError, match="a.jsonl changed"):
     examples[0]
   assert examples[1] == ROWS[1]  # that line is the same
+
+
+def test_the_test_split_may_be_a_file_of_its_own(tmp_path):
+  for name in ("a", "b"):
+    row = json.dumps({"prompt": name, "answer": name})
+    (tmp_path / f"{name}.jsonl").write_text(f"{row}\n{row}\n")
+  files = {"path": tmp_path / "a.jsonl", "test": str(tmp_path / "[b].jsonl")}
+  for split, prompt in (("train", "a"), ("test", "b")):
+    assert [x["prompt"] for x in jsonl.load(split, **files)] == [prompt] * 2
+  with pytest.raises(ValueError, match="nowhere is no file"):
+    jsonl.load("test", **files | {"test": "nowhere"})

@@ -21,6 +21,10 @@ def test_a_model_of_ones_own_does_not_follow_it():
   own = parsed("--config.model.path=org/model", "--config.seed=3")
   assert (own.name, own.seed, own.model.path) == ("own_model", 3, "org/model")
   assert own.optim.learning_rate == 1e-6
+  lora = "--config.model.path=org/model", "--config.lora.rank=8"
+  assert parsed(*lora).optim.learning_rate == 1e-5
+  own_rate = parsed(*lora, "--config.optim.learning_rate=3e-6")
+  assert own_rate.optim.learning_rate == 3e-6
   assert parsed("--config.model.path=arithmetic-base").name == "arithmetic"
   chosen = parsed("--config=gsm8k", "--config.model.path=org/model")
   assert chosen.name == "gsm8k"

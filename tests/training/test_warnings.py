@@ -14,9 +14,14 @@ from grpojax.training.run import start
     (135_000_000, None, {"optim__learning_rate": 1e-5}),
     (135_000_000, None, {"lora__rank": 8}),
     (135_000_000, "adapters", {"lora__rank": 8, "optim__learning_rate": 1e-3}),
+    (
+      135_000_000,
+      "1/10 of the usual 1e-05 of adapters",
+      {"lora__rank": 8, "optim__learning_rate": 1e-6},
+    ),
   ],
 )
-def test_a_learning_rate_far_above_the_usual(
+def test_a_learning_rate_far_from_the_usual(
   parameters, warned, changes, settings_with, capsys
 ):
   settings = settings_with(**{"optim__learning_rate": 1.5e-4} | changes)

@@ -43,6 +43,9 @@ LARGE = 50_000_000
 FAR = 50
 """Ratio to the usual learning rate that is warned of."""
 
+LOW = 10
+"""The same for rates below the usual one."""
+
 
 class Run(NamedTuple):
   """Things that stay the same all through a run."""
@@ -174,16 +177,23 @@ def _with_date(
 
 
 def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
-  """Prints a line where a rate is far above what such models are trained at."""
+  """Prints a line if a rate is far from the usual one of such models."""
   usual = 1e-5 if settings.lora.rank else 1e-6
+  kind = "adapters" if settings.lora.rank else "full fine-tuning"
   rate = settings.optim.learning_rate
-  if parameters >= LARGE and rate >= FAR * usual:
-    kind = "adapters" if settings.lora.rank else "full fine-tuning"
-    print(
-      f"warning: --config.optim.learning_rate = {rate:g} is {rate / usual:.0f} "
-      f"times the usual {usual:g} of {kind}, and may ruin the model",
-      flush=True,
-    )
+  if parameters < LARGE:
+    return
+  if rate >= FAR * usual:
+    text = f"{rate / usual:.0f} times the usual {usual:g} of {kind}, and may"
+    text += " ruin the model"
+  elif rate <= usual / LOW:
+    text = f"1/{usual / rate:.0f} of the usual {usual:g} of {kind}, and may"
+    text += " learn nothing"
+  else:
+    return
+  print(
+    f"warning: --config.optim.learning_rate = {rate:g} is {text}", flush=True
+  )
 
 
 def start(

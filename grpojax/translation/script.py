@@ -1,0 +1,352 @@
+"""A TRL script as names and values: its syntax tree is read, and never run.
+
+The keywords of GRPOConfig, GRPOTrainer and LoraConfig count where their values
+are known without running the script: literals, names of literals or functions,
+and defaults of command-line options.
+"""
+
+import ast
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpojax.translation import moving
+
+_NO_SETTINGS = ("args", "processing_class", "peft_config", "**")
+_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+_PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses")
+_LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
+"""Defaults of peft's LoraConfig, in the names of TRL's own scripts."""
+_LORA_NAMES = {
+  name: f"lora_{name}" for name in ("r", "target_modules", "modules_to_save")
+}
+_CHANGES = ("map", "filter", "select", "rename_column", "rename_columns")
+"""Methods of a data set whose result is not what `load_dataset` reads."""
+
+
+class Source(NamedTuple):
+  """Settings found in a file."""
+
+  settings: dict[str, Any]  # values by name; nested ones by dotted path
+  # Expressions of unknown value, by the name of their setting.
+  unread: Mapping[str, str] = {}
+  notes: Sequence[tuple[str, str]] = ()  # (setting, what is missing)
+  code: str = ""  # a module with the functions that settings name
+
+
+class _Script(NamedTuple):
+  tree: ast.Module
+  calls: list[ast.Call]
+  assigned: dict[str, list[ast.expr]]  # values of each name, in their order
+  options: dict[str, Any]  # defaults of command-line options
+  own: dict[str, ast.stmt]  # functions and classes at the top of the script
+  imported: dict[str, str]  # "module:name" by name
+
+  def value(self, node: ast.expr, seen: tuple[str, ...] = ()) -> Any:
+    """Returns the value of an expression; ValueError if it is unknown."""
+    match node:
+      case ast.Name(id=name) if name in self.assigned and name not in seen:
+        return self.value(self.assigned[name][-1], (*seen, name))
+      case ast.Attribute(value=ast.Name(), attr=name) if name in self.options:
+        return self.options[name]
+      case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=0)):
+        return self.value(call, seen)  # model, tokenizer = from_pretrained()
+      case ast.Call(func=ast.Attribute(value=of, attr="from_pretrained")):
+        names = [x for x in node.keywords if "model_name" in (x.arg or "")]
+        models = [*node.args, *(x.value for x in names)]
+        if models and "Peft" not in ast.unparse(of):
+          return self.value(models[0], seen)
+      case ast.Call(func=ast.Name(id="dict"), args=[]):
+        return {x.arg: self.value(x.value, seen) for x in node.keywords}
+    return ast.literal_eval(node)
+
+  def names(self, node: ast.expr, kind: type, file: pathlib.Path) -> list[str]:
+    """Returns functions as "FILE.py:name" or "module:name", and texts as such.
+
+    Raises:
+      ValueError: it is neither, nor a list of them.
+    """
+    known = {x: f"{file}:{x}" for x, y in self.own.items() if type(y) is kind}
+    known = self.imported | known
+    if isinstance(node, ast.Name) and node.id not in known:
+      node = self.assigned.get(node.id, [node])[-1]
+    nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+    return [
+      known[one.id]
+      if isinstance(one, ast.Name) and one.id in known
+      else str(ast.literal_eval(one))
+      for one in nodes
+    ]
+
+  def loaded(self, node: ast.expr | None) -> tuple[ast.Call | None, Any]:
+    """Returns the load_dataset call of a data set, and its ["split"]."""
+    split = None
+    for _ in range(100):
+      match node:
+        case ast.Name(id=name) if name in self.assigned:
+          node = self.assigned[name][0]
+        case ast.Subscript(value=node, slice=ast.Constant(value=split)):
+          pass
+        case ast.Call(func=ast.Name(id=name)) if name in self.own:
+          inside = ast.walk(self.own[name])
+          returns = [x.value for x in inside if isinstance(x, ast.Return)]
+          node = returns[-1] if returns else None
+        case ast.Call() if called(node) == "load_dataset":
+          return node, split
+        case ast.Call(func=ast.Attribute(value=node)):
+          pass
+        case _:
+          break
+    return None, None
+
+
+def called(node: ast.expr) -> str:
+  """Returns the name of the function or method that a call calls, or ""."""
+  function = getattr(node, "func", None)
+  name = getattr(function, "attr", None) or getattr(function, "id", "")
+  return name if isinstance(name, str) else ""
+
+
+def read(
+  text: str,
+  path: pathlib.Path,
+  parsed: Mapping[str, Any] = {},
+  code: pathlib.Path | None = None,
+) -> Source:
+  """Reads the settings of a script at `path`.
+
+  Args:
+    text: the script.
+    path: its file.
+    parsed: values from the YAML file of its TrlParser.
+    code: file that the script's own functions are going to be written to;
+      None: they stay in the script.
+
+  Raises:
+    ValueError: it trains nothing by GRPO.
+  """
+  script = _script(text, parsed)
+  if not any(called(x) in ("GRPOConfig", "GRPOTrainer") for x in script.calls):
+    raise ValueError("it has no GRPOConfig(...) and no GRPOTrainer(...)")
+  settings, unread = dict(parsed), {}
+  defaults = []
+  for name, node in _keywords(script):
+    try:
+      if name == "reward_funcs" or name == "tools" and _is_list(script, node):
+        settings[name] = script.names(node, ast.FunctionDef, code or path)
+      elif name == "environment_factory":
+        (settings[name],) = script.names(node, ast.ClassDef, code or path)
+      elif name not in _NO_SETTINGS:
+        settings[name] = script.value(node)
+        if isinstance(node, ast.Attribute) and node.attr not in parsed:
+          defaults.append(name)
+    except (TypeError, ValueError):
+      unread[name] = ast.unparse(node)[:80]
+  if any(called(x) == "LoraConfig" for x in script.calls):
+    settings = _LORA | settings
+  data, data_notes = _data(script)
+  notes = [*data_notes, *_reward_notes(script, settings)]
+  if any(called(x) in _PARSERS for x in script.calls) and not parsed:
+    text_of = "the script reads its settings from a command line: write them"
+    text_of += " into a YAML file (KEY: VALUE), and give --yaml=FILE"
+    notes.append(("TrlParser", text_of))
+  if defaults:
+    text_of = "the defaults of the script's own options are taken: give others"
+    notes.append(
+      (", ".join(defaults), f"{text_of} if you start it with others")
+    )
+  names = [x for x in _flat_names(settings) if x.startswith(f"{code}:")]
+  module, lacking = "", []
+  if code and names:
+    module, lacking = moving.module_of(text, [x.split(":")[-1] for x in names])
+  if lacking:
+    text_of = f"needed in {code}, and not defined at the top of the script"
+    notes.append((", ".join(lacking), f"{text_of}: define it there"))
+  for name in ("train_dataset", "eval_dataset"):
+    unread.pop(name, None)
+  return Source(settings | data, unread, notes, module)
+
+
+def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
+  tree = ast.parse(text)
+  nodes = list(ast.walk(tree))
+  script = _Script(tree, [], {}, {}, {}, {})
+  for node in nodes:
+    match node:
+      case ast.Call():
+        script.calls.append(node)
+      case ast.Assign(targets=[ast.Name(id=name)]):
+        script.assigned.setdefault(name, []).append(node.value)
+      case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+        script.assigned.setdefault(name, []).append(node.value)
+      case ast.Assign(targets=[ast.Tuple(elts=elements)]):
+        for i, one in enumerate(elements):
+          item = ast.Subscript(node.value, ast.Constant(i))
+          script.assigned.setdefault(ast.unparse(one), []).append(item)
+      case ast.ImportFrom(module=str() as module, level=0):
+        for one in node.names:
+          script.imported[one.asname or one.name] = f"{module}:{one.name}"
+  for statement in tree.body:
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+      script.own[statement.name] = statement
+  for name, value in _options(script):
+    try:
+      script.options[name] = ast.literal_eval(value)
+    except ValueError:
+      continue
+  script.options.update(parsed)
+  return script
+
+
+def _options(script: _Script) -> Iterator[tuple[str, ast.expr]]:
+  """Yields options of argparse with their defaults, and dataclass fields."""
+  for call in script.calls:
+    words = [x.value for x in call.args if isinstance(x, ast.Constant)]
+    if called(call) == "add_argument" and words:
+      keywords = {x.arg: x.value for x in call.keywords}
+      word = next((x for x in words if str(x).startswith("--")), words[0])
+      dest = getattr(keywords.get("dest"), "value", str(word).lstrip("-"))
+      if "default" in keywords:
+        yield dest.replace("-", "_"), keywords["default"]
+      elif getattr(keywords.get("action"), "value", "") == "store_true":
+        yield dest.replace("-", "_"), ast.Constant(False)
+  for one in script.own.values():
+    if "dataclass" in " ".join(map(ast.unparse, one.decorator_list)):
+      for field in one.body:
+        value = getattr(field, "value", None)
+        if isinstance(field, ast.AnnAssign) and value:
+          keywords = {x.arg: x.value for x in getattr(value, "keywords", ())}
+          yield ast.unparse(field.target), keywords.get("default", value)
+
+
+def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
+  """Yields names and values that the script gives to TRL and peft."""
+  for call in script.calls:
+    match called(call):
+      case "GRPOTrainer":
+        yield from zip(_POSITIONS, call.args, strict=False)
+      case "GRPOConfig" | "LoraConfig":
+        pass
+      case _:
+        continue
+    for keyword in call.keywords:
+      if keyword.arg is None:
+        yield from _unpacked(script, keyword.value)
+      elif ast.unparse(keyword.value) != "None":
+        yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
+  for node in ast.walk(script.tree):  # training_args.beta = 0.04
+    match node:
+      case ast.Assign(targets=[ast.Attribute(ast.Name(id=name), attr=key)]):
+        made = script.assigned.get(name, [None])[0]
+        made = made.value if isinstance(made, ast.Subscript) else made
+        if called(made) in ("GRPOConfig", *_PARSERS):
+          yield key, node.value
+
+
+def _unpacked(
+  script: _Script, node: ast.expr
+) -> Iterator[tuple[str, ast.expr]]:
+  """Yields the keywords that **node stands for, or itself if unknown."""
+  try:
+    for key, value in script.value(node).items():
+      yield key, ast.Constant(value)
+  except (AttributeError, TypeError, ValueError):
+    yield "keywords", node
+
+
+def _is_list(script: _Script, node: ast.expr) -> bool:
+  if isinstance(node, ast.Name):
+    node = script.assigned.get(node.id, [node])[-1]
+  return isinstance(node, ast.List | ast.Tuple)
+
+
+def _flat_names(settings: Mapping[str, Any]) -> list[str]:
+  """Returns the reward functions, tools and the environment class."""
+  lists = (settings.get(x) for x in ("reward_funcs", "tools"))
+  names = [name for names in lists for name in names or ()]
+  return [*names, str(settings.get("environment_factory", ""))]
+
+
+def _reward_notes(
+  script: _Script, settings: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+  for name in _flat_names(settings):
+    function = script.own.get(name.rpartition(":")[2])
+    if isinstance(function, ast.FunctionDef):
+      parameters = [*function.args.args, *function.args.kwonlyargs]
+      if "environments" in [x.arg for x in parameters]:
+        text = "has a parameter `environments`, which no reward is given here:"
+        text += " return its reward from a method get_reward of the environment"
+        yield function.name, text
+
+
+def _data(
+  script: _Script,
+) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+  """Returns settings of the data sets, named as in TRL's own scripts."""
+  keywords = dict(_keywords(script))
+  train, split = script.loaded(keywords.get("train_dataset"))
+  test, test_split = script.loaded(keywords.get("eval_dataset"))
+  calls = [x for x in script.calls if called(x) == "load_dataset"]
+  if "train_dataset" not in keywords:
+    train = calls[0] if len(calls) == 1 else None
+  elif train is None:
+    text = "is made by the script: write it by .to_json('train.jsonl')"
+    return {}, [("train_dataset", text)]
+  if train is None:
+    return {}, []
+  arguments = _arguments(script, train, split)
+  settings = {
+    "dataset_name": arguments["path"],
+    "dataset_config": arguments["name"],
+    "dataset_train_split": arguments["split"],
+    "data_files": arguments["files"],
+  }
+  if test is not None:
+    held_out = _arguments(script, test, test_split)
+    settings["dataset_test_split"] = held_out["split"]
+    if held_out["files"] != arguments["files"]:
+      settings["eval_data_files"] = held_out["files"]
+  changes = {}
+  for call in script.calls:
+    if isinstance(call.func, ast.Attribute) and script.loaded(call)[0]:
+      sizes = [x.value for x in call.keywords if x.arg == "test_size"]
+      if sizes and isinstance(sizes[0], ast.Constant):
+        settings["test_size"] = sizes[0].value
+        settings["dataset_train_split"] = None
+        settings["dataset_test_split"] = None
+      if called(call) in _CHANGES:
+        changes[f".{called(call)}()"] = True
+  notes = []
+  if changes:
+    text = f"{', '.join(changes)} of the data set are not done here: write its"
+    text += " result by .to_json('train.jsonl'), and give"
+    text += " --config.data.name=jsonl --config.data.path=train.jsonl"
+    notes.append(("train_dataset", text))
+  if settings["data_files"] is ...:
+    settings["dataset_name"] = None  # "json" is no data set
+  text = "is no plain value: give the data's path"
+  notes += [(name, text) for name, x in settings.items() if x is ...]
+  known = {k: x for k, x in settings.items() if x not in (None, ...)}
+  return known, notes
+
+
+def _arguments(script: _Script, call: ast.Call, split: Any) -> dict[str, Any]:
+  """Returns path, name, split and files of load_dataset; ... if unknown."""
+  nodes = dict(zip(("path", "name"), call.args, strict=False))
+  nodes |= {x.arg or "**": x.value for x in call.keywords}
+  values = []
+  for name in ("path", "name", "split", "data_files"):
+    try:
+      values.append(script.value(nodes[name]) if name in nodes else None)
+    except (TypeError, ValueError):
+      values.append(...)
+  path, configuration, splits, files = values
+  if isinstance(splits, list) and isinstance(split, int):
+    split = splits[split]
+  elif not isinstance(split, str):
+    split = splits
+  if isinstance(files, dict):
+    files = files.get(split or "train")
+    split = None
+  return {"path": path, "name": configuration, "split": split, "files": files}
