@@ -72,6 +72,7 @@ setuptools.setup(
       "beartype",
       "datasets>=4.0",
       "gguf",
+      "gymnasium",  # optional: its tests are skipped without it
       "pytest",
       "pytest-xdist>=3.8",
       "ruff>=0.15",
