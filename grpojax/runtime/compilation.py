@@ -64,17 +64,17 @@ def _machine() -> str:
 @functools.cache
 def _warn_once() -> None:
   """Makes JAX's warnings of its directory, one a program, one line in all."""
-  show, said = warnings.showwarning, []
+  show, warned = warnings.showwarning, []
 
   def show_once(message: Any, *where: Any, **more: Any) -> None:
     _, failed, text = str(message).partition("persistent compilation cache ")
     if not failed:
       show(message, *where, **more)
-    elif not said:
-      said.append(text)
-      what = f"compiled programs in {jax.config.jax_compilation_cache_dir}"
+    elif not warned:
+      warned.append(text)
+      programs = f"compiled programs in {jax.config.jax_compilation_cache_dir}"
       remedy = "mend or remove it, or set JAX_COMPILATION_CACHE_DIR to another"
-      text = f"warning: {what} cannot be used ({text[:300]}): {remedy}"
+      text = f"warning: {programs} cannot be used ({text[:300]}): {remedy}"
       print(text, file=sys.stderr, flush=True)
 
   warnings.showwarning = show_once
@@ -96,9 +96,9 @@ def keep() -> None:
     path = disk.user_cache() / "xla" / _machine()
     config.update("jax_compilation_cache_dir", str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    kept = sorted((file.stat().st_atime, file) for file in path.iterdir())
-    while sum(file.stat().st_size for _, file in kept) > MOST_BYTES:
-      kept.pop(0)[1].unlink()
+    files = sorted((file.stat().st_atime, file) for file in path.iterdir())
+    while sum(file.stat().st_size for _, file in files) > MOST_BYTES:
+      files.pop(0)[1].unlink()
 
 
 @contextlib.contextmanager

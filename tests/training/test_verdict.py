@@ -77,10 +77,10 @@ CASES = [  # rows, what else is known, level, end of the sentence
    "improving at step 16 of 16: mean reward +0.2 in the last quarter of the "
    "steps; held-out accuracy 20.0% before, 25.0% after; more steps may help "
    "(--config.steps)."),
-  (MANY + held_out(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change in "
-   "accuracy; held-out accuracy 20.0% before, 30.0% after, on 100 prompts."),
-  (MANY + held_out(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of 16; "
-   "held-out accuracy 20.0% before, 30.0% after."),
+  (MANY + held_out(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change "
+   "in accuracy; held-out accuracy 20.0% before, 30.0% after, on 100 prompts."),
+  (MANY + held_out(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of "
+   "16; held-out accuracy 20.0% before, 30.0% after."),
   (steps(GOOD), {"planned": None}, "", "Not finished: step 1."),
 ]  # fmt: skip
 
