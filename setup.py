@@ -58,8 +58,6 @@ setuptools.setup(
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://
     "wandb": ["wandb"],  # log.trackers
-    "mlflow": ["mlflow"],
-    "trackio": ["trackio"],
     "docs": [  # mkdocs build --strict
       "latex2mathml",  # formulas, without a script in the page
       "mkdocs-material>=9.7",

@@ -4,10 +4,8 @@ The real ones are tried where they are installed; they need no network.
 """
 
 import importlib.util
-import json
 import math
 import pathlib
-import sqlite3
 import subprocess
 import sys
 import types
@@ -94,18 +92,51 @@ def test_what_a_server_says_is_shown_without_passwords_and_escapes(
   def refuses(run):
     raise ConnectionError("http://me:SECRET@host/api\x1b[31m is closed")
 
-  monkeypatch.setitem(trackers.TRACKERS, "mlflow", refuses)
+  monkeypatch.setitem(trackers.TRACKERS, "theirs", refuses)
   with pytest.raises(ValueError) as error:
-    trackers.open_all(["mlflow"], RUN, {})
+    trackers.open_all(["theirs"], RUN, {})
   assert r"http://...@host/api\x1b[31m is closed" in str(error.value)
 
 
 def test_a_missing_package_is_said(monkeypatch):
-  trackers.check(["tensorboard"])
+  assert trackers.opener("tensorboard") is trackers.tensorboard
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  message = "log.trackers = 'mlflow': mlflow is not installed: pip install"
-  with pytest.raises(ValueError, match=f"{message} 'grpojax.mlflow.'"):
-    trackers.check(["mlflow"])
+  message = "log.trackers = 'wandb': wandb is not installed: pip install"
+  with pytest.raises(ValueError, match=f"{message} 'grpojax.wandb.'"):
+    trackers.opener("wandb")
+
+
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("mlflow", "give tensorboard or wandb, or a function"),
+    ("{file}:opens", "has no function 'opens'"),
+    ("nowhere.py:open_run", "nowhere.py"),
+  ],
+)
+def test_what_is_no_tracker_is_said(tmp_path, name, message):
+  (tmp_path / "mine.py").write_text("other = 1")
+  with pytest.raises(ValueError, match=f"log.trackers = .*{message}"):
+    trackers.opener(name.format(file=tmp_path / "mine.py"))
+
+
+def test_a_tracker_of_ones_own(tmp_path):
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "from grpojax.runtime.terminal.trackers import Tracker\n"
+    "rows = []\n"
+    "def open_run(run):\n"
+    "  log = lambda step, numbers: rows.append((step, numbers))\n"
+    "  return Tracker(log, rows.clear, run.id or run.name)\n"
+  )
+  name = f"{file}:open_run"
+  opened, ids = trackers.open_all([name], RUN, {})
+  assert ids == {name: "mine"}
+  trackers.log_all(opened, 1, {"step": 1, "loss": 0.5})
+  rows = trackers.opener(name).__globals__["rows"]
+  assert rows == [(1, {"loss": 0.5})]
+  trackers.close_all(opened)
+  assert not rows
 
 
 def test_every_tracker_has_an_extra():
@@ -194,52 +225,3 @@ def test_wandb_offline(tmp_path, monkeypatch):
   known = in_two_parts("wandb", tmp_path, monkeypatch, WANDB_MODE="offline")
   files = list(tmp_path.glob(f"wandb/offline-run-*-{known}/run-{known}.wandb"))
   assert b"loss" in files[0].read_bytes()
-
-
-@pytest.mark.slow
-def test_trackio_locally(tmp_path, monkeypatch):
-  folder = str(tmp_path / "trackio")
-  known = in_two_parts("trackio", tmp_path, monkeypatch, TRACKIO_DIR=folder)
-  [file] = pathlib.Path(folder).glob("*.db")
-  query = "select run_name, step, metrics from metrics order by step"
-  rows = list(sqlite3.connect(file).execute(query))
-  losses = [(name, step, json.loads(row)["loss"]) for name, step, row in rows]
-  assert losses == [(known, 1, 0.5), (known, 2, 0.25)]
-
-
-@pytest.mark.slow
-def test_mlflow_locally(tmp_path, monkeypatch):
-  pytest.importorskip("sqlalchemy")  # mlflow-skinny has no sqlite
-  uri = f"sqlite:///{tmp_path}/m.db"
-  known = in_two_parts("mlflow", tmp_path, monkeypatch, MLFLOW_TRACKING_URI=uri)
-  ask = sqlite3.connect(tmp_path / "m.db").execute
-  rows = ask("select run_uuid, step, value from metrics where key='loss'")
-  assert sorted(rows) == [(known, 1, 0.5), (known, 2, 0.25)]
-  assert ("a.b", "1") in set(ask("select key, value from params"))
-  assert list(ask("select status from runs")) == [("FINISHED",)]
-
-
-def test_mlflow_is_given_names_that_it_takes(monkeypatch):
-  metrics_of = []
-
-  class Client:
-    get_experiment_by_name = lambda self, name: None
-    create_experiment = lambda self, name: "1"
-
-    def create_run(self, experiment, run_name):
-      return types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
-
-    def log_batch(self, run, params=(), metrics=()):
-      metrics_of.extend(metrics)
-
-  entities = types.SimpleNamespace(
-    Param=lambda *x: x, Metric=lambda name, value, now, step: (name, value)
-  )
-  tracking = types.SimpleNamespace(MlflowClient=Client)
-  library = types.SimpleNamespace(entities=entities, tracking=tracking)
-  monkeypatch.setitem(sys.modules, "mlflow", library)
-  names = ["loss", "reward_f/acc (strict)", "a/b.c-d e", "x\x1b", "y" * 300]
-  tracker = trackers.mlflow(RUN)
-  tracker.log(1, {name: 0.5 for name in names})
-  took = ["loss", "reward_f/acc _strict_", "a/b.c-d e", "x_", "y" * 250]
-  assert metrics_of == [(name, 0.5) for name in took]

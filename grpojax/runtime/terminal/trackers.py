@@ -1,14 +1,13 @@
 """Experiment trackers: the metrics of a run again, where people look at them.
 
-A tracker is one function of `TRACKERS`, which opens a run there. Where the data
-go, and with which account, say the tracker's own environment variables (and
-WANDB_MODE=offline, a sqlite MLFLOW_TRACKING_URI and trackio need no network).
+A tracker is a function that opens a run there: one of `TRACKERS`, or a user's
+own. Where the data go, and with which account, say the tracker's own
+environment variables (WANDB_MODE=offline needs no network).
 A tracker that fails is named and left out: no run ends for it.
 """
 
 import contextlib
 import importlib.util
-import io
 import math
 import os
 import pathlib
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpojax.runtime.processes import user_calls
 from grpojax.runtime.terminal.screen import printable
 
 TENSORBOARD = "tensorboard"
@@ -102,84 +102,40 @@ def wandb(run: TrackedRun) -> Tracker:
   return Tracker(log, opened.finish, opened.id)
 
 
-def mlflow(run: TrackedRun) -> Tracker:
-  """MLflow: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
-  # Its own defaults wait for a server that is gone for many minutes.
-  os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-  os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-  from mlflow import entities, tracking
-
-  client = tracking.MlflowClient()
-  if run.id:
-    client.update_run(run.id, status="RUNNING")
-    id = run.id
-  else:
-    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-    known = client.get_experiment_by_name(project)
-    experiment = known and known.experiment_id
-    experiment = experiment or client.create_experiment(project)
-    id = client.create_run(experiment, run_name=run.name).info.run_id
-    settings = [
-      entities.Param(key, str(value)[:500]) for key, value in run.config.items()
-    ]
-    for i in range(0, len(settings), 100):  # as many as it takes at once
-      client.log_batch(id, params=settings[i : i + 100])
-
-  def log(step, numbers):
-    now = int(time.time() * 1000)
-    # Reward functions name their metrics freely; MLflow refuses some letters.
-    named = {re.sub(r"[^\w./ -]", "_", k)[:250]: x for k, x in numbers.items()}
-    metrics = [entities.Metric(k, x, now, step) for k, x in named.items()]
-    client.log_batch(id, metrics=metrics)
-
-  return Tracker(log, lambda: client.set_terminated(id), id)
-
-
-def trackio(run: TrackedRun) -> Tracker:
-  """Trackio: TRACKIO_DIR; `trackio show` shows it."""
-  import trackio as library
-
-  # It knows runs by their names.
-  name = run.id or f"{run.name}-{secrets.token_hex(3)}"
-  with contextlib.redirect_stdout(io.StringIO()):
-    opened = library.init(
-      project=PROJECT,
-      name=name,
-      config=dict(run.config),
-      resume="allow",
-      embed=False,
-    )
-
-  def log(step, numbers):
-    opened.log(dict(numbers), step=step)
-
-  def close():
-    with contextlib.redirect_stdout(io.StringIO()):
-      library.finish()  # of the run alone it would print again at the end
-
-  return Tracker(log, close, name)
-
-
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   TENSORBOARD: tensorboard,
   "wandb": wandb,
-  "mlflow": mlflow,
-  "trackio": trackio,
 }
 """Functions that open a run, by the tracker's name."""
 
-PACKAGES = {name: name for name in TRACKERS} | {TENSORBOARD: "tensorboardX"}
+PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 """Packages that trackers import."""
 
 
-def check(names: Sequence[str]) -> None:
-  """Raises ValueError where a tracker's package is missing."""
-  for name in names:
-    if importlib.util.find_spec(PACKAGES[name]) is None:
+def opener(name: str) -> Callable[[TrackedRun], Tracker]:
+  """Returns the function that opens runs: of `TRACKERS`, or FILE.py:FUNCTION.
+
+  Raises:
+    ValueError: there is none, or its package is missing.
+  """
+  setting = f"log.trackers = {name!r}"
+  if name in TRACKERS:
+    package = PACKAGES.get(name)
+    if package and importlib.util.find_spec(package) is None:
       raise ValueError(
-        f"log.trackers = {name!r}: {PACKAGES[name]} is not installed: pip"
-        f" install 'grpojax[{name}]'"
+        f"{setting}: {package} is not installed: pip install 'grpojax[{name}]'"
       )
+    return TRACKERS[name]
+  place, _, function = name.rpartition(":")
+  if not place:
+    raise ValueError(
+      f"{setting}: give {' or '.join(TRACKERS)}, or a function of your own as"
+      " path/to/file.py:FUNCTION"
+    )
+  open_run = getattr(user_calls.load_module(setting, place), function, None)
+  if not callable(open_run):
+    raise ValueError(f"{setting}: {place} has no function {function!r}")
+  return open_run
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -208,7 +164,7 @@ def open_all(
   opened: dict[str, Tracker] = {}
   try:
     for name in names:
-      opened[name] = TRACKERS[name](run._replace(id=ids.get(name, "")))
+      opened[name] = opener(name)(run._replace(id=ids.get(name, "")))
   except (Exception, SystemExit) as error:
     close_all(opened)
     hint = " (WANDB_MODE=offline needs no account)" if name == "wandb" else ""

@@ -123,7 +123,8 @@ def read_inputs(
   Weights are not loaded, and nothing stays open. Arguments and errors are those
   of `check`.
   """
-  trackers.check(settings.log.trackers)
+  for name in settings.log.trackers:
+    trackers.opener(name)
   rewards = rewards_lib.resolve_functions(settings)
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   settings = _with_date(settings, policy, today)

@@ -14,7 +14,7 @@ from grpojax.core.options import (
 )
 from grpojax.core.update import UpdateOptions
 from grpojax.runtime.cli.settings import inline_field, section_field
-from grpojax.runtime.terminal.trackers import TENSORBOARD, TRACKERS
+from grpojax.runtime.terminal.trackers import TENSORBOARD
 from grpojax.training.settings.inputs import (
   DataSettings,
   DifficultySettings,
@@ -152,7 +152,9 @@ class LogSettings:
     0, "steps between reports; 0 = only at the end", within=NOT_NEGATIVE
   )
   trackers: tuple[Any, ...] = option(
-    (TENSORBOARD,), "where the metrics go besides the run directory", TRACKERS
+    (TENSORBOARD,),
+    "where the metrics go besides the run directory: tensorboard, wandb, or "
+    "your own as path/to/file.py:FUNCTION",
   )
 
 
