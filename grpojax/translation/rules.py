@@ -166,19 +166,18 @@ def translate(
       f"a value is of no kind that {library.name} takes ({error}): a list or 0"
       " where there is a name or a size, or the like"
     ) from error
-  notes += [_unread(theirs, name, settings) for name in unread]
-  unknown = [name for name in theirs.values if not library.knows(name)]
   unneeded = []
-  for name in unknown:
-    near = difflib.get_close_matches(name, library.table, 1, 0.9)
-    if near:
+  for name in [*theirs.values, *unread]:
+    if library.knows(name):
+      notes += [_unread(theirs, name, settings)] if name in unread else []
+    elif near := difflib.get_close_matches(name, library.table, 1, 0.9):
       text = f"no setting of {library.name}: did you mean {near[0]}?"
+      notes.append(Note(name, text, missing=True))
     elif re.match(library.unneeded, name):
       unneeded.append(name)
-      continue
     else:
       text = f"unknown here; it may change the run ({library.page})"
-    notes.append(Note(name, text, missing=True))
+      notes.append(Note(name, text, missing=True))
   return Translation(
     library.name, tuple(settings), tuple(notes), tuple(unneeded)
   )

@@ -186,6 +186,11 @@ def _alpha(theirs: Theirs, name: str) -> float | None:
   return float(theirs[name] * scale)
 
 
+def _environment(theirs: Theirs, name: str) -> str | None:
+  """The class, or one that does not exist if the script's is not found."""
+  return "FILE.py:CLASS" if name in theirs.unread else theirs[name]
+
+
 def _turns(theirs: Theirs, name: str) -> int | None:
   """Turns of the model: the first, and one after each iteration of tools."""
   return None if theirs[name] is None else max(theirs[name], 0) + 1
@@ -366,6 +371,7 @@ TABLE = {
   "environment_factory": Row(
     None,
     "environment.path",
+    _environment,
     note="a class is environment.path = 'file.py:Name'; get_reward, if it has"
     f" one, is the reward `environment`; {rules.TURNS}",
   ),

@@ -656,7 +656,9 @@ def test_tools_of_scripts(given, path, tools, reward, tmp_path, monkeypatch):
 )
 def test_expressions_of_a_script_become_notes(keyword, tmp_path):
   _, leaves, translation = become(SCRIPT % keyword, tmp_path, ".py")
-  assert not (leaves["environment.path"] or leaves["environment.tools"])
+  is_class = keyword.startswith("environment_factory")
+  assert leaves["environment.path"] == ("FILE.py:CLASS" if is_class else "")
+  assert not leaves["environment.tools"]
   missing = {x.theirs: x.text for x in translation.notes if x.missing}
   assert "environment." in missing[keyword.partition("=")[0]]
 
@@ -932,3 +934,5 @@ def test_settings_that_change_the_run_stand_apart(text, name, words, tmp_path):
   notes = {x.theirs: x for x in translation.notes}
   assert notes[name].missing and words in notes[name].text
   assert translation.unneeded == ("logging_dir",)
+  script = HEAD + CALL.format("'m', callbacks=[f()]")
+  assert become(script, tmp_path, ".py")[2].unneeded == ("callbacks",)
