@@ -3,8 +3,9 @@
     python -m grpojax.selfcheck [--out=DIR] [--skip=resume,step]
 
 It prints a table in Markdown, to be pasted into an issue, and writes it to
-DIR/selfcheck.md. About ten minutes on an accelerator, of which XLA compiles
-most:
+DIR/selfcheck.md. On several hosts run the same command on all of them, with
+--shared=DIR for `resume`; the first prints the table. About ten minutes on an
+accelerator, most of them compilation:
 
 resume      a run of the default job in bfloat16 that is killed and started
             again ends in the model of one that ran through, bit for bit (on a
@@ -31,12 +32,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from grpojax.aot import chips, parts, programs
 from grpojax.aot.report import GIB
@@ -52,12 +54,14 @@ from grpojax.models.kernel_attention import kernel_attention
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
+from grpojax.runtime.processes import distributed
 from grpojax.training.config import default_config, from_config
 from grpojax.training.run import run_directory
 from grpojax.training.settings.run import TrainSettings
 
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
 MODEL = "arithmetic-instruct"
+RUNS = "whole", "killed"  # of `check_resume`
 # Most that log-probabilities may differ on average, in nats a token: from those
 # of a CPU, and of the trainer from the rollout.
 FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
@@ -86,41 +90,61 @@ def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
   return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
 
 
-def _train(run: pathlib.Path, kill_at: int | None = None) -> None:
-  """Runs a small default job for eight steps; kills it after `kill_at`."""
-  command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}"]
+def _train(
+  run: epath.Path,
+  log: pathlib.Path,
+  kill_at: int | None = None,
+  words: Sequence[str] = (),
+) -> None:
+  """Runs a small default job for eight steps; kills it after `kill_at`.
+
+  `words` are more of its arguments. Its output is appended to `log`.
+  """
+  command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}", *words]
   command += ["--config.steps=8", "--config.checkpoint.every=1"]
   command += ["--config.model.dtype=bfloat16", "--config.eval.num_prompts=8"]
   command += ["--config.batch_size=8", "--config.group_size=4"]
   command += ["--config.diagnostics.every=0"]
   flags = f"{os.environ.get('XLA_FLAGS', '')} {SAME_BITS}"
-  with open(run.with_suffix(".log"), "ab") as log:
+  metrics = run / run_directory.METRICS
+
+  def is_time() -> bool:
+    rows = records.read_jsonl(metrics) if metrics.exists() else []
+    return sum("reward_mean" in row for row in rows) >= kill_at
+
+  with open(log, "ab") as file:
     process = subprocess.Popen(
-      command, stdout=log, stderr=log, env=os.environ | {"XLA_FLAGS": flags}
+      command, stdout=file, stderr=file, env=os.environ | {"XLA_FLAGS": flags}
     )
     try:
-      metrics = run / run_directory.METRICS
       while process.poll() is None:
         time.sleep(0.1)
-        rows = records.read_jsonl(metrics) if metrics.exists() else []
-        if kill_at and sum("reward_mean" in row for row in rows) >= kill_at:
+        if kill_at and is_time():
           return
     finally:
       process.kill()
       process.wait()
+  if kill_at and is_time():  # another host was quicker to kill its process
+    return
   if process.returncode:
-    text = run.with_suffix(".log").read_text(errors="replace")
+    text = log.read_text(errors="replace")
     lines = re.findall(r"^(?:error|\S+Error): .+", text, re.MULTILINE)
     raise RuntimeError("a run ended: " + (lines or [text[-600:]])[-1])
 
 
-def check_resume() -> Iterator[Row]:
-  """Yields what a run says that was killed, beside one that was not."""
+def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
+  """Yields how a run that was killed and resumed compares with a whole one.
+
+  Args:
+    shared: An empty directory that all hosts share; "": a temporary one.
+    words: More arguments of the runs.
+  """
   with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
-    whole, killed = (pathlib.Path(scratch, x) for x in ("whole", "killed"))
-    _train(whole)
-    _train(killed, kill_at=2)
-    _train(killed)
+    log = pathlib.Path(scratch, "log")
+    whole, killed = (epath.Path(shared or scratch) / x for x in RUNS)
+    _train(whole, log, words=words)
+    _train(killed, log, 2, words)
+    _train(killed, log, words=words)
     weights = [x / "model" / "model.safetensors" for x in (whole, killed)]
     same = weights[0].read_bytes() == weights[1].read_bytes()
     rows = records.read_jsonl(whole / run_directory.METRICS)
@@ -264,7 +288,7 @@ def check_step() -> Iterator[Row]:
   yield Row("compiling the step", seconds)
 
 
-# `resume` comes first: a TPU is one process's at a time.
+# `resume` comes first: only one process at a time can use a TPU.
 CHECKS = {
   "resume": check_resume,
   "parity": check_parity,
@@ -275,6 +299,10 @@ CHECKS = {
 FLAGS = {
   "out": setting(".", "directory of selfcheck.md"),
   "skip": setting((), f"checks to leave out, of {', '.join(CHECKS)}"),
+  "shared": setting(
+    "", "empty directory or gs:// that all hosts share, for the runs of resume"
+  ),
+  **distributed.FLAGS,
 }
 SETTINGS = None
 
@@ -294,37 +322,78 @@ def markdown(rows: list[Row]) -> str:
   return "\n".join(lines) + "\n"
 
 
+def _run(names: Sequence[str], rows: list[Row], **options: Any) -> None:
+  """Runs checks; adds their rows, or the error of one that fails."""
+  for name in names:
+    print(f"checking {name} ...", file=sys.stderr, flush=True)
+    try:
+      for row in CHECKS[name](**options):
+        rows.append(row)
+    except Exception as error:  # the others are worth their time all the same
+      text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+      rows.append(Row(name, text.replace("|", "/"), ok=False))
+      if distributed.several():  # which wait for this one
+        raise
+
+
+def _parse(argv: list[str]) -> tuple[Any, list[str]]:
+  """Returns the flags, and the names of the checks that they leave."""
+  program = "python -m grpojax.selfcheck"
+  _, flags = command_line.parse(argv, FLAGS, SETTINGS, program, about=__doc__)
+  disk.check_file(pathlib.Path(flags.out) / "selfcheck.md", "--out")
+  if unknown := [name for name in flags.skip if name not in CHECKS]:
+    raise ValueError(f"--skip={unknown[0]}: there are {', '.join(CHECKS)}")
+  if set(flags.skip) == set(CHECKS):
+    raise ValueError("--skip: leaves nothing to be checked")
+  names = [name for name in CHECKS if name not in flags.skip]
+  if "resume" not in names:
+    return flags, names
+  if flags.coordinator and not flags.shared:
+    raise ValueError(
+      "resume needs --shared=DIR, an empty directory that all processes share: "
+      "give it, or --skip=resume"
+    )
+  if any((epath.Path(flags.shared) / x).exists() for x in RUNS if flags.shared):
+    raise ValueError(
+      f"--shared={flags.shared}: has {' or '.join(RUNS)} of an earlier check: "
+      "remove them, or give another directory"
+    )
+  return flags, names
+
+
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    program = "python -m grpojax.selfcheck"
-    _, flags = command_line.parse(argv, FLAGS, SETTINGS, program, about=__doc__)
-    out = pathlib.Path(flags.out) / "selfcheck.md"
-    disk.check_file(out, "--out")
-    if unknown := [name for name in flags.skip if name not in CHECKS]:
-      raise ValueError(f"--skip={unknown[0]}: there are {', '.join(CHECKS)}")
-    if set(flags.skip) == set(CHECKS):
-      raise ValueError("--skip: leaves nothing to be checked")
-  # A run of its own ends with it.
+    flags, names = _parse(argv)
+  # A run that it has started ends with it.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-  rows = []
+  processes = {name: getattr(flags, name) for name in distributed.FLAGS}
+  rows: list[Row] = []
+  prints = True
   try:
-    for name in [name for name in CHECKS if name not in flags.skip]:
-      print(f"checking {name} ...", file=sys.stderr, flush=True)
-      try:
-        for row in CHECKS[name]():
-          rows.append(row)
-      except Exception as error:  # the others are worth their time all the same
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        rows.append(Row(name, text.replace("|", "/"), ok=False))
+    if "resume" in names:
+      words = [f"--{key}={value}" for key, value in processes.items() if value]
+      _run(["resume"], rows, shared=flags.shared, words=words)
+    with command_line.usage_errors(), distributed.joined(**processes):
+      prints = distributed.is_main()
+      _run([name for name in names if name != "resume"], rows)
+      everyones = distributed.gather([list(row) for row in rows])
+    for i, others in enumerate(everyones[1:], 1):
+      marked = (Row(*row) for row in others)
+      rows += [
+        row._replace(name=f"process {i}: {row.name}")
+        for row in marked
+        if not row.ok
+      ]
   except BaseException:  # what was seen until then is written as well
     rows.append(Row("interrupted", "the rest was not checked", ok=False))
     raise
   finally:
-    text = markdown(rows)
-    print(text, end="", flush=True)
-    with command_line.usage_errors():
-      records.write_text(out, text)
+    if prints:
+      text = markdown(rows)
+      print(text, end="", flush=True)
+      with command_line.usage_errors():
+        records.write_text(pathlib.Path(flags.out) / "selfcheck.md", text)
   return 0 if all(row.ok for row in rows) else 1
 
 

@@ -63,13 +63,7 @@ from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {
   "run_dir": setting("", 'where to write, a path or URL; "" = runs/NAME'),
-  "coordinator": setting(
-    "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
-  ),
-  "num_processes": setting("", "how many there are, with --coordinator"),
-  "process_id": setting(
-    "", "number of this process, from 0, with --coordinator"
-  ),
+  **distributed.FLAGS,
 }
 
 

@@ -1,8 +1,14 @@
 """python -m grpojax.selfcheck, on CPUs, where all is as it should be."""
 
+import os
+import socket
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from grpojax import selfcheck
 from grpojax.aot.chips import CHIPS
@@ -72,7 +78,7 @@ def test_a_run_that_fails_is_a_sentence(monkeypatch, tmp_path):
   program.chmod(0o700)
   monkeypatch.setattr(selfcheck.sys, "executable", str(program))
   with pytest.raises(RuntimeError, match="^a run ended: jax.XError: no tpu$"):
-    selfcheck._train(tmp_path / "run")
+    selfcheck._train(epath.Path(tmp_path / "run"), tmp_path / "log")
 
 
 def test_no_device_is_a_row(monkeypatch, tmp_path):
@@ -106,3 +112,42 @@ def test_rows_are_compared_with_what_they_may_be():
   assert selfcheck.at_most("a", 0.5, 1).ok
   assert not selfcheck.at_most("a", 2.0, 1).ok
   assert not selfcheck.at_most("a", float("nan"), 1).ok
+
+
+@pytest.mark.parametrize(
+  "skip",
+  [
+    pytest.param("resume,attention,step", marks=pytest.mark.slow),
+    pytest.param("attention", marks=pytest.mark.long),
+  ],
+)
+def test_two_processes_print_one_table(skip, tmp_path):
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+  env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+  shared = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+  shared += [f"--skip={skip}", f"--shared={tmp_path / 'shared'}"]
+  command = [sys.executable, "-m", "grpojax.selfcheck", *shared]
+  for i in range(2):
+    (tmp_path / str(i)).mkdir()
+  processes = [
+    subprocess.Popen(
+      [*command, f"--process_id={i}", f"--out={tmp_path / str(i)}"], env=env
+    )
+    for i in range(2)
+  ]
+  assert [p.wait(500) for p in processes] == [0, 0]
+  text = (tmp_path / "0" / "selfcheck.md").read_text()
+  assert text.startswith("4 cpu (cpu), ") and "in bfloat16" in text
+  assert ("bit for bit" in text) == ("resume" not in skip)
+  assert not (tmp_path / "1" / "selfcheck.md").exists()
+
+
+def test_several_hosts_need_an_empty_directory_that_they_share(tmp_path):
+  hosts = ["--coordinator=127.0.0.1:1", "--num_processes=2", "--process_id=0"]
+  with pytest.raises(SystemExit, match="resume needs --shared=DIR"):
+    selfcheck.main([f"--out={tmp_path}", *hosts])
+  (tmp_path / "killed").mkdir()
+  with pytest.raises(SystemExit, match="has whole or killed of an earlier"):
+    selfcheck.main([f"--out={tmp_path}", f"--shared={tmp_path}", *hosts])

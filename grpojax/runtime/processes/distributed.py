@@ -39,6 +39,7 @@ import numpy as np
 from jax._src import distributed as jax_distributed
 from jax.experimental import multihost_utils
 
+from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk
 from grpojax.runtime.processes import interrupts
 
@@ -50,6 +51,17 @@ PATIENCE = 300
 
 SAY_AFTER = 10.0
 """Seconds of waiting without a word."""
+
+FLAGS = {
+  "coordinator": setting(
+    "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
+  ),
+  "num_processes": setting("", "how many there are, with --coordinator"),
+  "process_id": setting(
+    "", "number of this process, from 0, with --coordinator"
+  ),
+}
+"""Flags of programs that run on several hosts: the arguments of `joined`."""
 
 
 # How the processes meet.
