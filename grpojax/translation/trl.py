@@ -150,6 +150,8 @@ def _data(theirs: Theirs, name: str) -> Items:
   """The data set by name, or its files, and its splits."""
   name = "data_files" if theirs["data_files"] else name
   yield from rules.data(theirs, name)
+  if theirs["reward_funcs"]:
+    yield Setting("data.options.answer", "", "reward_funcs read the columns")
   held_out = theirs["eval_data_files"]
   if isinstance(held_out, list):
     held_out = held_out[0] if held_out else None
