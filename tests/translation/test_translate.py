@@ -840,7 +840,7 @@ READ = "d = load_dataset({})\nGRPOTrainer(model='m', train_dataset={}, {})"
     ("f()", "Dataset.from_dict(x)", "", {"path": "FILE.jsonl"}),
     (  # TRL has no column of answers: its functions read any
       "'json', data_files='a.jsonl'",
-      *("d", "reward_funcs=[accuracy_reward]", {"options.answer": ""}),
+      *("d", "reward_funcs=[score]", {"options.answer": ""}),
     ),
     ("'json', data_files=f()", "d", "", {"path": "FILE.jsonl"}),
   ],
