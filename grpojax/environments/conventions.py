@@ -140,9 +140,10 @@ def _check(
   """
   if not callable(function):
     raise ValueError(f"{subject} is no function")
+  call = getattr(function, "__call__", None)  # noqa: B004
   if is_tool:
     arguments = inspect.signature(function).parameters
-  elif inspect.iscoroutinefunction(function):
+  elif any(map(inspect.iscoroutinefunction, (function, call))):
     raise ValueError(
       f"{subject} is asynchronous, and steps run one after another in each"
       " worker: write `def` and asyncio.run(...) inside of it"

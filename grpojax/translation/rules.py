@@ -297,11 +297,18 @@ def max_grad_norm(theirs: Theirs, name: str) -> float:
   return theirs[name] or 1e9
 
 
-def known_trackers(theirs: Theirs, name: str) -> tuple[str, ...]:
-  """Places for metrics besides the run directory that are here, too."""
+def trackers(theirs: Theirs, name: str) -> Items:
+  """Places for metrics besides the run directory."""
   value = theirs[name]
   names = [value] if isinstance(value, str) else list(value or ())
-  return tuple(tracker for tracker in names if tracker in TRACKERS)
+  known = tuple(tracker for tracker in names if tracker in TRACKERS)
+  yield theirs.setting("log.trackers", known, name)
+  for other in {*names} - {*TRACKERS, "all", "none", "console"}:
+    yield Note(
+      name,
+      f"{other!r} is called by a function of yours, --config.log.trackers="
+      "file.py:function (docs/getting-started.md has Trackio's)",
+    )
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:

@@ -393,7 +393,7 @@ TABLE = {
   "save_steps": Row(500, "checkpoint.every", _every),
   "save_total_limit": Row(None, "checkpoint.keep", rules.none_for_0),
   "eval_steps": Row(None, "eval.every", _every),
-  "report_to": Row(None, "log.trackers", rules.known_trackers),
+  "report_to": Row(None, rules.trackers),
   # Sampling.
   "max_completion_length": Row(512, "sampling.max_new_tokens"),
   "temperature": Row(1.0, "sampling.temperature"),

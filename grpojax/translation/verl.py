@@ -435,9 +435,7 @@ TABLE = {
   "trainer.total_epochs": Row(30),
   "trainer.project_name": Row(),
   "trainer.experiment_name": Row("gsm8k", rules.run_name),
-  "trainer.logger": Row(
-    ("console", "wandb"), "log.trackers", rules.known_trackers
-  ),
+  "trainer.logger": Row(("console", "wandb"), rules.trackers),
   "trainer.save_freq": Row(-1, "checkpoint.every", _every),
   "trainer.test_freq": Row(-1, "eval.every", _every),
   "trainer.max_actor_ckpt_to_keep": Row(

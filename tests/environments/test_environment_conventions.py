@@ -274,6 +274,7 @@ def test_tools_alone():
     (f"{USER}:OnlyReset", [], "has neither `reset` and `step`"),
     (f"{USER}:Client", [], "cannot be called with.*required argument: 'url'"),
     (f"{USER}:Asynchronous", [], "reset is asynchronous"),
+    (f"{USER}:awaited_step", [], "step is asynchronous"),
     (f"{USER}:multiply", [], "is a function without a function `step`"),
     (f"{USER}:ANSWERS", [], "is a dict without a function `step`"),
     (__file__, [], "is a module without a function `step`"),

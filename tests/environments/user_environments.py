@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import time
+import types
 
 from grpojax.environments.protocol import Step
 
@@ -229,6 +230,14 @@ class Asynchronous:
 
   def step(self, action):
     pass
+
+
+class Waits:
+  async def __call__(self, action):
+    pass
+
+
+awaited_step = types.SimpleNamespace(step=Waits())
 
 
 class OnlyReset:

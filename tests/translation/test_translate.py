@@ -359,6 +359,25 @@ def test_epochs_of_trl(text, prompts, cuts, epochs, tmp_path):
   assert leaves["steps"] == math.ceil(updates / cuts)
 
 
+@pytest.mark.parametrize(
+  "text, known, noted",
+  [
+    ("report_to: trackio", (), ["'trackio'"]),
+    ("report_to: [wandb, mlflow]", ("wandb",), ["'mlflow'"]),
+    ("report_to: [tensorboard, all]", ("tensorboard",), []),
+    ("report_to: none", (), []),
+  ],
+)
+def test_other_trackers_become_functions_of_ones_own(
+  text, known, noted, tmp_path
+):
+  _, leaves, translation = become(f"beta: 0\n{text}", tmp_path)
+  assert leaves["log.trackers"] == known
+  notes = [n.text for n in translation.notes if n.theirs == "report_to"]
+  assert [text.split()[0] for text in notes] == noted
+  assert all("log.trackers=file.py:function" in text for text in notes)
+
+
 def test_what_trl_does_otherwise_is_said(tmp_path):
   def said(text):
     return {note.theirs for note in become(text, tmp_path)[2].notes}
