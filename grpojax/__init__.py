@@ -14,11 +14,11 @@ from typing import Any
 # a process that computes rewards, does not load it.
 _NAMES = {
   "grpojax.core": ("advantages", "losses"),
-  "grpojax.core.arguments": ("prompts_from_left_padded",),
+  "grpojax.core.arguments": ("check_prompts", "prompts_from_left_padded"),
   "grpojax.core.batch": ("make_batch",),
   "grpojax.core.environment": ("Environment", "Observation", "returns"),
   "grpojax.core.logprobs": ("token_logprobs",),
-  "grpojax.core.mesh": ("constrain", "make_mesh"),
+  "grpojax.core.mesh": ("constrain", "make_mesh", "shardings"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
   "grpojax.core.decoding": ("Decoding",),
   "grpojax.core.objective": ("Objective",),

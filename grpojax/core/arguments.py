@@ -4,7 +4,7 @@ Shapes and dtypes are known everywhere; values only outside of jit, and there
 they are checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,13 @@ import optax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from grpojax.core.group_axis import as_array
-from grpojax.core.types import LM, Params, Prompts
+from grpojax.core.prompt_checks import (
+  check_fields,
+  check_ids,
+  check_layout,
+  is_readable,
+)
+from grpojax.core.types import LM, Params, Prompts, Rollout
 
 Ids = int | np.integer | np.ndarray | Sequence[int | np.integer]
 
@@ -97,53 +103,55 @@ def read_rewards(
   return rewards
 
 
-def check_prompts(
+def check_read_prompts(
   lm: LM, params: Params, prompt_ids: Array, prompt_mask: Array
 ) -> None:
   """Refuses prompts that a model would silently misread.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit; outside of jit also padding
-      that is not at the right, ids outside the vocabulary, or no token at all.
+    ValueError: Arrays of other shapes or dtypes; outside of jit also padding
+      that is not on the right, ids outside the vocabulary, or no token at all.
   """
-  of_ids, of_mask = jnp.shape(prompt_ids), jnp.shape(prompt_mask)
-  if len(of_ids) != 2 or of_ids != of_mask:
+  check_layout(prompt_ids, prompt_mask)
+  if prompt_ids.ndim != 2:
     raise ValueError(
-      f"prompt_ids and prompt_mask are both [B, P], not {of_ids} and {of_mask}"
+      f"a step reads prompts [B, P], not {prompt_ids.shape}: scan or vmap it "
+      "over more axes"
     )
-  if not jnp.issubdtype(prompt_ids.dtype, jnp.integer):
-    raise ValueError(f"prompt_ids are integers, not {prompt_ids.dtype}")
-  if prompt_mask.dtype != bool:
-    raise ValueError(
-      f"prompt_mask is boolean, True on real tokens, not {prompt_mask.dtype}: "
-      "give prompt_mask.astype(bool)"
-    )
-  for x in (prompt_ids, prompt_mask):
-    traced = isinstance(x, jax.core.Tracer)
-    if traced or not getattr(x, "is_fully_addressable", True):
-      return  # this process cannot see the values
-  mask = np.asarray(prompt_mask)
-  if not mask.any():
-    raise ValueError(
-      "no prompt has a token: prompt_mask is False everywhere (a single row "
-      "without tokens only pads the batch)"
-    )
-  rows = np.flatnonzero((mask[:, 1:] & ~mask[:, :-1]).any(-1))
-  if rows.size:
-    raise ValueError(
-      f"prompt_mask of row {rows[0]} is not a leading run of True: prompts are "
-      "right-padded; grpojax.prompts_from_left_padded(ids, mask) moves padding "
-      "from the left"
-    )
-  vocabulary = _vocabulary(lm, params, prompt_ids, prompt_mask)
-  ids = np.asarray(prompt_ids)
-  wrong = np.argwhere(mask & ((ids < 0) | (ids >= vocabulary)))
-  if wrong.size:
-    row, column = wrong[0]
-    raise ValueError(
-      f"prompt_ids[{row}, {column}] = {ids[row, column]} is outside the "
-      f"model's vocabulary, 0 to {vocabulary - 1}"
-    )
+  if is_readable(prompt_ids, prompt_mask):
+    vocabulary = _vocabulary(lm, params, prompt_ids, prompt_mask)
+    check_ids(prompt_ids, prompt_mask, vocabulary)
+
+
+def check_prompts(prompts: Prompts, vocab_size: int) -> None:
+  """Checks prompts before they go into a jitted step, which sees no values.
+
+  Raises:
+    ValueError: An id of a real token is outside the vocabulary, or the prompts
+      are wrong by themselves (as when `Prompts` are made).
+  """
+  check_fields(*vars(prompts).values())
+  check_ids(prompts.prompt_ids, prompts.prompt_mask, vocab_size)
+
+
+def call_reward(
+  reward_fn: Callable[[Rollout, Any], Any], samples: Rollout, targets: Any
+) -> Any:
+  """Returns the rewards of samples.
+
+  TypeError if the function needs values, and the step is being traced.
+  """
+  try:
+    return reward_fn(samples, targets)
+  except TypeError as error:
+    if not isinstance(error, jax.errors.JAXTypeError):
+      if "Tracer" not in str(error):
+        raise
+    raise TypeError(
+      "reward_fn reads the values of arrays, which a jitted step does not have "
+      "yet: write it in jax.numpy, or sample, reward and update one after the "
+      'other ("A reward on the host" in docs/library.md)'
+    ) from error
 
 
 def prompts_from_left_padded(

@@ -11,7 +11,7 @@ from grpojax.core import losses
 from grpojax.core import packing as packing_lib
 from grpojax.core import turns as turns_lib
 from grpojax.core.advantages.weighted_baselines import sample_weights
-from grpojax.core.arguments import check_prompts, read_rewards
+from grpojax.core.arguments import check_read_prompts, read_rewards
 from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import present
@@ -258,7 +258,7 @@ def _rollout_logprobs(
     hidden = scored.hidden if with_hidden else None
     return TokenLogprobs(scored.logprobs, None, hidden=hidden)
 
-  check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
+  check_read_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask, rollout.prompt_experts
   samples = rollout.completion_ids, rollout.experts
   count = options.minibatches * options.micro_batches

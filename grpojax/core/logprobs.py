@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from grpojax.core.arguments import check_prompts
+from grpojax.core.arguments import check_read_prompts
 from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.packing import flat_tokens
@@ -326,9 +326,9 @@ def logprobs_and_load(
 
   Raises:
     ValueError: chunk_size below 1, or wrong prompts (see
-      `arguments.check_prompts`).
+      `arguments.check_read_prompts`).
   """
-  check_prompts(lm, params, prompt_ids, prompt_mask)
+  check_read_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
   lm, params = lm.prepared(params, longest=None)

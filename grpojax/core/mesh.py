@@ -17,7 +17,9 @@ contractions, compute all rows on every device and add up activations of the
 whole batch.
 """
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -200,6 +202,19 @@ def divide(
   return axes_of_each
 
 
+@functools.cache  # once for each mesh
+def _warn_of_other_axes(mesh: AbstractMesh) -> None:
+  axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+  text = ", ".join(f"{name}={n} ({kind.name})" for name, n, kind in axes)
+  warnings.warn(
+    f"the mesh in context has the axes {text}, and grpojax lays arrays out "
+    f"along {', '.join(AXES)} of type Auto alone: without a layout of yours "
+    "every device does the whole work. Use grpojax.make_mesh(), or name the "
+    "axes so",
+    stacklevel=3,
+  )
+
+
 def activation_spec(
   mesh: Mesh | AbstractMesh, shape: Sequence[int], names: Sequence[str | None]
 ) -> P:
@@ -225,10 +240,51 @@ def constrain(x: Array, *names: str | None) -> Array:
   The names are those of its first axes, from `ACTIVATIONS`; others are not cut.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if not free_axes(mesh):
+  if not {SLICE, *AXES} & free_axes(mesh).keys():
+    if AxisType.Manual not in mesh.axis_types and mesh.size > 1:
+      _warn_of_other_axes(mesh)
     return x
   spec = activation_spec(mesh, x.shape, names)
   return jax.lax.with_sharding_constraint(x, spec)
+
+
+def shardings(
+  tree: PyTree,
+  mesh: Mesh | AbstractMesh,
+  *,
+  axis: str = "fsdp",
+  min_size: int = 2**16,
+) -> PyTree:
+  """Returns a `NamedSharding` for each array of a tree, by the array's size.
+
+  The rule: an array of at least `min_size` elements is split over the mesh's
+  `axis`, along the largest of its dimensions that the axis divides (the first
+  of equal ones). Smaller arrays stay whole on every device, and so do those
+  that it does not divide. Moments of an optimizer are split as their parameters
+  are, because they have the same shapes.
+
+  The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, or a whole
+  `TrainState`. Parameters of `grpojax.transformer` have rules by their names
+  in `models.sharding`.
+
+  Raises:
+    ValueError: The mesh has no such axis.
+  """
+  if axis not in mesh.shape:
+    raise ValueError(
+      f"the mesh has the axes {', '.join(mesh.shape)}, and not {axis!r}: give "
+      "axis=, the one that splits parameters"
+    )
+  devices = mesh.shape[axis]
+
+  def by_size(x):
+    sizes = [0 if size % devices else size for size in x.shape]
+    if math.prod(x.shape) < min_size or not any(sizes):
+      return NamedSharding(mesh, P())
+    dimension = sizes.index(max(sizes))
+    return NamedSharding(mesh, P(*[None] * dimension, axis))
+
+  return jax.tree.map(by_size, tree)
 
 
 def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:

@@ -10,11 +10,13 @@ when the dataclass is made, and of what --help and docs/settings.md say.
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import math
 import numbers
 import re
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,6 +150,30 @@ def refuse(errors: Sequence[str]) -> None:
     raise ValueError("\n  ".join(errors))
 
 
+def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Makes a function's TypeError for an unknown argument name the near ones.
+
+  A name may also be that of an option of a default: `beta` of `objective`.
+  """
+  parameters = inspect.signature(function).parameters
+  title = function.__qualname__.removesuffix(".__init__")
+
+  @functools.wraps(function)
+  def call(*args, **kwargs):
+    for name in kwargs.keys() - parameters.keys():
+      hint = "use one of " + ", ".join(x for x in parameters if x != "self")
+      if near := difflib.get_close_matches(name, parameters, n=1, cutoff=0.5):
+        hint = f"did you mean {near[0]}?"
+      for owner, parameter in parameters.items():
+        if name in getattr(parameter.default, "__dataclass_fields__", ()):
+          kind = type(parameter.default).__name__
+          hint = f"give {owner}={kind}({name}=...)"
+      raise TypeError(f"{title} has no argument {name}: {hint}")
+    return function(*args, **kwargs)
+
+  return call
+
+
 @typing.dataclass_transform(frozen_default=True)
 def frozen_options(kind: type) -> type:
   """Makes a class of options a frozen dataclass that checks its values.
@@ -160,4 +186,6 @@ def frozen_options(kind: type) -> type:
   """
   if "__post_init__" not in vars(kind):
     kind.__post_init__ = lambda self: refuse(option_errors(self))
-  return dataclasses.dataclass(frozen=True)(kind)
+  kind = dataclasses.dataclass(frozen=True)(kind)
+  kind.__init__ = near_names(kind.__init__)
+  return kind

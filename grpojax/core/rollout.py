@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 from grpojax.core import environment as environment_lib
 from grpojax.core.arguments import (
   Ids,
-  check_prompts,
+  check_read_prompts,
   end_ids,
   read_rewards,
 )
@@ -87,12 +87,17 @@ def rollout(
 
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, a wrong key,
-      or wrong prompts (see `arguments.check_prompts`); an
+      or wrong prompts (see `arguments.check_read_prompts`); an
       environment that is none (see `environment.checked`); experts of a model
       without.
   """
+  if not isinstance(prompts, Prompts):
+    raise TypeError(
+      f"prompts is a {type(prompts).__name__}: give "
+      "grpojax.Prompts(prompt_ids, prompt_mask)"
+    )
   eos = jnp.asarray(end_ids(eos_ids))
-  check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
+  check_read_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   if g < 1 or t_max < 1:
     raise ValueError(

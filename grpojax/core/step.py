@@ -20,6 +20,7 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
 from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.objective import Objective
+from grpojax.core.options import near_names
 from grpojax.core.random_keys import random_key
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.turns import check_credit
@@ -55,6 +56,7 @@ def diagnosis_key(state: TrainState) -> Key[Array, ""]:
   return jax.random.fold_in(state.key, -1 - state.step)
 
 
+@near_names
 def make_grpo_step(
   lm: LM,
   tx: optax.GradientTransformation,
@@ -110,6 +112,11 @@ def make_grpo_step(
   update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)
 
   def step(state: TrainState, prompts: Prompts, ref_params=None):
+    if objective.needs_reference and ref_params is None:
+      raise ValueError(
+        f"objective.beta = {objective.beta} compares the policy with a "
+        "reference: call step(state, prompts, ref_params)"
+      )
     samples = rollout(
       lm,
       state.params,
@@ -125,7 +132,7 @@ def make_grpo_step(
       record_experts=objective.router_replay,
     )
     arguments.check_end_ids(lm, state.params, prompts, eos_ids)
-    rewards = reward_fn(samples, prompts.targets)
+    rewards = arguments.call_reward(reward_fn, samples, prompts.targets)
     shape = samples.finished.shape
     if environment and jnp.ndim(rewards) == 3:
       shape = *shape, environment.max_turns

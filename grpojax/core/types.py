@@ -23,12 +23,16 @@ The containers are pytrees: besides arrays they hold tracers, shapes or
 shardings, so their fields are not type-checked at run time.
 """
 
+import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree
+
+from grpojax.core.prompt_checks import check_fields
 
 Params = PyTree
 Cache = PyTree
@@ -141,9 +145,11 @@ class LM(NamedTuple):
 
 
 @typing.no_type_check
-@struct.dataclass
+@dataclasses.dataclass(frozen=True)
 class Prompts:
   """A batch of prompts, as the model reads them.
+
+  Arrays outside of jit are checked when it is made, see `prompt_checks`.
 
   Attributes:
     prompt_ids: token ids of the model's vocabulary, right-padded with any id.
@@ -158,6 +164,31 @@ class Prompts:
   prompt_mask: Bool[Array, "B P"]
   targets: Any = None
   weights: Float[Array, "B"] | None = None
+
+  def __post_init__(self):
+    check_fields(*vars(self).values())
+
+  def replace(self, **changes: Any) -> "Prompts":
+    """Returns prompts with other values of these fields."""
+    return dataclasses.replace(self, **changes)
+
+
+def _flatten_prompts(prompts: Prompts) -> tuple[list[tuple[Any, Any]], None]:
+  key = jax.tree_util.GetAttrKey
+  return [(key(name), value) for name, value in vars(prompts).items()], None
+
+
+def _unflatten_prompts(_: None, fields: Iterable[Any]) -> Prompts:
+  """Makes prompts in a transformation, which may hold anything: no checks."""
+  prompts = object.__new__(Prompts)
+  names = (field.name for field in dataclasses.fields(Prompts))
+  vars(prompts).update(zip(names, fields, strict=True))
+  return prompts
+
+
+jax.tree_util.register_pytree_with_keys(
+  Prompts, _flatten_prompts, _unflatten_prompts
+)
 
 
 @typing.no_type_check

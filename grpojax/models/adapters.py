@@ -202,23 +202,40 @@ def from_nnx(
 def check_causal(lm: LM, params: Params, length: int = 8) -> None:
   """Refuses a model whose earlier tokens see later ones.
 
-  Compares two random completions, of `length` tokens, that differ in their
-  second half: log-probabilities in the first may not. A model that is not
-  causal would train, on probabilities that it cannot sample from. Call this
-  once, outside of jit; parameters that are all zero show nothing.
+  Compares two random completions that differ in their second half: their
+  log-probabilities in the first may not. A model that is not causal would
+  train, on probabilities that it cannot sample from. Call this once, outside of
+  jit; parameters that are all zero show nothing.
+
+  Args:
+    lm: Model.
+    params: Its parameters.
+    length: Tokens of a row, a prompt of one included: as many as your longest
+      prompt and completion have together also shows whether the model has a
+      position for each of them.
 
   Raises:
-    ValueError: it is not causal.
+    ValueError: The model is not causal, or its log-probabilities of a row of
+      this length are nan.
   """
+  if length < 3:
+    raise ValueError(f"length = {length}: must be 3 or more")
   prompt = jnp.zeros((1, 1), jnp.int32)
   prefix = lm.prefill(params, prompt, jnp.ones((1, 1), bool))
   vocabulary = lm.unembed(params, prefix.last_hidden).shape[-1]
-  half = length // 2
-  ids = jax.random.randint(seed_key(0), (length,), 0, vocabulary)
+  half = (length - 1) // 2
+  ids = jax.random.randint(seed_key(0), (length - 1,), 0, vocabulary)
   other = ids.at[half:].set((ids[half:] + 1) % vocabulary)
   hidden, _ = lm.extend(params, prefix, jnp.stack([ids, other])[None])
   logits = lm.unembed(params, hidden)[0].astype(jnp.float32)
-  change = jnp.abs(jnp.diff(jax.nn.log_softmax(logits), axis=0))
+  logprobs = jax.nn.log_softmax(logits)
+  if jnp.isnan(logprobs).any():
+    raise ValueError(
+      f"log-probabilities of a row of {length} tokens are nan: if those of a "
+      "shorter row are not, the model has fewer positions; else look at the "
+      "parameters"
+    )
+  change = jnp.nan_to_num(jnp.abs(jnp.diff(logprobs, axis=0)))
   before, after = float(change[:, :half].max()), float(change[:, half:].max())
   if before > max(1e-6, 1e-3 * after):  # more than rounding
     raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 
 import grpojax
 from grpojax.core.advantages import leave_one_out
-from grpojax.core.arguments import check_prompts, end_ids
+from grpojax.core.arguments import check_read_prompts, end_ids
 from grpojax.core.batch import make_batch
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
@@ -19,6 +19,7 @@ from grpojax.core.random_keys import random_key
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Prompts
+from grpojax.core.update import UpdateOptions
 
 KEY = jax.random.key(5)
 B, G, T = 4, 3, 2
@@ -59,11 +60,100 @@ def test_wrong_prompts_are_refused(case, wrong):
   ids, mask, words = WRONG[wrong]
   with pytest.raises(ValueError, match=words):
     draw(Prompts(ids, mask), KEY)
+  with pytest.raises(ValueError, match=words):
+    grpojax.check_prompts(Prompts(ids, mask), 5)
+  if wrong not in ("negative", "too large"):  # known without the model
+    with pytest.raises(ValueError, match=words):
+      Prompts(ids, mask)
+    jax.eval_shape(lambda ids, mask: Prompts(ids, mask), ids, mask)
   typed = ids.dtype == jnp.int32 and mask.dtype == bool
   if typed and mask.shape == ids.shape:  # or the annotations are to differ
     completions = jnp.zeros((B, G, T), jnp.int32)
     with pytest.raises(ValueError, match=words):
       token_logprobs(lm, params, ids, mask, completions)
+
+
+@pytest.mark.parametrize(
+  "fields, words",
+  [
+    ({"targets": {"a": np.ones((3, 2))}}, r"targets.a has the shape \(3, 2\)"),
+    ({"weights": np.ones(5)}, r"weights has the shape \(5,\): .*\(4,\)"),
+  ],
+)
+def test_prompts_refuse_fields_of_another_length(fields, words):
+  with pytest.raises(ValueError, match=words):
+    Prompts(IDS, RIGHT, **fields)
+
+
+def test_prompts_in_transformations_hold_anything():
+  """Steps stacked for a scan, axes of vmap, and masks that are no masks."""
+  prompts = Prompts(IDS, RIGHT, {"answer": jnp.ones(B)})
+  stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), prompts)
+  Prompts(**vars(stacked))
+  _, first = jax.lax.scan(lambda _, p: (None, p), None, stacked)
+  axes = jax.tree.map(lambda _: 0, prompts)
+  mapped = jax.vmap(lambda p: p, in_axes=(axes,))(prompts)
+  for other in (jax.tree.map(lambda x: x[0], first), mapped):
+    jax.tree.map(np.testing.assert_array_equal, other, prompts)
+  left = jax.jit(lambda p: p.replace(prompt_mask=p.prompt_mask[:, ::-1]))
+  assert not left(prompts).prompt_mask[0, 0]
+  with pytest.raises(ValueError, match="row 0 is not"):
+    prompts.replace(prompt_mask=RIGHT[:, ::-1])
+  path, _ = jax.tree.leaves_with_path(prompts)[-1]
+  assert jax.tree_util.keystr(path) == ".targets['answer']"
+
+
+def make_step(lm, reward=lambda samples, _: jnp.zeros((B, G)), **options):
+  options = {"group_size": G, "max_new_tokens": T, "eos_ids": 0} | options
+  return make_grpo_step(lm, optax.sgd(1.0), reward, **options)
+
+
+CALLS = {
+  "option": (lambda lm: Objective(clip_hi=0.3), "did you mean clip_high"),
+  "update": (lambda lm: UpdateOptions(minibatch=2), "did you mean minibatches"),
+  "unlike": (lambda lm: Objective(zzz=1), "use one of advantage, subset_size"),
+  "argument": (lambda lm: make_step(lm, group_sizes=2), "mean group_size"),
+  "nested": (lambda lm: make_step(lm, beta=1), r"objective=Objective\(beta="),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_unknown_argument_names_the_near_one(case, call):
+  function, words = CALLS[call]
+  with pytest.raises(TypeError, match=words):
+    function(case[0])
+
+
+VALUES = {
+  "list": lambda samples, _: samples.completion_ids.tolist(),
+  "numpy": lambda samples, _: np.asarray(samples.completion_ids).sum(-1),
+  "dict": lambda samples, _: {1: 2.0}[samples.completion_ids],
+}
+
+
+@pytest.mark.parametrize("reward", VALUES)
+def test_a_reward_on_the_host_is_refused_under_jit(case, reward):
+  lm, params, _ = case
+  state = init_state(params, optax.sgd(1.0), KEY)
+  step = make_step(lm, VALUES[reward])
+  with pytest.raises(TypeError, match="reward_fn reads .*on the host"):
+    jax.eval_shape(step, state, Prompts(IDS, RIGHT))
+
+
+def test_calls_of_a_step_say_what_is_missing(case):
+  lm, params, _ = case
+  state = init_state(params, optax.sgd(1.0), KEY)
+  step = make_step(lm, objective=Objective(beta=0.1))
+  with pytest.raises(ValueError, match=r"step\(state, prompts, ref_params\)"):
+    jax.eval_shape(step, state, Prompts(IDS, RIGHT))
+  buggy = make_step(lm, lambda samples: 0.0)
+  with pytest.raises(TypeError, match="takes 1 positional argument"):
+    jax.eval_shape(buggy, state, Prompts(IDS, RIGHT))
+  # Annotations are checked in tests, before the check of a user's call.
+  with pytest.raises(TypeError, match=r"tuple: give grpojax.Prompts\("):
+    rollout.__wrapped__(
+      lm, params, (IDS, RIGHT), KEY, group_size=1, max_new_tokens=1, eos_ids=0
+    )
 
 
 @pytest.mark.slow
@@ -72,12 +162,11 @@ def test_what_does_not_matter_is_not_refused(case):
   lm, params, draw = case
   ids = IDS.at[:, 2].set(-7).at[3].set(99)
   prompts = Prompts(ids, RIGHT.at[3].set(False))
-  check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
+  check_read_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
   samples = jax.jit(draw)(prompts, KEY)
   assert samples.completion_mask[:3].any()
   assert not samples.completion_mask[3].any()
-  left = Prompts(IDS, RIGHT[:, ::-1])
-  jax.eval_shape(draw, left, KEY)
+  jax.eval_shape(lambda mask: draw(Prompts(IDS, mask), KEY), RIGHT[:, ::-1])
   # The reward of a row that only pads the batch is none.
   rewards = jnp.arange(B * G).reshape(B, G)
   batch_std = grpojax.advantages.batch_std
@@ -138,14 +227,7 @@ def test_rewards_that_are_not_one_a_completion(case, bad):
     jax.eval_shape(lambda s: make_batch(lm, s, rewards), samples)
   with pytest.raises(ValueError, match=f"rollout_metrics needs.*{words}"):
     jax.eval_shape(lambda s: rollout_metrics(s, rewards), samples)
-  step = make_grpo_step(
-    lm,
-    optax.sgd(1.0),
-    lambda samples, targets: rewards,
-    group_size=G,
-    max_new_tokens=T,
-    eos_ids=0,
-  )
+  step = make_step(lm, lambda samples, targets: rewards)
   state = init_state(params, optax.sgd(1.0), KEY)
   with pytest.raises(ValueError, match=f"reward_fn needs rewards.*{words}"):
     jax.eval_shape(step, state, Prompts(IDS, RIGHT))
@@ -166,14 +248,7 @@ def test_rewards_may_be_lists(case):
 def test_an_end_outside_the_vocabulary_is_refused(ids, case):
   lm, params, _ = case
   tx = optax.sgd(1.0)
-  step = make_grpo_step(
-    lm,
-    tx,
-    lambda samples, targets: jnp.zeros((B, G)),
-    group_size=G,
-    max_new_tokens=T,
-    eos_ids=ids,
-  )
+  step = make_step(lm, eos_ids=ids)
   with pytest.raises(ValueError, match="outside the model's vocabulary"):
     jax.eval_shape(step, init_state(params, tx, KEY), Prompts(IDS, RIGHT))
 

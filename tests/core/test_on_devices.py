@@ -4,8 +4,15 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from grpojax.core import mesh as mesh_lib
 
 DIRECTORY = pathlib.Path(__file__).parent
 
@@ -15,6 +22,7 @@ DIRECTORY = pathlib.Path(__file__).parent
   "program",
   [
     "sharded_sampling.py",
+    "sharded_by_size.py",
     pytest.param("environment_on_mesh.py", marks=pytest.mark.slow),
     pytest.param("packed_on_mesh.py", marks=pytest.mark.long),
   ],
@@ -34,3 +42,56 @@ def test_eight_devices_compute_what_one_does(program):
     timeout=600,
   )
   assert done.returncode == 0, done.stderr[-4000:]
+
+
+def abstract_mesh(kind=AxisType.Auto, **axes):
+  names, sizes = tuple(axes), tuple(axes.values())
+  return AbstractMesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def trace(mesh):
+  with use_abstract_mesh(mesh):
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    jax.eval_shape(lambda x: mesh_lib.constrain(x, "batch"), x)
+
+
+@pytest.mark.parametrize(
+  "kind, name",
+  [(AxisType.Auto, "dp"), (AxisType.Explicit, "data")],
+)
+def test_a_mesh_of_other_axes_warns_once(kind, name):
+  mesh = abstract_mesh(kind, **{name: 8})
+  with pytest.warns(UserWarning, match=f"{name}=8 .* data, fsdp, expert, tens"):
+    trace(mesh)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    trace(mesh)
+
+
+@pytest.mark.parametrize(
+  "mesh", [{"data": 8}, {"dp": 1}, {"dp": 2, "tensor": 4}]
+)
+def test_a_mesh_that_splits_arrays_does_not_warn(mesh):
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    trace(abstract_mesh(**mesh))
+
+
+@pytest.mark.parametrize(
+  "shape, spec",
+  [
+    ((64, 128), P(None, "fsdp")),
+    ((128, 64), P("fsdp")),
+    ((64, 64), P("fsdp")),  # the first of equal ones
+    ((99, 64, 16), P(None, "fsdp")),  # 8 does not divide 99
+    ((99, 99), P()),
+    ((8, 8), P()),  # small
+    ((), P()),
+  ],
+)
+def test_shardings_by_size(shape, spec):
+  tree = {"w": jax.ShapeDtypeStruct(shape, jnp.float32), "none": None}
+  mesh = abstract_mesh(data=1, fsdp=8)
+  assert mesh_lib.shardings(tree, mesh, min_size=4096)["w"].spec == spec
+  with pytest.raises(ValueError, match="axes data, fsdp, and not 'model'"):
+    mesh_lib.shardings(tree, mesh, axis="model")

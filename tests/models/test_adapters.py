@@ -275,3 +275,11 @@ def test_a_model_that_is_not_causal_is_refused(is_causal):
     return adapters.check_causal(lm, params)
   with pytest.raises(ValueError, match="the model is not causal"):
     adapters.check_causal(lm, params)
+
+
+def test_a_row_longer_than_the_positions_is_refused():
+  lm = adapters.from_nnx(lambda rngs: Nnx(rngs))
+  params = lm.init(jax.random.key(0))
+  adapters.check_causal(lm, params, length=MAX_LENGTH)
+  with pytest.raises(ValueError, match="17 tokens are nan.* fewer positions"):
+    adapters.check_causal(lm, params, length=MAX_LENGTH + 1)

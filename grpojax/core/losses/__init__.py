@@ -144,8 +144,8 @@ def grpo_loss(
     )
   if beta and kl and ref_logprobs is None:
     raise ValueError(
-      f"beta = {beta} asks for a KL term, which needs ref_logprobs; give them, "
-      "or set beta = 0"
+      f"beta = {beta} asks for a KL term, which needs ref_logprobs: give "
+      "make_batch the reference's parameters, ref_params, or set beta = 0"
     )
   others = (logprobs, weights, old_logprobs, ref_logprobs, exact_kl)
   _check_shapes(mask, advantages, (*others, token_mask, is_weights))

@@ -1,0 +1,102 @@
+"""Checks of prompts, when they are made and when a model reads them.
+
+Shapes and dtypes are always known. Values are checked if this process can read
+them: tracers, shapes and arrays of other processes pass.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+Values = Array | np.ndarray
+
+
+def is_readable(*arrays: Any) -> bool:
+  """Returns True if all are arrays whose values this process can read."""
+  return all(
+    isinstance(x, (np.ndarray, jax.Array))
+    and not isinstance(x, jax.core.Tracer)
+    and getattr(x, "is_fully_addressable", True)
+    for x in arrays
+  )
+
+
+def check_layout(ids: Values, mask: Values) -> None:
+  """Checks the shapes, dtypes and padding of prompts [..., P].
+
+  Raises:
+    ValueError: They differ in shape, have other dtypes, are padded on the left,
+      or have no token at all.
+  """
+  if jnp.ndim(ids) < 2 or jnp.shape(ids) != jnp.shape(mask):
+    raise ValueError(
+      f"prompt_ids and prompt_mask are both [B, P], not {jnp.shape(ids)} and "
+      f"{jnp.shape(mask)}"
+    )
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    raise ValueError(f"prompt_ids are integers, not {ids.dtype}")
+  if mask.dtype != bool:
+    raise ValueError(
+      f"prompt_mask is boolean, True on real tokens, not {mask.dtype}: "
+      "give prompt_mask.astype(bool)"
+    )
+  if not is_readable(ids, mask):
+    return
+  mask = np.asarray(mask)
+  if not mask.any():
+    raise ValueError(
+      "no prompt has a token: prompt_mask is False everywhere (a single row "
+      "without tokens only pads the batch)"
+    )
+  rows = np.argwhere((mask[..., 1:] & ~mask[..., :-1]).any(-1))
+  if rows.size:
+    raise ValueError(
+      f"prompt_mask of row {_index(rows[0])} is not a leading run of True: "
+      "prompts are right-padded; grpojax.prompts_from_left_padded(ids, mask) "
+      "moves padding from the left"
+    )
+
+
+def check_fields(ids: Any, mask: Any, targets: Any, weights: Any) -> None:
+  """Checks the fields of new `Prompts`, unless a transformation made them.
+
+  Raises:
+    ValueError: As `check_layout`; or targets or weights of another number of
+      prompts.
+  """
+  if not is_readable(ids, mask):
+    return
+  check_layout(ids, mask)
+  batch = mask.shape[:-1]
+  fields = {"targets": targets, "weights": weights}
+  for path, leaf in jax.tree.leaves_with_path(fields):
+    if is_readable(leaf) and leaf.shape[: len(batch)] != batch:
+      name = jax.tree_util.keystr(path, simple=True, separator=".")
+      raise ValueError(
+        f"{name} has the shape {leaf.shape}: its first axis is that of the "
+        f"prompts, {batch}"
+      )
+
+
+def check_ids(ids: Values, mask: Values, vocab_size: int) -> None:
+  """Checks that the ids of real tokens are in the model's vocabulary.
+
+  Raises:
+    ValueError: An id is negative, or `vocab_size` or more.
+  """
+  if not is_readable(ids, mask):
+    return
+  ids = np.asarray(ids)
+  wrong = np.argwhere(np.asarray(mask) & ((ids < 0) | (ids >= vocab_size)))
+  if wrong.size:
+    raise ValueError(
+      f"prompt_ids[{_index(wrong[0])}] = {ids[tuple(wrong[0])]} is outside the "
+      f"model's vocabulary, 0 to {vocab_size - 1}"
+    )
+
+
+def _index(place: np.ndarray) -> str:
+  return ", ".join(map(str, place))

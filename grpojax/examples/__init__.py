@@ -1,0 +1,1 @@
+"""Programs to read: one file each, of public functions alone."""

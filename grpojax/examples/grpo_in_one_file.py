@@ -1,0 +1,184 @@
+"""GRPO in one file: each part is one call of a public function.
+
+    python -m grpojax.examples.grpo_in_one_file [STEPS]
+
+The embedded model `arithmetic-careless` writes every step of a sum, but often
+forgets to carry. Rewards are computed in Python, so sampling and learning are
+two jitted functions with the rewards in between:
+
+    prompts [B, P] -- rollout --> completions [B, G, T]
+                   -- reward, on the host --> rewards [B, G]
+                   -- leave_one_out --> advantages [B, G]
+                   -- token_logprobs, grpo_loss --> loss and its gradient
+                   -- optax --> parameters
+
+`grpojax.make_grpo_step` is the same in one program, with every option; a test
+compares the two. `grpojax.train` adds data, checkpoints, evaluation, packing of
+short completions and a report. Read on in `grpojax/core/step.py`.
+"""
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+import grpojax
+from grpojax.data import arithmetic
+from grpojax.models import huggingface
+from grpojax.rewards.exact import exact_answer
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+
+MODEL = "arithmetic-careless"
+BATCH_SIZE = 16  # B, prompts per step
+GROUP_SIZE = 8  # G, completions per prompt
+PROMPT_TOKENS = 32  # P, prompts are padded to this length
+COMPLETION_TOKENS = 64  # T, longer completions are cut off
+LEARNING_RATE = 1.5e-4
+
+
+class Model(NamedTuple):
+  """A language model with its text.
+
+  Attributes:
+    lm: The model's pure functions.
+    params: Its first parameters.
+    tokenizer: Tokenizer of transformers.
+    eos_ids: Ids that end a completion.
+    pad_id: Id that is written after the end.
+  """
+
+  lm: grpojax.LM
+  params: Any
+  tokenizer: Any
+  eos_ids: tuple[int, ...]
+  pad_id: int
+
+
+def load_model(name: str = MODEL) -> Model:
+  """Loads an embedded model, or a directory in Hugging Face format."""
+  directory = huggingface.resolve(name)
+  lm, params = huggingface.load(directory)
+  tokenizer = tokenizer_lib.load(directory)
+  eos_ids = tokenizer_lib.eos_ids(directory, tokenizer)
+  return Model(lm, params, tokenizer, eos_ids, tokenizer_lib.pad_id(tokenizer))
+
+
+def make_prompts(
+  model: Model, examples: Sequence[dict[str, str]]
+) -> grpojax.Prompts:
+  """Tokenizes problems and pads them on the right."""
+  ids = np.full((len(examples), PROMPT_TOKENS), model.pad_id, np.int32)
+  mask = np.zeros(ids.shape, bool)
+  for row, example in enumerate(examples):
+    text = f"Q: {example['prompt']}\nA: "
+    tokens = tokenizer_lib.encode_text(model.tokenizer, text)
+    ids[row, : len(tokens)] = tokens
+    mask[row, : len(tokens)] = True
+  return grpojax.Prompts(ids, mask)
+
+
+def compute_rewards(
+  model: Model,
+  completion_ids: np.ndarray,
+  completion_mask: np.ndarray,
+  examples: Sequence[dict[str, str]],
+) -> np.ndarray:
+  """Returns rewards [B, G]: 1 if the final answer is right, else 0."""
+  rewards = np.zeros(completion_ids.shape[:2], np.float32)
+  for row, member in np.ndindex(rewards.shape):
+    text = tokenizer_lib.decode_completion(
+      model.tokenizer,
+      completion_ids[row, member],
+      completion_mask[row, member],
+      model.eos_ids,
+    )
+    rewards[row, member] = exact_answer("", text, examples[row])
+  return rewards
+
+
+def make_sample(model: Model) -> Callable[..., grpojax.Rollout]:
+  """Returns the jitted `(params, prompts, key) -> completions`."""
+  sample = functools.partial(
+    grpojax.rollout,
+    model.lm,
+    group_size=GROUP_SIZE,
+    max_new_tokens=COMPLETION_TOKENS,
+    eos_ids=model.eos_ids,
+    pad_id=model.pad_id,
+  )
+  return jax.jit(sample)
+
+
+def make_learn(
+  lm: grpojax.LM, tx: optax.GradientTransformation
+) -> Callable[..., tuple[Any, Any]]:
+  """Returns the jitted update of the policy.
+
+  It is `(params, opt_state, samples, rewards) -> (params, opt_state)`.
+  """
+
+  def loss_fn(params, samples, advantages):
+    logprobs, _ = grpojax.token_logprobs(
+      lm,
+      params,
+      samples.prompt_ids,
+      samples.prompt_mask,
+      samples.completion_ids,
+    )
+    mask = samples.completion_mask
+    weights = grpojax.losses.token_mean(mask)  # they sum to 1 over all tokens
+    # The policy that sampled is the one that learns, so all ratios are 1.
+    loss, _ = grpojax.losses.grpo_loss(logprobs, advantages, weights, mask)
+    return loss
+
+  @jax.jit
+  def learn(params, opt_state, samples, rewards):
+    # Each reward minus the mean of the others in its group.
+    advantages = grpojax.advantages.leave_one_out(rewards)
+    grads = jax.grad(loss_fn)(params, samples, advantages)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  return learn
+
+
+def main(steps: int = 40) -> None:
+  """Trains for a number of steps and prints the share of right answers."""
+  model = load_model()
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
+  sample = make_sample(model)
+  learn = make_learn(model.lm, tx)
+  params = model.params
+  opt_state = tx.init(params)
+  key = jax.random.key(0)
+  train = arithmetic.load("train")
+  held_out = [*arithmetic.load("test", size=BATCH_SIZE)]
+
+  def sample_and_score(params, examples, step):
+    prompts = make_prompts(model, examples)
+    samples = sample(params, prompts, jax.random.fold_in(key, step))
+    ids, mask = jax.device_get(
+      (samples.completion_ids, samples.completion_mask)
+    )
+    return samples, compute_rewards(model, ids, mask, examples)
+
+  _, before = sample_and_score(params, held_out, steps)
+  for step in range(steps):
+    start = time.monotonic()
+    first = step * BATCH_SIZE
+    examples = [train[first + i] for i in range(BATCH_SIZE)]
+    samples, rewards = sample_and_score(params, examples, step)
+    params, opt_state = learn(params, opt_state, samples, rewards)
+    seconds = time.monotonic() - start
+    print(f"step {step}: {rewards.mean():.0%} right, {seconds:.1f} s")
+  _, after = sample_and_score(params, held_out, steps)
+  print(f"held out: {before.mean():.0%} -> {after.mean():.0%} right")
+
+
+if __name__ == "__main__":
+  main(*map(int, sys.argv[1:]))
