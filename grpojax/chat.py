@@ -299,6 +299,7 @@ def _set_up(
     the lines and answers before; the rewards of a held-out example, or None.
   """
   policy, params = run_models.load(flags.model, settings.model, flags.best)
+  policy = policy_lib.with_stop(policy, settings.sampling.stop)
   memory.refuse(memory.evaluation(settings, policy.shape, flags.samples))
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:

@@ -87,6 +87,7 @@ READS = (
   "eval.num_prompts",
   "eval.batch_size",
   "sampling.max_new_tokens",
+  "sampling.stop",
   "sampling.stages",
   "sampling.compact",
   "log.every",
@@ -171,6 +172,7 @@ def _load(
   for name in names:
     best = flags.best and not models
     policy, params = run_models.load(name, settings.model, best)
+    policy = policy_lib.with_stop(policy, settings.sampling.stop)
     samples = flags.samples or 1
     memory.refuse(memory.evaluation(settings, policy.shape, samples))
     models.append((policy, params))

@@ -107,7 +107,8 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
   platform = mesh.devices.flat[0].platform
   policy = _policy(settings, hf_config, platform)
-  if settings.reward.on_device:  # its reward is one on the tokenizer's ids
+  # Rewards on ids and stop strings are made from the tokenizer.
+  if settings.reward.on_device or settings.sampling.stop:
     policy = setup.open_policy(settings)._replace(lm=policy.lm)
   setup.check_model(settings, policy.lm)
   adapted = settings.lora.rank > 0

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Shaped
 
+from grpojax.core.ends import Ends
 from grpojax.core.group_axis import as_array
 from grpojax.core.prompt_checks import (
   check_fields,
@@ -22,27 +23,29 @@ from grpojax.core.prompt_checks import (
 )
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
-Ids = int | np.integer | np.ndarray | Sequence[int | np.integer]
+Ids = Ends | int | np.integer | np.ndarray | Sequence[int | np.integer]
 
 
-def end_ids(eos_ids: Any) -> Int[np.ndarray, "E"]:
-  """Returns the ids that end a completion, of one integer or several.
+def read_ends(eos_ids: Any) -> Ends:
+  """Returns ends of which the ids are an array [E], of one integer or several.
 
   Raises:
     ValueError: there are none, or something else.
   """
-  ids = np.atleast_1d(np.asarray(eos_ids))
+  ends = eos_ids if isinstance(eos_ids, Ends) else Ends(eos_ids)
+  ids = np.atleast_1d(np.asarray(ends.ids))
   if not ids.size:
     raise ValueError("eos_ids is empty: no completion could ever finish")
   if ids.ndim > 1 or not np.issubdtype(ids.dtype, np.integer):
-    raise ValueError(f"eos_ids are integers, as (1, 2), not {eos_ids!r}")
-  return ids
+    raise ValueError(f"eos_ids are integers, as (1, 2), not {ends.ids!r}")
+  return ends._replace(ids=ids)
 
 
 def check_end_ids(lm: LM, params: Params, prompts: Prompts, ids: Any) -> None:
   """Refuses ids of an end that the model cannot write, by ValueError."""
   vocabulary = _vocabulary(lm, params, prompts.prompt_ids, prompts.prompt_mask)
-  wrong = [i for i in end_ids(ids).tolist() if not 0 <= i < vocabulary]
+  ids = read_ends(ids).ids.tolist()
+  wrong = [i for i in ids if not 0 <= i < vocabulary]
   if wrong:
     raise ValueError(
       f"eos_ids has {wrong}, outside the model's vocabulary, 0 to "

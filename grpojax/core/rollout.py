@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from grpojax.core import ends as ends_lib
 from grpojax.core import environment as environment_lib
 from grpojax.core.arguments import (
   Ids,
   check_read_prompts,
-  end_ids,
+  read_ends,
   read_rewards,
 )
 from grpojax.core.decoding import (
@@ -32,14 +33,22 @@ from grpojax.core.types import LM, Params, Prompts, Rollout
 
 
 def completion_mask(
-  ids: Int[Array, "*n T"], eos_ids: tuple[int, ...]
+  ids: Int[Array, "*n T"], eos_ids: Ids
 ) -> Bool[Array, "*n T"]:
-  """Returns True up to and including the first EOS, or everywhere without one.
+  """Returns True up to and including the first end, or everywhere without one.
 
   For completions that another engine sampled; `rollout` returns its own mask.
   """
-  is_eos = jnp.isin(ids, jnp.asarray(eos_ids))
-  return jnp.cumsum(is_eos, axis=-1) - is_eos == 0
+  ends = ends_lib.on_device(read_ends(eos_ids))
+  ids = jnp.moveaxis(ids, -1, 0)
+
+  def read(state, ids):
+    ended, state = ends_lib.advance(ends, state, ids)
+    return ends_lib.within(state, True, ended), ended
+
+  _, is_end = jax.lax.scan(read, ends_lib.first_state(ends, ids[0]), ids)
+  is_end = jnp.moveaxis(is_end, 0, -1)
+  return jnp.cumsum(is_end, axis=-1) - is_end == 0
 
 
 def rollout(
@@ -72,7 +81,8 @@ def rollout(
     key: Random key, which reproduces the completions exactly.
     group_size: G, completions a prompt.
     max_new_tokens: T, the longest completion, EOS included.
-    eos_ids: Ids that end a completion; the EOS stays part of it.
+    eos_ids: Ids that end a completion, or `Ends` with stop strings as well;
+      the token that ends it stays part of it.
     pad_id: Id that is written after the end; may equal an EOS.
     sampling: Distribution to draw from.
     budgets: Tokens that each sample may spend, at most T; None means T for all.
@@ -96,7 +106,7 @@ def rollout(
       f"prompts is a {type(prompts).__name__}: give "
       "grpojax.Prompts(prompt_ids, prompt_mask)"
     )
-  eos = jnp.asarray(end_ids(eos_ids))
+  ends = ends_lib.on_device(read_ends(eos_ids))
   check_read_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   if g < 1 or t_max < 1:
@@ -117,7 +127,7 @@ def rollout(
     prefix=prefix,
     keys=keys,
     limit=limit,
-    eos=eos,
+    ends=ends,
     sampling=sampling,
   )
   if environment:
@@ -126,7 +136,7 @@ def rollout(
       environment, prompts.targets, b, t_max, logits.shape[-1]
     )
     setup = setup._replace(environment=checked)
-  samples = no_samples(limit, t_max, pad_id)
+  samples = no_samples(limit, t_max, pad_id, ends)
   if record_experts:
     samples = samples._replace(experts=no_experts(prompt_experts, g, t_max))
   if environment:

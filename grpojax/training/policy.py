@@ -19,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from grpojax.core.ends import Ends, StopTable
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
+from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.files import bucket, hub
+from grpojax.runtime.text import stop_strings
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.run import run_directory, run_storage
 
@@ -47,6 +50,12 @@ class Policy(NamedTuple):
   # Name on the Hub, with its commit; None where it is not from there.
   name: hub.Name | None = None
   ignore_keys: tuple[str, ...] = ()  # of `hf.read_config`
+  stop: StopTable | None = None  # strings that end a completion
+
+  @property
+  def ends(self) -> Ends:
+    """All that ends a completion, or a turn."""
+    return Ends(self.eos_ids, self.stop)
 
 
 def find_model(
@@ -122,6 +131,26 @@ def open_policy(
     name=None if hf.exists(path) else hub.parse(path),
     ignore_keys=tuple(ignore_keys),
   )
+
+
+def with_stop(policy: Policy, strings: Sequence[str]) -> Policy:
+  """Returns the policy with these strings as ends of its completions.
+
+  Raises:
+    ValueError: Its tokens cannot write one, or they take too much memory.
+  """
+  if not strings:
+    return policy._replace(stop=None)
+  if policy.stop and policy.stop.strings == tuple(strings):
+    return policy
+  count = policy.shape.vocab_size
+  try:
+    stop = stop_strings.build(policy.tokenizer, strings, count)
+  except ValueError as error:
+    raise ValueError(
+      config_error("sampling.stop", strings, str(error))
+    ) from None
+  return policy._replace(stop=stop)
 
 
 def check_positions(
@@ -250,7 +279,7 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Returns texts of completions of some prompts, [rows][G], without EOS.
+  """Returns texts of completions of some prompts, [rows][G], without ends.
 
   Of a trajectory it is the last turn's, so that nothing that an environment
   wrote is taken for an answer.
@@ -262,6 +291,6 @@ def decode(
     mask = mask & (turns == np.max(turns, axis=-1, keepdims=True))
   text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
   return [
-    [text(i, m, policy.eos_ids) for i, m in zip(*group, strict=True)]
+    [text(i, m, policy.ends) for i, m in zip(*group, strict=True)]
     for group in zip(ids[rows], mask[rows], strict=True)
   ]

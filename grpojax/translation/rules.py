@@ -278,6 +278,16 @@ def absent(text: str) -> "Callable[[Theirs, str], Items]":
 NO_REPETITION_PENALTY = absent("no repetition penalty is available here")
 
 
+def stop_strings(theirs: Theirs, name: str) -> Items:
+  """Strings that end a completion: one, or a list."""
+  value = theirs[name] or ()
+  strings = [value] if isinstance(value, str) else map(str, value)
+  if strings := tuple(strings):
+    yield theirs.setting("sampling.stop", strings, name)
+    text = "rewards see the text before the string, as with vLLM's own default;"
+    yield Note(name, f"{text} those of {theirs.library.name} also the string")
+
+
 def only_if(*flags: str) -> Callable[[Theirs, str], Any]:
   """Makes the value one that counts where their settings `flags` are on."""
 

@@ -327,6 +327,17 @@ def _warmup(theirs: Theirs, name: str) -> Items:
     )
 
 
+_STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
+
+
+def _generation_kwargs(theirs: Theirs, name: str) -> Items:
+  """Options of the sampler that have no counterpart."""
+  below = [x for x in theirs.values if x.startswith(f"{name}.")]
+  if theirs[name] or {*below} - {*_STOP}:
+    text = "options of the sampler are sampling.*; of these there are stop and"
+    yield Note(name, f"{text} stop_strings alone", missing=True)
+
+
 _NOT_QUANTISED = "weights are not quantised here (model.dtype = 'bfloat16')"
 
 TABLE = {
@@ -401,10 +412,8 @@ TABLE = {
   "top_k": Row(0, "sampling.top_k", rules.filter_size, rules.SAMPLED),
   "min_p": Row(None, "sampling.min_p", rules.filter_size, rules.SAMPLED),
   "repetition_penalty": Row(1.0, rules.NO_REPETITION_PENALTY),
-  "generation_kwargs": Row(
-    None,
-    rules.absent("options of the sampler are sampling.*; there are no others"),
-  ),
+  "generation_kwargs": Row(None, _generation_kwargs),
+  **dict.fromkeys(_STOP, Row(None, rules.stop_strings)),
   # Advantages and loss.
   "scale_rewards": Row("group", _advantage),
   "multi_objective_aggregation": Row(

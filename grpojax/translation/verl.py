@@ -448,6 +448,7 @@ TABLE = {
   ),
   f"{ROLLOUT}.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
   f"{ROLLOUT}.repetition_penalty": Row(1.0, rules.NO_REPETITION_PENALTY),
+  f"{ROLLOUT}.stop": Row(None, rules.stop_strings),
   # Advantages and loss.
   "algorithm.adv_estimator": Row("gae", _advantage),
   "algorithm.norm_adv_by_std_in_grpo": Row(True),

@@ -49,7 +49,7 @@ def programs():
   ends = tuple(range(NUMBERS // 2))
   sizes = {"group_size": 4, "max_new_tokens": 20, "pad_id": 0}
   return (
-    bind(chunks.begin, slots=36, **sizes),
+    bind(chunks.begin, slots=36, eos_ids=ends, **sizes),
     bind(chunks.decode, tokens=6, slots=36, eos_ids=ends),
     bind(chunks.feed, slots=36),
   )

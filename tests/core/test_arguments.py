@@ -10,7 +10,7 @@ import pytest
 
 import grpojax
 from grpojax.core.advantages import leave_one_out
-from grpojax.core.arguments import check_read_prompts, end_ids
+from grpojax.core.arguments import check_read_prompts, read_ends
 from grpojax.core.batch import make_batch
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
@@ -190,10 +190,10 @@ def test_prompts_from_left_padded():
 
 def test_an_eos_may_be_one_integer():
   for eos in (0, np.int64(0), np.array([0]), [0], (np.int32(0),)):
-    assert end_ids(eos).tolist() == [0]
+    assert read_ends(eos).ids.tolist() == [0]
   for eos in ((), None, "1", (1.5,), [[1]]):
     with pytest.raises(ValueError, match="eos_ids "):
-      end_ids(eos)
+      read_ends(eos)
 
 
 def test_old_keys_are_as_good(case):

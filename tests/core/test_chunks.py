@@ -38,6 +38,7 @@ def programs(
       chunks.begin,
       group_size=4,
       max_new_tokens=t_max,
+      eos_ids=EOS,
       pad_id=0,
       slots=episodes.cache_sizes(t_max)[0],
       sampling=sampling,

@@ -103,7 +103,7 @@ def assert_same(eos_ids, rows, answer, width=32, longest=16):
   values = rewards(eos_ids, longest, rows, answer, width)[: len(rows)]
   for row, value in zip(rows, values, strict=True):
     ids, mask = np.array(row, int), np.ones(len(row), bool)
-    text = tokenizers.decode_completion(TOKENIZER, ids, mask, eos_ids)
+    text = tokenizers.decode_completion(TOKENIZER, ids, mask, Ends(eos_ids))
     assert value == on_text(text, answer), (row, text, answer)
   return values
 

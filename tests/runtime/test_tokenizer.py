@@ -220,7 +220,7 @@ def test_a_completion_ends_before_its_first_eos():
   mask = np.arange(len(ids)) < len(ids) - 1
 
   def decode(eos):
-    return tokenizers.decode_completion(tokenizer, ids, mask, eos)
+    return tokenizers.decode_completion(tokenizer, ids, mask, Ends(eos))
 
   assert decode((1,)) == "1<|pad|>2\n\n3"
   assert decode((1, 99)) == "1<|pad|>2"

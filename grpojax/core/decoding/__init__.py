@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, PyTree, UInt32
 
+from grpojax.core import ends as ends_lib
 from grpojax.core import environment as environment_lib
 from grpojax.core.decoding.sampling import (
   Sampling,
@@ -54,8 +55,8 @@ class Decoding:
 class Samples(NamedTuple):
   """Completions, as far as they are drawn.
 
-  `episodes` are None without an environment, and `experts`, in words
-  (`of_words`), where they are not recorded.
+  `episodes` are None without an environment, `experts`, in words (`of_words`),
+  where they are not recorded, and `stop_state` without stop strings.
   """
 
   ids: Int[Array, "B G T"]
@@ -65,6 +66,7 @@ class Samples(NamedTuple):
   done: Bool[Array, "B G"]
   episodes: environment_lib.Episodes | None = None
   experts: UInt32[Array, "B G T W"] | None = None
+  stop_state: Int[Array, "B G"] | None = None
 
 
 class Setup(NamedTuple):
@@ -76,7 +78,7 @@ class Setup(NamedTuple):
     prefix: Prefix of the prompts.
     keys: Key of each sample.
     limit: Number of tokens that each sample may have.
-    eos: Ids that end a completion.
+    ends: Ends of a completion, on the device.
     sampling: Distribution to draw from.
     environment: What answers after each turn, or None.
   """
@@ -86,7 +88,7 @@ class Setup(NamedTuple):
   prefix: Prefix
   keys: Key[Array, "B G"]
   limit: Int[Array, "B G"]
-  eos: Int[Array, "_"]
+  ends: ends_lib.Ends
   sampling: Sampling
   environment: environment_lib.Environment | None = None
 
@@ -114,7 +116,9 @@ def sample_keys(
   return fold(random_key(key), numbers).reshape(b, g)
 
 
-def no_samples(limit: Int[Array, "B G"], t_max: int, pad_id: int) -> Samples:
+def no_samples(
+  limit: Int[Array, "B G"], t_max: int, pad_id: int, ends: ends_lib.Ends
+) -> Samples:
   """Returns samples without a token yet."""
   return Samples(
     ids=jnp.full((*limit.shape, t_max), pad_id, jnp.int32),
@@ -122,6 +126,7 @@ def no_samples(limit: Int[Array, "B G"], t_max: int, pad_id: int) -> Samples:
     length=jnp.zeros(limit.shape, jnp.int32),
     finished=jnp.zeros(limit.shape, bool),
     done=limit <= 0,
+    stop_state=ends_lib.first_state(ends, limit),
   )
 
 
@@ -302,7 +307,9 @@ def _append(
     return old.at[:, :, t].set(jnp.where(alive, new, before))
 
   rows, length = at_t(samples.ids, ids), samples.length + alive
-  ended = over = drawn & jnp.isin(ids, setup.eos)
+  is_end, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
+  ended = over = drawn & is_end
+  state = ends_lib.within(state, drawn, is_end)
   if episodes is not None:
     turn = jnp.where(drawn, episodes.turn, -1)
     episodes = episodes._replace(
@@ -318,6 +325,7 @@ def _append(
     finished=samples.finished | ended,
     done=samples.done | over | (length >= setup.limit),
     episodes=episodes,
+    stop_state=state,
   )
 
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt, UInt32
 
+from grpojax.core import ends as ends_lib
+from grpojax.core.arguments import Ids, read_ends
 from grpojax.core.decoding import (
   Samples,
   Setup,
@@ -83,6 +85,7 @@ def begin(
   *,
   group_size: int,
   max_new_tokens: int,
+  eos_ids: Ids,
   pad_id: int,
   slots: int,
   sampling: Sampling = Sampling(),
@@ -105,7 +108,8 @@ def begin(
   decoder, prepared = lm.prepared(params, longest=longest, **sampling.formats)
   limit = token_limits(prompts, jnp.full((b, g), t_max))
   keys = sample_keys(key, (b, g), first_prompt)
-  samples, zero = no_samples(limit, t_max, pad_id), jnp.zeros((b, g), jnp.int32)
+  samples = no_samples(limit, t_max, pad_id, read_ends(eos_ids))
+  zero = jnp.zeros((b, g), jnp.int32)
   prefix, experts = prefill(decoder, prepared, prompts, record_experts)
   if record_experts:
     samples = samples._replace(experts=no_experts(experts, g, t_max))
@@ -135,7 +139,7 @@ def _setup(
   lm: LM,
   params: Params,
   rows: Trajectories,
-  eos_ids: tuple[int, ...],
+  ends: ends_lib.Ends,
   sampling: Sampling,
 ) -> Setup:
   return Setup(
@@ -144,7 +148,7 @@ def _setup(
     prefix=rows.prefix,
     keys=rows.keys,
     limit=rows.limit,
-    eos=jnp.asarray(eos_ids, jnp.int32),
+    ends=ends_lib.on_device(ends),
     sampling=sampling,
   )
 
@@ -180,7 +184,7 @@ def decode(
   *,
   tokens: int,
   slots: int,
-  eos_ids: tuple[int, ...],
+  eos_ids: Ids,
   sampling: Sampling = Sampling(),
   turn_tokens: int = 0,
 ) -> Trajectories:
@@ -195,9 +199,9 @@ def decode(
     tokens: Tokens of a chunk; it ends before where no row is at a turn.
     slots: Tokens that a row of the cache has room for from now on: as many as
       the longest row has, and `tokens` more.
-    eos_ids: Ids that end a turn.
+    eos_ids: Ends of a turn, as of `rollout`.
     sampling: Distribution to draw from.
-    turn_tokens: Tokens after which a turn ends without such an id; 0 is none.
+    turn_tokens: Tokens after which a turn ends without such an end; 0 is none.
   """
   lm, params = _prepared(lm, params, rows, sampling)
   rows = _grow(lm, rows, slots)
@@ -208,7 +212,7 @@ def decode(
     ),
     waiting=rows.waiting & ~over,
   )
-  setup = _setup(lm, params, rows, eos_ids, sampling)
+  setup = _setup(lm, params, rows, read_ends(eos_ids), sampling)
 
   def body(state):
     i, rows, ends = state
@@ -245,7 +249,7 @@ def _append(
   def put(old, new):
     return jnp.where(at_t, new[..., None], old)
 
-  ends = jnp.isin(ids, setup.eos)
+  ends, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
   if turn_tokens:
     own = jnp.sum(rows.turns == rows.turn[..., None], axis=-1)
     ends |= own + 1 >= turn_tokens
@@ -257,6 +261,7 @@ def _append(
         logprobs=put(samples.logprobs, logprobs),
         length=length,
         done=samples.done | (alive & ~ended & (length >= setup.limit)),
+        stop_state=ends_lib.within(state, alive, ended),
         experts=_record(samples.experts, experts, at, alive[..., None]),
       )
     ),
@@ -311,7 +316,7 @@ def feed(
   # read will not be: it predicts the first token of the next turn.
   at = jnp.maximum(samples.length - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
-  setup = _setup(lm, params, rows, (), sampling)
+  setup = _setup(lm, params, rows, ends_lib.Ends(()), sampling)
   positions = at + jnp.arange(size)
   _, cache, experts = extend(
     setup,

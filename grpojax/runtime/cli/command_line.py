@@ -75,8 +75,9 @@ def _typed(text: str, default: Any) -> Any:
     return values[text.lower()]
   if isinstance(default, (int, float)):
     return type(default)(text)
-  if isinstance(default, tuple) and text[:1] not in ("(", "["):
-    if all(isinstance(x, str) for x in default):  # "a, b" without quotes
+  if isinstance(default, tuple) and text[:1] not in tuple("([\"'"):
+    # "a, b" without quotes, where no escape needs them
+    if all(isinstance(x, str) for x in default) and "\\" not in text:
       return tuple(x.strip() for x in text.split(",") if x.strip())
   value = ast.literal_eval(text)
   if isinstance(default, tuple):

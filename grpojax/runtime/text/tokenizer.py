@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 
+from grpojax.core.ends import Ends
 from grpojax.models.huggingface import ASSETS
 from grpojax.models.huggingface.weights import read_json
 from grpojax.runtime.text import special_tokens as special_tokens_lib
@@ -295,21 +296,35 @@ def each_text(write: Callable[[str], str], content: Any) -> Any:
 
 
 def decode_completion(
-  tokenizer: Any, ids: np.ndarray, mask: np.ndarray, eos_ids: Sequence[int]
+  tokenizer: Any, ids: np.ndarray, mask: np.ndarray, ends: Ends
 ) -> str:
-  """Returns the text of one completion, up to its first EOS.
+  """Returns the text of one completion, up to its EOS or stop string.
 
   Special tokens that do not end it stay visible ("<|pad|>"), so that no reward
   takes "1<|pad|>94" for "194". Both `ids` and `mask` are [T].
   """
-  tokens = []
+  tokens, stop, state, before = [], ends.stop, 0, 0
   for token in np.asarray(ids)[np.asarray(mask)].tolist():
-    if token in eos_ids:
+    if token in ends.ids:
       break
     tokens.append(token)
-  return tokenizer.decode(
-    tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-  )
+    if stop:
+      state = stop.table[state, stop.classes[token]]
+      if state == len(stop.table):
+        break
+      before = before if state else len(tokens)
+
+  def decode(tokens):
+    return tokenizer.decode(
+      tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+  text = decode(tokens)
+  if not stop or state < len(stop.table):
+    return text
+  begins = [i for x in stop.strings if (i := text.find(x)) >= 0]
+  # Decoding may change bytes that are no characters, or a space at the start.
+  return text[: min(begins)] if begins else decode(tokens[:before])
 
 
 def character_tokenizer() -> Any:

@@ -124,7 +124,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
     for name in one.keys() & {"logprobs", *OTHERS}:
       one[name] = np.where(one["turns"] >= 0, one[name], np.nan)
   text = tokenizer_lib.decode_completion(
-    policy.tokenizer, ids, last, policy.eos_ids
+    policy.tokenizer, ids, last, policy.ends
   )
   return {
     "prompt": example["prompt_text"],

@@ -56,7 +56,7 @@ def open_policy(settings: TrainSettings) -> Policy:
     path, model.dtype, model.remat, model.attention, model.ignore_keys
   )
   check_model(settings, policy.lm)
-  return policy
+  return policy_lib.with_stop(policy, settings.sampling.stop)
 
 
 def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:

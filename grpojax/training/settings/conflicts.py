@@ -93,7 +93,11 @@ def _model(s: TrainSettings) -> Rows:
     yield "lora.targets", f"is no regular expression ({error})"
   if not tokenizer.is_template(s.data.template):
     yield "data.template", tokenizer.TEMPLATE
+  stop = s.sampling.stop
+  if not all(isinstance(x, str) and x for x in stop):
+    yield "sampling.stop", "must be texts, none of them empty"
   texts = {
+    "sampling.stop": "".join(map(str, stop)),
     "data.template": s.data.template,
     "data.system_prompt": s.data.system_prompt,
     "environment.template": s.environment.template,
@@ -222,6 +226,9 @@ def _rewards(s: TrainSettings) -> Rows:
       f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
       "(1.0,) and no reward.model: nothing else can be computed on token ids",
     )
+  if reward.on_device and s.sampling.stop:
+    remedy = "rewards on ids (reward.on_device) cannot cut it off: use False"
+    yield "sampling.stop", f"{remedy} there, or ()"
   if reward.on_device and s.model.reference != "device":
     remedy = "reward.on_device is one program, which holds it all along"
     yield "model.reference", f"{remedy}: use device"

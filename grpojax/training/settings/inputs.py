@@ -199,6 +199,11 @@ class SamplingSettings:
   max_new_tokens: int = option(
     80, "longest completion, tokens", within=ONE_OR_MORE
   )
+  stop: tuple[Any, ...] = option(
+    (),
+    'texts that end a completion, as ["\\nQuestion:", "</answer>"]; rewards '
+    "see the text before; () = none",
+  )
   distribution: Sampling = inline_field(Sampling)
   decoding: Decoding = inline_field(Decoding)
   parts: int = option(

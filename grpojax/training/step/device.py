@@ -39,7 +39,7 @@ def make_device_program(
       reward,
       group_size=group_size,
       max_new_tokens=settings.sampling.max_new_tokens,
-      eos_ids=policy.eos_ids,
+      eos_ids=policy.ends,
       pad_id=policy.pad_id,
       objective=settings.loss,
       update=settings.optim.update,

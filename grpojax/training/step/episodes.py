@@ -84,6 +84,7 @@ def make_programs(
     chunks.begin,
     group_size=group_size,
     max_new_tokens=longest,
+    eos_ids=policy.ends,
     pad_id=policy.pad_id,
     slots=episodes.cache_sizes(longest)[0],
     sampling=sampling,
@@ -93,7 +94,7 @@ def make_programs(
     chunks.decode,
     tokens=episodes.TOKENS,
     turn_tokens=settings.environment.max_turn_tokens,
-    eos_ids=policy.eos_ids,
+    eos_ids=policy.ends,
     sampling=sampling,
   )
   feed = functools.partial(chunks.feed, sampling=sampling)
@@ -454,7 +455,7 @@ class _Episodes:
   def _text(self, turn: Turn) -> str:
     everything = np.ones(len(turn.ids), bool)
     return tokenizer_lib.decode_completion(
-      self.policy.tokenizer, turn.ids, everything, self.policy.eos_ids
+      self.policy.tokenizer, turn.ids, everything, self.policy.ends
     )
 
   def _call(self, name: str, turn: Turn, *action: str) -> Call:

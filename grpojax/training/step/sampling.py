@@ -128,7 +128,7 @@ def sampler_program(
       key,
       group_size=group_size,
       max_new_tokens=settings.sampling.max_new_tokens,
-      eos_ids=policy.eos_ids,
+      eos_ids=policy.ends,
       pad_id=policy.pad_id,
       sampling=sampling,
       decoding=settings.sampling.decoding,

@@ -1,0 +1,69 @@
+"""Ends of completions: end-of-sequence ids, and stop strings.
+
+Stop strings are an automaton over tokens, whose state is the longest end of the
+text so far that begins a stop string. A string is recognised exactly, wherever
+it lies across tokens, by one number a sample:
+
+    stop string  "ab!"       tokens  x  ab  a  b!
+    states       "" a ab     state   0  2   1  3 = complete
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, PyTree
+
+
+class StopTable(NamedTuple):
+  """Automaton of stop strings, made by `runtime.text.stop_strings.build`.
+
+  Attributes:
+    strings: The stop strings.
+    classes: Class of each token [V]; a class leads to the same states.
+    table: State after each state and class [S, C]; S is a complete string.
+  """
+
+  strings: tuple[str, ...]
+  classes: Any
+  table: Any
+
+
+class Ends(NamedTuple):
+  """Ends of a completion: end-of-sequence ids and, if any, stop strings."""
+
+  ids: Any
+  stop: StopTable | None = None
+
+
+def on_device(ends: Ends) -> Ends:
+  """Returns the ends as arrays of JAX."""
+  ids, stop = jnp.asarray(ends.ids, jnp.int32), ends.stop
+  if stop:
+    classes, table = map(jnp.asarray, stop[1:])
+    stop = stop._replace(classes=classes, table=table)
+  return Ends(ids, stop)
+
+
+def first_state(ends: Ends, like: Array) -> PyTree:
+  """Returns the state before the first token; None without stop strings."""
+  return jnp.zeros(like.shape, jnp.int32) if ends.stop else None
+
+
+def advance(
+  ends: Ends, state: PyTree, ids: Int[Array, "*n"]
+) -> tuple[Bool[Array, "*n"], PyTree]:
+  """Returns True for tokens that end a completion, and the next state."""
+  ended = jnp.isin(ids, ends.ids)
+  if stop := ends.stop:
+    of_class = stop.classes[ids].astype(jnp.int32)
+    state = stop.table[state, of_class].astype(jnp.int32)
+    ended |= state == len(stop.table)
+  return ended, state
+
+
+def within(
+  state: PyTree, drawn: Bool[Array, "*n"] | bool, ended: Bool[Array, "*n"]
+) -> PyTree:
+  """Returns the state inside a completion or turn, and else the first one."""
+  return jax.tree.map(lambda x: jnp.where(drawn & ~ended, x, 0), state)

@@ -1,0 +1,112 @@
+"""Stop strings as an automaton over the tokens of a tokenizer."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from grpojax.core.ends import StopTable
+
+MOST_BYTES = 2**28
+"""Memory of the largest automaton while it is built."""
+
+_PLAIN = [i for i in range(256) if chr(i).isprintable() and i != 32]
+_OTHERS = [i for i in range(256) if i not in _PLAIN]
+BYTES = {chr(i): i for i in _PLAIN}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""Bytes by the characters that byte-level BPE (GPT-2) writes them as."""
+
+
+def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
+  """Returns the bytes that each of `count` tokens adds to a text before it."""
+
+  def decode(rows):
+    return tokenizer.batch_decode(
+      rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+  # Some tokenizers leave out the space before the first token of a text.
+  alone = ((i, decode([[i]])[0]) for i in range(count))
+  first, before = next(x for x in alone if x[1] and "\ufffd" not in x[1])
+  pieces = tokenizer.convert_ids_to_tokens([*range(count)])
+  texts = decode([[first, i] for i in range(count)])
+
+  def of_token(piece, text):
+    if "\ufffd" in text:  # a part of a character
+      if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(byte[1])
+      if all(x in BYTES for x in piece):
+        return bytes(BYTES[x] for x in piece)
+    return text.removeprefix(before).encode()
+
+  return [*map(of_token, pieces, texts)]
+
+
+def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
+  """Builds the automaton of stop strings for `count` tokens.
+
+  That of Aho and Corasick (1975) on bytes, whose states are the beginnings of
+  the strings; a token leads where its bytes lead in turn.
+
+  Raises:
+    ValueError: a string that no tokens write, or too many for the memory.
+  """
+  # A string with another one inside it is never the first to be complete.
+  ends = {x.encode() for x in strings}
+  ends = [x for x in ends if not any(y in x for y in ends - {x})]
+  begins = sorted({x[:i] for x in ends for i in range(len(x))})
+  numbers = {x: i for i, x in enumerate([*begins, *ends])}
+  size = len(numbers) * count * 4
+  if size > MOST_BYTES:
+    raise ValueError(
+      f"have {len(begins)} bytes, which take {size / 2**20:.0f} MiB with "
+      f"{count} tokens, more than {MOST_BYTES >> 20}: use fewer or shorter ones"
+    )
+  after = np.zeros((len(numbers), 256), np.int32)
+  for begin in begins:
+    for byte in set(b"".join(ends)):
+      text = begin + bytes([byte])
+      state = next(
+        x for i in range(len(text) + 1) if (x := text[i:]) in numbers
+      )
+      after[numbers[begin], byte] = numbers[state]
+  after[len(begins) :] = np.arange(len(begins), len(numbers))[:, None]
+  table = _of_tokens(after, token_bytes(tokenizer, count))
+  groups = {}
+  for token, column in enumerate(np.ascontiguousarray(table.T)):
+    groups.setdefault(column.tobytes(), []).append(token)
+  columns = table[:, [tokens[0] for tokens in groups.values()]]
+  classes = np.zeros(count, np.int32)
+  for number, tokens in enumerate(groups.values()):
+    classes[tokens] = number
+  reached, new = set(), {0}
+  while new:
+    reached |= new
+    new = {*np.unique(columns[[*new]]).tolist()} - reached
+  unwritten = [x.decode() for x in ends if numbers[x] not in reached]
+  if unwritten:
+    raise ValueError(
+      f"have {unwritten[0]!r}, which the model's tokens cannot write: leave it "
+      "out"
+    )
+  columns = np.minimum(columns[: len(begins)], len(begins))
+  small = lambda x: x.astype(np.min_scalar_type(x.max()))
+  return StopTable(tuple(strings), small(classes), small(columns))
+
+
+def _of_tokens(
+  after: Int[np.ndarray, "S 256"], texts: Sequence[bytes]
+) -> Int[np.ndarray, "S V"]:
+  """Returns the state after each state and token."""
+  lengths = np.array([*map(len, texts)])
+  starts = np.cumsum(lengths) - lengths
+  flat = np.frombuffer(b"".join(texts), np.uint8)
+  table = np.repeat(
+    np.arange(len(after), dtype=np.int32)[:, None], len(texts), 1
+  )
+  for i in range(max(lengths)):
+    longer = np.flatnonzero(lengths > i)
+    table[:, longer] = after[table[:, longer], flat[starts[longer] + i]]
+  return table
