@@ -56,14 +56,15 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   # A string with another one inside it is never the first to be complete.
   ends = {x.encode() for x in strings}
   ends = [x for x in ends if not any(y in x for y in ends - {x})]
-  begins = sorted({x[:i] for x in ends for i in range(len(x))})
-  numbers = {x: i for i, x in enumerate([*begins, *ends])}
-  size = len(numbers) * count * 4
+  length = sum(map(len, ends))
+  size = length * count * 4
   if size > MOST_BYTES:
     raise ValueError(
-      f"have {len(begins)} bytes, which take {size / 2**20:.0f} MiB with "
+      f"have {length} bytes, which take {size / 2**20:.0f} MiB with "
       f"{count} tokens, more than {MOST_BYTES >> 20}: use fewer or shorter ones"
     )
+  begins = sorted({x[:i] for x in ends for i in range(len(x))})
+  numbers = {x: i for i, x in enumerate([*begins, *ends])}
   after = np.zeros((len(numbers), 256), np.int32)
   for begin in begins:
     for byte in set(b"".join(ends)):
@@ -85,12 +86,14 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   while new:
     reached |= new
     new = {*np.unique(columns[[*new]]).tolist()} - reached
-  unwritten = [x.decode() for x in ends if numbers[x] not in reached]
-  if unwritten:
-    raise ValueError(
-      f"have {unwritten[0]!r}, which the model's tokens cannot write: leave it "
-      "out"
-    )
+  for end in ends:
+    if numbers[end] not in reached and len(ends) == 1:
+      raise ValueError(
+        f"have {end.decode()!r}, which the model's tokens cannot write: leave "
+        "it out"
+      )
+    elif numbers[end] not in reached:  # or another one always ends before
+      build(tokenizer, [end.decode()], count)
   columns = np.minimum(columns[: len(begins)], len(begins))
   small = lambda x: x.astype(np.min_scalar_type(x.max()))
   return StopTable(tuple(strings), small(classes), small(columns))
