@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
+from grpojax.core.ends import Ends
 from grpojax.runtime.text import tokenizer as tokenizers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

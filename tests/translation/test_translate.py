@@ -940,13 +940,23 @@ def test_functions_go_with_all_that_they_use(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+  "stop, strings",
+  [('["\\nQ:", x]', ("\nQ:", "x")), ("x", ("x",)), ("[]", ())],
+)
+@pytest.mark.parametrize("name", ["stop", "stop_strings"])
+def test_generation_kwargs_name_the_stop_strings(stop, strings, name, tmp_path):
+  text = f"temperature: 1\ngeneration_kwargs: {{{name}: {stop}}}\n"
+  assert become(text, tmp_path)[1]["sampling.stop"] == strings
+
+
+@pytest.mark.parametrize(
   "text, name, words",
   [
     ("num_generation: 4", "num_generation", "did you mean num_generations"),
     ("use_dora: true", "use_dora", "no magnitudes"),
     ("lora_dropout: 0.1", "lora_dropout", "0.1: adapters have no dropout"),
     ("rank_pattern: {q_proj: 4}", "rank_pattern", "one lora.rank"),
-    ("generation_kwargs: {stop: [x]}", "generation_kwargs", "sampling.*"),
+    ("generation_kwargs: {typical_p: 1}", "generation_kwargs", "sampling.*"),
     ("lr_scheduler_kwargs: {min_lr: 1}", "lr_scheduler_kwargs", "end at 0"),
     ("load_in_4bit: true", "load_in_4bit", "not quantised"),
   ],
