@@ -75,7 +75,7 @@ def test_a_run_has_turns_and_learns_from_them(
   summary = json.loads((run / "summary.json").read_text())
   low, high = summary["reward_after_interval"]
   assert low <= summary["reward_after"] <= high
-  assert '"episodes": true' in (run / "report.html").read_text()
+  assert '"episodes":true' in (run / "report.html").read_text()
   rows = rows_of(run)
   assert {len(row["turns"]) for row in rows} == {1, 3, 5}
   for row in rows:
