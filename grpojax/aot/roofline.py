@@ -14,9 +14,10 @@ formulas of collectives are those of the scaling book, part 3
 - A piece of an all-to-all passes through the chips on its way: (n + 1) / 3
   of them on average in a row of n.
 
-Left out: operations other than matrix products; what is moved in VMEM; products
-too small to fill the matrix unit; launches and loop control; hosts; networks
-between slices; and that XLA runs products, copies and sending beside each other.
+Left out: operations other than matrix products; traffic of VMEM; products too
+small to fill the matrix unit; launches and loop control; hosts; networks
+between slices; and that XLA runs products, copies and sending beside each
+other.
 
 XLA:TPU writes its own estimate, in cycles, beside most instructions; it knows
 the vector unit and VMEM. `Estimate.by_cycles` is their sum. Of two cores that
