@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import chips, parts, programs, roofline, topology
+from grpojax.aot import chips, parts, programs, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
 from grpojax.aot.topology import Machine
@@ -181,8 +181,10 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     result["xla_step_seconds"] = sum(by_xla)
   if fits:
     result["tokens_per_second"] = tokens / seconds
-    flops = model_flops(run)
-    result["mfu"] = roofline.mfu(flops, seconds, count, machine.chip)
+    # Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B): the share of
+    # the chips' peak that the model needs, whatever is computed again.
+    peak = count * machine.chip.flops
+    result["mfu"] = model_flops(run) / (seconds * peak)
   return result
 
 

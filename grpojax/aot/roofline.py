@@ -99,14 +99,3 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
     working = (_by_cycles(i, peaks) * i.trips for i in cost.instructions)
     by_cycles = sum(working, _sending(cost, peaks))
   return Estimate(roofline(cost), roofline(cost.in_token_loop), by_cycles)
-
-
-def mfu(
-  model_flops: int | float, seconds: int | float, count: int, chip: Chip
-) -> float:
-  """Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B).
-
-  The share of the peak of `count` whole chips that the model needs, whatever
-  the program computes again.
-  """
-  return model_flops / (seconds * count * chip.flops)

@@ -168,11 +168,6 @@ def test_a_device_has_its_share_of_a_chip():
   assert roofline.estimate(cost, chip).seconds == 2
 
 
-def test_mfu():
-  # A chip's peak for a second, in four seconds on two chips: an eighth.
-  assert roofline.mfu(1000, 4, 2, ROUND) == 1 / 8
-
-
 @pytest.mark.parametrize("name", CHIPS)
 def test_the_table(name):
   chip = CHIPS[name]
