@@ -90,15 +90,15 @@ def _loop(
   walk: _Walk, computation: Computation, loop: Instruction
 ) -> Iterator[InstructionCost]:
   """Yields the costs of a `while`: body and condition, all iterations."""
-  found = trips.trip_count(walk.module, computation, loop, walk.constants)
-  count, in_token_loop = found.most, walk.in_token_loop
-  if not found.exact:
+  counted = trips.trip_count(walk.module, computation, loop, walk.constants)
+  count, in_token_loop = counted.most, walk.in_token_loop
+  if not counted.exact:
     walk.token_loops.append(loop.op_name)
     if count is None:
       count = 1 if in_token_loop else walk.token_loop_trips
     in_token_loop = True
   inner = walk._replace(
-    constants=found.constants,
+    constants=counted.constants,
     in_token_loop=in_token_loop,
     trips=walk.trips * count,
     loop=count,

@@ -64,8 +64,8 @@ class Instruction(NamedTuple):
   def attribute(self, key: str) -> str:
     """Text of an attribute ("window", "dim_labels", ...), "" without it."""
     value = r"(\{\{.*?\}\}|\{[^}]*\}|\[[^\]]*\]|[^,\s]*)"
-    found = re.search(rf"(?:^|, ){key}={value}", self.attributes)
-    return found[1] if found else ""
+    match = re.search(rf"(?:^|, ){key}={value}", self.attributes)
+    return match[1] if match else ""
 
   def integers(self, key: str) -> tuple[int, ...]:
     """Integers of an attribute: (1, 2) of `lhs_contracting_dims={1,2}`."""
@@ -73,8 +73,8 @@ class Instruction(NamedTuple):
 
   def number(self, pattern: str) -> int | None:
     """Number that a pattern has as its group; None if no attribute matches."""
-    found = re.search(pattern, self.attributes)
-    return int(found[1]) if found else None
+    match = re.search(pattern, self.attributes)
+    return int(match[1]) if match else None
 
 
 class Computation(NamedTuple):
