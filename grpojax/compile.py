@@ -17,8 +17,6 @@ two of them, joined by a network whose bytes are counted ("between slices") and
 whose time is not. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight
 CPU devices with made-up peaks, for trials.
 
-Results are kept in ~/.cache/grpojax, so that no program is compiled twice.
-
 Exit codes: 0, it fits; 3, it was compiled and does not fit; 1, it was not
 compiled, and stderr says why.
 

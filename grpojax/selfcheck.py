@@ -42,7 +42,6 @@ from etils import epath
 
 from grpojax.aot import chips, parts, programs
 from grpojax.aot.report import GIB
-from grpojax.aot.topology import Machine
 from grpojax.benchmarks import configured
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.random_keys import seed_key
@@ -261,11 +260,10 @@ def check_step() -> Iterator[Row]:
     chip = chips.of_kind(jax.devices()[0].device_kind)
     estimates = {}
     if chip:
-      machine = Machine("this", chip, list(run.mesh.devices.flat))
       trips = settings.sampling.max_new_tokens - 1
       for name in ("rollout", "update"):
         lowered = programs.lower(run, name)
-        estimates[name], _ = parts.measure(lowered, machine, trips)
+        estimates[name] = parts.measure(lowered, chip, trips)
   for name in ("rollout", "update"):
     expected = ""
     if part := estimates.get(name):

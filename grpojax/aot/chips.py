@@ -6,7 +6,7 @@ times are to be estimated with `device(CHIPS[name])`, and money and utilisation
 with the chip.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
@@ -27,7 +27,6 @@ class Chip(NamedTuple):
   cores: int = 1  # number of cores that are one device
 
 
-_GIB = 2**30
 _BOOK = (
   "https://jax-ml.github.io/scaling-book/tpus (ICI one-way bandwidth a link)"
 )
@@ -36,6 +35,18 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 POOL = 0.95
 """Largest XLA_PYTHON_CLIENT_MEM_FRACTION that leaves CUDA enough memory."""
+
+
+def _tpu(
+  flops: float,
+  gib: int,
+  bandwidth: float,
+  link: float,
+  page: str,
+  **others: Any,
+) -> Chip:
+  source = f"{_GOOGLE}{page}; {_BOOK}"
+  return Chip(flops, gib * 2**30, bandwidth, link, source, **others)
 
 
 def _gpu(
@@ -49,37 +60,17 @@ def _gpu(
 # products a cycle (v6e: 256 x 256) of 4 units (v4, v5p: in each of two cores).
 CHIPS: dict[str, Chip] = {
   # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
-  "v4": Chip(
-    275e12,
-    32 * _GIB,
-    1200e9,
-    45e9,
-    f"{_GOOGLE}v4; {_BOOK}",
-    clock=1.05e9,
-    cores=2,
-  ),
+  "v4": _tpu(275e12, 32, 1200e9, 45e9, "v4", clock=1.05e9, cores=2),
   # Links, Google: 400 GB/s over 4 ports, both ways.
-  "v5e": Chip(
-    197e12, 16 * _GIB, 819e9, 45e9, f"{_GOOGLE}v5e; {_BOOK}", clock=1.5e9
-  ),
+  "v5e": _tpu(197e12, 16, 819e9, 45e9, "v5e", clock=1.5e9),
   # 96 GiB, less what the system keeps; 1200 GB/s over 6 links, both ways.
-  "v5p": Chip(
-    459e12,
-    95 * _GIB,
-    2765e9,
-    90e9,
-    f"{_GOOGLE}v5p; {_BOOK}",
-    clock=1.75e9,
-    cores=2,
-  ),
+  "v5p": _tpu(459e12, 95, 2765e9, 90e9, "v5p", clock=1.75e9, cores=2),
   # 800 GB/s over 4 ports, both ways.
-  "v6e": Chip(
-    918e12, 32 * _GIB, 1638e9, 90e9, f"{_GOOGLE}v6e; {_BOOK}", clock=1.75e9
-  ),
+  "v6e": _tpu(918e12, 32, 1638e9, 90e9, "v6e", clock=1.75e9),
   # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
   # which does not have this chip, has nine tenths of that for the others. "Two
   # TPU devices": the chiplets share the links.
-  "tpu7x": Chip(2307e12, 192 * _GIB, 7380e9, 90e9, f"{_GOOGLE}tpu7x", 2),
+  "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, "tpu7x", devices=2),
   # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways. Products
   # are dense; data sheets print twice that, with sparsity.
   # JAX takes .75 of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it: .95 at
@@ -89,7 +80,7 @@ CHIPS: dict[str, Chip] = {
   "h200": _gpu(989e12, 151_397_597_184, 4800e9, 450e9, "h200 (SXM)"),
   # Made up, so that a program can be tried on virtual devices of a CPU: its
   # times mean nothing.
-  "cpu": Chip(1e12, 16 * _GIB, 50e9, 10e9, "nominal: no CPU was measured"),
+  "cpu": Chip(1e12, 16 * 2**30, 50e9, 10e9, "nominal: no CPU was measured"),
 }
 
 

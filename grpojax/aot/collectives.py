@@ -1,15 +1,10 @@
 """Bytes that devices send each other, by instruction."""
 
+import math
 import re
 from typing import NamedTuple
 
-from grpojax.aot.hlo import (
-  Computation,
-  Instruction,
-  Module,
-  attribute,
-  group_size,
-)
+from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
@@ -26,50 +21,62 @@ class Collective(NamedTuple):
   group_size: int  # number of devices that it joins
   op_name: str  # place in the traced program that it comes from
   name: str  # of the instruction
-  asynchronous: bool = False  # True where other work may run beside it
+  asynchronous: bool = False  # True if other work may run beside it
 
 
-def _ring(kind: str, operand: int, result: int, n: int) -> float:
-  """Returns the bytes that each of `n` devices sends, on a ring.
-
-  An array is passed round in n pieces, of which a device sends n - 1 (Chan et
-  al. 2007, https://doi.org/10.1002/cpe.1206; scaling book, part 3):
-
-    all-gather       (n - 1) / n of the gathered result
-    reduce-scatter   (n - 1) / n of the operand before it is cut
-    all-reduce       both: 2 (n - 1) / n of the operand
-    all-to-all       (n - 1) / n of the operand, each piece to another device;
-                     on a ring pieces are passed on by those between, which
-                     `roofline.collective_seconds` adds
-    permute, broadcast and others   the operand
-  """
-  share = (n - 1) / n
-  if kind == "all-gather":
-    return result * share
-  if kind == "all-reduce":
-    return 2 * operand * share
-  if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
-    return operand * share
-  return float(operand) if n > 1 else 0.0
-
-
-KINDS = (
-  "all-gather",
-  "all-reduce",
-  "all-to-all",
-  "collective-broadcast",
-  "collective-permute",
-  "ragged-all-to-all",
-  "reduce-scatter",
-)
-
+# Share of an array that each of n devices sends on a ring, in units of
+# (n - 1) / n, as the array is passed round in n pieces (Chan et al. 2007,
+# https://doi.org/10.1002/cpe.1206; scaling book, part 3). On a ring the devices
+# between pass an all-to-all's pieces on: `roofline.collective_seconds` adds it.
+_ROUNDS = {
+  "all-gather": 1,  # of the gathered result, others of the operand
+  "all-reduce": 2,
+  "all-to-all": 1,
+  "ragged-all-to-all": 1,
+  "reduce-scatter": 1,
+}
+KINDS = (*_ROUNDS, "collective-broadcast", "collective-permute")
 
 BETWEEN = " between slices"
 """End of the kinds that go over the network between slices of TPUs."""
 
 
-def _between_slices(i: Instruction) -> tuple[str, int] | None:
-  """Returns the kind of a send between slices, and the number of these.
+def _sent(kind: str, operand: int, result: int, n: int) -> int:
+  """Returns the bytes that each of `n` devices sends."""
+  if kind in _ROUNDS:
+    array = result if kind == "all-gather" else operand
+    return int(_ROUNDS[kind] * array * ((n - 1) / n))
+  return operand if n > 1 else 0
+
+
+def group_size(i: Instruction, devices: int) -> int:
+  """Number of devices that a collective joins.
+
+  XLA writes `replica_groups` as lists, {{0,1},{2,3}}; as an iota,
+  [groups,size]<=[2,4]T(1,0); or as axes of a mesh, mesh['x'=2,'y'=4] {'y'},
+  where 'y':(2)2 is a part of an axis, of the size that comes last. None or an
+  empty list is all devices.
+  """
+  if i.opcode == "collective-permute":  # devices between which anything moves
+    pairs = i.attribute("source_target_pairs")
+    pairs = re.findall(r"\{(\d+),(\d+)\}", pairs)
+    return max(1, len({d for a, b in pairs if a != b for d in (a, b)}))
+  text = re.search(r"\breplica_groups=(.*)", i.attributes)
+  text = text[1] if text else ""
+  if text.startswith("{{"):
+    return text[2 : text.index("}")].count(",") + 1
+  if text.startswith("["):
+    return int(re.match(r"\[\d+,(\d+)\]", text)[1])
+  if text.startswith("mesh"):
+    sizes, names = re.match(r"mesh\[(.*?)\].*?\{(.*?)\}", text).groups()
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
+    used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", names)
+    return math.prod(int(part or sizes[axis]) for axis, part in used)
+  return devices
+
+
+def _between_slices(i: Instruction, inside: Computation) -> Collective | None:
+  """Returns the collective that a send to the host stands for, if any.
 
   XLA:TPU makes of a collective over several slices one inside each of them and
   a send to the host, which does the rest: frontend_attributes have
@@ -80,12 +87,16 @@ def _between_slices(i: Instruction) -> tuple[str, int] | None:
   if i.opcode != "send" or not kind:
     return None
   slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}x', i.attributes)
-  name = kind[1].lower().replace("_", "-")
-  return name + BETWEEN, slices[1].count(",") + 1 if slices else 2
+  size = slices[1].count(",") + 1 if slices else 2
+  kind = kind[1].lower().replace("_", "-")
+  array = sum(s.bytes for s in inside.shapes(i.operands[:1]))
+  sent = _sent(kind, array, size * array, size)
+  kind += BETWEEN
+  return Collective(kind, sent, 1, False, size, i.op_name, i.name, True)
 
 
 def _is_sliced(inside: Computation, name: str) -> bool:
-  """True where nothing but slices of a value is used."""
+  """True if a value is used for its slices only."""
   users = [i for i in inside.instructions.values() if name in i.operands]
   passed_on = ("bitcast", "reshape", "get-tuple-element")
   return bool(users) and all(
@@ -111,38 +122,24 @@ def find(
   """
   collectives, paid = [], set()
   for i in inside.instructions.values():
-    if between := _between_slices(i):
-      kind, size = between
-      array = sum(s.bytes for s in inside.instructions[i.operands[0]].shapes)
-      sent = _ring(kind.removesuffix(BETWEEN), array, size * array, size)
-      collectives.append(
-        Collective(kind, int(sent), 1, False, size, i.op_name, i.name, True)
-      )
-    kind = i.opcode
-    if kind not in KINDS:
+    if between := _between_slices(i, inside):
+      collectives.append(between)
+    if i.opcode not in KINDS:
       continue
     chain = re.search(r'chain_id="(\d+)"', i.attributes)
     if chain:
-      key = f"{chain[1]} {attribute(i, 'channel_id')}"
+      key = f"{chain[1]} {i.attribute('channel_id')}"
       if key in seen:
         paid.add(i.name)
         continue
       seen.add(key)
+    kind = i.opcode
     if kind == "all-reduce" and _is_sliced(inside, i.name):
       kind = "reduce-scatter"
     size = group_size(i, module.devices)
-    if kind == "collective-permute":  # devices between which anything is moved
-      pairs = attribute(i, "source_target_pairs") or ""
-      pairs = re.findall(r"\{(\d+),(\d+)\}", pairs)
-      moved = {device for a, b in pairs if a != b for device in (a, b)}
-      size = max(1, len(moved))
-    operand = sum(
-      s.bytes for n in i.operands for s in inside.instructions[n].shapes
-    )
-    sent = _ring(kind, operand, sum(s.bytes for s in i.shapes), size)
+    operand = sum(s.bytes for s in inside.shapes(i.operands))
+    sent = _sent(kind, operand, sum(s.bytes for s in i.shapes), size)
     collectives.append(
-      Collective(
-        kind, int(sent), 1, False, size, i.op_name, i.name, bool(chain)
-      )
+      Collective(kind, sent, 1, False, size, i.op_name, i.name, bool(chain))
     )
   return collectives, frozenset(paid)

@@ -1,7 +1,8 @@
 """Costs of one run of a compiled program, on each device.
 
 XLA's own `compiled.cost_analysis()` counts the body of a loop once, however
-often it runs. Here all is multiplied by trip counts, through nested loops.
+often it runs. Here everything is multiplied by trip counts, through nested
+loops.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ class InstructionCost(NamedTuple):
   op_name: str  # place in the traced program that it comes from
   flops: int  # of its matrix products, in one run
   bytes: int  # of HBM that it reads and writes, in one run
-  cycles: int  # of one run as XLA:TPU estimates them; 0 where it does not
+  cycles: int  # of one run as XLA:TPU estimates them; 0 if it does not
   trips: int  # number of runs
   in_token_loop: bool
   collectives: tuple[Collective, ...]  # by which it sends to other devices
@@ -31,7 +32,7 @@ class Cost(NamedTuple):
   """Costs of one run of a program, on each device."""
 
   instructions: tuple[InstructionCost, ...]  # that move or compute anything
-  token_loops: tuple[str, ...]  # op_names of what was taken for the token loop
+  token_loops: tuple[str, ...]  # op_names of the loops taken for token loops
 
   @property
   def flops(self) -> int:
@@ -70,23 +71,18 @@ def by_kind(cost: Cost) -> dict[str, dict[str, int]]:
   return dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def heaviest(cost: Cost, count: int = 10) -> list[InstructionCost]:
-  """The instructions that move most bytes of HBM in all their runs."""
-  return sorted(cost.instructions, key=lambda i: -i.bytes * i.trips)[:count]
-
-
 class _Walk(NamedTuple):
   """State of the walk through a program, at one computation."""
 
   module: Module
   token_loop_trips: int  # for loops of which no count is known
   trips: int  # of the computation
-  in_token_loop: bool
-  constants: trips.Constants  # of the loop that it is the body of
-  op_name: str  # of the caller, for instructions that have none
   token_loops: list[str]  # op_names, added to
   # Collectives in several parts, some of them in inner loops; added to.
   chains: set[str]
+  in_token_loop: bool = False
+  constants: trips.State = {}  # of the loop that it is the body of
+  op_name: str = ""  # of the caller, for instructions that have none
   loop: int = 1  # trips of the innermost loop that it is in
 
 
@@ -94,20 +90,52 @@ def _loop(
   walk: _Walk, computation: Computation, loop: Instruction
 ) -> Iterator[InstructionCost]:
   """Yields the costs of a `while`: body and condition, all iterations."""
-  known = trips.trip_count(walk.module, computation, loop, walk.constants)
-  inner = walk._replace(
-    constants=trips.constants(walk.module, computation, loop, walk.constants)
-  )
-  count = known.most
-  if not known.exact:
+  counted = trips.trip_count(walk.module, computation, loop, walk.constants)
+  count, in_token_loop = counted.most, walk.in_token_loop
+  if not counted.exact:
     walk.token_loops.append(loop.op_name)
     if count is None:
-      count = 1 if walk.in_token_loop else walk.token_loop_trips
-    inner = inner._replace(in_token_loop=True)
-  inner = inner._replace(trips=walk.trips * count, loop=count)
-  called = dict(loop.called)
+      count = 1 if in_token_loop else walk.token_loop_trips
+    in_token_loop = True
+  inner = walk._replace(
+    constants=counted.constants,
+    in_token_loop=in_token_loop,
+    trips=walk.trips * count,
+    loop=count,
+  )
   for key in ("condition", "body"):
-    yield from _walk(inner, walk.module.computations[called[key]])
+    yield from _walk(inner, walk.module.called(loop, key))
+
+
+def _instruction(
+  walk: _Walk, computation: Computation, i: Instruction
+) -> InstructionCost:
+  """Costs of an instruction that runs no other computation."""
+  inside = memory.contents(walk.module, computation, i)
+  sent, paid = collectives.find(walk.module, inside, walk.chains)
+  op_name = i.op_name or walk.op_name
+  # Of some copies on tpu7x XLA says 2^63 - 1 cycles.
+  cycles = i.number(r'"estimated_cycles":"(\d+)"') or 0
+  return InstructionCost(
+    name=i.name,
+    opcode=i.opcode,
+    op_name=op_name,
+    flops=flops.flops(inside, i),
+    bytes=memory.hbm_bytes(inside, memory.result(inside.parameters, i), paid),
+    cycles=cycles if cycles < 2**40 else 0,
+    trips=walk.trips,
+    in_token_loop=walk.in_token_loop,
+    collectives=tuple(
+      c._replace(
+        trips=walk.trips,
+        in_token_loop=walk.in_token_loop,
+        op_name=c.op_name or op_name,
+        name=i.name,
+        asynchronous=c.asynchronous or i.opcode.endswith("-start"),
+      )
+      for c in sent
+    ),
+  )
 
 
 def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
@@ -120,54 +148,31 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
     if opcode == "while":
       yield from _loop(walk, computation, i)
     elif opcode == "conditional":
-      inner = walk
+      taken = walk.trips
       if CAUSAL in op_name:
         # Of n blocks of keys the n blocks of queries see 1, 2, ..., n.
         taken = walk.trips * (walk.loop + 1) // (2 * walk.loop)
-        inner = walk._replace(trips=taken)
-      branches = [tuple(_walk(inner, c)) for c in called]
-      yield from max(
-        branches, key=lambda b: (Cost(b, ()).flops, Cost(b, ()).bytes)
-      )
+      inner = walk._replace(trips=taken)
+      branches = [Cost(tuple(_walk(inner, c)), ()) for c in called]
+      heaviest = max(branches, key=lambda branch: (branch.flops, branch.bytes))
+      yield from heaviest.instructions
     elif opcode in ("call", "async"):
       for c in called:
         yield from _walk(walk._replace(op_name=op_name), c)
     elif not memory.is_free(i):
-      inside = memory.contents(walk.module, computation, i)
-      sent, paid = collectives.find(walk.module, inside, walk.chains)
-      shapes = memory.result(inside.parameters, i)
-      yield InstructionCost(
-        name=i.name,
-        opcode=i.opcode,
-        op_name=op_name,
-        flops=flops.flops(inside, i),
-        bytes=memory.hbm_bytes(inside, shapes, paid),
-        cycles=i.cycles,
-        trips=walk.trips,
-        in_token_loop=walk.in_token_loop,
-        collectives=tuple(
-          c._replace(
-            trips=walk.trips,
-            in_token_loop=walk.in_token_loop,
-            op_name=c.op_name or op_name,
-            name=i.name,
-            asynchronous=c.asynchronous or i.opcode.endswith("-start"),
-          )
-          for c in sent
-        ),
-      )
+      yield _instruction(walk, computation, i)
 
 
-def cost(module: Module, token_loop_trips: int) -> Cost:
-  """Counts the costs of one run of a program, on each device.
+def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
+  """Counts the costs of `runs` runs of a program, on each device.
 
-  Of a conditional the heaviest branch counts; of `block_attention`'s as often
-  as it is taken without windows. A loop that something else than a counter can
-  end is taken for a token loop, which decodes until all samples have ended. It
-  runs as often as its counter allows (`trips.trip_count`); where that is not
-  known `token_loop_trips` times, the tokens of a completion, and once within
-  another one.
+  Of a conditional the heaviest branch counts; that of `block_attention` as
+  often as it is taken without windows. A loop that can end by anything but a
+  counter is taken for a token loop, which decodes until all samples have ended.
+  It runs as often as its counter allows (`trips.trip_count`). If that is not
+  known: `token_loop_trips` times, the tokens of a completion, and once within
+  another token loop.
   """
-  walk = _Walk(module, token_loop_trips, 1, False, {}, "", [], set())
+  walk = _Walk(module, token_loop_trips, runs, [], set())
   entry = module.computations[module.entry]
   return Cost(tuple(_walk(walk, entry)), tuple(walk.token_loops))

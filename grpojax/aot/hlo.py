@@ -1,10 +1,11 @@
-"""The text of an optimised HLO module, as XLA prints it, into NamedTuples.
+"""Reads the text of an optimised HLO module into NamedTuples.
 
-Reads what `compiled.as_text()` gives on CPU, TPU and GPU. Nothing here knows
-what an opcode means: an unknown one is an instruction like any other. Grammar:
-https://openxla.org/xla/operation_semantics and xla/hlo/parser/hlo_parser.cc.
+It reads `compiled.as_text()` of CPU, TPU and GPU. An unknown opcode is an
+instruction like any other. Grammar: xla/hlo/parser/hlo_parser.cc and
+https://openxla.org/xla/operation_semantics.
 """
 
+import functools
 import math
 import re
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Shape(NamedTuple):
   @property
   def bytes(self) -> int:
     """Bytes of the elements."""
-    return math.ceil(self.elements * _bits(self.dtype) / 8)
+    return self._replace(tiles=()).padded_bytes
 
   @property
   def padded_bytes(self) -> int:
@@ -41,7 +42,9 @@ class Shape(NamedTuple):
     sizes = list(self.dims)
     for dim, tile in self.tiles:
       sizes[dim] = -(-sizes[dim] // tile) * tile
-    return math.ceil(math.prod(sizes) * _bits(self.dtype) / 8)
+    width = re.match(r"(?:bf|f|s|u|c)(\d+)", self.dtype)
+    bits = int(width[1]) if width else 8 * (self.dtype == "pred")
+    return math.ceil(math.prod(sizes) * bits / 8)
 
 
 class Instruction(NamedTuple):
@@ -50,22 +53,28 @@ class Instruction(NamedTuple):
   name: str  # without the percent sign
   opcode: str  # "fusion", "convolution", "all-gather-start", ...
   shapes: tuple[Shape, ...]  # arrays of its result, in order
-  # Names of instructions of the same computation; a constant or a parameter has
-  # none, but a `literal`.
-  operands: tuple[str, ...]
+  operands: tuple[str, ...]  # names of instructions of the same computation
   literal: str  # text in the parentheses
   attributes: str  # text behind the parentheses
   # Computations that it runs or applies, ("body", "region_1") for one.
   called: tuple[tuple[str, str], ...]
   op_name: str  # place in the traced program that it comes from, "" if unknown
-  is_root: bool  # True where its value is the computation's result
+  is_root: bool  # True if its value is the computation's result
 
-  @property
-  def cycles(self) -> int:
-    """Cycles of one run that XLA:TPU estimates; 0 where it says none."""
-    cycles = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-    # Of some copies on tpu7x it says 2^63 - 1.
-    return int(cycles[1]) if cycles and int(cycles[1]) < 2**40 else 0
+  def attribute(self, key: str) -> str:
+    """Text of an attribute ("window", "dim_labels", ...), "" without it."""
+    value = r"(\{\{.*?\}\}|\{[^}]*\}|\[[^\]]*\]|[^,\s]*)"
+    match = re.search(rf"(?:^|, ){key}={value}", self.attributes)
+    return match[1] if match else ""
+
+  def integers(self, key: str) -> tuple[int, ...]:
+    """Integers of an attribute: (1, 2) of `lhs_contracting_dims={1,2}`."""
+    return tuple(map(int, re.findall(r"\d+", self.attribute(key))))
+
+  def number(self, pattern: str) -> int | None:
+    """Number that a pattern has as its group; None if no attribute matches."""
+    match = re.search(pattern, self.attributes)
+    return int(match[1]) if match else None
 
 
 class Computation(NamedTuple):
@@ -85,6 +94,10 @@ class Computation(NamedTuple):
     every = [i for i in self.instructions.values() if i.opcode == "parameter"]
     return tuple(sorted(every, key=lambda i: int(i.literal)))
 
+  def shapes(self, names: tuple[str, ...]) -> list[Shape]:
+    """Arrays of the values with these names."""
+    return [s for name in names for s in self.instructions[name].shapes]
+
 
 class Module(NamedTuple):
   """Program of one device."""
@@ -93,106 +106,62 @@ class Module(NamedTuple):
   entry: str  # name of the computation that the program starts with
   devices: int  # that run the program together
 
-
-def _bits(dtype: str) -> int:
-  if dtype == "pred":
-    return 8
-  width = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
-  return int(width[1]) if width else 0  # token, opaque
+  def called(self, instruction: Instruction, key: str) -> Computation:
+    """The computation that an instruction calls as its `key`."""
+    return self.computations[dict(instruction.called)[key]]
 
 
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
+_START = re.compile(
+  r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ?([a-z][\w\-]*)\(([^)]*)\)"
+)
+_CALLED = re.compile(
+  r"\b(calls|to_apply|body|condition|branch_computations|called_computations"
+  r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{\s*$")
 
 
+@functools.cache
 def parse_shapes(text: str) -> tuple[Shape, ...]:
   """Parses all arrays of a shape: "(f32[2,3]{1,0:T(8,128)S(1)}, u32[])"."""
   shapes = []
   for dtype, dims, layout in _SHAPE.findall(text):
     sizes = tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip())
     space = re.search(r"S\((\d+)\)", layout)
-    space = int(space[1]) if space else 0
-    shapes.append(Shape(dtype, sizes, space, _tiles(layout, len(sizes))))
+    tiled = re.match(r"\{([\d,]+):T\(([\d,]+)\)", layout)
+    tiles = ()
+    if tiled:  # both are read from the inner dimension outwards
+      inner_first = map(int, tiled[1].split(","))
+      tile = reversed([int(size) for size in tiled[2].split(",")])
+      tiles = tuple(zip(inner_first, tile, strict=False))
+    shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0, tiles))
   return tuple(shapes)
 
 
-def _tiles(layout: str, rank: int) -> tuple[tuple[int, int], ...]:
-  """Reads the first tile of a layout, whose dimensions come inner first."""
-  tiled = re.match(r"\{([\d,]*):T\(([\d,]+)\)", layout)
-  if not tiled or not tiled[1]:
-    return ()
-  inner_first = map(int, tiled[1].split(","))
-  sizes = reversed([int(size) for size in tiled[2].split(",")])
-  return tuple(zip(inner_first, sizes, strict=False))[:rank]
-
-
-def _closing(text: str, start: int) -> int:
-  """Index of the bracket that closes the one at `start`."""
-  depth = 0
-  for match in re.compile(r"[()\[\]{}]").finditer(text, start):
-    depth += 1 if match[0] in "([{" else -1
-    if depth == 0:
-      return match.start()
-  raise ValueError(f"no bracket closes {text[start : start + 40]!r}")
-
-
-def _split(text: str) -> list[str]:
-  """Splits at the commas that stand in no bracket."""
-  parts, depth, last = [], 0, 0
-  for match in re.finditer(r"[()\[\]{},]", text):
-    if match[0] != ",":
-      depth += 1 if match[0] in "([{" else -1
-    elif depth == 0:
-      parts.append(text[last : match.start()])
-      last = match.end()
-  return [*parts, text[last:]] if text.strip() else []
-
-
-_START = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
-_CALLED = re.compile(
-  r"\b(calls|to_apply|body|condition|branch_computations|called_computations"
-  r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-
-
-def _called(attributes: str) -> tuple[tuple[str, str], ...]:
-  return tuple(
-    (key, name)
-    for key, names in _CALLED.findall(attributes)
-    for name in re.findall(r"[\w.\-]+", names)
-  )
-
-
 def parse_instruction(line: str) -> Instruction | None:
-  """Parses an instruction; None where the line holds none."""
+  """Parses an instruction; None if the line holds none."""
+  line = re.sub(r"/\*.*?\*/", "", line)
   start = _START.match(line)
   if not start:
     return None
-  rest = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-  end = _closing(rest, 0) + 1 if rest[0] == "(" else rest.index(" ")
-  opening = rest.index("(", end)
-  closing = _closing(rest, opening)
-  opcode = rest[end:opening].strip()
-  literal, attributes = rest[opening + 1 : closing], rest[closing + 1 :]
-  operands = ()
-  if opcode not in ("constant", "parameter", "iota"):
-    # Older versions print an operand's shape before its name.
-    words = [part.split() for part in _split(literal)]
-    operands = tuple(w[-1].lstrip("%") for w in words if w)
+  root, name, shapes, opcode, literal = start.groups()
+  attributes = line[start.end() :]
   op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', attributes)
+  called = _CALLED.findall(attributes.split(", metadata=")[0])
   return Instruction(
-    name=start[2],
+    name=name,
     opcode=opcode,
-    shapes=parse_shapes(rest[:end]),
-    operands=operands,
+    shapes=parse_shapes(shapes),
+    operands=tuple(re.findall(r"%([\w.\-]+)", literal)),
     literal=literal,
     attributes=attributes,
-    called=_called(attributes.split(", metadata=")[0]),
+    called=tuple(
+      (key, c) for key, names in called for c in re.findall(r"[\w.\-]+", names)
+    ),
     op_name=op_name[1] if op_name else "",
-    is_root=bool(start[1]),
+    is_root=bool(root),
   )
-
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{\s*$")
 
 
 def parse(text: str) -> Module:
@@ -219,41 +188,3 @@ def parse(text: str) -> Module:
   first = text.split("\n", 1)[0]
   counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first)
   return Module(computations, entry, math.prod(map(int, counts)))
-
-
-def attribute(instruction: Instruction, key: str) -> str | None:
-  """Text of one attribute: `window`, `dim_labels`, `direction`, ..."""
-  start = re.search(rf"(?:^|, ){key}=", instruction.attributes)
-  if not start:
-    return None
-  rest = instruction.attributes[start.end() :]
-  if rest[:1] in ("{", "["):
-    return rest[: _closing(rest, 0) + 1]
-  return re.match(r"[^,\s]*", rest)[0]
-
-
-def integers(instruction: Instruction, key: str) -> tuple[int, ...]:
-  """Integers of an attribute: (1, 2) of `lhs_contracting_dims={1,2}`."""
-  return tuple(map(int, re.findall(r"\d+", attribute(instruction, key) or "")))
-
-
-def group_size(instruction: Instruction, devices: int) -> int:
-  """Number of devices that a collective joins.
-
-  XLA writes `replica_groups` as lists, {{0,1},{2,3}}; as an iota,
-  [groups,size]<=[2,4]T(1,0); or as axes of a mesh, mesh['x'=2,'y'=4] {'y'},
-  where 'y':(2)2 is a part of an axis, of the size that comes last. None or an
-  empty list is all devices.
-  """
-  text = re.search(r"\breplica_groups=(.*)", instruction.attributes)
-  text = text[1] if text else ""
-  if text.startswith("{{"):
-    return text[2 : text.index("}")].count(",") + 1
-  if text.startswith("["):
-    return int(re.match(r"\[\d+,(\d+)\]", text)[1])
-  if text.startswith("mesh"):
-    sizes, names = re.match(r"mesh\[(.*?)\].*?\{(.*?)\}", text).groups()
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
-    used = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", names)
-    return math.prod(int(part or sizes[axis]) for axis, part in used)
-  return devices

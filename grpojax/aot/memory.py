@@ -1,49 +1,45 @@
 """Bytes that an instruction moves to and from the device's main memory (HBM).
 
-An instruction reads its operands and writes its result, once each. What lies
-in another memory (VMEM on TPU, which XLA fills with copies of its own) is not
-HBM. Of what is only sliced or gathered from, the slice is read; what is updated
-in place costs the update. Tiles of TPU are moved whole, padding and all. Where
-an update covers a part of a tile's 128 lanes, all of them are read first and
-written (a new token in a cache whose last dimension is its slots). A Pallas
-kernel moves what it says.
+An instruction reads its operands and writes its result, once each. Arrays in
+another memory (VMEM on TPU, which XLA fills with copies of its own) do not
+count. Of an array that is only sliced or gathered from, the slice is read; an
+update in place costs the update. Tiles of TPU are moved whole, padding and all.
+An update of a part of a tile's 128 lanes reads all of them first and writes
+them (a new token in a cache whose last dimension is its slots). A Pallas kernel
+states its bytes.
 """
 
 import collections
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
 from grpojax.models.moe import ONE_OF
 
-# These only name or arrange what is there, or run other computations.
+# These only name or arrange values, or run other computations.
 FREE = frozenset(
   "bitcast tuple get-tuple-element parameter constant while conditional call"
   " after-all add-dependency partition-id replica-id opt-barrier domain"
   " async-start async-update".split()
 )
-_FREE_TARGETS = (
-  '"AllocateBuffer"',
-  '"ConcatBitcast"',
-  '"AsyncCollectiveStart"',
-  '"AsyncCollectiveDone"',
-  '"Sharding"',
+_FREE_TARGETS = frozenset(
+  '"AllocateBuffer" "ConcatBitcast" "AsyncCollectiveStart"'
+  ' "AsyncCollectiveDone" "Sharding"'.split()
 )
 _VIEWS = ("bitcast", "reshape")
-# A fusion computes no more of these than is asked for.
+# A fusion computes only the elements of these that are used.
 _ELEMENTWISE = (
   *_VIEWS,
   *"convert copy multiply transpose bitcast-convert".split(),
 )
+_IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
-def is_free(instruction: Instruction) -> bool:
+def is_free(i: Instruction) -> bool:
   """True for an instruction that moves nothing."""
-  if instruction.opcode == "custom-call":
-    target = instruction.attributes.partition("custom_call_target=")[2]
-    return target.startswith(_FREE_TARGETS)
-  return instruction.opcode in FREE or instruction.opcode.endswith("-done")
+  if i.opcode == "custom-call":
+    return i.attribute("custom_call_target") in _FREE_TARGETS
+  return i.opcode in FREE or i.opcode.endswith("-done")
 
 
 def _renamed(
@@ -60,7 +56,7 @@ def _renamed(
       continue
     operands = tuple(names.get(n, n) for n in i.operands)
     if i.opcode == "fusion":
-      inner = module.computations[dict(i.called)["calls"]]
+      inner = module.called(i, "calls")
       arguments = zip(inner.parameters, operands, strict=True)
       within = {p.name: operand for p, operand in arguments}
       instructions += _renamed(module, inner, f"{prefix}{i.name}/", within)
@@ -72,20 +68,18 @@ def _renamed(
 
 
 def result(
-  parameters: Sequence[Instruction], instruction: Instruction
+  operands: Iterable[Instruction], i: Instruction
 ) -> tuple[Shape, ...]:
-  """Shapes of a result, without what its asynchronous form carries beside it.
+  """Shapes of a result, without the other values of its asynchronous form.
 
-  Of `copy-start` (result, operand, context); of others that end so (operands,
+  A `copy-start` has (result, operand, context); others that end so (operands,
   results, contexts), the contexts being scalars in another memory.
   """
-  shapes = instruction.shapes
-  if instruction.opcode == "copy-start":
-    return shapes[:1]
-  if instruction.opcode.endswith("-start"):
-    count = sum(len(p.shapes) for p in parameters)
-    return shapes[count:] or shapes
-  return shapes
+  if i.opcode == "copy-start":
+    return i.shapes[:1]
+  if i.opcode.endswith("-start"):
+    return i.shapes[sum(len(x.shapes) for x in operands) :] or i.shapes
+  return i.shapes
 
 
 def contents(
@@ -93,36 +87,32 @@ def contents(
 ) -> Computation:
   """Returns an instruction as a computation without fusions.
 
-  A fusion becomes the instructions that it fuses, anything else itself. Its
-  operands are the parameters, its value is the root. An asynchronous start is
-  the operation.
+  A fusion becomes the instructions that it fuses, any other instruction itself.
+  Its operands are the parameters, its value is the root. An asynchronous start
+  is the operation.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
-    fused = module.computations[dict(instruction.called)["calls"]]
-    names = {}
+    fused, names = module.called(instruction, "calls"), {}
     renamed = _renamed(module, fused, "", names)
     root = names[fused.root.name]
-    renamed = [i._replace(is_root=i.name == root) for i in renamed]
-    return Computation(fused.name, {i.name: i for i in renamed})
-  parameters = []
-  for n, name in enumerate(instruction.operands):
-    operand = computation.instructions.get(name)
-    if operand is not None:  # a new opcode may have more than names there
-      parameters.append(
-        operand._replace(
-          opcode="parameter", literal=str(n), operands=(), is_root=False
-        )
-      )
-  itself = instruction._replace(
-    opcode=opcode, shapes=result(parameters, instruction), is_root=True
-  )
-  return Computation(
-    instruction.name, {i.name: i for i in [*parameters, itself]}
-  )
+    every = {i.name: i._replace(is_root=i.name == root) for i in renamed}
+    return Computation(fused.name, every)
+  # A new opcode may have other names there.
+  names = [n for n in instruction.operands if n in computation.instructions]
+  operands = [computation.instructions[n] for n in names]
+  shapes = result(operands, instruction)
+  itself = instruction._replace(opcode=opcode, shapes=shapes, is_root=True)
+  parameters = {
+    i.name: i._replace(
+      opcode="parameter", literal=str(n), operands=(), is_root=False
+    )
+    for n, i in enumerate(operands)
+  }
+  return Computation(instruction.name, parameters | {itself.name: itself})
 
 
-def _hbm(shapes: tuple[Shape, ...]) -> int:
+def _hbm(*shapes: Shape) -> int:
   return sum(s.padded_bytes for s in shapes if s.memory_space == 0)
 
 
@@ -137,7 +127,7 @@ def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
 
 
 def _results(inside: Computation) -> list[Instruction]:
-  """Instructions that make the arrays of the result, behind bitcasts."""
+  """Instructions that make the arrays of the result, before bitcasts."""
   root = inside.root
   names = root.operands if root.opcode == "tuple" else (root.name,)
   makers = []
@@ -149,23 +139,13 @@ def _results(inside: Computation) -> list[Instruction]:
   return makers
 
 
-_IN_PLACE = ("dynamic-update-slice", "scatter")
-
-
-def _hands_on(i: Instruction) -> bool:
-  """True for an instruction that passes an array on without looking at it."""
-  if i.opcode == "custom-call":
-    return is_free(i)
-  return i.opcode == "tuple" and i.is_root
-
-
 def _read_elements(
   users: dict[str, list[tuple[Instruction, int]]],
   i: Instruction,
   in_place: frozenset[str],
-  exact: bool,
+  exact: bool = True,
 ) -> int | float:
-  """Number of elements of an array that a computation looks at, perhaps inf."""
+  """Number of elements that a computation reads of an array, perhaps inf."""
   total = 0
   for user, position in users[i.name]:
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
@@ -176,7 +156,9 @@ def _read_elements(
     elif user.opcode in _ELEMENTWISE and not user.is_root:
       same = exact and user.opcode in _VIEWS
       total += _read_elements(users, user, in_place, same)
-    elif not _hands_on(user):
+    elif user.opcode == "custom-call" and is_free(user):
+      continue
+    elif user.opcode != "tuple" or not user.is_root:
       return math.inf
   return total
 
@@ -189,14 +171,16 @@ def hbm_bytes(
   `inside` is the instruction by `contents`, `shapes` are those of its result,
   and `paid` names collectives that another instruction pays for.
   """
-  attributes = inside.root.attributes
-  if stack := re.search(rf"{ONE_OF}(\d+).*custom_call_config", attributes):
+  parameters, root = inside.parameters, inside.root
+  if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
     # At most: experts without tokens are not read.
-    matrices = max(inside.parameters, key=lambda p: p.shapes[0].elements)
-    idle = _hbm(matrices.shapes) - _hbm(matrices.shapes) // int(stack[1])
-    return sum(_hbm(p.shapes) for p in inside.parameters) + _hbm(shapes) - idle
-  if stated := re.search(r'"bytes_accessed":"(\d+)"', attributes):
-    return int(stated[1])
+    matrices = max(parameters, key=lambda p: p.shapes[0].elements)
+    size = _hbm(*matrices.shapes)
+    whole = sum(_hbm(*p.shapes) for p in parameters) + _hbm(*shapes)
+    return whole - (size - size // stack)
+  stated = root.number(r'"bytes_accessed":"(\d+)"')
+  if stated is not None:
+    return stated
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
   users = collections.defaultdict(list)
@@ -205,16 +189,15 @@ def hbm_bytes(
       for position, name in enumerate(i.operands):
         users[name].append((i, position))
   total = 0
-  for p in inside.parameters:
-    elements = _read_elements(users, p, in_place, exact=True)
-    whole = sum(s.elements for s in p.shapes)
-    total += _hbm(p.shapes) * min(elements, whole) // max(whole, 1)
+  for p in parameters:
+    whole = max(sum(s.elements for s in p.shapes), 1)
+    elements = min(_read_elements(users, p, in_place), whole)
+    total += _hbm(*p.shapes) * elements // whole
   if len(results) != len(shapes):  # one result that is a tuple
     # The start of a collective gives back its operand, too.
-    handed = len(inside.parameters) if is_free(inside.root) else 0
-    return int(total) + _hbm(shapes[handed:])
+    return total + _hbm(*shapes[len(parameters) if is_free(root) else 0 :])
   for shape, i in zip(shapes, results, strict=True):
     if shape.memory_space == 0 and i.name not in paid and not is_free(i):
       updates = i.name in in_place
-      total += _update_bytes(inside, i, shape) if updates else _hbm((shape,))
-  return int(total)
+      total += _update_bytes(inside, i, shape) if updates else _hbm(shape)
+  return total

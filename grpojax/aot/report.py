@@ -1,6 +1,5 @@
 """A training step on a machine that need not be there: memory and seconds."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import chips, parts, programs, roofline, topology
+from grpojax.aot import chips, parts, programs, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
 from grpojax.aot.topology import Machine
@@ -129,11 +128,11 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
 def _part(
   run: programs.Run, name: str, part: Part, chip: Chip
 ) -> dict[str, Any]:
-  """Entry of a program in the report, with the memory of all that is there."""
+  """Entry of a program in the report, with all memory that is in use then."""
   memory = _memory(run, name, part)
   total, limit = sum(memory.values()), chips.device(chip).hbm_bytes
   return {
-    **dataclasses.asdict(part),
+    **part._asdict(),
     "memory_bytes": total,
     "memory": memory,
     "fits": not part.error and total <= limit,
@@ -147,13 +146,11 @@ def measure(
   """Compiles the program of a step with this name; its entry in the report."""
   sampling = run.settings.sampling
   trips = max(sampling.max_new_tokens - 1, 1)
+  # The rollout is compiled for one part of the prompts.
+  runs = sampling.parts if name == "rollout" else 1
   say(f"compiling {name} ...")
-  lowered = programs.lower(run, name)
-  part, cached = parts.measure(lowered, machine, trips)
-  suffix = " (kept from before)" if cached else ""
-  say(f"compiling {name}: {part.compile_seconds:.0f} s{suffix}")
-  if name == "rollout":  # which was compiled for one part of the prompts
-    part = parts.repeated(part, sampling.parts)
+  part = parts.measure(programs.lower(run, name), machine.chip, trips, runs)
+  say(f"compiling {name}: {part.compile_seconds:.0f} s")
   return _part(run, name, part, machine.chip)
 
 
@@ -174,8 +171,6 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     "fits": fits,
     "topology": machine.name,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
-    "micro_batches": run.settings.optim.update.micro_batches,
-    "remat": run.settings.model.remat,
     "device_memory_bytes": chips.device(machine.chip).hbm_bytes,
     "pool_bytes": int(machine.chip.pool * chips.device(machine.chip).hbm_bytes),
     "parts": entries,
@@ -186,8 +181,10 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     result["xla_step_seconds"] = sum(by_xla)
   if fits:
     result["tokens_per_second"] = tokens / seconds
-    flops = model_flops(run)
-    result["mfu"] = roofline.mfu(flops, seconds, count, machine.chip)
+    # Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B): the share of
+    # the chips' peak that the model needs, whatever is computed again.
+    peak = count * machine.chip.flops
+    result["mfu"] = model_flops(run) / (seconds * peak)
   return result
 
 
@@ -238,7 +235,6 @@ def lines(result: dict[str, Any]) -> list[str]:
     lambda p: _gb(p["token_loop_collective_bytes"]),
   )
   row("seconds, roofline", lambda p: f"{p['seconds']:.3g}")
-  row("  if all overlaps", lambda p: f"{p['overlapped_seconds']:.3g}")
   row("  of the token loop", lambda p: f"{p['token_loop_seconds']:.3g}")
   if any(p["xla_seconds"] is not None for p in entries.values()):
     row("seconds by XLA's cycles", lambda p: f"{p['xla_seconds'] or 0:.3g}")

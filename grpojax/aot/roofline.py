@@ -14,10 +14,10 @@ formulas of collectives are those of the scaling book, part 3
 - A piece of an all-to-all passes through the chips on its way: (n + 1) / 3
   of them on average in a row of n.
 
-Left out: operations other than matrix products; what is moved in VMEM; products
-too small to fill the matrix unit; launches and loop control; hosts; networks
-between slices; and, in `Estimate.seconds`, that XLA runs products, copies and
-sending beside each other.
+Left out: operations other than matrix products; traffic of VMEM; products too
+small to fill the matrix unit; launches and loop control; hosts; networks
+between slices; and that XLA runs products, copies and sending beside each
+other.
 
 XLA:TPU writes its own estimate, in cycles, beside most instructions; it knows
 the vector unit and VMEM. `Estimate.by_cycles` is their sum. Of two cores that
@@ -46,19 +46,9 @@ HOP_SECONDS = 1e-6
 class Estimate(NamedTuple):
   """Seconds of one run of a program."""
 
-  compute: float  # of instructions that their products keep busy longest
-  memory: float  # of instructions that their HBM traffic keeps busy longest
-  collective: float  # of sending between chips
+  seconds: float  # products, HBM traffic and sending, one after another
   token_loop: float  # part of `seconds` that is the token loop's
-  # The longest of products, HBM traffic and what is sent beside other work,
-  # and all that is sent while others wait.
-  overlapped: float
-  by_cycles: float | None  # as XLA:TPU estimates it; None where it does not
-
-  @property
-  def seconds(self) -> float:
-    """Sum of all: products, HBM traffic and sending do not overlap."""
-    return self.compute + self.memory + self.collective
+  by_cycles: float | None  # as XLA:TPU estimates it; None if it does not
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
@@ -75,35 +65,20 @@ def collective_seconds(collective: Collective, chip: Chip) -> float:
   return sent / chip.link_bandwidth + hops * HOP_SECONDS
 
 
-def _sequential(cost: Cost, chip: Chip) -> tuple[float, float, float]:
-  """Seconds of compute, memory, collectives, each instruction alone."""
-  compute = memory = collective = 0.0
-  for i in cost.instructions:
-    products, traffic = i.flops / chip.flops, i.bytes / chip.hbm_bandwidth
-    if products > traffic:
-      compute += products * i.trips
-    else:
-      memory += traffic * i.trips
-    for c in i.collectives:
-      collective += collective_seconds(c, chip) * c.trips
-  return compute, memory, collective
+def _sending(cost: Cost, chip: Chip) -> float:
+  each = (collective_seconds(c, chip) * c.trips for c in cost.collectives)
+  return sum(each, 0.0)
 
 
-def _by_cycles(cost: Cost, chip: Chip, sent: float) -> float | None:
-  """Seconds of XLA's cycles, and the roofline's of what it has none for.
-
-  `sent` are the seconds of all collectives, which are in neither.
-  """
-  if chip.clock is None or not any(i.cycles for i in cost.instructions):
-    return None
-  untimed = tuple(i for i in cost.instructions if not i.cycles)
-  compute, memory, _ = _sequential(cost._replace(instructions=untimed), chip)
-  timed = sum(_cycle_seconds(i, chip) * i.trips for i in cost.instructions)
-  return timed + compute + memory + sent
+def _working(i: InstructionCost, chip: Chip) -> float:
+  """Seconds of one run without sending."""
+  return max(i.flops / chip.flops, i.bytes / chip.hbm_bandwidth)
 
 
-def _cycle_seconds(i: InstructionCost, chip: Chip) -> float:
-  """Seconds of an instruction by XLA's cycles, 0 where it has none."""
+def _by_cycles(i: InstructionCost, chip: Chip) -> float:
+  """Seconds of one run by XLA's cycles, by the roofline if it has none."""
+  if not i.cycles:
+    return _working(i, chip)
   seconds = i.cycles / chip.clock
   both = seconds / chip.cores
   # Large products would be faster than the peak: XLA counts those on both
@@ -114,30 +89,13 @@ def _cycle_seconds(i: InstructionCost, chip: Chip) -> float:
 def estimate(cost: Cost, chip: Chip) -> Estimate:
   """Estimates the seconds of a run; a device has its share of the chip."""
   peaks = chips.device(chip)
-  compute, memory, collective = _sequential(cost, peaks)
-  beside = sum(
-    collective_seconds(c, peaks) * c.trips
-    for c in cost.collectives
-    if c.asynchronous
-  )
-  return Estimate(
-    compute=compute,
-    memory=memory,
-    collective=collective,
-    token_loop=sum(_sequential(cost.in_token_loop, peaks)),
-    overlapped=collective
-    - beside
-    + max(cost.flops / peaks.flops, cost.bytes / peaks.hbm_bandwidth, beside),
-    by_cycles=_by_cycles(cost, peaks, collective),
-  )
 
+  def roofline(part: Cost) -> float:
+    working = (_working(i, peaks) * i.trips for i in part.instructions)
+    return sum(working, _sending(part, peaks))
 
-def mfu(
-  model_flops: int | float, seconds: int | float, count: int, chip: Chip
-) -> float:
-  """Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B).
-
-  The share of the peak of `count` whole chips that the model needs, whatever
-  the program computes again.
-  """
-  return model_flops / (seconds * count * chip.flops)
+  by_cycles = None
+  if chip.clock and any(i.cycles for i in cost.instructions):
+    working = (_by_cycles(i, peaks) * i.trips for i in cost.instructions)
+    by_cycles = sum(working, _sending(cost, peaks))
+  return Estimate(roofline(cost), roofline(cost.in_token_loop), by_cycles)

@@ -32,6 +32,8 @@ RULES = (
   (r"layers/(o|down)", P(None, ("tensor", *_FSDP))),  # [L, ..., D]
   (r"layers/(q|k|v|gate|up)_(bias|scale)", P(None, "tensor")),  # [L, ...]
   (r"layers/router", P(None, _FSDP)),  # [L, D, X]
+  # Of optax's Adafactor, [L, X, D] or [L, X, F]; others are small, and whole.
+  (r"v_(row|col)/layers/expert_(gate|up|down)", P(None, "expert")),
   # [L, X, D, F] and [L, X, F, D]
   (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
   (r"layers/expert_down", P(None, "expert", "tensor", "fsdp")),
@@ -81,10 +83,6 @@ So one reduce-scatter adds them up over all devices that have rows. Split along
 fsdp alone, XLA makes an all-reduce of it, which sends twice as much; it only
 sees a reduce-scatter where the axes follow each other as in the mesh."""
 
-REDUCED = {"row": -1, "col": -2}
-"""Axis that a statistic of a matrix lacks, by the last name of its path
-(`core.optim`): it is split as the matrix is along the others."""
-
 
 def _spec(entries: Iterable[tuple[str, ...]]) -> P:
   """Returns a spec of these axes, the inverse of `axes_of`."""
@@ -110,15 +108,9 @@ def spec_for(
   Raises:
     ValueError: an array of two or more dimensions that no rule names.
   """
-  matrix, _, side = path.rpartition("/")
-  name = matrix if side in REDUCED else path
   for pattern, spec in rules:
-    if not re.search(rf"(^|/)({pattern})$", name):
+    if not re.search(rf"(^|/)({pattern})$", path):
       continue
-    if side in REDUCED:
-      axes = [*spec, *[None] * (len(shape) + 1 - len(spec))]
-      del axes[REDUCED[side]]
-      spec = P(*axes)
     if len(spec) > len(shape):
       return P()
     return _spec(divide(shape, tuple(axes_of(spec)), dict(mesh.shape)))

@@ -1,78 +1,40 @@
-"""What `grpojax.compile` refuses before it compiles, keeps, and says."""
+"""What `grpojax.compile` refuses, before it compiles and after."""
 
-import dataclasses
-import json
+from unittest import mock
 
-import jax
 import pytest
+from jax.errors import JaxRuntimeError
+from jax.stages import Lowered
 
 from grpojax.aot import parts, programs, topology
 from grpojax.aot.chips import CHIPS
-from grpojax.aot.parts import Part
 from grpojax.core.mesh import make_mesh
 from grpojax.core.objective import Objective
 from grpojax.training.settings.run import TrainSettings
 
-PART = Part(7, 5, seconds=0.5)
-
-
-@pytest.fixture
-def compiled(monkeypatch, tmp_path):
-  """Programs that were compiled rather than remembered."""
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  programs_compiled = []
-  monkeypatch.setattr(
-    parts, "_compile", lambda *args: programs_compiled.append(args) or PART
-  )
-  return programs_compiled
-
-
-def measure():
-  lowered = jax.jit(lambda x: x + 1).lower(1.0)
-  machine = topology.Machine("cpu:1", CHIPS["cpu"], jax.devices())
-  return parts.measure(lowered, machine, 3)
-
-
-def test_the_same_program_is_compiled_once(compiled):
-  assert measure() == (PART, False)
-  assert measure() == (PART, True)
-  assert len(compiled) == 1
-  assert [f.suffix for f in parts.cache_directory().iterdir()] == [".json"]
-
-
-WHOLE = dataclasses.asdict(PART)
-
 
 @pytest.mark.parametrize(
-  "damage",
+  "message, size",
   [
-    "",
-    "null",
-    '{"memory_bytes": 3}',  # what is missing would be 0
-    json.dumps(WHOLE | {"more": 1}),
+    ("Used 17.50G of 15.75G hbm. Exceeded", 35 * 2**29),
+    (
+      "the total memory required for HLO temporaries (20.50M) exceeds available"
+      " HBM (15.75G)",
+      41 * 2**19,
+    ),
   ],
 )
-def test_damaged_results_are_compiled_again(compiled, damage):
-  measure()
-  (file,) = parts.cache_directory().iterdir()
-  file.write_text(damage)
-  assert measure() == (PART, False)
-  assert measure() == (PART, True)
-
-
-@pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
-def test_flags_of_the_compiler_make_another_program(
-  compiled, monkeypatch, name
-):
-  measure()
-  monkeypatch.setenv(name, "--xla_something=1")
-  assert measure() == (PART, False)
-
-
-def test_a_directory_that_keeps_nothing(compiled, monkeypatch, tmp_path):
-  (tmp_path / "file").touch()
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-  assert measure() == measure() == (PART, False)
+def test_a_program_that_needs_too_much_memory(message, size):
+  """As libtpu's versions say it; any other error is raised."""
+  lowered = mock.Mock(spec=Lowered)
+  lowered.compile.side_effect = JaxRuntimeError(
+    f"RESOURCE_EXHAUSTED: {message}"
+  )
+  part = parts.measure(lowered, CHIPS["v5e"], 3)
+  assert (part.memory_bytes, part.error) == (size, "out of memory")
+  lowered.compile.side_effect = JaxRuntimeError("INTERNAL: of 3G hbm")
+  with pytest.raises(JaxRuntimeError, match="INTERNAL"):
+    parts.measure(lowered, CHIPS["v5e"], 3)
 
 
 @pytest.mark.parametrize(

@@ -46,21 +46,9 @@ def test_an_estimate_by_hand():
     ),
     ROUND,
   )
-  assert found.compute == 4
-  assert found.memory == 6 + 10
-  assert found.collective == pytest.approx(5 * (3 + 3 * hop))
   assert found.seconds == pytest.approx(20 + 5 * (3 + 3 * hop))
   assert found.token_loop == pytest.approx(10 + 5 * (3 + 3 * hop))
-  # All HBM traffic, and what is sent while all else waits.
-  assert found.overlapped == pytest.approx(17 + found.collective)
   assert found.by_cycles is None
-
-
-def test_what_is_sent_beside_other_work_may_be_hidden():
-  sent = collective("all-gather", 12)._replace(asynchronous=True)
-  one = instruction(0, 100, 1, sent=(sent,))
-  found = roofline.estimate(Cost((one,), ()), ROUND)
-  assert found.overlapped == 10 and found.seconds > 16
 
 
 def test_xla_s_own_estimate():
@@ -177,12 +165,7 @@ def test_a_device_has_its_share_of_a_chip():
     assert 2 * getattr(one, field) == getattr(chip, field)
   assert chips.device(CHIPS["v5e"]) == CHIPS["v5e"]
   cost = Cost((instruction(int(chip.flops), 0, 1),), ())
-  assert roofline.estimate(cost, chip).compute == 2
-
-
-def test_mfu():
-  # A chip's peak for a second, in four seconds on two chips: an eighth.
-  assert roofline.mfu(1000, 4, 2, ROUND) == 1 / 8
+  assert roofline.estimate(cost, chip).seconds == 2
 
 
 @pytest.mark.parametrize("name", CHIPS)

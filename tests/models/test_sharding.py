@@ -17,14 +17,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.optim import scale_by_factored_rms, scale_by_rounded_adam
+from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import PartitionSpec as P
-from grpojax.core.optim import scale_by_rounded_adam
+from grpojax.aot import cost, hlo
+from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
@@ -55,6 +56,21 @@ specs = sharding.shardings((few, state), mesh)
 assert specs[1].mu == specs[1].nu == specs[0]
 cut = jax.jit(tx.update, in_shardings=specs, out_shardings=specs)(few, state)
 jax.tree.map(np.testing.assert_array_equal, cut, jax.jit(tx.update)(few, state))
+
+# Adafactor sends vectors of its statistics, and no matrix.
+tx = OPTIMIZERS["adafactor"](b1=0, b2=.99, moments_dtype="float32", seed=0)
+large = {"embed": jnp.ones((256, 192)),
+         "layers": {"gate": jnp.ones((3, 128, 256)),
+                    "down": jnp.ones((3, 256, 128)),
+                    "expert_up": jnp.ones((3, 4, 128, 256))}}
+for sizes in ((1, 2, 1, 2), (1, 2, 2, 1)):
+  mesh = mesh_lib.make_mesh(*sizes)
+  args = sharding.placed((large, jax.eval_shape(tx.init, large), large), mesh)
+  place = jax.tree.map(lambda x: x.sharding, args)
+  program = jax.jit(tx.update, in_shardings=place, out_shardings=place[:2])
+  text = program.lower(*args).compile().as_text()
+  sent = cost.cost(hlo.parse(text), 1).collectives
+  assert 0 < max(c.bytes for c in sent) < 256 * 128 * 4 // 4, sent
 
 # Each device multiplies its own rows with its own copy of the head.
 def gradient(lm):
@@ -203,13 +219,6 @@ def test_specs_of_parameters_state_and_statistics():
     "layers/q_bias": ((3, 8), P(None, "tensor")),
     "layers/o_bias": ((3, 4), P()),
     "layers/o/a": ((2, 16, 4), P(None, "tensor")),  # an adapter
-    # Statistics are split as their matrix, along the axis that they keep.
-    "layers/q/col": ((2, 130), P(None, "tensor")),
-    "layers/k/col": ((2, 129), P(None, None)),
-    "layers/down/row": ((2, 132), P(None, ("tensor", "fsdp"))),
-    "layers/expert_up/row": ((2, 3, 128), P(None, "expert", "fsdp")),
-    "layers/expert_up/col": ((2, 3, 128), P(None, "expert", "tensor")),
-    "layers/router/col": ((2, 128), P(None, None)),
   }
   for path, (shape, spec) in params.items():
     for start in ("", "params/", "opt_state/1/0/mu/"):
@@ -219,6 +228,10 @@ def test_specs_of_parameters_state_and_statistics():
   assert placed["embed"].sharding.spec == P("tensor", "fsdp")
   assert placed["count"].sharding.spec == P()
   assert sharding.shard_bytes(placed) == 4 * (3 * 2 + 1)
+  # Statistics are whole, but for those of experts.
+  assert sharding.spec_for("0/v_row/layers/q", (2, 128), mesh) == P()
+  experts = sharding.spec_for("0/v_row/layers/expert_up", (2, 4, 128), mesh)
+  assert experts == P(None, "expert")
 
 
 def test_a_matrix_without_a_rule_is_refused():
@@ -234,10 +247,7 @@ def test_a_matrix_without_a_rule_is_refused():
 
 
 def test_every_state_of_an_optimizer_has_rules():
-  """All that `sft` and `train` hold, on any decoder, but for what is factored.
-
-  None of these matrices is wide enough to be.
-  """
+  """All that `sft` and `train` hold, on any decoder; no matrix is factored."""
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   config = TransformerConfig(
     vocab_size=8,
@@ -263,7 +273,9 @@ def test_every_state_of_an_optimizer_has_rules():
   )
   specs = sharding.shardings(params, mesh)
   rounded = scale_by_rounded_adam(0.9, 0.95, jax.random.key(0))
-  factored = scale_by_factored_rms(0.95, ("layers",))
+  factored = OPTIMIZERS["adafactor"](
+    b1=0.9, b2=0.95, moments_dtype="float32", seed=0
+  )
   for tx in (optax.adamw(1e-3), rounded, factored, muon):
     state = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
     moments = {

@@ -3,7 +3,7 @@
 It is a lower bound: parameters, optimizer, gradients, the input of each layer
 and the cache of keys and values, split over all devices where they may be. What
 fits is never refused; what passes may still be too much, for compiled programs
-need more (`grpojax.aot.memory` says how much).
+need more (`python -m grpojax.compile` says how much).
 """
 
 import os
