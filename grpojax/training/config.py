@@ -7,8 +7,7 @@ behind it sees a ConfigDict or a dotted name.
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
@@ -113,20 +112,6 @@ def parse_job(
   return parse(job)
 
 
-def _move(tree: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:
-  """Moves values between the top of a tree and its sections."""
-  moved = {k: dict(x) if isinstance(x, Mapping) else x for k, x in tree.items()}
-
-  def place(path):
-    section, _, key = path.rpartition(".")
-    return (moved[section] if section else moved), key
-
-  for old, new in moves.items():
-    (source, key), (target, name) = place(old), place(new)
-    target[name] = source.pop(key)
-  return moved
-
-
 def from_config(config: ConfigDict) -> TrainSettings:
   """Returns a config's settings, checked before anything compiles.
 
@@ -134,7 +119,10 @@ def from_config(config: ConfigDict) -> TrainSettings:
     ValueError: With every error, a line each: setting, value, what to do.
   """
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
-  tree, errors = _move(config.to_dict(), AT_TOP), []
+  tree, errors = config.to_dict(), []
+  for name, path in AT_TOP.items():
+    section, key = path.split(".")
+    tree[section][key] = tree.pop(name)
   try:
     settings = settings_lib.build(TrainSettings, tree)
   except ValueError as error:
@@ -149,7 +137,10 @@ def from_config(config: ConfigDict) -> TrainSettings:
 
 def to_config(settings: TrainSettings) -> ConfigDict:
   """Returns the config that `from_config` makes such settings of."""
-  values = _move(settings_lib.values_of(settings), _TOP_OF_FIELD)
+  values = settings_lib.values_of(settings)
+  for name, path in AT_TOP.items():
+    section, key = path.split(".")
+    values[name] = values[section].pop(key)
   config = default_config().unlock()
   with config.ignore_type():
     config.update(values)

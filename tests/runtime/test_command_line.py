@@ -8,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from grpojax.runtime.cli import command_line, config_file
-from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.cli.settings import section, setting
 from grpojax.training.config import SETTINGS, default_config
 
 FLAGS = {
@@ -91,10 +91,9 @@ def test_options_of_what_the_config_names():
   options = {"length": {"target": 100, "exact": True}}
   assert config.reward.options.to_dict() == options
   assert config.is_locked and config.reward.options.is_locked
-  nested = ConfigDict({"train": default_config()}).lock()
-  config, _ = _parse(
-    "--config.train.data.options.size=5", default=lambda: nested
-  )
+  nested = section("all", train=SETTINGS)
+  words = ["--config.train.data.options.size=5"]
+  config, _ = command_line.parse(words, {}, nested, "program")
   assert config.train.data.options.size == 5
 
 

@@ -23,15 +23,16 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import Option, refusal
 from grpojax.runtime.cli import help_text
-from grpojax.runtime.cli.config import (
-  flatten,
+from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.cli.config_file import load_file
+from grpojax.runtime.cli.settings import (
+  Section,
+  flat_settings,
   free_sections,
   is_free,
-  nearest,
   sections,
+  to_config,
 )
-from grpojax.runtime.cli.config_file import load_file
-from grpojax.runtime.cli.settings import Section, flat_settings, to_config
 from grpojax.runtime.terminal.screen import printable
 
 CONFIG = "config."
@@ -176,8 +177,8 @@ def _names(
     settings[f"{CONFIG}{name}"] = dataclasses.replace(one, default=value)
   return _Names(
     settings | dict(flags),
-    free_sections(config, CONFIG),
-    sections(config, CONFIG),
+    [f"{CONFIG}{name}" for name in free_sections(declared)],
+    [f"{CONFIG}{name}" for name in sections(declared)],
   )
 
 

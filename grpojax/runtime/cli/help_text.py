@@ -14,8 +14,9 @@ from grpojax.runtime.cli.settings import (
   Section,
   described,
   flat_settings,
+  free_sections,
+  is_free,
   sections,
-  setting,
   value_text,
 )
 
@@ -67,22 +68,20 @@ def by_section(
 ) -> dict[str, list[tuple[str, Any, Option]]]:
   """Returns settings, values and declarations by the dotted name of a section.
 
-  A free section is a part of the one that it is in. A key that a config file
-  has added has the description of its section.
+  A free section is a part of the one that it is in.
   """
-  known, there = dict(flat_settings(declared)), sections(declared)
-  free = [name for name, one in there.items() if one.free]
-  by_name = {"": []} | {name: [] for name in there if name not in free}
-  values = flatten(config)
-  in_order = {name: values[name] for name in known if name in values}
-  for name, value in (in_order | values).items():
-    inside = [part for part in free if name.startswith(f"{part}.")]
-    place = (inside or [name])[0].rpartition(".")[0]
-    text = there[inside[0]].text if inside else "a setting of this config"
-    one = known.get(name, setting(value, text))
-    by_name.setdefault(place, []).append((f"config.{name}", value, one))
+  known, below = dict(flat_settings(declared)), sections(declared)
+  free, values = free_sections(declared), flatten(config)
+  by_name = {"": []} | {name: [] for name in below if name not in free}
+  for name in dict.fromkeys([*known, *values]):
+    section = next((x for x in free if is_free(name, [x])), "")
+    if name in values and (name in known or section):
+      place = (section or name).rpartition(".")[0]
+      text = below[section].text if section else ""
+      one = known.get(name, Option(values[name], text))
+      by_name[place].append((f"config.{name}", values[name], one))
   for name in free:
-    row = f"config.{name}.KEY", "...", setting("...", there[name].text)
+    row = f"config.{name}.KEY", "...", Option("...", below[name].text)
     by_name[name.rpartition(".")[0]].append(row)
   return by_name
 

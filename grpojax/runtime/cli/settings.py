@@ -17,16 +17,17 @@ the errors for wrong values and of docs/settings.md.
 """
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
 from grpojax.core.options import Option, interval_text, refusal, refuse
-from grpojax.runtime.cli.config import config_error, flatten, is_free, nearest
-from grpojax.runtime.cli.config import sections as config_sections
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.config import config_error, flatten, nearest
 
 setting = Option  # a flag, or a setting of a config that no dataclass has
 
@@ -182,28 +183,61 @@ def sections(declared: Section, prefix: str = "") -> dict[str, Section]:
   return below
 
 
-def _values(declared: Section) -> ConfigDict:
-  config = ConfigDict()
+def free_sections(declared: Section) -> list[str]:
+  """Returns the dotted names of the sections that take any key."""
+  return [name for name, one in sections(declared).items() if one.free]
+
+
+def is_free(name: str, free: Sequence[str]) -> bool:
+  """Returns True for a dotted name below one of the free sections."""
+  return name.startswith(tuple(f"{section}." for section in free))
+
+
+def _fill(config: ConfigDict, declared: Section) -> None:
+  """Adds sections and defaults that a config lacks."""
   for name, field in declared.fields.items():
     if isinstance(field, Section):
-      config[name] = _values(field)
-    elif field.words:  # of any type
+      if name not in config:
+        config[name] = ConfigDict()
+      if isinstance(config[name], ConfigDict):
+        _fill(config[name], field)
+    elif name not in config and field.words:  # of any type
       config[name] = FieldReference(field.default, field_type=object)
-    else:
+    elif name not in config:
       config[name] = field.default
-  return config
 
 
 def to_config(declared: Section) -> ConfigDict:
   """Returns the defaults as a config, locked but for its free sections."""
-  config = _values(declared).lock()
-  for name, one in sections(declared).items():
-    if one.free:
-      part = config
-      for key in name.split("."):
-        part = part[key]
-      part.unlock()
+  config = ConfigDict()
+  _fill(config, declared)
+  config.lock()
+  for name in free_sections(declared):
+    functools.reduce(getattr, name.split("."), config).unlock()
   return config
+
+
+def fill_in(
+  config: ConfigDict, declared: Section
+) -> tuple[ConfigDict, list[str]]:
+  """Returns a config, locked, with the defaults of the keys that it lacks.
+
+  What has the wrong type or shape is left as it is, for `key_errors`. The
+  second result has a line "key = value" for each key that was added.
+
+  Raises:
+    ValueError: Most of the keys are not there: it is a config of something
+      else.
+  """
+  filled = config.copy_and_resolve_references().unlock()
+  _fill(filled, declared)
+  filled = filled.copy_and_resolve_references()
+  present = {*flatten(config), *config_lib.sections(config)}
+  whole = flatten(filled) | dict.fromkeys(free_sections(declared), {})
+  added = [f"{k} = {v!r}" for k, v in sorted(whole.items()) if k not in present]
+  if 2 * len(added) > len(whole):
+    raise ValueError(f"it lacks {len(added)} of {len(whole)} keys")
+  return filled.lock(), added
 
 
 def value_text(value: Any) -> str:
@@ -229,31 +263,26 @@ def described(one: Option) -> str:
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
   """Returns a line for each unknown or missing key, and each other type."""
   values, below = flatten(config), sections(declared)
-  free = [name for name, one in below.items() if one.free]
-  known = {
-    name: one
-    for name, one in flat_settings(declared)
-    if not is_free(name, free)
-  }
+  free = free_sections(declared)
+  known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
   errors = []
   for name, value in values.items():
+    remedy = ""
     if name in below:
       remedy = "is a section, with keys of its own"
-      errors.append(config_error(name, value, remedy))
     elif name not in known and not is_free(name, free):
       guess = nearest(name, list(known))
       hint = f"; did you mean --config.{guess}?" if guess else ""
-      errors.append(config_error(name, value, f"unknown key{hint}"))
-  present = {*values, *config_sections(config)}
-  for name in [*free, *known]:
-    if name not in present:
-      errors.append(f"--config.{name}: missing; start from default_config()")
-  for name, one in known.items():
-    if name in values and not _has_type(one, values[name]):
-      kind = type(one.default).__name__
-      remedy = f"must be of type {kind}"
-      errors.append(config_error(name, values[name], remedy))
-  return errors
+      remedy = f"unknown key{hint}"
+    elif name in known and not _has_type(known[name], value):
+      remedy = f"must be of type {type(known[name].default).__name__}"
+    errors += [config_error(name, value, remedy)] if remedy else []
+  present = {*values, *config_lib.sections(config)}
+  return errors + [
+    f"--config.{name}: missing; start from default_config()"
+    for name in [*free, *known]
+    if name not in present
+  ]
 
 
 def _has_type(one: Option, value: Any) -> bool:
