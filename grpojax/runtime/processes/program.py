@@ -6,6 +6,7 @@ imports anything. So nothing is imported here but Python's own modules.
 
 import io
 import os
+import select
 import signal
 import sys
 import types
@@ -20,9 +21,12 @@ class _Output(io.FileIO):
   Its reader may have gone away (`| head`), or its disk be full.
   """
 
-  def write(self, data: Any) -> int | None:
+  def write(self, data: Any) -> int:
     try:
-      return super().write(data)
+      while (written := super().write(data)) is None:
+        # Some other program has left the terminal so that it does not block.
+        select.select([], [self], [])
+      return written
     except OSError as error:
       nowhere = os.open(os.devnull, os.O_WRONLY)
       os.dup2(nowhere, self.fileno())
