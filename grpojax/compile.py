@@ -58,9 +58,8 @@ def _say(text: str) -> None:
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    program = "python -m grpojax.compile"
     parse = functools.partial(
-      command_line.parse, argv, FLAGS, SETTINGS, program, about=__doc__
+      command_line.parse, argv, FLAGS, SETTINGS, __doc__
     )
     config, flags = parse_job(parse)
     out = pathlib.Path(flags.out) if flags.out else None

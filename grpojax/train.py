@@ -191,9 +191,8 @@ def next_steps(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    program = "python -m grpojax.train"
     parse = functools.partial(
-      command_line.parse, argv, FLAGS, SETTINGS, program, about=__doc__
+      command_line.parse, argv, FLAGS, SETTINGS, __doc__
     )
     config, flags = parse_job(parse)
     settings = from_config(config)

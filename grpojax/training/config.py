@@ -90,16 +90,16 @@ def default_job(name: str = "arithmetic") -> ConfigDict:
 
 
 def parse_job(
-  parse: Callable[[Callable[[], ConfigDict]], tuple[ConfigDict, ConfigDict]],
+  parse: Callable[..., tuple[ConfigDict, ConfigDict]],
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads the command line of a program whose --config is a whole job.
 
   Without --config it is arithmetic.py, or own_model.py where another model is
   named: the learning rate of an embedded model would ruin it. Adapters start
-  from 10 times the learning rate. `parse` is `command_line.parse` of a default
-  config, whose result is returned.
+  from 10 times the learning rate. `parse` is `command_line.parse` with all but its `default`;
+  its result is returned.
   """
-  config, flags = parse(default_job)
+  config, flags = parse(default=default_job)
   if config.model.path in os.listdir(hf.ASSETS):
     return config, flags
 
@@ -109,7 +109,7 @@ def parse_job(
       own.optim.learning_rate = LORA_RATE
     return own
 
-  return parse(job)
+  return parse(default=job)
 
 
 def from_config(config: ConfigDict) -> TrainSettings:

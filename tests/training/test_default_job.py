@@ -15,7 +15,7 @@ from grpojax.training.config import (
 
 def test_a_model_of_ones_own_does_not_follow_it():
   def parsed(*argv):
-    parse = functools.partial(command_line.parse, argv, {}, SETTINGS, "")
+    parse = functools.partial(command_line.parse, argv, {}, SETTINGS)
     return parse_job(parse)[0]
 
   own = parsed("--config.model.path=org/model", "--config.seed=3")

@@ -23,18 +23,6 @@ from grpojax.runtime.cli.settings import (
 _MARGIN = 36  # columns of a name, beside which its description stands
 
 
-def print_help(
-  program: str,
-  about: str,
-  flags: Mapping[str, Option],
-  declared: Section,
-  config: ConfigDict,
-) -> None:
-  """Prints the text of --help, with the values of the config."""
-  rows = by_section(declared, config)
-  print(_everything(program, about, rows, flags, declared))
-
-
 def _columns() -> int:
   return max(shutil.get_terminal_size((80, 24)).columns, 40)
 
@@ -91,16 +79,19 @@ def _title(name: str, declared: Section) -> str:
   return f"{name or 'general'}: {there[name].text}" if name in there else name
 
 
-def _everything(
-  program: str,
+def help_text(
   about: str,
-  rows: Mapping[str, Any],
   flags: Mapping[str, Option],
   declared: Section,
+  config: ConfigDict,
 ) -> str:
-  """The settings that are changed most, then all by section."""
+  """Returns the text of --help, with the values of the config.
+
+  The settings that are changed most come first, then all by section.
+  """
+  rows = by_section(declared, config)
   all_rows = {name: row for part in rows.values() for name, *row in part}
-  lines = about.strip().splitlines() or [f"usage: {program} [--flag=value ...]"]
+  lines = about.strip().splitlines()
   if all_rows:
     lines += _heading(
       "Values below are the defaults, or those of a --config=FILE.py that is "
