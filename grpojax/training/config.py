@@ -6,14 +6,16 @@ behind it sees a ConfigDict or a dotted name.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from grpojax.core.options import Option
 from grpojax.models import huggingface as hf
+from grpojax.runtime.cli import command_line, config_file
 from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.cli import config_file
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.settings import Section
 from grpojax.training.settings import conflicts
@@ -90,26 +92,29 @@ def default_job(name: str = "arithmetic") -> ConfigDict:
 
 
 def parse_job(
-  parse: Callable[..., tuple[ConfigDict, ConfigDict]],
+  argv: Sequence[str],
+  flags: Mapping[str, Option],
+  declared: Section,
+  about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads the command line of a program whose --config is a whole job.
 
   Without --config it is arithmetic.py, or own_model.py where another model is
   named: the learning rate of an embedded model would ruin it. Adapters start
-  from 10 times the learning rate. `parse` is `command_line.parse` with all but its `default`;
-  its result is returned.
+  from 10 times the learning rate. Arguments and result are as of
+  `command_line.parse`.
   """
-  config, flags = parse(default=default_job)
-  if config.model.path in os.listdir(hf.ASSETS):
-    return config, flags
-
-  def job() -> ConfigDict:
-    own = default_job("own_model")
+  job = default_job()
+  parse = functools.partial(
+    command_line.parse, argv, flags, declared, about, lambda: job
+  )
+  config, values = parse()
+  if config.model.path not in os.listdir(hf.ASSETS):
+    job = default_job("own_model")
     if config.lora.rank:
-      own.optim.learning_rate = LORA_RATE
-    return own
-
-  return parse(default=job)
+      job.optim.learning_rate = LORA_RATE
+    config, values = parse()
+  return config, values
 
 
 def from_config(config: ConfigDict) -> TrainSettings:

@@ -149,11 +149,8 @@ def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
 
 def _texts(s: TrainSettings) -> Rows:
   if not s.model.path:
-    yield (
-      "model.path",
-      "give a Hugging Face directory, ORG/NAME of the Hub, or the name of an "
-      "embedded model",
-    )
+    remedy = "give a Hugging Face directory, or ORG/NAME of the Hub"
+    yield "model.path", remedy
   try:
     re.compile(s.lora.targets)
   except re.error as error:
@@ -188,17 +185,13 @@ def _texts(s: TrainSettings) -> Rows:
 def _loss(s: TrainSettings) -> Rows:
   loss = s.loss
   if s.sampling.distribution.temperature < 0.01:
-    remedy = "must be 0.01 or more (greedy sampling has no policy gradient)"
+    remedy = "must be 0.01 or more (greedy samples have no gradient)"
     yield "sampling.temperature", remedy
   if loss.beta and loss.kl not in (known := PLACEMENTS[loss.kl_placement]):
     placement = f"loss.kl_placement = {loss.kl_placement!r}"
     remedy = f"with {placement} use {' or '.join(known)}"
     if loss.kl == "k1":
-      remedy += (
-        "; k1 = log(p / p_ref) as a loss term has the gradient E[grad log p] = "
-        "0 on-policy: it adds noise and pulls nowhere. k1 works with "
-        "loss.kl_placement = 'reward' or 'ratio'"
-      )
+      remedy += "; k1 as a loss term has gradient 0 on-policy: it pulls nowhere"
     yield "loss.kl", remedy
   if loss.entropy_target and loss.entropy_coef > loss.entropy_coef_max:
     most = f"loss.entropy_coef_max = {loss.entropy_coef_max}"
