@@ -56,7 +56,7 @@ LORA_RATE = 1e-5
 
 
 def _declared() -> Section:
-  whole = settings_lib.section_of(TrainSettings)
+  whole = settings_lib.section_of(TrainSettings())
   fields = dict(whole.fields)
   top = {k: x for k, x in fields.items() if not isinstance(x, Section)}
   for name, path in AT_TOP.items():
@@ -129,7 +129,7 @@ def from_config(config: ConfigDict) -> TrainSettings:
     section, key = path.split(".")
     tree[section][key] = tree.pop(name)
   try:
-    settings = settings_lib.build(TrainSettings, tree)
+    settings = settings_lib.build(TrainSettings(), tree)
   except ValueError as error:
     for line in str(error).split("\n  "):
       field, rest = line.split(" = ", 1)

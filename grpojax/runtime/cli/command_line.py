@@ -36,7 +36,6 @@ from grpojax.runtime.cli.settings import (
 from grpojax.runtime.terminal.screen import printable
 
 CONFIG = "config."
-_TOO_LARGE = MemoryError, RecursionError  # of Python's parser
 
 
 @contextlib.contextmanager
@@ -63,7 +62,7 @@ def literal(text: str) -> Any:
   """Returns a number, a tuple, ..., or else the text itself."""
   try:
     return ast.literal_eval(text)
-  except (SyntaxError, TypeError, ValueError, *_TOO_LARGE):
+  except (SyntaxError, TypeError, ValueError):
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -93,7 +92,7 @@ def _value(name: str, text: str, flag: Option) -> Any:
   default = 1 if flag.default in flag.words else flag.default
   try:
     return _typed(text, default)
-  except (KeyError, SyntaxError, TypeError, ValueError, *_TOO_LARGE):
+  except (KeyError, SyntaxError, TypeError, ValueError):
     example = " or ".join([f"{default}", *flag.words])
     about = f" ({flag.text})" if flag.text else ""
     raise ValueError(

@@ -10,13 +10,14 @@ import flax.traverse_util
 from ml_collections import ConfigDict
 
 
-def sections(config: ConfigDict, prefix: str = "") -> list[str]:
-  """Returns the dotted names of a config's sections, and of theirs."""
-  names = []
+def names(config: ConfigDict, prefix: str = "") -> list[str]:
+  """Returns the dotted names of all values and sections."""
+  below = []
   for key, value in config.items():
+    below.append(f"{prefix}{key}")
     if isinstance(value, ConfigDict):
-      names += [f"{prefix}{key}", *sections(value, f"{prefix}{key}.")]
-  return names
+      below += names(value, f"{prefix}{key}.")
+  return below
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

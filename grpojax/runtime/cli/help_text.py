@@ -74,11 +74,6 @@ def by_section(
   return by_name
 
 
-def _title(name: str, declared: Section) -> str:
-  there = {"": declared} | sections(declared)
-  return f"{name or 'general'}: {there[name].text}" if name in there else name
-
-
 def help_text(
   about: str,
   flags: Mapping[str, Option],
@@ -109,7 +104,9 @@ def help_text(
   if names:
     lines += _heading("The settings that most people change")
     lines += _entries((n, *all_rows[n]) for n in names if n in all_rows)
+  titles = {"general": declared} | sections(declared)
   for name, part in rows.items():
     if part:
-      lines += _heading(_title(name, declared)) + _entries(part)
+      title = name or "general"
+      lines += _heading(f"{title}: {titles[title].text}") + _entries(part)
   return "\n".join(lines)

@@ -7,7 +7,6 @@ other condition one in a function of `CHECKS`.
 
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -139,8 +138,7 @@ Rows = Iterator[tuple[str, str]]
 
 
 def _finite(values: Any) -> bool:
-  largest = sys.float_info.max  # an integer may be too large for a float
-  return all(isinstance(x, int | float) and abs(x) <= largest for x in values)
+  return all(isinstance(x, int | float) and abs(x) < 1e300 for x in values)
 
 
 def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
@@ -191,7 +189,9 @@ def _loss(s: TrainSettings) -> Rows:
     placement = f"loss.kl_placement = {loss.kl_placement!r}"
     remedy = f"with {placement} use {' or '.join(known)}"
     if loss.kl == "k1":
-      remedy += "; k1 as a loss term has gradient 0 on-policy: it pulls nowhere"
+      remedy += (
+        "; k1 as a loss term pulls nowhere: use it in 'reward' or 'ratio'"
+      )
     yield "loss.kl", remedy
   if loss.entropy_target and loss.entropy_coef > loss.entropy_coef_max:
     most = f"loss.entropy_coef_max = {loss.entropy_coef_max}"
