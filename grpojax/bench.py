@@ -37,7 +37,6 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
 
-PROGRAM = "python -m grpojax.bench"
 FLAGS = {
   "workload": setting("", "a step of a comparison", workloads.NAMES),
   "steps": setting(
@@ -52,9 +51,7 @@ FLAGS = {
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   """The config and the flags; a workload has defaults of its own."""
-  config, flags = command_line.parse(
-    argv, FLAGS, SETTINGS, PROGRAM, about=__doc__
-  )
+  config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   name, names = flags.workload, ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
@@ -68,8 +65,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
       argv,
       FLAGS | {"steps": steps},
       SETTINGS,
-      PROGRAM,
-      lambda: workloads.config_of(name),
+      default=lambda: workloads.config_of(name),
     )
   return config, flags
 

@@ -86,9 +86,8 @@ READS = [*MODEL, *"seed data. environment. reward. sampling.".split()]
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
   def parse(default=None):
-    program = "python -m grpojax.chat"
     return command_line.parse(
-      argv, FLAGS, SETTINGS, program, default, "model", __doc__, READS
+      argv, FLAGS, SETTINGS, __doc__, default, "model", READS
     )
 
   config, flags = parse()

@@ -26,7 +26,6 @@ the truth lies between the two (grpojax/aot/roofline.py). Rewards, evaluations
 and saving are not in them.
 """
 
-import functools
 import pathlib
 import sys
 
@@ -56,11 +55,7 @@ def _say(text: str) -> None:
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    program = "python -m grpojax.compile"
-    parse = functools.partial(
-      command_line.parse, argv, FLAGS, SETTINGS, program, about=__doc__
-    )
-    config, flags = parse_job(parse)
+    config, flags = parse_job(argv, FLAGS, SETTINGS, __doc__)
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
       disk.check_file(out, "--out")  # before hours of compiling

@@ -141,9 +141,8 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
   """Reads the command line: the settings, the flags and the ks."""
 
   def parse(default=None, reads=READS):
-    program = "python -m grpojax.evaluate"
     return command_line.parse(
-      argv, FLAGS, SETTINGS, program, default, "model", __doc__, reads
+      argv, FLAGS, SETTINGS, __doc__, default, "model", reads
     )
 
   config, flags = parse()

@@ -50,10 +50,9 @@ SETTINGS = None
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  program = "python -m grpojax.export"
   with command_line.usage_errors():
     _, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, program, positional="model", about=__doc__
+      argv, FLAGS, SETTINGS, __doc__, positional="model"
     )
     for name, example in {"model": "RUN", "out": "--out=DIR"}.items():
       if not flags[name]:

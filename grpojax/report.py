@@ -42,9 +42,7 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   runs, rest = _split(argv)
   with command_line.usage_errors(), disk.errors():
-    _, flags = command_line.parse(
-      rest, FLAGS, SETTINGS, "python -m grpojax.report", about=__doc__
-    )
+    _, flags = command_line.parse(rest, FLAGS, SETTINGS, __doc__)
     if not runs:
       raise ValueError("give the directory of a training run, or several")
     paths = [run_storage.local(run) for run in runs]

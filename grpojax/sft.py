@@ -449,13 +449,10 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   compilation.keep()
-  program = "python -m grpojax.sft"
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, program, about=__doc__
-    )
+    config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
-  run(config, out, " ".join([program, *argv]))
+  run(config, out, " ".join(["python -m grpojax.sft", *argv]))
   print(f"wrote {out}")
 
 

@@ -40,7 +40,6 @@ and exits with code 1; one whose held-out accuracy rises no more
 """
 
 import contextlib
-import functools
 import math
 import os
 import pathlib
@@ -200,11 +199,7 @@ def next_steps(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    program = "python -m grpojax.train"
-    parse = functools.partial(
-      command_line.parse, argv, FLAGS, SETTINGS, program, about=__doc__
-    )
-    config, flags = parse_job(parse)
+    config, flags = parse_job(argv, FLAGS, SETTINGS, __doc__)
     settings = from_config(config)
   compilation.keep()
   where = flags.run_dir or f"runs/{settings.name}"

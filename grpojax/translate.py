@@ -91,10 +91,9 @@ def translate_file(
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  program = "python -m grpojax.translate"
   with command_line.usage_errors():
     _, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, program, positional="file", about=__doc__
+      argv, FLAGS, SETTINGS, __doc__, positional="file"
     )
     if not flags.file:
       raise ValueError("give FILE: a .yaml, .json or .py of TRL or verl")

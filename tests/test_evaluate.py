@@ -360,15 +360,21 @@ def test_numbers_are_printed_whatever_the_disk_says(
     ),
     (
       ["--model={model}", "--config.model.path=x"],
-      "--config.model.path: python -m grpojax.evaluate does not read it, only "
+      "--config.model.path: this program reads only "
       "its own flags and seed, steps, model.dtype, model.ignore_keys, data.*, "
       "environment.*, "
       "reward.*, eval.",
     ),
     (["--model={model}", "--sampling.temperature=0"], "mean --temperature?"),
-    (["--model={model}", "--optim.learning_rate=1"], "does not read it"),
+    (
+      ["--model={model}", "--optim.learning_rate=1"],
+      "reads only its own flags",
+    ),
     (["--model={model}", "--temperature=1e-9"], "must be in [0.01, 100]"),
-    (["--model={empty_run}", "--model.dtype=bfloat16"], "does not read it"),
+    (
+      ["--model={empty_run}", "--model.dtype=bfloat16"],
+      "reads only its own flags",
+    ),
     (
       ["--model={model}", "--samples=1000000000"],
       "Change --config.eval.batch_size, --s",

@@ -81,14 +81,16 @@ def toy_model(toy, tmp_path_factory):
   return path
 
 
-def _sections(kind, prefix=""):
+def _sections(options, prefix=""):
   """Dataclasses of a tree of settings with their dotted paths."""
-  yield kind, prefix
-  for field in dataclasses.fields(kind):
-    if "section" in field.metadata:
-      yield from _sections(field.metadata["section"], f"{prefix}{field.name}.")
-    elif "inline" in field.metadata:
-      yield from _sections(field.metadata["inline"], prefix)
+  yield type(options), prefix
+  for field in dataclasses.fields(options):
+    value = getattr(options, field.name)
+    if dataclasses.is_dataclass(value):
+      inline = "inline" in field.metadata
+      yield from _sections(
+        value, prefix if inline else f"{prefix}{field.name}."
+      )
 
 
 def _record(monkeypatch):
@@ -114,7 +116,7 @@ def _record(monkeypatch):
 
     return get
 
-  for kind, prefix in _sections(TrainSettings):
+  for kind, prefix in _sections(TrainSettings()):
     names = {field.name for field in dataclasses.fields(kind)}
     get = recording(prefix, names)
     monkeypatch.setattr(kind, "__getattribute__", get, raising=False)

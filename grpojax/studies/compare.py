@@ -125,7 +125,7 @@ def train_settings(
   """
   words = [f"--config.{word}" for word in config.arms[arm].split()]
   run, _ = command_line.parse(
-    words, {}, TRAIN_SETTINGS, "grpojax.studies.compare", lambda: config.train
+    words, {}, TRAIN_SETTINGS, default=lambda: config.train
   )
   with run.unlocked():
     run.name = f"arm{arm}-rate{rate:g}-seed{seed}"

@@ -23,7 +23,7 @@ from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.cli.settings import Section, section, setting, to_config
+from grpojax.runtime.cli.settings import Section, section, setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
 from grpojax.runtime.terminal import pictures
@@ -61,11 +61,8 @@ def study(
     SystemExit: with a message, for a command line or a config that cannot be
       used, or a directory of something else.
   """
-  program = f"python -m grpojax.studies.{to_config(declared).name}"
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv, FLAGS, declared, program, about=about
-    )
+    config, flags = command_line.parse(argv, FLAGS, declared, about)
     config_lib.refuse(
       settings_lib.key_errors(declared, config)
       or config_lib.name_errors(config.name)

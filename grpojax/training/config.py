@@ -6,15 +6,16 @@ behind it sees a ConfigDict or a dotted name.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from grpojax.core.options import Option
 from grpojax.models import huggingface as hf
+from grpojax.runtime.cli import command_line, config_file
 from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.cli import config_file
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.settings import Section
 from grpojax.training.settings import conflicts
@@ -55,7 +56,7 @@ LORA_RATE = 1e-5
 
 
 def _declared() -> Section:
-  whole = settings_lib.section_of(TrainSettings)
+  whole = settings_lib.section_of(TrainSettings())
   fields = dict(whole.fields)
   top = {k: x for k, x in fields.items() if not isinstance(x, Section)}
   for name, path in AT_TOP.items():
@@ -91,40 +92,29 @@ def default_job(name: str = "arithmetic") -> ConfigDict:
 
 
 def parse_job(
-  parse: Callable[[Callable[[], ConfigDict]], tuple[ConfigDict, ConfigDict]],
+  argv: Sequence[str],
+  flags: Mapping[str, Option],
+  declared: Section,
+  about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads the command line of a program whose --config is a whole job.
 
   Without --config it is arithmetic.py, or own_model.py where another model is
   named: the learning rate of an embedded model would ruin it. Adapters start
-  from 10 times the learning rate. `parse` is `command_line.parse` of a default
-  config, whose result is returned.
+  from 10 times the learning rate. Arguments and result are as of
+  `command_line.parse`.
   """
-  config, flags = parse(default_job)
-  if config.model.path in os.listdir(hf.ASSETS):
-    return config, flags
-
-  def job() -> ConfigDict:
-    own = default_job("own_model")
+  job = default_job()
+  parse = functools.partial(
+    command_line.parse, argv, flags, declared, about, lambda: job
+  )
+  config, values = parse()
+  if config.model.path not in os.listdir(hf.ASSETS):
+    job = default_job("own_model")
     if config.lora.rank:
-      own.optim.learning_rate = LORA_RATE
-    return own
-
-  return parse(job)
-
-
-def _move(tree: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:
-  """Moves values between the top of a tree and its sections."""
-  moved = {k: dict(x) if isinstance(x, Mapping) else x for k, x in tree.items()}
-
-  def place(path):
-    section, _, key = path.rpartition(".")
-    return (moved[section] if section else moved), key
-
-  for old, new in moves.items():
-    (source, key), (target, name) = place(old), place(new)
-    target[name] = source.pop(key)
-  return moved
+      job.optim.learning_rate = LORA_RATE
+    config, values = parse()
+  return config, values
 
 
 def from_config(config: ConfigDict) -> TrainSettings:
@@ -134,9 +124,12 @@ def from_config(config: ConfigDict) -> TrainSettings:
     ValueError: With every error, a line each: setting, value, what to do.
   """
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
-  tree, errors = _move(config.to_dict(), AT_TOP), []
+  tree, errors = config.to_dict(), []
+  for name, path in AT_TOP.items():
+    section, key = path.split(".")
+    tree[section][key] = tree.pop(name)
   try:
-    settings = settings_lib.build(TrainSettings, tree)
+    settings = settings_lib.build(TrainSettings(), tree)
   except ValueError as error:
     for line in str(error).split("\n  "):
       field, rest = line.split(" = ", 1)
@@ -149,7 +142,10 @@ def from_config(config: ConfigDict) -> TrainSettings:
 
 def to_config(settings: TrainSettings) -> ConfigDict:
   """Returns the config that `from_config` makes such settings of."""
-  values = _move(settings_lib.values_of(settings), _TOP_OF_FIELD)
+  values = settings_lib.values_of(settings)
+  for name, path in AT_TOP.items():
+    section, key = path.split(".")
+    values[name] = values[section].pop(key)
   config = default_config().unlock()
   with config.ignore_type():
     config.update(values)

@@ -69,10 +69,10 @@ def _by_section(
   translation: Translation,
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
   """Settings with a name of their own, and nested dicts for free sections."""
-  free = config_lib.free_sections(default_config())
+  free = settings_lib.free_sections(SETTINGS)
   fixed, nested = {}, {}
   for name, one in settled(translation).items():
-    sections = [s for s in free if config_lib.is_free(name, [s])]
+    sections = [s for s in free if settings_lib.is_free(name, [s])]
     if not sections:
       fixed[name] = one
       continue

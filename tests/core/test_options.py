@@ -165,29 +165,6 @@ def test_bounds(kind, name, declared):
     assert declared.text in text and "\n" not in text
 
 
-@pytest.mark.parametrize(
-  "kind, name, declared",
-  [row for row in DECLARED if row[2].choices],
-  ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
-)
-def test_choices(kind, name, declared):
-  for value in declared.choices:
-    assert getattr(kind(**{name: value}), name) == value
-  with pytest.raises(ValueError) as error:
-    kind(**{name: "none_such"})
-  assert str(error.value).startswith(f"{name} = 'none_such': ")
-  assert f"use one of {', '.join(declared.choices)} (" in str(error.value)
-
-
-def test_all_errors_are_said_at_once():
-  with pytest.raises(ValueError) as error:
-    Objective(advantage="gropo", clip_low=2.0, beta=-1.0, dual_clip=0.5)
-  lines = str(error.value).split("\n  ")
-  names = [line.split(" = ")[0] for line in lines]
-  assert names == ["advantage", "clip_low", "beta", "dual_clip"]
-  assert "did you mean grpo? use one of leave_one_out, " in lines[0]
-
-
 def test_a_declaration_is_a_field():
   @frozen_options
   class Two:

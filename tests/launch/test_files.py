@@ -38,7 +38,7 @@ def lint(stand_ins, program, *arguments, **options):
 def check_training(arguments, monkeypatch):
   """Whether train understands a command line, up to the model itself."""
   monkeypatch.chdir(ROOT)  # for --config=configs/...
-  config, _ = command_line.parse(arguments, train.FLAGS, SETTINGS, "train")
+  config, _ = command_line.parse(arguments, train.FLAGS, SETTINGS)
   from_config(config)
   return config
 

@@ -57,7 +57,7 @@ def test_it_is_valid():
 def test_its_trainings_are_understood(words, monkeypatch):
   monkeypatch.chdir(ROOT)
   arguments = words[words.index("grpojax.train") + 1 :]
-  config, flags = command_line.parse(arguments, train.FLAGS, SETTINGS, "")
+  config, flags = command_line.parse(arguments, train.FLAGS, SETTINGS)
   from_config(config)
   assert flags.run_dir
 

@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import weakref
 
 import pytest
 
@@ -58,29 +56,6 @@ def test_sigterm_ends_a_fork(capfd):
   assert capfd.readouterr().err == ""
 
 
-def test_ctrl_c_in_a_weak_references_callback_comes_again(ctrl_c):
-  """Python ignores what such a callback raises."""
-
-  class Key:
-    pass
-
-  key, came = Key(), []
-
-  def interrupted(_):
-    send(signal.SIGINT)
-    came.append(1)
-
-  interrupted.__code__ = interrupted.__code__.replace(
-    co_filename=weakref.__file__
-  )
-  reference = weakref.ref(key, interrupted)
-  with pytest.raises(KeyboardInterrupt):
-    with interrupts.raising_ctrl_c():
-      del key
-      time.sleep(5)
-  assert came == [1] and reference() is None
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sigterm_is_heeded_where_exceptions_are_ignored():
   done = []
@@ -92,22 +67,15 @@ def test_sigterm_is_heeded_where_exceptions_are_ignored():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_heard_where_exceptions_are_ignored(ctrl_c):
+def test_ctrl_c_is_noted_where_exceptions_are_ignored(ctrl_c):
   done = []
   with interrupts.raising_ctrl_c() as came:
-    with pytest.raises(KeyboardInterrupt):
-      InDestructor(signal.SIGINT)
-      done.append(1)  # not in the destructor, but soon after it
-      time.sleep(10)
-    assert done == [1] and came == [signal.SIGINT]
+    InDestructor(signal.SIGINT)
+    done.append(1)
+    assert came == [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
       send(signal.SIGINT)
-  with interrupts.raising_ctrl_c() as came:  # in what has no name that is known
-    thing = threading.Event()
-    ref = weakref.ref(thing, lambda _: send(signal.SIGINT))
-    del thing
-    assert ref() is None
-  assert came == [signal.SIGINT]
+  assert done == [1] and came == [signal.SIGINT] * 2
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ),
     (
       {"optim__name": "adafactor", "optim__moments_dtype": "bfloat16"},
-      "optim.moments_dtype = 'bfloat16': is for optim.name = 'adamw'",
+      "use 'float32', or optim.name = 'adamw'",
     ),
     ({"lora__rank": 4, "diagnostics__last_layers": 1}, "as a whole: use 0"),
     ({"profile__steps": "3"}, "profile.steps = '3'"),
@@ -171,8 +171,8 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
       "use k1 or k3",
     ),
     ({"model__reference_every": 1}, "use 0, or loss.beta > 0"),
-    ({"model__teacher": "arithmetic-base"}, "give loss.beta > 0"),
-    ({"model__reference_prompt": "{prompt}!"}, "give loss.beta > 0"),
+    ({"model__teacher": "arithmetic-base"}, "use '', or loss.beta > 0"),
+    ({"model__reference_prompt": "{prompt}!"}, "use '', or loss.beta > 0"),
     (
       {"model__reference_prompt": "{answer}", "loss__beta": 1.0},
       "must hold {prompt}",
@@ -214,7 +214,7 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     (AUTO | {"loss__off_policy_threshold": 0.1}, "group_size = 'auto'"),
     (AUTO | {"loss__correction": "token_truncate"}, "group_size = 'auto'"),
     (AUTO | {"loss__weighting": "sequence_mean"}, "all tokens count alike"),
-    (AUTO | {"loss__truncated": "drop"}, "use keep, or a number for group_si"),
+    (AUTO | {"loss__truncated": "drop"}, "use 'keep', or a number for group"),
     (AUTO | {"auto_group_size__largest": 128}, "leaves 256 / 128 prompts a "),
     (AUTO | {"auto_group_size__start": 6}, "must be powers of two"),
     ({"group_size": "auto"}, "rests on the diagnostics: give 1 or more"),
@@ -239,7 +239,7 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ),
     (
       {"reward__on_device": True, "model__reference": "host"},
-      "model.reference = 'host': reward.on_device is one program",
+      "use 'device', or reward.on_device = False",
     ),
     ({"score_power": 0.0}, "score_power = 0.0: must be more than 0"),
     # Rollouts in int8, which are not the policy's.
@@ -279,12 +279,12 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ({"sampling__ahead": 2}, "sampling.ahead = 2: must be in [0, 1]"),
     (AHEAD | {"filter_groups__enable": True}, "filter_groups.enable = True"),
     (AHEAD | {"difficulty__priority": "spread"}, "difficulty.priority ="),
-    (AHEAD | {"reward__on_device": True}, "reward.on_device = True: is one"),
+    (AHEAD | {"reward__on_device": True}, "use 0, or reward.on_device = F"),
     (
       {"sampling__ahead": 1, "optim__epochs": 2} | AUTO,
-      "group_size = 'auto': changes after an update",
+      "sampling.ahead = 1: group_size = 'auto' follows",
     ),
-    ({"mesh__sampling_devices": 4}, "mesh.sampling_devices = 4: they would"),
+    ({"mesh__sampling_devices": 4}, "sampling_devices = 4: devices would wait"),
     (
       AHEAD | {"mesh__sampling_devices": 4, "environment__path": "x.py"},
       "mesh.sampling_devices = 4: not with an environment",
@@ -296,18 +296,18 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ),
     (
       AGGREGATED | {"reward__on_device": True},
-      "reward.on_device has one function only",
+      "use 'sum_then_normalize', or reward.on_device = False",
     ),
-    (AGGREGATED | AUTO, "the best size for the weighted sum"),
+    (AGGREGATED | AUTO, "use 'sum_then_normalize', or a number for group_size"),
     (
       AGGREGATED | {"group_size": 1, "advantage": "vanilla"},
       "a group of 1 has no spread",
     ),
-    (AGGREGATED | {"advantage": "beta_binomial"}, "cannot read as successes"),
-    (AGGREGATED | K1, "rewards without unit"),
+    (AGGREGATED | {"advantage": "beta_binomial"}, "cannot read normalised"),
+    (AGGREGATED | K1, "a KL penalty is in nats"),
     (
       FILTERED | {"reward__on_device": True},
-      "reward.on_device is one program, which dra",
+      "filter_groups.enable = True: the step is one program",
     ),
     (
       FILTERED | {"advantage": "vanilla"},
@@ -326,10 +326,10 @@ ACCURACY = {"filter_groups__metric": "acc", "filter_groups__rescale": True}
     ),
     ({"difficulty__band": (0.9, 0.1)}, "band = (0.9, 0.1): must be two numb"),
     ({"difficulty__target": (0.5, 1.0)}, "inside (0, 1)"),
-    ({"difficulty__importance_weights": True}, "nothing is to be undone"),
+    ({"difficulty__importance_weights": True}, "no choice to undo: use False"),
     (
       BY_DIFFICULTY | {"reward__on_device": True},
-      "priority = 'varies': reward.on_device",
+      "priority = 'varies': the step is one program",
     ),
     (
       BY_DIFFICULTY

@@ -1,8 +1,5 @@
 """configs/arithmetic.py, the job of a program that is given no config."""
 
-import functools
-
-from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import (
   SETTINGS,
@@ -15,8 +12,7 @@ from grpojax.training.config import (
 
 def test_a_model_of_ones_own_does_not_follow_it():
   def parsed(*argv):
-    parse = functools.partial(command_line.parse, argv, {}, SETTINGS, "")
-    return parse_job(parse)[0]
+    return parse_job(argv, {}, SETTINGS)[0]
 
   own = parsed("--config.model.path=org/model", "--config.seed=3")
   assert (own.name, own.seed, own.model.path) == ("own_model", 3, "org/model")

@@ -353,7 +353,7 @@ def test_an_observation_leaves_half_of_the_tokens(observation, tokens, most):
     (
       {"environment.path": "retry", "environment.credit": "turn"}
       | {"diagnostics.every": 2},
-      "the diagnosis is of whole trajectories",
+      "every = 2: this is of whole trajectories",
     ),
   ],
 )

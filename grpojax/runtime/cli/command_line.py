@@ -23,19 +23,19 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import Option, refusal
 from grpojax.runtime.cli import help_text
-from grpojax.runtime.cli.config import (
-  flatten,
+from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.cli.config_file import load_file
+from grpojax.runtime.cli.settings import (
+  Section,
+  flat_settings,
   free_sections,
   is_free,
-  nearest,
   sections,
+  to_config,
 )
-from grpojax.runtime.cli.config_file import load_file
-from grpojax.runtime.cli.settings import Section, flat_settings, to_config
 from grpojax.runtime.terminal.screen import printable
 
 CONFIG = "config."
-_TOO_LARGE = MemoryError, RecursionError  # of Python's parser
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def literal(text: str) -> Any:
   """Returns a number, a tuple, ..., or else the text itself."""
   try:
     return ast.literal_eval(text)
-  except (SyntaxError, TypeError, ValueError, *_TOO_LARGE):
+  except (SyntaxError, TypeError, ValueError):
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -92,7 +92,7 @@ def _value(name: str, text: str, flag: Option) -> Any:
   default = 1 if flag.default in flag.words else flag.default
   try:
     return _typed(text, default)
-  except (KeyError, SyntaxError, TypeError, ValueError, *_TOO_LARGE):
+  except (KeyError, SyntaxError, TypeError, ValueError):
     example = " or ".join([f"{default}", *flag.words])
     about = f" ({flag.text})" if flag.text else ""
     raise ValueError(
@@ -176,8 +176,8 @@ def _names(
     settings[f"{CONFIG}{name}"] = dataclasses.replace(one, default=value)
   return _Names(
     settings | dict(flags),
-    free_sections(config, CONFIG),
-    sections(config, CONFIG),
+    [f"{CONFIG}{name}" for name in free_sections(declared)],
+    [f"{CONFIG}{name}" for name in sections(declared)],
   )
 
 
@@ -227,14 +227,13 @@ def _unexpected(word: str) -> ValueError:
 
 
 def _unread(
-  name: str, flags: Mapping[str, Option], program: str, reads: Sequence[str]
+  name: str, flags: Mapping[str, Option], reads: Sequence[str]
 ) -> ValueError:
   parts = reversed(name.split("."))
   own = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
   settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
   return ValueError(
-    f"--{name}: {program} does not read it, only its own flags and "
-    f"{settings}{own}"
+    f"--{name}: this program reads only its own flags and {settings}{own}"
   )
 
 
@@ -256,11 +255,10 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Option],
-  declared: Section | None,
-  program: str,
+  declared: Section | None = None,
+  about: str = "",
   default: Callable[[], ConfigDict] | None = None,
   positional: str = "",
-  about: str = "",
   reads: Sequence[str] = ("",),
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads a program's command line.
@@ -269,12 +267,11 @@ def parse(
     argv: Arguments without the program's name.
     flags: Flags of the program.
     declared: Settings of the config; None for a program without a config.
-    program: Command that calls the program, for --help.
+    about: Docstring of the program, for --help.
     default: Function that makes the config without --config, if it is not that
       of `declared`.
     positional: Flag that a word without a name is the value of: `RUN` is
       `--model=RUN`.
-    about: Docstring of the program, for --help.
     reads: Beginnings of the settings that may be typed, which are those that
       the program reads; a config file or a run has others as well.
 
@@ -289,23 +286,21 @@ def parse(
   if "--" in argv:  # which ends all flags in other programs
     raise ValueError("unknown flag --; --help lists all flags")
   words = [word for word in argv if word not in ("--help", "-help", "-h")]
-  asks_for_help = len(words) < len(argv)
-  argv = words
-  file, argv = _take_config(argv)
+  file, rest = _take_config(words)
   file = expand_home(file)
   if file and declared is None:
-    raise ValueError(f"--config={file}: {program} reads no config file")
+    raise ValueError(f"--config={file}: this program reads no config file")
   declared = declared or Section("", {})
   default = default or (lambda: to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
-  if asks_for_help:
-    help_text.print_help(program, about, flags, declared, config)
+  if len(words) < len(argv):
+    print(help_text.help_text(about, flags, declared, config))
     raise SystemExit(0)
   own = {name: one.default for name, one in flags.items()}
   typed = set()
   with config.unlocked():
-    for name, value in _words(argv, _names(flags, declared, config)):
+    for name, value in _words(rest, _names(flags, declared, config)):
       if not name and not positional:
         raise _unexpected(value)
       if positional in typed and name in ("", positional):
@@ -318,7 +313,7 @@ def parse(
         own[name] = expand_home(value)
         typed.add(name)
       elif not name.removeprefix(CONFIG).startswith(tuple(reads)):
-        raise _unread(name, flags, program, reads)
+        raise _unread(name, flags, reads)
       else:
         _set(config, name, value)
     _expand_homes(config)

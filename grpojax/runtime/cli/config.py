@@ -1,4 +1,4 @@
-"""Configs as such, whatever program they are of: names, JSON, differences."""
+"""Configs of any program: names, JSON, differences."""
 
 import difflib
 import json
@@ -9,28 +9,15 @@ from typing import Any
 import flax.traverse_util
 from ml_collections import ConfigDict
 
-FREE = ("options", "template_options", "mixture")
-"""Names of sections that take any key, which is checked where it is used."""
 
-
-def sections(config: ConfigDict, prefix: str = "") -> list[str]:
-  """Returns the dotted names of a config's sections, and of theirs."""
-  names = []
+def names(config: ConfigDict, prefix: str = "") -> list[str]:
+  """Returns the dotted names of all values and sections."""
+  below = []
   for key, value in config.items():
+    below.append(f"{prefix}{key}")
     if isinstance(value, ConfigDict):
-      names += [f"{prefix}{key}", *sections(value, f"{prefix}{key}.")]
-  return names
-
-
-def free_sections(config: ConfigDict, prefix: str = "") -> list[str]:
-  """Returns those of its sections that take any key."""
-  names = sections(config, prefix)
-  return [name for name in names if name.rpartition(".")[2] in FREE]
-
-
-def is_free(name: str, free: Sequence[str]) -> bool:
-  """Returns True for a dotted name below one of the free sections."""
-  return name.startswith(tuple(f"{section}." for section in free))
+      below += names(value, f"{prefix}{key}.")
+  return below
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
@@ -108,37 +95,6 @@ def from_json(text: str) -> ConfigDict:
   if not isinstance(tree, dict):
     raise ValueError(f"a JSON object is needed, not {type(tree).__name__}")
   return ConfigDict(tree).lock()
-
-
-def _fill(section: ConfigDict, default: ConfigDict) -> None:
-  for key, value in default.items():
-    if key not in section:
-      section[key] = value
-    elif key not in FREE and isinstance(value, ConfigDict):
-      if isinstance(section[key], ConfigDict):
-        _fill(section[key], value)
-
-
-def fill_in(
-  config: ConfigDict, default: ConfigDict
-) -> tuple[ConfigDict, list[str]]:
-  """Returns a config, locked, with the defaults of the keys that it lacks.
-
-  What has the wrong type or shape is left as it is, for `settings.key_errors`.
-  The second result has a line "key = value" for each key that was added.
-
-  Raises:
-    ValueError: Most of the keys are not there: it is a config of something
-      else.
-  """
-  filled = config.copy_and_resolve_references().unlock()
-  _fill(filled, default.copy_and_resolve_references())
-  present = {*flatten(config), *sections(config)}
-  whole = flatten(filled) | {name: {} for name in free_sections(filled)}
-  added = [f"{k} = {v!r}" for k, v in sorted(whole.items()) if k not in present]
-  if 2 * len(added) > len(whole):
-    raise ValueError(f"it lacks {len(added)} of {len(whole)} keys")
-  return filled.lock(), added
 
 
 def difference(old: ConfigDict, new: ConfigDict) -> list[str]:

@@ -14,24 +14,13 @@ from grpojax.runtime.cli.settings import (
   Section,
   described,
   flat_settings,
+  free_sections,
+  is_free,
   sections,
-  setting,
   value_text,
 )
 
 _MARGIN = 36  # columns of a name, beside which its description stands
-
-
-def print_help(
-  program: str,
-  about: str,
-  flags: Mapping[str, Option],
-  declared: Section,
-  config: ConfigDict,
-) -> None:
-  """Prints the text of --help, with the values of the config."""
-  rows = by_section(declared, config)
-  print(_everything(program, about, rows, flags, declared))
 
 
 def _columns() -> int:
@@ -67,41 +56,37 @@ def by_section(
 ) -> dict[str, list[tuple[str, Any, Option]]]:
   """Returns settings, values and declarations by the dotted name of a section.
 
-  A free section is a part of the one that it is in. A key that a config file
-  has added has the description of its section.
+  A free section is a part of the one that it is in.
   """
-  known, there = dict(flat_settings(declared)), sections(declared)
-  free = [name for name, one in there.items() if one.free]
-  by_name = {"": []} | {name: [] for name in there if name not in free}
-  values = flatten(config)
-  in_order = {name: values[name] for name in known if name in values}
-  for name, value in (in_order | values).items():
-    inside = [part for part in free if name.startswith(f"{part}.")]
-    place = (inside or [name])[0].rpartition(".")[0]
-    text = there[inside[0]].text if inside else "a setting of this config"
-    one = known.get(name, setting(value, text))
-    by_name.setdefault(place, []).append((f"config.{name}", value, one))
+  known, below = dict(flat_settings(declared)), sections(declared)
+  free, values = free_sections(declared), flatten(config)
+  by_name = {"": []} | {name: [] for name in below if name not in free}
+  for name in dict.fromkeys([*known, *values]):
+    section = next((x for x in free if is_free(name, [x])), "")
+    if name in values and (name in known or section):
+      place = (section or name).rpartition(".")[0]
+      text = below[section].text if section else ""
+      one = known.get(name, Option(values[name], text))
+      by_name[place].append((f"config.{name}", values[name], one))
   for name in free:
-    row = f"config.{name}.KEY", "...", setting("...", there[name].text)
+    row = f"config.{name}.KEY", "...", Option("...", below[name].text)
     by_name[name.rpartition(".")[0]].append(row)
   return by_name
 
 
-def _title(name: str, declared: Section) -> str:
-  there = {"": declared} | sections(declared)
-  return f"{name or 'general'}: {there[name].text}" if name in there else name
-
-
-def _everything(
-  program: str,
+def help_text(
   about: str,
-  rows: Mapping[str, Any],
   flags: Mapping[str, Option],
   declared: Section,
+  config: ConfigDict,
 ) -> str:
-  """The settings that are changed most, then all by section."""
+  """Returns the text of --help, with the values of the config.
+
+  The settings that are changed most come first, then all by section.
+  """
+  rows = by_section(declared, config)
   all_rows = {name: row for part in rows.values() for name, *row in part}
-  lines = about.strip().splitlines() or [f"usage: {program} [--flag=value ...]"]
+  lines = about.strip().splitlines()
   if all_rows:
     lines += _heading(
       "Values below are the defaults, or those of a --config=FILE.py that is "
@@ -119,7 +104,9 @@ def _everything(
   if names:
     lines += _heading("The settings that most people change")
     lines += _entries((n, *all_rows[n]) for n in names if n in all_rows)
+  titles = {"general": declared} | sections(declared)
   for name, part in rows.items():
     if part:
-      lines += _heading(_title(name, declared)) + _entries(part)
+      title = name or "general"
+      lines += _heading(f"{title}: {titles[title].text}") + _entries(part)
   return "\n".join(lines)

@@ -7,26 +7,26 @@
     @frozen_options
     class TrainSettings:
       steps: int = option(40, "training steps", within="[0, 2**31)")
-      eval: EvalSettings = section_field(EvalSettings)
+      eval: EvalSettings = EvalSettings()
 
-    SETTINGS = section_of(TrainSettings)
-    settings = build(TrainSettings, config)  # from config.eval.every, ...
+    SETTINGS = section_of(TrainSettings())
+    settings = build(TrainSettings(), config)  # from config.eval.every, ...
 
 One declaration is the source of a program's default config, of its --help, of
 the errors for wrong values and of docs/settings.md.
 """
 
 import dataclasses
+import functools
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
 from grpojax.core.options import Option, interval_text, refusal, refuse
-from grpojax.runtime.cli.config import config_error, flatten, is_free, nearest
-from grpojax.runtime.cli.config import sections as config_sections
+from grpojax.runtime.cli.config import config_error, flatten, names, nearest
 
 setting = Option  # a flag, or a setting of a config that no dataclass has
 
@@ -59,20 +59,9 @@ def free_section(text: str) -> Section:
   return Section(text, {}, free=True)
 
 
-def section_field(kind: type) -> Any:
-  """Declares a dataclass's field as a section: another dataclass."""
-  return dataclasses.field(default_factory=kind, metadata={"section": kind})
-
-
-def inline_field(kind: type, **defaults: Any) -> Any:
-  """Declares a dataclass's field whose settings stand in the section around it.
-
-  `defaults` differ from the dataclass's own.
-  """
-  return dataclasses.field(
-    default_factory=lambda: kind(**defaults),
-    metadata={"inline": kind, "defaults": defaults},
-  )
+def inline(options: Any) -> Any:
+  """Declares a field whose settings stand in the section around it."""
+  return dataclasses.field(default=options, metadata={"inline": True})
 
 
 def free_field(text: str) -> Any:
@@ -80,64 +69,66 @@ def free_field(text: str) -> Any:
   return dataclasses.field(default_factory=dict, metadata={"free": text})
 
 
-def section_of(kind: type, **defaults: Any) -> Section:
-  """Returns the declarations of a dataclass's fields as a section.
+def section_of(options: Any) -> Section:
+  """Returns a dataclass's options as a section, with its values as defaults.
 
   Its text is the first line of the dataclass's docstring.
   """
-  text = inspect.getdoc(kind).splitlines()[0].rstrip(".")
+  text = inspect.getdoc(options).splitlines()[0].rstrip(".")
   text = text if text[1].isupper() else text[0].lower() + text[1:]
   fields: dict[str, Option | Section] = {}
-  for field in dataclasses.fields(kind):
-    meta = field.metadata
+  for field in dataclasses.fields(options):
+    value, meta = getattr(options, field.name), field.metadata
     if "option" in meta:
-      fields[field.name] = meta["option"]
-    elif "section" in meta:
-      fields[field.name] = section_of(meta["section"])
-    elif "inline" in meta:
-      fields |= section_of(meta["inline"], **meta["defaults"]).fields
+      fields[field.name] = dataclasses.replace(meta["option"], default=value)
     elif "free" in meta:
       fields[field.name] = free_section(meta["free"])
-  return changed(Section(text, fields), defaults)
+    elif "inline" in meta:
+      fields |= section_of(value).fields
+    else:
+      fields[field.name] = section_of(value)
+  return Section(text, fields)
 
 
-def build(kind: type, config: Mapping[str, Any], prefix: str = "") -> Any:
-  """Builds a dataclass from a config with its keys; `prefix` is for errors.
+def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
+  """Returns a dataclass's options with a config's values.
+
+  `prefix` is for errors.
 
   Raises:
     ValueError: Values out of range, one line "SETTING = VALUE: ..." each, of
       all sections.
   """
   values, errors = {}, []
-  for field in dataclasses.fields(kind):
-    meta, name = field.metadata, field.name
+  for field in dataclasses.fields(options):
+    name, value = field.name, getattr(options, field.name)
     try:
-      if "section" in meta:
-        inner = f"{prefix}{name}."
-        values[name] = build(meta["section"], config[name], inner)
-      elif "inline" in meta:
-        values[name] = build(meta["inline"], config, prefix)
+      if "inline" in field.metadata:
+        values[name] = build(value, config, prefix)
+      elif dataclasses.is_dataclass(value):
+        values[name] = build(value, config[name], f"{prefix}{name}.")
       else:
         values[name] = config[name]
     except ValueError as error:
       errors += str(error).split("\n  ")
   try:
-    built = kind(**values)  # a default stands for a section that is wrong
+    options = dataclasses.replace(options, **values)  # but wrong sections
   except ValueError as error:
     errors += [f"{prefix}{line}" for line in str(error).split("\n  ")]
   refuse(errors)
-  return built
+  return options
 
 
-def values_of(settings: Any) -> dict[str, Any]:
-  """Returns the values that `build` makes such a dataclass of."""
+def values_of(options: Any) -> dict[str, Any]:
+  """Returns the values that `build` makes such options of."""
   values = {}
-  for field in dataclasses.fields(settings):
-    value, meta = getattr(settings, field.name), field.metadata
-    if "inline" in meta:
+  for field in dataclasses.fields(options):
+    value = getattr(options, field.name)
+    if "inline" in field.metadata:
       values |= values_of(value)
     else:
-      values[field.name] = values_of(value) if "section" in meta else value
+      is_section = dataclasses.is_dataclass(value)
+      values[field.name] = values_of(value) if is_section else value
   return values
 
 
@@ -182,28 +173,61 @@ def sections(declared: Section, prefix: str = "") -> dict[str, Section]:
   return below
 
 
-def _values(declared: Section) -> ConfigDict:
-  config = ConfigDict()
+def free_sections(declared: Section) -> list[str]:
+  """Returns the dotted names of the sections that take any key."""
+  return [name for name, one in sections(declared).items() if one.free]
+
+
+def is_free(name: str, free: Sequence[str]) -> bool:
+  """Returns True for a dotted name below one of the free sections."""
+  return name.startswith(tuple(f"{section}." for section in free))
+
+
+def _fill(config: ConfigDict, declared: Section) -> None:
+  """Adds sections and defaults that a config lacks."""
   for name, field in declared.fields.items():
     if isinstance(field, Section):
-      config[name] = _values(field)
-    elif field.words:  # of any type
+      if name not in config:
+        config[name] = ConfigDict()
+      if isinstance(config[name], ConfigDict):
+        _fill(config[name], field)
+    elif name not in config and field.words:  # of any type
       config[name] = FieldReference(field.default, field_type=object)
-    else:
+    elif name not in config:
       config[name] = field.default
-  return config
 
 
 def to_config(declared: Section) -> ConfigDict:
   """Returns the defaults as a config, locked but for its free sections."""
-  config = _values(declared).lock()
-  for name, one in sections(declared).items():
-    if one.free:
-      part = config
-      for key in name.split("."):
-        part = part[key]
-      part.unlock()
+  config = ConfigDict()
+  _fill(config, declared)
+  config.lock()
+  for name in free_sections(declared):
+    functools.reduce(getattr, name.split("."), config).unlock()
   return config
+
+
+def fill_in(
+  config: ConfigDict, declared: Section
+) -> tuple[ConfigDict, list[str]]:
+  """Returns a config, locked, with the defaults of the keys that it lacks.
+
+  What has the wrong type or shape is left as it is, for `key_errors`. The
+  second result has a line "key = value" for each key that was added.
+
+  Raises:
+    ValueError: Most of the keys are not there: it is a config of something
+      else.
+  """
+  filled = config.copy_and_resolve_references().unlock()
+  _fill(filled, declared)
+  filled = filled.copy_and_resolve_references()
+  present = names(config)
+  whole = flatten(filled) | dict.fromkeys(free_sections(declared), {})
+  added = [f"{k} = {v!r}" for k, v in sorted(whole.items()) if k not in present]
+  if 2 * len(added) > len(whole):
+    raise ValueError(f"it lacks {len(added)} of {len(whole)} keys")
+  return filled.lock(), added
 
 
 def value_text(value: Any) -> str:
@@ -229,31 +253,26 @@ def described(one: Option) -> str:
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
   """Returns a line for each unknown or missing key, and each other type."""
   values, below = flatten(config), sections(declared)
-  free = [name for name, one in below.items() if one.free]
-  known = {
-    name: one
-    for name, one in flat_settings(declared)
-    if not is_free(name, free)
-  }
+  free = free_sections(declared)
+  known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
   errors = []
   for name, value in values.items():
+    remedy = ""
     if name in below:
       remedy = "is a section, with keys of its own"
-      errors.append(config_error(name, value, remedy))
     elif name not in known and not is_free(name, free):
       guess = nearest(name, list(known))
       hint = f"; did you mean --config.{guess}?" if guess else ""
-      errors.append(config_error(name, value, f"unknown key{hint}"))
-  present = {*values, *config_sections(config)}
-  for name in [*free, *known]:
-    if name not in present:
-      errors.append(f"--config.{name}: missing; start from default_config()")
-  for name, one in known.items():
-    if name in values and not _has_type(one, values[name]):
-      kind = type(one.default).__name__
-      remedy = f"must be of type {kind}"
-      errors.append(config_error(name, values[name], remedy))
-  return errors
+      remedy = f"unknown key{hint}"
+    elif name in known and not _has_type(known[name], value):
+      remedy = f"must be of type {type(known[name].default).__name__}"
+    errors += [config_error(name, value, remedy)] if remedy else []
+  present = names(config)
+  return errors + [
+    f"--config.{name}: missing; start from default_config()"
+    for name in [*free, *known]
+    if name not in present
+  ]
 
 
 def _has_type(one: Option, value: Any) -> bool:

@@ -20,6 +20,7 @@ With one process, nothing of this communicates.
 """
 
 import contextlib
+import functools
 import glob
 import importlib.util
 import itertools
@@ -216,19 +217,14 @@ def _patience() -> Iterator[list[str]]:
     )
     interrupts.end(1)
 
-  words = f"are waited for, {PATIENCE} s at most"
-  timers = [
-    threading.Timer(SAY_AFTER, say, [words]),
-    threading.Timer(PATIENCE, give_up),
-  ]
-  for timer in timers:
-    timer.daemon = True
-    timer.start()
-  try:
+  waiting = functools.partial(say, f"are waited for, {PATIENCE} s at most")
+  with contextlib.ExitStack() as stack:
+    for seconds, act in ((SAY_AFTER, waiting), (PATIENCE, give_up)):
+      timer = threading.Timer(seconds, act)
+      timer.daemon = True
+      timer.start()
+      stack.callback(timer.cancel)
     yield problems
-  finally:
-    for timer in timers:
-      timer.cancel()
 
 
 # How they end.

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -31,10 +30,6 @@ not finished; run the same command again to resume it."""
 
 _NOT_OURS = (None, signal.SIG_IGN)
 """Handlers that stay: one set in C (by JAX), and that of a background job."""
-
-_IGNORING = ("__del__", "_xla_gc_callback", "weakref.py", "_weakrefset.py")
-"""Functions, and files of callbacks, whose exceptions Python ignores. The
-second is JAX's, when garbage is collected, which is often while it compiles."""
 
 
 def _after_fork() -> None:
@@ -124,43 +119,19 @@ def deferred(*numbers: int) -> Iterator[list[int]]:
       signal.raise_signal(number)
 
 
-def _is_ignored(frame: types.FrameType | None) -> bool:
-  """Returns True where Python would ignore an exception that is raised now."""
-  while frame:
-    name, file = frame.f_code.co_name, frame.f_code.co_filename
-    if name in _IGNORING or os.path.basename(file) in _IGNORING:
-      return True
-    frame = frame.f_back
-  return False
-
-
-def sent_again(number: int, frame: types.FrameType | None) -> bool:
-  """Sends a signal once more, soon, where an exception would be ignored now.
-
-  Returns True there.
-  """
-  if _is_ignored(frame):
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
-    timer.daemon = True
-    timer.start()
-    return True
-  return False
-
-
 @contextlib.contextmanager
 def raising_ctrl_c() -> Iterator[list[int]]:
-  """Raises KeyboardInterrupt at Ctrl-C; later where Python would ignore it.
+  """Raises KeyboardInterrupt at Ctrl-C.
 
   Yields:
-    Signals that have come, for work that ends where there are any: one may have
-    been ignored all the same.
+    Signals that have come, for work that ends where there are any: Python
+    ignores exceptions in destructors and in callbacks of the garbage collector.
   """
   came: list[int] = []
 
-  def interrupt(number: int, frame: types.FrameType | None) -> None:
-    if not sent_again(number, frame):
-      came.append(number)
-      raise KeyboardInterrupt
+  def interrupt(number: int, _: Any) -> None:
+    came.append(number)
+    raise KeyboardInterrupt
 
   with handled(interrupt, *_ours(signal.SIGINT)):
     yield came
@@ -208,7 +179,7 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
     return
   came: list[int] = []
 
-  def note(number: int, frame: types.FrameType | None) -> None:
+  def note(number: int, _: Any) -> None:
     came.append(number)
     # The default action, not a Python handler, so that a second SIGTERM kills
     # even while the main thread is deep inside a compiled call.

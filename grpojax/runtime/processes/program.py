@@ -70,18 +70,6 @@ def _open_outputs() -> None:
     setattr(sys, f"__{name}__", text)
 
 
-def _use_utf8() -> None:
-  """Starts Python anew in its UTF-8 mode where the locale is of another text.
-
-  There names of files would be texts that libraries in C++ do not take.
-  """
-  known = sys.getfilesystemencoding() == "utf-8"
-  if known or os.environ.get("PYTHONUTF8") == "1" or not sys.executable:
-    return
-  os.environ["PYTHONUTF8"] = "1"
-  os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
 def _is_at_work(frame: types.FrameType | None) -> bool:
   """Returns True in the `main` of a program, False while that is imported."""
   while frame:
@@ -101,8 +89,7 @@ def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
   if not _is_at_work(frame):
     print("interrupted", file=sys.stderr)
     interrupts.end(interrupts.INTERRUPTED)
-  if not interrupts.sent_again(number, frame):
-    raise KeyboardInterrupt
+  raise KeyboardInterrupt
 
 
 def show_error(kind: type, error: BaseException, traceback: Any) -> None:
@@ -110,7 +97,7 @@ def show_error(kind: type, error: BaseException, traceback: Any) -> None:
   if not issubclass(kind, KeyboardInterrupt):
     return sys.__excepthook__(kind, error, traceback)
   print("interrupted", file=sys.stderr)
-  interrupts.exit_program()
+  interrupts.end(interrupts.INTERRUPTED)
 
 
 def _show_ignored(ignored: Any) -> None:
@@ -126,7 +113,6 @@ def _show_ignored(ignored: Any) -> None:
 
 def begin() -> None:
   """Makes this process one of our programs."""
-  _use_utf8()
   _open_outputs()
   sys.excepthook, sys.unraisablehook = show_error, _show_ignored
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -2,16 +2,14 @@
 
 A `WorkerPool` does jobs in workers, with a time limit for each. Workers are new
 programs, never forks, and load no JAX. Processes exchange lines of JSON,
-nothing that could run code; `worker_main` tells what else a job may do. A
-thread with one idle worker does a job; `results` waits for them.
+nothing that could run code; `worker_main` tells what else a job may do. Each
+worker has a thread that gives it jobs; `results` waits for them.
 
 Without workers `results` does the jobs, and the system's alarm raises an
 exception in one that takes too long. Only a worker survives what crashes or
 never returns from C.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -22,6 +20,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
@@ -250,13 +249,6 @@ def abandon(submissions: Sequence[Submission]) -> None:
     submission.abandoned = True
 
 
-class _Crew(NamedTuple):
-  """Workers that share their jobs, and as many threads to ask them."""
-
-  idle: collections.deque[Process]
-  threads: concurrent.futures.ThreadPoolExecutor
-
-
 class WorkerPool(contextlib.AbstractContextManager):
   """Does jobs in workers, or in this process; use it in a `with`.
 
@@ -288,35 +280,55 @@ class WorkerPool(contextlib.AbstractContextManager):
     self.patience = max(8, 4 * workers)
     self._answer = None if workers else module.prepare(setup)
     line = to_line(setup) if workers else b""
-    make = lambda: Process(module.__name__, line, module.parse, longest)
-    self._workers = [make() for _ in range(workers)]
-    size = 1 if pinned else max(workers, 1)
-    crews = [self._workers[i : i + size] for i in range(0, workers, size)]
-    threads = concurrent.futures.ThreadPoolExecutor
-    self._crews = [_Crew(collections.deque(), threads(size)) for _ in crews]
+    count = workers if pinned else min(workers, 1)
+    self._jobs = [queue.SimpleQueue() for _ in range(count)]
+    self._threads = []
     self._closed = False
+    ready: queue.SimpleQueue = queue.SimpleQueue()
+    for i in range(workers):
+      process = Process(module.__name__, line, module.parse, longest)
+      arguments = process, self._jobs[i % count], ready
+      thread = threading.Thread(target=self._work, args=arguments, daemon=True)
+      self._threads.append(thread)
+      thread.start()
     try:
-      # By our threads, which last as long as the pool: workers end with them.
-      start = lambda process: process.start(lambda: self._closed)
-      pairs = [*zip(self._crews, crews, strict=True)]
-      starts = [crew.threads.map(start, own) for crew, own in pairs]
-      for (crew, own), started in zip(pairs, starts, strict=True):
-        list(started)
-        # As many as threads: one that begins a job finds one of them idle.
-        crew.idle.extend(own)
+      for _ in self._threads:
+        if error := ready.get():
+          raise error
     except BaseException as error:
       self.close()
       if isinstance(error, Lost):
         raise ValueError(f"a worker did not start: {error}") from error
       raise
 
+  def _work(
+    self,
+    process: Process,
+    jobs: queue.SimpleQueue,
+    ready: queue.SimpleQueue,
+  ) -> None:
+    """Starts a worker and has it do jobs, in a thread, until there is None.
+
+    Workers end with the thread that started them.
+    """
+    try:
+      process.start(lambda: self._closed)
+      ready.put(None)
+      while job := jobs.get():
+        self._ask(process, *job)
+      process.finish(_CLOSING)
+    except BaseException as error:
+      ready.put(error)
+    finally:
+      process.kill()
+
   def start(self, sent: Submission) -> None:
     """Starts to do the jobs; ValueError where one has what is no JSON."""
-    if self._workers:
+    if self._threads:
       lines = [to_line(job.content) for job in sent.jobs]
       for index, line in enumerate(lines):
-        crew = self._crews[sent.jobs[index].place % len(self._crews)]
-        crew.threads.submit(self._run, crew.idle, sent, index, line)
+        place = sent.jobs[index].place % len(self._jobs)
+        self._jobs[place].put((sent, index, line))
 
   def results(
     self, submissions: Sequence[Submission], check_signals: Callable[[], None]
@@ -332,7 +344,7 @@ class WorkerPool(contextlib.AbstractContextManager):
         for index in range(len(sent.jobs)):
           message = None
           while message is None:
-            if not self._workers or time.monotonic() - last >= _POLL:
+            if not self._threads or time.monotonic() - last >= _POLL:
               check_signals()
               last = time.monotonic()
             message = self._next(sent, index)
@@ -348,49 +360,35 @@ class WorkerPool(contextlib.AbstractContextManager):
     if self._closed:
       return
     self._closed = True
-    try:
-      close = getattr(self._answer, "close", lambda: None)
-      user_calls.in_time(_CLOSING, lambda: user_calls.call(close))
-      idle = [process for crew in self._crews for process in crew.idle]
-      end = time.monotonic() + _CLOSING
-      for until in (time.monotonic(), end):  # all are told first
-        for process in idle:
-          process.finish(max(until - time.monotonic(), 0.0))
-    finally:
-      for crew in self._crews:
-        crew.threads.shutdown(cancel_futures=True)
-      for process in self._workers:
-        process.kill()
+    for i in range(len(self._threads)):
+      self._jobs[i % len(self._jobs)].put(None)
+    close = getattr(self._answer, "close", lambda: None)
+    user_calls.in_time(_CLOSING, lambda: user_calls.call(close))
+    for thread in self._threads:
+      thread.join()
 
   def __exit__(self, *_):
     self.close()
 
   def _next(self, sent: Submission, index: int) -> Done | BaseException | None:
     """Waits a moment for any job, or does that of the index."""
-    if not self._workers:
+    if not self._threads:
       return self._do(sent, index, self._ask_here(sent.jobs[index]))
     # A SimpleQueue, not futures: those may stay locked where Ctrl-C interrupts
     # a wait for them, and then nothing could end.
     with contextlib.suppress(queue.Empty):
       return sent.done.get(timeout=_POLL)
 
-  def _run(
-    self,
-    idle: collections.deque[Process],
-    sent: Submission,
-    index: int,
-    line: bytes,
+  def _ask(
+    self, process: Process, sent: Submission, index: int, line: bytes
   ) -> None:
-    """Has the worker that is idle for longest do a job, in a thread."""
+    """Has a worker do a job."""
     stop = lambda: self._closed or sent.abandoned
-    process = idle.popleft()
     try:
       answers = process.ask(line, sent.jobs[index], stop)
       sent.done.put(self._do(sent, index, answers))
     except BaseException as exception:
       sent.done.put(exception)
-    finally:
-      idle.append(process)
 
   def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
     """Takes the answers to a job; asks for none where it is given up."""

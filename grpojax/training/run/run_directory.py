@@ -25,7 +25,6 @@ from grpojax.runtime.files.records import (
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.training.config import (
   SETTINGS,
-  default_config,
   from_config,
   to_config,
 )
@@ -90,7 +89,7 @@ def saved(path: Path) -> SavedConfig | None:
     config = config_lib.from_json((pathlib.Path(path) / CONFIG).read_text())
     if "path" not in (config.get("model") or {}):
       return None
-    return SavedConfig(*config_lib.fill_in(config, default_config()))
+    return SavedConfig(*settings_lib.fill_in(config, SETTINGS))
   except (OSError, TypeError, ValueError):
     return None
 

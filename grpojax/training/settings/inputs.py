@@ -22,7 +22,7 @@ from grpojax.models.block_attention import ATTENTION
 from grpojax.models.config import DTYPES
 from grpojax.models.layer_stacks import REMAT
 from grpojax.rewards.math import THINKING
-from grpojax.runtime.cli.settings import free_field, inline_field
+from grpojax.runtime.cli.settings import free_field, inline
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 from grpojax.statistics.success_rates import PRIORITIES
 
@@ -204,8 +204,8 @@ class SamplingSettings:
     'texts that end a completion, as ["\\nQuestion:", "</answer>"]; rewards '
     "see the text before; () = none",
   )
-  distribution: Sampling = inline_field(Sampling)
-  decoding: Decoding = inline_field(Decoding)
+  distribution: Sampling = inline(Sampling())
+  decoding: Decoding = inline(Decoding())
   parts: int = option(
     1,
     "equal parts of a step's prompts, sampled one after another: "

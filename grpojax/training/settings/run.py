@@ -13,7 +13,7 @@ from grpojax.core.options import (
   option,
 )
 from grpojax.core.update import UpdateOptions
-from grpojax.runtime.cli.settings import inline_field, section_field
+from grpojax.runtime.cli.settings import inline
 from grpojax.runtime.terminal.trackers import TENSORBOARD
 from grpojax.training.settings.inputs import (
   DataSettings,
@@ -59,8 +59,8 @@ class OptimSettings:
     "decoupled weight decay of all trained parameters but norms and biases",
     within=NOT_NEGATIVE,
   )
-  update: UpdateOptions = inline_field(
-    UpdateOptions, max_grad_norm=1.0, micro_batches=4
+  update: UpdateOptions = inline(
+    UpdateOptions(max_grad_norm=1.0, micro_batches=4)
   )
   packing: bool = option(
     True,
@@ -258,21 +258,21 @@ class TrainSettings:
     within=ONE_OR_MORE,
     words=(AUTO,),
   )
-  model: ModelSettings = section_field(ModelSettings)
-  lora: LoraSettings = section_field(LoraSettings)
-  data: DataSettings = section_field(DataSettings)
-  difficulty: DifficultySettings = section_field(DifficultySettings)
-  sampling: SamplingSettings = section_field(SamplingSettings)
-  environment: EnvironmentSettings = section_field(EnvironmentSettings)
-  reward: RewardSettings = section_field(RewardSettings)
-  filter_groups: FilterGroupsSettings = section_field(FilterGroupsSettings)
-  auto_group_size: AutoGroupSizeSettings = section_field(AutoGroupSizeSettings)
-  loss: Objective = section_field(Objective)
-  optim: OptimSettings = section_field(OptimSettings)
-  diagnostics: DiagnosticsSettings = section_field(DiagnosticsSettings)
-  eval: EvalSettings = section_field(EvalSettings)
-  checkpoint: CheckpointSettings = section_field(CheckpointSettings)
-  log: LogSettings = section_field(LogSettings)
-  profile: ProfileSettings = section_field(ProfileSettings)
-  stop: StopSettings = section_field(StopSettings)
-  mesh: MeshSettings = section_field(MeshSettings)
+  model: ModelSettings = ModelSettings()
+  lora: LoraSettings = LoraSettings()
+  data: DataSettings = DataSettings()
+  difficulty: DifficultySettings = DifficultySettings()
+  sampling: SamplingSettings = SamplingSettings()
+  environment: EnvironmentSettings = EnvironmentSettings()
+  reward: RewardSettings = RewardSettings()
+  filter_groups: FilterGroupsSettings = FilterGroupsSettings()
+  auto_group_size: AutoGroupSizeSettings = AutoGroupSizeSettings()
+  loss: Objective = Objective()
+  optim: OptimSettings = OptimSettings()
+  diagnostics: DiagnosticsSettings = DiagnosticsSettings()
+  eval: EvalSettings = EvalSettings()
+  checkpoint: CheckpointSettings = CheckpointSettings()
+  log: LogSettings = LogSettings()
+  profile: ProfileSettings = ProfileSettings()
+  stop: StopSettings = StopSettings()
+  mesh: MeshSettings = MeshSettings()
