@@ -84,7 +84,7 @@ def test_ctrl_c_in_a_weak_references_callback_comes_again(ctrl_c):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sigterm_is_heeded_where_exceptions_are_ignored():
   done = []
-  with pytest.raises(interrupts.Left, match="SIGTERM before"):
+  with pytest.raises(interrupts.Left, match="by SIGTERM"):
     with interrupts.raising_sigterm():
       InDestructor(signal.SIGTERM)
       done.append(1)

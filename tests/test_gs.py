@@ -1,8 +1,6 @@
-"""Whole runs in buckets: gs:// and s3://, of stand-ins on this machine.
+"""Whole runs on gs://, of a stand-in on this machine (training/fake_gcs.py).
 
-A stand-in for Google Cloud Storage is in runtime/fake_gcs.py; moto's server is
-one for S3. What only a real bucket answers: credentials, its speed, and its
-network's failures.
+Only a real bucket shows credentials, speed and failures of the network.
 """
 
 import contextlib
@@ -40,13 +38,15 @@ def free_port():
     return free.getsockname()[1]
 
 
-@contextlib.contextmanager
-def server(*command, port):
-  process = subprocess.Popen(
-    [sys.executable, *command, str(port)],
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
-  )
+@pytest.fixture
+def gcs(monkeypatch):
+  pytest.importorskip("gcsfs")
+  port, program = free_port(), HERE / "training" / "fake_gcs.py"
+  process = subprocess.Popen([sys.executable, program, str(port)])
+  url = f"http://127.0.0.1:{port}"
+  monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+  monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+  monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
   try:
     for _ in range(300):
       with (
@@ -55,34 +55,10 @@ def server(*command, port):
       ):
         break
       time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
+    yield fsspec.filesystem("gs", skip_instance_cache=True)
   finally:
     process.kill()
     process.wait()
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-  pytest.importorskip("gcsfs")
-  with server(str(HERE / "runtime" / "fake_gcs.py"), port=free_port()) as url:
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
-    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
-    yield fsspec.filesystem("gs", skip_instance_cache=True)
-
-
-@pytest.fixture
-def s3(monkeypatch):
-  pytest.importorskip("s3fs")
-  pytest.importorskip("moto.server")
-  with server("-m", "moto.server", "-p", port=free_port()) as url:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    fs = fsspec.filesystem("s3", skip_instance_cache=True)
-    fs.mkdir("bucket")
-    yield fs
 
 
 @pytest.fixture
@@ -192,18 +168,23 @@ def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_in_s3_is_killed_and_goes_on(s3, start, run, tmp_path):
-  url = "s3://bucket/runs/a"
+def test_a_run_in_gs_is_killed_and_goes_on(gcs, start, run, tmp_path):
+  url = "gs://bucket/runs/a"
   (process,) = start("train", *words(url))
   wait_for(process, "step 3/4")
-  while not s3.exists("bucket/runs/a/checkpoints/2/_CHECKPOINT_METADATA"):
-    s3.invalidate_cache()
+  while not gcs.exists("bucket/runs/a/checkpoints/2/commit_success.txt"):
+    gcs.invalidate_cache()
     time.sleep(0.1)
   process.kill()
   process.communicate()
-  out = run("train", *words(url))  # waits for the lock
-  assert "is, or was, in use by" in out and "resuming after step 2" in out
-  check_as_on_a_disk(s3, tmp_path, run)
+  (second,) = start("train", *words(url))
+  out = second.communicate(timeout=120)[0]
+  assert second.returncode == 1
+  assert f"in use by process {process.pid} on" in out
+  assert out.endswith(f"remove its lock: gcloud storage rm {url}/.lock\n")
+  gcs.rm_file("bucket/runs/a/.lock")
+  assert "resuming after step 2" in run("train", *words(url))
+  check_as_on_a_disk(gcs, tmp_path, run)
   assert "checkpoint of step 4" in run("evaluate", f"--model={url}")
   run("export", url, f"--out={tmp_path / 'out'}")
   assert (tmp_path / "out" / "model.safetensors").is_file()
