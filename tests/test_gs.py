@@ -143,7 +143,7 @@ def check_as_on_a_disk(fs, tmp_path, run):
 
 
 @pytest.mark.long
-def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
+def test_a_run_is_interrupted_and_killed_and_goes_on(gcs, start, run, tmp_path):
   url = "gs://bucket/runs/a"
   first, second = start("train", *words(url), count=2)
   wait_for(first, "step 1/4")
@@ -151,8 +151,21 @@ def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
   out = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
   assert (first.returncode, second.returncode) == (75, 75), out
   assert "summary.json" not in map(os.path.basename, gcs.find("bucket/runs/a"))
+  (killed,) = start("train", *words(url))
+  wait_for(killed, "step 3/4")
+  while not gcs.exists("bucket/runs/a/checkpoints/2/commit_success.txt"):
+    gcs.invalidate_cache()
+    time.sleep(0.1)
+  killed.kill()
+  killed.communicate()
+  (refused,) = start("train", *words(url))
+  out = refused.communicate(timeout=120)[0]
+  assert refused.returncode == 1
+  assert f"in use by process {killed.pid} on" in out
+  assert out.endswith(f"remove its lock: gcloud storage rm {url}/.lock\n")
+  gcs.rm_file("bucket/runs/a/.lock")
   out = run("train", *words(url))
-  assert "resuming after step" in out and f"are in {url}/" in out
+  assert "resuming after step 2" in out and f"are in {url}/" in out
   check_as_on_a_disk(gcs, tmp_path, run)
   assert "nothing to do" in run("train", *words(url))
   gcs.invalidate_cache()
@@ -163,28 +176,7 @@ def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
     assert "finished, 4 of 4 steps" in text.read_text()
   out = run("evaluate", f"--model={url}")
   assert "checkpoint of step 4" in out and "4 held-out prompts" in out
-  new = words(tmp_path / "b", steps=0) + ["--config.optim.micro_batches=1"]
-  run("train", *new, f"--config.model.path={url}")  # starts from that model
-
-
-@pytest.mark.long
-def test_a_run_in_gs_is_killed_and_goes_on(gcs, start, run, tmp_path):
-  url = "gs://bucket/runs/a"
-  (process,) = start("train", *words(url))
-  wait_for(process, "step 3/4")
-  while not gcs.exists("bucket/runs/a/checkpoints/2/commit_success.txt"):
-    gcs.invalidate_cache()
-    time.sleep(0.1)
-  process.kill()
-  process.communicate()
-  (second,) = start("train", *words(url))
-  out = second.communicate(timeout=120)[0]
-  assert second.returncode == 1
-  assert f"in use by process {process.pid} on" in out
-  assert out.endswith(f"remove its lock: gcloud storage rm {url}/.lock\n")
-  gcs.rm_file("bucket/runs/a/.lock")
-  assert "resuming after step 2" in run("train", *words(url))
-  check_as_on_a_disk(gcs, tmp_path, run)
-  assert "checkpoint of step 4" in run("evaluate", f"--model={url}")
   run("export", url, f"--out={tmp_path / 'out'}")
   assert (tmp_path / "out" / "model.safetensors").is_file()
+  new = words(tmp_path / "b", steps=0) + ["--config.optim.micro_batches=1"]
+  run("train", *new, f"--config.model.path={url}")  # starts from that model
