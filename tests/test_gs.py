@@ -96,7 +96,7 @@ def run(start):
 
   def run(program, *words):
     (process,) = start(program, *words)
-    out = process.communicate(timeout=300)[0]
+    out = process.communicate(timeout=900)[0]
     assert process.returncode == 0, out
     return out
 
@@ -180,3 +180,11 @@ def test_a_run_is_interrupted_and_killed_and_goes_on(gcs, start, run, tmp_path):
   assert (tmp_path / "out" / "model.safetensors").is_file()
   new = words(tmp_path / "b", steps=0) + ["--config.optim.micro_batches=1"]
   run("train", *new, f"--config.model.path={url}")  # starts from that model
+
+
+@pytest.mark.long
+def test_selfcheck_on_gs(gcs, run, tmp_path):
+  words = "--shared=gs://bucket/check", "--skip=parity,attention,step"
+  out = run("selfcheck", f"--out={tmp_path}", *words)
+  assert "the same model" in out
+  assert not [x for x in gcs.find("bucket/check") if x.endswith(".lock")]
