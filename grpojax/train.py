@@ -27,7 +27,7 @@ directory, by default runs/NAME_OF_CONFIG, gets
                         size that the gradient's noise asked for
     profile/            a trace of some steps, where profile.steps asks for one
 
-DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.files.bucket`).
+DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
 
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
@@ -45,7 +45,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -61,7 +61,9 @@ from grpojax.training.run import fit, hub_pins, run_directory, run_storage
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {
-  "run_dir": setting("", 'where to write, a path or URL; "" = runs/NAME'),
+  "run_dir": setting(
+    "", 'where to write, a path or gs://BUCKET/DIR; "" = runs/NAME'
+  ),
   **distributed.FLAGS,
 }
 
@@ -196,6 +198,16 @@ def next_steps(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
   return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]
 
 
+@contextlib.contextmanager
+def _exit_code_of_sigterm() -> Iterator[None]:
+  """Exits with the code of a preempted run at SIGTERM before or after it."""
+  try:
+    yield
+  except interrupts.Left as why:
+    print(f"{why}; the same command goes on", file=sys.stderr)
+    sys.exit(interrupts.EXIT_PREEMPTED)
+
+
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
@@ -206,15 +218,11 @@ def main(argv: list[str]) -> None:
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id
   )
-  with contextlib.ExitStack() as stack:
-    try:
-      with command_line.usage_errors():
-        stack.enter_context(join)
-        stack.enter_context(disk.errors())
-        directory, sync = stack.enter_context(run_storage.opened(where))
-    except interrupts.Left as why:
-      print(f"{why}; the same command starts it", file=sys.stderr)
-      sys.exit(interrupts.EXIT_PREEMPTED)
+  with _exit_code_of_sigterm(), contextlib.ExitStack() as stack:
+    with command_line.usage_errors():
+      stack.enter_context(join)
+      stack.enter_context(disk.errors())
+      directory, sync = stack.enter_context(run_storage.opened(where))
     summary = fit.run(settings, directory, sync)
     with command_line.usage_errors():
       distributed.on_main(sync)  # the others wait while it is copied

@@ -42,7 +42,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 command="" name="" zone="" type="" version="" tier=--spot worker=0 poll=30
 dry_run="" state="" training=() variables=() extras="" files=()
-sum="" scratch=""
+sum="" scratch="" run_dir=""
 create_args=() ssh_args=()
 attempts=3 # of a training that fails, or workers out of reach, in a row
 
@@ -102,7 +102,7 @@ parse() {
 
 # What is missing for the command, before anything is asked for.
 check() {
-  local run_dir="" word
+  local word
   [[ -n "$zone" ]] || die "--zone is missing: --zone=us-west4-a, for example"
   if [[ "$command" == run || "$command" == create ]]; then
     [[ -n "$type" ]] || die "--type is missing: --type=v5e-16, for example"
@@ -229,6 +229,8 @@ create() {
       SUSPENDED) # what is left of a slice that was preempted
         say "$name was preempted: recreating it"
         remove
+        # The training may not have had the time to remove its lock.
+        [[ -z "$run_dir" ]] || gcloud storage rm --quiet "$run_dir/.lock" || true
         ;;
       FAILED)
         die "the queued resource failed; why: gcloud compute tpus" \

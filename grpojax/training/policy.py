@@ -26,7 +26,7 @@ from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime.cli.config import config_error
-from grpojax.runtime.files import bucket, hub
+from grpojax.runtime.files import hub
 from grpojax.runtime.text import stop_strings
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.run import run_directory, run_storage
@@ -75,10 +75,10 @@ def find_model(
   name = hub.parse(path)
   if name and not hf.exists(path):
     copy = hub.fetch(name, files)
-    with bucket.naming(copy, str(name)):
+    with run_storage.naming(copy, str(name)):
       return hf.resolve(copy)
   copy = run_storage.local(path)
-  with bucket.naming(copy, str(path)):
+  with run_storage.naming(copy, str(path)):
     return hf.resolve(run_directory.model_directory(copy))
 
 

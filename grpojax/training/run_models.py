@@ -205,7 +205,7 @@ def export(
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
   Args:
-    run: Run directory, or its URL in a bucket; or a model directory, or the
+    run: Run directory, or its URL on gs://; or a model directory, or the
       name of an embedded model, which is copied.
     out: Directory to make; nothing stands there until all is written.
     step: Step of the checkpoint; None is the newest, or a finished run's model/

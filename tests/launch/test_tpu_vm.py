@@ -122,7 +122,8 @@ def test_a_preempted_slice_is_recreated_and_the_same_command_started(cloud):
   cloud.write("ends", "75", "preempted", "0")
   done = cloud.launch(*RUN)
   assert done.returncode == 0, done.stderr
-  again = ["delete", "list", "create", "list", "list"]
+  lock = "gs://mine/run/.lock"
+  again = ["delete", lock, "list", "create", "list", "list"]
   assert cloud.verbs() == [
     *["list", "installed", *ATTEMPT],  # 75: saved
     *["list", "installed", *ATTEMPT],  # preempted

@@ -1,8 +1,10 @@
 """Directories that cannot be written to, and disks that are full."""
 
 import errno
+import fcntl
 import os
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -102,3 +104,27 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch, name, reason):
     with pytest.raises(ValueError, match=f"--run_dir=.*{reason}"):
       disk.check_writable(pathlib.Path(name), "--run_dir")
   assert os.listdir(tmp_path) == ["pipe"]
+
+
+def refused(*args):
+  raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+  "module, name, operation",
+  [
+    (disk, "_append", "append to files"),
+    (fcntl, "flock", "lock files"),
+    (os, "replace", "replace files"),
+    (pathlib.Path, "rename", "rename directories"),
+  ],
+)
+def test_mounts_that_keep_no_run(
+  tmp_path, monkeypatch, module, name, operation
+):
+  disk.check_keeps_runs(tmp_path / "runs" / "a", "--run_dir")
+  monkeypatch.setattr(module, name, refused)
+  where, text = re.escape(f"--run_dir={tmp_path}/runs/a"), "Function not imple"
+  with pytest.raises(ValueError, match=f"^{where} .* {operation} .{text}"):
+    disk.check_keeps_runs(tmp_path / "runs" / "a", "--run_dir")
+  assert not os.listdir(tmp_path)

@@ -180,7 +180,7 @@ def test_sigterm_is_heeded_while_waiting_for_the_first(
   monkeypatch.setattr(distributed, "SAY_AFTER", 0.2)
   address = f"127.0.0.1:{server.getsockname()[1]}"
   server.close()
-  with pytest.raises(interrupts.Left, match="SIGTERM before the run began"):
+  with pytest.raises(interrupts.Left, match="ended by SIGTERM"):
     with distributed.joined(address, "2", "1"):
       pass
   assert ends == [1]

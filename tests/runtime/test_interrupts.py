@@ -59,7 +59,7 @@ def test_sigterm_ends_a_fork(capfd):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sigterm_is_heeded_where_exceptions_are_ignored():
   done = []
-  with pytest.raises(interrupts.Left, match="SIGTERM before"):
+  with pytest.raises(interrupts.Left, match="by SIGTERM"):
     with interrupts.raising_sigterm():
       InDestructor(signal.SIGTERM)
       done.append(1)

@@ -1,6 +1,5 @@
 """The lock of a run directory, between real processes."""
 
-import errno
 import fcntl
 import os
 import pathlib
@@ -133,15 +132,6 @@ def test_children_do_not_keep_it(tmp_path, program):
   os.kill(child, signal.SIGKILL)
   process.stdin.close()
   process.wait()
-
-
-def test_without_locks_it_says_so(tmp_path, monkeypatch, capsys):
-  def flock(file, operation):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-  monkeypatch.setattr(fcntl, "flock", flock)
-  with run_lock.hold(tmp_path):
-    assert "file system without locks" in capsys.readouterr().out
 
 
 def test_other_errors_of_the_file_system_are_not_hidden(tmp_path):

@@ -1,1 +1,1 @@
-"""Disks, buckets, the Hub, records and locks."""
+"""Disks, the Hub, records and locks."""

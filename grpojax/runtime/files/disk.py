@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -64,7 +65,7 @@ def check_no_url(path: str | os.PathLike, flag: str) -> None:
   if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
     raise ValueError(
       f"{flag}={path} is not a path of the file system; only models and the "
-      "--run_dir of a training may be URLs (gs://BUCKET/DIR)"
+      "--run_dir of a training may be on gs://"
     )
 
 
@@ -72,6 +73,50 @@ def user_cache() -> pathlib.Path:
   """Returns our directory below $XDG_CACHE_HOME, or ~/.cache."""
   root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(root) / "grpojax"
+
+
+def _existing(path: pathlib.Path) -> pathlib.Path:
+  """Returns the part of an absolute path that exists."""
+  return next(x for x in (path, *path.parents) if os.path.lexists(x))
+
+
+def _append(file: pathlib.Path) -> None:
+  with open(file, "ab") as opened:
+    opened.write(b"1")
+
+
+def _lock(file: pathlib.Path) -> None:
+  with open(file, "r+b") as opened:  # NFS locks only files open for writing
+    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
+  """Raises ValueError if a directory lacks an operation that runs need.
+
+  Many mounted buckets cannot append, rename or lock. Leaves nothing behind.
+  """
+  check_writable(path, flag)
+  parent = _existing(pathlib.Path(path).absolute())
+  with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
+    folder = pathlib.Path(probe, "folder")
+    folder.mkdir()
+    file, other = folder / "file", folder / "other"
+    file.write_bytes(b"0")
+    other.write_bytes(b"0")
+    for operation, attempt in (
+      ("append to files", lambda: _append(file)),
+      ("lock files", lambda: _lock(file)),
+      ("replace files", lambda: os.replace(other, file)),
+      ("rename directories", lambda: folder.rename(f"{folder}.new")),
+    ):
+      try:
+        attempt()
+      except OSError as error:
+        raise ValueError(
+          f"{flag}={path} cannot keep a run: its file system cannot "
+          f"{operation} ({error.strerror}). Use a local disk or another mount; "
+          "docs/hosts.md says which"
+        ) from error
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:
@@ -86,8 +131,7 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   except UnicodeEncodeError as error:  # of which libraries in C++ make nothing
     reason = "it is no UTF-8 text"
     raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
-  parents = (path, *path.parents)
-  parent = next(folder for folder in parents if os.path.lexists(folder))
+  parent = _existing(path)
   try:
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
       for name in path.relative_to(parent).parts:

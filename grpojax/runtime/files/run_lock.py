@@ -7,7 +7,6 @@ a killed process left behind keeps nobody out. Reading a run needs no lock.
 
 import contextlib
 import datetime
-import errno
 import fcntl
 import functools
 import json
@@ -32,7 +31,7 @@ def me() -> dict[str, str | int]:
   }
 
 
-def holder(text: bytes) -> str:
+def _holder(text: bytes) -> str:
   """Names the holder of a lock, whose file should hold JSON of its `me`."""
   try:
     held = json.loads(text)
@@ -44,12 +43,13 @@ def holder(text: bytes) -> str:
     return "another process"  # it has not written who it is yet
 
 
-def refusal(directory: str | os.PathLike, text: bytes) -> ValueError:
+def refusal(
+  directory: str | os.PathLike,
+  text: bytes,
+  advice: str = "; wait for it, end it, or give another directory",
+) -> ValueError:
   """Returns the error for a directory that another process holds."""
-  return ValueError(
-    f"{directory} is in use by {holder(text)}; wait for it, end it, or give "
-    "another directory"
-  )
+  return ValueError(f"{directory} is in use by {_holder(text)}{advice}")
 
 
 def gone(directory: str | os.PathLike) -> str:
@@ -75,13 +75,6 @@ def _lock(file: int, directory: pathlib.Path) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
     raise refusal(directory, os.pread(file, 2**16, 0)) from None
-  except OSError as error:
-    if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-      raise
-    print(
-      f"{directory} is on a file system without locks: nothing keeps another "
-      "process from writing there too"
-    )
 
 
 @contextlib.contextmanager

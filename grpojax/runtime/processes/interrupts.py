@@ -147,7 +147,7 @@ def raising_sigterm() -> Iterator[None]:
   came: list[Left] = []
 
   def leave(*_: Any) -> None:
-    came.append(Left("SIGTERM before the run began"))
+    came.append(Left("ended by SIGTERM"))
     raise came[0]
 
   with handled(leave, signal.SIGTERM):

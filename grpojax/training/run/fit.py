@@ -6,8 +6,7 @@ at least once a second while rewards are computed, and for each prompt that is
 read before the start. What runs on in between is one compilation, the update of
 a step (with sampling.ahead = 1 the next step's rewards as well) or (with
 reward.on_device) the step, the reading of the weights, and with reward.workers
-= 0 the reward of one completion (at most reward.timeout); on s3:// also the
-copying of a checkpoint.
+= 0 the reward of one completion (at most reward.timeout).
 """
 
 import contextlib
@@ -291,7 +290,7 @@ def run(
 ) -> dict[str, Any] | None:
   """Runs a whole training run, from where its directory stands to its end.
 
-  `sync` copies the directory, as `run_storage.opened` says.
+  `sync` uploads changes of the directory, as `run_storage.opened` says.
 
   Returns:
     The summary, None where the run had been finished before.

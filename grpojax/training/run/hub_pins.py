@@ -13,8 +13,9 @@ from typing import Any
 from grpojax.data.datasets import HUB
 from grpojax.models import huggingface as hf
 from grpojax.runtime.cli.config import config_error
-from grpojax.runtime.files import bucket, hub
+from grpojax.runtime.files import hub
 from grpojax.training.data import mixtures
+from grpojax.training.run import run_storage
 from grpojax.training.settings.run import TrainSettings
 
 
@@ -132,7 +133,7 @@ def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
   if revision and "@" in path:
     remedy = f"model.path = {path!r} has one: give one of the two"
     yield "model.revision", remedy
-  elif revision and bucket.is_url(path):
+  elif revision and run_storage.is_url(path):
     remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
     yield "model.revision", remedy
   elif revision and hub.parse(f"{path}@{revision}") is None:

@@ -28,7 +28,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime.checkpoint import array_checksums
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
-from grpojax.runtime.files import bucket, disk, hub, run_lock, user_code
+from grpojax.runtime.files import disk, hub, run_lock, user_code
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal.screen import Screen
 from grpojax.runtime.text import tokenizer
@@ -87,7 +87,7 @@ def settle(
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None
-    disk.check_writable(directory, "--run_dir")
+    disk.check_keeps_runs(directory, "--run_dir")
     date = settled.data.template_options.get(run_directory.DATE)
     length = settled.data.max_prompt_length
     return date, length, hub_pins.pin(settled).commits
@@ -151,8 +151,8 @@ def open_all(
 ):
   """Finds all errors of a run, and opens all that it holds, on the stack.
 
-  `check_signals` is called in between, and may raise; `sync` copies the
-  directory, as `run_storage.opened` says.
+  `check_signals` is called in between, and may raise; `sync` uploads
+  changes of the directory, as `run_storage.opened` says.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
@@ -252,7 +252,7 @@ such file."""
 def _check_shared(directory: pathlib.Path) -> None:
   """Checks that this process sees and may write what the first one wrote."""
   end = time.monotonic() + SEEN_WITHIN
-  config = bucket.origin(directory) / run_directory.CONFIG
+  config = run_storage.origin(directory) / run_directory.CONFIG
   while not config.is_file():
     if time.monotonic() > end:
       raise ValueError(

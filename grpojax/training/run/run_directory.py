@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.files import bucket
 from grpojax.runtime.files.records import (
   append_jsonl,
   read_jsonl,
@@ -67,7 +66,7 @@ _REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
 # Files that a kill at the very start leaves.
 _TRACES = re.compile(
   rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
-  rf"|{re.escape(LOCK)}|{re.escape(bucket.ORIGIN)}"
+  rf"|{re.escape(LOCK)}|{re.escape(run_storage.ORIGIN)}"
 )
 
 Path = str | os.PathLike

@@ -1,6 +1,6 @@
 """A stand-in for Google Cloud Storage: its JSON API, as far as we need it.
 
-    python tests/runtime/fake_gcs.py PORT
+    python tests/training/fake_gcs.py PORT
 
 Objects are in memory, in any bucket that is named. What gcsfs and TensorStore
 ask of it: reading with ranges, writing whole or in parts, listing by prefix,
