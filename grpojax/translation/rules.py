@@ -189,7 +189,9 @@ def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
   """Returns a note on a value that is not known without running a script."""
   row = theirs.library.table.get(name, Row())
   text = f"{theirs.unread[name]} is no plain value: the library's default is"
-  text += " taken; set it" + (f" ({row.note})" if row.note else "")
+  text += " taken; set it"
+  if row.note and isinstance(row.note, str):
+    text += f" ({row.note})"
   set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
   if isinstance(row.to, str):
     set_by = [row.to]

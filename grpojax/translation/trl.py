@@ -159,10 +159,9 @@ def _data(theirs: Theirs, name: str) -> Items:
       if base and base != ours.removesuffix("_split"):
         yield theirs.setting(f"data.options.{ours}", base, key)
       if part:
-        text = (
-          f"{theirs[key]!r}: the whole split is read; data.options.size = N"
-        )
-        yield Note(key, f"{text} takes its first N rows")
+        text = f"{theirs[key]!r}: the whole split is read;"
+        text += " data.options.size = N takes its first N rows"
+        yield Note(key, text)
 
 
 _SPLITS = {
@@ -216,11 +215,9 @@ def _bounds(theirs: Theirs, name: str) -> Items:
     return
   yield Setting("loss.cispo_max", max(high, 1.0), comment)
   if high < 1:
-    yield Note(
-      "epsilon_high",
-      f"with loss_type='cispo' it bounds the ratio itself, and {high} is"
-      " below 1, where on-policy ratios are: 1 is taken (the paper has 5)",
-    )
+    text = f"with loss_type='cispo' it bounds the ratio itself, and {high} is"
+    text += " below 1, where on-policy ratios are: 1 is taken (the paper has 5)"
+    yield Note("epsilon_high", text)
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
@@ -233,25 +230,16 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     return
   yield theirs.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = (
-      "'batch' divides by the deviation of all rewards in TRL; here by that"
-    )
-    text += " of rewards less their group's mean, which is smaller: advantages"
-    yield Note(name, f"{text} are larger")
+    text = "'batch' divides by the deviation of all rewards in TRL; here by"
+    text += " that of rewards less their group's mean, which is smaller:"
+    yield Note(name, f"{text} advantages are larger")
 
 
-def _kl(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("loss.beta", theirs[name], name)
-  if not theirs[name]:
-    return
-  by_ratio = theirs["use_bias_correction_kl"]
-  placement = "ratio" if by_ratio else "loss"
-  yield Setting("loss.kl", "k3")
-  yield theirs.setting("loss.kl_placement", placement, "use_bias_correction_kl")
-  if by_ratio and theirs["importance_sampling_level"] == "sequence":
-    yield Note(
-      "use_bias_correction_kl", "TRL multiplies by the sequence's ratio here"
-    )
+def _kl_placement(theirs: Theirs, name: str) -> Items:
+  placement = "ratio" if theirs[name] else "loss"
+  yield theirs.setting("loss.kl_placement", placement, name)
+  if theirs[name] and theirs["importance_sampling_level"] == "sequence":
+    yield Note(name, "TRL multiplies by the sequence's ratio here")
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
@@ -262,24 +250,17 @@ def _warmup(theirs: Theirs, name: str) -> Items:
     sizes = _sizes(theirs)
     count = math.ceil(ratio * (sizes.updates * (sizes.steps or 100)))
   constant = theirs["lr_scheduler_type"] == "constant"
-  yield theirs.setting(
-    "optim.warmup_steps",
-    0 if constant else int(count),
-    "warmup_ratio" if ratio else name,
-  )
+  source = "warmup_ratio" if ratio else name
+  steps = 0 if constant else int(count)
+  yield theirs.setting("optim.warmup_steps", steps, source)
   if count and constant:
-    yield Note(
-      "lr_scheduler_type",
-      "'constant' has no warm-up in TRL, whatever warmup_steps is;"
-      f" optim.warmup_steps = {count} would be constant_with_warmup",
-    )
+    text = "'constant' has no warm-up in TRL, whatever warmup_steps is;"
+    text += f" optim.warmup_steps = {count} would be constant_with_warmup"
+    yield Note("lr_scheduler_type", text)
   elif count:
-    yield Note(
-      name,
-      "TRL's first update is at a rate of 0, and changes nothing; here it is at"
-      f" 1/{count + 1} of learning_rate, and the rate rises by as much with"
-      " each update",
-    )
+    text = "TRL's first update is at a rate of 0, and changes nothing; here it"
+    text += f" is at 1/{count + 1} of learning_rate, and the rate rises by as"
+    yield Note(name, f"{text} much with each update")
 
 
 _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
@@ -399,8 +380,8 @@ TABLE = {
   "mask_truncated_completions": Row(
     False, "loss.truncated", {True: "mask", False: None}
   ),
-  "beta": Row(0.0, _kl),
-  "use_bias_correction_kl": Row(True),
+  "beta": Row(0.0, "loss.beta"),
+  "use_bias_correction_kl": Row(True, _kl_placement, when=["beta"]),
   "sync_ref_model": Row(False),
   "ref_model_sync_steps": Row(
     512, "model.reference_every", _every, when=["beta", "sync_ref_model"]

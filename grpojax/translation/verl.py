@@ -17,7 +17,6 @@ FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 REWARD = "reward.custom_reward_function"
 REWARD_MODEL = "reward.reward_model"
-TURNS = f"{ROLLOUT}.multi_turn"
 BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 OLDER = {
   "custom_reward_function.": f"{REWARD}.",
@@ -58,7 +57,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
 
 def _turns(theirs: Theirs, name: str) -> Items:
   """Turns of the model; a user's are the answers between them."""
-  user = f"{TURNS}.max_user_turns"
+  user = f"{ROLLOUT}.multi_turn.max_user_turns"
   limits = [theirs[name], theirs[user] and theirs[user] + 1]
   if limits := [limit for limit in limits if limit]:
     yield theirs.setting("environment.max_turns", min(limits), name, user)
