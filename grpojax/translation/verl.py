@@ -136,35 +136,32 @@ def _betas(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("optim.b2", second, name)
 
 
-_ADVANTAGES = {
-  "grpo": "grpo",
-  "grpo_vectorized": "grpo",
-  "rloo": "leave_one_out",
-  "rloo_vectorized": "leave_one_out",
-  "opo": "length_weighted",
-  "gdpo": "batch_std",
-  "reinforce_plus_plus": "reinforce_plus_plus",
-  "reinforce_plus_plus_baseline": "batch_std",
-  "optimal_token_baseline": "optimal_token_baseline",
-  "tir_optimal_token_baseline": "optimal_token_baseline",
-  "gpg": "dr_grpo",
-}
 _WHITENS = "verl whitens over tokens, here over completions"
 _UNBIASED = "without the own reward, which biases verl's"
-_WEIGHTS = "weights are of (1 - p)^2, no pass over the vocabulary"
-_DIFFERS = {  # what is not the same in an advantage of that name
-  "opo": _UNBIASED,
-  "gdpo": _WHITENS,
-  "reinforce_plus_plus_baseline": _WHITENS,
-  "optimal_token_baseline": f"{_UNBIASED}; {_WEIGHTS}",
-  "tir_optimal_token_baseline": f"{_UNBIASED}; {_WEIGHTS}",
-  "gpg": "verl multiplies by samples / samples of a reward that is not 0",
+_WEIGHTED = (
+  f"{_UNBIASED}; weights are of (1 - p)^2, no pass over the vocabulary"
+)
+_ADVANTAGES = {  # ours, and what is not the same in it
+  "grpo": ("grpo", ""),
+  "grpo_vectorized": ("grpo", ""),
+  "rloo": ("leave_one_out", ""),
+  "rloo_vectorized": ("leave_one_out", ""),
+  "opo": ("length_weighted", _UNBIASED),
+  "gdpo": ("batch_std", _WHITENS),
+  "reinforce_plus_plus": ("reinforce_plus_plus", ""),
+  "reinforce_plus_plus_baseline": ("batch_std", _WHITENS),
+  "optimal_token_baseline": ("optimal_token_baseline", _WEIGHTED),
+  "tir_optimal_token_baseline": ("optimal_token_baseline", _WEIGHTED),
+  "gpg": (
+    "dr_grpo",
+    "verl multiplies by samples / samples of a reward that is not 0",
+  ),
 }
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
   kind = theirs[name]
-  ours = _ADVANTAGES.get(kind, "leave_one_out")
+  ours, differs = _ADVANTAGES.get(kind, ("leave_one_out", ""))
   if ours == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
     ours = "dr_grpo"
   yield theirs.setting("advantage", ours, name)
@@ -172,6 +169,8 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("reward.aggregation", "normalize_then_sum", name)
   if ours == "optimal_token_baseline":
     yield Setting("score_power", 1.0, "as verl does")
+  if differs:
+    yield Note(name, differs)
   if kind not in _ADVANTAGES:
     text = f"{kind!r}: advantage = 'leave_one_out' compares with the group"
     yield Note(name, text, missing=True)
@@ -267,12 +266,11 @@ def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
   try:
     return float(low) if low else None, float(high)
   except ValueError:
-    raise _bad_bounds(theirs, name) from None
+    raise ValueError(_bad_bounds(theirs, name)) from None
 
 
-def _bad_bounds(theirs: Theirs, name: str) -> ValueError:
-  text = f"{theirs[name]!r}: are two positive bounds, LOW_HIGH, or one"
-  return ValueError(f"{name} = {text}")
+def _bad_bounds(theirs: Theirs, name: str) -> str:
+  return f"{name} = {theirs[name]!r}: are two positive bounds, LOW_HIGH, or one"
 
 
 def _correction(theirs: Theirs, name: str) -> Items:
@@ -305,7 +303,7 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   if low is None and high > 0:  # one number is of both sides
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
-    raise _bad_bounds(theirs, limit)
+    raise ValueError(_bad_bounds(theirs, limit))
   yield theirs.setting("loss.correction", "geometric_mask", name)
   # verl's bounds are of the sampler's probabilities by the trainer's.
   yield theirs.setting("loss.correction_low", 1 / high, limit)
@@ -414,7 +412,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "rollout.repetition_penalty": Row(1.0, missing=rules.NO_REPETITION_PENALTY),
   "rollout.stop": Row(None, rules.stop_strings),
   # Advantages and loss.
-  "algorithm.adv_estimator": Row("gae", _advantage, note=_DIFFERS),
+  "algorithm.adv_estimator": Row("gae", _advantage),
   "algorithm.norm_adv_by_std_in_grpo": Row(True),
   "actor.loss_agg_mode": Row("token-mean", "loss.weighting", _WEIGHTINGS),
   "actor.loss_scale_factor": Row(

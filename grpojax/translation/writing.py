@@ -103,14 +103,6 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
   return [f"{indent}# {line}" for line in lines]
 
 
-def _assignment(name: str, one: Setting) -> list[str]:
-  """An assignment with its comment beside it, or above where it is long."""
-  line, comment = f"  config.{name} = {one.value!r}", _comment(one.theirs)
-  if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
-    return [f"{line}  {comment[0]}"]
-  return [*_comment(one.theirs, "  "), line]
-
-
 def _notes(title: str, notes: list[Note]) -> list[str]:
   texts = dict.fromkeys(f"{note.theirs}: {note.text}" for note in notes)
   lines = [line for text in texts for line in _comment(text, first="- ")]
@@ -170,7 +162,11 @@ def config_file(translation: Translation, source: str) -> str:
     "  config = default_config()",
   ]
   for name, one in fixed.items():
-    lines += _assignment(name, one)
+    line, comment = f"  config.{name} = {one.value!r}", _comment(one.theirs)
+    if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
+      lines.append(f"{line}  {comment[0]}")
+    else:
+      lines += [*_comment(one.theirs, "  "), line]
   for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])
