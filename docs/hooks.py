@@ -2,7 +2,9 @@
 
 mkdocs calls these functions while it builds (see mkdocs.yml). Pages link a
 picture where it lies, `../configs/x.png`, which works wherever they are read.
-`<!-- docstring of FILE.py -->` stands for that file's docstring. Formulas are
+`<!-- docstring of FILE.py -->` stands for that file's docstring. A line that
+begins with a link to FILE.py is for readers of the repository: the site has the
+module itself there. Formulas are
 TeX in a page, and MathML in the site, which browsers draw without a script.
 """
 
@@ -17,6 +19,7 @@ from mkdocs.structure.files import File
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PICTURES = ("configs/*.png", "grpojax/studies/pictures/*.png")
 _DOCSTRING = r"<!-- docstring of (\S+) -->"
+_SOURCE = re.compile(r"^\[`(\S+\.py)`\]\(\.\./\1\): .*\n", re.MULTILINE)
 _FORMULA = re.compile(
   r"<(span|div) class=\"arithmatex\">\\([(\[])(.*?)\\[)\]]</\1>", re.DOTALL
 )
@@ -38,7 +41,7 @@ def on_page_markdown(markdown, page, config, files):
     text = ast.get_docstring(ast.parse((ROOT / match[1]).read_text()))
     return f"```text\n{text}\n```"
 
-  markdown = re.sub(_DOCSTRING, docstring, markdown)
+  markdown = re.sub(_DOCSTRING, docstring, _SOURCE.sub("", markdown))
   return re.sub(r"\]\(\.\./([\w/.-]+\.png)\)", r"](pictures/\1)", markdown)
 
 

@@ -71,15 +71,24 @@ REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 REAL_ON_CPU = "smollm2"
 
 
-def _gain(summary: dict[str, Any]) -> list[str]:
-  """Lines of the accuracy before and after, and of trouble on the way."""
+def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
+  """Lines of the accuracy before and after, and of trouble on the way.
+
+  The mean return of an environment comes first.
+  """
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
     accuracy = summary[f"accuracy_{when}"]
     reward = summary.get(f"reward_{when}")
     lines.append(f"accuracy {when:6} {accuracy:6.1%}  [{low:.1%}, {high:.1%}]")
-    if reward is not None and not math.isclose(reward, accuracy, abs_tol=1e-6):
+    ends = summary.get(f"reward_{when}_interval")
+    if settings.environment.on and ends:
+      value = f"{reward:.3g}  [{ends[0]:.3g}, {ends[1]:.3g}]"
+      lines[-1] = f"return {when:6} {value}  {lines[-1]}"
+    elif reward is not None and not math.isclose(
+      reward, accuracy, abs_tol=1e-6
+    ):
       lines[-1] += f"  mean reward {reward:.3g} (right: 1 or more)"
   lines[-1] += (
     f"  (greedy, {summary['eval_prompts']} held-out prompts, 95% intervals)"
@@ -174,7 +183,7 @@ def final_lines(
   ]
   steps, seconds = summary["steps"], summary["train_seconds"]
   return [
-    *_gain(summary),
+    *_gain(settings, summary),
     f"{steps} steps in {records.duration(seconds)}; results are in {run}/:",
     f"  {', '.join(files)}",
     *next_steps(run, settings),

@@ -57,6 +57,7 @@ def sources(page):
 def test_all_that_a_page_shows_is_in_the_site(site):
   pages = [p for p in site.rglob("*.html") if p.name != "404.html"]
   assert len(pages) > 15
+  assert not [p for p in pages if "../grpojax/" in p.read_text()]
   pictures = []
   for page in pages:
     parser = sources(page)

@@ -183,6 +183,16 @@ def _base(settings: TrainSettings) -> tuple[str, str | None]:
   return name.id, hub.parse(hub_pins.model(settings)).revision
 
 
+def _base_note(path: str) -> str:
+  """Says how peft gets a base model that it cannot open; else ""."""
+  if not gguf_directory.is_named(path):
+    return ""
+  return (
+    f" (peft opens no GGUF file: python -m grpojax.export {path} --out=BASE, "
+    "and name BASE in adapter_config.json)"
+  )
+
+
 def export(
   run: str | pathlib.Path,
   out: pathlib.Path,
@@ -246,7 +256,8 @@ def export(
   if adapter:
     hf_config = hf.read_config(source, keys)
     lora.save_peft(out, params, hf_config, alpha, *_base(settings), dtype)
-    return f"the adapters of step {step} of {run}"
+    note = _base_note(settings.model.path)
+    return f"the adapters of step {step} of {run}{note}"
   if rank:
     whole = hf.load_params(source, ignore_keys=keys)
     params = lora.merge_lazily(whole, params, alpha / rank)

@@ -1,6 +1,7 @@
 """The examples of docs/environments.md for other libraries, run with them."""
 
 import importlib
+import json
 import os
 import pathlib
 import subprocess
@@ -62,3 +63,16 @@ def test_a_client_of_openenv(workers, server):
     calls = [("step", reset.state, "hello", {}, seed) for seed in (7, 8)]
     for step in pool.collect(pool.submit(calls)):
       assert (round(step.reward, 3), step.done) == (0.5, False)
+
+
+@pytest.mark.slow
+def test_a_taskset_of_verifiers(directory):
+  pytest.importorskip("verifiers.v1")
+  words = [sys.executable, "tasks.py"]
+  rows = subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout
+  rows = [json.loads(row) for row in rows.splitlines()]
+  reward = importlib.import_module("tasks").reward
+  assert [row["prompt"].split()[1] for row in rows][:2] == ["spam", "eggs"]
+  for text, right in [("maps\n", 1.0), ("spam", 0.0)]:
+    assert reward(rows[0]["prompt"], text, rows[0]) == right
+  assert reward(rows[1]["prompt"], "sgge", rows[1]) == 1.0

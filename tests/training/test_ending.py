@@ -65,6 +65,20 @@ def test_graded_rewards_stand_beside_the_accuracy(settings_with):
   assert "mean reward 0.62" in lines[1]
 
 
+def test_the_return_of_an_environment_stands_before_the_accuracy(settings_with):
+  summary = SUMMARY | {"accuracy_before": 0.25}
+  summary |= {"reward_before": -0.3, "reward_before_interval": [-0.5, -0.1]}
+  settings = settings_with(
+    environment__path="retry", reward__functions=("environment",)
+  )
+  first, second, *_ = train.final_lines(
+    "runs/x", pathlib.Path("x"), settings, summary
+  )
+  expected = "return before -0.3  [-0.5, -0.1]  accuracy before  25.0%"
+  assert first.startswith(expected)
+  assert second.startswith("accuracy after")
+
+
 @pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
 def test_a_best_step_is_named_where_it_was_better(best, shown, settings_with):
   summary = SUMMARY | {"best_step": 35, "best_accuracy": best}

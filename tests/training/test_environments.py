@@ -61,7 +61,9 @@ def rows_of(run):
 
 
 @pytest.mark.slow
-def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
+def test_a_run_has_turns_and_learns_from_them(
+  toy_task, toy_model, tmp_path, capsys
+):
   run = go(
     toy_task,
     toy_model,
@@ -69,6 +71,11 @@ def test_a_run_has_turns_and_learns_from_them(toy_task, toy_model, tmp_path):
     **{"environment.credit": "turn", "loss.weighting": "fixed_length"},
     **{"optim.packing": True, "sampling.parts": 2, "environment.workers": 1},
   )
+  assert "held-out mean return after 2 steps: " in capsys.readouterr().out
+  summary = json.loads((run / "summary.json").read_text())
+  low, high = summary["reward_after_interval"]
+  assert low <= summary["reward_after"] <= high
+  assert '"episodes":true' in (run / "report.html").read_text()
   rows = rows_of(run)
   assert {len(row["turns"]) for row in rows} == {1, 3, 5}
   for row in rows:

@@ -431,6 +431,8 @@ def test_programs_take_a_file(tmp_path, file):
   model = dataclasses.replace(settings.model, path=str(file))
   settings = dataclasses.replace(settings, model=model)
   assert run_models._base(settings) == (str(file), None)
+  assert f"grpojax.export {file} --out" in run_models._base_note(str(file))
+  assert run_models._base_note("arithmetic-base") == ""
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (tmp_path / "out" / hf.weights.SINGLE).unlink()

@@ -16,21 +16,26 @@ function fact(name, value) {
     el("dd", null, value));
 }
 
-// Accuracy before and after, prompt by prompt where that is known.
+// Accuracy before and after, prompt by prompt where that is known; of a run with an
+// environment the mean return, and the accuracy in one line.
 function gain(run) {
   const accuracy = ends(run, "accuracy");
   if (!accuracy) return el("p.soft", null, "Not evaluated yet.");
-  const [before, after] = accuracy;
   const once = run.curves.accuracy.y.length === 1;
+  const change = ([before, after], text) => once ? text(after[0]) :
+    `${text(before[0])} \u2192 ${text(after[0])}`;
+  const returns = run.episodes && ends(run, "held_out_reward");
+  const [shown, text] = returns ? [returns, number] : [accuracy, percent];
+  const [before, after] = shown;
   const paired = run.gain;
   return [
     el("div.head", null,
-      el("span.soft", null, "Held-out accuracy"),
-      el("span.big", null, once ?
-        percent(after[0]) : `${percent(before[0])} \u2192 ${percent(after[0])}`)),
+      el("span.soft", null, returns ? "Held-out mean return" : "Held-out accuracy"),
+      el("span.big", null, change(shown, text))),
     el("div.soft.small", null, `95% ${once ? "" :
-      `${interval(before[1], before[2], percent)} \u2192 `}${
-      interval(after[1], after[2], percent)}`),
+      `${interval(before[1], before[2], text)} \u2192 `}${
+      interval(after[1], after[2], text)}`),
+    returns && el("div.small", null, `accuracy ${change(accuracy, percent)}`),
     paired && el("div.small", null, el(paired.low > 0 ? "span.good" : paired.high < 0 ?
       "span.bad" : "span", null, signed(paired.difference, percent)),
       ` ${interval(paired.low, paired.high, percent)} on the same ${paired.prompts} ` +

@@ -41,6 +41,7 @@ from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 KEPT_FAILURES = 20  # a step, in failures.jsonl
+REWARD = "held_out_reward"  # a metric of evaluations
 
 SHOWN = (
   "reward_mean",
@@ -198,12 +199,17 @@ def evaluate_held_out(
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
   values = evaluation.per_prompt(result)
-  graded = values.pop(evaluation.REWARD, None) is not None
+  returns = values.pop(evaluation.REWARD, None)
+  if settings.environment.on and len(result.rewards) > 1:
+    returns = result.rewards.mean(axis=-1)
   row = {"step": step} | evaluation.numbers(values)
   row |= {"prompts": len(result.rewards)}
   if np.isfinite(result.rewards).any():
-    row["held_out_reward"] = float(np.nanmean(result.rewards))
+    row[REWARD] = float(np.nanmean(result.rewards))
   row["held_out_length"] = float(np.mean(result.lengths))
+  if returns is not None and np.isfinite(returns).all():
+    ends = evaluation.estimate(returns)[1:]
+    row |= dict(zip((f"{REWARD}_low", f"{REWARD}_high"), ends, strict=True))
   each = evaluation.by_data_set(settings, result, values)
   for name, own in each.items():
     row |= {f"{name}/{k}": x for k, x in evaluation.numbers(own).items()}
@@ -212,19 +218,28 @@ def evaluate_held_out(
   right["samples"] = _first_samples(result, settings.eval.samples)
   _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
-  line = (
-    f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
-    f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]"
-  )
-  if graded:
-    line += f"  mean reward {row['held_out_reward']:.3g} (right: 1 or more)"
-  print(line, flush=True)
+  print(_held_out_line(settings, row), flush=True)
   for name, own in each.items():
     print(f"  {name}:", *evaluation.lines(own), flush=True)
   if step in (0, settings.steps):
     for sample in right["samples"]:
       _show(**sample)
   return row
+
+
+def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
+  """Writes an evaluation in one line, of an environment its return first."""
+  ends = (row[f"accuracy{end}"] for end in ("", "_low", "_high"))
+  accuracy = "accuracy{}{:.1%}  [{:.1%}, {:.1%}]".format
+  after = f" after {row['step']} steps: "
+  if f"{REWARD}_low" not in row:
+    return f"held-out greedy {accuracy(after, *ends)}"
+  mean, low, high = (row[f"{REWARD}{end}"] for end in ("", "_low", "_high"))
+  if settings.environment.on:
+    value = f"{mean:.3g}  [{low:.3g}, {high:.3g}]"
+    return f"held-out mean return{after}{value}  {accuracy(' ', *ends)}"
+  reward = f"mean reward {mean:.3g} (right: 1 or more)"
+  return f"held-out greedy {accuracy(after, *ends)}  {reward}"
 
 
 def _first_samples(
@@ -244,7 +259,7 @@ def _first_samples(
 
 def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
   """Prints a line where completions shrink to what earns a reward unsolved."""
-  names = "held_out_reward", "held_out_length"
+  names = REWARD, "held_out_length"
   if row["accuracy"] or not all(n in x for n in names for x in (baseline, row)):
     return
   (reward, length), (new_reward, new_length) = (
@@ -351,7 +366,10 @@ def _summarize(
     accuracy, *interval = (row[name] for name in names)
     summary[f"accuracy_{when}"] = accuracy
     summary[f"accuracy_{when}_interval"] = interval
-    summary[f"reward_{when}"] = row.get("held_out_reward")
+    summary[f"reward_{when}"] = row.get(REWARD)
+    if f"{REWARD}_low" in row:
+      interval = [row[f"{REWARD}{end}"] for end in ("_low", "_high")]
+      summary[f"reward_{when}_interval"] = interval
   summary |= {
     "train_seconds": progress.train_seconds,
     "steps": steps,

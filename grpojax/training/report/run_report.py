@@ -21,6 +21,7 @@ from grpojax.training.report import verdict
 from grpojax.training.run import run_directory
 
 FAILURES = 200  # shown of a run, at most
+EPISODES = "path", "tools"  # settings of a run with an environment
 
 Rows = list[dict[str, Any]]
 
@@ -156,6 +157,7 @@ def _read(
       "name": name,
       "verdict": verdict.verdict(facts),
       "troubled": verdict.troubled_metrics(facts),
+      "episodes": any(config.get("environment", {}).get(x) for x in EPISODES),
       "status": f"finished, {done} steps" if finished else f"step {done}",
       "finished": finished,
       "lastStep": last,

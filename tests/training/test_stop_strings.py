@@ -1,0 +1,89 @@
+"""Stop strings in runs: their turns, rewards, resumption and other programs."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import chat, evaluate, train
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import records
+
+AGAIN = """
+def step(action, seed):
+  return {"observation": "31+4", "reward": float(len(action))}
+
+def judge(prompt, completion, example):
+  return float(len(completion))
+"""
+
+
+def go(toy, model, tmp_path, name, **changes):
+  """Trains on the toy task, whose model writes "####7" or "####3"."""
+  path = tmp_path / "again.py"
+  path.write_text(AGAIN)
+  settings = {
+    "batch_size": 4,
+    "checkpoint.every": 1,
+    "log.samples_every": 1,
+    "sampling.max_new_tokens": 40,
+    "sampling.stop": "7",
+    "reward.functions": f"{path}:judge,length",
+    "reward.weights": "1,0",
+    **changes,
+  }
+  run = tmp_path / name
+  train.main([*toy.arguments(model, **settings), f"--run_dir={run}"])
+  return run, records.read_jsonl(run / "samples.jsonl")
+
+
+@pytest.mark.slow
+def test_a_run_reads_what_stands_before_a_stop_string(
+  toy_task, toy_model, tmp_path, capsys
+):
+  whole, rows = go(toy_task, toy_model, tmp_path, "whole", steps=2)
+  cut = 0
+  for row in rows:
+    text = "".join(row["tokens"])
+    if "7" in text:
+      assert text == f"{row['completion']}7" and not row["truncated"]
+      cut += 1
+    assert "7" not in row["completion"]
+    assert row["reward"] == len(row["completion"])
+  assert 0.1 < cut / len(rows) < 1
+  go(toy_task, toy_model, tmp_path, "parts", steps=1)
+  parts, same = go(toy_task, toy_model, tmp_path, "parts", steps=2)
+  assert rows == same
+  models = (hf.load_params(x / "model") for x in (whole, parts))
+  jax.tree.map(np.testing.assert_array_equal, *models)
+  capsys.readouterr()
+  evaluate.main([f"--model={whole}"])
+  after = json.loads((whole / "summary.json").read_text())["accuracy_after"]
+  assert f"{after:.1%}" in capsys.readouterr().out
+  chat.main([f"--model={whole}", "--example=0", "--samples=8"])
+  printed = capsys.readouterr().out
+  assert "####" in printed and "####7" not in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop, most", [("##", 0), ("###", 2)])
+def test_turns_end_at_a_stop_string(stop, most, toy_task, toy_model, tmp_path):
+  """Each begins anew: of "###", no part is of the turn before."""
+  _, rows = go(
+    toy_task,
+    toy_model,
+    tmp_path,
+    "turns",
+    steps=1,
+    **{"environment.path": tmp_path / "again.py", "environment.max_turns": 3},
+    **{"environment.max_turn_tokens": most, "sampling.stop": stop},
+    **{"reward.functions": "environment", "reward.weights": "1"},
+  )
+  turns = [x for row in rows for x in row["turns"] if x["by"] == "model"]
+  hashes = [x for x in turns if x["text"] == "##"]
+  assert len(hashes) > 0.6 * len(turns) > 50
+  assert {x["reward"] for x in hashes} == {float(most)}
+  ends = [x["text"] for x in turns if stop in x["text"]]
+  assert ends == [] if most else ends == ["##"] * len(hashes)
+  assert max(x["tokens"] for x in turns) <= (most or 40)
