@@ -88,7 +88,7 @@ def sample(
   from which it is drawn uniformly.
   """
   check_split(split)
-  low, high = _bounds(difficulty)
+  low, high = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   operations = int(rng.integers(low, high, endpoint=True))
   while True:
     expression = _draw(rng, operations)
@@ -118,7 +118,8 @@ def load(
   Raises:
     ValueError: unknown split, or a difficulty, seed or size out of range.
   """
-  draw = functools.partial(_example, split, _bounds(difficulty))
+  bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
+  draw = functools.partial(_example, split, bounds)
   return drawn.load(split, draw, seed=seed, size=size)
 
 
@@ -205,7 +206,3 @@ def _draw(rng: np.random.Generator, operations: int) -> str:
   if product:
     terms[0] += f"*{rng.integers(2, 9, endpoint=True)}"
   return "+".join(terms)
-
-
-def _bounds(difficulty: int | Sequence[int]) -> tuple[int, int]:
-  return drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)

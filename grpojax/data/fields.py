@@ -11,19 +11,27 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from grpojax.data.examples import prompt_key
+from grpojax.data.examples import Example, prompt_key
 
 Row = dict[str, Any]
 
 _GROUND_TRUTH = "reward_model.ground_truth"
 
 
-class Fields(NamedTuple):
-  """Names of the fields, as the arguments of a data set's `load` are called.
+def reader(
+  prompt: str = "prompt",
+  answer: str = "answer",
+  messages: str = "messages",
+  answer_after: str = "",
+  columns: Sequence[str] = (),
+) -> Callable[[Row], Example]:
+  """Returns a function that makes an example of a row, and checks it.
 
-  Attributes:
+  The arguments are called as the options of every data set of rows.
+
+  Args:
     prompt: the field with the prompt, a text or a list of chat messages
       {"role": ..., "content": ...}, of which the last is not the assistant's.
     answer: the field with the answer, a text or a number; "" is for data
@@ -31,44 +39,32 @@ class Fields(NamedTuple):
     messages: the field with the prompt where there is no field `prompt`.
     answer_after: mark ("####", say) after the last of which the answer stands;
       the whole field is the example's "solution" then. "": it is all answer.
+    columns: fields of the row that are read; () is all.
+
+  Returns:
+    `(row) -> example` of JSON's values; a ValueError says what is missing.
   """
 
-  prompt: str = "prompt"
-  answer: str = "answer"
-  messages: str = "messages"
-  answer_after: str = ""
+  def example(row: Row) -> Example:
+    names = [name for name in row if not columns or name in columns]
+    row = {name: _plain(row[name], name) for name in names}
+    one = row | {"prompt": _prompt(row, prompt, messages)}
+    if not answer:
+      return one
+    value = _answer(row, answer)
+    if not answer_after:
+      return one | {"answer": value}
+    solution = str(value)
+    _, mark, end = solution.rpartition(answer_after)
+    if not mark:
+      raise ValueError(
+        f"the answer has no {answer_after!r}, which data.options.answer_after "
+        f"says comes before it: {solution[-80:]!r}"
+      )
+    # A field "solution" of the row comes before the answer as a solution.
+    return {"solution": solution} | one | {"answer": end.strip()}
 
-
-def example(row: Row, fields: Fields) -> Row:
-  """Adds a row's prompt and answer under their usual names; checks them."""
-  prompt, name = _value(row, fields.prompt), fields.prompt
-  if prompt is None and _value(row, fields.messages) is not None:
-    prompt, name = _value(row, fields.messages), fields.messages
-  if prompt is None and not {fields.prompt, fields.messages} & row.keys():
-    raise ValueError(
-      f"no field {fields.prompt!r} and no field {fields.messages!r}: "
-      "data.options.prompt and data.options.messages name them; the fields are "
-      f"{sorted(row)}"
-    )
-  if isinstance(prompt, str):
-    _check_text(prompt, name)
-  else:
-    _check_messages(prompt, name)
-  if not fields.answer:
-    return row | {"prompt": prompt}
-  answer = _answer(row, fields)
-  if not fields.answer_after:
-    return row | {"prompt": prompt, "answer": answer}
-  solution = str(answer)
-  _, mark, end = solution.rpartition(fields.answer_after)
-  if not mark:
-    raise ValueError(
-      f"the answer has no {fields.answer_after!r}, which "
-      f"data.options.answer_after says comes before it: {solution[-80:]!r}"
-    )
-  # A field "solution" of the row comes before the answer as a solution.
-  named = {"prompt": prompt, "answer": end.strip()}
-  return {"solution": solution} | row | named
+  return example
 
 
 def _value(row: Row, name: str) -> Any:
@@ -95,7 +91,18 @@ def _check_utf8(text: str, name: str) -> None:
     )
 
 
-def _check_messages(value: Any, name: str) -> None:
+def _prompt(row: Row, name: str, messages: str) -> str | list[Row]:
+  value = _value(row, name)
+  if value is None and _value(row, messages) is not None:
+    value, name = _value(row, messages), messages
+  if value is None and not {name, messages} & row.keys():
+    raise ValueError(
+      f"no field {name!r} and no field {messages!r}: data.options.prompt and "
+      f"data.options.messages name them; the fields are {sorted(row)}"
+    )
+  if isinstance(value, str):
+    _check_text(value, name)
+    return value
   if not isinstance(value, list) or not value:
     raise ValueError(f"{name} must be a text or a list of messages: {value!r}")
   for message in value:
@@ -108,29 +115,24 @@ def _check_messages(value: Any, name: str) -> None:
       f"{name} ends with an assistant's message, but the model writes that: "
       "leave it out, or move it to another field"
     )
+  return value
 
 
-def _answer(row: Row, fields: Fields) -> str | int | float:
-  answer = _value(row, fields.answer)
-  if answer is None and fields.answer == Fields().answer:
+def _answer(row: Row, name: str) -> str | int | float:
+  answer = _value(row, name)
+  if answer is None and name == "answer":
     answer = _value(row, _GROUND_TRUTH)
   if isinstance(answer, (int, float)) and not isinstance(answer, bool):
     if not abs(answer) < float("inf"):
-      raise ValueError(f"the answer {fields.answer!r} is {answer}: no number")
+      raise ValueError(f"the answer {name!r} is {answer}: no number")
     return answer
   if not isinstance(answer, str):
     raise ValueError(
-      f"the answer {fields.answer!r} must be a text or a number, not "
-      f"{answer!r}; data.options.answer names its field, '' if there is none"
+      f"the answer {name!r} must be a text or a number, not {answer!r}; "
+      "data.options.answer names its field, '' if there is none"
     )
-  _check_utf8(answer, f"the answer {fields.answer!r}")
+  _check_utf8(answer, f"the answer {name!r}")
   return answer
-
-
-def table_example(row: Row, fields: Fields) -> Row:
-  """Returns the `example` of a table's row, in JSON's types; refuses bytes."""
-  row = {name: _plain(item, name) for name, item in row.items()}
-  return example(row, fields)
 
 
 def _plain(item: Any, column: str) -> Any:
@@ -174,7 +176,7 @@ def chosen(
     for label, key, row in rows:
       try:
         one = read(row)
-      except ValueError as error:
+      except (RecursionError, ValueError) as error:
         raise ValueError(f"{label}: {error}") from error
       # Drawn by a prompt's text alone; alike texts are drawn independently.
       text = prompt_key(one["prompt"]).encode()

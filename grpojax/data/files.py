@@ -4,11 +4,12 @@ import glob
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grpojax.data.examples import check_split, concatenate
-from grpojax.data.fields import Row, check_share, chosen
+from grpojax.data import fields
+from grpojax.data.examples import Examples, check_split, concatenate
+from grpojax.data.fields import Row
 
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 """Names of files of a split; the first of these that there is."""
@@ -16,41 +17,63 @@ _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 
 def load(
   kind: str,
-  rows: Callable[[pathlib.Path], Iterable[tuple[str, Any, Row]]],
-  example: Callable[[Row], Row],
-  keep: Callable[[pathlib.Path, Iterator[tuple[Any, Row]]], Any],
+  rows: Callable[[pathlib.Path, Sequence[str]], Iterator[tuple[str, Any, Row]]],
+  keep: Callable[..., Examples],
   split: str,
-  path: str | os.PathLike,
-  share: int | float | str,
-  size: int | None,
-) -> Any:
-  """Random access to a split; files after the first `size` examples stay shut.
+  *,
+  path: str | os.PathLike = "",
+  size: int | None = None,
+  prompt: str = "prompt",
+  answer: str = "answer",
+  messages: str = "messages",
+  answer_after: str = "",
+  columns: Sequence[str] = (),
+  test: int | float | str = 0.0,
+) -> Examples:
+  """Reads the examples of one split, in the order of the files.
 
   Args:
     kind: "jsonl" or "parquet", `data.name` and the files' suffix.
-    rows: `(file) -> rows` of a file, as of `fields.chosen`.
-    example: `(row) -> example`.
-    keep: `(file, chosen) -> random access` to the chosen examples of a file.
+    rows: `(file, columns) -> rows` of a file, as of `fields.chosen`.
+    keep: `(file, chosen, example) -> random access` to the chosen examples of
+      a file; `example` makes one of a row.
     split: "train" or "test".
-    path: a file, a directory with files of each split, or a pattern.
-    share: share of one set of files that is held out, else 0; or the files of
-      the test split, as a path or a pattern.
-    size: examples at most; None is all.
+    path: a file, a pattern of files ("part-*.jsonl"), or a directory with
+      files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
+    size: the first so many examples; None is all. Later rows are not read.
+    prompt: the field with the prompt (`fields.reader` has all five).
+    answer: the field with the answer.
+    messages: the field with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
+    columns: fields that are read; () is all. Bytes (images) cannot be read.
+    test: share of one set of files' examples that is held out as the test
+      split, about; which examples depends on their prompts alone. Or the
+      file, or pattern of files, of the test split.
+
+  Returns:
+    The rows, with "prompt" and "answer" set from the fields above; all other
+    fields are as they are, but for dates, which are texts.
+
+  Raises:
+    ValueError: an unknown split, a missing file, no example, or a row that is
+      malformed.
   """
   check_split(split)
-  files_of = split
-  if isinstance(share, str):
-    path = share if split == "test" else path
-    share = 0
-    files_of = "train"  # all rows of the files
-  check_share(share)
-  parts: list[Any] = []
+  files_of, share = split, test
+  if isinstance(test, str):
+    path = test if split == "test" else path
+    files_of, share = "train", 0  # all rows of the files
+  fields.check_share(share)
+  example = fields.reader(prompt, answer, messages, answer_after, columns)
+  parts: list[Examples] = []
   files = _files(path, files_of, share, kind)
   for file in files:
     left = None if size is None else size - sum(map(len, parts))
     if left == 0:
       break
-    parts.append(keep(file, chosen(rows(file), example, split, share, left)))
+    rows_of_file = rows(file, columns)
+    chosen = fields.chosen(rows_of_file, example, split, share, left)
+    parts.append(keep(file, chosen, example))
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
     raise ValueError(f"{names} holds no example of the split {split!r}")

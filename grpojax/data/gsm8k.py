@@ -6,18 +6,16 @@ needs no TensorFlow), or from a local copy of either of two kinds: a directory
 that TensorFlow Datasets prepared, or the original train.jsonl and test.jsonl.
 """
 
-import functools
 import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from grpojax.data import fields as fields_lib
-from grpojax.data import jsonl
+from grpojax.data import fields, jsonl
 from grpojax.data.examples import MARK, Examples, check_split
 
 _SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
-_FIELDS = fields_lib.Fields("question", "answer", answer_after=MARK)
+_EXAMPLE = fields.reader("question", answer_after=MARK)
 _LOCAL = (
   "give a local copy as data.path: the directory of GSM8K's train.jsonl and "
   "test.jsonl, or one that tensorflow-datasets prepared"
@@ -129,7 +127,6 @@ def load(
   else:
     builder = _directory(pathlib.Path(path)) if str(path) else _prepared()
     rows = _records(builder, split)
-  example = functools.partial(fields_lib.example, fields=_FIELDS)
-  chosen = fields_lib.chosen(rows, example, split, 0, size)
+  chosen = fields.chosen(rows, _EXAMPLE, split, 0, size)
   problems = [problem for _, problem in chosen]
   return Examples(len(problems), lambda index: dict(problems[index]))

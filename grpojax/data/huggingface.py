@@ -6,7 +6,6 @@ pickles are never run or read.
 """
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -15,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from grpojax.data import fields as fields_lib
-from grpojax.data import parquet
+from grpojax.data import fields, parquet
 from grpojax.data.examples import Examples, check_split
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
@@ -128,18 +126,17 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Examples:
-  """Reads the rows of one split in their order, as `jsonl.load` does.
+  """Reads the rows of one split in their order, as `files.load` does.
 
-  Args not of `jsonl.load`:
+  Args not of `files.load`:
     path: ORG/NAME of the data set on the Hub.
     configuration: name of one, where the data set has several ("main").
     revision: a branch, a tag or a commit; "" is main.
     train_split: the Hub's name of the training split.
     test_split: its name of the test split; not used with `test`.
-    columns: those to read; () is all. Bytes (images) cannot be read.
   """
   check_split(split)
-  fields_lib.check_share(test)
+  fields.check_share(test)
   path = os.fspath(path)
   if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII):
     raise ValueError(
@@ -153,21 +150,20 @@ def load(
     )
   name = train_split if test or split == "train" else test_split
   table = _table(path, configuration, revision, name)
-  fields_lib.check_columns(columns, table.column_names, path)
+  fields.check_columns(columns, table.column_names, path)
   table = table.select_columns(list(columns)) if columns else table
-  fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  example = functools.partial(fields_lib.table_example, fields=fields)
+  example = fields.reader(prompt, answer, messages, answer_after, columns)
   label = f"{path}, {name} split"
   table = table.with_format("arrow")
   batches = map(parquet.plain_rows, table.iter(_ROWS))
   numbered = enumerate(itertools.chain.from_iterable(batches))
   rows = ((f"{label}, row {i + 1}", i, row) for i, row in numbered)
-  chosen = fields_lib.chosen(rows, example, split, test, size)
+  chosen = fields.chosen(rows, example, split, test, size)
   numbers = np.fromiter((i for i, _ in chosen), np.int64)
   if not len(numbers):
     raise ValueError(f"{label} holds no example of the split {split!r}")
 
-  def read(index: int) -> fields_lib.Row:
+  def read(index: int) -> fields.Row:
     (row,) = parquet.plain_rows(table[int(numbers[index])])
     return example(row)
 

@@ -11,17 +11,15 @@ when they are asked for, so a file may be larger than memory.
 import array
 import functools
 import json
-import os
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import Changed, Examples
+from grpojax.data.examples import Changed, Example, Examples
 from grpojax.data.fields import Row
 
 _BOM = b"\xef\xbb\xbf"
@@ -89,9 +87,9 @@ def _object(line: bytes) -> Row:
 
 
 def _kept(
-  example: Callable[[Row], Row],
   file: pathlib.Path,
   chosen: Iterator[tuple[Any, Row]],
+  example: Callable[[Row], Example],
 ) -> Examples:
   """The examples chosen of one file; all lines are checked."""
   places = array.array("q")  # begin, end and CRC-32 of each line, in turn
@@ -99,7 +97,7 @@ def _kept(
     places.extend(place)
   table = np.array(places, np.int64).reshape(-1, 3)
 
-  def read(index: int) -> Row:
+  def read(index: int) -> Example:
     # Opened anew each time: threads share nothing, and nothing is to be closed.
     start, stop, checksum = table[index].tolist()
     with open(file, "rb", buffering=0) as opened:
@@ -112,41 +110,6 @@ def _kept(
   return Examples(len(table), read)
 
 
-def load(
-  split: str,
-  *,
-  path: str | os.PathLike = "",
-  size: int | None = None,
-  prompt: str = "prompt",
-  answer: str = "answer",
-  messages: str = "messages",
-  answer_after: str = "",
-  test: int | float | str = 0.0,
-) -> Sequence[Row]:
-  """Reads the examples of one split, in the order of the file.
-
-  Args:
-    split: "train" or "test".
-    path: a file, a pattern of files ("part-*.jsonl"), or a directory with
-      files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
-    size: the first so many examples; None is all. Later lines are not read.
-    prompt: name of the field with the prompt (`fields.Fields` has all four).
-    answer: name of the field with the answer.
-    messages: name of the field with the prompt where there is no `prompt`.
-    answer_after: mark before the answer.
-    test: share of one set of files' examples that is held out as the test
-      split, about; which examples depends on their prompts alone. Or the
-      file, or pattern of files, of the test split.
-
-  Returns:
-    The lines' objects, with "prompt" and "answer" set from the fields above;
-    all other fields are as they are.
-
-  Raises:
-    ValueError: an unknown split, a missing file, no example, or a line that is
-      malformed.
-  """
-  fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  example = functools.partial(fields_lib.example, fields=fields)
-  keep = functools.partial(_kept, example)
-  return files.load("jsonl", rows, example, keep, split, path, test, size)
+load = functools.partial(
+  files.load, "jsonl", lambda file, columns: rows(file), _kept
+)

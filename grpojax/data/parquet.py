@@ -14,15 +14,14 @@ import array
 import functools
 import json
 import mmap
-import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import Examples
+from grpojax.data.examples import Example, Examples
 from grpojax.data.fields import Row
 
 _ROWS = 1024  # read at once
@@ -81,10 +80,10 @@ def _own_digits(item: Any, kind: Any) -> Any:
   return item
 
 
-def _rows(
-  columns: Sequence[str], file: pathlib.Path
+def rows(
+  file: pathlib.Path, columns: Sequence[str]
 ) -> Iterator[tuple[str, None, Row]]:
-  """All rows, each with a label for errors."""
+  """Yields all rows, each with a label for errors."""
   import pyarrow
 
   reader = _reader(file, columns)
@@ -101,7 +100,11 @@ def _rows(
     raise ValueError(f"{file} cannot be read: {reason}") from error
 
 
-def _kept(file: pathlib.Path, chosen: Iterator[tuple[Any, Row]]) -> Examples:
+def _kept(
+  file: pathlib.Path,
+  chosen: Iterator[tuple[Any, Row]],
+  _: Callable[[Row], Example],
+) -> Examples:
   """The examples chosen of one file; all rows are checked."""
   ends = array.array("q", [0])
   try:
@@ -122,23 +125,4 @@ def _kept(file: pathlib.Path, chosen: Iterator[tuple[Any, Row]]) -> Examples:
   )
 
 
-def load(
-  split: str,
-  *,
-  path: str | os.PathLike = "",
-  size: int | None = None,
-  prompt: str = "prompt",
-  answer: str = "answer",
-  messages: str = "messages",
-  answer_after: str = "",
-  columns: Sequence[str] = (),
-  test: int | float | str = 0.0,
-) -> Sequence[Row]:
-  """Reads the rows of one split as `jsonl.load` does; dates are texts.
-
-  `columns` are those to read; () is all. Bytes (images) cannot be read.
-  """
-  fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  example = functools.partial(fields_lib.table_example, fields=fields)
-  rows = functools.partial(_rows, columns)
-  return files.load("parquet", rows, example, _kept, split, path, test, size)
+load = functools.partial(files.load, "parquet", rows, _kept)

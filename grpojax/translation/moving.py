@@ -25,23 +25,29 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   """
   statements = [x for x in ast.parse(script).body if not _is_main(x)]
   texts = [_text(script, one) for one in statements]
-  imports = [
-    x for x in statements if isinstance(x, ast.Import | ast.ImportFrom)
+  whole = symtable.symtable(script, "script", "exec")
+  imported = {x.get_name() for x in whole.get_symbols() if x.is_imported()}
+  bound = [
+    _bound(text) | (_changed(one) - imported)
+    for text, one in zip(texts, statements, strict=True)
   ]
-  imported = set().union(*map(_bound, imports))
-  bound = [_bound(x) | (_changed(x) - imported) for x in statements]
+  starred = {i for i, one in enumerate(statements) if _is_starred(one)}
+  always = starred | {
+    i
+    for i, one in enumerate(statements)
+    if getattr(one, "module", "") == "__future__"
+  }
   queue = list(names)
   needed: set[str] = set()
   chosen: set[int] = set()
   while queue:
     needed.add(name := queue.pop())
-    for i, statement in enumerate(statements):
-      future = getattr(statement, "module", "") == "__future__"
-      if i not in chosen and (name in bound[i] or future or "*" in bound[i]):
-        chosen.add(i)
-        queue += _used(texts[i]) - needed
+    defining = {i for i, defined in enumerate(bound) if name in defined}
+    for i in (defining | always) - chosen:
+      chosen.add(i)
+      queue += _used(texts[i]) - needed
   defined = set().union({*dir(builtins), "__file__", "__name__"}, *bound)
-  lacking = sorted(needed - defined) if "*" not in defined else []
+  lacking = [] if starred else sorted(needed - defined)
   code = [texts[i] for i in sorted(chosen)]
   lacking += [x for x in _COMMAND_LINE if any(f".{x}(" in y for y in code)]
   blocks = [HEADER]
@@ -64,20 +70,15 @@ def _text(script: str, statement: ast.stmt) -> str:
   return "\n".join([*text, ast.get_source_segment(script, statement) or ""])
 
 
-def _bound(statement: ast.stmt) -> set[str]:
+def _is_starred(statement: ast.stmt) -> bool:
+  """Returns True if a statement imports names that it does not say."""
+  return any(getattr(x, "name", "") == "*" for x in ast.walk(statement))
+
+
+def _bound(text: str) -> set[str]:
   """Returns the names that a statement defines at the top."""
-  if isinstance(statement, _DEFINITIONS):
-    return {statement.name}
-  bound = set()
-  for node in ast.walk(statement):
-    match node:
-      case ast.Name(id=name, ctx=ast.Store()):
-        bound.add(name)
-      case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-        bound.add(name)
-      case ast.alias(name=name, asname=other):
-        bound.add(other or name.split(".")[0])
-  return bound
+  symbols = symtable.symtable(text, "script", "exec").get_symbols()
+  return {x.get_name() for x in symbols if x.is_assigned() or x.is_imported()}
 
 
 def _changed(statement: ast.stmt) -> set[str]:

@@ -52,8 +52,7 @@ def read(
     if suffix == ".json":
       tree = json.loads(text, object_pairs_hook=unique_keys)
     else:
-      _check_keys(yaml.compose(text, yaml.SafeLoader))
-      tree = yaml.safe_load(text)
+      tree = yaml.load(text, _UniqueKeys)
     return Source(_flatten(tree))
   except SyntaxError as error:
     raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
@@ -62,21 +61,13 @@ def read(
     raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
-def _check_keys(root: yaml.Node | None) -> None:
-  """Raises ValueError for a key of YAML that stands twice in one mapping."""
-  waiting = [root]
-  seen = set()  # aliases share their nodes
-  while waiting:
-    node = waiting.pop()
-    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
-      continue
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-      waiting += node.value
-      continue
+class _UniqueKeys(yaml.SafeLoader):
+  """Refuses a key that stands twice in one mapping."""
+
+  def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    node = super().compose_mapping_node(anchor)
     lines: dict[str, int] = {}
-    for key, value in node.value:
-      waiting.append(value)
+    for key, _ in node.value:
       line = key.start_mark.line + 1
       if isinstance(key, yaml.ScalarNode) and key.value != "<<":
         if first := lines.get(key.value):
@@ -85,6 +76,7 @@ def _check_keys(root: yaml.Node | None) -> None:
             f"{first}: keep one"
           )
         lines[key.value] = line
+    return node
 
 
 def _number_or_text(value: Any) -> Any:

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.core.optim import SCHEDULES
@@ -48,22 +48,26 @@ class Translation(NamedTuple):
 
 
 class Row(NamedTuple):
-  """A setting of theirs.
+  """A setting of theirs, and what becomes of it.
 
   Attributes:
     default: Value that holds in their library where a file says nothing.
     to: Name of the setting of ours that takes the value; or a function of all
       of their settings and this one's name that yields items; or None, where
       another row reads this one.
-    value: With a name, our value for each of theirs, or a function of the same
-      arguments that makes it. None as a value sets nothing.
-    note: What a value of the file's means here.
+    value: Our value for each of theirs, or a function of theirs and of all of
+      their settings that makes it. None as a value sets nothing.
+    when: Names of their settings that have to be on; else the row is left out.
+    note: What the file's value means here; or the sentence for each value.
+    missing: What its value has no counterpart for here; likewise.
   """
 
   default: Any = None
   to: "str | Callable[[Theirs, str], Items] | None" = None
-  value: "Mapping[Any, Any] | Callable[[Theirs, str], Any] | None" = None
-  note: str = ""
+  value: "Mapping[Any, Any] | Callable[[Any, Theirs], Any] | None" = None
+  note: str | Mapping[Any, str] = ""
+  missing: str | Mapping[Any, str] = ""
+  when: Sequence[str] = ()
 
 
 class Library(NamedTuple):
@@ -73,7 +77,7 @@ class Library(NamedTuple):
     name: Name and version.
     page: Page of our documentation about it.
     table: Rows by their names.
-    always: Notes that hold whatever a file says.
+    always: Items that hold whatever a file says.
     unneeded: Pattern of names that do not change what is learned.
     older: Beginnings of names in newer versions by those in older ones.
   """
@@ -81,7 +85,7 @@ class Library(NamedTuple):
   name: str
   page: str
   table: Mapping[str, Row]
-  always: tuple[Note, ...]
+  always: Sequence[Setting | Note]
   unneeded: str
   older: Mapping[str, str] = {}
 
@@ -152,20 +156,18 @@ def translate(
   values = {library.newer(name): value for name, value in values.items()}
   checked = _checked(library, values)
   theirs = Theirs(library, checked, processes, examples, unread)
-  settings: list[Setting] = []
-  notes = [*library.always]
+  items = [*library.always]
   try:
     for name, row in library.table.items():
-      for item in _apply(row, theirs, name):
-        if isinstance(item, Setting):
-          settings.append(item)
-        else:
-          notes.append(item)
+      if all(theirs[flag] for flag in row.when):
+        items += _apply(row, theirs, name)
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
     raise ValueError(
       f"a value is of no kind that {library.name} takes ({error}): a list or 0"
       " where there is a name or a size, or the like"
     ) from error
+  settings = [x for x in items if isinstance(x, Setting)]
+  notes = [x for x in items if isinstance(x, Note)]
   unneeded = []
   for name in [*theirs.values, *unread]:
     if library.knows(name):
@@ -187,7 +189,9 @@ def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
   """Returns a note on a value that is not known without running a script."""
   row = theirs.library.table.get(name, Row())
   text = f"{theirs.unread[name]} is no plain value: the library's default is"
-  text += " taken; set it" + (f" ({row.note})" if row.note else "")
+  text += " taken; set it"
+  if row.note and isinstance(row.note, str):
+    text += f" ({row.note})"
   set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
   if isinstance(row.to, str):
     set_by = [row.to]
@@ -196,21 +200,26 @@ def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
 
 
 def _apply(row: Row, theirs: Theirs, name: str) -> Items:
-  value = theirs[name]
-  if row.note and theirs.sets(name):
-    yield Note(name, row.note)
+  value, sets = theirs[name], theirs.sets(name)
+  for text, missing in ((row.note, False), (row.missing, True)):
+    if isinstance(text, Mapping):
+      text = text.get(value)
+    elif not sets:
+      continue
+    if text:
+      prefix = f"{value!r}: " if missing and value is not None else ""
+      yield Note(name, f"{prefix}{text}", missing)
   if callable(row.to):
     yield from row.to(theirs, name)
   elif row.to is not None:
-    if callable(row.value):
-      value = row.value(theirs, name)
-    elif row.value is not None and value not in row.value:
-      names = ", ".join(map(str, row.value))
-      text = f"{value!r} has no counterpart; there are {names}"
-      yield Note(name, text, missing=True)
-      return
+    if isinstance(row.value, Mapping):
+      if value not in row.value:
+        names = ", ".join(map(str, row.value))
+        text = f"{value!r} has no counterpart; there are {names}"
+        yield Note(name, text, missing=True)
+      value = row.value.get(value)
     elif row.value is not None:
-      value = row.value[value]
+      value = row.value(value, theirs)
     if value is not None:
       yield theirs.setting(row.to, value, name)
 
@@ -240,8 +249,9 @@ def _is_number(value: Any) -> bool:
 
 REMAT = {True: "selective", False: "none"}
 SCHEDULE = {name: name for name in SCHEDULES}
-SCHEDULE |= {"constant_with_warmup": "constant"}
-SCHEDULE |= {"cosine_with_min_lr": "cosine"}
+SCHEDULE |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+LOWEST_RATE = {"cosine_with_min_lr": "'cosine' is taken, which ends at 0"}
+NO_REPETITION_PENALTY = "no repetition penalty is available here"
 SAMPLED = "the loss is of the distribution that was sampled from"
 TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
 TURNS = (
@@ -256,26 +266,26 @@ ENVIRONMENT = (
 OWN_ADVANTAGE = (
   "grpojax's own default is advantage = 'leave_one_out', the unbiased gradient"
 )
+ALWAYS = (
+  Setting("mesh.data", 1),
+  Setting("mesh.fsdp", -1, "parameters over all devices"),
+  Setting("data.template", "{prompt}", "prompts as they are"),
+)
 
 
-def filter_size(theirs: Theirs, name: str) -> int | float:
+def filter_size(value: Any, _: Theirs) -> int | float:
   """Top-k and the like, which are off at none, 0 or -1."""
-  return max(theirs[name] or 0, 0)
+  return max(value or 0, 0)
 
 
-def absent(text: str) -> "Callable[[Theirs, str], Items]":
-  """Returns a function that notes a setting without a counterpart, if given."""
-
-  def items(theirs: Theirs, name: str) -> Items:
-    if theirs.sets(name):
-      value = theirs[name]
-      prefix = "" if value is None else f"{value!r}: "
-      yield Note(name, f"{prefix}{text}", missing=True)
-
-  return items
+def none_for_0(value: Any, _: Theirs) -> Any:
+  """The value, or None where it is 0 or empty, and nothing is to be set."""
+  return value or None
 
 
-NO_REPETITION_PENALTY = absent("no repetition penalty is available here")
+def max_grad_norm(value: Any, _: Theirs) -> float:
+  """A bound of the gradient's norm; with 0 one that is never reached."""
+  return value or 1e9
 
 
 def stop_strings(theirs: Theirs, name: str) -> Items:
@@ -286,25 +296,6 @@ def stop_strings(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("sampling.stop", strings, name)
     text = "rewards see the text before the string, as with vLLM's own default;"
     yield Note(name, f"{text} those of {theirs.library.name} also the string")
-
-
-def only_if(*flags: str) -> Callable[[Theirs, str], Any]:
-  """Makes the value one that counts where their settings `flags` are on."""
-
-  def value(theirs, name):
-    return theirs[name] if all(theirs[flag] for flag in flags) else None
-
-  return value
-
-
-def none_for_0(theirs: Theirs, name: str) -> Any:
-  """The value, or None where it is 0 or empty, and nothing is to be set."""
-  return theirs[name] or None
-
-
-def max_grad_norm(theirs: Theirs, name: str) -> float:
-  """A bound of the gradient's norm; with 0 one that is never reached."""
-  return theirs[name] or 1e9
 
 
 def trackers(theirs: Theirs, name: str) -> Items:
@@ -319,6 +310,14 @@ def trackers(theirs: Theirs, name: str) -> Items:
       f"{other!r} is called by a function of yours, --config.log.trackers="
       "file.py:function (docs/getting-started.md has Trackio's)",
     )
+
+
+def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
+  """Returns a value; ValueError where it is none of these."""
+  if theirs[name] not in choices:
+    known = ", ".join(choices)
+    raise ValueError(f"{name} = {theirs[name]!r}: use one of {known}")
+  return theirs[name]
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:
@@ -343,9 +342,7 @@ def unknown_steps(name: str, remedy: str) -> Note:
 
 
 def model(theirs: Theirs, name: str) -> Items:
-  """The model's directory or name, and what suits large ones."""
-  yield Setting("mesh.data", 1)
-  yield Setting("mesh.fsdp", -1, "parameters over all devices")
+  """The model's directory or name."""
   if theirs[name]:
     yield theirs.setting("model.path", str(theirs[name]), name)
   else:  # a name of no model, so that no other one is trained in its place
@@ -381,12 +378,8 @@ def lora_targets(theirs: Theirs, name: str) -> Items:
 
 def data(theirs: Theirs, name: str) -> Items:
   """The data set, by name or path."""
-  yield Setting("data.template", "{prompt}", "prompts as they are")
-  paths = theirs[name] or "FILE.jsonl"
-  path, *others = [paths] if isinstance(paths, str) else map(str, paths)
-  if others:
-    text = f"{path!r} is taken; data.mixture takes several, or a pattern"
-    yield Note(name, text, missing=True)
+  path, notes = first_file(name, theirs[name] or "FILE.jsonl")
+  yield from notes
   if not theirs[name]:
     text = "not in the file: give your data"
     yield Note(name, text, missing=True, flag="data.path=FILE.jsonl")
@@ -408,6 +401,14 @@ def data(theirs: Theirs, name: str) -> Items:
     " their columns ('' for none); data.options.test holds a share out where"
     " there is no test split",
   )
+
+
+def first_file(name: str, files: Any) -> tuple[str, list[Note]]:
+  """Returns the first of one or more files, with a note on the others."""
+  first, *others = [files] if isinstance(files, str) else map(str, files)
+  text = f"{first!r} is taken, and left out: {', '.join(map(repr, others))};"
+  text += " a pattern takes several files, data.mixture several data sets"
+  return first, [Note(name, text, missing=True)] if others else []
 
 
 def template_options(theirs: Theirs, name: str) -> Items:

@@ -6,6 +6,7 @@ and defaults of command-line options.
 """
 
 import ast
+import contextlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,16 @@ _LORA_NAMES = {
 }
 _CHANGES = ("map", "filter", "select", "rename_column", "rename_columns")
 """Methods of a data set whose result is not what `load_dataset` reads."""
+
+
+_COMMAND_LINE = (
+  "the script reads its settings from a command line: write them into a YAML"
+  " file (KEY: VALUE), and give --yaml=FILE"
+)
+_DEFAULTS = (
+  "the defaults of the script's own options are taken: give others if you start"
+  " it with others"
+)
 
 
 class Source(NamedTuple):
@@ -60,6 +71,11 @@ class _Script(NamedTuple):
         return {x.arg: self.value(x.value, seen) for x in node.keywords}
     return ast.literal_eval(node)
 
+  def last(self, node: ast.expr) -> ast.expr:
+    """Returns the last value of a name; any other expression as it is."""
+    is_name = isinstance(node, ast.Name)
+    return self.assigned.get(node.id, [node])[-1] if is_name else node
+
   def names(self, node: ast.expr, kind: type, file: pathlib.Path) -> list[str]:
     """Returns functions as "FILE.py:name" or "module:name", and texts as such.
 
@@ -68,8 +84,8 @@ class _Script(NamedTuple):
     """
     known = {x: f"{file}:{x}" for x, y in self.own.items() if type(y) is kind}
     known = self.imported | known
-    if isinstance(node, ast.Name) and node.id not in known:
-      node = self.assigned.get(node.id, [node])[-1]
+    if getattr(node, "id", None) not in known:
+      node = self.last(node)
     nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     return [
       known[one.id]
@@ -126,13 +142,16 @@ def read(
     ValueError: it trains nothing by GRPO.
   """
   script = _script(text, parsed)
-  if not any(called(x) in ("GRPOConfig", "GRPOTrainer") for x in script.calls):
+  names_called = {called(x) for x in script.calls}
+  if not names_called & {"GRPOConfig", "GRPOTrainer"}:
     raise ValueError("it has no GRPOConfig(...) and no GRPOTrainer(...)")
-  settings, unread = dict(parsed), {}
+  settings = dict(parsed)
+  unread: dict[str, str] = {}
   defaults = []
   for name, node in _keywords(script):
+    is_list = isinstance(script.last(node), ast.List | ast.Tuple)
     try:
-      if name == "reward_funcs" or name == "tools" and _is_list(script, node):
+      if name == "reward_funcs" or name == "tools" and is_list:
         settings[name] = script.names(node, ast.FunctionDef, code or path)
       elif name == "environment_factory":
         (settings[name],) = script.names(node, ast.ClassDef, code or path)
@@ -142,23 +161,21 @@ def read(
           defaults.append(name)
     except (TypeError, ValueError):
       unread[name] = ast.unparse(node)[:80]
-  if any(called(x) == "LoraConfig" for x in script.calls):
+  if "LoraConfig" in names_called:
     settings = _LORA | settings
-  data, data_notes = _data(script)
-  notes = [*data_notes, *_reward_notes(script, settings)]
-  if any(called(x) in _PARSERS for x in script.calls) and not parsed:
-    text_of = "the script reads its settings from a command line: write them"
-    text_of += " into a YAML file (KEY: VALUE), and give --yaml=FILE"
-    notes.append(("TrlParser", text_of))
+  functions = [*(settings.get("reward_funcs") or ())]
+  functions += settings.get("tools") or ()
+  functions.append(str(settings.get("environment_factory", "")))
+  data, notes = _data(script)
+  notes += _reward_notes(script, functions)
+  if names_called & {*_PARSERS} and not parsed:
+    notes.append(("TrlParser", _COMMAND_LINE))
   if defaults:
-    text_of = "the defaults of the script's own options are taken: give others"
-    notes.append(
-      (", ".join(defaults), f"{text_of} if you start it with others")
-    )
-  names = [x for x in _flat_names(settings) if x.startswith(f"{code}:")]
+    notes.append((", ".join(defaults), _DEFAULTS))
+  moved = [x.split(":")[-1] for x in functions if x.startswith(f"{code}:")]
   module, lacking = "", []
-  if code and names:
-    module, lacking = moving.module_of(text, [x.split(":")[-1] for x in names])
+  if code and moved:
+    module, lacking = moving.module_of(text, moved)
   if lacking:
     text_of = f"needed in {code}, and not defined at the top of the script"
     notes.append((", ".join(lacking), f"{text_of}: define it there"))
@@ -169,9 +186,8 @@ def read(
 
 def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   tree = ast.parse(text)
-  nodes = list(ast.walk(tree))
   script = _Script(tree, [], {}, {}, {}, {})
-  for node in nodes:
+  for node in ast.walk(tree):
     match node:
       case ast.Call():
         script.calls.append(node)
@@ -190,10 +206,8 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
       script.own[statement.name] = statement
   for name, value in _options(script):
-    try:
+    with contextlib.suppress(ValueError):
       script.options[name] = ast.literal_eval(value)
-    except ValueError:
-      continue
   script.options.update(parsed)
   return script
 
@@ -231,7 +245,11 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
         continue
     for keyword in call.keywords:
       if keyword.arg is None:
-        yield from _unpacked(script, keyword.value)
+        try:
+          items = script.value(keyword.value).items()
+          yield from ((key, ast.Constant(value)) for key, value in items)
+        except (AttributeError, TypeError, ValueError):
+          yield "keywords", keyword.value
       elif ast.unparse(keyword.value) != "None":
         yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
   for node in ast.walk(script.tree):  # training_args.beta = 0.04
@@ -243,34 +261,10 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
           yield key, node.value
 
 
-def _unpacked(
-  script: _Script, node: ast.expr
-) -> Iterator[tuple[str, ast.expr]]:
-  """Yields the keywords that **node stands for, or itself if unknown."""
-  try:
-    for key, value in script.value(node).items():
-      yield key, ast.Constant(value)
-  except (AttributeError, TypeError, ValueError):
-    yield "keywords", node
-
-
-def _is_list(script: _Script, node: ast.expr) -> bool:
-  if isinstance(node, ast.Name):
-    node = script.assigned.get(node.id, [node])[-1]
-  return isinstance(node, ast.List | ast.Tuple)
-
-
-def _flat_names(settings: Mapping[str, Any]) -> list[str]:
-  """Returns the reward functions, tools and the environment class."""
-  lists = (settings.get(x) for x in ("reward_funcs", "tools"))
-  names = [name for names in lists for name in names or ()]
-  return [*names, str(settings.get("environment_factory", ""))]
-
-
 def _reward_notes(
-  script: _Script, settings: Mapping[str, Any]
+  script: _Script, functions: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-  for name in _flat_names(settings):
+  for name in functions:
     function = script.own.get(name.rpartition(":")[2])
     if isinstance(function, ast.FunctionDef):
       parameters = [*function.args.args, *function.args.kwonlyargs]
@@ -295,18 +289,17 @@ def _data(
     return {}, [("train_dataset", text)]
   if train is None:
     return {}, []
-  arguments = _arguments(script, train, split)
+  path, configuration, split, files = _arguments(script, train, split)
   settings = {
-    "dataset_name": arguments["path"],
-    "dataset_config": arguments["name"],
-    "dataset_train_split": arguments["split"],
-    "data_files": arguments["files"],
+    "dataset_name": path,
+    "dataset_config": configuration,
+    "dataset_train_split": split,
+    "data_files": files,
   }
   if test is not None:
-    held_out = _arguments(script, test, test_split)
-    settings["dataset_test_split"] = held_out["split"]
-    if held_out["files"] != arguments["files"]:
-      settings["eval_data_files"] = held_out["files"]
+    *_, test_split, held_out = _arguments(script, test, test_split)
+    settings["dataset_test_split"] = test_split
+    settings["eval_data_files"] = None if held_out == files else held_out
   changes = {}
   for call in script.calls:
     if isinstance(call.func, ast.Attribute) and script.loaded(call)[0]:
@@ -323,7 +316,7 @@ def _data(
     text += " result by .to_json('train.jsonl'), and give"
     text += " --config.data.name=jsonl --config.data.path=train.jsonl"
     notes.append(("train_dataset", text))
-  if settings["data_files"] is ...:
+  if files is ...:
     settings["dataset_name"] = None  # "json" is no data set
   text = "is no plain value: give the data's path"
   notes += [(name, text) for name, x in settings.items() if x is ...]
@@ -331,7 +324,9 @@ def _data(
   return known, notes
 
 
-def _arguments(script: _Script, call: ast.Call, split: Any) -> dict[str, Any]:
+def _arguments(
+  script: _Script, call: ast.Call, split: Any
+) -> tuple[Any, Any, Any, Any]:
   """Returns path, name, split and files of load_dataset; ... if unknown."""
   nodes = dict(zip(("path", "name"), call.args, strict=False))
   nodes |= {x.arg or "**": x.value for x in call.keywords}
@@ -349,4 +344,4 @@ def _arguments(script: _Script, call: ast.Call, split: Any) -> dict[str, Any]:
   if isinstance(files, dict):
     files = files.get(split or "train")
     split = None
-  return {"path": path, "name": configuration, "split": split, "files": files}
+  return path, configuration, split, files

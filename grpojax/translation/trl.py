@@ -7,7 +7,7 @@ trainer.py and optimization.py do epochs and learning rates;
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grpojax.translation import rules
 from grpojax.translation.rules import Items, Library, Note, Row, Setting, Theirs
@@ -66,17 +66,15 @@ def _batch(theirs: Theirs, name: str) -> Items:
   comment = f"updates a generation: {sizes.cuts}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
   if sizes.minibatches != sizes.cuts:
-    yield Note(
-      name,
-      f"TRL makes {sizes.cuts} updates a generation, which cut groups;"
-      f" minibatches are whole groups here: {sizes.minibatches}",
-    )
+    text = f"TRL makes {sizes.cuts} updates a generation, which cut groups;"
+    text += f" minibatches are whole groups here: {sizes.minibatches}"
+    yield Note(name, text)
 
 
-def _micro_batches(theirs: Theirs, name: str) -> int:
-  sizes, group_size = _sizes(theirs), theirs["num_generations"]
+def _micro_batches(value: int, theirs: Theirs) -> int:
+  sizes = _sizes(theirs)
   prompts = sizes.prompts // sizes.minibatches
-  return rules.micro_batches(prompts, group_size, theirs[name])
+  return rules.micro_batches(prompts, theirs["num_generations"], value)
 
 
 def _steps(theirs: Theirs, name: str) -> Items:
@@ -86,23 +84,18 @@ def _steps(theirs: Theirs, name: str) -> Items:
   if sizes.steps is None:
     yield rules.unknown_steps("num_train_epochs", "max_steps")
   if sizes.updates > 1:
-    yield Note(
-      name, f"TRL counts updates, {sizes.updates} of which are one step here"
-    )
+    text = f"TRL counts updates, {sizes.updates} of which are one step here"
+    yield Note(name, text)
 
 
-def _every(theirs: Theirs, name: str) -> int | None:
+def _every(value: Any, theirs: Theirs) -> int | None:
   """A number of updates, or a share of them all, in steps."""
-  sizes, value = _sizes(theirs), theirs[name]
+  sizes = _sizes(theirs)
   if value is None:
     return None
   if isinstance(value, float) and 0 < value < 1:
     return max(round(value * (sizes.steps or 100)), 1)
   return max(int(value) // sizes.updates, 1)
-
-
-def _model(theirs: Theirs, name: str) -> Items:
-  return rules.model(theirs, "model" if theirs["model"] else name)
 
 
 def _rewards(theirs: Theirs, name: str) -> Items:
@@ -133,9 +126,8 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     text = "those of TRL need it: pip install trl, which brings PyTorch"
     yield Note(name, text)
   yield Setting("reward.functions", tuple(functions), name)
-  yield theirs.setting(
-    "reward.weights", tuple(functions.values()), "reward_weights"
-  )
+  weights = tuple(functions.values())
+  yield theirs.setting("reward.weights", weights, "reward_weights")
 
 
 def _qualified(name: str) -> str:
@@ -152,11 +144,11 @@ def _data(theirs: Theirs, name: str) -> Items:
   yield from rules.data(theirs, name)
   if theirs["reward_funcs"]:
     yield Setting("data.options.answer", "", "reward_funcs read the columns")
-  held_out = theirs["eval_data_files"]
-  if isinstance(held_out, list):
-    held_out = held_out[0] if held_out else None
-  if held_out:
-    yield theirs.setting("data.options.test", held_out, "eval_data_files")
+  if theirs["eval_data_files"]:
+    held_out = "eval_data_files"
+    path, notes = rules.first_file(held_out, theirs[held_out])
+    yield theirs.setting("data.options.test", path, held_out)
+    yield from notes
   elif theirs["test_size"]:
     yield theirs.setting("data.options.test", theirs["test_size"], "test_size")
   elif theirs["data_files"]:
@@ -167,10 +159,9 @@ def _data(theirs: Theirs, name: str) -> Items:
       if base and base != ours.removesuffix("_split"):
         yield theirs.setting(f"data.options.{ours}", base, key)
       if part:
-        text = (
-          f"{theirs[key]!r}: the whole split is read; data.options.size = N"
-        )
-        yield Note(key, f"{text} takes its first N rows")
+        text = f"{theirs[key]!r}: the whole split is read;"
+        text += " data.options.size = N takes its first N rows"
+        yield Note(key, text)
 
 
 _SPLITS = {
@@ -180,22 +171,10 @@ _SPLITS = {
 }
 
 
-def _alpha(theirs: Theirs, name: str) -> float | None:
+def _alpha(value: int | float, theirs: Theirs) -> float:
   """Alpha over the rank; rank-stabilised adapters divide by its root."""
-  if not theirs["use_peft"]:
-    return None
   scale = math.sqrt(theirs["lora_r"]) if theirs["use_rslora"] else 1.0
-  return float(theirs[name] * scale)
-
-
-def _environment(theirs: Theirs, name: str) -> str | None:
-  """The class, or one that does not exist if the script's is not found."""
-  return "FILE.py:CLASS" if name in theirs.unread else theirs[name]
-
-
-def _turns(theirs: Theirs, name: str) -> int | None:
-  """Turns of the model: the first, and one after each iteration of tools."""
-  return None if theirs[name] is None else max(theirs[name], 0) + 1
+  return float(value * scale)
 
 
 _LOSSES = {  # surrogate, weighting, ratio
@@ -211,30 +190,19 @@ _LOSSES = {  # surrogate, weighting, ratio
 
 
 def _loss(theirs: Theirs, name: str) -> Items:
-  kind, level = theirs[name], theirs["importance_sampling_level"]
-  if kind not in _LOSSES:
-    raise ValueError(f"{name} = {kind!r}: use one of {', '.join(_LOSSES)}")
-  if level not in ("token", "sequence"):
-    raise ValueError(
-      f"importance_sampling_level = {level!r}: token or sequence"
-    )
+  kind = rules.one_of(theirs, name, _LOSSES)
+  level = "importance_sampling_level"
+  level = rules.one_of(theirs, level, ("token", "sequence"))
   surrogate, weighting, ratio = _LOSSES[kind]
   ratio = ratio or f"{level}_ratio"
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.weighting", weighting, name)
   yield theirs.setting("loss.ratio", ratio, "importance_sampling_level")
-  if kind == "bnpo":
-    yield Note(
-      name, "'bnpo' means over a micro-batch; here over the whole batch"
-    )
   if weighting != "token_mean" and theirs["mask_truncated_completions"]:
     yield Note(name, "TRL also counts completions masked whole")
   if kind in ("dapo", "cispo", "vespo") and _sizes(theirs).minibatches > 1:
-    yield Note(
-      name,
-      "TRL divides by the mean number of tokens of a generation's updates; here"
-      " by the update's own",
-    )
+    text = "TRL divides by the mean number of tokens of a generation's updates;"
+    yield Note(name, f"{text} here by the update's own")
 
 
 def _bounds(theirs: Theirs, name: str) -> Items:
@@ -247,11 +215,9 @@ def _bounds(theirs: Theirs, name: str) -> Items:
     return
   yield Setting("loss.cispo_max", max(high, 1.0), comment)
   if high < 1:
-    yield Note(
-      "epsilon_high",
-      f"with loss_type='cispo' it bounds the ratio itself, and {high} is"
-      " below 1, where on-policy ratios are: 1 is taken (the paper has 5)",
-    )
+    text = f"with loss_type='cispo' it bounds the ratio itself, and {high} is"
+    text += " below 1, where on-policy ratios are: 1 is taken (the paper has 5)"
+    yield Note("epsilon_high", text)
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
@@ -264,39 +230,16 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     return
   yield theirs.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    yield Note(
-      name,
-      "'batch' divides by the deviation of all rewards in TRL; here by that of"
-      " rewards less their group's mean, which is smaller: advantages are"
-      " larger",
-    )
+    text = "'batch' divides by the deviation of all rewards in TRL; here by"
+    text += " that of rewards less their group's mean, which is smaller:"
+    yield Note(name, f"{text} advantages are larger")
 
 
-def _kl(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("loss.beta", theirs[name], name)
-  if not theirs[name]:
-    return
-  by_ratio = theirs["use_bias_correction_kl"]
-  placement = "ratio" if by_ratio else "loss"
-  yield Setting("loss.kl", "k3")
-  yield theirs.setting("loss.kl_placement", placement, "use_bias_correction_kl")
-  if by_ratio and theirs["importance_sampling_level"] == "sequence":
-    yield Note(
-      "use_bias_correction_kl", "TRL multiplies by the sequence's ratio here"
-    )
-
-
-def _sync_every(theirs: Theirs, name: str) -> int | None:
-  follows = theirs["beta"] and theirs["sync_ref_model"]
-  return _every(theirs, name) if follows else None
-
-
-def _old_logprobs(theirs: Theirs, name: str) -> str | None:
-  corrected = theirs[name] and theirs["vllm_importance_sampling_correction"]
-  return "trainer" if corrected else None
-
-
-_with_vllm = rules.only_if("use_vllm", "vllm_importance_sampling_correction")
+def _kl_placement(theirs: Theirs, name: str) -> Items:
+  placement = "ratio" if theirs[name] else "loss"
+  yield theirs.setting("loss.kl_placement", placement, name)
+  if theirs[name] and theirs["importance_sampling_level"] == "sequence":
+    yield Note(name, "TRL multiplies by the sequence's ratio here")
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
@@ -307,24 +250,17 @@ def _warmup(theirs: Theirs, name: str) -> Items:
     sizes = _sizes(theirs)
     count = math.ceil(ratio * (sizes.updates * (sizes.steps or 100)))
   constant = theirs["lr_scheduler_type"] == "constant"
-  yield theirs.setting(
-    "optim.warmup_steps",
-    0 if constant else int(count),
-    "warmup_ratio" if ratio else name,
-  )
+  source = "warmup_ratio" if ratio else name
+  steps = 0 if constant else int(count)
+  yield theirs.setting("optim.warmup_steps", steps, source)
   if count and constant:
-    yield Note(
-      "lr_scheduler_type",
-      "'constant' has no warm-up in TRL, whatever warmup_steps is;"
-      f" optim.warmup_steps = {count} would be constant_with_warmup",
-    )
+    text = "'constant' has no warm-up in TRL, whatever warmup_steps is;"
+    text += f" optim.warmup_steps = {count} would be constant_with_warmup"
+    yield Note("lr_scheduler_type", text)
   elif count:
-    yield Note(
-      name,
-      "TRL's first update is at a rate of 0, and changes nothing; here it is at"
-      f" 1/{count + 1} of learning_rate, and the rate rises by as much with"
-      " each update",
-    )
+    text = "TRL's first update is at a rate of 0, and changes nothing; here it"
+    text += f" is at 1/{count + 1} of learning_rate, and the rate rises by as"
+    yield Note(name, f"{text} much with each update")
 
 
 _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
@@ -338,31 +274,34 @@ def _generation_kwargs(theirs: Theirs, name: str) -> Items:
     yield Note(name, f"{text} stop_strings alone", missing=True)
 
 
+_VLLM = ("use_vllm", "vllm_importance_sampling_correction")
 _NOT_QUANTISED = "weights are not quantised here (model.dtype = 'bfloat16')"
 
 TABLE = {
   # Model, data and rewards.
   "model": Row(),
-  "model_name_or_path": Row(None, _model),
+  "model_name_or_path": Row(
+    None, lambda t, name: rules.model(t, "model" if t["model"] else name)
+  ),
   "run_name": Row(None, rules.run_name),
   "output_dir": Row(),
   "bf16": Row(True, "model.dtype", {True: "bfloat16", False: None}),
   "fp16": Row(False, note="there is no float16: bfloat16 needs no scaling"),
   "gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
   "use_peft": Row(False),
-  "lora_r": Row(16, "lora.rank", rules.only_if("use_peft")),
-  "lora_alpha": Row(32, "lora.alpha", _alpha),
+  "lora_r": Row(16, "lora.rank", when=["use_peft"]),
+  "lora_alpha": Row(32, "lora.alpha", _alpha, when=["use_peft"]),
   "use_rslora": Row(False),
-  "use_dora": Row(False, rules.absent("adapters have no magnitudes")),
-  "lora_dropout": Row(0.0, rules.absent("adapters have no dropout")),
+  "use_dora": Row(False, missing="adapters have no magnitudes"),
+  "lora_dropout": Row(0.0, missing="adapters have no dropout"),
   "lora_modules_to_save": Row(
-    None, rules.absent("adapters alone are trained, and no weights beside")
+    missing="adapters alone are trained, and no weights beside"
   ),
-  "rank_pattern": Row(None, rules.absent("one lora.rank is of all adapters")),
-  "alpha_pattern": Row(None, rules.absent("one lora.alpha is of all adapters")),
-  "quantization_config": Row(None, rules.absent(_NOT_QUANTISED)),
-  "load_in_4bit": Row(False, rules.absent(_NOT_QUANTISED)),
-  "load_in_8bit": Row(False, rules.absent(_NOT_QUANTISED)),
+  "rank_pattern": Row(missing="one lora.rank is of all adapters"),
+  "alpha_pattern": Row(missing="one lora.alpha is of all adapters"),
+  "quantization_config": Row(missing=_NOT_QUANTISED),
+  "load_in_4bit": Row(False, missing=_NOT_QUANTISED),
+  "load_in_8bit": Row(False, missing=_NOT_QUANTISED),
   "lora_target_modules": Row(None, rules.lora_targets),
   "dataset_name": Row(None, _data),
   "dataset_config": Row(),
@@ -384,11 +323,15 @@ TABLE = {
   "environment_factory": Row(
     None,
     "environment.path",
-    _environment,
+    lambda x, t: "FILE.py:CLASS" if "environment_factory" in t.unread else x,
     note="a class is environment.path = 'file.py:Name'; get_reward, if it has"
     f" one, is the reward `environment`; {rules.TURNS}",
   ),
-  "max_tool_calling_iterations": Row(None, "environment.max_turns", _turns),
+  "max_tool_calling_iterations": Row(  # after the first turn
+    None,
+    "environment.max_turns",
+    lambda x, _: None if x is None else max(x, 0) + 1,
+  ),
   "rollout_func": Row(note=rules.ENVIRONMENT),
   # Batches and length of the run.
   "seed": Row(42, "seed"),
@@ -411,7 +354,7 @@ TABLE = {
   "top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
   "top_k": Row(0, "sampling.top_k", rules.filter_size, rules.SAMPLED),
   "min_p": Row(None, "sampling.min_p", rules.filter_size, rules.SAMPLED),
-  "repetition_penalty": Row(1.0, rules.NO_REPETITION_PENALTY),
+  "repetition_penalty": Row(1.0, missing=rules.NO_REPETITION_PENALTY),
   "generation_kwargs": Row(None, _generation_kwargs),
   **dict.fromkeys(_STOP, Row(None, rules.stop_strings)),
   # Advantages and loss.
@@ -419,7 +362,11 @@ TABLE = {
   "multi_objective_aggregation": Row(
     "sum_then_normalize", "reward.aggregation"
   ),
-  "loss_type": Row("dapo", _loss),
+  "loss_type": Row(
+    "dapo",
+    _loss,
+    note={"bnpo": "'bnpo' means over a micro-batch; here over the whole batch"},
+  ),
   "importance_sampling_level": Row("token"),
   "epsilon": Row(0.2, _bounds),
   "epsilon_high": Row(),
@@ -433,12 +380,14 @@ TABLE = {
   "mask_truncated_completions": Row(
     False, "loss.truncated", {True: "mask", False: None}
   ),
-  "beta": Row(0.0, _kl),
-  "use_bias_correction_kl": Row(True),
+  "beta": Row(0.0, "loss.beta"),
+  "use_bias_correction_kl": Row(True, _kl_placement, when=["beta"]),
   "sync_ref_model": Row(False),
-  "ref_model_sync_steps": Row(512, "model.reference_every", _sync_every),
+  "ref_model_sync_steps": Row(
+    512, "model.reference_every", _every, when=["beta", "sync_ref_model"]
+  ),
   "ref_model_mixup_alpha": Row(
-    0.6, "model.reference_mix", rules.only_if("beta", "sync_ref_model")
+    0.6, "model.reference_mix", when=["beta", "sync_ref_model"]
   ),
   "router_aux_loss_coef": Row(None, "loss.router_aux_coef", rules.none_for_0),
   "top_entropy_quantile": Row(1.0, "loss.top_entropy_quantile"),
@@ -446,7 +395,7 @@ TABLE = {
   "entropy_coef_max": Row(1.0, "loss.entropy_coef_max"),
   "entropy_coef_delta": Row(0.005, "loss.entropy_coef_delta"),
   "entropy_target": Row(
-    0.2, "loss.entropy_target", rules.only_if("use_adaptive_entropy")
+    0.2, "loss.entropy_target", when=["use_adaptive_entropy"]
   ),
   "use_adaptive_entropy": Row(False),
   "off_policy_mask_threshold": Row(
@@ -455,26 +404,27 @@ TABLE = {
   "use_vllm": Row(
     False,
     "loss.old_logprobs",
-    _old_logprobs,
+    lambda x, t: "trainer" if all(t[flag] for flag in _VLLM) else None,
     "sampling is a part of the program, on the same devices",
   ),
   "vllm_importance_sampling_correction": Row(True),
   "vllm_importance_sampling_mode": Row(
-    "sequence_mask", "loss.correction", _with_vllm
+    "sequence_mask", "loss.correction", when=_VLLM
   ),
   "vllm_importance_sampling_clip_min": Row(
-    None, "loss.correction_low", _with_vllm
+    None, "loss.correction_low", when=_VLLM
   ),
   "vllm_importance_sampling_clip_max": Row(
-    3.0, "loss.correction_high", _with_vllm
+    3.0, "loss.correction_high", when=_VLLM
   ),
   # Optimizer.
   "optim": Row("adamw_torch_fused", rules.optimizer),
   "learning_rate": Row(1e-6, "optim.learning_rate"),
-  "lr_scheduler_type": Row("linear", "optim.schedule", rules.SCHEDULE),
+  "lr_scheduler_type": Row(
+    "linear", "optim.schedule", rules.SCHEDULE, missing=rules.LOWEST_RATE
+  ),
   "lr_scheduler_kwargs": Row(
-    None,
-    rules.absent("schedules have no options: 'cosine' and 'linear' end at 0"),
+    missing="schedules have no options: 'cosine' and 'linear' end at 0"
   ),
   "warmup_steps": Row(0, _warmup),
   "warmup_ratio": Row(),
@@ -485,6 +435,7 @@ TABLE = {
 }
 
 ALWAYS = (
+  *rules.ALWAYS,
   Note(
     "per_device_train_batch_size",
     "batch_size counts prompts of all devices, and a step is one generation"

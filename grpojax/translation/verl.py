@@ -6,6 +6,7 @@ Names, defaults and meanings are those of verl 0.9
 """
 
 import math
+import re
 
 from grpojax.translation import rules
 from grpojax.translation.rules import Items, Library, Note, Row, Setting, Theirs
@@ -16,9 +17,7 @@ FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 REWARD = "reward.custom_reward_function"
 REWARD_MODEL = "reward.reward_model"
-TURNS = f"{ROLLOUT}.multi_turn"
 BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
-_GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
 OLDER = {
   "custom_reward_function.": f"{REWARD}.",
   "reward_model.reward_kwargs.overlong_buffer_cfg.": f"{BUFFER}.",
@@ -30,30 +29,9 @@ OLDER = {
 """Beginnings of names in configurations of other versions."""
 
 
-def _model(theirs: Theirs, name: str) -> Items:
-  yield from rules.model(theirs, name)
-  yield Setting("model.dtype", "bfloat16", "verl computes in bfloat16")
-
-
-def _offload(theirs: Theirs, name: str) -> str | None:
+def _offload(value: bool, theirs: Theirs) -> str | None:
   exact = theirs[f"{ACTOR}.kl_loss_type"] == "full"  # reads it in the update
-  offloads = theirs[name] and theirs[f"{ACTOR}.use_kl_loss"] and not exact
-  return "host" if offloads else None
-
-
-def _prompt_key(theirs: Theirs, name: str) -> str | None:
-  return None if theirs[name] == "prompt" else theirs[name]
-
-
-def _seed(theirs: Theirs, name: str) -> int:
-  return theirs[name] or 1
-
-
-def _router_replay(theirs: Theirs, name: str) -> Items:
-  """Replay of the trainer's own experts; R3 is the rollout's setting."""
-  if theirs[name] == "R2":
-    text = "loss.router_replay replays the rollout's experts (R3) alone"
-    yield Note(name, text, missing=True)
+  return "host" if value and not exact else None
 
 
 def _rewards(theirs: Theirs, name: str) -> Items:
@@ -66,12 +44,9 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     kwargs = f"{REWARD}.reward_kwargs"
     yield from theirs.below(kwargs, f"reward.options.{label}")
   else:
-    yield Note(
-      name,
-      "verl chooses by data_source; here math_answer is taken (a compute_score"
-      " of verl's runs as it is: reward.functions ="
-      " ('file.py:compute_score',))",
-    )
+    text = "verl chooses by data_source; here math_answer is taken (a"
+    text += " compute_score of verl's runs as it is: reward.functions ="
+    yield Note(name, f"{text} ('file.py:compute_score',))")
   if theirs[f"{BUFFER}.enable"]:
     weights["overlong"] = float(theirs[f"{BUFFER}.penalty_factor"])
     size = f"{BUFFER}.len"
@@ -80,19 +55,9 @@ def _rewards(theirs: Theirs, name: str) -> Items:
   yield Setting("reward.weights", tuple(weights.values()))
 
 
-def _reward_model(theirs: Theirs, name: str) -> Items:
-  if theirs[name]:
-    path = f"{REWARD_MODEL}.model_path"
-    yield theirs.setting("reward.model", str(theirs[path] or ""), path)
-    yield Note(path, "a sequence classifier, added to what the functions say")
-
-
-_FORMATS = {"hermes": "hermes", "llama3_json": "llama3"}
-
-
 def _turns(theirs: Theirs, name: str) -> Items:
   """Turns of the model; a user's are the answers between them."""
-  user = f"{TURNS}.max_user_turns"
+  user = f"{ROLLOUT}.multi_turn.max_user_turns"
   limits = [theirs[name], theirs[user] and theirs[user] + 1]
   if limits := [limit for limit in limits if limit]:
     yield theirs.setting("environment.max_turns", min(limits), name, user)
@@ -115,19 +80,16 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
   count = _minibatch_count(theirs)
   yield theirs.setting("optim.minibatches", count, name)
   if count * size != prompts:
-    yield Note(
-      name,
-      f"{prompts} prompts are not a multiple of {size}: {count} equal"
-      f" minibatches of {prompts // count} prompts here",
-    )
+    text = f"{prompts} prompts are not a multiple of {size}: {count} equal"
+    yield Note(name, f"{text} minibatches of {prompts // count} prompts here")
 
 
-def _micro_batches(theirs: Theirs, name: str) -> int:
+def _micro_batches(value: int | None, theirs: Theirs) -> int:
   prompts = theirs["data.train_batch_size"] // _minibatch_count(theirs)
   group_size = theirs[f"{ROLLOUT}.n"]
   at_least = 4
-  if theirs[name]:
-    rows = theirs[name] * theirs[_GPUS] * theirs[_NODES]
+  if value:
+    rows = value * theirs["trainer.n_gpus_per_node"] * theirs["trainer.nnodes"]
     at_least = prompts * group_size // rows
   return rules.micro_batches(prompts, group_size, at_least)
 
@@ -150,8 +112,8 @@ def _steps(theirs: Theirs, name: str) -> Items:
     yield rules.unknown_steps(epochs, name)
 
 
-def _every(theirs: Theirs, name: str) -> int:
-  return theirs[name] if theirs[name] > 0 else _run_steps(theirs) or 100
+def _every(value: int, theirs: Theirs) -> int:
+  return value if value > 0 else _run_steps(theirs) or 100
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
@@ -163,11 +125,9 @@ def _warmup(theirs: Theirs, name: str) -> Items:
     count = theirs[name] * (_run_steps(theirs) or 100)
   yield theirs.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
-    yield Note(
-      name,
-      "verl's rate changes once a step, and is 0 in the first one; here it"
-      f" rises with each of a step's {updates} updates, from the first on",
-    )
+    text = "verl's rate changes once a step, and is 0 in the first one; here it"
+    text += f" rises with each of a step's {updates} updates, from the first on"
+    yield Note(name, text)
 
 
 def _betas(theirs: Theirs, name: str) -> Items:
@@ -176,33 +136,32 @@ def _betas(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("optim.b2", second, name)
 
 
-_ADVANTAGES = {
-  "grpo": "grpo",
-  "grpo_vectorized": "grpo",
-  "rloo": "leave_one_out",
-  "rloo_vectorized": "leave_one_out",
-  "opo": "length_weighted",
-  "gdpo": "batch_std",
-  "reinforce_plus_plus": "reinforce_plus_plus",
-  "reinforce_plus_plus_baseline": "batch_std",
-  "optimal_token_baseline": "optimal_token_baseline",
-  "tir_optimal_token_baseline": "optimal_token_baseline",
-  "gpg": "dr_grpo",
-}
-_DIFFERS = {  # what is not the same in an advantage of that name
-  "opo": "without the own reward, which biases verl's",
-  "gdpo": "verl whitens over tokens, here over completions",
-  "reinforce_plus_plus_baseline": "verl whitens over tokens, here over "
-  "completions",
-  "optimal_token_baseline": "without the own reward, which biases verl's; "
-  "weights are of (1 - p)^2, no pass over the vocabulary",
-  "gpg": "verl multiplies by samples / samples of a reward that is not 0",
+_WHITENS = "verl whitens over tokens, here over completions"
+_UNBIASED = "without the own reward, which biases verl's"
+_WEIGHTED = (
+  f"{_UNBIASED}; weights are of (1 - p)^2, no pass over the vocabulary"
+)
+_ADVANTAGES = {  # ours, and what is not the same in it
+  "grpo": ("grpo", ""),
+  "grpo_vectorized": ("grpo", ""),
+  "rloo": ("leave_one_out", ""),
+  "rloo_vectorized": ("leave_one_out", ""),
+  "opo": ("length_weighted", _UNBIASED),
+  "gdpo": ("batch_std", _WHITENS),
+  "reinforce_plus_plus": ("reinforce_plus_plus", ""),
+  "reinforce_plus_plus_baseline": ("batch_std", _WHITENS),
+  "optimal_token_baseline": ("optimal_token_baseline", _WEIGHTED),
+  "tir_optimal_token_baseline": ("optimal_token_baseline", _WEIGHTED),
+  "gpg": (
+    "dr_grpo",
+    "verl multiplies by samples / samples of a reward that is not 0",
+  ),
 }
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
   kind = theirs[name]
-  ours = _ADVANTAGES.get(kind, "leave_one_out")
+  ours, differs = _ADVANTAGES.get(kind, ("leave_one_out", ""))
   if ours == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
     ours = "dr_grpo"
   yield theirs.setting("advantage", ours, name)
@@ -210,9 +169,8 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("reward.aggregation", "normalize_then_sum", name)
   if ours == "optimal_token_baseline":
     yield Setting("score_power", 1.0, "as verl does")
-  note = _DIFFERS.get(kind.removeprefix("tir_"))
-  if note:
-    yield Note(name, note)
+  if differs:
+    yield Note(name, differs)
   if kind not in _ADVANTAGES:
     text = f"{kind!r}: advantage = 'leave_one_out' compares with the group"
     yield Note(name, text, missing=True)
@@ -246,8 +204,6 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
   if mode in ("geo_mean", "sapo"):
     comment = f"{mode} always takes it"
     yield Setting("loss.weighting", "sequence_mean", comment)
-  if mode == "gspo":
-    yield Note(name, "verl bounds the ratio by e^10")
 
   def bound(name):  # where it is null, of both sides
     value = theirs.values.get(name, 0.2)
@@ -278,30 +234,30 @@ _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 def _kl(theirs: Theirs, name: str) -> Items:
   """KL as a term of the loss, or in the reward."""
-  in_reward = "algorithm.use_kl_in_reward"
+  in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
+  coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
+  in_loss, ours = theirs[name], _KLS.get(theirs[kind], "k3")
+  placement = "loss"
   if theirs[in_reward]:
-    coefficient = "algorithm.kl_ctrl.kl_coef"
-    yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
-    yield theirs.setting("loss.kl", "k1", "algorithm.kl_penalty")
-    yield theirs.setting("loss.kl_placement", "reward", in_reward)
-    if theirs[name] or theirs["algorithm.kl_penalty"] not in ("kl", "k1"):
+    if in_loss or theirs[penalty] not in ("kl", "k1"):
       text = "there is one KL term, k1 in the reward"
       yield Note(in_reward, text, missing=True)
-  elif theirs[name]:
-    coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
-    yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
-    yield theirs.setting("loss.kl", _KLS.get(theirs[kind], "k3"), kind)
-    yield theirs.setting("loss.kl_placement", "loss", name)
-    if str(theirs[kind]).endswith("+"):
-      yield Note(kind, "verl logs another value; the gradient is k2's")
-    if _KLS.get(theirs[kind]) == "k3":
-      yield Note(kind, "verl clamps each token's k3 at 10")
-    if theirs[kind] not in _KLS:
-      text = f"{theirs[kind]!r}: k3 is taken, for as a term of the loss k1 has"
-      text += " no expected gradient, and |k1| estimates no divergence"
-      yield Note(kind, text, missing=True)
-  else:
+    coefficient, kind, name = "algorithm.kl_ctrl.kl_coef", penalty, in_reward
+    ours, placement = "k1", "reward"
+  elif not in_loss:
     yield theirs.setting("loss.beta", 0.0, name)
+    return
+  elif str(theirs[kind]).endswith("+"):
+    yield Note(kind, "verl logs another value; the gradient is k2's")
+  elif theirs[kind] not in _KLS:
+    text = f"{theirs[kind]!r}: k3 is taken, for as a term of the loss k1 has"
+    text += " no expected gradient, and |k1| estimates no divergence"
+    yield Note(kind, text, missing=True)
+  elif ours == "k3":
+    yield Note(kind, "verl clamps each token's k3 at 10")
+  yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
+  yield theirs.setting("loss.kl", ours, kind)
+  yield theirs.setting("loss.kl_placement", placement, name)
 
 
 def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
@@ -310,12 +266,11 @@ def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
   try:
     return float(low) if low else None, float(high)
   except ValueError:
-    raise _bad_bounds(theirs, name) from None
+    raise ValueError(_bad_bounds(theirs, name)) from None
 
 
-def _bad_bounds(theirs: Theirs, name: str) -> ValueError:
-  text = f"{theirs[name]!r}: are two positive bounds, LOW_HIGH, or one"
-  return ValueError(f"{name} = {text}")
+def _bad_bounds(theirs: Theirs, name: str) -> str:
+  return f"{name} = {theirs[name]!r}: are two positive bounds, LOW_HIGH, or one"
 
 
 def _correction(theirs: Theirs, name: str) -> Items:
@@ -348,7 +303,7 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   if low is None and high > 0:  # one number is of both sides
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
-    raise _bad_bounds(theirs, limit)
+    raise ValueError(_bad_bounds(theirs, limit))
   yield theirs.setting("loss.correction", "geometric_mask", name)
   # verl's bounds are of the sampler's probabilities by the trainer's.
   yield theirs.setting("loss.correction_low", 1 / high, limit)
@@ -357,35 +312,35 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   yield Note(name, "verl's rejection also takes the tokens out of the mean")
 
 
-def _filter_metric(theirs: Theirs, name: str) -> str | None:
-  ours = "acc" if theirs[name] == "acc" else "reward"
-  return ours if theirs[f"{FILTER}.enable"] else None
+# Replay of the trainer's own experts; R3 is the rollout's setting.
+_OWN_ROUTERS = Row(
+  "disabled",
+  missing={"R2": "loss.router_replay replays the rollout's experts (R3) alone"},
+)
+_WEIGHTINGS = {
+  "token-mean": "token_mean",
+  "seq-mean-token-mean": "sequence_mean",
+  "seq-mean-token-sum": "sequence_sum",
+  "seq-mean-token-sum-norm": "fixed_length",
+}
 
-
-def _filter_limit(theirs: Theirs, name: str) -> int | None:
-  limit = theirs[name] if theirs[name] > 0 else 100
-  return limit if theirs[f"{FILTER}.enable"] else None
-
-
-TABLE = {
+_ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   # Model, data and rewards.
-  f"{MODEL}.path": Row(None, _model),
-  f"{MODEL}.lora_rank": Row(0, "lora.rank", rules.none_for_0),
-  f"{MODEL}.lora_alpha": Row(
-    16, "lora.alpha", rules.only_if(f"{MODEL}.lora_rank")
-  ),
-  f"{MODEL}.target_modules": Row("all-linear", rules.lora_targets),
-  f"{MODEL}.enable_gradient_checkpointing": Row(
-    True, "model.remat", rules.REMAT
-  ),
-  "actor_rollout_ref.ref.fsdp_config.param_offload": Row(
-    False, "model.reference", _offload
+  "model.path": Row(None, rules.model),
+  "model.lora_rank": Row(0, "lora.rank", rules.none_for_0),
+  "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
+  "model.target_modules": Row("all-linear", rules.lora_targets),
+  "model.enable_gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
+  "ref.fsdp_config.param_offload": Row(
+    False, "model.reference", _offload, when=[f"{ACTOR}.use_kl_loss"]
   ),
   "data.train_files": Row(None, rules.data),
   "data.val_files": Row(
     note="held-out problems are the test split of the same data"
   ),
-  "data.prompt_key": Row("prompt", "data.options.prompt", _prompt_key),
+  "data.prompt_key": Row(
+    "prompt", "data.options.prompt", lambda x, _: None if x == "prompt" else x
+  ),
   "data.max_prompt_length": Row(512, "data.max_prompt_length"),
   "data.max_response_length": Row(512, "sampling.max_new_tokens"),
   "data.filter_overlong_prompts": Row(
@@ -398,39 +353,48 @@ TABLE = {
   f"{BUFFER}.enable": Row(False),
   f"{BUFFER}.len": Row(0),
   f"{BUFFER}.penalty_factor": Row(1.0),
-  f"{REWARD_MODEL}.enable": Row(False, _reward_model),
-  f"{REWARD_MODEL}.model_path": Row(),
+  f"{REWARD_MODEL}.enable": Row(False),
+  f"{REWARD_MODEL}.model_path": Row(
+    None,
+    "reward.model",
+    note="a sequence classifier, added to what the functions say",
+    when=[f"{REWARD_MODEL}.enable"],
+  ),
   # Several turns.
-  f"{TURNS}.enable": Row(False, note=rules.TURNS),
-  f"{TURNS}.max_assistant_turns": Row(None, _turns),
-  f"{TURNS}.max_user_turns": Row(),
-  f"{TURNS}.tool_config_path": Row(note=rules.TOOLS),
-  f"{TURNS}.function_tool_path": Row(note=rules.TOOLS),
-  f"{TURNS}.interaction_config_path": Row(note=rules.ENVIRONMENT),
-  f"{ROLLOUT}.agent.agent_loop_config_path": Row(note=rules.ENVIRONMENT),
-  f"{TURNS}.format": Row("hermes", "environment.tool_format", _FORMATS),
-  f"{TURNS}.max_tool_response_length": Row(
+  "rollout.multi_turn.enable": Row(False, note=rules.TURNS),
+  "rollout.multi_turn.max_assistant_turns": Row(None, _turns),
+  "rollout.multi_turn.max_user_turns": Row(),
+  "rollout.multi_turn.tool_config_path": Row(note=rules.TOOLS),
+  "rollout.multi_turn.function_tool_path": Row(note=rules.TOOLS),
+  "rollout.multi_turn.interaction_config_path": Row(note=rules.ENVIRONMENT),
+  "rollout.agent.agent_loop_config_path": Row(note=rules.ENVIRONMENT),
+  "rollout.multi_turn.format": Row(
+    "hermes",
+    "environment.tool_format",
+    {"hermes": "hermes", "llama3_json": "llama3"},
+  ),
+  "rollout.multi_turn.max_tool_response_length": Row(
     256,
     "environment.max_observation",
-    rules.only_if(f"{TURNS}.enable"),
-    "characters of one answer there, here tokens of all answers to a turn, and"
-    " their end is cut (tool_response_truncate_side)",
+    note="characters of one answer there, here tokens of all answers to a turn,"
+    " and their end is cut (tool_response_truncate_side)",
+    when=[f"{ROLLOUT}.multi_turn.enable"],
   ),
   # Batches and length of the run.
-  "data.seed": Row(None, "seed", _seed),
+  "data.seed": Row(None, "seed", lambda x, _: x or 1),
   "data.train_batch_size": Row(1024, "batch_size"),
   "data.gen_batch_size": Row(
     note="a step's first draw is a whole batch here (filter_groups.gen_parts"
     " cuts the later ones)"
   ),
-  f"{ROLLOUT}.n": Row(1, "group_size"),
-  f"{ACTOR}.ppo_mini_batch_size": Row(256, _minibatches),
-  f"{ACTOR}.ppo_micro_batch_size_per_gpu": Row(
+  "rollout.n": Row(1, "group_size"),
+  "actor.ppo_mini_batch_size": Row(256, _minibatches),
+  "actor.ppo_micro_batch_size_per_gpu": Row(
     None, "optim.micro_batches", _micro_batches
   ),
-  f"{ACTOR}.ppo_epochs": Row(1, "optim.epochs"),
-  _GPUS: Row(8),
-  _NODES: Row(1),
+  "actor.ppo_epochs": Row(1, "optim.epochs"),
+  "trainer.n_gpus_per_node": Row(8),
+  "trainer.nnodes": Row(1),
   "trainer.total_training_steps": Row(None, _steps),
   "trainer.total_epochs": Row(30),
   "trainer.project_name": Row(),
@@ -442,46 +406,37 @@ TABLE = {
     None, "checkpoint.keep", rules.none_for_0
   ),
   # Sampling.
-  f"{ROLLOUT}.temperature": Row(1.0, "sampling.temperature"),
-  f"{ROLLOUT}.top_k": Row(
-    -1, "sampling.top_k", rules.filter_size, rules.SAMPLED
-  ),
-  f"{ROLLOUT}.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
-  f"{ROLLOUT}.repetition_penalty": Row(1.0, rules.NO_REPETITION_PENALTY),
-  f"{ROLLOUT}.stop": Row(None, rules.stop_strings),
+  "rollout.temperature": Row(1.0, "sampling.temperature"),
+  "rollout.top_k": Row(-1, "sampling.top_k", rules.filter_size, rules.SAMPLED),
+  "rollout.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
+  "rollout.repetition_penalty": Row(1.0, missing=rules.NO_REPETITION_PENALTY),
+  "rollout.stop": Row(None, rules.stop_strings),
   # Advantages and loss.
   "algorithm.adv_estimator": Row("gae", _advantage),
   "algorithm.norm_adv_by_std_in_grpo": Row(True),
-  f"{ACTOR}.loss_agg_mode": Row(
-    "token-mean",
-    "loss.weighting",
-    {
-      "token-mean": "token_mean",
-      "seq-mean-token-mean": "sequence_mean",
-      "seq-mean-token-sum": "sequence_sum",
-      "seq-mean-token-sum-norm": "fixed_length",
-    },
-  ),
-  f"{ACTOR}.loss_scale_factor": Row(
+  "actor.loss_agg_mode": Row("token-mean", "loss.weighting", _WEIGHTINGS),
+  "actor.loss_scale_factor": Row(
     note="with loss_agg_mode = seq-mean-token-sum-norm sums are divided by"
     " sampling.max_new_tokens: scale the learning rate"
   ),
-  f"{ACTOR}.policy_loss.loss_mode": Row("vanilla", _surrogate),
-  f"{ACTOR}.policy_loss.dro_beta": Row(None, "loss.dro_beta"),
-  f"{ACTOR}.clip_ratio": Row(
+  "actor.policy_loss.loss_mode": Row(
+    "vanilla", _surrogate, note={"gspo": "verl bounds the ratio by e^10"}
+  ),
+  "actor.policy_loss.dro_beta": Row(None, "loss.dro_beta"),
+  "actor.clip_ratio": Row(
     0.2,
     note="verl takes clip_ratio_low and clip_ratio_high, and this only where"
     " they are null",
   ),
-  f"{ACTOR}.clip_ratio_low": Row(),
-  f"{ACTOR}.clip_ratio_high": Row(),
-  f"{ACTOR}.clip_ratio_c": Row(3.0),
-  f"{ACTOR}.tau_pos": Row(1.0, "loss.sapo_temperature_pos"),
-  f"{ACTOR}.tau_neg": Row(1.05, "loss.sapo_temperature_neg"),
-  f"{ACTOR}.entropy_coeff": Row(0.0, _entropy),
-  f"{ACTOR}.use_kl_loss": Row(False, _kl),
-  f"{ACTOR}.kl_loss_coef": Row(0.001),
-  f"{ACTOR}.kl_loss_type": Row("low_var_kl"),
+  "actor.clip_ratio_low": Row(),
+  "actor.clip_ratio_high": Row(),
+  "actor.clip_ratio_c": Row(3.0),
+  "actor.tau_pos": Row(1.0, "loss.sapo_temperature_pos"),
+  "actor.tau_neg": Row(1.05, "loss.sapo_temperature_neg"),
+  "actor.entropy_coeff": Row(0.0, _entropy),
+  "actor.use_kl_loss": Row(False, _kl),
+  "actor.kl_loss_coef": Row(0.001),
+  "actor.kl_loss_type": Row("low_var_kl"),
   "algorithm.use_kl_in_reward": Row(
     False,
     note="the penalty is of the whole completion here, there of each token",
@@ -491,37 +446,51 @@ TABLE = {
   f"{CORRECTION}.rollout_is": Row(None, _correction),
   f"{CORRECTION}.rollout_is_threshold": Row("2.0"),
   f"{CORRECTION}.rollout_rs": Row(None, _rejection),
-  f"{CORRECTION}.rollout_rs_threshold": Row(None),
+  f"{CORRECTION}.rollout_rs_threshold": Row(),
   f"{FILTER}.enable": Row(False, "filter_groups.enable"),
-  f"{FILTER}.metric": Row(None, "filter_groups.metric", _filter_metric),
+  f"{FILTER}.metric": Row(
+    None,
+    "filter_groups.metric",
+    lambda x, _: "acc" if x == "acc" else "reward",
+    when=[f"{FILTER}.enable"],
+  ),
   f"{FILTER}.max_num_gen_batches": Row(
     0,
     "filter_groups.max_num_gen_batches",
-    _filter_limit,
+    lambda x, _: x if x > 0 else 100,
     "0 is no limit in verl, and 100 batches here; a limit that is met ends"
     " verl's run, and here the rest of the batch is free",
+    when=[f"{FILTER}.enable"],
   ),
-  f"{ROLLOUT}.enable_rollout_routing_replay": Row(
+  "rollout.enable_rollout_routing_replay": Row(
     False, "loss.router_replay", {True: True, False: None}
   ),
-  f"{ACTOR}.megatron.router_replay.mode": Row("disabled", _router_replay),
-  f"{ACTOR}.veomni.router_replay.mode": Row("disabled", _router_replay),
+  "actor.megatron.router_replay.mode": _OWN_ROUTERS,
+  "actor.veomni.router_replay.mode": _OWN_ROUTERS,
   # Optimizer.
-  f"{ACTOR}.optim.optimizer": Row("AdamW", rules.optimizer),
-  f"{ACTOR}.optim.lr": Row(1e-6, "optim.learning_rate"),
-  f"{ACTOR}.optim.lr_warmup_steps": Row(-1, _warmup),
-  f"{ACTOR}.optim.lr_warmup_steps_ratio": Row(0.0),
-  f"{ACTOR}.optim.lr_scheduler_type": Row(
-    "constant", "optim.schedule", rules.SCHEDULE
+  "actor.optim.optimizer": Row("AdamW", rules.optimizer),
+  "actor.optim.lr": Row(1e-6, "optim.learning_rate"),
+  "actor.optim.lr_warmup_steps": Row(-1, _warmup),
+  "actor.optim.lr_warmup_steps_ratio": Row(0.0),
+  "actor.optim.lr_scheduler_type": Row(
+    "constant", "optim.schedule", rules.SCHEDULE, missing=rules.LOWEST_RATE
   ),
-  f"{ACTOR}.optim.weight_decay": Row(
+  "actor.optim.weight_decay": Row(
     0.01, "optim.weight_decay", note="verl decays norms and biases too"
   ),
-  f"{ACTOR}.optim.betas": Row((0.9, 0.999), _betas),
-  f"{ACTOR}.grad_clip": Row(1.0, "optim.max_grad_norm", rules.max_grad_norm),
+  "actor.optim.betas": Row((0.9, 0.999), _betas),
+  "actor.grad_clip": Row(1.0, "optim.max_grad_norm", rules.max_grad_norm),
+}
+TABLE = {
+  re.sub(r"^(actor|rollout|model|ref)\.", r"actor_rollout_ref.\g<0>", name): row
+  for name, row in _ROWS.items()
 }
 
-ALWAYS = (Note("algorithm.adv_estimator", rules.OWN_ADVANTAGE),)
+ALWAYS = (
+  *rules.ALWAYS,
+  Setting("model.dtype", "bfloat16", "verl computes in bfloat16"),
+  Note("algorithm.adv_estimator", rules.OWN_ADVANTAGE),
+)
 
 # Logging, engines, memory and placement.
 UNNEEDED = (

@@ -14,32 +14,6 @@ from grpojax.translation.rules import Note, Setting, Translation
 WIDTH = 80
 
 
-def settled(translation: Translation) -> dict[str, Setting]:
-  """Returns the settings by name, of their types, in the order of --help.
-
-  Those that are what they are by default, and that nobody has asked for, are
-  left out.
-
-  Raises:
-    ValueError: a value of a wrong type.
-  """
-  known = config_lib.flatten(default_config())
-  by_name = {}
-  for one in translation.settings:
-    by_name[one.name] = one._replace(value=_typed(one, known.get(one.name)))
-  order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
-  order += [name for name in by_name if name not in order]
-  settings = {}
-  for name in order:
-    one = by_name.get(name)
-    if one and (
-      one.value != known.get(name)
-      or (one.theirs and "(default)" not in one.theirs)
-    ):
-      settings[name] = one
-  return settings
-
-
 def _typed(setting: Setting, default: Any) -> Any:
   """The value in the type of the default, or for None as a plain one.
 
@@ -65,19 +39,39 @@ def _typed(setting: Setting, default: Any) -> Any:
   raise ValueError(f"{source}: {setting.name} cannot be {value!r}")
 
 
-def _by_section(
+def _settled(
   translation: Translation,
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
-  """Settings with a name of their own, and nested dicts for free sections."""
+  """Settings in the order of --help, and nested dicts for free sections.
+
+  Those that are what they are by default, and that nobody has asked for, are
+  left out.
+
+  Raises:
+    ValueError: a value of a wrong type.
+  """
+  default = default_config()
+  known = config_lib.flatten(default)
   free = settings_lib.free_sections(SETTINGS)
+  by_name = {
+    one.name: one._replace(value=_typed(one, known.get(one.name)))
+    for one in translation.settings
+  }
+  order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
   fixed, nested = {}, {}
-  for name, one in settled(translation).items():
-    sections = [s for s in free if settings_lib.is_free(name, [s])]
-    if not sections:
+  for name in dict.fromkeys([*order, *by_name]):
+    one = by_name.get(name)
+    if not one or (
+      one.value == known.get(name)
+      and (not one.theirs or "(default)" in one.theirs)
+    ):
+      continue
+    section = next((s for s in free if settings_lib.is_free(name, [s])), None)
+    if section is None:
       fixed[name] = one
       continue
-    *parents, key = name.removeprefix(f"{sections[0]}.").split(".")
-    place = nested.setdefault(sections[0], {})
+    *parents, key = name.removeprefix(f"{section}.").split(".")
+    place = nested.setdefault(section, {})
     for parent in parents:
       place = place.setdefault(parent, {})
     place[key] = one.value
@@ -91,7 +85,7 @@ def config_of(translation: Translation) -> ConfigDict:
     ValueError: a value of a wrong type.
   """
   config = default_config()
-  fixed, nested = _by_section(translation)
+  fixed, nested = _settled(translation)
   config.update_from_flattened_dict({n: one.value for n, one in fixed.items()})
   for section, values in nested.items():
     config[section].update(values)
@@ -108,14 +102,6 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
     subsequent_indent=" " * len(first),
   )
   return [f"{indent}# {line}" for line in lines]
-
-
-def _assignment(name: str, one: Setting) -> list[str]:
-  """An assignment with its comment beside it, or above where it is long."""
-  line, comment = f"  config.{name} = {one.value!r}", _comment(one.theirs)
-  if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
-    return [f"{line}  {comment[0]}"]
-  return [*_comment(one.theirs, "  "), line]
 
 
 def _notes(title: str, notes: list[Note]) -> list[str]:
@@ -148,7 +134,7 @@ def config_file(translation: Translation, source: str) -> str:
   Raises:
     ValueError: a value of a wrong type.
   """
-  fixed, nested = _by_section(translation)
+  fixed, nested = _settled(translation)
   differs = [note for note in translation.notes if not note.missing]
   missing = [note for note in translation.notes if note.missing]
   unneeded = "; ".join(translation.unneeded)
@@ -177,7 +163,11 @@ def config_file(translation: Translation, source: str) -> str:
     "  config = default_config()",
   ]
   for name, one in fixed.items():
-    lines += _assignment(name, one)
+    line, comment = f"  config.{name} = {one.value!r}", _comment(one.theirs)
+    if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
+      lines.append(f"{line}  {comment[0]}")
+    else:
+      lines += [*_comment(one.theirs, "  "), line]
   for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])

@@ -130,6 +130,13 @@ def test_the_answer_follows_a_mark(kind, tmp_path):
     kind.load("train", path=file, answer_after="@")
 
 
+def test_columns_are_the_fields_that_are_read(kind, tmp_path):
+  rows = [row | {"level": 1, "other": 2} for row in plain(3)]
+  columns = ("level", "answer", "prompt")
+  found = kind.load("train", path=kind(tmp_path / "a", rows), columns=columns)
+  assert list(found) == [row | {"level": 1} for row in plain(3)]
+
+
 def test_threads_read_the_same_examples(kind, tmp_path, monkeypatch):
   monkeypatch.setattr(parquet, "_ROWS", 7)
   rows = [row | {"text": "x" * i} for i, row in enumerate(plain(99))]
