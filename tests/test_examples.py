@@ -8,6 +8,8 @@ import pytest
 
 import grpojax
 from grpojax.examples import grpo_in_one_file as example
+from grpojax.training import policy as policy_lib
+from grpojax.training.policy import Policy
 
 SIZES = {"BATCH_SIZE": 2, "GROUP_SIZE": 4, "COMPLETION_TOKENS": 6}
 
@@ -19,7 +21,7 @@ def small(monkeypatch):
 
 
 def test_one_file_is_a_step_of_make_grpo_step(tiny, small):
-  model = example.Model(tiny.lm, tiny.params, None, eos_ids=(0,), pad_id=3)
+  policy = Policy(None, tiny.lm, None, eos_ids=(0,), pad_id=3)
   tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
   ids = jnp.array([[1, 2, 3], [4, 5, 3]])
   prompts = grpojax.Prompts(ids, jnp.array([[True] * 3, [True, True, False]]))
@@ -36,7 +38,7 @@ def test_one_file_is_a_step_of_make_grpo_step(tiny, small):
   state = grpojax.init_state(tiny.params, tx, jax.random.key(0))
   expected, metrics = jax.jit(step)(state, prompts)
   key = jax.random.fold_in(state.key, 0)
-  samples = example.make_sample(model)(tiny.params, prompts, key)
+  samples = example.make_sample(policy)(tiny.params, prompts, key)
   learn = example.make_learn(tiny.lm, tx)
   params, _ = learn(
     tiny.params, tx.init(tiny.params), samples, reward(samples, None)
@@ -58,22 +60,25 @@ def test_one_file_runs(small, capsys):
 
 @pytest.mark.slow
 def test_one_file_rewards_the_right_answer():
-  model = example.load_model()
+  policy = policy_lib.load_policy(example.MODEL)
   texts = [["#### 4", "2+2=4\n#### 5"], ["7", "#### 7"]]
-  encode = lambda text: [*model.tokenizer.encode(text), model.eos_ids[0]]
+  encode = lambda text: [*policy.tokenizer.encode(text), policy.eos_ids[0]]
   rows = [[encode(text) for text in group] for group in texts]
-  ids = np.full((2, 2, 20), model.pad_id)
+  ids = np.full((2, 2, 20), policy.pad_id)
   mask = np.zeros(ids.shape, bool)
   for row, member in np.ndindex(2, 2):
     tokens = rows[row][member]
     ids[row, member, : len(tokens)] = tokens
     mask[row, member, : len(tokens)] = True
   examples = [{"answer": "4"}, {"answer": "7"}]
-  rewards = example.compute_rewards(model, ids, mask, examples)
+  prompts = example.make_prompts(policy, [{"prompt": "1+2"}, {"prompt": "3"}])
+  samples = grpojax.Rollout(
+    prompts.prompt_ids, prompts.prompt_mask, ids, mask, None, mask.any(-1)
+  )
+  rewards = example.compute_rewards(policy, samples, examples)
   np.testing.assert_array_equal(rewards, [[1, 0], [0, 1]])
-  prompts = example.make_prompts(model, [{"prompt": "1+2"}, {"prompt": "3"}])
   shown = [
-    model.tokenizer.decode(ids[mask])
+    policy.tokenizer.decode(ids[mask])
     for ids, mask in zip(prompts.prompt_ids, prompts.prompt_mask, strict=True)
   ]
   assert shown == ["Q: 1+2\nA: ", "Q: 3\nA: "]

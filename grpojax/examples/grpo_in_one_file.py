@@ -21,7 +21,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,9 +29,10 @@ import optax
 
 import grpojax
 from grpojax.data import arithmetic
-from grpojax.models import huggingface
 from grpojax.rewards.exact import exact_answer
 from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.policy import Policy
 
 MODEL = "arithmetic-careless"
 BATCH_SIZE = 16  # B, prompts per step
@@ -41,75 +42,42 @@ COMPLETION_TOKENS = 64  # T, longer completions are cut off
 LEARNING_RATE = 1.5e-4
 
 
-class Model(NamedTuple):
-  """A language model with its text.
-
-  Attributes:
-    lm: The model's pure functions.
-    params: Its first parameters.
-    tokenizer: Tokenizer of transformers.
-    eos_ids: Ids that end a completion.
-    pad_id: Id that is written after the end.
-  """
-
-  lm: grpojax.LM
-  params: Any
-  tokenizer: Any
-  eos_ids: tuple[int, ...]
-  pad_id: int
-
-
-def load_model(name: str = MODEL) -> Model:
-  """Loads an embedded model, or a directory in Hugging Face format."""
-  directory = huggingface.resolve(name)
-  lm, params = huggingface.load(directory)
-  tokenizer = tokenizer_lib.load(directory)
-  eos_ids = tokenizer_lib.eos_ids(directory, tokenizer)
-  return Model(lm, params, tokenizer, eos_ids, tokenizer_lib.pad_id(tokenizer))
-
-
 def make_prompts(
-  model: Model, examples: Sequence[dict[str, str]]
+  policy: Policy, examples: Sequence[dict[str, str]]
 ) -> grpojax.Prompts:
   """Tokenizes problems and pads them on the right."""
-  ids = np.full((len(examples), PROMPT_TOKENS), model.pad_id, np.int32)
+  ids = np.full((len(examples), PROMPT_TOKENS), policy.pad_id, np.int32)
   mask = np.zeros(ids.shape, bool)
   for row, example in enumerate(examples):
     text = f"Q: {example['prompt']}\nA: "
-    tokens = tokenizer_lib.encode_text(model.tokenizer, text)
+    tokens = tokenizer_lib.encode_text(policy.tokenizer, text)
     ids[row, : len(tokens)] = tokens
     mask[row, : len(tokens)] = True
   return grpojax.Prompts(ids, mask)
 
 
 def compute_rewards(
-  model: Model,
-  completion_ids: np.ndarray,
-  completion_mask: np.ndarray,
+  policy: Policy,
+  samples: grpojax.Rollout,
   examples: Sequence[dict[str, str]],
 ) -> np.ndarray:
   """Returns rewards [B, G]: 1 if the final answer is right, else 0."""
-  rewards = np.zeros(completion_ids.shape[:2], np.float32)
-  for row, member in np.ndindex(rewards.shape):
-    text = tokenizer_lib.decode_completion(
-      model.tokenizer,
-      completion_ids[row, member],
-      completion_mask[row, member],
-      model.eos_ids,
-    )
-    rewards[row, member] = exact_answer("", text, examples[row])
-  return rewards
+  groups = zip(policy_lib.decode(policy, samples), examples, strict=True)
+  rewards = [
+    [exact_answer("", x, example) for x in texts] for texts, example in groups
+  ]
+  return np.array(rewards, np.float32)
 
 
-def make_sample(model: Model) -> Callable[..., grpojax.Rollout]:
+def make_sample(policy: Policy) -> Callable[..., grpojax.Rollout]:
   """Returns the jitted `(params, prompts, key) -> completions`."""
   sample = functools.partial(
     grpojax.rollout,
-    model.lm,
+    policy.lm,
     group_size=GROUP_SIZE,
     max_new_tokens=COMPLETION_TOKENS,
-    eos_ids=model.eos_ids,
-    pad_id=model.pad_id,
+    eos_ids=policy.ends,
+    pad_id=policy.pad_id,
   )
   return jax.jit(sample)
 
@@ -149,23 +117,20 @@ def make_learn(
 
 def main(steps: int = 40) -> None:
   """Trains for a number of steps and prints the share of right answers."""
-  model = load_model()
+  policy = policy_lib.load_policy(MODEL)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
-  sample = make_sample(model)
-  learn = make_learn(model.lm, tx)
-  params = model.params
+  sample = make_sample(policy)
+  learn = make_learn(policy.lm, tx)
+  params = policy.params
   opt_state = tx.init(params)
   key = jax.random.key(0)
   train = arithmetic.load("train")
   held_out = [*arithmetic.load("test", size=BATCH_SIZE)]
 
   def sample_and_score(params, examples, step):
-    prompts = make_prompts(model, examples)
+    prompts = make_prompts(policy, examples)
     samples = sample(params, prompts, jax.random.fold_in(key, step))
-    ids, mask = jax.device_get(
-      (samples.completion_ids, samples.completion_mask)
-    )
-    return samples, compute_rewards(model, ids, mask, examples)
+    return samples, compute_rewards(policy, samples, examples)
 
   _, before = sample_and_score(params, held_out, steps)
   for step in range(steps):
