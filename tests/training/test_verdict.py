@@ -10,6 +10,7 @@ from grpojax.training.report import verdict as lib
 LIMITS = dict(default_config().stop)
 GOOD = {"zero_variance_groups": 0.25, "grad_norm": 0.5}
 EQUAL = {"zero_variance_groups": 1.0, "reward_mean": 0.0}
+SOLVED = {"zero_variance_groups": 1.0, "reward_mean": 1.0}
 NAN = {"skipped_updates": 1, "grad_norm": None}
 FAILED = {"zero_variance_groups": 1.0, "rewards_missing": 1.0}
 FLAT = [0.4, 0.6, 0.5, 0.5]
@@ -77,6 +78,7 @@ CASES = [  # rows, what else is known, level, end of the sentence
    "improving at step 16 of 16: mean reward +0.2 in the last quarter of the "
    "steps; held-out accuracy 20.0% before, 25.0% after; more steps may help "
    "(--config.steps)."),
+  (steps(*[GOOD] * 12, *[SOLVED] * 4), DONE, "", "Finished: step 16 of 16."),
   (MANY + held_out(0.2, 0.3), DONE | {"gain": UNCLEAR}, "", "no clear change "
    "in accuracy; held-out accuracy 20.0% before, 30.0% after, on 100 prompts."),
   (MANY + held_out(0.2, 0.3), {"gain": ROSE}, "", "Not finished: step 16 of "

@@ -146,7 +146,8 @@ def _still_improving(run: Facts) -> str | None:
   """Compares mean rewards in the last quarter of steps with the one before."""
   rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
   quarter = len(rewards) // 4
-  if quarter < _QUARTER:
+  # A solved task has full rewards and nothing to learn from.
+  if quarter < _QUARTER or all(map(_untaught, run.steps[-quarter:])):
     return None
   rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
   mean, low, _ = mean_interval(rises)
