@@ -20,7 +20,7 @@ class StopTable(NamedTuple):
 
   Attributes:
     strings: The stop strings.
-    classes: Class of each token [V]; a class leads to the same states.
+    classes: Class of each token [V]; those of one class lead to equal states.
     table: State after each state and class [S, C]; S is a complete string.
   """
 
@@ -65,5 +65,5 @@ def advance(
 def within(
   state: PyTree, drawn: Bool[Array, "*n"] | bool, ended: Bool[Array, "*n"]
 ) -> PyTree:
-  """Returns the state inside a completion or turn, and else the first one."""
+  """Returns the state within a completion or turn, reset outside of it."""
   return jax.tree.map(lambda x: jnp.where(drawn & ~ended, x, 0), state)

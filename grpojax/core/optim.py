@@ -144,11 +144,12 @@ def adafactor(
 ) -> optax.GradientTransformation:
   """Makes Adafactor's scaling, without first moment (arXiv 1804.04235).
 
-  The second moment of a matrix is that of its rows and of its columns, so the
-  state has less than a hundredth of a byte a parameter in wide matrices. Its
-  decay is 1 - t**-0.8 at update t, but at most `b2` (Zhai et al. 2021, arXiv
+  An array has a second moment per row and per column of its two largest
+  dimensions if both have at least 128 elements, else one per element. Wide
+  matrices take less than a hundredth of a byte per parameter. The decay is
+  1 - t**-0.8 at update t, but at most `b2` (Zhai et al. 2021, arXiv
   2106.04560). An array's update is divided by its root mean square if that is
-  more than 1, which stands in for a warm-up.
+  more than 1, in place of a warm-up; a stack of layers is one array.
   """
   del b1, moments_dtype, seed
 

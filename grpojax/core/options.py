@@ -92,7 +92,7 @@ def interval_text(within: str) -> str:
 
 
 def _other_type(default: Any, value: Any) -> str:
-  """Kind of value that an option needs, where this one is of another kind."""
+  """Returns the kind of value that an option needs; "" if `value` is one."""
   truth = isinstance(value, (bool, np.bool_))
   if isinstance(default, bool):
     return "" if truth else "True or False"

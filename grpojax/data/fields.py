@@ -124,7 +124,7 @@ def _answer(row: Row, name: str) -> str | int | float:
     answer = _value(row, _GROUND_TRUTH)
   if isinstance(answer, (int, float)) and not isinstance(answer, bool):
     if not abs(answer) < float("inf"):
-      raise ValueError(f"the answer {name!r} is {answer}: no number")
+      raise ValueError(f"the answer {name!r} is {answer}: not a number")
     return answer
   if not isinstance(answer, str):
     raise ValueError(

@@ -40,7 +40,7 @@ def load(
     split: "train" or "test".
     path: a file, a pattern of files ("part-*.jsonl"), or a directory with
       files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
-    size: the first so many examples; None is all. Later rows are not read.
+    size: number of examples, the first ones; None is all. Others are not read.
     prompt: the field with the prompt (`fields.reader` has all five).
     answer: the field with the answer.
     messages: the field with the prompt where there is no `prompt`.
@@ -104,7 +104,7 @@ def _files(
     files = sorted(filter(pathlib.Path.is_file, matches))
   if not files:
     raise ValueError(
-      f"--config.data.path: {place} is no file, and matches none"
+      f"--config.data.path: {place} is not a file, and matches none"
     )
   if not share and split == "test":
     raise ValueError(

@@ -59,7 +59,7 @@ class HostEnvironment(NamedTuple):
 
   @property
   def tools(self) -> list[dict[str, Any]]:
-    """JSON schemas for the chat template; ValueError where one has none."""
+    """JSON schemas for the chat template; ValueError for a tool without one."""
     return tools_lib.schemas(list(self.functions.values()))
 
 

@@ -78,7 +78,7 @@ def load(
 
 
 def best_step(run: str | pathlib.Path) -> int:
-  """Returns the step of a run's state of the highest held-out accuracy.
+  """Returns the step of a run's state with the highest held-out accuracy.
 
   Raises:
     ValueError: It was not kept, or there is none yet.

@@ -236,7 +236,7 @@ def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
     if value is None and default is not None:
       continue
     if _is_number(default) and not (_is_number(value) and math.isfinite(value)):
-      raise ValueError(f"{name} = {value!r}: {library.name} has a number there")
+      raise ValueError(f"{name} = {value!r}: {library.name} takes a number")
     checked[name] = value
   return checked
 

@@ -65,7 +65,7 @@ GOOD = '{"prompt": "x", "answer": "1"}'
     ("[" * 100_000, "recursion"),
     ('{"prompt": "x", "answer": NaN}', "NaN is no value of JSON"),
     ('{"prompt": "x", "answer": "1", "y": [-Infinity]}', "-Infinity is no"),
-    ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: no number"),
+    ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: not a number"),
     ('{"prompt": "x", "answer": %s}' % ("1" * 5000), "4300 digits"),
     ('{"prompt": "x", "answer": "1", "answer": "2"}', "key 'answer' .* twice"),
     ('{"prompt": "x", "answer": "1", "y": {"z": 1, "z": 1}}', "the key 'z'"),
@@ -169,8 +169,8 @@ def test_what_cannot_be_opened(tmp_path):
   file = write(tmp_path / "a.jsonl", ROWS)
   for options, text in [
     ({"path": ""}, "needs data.path"),
-    ({"path": tmp_path / "b.jsonl"}, "b.jsonl is no file"),
-    ({"path": "/dev/null"}, "/dev/null is no file"),
+    ({"path": tmp_path / "b.jsonl"}, "b.jsonl is not a file"),
+    ({"path": "/dev/null"}, "/dev/null is not a file"),
     ({"path": tmp_path}, "train.jsonl does not exist"),
     ({"path": tmp_path, "test": 0.1}, "for a single file"),
     ({"path": file, "test": 1.5}, r"a share in 0\.\.1"),
@@ -201,5 +201,5 @@ def test_the_test_split_may_be_a_file_of_its_own(tmp_path):
   files = {"path": tmp_path / "a.jsonl", "test": str(tmp_path / "[b].jsonl")}
   for split, prompt in (("train", "a"), ("test", "b")):
     assert [x["prompt"] for x in jsonl.load(split, **files)] == [prompt] * 2
-  with pytest.raises(ValueError, match="nowhere is no file"):
+  with pytest.raises(ValueError, match="nowhere is not a file"):
     jsonl.load("test", **files | {"test": "nowhere"})

@@ -113,7 +113,7 @@ def test_a_pattern_is_one_set_of_files(kind, tmp_path):
   no_file = rf"train{kind.suffix} does not exist.*and data.options.test"
   for split, path, share, message in (
     ("test", pattern, 0, "one set of files without held-out"),
-    ("train", str(tmp_path / "q*"), 0, r"q\* is no file, and matches none"),
+    ("train", str(tmp_path / "q*"), 0, r"q\* is not a file, and matches none"),
     ("train", pattern, 1, "2 files of data.path holds no example"),
     ("train", tmp_path, 0, no_file),
   ):

@@ -555,9 +555,13 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
     (
       "num_generations: eight",
       ".yaml",
-      "num_generations = 'eight': TRL 1.16 has",
+      "num_generations = 'eight': TRL 1.16 takes",
     ),
-    ("temperature: .inf", ".yaml", "temperature = inf: TRL 1.16 has a number"),
+    (
+      "temperature: .inf",
+      ".yaml",
+      "temperature = inf: TRL 1.16 takes a number",
+    ),
     ("loss_type: other", ".yaml", "loss_type = 'other': use one of grpo"),
     ("num_generations: 7", ".yaml", "multiple of num_generations = 7"),
     (

@@ -103,8 +103,8 @@ def grpo_loss(
   loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
-  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate; of
-  advantages of tokens not with `sequence_ratio` and `gmpo`, which average them.
+  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate,
+  except that `sequence_ratio` and `gmpo` average advantages over tokens.
   Only `logprobs`, of the sampled tokens under the policy being trained, and
   `exact_kl` are differentiated.
 
@@ -114,7 +114,7 @@ def grpo_loss(
     weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
       the other arguments may be a part.
     mask: True on real tokens.
-    old_logprobs: those of the policy that sampled; None means that it is this.
+    old_logprobs: those of the policy that sampled; None if it is this one.
     ref_logprobs: those of the reference policy; without beta only logged.
     is_weights: constants that each token's surrogate and KL term are multiplied
       by, as samples of another policy are (`rollout_correction`); None means 1.

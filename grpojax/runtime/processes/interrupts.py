@@ -62,8 +62,8 @@ def end(code: int) -> NoReturn:
 def skip_end(code: int) -> None:
   """Makes `code` the exit code, and leaves out what Python does at the end.
 
-  There it waits for threads, and those of Orbax wait for each other for minutes
-  after a save that failed; and it takes down what other threads still need.
+  Python waits for its threads there, and after a failed save those of Orbax
+  wait for each other for minutes. It also frees objects that threads still use.
   """
   # The hook is set where Python was started as one of our programs.
   if getattr(sys.excepthook, "__module__", "") == f"{__package__}.program":
@@ -105,10 +105,10 @@ def _ours(*numbers: int) -> list[int]:
 
 @contextlib.contextmanager
 def deferred(*numbers: int) -> Iterator[list[int]]:
-  """Heeds signals, of `BOTH`, only when the context ends.
+  """Delays signals, of `BOTH`, to the end of the context.
 
   Yields:
-    Signals that have come, for work that ends itself where there are any.
+    Signals so far: work that finds one here can end early.
   """
   came: list[int] = []
   try:
@@ -124,7 +124,7 @@ def raising_ctrl_c() -> Iterator[list[int]]:
   """Raises KeyboardInterrupt at Ctrl-C.
 
   Yields:
-    Signals that have come, for work that ends where there are any: Python
+    Signals so far: work that finds one here can end. Python
     ignores exceptions in destructors and in callbacks of the garbage collector.
   """
   came: list[int] = []

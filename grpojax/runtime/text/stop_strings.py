@@ -47,11 +47,11 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
 def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   """Builds the automaton of stop strings for `count` tokens.
 
-  That of Aho and Corasick (1975) on bytes, whose states are the beginnings of
-  the strings; a token leads where its bytes lead in turn.
+  It is Aho and Corasick's (1975) on bytes. Its states are the beginnings of
+  the strings, and a token leads to the state after its bytes.
 
   Raises:
-    ValueError: a string that no tokens write, or too many for the memory.
+    ValueError: Tokens cannot write a string, or the table is too large.
   """
   # A string with another one inside it is never the first to be complete.
   ends = {x.encode() for x in strings}

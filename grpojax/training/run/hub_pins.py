@@ -54,7 +54,7 @@ def _model(settings: TrainSettings) -> str:
 
 
 def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
-  """A name with its commit, where that is known; else as it is."""
+  """Returns a name with its commit if it is known, else the name as it is."""
   name = hub.parse(text)
   commit = _commits(settings.commits).get(f"{kind}:{name}")
   return f"{name.id}@{commit}" if name and commit else text
@@ -66,12 +66,12 @@ def model(settings: TrainSettings) -> str:
 
 
 def teacher(settings: TrainSettings) -> str:
-  """Returns that of the teacher; "" where there is none."""
+  """Returns the name or path of the teacher; "" without one."""
   return _pinned(settings, "model", settings.model.teacher)
 
 
 def reward_model(settings: TrainSettings) -> str:
-  """Returns that of the reward model; "" where there is none."""
+  """Returns the name or path of the reward model; "" without one."""
   return _pinned(settings, "model", settings.reward.model)
 
 

@@ -1,9 +1,9 @@
-"""Opening of a run, by one process or by several: new, or where it stands.
+"""Opens a run, new or resumed, by one process or by several.
 
-`settle` decides with which settings it goes on; `open_all` finds all errors,
-opens the directory, and loads the newest checkpoint. Errors are found before
-anything is written, and are said by all processes: the first of them looks into
-the directory and writes there, each looks at what it reads itself.
+`settle` decides on the settings; `open_all` finds all errors, opens the
+directory, and loads the newest checkpoint. Errors are found before anything is
+written, and all processes report them. The first process checks and writes the
+directory; each checks the files that it reads itself.
 """
 
 import contextlib

@@ -222,7 +222,7 @@ def check(path: Path, settings: TrainSettings) -> bool:
 
   Raises:
     ValueError: It is a run of another config, has done more steps than are
-      asked for, has lost what more steps would go on from, or is no run.
+      asked for, has lost the checkpoint to resume from, or is no run.
   """
   path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)

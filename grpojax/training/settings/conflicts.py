@@ -386,10 +386,9 @@ def _division(s: TrainSettings) -> Rows:
 
 
 def _advantage(s: TrainSettings) -> Rows:
-  """A batch that the advantage refuses, in its own words.
+  """Yields the advantage's own error about the shape of a batch.
 
-  It is tried on the run's shapes, so that it needs no other check than its own;
-  nothing is computed.
+  The advantage is traced on the run's shapes, without computing it.
   """
   name, k = s.loss.advantage, s.loss.subset_size
   advantage = bind(ADVANTAGES[name], k=k)

@@ -1,4 +1,4 @@
-"""Settings of a training run: all sections, and how it goes on its way."""
+"""Training settings: optimizer, diagnostics, checkpoints, logging, stopping."""
 
 from typing import Any
 
