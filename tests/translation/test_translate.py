@@ -576,6 +576,7 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
       "completions is over 1048576: check the sizes",
     ),
     ("beta: 0\nchat_template_kwargs: '{a'", ".yaml", "'{a' is no JSON"),
+    ("reward_funcs: [a, b]\nreward_weights: [1]", ".yaml", "one for each of"),
     ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
   ],
 )
