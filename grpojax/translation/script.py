@@ -21,7 +21,6 @@ _LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
 _LORA_NAMES = {
   name: f"lora_{name}" for name in ("r", "target_modules", "modules_to_save")
 }
-_IN_PLACE = ("append", "extend", "insert", "update", "pop", "remove")
 _CHANGES = ("map", "filter", "select", "rename_column", "rename_columns")
 """Methods of a data set whose result is not what `load_dataset` reads."""
 
@@ -54,7 +53,7 @@ class _Script(NamedTuple):
   own: dict[str, ast.stmt]  # functions and classes at the top of the script
   imported: dict[str, str]  # "module:name" by name
 
-  def value(self, node: ast.expr, seen: tuple[str, ...] = ()) -> Any:
+  def value(self, node: ast.AST, seen: tuple[str, ...] = ()) -> Any:
     """Returns the value of an expression; ValueError if it is unknown."""
     match node:
       case ast.Name(id=name) if name not in seen and name in self.assigned:
@@ -72,12 +71,12 @@ class _Script(NamedTuple):
         return {x.arg: self.value(x.value, seen) for x in node.keywords}
     return ast.literal_eval(node)
 
-  def only(self, node: ast.expr) -> ast.AST:
+  def only(self, node: ast.AST) -> ast.AST:
     """Returns the value of a name that has just one; else the expression."""
     values = self.assigned.get(getattr(node, "id", ""), ())
     return values[0] if len({*map(ast.dump, values)}) == 1 else node
 
-  def names(self, node: ast.expr, kind: type, file: pathlib.Path) -> list[str]:
+  def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
     """Returns functions as "FILE.py:name" or "module:name", and texts as such.
 
     Raises:
@@ -191,16 +190,16 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   script = _Script(tree, [], {}, {}, {}, {})
   for node in ast.walk(tree):
     match node:
-      case ast.Call(func=function):
-        script.calls.append(node)
-        if isinstance(function, ast.Attribute) and called(node) in _IN_PLACE:
-          name = ast.unparse(function.value)
-          script.assigned.setdefault(name, []).append(node)
       case (
-        ast.AugAssign(target=ast.Name(id=name))
-        | ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))])
+        ast.AugAssign(ast.Name(name))
+        | ast.Assign([ast.Subscript(ast.Name(name))])
+        | ast.Call(
+          ast.Attribute(ast.Name(name), "append" | "extend" | "update")
+        )
       ):
         script.assigned.setdefault(name, []).append(node)
+      case ast.Call():
+        script.calls.append(node)
       case ast.Assign(targets=[ast.Name(id=name)]):
         script.assigned.setdefault(name, []).append(node.value)
       case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
@@ -222,7 +221,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   return script
 
 
-def _options(script: _Script) -> Iterator[tuple[str, ast.expr]]:
+def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
   """Yields options of argparse with their defaults, and dataclass fields."""
   for call in script.calls:
     words = [x.value for x in call.args if isinstance(x, ast.Constant)]
@@ -243,7 +242,7 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.expr]]:
           yield ast.unparse(field.target), keywords.get("default", value)
 
 
-def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
+def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
   """Yields names and values that the script gives to TRL and peft."""
   for call in script.calls:
     match called(call):
@@ -262,19 +261,17 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
           yield f"**{ast.unparse(keyword.value)}", keyword.value
       elif ast.unparse(keyword.value) != "None":
         yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
-  branches = {}
+  conditional = set()
   for node in ast.walk(script.tree):
     if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test):
-      branches |= {id(x): node.test for x in ast.walk(node)}
+      conditional |= {*map(id, ast.walk(node))}
   for node in ast.walk(script.tree):  # training_args.beta = 0.04
     match node:
       case ast.Assign(targets=[ast.Attribute(ast.Name(id=name), attr=key)]):
         made = script.assigned.get(name, [None])[0]
         made = made.value if isinstance(made, ast.Subscript) else made
         if called(made) in ("GRPOConfig", *_PARSERS):
-          test = branches.get(id(node))
-          other = ast.Constant(...)
-          yield key, ast.IfExp(test, node.value, other) if test else node.value
+          yield key, node if id(node) in conditional else node.value
 
 
 def _reward_notes(
