@@ -104,6 +104,8 @@ def main(argv: list[str]) -> None:
     if flags.out:
       out = pathlib.Path(flags.out)
       code = out.with_name(f"{out.stem}_functions.py")
+      if any(x.exists() and x.samefile(file) for x in (out, code)):
+        raise ValueError(f"--out={out} would overwrite {file}: give another")
     translation = translate_file(
       file, flags.processes, examples, flags.yaml, code
     )

@@ -45,7 +45,7 @@ def read(
       f"{path} has more than {MAX_BYTES} bytes: no configuration"
     )
   try:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     if suffix == ".py":
       source = script.read(text, path, parsed, code)
       return source._replace(settings=_flatten(source.settings))

@@ -48,16 +48,16 @@ class Source(NamedTuple):
 class _Script(NamedTuple):
   tree: ast.Module
   calls: list[ast.Call]
-  assigned: dict[str, list[ast.expr]]  # values of each name, in their order
+  assigned: dict[str, list[ast.AST]]  # values of each name, and their changes
   options: dict[str, Any]  # defaults of command-line options
   own: dict[str, ast.stmt]  # functions and classes at the top of the script
   imported: dict[str, str]  # "module:name" by name
 
-  def value(self, node: ast.expr, seen: tuple[str, ...] = ()) -> Any:
+  def value(self, node: ast.AST, seen: tuple[str, ...] = ()) -> Any:
     """Returns the value of an expression; ValueError if it is unknown."""
     match node:
-      case ast.Name(id=name) if name in self.assigned and name not in seen:
-        return self.value(self.assigned[name][-1], (*seen, name))
+      case ast.Name(id=name) if name not in seen and name in self.assigned:
+        return self.value(self.only(node), (*seen, name))
       case ast.Attribute(value=ast.Name(), attr=name) if name in self.options:
         return self.options[name]
       case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(value=0)):
@@ -71,12 +71,12 @@ class _Script(NamedTuple):
         return {x.arg: self.value(x.value, seen) for x in node.keywords}
     return ast.literal_eval(node)
 
-  def last(self, node: ast.expr) -> ast.expr:
-    """Returns the last value of a name; any other expression as it is."""
-    is_name = isinstance(node, ast.Name)
-    return self.assigned.get(node.id, [node])[-1] if is_name else node
+  def only(self, node: ast.AST) -> ast.AST:
+    """Returns the value of a name that has just one; else the expression."""
+    values = self.assigned.get(getattr(node, "id", ""), ())
+    return values[0] if len({*map(ast.dump, values)}) == 1 else node
 
-  def names(self, node: ast.expr, kind: type, file: pathlib.Path) -> list[str]:
+  def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
     """Returns functions as "FILE.py:name" or "module:name", and texts as such.
 
     Raises:
@@ -85,7 +85,7 @@ class _Script(NamedTuple):
     known = {x: f"{file}:{x}" for x, y in self.own.items() if type(y) is kind}
     known = self.imported | known
     if getattr(node, "id", None) not in known:
-      node = self.last(node)
+      node = self.only(node)
     nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     return [
       known[one.id]
@@ -149,7 +149,7 @@ def read(
   unread: dict[str, str] = {}
   defaults = []
   for name, node in _keywords(script):
-    is_list = isinstance(script.last(node), ast.List | ast.Tuple)
+    is_list = isinstance(script.only(node), ast.List | ast.Tuple)
     try:
       if name == "reward_funcs" or name == "tools" and is_list:
         settings[name] = script.names(node, ast.FunctionDef, code or path)
@@ -160,6 +160,7 @@ def read(
         if isinstance(node, ast.Attribute) and node.attr not in parsed:
           defaults.append(name)
     except (TypeError, ValueError):
+      settings.pop(name, None)
       unread[name] = ast.unparse(node)[:80]
   if "LoraConfig" in names_called:
     settings = _LORA | settings
@@ -189,6 +190,14 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   script = _Script(tree, [], {}, {}, {}, {})
   for node in ast.walk(tree):
     match node:
+      case (
+        ast.AugAssign(ast.Name(name))
+        | ast.Assign([ast.Subscript(ast.Name(name))])
+        | ast.Call(
+          ast.Attribute(ast.Name(name), "append" | "extend" | "update")
+        )
+      ):
+        script.assigned.setdefault(name, []).append(node)
       case ast.Call():
         script.calls.append(node)
       case ast.Assign(targets=[ast.Name(id=name)]):
@@ -212,7 +221,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
   return script
 
 
-def _options(script: _Script) -> Iterator[tuple[str, ast.expr]]:
+def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
   """Yields options of argparse with their defaults, and dataclass fields."""
   for call in script.calls:
     words = [x.value for x in call.args if isinstance(x, ast.Constant)]
@@ -233,7 +242,7 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.expr]]:
           yield ast.unparse(field.target), keywords.get("default", value)
 
 
-def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
+def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
   """Yields names and values that the script gives to TRL and peft."""
   for call in script.calls:
     match called(call):
@@ -249,16 +258,20 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.expr]]:
           items = script.value(keyword.value).items()
           yield from ((key, ast.Constant(value)) for key, value in items)
         except (AttributeError, TypeError, ValueError):
-          yield "keywords", keyword.value
+          yield f"**{ast.unparse(keyword.value)}", keyword.value
       elif ast.unparse(keyword.value) != "None":
         yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
+  conditional = set()
+  for node in ast.walk(script.tree):
+    if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test):
+      conditional |= {*map(id, ast.walk(node))}
   for node in ast.walk(script.tree):  # training_args.beta = 0.04
     match node:
       case ast.Assign(targets=[ast.Attribute(ast.Name(id=name), attr=key)]):
         made = script.assigned.get(name, [None])[0]
         made = made.value if isinstance(made, ast.Subscript) else made
         if called(made) in ("GRPOConfig", *_PARSERS):
-          yield key, node.value
+          yield key, node if id(node) in conditional else node.value
 
 
 def _reward_notes(

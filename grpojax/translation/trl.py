@@ -112,6 +112,8 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     return
   functions = {}
   weights = weights or [1.0] * len(names)
+  if len(weights) != len(names) and name not in theirs.unread:
+    raise ValueError(f"reward_weights: TRL needs one for each of {name}")
   for one, weight in zip(names, weights, strict=False):
     if "/" in one and ":" not in one:  # a name of the Hub
       yield Setting("reward.model", one, name)

@@ -1,6 +1,7 @@
 """A translation as a config, and as a config file for people to go on with."""
 
 import math
+import shlex
 import textwrap
 from typing import Any
 
@@ -124,7 +125,7 @@ def screen_lines(translation: Translation) -> list[str]:
 def command(translation: Translation, config: str) -> str:
   """Returns the command that trains, with flags for what is still missing."""
   flags = dict.fromkeys(x.flag for x in translation.notes if x.flag)
-  words = [f"python -m grpojax.train --config={config}"]
+  words = [f"python -m grpojax.train --config={shlex.quote(config)}"]
   return " \\\n    ".join([*words, *(f"--config.{x}" for x in flags)])
 
 

@@ -170,6 +170,7 @@ def test_nothing_is_evaluated(tmp_path):
     ("--config.optim.b1=high", "expected a value of type float"),
     ("--dry_run=perhaps", "expected a value of type bool"),
     ("--config.reward.weights=much", "expected a value of type tuple"),
+    ("--config.sampling.stop=,", "expected a value of type tuple"),
     ("--config.data.options.size", "needs a value"),
     ("--config.steps", "needs a value"),
     ("stray", "unexpected argument 'stray'"),

@@ -580,6 +580,7 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
       "completions is over 1048576: check the sizes",
     ),
     ("beta: 0\nchat_template_kwargs: '{a'", ".yaml", "'{a' is no JSON"),
+    ("reward_funcs: [a, b]\nreward_weights: [1]", ".yaml", "one for each of"),
     ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
   ],
 )
@@ -922,6 +923,39 @@ def test_functions_go_with_all_that_they_use(tmp_path, capsys):
   assert "score may change the run: has a parameter `environments`" in said
   config = config_file.load_file(str(out), default_config)
   assert config.reward.functions == (f"{tmp_path}/ours_functions.py:score",)
+
+
+@pytest.mark.parametrize(
+  "text, name",
+  [
+    ("rf = [one]\nrf.append(two)", "reward_funcs"),
+    ("rf = [one]\nrf += [two]", "reward_funcs"),
+    ("if lr:\n  rf = one\nelse:\n  rf = two", "reward_funcs"),
+    ("lr = 1e-3", "learning_rate"),
+    ("args['beta'] = 0.1", "**args"),
+    ("args.update(beta=0.1)", "**args"),
+    ("if lr:\n  config.max_steps = 9", "max_steps"),
+  ],
+)
+def test_values_that_change_become_notes(text, name, tmp_path, capsys):
+  file = tmp_path / "theirs.py"
+  start = "def one(completions): ...\ndef two(completions): ...\n"
+  start += "lr = 1e-6\nargs = dict(beta=0.2)\n"
+  start += "config = GRPOConfig(max_steps=5, learning_rate=lr, **args)\n"
+  end = "\nGRPOTrainer('m', reward_funcs=rf, args=config)"
+  file.write_text(f"\ufeff{start}{text}{end}")
+  translate.main([str(file), f"--out={tmp_path}/with blank.py"])
+  said = capsys.readouterr().out
+  assert f"- {name} may change the run" in said
+  assert f"--config='{tmp_path}/with blank.py'" in said
+
+
+@pytest.mark.parametrize("name", ["theirs.py", "theirs_functions.py"])
+def test_the_file_itself_is_not_overwritten(name, tmp_path):
+  file = tmp_path / name
+  file.write_text(HEAD + FUNCTIONS + CALL.format("'m'"))
+  with pytest.raises(SystemExit, match="would overwrite"):
+    translate.main([str(file), f"--out={tmp_path}/theirs.py"])
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

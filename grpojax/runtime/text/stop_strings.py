@@ -57,22 +57,25 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   ends = {x.encode() for x in strings}
   ends = [x for x in ends if not any(y in x for y in ends - {x})]
   length = sum(map(len, ends))
-  size = length * count * 4
+  size = max(length * count * 4, sum(len(x) ** 2 for x in ends))
   if size > MOST_BYTES:
     raise ValueError(
       f"have {length} bytes, which take {size / 2**20:.0f} MiB with "
       f"{count} tokens, more than {MOST_BYTES >> 20}: use fewer or shorter ones"
     )
-  begins = sorted({x[:i] for x in ends for i in range(len(x))})
+  begins = {x[:i] for x in ends for i in range(len(x))}
+  begins = sorted(begins, key=lambda x: (len(x), x))
   numbers = {x: i for i, x in enumerate([*begins, *ends])}
+  children = [[] for _ in numbers]
+  for text in [*begins[1:], *ends]:
+    children[numbers[text[:-1]]].append((text[-1], numbers[text]))
   after = np.zeros((len(numbers), 256), np.int32)
-  for begin in begins:
-    for byte in set(b"".join(ends)):
-      text = begin + bytes([byte])
-      state = next(
-        x for i in range(len(text) + 1) if (x := text[i:]) in numbers
-      )
-      after[numbers[begin], byte] = numbers[state]
+  suffix = [0] * len(numbers)  # longest other state that ends each one
+  for state in range(len(begins)):
+    after[state] = after[suffix[state]]
+    for byte, child in children[state]:
+      suffix[child] = int(after[state, byte])
+      after[state, byte] = child
   after[len(begins) :] = np.arange(len(begins), len(numbers))[:, None]
   table = _of_tokens(after, token_bytes(tokenizer, count))
   groups = {}
