@@ -85,7 +85,7 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
     lines.append(f"accuracy {when:6} {accuracy:6.1%}  [{low:.1%}, {high:.1%}]")
     ends = summary.get(f"reward_{when}_interval")
     if settings.environment.on and ends:
-      value = f"{reward:.3g}  [{ends[0]:.3g}, {ends[1]:.3g}]"
+      value = evaluation.text(evaluation.REWARD, reward, *ends)
       lines[-1] = f"return {when:6} {value}  {lines[-1]}"
     elif reward is not None and not math.isclose(
       reward, accuracy, abs_tol=1e-6

@@ -147,9 +147,9 @@ def call_reward(
   try:
     return reward_fn(samples, targets)
   except TypeError as error:
-    if not isinstance(error, jax.errors.JAXTypeError):
-      if "Tracer" not in str(error):
-        raise
+    is_traced = isinstance(error, jax.errors.JAXTypeError)
+    if not is_traced and "Tracer" not in str(error):
+      raise
     raise TypeError(
       "reward_fn reads the values of arrays, which a jitted step does not have "
       "yet: write it in jax.numpy, or sample, reward and update one after the "

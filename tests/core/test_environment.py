@@ -276,7 +276,7 @@ def test_a_state_of_integers_stays_one(tiny):
 @pytest.mark.slow
 def test_targets_are_one_a_prompt(tiny):
   answer = lambda s: (s, Observation(IDS, 1, 0.0, False))
-  with pytest.raises(ValueError, match="B = 3 prompts"):
+  with pytest.raises(ValueError, match="that of the prompts, .3,"):
     small(tiny, answer, targets=jnp.zeros(2))
   small(tiny, answer, targets=None)
 

@@ -344,7 +344,7 @@ def compare(
   }
 
 
-def _text(
+def text(
   name: str, mean: float, low: float, high: float, sign: str = ""
 ) -> str:
   """Writes an estimate with its interval, in percent or as a reward."""
@@ -355,7 +355,7 @@ def _text(
 def lines(values: Mapping[str, np.ndarray]) -> list[str]:
   """Lines of one model's numbers, to print."""
   return [
-    f"{TITLES.get(name, name)}  {_text(name, *estimate(value))}"
+    f"{TITLES.get(name, name)}  {text(name, *estimate(value))}"
     for name, value in values.items()
   ]
 
@@ -366,8 +366,8 @@ def table(
   """Lines of both models' numbers and their paired differences, to print."""
   rows = [("", "model", "compare", "model - compare", "p")]
   for name, (*difference, p_value) in compare(a, b).items():
-    both = (_text(name, *estimate(values[name])) for values in (a, b))
-    row = TITLES.get(name, name), *both, _text(name, *difference, sign="+")
+    both = (text(name, *estimate(values[name])) for values in (a, b))
+    row = TITLES.get(name, name), *both, text(name, *difference, sign="+")
     rows.append((*row, f"{p_value:.2g}"))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [

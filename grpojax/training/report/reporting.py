@@ -229,17 +229,19 @@ def evaluate_held_out(
 
 def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
   """Writes an evaluation in one line, of an environment its return first."""
-  ends = (row[f"accuracy{end}"] for end in ("", "_low", "_high"))
-  accuracy = "accuracy{}{:.1%}  [{:.1%}, {:.1%}]".format
+  accuracy, reward = (
+    [row.get(f"{name}{end}") for end in ("", "_low", "_high")]
+    for name in ("accuracy", REWARD)
+  )
+  right = evaluation.text("accuracy", *accuracy)
   after = f" after {row['step']} steps: "
-  if f"{REWARD}_low" not in row:
-    return f"held-out greedy {accuracy(after, *ends)}"
-  mean, low, high = (row[f"{REWARD}{end}"] for end in ("", "_low", "_high"))
+  if reward[1] is None:
+    return f"held-out greedy accuracy{after}{right}"
   if settings.environment.on:
-    value = f"{mean:.3g}  [{low:.3g}, {high:.3g}]"
-    return f"held-out mean return{after}{value}  {accuracy(' ', *ends)}"
-  reward = f"mean reward {mean:.3g} (right: 1 or more)"
-  return f"held-out greedy {accuracy(after, *ends)}  {reward}"
+    value = evaluation.text(evaluation.REWARD, *reward)
+    return f"held-out mean return{after}{value}  accuracy {right}"
+  mean = f"mean reward {reward[0]:.3g} (right: 1 or more)"
+  return f"held-out greedy accuracy{after}{right}  {mean}"
 
 
 def _first_samples(

@@ -45,9 +45,6 @@ _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
-# Places.
-
-
 def is_url(path: str | os.PathLike) -> bool:
   """Returns True for gs://BUCKET/DIR; ValueError for any other URL."""
   scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path))
