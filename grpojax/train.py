@@ -57,6 +57,7 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.config import SETTINGS, from_config, parse_job
+from grpojax.training.evaluation import evaluation
 from grpojax.training.run import fit, hub_pins, run_directory, run_storage
 from grpojax.training.settings.run import TrainSettings
 

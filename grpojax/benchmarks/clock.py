@@ -1,6 +1,7 @@
 """Seconds of steps, and of the machine's processors."""
 
 import os
+import resource
 import statistics
 import sys
 import time
@@ -84,10 +85,6 @@ def quiet(steps: Sequence[Any], others: Sequence[float]) -> list[Any]:
 
 
 def peak_rss_mib() -> int:
-  """Most memory that this process had at a time, MiB; 0 if not known."""
-  try:
-    import resource
-  except ImportError:  # Windows
-    return 0
+  """Most memory that this process had at a time, MiB."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak // (2**20 if sys.platform == "darwin" else 2**10)

@@ -41,7 +41,11 @@ def load(
     path: a file, a pattern of files ("part-*.jsonl"), or a directory with
       files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
     size: number of examples, the first ones; None is all. Others are not read.
-    prompt, answer, messages, answer_after, columns: as of `fields.reader`.
+    prompt: the field with the prompt (`fields.reader` has all five).
+    answer: the field with the answer.
+    messages: the field with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
+    columns: fields that are read; () is all. Bytes (images) cannot be read.
     test: share of one set of files' examples that is held out as the test
       split, about; which examples depends on their prompts alone. Or the
       file, or pattern of files, of the test split.
