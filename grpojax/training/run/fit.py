@@ -341,7 +341,9 @@ def run(
         run_report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
-      last = checkpoint.last_good(run_storage.checkpoints(directory))
+      last = f"there is no {directory} yet"
+      if directory.is_dir():
+        last = checkpoint.last_good(run_storage.checkpoints(directory))
       print(f"interrupted; {last}; the same command resumes")
       interrupts.exit_program()
     except OSError as error:
