@@ -341,9 +341,8 @@ def run(
         run_report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
-      last = f"there is no {directory} yet"
-      if directory.is_dir():
-        last = checkpoint.last_good(run_storage.checkpoints(directory))
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
+      last = last if directory.is_dir() else f"there is no {directory} yet"
       print(f"interrupted; {last}; the same command resumes")
       interrupts.exit_program()
     except OSError as error:
