@@ -98,10 +98,9 @@ def main(argv: list[str]) -> None:
     if not flags.file:
       raise ValueError("give FILE: a .yaml, .json or .py of TRL or verl")
     file, examples = pathlib.Path(flags.file), flags.examples or None
-    if flags.out:
-      disk.check_file(flags.out, "--out")
     code = None
     if flags.out:
+      disk.check_file(flags.out, "--out")
       out = pathlib.Path(flags.out)
       code = out.with_name(f"{out.stem}_functions.py")
       if any(x.exists() and x.samefile(file) for x in (out, code)):

@@ -166,6 +166,7 @@ accelerator_type() {
     for side in "${sides[@]}"; do chips=$((chips * side)); done
     case "$family" in v2 | v3 | v4 | v5p) size=$((2 * chips)) ;; *) size="$chips" ;; esac
   fi
+  [[ "$size" =~ ^[1-9][0-9]*$ ]] || die "--type=$type: a type is like v5e-16"
   case "$family" in
     tpu7x | v7x) die "--type=$type: tpu7x is served by GKE: edit launch/gke/jobset.yaml" ;;
     v5e | v5litepod) type="v5litepod-$size" ;;

@@ -18,6 +18,7 @@ from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
+from grpojax.training.run import open_run
 from grpojax.training.step import rewards as rewards_lib
 
 HERE = pathlib.Path(__file__).parent
@@ -242,4 +243,18 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
   assert (
     "interrupted; there is no checkpoint yet; the same"
     in capsys.readouterr().out
+  )
+
+
+def test_an_interrupt_before_a_run_has_its_directory(
+  toy_task, toy_model, tmp_path, monkeypatch, capsys
+):
+  def opening(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(open_run, "open_all", opening)
+  with pytest.raises(SystemExit):
+    train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
+  assert (
+    f"interrupted; there is no {tmp_path}/run yet" in capsys.readouterr().out
   )

@@ -117,8 +117,8 @@ def _form(form: str, space: Any) -> str:
 
 def _last_number(text: str) -> int | float:
   """Returns the last number in a text; IndexError without one."""
-  number = re.findall(r"-?\d+(?:\.\d+)?", text)[-1]
-  return float(number) if "." in number else int(number)
+  number = re.findall(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?", text)[-1]
+  return int(number) if number.lstrip("-").isdecimal() else float(number)
 
 
 def _last_json(text: str) -> Any:

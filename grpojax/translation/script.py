@@ -261,10 +261,9 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
           yield f"**{ast.unparse(keyword.value)}", keyword.value
       elif ast.unparse(keyword.value) != "None":
         yield _LORA_NAMES.get(keyword.arg, keyword.arg), keyword.value
-  conditional = set()
-  for node in ast.walk(script.tree):
-    if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test):
-      conditional |= {*map(id, ast.walk(node))}
+  branches = [x for x in ast.walk(script.tree) if isinstance(x, ast.If)]
+  branches = [x for x in branches if "__name__" not in ast.unparse(x.test)]
+  conditional = {id(node) for branch in branches for node in ast.walk(branch)}
   for node in ast.walk(script.tree):  # training_args.beta = 0.04
     match node:
       case ast.Assign(targets=[ast.Attribute(ast.Name(id=name), attr=key)]):

@@ -332,6 +332,7 @@ def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
     (["create", "my-run", "--zones=z"], "unknown option --zones=z"),
     (["create", "my-run", "--zone"], "--zone has no value"),
     (["create", "my-run", "--zone=z", "--type=v5e:4"], "is like v5e:4x4"),
+    (["create", "my-run", "--zone=z", "--type=v5e"], "a type is like v5e-16"),
     (["run", "my-run", "--zone=z", "--type=tpu7x:2x2x1"], "served by GKE"),
     (["setup", "my-run", "--zone=z", "--env=NOT_THERE"], "has no NOT_THERE"),
     (["exec", "my-run", "--zone=z"], "exec needs a command"),

@@ -77,9 +77,8 @@ def _typed(text: str, default: Any) -> Any:
     return type(default)(text)
   if isinstance(default, tuple) and text[:1] not in tuple("([\"'"):
     # "a, b" without quotes, where no escape needs them
-    if all(isinstance(x, str) for x in default) and "\\" not in text:
-      if not text or text.strip(", "):
-        return tuple(x.strip() for x in text.split(",") if x.strip())
+    if {*map(type, default)} <= {str} and not re.search(r"\\|^[ ,]+$", text):
+      return tuple(x.strip() for x in text.split(",") if x.strip())
   value = ast.literal_eval(text)
   if isinstance(default, tuple):
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)

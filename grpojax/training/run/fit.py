@@ -342,6 +342,7 @@ def run(
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       last = checkpoint.last_good(run_storage.checkpoints(directory))
+      last = last if directory.is_dir() else f"there is no {directory} yet"
       print(f"interrupted; {last}; the same command resumes")
       interrupts.exit_program()
     except OSError as error:
