@@ -65,9 +65,8 @@ def _unknown(name: str, by_name: dict[str, str]) -> str:
   """The error for a program that does not exist, with the nearest that does."""
   last = {program.rpartition(".")[2]: program for program in by_name}
   near = difflib.get_close_matches(name.rpartition(".")[2], last, n=1)
-  hint = (
-    f"did you mean {last[near[0]]}?" if near else f"use {', '.join(by_name)}"
-  )
+  known = ", ".join(by_name)
+  hint = f"did you mean {last[near[0]]}?" if near else f"use {known}"
   return f"error: unknown program {name!r}: {hint}"
 
 

@@ -6,7 +6,7 @@ of them, and a turn of a policy that plays well is that one token.
 
     START  7 HIGHER  11 LOWER  9
 
-`grpojax.studies.turns` learns it from scratch.
+docs/log.md has what a small decoder learns of it.
 """
 
 import jax.numpy as jnp

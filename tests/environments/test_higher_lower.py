@@ -1,0 +1,37 @@
+"""Guessing numbers: answers, ends, and the best return."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from grpojax.environments import higher_lower as game
+
+
+def test_the_game_answers_and_ends():
+  environment = game.higher_lower(8, max_turns=3, cost=0.2)
+  key = jax.random.key(0)
+  secret = environment.reset(jnp.int32(5), key)
+  for guess, answer, reward in ((2, 8, -0.2), (6, 9, -0.2), (5, None, 1.0)):
+    ids = jnp.array([9, guess, 0])  # a token before the number; padding
+    secret, seen = environment.step(secret, ids, 2, key)
+    assert float(seen.reward) == pytest.approx(reward)
+    assert bool(seen.done) == (answer is None)
+    assert answer is None or seen.ids.tolist() == [answer]
+
+
+@pytest.mark.parametrize(
+  ("numbers", "max_turns"), [(15, 4), (15, 2), (3, 5), (1, 1), (6, 3)]
+)
+def test_the_best_return_is_that_of_the_best_player(numbers, max_turns):
+  """By going through all first guesses, and so on."""
+
+  def best(n, turns):  # sum over n numbers that are left
+    if not n or not turns:
+      return 0.0
+    return max(
+      1 + sum(-0.1 * side + best(side, turns - 1) for side in (i, n - 1 - i))
+      for i in range(n)
+    )
+
+  expected = best(numbers, max_turns) / numbers
+  assert game.best_return(numbers, max_turns) == pytest.approx(expected)
