@@ -114,6 +114,7 @@ def test_an_environment_of_gymnasium_by_its_name():
     (None, "auto", "go 2", "go 2"),
     (None, "number", "from 3 to -4.5.", -4.5),
     (None, "number", "a force of -1e-2", -0.01),
+    (None, "number", "from 1 to -1,000,000", -1000000),
     (None, "number", "left", None),
     (None, "json", 'x ["a", {"b": 1}] y [1', ["a", {"b": 1}]),
     (None, "json", "[" * 10**5, None),
