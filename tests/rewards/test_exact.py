@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.ends import Ends
 from grpojax.core.types import Rollout
 from grpojax.rewards import exact, exact_ids
 from grpojax.runtime.text import tokenizer as tokenizers
