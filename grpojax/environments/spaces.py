@@ -118,8 +118,8 @@ def _form(form: str, space: Any) -> str:
 def _last_number(text: str) -> int | float:
   """Returns the last number in a text; IndexError without one."""
   digits = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
-  found = re.findall(rf"-?{digits}(?:\.\d+)?(?:[eE][-+]?\d+)?", text)
-  number = found[-1].replace(",", "")
+  numbers = re.findall(rf"-?{digits}(?:\.\d+)?(?:[eE][-+]?\d+)?", text)
+  number = numbers[-1].replace(",", "")
   return int(number) if number.lstrip("-").isdecimal() else float(number)
 
 
