@@ -90,13 +90,6 @@ def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
   return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
 
 
-def _rows(run: epath.Path) -> list[dict[str, Any]]:
-  """Returns the metrics of a run, which may be on gs://."""
-  file = run / run_directory.METRICS
-  *lines, _ = file.read_text().split("\n") if file.exists() else [""]
-  return [json.loads(line) for line in lines]
-
-
 def _train(
   run: epath.Path,
   log: pathlib.Path,
@@ -115,7 +108,8 @@ def _train(
   flags = f"{os.environ.get('XLA_FLAGS', '')} {SAME_BITS}"
 
   def is_time() -> bool:
-    return sum("reward_mean" in row for row in _rows(run)) >= kill_at
+    rows = records.read_jsonl(run / run_directory.METRICS)
+    return sum("reward_mean" in row for row in rows) >= kill_at
 
   with open(log, "ab") as file:
     process = subprocess.Popen(
@@ -154,7 +148,7 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
     _train(killed, log, words=words)
     weights = [x / "model" / "model.safetensors" for x in (whole, killed)]
     same = weights[0].read_bytes() == weights[1].read_bytes()
-    rows = _rows(whole)
+    rows = records.read_jsonl(whole / run_directory.METRICS)
   seen = "the same model" if same else "another model"
   yield Row("killed and resumed", seen, "the same model, bit for bit", same)
   name = "rollout_mismatch_mean"

@@ -52,6 +52,8 @@ def test_graded_rewards_have_their_mean_beside_the_accuracy():
   assert large == intervals.mean_interval(np.array([-3.0, 5.0, 10.0]))
   shares = np.array([1.0] * 9 + [0.5])
   assert evaluation.estimate(shares) == intervals.share_interval(shares)
+  alike = evaluation.per_prompt(evaluated([[0.0], [1.0]]), graded=True)
+  assert alike["reward"].tolist() == [0.0, 1.0]
   missing = evaluation.per_prompt(evaluated([[0.5], [np.nan]]))
   assert "reward" not in missing  # of other prompts than the accuracy
 

@@ -113,9 +113,11 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
     ValueError: another line is no JSON object, or its "step" is no whole
       number; the error says which line.
   """
-  if not os.path.exists(path):
+  # A path of etils reads from gs:// too.
+  file = path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
+  if not file.exists():
     return []
-  *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
+  *lines, _ = file.read_bytes().split(b"\n")
   rows = []
   for number, line in enumerate(lines, 1):
     try:

@@ -243,12 +243,13 @@ def per_prompt(
   result: Evaluation,
   ks: Sequence[int] = (),
   answer: Answer | None = None,
+  graded: bool = False,
 ) -> dict[str, np.ndarray]:
   """Values that are estimated, by name: one a prompt, [prompts].
 
   They are pass@k for each of `ks` or, without any, the accuracy of the first
-  completion; maj@k with an `answer_reader`; and the mean reward where it
-  is graded: more than right or wrong, and of all completions. Those that need
+  completion; maj@k with an `answer_reader`; and the mean reward if all
+  completions have one and it is `graded` or not just 0 and 1. Those that need
   several prompts for an interval are left out of one.
   """
   right = result.rewards >= CORRECT
@@ -258,7 +259,7 @@ def per_prompt(
   if answer is not None:
     labels = answer_labels(result, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
-  graded = not _right_or_wrong(result.rewards)
+  graded = graded or not _right_or_wrong(result.rewards)
   if graded and np.isfinite(result.rewards).all():
     values[REWARD] = result.rewards.mean(axis=-1)
   return _with_interval(values, np.arange(len(right)))

@@ -198,16 +198,14 @@ def evaluate_held_out(
     check_signals,
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
-  values = evaluation.per_prompt(result)
+  values = evaluation.per_prompt(result, graded=settings.environment.on)
   returns = values.pop(evaluation.REWARD, None)
-  if settings.environment.on and len(result.rewards) > 1:
-    returns = result.rewards.mean(axis=-1)
   row = {"step": step} | evaluation.numbers(values)
   row |= {"prompts": len(result.rewards)}
   if np.isfinite(result.rewards).any():
     row[REWARD] = float(np.nanmean(result.rewards))
   row["held_out_length"] = float(np.mean(result.lengths))
-  if returns is not None and np.isfinite(returns).all():
+  if returns is not None:
     ends = evaluation.estimate(returns)[1:]
     row |= dict(zip((f"{REWARD}_low", f"{REWARD}_high"), ends, strict=True))
   each = evaluation.by_data_set(settings, result, values)
