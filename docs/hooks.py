@@ -3,9 +3,9 @@
 mkdocs calls these functions while it builds (see mkdocs.yml). Pages link a
 picture where it lies, `../configs/x.png`, which works wherever they are read.
 `<!-- docstring of FILE.py -->` stands for that file's docstring. A line that
-begins with a link to FILE.py is for readers of the repository: the site has the
-module itself there. Formulas are
-TeX in a page, and MathML in the site, which browsers draw without a script.
+begins with a link to FILE.py is for readers on GitHub; the site leaves it out
+and shows the module's docstrings. Formulas are TeX in a page and MathML in the
+site, which browsers draw without a script.
 """
 
 import ast

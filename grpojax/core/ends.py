@@ -37,7 +37,7 @@ class Ends(NamedTuple):
 
 
 def on_device(ends: Ends) -> Ends:
-  """Returns the ends as arrays of JAX."""
+  """Converts end ids and the stop table, if any, to JAX arrays."""
   ids, stop = jnp.asarray(ends.ids, jnp.int32), ends.stop
   if stop:
     classes, table = map(jnp.asarray, stop[1:])
