@@ -32,7 +32,6 @@ from ml_collections import ConfigDict
 
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import Params
-from grpojax.environments.pool import EnvironmentPool
 from grpojax.runtime import compilation
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
@@ -53,9 +52,6 @@ from grpojax.training.step import sampling as sampling_lib
 NEW, QUIT = "/new", "/quit"
 HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
 
-Prompt = str | list[dict[str, str]]
-
-TURNS = ("auto", "all", "one")
 FLAGS = {
   "model": setting("", "a run, directory, .gguf file or embedded model"),
   "best": setting(
@@ -73,14 +69,15 @@ FLAGS = {
     "auto",
     "what a chat's prompt is shown with: all that was said before, or that one "
     "alone; auto = one for a run, which was trained so, and all for others",
-    choices=TURNS,
+    choices=("auto", "all", "one"),
   ),
   "temperature": setting(
     -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, 100]"
   ),
 }
-MODEL = ["model.dtype", "model.ignore_keys"]
-READS = [*MODEL, *"seed data. environment. reward. sampling.".split()]
+READS = (
+  "model.dtype model.ignore_keys seed data. environment. reward. sampling."
+).split()
 """Settings, or their beginnings, that change an answer."""
 
 
@@ -110,7 +107,7 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
 
 
 def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
-  """Loads a held-out example; ValueError where there are fewer."""
+  """Loads a held-out example; ValueError if there are fewer."""
   count = max(settings.eval.num_prompts, number + 1)
   evaluated = dataclasses.replace(settings.eval, num_prompts=count)
   settings = dataclasses.replace(settings, eval=evaluated)
@@ -133,68 +130,45 @@ class Answer(NamedTuple):
 
   text: str  # as the model wrote it
   tokens: int  # number of its tokens, with the one that ends it
-  finished: bool  # True if it came to its end within sampling.max_new_tokens
-  # Its reward, nan where it could not be computed; None without.
-  reward: float | None = None
-  before: tuple[str, ...] = ()  # turns before, and what an environment said
+  finished: bool  # True if it ended within sampling.max_new_tokens
+  reward: float | None = None  # nan if it failed; None without rewards
+  before: tuple[str, ...] = ()  # earlier turns, and an environment's answers
   error: str | None = None  # why the environment failed
 
 
 class Speaker(NamedTuple):
   """A model that answers."""
 
-  settings: TrainSettings  # settings of its data, sampling and rewards
-  policy: Policy  # the model
-  params: Params  # its parameters
-  # Sampler of its answers, from `step.sampling.make_sampler`.
-  sampler: Callable[..., Any]
-  key: jax.Array  # random key of the samples
+  settings: TrainSettings
+  policy: Policy
+  params: Params
+  sampler: Callable[..., Any]  # from `step.sampling.make_sampler`
+  key: jax.Array  # of the samples
+  reward_pool: rewards_lib.RewardPool | None = None  # None: without rewards
 
 
-def make_speaker(
-  settings: TrainSettings,
-  policy: Policy,
-  params: Params,
-  samples: int,
-  greedy: bool,
-  environment: EnvironmentPool | None = None,
-) -> Speaker:
-  """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
-  sampling = settings.sampling.distribution
-  if greedy:
-    sampling = dataclasses.replace(sampling, temperature=0.0)
-  sampler = sampling_lib.make_sampler(
-    settings, policy, samples, sampling, environment=environment
-  )
-  return Speaker(settings, policy, params, sampler, seed_key(settings.seed))
-
-
-def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:
-  """Doubles data.max_prompt_length until a prompt fits: few sizes compile."""
-  length = settings.data.max_prompt_length or 32
-  while length < tokens:
-    length *= 2
-  data = dataclasses.replace(settings.data, max_prompt_length=length)
-  return dataclasses.replace(settings, data=data)
-
-
-def _prompt_length(
+def _fit_prompt(
   settings: TrainSettings, policy: Policy, example: dict[str, Any]
-) -> int:
-  """Counts a prompt's tokens; ValueError if the model cannot answer it."""
+) -> TrainSettings:
+  """Doubles data.max_prompt_length until a prompt fits: few sizes compile.
+
+  Raises:
+    ValueError: the model cannot answer the prompt.
+  """
   _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
   policy_lib.check_positions(
     policy.directory, len(ids), new_tokens, policy.ignore_keys
   )
-  return len(ids)
+  length = settings.data.max_prompt_length or 32
+  while length < len(ids):
+    length *= 2
+  data = dataclasses.replace(settings.data, max_prompt_length=length)
+  return dataclasses.replace(settings, data=data)
 
 
 def ask(
-  speaker: Speaker,
-  example: dict[str, Any],
-  turn: int = 0,
-  reward_pool: rewards_lib.RewardPool | None = None,
+  speaker: Speaker, example: dict[str, Any], turn: int = 0
 ) -> tuple[str, list[Answer]]:
   """Asks a model the "prompt" of an example; another turn draws other samples.
 
@@ -204,41 +178,43 @@ def ask(
   Raises:
     ValueError: the model's chat template does not take the prompt.
   """
-  settings, policy = speaker.settings, speaker.policy
-  settings = _with_room(settings, _prompt_length(settings, policy, example))
+  policy = speaker.policy
+  settings = _fit_prompt(speaker.settings, policy, example)
   prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
   key = jax.random.fold_in(speaker.key, turn)
   sampled = speaker.sampler(
     speaker.params, prompts_lib.trim(prompts), examples, key
   )
   samples = sampled.rollout
-  if reward_pool is None:
+  if speaker.reward_pool is None:
     texts = policy_lib.decode(policy, samples)
     rewards = [None] * len(texts[0])
   else:
     texts, scores = rewards_lib.compute_rewards(
-      policy, reward_pool, examples, sampled
+      policy, speaker.reward_pool, examples, sampled
     )
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()
   answers = [*map(Answer, texts[0], tokens, finished, rewards)]
-  if sampled.transcripts is not None:
-    own = samples.completion_ids, samples.completion_mask, samples.turns
-    arrays = *own, samples.turn_rewards
-    names = "ids", "mask", "turns", "turn_rewards"
-    for g, row in enumerate(sampled.transcripts[0]):
-      one = {k: np.asarray(x[0, g]) for k, x in zip(names, arrays, strict=True)}
-      *blocks, _ = sample_rows.turns_of(policy.tokenizer, one)
-      before = tuple(f"{x['by']}: {x['text'].strip()}" for x in blocks)
-      answers[g] = answers[g]._replace(
-        before=before, error=row["episode_error"]
-      )
+  for g, row in enumerate(
+    sampled.transcripts[0] if sampled.transcripts else ()
+  ):
+    arrays = {
+      "ids": samples.completion_ids,
+      "mask": samples.completion_mask,
+      "turns": samples.turns,
+      "turn_rewards": samples.turn_rewards,
+    }
+    one = {name: np.asarray(x[0, g]) for name, x in arrays.items()}
+    *blocks, _ = sample_rows.turns_of(policy.tokenizer, one)
+    before = tuple(f"{x['by']}: {x['text'].strip()}" for x in blocks)
+    answers[g] = answers[g]._replace(before=before, error=row["episode_error"])
   return examples[0]["prompt_text"], answers
 
 
 def answer_lines(answers: list[Answer]) -> list[str]:
-  """Lines of answers, to print: control characters are escaped."""
+  """Returns lines to print; their control characters are escaped."""
   texts = []
   for i, answer in enumerate(answers, 1):
     about = [f"[{i}/{len(answers)}]"] if len(answers) > 1 else []
@@ -257,10 +233,10 @@ def answer_lines(answers: list[Answer]) -> list[str]:
 def talk(
   speaker: Speaker, read: Iterator[str], say: Callable[[str], None], turns: bool
 ) -> None:
-  """Answers one line after another, to their end or `QUIT`.
+  """Answers one line after another, until they end or `QUIT`.
 
-  With `turns`, which need a chat template, the model is shown the lines and
-  the first answer to each before.
+  With `turns`, which need a chat template, the model is shown the earlier lines
+  and the first answer to each.
   """
   history: list[dict[str, str]] = []
   for turn, line in enumerate(read):
@@ -271,7 +247,7 @@ def talk(
       history = []
     elif text:
       user = {"role": "user", "content": text}
-      prompt: Prompt = [*history, user] if history else text
+      prompt = [*history, user] if history else text
       try:
         _, answers = ask(speaker, {"prompt": prompt}, turn)
       except ValueError as error:
@@ -285,17 +261,12 @@ def talk(
 
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
-) -> tuple[
-  Speaker,
-  dict[str, Any] | None,
-  bool,
-  rewards_lib.RewardPool | None,
-]:
-  """Loads the model, and checks all that can be wrong before it compiles.
+) -> tuple[Speaker, dict[str, Any] | None, bool]:
+  """Loads the model, and finds all errors before it compiles.
 
   Returns:
     The model; the only example that it is asked, or None; True if it is shown
-    the lines and answers before; the rewards of a held-out example, or None.
+    the earlier lines and answers.
   """
   policy, params = run_models.load(flags.model, settings.model, flags.best)
   policy = policy_lib.with_stop(policy, settings.sampling.stop)
@@ -304,29 +275,32 @@ def _set_up(
   if flags.example >= 0:
     example = _example(settings, flags.example)
   if example:
-    _prompt_length(settings, policy, example)
-  chats = bool(policy.tokenizer.chat_template)
-  if flags.turns == "all" and not chats:
+    _fit_prompt(settings, policy, example)
+  has_template = bool(policy.tokenizer.chat_template)
+  if flags.turns == "all" and not has_template:
     raise ValueError("--turns=all: the model has no chat template; use one")
   turns = flags.turns == "all"
   if flags.turns == "auto":
-    turns = chats and not run_models.is_run(flags.model)
-  greedy = flags.temperature == 0
-  reward_pool = environment = None
+    turns = has_template and not run_models.is_run(flags.model)
+  pool = environment = None
   if flags.example >= 0:
-    opened = rewards_lib.open_reward_pool(settings)
-    reward_pool = stack.enter_context(opened)
-    environment = reward_pool.environment
+    pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
+    environment = pool.environment
   elif settings.environment.on:
     environment = stack.enter_context(episodes.open_pool(settings))
-  speaker = make_speaker(
-    settings, policy, params, flags.samples, greedy, environment
+  distribution = settings.sampling.distribution
+  if flags.temperature == 0:
+    distribution = dataclasses.replace(distribution, temperature=0.0)
+  sampler = sampling_lib.make_sampler(
+    settings, policy, flags.samples, distribution, environment=environment
   )
-  return speaker, example, turns, reward_pool
+  key = seed_key(settings.seed)
+  speaker = Speaker(settings, policy, params, sampler, key, pool)
+  return speaker, example, turns
 
 
 def _lines() -> Iterator[str]:
-  """Yields lines of standard input, with a prompt where somebody types them."""
+  """Yields lines of standard input; a terminal is shown a prompt."""
   typed = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8
@@ -341,18 +315,17 @@ def _lines() -> Iterator[str]:
       return
 
 
-def _ask_scored(
-  speaker: Speaker,
-  example: dict[str, Any],
-  reward_pool: rewards_lib.RewardPool,
-) -> None:
-  """Prints a prompt, and the answers to it with their rewards."""
-  steps = speaker.settings.steps  # of the run, which has ended
-  (example,) = rewards_lib.with_step(reward_pool.pool, [example], steps, steps)
-  prompt, answers = ask(speaker, example, 0, reward_pool)
-  print(printable(prompt).rstrip())
+def _ask_once(speaker: Speaker, example: dict[str, Any]) -> None:
+  """Prints the answers to an example, and its prompt if they have rewards."""
+  pool = speaker.reward_pool
+  if pool is not None:
+    steps = speaker.settings.steps  # of the run, which has ended
+    (example,) = rewards_lib.with_step(pool.pool, [example], steps, steps)
+  prompt, answers = ask(speaker, example)
+  if pool is not None:
+    print(printable(prompt).rstrip())
   print(*answer_lines(answers), sep="\n")
-  if "answer" in example:
+  if pool is not None and "answer" in example:
     print(f"the right answer: {printable(str(example['answer']))}")
 
 
@@ -362,12 +335,9 @@ def main(argv: list[str]) -> None:
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       settings, flags = _parse(argv)
-      speaker, example, turns, pool = _set_up(settings, flags, stack)
-    if pool is not None:
-      _ask_scored(speaker, example, pool)
-    elif example:
-      _, answers = ask(speaker, example)
-      print(*answer_lines(answers), sep="\n")
+      speaker, example, turns = _set_up(settings, flags, stack)
+    if example:
+      _ask_once(speaker, example)
     else:
       talk(speaker, _lines(), print, turns)
 

@@ -53,16 +53,13 @@ def translate_file(
 ) -> rules.Translation:
   """Translates a file of the library that knows most of its names.
 
-  Args:
-    path: the file.
-    processes: number of processes that TRL was started with.
-    examples: number of training examples, which epochs are counted by.
-    yaml: file that a script's TrlParser reads.
-    code: file for the script's own functions; None: they stay in the script.
+  `yaml` is the file that a script's TrlParser reads; `code` is the file that
+  its own functions will be written to, or None: they stay in the script. Other
+  arguments are as of `rules.translate`.
 
   Raises:
-    ValueError: it cannot be read or translated; one line.
-    OSError: it cannot be read.
+    ValueError: the file cannot be translated; one line.
+    OSError: the file cannot be read.
   """
   parsed = reading.read(yaml).settings if yaml else {}
   source = reading.read(path, parsed, code)
@@ -81,11 +78,8 @@ def translate_file(
   notes += [Note(name, text, missing=True) for name, text in source.notes]
   if own := [k for k, v in source.settings.items() if f"{path}:" in str(v)]:
     text = f"workers import {path}: what starts its training has to stand under"
-    text += (
-      " `if __name__ == '__main__'`, or they in a file of their own, which"
-    )
-    text += " --out=CONFIG.py writes"
-    notes.append(Note(", ".join(own), text))
+    text += " `if __name__ == '__main__'`, or they in a file of their own,"
+    notes.append(Note(", ".join(own), f"{text} which --out=CONFIG.py writes"))
   return translation._replace(notes=tuple(notes), code=source.code)
 
 
@@ -97,7 +91,7 @@ def main(argv: list[str]) -> None:
     )
     if not flags.file:
       raise ValueError("give FILE: a .yaml, .json or .py of TRL or verl")
-    file, examples = pathlib.Path(flags.file), flags.examples or None
+    file = pathlib.Path(flags.file)
     code = None
     if flags.out:
       disk.check_file(flags.out, "--out")
@@ -106,7 +100,7 @@ def main(argv: list[str]) -> None:
       if any(x.exists() and x.samefile(file) for x in (out, code)):
         raise ValueError(f"--out={out} would overwrite {file}: give another")
     translation = translate_file(
-      file, flags.processes, examples, flags.yaml, code
+      file, flags.processes, flags.examples or None, flags.yaml, code
     )
     text = writing.config_file(translation, file.name)
     if code is None:

@@ -5,10 +5,10 @@ Shapes and dtypes of every annotated function are checked in all tests, by the
 """
 
 import gc
-import importlib.util
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 import types
 
@@ -22,14 +22,8 @@ from grpojax.core.types import LM, Prefix
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.processes import interrupts
 
-_spec = importlib.util.spec_from_file_location(
-  "toy_fixtures", pathlib.Path(__file__).with_name("toy_fixtures.py")
-)
-_toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_toy)
-toy, toy_task = _toy.toy, _toy.toy_task
-toy_model, toy_run = _toy.toy_model, _toy.toy_run
-
+sys.path.append(str(pathlib.Path(__file__).parent))  # for helpers here
+from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 
 LONG = (
   "test_meshes.py test_processes.py test_mesh_programs.py test_environments.py "

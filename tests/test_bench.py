@@ -25,58 +25,33 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_what_cannot_be_timed_is_said_first(words, monkeypatch, tmp_path):
-  def refuse(*args):
-    raise AssertionError("something was run")
+@pytest.fixture
+def measured(monkeypatch):
+  """Arguments of all measurements, which measure nothing."""
+  calls = []
 
+  def measure(*args):
+    calls.append(args)
+    return {"peer": "grpojax"}
+
+  monkeypatch.setattr(side_by_side, "measure", measure)
+  monkeypatch.setattr(configured, "measure", measure)
+  monkeypatch.setattr(configured, "lines", lambda report: [])
+  return calls
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_mistakes_are_reported_before_anything_is_timed(
+  words, measured, monkeypatch, tmp_path
+):
   if "--config=" in words:
     (tmp_path / "x.py").write_text(
       "from grpojax.training.config import default_config as get_config\n"
     )
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(side_by_side, "measure", refuse)
-  monkeypatch.setattr(configured, "measure", refuse)
   with pytest.raises(SystemExit, match=f"error: (?s:.*){WRONG[words]}"):
     bench.main(words.split())
-
-
-def test_a_lack_of_memory_is_said_with_what_to_lower(monkeypatch):
-  def measure(*args):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
-
-  monkeypatch.setattr(side_by_side, "measure", measure)
-  with pytest.raises(SystemExit, match="out of memory .*optim.micro_batches"):
-    bench.main(["--workload=tail"])
-
-
-def test_made_up_prompts_are_of_no_data_set(monkeypatch):
-  given = []
-  monkeypatch.setattr(configured, "measure", lambda run, *_: given.append(run))
-  monkeypatch.setattr(configured, "lines", lambda found: [])
-  words = "name=arithmetic rewards=exact_answer".split()
-  words = [f"--config.data.mixture.sums.{word}" for word in words]
-  bench.main(["--config.data.max_prompt_length=32", *words])
-  assert not mixtures.sources(given[0].settings)
-  assert mixtures.scored_by(given[0].settings) == {}
-
-
-def test_one_json_line(monkeypatch, tmp_path, capsys):
-  given = []
-
-  def measure(*args):
-    given.append(args)
-    return {"peer": "grpojax"}
-
-  monkeypatch.setattr(side_by_side, "measure", measure)
-  out = tmp_path / "out.json"
-  bench.main(["--workload=tail", "--config.model.remat=none", f"--out={out}"])
-  bench.main(["--workload=arithmetic", "--warmup=3"])
-  assert capsys.readouterr().out == '{"peer": "grpojax"}\n' * 2
-  assert json.loads(out.read_text()) == {"peer": "grpojax"}
-  (tail, settings, *counts), (_, _, *others) = given
-  assert (tail, counts, others) == ("tail", [8, 2], [10, 3])
-  assert settings.model.remat == "none" and settings.loss.beta == 0.04
+  assert not measured
 
 
 UNFIT = {
@@ -87,32 +62,60 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("words", UNFIT)
-def test_what_does_not_fit_the_devices_is_said(words):
+def test_a_mesh_that_the_devices_do_not_fit(words):
   with pytest.raises(SystemExit, match=f"error: .*{UNFIT[words]}"):
     bench.main(words.split())
 
 
-def test_numbers_are_written_before_they_are_printed(tmp_path, monkeypatch):
-  monkeypatch.setattr(side_by_side, "measure", lambda *_: {"steps": 1})
-  out = tmp_path / "out.json"
+def test_a_lack_of_memory_names_settings_to_lower(monkeypatch):
+  def measure(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
 
+  monkeypatch.setattr(side_by_side, "measure", measure)
+  with pytest.raises(SystemExit, match="out of memory .*optim.micro_batches"):
+    bench.main(["--workload=tail"])
+
+
+def test_made_up_prompts_are_of_no_data_set(measured):
+  words = "name=arithmetic rewards=exact_answer".split()
+  words = [f"--config.data.mixture.sums.{word}" for word in words]
+  bench.main(["--config.data.max_prompt_length=32", *words])
+  settings = measured[0][0].settings
+  assert not mixtures.sources(settings)
+  assert mixtures.scored_by(settings) == {}
+
+
+def test_one_json_line(measured, tmp_path, capsys):
+  out = tmp_path / "out.json"
+  bench.main(["--workload=tail", "--config.model.remat=none", f"--out={out}"])
+  bench.main(["--workload=arithmetic", "--warmup=3"])
+  assert capsys.readouterr().out == '{"peer": "grpojax"}\n' * 2
+  assert json.loads(out.read_text()) == {"peer": "grpojax"}
+  (tail, settings, *counts), (_, _, *others) = measured
+  assert (tail, counts, others) == ("tail", [8, 2], [10, 3])
+  assert settings.model.remat == "none" and settings.loss.beta == 0.04
+
+
+def test_numbers_are_written_before_they_are_printed(
+  measured, tmp_path, monkeypatch
+):
   def gone(*words, **options):
     raise BrokenPipeError
 
   monkeypatch.setattr(bench, "print", gone, raising=False)
+  out = tmp_path / "out.json"
   with pytest.raises(BrokenPipeError):
     bench.main(["--workload=fixed", f"--out={out}"])
-  assert json.loads(out.read_text()) == {"steps": 1}
+  assert json.loads(out.read_text()) == {"peer": "grpojax"}
 
 
-def test_what_was_measured_is_printed_whatever_the_disk_says(
+def test_numbers_are_printed_whatever_the_disk_says(
   monkeypatch, tmp_path, capsys
 ):
   out = tmp_path / "gone" / "out.json"
   out.parent.mkdir()
-  monkeypatch.setattr(
-    side_by_side, "measure", lambda *_: out.parent.rmdir() or {"steps": 3}
-  )
+  measure = lambda *_: out.parent.rmdir() or {"steps": 3}
+  monkeypatch.setattr(side_by_side, "measure", measure)
   with pytest.raises(SystemExit, match="error: .*out.json: No such file"):
     bench.main(["--workload=fixed", f"--out={out}"])
   assert capsys.readouterr().out == '{"steps": 3}\n'

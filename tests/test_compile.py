@@ -23,11 +23,9 @@ SMALL = (
 def compile_step(tmp_path, *words, out="out.json"):
   env = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
   env |= {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+  program = [sys.executable, "-m", "grpojax.compile", *SMALL]
   done = subprocess.run(
-    [
-      *(sys.executable, "-m", "grpojax.compile", *SMALL, *words),
-      f"--out={tmp_path / out}",
-    ],
+    [*program, *words, f"--out={tmp_path / out}"],
     env=os.environ | env,
     cwd=tmp_path,
     capture_output=True,
@@ -73,13 +71,8 @@ def test_a_step_on_two_devices(tmp_path):
   assert "fits; a step takes about" in done.stdout
 
 
-@pytest.mark.parametrize(
-  "chip",
-  [
-    pytest.param("v5e", marks=pytest.mark.long),
-    pytest.param("v6e", marks=pytest.mark.long),
-  ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_a_step_on_a_slice(tmp_path, chip):
   pytest.importorskip("libtpu")
   config = ROOT / "tests/data/model_configs/Qwen2.5-0.5B-Instruct.json"
@@ -101,35 +94,24 @@ def test_a_step_on_a_slice(tmp_path, chip):
 @pytest.mark.slow
 def test_the_fused_step(tmp_path):
   words = ["--config.reward.on_device=True", "--topology=cpu:2"]
-  words += ["--config.data.max_prompt_length=32"]
-  done, found = compile_step(tmp_path, *words)
+  done, found = compile_step(
+    tmp_path, *words, "--config.data.max_prompt_length=32"
+  )
   assert done.returncode == 0, done.stderr
   check(found, "cpu:2", ("step",))
 
 
 def test_names_of_machines():
-  assert topology.parse("v5e:2x4") == ("v5e", 8)
-  assert topology.parse("tpu7x:2x2x4") == ("tpu7x", 16)
-  assert topology.parse("cpu:8") == ("cpu", 8)
-  assert topology.parse("h100:8") == ("h100", 8)
-  assert topology.parse("v5e:4x4*2") == ("v5e", 32)
-  with pytest.raises(ValueError, match="no node has more than 8"):
-    topology.parse("h100:16")
-  with pytest.raises(ValueError, match="at most 64 slices"):
-    topology.parse("v5e:2x2*65")
-  with pytest.raises(ValueError, match="no slice has more than"):
-    topology.parse("v5e:1000x1000")
-  for name in (
-    "v5e:2x2*0",
-    "h100:4*2",
-    "",
-    "v5e",
-    "v5e:8",
-    "v5p:2x2",
-    "h100:2x4",
-    "cpu:0",
-    "v5e:0x2",
-  ):
+  sizes = {"v5e:2x4": 8, "tpu7x:2x2x4": 16, "cpu:8": 8, "h100:8": 8}
+  for name, size in (sizes | {"v5e:4x4*2": 32}).items():
+    assert topology.parse(name) == (name.partition(":")[0], size)
+  large = {"h100:16": "no node has more than 8"}
+  large |= {"v5e:2x2*65": "at most 64 slices"}
+  for name, text in (large | {"v5e:1000x1000": "no slice has more"}).items():
+    with pytest.raises(ValueError, match=text):
+      topology.parse(name)
+  wrong = "v5e v5e:2x2*0 h100:4*2 v5e:8 v5p:2x2 h100:2x4 cpu:0 v5e:0x2"
+  for name in ["", *wrong.split()]:
     with pytest.raises(ValueError, match=re.escape(f"={name}: give a chip")):
       topology.parse(name)
 
@@ -147,13 +129,17 @@ def test_what_cannot_be_compiled_is_said(tmp_path):
 @pytest.mark.parametrize("fits, code", [(True, 0), (False, 3)])
 def test_exit_codes(monkeypatch, capsys, fits, code):
   """What does not fit is no error, which is 1 (see above)."""
-  monkeypatch.setattr(program.report, "report", lambda *_: {"fits": fits})
-  monkeypatch.setattr(program.report, "lines", lambda found: ["said"])
-  machine = topology.Machine("cpu:2", None, [])
-  monkeypatch.setattr(program.topology, "machine", lambda name: machine)
-  monkeypatch.setattr(program.setup, "make_mesh", lambda *_: None)
-  monkeypatch.setattr(program.batches_lib, "check_mesh", lambda *_: None)
-  monkeypatch.setattr(program.programs, "open_run", lambda *_: None)
+  results = {
+    "report.report": {"fits": fits},
+    "report.lines": ["said"],
+    "topology.machine": topology.Machine("cpu:2", None, []),
+    "setup.make_mesh": None,
+    "batches_lib.check_mesh": None,
+    "programs.open_run": None,
+  }
+  for name, value in results.items():
+    target = f"grpojax.compile.{name}"
+    monkeypatch.setattr(target, lambda *_, value=value: value)
   assert program.main(["--topology=cpu:2"]) == code
   assert capsys.readouterr().out == "said\n"
 

@@ -40,10 +40,13 @@ PARAMETERS = {  # as published
   "Qwen2.5-32B-Instruct": 32_763_876_352,
   "Qwen3-30B-A3B": 30_532_122_624,
 }
-DEVICES = dict.fromkeys(  # else one
-  ("figure5", "gsm8k_qwen2_5_7b", "gsm8k_qwen3_1_7b"), 8
-) | dict.fromkeys(("gsm8k_qwen2_5_32b", "gsm8k_qwen3_30b_a3b"), 128)
-
+DEVICES = {  # else one
+  "figure5": 8,
+  "gsm8k_qwen2_5_7b": 8,
+  "gsm8k_qwen3_1_7b": 8,
+  "gsm8k_qwen2_5_32b": 128,
+  "gsm8k_qwen3_30b_a3b": 128,
+}
 
 FIGURE5 = ("figure5", "figure5_smollm2")
 
@@ -132,18 +135,16 @@ def policy_of(settings):
   )
 
 
-# One a family; others are of a family that another is of.
-MARKS = {"arithmetic": ()} | dict.fromkeys(
-  ("gsm8k", "gsm8k_gemma3_1b", "gsm8k_qwen3_30b_a3b"), pytest.mark.slow
-)
+# One per family; other configs are long.
+FAMILIES = ("arithmetic", "gsm8k", "gsm8k_gemma3_1b", "gsm8k_qwen3_30b_a3b")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=MARKS.get(name, pytest.mark.long))
-    for name in CONFIGS
+    pytest.param(x, marks=() if x in FAMILIES else pytest.mark.long)
+    for x in CONFIGS
   ],
 )
 def test_a_step_traces_at_its_real_shapes(name):

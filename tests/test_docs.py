@@ -7,31 +7,28 @@ import argparse
 import ast
 import importlib
 import importlib.util
-import pathlib
 import re
 
+import docs_blocks as lib
 import pytest
 
+from grpojax.models import huggingface as hf
 from grpojax.rewards import functions
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import free_sections
 from grpojax.training import config as train_config
 from grpojax.training.config import CHOICES, from_config
-
-_spec = importlib.util.spec_from_file_location(
-  "docs_blocks", pathlib.Path(__file__).with_name("docs_blocks.py")
-)
-lib = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(lib)
 
 ids = lambda page: page.name
 every_page = pytest.mark.parametrize("page", lib.PAGES, ids=ids)
 every_text = pytest.mark.parametrize("page", [*lib.PAGES, lib.README], ids=ids)
+PACKAGE = lib.ROOT / "grpojax"
+CODE = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
 SETTINGS = config_lib.flatten(train_config.default_config())
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
 # Sections whose keys are the user's or of what they name.
-FREE = ("data.options", "data.template_options", "data.mixture")
-FREE += ("reward.options",)
+FREE = tuple(free_sections(train_config.SETTINGS))
 # Pages whose tables have what other libraries call it, then what it is here.
 THEIRS = ("from-trl.md", "from-verl.md")
 # Programs that take the config of a training run.
@@ -115,13 +112,6 @@ def test_commands_are_accepted(page, accept, tmp_path, monkeypatch):
           functions.resolve_all(config.reward.functions, options)
 
 
-def test_a_wrong_command_is_not_accepted(accept):
-  with pytest.raises(SystemExit, match="did you mean --config.loss.beta"):
-    accept("train", "--config.loss.bta=1")
-  with pytest.raises(ValueError, match="loss.clip_low"):
-    from_config(accept("train", "--config.loss.clip_low=2"))
-
-
 def ours(page):
   """A page's prose, without the names that other libraries have.
 
@@ -138,8 +128,8 @@ def ours(page):
 
 
 @every_text
-def test_settings_exist(page):
-  """Each `section.key` in prose is a setting, or a section of them."""
+def test_settings_and_their_values_exist(page):
+  """Each `section.key` and `setting=value` in prose."""
   names = re.findall(
     rf"`((?:{'|'.join(SECTIONS)})\.[\w.]+)[^`\n]*`", ours(page)
   )
@@ -147,9 +137,11 @@ def test_settings_exist(page):
     known = name in SETTINGS or name.startswith(FREE)
     known |= any(key.startswith(f"{name}.") for key in SETTINGS)
     assert known, f"{page.name}: {name}"
-
-
-PACKAGE = "\n".join(p.read_text() for p in (lib.ROOT / "grpojax").rglob("*.py"))
+  for name, value in re.findall(r"`([\w.]+)=([^`\s]+)`", ours(page)):
+    if name in CHOICES:
+      assert value in CHOICES[name], f"{page.name}: {name}={value}"
+    elif "." in name:
+      assert name in SETTINGS or name.startswith(FREE), f"{page.name}: {name}"
 
 
 @every_text
@@ -158,24 +150,13 @@ def test_names_in_code_exist(page):
   own = " ".join(b.text for b in lib.blocks(page))
   for name in set(re.findall(r"`([a-z]\w*_\w+)`", ours(page))):
     stem = re.sub(r"_(low|high|se|mean|std|max|min)$", "", name)
-    found = re.search(rf"\b({name}|{stem})\b", PACKAGE + own)
+    found = re.search(rf"\b({name}|{stem})\b", CODE + own)
     assert found, f"{page.name}: {name}"
 
 
 @every_text
-def test_values_of_settings_exist(page):
-  """`setting=value` in prose is one that a run may have."""
-  for code in re.findall(r"`([\w.]+=[^`\s]+)`", ours(page)):
-    name, _, value = code.partition("=")
-    if name in CHOICES:
-      assert value in CHOICES[name], f"{page.name}: {code}"
-    elif "." in name:
-      assert name in SETTINGS or name.startswith(FREE), f"{page.name}: {code}"
-
-
-@every_text
-def test_files_exist(page):
-  """Paths of the repository, in prose and in links."""
+def test_files_and_tests_exist(page):
+  """Paths of the repository, modules of the reference, and names of tests."""
   text = lib.prose(page)
   places = "grpojax|configs|launch|tests|docs"
   for path in re.findall(rf"`((?:{places})/[\w./-]+)`", text):
@@ -183,12 +164,9 @@ def test_files_exist(page):
   for module in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
     assert importlib.util.find_spec(module), f"{page.name}: {module}"
 
-
-@every_text
-def test_tests_exist(page):
-  for path, name in re.findall(r"`(tests/[\w./]+)::(\w+)`", lib.prose(page)):
-    text = (lib.ROOT / path).read_text()
-    assert f"def {name}(" in text, f"{page.name}: {path}::{name}"
+  for path, name in re.findall(r"`(tests/[\w./]+)::(\w+)`", text):
+    defined = f"def {name}(" in (lib.ROOT / path).read_text()
+    assert defined, f"{page.name}: {path}::{name}"
 
 
 def anchors(page):
@@ -232,3 +210,65 @@ def test_the_reference_links_its_modules(page):
     assert name.replace("/", ".") == module
     docstring = ast.get_docstring(ast.parse((lib.ROOT / path).read_text()))
     assert docstring.split("\n\n")[0].replace("\n", " ") == text
+
+
+def section(title, page="development.md"):
+  text = (lib.DOCS / page).read_text()
+  return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def mapped():
+  """The folders of the map below grpojax/, and the programs beside them."""
+  folders, programs, parents = [], [], []
+  inside = False
+  for line in section("Map").split("```")[1].splitlines()[1:]:
+    name, depth = line.split()[:1], (len(line) - len(line.lstrip())) // 2
+    if depth == 0:
+      inside = name == ["grpojax/"]
+    elif inside and name[0].endswith("/"):
+      parents = [*parents[: depth - 1], name[0]]
+      folders.append("".join(parents))
+    elif inside:
+      programs += re.findall(r"\w+\.py", line.partition("  the ")[0])
+  return folders, programs
+
+
+def test_the_map_has_every_folder_and_every_program_once():
+  folders = {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}
+  folders = {f"{path.relative_to(PACKAGE)}/" for path in folders} | {"assets/"}
+  programs = {path.name for path in PACKAGE.glob("*.py")}
+  in_map = mapped()
+  assert sorted(in_map[0]) == sorted(folders)
+  assert sorted(in_map[1]) == sorted(programs - {"__init__.py", "__main__.py"})
+
+
+def test_extending_names_files_and_dicts_that_exist():
+  rows = [x for x in section("Extending").splitlines() if x.startswith("| ")]
+  assert len(rows) > 10
+  text = "\n".join(rows[1:])
+  files = r"`((?:core|models|data|rewards|training)/[\w/]+\.py)`"
+  for name in re.findall(files, text):
+    assert (PACKAGE / name).is_file(), name
+  for name in re.findall(r"`(tests/[\w/]+(?:\.py|/))`", text):
+    assert (lib.ROOT / name).exists(), name
+  for name in set(re.findall(r"\b[A-Z_]{5,}\b", text)):
+    assert re.search(rf"^{name}\b", CODE, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("setting", CHOICES)
+def test_every_choice_is_listed_and_explained(setting):
+  """In the setting's own row, and somewhere in a guide."""
+  table = lib.DOCS / "settings.md"  # generated; guides are written by hand
+  guides = "\n".join(p.read_text() for p in lib.PAGES if p != table)
+  rows = table.read_text().splitlines()
+  (row,) = [x for x in rows if x.startswith(f"| `{setting}` |")][:1]
+  for name in CHOICES[setting]:
+    assert re.search(rf"\b{name}\b", row), name
+    assert re.search(rf"\b{name}\b", guides), name
+
+
+def test_every_reward_and_every_family_is_named():
+  rewards = section("Built in", "rewards.md")
+  assert [x for x in functions.BUILT_IN if f"`{x}`" not in rewards] == []
+  families = section("Families", "models.md")
+  assert [x for x in hf.FAMILIES if f"| {x} |" not in families] == []

@@ -6,21 +6,14 @@ each of them as it stands.
 """
 
 import importlib
-import importlib.util
 import json
 import os
-import pathlib
 import runpy
 import subprocess
 import sys
 
+import docs_blocks as lib
 import pytest
-
-_spec = importlib.util.spec_from_file_location(
-  "docs_blocks", pathlib.Path(__file__).with_name("docs_blocks.py")
-)
-lib = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(lib)
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(lib.ROOT)}
 MARKS = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}

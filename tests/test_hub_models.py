@@ -2,8 +2,8 @@
 
 import json
 import pathlib
-import sys
 
+import hub_server
 import jax
 import numpy as np
 import pytest
@@ -12,9 +12,6 @@ from grpojax import export, train
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training import run_models
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-import hub_server  # noqa: E402
 
 pytestmark = pytest.mark.slow
 ID, TOKEN = "org/tiny", "hf_" + "s3cret" * 5

@@ -32,14 +32,9 @@ def refusal(argv):
 
 
 def test_it_learns_and_writes_a_model_directory(toy_model):
-  assert {path.name for path in toy_model.iterdir()} >= {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "sft.json",
-  }
+  names = "config generation_config tokenizer tokenizer_config sft".split()
+  files = {*(f"{name}.json" for name in names), "model.safetensors"}
+  assert {path.name for path in toy_model.iterdir()} >= files
   record = json.loads((toy_model / "sft.json").read_text())
   losses = [row["loss"] for row in record["losses"]]
   assert [row["step"] for row in record["losses"]] == [*range(10, 121, 10)]
@@ -60,10 +55,10 @@ def test_it_starts_from_a_model_directory(
   clock = itertools.count(0, -1000)  # set back whenever it is read
   monkeypatch.setattr(sft.time, "time", lambda: float(next(clock)))
   out = tmp_path / "out"
-  settings = ["steps=1", "rows=8", "row_length=64", "log_every=1"]
-  settings += [f"model.path={toy_model}", "optim.warmup_steps=0"]
-  settings += ["optim.learning_rate=1e-9", "optim.muon_learning_rate=1e-9"]
-  sft.main([f"--out={out}", *(f"--config.{word}" for word in settings)])
+  settings = "steps=1 rows=8 row_length=64 log_every=1 optim.warmup_steps=0 "
+  settings += "optim.learning_rate=1e-9 optim.muon_learning_rate=1e-9"
+  words = [f"--config.{word}" for word in settings.split()]
+  sft.main([f"--out={out}", f"--config.model.path={toy_model}", *words])
   record = json.loads((out / "sft.json").read_text())
   assert record["seconds"] > 0
   assert record["losses"][0]["loss"] < 1  # from scratch it is log(100)
@@ -118,19 +113,18 @@ def test_texts_follow_the_config():
 
 
 @pytest.mark.parametrize(
-  "form, eos", [("document", (1, 99)), ("dialogue", (1,))]
+  "form, eos, text",
+  [("document", (1, 99), "1+2\n"), ("dialogue", (1,), "Q: 1+2\nA: ")],
 )
 def test_the_format_decides_the_template_and_the_end(
-  form, eos, toy_model, tmp_path
+  form, eos, text, toy_model, tmp_path
 ):
   shutil.copytree(toy_model, tmp_path, dirs_exist_ok=True)
-  sft.set_format(
-    tmp_path, tokenizer_lib.load(tmp_path), config_with(format=form)
-  )
+  config = config_with(format=form)
+  sft.set_format(tmp_path, tokenizer_lib.load(tmp_path), config)
   tokenizer = tokenizer_lib.load(tmp_path)
   assert tokenizer_lib.eos_ids(tmp_path, tokenizer) == eos
-  text = tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n")
-  assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
+  assert tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n") == text
 
 
 @pytest.mark.slow
@@ -141,10 +135,10 @@ def test_a_model_of_word_problems(tmp_path, capsys):
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.model.update({"width": 16, "layers": 1, "heads": 2})
   _, params, stream = sft.start(config, tmp_path)
-  kept, dropped = re.search(
-    r"(\d+) texts.*more than 320 tokens: (\d+)", capsys.readouterr().out
-  ).groups()
-  assert int(kept) + int(dropped) == 32 and int(kept) and int(dropped)
+  counts = r"(\d+) texts.*more than 320 tokens: (\d+)"
+  counts = re.search(counts, capsys.readouterr().out).groups()
+  used, dropped = map(int, counts)
+  assert used + dropped == 32 and used and dropped
   tokenizer = tokenizer_lib.load(tmp_path)
   assert params["embed"].shape == (300, 16) == (len(tokenizer), 16)
   eos_ids = tokenizer_lib.eos_ids(tmp_path, tokenizer)
@@ -152,7 +146,7 @@ def test_a_model_of_word_problems(tmp_path, capsys):
   text = "Q: Ann has 7 €.\nA: "
   prompt, ids = tokenizer_lib.encode_prompt(tokenizer, "Ann has 7 €.")
   assert prompt == text == tokenizer.decode(ids)
-  for context, learned in itertools.islice(stream, 2 * int(kept)):
+  for context, learned in itertools.islice(stream, 2 * used):
     assert len(context) + len(learned) <= 320 and learned[-1] in eos_ids
     assert tokenizer.decode(context).startswith("Q: ")
 
@@ -205,11 +199,10 @@ def test_texts_that_do_not_fit_are_refused(tmp_path):
   problems += [f"--out={tmp_path / 'out'}"]
   chat_model = "--config.model.path=arithmetic-instruct"
   assert "use dialogue" in refusal([*problems, chat_model])
-  small = ["width=16", "layers=1", "heads=2"]
-  small = [f"--config.model.{word}" for word in small]
-  bpe = ["--config.tokenizer=bpe", "--config.vocab_size=300"]
-  argv = [*problems, *small, *bpe, "--config.row_length=20"]
-  assert "32 are of more than 20 tokens" in refusal(argv)
+  short = "model.width=16 model.layers=1 model.heads=2 tokenizer=bpe "
+  short += "vocab_size=300 row_length=20"
+  words = [f"--config.{word}" for word in short.split()]
+  assert "32 are of more than 20 tokens" in refusal([*problems, *words])
   assert not list(tmp_path.iterdir())
 
 
@@ -240,5 +233,4 @@ def test_mistakes_are_refused(word, text, tmp_path, monkeypatch):
 def test_an_existing_directory_is_refused(tmp_path):
   (tmp_path / "mine").write_text("mine")
   assert "exists already" in refusal([f"--out={tmp_path}"])
-  assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-  assert pathlib.Path(tmp_path / "mine").read_text() == "mine"
+  assert (tmp_path / "mine").read_text() == "mine"

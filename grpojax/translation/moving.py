@@ -1,7 +1,6 @@
 """Functions of a script as a module of their own, with all that they use.
 
-Text is copied, and never run: what a statement uses is read from Python's
-symbol table of it.
+Text is copied, and never run: symbol tables list the names that it uses.
 """
 
 import ast
@@ -32,11 +31,8 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
     for text, one in zip(texts, statements, strict=True)
   ]
   starred = {i for i, one in enumerate(statements) if _is_starred(one)}
-  always = starred | {
-    i
-    for i, one in enumerate(statements)
-    if getattr(one, "module", "") == "__future__"
-  }
+  is_future = lambda one: getattr(one, "module", "") == "__future__"
+  always = starred | {i for i, x in enumerate(statements) if is_future(x)}
   queue = list(names)
   needed: set[str] = set()
   chosen: set[int] = set()
@@ -71,7 +67,7 @@ def _text(script: str, statement: ast.stmt) -> str:
 
 
 def _is_starred(statement: ast.stmt) -> bool:
-  """Returns True if a statement imports names that it does not say."""
+  """Returns True if a statement imports `*`."""
   return any(getattr(x, "name", "") == "*" for x in ast.walk(statement))
 
 

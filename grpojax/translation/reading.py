@@ -27,23 +27,19 @@ def read(
 ) -> Source:
   """Reads a file by its suffix: .yaml, .yml, .json or .py.
 
-  Args:
-    path: the file.
-    parsed: of a script, as in `script.read`.
-    code: likewise.
+  `parsed` and `code` are as of `script.read`.
 
   Raises:
-    ValueError: it cannot be read; one line.
-    OSError: likewise.
+    ValueError: the file is no configuration; one line.
+    OSError: the file cannot be read.
   """
   path = pathlib.Path(path)
   suffix = path.suffix.lower()
   if suffix not in SUFFIXES:
     raise ValueError(f"{path}: give a file ending in {', '.join(SUFFIXES)}")
   if path.stat().st_size > MAX_BYTES:
-    raise ValueError(
-      f"{path} has more than {MAX_BYTES} bytes: no configuration"
-    )
+    text = f"has more than {MAX_BYTES} bytes: no configuration"
+    raise ValueError(f"{path} {text}")
   try:
     text = path.read_text(encoding="utf-8-sig")
     if suffix == ".py":
@@ -80,7 +76,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _number_or_text(value: Any) -> Any:
-  """The value, with texts like "1e-6", which YAML leaves texts, as numbers."""
+  """Returns a number for texts like "1e-6", which YAML does not convert."""
   if not (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
     return value
   text = value.strip()
@@ -88,11 +84,11 @@ def _number_or_text(value: Any) -> Any:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-  """Returns a tree of mappings by dotted path: {"a": {"b": 1}} as {"a.b": 1}.
+  """Returns {"a.b": 1} for {"a": {"b": 1}}.
 
   Raises:
-    ValueError: no mapping, or more keys than a configuration has. An alias of
-      YAML may stand for far more than is written, so visits are counted.
+    ValueError: no mapping, or too many keys. Visits are counted: an alias of
+      YAML may stand for far more than is written.
   """
   if not isinstance(tree, Mapping):
     raise ValueError(f"keys and values are needed, not {type(tree).__name__}")
@@ -107,8 +103,7 @@ def _flatten(tree: Any) -> dict[str, Any]:
       raise ValueError(f"{path!r} stands twice, in two ways: keep one")
     if isinstance(value, Mapping) and (value or not path):
       prefix = f"{path}." if path else ""
-      below = [(f"{prefix}{key}", item) for key, item in value.items()]
-      waiting += reversed(below)
+      waiting += reversed([(f"{prefix}{k}", item) for k, item in value.items()])
     elif isinstance(value, list | tuple):
       flat[path] = [
         "..." if isinstance(x, list | Mapping) else _number_or_text(x)

@@ -1,9 +1,8 @@
-"""Translation by a table: a row for each setting of another library.
+"""Translation by a table with a row for each setting of another library.
 
-A library is a table {their name: Row}. Most rows name the setting of ours that
-takes the value; where one depends on several, a function of all of their
-settings yields what is to be set and said. `trl` and `verl` are such tables;
-the functions that both have need of stand below.
+Most rows name the setting of ours that takes the value. Where ours depends on
+several of theirs, a function yields settings and notes. `trl` and `verl` are
+such tables; the rules that both need stand at the end of this file.
 """
 
 import difflib
@@ -18,7 +17,10 @@ from grpojax.runtime.terminal.trackers import TRACKERS
 
 
 class Setting(NamedTuple):
-  """Setting of ours, and for a comment the names and values of theirs."""
+  """Setting of ours; `theirs` is a comment with the names and values of theirs.
+
+  Its value is checked by `writing`.
+  """
 
   name: str
   value: Any
@@ -38,7 +40,7 @@ Items = Iterator[Setting | Note]
 
 
 class Translation(NamedTuple):
-  """Configuration of a library; of two settings of a name the later counts."""
+  """Configuration of a library; the later of two settings of a name counts."""
 
   library: str
   settings: tuple[Setting, ...]
@@ -47,27 +49,41 @@ class Translation(NamedTuple):
   code: str = ""  # a module with the script's functions
 
 
+Text = "str | Mapping[Any, str] | Callable[[Any, Theirs], str]"
+
+
 class Row(NamedTuple):
-  """A setting of theirs, and what becomes of it.
+  """A setting of theirs and its translation.
 
   Attributes:
-    default: Value that holds in their library where a file says nothing.
-    to: Name of the setting of ours that takes the value; or a function of all
-      of their settings and this one's name that yields items; or None, where
-      another row reads this one.
+    default: Value in their library if a file does not set it.
+    to: Setting of ours that takes the value; or a function of all of their
+      settings and this name that yields items; None if another row reads it.
     value: Our value for each of theirs, or a function of theirs and of all of
-      their settings that makes it. None as a value sets nothing.
-    when: Names of their settings that have to be on; else the row is left out.
-    note: What the file's value means here; or the sentence for each value.
-    missing: What its value has no counterpart for here; likewise.
+      their settings. None as a result sets nothing.
+    note: Meaning of the file's value here: a sentence for every value that is
+      not the default, a sentence for each value, or a function as in `value`.
+    missing: Likewise, on a value without a counterpart here.
+    when: Their settings that have to be on; else the row is left out.
   """
 
   default: Any = None
   to: "str | Callable[[Theirs, str], Items] | None" = None
   value: "Mapping[Any, Any] | Callable[[Any, Theirs], Any] | None" = None
-  note: str | Mapping[Any, str] = ""
-  missing: str | Mapping[Any, str] = ""
+  note: Text = ""
+  missing: Text = ""
   when: Sequence[str] = ()
+
+
+class Sizes(NamedTuple):
+  """Sizes of batches here, where a step is one generation."""
+
+  group_size: int
+  prompts: int  # per step
+  cuts: int  # updates that the library cuts a generation into
+  minibatches: int  # the same here, where groups stay whole
+  updates: int  # optimizer updates per step, over all epochs
+  steps: int | None  # of the run; None if it depends on the data
 
 
 class Library(NamedTuple):
@@ -77,9 +93,10 @@ class Library(NamedTuple):
     name: Name and version.
     page: Page of our documentation about it.
     table: Rows by their names.
-    always: Items that hold whatever a file says.
+    always: Items that hold for every file.
     unneeded: Pattern of names that do not change what is learned.
     older: Beginnings of names in newer versions by those in older ones.
+    sizes: Computes sizes; ValueError for those that the library refuses.
   """
 
   name: str
@@ -87,17 +104,18 @@ class Library(NamedTuple):
   table: Mapping[str, Row]
   always: Sequence[Setting | Note]
   unneeded: str
-  older: Mapping[str, str] = {}
+  older: Mapping[str, str]
+  sizes: "Callable[[Theirs], Sizes]"
 
   def newer(self, name: str) -> str:
-    """The name in the version of the table."""
+    """Returns the name in the version of the table."""
     for older, newer in self.older.items():
       if name.startswith(older):
         return newer + name.removeprefix(older)
     return name
 
   def knows(self, name: str) -> bool:
-    """True for a name of the table, and for all below one."""
+    """Returns True for a name of the table, and for all names below one."""
     parts = self.newer(name).split(".")
     return any(".".join(parts[:n]) in self.table for n in range(len(parts) + 1))
 
@@ -108,37 +126,41 @@ class Theirs(NamedTuple):
   library: Library
   values: Mapping[str, Any]  # by name
   processes: int = 1  # that the library was started with
-  examples: int | None = None  # of training; None where it is not known
+  examples: int | None = None  # of training; None if unknown
   unread: Mapping[str, str] = {}  # expressions by name
 
   def __getitem__(self, name: str) -> Any:
-    """The value of a setting: the file's, else the library's default."""
+    """Returns the file's value of a setting, else the library's default."""
     return self.values.get(name, self.library.table[name].default)
 
+  @property
+  def sizes(self) -> Sizes:
+    """Sizes of batches; ValueError if the library refuses them."""
+    return self.library.sizes(self)
+
   def sets(self, name: str) -> bool:
-    """Returns True if the file sets `name`, or names below it, to some use."""
+    """Returns True if the file changes `name`, or sets names below it."""
     value = self.values.get(name)
     return (bool(value) and value != self.library.table[name].default) or any(
       key.startswith(f"{name}.") for key in self.values
     )
 
   def comment(self, *names: str) -> str:
-    """Settings as text: "name=value", marked where it is a default."""
+    """Returns "name=value" for each name, with a mark at defaults."""
     return ", ".join(
       f"{name}={self[name]!r}" + ("" if name in self.values else " (default)")
       for name in names
     )
 
   def setting(self, ours: str, value: Any, *names: str) -> Setting:
-    """A setting of ours that comes from theirs of these names."""
+    """Returns a setting of ours that comes from theirs of these names."""
     return Setting(ours, value, self.comment(*names))
 
   def below(self, name: str, ours: str) -> Iterator[Setting]:
-    """All settings of theirs below a name, as ours below another."""
+    """Yields all settings of theirs below a name, as ours below another."""
     for key, value in self.values.items():
       if key.startswith(f"{name}."):
-        option = key.removeprefix(f"{name}.")
-        yield Setting(f"{ours}.{option}", value, key)
+        yield Setting(ours + key.removeprefix(name), value, key)
 
 
 def translate(
@@ -153,7 +175,6 @@ def translate(
   Raises:
     ValueError: a value that the library refuses, or of a wrong kind.
   """
-  values = {library.newer(name): value for name, value in values.items()}
   checked = _checked(library, values)
   theirs = Theirs(library, checked, processes, examples, unread)
   items = [*library.always]
@@ -172,21 +193,21 @@ def translate(
   for name in [*theirs.values, *unread]:
     if library.knows(name):
       notes += [_unread(theirs, name, settings)] if name in unread else []
-    elif near := difflib.get_close_matches(name, library.table, 1, 0.9):
+      continue
+    text = f"unknown here; it may change the run ({library.page})"
+    if near := difflib.get_close_matches(name, library.table, 1, 0.9):
       text = f"no setting of {library.name}: did you mean {near[0]}?"
-      notes.append(Note(name, text, missing=True))
     elif re.match(library.unneeded, name):
       unneeded.append(name)
-    else:
-      text = f"unknown here; it may change the run ({library.page})"
-      notes.append(Note(name, text, missing=True))
+      continue
+    notes.append(Note(name, text, missing=True))
   return Translation(
     library.name, tuple(settings), tuple(notes), tuple(unneeded)
   )
 
 
 def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
-  """Returns a note on a value that is not known without running a script."""
+  """Returns a note on a value that is unknown unless the script runs."""
   row = theirs.library.table.get(name, Row())
   text = f"{theirs.unread[name]} is no plain value: the library's default is"
   text += " taken; set it"
@@ -200,52 +221,49 @@ def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
 
 
 def _apply(row: Row, theirs: Theirs, name: str) -> Items:
-  value, sets = theirs[name], theirs.sets(name)
+  value = theirs[name]
   for text, missing in ((row.note, False), (row.missing, True)):
-    if isinstance(text, Mapping):
-      text = text.get(value)
-    elif not sets:
-      continue
+    if isinstance(text, str):
+      text = text if theirs.sets(name) else ""
+    else:
+      text = text(value, theirs) if callable(text) else text.get(value)
     if text:
       prefix = f"{value!r}: " if missing and value is not None else ""
       yield Note(name, f"{prefix}{text}", missing)
   if callable(row.to):
     yield from row.to(theirs, name)
   elif row.to is not None:
-    if isinstance(row.value, Mapping):
+    if callable(row.value):
+      value = row.value(value, theirs)
+    elif row.value is not None:
       if value not in row.value:
         names = ", ".join(map(str, row.value))
         text = f"{value!r} has no counterpart; there are {names}"
         yield Note(name, text, missing=True)
       value = row.value.get(value)
-    elif row.value is not None:
-      value = row.value(value, theirs)
     if value is not None:
       yield theirs.setting(row.to, value, name)
 
 
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-  """The values, without the nulls that stand for defaults.
+  """Returns values by newer names, without nulls that stand for defaults.
 
   Raises:
     ValueError: no number where one is needed, or an infinite one.
   """
+  is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
   checked = {}
-  for name, value in values.items():
+  for name, value in {library.newer(k): x for k, x in values.items()}.items():
     default = library.table.get(name, Row()).default
     if value is None and default is not None:
       continue
-    if _is_number(default) and not (_is_number(value) and math.isfinite(value)):
+    if is_number(default) and not (is_number(value) and math.isfinite(value)):
       raise ValueError(f"{name} = {value!r}: {library.name} takes a number")
     checked[name] = value
   return checked
 
 
-def _is_number(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# What both libraries have alike: values, and then items.
+# Values and notes of both libraries.
 
 REMAT = {True: "selective", False: "none"}
 SCHEDULE = {name: name for name in SCHEDULES}
@@ -271,21 +289,59 @@ ALWAYS = (
   Setting("mesh.fsdp", -1, "parameters over all devices"),
   Setting("data.template", "{prompt}", "prompts as they are"),
 )
+LORA_TARGETS = tuple("q k v o gate up down".split())
+PART = 16
+"""Completions of a micro-batch in configs/own_model.py."""
+MAX_COMPLETIONS = 2**20  # of an update; published runs have thousands
+
+# Conversions of one value.
+
+none_for_0 = lambda value, _: value or None
+filter_size = lambda value, _: max(value or 0, 0)  # top-k: off at null and -1
+max_grad_norm = lambda value, _: value or 1e9  # 0 is no bound
 
 
-def filter_size(value: Any, _: Theirs) -> int | float:
-  """Top-k and the like, which are off at none, 0 or -1."""
-  return max(value or 0, 0)
+def micro_batches(theirs: Theirs, at_least: int) -> int:
+  """Returns the number of equal parts of an update.
+
+  Results do not depend on it. Small parts waste time, so parts have at least
+  `PART` completions even if the other library has `at_least` parts.
+
+  Raises:
+    ValueError: so many completions that nobody means it: trying takes hours.
+  """
+  sizes = theirs.sizes
+  prompts = sizes.prompts // sizes.minibatches
+  samples = prompts * sizes.group_size
+  if samples > MAX_COMPLETIONS:
+    raise ValueError(
+      f"an update of {prompts} prompts x {sizes.group_size} completions is over"
+      f" {MAX_COMPLETIONS}: check the sizes of batches"
+    )
+  at_least = min(at_least, math.ceil(samples / PART))
+  counts = range(max(at_least, 1), samples)
+  return next((n for n in counts if samples % n == 0), samples)
 
 
-def none_for_0(value: Any, _: Theirs) -> Any:
-  """The value, or None where it is 0 or empty, and nothing is to be set."""
-  return value or None
+# Rules of several settings.
 
 
-def max_grad_norm(value: Any, _: Theirs) -> float:
-  """A bound of the gradient's norm; with 0 one that is never reached."""
-  return value or 1e9
+def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
+  """Steps, by their limit `name` or, unless `limited`, by their epochs."""
+  count = theirs.sizes.steps
+  yield theirs.setting("steps", count or 100, name if limited else epochs)
+  if count is None:
+    text = "epochs are steps here, and how many is not known without the data:"
+    text += f" give --examples=N, or {name}"
+    yield Note(epochs, text, missing=True, flag="steps=N")
+
+
+def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
+  """Returns a value; ValueError if it is not one of these."""
+  if theirs[name] not in choices:
+    known = ", ".join(choices)
+    raise ValueError(f"{name} = {theirs[name]!r}: use one of {known}")
+  return theirs[name]
 
 
 def stop_strings(theirs: Theirs, name: str) -> Items:
@@ -304,20 +360,12 @@ def trackers(theirs: Theirs, name: str) -> Items:
   names = [value] if isinstance(value, str) else list(value or ())
   known = tuple(tracker for tracker in names if tracker in TRACKERS)
   yield theirs.setting("log.trackers", known, name)
-  for other in {*names} - {*TRACKERS, "all", "none", "console"}:
-    yield Note(
-      name,
-      f"{other!r} is called by a function of yours, --config.log.trackers="
-      "file.py:function (docs/getting-started.md has Trackio's)",
-    )
-
-
-def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
-  """Returns a value; ValueError where it is none of these."""
-  if theirs[name] not in choices:
-    known = ", ".join(choices)
-    raise ValueError(f"{name} = {theirs[name]!r}: use one of {known}")
-  return theirs[name]
+  for other in dict.fromkeys(names):
+    if other in (*TRACKERS, "all", "none", "console"):
+      continue
+    text = f"{other!r} is called by a function of yours, --config.log.trackers="
+    text += "file.py:function (docs/getting-started.md has Trackio's)"
+    yield Note(name, text)
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:
@@ -328,17 +376,6 @@ def optimizer(theirs: Theirs, name: str) -> Items:
   elif not kind.startswith("adam"):
     text = f"{theirs[name]!r}: AdamW is taken; adafactor is there too"
     yield Note(name, text, missing=True)
-
-
-def unknown_steps(name: str, remedy: str) -> Note:
-  """A note that epochs cannot be counted."""
-  return Note(
-    name,
-    "epochs are steps here, and how many is not known without the data: give"
-    f" --examples=N, or {remedy}",
-    missing=True,
-    flag="steps=N",
-  )
 
 
 def model(theirs: Theirs, name: str) -> Items:
@@ -359,9 +396,6 @@ def run_name(theirs: Theirs, name: str) -> Items:
   yield Setting("name", text or "translated", comment)
 
 
-LORA_TARGETS = tuple("q k v o gate up down".split())
-
-
 def lora_targets(theirs: Theirs, name: str) -> Items:
   """Matrices that have adapters: all of them, or some."""
   names = theirs[name]
@@ -378,8 +412,7 @@ def lora_targets(theirs: Theirs, name: str) -> Items:
 
 def data(theirs: Theirs, name: str) -> Items:
   """The data set, by name or path."""
-  path, notes = first_file(name, theirs[name] or "FILE.jsonl")
-  yield from notes
+  path = yield from first_file(name, theirs[name] or "FILE.jsonl")
   if not theirs[name]:
     text = "not in the file: give your data"
     yield Note(name, text, missing=True, flag="data.path=FILE.jsonl")
@@ -387,28 +420,26 @@ def data(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("data.name", "gsm8k", name)
     return
   of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)
+  kind = "jsonl"
   if path.endswith(".parquet"):
     kind = "parquet"
   elif of_hub and not path.endswith((".jsonl", ".json", ".csv")):
     kind = "huggingface"
-  else:
-    kind = "jsonl"
   yield Setting("data.name", kind)
   yield theirs.setting("data.path", path, name)
-  yield Note(
-    name,
-    "examples have a prompt and an answer: data.options.prompt and .answer name"
-    " their columns ('' for none); data.options.test holds a share out where"
-    " there is no test split",
-  )
+  text = "examples have a prompt and an answer: data.options.prompt and .answer"
+  text += " name their columns ('' for none); data.options.test holds a share"
+  yield Note(name, f"{text} out where there is no test split")
 
 
-def first_file(name: str, files: Any) -> tuple[str, list[Note]]:
-  """Returns the first of one or more files, with a note on the others."""
+def first_file(name: str, files: Any) -> Iterator[Note]:
+  """Returns the first of one or more files, and yields a note on the others."""
   first, *others = [files] if isinstance(files, str) else map(str, files)
   text = f"{first!r} is taken, and left out: {', '.join(map(repr, others))};"
   text += " a pattern takes several files, data.mixture several data sets"
-  return first, [Note(name, text, missing=True)] if others else []
+  if others:
+    yield Note(name, text, missing=True)
+  return first
 
 
 def template_options(theirs: Theirs, name: str) -> Items:
@@ -420,30 +451,3 @@ def template_options(theirs: Theirs, name: str) -> Items:
       raise ValueError(f"{name} = {theirs[name]!r} is no JSON") from error
     theirs = theirs._replace(values={f"{name}.{k}": v for k, v in items})
   yield from theirs.below(name, "data.template_options")
-
-
-MAX_COMPLETIONS = 2**20  # of an update; published runs have thousands
-
-
-PART = 16
-"""Completions of a micro-batch in configs/own_model.py."""
-
-
-def micro_batches(prompts: int, group_size: int, theirs: int) -> int:
-  """Returns the number of equal parts of an update.
-
-  Results do not depend on it. Small parts waste time, so parts have at least
-  `PART` completions even if the other library cuts an update into `theirs`.
-
-  Raises:
-    ValueError: so many completions that nobody means it: trying takes hours.
-  """
-  samples = prompts * group_size
-  if samples > MAX_COMPLETIONS:
-    raise ValueError(
-      f"an update of {prompts} prompts x {group_size} completions is over "
-      f"{MAX_COMPLETIONS}: check the sizes of batches"
-    )
-  at_least = min(theirs, math.ceil(samples / PART))
-  counts = range(max(at_least, 1), samples)
-  return next((n for n in counts if samples % n == 0), samples)

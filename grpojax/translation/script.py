@@ -1,8 +1,7 @@
 """A TRL script as names and values: its syntax tree is read, and never run.
 
-The keywords of GRPOConfig, GRPOTrainer and LoraConfig count where their values
-are known without running the script: literals, names of literals or functions,
-and defaults of command-line options.
+Keywords of GRPOConfig, GRPOTrainer and LoraConfig are read if their values are
+literals, names of literals or functions, or defaults of command-line options.
 """
 
 import ast
@@ -129,17 +128,13 @@ def read(
   parsed: Mapping[str, Any] = {},
   code: pathlib.Path | None = None,
 ) -> Source:
-  """Reads the settings of a script at `path`.
+  """Reads the settings of a script `text` at `path`.
 
-  Args:
-    text: the script.
-    path: its file.
-    parsed: values from the YAML file of its TrlParser.
-    code: file that the script's own functions are going to be written to;
-      None: they stay in the script.
+  `parsed` has values from the YAML file of its TrlParser; `code` is the file
+  that its own functions will be written to, or None: they stay in the script.
 
   Raises:
-    ValueError: it trains nothing by GRPO.
+    ValueError: the script trains nothing by GRPO.
   """
   script = _script(text, parsed)
   names_called = {called(x) for x in script.calls}
@@ -301,13 +296,10 @@ def _data(
     return {}, [("train_dataset", text)]
   if train is None:
     return {}, []
-  path, configuration, split, files = _arguments(script, train, split)
-  settings = {
-    "dataset_name": path,
-    "dataset_config": configuration,
-    "dataset_train_split": split,
-    "data_files": files,
-  }
+  names = ("dataset_name", "dataset_config", "dataset_train_split")
+  values = _arguments(script, train, split)
+  settings = dict(zip((*names, "data_files"), values, strict=True))
+  files = settings["data_files"]
   if test is not None:
     *_, test_split, held_out = _arguments(script, test, test_split)
     settings["dataset_test_split"] = test_split
@@ -318,8 +310,7 @@ def _data(
       sizes = [x.value for x in call.keywords if x.arg == "test_size"]
       if sizes and isinstance(sizes[0], ast.Constant):
         settings["test_size"] = sizes[0].value
-        settings["dataset_train_split"] = None
-        settings["dataset_test_split"] = None
+        settings |= {"dataset_train_split": None, "dataset_test_split": None}
       if called(call) in _CHANGES:
         changes[f".{called(call)}()"] = True
   notes = []
@@ -342,13 +333,12 @@ def _arguments(
   """Returns path, name, split and files of load_dataset; ... if unknown."""
   nodes = dict(zip(("path", "name"), call.args, strict=False))
   nodes |= {x.arg or "**": x.value for x in call.keywords}
-  values = []
-  for name in ("path", "name", "split", "data_files"):
-    try:
-      values.append(script.value(nodes[name]) if name in nodes else None)
-    except (TypeError, ValueError):
-      values.append(...)
-  path, configuration, splits, files = values
+  values = dict.fromkeys(("path", "name", "split", "data_files"))
+  for name in values.keys() & nodes.keys():
+    values[name] = ...
+    with contextlib.suppress(TypeError, ValueError):
+      values[name] = script.value(nodes[name])
+  path, configuration, splits, files = values.values()
   if isinstance(splits, list) and isinstance(split, int):
     split = splits[split]
   elif not isinstance(split, str):

@@ -7,28 +7,27 @@ trainer.py and optimization.py do epochs and learning rates;
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpojax.translation import rules
-from grpojax.translation.rules import Items, Library, Note, Row, Setting, Theirs
-
-
-class Sizes(NamedTuple):
-  """Sizes of batches in TRL and here, where a step is one generation."""
-
-  prompts: int  # of a generation
-  cuts: int  # updates that TRL cuts a generation into
-  minibatches: int  # the same here, where groups stay whole
-  updates: int  # optimizer updates of a step, over all epochs
-  steps: int | None  # of the run; None where it depends on the data
+from grpojax.translation.rules import (
+  Items,
+  Library,
+  Note,
+  Row,
+  Setting,
+  Sizes,
+  Theirs,
+)
 
 
 def _sizes(theirs: Theirs) -> Sizes:
-  """Sizes as TRL computes them; ValueError for those that it refuses."""
+  """Returns sizes as TRL computes them; ValueError for those it refuses."""
   group_size = theirs["num_generations"]
   micro_batch = theirs["per_device_train_batch_size"] * theirs.processes
   per_update = micro_batch * theirs["gradient_accumulation_steps"]
-  whole, count = theirs["generation_batch_size"], theirs["steps_per_generation"]
+  whole = theirs["generation_batch_size"]
+  count = theirs["steps_per_generation"]
   if whole and count:
     raise ValueError(
       "generation_batch_size and steps_per_generation: TRL takes one of them"
@@ -44,7 +43,8 @@ def _sizes(theirs: Theirs) -> Sizes:
       f" {group_size} and of {micro_batch}, as TRL demands: say how many"
       " processes it ran on"
     )
-  prompts, cuts = samples // group_size, samples // per_update
+  prompts = samples // group_size
+  cuts = samples // per_update
   minibatches = math.gcd(cuts, prompts)
   updates = minibatches * theirs["num_iterations"]
   in_all = theirs["max_steps"] if theirs["max_steps"] > 0 else None
@@ -53,15 +53,15 @@ def _sizes(theirs: Theirs) -> Sizes:
     an_epoch = max(theirs.examples // prompts * updates, 1)
     in_all = math.ceil(theirs["num_train_epochs"] * an_epoch)
   steps = None if in_all is None else max(math.ceil(in_all / updates), 1)
-  return Sizes(prompts, cuts, minibatches, updates, steps)
+  return Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
 def _batch(theirs: Theirs, name: str) -> Items:
-  sizes, group_size = _sizes(theirs), theirs["num_generations"]
+  sizes = theirs.sizes
   name = "generation_batch_size" if theirs["generation_batch_size"] else name
   comment = theirs.comment(name, "gradient_accumulation_steps")
   comment += f", --processes={theirs.processes}: "
-  comment += f"{sizes.prompts * group_size} completions a generation"
+  comment += f"{sizes.prompts * sizes.group_size} completions a generation"
   yield Setting("batch_size", sizes.prompts, comment)
   comment = f"updates a generation: {sizes.cuts}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
@@ -71,26 +71,18 @@ def _batch(theirs: Theirs, name: str) -> Items:
     yield Note(name, text)
 
 
-def _micro_batches(value: int, theirs: Theirs) -> int:
-  sizes = _sizes(theirs)
-  prompts = sizes.prompts // sizes.minibatches
-  return rules.micro_batches(prompts, theirs["num_generations"], value)
-
-
 def _steps(theirs: Theirs, name: str) -> Items:
-  sizes = _sizes(theirs)
-  name = name if theirs["max_steps"] > 0 else "num_train_epochs"
-  yield theirs.setting("steps", sizes.steps or 100, name)
-  if sizes.steps is None:
-    yield rules.unknown_steps("num_train_epochs", "max_steps")
-  if sizes.updates > 1:
-    text = f"TRL counts updates, {sizes.updates} of which are one step here"
-    yield Note(name, text)
+  limited = theirs[name] > 0
+  yield from rules.steps(theirs, name, "num_train_epochs", limited)
+  updates = theirs.sizes.updates
+  if updates > 1:
+    text = f"TRL counts updates, {updates} of which are one step here"
+    yield Note(name if limited else "num_train_epochs", text)
 
 
 def _every(value: Any, theirs: Theirs) -> int | None:
-  """A number of updates, or a share of them all, in steps."""
-  sizes = _sizes(theirs)
+  """Returns a number of updates, or a share of them all, in steps."""
+  sizes = theirs.sizes
   if value is None:
     return None
   if isinstance(value, float) and 0 < value < 1:
@@ -99,21 +91,22 @@ def _every(value: Any, theirs: Theirs) -> int | None:
 
 
 def _rewards(theirs: Theirs, name: str) -> Items:
-  names, weights = theirs[name], theirs["reward_weights"]
+  names = theirs[name]
   names = [names] if isinstance(names, str) else list(names or ())
+  environment = theirs["environment_factory"]
   flag = "reward.functions=FILE.py:FUNCTION"
   if name in theirs.unread:  # no other reward is trained on in its place
     names = ["FILE.py:FUNCTION"]
     yield Note(name, "give your functions", missing=True, flag=flag)
-  if not (names or theirs["environment_factory"]):
+  elif not (names or environment):
     yield Setting("reward.functions", ("math_answer",))
     text = "not in the file; name yours: reward.functions = ('file.py:f',)"
     yield Note(name, text, missing=True, flag=flag)
     return
-  functions = {}
-  weights = weights or [1.0] * len(names)
+  weights = theirs["reward_weights"] or [1.0] * len(names)
   if len(weights) != len(names) and name not in theirs.unread:
     raise ValueError(f"reward_weights: TRL needs one for each of {name}")
+  functions = {}
   for one, weight in zip(names, weights, strict=False):
     if "/" in one and ":" not in one:  # a name of the Hub
       yield Setting("reward.model", one, name)
@@ -121,7 +114,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
       yield Note(name, f"{one!r}: a directory, by its path; one at the most")
     else:
       functions[_qualified(one)] = float(weight)
-  if theirs["environment_factory"]:
+  if environment:
     functions["environment"] = 1.0
   functions = functions or {"math_answer": 1.0}
   if any(one.startswith("trl.") for one in functions):
@@ -133,37 +126,11 @@ def _rewards(theirs: Theirs, name: str) -> Items:
 
 
 def _qualified(name: str) -> str:
-  """TRL's reward functions run as they are: "f" is "trl.rewards:f" here."""
+  """Returns "trl.rewards:f" for TRL's reward function "f", which runs as is."""
   if ":" in name:
     return name
   module, _, function = name.rpartition(".")
   return f"{module or 'trl.rewards'}:{function}"
-
-
-def _data(theirs: Theirs, name: str) -> Items:
-  """The data set by name, or its files, and its splits."""
-  name = "data_files" if theirs["data_files"] else name
-  yield from rules.data(theirs, name)
-  if theirs["reward_funcs"]:
-    yield Setting("data.options.answer", "", "reward_funcs read the columns")
-  if theirs["eval_data_files"]:
-    held_out = "eval_data_files"
-    path, notes = rules.first_file(held_out, theirs[held_out])
-    yield theirs.setting("data.options.test", path, held_out)
-    yield from notes
-  elif theirs["test_size"]:
-    yield theirs.setting("data.options.test", theirs["test_size"], "test_size")
-  elif theirs["data_files"]:
-    yield Setting("data.options.test", 0.05, "none: a share is held out")
-  if name == "dataset_name":
-    for ours, key in _SPLITS.items():
-      base, _, part = str(theirs[key] or "").partition("[")
-      if base and base != ours.removesuffix("_split"):
-        yield theirs.setting(f"data.options.{ours}", base, key)
-      if part:
-        text = f"{theirs[key]!r}: the whole split is read;"
-        text += " data.options.size = N takes its first N rows"
-        yield Note(key, text)
 
 
 _SPLITS = {
@@ -173,8 +140,32 @@ _SPLITS = {
 }
 
 
+def _data(theirs: Theirs, name: str) -> Items:
+  """The data set by name, or its files, and its splits."""
+  by_files = bool(theirs["data_files"])
+  yield from rules.data(theirs, "data_files" if by_files else name)
+  if theirs["reward_funcs"]:
+    yield Setting("data.options.answer", "", "reward_funcs read the columns")
+  held_out = "eval_data_files"
+  if theirs[held_out]:
+    path = yield from rules.first_file(held_out, theirs[held_out])
+    yield theirs.setting("data.options.test", path, held_out)
+  elif theirs["test_size"]:
+    yield theirs.setting("data.options.test", theirs["test_size"], "test_size")
+  elif by_files:
+    yield Setting("data.options.test", 0.05, "none: a share is held out")
+  for ours, key in _SPLITS.items() if not by_files else ():
+    base, _, part = str(theirs[key] or "").partition("[")
+    if base and base != ours.removesuffix("_split"):
+      yield theirs.setting(f"data.options.{ours}", base, key)
+    if part:
+      text = f"{theirs[key]!r}: the whole split is read;"
+      text += " data.options.size = N takes its first N rows"
+      yield Note(key, text)
+
+
 def _alpha(value: int | float, theirs: Theirs) -> float:
-  """Alpha over the rank; rank-stabilised adapters divide by its root."""
+  """Returns alpha; TRL's rank-stabilised adapters divide by the rank's root."""
   scale = math.sqrt(theirs["lora_r"]) if theirs["use_rslora"] else 1.0
   return float(value * scale)
 
@@ -193,16 +184,14 @@ _LOSSES = {  # surrogate, weighting, ratio
 
 def _loss(theirs: Theirs, name: str) -> Items:
   kind = rules.one_of(theirs, name, _LOSSES)
-  level = "importance_sampling_level"
-  level = rules.one_of(theirs, level, ("token", "sequence"))
+  level = rules.one_of(theirs, _LEVEL, ("token", "sequence"))
   surrogate, weighting, ratio = _LOSSES[kind]
-  ratio = ratio or f"{level}_ratio"
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.weighting", weighting, name)
-  yield theirs.setting("loss.ratio", ratio, "importance_sampling_level")
+  yield theirs.setting("loss.ratio", ratio or f"{level}_ratio", _LEVEL)
   if weighting != "token_mean" and theirs["mask_truncated_completions"]:
     yield Note(name, "TRL also counts completions masked whole")
-  if kind in ("dapo", "cispo", "vespo") and _sizes(theirs).minibatches > 1:
+  if kind in ("dapo", "cispo", "vespo") and theirs.sizes.minibatches > 1:
     text = "TRL divides by the mean number of tokens of a generation's updates;"
     yield Note(name, f"{text} here by the update's own")
 
@@ -237,23 +226,16 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     yield Note(name, f"{text} advantages are larger")
 
 
-def _kl_placement(theirs: Theirs, name: str) -> Items:
-  placement = "ratio" if theirs[name] else "loss"
-  yield theirs.setting("loss.kl_placement", placement, name)
-  if theirs[name] and theirs["importance_sampling_level"] == "sequence":
-    yield Note(name, "TRL multiplies by the sequence's ratio here")
-
-
 def _warmup(theirs: Theirs, name: str) -> Items:
   count, ratio = theirs[name], theirs["warmup_ratio"] or 0.0
   if 0 < count < 1:
     count, ratio = 0, count
   if not count:
-    sizes = _sizes(theirs)
+    sizes = theirs.sizes
     count = math.ceil(ratio * (sizes.updates * (sizes.steps or 100)))
   constant = theirs["lr_scheduler_type"] == "constant"
-  source = "warmup_ratio" if ratio else name
   steps = 0 if constant else int(count)
+  source = "warmup_ratio" if ratio else name
   yield theirs.setting("optim.warmup_steps", steps, source)
   if count and constant:
     text = "'constant' has no warm-up in TRL, whatever warmup_steps is;"
@@ -270,12 +252,14 @@ _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
 
 def _generation_kwargs(theirs: Theirs, name: str) -> Items:
   """Options of the sampler that have no counterpart."""
-  below = [x for x in theirs.values if x.startswith(f"{name}.")]
-  if theirs[name] or {*below} - {*_STOP}:
+  below = {x for x in theirs.values if x.startswith(f"{name}.")}
+  if theirs[name] or below - {*_STOP}:
     text = "options of the sampler are sampling.*; of these there are stop and"
     yield Note(name, f"{text} stop_strings alone", missing=True)
 
 
+_LEVEL = "importance_sampling_level"
+_SEQUENCE_RATIO = "TRL multiplies by the sequence's ratio here"
 _VLLM = ("use_vllm", "vllm_importance_sampling_correction")
 _NOT_QUANTISED = "weights are not quantised here (model.dtype = 'bfloat16')"
 
@@ -342,7 +326,9 @@ TABLE = {
   "generation_batch_size": Row(),
   "steps_per_generation": Row(),
   "num_iterations": Row(1, "optim.epochs"),
-  "gradient_accumulation_steps": Row(1, "optim.micro_batches", _micro_batches),
+  "gradient_accumulation_steps": Row(
+    1, "optim.micro_batches", lambda x, t: rules.micro_batches(t, x)
+  ),
   "max_steps": Row(-1, _steps),
   "num_train_epochs": Row(3.0),
   "logging_steps": Row(10, "log.every", _every),
@@ -383,7 +369,13 @@ TABLE = {
     False, "loss.truncated", {True: "mask", False: None}
   ),
   "beta": Row(0.0, "loss.beta"),
-  "use_bias_correction_kl": Row(True, _kl_placement, when=["beta"]),
+  "use_bias_correction_kl": Row(
+    True,
+    "loss.kl_placement",
+    lambda x, _: "ratio" if x else "loss",
+    lambda x, t: x and t[_LEVEL] == "sequence" and _SEQUENCE_RATIO,
+    when=["beta"],
+  ),
   "sync_ref_model": Row(False),
   "ref_model_sync_steps": Row(
     512, "model.reference_every", _every, when=["beta", "sync_ref_model"]
@@ -406,7 +398,7 @@ TABLE = {
   "use_vllm": Row(
     False,
     "loss.old_logprobs",
-    lambda x, t: "trainer" if all(t[flag] for flag in _VLLM) else None,
+    lambda _, t: "trainer" if all(t[flag] for flag in _VLLM) else None,
     "sampling is a part of the program, on the same devices",
   ),
   "vllm_importance_sampling_correction": Row(True),
@@ -462,5 +454,5 @@ UNNEEDED = (
 OLDER = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
 LIBRARY = Library(
-  "TRL 1.16", "docs/from-trl.md", TABLE, ALWAYS, UNNEEDED, OLDER
+  "TRL 1.16", "docs/from-trl.md", TABLE, ALWAYS, UNNEEDED, OLDER, _sizes
 )

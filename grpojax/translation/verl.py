@@ -9,9 +9,18 @@ import math
 import re
 
 from grpojax.translation import rules
-from grpojax.translation.rules import Items, Library, Note, Row, Setting, Theirs
+from grpojax.translation.rules import (
+  Items,
+  Library,
+  Note,
+  Row,
+  Setting,
+  Sizes,
+  Theirs,
+)
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
@@ -27,6 +36,29 @@ OLDER = {
   f"{ACTOR}.optim.clip_grad": f"{ACTOR}.grad_clip",
 }
 """Beginnings of names in configurations of other versions."""
+
+
+def _sizes(theirs: Theirs) -> Sizes:
+  """Returns sizes; ValueError for minibatches that verl refuses."""
+  prompts = theirs["data.train_batch_size"]
+  name = f"{ACTOR}.ppo_mini_batch_size"
+  size = theirs[name]
+  if size > prompts:
+    raise ValueError(
+      f"{name} = {size} is more than data.train_batch_size = {prompts}, which"
+      " verl refuses"
+    )
+  cuts = math.ceil(prompts / size)
+  minibatches = math.gcd(cuts, prompts)  # of equal size, nearest to verl's
+  updates = minibatches * theirs[f"{ACTOR}.ppo_epochs"]
+  steps = None
+  if theirs["trainer.total_training_steps"]:
+    steps = max(int(theirs["trainer.total_training_steps"]), 1)
+  elif theirs.examples is not None:
+    an_epoch = theirs.examples // prompts
+    steps = max(int(an_epoch * theirs["trainer.total_epochs"]), 1)
+  group_size = theirs[f"{ROLLOUT}.n"]
+  return Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
 def _offload(value: bool, theirs: Theirs) -> str | None:
@@ -63,21 +95,9 @@ def _turns(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("environment.max_turns", min(limits), name, user)
 
 
-def _minibatch_count(theirs: Theirs) -> int:
-  """Number of minibatches of equal size, nearest to verl's."""
-  prompts = theirs["data.train_batch_size"]
-  size = theirs[f"{ACTOR}.ppo_mini_batch_size"]
-  return math.gcd(math.ceil(prompts / size), prompts)
-
-
 def _minibatches(theirs: Theirs, name: str) -> Items:
-  prompts, size = theirs["data.train_batch_size"], theirs[name]
-  if size > prompts:
-    raise ValueError(
-      f"{name} = {size} is more than data.train_batch_size = {prompts}, which"
-      " verl refuses"
-    )
-  count = _minibatch_count(theirs)
+  prompts, size = theirs.sizes.prompts, theirs[name]
+  count = theirs.sizes.minibatches
   yield theirs.setting("optim.minibatches", count, name)
   if count * size != prompts:
     text = f"{prompts} prompts are not a multiple of {size}: {count} equal"
@@ -85,44 +105,25 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
 
 
 def _micro_batches(value: int | None, theirs: Theirs) -> int:
-  prompts = theirs["data.train_batch_size"] // _minibatch_count(theirs)
-  group_size = theirs[f"{ROLLOUT}.n"]
   at_least = 4
   if value:
+    sizes = theirs.sizes
     rows = value * theirs["trainer.n_gpus_per_node"] * theirs["trainer.nnodes"]
-    at_least = prompts * group_size // rows
-  return rules.micro_batches(prompts, group_size, at_least)
-
-
-def _run_steps(theirs: Theirs) -> int | None:
-  """Number of steps of the run; None where it depends on the data."""
-  if theirs["trainer.total_training_steps"]:
-    return max(int(theirs["trainer.total_training_steps"]), 1)
-  if theirs.examples is None:
-    return None
-  an_epoch = theirs.examples // theirs["data.train_batch_size"]
-  return max(int(an_epoch * theirs["trainer.total_epochs"]), 1)
-
-
-def _steps(theirs: Theirs, name: str) -> Items:
-  steps = _run_steps(theirs)
-  epochs = "trainer.total_epochs"
-  yield theirs.setting("steps", steps or 100, name if theirs[name] else epochs)
-  if steps is None:
-    yield rules.unknown_steps(epochs, name)
+    at_least = sizes.prompts // sizes.minibatches * sizes.group_size // rows
+  return rules.micro_batches(theirs, at_least)
 
 
 def _every(value: int, theirs: Theirs) -> int:
-  return value if value > 0 else _run_steps(theirs) or 100
+  return value if value > 0 else theirs.sizes.steps or 100
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
   """The warm-up, which verl counts in steps."""
-  updates = _minibatch_count(theirs) * theirs[f"{ACTOR}.ppo_epochs"]
-  count = theirs[name]
+  sizes, count = theirs.sizes, theirs[name]
   if count <= 0:
     name = f"{name}_ratio"
-    count = theirs[name] * (_run_steps(theirs) or 100)
+    count = theirs[name] * (sizes.steps or 100)
+  updates = sizes.updates
   yield theirs.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
     text = "verl's rate changes once a step, and is 0 in the first one; here it"
@@ -141,7 +142,8 @@ _UNBIASED = "without the own reward, which biases verl's"
 _WEIGHTED = (
   f"{_UNBIASED}; weights are of (1 - p)^2, no pass over the vocabulary"
 )
-_ADVANTAGES = {  # ours, and what is not the same in it
+_GPG = "verl multiplies by samples / samples of a reward that is not 0"
+_ADVANTAGES = {  # ours, and its difference
   "grpo": ("grpo", ""),
   "grpo_vectorized": ("grpo", ""),
   "rloo": ("leave_one_out", ""),
@@ -152,10 +154,7 @@ _ADVANTAGES = {  # ours, and what is not the same in it
   "reinforce_plus_plus_baseline": ("batch_std", _WHITENS),
   "optimal_token_baseline": ("optimal_token_baseline", _WEIGHTED),
   "tir_optimal_token_baseline": ("optimal_token_baseline", _WEIGHTED),
-  "gpg": (
-    "dr_grpo",
-    "verl multiplies by samples / samples of a reward that is not 0",
-  ),
+  "gpg": ("dr_grpo", _GPG),
 }
 
 
@@ -178,16 +177,15 @@ def _advantage(theirs: Theirs, name: str) -> Items:
 
 _CLIPPED = ("loss.clip_low", "loss.clip_high")
 _DPPO = ("loss.dppo_low", "loss.dppo_high")
-# Surrogate, settings of its bounds, and of clip_ratio_c where it has it.
-_SURROGATES = {
+_SURROGATES = {  # surrogate, its bounds, and its clip_ratio_c if any
   "vanilla": ("clipped", _CLIPPED, "loss.dual_clip"),
   "gspo": ("clipped", _CLIPPED, "loss.dual_clip"),
   "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max"), None),
   "dppo_tv": ("dppo_tv", _DPPO, "loss.dppo_ratio_max"),
   "dppo_kl": ("dppo_kl", _DPPO, "loss.dppo_ratio_max"),
   "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high"), None),
-  "sapo": ("sapo", _CLIPPED, None),  # which has temperatures in their place
-  "dro": ("dro", _CLIPPED, None),  # and no bounds
+  "sapo": ("sapo", _CLIPPED, None),  # has temperatures instead of bounds
+  "dro": ("dro", _CLIPPED, None),  # has no bounds
 }
 
 
@@ -195,35 +193,23 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
   mode = theirs[name]
   if mode not in _SURROGATES:
     yield Note(name, f"{mode!r}: the clipped loss is taken", missing=True)
-  surrogate, (ours_low, ours_high), ours_most = _SURROGATES.get(
-    mode, _SURROGATES["vanilla"]
-  )
+  surrogate, bounds, most = _SURROGATES.get(mode, _SURROGATES["vanilla"])
   ratio = "sequence_ratio" if mode == "gspo" else "token_ratio"
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.ratio", ratio, name)
   if mode in ("geo_mean", "sapo"):
     comment = f"{mode} always takes it"
     yield Setting("loss.weighting", "sequence_mean", comment)
-
-  def bound(name):  # where it is null, of both sides
-    value = theirs.values.get(name, 0.2)
-    return float(theirs[f"{ACTOR}.clip_ratio"] if value is None else value)
-
-  low_name, high_name = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
-  low, high = bound(low_name), bound(high_name)
-  if surrogate == "cispo":  # bounds of the ratio itself
-    low, high = max(1 - low, 0.0), 1 + high
-  yield theirs.setting(ours_low, low, low_name)
-  yield theirs.setting(ours_high, high, high_name)
-  if ours_most:
-    most = f"{ACTOR}.clip_ratio_c"
-    yield theirs.setting(ours_most, theirs[most], most)
-
-
-def _entropy(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("loss.entropy_coef", theirs[name], name)
-  if theirs[name] and theirs[f"{ACTOR}.loss_agg_mode"] != "token-mean":
-    yield Note(name, "the bonus is the mean over tokens whatever the loss")
+  for ours, side, sign in zip(bounds, ("low", "high"), (-1, 1), strict=True):
+    key = f"{ACTOR}.clip_ratio_{side}"
+    value = theirs.values.get(key, 0.2)
+    value = float(theirs[f"{ACTOR}.clip_ratio"] if value is None else value)
+    if surrogate == "cispo":  # bounds of the ratio itself
+      value = max(1 + sign * value, 0.0)
+    yield theirs.setting(ours, value, key)
+  if most:
+    key = f"{ACTOR}.clip_ratio_c"
+    yield theirs.setting(most, theirs[key], key)
 
 
 _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
@@ -266,24 +252,32 @@ def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
   try:
     return float(low) if low else None, float(high)
   except ValueError:
-    raise ValueError(_bad_bounds(theirs, name)) from None
+    raise _bad_bounds(theirs, name) from None
 
 
-def _bad_bounds(theirs: Theirs, name: str) -> str:
-  return f"{name} = {theirs[name]!r}: are two positive bounds, LOW_HIGH, or one"
+def _bad_bounds(theirs: Theirs, name: str) -> ValueError:
+  text = "are two positive bounds, LOW_HIGH, or one"
+  return ValueError(f"{name} = {theirs[name]!r}: {text}")
+
+
+def _correct(
+  theirs: Theirs, name: str, kind: str, low: float, high: float
+) -> Items:
+  """Sets a correction by the setting `name` and its threshold."""
+  limit = f"{name}_threshold"
+  yield theirs.setting("loss.correction", kind, name)
+  yield theirs.setting("loss.correction_low", low, limit)
+  yield theirs.setting("loss.correction_high", high, limit)
+  yield Setting("loss.old_logprobs", "trainer", "as verl does")
 
 
 def _correction(theirs: Theirs, name: str) -> Items:
   """Corrections for a sampler that is not the policy."""
-  level, limit = theirs[name], f"{name}_threshold"
-  if level not in ("token", "sequence"):
-    return
-  low, high = _bounds(theirs, limit)
-  kind = "truncate" if low is None else "mask"
-  yield theirs.setting("loss.correction", f"{level}_{kind}", name)
-  yield theirs.setting("loss.correction_low", low or 0.0, limit)
-  yield theirs.setting("loss.correction_high", high, limit)
-  yield Setting("loss.old_logprobs", "trainer", "as verl does")
+  level = theirs[name]
+  if level in ("token", "sequence"):
+    low, high = _bounds(theirs, f"{name}_threshold")
+    kind = "truncate" if low is None else "mask"
+    yield from _correct(theirs, name, f"{level}_{kind}", low or 0.0, high)
 
 
 def _rejection(theirs: Theirs, name: str) -> Items:
@@ -291,24 +285,21 @@ def _rejection(theirs: Theirs, name: str) -> Items:
   kind, limit = theirs[name], f"{name}_threshold"
   if not kind:
     return
+  text = ""
   if theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
     text = "is not taken beside rollout_is: there is one loss.correction"
-    yield Note(name, text, missing=True)
-    return
-  if kind != "seq_mean_k1":
+  elif kind != "seq_mean_k1":
     text = f"{kind!r}: of these seq_mean_k1 alone is here (geometric_mask)"
+  if text:
     yield Note(name, text, missing=True)
     return
   low, high = _bounds(theirs, limit)
   if low is None and high > 0:  # one number is of both sides
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
-    raise ValueError(_bad_bounds(theirs, limit))
-  yield theirs.setting("loss.correction", "geometric_mask", name)
+    raise _bad_bounds(theirs, limit)
   # verl's bounds are of the sampler's probabilities by the trainer's.
-  yield theirs.setting("loss.correction_low", 1 / high, limit)
-  yield theirs.setting("loss.correction_high", 1 / low, limit)
-  yield Setting("loss.old_logprobs", "trainer", "as verl does")
+  yield from _correct(theirs, name, "geometric_mask", 1 / high, 1 / low)
   yield Note(name, "verl's rejection also takes the tokens out of the mean")
 
 
@@ -395,7 +386,9 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "actor.ppo_epochs": Row(1, "optim.epochs"),
   "trainer.n_gpus_per_node": Row(8),
   "trainer.nnodes": Row(1),
-  "trainer.total_training_steps": Row(None, _steps),
+  "trainer.total_training_steps": Row(
+    None, lambda t, x: rules.steps(t, x, "trainer.total_epochs", bool(t[x]))
+  ),
   "trainer.total_epochs": Row(30),
   "trainer.project_name": Row(),
   "trainer.experiment_name": Row("gsm8k", rules.run_name),
@@ -433,7 +426,15 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "actor.clip_ratio_c": Row(3.0),
   "actor.tau_pos": Row(1.0, "loss.sapo_temperature_pos"),
   "actor.tau_neg": Row(1.05, "loss.sapo_temperature_neg"),
-  "actor.entropy_coeff": Row(0.0, _entropy),
+  "actor.entropy_coeff": Row(
+    0.0,
+    "loss.entropy_coef",
+    note=lambda x, t: (
+      x
+      and t[f"{ACTOR}.loss_agg_mode"] != "token-mean"
+      and "the bonus is the mean over tokens whatever the loss"
+    ),
+  ),
   "actor.use_kl_loss": Row(False, _kl),
   "actor.kl_loss_coef": Row(0.001),
   "actor.kl_loss_type": Row("low_var_kl"),
@@ -502,5 +503,5 @@ UNNEEDED = (
 )
 
 LIBRARY = Library(
-  "verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, UNNEEDED, OLDER
+  "verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, UNNEEDED, OLDER, _sizes
 )

@@ -1,4 +1,4 @@
-"""A translation as a config, and as a config file for people to go on with."""
+"""A translation as a config, and as a config file."""
 
 import math
 import shlex
@@ -16,10 +16,10 @@ WIDTH = 80
 
 
 def _typed(setting: Setting, default: Any) -> Any:
-  """The value in the type of the default, or for None as a plain one.
+  """Returns the value in the type of its default; of any plain type for None.
 
   Raises:
-    ValueError: it is not of this kind, or nothing that Python reads again.
+    ValueError: the value has another type, or Python cannot read it back.
   """
   value = setting.value
   if isinstance(value, list | tuple) and isinstance(default, tuple | None):
@@ -43,16 +43,14 @@ def _typed(setting: Setting, default: Any) -> Any:
 def _settled(
   translation: Translation,
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
-  """Settings in the order of --help, and nested dicts for free sections.
+  """Returns settings in the order of --help, and dicts of free sections.
 
-  Those that are what they are by default, and that nobody has asked for, are
-  left out.
+  Values that are our defaults are left out unless the file sets them.
 
   Raises:
     ValueError: a value of a wrong type.
   """
-  default = default_config()
-  known = config_lib.flatten(default)
+  known = config_lib.flatten(default_config())
   free = settings_lib.free_sections(SETTINGS)
   by_name = {
     one.name: one._replace(value=_typed(one, known.get(one.name)))
@@ -80,11 +78,7 @@ def _settled(
 
 
 def config_of(translation: Translation) -> ConfigDict:
-  """Returns the default config with the settings of a translation.
-
-  Raises:
-    ValueError: a value of a wrong type.
-  """
+  """Returns the default config with a translation's; ValueError as `_typed`."""
   config = default_config()
   fixed, nested = _settled(translation)
   config.update_from_flattened_dict({n: one.value for n, one in fixed.items()})
@@ -94,7 +88,7 @@ def config_of(translation: Translation) -> ConfigDict:
 
 
 def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
-  """A text as comments; nothing in it can end the line."""
+  """Returns a text as comments, without characters that end a line."""
   clean = "".join(c if c.isprintable() else " " for c in text)
   lines = textwrap.wrap(
     " ".join(clean.split()),
@@ -113,28 +107,25 @@ def _notes(title: str, notes: list[Note]) -> list[str]:
 
 def screen_lines(translation: Translation) -> list[str]:
   """Returns the notes as lines for the screen."""
-  lines = []
-  for note in dict.fromkeys(translation.notes):
-    means = "may change the run" if note.missing else "means something else"
-    lines.append(f"- {note.theirs} {means}: {note.text}")
+  means = {True: "may change the run", False: "means something else"}
+  lines = [
+    f"- {note.theirs} {means[note.missing]}: {note.text}"
+    for note in dict.fromkeys(translation.notes)
+  ]
   if translation.unneeded:
     lines.append(f"- not needed here: {', '.join(translation.unneeded)}")
   return lines
 
 
 def command(translation: Translation, config: str) -> str:
-  """Returns the command that trains, with flags for what is still missing."""
+  """Returns the command that trains, with flags for missing settings."""
   flags = dict.fromkeys(x.flag for x in translation.notes if x.flag)
   words = [f"python -m grpojax.train --config={shlex.quote(config)}"]
   return " \\\n    ".join([*words, *(f"--config.{x}" for x in flags)])
 
 
 def config_file(translation: Translation, source: str) -> str:
-  """Returns the text of a config file, translated from a file `source`.
-
-  Raises:
-    ValueError: a value of a wrong type.
-  """
+  """Returns a config file of a file `source`; ValueError as `_typed`."""
   fixed, nested = _settled(translation)
   differs = [note for note in translation.notes if not note.missing]
   missing = [note for note in translation.notes if note.missing]
