@@ -5,21 +5,20 @@
                                [--out=FILE.json] [--config.key=value ...]
 
 DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
-ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the run directory of a
+ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the directory of a
 training run, finished or not, whose config is then the default. Settings that
-an evaluation does not read are refused, where they are typed.
+an evaluation does not read are refused.
 Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
-interval; with --samples=N it draws N completions a prompt and prints pass@k
+interval; with --samples=N it draws N completions per prompt and prints pass@k
 (unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:
 how often the most frequent answer of k completions is right.
 
 --compare evaluates a second model on the same problems and prints, for each
 number, the paired difference (--model less --compare) with its 95% interval and
-a two-sided p-value. Each model is prompted in its own format. Data, prompt
-lengths and the length of completions are those of one config for both: the
-config of --model if that is a run; the config of --compare is not used. With
-data.too_long=drop both are asked the problems that fit both. Both sample with
-the same random numbers.
+a two-sided p-value. Each model is prompted in its own format. Data and lengths
+are those of one config for both: that of --model if it is a run, never that of
+--compare. With data.too_long=drop both get the problems that fit both. Both
+sample with the same random numbers.
 """
 
 import contextlib
@@ -76,27 +75,16 @@ FLAGS = {
   "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
 
-READS = (
-  "seed",
-  "steps",
-  "model.dtype",
-  "model.ignore_keys",
-  "data.",
-  "environment.",
-  "reward.",
-  "eval.num_prompts",
-  "eval.batch_size",
-  "sampling.max_new_tokens",
-  "sampling.stop",
-  "sampling.stages",
-  "sampling.compact",
-  "log.every",
+READS = tuple(
+  "seed steps model.dtype model.ignore_keys data. environment. reward. "
+  "eval.num_prompts eval.batch_size sampling.max_new_tokens sampling.stop "
+  "sampling.stages sampling.compact log.every".split()
 )
 """Settings, or their beginnings, that change an evaluation."""
 
 _Models = list[tuple[policy_lib.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
-"""Values of each model, by name: one a prompt."""
+"""Values of each model, by name: one per prompt."""
 
 
 def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
@@ -209,23 +197,21 @@ def _evaluate(
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
-      if environment := reward_pool.environment:
+      environment = reward_pool.environment
+      if environment:
         for (policy, _), problems in zip(models, held_out, strict=True):
           example = problems.batches[0][1][0]
           episodes.check(settings, policy, environment, example)
     shown = screen.Screen(settings.log.every)
     for (policy, params), problems in zip(models, held_out, strict=True):
+      sampler = sampling_lib.make_sampler(
+        settings, policy, flags.samples or 1, sampling, environment=environment
+      )
       result = evaluation.evaluate(
         settings,
         policy,
         params,
-        sampling_lib.make_sampler(
-          settings,
-          policy,
-          flags.samples or 1,
-          sampling,
-          environment=reward_pool.environment,
-        ),
+        sampler,
         problems.batches,
         reward_pool,
         settings.steps,  # which rewards may ask for: the run's last
@@ -264,7 +250,7 @@ def main(argv: list[str]) -> None:
 
 
 def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
-  """Makes the numbers of one model, or of two, for JSON."""
+  """Returns the numbers of one or two models, for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
     numbers = evaluation.numbers(values[1])
@@ -275,7 +261,7 @@ def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
 
 
 def _report(flags: ConfigDict, values: _Values) -> None:
-  """Prints the numbers of one model, or of two."""
+  """Prints the numbers of one or two models."""
   count = len(next(iter(values[0].values())))
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")

@@ -3,13 +3,12 @@
     python -m grpojax.export RUN --out=DIR [--step=N]
                              [--dtype=bfloat16|float32] [--adapter]
 
-RUN (or --model=RUN) is the directory of a training run, finished or not, or
-whatever else training can start from: a model directory, an embedded model. DIR
-gets the configuration, the tokenizer with its chat template, the generation
-configuration and the weights (safetensors, in files of at most 5 GB) of the
-newest checkpoint, or of step N. The weights are stored as they were trained
-(float32) unless --dtype says otherwise. Where the checkpoints are gone, the
-weights are those of the finished run's model/.
+RUN (or --model=RUN) is the directory of a training run, finished or not, or a
+model that training can start from. DIR gets the configuration, the tokenizer
+with its chat template, the generation configuration and the weights
+(safetensors, in files of at most 5 GB) of the newest checkpoint or of step N,
+as they were trained (float32) unless there is a --dtype. Without checkpoints
+the weights are those of the finished run's model/.
 
 A LoRA run is written merged into its base model; with --adapter it is written
 as the peft library does, without the base model.

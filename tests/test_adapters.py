@@ -55,11 +55,10 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
       change = np.asarray(model[name] - base[name])
       assert (np.linalg.matrix_rank(change, tol=1e-4) <= 2).all()
   # A run is evaluated with its adapters, as its model is.
-  results = []
+  results, out = [], tmp_path / "result.json"
+  settings = toy_task.arguments(toy_model, evaluate.READS)
   for name in (run, run / "model", toy_model):
-    out = tmp_path / "result.json"
     words = [f"--model={name}", "--samples=32", f"--out={out}"]
-    settings = toy_task.arguments(toy_model, evaluate.READS)
     evaluate.main([*words, *settings])
     results.append(json.loads(out.read_text())["pass@1"][0])
   assert results[0] == results[1] != results[2]

@@ -15,34 +15,34 @@ from grpojax.training.report import reporting
 @pytest.fixture
 def accuracies(monkeypatch):
   """What evaluations say, by step, instead of decoding."""
-  said = {}
+  by_step = {}
 
   def evaluated(run, params, step, check_signals):
-    row = {"step": step, "accuracy": said.get(step, 0.0), "prompts": 10}
+    row = {"step": step, "accuracy": by_step.get(step, 0.0), "prompts": 10}
     row |= {"accuracy_low": 0.0, "accuracy_high": 1.0}
     reporting.record(run, row)
     return row
 
   monkeypatch.setattr(reporting, "evaluate_held_out", evaluated)
-  return said
+  return by_step
 
 
-def arguments(toy, toy_model, run, **changes):
-  options = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 1}
-  options |= {"checkpoint.best": True, "steps": 5}
-  return [
-    *toy.arguments(toy_model, **options | changes),
-    f"--run_dir={run}",
-  ]
+@pytest.fixture
+def trained(toy_task, toy_model, tmp_path, capsys):
+  """Trains to the end; returns the summary, steps that are saved, output."""
+  run = tmp_path / "run"
 
+  def trained(**changes):
+    options = {"eval.every": 1, "checkpoint.every": 2, "checkpoint.keep": 1}
+    options |= {"checkpoint.best": True, "steps": 5} | changes
+    words = toy_task.arguments(toy_model, **options)
+    train.main([*words, f"--run_dir={run}"])
+    summary = json.loads((run / "summary.json").read_text())
+    folder = run / "checkpoints"
+    with checkpoint.open_checkpointer(folder, readonly=True) as saved:
+      return summary, checkpoint.steps(saved), capsys.readouterr().out
 
-def saved(run):
-  with checkpoint.open_checkpointer(run / "checkpoints", readonly=True) as all_:
-    return checkpoint.steps(all_)
-
-
-def summary(run):
-  return json.loads((run / "summary.json").read_text())
+  return trained
 
 
 def flat(directory):
@@ -52,51 +52,45 @@ def flat(directory):
 
 @pytest.mark.slow
 def test_the_best_state_is_kept_and_is_the_model(
-  toy, toy_task, toy_model, tmp_path, accuracies, capsys
+  trained, tmp_path, accuracies, capsys
 ):
   accuracies |= {1: 0.3, 3: 0.7, 4: 0.5, 5: 0.6}
   run = tmp_path / "run"
-  train.main(arguments(toy, toy_model, run))
-  assert saved(run) == [3, 5]  # the newest, and the best
-  found = summary(run)
-  assert (found["best_step"], found["model_step"]) == (3, 3)
-  assert found["accuracy_after"] == 0.6 and found["steps"] == 5
+  summary, saved, printed = trained()
+  assert saved == [3, 5]  # the newest, and the best
+  assert (summary["best_step"], summary["model_step"]) == (3, 3)
+  assert summary["accuracy_after"] == 0.6 and summary["steps"] == 5
   step = json.loads((run / "model" / "step.json").read_text())
   assert step == {"step": 3, "of_steps": 5}
-  said = capsys.readouterr().out
-  assert "accuracy best    70.0%  after step 3" in said
-  assert f"--model={run} --out=run-model --best" in said
+  assert "accuracy best    70.0%  after step 3" in printed
+  assert f"--model={run} --out=run-model --best" in printed
   export.main([f"--model={run}", f"--out={tmp_path / 'best'}", "--best"])
   export.main([f"--model={run}", f"--out={tmp_path / 'last'}"])
-  assert "step 3 of" in (out := capsys.readouterr().out) and "step 5 of" in out
+  printed = capsys.readouterr().out
+  assert "step 3 of" in printed and "step 5 of" in printed
   best, last = flat(tmp_path / "best"), flat(tmp_path / "last")
   np.testing.assert_array_equal(flat(run / "model"), best)
   assert (best != last).any()
   # More steps go on from the last state, and know the best.
   accuracies |= {6: 0.65}
-  train.main(arguments(toy, toy_model, run, steps=6))
-  assert saved(run) == [3, 6] and summary(run)["model_step"] == 3
+  summary, saved, _ = trained(steps=6)
+  assert saved == [3, 6] and summary["model_step"] == 3
 
 
 @pytest.mark.slow
 def test_a_run_that_gains_nothing_ends_early_and_is_finished(
-  toy, toy_task, toy_model, tmp_path, accuracies, capsys
+  trained, tmp_path, accuracies
 ):
   accuracies |= {1: 0.3, 2: 0.2, 3: 0.3, 4: 0.9}
-  run = tmp_path / "run"
   options = {"stop.no_improvement": 2, "checkpoint.best": False}
-  train.main(arguments(toy, toy_model, run, **options))
-  said = capsys.readouterr().out
-  assert "no higher held-out accuracy in 2 evaluations" in said
-  found = summary(run)
-  assert found["steps"] == 3 and found["model_step"] == 3
-  assert saved(run) == [3] and (run / "model" / "config.json").exists()
-  train.main(arguments(toy, toy_model, run, **options))
-  assert "is finished: nothing to do" in capsys.readouterr().out
+  summary, saved, printed = trained(**options)
+  assert "no higher held-out accuracy in 2 evaluations" in printed
+  assert summary["steps"] == 3 and summary["model_step"] == 3
+  assert saved == [3] and (tmp_path / "run/model/config.json").exists()
+  assert "is finished: nothing to do" in trained(**options)[2]
   # Where the limit is taken away, it goes on to its last step.
-  options["stop.no_improvement"] = 0
-  train.main(arguments(toy, toy_model, run, **options))
-  assert summary(run)["steps"] == 5 and summary(run)["best_step"] == 4
+  summary, *_ = trained(**options | {"stop.no_improvement": 0})
+  assert summary["steps"] == 5 and summary["best_step"] == 4
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from grpojax import export
@@ -34,42 +33,37 @@ def noise(tree, seed):
   )
 
 
-def make_run(path, trained, rank=0):
-  """A run directory as training leaves it, with a checkpoint a step."""
-  config = default_config()
-  with config.unlocked():
-    config.lora = ConfigDict(
-      {"rank": rank, "alpha": 3.0, "targets": "layers/(q|down)"}
-    )
-  settings = from_config(config)
-  run_directory.open_run(path, settings)
-  tx = optimizer(settings)
-  with checkpoint.open_checkpointer(
-    path / "checkpoints", keep=9
-  ) as checkpointer:
-    for step, params in trained.items():
-      state = setup.first_state(settings, tx, params)
-      checkpoint.save(checkpointer, step, state)
-  return path
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory, settings_with):
+  """`(trained, rank)` -> a run as training leaves it, a checkpoint a step."""
+
+  def make_run(trained, rank=0):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    lora_options = {"lora.alpha": 3.0, "lora.targets": "layers/(q|down)"}
+    settings = settings_with(lora__rank=rank, **lora_options)
+    run_directory.open_run(path, settings)
+    tx = optimizer(settings)
+    with checkpoint.open_checkpointer(path / "checkpoints", keep=9) as saved:
+      for step, params in trained.items():
+        state = setup.first_state(settings, tx, params)
+        checkpoint.save(saved, step, state)
+    return types.SimpleNamespace(path=path, trained=trained)
+
+  return make_run
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(make_run):
   base = hf.load_params(MODEL)
-  trained = {step: noise(base, step) for step in (2, 4)}
-  path = make_run(tmp_path_factory.mktemp("runs") / "full", trained)
-  return types.SimpleNamespace(path=path, trained=trained)
+  return make_run({step: noise(base, step) for step in (2, 4)})
 
 
 @pytest.fixture(scope="module")
-def lora_run(tmp_path_factory):
-  base = hf.load_params(MODEL)
-  adapters = lora.init(base, jax.random.key(0), 2, "layers/(q|down)")
-  adapters = noise(adapters, 7)
-  path = tmp_path_factory.mktemp("runs") / "lora"
-  return types.SimpleNamespace(
-    path=make_run(path, {3: adapters}, rank=2), base=base, adapters=adapters
+def lora_run(make_run):
+  adapters = lora.init(
+    hf.load_params(MODEL), jax.random.key(0), 2, "layers/(q|down)"
   )
+  return make_run({3: noise(adapters, 7)}, rank=2)
 
 
 def equal(ours, theirs):
@@ -92,9 +86,8 @@ def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
   out = tmp_path / "out"
   export.main([str(run.path), "--out", str(out)])
   model = transformers.AutoModelForCausalLM.from_pretrained(out)
-  np.testing.assert_array_equal(
-    model.get_input_embeddings().weight.detach(), run.trained[4]["embed"]
-  )
+  embedding = model.get_input_embeddings().weight.detach()
+  np.testing.assert_array_equal(embedding, run.trained[4]["embed"])
   assert model.generation_config.eos_token_id is not None
   ours, theirs = map(tokenizer_lib.load, (hf.resolve(MODEL), out))
   chat = [{"role": "user", "content": "1+2"}]
@@ -103,9 +96,8 @@ def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
 
 def test_transformers_4_reads_it(run, tmp_path):
   """It knows no class TokenizersBackend, and `dtype` as `torch_dtype`."""
-  source, out = tmp_path / "source", tmp_path / "out"
-  shutil.copytree(hf.resolve(MODEL), source)
-  file = source / "tokenizer_config.json"
+  source = shutil.copytree(hf.resolve(MODEL), tmp_path / "source")
+  file, out = source / "tokenizer_config.json", tmp_path / "out"
   settings = json.loads(file.read_text())
   other = settings | {"tokenizer_class": "TokenizersBackend"}
   file.write_text(json.dumps(other))
@@ -121,15 +113,14 @@ def test_an_adapter_by_itself(lora_run, tmp_path):
   out = tmp_path / "adapter"
   export.main([str(lora_run.path), f"--out={out}", "--adapter"])
   config = json.loads((out / "adapter_config.json").read_text())
-  base = config["base_model_name_or_path"]
-  assert pathlib.Path(base).samefile(hf.resolve(MODEL))
-  assert "PreTrainedTokenizerFast" in (
-    pathlib.Path(base, "tokenizer_config.json").read_text()
-  )
+  base = pathlib.Path(config["base_model_name_or_path"])
+  assert base.samefile(hf.resolve(MODEL))
+  text = (base / "tokenizer_config.json").read_text()
+  assert "PreTrainedTokenizerFast" in text
   assert config["lora_alpha"] / config["r"] == 1.5
   stored = load_file(out / lora.WEIGHTS)
   modules = {"q": "self_attn.q_proj", "down": "mlp.down_proj"}
-  for name, sides in lora_run.adapters["layers"].items():
+  for name, sides in lora_run.trained[3]["layers"].items():
     for side, stack in sides.items():
       for layer, matrix in enumerate(stack):
         module = f"base_model.model.model.layers.{layer}.{modules[name]}"
@@ -138,20 +129,9 @@ def test_an_adapter_by_itself(lora_run, tmp_path):
   assert not stored
 
 
-def test_bfloat16(run, tmp_path):
-  out = tmp_path / "out"
-  export.main([str(run.path), f"--out={out}", "--dtype=bfloat16"])
-  assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-  stored = load_file(out / "model.safetensors").values()
-  assert {str(x.dtype) for x in stored} == {"bfloat16"}
-  rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), run.trained[4])
-  assert equal(hf.load_params(out, dtype=jnp.bfloat16), rounded)
-
-
 @pytest.mark.slow
 def test_a_finished_model_without_checkpoints(run, tmp_path):
-  copy, out = tmp_path / "run", tmp_path / "out"
-  shutil.copytree(run.path, copy)
+  copy, out = shutil.copytree(run.path, tmp_path / "run"), tmp_path / "out"
   hf.save(copy / "model", run.trained[2], MODEL)
   export.main([str(copy), f"--out={out}"])  # the checkpoints come first
   assert equal(hf.load_params(out), run.trained[4])
@@ -163,13 +143,13 @@ def test_a_finished_model_without_checkpoints(run, tmp_path):
 
 @pytest.mark.slow
 def test_lora_is_merged(lora_run, tmp_path):
-  out = tmp_path / "out"
+  out, adapters = tmp_path / "out", lora_run.trained[3]["layers"]
   export.main([str(lora_run.path), f"--out={out}"])
   layers = hf.load_params(out)["layers"]
-  for name, matrix in lora_run.base["layers"].items():
+  for name, matrix in hf.load_params(MODEL)["layers"].items():
     expected = np.asarray(matrix, np.float64)
-    if name in ("q", "down"):
-      low = lora_run.adapters["layers"][name]
+    if name in adapters:
+      low = adapters[name]
       expected = expected + 1.5 * np.matmul(*(np.float64(low[x]) for x in "ab"))
     np.testing.assert_allclose(layers[name], expected, atol=1e-6)
 
@@ -178,15 +158,14 @@ def test_what_is_no_run_is_copied(tmp_path, capsys):
   out = tmp_path / "half"
   export.main([f"--model={MODEL}", f"--out={out}", "--dtype=bfloat16"])
   assert f"the model {MODEL} -> {out}/" in capsys.readouterr().out
-  assert equal(
-    hf.load_params(out),
-    jax.tree.map(
-      lambda x: jnp.asarray(x, jnp.bfloat16).astype(x.dtype),
-      hf.load_params(MODEL),
-    ),
-  )
+  assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+  stored = load_file(out / "model.safetensors").values()
+  assert {str(x.dtype) for x in stored} == {"bfloat16"}
+  half = lambda x: jnp.asarray(x, jnp.bfloat16).astype(x.dtype)
+  expected = jax.tree.map(half, hf.load_params(MODEL))
+  assert equal(hf.load_params(out), expected)
   export.main([str(out), f"--out={tmp_path / 'again'}"])
-  assert equal(hf.load_params(out), hf.load_params(tmp_path / "again"))
+  assert equal(hf.load_params(tmp_path / "again"), expected)
 
 
 @pytest.mark.parametrize(
@@ -235,13 +214,8 @@ def test_a_full_disk_is_a_message(run, tmp_path, monkeypatch):
 
 def test_only_parameters_are_read(run, tmp_path, monkeypatch):
   """The optimizer's state is two more copies of them."""
-  read = []
-  load = checkpoint.stored_arrays.ocp.load
-
-  def spy(path, like):
-    read.append(like)
-    return load(path, like)
-
+  read, load = [], checkpoint.stored_arrays.ocp.load
+  spy = lambda path, like: read.append(like) or load(path, like)
   monkeypatch.setattr(checkpoint.stored_arrays.ocp, "load", spy)
   export.main([str(run.path), f"--out={tmp_path / 'out'}"])
   arrays = [x for x in jax.tree.leaves(read) if x is not ...]

@@ -21,10 +21,9 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
 
 
 def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-  """Returns the optimizer with its learning rate and weight decay.
+  """Returns the optimizer with its learning rate and decoupled weight decay.
 
-  Weights decay by `weight_decay` times the learning rate, whatever scales the
-  gradients; norms and biases do not decay (`core.optim.decays`).
+  Norms and biases do not decay (`core.optim.decays`).
   """
   optim = settings.optim
   scale = OPTIMIZERS[optim.name](

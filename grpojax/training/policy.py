@@ -1,9 +1,8 @@
 """A model as the programs hold it: functions, weights and tokenizer.
 
-What training changes is `params`: all weights or, with LoRA, adapters beside
-`frozen` ones. Frozen weights are an argument of every compiled program, never a
-constant in it, and there is one copy of them: the reference policy is the same
-model without adapters, `params = {}`.
+Training changes `params`: all weights or, with LoRA, adapters of `frozen`
+weights. These are an argument of every compiled program, never a constant in
+it, and exist once: the reference is the model without adapters, `params = {}`.
 """
 
 import dataclasses
@@ -41,49 +40,39 @@ class Policy(NamedTuple):
   eos_ids: tuple[int, ...]  # ids that end a completion
   pad_id: int  # id to pad with
   params: Params | None = None  # trained parameters; None before `with_weights`
-  # The base model's parameters where `params` are adapters, else None.
-  frozen: Params | None = None
+  frozen: Params | None = None  # base model's parameters, if there are adapters
   lora_scale: float = 0.0  # scale of the adapters
   shape: TransformerConfig | None = None  # sizes and options of the model
-  vmappable: bool = True  # True where `jax.vmap` takes the model's functions
+  vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
   teacher: "Policy | None" = None  # reference that is another model
-  # Name on the Hub, with its commit; None where it is not from there.
-  name: hub.Name | None = None
+  name: hub.Name | None = None  # on the Hub, with its commit
   ignore_keys: tuple[str, ...] = ()  # of `hf.read_config`
   stop: StopTable | None = None  # strings that end a completion
 
   @property
   def ends(self) -> Ends:
-    """All that ends a completion, or a turn."""
+    """Ids and strings that end a completion, or a turn."""
     return Ends(self.eos_ids, self.stop)
 
 
 def find_model(
   path: str | pathlib.Path, files: Sequence[str] = hub.WHOLE
 ) -> pathlib.Path:
-  """Returns a model's directory.
+  """Returns a model's directory; ValueError if there is none.
 
-  Args:
-    path: Directory of a model or of a finished run, a .gguf file, an embedded
-      model's name, or, where there is nothing by that path, ORG/NAME or
-      ORG/NAME@REVISION of the Hugging Face Hub.
-    files: Names of the files to download from there.
-
-  Raises:
-    ValueError: There is none.
+  `path` is a directory of a model or of a finished run, a .gguf file, an
+  embedded model's name, or, if no such path exists, ORG/NAME or
+  ORG/NAME@REVISION of the Hugging Face Hub, to download these `files` from.
   """
   name = hub.parse(path)
-  if name and not hf.exists(path):
-    copy = hub.fetch(name, files)
-    with run_storage.naming(copy, str(name)):
-      return hf.resolve(copy)
-  copy = run_storage.local(path)
-  with run_storage.naming(copy, str(path)):
-    return hf.resolve(run_directory.model_directory(copy))
+  on_hub = name is not None and not hf.exists(path)
+  copy = hub.fetch(name, files) if on_hub else run_storage.local(path)
+  with run_storage.naming(copy, str(name if on_hub else path)):
+    return hf.resolve(copy if on_hub else run_directory.model_directory(copy))
 
 
 def pinned(path: str) -> str:
-  """Returns a name of the Hub with its commit of now; a path as it is."""
+  """Returns a name of the Hub with its present commit; a path as it is."""
   name = None if hf.exists(path) else hub.parse(path)
   return f"{name.id}@{hub.commit(name)}" if name else path
 
@@ -97,12 +86,9 @@ def open_policy(
 ) -> Policy:
   """Reads all of a model but its weights.
 
-  `path` is as `find_model` takes it; `dtype` is the format of computation,
-  `remat` names what the backward pass computes again, `attention` how long rows
-  attend, and `ignore_keys` are those of `hf.read_config`.
-
-  Raises:
-    ValueError: The directory, its configuration or its tokenizer do not fit.
+  `path` is as for `find_model`, `dtype` the format of computation, `remat` and
+  `attention` are as for `transformer`, and `ignore_keys` for `hf.read_config`.
+  ValueError if the configuration or the tokenizer does not fit.
   """
   path = pinned(path)
   directory = find_model(path, hub.TEXTS)
@@ -134,11 +120,7 @@ def open_policy(
 
 
 def with_stop(policy: Policy, strings: Sequence[str]) -> Policy:
-  """Returns the policy with these strings as ends of its completions.
-
-  Raises:
-    ValueError: Its tokens cannot write one, or they take too much memory.
-  """
+  """Makes these strings end completions; ValueError if that is impossible."""
   if not strings:
     return policy._replace(stop=None)
   if policy.stop and policy.stop.strings == tuple(strings):
@@ -147,9 +129,8 @@ def with_stop(policy: Policy, strings: Sequence[str]) -> Policy:
   try:
     stop = stop_strings.build(policy.tokenizer, strings, count)
   except ValueError as error:
-    raise ValueError(
-      config_error("sampling.stop", strings, str(error))
-    ) from None
+    text = config_error("sampling.stop", strings, str(error))
+    raise ValueError(text) from None
   return policy._replace(stop=stop)
 
 
@@ -159,13 +140,10 @@ def check_positions(
   new_tokens: int,
   ignore_keys: Sequence[str] = (),
 ) -> None:
-  """Compares the longest text of a program with the positions of a model.
+  """Raises ValueError if texts may exceed a model's positions.
 
-  A text beyond `max_position_embeddings` is an error, or a printed warning if
-  RoPE is scaled: then the number may be the length before scaling.
-
-  Raises:
-    ValueError: Prompt and completion have more tokens, and RoPE is not scaled.
+  It only prints a warning if RoPE is scaled, because `max_position_embeddings`
+  may be the length before scaling.
   """
   hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf
@@ -188,36 +166,30 @@ def with_weights(
 ) -> Policy:
   """Reads the weights, as parameters of this format to train.
 
-  `shardings` says for abstract parameters where to load them; None is one
-  device.
-
-  Raises:
-    ValueError: Weights that do not fit, or that cannot be downloaded.
+  `shardings` maps abstract parameters to shardings; None is one device.
+  ValueError if the weights do not fit, or cannot be downloaded.
   """
   directory = policy.directory
   if policy.name:
     directory = hub.fetch(policy.name, hub.WHOLE)
-  params = hf.load_params(
-    directory, jnp.dtype(dtype), shardings, policy.ignore_keys
-  )
+  keys = policy.ignore_keys
+  params = hf.load_params(directory, jnp.dtype(dtype), shardings, keys)
   return policy._replace(params=params)
 
 
 def load_policy(path: str, dtype: str = "float32") -> Policy:
-  """Reads a whole model, as `open_policy`, with parameters in float32."""
+  """Reads a whole model by `open_policy`, with parameters in float32."""
   return with_weights(open_policy(path, dtype))
 
 
 def with_adapters(
   policy: Policy, key: Key[Array, ""], *, rank: int, alpha: float, targets: str
 ) -> Policy:
-  """Freezes the weights, and puts fresh adapters in their place (LoRA).
+  """Freezes the weights and adds fresh adapters to train instead (LoRA).
 
   They are scaled by alpha / rank, and change nothing at first. `targets` is a
-  pattern of the paths of the adapted matrices.
-
-  Raises:
-    ValueError: The targets are none, or not matrices.
+  pattern of the paths of the adapted matrices; ValueError if it matches none,
+  or something else.
   """
   adapters = lora.init(policy.params, key, rank, targets)
   return policy._replace(
@@ -228,13 +200,10 @@ def with_adapters(
 def jit(
   policy: Policy, function: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
-  """Compiles a pure `function(lm, *args)`, and binds the policy's model.
+  """Compiles a pure `function(lm, *args)` to `(*args) -> function(lm, *args)`.
 
-  Its `lm` takes the parameters that are trained; frozen weights are passed at
-  every call. For the options of `jax.jit` argument 0 is the model.
-
-  Returns:
-    `(*args) -> function(lm, *args)`.
+  `lm` takes the trained parameters; frozen weights are passed at every call.
+  For the options of `jax.jit` argument 0 is the model.
   """
 
   def call(frozen, *args, **kwargs):
@@ -251,20 +220,20 @@ def jit(
 def lower(
   program: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> jax.stages.Lowered:
-  """Lowers a program of `jit`, for arguments that may be shapes only."""
+  """Lowers a program of `jit`; the arguments may be shapes."""
   return program.func.lower(*program.args, *args, **kwargs)
 
 
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
-  """Waits for the devices, calling `check_signals`, which may raise.
+  """Waits for the devices, calling `check_signals` about 20 times a second.
 
-  It is called at least once, and then about 20 times a second.
+  It is called at least once, and may raise.
   """
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
     check_signals()
     while not array.is_ready():
-      # Little of what was waited for so far: a short wait ends in time.
+      # A small part of the time so far, so that short waits end promptly.
       time.sleep(min(0.05, 1e-4 + (time.monotonic() - began) / 100))
       check_signals()
 
@@ -279,10 +248,10 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Returns texts of completions of some prompts, [rows][G], without ends.
+  """Returns the completions of some prompts, [rows][G], without their ends.
 
-  Of a trajectory it is the last turn's, so that nothing that an environment
-  wrote is taken for an answer.
+  Of a trajectory it is the last turn, so that no environment's text is taken
+  for an answer.
   """
   ids, mask, turns = jax.device_get(
     (samples.completion_ids, samples.completion_mask, samples.turns)

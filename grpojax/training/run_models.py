@@ -17,7 +17,6 @@ from grpojax.runtime.files import disk, gguf_directory, hub
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
 from grpojax.training.evaluation import best as best_lib
-from grpojax.training.policy import Policy
 from grpojax.training.run import (
   hub_pins,
   progress,
@@ -33,31 +32,26 @@ _TRIES = 20  # at the checkpoints of a run that deletes them meanwhile
 
 
 def is_run(model: str) -> bool:
-  """True for a run, which has a config, be its checkpoints gone or not."""
+  """Returns True for a run with a config, with or without checkpoints."""
   path = run_storage.local(model)
-  finished = run_directory.is_finished(path) and (
-    run_directory.model_directory(path) != path
-  )
-  return finished or run_directory.is_run(path)
+  finished = run_directory.is_finished(path)
+  has_model = finished and run_directory.model_directory(path) != path
+  return has_model or run_directory.is_run(path)
 
 
 def read_config(model: str) -> ConfigDict:
-  """Reads the config of a run; ValueError where it has none."""
+  """Reads the config of a run; ValueError if it has none."""
   return run_directory.read_config(run_storage.local(model))
 
 
 def load(
   name: str, model: ModelSettings = _DEFAULTS, best: bool = False
-) -> tuple[Policy, Params]:
+) -> tuple[policy_lib.Policy, Params]:
   """Loads a policy and its parameters.
 
-  `name` is one that `policy.find_model` takes, or a run with checkpoints, of
-  which the newest is read or, where `best`, that of the highest held-out
-  accuracy. `model` has the format of computation and the keys of config.json to
-  ignore; a run has its own.
-
-  Raises:
-    ValueError: There is no such model, or it is damaged.
+  `name` is as for `policy.find_model`, or a run: its newest checkpoint is read
+  or, with `best`, that of the highest held-out accuracy. A run has settings of
+  its own in place of `model`. ValueError if there is none, or it is damaged.
   """
   path = run_storage.local(name)
   if not run_directory.is_run(path):
@@ -78,11 +72,7 @@ def load(
 
 
 def best_step(run: str | pathlib.Path) -> int:
-  """Returns the step of a run's state with the highest held-out accuracy.
-
-  Raises:
-    ValueError: It was not kept, or there is none yet.
-  """
+  """Returns the step of a run's best state; ValueError if it is not saved."""
   with checkpoint.open_checkpointer(
     run_storage.checkpoints(run), readonly=True
   ) as checkpointer:
@@ -104,19 +94,11 @@ def load_params(
   device: jax.Device | None = None,
   best: bool = False,
 ) -> tuple[int, Params]:
-  """Loads what a run has trained, from a checkpoint.
+  """Loads the step and trained parameters (of LoRA, adapters) of a checkpoint.
 
-  A run that trains meanwhile deletes an old checkpoint when it has a newer one:
-  then that is read.
-
-  That is the newest, that of `step` or, where `best`, of `best_step`. The
-  first device holds the parameters unless there is another one.
-
-  Returns:
-    The checkpoint's step, and what was trained: the model, or LoRA's adapters.
-
-  Raises:
-    ValueError: There is no such checkpoint, or it is damaged.
+  It is the newest, that of `step` or, with `best`, of `best_step`. If the run
+  goes on and deletes it meanwhile, a newer one is read. Parameters go to the
+  first device by default. ValueError if there is none, or it is damaged.
   """
   saved = run_storage.checkpoints(run)
   for attempt in itertools.count(1):
@@ -154,15 +136,15 @@ def _read_params(run, settings: TrainSettings, step, device):
 
 
 def host_device() -> jax.Device:
-  """The host: a model that was trained on many devices may not fit on one."""
+  """Returns the host's device: a large model may not fit on an accelerator."""
   try:
     return jax.local_devices(backend="cpu")[0]
-  except RuntimeError:  # JAX_PLATFORMS leaves it out
+  except RuntimeError:  # excluded by JAX_PLATFORMS
     return jax.local_devices()[0]
 
 
 def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
-  """Returns the directory of a model; None for a run, or for neither."""
+  """Returns the directory of a model, or None."""
   a_run = run_directory.model_directory(path) != pathlib.Path(path)
   if a_run or run_directory.is_run(path):
     return None
@@ -175,16 +157,16 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
 def _base(settings: TrainSettings) -> tuple[str, str | None]:
   """Returns the base model of adapters, for peft, and its commit on the Hub."""
   path = settings.model.path
-  name = None if hf.exists(path) else hub.parse(path)
   if gguf_directory.is_named(path):
     return path, None  # not its place in this machine's cache
+  name = None if hf.exists(path) else hub.parse(path)
   if name is None:
     return str(policy_lib.find_model(path).absolute()), None
   return name.id, hub.parse(hub_pins.model(settings)).revision
 
 
 def _base_note(path: str) -> str:
-  """Says how peft gets a base model that it cannot open; else ""."""
+  """Returns how to convert a base model that peft cannot open, or ""."""
   if not gguf_directory.is_named(path):
     return ""
   return (
@@ -202,25 +184,17 @@ def export(
   best: bool = False,
   ignore_keys: Sequence[str] = (),
 ) -> str:
-  """Writes a run's model, or with `adapter` its adapters, into a new directory.
+  """Writes a run's model or adapters into a new directory, and describes them.
 
   Args:
-    run: Run directory, or its URL on gs://; or a model directory, or the
-      name of an embedded model, which is copied.
-    out: Directory to make; nothing stands there until all is written.
-    step: Step of the checkpoint; None is the newest, or a finished run's model/
-      where there are no checkpoints.
+    run: Run directory, or its URL on gs://; or a model to copy.
+    out: Directory to make; it appears when all is written.
+    step: Step of the checkpoint; None is the newest or, without checkpoints, a
+      finished run's model/.
     dtype: Format of the stored weights; None is as they were trained.
     adapter: True writes LoRA's adapters in PEFT's format, not the model.
     best: True writes the state of the highest held-out accuracy.
-    ignore_keys: Those of `hf.read_config`, of a model; a run has its own.
-
-  Returns:
-    A description of what was written.
-
-  Raises:
-    ValueError: No run, no such checkpoint, `out` exists or cannot be made, or
-      `adapter` of a run without LoRA.
+    ignore_keys: As for `hf.read_config`, of a model; a run has its own.
   """
   path = run_storage.local(run)
   model = _plain_model(path)
@@ -234,9 +208,10 @@ def export(
     hf.save(out, params, model, dtype=dtype, ignore_keys=ignore_keys)
     return f"the model {run}"
   settings = from_config(run_directory.read_config(path))
+  rank, keys = settings.lora.rank, settings.model.ignore_keys
   run_directory.say_added(path)
   disk.check_writable(out, "--out")
-  if adapter and not settings.lora.rank:
+  if adapter and not rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
   if best and step is not None:
     raise ValueError("give --best or --step, not both")
@@ -247,10 +222,8 @@ def export(
       raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  device = host_device()
-  step, params = load_params(path, settings, step, device, best)
-  rank, alpha = settings.lora.rank, settings.lora.alpha
-  keys = settings.model.ignore_keys
+  step, params = load_params(path, settings, step, host_device(), best)
+  alpha = settings.lora.alpha
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policy_lib.find_model(hub_pins.model(settings), needed)
   if adapter:

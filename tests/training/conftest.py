@@ -1,6 +1,7 @@
 """What tests of steps share: samples by hand, and a step on one device."""
 
-from typing import Any, NamedTuple
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from grpojax import train
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
 from grpojax.models import sharding
 from grpojax.runtime.files import records
+from grpojax.training.policy import Policy
 from grpojax.training.run import setup
 from grpojax.training.step import host
 
@@ -25,8 +28,16 @@ class Words:
 
 
 @pytest.fixture
-def words():
-  return Words()
+def word_policy():
+  """`(lm, eos_ids) -> Policy`, whose texts are the ids."""
+  return lambda lm, eos_ids=(0,): Policy(
+    pathlib.Path(), lm, Words(), eos_ids, 0
+  )
+
+
+@pytest.fixture
+def one_device():
+  return mesh_lib.make_mesh(devices=jax.devices()[:1])
 
 
 @pytest.fixture
@@ -49,6 +60,20 @@ def samples_of():
 
 
 @pytest.fixture
+def write_data(tmp_path):
+  """`(folder, **rows)`: writes JSON lines of each split."""
+
+  def write_data(folder=".", **rows_of_splits):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for split, rows in rows_of_splits.items():
+      text = "".join(json.dumps(row) + "\n" for row in rows)
+      (tmp_path / folder / f"{split}.jsonl").write_text(text)
+    return str(tmp_path / folder)
+
+  return write_data
+
+
+@pytest.fixture
 def train_toy(toy_task, toy_model, tmp_path):
   """`(name, **settings) -> rows of metrics.jsonl`, of a run of the toy task."""
 
@@ -60,17 +85,9 @@ def train_toy(toy_task, toy_model, tmp_path):
   return train_toy
 
 
-class OneDeviceStep(NamedTuple):
-  """A step on one device, with the state before it."""
-
-  mesh: jax.sharding.Mesh
-  state: Any
-  step: host.HostStep
-
-
 @pytest.fixture
 def open_step():
-  """`(settings, policy, params, tx, reward_pool) -> OneDeviceStep`."""
+  """`(settings, policy, params, tx, reward_pool) -> (mesh, state, step)`."""
 
   def open_step(settings, policy, params, tx, reward_pool, reference=False):
     mesh = setup.make_mesh(settings)
@@ -80,9 +97,8 @@ def open_step():
     shardings = sharding.shardings(jax.eval_shape(first, params), mesh, **rules)
     state = jax.jit(first, out_shardings=shardings)(params)
     if reference:
-      reference = jax.device_put(
-        jax.tree.map(jnp.copy, params), shardings.params
-      )
+      copy = jax.tree.map(jnp.copy, params)
+      reference = jax.device_put(copy, shardings.params)
     step = host.HostStep(
       settings,
       policy,
@@ -93,6 +109,6 @@ def open_step():
       reward_pool,
       lambda together=False: None,
     )
-    return OneDeviceStep(mesh, state, step)
+    return mesh, state, step
 
   return open_step

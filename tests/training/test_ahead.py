@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -16,14 +15,12 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.data.examples import READ
 from grpojax.environments.episodes import play_together
-from grpojax.training import policy as policy_lib
 from grpojax.training.step import host
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.timer import Timer
 
-AHEAD = {"sampling.ahead": 1, "loss.correction": "sequence_truncate"}
-B, G, T, STEPS = 4, 4, 6, 6
+B, G, STEPS = 4, 4, 6
 
 
 def of_ids(prompt, completion, example):
@@ -32,7 +29,7 @@ def of_ids(prompt, completion, example):
 
 
 @pytest.fixture
-def opened(tiny, settings_with, open_step, words):
+def opened(tiny, settings_with, open_step, word_policy):
   """A step of a tiny model, its state, and the batches of six steps.
 
   With more than one device, half of them sample.
@@ -44,14 +41,13 @@ def opened(tiny, settings_with, open_step, words):
     batch_size=B,
     group_size=G,
     sampling__ahead=1,
-    sampling__max_new_tokens=T,
+    sampling__max_new_tokens=6,
     loss__correction="sequence_truncate",
     loss__beta=0.1,
     optim__micro_batches=2,
     reward__functions=(f"{__file__}:of_ids",),
   )
-  policy = policy_lib.Policy(pathlib.Path(), tiny.lm, words, (0, 1), 0)
-  rng = np.random.default_rng(0)
+  policy, rng = word_policy(tiny.lm, (0, 1)), np.random.default_rng(0)
   with rewards_lib.open_reward_pool(settings) as pool:
     mesh, state, step = open_step(
       settings, policy, tiny.params, optax.adam(0.05), pool, True
@@ -71,7 +67,7 @@ def opened(tiny, settings_with, open_step, words):
 def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
   state, step, batches = opened
   copy = lambda params: jax.tree.map(jnp.copy, params)
-  by_hand, older, kept = jax.tree.map(jnp.copy, state), None, []
+  by_hand, older, kept = copy(state), None, []
   for s, (prompts, examples) in enumerate(batches):
     now = copy(by_hand.params)
     key = jax.random.fold_in(by_hand.key, s)
@@ -88,11 +84,9 @@ def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
     )
     rows.append(row)
   assert pending is None
-  assert jax.tree.all(
-    jax.tree.map(np.array_equal, state.params, by_hand.params)
-  )
-  for ours, theirs in zip(rows, kept, strict=True):
-    assert ours["reward_mean"] == theirs["reward_mean"]
+  jax.tree.map(np.testing.assert_array_equal, state.params, by_hand.params)
+  means = [[row["reward_mean"] for row in own] for own in (rows, kept)]
+  assert means[0] == means[1]
   samples = [row["rollout_effective_samples"] for row in rows]
   # The first two steps' samples are of the first parameters.
   assert samples[0] == pytest.approx(1, abs=1e-4) and max(samples[1:]) < 0.999
@@ -113,38 +107,30 @@ def test_rewards_are_computed_while_the_update_is_asked_for(
   opened, monkeypatch
 ):
   state, step, batches = opened
-  events, update, times = [], step.programs.update, []
-  collect = rewards_lib.collect_rewards
+  events, times, asked, ask = [], [], [], mesh_lib.whole
 
   class NamedTimer(Timer):
     def __call__(self, name):
       times.append(name)
       super().__call__(name)
 
-  monkeypatch.setattr(host, "Timer", NamedTimer)
-
-  def updated(*args):
-    events.append("update")
-    return update(*args)
-
-  def collected(*args):
-    events.append("rewards")
-    return collect(*args)
-
-  asked, ask = [], mesh_lib.whole
+  def recording(name, function):
+    return lambda *args: events.append(name) or function(*args)
 
   def whole(tree):  # after the update what several processes ask for waits
     leaves = [x for x in jax.tree.leaves(tree) if np.ndim(x) > 1]
-    if "update" in events and not all(
-      any(x is y for y in asked) for x in leaves
-    ):
+    new = [x for x in leaves if not any(x is y for y in asked)]
+    if "update" in events and new:
       events.append("asked")
     asked.extend(leaves)
     return ask(tree)
 
+  monkeypatch.setattr(host, "Timer", NamedTimer)
   monkeypatch.setattr(mesh_lib, "whole", whole)
-  monkeypatch.setattr(rewards_lib, "collect_rewards", collected)
-  step.programs = step.programs._replace(update=updated)
+  collect = recording("rewards", rewards_lib.collect_rewards)
+  monkeypatch.setattr(rewards_lib, "collect_rewards", collect)
+  update = recording("update", step.programs.update)
+  step.programs = step.programs._replace(update=update)
   step(state, *batches[0], upcoming=batches[1])
   assert events == ["rewards", "update", "rewards"]
   # Its own samples; those of the next step; their rewards beside the update.
@@ -158,14 +144,10 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
   *_, pending = step(state, *batches[0], upcoming=batches[1])
   failures = [[[] for _ in range(G)] for _ in range(B)]
   failures[1][2] = [rewards_lib.Failure("of/ids", "why", "p", "\u00e9\ud83d")]
+  names = ["of_ids/n", "n", "n.npy", "\ud83d", "n\0"]
+  extras = {x: np.full((B, G), i or np.nan) for i, x in enumerate(names)}
   pending = pending._replace(
-    rewards=pending.rewards._replace(
-      failures=failures,
-      extras={
-        name: np.full((B, G), i or np.nan)
-        for i, name in enumerate(["of_ids/n", "n", "n.npy", "\ud83d", "n\0"])
-      },
-    ),
+    rewards=pending.rewards._replace(failures=failures, extras=extras),
     prompts=[{"prompt_text": x} for x in ("a", "\u00e4", "", "\n")],
   )
   mesh = step.mesh
@@ -183,16 +165,3 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
     (after.rollout, after.rewards._replace(failures=0)),
     (pending.rollout, pending.rewards._replace(failures=0)),
   )
-
-
-@pytest.mark.slow
-def test_turns_go_on_beside_the_update(train_toy):
-  turns = {
-    "steps": 2,
-    "sampling.max_new_tokens": 40,
-    "environment.path": "retry",
-    "environment.max_turns": 2,
-    "reward.functions": "environment",
-  }
-  rows = train_toy(**AHEAD | turns)
-  assert [row["step"] for row in rows if "loss" in row] == [1, 2]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import chat, evaluate, train
+from grpojax import chat, evaluate
 from grpojax.data.examples import READ
 from grpojax.environments import tools
 from grpojax.models import huggingface as hf
@@ -33,44 +33,58 @@ def step(state, action, example):
   return {"observation": "no", "reward": float(right) - 0.125 * (tries > 1),
           "done": right, "state": {"tries": tries}, "info": {"tries": 1}}
 """
+TALKS = """
+def talks(completions, messages):
+  assert all(m[-1]["role"] == "assistant" for m in messages)
+  assert all(m[-1]["content"] == c for m, c in zip(messages, completions))
+  return [float(len(m)) for m in messages]
+"""
+BY_TURN = {"environment.credit": "turn", "loss.weighting": "fixed_length"}
 
 
-def go(toy, model, tmp_path, name="run", fails=False, more="", **changes):
+@pytest.fixture
+def write(tmp_path):
+  """`(name, text) -> path` of a Python file."""
+
+  def write(name, text):
+    (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path / f"{name}.py"
+
+  return write
+
+
+@pytest.fixture
+def go(train_toy, write, tmp_path):
   """A short training run with the environment; returns its directory."""
-  path = tmp_path / f"again{fails}.py"
-  path.write_text(AGAIN.replace("FAILS", str(fails)) + more)
-  settings = {
-    "steps": 2,
-    "eval.every": 2,
-    "eval.num_prompts": 4,
-    "checkpoint.every": 1,
-    "log.samples_every": 1,
-    "batch_size": 4,
-    "sampling.max_new_tokens": 40,
-    "environment.path": path,
-    "environment.max_turns": 3,
-    "reward.functions": "environment",
-  } | changes
-  run = tmp_path / name
-  train.main([*toy.arguments(model, **settings), f"--run_dir={run}"])
-  return run
+
+  def go(name="run", fails=False, more="", **changes):
+    path = write(f"again{fails}", AGAIN.replace("FAILS", str(fails)) + more)
+    settings = {
+      "steps": 2,
+      "eval.every": 2,
+      "eval.num_prompts": 4,
+      "checkpoint.every": 1,
+      "log.samples_every": 1,
+      "batch_size": 4,
+      "sampling.max_new_tokens": 40,
+      "environment.path": path,
+      "environment.max_turns": 3,
+      "reward.functions": "environment",
+    }
+    train_toy(name, **settings | changes)
+    return tmp_path / name
+
+  return go
 
 
-def rows_of(run):
-  return records.read_jsonl(run / "samples.jsonl")
+def rows_of(run, file="samples"):
+  return records.read_jsonl(run / f"{file}.jsonl")
 
 
 @pytest.mark.slow
-def test_a_run_has_turns_and_learns_from_them(
-  toy_task, toy_model, tmp_path, capsys
-):
-  run = go(
-    toy_task,
-    toy_model,
-    tmp_path,
-    **{"environment.credit": "turn", "loss.weighting": "fixed_length"},
-    **{"optim.packing": True, "sampling.parts": 2, "environment.workers": 1},
-  )
+def test_a_run_has_turns_and_learns_from_them(go, capsys):
+  more = {"optim.packing": True, "sampling.parts": 2, "environment.workers": 1}
+  run = go(**BY_TURN | more)
   assert "held-out mean return after 2 steps: " in capsys.readouterr().out
   summary = json.loads((run / "summary.json").read_text())
   low, high = summary["reward_after_interval"]
@@ -79,74 +93,66 @@ def test_a_run_has_turns_and_learns_from_them(
   rows = rows_of(run)
   assert {len(row["turns"]) for row in rows} == {1, 3, 5}
   for row in rows:
-    by = [turn["by"] for turn in row["turns"]]
-    assert (
-      by == ["model", "environment", "model", "environment", "model"][: len(by)]
-    )
-    assert sum(turn["tokens"] for turn in row["turns"]) == len(row["tokens"])
-    assert {x["text"] for x in row["turns"] if x["by"] == "environment"} <= {
-      "\nno\n"
-    }
-    rewards = [x["reward"] for x in row["turns"] if x["by"] == "model"]
+    turns = row["turns"]
+    by = ["model", "environment", "model", "environment", "model"][: len(turns)]
+    assert [turn["by"] for turn in turns] == by
+    assert sum(turn["tokens"] for turn in turns) == len(row["tokens"])
+    assert {turn["text"] for turn in turns[1::2]} <= {"\nno\n"}
+    rewards = [turn["reward"] for turn in turns[::2]]
     assert row["reward"] == pytest.approx(sum(rewards))
-    assert row["completion"] == row["turns"][-1]["text"].removesuffix("\n\n")
+    assert row["completion"] == turns[-1]["text"].removesuffix("\n\n")
     # Each token's own: 0 on what the environment wrote.
     observed = sum(
-      ([x["by"] == "environment"] * x["tokens"] for x in row["turns"]), []
+      ([x["by"] == "environment"] * x["tokens"] for x in turns), []
     )
     assert not np.array(row["advantage"])[observed].any()
     advantages = iter(row["advantage"])
-    for turn in row["turns"]:
+    for turn in turns:
       of_tokens = {next(advantages) for _ in range(turn["tokens"])}
       assert of_tokens == {turn.get("advantage", 0.0)}
     assert [x is None for x in row["logprobs"]] == observed
-  metrics = records.read_jsonl(run / "metrics.jsonl")
-  step = [row for row in metrics if "turns_mean" in row][-1]
+  step = [row for row in rows_of(run, "metrics") if "turns_mean" in row][-1]
   assert step["turns_mean"] > 1.5 and step["seconds_environment"] > 0
-  assert step["logged/environment/tries"] == pytest.approx(
-    step["turns_mean"], abs=1e-4
-  )
+  tries = step["logged/environment/tries"]
+  assert tries == pytest.approx(step["turns_mean"], abs=1e-4)
   assert step["sampled_tokens_mean"] < step["completion_length_mean"]
 
 
 @pytest.mark.long
-def test_parts_and_workers_change_no_sample(toy_task, toy_model, tmp_path):
+def test_parts_and_workers_change_no_sample(go):
   """Nor does a run that is cut and goes on change its model."""
-  plain = go(toy_task, toy_model, tmp_path, "plain")
-  parts = go(
-    toy_task,
-    toy_model,
-    tmp_path,
-    "parts",
-    **{"sampling.parts": 2, "environment.workers": 2, "steps": 1},
-  )
+  plain = go("plain")
+  more = {"sampling.parts": 2, "environment.workers": 2, "steps": 1}
+  parts = go("parts", **more)
   keys = "prompt", "tokens", "turns", "reward"
-  first = [[row[k] for k in keys] for row in rows_of(plain) if row["step"] == 1]
-  other = [[row[k] for k in keys] for row in rows_of(parts) if row["step"] == 1]
+  first, other = (
+    [[row[k] for k in keys] for row in rows_of(run) if row["step"] == 1]
+    for run in (plain, parts)
+  )
   assert first == other and len(first) == 32
-  go(toy_task, toy_model, tmp_path, "cut", steps=1)
-  cut = go(toy_task, toy_model, tmp_path, "cut")
-  ours, theirs = (hf.load_params(x / "model") for x in (plain, cut))
-  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  go("cut", steps=1)
+  cut = go("cut")
+  models = (hf.load_params(x / "model") for x in (plain, cut))
+  jax.tree.map(np.testing.assert_array_equal, *models)
   assert rows_of(plain) == rows_of(cut)
 
 
 @pytest.mark.long
-def test_what_reset_observes_ends_the_prompt(toy_task, toy_model, tmp_path):
+def test_what_reset_observes_ends_the_prompt(go, write):
   """As if the data had it there; of any length."""
 
   def run(name, observes, **changes):
-    path = tmp_path / f"{name}.py"
-    path.write_text(
+    path = write(
+      name,
       f"{AGAIN.replace('FAILS', 'False')}\n"
       "def reset(example, seed):\n"
       f"  return {{'observation': {observes}, 'state': {{'tries': 0}}}}\n"
-      "def judge(prompt, completion, example):\n  return float(len(prompt))\n"
+      "def judge(prompt, completion, example):\n  return float(len(prompt))\n",
     )
     changes |= {"environment.path": path, "data.max_prompt_length": 32}
     changes |= {"reward.functions": f"environment,{path}:judge"}
     changes |= {"reward.weights": "1,0", "steps": 1}
-    rows = rows_of(go(toy_task, toy_model, tmp_path, name, **changes))
+    rows = rows_of(go(name, **changes))
     keys = "prompt", "tokens", "turns", "reward", "rewards"
     rows = [{k: row[k] for k in keys} for row in rows if row["step"] == 1]
     for row in rows:
@@ -159,8 +165,7 @@ def test_what_reset_observes_ends_the_prompt(toy_task, toy_model, tmp_path):
   assert in_data == joined and len(joined) == 32
   # A prompt that becomes too long costs its own group.
   length = "len(example['prompt'])"
-  observes = f"' 1' * (99 if {length} == 4 else {length})"
-  one = run("c", observes)
+  one = run("c", f"' 1' * (99 if {length} == 4 else {length})")
   assert len({row["prompt"].count(" 1") for row in one}) > 1
   for row in one:
     assert (row["reward"] is None) == (" 1" not in row["prompt"])
@@ -172,7 +177,7 @@ def test_files_in_a_directory_with_a_colon_are_looked_at(tmp_path):
   config, path = default_config(), tmp_path / "a:b" / "game.py"
   path.parent.mkdir()
   path.write_text("import beside\n" + AGAIN)
-  (path.parent / "beside.py").write_text("")
+  path.with_name("beside.py").write_text("")
   for name in ("", ":reset"):
     config.environment.path = f"{path}{name}"
     files = open_run._user_files(from_config(config))
@@ -194,15 +199,12 @@ def judge(prompts, completions):
 
 
 @pytest.mark.slow
-def test_a_reference_reads_what_reset_observes(
-  toy_task, toy_model, tmp_path, monkeypatch, capsys
-):
+def test_a_reference_reads_what_reset_observes(go, write, monkeypatch, capsys):
   """It is the policy itself, so that equal prompts have no KL divergence.
 
   So it is where the rollout was stored before a crash.
   """
-  path = tmp_path / "observes.py"
-  path.write_text(OBSERVES)
+  path = write("observes", OBSERVES)
   settings = {
     "steps": 3,
     "environment.path": path,
@@ -227,105 +229,77 @@ def test_a_reference_reads_what_reset_observes(
   with monkeypatch.context() as patched:
     patched.setattr(reporting, "log_failures", crash)
     with pytest.raises(RuntimeError, match="crash"):
-      go(toy_task, toy_model, tmp_path, **settings)
+      go(**settings)
   capsys.readouterr()
-  run = go(toy_task, toy_model, tmp_path, **settings)
+  rows = rows_of(go(**settings), "metrics")
   assert "resuming after step 1" in capsys.readouterr().out
-  rows = records.read_jsonl(run / "metrics.jsonl")
   assert max(abs(row["kl"]) for row in rows if "kl" in row) < 1e-6
 
 
-TALKS = """
-def talks(completions, messages):
-  assert all(m[-1]["role"] == "assistant" for m in messages)
-  assert all(m[-1]["content"] == c for m, c in zip(messages, completions))
-  return [float(len(m)) for m in messages]
-"""
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "function, zero, credit",
+  "function, zero, by_turn",
   [
-    pytest.param("environment", False, "trajectory", marks=pytest.mark.slow),
-    pytest.param("talks", False, "trajectory", marks=pytest.mark.long),
-    pytest.param("environment", True, "turn", marks=pytest.mark.long),
+    ("environment", False, {}),
+    pytest.param("talks", False, {}, marks=pytest.mark.long),
+    pytest.param("environment", True, BY_TURN, marks=pytest.mark.long),
   ],
 )
 def test_a_failure_is_a_row_without_a_reward(
-  toy_task, toy_model, tmp_path, function, zero, credit
+  go, write, function, zero, by_turn
 ):
   """Also for functions that do not ask the environment."""
-  options = {"environment.failed": "zero"} if zero else {}
-  if credit == "turn":
-    options |= {"environment.credit": "turn", "loss.weighting": "fixed_length"}
-  if function == "talks":
-    (tmp_path / "talks.py").write_text(TALKS)
-    function = f"{tmp_path / 'talks.py'}:talks"
-  run = go(
-    toy_task,
-    toy_model,
-    tmp_path,
-    fails=True,
-    steps=1,
-    **{"reward.functions": function},
-    **options,
-  )
+  if function == "talks":  # of turns that ended, not of one that was cut off
+    function = f"{write('talks', TALKS)}:talks"
+  options = by_turn | ({"environment.failed": "zero"} if zero else {})
+  options["reward.functions"] = function
+  run = go(fails=True, steps=1, **options)
   rows = rows_of(run)
   failed = [row for row in rows if len(row["turns"]) > 1]
   assert failed and len(failed) < len(rows)
   assert {row["reward"] for row in failed} == {0.0 if zero else None}
   assert any(np.any(row["advantage"]) for row in failed) == zero
-  (step,) = [
-    row
-    for row in records.read_jsonl(run / "metrics.jsonl")
-    if "reward_failures" in row
-  ]
-  assert step["reward_failures"] == len(failed)
-  failures = records.read_jsonl(run / "failures.jsonl")
+  steps = [x for x in rows_of(run, "metrics") if "reward_failures" in x]
+  assert [x["reward_failures"] for x in steps] == [len(failed)]
+  assert np.isfinite(steps[0]["grad_norm"])
+  failures = rows_of(run, "failures")
   assert failures[0]["reason"].startswith("turn 1: raised RuntimeError: no")
   assert failures[0]["function"] == "environment"
   prompts = {one["prompt"] for one in failures}
   assert prompts & {row["prompt"] for row in failed} and "" not in prompts
-  assert np.isfinite(step["grad_norm"])
 
 
 @pytest.mark.long
-def test_messages_are_those_that_the_model_read(toy_task, toy_model, tmp_path):
-  (tmp_path / "talks.py").write_text(TALKS)
-  name = f"{tmp_path / 'talks.py'}:talks"
-  run = go(toy_task, toy_model, tmp_path, steps=1, **{"reward.functions": name})
-  rows = rows_of(run)
-  # Of the turns that ended: one that was cut off in its middle is not there.
-  assert {row["reward"] for row in rows} <= {1.0, 3.0, 5.0}
-  assert not (run / "failures.jsonl").exists()
-
-
-@pytest.mark.long
-def test_an_observation_that_cannot_be_read_is_a_failure(
-  toy_task, toy_model, tmp_path
-):
+def test_an_observation_that_cannot_be_read_is_a_failure(go, write):
   """Messages, of a model without a chat template."""
-  path = tmp_path / "messages.py"
-  path.write_text(
+  path = write(
+    "messages",
     "def step(action):\n  said = [{'role': 'user', 'content': 'no'}]\n"
-    "  return {'observation': said if '5' in action else 'no'}\n"
+    "  return {'observation': said if '5' in action else 'no'}\n",
   )
-  run = go(toy_task, toy_model, tmp_path, steps=1, **{"environment.path": path})
-  failures = records.read_jsonl(run / "failures.jsonl")
-  assert "with a chat template, messages" in failures[0]["reason"]
+  run = go(steps=1, **{"environment.path": path})
+  reason = rows_of(run, "failures")[0]["reason"]
+  assert "with a chat template, messages" in reason
 
 
 @pytest.mark.parametrize(
   "observation, tokens, most",
   [(0, 64, 32), (16, 64, 16), (256, 64, 32), (0, 1, 1)],
 )
-def test_an_observation_leaves_half_of_the_tokens(observation, tokens, most):
-  config = default_config()
-  config.environment.path = "retry"
-  config.environment.max_observation = observation
-  config.sampling.max_new_tokens = tokens
+def test_an_observation_leaves_half_of_the_tokens(
+  observation, tokens, most, settings_with
+):
+  settings = settings_with(
+    environment__path="retry",
+    environment__max_observation=observation,
+    sampling__max_new_tokens=tokens,
+  )
   policy = policy_lib.open_policy("arithmetic-instruct")
-  assert episodes.encoder(from_config(config), policy).max_observation == most
+  assert episodes.encoder(settings, policy).max_observation == most
+
+
+ON = {"environment.path": "retry"}
+TURN = ON | {"environment.credit": "turn"}
 
 
 @pytest.mark.parametrize(
@@ -333,60 +307,21 @@ def test_an_observation_leaves_half_of_the_tokens(observation, tokens, most):
   [
     ({"reward.functions": ("environment",)}, "of environment.path: name one"),
     (
-      {
-        "environment.path": "retry",
-        "environment.failed": "zero",
-        "reward.model": "judge",
-      },
+      ON | {"environment.failed": "zero", "reward.model": "judge"},
       "environment.failed",
     ),
     ({"environment.credit": "turn"}, "there are no turns"),
+    (TURN, "reward.functions = 'environment'"),
+    (TURN | {"advantage": "grpo"}, "use advantage = 'leave_one_out'"),
     (
-      {"environment.path": "retry", "environment.credit": "turn"},
-      "reward.functions = 'environment'",
-    ),
-    (
-      {"environment.path": "retry", "environment.credit": "turn"}
-      | {"advantage": "grpo"},
-      "use advantage = 'leave_one_out'",
-    ),
-    (
-      {"environment.path": "retry", "environment.credit": "turn"}
-      | {"diagnostics.every": 2},
+      TURN | {"diagnostics.every": 2},
       "every = 2: this is of whole trajectories",
     ),
   ],
 )
-def test_what_does_not_go_together_is_said(changes, message):
-  config = default_config()
-  for name, value in changes.items():
-    config.update_from_flattened_dict({name: value})
+def test_what_does_not_go_together_is_said(changes, message, settings_with):
   with pytest.raises(ValueError, match=message):
-    from_config(config)
-
-
-@pytest.mark.long
-def test_an_environment_that_changed_or_differs_is_refused(
-  toy_task, toy_model, tmp_path
-):
-  go(toy_task, toy_model, tmp_path, steps=1)
-  with pytest.raises(SystemExit, match="againFalse.py: not as when this run"):
-    go(toy_task, toy_model, tmp_path, more="# changed")
-  other = tmp_path / "other.py"
-  for body, message in (
-    (
-      "import time\ndef step():\n  return {'state': time.time()}",
-      "differently",
-    ),
-    (
-      "def reset():\n  return {'observation': 'x' * 99}\ndef step():\n  pass",
-      "max_prompt_length",
-    ),
-  ):
-    other.write_text(body)
-    with pytest.raises(SystemExit, match=message):
-      changes = {"environment.path": other}
-      go(toy_task, toy_model, tmp_path, "other", **changes)
+    settings_with(**changes)
 
 
 LOOK = """
@@ -412,35 +347,24 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "fails",
-  [
-    pytest.param(False, marks=pytest.mark.slow),
-    pytest.param(True, marks=pytest.mark.long),
-  ],
+  "fails", [False, pytest.param(True, marks=pytest.mark.long)]
 )
 def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
-  toy_task, toy_model, tmp_path, monkeypatch, fails
+  go, write, toy_model, tmp_path, monkeypatch, fails
 ):
-  model = tmp_path / "model"
-  shutil.copytree(toy_model, model)
+  model = shutil.copytree(toy_model, tmp_path / "model")
   (model / "chat_template.jinja").write_text(TEMPLATE)
-  path = tmp_path / "look.py"
-  path.write_text(LOOK.replace("FAILS", str(fails)))
+  path = write("look", LOOK.replace("FAILS", str(fails)))
   # The model calls wherever it does not answer 7.
   calls = lambda text: [] if "7" in text else [tools.Call("look", {})]
   monkeypatch.setitem(tools.TOOL_CALLS, "hermes", calls)
-  run = go(
-    toy_task,
-    model,
-    tmp_path,
-    steps=1,
-    **{"environment.path": f"{path}:Look", "data.template": "{prompt}"},
-    **{"data.max_prompt_length": 16, "environment.max_turns": 2},
-  )
-  rows = rows_of(run)
+  settings = {"environment.path": f"{path}:Look", "data.template": "{prompt}"}
+  settings |= {"data.max_prompt_length": 16, "environment.max_turns": 2}
+  run = go(steps=1, **settings | {"model.path": model})
   ends = {True: 0, False: 0}
-  for row in rows:
+  for row in rows_of(run):
     assert row["prompt"].endswith(" 1\n")
     by = [(x["by"], x["text"]) for x in row["turns"]]
     assert all(text.endswith("5\n") for who, text in by if who != "model")
@@ -453,55 +377,46 @@ def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
       assert last == row["reward"]
   assert min(ends.values()) > 0
   if not fails:
-    metrics = records.read_jsonl(run / "metrics.jsonl")
+    metrics = rows_of(run, "metrics")
     assert any("logged/environment/tool_calls" in row for row in metrics)
 
 
 @pytest.mark.slow
 def test_chat_and_evaluate_have_the_environment(
-  toy_task, toy_model, tmp_path, capsys
+  go, write, toy_task, tmp_path, capsys
 ):
-  run = go(toy_task, toy_model, tmp_path, steps=1)
+  run = go(steps=1)
   capsys.readouterr()
   chat.main([f"--model={run}", "--example=0", "--config.seed=3", "--samples=8"])
   printed = capsys.readouterr().out
   assert "environment: no\n" in printed and printed.count("reward ") == 8
   assert "model: " in printed
   # A model alone gets it by the settings of its own.
-  changes = {"environment.path": tmp_path / "againFalse.py"}
-  changes |= {"reward.functions": "environment", "environment.max_turns": 3}
+  model, path = f"--model={run / 'model'}", "--config.environment.path="
+  changes = {"reward.functions": "environment", "environment.max_turns": 3}
   changes |= {"sampling.max_new_tokens": 40, "eval.num_prompts": 4}
   reads = "data. environment. eval.num_prompts reward. sampling.max".split()
   words = toy_task.arguments(run / "model", reads, **changes)
   words = [word for word in words if "model.path" not in word]
-  evaluate.main([f"--model={run / 'model'}", *words])
+  evaluate.main([model, *words, f"{path}{tmp_path / 'againFalse.py'}"])
   after = json.loads((run / "summary.json").read_text())["accuracy_after"]
   assert f"accuracy  {after:.1%}" in capsys.readouterr().out
   # What its reset observes has room, though no length of prompts is known.
-  other = tmp_path / "other.py"
-  other.write_text(
+  other = write(
+    "other",
     "def reset():\n  return {'observation': '1' * 50}\n"
-    "def step():\n  raise OSError('broken')"
+    "def step():\n  raise OSError('broken')",
   )
-  alone = [w for w in words if "environment.path" not in w]
-  alone = [w for w in alone if "max_prompt_length" not in w]
-  alone.append(f"--config.environment.path={other}")
-  chat.main(
-    [
-      f"--model={run / 'model'}",
-      "--prompt=1+1",
-      *(w for w in alone if "eval." not in w),
-    ]
-  )
-  printed = capsys.readouterr().out
-  assert "the environment failed: turn 0:" in printed
-  evaluate.main([f"--model={run / 'model'}", *alone])
+  alone = [w for w in words if "max_prompt_length" not in w]
+  alone.append(f"{path}{other}")
+  of_chat = [w for w in alone if "eval." not in w]
+  chat.main([model, "--prompt=1+1", *of_chat])
+  assert "the environment failed: turn 0:" in capsys.readouterr().out
+  evaluate.main([model, *alone])
   assert "4 rewards failed" in capsys.readouterr().out
   other.write_text("def reset():\n  raise OSError\ndef step():\n  pass")
   with pytest.raises(SystemExit, match="the environment"):
-    words = [w for w in words if "environment.path" not in w]
-    words.append(f"--config.environment.path={other}")
-    evaluate.main([f"--model={run / 'model'}", *words])
+    evaluate.main([model, *words, f"{path}{other}"])
 
 
 @pytest.mark.parametrize(
@@ -516,10 +431,11 @@ def test_chat_and_evaluate_have_the_environment(
     ([{"role": "assistant", "tool_calls": []}], "hint", "has none: {'role'"),
   ],
 )
-def test_where_an_observation_of_reset_stands(prompt, observed, expected):
-  data = from_config(default_config()).data
+def test_where_an_observation_of_reset_stands(
+  prompt, observed, expected, settings_with
+):
   changes = {"template": "Q: {prompt}", "max_prompt_length": 60}
-  data = dataclasses.replace(data, **changes)
+  data = dataclasses.replace(settings_with().data, **changes)
 
   def encode(prompt):  # a chat's messages have no template around them
     text = f"Q: {prompt}"
@@ -533,12 +449,12 @@ def test_where_an_observation_of_reset_stands(prompt, observed, expected):
   if expected.startswith(("raise", "has")):
     with pytest.raises(ValueError, match=expected):
       join()
-  else:
-    prompt, *read = join()
-    assert read == [expected, [*expected.encode()]]
-    assert encode(prompt)[0] == expected
-    # So it is read by the reference, and given to functions of TRL's.
-    example = {"prompt": "alone", READ: prompt}
-    assert reference.hinted("{prompt}", example) == prompt
-    judge = conventions.follow("judge", lambda prompts: [prompts], {})
-    assert judge([("", "", example)]) == [[prompt]]
+    return
+  prompt, *read = join()
+  assert read == [expected, [*expected.encode()]]
+  assert encode(prompt)[0] == expected
+  # So it is read by the reference, and given to functions of TRL's.
+  example = {"prompt": "alone", READ: prompt}
+  assert reference.hinted("{prompt}", example) == prompt
+  judge = conventions.follow("judge", lambda prompts: [prompts], {})
+  assert judge([("", "", example)]) == [[prompt]]

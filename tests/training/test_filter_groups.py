@@ -1,6 +1,6 @@
 """Groups that do not vary make room for fresh prompts; nothing else changes."""
 
-import pathlib
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,13 @@ from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts
 from grpojax.rewards import groups
 from grpojax.runtime import compilation
-from grpojax.training import policy as policy_lib
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.step import host, resampling
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
 B, G, T, VOCAB = 4, 4, 3, 5
-REWARD = f"{pathlib.Path(__file__)}:three"
+OFF = {"filter_groups__enable": False}
 
 
 def three(prompt, completion, example):
@@ -31,15 +30,14 @@ def other(prompt, completion, example):
   return float(len(completion))
 
 
-def kinds_of(numbers):
-  """Every third prompt of the stream is of the kind that can vary."""
-  return np.where(np.array(numbers) % 3 == 1, 1 + np.array(numbers) % 2, 0)
-
-
 def batch_of(first, count):
-  """Prompts of these numbers in the stream, and their examples."""
-  numbers = range(first, first + count)
-  ids = kinds_of(numbers)[:, None].astype(np.int32)
+  """Prompts of these numbers in the stream, and their examples.
+
+  Every third is of one of the two kinds that can vary.
+  """
+  numbers = np.arange(first, first + count)
+  kinds = np.where(numbers % 3 == 1, 1 + numbers % 2, 0)
+  ids = kinds[:, None].astype(np.int32)
   examples = [{"prompt_text": str(i), "answer": "1"} for i in numbers]
   return Prompts(ids, np.ones(ids.shape, bool)), examples
 
@@ -47,12 +45,12 @@ def batch_of(first, count):
 class Job:
   """Steps of a chain of three kinds; the first always says the same."""
 
-  def __init__(self, tabular, words, open_step, settings, reward_pool):
-    self.lm = tabular.lm(3, VOCAB)
-    table = self.lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
+  def __init__(self, tabular, word_policy, open_step, settings, reward_pool):
+    lm = tabular.lm(3, VOCAB)
+    table = lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
     self.table = table.at[0, 0, 0].set(50.0)
-    self.policy = policy_lib.Policy(pathlib.Path(), self.lm, words, (0,), 0)
-    self.settings, self.taken = settings, 0
+    self.policy = word_policy(lm)
+    self.settings, self.taken, self.compared = settings, 0, []
     self.mesh, self.state, self.step = open_step(
       settings, self.policy, self.table, optax.sgd(0.1), reward_pool
     )
@@ -71,31 +69,30 @@ class Job:
     return done.metrics
 
 
-def settings_of(settings_with, **changes):
+@pytest.fixture
+def job_settings(settings_with):
   settings = {
     "batch_size": B,
     "group_size": G,
     "sampling__max_new_tokens": T,
     "optim__micro_batches": 1,
     "loss__weighting": "fixed_length",
-    "reward__functions": (REWARD,),
+    "reward__functions": (f"{__file__}:three",),
     "filter_groups__enable": True,
   }
-  return settings_with(**settings | changes)
+  return lambda **changes: settings_with(**settings | changes)
 
 
 @pytest.fixture
-def job(tabular, settings_with, open_step, words):
+def job(tabular, job_settings, open_step, word_policy):
   """`(**changes) -> Job`."""
-  with pytest.MonkeyPatch.context() as patch:
-    made = []
+  with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
 
     def make(**changes):
-      settings = settings_of(settings_with, **changes)
+      settings = job_settings(**changes)
       reward_pool = rewards_lib.open_reward_pool(settings)
-      made.append(reward_pool)
-      job = Job(tabular, words, open_step, settings, reward_pool.__enter__())
-      job.compared = []
+      reward_pool = stack.enter_context(reward_pool)
+      job = Job(tabular, word_policy, open_step, settings, reward_pool)
       pack = host.plan_packing
 
       def spy(settings, samples, rewards, mesh):
@@ -106,8 +103,6 @@ def job(tabular, settings_with, open_step, words):
       return job
 
     yield make
-    for reward_pool in made:
-      reward_pool.__exit__(None, None, None)
 
 
 def whole_rollout(job, count):
@@ -144,9 +139,9 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
   ((samples, found),) = run.compared
   np.testing.assert_array_equal(found, rewards[expected])
   for name, value in vars(samples).items():
-    if value is None:  # turns, which there are none of
-      continue
-    np.testing.assert_array_equal(value, getattr(whole, name)[expected], name)
+    if value is not None:  # as the turns are
+      own = getattr(whole, name)[expected]
+      np.testing.assert_array_equal(value, own, name)
   assert run.taken == drawn == int(run.state.prompts_consumed)
   assert row["gen_batches"] == drawn / B and row["groups_kept"] == 1
   accepted = (B - 1) / good[B - 1]  # of good[B - 1] + 1 prompts
@@ -164,36 +159,28 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
 @pytest.mark.slow
 def test_a_batch_that_varies_is_left_alone(job):
   """Bit for bit the step without dynamic sampling."""
-  of_length = f"{pathlib.Path(__file__)}:other"
-  changes = {"reward__functions": (of_length,)}
 
   def never():
     raise AssertionError("nothing else is asked for")
 
-  def stepped(**more):
-    run = job(**changes | more)
-    given = batch_of(1, 1)
-    prompts, examples = (
-      jax.tree.map(lambda x: np.concatenate([x] * B), given[0]),
-      given[1] * B,
-    )
+  def stepped(**changes):
+    run = job(reward__functions=(f"{__file__}:other",), **changes)
+    prompt, examples = batch_of(1, 1)
+    prompts = jax.tree.map(lambda x: np.concatenate([x] * B), prompt)
     with jax.set_mesh(run.mesh):
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = run.step(run.state, prompts, examples, False, never)
+      state, row, *_ = run.step(run.state, prompts, examples * B, False, never)
     return jax.device_get(state), row
 
   on, row = stepped(filter_groups__rescale=True)
-  off, plain = stepped(filter_groups__enable=False)
+  off, plain = stepped(**OFF)
   jax.tree.map(np.testing.assert_array_equal, on.params, off.params)
   assert on.prompts_consumed == off.prompts_consumed == B
   for name in set(plain) - {"tokens_per_second"}:
     if not name.startswith("seconds"):
       np.testing.assert_allclose(row[name], plain[name], 1e-6, err_msg=name)
-  assert set(row) - set(plain) == {
-    "gen_batches",
-    "group_acceptance",
-    "groups_kept",
-  }
+  more = {"gen_batches", "group_acceptance", "groups_kept"}
+  assert set(row) - set(plain) == more
 
 
 @pytest.mark.slow
@@ -202,7 +189,7 @@ def test_a_limit_leaves_room(job, limit):
   """What does not vary then has no reward; the mean is of those that do."""
   run = job(filter_groups__max_num_gen_batches=limit)
   row = run.run()
-  whole, rewards = whole_rollout(run, limit * B)
+  _, rewards = whole_rollout(run, limit * B)
   good = np.flatnonzero(np.ptp(rewards, -1) > 0)
   assert 0 < len(good) < B
   ((_, found),) = run.compared
@@ -224,14 +211,11 @@ def test_a_limit_leaves_room(job, limit):
 @pytest.mark.parametrize("advantage", ["leave_one_out", "batch_std"])
 def test_leaving_out_alone_changes_nothing(job, advantage):
   """One batch, rescaled: the mean of those that vary, times their share."""
+  once = {"filter_groups__max_num_gen_batches": 1}
   learned = []
-  for changes in (
-    {"filter_groups__max_num_gen_batches": 1, "filter_groups__rescale": True},
-    {"filter_groups__enable": False},
-  ):
+  for changes in (once | {"filter_groups__rescale": True}, OFF):
     run = job(advantage=advantage, **changes)
-    row = run.run()
-    assert row["zero_variance_groups"] == 0.75
+    assert run.run()["zero_variance_groups"] == 0.75
     learned.append(jax.device_get(run.state.params) - run.table)
   assert np.abs(learned[1]).max() > 1e-3
   np.testing.assert_allclose(learned[0], learned[1], atol=1e-7)
@@ -239,9 +223,8 @@ def test_leaving_out_alone_changes_nothing(job, advantage):
 
 @pytest.mark.slow
 def test_the_diagnosis_is_of_the_prompts_as_they_came(job):
-  changes = {"diagnostics__share": 1.0}
-  on = job(**changes).run(diagnosed=True)
-  off = job(filter_groups__enable=False, **changes).run(diagnosed=True)
+  on = job(diagnostics__share=1.0).run(diagnosed=True)
+  off = job(diagnostics__share=1.0, **OFF).run(diagnosed=True)
   for name in ("c1", "c2", "c3", "optimal_group_size"):
     np.testing.assert_array_equal(on[name], off[name], name)
   assert on["gen_batches"] > 1
@@ -257,36 +240,36 @@ def test_nothing_compiles_after_the_first_draws(job):
   assert len(compilation.seconds()) == before
 
 
-def test_which_reward_has_to_vary(settings_with, samples_of):
+A = np.array([[0.0, 1], [1, 1], [1, 0], [0, 1]], np.float32)
+OTHER = np.array([[1.0, 0], [0, 1], [2, 1], [0, 1]], np.float32)
+ACC = {"filter_groups__metric": "acc"}
+EACH = {"reward__aggregation": "normalize_then_sum"}
+
+
+@pytest.mark.parametrize(
+  "right, changes, expected",
+  [
+    (A, {}, [0, 1, 1, 0]),
+    (A, ACC, [1, 0, 1, 0]),
+    (OTHER, ACC, [1, 1, 1, 0]),  # as in a mixture
+    (A, EACH, [1, 1, 1, 0]),
+    # What only is logged does not make a group vary.
+    (A, EACH | {"reward__weights": (1.0, 0.0)}, [1, 0, 1, 0]),
+    # Nor does what was cut off, where it is in no baseline, or nowhere else.
+    (A, {"loss__truncated": "drop"}, [0, 0, 0, 0]),
+    (A, {"loss__truncated": "mask"}, [0, 1, 0, 0]),
+  ],
+)
+def test_which_reward_has_to_vary(
+  right, changes, expected, job_settings, samples_of
+):
   """The first function's, or whatever is compared."""
   rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)
-  values = {
-    "a": np.array([[0.0, 1], [1, 1], [1, 0], [0, 1]], np.float32),
-    "b": np.array([[1.0, 0], [0, 1], [2, 1], [0, 1]], np.float32),
-  }
+  values = {"a": A, "b": OTHER}
   scores = groups.GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
   ends = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
   samples = samples_of(np.ones((4, 2, 1)), ends)
-
-  def found(right=values["a"], **changes):
-    settings = settings_of(
-      settings_with, reward__functions=("a", "b"), **changes
-    )
-    return resampling.varying_groups(settings, samples, scores, right).tolist()
-
-  plain = {"reward__weights": (1.0, 1.0)}
-  assert found(**plain) == [False, True, True, False]
-  acc = found(filter_groups__metric="acc", **plain)
-  assert acc == [True, False, True, False]
-  judged = found(values["b"], filter_groups__metric="acc", **plain)
-  assert judged == [True, True, True, False]  # as in a mixture
-  each = {"reward__aggregation": "normalize_then_sum"}
-  assert found(**each, **plain) == [True, True, True, False]
-  # What only is logged does not make a group vary.
-  of_first = found(**each, reward__weights=(1.0, 0.0))
-  assert of_first == [True, False, True, False]
-  # Nor does what was cut off, where it is in no baseline, or nowhere else.
-  left = found(loss__truncated="drop", **plain)
-  assert left == [False, False, False, False]
-  left = found(loss__truncated="mask", **plain)
-  assert left == [False, True, False, False]
+  both = {"reward__functions": ("a", "b"), "reward__weights": (1.0, 1.0)}
+  settings = job_settings(**both | changes)
+  found = resampling.varying_groups(settings, samples, scores, right)
+  np.testing.assert_array_equal(found, expected)

@@ -1,6 +1,5 @@
 """Models in GGUF files, written here by gguf, as a path of the programs."""
 
-import dataclasses
 import importlib.util
 import inspect
 import json
@@ -20,7 +19,6 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import gguf_directory
 from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training import config as train_config
 from grpojax.training import policy, run_models
 
 gguf = pytest.importorskip("gguf")
@@ -91,6 +89,27 @@ def make(name, **changes):
   rng = np.random.default_rng(0)
   random = lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, x.dtype)
   return config, jax.tree.map(random, hf.abstract_params(config))
+
+
+@pytest.fixture(scope="module")
+def small():
+  return make("llama")
+
+
+@pytest.fixture
+def written(tmp_path, small, bpe):
+  """`(model, name, ...) -> path` of a GGUF file, by default of a small one."""
+
+  def written(model=None, name="llama", *args, **keys):
+    model = model or small
+    return write(tmp_path / "model.gguf", model, name, bpe, *args, **keys)
+
+  return written
+
+
+@pytest.fixture
+def file(written):
+  return written(form="F16")
 
 
 def gguf_tensors(config, params, architecture):
@@ -170,16 +189,15 @@ def write(file, model, name, bpe, form="F32", pre="smollm", **keys):
 
 
 def same(one, other):
-  assert jax.tree.structure(one) == jax.tree.structure(other)
-  assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
+  jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
+def test_a_file_is_the_model_that_was_written(written, name, monkeypatch):
   monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # many of a tensor
   config, params = model = make(name)
-  made = policy.find_model(write(tmp_path / "x.gguf", model, name, bpe))
+  made = policy.find_model(written(model, name))
   shape = hf.to_transformer_config(hf.read_config(made))
   assert shape == hf.to_transformer_config(config)
   same(hf.load_params(made), params)
@@ -187,13 +205,13 @@ def test_a_file_is_the_model_that_was_written(tmp_path, name, bpe, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("llama", "Q8_0"), ("qwen2", "F16")])
-def test_logits_are_those_of_transformers(tmp_path, name, form, bpe):
+def test_logits_are_those_of_transformers(written, name, form, bpe):
   torch = pytest.importorskip("torch")
   import transformers
 
-  file = write(tmp_path / "model.gguf", make(name), name, bpe, form)
+  file = written(make(name), name, form)
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
-    tmp_path, gguf_file=file.name, dtype=torch.float32
+    file.parent, gguf_file=file.name, dtype=torch.float32
   )
   ids = np.random.default_rng(0).integers(0, len(bpe), (1, 9))
   logits = theirs(torch.tensor(ids)).logits[0, -1].detach().numpy()
@@ -210,17 +228,21 @@ TEXTS = (
 )
 
 
-def encoded(tmp_path, small, bpe, **keys):
-  """A directory of a file with these keys, and ids of `TEXTS`."""
-  file = write(tmp_path / "model.gguf", small, "llama", bpe, **keys)
-  made = policy.find_model(file)
-  tokenizer = tokenizer_lib.load(made)
-  return made, tokenizer, [tokenizer(x).input_ids for x in TEXTS]
+@pytest.fixture
+def encoded(written):
+  """`(**keys)` -> a directory of such a file, its tokenizer, ids of `TEXTS`."""
+
+  def encoded(**keys):
+    made = policy.find_model(written(**keys))
+    tokenizer = tokenizer_lib.load(made)
+    return made, tokenizer, [tokenizer(x).input_ids for x in TEXTS]
+
+  return encoded
 
 
-def test_the_tokenizer_is_the_one_that_was_written(tmp_path, bpe, small):
+def test_the_tokenizer_is_the_one_that_was_written(encoded, bpe):
   ends = {T + "eot_token_id": 7, T + "eom_token_id": 8}
-  made, tokenizer, ids = encoded(tmp_path, small, bpe, **ends)
+  made, tokenizer, ids = encoded(**ends)
   assert ids == [bpe(x).input_ids for x in TEXTS]
   assert tokenizer.decode(ids[1]) == TEXTS[1]
   assert tokenizer.get_vocab() == bpe.get_vocab()
@@ -232,7 +254,7 @@ def test_the_tokenizer_is_the_one_that_was_written(tmp_path, bpe, small):
 @pytest.mark.parametrize(
   "pre, cls", [("gpt-2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")]
 )
-def test_a_cutting_rule_is_that_of_transformers(tmp_path, small, bpe, pre, cls):
+def test_a_cutting_rule_is_that_of_transformers(encoded, bpe, pre, cls):
   import transformers
 
   model = json.loads(bpe.backend_tokenizer.to_str())["model"]
@@ -240,12 +262,12 @@ def test_a_cutting_rule_is_that_of_transformers(tmp_path, small, bpe, pre, cls):
   special = {"eos_token": bpe.eos_token, "unk_token": bpe.eos_token}
   special |= {"pad_token": bpe.pad_token}
   theirs = getattr(transformers, cls)(model["vocab"], merges, **special)
-  _, _, ids = encoded(tmp_path, small, bpe, pre=pre)
+  _, _, ids = encoded(pre=pre)
   assert ids == [theirs(x).input_ids for x in TEXTS]
   assert ids != [bpe(x).input_ids for x in TEXTS] or pre == "gpt-2"
 
 
-def test_llama_3_cuts_three_digits_and_begins_with_bos(tmp_path, bpe, small):
+def test_llama_3_cuts_three_digits_and_begins_with_bos(encoded, bpe):
   # A package's lazy attribute of this name may be the function in it.
   from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -255,22 +277,22 @@ def test_llama_3_cuts_three_digits_and_begins_with_bos(tmp_path, bpe, small):
   bos, last = 5, VOCABULARY - 1
   model = json.loads(bpe.backend_tokenizer.to_str())["model"]
   keys = {T + "merges": [" ".join(model["merges"][0])], T + "bos_token_id": bos}
-  _, tokenizer, ids = encoded(tmp_path, small, bpe, pre="llama-bpe", **keys)
+  _, tokenizer, ids = encoded(pre="llama-bpe", **keys)
   assert all(row[0] == bos for row in ids)
   # It is a token, though no merges lead to it.
   assert tokenizer(tokenizer.decode([last])).input_ids == [bos, last]
   keys[T + "add_bos_token"] = False
-  _, _, without = encoded(tmp_path, small, bpe, pre="llama-bpe", **keys)
+  _, _, without = encoded(pre="llama-bpe", **keys)
   assert without == [row[1:] for row in ids]
 
 
-def test_tokens_have_types_and_digits_are_single(tmp_path, small, bpe):
+def test_tokens_have_types_and_digits_are_single(encoded, bpe):
   tokens = bpe.convert_ids_to_tokens(range(VOCABULARY))
   tokens[-4:] = ["12", "<control>", "<added>", "<unused>"]
   kinds = [1] * (VOCABULARY - 3) + [3, 4, 5]
   keys = {T + "tokens": tokens, T + "token_type": kinds, T + "merges": ["1 2"]}
   for pre, count in (("smollm", 2), ("gpt-2", 1)):
-    _, tokenizer, _ = encoded(tmp_path, small, bpe, pre=pre, **keys)
+    _, tokenizer, _ = encoded(pre=pre, **keys)
     assert len(tokenizer("12").input_ids) == count
   ids = tokenizer("<control><added>").input_ids
   assert ids == [VOCABULARY - 3, VOCABULARY - 2]
@@ -308,31 +330,19 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("keys, message", REFUSED)
-def test_the_unknown_is_refused(tmp_path, bpe, small, keys, message):
-  file = write(tmp_path / "x.gguf", small, "llama", bpe, **keys)
+def test_the_unknown_is_refused(written, cache, keys, message):
   with pytest.raises(ValueError, match=message):
-    policy.find_model(file)
-  assert not (tmp_path / "cache").exists()
+    policy.find_model(written(**keys))
+  assert not cache.exists()
 
 
-@pytest.fixture(scope="module")
-def small():
-  return make("llama")
-
-
-@pytest.fixture
-def file(tmp_path, small, bpe):
-  return write(tmp_path / "small.gguf", small, "llama", bpe, "F16")
-
-
-def test_factors_of_another_rule_are_refused(tmp_path, bpe):
+def test_factors_of_another_rule_are_refused(written):
   model = make("llama_3", rope_scaling=LLAMA3 | {"low_freq_factor": 2.0})
-  write(tmp_path / "x.gguf", model, "llama_3", bpe)
   with pytest.raises(ValueError, match="other than Llama 3.1's"):
-    policy.find_model(tmp_path / "x.gguf")
+    policy.find_model(written(model, "llama_3"))
 
 
-def test_wrong_tensors_and_numbers_are_named(tmp_path, file, small, bpe):
+def test_wrong_tensors_and_numbers_are_named(file, written):
   made = policy.find_model(file)
   data, name = file.read_bytes(), "model.layers.1.mlp.up_proj.weight"
   tensor = gguf_file.read(file).tensors["blk.1.ffn_up.weight"]
@@ -343,7 +353,7 @@ def test_wrong_tensors_and_numbers_are_named(tmp_path, file, small, bpe):
   file.write_bytes(data.replace(b"blk.1.ffn_up", b"blk.1.ffn_xp"))
   with pytest.raises(ValueError, match=f"missing: {name}\n.*surplus: blk.1"):
     hf.load_params(made)
-  write(file, small, "llama", bpe, "F16", **{L + "rope.freq_base": 7.0})
+  written(form="F16", **{L + "rope.freq_base": 7.0})
   with pytest.raises(ValueError, match="is of another config.json"):
     hf.load_params(made)  # the one from before
   assert policy.find_model(file) != made
@@ -414,34 +424,31 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
 
 
 @pytest.mark.slow
-def test_programs_take_a_file(tmp_path, file):
+def test_programs_take_a_file(tmp_path, file, settings_with):
   assert programs.read_model(str(file))["hidden_size"] == 64
   loaded, params = run_models.load(str(file))
   assert loaded.name is None and not run_models.is_run(str(file))
   run_models.export(str(file), tmp_path / "out")
-  names = {path.name for path in (tmp_path / "out").iterdir()}
+  out = tmp_path / "out"
+  names = {path.name for path in out.iterdir()}
   assert names >= {"tokenizer.json", "model.safetensors", "checksums.json"}
   assert not any(name.endswith(".gguf") for name in names)
-  (tmp_path / "out" / hf.GGUF).write_text("beside safetensors, not read")
-  same(hf.load_params(tmp_path / "out"), params)
+  (out / hf.GGUF).write_text("beside safetensors, not read")
+  same(hf.load_params(out), params)
   config = sft.default_config()
   config.model.path, config.rows = str(file), 1
   config.format = "dialogue"
-  settings = train_config.from_config(train_config.default_config())
-  model = dataclasses.replace(settings.model, path=str(file))
-  settings = dataclasses.replace(settings, model=model)
+  settings = settings_with(model__path=str(file))
   assert run_models._base(settings) == (str(file), None)
   assert f"grpojax.export {file} --out" in run_models._base_note(str(file))
   assert run_models._base_note("arithmetic-base") == ""
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
-  (tmp_path / "out" / hf.weights.SINGLE).unlink()
-  (tmp_path / "out" / "checksums.json").unlink()
-  file.rename(tmp_path / "out" / hf.GGUF)
-  with pytest.raises(
-    ValueError, match="read where model.path is .*/model.gguf"
-  ):
-    hf.load_params(tmp_path / "out")
+  (out / hf.weights.SINGLE).unlink()
+  (out / "checksums.json").unlink()
+  file.rename(out / hf.GGUF)
+  with pytest.raises(ValueError, match="where model.path is .*/model.gguf"):
+    hf.load_params(out)
 
 
 @pytest.mark.slow

@@ -15,6 +15,12 @@ MESHES = [
   {"mesh.fsdp": 4, "mesh.tensor": 2},
   {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
 ]
+ALL_ELSE = {
+  "lora.rank": 2,
+  "filter_groups.enable": True,
+  "filter_groups.gen_parts": 2,
+  "reward.functions": (f"{PROGRAM}:rare",),
+}
 CASES = {
   # Each axis of the mesh that cuts rows has to cut groups.
   "dense": ("llama", {}, MESHES),
@@ -22,7 +28,7 @@ CASES = {
   "what tensor does not divide": (
     "untied",
     {"loss.kl": "exact"},
-    [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
+    [MESHES[2], {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
   "experts": (
     "experts",
@@ -34,7 +40,7 @@ CASES = {
     "llama",
     {"sampling.ahead": 1},
     [
-      {"mesh.fsdp": 4, "mesh.tensor": 2},
+      MESHES[2],
       {"mesh.fsdp": 4, "mesh.sampling_devices": 4},
       {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.sampling_devices": 4},
     ],
@@ -42,15 +48,10 @@ CASES = {
   # Adapters, local layers, fresh prompts, meshes and memories of their own.
   "all else": (
     "gemma",
-    {
-      "lora.rank": 2,
-      "filter_groups.enable": True,
-      "filter_groups.gen_parts": 2,
-      "reward.functions": (f"{PROGRAM}:rare",),
-    },
+    ALL_ELSE,
     [
       {"mesh.fsdp": 8, "model.reference": "host"},
-      {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sampling_tensor": 1},
+      MESHES[2] | {"mesh.sampling_tensor": 1},
       {"mesh.fsdp": 8, "mesh.sampling_tensor": 4},
     ],
   ),
@@ -59,21 +60,20 @@ CASES = {
 
 def on_eight_devices(*arguments):
   env = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+  env |= {"PYTHONPATH": str(PROGRAM.parents[2])}
+  command = [sys.executable, PROGRAM, *arguments]
   done = subprocess.run(
-    [sys.executable, PROGRAM, *arguments],
-    env=os.environ | env | {"PYTHONPATH": str(PROGRAM.parents[2])},
-    capture_output=True,
-    text=True,
+    command, env=os.environ | env, capture_output=True, text=True
   )
   assert done.returncode == 0, done.stderr[-4000:]
   return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["quick", "halves"])
-def test_a_step(what):
+@pytest.mark.parametrize("program", ["quick", "halves"])
+def test_a_step(program):
   """Sampling on a mesh of its own, the reference after it, and the gradient."""
-  on_eight_devices(what)
+  on_eight_devices(program)
 
 
 @pytest.mark.slow
@@ -85,5 +85,5 @@ def test_a_step(what):
   ],
 )
 def test_whole_runs(case):
-  told = on_eight_devices("runs", json.dumps([CASES[case]]))
-  assert told.count("equal: ") == len(CASES[case][2])
+  printed = on_eight_devices("runs", json.dumps([CASES[case]]))
+  assert printed.count("equal: ") == len(CASES[case][2])

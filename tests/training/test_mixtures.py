@@ -9,7 +9,6 @@ from ml_collections import ConfigDict
 
 from grpojax import evaluate
 from grpojax.data.examples import SOURCE
-from grpojax.rewards.pool import Pool
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
@@ -45,10 +44,8 @@ def test_a_mixture_as_it_is_written(config_with):
   assert mixtures.sources(from_config(again)) == found
   # exact_answer scores all but GSM8K's; what scores all is not named.
   assert mixtures.scored_by(settings) == {"exact_answer": ["hard"]}
-  assert mixtures.judges(settings) == {
-    "gsm8k": "math_answer",
-    "hard": "exact_answer",
-  }
+  judges = {"gsm8k": "math_answer", "hard": "exact_answer"}
+  assert mixtures.judges(settings) == judges
   nothing = TrainSettings()
   assert not mixtures.sources(nothing) and not mixtures.scored_by(nothing)
 
@@ -67,40 +64,25 @@ def test_a_mixture_as_it_is_written(config_with):
     (3, "mixture.gsm8k = 3: is a section"),
   ],
 )
-def test_mistakes_are_refused(part, text, config_with):
+def test_mistakes_are_refused(part, text, settings_with):
   with pytest.raises(ValueError, match=text):
-    from_config(config_with(**TWO, **mixture(gsm8k=part)))
+    settings_with(**TWO, **mixture(gsm8k=part))
 
 
-def test_a_mixture_has_no_path_of_its_own(config_with):
+def test_a_mixture_has_no_path_of_its_own(settings_with):
   for field in ("data__path", "data__options__size"):
-    config = config_with(**{field: "x"}, **mixture(gsm8k={"weight": 1}))
     with pytest.raises(ValueError, match=r"write data.mixture.NAME.\w+"):
-      from_config(config)
-  config = config_with(**mixture(**{"a/b": {"name": "gsm8k"}}))
+      settings_with(**{field: "x"}, **mixture(gsm8k={"weight": 1}))
   with pytest.raises(ValueError, match="data.mixture = 'a/b': names metrics"):
-    from_config(config)
-
-
-def test_functions_score_their_data_sets():
-  options = {"workers": 1, "sources": {"format": ["b"]}, "timeout": 60}
-  with Pool(["exact_answer", "format"], **options) as pool:
-    group = [("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
-    found = pool.collect([pool.submit([group], 2)])
-  np.testing.assert_array_equal(found.values["format"], [[np.nan, 0]])
-  assert not found.failed.any() and np.isfinite(found.rewards).all()
+    settings_with(**mixture(**{"a/b": {"name": "gsm8k"}}))
 
 
 def test_a_right_answer_is_what_its_data_set_says():
   class Names:
     names = ("f", "g")
 
-  scores = rewards_lib.groups.GroupRewards(
-    rewards=None,
-    values={"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])},
-    failed=None,
-    failures=[],
-  )
+  values = {"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])}
+  scores = rewards_lib.groups.GroupRewards(None, values, None, [])
   reward_pool = rewards_lib.RewardPool(Names, judges={"a": "f", "b": "g"})
   examples = [{SOURCE: "b"}, {SOURCE: "a"}, {}]
   found = rewards_lib.correctness(reward_pool, scores, examples)
@@ -108,9 +90,7 @@ def test_a_right_answer_is_what_its_data_set_says():
 
 
 def test_metrics_by_data_set(settings_with):
-  settings = settings_with(
-    **mixture(a={"name": "gsm8k"}, b={"name": "gsm8k"}, c={"name": "gsm8k"})
-  )
+  settings = settings_with(**mixture(**dict.fromkeys("abc", {"name": "gsm8k"})))
   examples = [{SOURCE: name} for name in "abab"]
   rewards = np.array([[1, 0], [np.nan, 1], [1, 1], [np.nan, np.nan]])
   assert mixtures.metrics(settings, examples, rewards) == {
@@ -127,25 +107,18 @@ def test_metrics_by_data_set(settings_with):
   result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples, [])
   values = evaluation.per_prompt(result)
   each = evaluation.by_data_set(settings, result, values)
-  assert {k: v["accuracy"].tolist() for k, v in each.items()} == {
-    "a": [1, 1],
-    "b": [0, 0],
-  }
+  found = {name: own["accuracy"].tolist() for name, own in each.items()}
+  assert found == {"a": [1, 1], "b": [0, 0]}
 
 
 @pytest.fixture
-def files(tmp_path):
-  """Two data sets of prompts of 1 to 12 characters."""
+def files(write_data):
+  """Two data sets of prompts of 1 to 12 or 8 characters."""
+  parts = {}
   for name, size in (("nines", 12), ("ones", 8)):
-    (tmp_path / name).mkdir()
-    for split in ("train", "test"):
-      rows = [{"prompt": name[0] * n, "answer": ""} for n in range(1, size + 1)]
-      text = "".join(json.dumps(row) + "\n" for row in rows)
-      (tmp_path / name / f"{split}.jsonl").write_text(text)
-  parts = {
-    name: {"name": "jsonl", "path": str(tmp_path / name)}
-    for name in ("nines", "ones")
-  }
+    rows = [{"prompt": name[0] * n, "answer": ""} for n in range(1, size + 1)]
+    path = write_data(name, train=rows, test=rows)
+    parts[name] = {"name": "jsonl", "path": path}
   return mixture(**parts) | {"data__template": "{prompt}"}
 
 
@@ -157,21 +130,16 @@ def test_what_fits_of_each_data_set(
   settings = settings_with(**changes)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
     splits.load_split(settings, policy, "train")
-  settings = settings_with(
-    **changes,
-    data__too_long="drop",
-    eval__num_prompts=3,  # of each
-  )
-  whole, test = (
-    splits.load_split(settings, policy, split) for split in ("train", "test")
-  )
+  # Three held-out ones of each.
+  changes |= {"data__too_long": "drop", "eval__num_prompts": 3}
+  settings = settings_with(**changes)
+  whole = splits.load_split(settings, policy, "train")
+  test = splits.load_split(settings, policy, "test")
   assert whole.dropped == 6 and len(whole.examples) == 14
   assert len(whole.lengths) == 20 and len(test.examples) == 6
   assert {e[SOURCE] for e in test.examples} == {"nines", "ones"}
-  _, batch = next(
-    prompts_lib.training_batches(settings, policy, whole.examples, 8)
-  )
-  assert sum(e[SOURCE] == "ones" for e in batch) == 16
+  batches = prompts_lib.training_batches(settings, policy, whole.examples, 8)
+  assert sum(e[SOURCE] == "ones" for e in next(batches)[1]) == 16
   # Measured once.
   file = tmp_path / "lengths.npz"
   splits.save_lengths(file, {"train": whole})

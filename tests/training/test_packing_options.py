@@ -17,7 +17,7 @@ from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
 from grpojax.training.config import from_config
 from grpojax.training.run import setup
-from grpojax.training.step.batch import make_batch_program, plan_packing
+from grpojax.training.step import batch as batch_lib
 
 B, G, P, T, V = 4, 6, 3, 16, 11
 CHOICES = {
@@ -49,9 +49,8 @@ def draw_settings(config_with, rng):
   """Settings at random, of those that go together."""
   for _ in range(500):
     drawn = {k: list(v)[rng.integers(len(v))] for k, v in CHOICES.items()}
-    changes = {k.replace(".", "__"): v for k, v in drawn.items()}
-    sizes = {"batch_size": B, "group_size": G, "sampling__max_new_tokens": T}
-    config = config_with(**changes, **sizes, optim__packing=True)
+    sizes = {"batch_size": B, "group_size": G, "sampling.max_new_tokens": T}
+    config = config_with(**drawn, **sizes, optim__packing=True)
     try:
       return drawn, from_config(config)
     except ValueError:
@@ -75,39 +74,25 @@ def draw_samples(rng):
 
 def step(settings, lm, samples, rewards, packing):
   """Parameters and metrics after a step, its advantages, as `train` does it."""
-  params = lm.init(jax.random.key(5))
-  tx = optax.sgd(0.1)
+  params, tx = lm.init(jax.random.key(5)), optax.sgd(0.1)
   ref_params = None
   if settings.loss.needs_reference:
     ref_params = jax.tree.map(lambda x: 0.9 * x, params)
-  make_batch = jax.jit(make_batch_program(settings), static_argnums=0)
-  batch, _ = make_batch(
-    lm,
-    params,
-    samples,
-    rewards,
-    ref_params=ref_params,
-    packing=packing,
-  )
+  make_batch = batch_lib.make_batch_program(settings)
+  make_batch = jax.jit(make_batch, static_argnums=0)
+  options = {"ref_params": ref_params, "packing": packing}
+  batch, _ = make_batch(lm, params, samples, rewards, **options)
   state = setup.first_state(settings, tx, params)
-  update = make_update(
-    lm,
-    tx,
-    settings.loss,
-    settings.optim.update,
-    settings.sampling.distribution,
-  )
+  options = settings.optim.update, settings.sampling.distribution
+  update = make_update(lm, tx, settings.loss, *options)
   state, metrics = jax.jit(update)(state, batch)
   moved = jax.tree.map(jnp.subtract, state.params, params)
   return moved, metrics, batch.advantages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  "seed",
-  [
-    pytest.param(0, marks=pytest.mark.slow),
-    *(pytest.param(i, marks=pytest.mark.long) for i in range(1, 4)),
-  ],
+  "seed", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2, 3))]
 )
 def test_packed_is_unpacked(seed, tabular, config_with):
   rng = np.random.default_rng(seed)
@@ -118,7 +103,7 @@ def test_packed_is_unpacked(seed, tabular, config_with):
   lm = tabular.lm(V, V)
   mesh = setup.make_mesh(settings, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    packing = plan_packing(settings, samples, rewards, mesh)
+    packing = batch_lib.plan_packing(settings, samples, rewards, mesh)
     assert packing is not None, drawn
     packed = step(settings, lm, samples, jnp.asarray(rewards), packing)
     plain = step(settings, lm, samples, jnp.asarray(rewards), None)
@@ -129,5 +114,55 @@ def test_packed_is_unpacked(seed, tabular, config_with):
   np.testing.assert_allclose(packed[2], plain[2], 1e-5, 1e-6, err_msg=drawn)
   assert packed[1].keys() == plain[1].keys()
   for name, value in plain[1].items():
-    said = f"{name} of {drawn}"
-    np.testing.assert_allclose(packed[1][name], value, 1e-4, 1e-6, err_msg=said)
+    text = f"{name} of {drawn}"
+    np.testing.assert_allclose(packed[1][name], value, 1e-4, 1e-6, err_msg=text)
+
+
+def test_what_has_a_reward_is_packed(config_with, samples_of, one_device):
+  lengths = np.array([[6, 1, 2, 2], [1, 6, 1, 1]])
+  samples = samples_of(np.arange(6) < lengths[..., None])
+  rewards = np.zeros((2, 4), np.float32)
+  rewards[0, 0] = np.nan  # 6 tokens that nobody learns from
+  config = config_with(optim__micro_batches=1)
+  plan = lambda: batch_lib.plan_packing(
+    from_config(config), samples, rewards, one_device
+  )
+  with jax.set_mesh(one_device):
+    found = plan()
+    counts = np.unique(found.rows.sample_of_token, return_counts=True)
+    np.testing.assert_array_equal(counts[0], [-1, 0, 1, 2, 3])
+    assert counts[1][1:].sum() == lengths.sum() - 6
+    assert found.copy_of_sample[0, 0] == found.prompt_of_copy.size  # nowhere
+    assert found.micro_batches() == 1
+    config.optim.micro_batches = 8  # no part of packed rows is as small
+    assert plan() is None
+    config.optim.micro_batches, config.optim.packing = 1, False
+    assert plan() is None
+
+
+IN_REWARD = {"loss.beta": 0.1, "loss.kl": "k1", "loss.kl_placement": "reward"}
+
+
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, [1, 1, 0]),
+    ({"loss.truncated": "mask"}, [1, 0, 0]),
+    ({"loss.truncated": "drop"}, [1, 0, 0]),
+    ({"loss.truncated": "mask", "loss.beta": 0.1}, [1, 0, 0]),
+    # In the baseline with its penalty, which has to be computed.
+    (IN_REWARD | {"loss.truncated": "mask"}, [1, 1, 0]),
+    (IN_REWARD | {"loss.truncated": "drop"}, [1, 0, 0]),
+  ],
+)
+def test_what_nobody_reads_is_not_packed(
+  changes, expected, settings_with, samples_of, one_device, monkeypatch
+):
+  planned = []
+  plan = lambda lengths, *_: planned.append(lengths)
+  monkeypatch.setattr(batch_lib.packing_layout, "plan", plan)
+  samples = samples_of(np.ones((1, 3, 2)), [[True, False, True]])
+  rewards = np.array([[1.0, 0.0, np.nan]], np.float32)
+  settings = settings_with(**changes)
+  batch_lib.plan_packing(settings, samples, rewards, one_device)
+  np.testing.assert_array_equal(planned, [[2 * np.array(expected)]])

@@ -28,21 +28,32 @@ def test_a_policy_and_its_texts(toy_model):
   samples = Rollout(
     empty, empty > 0, completion_ids, mask, mask * 0.0, mask.any(-1)
   )
-  texts = policy_lib.decode(policy, samples)
-  assert texts == [["12#", "1"]]
+  assert policy_lib.decode(policy, samples) == [["12#", "1"]]
 
 
-def test_rows_beyond_the_tokenizer_are_never_sampled(toy_model, tmp_path):
+@pytest.fixture
+def edited(toy_model, tmp_path):
+  """`(file, **changes)` -> the toy model with other values in a JSON file."""
+
+  def edited(name, **changes):
+    path = shutil.copytree(toy_model, tmp_path / "source")
+    old = (
+      json.loads((path / name).read_text()) if (path / name).exists() else {}
+    )
+    (path / name).write_text(json.dumps(old | changes))
+    return path
+
+  return edited
+
+
+def test_rows_beyond_the_tokenizer_are_never_sampled(
+  toy_model, edited, tmp_path
+):
   """They stay in the weights, and the others' logits are as they were."""
   whole, ids = hf.load_params(toy_model), jnp.arange(20, 30)[None]
   rows = jnp.full((28, whole["embed"].shape[1]), 9.0)
   padded = whole | {"embed": jnp.concatenate([whole["embed"], rows])}
-  shutil.copytree(toy_model, tmp_path / "source")
-  file = tmp_path / "source/config.json"
-  file.write_text(
-    json.dumps(json.loads(file.read_text()) | {"vocab_size": 128})
-  )
-  hf.save(tmp_path / "model", padded, tmp_path / "source")
+  hf.save(tmp_path / "model", padded, edited("config.json", vocab_size=128))
 
   def logits(path):
     policy = policy_lib.load_policy(str(path))
@@ -65,40 +76,35 @@ def test_rows_beyond_the_tokenizer_are_never_sampled(toy_model, tmp_path):
     (11, {"rope_type": "linear", "factor": 4.0}, "warned"),
   ],
 )
-def test_texts_beyond_the_positions(
-  tokens, rope, outcome, toy_model, tmp_path, capsys
-):
-  config = json.loads((toy_model / "config.json").read_text())
-  config |= {"max_position_embeddings": 40, "rope_scaling": rope}
-  (tmp_path / "config.json").write_text(json.dumps(config))
-  message = "exceed the 40 positions"
+def test_texts_beyond_the_positions(tokens, rope, outcome, edited, capsys):
+  changes = {"max_position_embeddings": 40, "rope_scaling": rope}
+  path, message = edited("config.json", **changes), "exceed the 40 positions"
   if outcome == "refused":
     with pytest.raises(ValueError, match=f"{message}.*lower one"):
-      policy_lib.check_positions(tmp_path, 30, tokens)
+      policy_lib.check_positions(path, 30, tokens)
   else:
-    policy_lib.check_positions(tmp_path, 30, tokens)
+    policy_lib.check_positions(path, 30, tokens)
   assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
 @pytest.mark.parametrize("eos", [100, True, "</s>"])
-def test_an_eos_that_the_model_lacks_is_refused(toy_model, tmp_path, eos):
-  shutil.copytree(toy_model, tmp_path / "model")
-  file = tmp_path / "model" / "generation_config.json"
-  file.write_text(json.dumps({"eos_token_id": eos}))
-  with pytest.raises(ValueError, match=f"{file}.*eos_token_id.*{eos}"):
-    policy_lib.open_policy(str(tmp_path / "model"))
+def test_an_eos_that_the_model_lacks_is_refused(edited, eos):
+  path = edited("generation_config.json", eos_token_id=eos)
+  with pytest.raises(ValueError, match=f"{path}.*eos_token_id.*{eos}"):
+    policy_lib.open_policy(str(path))
+
+
+def with_adapters(policy, targets):
+  return policy_lib.with_adapters(
+    policy, jax.random.key(0), rank=2, alpha=4.0, targets=targets
+  )
 
 
 @pytest.mark.slow
 def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
   policy = policy_lib.open_policy(str(toy_model), "bfloat16")
-  policy = policy_lib.with_adapters(
-    policy_lib.with_weights(policy, "bfloat16"),
-    jax.random.key(0),
-    rank=2,
-    alpha=4.0,
-    targets="layers/(q|down)",
-  )
+  policy = policy_lib.with_weights(policy, "bfloat16")
+  policy = with_adapters(policy, "layers/(q|down)")
   rng = np.random.default_rng(0)
   small = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 1e-4, x.dtype)
   params = jax.tree.map(small, policy.params)
@@ -110,22 +116,14 @@ def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
     change = 2.0 * np.matmul(np.float64(x["a"]), np.float64(x["b"]))
     assert np.abs(change).max() > 1e-5
     want["layers"][name] += change
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7),
-    found,
-    want,
-  )
+  for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
 
 
 @pytest.mark.slow
 def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
-  policy = policy_lib.with_adapters(
-    policy_lib.load_policy(str(toy_model)),
-    jax.random.key(0),
-    rank=2,
-    alpha=4.0,
-    targets="layers/q",
-  )
+  whole = policy_lib.load_policy(str(toy_model))
+  policy = with_adapters(whole, "layers/q")
   assert policy.lora_scale == 2.0
 
   def norm(lm, adapters, ids):
@@ -141,6 +139,5 @@ def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
   other = jax.tree.map(lambda x: 2 * x, policy.frozen)
   found = run.func(other, policy.params, ids)
   assert found != run(policy.params, ids) == run({}, ids)  # b is 0
-  whole = policy_lib.load_policy(str(toy_model))
   expected = policy_lib.jit(whole, norm)(whole.params, ids)
   np.testing.assert_allclose(run(policy.params, ids), expected, rtol=1e-6)

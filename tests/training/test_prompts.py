@@ -1,8 +1,6 @@
 """A config's data sets, and their prompts."""
 
 import functools
-import itertools
-import json
 
 import numpy as np
 import pytest
@@ -19,91 +17,73 @@ def policy():
   return policy_lib.open_policy("arithmetic-instruct")
 
 
+@pytest.fixture
+def load(policy, settings_with):
+  """`(split, **settings) -> Split`."""
+  return lambda split="train", **changes: splits_lib.load_split(
+    settings_with(**changes), policy, split
+  )
+
+
 def test_problems_of_a_run(settings_with):
-  def prompts(load, count=20, **changes):
-    examples = load(settings_with(**changes))
+  def prompts(split, count=20, **changes):
+    examples = splits_lib.load_examples(settings_with(**changes), split)
     return [examples[i]["prompt"] for i in range(count)]
 
-  train = functools.partial(splits_lib.load_examples, split="train")
-  test = functools.partial(splits_lib.load_examples, split="test")
-  assert prompts(train) == prompts(train) != prompts(train, seed=1)
-  assert prompts(test) == prompts(test, seed=1)
-  assert len(test(settings_with(eval__num_prompts=21))) == 21
-  easy = prompts(train, data__options__difficulty=(1, 1))
+  assert prompts("train") == prompts("train") != prompts("train", seed=1)
+  assert prompts("test") == prompts("test", seed=1)
+  more = settings_with(eval__num_prompts=21)
+  assert len(splits_lib.load_examples(more, "test")) == 21
+  easy = prompts("train", data__options__difficulty=(1, 1))
   assert all(p.count("+") + p.count("*") == 1 for p in easy)
-  assert not set(prompts(train, 200)) & set(prompts(test, 200))
+  assert not set(prompts("train", 200)) & set(prompts("test", 200))
 
 
 @pytest.fixture
-def jsonl(tmp_path):
+def jsonl(write_data):
   """Prompts of 1 to 12 characters, in a file for both splits."""
-  for split in ("train", "test"):
-    rows = [{"question": "9" * n, "answer": str(n)} for n in range(1, 13)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / f"{split}.jsonl").write_text(text)
+  rows = [{"question": "9" * n, "answer": str(n)} for n in range(1, 13)]
   return {
     "data__name": "jsonl",
-    "data__path": str(tmp_path),
+    "data__path": write_data(train=rows, test=rows),
     "data__options__prompt": "question",
+    "data__template": "{prompt}",
     "data__max_prompt_length": 12,  # 5 of which are the template's
   }
 
 
 def test_long_prompts_are_refused_or_dropped(
-  policy, jsonl, settings_with, tmp_path
+  policy, jsonl, settings_with, load, tmp_path
 ):
-  changes = jsonl | {"data__template": "{prompt}"}
-  settings = settings_with(**changes)
+  settings = settings_with(**jsonl)
   train = splits_lib.load_examples(settings, "train")
   assert len(train) == 12
   with pytest.raises(ValueError, match="train split: 7 of 12 .* 11 has 19"):
-    splits_lib.load_split(settings, policy, "train")
+    load(**jsonl)
   (tmp_path / "checkpoints" / "1").mkdir(parents=True)  # of a run's limit
   with pytest.raises(ValueError, match="restore .* or set data.too_long"):
     splits_lib.load_split(settings, policy, "train", tmp_path / "lengths.npz")
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
     list(prompts_lib.held_out(settings, policy, train))
-  changes["data__too_long"] = "drop"
-  settings = settings_with(**changes)
+  jsonl["data__too_long"] = "drop"
   for split in ("train", "test"):
-    found = splits_lib.load_split(settings, policy, split)
+    found = load(split, **jsonl)
     batches = list(prompts_lib.held_out(settings, policy, found.examples))
     answers = [e["answer"] for _, examples in batches for e in examples]
     assert answers == [str(n) for n in range(1, len(answers) + 1)]
     assert found.dropped == 12 - len(answers) > 0
     lengths = [p.prompt_mask.sum(-1).max() for p, _ in batches]
     assert max(lengths) == 12
-  settings = settings_with(**changes, eval__num_prompts=3)
-  assert len(splits_lib.load_split(settings, policy, "test").examples) == 3
-  changes["data__max_prompt_length"] = 5
+  assert len(load("test", **jsonl, eval__num_prompts=3).examples) == 3
   with pytest.raises(ValueError, match="all 12 prompts are longer"):
-    splits_lib.load_split(settings_with(**changes), policy, "train")
+    load(**jsonl | {"data__max_prompt_length": 5})
 
 
-def test_a_stream_of_what_fits_resumes_exactly(policy, jsonl, settings_with):
-  changes = jsonl | {"data__too_long": "drop", "data__template": "{prompt}"}
-  settings = settings_with(**changes)
-  examples = splits_lib.load_split(settings, policy, "train").examples
-
-  def answers(count, **options):
-    stream = prompts_lib.prompt_batches(settings, policy, examples, **options)
-    batches = itertools.islice(stream, count)
-    return [row["answer"] for _, batch in batches for row in batch]
-
-  whole = answers(10, batch_size=3, seed=3)
-  assert sorted(whole[: len(examples)]) == sorted("12345")
-  for start in (0, 4, len(examples), 11):
-    rest = answers(4, batch_size=2, seed=3, start=start)
-    assert rest == whole[start : start + 8]
-
-
-def test_the_config_sets_the_prompt(policy, jsonl, settings_with):
-  changes = {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
-  settings = settings_with(**jsonl | changes)
-  examples = splits_lib.load_split(settings, policy, "train").examples
-  prompts, (example, *_) = next(
-    prompts_lib.held_out(settings, policy, examples)
-  )
+def test_the_config_sets_the_prompt(policy, jsonl, load, settings_with):
+  jsonl |= {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
+  settings, examples = settings_with(**jsonl), load(**jsonl).examples
+  batches = prompts_lib.held_out(settings, policy, examples)
+  prompts, (example, *_) = next(batches)
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
   assert prompts.prompt_ids.shape[1] == 24  # trimmed: the longest has 20
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
@@ -112,10 +92,9 @@ def test_the_config_sets_the_prompt(policy, jsonl, settings_with):
 
 @pytest.mark.parametrize("kind, count", [("text", 0), ("control", 1)])
 def test_the_config_says_what_special_tokens_are(
-  policy, kind, count, jsonl, settings_with
+  policy, kind, count, settings_with
 ):
-  changes = {"data__special_tokens": kind, "data__max_prompt_length": 32}
-  settings = settings_with(**jsonl | changes)
+  settings = settings_with(data__special_tokens=kind)
   examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
   prompts, (example,) = next(prompts_lib.held_out(settings, policy, examples))
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
@@ -126,19 +105,16 @@ def test_the_config_says_what_special_tokens_are(
 @pytest.mark.parametrize(
   "changes, hint",
   [
-    ({"data__path": "x"}, "arithmetic has no files"),
-    (
-      {"data__options__sise": 3},
-      "data.options.sise.*it takes difficulty, size",
-    ),
-    ({"data__name": "jsonl"}, "data.path"),
-    ({"data__name": "jsonl", "data__path": "/nowhere"}, "/nowhere"),
-    ({"data__too_long": "drop", "steps": 1}, "endless"),
+    ({"data.path": "x"}, "arithmetic has no files"),
+    ({"data.options.sise": 3}, "data.options.sise.*it takes difficulty, size"),
+    ({"data.name": "jsonl"}, "data.path"),
+    ({"data.name": "jsonl", "data.path": "/nowhere"}, "/nowhere"),
+    ({"data.too_long": "drop", "steps": 1}, "endless"),
   ],
 )
-def test_mistakes_are_refused(policy, changes, hint, settings_with):
+def test_mistakes_are_refused(changes, hint, load):
   with pytest.raises(ValueError, match=hint):
-    splits_lib.load_split(settings_with(**changes), policy, "train")
+    load(**changes)
 
 
 def test_prompts_are_measured_once(
@@ -195,19 +171,17 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
 
 
 def test_prompts_have_room_for_the_longest_of_the_data(
-  policy, jsonl, settings_with
+  jsonl, settings_with, load
 ):
-  changes = jsonl | {"data__template": "{prompt}", "data__max_prompt_length": 0}
-  settings = settings_with(**changes)
-  load = functools.partial(splits_lib.load_split, settings, policy)
-  train, test = load("train"), load("test")
+  jsonl["data__max_prompt_length"] = 0
+  settings, train, test = settings_with(**jsonl), load(**jsonl), load(**jsonl)
   short = test._replace(lengths=test.lengths[:4])
   filled = splits_lib.with_prompt_length(settings, short, train)
   assert filled.data.max_prompt_length == max(train.lengths) == 19
   kept = settings_with(data__max_prompt_length=99)
   assert splits_lib.with_prompt_length(kept, train) == kept
   # An endless one may have longer prompts than those that are measured.
-  endless = splits_lib.load_split(settings_with(steps=1), policy, "train")
+  endless = load(steps=1)
   assert len(endless.examples) == drawn.ENDLESS
   filled = splits_lib.with_prompt_length(settings, test, endless)
   assert filled.data.max_prompt_length == 32 > max(endless.lengths)
@@ -232,61 +206,49 @@ def test_the_fingerprint_is_of_the_examples_and_their_order():
 
 
 def test_held_out_prompts_that_are_training_prompts_are_counted(
-  policy, settings_with, tmp_path
+  load, write_data
 ):
-  def load(split, prompts, **changes):
+  def split_of(prompts, **changes):
     rows = [{"prompt": prompt, "answer": ""} for prompt in prompts]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / f"{split}.jsonl").write_text(text)
-    settings = settings_with(
-      data__name="jsonl", data__path=str(tmp_path), **changes
-    )
-    return splits_lib.load_split(settings, policy, split)
+    path = write_data(train=rows)
+    return load(data__name="jsonl", data__path=path, **changes)
 
   chat = [{"role": "user", "content": "1+1="}]
   spaced = [{"role": "user", "content": "1+1=\n"}]
-  train = load("train", ["1", "2", "1", "9" * 20, chat])
-  held_out = load("test", ["2", "2 ", "3", "9" * 20, spaced])
+  train = split_of(["1", "2", "1", "9" * 20, chat])
+  held_out = split_of(["2", "2 ", "3", "9" * 20, spaced])
   assert splits_lib.in_training(train, held_out) == 4
   assert splits_lib.in_training(held_out, held_out) == 5
   short = {"data__too_long": "drop", "data__max_prompt_length": 15}
-  train = load("train", ["1", "2", "9" * 20], **short)
-  held_out = load("test", ["2", "3", "9" * 20], **short)
+  train = split_of(["1", "2", "9" * 20], **short)
+  held_out = split_of(["2", "3", "9" * 20], **short)
   assert splits_lib.in_training(train, held_out) == 1
-  endless = splits_lib.load_split(settings_with(steps=1), policy, "train")
+  endless = load(steps=1)
   assert splits_lib.in_training(endless, endless) == 0
 
 
 @pytest.mark.slow
-def test_an_endless_data_set_is_read_as_far_as_it_is_used(
-  policy, settings_with, monkeypatch
-):
+def test_an_endless_data_set_is_read_as_far_as_it_is_used(load, monkeypatch):
   monkeypatch.setattr(splits_lib, "FINGERPRINTED", 50)
   monkeypatch.setattr(splits_lib, "MEASURED", 300)
-  settings = settings_with(steps=1, data__max_prompt_length=99)
-  split = splits_lib.load_split(settings, policy, "train")
+  split = load(steps=1, data__max_prompt_length=99)
   assert len(split.examples) == drawn.ENDLESS
   prompts_of_step = 256 // 8  # the default's samples and group size
   assert len(split.lengths) == prompts_of_step < splits_lib.FINGERPRINTED
-  longer = splits_lib.load_split(
-    settings_with(steps=10**6, data__max_prompt_length=99), policy, "train"
-  )
+  longer = load(steps=10**6, data__max_prompt_length=99)
   assert len(longer.lengths) == splits_lib.MEASURED
   assert longer.fingerprint == split.fingerprint
 
 
 def test_a_long_pass_may_be_ended_and_says_how_far_it_is(monkeypatch, capsys):
-  class Ended(Exception):
-    pass
-
   calls = iter(range(99))
 
   def check_signals():
     if next(calls) == 4:
-      raise Ended
+      raise KeyboardInterrupt
 
   monkeypatch.setattr(splits_lib, "_REPORT_EVERY", -1)
-  with pytest.raises(Ended):
+  with pytest.raises(KeyboardInterrupt):
     splits_lib.fingerprint(EXAMPLES, check_signals)
   lines = [f"read {i} of 10 prompts" for i in range(4)]
   assert capsys.readouterr().out.splitlines() == lines
@@ -294,8 +256,8 @@ def test_a_long_pass_may_be_ended_and_says_how_far_it_is(monkeypatch, capsys):
 
 def test_a_prompt_without_tokens_is_refused():
   encode = lambda prompt: (prompt, list(prompt))
-  lengths = splits_lib.prompt_lengths(EXAMPLES, encode, 99, lambda: None)
-  np.testing.assert_array_equal(lengths, [1, 2, 3, 4, 5] * 2)
-  examples = [*EXAMPLES, {"prompt": ""}]
+  lengths = functools.partial(splits_lib.prompt_lengths, encode=encode, most=99)
+  found = lengths(EXAMPLES, check_signals=lambda: None)
+  np.testing.assert_array_equal(found, [1, 2, 3, 4, 5] * 2)
   with pytest.raises(ValueError, match="example 10: a prompt without tokens"):
-    splits_lib.prompt_lengths(examples, encode, 99, lambda: None)
+    lengths([*EXAMPLES, {"prompt": ""}], check_signals=lambda: None)

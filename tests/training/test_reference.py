@@ -1,4 +1,4 @@
-"""A reference that follows the policy: what it is, where, after a resume."""
+"""The reference: one that follows the policy, a teacher, and its prompts."""
 
 import json
 import math
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from grpojax import sft
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
@@ -22,19 +21,17 @@ from grpojax.training.step import reference
 
 
 @pytest.fixture
-def mesh():
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  with jax.set_mesh(mesh):
-    yield mesh
+def mesh(one_device):
+  with jax.set_mesh(one_device):
+    yield one_device
 
 
 def state_of(params, mesh, **fields):
   """On a mesh, with its shardings."""
   state = TrainState(params, (), *[jnp.zeros((), jnp.int32)] * 4)
   whole = ((r"params.*", jax.sharding.PartitionSpec()),)
-  shardings = sharding.shardings(
-    jax.eval_shape(lambda: state), mesh, rules=whole
-  )
+  abstract = jax.eval_shape(lambda: state)
+  shardings = sharding.shardings(abstract, mesh, rules=whole)
   return jax.device_put(state, shardings).replace(**fields), shardings
 
 
@@ -54,8 +51,7 @@ def test_it_moves_as_it_should(settings_with, mesh, every, mix, where):
   first = reference.copy_policy(state.params, shardings.params)
   state = reference.state_to_memory(state.replace(reference=first), settings)
   update_reference = reference.make_update_reference(settings, shardings)
-  expected = np.asarray(params["w"])
-  kinds = set()
+  expected, kinds = np.asarray(params["w"]), set()
   for step in range(1, 8):
     w = rng.normal(size=(3, 2)).astype(np.float32)
     new = jax.device_put({"w": w}, shardings.params)
@@ -74,13 +70,6 @@ def test_it_moves_as_it_should(settings_with, mesh, every, mix, where):
   assert (kinds == {"pinned_host"}) == (where == "host")
 
 
-def test_a_fixed_one_is_no_part_of_the_state(settings_with, mesh):
-  settings = settings_with(loss__beta=0.1)
-  state, _ = state_of({"w": jnp.ones(2)}, mesh)
-  assert not reference.follows_policy(settings)
-  assert reference.state_to_memory(state, settings).reference is None
-
-
 def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
   state, _ = state_of({"w": jnp.ones(2)}, mesh, key=jax.random.key(0))
   with checkpoint.open_checkpointer(tmp_path / "old") as old:
@@ -92,36 +81,34 @@ def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
   assert loaded.reference is None
 
 
-def test_adapters_of_a_reference_take_memory(settings_with):
-  model = TransformerConfig(
-    vocab_size=32, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, mlp=16
-  )
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+def test_a_teacher_takes_memory_of_its_own(settings_with, mesh):
+  sizes = {"vocab_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 4}
+  model = TransformerConfig(width=8, layers=1, mlp=16, **sizes)
+  teacher = TransformerConfig(width=16, layers=2, mlp=8, **sizes)
 
-  def held(**changes):
-    settings = settings_with(loss__beta=0.1, lora__rank=2, **changes)
-    return memory.training(settings, model, mesh)["an update"][0].bytes
+  def held(beta, teacher=None):
+    settings = settings_with(loss__beta=beta, model__dtype="bfloat16")
+    parts = memory.training(settings, model, mesh, teacher)
+    return parts["an update"][0].bytes
 
-  with jax.set_mesh(mesh):
-    # q, o: 8 x 8; k, v: 8 x 4; gate, up, down: 8 x 16, and rank 2.
-    adapters = 4 * 2 * (2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 16))
-    assert held(model__reference_every=1) - held() == adapters
+  is_shape = lambda x: isinstance(x, tuple)
+  shapes = jax.tree.leaves(parameter_shapes(teacher), is_leaf=is_shape)
+  assert held(0.1, teacher) - held(0) == 2 * sum(map(math.prod, shapes))
 
 
+COPIED = "copied at each step"
 WAYS = {
-  "copied at each step": {"model.reference_every": 1},
+  COPIED: {"model.reference_every": 1},
   "averaged": {"model.reference_every": 1, "model.reference_mix": 0.2},
   "on the device": {"model.reference_every": 2, "reward.on_device": True},
 }
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(  # three runs each
   "way",
-  [
-    pytest.param(way, marks=pytest.mark.slow if i == 0 else pytest.mark.long)
-    for i, way in enumerate(WAYS)
-  ],
-)  # three runs each
+  [COPIED, *(pytest.param(x, marks=pytest.mark.long) for x in [*WAYS][1:])],
+)
 def test_a_run_goes_on_exactly_with_its_reference(way, train_toy, tmp_path):
   def go(name, steps):
     settings = {"steps": steps, "eval.every": 4, "checkpoint.every": 1}
@@ -131,15 +118,12 @@ def test_a_run_goes_on_exactly_with_its_reference(way, train_toy, tmp_path):
 
   whole = go("whole", 4)
   go("parts", 2)
-  parts = go("parts", 4)
-  np.testing.assert_array_equal(parts, whole)
-  ours, theirs = (
-    hf.load_params(tmp_path / x / "model") for x in ("parts", "whole")
-  )
-  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  np.testing.assert_array_equal(go("parts", 4), whole)
+  models = (hf.load_params(tmp_path / x / "model") for x in ("parts", "whole"))
+  jax.tree.map(np.testing.assert_array_equal, *models)
   every = WAYS[way]["model.reference_every"]
   assert whole[0] < 1e-9
-  if way == "copied at each step":  # the policy is its own reference
+  if way == COPIED:  # the policy is its own reference
     assert max(whole) < 1e-9
   else:
     assert max(whole) > 1e-7
@@ -152,44 +136,26 @@ def test_a_run_goes_on_exactly_with_its_reference(way, train_toy, tmp_path):
 # A teacher: a reference that is another model.
 
 
-def test_a_teacher_takes_memory_of_its_own(settings_with):
-  shapes = {"vocab_size": 32, "heads": 2, "kv_heads": 1, "head_dim": 4}
-  model = TransformerConfig(width=8, layers=1, mlp=16, **shapes)
-  teacher = TransformerConfig(width=16, layers=2, mlp=8, **shapes)
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-
-  def held(beta, teacher=None):
-    settings = settings_with(loss__beta=beta, model__dtype="bfloat16")
-    with jax.set_mesh(mesh):
-      parts = memory.training(settings, model, mesh, teacher)
-    return parts["an update"][0].bytes
-
-  shapes = jax.tree.leaves(parameter_shapes(teacher), is_leaf=is_shape)
-  assert held(0.1, teacher) - held(0) == 2 * sum(map(math.prod, shapes))
-
-
-def is_shape(x):
-  return isinstance(x, tuple)
-
-
 def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
   other = shutil.copytree(toy_model, tmp_path / "other")
+
+  def refused(message, **changes):
+    with pytest.raises(SystemExit, match=f"teacher .*{message}"):
+      train_toy(loss__beta=1, **changes)
+
   file = other / "tokenizer.json"
   tokens = json.loads(file.read_text())
   vocab = tokens["model"]["vocab"]
   vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
   file.write_text(json.dumps(tokens))
-  with pytest.raises(SystemExit, match="teacher .*has other tokens"):
-    train_toy(**{"model.teacher": other, "loss.beta": 1})
+  refused("has other tokens", model__teacher=other)
   shutil.copy(toy_model / "tokenizer.json", file)
   config = json.loads((other / "config.json").read_text())
   padded = json.dumps(config | {"vocab_size": 128})
   (other / "config.json").write_text(padded)
-  with pytest.raises(SystemExit, match="teacher .*fewer than the policy's 128"):
-    changes = {"model.path": other, "model.teacher": toy_model}
-    train_toy(**changes, **{"loss.beta": 1})
-  with pytest.raises(SystemExit, match="teacher .*nowhere"):
-    train_toy(**{"model.teacher": tmp_path / "nowhere", "loss.beta": 1})
+  changes = {"model.path": other, "model.teacher": toy_model}
+  refused("fewer than the policy's 128", **changes)
+  refused("nowhere", model__teacher=tmp_path / "nowhere")
   assert not (tmp_path / "run").exists()
 
 
@@ -202,17 +168,16 @@ def test_a_teacher_of_other_tokens_is_refused(train_toy, toy_model, tmp_path):
     {"loss.kl": "exact", "loss.kl_placement": "loss", "optim.minibatches": 2},
   ],
 )
-def test_a_larger_teacher_is_learned_from(
-  changes, train_toy, toy_task, toy_model, tmp_path
-):
+def test_a_larger_teacher_is_learned_from(changes, train_toy, tmp_path):
   """With no reward at all, and as it was after a resume."""
   sizes = {"width": 24, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 40}
   words = [f"--config.model.{k}={v}" for k, v in sizes.items()]
   words += ["--config.steps=20", "--config.optim.learning_rate=2e-2"]
   words += ["--config.optim.warmup_steps=5"]
-  sft.main([f"--out={tmp_path / 'teacher'}", *words])
-  settings = {"model.teacher": tmp_path / "teacher", "loss.beta": 1}
-  settings |= {"loss.kl": "k1", "loss.kl_placement": "ratio", "steps": 4}
+  teacher = tmp_path / "teacher"
+  sft.main([f"--out={teacher}", *words])
+  settings = {"model.teacher": teacher, "loss.beta": 1, "steps": 4}
+  settings |= {"loss.kl": "k1", "loss.kl_placement": "ratio"}
   settings |= {"batch_size": 8, "eval.num_prompts": 4, "eval.every": 4}
   settings |= {"optim.learning_rate": 1e-2, "reward.weights": "0,"} | changes
 
@@ -226,9 +191,9 @@ def test_a_larger_teacher_is_learned_from(
     assert np.mean(whole[-4:]) < 0.7 * np.mean(whole[:2])
     return
   go("parts", steps=2)
-  config = tmp_path / "teacher" / "config.json"
+  config = teacher / "config.json"
   text = config.read_text()
-  (tmp_path / "teacher" / "checksums.json").unlink(missing_ok=True)
+  (teacher / "checksums.json").unlink(missing_ok=True)
   config.write_text(text.replace("10000.0", "20000.0"))
   assert config.read_text() != text
   with pytest.raises(SystemExit, match="teacher are others. Put the old files"):
@@ -248,12 +213,8 @@ def test_a_hint_is_read_by_the_reference_alone(settings_with, toy_model, mesh):
   examples = [{"prompt": "1+2=", "answer": 3}, {"prompt": "40+2="}]
   read = read_prompts(examples)
   assert read.prompt_ids.shape == (2, 64)
-  texts = [
-    policy.tokenizer.decode(ids[mask])
-    for ids, mask in zip(
-      *map(np.asarray, (read.prompt_ids, read.prompt_mask)), strict=True
-    )
-  ]
+  rows = zip(*map(np.asarray, (read.prompt_ids, read.prompt_mask)), strict=True)
+  texts = [policy.tokenizer.decode(ids[mask]) for ids, mask in rows]
   assert texts == ["1+2= (3, {})", "40+2= (, {})"]
   chat = {"prompt": [{"role": "user", "content": "Hi"}], "answer": "x"}
   template = settings.model.reference_prompt

@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from grpojax import sft
 from grpojax.aot import programs
@@ -69,7 +70,7 @@ def test_a_shape_needs_no_more_than_config_json(served):
   assert served.fetched() == ["config.json"]
 
 
-def test_what_exists_here_is_no_name_of_the_hub(served, model):
+def test_what_exists_here_is_no_name_of_the_hub(served, model, settings_with):
   pathlib.Path("org").mkdir()
   pathlib.Path(ID).symlink_to(model)
   assert policy.find_model(ID).samefile(model)
@@ -77,7 +78,7 @@ def test_what_exists_here_is_no_name_of_the_hub(served, model):
   assert policy.open_policy(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models of the Hub, and there"):
-    hub_pins.pin(made(model__path=ID, model__revision="v1"))
+    hub_pins.pin(settings_with(model__path=ID, model__revision="v1"))
 
 
 def test_what_is_neither_is_said_with_both_readings(served):
@@ -113,23 +114,14 @@ def test_other_programs_take_names_too(served, model, tmp_path):
     assert policy.pinned(path) == path
 
 
-def made(**changes):
-  config = config_module.default_config()
-  with config.unlocked():
-    for name, value in changes.items():
-      section, _, key = name.rpartition("__")
-      (config[section] if section else config)[key] = value
-  return config_module.from_config(config)
-
-
 LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
 
 
-def test_a_config_is_pinned_once_and_for_all(served):
-  plain = made()
+def test_a_config_is_pinned_once_and_for_all(served, settings_with):
+  plain = settings_with()
   assert hub_pins.pin(plain) is plain and not served.log
   served.add("org/judge", texts(served), branch="v1")
-  settings = made(model__path=ID, reward__model="org/judge@v1")
+  settings = settings_with(model__path=ID, reward__model="org/judge@v1")
   pinned = hub_pins.pin(settings)
   assert pinned.commits == LINES and settings.commits == ()
   assert hub_pins.model(settings) == ID
@@ -140,7 +132,7 @@ def test_a_config_is_pinned_once_and_for_all(served):
   again = hub_pins.with_commits(settings, pinned.commits)
   assert again == pinned == hub_pins.pin(again) and len(served.log) == before
   assert hub_pins.pin(settings).commits[1] == f"model:{ID}@main={LATER}"
-  other = made(model__path=ID, model__revision=LATER)
+  other = settings_with(model__path=ID, model__revision=LATER)
   assert hub_pins.with_commits(other, pinned.commits).commits == ()
   assert hub_pins.model(hub_pins.pin(other)) == f"{ID}@{LATER}"
   assert hub_pins.with_commits(settings, ()) == settings
@@ -149,22 +141,20 @@ def test_a_config_is_pinned_once_and_for_all(served):
   assert hub_pins.with_commits(settings, saved.commits) == pinned
 
 
-def test_data_of_the_hub_are_pinned_too(served):
+def test_data_of_the_hub_are_pinned_too(served, settings_with):
   served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
   served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
-  settings = made(data__name=hub_pins.HUB, data__path="org/sums")
+  settings = settings_with(data__name=hub_pins.HUB, data__path="org/sums")
   args = hub_pins.HUB, "org/sums"
   pinned = hub_pins.pin(settings)
   assert pinned.commits == (f"dataset:org/sums@main={COMMIT}",)
   assert hub_pins.data_options(settings, *args, {}) == {}
-  assert hub_pins.data_options(pinned, *args, {"size": 3}) == {
-    "size": 3,
-    "revision": COMMIT,
-  }
+  sized = hub_pins.data_options(pinned, *args, {"size": 3})
+  assert sized == {"size": 3, "revision": COMMIT}
   assert hub_pins.data_options(pinned, "jsonl", "org/sums", {}) == {}
-  mixture = {"name": hub_pins.HUB, "path": "org/sums"}
-  mixture |= {"options": {"revision": "v2"}}
-  mixed = made(data__mixture={"sums": mixture})
+  sums = {"name": hub_pins.HUB, "path": "org/sums"}
+  sums |= {"options": {"revision": "v2"}}
+  mixed = settings_with(data__mixture=ConfigDict({"sums": sums}))
   pinned = hub_pins.pin(mixed)
   assert pinned.commits == (f"dataset:org/sums@v2={LATER}",)
   options = hub_pins.data_options(pinned, *args, {"revision": "v2"})
@@ -184,20 +174,20 @@ def test_data_of_the_hub_are_pinned_too(served):
     ({"commits": (3,)}, r"commits = \(3,\)"),
   ],
 )
-def test_settings_that_make_no_sense(changes, text):
+def test_settings_that_make_no_sense(changes, text, settings_with):
   with pytest.raises(ValueError, match=text):
-    made(**changes)
+    settings_with(**changes)
 
 
-def test_processes_compare_files_of_paths_only(served, model):
+def test_processes_compare_files_of_paths_only(served, model, settings_with):
   assert open_run._model_files(ID) == "from the Hub"
   assert "config.json: " in open_run._model_files(str(model))
-  made(model__path=ID, model__revision="v1")
+  settings_with(model__path=ID, model__revision="v1")
 
 
-def test_the_reward_model_is_of_the_commit(model, monkeypatch):
+def test_the_reward_model_is_of_the_commit(model, monkeypatch, settings_with):
   opened = policy.open_policy(str(model))
-  settings = made(reward__model="org/judge@v1", commits=LINES)
+  settings = settings_with(reward__model="org/judge@v1", commits=LINES)
 
   def find(path, files=hub.WHOLE):
     raise ValueError(f"{path} {len(files)}")
@@ -211,12 +201,14 @@ def test_the_reward_model_is_of_the_commit(model, monkeypatch):
     start._with_date(settings, opened)
 
 
-def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
+def test_sigterm_during_a_download_is_a_preemption(
+  monkeypatch, tmp_path, settings_with
+):
   def leave(*_):
     raise interrupts.Left("the download of org/tiny was interrupted")
 
   monkeypatch.setattr(open_run, "settle", lambda settings, _: settings)
   monkeypatch.setattr(open_run, "open_all", leave)
   with pytest.raises(SystemExit) as caught:
-    fit.run(made(), tmp_path)
+    fit.run(settings_with(), tmp_path)
   assert caught.value.code == interrupts.EXIT_PREEMPTED

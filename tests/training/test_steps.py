@@ -1,4 +1,4 @@
-"""Token in, token out: what was sampled is what is scored and learned from."""
+"""A step: tokens as they were sampled, its diagnosis, and no copies unasked."""
 
 import functools
 import pathlib
@@ -12,15 +12,18 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
+from grpojax.runtime import compilation
 from grpojax.runtime.text import tokenizer as tokenizers
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import from_config
-from grpojax.training.step import diagnosis
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.step import diagnosis, host
 from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step.batch import plan_packing
 
-B, G, T = 2, 4, 6
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
+
+
+def of_length(prompt, completion, example):
+  return float(len(completion))
 
 
 def ambiguous_tokenizer():
@@ -40,36 +43,34 @@ def test_completions_are_never_tokenized_again(
   tabular, monkeypatch, settings_with, open_step
 ):
   settings = settings_with(
-    batch_size=B,
-    group_size=G,
-    sampling__max_new_tokens=T,
+    batch_size=2,
+    group_size=4,
+    sampling__max_new_tokens=6,
     optim__micro_batches=1,
     optim__minibatches=2,
     log__samples_every=1,
     log__sample_groups=1,
   )
   tokenizer = ambiguous_tokenizer()
-  vocab = len(tokenizer)
-  lm = tabular.lm(1, vocab)
+  lm = tabular.lm(1, len(tokenizer))
   params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
   policy = policy_lib.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
   text, ids = tokenizers.encode_prompt(tokenizer, "abab")
-  prompts = Prompts(jnp.array([ids] * B), jnp.ones((B, len(ids)), bool))
+  prompts = Prompts(jnp.array([ids] * 2), jnp.ones((2, len(ids)), bool))
 
   def refuse(*args, **options):
     raise AssertionError("a completion was tokenized")
 
   for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
     monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
-  seen = []
-  decode = policy_lib.decode
+  seen, decode = [], policy_lib.decode
 
   def spy(policy, samples, *rows):
     seen.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
   monkeypatch.setattr(policy_lib, "decode", spy)
-  examples = [{"prompt_text": text, "answer": "1"}] * B
+  examples = [{"prompt_text": text, "answer": "1"}] * 2
   with rewards_lib.open_reward_pool(settings) as reward_pool:
     _, state, step = open_step(
       settings, policy, params, optax.sgd(0.0), reward_pool
@@ -82,10 +83,8 @@ def test_completions_are_never_tokenized_again(
   # The test can fail: their texts have another tokenization.
   (samples,) = seen
   again = [tokenizer.encode(sample["completion"]) for sample in shown]
-  assert any(
-    ids != sampled[: len(ids)].tolist()
-    for ids, sampled in zip(again, samples.completion_ids[0], strict=True)
-  )
+  pairs = zip(again, samples.completion_ids[0], strict=True)
+  assert any(ids != sampled[: len(ids)].tolist() for ids, sampled in pairs)
 
 
 def drawn(lm, count):
@@ -128,14 +127,15 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
   params, samples, rewards = drawn(lm, 8)
 
   def diagnosed(prompts, micro_batches, shards):
-    changes = {"optim__micro_batches": micro_batches}
-    changes |= {"advantage": "score_weighted"}
-    settings = settings_with(diagnostics__share=3 / prompts, **changes)
+    settings = settings_with(
+      diagnostics__share=3 / prompts,
+      optim__micro_batches=micro_batches,
+      advantage="score_weighted",
+    )
     diagnose = diagnosis.make_diagnose(settings, shards)
     some = jax.tree.map(lambda x: x[:prompts], (samples, rewards))
-    return jax.jit(functools.partial(diagnose, lm))(
-      params, *some, jax.random.key(3)
-    )
+    diagnose = jax.jit(functools.partial(diagnose, lm))
+    return diagnose(params, *some, jax.random.key(3))
 
   one = diagnosed(8, 4, 1)
   assert jnp.isfinite(one["own_gradient_mse"])
@@ -146,23 +146,60 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
   np.testing.assert_allclose(diagnosed(3, 1, 1)["c1"], one["c1"], rtol=1e-4)
 
 
-def test_what_has_a_reward_is_packed(config_with, samples_of):
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  lengths = np.array([[6, 1, 2, 2], [1, 6, 1, 1]])
-  samples = samples_of(np.arange(T) < lengths[..., None])
-  rewards = np.zeros((B, G), np.float32)
-  rewards[0, 0] = np.nan  # 6 tokens that nobody learns from
-  config = config_with(optim__micro_batches=1)
-  plan = lambda: plan_packing(from_config(config), samples, rewards, mesh)
-  with jax.set_mesh(mesh):
-    found = plan()
-    counts = np.unique(found.rows.sample_of_token, return_counts=True)
-    np.testing.assert_array_equal(counts[0], [-1, 0, 1, 2, 3])
-    assert counts[1][1:].sum() == lengths.sum() - 6
-    nowhere = found.prompt_of_copy.size
-    assert found.copy_of_sample[0, 0] == nowhere
-    assert found.micro_batches() == 1
-    config.optim.micro_batches = 8  # no part of packed rows is as small
-    assert plan() is None
-    config.optim.micro_batches, config.optim.packing = 1, False
-    assert plan() is None
+@pytest.fixture
+def stepper(tiny, settings_with, open_step, word_policy):
+  """A step of a tiny model, as `fit` runs it: `(length) -> row`."""
+  rows, columns = 4, 8
+  settings = settings_with(
+    batch_size=rows,
+    group_size=4,
+    sampling__max_new_tokens=8,
+    optim__micro_batches=2,
+    loss__beta=0.1,
+    reward__functions=(f"{__file__}:of_length",),
+  )
+  policy = word_policy(tiny.lm, (0, 1))
+  examples = [{"prompt_text": "", "answer": "1"}] * rows
+  rng = np.random.default_rng(0)
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    mesh, *held, step = open_step(
+      settings, policy, tiny.params, optax.adam(1e-3), reward_pool, True
+    )
+
+    def run(length):
+      ids = rng.integers(2, 11, (rows, columns)).astype(np.int32)
+      prompts = Prompts(ids, np.arange(columns) < np.full((rows, 1), length))
+      prompts = mesh_lib.place(prompts_lib.trim(prompts), mesh, "batch")
+      held[0], row, *_ = step(held[0], prompts, examples, False)
+      return row
+
+    with jax.set_mesh(mesh):
+      yield run
+
+
+@pytest.mark.slow
+def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
+  """Copies by `device_put` and `device_get` alone; programs by shapes alone."""
+  shapes, pack = [], host.plan_packing
+
+  def record(*args):
+    packing = pack(*args)
+    sizes = jax.tree.map(np.shape, packing), packing and packing.rows.sizes
+    shapes.append(str(sizes))
+    return packing
+
+  monkeypatch.setattr(host, "plan_packing", record)
+  compiled = compilation.seconds()
+  stepper(2)
+  once = len(compiled)
+  assert once >= 3
+  with jax.transfer_guard("disallow"):
+    rows = [stepper(2) for _ in range(4)]
+  assert all(np.isfinite(row["loss"]) for row in rows)
+  # Rows of another shape are two programs, reference and update.
+  new = set(shapes) - {shapes[0]}
+  assert len(compiled) - once == 2 * len(new)
+  # The guard guards.
+  with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+    with jax.transfer_guard("disallow"):
+      jnp.ones(3) + np.ones(3)

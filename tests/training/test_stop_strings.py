@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import chat, evaluate, train
+from grpojax import chat, evaluate
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 
@@ -19,30 +19,30 @@ def judge(prompt, completion, example):
 """
 
 
-def go(toy, model, tmp_path, name, **changes):
+@pytest.fixture
+def go(train_toy, tmp_path):
   """Trains on the toy task, whose model writes "####7" or "####3"."""
-  path = tmp_path / "again.py"
-  path.write_text(AGAIN)
-  settings = {
-    "batch_size": 4,
-    "checkpoint.every": 1,
-    "log.samples_every": 1,
-    "sampling.max_new_tokens": 40,
-    "sampling.stop": "7",
-    "reward.functions": f"{path}:judge,length",
-    "reward.weights": "1,0",
-    **changes,
-  }
-  run = tmp_path / name
-  train.main([*toy.arguments(model, **settings), f"--run_dir={run}"])
-  return run, records.read_jsonl(run / "samples.jsonl")
+
+  def go(name, **changes):
+    (tmp_path / "again.py").write_text(AGAIN)
+    settings = {
+      "batch_size": 4,
+      "checkpoint.every": 1,
+      "log.samples_every": 1,
+      "sampling.max_new_tokens": 40,
+      "sampling.stop": "7",
+      "reward.functions": f"{tmp_path / 'again.py'}:judge,length",
+      "reward.weights": "1,0",
+    }
+    train_toy(name, **settings | changes)
+    return records.read_jsonl(tmp_path / name / "samples.jsonl")
+
+  return go
 
 
 @pytest.mark.slow
-def test_a_run_reads_what_stands_before_a_stop_string(
-  toy_task, toy_model, tmp_path, capsys
-):
-  whole, rows = go(toy_task, toy_model, tmp_path, "whole", steps=2)
+def test_a_run_reads_what_stands_before_a_stop_string(go, tmp_path, capsys):
+  rows = go("whole", steps=2)
   cut = 0
   for row in rows:
     text = "".join(row["tokens"])
@@ -52,12 +52,12 @@ def test_a_run_reads_what_stands_before_a_stop_string(
     assert "7" not in row["completion"]
     assert row["reward"] == len(row["completion"])
   assert 0.1 < cut / len(rows) < 1
-  go(toy_task, toy_model, tmp_path, "parts", steps=1)
-  parts, same = go(toy_task, toy_model, tmp_path, "parts", steps=2)
-  assert rows == same
-  models = (hf.load_params(x / "model") for x in (whole, parts))
+  go("parts", steps=1)
+  assert rows == go("parts", steps=2)
+  models = (hf.load_params(tmp_path / x / "model") for x in ("whole", "parts"))
   jax.tree.map(np.testing.assert_array_equal, *models)
   capsys.readouterr()
+  whole = tmp_path / "whole"
   evaluate.main([f"--model={whole}"])
   after = json.loads((whole / "summary.json").read_text())["accuracy_after"]
   assert f"{after:.1%}" in capsys.readouterr().out
@@ -68,18 +68,12 @@ def test_a_run_reads_what_stands_before_a_stop_string(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop, most", [("##", 0), ("###", 2)])
-def test_turns_end_at_a_stop_string(stop, most, toy_task, toy_model, tmp_path):
+def test_turns_end_at_a_stop_string(stop, most, go, tmp_path):
   """Each begins anew: of "###", no part is of the turn before."""
-  _, rows = go(
-    toy_task,
-    toy_model,
-    tmp_path,
-    "turns",
-    steps=1,
-    **{"environment.path": tmp_path / "again.py", "environment.max_turns": 3},
-    **{"environment.max_turn_tokens": most, "sampling.stop": stop},
-    **{"reward.functions": "environment", "reward.weights": "1"},
-  )
+  changes = {"environment.path": tmp_path / "again.py", "sampling.stop": stop}
+  changes |= {"environment.max_turns": 3, "environment.max_turn_tokens": most}
+  changes |= {"reward.functions": "environment", "reward.weights": "1"}
+  rows = go("turns", steps=1, **changes)
   turns = [x for row in rows for x in row["turns"] if x["by"] == "model"]
   hashes = [x for x in turns if x["text"] == "##"]
   assert len(hashes) > 0.6 * len(turns) > 50

@@ -1,17 +1,17 @@
-"""Mixtures of data sets: what the section data.mixture says.
+"""Mixtures of data sets: the section data.mixture.
 
     data.mixture.easy.name = "arithmetic"    a data set; default the part's name
     data.mixture.easy.path, .options         as data.path and data.options
     data.mixture.easy.weight = 3.0           its share of the prompts; default 1
     data.mixture.easy.rewards = ("format",)  of reward.functions; default all
 
-Examples carry their part's name (`data.examples.SOURCE`), which reward
-functions see, and by which metrics and accuracies are reported.
+Examples carry their part's name (`data.examples.SOURCE`), for reward functions
+and for metrics and accuracies by data set.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,14 +27,14 @@ SECTION = "data.mixture"
 
 
 class Source(NamedTuple):
-  """A data set of a mixture, as the config has it."""
+  """A data set of a mixture, as in the config."""
 
   name: str  # kind of data set
   path: str = ""  # path of its files, or ""
   options: Mapping[str, Any] = {}  # keyword arguments of its load
   weight: float = 1.0  # its share, up to a factor
-  # Labels of the functions that score it, the first of which says what a right
-  # answer is; none stands for all.
+  # Labels of its reward functions, or () for all. The first decides on right
+  # answers.
   rewards: Sequence[str] = ()
 
 
@@ -47,13 +47,13 @@ def _source(part: str, settings: Mapping[str, Any]) -> Source:
 
 
 def sources(settings: TrainSettings) -> dict[str, Source]:
-  """The data sets of a valid config's mixture by their names in it, sorted."""
+  """Returns the data sets of a valid mixture by their names, sorted."""
   section = sorted(settings.data.mixture.items())
   return {part: _source(part, options) for part, options in section}
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """The data sets that a reward function is for; those for all are left out."""
+  """Returns the data sets of each reward function that is not for all."""
   named, sources_of = sources(settings), {}
   for name in map(label, settings.reward.functions):
     own = [k for k, x in named.items() if not x.rewards or name in x.rewards]
@@ -63,7 +63,7 @@ def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
 
 
 def judges(settings: TrainSettings) -> dict[str, str]:
-  """The function that says what a right answer is, by data set."""
+  """Returns the function that decides on right answers, by data set."""
   default = label(settings.reward.functions[0])
   return {
     part: (*one.rewards, default)[0] for part, one in sources(settings).items()
@@ -87,13 +87,9 @@ def errors(settings: TrainSettings) -> list[str]:
     lines += _part(part, options, labels)
   if lines:
     return lines
-  idle = set(labels)
-  for part, options in parts.items():
-    idle -= {*(_source(part, options).rewards or labels)}
-  if idle:
-    remedy = (
-      f"no data set of data.mixture is scored by {min(idle)}: leave it out"
-    )
+  used = [_source(part, x).rewards or labels for part, x in parts.items()]
+  if idle := set(labels).difference(*used):
+    remedy = f"no data set of {SECTION} is scored by {min(idle)}: leave it out"
     lines.append(config_error("reward.functions", functions, remedy))
   return lines
 
@@ -114,10 +110,6 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     remedy = f"unknown: use {', '.join(Source._fields)}{hint}"
     errors.append(config_error(f"{field}.{key}", options[key], remedy))
 
-  def need(key: str, default: Any, holds: Callable[[Any], bool], remedy: str):
-    if not holds(value := options.get(key, default)):
-      errors.append(config_error(f"{field}.{key}", value, remedy))
-
   def positive(weight) -> bool:
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     return number and 0 < weight < math.inf
@@ -132,19 +124,27 @@ def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
     return len(set(names)) == len(names) and set(names) <= set(labels)
 
   names = list(DATASETS)
-  need("name", part, names.__contains__, f"use one of {', '.join(names)}")
-  need("weight", 1.0, positive, "must be a number more than 0")
-  need("path", "", lambda path: isinstance(path, str), "must be a text")
-  need("options", {}, lambda x: isinstance(x, Mapping), "is a section")
-  remedy = f"names, each once, among reward.functions: {labels}"
-  need("rewards", (), of_labels, remedy)
+  values = Source(part)._asdict() | dict(options)
+  for key, holds, remedy in (
+    ("name", names.__contains__, f"use one of {', '.join(names)}"),
+    ("weight", positive, "must be a number more than 0"),
+    ("path", lambda path: isinstance(path, str), "must be a text"),
+    ("options", lambda x: isinstance(x, Mapping), "is a section"),
+    (
+      "rewards",
+      of_labels,
+      f"names, each once, among reward.functions: {labels}",
+    ),
+  ):
+    if not holds(values[key]):
+      errors.append(config_error(f"{field}.{key}", values[key], remedy))
   return errors
 
 
 def by_source(
   settings: TrainSettings, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-  """Returns the examples' rows by data set; empty where nothing is mixed."""
+  """Returns the examples' rows by data set; empty without a mixture."""
   rows_of: dict[str, list[int]] = {name: [] for name in sources(settings)}
   for i, example in enumerate(examples if rows_of else ()):
     rows_of[example[SOURCE]].append(i)
@@ -156,13 +156,10 @@ def metrics(
   examples: Sequence[Mapping[str, Any]],
   rewards: Float[np.ndarray, "B G"],
 ) -> dict[str, int | float]:
-  """A step's numbers by data set: none where nothing is mixed.
+  """Returns a step's metrics by data set; empty without a mixture.
 
-  Returns:
-    `NAME/prompts`, a count; and, as the metrics of all, `NAME/reward_mean` (of
-    the completions with a reward; left out where there is none) and
-    `NAME/zero_variance_groups`, of the rewards as they came, whatever is
-    compared of them.
+  They are `NAME/prompts`, `NAME/reward_mean` (of the completions with a reward,
+  if any) and `NAME/zero_variance_groups` of the rewards before aggregation.
   """
   row: dict[str, int | float] = {}
   for name, rows in by_source(settings, examples).items():

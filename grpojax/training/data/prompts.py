@@ -24,11 +24,11 @@ Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
   """Returns keywords of the chat template, with the environment's tools."""
   options, own = dict(settings.data.template_options), settings.environment
-  tools = []
-  if own.on:
-    tools = conventions.resolve(
-      own.path, own.tools, own.options, own.tool_format, own.action
-    ).tools
+  if not own.on:
+    return options
+  tools = conventions.resolve(
+    own.path, own.tools, own.options, own.tool_format, own.action
+  ).tools
   if tools and "tools" not in str(policy.tokenizer.chat_template or ""):
     raise ValueError(
       "environment: this model's chat template knows of no tools (or it has "
@@ -39,7 +39,7 @@ def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
 
 
 def encoder(settings: TrainSettings, policy: Policy):
-  """`(prompt) -> (text, ids)`: prompts in the policy's format."""
+  """Returns `(prompt) -> (text, ids)`, in the policy's format."""
   data = settings.data
   return functools.partial(
     tokenizer_lib.encode_prompt,
@@ -54,7 +54,7 @@ def encoder(settings: TrainSettings, policy: Policy):
 def prompt_batches(
   settings: TrainSettings, policy: Policy, examples, **options: Any
 ) -> Batches:
-  """Batches of prompts in the policy's format, see `pipeline`."""
+  """Returns batches of prompts in the policy's format, see `pipeline`."""
   return pipeline.prompt_batches(
     examples,
     encoder(settings, policy),
@@ -65,7 +65,7 @@ def prompt_batches(
 
 
 def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
-  """Returns prompts of rows of token ids, padded on the right."""
+  """Pads rows of token ids on the right."""
   mask = np.arange(width) < np.array([*map(len, rows)])[:, None]
   ids = np.full(mask.shape, pad_id, np.int32)
   ids[mask] = list(itertools.chain(*rows))
@@ -75,8 +75,8 @@ def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
 def trim(prompts: Prompts) -> Prompts:
   """Cuts padding that all prompts of a batch share, on the host.
 
-  To the shortest of a quarter, a half, three quarters and all of the length
-  (rounded up) which holds them: each size is a program to compile.
+  The new length is 1, 2, 3 or 4 quarters of the old one (rounded up), because
+  each size is a program to compile.
   """
   limit = prompts.prompt_ids.shape[1]
   longest = np.sum(prompts.prompt_mask, axis=-1).max()
@@ -88,14 +88,10 @@ def trim(prompts: Prompts) -> Prompts:
 
 
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
-  """One pass over held-out examples, in their order, each batch trimmed."""
+  """Returns one pass over held-out examples, in order, with trimmed batches."""
+  size = settings.eval.batch_size
   batches = prompt_batches(
-    settings,
-    policy,
-    examples,
-    batch_size=settings.eval.batch_size,
-    shuffle=False,
-    repeat=False,
+    settings, policy, examples, batch_size=size, shuffle=False, repeat=False
   )
   return ((trim(prompts), batch) for prompts, batch in batches)
 
@@ -103,14 +99,11 @@ def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
 def take(
   batches: Batches, count: int, mesh: jax.sharding.Mesh
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """The next `count` batches as one, trimmed, on a mesh."""
-  taken = [next(batches) for _ in range(count)]
-  prompts = taken[0][0]
-  if count > 1:
-    all_prompts = [prompts for prompts, _ in taken]
-    prompts = jax.tree.map(lambda *x: np.concatenate(x), *all_prompts)
-  examples = [example for _, batch in taken for example in batch]
-  return mesh_lib.place(trim(prompts), mesh, "batch"), examples
+  """Returns the next `count` batches as one, trimmed, on a mesh."""
+  prompts, examples = zip(*(next(batches) for _ in range(count)), strict=True)
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *prompts)
+  flat = [*itertools.chain(*examples)]
+  return mesh_lib.place(trim(joined), mesh, "batch"), flat
 
 
 def training_batches(
@@ -121,7 +114,7 @@ def training_batches(
   start: int = 0,
   parts: int = 1,
 ) -> Batches:
-  """The run's prompts from number `start` on, a step's in `parts` batches."""
+  """Returns the run's prompts from number `start`, `parts` batches per step."""
   samples = batches_lib.samples_per_step(settings)
   target = None
   if settings.reward.on_device:
@@ -140,17 +133,13 @@ def training_batches(
 def prompts_of(
   settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """A batch of chosen examples."""
+  """Returns a batch of chosen examples."""
   encode, limit = encoder(settings, policy), settings.data.max_prompt_length
-  return pipeline.collate(
-    [
-      pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
-      for i in indices
-    ]
-  )
+  row = lambda i: pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
+  return pipeline.collate([*map(row, indices)])
 
 
 def device_reward(settings: TrainSettings, policy: Policy):
-  """`(target, reward)`: the reward on ids, see `rewards.exact_ids`."""
+  """Returns `(target, reward)`, the reward on ids (`rewards.exact_ids`)."""
   (name,) = settings.reward.functions
   return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

@@ -1,7 +1,7 @@
-"""A data set's examples, of training and held-out, whose prompts fit.
+"""A data set's training and held-out examples whose prompts fit.
 
-A run must not end in the middle because of one prompt, nor go on after a break
-with other data: so all examples of a finite data set are read before it starts.
+All examples of a finite data set are read before a run starts, so that no
+prompt can end it in the middle, and so that it cannot resume with other data.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096
-"""Prompts of an endless data set that are read before a run starts, at most."""
+"""Most prompts of an endless data set that are read before a run starts."""
 
 FINGERPRINTED = 256
 """Number of examples in the fingerprint of an endless data set."""
@@ -42,22 +42,22 @@ class Split(NamedTuple):
   """The examples of one split whose prompts fit."""
 
   examples: Any  # random access to them
-  dropped: int = 0  # number of those that do not fit; 0 where they are refused
+  dropped: int = 0  # number of examples that do not fit
   fingerprint: str = ""  # SHA-256 of all examples' JSON, in their order
   # [n], tokens of each prompt, or of an endless data set's first ones
   lengths: Int[np.ndarray, "n"] | None = None
-  # [n], a hash of each prompt's text; none of an endless data set
+  # [n], a hash of each prompt's text; empty for an endless data set
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""  # fingerprint of all that the lengths depend on
+  key: str = ""  # fingerprint of everything that decides the lengths
   parts: Mapping[str, Any] = {}  # splits of a mixture's data sets, by name
 
 
 def with_prompt_length(
   settings: TrainSettings, *splits: Split
 ) -> TrainSettings:
-  """Fills in data.max_prompt_length = 0: tokens of the longest prompt.
+  """Replaces data.max_prompt_length = 0 by the tokens of the longest prompt.
 
-  Of an endless data set only some are measured, so there is room for more.
+  An endless data set is measured in part, so its prompts get more room.
   """
   if settings.data.max_prompt_length:
     return settings
@@ -70,19 +70,17 @@ def with_prompt_length(
 def load_examples(settings: TrainSettings, split: str) -> Any:
   """Returns random access to all examples of a split.
 
-  "train" is seeded by the run's seed; of "test" the first `eval.num_prompts`
-  are read, whatever the seed. Of several data sets (data.mixture) it is a
-  `Mixture`, with `eval.num_prompts` held-out ones of each.
+  "train" is seeded by the run's seed; "test" has the first `eval.num_prompts`,
+  whatever the seed. A mixture (data.mixture) has that number of each data set.
   """
-  options_of_split = {
-    "train": {"seed": settings.seed},
-    "test": {"size": settings.eval.num_prompts},
-  }
   data, parts = settings.data, []
+  of_split = {"size": settings.eval.num_prompts}
+  if split == "train":
+    of_split = {"seed": settings.seed}
 
   def load(name, path, options):
     options = hub_pins.data_options(settings, name, path, options)
-    return datasets.load(name, split, path, options, **options_of_split[split])
+    return datasets.load(name, split, path, options, **of_split)
 
   for name, source in mixtures.sources(settings).items():
     try:
@@ -105,7 +103,7 @@ def load_split(
   check_signals: Callable[[], None] = lambda: None,
   examples: Any = None,
 ) -> Split:
-  """Returns the examples of a split, all of which have been read and do fit.
+  """Reads the examples of a split; returns those that fit.
 
   The policy's tokenizer measures them, unless `cache`, a file of
   `save_lengths`, has their lengths. `check_signals` is called between examples.
@@ -117,11 +115,12 @@ def load_split(
   if not isinstance(examples, Mixture):
     return fit(examples, split)
   parts = {p.name: fit(p.examples, f"{split} {p.name}") for p in examples.parts}
+  fitting = [
+    p._replace(examples=parts[p.name].examples) for p in examples.parts
+  ]
   prints = {name: part.fingerprint for name, part in parts.items()}
   return Split(
-    Mixture(
-      [p._replace(examples=parts[p.name].examples) for p in examples.parts]
-    ),
+    Mixture(fitting),
     sum(part.dropped for part in parts.values()),
     hashlib.sha256(json.dumps(prints).encode()).hexdigest(),
     np.concatenate([part.lengths for part in parts.values()]),
@@ -138,7 +137,7 @@ def _fit(
   examples: Any,
   name: str,
 ) -> Split:
-  """Reads the examples of one data set, and chooses those that fit."""
+  """Reads the examples of one data set, and selects those that fit."""
   limit = settings.data.max_prompt_length or math.inf
   endless = len(examples) >= ENDLESS
   printed, texts = fingerprint(examples, check_signals)
@@ -152,7 +151,6 @@ def _fit(
   too_long = lengths > limit
   remedy = "raise it"
   if too_long.any() and cache and run_directory.has_begun(cache.parent):
-    # A run keeps its limit, be it given or filled in.
     remedy = "restore the data, as this run keeps its limit"
   if settings.data.too_long == "refuse":
     if too_long.any():
@@ -182,11 +180,7 @@ def _fit(
 def fingerprint(
   examples: Any, check_signals: Callable[[], None]
 ) -> tuple[str, Int[np.ndarray, "n"]]:
-  """Reads all examples, or the first ones of an endless data set.
-
-  Returns:
-    The SHA-256 of all that was read, and `Split.prompts`.
-  """
+  """Reads all examples (or some); returns their SHA-256 and `Split.prompts`."""
   endless, digest = len(examples) >= ENDLESS, hashlib.sha256()
   count = FINGERPRINTED if endless else len(examples)
   texts = np.empty(count, np.int64)
@@ -222,7 +216,7 @@ def prompt_lengths(
 def _watched(
   count: int, verb: str, check_signals: Callable[[], None]
 ) -> Iterator[int]:
-  """Yields 0, 1, ..., and prints from time to time how far it is."""
+  """Yields 0, 1, ..., and prints its progress from time to time."""
   last = time.monotonic()
   for i in range(count):
     check_signals()
@@ -233,18 +227,16 @@ def _watched(
 
 
 def _prompts_of_run(settings: TrainSettings) -> int:
-  """Prompts that a run takes at most."""
-  samples = batches_lib.samples_per_step(settings)
+  """Returns the number of prompts that a run takes at most."""
   batches = settings.steps
   if settings.filter_groups.enable:
     batches *= settings.filter_groups.max_num_gen_batches
-  return batches * max(
-    samples // size for size in batches_lib.group_sizes(settings)
-  )
+  smallest = min(batches_lib.group_sizes(settings))
+  return batches * (batches_lib.samples_per_step(settings) // smallest)
 
 
 def _digest(settings: TrainSettings, policy: Policy) -> str:
-  """Of all but the examples that decides how long prompts are."""
+  """Returns a hash of everything but the examples that decides the lengths."""
   digest = hashlib.sha256()
   for name in hf.COMPANIONS:
     file = policy.directory / name
@@ -257,7 +249,7 @@ def _digest(settings: TrainSettings, policy: Policy) -> str:
 
 
 def save_lengths(file: pathlib.Path, splits: Mapping[str, Split]) -> None:
-  """Keeps the lengths of all prompts for `load_split`, in a .npz file."""
+  """Stores the lengths of all prompts for `load_split`, in a .npz file."""
   arrays = {}
   for split, whole in splits.items():
     parts = {f"{split} {name}": part for name, part in whole.parts.items()}
@@ -272,8 +264,7 @@ def _saved_lengths(file: pathlib.Path | None, split: str, key: str):
     return None
   try:
     with np.load(file, allow_pickle=False) as arrays:
-      if str(arrays[f"{split} key"]) == key:
-        return arrays[split]
+      known = str(arrays[f"{split} key"]) == key
+      return arrays[split] if known else None
   except Exception:  # zipfile and NumPy raise many kinds
-    pass  # it is only a cache
-  return None
+    return None  # it is only a cache

@@ -1,7 +1,7 @@
 """Best state of a run, by its greedy held-out accuracy.
 
-The best of several evaluations on the same prompts is a little luckier than it
-is good: its accuracy is no unbiased estimate, that of the last state is.
+The accuracy of the best of several evaluations is biased upwards; that of the
+last state is unbiased.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ from typing import Any
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
-"""JSON values that every checkpoint has: "best", the row of the evaluation with
-the highest accuracy; "last", the last step that was evaluated; "without_gain",
-the number of evaluations in a row that have not raised the highest accuracy,
-that of the starting weights included. {} is none yet."""
+"""JSON values in every checkpoint: "best", the row of the evaluation with the
+highest accuracy; "last", the last evaluated step; "without_gain", the number of
+evaluations in a row that did not raise the highest accuracy, the starting
+weights' included. {} before the first evaluation."""
 
 COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
 
 
 def after(record: Record, baseline: Row | None, row: Row) -> Record:
-  """Record after one more evaluation, which counts once.
+  """Returns the record after one more evaluation, which counts once.
 
-  One on other prompts than before begins anew. `baseline` is the evaluation of
+  The record starts again if the prompts change. `baseline` is the evaluation of
   the starting weights.
   """
   if row["step"] <= record.get("last", 0):
@@ -37,20 +37,20 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
 
 
 def without_lost(record: Record, steps: Sequence[int]) -> Record:
-  """Record without a best state that is not among the checkpoints' steps."""
+  """Removes a best state that is not among the checkpoints' steps."""
   if step(record) in (None, *steps):
     return record
   return {name: value for name, value in record.items() if name != "best"}
 
 
 def step(record: Record) -> int | None:
-  """Step of the best state; None before the first evaluation."""
+  """Returns the step of the best state; None before the first evaluation."""
   best = record.get("best")
   return best["step"] if best else None
 
 
 def stopping(record: Record, limit: int) -> str | None:
-  """Reason why a run ends early after `limit` evaluations without gain."""
+  """Returns why a run ends after `limit` evaluations without gain, or None."""
   count = record.get("without_gain", 0)
   if not 0 < limit <= count:
     return None

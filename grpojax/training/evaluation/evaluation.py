@@ -1,11 +1,10 @@
-"""Evaluation of one model or two by their completions of held-out prompts.
+"""Evaluation of one or two models by their completions of held-out prompts.
 
-Everything is computed from one value a prompt: prompts are what varies, and the
-samples of one prompt are not independent of each other.
+All estimates use one value per prompt, because the samples of one prompt are
+not independent of each other.
 
-Each model writes prompts in its own format and counts them with its own
-tokenizer, so what `data.too_long` drops differs between models. Two models are
-compared on what fits both.
+Each model has its own prompt format and tokenizer, so `data.too_long` may drop
+other prompts for each. Two models are compared on prompts that fit both.
 """
 
 import functools
@@ -53,7 +52,7 @@ Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
 
 
 class HeldOut(NamedTuple):
-  """Held-out problems that one model is asked."""
+  """Held-out problems for one model."""
 
   # Prompts with their examples, in the order of the data set.
   batches: list[tuple[Prompts, list[dict[str, Any]]]]
@@ -68,8 +67,7 @@ class HeldOut(NamedTuple):
 class Evaluation(NamedTuple):
   """Completions of held-out prompts."""
 
-  # Rewards [prompts, samples]; nan, where there is none, is not right.
-  rewards: np.ndarray
+  rewards: np.ndarray  # [prompts, samples]; nan is not right
   texts: list[list[str]]  # the completions, [prompts][samples]
   examples: list[dict[str, Any]]  # the problems, with their "prompt_text"
   lengths: np.ndarray  # tokens of the completions [prompts, samples]
@@ -79,13 +77,11 @@ class Evaluation(NamedTuple):
 def _in_common(
   names: Sequence[str], splits: Sequence[splits_lib.Split]
 ) -> list[Any]:
-  """Returns of each model's examples those that fit all models."""
+  """Returns each model's examples that fit all models."""
+  text = functools.partial(json.dumps, sort_keys=True)
   prompts = [
-    [
-      json.dumps(split.examples[i]["prompt"], sort_keys=True)
-      for i in range(len(split.examples))
-    ]
-    for split in splits
+    [text(x.examples[i]["prompt"]) for i in range(len(x.examples))]
+    for x in splits
   ]
   common = set.intersection(*map(set, prompts))
   if not common:
@@ -102,14 +98,11 @@ def _in_common(
 def held_out_problems(
   settings: TrainSettings, names: Sequence[str], policies: Sequence[Policy]
 ) -> list[HeldOut]:
-  """Held-out problems that fit all models, in each model's format.
+  """Returns the held-out problems that fit all models, in each model's format.
 
-  For each model they are the same problems in the same order.
-
-  Raises:
-    ValueError: no problem fits all models; a prompt is too long and
-      `data.too_long` is "refuse"; or the data lack what a reward function
-      needs.
+  They are the same problems in the same order for each model. ValueError if no
+  problem fits all, one is too long under `data.too_long = "refuse"`, or the
+  data lack a reward function's column.
   """
 
   def for_each(function, *columns):
@@ -127,24 +120,19 @@ def held_out_problems(
   settings = splits_lib.with_prompt_length(settings, *splits)
   longest = settings.data.max_prompt_length
   new_tokens = settings.sampling.max_new_tokens
-  for_each(
-    lambda p: policy_lib.check_positions(
-      p.directory, longest, new_tokens, p.ignore_keys
-    )
-  )
-  rewards_lib.check_columns(
-    settings, rewards_lib.resolve_functions(settings), splits[0]
-  )
+  check = policy_lib.check_positions
+  for_each(lambda p: check(p.directory, longest, new_tokens, p.ignore_keys))
+  resolved = rewards_lib.resolve_functions(settings)
+  rewards_lib.check_columns(settings, resolved, splits[0])
   examples = [split.examples for split in splits]
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)
-  batches = for_each(
-    lambda p, own: list(prompts_lib.held_out(settings, p, own)), examples
-  )
-  return [
-    HeldOut(one, split.dropped)
-    for one, split in zip(batches, splits, strict=True)
-  ]
+
+  def held_out(policy, split, own):
+    batches = prompts_lib.held_out(settings, policy, own)
+    return HeldOut(list(batches), split.dropped)
+
+  return for_each(held_out, splits, examples)
 
 
 def evaluate(
@@ -159,14 +147,14 @@ def evaluate(
   check_signals: Callable[..., None] = lambda together=False: None,
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-  """Samples completions of every batch of a data set, and their rewards.
+  """Samples and rewards completions of every batch of a data set.
 
-  The policy's own parameters are not used. The last batch may be shorter, and
-  is padded; without a mesh there is one device. `step` of the run are done, for
-  rewards that ask for it (`rewards.with_step`). Of the rewards the first
-  decides what is right. `check_signals` is called before each batch, `together`
-  with all processes, and while samples and rewards are waited for,
-  `on_progress` with the number of prompts that are done, from 0.
+  The policy's own parameters are not used. The last batch may be shorter;
+  without a mesh there is one device. `step` is the number of finished steps,
+  for rewards that use it (`rewards.with_step`). The first reward decides on
+  right answers. `check_signals` is called before each batch with all processes
+  (`together`) and while waiting; `on_progress` gets the number of finished
+  prompts, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
   key = seed_key(settings.seed)
@@ -202,7 +190,7 @@ def evaluate(
 def failed(failures: Sequence[Failure]) -> str:
   """Describes rewards that could not be computed, in a line."""
   first = failures[0]
-  # It may quote the completion, and have lines of its own.
+  # The reason may quote the completion, and have several lines.
   reason = printable(" ".join(first.reason.split()))
   return (
     f"{len(failures)} rewards failed; the first: {first.function} "
@@ -225,10 +213,7 @@ def answer_reader(settings: TrainSettings, name: str) -> Answer:
 def answer_labels(
   result: Evaluation, answer: Answer
 ) -> Int[np.ndarray, "prompts samples"]:
-  """Equal numbers for a prompt's samples with the same answer; -1 for none.
-
-  The answers 7, 3, 7 and none, for example, are [0, 1, 0, -1].
-  """
+  """Numbers each prompt's answers: 7, 3, 7 and none are [0, 1, 0, -1]."""
   rows = []
   for group, example in zip(result.texts, result.examples, strict=True):
     prompt = example.get("prompt_text", "")
@@ -245,12 +230,12 @@ def per_prompt(
   answer: Answer | None = None,
   graded: bool = False,
 ) -> dict[str, np.ndarray]:
-  """Values that are estimated, by name: one a prompt, [prompts].
+  """Returns the values to estimate, by name: one per prompt, [prompts].
 
-  They are pass@k for each of `ks` or, without any, the accuracy of the first
-  completion; maj@k with an `answer_reader`; and the mean reward if all
-  completions have one and it is `graded` or not just 0 and 1. Those that need
-  several prompts for an interval are left out of one.
+  They are pass@k for each of `ks` or, without ks, the accuracy of the first
+  completion; maj@k with an `answer_reader`; and the mean reward, if all
+  completions have one and it is `graded` or not just 0 and 1. A single prompt
+  has no values that need several for an interval.
   """
   right = result.rewards >= CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
@@ -268,7 +253,7 @@ def per_prompt(
 def _with_interval(
   values: Mapping[str, np.ndarray], rows: Int[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-  """Values of some prompts; of a single one its accuracy alone."""
+  """Returns the values of some prompts; of a single one only its accuracy."""
   several = len(rows) > 1
   names = [name for name in values if several or name == "accuracy"]
   return {name: values[name][rows] for name in names}
@@ -277,10 +262,10 @@ def _with_interval(
 def outcomes(
   result: Evaluation, accuracy: Float[np.ndarray, "B"]
 ) -> dict[str, Any]:
-  """Makes a row of evaluations.jsonl but for its step, of `per_prompt`.
+  """Returns a row of evaluations.jsonl without its step, from `per_prompt`.
 
-  `right` is a text of a 0 or 1 a prompt, and `problems` a fingerprint of what
-  was asked in which order: evaluations with the same one can be compared.
+  `right` has a character 0 or 1 per prompt. Evaluations with the same
+  `problems`, a fingerprint of the prompts in their order, can be compared.
   """
   problems = [  # 7 and "7" are one answer
     [e.get("prompt"), str(e["answer"]) if "answer" in e else None]
@@ -296,7 +281,7 @@ def outcomes(
 def by_data_set(
   settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, np.ndarray]]:
-  """Values of `per_prompt` by data set; empty where nothing is mixed."""
+  """Returns values of `per_prompt` by data set; empty without a mixture."""
   each = {
     name: _with_interval(values, rows)
     for name, rows in mixtures.by_source(settings, result.examples).items()
@@ -309,10 +294,10 @@ def _right_or_wrong(*values: np.ndarray) -> bool:
 
 
 def estimate(values: np.ndarray) -> tuple[float, float, float]:
-  """Mean over prompts with its 95% interval: mean, low, high.
+  """Returns the mean over prompts and its 95% interval: mean, low, high.
 
-  Wilson's interval where each prompt is right or wrong, `share_interval` of
-  other values in [0, 1], and else Student's.
+  Wilson's interval if each prompt is right or wrong, `share_interval` for other
+  values in [0, 1], else Student's.
   """
   if _right_or_wrong(values):
     return wilson_interval(int(np.sum(values)), len(values))
@@ -321,7 +306,7 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-  """Estimates for JSON: fields of the accuracy, or [mean, low, high] each."""
+  """Returns estimates for JSON: [mean, low, high], the accuracy as 3 fields."""
   estimates = {name: list(estimate(value)) for name, value in values.items()}
   accuracy = estimates.pop("accuracy", [])
   names = ("accuracy", "accuracy_low", "accuracy_high")
@@ -331,9 +316,9 @@ def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def compare(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
 ) -> dict[str, PairedDifference]:
-  """Paired differences, a less b, of what `per_prompt` gave for two models.
+  """Returns paired differences, a - b, of two models' values of `per_prompt`.
 
-  Agresti and Min's interval where each prompt is right or wrong for both, else
+  Agresti and Min's interval if each prompt is right or wrong for both, else
   Student's.
   """
   return {
@@ -345,16 +330,14 @@ def compare(
   }
 
 
-def text(
-  name: str, mean: float, low: float, high: float, sign: str = ""
-) -> str:
+def text(name: str, mean: float, low: float, high: float, sign="") -> str:
   """Writes an estimate with its interval, in percent or as a reward."""
   form = f"{sign}.3g" if name == REWARD else f"{sign}.1%"
   return f"{mean:{form}}  [{low:{form}}, {high:{form}}]"
 
 
 def lines(values: Mapping[str, np.ndarray]) -> list[str]:
-  """Lines of one model's numbers, to print."""
+  """Returns lines of one model's numbers, to print."""
   return [
     f"{TITLES.get(name, name)}  {text(name, *estimate(value))}"
     for name, value in values.items()
@@ -364,16 +347,11 @@ def lines(values: Mapping[str, np.ndarray]) -> list[str]:
 def table(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
 ) -> list[str]:
-  """Lines of both models' numbers and their paired differences, to print."""
+  """Returns lines of two models' numbers and paired differences, to print."""
   rows = [("", "model", "compare", "model - compare", "p")]
   for name, (*difference, p_value) in compare(a, b).items():
     both = (text(name, *estimate(values[name])) for values in (a, b))
     row = TITLES.get(name, name), *both, text(name, *difference, sign="+")
     rows.append((*row, f"{p_value:.2g}"))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return [
-    "   ".join(
-      f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)
-    ).rstrip()
-    for row in rows
-  ]
+  return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

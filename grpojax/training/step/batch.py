@@ -1,5 +1,6 @@
 """From rewards to the batch of an update, with its packing."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -20,7 +21,7 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def reward_weights(reward: RewardSettings) -> Sequence[int | float]:
-  """Returns the weights of the functions, and last of a reward model."""
+  """Returns the weights of the functions, then of the reward model, if any."""
   return (*reward.weights, *([reward.model_weight] if reward.model else []))
 
 
@@ -29,10 +30,8 @@ def aggregation(
 ) -> Callable[[Float[Array, "K B G"]], Float[Array, "B G"]] | None:
   """Returns the aggregation of functions' rewards; None for their sum."""
   function = AGGREGATIONS[reward.aggregation]
-  if function is None:
-    return None
   weights = reward_weights(reward)
-  return lambda values: function(values, weights=weights)
+  return function and functools.partial(function, weights=weights)
 
 
 def baseline_rewards(
@@ -41,10 +40,10 @@ def baseline_rewards(
   rewards: Float[Array, "B G"],
   values: Float[Array, "K B G"] | None,
 ) -> Float[Array, "B G"]:
-  """Returns the numbers that the completions of a group are compared by.
+  """Returns the numbers that compare a group's completions.
 
-  They are NaN for a completion that is not in its group's baseline. `values`
-  are the rewards of each function, where these are aggregated.
+  NaN leaves a completion out of its group's baseline. `values` are the rewards
+  of each function, if they are aggregated.
   """
   aggregate = aggregation(settings.reward)
   compared = rewards if aggregate is None else values
@@ -66,7 +65,7 @@ def in_baseline(
 def of_turns(
   reward: RewardSettings, rollout: Rollout, rewards: Float[Array, "B G"]
 ) -> Float[Array, "B G K"]:
-  """Splits rewards by turns: the environment's, and the rest to the last."""
+  """Splits rewards by turn: the environment's, the rest on the last turn."""
   weight = reward.weights[reward.functions.index("environment")]
   by_turn = weight * rollout.turn_rewards
   last = jnp.max(rollout.turns, axis=-1, keepdims=True)
@@ -81,10 +80,7 @@ def plan_packing(
   rewards: Float[np.ndarray, "B G"],
   mesh: jax.sharding.Mesh,
 ) -> Packing | None:
-  """Plans which completions share rows; None where rows stay as they are.
-
-  Only completions whose log-probabilities anybody asks for get a place.
-  """
+  """Plans rows of the completions that the update reads; None to not pack."""
   if not settings.optim.packing:
     return None
   needed = in_baseline(settings, rollout, rewards)
@@ -105,28 +101,20 @@ def plan_packing(
 
 
 def make_batch_program(settings: TrainSettings, ref_lm: LM | None = None):
-  """Makes the part of a step between the rewards and the update.
+  """Returns the program between the rewards and the update, to be jitted.
 
-  Returns:
-    `(lm, params, rollout, rewards, *, values, scale, **options) -> (batch,
-    metrics)`, to be jitted. `values` [K, B, G] are the rewards of each
-    function, where `reward.aggregation` compares more than their sum; `scale`
-    is a factor of all advantages once they are bounded, or None; the options
-    are arrays that `make_batch` takes. `ref_lm` is the model of a teacher.
+  It is `(lm, params, rollout, rewards, *, values, scale, **options) -> (batch,
+  metrics)`. `values` [K, B, G] are the rewards of each function, or None if
+  only their sum is compared; `scale` multiplies the bounded advantages; the
+  options are arrays of `make_batch`. `ref_lm` is the model of a teacher.
   """
 
   def batch_of(
-    lm,
-    params,
-    rollout: Rollout,
-    rewards,
-    *,
-    values=None,
-    scale=None,
-    **options,
+    lm, params, rollout: Rollout, rewards, *, values=None, scale=None, **options
   ) -> tuple[Batch, dict[str, Array]]:
     compared = baseline_rewards(settings, rollout, rewards, values)
-    credit, by_turn = settings.environment.credit, compared
+    credit = settings.environment.credit
+    by_turn = compared
     if credit != "trajectory":
       by_turn = of_turns(settings.reward, rollout, compared)
     batch = make_batch(

@@ -11,7 +11,6 @@ from grpojax.core.step import make_grpo_step
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.policy import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference
 from grpojax.training.step.diagnosis import make_diagnose
@@ -20,13 +19,13 @@ from grpojax.training.step.host import StepResult
 
 def make_device_program(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   tx: optax.GradientTransformation,
   shardings: TrainState,
   diagnose: Callable[..., Any] | None = None,
 ):
-  """Makes `(state, prompts, ref_params) -> (state, metrics)`, one program.
+  """Returns the program `(state, prompts, ref_params) -> (state, metrics)`.
 
   The state is donated. `diagnose` is a function of `make_diagnose`, or None.
   """
@@ -57,16 +56,16 @@ def make_device_program(
 
 def make_device_step(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   tx: optax.GradientTransformation,
   ref_params: Params | None,
   shardings: TrainState,
 ) -> Callable[..., StepResult]:
-  """Makes the step of `HostStep` as one XLA program.
+  """Returns a step like `HostStep`, but in one XLA program.
 
-  It returns neither samples nor failures: completions never reach the host,
-  which could pack them for the reference and the update.
+  Completions never reach the host: rows are not packed, and the result has
+  neither samples nor failures.
   """
   make_program = functools.partial(
     make_device_program, settings, policy, group_size, tx, shardings
@@ -78,13 +77,8 @@ def make_device_step(
   )
 
   def step(
-    state: TrainState,
-    prompts: Prompts,
-    examples: Any = None,
-    diagnosed: bool = False,
-    *_: Any,
+    state: TrainState, prompts: Prompts, _=None, diagnosed: bool = False, *__
   ) -> StepResult:
-    del examples
     program = with_diagnosis if diagnosed else plain
     following, state = state.reference, state.replace(reference=None)
     ref = reference.to_device(ref_params if following is None else following)

@@ -1,18 +1,21 @@
-"""Diagnosis of a step's gradient: its noise, and what a run learns from it.
+"""Diagnosis of a step's gradient: its noise, and the group size chosen from it.
 
-The gradient is that of the policy that sampled, of all completions of a group,
-each at its full weight: of the first update of a step. All tokens count alike,
-as in every weighting but `sequence_mean`, which divides scores by lengths and
-so has another best group size. What later updates of it
-see is off-policy, and is not in these numbers; nor are corrections of a sampler
-that is not the policy (`core.losses.rollout_correction`): weights w make the
-scores of the theory w times as long, and truncated ones leave them a mean that
-is not 0.
-`is_weight*` and `rollout_effective_samples` say how far from 1 they are. The
-rewards are the weighted sum of all functions, also where `reward.aggregation`
-compares something else.
+The gradient is that of a step's first update: of the policy that sampled, with
+every completion of a group at full weight. All tokens count alike, as in every
+weighting but `sequence_mean`, which divides scores by lengths and so has
+another best group size. Not included are
+
+- later updates of the step, which are off-policy;
+- corrections of a sampler that differs from the policy
+  (`core.losses.rollout_correction`): weights w make the scores of the theory w
+  times as long, and truncated ones leave them a mean that is not 0. See the
+  metrics `is_weight*` and `rollout_effective_samples`.
+
+The rewards are the weighted sum of all functions, whatever `reward.aggregation`
+compares.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -24,6 +27,7 @@ from jaxtyping import Array
 
 from grpojax.core.advantages import WITHIN_GROUPS
 from grpojax.core.advantages.weighted_baselines import sample_weights
+from grpojax.core.binding import bind
 from grpojax.core.group_axis import present
 from grpojax.core.objective import advantage_fn
 from grpojax.core.types import LM, Params, Rollout, TrainState
@@ -36,11 +40,10 @@ from grpojax.training.settings.run import TrainSettings
 def _chosen_prompts(
   settings: TrainSettings, prompts: int, shards: int
 ) -> tuple[int, int, int]:
-  """Number of prompts to diagnose, their micro-batches, and rows of each.
+  """Returns the number of prompts to diagnose, of micro-batches, and of rows.
 
-  A prompt carries a tangent for every direction, so that micro-batches are so
-  many times smaller than those of training. Rows that are more than the number
-  only fill the devices.
+  A prompt carries a tangent per direction, so micro-batches are as many times
+  smaller than in training. Rows beyond the prompts only fill the devices.
   """
   update, diagnostics_ = settings.optim.update, settings.diagnostics
   parts = math.gcd(prompts, update.minibatches * update.micro_batches)
@@ -55,13 +58,13 @@ def _chosen_prompts(
 def make_diagnose(
   settings: TrainSettings, shards: int, vectorized: bool = True
 ) -> Callable[..., dict[str, Array]]:
-  """Makes `(lm, params, rollout, rewards, key) -> metrics`.
+  """Returns `(lm, params, rollout, rewards, key) -> metrics`.
 
-  The metrics are the errors of the gradient and, where the run's baseline has
-  weights (`core.advantages.weighted_baselines`), its errors with these. They
-  are of `diagnostics.share` of the prompts, at least 3: the first of the batch
-  whose samples all have a reward. With too few of them all estimates are nan.
-  The mesh, which splits a batch into `shards` parts, does not change these.
+  The metrics are the errors of the gradient and, if the baseline has weights
+  (`core.advantages.weighted_baselines`), its errors with these. They are
+  computed from `diagnostics.share` of the prompts, at least 3: the first whose
+  samples all have a reward. With too few of them all estimates are nan. The
+  mesh, which splits a batch into `shards` parts, does not change the prompts.
   """
   options = {
     "tangents": settings.diagnostics.tangents,
@@ -74,13 +77,7 @@ def make_diagnose(
       last_layers, count=settings.diagnostics.last_layers
     )
 
-  def diagnose(
-    lm: LM,
-    params: Params,
-    rollout: Rollout,
-    rewards: Array,
-    key,
-  ):
+  def diagnose(lm: LM, params: Params, rollout: Rollout, rewards: Array, key):
     prompts = rewards.shape[0]
     count, parts, rows = _chosen_prompts(settings, prompts, shards)
     missing = ~jnp.all(present(rewards), axis=-1)
@@ -93,16 +90,17 @@ def make_diagnose(
       micro_batches=parts,
       **options,
     )
-    # Rows that only fill the devices would make the estimates better, and the
-    # group size that they choose another one on another mesh.
-    projections, chosen = projections[:, :count], chosen[:count]
+    # With the rows that fill the devices, another mesh would give other
+    # estimates, and so another group size.
+    projections = projections[:, :count]
+    chosen = chosen[:count]
     rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))
     row = diagnostics.metrics(
       diagnostics.diagnose(projections, rewards, prompts)
     )
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
-    # Elsewhere an advantage depends on other groups, or on the token.
+    # Other advantages depend on other groups, or on the token.
     within = settings.loss.advantage in WITHIN_GROUPS
     if weights and within and "token_score_sq" not in weights:
       errors = advantage_errors.advantage_errors(
@@ -115,31 +113,22 @@ def make_diagnose(
 
 
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
-  """Makes `(state, metrics) -> state`, after a step with a diagnosis.
-
-  The state learns the group size if that is chosen while training.
-  """
-  auto = settings.auto_group_size
+  """Returns `(state, metrics) -> state`, which adapts an "auto" group size."""
   observe_size = jax.jit(
-    functools.partial(
-      group_size_lib.observe,
-      smallest=auto.smallest,
-      largest=auto.largest,
-      decay=auto.decay,
-      margin=auto.margin,
-      confidence=auto.confidence,
+    bind(
+      group_size_lib.observe, **dataclasses.asdict(settings.auto_group_size)
     ),
     out_shardings=shardings.group_size,
   )
 
   def update_group_size(state: TrainState, row: Mapping[str, Any]):
     old = state.group_size
-    if old is not None:
-      new = observe_size(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-      sizes = int(old.group_size), int(new.group_size)
-      if sizes[0] != sizes[1]:
-        print(f"group size {sizes[0]} -> {sizes[1]}", flush=True)
-      state = state.replace(group_size=new)
-    return state
+    if old is None:
+      return state
+    new = observe_size(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
+    before, after = int(old.group_size), int(new.group_size)
+    if before != after:
+      print(f"group size {before} -> {after}", flush=True)
+    return state.replace(group_size=new)
 
   return update_group_size

@@ -1,9 +1,9 @@
 """Prompts drawn by their success rates, and the rates learned from a step.
 
-The success rates of all prompts are part of the state (`TrainState.difficulty`,
-see `statistics.success_rates`), by the number of the prompt among those that
-fit. They, the seed and the step decide what is drawn, so that a resumed run
-draws the same; of several processes the first one draws for all.
+The success rates are part of the state (`TrainState.difficulty`, see
+`statistics.success_rates`), by the prompt's number among those that fit. The
+draw depends on them, the seed and the step alone, so a resumed run draws the
+same prompts. Of several processes the first one draws for all.
 """
 
 import dataclasses
@@ -35,18 +35,17 @@ INDEX = "prompt_index"  # of an example, among the training prompts that fit
 
 
 def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
-  """Returns the rates before the first step; None where prompts are not drawn.
+  """Returns the rates before the first step; None if prompts are not drawn.
 
-  Raises:
-    ValueError: An endless data set, or one (of a mixture: any) with fewer
-      prompts than its share of a step's.
+  ValueError if a data set (of a mixture: any) is endless, or has fewer prompts
+  than its share of a step.
   """
-  if settings.difficulty.priority == DIFFICULTY_OFF:
+  priority = settings.difficulty.priority
+  if priority == DIFFICULTY_OFF:
     return None
 
   def refuse(remedy):
-    field, value = "difficulty.priority", settings.difficulty.priority
-    raise ValueError(config_error(field, value, remedy))
+    raise ValueError(config_error("difficulty.priority", priority, remedy))
 
   if len(examples) >= ENDLESS:
     refuse(
@@ -72,46 +71,37 @@ def _strata(examples: Any) -> list[Stratum]:
 
 
 def _aim(settings: TrainSettings, step: int) -> float:
-  """Success rate that the priority `target` asks for at a step."""
+  """Returns the success rate that the priority `target` prefers at a step."""
   first, last = settings.difficulty.target
   return first + (last - first) * min(step / max(settings.steps - 1, 1), 1.0)
-
-
-def priorities(
-  settings: TrainSettings, rates: SuccessRates, step: int, group_size: int
-) -> Float[np.ndarray, "n"]:
-  """Returns the priority of each prompt after `step` steps."""
-  function = PRIORITIES[settings.difficulty.priority]
-  options = dataclasses.asdict(settings.difficulty)
-  options["target"] = _aim(settings, step)
-  priority = bind(function, group_size=group_size, **options)
-  return priority(*success_rates.posterior(rates))
 
 
 def make_draw_prompts(
   settings: TrainSettings, policy: Policy, examples: Any, group_size: int
 ) -> Callable[[TrainState], tuple[Prompts, list[dict[str, Any]]]]:
-  """Makes `state -> (prompts, examples)` of the next step.
+  """Returns `state -> (prompts, examples)` of the next step.
 
-  The examples have their number as `INDEX`; the prompts have importance weights
-  where difficulty.importance_weights asks for them.
+  Examples have their number as `INDEX`. With difficulty.importance_weights the
+  prompts have weights.
   """
-  samples = samples_per_step(settings)
-  strata = _strata(examples)
+  difficulty, strata = settings.difficulty, _strata(examples)
+  options = dataclasses.asdict(difficulty) | {"group_size": group_size}
 
   def next_prompts(state: TrainState):
     step = int(state.step)
     rates = mesh_lib.fetch(state.difficulty)
     seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
+    of_step = options | {"target": _aim(settings, step)}
+    priority = bind(PRIORITIES[difficulty.priority], **of_step)
 
     def choose():
       drawn = draw(
-        priorities(settings, rates, step, group_size),
+        priority(*success_rates.posterior(rates)),
         strata,
         np.random.default_rng(seed),
-        rows=samples // group_size,
-        uniform=settings.difficulty.uniform,
-        most=settings.difficulty.rows,
+        rows=samples_per_step(settings) // group_size,
+        uniform=difficulty.uniform,
+        most=difficulty.rows,
       )
       return drawn.indices.tolist(), drawn.weights.tolist()
 
@@ -119,7 +109,7 @@ def make_draw_prompts(
     # in its last bit may move a prompt out of a batch.
     indices, weights = distributed.on_main(choose)
     prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
-    if settings.difficulty.importance_weights:
+    if difficulty.importance_weights:
       prompts = prompts.replace(weights=np.asarray(weights, np.float32))
     named = zip(rows, indices, strict=True)
     return prompts, [example | {INDEX: i} for example, i in named]
@@ -128,7 +118,7 @@ def make_draw_prompts(
 
 
 def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
-  """Makes `(state, examples, correctness [B, G]) -> state`, after rewards."""
+  """Returns `(state, examples, correctness [B, G]) -> state`, after rewards."""
   observe = jax.jit(
     bind(success_rates.observe, **dataclasses.asdict(settings.difficulty)),
     out_shardings=shardings.difficulty,
@@ -140,11 +130,9 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
     examples: Sequence[Mapping[str, Any]],
     correctness: Float[np.ndarray, "B G"],
   ) -> TrainState:
-    right = np.where(
-      np.isnan(correctness), np.nan, correctness >= CORRECT
-    ).astype(np.float32)
+    right = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
-    seen = mesh_lib.place((indices, right), mesh)
+    seen = mesh_lib.place((indices, right.astype(np.float32)), mesh)
     return state.replace(difficulty=observe(state.difficulty, *seen))
 
   return update_success_rates
@@ -153,10 +141,10 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
 def metrics(
   state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, int | float]:
-  """Returns the metrics of a step's draw, of a state with success rates.
+  """Returns the metrics of a step's draw, for a state with success rates.
 
-  Mean and spread are over all prompts as they are known; `prompts_seen` is the
-  share of which there is any memory; effective prompts are (sum w)^2 / sum w^2.
+  Mean and spread are over all prompts; `prompts_seen` is the share with any
+  observation; effective prompts are (sum w)^2 / sum w^2.
   """
   rates = mesh_lib.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)

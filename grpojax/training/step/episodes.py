@@ -1,5 +1,6 @@
 """Sampling with an environment of the host, by the settings of a run."""
 
+import dataclasses
 import functools
 import math
 import time
@@ -24,90 +25,74 @@ from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.runtime.text.turns import Observation, TurnEncoder
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.policy import Policy
 from grpojax.training.settings.inputs import DataSettings
 from grpojax.training.settings.run import TrainSettings
 
 Transcript = dict[str, Any]
-"""What an environment did in a trajectory: its "messages", "turn_rewards",
-"episode_error" (None, or why it failed), "episode_info" (sums of numbers), and
-at the end the "prompt" that was read."""
+"""An environment's part in a trajectory: "messages", "turn_rewards",
+"episode_error" (None, or the reason of a failure), "episode_info" (sums of
+numbers), and at the end the "prompt" that was read."""
 
 
 class Sampled(NamedTuple):
-  """Completions, and of trajectories what is known on the host.
+  """Completions, and the host's records of trajectories."""
 
-  Attributes:
-    rollout: Completions of all processes.
-    read: Arrays of it that rewards need, whole on every device.
-    transcripts: [B][G] of this process's prompts; None without an environment.
-    seconds: Seconds in which environments were waited for.
-  """
-
-  rollout: Rollout
-  read: dict[str, Array | None]
+  rollout: Rollout  # of all processes
+  read: dict[str, Array | None]  # arrays for rewards, whole on every device
+  # [B][G] of this process's prompts; None without an environment
   transcripts: list[list[Transcript]] | None = None
-  seconds: float = 0.0
+  seconds: float = 0.0  # time spent waiting for environments
 
 
 def sampled(rollout: Rollout, *of_host: Any) -> Sampled:
-  """Returns `Sampled`, and asks the devices for what is read of it."""
+  """Returns `Sampled`, and asks the devices for the arrays to read."""
   names = "completion_ids", "completion_mask", "finished", "turns"
   read = mesh_lib.whole({name: getattr(rollout, name) for name in names})
   return Sampled(rollout, read, *of_host)
 
 
 def open_pool(settings: TrainSettings) -> EnvironmentPool:
-  """Makes the workers of the environment; ValueError for what is none."""
+  """Returns the environment's workers; ValueError if it is not valid."""
   own = settings.environment
-  return EnvironmentPool(
-    own.path,
-    own.tools,
-    own.options,
-    own.tool_format,
-    own.action,
-    workers=own.workers,
-    timeout=own.timeout,
-  )
+  names = "path tools options tool_format action workers timeout".split()
+  return EnvironmentPool(**{name: getattr(own, name) for name in names})
 
 
 def make_programs(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   sampling: Sampling,
   record_experts: bool,
 ) -> episodes.Programs:
   """Compiles the functions of `core.decoding.chunks`."""
   longest = settings.sampling.max_new_tokens
+  common = {"eos_ids": policy.ends, "sampling": sampling}
   begin = functools.partial(
     chunks.begin,
     group_size=group_size,
     max_new_tokens=longest,
-    eos_ids=policy.ends,
     pad_id=policy.pad_id,
     slots=episodes.cache_sizes(longest)[0],
-    sampling=sampling,
     record_experts=record_experts,
+    **common,
   )
+  turn = settings.environment.max_turn_tokens
   decode = functools.partial(
-    chunks.decode,
-    tokens=episodes.TOKENS,
-    turn_tokens=settings.environment.max_turn_tokens,
-    eos_ids=policy.ends,
-    sampling=sampling,
+    chunks.decode, tokens=episodes.TOKENS, turn_tokens=turn, **common
   )
   feed = functools.partial(chunks.feed, sampling=sampling)
+  in_place = {"static_argnames": "slots", "donate_argnums": 2}
   return episodes.Programs(
     policy_lib.jit(policy, begin),
-    policy_lib.jit(policy, decode, static_argnames="slots", donate_argnums=2),
-    policy_lib.jit(policy, feed, static_argnames="slots", donate_argnums=2),
+    policy_lib.jit(policy, decode, **in_place),
+    policy_lib.jit(policy, feed, **in_place),
     jax.jit(chunks.finish),
   )
 
 
-def encoder(settings: TrainSettings, policy: Policy) -> TurnEncoder:
-  """Makes the encoder of observations; ValueError for a template that fails."""
+def encoder(settings: TrainSettings, policy: policy_lib.Policy) -> TurnEncoder:
+  """Returns the encoder of observations; ValueError if its template fails."""
   own, data = settings.environment, settings.data
   half = max(1, settings.sampling.max_new_tokens // 2)
   return TurnEncoder(
@@ -122,31 +107,28 @@ def encoder(settings: TrainSettings, policy: Policy) -> TurnEncoder:
 
 def check(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   pool: EnvironmentPool,
   example: dict[str, Any],
   check_signals: Callable[[], None] = lambda: None,
 ) -> None:
-  """Plays a short episode, and sets its observations.
+  """Plays a short episode to test the environment.
 
-  Raises:
-    ValueError: an environment that fails, or differs from one time to the next;
-      a chat template that cannot take turns; what its reset observes cannot be
-      joined to the prompt.
+  ValueError if the environment fails or is not deterministic, the chat template
+  cannot take turns, or the reset's observation does not fit the prompt.
   """
   encode, own = encoder(settings, policy), settings.environment
+  actions = []
   if pool.tools:
     encode.check([{"role": "tool", "name": "tool", "content": "1"}])
-  actions = []
   if own.check == "tools":
     if not pool.tools:
       raise ValueError(
         "environment.check = 'tools': the environment has no tools, use actions"
       )
     actions = [tools.made_up(x, own.tool_format) for x in pool.tools]
-  first, *steps = check_replay(
-    pool, example, settings.seed, check_signals, actions
-  )
+  seed = settings.seed
+  first, *steps = check_replay(pool, example, seed, check_signals, actions)
   if error := _reset_error(first):
     raise ValueError(f"the environment's reset {error}")
   encode_prompt = prompts_lib.encoder(settings, policy)
@@ -156,7 +138,7 @@ def check(
 
 
 def _reset_error(step: Step) -> str:
-  """Says what a reset must not return; "" where it is right."""
+  """Returns the error in a reset's result, or ""."""
   if step.done or step.reward:
     return "is done or has a reward: that is for step to say"
   return ""
@@ -168,11 +150,11 @@ def join_prompt(
   example: dict[str, Any],
   observation: Observation,
 ) -> tuple[Any, str, list[int]]:
-  """Returns a prompt that ends in what the reset observed, its text and ids.
+  """Returns a prompt with the reset's observation at its end, its text and ids.
 
-  A text goes behind the prompt's last text, after a blank line where neither
-  has blanks there; messages go behind the prompt's. ValueError where they make
-  no prompt, or one longer than `data.max_prompt_length`.
+  A text follows the prompt's last text, after a blank line unless one of them
+  has white space there; messages follow the prompt's. ValueError if the two
+  cannot be joined, or are longer than `data.max_prompt_length`.
   """
   prompt = example["prompt"]
   if observation and not isinstance(observation, str):
@@ -204,18 +186,17 @@ def join_prompt(
 
 def make_player(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   sampling: Sampling,
   pool: EnvironmentPool,
   mesh: jax.sharding.Mesh | None = None,
   record_experts: bool = False,
 ):
-  """Makes the sampling of trajectories with their environments.
+  """Returns a function that samples trajectories with their environments.
 
-  Returns:
-    `(params, prompts, examples, key, *first_prompt, check_signals) -> Sampled`,
-    as a generator that yields while the devices decode (`play_together`).
+  It is `(params, prompts, examples, key, *first_prompt, check_signals) ->
+  Sampled`, a generator that yields while the devices decode (`play_together`).
   """
   programs = make_programs(
     settings, policy, group_size, sampling, record_experts
@@ -236,20 +217,14 @@ def make_player(
   ) -> Generator[Any, None, Sampled]:
     shape = len(prompts.prompt_ids), group_size
     seeds = mesh_lib.fetch(episode_seeds(key, *first_prompt, shape=shape))
+    failed = Answer((), settings.environment.failed_reward, True)
     table = _Episodes(
-      policy,
-      pool,
-      encode,
-      examples,
-      seeds,
-      settings.environment.failed_reward,
-      check_signals,
+      policy, pool, encode, examples, seeds, failed, check_signals
     )
     observed = table.reset()
     if any(observed):
-      joined = table.join_prompts(
-        join, observed, settings.data.max_prompt_length
-      )
+      longest = settings.data.max_prompt_length
+      joined = table.join_prompts(join, observed, longest)
       if mesh is not None:
         joined = mesh_lib.place(joined, mesh, "batch")
       prompts = prompts.replace(**joined)
@@ -281,10 +256,14 @@ def _empty_transcript() -> Transcript:
   return lists | {"episode_error": None, "episode_info": {}}
 
 
+def _place(turn: Turn) -> tuple[int, int]:
+  return turn.prompt, turn.sample
+
+
 def _in_order(
   turns: Sequence[Turn], answers: dict[tuple[int, int], Answer]
 ) -> list[Answer]:
-  """Returns the answers to turns, of all processes; each has its own."""
+  """Returns the answers to turns of all processes, from each process's own."""
   if distributed.several():
     rows = [[i, j, *reply] for (i, j), reply in answers.items()]
     answers = {
@@ -292,43 +271,38 @@ def _in_order(
       for part in distributed.gather(rows)
       for i, j, *reply in part
     }
-  return [answers[x.prompt, x.sample] for x in turns]
+  return [answers[_place(x)] for x in turns]
 
 
+@dataclasses.dataclass
 class _Episodes:
   """Environments of a batch's trajectories, while they are played.
 
-  Each process steps those of its own prompts, and all are told the answers.
+  Each process steps those of its own prompts, and shares the answers.
   """
 
-  def __init__(
-    self,
-    policy: Policy,
-    pool: EnvironmentPool,
-    encode: TurnEncoder,
-    examples: Sequence[dict[str, Any]],
-    seeds: UInt[np.ndarray, "B G"],
-    failed_reward: float,
-    check_signals: Callable[[], None],
-  ):
-    self.policy, self.pool, self.encode = policy, pool, encode
-    self.examples, self.seeds = examples, seeds
-    self.failed = Answer((), failed_reward, True)
-    self.check_signals, self.seconds = check_signals, 0.0
-    own = distributed.my_rows(len(examples))
-    self.own = range(len(examples))[own]
+  policy: policy_lib.Policy
+  pool: EnvironmentPool
+  encode: TurnEncoder
+  examples: Sequence[dict[str, Any]]
+  seeds: UInt[np.ndarray, "B G"]
+  failed: Answer  # to a turn whose environment fails
+  check_signals: Callable[[], None]
+  seconds: float = 0.0
+
+  def __post_init__(self):
+    own = distributed.my_rows(len(self.examples))
+    self.own = range(len(self.examples))[own]
     self.states: dict[tuple[int, int], Any] = {}
     self.left: list[Call] = []  # ends of episodes that failed on our side
     self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
+    samples = range(self.seeds.shape[1])
     self.transcripts = [
-      [_empty_transcript() for _ in range(seeds.shape[1])] for _ in self.own
+      [_empty_transcript() for _ in samples] for _ in self.own
     ]
 
   def reset(self) -> list[Observation]:
-    """Resets the environments, one a prompt; its samples begin alike.
-
-    Returns what they observe, in all processes.
-    """
+    """Resets each prompt's environment; returns all processes' observations."""
     calls = [
       ("reset", self.examples[i], int(self.seeds[i, 0])) for i in self.own
     ]
@@ -351,10 +325,10 @@ class _Episodes:
     observed: Sequence[Observation],
     longest: int,
   ) -> dict[str, np.ndarray]:
-    """Returns ids and mask of the prompts with what was observed.
+    """Returns ids and mask of the prompts with their observations.
 
-    A group whose prompt becomes too long fails. Of the examples "prompt_text"
-    and `READ` change alone: evaluations ask the same ones again.
+    A group whose prompt becomes too long fails. Only "prompt_text" and `READ`
+    of the examples change, since evaluations use the same ones again.
     """
     rows = []
     for i, (example, seen) in enumerate(
@@ -368,7 +342,7 @@ class _Episodes:
           self._fail(i, str(error))
       rows.append(ids)
     rows += [[]] * (len(self.seeds) - len(rows))
-    # A chat's prompt may be longer than the setting; 0 is not known there.
+    # In a chat the prompt may be longer than the setting, or that may be 0.
     width = max(longest, -(-max(map(len, rows)) // 32) * 32)
     joined = prompts_lib.padded(rows, width, self.policy.pad_id)
     joined = prompts_lib.trim(joined)
@@ -384,29 +358,20 @@ class _Episodes:
   def answer(self, turns: list[Turn]) -> list[Answer]:
     """Steps the environments of turns that have ended."""
     own = [x for x in turns if x.prompt in self.own]
-    texts = [self._text(x) for x in own]
-    alive = [
-      (turn, text)
-      for turn, text in zip(own, texts, strict=True)
-      if (turn.prompt, turn.sample) in self.states
-    ]
+    alive = [(x, self._text(x)) for x in own if _place(x) in self.states]
     steps = self._ask([self._call("step", *one) for one in alive])
-    answers = {(x.prompt, x.sample): self.failed for x in own}
+    answers = {_place(x): self.failed for x in own}
     for (turn, text), step in zip(alive, steps, strict=True):
-      answers[turn.prompt, turn.sample] = self._record(turn, text, step)
+      answers[_place(turn)] = self._record(turn, text, step)
     return _in_order(turns, answers)
 
   def end(self, cut: list[Turn]) -> list[float]:
-    """Returns the rewards of episodes that are cut off; failed ones have 0.
-
-    It also ends the episodes that failed on our side.
-    """
-    alive = [turn for turn in cut if (turn.prompt, turn.sample) in self.states]
+    """Ends failed and cut-off episodes; returns the rewards of the latter."""
+    alive = [turn for turn in cut if _place(turn) in self.states]
     steps = self._ask([self._call("end", turn) for turn in alive] + self.left)
-    own = [turn for turn in cut if turn.prompt in self.own]
-    answers = {(x.prompt, x.sample): Answer() for x in own}
+    answers = {_place(x): Answer() for x in cut if x.prompt in self.own}
     for turn, step in zip(alive, steps, strict=False):
-      row, reply = self._transcript(turn.prompt, turn.sample), self.failed
+      row, reply = self._transcript(*_place(turn)), self.failed
       if isinstance(step, str):
         row["episode_error"] = f"turn {turn.turn}: {step}"
       elif step.reward is None:
@@ -416,38 +381,37 @@ class _Episodes:
         rewards = row["turn_rewards"]
         rewards += [0.0] * (turn.turn + 1 - len(rewards))
         rewards[turn.turn] += reply.reward
-      answers[turn.prompt, turn.sample] = reply
+      answers[_place(turn)] = reply
     return [reply.reward for reply in _in_order(cut, answers)]
 
   def _record(self, turn: Turn, text: str, step: Any) -> Answer:
-    """Writes a step into the transcript, and returns what the row reads."""
-    place = turn.prompt, turn.sample
-    row = self._transcript(turn.prompt, turn.sample)
-    # What was observed before, which only now is known to have been read.
+    """Writes a step into the transcript, and returns the answer to the row."""
+    place = _place(turn)
+    row = self._transcript(*place)
+    # The observation before this turn, which only now has been read.
     row["messages"] += self.observed.pop(place, [])
     row["messages"].append({"role": "assistant", "content": text})
     ids = []
-    if not isinstance(step, str) and not step.done:
+    if not isinstance(step, str):
+      self.states[place] = step.state
       try:
-        ids = self.encode(step.observation, int(turn.ids[-1]))
+        if not step.done:
+          ids = self.encode(step.observation, int(turn.ids[-1]))
       except ValueError as error:
-        self.states[place] = step.state
         self.left.append(self._call("end", turn))
         step = f"{error}"
     if isinstance(step, str):  # a failure, in words
       row["episode_error"] = f"turn {turn.turn}: {step}"
       row["turn_rewards"].append(None)
       return self.failed
-    self.states[place] = step.state
     row["turn_rewards"].append(step.reward or 0.0)
     for name, number in step.info.items():
       row["episode_info"][name] = row["episode_info"].get(name, 0.0) + number
-    reward = float(step.reward or 0.0)
     observed = step.observation
     if isinstance(observed, str):
       observed = [{"role": "user", "content": observed}]
     self.observed[place] = observed
-    return Answer(ids, reward, step.done)
+    return Answer(ids, float(step.reward or 0.0), step.done)
 
   def _transcript(self, i: int, j: int) -> dict[str, Any]:
     return self.transcripts[i - self.own.start][j]
@@ -459,8 +423,8 @@ class _Episodes:
     )
 
   def _call(self, name: str, turn: Turn, *action: str) -> Call:
-    """Returns a call of the pool on the state that the turn ended in."""
-    place = turn.prompt, turn.sample
+    """Returns a call of the pool on the trajectory's present state."""
+    place = _place(turn)
     example, seed = self.examples[turn.prompt], int(self.seeds[place])
     return name, self.states[place], *action, example, seed
 

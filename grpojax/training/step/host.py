@@ -1,12 +1,12 @@
-"""Training step with rewards on the host: its parts, in their order.
+"""Training step with rewards on the host.
 
     sample -> reward -> (resample groups) -> (diagnose) -> make batch -> update
 
 Each part is a program that is compiled when it is first used. Only the update
-touches the state, so that a step which a signal ends before it leaves no trace.
+changes the state, so a step that a signal ends before it leaves no trace.
 
-With sampling.ahead = 1 the next step is sampled in this one, from the same
-parameters, and rewarded while the devices are at the update:
+With sampling.ahead = 1 a step also samples the next one, from the same
+parameters, and rewards it while the devices compute the update:
 
     devices   sample s+1 | update s           | sample s+2 ...
     host                 | text, rewards s+1  |
@@ -33,70 +33,50 @@ from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import abandon
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
-from grpojax.training.policy import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import difficulty, episodes, reference, resampling
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
 from grpojax.training.step.pending import Pending
-from grpojax.training.step.rewards import RewardPool
-from grpojax.training.step.sampling import (
-  Sampler,
-  join_rollouts,
-  moved_params,
-  on_sampling_mesh,
-  sampler_program,
-  split_prompts,
-)
 from grpojax.training.step.timer import Timer
 
 
 class Programs(NamedTuple):
-  """Compiled parts of a step.
+  """Compiled parts of a step."""
 
-  Attributes:
-    sample: `(params, prompts, key) -> Rollout`, on the sampling mesh.
-    make_batch: `(params, rollout, rewards, **options) -> (batch, metrics)`.
-    update: `(state, batch, ref_params) -> (state, metrics)`; the state is
-      donated, and the reference None but for an exact KL term.
-  """
-
+  # `(params, prompts, key) -> Rollout`, on the sampling mesh
   sample: Callable[..., Rollout]
+  # `(params, rollout, rewards, **options) -> (batch, metrics)`
   make_batch: Callable[..., tuple[Batch, dict[str, Array]]]
+  # `(state, batch, ref_params) -> (state, metrics)`, which donates the state;
+  # the reference is None unless the KL term is exact
   update: Callable[..., tuple[TrainState, dict[str, Array]]]
 
 
 class StepResult(NamedTuple):
-  """Result of a step.
-
-  Attributes:
-    state: State after it.
-    metrics: Scalars by name, and `reward_counts` (`sample_rows.reward_counts`).
-    sample_rows: Rows of samples.jsonl; none where they are not due.
-    failures: Rewards that could not be computed.
-    pending: Rollout of the next step, where it is drawn a step ahead.
-  """
+  """Result of a step."""
 
   state: TrainState
-  metrics: dict[str, Any]
-  sample_rows: list[dict[str, Any]]
-  failures: list[Any]
-  pending: Pending | None = None
+  metrics: dict[str, Any]  # scalars, and `sample_rows.reward_counts`
+  sample_rows: list[dict[str, Any]]  # of samples.jsonl; empty if not due
+  failures: list[Any]  # rewards that could not be computed
+  pending: Pending | None = None  # the next step's rollout, if drawn ahead
 
 
 def make_programs(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   tx: optax.GradientTransformation,
   shardings: TrainState,
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
-  """Makes the programs of a step; arguments as of `HostStep`."""
+  """Returns the programs of a step; arguments as for `HostStep`."""
   sampling = settings.sampling.distribution
   ref_lm = policy.teacher and policy.teacher.lm
 
@@ -105,14 +85,10 @@ def make_programs(
     run = make_update(lm, tx, settings.loss, options, sampling, ref_lm)
     return run(state, batch, ref_params)
 
+  replay = settings.loss.router_replay
   return Programs(
-    sampler_program(
-      settings,
-      policy,
-      group_size,
-      sampling,
-      budgets,
-      record_experts=settings.loss.router_replay,
+    sampling_lib.sampler_program(
+      settings, policy, group_size, sampling, budgets, record_experts=replay
     ),
     policy_lib.jit(policy, make_batch_program(settings, ref_lm)),
     policy_lib.jit(
@@ -122,32 +98,29 @@ def make_programs(
 
 
 def make_sample_and_reward(
-  policy: Policy,
-  sampler: Sampler,
+  policy: policy_lib.Policy,
+  sampler: sampling_lib.Sampler,
   mesh: jax.sharding.Mesh,
-  reward_pool: RewardPool,
+  reward_pool: rewards_lib.RewardPool,
   check_signals: Callable[[], None],
   player: Callable[..., Any] | None,
   parts: int,
   move: Callable[[Params], Params] = lambda params: params,
 ):
-  """Makes the sampling of prompts in equal parts, with rewards meanwhile.
+  """Returns a function that samples a batch in `parts` chunks and rewards them.
 
-  All parts are dispatched at once, and decoded one after another. What is done
-  becomes text, and goes to the workers while the devices are at the next part.
-  With a `player` of `episodes.make_player` the parts take turns: while the
-  environments of one answer, the devices decode the other. `move` gives the
-  parameters to the devices that sample.
+  All parts are dispatched at once and decoded one after another; finished ones
+  are rewarded while the devices decode the next. With a `player` of
+  `episodes.make_player` the parts take turns: the environments of one answer
+  while the devices decode another. `move` copies the parameters to the devices
+  that sample.
 
-  Returns:
-    `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
-    rewards)`, which gives the timer "rollout" and "rewards", as a generator
-    (`play_together`) that first yields arrays that the devices are at.
-    `first_prompt` is the number of the first prompt among those that share the
-    key, None for 0. `check` answers signals, `check_signals` by default.
+  The function returns a generator (`play_together`) that first yields the
+  arrays being computed; its result is `(rollout, rewards)`. `first_prompt` is
+  the number of the first prompt among those that share the key, None for 0.
   """
-  split = jax.jit(functools.partial(split_prompts, parts=parts))
-  join = jax.jit(join_rollouts)
+  split = jax.jit(functools.partial(sampling_lib.split_prompts, parts=parts))
+  join = jax.jit(sampling_lib.join_rollouts)
 
   def sample_and_reward(
     params: Params,
@@ -160,8 +133,9 @@ def make_sample_and_reward(
   ) -> Generator[Any, None, tuple[Rollout, GroupRewards]]:
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
-    params, rows, submitted = move(params), len(examples) // parts, []
+    rows = len(examples) // parts
     of_parts = [examples[i * rows :][:rows] for i in range(parts)]
+    params = move(params)
     if player is None:
       sampled = [
         episodes.sampled(sampler(params, part, key, *number))
@@ -175,6 +149,7 @@ def make_sample_and_reward(
       ]
       yield [next(one) for one in playing]
       sampled = play_together(*playing)
+    submitted = []
     try:
       for i, one in enumerate(sampled):
         policy_lib.wait(one.rollout, check)
@@ -208,31 +183,21 @@ def _whole(sample_and_reward, *args) -> tuple[Rollout, GroupRewards]:
 class HostStep:
   """Step whose rewards are computed on the host: `step(...) -> StepResult`.
 
-  A class because it shares what is made once for a group size.
-
-  Args:
-    settings: Settings of the run.
-    policy: Model; the state has the parameters.
-    group_size: Completions a prompt, G.
-    tx: Optimizer.
-    ref_params: Reference policy that is fixed, or None.
-    shardings: Shardings of the state, the same before and after each step.
-    reward_pool: Functions and model that compute rewards.
-    check_signals: Function that is called between the parts of a step
-      (`together` with all processes) and all through them, but for the last,
-      the update; may raise.
-    budgets: Prompts -> [B, G], tokens that each sample may spend, or None.
+  `ref_params` is a fixed reference, or None. `shardings` are those of the state
+  before and after each step. `check_signals` is called all through a step until
+  the update, between its parts with all processes (`together`); it may raise.
+  `budgets(prompts)` [B, G] limits the tokens of each sample, if not None.
   """
 
   def __init__(
     self,
     settings: TrainSettings,
-    policy: Policy,
+    policy: policy_lib.Policy,
     group_size: int,
     tx: optax.GradientTransformation,
     ref_params: Params | None,
     shardings: TrainState,
-    reward_pool: RewardPool,
+    reward_pool: rewards_lib.RewardPool,
     check_signals: Callable[..., None],
     budgets: Callable[[Prompts], Array] | None = None,
   ):
@@ -240,18 +205,16 @@ class HostStep:
     self.mesh = mesh = mesh_lib.mesh_of(shardings)
     self.reward_pool, self.check_signals = reward_pool, check_signals
     self.ref_params = ref_params
-    self.copy_params = jax.jit(
-      lambda params: jax.tree.map(jnp.copy, params),
-      out_shardings=shardings.params,
-    )
+    copy = functools.partial(jax.tree.map, jnp.copy)
+    self.copy_params = jax.jit(copy, out_shardings=shardings.params)
     self.programs = make_programs(
       settings, policy, group_size, tx, shardings, budgets
     )
     sampling_mesh = batches_lib.own_sampling_mesh(settings, mesh)
-    sampler = on_sampling_mesh(self.programs.sample, mesh, sampling_mesh)
     move = lambda params: params
     if settings.mesh.sampling_devices:
-      move = moved_params(policy, settings.model.dtype, sampling_mesh)
+      dtype = settings.model.dtype
+      move = sampling_lib.moved_params(policy, dtype, sampling_mesh)
     self.read_prompts = reference.make_read_prompts(settings, policy, mesh)
     player = None
     if reward_pool.environment is not None:
@@ -267,7 +230,7 @@ class HostStep:
     sample_and_reward = functools.partial(
       make_sample_and_reward,
       policy,
-      sampler,
+      sampling_lib.on_sampling_mesh(self.programs.sample, mesh, sampling_mesh),
       mesh,
       reward_pool,
       check_signals,
@@ -276,25 +239,22 @@ class HostStep:
     )
     self.sample_and_reward = sample_and_reward(settings.sampling.parts)
     self.first_prompt = self.resample_groups = None
-    filtering = settings.filter_groups
-    if filtering.enable:
-      # A later draw is by the same program, where its prompts are as many.
+    if settings.filter_groups.enable:
+      # A later draw of as many prompts uses the same program.
       self.first_prompt = np.int32(0)
       sample_draw = self.sample_and_reward
-      if filtering.gen_parts > 1:
+      if settings.filter_groups.gen_parts > 1:
         sample_draw = sample_and_reward(1)
       draw = functools.partial(_whole, sample_draw)
       self.resample_groups = resampling.make_resample_groups(
         settings, draw, mesh, reward_pool, check_signals
       )
     self.advance_stream = resampling.make_advance_stream(shardings)
-    diagnose = make_diagnose(
-      settings, mesh_lib.row_shards(mesh), policy.vmappable
-    )
+    shards = mesh_lib.row_shards(mesh)
+    diagnose = make_diagnose(settings, shards, policy.vmappable)
     self.diagnose = policy_lib.jit(policy, diagnose)
-    self.update_success_rates = difficulty.make_update_success_rates(
-      settings, shardings
-    )
+    update_success_rates = difficulty.make_update_success_rates
+    self.update_success_rates = update_success_rates(settings, shardings)
 
   def __call__(
     self,
@@ -308,11 +268,11 @@ class HostStep:
   ) -> StepResult:
     """Samples, rewards and updates, once; the state is donated.
 
-    `diagnosed` adds the metrics of `make_diagnose`, of the policy that sampled
-    and of the prompts as they came; `take` gives more to dynamic sampling.
-    `pending` is the rollout of these prompts, where one is drawn already;
-    `upcoming` are the prompts of the next step, where they are sampled in this
-    one. What is diagnosed is what these parameters sampled: the latter, then.
+    `pending` is the rollout of these prompts, if it was drawn ahead; `upcoming`
+    are the prompts of the next step, to be sampled in this one. `diagnosed`
+    adds the metrics of `make_diagnose` for the samples of these parameters: of
+    `upcoming`, if any, else of `prompts`, before groups are replaced. `take`
+    gives more prompts to dynamic sampling.
     """
     timer, settings, updating = Timer(), self.settings, threading.Event()
     # A reference that follows the policy is not an argument of the update.
@@ -321,15 +281,8 @@ class HostStep:
     key = jax.random.fold_in(state.key, state.step)
 
     if pending is None:
-      rollout, rewards = _whole(
-        self.sample_and_reward,
-        state.params,
-        prompts,
-        examples,
-        key,
-        timer,
-        self.first_prompt,
-      )
+      draw = functools.partial(_whole, self.sample_and_reward, state.params)
+      rollout, rewards = draw(prompts, examples, key, timer, self.first_prompt)
     else:
       rollout, rewards = pending_lib.with_texts(pending, examples)
     started = finish = None
@@ -345,7 +298,7 @@ class HostStep:
     if state.difficulty is not None:
       metrics |= difficulty.metrics(state, prompts, examples)
 
-    if diagnosed:  # of the prompts as they came
+    if diagnosed:
       own = finish()[:2] if finish else (rollout, rewards)
       metrics |= self._diagnose(state, *own)
       timer("diagnosis")
@@ -355,21 +308,19 @@ class HostStep:
       state, batch, prompts, reference_params
     )
     if finish and not diagnosed and not settings.mesh.sampling_devices:
-      # On the same devices the batch comes behind the next step's samples.
+      # On the same devices the batch comes after the next step's samples.
       policy_lib.wait(started, self.check_signals)
       timer("rollout")
     policy_lib.wait(update_batch, self.check_signals)
     timer("reference")
 
-    # From here on the state changes; the host's work is done while the devices
-    # are at the update.
+    # From here on the state changes; the host works while the devices update.
     updating.set()
     number = int(mesh_lib.fetch(state.step)) + 1
     if state.difficulty is not None:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
-    exact = self.settings.loss.has_exact_kl
-    of_reference = reference_params if exact else None
+    of_reference = reference_params if settings.loss.has_exact_kl else None
     state, of_update = self.programs.update(state, update_batch, of_reference)
     pending, rows = finish() if finish else None, []
     due = number % settings.log.samples_every == 0
@@ -388,11 +339,7 @@ class HostStep:
   def _draw_ahead(
     self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
   ) -> tuple[PyTree, Callable[[], Pending]]:
-    """Asks the devices for the next step's samples.
-
-    Returns arrays that they are at, and a function that waits for the samples
-    and their rewards, the first time.
-    """
+    """Starts to sample the next step; returns its arrays, and how to finish."""
     key, params = jax.random.fold_in(state.key, state.step + 1), state.params
     if self.reward_pool.environment is not None:
       # Its turns go on when the update has taken the parameters.
@@ -411,7 +358,7 @@ class HostStep:
   def _diagnose(
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards
   ) -> dict[str, Any]:
-    """Metrics of a diagnosis, on the host."""
+    """Returns the metrics of a diagnosis, on the host."""
     own, unknown = rewards.rewards, {}
     if own.dtype != np.float32:  # one number less: this compares prompts
       own = (own - np.nanmean(own)).astype(np.float32)
@@ -428,7 +375,7 @@ class HostStep:
     prompts: Prompts,
     reference_params: Params | None,
   ) -> tuple[Batch, dict[str, Array]]:
-    """The batch of the update, and metrics of its completions."""
+    """Returns the batch of the update, and metrics of its completions."""
     settings, mesh, rewards = self.settings, self.mesh, batch.rewards
     placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
     ref_prompts = None

@@ -1,8 +1,8 @@
 """Rollout of the next step, drawn before the update of this one.
 
-With sampling.ahead = 1 the completions of a step are drawn from the parameters
-before the last update, always, so that a run does not depend on how fast what
-is. They are a part of the checkpoint: a resumed run goes on with them.
+With sampling.ahead = 1 a step's completions are always drawn from the
+parameters before the last update, so that results do not depend on timing. They
+are part of the checkpoint: a resumed run goes on with them.
 """
 
 import io
@@ -25,23 +25,17 @@ _OF_FUNCTIONS = ("values", "extras")  # arrays by name, of `GroupRewards`
 
 
 class Pending(NamedTuple):
-  """Completions with their rewards, and the prompts that were read.
-
-  Attributes:
-    rollout: Completions.
-    rewards: Their rewards.
-    prompts: Per example, the fields of `_READ` that it has.
-  """
+  """Completions with their rewards, and the prompts that were read."""
 
   rollout: Rollout
   rewards: GroupRewards
-  prompts: list[dict[str, Any]]
+  prompts: list[dict[str, Any]]  # per example, the fields of `_READ` it has
 
 
 def of_examples(
   rollout: Rollout, rewards: GroupRewards, examples: Sequence[dict[str, Any]]
 ) -> Pending:
-  """Returns what is drawn for these examples."""
+  """Returns a rollout and its rewards with the prompts of these examples."""
   prompts = [{k: x[k] for k in _READ if k in x} for x in examples]
   return Pending(rollout, rewards, prompts)
 
@@ -49,7 +43,7 @@ def of_examples(
 def with_texts(
   pending: Pending, examples: Sequence[dict[str, Any]]
 ) -> tuple[Rollout, GroupRewards]:
-  """Gives the examples their prompts, and returns what was drawn."""
+  """Gives the examples their prompts; returns the rollout and its rewards."""
   for example, read in zip(examples, pending.prompts, strict=True):
     example |= read
   return pending.rollout, pending.rewards
@@ -58,9 +52,9 @@ def with_texts(
 def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 
-  They are the length of an npz file, the file, and zeros up to a size that
-  seldom changes from step to step, for each size of an array is another program
-  of its checksum. Every process must call it.
+  The bytes are the length of an npz file, the file, and zeros up to a size that
+  seldom changes from step to step: each size compiles another checksum program.
+  Every process must call it.
   """
   if state.pending is None:
     return state
@@ -72,7 +66,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   }
   arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
   names = {kind: list(getattr(rewards, kind)) for kind in _OF_FUNCTIONS}
-  for kind in _OF_FUNCTIONS:  # by number: a user's name may be no file's
+  for kind in names:  # numbered: a user's name may be no file's
     values = getattr(rewards, kind).values()
     arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
   about = json.dumps([rewards.failures, prompts, names]).encode()
@@ -86,7 +80,7 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
 
 
 def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
-  """Undoes `to_stored`: the rollout lies on the mesh again."""
+  """Inverts `to_stored`, with the rollout on the mesh."""
   if state.pending is None:
     return state
   stored = mesh_lib.fetch(state.pending).tobytes()
@@ -95,10 +89,10 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   with np.load(content, allow_pickle=False) as file:
     arrays = {name: file[name] for name in file.files}
   failures, prompts, names = json.loads(arrays.pop("about").tobytes())
-
-  def of(kind):
-    return {name: arrays[f"{kind}/{i}"] for i, name in enumerate(names[kind])}
-
+  by_function = {
+    kind: {name: arrays[f"{kind}/{i}"] for i, name in enumerate(names[kind])}
+    for kind in _OF_FUNCTIONS
+  }
   fields = {
     name.removeprefix("rollout/"): value
     for name, value in arrays.items()
@@ -108,10 +102,9 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     lambda x, *names: mesh_lib.place(x, mesh, *names), Rollout(**fields)
   )
   rewards = GroupRewards(
-    arrays["rewards"],
-    of("values"),
-    arrays["failed"],
-    [[[Failure(*x) for x in own] for own in group] for group in failures],
-    of("extras"),
+    rewards=arrays["rewards"],
+    failed=arrays["failed"],
+    failures=[[[Failure(*x) for x in own] for own in g] for g in failures],
+    **by_function,
   )
   return state.replace(pending=Pending(rollout, rewards, prompts))

@@ -1,17 +1,16 @@
-"""Reference policy: its memory, and its updates where it follows the policy.
+"""Reference policy: its memory, its updates and its prompts.
 
-A fixed one is the starting policy, kept beside the run. One that follows
-(TR-DPO, arXiv 2404.09656) is a part of the state, and so of its checkpoints:
-every `model.reference_every` steps it becomes
+A fixed reference is the starting policy, stored with the run. One that follows
+the policy (TR-DPO, arXiv 2404.09656) is part of the state and its checkpoints:
+every `model.reference_every` steps its parameters become
 
     mix * policy + (1 - mix) * reference,    mix = model.reference_mix
 
-of the parameters: a copy of the policy where mix is 1, and with a small one at
-every step an exponential average. Of adapters, both factors are mixed, and the
-base stays as it is.
+This is a copy of the policy for mix = 1, and an exponential average for a small
+mix at every step. Of adapters both factors are mixed, and the base stays.
 
-It may read other prompts than the policy (`model.reference_prompt`): ones with
-a hint, for a policy that is to do without (self-distillation).
+The reference may read other prompts (`model.reference_prompt`), with a hint
+that the policy learns to do without (self-distillation).
 """
 
 import functools
@@ -37,7 +36,7 @@ _MULTIPLE = 64  # of the lengths of other prompts, in tokens
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:
-  """Raises ValueError where the devices lack a kind of `REFERENCE_MEMORY`."""
+  """Raises ValueError if the devices lack a kind of `REFERENCE_MEMORY`."""
   device, kind = mesh.local_devices[0], REFERENCE_MEMORY[memory]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if kind is not None and kind not in kinds:
@@ -46,12 +45,12 @@ def check_memory(memory: str, mesh: Mesh) -> None:
 
 
 def follows_policy(settings: TrainSettings) -> bool:
-  """Returns True where the reference changes while training."""
+  """Returns True if the reference changes while training."""
   return settings.loss.beta > 0 and settings.model.reference_every > 0
 
 
 def to_memory(params: Params | None, memory: str) -> Any:
-  """Moves a reference to where it is kept; {} of adapters, and None, stay."""
+  """Moves a reference to its memory; {} (of adapters) and None stay."""
   kind = REFERENCE_MEMORY[memory]
   if kind is None:
     return params
@@ -61,7 +60,7 @@ def to_memory(params: Params | None, memory: str) -> Any:
 
 
 def to_device(params: Params | None) -> PyTree:
-  """Moves a reference to the devices, for a pass; None and {} stay."""
+  """Moves a reference to the devices for a pass; {} and None stay."""
 
   def move(x):
     (kind,) = {d.default_memory().kind for d in x.sharding.addressable_devices}
@@ -71,24 +70,24 @@ def to_device(params: Params | None) -> PyTree:
 
 
 def state_to_device(state: TrainState) -> TrainState:
-  """Returns the state as it is saved: its reference on the devices."""
+  """Returns the state with its reference on the devices, to be saved."""
   return state.replace(reference=to_device(state.reference))
 
 
 def state_to_memory(state: TrainState, settings: TrainSettings) -> TrainState:
-  """Returns the state as a run holds it: its reference in its memory."""
+  """Returns the state with its reference in its memory, as a run holds it."""
   reference = to_memory(state.reference, settings.model.reference)
   return state.replace(reference=reference)
 
 
 def copy_policy(params: Params, shardings: PyTree) -> Params:
-  """Returns a reference that follows, before the first step."""
-  copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)
-  return copy(params)
+  """Returns a copy of the parameters, on their devices."""
+  copy = functools.partial(jax.tree.map, jnp.copy)
+  return jax.jit(copy, out_shardings=shardings)(params)
 
 
 def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
-  """Raises ValueError where `model.reference_prompt` names no field."""
+  """Raises ValueError if an example lacks a field of `reference_prompt`."""
   template = settings.model.reference_prompt
   missing = tokenizer.fields(template) - example.keys()
   if missing:
@@ -100,10 +99,7 @@ def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
 
 
 def hinted(template: str, example: Mapping[str, Any]) -> Any:
-  """Returns the prompt that the reference reads: a text, or a chat.
-
-  It has what an environment's reset observed, as the policy's prompt has.
-  """
+  """Returns the reference's prompt, with the observation of a reset, if any."""
   prompt = example.get(READ, example["prompt"])
   values = {name: example.get(name, "") for name in tokenizer.fields(template)}
   if isinstance(prompt, str):
@@ -116,10 +112,9 @@ def hinted(template: str, example: Mapping[str, Any]) -> Any:
 def make_read_prompts(
   settings: TrainSettings, policy: Policy, mesh: Mesh
 ) -> Callable[[Sequence[Mapping[str, Any]]], Prompts] | None:
-  """Makes `examples -> prompts` of the reference; None where they are the same.
+  """Returns `examples -> prompts` of the reference; None for the policy's own.
 
-  They are of the policy's format and tokens; fields that an example lacks are
-  empty.
+  They have the policy's format and tokens; fields an example lacks are empty.
   """
   template = settings.model.reference_prompt
   if not template:
@@ -138,7 +133,7 @@ def make_read_prompts(
 def make_update_reference(
   settings: TrainSettings, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
-  """Makes `state -> state` with the reference of the next step."""
+  """Returns `state -> state` with the reference of the next step."""
   every, mix = settings.model.reference_every, settings.model.reference_mix
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings.params)
@@ -151,7 +146,6 @@ def make_update_reference(
     if int(state.step) % every:
       return state
     new = move(to_device(state.reference), state.params)
-    new = to_memory(new, settings.model.reference)
-    return state.replace(reference=new)
+    return state_to_memory(state.replace(reference=new), settings)
 
   return update_reference

@@ -3,10 +3,9 @@ r"""Rewards of a rollout: functions of text, and a reward model.
     rollout -> texts -> functions in worker processes --+
                    \--> reward model on the devices ----+--> GroupRewards [B, G]
 
-Each process of a run decodes and rewards its own block of the prompts
-(`distributed.my_rows`), whole groups, whichever devices sampled them: ids are
-few, so every process gets all of them. The rewards are then gathered: all
-processes know all of them, in the order of the batch.
+Every process gets all ids, which are few; it decodes and rewards whole groups,
+its own block of the prompts (`distributed.my_rows`). The rewards are then
+gathered in all processes, in the order of the batch.
 """
 
 import contextlib
@@ -35,16 +34,14 @@ from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
-from grpojax.training.policy import Policy
 from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step.batch import aggregation
 from grpojax.training.step.episodes import Sampled
 
-# The reward model's name among the functions'. It has a point, which the names
-# of functions have not.
 MODEL = "reward.model"
+"""Name of the reward model; names of functions have no point."""
 
 SHORTEST = 128  # tokens that a reward model's rows are padded to, at least
 ROWS = 8  # sequences that each device reads at once
@@ -54,24 +51,15 @@ Texts = list[list[str]]
 
 
 class RewardPool(NamedTuple):
-  """Functions and model that compute rewards.
+  """Functions and model that compute rewards."""
 
-  Attributes:
-    pool: Reward functions, in worker processes or in this one.
-    model: `(examples, texts) -> [B, G]`, a reward model; None for none.
-    model_weight: Weight of its rewards in the sum.
-    judges: Name of the function that says what a right answer is, by data set
-      of a mixture; the first one where an example's is not there.
-    environment: Environment of the trajectories, or None.
-    failed_reward: Reward of a trajectory whose environment fails; NaN is none.
-  """
-
-  pool: Pool
-  model: Model | None = None
+  pool: Pool  # reward functions, in worker processes or in this one
+  model: Model | None = None  # `(examples, texts) -> [B, G]`
   model_weight: float = 1.0
+  # Function that decides on right answers, by data set; else it is the first.
   judges: Mapping[str, str] = {}
-  environment: EnvironmentPool | None = None
-  failed_reward: float = math.nan
+  environment: EnvironmentPool | None = None  # of the trajectories
+  failed_reward: float = math.nan  # if the environment fails; NaN is none
 
 
 def reward_options(settings: TrainSettings) -> dict[str, Any]:
@@ -84,19 +72,15 @@ def reward_options(settings: TrainSettings) -> dict[str, Any]:
 
 
 def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
-  """Returns the reward functions; ValueError for one that does not exist."""
-  return functions.resolve_all(
-    settings.reward.functions, reward_options(settings)
-  )
+  """Returns the reward functions; ValueError if one does not exist."""
+  names = settings.reward.functions
+  return functions.resolve_all(names, reward_options(settings))
 
 
 def check_columns(
   settings: TrainSettings, rewards: Sequence[functions.Reward], split: Any
 ) -> None:
-  """Raises ValueError where data lack a column that a function asks for.
-
-  The first example of each data set of `split`, a `splits.Split`, is looked at.
-  """
+  """Raises ValueError if the first example of a data set lacks a column."""
   parts, only = split.parts or {"": split}, mixtures.scored_by(settings)
   names = settings.reward.functions
   for name, reward in zip(names, rewards, strict=True):
@@ -112,7 +96,7 @@ def check_columns(
 def with_step(
   pool: Pool, examples: list[dict[str, Any]], step: int, steps: int
 ) -> list[dict[str, Any]]:
-  """Adds to examples that `step` of `steps` are done, if a function asks."""
+  """Adds the number of finished steps to examples, if a function uses it."""
   if not pool.wants(STATE):
     return examples
   state = {"global_step": step, "max_steps": steps}  # TRL's names
@@ -120,7 +104,7 @@ def with_step(
 
 
 def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
-  """Prompt and completion as a chat, or as one text without a chat template."""
+  """Returns a chat or, without a chat template, prompt and text joined."""
   if not tokenizer.chat_template:
     return example["prompt_text"] + text
   prompt = example.get(READ, example["prompt"])
@@ -132,14 +116,12 @@ def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
 def open_model(
   settings: TrainSettings, mesh: jax.sharding.Mesh
 ) -> Model | None:
-  """Loads the reward model onto a mesh; None where there is none.
+  """Loads the reward model onto a mesh; None if there is none.
 
-  Of what is longer than all that the policy may read and write, it reads the
-  end. Names of special tokens are what data.special_tokens says, so that no
-  completion can end its turn and go on as the user.
-
-  Raises:
-    ValueError: It is no sequence classifier with one label.
+  It reads the end of texts that are longer than the policy's limits. Special
+  tokens in texts are treated as by data.special_tokens, so that no completion
+  can end its turn and go on as the user. ValueError if the model is no sequence
+  classifier with one label.
   """
   path = hub_pins.reward_model(settings)
   if not path:
@@ -158,21 +140,21 @@ def open_model(
     shardings=functools.partial(sharding.shardings, mesh=mesh),
   )
   tokenizer = tokenizer_lib.load(directory)
+  encode = functools.partial(
+    tokenizer_lib.encode_conversation,
+    tokenizer,
+    special_tokens=settings.data.special_tokens,
+    date=settings.data.template_options.get("date_string"),
+  )
   # Each length is a program: powers of two, with room for the turns' markers.
-  limit = longest + new_tokens
   lengths = [SHORTEST]
-  while lengths[-1] < limit + SHORTEST:
+  while lengths[-1] < longest + new_tokens + SHORTEST:
     lengths.append(2 * lengths[-1])
   rows = ROWS * mesh_lib.row_shards(mesh)
   reward_model = neural.make_reward_model(
     lm,
     params,
-    functools.partial(
-      tokenizer_lib.encode_conversation,
-      tokenizer,
-      special_tokens=settings.data.special_tokens,
-      date=settings.data.template_options.get("date_string"),
-    ),
+    encode,
     lengths=lengths,
     batch_size=rows,
     sharding=mesh_lib.batch_sharding(mesh, rows),
@@ -193,11 +175,7 @@ def open_model(
 def open_reward_pool(
   settings: TrainSettings, model: Model | None = None
 ) -> Iterator[RewardPool]:
-  """Starts the reward functions, and an environment; ends their processes.
-
-  Raises:
-    ValueError: A function that does not exist, or options that it lacks.
-  """
+  """Starts the reward functions and an environment; ends their processes."""
   reward, environment = settings.reward, None
   with contextlib.ExitStack() as stack:
     if settings.environment.on:
@@ -210,44 +188,35 @@ def open_reward_pool(
       reward.timeout,
       sources=mixtures.scored_by(settings),
     )
-    stack.enter_context(pool)
-    judges = mixtures.judges(settings)
     yield RewardPool(
-      pool,
+      stack.enter_context(pool),
       model,
       reward.model_weight,
-      judges,
+      mixtures.judges(settings),
       environment,
       settings.environment.failed_reward,
     )
 
 
 class PendingRewards(NamedTuple):
-  """Part of a batch whose rewards are being computed.
+  """Part of a batch whose rewards are being computed."""
 
-  Attributes:
-    prompts: Number of its prompts, in all processes.
-    texts: Completions of this process's prompts.
-    pending: Rewards of these.
-    transcripts: Theirs, of `Sampled`.
-  """
-
-  prompts: int
-  texts: Texts
+  prompts: int  # number of its prompts, in all processes
+  texts: Texts  # completions of this process's prompts
   pending: Submission
-  transcripts: list[list[episodes.Transcript]] | None = None
+  transcripts: list[list[episodes.Transcript]] | None = None  # of `Sampled`
 
 
 def submit_rollout(
-  policy: Policy,
+  policy: policy_lib.Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
   sampled: Sampled,
 ) -> PendingRewards:
   """Decodes this process's completions, and sends them to the functions.
 
-  Nothing more is asked of the devices, which may be at the next samples. Of the
-  rollout, rows beyond the examples only pad the batch.
+  It starts nothing on the devices, which may be sampling the next part. Rows of
+  the rollout beyond the examples are padding.
   """
   rollout = sampled.rollout.replace(**mesh_lib.fetch(sampled.read))
   own = distributed.my_rows(len(examples))
@@ -274,9 +243,8 @@ def collect_rewards(
 ) -> tuple[Texts, GroupRewards]:
   """Waits for the rewards of all parts of a batch, in all processes.
 
-  Returns:
-    Completions [B][G] (of this process, or with `every_text` of all), and the
-    rewards.
+  Returns the completions [B][G], of this process or with `every_text` of all,
+  and the rewards.
   """
   texts = own_texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
@@ -288,9 +256,8 @@ def collect_rewards(
     rewards = reward_pool.pool.collect(pending, check_signals)
     if reward_pool.environment is not None:
       transcripts = [x for part in parts for x in part.transcripts]
-      rewards = fail_episodes(
-        rewards, transcripts, own_texts, reward_pool.failed_reward
-      )
+      failed = reward_pool.failed_reward
+      rewards = fail_episodes(rewards, transcripts, own_texts, failed)
   rewards = _gather_rewards(rewards, sizes)
   if by_model is not None:
     rewards = add_model(reward_pool, rewards, by_model, examples, texts)
@@ -303,10 +270,7 @@ def fail_episodes(
   texts: Sequence[Sequence[str]],
   reward: float,
 ) -> GroupRewards:
-  """Gives trajectories whose environment failed a `reward`, with the reason.
-
-  Whatever the functions made of them: how far they went is no merit.
-  """
+  """Gives trajectories whose environment failed this reward, and the reason."""
   new = _map_arrays(np.copy, rewards)
   failures = [[[*own] for own in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
@@ -321,7 +285,7 @@ def fail_episodes(
 
 
 def compute_rewards(
-  policy: Policy,
+  policy: policy_lib.Policy,
   reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
   sampled: Sampled,
@@ -335,7 +299,7 @@ def compute_rewards(
 
 
 def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
-  """Order of the batch among the rows of one process after another."""
+  """Returns the batch's order, as places in the rows of all processes."""
   parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
   by_process = [
     part[distributed.rows_of(process, len(part))]
@@ -348,8 +312,8 @@ def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
 def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
   """Gathers rows of JSON's types of all processes, in the batch's order.
 
-  This process has its `own` of one part after another; `sizes` are the parts'
-  numbers of prompts in all processes.
+  `own` are this process's rows, part after part; `sizes` are the numbers of
+  prompts of the parts, in all processes.
   """
   if not distributed.several():
     return list(own)
@@ -360,7 +324,7 @@ def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 def _gather_rewards(
   rewards: GroupRewards, sizes: Sequence[int]
 ) -> GroupRewards:
-  """Gathers the rewards of all processes, from this one's."""
+  """Gathers the rewards of all processes."""
   if not distributed.several():
     return rewards
 
@@ -383,32 +347,29 @@ def _gather_rewards(
 
 
 def _map_arrays(function: Callable[..., Any], *parts: GroupRewards):
-  """Calls a function with each array of rewards; functions keep their order."""
-  first = parts[0]  # no jax.tree.map, which sorts names
-  return first._replace(
-    rewards=function(*(part.rewards for part in parts)),
-    values={
-      name: function(*(part.values[name] for part in parts))
-      for name in first.values
-    },
-    failed=function(*(part.failed for part in parts)),
-    extras={
-      name: function(*(part.extras[name] for part in parts))
-      for name in first.extras
-    },
+  """Maps a function over the arrays of rewards, and keeps the names' order."""
+
+  def mapped(*fields):  # `jax.tree.map` would sort the names
+    if isinstance(fields[0], dict):
+      return {name: function(*(x[name] for x in fields)) for name in fields[0]}
+    return function(*fields)
+
+  arrays = "rewards", "values", "failed", "extras"
+  return parts[0]._replace(
+    **{name: mapped(*(getattr(x, name) for x in parts)) for name in arrays}
   )
 
 
 def take_groups(
   rewards: GroupRewards, rows: Int[np.ndarray, "B"]
 ) -> GroupRewards:
-  """Returns the rewards of the groups of these numbers."""
+  """Returns the rewards of some groups, by their numbers."""
   taken = _map_arrays(lambda x: x[rows], rewards)
   return taken._replace(failures=[rewards.failures[row] for row in rows])
 
 
 def join_groups(parts: Iterable[GroupRewards]) -> GroupRewards:
-  """Joins rewards, one part after another; NaN where one lacks an extra."""
+  """Joins rewards, one part after another; missing extras are NaN."""
   parts = list(parts)
   names = sorted({name for part in parts for name in part.extras})
 
@@ -430,10 +391,10 @@ def add_model(
   examples: Sequence[dict[str, Any]],
   texts: Sequence[Sequence[str]],
 ) -> GroupRewards:
-  """Adds a reward model's rewards, also where all functions abstain.
+  """Adds a reward model's rewards, also if all functions abstain.
 
-  They are among the values of the functions, by the name `MODEL`; one that is
-  not finite, or too large, is a failure of this example and text.
+  They become the values of a function `MODEL`. One that is not finite, or too
+  large, is a failure.
   """
   by_model = by_model.astype(np.float32)
   finite = np.abs(by_model) <= LARGEST
@@ -453,11 +414,7 @@ def add_model(
 
 
 def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
-  """Stacks the values of each function, and last of a reward model.
-
-  NaN where a function has none, and for all of them where the completion has no
-  reward, because one of them failed.
-  """
+  """Stacks the functions' values; NaN for a completion without a reward."""
   rewarded = np.isfinite(rewards.rewards)
   values = np.stack(list(rewards.values.values()))
   return np.where(rewarded, values, np.float32(np.nan))
@@ -466,11 +423,10 @@ def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
 def place_rewards(
   settings: TrainSettings, rewards: GroupRewards, mesh: jax.sharding.Mesh
 ) -> tuple[Float[jax.Array, "B G"], Float[jax.Array, "K B G"] | None]:
-  """Places rewards on a mesh, and each function's where they are aggregated.
+  """Places rewards on a mesh, and each function's values if aggregated.
 
-  The latter are None where `reward.aggregation` compares nothing but the sum.
-  They are `in_float32` if nothing but the group is compared, and `metrics` has
-  the mean of what they were.
+  Values are None if only the sum is compared. Rewards that are compared within
+  groups only are `in_float32`; `metrics` has the mean of the original ones.
   """
   values = None
   if aggregation(settings.reward) is not None:
@@ -489,27 +445,22 @@ def correctness(
   rewards: GroupRewards,
   examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
-  """Returns the values of the first function: 1 or more is a right answer.
-
-  In a mixture it is the first of those that reward the example's data set.
-  """
-  first = reward_pool.pool.names[0]
-  sources = [e.get(SOURCE) for e in examples]  # a column of any type
-  names = [
-    reward_pool.judges.get(source, first) if isinstance(source, str) else first
-    for source in sources
-  ]
-  return np.stack([rewards.values[name][i] for i, name in enumerate(names)])
+  """Returns values of a data set's first function: 1 or more is right."""
+  judges, rows = reward_pool.judges, []
+  for i, example in enumerate(examples):
+    source = example.get(SOURCE)  # a column of any type
+    name = judges.get(source) if isinstance(source, str) else None
+    rows.append(rewards.values[name or reward_pool.pool.names[0]][i])
+  return np.stack(rows)
 
 
 def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   """Returns the metrics of the rewards by function.
 
-  `rewards/NAME/mean` and `rewards/NAME/std` are over the completions that a
-  function has a value for; `logged/FUNCTION/NAME` is the mean of another number
-  that it returned. Users choose these names, and no other metric has two
-  slashes, so that none is overwritten.
-  `reward_mean` and `reward_std` are here if the devices have rounded rewards.
+  `rewards/NAME/mean` and `rewards/NAME/std` are over the completions that have
+  a value; `logged/FUNCTION/NAME` is the mean of another number of a function.
+  No other metric has two slashes, so users' names overwrite none.
+  `reward_mean` and `reward_std` are added if the devices have rounded rewards.
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
@@ -521,6 +472,6 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
       if not np.isnan(values).all():
         row[f"rewards/{name}/mean"] = float(np.nanmean(values))
         row[f"rewards/{name}/std"] = float(np.nanstd(values))
-  for name, values in rewards.extras.items():  # a number in each is not nan
+  for name, values in rewards.extras.items():  # none is all nan
     row[f"logged/{name}"] = float(np.nanmean(values))
   return row

@@ -1,10 +1,9 @@
 """Sampling of a step's completions: the compiled program, and where it runs.
 
-On CPUs the two halves of a batch are sampled at once. Most operations of a
-small model's sampled token are too short to be shared by threads: one program
-keeps little more than one core at work. XLA runs what is independent in one
-program in turn, and so it does with the programs that one thread asks for. So
-two threads ask, each for half of the prompts.
+On CPUs two threads sample half of a batch each. Most operations of a small
+model's decoding are too short for several threads, and XLA runs independent
+operations of one program, and the programs of one thread, one after another: a
+single program would leave the other cores idle.
 """
 
 import contextlib
@@ -27,18 +26,17 @@ from grpojax.environments.episodes import play_together
 from grpojax.environments.pool import EnvironmentPool
 from grpojax.models import passes, sharding
 from grpojax.training import policy as policy_lib
-from grpojax.training.policy import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import episodes
 from grpojax.training.step.episodes import Sampled
 
 LARGEST_HALVED = 32 * 2**20
-"""Bytes of weights, above which both cores have enough to do for one program,
-and reading the weights twice costs more than it brings."""
+"""Bytes of weights above which one program keeps both cores busy, so that
+reading the weights twice does not pay."""
 
 Sampler = Callable[..., Rollout]
-"""`(params, prompts, key, *first_prompt) -> Rollout`, where `first_prompt` is
-the number of the first prompt among those that share the key; 0 without it."""
+"""`(params, prompts, key, *first_prompt) -> Rollout`; `first_prompt`, 0 by
+default, is the number of the first prompt among those that share the key."""
 
 
 def split_prompts(
@@ -57,10 +55,7 @@ def split_prompts(
 
 
 def join_rollouts(parts: list[Rollout]) -> Rollout:
-  """Joins the rollouts of a batch's parts, in their order.
-
-  What environments' resets observed may have made prompts of two lengths.
-  """
+  """Joins the rollouts of parts, whose prompts may differ in length."""
   longest = max(part.prompt_ids.shape[-1] for part in parts)
   parts = [pad_prompts(part, longest) for part in parts]
   whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -68,12 +63,12 @@ def join_rollouts(parts: list[Rollout]) -> Rollout:
 
 
 def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
-  """Returns True where two halves take less time than the whole batch.
+  """Returns True if two halves take less time than the whole batch.
 
-  `weights` are what a program reads for a token, `rows` the batch's prompts.
+  `weights` are read for each token; `rows` is the number of prompts.
   """
   one_cpu = [device.platform for device in devices] == ["cpu"]
-  # Else one thread would wait for its half before the other begins.
+  # Otherwise one thread would wait for its half before the other begins.
   dispatches = jax.config.values.get("jax_cpu_enable_async_dispatch", True)
   size = sum(x.nbytes for x in jax.tree.leaves(weights))
   fits = rows % 2 == 0 and size <= LARGEST_HALVED
@@ -81,21 +76,18 @@ def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
 
 
 def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
-  """Makes a sampler of a `sampler_program`, in halves where that pays.
-
-  `mesh` is that of sampling; None is one device.
-  """
+  """Returns a sampler that runs a `sampler_program`, in halves if that pays."""
   split = jax.jit(functools.partial(split_prompts, parts=2))
   join = jax.jit(join_rollouts)
   devices = list(mesh.devices.flat) if mesh else jax.devices()[:1]
 
   def sampler(params: Params, prompts: Prompts, key: Array, *first: Array):
-    weights = program.args, params  # the first are frozen ones
+    weights = program.args, params  # frozen and trained
     if not halves_pay(weights, prompts.prompt_ids.shape[0], devices):
       return program(params, prompts, key, *first)
     (prompts_1, first_1), (prompts_2, first_2) = split(prompts, *first)
 
-    def second_half():  # a mesh is set for one thread alone
+    def second_half():  # a mesh is set per thread
       with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         return program(params, prompts_2, key, first_2)
 
@@ -108,7 +100,7 @@ def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
 
 def sampler_program(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   sampling: Sampling,
   budgets: Callable[[Prompts], jax.Array] | None = None,
@@ -116,8 +108,8 @@ def sampler_program(
 ):
   """Compiles `(params, prompts, key, first_prompt=0) -> Rollout`.
 
-  `budgets`, of prompts, are the tokens [B, G] that each sample may spend; None
-  is `sampling.max_new_tokens` for all. `record_experts` is that of `rollout`.
+  `budgets(prompts)` [B, G] limits the tokens of each sample; None is
+  `sampling.max_new_tokens` for all. `record_experts` is as for `rollout`.
   """
 
   def sample(lm, params, prompts, key, first_prompt=0):
@@ -145,9 +137,9 @@ def with_result_shardings(
 ):
   """Pins the results of a `sampler_program` to the sampling mesh.
 
-  Where parameters lie on another mesh, XLA (Shardy) knows of two, and may take
-  one for the other where a result's sharding is a constraint alone. `args` are
-  the program's arguments, or their shapes; the mesh is in context.
+  If parameters lie on another mesh, XLA (Shardy) knows two meshes, and may
+  confuse them if a result's sharding is only a constraint. `args` are the
+  program's arguments, or their shapes; the mesh must be in context.
   """
   shardings = mesh_lib.map_rows(
     lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
@@ -158,15 +150,15 @@ def with_result_shardings(
 
 
 def moved_params(
-  policy: Policy, dtype: str, mesh: jax.sharding.Mesh
+  policy: policy_lib.Policy, dtype: str, mesh: jax.sharding.Mesh
 ) -> Callable[[Params], Params]:
-  """Makes the copying of parameters to other devices, as these read them."""
+  """Returns a function that copies parameters to the devices that sample."""
 
   def moved(params: Params) -> Params:
     return jax.device_put(params, sharding.shardings(params, mesh))
 
   if policy.frozen is not None:
-    return moved  # adapters, which are small
+    return moved  # adapters, which are small and not cast
   cast = jax.jit(functools.partial(passes.cast, dtype=jnp.dtype(dtype)))
   return lambda params: moved(cast(params))
 
@@ -176,11 +168,11 @@ def on_sampling_mesh(
   mesh: jax.sharding.Mesh,
   sampling_mesh: jax.sharding.Mesh,
 ) -> Sampler:
-  """Makes a sampler on its own mesh, of arrays that lie on that of training.
+  """Returns a sampler on its own mesh, for arrays on the training mesh.
 
-  JAX computes nothing of arrays of two meshes. The parameters are laid out
-  anew by the program itself, once they are cast (`LM.prepare`); on devices that
-  only sample they lie already (`moved_params`).
+  JAX cannot combine arrays of two meshes. The program itself lays parameters
+  out after casting them (`LM.prepare`); devices that only sample have them
+  already (`moved_params`).
   """
   samplers = {}  # by the number of prompts
   if not set(sampling_mesh.devices.flat) & set(mesh.devices.flat):
@@ -211,15 +203,15 @@ def on_sampling_mesh(
 
 def make_sampler(
   settings: TrainSettings,
-  policy: Policy,
+  policy: policy_lib.Policy,
   group_size: int,
   sampling: Sampling,
   mesh: jax.sharding.Mesh | None = None,
   environment: EnvironmentPool | None = None,
 ) -> Callable[..., Sampled]:
-  """Makes `(params, prompts, examples, key, check_signals) -> Sampled`.
+  """Returns `(params, prompts, examples, key, check_signals) -> Sampled`.
 
-  On one device or a mesh, with the environment's answers where there is one.
+  It runs on a mesh (None is one device), with the environment, if any.
   """
   if environment is not None:
     player = episodes.make_player(

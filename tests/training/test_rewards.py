@@ -1,0 +1,421 @@
+"""Rewards of a batch: functions of text, a reward model, and their sum."""
+
+import functools
+import json
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.aot import programs
+from grpojax.core import advantages
+from grpojax.core.advantages import multi_reward
+from grpojax.models import huggingface as hf
+from grpojax.rewards import exact, groups, pool
+from grpojax.rewards.pool import Failure
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.step import host
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.batch import (
+  aggregation,
+  make_batch_program,
+  reward_weights,
+)
+from grpojax.training.step.episodes import sampled
+
+REWARDS = """
+def length(prompt, completion, example):
+  return float(len(completion))
+
+def picky(prompt, completion, example):
+  if completion == "bad":
+    raise RuntimeError("no")
+  return None if completion == "silent" else 10.0
+
+def seen(prompt, completion, example):
+  assert prompt == "p" and example["answer"] == "1"
+  assert example["max_completion_length"] == 5
+  return example["completion_length"] + 0.5 * example["finished"]
+"""
+EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
+TEXTS = [["ab", "bad"], ["silent", "abc"]]
+NAN = np.nan
+
+
+@pytest.fixture
+def score(word_policy, settings_with, samples_of, tmp_path, monkeypatch):
+  """`(weights by name, model) -> (pool, rewards)` of `TEXTS`.
+
+  A row's samples are of four tokens, finished, and of one, cut off.
+  """
+  monkeypatch.setattr(policy_lib, "decode", lambda *_: TEXTS)
+  file = tmp_path / "rewards.py"
+  file.write_text(REWARDS)
+
+  def score(weights, model=None, rows=2, **changes):
+    settings = settings_with(
+      reward__functions=[f"{file}:{name}" for name in weights],
+      reward__weights=[*weights.values()],
+      **changes,
+    )
+    mask = np.arange(5) < np.array([4, 1])[:, None]
+    mask = np.broadcast_to(mask, (rows, 2, 5))
+    samples = sampled(samples_of(mask, [True, False]))
+    with rewards_lib.open_reward_pool(settings, model) as reward_pool:
+      return reward_pool, rewards_lib.compute_rewards(
+        word_policy(None), reward_pool, EXAMPLES, samples
+      )[1]
+
+  return score
+
+
+def test_weighted_functions(score):
+  # A batch may have more rows: they only pad it.
+  weights = {"length": 2.0, "picky": 0.5, "seen": 1.0}
+  reward_pool, found = score(weights, rows=3)
+  expected = [[4 + 5 + 4.5, NAN], [12 + 4.5, 6 + 5 + 1]]
+  np.testing.assert_allclose(found.rewards, expected)
+  np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
+  (failure,) = groups.all_failures(found)
+  assert failure.function == "picky" and failure.completion == "bad"
+  right = rewards_lib.correctness(reward_pool, found, EXAMPLES)
+  np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
+  assert rewards_lib.metrics(found) == {
+    "reward_failures": 1,
+    "rewards/length/mean": 3.5,
+    "rewards/length/std": 1.5,
+    "rewards/picky/mean": 10,
+    "rewards/picky/std": 0,
+    "rewards/seen/mean": pytest.approx((4.5 + 1 + 4.5 + 1) / 4),
+    "rewards/seen/std": 1.75,
+  }
+
+
+def test_a_reward_model_beside_functions(score):
+  model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
+  _, found = score({"picky": 1.0}, model, reward__model_weight=-2.0)
+  # It decides alone where the function abstains, but not where that failed.
+  np.testing.assert_allclose(found.rewards, [[8, NAN], [-6, 2]])
+  assert rewards_lib.metrics(found)["rewards/reward.model/mean"] == 2.5
+
+
+def test_no_name_of_a_function_or_of_its_numbers_is_a_metric_of_the_run(
+  score, tmp_path, monkeypatch
+):
+  names = ["mean", "std", "failures", "counts", "missing", "model", "mean_std"]
+  numbers = dict.fromkeys(["mean", "std", "prompts", "a/b"], 7.0)
+  text = f"def mean(p, c, e): return {numbers | {'score': 5.0}}\n"
+  text += "".join(f"{name} = mean\n" for name in names[1:])
+  (tmp_path / "rewards.py").write_text(text)
+  model = lambda examples, texts: np.ones((2, 2))
+  row = rewards_lib.metrics(score(dict.fromkeys(names, 1.0), model)[1])
+  assert row.pop("reward_failures") == 0
+  assert len(row) == 2 * (len(names) + 1) + 4 * len(names)
+  assert all(name.count("/") >= 2 for name in row)
+  values = {name: row[f"rewards/{name}/mean"] for name in names}
+  assert values == dict.fromkeys(names, 5)
+  assert row["rewards/reward.model/mean"] == 1
+
+
+def test_several_processes_say_what_one_says(monkeypatch):
+  """Also in what order rewards have failed: the first of them are kept."""
+  shape, sizes = (5, 2), (3, 2)  # in two parts of unequal sizes
+  names = np.arange(10).reshape(shape)
+  failed = names % 3 > 0
+  rewards = np.where(failed, NAN, names).astype("f4")
+
+  def failures(group):
+    return [(Failure("f", "no", "p", str(x)),) * (x % 3) for x in group]
+
+  def scores(rows, others="ab"):
+    return groups.GroupRewards(
+      rewards[rows],
+      {"f": rewards[rows], "g": rewards[rows] + 1},
+      failed[rows],
+      [failures(names[i].tolist()) for i in rows],
+      {f"f/{name}": rewards[rows] * 2 for name in others},
+    )
+
+  sent = []
+  tell = lambda own: sent.append(json.loads(json.dumps(own))) or (sent * 2)[:2]
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  monkeypatch.setattr(distributed, "gather", tell)
+  rewards_lib._gather_rewards(scores([0, 1, 3], "a"), sizes)  # of process 0
+  found = rewards_lib._gather_rewards(scores([2, 4]), sizes)
+  whole = scores(list(range(5)))
+  jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
+  whole.extras["f/b"][[0, 1, 3]] = NAN  # nobody there said it
+  jax.tree.map(np.testing.assert_array_equal, found.extras, whole.extras)
+  assert groups.all_failures(found) == groups.all_failures(whole)
+  order = "".join(x.completion for x in groups.all_failures(whole))
+  assert order == "224881557"  # first completions, then second ones
+
+
+@pytest.mark.slow
+def test_rewards_that_fail(train_toy, tmp_path, capsys):
+  """They are counted and kept, take no part, and training goes on."""
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "import math\n"
+    "def mine(prompt, completion, example):\n"
+    "  if '5' in completion:\n"
+    "    raise RuntimeError('a five')\n"
+    "  return math.nan if '3' in completion else float('7' in completion)\n"
+  )
+  run, functions = tmp_path / "run", f"{file}:mine"
+  rows = train_toy(steps=4, reward__functions=functions, diagnostics__every=2)
+  failures = records.read_jsonl(run / "failures.jsonl")
+  assert {f["function"] for f in failures} == {"mine"}
+  fives = [f for f in failures if "a five" in f["reason"]]
+  assert any("5" in f["completion"] for f in fives)
+  for row in rows:
+    if "accuracy" not in row:
+      assert row["rewards_missing"] == row["reward_failures"] / 64 > 0.1
+      assert row["grad_norm"] >= 0 and row["skipped_updates"] == 0
+  assert "rewards failed; the first: mine" in capsys.readouterr().out
+  params = hf.load_params(run / "model")
+  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+@pytest.fixture
+def classifier(toy_model, tmp_path):
+  """A reward model with the toy model's body and tokenizer."""
+  path = shutil.copytree(toy_model, tmp_path / "config")
+  hf_config = json.loads((path / "config.json").read_text())
+  hf_config["architectures"] = ["LlamaForSequenceClassification"]
+  hf_config["num_labels"] = 1
+  (path / "config.json").write_text(json.dumps(hf_config))
+  params = hf.load_params(toy_model)
+  head = jax.random.normal(jax.random.key(0), (16, 1))
+  hf.save(tmp_path / "classifier", params | {"score": head}, path)
+  return tmp_path / "classifier"
+
+
+@pytest.mark.slow  # a model more
+def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
+  settings = {"reward.model": classifier, "reward.model_weight": 2.0}
+  settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}
+  for row in train_toy(**settings):
+    if "reward_mean" in row:
+      right = row["rewards/exact_answer/mean"]
+      parts = 3 * right + 2 * row["rewards/reward.model/mean"]
+      assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)
+  # The model read prompt and completion as one text, token by token.
+  lm, params = hf.load(classifier)
+  tokenizer = tokenizer_lib.load(classifier)
+  seen = []
+  for sample in records.read_jsonl(tmp_path / "run" / "samples.jsonl"):
+    ids = tokenizer.encode(sample["prompt"] + sample["completion"])
+    ids = jnp.array([ids])
+    prefix = lm.prefill(params, ids, jnp.ones_like(ids, bool))
+    score = float(lm.unembed(params, prefix.last_hidden)[0, 0])
+    right = exact.exact_answer("", sample["completion"], sample)
+    assert sample["reward"] == pytest.approx(3 * right + 2 * score, abs=1e-3)
+    seen.append(score)
+  assert np.ptp(seen) > 0.1
+
+
+# What a step compares of several functions.
+
+VALUES = {
+  "right": np.array([[1, 0, 1], [0, 0, 1]], np.float32),
+  "short": np.array([[3, NAN, 9], [5, 1, 1]], np.float32),
+}
+FAILED = np.array([[0, 0, 0], [0, 0, 1]], bool)
+MASK = np.ones((2, 3, 4))
+NORMALIZED = {"reward.aggregation": "normalize_then_sum"}
+
+
+def scores_of(weights):
+  total = sum(
+    w * np.nan_to_num(v) for w, v in zip(weights, VALUES.values(), strict=True)
+  )
+  total = np.where(FAILED, NAN, total).astype(np.float32)
+  return groups.GroupRewards(total, VALUES, FAILED, [[[]] * 3] * 2)
+
+
+@pytest.fixture
+def program_of(tabular, settings_with):
+  """`(samples, **settings)` -> `(rewards, **options) -> (batch, metrics)`."""
+
+  def program_of(samples, **changes):
+    b, g = samples.finished.shape
+    sizes = {"batch_size": b, "group_size": g, "optim.micro_batches": 1}
+    program = make_batch_program(settings_with(**sizes | changes))
+    return jax.jit(functools.partial(program, tabular.lm(1, 3), None, samples))
+
+  return program_of
+
+
+def test_a_failure_takes_no_part_by_any_function():
+  found = rewards_lib.stack_values(scores_of((1.0, 2.0)))
+  expected = [[[1, 0, 1], [0, 0, NAN]], [[3, NAN, 9], [5, 1, NAN]]]
+  np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "name, scale", [("batch_std", 0.25), ("leave_one_out", None)]
+)
+def test_a_step_compares_what_was_asked_for(
+  name, scale, program_of, samples_of
+):
+  weights = (1.0, -0.5)
+  several = {"reward.functions": ("a", "b"), "reward.weights": weights}
+  make_batch = program_of(
+    samples_of(MASK), advantage=name, **several | NORMALIZED
+  )
+  scores = scores_of(weights)
+  values = rewards_lib.stack_values(scores)
+  scale = scale and np.float32(scale)
+  batch, row = make_batch(scores.rewards, values=values, scale=scale)
+  compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
+  expected = advantages.ADVANTAGES[name](compared) * (scale or 1)
+  np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5, atol=1e-6)
+  # The metrics are of the weighted sum.
+  mean = np.nanmean(scores.rewards)
+  np.testing.assert_allclose(row["reward_mean"], mean, rtol=1e-6)
+  assert not batch.completion_mask[1, 2].any() and batch.advantages[1, 2] == 0
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e8, -1e11])
+def test_an_offset_of_all_rewards_changes_no_difference(
+  offset, settings_with, one_device
+):
+  """In float32 1e8 + 1 is 1e8; only the middle group's offset is so large."""
+  raw = np.array([[0.0, 1, 1, 3], [4, 1, NAN, 2], [0.1, 0.7, 0.3, 0.1]])
+  total = raw + np.array([[0.0], [offset], [0.0]])
+  exact = pool.exact_enough(total)
+  assert (exact.dtype == np.float32) == (not offset)
+  scores = groups.GroupRewards(exact, {"a": exact}, np.isnan(raw), [[[]]] * 3)
+  for changes in ({}, NORMALIZED):
+    settings = settings_with(advantage="grpo", **changes)
+    placed, values = rewards_lib.place_rewards(settings, scores, one_device)
+    placed = np.asarray(placed if values is None else values[0])
+    found, expected = (x[1] - x[1, 0] for x in (placed, raw))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    expected = raw[[0, 2]].astype(np.float32)
+    np.testing.assert_array_equal(placed[[0, 2]], expected)
+  metrics = rewards_lib.metrics(scores)
+  if offset:
+    assert metrics["reward_mean"] == np.nanmean(total)
+    assert metrics["reward_std"] == np.nanstd(total)
+  # Those that are not of a group alone are what they were.
+  settings = settings_with(advantage="shrinkage")
+  placed, _ = rewards_lib.place_rewards(settings, scores, one_device)
+  np.testing.assert_array_equal(placed, total.astype(np.float32))
+
+
+def test_a_diagnosis_is_of_rewards_less_their_mean(monkeypatch, one_device):
+  monkeypatch.setattr(host, "diagnosis_key", lambda state: None)
+  step = types.SimpleNamespace(
+    mesh=one_device,
+    diagnose=lambda params, rollout, rewards, *_: {"rewards": rewards},
+    check_signals=lambda: None,
+  )
+  state = types.SimpleNamespace(params=None)
+  rewards = np.array([[1e8, 1e8 + 1], [1e8 + 3, NAN]])
+  scores = groups.GroupRewards(rewards, {}, np.isnan(rewards), [[], []])
+  diagnose = host.HostStep._diagnose.__wrapped__  # whose state is no TrainState
+  found = diagnose(step, state, None, scores)
+  expected = [[-4 / 3, -1 / 3], [5 / 3, NAN]]
+  np.testing.assert_allclose(found["rewards"], expected, rtol=1e-6)
+  assert np.isnan(found["gradient_mse_vanilla"])
+
+
+def test_differences_of_rounding_are_none():
+  equal = np.array([[0.1 + 0.2, 0.3], [1.0, 0.0]])
+  assert pool.exact_enough(equal).dtype == np.float32
+  # A tenth of one would be off by 3%.
+  assert pool.exact_enough(1e5 + equal / 10).dtype == np.float64
+  between = 2.0**24 + 1  # two numbers of float32
+  near = np.array([[between, np.nextafter(between, np.inf)]])
+  assert len(np.unique(pool.exact_enough(near))) == 1
+  large = np.concatenate([equal, [[1e8, 1e8 + 1]]])
+  found = pool.exact_enough(large)
+  np.testing.assert_array_equal(found, [[0.3, 0.3], *large[1:]])
+
+
+DROPPED = {"loss.truncated": "drop"}
+
+
+@pytest.mark.slow
+def test_what_is_dropped_is_not_in_the_normalisation(program_of, samples_of):
+  """The others' advantages are those of their group without it."""
+  several = {"reward.functions": ("a", "b"), "reward.weights": (1.0, 1.0)}
+  samples = samples_of(np.ones((1, 4, 2)), [[True, True, False, True]])
+  values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
+  make_batch = program_of(samples, **several | NORMALIZED | DROPPED)
+  batch, row = make_batch(values.sum(0), values=values)
+  assert row["zero_variance_groups"] == 0
+  left = np.array([[1.0, 0, 2], [0.0, 4, 1]])
+  normal = left - left.mean(-1, keepdims=True)
+  normal = (normal / normal.std(-1, ddof=1, keepdims=True)).sum(0)
+  found = np.asarray(batch.advantages[0])
+  np.testing.assert_allclose(found[[0, 1, 3]], 1.5 * normal, rtol=1e-4)
+  assert found[2] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, 1 / 3),  # as they came, by their sum: 1 in the last group
+    (DROPPED, 2 / 3),
+    (NORMALIZED, 0),  # by itself each varies in the last one
+    (NORMALIZED | DROPPED, 1 / 3),
+  ],
+)
+def test_groups_without_variance_are_those_that_teach_nothing(
+  changes, expected, program_of, samples_of
+):
+  """Of three groups one differs in nothing but what was cut off."""
+  several = {"reward.functions": ("a", "b"), "reward.weights": (1.0, 2.0)}
+  ends = [[True, True, True, False], [True] * 4, [True] * 4]
+  values = jnp.array(
+    [
+      [[1.0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]],
+      [[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5]],
+    ]
+  )
+  samples = samples_of(np.ones((3, 4, 2)), ends)
+  make_batch = program_of(samples, **several | changes)
+  _, row = make_batch(values[0] + 2 * values[1], values=values)
+  np.testing.assert_allclose(row["zero_variance_groups"], expected, rtol=1e-6)
+
+
+def test_a_scale_is_of_advantages_that_are_bounded(program_of, samples_of):
+  make_batch = program_of(samples_of(MASK), loss__advantage_clip=2.0)
+  rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
+  batch, _ = make_batch(rewards, scale=np.float32(0.5))
+  expected = [[1.0, -0.75, -0.75], [0.5, -0.25, -0.25]]
+  np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
+
+
+def test_the_reward_model_has_the_last_weight(settings_with):
+  changes = {"reward.model": "somewhere", "reward.model_weight": 3.0}
+  settings = settings_with(reward__weights=(2.0,), **changes)
+  assert tuple(reward_weights(settings.reward)) == (2.0, 3.0)
+  assert aggregation(settings.reward) is None
+
+
+@pytest.mark.slow
+def test_it_compiles_ahead_of_time(settings_with, one_device):
+  """What a run compiles is lowered, with the values of all functions."""
+  settings = settings_with(
+    reward__functions=("exact_answer", "length"),
+    reward__weights=(1.0, 1.0),
+    filter_groups__enable=True,
+    **NORMALIZED,
+  )
+  run = programs.open_run(settings, one_device)
+  shapes = programs.lower(run, "reference").in_avals  # of both kinds
+  assert (2, 32, 8) in [x.shape for x in jax.tree.leaves(shapes)]
+  drawn = programs.lower(run, "rollout").in_avals[0]
+  assert jax.tree.leaves(drawn)[-1].shape == ()  # the first prompt's number

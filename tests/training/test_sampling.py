@@ -1,0 +1,234 @@
+"""A batch sampled in halves or in parts: the same samples and rewards."""
+
+import functools
+import os
+import threading
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.environments.episodes import play_together
+from grpojax.rewards import groups
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.step import host
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step.timer import Timer
+
+B, G, T = 4, 3, 6
+EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
+
+# Halves.
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+  monkeypatch.setattr(os, "cpu_count", lambda: 2)
+
+
+def prompts_of(rows):
+  ids = 2 + jnp.arange(3 * rows).reshape(rows, 3) % 7
+  return Prompts(ids, jnp.arange(3) < 1 + jnp.arange(rows)[:, None] % 3)
+
+
+def program_of(lm):
+  """As `sampling_lib.sampler_program` makes it; without weights of its own."""
+  options = {"group_size": 3, "max_new_tokens": 9, "eos_ids": (1,)}
+
+  def sample(params, prompts, key, first=0):
+    return rollout(lm, params, prompts, key, first_prompt=first, **options)
+
+  return functools.partial(jax.jit(sample))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "on_mesh", [True, pytest.param(False, marks=pytest.mark.long)]
+)
+def test_halves_are_the_whole(tiny, two_cores, one_device, on_mesh):
+  program = program_of(tiny.lm)
+  first = (jnp.int32(5),) if on_mesh else ()
+  args = tiny.params, prompts_of(4), jax.random.key(3), *first
+  mesh = one_device if on_mesh else None
+  halved = sampling_lib.sample_halves(program, mesh)(*args)
+  whole = program(*args)
+  for name, of_whole in vars(whole).items():
+    if name != "logprobs":
+      np.testing.assert_array_equal(getattr(halved, name), of_whole)
+  np.testing.assert_allclose(halved.logprobs, whole.logprobs, atol=2e-6)
+
+
+@pytest.mark.slow
+def test_two_threads_ask_for_a_half_each(tiny, two_cores, one_device):
+  program, calls = program_of(tiny.lm), []
+
+  def called(params, prompts, *rest):
+    set_here = jax.sharding.get_abstract_mesh()
+    calls.append((prompts.prompt_ids.shape, threading.get_ident(), set_here))
+    return program(params, prompts, *rest)
+
+  sampler = sampling_lib.sample_halves(functools.partial(called), one_device)
+  with jax.set_mesh(one_device):
+    sampler(tiny.params, prompts_of(6), jax.random.key(0))
+  (one, mine, here), (two, other, there) = calls
+  assert one == two == (3, 3)
+  assert mine == threading.get_ident() != other
+  assert here == there == one_device.abstract_mesh
+
+
+def test_what_fails_in_the_other_thread_is_raised(tiny, two_cores):
+  def fails(params, prompts, key, first):
+    if first:
+      raise KeyError("the second half")
+
+  sampler = sampling_lib.sample_halves(functools.partial(fails), None)
+  with pytest.raises(KeyError, match="second half"):
+    sampler(tiny.params, prompts_of(2), jax.random.key(0))
+
+
+def test_where_halves_pay(monkeypatch, two_cores):
+  small = jnp.zeros((sampling_lib.LARGEST_HALVED // 8 // 4, 4), jnp.float32)
+  cpu, tpu = jax.devices("cpu")[:1], [types.SimpleNamespace(platform="tpu")]
+  pays = sampling_lib.halves_pay
+  assert pays((small, small), 4, cpu)
+  assert not pays(small, 3, cpu)  # no two equal halves
+  assert not pays((small, small, jnp.zeros(1)), 4, cpu)
+  assert not pays(small, 4, 2 * cpu)
+  assert not pays(small, 4, tpu)
+  name = "jax_cpu_enable_async_dispatch"
+  jax.config.update(name, False)
+  waiting = pays(small, 4, cpu)
+  jax.config.update(name, True)
+  assert not waiting
+  monkeypatch.setattr(os, "cpu_count", lambda: 1)
+  assert not pays(small, 4, cpu)
+
+
+# Parts, scored while the next part decodes.
+
+
+@pytest.fixture
+def rewards(tmp_path):
+  """A function of text that fails for some, and says when it has begun."""
+  file, begun = tmp_path / "rewards.py", tmp_path / "begun"
+  file.write_text(
+    f"import pathlib\ndef count(prompt, completion, example):\n"
+    f"  pathlib.Path({str(begun)!r}).touch()\n"
+    "  if completion.startswith('3'):\n    raise KeyError(completion)\n"
+    "  return float(len(completion))\n"
+  )
+  return f"{file}:count", begun
+
+
+@pytest.fixture
+def config_of(config_with):
+  return lambda parts, name: config_with(
+    sampling__parts=parts,
+    sampling__max_new_tokens=T,
+    reward__functions=(name,),
+    reward__workers=1,
+    batch_size=B,
+    group_size=G,
+    optim__micro_batches=1,
+  )
+
+
+@pytest.fixture
+def scored(tabular, word_policy, one_device):
+  """Samples and rewards of prompts of kinds 0 to 3, of settings."""
+  lm, mesh = tabular.lm(B, 7), one_device
+  policy = word_policy(lm)
+
+  def scored(settings, reward_pool, check=lambda: None, on_call=lambda: None):
+    distribution = settings.sampling.distribution
+    program = sampling_lib.sampler_program(settings, policy, G, distribution)
+
+    def called(*args):
+      on_call()
+      return program(*args)
+
+    called = functools.partial(called)
+    sampler = sampling_lib.on_sampling_mesh(called, mesh, mesh)
+    parts = settings.sampling.parts
+    run = host.make_sample_and_reward(
+      policy, sampler, mesh, reward_pool, check, None, parts
+    )
+    ids = jnp.arange(B)[:, None]
+    prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
+    table, timer = lm.init(jax.random.key(0)), Timer()
+    with jax.set_mesh(mesh):
+      drawing = run(table, prompts, EXAMPLES, jax.random.key(1), timer)
+      samples, rewards = play_together(drawing)[0]
+    assert list(timer.seconds) == ["rollout", "rewards"]
+    return jax.device_get(samples), rewards
+
+  return scored
+
+
+@pytest.mark.slow
+def test_rewards_begin_before_the_next_part_is_sampled(
+  scored, config_of, rewards, monkeypatch
+):
+  name, begun = rewards
+  settings = from_config(config_of(2, name))
+  events, wait = [], policy_lib.wait
+  monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)  # a part, a program
+
+  def wait_and_record(part, check_signals):
+    """The second part is ready when a reward of the first has begun."""
+    until = time.monotonic() + 20
+    while "ready" in events and not begun.exists():
+      assert time.monotonic() < until, "no reward has begun"
+      time.sleep(0.01)
+    wait(part, check_signals)
+    events.append("ready")
+
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    monkeypatch.setattr(policy_lib, "wait", wait_and_record)
+    on_call = lambda: events.append("sampling")
+    parts = scored(settings, reward_pool, on_call=on_call)
+    monkeypatch.undo()
+    whole = scored(from_config(config_of(1, name)), reward_pool)
+  assert events == ["sampling", "sampling", "ready", "ready"]
+  # Nothing else changed: samples, texts, rewards, failures and their order.
+  jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
+  jax.tree.map(np.testing.assert_array_equal, parts[1][:3], whole[1][:3])
+  failures = [groups.all_failures(rewards) for _, rewards in (parts, whole)]
+  assert failures[0] == failures[1] and len(failures[1]) > 1
+
+
+@pytest.mark.slow
+def test_what_is_being_computed_is_abandoned(scored, config_of, rewards):
+  settings, sent = from_config(config_of(2, rewards[0])), []
+
+  def check_signals():
+    if sent:  # the first part is with the workers
+      raise KeyError
+
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    submit = reward_pool.pool.submit
+    reward_pool.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
+    with pytest.raises(KeyError):
+      scored(settings, reward_pool, check_signals)
+  (submission,) = sent
+  assert submission.abandoned
+
+
+def test_a_part_must_fit_the_mesh(config_of):
+  config = config_of(4, "exact_answer")
+  devices = np.array([jax.devices()[0]] * 2).reshape(2, 1, 1, 1)
+  mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
+  config.group_size = 2
+  batches_lib.check_mesh(from_config(config), mesh)  # groups can be cut
+  config.group_size = 3
+  with pytest.raises(ValueError, match="rollout: 1 prompts x 3 samples"):
+    batches_lib.check_mesh(from_config(config), mesh)
