@@ -59,7 +59,7 @@ def _is_program() -> bool:
 
 # Here, because most of a program's start goes into imports.
 if _is_program():
-  importlib.import_module("grpojax.runtime.processes.program").begin()
+  importlib.import_module("grpojax.runtime.processes.interrupts").begin()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,12 @@
 """Sums that take several steps: an endless, seeded, offline data set.
 
 A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
-product of a two-digit number and a digit (10..99 times 2..9), then additions of
-two-digit numbers (10..99). Its difficulty is the number of operations. The
-split is a property of the problem (one in ten by its CRC-32 is held out), so
-training and test share no problem, whatever their seeds and sizes.
+product (10..99 times 2..9), then additions of 10..99. Its difficulty is the
+number of operations. `drawn.split_of` a problem is its split.
 
-The same file writes the texts that the small models learn from: their authors
-are careful (running steps, then the answer) or hasty (the answer straight
-away), and may forget to carry. A reward can teach which of these habits pay.
+The small models learn from texts by authors who are careful (running steps,
+then the answer) or hasty (the answer alone), and may forget to carry. A reward
+can teach which of these habits pay.
 """
 
 import functools
@@ -32,14 +30,7 @@ def steps(
   """Computes the running steps of a problem, and its value.
 
   A product goes by the tens and the units of its first number: "23*4+5" gives
-  "20*4=80", "3*4=12", "80+12=92" and "92+5=97".
-
-  Args:
-    expression: a sum whose first term may be a product of two numbers.
-    add: addition as its author does it; they go on from what they wrote.
-
-  Raises:
-    ValueError: the expression is of another form.
+  "20*4=80", "3*4=12", "80+12=92" and "92+5=97". `add` is the author's addition.
   """
   if not _EXPRESSION.fullmatch(expression):
     raise ValueError(
@@ -84,8 +75,7 @@ def sample(
 ) -> str:
   """Draws a problem of a split; `rng` advances.
 
-  The difficulty is a number of operations, or its lowest and highest value,
-  from which it is drawn uniformly.
+  The difficulty is a number of operations, or the bounds of a uniform draw.
   """
   check_split(split)
   low, high = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
@@ -103,20 +93,13 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}.
-
-  Example i depends on (seed, split, difficulty, i) alone: not on the process,
-  the machine or what was read before. Problems may repeat, as in any sample
-  with replacement, but never across splits.
+  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}, as `drawn`.
 
   Args:
     split: "train" or "test".
     seed: a non-negative integer.
     difficulty: number of operations, or its (lowest, highest) value.
     size: number of examples; None is endless in practice.
-
-  Raises:
-    ValueError: unknown split, or a difficulty, seed or size out of range.
   """
   bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   draw = functools.partial(_example, split, bounds)
@@ -137,13 +120,10 @@ def document(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> str:
-  r"""Writes 1 to 3 training problems by one author, for a base model.
+  r"""Writes "EXPRESSION\nSOLUTION\n\n" 1 to 3 times, by one author.
 
   `rng` advances; `difficulty` is as in `sample`, `hasty` the probability that
-  the author is hasty, in the whole document, `forget` as in `forgetful_sum`.
-
-  Returns:
-    "EXPRESSION\nSOLUTION\n\n" for each problem.
+  the author is hasty, `forget` as in `forgetful_sum`.
   """
   author = _author(rng, hasty, forget)
   count = int(rng.integers(1, _MOST_PROBLEMS, endpoint=True))
@@ -167,13 +147,11 @@ def dialogue(
 def forgetful_sum(
   rng: np.random.Generator, a: int, b: int, forget: tuple[float, float]
 ) -> int:
-  """Adds a and b in columns, as someone would who forgets some of the carries.
+  """Adds a and b in columns, and forgets some of the carries: 48+37=75.
 
-  The more the digits of a column make, the more often its carry is forgotten:
-  48+37=75. What the first column makes is written out: 95+7 is 102 or 92. A
-  small model that has read such solutions makes their mistakes, and has
-  something to unlearn (grpojax/assets/README.md). `forget` are the
-  probabilities where the digits make 10 and 19; linear between them.
+  `forget` are the probabilities where the digits of a column make 10 and 19;
+  linear between them. The first column is written out: 95+7 is 102 or 92. See
+  grpojax/assets/README.md.
   """
   low, high = forget
   columns = max(len(str(a)), len(str(b)))
@@ -191,7 +169,6 @@ def forgetful_sum(
 def _author(
   rng: np.random.Generator, probability: float, forget: tuple[float, float]
 ) -> Callable[[str], str]:
-  """Draws an author: problem -> solution."""
   author = hasty if rng.random() < probability else solution
   if not any(forget):
     return author

@@ -4,16 +4,15 @@ A data set plugs in by its `load` in `DATASETS`:
 
     load(split, *, seed=0, size=None, **options) -> random access to examples
 
-- `split` is one of `examples.SPLITS`; another one is a ValueError.
-- `seed`, where `load` has that parameter, may decide which examples there are;
-  order is the prompt pipeline's.
-- `size`, if it is given, limits the number of examples.
-- `path`, where `load` has that parameter, is the place of its files; "" is its
-  own place, or a ValueError that says what to give.
+- `split` is one of `examples.SPLITS`.
+- `seed` (optional parameter) may decide which examples there are; their order
+  is the prompt pipeline's.
+- `size` limits the number of examples.
+- `path` (optional parameter) is the place of files; "" is the default place.
 - Others are the config's `data.options`, which are checked against their
   annotations: numbers, texts, and sequences of them.
-- It returns a sequence of dicts as `examples` says, the same for the same
-  arguments, or raises ValueError in a sentence that says what to do.
+- It returns a sequence of dicts as described in `examples`, the same for the
+  same arguments, or raises ValueError with advice.
 """
 
 import inspect
@@ -46,7 +45,7 @@ _OURS = ("split", "path", "seed")  # set by the run, not by data.options
 
 
 def _is(value: Any, hint: Any) -> bool:
-  """True where a value fits an annotation, as far as that is understood."""
+  """Returns True if a value fits an annotation, or it is not understood."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_is(value, part) for part in parts)
@@ -62,7 +61,7 @@ def _is(value: Any, hint: Any) -> bool:
 def _check_options(
   options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]
 ) -> None:
-  """Refuses options of another type than the parameters they are for."""
+  """Refuses options of another type than their parameters."""
   for key, value in options.items():
     hint = known[key].annotation if key in known else inspect.Parameter.empty
     wrong = f"--config.data.options.{key} = {value!r}"
@@ -80,14 +79,10 @@ def load(
   options: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Any:
-  """Opens a data set of `DATASETS` by its name: random access to examples.
+  """Opens a data set by its name: random access to examples.
 
-  Arguments are those of a data set's `load`: `options` as a user gave them,
-  `settings` as the program gives them.
-
-  Raises:
-    ValueError: the data set cannot be read, or does not have these options, or
-      one of them is of another type.
+  `options` are a user's arguments of its `load`, `settings` the program's.
+  Raises ValueError if it cannot be read, or an option is unknown or wrong.
   """
   if name not in DATASETS:
     known = ", ".join(DATASETS)

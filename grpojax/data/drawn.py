@@ -1,8 +1,7 @@
-"""Examples that are drawn: what endless, seeded data sets have in common.
+"""Endless data sets of random examples.
 
-Example i depends on the seed, the split, the options and i alone: not on the
-process, the machine or what was read before. Examples may repeat, as in any
-sample with replacement, but never across splits.
+Example i depends on the seed, the split, the options and i alone. Examples may
+repeat, as in any sample with replacement, but never across splits.
 """
 
 import functools
@@ -13,20 +12,13 @@ import numpy as np
 
 from grpojax.data.examples import SPLITS, Example, Examples, check_split
 
-ENDLESS = 2**31 - 1
-"""Length of a training split that nobody limited."""
-
-MOST_HELD_OUT = 100_000
-"""Most test problems: all are encoded before a run, and asked at every
-evaluation. The interval of an accuracy is +-0.3% then."""
-
-_BUCKETS = 10
+ENDLESS = 2**31 - 1  # length of an unlimited training split
+MOST_HELD_OUT = 100_000  # test problems are all encoded before a run
 
 
 def split_of(problem: str) -> str:
   """Returns the split of a problem: "train" (9 in 10) or "test"."""
-  held_out = zlib.crc32(problem.encode()) % _BUCKETS == 0
-  return "test" if held_out else "train"
+  return "test" if zlib.crc32(problem.encode()) % 10 == 0 else "train"
 
 
 def load(
@@ -36,13 +28,7 @@ def load(
   seed: int,
   size: int | None,
 ) -> Examples:
-  """Returns examples of which number i is drawn from its own random stream.
-
-  `draw` draws an example of that split; `size` None is endless in practice.
-
-  Raises:
-    ValueError: an unknown split, or a seed or size out of range.
-  """
+  """Returns examples that `draw` draws; `size` None is endless in practice."""
   check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")
@@ -70,11 +56,7 @@ def _read(
 
 
 def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
-  """Returns the (lowest, highest) value of an option that may be one number.
-
-  Raises:
-    ValueError: not 1 <= lowest <= highest <= most.
-  """
+  """Returns the (lowest, highest) value, in 1..most, of an option."""
   pair = (value,) * 2 if isinstance(value, int) else tuple(value)
   whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
   if not whole or not 1 <= pair[0] <= pair[1] <= most:

@@ -1,16 +1,13 @@
-"""Examples: the one thing that data sets, prompts and rewards share.
+"""Examples, which data sets, prompts and rewards share.
 
 An example is a dict of JSON values with
 
     "prompt"    a text, or a list of chat messages {"role": ..., "content": ...}
                 of which the last is not the assistant's
-    "answer"    the reference answer, a text or, where the data have one, a
-                number; not in data without answers
-    "solution"  optional: a text to learn from, which ends with the answer
+    "answer"    the reference answer, a text or a number, if any
+    "solution"  optional: a text to learn from, with the answer after `MARK`
 
-and whatever else the data set has: rewards get all of it. A solution gives its
-answer as GSM8K's do, after `MARK`. In a mixture of data sets `SOURCE` is the
-name of the one that an example comes from.
+and other fields of the data set, which rewards get too.
 """
 
 import bisect
@@ -21,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 SPLITS = ("train", "test")
-SOURCE = "data_source"  # as in verl, so that its reward functions find it
+SOURCE = "data_source"  # data set in a mixture, under verl's name
 MARK = "####"  # the answer follows the last one
 READ = "prompt_read"  # the prompt with what an environment's reset observed
 
@@ -29,20 +26,17 @@ Example = dict[str, Any]
 
 
 class Changed(ValueError):
-  """A data set's file is another one than when it was opened."""
+  """A data set's file has changed since it was opened."""
 
 
 def check_split(split: str) -> None:
-  """Raises ValueError where there is no such split."""
+  """Raises ValueError for an unknown split."""
   if split not in SPLITS:
     raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
 
 
 def prompt_key(prompt: Any) -> str:
-  """Returns a text that is the same for prompts that templates make equal.
-
-  They strip the blanks around a text, and read the role and content of turns.
-  """
+  """Returns a text that is the same for prompts that templates make equal."""
   if isinstance(prompt, str):
     return prompt.strip()
   return json.dumps([(x["role"], x["content"].strip()) for x in prompt])
@@ -67,10 +61,7 @@ class Examples(Sequence):
 def concatenate(
   sizes: Sequence[int], read: Callable[[int, int], Example]
 ) -> Examples:
-  """Joins parts of these sizes, one after another, of `read(part, index)`.
-
-  Of sizes (3, 2), example 4 is number 1 of part 1.
-  """
+  """Joins parts: of sizes (3, 2), example 4 is `read(1, 1)`."""
   starts = [0, *itertools.accumulate(sizes)]
 
   def located(index: int) -> Example:

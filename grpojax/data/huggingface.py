@@ -1,8 +1,7 @@
 """Data sets of the Hugging Face Hub, by the `datasets` library.
 
-It downloads files of a kind that holds no code (`_KINDS`) into its own cache,
-HF_HOME, and keeps them there as a table that is read from the disk. Scripts and
-pickles are never run or read.
+It keeps files without code (`_KINDS`) in its own cache, HF_HOME, as a table on
+the disk. Scripts and pickles are never run or read.
 """
 
 import contextlib
@@ -14,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from grpojax.data import fields, parquet
+from grpojax.data import parquet, rows
 from grpojax.data.examples import Examples, check_split
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
 _ROWS = 1024  # read at once
-_CACHED = "cache"  # a table that the library made of files before
+_CACHED = "cache"  # kind of a table that the library made of files before
 
 
 @contextlib.contextmanager
 def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
-  """Turns the library's errors into sentences with a remedy; keeps it quiet."""
+  """Turns the library's errors into a remedy, and keeps it quiet."""
   from huggingface_hub.utils import logging as hub_logging
 
   for log in (datasets.utils.logging, hub_logging):
@@ -53,7 +52,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
 
 
 def _of_revision(builder: Any, path: str, revision: str) -> Any:
-  """Finds a commit in the cache, where that gave its newest commit."""
+  """Finds a commit in the cache, which gives its newest one by itself."""
   if not revision or builder.hash == revision:
     return builder
   cached = type(builder)(
@@ -88,15 +87,13 @@ def _table(path: str, configuration: str, revision: str, name: str) -> Any:
         f"the data set {path}: {' '.join(str(error).split())} "
         "(data.options.configuration names one of several)"
       ) from error
-    kind = type(builder).__module__.split(".")
-    if kind[-1] == _CACHED:  # without a network: the newest that it has
+    kind = type(builder).__module__.removeprefix("datasets.packaged_modules.")
+    kind = kind.partition(".")[0]  # "datasets" for a module of other code
+    if kind == _CACHED:  # without a network
       builder = _of_revision(builder, path, revision)
-    if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in (
-      _CACHED,
-      *_KINDS,
-    ):
+    elif kind not in _KINDS:
       raise ValueError(
-        f"the data set {path} has files of the kind {kind[-1]}, and only "
+        f"the data set {path} has files of the kind {kind}, and only "
         f"{', '.join(_KINDS)} are read: others may hold code"
       )
     builder.download_and_prepare()
@@ -126,17 +123,15 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Examples:
-  """Reads the rows of one split in their order, as `files.load` does.
+  """Reads the rows of one split in their order; other options as `rows.load`.
 
-  Args not of `files.load`:
-    path: ORG/NAME of the data set on the Hub.
-    configuration: name of one, where the data set has several ("main").
-    revision: a branch, a tag or a commit; "" is main.
-    train_split: the Hub's name of the training split.
-    test_split: its name of the test split; not used with `test`.
+  - `path`: ORG/NAME of the data set on the Hub.
+  - `configuration`: name of one, if the data set has several ("main").
+  - `revision`: a branch, a tag or a commit; "" is main.
+  - `train_split`, `test_split`: the Hub's names; with `test` only the former.
   """
   check_split(split)
-  fields.check_share(test)
+  rows.check_share(test)
   path = os.fspath(path)
   if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII):
     raise ValueError(
@@ -150,21 +145,21 @@ def load(
     )
   name = train_split if test or split == "train" else test_split
   table = _table(path, configuration, revision, name)
-  fields.check_columns(columns, table.column_names, path)
+  rows.check_columns(columns, table.column_names, path)
   table = table.select_columns(list(columns)) if columns else table
-  example = fields.reader(prompt, answer, messages, answer_after, columns)
-  label = f"{path}, {name} split"
   table = table.with_format("arrow")
+  reader = rows.reader(prompt, answer, messages, answer_after, columns)
+  label = f"{path}, {name} split"
   batches = map(parquet.plain_rows, table.iter(_ROWS))
   numbered = enumerate(itertools.chain.from_iterable(batches))
-  rows = ((f"{label}, row {i + 1}", i, row) for i, row in numbered)
-  chosen = fields.chosen(rows, example, split, test, size)
+  keyed = ((f"{label}, row {i + 1}", i, row) for i, row in numbered)
+  chosen = rows.chosen(keyed, reader, split, test, size)
   numbers = np.fromiter((i for i, _ in chosen), np.int64)
   if not len(numbers):
     raise ValueError(f"{label} holds no example of the split {split!r}")
 
-  def read(index: int) -> fields.Row:
+  def read(index: int) -> rows.Row:
     (row,) = parquet.plain_rows(table[int(numbers[index])])
-    return example(row)
+    return reader(row)
 
   return Examples(len(numbers), read)

@@ -3,9 +3,8 @@
     {"prompt": "What is 6 times 7?", "answer": "42", "level": 1}
     {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
 
-Opening a file reads it once, from its start to its end: every line is checked,
-and only its place in the file and a checksum are remembered. Examples are read
-when they are asked for, so a file may be larger than memory.
+Opening a file checks every line, and stores only its place and a checksum.
+Examples are read on the fly, so a file may be larger than memory.
 """
 
 import array
@@ -18,19 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from grpojax.data import files
+from grpojax.data import rows as rows_lib
 from grpojax.data.examples import Changed, Example, Examples
-from grpojax.data.fields import Row
+from grpojax.data.rows import Keyed, Row
 
 _BOM = b"\xef\xbb\xbf"
 
 
-def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, ...], Row]]:
-  """Yields "FILE, line 3", a line's begin, end and CRC-32, and its object.
-
-  Blank lines are skipped, and so is a byte order mark. A line that is no JSON
-  object is a ValueError that names it.
-  """
+def rows(file: pathlib.Path) -> Iterator[Keyed]:
+  """Yields "FILE, line 3", a line's begin, end and CRC-32, and its object."""
   stop = 0
   with open(file, "rb") as lines:
     for number, line in enumerate(lines, 1):
@@ -86,12 +81,11 @@ def _object(line: bytes) -> Row:
   return row
 
 
-def _kept(
+def _keep(
   file: pathlib.Path,
-  chosen: Iterator[tuple[Any, Row]],
-  example: Callable[[Row], Example],
+  chosen: Iterator[tuple[Any, Example]],
+  reader: Callable[[Row], Example],
 ) -> Examples:
-  """The examples chosen of one file; all lines are checked."""
   places = array.array("q")  # begin, end and CRC-32 of each line, in turn
   for place, _ in chosen:
     places.extend(place)
@@ -105,11 +99,11 @@ def _kept(
       line = opened.read(stop - start)
     if zlib.crc32(line) != checksum:
       raise Changed(f"{file} changed while it was in use: put the old one back")
-    return example(_object(line))
+    return reader(_object(line))
 
   return Examples(len(table), read)
 
 
 load = functools.partial(
-  files.load, "jsonl", lambda file, columns: rows(file), _kept
+  rows_lib.load, "jsonl", lambda file, columns: rows(file), _keep
 )

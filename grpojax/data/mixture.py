@@ -2,9 +2,8 @@
 
     mixture = Mixture([Part("easy", 3.0, easy), Part("hard", 1.0, hard)])
 
-As a sequence it is one data set after another, as evaluations and the pass
-before a run read it. Training takes prompts from all of them in turn, by
-`interleaved`.
+As a sequence it is one data set after another. Training takes prompts from all
+of them in turn, by `interleaved`.
 """
 
 import functools
@@ -21,8 +20,8 @@ from grpojax.data.examples import SOURCE, Example, Examples, concatenate
 class Part(NamedTuple):
   """A data set of a mixture."""
 
-  name: str  # in the mixture, which its examples have as `SOURCE`
-  weight: float  # share of the prompts, up to a factor that all parts share
+  name: str  # `SOURCE` of its examples
+  weight: float  # share of the prompts, up to a common factor
   examples: Any  # random access to its examples
 
 
@@ -50,10 +49,8 @@ def interleaved(
 ) -> grain.MapDataset:
   """Makes an endless stream in which the data sets take turns.
 
-  Their shares are kept all along, by `grain.MapDataset.mix`: of any n prompts
-  in a row a data set has its share of n, give or take one or two, to 1% of the
-  share (grain rounds weights). The prompt at a place of the stream depends on
-  that place and the seed alone.
+  Of any n prompts in a row a data set has its share, give or take one or two,
+  to 1% of the share (grain rounds weights).
 
   Args:
     mixture: the data sets.

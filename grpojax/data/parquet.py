@@ -4,10 +4,9 @@
     reward_model: {"style": "rule", "ground_truth": "72"}
     ability: "math"                                 extra_info: {"index": 0}
 
-A Parquet file is compressed in large pieces, of which one row costs as much as
-all. So opening it reads it once, checks every row, and writes the examples of a
-split to a temporary file (TMPDIR) as lines of JSON, of which only what is asked
-for is in memory. That file is gone when the program ends, however it ends.
+One row costs as much as its compressed piece of the file. So opening it checks
+every row, and copies the examples of a split, as JSON, to a temporary file (in
+TMPDIR) that is gone when the program ends, however it ends.
 """
 
 import array
@@ -19,40 +18,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grpojax.data import fields as fields_lib
-from grpojax.data import files
+from grpojax.data import rows as rows_lib
 from grpojax.data.examples import Example, Examples
-from grpojax.data.fields import Row
+from grpojax.data.rows import Keyed, Row
 
 _ROWS = 1024  # read at once
-
-
-def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
-  """The file, of which nothing but its end has been read."""
-  import pyarrow
-  from pyarrow import parquet
-
-  try:
-    reader = parquet.ParquetFile(file, memory_map=True)
-  except (pyarrow.ArrowException, OSError) as error:
-    reason = str(error).splitlines()[0]
-    raise ValueError(f"{file} is no Parquet file: {reason}") from error
-  names = reader.schema_arrow.names
-  fields_lib.check_columns(columns, names, str(file))
-  twice = [x for x in columns or names if names.count(x) > 1]
-  if twice:
-    raise ValueError(
-      f"{file} has {names.count(twice[0])} columns {twice[0]!r}: write it "
-      "again with one, or name the columns to read in data.options.columns"
-    )
-  return reader
 
 
 def plain_rows(batch: Any) -> list[Row]:
   """Returns an Arrow table's rows in Python's types.
 
-  Numbers of 16 and 32 bits come with the digits that tell them from their
-  neighbours: 0.1, not the 0.10000000149011612 of 64 bits.
+  Short floats have as many digits as they need: 0.1, not 0.10000000149011612.
   """
   rows = batch.to_pylist()
   for field in batch.schema:
@@ -80,13 +56,23 @@ def _own_digits(item: Any, kind: Any) -> Any:
   return item
 
 
-def rows(
-  file: pathlib.Path, columns: Sequence[str]
-) -> Iterator[tuple[str, None, Row]]:
-  """Yields all rows, each with a label for errors."""
+def _rows(file: pathlib.Path, columns: Sequence[str]) -> Iterator[Keyed]:
   import pyarrow
+  from pyarrow import parquet
 
-  reader = _reader(file, columns)
+  try:
+    reader = parquet.ParquetFile(file, memory_map=True)
+  except (pyarrow.ArrowException, OSError) as error:
+    reason = str(error).splitlines()[0]
+    raise ValueError(f"{file} is no Parquet file: {reason}") from error
+  names = reader.schema_arrow.names
+  rows_lib.check_columns(columns, names, str(file))
+  twice = [x for x in columns or names if names.count(x) > 1]
+  if twice:
+    raise ValueError(
+      f"{file} has {names.count(twice[0])} columns {twice[0]!r}: write it "
+      "again with one, or name the columns to read in data.options.columns"
+    )
   # ValueError: a field with two parts of one name.
   damages = pyarrow.ArrowException, OSError, OverflowError, ValueError
   number = 0
@@ -100,12 +86,11 @@ def rows(
     raise ValueError(f"{file} cannot be read: {reason}") from error
 
 
-def _kept(
+def _keep(
   file: pathlib.Path,
-  chosen: Iterator[tuple[Any, Row]],
+  chosen: Iterator[tuple[Any, Example]],
   _: Callable[[Row], Example],
 ) -> Examples:
-  """The examples chosen of one file; all rows are checked."""
   ends = array.array("q", [0])
   try:
     with tempfile.TemporaryFile(prefix="grpojax-") as copy:
@@ -120,9 +105,8 @@ def _kept(
       f"{file} could not be copied to a temporary file ({error}): set TMPDIR "
       "to a disk with more room"
     ) from error
-  return Examples(
-    len(ends) - 1, lambda i: json.loads(mapped[ends[i] : ends[i + 1]])
-  )
+  read = lambda i: json.loads(mapped[ends[i] : ends[i + 1]])
+  return Examples(len(ends) - 1, read)
 
 
-load = functools.partial(files.load, "parquet", rows, _kept)
+load = functools.partial(rows_lib.load, "parquet", _rows, _keep)

@@ -2,9 +2,8 @@
 
     examples -> shuffle -> repeat -> encode -> batches of (Prompts, examples)
 
-Everything before the batches is random access, so the state of the whole
-stream is one number: how many prompts were taken from it. A run that took n
-prompts goes on from `start=n`, whatever its batch size was.
+Everything before the batches is random access, so the state of the stream is
+the number of prompts taken from it, whatever the batch size was.
 """
 
 import functools
@@ -48,13 +47,11 @@ def prompt_batches(
   """Iterates over batches of prompts.
 
   Args:
-    examples: random access to dicts with a "prompt" (text or chat messages).
-      Of a `Mixture` that is repeated, the data sets take turns.
-    encode: `(prompt) -> (text, ids)`: a prompt as the text that the model
-      continues, and the token ids of that text.
-    batch_size: prompts a batch, B.
-    max_prompt_length: P, in tokens; shorter prompts are padded on the right.
-    pad_id: id of the padding.
+    examples: random access to examples; the parts of a `Mixture` take turns.
+    encode: `(prompt) -> (text, ids)`, the text that the model continues.
+    batch_size: prompts per batch, B.
+    max_prompt_length: P, in tokens; a longer prompt is a ValueError.
+    pad_id: id of the padding, on the right.
     target: `(example) -> arrays` for a jittable reward; stacked in
       `Prompts.targets`.
     seed: seed of the shuffle; an epoch's order depends on it and on the epoch.
@@ -65,10 +62,6 @@ def prompt_batches(
   Yields:
     Prompts of numpy arrays (ids int32 and mask bool [B, P]), and the examples,
     each with its formatted text added as "prompt_text".
-
-  Raises:
-    ValueError: no examples, or (while iterating) a prompt that is empty or
-      longer than `max_prompt_length`.
   """
   if not len(examples):
     raise ValueError("no examples to make prompts from")

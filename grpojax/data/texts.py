@@ -20,7 +20,7 @@ Text = tuple[list[int], list[int]]
 
 
 def solution(example: dict[str, Any]) -> str:
-  """Returns the completion to learn: an example's "solution", else "answer"."""
+  """Returns an example's "solution", else its "answer"."""
   for name in ("solution", "answer"):
     if name in example:
       return str(example[name])
@@ -51,14 +51,8 @@ def encode_examples(
 ) -> tuple[list[Text], int]:
   """Encodes examples as texts: the prompt, the solution and an EOS.
 
-  Texts of more than `longest` tokens are left out. With `learn_prompts` the
-  loss counts the prompts too.
-
-  Returns:
-    The texts, and the number of those left out.
-
-  Raises:
-    ValueError: all are too long, or there are none.
+  With `learn_prompts` the loss counts the prompts too. Returns the texts of at
+  most `longest` tokens (ValueError without any), and the number of others.
   """
   texts, dropped = [], 0
   for example in examples:
@@ -71,9 +65,8 @@ def encode_examples(
     else:
       texts.append((context, learned))
   if not texts:
-    raise ValueError(
-      f"no text to learn: {dropped} are of more than {longest} tokens"
-    )
+    wrong = f"no text to learn: {dropped} are of more than {longest} tokens"
+    raise ValueError(wrong)
   return texts, dropped
 
 
@@ -93,7 +86,7 @@ def arithmetic_texts(
   seed: int,
   **options: Any,
 ) -> Iterator[Text]:
-  """Yields arithmetic texts without end, each drawn anew and ended by an EOS.
+  """Yields random arithmetic texts without end, each ended by an EOS.
 
   A "document" is learned whole; of a "dialogue" only the answer is. Options are
   difficulty, hasty and forget, as in `arithmetic.document`.
@@ -111,21 +104,16 @@ class Rows(NamedTuple):
   """Packed rows, as `LM.extend` reads them (one group of one row a prompt)."""
 
   ids: Int[np.ndarray, "N S"]
-  # Position of each token within its own text.
-  positions: Int[np.ndarray, "N S"]
-  # Number of the text in its row, from 1; 0 is padding.
-  segments: Int[np.ndarray, "N S"]
-  # 1 where the token is learned, 0 where it is only read
-  weights: Float[np.ndarray, "N S"]
+  positions: Int[np.ndarray, "N S"]  # of each token within its own text
+  segments: Int[np.ndarray, "N S"]  # number of the text, from 1; 0 is padding
+  weights: Float[np.ndarray, "N S"]  # 1 if the token is learned, else 0
 
 
 def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
   """Fills `rows` rows of `length` tokens with whole texts, in order.
 
-  So the same texts make the same rows for ever, and the embedded models can be
-  made again. (Grain's packing puts each text where it fits first, which depends
-  on the number of open rows.) A last partial batch is dropped, and a text that
-  is longer than a row is a ValueError.
+  Grain's packing would depend on the number of open rows. A last partial batch
+  is dropped; a text that is longer than a row is a ValueError.
   """
 
   def empty():

@@ -5,11 +5,9 @@ A problem is a story about a number of things, as a user would pose it:
     Emma has 12 apples. She buys 7 more. Then she gives away 5. How many
     apples does Emma have now?
 
-Each step of it adds or takes away; the count never falls below 0. Its solution
-is an equation for each step, "12 + 7 = 19" and "19 - 5 = 14", or a tool's, of
-"12 + 7 - 5" (`environments.calculator`). The split is a
-property of the problem (`drawn.split_of`), so training and test share none,
-whatever their seeds and sizes.
+Each step adds or takes away; the count never falls below 0. The solution is an
+equation for each step, "12 + 7 = 19" and "19 - 5 = 14", or a tool's, of
+"12 + 7 - 5" (`environments.calculator`). `drawn.split_of` is the split.
 """
 
 import functools
@@ -33,9 +31,7 @@ THINGS = (
 # Nobody else takes part: SmolLM2-135M mixed up whose things are asked for.
 MORE = ("buys {} more", "finds {} more", "gets {} more")
 LESS = ("gives away {}", "loses {}", "sells {}")
-LEAST = 2
-"""Least number in a problem."""
-
+LEAST = 2  # smallest number in a problem
 _MOST_SHOTS = 100
 _MOST_STEPS = 100
 _MOST = 10**6
@@ -53,22 +49,15 @@ def load(
 ) -> Examples:
   """Returns problems {"prompt": "Emma has 12 apples. ...", "answer": "14"}.
 
-  With shots the prompt is a chat, in which other problems are asked and solved
-  before this one: for models that do not write steps by themselves.
-
   Args:
     split: "train" or "test".
     seed: a non-negative integer.
-    steps: number of steps, or its (lowest, highest) value, from which it is
-      drawn uniformly.
+    steps: number of steps, or the bounds of a uniform draw.
     largest: largest number in a problem; answers may be larger.
-    shots: number of solved training problems before each one, the same for all.
-    tool: name of the tool that solves these, called as Qwen does; "" is
-      equations.
+    shots: number of solved training problems in a chat before each one, for
+      models that do not write steps by themselves; the same for all.
+    tool: tool that solves these, called as Qwen does; "" is equations.
     size: number of examples; None is endless in practice.
-
-  Raises:
-    ValueError: an unknown split, or an option out of range.
   """
   bounds = drawn.bounds("steps", steps, _MOST_STEPS)
   if not LEAST <= largest <= _MOST:
@@ -87,7 +76,6 @@ def _example(
   chat: list[dict[str, str]],
   rng: np.random.Generator,
 ) -> Example:
-  """Draws a problem, to be asked after a chat if there is one."""
   count = int(rng.integers(*steps, endpoint=True))
   prompt, numbers = _of_split(split, rng, count, largest)
   if chat:
@@ -113,7 +101,6 @@ def _solved(
 def _of_split(
   split: str, rng: np.random.Generator, steps: int, largest: int
 ) -> tuple[str, list[int]]:
-  """Draws problems until one is of the split."""
   while True:
     prompt, numbers = problem(rng, steps, largest)
     if drawn.split_of(prompt) == split:
@@ -132,7 +119,6 @@ def solution(numbers: Sequence[int]) -> str:
 
 
 def _call(tool: str, numbers: Sequence[int]) -> str:
-  """Writes a call that has a tool compute all steps at once."""
   first, *others = numbers
   steps = [f" {'+' if n > 0 else '-'} {abs(n)}" for n in others]
   arguments = {"expression": f"{first}{''.join(steps)}"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpojax.environments import conventions
 from grpojax.environments.protocol import Step, to_step
-from grpojax.runtime.processes import user_calls, worker_main
+from grpojax.runtime.processes import user_calls, workers
 
 
 def parse(outcome: Any) -> Step | str:
@@ -18,7 +18,7 @@ def parse(outcome: Any) -> Step | str:
   return outcome if isinstance(outcome, str) else to_step(Step(*outcome))
 
 
-def prepare(setup: dict[str, Any]) -> worker_main.Answer:
+def prepare(setup: dict[str, Any]) -> workers.Answer:
   """Returns what makes of a call its one outcome, whatever the user does."""
   environment = conventions.resolve(**setup)
 
@@ -33,4 +33,4 @@ def prepare(setup: dict[str, Any]) -> worker_main.Answer:
 
 
 if __name__ == "__main__":
-  worker_main.run(prepare)
+  workers.run(prepare)

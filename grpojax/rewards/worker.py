@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
-from grpojax.runtime.processes import user_calls, worker_main
+from grpojax.runtime.processes import user_calls, workers
 
 LARGEST = 1e15
 """Largest absolute value of a reward: sums of squares fit into float32."""
@@ -144,7 +144,7 @@ def parse(outcome: Any) -> Outcome:
   raise TypeError
 
 
-def prepare(setup: dict[str, Any]) -> worker_main.Answer:
+def prepare(setup: dict[str, Any]) -> workers.Answer:
   """Returns what makes of a task its outcomes, function by function."""
   rewards = functions.resolve_all(setup["names"], setup["options"])
   if functions.workers_for(setup["names"], 0):  # not in an answer's time
@@ -159,4 +159,4 @@ def prepare(setup: dict[str, Any]) -> worker_main.Answer:
 
 
 if __name__ == "__main__":
-  worker_main.run(prepare)
+  workers.run(prepare)

@@ -1,4 +1,4 @@
-"""XLA's compilations: kept for the next start, said, and timed."""
+"""XLA's compilations: cached, reported and timed."""
 
 import contextlib
 import functools
@@ -14,11 +14,8 @@ import jax
 
 from grpojax.runtime.files import disk
 
-LONG = ("sample", "diagnose", "update", "step")
-"""Programs of a training step that take long to compile, by their names."""
-
-MOST_BYTES = 4 * 2**30
-"""Most that a start leaves of what is kept."""
+LONG = ("sample", "diagnose", "update", "step")  # programs of a training step
+MOST_BYTES = 4 * 2**30  # of the cache, at a start
 
 _told: list[Callable[[str], None]] = []
 
@@ -43,7 +40,7 @@ def seconds() -> list[float]:
 
 @contextlib.contextmanager
 def announced(tell: Callable[[str], None]) -> Iterator[None]:
-  """Calls `tell` with a line whenever a long compilation begins."""
+  """Calls `tell` with a line when a long compilation begins."""
   seconds()
   _told.append(tell)
   try:
@@ -81,11 +78,10 @@ def _warn_once() -> None:
 
 
 def keep() -> None:
-  """Keeps compiled programs in the user's cache directory.
+  """Keeps compiled programs in the user's cache, unless JAX's variables differ.
 
-  JAX_COMPILATION_CACHE_DIR names another directory, and with
-  JAX_ENABLE_COMPILATION_CACHE=0 nothing is kept. What was unused for longest
-  goes first; JAX's own limit waits for locks, and a kill may end it for good.
+  The least recently used go first. JAX's own limit needs locks, and a kill may
+  end it for good.
   """
   _warn_once()
   config = jax.config

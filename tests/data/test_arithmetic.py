@@ -1,7 +1,5 @@
 import ast
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -56,27 +54,15 @@ def test_splits_are_disjoint_for_small_problems_and_any_seed():
   assert 50 < counts[1] < 100 and counts[0] > 4 * counts[1]
 
 
-def test_known_examples():
+def test_examples_do_not_depend_on_process_order_or_size():
   # Golden: another machine, process or library version must draw these.
   examples = arithmetic.load("train", seed=0)
   assert examples[0] == {"prompt": "88*9+59", "answer": "851"}
   assert examples[2**31 - 2] == {"prompt": "83+88+99+53+58", "answer": "381"}
   test = arithmetic.load("test", seed=0, size=10)
   assert test[0] == {"prompt": "79*6+48+98", "answer": "620"}
-
-
-def test_examples_do_not_depend_on_process_order_or_size():
-  code = (
-    "from grpojax.data import arithmetic as a;"
-    "e = a.load('train', seed=5, size=9); print([e[i] for i in range(9)])"
-  )
-  other = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  examples = arithmetic.load("train", seed=5)
   backwards = [examples[i] for i in reversed(range(9))][::-1]
-  assert other.stdout.strip() == str(backwards)
-  again = pickle.loads(pickle.dumps(examples))
+  again = pickle.loads(pickle.dumps(arithmetic.load("train", seed=0, size=9)))
   assert [again[np.int64(i)] for i in range(9)] == backwards
 
 

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -91,42 +92,42 @@ def test_the_default_directory_needs_no_tensorflow_and_no_network(prepared):
   environment = {"TFDS_DATA_DIR": str(prepared), "PYTHONPATH": str(root)}
   result = subprocess.run(
     [sys.executable, "-c", code],
-    env={**os.environ, **environment},
+    env=os.environ | environment,
     capture_output=True,
     text=True,
   )
   assert result.stdout == "32 False\n", result.stderr
 
 
-class Unprepared:
-  """A builder that notes what is done with it."""
-
-  def __init__(self, directory, log):
-    self.data_dir = str(directory / "gsm8k" / "1.0.0")
-    self.directory, self.log = directory, log
-
-  def is_prepared(self):
-    return "prepared" in self.log
-
-  def download_and_prepare(self):
-    with open(self.directory / "gsm8k.lock") as file:  # held meanwhile
-      with pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    self.log.append("prepared")
-
-
 def test_one_process_prepares(tmp_path, monkeypatch):
   log, formats = [], []
 
-  class Tfds:
-    @staticmethod
-    def builder(name, file_format):
-      formats.append((name, file_format))
-      return Unprepared(tmp_path, log)
+  class Builder:
+    data_dir = str(tmp_path / "gsm8k" / "1.0.0")
 
+    def __init__(self, name, file_format):
+      formats.append((name, file_format))
+
+    def is_prepared(self):
+      return "prepared" in log
+
+    def download_and_prepare(self):
+      with open(tmp_path / "gsm8k.lock") as file:  # held meanwhile
+        with pytest.raises(BlockingIOError):
+          fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      log.append("prepared")
+
+  def refuse(*args, **options):
+    raise requests.ConnectionError("no route")
+
+  monkeypatch.setattr(
+    gsm8k, "_tfds", lambda: types.SimpleNamespace(builder=Builder)
+  )
   requests = pytest.importorskip("requests")
+  monkeypatch.setattr(requests, "head", refuse)
+  with pytest.raises(ValueError, match=r"(?s)no route.*data\.path"):
+    gsm8k._prepared()
   monkeypatch.setattr(requests, "head", lambda *args, **options: None)
-  monkeypatch.setattr(gsm8k, "_tfds", lambda: Tfds)
   for _ in range(2):
     assert gsm8k._prepared().is_prepared()
   assert log == ["prepared"] and set(formats) == {("gsm8k", "array_record")}
@@ -135,17 +136,6 @@ def test_one_process_prepares(tmp_path, monkeypatch):
   monkeypatch.setattr(fcntl, "flock", lambda *_: log.append("prepared"))
   gsm8k._prepared()
   assert log == ["prepared"]
-
-
-def test_without_a_network_the_way_out_is_named(tmp_path, monkeypatch):
-  requests = pytest.importorskip("requests")
-
-  def refuse(*args, **options):
-    raise requests.ConnectionError("no route")
-
-  monkeypatch.setattr(requests, "head", refuse)
-  with pytest.raises(ValueError, match=r"(?s)no route.*data\.path"):
-    gsm8k._download(Unprepared(tmp_path, []))
 
 
 def test_a_format_without_random_access_is_refused(prepared, tmp_path):

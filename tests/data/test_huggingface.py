@@ -67,7 +67,7 @@ def served():
   return own
 
 
-# Its settings are read when it is loaded, so what is asked is asked elsewhere.
+# The library reads its settings as it is imported: so in another process.
 ASK = """
 import json, sys
 from grpojax.data import datasets

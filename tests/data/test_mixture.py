@@ -23,7 +23,7 @@ def batches(parts=PARTS, **options):
   )
 
 
-def asked(stream, count):
+def prompts_of(stream, count):
   return [[e["prompt"] for e in b] for _, b in itertools.islice(stream, count)]
 
 
@@ -43,16 +43,16 @@ def test_every_batch_has_the_shares_and_every_epoch_its_prompts():
 @pytest.mark.parametrize("start", [1, 29])
 def test_a_run_resumed_anywhere_continues_the_same_stream(start):
   endless = Part("c", 0.5, arithmetic.load("train", seed=1))
-  whole = sum(asked(batches([*PARTS, endless]), 20), [])
+  whole = sum(prompts_of(batches([*PARTS, endless]), 20), [])
   stream = batches([*PARTS, endless], start=start, batch_size=3)
-  assert sum(asked(stream, 10), []) == whole[start : start + 30]
+  assert sum(prompts_of(stream, 10), []) == whole[start : start + 30]
   assert len({p[0] for p in whole} - {"a", "b"}) > 1
 
 
 @pytest.mark.slow
 def test_the_order_of_a_data_set_is_its_own():
   def order(name, **options):
-    found = sum(asked(batches(**options), 8), [])
+    found = sum(prompts_of(batches(**options), 8), [])
     return [p for p in found if p[0] == name][:5]
 
   assert order("b") == order("b", parts=PARTS[::-1])
@@ -63,7 +63,7 @@ def test_the_order_of_a_data_set_is_its_own():
 def test_held_out_examples_come_one_data_set_after_another():
   stream = batches(shuffle=False, repeat=False, batch_size=12)
   expected = [e["prompt"] for part in PARTS for e in part.examples]
-  assert asked(stream, 2) == [expected]
+  assert prompts_of(stream, 2) == [expected]
   mixture = Mixture(PARTS)
   assert len(mixture) == 12
   assert mixture[6] == PARTS[0].examples[6] | {SOURCE: "a"}

@@ -9,14 +9,8 @@ from grpojax.data.examples import SPLITS
 from grpojax.environments import tools
 from grpojax.environments.calculator import calculator
 
-SIGNS = {
-  "buys": 1,
-  "finds": 1,
-  "gets": 1,
-  "gives away": -1,
-  "loses": -1,
-  "sells": -1,
-}
+SIGNS = dict.fromkeys(["buys", "finds", "gets"], 1)
+SIGNS |= dict.fromkeys(["gives away", "loses", "sells"], -1)
 
 
 def read(problem):

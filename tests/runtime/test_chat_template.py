@@ -1,94 +1,31 @@
-"""Prompts of the chat families, in the formats that their authors document.
-
-The tokenizers are byte-level BPEs trained on a few GSM8K problems; the
-templates follow the published formats of Qwen 2.5, Qwen 3, Llama 3 and Gemma.
-"""
+"""Prompts of the chat families, in the formats that their authors document."""
 
 import datetime
-import json
+import functools
 import pathlib
+import sys
 
 import pytest
 
 from grpojax.runtime.text import chat_template
 from grpojax.runtime.text import tokenizer as tokenizers
 
-SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
-QWEN = (
-  "{%- if messages[0].role == 'system' %}"
-  "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
-  "{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}"
-  "{%- endif %}"
-  "{%- for m in messages if m.role != 'system' %}"
-  "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-  "{%- endfor %}"
-  "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
-  "{%- if enable_thinking is defined and enable_thinking is false %}"
-  "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
-)
-LLAMA = (
-  "{{- bos_token }}{%- for m in messages %}"
-  "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-  "{{- m.content | trim + '<|eot_id|>' }}{%- endfor %}"
-  "{%- if add_generation_prompt %}"
-  "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
-_GEMMA = (
-  "{%- for m in messages %}"
-  "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-  "{{ raise_exception('Conversation roles must alternate') }}{%- endif %}"
-  "{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}"
-  "{{- '\n' + m.content | trim + '<end_of_turn>\n' }}{%- endfor %}"
-  "{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"
-)
-GEMMA = (
-  "{{- bos_token }}{%- if messages[0].role == 'system' %}"
-  "{{ raise_exception('System role not supported') }}{%- endif %}" + _GEMMA
+sys.path.append(str(pathlib.Path(__file__).parent))
+import chats  # noqa: E402
+from chats import GEMMA, LLAMA  # noqa: E402
+
+QWEN = chats.chat(
+  "{% if m.role != 'system' %}" + chats.START + "{{ c + '<|im_end|>\n' }}"
+  "{% endif %}",
+  chats.ASK + "{% if enable_thinking is defined and not enable_thinking %}"
+  "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+  "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' "
+  "else 'You are Qwen.' }}{{ '<|im_end|>\n' }}",
 )
 SILENT = (
   "{%- set messages = messages | selectattr('role', 'ne', 'system') | list %}"
 )
-SPECIAL = {
-  QWEN: ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
-  LLAMA: "<|start_header_id|> <|end_header_id|> <|eot_id|>".split(),
-  GEMMA: ["<start_of_turn>", "<end_of_turn>", "<eos>"],
-}
-
-
-@pytest.fixture(scope="module")
-def make():
-  """`(template or None) -> tokenizer`; it puts <bos> before plain texts."""
-  import tokenizers as hf
-  from transformers import PreTrainedTokenizerFast
-
-  rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-  alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
-
-  def make(template, bos="<bos>"):
-    special = SPECIAL.get(template, SPECIAL[QWEN])
-    backend = hf.Tokenizer(hf.models.BPE())
-    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = hf.decoders.ByteLevel()
-    trainer = hf.trainers.BpeTrainer(
-      vocab_size=500,
-      special_tokens=["<bos>", *special],
-      initial_alphabet=alphabet,
-      show_progress=False,
-    )
-    backend.train_from_iterator((r["question"] for r in rows), trainer)
-    if bos:
-      backend.post_processor = hf.processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", 0)]
-      )
-    tokenizer = PreTrainedTokenizerFast(
-      tokenizer_object=backend, bos_token=bos, eos_token=special[1]
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-  return make
-
-
+make = functools.partial(chats.make, bos=True)
 TURNS = [
   {"role": "user", "content": "1+1?"},
   {"role": "assistant", "content": "2"},
@@ -109,26 +46,26 @@ TURNS = [
     ),
     (
       LLAMA,
-      "<bos><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+      "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
       "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
       "<|start_header_id|>assistant<|end_header_id|>\n\n",
-      "<bos><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+      "<s><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
       "<|start_header_id|>assistant<|end_header_id|>\n\n2<|eot_id|>"
       "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
       "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     (
       GEMMA,
-      "<bos><start_of_turn>user\nBe brief.\n\n1+1?<end_of_turn>\n"
+      "<s><start_of_turn>user\nBe brief.\n\n1+1?<end_of_turn>\n"
       "<start_of_turn>model\n",
-      "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2"
+      "<s><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2"
       "<end_of_turn>\n<start_of_turn>user\n2+2?<end_of_turn>\n"
       "<start_of_turn>model\n",
     ),
   ],
   ids=["qwen", "llama", "gemma"],
 )
-def test_each_family_has_its_own_format(template, single, several, make):
+def test_each_family_has_its_own_format(template, single, several):
   tokenizer = make(template)
   for prompt, system, expected in [
     ("1+1?", "Be brief.", single),
@@ -140,22 +77,20 @@ def test_each_family_has_its_own_format(template, single, several, make):
     assert text == expected
     assert tokenizer.decode(ids) == text
     # The template writes BOS, if any; the tokenizer adds no second one.
-    assert ids.count(0) == text.count("<bos>")
-    for token in SPECIAL[template]:
-      number = tokenizer.convert_tokens_to_ids(token)
-      assert ids.count(number) == text.count(token)
+    for token in chats.SPECIAL:
+      assert ids.count(chats.ID[token]) == text.count(token)
   assert TURNS[2]["content"] == "2+2?\n"  # not changed in place
 
 
-def test_a_base_model_gets_plain_text_and_its_bos(make):
+def test_a_base_model_gets_plain_text_and_its_bos():
   text, ids = tokenizers.encode_prompt(make(None), "1+1?", "Q: {prompt}\nA:")
   assert text == "Q: 1+1?\nA:"
   assert ids[0] == 0 and ids.count(0) == 1
-  text, other = tokenizers.encode_prompt(make(None, bos=None), text)
+  text, other = tokenizers.encode_prompt(make(None, bos=False), text)
   assert other == ids[1:]
 
 
-def test_a_template_wraps_text_prompts_only(make):
+def test_a_template_wraps_text_prompts_only():
   form = "\n{prompt}\nPut the answer in \\boxed{{}}.\n"
   tokenizer = make(QWEN)
   text = tokenizers.format_prompt(tokenizer, " {x}? ", form)
@@ -169,7 +104,7 @@ def test_a_template_wraps_text_prompts_only(make):
       tokenizers.format_prompt(tokenizer, "1+1", "Q")
 
 
-def test_a_system_message_is_kept_and_only_one(make):
+def test_a_system_message_is_kept_and_only_one():
   text = tokenizers.format_prompt(
     make(SILENT + QWEN), "1+1?", system_prompt="Be brief."
   )
@@ -182,7 +117,7 @@ def test_a_system_message_is_kept_and_only_one(make):
     assert "Be long." in text and "Be brief." not in text
 
 
-def test_what_a_template_refuses_is_an_error(make):
+def test_what_a_template_refuses_is_an_error():
   turns = [TURNS[0], TURNS[0]]
   for system in ("", "Be brief."):
     with pytest.raises(
@@ -195,7 +130,7 @@ def test_what_a_template_refuses_is_an_error(make):
     tokenizers.format_prompt(make(evil), "1+1?")
 
 
-def test_template_options(make):
+def test_template_options():
   options = {"enable_thinking": False}
   tokenizer = make(QWEN)
   plain = tokenizers.format_prompt(tokenizer, "1+1?")
@@ -207,7 +142,7 @@ def test_template_options(make):
     )
 
 
-def test_a_base_model_has_no_chat(make):
+def test_a_base_model_has_no_chat():
   for options in (
     {"system_prompt": "Be brief."},
     {"template_options": {"date_string": "x", "y": 1}},

@@ -102,8 +102,8 @@ def test_a_program_skips_the_end_of_the_interpreter(program):
   """Where XLA, which may be compiling still, would crash."""
   lines = [
     "import threading",
-    "from grpojax.runtime.processes import interrupts, program",
-    "program.begin()" if program else "",
+    "from grpojax.runtime.processes import interrupts",
+    "interrupts.begin()" if program else "",
     # A thread that the interpreter would wait for.
     "threading.Timer(0.3, print, ['last']).start()",
     "print('first')",

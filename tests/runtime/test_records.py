@@ -28,6 +28,8 @@ def test_rows_round_trip_and_non_finite_numbers_are_null(tmp_path):
 
 def test_resume_drops_later_rows_and_a_torn_line(tmp_path):
   path = tmp_path / "metrics.jsonl"
+  records.truncate_jsonl(path, 2)
+  assert records.read_jsonl(path) == [] and not path.exists()
   for row in ({"note": "x"}, {"step": 1}, {"step": 2}, {"step": 3}):
     records.append_jsonl(path, row)
   with open(path, "a") as file:
@@ -38,12 +40,6 @@ def test_resume_drops_later_rows_and_a_torn_line(tmp_path):
   rows = [{"note": "x"}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
   assert records.read_jsonl(path) == rows
   assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_missing_file_has_no_rows(tmp_path):
-  path = tmp_path / "metrics.jsonl"
-  records.truncate_jsonl(path, 2)
-  assert records.read_jsonl(path) == [] and not path.exists()
 
 
 @pytest.mark.parametrize(

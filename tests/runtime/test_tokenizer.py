@@ -64,37 +64,32 @@ def test_the_character_tokenizer_writes_every_character():
 def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
   tmp_path,
 ):
-  tokenizer = tokenizers.character_tokenizer()
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (1,)
-  write(tmp_path, "config.json", eos_token_id=5)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
-  write(tmp_path, "generation_config.json", eos_token_id=None)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
-  write(tmp_path, "generation_config.json", eos_token_id=[99, 1, 99])
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (99, 1)
-  write(tmp_path, "generation_config.json", eos_token_id=0)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (0, 1)
-
-
-def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
   made = tokenizers.character_tokenizer()
+  assert tokenizers.eos_ids(tmp_path, made) == (1,)
+  write(tmp_path, "config.json", eos_token_id=5)
+  assert tokenizers.eos_ids(tmp_path, made) == (5, 1)
 
   def eos_ids(named):
     write(tmp_path, "generation_config.json", eos_token_id=named)
     return tokenizers.eos_ids(tmp_path, made, vocab_size=100)
 
-  assert eos_ids("<|pad|>") == (0, 1)
+  assert eos_ids(None) == (5, 1)
+  assert eos_ids([99, 1, 99]) == (99, 1)
+  assert eos_ids(0) == eos_ids("<|pad|>") == (0, 1)
   assert eos_ids([5, "<|endoftext|>"]) == (5, 1)
-  assert eos_ids(99) == (99, 1)
   for wrong in (100, "</s>", True, -1, 1.5, [1, [2]], [None], {"a": 1}):
-    message = (
-      "generation_config.json: .* must be a token's text, an id of 0..99"
-    )
+    message = "config.json: .* must be a token's text, an id of 0..99"
     with pytest.raises(ValueError, match=message):
       eos_ids(wrong)
 
 
-def test_malformed_files_are_named(tmp_path):
+def test_malformed_and_missing_files_are_named(tmp_path, no_network):
+  for path in (tmp_path / "Qwen/Qwen2.5-0.5B", tmp_path):
+    with pytest.raises(ValueError, match="none of tokenizer.json.*Download"):
+      tokenizers.load(path)
+  (tmp_path / "tokenizer.json").write_text("{}")
+  with pytest.raises(ValueError, match="cannot read the tokenizer"):
+    tokenizers.load(tmp_path)
   made = tokenizers.character_tokenizer()
   made.save_pretrained(tmp_path)
   for name in ("generation_config.json", "tokenizer_config.json"):
@@ -108,7 +103,7 @@ def test_malformed_files_are_named(tmp_path):
 def test_ids_beyond_the_model_may_be_added_tokens_that_no_text_has(
   tmp_path, capsys
 ):
-  """Such as Gemma 3's <image_soft_token>, the id after the vocabulary."""
+  # Such as Gemma 3's <image_soft_token>, the id after the vocabulary.
   made = tokenizers.character_tokenizer()
   made.add_tokens(["<image>"], special_tokens=True)
   made.save_pretrained(tmp_path)
@@ -206,15 +201,6 @@ def test_no_eos_and_no_pad_are_errors(tmp_path):
     tokenizers.eos_ids(tmp_path, tokenizer)
 
 
-def test_missing_files_are_named(tmp_path, no_network):
-  for path in (tmp_path / "Qwen/Qwen2.5-0.5B", tmp_path):
-    with pytest.raises(ValueError, match="none of tokenizer.json.*Download"):
-      tokenizers.load(path)
-  (tmp_path / "tokenizer.json").write_text("{}")
-  with pytest.raises(ValueError, match="cannot read the tokenizer"):
-    tokenizers.load(tmp_path)
-
-
 def test_a_completion_ends_before_its_first_eos():
   tokenizer = tokenizers.character_tokenizer()
   ids = np.array([*tokenizer.encode("1<|pad|>2\n\n3"), 1, 20])
@@ -267,20 +253,14 @@ def test_any_text_is_given_back(bpe):
     assert bpe.decode(ids) == text
 
 
-def test_the_same_texts_give_the_same_tokenizer(bpe):
-  again = tokenizers.train_bpe(iter(PROBLEMS), 290)
-  assert again.backend_tokenizer.to_str() == (bpe.backend_tokenizer.to_str())
-  other = tokenizers.train_bpe(["quite another text, quite"] * 3, 290)
-  assert other.get_vocab() != bpe.get_vocab()
-
-
-def test_a_number_is_written_digit_by_digit(bpe):
+def test_trained_tokens_are_pieces_of_words_and_digits(bpe):
   ids = bpe.encode("12481248")
   assert [bpe.decode([i]) for i in ids] == list("12481248")
   assert len(bpe.encode(" clips")) == 1
-
-
-def test_what_cannot_be_trained_is_refused():
+  again = tokenizers.train_bpe(iter(PROBLEMS), 290)
+  assert again.backend_tokenizer.to_str() == bpe.backend_tokenizer.to_str()
+  other = tokenizers.train_bpe(["quite another text, quite"] * 3, 290)
+  assert other.get_vocab() != bpe.get_vocab()
   with pytest.raises(ValueError, match="258 or more"):
     tokenizers.train_bpe(PROBLEMS, 257)
   with pytest.raises(ValueError, match="no texts"):

@@ -3,7 +3,8 @@
 The templates follow the formats that the families' authors document.
 """
 
-import functools
+import pathlib
+import sys
 
 import pytest
 import tokenizers as hf
@@ -14,32 +15,21 @@ from grpojax.runtime.text import tokenizer as tokenizers
 from grpojax.runtime.text import turns
 from grpojax.runtime.text.chat_template import set_messages
 
+sys.path.append(str(pathlib.Path(__file__).parent))
+from chats import (  # noqa: E402
+  ASK,
+  CHATML,
+  GEMMA,
+  ID,
+  LLAMA,
+  SPECIAL,
+  START,
+  chat,
+  make,
+)
 
-def chat(messages, prompt, begin=""):
-  """A chat template; in `messages`, m is a message and c is its content."""
-  loop = "{%- for m in messages %}{% set c = m.content %}"
-  ask = "{% endfor %}{% if add_generation_prompt %}"
-  return f"{begin}{loop}{messages}{ask}{prompt}{{% endif %}}"
-
-
-START, ASK = "<|im_start|>{{ m.role }}\n", "<|im_start|>assistant\n"
 TOOL = "<tool_response>\n{{ c }}\n</tool_response>"
 NO_THOUGHT = "{{ '<think>\n\n</think>\n\n' }}"
-CHATML = chat(START + "{{ c + '<|im_end|>\n' }}", ASK)
-HEAD = "<|start_header_id|>%s<|end_header_id|>{{ '\n\n' }}"
-LLAMA = chat(
-  HEAD % "{{ m.role }}" + "{{ c | trim }}<|eot_id|>",
-  HEAD % "assistant",
-  "{{ bos_token }}",
-)
-GEMMA = chat(
-  "{{ raise_exception('roles must alternate') if "
-  "(m.role == 'user') != (loop.index0 % 2 == 0) }}<start_of_turn>"
-  "{{ 'model' if m.role == 'assistant' else m.role }}\n"
-  "{{ c | trim }}{{ '<end_of_turn>\n' }}",
-  "<start_of_turn>model\n",
-  "{{ bos_token }}",
-)
 MISTRAL = chat(
   "{{ '[INST] ' + c + '[/INST]' if m.role == 'user' }}"
   "{{ c + '</s>' if m.role == 'assistant' }}",
@@ -63,28 +53,7 @@ QWEN3 = chat(  # earlier thinking is left out
 )  # fmt: skip
 ENDS = {CHATML: "<|im_end|>", LLAMA: "<|eot_id|>", GEMMA: "<end_of_turn>"}
 ENDS |= {MISTRAL: "</s>", GLM: "<|user|>", QWEN3: "<|im_end|>"}
-SPECIAL = (
-  "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> "
-  "<|eot_id|> <start_of_turn> <end_of_turn> [INST] [/INST] [gMASK] <sop> "
-  "<|user|> <|assistant|> <|observation|> <|other|>"
-).split()
-BYTES = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
-ID = {token: i for i, token in enumerate([*SPECIAL, *BYTES, "ab"])}
 OTHER, NONE = ID["<|other|>"], ID["x"]  # ends: another token, and none
-
-
-@functools.cache
-def make(template=None):
-  """A tokenizer of bytes in which "ab" is one token."""
-  backend = hf.Tokenizer(hf.models.BPE(ID, [("a", "b")]))
-  backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  backend.decoder = hf.decoders.ByteLevel()
-  backend.add_special_tokens(SPECIAL)
-  made = PreTrainedTokenizerFast(
-    tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
-  )
-  made.chat_template = template
-  return made
 
 
 def encoder(model, *ends, **options):
@@ -103,12 +72,12 @@ def test_turns_put_together_are_the_whole_chat(model):
   read, messages = make(model).encode, says("user", "1+1?")
   row = read(set_messages(make(model), messages, {}))
   answers = "3ab", "4b", "<think>hm</think>zz"
-  for answer, said in zip(answers, ["No, ba\n\n{x}", "é", ""], strict=True):
-    messages += says("assistant", answer) + says("user", said)
+  for answer, words in zip(answers, ["No, ba\n\n{x}", "é", ""], strict=True):
+    messages += says("assistant", answer) + says("user", words)
     text = set_messages(make(model), messages, {})
-    first, tail = text[: text.rindex(answer[-2:]) + 2], encode(said, OTHER)
+    first, tail = text[: text.rindex(answer[-2:]) + 2], encode(words, OTHER)
     assert read(first) + tail == read(text) and tail[0] == end
-    assert encode(said, end) == tail[1:]
+    assert encode(words, end) == tail[1:]
     row += [*make().encode(answer), end, *tail[1:]]
   # Those two write earlier answers without what was thought.
   assert (row == read(text)) == (model not in (GLM, QWEN3))
@@ -159,9 +128,9 @@ def test_thinking_is_no_rewriting_of_a_chat():
 
 
 def test_options_go_to_the_chat_template_as_those_of_prompts():
-  told = "<|im_start|>{{ tools | length }} {{ strftime_now('%Y-%m-%d') }} "
+  opening = "<|im_start|>{{ tools | length }} {{ strftime_now('%Y-%m-%d') }} "
   options = {"tools": [{"name": "f"}] * 7, "date_string": "29 Feb 2020"}
-  model = CHATML.replace("<|im_start|>", told)
+  model = CHATML.replace("<|im_start|>", opening)
   tail = encoder(model, template_options=options)("No", OTHER)
   assert make(model).decode(tail).endswith("7 2020-02-29 assistant\n")
   with pytest.raises(ValueError, match="has no .'enable_thinkin'"):

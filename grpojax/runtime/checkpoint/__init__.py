@@ -1,8 +1,8 @@
 """Checkpoints by Orbax, saved in the background.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is
-complete (on gs://, where nothing can be renamed, a file says so), so a process
-that is killed leaves nothing that looks like one.
+complete (on gs://, where nothing can be renamed, a file says so). So a killed
+process leaves nothing that looks like a checkpoint.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ _ADVICE = (
   "delete that directory to go on from the checkpoint before it, or from the "
   "start where there is none"
 )
-_TORN = "*.orbax-checkpoint-tmp"  # names of what Orbax has not finished
+_METADATA = "_CHECKPOINT_METADATA"
 _POLL = 1.0  # seconds between two looks at Orbax's log
 _logged_errors: list[BaseException] = []  # of the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Keeps Orbax's warnings, and what is also raised, out of the log.
+  """Keeps Orbax's warnings, and errors that are also raised, out of the log.
 
-  Of several processes, one whose part of a save fails raises nothing until all
-  have come to a barrier, where the others do not come for twenty minutes. The
-  log has the error at once.
+  If one of several processes fails to save its part, it raises nothing before
+  all have come to a barrier, for which they have twenty minutes. The log has
+  the error at once.
   """
   if record.name == "asyncio":  # of arrays whose load went on after an error
     return not re.search("orbax|tensorstore", record.getMessage())
@@ -49,7 +49,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
   is_error = record.levelno >= logging.ERROR
   if is_error and record.exc_info:
     _logged_errors.append(record.exc_info[1])
-  # What cannot be read is said by `_check_metadata`, or was just deleted.
+  # `_check_metadata` reports what cannot be read, unless it was just deleted.
   reading = "/metadata/" in record.pathname
   return is_error and not record.exc_info and not reading
 
@@ -59,7 +59,7 @@ for _name in ("absl", "asyncio", "root"):
 
 
 def _own_error() -> BaseException | None:
-  """Error of this process's part of a save, if there are other processes."""
+  """Returns the error of this process's part of a save by several, if any."""
   return _logged_errors[0] if _logged_errors and distributed.several() else None
 
 
@@ -74,36 +74,36 @@ def complete(folder: str | os.PathLike) -> list[int]:
   The folder may be missing, and may hold other things.
   """
   on_gs = os.fspath(folder).startswith("gs://")
-  last = "commit_success.txt" if on_gs else "_CHECKPOINT_METADATA"
+  last = "commit_success.txt" if on_gs else _METADATA
   names = (path.parent.name for path in epath.Path(folder).glob(f"*/{last}"))
   return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _check_metadata(folder: epath.Path) -> None:
-  """Raises ValueError for metadata that Orbax fails at when it lists steps."""
+  """Raises ValueError for metadata at which Orbax fails when it lists steps."""
   for step in complete(folder):
     path = folder / str(step)
     try:
-      metadata = json.loads((path / "_CHECKPOINT_METADATA").read_text())
+      metadata = json.loads((path / _METADATA).read_text())
     except FileNotFoundError:  # deleted meanwhile
       continue
     except (RecursionError, ValueError):
       metadata = None
     if not isinstance(metadata, dict):
-      reason = "its _CHECKPOINT_METADATA is no JSON object"
+      reason = f"its {_METADATA} is no JSON object"
       raise ValueError(f"{path} is damaged ({reason}): {_ADVICE}")
 
 
 def last_good(folder: str | os.PathLike) -> str:
-  """Names the checkpoint in a folder that a run goes on from, in words."""
-  complete_steps = complete(folder)
-  if not complete_steps:
-    run = os.path.dirname(os.path.abspath(folder))
-    local = "://" not in os.fspath(folder)
-    renamed = local and not os.path.isdir(run)
-    return run_lock.gone(run) if renamed else "there is no checkpoint yet"
-  newest = epath.Path(folder) / str(complete_steps[-1])
-  return f"the last good checkpoint is {newest}"
+  """Names the checkpoint from which a run goes on, in words."""
+  steps = complete(folder)
+  if steps:
+    newest = epath.Path(folder) / str(steps[-1])
+    return f"the last good checkpoint is {newest}"
+  run = os.path.dirname(os.path.abspath(folder))
+  local = "://" not in os.fspath(folder)
+  renamed = local and not os.path.isdir(run)
+  return run_lock.gone(run) if renamed else "there is no checkpoint yet"
 
 
 @dataclasses.dataclass
@@ -111,13 +111,11 @@ class Checkpointer:
   """An open directory of checkpoints; made by `open_checkpointer`."""
 
   orbax: Any = None  # Orbax's object that writes, lists and deletes them
-  # Step that stays beside the newest ones, however old it is, or None.
-  always: int | None = None
-  # Orbax's response to the save in the background, or None.
-  in_flight: Any = None
+  always: int | None = None  # step that is preserved, however old it is
+  in_flight: Any = None  # Orbax's response to the save in the background
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-    """Orbax's question, to which of its policies this object belongs."""
+    """Answers Orbax: this object is one of its preservation policies."""
     del context
     return [info.step == self.always for info in checkpoints]
 
@@ -128,10 +126,9 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
   """Opens a directory of checkpoints, STEP/ each, as a context manager.
 
-  The newest `keep` stay. Leaving its context waits for the save in flight.
-  Ctrl-C then ends the process at once; the unfinished save is removed when the
-  directory is next opened, but not by a `readonly` look into a run that may be
-  training.
+  The newest `keep` stay. Leaving the context waits for the save in flight;
+  Ctrl-C then ends the process at once. An unfinished save is removed when the
+  directory is next opened, unless `readonly`, as the run may be training.
 
   Raises:
     ValueError: `readonly`, and there are no checkpoints; or one is damaged.
@@ -145,8 +142,7 @@ def open_checkpointer(
   newest = training.preservation_policies.LatestN(None if readonly else keep)
   checkpointer.orbax = training.Checkpointer(
     path,
-    # Whoever calls `save` means it. Orbax's default policy skips a save while
-    # another is in flight.
+    # Orbax's default policy skips a save while another is in flight.
     save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
     preservation_policy=training.preservation_policies.AnyPreservationPolicy(
       [newest, checkpointer]
@@ -170,13 +166,14 @@ def open_checkpointer(
 
 
 def _remove_torn(checkpointer: Checkpointer) -> None:
-  """Removes what Orbax has not finished; on gs:// Orbax does so itself."""
-  disk.remove_all(pathlib.Path(checkpointer.orbax.directory), _TORN)
+  # On gs:// Orbax does so itself.
+  folder = pathlib.Path(checkpointer.orbax.directory)
+  disk.remove_all(folder, "*.orbax-checkpoint-tmp")
 
 
 @contextlib.contextmanager
 def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
-  """Turns whatever goes wrong in a save into `disk.WriteFailed`."""
+  """Turns all errors of a save into `disk.WriteFailed`."""
   try:
     yield
   except disk.WriteFailed:
@@ -203,13 +200,12 @@ def save(
 ) -> None:
   """Saves `state` in the background, after any save still in flight.
 
-  The arrays are copied before this returns, so they may be donated at once.
-  A step that is on disk already is left as it is. `notes` are JSON values that
-  `read_notes` gives back; the checkpoint of the step `always` stays beside the
-  newest ones.
+  The arrays are copied before this returns, so they may be donated at once. A
+  step that is on disk stays as it is. `notes` are JSON values for `read_notes`;
+  the checkpoint of the step `always` stays beside the newest ones.
 
   Raises:
-    disk.WriteFailed: this save could not be begun, or the one before it failed.
+    disk.WriteFailed: this save could not begin, or the one before it failed.
   """
   wait(checkpointer)
   checkpointer.always = always
@@ -225,9 +221,7 @@ def save(
 
 
 def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
-  """Returns True where the save in flight has just ended.
-
-  Waits for that no longer than `timeout` seconds.
+  """Returns True if the save in flight has just ended, within `timeout` s.
 
   Raises:
     disk.WriteFailed: it has failed, or this process's own part of it.
@@ -265,14 +259,14 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 
 def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
-  """Returns the path of a checkpoint, by default of the newest."""
-  step = latest_step(checkpointer) if step is None else step
-  folder, present = checkpointer.orbax.directory, steps(checkpointer)
+  present = steps(checkpointer)
+  step = max(present, default=None) if step is None else step
+  folder = epath.Path(checkpointer.orbax.directory)
   if step not in present:
     raise ValueError(
       f"{folder} has no checkpoint of step {step}, only {present}"
     )
-  return epath.Path(folder) / str(step)
+  return folder / str(step)
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
@@ -285,9 +279,9 @@ def restore(
 ) -> TrainState:
   """Loads a checkpoint, by default the newest.
 
-  Its form, and where it goes, is that of `state`: of arrays, or of
-  `jax.ShapeDtypeStruct`s with shardings (without one, the first device). A
-  pending rollout is as large as it was.
+  It has the form and the layout of `state`, whose leaves are arrays or
+  `jax.ShapeDtypeStruct`s (without sharding: on the first device). A pending
+  rollout has the size that was saved.
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or it is of another
@@ -301,10 +295,7 @@ def restore(
 def restore_policy(
   checkpointer: Checkpointer, params: PyTree, step: int | None = None
 ) -> Params:
-  """Loads a checkpoint's parameters, and reads nothing else of it.
-
-  Takes `params` as `restore` takes a state, and raises the same.
-  """
+  """Loads a checkpoint's parameters alone, as `restore` loads a state."""
   path, like = _path_of(checkpointer, step), {"params": params}
   return stored_arrays.load(path, like, _ADVICE, partial=True)["params"]
 
@@ -323,9 +314,9 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
-  """Loads what `save_params` saved onto abstract or concrete `params`.
+  """Loads parameters of `save_params` onto abstract or concrete `params`.
 
-  Raises ValueError where there is nothing, or it is damaged or does not fit.
+  Raises ValueError if they are missing, damaged or of another model.
   """
   path = _absolute(path)
   if not path.exists():

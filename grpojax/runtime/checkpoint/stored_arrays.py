@@ -1,7 +1,7 @@
 """Trees of arrays as Orbax stores them, with checksums that are verified.
 
-The shape, dtype and checksum of each array stand in Orbax's custom metadata
-beside them: what comes back is bit by bit what was saved, or refused.
+Orbax's custom metadata hold the shape, dtype and checksum of each array: what
+is loaded is bit by bit what was saved, or refused.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class _Damaged(Exception):
 
 
 def reason(error: BaseException) -> str:
-  """Returns the error that began it all, in a few words."""
+  """Returns the first error of a chain, in a few words."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
   text = str(error).split(" [")[0]  # TensorStore ends with all its settings
@@ -39,7 +39,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _damage(path: epath.Path, advice: str) -> Iterator[None]:
-  """Turns whatever goes wrong in reading into one sentence with advice."""
+  """Turns all errors in reading into one sentence with advice."""
   try:
     yield
   except Exception as error:
@@ -54,13 +54,12 @@ def _is_key(leaf) -> bool:
 
 def without_keys(tree: PyTree) -> PyTree:
   """Returns a tree as it is stored: typed random keys as their data."""
-  return jax.tree.map(
-    lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
-  )
+  data = lambda x: jax.random.key_data(x) if _is_key(x) else x
+  return jax.tree.map(data, tree)
 
 
 def _with_keys(stored: PyTree, like: PyTree) -> PyTree:
-  """Undoes `without_keys`; `like` may be abstract, and has the key types."""
+  """Inverts `without_keys`; `like` has the key types, and may be abstract."""
 
   def with_key(old, new):
     if not _is_key(old):
@@ -76,25 +75,21 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
   """Returns the shape, dtype and sharding to load for a leaf."""
   data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
   sharding = getattr(leaf, "sharding", None)
-  if sharding is None or _is_key(leaf):
+  mesh = getattr(sharding, "mesh", None)
+  if _is_key(leaf) and mesh is not None:
+    spec = jax.sharding.PartitionSpec()
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+  elif _is_key(leaf) or sharding is None:
     # Orbax would otherwise repeat the sharding of the machine that saved.
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None:
-      sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    else:
-      spec = jax.sharding.PartitionSpec()
-      sharding = jax.sharding.NamedSharding(mesh, spec)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:
-  """Returns the dtype and shape of each leaf by path, in words that compare."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  """Returns the dtype and shape of each leaf by path, such as "int32[2]"."""
   return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): (
-      f"{leaf.dtype}{list(leaf.shape)}"
-    )
-    for path, leaf in leaves
+    path: f"{leaf.dtype}{list(leaf.shape)}"
+    for path, leaf in array_checksums.leaves(tree).items()
   }
 
 
@@ -105,7 +100,7 @@ def _crc(text: str) -> str:
 def describe(
   tree: PyTree, notes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Returns the custom metadata by which reading verifies a tree, and notes."""
+  """Returns the custom metadata: checksums by which to verify, and notes."""
   kinds, sums = _kinds(tree), array_checksums.by_path(tree)
   about = {_ARRAYS: {name: [kinds[name], sums[name]] for name in sums}}
   if notes is not None:
@@ -115,7 +110,7 @@ def describe(
 
 
 def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
-  """Returns the notes that `describe` was given; ValueError if damaged."""
+  """Returns the notes of `describe`; ValueError if damaged."""
   with _damage(path, advice):
     text, crc = ocp.metadata(path).custom_metadata[_NOTES]
     if _crc(text) != crc:
@@ -124,33 +119,34 @@ def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
 
 
 def _check_fits(
-  saved: Mapping[str, str], asked_for: Mapping[str, str], path: epath.Path
+  saved: Mapping[str, str], wished: Mapping[str, str], path: epath.Path
 ) -> None:
   # Before loading: a load that fails half-way leaves Orbax's threads behind.
-  different = [
-    f"{name}: {saved.get(name, '(none)')} -> {asked_for.get(name, '(none)')}"
-    for name in sorted(saved.keys() | asked_for.keys())
-    if saved.get(name) != asked_for.get(name)
-  ]
-  if saved.get("key") != asked_for.get("key"):
+  pairs = {
+    name: f"{saved.get(name, '(none)')} -> {wished.get(name, '(none)')}"
+    for name in sorted(saved.keys() | wished.keys())
+    if saved.get(name) != wished.get(name)
+  }
+  if "key" in pairs:
     raise ValueError(
-      f"{path} was saved under another random number generator ("
-      f"{saved.get('key')} -> {asked_for.get('key')}): set "
-      "JAX_DEFAULT_PRNG_IMPL to its value when the run started"
+      f"{path} was saved under another random number generator "
+      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL to its value when the run "
+      "started"
     )
-  if len(different) > 8:
-    different[8:] = [f"and {len(different) - 8} more"]
-  if different:
+  if pairs:
+    lines = [f"{name}: {pair}" for name, pair in pairs.items()]
+    if len(lines) > 8:
+      lines[8:] = [f"and {len(lines) - 8} more"]
     raise ValueError(
       f"{path} is of another model or optimizer (its array -> yours):\n  "
-      + "\n  ".join(different)
+      + "\n  ".join(lines)
     )
 
 
 def abstract(
   path: epath.Path, field: str, like: Any, advice: str
 ) -> jax.ShapeDtypeStruct | None:
-  """Returns the shape of a stored field, None without; laid out as `like`."""
+  """Returns the shape of a stored field, or None; laid out as `like`."""
   with _damage(path, advice):
     stored = (ocp.metadata(path).metadata or {}).get(field)
     if stored is None:
@@ -162,14 +158,14 @@ def abstract(
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:
-  """Loads what is stored, and checks that it is what was saved.
+  """Loads a stored tree, and verifies it.
 
   Args:
     path: path of one checkpoint, saved with the metadata of `describe`.
     like: arrays, or `jax.ShapeDtypeStruct`s.
-    advice: words on what to do where it is damaged.
-    partial: True where `like` is a dict of some entries of what is stored:
-      nothing else is read.
+    advice: words on what to do if it is damaged.
+    partial: True if `like` is a dict of some entries of the tree; the others
+      are not read.
 
   Raises:
     ValueError: it is damaged, or `like` is of another model or optimizer.
@@ -187,7 +183,7 @@ def load(
   if partial:
     request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | abstract
     saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}
-  elif is_state:  # fields that hold nothing may be younger than what is stored
+  elif is_state:  # fields that hold nothing may be younger than the checkpoint
     request = {name: getattr(abstract, name) for name in stored}
   _check_fits(saved, _kinds(abstract), path)
   with _damage(path, advice):

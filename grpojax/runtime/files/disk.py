@@ -1,4 +1,4 @@
-"""Errors of a disk, in a sentence: before a run, and in one."""
+"""Errors of a disk, in a sentence."""
 
 import contextlib
 import errno
@@ -14,21 +14,17 @@ from collections.abc import Iterator
 from grpojax.runtime.files import records
 
 # A disk that is full, over a quota or a limit, broken, or mounted read-only.
-_REFUSALS = (
-  errno.ENOSPC,
-  errno.EDQUOT,
-  errno.EFBIG,
-  errno.EIO,
-  errno.EROFS,
-)
+_REFUSALS = [
+  getattr(errno, name) for name in "ENOSPC EDQUOT EFBIG EIO EROFS".split()
+]
 
 
 class WriteFailed(Exception):
-  """Something could not be written; says what, why, and what is left."""
+  """Something could not be written; says what, why, and what remains."""
 
 
 def refuses(error: BaseException) -> bool:
-  """Returns True where an error is of the disk, and none of the program."""
+  """Returns True for an error of the disk, not of the program."""
   return isinstance(error, WriteFailed) or (
     isinstance(error, OSError) and error.errno in _REFUSALS
   )
@@ -36,7 +32,7 @@ def refuses(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
-  """Turns what the disk refuses into a message and exit code 1."""
+  """Turns errors of the disk into a message and exit code 1."""
   try:
     yield
   except (WriteFailed, OSError) as error:
@@ -46,10 +42,9 @@ def errors() -> Iterator[None]:
 
 
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
-  """Removes directories of a folder, while others may still be writing to them.
+  """Removes directories of a folder for some seconds.
 
-  After a write that failed, other threads may go on, and make again what is
-  removed under them: so it is tried for some seconds.
+  After a failed write, other threads may make them again.
   """
   until = time.monotonic() + seconds
   while paths := list(folder.glob(pattern)):
@@ -76,7 +71,6 @@ def user_cache() -> pathlib.Path:
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
-  """Returns the part of an absolute path that exists."""
   return next(x for x in (path, *path.parents) if os.path.lexists(x))
 
 
@@ -120,7 +114,7 @@ def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError where a directory cannot be made or written.
+  """Raises ValueError if a directory cannot be made or written.
 
   Leaves nothing behind. `flag` is the flag that named it: "--out".
   """
@@ -128,7 +122,7 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   path = pathlib.Path(path).absolute()
   try:
     str(path).encode()
-  except UnicodeEncodeError as error:  # of which libraries in C++ make nothing
+  except UnicodeEncodeError as error:  # libraries in C++ cannot read it
     reason = "it is no UTF-8 text"
     raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
   parent = _existing(path)
@@ -146,9 +140,9 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_file(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError where a file cannot be written, as `records` does it.
+  """Raises ValueError if `records` cannot write a file.
 
-  A device or a pipe is refused: a file would be put in its place.
+  A device or a pipe is refused, as a file would replace it.
   """
   check_no_url(path, flag)
   path, problem = pathlib.Path(os.path.realpath(path)), None

@@ -1,7 +1,6 @@
 """GGUF files as Hugging Face directories, without a copy of the weights.
 
-Configuration and tokenizer are written as small files to the user's cache, with
-a link to the .gguf file beside them, from which `hf.load_params` reads.
+Configuration, tokenizer and a link to the .gguf file are in the user's cache.
 """
 
 import atexit
@@ -23,8 +22,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import disk, records
 
-PACKAGE = "package:"
-"""Beginning of the path of a file in an installed Python package."""
+PACKAGE = "package:"  # begins the path of a file in a Python package
 
 _ID = "_token_id"
 _WORDS = (
@@ -43,7 +41,7 @@ class _Rule(NamedTuple):
   bos: bool = False  # default of add_bos_token, for texts without a template
 
 
-RULES = {
+RULES = {  # by tokenizer.ggml.pre, as in the tokenizer.json of the models
   "gpt-2": _Rule(),
   "smollm": _Rule(digits=True),
   "qwen2": _Rule(_WORDS.replace("DIGITS", r"\p{N}"), nfc=True),
@@ -51,7 +49,6 @@ RULES = {
     _WORDS.replace("DIGITS", r"\p{N}{1,3}"), whole=True, bos=True
   ),
 }
-"""Rules by tokenizer.ggml.pre, of the tokenizer.json that the models have."""
 
 _KNOWN = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token"}
 _KNOWN |= {"add_eos_token", "add_space_prefix", "scores", "token_type_count"}
@@ -60,7 +57,7 @@ _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
 
 
 def is_named(path: str | os.PathLike) -> bool:
-  """Returns True where a path is of a .gguf file, be it there or not."""
+  """Returns True for a path of a .gguf file, which need not exist."""
   text = os.fspath(path)
   is_file = text.lower().endswith(".gguf") and not os.path.isdir(text)
   return is_file or text.startswith(PACKAGE)
@@ -69,11 +66,7 @@ def is_named(path: str | os.PathLike) -> bool:
 def local(path: str | os.PathLike) -> pathlib.Path:
   """Returns the directory of the model in a .gguf file.
 
-  Args:
-    path: path of the file, or package:PACKAGE/FILE.gguf.
-
-  Raises:
-    ValueError: no such file, or a model that is not read from it.
+  `path` may be package:PACKAGE/FILE.gguf. ValueError if it cannot be read.
   """
   file = _in_package(path) if os.fspath(path).startswith(PACKAGE) else path
   file = pathlib.Path(os.path.realpath(file))
@@ -82,7 +75,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 
 def _in_package(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the place of a package's file; nothing of it is imported."""
+  """Returns the place of a package's file without importing it."""
   package, _, name = os.fspath(path).removeprefix(PACKAGE).partition("/")
   package = package.replace("-", "_")  # as pip takes it
   # Of a dotted name Python would import the first part.
@@ -99,7 +92,7 @@ def _in_package(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=64)
 def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
-  """Makes the directory, of a file in a certain state, or finds it made."""
+  """Makes the directory of a file in a certain state."""
   del state
   header = gguf_file.read(file)
   config = gguf_file.to_hf_config(header)
@@ -122,11 +115,7 @@ def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
 
 
 def _write(directory: pathlib.Path, file: pathlib.Path, texts) -> pathlib.Path:
-  """Writes what is not there yet, each file whole or not at all.
-
-  The directory's name depends on all that is in it: of several processes it
-  does not matter which one writes.
-  """
+  """Writes missing files; the directory's name is a hash of their content."""
   directory.mkdir(parents=True, exist_ok=True)
   for name, text in texts.items():
     path = directory / name
@@ -171,7 +160,7 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
 
 
 def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
-  """Yields what is not known or damaged; each check needs those before it."""
+  """Yields what is unknown or damaged; each check needs those before it."""
   if (kind := values.get("model")) != "gpt2":
     yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is read"
   if (rule := values.get("pre")) not in list(RULES):
@@ -201,7 +190,6 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
 
 
 def _backend(values: dict[str, Any], bos: str | None) -> Any:
-  """Returns the tokenizer, of the tokenizers library."""
   import tokenizers
   from tokenizers import decoders, models, normalizers, processors
   from tokenizers import pre_tokenizers as cuts_of

@@ -1,12 +1,11 @@
 """Models and data sets of the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION.
 
-Files go to the Hub's own cache (HF_HOME), whole files once; its library asks
-for the token where `hf auth login` or HF_TOKEN put it, and nothing here reads
-it. A branch moves, a commit does not: `commit` says which one a name means now,
-and whoever keeps ORG/NAME@COMMIT reads the same files ever after.
+Files go to the Hub's own cache (HF_HOME); its library reads the token of `hf
+auth login` or HF_TOKEN. A branch moves, a commit does not: `commit` returns the
+present one, and ORG/NAME@COMMIT has the same files ever after.
 
-Only files that are asked for by name or pattern are fetched, and none from a
-subdirectory: no code, no pickles, no second copy of the weights.
+Files are fetched by name or pattern, none from a subdirectory: no code, no
+pickles, no second copy of the weights.
 """
 
 import contextlib
@@ -20,10 +19,10 @@ from typing import Any, NamedTuple
 from grpojax.models import huggingface as hf
 from grpojax.runtime.processes import interrupts
 
+# Files of a model: its shape alone, all but the weights, or all.
 CONFIG = ("config.json", hf.ADAPTER)  # the latter to refuse an adapter
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
-"""Files of a model to fetch: its shape alone, all but the weights, or all."""
 
 BRANCH = "main"
 _SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # to ask for a commit
@@ -31,7 +30,6 @@ KINDS = tuple(_SMALL)
 SAY_EVERY = 10.0  # seconds between two lines about a download
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _NAME = rf"({_PART}/{_PART})(?:@([\w./-]+))?"
-_COMMIT = r"[0-9a-f]{40}"
 _LOGIN = "give its token by `hf auth login` or HF_TOKEN"
 
 
@@ -46,7 +44,7 @@ class Name(NamedTuple):
 
 
 def parse(text: str | os.PathLike) -> Name | None:
-  """Returns a name of the Hub's form, None where the text has another one."""
+  """Returns a name of the Hub's form, or None."""
   text = os.fspath(text)
   match = re.fullmatch(_NAME, text, re.ASCII)
   if not match or "--" in match[1] or ".." in text:
@@ -58,15 +56,11 @@ def parse(text: str | os.PathLike) -> Name | None:
 
 def is_commit(revision: str) -> bool:
   """Returns True for a whole commit hash, which never moves."""
-  return re.fullmatch(_COMMIT, revision) is not None
+  return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def commit(name: Name, kind: str = "model") -> str:
-  """Returns the commit of a name now; without a network, when last asked.
-
-  Raises:
-    ValueError: it cannot be had, as in `fetch`.
-  """
+  """Returns the present commit of a name; offline, the last known one."""
   if is_commit(name.revision):
     return name.revision
   return fetch(name, _SMALL[kind], kind).name
@@ -75,16 +69,14 @@ def commit(name: Name, kind: str = "model") -> str:
 def fetch(
   name: Name, files: Sequence[str], kind: str = "model"
 ) -> pathlib.Path:
-  """Returns a directory with files of a repository, in the state of `name`.
+  """Returns a cached directory with files of a repository, to be read only.
 
-  `files` are names or patterns in its top directory. What is in the cache is
-  not fetched again; several processes of a host wait for each other, file by
-  file. Ctrl-C and SIGTERM end it with the piece that is coming (10 MB), and
-  files that are whole stay. The directory, whose name is the commit, is to be
-  read only.
+  `files` are names or patterns in its top directory; the directory's name is
+  the commit. Several processes of a host wait for each other, file by file.
+  Ctrl-C and SIGTERM end a download with its next piece (10 MB).
 
   Raises:
-    ValueError: it cannot be had; says why, and what to do.
+    ValueError: the files cannot be fetched; says why, and what to do.
     interrupts.Left: SIGTERM came, and this process leaves by itself.
   """
   import huggingface_hub
@@ -105,17 +97,9 @@ def fetch(
   return pathlib.Path(directory)
 
 
-def _cache() -> str:
-  from huggingface_hub import constants
-
-  return constants.HF_HUB_CACHE
-
-
 def _bar(name: Name, came: Sequence[int]) -> type:
-  """Returns a class for the library's progress bars: a line now and then.
-
-  It raises `interrupts.Left` where a signal has come.
-  """
+  """Returns a class of progress bars that print a line now and then."""
+  from huggingface_hub import constants
   from tqdm import tqdm
 
   last = time.monotonic()
@@ -138,7 +122,8 @@ def _bar(name: Name, came: Sequence[int]) -> type:
       if self.unit == "B" and time.monotonic() - last > SAY_EVERY:
         last = time.monotonic()
         amount = f"{self.n / 1e6:.0f} MB of {(self.total or 0) / 1e6:.0f} MB"
-        print(f"downloading {name.id} to {_cache()}: {amount}", flush=True)
+        cache = constants.HF_HUB_CACHE
+        print(f"downloading {name.id} to {cache}: {amount}", flush=True)
       return is_drawn
 
     def close(self) -> None:
@@ -149,7 +134,6 @@ def _bar(name: Name, came: Sequence[int]) -> type:
 
 @contextlib.contextmanager
 def _errors(name: Name, kind: str) -> Iterator[None]:
-  """Turns the library's errors into a sentence of ours with what to do."""
   try:
     yield
   except (ValueError, interrupts.Left):
@@ -159,9 +143,10 @@ def _errors(name: Name, kind: str) -> Iterator[None]:
 
 
 def _in_words(error: Exception, name: Name, kind: str) -> str:
-  """Says what is wrong, not in the error's words: they may hold an address."""
+  """Describes an error; its own words may hold a signed address."""
   from huggingface_hub import constants, errors
 
+  cache = constants.HF_HUB_CACHE
   page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
   match error:
     case errors.GatedRepoError():
@@ -181,7 +166,7 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
     case errors.LocalEntryNotFoundError():
       return (
         f"{kind} {name}: there is no such path here, it is not, or not whole, "
-        f"in {_cache()}, and {constants.ENDPOINT} cannot be reached: check the "
+        f"in {cache}, and {constants.ENDPOINT} cannot be reached: check the "
         "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
         f"elsewhere (`hf download {name.id}`) and give its directory"
       )
@@ -192,7 +177,7 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
       )
     case OSError(strerror=reason) if reason:
       return (
-        f"{name.id} cannot be stored in {_cache()} ({reason}): free some room "
+        f"{name.id} cannot be stored in {cache} ({reason}): free some room "
         "there, or set HF_HOME to a directory that can be written"
       )
   return (

@@ -1,7 +1,7 @@
 """Records on disk: JSON, and JSON lines.
 
-A row is a dict with "step" and numbers. Write the rows of step k before the
-checkpoint of step k, so that resuming from it loses none.
+A row is a dict with "step" and numbers. Write the rows of step k before its
+checkpoint, so that resuming from it loses none.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def _plain(value: Any) -> Any:
-  """Returns a value of JSON's own types; numbers that are not finite: None."""
+  """Returns a value of JSON's types, with None for non-finite numbers."""
   if isinstance(value, Mapping):
     return {str(key): _plain(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
@@ -35,11 +35,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields a path beside another one, and removes what is there at the end.
-
-  Nobody else takes its name, on another machine either: of two processes that
-  write the same file, each fills its own.
-  """
+  """Yields an unused path beside another one; removes its file at the end."""
   other = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
   try:
     yield other
@@ -49,12 +45,8 @@ def temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Yields a path to write to; it becomes the file's where the context ends.
-
-  The file is there whole or not at all, and after an error as it was. Of
-  several processes that write it, the last one's stays.
-  """
-  # Where a link leads to: renaming would put a file in its place.
+  """Yields a path to write to, which replaces the file if there is no error."""
+  # The target of a link: renaming would put a file in the link's place.
   target = pathlib.Path(os.path.realpath(path))
   with temporary(target) as other:
     yield other
@@ -63,7 +55,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike) -> Iterator[None]:
-  """Says of this file what the operating system refuses in here."""
+  """Puts the file's name into the operating system's errors."""
   try:
     yield
   except OSError as error:
@@ -72,7 +64,7 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-  """Writes a file whole or not at all, and waits until a disk has it."""
+  """Writes a file whole or not at all, and waits for the disk."""
   with _naming(path), replacing(path) as other:
     with open(other, "w", encoding="utf-8") as file:
       file.write(text)
@@ -86,7 +78,7 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
 
 
 def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
-  """Appends one line, in one write, and hands it to the operating system."""
+  """Appends one line, in one write."""
   with _naming(path), open(path, "a", encoding="utf-8") as file:
     file.write(json.dumps(_plain(row)) + "\n")
 
@@ -105,13 +97,9 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns all rows; none where there is no file.
+  """Returns all rows, without a last line that a kill has torn.
 
-  A last line without its newline was torn by a kill, and is left out.
-
-  Raises:
-    ValueError: another line is no JSON object, or its "step" is no whole
-      number; the error says which line.
+  A missing file has none. ValueError names a line that is no row.
   """
   # A path of etils reads from gs:// too.
   file = path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
@@ -130,17 +118,14 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
-  """Drops what a run resumed from `step` will write again: later rows.
-
-  Also drops a torn last line. Rows without a step stay, and no file is none.
-  """
+  """Drops rows after `step`, which a resumed run will write again."""
   if os.path.exists(path):
     rows = [r for r in read_jsonl(path) if r.get("step", step) <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def duration(seconds: int | float) -> str:
-  """Returns seconds as people say them: "12s", "3m05s", "2h07m"."""
+  """Returns seconds as "12s", "3m05s" or "2h07m"."""
   seconds = max(round(seconds), 0)
   if seconds < 60:
     return f"{seconds}s"

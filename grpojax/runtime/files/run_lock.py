@@ -1,8 +1,8 @@
 """One process a run directory: a lock that dies with its process.
 
-The lock is the kernel's (flock) on an open file, not the file: it is gone the
-moment its process is, however that ended. The file says who holds it; one that
-a killed process left behind keeps nobody out. Reading a run needs no lock.
+The kernel's lock (flock) on an open file ends with its process. The file names
+its holder; one that a killed process left behind does not lock. Reading a run
+needs no lock.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ LOCK = ".lock"  # in the run directory
 
 
 def me() -> dict[str, str | int]:
-  """Returns a lock's account of this process, which holds it."""
+  """Returns a description of this process as a lock's holder."""
   return {
     "pid": os.getpid(),
     "host": socket.gethostname(),
@@ -53,12 +53,12 @@ def refusal(
 
 
 def gone(directory: str | os.PathLike) -> str:
-  """Says that the directory of a run is not there any more."""
+  """Returns the message that the directory of a run has gone."""
   return f"{directory} is gone: it was removed, renamed or replaced meanwhile"
 
 
 def _is_there(file: int, path: pathlib.Path) -> bool:
-  """Returns True where an open file is still the one of that name."""
+  """Returns True if an open file still has that name."""
   try:
     return os.path.samestat(os.fstat(file), os.stat(path))
   except (FileNotFoundError, NotADirectoryError):
@@ -79,15 +79,13 @@ def _lock(file: int, directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
-  """Holds a run directory's lock while the context lasts; makes the directory.
+  """Makes a run directory, and holds its lock during the context.
 
-  Programs that are started meanwhile do not inherit it. A child that is forked
-  shares it, as flock has it: the lock is let go of when the context ends here,
-  or where this process is killed, when the last such child has ended too.
+  Programs that this one starts do not inherit the lock. A forked child shares
+  it (flock): if this process is killed, the lock ends with the last child.
 
   Yields:
-    A function that raises `disk.WriteFailed` where another directory, or none,
-    has the name by now.
+    A function that raises `disk.WriteFailed` if the directory was replaced.
 
   Raises:
     ValueError: another process holds it; says which.
@@ -97,7 +95,7 @@ def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / LOCK
   while True:
-    # Not through a link: what that leads to would be emptied.
+    # Not through a link: its target would be emptied.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
       _lock(file, directory)
@@ -105,7 +103,6 @@ def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
         continue
       os.ftruncate(file, 0)
       os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
-
       try:
         yield functools.partial(_check, file, path)
       finally:

@@ -1,9 +1,8 @@
 """Python files of the user's: rewards and configs, imported as Python does.
 
-A file has a module of its own, of which there is one in a process, however
-often it is loaded: classes in it can be pickled, and two functions of one file
-share its globals. It may import what stands beside it. A file in a package (a
-directory with `__init__.py`) is that package's module, with relative imports.
+A file is one module, however often it is loaded: its classes can be pickled,
+and its functions share globals. It may import the files beside it. A file in a
+package (a directory with `__init__.py`) is that package's module.
 """
 
 import ast
@@ -23,10 +22,9 @@ def load(path: str) -> ModuleType:
   """Imports a file; the same module again while its text is the same.
 
   Raises:
-    OSError: There is no such file.
-    ImportError: It would import another directory's module than that beside it,
-      or another module has its name.
-    Exception: Whatever the file raises; it may be loaded again then.
+    OSError: there is no such file.
+    ImportError: another module has its name, or that of one beside it.
+    Exception: any error of the file, which may be loaded again then.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
@@ -56,11 +54,10 @@ def _home(file: pathlib.Path) -> tuple[pathlib.Path, str]:
 
 
 def sources(place: str) -> dict[str, str]:
-  """Returns the texts, by path, of the user's code that a function is made of.
+  """Returns the texts, by path, of a file and the files that it imports.
 
-  That is a file, or an imported module's that is not installed, and the files
-  beside it that it imports, wherever in its text, and those that they import.
-  None of them is run.
+  `place` is a file or an imported module. Imports anywhere in the text count,
+  and those of imported files, but no installed modules. No file is run.
   """
   shown, path = pathlib.PurePath(place), place
   if not place.endswith(".py"):
@@ -89,7 +86,7 @@ def sources(place: str) -> dict[str, str]:
 def _imports(
   text: bytes, root: pathlib.Path, file: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, str]]:
-  """Yields what a file imports: the directory to look in, and a name there."""
+  """Yields the imports of a file: the directory to look in, and a name."""
   with contextlib.suppress(SyntaxError, ValueError):  # `load` says it
     for node in ast.walk(ast.parse(text)):
       if isinstance(node, ast.Import):
@@ -119,10 +116,9 @@ _directory = [os.curdir]  # where the user's code has gone to
 
 @contextlib.contextmanager
 def own_directory() -> Iterator[None]:
-  """Gives code of the user's a working directory of its own.
+  """Gives user code its own working directory, which it may change.
 
-  It may change that, and finds it so the next time. Ours stays: run, data and
-  models may have relative paths.
+  Ours stays: run, data and models may have relative paths.
   """
   ours = _working_directory()
   with contextlib.suppress(OSError):
@@ -147,8 +143,7 @@ def _working_directory() -> str:
 def _importable(root: pathlib.Path) -> Iterator[None]:
   """Puts a directory first on the path of imports, and afterwards last.
 
-  There a function that imports when it is called still finds it, and what this
-  program imports is not taken from it.
+  Functions may import later; this program's imports must not come from there.
   """
   sys.path.insert(0, str(root))
   try:
@@ -161,7 +156,7 @@ def _importable(root: pathlib.Path) -> Iterator[None]:
 
 
 def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
-  """Refuses modules of other directories in the place of those beside it."""
+  """Refuses modules of other directories with the name of one beside it."""
   for value in vars(module).values():
     name = value.__name__ if isinstance(value, ModuleType) else ""
     name = name or getattr(value, "__module__", None) or ""

@@ -1,26 +1,21 @@
-"""Several processes that train together: how they meet, agree and end.
+"""Training on several processes: how they join, agree and end together.
 
 Every process runs the same program on one global mesh (jax.distributed), and
-computes whatever is cheap and the same for all: prompts, settings, how rows are
-packed. What is not cheap on the host is dealt among them (`rows_of`: decoding
-text and scoring it), and what is done once is done by process 0 (`on_main`: all
-that is written into the run directory, but for checkpoints, which Orbax writes
-from all of them).
+repeats cheap work: prompts, settings, packing. Decoding and scoring of texts is
+split by `rows_of`. Process 0 alone writes the run directory (`on_main`), except
+for checkpoints, which Orbax writes from all processes.
 
 A process that raises alone leaves the others waiting in their next collective,
 so errors are exchanged where they are likely: `on_main`, `agreed`,
-`check_same`. A process that is killed is noticed by the next collective, or by
-JAX within `HEARTBEAT` seconds, which ends the others. One that ends by an error
-says so.
+`check_same`. The next collective notices a killed process, or JAX does within
+`HEARTBEAT` seconds and ends the others.
 
-Words go by JAX's coordination service, not by the devices, where they would
-wait for all programs that were asked for before.
-
-With one process, nothing of this communicates.
+Messages go by JAX's coordination service, which has no public name: devices
+would deliver them after all programs that were dispatched before. A single
+process sends none.
 """
 
 import contextlib
-import functools
 import glob
 import importlib.util
 import itertools
@@ -44,16 +39,11 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk
 from grpojax.runtime.processes import interrupts
 
-HEARTBEAT = 30
-"""Seconds after which a silent process counts as dead, and all others end."""
+HEARTBEAT = 30  # seconds after which a silent process counts as dead
+PATIENCE = 300  # seconds that a process waits for the others before a run
+SAY_AFTER = 10.0  # seconds of waiting without a word
 
-PATIENCE = 300
-"""Seconds that a process waits for the others before a run."""
-
-SAY_AFTER = 10.0
-"""Seconds of waiting without a word."""
-
-FLAGS = {
+FLAGS = {  # of programs that run on several hosts: the arguments of `joined`
   "coordinator": setting(
     "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
   ),
@@ -62,26 +52,23 @@ FLAGS = {
     "", "number of this process, from 0, with --coordinator"
   ),
 }
-"""Flags of programs that run on several hosts: the arguments of `joined`."""
 
 
-# How the processes meet.
+# Start.
 
 
 @contextlib.contextmanager
 def joined(
   coordinator: str = "", num_processes: str = "", process_id: str = ""
 ) -> Iterator[None]:
-  """Joins the processes of a run, for as long as the context lasts.
+  """Joins the processes of a run, in which process 0 alone prints.
 
-  `coordinator`, HOST:PORT of process 0, how many processes there are, and the
-  number of this one, from 0, are from the command line. Without them JAX finds
-  the others (Cloud TPU, GKE, SLURM), or there is one process. Others than the
-  first print nothing on standard output.
+  The arguments are `FLAGS`. Without them JAX finds the other processes (Cloud
+  TPU, GKE, SLURM), if any.
 
   Raises:
-    ValueError: arguments that make no sense, or the others were not found.
-    interrupts.Left: SIGTERM came while process 0 was not there yet.
+    ValueError: invalid arguments, or the other processes cannot be reached.
+    interrupts.Left: SIGTERM came before process 0 was there.
   """
   options: dict[str, Any] = {}
   if coordinator or num_processes or process_id:
@@ -106,9 +93,8 @@ def joined(
         raise ValueError(
           f"the other processes of this run were not found: {error}"
         ) from error
-      # A single TPU host (Colab's) may have nobody to ask.
-      text = f"one process alone: {str(error).splitlines()[0]}"
-      print(text, file=sys.stderr)
+      # A single TPU host (Colab's) may have no metadata server.
+      _say(f"one process alone: {str(error).splitlines()[0]}")
   if not jax.distributed.is_initialized():
     yield
     return
@@ -116,19 +102,19 @@ def joined(
     if not is_main():
       nowhere = stack.enter_context(open(os.devnull, "w"))
       stack.enter_context(contextlib.redirect_stdout(nowhere))
-    with _ending_together():
-      yield
+    stack.enter_context(_ending_together())
+    yield
+
+
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
 
 
 def _several(environ: Mapping[str, str]) -> bool:
-  """Returns True in the environment of one of several processes.
-
-  JAX finds the others by itself there; it is asked only then, since it takes an
-  answer for granted.
-  """
+  """Returns True for variables from which JAX finds other processes."""
   tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
   slurm = "SLURM_PROCID" in environ and tasks.isdecimal() and int(tasks) > 1
-  # libtpu writes a sentence there where it finds no hosts.
+  # libtpu writes a sentence there if it finds no hosts.
   hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
   gke = "," in hosts and " " not in hosts
   return slurm or gke or "JAX_COORDINATOR_ADDRESS" in environ
@@ -143,7 +129,6 @@ def _on_tpu_vm() -> bool:
 def _from_arguments(
   coordinator: str, num_processes: str, process_id: str
 ) -> dict[str, Any]:
-  """Returns options of `jax.distributed.initialize`, from the command line."""
   host, _, port = coordinator.rpartition(":")
   numbers = (port, num_processes, process_id)
   valid = host and all(text.isdecimal() for text in numbers)
@@ -165,13 +150,9 @@ def _from_arguments(
 def _find_coordinator(
   coordinator: str, process: int, problems: list[str]
 ) -> None:
-  """Returns when JAX can connect to process 0, or process 0 can listen.
+  """Waits until JAX can connect to process 0; there it checks the port.
 
-  `problems` holds what is wrong, for as long as it is.
-
-  Raises:
-    ValueError: this is process 0, and it cannot listen at the port.
-    interrupts.Left: SIGTERM came meanwhile.
+  `problems` holds the present problem, if any.
   """
   host, _, port = coordinator.rpartition(":")
   if process == 0:
@@ -183,10 +164,10 @@ def _find_coordinator(
         "what uses it (another run, what is left of one, or a second "
         "--process_id=0), or give all processes another port"
       ) from error
+  address = host.strip("[]"), int(port)
   with interrupts.raising_sigterm():
     while True:
       try:
-        address = host.strip("[]"), int(port)
         socket.create_connection(address, timeout=5).close()
         return problems.clear()
       except OSError as error:
@@ -197,79 +178,75 @@ def _find_coordinator(
 
 @contextlib.contextmanager
 def _patience() -> Iterator[list[str]]:
-  """Says that this process waits, and ends it where the context lasts long.
+  """Reports a long wait for the others, and ends it after `PATIENCE` seconds.
 
-  JAX says nothing, and would abort with a trace. Yields a list for what is
-  wrong, to be said then.
+  JAX waits silently, and aborts. Yields a list for a problem to report.
   """
   problems: list[str] = []
+  joined = threading.Event()
 
-  def say(words: str) -> None:
-    text = ": ".join([f"the other processes of this run {words}", *problems])
-    print(text, file=sys.stderr, flush=True)
-
-  def give_up() -> None:
-    say(f"did not come within {PATIENCE} s")
-    print(
+  def watch() -> None:
+    for seconds, words in (
+      (SAY_AFTER, f"are waited for, {PATIENCE} s at most"),
+      (PATIENCE - SAY_AFTER, f"did not come within {PATIENCE} s"),
+    ):
+      if joined.wait(seconds):
+        return
+      _say(": ".join([f"the other processes of this run {words}", *problems]))
+    _say(
       "start every one with the same --coordinator and --num_processes, and a "
-      "--process_id of its own",
-      file=sys.stderr,
+      "--process_id of its own"
     )
     interrupts.end(1)
 
-  waiting = functools.partial(say, f"are waited for, {PATIENCE} s at most")
-  with contextlib.ExitStack() as stack:
-    for seconds, act in ((SAY_AFTER, waiting), (PATIENCE, give_up)):
-      timer = threading.Timer(seconds, act)
-      timer.daemon = True
-      timer.start()
-      stack.callback(timer.cancel)
+  threading.Thread(target=watch, daemon=True).start()
+  try:
     yield problems
+  finally:
+    joined.set()
 
 
-# How they end.
+# End.
 
 
 @contextlib.contextmanager
 def _ending_together() -> Iterator[None]:
-  """Ends together with all other processes, or at once where something broke.
+  """Ends together with all other processes, or at once after an error.
 
-  Those that come here by an exit code (a message, SIGTERM) may all be on their
-  way; by another error or Ctrl-C, it is alone, and the others notice.
+  All processes may have the same exit code (a message's or SIGTERM's). Other
+  errors and Ctrl-C come to one process alone, and the others notice.
   """
   code = None
   try:
     yield
   except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
+    _say("interrupted")
     interrupts.end(interrupts.INTERRUPTED)
   except BaseException as error:
     if _says_another_is_gone(error):
-      print(
+      _say(
         f"process {jax.process_index()}: another process of this run is gone, "
         "see what it said last; the same command resumes from the last "
-        f"checkpoint ({str(error).partition(chr(10))[0][:200]})",
-        file=sys.stderr,
+        f"checkpoint ({str(error).partition(chr(10))[0][:200]})"
       )
       interrupts.end(1)
     if not isinstance(error, SystemExit):
       traceback.print_exc()
       with contextlib.suppress(jax.errors.JaxRuntimeError):
         text = f"process {jax.process_index()}: {type(error).__name__}"
-        jax_distributed.global_state.client.key_value_set(_GONE, text)
+        _client().key_value_set(_GONE, text)
       interrupts.end(1)
     code = error.code or 0
     if isinstance(code, str):  # said before it waits
-      print(code, file=sys.stderr, flush=True)
+      _say(code)
       code = 1
     if code == interrupts.INTERRUPTED:
       interrupts.end(code)
-  # What all have refused, all have refused by now.
+  # An error that all have comes to all at about the same time.
   seconds = 10 if code == 1 else HEARTBEAT
   try:
-    # JAX's shutdown, of itself, aborts where another process does not come.
-    client = jax_distributed.global_state.client
-    client.wait_at_barrier("leaving", 1000 * seconds)
+    # JAX's own shutdown would abort if another process did not come.
+    _client().wait_at_barrier("leaving", 1000 * seconds)
   except jax.errors.JaxRuntimeError:
     interrupts.end(code or 0)
   jax.distributed.shutdown()
@@ -278,53 +255,50 @@ def _ending_together() -> Iterator[None]:
 
 
 def _says_another_is_gone(error: BaseException) -> bool:
-  """Returns True for an error that another process's end has caused.
+  """Returns True for an error that the end of another process has caused.
 
-  That of a collective is a ValueError where a program is dispatched, and may
-  have been turned into an exit's message since. Some of JAX's errors are of
-  this process's own program: no memory is left, say.
+  A collective's is a ValueError at dispatch, and may have become an exit's
+  message since. Some of JAX's errors are of this process: out of memory, say.
   """
-  own = "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND"
-  text, of_jax = str(error), isinstance(error, jax.errors.JaxRuntimeError)
   if isinstance(error, OtherGone):
     return True
+  own = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
+  text = str(error)
+  of_jax = isinstance(error, jax.errors.JaxRuntimeError)
   return "Gloo" in text or (of_jax and not text.startswith(own))
 
 
-# Who does what.
+# Division of work.
 
 
 def count() -> int:
-  """Number of processes."""
-  # To ask JAX starts its devices, which is slow and may print: not for one.
+  """Returns the number of processes."""
+  # JAX starts its devices to answer, which is slow and may print: not for one.
   return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def several() -> bool:
-  """Returns True where there are other processes."""
+  """Returns True if there are other processes."""
   return count() > 1
 
 
 def is_main() -> bool:
-  """Returns True in the process that writes files and prints: the first."""
+  """Returns True in process 0, which writes files and prints."""
   return not several() or jax.process_index() == 0
 
 
 def rows_of(process: int, rows: int) -> slice:
-  """Returns a process's part of some rows: a block, in the processes' order.
-
-  Five rows of two processes: 0, 1, 2 and 3, 4.
-  """
+  """Returns a process's block of rows: of 5 rows, process 0 of 2 has 0 to 2."""
   block = -(-rows // count())
   return slice(min(process * block, rows), min((process + 1) * block, rows))
 
 
 def my_rows(rows: int) -> slice:
-  """Returns this process's part of some rows."""
+  """Returns this process's block of rows."""
   return rows_of(jax.process_index() if several() else 0, rows)
 
 
-# What they agree on.
+# Agreement.
 
 
 class OtherGone(Exception):
@@ -332,50 +306,50 @@ class OtherGone(Exception):
 
 
 _GONE = "grpojax/gone"
-_words = itertools.count()  # of this process; the same in all
+_numbers = itertools.count()  # of messages; the same in all processes
+
+
+def _client() -> Any:
+  return jax_distributed.global_state.client
 
 
 def _key(number: int, process: int) -> str:
   return f"grpojax/words/{number}/{process}"
 
 
-def _receive(client: Any, key: str) -> bytes:
-  """Waits for what another process says, or for its end."""
+def _receive(key: str) -> bytes:
+  """Waits for the message of another process, or for its end."""
   while True:
     try:
-      return client.blocking_key_value_get_bytes(key, 1000)
+      return _client().blocking_key_value_get_bytes(key, 1000)
     except jax.errors.JaxRuntimeError as error:
       if not str(error).startswith("DEADLINE_EXCEEDED"):
         raise
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody has
-      raise OtherGone(client.key_value_try_get(_GONE))
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # no such key
+      raise OtherGone(_client().key_value_try_get(_GONE))
 
 
 def gather(value: Any) -> list[Any]:
-  """Returns the values, of JSON's types or NaN, of all processes in order.
-
-  All must call it.
-  """
+  """Returns the JSON values (or NaN) of all processes; all must call it."""
   if not several():
     return [value]
-  client, own = jax_distributed.global_state.client, jax.process_index()
-  number, text = next(_words), json.dumps(value).encode()
+  own, number = jax.process_index(), next(_numbers)
+  text = json.dumps(value).encode()
   if number == 0:  # devices connect now: in a minute it would be too late
     multihost_utils.process_allgather(np.int32(0))
-  client.key_value_set_bytes(_key(number, own), text)
+  _client().key_value_set_bytes(_key(number, own), text)
   texts = [
-    text if i == own else _receive(client, _key(number, i))
-    for i in range(count())
+    text if i == own else _receive(_key(number, i)) for i in range(count())
   ]
-  if number:  # who has come here has read the words before
-    client.key_value_delete(_key(number - 1, own))
+  if number:  # all have read the messages before, or would not be here
+    _client().key_value_delete(_key(number - 1, own))
   return [json.loads(text) for text in texts]
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-  """Calls a function in the first process only, and returns its value in all.
+  """Calls a function in process 0; returns its JSON value, or raises, in all.
 
-  The value is of JSON's types. What it raises is a ValueError in the others.
+  An exception is a ValueError in the others.
   """
   if not several():
     return function()
@@ -387,14 +361,14 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises in all processes, at the end, what raises in here in one of them.
+  """Raises an exception of one process in all, in the others as ValueError.
 
-  In the others it is a ValueError. Nothing in here may wait for the others.
+  Nothing inside the context may wait for the others.
   """
   if not several():
     yield
     return
-  raised, text = None, None
+  raised = text = None
   try:
     yield
   except Exception as error:
@@ -410,11 +384,7 @@ def agreed() -> Iterator[None]:
 
 
 def check_same(**values: str) -> None:
-  """Raises ValueError in all processes where one was started with other things.
-
-  The values are texts by name, such as the configuration and versions; it names
-  what differs, with the first line of it that does.
-  """
+  """Raises ValueError in all processes if their texts, by name, differ."""
   first, *others = gather(values)
   for i, other in enumerate(others, 1):
     for name, text in other.items():

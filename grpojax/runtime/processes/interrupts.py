@@ -1,35 +1,154 @@
-"""Signals: SIGTERM saves a run and ends it, Ctrl-C ends it at once.
+"""Start of a program, and signals: SIGTERM saves a run, Ctrl-C ends it at once.
 
 Schedulers (SLURM, Kubernetes, spot machines) send SIGTERM some seconds before
-they kill a job. A run looks for it between the parts of a step, saves a
+they kill a job. A run checks for it between the parts of a step, saves a
 checkpoint, and exits with code `EXIT_PREEMPTED`.
 
-Ctrl-C is an exception, except where that would do harm: Orbax joins its
-threads, and Python takes a thread for dead whose `join` was interrupted
-(bpo-45274), so that it fails while the interpreter ends.
+Ctrl-C raises KeyboardInterrupt, but is delayed while Orbax joins its threads:
+Python takes a thread for dead if its `join` was interrupted (bpo-45274).
+
+The package calls `begin` before a program imports anything, so only Python's
+own modules are imported here.
 """
 
 import contextlib
+import io
 import itertools
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-BOTH = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run: Ctrl-C, and a scheduler's."""
+BOTH = (signal.SIGINT, signal.SIGTERM)  # signals that end a run
+INTERRUPTED = 130  # exit code after Ctrl-C
+EXIT_PREEMPTED = 75  # exit code of a run that SIGTERM has saved: EX_TEMPFAIL
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
-EXIT_PREEMPTED = 75
-"""Exit code of a preempted run: EX_TEMPFAIL of sysexits.h. The run is saved and
-not finished; run the same command again to resume it."""
+# Start.
 
-_NOT_OURS = (None, signal.SIG_IGN)
-"""Handlers that stay: one set in C (by JAX), and that of a background job."""
+
+class _Output(io.FileIO):
+  """Output that leads nowhere once its reader has gone or its disk is full."""
+
+  def write(self, data: Any) -> int:
+    try:
+      # None: another program has left the terminal so that it does not block.
+      while (written := super().write(data)) is None:
+        select.select([], [self], [])
+      return written
+    except OSError as error:
+      nowhere = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(nowhere, self.fileno())
+      os.close(nowhere)
+      if self.fileno() == 1:
+        reason = f"cannot be written ({error.strerror}): going on without it"
+        print(f"the standard output {reason}", file=sys.stderr)
+      return memoryview(data).nbytes
+
+
+class _Buffer(io.BufferedWriter):
+  """Buffer that stays open if user code wraps it anew and drops the wrapper."""
+
+  def close(self) -> None:
+    self.flush()
+
+
+def _open_outputs() -> None:
+  """Opens the standard streams so that no printed line ends a program."""
+  # The next file would get the number of a closed stream, and its lines.
+  for number in range(3):
+    try:
+      os.fstat(number)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+  sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)
+  for number, name in ((1, "stdout"), (2, "stderr")):
+    file = _Buffer(_Output(number, "w", closefd=False))
+    encoding = getattr(getattr(sys, name), "encoding", "utf-8")
+    text = io.TextIOWrapper(
+      file, encoding, "backslashreplace", line_buffering=True
+    )
+    setattr(sys, name, text)
+    setattr(sys, f"__{name}__", text)
+
+
+def _end_interrupted() -> NoReturn:
+  print("interrupted", file=sys.stderr)
+  end(INTERRUPTED)
+
+
+def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
+  """Raises KeyboardInterrupt in a program's `main`, and ends it before that.
+
+  Modules in C crash, or raise something else, if one comes in their import.
+  """
+  while frame:
+    file = os.path.basename(frame.f_code.co_filename)
+    # That of __main__.py imports a program before it calls its main.
+    if frame.f_code.co_name == "main" and file != "__main__.py":
+      raise KeyboardInterrupt
+    frame = frame.f_back
+  _end_interrupted()
+
+
+def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
+  if issubclass(kind, KeyboardInterrupt):
+    _end_interrupted()
+  sys.__excepthook__(kind, error, traceback)
+
+
+def _show_ignored(ignored: Any) -> None:
+  """Reports exceptions that Python ignores, except those of a failed load."""
+  # TensorStore's threads and Orbax's tasks end after the error was reported.
+  text = f"{ignored.object} {ignored.exc_value}"
+  if "Event loop is closed" not in text and "_read_array" not in text:
+    sys.__unraisablehook__(ignored)
+
+
+def begin() -> None:
+  """Makes this process one of our programs."""
+  _open_outputs()
+  sys.excepthook, sys.unraisablehook = _show_error, _show_ignored
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _on_ctrl_c)
+
+
+# End.
+
+
+class Left(Exception):
+  """The end of a run before it began, with nothing to save."""
+
+
+def end(code: int) -> NoReturn:
+  """Ends this process without Python's work at the end."""
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
+
+
+def skip_end(code: int) -> None:
+  """Makes a program exit with `code` and without Python's work at the end.
+
+  Python waits for its threads there, and frees objects that they still use.
+  After a failed save Orbax's threads wait for each other for minutes.
+  """
+  if sys.excepthook is _show_error:  # one of our programs
+    # Callbacks of `atexit` come after the threads; of these the last is first.
+    threading._register_atexit(end, code)
+
+
+def exit_program() -> NoReturn:
+  """Exits after Ctrl-C; XLA's threads, compiling still, would crash Python."""
+  skip_end(INTERRUPTED)
+  raise SystemExit(INTERRUPTED)
+
+
+# Signals.
 
 
 def _after_fork() -> None:
@@ -48,45 +167,9 @@ os.register_at_fork(
 )
 
 
-class Left(Exception):
-  """The end of a run before it began; nothing is lost, or to be saved."""
-
-
-def end(code: int) -> NoReturn:
-  """Ends this process, without what Python does at its end."""
-  for stream in (sys.stdout, sys.stderr):
-    stream.flush()
-  os._exit(code)
-
-
-def skip_end(code: int) -> None:
-  """Makes `code` the exit code, and leaves out what Python does at the end.
-
-  Python waits for its threads there, and after a failed save those of Orbax
-  wait for each other for minutes. It also frees objects that threads still use.
-  """
-  # The hook is set where Python was started as one of our programs.
-  if getattr(sys.excepthook, "__module__", "") == f"{__package__}.program":
-    # The last one is the first to run; those of `atexit` come after threads.
-    threading._register_atexit(end, code)
-
-
-def exit_program() -> NoReturn:
-  """Exits after Ctrl-C, which may have come while XLA compiles in its threads.
-
-  They go on, and crash when Python takes down what they need: a program leaves
-  that out.
-  """
-  skip_end(INTERRUPTED)
-  raise SystemExit(INTERRUPTED)
-
-
 @contextlib.contextmanager
 def handled(handler: Any, *numbers: int) -> Iterator[None]:
-  """Sets a handler of signals while the context lasts.
-
-  It has no effect in threads but the main one.
-  """
+  """Sets a signal handler during the context, if in the main thread."""
   if threading.current_thread() is not threading.main_thread():
     numbers = ()
   before = {number: signal.signal(number, handler) for number in numbers}
@@ -98,76 +181,63 @@ def handled(handler: Any, *numbers: int) -> Iterator[None]:
       signal.signal(number, old or signal.SIG_DFL)
 
 
-def _ours(*numbers: int) -> list[int]:
-  """Leaves out signals that JAX listens to, or that are ignored."""
-  return [n for n in numbers if signal.getsignal(n) not in _NOT_OURS]
+@contextlib.contextmanager
+def _noted(
+  numbers: Iterable[int],
+  error: BaseException | type[BaseException] | None = None,
+) -> Iterator[list[int]]:
+  """Yields a list of the signals so far; each raises `error`, if any."""
+  came: list[int] = []
+
+  def note(number: int, _: Any) -> None:
+    came.append(number)
+    if error:
+      raise error
+
+  # JAX's handler, in C, stays, and so does that of a background job.
+  others = (None, signal.SIG_IGN)
+  numbers = [n for n in numbers if signal.getsignal(n) not in others]
+  with handled(note, *numbers):
+    yield came
 
 
 @contextlib.contextmanager
 def deferred(*numbers: int) -> Iterator[list[int]]:
-  """Delays signals, of `BOTH`, to the end of the context.
-
-  Yields:
-    Signals so far: work that finds one here can end early.
-  """
+  """Delays signals to the end of the context; yields those so far."""
   came: list[int] = []
   try:
-    with handled(lambda number, _: came.append(number), *_ours(*numbers)):
+    with _noted(numbers) as came:
       yield came
   finally:
     for number in dict.fromkeys(came):
       signal.raise_signal(number)
 
 
-@contextlib.contextmanager
-def raising_ctrl_c() -> Iterator[list[int]]:
-  """Raises KeyboardInterrupt at Ctrl-C.
+def raising_ctrl_c() -> contextlib.AbstractContextManager[list[int]]:
+  """Raises KeyboardInterrupt at Ctrl-C; yields the signals so far.
 
-  Yields:
-    Signals so far: work that finds one here can end. Python
-    ignores exceptions in destructors and in callbacks of the garbage collector.
+  Python ignores exceptions in destructors, which the list shows.
   """
-  came: list[int] = []
-
-  def interrupt(number: int, _: Any) -> None:
-    came.append(number)
-    raise KeyboardInterrupt
-
-  with handled(interrupt, *_ours(signal.SIGINT)):
-    yield came
+  return _noted([signal.SIGINT], KeyboardInterrupt)
 
 
 @contextlib.contextmanager
 def raising_sigterm() -> Iterator[None]:
-  """Raises `Left` at SIGTERM, while the context lasts.
-
-  Not for where JAX listens to it: its handler could not be put back. Where
-  Python ignores the exception, it is raised again when the context ends.
-  """
-  came: list[Left] = []
-
-  def leave(*_: Any) -> None:
-    came.append(Left("ended by SIGTERM"))
-    raise came[0]
-
-  with handled(leave, signal.SIGTERM):
+  """Raises `Left` at SIGTERM, or at the end if Python ignored the exception."""
+  left = Left("ended by SIGTERM")
+  with _noted([signal.SIGTERM], left) as came:
     yield
   if came:
-    raise came[0]
+    raise left
 
 
 @contextlib.contextmanager
 def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
-  """Listens for SIGTERM, while the context lasts.
+  """Yields `requested(together=False)`, which tells if SIGTERM has arrived.
 
-  Several processes must all save the same step, whichever of them gets the
-  signal. JAX listens for it in each of them then, passes it on, and names a
-  point that none of them has reached yet.
-
-  Yields:
-    `requested(together=False) -> bool`, True once SIGTERM has arrived. Several
-    processes answer alike where they ask `together`, at the same points of the
-    program; elsewhere the answer is False.
+  Several processes must all save the same step, whichever gets the signal. JAX
+  passes it on, and names a point of the program that none has reached. So they
+  ask `together` at the same points; other answers are False.
   """
   if several:
     # Imported here: this module is needed where Ctrl-C comes during imports.

@@ -1,9 +1,4 @@
-"""Calls of a user's code, which hold whatever it does.
-
-A function of the user's may raise anything, fork, change the directory or never
-return. `call` makes of that a result or an error in words, and `in_time` ends
-what takes too long; only a process of its own survives what crashes.
-"""
+"""Calls of user code, which may raise anything, fork, move or never return."""
 
 import contextlib
 import importlib
@@ -17,27 +12,22 @@ from typing import Any
 
 from grpojax.runtime.files import user_code
 
-FOREVER = 1e9
-"""Seconds; the system's timers take little more."""
-
+FOREVER = 1e9  # seconds; the system's timers take little more
 _LONGEST_ERROR = 500  # characters
 
 
 class OutOfTime(BaseException):
-  """Raised in a function that takes too long, and not caught as its failure."""
+  """Interruption of a function that takes too long."""
 
 
 class WrongAnswer(ValueError):
-  """A user's answer that is none; the message is all that is to be said."""
+  """Invalid result of a user's function; its message is shown alone."""
 
 
 def load_module(subject: str, place: str) -> ModuleType:
-  """Imports "package.module" or "path/to/file.py".
+  """Imports "package.module" or "path/to/file.py"; ValueError if that fails.
 
-  `subject` begins the error's sentence, as "reward 'my.py:brief'".
-
-  Raises:
-    ValueError: it cannot be loaded.
+  `subject` begins the error message, as "reward 'my.py:brief'".
   """
   try:
     with one_process():
@@ -45,14 +35,12 @@ def load_module(subject: str, place: str) -> ModuleType:
         return user_code.load(place)
       with user_code.own_directory():
         return importlib.import_module(place)
-  except (ImportError, OSError, SyntaxError) as error:
-    raise ValueError(f"{subject}: {error}") from error
   except KeyboardInterrupt:
     raise
-  except BaseException as error:  # pytest's skip, and SystemExit
-    raise ValueError(
-      f"{subject} cannot be loaded: {describe(error)}"
-    ) from error
+  except BaseException as error:  # pytest's skip and SystemExit, too
+    plain = isinstance(error, (ImportError, OSError, SyntaxError))
+    reason = f": {error}" if plain else f" cannot be loaded: {describe(error)}"
+    raise ValueError(f"{subject}{reason}") from error
 
 
 def call(
@@ -61,10 +49,7 @@ def call(
     f"raised {describe(error)}"
   ),
 ) -> tuple[Any, str | None]:
-  """Calls a function, and returns its result and None, or None and the error.
-
-  Only this process returns, not one that the function has forked.
-  """
+  """Calls a function; returns (its result, None) or (None, the error)."""
   try:
     with one_process(), user_code.own_directory():
       return function(), None
@@ -81,11 +66,10 @@ def in_time(
   function: Callable[[], None],
   timer: int = signal.ITIMER_REAL,
 ) -> bool:
-  """Calls a function, and interrupts it after so many seconds.
+  """Calls a function; returns False if it was interrupted after `seconds`.
 
-  False where it was interrupted. With `ITIMER_VIRTUAL` the seconds are of this
-  process's work and not of the clock. There is no limit in threads but the main
-  one, which get no signals, nor while a debugger is at work.
+  `ITIMER_VIRTUAL` counts CPU time. There is no limit in a debugger, nor in
+  threads other than the main one, which get no signals.
   """
   if threading.current_thread() is not threading.main_thread():
     function()
@@ -96,7 +80,8 @@ def in_time(
       raise OutOfTime
 
   real = timer == signal.ITIMER_REAL
-  alarm, left = signal.SIGALRM if real else signal.SIGVTALRM, (0.0, 0.0)
+  alarm = signal.SIGALRM if real else signal.SIGVTALRM
+  left = [0.0, 0.0]
   others = signal.signal(alarm, interrupt)
   try:
     try:
@@ -125,7 +110,7 @@ def one_process() -> Iterator[None]:
 
 
 def message(error: BaseException) -> str:
-  """Returns the type and the message of an exception, whatever that is."""
+  """Returns the type and the message of an exception, even if `str` fails."""
   try:
     text = str(error)[:_LONGEST_ERROR]
   except KeyboardInterrupt:
@@ -136,7 +121,7 @@ def message(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-  """Describes an exception in one line, with the place where it was raised."""
+  """Describes an exception in one line, with the place that raised it."""
   trace = error.__traceback__
   while trace.tb_next:
     trace = trace.tb_next

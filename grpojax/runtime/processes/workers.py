@@ -1,16 +1,21 @@
-"""Worker processes as their parent sees them: started, asked, killed.
+"""Pools of worker processes, with a time limit for each job.
 
-A `WorkerPool` does jobs in workers, with a time limit for each. Workers are new
-programs, never forks, and load no JAX. Processes exchange lines of JSON,
-nothing that could run code; `worker_main` tells what else a job may do. Each
-worker has a thread that gives it jobs; `results` waits for them.
+Workers are new programs, never forks, and load no JAX. Each has a thread in the
+parent that sends it jobs. Without workers `WorkerPool.results` does the jobs,
+and the system's alarm interrupts a slow one. Only a worker survives a crash, or
+C code that does not return.
 
-Without workers `results` does the jobs, and the system's alarm raises an
-exception in one that takes too long. Only a worker survives what crashes or
-never returns from C.
+A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
+prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
+is random, so that no answer passes for one to another line. So user code that
+forks, prints, closes files or writes to all of them does no harm to other jobs.
+Code that looks for the present ID can answer in its own favour: code that a
+model wrote needs a sandbox.
 """
 
 import contextlib
+import ctypes
+import dataclasses
 import json
 import os
 import queue
@@ -33,14 +38,19 @@ _START = 120.0  # seconds that a worker has to load its functions
 _STOP = 0.1  # seconds within which a thread notices that it is to stop
 _CLOSING = 5.0  # seconds that an idle worker has to close what it holds
 _BLOCK = 2**16  # bytes that are read or written at once
+_MEMORY = 2**33  # bytes of data that a worker may allocate
+# Seconds after a job's limit at which the alarm ends a worker whose parent has
+# died; a living parent kills it at the limit.
+_LEEWAY = 2.0
 
+Answer = Callable[[Any], Iterable[Any]]  # maps a job to its outcomes, of JSON
+# Reads an outcome of JSON. A line for which it raises ValueError, TypeError or
+# AttributeError is ignored.
 Parse = Callable[[Any], Any]
-"""Reads an outcome of JSON. It raises ValueError, TypeError or AttributeError
-where it is none: that line is ignored."""
 
 
 def to_line(message: Any) -> bytes:
-  """A message to a worker; ValueError where something in it is no JSON."""
+  """Returns a message to a worker; ValueError if it cannot be JSON."""
   try:
     return json.dumps(message, default=to_plain).encode() + b"\n"
   except (TypeError, ValueError) as error:
@@ -49,10 +59,69 @@ def to_line(message: Any) -> bytes:
 
 
 def to_plain(value: Any) -> Any:
-  """Makes JSON of NumPy's arrays and numbers; TypeError for anything else."""
+  """Converts NumPy's arrays and numbers for JSON; TypeError for others."""
   if hasattr(value, "tolist"):
     return value.tolist()
   raise TypeError(f"{value!r} is of type {type(value).__name__}")
+
+
+# In the worker.
+
+
+def run(prepare: Callable[[Any], Answer]) -> None:
+  """Answers by `prepare(setup)` until the input ends, and ends the process."""
+  with contextlib.suppress(BrokenPipeError):
+    _serve(prepare)
+  # At once: not waiting for threads that a function has started.
+  with contextlib.suppress(OSError, ValueError):  # it may have closed it
+    sys.stderr.flush()
+  os._exit(0)
+
+
+def _serve(prepare: Callable[[Any], Answer]) -> None:
+  with contextlib.suppress(AttributeError, OSError):  # another system
+    # Has Linux kill this process when the thread that started it has ended.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+  requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
+  # A function that reads or prints must not disturb the exchange.
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  os.dup2(2, 1)
+  sys.stdout.reconfigure(line_buffering=True)  # seen also if it is killed
+
+  def reply(name: bytes, outcome: Any) -> None:
+    # Begins a new line, in case something else wrote half of one.
+    line = memoryview(f"\n{json.dumps([name.decode(), outcome])}\n".encode())
+    while line:
+      line = line[os.write(replies, line) :]
+
+  name, _, setup = requests.readline().split(b" ", 2)
+  try:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or most > _MEMORY:
+      resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
+    answer = prepare(json.loads(setup))
+  except BaseException as error:
+    plain = isinstance(error, ValueError)
+    reply(name, str(error) if plain else user_calls.describe(error))
+    return
+  reply(name, None)  # ready
+  for line in requests:
+    # The default action ends the process whatever a function is doing; set
+    # again each time, because a function may have set it.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    name, seconds, job = line.split(b" ", 2)
+    limit = min(float(seconds) + _LEEWAY, user_calls.FOREVER)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    for outcome in answer(json.loads(job)):
+      reply(name, outcome)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+  # The parent waits a few seconds for it.
+  user_calls.call(getattr(answer, "close", lambda: None))
+
+
+# In the parent.
 
 
 class Job(NamedTuple):
@@ -61,41 +130,38 @@ class Job(NamedTuple):
   content: Any  # JSON that the worker gets
   count: int  # of outcomes
   seconds: int | float  # time limit
-  place: int = 0  # jobs of one place have one worker, where workers differ
+  place: int = 0  # jobs of one place have one worker, if workers are pinned
 
 
 class Lost(Exception):
-  """The worker is gone, or had to be killed; the message says why."""
+  """The worker has died or was killed; the message says why."""
 
 
+@dataclasses.dataclass(eq=False)
 class Process:
-  """One worker as its parent sees it; one thread at a time may use it.
+  """One worker as its parent sees it; one thread at a time may use it."""
 
-  It runs a module that calls `worker_main.run`, prepared with the line `setup`.
-  `parse` reads the outcome of an answer, of about `longest` bytes at most.
-  """
-
-  def __init__(self, module: str, setup: bytes, parse: Parse, longest: int):
-    self._module, self._setup = module, setup
-    self._parse, self._longest = parse, longest
-    self._process: subprocess.Popen | None = None
-    self._pending = bytearray()  # the beginning of a line
+  module: str  # calls `run`
+  setup: bytes  # line that prepares it
+  parse: Parse  # reads outcomes
+  longest: int  # bytes of an answer, about
+  _process: subprocess.Popen | None = None
+  _pending: bytearray = dataclasses.field(default_factory=bytearray)
 
   def start(self, stop: Callable[[], bool]) -> None:
     """Starts the process, and waits for its functions; raises as `ask`."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     self._pending = bytearray()
-    # Runs a new program; the memory of this one, with JAX, is not copied.
     try:
       self._process = subprocess.Popen(
         # -P: modules are looked for where this process does, nowhere else.
-        [sys.executable, "-P", "-m", self._module],
+        [sys.executable, "-P", "-m", self.module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
         # A function that uses JAX must not take the accelerator.
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        # Ctrl-C does not reach it, and what it has started is killed with it.
+        # Ctrl-C does not reach it, and its own children are killed with it.
         start_new_session=True,
       )
     except OSError as error:
@@ -108,7 +174,7 @@ class Process:
     for pipe in (self._process.stdin, self._process.stdout):
       os.set_blocking(pipe.fileno(), False)
     job = Job(None, 1, _START)
-    (error,) = self._exchange(self._setup, job, stop, lambda error: error)
+    (error,) = self._exchange(self.setup, job, stop, lambda error: error)
     if error is not None:
       self.kill()
       raise Lost(str(error))
@@ -116,27 +182,26 @@ class Process:
   def ask(
     self, line: bytes, job: Job, stop: Callable[[], bool]
   ) -> Iterator[Any]:
-    """Sends a job's line and yields its outcomes.
+    """Sends a job's line, to a new process if needed; yields its outcomes.
 
-    Starts a process if there is none. `stop` is asked every `_STOP` seconds.
-    Raises `Lost`, and kills the process, where no answer comes in time, `stop`
-    says True, or it has died.
+    Raises `Lost`, and kills the process, at the end of its time or life, or
+    when `stop`, called every `_STOP` seconds, returns True.
     """
     if self._process is not None and self._process.poll() is not None:
       self.kill()  # it ended after its last answer, no fault of this line
     if self._process is None:
       self.start(stop)
-    yield from self._exchange(line, job, stop, self._parse)
+    yield from self._exchange(line, job, stop, self.parse)
 
-  def finish(self, seconds: float) -> None:
+  def finish(self) -> None:
     """Tells an idle process to close what it holds, and waits for its end."""
     if self._process is not None:
       self._process.stdin.close()
       with contextlib.suppress(subprocess.TimeoutExpired):
-        self._process.wait(seconds)
+        self._process.wait(_CLOSING)
 
   def kill(self) -> None:
-    """Kills the process and what it has started, if there is one."""
+    """Kills the process, if any, and all that it has started."""
     process, self._process = self._process, None
     if process is None:
       return
@@ -148,13 +213,14 @@ class Process:
 
   def _exchange(self, line, job, stop, parse) -> Iterator[Any]:
     """Writes the line and reads the answers, both as far as the pipes go."""
-    count, deadline = job.count, time.monotonic() + job.seconds
+    count = job.count
+    deadline = time.monotonic() + job.seconds
     reader = self._process.stdout.fileno()
     writer = self._process.stdin.fileno()
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     poller.register(writer, select.POLLOUT)
-    # Nobody can know it beforehand, so an answer with it is to this line.
+    # Nothing can know it beforehand, so an answer with it is to this line.
     name = secrets.token_hex(8)
     rest = memoryview(f"{name} {job.seconds} ".encode() + line)
     try:
@@ -181,13 +247,12 @@ class Process:
       raise
 
   def _read(self, reader: int) -> list[bytearray]:
-    """Whole lines that have come."""
     data = os.read(reader, _BLOCK)
     if not data:
       raise Lost(_end_of(self._process))
     self._pending += data
     if b"\n" not in data:
-      del self._pending[: -self._longest]  # an endless line is no answer
+      del self._pending[: -self.longest]  # an endless line is no answer
       return []
     *lines, self._pending = self._pending.split(b"\n")
     return lines
@@ -196,23 +261,22 @@ class Process:
 def read_answers(
   lines: Iterable[bytes | bytearray], name: str, parse: Parse
 ) -> list[Any]:
-  """Outcomes of the lines [name, OUTCOME], read by `parse`.
+  """Returns the outcomes of lines [name, OUTCOME], read by `parse`.
 
-  Others, late answers or text that a function wrote, are ignored.
+  Others, such as late answers or text that a function wrote, are ignored.
   """
   outcomes = []
   for line in lines:
-    try:
+    with contextlib.suppress(
+      AttributeError, TypeError, ValueError, RecursionError
+    ):
       of, outcome = json.loads(line)
       if of == name:
         outcomes.append(parse(outcome))
-    except (AttributeError, TypeError, ValueError, RecursionError):
-      continue
   return outcomes
 
 
 def _end_of(process: subprocess.Popen) -> str:
-  """Says how a process that closed its pipe has ended."""
   try:
     code = process.wait(1.0)
   except subprocess.TimeoutExpired:
@@ -238,13 +302,12 @@ class Submission:
     self.jobs = jobs
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    # Jobs lost in a row, without a result in between. Threads count without a
-    # lock: one that is missed only delays giving up.
+    # Jobs lost in a row; without a lock, a missed one only delays giving up.
     self.lost = 0
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
-  """Gives up what nobody waits for, and kills the workers that are at it."""
+  """Gives up submissions that nobody waits for, and kills their workers."""
   for submission in submissions:
     submission.abandoned = True
 
@@ -252,18 +315,16 @@ def abandon(submissions: Sequence[Submission]) -> None:
 class WorkerPool(contextlib.AbstractContextManager):
   """Does jobs in workers, or in this process; use it in a `with`.
 
-  Where nothing but hanging or crashing happens, a submission is given up after
-  `patience` = max(8, 4 * workers) jobs lost in a row: its other jobs are not
-  tried. The next one starts afresh.
+  After `patience` = max(8, 4 * workers) jobs lost in a row, a submission is
+  given up: its other jobs are not tried. The next one starts afresh.
 
   Args:
-    module: the worker's program, a module with `prepare(setup)`, the function
-      that does a job and yields its outcomes, and `parse`.
+    module: program of the workers: a module with `prepare(setup)`, which
+      returns an `Answer`, and `parse`.
     setup: JSON for `prepare`.
     workers: processes; 0 does jobs in this one.
     longest: bytes of an answer.
-    pinned: if True, jobs of one `Job.place` have the same worker; else any idle
-      worker does any job.
+    pinned: if True, jobs of one `Job.place` have the same worker.
 
   Raises:
     ValueError: the setup is no JSON, or a worker did not start.
@@ -307,23 +368,26 @@ class WorkerPool(contextlib.AbstractContextManager):
     jobs: queue.SimpleQueue,
     ready: queue.SimpleQueue,
   ) -> None:
-    """Starts a worker and has it do jobs, in a thread, until there is None.
-
-    Workers end with the thread that started them.
-    """
+    """Starts a worker, which ends with this thread, and sends it jobs."""
     try:
       process.start(lambda: self._closed)
       ready.put(None)
       while job := jobs.get():
-        self._ask(process, *job)
-      process.finish(_CLOSING)
+        sent, index, line = job
+        stop = lambda sent=sent: self._closed or sent.abandoned
+        try:
+          answers = process.ask(line, sent.jobs[index], stop)
+          sent.done.put(self._do(sent, index, answers))
+        except BaseException as exception:
+          sent.done.put(exception)
+      process.finish()
     except BaseException as error:
       ready.put(error)
     finally:
       process.kill()
 
   def start(self, sent: Submission) -> None:
-    """Starts to do the jobs; ValueError where one has what is no JSON."""
+    """Starts to do the jobs; ValueError if the content of one is no JSON."""
     if self._threads:
       lines = [to_line(job.content) for job in sent.jobs]
       for index, line in enumerate(lines):
@@ -333,10 +397,10 @@ class WorkerPool(contextlib.AbstractContextManager):
   def results(
     self, submissions: Sequence[Submission], check_signals: Callable[[], None]
   ) -> Iterator[tuple[Submission, Done]]:
-    """Waits for jobs, and yields each that is done; in any order of one's jobs.
+    """Yields jobs as they are done.
 
     `check_signals` is called every 0.5 s or, without workers, before each job.
-    Where it raises, all the submissions are abandoned.
+    If it raises, all the submissions are abandoned.
     """
     last = time.monotonic()
     try:
@@ -374,24 +438,13 @@ class WorkerPool(contextlib.AbstractContextManager):
     """Waits a moment for any job, or does that of the index."""
     if not self._threads:
       return self._do(sent, index, self._ask_here(sent.jobs[index]))
-    # A SimpleQueue, not futures: those may stay locked where Ctrl-C interrupts
-    # a wait for them, and then nothing could end.
+    # A SimpleQueue, not futures: those may stay locked if Ctrl-C interrupts a
+    # wait for them, and then nothing could end.
     with contextlib.suppress(queue.Empty):
       return sent.done.get(timeout=_POLL)
 
-  def _ask(
-    self, process: Process, sent: Submission, index: int, line: bytes
-  ) -> None:
-    """Has a worker do a job."""
-    stop = lambda: self._closed or sent.abandoned
-    try:
-      answers = process.ask(line, sent.jobs[index], stop)
-      sent.done.put(self._do(sent, index, answers))
-    except BaseException as exception:
-      sent.done.put(exception)
-
   def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
-    """Takes the answers to a job; asks for none where it is given up."""
+    """Takes the answers to a job, unless it is given up."""
     outcomes, error = [], None
     try:
       if self._closed or sent.abandoned:

@@ -1,8 +1,8 @@
 """Chats as text, set by a tokenizer's (sandboxed) chat template.
 
-Some templates write today's date, Llama 3's as "26 Jul 2024", so the same
-prompt would be another one tomorrow. The option "date_string" pins it, for all
-templates: those that read a `date_string`, and those that call `strftime_now`.
+Some templates write today's date, Llama 3's as "26 Jul 2024". The option
+"date_string" pins it, for templates that read a `date_string` and those that
+call `strftime_now`.
 """
 
 import datetime
@@ -30,15 +30,9 @@ def set_messages(
 ) -> str:
   """Returns the text of messages, up to where the assistant answers.
 
-  Args:
-    tokenizer: a tokenizer with a chat template.
-    messages: messages of a chat. Where the template has no system role, the
-      system's message goes before the text of the first other one.
-    options: keywords of the chat template, and "date_string".
-
-  Raises:
-    ValueError: an option that the template lacks, messages that it does not
-      take, or a date that is none, where it needs one.
+  If the template has no system role, the system's message goes before the text
+  of the first other one, as in Gemma 3's. `options` are keywords of the chat
+  template, and "date_string". ValueError if the template does not take them.
   """
   import jinja2
 
@@ -76,13 +70,13 @@ def _apply(
 def whole_chat(
   tokenizer: Any, messages: list[dict[str, Any]], date: str | None = None
 ) -> str:
-  """Returns the text of a chat that has its answer; no date is today's."""
+  """Returns the text of a chat with its answer; the default date is today."""
   options = _checked(tokenizer, {} if date is None else {DATE: date})
   return _apply(tokenizer, messages, options)
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-  """Checks the options, and adds a template whose date stands still, if any."""
+  """Checks the options, and adds a template with the pinned date, if any."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
@@ -99,10 +93,7 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinned(date: str, call: re.Match) -> str:
-  """Returns the text that a template's `strftime_now("...")` gives at a date.
-
-  Where the text of `date` is none, the template gets a call that says so.
-  """
+  """Returns the text of `strftime_now("...")` at a date, or a refusal."""
   try:
     return repr(datetime.datetime.strptime(date, _FORM).strftime(call["form"]))
   except ValueError:

@@ -1,20 +1,18 @@
 """Control tokens of templates, kept apart from text that looks like them.
 
-A tokenizer takes "<|im_end|>" for a control token wherever it stands. Templates
-write such tokens; a prompt that holds these letters must not end its own turn.
-So before a template sets the contents, `mark` puts a name that nobody can guess
-in the place of each control token. `encode` then reads the tokens that are left
-in the text, which are the template's, as what they are, and the marks as text:
+A tokenizer takes "<|im_end|>" for a control token wherever it stands, but a
+prompt that holds these letters must not end its own turn. So `mark` replaces
+them by a random name before a template sets the contents. `encode` then reads
+the template's tokens as controls, and the marks as text:
 
     a prompt              Say <|im_end|>
     marked                Say NONCE1;
     set by a template     <|im_start|>user Say NONCE1;<|im_end|>
     read as               control 0, text "user Say <|im_end|>", control 1
 
-Control tokens are the tokenizer's added tokens that are special, and others
-that its chat template writes (the turns of DeepSeek's are not marked special),
-but for tags such as <think>, which models write and templates look for: these
-are one token in prompts as in completions.
+Control tokens are the tokenizer's special tokens, and other added tokens that
+its chat template writes (as DeepSeek's), except for tags such as <think>, which
+models write, too.
 """
 
 import functools
@@ -30,8 +28,7 @@ _TAG = re.compile(r"</?[a-z_]+>")
 class Marks(NamedTuple):
   """Control tokens of one tokenizer, and the marks that stand for them."""
 
-  # Control tokens (tokenizers' AddedToken), the longest first.
-  tokens: tuple[Any, ...]
+  tokens: tuple[Any, ...]  # tokenizers' AddedToken, the longest first
   numbers: dict[str, int]  # their places in `tokens`, by their text
   pattern: re.Pattern  # finds them in a text
   heads: tuple[str, ...]  # texts with which one of them begins
@@ -71,8 +68,7 @@ def marks(tokenizer: Any) -> Marks:
 def mark(tokenizer: Any, text: str) -> str:
   """Returns the text with marks in the place of all control tokens.
 
-  Also at an end of the text that may become one beside a template's text, say
-  "<|im_end|" before ">".
+  Also at an end of the text that a template may complete: "<|im_end|" and ">".
   """
   known = marks(tokenizer)
   marked = known.pattern.sub(
@@ -86,11 +82,11 @@ def mark(tokenizer: Any, text: str) -> str:
   return marked
 
 
+# Meanings of control tokens in prompts and data, of data.special_tokens.
 SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
   "text": mark,
   "control": lambda tokenizer, text: text,  # they are what they look like
 }
-"""Meanings of control tokens in prompts and data: data.special_tokens."""
 
 
 def unmark(tokenizer: Any, marked: str) -> str:
@@ -106,14 +102,10 @@ def unmark(tokenizer: Any, marked: str) -> str:
 def encode(
   tokenizer: Any, marked: str, add_special_tokens: bool = False
 ) -> list[int]:
-  """Returns the ids of a text from `mark`, or of a template that got such.
+  """Returns the ids of a marked text, or of a template that got such.
 
-  Marks are text, other control tokens are controls. With `add_special_tokens`
-  the tokenizer adds those that it adds itself.
-
-  Raises:
-    ValueError: the tokenizer has no way to write a control token as text, its
-      patterns give up on the text, or the model has no embedding of a token.
+  With `add_special_tokens` the tokenizer adds its own. ValueError if it cannot
+  write a control token as text, or the model has no embedding of a token.
   """
   encoder = encode_marked
   if marks(tokenizer).nonce not in marked:
@@ -164,11 +156,10 @@ def encode_marked(
 
 @functools.lru_cache(maxsize=2)
 def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
-  """Copies the tokenizer's backend, so that only aliases are controls.
+  """Returns a copy of the backend in which only aliases are controls.
 
   The alias of control token k is NONCE k ":", with the same rules of whitespace
-  around it; so one pass over the whole text does all that the original does.
-  Also returns the original ids by those of the aliases.
+  around it. Also returns the original ids by those of the aliases.
   """
   import tokenizers
 

@@ -9,14 +9,13 @@ from jaxtyping import Int
 
 from grpojax.core.ends import StopTable
 
-MOST_BYTES = 2**28
-"""Memory of the largest automaton while it is built."""
+MOST_BYTES = 2**28  # of the largest automaton while it is built
 
+# Bytes by the characters that byte-level BPE (GPT-2) writes them as.
 _PLAIN = [i for i in range(256) if chr(i).isprintable() and i != 32]
 _OTHERS = [i for i in range(256) if i not in _PLAIN]
 BYTES = {chr(i): i for i in _PLAIN}
 BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""Bytes by the characters that byte-level BPE (GPT-2) writes them as."""
 
 
 def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
@@ -45,13 +44,11 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
 
 
 def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
-  """Builds the automaton of stop strings for `count` tokens.
+  """Builds Aho and Corasick's (1975) automaton of stop strings for tokens.
 
-  It is Aho and Corasick's (1975) on bytes. Its states are the beginnings of
-  the strings, and a token leads to the state after its bytes.
-
-  Raises:
-    ValueError: Tokens cannot write a string, or the table is too large.
+  Its states are the beginnings of the strings, in bytes; a token leads to the
+  state after its bytes. ValueError if tokens cannot write a string, or the
+  table is too large.
   """
   # A string with another one inside it is never the first to be complete.
   ends = {x.encode() for x in strings}

@@ -1,8 +1,4 @@
-"""Tokenizers in Hugging Face format, from local directories only.
-
-`transformers` is imported where it is needed: it is slow to import, and nothing
-else uses it.
-"""
+"""Tokenizers in Hugging Face format, from local directories only."""
 
 import functools
 import itertools
@@ -27,8 +23,7 @@ from grpojax.runtime.text.chat_template import today as today
 from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 
 PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
-SMALLEST_BPE = 256 + 2
-"""Number of tokens of the smallest BPE: all bytes, PAD and EOS."""
+SMALLEST_BPE = 256 + 2  # tokens: all bytes, PAD and EOS
 
 # Q: and A: take turns; a system message, if any, stands on a line of its own.
 CHAT_TEMPLATE = (
@@ -42,11 +37,8 @@ CHAT_TEMPLATE = (
 
 
 def import_transformers() -> types.ModuleType:
-  """Returns the transformers library, imported without a word.
-
-  Where there is no PyTorch it would say that models will not be available. Only
-  its tokenizers are used here. Its other warnings stay.
-  """
+  """Returns the transformers library, which is slow to import."""
+  # It would warn that models need PyTorch; only its tokenizers are used.
   advice = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
   with mock.patch.dict(os.environ, advice):
     import transformers
@@ -55,15 +47,11 @@ def import_transformers() -> types.ModuleType:
 
 
 def load(path: str | os.PathLike) -> Any:
-  """Loads a transformers tokenizer, without network or remote code.
-
-  Args:
-    path: a directory with `tokenizer.json` (or another vocabulary file that
-      transformers knows) and `tokenizer_config.json`.
+  """Loads a directory's transformers tokenizer, without network or remote code.
 
   Raises:
-    ValueError: the directory or its tokenizer files are missing, cannot be
-      read, take all time or memory, or are of another model than config.json.
+    ValueError: the tokenizer files are missing, cannot be read, take all time
+      or memory, or are of another model than config.json.
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -93,15 +81,16 @@ def load(path: str | os.PathLike) -> Any:
   if type(size) is int:
     _check_size(path, tokenizer, size)
     tokenizer.embeddings = size  # for `special_tokens.encode`
-  _try(path, tokenizer)
+  if ASSETS not in path.absolute().parents:  # which are our own
+    file = path / "tokenizer.json"
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    changed = file.stat().st_mtime_ns if file.is_file() else 0
+    trial.check(template, str(file), changed)
   return tokenizer
 
 
 def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
-  """Refuses ordinary tokens from id `size` on; prints added ones (Gemma 3's).
-
-  Texts with an added one are refused when they are encoded.
-  """
+  """Refuses ordinary tokens from id `size` on; prints added ones."""
   beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
   named = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
   added = tokenizer.added_tokens_decoder.keys() - {*named}
@@ -114,15 +103,6 @@ def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
     raise ValueError(f"{trouble}: they are not of the same model")
   if beyond:
     print(f"warning: {trouble}: texts with these tokens are refused")
-
-
-def _try(path: pathlib.Path, tokenizer: Any) -> None:
-  """Refuses files that take all time or memory."""
-  file = path / "tokenizer.json"
-  if ASSETS not in path.absolute().parents:  # which are our own
-    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    changed = file.stat().st_mtime_ns if file.is_file() else 0
-    trial.check(template, str(file), changed)
 
 
 def format_prompt(
@@ -138,23 +118,18 @@ def format_prompt(
     tokenizer: a transformers tokenizer; its chat template, if any, sets the
       messages.
     prompt: text, or chat messages {"role": ..., "content": ...}.
-    template: text around a prompt that is a text, with "{prompt}" in the
-      prompt's place, and other braces doubled. In a chat that is the user's
-      message, and blanks at its ends are dropped: the chat template separates
-      messages.
-    system_prompt: message of the system before messages that have none. Where
-      the chat template has no system role, it goes before the first message's
-      text with a blank line between, as Gemma 3's template does it.
+    template: text around a text prompt, with "{prompt}" in its place and other
+      braces doubled. A chat template gets it as the user's message, stripped.
+    system_prompt: system message before messages without one (`set_messages`).
     template_options: keywords of the chat template (enable_thinking, say), and
       "date_string", the date that it is to write.
 
   Raises:
-    ValueError: messages, a system prompt or options without a chat template, or
-      what the chat template does not take.
+    ValueError: options that need a chat template, or that it does not take.
   """
   options = dict(template_options or {})
   if not tokenizer.chat_template:
-    options.pop(DATE, None)  # there is nobody who would write one
+    options.pop(DATE, None)  # no template would write it
     if not isinstance(prompt, str) or system_prompt or options:
       raise ValueError(
         "the tokenizer has no chat template for prompts that are chats, "
@@ -208,13 +183,9 @@ def encode_prompt(
   """Returns the text of `format_prompt`, which has the arguments, and its ids.
 
   A chat template writes special tokens (BOS and others) itself; without one the
-  tokenizer adds what it is configured to add. `special_tokens`, a key of
-  `SPECIAL_TOKENS`, is the meaning of their names in the prompt, the messages
-  and the system prompt; in templates they always are special tokens.
-
-  Raises:
-    ValueError: as `format_prompt`; or special tokens in the prompt that cannot
-      be written as text.
+  tokenizer adds its own. `special_tokens`, a key of `SPECIAL_TOKENS`, is the
+  meaning of their names in the prompt and the system prompt. ValueError if a
+  name cannot be written as text.
   """
 
   def written(*contents):
@@ -239,10 +210,7 @@ def encode_prompt(
 
 
 def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
-  """Returns the ids of a prompt without a chat template, BOS included.
-
-  A model goes on from a prompt, so an EOS that the tokenizer adds is removed.
-  """
+  """Returns the ids of a prompt, with BOS and without an EOS that is added."""
   ids = special_tokens_lib.encode(tokenizer, marked, True)
   bare = special_tokens_lib.encode(tokenizer, marked)
   bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -257,10 +225,7 @@ def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
 def encode_text(
   tokenizer: Any, text: str, special_tokens: str = "text"
 ) -> list[int]:
-  """Returns the ids of a text that no template has set, and nothing more.
-
-  `special_tokens` is a key of `SPECIAL_TOKENS`, as of `encode_prompt`.
-  """
+  """Returns the ids of a text alone; `special_tokens` as of `encode_prompt`."""
   marked = SPECIAL_TOKENS[special_tokens](tokenizer, text)
   return special_tokens_lib.encode(tokenizer, marked)
 
@@ -273,9 +238,7 @@ def encode_conversation(
 ) -> list[int]:
   """Returns the ids of a text, or of a whole chat by the tokenizer's template.
 
-  A template writes its special tokens itself; to a text the tokenizer adds
-  those that it always adds. `special_tokens` is as of `encode_prompt`; without
-  a date the template writes today's.
+  `special_tokens` is as of `encode_prompt`; the default date is today.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
   marked, is_text = each_text(write, sample), isinstance(sample, str)
@@ -285,7 +248,7 @@ def encode_conversation(
 
 
 def each_text(write: Callable[[str], str], content: Any) -> Any:
-  """Returns a prompt whose every text is written by `write`."""
+  """Returns a prompt with every text x replaced by `write(x)`."""
   if isinstance(content, str):
     return write(content)
   if isinstance(content, Mapping):
@@ -298,10 +261,9 @@ def each_text(write: Callable[[str], str], content: Any) -> Any:
 def decode_completion(
   tokenizer: Any, ids: np.ndarray, mask: np.ndarray, ends: Ends
 ) -> str:
-  """Returns the text of one completion, up to its EOS or stop string.
+  """Returns the text of one completion [T], up to its EOS or stop string.
 
-  Special tokens that do not end it stay visible ("<|pad|>"), so that no reward
-  takes "1<|pad|>94" for "194". Both `ids` and `mask` are [T].
+  Other special tokens stay visible: no reward takes "1<|pad|>94" for "194".
   """
   tokens, stop, state, before = [], ends.stop, 0, 0
   for token in np.asarray(ids)[np.asarray(mask)].tolist():
@@ -331,8 +293,7 @@ def character_tokenizer() -> Any:
   r"""Returns a tokenizer of single characters, for the embedded models.
 
   Its 100 tokens: <|pad|> = 0, <|endoftext|> = 1, <|unk|> = 2, then "\n",
-  printable ASCII (32..126) and "\n\n", the only token of two characters, which
-  can end a completion in plain text. Decoding gives back the very text.
+  printable ASCII (32..126) and "\n\n", which can end a completion.
   """
   import tokenizers
 
@@ -352,14 +313,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
   """Trains a byte-level tokenizer whose tokens are frequent pieces of words.
 
   Byte-pair encoding of Sennrich et al. (arXiv 1508.07909), on bytes as in
-  GPT-2. All bytes are tokens, so any text can be written, and decoding gives
-  back the very text. Digits are never merged: a number is written digit by
-  digit. The same texts in the same order give the same tokenizer. It has
-  `vocab_size` tokens, with <|pad|> = 0 and <|endoftext|> = 1, or fewer where
-  the texts have no more pairs to merge.
-
-  Raises:
-    ValueError: vocab_size is too small for all bytes, or there is no text.
+  GPT-2; digits are never merged. It has `vocab_size` tokens, with <|pad|> = 0
+  and <|endoftext|> = 1, or fewer if the texts have no more pairs to merge.
   """
   if vocab_size < SMALLEST_BPE:
     raise ValueError(
@@ -373,12 +328,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
   from tokenizers import decoders, models, pre_tokenizers, trainers
 
   backend = tokenizers.Tokenizer(models.BPE())
-  backend.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Digits(individual_digits=True),
-      pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ]
-  )
+  digits = pre_tokenizers.Digits(individual_digits=True)
+  level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  backend.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
     vocab_size=vocab_size,
@@ -391,7 +343,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def _wrapped(backend: Any, **special: str) -> Any:
-  """Returns a transformers tokenizer around one of the tokenizers library."""
   return import_transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend,
     pad_token=PAD,
@@ -406,13 +357,9 @@ def eos_ids(
 ) -> tuple[int, ...]:
   """Returns the ids that end a completion, one or more, each once.
 
-  These are those of `generation_config.json`, or of `config.json` if it names
-  none; and the tokenizer's, which ends a turn of a chat. A file may name them
-  by number or by text, one or a list.
-
-  Raises:
-    ValueError: none of the three names an id, or a file names something else,
-      or an id that a model of `vocab_size` ids has not.
+  They are those of `generation_config.json`, or of `config.json` if it names
+  none, and the tokenizer's. A file names them by number or by text, one or a
+  list. ValueError if there are none, or a model of `vocab_size` ids lacks one.
   """
   ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
@@ -437,8 +384,7 @@ def gaps(
 ) -> tuple[tuple[int, int], ...]:
   """Returns ranges [start, stop) of ids below `vocab_size` without a token.
 
-  Most are at the end: rows that pad a vocabulary to a round number. EOS ids are
-  in none of them.
+  Most of them pad a vocabulary to a round number. EOS ids count as tokens.
   """
   known = {*tokenizer.get_vocab().values(), *eos_ids}
   ids = [-1, *filter(known.__contains__, range(vocab_size)), vocab_size]
@@ -448,7 +394,6 @@ def gaps(
 def _eos_id(
   token: Any, tokenizer: Any, vocab_size: int | None, file: pathlib.Path
 ) -> int:
-  """Returns the id that a file names by its number or its text."""
   if isinstance(token, str):
     token = tokenizer.get_vocab().get(token, token)
   largest = float("inf") if vocab_size is None else vocab_size - 1
@@ -462,7 +407,7 @@ def _eos_id(
 
 
 def pad_id(tokenizer: Any) -> int:
-  """Returns the id to pad with: that of the padding token, else of EOS."""
+  """Returns the id of the padding token, else of EOS."""
   for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
     if token is not None:
       return int(token)

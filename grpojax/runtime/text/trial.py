@@ -1,10 +1,8 @@
-"""A tokenizer tried in a process of its own: its files are of strangers.
+"""Trial of a stranger's tokenizer in a process with limited time and memory.
 
-A chat template is a program (in Jinja's sandbox, which keeps it from all but
-time and memory), and a tokenizer.json can make a text as long as it likes. So
-before either is used here, it sets and encodes small chats in a process whose
-time and memory are limited: this file, which imports nothing of grpojax. Other
-errors are said where a prompt is set.
+A chat template is a program (Jinja's sandbox limits neither time nor memory),
+and a tokenizer.json can make texts longer. So both set and encode small chats
+in a process first: this file, which imports nothing of grpojax.
 """
 
 import functools
@@ -26,10 +24,7 @@ _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
 @functools.lru_cache(maxsize=64)
 def check(template: str, file: str, changed: int) -> None:
-  """Refuses a chat template, or a tokenizer.json, without end; ValueError.
-
-  There may be none of the two. A file that has `changed` is tried again.
-  """
+  """Raises ValueError for a chat template or a tokenizer.json without end."""
   del changed
   request = {"template": template, "file": file, "limits": (SECONDS, MEMORY)}
   try:
@@ -54,7 +49,7 @@ def check(template: str, file: str, changed: int) -> None:
 
 
 def _environment() -> Any:
-  """Returns Jinja's environment of chat templates, as transformers has it."""
+  # As that of transformers.
   from jinja2 import ext, sandbox
 
   class Generation(ext.Extension):
@@ -78,7 +73,7 @@ def _environment() -> Any:
 
 
 def main() -> None:
-  """Tries what the standard input asks for; the exit code is the answer."""
+  """Answers the request on the standard input by the exit code."""
   request = json.load(sys.stdin)
   seconds, memory = request["limits"]
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,16 +1,14 @@
-r"""Text between two turns of the model, as the ids that the model reads there.
+r"""Text between two turns of the model, as ids.
 
-Ids that the model sampled never pass through text, which may have others, too.
-Only what an environment says is set and encoded:
+Sampled ids never pass through text; only an environment's words are encoded:
 
     prompt            <|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n
     sampled           3<|im_end|>
     encode("No", 2)   \n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n
     sampled           2<|im_end|>
 
-The model so keeps seeing its own earlier thinking, although some templates
-(Qwen 3's) leave it out where they write the history anew: served with such a
-template the model reads less than in training.
+So the model keeps reading its earlier thinking, which some templates (Qwen 3's)
+leave out when the model is served.
 """
 
 import bisect
@@ -52,15 +50,13 @@ class TurnEncoder:
   """Encoder of observations, which are texts or messages of a chat.
 
   Attributes:
-    tokenizer: Tokenizer; without a chat template for texts alone. Templates may
-      end turns in plain text, which then follows the sampled end token.
-    eos_ids: Ids that end a turn of the model.
-    template: Text around a text: as of `format_prompt`, a user's in a chat.
-    template_options: Keywords of the chat template, and "date_string".
-    special_tokens: Meaning of control tokens' names: as of `encode_prompt`.
-    max_observation: Tokens of the content at most, that of all messages
-      together, without templates; 0 = all. Messages past it are left out.
-    checked: Kinds of messages that the chat template is known to take.
+    tokenizer: tokenizer; without a chat template for texts alone.
+    eos_ids: ids that end a turn of the model.
+    template: text around a text, as of `format_prompt`; a user's in a chat.
+    template_options: keywords of the chat template, and "date_string".
+    special_tokens: as of `encode_prompt`.
+    max_observation: largest number of tokens of all contents; 0 is unlimited.
+    checked: kinds of messages that the chat template is known to take.
   """
 
   tokenizer: Any
@@ -84,11 +80,11 @@ class TurnEncoder:
     self.check("")
 
   def __call__(self, observation: Observation, last_id: int) -> list[int]:
-    """Returns the ids from behind a turn up to where the model answers again.
+    """Returns the ids from the end of a turn to the model's next answer.
 
-    The id that the turn ended with, `last_id`, takes the place of the chat
-    template's; where that is another, it follows. Lone surrogates become "?".
-    ValueError: as of `check`, or a special token's name that cannot be text.
+    If the turn's last id is the chat template's end token, that is left out.
+    Lone surrogates become "?". ValueError: as of `check`, or a special token's
+    name that cannot be text.
     """
     self.check(observation)
     plain = lambda text: text.encode("utf-8", "replace").decode()
@@ -107,10 +103,9 @@ class TurnEncoder:
     return ids[1:] if closes and ids[0] == last_id else ids
 
   def check(self, observation: Observation) -> None:
-    """Refuses kinds of observations that cannot stand between turns.
+    """Raises ValueError for a kind of observation that cannot follow a turn.
 
-    Contents do not matter. The encoder has checked texts when it is made; call
-    this before a run for messages such as it will have. It raises ValueError.
+    Contents do not matter. Call it before a run for its kinds of messages.
     """
     is_text, chat = isinstance(observation, str), self.tokenizer.chat_template
     messages = [{"role": "", "content": ""}] if is_text else observation
