@@ -40,8 +40,8 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from grpojax.aot import chips, parts, programs
-from grpojax.aot.report import GIB
+from grpojax.aot import chips, programs
+from grpojax.aot.report import GIB, compile_part
 from grpojax.benchmarks import configured
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.random_keys import seed_key
@@ -265,7 +265,7 @@ def check_step() -> Iterator[Row]:
       trips = settings.sampling.max_new_tokens - 1
       for name in ("rollout", "update"):
         lowered = programs.lower(run, name)
-        estimates[name] = parts.measure(lowered, chip, trips)
+        estimates[name] = compile_part(lowered, chip, trips)
   for name in ("rollout", "update"):
     expected = ""
     if part := estimates.get(name):

@@ -10,8 +10,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 class Collective(NamedTuple):
   """Collective operation of a program.
 
-  One that XLA fuses of an all-reduce and a slice of its result counts as a
-  reduce-scatter.
+  An all-reduce that XLA fuses with a slice of its result is a reduce-scatter.
   """
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
@@ -19,7 +18,7 @@ class Collective(NamedTuple):
   trips: int  # number of runs
   in_token_loop: bool
   group_size: int  # number of devices that it joins
-  op_name: str  # place in the traced program that it comes from
+  op_name: str  # origin in the traced program
   name: str  # of the instruction
   asynchronous: bool = False  # True if other work may run beside it
 
@@ -54,10 +53,10 @@ def group_size(i: Instruction, devices: int) -> int:
 
   XLA writes `replica_groups` as lists, {{0,1},{2,3}}; as an iota,
   [groups,size]<=[2,4]T(1,0); or as axes of a mesh, mesh['x'=2,'y'=4] {'y'},
-  where 'y':(2)2 is a part of an axis, of the size that comes last. None or an
+  where 'y':(2)2 is a part of an axis and the last number its size. None or an
   empty list is all devices.
   """
-  if i.opcode == "collective-permute":  # devices between which anything moves
+  if i.opcode == "collective-permute":  # devices that send to another one
     pairs = i.attribute("source_target_pairs")
     pairs = re.findall(r"\{(\d+),(\d+)\}", pairs)
     return max(1, len({d for a, b in pairs if a != b for d in (a, b)}))
@@ -75,7 +74,9 @@ def group_size(i: Instruction, devices: int) -> int:
   return devices
 
 
-def _between_slices(i: Instruction, inside: Computation) -> Collective | None:
+def _between_slices(
+  i: Instruction, inside: Computation, caller: Collective
+) -> Collective | None:
   """Returns the collective that a send to the host stands for, if any.
 
   XLA:TPU makes of a collective over several slices one inside each of them and
@@ -91,12 +92,13 @@ def _between_slices(i: Instruction, inside: Computation) -> Collective | None:
   kind = kind[1].lower().replace("_", "-")
   array = sum(s.bytes for s in inside.shapes(i.operands[:1]))
   sent = _sent(kind, array, size * array, size)
-  kind += BETWEEN
-  return Collective(kind, sent, 1, False, size, i.op_name, i.name, True)
+  return caller._replace(
+    kind=kind + BETWEEN, bytes=sent, group_size=size, asynchronous=True
+  )
 
 
 def _is_sliced(inside: Computation, name: str) -> bool:
-  """True if a value is used for its slices only."""
+  """True if only slices of a value are used."""
   users = [i for i in inside.instructions.values() if name in i.operands]
   passed_on = ("bitcast", "reshape", "get-tuple-element")
   return bool(users) and all(
@@ -107,22 +109,27 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 
 
 def find(
-  module: Module, inside: Computation, seen: set[str]
-) -> tuple[list[Collective], frozenset[str]]:
+  module: Module, inside: Computation, caller: Collective, seen: set[str]
+) -> tuple[tuple[Collective, ...], frozenset[str]]:
   """Finds the collectives of an instruction.
 
-  XLA:TPU splits one that runs beside a product into several fusions: a start,
-  the product's own, and a done. All name the same collective, by a chain_id;
-  the first pays. `inside` is the instruction by `memory.contents`; chains that
-  were met before are in `seen`, which is added to.
+  XLA:TPU splits a collective that runs beside a product into several fusions: a
+  start, the product's own, and a done. All name the same collective, by a
+  chain_id; the first pays.
+
+  Args:
+    module: the program.
+    inside: the instruction by `memory.contents`.
+    caller: the instruction's own entries of a `Collective`.
+    seen: chains that were met before; added to.
 
   Returns:
-    The collectives with trips 1, outside of the token loop; and the names of
-    those in `inside` that were paid for before.
+    The collectives; and the names of those that were paid for before.
   """
   collectives, paid = [], set()
   for i in inside.instructions.values():
-    if between := _between_slices(i, inside):
+    own = caller._replace(op_name=i.op_name or caller.op_name)
+    if between := _between_slices(i, inside, own):
       collectives.append(between)
     if i.opcode not in KINDS:
       continue
@@ -139,7 +146,10 @@ def find(
     size = group_size(i, module.devices)
     operand = sum(s.bytes for s in inside.shapes(i.operands))
     sent = _sent(kind, operand, sum(s.bytes for s in i.shapes), size)
+    is_beside = own.asynchronous or bool(chain)
     collectives.append(
-      Collective(kind, sent, 1, False, size, i.op_name, i.name, bool(chain))
+      own._replace(
+        kind=kind, bytes=sent, group_size=size, asynchronous=is_beside
+      )
     )
-  return collectives, frozenset(paid)
+  return tuple(collectives), frozenset(paid)

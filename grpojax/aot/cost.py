@@ -1,8 +1,7 @@
 """Costs of one run of a compiled program, on each device.
 
-XLA's own `compiled.cost_analysis()` counts the body of a loop once, however
-often it runs. Here everything is multiplied by trip counts, through nested
-loops.
+XLA's own `compiled.cost_analysis()` counts the body of a loop once. Here all
+costs are multiplied by trip counts, through nested loops.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ class InstructionCost(NamedTuple):
 
   name: str
   opcode: str
-  op_name: str  # place in the traced program that it comes from
+  op_name: str  # origin in the traced program
   flops: int  # of its matrix products, in one run
   bytes: int  # of HBM that it reads and writes, in one run
   cycles: int  # of one run as XLA:TPU estimates them; 0 if it does not
@@ -56,7 +55,7 @@ class Cost(NamedTuple):
 
   @property
   def in_token_loop(self) -> "Cost":
-    """The token loop's part of it."""
+    """The costs of token loops."""
     part = tuple(i for i in self.instructions if i.in_token_loop)
     return self._replace(instructions=part)
 
@@ -75,7 +74,7 @@ class _Walk(NamedTuple):
   """State of the walk through a program, at one computation."""
 
   module: Module
-  token_loop_trips: int  # for loops of which no count is known
+  token_loop_trips: int  # for loops of unknown trips
   trips: int  # of the computation
   token_loops: list[str]  # op_names, added to
   # Collectives in several parts, some of them in inner loops; added to.
@@ -112,9 +111,19 @@ def _instruction(
 ) -> InstructionCost:
   """Costs of an instruction that runs no other computation."""
   inside = memory.contents(walk.module, computation, i)
-  sent, paid = collectives.find(walk.module, inside, walk.chains)
   op_name = i.op_name or walk.op_name
-  # Of some copies on tpu7x XLA says 2^63 - 1 cycles.
+  runs = {"trips": walk.trips, "in_token_loop": walk.in_token_loop}
+  caller = Collective(
+    kind="",
+    bytes=0,
+    **runs,
+    group_size=1,
+    op_name=op_name,
+    name=i.name,
+    asynchronous=i.opcode.endswith("-start"),
+  )
+  sent, paid = collectives.find(walk.module, inside, caller, walk.chains)
+  # XLA gives some copies on tpu7x 2^63 - 1 cycles.
   cycles = i.number(r'"estimated_cycles":"(\d+)"') or 0
   return InstructionCost(
     name=i.name,
@@ -123,18 +132,8 @@ def _instruction(
     flops=flops.flops(inside, i),
     bytes=memory.hbm_bytes(inside, memory.result(inside.parameters, i), paid),
     cycles=cycles if cycles < 2**40 else 0,
-    trips=walk.trips,
-    in_token_loop=walk.in_token_loop,
-    collectives=tuple(
-      c._replace(
-        trips=walk.trips,
-        in_token_loop=walk.in_token_loop,
-        op_name=c.op_name or op_name,
-        name=i.name,
-        asynchronous=c.asynchronous or i.opcode.endswith("-start"),
-      )
-      for c in sent
-    ),
+    **runs,
+    collectives=sent,
   )
 
 
@@ -166,12 +165,12 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
 def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
   """Counts the costs of `runs` runs of a program, on each device.
 
-  Of a conditional the heaviest branch counts; that of `block_attention` as
+  The heaviest branch of a conditional counts; that of `block_attention` as
   often as it is taken without windows. A loop that can end by anything but a
   counter is taken for a token loop, which decodes until all samples have ended.
-  It runs as often as its counter allows (`trips.trip_count`). If that is not
-  known: `token_loop_trips` times, the tokens of a completion, and once within
-  another token loop.
+  It runs as often as its counter allows (`trips.trip_count`); if that is
+  unknown, `token_loop_trips` times (the tokens of a completion), and once
+  within another token loop.
   """
   walk = _Walk(module, token_loop_trips, runs, [], set())
   entry = module.computations[module.entry]

@@ -1,8 +1,8 @@
 """Floating-point operations of matrix products.
 
-Only products are counted, a multiplication and an addition as two. Everything
-else runs on other units at a tenth of the speed or less, but is bound by memory
-in any model of ours and counted there (`aot/memory.py`).
+A multiplication and an addition count as two. Other operations are not counted:
+they run on units of a tenth of the speed or less, but in these models memory
+traffic bounds them, which `aot/memory.py` counts.
 """
 
 import functools
@@ -15,11 +15,8 @@ import numpy as np
 from grpojax.aot.hlo import Computation, Instruction
 
 
-def _dims(
-  instruction: Instruction, computation: Computation, operand: int
-) -> tuple[int, ...]:
-  name = instruction.operands[operand]
-  return computation.instructions[name].shapes[0].dims
+def _dims(i: Instruction, inside: Computation, operand: int) -> tuple[int, ...]:
+  return inside.instructions[i.operands[operand]].shapes[0].dims
 
 
 class _Dimension(NamedTuple):
@@ -32,9 +29,9 @@ class _Dimension(NamedTuple):
   rhs_dilate: int = 1
 
 
-def _window(instruction: Instruction) -> list[_Dimension]:
+def _window(i: Instruction) -> list[_Dimension]:
   """Dimensions of window={size=2x4 pad=0_0x1_1 ...}."""
-  words = re.findall(r"(\w+)=([\w\-]+)", instruction.attribute("window"))
+  words = re.findall(r"(\w+)=([\w\-]+)", i.attribute("window"))
   columns = {
     key: [int(number.split("_")[0]) for number in values.split("x")]
     for key, values in words
@@ -60,52 +57,49 @@ def _valid_positions(window: _Dimension, length: int, out: int) -> int:
   return count
 
 
-def _convolution(instruction: Instruction, computation: Computation) -> int:
+def _convolution(i: Instruction, inside: Computation) -> int:
   """Counts a convolution. On TPU every dot is one, with windows for batches."""
-  lhs_rhs, _, out_names = instruction.attribute("dim_labels").partition("->")
-  lhs_names, rhs_names = lhs_rhs.split("_")
-  lhs = dict(zip(lhs_names, _dims(instruction, computation, 0), strict=True))
-  rhs = dict(zip(rhs_names, _dims(instruction, computation, 1), strict=True))
-  out = dict(zip(out_names, instruction.shapes[0].dims, strict=True))
+  operands, _, out_names = i.attribute("dim_labels").partition("->")
+  lhs, rhs = (
+    dict(zip(names, _dims(i, inside, n), strict=True))
+    for n, names in enumerate(operands.split("_"))
+  )
+  out = dict(zip(out_names, i.shapes[0].dims, strict=True))
   positions = 1
-  for d, window in enumerate(_window(instruction)):
+  for d, window in enumerate(_window(i)):
     positions *= _valid_positions(window, lhs[str(d)], out[str(d)])
-  groups = int(instruction.attribute("batch_group_count") or 1)
+  groups = int(i.attribute("batch_group_count") or 1)
   # The kernel's input features are those of one feature group already.
   return 2 * rhs["i"] * rhs["o"] * lhs["b"] // groups * positions
 
 
-def _dot(instruction: Instruction, computation: Computation) -> int:
-  """Counts a product, or one in which a row meets the matrix of its group only.
+def _dot(i: Instruction, inside: Computation) -> int:
+  """Counts a product; in a ragged one a row meets only its group's matrix.
 
-  In the gradient of a ragged product's matrices the rows are contracted, and
-  the groups are the result's first dimension: there, too, a row is in one
-  group.
+  The gradient of a ragged product's matrices contracts the rows, and the groups
+  are the result's first dimension; there, too, a row is in one group.
   """
-  lhs, result = _dims(instruction, computation, 0), instruction.shapes[0]
-  contracted = instruction.integers("lhs_contracting_dims")
+  lhs, result = _dims(i, inside, 0), i.shapes[0]
+  contracted = i.integers("lhs_contracting_dims")
   flops = 2 * result.elements * math.prod(lhs[d] for d in contracted)
-  if set(instruction.integers("lhs_ragged_dims")) & set(contracted):
+  if set(i.integers("lhs_ragged_dims")) & set(contracted):
     return flops // result.dims[0]
   return flops
 
 
-def _custom_call(instruction: Instruction, computation: Computation) -> int:
+def _custom_call(i: Instruction, inside: Computation) -> int:
   """Counts a product of a CPU or GPU library; a kernel has its own estimate."""
-  stated = instruction.number(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
+  stated = i.number(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
   if stated is not None:
     return stated
-  target = instruction.attribute("custom_call_target")
-  result = instruction.shapes[0]
-  if "triton" in target and "/grouped_" in instruction.op_name:
+  target, result = i.attribute("custom_call_target"), i.shapes[0]
+  if "triton" in target and "/grouped_" in i.op_name:
     # `models.grouped`: each of [N, A] rows makes a column of the result's.
-    rows = math.prod(_dims(instruction, computation, -2))
-    return 2 * rows * result.dims[-1]
+    return 2 * math.prod(_dims(i, inside, -2)) * result.dims[-1]
   if re.search("matmul|gemm", target, re.IGNORECASE):
-    lhs = math.prod(_dims(instruction, computation, 0))
     rows = result.elements // result.dims[-1]  # of all batches
-    return 2 * result.elements * (lhs // rows)
-  named = re.search(r"_flops_(\d+)", instruction.op_name)
+    return 2 * result.elements * (math.prod(_dims(i, inside, 0)) // rows)
+  named = re.search(r"_flops_(\d+)", i.op_name)
   return int(named[1]) if named else 0
 
 
@@ -117,27 +111,23 @@ _COUNTS = {
 }
 
 
-def _groups_skipped(instruction: Instruction) -> int:
-  """Factor by which a ragged product on TPU does less than its HLO says.
-
-  There a ragged dot is a product of all rows with all groups' matrices under a
-  mask, in a fusion that skips tiles outside of a row's own group. Tiles that a
-  border between groups runs through are done twice: not counted.
-  """
-  return math.prod(
-    d.size for d in _window(instruction) if d.size == d.lhs_dilate
-  )
-
-
 def flops(inside: Computation, instruction: Instruction) -> int:
   """Counts the operations of one run of an instruction.
 
   `inside` is the instruction by `memory.contents`.
+
+  A ragged dot on TPU is a product of all rows with all groups' matrices under a
+  mask, in a fusion that skips tiles outside of a row's own group: it does less
+  than its HLO says, by the sizes of the windows of groups. Tiles on a border
+  between groups are computed twice, which is not counted.
   """
   total = 0
   ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in instruction.attributes
   for i in inside.instructions.values():
     if i.opcode in _COUNTS:
       count = _COUNTS[i.opcode](i, inside)
-      total += count // (_groups_skipped(i) if ragged else 1)
+      if ragged:
+        groups = [d.size for d in _window(i) if d.size == d.lhs_dilate]
+        count //= math.prod(groups)
+      total += count
   return total

@@ -1,28 +1,28 @@
-"""Reads the text of an optimised HLO module into NamedTuples.
+"""Parses the text of an optimised HLO module into NamedTuples.
 
-It reads `compiled.as_text()` of CPU, TPU and GPU. An unknown opcode is an
-instruction like any other. Grammar: xla/hlo/parser/hlo_parser.cc and
+It reads `compiled.as_text()` of CPU, TPU and GPU; unknown opcodes are parsed
+like the others. Grammar: xla/hlo/parser/hlo_parser.cc and
 https://openxla.org/xla/operation_semantics.
 """
 
 import functools
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-  """Array of a value; a tuple's value has several, nesting dropped.
+  """Array of a value; a tuple has several, nesting dropped.
 
   Memory 0 is the device's main memory (HBM); on TPU others are VMEM (1), SMEM,
-  semaphores, the host's memory (5).
-
-  On TPU an array lies in tiles, of which the last are filled up: in the layout
-  {1,0:T(8,128)} the inner dimensions of f32[10,64] take 16 x 128 elements.
+  semaphores and the host's memory (5). TPUs store arrays in tiles and fill up
+  the last ones: with layout {1,0:T(8,128)} the inner dimensions of f32[10,64]
+  take 16 x 128 elements.
   """
 
   dtype: str  # as HLO spells it: "bf16", "pred", "token"
-  dims: tuple[int, ...]  # on one device; of a dynamic size the bound
+  dims: tuple[int, ...]  # on one device; the bound of a dynamic size
   memory_space: int = 0
   tiles: tuple[tuple[int, int], ...] = ()  # dimensions, and sizes of a tile
 
@@ -55,10 +55,10 @@ class Instruction(NamedTuple):
   shapes: tuple[Shape, ...]  # arrays of its result, in order
   operands: tuple[str, ...]  # names of instructions of the same computation
   literal: str  # text in the parentheses
-  attributes: str  # text behind the parentheses
-  # Computations that it runs or applies, ("body", "region_1") for one.
+  attributes: str  # text after the parentheses
+  # Computations that it runs or applies, such as ("body", "region_1").
   called: tuple[tuple[str, str], ...]
-  op_name: str  # place in the traced program that it comes from, "" if unknown
+  op_name: str  # origin in the traced program, "" if unknown
   is_root: bool  # True if its value is the computation's result
 
   def attribute(self, key: str) -> str:
@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
     return tuple(map(int, re.findall(r"\d+", self.attribute(key))))
 
   def number(self, pattern: str) -> int | None:
-    """Number that a pattern has as its group; None if no attribute matches."""
+    """Number in the group of a pattern; None if no attribute matches."""
     match = re.search(pattern, self.attributes)
     return int(match[1]) if match else None
 
@@ -94,7 +94,7 @@ class Computation(NamedTuple):
     every = [i for i in self.instructions.values() if i.opcode == "parameter"]
     return tuple(sorted(every, key=lambda i: int(i.literal)))
 
-  def shapes(self, names: tuple[str, ...]) -> list[Shape]:
+  def shapes(self, names: Iterable[str]) -> list[Shape]:
     """Arrays of the values with these names."""
     return [s for name in names for s in self.instructions[name].shapes]
 
@@ -129,9 +129,8 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
   for dtype, dims, layout in _SHAPE.findall(text):
     sizes = tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip())
     space = re.search(r"S\((\d+)\)", layout)
-    tiled = re.match(r"\{([\d,]+):T\(([\d,]+)\)", layout)
     tiles = ()
-    if tiled:  # both are read from the inner dimension outwards
+    if tiled := re.match(r"\{([\d,]+):T\(([\d,]+)\)", layout):
       inner_first = map(int, tiled[1].split(","))
       tile = reversed([int(size) for size in tiled[2].split(",")])
       tiles = tuple(zip(inner_first, tile, strict=False))
@@ -165,11 +164,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def parse(text: str) -> Module:
-  """Parses a module.
-
-  Raises:
-    ValueError: the text is no HLO module, or breaks off.
-  """
+  """Parses a module; ValueError if the text is no HLO module, or breaks off."""
   name = re.match(r"\s*HloModule ([\w.\-]+)", text)
   if not name:
     raise ValueError(f"not the text of an HLO module: {text[:60]!r}")

@@ -1,12 +1,13 @@
 """Bytes that an instruction moves to and from the device's main memory (HBM).
 
-An instruction reads its operands and writes its result, once each. Arrays in
-another memory (VMEM on TPU, which XLA fills with copies of its own) do not
-count. Of an array that is only sliced or gathered from, the slice is read; an
-update in place costs the update. Tiles of TPU are moved whole, padding and all.
-An update of a part of a tile's 128 lanes reads all of them first and writes
-them (a new token in a cache whose last dimension is its slots). A Pallas kernel
-states its bytes.
+An instruction reads its operands and writes its result, once each. Excepted:
+
+- Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
+- An array that is only sliced or gathered from costs the slice, an update in
+  place costs the update. An update of a part of a TPU tile's 128 lanes reads
+  and writes all of them (a new token in a cache whose last dimension is slots).
+- Tiles of TPU are moved whole, with their padding.
+- A Pallas kernel states its bytes.
 """
 
 import collections
@@ -47,7 +48,7 @@ def _renamed(
 ) -> list[Instruction]:
   """Instructions of a fused computation, fusions within it dissolved.
 
-  `names` maps its parameters to their names outside; the names of all other
+  `names` maps its parameters to their names outside; the new names of all other
   instructions are added to it.
   """
   instructions = []
@@ -72,8 +73,8 @@ def result(
 ) -> tuple[Shape, ...]:
   """Shapes of a result, without the other values of its asynchronous form.
 
-  A `copy-start` has (result, operand, context); others that end so (operands,
-  results, contexts), the contexts being scalars in another memory.
+  A `copy-start` has (result, operand, context), other starts have (operands,
+  results, contexts); contexts are scalars in another memory.
   """
   if i.opcode == "copy-start":
     return i.shapes[:1]
@@ -87,9 +88,9 @@ def contents(
 ) -> Computation:
   """Returns an instruction as a computation without fusions.
 
-  A fusion becomes the instructions that it fuses, any other instruction itself.
-  Its operands are the parameters, its value is the root. An asynchronous start
-  is the operation.
+  A fusion becomes the instructions that it fuses, any other instruction itself;
+  an asynchronous start becomes the operation. Operands are the parameters, the
+  value is the root.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
@@ -103,21 +104,20 @@ def contents(
   operands = [computation.instructions[n] for n in names]
   shapes = result(operands, instruction)
   itself = instruction._replace(opcode=opcode, shapes=shapes, is_root=True)
+  as_parameter = {"opcode": "parameter", "operands": (), "is_root": False}
   parameters = {
-    i.name: i._replace(
-      opcode="parameter", literal=str(n), operands=(), is_root=False
-    )
+    i.name: i._replace(literal=str(n), **as_parameter)
     for n, i in enumerate(operands)
   }
   return Computation(instruction.name, parameters | {itself.name: itself})
 
 
-def _hbm(*shapes: Shape) -> int:
+def _hbm(shapes: Iterable[Shape]) -> int:
   return sum(s.padded_bytes for s in shapes if s.memory_space == 0)
 
 
 def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
-  """Bytes that an update in place moves: of its target, whole rows of lanes."""
+  """Bytes that an update in place moves: whole rows of its target's lanes."""
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
   part = inside.instructions[operand].shapes[0]
   if len(part.dims) != len(target.dims):  # a scatter's
@@ -173,10 +173,10 @@ def hbm_bytes(
   """
   parameters, root = inside.parameters, inside.root
   if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
-    # At most: experts without tokens are not read.
+    # An upper bound: experts without tokens are not read.
     matrices = max(parameters, key=lambda p: p.shapes[0].elements)
-    size = _hbm(*matrices.shapes)
-    whole = sum(_hbm(*p.shapes) for p in parameters) + _hbm(*shapes)
+    size = _hbm(matrices.shapes)
+    whole = sum(_hbm(p.shapes) for p in parameters) + _hbm(shapes)
     return whole - (size - size // stack)
   stated = root.number(r'"bytes_accessed":"(\d+)"')
   if stated is not None:
@@ -192,12 +192,12 @@ def hbm_bytes(
   for p in parameters:
     whole = max(sum(s.elements for s in p.shapes), 1)
     elements = min(_read_elements(users, p, in_place), whole)
-    total += _hbm(*p.shapes) * elements // whole
+    total += _hbm(p.shapes) * elements // whole
   if len(results) != len(shapes):  # one result that is a tuple
     # The start of a collective gives back its operand, too.
-    return total + _hbm(*shapes[len(parameters) if is_free(root) else 0 :])
+    return total + _hbm(shapes[len(parameters) if is_free(root) else 0 :])
   for shape, i in zip(shapes, results, strict=True):
     if shape.memory_space == 0 and i.name not in paid and not is_free(i):
       updates = i.name in in_place
-      total += _update_bytes(inside, i, shape) if updates else _hbm(shape)
+      total += _update_bytes(inside, i, shape) if updates else _hbm([shape])
   return total

@@ -47,8 +47,7 @@ class Run(NamedTuple):
 def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
   """Reads a model's config.json by `hf.read_config`; `path` may be that file.
 
-  Raises:
-    ValueError: there is none, or it is not of a model.
+  ValueError if there is none, or it is not of a model.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
     path = policy_lib.find_model(path, hub.CONFIG)
@@ -58,21 +57,23 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
 def _policy(
   settings: TrainSettings, hf_config: dict[str, Any], platform: str
 ) -> Policy:
-  """The model's functions; it needs no tokenizer, and has none."""
+  """The model's functions, without a tokenizer."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
+  options = settings.model
+  lm = transformer(
+    model,
+    dtype=jnp.dtype(options.dtype),
+    remat=options.remat,
+    attention=options.attention,
+    platform=platform,
+  )
   return Policy(
-    pathlib.Path(settings.model.path),
-    transformer(
-      model,
-      dtype=jnp.dtype(settings.model.dtype),
-      remat=settings.model.remat,
-      attention=settings.model.attention,
-      platform=platform,
-    ),
+    pathlib.Path(options.path),
+    lm,
     tokenizer=None,
-    eos_ids=tuple(eos) or (0,),  # how many there are is compiled
+    eos_ids=tuple(eos) or (0,),  # their number is compiled
     pad_id=0,
     vmappable=not model.experts,
   )
@@ -99,9 +100,8 @@ def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
 def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   """Opens a run as `training.run.start` does, but for weights and data.
 
-  Raises:
-    ValueError: a model or targets of adapters that do not fit; with
-      reward.on_device, data that cannot be read.
+  ValueError if the model or the targets of adapters do not fit or, with
+  reward.on_device, the data cannot be read.
   """
   ignore_keys = settings.model.ignore_keys
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
@@ -153,7 +153,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
-  """Prompts of a step, or of one of the parts in which it is sampled."""
+  """Prompts of one of the parts in which a step is sampled."""
   shape = run.prompts // parts, run.settings.data.max_prompt_length
   ids = jax.ShapeDtypeStruct(shape, jnp.int32)
   mask = jax.ShapeDtypeStruct(shape, bool)
@@ -161,7 +161,7 @@ def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
 
 
 def _device_prompts(run: Run) -> Prompts:
-  """Prompts as the data give them, with the targets of the reward."""
+  """Prompts of the data, with the targets of the reward."""
   examples = splits.load_examples(run.settings, "train")
   batches = prompts.training_batches(
     run.settings, run.policy, examples, run.group_size

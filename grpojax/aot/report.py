@@ -1,15 +1,16 @@
 """A training step on a machine that need not be there: memory and seconds."""
 
 import math
+import re
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from grpojax.aot import chips, parts, programs, topology
+from grpojax.aot import chips, cost, hlo, programs, roofline, topology
 from grpojax.aot.chips import Chip
-from grpojax.aot.parts import Part
 from grpojax.aot.topology import Machine
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
@@ -19,11 +20,72 @@ Say = Callable[[str], None]
 GIB = 2**30
 
 
-def active_parameters(model: TransformerConfig) -> tuple[int, int]:
-  """Counts the parameters that a token is multiplied with: layers, and head.
+class Part(NamedTuple):
+  """Needs of a program on one device, as XLA sees devices."""
 
-  Of experts the few that a token goes to.
+  memory_bytes: int  # arguments, new results and temporaries
+  temporary_bytes: int = 0
+  flops: int = 0  # of matrix products
+  bytes: int = 0  # read from HBM and written to it
+  collective_bytes: int = 0  # sent to other chips
+  token_loop_collective_bytes: int = 0  # of these, sent by the token loop
+  collectives: dict[str, dict[str, int]] = {}  # bytes and runs, by kind
+  seconds: float = 0.0  # estimate, one thing after another
+  token_loop_seconds: float = 0.0  # part of `seconds` in the token loop
+  xla_seconds: float | None = None  # estimate by XLA's own cycles
+  compile_seconds: float = 0.0
+  error: str = ""  # reason why XLA refused to compile it
+
+
+def _out_of_memory(error: Exception) -> int | None:
+  """Bytes that XLA says a program needs, if it refuses it for them."""
+  used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)", str(error))
+  if used is None:
+    return None
+  unit = " KMGT".index(used[2] or " ")
+  return int(float(used[1]) * 2 ** (10 * unit))
+
+
+def compile_part(
+  lowered: jax.stages.Lowered, chip: Chip, trips: int, runs: int = 1
+) -> Part:
+  """Compiles a program, and counts its needs.
+
+  The token loop has `trips` iterations. The program runs `runs` times, one run
+  after another, in the same memory.
   """
+  start = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    memory = _out_of_memory(error)
+    if memory is None:
+      raise
+    seconds = time.perf_counter() - start
+    return Part(memory, compile_seconds=seconds, error="out of memory")
+  compile_seconds = time.perf_counter() - start
+  counted = cost.cost(hlo.parse(compiled.as_text()), trips, runs)
+  estimate = roofline.estimate(counted, chip)
+  memory = compiled.memory_analysis()
+  ends = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  ends -= memory.alias_size_in_bytes
+  return Part(
+    memory_bytes=ends + memory.temp_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
+    flops=counted.flops,
+    bytes=counted.bytes,
+    collective_bytes=counted.collective_bytes,
+    token_loop_collective_bytes=counted.in_token_loop.collective_bytes,
+    collectives=cost.by_kind(counted),
+    seconds=estimate.seconds,
+    token_loop_seconds=estimate.token_loop,
+    xla_seconds=estimate.by_cycles,
+    compile_seconds=compile_seconds,
+  )
+
+
+def active_parameters(model: TransformerConfig) -> tuple[int, int]:
+  """Counts parameters that multiply a token (its experts): layers, and head."""
   shapes, total = parameter_shapes(model), 0
   for name, shape in shapes["layers"].items():
     size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer
@@ -36,10 +98,9 @@ def active_parameters(model: TransformerConfig) -> tuple[int, int]:
 def forward_passes(run: programs.Run) -> tuple[int, int]:
   """Counts forward passes without a gradient: before the update, and in it.
 
-  Before it: log-probabilities of a reference, and of the policy where
-  `loss.old_logprobs` asks for them. In it, in each epoch: one pass to find the
-  tokens of highest entropy among those of all micro-batches, and how all of
-  them load a mixture's experts.
+  Before it: log-probabilities of a reference, and of the policy with
+  `loss.old_logprobs`. In each epoch: one pass over all micro-batches, for the
+  tokens of highest entropy or the load of a mixture's experts.
   """
   settings, update = run.settings, run.settings.optim.update
   off_policy = update.epochs * update.minibatches > 1
@@ -54,10 +115,9 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step, completions of full length.
 
-  Forward 2 a parameter and token, trained 6, of frozen weights below adapters
-  4: they have no gradient of their own. Once for each of sampling, the
-  `forward_passes` and an epoch of the update. Prompts need no output head.
-  Without attention, and without the adapters themselves.
+  Per parameter and token: 2 forward, 6 trained, 4 for frozen weights below
+  adapters, which have no gradient of their own. Prompts need no output head.
+  Attention and the adapters themselves are not counted.
   """
   settings, update = run.settings, run.settings.optim.update
   layers, head = active_parameters(run.model)
@@ -72,11 +132,6 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   }
   each = layers * (prompts + completions) + head * completions
   return {name: float(n * each) for name, n in passes.items()}
-
-
-def model_flops(run: programs.Run) -> float:
-  """Number of operations that a step needs: the sum of `part_flops`."""
-  return sum(part_flops(run).values())
 
 
 def _cache_bytes(run: programs.Run) -> int:
@@ -97,8 +152,8 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   """Bytes on a device while the program of this name runs, by their kind."""
   frozen = run.policy.frozen
   params = shard_bytes(run.state.params) + shard_bytes(frozen)
-  rest = run.state.replace(params=None)
-  optimizer, reference = shard_bytes(rest), 0
+  optimizer = shard_bytes(run.state.replace(params=None))
+  reference = 0
   is_argument = name in ("reference", "step")  # programs that take it
   on_device = run.settings.model.reference == "device"
   if run.ref_params is not None and (on_device or is_argument):
@@ -125,21 +180,6 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   }
 
 
-def _part(
-  run: programs.Run, name: str, part: Part, chip: Chip
-) -> dict[str, Any]:
-  """Entry of a program in the report, with all memory that is in use then."""
-  memory = _memory(run, name, part)
-  total, limit = sum(memory.values()), chips.device(chip).hbm_bytes
-  return {
-    **part._asdict(),
-    "memory_bytes": total,
-    "memory": memory,
-    "fits": not part.error and total <= limit,
-    "left_bytes": limit - total,
-  }
-
-
 def measure(
   run: programs.Run, name: str, machine: Machine, say: Say
 ) -> dict[str, Any]:
@@ -149,9 +189,18 @@ def measure(
   # The rollout is compiled for one part of the prompts.
   runs = sampling.parts if name == "rollout" else 1
   say(f"compiling {name} ...")
-  part = parts.measure(programs.lower(run, name), machine.chip, trips, runs)
+  part = compile_part(programs.lower(run, name), machine.chip, trips, runs)
   say(f"compiling {name}: {part.compile_seconds:.0f} s")
-  return _part(run, name, part, machine.chip)
+  memory = _memory(run, name, part)
+  total = sum(memory.values())
+  limit = chips.device(machine.chip).hbm_bytes
+  return {
+    **part._asdict(),
+    "memory_bytes": total,
+    "memory": memory,
+    "fits": not part.error and total <= limit,
+    "left_bytes": limit - total,
+  }
 
 
 def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
@@ -167,12 +216,13 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
   fits = all(part["fits"] for part in entries.values())
   mesh = dict(run.mesh.shape)
   sampling_tensor = run.settings.mesh.sampling_tensor or mesh["tensor"]
+  memory = chips.device(machine.chip).hbm_bytes
   result = {
     "fits": fits,
     "topology": machine.name,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
-    "device_memory_bytes": chips.device(machine.chip).hbm_bytes,
-    "pool_bytes": int(machine.chip.pool * chips.device(machine.chip).hbm_bytes),
+    "device_memory_bytes": memory,
+    "pool_bytes": int(machine.chip.pool * memory),
     "parts": entries,
     "step_seconds": seconds if fits else None,
   }
@@ -184,7 +234,7 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     # Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B): the share of
     # the chips' peak that the model needs, whatever is computed again.
     peak = count * machine.chip.flops
-    result["mfu"] = model_flops(run) / (seconds * peak)
+    result["mfu"] = sum(part_flops(run).values()) / (seconds * peak)
   return result
 
 
@@ -200,10 +250,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _gib(size: float) -> str:
   return f"{size / GIB:.2f}"
-
-
-def _gb(size: float) -> str:
-  return f"{size / 1e9:.4g}"
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -223,17 +269,12 @@ def lines(result: dict[str, Any]) -> list[str]:
   limit = _gib(result["device_memory_bytes"])
   row(f"left of {limit}, GiB", lambda p: _gib(p["left_bytes"]))
   row("TFLOP", lambda p: f"{p['flops'] / 1e12:.4g}")
-  row("HBM traffic, GB", lambda p: _gb(p["bytes"]))
-  nothing = {"bytes": 0}
+  row("HBM traffic, GB", lambda p: f"{p['bytes'] / 1e9:.4g}")
   for kind in kinds("collectives"):
-    row(
-      f"{kind}, GB",
-      lambda p, k=kind: _gb(p["collectives"].get(k, nothing)["bytes"]),
-    )
-  row(
-    "sent in the token loop, GB",
-    lambda p: _gb(p["token_loop_collective_bytes"]),
-  )
+    sent = [p["collectives"].get(kind, {"bytes": 0}) for p in entries.values()]
+    rows.append((f"{kind}, GB", *(f"{x['bytes'] / 1e9:.4g}" for x in sent)))
+  in_loop = "token_loop_collective_bytes"
+  row("sent in the token loop, GB", lambda p: f"{p[in_loop] / 1e9:.4g}")
   row("seconds, roofline", lambda p: f"{p['seconds']:.3g}")
   row("  of the token loop", lambda p: f"{p['token_loop_seconds']:.3g}")
   if any(p["xla_seconds"] is not None for p in entries.values()):

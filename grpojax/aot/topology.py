@@ -49,32 +49,18 @@ gpu_device_info {{
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }}
-device_description_str: "{name}"
+device_description_str: "NVIDIA {name}"
 """
-_HOPPER = {
-  "cores": 132,
-  "units": 128,
-  "clock": 1.98,
-  "l2_cache": 50 * 2**20,
-  "shared_memory": 233472,
-  "shared_memory_optin": 232448,
-  "capability": 9,
-}
+_COLUMNS = (
+  "name capability cores units clock l2_cache shared_memory shared_memory_optin"
+).split()
+_HOPPER = (9, 132, 128, 1.98, 50 * 2**20, 233472, 232448)
 _GPUS = {
-  "a100": {
-    "name": "NVIDIA A100-SXM4-80GB",
-    "cores": 108,
-    "units": 64,
-    "clock": 1.41,
-    "l2_cache": 40 * 2**20,
-    "shared_memory": 167936,
-    "shared_memory_optin": 166912,
-    "capability": 8,
-  },
-  "h100": {"name": "NVIDIA H100 80GB HBM3"} | _HOPPER,
-  "h200": {"name": "NVIDIA H200 141GB HBM3e"} | _HOPPER,
+  "a100": ("A100-SXM4-80GB", 8, 108, 64, 1.41, 40 * 2**20, 167936, 166912),
+  "h100": ("H100 80GB HBM3", *_HOPPER),
+  "h200": ("H200 141GB HBM3e", *_HOPPER),
 }
-# What libtpu would ask of the machine that it runs on.
+# libtpu would ask the machine that it runs on for these.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
@@ -86,10 +72,8 @@ _ENVIRONMENT = {
 def parse(name: str) -> tuple[str, int]:
   """Returns the chip and the number of chips: ("v5e", 4) of "v5e:2x2".
 
-  "v5e:4x4*2" are two slices of 16 chips.
-
-  Raises:
-    ValueError: an unknown chip, or no shape.
+  "v5e:4x4*2" are two slices of 16 chips. ValueError for an unknown chip or
+  shape.
   """
   chip, _, shape = name.partition(":")
   flat = dict.fromkeys(("cpu", *_GPUS), 1)
@@ -116,51 +100,41 @@ def parse(name: str) -> tuple[str, int]:
   return chip, count * slices
 
 
-def _options(name: str) -> dict[str, Any]:
-  """Options of libtpu for one slice, or several."""
-  kind, _, shape = name.partition(":")
-  shape, _, slices = shape.partition("*")
-  sizes = tuple(map(int, shape.split("x")))
-  options = {"num_slices": int(slices)} if slices else {}
-  if kind == "v4":  # a TPU VM shows the two cores of a chip as one device
-    options["chip_config_name"] = "megacore"
-  if 1 in sizes[:2]:  # a part of a host, which has 2 x 2 chips
-    options["chips_per_host_bounds"] = (*(min(n, 2) for n in sizes[:2]), 1)
-  return options
+def _gpus(kind: str, count: int) -> dict[str, Any]:
+  """Describes `count` GPUs of a node."""
+  figures = dict(zip(_COLUMNS, _GPUS[kind], strict=True))
+  figures["memory"] = round(CHIPS[kind].hbm_bytes / POOL)
+  figures["bandwidth"] = round(CHIPS[kind].hbm_bandwidth)
+  return {
+    "platform": "cuda",
+    "topology_name": kind,
+    "target_config": _GPU.format(**figures),
+    "topology": f"1x1x{count}",
+  }
 
 
-def _gpus(kind: str, count: int) -> Any:
-  """Describes so many GPUs of a node."""
-  chip = CHIPS[kind]
-  description = _GPU.format(
-    memory=round(chip.hbm_bytes / POOL),
-    bandwidth=round(chip.hbm_bandwidth),
-    **_GPUS[kind],
-  )
-  return topologies.get_topology_desc(
-    platform="cuda",
-    topology_name=kind,
-    target_config=description,
-    topology=f"1x1x{count}",
-  )
-
-
-def _slice(name: str) -> Any:
-  """Describes slices of TPU."""
+def _slices(name: str) -> dict[str, Any]:
+  """Describes one slice of TPUs, or several, for libtpu."""
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
-  return topologies.get_topology_desc(
-    platform="tpu", topology_name=name.partition("*")[0], **_options(name)
-  )
+  topology, _, slices = name.partition("*")
+  kind, _, shape = topology.partition(":")
+  x, y = map(int, shape.split("x")[:2])
+  options = {"platform": "tpu", "topology_name": topology}
+  if slices:
+    options["num_slices"] = int(slices)
+  if kind == "v4":  # a TPU VM shows the two cores of a chip as one device
+    options["chip_config_name"] = "megacore"
+  if 1 in (x, y):  # a part of a host, which has 2 x 2 chips
+    options["chips_per_host_bounds"] = (min(x, 2), min(y, 2), 1)
+  return options
 
 
 def machine(name: str) -> Machine:
   """Returns a machine by its name.
 
   For a CPU it sets the number of devices, before JAX is used for anything else.
-
-  Raises:
-    ValueError: no such machine, or JAX's plugin for it is missing.
+  ValueError if there is no such machine, or JAX's plugin for it is missing.
   """
   kind, count = parse(name)
   jax.config.update("jax_platforms", "cpu")
@@ -169,16 +143,18 @@ def machine(name: str) -> Machine:
     return Machine(name, CHIPS[kind], jax.devices())
   is_gpu = kind in _GPUS
   try:
-    topology = _gpus(kind, count) if is_gpu else _slice(name)
+    options = _gpus(kind, count) if is_gpu else _slices(name)
+    topology = topologies.get_topology_desc(**options)
   except Exception as error:  # JaxRuntimeError, of several kinds
+    version = jax.__version__
+    remedy = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
+    if is_gpu:
+      remedy = (
+        f"it needs pip install --no-deps jax-cuda13-plugin=={version}"
+        f" jax-cuda13-pjrt=={version} (no GPU is needed)"
+      )
     absent = "libtpu", "PJRT", "TPU support not installed", "cuda"
-    if is_gpu and any(word in str(error) for word in absent):
-      of_jax = f"jax-cuda13-plugin=={jax.__version__}"
-      of_jax += f" jax-cuda13-pjrt=={jax.__version__}"
-      remedy = f"it needs pip install --no-deps {of_jax} (no GPU is needed)"
-    elif any(word in str(error) for word in absent):
-      remedy = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
-    else:
+    if not any(word in str(error) for word in absent):
       remedy = "no such machine"
     raise ValueError(
       f"--topology={name}: {remedy}: {str(error).splitlines()[0]}"

@@ -5,7 +5,6 @@ libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program:
 {"text": HLO, "arguments": bytes on a device}}.
 """
 
-import dataclasses
 import functools
 import json
 import sys
@@ -27,15 +26,8 @@ from grpojax.core.update import make_update
 from grpojax.models import passes, sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
-CONFIG = TransformerConfig(
-  vocab_size=4096,
-  width=512,
-  layers=2,
-  heads=8,
-  kv_heads=4,
-  head_dim=64,
-  mlp=1024,
-)
+SIZES = {"vocab_size": 4096, "width": 512, "heads": 8, "kv_heads": 4}
+SIZES |= {"head_dim": 64, "mlp": 1024}
 B, G, PROMPT, T = 32, 8, 64, 256
 passes.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
@@ -106,7 +98,7 @@ def lowered(name, devices, layers):
   kind, axes, *tensor = PROGRAMS[name]
   mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
   tied = kind == "update"
-  config = dataclasses.replace(CONFIG, layers=layers, tied=tied)
+  config = TransformerConfig(**SIZES, layers=layers, tied=tied)
   lm = transformer(config, dtype=jnp.bfloat16, remat="full", platform="tpu")
   params = jax.eval_shape(lm.init, jax.random.key(0))
   with jax.set_mesh(mesh):
@@ -119,17 +111,13 @@ def lowered(name, devices, layers):
 
 
 def main(platform, layers, *names):
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=platform
-  )
+  place = {"platform": "tpu", "topology_name": platform}
+  devices = list(topologies.get_topology_desc(**place).devices)
   found = {}
   for name in names or PROGRAMS:
-    compiled = lowered(name, list(topology.devices), int(layers)).compile()
-    memory = compiled.memory_analysis()
-    found[name] = {
-      "text": compiled.as_text(),
-      "arguments": memory.argument_size_in_bytes,
-    }
+    compiled = lowered(name, devices, int(layers)).compile()
+    size = compiled.memory_analysis().argument_size_in_bytes
+    found[name] = {"text": compiled.as_text(), "arguments": size}
   json.dump(found, sys.stdout)
 
 

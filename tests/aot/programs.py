@@ -23,6 +23,8 @@ from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import TransformerConfig, transformer
 
+TOKENS = 64
+
 
 def mlp(x, w_in, w_out):
   """A residual stack of two-layer MLPs, scanned."""
@@ -35,10 +37,9 @@ def mlp(x, w_in, w_out):
 
 def decode(w, head, ids):
   """Samples until all are done: a token loop with a scan over layers inside."""
-  length = 64
 
   def unfinished(state):
-    return (state[0] < length) & ~jnp.all(state[2])
+    return (state[0] < TOKENS) & ~jnp.all(state[2])
 
   def token(state):
     i, x, done, out = state
@@ -49,7 +50,7 @@ def decode(w, head, ids):
 
   b = ids.shape[0]
   x = jnp.ones((b, head.shape[0]), head.dtype) * ids[:, None].astype(head.dtype)
-  state = 0, x, jnp.zeros(b, bool), jnp.zeros((b, length), jnp.int32)
+  state = 0, x, jnp.zeros(b, bool), jnp.zeros((b, TOKENS), jnp.int32)
   return jax.lax.while_loop(unfinished, token, state)[3]
 
 
@@ -57,7 +58,7 @@ def unrolled_decode(w, head, ids):
   """The same with the layers one after another, as our decoder has them."""
 
   def unfinished(state):
-    return (state[0] < 64) & ~jnp.all(state[1] == 0)
+    return (state[0] < TOKENS) & ~jnp.all(state[1] == 0)
 
   def token(state):
     i, x = state
@@ -96,9 +97,8 @@ def decoding_cache(index, blocks, new):
 
   def token(_, cache):
     ((slots,),) = cache.blocks
-    read = jnp.sum(slots.keys, axis=(0, 3, 4)) + jnp.sum(
-      slots.values, (0, 3, 5)
-    )
+    read = jnp.sum(slots.keys, axis=(0, 3, 4))
+    read += jnp.sum(slots.values, axis=(0, 3, 5))
     last = jnp.sum(read, axis=-1)[..., None, None]
     tokens = (cache_lib.KeysValues(new, new),)
     return cache_lib.write(cache, tokens, last, "tpu")
@@ -106,20 +106,13 @@ def decoding_cache(index, blocks, new):
   return jax.lax.fori_loop(0, 16, token, cache_lib.Cache(index, blocks))
 
 
-CONFIG = TransformerConfig(
-  vocab_size=512,
-  width=128,
-  layers=2,
-  heads=4,
-  kv_heads=2,
-  head_dim=64,
-  mlp=256,
-)
-B, G, PROMPT, T = 2, 2, 32, 64
+SIZES = {"vocab_size": 512, "width": 128, "layers": 2, "heads": 4}
+SIZES |= {"kv_heads": 2, "head_dim": 64, "mlp": 256}
+B, G, PROMPT = 2, 2, 32
 
 
 def forward(dtype):
-  lm = transformer(CONFIG, dtype=dtype)
+  lm = transformer(TransformerConfig(**SIZES), dtype=dtype)
 
   def loss(params, prompts, ids):
     prefix = lm.prefill(params, prompts, prompts > 0)
@@ -161,19 +154,15 @@ def cases(devices, dtype):
   layers = tuple(array(1024, 1024) for _ in range(3))
   args = layers, array(1024, 2048), array(8, dtype=ids)
   yield "unrolled decode", unrolled_decode, args, {}
-  args = (
-    array(6, 1024, 1024, sharding=columns),
-    array(1024, 2048, sharding=rows),
-    array(8, dtype=ids, sharding=copies),
-  )
-  yield "decode", decode, args, {}
+  layers = array(6, 1024, 1024, sharding=columns)
+  head = array(1024, 2048, sharding=rows)
+  tokens = array(8, dtype=ids, sharding=copies)
+  yield "decode", decode, (layers, head, tokens), {}
   args = array(4, 2048, 1024), array(4, 1, 1024)
   yield "cache", cache, args, {"donate_argnums": 0}
   if dtype == jnp.bfloat16:  # the slots of a last stage fill no whole tile
-    keys, values = (
-      array(2, 16, 32, 1, 128, 1023),
-      array(2, 16, 32, 1, 1023, 128),
-    )
+    keys = array(2, 16, 32, 1, 128, 1023)
+    values = array(2, 16, 32, 1, 1023, 128)
     blocks = ((cache_lib.Slots(keys, values),),)
     args = array(dtype=ids), blocks, array(2, 16, 32, 2, 1, 64)
     yield "decoding cache", decoding_cache, args, {"donate_argnums": 1}
@@ -187,7 +176,7 @@ def cases(devices, dtype):
   lm, loss = forward(dtype)
   params = jax.eval_shape(lm.init, jax.random.key(0))
   params = jax.tree.map(lambda p: array(*p.shape, dtype=p.dtype), params)
-  args = params, array(B, PROMPT, dtype=ids), array(B, G, T, dtype=ids)
+  args = params, array(B, PROMPT, dtype=ids), array(B, G, TOKENS, dtype=ids)
   yield "forward", loss, args, {}
   yield "gradient", jax.grad(loss), args, {}
 
@@ -197,14 +186,11 @@ KERNELS = ("decoding cache", "attention")  # of one device, by its mesh
 
 
 def compiled(platform, everything):
-  if platform == "cpu":
-    devices, dtype = jax.devices(), jnp.float32
-  else:
+  devices, dtype = jax.devices(), jnp.float32
+  if platform != "cpu":
+    names = {"platform": "tpu", "topology_name": platform}
+    devices = topologies.get_topology_desc(**names).devices
     dtype = jnp.bfloat16
-    topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=platform
-    )
-    devices = topology.devices
   found = {}
   left_out = () if everything else LONG.get(platform, ("gradient",))
   for name, function, args, options in cases(np.array(devices), dtype):

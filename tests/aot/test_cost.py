@@ -1,7 +1,7 @@
 """Costs of compiled programs, against counts by hand.
 
-Compiled for eight virtual CPU devices and, where libtpu is installed, for TPU
-slices that nobody has to have.
+Compiled for eight virtual CPU devices and, if libtpu is installed, for slices
+of TPUs.
 """
 
 import importlib.util
@@ -16,35 +16,24 @@ sys.path.append(str(pathlib.Path(__file__).parent))
 import processes  # noqa: E402
 
 ITEMSIZE = {"cpu": 4, "v5e:2x2": 2, "v6e:2x2": 2}  # float32, bfloat16
+TPUS = ("v5e:2x2", "v6e:2x2")
 TOKENS = 64
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 
 
-def compiled(*words):
-  return processes.compiled(
-    "programs.py",
-    *words,
-    JAX_DISABLE_MOST_OPTIMIZATIONS="0",
-    TPU_ACCELERATOR_TYPE="v5litepod-4",
-  )
-
-
 @pytest.fixture(scope="module")
 def quick():
-  return compiled("cpu")
+  return processes.compiled("programs.py", "cpu")
 
 
 @pytest.fixture(scope="module")
 def everything():
-  return compiled("--all", "cpu", *(["v5e:2x2", "v6e:2x2"] if HAS_TPU else []))
+  platforms = ("cpu", *TPUS) if HAS_TPU else ("cpu",)
+  return processes.compiled("programs.py", "--all", *platforms)
 
 
 @pytest.fixture(
-  params=[
-    "cpu",
-    pytest.param("v5e:2x2", marks=pytest.mark.slow),
-    pytest.param("v6e:2x2", marks=pytest.mark.slow),
-  ]
+  params=["cpu", *(pytest.param(x, marks=pytest.mark.slow) for x in TPUS)]
 )
 def platform(request):
   if request.param != "cpu" and not HAS_TPU:
@@ -53,21 +42,24 @@ def platform(request):
 
 
 @pytest.fixture
-def programs(request, platform):
+def costs(request, platform):
+  """`(program, tokens) -> Cost` on a platform; `costs.xla` is XLA's count."""
   name = "quick" if platform == "cpu" else "everything"
-  return request.getfixturevalue(name)[platform]
 
+  def costs(program, tokens=TOKENS, source=name):
+    compiled = request.getfixturevalue(source)[platform][program]
+    costs.xla = compiled["flops"]
+    return cost.cost(hlo.parse(compiled["text"]), tokens)
 
-def costs(programs, name, tokens=TOKENS):
-  return cost.cost(hlo.parse(programs[name]["text"]), tokens)
+  return costs
 
 
 @pytest.mark.slow
-def test_a_scan_of_mlps(programs, platform):
-  found = costs(programs, "mlp")
+def test_a_scan_of_mlps(costs, platform):
+  found = costs("mlp")
   # 4 layers of two products of [128, 256] and [256, 512], 2 operations each.
   assert found.flops == 4 * 2 * 2 * 128 * 256 * 512
-  assert found.flops > 3 * programs["mlp"]["flops"]  # XLA counts one layer
+  assert found.flops > 3 * costs.xla  # XLA counts one layer
   assert found.token_loops == ()
   if platform != "cpu":  # hidden states stay in VMEM
     weights, ends = 4 * 2 * 256 * 512 * 2, 2 * 128 * 256 * 2
@@ -75,17 +67,11 @@ def test_a_scan_of_mlps(programs, platform):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name, flops",
-  [
-    ("batch dot", 2 * (2 * 4 * 128 * 256) * 64),
-    # [b=2, g=4, h=2, r=4] of products of [1, 64] and [64, 256].
-    ("grouped dot", 2 * (2 * 4 * 2 * 4 * 256) * 64),
-  ],
-)
-def test_batch_dimensions(programs, name, flops):
-  found = costs(programs, name)
-  assert found.flops == flops == programs[name]["flops"]
+def test_batch_dimensions(costs):
+  assert costs("batch dot").flops == 2 * (2 * 4 * 128 * 256) * 64 == costs.xla
+  # [b=2, g=4, h=2, r=4] of products of [1, 64] and [64, 256].
+  assert costs("grouped dot").flops == 2 * (2 * 4 * 2 * 4 * 256) * 64
+  assert costs("grouped dot").flops == costs.xla
 
 
 # x [256, 512] times w [512, 1024] on 4 devices, cut in one place or another:
@@ -93,9 +79,9 @@ def test_batch_dimensions(programs, name, flops):
 SHARDED_FLOPS = 2 * 256 * 512 * 1024 // 4
 
 
-def test_a_matrix_gathered(programs, platform):
-  found, size = costs(programs, "all-gather"), ITEMSIZE[platform]
-  assert found.flops == SHARDED_FLOPS == programs["all-gather"]["flops"]
+def test_a_matrix_gathered(costs, platform):
+  found, size = costs("all-gather"), ITEMSIZE[platform]
+  assert found.flops == SHARDED_FLOPS == costs.xla
   (c,) = found.collectives
   assert (c.kind, c.group_size, c.trips) == ("all-gather", 4, 1)
   assert c.bytes == 512 * 1024 * size * 3 // 4  # all of w but its own quarter
@@ -107,8 +93,8 @@ def test_a_matrix_gathered(programs, platform):
 
 
 @pytest.mark.parametrize("name", ["reduce-scatter", "all-reduce"])
-def test_partial_sums_added(programs, platform, name):
-  found, out = costs(programs, name), 256 * 1024 * ITEMSIZE[platform]
+def test_partial_sums_added(costs, platform, name):
+  found, out = costs(name), 256 * 1024 * ITEMSIZE[platform]
   assert found.flops == SHARDED_FLOPS
   (c,) = found.collectives
   # XLA:CPU adds all and takes a part; XLA:TPU fuses the two.
@@ -118,20 +104,31 @@ def test_partial_sums_added(programs, platform, name):
   assert c.op_name.endswith("dot_general")
 
 
-def test_a_token_loop_with_a_scan_inside(programs, platform):
-  found = costs(programs, "decode")
+def test_a_token_loop_with_a_scan_inside(costs, platform):
+  found, size = costs("decode"), ITEMSIZE[platform]
   assert found.token_loops == ("jit(decode)/while",)
   weights = (6 * 1024 * 1024 + 1024 * 2048) // 4  # of one of 4 devices
   assert found.flops == TOKENS * 2 * 8 * weights
   assert found.in_token_loop.flops == found.flops
-  # Its own counter says how often it runs at the most.
-  assert costs(programs, "decode", 0).flops == found.flops
+  # Its own counter bounds its trips.
+  assert costs("decode", 0).flops == found.flops
   if platform != "cpu":  # XLA:CPU copies a layer's slice before it is used
     assert found.bytes == pytest.approx(TOKENS * weights * 2, rel=1e-3)
+  layer, head = 8 * 1024 * size * 3 // 4, 8 * 2048 * size * 3 // 4
+  kinds = {
+    "reduce-scatter": {"bytes": TOKENS * 6 * layer, "runs": TOKENS * 6},
+    "all-reduce": {"bytes": 2 * TOKENS * head, "runs": TOKENS},
+  }
+  if platform == "cpu":
+    sent = 2 * TOKENS * (6 * layer + head)
+    kinds = {"all-reduce": {"bytes": sent, "runs": TOKENS * 7}}
+  assert cost.by_kind(found) == kinds
+  assert all(c.in_token_loop for c in found.collectives)
+  assert found.collective_bytes == sum(k["bytes"] for k in kinds.values())
 
 
-def test_weights_are_read_once_a_token(programs, platform):
-  found = costs(programs, "unrolled decode")
+def test_weights_are_read_once_a_token(costs, platform):
+  found = costs("unrolled decode")
   weights = (3 * 1024 * 1024 + 1024 * 2048) * ITEMSIZE[platform]
   # Beside 5 matrices with 1024 rows, 8 rows of activations pass by.
   assert 1 <= found.in_token_loop.bytes / (TOKENS * weights) < 1.04
@@ -140,65 +137,30 @@ def test_weights_are_read_once_a_token(programs, platform):
   assert all(i.trips == TOKENS for i in large)
 
 
-def test_collectives_in_the_token_loop(programs, platform):
-  found = costs(programs, "decode")
-  kinds = cost.by_kind(found)
-  size = ITEMSIZE[platform]
-  layer, head = 8 * 1024 * size * 3 // 4, 8 * 2048 * size * 3 // 4
-  if platform == "cpu":
-    runs = TOKENS * 6 + TOKENS
-    sent = 2 * TOKENS * (6 * layer + head)
-    assert kinds == {"all-reduce": {"bytes": sent, "runs": runs}}
-  else:
-    assert kinds == {
-      "reduce-scatter": {"bytes": TOKENS * 6 * layer, "runs": TOKENS * 6},
-      "all-reduce": {"bytes": 2 * TOKENS * head, "runs": TOKENS},
-    }
-  assert all(c.in_token_loop for c in found.collectives)
-  assert found.collective_bytes == sum(k["bytes"] for k in kinds.values())
-
-
-def test_a_cache_updated_in_place(programs, platform):
-  found, slot = costs(programs, "cache"), 4 * 1024 * ITEMSIZE[platform]
+def test_a_cache_updated_in_place(costs, platform):
+  found, slot = costs("cache"), 4 * 1024 * ITEMSIZE[platform]
   # 16 writes of a slot; its content is read each time on CPU, once on TPU.
   moved = 16 * 2 * slot if platform == "cpu" else (16 + 1) * slot
   assert found.bytes == pytest.approx(moved, abs=1000)
 
 
-def test_a_decoding_cache_is_read_once_and_one_tile_written(programs, platform):
+def test_kernels_cost_what_they_do(costs, platform):
   if platform == "cpu":
-    pytest.skip("the kernel is for TPUs")
-  found = costs(programs, "decoding cache")
+    pytest.skip("the kernels are for TPUs")
+  # The decoding cache is read once, and one tile written.
   rows, width = 2 * 16 * 32, 2 * 128  # keys and values
+  found = costs("decoding cache")
   token = sum(i.bytes for i in found.instructions if i.trips == 16)
   read, tile = rows * width * 1024 * 2, rows * width * 16 * 2
   assert token == pytest.approx(read + 2 * tile, rel=0.02)
+  # Attention: two products forward, three for queries and four for keys; of a
+  # row's own keys, half are in the future.
+  pairs = (600 * 256 * 64) * (256 + 256 // 2)
+  assert costs("attention").flops == 2 * (2 + 3 + 4) * pairs
 
 
-def test_attention_by_kernels_costs_its_products(programs, platform):
-  if platform == "cpu":
-    pytest.skip("the kernel is for TPUs")
-  found = costs(programs, "attention")
-  # Two products forward, three for queries and four for keys; of a row's own
-  # keys, half are in the future.
-  assert found.flops == 2 * (2 + 3 + 4) * (600 * 256 * 64) * (256 + 256 // 2)
-
-
-def test_a_kernel_costs_what_it_says():
-  estimate = '{"flops":"60","transcendentals":"7","bytes_accessed":"40"}'
-  text = f"""HloModule kernel
-ENTRY %main (x: f32[1000]) -> f32[8] {{
-  %x = f32[1000]{{0}} parameter(0)
-  ROOT %y = f32[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", \
-backend_config={{"custom_call_config":{{"cost_estimate":{estimate}}}}}
-}}
-"""
-  found = cost.cost(hlo.parse(text), TOKENS)
-  assert (found.flops, found.bytes) == (60, 40)
-
-
-def test_a_ragged_dot(programs, platform):
-  found = costs(programs, "ragged dot")
+def test_a_ragged_dot(costs, platform):
+  found = costs("ragged dot")
   # Each row meets one of 8 matrices; without such a product, XLA:CPU masks.
   masked = 8 if platform == "cpu" else 1
   assert found.flops == 2 * 256 * 512 * 256 * masked
@@ -207,7 +169,8 @@ def test_a_ragged_dot(programs, platform):
     assert found.bytes == pytest.approx(moved, rel=1e-3)
 
 
-def transformer_flops():
+@pytest.mark.slow
+def test_the_transformer(costs):
   """Of programs.py's loss: 2 a parameter and token, and attention.
 
   V 512, D 128, L 2, H 4, K 2, E 64, F 256; B 2, G 2, P 32, T 64.
@@ -218,17 +181,6 @@ def transformer_flops():
   head = 2 * 128 * 512 * completions
   keys = prompts * 32 + completions * (32 + 64)  # pairs, none masked away
   attention = 2 * 2 * (2 * 4 * 64) * keys  # logits and values, L H E
-  return products + head + attention
-
-
-def test_the_transformer_forward(programs, platform):
-  if platform == "cpu":
-    pytest.skip("among the slow ones")
-  assert costs(programs, "forward").flops == transformer_flops()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, times", [("forward", 1), ("gradient", 3)])
-def test_the_transformer(everything, platform, name, times):
-  found = costs(everything[platform], name)
-  assert found.flops == times * transformer_flops()
+  for name, times in (("forward", 1), ("gradient", 3)):
+    found = costs(name, source="everything")
+    assert found.flops == times * (products + head + attention)

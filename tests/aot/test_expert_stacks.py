@@ -12,17 +12,9 @@ from grpojax.core.types import Prompts
 from grpojax.models.layer_stacks import SHALLOW
 from grpojax.models.transformer import TransformerConfig, transformer
 
-CONFIG = TransformerConfig(
-  vocab_size=256,
-  width=256,
-  layers=SHALLOW + 1,
-  heads=2,
-  kv_heads=2,
-  head_dim=128,
-  mlp=512,
-  experts=64,
-  experts_per_token=2,
-)
+SIZES = {"vocab_size": 256, "width": 256, "heads": 2, "kv_heads": 2}
+SIZES |= {"head_dim": 128, "mlp": 512, "experts": 64, "experts_per_token": 2}
+LAYERS = SHALLOW + 1
 TOKENS, MATRIX = 32, 2 * 64 * 256 * 512  # bytes of a layer's experts, of three
 
 
@@ -30,7 +22,8 @@ TOKENS, MATRIX = 32, 2 * 64 * 256 * 512  # bytes of a layer's experts, of three
 def test_a_token_reads_each_layers_experts_once():
   pytest.importorskip("libtpu")
   device = topology.machine("v5e:2x2").devices[0]
-  lm = transformer(CONFIG, dtype=jnp.bfloat16, platform="tpu")
+  config = TransformerConfig(**SIZES, layers=LAYERS)
+  lm = transformer(config, dtype=jnp.bfloat16, platform="tpu")
   on_chip = jax.sharding.SingleDeviceSharding(device)
   shapes = functools.partial(jax.ShapeDtypeStruct, sharding=on_chip)
   params = jax.tree.map(
@@ -44,7 +37,7 @@ def test_a_token_reads_each_layers_experts_once():
   key = shapes(key.shape, key.dtype)
   text = jax.jit(sample).lower(params, prompts, key).compile().as_text()
   counted = cost.cost(hlo.parse(text), token_loop_trips=TOKENS).in_token_loop
-  least = 3 * CONFIG.layers * MATRIX
+  least = 3 * LAYERS * MATRIX
   experts = sum(
     i.bytes * i.trips
     for i in counted.instructions

@@ -1,8 +1,4 @@
-"""What devices send each other in the compiled rollout and update.
-
-Equal numbers on any mesh say nothing about the way. Compiled for a slice of
-TPUs, by libtpu; what XLA makes of them for CPUs is no measure of it.
-"""
+"""What devices send each other in the rollout and update, compiled for TPUs."""
 
 import json
 import pathlib
@@ -26,14 +22,8 @@ ITEMSIZE = 2  # of bfloat16
 
 def compiled(*names):
   pytest.importorskip("libtpu")
-  return processes.compiled(
-    "mesh_programs.py",
-    "v5e:2x4",
-    LAYERS,
-    *names,
-    JAX_DISABLE_MOST_OPTIMIZATIONS="0",
-    TPU_ACCELERATOR_TYPE="v5litepod-8",
-  )
+  words = ("v5e:2x4", LAYERS, *names)
+  return processes.compiled("mesh_programs.py", *words, chips=8)
 
 
 @pytest.fixture(scope="module")
@@ -47,34 +37,19 @@ def updates():
   return compiled("update")
 
 
-@pytest.fixture(scope="module")
-def updates_over_data():
-  return compiled("update data")
-
-
 def modules(programs, name):
+  """Costs of a program, and its instructions by name."""
   module = hlo.parse(programs[name]["text"])
-  return module, cost.cost(module, T)
-
-
-def arrays(module, collective):
-  """What a collective, or its fusion, gives; the name of the fusion."""
-  i = next(
-    computation.instructions[collective.name]
-    for computation in module.computations.values()
-    if collective.name in computation.instructions
-  )
-  return i.shapes, str(i.called)
+  instructions = {}
+  for computation in module.computations.values():
+    instructions |= computation.instructions
+  return instructions, cost.cost(module, T)
 
 
 @slow
 def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
-  """A layer's matrices go round twice, for prompts and completions together.
-
-  Their gradients once each. Activations of the batch stay where they are: of
-  65,536 tokens, those of one layer are 128 MB, its matrices 5 MB.
-  """
-  module, found = modules(updates, "update")
+  """Matrices go round twice, their gradients once, and activations stay."""
+  _, found = modules(updates, "update")
   matrices, table = MATRICES * ITEMSIZE, V * D * 7 // 8
   inside = [c for c in found.collectives if c.trips == LAYERS and c.bytes > 1e5]
   gathered = sum(c.bytes for c in inside if c.kind == "all-gather")
@@ -98,13 +73,12 @@ def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
 
 
 @pytest.mark.long
-def test_gradients_are_scattered_over_data_and_fsdp_together(updates_over_data):
+def test_gradients_are_scattered_over_data_and_fsdp_together():
   """Each device adds up an eighth, for a quarter would be an all-reduce.
 
-  After it, once an update, eighths go to where the optimizer wants them, and
-  the two of a quarter are put together: twice, g and its square.
+  Once an update the optimizer's eighths, g and its square, are joined.
   """
-  _, found = modules(updates_over_data, "update data")
+  _, found = modules(compiled("update data"), "update data")
   reduced = [c for c in found.collectives if "reduce" in c.kind]
   large = [c for c in reduced if c.bytes > 1e5]
   assert {(c.kind, c.group_size) for c in large} == {("reduce-scatter", 8)}
@@ -133,15 +107,11 @@ def test_a_device_has_an_eighth(updates):
   assert 0 <= extra < 2e4  # prompts, advantages, counts, padding
 
 
-def in_token_loop(found):
-  return [c for c in found.collectives if c.in_token_loop]
-
-
 @slow
 def test_nothing_waits_for_others_while_sampling(rollouts):
   """But the question whether all have ended, of a few bytes."""
   _, found = modules(rollouts, "rollout")
-  ends = in_token_loop(found)  # one in each stage
+  ends = found.in_token_loop.collectives  # one in each stage
   assert sum(c.trips for c in ends) in range(T - 1, T + 4)
   for end in ends:
     assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
@@ -154,20 +124,18 @@ def test_nothing_waits_for_others_while_sampling(rollouts):
 
 @slow
 def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
-  module, found = modules(rollouts, "rollout int8")
+  instructions, found = modules(rollouts, "rollout int8")
   gathered = sum(c.bytes for c in found.collectives if not c.in_token_loop)
   weights = LAYERS * MATRICES + V * D  # and scales; the embedding in float32
   assert gathered <= (1.02 * weights + 4 * V * D) * 3 / 4
   # No array is a copy in bfloat16, of a layer or of all: products convert.
-  names = {i.name for i in found.instructions if i.in_token_loop}
   cache = ROWS // 8 * K * T // 2  # keys or values of a layer, in a stage
   sizes = {D * Q, D * K, D * F, V * D, cache}
   dtypes = {
     s.dtype
-    for computation in module.computations.values()
-    for i in computation.instructions.values()
-    for s in i.shapes
-    if i.name in names and {s.elements, s.elements // LAYERS} & sizes
+    for i in found.in_token_loop.instructions
+    for s in instructions[i.name].shapes
+    if {s.elements, s.elements // LAYERS} & sizes
   }
   assert "s8" in dtypes and "bf16" not in dtypes
 
@@ -175,33 +143,24 @@ def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
 @slow
 @pytest.mark.parametrize("name", ["rollout tensor", "rollout sampling_tensor"])
 def test_two_sums_a_layer_where_devices_share_weights(rollouts, name):
-  module, found = modules(rollouts, name)
-  size = ITEMSIZE
+  instructions, found = modules(rollouts, name)
   rows = ROWS // 4  # of a device: 2 share each weight
   runs = {}
-  for c in in_token_loop(found):
+  for c in found.in_token_loop.collectives:
     assert c.group_size in (2, 4, 8), c
-    sizes = {(s.dtype, s.elements) for s in arrays(module, c)[0]}
-    kind = c.kind, max(elements for _, elements in sizes)
+    kind = c.kind, max(s.elements for s in instructions[c.name].shapes)
     runs[kind] = runs.get(kind, 0) + c.trips
     if kind[1] == rows * D:
-      assert c.bytes == rows * D * (4 if c.trips < T else size)
+      assert c.bytes == rows * D * (4 if c.trips < T else ITEMSIZE)
   # Two a layer in 16 bits, and the embedding's.
   assert runs.pop(("all-reduce", rows * D)) == (T - 1) * (2 * LAYERS + 1)
   # Sampling: a token of each part of the vocabulary, and the parts' sums.
   assert all(elements <= 64 * rows for _, elements in runs), runs
   # No array of the token loop but the head is as wide as the vocabulary, or its
   # half that a device has: logits stay in the kernel.
-  inside = [i for i in found.instructions if i.in_token_loop]
+  inside = found.in_token_loop.instructions
   assert any("draw_parts" in i.op_name for i in inside)
-  names = {i.name for i in inside}
-  shapes = {
-    s.dims
-    for computation in module.computations.values()
-    for i in computation.instructions.values()
-    for s in i.shapes
-    if i.name in names
-  }
+  shapes = {s.dims for i in inside for s in instructions[i.name].shapes}
   shapes -= {(D, V // 2), (V // 2, D)}
   assert not [dims for dims in shapes if V in dims or V // 2 in dims]
 
@@ -230,19 +189,11 @@ for name, place in vars(compiled.output_shardings).items():
 @slow
 def test_what_is_sampled_on_another_mesh_lies_there(tmp_path):
   """Of two meshes XLA took one for the other, and cut rows by 8 of 16."""
-  config = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-  }
+  config = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32}
+  config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+  config |= {"num_key_value_heads": 4, "num_experts_per_tok": 2}
+  config |= {"intermediate_size": 32, "moe_intermediate_size": 16}
+  config |= {"num_experts": 4}
   (tmp_path / "model.json").write_text(json.dumps(config))
   out = processes.run("-c", TWO_MESHES, tmp_path / "model.json", XLA_FLAGS="")
   places = [line.split(" ", 1)[1] for line in out.splitlines()]

@@ -1,15 +1,20 @@
-"""What a report says of a step, against sums by hand."""
+"""What a report says of a step, against sums by hand; and what is refused."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import pytest
+from jax.errors import JaxRuntimeError
+from jax.stages import Lowered
 
-from grpojax.aot import programs, report
-from grpojax.aot.parts import Part
+from grpojax.aot import programs, report, topology
+from grpojax.aot.chips import CHIPS
+from grpojax.aot.report import Part
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.objective import Objective
 from grpojax.training.config import default_config, from_config
+from grpojax.training.settings.run import TrainSettings
 
 # arithmetic-instruct: 4 layers of width 128, 4 heads and 2 kv heads of 32, and
 # an MLP of 448; 100 tokens, tied.
@@ -28,33 +33,23 @@ def open_run(**changes):
   return programs.open_run(from_config(config), mesh)
 
 
-FLOPS = {
-  # changes -> operations a parameter and token
-  "trained": ({}, 2 + 6),
-  "a reference": ({"loss.beta": 0.1}, 2 + 2 + 6),
-  "epochs": ({"optim.epochs": 3, "loss.old_logprobs": "rollout"}, 2 + 3 * 6),
-  "rescored": (
-    {"optim.minibatches": 2, "loss.old_logprobs": "trainer"},
-    2 + 2 + 6,
-  ),
-  "tokens of highest entropy": (
-    {"loss.top_entropy_quantile": 0.2, "optim.epochs": 2},
-    2 + 2 * (2 + 6),
-  ),
-  "found at once": (
-    {"loss.top_entropy_quantile": 0.2, "optim.micro_batches": 1},
-    2 + 6,
-  ),
-  "on-policy": ({"loss.old_logprobs": "trainer"}, 2 + 6),
-  "adapters": ({"lora.rank": 4, "loss.beta": 0.1}, 2 + 2 + 4),
-}
-
-
-@pytest.mark.parametrize("case", FLOPS)
-def test_operations_of_a_step(case):
-  changes, each = FLOPS[case]
+@pytest.mark.parametrize(
+  "each, changes",  # operations per parameter and token
+  [
+    (2 + 6, {}),
+    (2 + 2 + 6, {"loss.beta": 0.1}),
+    (2 + 3 * 6, {"optim.epochs": 3, "loss.old_logprobs": "rollout"}),
+    (2 + 2 + 6, {"optim.minibatches": 2, "loss.old_logprobs": "trainer"}),
+    (2 + 2 * 8, {"loss.top_entropy_quantile": 0.2, "optim.epochs": 2}),
+    (2 + 6, {"loss.top_entropy_quantile": 0.2, "optim.micro_batches": 1}),
+    (2 + 6, {"loss.old_logprobs": "trainer"}),  # on-policy
+    (2 + 2 + 4, {"lora.rank": 4, "loss.beta": 0.1}),
+  ],
+)
+def test_operations_of_a_step(each, changes):
   expected = LAYERS * B * (P + G * T) + HEAD * B * G * T
-  assert report.model_flops(open_run(**changes)) == each * expected
+  flops = report.part_flops(open_run(**changes))
+  assert sum(flops.values()) == each * expected
 
 
 def test_the_load_of_all_parts_takes_a_pass():
@@ -71,29 +66,23 @@ def test_memory_of_each_program():
   run = open_run(**{"loss.beta": 0.1})
   host = open_run(**{"loss.beta": 0.1, "model.reference": "host"})
   size = 4 * PARAMETERS
-  for name in ("rollout", "reference", "update", "step"):
+  taken = {"rollout": 1, "reference": 2, "update": 3, "step": 4}
+  for name, arrays in taken.items():
     part = Part(memory_bytes=10 * size, temporary_bytes=3 * size)
     memory = report._memory(run, name, part)
     assert memory["parameters"] == memory["reference"] == size, name
     # Two moments; a key, and counts of steps, prompts, skipped and two of optax
-    assert 0 < memory["optimizer"] - 2 * size <= 8 + 5 * 4, name
-    assert sum(memory.values()) - memory["optimizer"] == 5 * size, name
-    # It comes from the host for the program that is given it.
+    moments = memory["optimizer"]
+    assert 0 < moments - 2 * size <= 8 + 5 * 4, name
+    assert sum(memory.values()) - moments == 5 * size, name
+    # It comes from the host for the program that takes it.
     memory = report._memory(host, name, part)
-    needed = name in ("reference", "step")
-    assert memory["reference"] == needed * size, name
-
-
-def test_memory_of_what_does_not_compile():
-  """XLA says then how much arguments and temporaries take together."""
-  run = open_run(**{"loss.beta": 0.1})
-  arguments = {"rollout": 1, "reference": 2, "update": 3, "step": 4}
-  for name, arrays in arguments.items():
-    state = report._memory(run, name, Part(0))
-    size, rest = state["parameters"], state["optimizer"]
-    given = arrays * size + (rest - 2 * size) * (arrays > 2)
-    memory = report._memory(run, name, Part(given + 7 * size, error="too much"))
-    assert sum(memory.values()) == 2 * size + rest + 7 * size, name
+    assert memory["reference"] == size * (name in ("reference", "step")), name
+    # A program that XLA refuses: arguments and temporaries together.
+    arguments = arrays * size + (moments - 2 * size) * (arrays > 2)
+    part = Part(arguments + 7 * size, error="too much")
+    memory = report._memory(run, name, part)
+    assert sum(memory.values()) == 2 * size + moments + 7 * size, name
 
 
 def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
@@ -105,9 +94,9 @@ def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
     return Part(memory_bytes=9, temporary_bytes=7)
 
   monkeypatch.setattr(programs, "lower", lambda run, name: name)
-  monkeypatch.setattr(report.parts, "measure", measure)
+  monkeypatch.setattr(report, "compile_part", measure)
   run = open_run(**{"sampling.parts": 4})
-  machine = report.Machine("cpu:1", report.chips.CHIPS["cpu"], [])
+  machine = report.Machine("cpu:1", CHIPS["cpu"], [])
   for name in ("rollout", "update"):
     found = report.measure(run, name, machine, lambda _: None)
     state = found["memory"]["parameters"] + found["memory"]["optimizer"]
@@ -115,13 +104,69 @@ def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
   assert measured == [("rollout", T - 1, 4), ("update", T - 1, 1)]
 
 
-@pytest.mark.parametrize(
-  "changes, prompts",
-  [({}, B), ({"sampling.parts": 2}, B // 2)],
-)
-def test_the_cache_of_what_is_decoded_at_once(changes, prompts):
-  run = open_run(**changes)
+def test_the_cache_of_what_is_decoded_at_once():
   part = Part(memory_bytes=2**30, temporary_bytes=2**30)
   token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
-  found = report._memory(run, "rollout", part)["cache"]
-  assert found == prompts * G * T * token
+  for parts in (1, 2):
+    run = open_run(**{"sampling.parts": parts})
+    found = report._memory(run, "rollout", part)["cache"]
+    assert found == B // parts * G * T * token
+
+
+@pytest.mark.parametrize(
+  "message, size",
+  [
+    ("Used 17.50G of 15.75G hbm. Exceeded", 35 * 2**29),
+    ("memory for HLO temporaries (20.50M) exceeds available HBM", 41 * 2**19),
+  ],
+)
+def test_a_program_that_needs_too_much_memory(message, size):
+  """As libtpu's versions say it; any other error is raised."""
+  lowered = mock.Mock(spec=Lowered)
+  lowered.compile.side_effect = JaxRuntimeError(f"EXHAUSTED: {message}")
+  part = report.compile_part(lowered, CHIPS["v5e"], 3)
+  assert (part.memory_bytes, part.error) == (size, "out of memory")
+  lowered.compile.side_effect = JaxRuntimeError("INTERNAL: of 3G hbm")
+  with pytest.raises(JaxRuntimeError, match="INTERNAL"):
+    report.compile_part(lowered, CHIPS["v5e"], 3)
+
+
+@pytest.mark.parametrize(
+  "name, error, remedy",
+  [
+    ("v5e:2x2", "JAX TPU support not installed; cannot", "needs libtpu: pip"),
+    ("h100:8", "topology not implemented for cuda", "jax-cuda13-plugin=="),
+    ("v5e:3x3", "no such topology", "no such machine: no such topology"),
+  ],
+)
+def test_without_the_plugin_of_a_machine(monkeypatch, name, error, remedy):
+  def refuse(**_):
+    raise RuntimeError(error)
+
+  monkeypatch.setattr(topology.topologies, "get_topology_desc", refuse)
+  monkeypatch.setattr(topology, "_ENVIRONMENT", {})
+  monkeypatch.setattr(topology.jax.config, "update", lambda *_: None)
+  with pytest.raises(ValueError, match=f"^--topology={name}: .*{remedy}"):
+    topology.machine(name)
+
+
+def test_what_a_config_says(tmp_path):
+  """Ends of completions; training reads them with the tokenizer."""
+  hf_config = programs.hf.read_config("arithmetic-base")
+  for eos, ids in (
+    (7, (7,)),
+    ([7, 8], (7, 8)),
+    (None, (0,)),
+    ([], (0,)),
+    (["x", 2.5], (0,)),
+  ):
+    hf_config |= {"eos_token_id": eos}
+    policy = programs._policy(TrainSettings(), hf_config, "cpu")
+    assert policy.eos_ids == ids, eos
+  settings = TrainSettings(loss=Objective(router_aux_coef=0.1))
+  with pytest.raises(ValueError, match=r"loss.router_aux_coef = 0.1: .* use 0"):
+    programs.open_run(settings, mesh_lib.make_mesh())
+  file = tmp_path / "a.json"
+  file.write_text('{"model_type": ["qwen2"]}')
+  with pytest.raises(ValueError, match="is not supported"):
+    programs.hf.to_transformer_config(programs.read_model(str(file)))

@@ -12,14 +12,7 @@ from grpojax.aot.chips import CHIPS, Chip
 from grpojax.aot.collectives import Collective
 from grpojax.aot.cost import Cost, InstructionCost
 
-ROUND = Chip(
-  flops=1000.0,
-  hbm_bytes=100,
-  hbm_bandwidth=10.0,
-  link_bandwidth=2.0,
-  devices=1,
-  source="round numbers",
-)
+ROUND = Chip(1000.0, 100, 10.0, 2.0, "round numbers")
 
 
 def instruction(flops, bytes, trips, token_loop=False, sent=(), cycles=0):
@@ -32,51 +25,52 @@ def collective(kind, bytes, trips=1, token_loop=False, n=4):
   return Collective(kind, bytes, trips, token_loop, n, "", "c")
 
 
+HOP = roofline.HOP_SECONDS
+CLOCK = ROUND._replace(clock=10.0)
+GATHER = collective("all-gather", 6)
+
+
+@pytest.mark.parametrize(
+  "chip, instructions, by_cycles",
+  [
+    # It has 7 s, twice; none: 1 s, and 3 s sending.
+    (
+      CLOCK,
+      [
+        instruction(4000, 0, 2, cycles=70),
+        instruction(0, 10, 1, sent=(GATHER,)),
+      ],
+      14 + 1 + 3 + 3 * HOP,
+    ),
+    # Two cores: 2 s on both, three times; 8 s of products at the peak, whose 90
+    # cycles are of both cores already; 1 s of products: 3 s on both.
+    (
+      CLOCK._replace(cores=2),
+      [
+        instruction(0, 0, 3, cycles=40),
+        instruction(8000, 0, 1, cycles=90),
+        instruction(1000, 0, 1, cycles=60),
+      ],
+      6 + 9 + 3,
+    ),
+  ],
+)
+def test_xlas_own_estimate(chip, instructions, by_cycles):
+  found = roofline.estimate(Cost(tuple(instructions), ()), chip)
+  assert found.by_cycles == pytest.approx(by_cycles)
+
+
 def test_an_estimate_by_hand():
-  hop = roofline.HOP_SECONDS
   sent = (collective("all-gather", 6, trips=5, token_loop=True),)
-  found = roofline.estimate(
-    Cost(
-      (
-        instruction(4000, 10, 1),  # 4 s of products, 1 s of memory
-        instruction(1000, 30, 2),  # 1 s and 3 s, twice
-        instruction(0, 20, 5, True, sent),  # 2 s, and 3 s and 3 hops, 5 times
-      ),
-      (),
-    ),
-    ROUND,
+  instructions = (
+    instruction(4000, 10, 1),  # 4 s of products, 1 s of memory
+    instruction(1000, 30, 2),  # 1 s and 3 s, twice
+    instruction(0, 20, 5, True, sent),  # 2 s, and 3 s and 3 hops, 5 times
   )
-  assert found.seconds == pytest.approx(20 + 5 * (3 + 3 * hop))
-  assert found.token_loop == pytest.approx(10 + 5 * (3 + 3 * hop))
+  found = roofline.estimate(Cost(instructions, ()), ROUND)
+  assert found.seconds == pytest.approx(20 + 5 * (3 + 3 * HOP))
+  assert found.token_loop == pytest.approx(10 + 5 * (3 + 3 * HOP))
   assert found.by_cycles is None
-
-
-def test_xla_s_own_estimate():
-  sent = (collective("all-gather", 6),)
-  cost = Cost(
-    (
-      instruction(4000, 0, 2, cycles=70),  # 7 s, twice
-      instruction(0, 10, 1, sent=sent),  # it has none: 1 s, and 3 s sending
-    ),
-    (),
-  )
-  found = roofline.estimate(cost, ROUND._replace(clock=10.0))
-  hops = 3 * roofline.HOP_SECONDS
-  assert found.by_cycles == pytest.approx(14 + 1 + 3 + hops)
-
-
-def test_cycles_of_two_cores():
-  chip = ROUND._replace(clock=10.0, cores=2)
-  cost = Cost(
-    (
-      instruction(0, 0, 3, cycles=40),  # 2 s on both, three times
-      # 8 s of products at the peak: 90 cycles are of both cores already.
-      instruction(8000, 0, 1, cycles=90),
-      instruction(1000, 0, 1, cycles=60),  # 1 s of products: 3 s on both
-    ),
-    (),
-  )
-  assert roofline.estimate(cost, chip).by_cycles == pytest.approx(6 + 9 + 3)
 
 
 # Milliseconds of an output head with its loss (tokens, width, words) that
@@ -148,10 +142,7 @@ def test_collectives(kind, sent, hops):
   assert seconds == pytest.approx(sent / 2 + hops * roofline.HOP_SECONDS)
   alone = collective(kind, 0, n=1)
   assert roofline.collective_seconds(alone, ROUND) == 0
-
-
-def test_a_gather_as_measured_in_the_scaling_book():
-  """Part 3, pop quiz 2: bf16[2048, 8192] over 4 of v5e, in theory 560 us."""
+  # Scaling book, part 3, pop quiz 2: bf16[2048, 8192] over 4 of v5e, 560 us.
   sent = collective("all-gather", 2048 * 8192 * 2 * 3 // 4)
   seconds = roofline.collective_seconds(sent, CHIPS["v5e"])
   assert seconds == pytest.approx(560e-6, rel=0.02)

@@ -45,20 +45,17 @@ def check_training(arguments, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_by_shellcheck(stand_ins, script):
-  lint(stand_ins, "shellcheck", "--exclude=SC1091", script)
-  assert script.read_text().startswith("#!/usr/bin/env bash\n")
-  assert "\nset -euo pipefail\n" in script.read_text()
-  assert "eval " not in script.read_text()
+  text = script.read_text()
+  assert text.startswith("#!/usr/bin/env bash\n")
+  assert "\nset -euo pipefail\n" in text and "eval " not in text
   if script.suffix != ".sbatch":
     assert script.stat().st_mode & 0o111, "not executable"
+  lint(stand_ins, "shellcheck", "--exclude=SC1091", script)
 
 
-@pytest.mark.parametrize("part", ["setup", "run"])
-def test_skypilots_shell_by_shellcheck(stand_ins, part):
-  lint(stand_ins, "shellcheck", "--shell=bash", "-", input=SKYPILOT[part])
-
-
-def test_the_dockerfile_by_hadolint(stand_ins):
+def test_other_shell_by_linters(stand_ins):
+  for part in ("setup", "run"):
+    lint(stand_ins, "shellcheck", "--shell=bash", "-", input=SKYPILOT[part])
   lint(stand_ins, "hadolint", LAUNCH / "Dockerfile")
 
 
@@ -94,14 +91,7 @@ def test_the_dockerfiles_installation(stand_ins, tmp_path):
       ["bash", "-c", line + more], env=env, cwd=tmp_path, check=True
     )
   (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
-  done = subprocess.run(
-    [*json.loads(entry), "--help"],
-    env=env,
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-    check=True,
-  )
+  done = stand_ins.run(*json.loads(entry), "--help", env=env, cwd=tmp_path)
   assert "--config.steps" in done.stdout
 
 
@@ -119,13 +109,15 @@ def test_the_jobset_by_the_published_api():
     assert rule["action"] in re.findall(r"\w+", fields["action"].description)
 
 
-def test_the_jobset_restarts_what_was_interrupted_and_counts_what_failed():
+def test_the_jobset(monkeypatch):
+  """It takes all chips; restarts if interrupted, and counts what failed."""
   spec = jobset()["spec"]
   job = spec["replicatedJobs"][0]["template"]["spec"]
   pod = job["template"]["spec"]
+  (container,) = pod["containers"]
   conditions, codes = job["podFailurePolicy"]["rules"]
   assert codes["onExitCodes"]["values"] == [75]
-  assert codes["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+  assert codes["onExitCodes"]["containerName"] == container["name"]
   assert conditions["onPodConditions"][0]["type"] == "DisruptionTarget"
   assert {conditions["action"], codes["action"]} == {"FailJob"}
   # The reason of a Job that its podFailurePolicy failed.
@@ -135,22 +127,12 @@ def test_the_jobset_restarts_what_was_interrupted_and_counts_what_failed():
   assert spec["failurePolicy"]["maxRestarts"] > 0
   assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
   assert pod["terminationGracePeriodSeconds"] > 30
-
-
-def test_the_jobset_takes_every_chip_of_its_slice():
-  job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
-  pod = job["template"]["spec"]
   x, y = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
-  chips = pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
+  chips = container["resources"]["limits"]["google.com/tpu"]
   assert job["parallelism"] == job["completions"]
   assert job["parallelism"] * chips == int(x) * int(y)
-  labels = jobset()["metadata"]["labels"]
-  assert labels["kueue.x-k8s.io/queue-name"]
-
-
-def test_the_jobsets_training(monkeypatch):
-  job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
-  arguments = job["template"]["spec"]["containers"][0]["args"]
+  assert jobset()["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+  arguments = container["args"]
   assert any(word.startswith("--run_dir=gs://BUCKET/") for word in arguments)
   check_training(arguments, monkeypatch)
 

@@ -58,9 +58,8 @@ def test_install_leaves_a_mark(worker):
 @pytest.mark.slow
 def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   assert worker.call("code").returncode != 0
-  assert (
-    worker.call("start", "--run_dir=gs://mine/r", "--a=b  c").returncode == 0
-  )
+  start = worker.call("start", "--run_dir=gs://mine/r", "--a=b  c")
+  assert start.returncode == 0
   pid = worker.wait_for(worker.home / "pid")
   assert worker.call("installed", "12").returncode == 0  # it is left alone
   again = worker.call("start", "--run_dir=gs://mine/r")
