@@ -53,12 +53,12 @@ def usage() -> str:
 def settings_page() -> str:
   """docs/settings.md."""
   # Takes JAX, which a list does not.
-  from grpojax.runtime.cli import settings_page
+  from grpojax.runtime.cli import help_text
 
   modules = {
     name: importlib.import_module(f"grpojax.{name}") for name in programs()
   }
-  return settings_page.page(modules)
+  return help_text.page(modules)
 
 
 def _unknown(name: str, by_name: dict[str, str]) -> str:

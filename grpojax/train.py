@@ -10,7 +10,7 @@ directory, by default runs/NAME_OF_CONFIG, gets
     config.json         the resolved configuration
     changes.jsonl       settings that were changed when it was resumed
     lengths.npz         tokens of all prompts, so that they are measured once
-    metrics.jsonl       one line a step, and one an evaluation
+    metrics.jsonl       one line per step, and one per evaluation
     samples.jsonl       sampled completions with their rewards, in whole groups,
                         and
     rewards.jsonl       how often which reward was given, step by step (both not
@@ -18,19 +18,19 @@ directory, by default runs/NAME_OF_CONFIG, gets
     evaluations.jsonl   which held-out answers were right
     failures.jsonl      rewards that could not be computed, with the completions
     tensorboard/        the same metrics for TensorBoard (log.trackers)
-    trackers.json       what other trackers call the run
+    trackers.json       the run's names in other trackers
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
     learning_curve.png
     report.html         all of it, to look at in a browser
     summary.json        accuracy before and after, seconds, steps, the group
                         size that the gradient's noise asked for
-    profile/            a trace of some steps, where profile.steps asks for one
+    profile/            a trace of some steps (profile.steps)
 
 DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
 
-The same command run again resumes; on a finished run it does nothing. What does
-not change the past may differ then: steps (more of them go on with a finished
+The same command run again resumes; on a finished run it does nothing. Settings
+that leave the past alone may differ then: steps (more of them extend a finished
 run), log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long,
 reward.workers and timeout, mesh.*, optim.micro_batches, optim.packing,
 model.remat and model.reference. SIGTERM saves and exits with code 75: run the
@@ -45,7 +45,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,8 +68,7 @@ FLAGS = {
   **distributed.FLAGS,
 }
 
-
-REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
+REAL = "gsm8k_qwen2_5_0_5b"  # the next config after an embedded model's
 REAL_ON_CPU = "smollm2"
 
 
@@ -83,28 +82,26 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
     low, high = summary[f"accuracy_{when}_interval"]
     accuracy = summary[f"accuracy_{when}"]
     reward = summary.get(f"reward_{when}")
-    lines.append(f"accuracy {when:6} {accuracy:6.1%}  [{low:.1%}, {high:.1%}]")
+    line = f"accuracy {when:6} {accuracy:6.1%}  [{low:.1%}, {high:.1%}]"
     ends = summary.get(f"reward_{when}_interval")
     if settings.environment.on and ends:
       value = evaluation.text(evaluation.REWARD, reward, *ends)
-      lines[-1] = f"return {when:6} {value}  {lines[-1]}"
-    elif reward is not None and not math.isclose(
-      reward, accuracy, abs_tol=1e-6
-    ):
-      lines[-1] += f"  mean reward {reward:.3g} (right: 1 or more)"
-  lines[-1] += (
-    f"  (greedy, {summary['eval_prompts']} held-out prompts, 95% intervals)"
-  )
+      line = f"return {when:6} {value}  {line}"
+    elif reward is not None and abs(reward - accuracy) > 1e-6:
+      line += f"  mean reward {reward:.3g} (right: 1 or more)"
+    lines.append(line)
+  prompts = summary["eval_prompts"]
+  lines[-1] += f"  (greedy, {prompts} held-out prompts, 95% intervals)"
   if summary.get("best_accuracy", 0) > summary["accuracy_after"]:
     lines.append(
       f"accuracy best   {summary['best_accuracy']:6.1%}  after step "
       f"{summary['best_step']}, chosen by these prompts"
     )
-  for name in summary:
+  for name, before in summary.items():
     if name.endswith("/accuracy_before"):
-      last = name.removesuffix("before") + "after"
       data_set = name.rpartition("/")[0]
-      lines.append(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
+      after = summary[f"{data_set}/accuracy_after"]
+      lines.append(f"  {data_set}: {before:.1%} -> {after:.1%}")
   if "optimal_group_size" in summary:
     lines.append(group_size_line(summary))
   for name, count in summary["steps_with"].items():
@@ -118,21 +115,19 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
 def group_size_line(summary: Mapping[str, Any]) -> str:
   """The group size of a summary; infinite bounds are null in a file."""
   low, high = summary["optimal_group_size_interval"]
-  best, *interval = (
-    "inf" if x is None else f"{x:.1f}"
-    for x in (summary["optimal_group_size"], low, high)
-  )
-  size = f"{best} [{', '.join(interval)}]"
   if low == 1 and high in (None, math.inf):
     return (
       "the gradient's noise left the best group size open: raise "
       "diagnostics.share or diagnostics.tangents"
     )
-  line = f"the gradient's noise asked for groups of {size}"
+  best, low, high = (
+    "inf" if x is None else f"{x:.1f}"
+    for x in (summary["optimal_group_size"], low, high)
+  )
+  line = f"the gradient's noise asked for groups of {best} [{low}, {high}]"
   if error := summary.get("gradient_error_of_best"):
-    line += (
-      f"; this run's have {error:.2f} times their error, by as many samples"
-    )
+    line += f"; this run's have {error:.2f} times their error, by as many "
+    line += "samples"
   return line
 
 
@@ -164,14 +159,13 @@ def final_lines(
   settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
-  """Lines to print when a run has come to its end.
+  """Lines to print at the end of a run.
 
   `run` is the directory or its URL as the user gave it, `directory` on a disk.
   """
+  model = f"of step {summary['model_step']}, Hugging Face format"
   names = {
-    f"{run_directory.MODEL}/": (
-      f"of step {summary['model_step']}, Hugging Face format"
-    ),
+    f"{run_directory.MODEL}/": model,
     run_directory.REPORT: "",
     run_directory.CURVE: "",
     run_directory.METRICS: "",
@@ -183,10 +177,10 @@ def final_lines(
     for name, about in names.items()
     if (directory / name).exists()
   ]
-  steps, seconds = summary["steps"], summary["train_seconds"]
+  duration = records.duration(summary["train_seconds"])
   return [
     *_gain(settings, summary),
-    f"{steps} steps in {records.duration(seconds)}; results are in {run}/:",
+    f"{summary['steps']} steps in {duration}; results are in {run}/:",
     f"  {', '.join(files)}",
     *next_steps(run, settings),
   ]
@@ -199,16 +193,6 @@ def next_steps(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
   return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]
 
 
-@contextlib.contextmanager
-def _exit_code_of_sigterm() -> Iterator[None]:
-  """Exits with the code of a preempted run at SIGTERM before or after it."""
-  try:
-    yield
-  except interrupts.Left as why:
-    print(f"{why}; the same command goes on", file=sys.stderr)
-    sys.exit(interrupts.EXIT_PREEMPTED)
-
-
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
@@ -219,20 +203,24 @@ def main(argv: list[str]) -> None:
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id
   )
-  with _exit_code_of_sigterm(), contextlib.ExitStack() as stack:
-    with command_line.usage_errors():
-      stack.enter_context(join)
-      stack.enter_context(disk.errors())
-      directory, sync = stack.enter_context(run_storage.opened(where))
-    summary = fit.run(settings, directory, sync)
-    with command_line.usage_errors():
-      distributed.on_main(sync)  # the others wait while it is copied
-    if summary is None:
-      print(f"{where} is finished: nothing to do (see summary.json there)")
-      lines = next_steps(where, settings)
-    else:
-      lines = final_lines(where, directory, settings, summary)
-    print(*lines, sep="\n")
+  try:
+    with contextlib.ExitStack() as stack:
+      with command_line.usage_errors():
+        stack.enter_context(join)
+        stack.enter_context(disk.errors())
+        directory, sync = stack.enter_context(run_storage.opened(where))
+      summary = fit.run(settings, directory, sync)
+      with command_line.usage_errors():
+        distributed.on_main(sync)  # the others wait while it is copied
+      if summary is None:
+        print(f"{where} is finished: nothing to do (see summary.json there)")
+        lines = next_steps(where, settings)
+      else:
+        lines = final_lines(where, directory, settings, summary)
+      print(*lines, sep="\n")
+  except interrupts.Left as why:  # SIGTERM before or after the run
+    print(f"{why}; the same command goes on", file=sys.stderr)
+    sys.exit(interrupts.EXIT_PREEMPTED)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
       stages: int = option(4, "stages of the cache", within="[1, inf)")
 
 One declaration is the source of the default, of the check that a value passes
-when the dataclass is made, and of what --help and docs/settings.md say.
+when the dataclass is made, and of the text in --help and docs/settings.md.
 """
 
 import dataclasses
@@ -29,29 +29,26 @@ DECAY = "[0, 1)"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """Declaration of one option, setting or flag.
+  """Declaration of one option, setting or flag."""
 
-  Attributes:
-    default: Value that it has where none is set; the option has its type.
-    text: Phrase without a full stop that says what it is, with the unit and
-      what 0 or "" mean.
-    choices: Names that it may have; () is any.
-    within: Interval that a number must be in, as "[0, 1)" or "(0, inf)"; "" is
-      any. An upper bound may be a power, "2**31".
-    words: Texts that may stand in the place of a number.
-  """
-
-  default: Any
+  default: Any  # default value; the option has its type
+  # Phrase without a full stop, with the unit and the meaning of 0 or "".
   text: str
-  choices: Collection[str] = ()
+  choices: Collection[str] = ()  # allowed names; () is any
+  # Interval of a number, as "[0, 1)", "(0, inf)" or "[0, 2**31)"; "" is any.
   within: str = ""
-  words: tuple[str, ...] = ()
+  words: tuple[str, ...] = ()  # texts that may stand in the place of a number
 
 
 def option(default: Any, text: str, *args: Any, **kwargs: Any) -> Any:
   """Declares a dataclass's field as an `Option` of these arguments."""
   declared = Option(default, text, *args, **kwargs)
   return dataclasses.field(default=default, metadata={"option": declared})
+
+
+one_or_more = functools.partial(option, within=ONE_OR_MORE)
+not_negative = functools.partial(option, within=NOT_NEGATIVE)
+positive = functools.partial(option, within=POSITIVE)
 
 
 def declared_options(options: type | Any) -> dict[str, Option]:
@@ -96,17 +93,17 @@ def _other_type(default: Any, value: Any) -> str:
   truth = isinstance(value, (bool, np.bool_))
   if isinstance(default, bool):
     return "" if truth else "True or False"
-  if isinstance(default, int):
-    kind, name = numbers.Integral, "a whole number"
-  elif isinstance(default, float):
-    kind, name = numbers.Real, "a number"
-  else:
-    return ""
-  return "" if isinstance(value, kind) and not truth else name
+  for kind, accepted, name in (
+    (int, numbers.Integral, "a whole number"),
+    (float, numbers.Real, "a number"),
+  ):
+    if isinstance(default, kind):
+      return "" if isinstance(value, accepted) and not truth else name
+  return ""
 
 
 def refusal(declared: Option, value: Any) -> str | None:
-  """Returns what an option's value must be, with its text; None where it is.
+  """Returns the requirement that a value fails, with the text; None if it fits.
 
   A function in the place of a name is never refused.
   """
@@ -136,7 +133,7 @@ def refusal(declared: Option, value: Any) -> str | None:
 
 
 def option_errors(options: Any) -> list[str]:
-  """Returns a line "NAME = VALUE: reason" for each value that cannot be."""
+  """Returns a line "NAME = VALUE: reason" for each invalid value."""
   return [
     f"{name} = {value!r}: {reason}"
     for name, declared in declared_options(options).items()
@@ -151,7 +148,7 @@ def refuse(errors: Sequence[str]) -> None:
 
 
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes a function's TypeError for an unknown argument name the near ones.
+  """Adds similar names to a function's TypeError for an unknown argument.
 
   A name may also be that of an option of a default: `beta` of `objective`.
   """
@@ -178,11 +175,8 @@ def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
 def frozen_options(kind: type) -> type:
   """Makes a class of options a frozen dataclass that checks its values.
 
-  A class with a `__post_init__` of its own calls `option_errors` there.
-
-  Raises:
-    ValueError: By the dataclass, where a value is out of its range or none of
-      its choices; the message has a line for each.
+  Its ValueError has a line for each invalid value. A class with a
+  `__post_init__` of its own calls `option_errors` there.
   """
   if "__post_init__" not in vars(kind):
     kind.__post_init__ = lambda self: refuse(option_errors(self))

@@ -120,8 +120,7 @@ def parse_job(
 def from_config(config: ConfigDict) -> TrainSettings:
   """Returns a config's settings, checked before anything compiles.
 
-  Raises:
-    ValueError: With every error, a line each: setting, value, what to do.
+  The ValueError has a line for every error: setting, value, what to do.
   """
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
   tree, errors = config.to_dict(), []

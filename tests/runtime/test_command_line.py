@@ -27,6 +27,7 @@ def _parse(*argv, flags=FLAGS, default=None):
 
 def config_file_with(path, *lines, signature="get_config()"):
   """Writes a config file that changes the default config by these lines."""
+  path.parent.mkdir(exist_ok=True)
   path.write_text(
     "from ml_collections import ConfigDict, FrozenConfigDict, config_dict\n"
     "from grpojax.training.config import default_config\n"
@@ -37,60 +38,44 @@ def config_file_with(path, *lines, signature="get_config()"):
   return path
 
 
-def test_defaults_without_arguments(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  config, flags = _parse()
-  assert config.name == "arithmetic" and config.is_locked
-  assert flags.to_dict() == OWN  # a default may be none of the choices
+FUNCTIONS = "--config.reward.functions"
+WEIGHTS = "--config.reward.weights"
 
 
 @pytest.mark.parametrize(
   "words, changes",
   [
-    (["--config.optim.learning_rate=1"], {"optim.learning_rate": 1.0}),
-    (["--config.steps", "7"], {"steps": 7}),
-    (["--config.reward.on_device"], {"reward.on_device": True}),
-    (["--noconfig.optim.packing"], {"optim.packing": False}),
-    (["--config.group_size=auto"], {"group_size": "auto"}),
+    ("", {}),
+    ("--config.optim.learning_rate=1", {"optim.learning_rate": 1.0}),
+    ("--config.steps|7", {"steps": 7}),
+    ("--config.reward.on_device", {"reward.on_device": True}),
+    ("--noconfig.optim.packing", {"optim.packing": False}),
+    ("--config.group_size=auto", {"group_size": "auto"}),
     # Tuples.
-    (
-      ["--config.reward.functions=math_answer, length"],
-      {"reward.functions": ("math_answer", "length")},
-    ),
-    (
-      ["--config.reward.functions=('format',)", "--config.reward.weights=2"],
-      {"reward.functions": ("format",), "reward.weights": (2,)},
-    ),
-    (["--config.reward.weights=1,0.5"], {"reward.weights": (1, 0.5)}),
+    (f"{FUNCTIONS}=format, length", {"reward.functions": ("format", "length")}),
+    (f"{FUNCTIONS}=('format',)", {"reward.functions": ("format",)}),
+    (f"{WEIGHTS}=2", {"reward.weights": (2,)}),
+    (f"{WEIGHTS}=1,0.5", {"reward.weights": (1, 0.5)}),
     # Keys that the default does not have, in sections that take any.
-    (["--data.options.difficulty=1,3"], {"data.options.difficulty": (1, 3)}),
-    (["--data.options.prompt=question"], {"data.options.prompt": "question"}),
-    (
-      ["--config.reward.options.length.exact=true"],
-      {"reward.options.length.exact": True},
-    ),
+    ("--data.options.difficulty=1,3", {"data.options.difficulty": (1, 3)}),
+    ("--data.options.prompt=question", {"data.options.prompt": "question"}),
+    ("--config.reward.options.f.x=true", {"reward.options.f.x": True}),
     # The last value wins; config_flags puts repeated tuples together.
-    (["--config.seed=1", "--config.seed=2"], {"seed": 2}),
-    (["--config.group_size=auto", "--group_size=16"], {"group_size": 16}),
-    (
-      ["--config.reward.weights=1,2", "--config.reward.weights=(3, 4)"],
-      {"reward.weights": (3, 4)},
-    ),
+    ("--config.seed=1|--config.seed=2", {"seed": 2}),
+    ("--config.group_size=auto|--group_size=16", {"group_size": 16}),
+    (f"{WEIGHTS}=1,2|{WEIGHTS}=(3, 4)", {"reward.weights": (3, 4)}),
     # Without the prefix, as users of TRL and verl type them.
-    (["--optim.learning_rate=1e-5"], {"optim.learning_rate": 1e-5}),
-    (["--seed", "3"], {"seed": 3}),
-    (["--reward.on_device"], {"reward.on_device": True}),
-    (
-      ["--data.template=--seed=4 {prompt}"],
-      {"data.template": "--seed=4 {prompt}"},
-    ),
+    ("--optim.learning_rate=1e-5", {"optim.learning_rate": 1e-5}),
+    ("--seed|3", {"seed": 3}),
+    ("--reward.on_device", {"reward.on_device": True}),
+    ("--data.template=--seed=4 {x}", {"data.template": "--seed=4 {x}"}),
     # Flags of the program.
-    (["--run_dir=/x=y"], {"--run_dir": "/x=y"}),
-    (["--dry_run=true", "--tries=7"], {"--dry_run": True, "--tries": 7}),
+    ("--run_dir=/x=y", {"--run_dir": "/x=y"}),
+    ("--dry_run=true|--tries=7", {"--dry_run": True, "--tries": 7}),
   ],
 )
 def test_values_take_the_type_of_the_default(words, changes):
-  config, flags = _parse(*words)
+  config, flags = _parse(*filter(None, words.split("|")))
   assert config.is_locked and config.reward.options.is_locked
   values = flatten(config) | {f"--{k}": x for k, x in flags.items()}
   expected = flatten(default_config()) | {f"--{k}": x for k, x in OWN.items()}
@@ -120,15 +105,9 @@ def _with_odd_keys():
 def test_odd_keys_and_values():
   """config_flags reads --config.options.top-k as a subtraction, and refuses
   values of types that have no flags even where nobody sets them."""
-  config, _ = _parse(
-    "--config.options.from=3",
-    "--config.options.top-k=4",
-    "--config.options.fast",
-    "--config.seeds=[2, 3]",
-    "--config.note",
-    "4",
-    default=_with_odd_keys,
-  )
+  words = "--options.from=3 --options.top-k=4 --options.fast --seeds=[2,3]"
+  words += " --config.note 4"
+  config, _ = _parse(*words.split(), default=_with_odd_keys)
   assert config.options.to_dict() == {"from": 3, "top-k": 4, "fast": True}
   assert config.seeds == [2, 3] and config.note == 4
   with pytest.raises(ValueError, match="expected a value of type list"):
@@ -162,11 +141,7 @@ def test_nothing_is_evaluated(tmp_path):
     ("--config.optim=1", "--config.optim is a section"),
     ("--data.options.size={1:1}", "set its fields, --config.data.options.size"),
     ("--loss=1", "--config.loss is a section: set its fields, --config.loss.K"),
-    (
-      "--config.steps=1e3",
-      "--config.steps=1e3: expected a value of type int, for example "
-      "--config.steps=40 (training steps",
-    ),
+    ("--config.steps=1e3", "type int, for example --config.steps=40 (training"),
     ("--config.optim.b1=high", "expected a value of type float"),
     ("--dry_run=perhaps", "expected a value of type bool"),
     ("--config.reward.weights=much", "expected a value of type tuple"),
@@ -186,14 +161,8 @@ def test_nothing_is_evaluated(tmp_path):
     # absl would let both flags pass, and read more of them from a file.
     ("--undefok=xyzzy --xyzzy=1", "unknown flag --undefok;"),
     ("--flagfile=flags.txt", "unknown flag --flagfile;"),
-    (
-      "--config.data.options.a=1 --config.data.options.a.b=2",
-      "--config.data.options.a.b: a is no section, but 1",
-    ),
-    (
-      "--config.data.options.a.b=2 --config.data.options.a=1",
-      "--config.data.options.a is a section",
-    ),
+    ("--data.options.a=1 --data.options.a.b=2", "a.b: a is no section, but 1"),
+    ("--data.options.a.b=2 --data.options.a=1", "options.a is a section"),
     ("--config.group_size=autos", "group_size=8 or auto (completions a"),
     ("--tries=0", "--tries=0: must be 1 or more (that are timed)"),
     ("--kind=frist", "--kind=frist: did you mean first?"),
@@ -254,9 +223,8 @@ def test_a_bad_config_file_says_where(tmp_path, line, text):
 
 
 def test_a_config_file_with_an_argument(tmp_path):
-  path = config_file_with(
-    tmp_path / "sizes.py", "config.name = size", signature="get_config(size)"
-  )
+  line, signature = "config.name = size", "get_config(size)"
+  path = config_file_with(tmp_path / "sizes.py", line, signature=signature)
   config, _ = _parse("--config.steps=5", f"--config={path}:a:b")
   assert config.name == "a:b" and config.steps == 5
   assert _parse("--config", f"{path}:")[0].name == ""
@@ -272,16 +240,10 @@ def test_a_config_file_with_an_argument(tmp_path):
 def test_a_config_file_is_read_anew(tmp_path, monkeypatch):
   """config_flags reads its old bytecode within a second of the change."""
   monkeypatch.setattr(sys, "dont_write_bytecode", False)
-  path = tmp_path / "quick.py"
-  names = []
   for name in ("old", "new"):
-    path.write_text(
-      "from ml_collections import ConfigDict\n"
-      f"def get_config():\n  return ConfigDict({{'name': '{name}'}})\n"
-    )
-    os.utime(path, (0, 0))
-    names.append(_parse(f"--config={path}")[0].name)
-  assert names == ["old", "new"]
+    config_file_with(tmp_path / "quick.py", f"config.name = '{name}'")
+    os.utime(tmp_path / "quick.py", (0, 0))
+    assert _parse(f"--config={tmp_path}/quick.py")[0].name == name
 
 
 def _one(*argv):
@@ -305,26 +267,22 @@ def test_a_program_without_a_config():
     _one("--config.steps=3")
 
 
-def test_a_home_directory(tmp_path, monkeypatch):
+def test_a_home_directory(monkeypatch):
   """In flags, settings, tuples of them and the config file's own path."""
-  monkeypatch.setenv("HOME", str(tmp_path))
-  config_file_with(tmp_path / "mine.py", "config.data.path = '~/data'")
-  config, flags = _parse(
-    "--config=~/mine.py",
-    "--run_dir=~/run",
-    "--config.model.path=~/model",
-    "--config.reward.functions=~/mine.py:score,exact_answer",
-    "--config.data.options.file=~/x",
-    "--config.data.template=a ~/ {prompt}",
-  )
-  assert flags.run_dir == f"{tmp_path}/run"
-  assert config.data.path == f"{tmp_path}/data"
-  assert config.model.path == f"{tmp_path}/model"
-  functions = (f"{tmp_path}/mine.py:score", "exact_answer")
-  assert config.reward.functions == functions
-  assert config.data.options.file == f"{tmp_path}/x"
-  assert config.data.template == "a ~/ {prompt}"
-  assert config.is_locked
+  monkeypatch.setenv("HOME", "/h")
+  own = default_config()
+  own.data.path = "~/data"
+  words = "--run_dir=~/run --model.path=~/model --data.options.file=~/x "
+  words += f"{FUNCTIONS}=~/mine.py:score,exact_answer --data.template=a~/"
+  config, flags = _parse(*words.split(), default=lambda: own)
+  assert flags.run_dir == "/h/run"
+  assert config.data.path == "/h/data"
+  assert config.model.path == "/h/model"
+  assert config.reward.functions == ("/h/mine.py:score", "exact_answer")
+  assert config.data.options.file == "/h/x"
+  assert config.data.template == "a~/" and config.is_locked
+  with pytest.raises(ValueError, match="^--config=/h/none.py: no such file"):
+    _parse("--config=~/none.py")
 
 
 @pytest.mark.parametrize(
@@ -333,6 +291,9 @@ def test_a_home_directory(tmp_path, monkeypatch):
     (FileNotFoundError(2, "No such file", "/x/y"), "/x/y: No such file"),
     (OSError("odd"), "odd"),
     (MemoryError("Unable to allocate 9 TiB"), "not enough memory: Unable to "),
+    # Escaped, so that nothing acts on the terminal.
+    (ValueError("bad \x1b]0;title\x07"), r"bad \\x1b\]0"),
+    (OSError(2, "no \x1b[2J"), r"no \\x1b\[2J"),
   ],
 )
 def test_what_the_system_refuses_is_a_sentence(error, text):
@@ -343,20 +304,12 @@ def test_what_the_system_refuses_is_a_sentence(error, text):
     raise KeyError("a bug")
 
 
-def _write_config(path, name):
-  path.parent.mkdir(exist_ok=True)
-  path.write_text(
-    "from ml_collections import ConfigDict\n"
-    f"def get_config():\n  return ConfigDict({{'name': '{name}'}})\n"
-  )
-
-
 @pytest.mark.parametrize("text", ["gsm8k", "configs/gsm8k.py", "gsm8k.py"])
 def test_a_config_of_the_package_from_anywhere(text, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert _parse(f"--config={text}")[0].name == "gsm8k"
   if text.endswith(".py"):  # a file on the disk is what is meant
-    _write_config(tmp_path / text, "mine")
+    config_file_with(tmp_path / text, "config.name = 'mine'")
     assert _parse(f"--config={text}")[0].name == "mine"
 
 
@@ -371,7 +324,9 @@ def test_a_config_that_there_is_not(text, tmp_path, monkeypatch):
   for name in config_file.packaged():
     assert f" {name}" in message
   # One's own is nearer than the package's.
-  _write_config(tmp_path / pathlib.Path(text).parent / "gsm9kk.py", "mine")
+  config_file_with(
+    tmp_path / pathlib.Path(text).parent / "gsm9kk.py", "config.name = 'mine'"
+  )
   with pytest.raises(ValueError, match=r"did you mean (configs/)?gsm9kk.py\?"):
     _parse(f"--config={text}")
 
@@ -380,11 +335,3 @@ def test_only_names_and_configs_are_those_of_the_package(tmp_path):
   for path in (tmp_path / "gsm8k.py", "other/gsm8k.py", "../configs/gsm8k.py"):
     with pytest.raises(ValueError, match="no such file"):
       _parse(f"--config={path}")
-
-
-def test_what_an_error_quotes_does_not_act_on_the_terminal():
-  for error in (ValueError("bad \x1b]0;title\x07"), OSError(2, "no \x1b[2J")):
-    with pytest.raises(SystemExit) as ended:
-      with command_line.usage_errors():
-        raise error
-    assert "\x1b" not in str(ended.value) and "\\x1b" in str(ended.value)

@@ -9,8 +9,6 @@ manifests stand.
 """
 
 import base64
-import email
-import email.policy
 import http.server
 import itertools
 import json
@@ -43,6 +41,12 @@ def _resource(bucket, name):
     "contentType": "application/octet-stream",
     "md5Hash": base64.b64encode(zlib.crc32(data).to_bytes(16)).decode(),
   }
+
+
+def _content(part):
+  """Raw bytes of a part of a multipart body: a parser changes line ends."""
+  end = b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n"  # of its headers
+  return part.split(end, 1)[1].removesuffix(b"\n").removesuffix(b"\r")
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -80,15 +84,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     return url.path, bucket, name, query
 
   def _refused(self, bucket, name, query):
-    """Whether a precondition fails, and with which code."""
+    """Returns the code of a precondition that fails, or None."""
     now = OBJECTS.get((bucket, name), (0,))[0]
-    match = query.get("ifGenerationMatch")
-    differs = query.get("ifGenerationNotMatch")
-    if match is not None and int(match) != now:
-      return 412
-    if differs is not None and int(differs) == now:
-      return 412
-    return None
+    match = int(query.get("ifGenerationMatch", now))
+    differs = int(query.get("ifGenerationNotMatch", -1))
+    return 412 if match != now or differs == now else None
 
   def _put(self, bucket, name, query, data):
     with LOCK:
@@ -101,22 +101,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
     prefix, cut = query.get("prefix", ""), query.get("delimiter")
     start = query.get("startOffset", "")
     end = query.get("endOffset")
-    names = sorted(
-      n for b, n in OBJECTS if b == bucket and n.startswith(prefix)
-    )
-    items, prefixes = [], []
+    names = sorted(n for b, n in OBJECTS if b == bucket)
+    items, prefixes = [], {}
     for name in names:
-      if name < start or (end and name >= end):
+      inside = name >= start and not (end and name >= end)
+      if not inside or not name.startswith(prefix):
         continue
       rest = name[len(prefix) :]
       if cut and cut in rest:
-        folder = prefix + rest.split(cut)[0] + cut
-        if folder not in prefixes:
-          prefixes.append(folder)
+        prefixes[prefix + rest.split(cut)[0] + cut] = True
       else:
         items.append(_resource(bucket, name))
     answer = {"kind": "storage#objects", "items": items}
-    self._answer(200, answer | ({"prefixes": prefixes} if prefixes else {}))
+    if prefixes:
+      answer["prefixes"] = list(prefixes)
+    self._answer(200, answer)
 
   def do_GET(self):
     path, bucket, name, query = self._where()
@@ -155,18 +154,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if kind == "media":
       return self._put(bucket, query["name"], query, body)
     if kind == "multipart":
-      head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
-      policy = email.policy.HTTP
-      about, content = email.message_from_bytes(
-        head + body, policy=policy
-      ).iter_parts()
-      name = json.loads(about.get_payload(decode=True))["name"]
-      # The raw bytes: the parser would change line ends.
       mark = self.headers["Content-Type"].split("boundary=")[1].strip("'\"")
-      part = body.split(b"--" + mark.encode())[2]
-      data = part.split(b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n", 1)[1]
-      data = data.removesuffix(b"\n").removesuffix(b"\r")
-      return self._put(bucket, name, query, data)
+      about, data = map(_content, body.split(b"--" + mark.encode())[1:3])
+      return self._put(bucket, json.loads(about)["name"], query, data)
     name = query.get("name") or json.loads(body)["name"]
     key = str(next(GENERATIONS))
     UPLOADS[key] = (bucket, name, query, bytearray())

@@ -25,11 +25,21 @@ SUMMARY = {
 }
 
 
-def test_the_end_says_the_gain_and_where_everything_is(tmp_path, settings_with):
+@pytest.fixture
+def last_lines(settings_with, tmp_path):
+  """The lines at the end of a run whose summary has changes."""
+
+  def last_lines(settings=None, **changes):
+    settings = settings or settings_with(model__path="some/model")
+    return train.final_lines("runs/x", tmp_path, settings, SUMMARY | changes)
+
+  return last_lines
+
+
+def test_the_end_says_gain_and_files(tmp_path, last_lines, settings_with):
   for name in ("model", "learning_curve.png", "metrics.jsonl"):
     (tmp_path / name).mkdir()
-  settings = settings_with(model__path="some/model")
-  lines = train.final_lines("runs/x", tmp_path, settings, SUMMARY)
+  lines = last_lines()
   assert lines[:4] == [
     "accuracy before   6.2%  [2.5%, 15.0%]",
     "accuracy after   98.4%  [91.7%, 99.7%]"
@@ -38,53 +48,42 @@ def test_the_end_says_the_gain_and_where_everything_is(tmp_path, settings_with):
     "  model/ (of step 40, Hugging Face format), learning_curve.png, "
     "metrics.jsonl",
   ]
+  settings = settings_with(model__path="some/model")
   assert lines[4:] == train.next_steps("runs/x", settings)
   assert max(map(len, lines)) < 100
 
 
-def test_the_end_says_what_went_wrong_and_each_data_set(
-  tmp_path, settings_with
-):
-  summary = SUMMARY | {"failed_rewards": 3, "steps_with": {"truncated": 2}}
-  summary |= {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
-  lines = train.final_lines("runs/x", tmp_path, settings_with(), summary)
-  assert lines[2:5] == [
+def test_the_end_says_what_went_wrong_and_each_data_set(last_lines):
+  sets = {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
+  troubles = {"failed_rewards": 3, "steps_with": {"truncated": 2}}
+  assert last_lines(**sets, **troubles)[2:5] == [
     "  sums: 10.0% -> 75.0%",
     "steps with truncated: 2",
     "rewards that failed: 3",
   ]
 
 
-def test_graded_rewards_stand_beside_the_accuracy(settings_with):
-  summary = SUMMARY | {"accuracy_before": 0.0, "accuracy_after": 0.0}
-  summary |= {"reward_before": 0.3, "reward_after": 0.62}
-  lines = train.final_lines(
-    "runs/x", pathlib.Path("x"), settings_with(), summary
-  )
-  assert lines[0].endswith("  mean reward 0.3 (right: 1 or more)")
-  assert "mean reward 0.62" in lines[1]
+def test_graded_rewards_stand_beside_the_accuracy(last_lines):
+  first, second, *_ = last_lines(reward_before=0.3, reward_after=0.62)
+  assert first.endswith("  mean reward 0.3 (right: 1 or more)")
+  assert "mean reward 0.62" in second
 
 
-def test_the_return_of_an_environment_stands_before_the_accuracy(settings_with):
-  summary = SUMMARY | {"accuracy_before": 0.25}
-  summary |= {"reward_before": -0.3, "reward_before_interval": [-0.5, -0.1]}
-  settings = settings_with(
-    environment__path="retry", reward__functions=("environment",)
+def test_an_environments_return_comes_first(last_lines, settings_with):
+  rewards = {"reward__functions": ("environment",)}
+  first, second, *_ = last_lines(
+    settings_with(environment__path="retry", **rewards),
+    reward_before=-0.3,
+    reward_before_interval=[-0.5, -0.1],
   )
-  first, second, *_ = train.final_lines(
-    "runs/x", pathlib.Path("x"), settings, summary
-  )
-  expected = "return before -0.3  [-0.5, -0.1]  accuracy before  25.0%"
+  expected = "return before -0.3  [-0.5, -0.1]  accuracy before   6.2%"
   assert first.startswith(expected)
   assert second.startswith("accuracy after")
 
 
 @pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
-def test_a_best_step_is_named_where_it_was_better(best, shown, settings_with):
-  summary = SUMMARY | {"best_step": 35, "best_accuracy": best}
-  lines = train.final_lines(
-    "runs/x", pathlib.Path("x"), settings_with(), summary
-  )
+def test_a_best_step_is_named_where_it_was_better(best, shown, last_lines):
+  lines = last_lines(best_step=35, best_accuracy=best)
   assert any("accuracy best" in line for line in lines) == shown
 
 
@@ -106,9 +105,7 @@ def test_commands_can_be_pasted_into_a_shell(where, settings_with):
   "backend, config",
   [("cpu", "smollm2"), ("gpu", train.REAL), ("tpu", train.REAL)],
 )
-def test_only_an_embedded_model_is_followed_by_a_real_one(
-  settings_with, monkeypatch, backend, config
-):
+def test_a_real_model_comes_next(settings_with, monkeypatch, backend, config):
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
   name = "a real model"
   settings = settings_with(model__path="arithmetic-instruct")
@@ -122,9 +119,7 @@ def test_only_an_embedded_model_is_followed_by_a_real_one(
     assert name not in train.commands("runs/x", settings)
 
 
-def test_a_device_without_memory_is_a_sentence(
-  tmp_path, settings_with, monkeypatch
-):
+def test_too_little_memory_is_a_sentence(tmp_path, settings_with, monkeypatch):
   def open_all(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
 

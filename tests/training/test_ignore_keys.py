@@ -31,8 +31,10 @@ def rewrite(path, **changes):
 def models(toy_model, tmp_path_factory):
   """The toy model and a reward model, each with a key that is unknown."""
   folder = tmp_path_factory.mktemp("models")
-  noted = rewrite(shutil.copytree(toy_model, folder / "noted"), note=7)
-  judge = shutil.copytree(toy_model, folder / "source")
+  noted, judge = (
+    shutil.copytree(toy_model, folder / name) for name in ("noted", "source")
+  )
+  rewrite(noted, note=7)
   kind = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
   params = hf.load_params(toy_model)
   params |= {"score": np.zeros((params["embed"].shape[1], 1), np.float32)}
@@ -41,11 +43,7 @@ def models(toy_model, tmp_path_factory):
   return types.SimpleNamespace(toy=toy_model, noted=noted, judge=judge)
 
 
-def open_policy(settings):
-  return setup.with_weights(settings, setup.open_policy(settings))
-
-
-def open_teacher(settings):
+def open_policies(settings):
   policy = setup.with_teacher(settings, setup.open_policy(settings))
   return setup.with_weights(settings, policy)
 
@@ -64,22 +62,20 @@ def load_model(settings):
 
 
 @pytest.mark.parametrize(
-  ("read", "section", "field"),
+  "read, name",
   [
-    (open_policy, "model", "path"),
-    (open_teacher, "model", "teacher"),
-    (open_reward_model, "reward", "model"),
-    (open_run, "model", "path"),
-    (open_run, "model", "teacher"),
-    (load_model, "model", "path"),
+    (open_policies, "model__path"),
+    (open_policies, "model__teacher"),
+    (open_reward_model, "reward__model"),
+    (open_run, "model__path"),
+    (open_run, "model__teacher"),
+    (load_model, "model__path"),
   ],
 )
-def test_settings_reach_every_model(
-  read, section, field, models, settings_with
-):
-  model = models.judge if section == "reward" else models.noted
+def test_settings_reach_every_model(read, name, models, settings_with):
+  model = models.judge if name == "reward__model" else models.noted
   changes = {"model__path": str(models.toy), "loss__beta": 1.0}
-  changes |= {f"{section}__{field}": str(model)}
+  changes |= {name: str(model)}
   with pytest.raises(ValueError, match=NAMED):
     read(settings_with(**changes))
   assert read(settings_with(**changes, model__ignore_keys=("note",)))

@@ -27,10 +27,7 @@ SIZES = {
   "optim__micro_batches": 2,
   "eval__batch_size": 3,
 }
-INT8 = {
-  "sampling__cache_dtype": "int8",
-  "loss__correction": "token_truncate",
-}
+INT8 = {"sampling__cache_dtype": "int8", "loss__correction": "token_truncate"}
 MODEL = TransformerConfig(
   vocab_size=50, width=12, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=20
 )
@@ -38,8 +35,14 @@ MODEL = TransformerConfig(
 WEIGHTS = 50 * 12 + 3 * (2 * 12 * 16 + 2 * 12 * 8 + 3 * 12 * 20 + 2 * 12) + 12
 
 
-def mesh(**axes):
-  return mesh_lib.make_mesh(devices=jax.devices()[:1], **axes)
+def mesh():
+  return mesh_lib.make_mesh(devices=jax.devices()[:1])
+
+
+def four():
+  """Shapes alone: one device stands for all four."""
+  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
+  return jax.sharding.Mesh(devices, mesh_lib.AXES)
 
 
 def bytes_of(parts):
@@ -107,8 +110,6 @@ def test_the_state_of_each_optimizer(settings_with):
   wide = dataclasses.replace(
     MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
   )
-  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
-  four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   norms, keys = 3 * 2 * 128 + 128, 3 * 2 * 128 * 64  # k and v are 64 wide
   matrices = 140 * 128 + 3 * (2 * 128 * 128 + 3 * 128 * 132) + keys
   weights = norms + matrices
@@ -130,17 +131,15 @@ def test_the_state_of_each_optimizer(settings_with):
     settings = settings_with(
       **SIZES, **{f"optim__{name}": value for name, value in optim.items()}
     )
-    for of, wanted in zip((mesh(), four), expected, strict=True):
-      found = held_by(settings, wide, of)[1]["parameters and optimizer"]
-      assert found == wanted + 8, (optim, of.shape)  # and two counts
+    for of, size in zip((mesh(), four()), expected, strict=True):
+      parts = held_by(settings, wide, of)[1]
+      # And two counts.
+      assert parts["parameters and optimizer"] == size + 8, (optim, of.shape)
 
 
 def test_devices_share_it(settings_with):
-  """Shapes alone: one device stands for all four."""
-  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
-  four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   settings = settings_with(**SIZES)
-  one, cut = held_by(settings), held_by(settings, MODEL, four)
+  one, cut = held_by(settings), held_by(settings, MODEL, four())
   for whole, part in zip(one, cut, strict=True):
     for name in whole.keys() - {"parameters and optimizer", "gradients"}:
       assert part[name] == whole[name] // 4
@@ -151,12 +150,8 @@ def test_devices_share_it(settings_with):
 def total(compiled):
   """Bytes that a compiled program holds at its peak, at most."""
   m = compiled.memory_analysis()
-  return (
-    m.argument_size_in_bytes
-    + m.output_size_in_bytes
-    - m.alias_size_in_bytes
-    + m.temp_size_in_bytes
-  )
+  new = m.output_size_in_bytes - m.alias_size_in_bytes
+  return m.argument_size_in_bytes + new + m.temp_size_in_bytes
 
 
 @pytest.mark.slow  # compiles
@@ -165,10 +160,8 @@ def test_compiled_programs_take_more(settings_with):
   settings = settings_with(**SIZES)
   model = dataclasses.replace(MODEL, width=64, mlp=256)
   lm, tx = transformer(model, remat="full"), optimizer(settings)
-  state = jax.eval_shape(
-    lambda key: setup.first_state(settings, tx, lm.init(key)),
-    jax.random.key(0),
-  )
+  first = lambda key: setup.first_state(settings, tx, lm.init(key))
+  state = jax.eval_shape(first, jax.random.key(0))
   prompts = Prompts(
     jax.ShapeDtypeStruct((B, P), jnp.int32), jax.ShapeDtypeStruct((B, P), bool)
   )
@@ -215,13 +208,9 @@ def test_what_cannot_fit_is_refused_with_its_parts(settings_with):
 
 def test_the_memory_of_a_host(tmp_path):
   everything = memory.host_bytes(tmp_path)  # no limits, no swap space
-  assert everything == memory.host_bytes(tmp_path / "nowhere") > 2**20
-  (tmp_path / "proc").mkdir()
+  for folder in ("proc", "sys/fs/cgroup"):
+    (tmp_path / folder).mkdir(parents=True)
   (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nSwapTotal: 3 kB")
-  assert memory.host_bytes(tmp_path) == everything + 3 * 1024
-  (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-  limit = tmp_path / "sys/fs/cgroup/memory.max"
-  limit.write_text("max\n")
-  assert memory.host_bytes(tmp_path) == everything + 3 * 1024
-  limit.write_text("1048576\n")
-  assert memory.host_bytes(tmp_path) == 2**20 + 3 * 1024
+  for limit, memory_size in (("max\n", everything), ("1048576\n", 2**20)):
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
+    assert memory.host_bytes(tmp_path) == memory_size + 3 * 1024

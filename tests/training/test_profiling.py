@@ -9,21 +9,6 @@ import pytest
 from grpojax.training.report import profiling
 
 
-@pytest.mark.parametrize(
-  "text, hint",
-  [
-    ("10", "give FIRST:LAST"),
-    ("0:3", "give FIRST:LAST"),
-    ("5:4", "give FIRST:LAST"),
-    ("39:41", "the last step is 40"),
-  ],
-)
-def test_others_are_refused(text, hint, settings_with):
-  with pytest.raises(ValueError, match=f"profile.steps = '{text}': .*{hint}"):
-    settings_with(profile__steps=text)
-  settings_with(profile__steps="39:40")
-
-
 def steps_in(folder):
   """The steps that a trace says it has."""
   (file,) = folder.rglob("*.xplane.pb")
@@ -38,29 +23,26 @@ def steps_in(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "last, traced",
-  [(2, [2]), pytest.param(5, [2, 3], marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("last, traced", [(2, [2]), (5, [2, 3])])
 def test_the_trace_has_the_steps(last, traced, tmp_path, capsys):
-  class Ended(Exception):
-    pass
-
-  with contextlib.suppress(Ended):
+  with contextlib.suppress(KeyError):
     with profiling.opened("2:3", tmp_path) as around:
       for step in range(1, last + 1):
         with around(step):
           jnp.ones(8).sum().block_until_ready()
-      raise Ended  # also where a run ends by an error
+      raise KeyError  # also where a run ends by an error
   folder = tmp_path / profiling.PROFILE
   assert steps_in(folder) == traced  # both ends are steps
   assert (folder / profiling.MEMORY).read_bytes()[:2] == b"\x1f\x8b"  # gzip
   assert f"xprof {folder}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["start_trace", "stop_trace"])
-def test_no_run_ends_for_a_trace(name, tmp_path, capsys, monkeypatch):
-  done, stop = [], jax.profiler.stop_trace
+@pytest.mark.parametrize(
+  "name, last", [("start_trace", 4), ("stop_trace", 4), ("stop_trace", 2)]
+)
+def test_no_run_ends_for_a_trace(name, last, tmp_path, capsys, monkeypatch):
+  """And a trace that fails keeps the error that ended the run."""
+  stop = jax.profiler.stop_trace
   traces = tmp_path / profiling.PROFILE / "plugins" / "profile"
   (traces / "2026_01_01_00_00_00").mkdir(parents=True)  # an earlier one
 
@@ -70,31 +52,21 @@ def test_no_run_ends_for_a_trace(name, tmp_path, capsys, monkeypatch):
 
   monkeypatch.setattr(jax.profiler, name, refuse)
   try:
-    with profiling.opened("2:3", tmp_path) as around:
-      for step in range(1, 6):
-        with around(step):
-          done.append(step)
+    with pytest.raises(KeyError, match="the reason"):
+      with profiling.opened("2:3", tmp_path) as around:
+        for step in range(1, last + 1):
+          with around(step):
+            pass
+        raise KeyError("the reason")
   finally:
     if name == "stop_trace":
       stop()
-  assert done == [1, 2, 3, 4, 5]
-  assert "2026_01_01_00_00_00" in (left := [x.name for x in traces.iterdir()])
-  assert "2026_01_01_00_00_01" not in left  # half of one may fill a disk
+  names = [path.name for path in traces.iterdir()]
+  assert "2026_01_01_00_00_00" in names
+  assert "2026_01_01_00_00_01" not in names  # half of one may fill a disk
   text = capsys.readouterr().out
   assert text.count("profile: not written") == text.count("\n") == 1
   assert "No space left on device" in text and "the run goes on" in text
-
-
-def test_a_trace_that_fails_keeps_what_ended_the_run(tmp_path, monkeypatch):
-  stop = jax.profiler.stop_trace
-  monkeypatch.setattr(jax.profiler, "stop_trace", None)
-  try:
-    with pytest.raises(KeyError, match="the reason"):
-      with profiling.opened("1:2", tmp_path) as around:
-        with around(1):
-          raise KeyError("the reason")
-  finally:
-    stop()
 
 
 def test_steps_that_are_done_are_not_traced_in_silence(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What a run remembers, and when it stops."""
+"""Progress of a run: what it remembers, prints and warns of; when it stops."""
 
 import dataclasses
 import json
@@ -9,7 +9,11 @@ import pytest
 
 from grpojax.core.losses import rollout_mismatch
 from grpojax.training.config import default_config
-from grpojax.training.run import progress
+from grpojax.training.report import reporting
+from grpojax.training.report.reporting import Eta
+from grpojax.training.run import progress as lib
+from grpojax.training.run import start
+from grpojax.training.run.progress import Progress
 
 GOOD = {
   "skipped_updates": 0,
@@ -31,49 +35,36 @@ BAD = {
 
 def test_every_trouble_has_a_limit():
   of_steps = set(default_config().stop) - {"no_improvement"}  # of evaluations
-  assert of_steps == set(progress.STOP_CONDITIONS) == set(BAD)
+  assert of_steps == set(lib.STOP_CONDITIONS) == set(BAD)
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_trouble_in_a_row_ends_a_run(name):
   whole, less, words = BAD[name]
   limits = dict.fromkeys(BAD, 0) | {name: 3}
-  bad, now = GOOD | {name: whole}, progress.Progress()
+  bad, now = GOOD | {name: whole}, Progress()
   if name == "few_effective_samples":
     bad = GOOD | {"rollout_effective_samples": 1 - whole}
-  for row in [bad, bad, GOOD, bad, bad]:
-    now = progress.after(now, row)
-    assert progress.stop_reason(now, limits) is None
-  # What is kept in a checkpoint counts on.
-  notes = json.loads(json.dumps(dataclasses.asdict(now)))
-  now = progress.after(progress.from_notes(notes), bad)
-  why = progress.stop_reason(now, limits)
-  assert "in 3 steps in a row" in why and f"--config.stop.{name}=0" in why
-  assert progress.stop_reason(now, dict.fromkeys(BAD, 0)) is None
-  assert now.steps_with[name] == 5
-  assert sum(now.steps_with.values()) == 5
   shown = bad if less is None else GOOD | {name: less}
-  assert progress.troubles(shown) == [words]
-  assert progress.troubles(GOOD) == []
-
-
-def test_less_than_all_ends_nothing():
-  now = progress.Progress()
-  for _ in range(5):
-    now = progress.after(now, GOOD | {"rewards_missing": 0.99})
-  assert progress.stop_reason(now, dict.fromkeys(BAD, 1)) is None
-  assert now.steps_with["rewards_missing"] == 5
+  for row in [bad, bad, GOOD if less is None else shown, bad, bad]:
+    now = lib.after(now, row)
+    assert lib.stop_reason(now, limits) is None
+  # What is kept in a checkpoint counts on; other notes do not matter.
+  notes = json.loads(json.dumps(dataclasses.asdict(now) | {"other": 1}))
+  now = lib.after(lib.from_notes(notes), bad)
+  why = lib.stop_reason(now, limits)
+  assert "in 3 steps in a row" in why and f"--config.stop.{name}=0" in why
+  assert lib.stop_reason(now, dict.fromkeys(BAD, 0)) is None
+  assert now.steps_with.pop(name) == 5 + (less is not None)
+  assert not any(now.steps_with.values())
+  assert lib.troubles(shown) == [words]
+  assert lib.troubles(GOOD) == []
 
 
 def test_seconds_and_failures_add_up():
   row = GOOD | {"reward_failures": 3}
-  now = progress.after(progress.after(progress.Progress(), row), GOOD)
+  now = lib.after(lib.after(lib.from_notes(None), row), GOOD)
   assert now.failed_rewards == 3 and now.train_seconds == 1.5
-
-
-def test_what_a_checkpoint_does_not_say_is_not_known():
-  assert progress.from_notes(None) == progress.Progress()
-  assert progress.from_notes({"of": "another version"}).baseline is None
 
 
 def test_a_step_without_rewards_says_nothing_of_its_samples():
@@ -83,5 +74,128 @@ def test_a_step_without_rewards_says_nothing_of_its_samples():
   assert math.isnan(share)
   row = GOOD | {"rewards_missing": 1.0, "rollout_effective_samples": share}
   limits = dict.fromkeys(BAD, 0) | {"few_effective_samples": 1}
-  now = progress.after(progress.Progress(), row)
-  assert progress.stop_reason(now, limits) is None
+  assert lib.stop_reason(lib.after(Progress(), row), limits) is None
+
+
+ROW = {
+  "step": 3,
+  "reward_mean": 0.5,
+  "completion_length_mean": 37.94,
+  "truncated": 0.25,
+  "zero_variance_groups": 0.125,
+  "entropy": 0.0559,
+  "grad_norm": 0.121,
+  "tokens_per_second": 366.2,
+  "seconds_compile": 0.4,
+  "skipped_updates": 0,
+  "rewards_missing": 0.0,
+  "loss": 1.0,
+}
+
+
+@pytest.fixture
+def line_of(settings_with):
+  """The line of a step with changes, of 40 steps."""
+
+  def line_of(eta=None, steps=40, **changes):
+    settings, row = settings_with(steps=steps), ROW | changes
+    return reporting.step_line(settings, row, eta or Eta())
+
+  return line_of
+
+
+def test_a_line_names_what_it_shows(line_of):
+  # 37 more steps of 2 s, with half a second after each.
+  assert line_of(Eta(2, 4.0, 2, 1.0)) == (
+    "step  3/40  reward_mean 0.5  completion_length_mean 37.9  truncated 0.25"
+    "  zero_variance_groups 0.125  entropy 0.0559  grad_norm 0.121"
+    "  tokens_per_second 366  2.00 s/step  1m32s left"
+  )
+  # The mean of each of several rewards, and the KL, without its rounding.
+  rewards = {"rewards/g/mean": 0.75, "rewards/f/mean": 0.25}
+  rewards |= {"rewards/f/std": 0.1, "a/reward_mean": 1}
+  line = line_of(kl=3e-9, **rewards)
+  assert (
+    "  reward_mean 0.5  rewards/g/mean 0.75  rewards/f/mean 0.25"
+    "  completion_length_mean 37.9" in line
+  )
+  assert "  entropy 0.0559  kl 0  grad_norm 0.121" in line
+  assert "  kl 0.0123  " in line_of(kl=0.0123)
+  line = line_of(skipped_updates=2)
+  assert line.endswith("  ! 2 updates skipped") and "left" not in line
+  assert line_of(seconds_compile=83.2).endswith("  compiled 83 s")
+
+
+def test_the_group_size_of_all_diagnoses_so_far_is_shown(line_of):
+  """Its interval is Student's over diagnoses; a single one has its own."""
+  progress, words = Progress(), []
+  diagnoses = [
+    (0.5, 8.0, 1.0, math.inf),  # says nothing
+    (1.5, 10.0, 2.0, 5.0),
+    (math.nan, math.nan, math.nan, math.nan),
+    (1.0, 9.0, 1.0, math.inf),
+  ]
+  names = "c1", "c3", "optimal_group_size_low", "optimal_group_size_high"
+  for values in diagnoses:
+    row = ROW | {"train_seconds": 1.0, "optimal_group_size": 7.0}
+    row |= dict(zip(names, values, strict=True))
+    notes = json.loads(json.dumps(dataclasses.asdict(progress)))  # a resume
+    progress = lib.after(lib.from_notes(notes), row)
+    row = lib.with_pooled_group_size(progress, row)
+    line = line_of(**row)
+    words.append(line.partition("best_group_size ")[2].partition("  ")[0])
+    assert row["c1"] is values[0]
+  # By hand: G* = 1 + sqrt(9 / 1), t = 4.303, and c1 and c3 have the variances
+  # of means .25 / 3 and 1 / 3 with correlation 1, so that rho = c1 / c3 has
+  # bounds (1 -+ 4.303 .2887) / (9 -+ 4.303 .5774), of which one is below 0.
+  assert words == ["", "", "", "4 [3, inf]"]
+  progress = lib.after(Progress(), row | {"c1": 1.5, "c3": 10.0})
+  row |= {"optimal_group_size_low": 2.0, "optimal_group_size_high": 5.0}
+  row = lib.with_pooled_group_size(progress, row)
+  assert "best_group_size 4 [2, 5]" in line_of(**row)
+
+
+def test_the_first_step_does_not_count_and_evaluations_do(line_of):
+  eta = Eta().after_step(60.0)  # it compiles
+  assert "left" not in line_of(eta)
+  for seconds in (2.0, 4.0, 3.0, 3.0):
+    eta = eta.after_pause(0.0).after_step(seconds)
+  eta = eta.after_pause(5.0)  # one evaluation in five steps
+  # Five more steps of (2 + 4 + 3 + 3) / 4 seconds, and one more evaluation.
+  assert line_of(eta, steps=8).endswith("  3.00 s/step  20s left")
+
+
+@pytest.mark.parametrize(
+  "parameters, warned, rate, rank",
+  [
+    (135_000_000, "150 times the usual 1e-06", 1.5e-4, 0),
+    (900_000, None, 1.5e-4, 0),  # an embedded model
+    (135_000_000, None, 1e-5, 0),
+    (135_000_000, None, 1.5e-4, 8),
+    (135_000_000, "adapters", 1e-3, 8),
+    (135_000_000, "1/10 of the usual 1e-05 of adapters", 1e-6, 8),
+  ],
+)
+def test_odd_rates_warn(parameters, warned, rate, rank, settings_with, capsys):
+  settings = settings_with(optim__learning_rate=rate, lora__rank=rank)
+  start._warn_of_learning_rate(settings, parameters)
+  output = capsys.readouterr().out
+  assert warned in output if warned else not output
+
+
+@pytest.mark.parametrize(
+  "accuracy, reward, length, warned",
+  [
+    (0.0, 0.4, 20.0, True),
+    (0.1, 0.4, 20.0, False),  # some are right
+    (0.0, 0.1, 20.0, False),
+    (0.0, 0.4, 60.0, False),
+  ],
+)
+def test_shortcuts_warn(accuracy, reward, length, warned, capsys):
+  baseline = {"accuracy": 0.0, "held_out_reward": 0.2, "held_out_length": 100.0}
+  row = {"held_out_reward": reward, "held_out_length": length}
+  reporting.warn_of_shortcut(baseline, row | {"accuracy": accuracy})
+  assert ("warning" in capsys.readouterr().out) == warned
+  reporting.warn_of_shortcut({"accuracy": 0.0}, row | {"accuracy": 0.0})
+  assert not capsys.readouterr().out  # a baseline of before this was measured

@@ -4,6 +4,7 @@ import html
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
 
@@ -46,25 +47,20 @@ def test_a_report_has_what_the_run_has(run):
   curve = one["curves"]["reward_mean"]
   assert curve["x"] == list(range(1, 61))
   assert curve["y"] == pytest.approx(rewards, rel=1e-4)
-  last = [row for row in metrics if "accuracy" in row][-1]
-  assert one["curves"]["accuracy"]["low"][-1] == pytest.approx(
-    last["accuracy_low"], abs=1e-4
+  low, size = (
+    [row[name] for row in metrics if name in row][-1]
+    for name in ("accuracy_low", "optimal_group_size")
   )
+  lows = one["curves"]["accuracy"]["low"]
+  assert lows[-1] == pytest.approx(low, abs=1e-4)
+  assert one["groupSize"]["best"] == pytest.approx(size, abs=1e-3)
   assert one["rewards"]["total"] == 60 * 64
-  size = [x for x in metrics if "optimal_group_size" in x][-1]
-  assert one["groupSize"]["best"] == pytest.approx(
-    size["optimal_group_size"], abs=1e-3
-  )
   assert one["failures"]["counts"] == [[*made_up.HOSTILE[:2], 1]]
   texts = {s["completion"] for g in one["groups"] for s in g["samples"]}
   assert texts == set(made_up.HOSTILE) and len(one["groups"]) == 12
   assert one["gain"]["prompts"] == 60 and one["gain"]["difference"] > 0.5
-  assert one["speed"][-1] == {
-    "name": "seconds_step",
-    "median": 1.25,
-    "share": 1.0,
-  }
-  assert data["compared"] == []
+  speed = {"name": "seconds_step", "median": 1.25, "share": 1.0}
+  assert one["speed"][-1] == speed and data["compared"] == []
   (one,) = shown(run, finished=True)["runs"]  # about to write its summary
   assert one["finished"] and one["status"] == "finished, 60 of 60 steps"
 
@@ -98,9 +94,8 @@ def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
   parsed, parse = [], run_report._json
-  monkeypatch.setattr(
-    run_report, "_json", lambda x: parsed.append(x) or parse(x)
-  )
+  spy = lambda x: parsed.append(x) or parse(x)
+  monkeypatch.setattr(run_report, "_json", spy)
   size = (run / "samples.jsonl").stat().st_size
   fit, about = run_report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
   assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32
@@ -141,19 +136,19 @@ def test_a_missing_or_useless_file_costs_its_part_only(run, name):
     assert bool(one["rewards"]) == (name != "rewards")
 
 
-def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
-  for words in ([], ["--out=x.html"]):
-    with pytest.raises(SystemExit, match="error: give the directory"):
-      program.main(words)
-  with pytest.raises(SystemExit, match="error: no run at .*: give the run dir"):
-    program.main([str(tmp_path)])
-  (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-  with pytest.raises(SystemExit, match="error: no run at"):  # but a model's
-    program.main([str(tmp_path)])
-  (tmp_path / "config.json").unlink()
-  with pytest.raises(SystemExit, match="no run at .*missing"):
-    program.main([str(tmp_path / "missing")])
-  assert list(tmp_path.iterdir()) == []
+def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path):
+  (tmp_path / "model").mkdir()
+  (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+  for words, text in (
+    ([], "error: give the directory"),
+    (["--out=x.html"], "error: give the directory"),
+    ([tmp_path], "error: no run at .*: give the run dir"),
+    ([tmp_path / "model"], "error: no run at"),
+    ([tmp_path / "missing"], "error: no run at .*missing"),
+  ):
+    with pytest.raises(SystemExit, match=text):
+      program.main([*map(str, words)])
+  assert os.listdir(tmp_path) == ["model"]
 
 
 @pytest.mark.slow
@@ -170,9 +165,8 @@ def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
   program.main(["--out", "three.html", str(other), "one"])
   names = data_of((tmp_path / "three.html").read_text())["runs"]
   assert [one["name"] for one in names] == ["two", "one"]
-  with pytest.raises(
-    SystemExit, match="--out=.*nowhere/x.html cannot be written"
-  ):
+  text = "--out=.*nowhere/x.html cannot be written"
+  with pytest.raises(SystemExit, match=text):
     program.main(["one", "--out=nowhere/x.html"])
 
 
@@ -194,34 +188,25 @@ def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   (run / "report.html").mkdir()
   run_report.write(run)
   assert "report.html was not written: " in capsys.readouterr().out
-
-  def fail(*args, **options):
-    raise ZeroDivisionError("of all things")
-
-  monkeypatch.setattr(run_report, "report", fail)
+  monkeypatch.setattr(run_report, "report", lambda *_, **__: 1 / 0)
   run_report.write(run)
-  message = "report.html was not written: ZeroDivisionError: of all things\n"
+  message = "report.html was not written: ZeroDivisionError: division by zero\n"
   assert capsys.readouterr().out == message
   assert not list(run.glob(".*tmp"))
 
 
-def test_a_run_writes_reports_when_they_are_due(
-  tmp_path, monkeypatch, settings_with
-):
-  written, main = [], [True]
-  monkeypatch.setattr(reporting.distributed, "is_main", lambda: main[0])
-  monkeypatch.setattr(run_report, "write", lambda path: written.append(path))
-  fields = dict.fromkeys(Run._fields) | {"directory": tmp_path}
-  for every, steps in ((3, 2), (0, 0)):
-    run = Run(**fields | {"settings": settings_with(log__report_every=every)})
+def test_reports_are_written_when_due(tmp_path, monkeypatch, settings_with):
+  written = []
+  monkeypatch.setattr(run_report, "write", written.append)
+  # Of several processes one writes.
+  for every, main, steps in ((3, True, 2), (0, True, 0), (1, False, 0)):
+    monkeypatch.setattr(reporting.distributed, "is_main", lambda x=main: x)
+    settings = settings_with(log__report_every=every)
+    run = Run(settings, tmp_path, *[None] * 4)
     for step in range(1, 9):
       reporting.report_when_due(run, step)
     assert written == [tmp_path] * steps
     written.clear()
-  run = Run(**fields | {"settings": settings_with(log__report_every=1)})
-  main[0] = False  # one process writes
-  reporting.report_when_due(run, 1)
-  assert written == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
-"""Runs that go on with other settings, without their metrics, on other data."""
+"""Runs that are opened, and that go on with other settings or other data."""
 
+import contextlib
 import datetime
+import errno
 import json
 import re
 import shutil
+import tempfile
 import time
 import types
 
@@ -12,10 +15,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.terminal import screen
+from grpojax.runtime.text import tokenizer
 from grpojax.training import policy as policy_lib
+from grpojax.training.data import splits
 from grpojax.training.report import reporting
 from grpojax.training.run import open_run, start
 from grpojax.training.step import rewards as rewards_lib
@@ -24,9 +30,10 @@ SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
 SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
 
 
-def go(toy, model, run, **changes):
-  settings = SHORT | changes
-  train.main([*toy.arguments(model, **settings), f"--run_dir={run}"])
+@pytest.fixture
+def go(train_toy):
+  """`(directory="run", **changes) -> rows of metrics.jsonl` of a short run."""
+  return lambda run="run", **changes: train_toy(run, **SHORT | changes)
 
 
 def summary_of(run):
@@ -34,19 +41,17 @@ def summary_of(run):
 
 
 @pytest.mark.slow  # test_interrupted.py resumes too
-def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
-  toy_task, toy_model, tmp_path, capsys
-):
+def test_a_run_goes_on_without_its_metrics(go, tmp_path, capsys):
   run, whole = tmp_path / "run", tmp_path / "whole"
   adaptive = {"loss.entropy_target": 9.0, "loss.entropy_coef_delta": 0.01}
-  go(toy_task, toy_model, whole, steps=4, **adaptive)
-  go(toy_task, toy_model, run, **adaptive)
+  go("whole", steps=4, **adaptive)
+  go(**adaptive)
   # A baseline that no evaluation of a trained policy could give.
   first = summary_of(run)
-  assert first["accuracy_before"] == 0.0 and first["steps"] == 2
+  assert (first["accuracy_before"], first["steps"]) == (0.0, 2)
   (run / "metrics.jsonl").unlink()
   capsys.readouterr()
-  go(toy_task, toy_model, run, steps=4, **adaptive, **{"log.every": 3})
+  rows = go(steps=4, **adaptive, **{"log.every": 3})
   said = capsys.readouterr().out
   assert "changed: steps: 2 -> 4" in said and "resuming after step 2" in said
   second = summary_of(run)
@@ -56,7 +61,6 @@ def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
   assert second["steps"] == 4
   ours, theirs = (hf.load_params(x / "model") for x in (run, whole))
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
-  rows = records.read_jsonl(run / "metrics.jsonl")
   # The coefficient went on from where it was.
   name = "entropy_coefficient"
   found = {row["step"]: row[name] for row in rows if name in row}
@@ -64,7 +68,7 @@ def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
   assert min(row["step"] for row in rows) == 2  # an evaluation, and no baseline
   # Other held-out problems: the starting weights are evaluated on them.
   adaptive |= {"eval.num_prompts": 6}
-  go(toy_task, toy_model, run, steps=5, **adaptive)
+  go(steps=5, **adaptive)
   said = capsys.readouterr().out
   assert "held-out greedy accuracy after 0 steps: 0.0%" in said
   assert summary_of(run)["eval_prompts"] == 6
@@ -85,16 +89,12 @@ def test_removed_metrics_are_said(tmp_path, capsys):
 
 
 def test_an_evaluation_is_of_a_step_and_of_its_prompts(tmp_path):
-  held_out = types.SimpleNamespace(examples=[None] * 6)
-  run = types.SimpleNamespace(
-    file=lambda name: tmp_path / name, held_out=held_out
-  )
-  rows = [
-    {"step": 2, "accuracy": 0.1, "prompts": 6},
-    {"step": 4, "reward_mean": 1.0},
-    {"step": 4, "accuracy": 0.2, "prompts": 4},
-    {"step": 4, "accuracy": 0.3, "prompts": 6},
-  ]
+  run = types.SimpleNamespace(file=lambda name: tmp_path / name)
+  run.held_out = types.SimpleNamespace(examples=[None] * 6)
+  rows = [{"step": 2, "accuracy": 0.1, "prompts": 6}]
+  rows.append({"step": 4, "reward_mean": 1.0})
+  for count in (4, 6):
+    rows.append({"step": 4, "accuracy": 0.2, "prompts": count})
   for row in rows:
     records.append_jsonl(tmp_path / "metrics.jsonl", row)
   evaluations = reporting.evaluations.__wrapped__  # whose run is no Run
@@ -115,9 +115,7 @@ def test_other_data_are_refused():
   assert "100 examples then, 99 now" in line
 
 
-def test_files_that_decide_prompts_and_rewards_stay_the_same(
-  settings_with, tmp_path
-):
+def test_files_of_prompts_and_rewards_stay_the_same(settings_with, tmp_path):
   base, reward = tmp_path / "model", tmp_path / "reward.py"
   base.mkdir()
   template, helper = base / "chat_template.jinja", tmp_path / "helper.py"
@@ -133,16 +131,12 @@ def test_files_that_decide_prompts_and_rewards_stay_the_same(
   before = hashes(run)
   assert not open_run._changed_files(before, hashes(run))
   assert not open_run._changed_files({}, before)  # an older run
-  for file, name in (
-    (reward, str(reward)),
-    (helper, str(helper)),
-    (template, "here/chat_template.jinja"),
-  ):
-    text = file.read_text()
-    file.write_text(text + "# other\n")
+  names = {reward: reward, helper: helper, template: "here/chat_template.jinja"}
+  for file, name in names.items():
+    file.write_text("import helper\n# other\n")
     (line,) = open_run._changed_files(before, hashes(run))
     assert line.startswith(f"{name}: not as when")
-    file.write_text(text)
+    file.write_text("import helper\n")
 
 
 def test_other_settings_of_jax_are_said(capsys):
@@ -156,22 +150,22 @@ def test_other_settings_of_jax_are_said(capsys):
 
 
 @pytest.mark.slow  # two runs
-def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
-  run, base = tmp_path / "run", tmp_path / "base"
+def test_adapters_of_other_weights_are_refused(go, toy_model, tmp_path):
+  base = tmp_path / "base"
+  lora = {"model.path": base, "lora.rank": 2}
   shutil.copytree(toy_model, base)
   (base / "checksums.json").unlink()  # as those of the Hub
-  go(toy_task, base, run, steps=1, **{"lora.rank": 2})
-  before = records.read_jsonl(run / "metrics.jsonl")
+  before = go(steps=1, **lora)
   file = base / "model.safetensors"
   weights = safetensors.numpy.load_file(file)
   name = next(name for name in weights if "q_proj" in name)
   weights[name] = weights[name][::-1].copy()
   safetensors.numpy.save_file(weights, file)
   with pytest.raises(SystemExit, match="not those that this run's adapters"):
-    go(toy_task, base, run, steps=2, **{"lora.rank": 2})
-  assert records.read_jsonl(run / "metrics.jsonl") == before
+    go(steps=2, **lora)
+  assert records.read_jsonl(tmp_path / "run" / "metrics.jsonl") == before
   shutil.copy(toy_model / "model.safetensors", file)
-  go(toy_task, base, run, steps=2, **{"lora.rank": 2})
+  go(steps=2, **lora)
 
 
 @pytest.mark.slow  # a run
@@ -179,17 +173,12 @@ def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
   "gone, text",
   [
     ("data", "stopped: .*train.jsonl.*saved step [2-4](; still|$)"),
-    (
-      "text",
-      "stopped: .*train.jsonl changed while .*saved step [2-4]",
-    ),
+    ("text", "stopped: .*train.jsonl changed while .*saved step [2-4]"),
     ("run", "error: .*/run is gone: it was removed, renamed"),
     ("before a save", "error: .*/run is gone: it was removed, renamed"),
   ],
 )
-def test_what_is_removed_while_it_trains(
-  gone, text, toy_task, toy_model, tmp_path, monkeypatch
-):
+def test_files_removed_while_it_trains(gone, text, go, tmp_path, monkeypatch):
   run, data = tmp_path / "run", tmp_path / "train.jsonl"
   rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
   lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -214,33 +203,30 @@ def test_what_is_removed_while_it_trains(
   settings |= {"data.options.test": 0.5, "eval.every": 9}
   settings["checkpoint.every"] = 1 if gone == "before a save" else 9
   with pytest.raises(SystemExit) as ended:
-    go(toy_task, toy_model, run, **settings)
+    go(**settings)
   assert re.match(text, ended.value.code)
   assert run.exists() == (gone in ("data", "text"))
 
 
 @pytest.mark.slow  # two runs; see test_progress.py
-def test_a_run_without_rewards_ends_and_can_go_on(
-  toy_task, toy_model, tmp_path, capsys
-):
+def test_a_run_without_rewards_ends_and_can_go_on(go, tmp_path, capsys):
   run, rewards = tmp_path / "run", tmp_path / "rewards.py"
   rewards.write_text("def broken(prompt, completion, example):\n  1 / 0\n")
   settings = {"reward.functions": f"{rewards}:broken", "steps": 9}
   settings |= {"stop.rewards_missing": 2, "checkpoint.every": 5}
   # The rollout of step 3 is saved with step 2, and is of the old rewards.
   settings |= {"sampling.ahead": 1, "loss.correction": "sequence_truncate"}
-  with pytest.raises(SystemExit) as stopped:
-    go(toy_task, toy_model, run, **settings)
-  text = "stopped: in 2 steps in a row no completion had a reward.*"
+  text = "^stopped: in 2 steps in a row no completion had a reward.*"
   text += "--config.stop.rewards_missing=0; saved step 2$"
-  assert re.match(text, stopped.value.code)
+  with pytest.raises(SystemExit, match=text):
+    go(**settings)
   assert "! 100% without reward" in capsys.readouterr().out
   assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
   rewards.write_text(rewards.read_text() + "# other")
   with pytest.raises(SystemExit, match="rewards.py: not as when this run was"):
-    go(toy_task, toy_model, run, **settings)
-  go(toy_task, toy_model, run, allow_changed_inputs=True, **settings)
+    go(**settings)
+  go(allow_changed_inputs=True, **settings)
   output = capsys.readouterr().out
   assert "rewards.py: not as when" in output
   assert "resuming after step 2" in output
@@ -250,9 +236,7 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   assert summary["failed_rewards"] == 3 * 4 * 8
 
 
-def test_success_rates_are_of_the_prompts_that_they_were_of(
-  settings_with, monkeypatch
-):
+def test_success_rates_need_the_same_prompts(settings_with, monkeypatch):
   """Also where changed inputs are allowed: rates have a prompt's number."""
   notes = {"data": {"train": [5, "a"], "test": [3, "b"]}}
   monkeypatch.setattr(open_run.checkpoint, "latest_step", lambda _: 1)
@@ -268,31 +252,18 @@ def test_success_rates_are_of_the_prompts_that_they_were_of(
     open_run.resume.__wrapped__(run, state, None, lambda: None)
 
 
-@pytest.mark.parametrize(
-  "schedule, said",
-  [
-    ("constant", None),
-    ("cosine", "after step 40 the learning rate is 0.0001, not 0."),
-    ("linear", "after step 40 the learning rate is 0.0001, not 0."),
-  ],
-)
-def test_more_steps_of_a_decayed_run_are_warned_of(
-  schedule, said, settings_with, capsys
-):
-  settings = settings_with(
-    optim__schedule=schedule,
-    optim__minibatches=2,
-    optim__learning_rate=2e-4,
-    steps=80,
-  )
-  changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
-  open_run._say_changed(settings, changed, 40)
-  *lines, last = capsys.readouterr().out.splitlines()
-  assert f"changed: {changed[1]}" in (*lines, last)
-  assert len(lines) == 1 + bool(said)
-  if said:
-    assert last.startswith(f"warning: optim.schedule = {schedule!r} now ends")
-    assert "after 80 steps instead of 40" in last and said in last
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_more_steps_of_a_decayed_run_warn(schedule, settings_with, capsys):
+  rates = {"optim__schedule": schedule, "optim__learning_rate": 2e-4}
+  settings = settings_with(**rates, optim__minibatches=2, steps=80)
+  open_run._say_changed(settings, ["log.every: 1 -> 2", "steps: 40 -> 80"], 40)
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[1] == "changed: steps: 40 -> 80"
+  assert len(lines) == 2 + (schedule != "constant")
+  if lines[2:]:
+    warning = f"warning: optim.schedule = {schedule!r} now ends after 80 steps "
+    assert lines[2].startswith(f"{warning}instead of 40: after step 40 ")
+    assert "the learning rate is 0.0001, not 0." in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -303,9 +274,7 @@ def test_more_steps_of_a_decayed_run_are_warned_of(
     ("{{ strftime_now('%Y') }}{{ messages }}", "26 Jul 2024", "26 Jul 2024"),
   ],
 )
-def test_the_date_is_pinned_where_it_is_asked_for(
-  template, given, pinned, settings_with
-):
+def test_the_date_is_pinned_if_needed(template, given, pinned, settings_with):
   options = {"data__template_options__date_string": given} if given else {}
   tokenizer = types.SimpleNamespace(chat_template=template)
   policy = policy_lib.open_policy("arithmetic-instruct")
@@ -319,17 +288,11 @@ def test_the_date_is_pinned_where_it_is_asked_for(
   assert date == ("01 May 2031" if pinned == "today" else pinned)
 
 
-class Asked(Exception):
-  pass
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "where", ["evaluation", pytest.param("rewards", marks=pytest.mark.slow)]
 )
-def test_sigterm_need_not_wait_for_all_rewards(
-  where, toy_task, toy_model, tmp_path, monkeypatch
-):
+def test_sigterm_need_not_wait_for_all_rewards(where, go, tmp_path):
   """With workers=0, between two completions; see test_pool for workers."""
   rewards, seen = tmp_path / "rewards.py", tmp_path / "seen"
   after = {"evaluation": 2, "rewards": 4 + 2}[where]  # 4 held-out prompts
@@ -343,40 +306,30 @@ def test_sigterm_need_not_wait_for_all_rewards(
   )
   settings = {"reward.functions": f"{rewards}:slow"}
   with pytest.raises(SystemExit) as caught:
-    go(toy_task, toy_model, tmp_path / "run", **settings)
+    go(**settings)
   assert caught.value.code == 75
   assert seen.stat().st_size == after
 
 
 def test_a_wait_for_the_device_asks_all_the_time():
-  from grpojax.training import policy
-
-  class Array:
-    def __init__(self):
-      self.asked = 0
-
-    def is_ready(self):
-      self.asked += 1
-      return self.asked > 4
-
-  times = []
-  policy.wait([Array()], lambda: times.append(time.monotonic()))
+  answers, times = iter([False] * 4 + [True]), []
+  array = types.SimpleNamespace(is_ready=lambda: next(answers))
+  policy_lib.wait([array], lambda: times.append(time.monotonic()))
   assert len(times) == 5 and max(np.diff(times)) < 1
 
   def check_signals():
-    raise Asked
+    raise KeyError
 
-  with pytest.raises(Asked):
-    policy.wait([Array()], check_signals)
+  array = types.SimpleNamespace(is_ready=lambda: False)
+  with pytest.raises(KeyError):
+    policy_lib.wait([array], check_signals)
 
 
 @pytest.mark.parametrize("large", [np.inf, 1e16])
 def test_a_reward_of_the_model_that_is_too_large_is_a_failure(large):
+  rewards = np.array([[1.0, 2.0]], np.float32)
   scores = rewards_lib.groups.GroupRewards(
-    np.array([[1.0, 2.0]], np.float32),
-    {"f": np.array([[1.0, 2.0]], np.float32)},
-    np.zeros((1, 2), bool),
-    [[[], []]],
+    rewards, {"f": rewards}, np.zeros((1, 2), bool), [[[], []]]
   )
   by_model = np.array([[large, 0.5]])
   reward_pool = rewards_lib.RewardPool(None, model_weight=2.0)
@@ -384,7 +337,71 @@ def test_a_reward_of_the_model_that_is_too_large_is_a_failure(large):
   got = rewards_lib.add_model(reward_pool, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = rewards_lib.groups.all_failures(got)
-  assert (
-    failure[:2] == ("reward.model", f"returned {np.float32(large)}")
-    and failure.completion == "a"
-  )
+  assert failure[:2] == ("reward.model", f"returned {np.float32(large)}")
+  assert failure.completion == "a"
+
+
+def test_a_directory_must_be_shared_and_writable(tmp_path, monkeypatch):
+  monkeypatch.setattr(open_run, "SEEN_WITHIN", 0)
+  with pytest.raises(ValueError, match="storage that all of them share"):
+    open_run._check_shared(tmp_path)
+  (tmp_path / "config.json").write_text("{}")
+  open_run._check_shared(tmp_path)
+
+  def refuse(*args, **options):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+  monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+  with pytest.raises(ValueError, match="cannot be written: Read-only file"):
+    open_run._check_shared(tmp_path)
+
+
+def refused_at_the_start(settings, directory, text):
+  with contextlib.ExitStack() as stack:
+    with pytest.raises(SystemExit, match=text):
+      quiet = screen.Screen()
+      open_run.open_all(settings, directory, stack, print, print, quiet)
+
+
+@pytest.mark.parametrize(
+  "other, text",
+  [
+    ("6 examples\nfingerprint a", "7 examples and 6 examples"),
+    ("7 examples\nfingerprint b", "fingerprint a and fingerprint b"),
+  ],
+)
+def test_processes_that_read_other_examples_are_refused(
+  other, text, tmp_path, settings_with, monkeypatch
+):
+  split = splits.Split([0] * 7, 0, "a")
+  settings = settings_with()
+  run = start.Run(settings, tmp_path, None, None, split, split, None)
+  monkeypatch.setattr(start, "check", lambda *_: run)
+  second = {"the train split": "7 examples\nfingerprint a"}
+  second["the test split"] = other
+  monkeypatch.setattr(distributed, "gather", lambda own: [own, second])
+  text = f"differ in the test split: {text}"
+  refused_at_the_start(settings, tmp_path, text)
+
+
+def test_all_processes_have_one_date(tmp_path, settings_with, monkeypatch):
+  def on_main(function):
+    return "26 Jul 2024" if function is tokenizer.today else function()
+
+  def check(*_):
+    raise ValueError(_[-1])
+
+  monkeypatch.setattr(distributed, "on_main", on_main)
+  monkeypatch.setattr(start, "check", check)
+  refused_at_the_start(settings_with(), tmp_path, "26 Jul 2024")
+
+
+def test_code_that_was_edited_is_other_code(tmp_path):
+  (tmp_path / "core").mkdir()
+  file = tmp_path / "core" / "step.py"
+  file.write_text("x = 1\n")
+  before = open_run._code(tmp_path)
+  file.write_text("x = 2\n")
+  assert before.startswith("core/step.py: ")
+  assert open_run._code(tmp_path) not in ("", before)
+  assert "training/run/open_run.py: crc32 " in open_run._code()

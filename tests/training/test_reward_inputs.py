@@ -30,10 +30,6 @@ def file(tmp_path):
   return path
 
 
-def split(**columns):
-  return splits.Split([{"prompt": "p"} | columns])
-
-
 def test_the_step_is_said_where_it_is_asked_for(file):
   examples = [{"prompt": "a"}, {"prompt": "b"}]
   with Pool([f"{file}:how_far"]) as pool:
@@ -53,23 +49,24 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   settings = from_config(config)
   rewards = rewards_lib.resolve_functions(settings)
 
-  def check(**parts):
+  def check(easy, hard):
+    columns = {"easy": easy, "hard": hard}
+    parts = {
+      name: splits.Split([{"prompt": "p"} | own])
+      for name, own in columns.items()
+    }
     whole = splits.Split(None, parts=parts)
     rewards_lib.check_columns(settings, rewards, whole)
 
   # A mixture names the data set of each example, so verl's finds that.
-  check(easy=split(answer="1"), hard=split(level=1))
-  with pytest.raises(
-    ValueError, match=f"'hard' has only answer, {SOURCE}, pro"
-  ):
-    check(easy=split(answer="1"), hard=split(answer="1"))
+  check({"answer": "1"}, {"level": 1})
+  with pytest.raises(ValueError, match=f"'hard' has only answer, {SOURCE}, pr"):
+    check({"answer": "1"}, {"answer": "1"})
   with pytest.raises(ValueError, match="'ground_truth', and data set 'easy'"):
-    check(easy=split(), hard=split(level=1))
+    check({}, {"level": 1})
 
 
-def test_a_missing_column_is_found_before_a_run_starts(
-  train_toy, file, tmp_path
-):
+def test_a_missing_column_is_found_at_the_start(train_toy, file, tmp_path):
   with pytest.raises(SystemExit, match="needs 'level', and data set 'arithm"):
     train_toy(reward__functions=f"{file}:of_level")
   assert not (tmp_path / "run").exists()
@@ -77,14 +74,10 @@ def test_a_missing_column_is_found_before_a_run_starts(
 
 @pytest.mark.slow
 def test_a_run_with_rewards_of_trl_and_verl(train_toy, file):
-  rows = train_toy(
-    reward__functions=f"{file}:compute_score,{file}:how_far",
-    reward__weights="1.0,1.0",
-    reward__options__compute_score__data_source="toy",
-    reward__workers=1,
-    steps=2,
-    eval__every=2,
-  )
+  functions = f"{file}:compute_score,{file}:how_far"
+  rewards = {"reward.functions": functions, "reward.weights": "1,1"}
+  rewards |= {"reward.options.compute_score.data_source": "toy"}
+  rows = train_toy(**rewards, reward__workers=1, steps=2, eval__every=2)
   rows = [row for row in rows if "loss" in row]
   assert [row["rewards/how_far/mean"] for row in rows] == [0.0, 0.5]
   for row in rows:

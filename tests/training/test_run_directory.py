@@ -19,44 +19,88 @@ from grpojax.training.run import open_run, run_directory
 from grpojax.training.settings.run import TrainSettings
 
 
+def opened(path, config=None):
+  settings = from_config(config) if config else TrainSettings()
+  return run_directory.open_run(path, settings)
+
+
+def checkpointed(path, step):
+  """As if a run had a checkpoint."""
+  folder = path / "checkpoints" / str(step)
+  folder.mkdir(parents=True)
+  (folder / "_CHECKPOINT_METADATA").touch()
+
+
+def finished(path, steps=40):
+  config = default_config()
+  config.steps, config.reward.workers = steps, 1
+  opened(path, config)
+  checkpointed(path, steps)
+  (path / "model").mkdir()
+  (path / "checkpoints" / "99").mkdir()  # none of ours
+  (path / "summary.json").write_text(json.dumps({"steps": steps}))
+  return config
+
+
 @pytest.mark.parametrize("trace", ["checkpoints/5", "model", "summary.json"])
 def test_a_run_that_has_trained_keeps_its_config(trace, tmp_path):
   run, config = tmp_path / "runs" / "x", default_config()
-  assert run_directory.open_run(run, from_config(config)) is False
-  assert run_directory.open_run(run, from_config(config)) is True
+  assert opened(run) is False and opened(run) is True
   (run / trace).mkdir(parents=True)
   before = config.optim.learning_rate
   config.optim.learning_rate = 0.5
   with pytest.raises(ValueError, match="another config") as error:
-    run_directory.open_run(run, from_config(config))
+    opened(run, config)
   assert f"optim.learning_rate: {before} -> 0.5" in str(error.value)
-
-
-def test_what_is_no_run_is_left_alone(tmp_path):
-  config, model = default_config(), '{"model_type": "llama"}'
-  (tmp_path / "config.json").write_text(model)
-  with pytest.raises(ValueError, match="not empty and has no config.json of a"):
-    run_directory.open_run(tmp_path, from_config(config))
-  with pytest.raises(ValueError, match="is a file"):
-    run_directory.open_run(tmp_path / "config.json", from_config(config))
-  assert os.listdir(tmp_path) == ["config.json"]
-  assert (tmp_path / "config.json").read_text() == model
 
 
 def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
   config = default_config()
-  run_directory.open_run(tmp_path, from_config(config))
+  opened(tmp_path)
   checkpoint.save_params(tmp_path / "reference_params", {"a": jnp.zeros(3)})
   config.model.path = "arithmetic-base"
   # An evaluation is no training.
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
-  assert run_directory.open_run(tmp_path, from_config(config)) is False
+  assert opened(tmp_path, config) is False
   assert not (tmp_path / "reference_params").exists()  # it was another model's
-  assert run_directory.open_run(tmp_path, from_config(config)) is True
+  assert opened(tmp_path, config) is True
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
   config.seed += 1
   with pytest.raises(ValueError, match="another config"):
-    run_directory.open_run(tmp_path, from_config(config))
+    opened(tmp_path, config)
+
+
+NO_CONFIGS = ['{"model_type": "llama"}', '{"model": {"path": "x"}}', "[1]", "{"]
+NO_CONFIGS += ["[" * 10**5, '{"model": 3}']
+
+
+@pytest.mark.parametrize("text", NO_CONFIGS)
+def test_what_is_no_run_is_left_alone(text, tmp_path):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match="not empty and has no config.json of a"):
+    opened(tmp_path)
+  with pytest.raises(ValueError, match="is a file"):
+    opened(tmp_path / "config.json")
+  with pytest.raises(ValueError, match="no run at"):
+    run_directory.read_config(tmp_path)
+  assert os.listdir(tmp_path) == ["config.json"]
+  assert (tmp_path / "config.json").read_text() == text
+  (tmp_path / "checkpoints").mkdir()
+  with pytest.raises(ValueError, match="config.json cannot be read.*has check"):
+    opened(tmp_path)
+
+
+def test_a_run_is_resolved_to_its_model(tmp_path):
+  (tmp_path / "config.json").write_text('{"name": "arithmetic"}')
+  with pytest.raises(ValueError, match="no model at"):
+    policy.find_model(tmp_path)
+  (tmp_path / "model").mkdir()
+  (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+  assert policy.find_model(tmp_path) == tmp_path / "model"
+  with pytest.raises(ValueError, match="no model at"):
+    hf.resolve(tmp_path)  # which knows nothing of runs
+  with pytest.raises(ValueError, match="lacks 'num_hidden_layers'"):
+    hf.to_transformer_config(hf.read_config(policy.find_model(tmp_path)))
 
 
 def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
@@ -67,8 +111,7 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
         temporary.write_text("{")
         raise KeyboardInterrupt
   assert len(os.listdir(tmp_path)) == 2
-  assert run_directory.open_run(tmp_path, TrainSettings()) is False
-  assert run_directory.open_run(tmp_path, TrainSettings()) is True
+  assert opened(tmp_path) is False and opened(tmp_path) is True
 
 
 def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
@@ -89,7 +132,7 @@ def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
 def test_a_run_writes_through_no_link(resumed, tmp_path):
   run, others = tmp_path / "run", tmp_path / "others"
   others.mkdir()
-  run_directory.open_run(run, TrainSettings())
+  opened(run)
   names = ("config.json", "metrics.jsonl", "changes.jsonl", "report.html")
   (run / "metrics.jsonl").write_text('{"step": 0}\n')
   for name in names[2:]:
@@ -109,16 +152,30 @@ def test_a_run_writes_through_no_link(resumed, tmp_path):
     assert (others / name).read_text() == before[name]
 
 
-def checkpointed(path, step):
-  """As if a run had a checkpoint."""
-  folder = path / "checkpoints" / str(step)
-  folder.mkdir(parents=True)
-  (folder / "_CHECKPOINT_METADATA").touch()
+def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
+  finished(tmp_path)
+  (tmp_path / "model" / "weights").touch()
+  with monkeypatch.context() as patch:
+    patch.setattr(run_directory.shutil, "rmtree", lambda path, **options: None)
+    run_directory.remove_model(tmp_path)  # killed after the renaming
+  assert not (tmp_path / "model").exists()
+  assert not (tmp_path / "summary.json").exists()
+  assert (tmp_path / ".model.old" / "weights").exists()
+  run_directory.remove_model(tmp_path, only_rest=True)
+  assert not (tmp_path / ".model.old").exists()
+  # Of a link only the link goes, also one that leads nowhere.
+  elsewhere = tmp_path / "elsewhere"
+  elsewhere.mkdir()
+  for target in (elsewhere, tmp_path / "nowhere"):
+    (tmp_path / "model").symlink_to(target)
+    run_directory.remove_model(tmp_path)
+    assert not os.path.lexists(tmp_path / "model")
+  assert elsewhere.is_dir()
 
 
 def older_run(path, lacks, **changes):
   """A run that has trained, whose config.json lacks some settings."""
-  run_directory.open_run(path, TrainSettings())
+  opened(path)
   checkpointed(path, 7)
   saved = default_config().to_dict() | changes
   for name in lacks:
@@ -142,13 +199,11 @@ def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
   from_config(read)
   assert read.data.options.to_dict() == {} and read.is_locked
   assert config_lib.difference(read, config) == []
-  assert run_directory.open_run(tmp_path, from_config(config)) is True
-  with config.unlocked():
-    config.loss.dual_clip = 3.0  # the older run had it off
+  assert opened(tmp_path, config) is True
+  config.loss.dual_clip = 3.0  # the older run had it off
   with pytest.raises(ValueError, match="loss.dual_clip: 0.0 -> 3.0"):
-    run_directory.open_run(tmp_path, from_config(config))
-  capsys.readouterr()
-  run_directory.open_run(tmp_path / "new", from_config(config))
+    opened(tmp_path, config)
+  opened(tmp_path / "new", config)
   run_directory.say_added(tmp_path / "new")
   assert capsys.readouterr().out == ""
 
@@ -173,64 +228,14 @@ def test_a_config_of_another_shape_is_refused_in_words(changes, text, tmp_path):
     run_directory.check(tmp_path, TrainSettings())
 
 
-@pytest.mark.parametrize(
-  "text",
-  ["[1]", "{", '{"model": {"path": "x"}}', "[" * 10**5, '{"model": 3}'],
-)
-def test_what_is_no_config_is_no_run(text, tmp_path):
-  (tmp_path / "config.json").write_text(text)
-  with pytest.raises(ValueError, match="no run at"):
-    run_directory.read_config(tmp_path)
-  with pytest.raises(ValueError, match="no config.json of a run"):
-    run_directory.check(tmp_path, TrainSettings())
-
-
-def test_a_run_is_resolved_to_its_model(tmp_path):
-  (tmp_path / "config.json").write_text('{"name": "arithmetic"}')
-  with pytest.raises(ValueError, match="no model at"):
-    policy.find_model(tmp_path)
-  (tmp_path / "model").mkdir()
-  (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-  assert policy.find_model(tmp_path) == tmp_path / "model"
-  with pytest.raises(ValueError, match="no model at"):
-    hf.resolve(tmp_path)  # which knows nothing of runs
-  with pytest.raises(ValueError, match="lacks 'num_hidden_layers'"):
-    hf.to_transformer_config(hf.read_config(policy.find_model(tmp_path)))
-
-
-CHANGED = {
-  "log.every": 3,
-  "eval.num_prompts": 17,
-  "checkpoint.keep": 5,
-  "stop.truncated": 4,
-  "data.too_long": "drop",
-  "reward.workers": 2,
-  "reward.timeout": 3.0,
-  "mesh.fsdp": 2,
-  "optim.micro_batches": 2,
-  "sampling.stages": 2,
-  "sampling.compact": False,
-  "sampling.parts": 2,
-}
-NOT_CHANGED = {
-  "optim.learning_rate": 0.5,
-  "optim.name": "adafactor",
-  "optim.moments_dtype": "bfloat16",
-  "data.template": "{prompt}",
-  "seed": 3,
-  "reward.weights": (2.0,),
-}
-
-
-def finished(path, steps=40):
-  config = default_config()
-  config.steps, config.reward.workers = steps, 1
-  run_directory.open_run(path, from_config(config))
-  checkpointed(path, steps)
-  (path / "model").mkdir()
-  (path / "checkpoints" / "99").mkdir()  # none of ours
-  (path / "summary.json").write_text(json.dumps({"steps": steps}))
-  return config
+CHANGED = {"log.every": 3, "eval.num_prompts": 17, "checkpoint.keep": 5}
+CHANGED |= {"stop.truncated": 4, "data.too_long": "drop", "mesh.fsdp": 2}
+CHANGED |= {"reward.workers": 2, "reward.timeout": 3.0, "sampling.parts": 2}
+CHANGED |= {"optim.micro_batches": 2, "sampling.stages": 2}
+CHANGED |= {"sampling.compact": False}
+NOT_CHANGED = {"optim.learning_rate": 0.5, "data.template": "{prompt}"}
+NOT_CHANGED |= {"optim.name": "adafactor", "optim.moments_dtype": "bfloat16"}
+NOT_CHANGED |= {"seed": 3, "reward.weights": (2.0,)}
 
 
 def keys(lines):
@@ -247,16 +252,15 @@ def test_what_does_not_change_the_past_may_change(more_steps, tmp_path):
   changes = CHANGED | ({"steps": 50} if more_steps else {})
   config.update_from_flattened_dict(changes)
   before = contents(tmp_path)
-  assert run_directory.open_run(tmp_path, from_config(config)) is True
+  assert opened(tmp_path, config) is True
   # Nothing is touched before all is found to be well.
   assert contents(tmp_path) == before
-  run_directory.record_changes(tmp_path, from_config(config))
-  saved = run_directory.read_config(tmp_path)
-  assert config_lib.difference(saved, config) == []
-  (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
-  assert row["after_step"] == 40 and keys(row["changed"]) == changes.keys()
-  run_directory.record_changes(tmp_path, from_config(config))
-  assert len(records.read_jsonl(tmp_path / "changes.jsonl")) == 1
+  for _ in range(2):
+    run_directory.record_changes(tmp_path, from_config(config))
+    saved = run_directory.read_config(tmp_path)
+    assert config_lib.difference(saved, config) == []
+    (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
+    assert row["after_step"] == 40 and keys(row["changed"]) == changes.keys()
   # More steps: what stood at the end goes; all else leaves it alone.
   for trace in ("summary.json", "model"):
     assert (tmp_path / trace).exists() != more_steps
@@ -279,25 +283,23 @@ def test_what_changes_the_past_may_not(tmp_path):
 def test_a_finished_run_without_checkpoints_cannot_go_on(tmp_path):
   config = finished(tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "40")
-  # Nothing is to do.
-  assert run_directory.open_run(tmp_path, from_config(config)) is True
+  assert opened(tmp_path, config) is True  # nothing is to do
   config.steps = 50
   with pytest.raises(ValueError, match="no checkpoint that more steps .* back"):
-    run_directory.open_run(tmp_path, from_config(config))
+    opened(tmp_path, config)
   shutil.rmtree(tmp_path / "checkpoints")
   (tmp_path / "checkpoints").touch()
   with pytest.raises(ValueError, match="/checkpoints is a file"):
-    run_directory.open_run(tmp_path, from_config(config))
+    opened(tmp_path, config)
 
 
 def test_a_run_that_starts_again_says_so(tmp_path, capsys):
-  run_directory.open_run(tmp_path, TrainSettings())
-  records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
-  run_directory.say_restart(tmp_path)
-  assert capsys.readouterr().out == ""
-  records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 3})
-  run_directory.say_restart(tmp_path)
-  assert "has no checkpoint: it starts again" in capsys.readouterr().out
+  opened(tmp_path)
+  for step, text in ((0, ""), (3, "has no checkpoint: it starts again")):
+    records.append_jsonl(tmp_path / "metrics.jsonl", {"step": step})
+    run_directory.say_restart(tmp_path)
+    said = capsys.readouterr().out
+    assert text in said and bool(text) == bool(said)
   checkpointed(tmp_path, 3)
   run_directory.say_restart(tmp_path)
   assert capsys.readouterr().out == ""
@@ -341,36 +343,3 @@ def test_the_date_and_the_commits_of_a_run_stay(tmp_path, monkeypatch):
   pinned = dataclasses.replace(settings, commits=(commit,))
   run_directory.open_run(tmp_path / "hub", pinned)
   assert open_run.settle(settings, tmp_path / "hub") == pinned
-
-
-def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
-  finished(tmp_path)
-  (tmp_path / "model" / "weights").touch()
-
-  with monkeypatch.context() as patch:
-    patch.setattr(run_directory.shutil, "rmtree", lambda path, **options: None)
-    run_directory.remove_model(tmp_path)  # killed after the renaming
-  assert not (tmp_path / "model").exists()
-  assert not (tmp_path / "summary.json").exists()
-  assert (tmp_path / ".model.old" / "weights").exists()
-  run_directory.remove_model(tmp_path, only_rest=True)
-  assert not (tmp_path / ".model.old").exists()
-
-
-def test_a_model_that_is_kept_elsewhere_stays_there(tmp_path):
-  """Of a link only the link goes, also one that leads nowhere."""
-  run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-  run.mkdir()
-  elsewhere.mkdir()
-  for target in (elsewhere, tmp_path / "nowhere"):
-    (run / "model").symlink_to(target)
-    run_directory.remove_model(run)
-    assert not list(run.iterdir())
-  assert elsewhere.is_dir()
-
-
-def test_a_damaged_config_of_a_run_is_named(tmp_path):
-  finished(tmp_path)
-  (tmp_path / "config.json").write_text("{")
-  with pytest.raises(ValueError, match="config.json cannot be read.*has check"):
-    run_directory.check(tmp_path, TrainSettings())

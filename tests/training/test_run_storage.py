@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import uuid
@@ -91,9 +90,7 @@ def test_files_are_there_the_next_time(url):
     assert names(url)[0] == ".lock" and len(names(url)) == 4
 
 
-def test_files_that_make_others_count_come_last_and_go_first(
-  url, fs, monkeypatch
-):
+def test_files_that_make_others_count_come_last(url, fs, monkeypatch):
   root = fsspec.core.url_to_fs(url)[1]
   done = []
   for method in ("put_file", "rm_file"):
@@ -104,14 +101,8 @@ def test_files_that_make_others_count_come_last_and_go_first(
       return _real(self, *args)
 
     monkeypatch.setattr(type(fs), method, spy)
-  files = [
-    "summary.json",
-    "lengths.npz",
-    "config.json",
-    "model/a_config.json",
-    "model/config.json",
-    "model/z.safetensors",
-  ]
+  files = ["summary.json", "lengths.npz", "config.json", "model/a_config.json"]
+  files += ["model/config.json", "model/z.safetensors"]
   with opened(url) as (local, sync):
     write(local, **dict.fromkeys(files, "{}"))
     sync()
@@ -166,12 +157,9 @@ def test_files_that_cannot_be_uploaded_are_kept(
 
 
 def test_one_process_a_directory(url, monkeypatch):
-  command = re.escape(f"gcloud storage rm {url}/.lock")
+  text = rf"^{url} is in use by process {os.getpid()} on .* gcloud storage rm"
   with opened(url):
-    with pytest.raises(
-      ValueError,
-      match=rf"^{url} is in use by process {os.getpid()} on .* {command}$",
-    ):
+    with pytest.raises(ValueError, match=rf"{text} {url}/\.lock$"):
       with opened(url):
         pass
     with monkeypatch.context() as other:  # of the same run

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from grpojax.runtime.terminal import trackers
-from grpojax.training.run import run_directory
 
 
 @pytest.fixture
@@ -30,18 +29,15 @@ def tracked(monkeypatch):
 
 
 @pytest.mark.slow  # two runs
-def test_a_resumed_run_is_the_same_run_there(
-  tracked, train_toy, tmp_path, capsys
-):
-  run = tmp_path / "run"
+def test_a_resumed_run_is_the_same_run(tracked, train_toy, tmp_path, capsys):
   settings = {"log.trackers": "tensorboard,wandb", "eval.every": 2}
   train_toy(steps=2, **settings)
   first = [("open", "", -1, 2, "toy"), (0, "accuracy"), (1, "loss")]
   first += [(2, "loss"), (2, "accuracy"), "close"]
   assert tracked == first
-  saved = json.loads((run / run_directory.TRACKED).read_text())
-  assert saved == {"wandb": "the_run"}
-  assert (run / "tensorboard").is_dir()
+  saved = (tmp_path / "run" / "trackers.json").read_text()
+  assert json.loads(saved) == {"wandb": "the_run"}
+  assert (tmp_path / "run" / "tensorboard").is_dir()
   tracked.clear()
   capsys.readouterr()
   rows = train_toy(steps=4, **settings)
@@ -52,9 +48,7 @@ def test_a_resumed_run_is_the_same_run_there(
   assert sum("loss" in row for row in rows) == 4
 
 
-def test_a_missing_package_is_said_before_anything_is_written(
-  train_toy, tmp_path, monkeypatch
-):
+def test_a_missing_package_is_said_first(train_toy, tmp_path, monkeypatch):
   monkeypatch.setitem(trackers.PACKAGES, "wandb", "no_such_package")
   with pytest.raises(SystemExit, match="pip install 'grpojax.wandb.'"):
     train_toy(log__trackers="wandb")

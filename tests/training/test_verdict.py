@@ -36,7 +36,6 @@ def held_out(*accuracies):
 
 
 RISING = [*[0.1, 0.2] * 4, *[0.2, 0.1] * 2, *[0.4, 0.3] * 2]
-
 DONE = {"finished": True}
 MANY = steps(*[GOOD] * 16)
 RISE = steps(*[GOOD] * 16, rewards=RISING)
@@ -88,9 +87,7 @@ CASES = [  # rows, what else is known, level, end of the sentence
 
 
 @pytest.mark.parametrize("rows, known, level, text", CASES)
-def test_the_verdict_is_the_first_sentence_that_applies(
-  rows, known, level, text
-):
+def test_the_first_sentence_that_applies(rows, known, level, text):
   known = {"planned": 16, "limits": LIMITS, "finished": False} | known
   found = lib.verdict(lib.facts(rows, **known))
   assert (found["level"], found["text"][-len(text) :]) == (level, text)

@@ -3,12 +3,12 @@
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
 
 A config file is Python with a `get_config()` that returns a `ConfigDict`;
-`--config=x.py:text` calls `get_config("text")`. `--config=x` is the x.py of
-those that come with grpojax; so is configs/x.py where there is no such file.
+`--config=x.py:text` calls `get_config("text")`. `--config=x`, or configs/x.py
+without such a file, is the x.py that comes with grpojax.
 
 A word is `--name=value`, `--name value`, or for a switch `--name` and
-`--noname`. "config." may be left out. The value has the type of the default:
-nothing is evaluated but literals.
+`--noname`. "config." may be left out. Values have the type of the default and
+are parsed as literals, never evaluated.
 """
 
 import ast
@@ -17,22 +17,15 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from grpojax.core.options import Option, refusal
 from grpojax.runtime.cli import help_text
+from grpojax.runtime.cli import settings as settings_lib
 from grpojax.runtime.cli.config import flatten, nearest
 from grpojax.runtime.cli.config_file import load_file
-from grpojax.runtime.cli.settings import (
-  Section,
-  flat_settings,
-  free_sections,
-  is_free,
-  sections,
-  to_config,
-)
 from grpojax.runtime.terminal.screen import printable
 
 CONFIG = "config."
@@ -40,11 +33,10 @@ CONFIG = "config."
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-  """Turns an error of a program's set-up into a message and exit code 1.
+  """Turns ValueErrors, OSErrors and MemoryErrors into a message, exit code 1.
 
-  These are ValueErrors, what the operating system says of a file, and
-  MemoryErrors. Wrap only what reads the user's input, so that a bug further in
-  keeps its traceback. What the message quotes of files is escaped.
+  Wrap only code that reads the user's input, so that a bug further in keeps its
+  traceback. Control characters in messages are escaped.
   """
   try:
     yield
@@ -67,7 +59,7 @@ def literal(text: str) -> Any:
 
 
 def _typed(text: str, default: Any) -> Any:
-  """A text as a value of the default's type; ValueError where it is none."""
+  """Parses a value of the default's type; ValueError, ... for another."""
   if isinstance(default, str):
     return text
   if isinstance(default, bool):
@@ -85,8 +77,12 @@ def _typed(text: str, default: Any) -> Any:
   return value
 
 
-def _value(name: str, text: str, flag: Option) -> Any:
-  """The value that was typed for a flag; ValueError where it is no such."""
+def _value(name: str, text: str, flag: Option | None) -> Any:
+  """Parses a flag's value; None is a key of a free section, of any type."""
+  if flag is None:
+    if isinstance(value := literal(text), dict):
+      raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
+    return value
   if text in flag.words:
     return text
   default = 1 if flag.default in flag.words else flag.default
@@ -102,9 +98,9 @@ def _value(name: str, text: str, flag: Option) -> Any:
 
 
 def expand_home(value: Any) -> Any:
-  """Expands ~/ or ~USER/ at the beginning of a text, or of texts.
+  """Expands ~/ or ~USER/ at the beginning of a text, or of texts in a tuple.
 
-  A shell does that only where a word begins with ~, which --key=~/x does not.
+  A shell expands ~ only at the beginning of a word, so not in --key=~/x.
   """
   if isinstance(value, tuple):
     return tuple(map(expand_home, value))
@@ -126,30 +122,43 @@ def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
   path, rest, words = None, [], list(argv)
   while words:
     word = words.pop(0)
-    if re.fullmatch("--?config", word):
-      if not words:
-        raise ValueError(f"{word} needs a value: {word}=...")
-      path = words.pop(0)
-    elif match := re.match("--?config=(.*)", word, re.DOTALL):
-      path = match[1]
-    else:
+    match = re.fullmatch("--?config(=(.*))?", word, re.DOTALL)
+    if not match:
       rest.append(word)
+    elif not match[1] and not words:
+      raise ValueError(f"{word} needs a value: {word}=...")
+    else:
+      path = match[2] if match[1] else words.pop(0)
   return path, rest
 
 
-class _Names(NamedTuple):
-  """Names that a command line may have."""
+class _Names:
+  """Names on a command line: a program's flags, and settings as config.NAME."""
 
-  # Flags of the program and settings of the config, by name.
-  flags: dict[str, Option]
-  free: list[str]  # dotted names of sections that take any key
-  sections: list[str]  # dotted names of all sections
+  def __init__(
+    self,
+    flags: Mapping[str, Option],
+    declared: settings_lib.Section,
+    config: ConfigDict,
+  ):
+    known = dict(settings_lib.flat_settings(declared))
+    self.flags = dict(flags)
+    for name, value in flatten(config).items():
+      one = known.get(name, Option(value, ""))  # a config file's own
+      one = dataclasses.replace(one, default=value)
+      self.flags.setdefault(f"{CONFIG}{name}", one)
+    whole = settings_lib.Section("", {"config": declared})
+    self.sections = settings_lib.sections(whole)
+    self._free = settings_lib.free_sections(whole)
+
+  def exists(self, name: str) -> bool:
+    """Returns True for a flag, a setting or a key of a free section."""
+    return name in self.flags or settings_lib.is_free(name, self._free)
 
   def full(self, name: str) -> str:
     """Adds the "config." that may be left out."""
     setting = f"{CONFIG}{name}"
-    known = setting in self.flags or setting in self.sections
-    known = known or is_free(setting, self.free)
+    known = self.exists(setting) or setting in self.sections
     return setting if known and name not in self.flags else name
 
   def is_switch(self, name: str) -> bool:
@@ -166,21 +175,6 @@ class _Names(NamedTuple):
     return ValueError(f"unknown flag --{name}{hint}")
 
 
-def _names(
-  flags: Mapping[str, Option], declared: Section, config: ConfigDict
-) -> _Names:
-  """The names of a program's flags and of what its config has."""
-  known, settings = dict(flat_settings(declared)), {}
-  for name, value in flatten(config).items():
-    one = known.get(name, Option(value, ""))  # a config file's own
-    settings[f"{CONFIG}{name}"] = dataclasses.replace(one, default=value)
-  return _Names(
-    settings | dict(flags),
-    [f"{CONFIG}{name}" for name in free_sections(declared)],
-    [f"{CONFIG}{name}" for name in sections(declared)],
-  )
-
-
 def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
   """Yields name and value of each word; the name is "" for one without."""
   words = list(argv)
@@ -193,42 +187,30 @@ def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
       yield "", word
       continue
     name = names.full(name)
-    flag = names.flags.get(name)
-    if flag is None and is_free(name, names.free):
-      if not equals:
-        raise ValueError(f"--{name} needs a value: --{name}=...")
-      value = literal(text)
-      if isinstance(value, dict):
-        raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
-      yield name, value
-    elif flag is None:
-      off = names.full(name.removeprefix("no"))
-      if off == name or not names.is_switch(off):
-        raise names.unknown(name)
-      if equals:
-        raise ValueError(f"{word} does not take an argument")
-      yield off, False
-    elif equals:
-      yield name, _value(name, text, flag)
-    elif names.is_switch(name):
+    off = names.full(name.removeprefix("no"))
+    if names.is_switch(name) and not equals:
       yield name, True
-    elif words:
-      yield name, _value(name, words.pop(0), flag)
+    elif names.exists(name):
+      flag = names.flags.get(name)
+      if not equals and not (flag and words):
+        raise ValueError(f"{word} needs a value: {word}=...")
+      yield name, _value(name, text if equals else words.pop(0), flag)
+    elif off == name or not names.is_switch(off):
+      raise names.unknown(name)
+    elif equals:
+      raise ValueError(f"{word} does not take an argument")
     else:
-      raise ValueError(f"{word} needs a value: {word}=...")
+      yield off, False
 
 
 def _unexpected(word: str) -> ValueError:
-  is_file = re.search(r"\.py(:|$)", word)
-  hint = (
-    f"did you mean --config={word}?" if is_file else "flags are --key=value"
-  )
+  hint = "flags are --key=value"
+  if re.search(r"\.py(:|$)", word):
+    hint = f"did you mean --config={word}?"
   return ValueError(f"unexpected argument {word!r}: {hint}")
 
 
-def _unread(
-  name: str, flags: Mapping[str, Option], reads: Sequence[str]
-) -> ValueError:
+def _unread(name: str, flags: Mapping, reads: Sequence[str]) -> ValueError:
   parts = reversed(name.split("."))
   own = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
   settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
@@ -255,7 +237,7 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Option],
-  declared: Section | None = None,
+  declared: settings_lib.Section | None = None,
   about: str = "",
   default: Callable[[], ConfigDict] | None = None,
   positional: str = "",
@@ -268,12 +250,11 @@ def parse(
     flags: Flags of the program.
     declared: Settings of the config; None for a program without a config.
     about: Docstring of the program, for --help.
-    default: Function that makes the config without --config, if it is not that
-      of `declared`.
-    positional: Flag that a word without a name is the value of: `RUN` is
+    default: Makes the config without --config, if not that of `declared`.
+    positional: Flag whose value may be a word without a name: `RUN` is
       `--model=RUN`.
-    reads: Beginnings of the settings that may be typed, which are those that
-      the program reads; a config file or a run has others as well.
+    reads: Beginnings of the settings that may be typed, because the program
+      reads them; a config file or a run has others as well.
 
   Returns:
     The config with its overrides, locked and not checked yet; and the flags'
@@ -290,8 +271,8 @@ def parse(
   file = expand_home(file)
   if file and declared is None:
     raise ValueError(f"--config={file}: this program reads no config file")
-  declared = declared or Section("", {})
-  default = default or (lambda: to_config(declared))
+  declared = declared or settings_lib.Section("", {})
+  default = default or (lambda: settings_lib.to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
   if len(words) < len(argv):
@@ -300,7 +281,7 @@ def parse(
   own = {name: one.default for name, one in flags.items()}
   typed = set()
   with config.unlocked():
-    for name, value in _words(rest, _names(flags, declared, config)):
+    for name, value in _words(rest, _Names(flags, declared, config)):
       if not name and not positional:
         raise _unexpected(value)
       if positional in typed and name in ("", positional):

@@ -79,8 +79,7 @@ def to_json(config: ConfigDict) -> str:
 def from_json(text: str) -> ConfigDict:
   """Returns the config that `to_json` wrote, locked; lists become tuples.
 
-  Raises:
-    ValueError: The text is no JSON object.
+  ValueError for a text that is no JSON object.
   """
 
   def restore(value):

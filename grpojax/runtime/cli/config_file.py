@@ -1,4 +1,4 @@
-"""Config files: Python with a `get_config()`, run and looked at with care."""
+"""Config files: Python with a `get_config()`, and errors that say where."""
 
 import contextlib
 import difflib
@@ -18,9 +18,9 @@ from grpojax.runtime.files import user_code
 
 @contextlib.contextmanager
 def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
-  """Turns an error in a config file into a line that says where.
+  """Turns an error in a config file into one line with its place.
 
-  Whoever asks for input gets none: a program must not wait for it.
+  Standard input is empty meanwhile, so that input() does not wait.
   """
   before, sys.stdin = sys.stdin, io.StringIO()
   try:
@@ -32,8 +32,7 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
       lines.append(error.lineno)
     where = f"{path}, line {lines[-1]}" if lines else path
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    key = re.search(r'Key "(\w+)" does not exist', text)
-    if key:
+    if key := re.search(r'Key "(\w+)" does not exist', text):
       guess = nearest(key[1], list(flatten(default())))
       hint = f"; did you mean config.{guess}?" if guess else ""
       text = f"unknown key {key[1]!r}{hint}"
@@ -61,7 +60,7 @@ def packaged() -> dict[str, str]:
 
 
 def _find(path: str) -> str:
-  """A path, or that of the packaged config that it names if it is no file."""
+  """Returns a file's path, or that of the packaged config of this name."""
   if os.path.isfile(path):
     return path
   folder, name = os.path.split(os.path.normpath(path))
@@ -80,18 +79,17 @@ def _find(path: str) -> str:
 
 
 def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
-  """Runs a config file and returns what its `get_config()` returns.
+  """Runs a config file and returns the result of its `get_config()`.
 
-  Not by config_flags: there a file without get_config gets that of the file
-  before it, and an OSError in one waits until the config is used.
+  config_flags would give a file without get_config that of the file before it,
+  and would raise an OSError in one only when the config is used.
 
   Args:
-    file: Path, or PATH:ARGUMENT for a get_config that takes one. What is no
-      file may name a config that comes with grpojax: x or configs/x.py.
-    default: Function that makes the config whose keys are suggested.
+    file: Path, or PATH:ARGUMENT for a get_config that takes one; or the name of
+      a config that comes with grpojax, as x or configs/x.py.
+    default: Makes the config whose keys are suggested for unknown ones.
 
-  Raises:
-    ValueError: The file is missing or fails; one line that says where.
+  A missing or failing file is a ValueError of one line, with its place.
   """
   path, mark, text = file.partition(".py:")
   whole = os.path.isfile(file) or not mark

@@ -1,19 +1,10 @@
-"""Settings as they are declared: a tree of sections, made of dataclasses.
-
-    @frozen_options
-    class EvalSettings:
-      every: int = option(5, "steps between evaluations", within="[1, inf)")
-
-    @frozen_options
-    class TrainSettings:
-      steps: int = option(40, "training steps", within="[0, 2**31)")
-      eval: EvalSettings = EvalSettings()
+"""Declared settings: a tree of sections, made of dataclasses of options.
 
     SETTINGS = section_of(TrainSettings())
     settings = build(TrainSettings(), config)  # from config.eval.every, ...
 
-One declaration is the source of a program's default config, of its --help, of
-the errors for wrong values and of docs/settings.md.
+One declaration is the source of a program's default config, its --help, the
+errors for wrong values and docs/settings.md.
 """
 
 import dataclasses
@@ -28,25 +19,18 @@ from ml_collections import ConfigDict, FieldReference
 from grpojax.core.options import Option, interval_text, refusal, refuse
 from grpojax.runtime.cli.config import config_error, flatten, names, nearest
 
-setting = Option  # a flag, or a setting of a config that no dataclass has
+setting = Option  # a flag, or a setting of a config without a dataclass
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """Settings under one name.
+  """Settings under one name."""
 
-  Attributes:
-    text: Phrase that says what they are about: a heading of --help.
-    fields: Settings and sections by name, in the order of --help.
-    free: True where it takes any key: keyword arguments of what the config
-      names elsewhere, or things that a user names.
-    first: Dotted names of the settings that most people change.
-  """
-
-  text: str
-  fields: Mapping[str, "Option | Section"]
+  text: str  # phrase about them: a heading of --help
+  fields: Mapping[str, "Option | Section"]  # in the order of --help
+  # True if it takes any key, as keyword arguments of a function in the config.
   free: bool = False
-  first: tuple[str, ...] = ()
+  first: tuple[str, ...] = ()  # dotted names of the most changed settings
 
 
 def section(text: str, /, **fields: Option | Section) -> Section:
@@ -93,11 +77,8 @@ def section_of(options: Any) -> Section:
 def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
   """Returns a dataclass's options with a config's values.
 
-  `prefix` is for errors.
-
-  Raises:
-    ValueError: Values out of range, one line "SETTING = VALUE: ..." each, of
-      all sections.
+  The ValueError has a line "SETTING = VALUE: ..." for each value out of range,
+  of all sections; `prefix` comes before each name.
   """
   values, errors = {}, []
   for field in dataclasses.fields(options):
@@ -120,7 +101,7 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-  """Returns the values that `build` makes such options of."""
+  """Returns the values from which `build` makes the same options."""
   values = {}
   for field in dataclasses.fields(options):
     value = getattr(options, field.name)
@@ -135,10 +116,7 @@ def values_of(options: Any) -> dict[str, Any]:
 def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
   """Returns the same settings with other defaults, by dotted path.
 
-  Below a free section they may be new.
-
-  Raises:
-    KeyError: There is no such setting.
+  KeyError for an unknown setting, unless it is below a free section.
   """
   fields = dict(declared.fields)
   for path, value in defaults.items():
@@ -152,25 +130,23 @@ def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
   return dataclasses.replace(declared, fields=fields)
 
 
-def flat_settings(
-  declared: Section, prefix: str = ""
-) -> Iterator[tuple[str, Option]]:
-  """Yields all settings with their dotted paths, as they were declared."""
+def _below(declared: Section, kind: type, prefix: str = "") -> Iterator[tuple]:
+  """Yields the settings or sections of a tree with their dotted paths."""
   for name, field in declared.fields.items():
-    if isinstance(field, Section):
-      yield from flat_settings(field, f"{prefix}{name}.")
-    else:
+    if isinstance(field, kind):
       yield f"{prefix}{name}", field
-
-
-def sections(declared: Section, prefix: str = "") -> dict[str, Section]:
-  """Returns all sections below this one by their dotted paths."""
-  below = {}
-  for name, field in declared.fields.items():
     if isinstance(field, Section):
-      below[f"{prefix}{name}"] = field
-      below |= sections(field, f"{prefix}{name}.")
-  return below
+      yield from _below(field, kind, f"{prefix}{name}.")
+
+
+def flat_settings(declared: Section) -> Iterator[tuple[str, Option]]:
+  """Yields all settings with their dotted paths, as they were declared."""
+  return _below(declared, Option)
+
+
+def sections(declared: Section) -> dict[str, Section]:
+  """Returns all sections below this one by their dotted paths."""
+  return dict(_below(declared, Section))
 
 
 def free_sections(declared: Section) -> list[str]:
@@ -210,14 +186,11 @@ def to_config(declared: Section) -> ConfigDict:
 def fill_in(
   config: ConfigDict, declared: Section
 ) -> tuple[ConfigDict, list[str]]:
-  """Returns a config, locked, with the defaults of the keys that it lacks.
+  """Adds the defaults of missing keys to a config.
 
-  What has the wrong type or shape is left as it is, for `key_errors`. The
-  second result has a line "key = value" for each key that was added.
-
-  Raises:
-    ValueError: Most of the keys are not there: it is a config of something
-      else.
+  Returns the locked config, whose other keys are not checked (see
+  `key_errors`), and a line "key = value" for each added key. ValueError if most
+  keys are missing: it is a config of something else.
   """
   filled = config.copy_and_resolve_references().unlock()
   _fill(filled, declared)
@@ -238,7 +211,7 @@ def value_text(value: Any) -> str:
 
 
 def described(one: Option) -> str:
-  """Returns the text of a setting with its choices, and bounds not plain."""
+  """Returns a setting's text with its choices, words and unusual bounds."""
   parts = [one.text]
   if one.choices:
     parts.append(f"one of {', '.join(one.choices)}")
@@ -251,7 +224,7 @@ def described(one: Option) -> str:
 
 
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
-  """Returns a line for each unknown or missing key, and each other type."""
+  """Returns a line for each unknown, missing or mistyped key."""
   values, below = flatten(config), sections(declared)
   free = free_sections(declared)
   known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
@@ -260,12 +233,12 @@ def key_errors(declared: Section, config: ConfigDict) -> list[str]:
     remedy = ""
     if name in below:
       remedy = "is a section, with keys of its own"
+    elif name in known and not _has_type(known[name], value):
+      remedy = f"must be of type {type(known[name].default).__name__}"
     elif name not in known and not is_free(name, free):
       guess = nearest(name, list(known))
       hint = f"; did you mean --config.{guess}?" if guess else ""
       remedy = f"unknown key{hint}"
-    elif name in known and not _has_type(known[name], value):
-      remedy = f"must be of type {type(known[name].default).__name__}"
     errors += [config_error(name, value, remedy)] if remedy else []
   present = names(config)
   return errors + [

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn by matplotlib.
+"""Learning curve of a run, drawn by matplotlib.
 
 Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
 `zero_variance_groups`, some of them `optimal_group_size` with its bounds `_low`
@@ -12,15 +12,15 @@ from typing import Any
 
 from grpojax.runtime.files import records
 
-_PANELS = (
-  ("accuracy", "held-out accuracy (greedy), 95% interval"),
-  ("reward_mean", "mean reward (training)"),
-  ("completion_length_mean", "completion length (tokens)"),
-  ("entropy", "entropy (nats a token)"),
-  ("kl", "KL to the reference (nats a token)"),
-  ("zero_variance_groups", "groups with equal rewards (share)"),
-  ("optimal_group_size", "best group size, 95% interval"),
-)
+_PANELS = {
+  "accuracy": "held-out accuracy (greedy), 95% interval",
+  "reward_mean": "mean reward (training)",
+  "completion_length_mean": "completion length (tokens)",
+  "entropy": "entropy (nats a token)",
+  "kl": "KL to the reference (nats a token)",
+  "zero_variance_groups": "groups with equal rewards (share)",
+  "optimal_group_size": "best group size, 95% interval",
+}
 
 
 def new_figure(size: tuple[float | int, float | int]):
@@ -45,29 +45,24 @@ def learning_curve(
   """Draws a run's learning curve, 1000 x 700 pixels, from its metrics.
 
   The held-out accuracy comes first and is the largest. Metrics other than it
-  and the reward are left out if they never change.
-
-  Raises:
-    ValueError: no row has anything to draw.
+  and the reward are left out if they never change. ValueError without rows.
   """
   rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
   rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
-  series = {key: [row for row in rows if _has(row, key)] for key, _ in _PANELS}
-  titles = {key: title for key, title in _PANELS if _changes(series[key], key)}
-  if not titles:
+  series = {key: [row for row in rows if _has(row, key)] for key in _PANELS}
+  shown = [key for key in _PANELS if _changes(series[key], key)]
+  if not shown:
     raise ValueError(f"{metrics_path} has no rows to draw")
   figure = new_figure((10, 7))
-  first, *others = titles
-  rows_of_three = [others[i : i + 3] for i in range(0, len(others), 3)]
-  mosaic = [[first] * 6]
-  mosaic += [
-    [key for key in r for _ in range(6 // len(r))] for r in rows_of_three
-  ]
-  heights = [1.3] + [1] * len(rows_of_three)
+  mosaic = [shown[:1] * 6]
+  for i in range(1, len(shown), 3):
+    keys = shown[i : i + 3]
+    mosaic.append([key for key in keys for _ in range(6 // len(keys))])
+  heights = [1.3] + [1] * (len(mosaic) - 1)
   panels = figure.subplot_mosaic(mosaic, height_ratios=heights)
   for key, axes in panels.items():
     _draw(axes, series[key], key)
-    axes.set_title(titles[key], fontsize=10)
+    axes.set_title(_PANELS[key], fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
   save_figure(figure, out_png)
@@ -90,23 +85,17 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
   values = [math.nan if row[key] is None else row[key] for row in rows]
   axes.plot(steps, values, marker="." if len(rows) < 30 else "")
   if key == "optimal_group_size":
-    _draw_group_sizes(axes, steps, rows, key)
+    _draw_sizes(axes, steps, rows, key)
   elif key == "accuracy":
     axes.set_ylim(0, 1.02)
     band = [r for r in rows if r.get("accuracy_low") is not None]
-    axes.fill_between(
-      [r["step"] for r in band],
-      [r["accuracy_low"] for r in band],
-      [r["accuracy_high"] for r in band],
-      alpha=0.25,
-    )
+    ends = ([r[f"accuracy_{end}"] for r in band] for end in ("low", "high"))
+    axes.fill_between([r["step"] for r in band], *ends, alpha=0.25)
   elif key == "completion_length_mean":
     axes.set_ylim(bottom=0)
 
 
-def _draw_group_sizes(
-  axes, steps: list[int], rows: list[dict[str, Any]], key: str
-) -> None:
+def _draw_sizes(axes, steps: list[int], rows: list[dict], key: str) -> None:
   """Draws the interval of each diagnosis, and the run's own group size."""
   sizes = [row["group_size"] for row in rows]
   axes.plot(steps, sizes, "--", label="of this run")

@@ -1,4 +1,4 @@
-"""Terminal output: how far a program is, and text of others made harmless."""
+"""Terminal output: progress of evaluations, and escaped control characters."""
 
 import time
 import unicodedata
@@ -11,13 +11,13 @@ QUIET = 10.0
 
 
 def printable(text: str) -> str:
-  r"""Returns a text whose control characters are written as what they are.
+  r"""Escapes control characters as Python does: "\x1b".
 
-  A model may write whatever its data taught it, also the control sequences by
-  which a terminal moves its cursor, changes its title or answers as if somebody
-  had typed. Control and format characters (those that change the direction of
-  writing, too), lone surrogates and what is no character are escaped as Python
-  does it: "\x1b". Newlines, tabs and spaces of any width stay.
+  A model may write the control sequences by which a terminal moves its cursor,
+  changes its title or answers as if somebody had typed. Control and format
+  characters (such as those that change the direction of writing), lone
+  surrogates and unassigned code points are escaped. Newlines, tabs and spaces
+  of any width stay.
   """
   return "".join(
     c
@@ -29,10 +29,10 @@ def printable(text: str) -> str:
 
 
 class Screen:
-  """Lines on standard output that say how far a program is.
+  """Prints how far an evaluation is.
 
-  An evaluation has a line every `every` batches, but none before `QUIET`
-  seconds have passed since the last one. `seconds` is a clock.
+  A line comes every `every` batches, but at most one in `QUIET` seconds.
+  `seconds` is a clock.
   """
 
   def __init__(
@@ -43,10 +43,11 @@ class Screen:
     self._batches = 0
 
   def evaluated(self, done: int, total: int) -> None:
-    """Takes the held-out prompts of an evaluation; 0 at its beginning."""
+    """Takes the number of held-out prompts done; 0 at the beginning."""
     now = self.seconds()
     if not done:
-      self._start, self._last, self._batches = now, now, 0
+      self._start = self._last = now
+      self._batches = 0
       return
     self._batches += 1
     due = self._batches % self.every == 0 and now - self._last >= QUIET

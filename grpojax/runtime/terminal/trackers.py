@@ -1,9 +1,8 @@
-"""Experiment trackers: the metrics of a run again, where people look at them.
+"""Experiment trackers, which get a copy of a run's metrics.
 
-A tracker is a function that opens a run there: one of `TRACKERS`, or a user's
-own. Where the data go, and with which account, say the tracker's own
-environment variables (WANDB_MODE=offline needs no network).
-A tracker that fails is named and left out: no run ends for it.
+A tracker is a function that opens a run: one of `TRACKERS`, or a user's own.
+Its own environment variables choose place and account (WANDB_MODE=offline needs
+no network). A tracker that fails is named and left out; the run goes on.
 """
 
 import contextlib
@@ -26,30 +25,28 @@ PROJECT = "grpojax"
 
 
 class TrackedRun(NamedTuple):
-  """A run as a tracker gets to know it."""
+  """A run to open in a tracker."""
 
   directory: pathlib.Path
   name: str  # name for people
   config: Mapping[str, Any]  # settings by dotted path
-  # Step of the checkpoint that it goes on from; -1 where it starts.
-  step: int = -1
-  id: str = ""  # name by which the tracker knows it; "" where it does not yet
+  step: int = -1  # of the checkpoint that it goes on from; -1 for a new run
+  id: str = ""  # the tracker's name of it, if it has one already
 
 
 class Tracker(NamedTuple):
   """An open run of a tracker."""
 
   log: Callable[[int, Mapping[str, float]], None]  # `(step, numbers)`
-  close: Callable[[], None]  # hands over what is left
-  # Name by which the run can be gone on with; "" where none is needed.
-  id: str = ""
+  close: Callable[[], None]  # flushes
+  id: str = ""  # the tracker's name of the run, if it needs one to resume
 
 
 def tensorboard(run: TrackedRun) -> Tracker:
-  """Files in the run's directory; what a lost run has written is hidden.
+  """Writes files into the run's directory; hides rows of steps that were lost.
 
-  tensorboardX's files, but not its SummaryWriter: that hands all over to a
-  thread, and waits for it for ever where the disk is full.
+  tensorboardX's SummaryWriter is not used: on a full disk it waits for its
+  thread for ever.
   """
   from tensorboardX.event_file_writer import EventsWriter
   from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -81,7 +78,7 @@ def tensorboard(run: TrackedRun) -> Tracker:
 def wandb(run: TrackedRun) -> Tracker:
   """Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
 
-  Curves are over "step"; steps that are done again are there twice.
+  Curves are over "step"; steps that are repeated are there twice.
   """
   import wandb as library
 
@@ -115,8 +112,7 @@ PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
   """Returns the function that opens runs: of `TRACKERS`, or FILE.py:FUNCTION.
 
-  Raises:
-    ValueError: there is none, or its package is missing.
+  ValueError for an unknown function, or if its package is missing.
   """
   setting = f"log.trackers = {name!r}"
   if name in TRACKERS:
@@ -153,13 +149,10 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 def open_all(
   names: Sequence[str], run: TrackedRun, ids: Mapping[str, str]
 ) -> tuple[dict[str, Tracker], dict[str, str]]:
-  """Opens a run in all trackers, where `ids` of an earlier part know it.
+  """Opens a run in all trackers; returns them and the new ids, by name.
 
-  Returns:
-    The trackers by name, and the ids to remember.
-
-  Raises:
-    ValueError: one cannot be opened; the others are closed.
+  `ids` are those of an earlier part of the run. If one cannot be opened, the
+  others are closed, and the error is a ValueError.
   """
   opened: dict[str, Tracker] = {}
   try:
@@ -178,7 +171,7 @@ def open_all(
 def log_all(
   opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
 ) -> None:
-  """Hands a row to all trackers; names and takes out one that fails."""
+  """Logs a row in all trackers; names and removes one that fails."""
   numbers = numbers_of(row)
   for name, tracker in list(opened.items()):
     try:

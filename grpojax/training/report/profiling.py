@@ -1,7 +1,7 @@
 """Trace of some steps of a run, and of the devices' memory after them.
 
-A trace that cannot be written is said and left out: no run ends for it, nor for
-the room that half of it takes on a full disk.
+A trace that cannot be written is reported and removed, which may free a full
+disk; the run goes on.
 """
 
 import contextlib
@@ -22,40 +22,33 @@ Around = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 def parse(text: str) -> range:
-  """Parses profile.steps: "10:12" is the steps 10, 11 and 12, "" is none.
-
-  Raises:
-    ValueError: it is something else.
-  """
+  """Parses profile.steps: "10:12" is the steps 10, 11 and 12, "" is none."""
   if not text:
     return range(0)
   parts = re.fullmatch(r"(\d+):(\d+)", text)
-  first, last = map(int, parts.groups()) if parts else (0, 0)
-  if not 1 <= first <= last:
+  if not parts or not 1 <= int(parts[1]) <= int(parts[2]):
     raise ValueError("give FIRST:LAST, as 10:12 for steps 10, 11 and 12")
-  return range(first, last + 1)
+  return range(int(parts[1]), int(parts[2]) + 1)
 
 
 @contextlib.contextmanager
-def opened(
-  text: str, directory: pathlib.Path, done: int = 0
-) -> Iterator[Around]:
+def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   """Traces the steps of profile.steps (`text`), for xprof and TensorBoard.
 
-  Writing what is large may fail, and comes after the step itself: close this
-  when the state is saved. `done` steps were done before the program began.
+  Writing a large trace may fail: close this after the state is saved. `done`
+  steps were done before the program began.
 
   Yields:
     `(step) -> context manager`, to put around each step: the trace begins with
-    the first of them and ends after the last, or where the context ends.
+    the first of them and ends after the last, or with the context.
   """
-  steps, folder, running = parse(text), directory / PROFILE, False
+  steps, folder, running = parse(text), run / PROFILE, False
   before = {*folder.glob(_TRACES)}
   if steps and steps[-1] <= done:
     print(f"profile.steps = {text!r}: {done} steps are done, nothing is traced")
 
   def attempt(function):
-    """An error ends the trace: whatever it is, the run is worth more."""
+    """Calls `function`; any error ends the trace, and not the run."""
     nonlocal steps
     try:
       function()

@@ -1,10 +1,10 @@
 """Metrics of a training run: written, tracked, and printed as lines of text.
 
-A metric of a step has its name where it is made, and is listed nowhere else
-(but `reports.metric_groups` may give it a title): in `core`, by `rollout`,
-`update` and the losses; in `statistics.diagnostics` and `advantage_errors`; and
-in `training.step`, `training.data.mixtures` and `training.run.fit`. Those of
-evaluations are made by `evaluation.numbers`.
+A metric is named only where it is computed (`reports.metric_groups` may give it
+a title): in `core` by `rollout`, `update` and the losses, in
+`statistics.diagnostics` and `advantage_errors`, and in `training.step`,
+`training.data.mixtures` and `training.run.fit`; of evaluations in
+`evaluation.numbers`.
 """
 
 import contextlib
@@ -61,26 +61,18 @@ class Eta(NamedTuple):
 
   # Number of timed steps; the first is slow, and does not count.
   steps: int = -1
-  seconds: float = 0.0  # seconds that they took, but for compilations
+  seconds: float = 0.0  # seconds that they took, without compilations
   pauses: int = 0  # number of timed pauses between steps
   paused: float = 0.0  # seconds of these, for evaluations, saving and all else
 
+  def after_step(self, seconds: float) -> "Eta":
+    """Adds a step."""
+    total = self.seconds + seconds if self.steps >= 0 else 0.0
+    return self._replace(steps=self.steps + 1, seconds=total)
 
-def after_step(eta: Eta, seconds: float) -> Eta:
-  """Adds a step."""
-  if eta.steps < 0:
-    return eta._replace(steps=0)
-  return eta._replace(steps=eta.steps + 1, seconds=eta.seconds + seconds)
-
-
-def after_pause(eta: Eta, seconds: float) -> Eta:
-  """Adds the time between this step and the next."""
-  return eta._replace(pauses=eta.pauses + 1, paused=eta.paused + seconds)
-
-
-def step_seconds(eta: Eta) -> float | None:
-  """Returns the seconds of a step; None before the second one."""
-  return eta.seconds / eta.steps if eta.steps > 0 else None
+  def after_pause(self, seconds: float) -> "Eta":
+    """Adds the time between this step and the next."""
+    return self._replace(pauses=self.pauses + 1, paused=self.paused + seconds)
 
 
 def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
@@ -98,8 +90,9 @@ def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
     words.append("best_group_size {:.0f} [{:.0f}, {:.0f}]".format(*best))
   if row["seconds_compile"] >= 1:
     words.append(f"compiled {row['seconds_compile']:.0f} s")
-  seconds, pause = step_seconds(eta), eta.paused / max(eta.pauses, 1)
-  if seconds is not None:
+  if eta.steps > 0:
+    seconds = eta.seconds / eta.steps
+    pause = eta.paused / max(eta.pauses, 1)
     left = records.duration((steps - step) * (seconds + pause))
     words += [f"{seconds:.2f} s/step", f"{left} left"]
   return "  ".join([*words, *map("! {}".format, troubles(row))])
@@ -132,25 +125,20 @@ def _ids(run: Run) -> dict[str, str]:
 
 
 def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
-  """Opens a run's trackers, in the first process alone; the stack closes them.
+  """Opens a run's trackers in the first process; the stack closes them.
 
-  `step` is that of the checkpoint that the run goes on from, or -1.
-
-  Raises:
-    ValueError: in all processes, where one does not open.
+  `step` is that of the checkpoint that the run goes on from, or -1. All
+  processes get a ValueError if one does not open.
   """
-  settings = run.settings
   opened: dict[str, trackers.Tracker] = {}
 
   def open_here() -> None:
-    ids = _ids(run)
+    ids, config = _ids(run), config_lib.flatten(to_config(run.settings))
     tracked_run = trackers.TrackedRun(
-      run.directory,
-      settings.name,
-      config_lib.flatten(to_config(settings)),
-      step,
+      run.directory, run.settings.name, config, step
     )
-    own, new = trackers.open_all(settings.log.trackers, tracked_run, ids)
+    names = run.settings.log.trackers
+    own, new = trackers.open_all(names, tracked_run, ids)
     opened.update(own)
     if new != ids and new:
       records.write_json(run.file(run_directory.TRACKED), ids | new)
@@ -167,12 +155,11 @@ def record(run: Run, row: dict[str, Any]) -> None:
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
-  """Rows of evaluations after a step, on the prompts that the run has now."""
-  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  """Rows of evaluations after a step, on the run's present prompts."""
   key = step, len(run.held_out.examples)
   return [
     row
-    for row in rows
+    for row in records.read_jsonl(run.file(run_directory.METRICS))
     if "accuracy" in row and (row.get("step"), row.get("prompts")) == key
   ]
 
@@ -226,7 +213,7 @@ def evaluate_held_out(
 
 
 def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
-  """Writes an evaluation in one line, of an environment its return first."""
+  """Describes an evaluation in a line; an environment's return comes first."""
   accuracy, reward = (
     [row.get(f"{name}{end}") for end in ("", "_low", "_high")]
     for name in ("accuracy", REWARD)
@@ -242,9 +229,7 @@ def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
   return f"held-out greedy accuracy{after}{right}  {mean}"
 
 
-def _first_samples(
-  result: evaluation.Evaluation, count: int
-) -> list[dict[str, Any]]:
+def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
   """Returns the first prompts with a completion and its reward, if any."""
   rows = zip(result.examples, result.texts, result.rewards, strict=True)
   return [
@@ -258,7 +243,7 @@ def _first_samples(
 
 
 def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
-  """Prints a line where completions shrink to what earns a reward unsolved."""
+  """Warns if rewards rise while completions shrink and none is right."""
   names = REWARD, "held_out_length"
   if row["accuracy"] or not all(n in x for n in names for x in (baseline, row)):
     return
@@ -282,12 +267,11 @@ def _show(prompt: str, completion: str, reward: float | None) -> None:
 
 
 def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
-  """Says that rewards of a step failed, and keeps the first of them."""
+  """Prints the number of failed rewards of a step, and records the first."""
   if failures:
     print(f"step {step}: {evaluation.failed(failures)}", flush=True)
   for failure in failures[:KEPT_FAILURES]:
-    row = {"step": step} | failure._asdict()
-    _append(run, run_directory.FAILURES, row)
+    _append(run, run_directory.FAILURES, {"step": step} | failure._asdict())
 
 
 def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
@@ -324,53 +308,41 @@ def finish(
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary.
 
-  `check_signals` is called before it begins, and may raise.
-
   The model is the last state's or, with checkpoint.best, that of the highest
-  held-out accuracy.
+  held-out accuracy. `check_signals` is called before, and may raise.
   """
   run.check_directory()
   check_signals(together=True)
   steps, params = int(state.step), state.params
-  known = functools.partial(evaluations, run, steps)
-  if steps and not distributed.on_main(known):  # metrics.jsonl was lost
+  known = distributed.on_main(lambda: evaluations(run, steps))
+  if steps and not known:  # metrics.jsonl was lost
     evaluate_held_out(run, params, steps, check_signals)
-  step = (
-    best.step(progress.evaluations) if run.settings.checkpoint.best else None
-  )
-  step = steps if step is None else step
+  step = best.step(progress.evaluations)
+  if step is None or not run.settings.checkpoint.best:
+    step = steps
   if step != steps:
     params = checkpoint.restore_policy(checkpointer, params, step)
   model = run.file(run_directory.MODEL)
-  if not distributed.on_main(functools.partial(file_checksums.intact, model)):
+  if not distributed.on_main(lambda: file_checksums.intact(model)):
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
     whole = policy_lib.whole_params(run.policy, params)
     source, keys = run.policy.directory, run.policy.ignore_keys
     hf.save(model, whole, source, dtype="float32", ignore_keys=keys)
-  summarize = functools.partial(_summarize, run, progress, steps, step)
-  return distributed.on_main(summarize)
+  return distributed.on_main(lambda: _summarize(run, progress, steps, step))
+
+
+def _interval(row: Mapping[str, Any], name: str) -> list[float]:
+  return [row[f"{name}_low"], row[f"{name}_high"]]
 
 
 def _summarize(
   run: Run, progress: Progress, steps: int, model_step: int
 ) -> dict[str, Any]:
-  """Writes the picture and the summary, and returns that."""
-  pictures.learning_curve(
-    run.file(run_directory.METRICS), run.file(run_directory.CURVE)
-  )
-  names = "accuracy", "accuracy_low", "accuracy_high"
-  last = [progress.baseline, *evaluations(run, steps)][-1]
-  summary = {}
-  for when, row in {"before": progress.baseline, "after": last}.items():
-    accuracy, *interval = (row[name] for name in names)
-    summary[f"accuracy_{when}"] = accuracy
-    summary[f"accuracy_{when}_interval"] = interval
-    summary[f"reward_{when}"] = row.get(REWARD)
-    if f"{REWARD}_low" in row:
-      interval = [row[f"{REWARD}{end}"] for end in ("_low", "_high")]
-      summary[f"reward_{when}_interval"] = interval
-  summary |= {
+  """Writes the picture, the report and the summary, and returns the summary."""
+  metrics = run.file(run_directory.METRICS)
+  pictures.learning_curve(metrics, run.file(run_directory.CURVE))
+  summary = {
     "train_seconds": progress.train_seconds,
     "steps": steps,
     "model_step": model_step,
@@ -380,8 +352,17 @@ def _summarize(
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }
-  rows = records.read_jsonl(run.file(run_directory.METRICS))
-  columns = curves.columns(rows)
+  last = [progress.baseline, *evaluations(run, steps)][-1]
+  for when, row in {"before": progress.baseline, "after": last}.items():
+    summary[f"accuracy_{when}"] = row["accuracy"]
+    summary[f"accuracy_{when}_interval"] = _interval(row, "accuracy")
+    summary[f"reward_{when}"] = row.get(REWARD)
+    if f"{REWARD}_low" in row:
+      summary[f"reward_{when}_interval"] = _interval(row, REWARD)
+    for name in row:
+      if name.endswith("/accuracy"):
+        summary[f"{name}_{when}"] = row[name]
+  columns = curves.columns(records.read_jsonl(metrics))
   if progress.diagnoses:
     unknown = math.inf, 1.0, math.inf
     best_size, *interval = comparisons.group_size(columns) or unknown
@@ -391,14 +372,10 @@ def _summarize(
       summary["gradient_error_of_best"] = comparisons.error_of_best(
         columns, run.settings.group_size
       )
-  if best_row := progress.evaluations.get("best"):
-    accuracy, *interval = (best_row[name] for name in names)
-    summary |= {"best_step": best_row["step"], "best_accuracy": accuracy}
-    summary |= {"best_accuracy_interval": interval}
-  for when, row in {"before": progress.baseline, "after": last}.items():
-    for name, value in row.items():
-      if name.endswith("/accuracy"):
-        summary[f"{name}_{when}"] = value
+  if row := progress.evaluations.get("best"):
+    summary["best_step"] = row["step"]
+    summary["best_accuracy"] = row["accuracy"]
+    summary["best_accuracy_interval"] = _interval(row, "accuracy")
   model = run.file(run_directory.MODEL)
   of_model = {"step": model_step, "of_steps": steps}
   records.write_json(model / run_directory.OF_MODEL, of_model)

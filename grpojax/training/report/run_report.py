@@ -1,7 +1,7 @@
 """Reports on runs, from their directories' files: one page of HTML.
 
-A report is about what is there. Files may be missing, lines half-written or
-broken, a run unfinished: the page says so, and shows the rest.
+Files may be missing, lines half-written or broken, a run unfinished: the page
+says so, and shows the rest.
 """
 
 import collections
@@ -35,20 +35,25 @@ def _json(text: str | bytes) -> dict[str, Any] | None:
   return value if isinstance(value, dict) else None
 
 
-def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
-  """Reads the rows of a file that have a step; none where there is no file.
+def _cannot_be_read(path: pathlib.Path, error: OSError) -> list[str]:
+  """Returns a note for the page, unless there is no file at all."""
+  if isinstance(error, FileNotFoundError):
+    return []
+  return [f"{path.name} cannot be read: {error.strerror or error}"]
 
-  A last line without an end is being written, and is left out. What is no such
-  row is counted in the `notes` for the page.
+
+def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
+  """Reads the rows of a file that have a `key`; a missing file has none.
+
+  A last line without an end is being written, and is left out. The number of
+  other lines is added to the `notes` for the page.
   """
   try:
     lines = path.read_bytes().split(b"\n")[:-1]
-  except FileNotFoundError:
-    return []
   except OSError as error:
-    notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    notes += _cannot_be_read(path, error)
     return []
-  rows = [row for row in map(_json, lines) if row and "step" in row]
+  rows = [row for row in map(_json, lines) if row and key in row]
   broken = sum(map(bool, lines)) - len(rows)
   if broken:
     notes.append(f"{path.name}: {broken} lines are no rows, and are left out")
@@ -63,8 +68,7 @@ def read_samples(
   The file may be larger than memory: the rows of other steps are not parsed.
 
   Returns:
-    The rows; the number of `steps` that have any, and of those that the rows
-    are of (`kept_steps`).
+    The rows, the number of `steps` in the file and that of `kept_steps`.
   """
   sizes: dict[int, int] = collections.defaultdict(int)
   try:
@@ -76,15 +80,14 @@ def read_samples(
       file.seek(0)
       rows = [_json(line) for line in file if _step_of(line) in chosen]
   except OSError as error:
-    if not isinstance(error, FileNotFoundError):
-      notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    notes += _cannot_be_read(path, error)
     return [], {"steps": 0, "kept_steps": 0}
   about = {"steps": len(sizes), "kept_steps": len(chosen)}
   return [row for row in rows if row], about
 
 
 def _step_of(line: bytes) -> int | None:
-  """Step of a row that was written by a run: there it stands first."""
+  """Step of a row that a run has written, with its step first."""
   match = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
   return int(match[1]) if match else None
 
@@ -99,38 +102,19 @@ def _failures(rows: Rows) -> dict[str, Any]:
   }
 
 
-def _changes(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Reads the settings that were changed when the run was resumed."""
-  try:
-    lines = path.read_bytes().split(b"\n")
-  except OSError:
-    return []
-  return [
-    {"step": row["after_step"], "changed": row["changed"]}
-    for row in map(_json, lines)
-    if row
-  ]
-
-
 def _flat(config: Any) -> dict[str, str]:
   """Settings by dotted name, as texts."""
   return {name: repr(x) for name, x in config_lib.flatten(config).items()}
 
 
-def _read(
-  path: pathlib.Path, name: str, finished: bool, budget: int
-) -> dict[str, Any]:
-  """Reads a run directory: what the page shows, and what it compares."""
+def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
+  """Reads a run directory: data to show on the page, and to compare."""
   notes: list[str] = []
-  metrics, counts, evaluations, failures = (
-    read_rows(path / file, notes)
-    for file in (
-      run_directory.METRICS,
-      run_directory.REWARDS,
-      run_directory.EVALUATIONS,
-      run_directory.FAILURES,
-    )
-  )
+  metrics = read_rows(path / run_directory.METRICS, notes)
+  counts = read_rows(path / run_directory.REWARDS, notes)
+  evaluations = read_rows(path / run_directory.EVALUATIONS, notes)
+  failures = read_rows(path / run_directory.FAILURES, notes)
+  changes = read_rows(path / run_directory.CHANGES, notes, "after_step")
   samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
   try:
     config = config_lib.from_json((path / run_directory.CONFIG).read_text())
@@ -174,13 +158,16 @@ def _read(
       "speed": comparisons.speed(columns),
       "groupSize": sizes
       and dict(zip(("best", "low", "high"), sizes, strict=True)),
-      "changes": _changes(path / run_directory.CHANGES),
+      "changes": [
+        {"step": row["after_step"], "changed": row["changed"]}
+        for row in changes
+      ],
     },
   }
 
 
 def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-  """All settings: first those in which runs differ, then those changed."""
+  """All settings: first those that differ between runs, then changed ones."""
   default = _flat(default_config())
   rows = []
   for name in sorted(default.keys() | set().union(*runs)):
@@ -199,7 +186,7 @@ def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:
-  """Names of runs: as much of their paths as tells them apart."""
+  """Names of runs: the shortest ends of their paths that differ."""
   parts = [path.absolute().parts for path in paths]
   for count in range(1, max(map(len, parts)) + 1):
     names = ["/".join(of_path[-count:]) for of_path in parts]
@@ -213,7 +200,7 @@ def report(
   names: Sequence[str] | None = None,
   finished: bool = False,
 ) -> str:
-  """Makes the page about runs; ValueError where a directory is no run's.
+  """Makes the page about runs; ValueError for a directory without a run.
 
   Runs are named by their directories unless there are names. `finished` is
   True for a single run that is about to write its summary.
@@ -249,7 +236,7 @@ def report(
 
 
 def write(directory: pathlib.Path, finished: bool = False) -> None:
-  """Writes a run's report.html; what goes wrong is said, and ends no run."""
+  """Writes a run's report.html; an error is printed, and ends no run."""
   try:
     text = report([directory], finished=finished)
     records.write_text(directory / run_directory.REPORT, text)

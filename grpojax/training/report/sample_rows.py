@@ -1,39 +1,37 @@
 """Rows of samples.jsonl and rewards.jsonl for a step.
 
-samples.jsonl has the first `log.sample_groups` groups of a step's batch, as
-they were learned from, every `log.samples_every` steps: a row a completion, the
-rows of a group one after another.
+Every `log.samples_every` steps samples.jsonl gets the first `log.sample_groups`
+groups of a step's batch: a row per completion, the rows of a group one after
+another.
 
-| key             | what                                                      |
-|-----------------|-----------------------------------------------------------|
-| step            | as in metrics.jsonl                                       |
-| group           | number of the group in the batch, from 0                  |
-| prompt          | as the model read it                                      |
-| completion      | its text, without the EOS; of several turns the last one's|
-| turns           | of a trajectory: who wrote ("by": model or environment),  |
-|                 | its "text", "tokens" (their number), and the "reward"     |
-|                 | after a turn                                              |
-| answer          | of the example, or null                                   |
-| reward          | weighted sum of what the functions gave; null where there |
-|                 | is none. What is compared may be another number: see      |
-|                 | reward.aggregation, loss.kl_placement and loss.truncated  |
-| rewards         | of each function, by name; null where it has none         |
-| advantage       | as the loss took it; 0 where it took none                 |
-| truncated       | cut off at its budget of tokens, without an EOS           |
-| tokens          | texts of the tokens, the EOS among them                   |
-| logprobs        | of the sampler, a number a token, in nats; null, as all   |
-|                 | others, for what an environment wrote                     |
-| trainer_logprobs | of the policy before the update, as the training program  |
-|                 | computes them; with loss.old_logprobs="trainer" and several|
-|                 | updates a step. Null, as those of the reference, where    |
-|                 | they were not computed, for nothing is learned from it    |
-| ref_logprobs    | of the reference policy, where there is one               |
+    step              as in metrics.jsonl
+    group             number of the group in the batch, from 0
+    prompt            as the model read it
+    completion        text without the EOS; of several turns the last one's
+    turns             of a trajectory: author ("by": model or environment),
+                      "text", number of "tokens", and "reward" after the turn
+    answer            of the example, or null
+    reward            weighted sum of the functions' rewards, or null. The
+                      compared number may differ: see reward.aggregation,
+                      loss.kl_placement and loss.truncated
+    rewards           of each function, by name; null if it has none
+    advantage         in the loss; 0 if the loss does not use it
+    truncated         cut off at its budget of tokens, without an EOS
+    tokens            texts of the tokens, the EOS among them
+    logprobs          of the sampler, a number per token, in nats; null, as all
+                      others, for the text of an environment
+    trainer_logprobs  of the policy before the update, as the training program
+                      computes them; with loss.old_logprobs="trainer" and
+                      several updates a step. Null, as those of the reference,
+                      if they were not computed because nothing is learned
+    ref_logprobs      of the reference policy, if there is one
 
-rewards.jsonl has, for every step, `counts`: pairs of a reward and how many of
-all completions that were drawn have it, by rising reward; of more than `BINS`
-different rewards, those of `BINS` intervals of equal width, by their middle.
+Every step rewards.jsonl gets `counts`: pairs of a reward and the number of
+drawn completions that have it, by rising reward; of more than `BINS` different
+rewards, those of `BINS` intervals of equal width, by their middle.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,20 +51,19 @@ OTHERS = {"trainer_logprobs", "ref_logprobs"}
 DIGITS = 4  # of log-probabilities, after the point
 
 
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+  return tokenizer.decode(
+    list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+  )
+
+
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   """The text of each token, as it reads after the one before it.
 
   Some tokenizers leave out the space before the first token of a text, so each
   is decoded together with the one before.
   """
-  known: dict[tuple[int, ...], str] = {}
-
-  def decode(*tokens: int) -> str:
-    if tokens not in known:
-      known[tokens] = tokenizer.decode(
-        [*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
-      )
-    return known[tokens]
+  decode = functools.cache(lambda *tokens: _decoded(tokenizer, tokens))
 
   def after(before: int, token: int) -> str:
     first, both = decode(before), decode(before, token)
@@ -115,8 +112,7 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   ids, mask = one["ids"], one["mask"]
   if not one.get("packed", True):
     none = np.full(mask.shape, np.nan)
-    of_training = OTHERS & one.keys()
-    one |= dict.fromkeys(of_training, none)
+    one |= dict.fromkeys(OTHERS & one.keys(), none)
   last, of_turns = mask, {}
   if "turns" in one:
     last = mask & (one["turns"] == one["turns"].max())
@@ -135,38 +131,27 @@ def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
     "rewards": {
       name: _number(values[place, g]) for name, values in drawn.values.items()
     },
-    "advantage": _advantage(one),
+    "advantage": _numbers(one["advantage"], mask),
     "truncated": not one["finished"],
     "tokens": token_texts(policy.tokenizer, ids[mask].tolist()),
   } | {
-    name: [_number(x, DIGITS) for x in values[mask]]
+    name: _numbers(values, mask, DIGITS)
     for name, values in one.items()
     if name.endswith("logprobs")
   }
 
 
-def _advantage(one: Mapping[str, Any]) -> float | list[float] | None:
-  """The advantage of a completion or, with a turn's credit, of each token."""
-  if one["advantage"].ndim == 0:
-    return _number(one["advantage"])
-  return [_number(x) for x in one["advantage"][one["mask"]]]
-
-
 def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
   """Returns texts of the model and its environment, one after the other.
 
-  `one` has a row's "ids", "mask", "turns" and "turn_rewards", and where turns
-  have advantages of their own, the "advantage" of each token.
+  `one` has a row's "ids", "mask", "turns" and "turn_rewards", and if turns have
+  advantages of their own, the "advantage" of each token.
   """
   ids, turns = one["ids"][one["mask"]], one["turns"][one["mask"]]
   blocks = []
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
     turn = turns[part[0]]
-    text = tokenizer.decode(
-      ids[part].tolist(),
-      skip_special_tokens=False,
-      clean_up_tokenization_spaces=False,
-    )
+    text = _decoded(tokenizer, ids[part].tolist())
     by = "environment" if turn < 0 else "model"
     blocks.append({"by": by, "text": text, "tokens": len(part)})
     if turn >= 0:
@@ -179,6 +164,13 @@ def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _number(value: Any, digits: int = 6) -> float | None:
   return round(float(value), digits) if np.isfinite(value) else None
+
+
+def _numbers(values, mask: np.ndarray, digits: int = 6) -> Any:
+  """One number of a completion, or a list of those of its tokens."""
+  if values.ndim == 0:
+    return _number(values, digits)
+  return [_number(x, digits) for x in values[mask]]
 
 
 def reward_counts(

@@ -1,6 +1,7 @@
 """Verdict on a run: one sentence on how it went, computed from its rows."""
 
 import collections
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ def facts(
   finished: bool,
   gain: Mapping[str, Any] | None = None,
 ) -> Facts:
-  """Sorts rows of metrics.jsonl into those of steps and of evaluations.
+  """Sorts rows of metrics.jsonl into steps and evaluations.
 
   The last row of a step counts; values that are no finite numbers are dropped.
   """
@@ -65,11 +66,9 @@ def _ended_early(run: Facts) -> bool:
 
 
 def _progress(run: Facts) -> Progress:
-  progress = Progress()
   absent = dict.fromkeys(STOP_CONDITIONS, 0) | {"train_seconds": 0}
-  for row in run.steps:
-    progress = progress_lib.after(progress, absent | row)
-  return progress
+  rows = (absent | row for row in run.steps)
+  return functools.reduce(progress_lib.after, rows, Progress())
 
 
 def _accuracies(run: Facts) -> str:
@@ -161,9 +160,9 @@ def _still_improving(run: Facts) -> str | None:
 
 
 def _rose(run: Facts) -> str | None:
-  rose = run.finished and run.gain and run.gain["low"] > 0
-  text = f"Finished: accuracy rose on the same prompts{_accuracies(run)}"
-  return text if rose else None
+  if not (run.finished and run.gain and run.gain["low"] > 0):
+    return None
+  return f"Finished: accuracy rose on the same prompts{_accuracies(run)}"
 
 
 def _ended(run: Facts) -> str:

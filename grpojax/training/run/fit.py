@@ -3,10 +3,10 @@
 SIGTERM is answered where `check_signals` is called: between the parts of a
 step, while the device samples or diagnoses, between batches of an evaluation,
 at least once a second while rewards are computed, and for each prompt that is
-read before the start. What runs on in between is one compilation, the update of
-a step (with sampling.ahead = 1 the next step's rewards as well) or (with
-reward.on_device) the step, the reading of the weights, and with reward.workers
-= 0 the reward of one completion (at most reward.timeout).
+read before the start. It waits for one compilation, the update of a step (with
+sampling.ahead = 1 the next step's rewards as well) or (with reward.on_device)
+the step, the loading of the weights, and with reward.workers = 0 the reward of
+one completion (at most reward.timeout).
 """
 
 import contextlib
@@ -49,24 +49,12 @@ class Stopped(Exception):
   """The run cannot or should not go on; the message says why."""
 
 
-_say = functools.partial(print, flush=True)
-
-
 def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
-  options = {
-    "group_size": group_size,
-    "tx": tx,
-    "ref_params": run.ref_params,
-    "shardings": run.shardings,
-  }
+  arguments = run.settings, run.policy, group_size, tx, run.ref_params
   if run.settings.reward.on_device:
-    return device.make_device_step(run.settings, run.policy, **options)
+    return device.make_device_step(*arguments, run.shardings)
   return host.HostStep(
-    run.settings,
-    run.policy,
-    **options,
-    reward_pool=run.reward_pool,
-    check_signals=check_signals,
+    *arguments, run.shardings, run.reward_pool, check_signals
   )
 
 
@@ -74,36 +62,33 @@ class _PromptStream:
   """Prompts of the steps: in the order of the stream, or by difficulty."""
 
   def __init__(self, run: Run):
-    self._run, self._group_size, self._batches = run, None, iter(())
+    self._run = run
+    self._group_size = None
+    self._batches = iter(())
     self._draw_prompts = None
 
   def open(self, state: TrainState, group_size: int) -> None:
-    """Goes to where the state is, anew for each group size."""
-    run, settings = self._run, self._run.settings
+    """Moves to the state's place in the stream, anew for each group size."""
+    settings, policy = self._run.settings, self._run.policy
     if self._group_size != group_size:
       self._group_size = group_size
-      examples = run.train.examples
+      examples = self._run.train.examples
       if state.difficulty is not None:
         self._draw_prompts = difficulty.make_draw_prompts(
-          settings, run.policy, examples, group_size
+          settings, policy, examples, group_size
         )
       else:
+        start, parts = int(state.prompts_consumed), draw_parts(settings)
         self._batches = prompts_lib.training_batches(
-          settings,
-          run.policy,
-          examples,
-          group_size,
-          start=int(state.prompts_consumed),
-          parts=draw_parts(settings),
+          settings, policy, examples, group_size, start=start, parts=parts
         )
-    if self._draw_prompts is not None:  # when taken, which says what is wrong
+    if self._draw_prompts is not None:  # drawn in `take`, which reports errors
       self._batches = map(self._draw_prompts, [state])
 
   def take(self, step: int, count: int = 1):
-    """Returns the next prompts and their examples, of so many parts.
+    """Returns the prompts and examples of the next `count` parts.
 
-    Raises:
-      Stopped: An endless data set's error; or files that changed, or are gone.
+    `Stopped` if an endless data set fails, or if files changed or are gone.
     """
     run = self._run
     try:
@@ -164,7 +149,7 @@ def remaining_steps(
     now = time.perf_counter()
     # JAX measures it by a clock that may be set meanwhile.
     seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
-    eta = reporting.after_step(eta, now - start - seconds_compile)
+    eta = eta.after_step(now - start - seconds_compile)
     row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
     row["seconds_compile"] = seconds_compile
@@ -175,7 +160,7 @@ def remaining_steps(
     reporting.log(run, row, samples, eta)
     reporting.log_failures(run, number, failures)
     yield state.replace(pending=pending), progress
-    eta = reporting.after_pause(eta, time.perf_counter() - now)
+    eta = eta.after_pause(time.perf_counter() - now)
 
 
 def fit(
@@ -220,7 +205,7 @@ def fit(
     checkpoint.save(checkpointer, int(state.step), saved, notes, always)
 
   def evaluate():
-    """Evaluates when it is due; returns True where the run goes on."""
+    """Evaluates when it is due; returns True if the run goes on."""
     nonlocal record
     step = int(state.step)
     if step > 0 and (step % settings.eval.every == 0 or step == settings.steps):
@@ -241,12 +226,11 @@ def fit(
     return True
 
   def steps():
-    if evaluate():  # where the run was ended in the middle of it
+    if evaluate():  # if the run was ended in the middle of it
       yield from remaining_steps(run, state, tx, progress, check_all, around)
 
   try:
-    for done in steps():
-      state, progress = done
+    for state, progress in steps():
       goes_on = evaluate()
       step = int(state.step)
       is_best = settings.checkpoint.best and best.step(record) == step
@@ -274,7 +258,7 @@ def fit(
 
 
 def _saved(run: Run, step: int) -> str:
-  """Says which step is saved; after the last one also what is still to come."""
+  """Names the saved step and, after the last one, the files still missing."""
   names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
   missing = [name for name in names if not run.file(name).exists()]
   text = f"saved step {step}"
@@ -288,15 +272,15 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """Runs a whole training run, from where its directory stands to its end.
+  """Starts or resumes a training run, and runs it to its end.
 
   `sync` uploads changes of the directory, as `run_storage.opened` says.
 
   Returns:
-    The summary, None where the run had been finished before.
+    The summary, None if the run had been finished before.
 
   Raises:
-    SystemExit: With a message, where the run cannot be started or should not go
+    SystemExit: With a message, if the run cannot be started or should not go
       on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():
@@ -311,7 +295,8 @@ def run(
     )
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
     progress_screen = screen.Screen(settings.log.every)
-    stack.enter_context(compilation.announced(_say))
+    announce = functools.partial(print, flush=True)
+    stack.enter_context(compilation.announced(announce))
 
     def check_signals(together=False):
       if interrupted:  # and went unnoticed

@@ -1,9 +1,8 @@
 """Repositories of the Hugging Face Hub, pinned to their commits.
 
-`commits` has a line KIND:ORG/NAME@REVISION=COMMIT for each repository. A run
-fills it in when it starts and keeps it in its settings.json, so that it goes
-on, is evaluated and exported with the same files, whatever has become of a
-branch.
+A run fills in `commits`, a line KIND:ORG/NAME@REVISION=COMMIT per repository,
+when it starts. So it is resumed, evaluated and exported with the same files
+even if a branch has moved.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def _commits(lines: Any) -> dict[str, str]:
-  """Commits by "KIND:ORG/NAME@REVISION"; of damaged lines there are none.
+  """Commits by "KIND:ORG/NAME@REVISION", without damaged lines.
 
   Those of a run are read from its config.json, before that is checked.
   """
@@ -31,7 +30,7 @@ def _commits(lines: Any) -> dict[str, str]:
 
 
 def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
-  """(kind, name) of what settings may take from the Hub, by "KIND:NAME".
+  """(kind, name) of all that may be from the Hub, by "KIND:NAME".
 
   Paths that look like names are among them.
   """
@@ -88,6 +87,8 @@ def data_options(
 
 
 def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
+  """Adds commits; those of the settings come first."""
+  commits = {**commits, **_commits(settings.commits)}
   lines = sorted(f"{key}={commit}" for key, commit in commits.items())
   return dataclasses.replace(settings, commits=tuple(lines))
 
@@ -95,28 +96,23 @@ def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
 def with_commits(
   settings: TrainSettings, commits: Sequence[str]
 ) -> TrainSettings:
-  """Returns settings with the commits that a run was started with.
-
-  Those of other repositories than the settings ask for are left out.
-  """
+  """Adds the commits that a run was started with, if they are still needed."""
   if not commits:
     return settings
   repositories = _wanted(settings)
   pinned = {k: c for k, c in _commits(commits).items() if k in repositories}
-  return _with(settings, pinned | _commits(settings.commits))
+  return _with(settings, pinned)
 
 
 def pin(settings: TrainSettings) -> TrainSettings:
-  """Returns settings with the commits of all they take from the Hub, as of now.
+  """Adds the present commits of all that is taken from the Hub.
 
-  Raises:
-    ValueError: the Hub does not tell; or model.revision is of a path.
+  ValueError if the Hub does not answer, or if model.revision is of a path.
   """
-  before = _commits(settings.commits)
-  commits = dict(before)
+  before, commits = _commits(settings.commits), {}
   for key, (kind, name) in _wanted(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
-    if key not in commits and not is_path:
+    if key not in before and not is_path:
       commits[key] = hub.commit(name, kind)
   path, revision = settings.model.path, settings.model.revision
   if revision and hf.exists(path):
@@ -124,23 +120,23 @@ def pin(settings: TrainSettings) -> TrainSettings:
       f"is for models of the Hub, and there is a directory {path}: use ''"
     )
     raise ValueError(config_error("model.revision", revision, remedy))
-  return settings if commits == before else _with(settings, commits)
+  return _with(settings, commits) if commits else settings
 
 
 def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
   """Yields settings with names of the Hub that cannot be, and what to do."""
   path, revision = settings.model.path, settings.model.revision
+  remedy = ""
   if revision and "@" in path:
     remedy = f"model.path = {path!r} has one: give one of the two"
-    yield "model.revision", remedy
   elif revision and run_storage.is_url(path):
     remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
-    yield "model.revision", remedy
   elif revision and hub.parse(f"{path}@{revision}") is None:
-    yield (
-      "model.revision",
-      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub",
+    remedy = (
+      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
     )
+  if remedy:
+    yield "model.revision", remedy
   for line in settings.commits:
     key, _, commit = str(line).partition("=")
     kind, _, name = key.partition(":")

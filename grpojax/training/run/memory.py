@@ -1,13 +1,14 @@
 """Least memory of a program, counted before anything is compiled.
 
 It is a lower bound: parameters, optimizer, gradients, the input of each layer
-and the cache of keys and values, split over all devices where they may be. What
-fits is never refused; what passes may still be too much, for compiled programs
-need more (`python -m grpojax.compile` says how much).
+and the cache of keys and values, split over all devices if possible. No program
+that fits is refused. One that passes may still need more memory when compiled
+(`python -m grpojax.compile` says how much).
 """
 
 import os
 import pathlib
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,13 @@ from grpojax.training.step.reference import follows_policy
 class Part(NamedTuple):
   """Arrays of one kind."""
 
-  text: str  # words for them
+  text: str  # description
   bytes: int  # bytes on each device
-  settings: tuple[str, ...]  # settings or flags that decide how large they are
+  settings: tuple[str, ...]  # settings or flags that decide the size
 
 
 Phases = dict[str, list[Part]]
-"""Parts that exist at the same time, by what a program is doing then."""
+"""Parts that exist at the same time, by phase of a program."""
 
 
 def _parameters(model: TransformerConfig, dtype: Any) -> PyTree:
@@ -60,21 +61,8 @@ def _cache(
   completions = group_size * settings.sampling.max_new_tokens
   completions *= 1 if in_8_bits else itemsize
   size = completions + settings.data.max_prompt_length * itemsize
-  size *= prompts * token
   lengths = ("sampling.max_new_tokens", "data.max_prompt_length")
-  return Part("decode cache", size, (*names, *lengths))
-
-
-def _reference_states(
-  settings: TrainSettings, reference: TransformerConfig
-) -> list[Part]:
-  """Counts what an exact KL term reads of all of a step's tokens."""
-  if not settings.loss.has_exact_kl:
-    return []
-  size = samples_per_step(settings) * settings.sampling.max_new_tokens
-  size *= reference.width * jnp.dtype(settings.model.dtype).itemsize
-  names = ("loss.kl", "batch_size", "group_size", "sampling.max_new_tokens")
-  return [Part("states of the reference", size, names)]
+  return Part("decode cache", prompts * token * size, (*names, *lengths))
 
 
 def training(
@@ -88,12 +76,11 @@ def training(
   def size(tree):
     return sharding.shard_bytes(sharding.placed(tree, mesh))
 
-  def shared(part):
-    return part._replace(bytes=part.bytes // mesh.size)
+  def shared(*parts):
+    return [part._replace(bytes=part.bytes // mesh.size) for part in parts]
 
   trained, others = _parameters(model, jnp.float32), 0
   rank, frozen = settings.lora.rank, jnp.dtype(settings.model.dtype)
-  itemsize = frozen.itemsize
   if rank:
     others = size(_parameters(model, frozen))
     trained = lora.abstract(trained, rank, settings.lora.targets)
@@ -115,27 +102,23 @@ def training(
   prompts = samples // group_size // at_once
   in_8_bits = settings.sampling.distribution.cache_dtype == "int8"
   cache = _cache(settings, model, prompts, group_size, step, in_8_bits)
-  test = _cache(
-    settings, model, settings.eval.batch_size, 1, ("eval.batch_size",)
-  )
+  tests = settings.eval.batch_size
+  test = _cache(settings, model, tests, 1, ("eval.batch_size",))
   update, length = settings.optim.update, settings.sampling.max_new_tokens
   tokens = samples // (update.minibatches * update.micro_batches) * length
   # The input of each layer, from which the rest can be computed again.
-  activations = Part(
-    "activations",
-    model.layers * tokens * model.width * itemsize,
-    (*step, "optim.micro_batches", "sampling.max_new_tokens"),
-  )
+  states = model.layers * tokens * model.width * frozen.itemsize
+  names_of_states = (*step, "optim.micro_batches", "sampling.max_new_tokens")
+  updating = [Part("activations", states, names_of_states)]
+  if settings.loss.has_exact_kl:  # which reads them of all of a step's tokens
+    states = samples * length * (teacher or model).width * frozen.itemsize
+    names_of_states = ("loss.kl", *step, "sampling.max_new_tokens")
+    updating.append(Part("states of the reference", states, names_of_states))
   gradients = Part("gradients", size(trained), names)
   return {
-    "sampling a step's completions": [held, shared(cache)],
-    "an update": [
-      held,
-      gradients,
-      shared(activations),
-      *map(shared, _reference_states(settings, teacher or model)),
-    ],
-    "an evaluation": [held, shared(test)],
+    "sampling a step's completions": [held, *shared(cache)],
+    "an update": [held, gradients, *shared(*updating)],
+    "an evaluation": [held, *shared(test)],
   }
 
 
@@ -166,12 +149,10 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Refuses phases that cannot fit into so many bytes of a device.
+  """Refuses phases that need more than `limit` bytes of a device.
 
-  No limit is what this one has, as far as it is known.
-
-  Raises:
-    ValueError: A phase needs more; the message has its parts and a remedy.
+  None is the memory of this device, if it is known. The ValueError has the
+  parts of the largest phase, and a remedy.
   """
   if limit is None:
     limit = device_bytes(jax.local_devices()[0])
@@ -199,34 +180,27 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
   )
 
 
-_CGROUP_LIMITS = (  # of the two versions of control groups
-  "sys/fs/cgroup/memory.max",
-  "sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
-
-
-def _read(path: pathlib.Path) -> str:
-  try:
-    return path.read_text()
-  except OSError:  # another kernel
-    return ""
-
-
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the bytes that processes of this machine, or container, may use.
 
-  Physical memory, or less where a control group says so, and swap space, of
+  Physical memory, or the smaller limit of a control group, and swap space, of
   which others use some. `root` is a directory that has `proc` and `sys`.
   """
-  root = pathlib.Path(root)
+
+  def read(name: str) -> str:
+    try:
+      return pathlib.Path(root, name).read_text()
+    except OSError:  # another kernel
+      return ""
+
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  for name in _CGROUP_LIMITS:
-    limit = _read(root / name).strip()
+  # The two versions of control groups.
+  for name in ("memory.max", "memory/memory.limit_in_bytes"):
+    limit = read(f"sys/fs/cgroup/{name}").strip()
     if limit.isdecimal():  # or "max"
       memory = min(memory, int(limit))
-  for line in _read(root / "proc/meminfo").splitlines():
-    if line.startswith("SwapTotal:"):
-      memory += int(line.split()[1]) * 1024
+  if swap := re.search(r"^SwapTotal:\s*(\d+)", read("proc/meminfo"), re.M):
+    memory += int(swap[1]) * 1024
   return memory
 
 

@@ -3,7 +3,7 @@
 `settle` decides on the settings; `open_all` finds all errors, opens the
 directory, and loads the newest checkpoint. Errors are found before anything is
 written, and all processes report them. The first process checks and writes the
-directory; each checks the files that it reads itself.
+directory; every process checks the files that it reads.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import pathlib
 import re
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,11 +44,11 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import reference
 
-# With which settings.
+# Settings.
 
 
 def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
-  """Returns settings with what the run there found out when it began."""
+  """Adds the facts that a run recorded in its directory when it began."""
   saved = run_directory.saved(directory)
   if not saved:
     return settings
@@ -64,13 +64,11 @@ def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
 def settle(
   settings: TrainSettings, directory: pathlib.Path
 ) -> TrainSettings | None:
-  """Returns the settings that the run goes on with; None for a finished one.
+  """Adds the date of the chat template and the commits of models and data.
 
-  They have the date of its chat template and the commits of models and data on
-  the Hub that it was started with, or those of now.
-
-  Raises:
-    ValueError: It cannot be run, there, or by all processes alike.
+  They are those that the run was started with, or the present ones. Returns
+  None for a finished run; ValueError if the directory cannot be used, or if
+  processes differ.
   """
   if distributed.several():
     distributed.check_same(
@@ -110,20 +108,14 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
 
 def _files(settings: TrainSettings) -> dict[str, str]:
   """Files that each process reads from a disk that may be its own."""
-  files = {
-    f"the model in {path}": _model_files(path)
-    for path in (
-      settings.model.path,
-      settings.model.teacher,
-      settings.reward.model,
-    )
-    if path
-  }
+  model = settings.model
+  paths = filter(None, (model.path, model.teacher, settings.reward.model))
+  files = {f"the model in {path}": _model_files(path) for path in paths}
   return files | _user_files(settings)
 
 
 def _user_files(settings: TrainSettings) -> dict[str, str]:
-  """Returns the texts of the user's functions, and what they import."""
+  """Returns the texts of the user's functions and their imports, by path."""
   texts, environment = {}, settings.environment
   own = *settings.reward.functions, *environment.tools, environment.path
   for path in own:
@@ -138,7 +130,7 @@ def _model_files(path: str) -> str:
   return fingerprint(policy_lib.find_model(path))
 
 
-# All that it holds.
+# Resources.
 
 
 def open_all(
@@ -149,23 +141,16 @@ def open_all(
   sync: Callable[..., None],
   screen: Screen,
 ):
-  """Finds all errors of a run, and opens all that it holds, on the stack.
+  """Finds all errors of a run, and opens its resources on the stack.
 
   `check_signals` is called in between, and may raise; `sync` uploads
   changes of the directory, as `run_storage.opened` says.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
-    checkpointer.
-
-  Raises:
-    SystemExit: With a message, where the run cannot be started.
+    checkpointer; SystemExit with a message if the run cannot be started.
   """
-
-  def begun() -> bool:
-    return (directory / run_directory.CONFIG).is_file()
-
-  checks = [lambda: None]  # the last one is of the lock, where it is held
+  checks = [lambda: None]  # the last one is of the lock, if it is held
 
   def hold() -> None:
     checks.append(stack.enter_context(run_lock.hold(directory)))
@@ -190,25 +175,24 @@ def open_all(
     _say_changed(run.settings, changed, 0 if step is None else step)
 
   with command_line.usage_errors():
-    first = not distributed.on_main(begun)
+    config = directory / run_directory.CONFIG
+    first = not distributed.on_main(config.is_file)
     if not first:
       distributed.on_main(hold)
     today = distributed.on_main(tokenizer.today)
     with distributed.agreed():
       run = start.check(settings, directory, stack, check_signals, today)
-    distributed.check_same(
-      **{
-        f"the {name} split": f"{count} examples\nfingerprint {checksum}"
-        for name, (count, checksum) in _fingerprints(run).items()
-      }
-    )
+    examples = {
+      f"the {name} split": f"{count} examples\nfingerprint {checksum}"
+      for name, (count, checksum) in _fingerprints(run).items()
+    }
+    distributed.check_same(**examples)
     if first:  # what cannot run leaves no directory
       distributed.on_main(hold)
     resumed = distributed.on_main(open_directory)
     with distributed.agreed():
       _check_shared(directory)
-  keep = run.settings.checkpoint.keep
-  with command_line.usage_errors():
+    keep = run.settings.checkpoint.keep
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
     )
@@ -223,10 +207,10 @@ def open_all(
 
 
 def _say_changed(
-  settings: TrainSettings, changed: Sequence[str], done: int
+  settings: TrainSettings, changes: list[str], done: int
 ) -> None:
-  """Prints the changed settings of a run that goes on after `done` steps."""
-  for line in changed:
+  """Prints the changed settings of a run that resumes after `done` steps."""
+  for line in lines:
     print(f"changed: {line}")
     steps = re.fullmatch(r"steps: (\d+) -> \d+", line)
     if not steps or settings.optim.schedule == "constant":
@@ -245,12 +229,11 @@ def _say_changed(
 
 
 SEEN_WITHIN = 60
-"""Seconds: a network's file system may remember for a while that there was no
-such file."""
+"""Seconds for which a network's file system may not show a new file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
-  """Checks that this process sees and may write what the first one wrote."""
+  """Checks that this process can read and write the first one's directory."""
   end = time.monotonic() + SEEN_WITHIN
   config = run_storage.origin(directory) / run_directory.CONFIG
   while not config.is_file():
@@ -263,7 +246,7 @@ def _check_shared(directory: pathlib.Path) -> None:
   disk.check_writable(directory, "--run_dir")
 
 
-# Where it stands.
+# State.
 
 
 def resume(
@@ -272,14 +255,11 @@ def resume(
   checkpointer: checkpoint.Checkpointer,
   check_signals: Callable[[], None],
 ) -> tuple[TrainState, Progress]:
-  """Loads the newest state, and what the run remembers beside it.
+  """Loads the newest state, and the progress in its notes.
 
-  The starting weights, which `state` has, are evaluated where that accuracy is
-  not known yet, or is of another number of prompts.
-
-  Raises:
-    ValueError: Other data, files or frozen weights than before, or a checkpoint
-      that is damaged or of another model.
+  The starting weights, which `state` has, are evaluated if their accuracy is
+  not known yet, or is of another number of prompts. ValueError for other data,
+  files or frozen weights than before, and for a damaged or foreign checkpoint.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
@@ -289,9 +269,8 @@ def resume(
   changed += _changed_files(progress.files, files)
   if changed and not run.settings.allow_changed_inputs:
     raise ValueError("\n".join(changed))
-  if state.difficulty is not None and data["train"] != progress.data.get(
-    "train", data["train"]
-  ):
+  same_prompts = progress.data.get("train", data["train"]) == data["train"]
+  if state.difficulty is not None and not same_prompts:
     raise ValueError(
       "the training prompts are not those of this run, whose success rates "
       "(difficulty.priority) are of each prompt by its number: restore the "
@@ -314,8 +293,14 @@ def resume(
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
-  now = {"data": data, "files": files, "jax": of_jax, "frozen": frozen}
-  progress = dataclasses.replace(progress, baseline=baseline, **now)
+  progress = dataclasses.replace(
+    progress,
+    baseline=baseline,
+    data=data,
+    files=files,
+    jax=of_jax,
+    frozen=frozen,
+  )
   if step is not None:
     state = reference.state_to_device(state)
     state = checkpoint.restore(checkpointer, state, step)
@@ -323,9 +308,8 @@ def resume(
     state = pending_lib.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
     if changed and state.pending is not None:
-      print(
-        "its next rollout is of the old inputs, and drawn again", flush=True
-      )
+      text = "its next rollout is of the old inputs, and drawn again"
+      print(text, flush=True)
       state = state.replace(pending=None)
   return state, progress
 
@@ -339,7 +323,7 @@ def _fingerprints(run: Run) -> dict[str, Any]:
 
 
 def _frozen(run: Run) -> str:
-  """Returns a hash of the weights under adapters, which fit others as well."""
+  """Returns a hash of the weights under adapters; "" without adapters."""
   if run.policy.frozen is None:
     return ""
   sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
@@ -347,7 +331,7 @@ def _frozen(run: Run) -> str:
 
 
 def _of_jax(before: dict[str, str]) -> dict[str, str]:
-  """Returns what of JAX decides a run's bits; prints what differs."""
+  """Returns the facts about JAX that decide a run's bits; prints changes."""
   names = ("jax_enable_x64", "jax_default_matmul_precision")
   now = {name.upper(): str(getattr(jax.config, name)) for name in names}
   now["JAX's version"] = jax.__version__
@@ -358,7 +342,7 @@ def _of_jax(before: dict[str, str]) -> dict[str, str]:
 
 
 def _file_hashes(run: Run) -> dict[str, str]:
-  """Returns hashes of what decides prompts, rewards and a teacher, by path."""
+  """Returns hashes of files that decide prompts, rewards and a teacher."""
   settings, policy = run.settings, run.policy
   files = {x: y.encode() for x, y in _user_files(settings).items()}
   for name in hf.COMPANIONS:
@@ -377,12 +361,10 @@ _ELSE = (
 
 
 def _changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
-  """Returns a line where such a file has changed; {} is an older run."""
+  """Returns a line if files have changed; {} is an older run."""
   names = sorted({*before, *now} if before else ())
   changed = [name for name in names if before.get(name) != now.get(name)]
-  if not changed:
-    return []
-  return [
+  return changed and [
     f"{', '.join(changed)}: not as when this run was started, so its prompts, "
     f"rewards or teacher are others. Put the old files back, {_ELSE}"
   ]
@@ -396,10 +378,10 @@ def _changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     # eval.num_prompts may have been changed: then there is nothing to compare.
     if checksum == old_checksum or (split == "test" and old != count):
       continue
+    differ = ", of which some differ" if old == count else ""
     lines.append(
       f"the {split} split is not that of this run: {old} examples then, "
-      f"{count} now"
-      + (", of which some differ" if old == count else "")
-      + f". Restore the data (data.path, data.options), {_ELSE}"
+      f"{count} now{differ}. Restore the data (data.path, data.options), "
+      f"{_ELSE}"
     )
   return lines

@@ -15,48 +15,38 @@ from ml_collections import ConfigDict
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.files.records import (
-  append_jsonl,
-  read_jsonl,
-  temporary,
-  write_text,
-)
+from grpojax.runtime.files import records
 from grpojax.runtime.files.run_lock import LOCK
-from grpojax.training.config import (
-  SETTINGS,
-  from_config,
-  to_config,
-)
+from grpojax.training.config import SETTINGS, from_config, to_config
 from grpojax.training.run import run_storage
 from grpojax.training.settings.run import TrainSettings
 
-CONFIG = "config.json"  # the resolved config
-CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
-LENGTHS = "lengths.npz"  # of all prompts: they are measured once
-METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
-SAMPLES = "samples.jsonl"  # completions with their rewards: `sample_rows`
-REWARDS = "rewards.jsonl"  # how often which reward was given: `sample_rows`
-EVALUATIONS = "evaluations.jsonl"  # which held-out answers were right
-FAILURES = "failures.jsonl"  # rewards that could not be computed
-TRACKED = "trackers.json"  # what trackers call the run
-MODEL = "model"  # the trained model, in Hugging Face format
-OF_MODEL = "step.json"  # in it: the step that it is of
+# The files; `grpojax.train` says what is in them.
+CONFIG = "config.json"
+CHANGES = "changes.jsonl"
+LENGTHS = "lengths.npz"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+REWARDS = "rewards.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+FAILURES = "failures.jsonl"
+TRACKED = "trackers.json"
+MODEL = "model"
+OF_MODEL = "step.json"  # in the model's directory: its step
 CURVE = "learning_curve.png"
-REPORT = "report.html"  # all of it, to look at in a browser
+REPORT = "report.html"
 SUMMARY = "summary.json"  # written last: the run is finished
 
 RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
-"""Files of rows that each say their step: cut where a run is resumed."""
+"""Files of rows with a step, which are cut when a run is resumed."""
 
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
-  r"(reward|environment)\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
-  r"environment\.check|"
-  r"model\.(remat|attention|reference)|sampling\.(stages|compact|parts)|"
-  r"allow_changed_inputs"
+  r"(reward|environment)\.(workers|timeout)|mesh\..*|environment\.check|"
+  r"optim\.(micro_batches|packing)|model\.(remat|attention|reference)|"
+  r"sampling\.(stages|compact|parts)|allow_changed_inputs"
 )
-"""Settings that a run may be resumed with other values of: they do not change
-what has been done."""
+"""Settings that may change when a run is resumed: they leave its past alone."""
 
 DATE = "date_string"  # of data.template_options
 
@@ -83,7 +73,7 @@ class SavedConfig(NamedTuple):
 
 
 def saved(path: Path) -> SavedConfig | None:
-  """Reads the config of a run directory, None where it holds none of ours."""
+  """Reads the config of a run directory; None without a run's config."""
   try:
     config = config_lib.from_json((pathlib.Path(path) / CONFIG).read_text())
     if "path" not in (config.get("model") or {}):
@@ -94,18 +84,14 @@ def saved(path: Path) -> SavedConfig | None:
 
 
 def say_added(path: Path) -> None:
-  """Prints which settings are younger than a run, and their values for it."""
+  """Prints the settings that are younger than a run, with their values."""
   run = saved(path)
   if run and run.added:
     print(f"{path} is older than these settings: {', '.join(run.added)}")
 
 
 def read_config(path: Path) -> ConfigDict:
-  """Returns the config of a run directory.
-
-  Raises:
-    ValueError: It has none, or one with wrong keys or values.
-  """
+  """Returns the config of a run directory; ValueError without a valid one."""
   run = saved(path)
   if run is None:
     raise ValueError(
@@ -120,17 +106,16 @@ def read_config(path: Path) -> ConfigDict:
 
 
 def write_config(path: Path, settings: TrainSettings) -> None:
-  """Makes these settings those of the run."""
+  """Writes the settings of a run."""
   text = config_lib.to_json(to_config(settings))
-  write_text(pathlib.Path(path) / CONFIG, text)
+  records.write_text(pathlib.Path(path) / CONFIG, text)
 
 
 def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
   """Compares settings with those that a run was started with.
 
   Returns:
-    Lines "key: its value -> yours": those that a run may be resumed with, and
-    those that it may not.
+    Lines "key: its value -> yours": the allowed changes, and the others.
   """
   run = saved(path)
   if not run:
@@ -145,10 +130,10 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
 def with_found(
   settings: TrainSettings, date: str | None = None, prompt_length: int = 0
 ) -> TrainSettings:
-  """Returns settings with what the start of a run has found out.
+  """Adds facts found at a run's start, unless the settings have values.
 
-  That is the date that its chat template takes for today's, and the length of
-  the longest prompt. Values of their own stay.
+  These are the date that its chat template takes for today's, and the length
+  of the longest prompt.
   """
   data = settings.data
   if date is not None and DATE not in data.template_options:
@@ -159,11 +144,11 @@ def with_found(
   return dataclasses.replace(settings, data=data)
 
 
-# What is in a directory.
+# The progress of a run.
 
 
 def is_run(path: Path) -> bool:
-  """Returns True where a directory is that of a run with checkpoints."""
+  """Returns True for the directory of a run with checkpoints."""
   return run_storage.checkpoints(path).is_dir()
 
 
@@ -174,7 +159,7 @@ def model_directory(path: Path) -> pathlib.Path:
 
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
-  """Returns True where a run has come to its end, or to that of settings."""
+  """Returns True if a run has come to its end, or to that of settings."""
   try:
     done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
   except (KeyError, OSError, RecursionError, TypeError, ValueError):
@@ -182,11 +167,10 @@ def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
   if settings is None or not isinstance(done, int):
     return isinstance(done, int)
   run = saved(path)
-  if run is None:
+  if run is None or run.config.steps != settings.steps:
     return False
-  steps, new = run.config.steps, settings.stop.no_improvement
-  ended_early = done < steps and run.config.stop.no_improvement != new
-  return steps == settings.steps and not ended_early
+  before, new = run.config.stop.no_improvement, settings.stop.no_improvement
+  return done >= settings.steps or before == new
 
 
 def _has_ended(path: pathlib.Path) -> bool:
@@ -194,35 +178,31 @@ def _has_ended(path: pathlib.Path) -> bool:
 
 
 def has_begun(path: pathlib.Path) -> bool:
-  """Returns True where a run has taken a step."""
+  """Returns True if a run has taken a step."""
   saved_any = any(run_storage.checkpoints(path).glob("[0-9]*"))
-  rows = read_jsonl(path / METRICS)
-  taken = any(row.get("step", 0) > 0 for row in rows)
+  taken = any(
+    row.get("step", 0) > 0 for row in records.read_jsonl(path / METRICS)
+  )
   return _has_ended(path) or saved_any or taken
 
 
 def say_restart(path: Path) -> None:
-  """Prints a line where a run without a checkpoint starts again at step 1."""
+  """Prints a line if a run without a checkpoint starts again at step 1."""
   complete = checkpoint.complete(run_storage.checkpoints(path))
   if has_begun(pathlib.Path(path)) and not complete:
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
 
 
-# How a directory is opened.
+# Opening, and changes.
 
 
 def check(path: Path, settings: TrainSettings) -> bool:
   """Checks that a directory can be this config's run; writes nothing.
 
-  A run that has trained nothing yet may be taken over by a corrected config.
-
-  Returns:
-    True where the directory is a run to go on with: of the same config, but for
-    what is `CHANGEABLE`.
-
-  Raises:
-    ValueError: It is a run of another config, has done more steps than are
-      asked for, has lost the checkpoint to resume from, or is no run.
+  Returns True for a run to resume: of the same config, but for `CHANGEABLE`
+  settings. A run that has trained nothing yet may get a corrected config.
+  ValueError for a run of another config, of more steps than `settings.steps` or
+  without its checkpoints, and for other files.
   """
   path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)
@@ -271,10 +251,10 @@ def _check_other(path: pathlib.Path) -> None:
 
 
 def open_run(path: Path, settings: TrainSettings) -> bool:
-  """Starts a run directory, or finds the run to go on with in it.
+  """Makes a run directory, or opens that of the run to resume.
 
-  The directory is made where it does not exist. Returns and raises what `check`
-  does; `record_changes` follows, when nothing can go wrong any more.
+  Returns and raises like `check`; `record_changes` follows when nothing can go
+  wrong any more.
   """
   path, resumed = pathlib.Path(path), check(path, settings)
   own_files(path)
@@ -287,14 +267,11 @@ def open_run(path: Path, settings: TrainSettings) -> bool:
 
 
 def own_files(path: Path) -> None:
-  """Replaces links among a run's files by copies of the linked files.
-
-  The run would write through them to files of others.
-  """
+  """Replaces links among a run's files by copies; their targets stay."""
   for name in (*_REPLACED, CHANGES):
     file = pathlib.Path(path) / name
     if file.is_file() and file.is_symlink():
-      with temporary(file) as copy:
+      with records.temporary(file) as copy:
         shutil.copyfile(file, copy)
         os.replace(copy, file)
     elif file.is_symlink():
@@ -302,10 +279,10 @@ def own_files(path: Path) -> None:
 
 
 def remove_torn(path: Path) -> None:
-  """Removes what writers that were killed have left of a run's files.
+  """Removes the temporary files of writers that were killed.
 
-  For the process that holds the run's lock. A report is also written by others:
-  that of the last minute stays.
+  For the process that holds the run's lock. A report is also written by other
+  programs: that of the last minute stays.
   """
   for file in pathlib.Path(path).iterdir():
     of = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
@@ -316,10 +293,10 @@ def remove_torn(path: Path) -> None:
 
 
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
-  """Makes a config that differs in what may change that of the run.
+  """Writes changed settings, and returns their lines.
 
-  Where the number of steps differs, or what ends them early, what a finished
-  run has left at its end goes away. Returns the lines of what has changed.
+  With another number of steps, or another `stop.no_improvement`, the summary
+  and the model of a finished run are removed.
   """
   path = pathlib.Path(path)
   may, _ = changed(path, settings)
@@ -328,16 +305,16 @@ def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   if may:
     steps = checkpoint.complete(run_storage.checkpoints(path))
     row = {"after_step": max(steps, default=0), "changed": may}
-    append_jsonl(path / CHANGES, row)
+    records.append_jsonl(path / CHANGES, row)
     write_config(path, settings)
   return may
 
 
 def remove_model(path: Path, only_rest: bool = False) -> None:
-  """Removes a run's model, and what an earlier removal has left of one.
+  """Removes a run's model, and the rest of an earlier removal.
 
-  At no moment is there a part of a model by the model's name; and the summary,
-  by which a run is finished, goes first. With `only_rest`, both stay.
+  The summary, by which a run is finished, goes first; the model is renamed
+  first, so that it is never incomplete. With `only_rest` both stay.
   """
   path = pathlib.Path(path)
   rest = path / f".{MODEL}.old"

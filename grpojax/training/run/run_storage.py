@@ -1,10 +1,9 @@
 """The place of a run directory: on a disk, or on gs:// with a copy on a disk.
 
-Orbax writes checkpoints to gs:// itself, from all processes. The other files of
-a run are appended to and replaced, which a bucket cannot do: a run works on a
-copy on a local disk, and uploads each file that has changed. A file on gs:// is
-whole or absent. Files that make others count are uploaded after them, and
-removed before them (`_rank`).
+Orbax writes checkpoints to gs:// itself, from all processes. A bucket cannot
+append to the other files of a run: a run works on a copy on a local disk, and
+uploads each changed file. A file on gs:// is whole or absent. Files that make
+others count are uploaded after them, and removed before them (`_rank`).
 """
 
 import contextlib
@@ -29,6 +28,8 @@ from grpojax.runtime.files import disk, gguf_directory, records, run_lock
 from grpojax.runtime.files.run_lock import LOCK
 from grpojax.runtime.processes import distributed, interrupts
 
+Sync = Callable[..., None]  # `(lazily=False)`; see `opened`
+
 REFERENCE = "reference_params"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
 ORIGIN = ".origin"  # in a copy: the URL of its original
@@ -41,7 +42,7 @@ _NOT_COPIED = re.compile(r"(^|/)\.|/$")
 # Weights in other formats than safetensors; some are programs (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
 
-# It logs each request that fails, and then raises the same.
+# gcsfs logs errors that it raises as well.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
@@ -111,7 +112,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _rank(name: str) -> int:
-  """Returns a file's place in the order of uploads; removal is the reverse."""
+  """Returns a file's place in the order of uploads; removal is in reverse."""
   if name == _BEGUN:
     return -1
   last = name.rpartition("/")[2]
@@ -121,8 +122,7 @@ def _rank(name: str) -> int:
 def _list_remote(fs: Any, root: str, url: str) -> list[str]:
   """Lists the files of a run or a model, without those of Orbax.
 
-  Raises:
-    ValueError: there are files, but neither a model nor a run.
+  ValueError if they are neither a model nor a run.
   """
   fs.invalidate_cache()
   try:
@@ -149,20 +149,17 @@ def _list_local(local: pathlib.Path) -> dict[str, tuple[int, int]]:
   return states
 
 
-def _download(
-  fs: Any, root: str, local: pathlib.Path, names: Iterable[str]
-) -> None:
+def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
   """Copies files from gs://, each whole or not at all.
 
-  A copy has the modification time of its original, and one of the same time is
-  left as it is.
+  A copy gets the modification time of its original; one with that time is kept.
   """
   for name in names:
     target = local / name
     if local.resolve() not in target.resolve().parents:
       raise ValueError(f"{root} has a file of the name {name!r}")
-    modified = fs.modified(f"{root}/{name}").timestamp()
-    modified = int(modified * 1e6) * 1000
+    seconds = fs.modified(f"{root}/{name}").timestamp()
+    modified = int(seconds * 1e6) * 1000
     if target.is_file() and target.stat().st_mtime_ns == modified:
       continue
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +171,7 @@ def _download(
 def _upload(
   fs: Any, root: str, local: pathlib.Path, before: dict[str, Any]
 ) -> dict[str, Any]:
-  """Makes gs:// equal to the copy; returns the copy's state, for next time."""
+  """Makes gs:// equal to the copy; returns the copy's state, for `before`."""
   now = _list_local(local)
   for name in sorted(before.keys() - now.keys(), key=_rank, reverse=True):
     with contextlib.suppress(FileNotFoundError):
@@ -189,18 +186,21 @@ def _upload(
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
   """Holds the lock of a run directory, an object that only one can create.
 
-  A process that is killed leaves it behind, for a person to remove.
-
-  Raises:
-    ValueError: another process holds it; says which.
+  A process that is killed leaves it behind, for a person to remove. The
+  ValueError names the process that holds it.
   """
   path, mine = f"{root}/{LOCK}", json.dumps(run_lock.me()).encode()
+
+  def unlock() -> None:
+    with contextlib.suppress(Exception):  # the next run says how to remove it
+      fs.invalidate_cache()
+      if fs.cat_file(path) == mine:  # else it was removed by hand
+        fs.rm_file(path)
+
   with contextlib.ExitStack() as stack:
     # A signal amid the request would leave an object that nobody removes.
-    with (
-      interrupts.deferred(*interrupts.BOTH),
-      _errors(url, "locked", ValueError),
-    ):
+    stopped = interrupts.deferred(*interrupts.BOTH)
+    with stopped, _errors(url, "locked", ValueError):
       try:
         fs.pipe_file(path, mine, mode="create")
       except FileExistsError as error:
@@ -211,24 +211,15 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
           "; wait for it or end it. If it is dead (it was killed, or its "
           f"machine is gone), remove its lock: gcloud storage rm {url}/{LOCK}",
         ) from error
-      stack.callback(_unlock, fs, path, mine)
+      stack.callback(unlock)
     yield
-
-
-def _unlock(fs: Any, path: str, mine: bytes) -> None:
-  with contextlib.suppress(Exception):  # the next run says how to remove it
-    fs.invalidate_cache()
-    if fs.cat_file(path) == mine:  # else it was removed by hand
-      fs.rm_file(path)
 
 
 # Run directories to write to, and to read.
 
 
-def _make_sync(
-  fs: Any, root: str, local: pathlib.Path, url: str
-) -> Callable[..., None]:
-  """Returns the function that uploads changes, as `opened` describes it."""
+def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
+  """Returns the function of `opened` that uploads changes."""
   uploaded, last = _list_local(local), time.monotonic()
 
   def sync(lazily: bool = False) -> None:
@@ -248,10 +239,8 @@ def _make_sync(
 
 
 @contextlib.contextmanager
-def _working_copy(
-  url: str,
-) -> Iterator[tuple[pathlib.Path, Callable[..., None]]]:
-  """Makes a copy of a run on gs:// for as long as the context lasts."""
+def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
+  """Makes a copy of a run on gs:// for the duration of the context."""
   fs, root = _file_system(url)
   local = pathlib.Path(tempfile.mkdtemp(prefix="grpojax-run-"))
   with contextlib.ExitStack() as removal, contextlib.ExitStack() as stack:
@@ -283,9 +272,7 @@ def _working_copy(
 
 
 @contextlib.contextmanager
-def opened(
-  path: str | os.PathLike,
-) -> Iterator[tuple[pathlib.Path, Callable[..., None]]]:
+def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   """Opens a run directory to write to: the directory, or a copy of gs://.
 
   Yields:
@@ -294,7 +281,7 @@ def opened(
 
   Raises:
     ValueError: in all processes, if one of them cannot use it.
-    interrupts.Left: SIGTERM came to a process alone, on gs://.
+    interrupts.Left: SIGTERM came to a single process, on gs://.
     disk.WriteFailed: on leaving, if the last changes could not be uploaded.
       They stay on the disk, and a line says where.
   """
@@ -326,20 +313,13 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.cache
 def _cached_copy(url: str) -> pathlib.Path:
-  """Downloads a model or a run from gs://, where it differs from the last copy.
-
-  Raises:
-    ValueError: there is nothing, or it cannot be read.
-  """
+  """Downloads changed files of a model or a run; ValueError without any."""
   fs, root = _file_system(url)
   mark = fsspec.utils.tokenize(url)[:12]
   path = disk.user_cache() / f"{url.rpartition('/')[2]}-{mark}"
   with _errors(url, "read", ValueError):
-    names = [
-      name
-      for name in _list_remote(fs, root, url)
-      if not name.endswith(_NOT_READ)
-    ]
+    names = _list_remote(fs, root, url)
+    names = [name for name in names if not name.endswith(_NOT_READ)]
     if not names:
       raise ValueError(f"there is no model and no run at {url}")
     for name in _list_local(path).keys() - set(names):

@@ -25,7 +25,7 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
   """Makes the mesh of all devices, but for those that only sample.
 
-  ValueError for axes of another number.
+  ValueError if the axes need another number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   devices = devices[: max(len(devices) - settings.mesh.sampling_devices, 0)]
@@ -46,9 +46,7 @@ def make_mesh(
 def open_policy(settings: TrainSettings) -> Policy:
   """Opens the model, without its weights.
 
-  Raises:
-    ValueError: The directory, its configuration or its tokenizer do not fit, or
-      a loss that is not for such a model.
+  ValueError if its files do not fit, or if the loss is not for such a model.
   """
   model = settings.model
   path = hub_pins.model(settings)
@@ -60,53 +58,46 @@ def open_policy(settings: TrainSettings) -> Policy:
 
 
 def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
-  """Adds the teacher, without its weights, where the settings name one.
+  """Adds the teacher, without its weights, if the settings name one.
 
-  Raises:
-    ValueError: There is none, or it does not read the policy's tokens.
+  ValueError if it does not exist, or does not read the policy's tokens.
   """
   model = settings.model
   if not model.teacher:
     return policy
-
-  def refuse(remedy):
-    raise ValueError(config_error("model.teacher", model.teacher, remedy))
-
+  path = hub_pins.teacher(settings)
   try:
     teacher = policy_lib.open_policy(
-      hub_pins.teacher(settings),
+      path,
       model.dtype,
       attention=model.attention,
       ignore_keys=model.ignore_keys,
     )
+    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+      raise ValueError(
+        "has other tokens than the policy: use one of the same family"
+      )
+    ids = teacher.shape.vocab_size
+    if ids < policy.shape.vocab_size:
+      raise ValueError(
+        f"has {ids} ids (vocab_size), fewer than the policy's "
+        f"{policy.shape.vocab_size}: use one with at least as many"
+      )
   except ValueError as error:
-    refuse(str(error))
-  if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-    refuse("has other tokens than the policy: use one of the same family")
-  rows = [one.shape.vocab_size for one in (policy, teacher)]
-  if rows[1] < rows[0]:
-    refuse(
-      f"has {rows[1]} ids (vocab_size), fewer than the policy's {rows[0]}: "
-      "use one with at least as many"
-    )
+    text = config_error("model.teacher", model.teacher, str(error))
+    raise ValueError(text) from error
   return policy._replace(teacher=teacher)
 
 
 def check_model(settings: TrainSettings, lm: LM) -> None:
-  """Raises ValueError where a model lacks the experts that a loss needs."""
-  loss, no_experts = settings.loss, "and the model has none (model.path): use"
-  needs = {
-    "router_aux_coef": (
-      loss.router_aux_coef,
-      f"balances experts, {no_experts} 0",
-    ),
-    "router_replay": (
-      loss.router_replay,
-      f"replays experts, {no_experts} False",
-    ),
-  }
-  for name, (value, remedy) in needs.items():
+  """Raises ValueError if a model lacks the experts that a loss needs."""
+  for name, verb, off in (
+    ("router_aux_coef", "balances", 0),
+    ("router_replay", "replays", False),
+  ):
+    value = getattr(settings.loss, name)
     if value and lm.forward_with_load is None:
+      remedy = f"{verb} experts, and the model has none (model.path): use {off}"
       raise ValueError(config_error(f"loss.{name}", value, remedy))
 
 
@@ -115,13 +106,10 @@ def with_weights(
   policy: Policy,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Policy:
-  """Returns the policy with its weights, and adapters if there are to be any.
+  """Loads a policy's weights onto the mesh (None: one device), adds adapters.
 
-  A teacher's have the format of computation, as all that is frozen. They are
-  loaded onto the mesh; None is one device.
-
-  Raises:
-    ValueError: Weights or targets of adapters that do not fit.
+  A teacher's weights have the format of computation, as all frozen ones.
+  ValueError for weights or targets of adapters that do not fit.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   lora = settings.lora
@@ -132,8 +120,7 @@ def with_weights(
     policy = policy._replace(teacher=teacher)
   if not lora.rank:
     return policy_lib.with_weights(policy, "float32", shardings)
-  # Nothing is added to frozen weights, so they need no more digits than what is
-  # computed with them.
+  # Frozen weights get no updates, so they need no more digits than computing.
   policy = policy_lib.with_weights(policy, settings.model.dtype, shardings)
   return policy_lib.with_adapters(
     policy,

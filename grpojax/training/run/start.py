@@ -1,4 +1,4 @@
-"""Start of a training run: its checks, and the state that it goes on from."""
+"""Start of a training run: its checks, and its first state."""
 
 import contextlib
 import itertools
@@ -37,20 +37,15 @@ from grpojax.training.step import reference as reference_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
 
-LARGE = 50_000_000
-"""Parameters of a model whose learning rate is known from practice."""
-
-FAR = 50
-"""Ratio to the usual learning rate that is warned of."""
-
-LOW = 10
-"""The same for rates below the usual one."""
+LARGE = 50_000_000  # parameters of models with a usual learning rate
+FAR = 50  # ratio of a learning rate to the usual one that is warned of
+LOW = 10  # the same for rates below the usual one
 
 
 class Run(NamedTuple):
-  """Things that stay the same all through a run."""
+  """Parts of a run that stay the same from step to step."""
 
-  settings: TrainSettings  # with what the start of the run has decided
+  settings: TrainSettings  # with the facts found at the start of the run
   directory: pathlib.Path
   policy: Policy  # has the weights until `start`, whose state takes them
   mesh: jax.sharding.Mesh
@@ -76,18 +71,16 @@ def check(
   check_signals: Callable[[], None],
   today: str | None = None,
 ) -> Run:
-  """Loads what the settings name, and reads all prompts of finite data sets.
+  """Loads models and rewards, and reads all prompts of finite data sets.
 
   Nothing is written into the directory. The stack ends the reward workers, and
-  leaves the mesh; `check_signals` is called while much is read, and may raise;
-  `today` is all processes' date, where a chat template asks for it.
-
-  Raises:
-    ValueError: An error that would otherwise be found after the run's start.
+  leaves the mesh; `check_signals` is called during long reads, and may raise;
+  `today` is all processes' date, if a chat template asks for it. Errors are
+  ValueErrors.
   """
   run = read_inputs(settings, directory, check_signals, today)
   settings, policy, mesh = run.settings, run.policy, run.mesh
-  if settings.reward.on_device:  # what it wants to know of each prompt
+  if settings.reward.on_device:  # checks the prompts as they are taken
     group_size = batches_lib.group_sizes(settings)[0]
     batches = prompts.training_batches(
       settings, policy, run.train.examples, group_size
@@ -157,16 +150,16 @@ def read_inputs(
     )
   if settings.model.reference_prompt:
     reference_lib.check_prompt(settings, train.examples[0])
-  difficulty.init_rates(settings, train.examples)  # refuses what is not for it
+  difficulty.init_rates(settings, train.examples)  # checks the examples
   return Run(settings, directory, policy, mesh, train, held_out)
 
 
 def _with_date(
   settings: TrainSettings, policy: Policy, today: str | None = None
 ) -> TrainSettings:
-  """Pins the date where a chat template asks for today's.
+  """Pins the date if a chat template asks for today's.
 
-  Prompts would be other ones tomorrow: on resume, and in evaluations.
+  Else prompts would change from day to day: on resume, and in evaluations.
   """
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
@@ -182,32 +175,27 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
   usual = 1e-5 if settings.lora.rank else 1e-6
   kind = "adapters" if settings.lora.rank else "full fine-tuning"
   rate = settings.optim.learning_rate
-  if parameters < LARGE:
+  if parameters < LARGE or usual / LOW < rate < FAR * usual:
     return
-  if rate >= FAR * usual:
-    text = f"{rate / usual:.0f} times the usual {usual:g} of {kind}, and may"
-    text += " ruin the model"
-  elif rate <= usual / LOW:
-    text = f"1/{usual / rate:.0f} of the usual {usual:g} of {kind}, and may"
-    text += " learn nothing"
-  else:
-    return
+  ratio = f"{rate / usual:.0f} times"
+  danger = "ruin the model"
+  if rate < usual:
+    ratio = f"1/{usual / rate:.0f} of"
+    danger = "learn nothing"
   print(
-    f"warning: --config.optim.learning_rate = {rate:g} is {text}", flush=True
+    f"warning: --config.optim.learning_rate = {rate:g} is {ratio} the usual "
+    f"{usual:g} of {kind}, and may {danger}",
+    flush=True,
   )
 
 
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
-  """Makes the state before the first step; cleans up after a run cut short.
+  """Makes the state before the first step, and cuts the records of lost steps.
 
-  Returns:
-    The run, without its parameters, which become the state's; the state; and
-    the optimizer.
-
-  Raises:
-    ValueError: A reference that is damaged or of another model.
+  Returns the run, without its parameters, which become the state's; the state;
+  and the optimizer. ValueError for a damaged or foreign reference.
   """
   settings, policy, mesh = run.settings, run.policy, run.mesh
   tx = optimizer(settings)
@@ -233,9 +221,8 @@ def start(
     ref_params = checkpoint.restore_params(reference, fixed)
     ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
   state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
-  state = reference_lib.state_to_memory(
-    state.replace(reference=following), settings
-  )
+  state = state.replace(reference=following)
+  state = reference_lib.state_to_memory(state, settings)
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:
@@ -247,20 +234,13 @@ def start(
     flush=True,
   )
   _warn_of_learning_rate(settings, count)
+  environment = run.reward_pool.environment
+  greedy = make_sampler(settings, policy, 1, Sampling(0.0), mesh, environment)
+  teacher = policy.teacher and policy.teacher._replace(params=None)
   run = run._replace(
-    policy=policy._replace(
-      params=None,
-      teacher=policy.teacher and policy.teacher._replace(params=None),
-    ),
+    policy=policy._replace(params=None, teacher=teacher),
     shardings=shardings,
     ref_params=ref_params,
-    greedy=make_sampler(
-      settings,
-      policy,
-      1,
-      Sampling(0.0),
-      mesh,
-      run.reward_pool.environment,
-    ),
+    greedy=greedy,
   )
   return run, state, tx

@@ -36,10 +36,8 @@ def own_sampling_mesh(
 ) -> Mesh:
   """Returns the mesh that a run samples on: its own devices, or all.
 
-  `devices` are all, None for those of JAX.
-
-  Raises:
-    ValueError: Devices that cannot be cut so, or of several processes.
+  `devices` are all, None for those of JAX. ValueError for devices that cannot
+  be cut so, or of several processes.
   """
   count, own = s.mesh.sampling_devices, ()
   if count and jax.process_count() > 1:
@@ -54,11 +52,7 @@ def own_sampling_mesh(
 def check_mesh(
   s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
 ) -> None:
-  """Checks that a run's batches divide over its mesh, of all `devices`.
-
-  Raises:
-    ValueError: A batch that does not, with the numbers.
-  """
+  """Checks that a run's batches divide over its mesh, of all `devices`."""
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)

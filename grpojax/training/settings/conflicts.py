@@ -1,8 +1,8 @@
 """Settings that cannot stand together.
 
-Each setting is in its own range already (`core.options`). A setting that has
-only one possible value beside others is a `yield` in a function of `NEEDS`, any
-other condition one in a function of `CHECKS`.
+Each setting is in its own range already (`core.options`). Functions of `NEEDS`
+yield the only value that a setting may have beside others, functions of
+`CHECKS` all other conflicts.
 """
 
 import itertools
@@ -13,11 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpojax.core.advantages import (
-  ADVANTAGES,
-  SCALED_LEAVE_ONE_OUT,
-  WITHIN_GROUPS,
-)
+from grpojax.core import advantages
 from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.binding import bind
 from grpojax.core.losses.kl import PLACEMENTS
@@ -36,18 +32,6 @@ from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 _TRIED = 256  # prompts, and samples of each, that an advantage is tried on
-
-
-def _auto(s: TrainSettings) -> bool:
-  return s.group_size == AUTO
-
-
-def _kl_in_reward(s: TrainSettings) -> bool:
-  return s.loss.needs_reference and s.loss.kl_placement == "reward"
-
-
-def _by_difficulty(s: TrainSettings) -> bool:
-  return s.difficulty.priority != DIFFICULTY_OFF
 
 
 def _by_turns(s: TrainSettings) -> bool:
@@ -89,7 +73,7 @@ def _reward_needs(s: TrainSettings) -> Needs:
     yield {"sampling.ahead": 0, "sampling.parts": 1}, why
     yield {"model.reference": "device", "model.reference_prompt": ""}, why
     yield {"difficulty.priority": DIFFICULTY_OFF}, why
-  if _kl_in_reward(s):
+  if s.loss.needs_reference and s.loss.kl_placement == "reward":
     why = "groups of equal rewards teach something, and a KL penalty is in nats"
     why += ": loss.kl_placement = 'ratio'"
     yield _ONE_SUM | {"filter_groups.enable": False}, why
@@ -108,7 +92,7 @@ def _reward_needs(s: TrainSettings) -> Needs:
 
 
 def _sampling_needs(s: TrainSettings) -> Needs:
-  if _by_difficulty(s):
+  if s.difficulty.priority != DIFFICULTY_OFF:
     why = "prompts are drawn by the last step's rewards, not from a stream: "
     why += f"difficulty.priority = {DIFFICULTY_OFF!r}"
     yield {"filter_groups.enable": False, "sampling.ahead": 0}, why
@@ -124,7 +108,7 @@ def _sampling_needs(s: TrainSettings) -> Needs:
   else:
     why = "devices would wait for each other: sampling.ahead = 1"
     yield {"mesh.sampling_devices": 0}, why
-  if _auto(s):
+  if s.group_size == AUTO:
     why = "group_size = 'auto' follows the error of the whole gradient, of all "
     why += "completions at full weight: a number for group_size"
     yield {"loss.truncated": "keep", "loss.correction": "none"}, why
@@ -147,8 +131,7 @@ def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
 
 def _texts(s: TrainSettings) -> Rows:
   if not s.model.path:
-    remedy = "give a Hugging Face directory, or ORG/NAME of the Hub"
-    yield "model.path", remedy
+    yield "model.path", "give a Hugging Face directory, or ORG/NAME of the Hub"
   try:
     re.compile(s.lora.targets)
   except re.error as error:
@@ -187,20 +170,16 @@ def _loss(s: TrainSettings) -> Rows:
     yield "sampling.temperature", remedy
   if loss.beta and loss.kl not in (known := PLACEMENTS[loss.kl_placement]):
     placement = f"loss.kl_placement = {loss.kl_placement!r}"
-    remedy = f"with {placement} use {' or '.join(known)}"
-    if loss.kl == "k1":
-      remedy += (
-        "; k1 as a loss term pulls nowhere: use it in 'reward' or 'ratio'"
-      )
-    yield "loss.kl", remedy
+    nowhere = "; k1 as a loss term pulls nowhere: use it in 'reward' or 'ratio'"
+    hint = nowhere if loss.kl == "k1" else ""
+    yield "loss.kl", f"with {placement} use {' or '.join(known)}{hint}"
   if loss.entropy_target and loss.entropy_coef > loss.entropy_coef_max:
     most = f"loss.entropy_coef_max = {loss.entropy_coef_max}"
     yield "loss.entropy_coef", f"starts above {most}: give no more"
-  of_sequence = loss.ratio == "sequence_ratio"
-  of_sequence = of_sequence and loss.surrogate in ("clipped", "sapo")
-  if loss.top_entropy_quantile < 1 and (
-    of_sequence or loss.surrogate == "gmpo"
-  ):
+  surrogates = ("gmpo",)
+  if loss.ratio == "sequence_ratio":
+    surrogates = ("gmpo", "clipped", "sapo")
+  if loss.top_entropy_quantile < 1 and loss.surrogate in surrogates:
     yield (
       "loss.top_entropy_quantile",
       f"with loss.surrogate = {loss.surrogate!r} and loss.ratio = "
@@ -246,16 +225,13 @@ def _rewards(s: TrainSettings) -> Rows:
       f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
       "(1.0,) and no reward.model: nothing else can be computed on token ids",
     )
-  one_mesh = s.mesh.sampling_tensor in (0, s.mesh.tensor)
-  if not one_mesh and (reward.on_device or s.environment.on):
-    yield (
-      "mesh.sampling_tensor",
-      (
-        "reward.on_device is one program on one mesh: use 0"
-        if reward.on_device
-        else "not with an environment (environment.path): use 0"
-      ),
-    )
+  if s.mesh.sampling_tensor not in (0, s.mesh.tensor):
+    if reward.on_device:
+      remedy = "reward.on_device is one program on one mesh: use 0"
+      yield "mesh.sampling_tensor", remedy
+    elif s.environment.on:
+      remedy = "not with an environment (environment.path): use 0"
+      yield "mesh.sampling_tensor", remedy
   if AGGREGATIONS[reward.aggregation] is None:
     return
   if s.group_size == 1:
@@ -287,11 +263,11 @@ def _turns(s: TrainSettings) -> Rows:
 
 def _prompts(s: TrainSettings) -> Rows:
   options = s.filter_groups
-  if options.enable and s.loss.advantage not in WITHIN_GROUPS:
+  if options.enable and s.loss.advantage not in advantages.WITHIN_GROUPS:
     yield (
       "filter_groups.enable",
       f"advantage = {s.loss.advantage!r} learns from groups of equal rewards "
-      f"too: use one of {', '.join(WITHIN_GROUPS)}",
+      f"too: use one of {', '.join(advantages.WITHIN_GROUPS)}",
     )
   several = len(s.reward.functions) > 1 or s.reward.model
   by_accuracy = options.enable and options.metric == "acc"
@@ -310,7 +286,7 @@ def _prompts(s: TrainSettings) -> Rows:
 
 def _group_size(s: TrainSettings) -> Rows:
   every = s.diagnostics.every
-  if not _auto(s):
+  if s.group_size != AUTO:
     if every and (s.group_size < 4 or s.batch_size < 3):
       remedy = "needs group_size of 4 or more and batch_size of 3 or more"
       yield "diagnostics.every", f"{remedy}; 0 is off"
@@ -325,23 +301,22 @@ def _group_size(s: TrainSettings) -> Rows:
       "group_size = 'auto' follows the error of a gradient in which all tokens "
       f"count alike: use another weighting, {number}",
     )
-  if s.loss.advantage not in SCALED_LEAVE_ONE_OUT:
+  if s.loss.advantage not in advantages.SCALED_LEAVE_ONE_OUT:
+    names = " or ".join(advantages.SCALED_LEAVE_ONE_OUT)
     yield (
       "advantage",
-      "group_size = 'auto' follows the best size for "
-      f"{' or '.join(SCALED_LEAVE_ONE_OUT)}, whose error the diagnostics "
-      f"estimate: use one of these, {number}",
+      f"group_size = 'auto' follows the best size for {names}, whose error the "
+      f"diagnostics estimate: use one of these, {number}",
     )
 
 
 def _batches(s: TrainSettings) -> Rows:
   yield from [*_auto_sizes(s)] or _division(s)
-  yield from _advantage(s)
 
 
 def _auto_sizes(s: TrainSettings) -> Rows:
-  """The group sizes that "auto" moves among."""
-  if not _auto(s):
+  """Checks the group sizes that "auto" moves among."""
+  if s.group_size != AUTO:
     return
   auto = s.auto_group_size
   for name in ("smallest", "start", "largest"):
@@ -362,7 +337,7 @@ def _auto_sizes(s: TrainSettings) -> Rows:
 
 
 def _division(s: TrainSettings) -> Rows:
-  """The first batch that does not divide into its parts."""
+  """Yields the first batch that does not divide into its parts."""
   update = s.optim.update
   if s.batch_size % update.minibatches:
     remedy = f"must divide batch_size = {s.batch_size}"
@@ -372,9 +347,9 @@ def _division(s: TrainSettings) -> Rows:
   parts["filter_groups.gen_parts"] = batches.draw_parts(s)
   for size in batches.group_sizes(s):
     prompts = batches.samples_per_step(s) // size
+    of_size = f"{prompts} with groups of {size}"
     for setting, count in parts.items():
       if prompts % count:
-        of_size = f"{prompts} with groups of {size}"
         yield setting, f"must divide a step's prompts, {of_size}"
         return
     try:
@@ -386,13 +361,10 @@ def _division(s: TrainSettings) -> Rows:
 
 
 def _advantage(s: TrainSettings) -> Rows:
-  """Yields the advantage's own error about the shape of a batch.
-
-  The advantage is traced on the run's shapes, without computing it.
-  """
+  """Yields the advantage's own error about a batch's shape; only traces it."""
   name, k = s.loss.advantage, s.loss.subset_size
-  advantage = bind(ADVANTAGES[name], k=k)
-  takes_k = advantage is not ADVANTAGES[name]
+  advantage = bind(advantages.ADVANTAGES[name], k=k)
+  takes_k = advantage is not advantages.ADVANTAGES[name]
 
   def trial(rewards, lengths):
     return bind(
@@ -419,7 +391,6 @@ def _advantage(s: TrainSettings) -> Rows:
 
 
 NEEDS = (_model_needs, _reward_needs, _sampling_needs)
-"""Values of settings beside others."""
 
 CHECKS = (
   _texts,
@@ -429,17 +400,15 @@ CHECKS = (
   _prompts,
   _group_size,
   _batches,
+  _advantage,
   hub_pins.conflicts,
 )
-"""Conditions on several settings, by the part that has to change."""
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
   """Returns a line for each conflict: setting, value, what to do.
 
-  Args:
-    s: Settings, each in its own range.
-    flat: The same by dotted path, as in the config.
+  `flat` are the settings by dotted path, as in the config.
   """
   rows = []
   for needs, text in itertools.chain.from_iterable(one(s) for one in NEEDS):

@@ -8,11 +8,11 @@ from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.options import (
-  NOT_NEGATIVE,
-  ONE_OR_MORE,
-  POSITIVE,
   frozen_options,
+  not_negative,
+  one_or_more,
   option,
+  positive,
 )
 from grpojax.core.turns import CREDITS
 from grpojax.data.datasets import DATASETS
@@ -92,10 +92,8 @@ class ModelSettings:
     "memory but for its own pass",
     REFERENCE_MEMORY,
   )
-  reference_every: int = option(
-    0,
-    "steps after which the reference follows the policy; 0 = it is fixed",
-    within=NOT_NEGATIVE,
+  reference_every: int = not_negative(
+    0, "steps after which the reference follows the policy; 0 = it is fixed"
   )
   reference_mix: float = option(
     1.0,
@@ -108,12 +106,8 @@ class ModelSettings:
 class LoraSettings:
   """Low-rank adapters, which are trained in the place of the weights."""
 
-  rank: int = option(
-    0, "rank of the adapters; 0 = off: all is trained", within=NOT_NEGATIVE
-  )
-  alpha: float = option(
-    32.0, "adapters are scaled by alpha / rank", within=POSITIVE
-  )
+  rank: int = not_negative(0, "rank of the adapters; 0 = off: all is trained")
+  alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
   targets: str = option(
     "layers/(q|k|v|o|gate|up|down)",
     "a regular expression of the paths of the weights that have adapters",
@@ -137,11 +131,10 @@ class DataSettings:
     "several data sets in the place of that one: mixture.ANY.name, path, "
     "options, weight, and rewards (those of reward.functions that score it)"
   )
-  max_prompt_length: int = option(
+  max_prompt_length: int = not_negative(
     0,
     "longest prompt, tokens with the template; 0 = as the data have it, which "
     "the run finds out and fills in",
-    within=NOT_NEGATIVE,
   )
   too_long: str = option(
     "refuse", "what is done about prompts of more tokens", ("refuse", "drop")
@@ -174,8 +167,8 @@ class DifficultySettings:
   uniform: float = option(
     0.1, "share of prompts that is drawn as always", within="(0, 1]"
   )
-  half_life: float = option(
-    100.0, "steps after which what was seen counts half", within=POSITIVE
+  half_life: float = positive(
+    100.0, "steps after which what was seen counts half"
   )
   band: tuple[Any, ...] = option(
     (0.1, 0.9), "success rates that priority=band wants: low, high"
@@ -184,9 +177,7 @@ class DifficultySettings:
     (0.8, 0.3),
     "success rate that priority=target wants at the first and the last step",
   )
-  rows: int = option(
-    1, "groups of a step that one prompt may have", within=ONE_OR_MORE
-  )
+  rows: int = one_or_more(1, "groups of a step that one prompt may have")
   importance_weights: bool = option(
     False, "undo the choice in the loss, so that the objective stays the same"
   )
@@ -196,9 +187,7 @@ class DifficultySettings:
 class SamplingSettings:
   """Completions (the first eight settings and ahead change samples)."""
 
-  max_new_tokens: int = option(
-    80, "longest completion, tokens", within=ONE_OR_MORE
-  )
+  max_new_tokens: int = one_or_more(80, "longest completion, tokens")
   stop: tuple[Any, ...] = option(
     (),
     'texts that end a completion, as ["\\nQuestion:", "</answer>"]; rewards '
@@ -206,11 +195,10 @@ class SamplingSettings:
   )
   distribution: Sampling = inline(Sampling())
   decoding: Decoding = inline(Decoding())
-  parts: int = option(
+  parts: int = one_or_more(
     1,
     "equal parts of a step's prompts, sampled one after another: "
     "reward.workers are at one while the next decodes",
-    within=ONE_OR_MORE,
   )
   ahead: int = option(
     0,
@@ -241,8 +229,8 @@ class RewardSettings:
     "more with math_answer",
     within="[0, 1024]",
   )
-  timeout: float = option(
-    30.0, "seconds that the reward of a completion may take", within=POSITIVE
+  timeout: float = positive(
+    30.0, "seconds that the reward of a completion may take"
   )
   thinking: tuple[Any, ...] = option(
     THINKING,
@@ -289,19 +277,14 @@ class EnvironmentSettings:
     "without one",
     ACTIONS,
   )
-  max_turns: int = option(
-    8, "turns of the longest trajectory", within=ONE_OR_MORE
-  )
-  max_observation: int = option(
+  max_turns: int = one_or_more(8, "turns of the longest trajectory")
+  max_observation: int = not_negative(
     0,
     "largest number of tokens of an observation, at most half of "
     "sampling.max_new_tokens; 0 = half of it",
-    within=NOT_NEGATIVE,
   )
-  max_turn_tokens: int = option(
-    0,
-    "tokens of a turn, which is cut there and answered; 0 = no such limit",
-    within=NOT_NEGATIVE,
+  max_turn_tokens: int = not_negative(
+    0, "tokens of a turn, which is cut there and answered; 0 = no such limit"
   )
   failed: str = option(
     "drop",
@@ -325,9 +308,7 @@ class EnvironmentSettings:
     "processes of this machine that run environments; 0 = this one does",
     within="[0, 1024]",
   )
-  timeout: float = option(
-    30.0, "seconds that an answer may take", within=POSITIVE
-  )
+  timeout: float = positive(30.0, "seconds that an answer may take")
   check: str = option(
     "actions",
     "how the start tries whether answers repeat: by made-up turns without "
@@ -356,11 +337,9 @@ class FilterGroupsSettings:
     "in what a group must vary: the reward, or the first function's (acc)",
     FILTER_METRICS,
   )
-  max_num_gen_batches: int = option(
-    10, "most batches drawn for one step", within=ONE_OR_MORE
-  )
-  gen_parts: int = option(
-    1, "further draws are of 1 / gen_parts of a batch", within=ONE_OR_MORE
+  max_num_gen_batches: int = one_or_more(10, "most batches drawn for one step")
+  gen_parts: int = one_or_more(
+    1, "further draws are of 1 / gen_parts of a batch"
   )
   rescale: bool = option(
     False, "scale the gradient to its length without this filter"

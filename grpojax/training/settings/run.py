@@ -6,25 +6,16 @@ from grpojax.core.objective import Objective
 from grpojax.core.optim import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.core.options import (
   DECAY,
-  NOT_NEGATIVE,
-  ONE_OR_MORE,
-  POSITIVE,
   frozen_options,
+  not_negative,
+  one_or_more,
   option,
+  positive,
 )
 from grpojax.core.update import UpdateOptions
 from grpojax.runtime.cli.settings import inline
 from grpojax.runtime.terminal.trackers import TENSORBOARD
-from grpojax.training.settings.inputs import (
-  DataSettings,
-  DifficultySettings,
-  EnvironmentSettings,
-  FilterGroupsSettings,
-  LoraSettings,
-  ModelSettings,
-  RewardSettings,
-  SamplingSettings,
-)
+from grpojax.training.settings import inputs
 
 AUTO = "auto"  # group_size: follow the best one
 
@@ -42,22 +33,19 @@ class OptimSettings:
     "random",
     MOMENTS,
   )
-  learning_rate: float = option(3e-4, "highest learning rate", within=POSITIVE)
+  learning_rate: float = positive(3e-4, "highest learning rate")
   schedule: str = option(
     "constant", "course of the learning rate after its warmup", SCHEDULES
   )
-  warmup_steps: int = option(
+  warmup_steps: int = not_negative(
     0,
     "optimizer updates of a linear warmup; the first is at learning_rate / "
     "(warmup_steps + 1)",
-    within=NOT_NEGATIVE,
   )
   b1: float = option(0.9, "decay of the first moment", within=DECAY)
   b2: float = option(0.95, "decay of the second moment", within=DECAY)
-  weight_decay: float = option(
-    0.0,
-    "decoupled weight decay of all trained parameters but norms and biases",
-    within=NOT_NEGATIVE,
+  weight_decay: float = not_negative(
+    0.0, "decoupled weight decay of all trained parameters but norms and biases"
   )
   update: UpdateOptions = inline(
     UpdateOptions(max_grad_norm=1.0, micro_batches=4)
@@ -73,19 +61,17 @@ class OptimSettings:
 class AutoGroupSizeSettings:
   """Powers of two towards the best size, at equal samples (group_size=auto)."""
 
-  start: int = option(
-    8, "the first group size, with batch_size prompts", within=ONE_OR_MORE
-  )
-  smallest: int = option(4, "smallest group size", within=ONE_OR_MORE)
-  largest: int = option(32, "largest group size", within=ONE_OR_MORE)
+  start: int = one_or_more(8, "the first group size, with batch_size prompts")
+  smallest: int = one_or_more(4, "smallest group size")
+  largest: int = one_or_more(32, "largest group size")
   decay: float = option(
     0.9, "weight of past estimates at each diagnosis", within=DECAY
   )
-  margin: float = option(
-    0.25, "hysteresis before a move, in powers of two", within=NOT_NEGATIVE
+  margin: float = not_negative(
+    0.25, "hysteresis before a move, in powers of two"
   )
-  confidence: float = option(
-    1.0, "standard errors of evidence before a move", within=NOT_NEGATIVE
+  confidence: float = not_negative(
+    1.0, "standard errors of evidence before a move"
   )
 
 
@@ -93,10 +79,8 @@ class AutoGroupSizeSettings:
 class DiagnosticsSettings:
   """Noise of the gradient, and the group size that it asks for."""
 
-  every: int = option(
-    0,
-    "steps between diagnoses; 0 = off: nothing compiled or run",
-    within=NOT_NEGATIVE,
+  every: int = not_negative(
+    0, "steps between diagnoses; 0 = off: nothing compiled or run"
   )
   tangents: int = option(
     4, "random directions; their spread gives the error", within="[2, inf)"
@@ -104,8 +88,8 @@ class DiagnosticsSettings:
   share: float = option(
     0.375, "share of a step's prompts, at least 3 of them", within="(0, 1]"
   )
-  last_layers: int = option(
-    0, "only the scores of so many last layers; 0 = all", within=NOT_NEGATIVE
+  last_layers: int = not_negative(
+    0, "only the scores of so many last layers; 0 = all"
   )
 
 
@@ -113,20 +97,18 @@ class DiagnosticsSettings:
 class EvalSettings:
   """Greedy evaluations on held-out prompts."""
 
-  every: int = option(5, "steps between evaluations", within=ONE_OR_MORE)
-  num_prompts: int = option(
-    256, "held-out prompts, the same each time", within=ONE_OR_MORE
-  )
-  batch_size: int = option(128, "prompts decoded at once", within=ONE_OR_MORE)
-  samples: int = option(4, "completions shown and kept", within=NOT_NEGATIVE)
+  every: int = one_or_more(5, "steps between evaluations")
+  num_prompts: int = one_or_more(256, "held-out prompts, the same each time")
+  batch_size: int = one_or_more(128, "prompts decoded at once")
+  samples: int = not_negative(4, "completions shown and kept")
 
 
 @frozen_options
 class CheckpointSettings:
   """State, saved along the way."""
 
-  every: int = option(10, "steps between checkpoints", within=ONE_OR_MORE)
-  keep: int = option(2, "newest checkpoints on disk", within=ONE_OR_MORE)
+  every: int = one_or_more(10, "steps between checkpoints")
+  keep: int = one_or_more(2, "newest checkpoints on disk")
   best: bool = option(
     False,
     "also keep the state of the highest held-out accuracy, and make it model/",
@@ -137,19 +119,17 @@ class CheckpointSettings:
 class LogSettings:
   """Records that are written along the way."""
 
-  every: int = option(
-    1,
-    "steps between lines of progress; in long evaluations, batches",
-    within=ONE_OR_MORE,
+  every: int = one_or_more(
+    1, "steps between lines of progress; in long evaluations, batches"
   )
-  samples_every: int = option(
-    10, "steps between completions that are written", within=ONE_OR_MORE
+  samples_every: int = one_or_more(
+    10, "steps between completions that are written"
   )
-  sample_groups: int = option(
-    4, "groups of them that are written; 0 = none", within=NOT_NEGATIVE
+  sample_groups: int = not_negative(
+    4, "groups of them that are written; 0 = none"
   )
-  report_every: int = option(
-    0, "steps between reports; 0 = only at the end", within=NOT_NEGATIVE
+  report_every: int = not_negative(
+    0, "steps between reports; 0 = only at the end"
   )
   trackers: tuple[Any, ...] = option(
     (TENSORBOARD,),
@@ -171,31 +151,23 @@ class ProfileSettings:
 class StopSettings:
   """Steps in a row after which the run ends; 0 = never."""
 
-  skipped_updates: int = option(
-    10, "with gradients that are not finite; 0 = never", within=NOT_NEGATIVE
+  skipped_updates: int = not_negative(
+    10, "with gradients that are not finite; 0 = never"
   )
-  rewards_missing: int = option(
-    10, "without any reward; 0 = never", within=NOT_NEGATIVE
+  rewards_missing: int = not_negative(10, "without any reward; 0 = never")
+  zero_variance_groups: int = not_negative(
+    100, "without two rewards that differ in a group; 0 = never"
   )
-  zero_variance_groups: int = option(
-    100,
-    "without two rewards that differ in a group; 0 = never",
-    within=NOT_NEGATIVE,
-  )
-  truncated: int = option(
-    0, "with most completions cut off; 0 = never", within=NOT_NEGATIVE
-  )
-  few_effective_samples: int = option(
+  truncated: int = not_negative(0, "with most completions cut off; 0 = never")
+  few_effective_samples: int = not_negative(
     0,
     "whose weights leave less than a tenth of the samples (sampling.ahead, "
     "int8, loss.correction); 0 = never",
-    within=NOT_NEGATIVE,
   )
-  no_improvement: int = option(
+  no_improvement: int = not_negative(
     0,
     "evaluations, not steps, without a higher held-out accuracy: the run ends "
     "early, with its model; 0 = never",
-    within=NOT_NEGATIVE,
   )
 
 
@@ -211,16 +183,13 @@ class MeshSettings:
   )
   expert: int = option(1, "devices that cut the rows, and the experts")
   tensor: int = option(1, "devices that cut heads, the MLP and the vocabulary")
-  sampling_tensor: int = option(
-    0,
-    "tensor while sampling, where nothing is gathered; 0 = mesh.tensor",
-    within=NOT_NEGATIVE,
+  sampling_tensor: int = not_negative(
+    0, "tensor while sampling, where nothing is gathered; 0 = mesh.tensor"
   )
-  sampling_devices: int = option(
+  sampling_devices: int = not_negative(
     0,
     "devices beside those of the axes, which sample the next step meanwhile; "
     "asks for sampling.ahead = 1; 0 = all devices do both",
-    within=NOT_NEGATIVE,
   )
 
 
@@ -250,22 +219,21 @@ class TrainSettings:
   steps: int = option(
     40, "training steps; a finished run goes on with more", within="[0, 2**31)"
   )
-  batch_size: int = option(32, "prompts a step", within=ONE_OR_MORE)
-  group_size: int | str = option(
+  batch_size: int = one_or_more(32, "prompts a step")
+  group_size: int | str = one_or_more(
     8,
     "completions a prompt, or auto, which follows the best size "
     "(auto_group_size)",
-    within=ONE_OR_MORE,
     words=(AUTO,),
   )
-  model: ModelSettings = ModelSettings()
-  lora: LoraSettings = LoraSettings()
-  data: DataSettings = DataSettings()
-  difficulty: DifficultySettings = DifficultySettings()
-  sampling: SamplingSettings = SamplingSettings()
-  environment: EnvironmentSettings = EnvironmentSettings()
-  reward: RewardSettings = RewardSettings()
-  filter_groups: FilterGroupsSettings = FilterGroupsSettings()
+  model: inputs.ModelSettings = inputs.ModelSettings()
+  lora: inputs.LoraSettings = inputs.LoraSettings()
+  data: inputs.DataSettings = inputs.DataSettings()
+  difficulty: inputs.DifficultySettings = inputs.DifficultySettings()
+  sampling: inputs.SamplingSettings = inputs.SamplingSettings()
+  environment: inputs.EnvironmentSettings = inputs.EnvironmentSettings()
+  reward: inputs.RewardSettings = inputs.RewardSettings()
+  filter_groups: inputs.FilterGroupsSettings = inputs.FilterGroupsSettings()
   auto_group_size: AutoGroupSizeSettings = AutoGroupSizeSettings()
   loss: Objective = Objective()
   optim: OptimSettings = OptimSettings()
