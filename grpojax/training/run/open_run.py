@@ -206,9 +206,7 @@ def open_all(
   return run, state, tx, progress, checkpointer
 
 
-def _say_changed(
-  settings: TrainSettings, changes: list[str], done: int
-) -> None:
+def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:
   """Prints the changed settings of a run that resumes after `done` steps."""
   for line in lines:
     print(f"changed: {line}")
