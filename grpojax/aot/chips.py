@@ -1,9 +1,7 @@
 """Peaks of the accelerators that a program can be compiled for.
 
-All figures are of one chip. Where XLA runs a chip as several devices (the two
-cores of a TPU7x), `device` gives each its share: costs are counted a device, so
-times are to be estimated with `device(CHIPS[name])`, and money and utilisation
-with the chip.
+All figures are of one chip. If XLA runs a chip as several devices (the two
+cores of a TPU7x), `device` gives each its share, for estimates of times.
 """
 
 from typing import Any, NamedTuple
@@ -13,17 +11,13 @@ class Chip(NamedTuple):
   """Peak rates."""
 
   flops: float  # of bf16 matrix products, FLOP/s
-  # Main memory that programs can have, bytes; a TPU's runtime takes some of it.
-  hbm_bytes: int
+  hbm_bytes: int  # of main memory; a TPU's runtime takes some of it
   hbm_bandwidth: float  # of main memory, bytes/s
-  # Rate at which a chip sends to its neighbour on a ring of chips, one way over
-  # one link, bytes/s.
-  link_bandwidth: float
+  link_bandwidth: float  # to the next chip of a ring, one way, bytes/s
   source: str  # of the figures
   devices: int = 1  # number of XLA devices a chip
   pool: float = 1.0  # share of `hbm_bytes` that JAX takes if not told otherwise
-  # Cycles a second of a core, for XLA:TPU's estimates; None where not known.
-  clock: float | None = None
+  clock: float | None = None  # cycles/s of a core, for XLA:TPU's estimates
   cores: int = 1  # number of cores that are one device
 
 
@@ -37,52 +31,39 @@ POOL = 0.95
 """Largest XLA_PYTHON_CLIENT_MEM_FRACTION that leaves CUDA enough memory."""
 
 
-def _tpu(
-  flops: float,
-  gib: int,
-  bandwidth: float,
-  link: float,
-  page: str,
-  **others: Any,
-) -> Chip:
+def _tpu(flops: float, gib: int, *rates: float, page: str, **more: Any) -> Chip:
   source = f"{_GOOGLE}{page}; {_BOOK}"
-  return Chip(flops, gib * 2**30, bandwidth, link, source, **others)
+  return Chip(flops, gib * 2**30, *rates, source, **more)
 
 
-def _gpu(
-  flops: float, memory: int, bandwidth: float, link: float, page: str
-) -> Chip:
-  usable, source = int(POOL * memory), f"{_NVIDIA}{page}"
-  return Chip(flops, usable, bandwidth, link, source, pool=0.75 / POOL)
+def _gpu(flops: float, memory: int, *rates: float, page: str) -> Chip:
+  source = f"{_NVIDIA}{page}"
+  return Chip(flops, int(POOL * memory), *rates, source, pool=0.75 / POOL)
 
 
 # Clocks of TPUs are those at which their matrix units do `flops`: 128 x 128
 # products a cycle (v6e: 256 x 256) of 4 units (v4, v5p: in each of two cores).
 CHIPS: dict[str, Chip] = {
   # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
-  "v4": _tpu(275e12, 32, 1200e9, 45e9, "v4", clock=1.05e9, cores=2),
+  "v4": _tpu(275e12, 32, 1200e9, 45e9, page="v4", clock=1.05e9, cores=2),
   # Links, Google: 400 GB/s over 4 ports, both ways.
-  "v5e": _tpu(197e12, 16, 819e9, 45e9, "v5e", clock=1.5e9),
+  "v5e": _tpu(197e12, 16, 819e9, 45e9, page="v5e", clock=1.5e9),
   # 96 GiB, less what the system keeps; 1200 GB/s over 6 links, both ways.
-  "v5p": _tpu(459e12, 95, 2765e9, 90e9, "v5p", clock=1.75e9, cores=2),
+  "v5p": _tpu(459e12, 95, 2765e9, 90e9, page="v5p", clock=1.75e9, cores=2),
   # 800 GB/s over 4 ports, both ways.
-  "v6e": _tpu(918e12, 32, 1638e9, 90e9, "v6e", clock=1.75e9),
-  # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
-  # which does not have this chip, has nine tenths of that for the others. "Two
-  # TPU devices": the chiplets share the links.
-  "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, "tpu7x", devices=2),
+  "v6e": _tpu(918e12, 32, 1638e9, 90e9, page="v6e", clock=1.75e9),
+  # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book has
+  # nine tenths of that for other chips. Its two devices share the links.
+  "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, page="tpu7x", devices=2),
   # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways. Products
-  # are dense; data sheets print twice that, with sparsity.
-  # JAX takes .75 of the memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it: .95 at
-  # the most, beside CUDA's own.
-  "a100": _gpu(312e12, 85_100_068_864, 2039e9, 300e9, "a100 (SXM, 80 GB)"),
-  "h100": _gpu(989e12, 84_942_979_072, 3352e9, 450e9, "h100 (SXM)"),
-  "h200": _gpu(989e12, 151_397_597_184, 4800e9, 450e9, "h200 (SXM)"),
-  # Made up, so that a program can be tried on virtual devices of a CPU: its
-  # times mean nothing.
+  # are dense; data sheets print twice that, with sparsity. JAX takes .75 of the
+  # memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it: up to `POOL`.
+  "a100": _gpu(312e12, 85_100_068_864, 2039e9, 300e9, page="a100 (SXM, 80 GB)"),
+  "h100": _gpu(989e12, 84_942_979_072, 3352e9, 450e9, page="h100 (SXM)"),
+  "h200": _gpu(989e12, 151_397_597_184, 4800e9, 450e9, page="h200 (SXM)"),
+  # Made up, for trials on virtual devices of a CPU: its times mean nothing.
   "cpu": Chip(1e12, 16 * 2**30, 50e9, 10e9, "nominal: no CPU was measured"),
 }
-
 
 KINDS: dict[str, str] = {
   "TPU v4": "v4",

@@ -111,20 +111,13 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 def find(
   module: Module, inside: Computation, caller: Collective, seen: set[str]
 ) -> tuple[tuple[Collective, ...], frozenset[str]]:
-  """Finds the collectives of an instruction.
+  """Finds the collectives of an instruction, and names of those paid before.
 
   XLA:TPU splits a collective that runs beside a product into several fusions: a
   start, the product's own, and a done. All name the same collective, by a
-  chain_id; the first pays.
-
-  Args:
-    module: the program.
-    inside: the instruction by `memory.contents`.
-    caller: the instruction's own entries of a `Collective`.
-    seen: chains that were met before; added to.
-
-  Returns:
-    The collectives; and the names of those that were paid for before.
+  chain_id; the first pays. `inside` is the instruction by `memory.contents`,
+  `caller` has its own entries of a `Collective`; chains that were met before
+  are in `seen`, which is added to.
   """
   collectives, paid = [], set()
   for i in inside.instructions.values():
@@ -146,10 +139,6 @@ def find(
     size = group_size(i, module.devices)
     operand = sum(s.bytes for s in inside.shapes(i.operands))
     sent = _sent(kind, operand, sum(s.bytes for s in i.shapes), size)
-    is_beside = own.asynchronous or bool(chain)
-    collectives.append(
-      own._replace(
-        kind=kind, bytes=sent, group_size=size, asynchronous=is_beside
-      )
-    )
+    own = own._replace(asynchronous=own.asynchronous or bool(chain))
+    collectives.append(own._replace(kind=kind, bytes=sent, group_size=size))
   return tuple(collectives), frozenset(paid)

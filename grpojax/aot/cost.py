@@ -113,15 +113,9 @@ def _instruction(
   inside = memory.contents(walk.module, computation, i)
   op_name = i.op_name or walk.op_name
   runs = {"trips": walk.trips, "in_token_loop": walk.in_token_loop}
-  caller = Collective(
-    kind="",
-    bytes=0,
-    **runs,
-    group_size=1,
-    op_name=op_name,
-    name=i.name,
-    asynchronous=i.opcode.endswith("-start"),
-  )
+  starts = i.opcode.endswith("-start")
+  names = {"op_name": op_name, "name": i.name, "asynchronous": starts}
+  caller = Collective(kind="", bytes=0, group_size=1, **runs, **names)
   sent, paid = collectives.find(walk.module, inside, caller, walk.chains)
   # XLA gives some copies on tpu7x 2^63 - 1 cycles.
   cycles = i.number(r'"estimated_cycles":"(\d+)"') or 0

@@ -29,10 +29,7 @@ _FREE_TARGETS = frozenset(
 )
 _VIEWS = ("bitcast", "reshape")
 # A fusion computes only the elements of these that are used.
-_ELEMENTWISE = (
-  *_VIEWS,
-  *"convert copy multiply transpose bitcast-convert".split(),
-)
+_MAPPED = (*_VIEWS, *"convert copy multiply transpose bitcast-convert".split())
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
@@ -68,9 +65,7 @@ def _renamed(
   return instructions
 
 
-def result(
-  operands: Iterable[Instruction], i: Instruction
-) -> tuple[Shape, ...]:
+def result(inputs: Iterable[Instruction], i: Instruction) -> tuple[Shape, ...]:
   """Shapes of a result, without the other values of its asynchronous form.
 
   A `copy-start` has (result, operand, context), other starts have (operands,
@@ -79,7 +74,7 @@ def result(
   if i.opcode == "copy-start":
     return i.shapes[:1]
   if i.opcode.endswith("-start"):
-    return i.shapes[sum(len(x.shapes) for x in operands) :] or i.shapes
+    return i.shapes[sum(len(x.shapes) for x in inputs) :] or i.shapes
   return i.shapes
 
 
@@ -153,7 +148,7 @@ def _read_elements(
     elif user.opcode in _IN_PLACE and position == 0:
       if not exact or user.name not in in_place:
         return math.inf
-    elif user.opcode in _ELEMENTWISE and not user.is_root:
+    elif user.opcode in _MAPPED and not user.is_root:
       same = exact and user.opcode in _VIEWS
       total += _read_elements(users, user, in_place, same)
     elif user.opcode == "custom-call" and is_free(user):

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,13 +160,18 @@ def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
   return _rows(Prompts(ids, mask), mesh, "batch")
 
 
-def _device_prompts(run: Run) -> Prompts:
-  """Prompts of the data, with the targets of the reward."""
+def data_prompts(run: Run, policy: Policy) -> Iterator[Prompts]:
+  """Yields the prompts of steps, with the targets of reward.on_device."""
   examples = splits.load_examples(run.settings, "train")
-  batches = prompts.training_batches(
-    run.settings, run.policy, examples, run.group_size
-  )
-  return _rows(jax.eval_shape(lambda: next(batches)[0]), run.mesh, "batch")
+  for batch, _ in prompts.training_batches(
+    run.settings, policy, examples, run.group_size
+  ):
+    yield batch
+
+
+def _device_prompts(run: Run) -> Prompts:
+  batches = data_prompts(run, run.policy)
+  return _rows(jax.eval_shape(lambda: next(batches)), run.mesh, "batch")
 
 
 def names(settings: TrainSettings) -> tuple[str, ...]:

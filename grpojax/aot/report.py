@@ -28,9 +28,9 @@ class Part(NamedTuple):
   flops: int = 0  # of matrix products
   bytes: int = 0  # read from HBM and written to it
   collective_bytes: int = 0  # sent to other chips
-  token_loop_collective_bytes: int = 0  # of these, sent by the token loop
+  token_loop_collective_bytes: int = 0  # part of them in the token loop
   collectives: dict[str, dict[str, int]] = {}  # bytes and runs, by kind
-  seconds: float = 0.0  # estimate, one thing after another
+  seconds: float = 0.0  # estimate, without overlap
   token_loop_seconds: float = 0.0  # part of `seconds` in the token loop
   xla_seconds: float | None = None  # estimate by XLA's own cycles
   compile_seconds: float = 0.0
@@ -102,13 +102,11 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
   `loss.old_logprobs`. In each epoch: one pass over all micro-batches, for the
   tokens of highest entropy or the load of a mixture's experts.
   """
-  settings, update = run.settings, run.settings.optim.update
+  loss, update = run.settings.loss, run.settings.optim.update
   off_policy = update.epochs * update.minibatches > 1
   before = int(run.ref_params is not None)
-  before += int(settings.loss.old_logprobs == "trainer" and off_policy)
-  of_all = (
-    settings.loss.top_entropy_quantile < 1 or settings.loss.router_aux_coef
-  )
+  before += int(loss.old_logprobs == "trainer" and off_policy)
+  of_all = loss.top_entropy_quantile < 1 or loss.router_aux_coef
   return before, int(bool(of_all) and update.micro_batches > 1)
 
 

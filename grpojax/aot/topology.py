@@ -131,10 +131,9 @@ def _slices(name: str) -> dict[str, Any]:
 
 
 def machine(name: str) -> Machine:
-  """Returns a machine by its name.
+  """Returns a machine by its name; ValueError without it, or its JAX plugin.
 
   For a CPU it sets the number of devices, before JAX is used for anything else.
-  ValueError if there is no such machine, or JAX's plugin for it is missing.
   """
   kind, count = parse(name)
   jax.config.update("jax_platforms", "cpu")

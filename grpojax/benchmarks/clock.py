@@ -15,10 +15,7 @@ QUIET = 0.08
 
 
 def cpu_seconds() -> tuple[float, float]:
-  """CPU seconds that the machine was busy, and those of this process.
-
-  Where the system does not tell (no /proc/stat), no other process is seen.
-  """
+  """Busy CPU seconds of the machine (or this process), and of this process."""
   own = sum(os.times()[:4])
   try:
     with open("/proc/stat") as file:
@@ -31,29 +28,20 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 class Step(NamedTuple):
-  """One timed step.
+  """One timed step."""
 
-  Attributes:
-    number: Number of the step, from 0; the warm-up counts.
-    row: Metrics of the step.
-    seconds: Seconds by part; `total` (wall), `own_cpu` (this process) and
-      `others` (share of all CPUs that other processes took).
-    compiled: Seconds of the programs that it compiled.
-  """
-
-  number: int
-  row: Any
+  number: int  # from 0; the warm-up counts
+  row: Any  # metrics of the step
+  # Seconds by part; `total` (wall), `own_cpu` (this process) and `others`
+  # (share of all CPUs that other processes took).
   seconds: dict[str, float]
-  compiled: Sequence[float]
+  compiled: Sequence[float]  # seconds of the programs that it compiled
 
 
 def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
-  """Times `count` steps, each while its row is made, and says so.
-
-  `parts` are metrics of the rows that have seconds, by the names to give them.
-  """
+  """Times `count` steps, and prints them; `parts` names metrics of seconds."""
   compiled, steps, before = compilation.seconds(), [], 0
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
   for number, row in enumerate(rows):
@@ -78,10 +66,10 @@ def spread(values: Iterable[float]) -> dict[str, float]:
   }
 
 
-def quiet(steps: Sequence[Any], others: Sequence[float]) -> list[Any]:
-  """The steps in which other processes took little; all, if there is none."""
-  pairs = zip(steps, others, strict=True)
-  return [step for step, share in pairs if share < QUIET] or list(steps)
+def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
+  """Steps in which other processes took little (all if none); their number."""
+  chosen = [step for step in steps if step.seconds["others"] < QUIET]
+  return chosen or list(steps), len(chosen)
 
 
 def peak_rss_mib() -> int:

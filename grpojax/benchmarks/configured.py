@@ -1,8 +1,4 @@
-"""The steps of any config on random weights, timed; a table of them.
-
-Peaks of devices are those of the table of chips, or measured where it lacks a
-device.
-"""
+"""Times the steps of any config on random weights, and makes a table."""
 
 import dataclasses
 import itertools
@@ -16,6 +12,7 @@ from grpojax.aot import chips, programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core import mesh as mesh_lib
+from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
 from grpojax.training.run import memory, setup
@@ -32,19 +29,12 @@ _REPEATS = 7
 
 
 class Machine(NamedTuple):
-  """Devices of one kind, and the peak of one of them.
+  """Devices of one kind, and the peak of one of them."""
 
-  Attributes:
-    kind: Kind of the devices.
-    count: Number of devices.
-    flops: Rate of matrix products, FLOP/s.
-    source: Source of the rate.
-  """
-
-  kind: str
-  count: int
-  flops: float
-  source: str
+  kind: str  # of the devices
+  count: int  # number of devices
+  flops: float  # rate of matrix products, FLOP/s
+  source: str  # of the rate
 
 
 def measure_flops(dtype: Any, size: int = _SIZE) -> float:
@@ -71,7 +61,7 @@ def find_machine(kind: str, count: int, dtype: Any) -> Machine:
 
 
 def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
-  """Most bytes that a device of this process held; None if it does not say."""
+  """Most bytes that a device of this process held; None if unknown."""
   stats = [device.memory_stats() or {} for device in mesh.local_devices]
   peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
   return max(peaks, default=None)
@@ -80,31 +70,23 @@ def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
 def open_run(settings: TrainSettings) -> programs.Run:
   """Opens a run as shapes, with a reward that any text has.
 
-  Raises ValueError for what would end a training run before its first step.
+  ValueError for errors that would end a training run before its first step.
   """
   if settings.reward.on_device:
     return open_shapes(settings)
-  reward = dataclasses.replace(
-    settings.reward,
-    functions=(workloads.REWARD,),
-    weights=(1.0,),
-    options={},
-    workers=0,
-    model="",
-  )
-  # How often a group of such rewards varies says nothing: a step draws once.
-  filter_groups = dataclasses.replace(settings.filter_groups, enable=False)
+  options = {"options": {}, "workers": 0, "model": ""}
+  options |= {"functions": (workloads.REWARD,), "weights": (1.0,)}
+  replace = dataclasses.replace
+  settings = replace(settings, reward=replace(settings.reward, **options))
+  # Such rewards vary as they like: a step draws once.
+  filter_groups = replace(settings.filter_groups, enable=False)
   # Prompts are made up, and of no part.
-  data = dataclasses.replace(settings.data, mixture={})
-  return open_shapes(
-    dataclasses.replace(
-      settings, reward=reward, filter_groups=filter_groups, data=data
-    )
-  )
+  data = replace(settings.data, mixture={})
+  return open_shapes(replace(settings, filter_groups=filter_groups, data=data))
 
 
 def open_shapes(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes; ValueError where it does not fit the devices."""
+  """Opens a run as shapes; ValueError if it does not fit the devices."""
   mesh = setup.make_mesh(settings)
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
@@ -119,23 +101,21 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   kind = run.mesh.devices.flat[0].device_kind
   machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
   opened = subject.open_subject(run)
-  if run.settings.reward.on_device:
-    batches = subject.data_prompts(opened, warmup + steps)
-  else:
-    prompts = subject.random_prompts(run)
-    batches = itertools.islice(prompts, warmup + steps)
-  parts = {} if run.settings.reward.on_device else PARTS  # else one program
+  prompts, parts = subject.random_prompts(run), PARTS
+  if run.settings.reward.on_device:  # one program, and prompts with targets
+    prompts, parts = programs.data_prompts(run, opened.policy), {}
+  with command_line.usage_errors():  # before anything compiles
+    batches = list(itertools.islice(prompts, warmup + steps))
   rows = subject.steps(opened, batches)
   all_steps = clock.timed(rows, warmup + steps, parts)
-  timed = [
-    {part: step.seconds[part] for part in parts}
-    | {"step": step.seconds["total"]}
-    for step in all_steps[warmup:]
-  ]
-  others = [step.seconds["others"] for step in all_steps[warmup:]]
   compiled = [seconds for step in all_steps for seconds in step.compiled]
-  counted = clock.quiet(timed, others)
-  median = {part: clock.spread(s[part] for s in counted) for part in counted[0]}
+  later = all_steps[warmup:]
+  counted, quiet = clock.quiet(later)
+  of_step = {part: part for part in parts} | {"step": "total"}
+  median = {
+    part: clock.spread(s.seconds[key] for s in counted)
+    for part, key in of_step.items()
+  }
   samples = run.prompts * run.group_size
   lengths = [float(step.row["completion_length_mean"]) for step in all_steps]
   sampled = samples * min(lengths)  # the same in all steps
@@ -146,10 +126,13 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "prompts": run.prompts,
     "group_size": run.group_size,
     "steps": steps,
-    "quiet": sum(share < clock.QUIET for share in others),
-    "others_cpu": clock.spread(others),
+    "quiet": quiet,
+    "others_cpu": clock.spread(s.seconds["others"] for s in later),
     "seconds": median,
-    "per_step": timed,
+    "per_step": [
+      {part: step.seconds[key] for part, key in of_step.items()}
+      for step in later
+    ],
     "first_step_seconds": all_steps[0].seconds["total"],
     "compile_seconds": sum(compiled),
     "compilations": len(compiled),

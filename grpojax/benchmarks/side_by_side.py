@@ -32,7 +32,7 @@ PARTS = {
 
 
 def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
-  """Opens a workload's run; ValueError where it does not fit the devices."""
+  """Opens a workload's run; ValueError if it does not fit the devices."""
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
     file.write_text(json.dumps(workloads.WORKLOADS[name].model))
@@ -42,10 +42,7 @@ def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
 
 
 def default_job(settings: TrainSettings) -> subject.Rows:
-  """Yields the metrics of a training run's steps, as `train` takes them.
-
-  It has no evaluations and checkpoints, but data, rewards and records.
-  """
+  """Yields metrics of steps of `train`, without evaluations and checkpoints."""
   with contextlib.ExitStack() as stack:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
@@ -79,20 +76,12 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
 def measure(
   name: str, settings: TrainSettings, steps: int, warmup: int
 ) -> dict[str, Any]:
-  """Times a workload; what is printed meanwhile goes to standard error.
+  """Times a workload, and returns the report of the comparison.
 
-  Args:
-    name: Name of one of `workloads.NAMES`.
-    settings: Settings of `workloads.config_of`, perhaps with changes.
-    steps: Number of steps that are timed.
-    warmup: Number of steps before them.
-
-  Returns:
-    The report, with the keys of every library of the comparison.
-
-  Raises:
-    SystemExit: with a message, for changes that do not fit the devices or the
-      batch.
+  `name` is one of `workloads.NAMES`, `settings` are those of
+  `workloads.config_of`, perhaps changed; `warmup` steps come before the `steps`
+  timed ones. Other output goes to standard error. SystemExit, with a message,
+  if the settings do not fit the devices or the batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
   with contextlib.redirect_stdout(sys.stderr):
@@ -130,8 +119,7 @@ def report(
   # packed rows) are no measure of those that follow.
   later = timed[warmup:]
   steady = [step for step in later if not step.compiled] or later
-  others = [step.seconds["others"] for step in steady]
-  counted = clock.quiet(steady, others)
+  counted, quiet = clock.quiet(steady)
 
   def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
@@ -143,7 +131,7 @@ def report(
     "variant": _variant(name, settings) or "default",
     "workload": name,
     "steps": len(steady),
-    "quiet": sum(share < clock.QUIET for share in others),
+    "quiet": quiet,
     "others_cpu": spread(lambda step: step.seconds["others"]),
     "seconds": {p: spread(lambda step, p=p: step.seconds[p]) for p in parts},
     "per_step": {
@@ -170,10 +158,9 @@ def report(
 
 
 def _as_planned(name: str, tokens: Sequence[int]) -> bool | None:
-  """True where completions have the workload's lengths; None if it has none.
+  """True if completions have the workload's lengths; None if it has none.
 
-  No completion is longer than planned (`budgets`), so where the sums agree each
-  of them is as long as planned.
+  No completion is longer than planned (`budgets`), so equal sums are enough.
   """
   if name == workloads.ARITHMETIC:
     return None

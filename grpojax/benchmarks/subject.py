@@ -1,12 +1,11 @@
 """A training run on random weights, and its steps by the functions of `train`.
 
-All that a run compiles is that of `python -m grpojax.train`; what is made up
-are the weights, the prompts and the reward. Completions never end by chance:
-the EOS is an id outside the vocabulary, or has no probability.
+It compiles the programs of `python -m grpojax.train`; weights, prompts and
+reward are made up. Completions never end by chance: the EOS is an id outside
+the vocabulary, or has no probability.
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,10 +21,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.random_keys import seed_key
 from grpojax.core.types import LM, Params, Prompts, TrainState
 from grpojax.models import lora
-from grpojax.runtime.cli import command_line
 from grpojax.runtime.text import tokenizer as tokenizer_lib
-from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.data import splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 from grpojax.training.run import setup
@@ -36,20 +32,12 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Subject(NamedTuple):
-  """Run that is timed.
+  """Run that is timed."""
 
-  Attributes:
-    run: Shapes of the run.
-    policy: Policy with its frozen weights, if there are any.
-    state: State before the first step.
-    ref_params: Reference, as `host.HostStep` takes it.
-    tx: Optimizer.
-  """
-
-  run: programs.Run
-  policy: Policy
-  state: TrainState
-  ref_params: Params | None
+  run: programs.Run  # shapes of the run
+  policy: Policy  # with its frozen weights, if any
+  state: TrainState  # before the first step
+  ref_params: Params | None  # as `host.HostStep` takes it
   tx: optax.GradientTransformation
 
 
@@ -118,10 +106,9 @@ def open_subject(run: programs.Run) -> Subject:
   if ref_params:
     ref_params = reference.to_memory(ref_params, settings.model.reference)
   tx = optimizer(settings)
-  fresh = jax.jit(
-    lambda p: setup.first_state(settings, tx, p), out_shardings=shardings
-  )
-  return Subject(run, policy, fresh(params), ref_params, tx)
+  first_state = lambda params: setup.first_state(settings, tx, params)
+  state = jax.jit(first_state, out_shardings=shardings)(params)
+  return Subject(run, policy, state, ref_params, tx)
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
@@ -137,17 +124,6 @@ def whole_prompts(ids: Int[np.ndarray, "B P"], targets: Any = None) -> Prompts:
   return Prompts(ids, np.ones(ids.shape, bool), targets)
 
 
-def data_prompts(subject: Subject, count: int) -> list[Prompts]:
-  """Prompts of `count` steps from the data, as reward.on_device needs them."""
-  settings = subject.run.settings
-  examples = splits.load_examples(settings, "train")
-  batches = prompts_lib.training_batches(
-    settings, subject.policy, examples, subject.run.group_size
-  )
-  with command_line.usage_errors():  # before anything compiles
-    return [prompts for prompts, _ in itertools.islice(batches, count)]
-
-
 def steps(
   subject: Subject,
   batches: Iterable[Prompts],
@@ -155,13 +131,9 @@ def steps(
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  Those of reward.on_device have the reward of their config.
-
-  Args:
-    subject: Subject, from `open_subject`.
-    batches: Prompts of each step.
-    budgets: Function from prompts to the greatest lengths of their
-      completions, see `step.sampling.sampler_program`.
+  Steps of reward.on_device have the reward of their config. `budgets` returns
+  the greatest lengths of the completions of prompts, see
+  `step.sampling.sampler_program`.
   """
   run, settings = subject.run, subject.run.settings
   options = {

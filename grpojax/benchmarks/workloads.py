@@ -1,7 +1,7 @@
 """One GRPO step that any library can be timed on: sizes, prompts, reward.
 
-The work is that of a side-by-side comparison with TRL and Tunix: the same
-decoder, prompts, completion lengths, reward and optimizer for all.
+The comparison with TRL and Tunix has the same decoder, prompts, completion
+lengths, reward and optimizer for all.
 """
 
 import types
@@ -48,26 +48,16 @@ SMOLLM2 = MODEL | {
 
 
 class Workload(NamedTuple):
-  """Sizes of a step.
+  """Sizes of a step."""
 
-  Attributes:
-    prompts: Number of prompts, B.
-    group_size: Number of completions of each, G.
-    prompt_length: Length of every prompt, P, in tokens.
-    new_tokens: Length of the longest completion, T, in tokens.
-    mean_length: Mean length of the completions, which stop by the table of
-      `stop_table`; 0 where all of them have T tokens.
-    model: The config.json of the decoder.
-    settings: Settings that are this workload's alone.
-  """
-
-  prompts: int
-  group_size: int
-  prompt_length: int
-  new_tokens: int
+  prompts: int  # number of prompts, B
+  group_size: int  # completions of each, G
+  prompt_length: int  # of every prompt, P, in tokens
+  new_tokens: int  # of the longest completion, T
+  # Of completions that stop by `stop_table`, in tokens; 0 if all have T.
   mean_length: int = 0
-  model: Mapping[str, Any] = MODEL
-  settings: Mapping[str, Any] = {}
+  model: Mapping[str, Any] = MODEL  # config.json of the decoder
+  settings: Mapping[str, Any] = {}  # of this workload alone
 
 
 _SMOLLM2 = {
@@ -111,9 +101,8 @@ _TABLE_STEPS = 32
 def prompt_ids(workload: Workload, steps: int) -> Int[np.ndarray, "S B P"]:
   """The prompts of so many steps: uniform over all but padding and EOS."""
   shape = steps, workload.prompts, workload.prompt_length
-  ids = np.random.default_rng(0).integers(
-    2, workload.model["vocab_size"], shape
-  )
+  vocab_size = workload.model["vocab_size"]
+  ids = np.random.default_rng(0).integers(2, vocab_size, shape)
   return ids.astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""A tool: arithmetic of numbers, to be read and to be tried.
+"""A tool for arithmetic, to be read and to be tried.
 
 --config.environment.tools=grpojax.environments.calculator:calculator
 """

@@ -1,6 +1,6 @@
-"""Environments as users of several libraries write them, run as they are.
+"""Environments in the conventions of several libraries.
 
-| what the path names                        | it is taken as                |
+| the path names                             | it is taken as                |
 |--------------------------------------------|-------------------------------|
 | a module or object with `step`             | ours: plain functions         |
 | a class with `reset` and `step`, or        | gymnasium's, OpenEnv's client |
@@ -9,15 +9,15 @@
 | that returns `str`                         |                               |
 | no path, and functions as tools            | TRL's tools                   |
 
-Functions get by name what they have parameters for: ours state, action,
-example, seed and options; `reset` of gymnasium's seed, and the example as
-options; of TRL's the example's columns. A constructor gets options.
+Functions get by name the arguments that they have parameters for: ours state,
+action, example, seed and options; `reset` of gymnasium's seed, and the example
+as options; TRL's the example's columns. A constructor gets options.
 
 gymnasium's `step(action)` gets the turn's text, or the number or JSON in it, as
 `spaces` reads it, and returns a tuple of 5 or 4, or an object with reward and
-done. TRL's public methods are tools;
-a turn that calls none ends the episode, with the reward of `get_reward` or 0;
-so does a cut. Tools, `get_reward` and `close` may be asynchronous.
+done. TRL's public methods are tools; a turn without calls ends the episode,
+with the reward of `get_reward` or 0; so does a cut. Tools, `get_reward` and
+`close` may be asynchronous.
 """
 
 import functools
@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 from grpojax.environments import replay, spaces
 from grpojax.environments import tools as tools_lib
 from grpojax.environments.protocol import Step, is_step, to_step
-from grpojax.environments.seeding import seeded
+from grpojax.environments.replay import seeded
+from grpojax.rewards.conventions import by_keyword, refuse_asynchronous
 from grpojax.rewards.functions import label, load
 
 ENVIRONMENTS = {"retry": "grpojax.environments.retry"}
@@ -39,23 +40,18 @@ Functions = dict[str, Callable[..., Any]]
 
 
 class HostEnvironment(NamedTuple):
-  """An environment as its workers call it.
+  """An environment as its workers call it."""
 
-  Attributes:
-    reset: `(example, seed) -> Step`, the beginning of an episode.
-    step: `(state, action, example, seed) -> Step`, the answer to a turn's text.
-    functions: tools that the model may call, by name.
-    end: `(state, example, seed) -> Step`, called for an episode that is cut
-      off, whose instance it closes; None without instances, so that states
-      are not those of `replay`.
-    close: Closes all instances.
-  """
-
+  # `(example, seed) -> Step`, the beginning of an episode.
   reset: Callable[[dict[str, Any], int], Step]
+  # `(state, action, example, seed) -> Step`, the answer to a turn's text.
   step: Callable[[Any, str, dict[str, Any], int], Step]
-  functions: Functions = {}
+  functions: Functions = {}  # tools that the model may call, by name
+  # `(state, example, seed) -> Step`, called for an episode that is cut off,
+  # whose instance it closes; None without instances: states are not those of
+  # `replay`.
   end: Callable[[Any, dict[str, Any], int], Step] | None = None
-  close: Callable[[], None] = lambda: None
+  close: Callable[[], None] = lambda: None  # of all instances
 
   @property
   def tools(self) -> list[dict[str, Any]]:
@@ -80,15 +76,15 @@ def resolve(
     tool_format: form of the model's calls, one of `tools.TOOL_CALLS`.
     action: form of the actions of a class, one of `spaces.ACTIONS`.
 
-  ValueError where it cannot be loaded or called, or is of no kind above.
+  Raises:
+    ValueError: it cannot be loaded or called, or follows no convention.
   """
   named = []
-  for path_of_tool in tools:
-    subject = f"tool {path_of_tool!r}"
-    function = load(subject, path_of_tool, {})
-    _check(subject, function, is_tool=True)
-    name = getattr(function, "__name__", label(path_of_tool))  # the schema's
-    named.append((name, function))
+  for tool in tools:
+    function = load(f"tool {tool!r}", tool, {})
+    _check(f"tool {tool!r}", function, is_tool=True)
+    # The schema's name.
+    named.append((getattr(function, "__name__", label(tool)), function))
   functions = dict(named)
   subject, options = f"environment {path!r}", dict(options or {})
 
@@ -140,14 +136,10 @@ def _check(
   """
   if not callable(function):
     raise ValueError(f"{subject} is no function")
-  call = getattr(function, "__call__", None)  # noqa: B004
   if is_tool:
     arguments = inspect.signature(function).parameters
-  elif any(map(inspect.iscoroutinefunction, (function, call))):
-    raise ValueError(
-      f"{subject} is asynchronous, and steps run one after another in each"
-      " worker: write `def` and asyncio.run(...) inside of it"
-    )
+  else:
+    refuse_asynchronous(subject, function, "steps")
   try:
     if arguments is not None:
       inspect.signature(function).bind(**arguments)
@@ -158,11 +150,9 @@ def _check(
 
 
 def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict:
-  """Those of the values that a function has parameters for."""
-  parameters = inspect.signature(function).parameters
-  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    return values
-  return {name: values[name] for name in values if name in parameters}
+  """The values that a function has parameters for."""
+  named, takes_any = by_keyword(function)
+  return {k: v for k, v in values.items() if takes_any or k in named}
 
 
 def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
@@ -179,10 +169,7 @@ def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
 def _of_gymnasium(
   subject: str, path: str, options: dict[str, Any], action: str
 ) -> HostEnvironment:
-  """Returns a registered environment of gymnasium, of "gymnasium:ID".
-
-  The first observation begins with the legal actions.
-  """
+  """Returns gymnasium's environment of an ID; it first shows legal actions."""
   try:
     import gymnasium
 
@@ -232,7 +219,7 @@ def _by_name(
   names: str,
   options: dict[str, Any],
 ) -> Callable[..., Step]:
-  """A function of values of these names, which passes on what is taken."""
+  """A function of values with these names, which passes on those it takes."""
   arguments = _taken(function, dict.fromkeys(names.split()))
   if both := [name for name in arguments if name in options]:
     raise ValueError(
@@ -296,12 +283,9 @@ def _of_class(
   for name, method in own.items():
     if "self" in inspect.signature(method).parameters:  # which is no argument
       described[name] = types.MethodType(method, object())
-  for name, method in described.items():
-    _check(f"{subject}: {name}", method, is_tool=True)
-  player = replay.Replay(begin, act, reward)
-  return HostEnvironment(
-    player.reset, player.step, described, player.end, player.close
-  )
+    _check(f"{subject}: {name}", described[name], is_tool=True)
+  play = replay.Replay(begin, act, reward)
+  return HostEnvironment(play.reset, play.step, described, play.end, play.close)
 
 
 def _act(instance: Any, text: str, form: str) -> Step:
@@ -319,9 +303,7 @@ def _read_reset(value: Any) -> Step:
   if isinstance(value, tuple) and len(value) == 2:
     first, info = value
     value = first if isinstance(info, Mapping) else value
-  if is_step(value) or _is_result(value):
-    return _read(value)
-  return _read(Step(value))
+  return _read(value if is_step(value) or _is_result(value) else Step(value))
 
 
 def _read(value: Any) -> Step:

@@ -4,8 +4,8 @@
     answer          o o                                  by the environment
     chunk           a a ...                  b E
 
-Rows whose turn goes on over a chunk's end wait for nobody. Which row waits, and
-when, depends on the samples alone, not on time: a run can be repeated.
+Rows whose turn goes on over a chunk's end do not wait. When a row waits depends
+on the samples alone, not on time: a run can be repeated.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -42,29 +42,25 @@ class Answer(NamedTuple):
 
 
 class Programs(NamedTuple):
-  """Compiled functions of `core.decoding.chunks`, with their options bound.
+  """Compiled functions of `core.decoding.chunks`, with their options bound."""
 
-  Attributes:
-    begin: `(params, prompts, key, *first_prompt) -> rows`, whose cache has
-      the first of `cache_sizes`.
-    decode: `(params, rows, over, finished, slots=) -> rows`, of `TOKENS`.
-    feed: `(params, rows, ids, lengths, complete, slots=) -> rows`.
-    finish: `(rows, finished, rewards) -> Rollout`.
-  """
-
+  # `(params, prompts, key, *first_prompt) -> rows`, whose cache has the first
+  # of `cache_sizes`
   begin: Callable
+  # `(params, rows, over, finished, slots=) -> rows`, of `TOKENS`
   decode: Callable
-  feed: Callable
-  finish: Callable
+  feed: Callable  # `(params, rows, ids, lengths, complete, slots=) -> rows`
+  finish: Callable  # `(rows, finished, rewards) -> Rollout`
 
 
 def _block(tokens: int) -> int:
-  """Returns the smaller block where up to three of them hold the tokens."""
-  return BLOCKS[tokens > 3 * BLOCKS[0]]
+  """Returns the smaller block if up to three of them hold the tokens."""
+  small, large = BLOCKS
+  return small if tokens <= 3 * small else large
 
 
 def cache_sizes(most: int) -> list[int]:
-  """Returns the sizes of the cache that are compiled, for T = `most` tokens."""
+  """Returns the compiled sizes of the cache, for T = `most` tokens."""
   whole = most + max(TOKENS, _block(most))
   return [-(-whole // k) for k in (4, 2) if whole // k >= BLOCKS[1]] + [whole]
 
@@ -82,23 +78,13 @@ def play(
 ) -> Generator[Any, None, Rollout]:
   """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
 
-  It yields arrays of a chunk that the devices are at, so that the environments
-  of other trajectories may answer meanwhile, and returns at the end. A
-  trajectory is cut off, without the observation, where there is no room for it
-  and one token more, or no further turn.
-
-  Args:
-    programs: Compiled functions.
-    params: Parameters of the policy.
-    prompts: Prompts.
-    key: Random key of the samples.
-    answer: Function that answers to turns, all of those that have ended in a
-      chunk; in their order.
-    *first_prompt: As of `rollout`.
-    max_turns: K, turns of the longest trajectory.
-    wait: Called with arrays that are needed next.
-    end: Function that ends the trajectories that were cut off, and returns
-      rewards for their last turns; or None.
+  It yields arrays of the chunk that the devices compute, so that environments
+  of other trajectories may answer meanwhile; `wait` is called with arrays that
+  are needed next. `answer` answers the turns that have ended in a chunk, in
+  their order. A trajectory is cut off, without the observation, if that and one
+  more token do not fit, or after `max_turns` = K turns; `end`, if any, ends
+  those that were cut off, and returns rewards for their last turns.
+  `first_prompt` is as of `rollout`.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
   b, g, most = rows.turns.shape
@@ -117,8 +103,8 @@ def play(
   while True:
     room = slots(length, TOKENS)
     rows = programs.decode(params, rows, over, finished, slots=room)
-    small = rows.samples.ids, rows.samples.length, rows.waiting, rows.turn
-    small += (rows.samples.done,)
+    samples = rows.samples
+    small = (samples.ids, samples.length, rows.waiting, rows.turn, samples.done)
     yield small
     wait(small)
     ids, length, waiting, turn, done = mesh_lib.fetch(small)

@@ -1,12 +1,10 @@
 """Guess a number from 0 to N - 1: told "higher" or "lower" until it is right.
 
 Token ids are the numbers themselves, then HIGHER = N, LOWER = N + 1 and START =
-N + 2, which is the whole prompt. A turn ends with a number: `eos_ids` are all
-of them, and a turn of a policy that plays well is that one token.
+N + 2, the whole prompt. A turn ends with a number (`eos_ids` are all of them);
+that is the only token in a turn of a good policy. See docs/log.md.
 
     START  7 HIGHER  11 LOWER  9
-
-docs/log.md has what a small decoder learns of it.
 """
 
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ def vocab_size(numbers: int) -> int:
 def higher_lower(
   numbers: int, max_turns: int, cost: float = 0.1
 ) -> Environment:
-  """Makes the game of N numbers, whose targets are the numbers to be guessed.
+  """Makes the game of N numbers; targets are the numbers to be guessed.
 
   A right guess is rewarded with 1 and ends it; a wrong one costs `cost`.
   """

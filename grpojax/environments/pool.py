@@ -2,10 +2,10 @@
 
     with EnvironmentPool("guess.py", workers=2) as pool:
       sent = pool.submit([("reset", example, seed), ...])
-      steps = pool.collect(sent)  # a Step of each, or why there is none
+      steps = pool.collect(sent)  # of each a Step, or an error in words
 
 A step that raises, hangs, ends its process or answers something else costs its
-own episode only. `runtime.processes.workers` tells how workers are kept.
+own episode only.
 """
 
 import json
@@ -31,12 +31,12 @@ class EnvironmentPool(workers_lib.WorkerPool):
   Args:
     path, tools, options, tool_format, action: as of `conventions.resolve`.
     workers: processes; 0 plays in this one, which survives no crash.
-    timeout: seconds for a step. Of a class it has so many for the reset and
-      each earlier action too, which are played again after a worker was lost.
+    timeout: seconds for a step. A class has as many for the reset and each
+      earlier action, which are played again after a worker was lost.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.
-    ends: True if episodes that are cut off must be told so, by "end".
+    ends: True if "end" must be called for episodes that are cut off.
   """
 
   def __init__(
@@ -60,7 +60,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
   def submit(
     self, calls: Sequence[Call], places: Sequence[int] | None = None
   ) -> Submission:
-    """Starts to play; ValueError where a call has what is no JSON.
+    """Starts to play; ValueError if a call is no JSON.
 
     `places` choose the workers of calls; None is by their seeds.
     """
@@ -81,10 +81,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
     submission: Submission,
     check_signals: Callable[[], None] = lambda: None,
   ) -> list[Step | str]:
-    """Waits for the calls; returns of each its Step, or why there is none.
-
-    `check_signals` is called, and may raise, as in `results`.
-    """
+    """Waits for the calls; returns for each its Step, or an error in words."""
     steps: list[Step | str] = [""] * len(submission.jobs)
     for _, done in self.results([submission], check_signals):
       (steps[done.index],) = done.outcomes or [done.error]
@@ -100,8 +97,8 @@ def check_replay(
 ) -> list[Step | str]:
   """Plays an episode with made-up actions four times, side by side.
 
-  `actions` come first. Returns the answers to its reset and to the actions, as
-  far as it got; ValueError if it cannot begin or answers differ.
+  `actions` come first. Returns the answers to its reset and to the actions,
+  until it ends; ValueError if it cannot begin or answers differ.
   """
   calls, place = [("reset", example, seed)] * 4, "its reset"
   answers: list[Step | str] = []

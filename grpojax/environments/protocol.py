@@ -3,9 +3,8 @@
     reset(example, seed) -> Step               once a prompt
     step(state, action, example, seed) -> Step once a turn
 
-The state is explicit, a JSON value, so any worker may do any step, and a step
-that is done again gives the same. `conventions` makes of a user's file an
-environment of this kind.
+The state is explicit, a JSON value, so any worker may do any step, and a
+repeated step gives the same.
 """
 
 import json
@@ -35,8 +34,8 @@ class Step(NamedTuple):
 def to_step(value: Any) -> Step:
   """Returns a user's answer as a Step of plain JSON values.
 
-  It is a Step, or a dict with some of its fields; or WrongAnswer is raised. Of
-  `info`, finite numbers are kept.
+  It is a Step, or a dict with some of its fields; else WrongAnswer is raised.
+  Only finite numbers of `info` stay.
   """
   if is_step(value):
     value = Step(**value)
@@ -45,12 +44,11 @@ def to_step(value: Any) -> Step:
       f"returned {value!r:.80}: write `return Step(observation, reward, done,"
       " state)`, or a dict with these keys"
     )
-  done = to_float(value.done)
+  done, seen = to_float(value.done), value.observation
   if done not in (0.0, 1.0):
     raise WrongAnswer(f"returned done={value.done!r:.80}: it is True or False")
   if not isinstance(value.info, Mapping | None):
     raise WrongAnswer(f"returned info={value.info!r:.80}: it is a dict")
-  seen = value.observation
   messages = isinstance(seen, list | tuple) and all(map(is_message, seen))
   if not messages and not isinstance(seen, str):
     raise WrongAnswer(
@@ -81,7 +79,7 @@ def is_message(message: Any) -> bool:
 
 
 def _to_json(subject: str, value: Any, largest: int) -> Any:
-  """A value as it is after its way through JSON, "?" for what is no UTF-8."""
+  """A value after its way through JSON, with "?" for what is no UTF-8."""
   options = {"allow_nan": False, "ensure_ascii": False, "default": to_plain}
   try:
     text = json.dumps(value, **options).encode(errors="replace")

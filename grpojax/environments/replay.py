@@ -2,52 +2,50 @@
 
     {"actions": ["left", "up"], "seed": 7, "member": 7, "digest": "1c9..."}
 
-One worker does all steps of an episode, and keeps its instance until the
-episode is over. If that worker was killed, a new instance is made with the same
-seed and example, and the actions are played again. That its replies are the
-same is checked by their hash, the digest.
+One worker does all steps of an episode, and keeps its instance until the end.
+If that worker was killed, a new instance is made with the same seed and
+example, and the actions are played again. The digest, a hash of its replies,
+must be the same.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import json
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from grpojax.environments.protocol import Step, to_step
-from grpojax.environments.seeding import seeded
 from grpojax.environments.tools import awaited
 from grpojax.runtime.processes.user_calls import WrongAnswer
 
 
 @dataclasses.dataclass
 class Replay:
-  """Functions `reset`, `step` and `end` of instances.
+  """Functions `reset`, `step` and `end` of instances."""
 
-  Attributes:
-    begin: `(example, seed) -> (instance, Step)`.
-    act: `(instance, action) -> Step`.
-    reward: `(instance) -> number`, the reward of an episode that is cut off;
-      None if there is none.
-    live: instances by the hash of their example and state.
-  """
-
+  # `(example, seed) -> (instance, Step)`
   begin: Callable[[dict[str, Any], int], tuple[Any, Step]]
-  act: Callable[[Any, str], Step]
+  act: Callable[[Any, str], Step]  # `(instance, action) -> Step`
+  # Reward of an episode that is cut off, `(instance) -> number`, if any.
   reward: Callable[[Any], Any] | None = None
+  # Instances by the hash of their example and state.
   live: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def reset(self, example: dict[str, Any], seed: int) -> Step:
     """Begins an episode."""
-    instance, reply = self._begin(example, seed)
+    with seeded(seed, 0):
+      instance, reply = self.begin(example, seed)
     before = {"actions": [], "seed": seed, "member": seed, "digest": ""}
     return self._keep(instance, reply, example, before)
 
   def step(
     self, state: Any, action: str, example: dict[str, Any], seed: int
   ) -> Step:
-    """Plays an action; WrongAnswer where an instance answers differently.
+    """Plays an action; WrongAnswer if an instance answers differently.
 
     The seed may differ from the reset's, which a group's members share.
     """
@@ -76,10 +74,6 @@ class Replay:
     while self.live:
       close(self.live.popitem()[1])
 
-  def _begin(self, example: dict[str, Any], seed: int) -> tuple[Any, Step]:
-    with seeded(seed, 0):
-      return self.begin(example, seed)
-
   def _pop(self, state, example, seed) -> Any:
     """Returns the instance of a state, which has no other owner then."""
     if seed != state["member"]:
@@ -92,11 +86,10 @@ class Replay:
     if instance is not None:
       return instance, state["seed"]
     # A member's own luck, if its beginning is the group's; else the group's.
-    seeds = dict.fromkeys((seed, state["seed"]))
-    if state["actions"]:
-      seeds = (state["seed"],)
-    for own in seeds:
-      instance, reply = self._begin(example, own)
+    first = () if state["actions"] else (seed,)
+    for own in dict.fromkeys((*first, state["seed"])):
+      with seeded(own, 0):
+        instance, reply = self.begin(example, own)
       digest = _hash("", reply[:3])  # `info` may have times, and is left out
       with closed_on_error(instance):
         for i, action in enumerate(state["actions"]):
@@ -142,3 +135,21 @@ def closed_on_error(instance: Any) -> Iterator[None]:
 def _hash(*values: Any) -> str:
   text = json.dumps(values, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def seeded(*values: Any) -> Iterator[None]:
+  """Seeds `random` and `numpy.random` by JSON values, and restores them after.
+
+  A step that is played again draws the same numbers, in any process.
+  """
+  text = json.dumps(values, sort_keys=True)
+  seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+  before, numpy_before = random.getstate(), np.random.get_state()
+  try:
+    random.seed(seed)
+    np.random.seed(seed)
+    yield
+  finally:
+    random.setstate(before)
+    np.random.set_state(numpy_before)

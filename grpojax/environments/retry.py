@@ -2,9 +2,8 @@
 
     --config.environment.path=retry
 
-Right is what the reward `exact_answer` takes for right. An answer that is right
-after k wrong ones is rewarded with `discount` ** k and ends the episode; a
-wrong one has no reward. It asks as often as the training has turns.
+An answer that `exact_answer` finds right after k wrong ones has the reward
+`discount` ** k and ends the episode; wrong ones have none.
 """
 
 from typing import Any

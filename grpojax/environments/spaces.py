@@ -1,8 +1,7 @@
 """Actions and observations of classes, as text that a model writes and reads.
 
-A turn's text becomes an action: as it is, its last number, or its last JSON
-value. Spaces of gymnasium are known by their attributes, so that gymnasium need
-not be installed.
+Spaces of gymnasium are known by their attributes, so that gymnasium need not be
+installed.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from grpojax.runtime.processes.workers import to_plain
 
 ACTIONS = ("auto", "text", "number", "json")
 """Forms of an action; "auto" is by the action space, and text without one."""
-
 
 _OF_OPENENV = ("done", "reward", "metadata")  # fields of any observation
 
@@ -77,10 +75,9 @@ def observation(value: Any) -> Any:
   """Returns an observation as text; texts and messages stay as they are.
 
   A dataclass or pydantic model is its field `text` or `message`, if that is a
-  text, and else the JSON of its fields, without what OpenEnv adds to each
-  observation. Dicts, lists and tuples are JSON; other values are their `str`.
-
-  WrongAnswer if the text would differ from process to process.
+  text, or the JSON of its fields without those of every OpenEnv observation.
+  Dicts, lists and tuples are JSON; other values are their `str`. WrongAnswer if
+  the text would differ from process to process.
   """
   if value is None:
     return ""

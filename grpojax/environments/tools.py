@@ -5,8 +5,8 @@
     mistral  [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
              [TOOL_CALLS]add[ARGS]{"a": 1}
 
-Nothing of a model's text is ever evaluated. What is wrong with a call, or a
-tool raises, is told to the model in the tool's message.
+A model's text is never evaluated. Errors of a call or a tool are told to the
+model in the tool's message.
 """
 
 import asyncio
@@ -47,11 +47,7 @@ def _calls(text: str, key: str = "arguments") -> list[Call | str]:
 
 
 def _without_thinking(text: str) -> str:
-  """Returns a turn's text without <think>...</think>.
-
-  The last tag may be missing, and so may the first one, which some chat
-  templates put into the prompt.
-  """
+  """Drops <think>...</think> from a turn's text; either tag may be missing."""
   text = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
   return text.rpartition("</think>")[2]
 
@@ -107,12 +103,10 @@ def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
 
 
 TOOL_CALLS = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
-"""Readers of a turn's text: its calls in order, each a Call or what is wrong
-with it, in words. No calls are an empty list."""
+"""Readers of a turn's text: its calls in order, each a Call or an error."""
 
-
-# Characters of all results of a turn, far more than the tokens that are kept;
-# as JSON, with up to six bytes each, they fit into an observation.
+# Characters of all results of a turn; as JSON, with up to six bytes each, they
+# fit into an observation.
 _LONGEST = 2**17
 
 
@@ -141,19 +135,18 @@ def answer(
   longest = _LONGEST // len(calls)
   for call in calls:
     name = call.name if isinstance(call, Call) else "tool_call"
-    run = functools.partial(_text_or_type, call, functions)
-    result, error = user_calls.call(run, user_calls.message)
+    run = functools.partial(_run, call, functions)
+    text, error = user_calls.call(run, user_calls.message)
     if error is not None:
       errors += 1
-      result = f"error: {error}"
-    if isinstance(result, type):
+      text = f"error: {error}"
+    if isinstance(text, type):
       raise WrongAnswer(
-        f"called the tool {name!r}, whose result is of type"
-        f" {result.__name__}: return a text, a number, or a list or dict"
-        " of them, which are the same text in each process"
+        f"called the tool {name!r}, whose result is of type {text.__name__}:"
+        " return a text, a number, or a list or dict of them, which are the"
+        " same text in each process"
       )
-    content = result[:longest]
-    messages.append({"role": "tool", "name": name, "content": content})
+    messages.append({"role": "tool", "name": name, "content": text[:longest]})
   info = {"tool_calls": len(messages), "tool_errors": errors}
   return Step(messages, info=info)
 
@@ -169,28 +162,18 @@ def has_text(value: Any) -> bool:
   return isinstance(value, str) or " at 0x" not in str(value)
 
 
-@functools.cache
-def _event_loop() -> asyncio.Runner:
-  return asyncio.Runner()
+_event_loop = functools.cache(asyncio.Runner)
 
 
 def awaited(value: Any) -> Any:
-  """Returns a coroutine's result; other values as they are.
-
-  As in TRL all coroutines of a process have the same event loop.
-  """
+  """Returns a coroutine's result, by one event loop as in TRL; or the value."""
   return _event_loop().run(value) if inspect.iscoroutine(value) else value
 
 
-def _text_or_type(
+def _run(
   call: Call | str, functions: Mapping[str, Callable[..., Any]]
 ) -> str | type:
   """Returns the text of a tool's result, or its type if it has none."""
-  result = _run(call, functions)
-  return str(result) if has_text(result) else type(result)
-
-
-def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> Any:
   if isinstance(call, str):
     raise WrongAnswer(call)
   if call.name not in functions:
@@ -201,4 +184,5 @@ def _run(call: Call | str, functions: Mapping[str, Callable[..., Any]]) -> Any:
     inspect.signature(function).bind(**call.arguments)
   except TypeError as error:
     raise WrongAnswer(f"the arguments do not fit: {error}") from error
-  return awaited(function(**call.arguments))
+  result = awaited(function(**call.arguments))
+  return str(result) if has_text(result) else type(result)

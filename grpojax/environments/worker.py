@@ -1,8 +1,8 @@
 """One environment worker: python -m grpojax.environments.worker, of `pool`.
 
-Its first line has the arguments of `conventions.resolve`; every other one is a
-call, ["reset", example, seed] or ["step", state, action, example, seed], of
-which it answers the Step, or in words why there is none.
+Its first line has the arguments of `conventions.resolve`; other lines are
+calls, ["reset", example, seed] or ["step", state, action, example, seed]. It
+answers the Step, or an error in words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from grpojax.runtime.processes import user_calls, workers
 
 
 def parse(outcome: Any) -> Step | str:
-  """Reads an outcome of JSON; raises an error where it is none."""
+  """Reads an outcome of JSON; raises an error if it is none."""
   return outcome if isinstance(outcome, str) else to_step(Step(*outcome))
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns what makes of a call its one outcome, whatever the user does."""
+  """Returns the function that makes of a call its one outcome."""
   environment = conventions.resolve(**setup)
 
   def answer(call: Sequence[Any]) -> Iterator[Step | str]:

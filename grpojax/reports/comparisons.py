@@ -1,9 +1,9 @@
-"""Several runs side by side: differences of what they have in common.
+"""Differences between runs.
 
-Held-out answers are compared prompt by prompt, where both runs were asked the
-same ones. Metrics of steps are compared step by step, as means of blocks of
-steps: neighbours are alike, blocks are less so. Such an interval is about these
-two runs; it says nothing about other seeds.
+Held-out answers are compared prompt by prompt, if both runs had the same ones.
+Metrics of steps are compared step by step, as means of blocks of steps:
+neighbours are alike, blocks less so. Such an interval is about these two runs,
+not about other seeds.
 """
 
 import math
@@ -16,6 +16,7 @@ from grpojax.reports.curves import (
   Columns,
   block_edges,
   blocks,
+  by_step,
   is_number,
   short,
 )
@@ -33,7 +34,7 @@ def answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
 
 
 def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:
-  """B less a, prompt by prompt; None where other problems were asked."""
+  """B less a, prompt by prompt; None if the problems differ."""
   if a[0] != b[0] or len(a[1]) != len(b[1]):
     return None
   first, second = (np.array(list(right)) == "1" for _, right in (a, b))
@@ -56,18 +57,17 @@ def texts_before_and_after(
 ) -> dict[str, Any] | None:
   """Pairs first and last completions of the same held-out prompts, if any."""
   rows = sorted((r for r in rows if r.get("samples")), key=lambda r: r["step"])
-  first, last = (rows[0], rows[-1]) if rows else ({}, {})
-  pairs = list(
-    zip(*(r.get("samples", ()) for r in (first, last)), strict=False)
-  )
-  same = all(before["prompt"] == after["prompt"] for before, after in pairs)
-  if len(rows) < 2 or not same:
+  if len(rows) < 2:
+    return None
+  first, last = rows[0], rows[-1]
+  pairs = list(zip(first["samples"], last["samples"], strict=False))
+  if any(before["prompt"] != after["prompt"] for before, after in pairs):
     return None
   return {"first": first["step"], "last": last["step"], "pairs": pairs}
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """B less a after each step at which both were asked the same prompts."""
+  """B less a after each step at which both had the same prompts."""
   return [
     {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
@@ -78,19 +78,19 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
   """B less a of the metrics `COMPARED`, over the steps that both have.
 
-  Of each the means, the difference with interval and p-value, and the blocks of
-  the difference along training; nothing of a metric with few steps.
+  For each metric of enough steps: means, difference with interval and p-value,
+  and blocks of the difference along training.
   """
   rows = []
   for name in COMPARED:
     if name not in a or name not in b:
       continue
-    by_step = [dict(zip(*x[name], strict=True)) for x in (a, b)]
-    common = sorted(by_step[0].keys() & by_step[1].keys())
+    values = [by_step(x, name) for x in (a, b)]
+    common = sorted(values[0].keys() & values[1].keys())
     edges = block_edges(len(common))
     if len(edges) < 2:
       continue
-    first, second = (np.array([x[s] for s in common]) for x in by_step)
+    first, second = (np.array([x[s] for s in common]) for x in values)
     paired = paired_difference(
       np.array([second[start:end].mean() for start, end in edges]),
       np.array([first[start:end].mean() for start, end in edges]),
@@ -109,8 +109,7 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
   if not steps or steps[-1] != columns["c1"][0][-1]:
     return None
   best, high = (
-    dict(zip(*columns.get(f"optimal_group_size{end}", ((), ())), strict=True))
-    for end in ("", "_high")
+    by_step(columns, f"optimal_group_size{end}") for end in ("", "_high")
   )
   # Columns lack infinite values.
   return best.get(steps[-1], math.inf), lows[-1], high.get(steps[-1], math.inf)
@@ -120,7 +119,7 @@ def error_of_best(columns: Columns, group_size: int) -> float | None:
   """Error of the gradient with groups of this size, over that with the best.
 
   By the mean c1, c2 and c3 of all diagnoses, at as many samples; the best size
-  is a whole number, 2 or more. None where the means are no variances.
+  is a whole number, 2 or more. None if the means are no variances.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:
@@ -135,10 +134,7 @@ def error_of_best(columns: Columns, group_size: int) -> float | None:
 
 
 def speed(columns: Columns) -> list[dict[str, Any]]:
-  """Median and share of each part of a step's time.
-
-  What no part accounts for is "other" (records, text for people).
-  """
+  """Median and share of each part of a step's time; the rest is "other"."""
   if "seconds_step" not in columns:
     return []
   whole = np.array(columns["seconds_step"][1])
@@ -148,18 +144,14 @@ def speed(columns: Columns) -> list[dict[str, Any]]:
     for name, (_, values) in columns.items()
     if name.startswith("seconds_") and name != "seconds_step"
   }
+
+  def row(name: str, values: np.ndarray) -> dict[str, Any]:
+    median, share = float(np.median(values)), float(values.sum() / total)
+    return {"name": name, "median": short(median), "share": short(share)}
+
+  rows = [row(*x) for x in parts.items() if is_number(float(x[1].sum()))]
   rest = whole.sum() - sum(values.sum() for values in parts.values())
-  rows = [
-    {
-      "name": name,
-      "median": short(float(np.median(values))),
-      "share": short(float(values.sum() / total)),
-    }
-    for name, values in parts.items()
-    if is_number(float(values.sum()))
-  ]
   share = short(max(float(rest / total), 0.0))
   other = {"name": "other", "median": None, "share": share}
-  median = short(float(np.median(whole)))
-  step = {"name": "seconds_step", "median": median, "share": 1.0}
+  step = row("seconds_step", whole) | {"share": 1.0}
   return [*rows, other, step] if parts else [step]

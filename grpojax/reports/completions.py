@@ -34,16 +34,14 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   """Marks environment tokens; a turn's numbers are at its last token."""
   observed: list[bool] = []
-  rewards = {}
-  advantages = {}
+  numbers: dict[str, dict[int, float]] = {"reward": {}, "advantage": {}}
   for turn in turns:
     observed += [turn["by"] == "environment"] * turn["tokens"]
-    if turn.get("reward") is not None:
-      rewards[len(observed) - 1] = turn["reward"]
-    if turn.get("advantage") is not None:
-      advantages[len(observed) - 1] = turn["advantage"]
-  numbers = {"turn_rewards": rewards, "turn_advantages": advantages}
-  return {"observed": observed} | numbers
+    for name, values in numbers.items():
+      if turn.get(name) is not None:
+        values[len(observed) - 1] = turn[name]
+  by_name = {f"turn_{name}s": values for name, values in numbers.items()}
+  return {"observed": observed} | by_name
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -64,11 +62,9 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def steps_within(sizes: Mapping[int, int], budget: int = BUDGET) -> list[int]:
-  """Steps whose completions fit into a page: the first, the last, and between.
+  """Steps whose completions fit into `budget` bytes, with first and last.
 
-  Args:
-    sizes: bytes of JSON by step.
-    budget: bytes of a page; a single step may be more.
+  `sizes` has bytes of JSON by step; a single step may be larger.
   """
   steps = sorted(sizes)
   for stride in range(1, len(steps)):

@@ -1,9 +1,9 @@
 """Metrics and rewards along training: few points, however many steps there are.
 
-What is drawn of a metric without an interval of its own are means of blocks of
-steps with Student's 95% interval: steps draw their prompts and samples anew, so
-within a block they count as independent observations (what is learned meanwhile
-only makes the interval wider).
+A metric without an interval of its own is drawn as means of blocks of steps
+with Student's 95% interval. Steps draw their prompts and samples anew, so
+within a block they count as independent observations (progress within a block
+only widens the interval).
 """
 
 import math
@@ -34,7 +34,7 @@ Counts = Mapping[int, Sequence[Sequence[float | int]]]
 
 
 def is_number(value: Any) -> bool:
-  """True for what can be drawn: a finite number, not beyond all bounds."""
+  """True for numbers that can be drawn: finite, and not beyond all bounds."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False
   return -_LARGEST < value < _LARGEST
@@ -52,10 +52,7 @@ def without_rounding(name: str, value: float) -> float:
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
-  """Sorts rows with a "step" by metric; of several for a step the last counts.
-
-  What is no finite number is left out.
-  """
+  """Sorts finite numbers of rows by metric; the last row of a step counts."""
   by_name: dict[str, dict[int, float]] = {}
   for row in rows:
     for name, value in row.items():
@@ -82,10 +79,9 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
-  """Blocks of neighbouring steps, alike in size, or none for few steps.
+  """Blocks of neighbouring steps of about equal size; none for few steps.
 
-  A last block of what is left over would have a mean of few steps: its interval
-  would be many times as wide as the others', and a curve's scale with it.
+  A short last block would have an interval many times as wide as the others'.
   """
   if count < 4 * BLOCK:
     return []
@@ -110,13 +106,17 @@ def blocks(
   }
 
 
+def by_step(columns: Columns, name: str) -> dict[int, float]:
+  """Values of a metric by step; empty without the metric."""
+  return dict(zip(*columns.get(name, ((), ())), strict=True))
+
+
 def _bounds(
   name: str, columns: Columns
 ) -> dict[int, tuple[float, float | None]]:
   """A metric's own 95% interval by step; None above is infinite."""
   values, lows, highs = (
-    dict(zip(*columns.get(f"{name}{end}", ((), ())), strict=True))
-    for end in ("", "_low", "_high")
+    by_step(columns, f"{name}{end}") for end in ("", "_low", "_high")
   )
   return {s: (lows[s], highs.get(s)) for s in values if s in lows}
 
@@ -141,11 +141,11 @@ def _curve(name: str, columns: Columns) -> Curve:
 def curves(columns: Columns) -> dict[str, Curve]:
   """Curves of all metrics of a run, by name.
 
-  A metric `m_low`, `m_high` or `m_se` is no curve where there is a metric `m`:
-  the first two are its interval, and a diagnosis's standard error, of too few
-  prompts for an interval, is not drawn. Each has `x`, `y` (the extremes, where
-  there are many steps), `last`, and either `low` and `high`, its own 95%
-  interval (None above: no bound), or the `blocks` of `blocks`.
+  `m_low`, `m_high` and `m_se` are no curves if there is a metric `m`: the first
+  two are its interval; the standard error of a diagnosis, of too few prompts
+  for an interval, is not drawn. Each has `x`, `y` (the extremes of many steps),
+  `last`, and either `low` and `high`, its own 95% interval (None above: no
+  bound), or the `blocks` of `blocks`.
   """
 
   def is_bound(name):
@@ -156,7 +156,7 @@ def curves(columns: Columns) -> dict[str, Curve]:
 
 
 def reward_picture(counts: Counts) -> dict[str, Any] | None:
-  """Shares of rewards by steps; None where there are no rewards.
+  """Shares of rewards by steps; None without rewards.
 
   Two steps with rewards 0 and 1, for example:
   {"steps": [[1, 1], [2, 2]], "values": [[0, 0], [1, 1]],

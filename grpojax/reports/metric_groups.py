@@ -137,9 +137,8 @@ COMPARED = (
 
 def part_of(name: str) -> int:
   """Index in `GROUPS` of the group that a metric belongs to."""
-  return next(
-    i for i, group in enumerate(GROUPS) if re.fullmatch(group.pattern, name)
-  )
+  patterns = enumerate(group.pattern for group in GROUPS)
+  return next(i for i, pattern in patterns if re.fullmatch(pattern, name))
 
 
 def layout(names: Iterable[str]) -> list[dict[str, Any]]:

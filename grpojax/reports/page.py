@@ -1,10 +1,9 @@
-"""The page: a template, a style and scripts, and data that are only ever text.
+"""The page: a template, a style, scripts, and data that are only ever text.
 
-What a run holds is hostile: a completion may be `</script><script>...`. It
-stands in the page as JSON in a block that no browser runs, with all that could
-end the block escaped; the scripts put it into the page as text alone; and a
-Content-Security-Policy allows these scripts and this style by their hashes, and
-nothing from anywhere else.
+Data of a run are hostile: a completion may be `</script><script>...`. They are
+JSON in a block that no browser runs, with every character escaped that could
+end the block; the scripts put them into the page as text alone; and a
+Content-Security-Policy allows only these scripts and this style, by hashes.
 """
 
 import base64
@@ -19,11 +18,7 @@ SCRIPTS = ("basics", "charts", "overview", "tables", "completions", "main")
 
 
 def embedded(data: Any) -> str:
-  """Writes JSON that is safe inside of HTML: ASCII without <, > and &.
-
-  Raises:
-    ValueError: a number that is not finite.
-  """
+  """Writes JSON that is safe in HTML: ASCII without <, > and &, and no NaN."""
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   for character in "<>&":
     text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""Reward functions as users of TRL and verl write them, run as they are.
+"""Reward functions in the conventions of TRL and verl.
 
 The names of a function's parameters say which convention it follows:
 
@@ -8,19 +8,19 @@ The names of a function's parameters say which convention it follows:
 | solution_str                             | verl calls `compute_score`        |
 | none of them, and it takes three         | (prompt, completion, example)     |
 
-A function is given by keywords what it has a parameter for, and all there is
-where it has `**kwargs`; options of `reward.options.FUNCTION` replace columns.
+A function gets by keyword the arguments that it has parameters for, and all of
+them with `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
-TRL: once for all completions of a prompt, each a text, or where the prompt is a
-list of messages a list of one message; prompts end in what an environment's
-reset observed; completion_ids have their EOS;
-trainer_state has global_step (steps done) and max_steps; log_extra keeps
-nothing; the data's other columns are lists. It returns as many numbers; None
-abstains.
+TRL: one call for all completions of a prompt. Each is a text or, if the prompt
+is a list of messages, a list of one message. Prompts end in the observation of
+an environment's reset; completion_ids have their EOS; trainer_state has
+global_step (steps done) and max_steps; log_extra is ignored; other columns of
+the data are lists. It returns as many numbers; None abstains.
 
-verl: once a completion; ground_truth is reward_model["ground_truth"], else the
-columns ground_truth or answer; extra_info is {} where the data have none. It
-returns a number, or a dict with "score" whose other numbers are logged.
+verl: one call for each completion; ground_truth is
+reward_model["ground_truth"], else the columns ground_truth or answer;
+extra_info is {} by default. It returns a number, or a dict with "score" whose
+other numbers are logged.
 """
 
 import difflib
@@ -56,14 +56,14 @@ class _Function(NamedTuple):
   needs: Sequence[str]  # those of them without a default
 
   def call(self, arguments: dict[str, Any]) -> Any:
-    """Calls it with those of the arguments that it has parameters for."""
+    """Calls it with the arguments that it has parameters for."""
     if self.takes is not None:
       arguments = {k: v for k, v in arguments.items() if k in self.takes}
     return self.function(**arguments)
 
 
 class Verl(_Function):
-  """A function of verl's convention, called as ours are."""
+  """A function of verl's convention; its calls have the form of ours."""
 
   def __call__(
     self, prompt: str, completion: str, example: dict[str, Any]
@@ -73,7 +73,7 @@ class Verl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all that the function can take of an example."""
+    """Returns the arguments that an example provides."""
     info = example.get("extra_info") or {}
     columns = {"extra_info": dict(info) if isinstance(info, Mapping) else info}
     if SOURCE in example:
@@ -88,7 +88,7 @@ class Verl(_Function):
 
 
 class Trl(_Function):
-  """A function of TRL's convention: all completions of a prompt in one call."""
+  """A function of TRL's convention: one call for all samples of a prompt."""
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
     """Returns for each completion of one prompt a number, None, or a dict."""
@@ -133,28 +133,19 @@ class Trl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all that the function can take of an example."""
+    """Returns the arguments that an example provides."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMN}
 
 
 def follow(
   name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-  """Binds a function's options, and wraps it by the convention it follows.
+  """Binds a function's options; wraps TRL's as `Trl` and verl's as `Verl`.
 
-  Returns:
-    `Verl` or `Trl`; the function itself where it follows ours.
-
-  Raises:
-    ValueError: its parameters are of two conventions, or of none, it does not
-      take an option, it is asynchronous or cannot be called by keywords.
+  ValueError if it mixes or lacks conventions, does not take an option, is
+  asynchronous or cannot be called by keywords.
   """
-  call = getattr(function, "__call__", None)  # noqa: B004
-  if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
-    raise ValueError(
-      f"reward {name!r} is asynchronous, and rewards run one after another in"
-      " each worker: write `def` and asyncio.run(...) inside of it"
-    )
+  refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function
   try:
     signature = inspect.signature(function)
@@ -162,17 +153,12 @@ def follow(
     return bound
   parameters = signature.parameters
   kind = _convention(name, parameters)
-  named = {
-    key: p
-    for key, p in parameters.items()
-    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-  }
+  named, free = by_keyword(function)
   if kind is None:
     first = list(parameters.values())[:3]
     reserved = [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD]
   else:
     reserved = _TRL_GIVES if kind is Trl else VERL
-  free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   known = [key for key in named if key not in reserved]
   for key in options:
     if key in reserved or not (free or key in known):
@@ -196,13 +182,35 @@ def follow(
       " keywords, and it has parameters that take none"
     )
   takes = [key for key in named if key not in options]
-  required = [k for k in takes if named[k].default is inspect.Signature.empty]
+  default = {key: p.default for key, p in parameters.items()}
+  required = [k for k in takes if default[k] is inspect.Signature.empty]
   needs = [key for key in required if key not in reserved]
   return kind(bound, None if free else takes, needs)
 
 
+def refuse_asynchronous(subject: str, function: Any, kind: str) -> None:
+  """Raises ValueError for a coroutine function that computes a `kind`."""
+  call = getattr(function, "__call__", None)  # noqa: B004
+  if any(map(inspect.iscoroutinefunction, (function, call))):
+    raise ValueError(
+      f"{subject} is asynchronous, and {kind} run one after another in each"
+      " worker: write `def` and asyncio.run(...) inside of it"
+    )
+
+
+def by_keyword(function: Callable[..., Any]) -> tuple[list[str], bool]:
+  """Names that a function takes by keyword, and if it takes any others."""
+  parameters = inspect.signature(function).parameters.values()
+  named = [
+    p.name
+    for p in parameters
+    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+  ]
+  return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def nearest(name: str, candidates: Collection[str]) -> str:
-  """Returns "; did you mean ...?", or nothing where no name is near."""
+  """Returns "; did you mean ...?", or "" if no name is near."""
   close = difflib.get_close_matches(name, candidates, 1)
   return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -228,10 +236,9 @@ def _convention(
 def check_columns(
   name: str, reward: Callable[..., Any], example: Mapping[str, Any], data: str
 ) -> None:
-  """Raises ValueError where an example lacks a column that a function needs.
+  """Raises ValueError if an example lacks a column that a function needs.
 
-  `reward` is what `functions.resolve` made of the name; one of our convention
-  needs nothing. `data` is the name of the data set, for the error.
+  `reward` comes from `functions.resolve`; `data` names the data set in errors.
   """
   if not isinstance(reward, (Verl, Trl)):
     return
@@ -247,7 +254,7 @@ def check_columns(
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """True where a function takes something that costs to bring: IDS, STATE."""
+  """True if a function takes an input that is costly to bring: IDS, STATE."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

@@ -1,4 +1,4 @@
-"""Reward of an environment: the sum of what it gave for the turns."""
+"""The reward `environment`: an environment's rewards of all turns, summed."""
 
 from typing import Any
 
@@ -6,14 +6,9 @@ from typing import Any
 def environment(
   prompt: str, completion: str, example: dict[str, Any]
 ) -> dict[str, float] | None:
-  """Returns the trajectory's return, and the numbers that are logged of it.
-
-  None where the environment failed, which leaves no reward in any case.
-  """
+  """Returns the trajectory's return and numbers to log; None if it failed."""
   del prompt, completion
   if example.get("episode_error"):
     return None
-  return {
-    **example["episode_info"],
-    "score": float(sum(example["turn_rewards"])),
-  }
+  score = float(sum(example["turn_rewards"]))
+  return {**example["episode_info"], "score": score}

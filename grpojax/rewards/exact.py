@@ -1,9 +1,8 @@
-"""Right or wrong by the text after the last "####": the reward `exact_answer`.
+"""The reward `exact_answer`: compares the text after the last "####".
 
-That text, without the whitespace around it, must be one of the answer's
-spellings: for a whole or decimal number with or without thousands separators
-("1080", "1,080"), for any other answer the answer itself. `exact_ids` is the
-same reward on token ids. Nothing is evaluated: texts are compared.
+The stripped text must be one of the answer's spellings: a whole or decimal
+number with or without thousands separators ("1080", "1,080"), any other answer
+as it is. `exact_ids` computes the same reward on token ids.
 """
 
 import re
@@ -15,11 +14,10 @@ _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
 
 
 def spellings(answer: str | int | float) -> tuple[str, str]:
-  """Returns the two texts that count as an answer: without and with separators.
+  """Returns an answer without and with separators: ("1080", "1,080").
 
-  For "1080" as for "1,080": ("1080", "1,080"). For what is no number, or has
-  its separators in other places ("10,80"): twice the answer, stripped. A whole
-  float is written as people do, "5": a column with a gap makes floats of all.
+  Other texts, also with separators in other places ("10,80"), come twice,
+  stripped. A whole float is written as "5": a column with a gap is all floats.
   """
   if isinstance(answer, float) and answer.is_integer():
     answer = int(answer)
@@ -36,10 +34,9 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
 
 
 def given_answer(completion: str) -> str | None:
-  """Reads the answer that a completion gives, in one spelling: to count votes.
+  """Reads a completion's answer, in one spelling, to count votes; None without.
 
-  Completions that give the same answer are equally right by `exact_answer`.
-  None without "####" or text after it.
+  Completions with the same answer are equally right by `exact_answer`.
   """
   _, mark, tail = completion.rpartition(MARK)
   return (spellings(tail)[0] or None) if mark else None
@@ -50,8 +47,8 @@ def exact_answer(
 ) -> float:
   """1.0 if the text after the completion's last "####" is the answer, else 0.0.
 
-  The example's "answer" may have either of its `spellings`. No text is no
-  answer, also where the data have an empty one.
+  Any of the `spellings` of the example's "answer" is right; no text is wrong,
+  even if the answer is empty.
   """
   tail = completion.rpartition(MARK)[2].strip() if MARK in completion else ""
   return float(tail != "" and tail in spellings(example["answer"]))

@@ -22,24 +22,22 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` as a jittable function of token ids.
 
-  It needs a tokenizer whose characters are tokens: then looking for "####" in
-  the ids is looking for it in the text.
+  Characters must be tokens, so that "####" in the text is "####" in the ids.
 
   Args:
-    tokenizer: a Hugging Face tokenizer of single characters. Longer tokens are
-      allowed where they are nothing but whitespace, or hold no digit, no "#"
-      and no whitespace.
-    eos_ids: the ids that end a completion; the text stops before the first.
+    tokenizer: a Hugging Face tokenizer of single characters; longer tokens must
+      be whitespace only, or without digits, "#" and whitespace.
+    eos_ids: ids that end a completion; the text stops before the first.
     max_answer_length: longest answer, in characters with separators, A.
 
   Returns:
     target: `(example) -> {"answer": int32 [2, A + 1]}`, the two spellings of
-      its answer as `_code`s, with zeros after them.
+      its answer as `_code`s, padded with zeros.
     reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked.
 
   Raises:
-    ValueError: the tokenizer is of another kind; from `target`, an answer that
-      is too long, or whose ids would be ambiguous.
+    ValueError: an unfit tokenizer; from `target`, an answer that is too long,
+      or whose ids would be ambiguous.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
@@ -63,9 +61,8 @@ def exact_answer_ids(
 
   def reward(rollout: Rollout, targets: dict[str, Any]) -> Float[Array, "B G"]:
     ids = rollout.completion_ids
-    ended = (
-      jnp.cumsum(jnp.isin(ids, jnp.array(eos_ids, jnp.int32)), axis=-1) > 0
-    )
+    ends = jnp.isin(ids, jnp.array(eos_ids, jnp.int32))
+    ended = jnp.cumsum(ends, axis=-1) > 0
     written = jnp.asarray(codes)[jnp.clip(ids, 0, len(texts))]
     written = jnp.where(rollout.completion_mask & ~ended, written, 0)
     # One more than the longest answer: a text that goes on differs there.
@@ -80,9 +77,9 @@ def exact_answer_ids(
 def _last_answer(
   codes: Int[Array, "B G T"], width: int
 ) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
-  """Finds the stripped text after the last "####", and True where there is one.
+  """Finds the stripped text after the last "####", and whether there is one.
 
-  Of a longer text the first `width` codes; 0 where a token adds no text.
+  A longer text is cut to `width` codes; 0 stands for tokens without text.
   """
   size = codes.shape[-1]
   # Text first, in its order; what writes nothing last.
@@ -91,9 +88,8 @@ def _last_answer(
   place = jnp.arange(size)
 
   sharp = jnp.pad(codes == _code(0, "#"), ((0, 0), (0, 0), (0, len(MARK))))
-  marks = jnp.all(
-    jnp.stack([sharp[..., i : i + size] for i in range(len(MARK))]), axis=0
-  )
+  shifted = [sharp[..., i : i + size] for i in range(len(MARK))]
+  marks = jnp.all(jnp.stack(shifted), axis=0)
   mark = jnp.max(jnp.where(marks, place, -1), axis=-1, keepdims=True)
   # Codes of whitespace are negative.
   inside = (place >= mark + len(MARK)) & (codes > 0)
@@ -106,10 +102,10 @@ def _last_answer(
 
 
 def _code(token: int, text: str) -> int:
-  """A number for what a token writes.
+  """A number for the text of a token, negative for whitespace.
 
-  0 where it writes nothing; for one character its code point + 1, whichever
-  token it is; for more a number of the token's own. Negative for whitespace.
+  0 without text; for one character its code point + 1, whichever token it is;
+  for longer text a number of the token's own.
   """
   if not text:
     return 0
@@ -123,7 +119,7 @@ def _token_texts(tokenizer: Any) -> list[str]:
   texts = []
   ids = tokenizer.encode("#", add_special_tokens=False)
   if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-    raise ValueError(_refusal('"#" is not one token'))
+    raise _unfit('"#" is not one token')
   for token in range(max(tokenizer.get_vocab().values()) + 1):
     # Between two others, so that no decoder trims it as a text's first or last.
     around = tokenizer.decode(
@@ -133,21 +129,21 @@ def _token_texts(tokenizer: Any) -> list[str]:
     )
     text = around[1:-1]
     if around != f"#{text}#" or "\ufffd" in text:
-      raise ValueError(_refusal(f"token {token} writes {around!r} in #...#"))
+      raise _unfit(f"token {token} writes {around!r} in #...#")
     mixed = any(
       c == "#" or c.isspace() or (c.isdigit() and token not in special)
       for c in text
     )
     if len(text) > 1 and not text.isspace() and mixed:
-      raise ValueError(_refusal(f"token {token} writes {text!r}"))
+      raise _unfit(f"token {token} writes {text!r}")
     texts.append(text)
   if missing := set("#0123456789") - set(texts):
-    raise ValueError(_refusal(f"no token writes {min(missing)!r}"))
+    raise _unfit(f"no token writes {min(missing)!r}")
   return texts
 
 
-def _refusal(reason: str) -> str:
-  return (
+def _unfit(reason: str) -> ValueError:
+  return ValueError(
     "an exact-answer reward on ids needs a tokenizer of single characters, but"
     f" {reason}; use the reward on text (exact_answer) with this tokenizer"
   )

@@ -13,12 +13,9 @@ def format(
 ) -> float:
   """1.0 for <think>...</think> <answer>...</answer> and nothing else, else 0.0.
 
-  Each tag opens once and closes once, in the given order, around text that is
-  more than whitespace; outside there is only whitespace. A first tag with which
-  the prompt ends already need not be repeated. The time is linear.
-
-  Raises:
-    ValueError: no tags, or one twice.
+  Each tag opens and closes once, in order, around more than whitespace; only
+  whitespace is outside. The prompt may end in the first opening tag instead.
+  Linear time. ValueError for no tags, or one twice.
   """
   if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
     raise ValueError(f"tags = {tags!r}: give different names, at least one")

@@ -1,13 +1,10 @@
-"""Reward functions by name, and several of them as one number.
+"""Reward functions by name, and weighted sums of several.
 
-A reward is a function `(prompt, completion, example) -> float | None`: prompt
-and completion are texts, the example is a dict, None abstains. A name is one of
-`BUILT_IN`, or "package.module:function", or "path/to/file.py:function".
-Functions of TRL's and verl's users are known by the names of their parameters:
-`conventions`.
-
-This module and those of the built-in rewards load without JAX, so that workers
-start quickly.
+A reward is a function `(prompt, completion, example) -> float | None` of two
+texts and a dict; None abstains. A name is one of `BUILT_IN`,
+"package.module:function", or "path/to/file.py:function"; `conventions` adapts
+functions in the style of TRL and verl. This module and the built-in rewards
+load without JAX, so that workers start quickly.
 """
 
 import math
@@ -63,11 +60,8 @@ logged; or one of TRL's convention, of all completions of a prompt at once."""
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """Finds the reward function of a name, and binds its options.
 
-  A name is a built-in one, "package.module:function" or "file.py:function".
-
-  Raises:
-    ValueError: there is no such function, its file cannot be loaded,
-      `conventions.follow` refuses it, or a built-in one an option's value.
+  ValueError if it does not exist, its file cannot be loaded,
+  `conventions.follow` refuses it, or a built-in one refuses an option's value.
   """
   paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
   function = load(f"reward {name!r}", name, paths)
@@ -83,7 +77,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def workers_for(names: Sequence[str], workers: int) -> int:
-  """Returns the number of processes that compute rewards, of `workers` set.
+  """Returns the number of reward processes for a setting of `workers`.
 
   `READ_ANSWERS` need at least one: Math-Verify may take forever on an answer.
   """
@@ -93,8 +87,8 @@ def workers_for(names: Sequence[str], workers: int) -> int:
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
   """Finds what "package.module:NAME", "file.py:NAME" or "file.py" names.
 
-  `built_in` has paths by short names, also of modules. ValueError, a sentence
-  that `subject` begins, where there is none or it cannot be loaded.
+  `built_in` maps short names to paths, also of modules. `subject` begins the
+  sentence of the ValueError, if it does not exist or cannot be loaded.
   """
   place, name = split(built_in.get(path, path))
   if not place and path not in built_in:
@@ -117,9 +111,8 @@ def resolve_all(
 ) -> list[Reward]:
   """Finds the functions of several names, each with options by its `label`.
 
-  Raises:
-    ValueError: no names, the same label twice, options of a function that is
-      not among them, or a function that `resolve` refuses.
+  ValueError for no names, the same label twice, options of another function, or
+  a function that `resolve` refuses.
   """
   labels = [label(name) for name in names]
   if not names:
@@ -149,10 +142,9 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Computes the weighted sum of the rewards of one completion.
+  """Computes the weighted sum of a completion's rewards; None if all abstain.
 
-  A function that abstains (None) adds nothing, and the weights of the others
-  stay as they are. None where all abstain.
+  A function that abstains (None) adds nothing; other weights stay as they are.
   """
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]

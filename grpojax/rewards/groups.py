@@ -1,4 +1,4 @@
-"""Groups of completions, from a rollout's texts to what a pool judges."""
+"""Rewards of groups of completions, from a rollout's texts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,26 +25,22 @@ def submit_groups(
 ) -> Submission:
   """Starts to compute the rewards of groups and returns at once.
 
-  Each of the B examples has a "prompt_text". The reward functions see them with
-  three more keys, "completion_length" (in tokens, with the EOS),
-  "max_completion_length" (`max_length`) and "finished" (True where an EOS ended
-  it), and of the [B][G] transcripts of an environment with those of `OF_TURNS`;
-  they take the ids where they have a parameter for them. Texts, [B][G], have no
-  EOS.
+  Each of the B examples has a "prompt_text". Reward functions see three more
+  keys: "completion_length" (in tokens, with the EOS), "max_completion_length"
+  (`max_length`) and "finished" (True if an EOS ended it); with [B][G]
+  transcripts of an environment also `OF_TURNS`, and the ids if they have a
+  parameter for them. Texts, [B][G], have no EOS.
   """
   with_ids = ids is not None and pool.wants(IDS)
 
   def item(b: int, g: int) -> Item:
-    added = {
-      "completion_length": int(lengths[b, g]),
-      "max_completion_length": max_length,
-      "finished": bool(finished[b, g]),
-    }
+    added = {"completion_length": int(lengths[b, g])}
+    added |= {"max_completion_length": max_length}
+    added |= {"finished": bool(finished[b, g])}
     if with_ids:
       added[IDS] = ids[b, g, : lengths[b, g]].tolist()
     if transcripts is not None:
-      of_one = transcripts[b][g]
-      added |= {name: of_one[name] for name in OF_TURNS}
+      added |= {name: transcripts[b][g][name] for name in OF_TURNS}
     return examples[b]["prompt_text"], texts[b][g], examples[b] | added
 
   size = lengths.shape[1]
@@ -53,6 +49,6 @@ def submit_groups(
 
 
 def all_failures(rewards: GroupRewards) -> list[Failure]:
-  """Failures of a batch: of all prompts' first completions, then the second."""
+  """Failures of a batch: all prompts' first completions, then the second."""
   by_completion = zip(*rewards.failures, strict=True)
   return [x for row in by_completion for failures in row for x in failures]

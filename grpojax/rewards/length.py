@@ -1,7 +1,7 @@
-"""Rewards of the length of a completion, in tokens, with its EOS.
+"""Rewards of the length of a completion, in tokens with its EOS.
 
-They read what the training loop adds to an example: "completion_length",
-"max_completion_length" and "finished" (an EOS ended it).
+The training loop adds "completion_length", "max_completion_length" and
+"finished" (an EOS ended it) to an example.
 """
 
 from typing import Any
@@ -13,8 +13,7 @@ def length(
   """Minus the distance from a target length, as a share of the longest.
 
   The penalty of L1 (arXiv 2503.04697, eq. 1) in units of the limit:
-  -|length - target| / max_completion_length. With target 0 shorter is better;
-  with a negative weight longer is. ValueError for a negative target.
+  -|length - target| / max_completion_length. ValueError for a negative target.
   """
   if target < 0:
     raise ValueError(f"target = {target}: must be 0 or more tokens")
@@ -31,9 +30,9 @@ def overlong(
 ) -> float:
   """DAPO's soft punishment of overlong completions (arXiv 2503.14476, eq. 13).
 
-  Up to L_max - L_cache tokens 0; from there linearly down to -1 at L_max, the
-  limit on completions. L_cache is `cache` tokens, at most the limit; None is a
-  fifth of it, as in the paper. ValueError for a cache that is not positive.
+  0 up to L_max - L_cache tokens, then linearly to -1 at L_max, the limit on
+  completions. L_cache is `cache` tokens, at most the limit; None is a fifth of
+  it, as in the paper. ValueError for a cache that is not positive.
   """
   longest = example["max_completion_length"]
   size = longest / 5 if cache is None else min(cache, longest)

@@ -1,7 +1,7 @@
-r"""Right or wrong by the answer of a solution: the reward `math_answer`.
+r"""The reward `math_answer`: right or wrong by the answer of a solution.
 
-The answer stands behind the thinking and, if there are such tags, between
-<answer> and </answer>. The first of these places that has one decides:
+The answer stands behind the thinking and between <answer> and </answer>, if
+there are such tags. The first of these places that exists decides:
 
 1. the last \boxed{...} or \fbox{...} that is closed and not empty;
 2. the line after the last "####";
@@ -10,12 +10,11 @@ The answer stands behind the thinking and, if there are such tags, between
    the start of a line), to the end of its formula, code block or clause;
 5. the last number that stands alone: it is part of no formula or expression.
 
-Whatever stands there is one answer: "5 or 6" is neither 5 nor 6. Two answers
-are equal by exact value if both are numbers, by letter if they are choices
-(`quantities`), or as identical text. Math-Verify decides about all others
-(`symbolic`).
+That is one answer: "5 or 6" is neither 5 nor 6. Two answers are equal by exact
+value if both are numbers, by letter if they are choices (`quantities`), or as
+identical text; Math-Verify decides about others (`symbolic`).
 
-Nothing is evaluated here. Only the last `WINDOW` characters are read, with a
+No text is evaluated here. Only the last `WINDOW` characters are read, with a
 bounded number of attempts to find each kind of place, so the time is bounded.
 Math-Verify needs a time limit: a `Pool` with this reward has a worker process.
 """
@@ -120,9 +119,9 @@ _WORDS = re.compile(r"(?:[A-Za-z]{3,}|[Nn]o)(?:[\s-][A-Za-z]+){0,8}")
 def final_text(
   prompt: str, completion: str, thinking: Sequence[str] = THINKING
 ) -> str | None:
-  """Returns the text after the thinking; None if that was never closed.
+  """Returns the end of the text after the thinking, up to `WINDOW` characters.
 
-  The prompt may open it. Only the last `WINDOW` characters are kept.
+  None if the thinking, which the prompt may open, was never closed.
   """
   prompt = prompt.rstrip()
   text = completion
@@ -145,9 +144,12 @@ def find_answer(text: str) -> str | None:
   _, tagged, inside = text.rpartition("<answer>")
   if tagged:
     text = inside.partition("</answer>")[0]
-  for find in (_boxed, _marked):
-    if answer := find(text):
-      return answer
+  if answer := _boxed(text):
+    return answer
+  _, mark, tail = text.rpartition(MARK)
+  line = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
+  if mark and (answer := _stated(line) or line):
+    return answer
   if tagged:
     return _stated(text) or text.strip()
   return _stated(text) or _last_number(text)
@@ -156,10 +158,10 @@ def find_answer(text: str) -> str | None:
 def given_answer(
   completion: str, prompt: str = "", thinking: Sequence[str] = THINKING
 ) -> str | None:
-  """Reads the answer that a completion gives, in one spelling: to count votes.
+  """Reads a completion's answer, in one spelling: to count votes.
 
-  Numbers and choices are spelled by value, all else is the text itself.
-  Completions that give the same answer are equally right by `math_answer`.
+  Numbers and choices are spelled by value, others are the text itself.
+  Completions with the same answer are equally right by `math_answer`.
   """
   text = final_text(prompt, completion, thinking)
   answer = None if text is None else find_answer(text)
@@ -183,8 +185,7 @@ def math_answer(
 ) -> float:
   """1.0 if the completion's answer equals `reference_answer`, else 0.0.
 
-  `thinking` has the pairs of tags around text that is not read, each as
-  "OPENING...CLOSING".
+  `thinking` has pairs of tags around text to ignore, as "OPENING...CLOSING".
   """
   expected = spelling(reference_answer(example))
   answer = given_answer(completion, prompt, thinking)
@@ -204,9 +205,8 @@ def equal(answer: str, expected: str) -> bool:
   if all(map(_EXACT.fullmatch, (answer, expected))):
     return False  # two numbers
   if all(map(_WORDS.fullmatch, (answer, expected))):
-    return (
-      answer[1:] == expected[1:] and answer[0].lower() == expected[0].lower()
-    )
+    same = answer[1:] == expected[1:]
+    return same and answer[0].lower() == expected[0].lower()
   if "=" in answer and "=" not in expected:  # 2 + 3 = 5
     sides = [spelling(side) for side in answer.split("=")]
     return all(side is not None and equal(side, expected) for side in sides)
@@ -261,12 +261,6 @@ def _boxed(text: str) -> str | None:
       answers.insert(0, answer)
       later = place
   return ", ".join(dict.fromkeys(answers)) or None
-
-
-def _marked(text: str) -> str | None:
-  _, mark, tail = text.rpartition(MARK)
-  answer = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
-  return _stated(answer) or answer if mark else None
 
 
 def _stated(text: str) -> str | None:

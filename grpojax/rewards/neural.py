@@ -1,7 +1,7 @@
 """A reward model: a sequence classifier that reads prompt and completion.
 
-The reward is the classifier's one logit at the last real token, as in
-transformers' `AutoModelForSequenceClassification`.
+The reward is its one logit at the last real token, as in transformers'
+`AutoModelForSequenceClassification`.
 """
 
 import os
@@ -21,11 +21,7 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Reads a reward model by `hf.load`: a classifier of a supported family.
-
-  Raises:
-    ValueError: it is no sequence classifier, or has several labels.
-  """
+  """Reads a classifier by `hf.load`; ValueError for others, or more labels."""
   hf_config = hf.read_config(path, options.get("ignore_keys", ()))
   labels = hf.to_transformer_config(hf_config).labels
   if labels != 1:
@@ -75,13 +71,12 @@ def make_reward_model(
 ) -> Callable[[Sequence[str | Chat]], np.ndarray]:
   """Makes a function from texts or chats to their rewards.
 
-  It compiles once for each length that occurs, whatever texts it is given. Of
-  what is longer than the longest it reads the end: that is the completion, and
-  the reward is read there.
+  It compiles once for each length that occurs. Of a sequence above the longest
+  it reads the end: the completion, and the token that is judged.
 
   Args:
     lm: a classifier, by `load`.
-    params: its parameters, placed on the mesh as the caller wants them.
+    params: its parameters, placed on the mesh.
     encode: a sample's ids, by the reward model's own tokenizer and template.
     lengths: tokens that sequences are padded to, in ascending order.
     batch_size: sequences computed at once; with a sharding, a multiple of the
@@ -89,9 +84,8 @@ def make_reward_model(
     sharding: sharding of ids and mask [batch_size, length]; None is JAX's.
 
   Returns:
-    `(samples) -> rewards`, float32, in the order of the samples: each a whole
-    text, or a chat whose last message is the completion. A sample without
-    tokens is a ValueError.
+    `(samples) -> rewards`, float32, in order. A sample is a whole text, or a
+    chat whose last message is the completion; ValueError for no tokens.
   """
   run = jax.jit(lambda params, ids, mask: rewards(lm, params, ids, mask))
 

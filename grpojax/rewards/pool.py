@@ -6,7 +6,6 @@
 
 A reward that raises, hangs, ends its process, or returns something other than a
 finite number is a `Failure` and gives NaN; the others are not affected.
-`runtime.processes.workers` tells how workers are kept.
 """
 
 import collections
@@ -36,49 +35,45 @@ class Failure(NamedTuple):
 
 
 class GroupRewards(NamedTuple):
-  """Rewards of all completions of a batch.
+  """Rewards of all completions of a batch; NaN stands for no value."""
 
-  Attributes:
-    rewards: weighted sum of the values (`functions.combine`), float32 or
-      `exact_enough`; NaN where there is none: to be masked out.
-    values: values of each function, by short name; NaN where it has none.
-    failed: True where the reward could not be computed; where it is NaN
-      otherwise, all functions abstain.
-    failures: [B][G], reasons for that; `groups.all_failures` lists them.
-    extras: other numbers that functions returned, by "FUNCTION/NAME", or NaN.
-  """
-
+  # Weighted sum of the values (`functions.combine`), float32 or `exact_enough`;
+  # NaN if there is none: to be masked out.
   rewards: Float[np.ndarray, "B G"]
+  # Values of each function, by short name; NaN if it has none.
   values: dict[str, Float[np.ndarray, "B G"]]
+  # True if the reward could not be computed. If it is NaN otherwise, all
+  # functions abstain.
   failed: Bool[np.ndarray, "B G"]
-  failures: list[list[Sequence[Failure]]]
+  failures: list[list[Sequence[Failure]]]  # reasons; see `groups.all_failures`
+  # Other numbers that functions returned, by "FUNCTION/NAME", or NaN.
   extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
 
-def exact_enough(
-  rewards: Float[np.ndarray, "*B G"],
-) -> Float[np.ndarray, "*B G"]:
-  """Returns rewards in float32, or float64 where that loses differences.
+_Groups = Float[np.ndarray, "*B G"]
 
-  Those of a group that differ by rounding only are made equal.
+
+def exact_enough(rewards: _Groups) -> _Groups:
+  """Returns rewards in float32, or float64 if that loses differences.
+
+  Rewards of a group that differ by rounding only become equal.
   """
   worst, equal, lossy = _range(rewards)
   rewards = np.where(equal & np.isfinite(rewards), worst, rewards)
   return rewards if lossy.any() else rewards.astype(np.float32)
 
 
-def in_float32(
-  rewards: Float[np.ndarray, "*B G"],
-) -> Float[np.ndarray, "*B G"]:
-  """Rounds rewards; groups that lose by that are less their least one."""
+def in_float32(rewards: _Groups) -> _Groups:
+  """Rounds rewards; groups that lose differences first subtract their least."""
   worst, _, lossy = _range(rewards)
   return np.where(lossy, rewards - worst, rewards).astype(np.float32)
 
 
-def _range(rewards: Float[np.ndarray, "*B G"]) -> tuple[np.ndarray, ...]:
-  """Least of each group, if they differ by rounding, and if float32 loses that.
+def _range(rewards: _Groups) -> tuple[np.ndarray, ...]:
+  """Per group: the least reward, and True if rewards differ by rounding only.
 
-  It does where they differ little for their size, as 1e8 and 1e8 + 1.
+  Third, True if float32 loses their differences: these are small for the size
+  of the rewards, as of 1e8 and 1e8 + 1.
   """
   finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
   best = np.max(rewards, initial=-np.inf, **finite)
@@ -89,15 +84,11 @@ def _range(rewards: Float[np.ndarray, "*B G"]) -> tuple[np.ndarray, ...]:
 
 
 _Task = tuple[list[int], list[tuple[int, int]]]
-"""Work of one worker under one time limit: indices of functions, and (prompt,
-completion) of one item or (TRL's) of all of a group's."""
+"""Functions and places (prompt, completion), one or (TRL's) a whole group."""
 
 
 class Submission(workers_lib.Submission):
-  """Groups of `size` items on their way, one a prompt, made by `Pool.submit`.
-
-  Its `jobs` are the tasks of `tasks`.
-  """
+  """Groups of `size` items on their way, one a prompt; `jobs` do `tasks`."""
 
   def __init__(
     self,
@@ -121,19 +112,14 @@ class Pool(WorkerPool):
   Completions that a submission has given up (see `WorkerPool`) are failures.
 
   Args:
-    names: names of the reward functions, for `functions.resolve`.
-    options: their keyword arguments, by short name.
-    weights: a weight for each; None is 1.
+    names, options: as of `functions.resolve_all`.
+    weights: a weight for each function; None is 1.
     workers: processes. 0 computes in this process, when results are collected,
       and catches exceptions but survives no crash; `functions.workers_for`
       starts one if a function needs it.
-    timeout: seconds for a completion, all functions together; functions that
-      take those of a prompt at once have so many for each of them.
+    timeout: seconds for a completion, all functions together; functions of all
+      completions of a prompt have as many for each of them.
     sources: data sets that each function is for, by short name.
-
-  Raises:
-    ValueError: functions that `functions.resolve_all` refuses, or a worker that
-      did not start.
   """
 
   def __init__(
@@ -158,21 +144,17 @@ class Pool(WorkerPool):
     super().__init__(worker, setup, processes)
 
   def wants(self, name: str) -> bool:
-    """True where a function takes something that costs to bring."""
+    """True if a function takes an input that is costly to bring."""
     return any(conventions.wants(f, name) for f in self._functions)
 
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
-    """Starts to compute the rewards of groups of `size` completions.
-
-    ValueError where an example has something that is no JSON.
-    """
-    of_jobs, of_groups = [], []
-    for i, function in enumerate(self._functions):
-      takes_groups = isinstance(function, conventions.Trl)
-      (of_groups if takes_groups else of_jobs).append(i)
+    """Starts to compute rewards of groups of `size`; ValueError for no JSON."""
+    takes_groups = [isinstance(f, conventions.Trl) for f in self._functions]
+    of_groups = [i for i, takes in enumerate(takes_groups) if takes]
+    of_jobs = [i for i, takes in enumerate(takes_groups) if not takes]
     prompts, tasks = range(len(groups)), []
     if of_jobs:
-      # First completions, then second ones: where one example makes a function
+      # First completions, then second ones: if one example makes a function
       # hang, its completions are not in a row, and the rest is not given up.
       places = [(b, g) for g in range(size) for b in prompts]
       tasks += [(of_jobs, [place]) for place in places]
@@ -190,8 +172,7 @@ class Pool(WorkerPool):
   ) -> GroupRewards:
     """Waits for parts of a batch; returns the rewards as if they were one.
 
-    `check_signals` is called as `results` does, which abandons all of them
-    where it raises.
+    `check_signals` is called as in `results`; if it raises, all are abandoned.
     """
     # Of a submission, by place and function.
     outcomes = {sent: collections.defaultdict(dict) for sent in submissions}

@@ -1,8 +1,8 @@
 r"""Numbers, choices and words as answers write them.
 
 `spelling` gives equal numbers the same text ("1,234.50 dollars", `\$1234.5` and
-"2469/2" are "2469/2"), and so it does for equal choices ("(B)" and "B) Paris"
-are "B"). All other answers keep their text, without markup around it.
+"2469/2" are "2469/2"), and equal choices, too ("(B)" and "B) Paris" are "B").
+Other answers keep their text, without markup around it.
 
 A number has an optional sign and currency; digits with or without thousands
 separators, decimals, a fraction (3/4, \frac{3}{4}, ¾), a mixed number (1 1/2,
@@ -11,8 +11,8 @@ and a unit behind it: words of `_UNITS`, or a plural noun ("5 red apples").
 Units do not count, and a percent sign is a unit: 50% is 50 and not 1/2, as in
 the references of GSM8K and MATH. A letter is a unit inside \text{} alone.
 
-Nothing is evaluated. Numbers have at most 60 digits and exponents of two, and
-answers at most `LONGEST` characters, so the time is bounded.
+Numbers have at most 60 digits and exponents of two, and answers at most
+`LONGEST` characters, so the time is bounded. No text is evaluated.
 """
 
 import functools
@@ -247,8 +247,7 @@ def _decimal(digits: str) -> Fraction:
 def spelling(text: str) -> str | None:
   """Returns the one spelling of equal numbers or choices, or else the text.
 
-  A reduced fraction such as "2469/2" for a number, a letter for a choice. None
-  of an answer that is empty, NaN or too long.
+  "2469/2" for a number, a letter for a choice; None if empty, NaN or too long.
   """
   if len(text) > LONGEST:
     return None

@@ -1,9 +1,9 @@
-r"""Equality of answers that are neither numbers nor words, by Math-Verify.
+"""Equality of answers that are neither numbers nor words, by Math-Verify.
 
 "x(x+1)" is "x^2+x". Only its grammar of LaTeX is used, which builds
-expressions: its parser of plain expressions would have Python evaluate them.
-(SymPy evaluates numbers, tokens of digits and a point.) The grammar passes over
-some things that change a value; answers that have them are compared as text.
+expressions: its parser of plain expressions would have Python evaluate them
+(SymPy evaluates numbers alone). The grammar ignores some things that change a
+value; answers that have them are compared as text.
 """
 
 import functools
@@ -56,7 +56,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 @functools.lru_cache(maxsize=4096)
 def equal(answer: str, expected: str) -> bool:
   """True if Math-Verify finds an answer equivalent to the reference."""
-  answer, expected = map(_latex, (answer, expected))
+  for pattern, replacement in _LATEX:
+    answer = pattern.sub(replacement, answer)
+    expected = pattern.sub(replacement, expected)
   if not _comparable(answer, expected):
     return False
   verdicts = []
@@ -66,12 +68,6 @@ def equal(answer: str, expected: str) -> bool:
 
   ended = user_calls.in_time(SECONDS, compare, signal.ITIMER_VIRTUAL)
   return ended and any(verdicts)
-
-
-def _latex(text: str) -> str:
-  for pattern, replacement in _LATEX:
-    text = pattern.sub(replacement, text)
-  return text
 
 
 def _comparable(answer: str, expected: str) -> bool:

@@ -1,8 +1,8 @@
 """One reward worker: python -m grpojax.rewards.worker, started by `pool`.
 
-Its first line names the reward functions; every other one is a task, the
-numbers of functions and the completions of one prompt that they judge. For each
-function and completion it answers an `Outcome`.
+Its first line names the reward functions; other lines are tasks: the numbers of
+functions and the completions of one prompt that they judge. It answers an
+`Outcome` for each function and completion.
 """
 
 import copy
@@ -36,11 +36,10 @@ def evaluate(
   items: Sequence[conventions.Item],
   sources: Collection[str] | None = None,
 ) -> list[Outcome]:
-  """Calls a function on completions of one prompt, whatever it does.
+  """Calls a function on completions of one prompt.
 
-  It abstains from data sets other than `sources`. Only this process returns,
-  not one that the function has forked; and changes that it makes in an example
-  stay its own.
+  It abstains from data sets other than `sources`. Children that the function
+  forks do not return, and its changes to an example are lost.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -67,8 +66,8 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 def _outcome(value: Any) -> Outcome:
   """Reads a returned value: None, a number, an array of one, or verl's dict.
 
-  A dict has the reward as "score"; its other finite numbers are extras (the
-  first 32), and anything else in it is ignored.
+  A dict has the reward as "score"; its first 32 other finite numbers are
+  extras.
   """
   extras: dict[str, float] = {}
   if isinstance(value, Mapping):
@@ -85,7 +84,7 @@ def _outcome(value: Any) -> Outcome:
 def to_reward(value: Any, returned: str = "returned") -> float | None:
   """Returns a number as a reward, and None as None.
 
-  WrongAnswer, which begins with `returned`, of what is none or too large.
+  WrongAnswer, which begins with `returned`, if it is no number or too large.
   """
   value = _scalar(value)
   if value is None:
@@ -102,7 +101,7 @@ def to_reward(value: Any, returned: str = "returned") -> float | None:
 
 
 def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
-  """Returns the finite numbers of a dict, for logs: the first 32 of them."""
+  """Returns the first 32 finite numbers of a dict, for logs."""
   finite: dict[str, float] = {}
   for key, value in values.items():
     number = to_float(value)
@@ -113,16 +112,16 @@ def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _scalar(value: Any) -> Any:
-  """The element of an array, of whatever library, that has one."""
+  """The element of an array of one, of any library; else the value itself."""
   shape = getattr(value, "shape", None)
   one = isinstance(shape, tuple) and math.prod(shape) == 1
   return value.item() if one else value
 
 
 def to_float(value: Any) -> float | None:
-  """Returns any number as a float, Decimal, Fraction and arrays of one too.
+  """Returns any number as a float, also Decimal, Fraction and arrays of one.
 
-  None of what is none; an infinity for what is too large.
+  None for other values; an infinity if it is too large.
   """
   value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
@@ -136,7 +135,7 @@ def to_float(value: Any) -> float | None:
 
 
 def parse(outcome: Any) -> Outcome:
-  """Reads an Outcome of JSON; raises an error where it is none."""
+  """Reads an Outcome of JSON; raises an error if it is none."""
   value, error, extras = outcome
   typed = isinstance(value, float | None) and isinstance(error, str | None)
   if typed and all(isinstance(x, float) for x in extras.values()):
@@ -145,7 +144,7 @@ def parse(outcome: Any) -> Outcome:
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns what makes of a task its outcomes, function by function."""
+  """Returns the function that computes a task's outcomes, one after another."""
   rewards = functions.resolve_all(setup["names"], setup["options"])
   if functions.workers_for(setup["names"], 0):  # not in an answer's time
     importlib.import_module("grpojax.rewards.symbolic")

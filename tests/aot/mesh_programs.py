@@ -113,12 +113,12 @@ def lowered(name, devices, layers):
 def main(platform, layers, *names):
   place = {"platform": "tpu", "topology_name": platform}
   devices = list(topologies.get_topology_desc(**place).devices)
-  found = {}
+  programs = {}
   for name in names or PROGRAMS:
     compiled = lowered(name, devices, int(layers)).compile()
     size = compiled.memory_analysis().argument_size_in_bytes
-    found[name] = {"text": compiled.as_text(), "arguments": size}
-  json.dump(found, sys.stdout)
+    programs[name] = {"text": compiled.as_text(), "arguments": size}
+  json.dump(programs, sys.stdout)
 
 
 if __name__ == "__main__":

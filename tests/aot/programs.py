@@ -191,7 +191,7 @@ def compiled(platform, everything):
     names = {"platform": "tpu", "topology_name": platform}
     devices = topologies.get_topology_desc(**names).devices
     dtype = jnp.bfloat16
-  found = {}
+  programs = {}
   left_out = () if everything else LONG.get(platform, ("gradient",))
   for name, function, args, options in cases(np.array(devices), dtype):
     if name in left_out:
@@ -200,11 +200,11 @@ def compiled(platform, everything):
     context = jax.set_mesh(mesh) if name in KERNELS else nullcontext()
     with context:
       program = jax.jit(function, **options).lower(*args).compile()
-    found[name] = {
+    programs[name] = {
       "text": program.as_text(),
       "flops": program.cost_analysis()["flops"],
     }
-  return found
+  return programs
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ def costs(request, platform):
 
 @pytest.mark.slow
 def test_a_scan_of_mlps(costs, platform):
-  found = costs("mlp")
+  counted = costs("mlp")
   # 4 layers of two products of [128, 256] and [256, 512], 2 operations each.
-  assert found.flops == 4 * 2 * 2 * 128 * 256 * 512
-  assert found.flops > 3 * costs.xla  # XLA counts one layer
-  assert found.token_loops == ()
+  assert counted.flops == 4 * 2 * 2 * 128 * 256 * 512
+  assert counted.flops > 3 * costs.xla  # XLA counts one layer
+  assert counted.token_loops == ()
   if platform != "cpu":  # hidden states stay in VMEM
     weights, ends = 4 * 2 * 256 * 512 * 2, 2 * 128 * 256 * 2
-    assert found.bytes == pytest.approx(weights + ends, rel=1e-3)
+    assert counted.bytes == pytest.approx(weights + ends, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -80,23 +80,23 @@ SHARDED_FLOPS = 2 * 256 * 512 * 1024 // 4
 
 
 def test_a_matrix_gathered(costs, platform):
-  found, size = costs("all-gather"), ITEMSIZE[platform]
-  assert found.flops == SHARDED_FLOPS == costs.xla
-  (c,) = found.collectives
+  counted, size = costs("all-gather"), ITEMSIZE[platform]
+  assert counted.flops == SHARDED_FLOPS == costs.xla
+  (c,) = counted.collectives
   assert (c.kind, c.group_size, c.trips) == ("all-gather", 4, 1)
   assert c.bytes == 512 * 1024 * size * 3 // 4  # all of w but its own quarter
   assert not c.in_token_loop
   x, w, out = (n * size for n in (64 * 512, 128 * 1024, 64 * 1024))
   # Gathered into VMEM on TPU, into main memory and read from there on CPU.
   passed = 0 if platform != "cpu" else 2 * 4 * w
-  assert found.bytes == x + w + passed + out
+  assert counted.bytes == x + w + passed + out
 
 
 @pytest.mark.parametrize("name", ["reduce-scatter", "all-reduce"])
 def test_partial_sums_added(costs, platform, name):
-  found, out = costs(name), 256 * 1024 * ITEMSIZE[platform]
-  assert found.flops == SHARDED_FLOPS
-  (c,) = found.collectives
+  counted, out = costs(name), 256 * 1024 * ITEMSIZE[platform]
+  assert counted.flops == SHARDED_FLOPS
+  (c,) = counted.collectives
   # XLA:CPU adds all and takes a part; XLA:TPU fuses the two.
   kind = "all-reduce" if platform == "cpu" else name
   assert (c.kind, c.group_size) == (kind, 4)
@@ -105,15 +105,15 @@ def test_partial_sums_added(costs, platform, name):
 
 
 def test_a_token_loop_with_a_scan_inside(costs, platform):
-  found, size = costs("decode"), ITEMSIZE[platform]
-  assert found.token_loops == ("jit(decode)/while",)
+  counted, size = costs("decode"), ITEMSIZE[platform]
+  assert counted.token_loops == ("jit(decode)/while",)
   weights = (6 * 1024 * 1024 + 1024 * 2048) // 4  # of one of 4 devices
-  assert found.flops == TOKENS * 2 * 8 * weights
-  assert found.in_token_loop.flops == found.flops
+  assert counted.flops == TOKENS * 2 * 8 * weights
+  assert counted.in_token_loop.flops == counted.flops
   # Its own counter bounds its trips.
-  assert costs("decode", 0).flops == found.flops
+  assert costs("decode", 0).flops == counted.flops
   if platform != "cpu":  # XLA:CPU copies a layer's slice before it is used
-    assert found.bytes == pytest.approx(TOKENS * weights * 2, rel=1e-3)
+    assert counted.bytes == pytest.approx(TOKENS * weights * 2, rel=1e-3)
   layer, head = 8 * 1024 * size * 3 // 4, 8 * 2048 * size * 3 // 4
   kinds = {
     "reduce-scatter": {"bytes": TOKENS * 6 * layer, "runs": TOKENS * 6},
@@ -122,26 +122,26 @@ def test_a_token_loop_with_a_scan_inside(costs, platform):
   if platform == "cpu":
     sent = 2 * TOKENS * (6 * layer + head)
     kinds = {"all-reduce": {"bytes": sent, "runs": TOKENS * 7}}
-  assert cost.by_kind(found) == kinds
-  assert all(c.in_token_loop for c in found.collectives)
-  assert found.collective_bytes == sum(k["bytes"] for k in kinds.values())
+  assert cost.by_kind(counted) == kinds
+  assert all(c.in_token_loop for c in counted.collectives)
+  assert counted.collective_bytes == sum(k["bytes"] for k in kinds.values())
 
 
 def test_weights_are_read_once_a_token(costs, platform):
-  found = costs("unrolled decode")
+  counted = costs("unrolled decode")
   weights = (3 * 1024 * 1024 + 1024 * 2048) * ITEMSIZE[platform]
   # Beside 5 matrices with 1024 rows, 8 rows of activations pass by.
-  assert 1 <= found.in_token_loop.bytes / (TOKENS * weights) < 1.04
-  large = [i for i in found.instructions if i.bytes > 1024 * 1024]
-  assert sum(i.bytes * i.trips for i in large) > 0.9 * found.bytes
+  assert 1 <= counted.in_token_loop.bytes / (TOKENS * weights) < 1.04
+  large = [i for i in counted.instructions if i.bytes > 1024 * 1024]
+  assert sum(i.bytes * i.trips for i in large) > 0.9 * counted.bytes
   assert all(i.trips == TOKENS for i in large)
 
 
 def test_a_cache_updated_in_place(costs, platform):
-  found, slot = costs("cache"), 4 * 1024 * ITEMSIZE[platform]
+  counted, slot = costs("cache"), 4 * 1024 * ITEMSIZE[platform]
   # 16 writes of a slot; its content is read each time on CPU, once on TPU.
   moved = 16 * 2 * slot if platform == "cpu" else (16 + 1) * slot
-  assert found.bytes == pytest.approx(moved, abs=1000)
+  assert counted.bytes == pytest.approx(moved, abs=1000)
 
 
 def test_kernels_cost_what_they_do(costs, platform):
@@ -149,8 +149,8 @@ def test_kernels_cost_what_they_do(costs, platform):
     pytest.skip("the kernels are for TPUs")
   # The decoding cache is read once, and one tile written.
   rows, width = 2 * 16 * 32, 2 * 128  # keys and values
-  found = costs("decoding cache")
-  token = sum(i.bytes for i in found.instructions if i.trips == 16)
+  counted = costs("decoding cache")
+  token = sum(i.bytes for i in counted.instructions if i.trips == 16)
   read, tile = rows * width * 1024 * 2, rows * width * 16 * 2
   assert token == pytest.approx(read + 2 * tile, rel=0.02)
   # Attention: two products forward, three for queries and four for keys; of a
@@ -160,13 +160,13 @@ def test_kernels_cost_what_they_do(costs, platform):
 
 
 def test_a_ragged_dot(costs, platform):
-  found = costs("ragged dot")
+  counted = costs("ragged dot")
   # Each row meets one of 8 matrices; without such a product, XLA:CPU masks.
   masked = 8 if platform == "cpu" else 1
-  assert found.flops == 2 * 256 * 512 * 256 * masked
+  assert counted.flops == 2 * 256 * 512 * 256 * masked
   if platform != "cpu":
     moved = 2 * (256 * 512 + 8 * 512 * 256 + 256 * 256)
-    assert found.bytes == pytest.approx(moved, rel=1e-3)
+    assert counted.bytes == pytest.approx(moved, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -182,5 +182,5 @@ def test_the_transformer(costs):
   keys = prompts * 32 + completions * (32 + 64)  # pairs, none masked away
   attention = 2 * 2 * (2 * 4 * 64) * keys  # logits and values, L H E
   for name, times in (("forward", 1), ("gradient", 3)):
-    found = costs(name, source="everything")
-    assert found.flops == times * (products + head + attention)
+    counted = costs(name, source="everything")
+    assert counted.flops == times * (products + head + attention)

@@ -43,7 +43,7 @@ def only(line):
     ("f32[4,9]{0,1:T(128)}", ((0, 128),), 144, 128 * 9 * 4),
     ("s32[<=8]{0}", (), 32, 32),
     ("f32[10,64]{1,0:T(8,128)}", ((1, 128), (0, 8)), 2560, 16 * 128 * 4),
-    ("bf16[2,64,1]{1,0,2:T(2,128)(2,1)}", ((0, 2), (1, 128))[::-1], 256, 512),
+    ("bf16[2,64,1]{1,0,2:T(2,128)(2,1)}", ((1, 128), (0, 2)), 256, 512),
     ("pred[5]", (), 5, 5),
     ("s4[5]", (), 3, 3),
     ("f8e4m3fn[5]", (), 5, 5),
@@ -99,9 +99,7 @@ def test_what_is_no_module_is_refused(text):
   ],
 )
 def test_group_sizes(groups, size):
-  i = only(
-    f"%r = f32[4]{{0}} all-reduce(%x), channel_id=1, {groups}to_apply=%a"
-  )
+  i = only(f"%r = f32[4] all-reduce(%x), channel_id=1, {groups}to_apply=%a")
   assert collectives.group_size(i, 8) == size
 
 
@@ -206,13 +204,13 @@ inner a=f32[16]{0} w=f32[8,8]{1,0}
 )
 def test_a_chain_of_fusions_is_one_collective(beside):
   """XLA:TPU, a gather beside a product or a loop: start, product, done."""
-  found = costs(CHAIN.replace("BESIDE", beside))
-  (c,) = found.collectives
+  counted = costs(CHAIN.replace("BESIDE", beside))
+  (c,) = counted.collectives
   assert (c.kind, c.bytes, c.name) == ("all-gather", 4 * 16 * 7, "s")
-  assert found.flops == 2 * 8 * 8 * 8
+  assert counted.flops == 2 * 8 * 8 * 8
   # The start reads 64 bytes and writes all 512, the product has an operand and
   # a result of 256 bytes each.
-  assert [i.bytes for i in found.instructions] == [64 + 512, 256 + 256, 0]
+  assert [i.bytes for i in counted.instructions] == [64 + 512, 256 + 256, 0]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +218,7 @@ def test_a_chain_of_fusions_is_one_collective(beside):
 )
 def test_a_call_beside(opcode, attribute):
   """TPU7x, a collective on the sparse cores; XLA:GPU, on another stream."""
-  found = costs(f"""
+  counted = costs(f"""
 e p=f32[100]{{0}}
   %t = token[] after-all()
   %s = ((f32[100]{{0}}, token[]), f32[400]{{0}}) {opcode}-start(%p, %t),\
@@ -230,9 +228,9 @@ e p=f32[100]{{0}}
 q q=f32[100]{{0}} t=token[]
   ROOT %g = f32[400]{{0}} all-gather(%q), {FOURS}
 """)
-  (c,) = found.collectives
+  (c,) = counted.collectives
   assert (c.kind, c.bytes, c.op_name) == ("all-gather", 1200, "jit(f)/dot")
-  assert found.bytes == 400 + 1600
+  assert counted.bytes == 400 + 1600
 
 
 @pytest.mark.parametrize(
@@ -252,24 +250,24 @@ q q=f32[100]{{0}} t=token[]
   ],
 )
 def test_bytes_of_one_instruction(line, moved):
-  found = costs(f"e p=f32[64]{{0}}\n  ROOT %r = {line}")
-  assert (found.flops, found.bytes) == (0, moved)
+  counted = costs(f"e p=f32[64]{{0}}\n  ROOT %r = {line}")
+  assert (counted.flops, counted.bytes) == (0, moved)
 
 
 def test_a_token_in_a_cache_costs_its_tiles():
   """Slots are the last dimension in memory; a token is read and written."""
-  found = costs("""
+  counted = costs("""
 e cache=bf16[4,64,256]{2,1,0:T(8,128)(2,1)}\
  new=bf16[4,64,1]{2,1,0:T(8,128)(2,1)S(1)} i=s32[]
   %z = s32[] constant(0)
   ROOT %y = bf16[4,64,256]{2,1,0:T(8,128)(2,1)}\
  dynamic-update-slice(%cache, %new, %z, %z, %i)
 """)
-  assert found.bytes == 2 * 4 * 64 * 128 * 2 + 2 * 4  # and two indices
+  assert counted.bytes == 2 * 4 * 64 * 128 * 2 + 2 * 4  # and two indices
 
 
 def test_a_fusion_reads_what_it_slices_and_writes_what_it_updates():
-  found = costs("""
+  counted = costs("""
 e a=f32[10,64]{1,0} c=f32[5,64]{1,0} i=s32[]{:S(6)}
   ROOT %r = f32[5,64]{1,0} fusion(%a, %c, %i), kind=kLoop, calls=%outer
 
@@ -289,7 +287,7 @@ inner a=f32[10,64]{1,0} i=s32[]
   ROOT %b = f32[64]{0} bitcast(%s)
 """)
   # One row of `a` read, one of `c` written; the index, as fused, is 4 bytes.
-  assert found.bytes == 256 + 256 + 4
+  assert counted.bytes == 256 + 256 + 4
 
 
 DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -301,8 +299,6 @@ KERNEL = (
   '{"body":"TUzvUg==","cost_estimate":{"flops":"12345","bytes_accessed":"40",'
   '"transcendentals":"0"}}}'
 )
-
-
 ONEDNN = 'custom_call_target="__onednn$matmul"'
 PADDED = "window={size=3 pad=1_1}, dim_labels=0bf_0io->0bf"
 
@@ -321,13 +317,13 @@ PADDED = "window={size=3 pad=1_1}, dim_labels=0bf_0io->0bf"
   ],
 )
 def test_flops(line, flops):
-  found = costs(
+  counted = costs(
     "e a=f32[4,16] b=f32[16,8] c=f32[3,16,8] w=f32[4,1,16] x=f32[64,16]"
     f" y=f32[64,32] m=f32[8,16,32] g=s32[8]\n  ROOT %r = {line}"
   )
-  assert found.flops == flops
+  assert counted.flops == flops
   if KERNEL in line:
-    assert found.bytes == 40
+    assert counted.bytes == 40
 
 
 LOOP = """
@@ -399,11 +395,11 @@ def test_trip_counts(trips, condition, step, start):
   if "%all" in condition:
     both = f"  %l = pred[] {LESS}\n  %all = pred[] {ENDED}\n  ROOT %c"
     text = text.replace("  ROOT %c", both, 1)
-  found = costs(written(text, **words), tokens=100)
+  counted = costs(written(text, **words), tokens=100)
   is_token_loop = trips < 0
-  assert found.flops == abs(trips) * 2 * 8 * 8 * 8
-  assert found.token_loops == ("the loop",) * is_token_loop
-  assert found.in_token_loop.flops == found.flops * is_token_loop
+  assert counted.flops == abs(trips) * 2 * 8 * 8 * 8
+  assert counted.token_loops == ("the loop",) * is_token_loop
+  assert counted.in_token_loop.flops == counted.flops * is_token_loop
 
 
 ANY = """
@@ -434,9 +430,9 @@ light x=f32[8,8]
 heavy x=f32[8,8]
   ROOT PRODUCT
 """
-  found = costs(written(text.rstrip() + ANY))
-  assert found.flops == trips * 2 * 8 * 8 * 8
-  assert found.token_loops == ()
+  counted = costs(written(text.rstrip() + ANY))
+  assert counted.flops == trips * 2 * 8 * 8 * 8
+  assert counted.token_loops == ()
 
 
 def test_an_unknown_loop_in_the_token_loop_counts_once():
@@ -453,6 +449,6 @@ search s=PAIRED
   PRODUCT
   ROOT %r = PAIRED tuple(%i, %y)
 """
-  found = costs(written(text.rstrip() + ANY))
-  assert found.flops == 10 * 2 * 8 * 8 * 8
-  assert len(found.token_loops) == 2
+  counted = costs(written(text.rstrip() + ANY))
+  assert counted.flops == 10 * 2 * 8 * 8 * 8
+  assert len(counted.token_loops) == 2

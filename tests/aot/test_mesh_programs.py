@@ -49,9 +49,11 @@ def modules(programs, name):
 @slow
 def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
   """Matrices go round twice, their gradients once, and activations stay."""
-  _, found = modules(updates, "update")
+  _, counted = modules(updates, "update")
   matrices, table = MATRICES * ITEMSIZE, V * D * 7 // 8
-  inside = [c for c in found.collectives if c.trips == LAYERS and c.bytes > 1e5]
+  inside = [
+    c for c in counted.collectives if c.trips == LAYERS and c.bytes > 1e5
+  ]
   gathered = sum(c.bytes for c in inside if c.kind == "all-gather")
   assert gathered == 2 * matrices * 7 // 8
   # Most beside products: none would be behind a barrier.
@@ -60,7 +62,7 @@ def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
   assert {c.kind for c in inside} <= {*[c.kind for c in reduced], "all-gather"}
   # Nothing else is as large as a layer, but what is outside of all layers: the
   # embedding and the head that is tied to it, each there and back.
-  outer = [c for c in found.collectives if c not in inside and c.bytes > 1e5]
+  outer = [c for c in counted.collectives if c not in inside and c.bytes > 1e5]
   # They are looked up, and their gradients added up, in float32.
   assert {c.kind for c in reduced} == {"reduce-scatter"}
   assert sum(c.bytes for c in reduced) == matrices * 7 // 8
@@ -78,8 +80,8 @@ def test_gradients_are_scattered_over_data_and_fsdp_together():
 
   Once an update the optimizer's eighths, g and its square, are joined.
   """
-  _, found = modules(compiled("update data"), "update data")
-  reduced = [c for c in found.collectives if "reduce" in c.kind]
+  _, counted = modules(compiled("update data"), "update data")
+  reduced = [c for c in counted.collectives if "reduce" in c.kind]
   large = [c for c in reduced if c.bytes > 1e5]
   assert {(c.kind, c.group_size) for c in large} == {("reduce-scatter", 8)}
   matrices = MATRICES * ITEMSIZE
@@ -87,7 +89,7 @@ def test_gradients_are_scattered_over_data_and_fsdp_together():
   assert sum(c.bytes for c in inside) == matrices * 7 // 8
   eighth = (LAYERS * MATRICES + V * D) * 4 // 8
   once = {"all-gather": 0, "collective-permute": 0}
-  for c in found.collectives:
+  for c in counted.collectives:
     if c.trips == 1 and c.group_size < 8 and c.kind in once:
       once[c.kind] += c.bytes
   gathered = (V * D) * (4 + 2) * 3 // 4  # embedding and head, for use
@@ -110,22 +112,22 @@ def test_a_device_has_an_eighth(updates):
 @slow
 def test_nothing_waits_for_others_while_sampling(rollouts):
   """But the question whether all have ended, of a few bytes."""
-  _, found = modules(rollouts, "rollout")
-  ends = found.in_token_loop.collectives  # one in each stage
+  _, counted = modules(rollouts, "rollout")
+  ends = counted.in_token_loop.collectives  # one in each stage
   assert sum(c.trips for c in ends) in range(T - 1, T + 4)
   for end in ends:
     assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
   # Parameters are gathered once, before. Between the stages, the most samples
   # that a group has left, a few bytes.
-  before = sum(c.bytes for c in found.collectives if not c.in_token_loop)
+  before = sum(c.bytes for c in counted.collectives if not c.in_token_loop)
   weights = LAYERS * MATRICES + V * D
   assert before <= (weights + V * D) * 4 * 3 / 4 + 100
 
 
 @slow
 def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
-  instructions, found = modules(rollouts, "rollout int8")
-  gathered = sum(c.bytes for c in found.collectives if not c.in_token_loop)
+  instructions, counted = modules(rollouts, "rollout int8")
+  gathered = sum(c.bytes for c in counted.collectives if not c.in_token_loop)
   weights = LAYERS * MATRICES + V * D  # and scales; the embedding in float32
   assert gathered <= (1.02 * weights + 4 * V * D) * 3 / 4
   # No array is a copy in bfloat16, of a layer or of all: products convert.
@@ -133,7 +135,7 @@ def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
   sizes = {D * Q, D * K, D * F, V * D, cache}
   dtypes = {
     s.dtype
-    for i in found.in_token_loop.instructions
+    for i in counted.in_token_loop.instructions
     for s in instructions[i.name].shapes
     if {s.elements, s.elements // LAYERS} & sizes
   }
@@ -143,10 +145,10 @@ def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
 @slow
 @pytest.mark.parametrize("name", ["rollout tensor", "rollout sampling_tensor"])
 def test_two_sums_a_layer_where_devices_share_weights(rollouts, name):
-  instructions, found = modules(rollouts, name)
+  instructions, counted = modules(rollouts, name)
   rows = ROWS // 4  # of a device: 2 share each weight
   runs = {}
-  for c in found.in_token_loop.collectives:
+  for c in counted.in_token_loop.collectives:
     assert c.group_size in (2, 4, 8), c
     kind = c.kind, max(s.elements for s in instructions[c.name].shapes)
     runs[kind] = runs.get(kind, 0) + c.trips
@@ -158,7 +160,7 @@ def test_two_sums_a_layer_where_devices_share_weights(rollouts, name):
   assert all(elements <= 64 * rows for _, elements in runs), runs
   # No array of the token loop but the head is as wide as the vocabulary, or its
   # half that a device has: logits stay in the kernel.
-  inside = found.in_token_loop.instructions
+  inside = counted.in_token_loop.instructions
   assert any("draw_parts" in i.op_name for i in inside)
   shapes = {s.dims for i in inside for s in instructions[i.name].shapes}
   shapes -= {(D, V // 2), (V // 2, D)}

@@ -98,9 +98,9 @@ def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
   run = open_run(**{"sampling.parts": 4})
   machine = report.Machine("cpu:1", CHIPS["cpu"], [])
   for name in ("rollout", "update"):
-    found = report.measure(run, name, machine, lambda _: None)
-    state = found["memory"]["parameters"] + found["memory"]["optimizer"]
-    assert found["memory_bytes"] == state + 7
+    counted = report.measure(run, name, machine, lambda _: None)
+    state = counted["memory"]["parameters"] + counted["memory"]["optimizer"]
+    assert counted["memory_bytes"] == state + 7
   assert measured == [("rollout", T - 1, 4), ("update", T - 1, 1)]
 
 
@@ -109,8 +109,8 @@ def test_the_cache_of_what_is_decoded_at_once():
   token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
   for parts in (1, 2):
     run = open_run(**{"sampling.parts": parts})
-    found = report._memory(run, "rollout", part)["cache"]
-    assert found == B // parts * G * T * token
+    counted = report._memory(run, "rollout", part)["cache"]
+    assert counted == B // parts * G * T * token
 
 
 @pytest.mark.parametrize(

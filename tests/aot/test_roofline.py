@@ -56,8 +56,8 @@ GATHER = collective("all-gather", 6)
   ],
 )
 def test_xlas_own_estimate(chip, instructions, by_cycles):
-  found = roofline.estimate(Cost(tuple(instructions), ()), chip)
-  assert found.by_cycles == pytest.approx(by_cycles)
+  counted = roofline.estimate(Cost(tuple(instructions), ()), chip)
+  assert counted.by_cycles == pytest.approx(by_cycles)
 
 
 def test_an_estimate_by_hand():
@@ -67,10 +67,10 @@ def test_an_estimate_by_hand():
     instruction(1000, 30, 2),  # 1 s and 3 s, twice
     instruction(0, 20, 5, True, sent),  # 2 s, and 3 s and 3 hops, 5 times
   )
-  found = roofline.estimate(Cost(instructions, ()), ROUND)
-  assert found.seconds == pytest.approx(20 + 5 * (3 + 3 * HOP))
-  assert found.token_loop == pytest.approx(10 + 5 * (3 + 3 * HOP))
-  assert found.by_cycles is None
+  counted = roofline.estimate(Cost(instructions, ()), ROUND)
+  assert counted.seconds == pytest.approx(20 + 5 * (3 + 3 * HOP))
+  assert counted.token_loop == pytest.approx(10 + 5 * (3 + 3 * HOP))
+  assert counted.by_cycles is None
 
 
 # Milliseconds of an output head with its loss (tokens, width, words) that
@@ -101,9 +101,7 @@ def optimizations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIMED)
-def test_what_others_timed_lies_between_roofline_and_cycles(
-  name, optimizations
-):
+def test_what_others_timed_is_between_roofline_and_cycles(name, optimizations):
   pytest.importorskip("libtpu")
   chip, (device, *_) = topology.machine(name)[1:]
   sharding = jax.sharding.SingleDeviceSharding(device)
@@ -120,11 +118,10 @@ def test_what_others_timed_lies_between_roofline_and_cycles(
     labels = array(tokens, dtype=jnp.int32)
     args = array(tokens, width), labels, array(width, words)
     text = jax.jit(loss).lower(*args).compile().as_text()
-    found = roofline.estimate(
-      cost_lib.cost(hlo.parse(text), token_loop_trips=1), chip
-    )
-    assert found.seconds < 1e-3 * milliseconds < 1.05 * found.by_cycles
-    assert found.by_cycles < 1.85 * found.seconds
+    cost = cost_lib.cost(hlo.parse(text), token_loop_trips=1)
+    counted = roofline.estimate(cost, chip)
+    assert counted.seconds < 1e-3 * milliseconds < 1.05 * counted.by_cycles
+    assert counted.by_cycles < 1.85 * counted.seconds
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,9 @@ from grpojax.training.config import default_config, from_config
 
 B, G, P, T = 2, 4, 3, 6
 V, D, F, L = 40, 8, 12, 2  # one kv head of two heads of 4
-SMALL = workloads.MODEL | {
-  "vocab_size": V,
-  "hidden_size": D,
-  "intermediate_size": F,
-  "num_hidden_layers": L,
-  "num_attention_heads": 2,
-  "num_key_value_heads": 1,
-}
+SMALL = workloads.MODEL | {"vocab_size": V, "hidden_size": D}
+SMALL |= {"intermediate_size": F, "num_hidden_layers": L}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 MATRICES = L * (2 * D * D + 2 * D * 4 + 3 * D * F)
 
 
@@ -38,19 +33,14 @@ def config(tmp_path):
   return config
 
 
-def open_run(config, **changes):
-  config.update_from_flattened_dict(changes)
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  return programs.open_run(from_config(config), mesh)
-
-
 def test_operations_by_part(config):
   tokens = MATRICES * B * (P + G * T) + V * D * B * G * T
-  expected = {"rollout": 2 * tokens, "update": 6 * tokens}
-  run = open_run(config)
-  assert part_flops(run) == expected | {"reference": 2 * tokens}
-  run = open_run(config, **{"loss.beta": 0.0})
-  assert part_flops(run) == expected | {"reference": 0}
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  for beta, passes in ((0.1, 2), (0.0, 0)):
+    config.loss.beta = beta
+    run = programs.open_run(from_config(config), mesh)
+    expected = {"rollout": 2, "update": 6, "reference": passes}
+    assert part_flops(run) == {k: n * tokens for k, n in expected.items()}
 
 
 def test_chips_by_the_kind_of_their_devices():
@@ -63,15 +53,19 @@ def test_chips_by_the_kind_of_their_devices():
     assert of_kind(kind) is None
 
 
-def test_the_devices_of_a_cpu_share_what_was_measured(monkeypatch):
-  monkeypatch.setattr(configured, "measure_flops", lambda dtype: 8e9)
-  assert configured.find_machine("cpu", 2, "float32")[1:3] == (2, 4e9)
-  found = configured.find_machine("TPU7x", 2, "float32")  # two devices a chip
-  assert found.flops == 2307e12 / 2
-
-
-def test_what_is_in_no_table_is_measured():
+def test_what_is_in_no_table_is_measured(monkeypatch):
   assert 1e5 < configured.measure_flops(jnp.float32, 64) < 1e16
+  monkeypatch.setattr(configured, "measure_flops", lambda dtype: 8e9)
+  # The devices of a CPU share it.
+  assert configured.find_machine("cpu", 2, "float32")[1:3] == (2, 4e9)
+  machine = configured.find_machine("TPU7x", 2, "float32")  # two a chip
+  assert machine.flops == 2307e12 / 2
+
+
+ON_DEVICE = {"reward.on_device": True, "model.path": "arithmetic-instruct"}
+ON_DEVICE |= {"data.max_prompt_length": 32}
+AUTOMATIC = {"group_size": "auto", "batch_size": 4, "diagnostics.every": 1}
+AUTOMATIC |= {"auto_group_size.start": 4, "auto_group_size.largest": 4}
 
 
 @pytest.mark.slow
@@ -79,19 +73,9 @@ def test_what_is_in_no_table_is_measured():
   "changes",
   [
     {"lora.rank": 2, "model.dtype": "bfloat16"},
-    pytest.param(
-      {"reward.on_device": True, "model.path": "arithmetic-instruct"}
-      | {"data.max_prompt_length": 32},
-      marks=pytest.mark.long,
-    ),
-    pytest.param(
-      {"group_size": "auto", "batch_size": 4}
-      | {"auto_group_size.start": 4, "auto_group_size.largest": 4}
-      | {"diagnostics.every": 1},
-      marks=pytest.mark.long,
-    ),
+    pytest.param(ON_DEVICE, marks=pytest.mark.long),
+    pytest.param(AUTOMATIC, marks=pytest.mark.long),
   ],
-  ids=["adapters", "on the device", "automatic groups"],
 )
 def test_other_runs(config, monkeypatch, changes):
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)

@@ -19,16 +19,13 @@ def timed(totals, others, tokens=4096):
   row |= {"reward_mean": 1.5}
   shares = {"total": 1, "own_cpu": 1, "rollout": 1 / 2, "ref_logprobs": 1 / 8}
   shares |= {"update": 1 / 4, "score_other": 1 / 8}
-  return [
-    clock.Step(
-      i,
-      row,
-      {part: share * float(t) for part, share in shares.items()}
-      | {"others": o},
-      compiled={9: [2.0], 99: [3.0]}.get(t, []),
-    )
-    for i, (t, o) in enumerate(zip(totals, map(float, others), strict=True))
-  ]
+  steps = []
+  for i, (total, share) in enumerate(zip(totals, others, strict=True)):
+    seconds = {part: x * float(total) for part, x in shares.items()}
+    seconds["others"] = float(share)
+    compiled = {9: [2.0], 99: [3.0]}.get(total, [])
+    steps.append(clock.Step(i, row, seconds, compiled))
+  return steps
 
 
 def report(steps, **settings):
@@ -66,9 +63,8 @@ def test_a_line_says_what_was_changed_and_whether_lengths_are_as_planned():
   assert report(steps)["lengths_as_planned"] is True
   assert report(timed([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
   changes = {"optim.micro_batches": 2, "model.remat": "none"}
-  assert report(steps, **changes)["variant"] == (
-    "model.remat=none optim.micro_batches=2"
-  )
+  variant = report(steps, **changes)["variant"]
+  assert variant == "model.remat=none optim.micro_batches=2"
 
 
 @pytest.mark.slow

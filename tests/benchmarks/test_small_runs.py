@@ -10,12 +10,7 @@ import statistics
 import numpy as np
 import pytest
 
-from grpojax.benchmarks import (
-  clock,
-  configured,
-  side_by_side,
-  workloads,
-)
+from grpojax.benchmarks import clock, configured, side_by_side, workloads
 from grpojax.training.config import from_config
 
 B, G, P, T = SIZES = 2, 2, 3, 6
@@ -24,10 +19,9 @@ B, G, P, T = SIZES = 2, 2, 3, 6
 @pytest.fixture
 def config(monkeypatch):
   """Of the workload "tail" with few tokens."""
-  changes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-  changes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-  changes |= {"vocab_size": 40}
-  model = workloads.MODEL | changes
+  model = workloads.MODEL | {"hidden_size": 8, "intermediate_size": 8}
+  model |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+  model |= {"num_hidden_layers": 1, "vocab_size": 40}
   sizes = workloads.Workload(*SIZES, mean_length=3, model=model)
   monkeypatch.setitem(workloads.WORKLOADS, "tail", sizes)
   config = workloads.config_of("tail")
@@ -52,8 +46,8 @@ def test_a_workload(config, capsys, monkeypatch):
   assert 0 < np.mean(line["rewards"]) < np.mean([x.mean() for x in planned])
   assert line["compilations_warmup"] >= 3  # later ones are of packed rows
   for step in line["per_step"].values():
-    parts = [step[p] for p in ("rollout", "ref_logprobs", "update")]
-    total = sum(parts) + step["score_other"]
+    parts = ("rollout", "ref_logprobs", "update", "score_other")
+    total = sum(step[part] for part in parts)
     assert total == pytest.approx(step["total"], abs=0.01)
   assert capsys.readouterr().out == ""  # the line is printed by the program
 

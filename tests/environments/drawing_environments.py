@@ -87,35 +87,24 @@ class Said:
   turn: int = 1
 
 
-class Shows:
-  """Observes a value of the table."""
-
-  def __init__(self, name):
-    self.name = name
+class Echoes:
+  """Its reset and step give observations themselves."""
 
   def reset(self):
-    return VALUES[self.name]
+    return Echo("a", 1)
 
   def step(self, action):
-    return VALUES[self.name], 1.0, False, False, {}
+    return Echo("b", 2), 1.0, False, False, {}
 
 
 class Client:
   """OpenEnv's typed client."""
 
+  def __init__(self, url):
+    self.url = url
+
   def reset(self):
     return Result(Said("ready"))
 
   def step(self, action):
-    return Result(Said("again"), done=True)
-
-
-VALUES = {
-  "number": 7,
-  "array": np.arange(3),
-  "dict": {"agent": np.array([0, 2]), "target": (1, np.int64(3))},
-  "pair": (14, 10),
-  "observation": Echo("é", 1),
-  "said": Said("hello"),
-  "object": object(),
-}
+    return Result(Said(f"{self.url}/{action}"), done=action == "stop")

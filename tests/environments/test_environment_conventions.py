@@ -2,11 +2,18 @@
 
 import json
 import pathlib
+import re
+import sys
 
+import numpy as np
 import pytest
 
 from grpojax.environments import conventions, spaces
-from grpojax.environments.protocol import Step
+from grpojax.environments.protocol import Step, to_step
+from grpojax.runtime.processes.user_calls import WrongAnswer
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+import drawing_environments as drawing  # noqa: E402
 
 USER = str(pathlib.Path(__file__).with_name("user_environments.py"))
 DRAWING = str(pathlib.Path(USER).with_name("drawing_environments.py"))
@@ -23,21 +30,56 @@ class Holder:
 
 holder = Holder()
 """
-TOOLS = """
+ODD = """
+import types
+
 def multiply(a: int) -> int:
   'Another one.'
-
 def step(a: int) -> int:
   'Has the name of a method.'
-
 named_otherwise = multiply
-
-def by_place(a: int, /):
-  pass
-
-def by_places(*numbers: int):
-  pass
+def by_place(a: int, /): pass
+def by_places(*numbers: int): pass
+def no_docstring(a: int) -> int: pass
+class OnlyReset:
+  def reset(self): pass
+class Asynchronous:
+  async def reset(self): pass
+  def step(self, action): pass
+class Waits:
+  async def __call__(self, action): pass
+awaited_step = types.SimpleNamespace(step=Waits())
+numbers = {}
 """
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
+
+
+@pytest.mark.parametrize(
+  "answer, reason",
+  [
+    (Step(reward=float("nan")), "the reward nan"),
+    (Step(reward=2e15), "the reward 2e+15, more than 1e+15"),
+    (Step(reward="1.0"), "the reward str, which is not a number"),
+    (None, "None: write `return Step("),
+    ("right", "'right': write"),
+    (("right", 1.0, True, False, {}), "('right', 1.0, True, False, {}): write"),
+    ({"obs": "right"}, "{'obs': 'right'}: write `return Step("),
+    (Step(3), "the observation 3: it is text"),
+    (Step([{"role": "user"}]), "the observation [{'role': 'user'}]"),
+    (Step(IMAGE), "the observation [{'role': 'user', 'content': [{"),
+    (Step(done="False"), "done='False'"),
+    (Step(info=[1]), "info=[1]: it is a dict"),
+    (Step("x" * 10**7), "an observation of 10000002 bytes, above 1048576"),
+    (Step(state=object()), "a state that is no JSON"),
+    (Step(state=float("nan")), "a state that is no JSON"),
+    (Step(state="x" * 2**22), "a state of 4194306 bytes, above 4194304"),
+  ],
+)
+def test_what_is_no_answer(answer, reason):
+  with pytest.raises(WrongAnswer, match=re.escape(f"returned {reason}")):
+    to_step(answer)
 
 
 def call(name, **arguments):
@@ -46,7 +88,7 @@ def call(name, **arguments):
 
 
 def play(environment, example, *actions, seed=1):
-  """Steps without their states, from the beginning."""
+  """Steps without their states."""
   steps = [environment.reset(example, seed)]
   for action in actions:
     steps.append(environment.step(steps[-1].state, action, example, seed))
@@ -146,34 +188,33 @@ def test_a_turn_becomes_an_action(space, form, text, action):
 
 
 @pytest.mark.parametrize(
-  "name, text",
+  "value, text",
   [
-    ("number", "7"),
-    ("array", "[0 1 2]"),
-    ("dict", '{"agent": [0, 2], "target": [1, 3]}'),
-    ("pair", "[14, 10]"),
-    ("observation", '{"echoed": "é", "length": 1}'),
-    ("said", "hello"),
-    ("object", None),
+    (7, "7"),
+    (np.arange(3), "[0 1 2]"),
+    (
+      {"agent": np.array([0, 2]), "target": (1, np.int64(3))},
+      '{"agent": [0, 2], "target": [1, 3]}',
+    ),
+    ((14, 10), "[14, 10]"),
+    (drawing.Echo("é", 1), '{"echoed": "é", "length": 1}'),
+    (drawing.Said("hello"), "hello"),
   ],
 )
-def test_observations_of_other_types_become_text(name, text):
-  shows = conventions.resolve(f"{DRAWING}:Shows", options={"name": name})
-  if text is None:
-    with pytest.raises(ValueError, match="observation of type object, whose"):
-      shows.reset({}, 0)
-    return
-  reward = 0.5 if name == "observation" else 0.0
-  assert play(shows, {}, "a") == [Step(text, reward), Step(text, 1.0)]
+def test_observations_of_other_types_become_text(value, text):
+  assert spaces.observation(value) == text
+  with pytest.raises(ValueError, match="observation of type object, whose"):
+    spaces.observation(object())
 
 
 def test_openenv():
-  client = conventions.resolve(f"{DRAWING}:Client")
-  said = Step("ready", 0.5), Step("again", 0.5, True)
-  assert play(client, {}, "a") == [*said]
-  client = conventions.resolve(f"{USER}:Client", options={"url": "made"})
-  made = [Step("made/a", 0.5), Step("made/stop", 0.5, True)]
-  assert play(client, {}, "a", "stop") == [Step("ready", None), *made]
+  client = conventions.resolve(f"{DRAWING}:Client", options={"url": "u"})
+  steps = [Step("ready", 0.5), Step("u/a", 0.5), Step("u/stop", 0.5, True)]
+  assert play(client, {}, "a", "stop") == steps
+  echo = conventions.resolve(f"{DRAWING}:Echoes")
+  first, second = play(echo, {}, "a")
+  assert first == Step('{"echoed": "a", "length": 1}', 0.5)
+  assert second == Step('{"echoed": "b", "length": 2}', 1.0)
 
 
 def test_trl_classes():
@@ -198,61 +239,20 @@ def test_trl_classes():
   ]
 
 
-def test_trl_classes_with_a_tool_called_step_and_other_tools():
+def test_trl_classes_with_other_tools(tmp_path):
+  """A tool called `step`; asynchronous tools and rewards are waited for."""
   echo = conventions.resolve(f"{USER}:Echo", [f"{USER}:multiply"])
   assert len(echo.tools) == 2
   turn = call("step", message="hello") + call("multiply", a=3)
   _, step, last = play(echo, {}, turn, "bye")
   assert [x["content"] for x in step.observation] == ["hello", "6"]
   assert last == Step("", 0.0, True)
-
-
-def test_asynchronous_tools_and_rewards_are_waited_for(tmp_path):
   options = {"log": str(tmp_path / "log")}
   held = conventions.resolve(f"{USER}:Held", [f"{USER}:waits"], options)
   turn = call("look", number=3) + call("waits", a=4)
   _, step, last = play(held, {}, turn, "bye")
   assert [x["content"] for x in step.observation] == ["3", "4"]
   assert last == Step("", 1 / 8, True)
-
-
-RESULTS = """
-import decimal
-
-async def coroutine():
-  pass
-
-class Plain:
-  def __str__(self):
-    return "plain"
-
-RESULTS = {
-  "good": [3, None, 0.5, True, "<f at 0x7f>", ["a", {"b": "at 0x7f"}], (1, 2),
-           decimal.Decimal("0.1"), Plain()],
-  "bad": [object(), (x for x in "ab"), [object()], {"a": coroutine},
-          Plain().__str__, {"a", "b"}, (1, frozenset("ab"))],
-}
-
-def result(kind, i):
-  return RESULTS[kind][i]
-"""
-
-
-def test_a_result_without_a_text_of_its_own_is_a_failure(tmp_path):
-  file = tmp_path / "results.py"
-  file.write_text(RESULTS)
-  environment = conventions.resolve("", [f"{file}:result"])
-
-  def ask(kind, i):
-    turn = call("result", kind=kind, i=i)
-    return environment.step(None, turn, {}, 0).observation[0]["content"]
-
-  assert [ask("good", i) for i in range(9)] == (
-    "3|None|0.5|True|<f at 0x7f>|['a', {'b': 'at 0x7f'}]|(1, 2)|0.1|plain"
-  ).split("|")
-  for i in range(7):
-    with pytest.raises(ValueError, match="tool 'result', whose result is of"):
-      ask("bad", i)
 
 
 def test_tools_alone():
@@ -272,13 +272,17 @@ def test_tools_alone():
     ("", [], "give its path, or tools"),
     ("retr", [], "did you mean 'retry'"),
     (f"{USER}:Gam", [], "has no 'Gam'; did you mean 'Game'"),
-    (f"{USER}:Result", [], "has neither `reset` and `step`"),
-    (f"{USER}:OnlyReset", [], "has neither `reset` and `step`"),
-    (f"{USER}:Client", [], "cannot be called with.*required argument: 'url'"),
-    (f"{USER}:Asynchronous", [], "reset is asynchronous"),
-    (f"{USER}:awaited_step", [], "step is asynchronous"),
+    (f"{DRAWING}:Result", [], "has neither `reset` and `step`"),
+    ("ODD:OnlyReset", [], "has neither `reset` and `step`"),
+    (
+      f"{DRAWING}:Client",
+      [],
+      "cannot be called with.*required argument: 'url'",
+    ),
+    ("ODD:Asynchronous", [], "reset is asynchronous"),
+    ("ODD:awaited_step", [], "step is asynchronous"),
     (f"{USER}:multiply", [], "is a function without a function `step`"),
-    (f"{USER}:ANSWERS", [], "is a dict without a function `step`"),
+    ("ODD:numbers", [], "is a dict without a function `step`"),
     (__file__, [], "is a module without a function `step`"),
     ("no/such/file.py", [], "there is no file"),
     (USER, [f"{USER}:multiply"], "reads the model's turns itself"),
@@ -288,19 +292,19 @@ def test_tools_alone():
     ("gymnasium:NoSuch-v0", [], "cannot be made: "),
     ("", [USER], "is no function"),
     ("", ["multiply"], "unknown tool 'multiply'.*file.py:NAME"),
-    ("", [f"{USER}:ANSWERS"], "is no function"),
-    ("", [f"{USER}:multiply", "TOOLS:multiply"], "tools are called 'multiply'"),
-    ("", ["TOOLS:multiply", "TOOLS:named_otherwise"], "called 'multiply'"),
-    (f"{USER}:Echo", ["TOOLS:step"], "called 'step'.*a method"),
-    ("", ["TOOLS:by_place"], r"called with \['a'\]: "),
-    ("", ["TOOLS:by_places"], r"called with \['numbers'\]: .*unexpected"),
-    ("", [f"{USER}:no_docstring"], "no docstring.*below `Args:`"),
+    ("", ["ODD:numbers"], "is no function"),
+    ("", [f"{USER}:multiply", "ODD:multiply"], "tools are called 'multiply'"),
+    ("", ["ODD:multiply", "ODD:named_otherwise"], "called 'multiply'"),
+    (f"{USER}:Echo", ["ODD:step"], "called 'step'.*a method"),
+    ("", ["ODD:by_place"], r"called with \['a'\]: "),
+    ("", ["ODD:by_places"], r"called with \['numbers'\]: .*unexpected"),
+    ("", ["ODD:no_docstring"], "no docstring.*below `Args:`"),
   ],
 )
 def test_what_is_no_environment_is_a_sentence(path, tools, message, tmp_path):
-  file = tmp_path / "tools.py"
-  file.write_text(TOOLS)
-  tools = [name.replace("TOOLS", str(file)) for name in tools]
+  file = tmp_path / "odd.py"
+  file.write_text(ODD)
+  path, *tools = (name.replace("ODD", str(file)) for name in (path, *tools))
   options = {"observation": ""} if path.endswith("Result") else {}
   action = "number" if "environment.action" in message else "auto"
   with pytest.raises(ValueError, match=message):

@@ -1,64 +1,29 @@
 """Environments of a user: badly behaved functions, and classes of libraries."""
 
 import asyncio
-import dataclasses
 import os
 import random
-import re
 import sys
 import time
-import types
 
 from grpojax.environments.protocol import Step
-
-ANSWERS = {
-  "nan": lambda: Step(reward=float("nan")),
-  "huge": lambda: Step(reward=2e15),
-  "textual": lambda: Step(reward="1.0"),
-  "none": lambda: None,
-  "text": lambda: "right",
-  "tuple": lambda: ("right", 1.0, True, False, {}),
-  "key": lambda: {"obs": "right"},
-  "number": lambda: Step(3),
-  "message": lambda: Step([{"role": "user"}]),
-  "image": lambda: Step([{"role": "user", "content": [{"type": "image"}]}]),
-  "done": lambda: Step(done="False"),
-  "info": lambda: Step(info=[1]),
-  "long": lambda: Step("x" * 10**7),
-  "state": lambda: Step(state=object()),
-  "nan state": lambda: Step(state=float("nan")),
-  "large state": lambda: Step(state="x" * 2**22),
-}
 
 
 def step(state, action, example, seed):
   """Does what the action says; other actions are counted."""
-  if action in ANSWERS:
-    return ANSWERS[action]()
+  if action == "none":
+    return None
   if action == "raise":
     raise RuntimeError("no idea")
   if action == "leave":
     sys.exit("bye")
   if action == "exit":
     os._exit(3)
-  if action == "sleep":
-    time.sleep(600)
-  if action == "hang":  # inside C, holding the interpreter
-    re.fullmatch("(a*)*b", "a" * 60)
   if action == "fork" and not os.fork():  # a child that returns as well
     return Step("of a child")
   if action == "prints":
     print('["x", ["", 1.0, true, null, {}]]', flush=True)
     os.write(1, b'\n["x", 1.0]\n{"half')
-  if action == "closes":
-    for file in (sys.stdin, sys.stdout, sys.stderr):
-      file.close()
-  if action == "garbage":
-    for file in range(3, 64):
-      try:
-        os.write(file, b'["x", ["of garbage"]]\n\xff\n{"half')
-      except OSError:
-        pass
   if action == "changes":
     example.clear()
     state["count"] = -1
@@ -98,26 +63,6 @@ class OldGame:
 
   def step(self, action):
     return action, 1, action == "stop", {}
-
-
-@dataclasses.dataclass
-class Result:
-  observation: str
-  reward: float | None = None
-  done: bool = False
-
-
-class Client:
-  """Of OpenEnv."""
-
-  def __init__(self, url):
-    self.url = url
-
-  def reset(self):
-    return Result("ready")
-
-  def step(self, action):
-    return Result(f"{self.url}/{action}", 0.5, action == "stop")
 
 
 class Words:
@@ -165,10 +110,6 @@ def multiply(a: int, b: int = 2) -> int:
     b: The second.
   """
   return a * b
-
-
-def no_docstring(a: int) -> int:
-  return a
 
 
 async def waits(a: int) -> int:
@@ -222,24 +163,3 @@ class HeldGame(Held):
     if action == "raise":
       raise RuntimeError("no idea")
     return action, 0.5, action == "stop", False, {}
-
-
-class Asynchronous:
-  async def reset(self):
-    pass
-
-  def step(self, action):
-    pass
-
-
-class Waits:
-  async def __call__(self, action):
-    pass
-
-
-awaited_step = types.SimpleNamespace(step=Waits())
-
-
-class OnlyReset:
-  def reset(self):
-    pass

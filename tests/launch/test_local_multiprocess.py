@@ -1,6 +1,5 @@
-"""local_multiprocess.sh, with a stand-in for the training, and with it."""
+"""local_multiprocess.sh, with a stand-in for the training."""
 
-import json
 import os
 import pathlib
 import re
@@ -87,35 +86,3 @@ def test_a_signal_before_it_starts_them_is_not_lost(stand_ins, tmp_path):
   (tmp_path / "go").touch()
   assert job.wait(20) == 75
   assert not list(tmp_path.glob("started?"))
-
-
-@pytest.mark.long  # two processes that compile everything
-def test_real_processes_are_interrupted_and_go_on(
-  stand_ins, toy, toy_model, tmp_path
-):
-  run = tmp_path / "run"
-  python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-  stand_ins.program(tmp_path / "bin", "python", python)
-  cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-  path = {"PYTHONPATH": str(ROOT)}
-  env = stand_ins.environment(tmp_path / "bin", **cpu, **path)
-
-  def command(steps):
-    changes = {"steps": steps, "eval.every": 1000, "checkpoint.every": 1000}
-    changes |= {"data.name": "arithmetic", "data.max_prompt_length": 32}
-    arguments = toy.arguments(toy_model, **changes)
-    return ["bash", str(SCRIPT), "2", *arguments, f"--run_dir={run}"]
-
-  def steps_done():
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [row["step"] for row in map(json.loads, lines) if "loss" in row]
-
-  job = subprocess.Popen(command(10_000), env=env)
-  stand_ins.wait_until(lambda: len(steps_done()) >= 2 or job.poll(), 300)
-  os.kill(job.pid, signal.SIGTERM)
-  assert job.wait(120) == 75
-  saved = len(steps_done())
-  done = subprocess.run(command(saved + 2), env=env, timeout=300)
-  assert done.returncode == 0 and (run / "summary.json").exists()
-  assert steps_done() == list(range(1, saved + 3))

@@ -82,9 +82,7 @@ def test_what_ended_by_itself_is_not_queued_again(cluster, code):
   assert started == [f"0 0 {words}", f"0 1 {words}"]
 
 
-def test_what_was_interrupted_is_queued_again_with_the_same_command(
-  cluster, stand_ins
-):
+def test_what_was_interrupted_is_queued_again(cluster, stand_ins):
   (cluster.home / "code1").write_text("0")
   job = cluster.submit("--config.data.template={prompt} a  b", "--run_dir=r")
   stand_ins.wait_until(lambda: len(lines(cluster.home / "pids0")) == 2)

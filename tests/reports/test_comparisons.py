@@ -24,16 +24,13 @@ def test_answers_are_compared_prompt_by_prompt():
 
 
 def test_before_and_after_are_the_first_and_last_evaluation():
+  rows = [{"step": 0, "problems": "q", "right": x} for x in ("01", "11")]
+  assert comparisons.answers(rows) == {0: ("q", "11")}  # the last counts
   evaluations = {0: ("q", "0000"), 5: ("q", "0110"), 8: ("q", "1111")}
   gain = comparisons.before_and_after(evaluations)
   assert (gain["first"], gain["last"], gain["difference"]) == (0, 8, 1.0)
   assert comparisons.before_and_after({0: ("q", "1")}) is None
   assert comparisons.before_and_after({0: ("q", "1"), 1: ("r", "1")}) is None
-
-
-def test_of_two_evaluations_of_a_step_the_last_counts():
-  rows = [{"step": 0, "problems": "q", "right": x} for x in ("01", "11")]
-  assert comparisons.answers(rows) == {0: ("q", "11")}
 
 
 def columns(steps, values):
@@ -65,11 +62,8 @@ def test_neighbouring_steps_that_are_alike_do_not_make_a_short_interval():
   (compared,) = comparisons.steps(a, columns(range(1000), wave))
   naive = intervals.mean_interval(wave)
   assert compared["high"] - compared["low"] > 3 * (naive[2] - naive[1])
-
-
-def test_few_steps_in_common_are_not_compared():
-  a, b = (columns(range(19), [0.0] * 19) for _ in range(2))
-  assert comparisons.steps(a, b) == [] and comparisons.steps({}, b) == []
+  few = columns(range(19), [0.0] * 19)  # are not compared
+  assert comparisons.steps(few, few) == [] == comparisons.steps({}, few)
 
 
 def test_speed_says_where_the_time_went():

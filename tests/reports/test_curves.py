@@ -30,6 +30,8 @@ def test_columns_keep_finite_numbers_and_the_last_of_a_step():
     {"step": 1, "a": 1},
   ]
   assert curves.columns(rows) == {"a": ([1, 2], [1.0, 6.5])}
+  rows = rows_of("m", [math.nan, 1.0, 1e308, -1e308] * 10)
+  json.dumps(curves.curves(curves.columns(rows)), allow_nan=False)
 
 
 @pytest.mark.parametrize("count", [20, 37, 199, 201, 5003])
@@ -52,11 +54,6 @@ def test_blocks_are_all_steps_in_order_with_students_interval(count):
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_few_steps_have_no_blocks():
-  assert curves.blocks(list(range(19)), [0.0] * 19) is None
-  assert curve_of([1.0, 2.0])["blocks"] is None
-
-
 def test_many_steps_keep_their_extremes():
   values = np.random.default_rng(0).normal(size=20_000)
   values[12_345], values[77] = 50, -50
@@ -67,6 +64,7 @@ def test_many_steps_keep_their_extremes():
   assert max(made["y"]) == 50 and min(made["y"]) == -50
   assert made["x"][made["y"].index(50)] == 12_346
   assert made["x"] == sorted(set(made["x"]))
+  assert curve_of([1.0] * 19)["blocks"] is None  # of few steps
 
 
 def test_a_rounding_error_is_zero():
@@ -90,11 +88,6 @@ def test_bounds_are_no_metrics_of_their_own_but_clip_fractions_are():
   rows = [{"step": 1} | dict.fromkeys(names, 0.5)]
   made = curves.curves(curves.columns(rows))
   assert set(made) == {"m", "n_se", "clip_fraction_low"}
-
-
-def test_curves_are_json_without_nan():
-  rows = rows_of("m", [math.nan, 1.0, 1e308, -1e308] * 10)
-  json.dumps(curves.curves(curves.columns(rows)), allow_nan=False)
 
 
 def test_each_reward_is_a_row_and_each_step_a_column():
@@ -122,7 +115,4 @@ def test_many_rewards_fall_into_intervals_and_many_steps_into_columns():
   first = {i: x for i, x in enumerate(picture["shares"][0]) if x}
   assert first == {0: 0.25, 6: 0.75}
   assert picture["total"] == 4000
-
-
-def test_without_rewards_there_is_no_picture():
   assert curves.reward_picture({1: []}) is None

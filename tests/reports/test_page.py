@@ -46,19 +46,17 @@ def test_hostile_texts_come_back_whole_and_end_nothing(made_up):
   assert json.loads(text) == data
   reader = read(page(made_up.HOSTILE[0], data))
   kinds = [(tag, kind) for tag, kind, _ in reader.texts]
+  data_kind = ("script", "application/json")
   assert kinds == [
     ("title", None),
     ("style", None),
-    ("script", "application/json"),
+    data_kind,
     ("script", None),
   ]
   assert json.loads(reader.texts[2][2]) == data
   assert reader.texts[0][2] == made_up.HOSTILE[0]
   plain = read(page("", {}))
   assert [tag for tag, _ in reader.tags] == [tag for tag, _ in plain.tags]
-
-
-def test_numbers_that_are_not_finite_are_refused():
   with pytest.raises(ValueError, match="not JSON compliant"):
     embedded([float("nan")])
 
@@ -125,8 +123,6 @@ def test_every_metric_has_a_group_and_main_ones_come_first():
     "Other": ["zzz"],
   }
 
-
-def test_every_title_is_of_a_known_group():
   groups = {metric_groups.part_of(name) for name in metric_groups.TITLES}
   last = len(metric_groups.GROUPS) - 1
   assert last not in groups

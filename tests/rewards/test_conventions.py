@@ -13,11 +13,10 @@ import pytest
 from grpojax.rewards import conventions, functions, groups
 from grpojax.rewards.pool import Pool
 
-TRL = '''
+TRL = """
 import re
 
 def reward_func(completion_ids, **kwargs):
-  """Reward function that assigns higher scores to longer completions."""
   return [float(len(ids)) for ids in completion_ids]
 
 def format_reward_func(completions, **kwargs):
@@ -27,10 +26,8 @@ def format_reward_func(completions, **kwargs):
   return [1.0 if match else 0.0 for match in matches]
 
 def correct_func(completions, ground_truth, **kwargs):
-  # Regular expression to capture content inside \\\\boxed{}
   matches = [re.search(r"\\\\boxed\\{(.*?)\\}", c) for c in completions]
   contents = [match.group(1) if match else "" for match in matches]
-  # Reward 1 if the content is the same as the ground truth, 0 otherwise
   return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
 
 def math_reward_func(prompts, completions, task, **kwargs):
@@ -69,7 +66,7 @@ def odd(completions, how="short", **kwargs):
     os._exit(3)
   values = {"b": float("nan"), "c": "x"}
   return [values.get(c, 1) for c in completions]
-'''
+"""
 VERL = """
 import re
 
@@ -104,195 +101,168 @@ def by_names(completions, log_metric, log_extra, trainer_state):
 def large(completions):
   return [10**400, {"score": 1.0, "big": 10**400}]
 
-
 def unordered(completions):
   return {2.0, 1.0}
-
 
 def types(solution_str, ground_truth, extra_info):
   values = ground_truth, *extra_info.values()
   return ["int", "float", "bool", "str"] == [type(x).__name__ for x in values]
 
-
 def info(solution_str, extra_info):
   return float(len(extra_info))
-
 
 def no_score(solution_str):
   return {"acc": 1.0}
 """
 OTHERS = """
-import asyncio
-
-async def later(completions, **kwargs):
-  return [1.0] * len(completions)
-
+async def later(completions, **kwargs): pass
 class Later:
-  async def __call__(self, completions, **kwargs):
-    return [1.0]
+  async def __call__(self, completions, **kwargs): pass
 later_object = Later()
-
-def trl_and_verl(completions, solution_str):
-  return 1.0
-
-def trl_and_own(prompts, completions, example):
-  return 1.0
-
-def own_and_verl(prompt, completion, example, *, solution_str=""):
-  return 1.0
-
-def anything(**kwargs):
-  return 1.0
-
-def batched(data_sources, solution_strs, ground_truths, extra_infos):
-  return [1.0]
-
-def trl_only(completion_ids):
-  return [1.0]
-
-def by_place(completions, /, **kwargs):
-  return [1.0]
-
-def columns(completions, answer, level, bonus=0, **kwargs):
-  return [level_ + bonus for level_ in level]
-
-def needs_all(data_source, solution_str, ground_truth, server):
-  return 1.0
+def trl_and_verl(completions, solution_str): pass
+def trl_and_own(prompts, completions, example): pass
+def own_and_verl(prompt, completion, example, *, solution_str=""): pass
+def anything(**kwargs): pass
+def batched(data_sources, solution_strs, ground_truths, extra_infos): pass
+def trl_only(completion_ids): pass
+def by_place(completions, /, **kwargs): pass
+def columns(completions, answer, level, bonus=0, **kwargs): pass
+def needs_all(data_source, solution_str, ground_truth, server): pass
 """
+FILES = {"trl": TRL, "verl": VERL, "others": OTHERS}
+NAN = math.nan
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
   folder = tmp_path_factory.mktemp("rewards")
-  for name, code in {"trl": TRL, "verl": VERL, "others": OTHERS}.items():
+  for name, code in FILES.items():
     (folder / f"{name}.py").write_text(code)
-  return {name: f"{folder / name}.py" for name in ("trl", "verl", "others")}
+  return folder
 
 
-def computed(names, examples, texts, workers=0, options=None, **keywords):
+def named(files, *names):
+  """Paths of functions: files/trl.py:f for "trl:f"; others as they are."""
+  pairs = [name.partition(":") for name in names]
+  return [f"{files / f}.py:{n}" if f in FILES else f for f, _, n in pairs]
+
+
+@pytest.fixture
+def computed(files):
   """Values [B, G] of each function, and all that `groups` gives."""
-  lengths = np.array([[len(t) + 1 for t in group] for group in texts])
-  ids = np.arange(lengths.size * 9).reshape(*lengths.shape, 9)
-  examples = [{"prompt_text": "text"} | e for e in examples]
-  given = examples, texts, lengths, lengths > 0, 9, ids
-  with Pool(names, options, workers=workers, **keywords) as pool:
-    result = pool.collect([groups.submit_groups(pool, *given)])
-  return list(result.values.values()), result
+
+  def computed(names, examples, texts, workers=0, options=None, **keywords):
+    lengths = np.array([[len(t) + 1 for t in group] for group in texts])
+    ids = np.arange(lengths.size * 9).reshape(*lengths.shape, 9)
+    examples = [{"prompt_text": "text"} | e for e in examples]
+    arrays = lengths, lengths > 0, 9, ids
+    names = named(files, *names)
+    with Pool(names, options, workers=workers, **keywords) as pool:
+      sent = groups.submit_groups(pool, examples, texts, *arrays)
+      result = pool.collect([sent])
+    return [x.tolist() for x in result.values.values()], result
+
+  return computed
+
+
+def equal(values, expected):
+  np.testing.assert_array_equal(np.array(values), np.array(expected, float))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_trl_functions_of_text(files, workers):
-  names = ["reward_func", "correct_func", "math_reward_func", "seen"]
+def test_trl_functions_of_text(computed, workers):
+  names = ("reward_func", "correct_func", "math_reward_func", "seen")
+  names = [*(f"trl:{name}" for name in names), "unfinished"]
   example = {"prompt": "What?", "ground_truth": "9", "answer": "7"}
   examples = [example | {"task": "math"}, example | {"task": "code"}]
   texts = [[r"\boxed{9}", "right", ""], ["a", r"a \boxed{8}", "right"]]
-  names = [f"{files['trl']}:{name}" for name in names]
-  found, result = computed([*names, "unfinished"], examples, texts, workers)
-  lengths = [[10, 6, 1], [2, 12, 6]]
-  lengths = np.minimum(lengths, 9)  # there are no more ids here
-  np.testing.assert_array_equal(found[0], lengths)
-  np.testing.assert_array_equal(found[1], [[1, 0, 0], [0, 0, 0]])
-  nan = math.nan
-  np.testing.assert_array_equal(found[2], [[-1, 1, -1], [nan] * 3])
-  np.testing.assert_array_equal(found[3], [[0, 1, 2]] * 2)
-  np.testing.assert_array_equal(
-    result.rewards, np.nansum(found, axis=0).astype(np.float32)
-  )
+  values, result = computed(names, examples, texts, workers)
+  equal(values[0], [[9, 6, 1], [2, 9, 6]])  # there are no more ids here
+  equal(values[1], [[1, 0, 0], [0, 0, 0]])
+  equal(values[2], [[-1, 1, -1], [NAN] * 3])
+  equal(values[3], [[0, 1, 2]] * 2)
+  equal(result.rewards, np.nansum(values, axis=0).astype(np.float32))
   assert not result.failed.any() and result.extras == {}
 
 
-def test_trl_functions_of_conversations(files):
+def test_trl_functions_of_conversations(computed):
   """And what they log."""
   prompt = [{"role": "user", "content": "What?"}]
   texts = [["<think>a</think><answer>b</answer>", "no"]]
   state = {"global_step": 3, "max_steps": 12}
   example = {"prompt": prompt, "trainer_state": state}
-  names = [f"{files['trl']}:{n}" for n in ("format_reward_func", "state_func")]
-  found, _ = computed(names, [example], texts)
-  np.testing.assert_array_equal(found, [[[1, 0]], [[0.25, 0.25]]])
+  names = ["trl:format_reward_func", "trl:state_func"]
+  values, _ = computed(names, [example], texts)
+  equal(values, [[[1, 0]], [[0.25, 0.25]]])
   plain = [{"prompt": "p"}, {"prompt": "q"}]
   texts = [["1", "333"], ["55555", "5555555"]]
-  found, result = computed([f"{files['trl']}:metric_func"], plain, texts, 1)
-  np.testing.assert_array_equal(found, np.full((1, 2, 2), 0.5))
+  values, result = computed(["trl:metric_func"], plain, texts, 1)
+  equal(values, np.full((1, 2, 2), 0.5))
   assert list(result.extras) == ["metric_func/mean_length"]
-  np.testing.assert_array_equal(
-    result.extras["metric_func/mean_length"], [[2, 2], [6, 6]]
-  )
+  equal(result.extras["metric_func/mean_length"], [[2, 2], [6, 6]])
 
 
-def test_names_of_the_convention_in_the_data_and_in_calls(files):
+def test_names_of_the_convention_in_the_data_and_in_calls(computed):
   """A column of the data may have any name, and any type."""
   example = {"prompt": "?", "trainer_state": None, "extra_info": '{"a": 1}'}
-
-  def result(name):
-    name = f"{files['verl']}:{name}"
-    return computed([name], [example], [["a", "b"]])[1]
-
-  named = result("by_names")
-  assert named.rewards.tolist() == [[1, 1]]
-  numbers = {name: x.tolist() for name, x in named.extras.items()}
+  result = lambda name: computed([f"verl:{name}"], [example], [["a", "b"]])[1]
+  by_names = result("by_names")
+  equal(by_names.rewards, [[1, 1]])
+  numbers = {name: x.tolist() for name, x in by_names.extras.items()}
   assert numbers == {"by_names/named": [[2, 2]], "by_names/other": [[3, 3]]}
   one = result("large")
   assert one.failed.tolist() == [[True, False]]
   assert one.rewards[0, 1] == 1 and not one.extras
-  [[(failure,), _]] = result("unordered").failures
-  assert "it returned set, no list of rewards" in failure.reason
-  assert result("info").rewards.tolist() == [[8, 8]]
+  equal(result("info").rewards, [[8, 8]])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_verl_functions(files, workers):
+def test_verl_functions(computed, workers):
   texts = [["#### 12", "12", "#### 13"]]
   data = {"data_source": "openai/gsm8k", "extra_info": {"index": 3}}
   data |= {"reward_model": {"style": "rule", "ground_truth": "12"}}
-  names = [f"{files['verl']}:{name}" for name in ("gsm8k", "compute_score")]
+  names = ["verl:gsm8k", "verl:compute_score"]
   options = {"gsm8k": {"format_score": 0.1}}
-  found, result = computed(
-    names, [data | {"answer": "x"}], texts, workers, options
-  )
-  np.testing.assert_allclose(found, [[[1, 0, 0.1]], [[1, 0, 0]]], rtol=1e-6)
-  extras = {
-    "compute_score/acc": [[1, 0, 0]],
-    "compute_score/length": [[7, 2, 7]],
+  example = data | {"answer": "x"}
+  values, result = computed(names, [example], texts, workers, options)
+  np.testing.assert_allclose(values, [[[1, 0, 0.1]], [[1, 0, 0]]], rtol=1e-6)
+  extras = {"acc": [[1, 0, 0]], "length": [[7, 2, 7]]}
+  assert {k: v.tolist() for k, v in result.extras.items()} == {
+    f"compute_score/{name}": values for name, values in extras.items()
   }
-  assert {k: v.tolist() for k, v in result.extras.items()} == extras
   typed = {"answer": 12, "extra_info": {"a": 1.0, "b": True, "c": "1"}}
-  found, _ = computed([f"{files['verl']}:types"], [typed], texts, workers)
-  assert found[0].all()
+  equal(computed(["verl:types"], [typed], texts, workers)[0], [[[1] * 3]])
   plain = {"answer": "12", "data_source": "x"}
-  names = [f"{files['verl']}:{name}" for name in ("gsm8k", "everything")]
-  found, _ = computed(names, [plain], texts)
-  np.testing.assert_array_equal(found, [[[1, 0, 0]], [[1, 1, 1]]])
-  _, result = computed([f"{files['verl']}:no_score"], [plain], texts)
-  [failure, *_] = groups.all_failures(result)
-  assert result.failed.all() and "a dict without 'score'" in failure.reason
+  values, _ = computed(["verl:gsm8k", "verl:everything"], [plain], texts)
+  equal(values, [[[1, 0, 0]], [[1, 1, 1]]])
 
 
 @pytest.mark.parametrize(
-  "how, reason",
+  "name, how, reason",
   [
-    ("short", "returned 1 rewards for 3 completions"),
-    ("number", "raised TypeError: it returned float, no list"),
-    ("raises", "raised RuntimeError: no idea (trl.py:"),
+    ("trl:odd", "short", "returned 1 rewards for 3 completions"),
+    ("trl:odd", "number", "raised TypeError: it returned float, no list"),
+    ("trl:odd", "raises", "raised RuntimeError: no idea (trl.py:"),
+    ("verl:unordered", "", "raised TypeError: it returned set, no list of"),
+    ("verl:no_score", "", "returned a dict without 'score'"),
   ],
 )
-def test_what_fails_in_a_group_is_of_all_of_it(files, how, reason):
-  odd, good = f"{files['trl']}:odd", f"{files['verl']}:gsm8k"
-  options = {"odd": {"how": how}}
-  example = {"answer": "1"}
-  _, result = computed([good, odd], [example], [["a", "b", "c"]], 0, options)
+def test_what_fails_in_a_group_is_of_all_of_it(computed, name, how, reason):
+  options = {"odd": {"how": how}} if how else {}
+  arguments = [{"answer": "1"}], [["a", "b", "c"]], 0, options
+  _, result = computed(["verl:gsm8k", name], *arguments)
   assert result.failed.all() and np.isnan(result.rewards).all()
   failures = groups.all_failures(result)
   assert [f.completion for f in failures] == ["a", "b", "c"]
-  assert all(f.function == "odd" for f in failures)
+  assert all(f.function == name.partition(":")[2] for f in failures)
   assert all(f.reason.startswith(reason) for f in failures), failures
 
 
-def test_what_fails_of_one_completion_is_its_own(files):
+def test_what_fails_of_one_completion_is_its_own(computed):
   options = {"odd": {"how": "values"}}
-  given = [{"answer": "1"}], [["a", "b", "c"]], 0, options
-  _, result = computed([f"{files['trl']}:odd"], *given)
-  np.testing.assert_array_equal(result.rewards, [[1, math.nan, math.nan]])
+  arguments = [{"answer": "1"}], [["a", "b", "c"]], 0, options
+  _, result = computed(["trl:odd"], *arguments)
+  equal(result.rewards, [[1, NAN, NAN]])
   reasons = [f.reason for f in groups.all_failures(result)]
   assert reasons == ["returned nan", "returned str, which is not a number"]
 
@@ -306,102 +276,91 @@ def test_what_fails_of_one_completion_is_its_own(files):
     (1, "exits", "ended its process with code"),
   ],
 )
-def test_a_group_that_is_lost_has_a_limit_of_its_size(
-  files, workers, how, reason
-):
+def test_a_lost_group_has_a_limit_of_its_size(computed, workers, how, reason):
   """The others, and what other functions say of the same, are not."""
-  odd, good = f"{files['trl']}:odd", f"{files['verl']}:gsm8k"
-  after = f"{files['trl']}:metric_func"
-  names, options = [odd, good, after], {"odd": {"how": how}}
-  given = [{"answer": "1"}], [["a", "b", "#### 1"]], workers, options
-  found, result = computed(names, *given, timeout=0.2)
+  names = ["trl:odd", "verl:gsm8k", "trl:metric_func"]
+  options = {"odd": {"how": how}}
+  arguments = [{"answer": "1"}], [["a", "b", "#### 1"]], workers, options
+  values, result = computed(names, *arguments, timeout=0.2)
   assert result.failed.all()
   assert all(f.reason.startswith(reason) for f in groups.all_failures(result))
-  np.testing.assert_array_equal(found[1], [[0, 0, 1]])
-  assert np.isnan(found[2]).all()
+  equal(values[1:], [[[0, 0, 1]], [[NAN] * 3]])
 
 
-def test_data_sets_of_a_mixture_that_a_function_is_not_for(files):
-  name = f"{files['trl']}:metric_func"
+def test_data_sets_of_a_mixture_that_a_function_is_not_for(computed):
   sources = {"metric_func": ["easy"]}
   examples = [{"data_source": "easy"}, {"data_source": "hard"}]
   texts = [["a", "b"], ["c", "d"]]
-  found, result = computed([name], examples, texts, sources=sources)
-  np.testing.assert_array_equal(found[0], [[0.5] * 2, [math.nan] * 2])
+  names = ["trl:metric_func"]
+  values, result = computed(names, examples, texts, sources=sources)
+  equal(values, [[[0.5] * 2, [NAN] * 2]])
   assert not result.failed.any()
 
 
 @pytest.mark.parametrize(
-  "name, message",
+  "name, options, message",
   [
-    ("later", "later' is asynchronous.*write `def`"),
-    ("later_object", "is asynchronous"),
-    ("trl_and_verl", r"'completions' \(TRL's\) and 'solution_str' \(verl's\)"),
-    ("trl_and_own", r"'prompts' \(TRL's\) and 'example' \(grpojax's own\)"),
-    ("own_and_verl", r"'solution_str' \(verl's\) and 'prompt'.*rename one"),
-    ("anything", "known by a parameter `completions`, verl's by"),
-    ("batched", "missing a required argument: 'extra_infos'.*`solution_str`"),
-    ("by_place", "TRL's convention passes all by keywords"),
+    ("others:later", {}, "later' is asynchronous.*write `def`"),
+    ("others:later_object", {}, "is asynchronous"),
+    ("others:trl_and_verl", {}, r"s' \(TRL's\) and 'solution_str' \(verl's\)"),
+    ("others:trl_and_own", {}, r"s' \(TRL's\) and 'example' \(grpojax's own\)"),
+    ("others:own_and_verl", {}, r"str' \(verl's\) and 'prompt'.*rename one"),
+    ("others:anything", {}, "known by a parameter `completions`, verl's by"),
+    ("others:batched", {}, "missing a .*: 'extra_infos'.*`solution_str`"),
+    ("others:by_place", {}, "TRL's convention passes all by keywords"),
+    ("trl:odd", {"completions": 1}, "no option 'completions': it takes .'"),
+    ("verl:gsm8k", {"metod": 1}, "no option 'metod': it takes .'"),
+    (
+      "verl:gsm8k",
+      {"solution_str": ""},
+      "no option 'solution_str': it takes .'",
+    ),
   ],
 )
-def test_what_follows_no_convention_is_refused(files, name, message):
-  name = f"{files['others']}:{name}"
+def test_what_follows_no_convention_is_refused(files, name, options, message):
   with pytest.raises(ValueError, match=message):
-    functions.resolve(name)
+    functions.resolve(*named(files, name), options)
 
 
 @pytest.mark.parametrize(
-  "file, name, options",
+  "name, options, columns, missing",
   [
-    ("trl", "odd", {"completions": 1}),
-    ("verl", "gsm8k", {"metod": 1}),
-    ("verl", "gsm8k", {"solution_str": ""}),
+    ("columns", {}, {"answer": "1", "level": 2}, None),
+    ("columns", {"level": [1]}, {"answer": "1"}, None),
+    ("columns", {}, {"answer": "1"}, "level"),
+    ("needs_all", {"server": "x"}, {"answer": "1"}, "data_source"),
+    ("needs_all", {"data_source": "x"}, {"answer": "1"}, "server"),
+    ("needs_all", {"data_source": "x", "server": "y"}, {"answer": "1"}, None),
+    ("exact_answer", {}, {}, None),  # needs nothing that is looked for
   ],
 )
-def test_options_are_checked(files, file, name, options):
-  (option,) = options
-  with pytest.raises(ValueError, match=f"no option '{option}': it takes .'"):
-    functions.resolve(f"{files[file]}:{name}", options)
-
-
-def test_missing_columns_are_named(files):
-  def check(name, example, **options):
-    name = f"{files['others']}:{name}"
-    reward = functions.resolve(name, options)
-    conventions.check_columns(name, reward, example, "data set 'mine'")
-
-  example = {"prompt": "p", "answer": "1"}
-  check("columns", example | {"level": 2})
-  check("columns", example, level=[1])
-  message = (
-    "columns' needs 'level', and data set 'mine' has only answer, prompt: add "
-    "that column, or give it one value by reward.options.columns.level=..."
-  )
+def test_missing_columns_are_named(files, name, options, columns, missing):
+  (path,) = named(files, f"others:{name}") if columns else (name,)
+  reward = functions.resolve(path, options)
+  check = lambda: conventions.check_columns(path, reward, columns, "set 'mine'")
+  if missing is None:
+    return check()
   with pytest.raises(ValueError) as caught:
-    check("columns", example)
-  assert message in str(caught.value)
-  with pytest.raises(ValueError, match="needs 'data_source', and data set"):
-    check("needs_all", example, server="x")
-  with pytest.raises(ValueError, match="needs 'server', and data set"):
-    check("needs_all", example, data_source="x")
-  check("needs_all", example, data_source="x", server="y")
-  functions.resolve("exact_answer")  # needs nothing that is looked for
-  conventions.check_columns("e", functions.resolve("exact_answer"), {}, "")
+    check()
+  assert (
+    f"{name}' needs {missing!r}, and set 'mine' has only answer: add that "
+    f"column, or give it one value by reward.options.{name}.{missing}=..."
+  ) in str(caught.value)
 
 
-def test_ids_and_steps_are_brought_only_where_they_are_wanted(files):
-  def wants(name, what):
-    with Pool([name]) as pool:
-      return pool.wants(what)
-
-  for name, ids, state in (
+@pytest.mark.parametrize(
+  "name, ids, state",
+  [
     ("exact_answer", False, False),
-    (f"{files['verl']}:everything", False, False),
-    (f"{files['trl']}:reward_func", True, True),
-    (f"{files['others']}:trl_only", True, False),
-  ):
-    assert wants(name, conventions.IDS) == ids, name
-    assert wants(name, conventions.STATE) == state, name
+    ("verl:everything", False, False),
+    ("trl:reward_func", True, True),
+    ("others:trl_only", True, False),
+  ],
+)
+def test_ids_and_steps_are_brought_only_if_taken(files, name, ids, state):
+  with Pool(named(files, name)) as pool:
+    assert pool.wants(conventions.IDS) == ids
+    assert pool.wants(conventions.STATE) == state
 
 
 def test_trls_own_functions():
@@ -413,6 +372,6 @@ def test_trls_own_functions():
   texts = ["<think>\nI.\n</think>\nA.", "<think>\nI.\nA."]
   with Pool(["trl.rewards:think_format_reward"]) as pool:
     group = [("?", text, {"prompt": prompt}) for text in texts]
-    found = pool.collect([pool.submit([group], 2)]).rewards[0].tolist()
-  assert found == think_format_reward([[{"content": t}] for t in texts])
+    values = pool.collect([pool.submit([group], 2)]).rewards[0].tolist()
+  assert values == think_format_reward([[{"content": t}] for t in texts])
   assert "trl" in sys.modules

@@ -18,47 +18,35 @@ def on_text(completion, answer):
   return exact.exact_answer("", completion, {"answer": answer})
 
 
-@pytest.mark.parametrize(
-  "completion, answer, expected",
-  [
-    ("#### 194", "194", 1),
-    ("#### 5", 5.0, 1),  # of a column of floats
-    ("#### 2.5", 2.5, 1),
-    ("92+17=109\n#### 194\n\n", "194", 1),
-    ("####194", " 194 ", 1),
-    ("#### 3\n#### 194", "194", 1),
-    ("##### 194", "194", 1),
-    ("", "", 0),
-    ("#### 1,234,567", "1234567", 1),
-    ("#### 1234567", "1,234,567", 1),
-    ("#### -1,080.50", "-1080.50", 1),
-    ("#### 12,34,567", "1234567", 0),
-    ("#### 1234,567", "1234567", 0),
-    ("#### 1,23", "1,23", 1),
-    ("#### two, three", "two, three", 1),
-    ("#### 1,234", 1234, 1),
-    ("#### 0.5", 0.5, 1),
-    ("####", "", 0),
-    ("#### ", " ", 0),
+RIGHT = [
+  *[("#### 194", "194"), ("92+17=109\n#### 194\n\n", "194")],
+  *[("####194", " 194 "), ("#### 3\n#### 194", "194"), ("##### 194", "194")],
+  *[
+    ("#### 5", 5.0),
+    ("#### 2.5", 2.5),
+    ("#### 1,234", 1234),
+    ("#### 0.5", 0.5),
   ],
-)
-def test_text_reward(completion, answer, expected):
-  assert on_text(completion, answer) == expected
-
-
+  *[("#### 1,234,567", "1234567"), ("#### 1234567", "1,234,567")],
+  *[("#### -1,080.50", "-1080.50"), ("#### 1,23", "1,23")],
+  ("#### two, three", "two, three"),
+]
 WRONG = [
-  *("#### 194\n#### 3", "### 194", "194", "#### 194.", "#### 194 195"),
-  *("#### 100+94", "#### 0194", "####", "#### ,194"),
+  *[("#### 194\n#### 3", "194"), ("### 194", "194"), ("194", "194")],
+  *[("#### 194.", "194"), ("#### 194 195", "194"), ("#### 100+94", "194")],
+  *[("#### 0194", "194"), ("####", "194"), ("#### ,194", "194")],
+  *[("", ""), ("####", ""), ("#### ", " ")],
+  *[("#### 12,34,567", "1234567"), ("#### 1234,567", "1234567")],
 ]
 
 
-def test_other_texts_are_wrong():
-  for completion in WRONG:
-    assert on_text(completion, "194") == 0, completion
+def test_text_reward():
+  for completion, answer in [*RIGHT, *WRONG]:
+    expected = float((completion, answer) in RIGHT)
+    assert on_text(completion, answer) == expected, (completion, answer)
 
 
 def test_the_same_answer_is_as_right():
-  """Whoever gives the answer's own answer is right, and nobody else."""
   assert exact.given_answer("2\n#### -1,080.50\n\n") == "-1080.50"
   assert exact.given_answer("### 1194") is None
   assert exact.given_answer("#### \n") is None
@@ -77,7 +65,7 @@ def functions(eos_ids, longest):
 
 
 def rewards(eos_ids, longest, rows, answer, width):
-  """Rewards of id lists for one answer, as rollouts [B, G = 2, T] would be."""
+  """Rewards of id lists for one answer, as of rollouts [B, G = 2, T]."""
   target, reward = functions(eos_ids, longest)
   rows = rows + [[]] * (len(rows) % 2)
   ids = np.zeros((len(rows), width), np.int32)

@@ -3,31 +3,27 @@ import pytest
 from grpojax.rewards.format import format
 from grpojax.rewards.length import length, overlong, unfinished
 
-
-def example(size, most=20480):
-  return {"completion_length": size, "max_completion_length": most}
+PAPER = [(1, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1)]
 
 
 @pytest.mark.parametrize(
-  "size, expected",
-  [(1, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1)],
+  "reward, size, most, options, expected",
+  [
+    # The setting of the paper: a fifth of the limit is the cache.
+    *((overlong, size, 20480, {"cache": 4096}, value) for size, value in PAPER),
+    *((overlong, size, 20480, {}, value) for size, value in PAPER),
+    (overlong, 99, 10, {"cache": 4}, -1),
+    # A cache of more than the limit is the limit: linear from the first token.
+    (overlong, 5, 10, {"cache": 400}, -0.5),
+    (length, 5, 10, {}, -0.5),
+    (length, 5, 10, {"target": 5}, 0),
+    (length, 3, 10, {"target": 5}, -0.2),
+    (length, 7, 10, {"target": 5}, -0.2),
+  ],
 )
-def test_overlong_in_the_setting_of_the_paper(size, expected):
-  assert overlong("", "", example(size)) == pytest.approx(expected)
-  assert overlong("", "", example(size), cache=4096) == pytest.approx(expected)
-
-
-def test_overlong_is_between_minus_one_and_zero():
-  assert overlong("", "", example(99, 10), cache=4) == -1
-  # A cache of more than the limit is the limit: linear from the first token.
-  assert overlong("", "", example(5, 10), cache=400) == -0.5
-
-
-def test_length():
-  assert length("", "", example(5, 10)) == -0.5
-  assert length("", "", example(5, 10), target=5) == 0
-  assert length("", "", example(3, 10), target=5) == -0.2
-  assert length("", "", example(7, 10), target=5) == -0.2
+def test_lengths(reward, size, most, options, expected):
+  example = {"completion_length": size, "max_completion_length": most}
+  assert reward("", "", example, **options) == pytest.approx(expected)
 
 
 def test_unfinished():
@@ -61,13 +57,11 @@ def test_format():
     assert format("", completion, {}) == 0, completion[:99]
 
 
-def test_the_prompt_may_open_the_first_tag():
+def test_formats_with_other_prompts_and_tags():
   text = "a</think><answer>b</answer>"
   assert format("Q <think>\n", text, {}) == 1
   assert format("Q <think>\n", "<think>" + text, {}) == 0
   assert format("<think> Q", text, {}) == 0
-
-
-def test_other_tags():
-  assert format("", "<a>1</a><b>2</b><c>3</c>", {}, tags=("a", "b", "c")) == 1
-  assert format("", "<a>1</a><b>2</b><c>3</c>", {}, tags=("a", "b")) == 0
+  text = "<a>1</a><b>2</b><c>3</c>"
+  assert format("", text, {}, tags=("a", "b", "c")) == 1
+  assert format("", text, {}, tags=("a", "b")) == 0

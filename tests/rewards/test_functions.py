@@ -7,12 +7,6 @@ import pytest
 from grpojax.rewards import functions
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
-EXAMPLE = {
-  "answer": "12",
-  "completion_length": 6,
-  "max_completion_length": 10,
-  "finished": True,
-}
 
 
 def test_functions_of_a_user(tmp_path, monkeypatch):
@@ -35,7 +29,6 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
     ("no.such.package:f", {}, "No module named 'no'"),
     ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
     (f"{USER}:behav", {}, "has no 'behav'; did you mean 'behave'"),
-    (f"{USER}:not_a_function", {}, "is no function, but"),
     (f"{USER}:two_arguments", {}, "cannot be called"),
     (f"{USER}:behave", {"scal": 1}, "no option 'scal'.*; did you mean 'scale'"),
     (f"{USER}:behave", {"prompt": ""}, "no option 'prompt'"),
@@ -58,7 +51,9 @@ def test_what_cannot_work_is_refused(name, options, message):
     ("\0", "mine.py': source code string cannot contain null|null bytes"),
     ("\n1 / 0", r"loaded: ZeroDivisionError: division by zero \(mine.py:2\)"),
     ("import sys\nsys.exit(0)", r"loaded: SystemExit: 0 \(mine.py:2\)"),
+    ("class End(BaseException): pass\nraise End", "cannot be loaded: End"),
     ("import nowhere", "No module named 'nowhere'"),
+    ("reward = 3", "is no function, but 3"),
   ],
 )
 def test_a_file_that_cannot_be_loaded_is_a_sentence(code, message, tmp_path):
@@ -98,10 +93,10 @@ def test_several_functions():
   assert functions.combine([1.0, 2.0], [3.0, 0.5]) == 4.0
   assert functions.combine([None, 2.0], [3.0, 0.5]) == 1.0
   assert functions.combine([None, None], [1.0, 1.0]) is None
-  first, second = functions.resolve_all(
-    ["length", f"{USER}:behave"], {"behave": {"scale": 2}}
-  )
-  assert first("", "", EXAMPLE) == -0.6 and second("", "4", EXAMPLE) == 8
+  names, options = ["length", f"{USER}:behave"], {"behave": {"scale": 2}}
+  first, second = functions.resolve_all(names, options)
+  example = {"completion_length": 6, "max_completion_length": 10}
+  assert first("", "", example) == -0.6 and second("", "4", example) == 8
   for names, options, message in (
     ([], {}, "at least one"),
     (["length", "other.py:length"], {}, "length and other.py:length have one"),
@@ -110,14 +105,3 @@ def test_several_functions():
   ):
     with pytest.raises(ValueError, match=message):
       functions.resolve_all(names, options)
-
-
-def test_what_is_no_function_and_what_ends_an_import(tmp_path):
-  (tmp_path / "odd.py").write_text("number = 3\n")
-  with pytest.raises(ValueError, match="is no function, but 3"):
-    functions.resolve(f"{tmp_path}/odd.py:number")
-  (tmp_path / "ends.py").write_text(
-    "class End(BaseException):\n  pass\nraise End"
-  )
-  with pytest.raises(ValueError, match="cannot be loaded: End"):
-    functions.resolve(f"{tmp_path}/ends.py:number")

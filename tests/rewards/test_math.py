@@ -43,41 +43,33 @@ def test_the_first_kind_of_place_decides(text, expected):
 
 
 GIVE_42 = r"""
-The answer is:\n- 42 | The answer is:\n* 42 apples | The answer is\n> 42 | The
-answer is:\n\[\n42\n\] | The answer is\n$$\n42\n$$ |
+The answer is:\n- 42 | The answer is:\n\[\n42\n\] | The answer is\n$$\n42\n$$ |
 The answer is:\n```\n42\n``` | The answer is:\n\n**42** | **Answer:** 42 |
-**Answer**\n42 | Answer:\n\n42 |
-The final answer is \(42\). | The answer is $42$ apples. | The answer is \$42. |
-The answer is $42. | The answer is `42`. | The answer is "42". | answer 42 | A:
-42 | boxed{42} | So boxed{42}. | \boxed 42 | \fbox{42} | \boxed{\underline{42}}
-| \boxed{\emph{42}} | \boxed{\textcolor{blue}{42}} | $\boxed{x = 42}$ | ####
-42 clips | #### The answer is 42 | <answer>42</answer> | <answer> 42 |
-<answer>\boxed{42}</answer> 41 | The answer is 42 dollars every day at the
-market. | The answer is 42, which is even. | It is 6*7=42 | She has 42 red
-marbles (6*7) left | => 42 | The total is $42.00 | <think>the answer is
-41</think> 42 | Let me see.</think>42 | <think></think>42 |
-<think>a</think>41<think>b</think>42 | <thinking>so 41</thinking>The answer is
-42. | <reasoning>41</reasoning><answer>42</answer> | [THINK]41[/THINK]42 |
-<
+Answer:\n\n42 | The final answer is \(42\). | The answer is $42$ apples. | The
+answer is \$42. | The answer is `42`. | The answer is "42". | answer 42 | A: 42
+| So boxed{42}. | \boxed 42 | \fbox{42} | \boxed{\underline{42}} |
+\boxed{\emph{42}} | \boxed{\textcolor{blue}{42}} | $\boxed{x = 42}$ | #### 42
+clips | #### The answer is 42 | <answer> 42 | <answer>\boxed{42}</answer> 41 |
+The answer is 42 dollars every day at the market. | It is 6*7=42 | She has 42
+red marbles (6*7) left | => 42 | The total is $42.00 | <think>the answer is
+41</think> 42 | <think>a</think>41<think>b</think>42 | <thinking>so
+41</thinking>The answer is 42. | <reasoning>41</reasoning><answer>42</answer> |
+[THINK]41[/THINK]42 | <
 begin_of_thought|>41<|end_of_thought|><|begin_of_solution|>42<|end_of_solution|>
 """
 
 NOT_42 = r"""
-<think> maybe \boxed{42} | <think>42 | <think>42</think> | <think>42</think> 41
-| 42</think> 41 | 42</think> | <think>a</think> 42 <think> | <reasoning>42 |
-<answer>41</answer> 42 | <answer>42 or 43</answer> | The answer is:\n-42 | The
-answer is -42 | The answer is: - 42 | The answer is 42 or 43. | The answer is
-$42$ or $43$. | The answer is $43$, $42$. | \boxed{43} or \boxed{42} |
-\boxed{42},
-\boxed{43} | \boxed{42, 43} | \boxed{42 | $42\sqrt{2}$ | 4\sqrt{42} | $42\pi$ |
-42x | x42 | x_42 | x^42 | x^{42} | \frac{1}{42} | 1/42 | 42/5 | 42! | \sqrt 42 |
-√42 | log 42 | f(42) | (2, 42) | [2,42] | 2,42 | 2^{42} | 50 - 42 | 2 + 42 | 2
-\cdot 42 | 2*42 | 42^2 | 42 - t | 42 x | \pm 42 | ± 42 | x > 42 | x \ge 42 | x ≠
-42 | \angle 42 | 42\%x | 1e42 | 42:30 | 10-42 | half of 42 | the square root of
-42 | 42 cubed | 42 squared | 42 or 43 | 43 or 42 | 42 and a half | 3 + 42i |
-20% of 42 | The answer is the square root of 42 | The answer is 42 cubed | The
-answer is 42x | The answer is $42\pi$ | The answer is not 42, it is 43. | The
-answer is:\n\[\nx^{42}\n\]
+<think> maybe \boxed{42} | <think>42 | <think>42</think> | <think>a</think> 42
+<think> | <reasoning>42 | <answer>41</answer> 42 | <answer>42 or 43</answer> |
+The answer is:\n-42 | The answer is: - 42 | The answer is $42$ or $43$. | The
+answer is $43$, $42$. | \boxed{43} or \boxed{42} | \boxed{42}, \boxed{43} |
+\boxed{42, 43} | \boxed{42 | $42\sqrt{2}$ | 4\sqrt{42} | $42\pi$ | x_42 | x^{42}
+| \frac{1}{42} | 42/5 | 42! | log 42 | f(42) | (2, 42) | 2^{42} | 50 - 42 | 2
+\cdot 42 | 42^2 | 42 - t | 42 x | \pm 42 | x \ge 42 | x ≠ 42 | \angle 42 | 42\%x
+| 1e42 | 42:30 | 10-42 | the square root of 42 | 42 cubed | 42 or 43 | 42 and a
+half | 3 + 42i | 20% of 42 | The answer is the square root of 42 | The answer is
+42 cubed | The answer is $42\pi$ | The answer is not 42, it is 43. | The answer
+is:\n\[\nx^{42}\n\]
 """
 
 
@@ -90,94 +82,58 @@ def test_where_an_answer_stands(phrases):
 
 
 CHOOSE_FIVE = r"""
-x=2 or x=5, so the answer is 2 or 5 | The answer is 2 or 5. | The answer is 5
-or 2. | The answer is either 5 or 2. | The answer is 5 or maybe 2. | The
-answer is 5, or 2. | The answer is x = 5 or x = 2. | The answer is x=2 or x=5
-| The answer is $5$ or $2$. | The answer is **5** or **2**. | The answer is
-$x=5$ or $x=2$. | The answer is 5/2 or 5. | The answer is 2, 3 or 5 | The
-answer could be 5 or 2. | \boxed{5} or \boxed{2} | \boxed{2} or \boxed{5} | It
-is \boxed{2} or \boxed{5}. | Either \boxed{2} or \boxed{5}. | $\boxed{2}$ or
-$\boxed{5}$. | The answer is 5 or the answer is 2. | It is 2 or 5. | so 2 or 5
-| Answer: 5/2 or 5 | Answers: 2, 5 | The answers are 2 and 5. | The possible
-answers are 5 or 2. | <answer>5 or 2</answer> | <answer>5</answer> or
-<answer>2</answer> | The answer is between 2 and 5. | The answer is 2 to 5. |
-The answer is one of 2 and 5. | The answer is 5 vs 2. | The answer is 5 (or
-2). | The answer is 5 (or maybe 2). | The answer is 5, possibly 2. | The
-answer is 5; or 2. | Answer: 5 / 2 / 7 | The answer is either 2 or 5. | It's
-2, or 5. | \boxed{2}, or \boxed{5} | \boxed{5} (or \boxed{2}) | The answer is
-2 and/or 5. | The answer is 5, 2 or 3. | The answer is $5$, $2$ or $3$. | The
-answer is 5 or, alternatively, 2. | The answer is $5 or $2. | The answer is $5
-or 2 dollars. | The answer is 5 or 2 apples. | The answer is $5 or 2$. | The
-answer is $5$ million | The answer is $5$/$4$ | The answer is $5$ times $2$ |
-The answer is $5$ squared | The answer is $5$th root of 2 | The answer is $x$ <
-$5$ | The answer is $5$; $6$ | The answer is $5$, possibly $6$. | The answer is
-$5$ - $6$ | The answer is $5$ to $6$ | The answer is $5$ (alternatively $6$) |
-The answer is \(5\)\(6\) | \boxed{6} / \boxed{5} | \boxed{6} \boxed{5} |
-\boxed{6}; \boxed{5} | \boxed{6}, maybe \boxed{5}
+x=2 or x=5, so the answer is 2 or 5 | The answer is either 5 or 2. | The answer
+is 5 or maybe 2. | The answer is x = 5 or x = 2. | The answer is $5$ or $2$. |
+The answer is **5** or **2**. | The answer is $x=5$ or $x=2$. | The answer is
+5/2 or 5. | The answer is 2, 3 or 5 | \boxed{5} or \boxed{2} | It is \boxed{2}
+or \boxed{5}. | $\boxed{2}$ or $\boxed{5}$. | The answer is 5 or the answer is
+2. | It is 2 or 5. | The answers are 2 and 5. | <answer>5 or 2</answer> |
+<answer>5</answer> or <answer>2</answer> | The answer is between 2 and 5. | The
+answer is 2 to 5. | The answer is 5 vs 2. | The answer is 5 (or maybe 2). | The
+answer is 5, possibly 2. | The answer is 5; or 2. | Answer: 5 / 2 / 7 | The
+answer is either 2 or 5. | \boxed{5} (or \boxed{2}) | The answer is 2 and/or 5.
+| The answer is 5 or, alternatively, 2. | The answer is $5 or $2. | The answer
+is 5 or 2 apples. | The answer is $5 or 2$. | The answer is $5$ million | The
+answer is $5$/$4$ | The answer is $5$ times $2$ | The answer is $5$ squared |
+The answer is $5$th root of 2 | The answer is $x$ < $5$ | The answer is $5$; $6$
+| The answer is $5$ to $6$ | The answer is $5$ (alternatively $6$) | The answer
+is \(5\)\(6\) | \boxed{6} / \boxed{5} | \boxed{6}; \boxed{5} | \boxed{6}, maybe
+\boxed{5}
 """
 
 GIVE_FIVE = r"""
-The answer is 5. | So the answer is 5, not 6. | The answer is 5 rather than 6.
-| The answer is 5 instead of 6. | It isn't 6, it's 5. | It can't be 6, so it
-is 5. | 6 is wrong. The answer is 5. | 6? No, it is 5. | The answer is 6? No,
-the answer is 5. | The answer is 6. Wait, that's wrong. The answer is 5. | I
-don't think it is 6. The answer is 5. | I don't think it is 6; it is 5. | Is
-it 5? Yes. | The answer is 5. Is that right? Yes. | The answer is 5. That is
-not a coincidence. | The answer is 5, since 6 is wrong. | The answer is 5,
-because it cannot be 6. | The answer is 5. It can't be 6. | The answer is 5. 6
-is not the answer. | There is no other way, so 5. | No, it is 5. | No. The
-answer is 5. | So 5 is right. | 5 is the answer. | 5 is correct. | The answer
-is 5. No more is needed. | The answer is 5. No one else is left. | The answer
-is 5. Note that 0 is not allowed. | The answer is 5 apples. No apples remain.
-| She has no apples, so the answer is 5. | He doesn't eat 3, so 5 are left. |
-Not all are sold; 5 remain. | There are 10 apples and 5 are not red. The
-answer is 5. | I don't know if there is a shortcut, but the answer is 5. | I
-think the answer is 5. | I don't think we need more; the answer is 5. | I
-doubt that many remain. There are 5. | Without a doubt, the answer is 5. |
-#### 5 | \boxed{5} | The answer is \boxed{5}, or five. | \boxed{6} is wrong.
-So it is \boxed{5}. | I first got \boxed{6}, which is wrong. Then \boxed{5}. |
-\boxed{6}? No, \boxed{5}. | \boxed{5}. No other answer is possible. | The
-answer is $5$. | Two or three steps give 5. | With 2 or 3 coins she can pay.
-The answer is 5. | If it were 6 or 7, it would not fit. So the answer is 5. |
-The answer is 5 for 1 or 2 people. | x = 2 or x = 5, but x > 3, so the answer
-is 5. | x = 2 or x = 5. Since x is odd, the answer is 5. | Either 2 or 5. 2 is
-wrong. The answer is 5. | It could be 6, but that is wrong. It must be 5. |
-The answer is 5. (Not 6.) | The answer is 5. Wait, let me check: 2+3 = 5. Yes.
-| The answer is 5. Wait, is that correct? 2+3=5. Yes, 5. | What is wrong with
-6? It is even. So 5. | The wrong answer is 6 and the right answer is 5. | The
-answer is not only 5. | It is not impossible: 5. | The number of wrong answers
-is 5. | He got 5 wrong. | He got 5 wrong answers. | The number of incorrect
-answers is 5. | Wrong answers: 5 | Questions answered wrong: 5 | How many are
-wrong? 5. | The answer is 5 wrong questions. | So she got 5 questions wrong. |
-Number of people who do not think so: 5 | Is the answer 5? Yes, it is 5. |
-Isn't it 5? It is. | He can't be older than 5. So 5. | It can't be more than
-5. | It cannot be less than 5. | The answer is 5 because not all 6 count. |
-There are not 6 but 5. | The answer is 5 since it isn't 6 or 7. | She can't
-buy 6, so she buys 5. | They do not have 6; they have 5. | He has no money, so
-he needs 5. | No more than 5. | It is no less than 5. | That is not a problem.
-We get 5. | This is wrong if x = 6, so x = 5. | It is false that x = 6. So x =
-5. | The statement is false for 6 and true for 5. | Since 6 is not prime, the
-answer is 5. | 6 is not possible, hence 5. | 6 is impossible. 5 is possible. |
-Could it be 6? No, 6 is even. So it is 5. | Is it divisible by 3? No. So the
-answer is 5. | Is 10 divisible by 3? No. The answer is 5. | Does 5 divide 12?
-No. The smallest is 5. | 2 or 3 hours are not enough. It takes 5. | Each costs
-2 or 3 dollars; in total 5. | He can choose 2 or 3 of them, so 2 + 3 = 5. | 1
-or 2 or 3 gives 5. | The answer is 5 (2 or 3 are too few). | The answer is 5
-when n is 1 or 2. | Answer: 5 (five) | Answer: 5, which is less than 6. |
-Answer: 5, not 6 or 7. | Answer: 5, as 2 + 3 = 5. | Answer: 5. The others are
-wrong. | Answer: 5. That's not 6. | Answer: 5. It's not possible to do better.
-| Answer: 5. This is not the largest. | Answer: 5. No further steps. | Answer:
-5. No, really. | Answer: 5. This is correct. | Answer: 5. That isn't obvious.
-| Answer: 5; it was not easy. | The answer is 5. Check: 5 * 2 = 10, not 12. |
-Therefore, question 5 is wrong. | So statement 5 is false. | She answered
-number 5. That's wrong answer number 5. | The wrong one is number 5. | x = 5
-or, equivalently, 10/2 = 5. | The probability that he is wrong is 5 |
-\boxed{2} for a or b, and \boxed{5} | \boxed{5} is right, 6 is wrong. | I
-thought \boxed{6}. That's wrong. \boxed{5} | The answers are not 6; the answer
-is 5. | The answer is 5 and not 6. | We have 3 apples and 2 pears, so 5. | The
+The answer is 5. | The answer is 5 rather than 6. | The answer is 5 instead of
+6. | It can't be 6, so it is 5. | 6 is wrong. The answer is 5. | The answer is
+6? No, the answer is 5. | The answer is 6. Wait, that's wrong. The answer is 5.
+| I don't think it is 6. The answer is 5. | Is it 5? Yes. | The answer is 5. Is
+that right? Yes. | The answer is 5. That is not a coincidence. | The answer is
+5, because it cannot be 6. | There is no other way, so 5. | No. The answer is 5.
+| 5 is the answer. | The answer is 5. No more is needed. | The answer is 5. Note
+that 0 is not allowed. | She has no apples, so the answer is 5. | There are 10
+apples and 5 are not red. The answer is 5. | I doubt that many remain. There are
+5. | #### 5 | \boxed{5} | The answer is \boxed{5}, or five. | \boxed{6} is
+wrong. So it is \boxed{5}. | \boxed{6}? No, \boxed{5}. | The answer is $5$. |
+Two or three steps give 5. | With 2 or 3 coins she can pay. The answer is 5. |
+The answer is 5 for 1 or 2 people. | x = 2 or x = 5, but x > 3, so the answer is
+5. | Either 2 or 5. 2 is wrong. The answer is 5. | The answer is 5. (Not 6.) |
+The answer is 5. Wait, let me check: 2+3 = 5. Yes. | What is wrong with 6? It is
+even. So 5. | The wrong answer is 6 and the right answer is 5. | The answer is
+not only 5. | It is not impossible: 5. | He got 5 wrong. | Wrong answers: 5 |
+How many are wrong? 5. | The answer is 5 wrong questions. | Number of people who
+do not think so: 5 | Is the answer 5? Yes, it is 5. | He can't be older than 5.
+So 5. | It can't be more than 5. | He has no money, so he needs 5. | It is no
+less than 5. | 6 is impossible. 5 is possible. | Is it divisible by 3? No. So
+the answer is 5. | 2 or 3 hours are not enough. It takes 5. | He can choose 2 or
+3 of them, so 2 + 3 = 5. | The answer is 5 (2 or 3 are too few). | Answer: 5
+(five) | Answer: 5, not 6 or 7. | Answer: 5, as 2 + 3 = 5. | Answer: 5. That's
+not 6. | Answer: 5. This is not the largest. | Answer: 5. No, really. | The
+answer is 5. Check: 5 * 2 = 10, not 12. | Therefore, question 5 is wrong. | She
+answered number 5. That's wrong answer number 5. | x = 5 or, equivalently, 10/2
+= 5. | The probability that he is wrong is 5 | \boxed{2} for a or b, and
+\boxed{5} | \boxed{5} is right, 6 is wrong. | The answer is 5 and not 6. | The
 answer is 5. If we had used 6, the answer would be wrong. | The answer is $5$! |
-The answer is $5$ to the nearest cent. | The answer
-is $20$/$4$. | \boxed{5} \boxed{5} | The answer is $5$ - and not 6.
+The answer is $5$ to the nearest cent. | The answer is $20$/$4$. | \boxed{5}
+\boxed{5} | The answer is $5$ - and not 6.
 """
 
 
@@ -224,7 +180,7 @@ def test_a_reference_may_be_a_solution_or_a_number():
     assert math.math_answer("", "A: 6", {"answer": answer}) == 0.0
 
 
-UNITS = [
+UNITS = [  # of hostile texts
   *("\\boxed", "\\boxed{", "{", "}", "\\boxed{}", "\\frac", "\\frac{", "\\("),
   *("\\frac{\\frac{1", "9", "1,", "123,", "1 ", "1/", "-", "-9", "answer"),
   *("answer ", "answer is ", "answer: ", "answer is not ", "A:", "\nA: ", "$"),
@@ -249,10 +205,7 @@ UNITS = [
   "units", [UNITS[::9], pytest.param(UNITS, marks=pytest.mark.slow)]
 )
 def test_hostile_text_takes_no_time(units):
-  """A text whose time grew with its square would take many minutes.
-
-  The workers' limit, generous as it is, tells: it would be a failure.
-  """
+  """Quadratic time would take many minutes: the workers' limit would end it."""
   texts = [UNITS[0] * 10**6]
   for unit in units:
     many = unit * (math.WINDOW // len(unit))

@@ -19,6 +19,8 @@ KINDS = {
   "gemma3_text": {"head_dim": 8, "sliding_window": 3},
   "llama": {},
 }
+SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "intermediate_size": 20}
 TEXTS = ["b", "abcabc", "ccba", "abcdefgh", "a" * 9, "hgf"]
 
 
@@ -32,18 +34,10 @@ def letters(sample):
 def make_checkpoint(kind, path, labels=1):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
+  sizes = SIZES | {"num_key_value_heads": 1} | KINDS[kind]
+  others = {"attn_implementation": "eager", "num_labels": labels}
   config = transformers.AutoConfig.for_model(
-    kind,
-    vocab_size=31,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=20,
-    pad_token_id=0,
-    num_labels=labels,
-    attn_implementation="eager",
-    **KINDS[kind],
+    kind, pad_token_id=0, **sizes, **others
   )
   torch.set_num_threads(1)
   torch.manual_seed(0)
@@ -57,13 +51,7 @@ def make_checkpoint(kind, path, labels=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "kind",
-  [
-    pytest.param(kind, marks=pytest.mark.slow if i else ())
-    for i, kind in enumerate(KINDS)
-  ],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rewards_agree_with_transformers(kind, tmp_path):
   model = make_checkpoint(kind, tmp_path / "model")
   import torch
@@ -103,11 +91,13 @@ def last_token():
   return lm, shapes
 
 
+def make(lm, **options):
+  return neural.make_reward_model(lm, 1.0, letters, **options)
+
+
 def test_a_reward_model_compiles_once_a_length(last_token):
   lm, shapes = last_token
-  reward_model = neural.make_reward_model(
-    lm, 1.0, letters, lengths=(3, 8), batch_size=3
-  )
+  reward_model = make(lm, lengths=(3, 8), batch_size=3)
   samples = ["a" * n for n in (1, 2, 3, 4, 5, 6, 7)]
   want = [100 * (n + 1) + 10 for n in (1, 2, 3, 4, 5, 6, 7)]
   shapes.clear()
@@ -119,45 +109,25 @@ def test_a_reward_model_compiles_once_a_length(last_token):
   assert sorted(shapes) == [(3, 3), (3, 8)]
 
 
-def test_chats_have_rewards_like_texts_on_a_mesh(last_token):
+def test_chats_on_a_mesh_and_texts_that_are_too_long(last_token):
   lm, _ = last_token
-  mesh = jax.make_mesh(
-    (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
+  types = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((1,), ("data",), axis_types=types)
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-  reward_model = neural.make_reward_model(
-    lm, 1.0, letters, lengths=(8,), batch_size=8, sharding=rows
-  )
-  chat = [
-    {"role": "user", "content": "ab"},
-    {"role": "assistant", "content": "cd"},
-  ]
+  reward_model = make(lm, lengths=(8,), batch_size=8, sharding=rows)
+  chat = [("user", "ab"), ("assistant", "cd")]
+  chat = [{"role": role, "content": text} for role, text in chat]
   np.testing.assert_array_equal(reward_model([chat, "ab"]), [613, 311])
-
-
-def test_what_is_too_long_loses_its_start(last_token):
-  lm, _ = last_token
-  reward_model = neural.make_reward_model(
-    lm, 1.0, letters, lengths=(4,), batch_size=8
-  )
-  np.testing.assert_array_equal(reward_model(["abcde"]), [414])
+  reward_model = make(lm, lengths=(4,), batch_size=8)
+  np.testing.assert_array_equal(reward_model(["abcde"]), [414])  # its end
   with pytest.raises(ValueError, match="no tokens"):
     reward_model([[]])
 
 
 def test_other_models_are_refused(tmp_path):
-  base = {
-    "model_type": "llama",
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 20,
-  }
-  several = {
-    "architectures": ["LlamaForSequenceClassification"],
-    "id2label": {"0": "a", "1": "b", "2": "c"},
-  }
+  base = {"model_type": "llama"} | SIZES
+  several = {"architectures": ["LlamaForSequenceClassification"]}
+  several |= {"id2label": {"0": "a", "1": "b", "2": "c"}}
   for change, message in (({}, "is a language model"), (several, "3 labels")):
     (tmp_path / "config.json").write_text(json.dumps(base | change))
     with pytest.raises(ValueError, match=message):

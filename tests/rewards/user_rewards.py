@@ -89,11 +89,8 @@ def two_arguments(prompt, completion):
   return 1.0
 
 
-not_a_function = 3
-
-
 def changes(prompt, completion, example):
-  """Writes into its example; how much was there."""
+  """Counts what it writes into its example."""
   example["seen"].append(completion)
   return len(example["seen"])
 
