@@ -46,8 +46,8 @@ from grpojax.benchmarks import configured
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.random_keys import seed_key
 from grpojax.models import huggingface as hf
-from grpojax.models.attention import two_part_attention
-from grpojax.models.block_attention import Visibility, block_attention
+from grpojax.models.attention import Visibility, two_part_attention
+from grpojax.models.block_attention import block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.runtime.cli import command_line

@@ -1,22 +1,13 @@
 """Any causal language model as an `LM`: correct, if slower.
 
 `from_linen(module)` and `from_nnx(factory)` take a model that maps ids [N, S]
-to logits [N, S, V]; `from_apply(apply, init)` takes any function that does.
-Whether a model of yours is causal is seen by `check_causal(lm, params)`.
+to logits [N, S, V]; `from_apply(apply, init)` takes any such function.
 
-The model sees each sample as one unbroken row, its prompt's real tokens, then
-its completion, then padding:
-
-    slot      0 1 2 3 4 5 6      a prompt of 3 tokens among prompts of up to 4,
-    token     p p p c c c -      with 3 completion tokens
-    position  0 1 2 3 4 5 6
-    mask      1 1 1 1 1 1 0
-
-Padding comes after every real token, so a model that is causal by slot reads
-none of it, whether or not it takes positions and a mask.
-
-The price: no work is shared. Training repeats the prompt for each completion of
-its group, and decoding runs the whole row again for every token.
+The model sees each sample as one unbroken row: the prompt's real tokens, the
+completion, then padding (mask False). If it is causal by slot it reads no
+padding, with or without positions and a mask. No work is shared: training
+repeats the prompt for each completion of its group, and decoding runs the whole
+row again for every token.
 """
 
 from collections.abc import Callable
@@ -42,12 +33,11 @@ def from_apply(
       [N, S, V]`. It must be causal along S and may ignore positions and mask
       (True on real tokens, a leading run of each row).
     init: `(key) -> params`, any pytree of arrays.
-    unembed: `(params, hidden [..., D]) -> logits [..., V]`, for an `apply` that
-      returns hidden states [N, S, D] instead of logits; with a large vocabulary
-      it saves the memory of logits [N, S, V].
+    unembed: `(params, hidden [..., D]) -> logits [..., V]`, if `apply` returns
+      hidden states [N, S, D]; it saves the memory of logits [N, S, V].
 
   Returns:
-    An LM; its `extend` raises ValueError when given `segments`.
+    An LM; its `extend` refuses `segments` by ValueError.
   """
 
   def prefill(
@@ -83,10 +73,10 @@ def from_apply(
     if cache is not None:
       start = cache["index"]
       write = jax.lax.dynamic_update_slice_in_dim
-      ids = write(cache["ids"], ids.astype(cache["ids"].dtype), start, axis=2)
-      positions = write(
-        cache["positions"], positions.astype(jnp.int32), start, axis=2
+      write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(
+        cache[name], new.astype(jnp.int32), start, axis=2
       )
+      ids, positions = write("ids", ids), write("positions", positions)
       cache = {"ids": ids, "positions": positions, "index": start + size}
     rows, row_positions, mask = _rows(prefix, ids, positions, start + size)
     hidden = apply(params, rows, row_positions, mask)
@@ -117,13 +107,10 @@ def from_linen(
 
   Args:
     module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`
-      without random keys, so dropout must be off. Its "params" collection are
-      the parameters.
-    positions: name of the argument that takes positions [N, S], if any.
-    mask: name of the argument that takes a mask [N, S], True on real tokens.
-
-  Raises:
-    ValueError: (from `init`) the module has other collections than "params".
+      without random keys (no dropout), with parameters in "params". `init`
+      raises ValueError if it has other collections.
+    positions: name of the argument for positions [N, S], if any.
+    mask: name of the argument for a mask [N, S], True on real tokens, if any.
   """
   keywords = _keywords(positions, mask)
 
@@ -164,8 +151,7 @@ def from_nnx(
 
   Returns:
     An LM whose parameters are a nested dict of the module's `nnx.Param`s; other
-    variables stay as they are. `init` draws parameters by a factory, or copies
-    a module's, whatever the key.
+    variables stay as they are. `init` copies those of a module for any key.
   """
   from flax import nnx  # Here, for it can fail to import beside a newer jax.
 
@@ -200,23 +186,13 @@ def from_nnx(
 
 
 def check_causal(lm: LM, params: Params, length: int = 8) -> None:
-  """Refuses a model whose earlier tokens see later ones.
+  """Raises ValueError for a model whose earlier tokens see later ones.
 
-  Compares two random completions that differ in their second half: their
-  log-probabilities in the first may not. A model that is not causal would
-  train, on probabilities that it cannot sample from. Call this once, outside of
-  jit; parameters that are all zero show nothing.
-
-  Args:
-    lm: Model.
-    params: Its parameters.
-    length: Tokens of a row, a prompt of one included: as many as your longest
-      prompt and completion have together also shows whether the model has a
-      position for each of them.
-
-  Raises:
-    ValueError: The model is not causal, or its log-probabilities of a row of
-      this length are nan.
+  Compares the log-probabilities of two random completions that differ in their
+  second half: those of the first half must be equal and not nan. A row has
+  `length` tokens, including a prompt of one: the length of your longest prompt
+  and completion together also tests that the model has enough positions. Call
+  it outside of jit, with parameters that are not all zero.
   """
   if length < 3:
     raise ValueError(f"length = {length}: must be 3 or more")
@@ -251,7 +227,7 @@ def _rows(
   positions: Int[Array, "B G T"],
   filled: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
-  """Lays each prompt and completion out in one row: ids, positions, mask.
+  """Returns ids, positions and mask of rows of a prompt and a completion each.
 
   The first `filled` tokens of a completion are real.
   """
@@ -260,30 +236,24 @@ def _rows(
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]
   length = prefix.length[:, None, None]
   offset = slots - length  # [B, 1, S]: into the completion, negative before it
-  token = jnp.broadcast_to(
-    jnp.clip(offset, 0, size - 1), (batch, group_size, slots.size)
-  )
+  token = jnp.clip(offset, 0, size - 1)
+  token = jnp.broadcast_to(token, (batch, group_size, slots.size))
   completion = jnp.take_along_axis(ids, token, axis=2)
   in_sequence = length + jnp.take_along_axis(positions, token, axis=2)
   in_prompt = offset < 0
   rows = jnp.where(in_prompt, prompt, completion)
   row_positions = jnp.where(in_prompt | (offset >= size), slots, in_sequence)
   mask = jnp.broadcast_to(offset < filled, rows.shape)
-  return tuple(
-    x.reshape(batch * group_size, slots.size)
-    for x in (rows, row_positions, mask)
-  )
+  shape = batch * group_size, slots.size
+  return tuple(x.reshape(shape) for x in (rows, row_positions, mask))
 
 
-def _take(
-  hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]
-) -> Float[Array, "N T D"]:
-  """Returns hidden states at these slots of each row."""
+def _take(hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]) -> Array:
+  """Returns hidden states [N, T, D] at these slots of each row."""
   return jnp.take_along_axis(hidden, slots[:, :, None], axis=1)
 
 
 def _keywords(*names: str | None) -> Callable[..., dict[str, Array]]:
-  """Returns a function of values: keyword arguments of the names given."""
-  return lambda *values: {
-    name: x for name, x in zip(names, values, strict=True) if name
-  }
+  """Returns a function of values: keyword arguments of these names."""
+  pairs = lambda values: zip(names, values, strict=True)
+  return lambda *values: {name: x for name, x in pairs(values) if name}

@@ -1,7 +1,7 @@
 """Attention in two parts, own row and prompt, and RMSNorm.
 
-Axes go by their letters in `cache`, and queries are [B, G, K, R, S, E]: query
-head h attends with key head h // R. Each einsum names the axes it sums over.
+Letters of axes are those of `cache`; query head h of [B, G, K, R, S, E] attends
+with key head h // R.
 """
 
 import functools
@@ -9,14 +9,26 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.models import cache, cpu
 from grpojax.models.cache import PromptArray, RowArray
 
-_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
 _PROMPT_QUERY_AXES = "bkgrse"
+
+
+class Visibility(NamedTuple):
+  """Arrays that, with the order of a row, decide which keys a query sees."""
+
+  # Places in the whole sequence: up by one from slot to slot of a segment.
+  positions: Int[Array, "B G S"]
+  # Numbers of the completions that share a row: a token sees its own segment
+  # only. None: one completion per row.
+  segments: Int[Array, "B G S"] | None
+  prompt_mask: Bool[Array, "B P"] | None  # True on real tokens of a prompt
+  local: Any  # True if the window applies; a Python value or traced
 
 
 def rms_norm(
@@ -27,8 +39,8 @@ def rms_norm(
 ) -> Float[Array, "*tokens D"]:
   """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
 
-  With `offset` the scale is 1 + `scale` (gemma). It is not rounded here, so
-  that the scale's gradient, a sum over all tokens, is a float32 sum.
+  With `offset` the scale is 1 + `scale` (gemma). Unrounded, so that the scale's
+  gradient, a sum over all tokens, is a float32 sum.
   """
 
   # Recomputed in the backward pass, so that no float32 copies of x are kept.
@@ -45,15 +57,15 @@ def rms_norm(
 def soft_cap(
   x: Float[Array, "*shape"], cap: float | None
 ) -> Float[Array, "*shape"]:
-  """Returns cap * tanh(x / cap), or x where there is no cap."""
+  """Returns cap * tanh(x / cap), or x if `cap` is None."""
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-  """Returns x in another dtype, and rounded to it for all that follows.
+  """Casts x, rounded to `dtype` for every later use.
 
-  Of casts to 16 bits and back to 32 XLA drops both, in one program or another:
-  rollout and training would differ by what one of them did not round.
+  XLA may drop a cast to 16 bits and back; then rollout and training would
+  differ by a rounding that only one of them did.
   """
   if dtype != jnp.float32:
     info = jnp.finfo(dtype)
@@ -76,7 +88,7 @@ class _Keys(NamedTuple):
 def _of_queries(
   scales: Float[Array, "B G K C"], logits: Float[Array, "B G k r S C"]
 ) -> Float[Array, "B G k r 1 C"]:
-  """Returns the scales of each query's own head; heads may be side by side."""
+  """Returns the scales of each query's head; heads may be side by side."""
   b, g, k, r, _, c = logits.shape
   heads = scales.shape[2] // k
   scales = scales.reshape(b, g, k, heads, 1, c)
@@ -93,10 +105,10 @@ def _attend(
 ) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
-  Weights are rounded to q's dtype, so they depend on what they are a softmax
-  over: not on how its keys are held in parts. `axes` is the order of q's. A
-  query that sees no key gets uniform weights and a log-sum-exp near
-  `_NEGATIVE`: finite, and its share of a mixture is exactly 0.
+  Weights are rounded to q's dtype after the softmax over all parts, and do not
+  depend on the split. `axes` is the order of q's. A query that sees no key gets
+  uniform weights and a log-sum-exp near `NEGATIVE`: its share of a mixture is
+  0.
   """
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
@@ -106,7 +118,7 @@ def _attend(
     logits = cpu.float32_einsum(product, q, part.keys.astype(q.dtype))
     if part.key_scales is not None:
       logits = logits * _of_queries(part.key_scales, logits)
-    return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
+    return jnp.where(part.mask, soft_cap(logits * scale, cap), NEGATIVE)
 
   logits = [logits_of(part) for part in parts]
   # The largest logit cancels out of all results: no gradient flows through it.
@@ -115,9 +127,9 @@ def _attend(
   weights = [jnp.exp(x - top) for x in logits]
   total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
   lse = top + jnp.log(total)
-  # In float32 the output is divided, not the weights: without a sum over keys
-  # in the backward pass. In 16 bits that sum is of rounded gradients, whose
-  # errors it cancels: what keys or values have in common adds none.
+  # In float32 the output is divided instead of the weights: the backward pass
+  # needs no sum over keys. In 16 bits it needs that sum of rounded gradients,
+  # which cancels the errors that keys or values have in common.
   if q.dtype != jnp.float32:
     weights, total = [w / total for w in weights], 1.0
 
@@ -135,9 +147,9 @@ def _attend(
 def _attend_prompt(q, prompt, mask, scale, cap, unit):
   """Returns `_attend` of the prompts' keys, which have no axis of samples.
 
-  Samples come after the heads here, and are with them the rows of one product
-  for each key head: else logits and weights would be copied in another order.
-  q lacks the axes in `unit`, and so do the results.
+  Samples come after the heads, and are with them the rows of one product per
+  key head: else XLA would copy logits and weights. q and the results lack the
+  axes in `unit`.
   """
   keys, values = (cpu.squeeze(x, cache.PROMPT_AXES, unit) for x in prompt)
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
@@ -156,8 +168,9 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit):
 def _side_by_side(
   q: Float[Array, "B G K R S E"], heads: int
 ) -> Float[Array, "B G _ _ S _"]:
-  """Returns queries [B, G, K/n, n R, S, n E] of keys of n = `heads` a row.
+  """Returns queries [B, G, K/n, n R, S, n E] for n = `heads` keys per row.
 
+  Each has its own head's E numbers, and zeros at the others':
   Each has its own head's E numbers, and zeros at the others':
 
       q0 q1 . .  ->  q0 0      of keys  k0 k1
@@ -173,25 +186,12 @@ def _side_by_side(
 
 
 def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
-  """Returns outputs [B, G, K, R, S, E] of such queries: each its own head's."""
+  """Undoes `_side_by_side` in outputs: [B, G, K, R, S, E]."""
   b, g, k, r, s, e = out.shape
   r, e = r // heads, e // heads
-  own = [
-    out[:, :, :, i * r : (i + 1) * r, :, i * e : (i + 1) * e]
-    for i in range(heads)
-  ]
+  of_head = lambda i, size: slice(i * size, (i + 1) * size)
+  own = [out[:, :, :, of_head(i, r), :, of_head(i, e)] for i in range(heads)]
   return jnp.stack(own, axis=3).reshape(b, g, k * heads, r, s, e)
-
-
-def _merge(row, prompt):
-  """Merges attention over two sets of keys, each an output and a log-sum-exp.
-
-  The softmax over both is the two softmaxes, mixed by the share of the mass
-  that lies on the prompt's keys.
-  """
-  (out, lse), (prompt_out, prompt_lse) = row, prompt
-  share = jax.nn.sigmoid(prompt_lse - lse)
-  return out + share * (prompt_out - out)
 
 
 def two_part_attention(
@@ -209,9 +209,8 @@ def two_part_attention(
   """Attends to a token's own row (its completion) and to its group's prompt.
 
   The two parts are merged by their log-sum-exps, so the prompt's keys are never
-  copied to the samples of a group. In decoding earlier tokens of the row are in
-  a cache, which is only read: the new tokens' keys are apart from it, so that a
-  loop over layers need not carry it. One softmax is taken over both.
+  copied per sample. In decoding, a cache holds the row's earlier tokens; one
+  softmax is taken over these and the new tokens.
 
   Args:
     q: queries.
@@ -219,11 +218,11 @@ def two_part_attention(
     row_mask: broadcastable to [B, G, K, R, S, C]; at least one True for each
       query.
     prompt: keys and values of prompts, or None.
-    prompt_mask: True on real prompt tokens, or on those that each query sees; a
-      query without any True takes nothing from there.
-    slots: blocks of the cache that has the earlier tokens of the rows.
+    prompt_mask: True on real prompt tokens, or on the tokens that each query
+      sees; a query that sees none takes nothing from the prompt.
+    slots: blocks of the cache with the earlier tokens of the rows.
     slot_mask: broadcastable to the logits, with all slots on its last axis; a
-      query may see none.
+      query may see no slot.
     scale: factor of the logits; default 1 / sqrt(E).
     cap: soft cap of the logits, before they are masked.
   """
@@ -249,13 +248,15 @@ def two_part_attention(
     row_q = _side_by_side(q, together)
     keys, values = (cache.side_by_side(x, together) for x in (keys, values))
   parts.append(_Keys(keys, values, row_mask, (row_axes,) * 2))
-  of_row = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
+  out, lse = _attend(row_q, parts, scale, cap, cpu.without(_QUERY_AXES, unit))
   if together > 1:
-    of_row = (
-      _apart(of_row[0], together),
-      of_row[1].reshape(*q.shape[:-1], 1),
+    out, lse = _apart(out, together), lse.reshape(*q.shape[:-1], 1)
+  if prompt is not None:
+    prompt_out, prompt_lse = _attend_prompt(
+      q, prompt, prompt_mask, scale, cap, unit
     )
-  if prompt is None:
-    return of_row[0].reshape(shape)
-  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap, unit)
-  return _merge(of_row, of_prompt).astype(q.dtype).reshape(shape)
+    # The softmax over all keys is a mixture of the two softmaxes: the prompt's
+    # weight is its share of the mass.
+    share = jax.nn.sigmoid(prompt_lse - lse)
+    out = (out + share * (prompt_out - out)).astype(q.dtype)
+  return out.reshape(shape)

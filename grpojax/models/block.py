@@ -12,17 +12,13 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, free_axes
 from grpojax.models import cache, quantization
-from grpojax.models.attention import rms_norm, two_part_attention
-from grpojax.models.block_attention import (
-  RowAttention,
-  Visibility,
-  block_attention,
-)
+from grpojax.models.attention import Visibility, rms_norm, two_part_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.cpu import matmul
 from grpojax.models.moe import expert_load, mixture
 from grpojax.models.rope import RotaryTable, rotate
+from grpojax.models.row_attention import RowAttention
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -33,21 +29,20 @@ SAVED = "saved"
 """Name of the values of a layer that "selective" rematerialisation saves."""
 
 PRODUCTS = "products"
-"""Name of an MLP's products, and of what a post-norm normalises, which
-"attention" saves beside those."""
+"""Name of an MLP's products and of the inputs of post-norms, which "attention"
+saves as well."""
 
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
-"""True for a local layer: traced where the layers of a scan differ in it."""
+"""True for a local layer; traced if the layers of a scan differ in it."""
 
 
 class Routing(NamedTuple):
-  """Demands on the routers of tokens [B, G, S], and what came of them.
+  """Demands on the routers of tokens [B, G, S].
 
-  Attributes:
-    load_weights: times that each token counts in the routers' load; None where
-      no loss asks for it.
-    replayed: experts of the tokens in this layer, where routers do not choose.
+  `load_weights` are the tokens' weights in the routers' load, if a loss needs
+  it; `replayed` the tokens' experts in this layer, if the routers do not
+  choose.
   """
 
   load_weights: Float[Array, "B G S"] | None = None
@@ -55,33 +50,26 @@ class Routing(NamedTuple):
 
 
 class Routed(NamedTuple):
-  """Load of a layer's router, if `Routing` asks, and the tokens' experts."""
+  """Load of a layer's router, if requested, and the tokens' experts."""
 
   load: ExpertLoad | None
   experts: Int[Array, "B G S count"] | None  # None without a router
 
 
 class TokenContext(NamedTuple):
-  """Positions and masks of tokens [B, G, S], which are the same in all layers.
+  """Positions and masks of tokens [B, G, S], which all layers share."""
 
-  Attributes:
-    tables: rotary tables, for each of the configuration's `ropes`.
-    mask: True where a token sees another, broadcastable to [B, G, K, R, S, S];
-      None for whole rows that attend in blocks (`block_attention`).
-    positions: places of the tokens in the whole sequence.
-    prompt_mask: True on real prompt tokens; None where the tokens are these.
-    slot_mask: True on the slots that hold a token, or None without a cache.
-    slot_positions: positions of the tokens in the slots, or None.
-    segments: numbers of the completions that share a row, where `mask` is None.
-    routing: demands on routers.
-  """
-
-  tables: tuple[RotaryTable, ...]
+  tables: tuple[RotaryTable, ...]  # for each of the configuration's `ropes`
+  # True where a token sees another, broadcastable to [B, G, K, R, S, S]; None
+  # for long rows (`row_attention`).
   mask: Bool[Array, "..."] | None
-  positions: Int[Array, "B G S"]
+  positions: Int[Array, "B G S"]  # in the whole sequence
+  # True on real prompt tokens; None if the tokens are a prompt.
   prompt_mask: Bool[Array, "B P"] | None
+  # Of a cache: True on slots with a token, and the positions of these.
   slot_mask: Bool[Array, "C"] | None = None
   slot_positions: Int[Array, "B G C"] | None = None
+  # Numbers of the completions that share a long row.
   segments: Int[Array, "B G S"] | None = None
   routing: Routing = Routing()
 
@@ -89,20 +77,19 @@ class TokenContext(NamedTuple):
 def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
-  """Returns x W + (x A) B + bias, of the adapter and bias that there are."""
+  """Returns x W + (x A) B + bias, with the adapter and bias if any."""
   y = quantization.matmul(x, layer, name)
   if f"{name}_lora_a" in layer:
     low_rank = matmul(x, layer[f"{name}_lora_a"])
     y = y + matmul(low_rank, layer[f"{name}_lora_b"])
-  # Added in the bias's float32, and so is its gradient, a sum over all tokens;
-  # the caller may round.
+  # Added in the bias's float32: its gradient is a sum over all tokens.
   if f"{name}_bias" in layer:
     y = y + jnp.broadcast_to(layer[f"{name}_bias"], y.shape)
   return y
 
 
 class Heads(NamedTuple):
-  """Queries, keys and values of tokens; all but the values are rotated."""
+  """Queries, keys and values of tokens; queries and keys are rotated."""
 
   q: Float[Array, "B G S H E"]
   k: Float[Array, "B G S K E"]
@@ -112,7 +99,7 @@ class Heads(NamedTuple):
 def _masks(
   local: Local, window: int, context: TokenContext
 ) -> tuple[Array, Array | None, Array | None]:
-  """Returns masks of row, slots and prompt, within a local layer's window."""
+  """Returns masks of row, slots and prompt, with a local layer's window."""
   row, slots, prompt = context.mask, context.slot_mask, context.prompt_mask
   if local is False:
     return row, slots, prompt
@@ -120,7 +107,7 @@ def _masks(
   def in_window(key_positions):  # [B, G, keys] -> [B, G, 1, 1, S, keys]
     distance = context.positions[..., None] - key_positions[..., None, :]
     near = distance < window
-    # Traced, the layer may be a global one: then all keys are in its window.
+    # Traced, the layer may be global: then all keys are in its window.
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
@@ -138,7 +125,7 @@ def _masks(
 
 
 def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
-  """Returns a layer's table, of those of global and of local layers."""
+  """Returns a layer's rotary table: the global or the local one."""
   if len(tables) == 1 or local is False:
     return tables[0]
   if local is True:
@@ -176,9 +163,9 @@ def attend(
   row_attention: RowAttention | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
-  """Attends in a layer; returns the output and the tokens' keys and values.
+  """Attends with the projected `heads`; other arguments are those of `block`.
 
-  Arguments are those of `block`, and what its projections gave.
+  Returns the output and the tokens' keys and values.
   """
   c = config
   q, k, v = heads
@@ -187,7 +174,7 @@ def attend(
   # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
-  # Cached keys are rotated already, for their positions never change.
+  # Cached keys are rotated: their positions never change.
   row = cache.from_heads(k, v)
   q, row = checkpoint_name((q, row), SAVED)
   scaling = dict(scale=c.attention_scale, cap=c.attention_cap)
@@ -220,21 +207,6 @@ def _mlp(
   return constrain(_project(y, layer, "down"), "batch", "group")
 
 
-def _mixture(
-  config: TransformerConfig,
-  y: Float[Array, "B G S D"],
-  layer: Layer,
-  routing: Routing,
-) -> tuple[Float[Array, "B G S D"], Routed]:
-  """Applies a mixture of gated MLPs."""
-  load, weights = None, routing.load_weights
-  if weights is not None:
-    load = expert_load(y, layer["router"], config.experts_per_token, weights)
-  activation = ACTIVATIONS[config.activation]
-  y, experts = mixture(config, y, layer, activation, routing.replayed)
-  return y, Routed(load, experts)
-
-
 def layer_of(
   config: TransformerConfig,
   x: Float[Array, "B G S D"],
@@ -243,14 +215,12 @@ def layer_of(
   routing: Routing,
   attention: Callable[[Heads], tuple[Float[Array, "B G S HE"], Any]],
 ) -> tuple[Float[Array, "B G S D"], Any, Routed]:
-  """Applies one decoder layer, whatever the tokens attend to.
+  """Applies one decoder layer with any kind of attention.
 
-  Matrices are multiplied in their own dtype, the dtype of computation; all that
-  lies between them is float32. Above all the hidden states: rounded to bfloat16
-  in each layer, those of a token in rollout and in training drift apart.
-
-  Returns the new hidden states, what `attention` returned beside its output,
-  and what its router did.
+  Matrices are multiplied in the dtype of computation; everything between them
+  is float32, above all the hidden states: rounded to bfloat16 in each layer,
+  those of a token in rollout and in training would drift apart. Returns the new
+  hidden states, the second result of `attention`, and the router's results.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -260,14 +230,19 @@ def layer_of(
   y = _project(checkpoint_name(out, SAVED), layer, "o")
   y, mesh = constrain(y, "batch", "group"), jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
-    # Decoding: or XLA:TPU would convert it first, and send float32.
+    # While decoding, XLA:TPU would convert it first, and send float32.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, SAVED)
   y, routed = norm(x, layer["mlp_norm"]), Routed(None, None)
   if c.experts:
-    y, routed = _mixture(c, y, layer, routing)
+    load, weights = None, routing.load_weights
+    if weights is not None:
+      load = expert_load(y, layer["router"], c.experts_per_token, weights)
+    activation = ACTIVATIONS[c.activation]
+    y, experts = mixture(c, y, layer, activation, routing.replayed)
+    routed = Routed(load, experts)
   else:
     y = _mlp(c, y, layer)
   y = checkpoint_name(y, PRODUCTS)
@@ -283,13 +258,13 @@ def block(
   context: TokenContext,
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
-  row_attention: RowAttention | None = block_attention,
+  row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
-  """Applies one decoder layer, with a window where it is `local`.
+  """Applies one decoder layer, with a window if it is `local`.
 
-  `prompt` has the prompt's keys and values in this layer, and `slots` the
-  blocks of its cache. Returns the new hidden states, the keys and values of the
-  tokens, and what its router did.
+  `prompt` holds the prompt's keys and values in this layer, and `slots` the
+  blocks of its cache. Returns the new hidden states, the tokens' keys and
+  values, and the router's results.
   """
   attention = functools.partial(
     attend, config, local, context, prompt, slots, row_attention
@@ -304,13 +279,13 @@ def block_of_both(
   layer: Layer,
   local: Local,
   contexts: tuple[TokenContext, TokenContext],
-  row_attention: RowAttention | None = block_attention,
+  row_attention: RowAttention | None,
 ) -> tuple[
   tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
 ]:
-  """Applies one decoder layer to prompts and to their whole completions.
+  """Applies one decoder layer to prompts, in groups of one, and to completions.
 
-  Prompts are rows of a group of one; the router's load is that of both.
+  The router's load is that of both.
   """
   run = functools.partial(block, config, row_attention=row_attention)
   prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)

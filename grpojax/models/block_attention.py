@@ -1,9 +1,8 @@
 """Attention of long rows in blocks of queries and keys: training's memory.
 
 An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
-JAX: the logits of one block of queries and one of keys exist at a time. The
-mask of two blocks is computed where they meet, and blocks in the future or
-beyond the window are left out:
+JAX: the logits of one block of queries and one block of keys exist at a time.
+Blocks in the future or beyond the window are left out:
 
               keys 0  1  2  3
     queries 0      m  -  -  -      m: computed, with a mask
@@ -12,74 +11,42 @@ beyond the window are left out:
             3      -  -  m  m
 
 The derivative is written forwards, as a sum over blocks that is linear in the
-tangents, so that it can be taken in either direction: transposed, it is the
-backward pass of that paper.
+tangents; transposed by JAX, it is the backward pass of that paper.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.core.mesh import constrain
-from grpojax.models.attention import rounded, soft_cap
+from grpojax.models.attention import Visibility, rounded, soft_cap
 from grpojax.models.cache import (
   PROMPT_AXES,
   ROW_AXES,
   KeysValues,
   PromptKeysValues,
+  pad,
 )
 from grpojax.models.cpu import float32_einsum
 
 BLOCK = 128
 """Tokens of a block."""
 
-WHOLE = 256
-"""Rows of no more tokens than that are attended to at once, without blocks.
-It is faster on CPUs, and not measured on accelerators; the logits of a row and
-its prompt, [S, S + P] of each head, exist as a whole."""
-
 LONG = 2048
-"""Rows of more tokens are split into blocks of 2 BLOCK: a block of keys takes
-one turn of a loop, whose own cost would show."""
-
-ATTENTION = ("auto", "plain", "blocks", "kernel")
-"""Names of attention of long rows: "plain" of a whole row at once, "blocks",
-"kernel" (`kernel_attention`), and "auto": kernels on TPUs and GPUs, blocks on
-CPUs."""
-
-RowAttention = Callable[..., Array]
-"""Attention of long rows, with the arguments of `block_attention`."""
+"""Rows of more tokens are split into blocks of 2 BLOCK tokens: a block of keys
+is one turn of a loop, whose overhead would show."""
 
 CAUSAL = "causal_block"
-"""Name in programs of what is done for blocks that are not in the future."""
+"""Name in programs of the work for blocks that are not in the future."""
 
-_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
 
 # Keeps nothing of a block for the backward pass.
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
-
-
-class Visibility(NamedTuple):
-  """Arrays that decide which keys a query sees, besides the order of the row.
-
-  Attributes:
-    positions: places of the tokens in the whole sequence; within a segment they
-      go up by one from slot to slot.
-    segments: numbers of the completions that share a row, whose tokens see
-      their own segment only; None for one.
-    prompt_mask: True on real prompt tokens, or None where there is no prompt.
-    local: True where the window counts; a Python value or traced.
-  """
-
-  positions: Int[Array, "B G S"]
-  segments: Int[Array, "B G S"] | None
-  prompt_mask: Bool[Array, "B P"] | None
-  local: Any
 
 
 class _Settings(NamedTuple):
@@ -88,7 +55,7 @@ class _Settings(NamedTuple):
   scale: float
   cap: float | None
   window: int
-  any_local: bool  # False: no layer is, and nothing is computed of windows
+  any_local: bool  # False: no layer has a window
   block: int
 
 
@@ -130,15 +97,13 @@ def _split(x: Array | None, axis: int, size: int) -> Array | None:
   """Returns blocks along an axis, padded with zeros; the first axis counts."""
   if x is None:
     return None
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % size)
-  x = jnp.pad(x, widths)
+  x = pad(x, axis, -x.shape[axis] % size)
   x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
   return jnp.moveaxis(x, axis, 0)
 
 
 def _join(blocks: Array, axis: int, size: int) -> Array:
-  """Returns what `_split` took apart, without the padding."""
+  """Undoes `_split`, padding included."""
   x = jnp.moveaxis(blocks, 0, axis)
   x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
   return jax.lax.slice_in_dim(x, 0, size, axis=axis)
@@ -164,10 +129,7 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
 
 
 def _query_blocks(settings, q, visibility: Visibility):
-  """Returns blocks of queries to scan, and what their masks are made of.
-
-  These are indices of blocks, positions, segments and `local`.
-  """
+  """Returns blocks of queries, and indices, positions, segments, locality."""
   split = functools.partial(_split, size=settings.block)
   blocks = split(q, 4)
   local = jnp.broadcast_to(jnp.asarray(visibility.local), len(blocks))
@@ -201,9 +163,9 @@ def _laid_out(q):
 
 def _forward(settings, q, row, prompt, visibility):
   """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
-  # None of the arrays is known before all are. Differentiating an outer loop,
-  # over layers say, JAX would compute before it what does not change in it: the
-  # masks of all blocks at once.
+  # With the barrier no array is known before all are. Otherwise JAX, when it
+  # differentiates an outer loop (over layers), would hoist out of it what does
+  # not change: the masks of all blocks at once.
   local, start = visibility.local, jnp.zeros((), jnp.int32)
   q, row, prompt, visibility, start = jax.lax.optimization_barrier(
     (q, row, prompt, visibility._replace(local=None), start)
@@ -217,7 +179,7 @@ def _forward(settings, q, row, prompt, visibility):
     # The largest logit so far, and the sums of exp(logit - largest) and of
     # these weights times values: rescaled whenever a larger logit comes.
     carry = (
-      jnp.full((*q.shape[:-1], 1), _NEGATIVE, jnp.float32),
+      jnp.full((*q.shape[:-1], 1), NEGATIVE, jnp.float32),
       jnp.zeros((*q.shape[:-1], 1), jnp.float32),
       jnp.zeros(q.shape, jnp.float32),
     )
@@ -228,13 +190,13 @@ def _forward(settings, q, row, prompt, visibility):
       def add(carry, keys, values, mask):
         top, total, out = carry
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
-        logits = jnp.where(mask, logits, _NEGATIVE)
+        logits = jnp.where(mask, logits, NEGATIVE)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
-        # Masked, also where nothing was seen yet and all logits are the same.
+        # Masked again: if no key was seen yet, all logits are equal.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
         rescale = jnp.exp(top - new_top)
-        # The sum is of rounded weights, too, so that an average of equal values
-        # is these: their rounding errors cancel.
+        # The sum is of rounded weights as well: an average of equal values is
+        # exact then, because the rounding errors cancel.
         weights = rounded(weights, q.dtype)
         added = jnp.sum(weights.astype(jnp.float32), axis=-1, keepdims=True)
         total = total * rescale + added
@@ -314,7 +276,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
     for part, tangent_part in zip(parts, tangent_parts, strict=True):
       carry = add_part(carry, part, tangent_part)
     dout, dtotal = carry
-    # `out` is not rounded here: what all keys or all values have in common
+    # `out` is not rounded: the common part of all keys, or of all values,
     # cancels out of the difference.
     return (dout - dtotal * out).astype(q.dtype)
 
@@ -335,8 +297,8 @@ def _attention_jvp(settings, primals, tangents):
   along = functools.partial(
     _tangent, settings, out, lse, primals, visibility=visibility
   )
-  # It is linear, but older versions of JAX transpose no scan that they have not
-  # linearized themselves. Its value at 0 is read by nobody, and left out.
+  # It is linear, but older versions of JAX only transpose a scan that they have
+  # linearized themselves. The value at 0 is not used.
   tangents = tangents[:3]
   _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
   return out.astype(primals[0].dtype), linear(tangents)
@@ -355,9 +317,9 @@ def block_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Returns `two_part_attention` of whole rows (C = S), causal and masked.
 
-  Memory is a few times B G H block^2 float32 besides arguments and result.
-  `window` is the number of tokens that a query of a local layer sees, `block`
-  that of queries, and keys, of a block; by default as many as suit S.
+  Memory is a few times B G H block^2 float32 besides arguments and result. A
+  query of a local layer sees `window` tokens; `block` is the number of queries,
+  and of keys, in a block (default: by S).
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:
@@ -365,26 +327,3 @@ def block_attention(
   any_local = visibility.local is not False
   settings = _Settings(scale, cap, window, any_local, block)
   return _attention(settings, q, row, prompt, visibility)
-
-
-def choose(attention: str, platform: str | None) -> RowAttention | None:
-  """Returns attention of long rows by a name in `ATTENTION`; None is "plain".
-
-  `platform` is that of `transformer`. Along axes of a mesh that a user has
-  taken, and in rows that are too long for the kernels, there are blocks.
-  """
-  if attention in ("plain", "blocks"):
-    return block_attention if attention == "blocks" else None
-
-  def row_attention(q, row, prompt, visibility, **options):
-    from grpojax.models import kernel_attention  # Pallas takes long to import
-
-    where = platform or jax.default_backend()
-    usable = kernel_attention.is_usable(where, q, prompt)
-    if usable and (attention == "kernel" or where != "cpu"):
-      options["platform"] = where
-      attend = kernel_attention.kernel_attention
-      return attend(q, row, prompt, visibility, **options)
-    return block_attention(q, row, prompt, visibility, **options)
-
-  return row_attention

@@ -1,26 +1,20 @@
 """The decode cache: keys and values of completions so far, and of prompts.
 
-Each layer keeps the keys and values of the completions' tokens so far, one row
-of slots a sample, and those of the prompts, once for a whole group:
-
-    row      [B, G, K, S, E]   of tokens that pass through the layers
-    slots    [B, G, K, E, C]   of earlier tokens: keys, as a product with one
+    row      [B, G, K, S, E]   tokens that pass through the layers
+    slots    [B, G, K, E, C]   keys of earlier tokens, as a product with one
                                query reads them fastest; slot i of C holds
                                completion token i
              [B, G, K, C, E]   and values
-    prompt   [B, K, P, E]
+    prompt   [B, K, P, E]      once per group
 
-In the slots they may be integers of 8 bits with scales [B, G, K, C]
-(`quantization`); those of prompts, which a group shares, and those that a token
-has of itself are not.
-
+Slots may hold integers of 8 bits with scales [B, G, K, C] (`quantization`).
 The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
-decoding step only reads it, and writes the new tokens of all layers at its end,
-in place.
+decoding step reads it, and writes the new tokens of all layers at its end, in
+place.
 
-A TPU writes whole rows of 128 lanes. So there n heads narrower than that lie
-side by side in a row, slots [B, G, K/n, n E, C], and queries have zeros at
-their neighbours' keys (`attention.two_part_attention`); a slot is a row.
+A TPU writes whole rows of 128 lanes. So n heads narrower than that lie side by
+side in a row, slots [B, G, K/n, n E, C], and queries have zeros at their
+neighbours' keys (`attention.two_part_attention`).
 """
 
 import itertools
@@ -57,10 +51,7 @@ class KeysValues(NamedTuple):
 
 
 class Slots(NamedTuple):
-  """Keys and values in a cache, of one layer or of a stack of layers.
-
-  They have scales where they are integers.
-  """
+  """Keys and values in a cache, of a layer or a stack; integers have scales."""
 
   keys: Shaped[Array, "*layers B G K E C"]
   values: Shaped[Array, "*layers B G K C E"]
@@ -82,13 +73,9 @@ Block = tuple[Slots, ...]
 
 
 class Cache(NamedTuple):
-  """Keys and values of the completions so far.
+  """Keys and values of the completions so far, in blocks of slots (`grow`)."""
 
-  The slots lie in blocks, so that a step reads only those that have been begun
-  (`grow`).
-  """
-
-  # Tokens written so far; the next one goes to the slot of this number.
+  # Tokens written so far: the slot of the next one.
   index: Int[Array, ""]
   blocks: tuple[Block, ...]  # for each block, the slots of each stack's layers
 
@@ -107,16 +94,17 @@ def create(
 ) -> Cache:
   """Returns an empty cache for C = `capacity` completion tokens a row.
 
-  `layers` has the number of layers of each stack.
+  `layers` is the number of layers of each stack.
   """
   block = []
   together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
-  width, stored = head_dim * together, jnp.int8 if in_8_bits else dtype
+  width = head_dim * together
+  stored = jnp.int8 if in_8_bits else dtype
   for count in layers:
     shape = count, batch, group_size, kv_heads // together
     keys = jnp.zeros((*shape, width, capacity), stored)
     values = jnp.zeros((*shape, capacity, width), stored)
-    shape = *shape[:3], kv_heads, capacity  # each head has scales
+    shape = *shape[:3], kv_heads, capacity  # scales per head
     scales = [jnp.zeros(shape, dtype) for _ in range(2)]
     block.append(Slots(keys, values, *(scales if in_8_bits else ())))
   return Cache(jnp.zeros((), jnp.int32), (_constrain(tuple(block)),))
@@ -131,10 +119,17 @@ def _heads_together(kv_heads: int, head_dim: int) -> int:
   return count if fits else 1
 
 
+def pad(x: Array, axis: int, more: int) -> Array:
+  """Appends `more` zeros along an axis."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, more)
+  return jnp.pad(x, widths)
+
+
 def side_by_side(
   x: Shaped[Array, "*layers B G K S E"], heads: int
 ) -> Shaped[Array, "*layers B G _ S _"]:
-  """Returns keys or values [.., K/n, S, n E] of n = `heads` heads a row."""
+  """Returns keys or values [.., K/n, S, n E] with n = `heads` heads per row."""
   *rows, k, s, e = x.shape
   x = x.reshape(*rows, k // heads, heads, s, e).swapaxes(-3, -2)
   return x.reshape(*rows, k // heads, s, heads * e)
@@ -160,26 +155,17 @@ def _constrain(block: Block) -> Block:
 def grow(cache: Cache, slots: int) -> Cache:
   """Adds room for more tokens.
 
-  Where all layers are one stack, in a block of its own: the cache is never held
-  twice. A few layers by themselves are copied to wider arrays, for each block
-  that attention reads has products of its own, and small ones cost as much as
-  larger ones.
+  If all layers are one stack, as a new block: the cache is never held twice,
+  and a step reads blocks in use. A few layers by themselves are copied to wider
+  arrays: attention computes each block by itself, and small ones cost as much.
   """
   block = cache.blocks[-1]
-
-  def pad(axis, x):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, slots)
-    return jnp.pad(x, widths)
-
-  def empty(axis, x):
-    shape = list(x.shape)
-    shape[axis] = slots
-    return jnp.zeros(shape, x.dtype)
-
   if len(block) > 1:
-    return Cache(cache.index, (_constrain(_map(pad, block)),))
-  return Cache(cache.index, (*cache.blocks, _constrain(_map(empty, block))))
+    wider = _map(lambda axis, x: pad(x, axis, slots), block)
+    return Cache(cache.index, (_constrain(wider),))
+  resized = lambda axis, x: (*x.shape[:axis], slots, *x.shape[axis + 1 :])
+  empty = _map(lambda axis, x: jnp.zeros(resized(axis, x), x.dtype), block)
+  return Cache(cache.index, (*cache.blocks, _constrain(empty)))
 
 
 def map_rows(
@@ -195,38 +181,28 @@ def map_prompts(
   function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
 ) -> tuple[PromptKeysValues, ...]:
   """Maps a function of one layer's arrays [B, ...] over stacks of layers."""
-  return jax.tree.map(
-    lambda x: constrain(jax.vmap(function)(x), None, "batch", "kv_heads"),
-    stacks,
-  )
+  mapped = jax.vmap(function)
+  names = None, "batch", "kv_heads"
+  return jax.tree.map(lambda x: constrain(mapped(x), *names), stacks)
 
 
 def align(
   cache: Cache, ends: Int[Array, "B G"], index: Int[Array, ""], slots: int
 ) -> Cache:
-  """Moves the tokens of each row to where the next ones are written.
+  """Moves the last tokens of all rows to the slots before `index`.
 
-  Rows that waited while others were written have slots that nobody reads behind
-  their last token. Then the last tokens of all rows lie before slot `index`, so
-  that `ages` and `slot_positions` are right for rows of any length:
+  Rows that waited while others were written have unread slots at `ends`, after
+  their last token. Moved, `ages` and `slot_positions` are right for all rows:
 
       ends 3, 5   a b c - - .    index 4    - a b c . .
                   d e f g h .               e f g h . d
 
-  Args:
-    cache: Cache of one block.
-    ends: Slot behind each row's last token.
-    index: Slot that is written to next: as many as the longest row has tokens.
-    slots: Number of slots then, no fewer than before.
+  `cache` has one block; `index` is the number of tokens in the longest row, and
+  `slots` the number of slots afterwards, at least as many as before.
   """
   (block,) = cache.blocks
   shifts, more = index - ends, slots - _size(block[0])
-
-  def move(axis, x):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, more)
-    return jnp.pad(_roll_rows(x, shifts, axis), widths)
-
+  move = lambda axis, x: pad(_roll_rows(x, shifts, axis), axis, more)
   return Cache(index, (_constrain(_map(move, block)),))
 
 
@@ -235,8 +211,7 @@ def _roll_rows(
 ) -> Shaped[Array, "L B G ..."]:
   """Rolls each row by its own shift, one row of each device at a time.
 
-  All at once XLA would gather them from copies in other layouts, of six times
-  the cache's bytes (v5e); in place one row is read and written.
+  All at once, XLA would gather them from copies in other layouts.
   """
 
   def of_device(x, shifts):
@@ -267,30 +242,24 @@ def _size(slots: Slots) -> int:
 
 
 def capacity(cache: Cache) -> int:
-  """Returns C, the completion tokens that a row has room for."""
+  """Returns C, the number of completion tokens that a row has room for."""
   return sum(_size(block[0]) for block in cache.blocks)
 
 
-def split(
-  x: Shaped[Array, "*axes C"], blocks: tuple[Slots, ...]
-) -> list[Array]:
-  """Splits an array whose last axis is all slots into one of each block."""
+def split(x: Array, blocks: tuple[Slots, ...]) -> list[Array]:
+  """Splits an array [..., C] of all slots into one array per block."""
   ends = list(itertools.accumulate(map(_size, blocks)))
   return jnp.split(x, ends[:-1], axis=-1)
 
 
-def from_heads(
-  keys: Float[Array, "B G S K E"], values: Float[Array, "B G S K E"]
-) -> KeysValues:
+def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
   """Returns keys and values of the projections as a row."""
-  arrays = [x.transpose(0, 1, 3, 2, 4) for x in (keys, values)]
-  return KeysValues(
-    *(constrain(x, "batch", "group", "kv_heads") for x in arrays)
-  )
+  rows = (x.transpose(0, 1, 3, 2, 4) for x in keys_values)
+  return KeysValues(*(constrain(x, "batch", "group", "kv_heads") for x in rows))
 
 
 def _in_8_bits(tokens: KeysValues) -> Slots:
-  """Returns keys, which are rows still, and values with their scales."""
+  """Returns keys, which are rows still, and values, with their scales."""
   (keys, key_scales), (values, value_scales) = map(quantize, tokens)
   return Slots(keys, values, key_scales, value_scales)
 
@@ -304,13 +273,13 @@ def write(
   """Writes the next tokens of all layers into their slots, in place.
 
   Args:
-    cache: the block that is written to is the last.
+    cache: its last block is written to.
     tokens: keys and values of each stack, [layers, B, G, K, S, E].
-    last: the tokens' states after all layers, computed from all that reads the
-      cache before: where it is NaN, 0 is written. So a write comes after all
-      reads, or XLA would copy the cache for those beside it. (Where copies are
-      decided on, an `optimization_barrier` orders nothing.)
-    platform: where it runs; a TPU has a kernel for one token a row.
+    last: the tokens' states after all layers; where it is NaN, 0 is written. It
+      depends on every read of the cache, so the write comes after all reads;
+      otherwise XLA would copy the cache. (An `optimization_barrier` orders
+      nothing at that stage of XLA.)
+    platform: where it runs; a TPU has a kernel for one token per row.
   """
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)
@@ -356,14 +325,14 @@ def _write_row(
 def ages(cache: Cache) -> Int[Array, "C"]:
   """Returns the number of tokens written after each slot: 0 is the last one.
 
-  Slots that are not yet written to have more than all that are.
+  Slots without a token have larger numbers than all others.
   """
   size = capacity(cache)
   return (cache.index - 1 - jnp.arange(size)) % size
 
 
 def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Returns True for slots with a token, where all rows were written alike."""
+  """Returns True for slots with a token, if all rows were written alike."""
   return jnp.arange(capacity(cache)) < cache.index
 
 
@@ -372,14 +341,12 @@ def slot_positions(
 ) -> Int[Array, "B G C"]:
   """Returns positions of the tokens in the slots from those of the next tokens.
 
-  Decoded tokens follow each other without a gap, so the position of the first
-  of the next tokens gives all the others.
+  Decoded tokens follow each other without a gap.
   """
   return positions[..., :1] - 1 - ages(cache)[None, None]
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
-  """Returns keys and values of prompts that were rows in a layer, G = 1."""
-  return PromptKeysValues(
-    *(constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
-  )
+  """Returns keys and values of prompts, which were rows in a layer (G = 1)."""
+  prompts = (constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
+  return PromptKeysValues(*prompts)

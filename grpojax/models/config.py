@@ -26,19 +26,18 @@ class TransformerConfig:
     heads: H.
     kv_heads: K, a divisor of H.
     head_dim: E, even.
-    mlp: F, of one expert where there are experts.
+    mlp: F, of one expert if there are experts.
     rope: rotary embedding.
     norm_eps: number added to the mean square in RMSNorm.
-    qkv_bias: True for biases of query, key and value projections.
-    o_bias: True for a bias of the attention's output projection.
-    mlp_bias: True for biases of the MLP's three projections.
-    tied: True where the output head is the transposed embedding.
-    qk_norm: True where each head's queries and keys are normalised.
-    norm_offset: True where norms scale by 1 + their weights.
-    post_norms: True where attention and MLP are normalised after, as well as
-      before.
+    qkv_bias: biases of query, key and value projections.
+    o_bias: bias of the attention's output projection.
+    mlp_bias: biases of the MLP's three projections.
+    tied: the output head is the transposed embedding.
+    qk_norm: each head's queries and keys are normalised.
+    norm_offset: norms scale by 1 + their weights.
+    post_norms: outputs of attention and MLP are normalised, too.
     activation: function of the MLP's gate, "silu" or "gelu_tanh".
-    scaled_embedding: True where the embedding is multiplied by sqrt(D).
+    scaled_embedding: the embedding is multiplied by sqrt(D).
     attention_scale: factor of the attention logits; None means 1 / sqrt(E).
     attention_cap: soft cap of the attention logits, or None.
     logits_cap: soft cap of the output logits, or None.
@@ -47,12 +46,12 @@ class TransformerConfig:
     window: tokens that a local layer attends to, the token itself included.
     local_rope: rotary embedding of those layers; None means `rope`.
     experts: X, experts of a layer; 0 means one MLP and no router.
-    experts_per_token: experts that a token is sent to.
-    normalize_experts: True where the weights of a token's experts sum to 1.
+    experts_per_token: experts of each token.
+    normalize_experts: the weights of a token's experts sum to 1.
     labels: outputs of a sequence classifier, which has a score in place of the
       head; 0 means a language model.
-    gaps: ranges [start, stop) of ids without a token. The model has rows for
-      them, but its distributions leave them out.
+    gaps: ranges [start, stop) of ids without a token; they have rows, and
+      probability 0.
   """
 
   vocab_size: int

@@ -1,17 +1,16 @@
 """Layouts that XLA's CPU compiler is fast with; no number depends on them.
 
-Products. A gradient of a product is a product too, summed over the axes that
-the other factor has alone. Over several of them XLA's CPU compiler first copies
-both factors in another order, and computes again what they are made of; over
-one it reads them as they are. So on CPUs the axes that the first factor has
-alone are merged where they follow each other, and no mesh splits them but the
-first: what is split would leave its devices if it were merged.
+Products. The gradient of a product is a sum over the axes that the other factor
+has alone. If there are several, XLA:CPU first copies both factors in another
+order, and recomputes them; over one axis it reads them in place. So on CPUs
+adjacent axes that the first factor has alone are merged, unless a mesh splits
+any but the first: merged, those would leave their devices.
 
     [B, G, K, R, S, E] x [B, G, K, C, E] -> [B, G, K, R, S, C]
     [B, G, K, R S, E]  x [B, G, K, C, E] -> [B, G, K, R S, C]      on CPUs
 
-Sums. Gradients of norms and of softmax are sums of products, for which its code
-is up to ten times as fast without axes of size 1. So these are left out.
+Sums. Gradients of norms and of softmax are sums of products, which XLA:CPU
+computes up to ten times faster without axes of size 1. So these are left out.
 """
 
 import functools
@@ -26,12 +25,12 @@ from grpojax.core.mesh import ROWS, free_axes, sample_cuts
 
 
 def _has_explicit_axes() -> bool:
-  """Returns True where the mesh's axes are part of an array's type."""
+  """Returns True if the mesh's axes are part of an array's type."""
   return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _mergeable(b: int, g: int) -> bool:
-  """Returns True where the mesh splits [B, G, ...] along B alone, if at all."""
+  """Returns True if the mesh splits [B, G, ...] along B alone, if at all."""
   if _has_explicit_axes():
     return False
   others = free_axes(jax.sharding.get_abstract_mesh()).keys() - set(ROWS)
@@ -59,9 +58,8 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   """Returns a product of two arrays of one dtype, summed in float32.
 
   Rounded to bfloat16, logits would differ between rollout and training. On CPUs
-  the factors are converted to float32, which gives the same: XLA has no such
-  product of 16-bit floats for every order of axes there, and would fail. In
-  `product` b and g are prompts and samples.
+  the factors are converted first, with the same result: XLA:CPU lacks some such
+  products of 16-bit floats. In `product` b and g are prompts and samples.
   """
   of_x, of_y, out = product.replace("->", ",").split(",")
   # Letters of the axes that x has alone: they could be one axis.
@@ -91,7 +89,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
 
 
 def on_squeezed(function: Callable[..., Array]) -> Callable[..., Array]:
-  """Calls a function of vectors [..., D] without axes of size 1 before D."""
+  """Returns a function of vectors [..., D] that runs without axes of size 1."""
 
   def run(x, *args):
     axes = x.shape[:-1]
@@ -103,7 +101,7 @@ def on_squeezed(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def unit_axes(shape: Sequence[int], axes: str) -> str:
-  """Returns the letters of the axes that have size 1 and carry no sharding."""
+  """Returns the letters of the axes of size 1 without sharding."""
   if _has_explicit_axes():
     return ""
   return "".join(a for a, n in zip(axes, shape, strict=True) if n == 1)

@@ -3,17 +3,17 @@
 FlashAttention (Dao 2023, arXiv 2307.08691) over several sets of keys in one
 softmax: all logits stay on the chip.
 
-The keys that a query sees are one run of each set, and the first and the last
-slot of it all that masks are made of. They also tell the blocks that have no
-key of a run: these are left out. Two segments in a row, in blocks of two:
+A query sees one run of keys of each set. Masks are made of the first and the
+last slot of that run, which also tell the blocks without any visible key: these
+are left out. Two segments in a row, in blocks of two:
 
     keys       a a | a b | b b         computed, of queries x keys:
     queries    a a | a b | b b           m - -
     first      0 0 | 0 3 | 3 3           m m -
     last       0 1 | 2 3 | 4 5           - m m
 
-Logits are [keys, queries] here: what belongs to a query (its run, its
-log-sum-exp) is a row of lanes then, without padding in a TPU's memory.
+Logits are [keys, queries]: the numbers of a query (its run, its log-sum-exp)
+are a row of lanes then, without padding in a TPU's memory.
 
 Axes: N rows, H query heads, K key heads, S queries and C keys of a row, E
 channels; M sets of keys, each of N / M rows.
@@ -30,12 +30,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.models.attention import soft_cap
 
 _VMEM, _VMEM_V4 = 56 * 2**20, 15 * 2**20
-"""Bytes that a TPU's kernel may use of the memory on the chip."""
-
-_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
+"""Bytes of on-chip memory that a TPU's kernel may use."""
 
 
 class Settings(NamedTuple):
@@ -74,8 +73,8 @@ def block_size(platform: str, size: int, width: int) -> int:
   if platform == "gpu":
     # What a block's products take of an H100 multiprocessor's 228 KB.
     return 64 if width <= 128 else 32
-  # A multiple of a TPU's lanes. Its matrix units want large ones, but not where
-  # much would be padding.
+  # A multiple of a TPU's lanes: large for its matrix units, unless much would
+  # be padding.
   return next((n for n in (512, 256) if -size % n <= size // 8), 128)
 
 
@@ -87,7 +86,7 @@ def _vmem() -> int:
 
 
 def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
-  """Returns False where a TPU's kernels cannot hold so many tokens of a head.
+  """Returns False if a TPU's kernels cannot hold so many tokens of a head.
 
   They hold 38k tokens of 256 channels or 76k of 128 in 16 bits, and on v4 10k
   and 20k. The rest is for blocks of logits.
@@ -122,7 +121,7 @@ def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
   """Returns the product of two blocks over one axis of each, in float32."""
   axes = (over[:1], over[1:]), ((), ())
   options = {"preferred_element_type": jnp.float32}
-  if x.dtype != jnp.float32:  # there is no other precision of 16-bit floats
+  if x.dtype != jnp.float32:  # 16-bit floats have no other precision
     options["precision"] = jax.lax.Precision.DEFAULT
   return jax.lax.dot_general(x, y, axes, **options)
 
@@ -167,20 +166,20 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
   # The largest logit so far, and the sums of exp(logit - largest) and of these
   # weights times values: rescaled whenever a larger logit comes.
   carry = (
-    jnp.full((1, block), _NEGATIVE, jnp.float32),
+    jnp.full((1, block), NEGATIVE, jnp.float32),
     jnp.zeros((1, block), jnp.float32),
     jnp.zeros((width, block), jnp.float32),
   )
 
   def add(carry, logits, mask, keys, values):
     top, total, out = carry
-    logits = jnp.where(mask, logits, _NEGATIVE)
+    logits = jnp.where(mask, logits, NEGATIVE)
     new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
-    # Masked, also where nothing was seen yet and all logits are the same.
+    # Masked again: if no key was seen yet, all logits are equal.
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
-    # The sum is of rounded weights, too, so that an average of equal values is
-    # these: their rounding errors cancel.
+    # The sum is of rounded weights as well: an average of equal values is exact
+    # then, because the rounding errors cancel.
     weights = weights.astype(q.dtype)
     added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
     total = total * rescale + added
@@ -210,8 +209,8 @@ def _keys_kernel(
 ):
   """Computes the gradients of a block of keys and values, for one row.
 
-  Sums over the query heads that share them: those in the references, and those
-  of the grid's last axis.
+  Sums over the query heads that share them: heads of the references, and of the
+  grid's last axis.
   """
   j, head = pl.program_id(2), pl.program_id(3)
   keys, values = part.keys[...], part.values[...]
@@ -243,8 +242,8 @@ def _keys_kernel(
 def _call(settings, kernel, grid, inputs, outputs, flops, again):
   """Calls a kernel; inputs and outputs are a tree of specs and one of arrays.
 
-  `flops` are those of its products, and `again` bytes that are fetched more
-  than once, for XLA's scheduler and for `aot`.
+  XLA's scheduler and `aot` read the operations `flops` of its products, and the
+  bytes `again` that are fetched more than once.
   """
   (in_specs, inputs), (out_specs, outputs) = inputs, outputs
   if settings.platform == "gpu":
@@ -276,7 +275,7 @@ def _call(settings, kernel, grid, inputs, outputs, flops, again):
 
 
 def _run_specs(settings: Settings, run: _Run) -> _Run:
-  """Returns specs of a row's numbers, where a TPU reads scalars from."""
+  """Returns specs of a row's numbers, in the memory for a TPU's scalars."""
   space = {} if settings.platform == "gpu" else {"memory_space": pltpu.SMEM}
   shape = None, 1, run.begin.shape[2]
   spec = pl.BlockSpec(shape, lambda n, *_: (n, 0, 0), **space)
@@ -284,10 +283,7 @@ def _run_specs(settings: Settings, run: _Run) -> _Run:
 
 
 def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
-  """Returns options of a spec: one buffer for a long row, and not two.
-
-  Its memory counts then, and its copy little beside what is done with it.
-  """
+  """Returns options of a spec: one buffer for a long row, to save memory."""
   head = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
   if settings.platform == "gpu" or head < 2**21:
     return {}
@@ -297,8 +293,7 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
 def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
   """Returns the operations of matrix products of all queries with a part.
 
-  Of rows that one segment fills: half of their own keys, which are the first
-  part, are in the future.
+  Of rows of one segment: half of their own keys, the first part, lie ahead.
   """
   keys = parts[index].keys.shape[2]
   return 2 * products * q.size * (keys if index else (keys + 1) // 2)
@@ -307,13 +302,8 @@ def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
 def _over_queries(settings, kernel, products, queries, parts, out):
   """Calls a kernel of blocks of queries, which loops over blocks of keys.
 
-  Args:
-    settings: the settings.
-    kernel: the kernel.
-    products: number of products of a query and a key.
-    queries: arrays [N, H, S, E] and [N, H, 1, S].
-    parts: the parts.
-    out: abstract results, of the same shapes.
+  A query and a key have `products` products; `queries` are arrays [N, H, S, E]
+  and [N, H, 1, S], and `out` abstract results of such shapes.
   """
   q, block = queries[0], settings.blocks[0]
   n, heads, size, width = q.shape
@@ -394,7 +384,7 @@ def key_gradients(
   block, key_block = settings.blocks[0], settings.blocks[index]
   n, heads, size, width = q.shape
   share, (_, kv_heads, slots, _) = n // len(part.keys), part.keys.shape
-  # A GPU's programs run beside each other, and add nothing up.
+  # A GPU's programs run in parallel, and cannot add up in place.
   once = heads // kv_heads if settings.platform == "gpu" else 1
   turns = heads // kv_heads // once
 

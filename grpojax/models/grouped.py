@@ -3,13 +3,12 @@
     rows [N, D], matrices [X, D, F], runs [X]  ->  [N, F]
 
 The first runs[0] rows are multiplied with matrix 0, the next runs[1] with
-matrix 1, and so on; what comes out for rows behind the last run is undefined.
+matrix 1, and so on; the result is undefined in rows after the last run.
 
-On TPU `jax.lax.ragged_dot` is a kernel that visits each run's tiles alone, and
-the gradient of the matrices a product that skips the tiles of other runs.
-XLA:GPU (jax 0.10) multiplies all rows with all matrices, under a mask that it
-writes out: X times the operations and the memory. So GPUs have kernels here
-(Pallas, by Triton), of which each program multiplies one tile of one run.
+On TPU `jax.lax.ragged_dot` is a kernel that visits each run's tiles alone.
+XLA:GPU (jax 0.10) multiplies all rows with all matrices: X times the operations
+and the memory. So GPUs have kernels here (Pallas, by Triton), in which a
+program multiplies one tile of one run.
 """
 
 import functools
@@ -70,10 +69,10 @@ def product_kernel(
   flipped: bool = False,
   interpret: bool = False,
 ) -> Float[Array, "N B"]:
-  """Does the work of `_product` on a GPU.
+  """Computes `_product` on a GPU.
 
   Each run begins with a tile of its own, so there are at most N / tile + X of
-  them, of which those behind the last are empty:
+  them; those after the last are empty:
 
       runs   3            6                  (X = 2, tiles of 4 rows, N = 9)
       tiles  [0 1 2 . ]   [3 4 5 6] [7 8 . . ]   [. . . .]
@@ -128,7 +127,7 @@ def outer_kernel(
   runs: Int[Array, "X"],
   interpret: bool = False,
 ) -> Float[Array, "X D F"]:
-  """Does the work of `_outer` on a GPU: a program adds up a run's tiles."""
+  """Computes `_outer` on a GPU: a program adds up a run's tiles."""
   groups, d, f = len(runs), rows.shape[1], other.shape[1]
   height, width = math.gcd(d, COLUMNS), math.gcd(f, COLUMNS)
   tile = min(_tile_rows(len(rows), groups), DEPTH)
@@ -182,8 +181,8 @@ def grouped_product(
 ) -> Float[Array, "N F"]:
   """Multiplies each run of rows with its matrix, in the rows' dtype.
 
-  It can be differentiated once, forward or in reverse. On GPUs XLA does it
-  where D or F is no multiple of 16.
+  It can be differentiated once, forward or in reverse. On GPUs XLA does it if D
+  or F is no multiple of 16.
   """
   return _multiply(rows, matrices, runs)
 

@@ -1,9 +1,9 @@
 """TPU kernel that draws tokens from the output head, without logits in memory.
 
-The logits of a part of the vocabulary are multiplied, and a token is drawn of
-them, before the next part's (`core.decoding.sampling.sample_parts` draws one of
-the parts). In a part, columns 128 apart share a lane: first a lane is drawn by
-the inverse CDF, then a token in it.
+A token is drawn of one part of the vocabulary before the next part's logits are
+multiplied; `core.decoding.sampling.sample_parts` draws one of the parts. In a
+part, columns 128 apart share a lane: first a lane is drawn by the inverse CDF,
+then a token in it.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """Attention of long rows by kernels: `block_attention` on TPUs and GPUs.
 
-Tokens of a segment follow each other in a row, and positions go up by one in
-it. So the keys that a query sees are one run of its row, which ends with
-itself, and one of the prompt: what `flash_kernels` computes with.
+Tokens of a segment follow each other in a row, with positions that go up by
+one. So a query sees one run of keys in its row, which ends with itself, and one
+in the prompt: the runs that `flash_kernels` computes with.
 
-Only the backward pass is written, so that `jax.jvp` needs `block_attention`.
+Only the backward pass is written: `jax.jvp` needs `block_attention`.
 """
 
 import functools
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from grpojax.core.mesh import activation_spec, runs_kernels
 from grpojax.models import flash_kernels, sharding
-from grpojax.models.block_attention import Visibility
-from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.attention import Visibility
+from grpojax.models.cache import KeysValues, PromptKeysValues, pad
 from grpojax.models.flash_kernels import Part
 
-_EVERYTHING = 2**30  # tokens of a window that has them all
+_EVERYTHING = 2**30  # tokens of a window that holds all of them
 _QUERY_AXES = "batch", "group", "kv_heads", "query_heads"
 
 
@@ -81,7 +81,7 @@ def _forward(settings, q, row, prompt, seen):
 def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
   """Returns the gradients of queries, row and prompt.
 
-  `sums` are the axes of the mesh over which those of row and prompt are added.
+  Gradients of row and prompt are added over the mesh's axes `sums`.
   """
   di = jnp.sum(out * dout.astype(jnp.float32), axis=-1)
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
@@ -125,7 +125,7 @@ def _over_mesh(function, q, row, prompt, seen, *of_queries, gradients=False):
 
 
 def _without_derivative(function):
-  """Says what a second derivative of attention fails for; Pallas would not."""
+  """Raises an error with a remedy for a second derivative of attention."""
   once = jax.custom_jvp(function, nondiff_argnums=(0,))
 
   @once.defjvp
@@ -151,8 +151,8 @@ def _attention(settings, q, row, prompt, seen):
 
 def _attention_forward(settings, *arrays):
   out, lse = _outputs(settings, *arrays)
-  # Not rounded for the gradient: what all keys or all values have in common
-  # cancels out of that of the queries.
+  # Not rounded for the gradient of the queries: the common part of all keys, or
+  # of all values, cancels out of it.
   return out.astype(arrays[0].dtype), (*arrays, out, lse)
 
 
@@ -169,10 +169,8 @@ def _attention_backward(settings, residuals, dout):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _pad(x: Array, axis: int, block: int) -> Array:
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % block)
-  return jnp.pad(x, widths)
+def _pad(x: Array, axis: int, multiple: int) -> Array:
+  return pad(x, axis, -x.shape[axis] % multiple)
 
 
 def kernel_attention(
@@ -188,8 +186,8 @@ def kernel_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Returns `block_attention`, computed by kernels.
 
-  `platform` is "tpu", "gpu", or "cpu", where they are interpreted, slowly.
-  Segments must be runs of tokens, and prompts be padded on the right.
+  `platform` is "tpu", "gpu", or "cpu", which interprets them, slowly. Segments
+  must be runs of tokens, and prompts be padded on the right.
   """
   *_, size, width = q.shape
   scale = width**-0.5 if scale is None else scale
@@ -217,10 +215,10 @@ def kernel_attention(
 
 
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
-  """Returns False where there are no kernels of this, and blocks are used.
+  """Returns False if blocks replace the kernels.
 
-  So it is on axes that a user has taken and, on TPUs, for rows too long and
-  for float16.
+  This is so on axes that a user has taken and, on TPUs, for long rows and
+  float16.
   """
   if platform != "tpu":
     return runs_kernels()

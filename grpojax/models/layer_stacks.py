@@ -1,8 +1,7 @@
 """The decoder's layers, run one after another, and recomputed for gradients.
 
 A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
-one or, where some layers are held apart (`last_layers`), several that follow
-each other.
+one stack or, if some layers are held apart (`last_layers`), several.
 """
 
 import itertools
@@ -24,16 +23,15 @@ REMAT = {
   "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Values that are saved of a layer besides its input, as policies of
-`jax.checkpoint`. "none" recomputes nothing. "attention" recomputes softmax
-weights (Korthikanti et al. 2022, "Reducing activation recomputation in large
-transformer models") and activations, "selective" an MLP's products as well,
-"full" all values. Of experts, "attention" recomputes what "selective" does."""
+"""Values of a layer to save besides its input, as policies of `jax.checkpoint`.
+"none" recomputes nothing, "attention" softmax weights (Korthikanti et al. 2022,
+"Reducing activation recomputation in large transformer models") and
+activations, "selective" an MLP's products as well, "full" all values. In layers
+of experts, "attention" is "selective"."""
 
 SHALLOW = 8
-"""Layers up to which a model is not scanned but written out, in training and in
-decoding: a scan fills its stacks of saved values with zeros first, and copies
-each layer's in and out."""
+"""Models of at most this many layers are written out instead of scanned: a scan
+fills its stacks of saved values with zeros first, and copies each layer's."""
 
 
 def run_layer(
@@ -48,7 +46,7 @@ def run_layer(
   """Returns `function(config, x, layer, local, *args)` of one layer.
 
   The layer's parameters are gathered while it runs; if `remat` is None, they
-  are already, and there is no backward pass.
+  are gathered already, and there is no backward pass.
   """
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
@@ -90,18 +88,11 @@ def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
 def last_layers(
   params: Params, count: int
 ) -> tuple[Params, Callable[[Params], Params]]:
-  """Holds `count` last layers, the final norm and the output head apart.
+  """Holds `count` last layers, the final norm and an untied head apart.
 
   Nothing below them is differentiated then
-  (`statistics.projections.score_projections`). A tied head is part of the
-  embedding, and stays with what is below.
-
-  Returns:
-    `(moving, merge)`: the parameters held apart, and `merge(moving)`, the
-    parameters of the same model.
-
-  Raises:
-    ValueError: there are not so many layers.
+  (`statistics.projections.score_projections`). Returns these parameters and
+  `merge`: `merge(moving)` gives the parameters of the same model.
   """
   total = layer_count(params["layers"])
   if not 1 <= count <= total:
@@ -167,14 +158,13 @@ def scan(
 
   `body` returns the new x, any pytree, and an output of the layer; `scanned`
   has for each stack a pytree with its layers on the leading axis. Parameters
-  named `whole` are in `layer` as those of the whole stack, beside their index
-  `LAYER`: what takes them from there copies nothing. Returns x and the stacked
-  outputs of each stack.
+  named `whole` are in `layer` as those of the whole stack, with the layer's
+  number `LAYER`, so that no layer is copied out. Returns x and each stack's
+  outputs.
   """
   start, outputs = 0, []
-  # Layers are written out only where nothing is recomputed, for out of a loop
-  # XLA would keep that; and only where parameters are whole, or several layers
-  # could be gathered at once.
+  # Layers are written out only if nothing is recomputed (XLA would keep it) and
+  # parameters are whole (several layers could be gathered at once).
   shallow = config.layers <= SHALLOW
   unroll = shallow and remat == "none" and sharding.fsdp_shards() == 1
   for stack, *more in zip(stacks(params), *scanned, strict=True):

@@ -2,8 +2,8 @@
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv
 2106.09685), equation 3. Only A [in, r] and B [r, out] are parameters of the
-adapted model. B starts at zero, so it starts as the base; and with no adapters
-it is the base, so a reference policy needs no second copy of it.
+adapted model. B starts at zero, so training starts from the base; without
+adapters it is the base, so a reference policy needs no second copy.
 """
 
 import dataclasses
@@ -31,22 +31,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
-  """Returns the matrices that a pattern names, with shapes [L, in, out].
+  """Returns the shapes [L, in, out] of the matrices that a pattern names.
 
-  Those of X experts are [L, X, in, out].
-
-  `targets` is a regular expression, matched in full against paths like
-  "layers/q" of `base`, parameters or their shapes.
-
-  Raises:
-    ValueError: it is no regular expression, matches nothing, or an array
-      that cannot be adapted.
+  Experts' matrices are [L, X, in, out]. `targets` is a regular expression,
+  matched in full against paths like "layers/q" of `base`, parameters or their
+  shapes. ValueError if it is invalid, or matches nothing or another array.
   """
   leaves = flatten_dict(base, sep="/")
-  matrices = {}
-  for name in sorted(PROJECTIONS):
-    if f"layers/{name}" in leaves:
-      matrices[f"layers/{name}"] = leaves[f"layers/{name}"].shape
+  paths = [f"layers/{name}" for name in sorted(PROJECTIONS)]
+  matrices = {path: leaves[path].shape for path in paths if path in leaves}
   try:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
@@ -64,14 +57,8 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
   """Draws float32 adapters of rank r that change nothing yet.
 
   A is uniform in +-1/sqrt(in), as in PEFT, and B is 0. `base` and `targets` are
-  those of `targets_of`.
-
-  Returns:
-    `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`; each expert
-    has adapters of its own, [L, X, in, r] and [L, X, r, out].
-
-  Raises:
-    ValueError: rank < 1, or as `targets_of`.
+  those of `targets_of`. Returns `{"layers": {"q": {"a": [L, in, r], "b":
+  [L, r, out]}, ...}}`; experts have adapters [L, X, in, r] and [L, X, r, out].
   """
   if rank < 1:
     raise ValueError(f"rank={rank} must be 1 or more")
@@ -80,26 +67,22 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
   for key, (path, shape) in zip(keys, matrices.items(), strict=True):
     *stacked, fan_in, fan_out = shape
     bound = fan_in**-0.5
-    a = jax.random.uniform(
-      key, (*stacked, fan_in, rank), minval=-bound, maxval=bound
-    )
-    name = path.removeprefix("layers/")
-    layers[name] = {"a": a, "b": jnp.zeros((*stacked, rank, fan_out))}
+    a = jax.random.uniform(key, (*stacked, fan_in, rank), float, -bound, bound)
+    b = jnp.zeros((*stacked, rank, fan_out))
+    layers[path.removeprefix("layers/")] = {"a": a, "b": b}
   return {"layers": layers}
 
 
 def abstract(base: Params, rank: int, targets: str) -> Params:
   """Returns shapes and dtypes of the adapters that `init` draws."""
-  return jax.eval_shape(
-    lambda base: init(base, seed_key(0), rank, targets), base
-  )
+  draw = lambda base: init(base, seed_key(0), rank, targets)
+  return jax.eval_shape(draw, base)
 
 
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
-  """Returns the base with A and scale * B beside their matrices.
+  """Returns the base with A and scale * B as neighbours of their matrices.
 
-  The result has as many stacks of layers as the adapters, which
-  `transformer.last_layers` splits; the base has one.
+  The result has as many stacks of layers as the adapters; the base has one.
   """
   if not adapters:
     return base
@@ -118,9 +101,8 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   """Returns the `LM` whose parameters are adapters of a frozen base.
 
   Call it inside `jax.jit`, with `base` an argument of the jitted function: then
-  policy and reference (its adapters are `{}`) share one base in memory.
-  `scale` is the factor of A B, PEFT's lora_alpha / r. The model's `init` gives
-  `{}`, the base itself; `lora.init` draws others.
+  policy and reference (adapters `{}`, also those of `init`) share one base in
+  memory. `scale` is the factor of A B, PEFT's lora_alpha / r.
   """
 
   def attached(function):
@@ -129,22 +111,17 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
 
     return run if function else None
 
+  def prepare(params, longest, **formats):
+    return lm.prepared(params, longest=longest, **formats)
+
+  names = [f"{name}_with_experts" for name in ("prefill", "extend")]
+  names += ["prefill", "extend", "forward", "forward_with_load"]
   return lm._replace(
     init=lambda key: {},
-    prefill=attached(lm.prefill),
-    extend=attached(lm.extend),
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
-    # A plain model then.
-    prepare=attached(
-      lambda params, longest, **formats: lm.prepared(
-        params, longest=longest, **formats
-      )
-    ),
-    forward=attached(lm.forward),
-    prefill_with_experts=attached(lm.prefill_with_experts),
-    extend_with_experts=attached(lm.extend_with_experts),
-    forward_with_load=attached(lm.forward_with_load),
+    prepare=attached(prepare),  # the result is a plain model
     forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
+    **{name: attached(getattr(lm, name)) for name in names},
   )
 
 
@@ -152,8 +129,8 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
 class Merged:
   """Stack of matrices W + scale A B, each computed when it is indexed.
 
-  In float32, whatever W is: in bfloat16 a change of less than 0.2% of a weight
-  would be rounded away.
+  In float32 for any dtype of W: bfloat16 would round away a change of less than
+  0.2% of a weight.
   """
 
   base: Float[Array, "L *X m n"]
@@ -179,9 +156,9 @@ class Merged:
 def merge_lazily(
   base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
 ) -> dict[str, Any]:
-  """Returns parameters of a plain model that computes the same, for `hf.save`.
+  """Returns parameters of an equivalent plain model, for `hf.save`.
 
-  Merged matrices are float32, and computed a layer at a time (`Merged`).
+  Merged matrices are float32, computed one layer at a time (`Merged`).
   """
   layers = dict(base["layers"])
   for name, x in adapters.get("layers", {}).items():
@@ -200,23 +177,21 @@ def save_peft(
 ) -> None:
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
-  Those of experts are a pair of tensors an expert. Transformers 5 holds gate
-  and up of all experts as one parameter, and peft 0.21 reads their adapters
-  beside those of down alone: it would leave out others with no more than a
-  warning.
+  Each expert has a pair of tensors. Transformers 5 holds gate and up of all
+  experts as one parameter, and peft 0.21 reads adapters of down alone or of all
+  three matrices; it would skip others with only a warning.
 
   Args:
-    path: the directory to make; nothing stands there until all is written.
+    path: the directory to make; it appears once all files are written.
     adapters: those of `init`, trained.
     hf_config: config.json of the base model.
     alpha: PEFT's lora_alpha; the scale is alpha / r.
     base: path of the base model, or its name on the Hugging Face Hub.
-    revision: its commit, where it is such a name.
+    revision: its commit on the Hub.
     dtype: type to store; None is that of the adapters.
 
   Raises:
-    ValueError: `path` exists already, or there are no adapters, or those of
-      experts are some that peft does not read.
+    ValueError: `path` exists, there are no adapters, or peft would skip some.
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
@@ -232,13 +207,10 @@ def save_peft(
     target, side = leaf_path.rsplit("/", 1)
     base_leaf = base_layout[target]
     matrices = [x.removesuffix(".weight") for x in base_leaf.names]
-    names = tuple(
-      f"base_model.model.{matrix}.lora_{side.upper()}.weight"
-      for matrix in matrices
-    )
-    layout[leaf_path] = weights.Leaf(
-      names, array.shape, base_leaf.stacked, True
-    )
+    suffix = f"lora_{side.upper()}.weight"
+    names = tuple(f"base_model.model.{x}.{suffix}" for x in matrices)
+    stacked = base_leaf.stacked
+    layout[leaf_path] = weights.Leaf(names, array.shape, stacked, True)
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",

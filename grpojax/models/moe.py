@@ -5,11 +5,9 @@ axis `expert`, the tokens of the devices along it are gathered, each device
 computes its own experts for all of them, and the sums are scattered back.
 
 An all-to-all of each token to its k experts' devices would send less only along
-long axes. Over n devices a token is sent n - 1 times by the gathering, and by
-an all-to-all k (n - 1) / n times: with k = 8 that is 6 for 3 if n = 4, 7 for 7
-if n = 8, and 7.5 for 15 if n = 16. There on a ring each passes (n + 1) / 3
-devices on its way, while what is gathered goes to neighbours only; and buffers
-would have to hold all pairs, for any device may be sent them.
+long axes. Over n devices the gathering sends a token n - 1 times, an all-to-all
+k (n - 1) / n times: for k = 8, 6 times instead of 3 if n = 4, and 7.5 instead
+of 15 if n = 16, but over longer ways on a ring and with buffers for all pairs.
 """
 
 import functools
@@ -29,12 +27,12 @@ from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 _MATRIX = "expert_"
-"""Begin of the names of experts' matrices, and of the adapters beside them."""
+"""Prefix of the names of experts' matrices and of their adapters."""
 LAYER = "layer"
-"""Number of a layer in its stack, beside parameters of the whole stack."""
+"""Name of a layer's number in its stack, with parameters of the whole stack."""
 ONE_OF = "one_layer_of_"
-"""Begin of a scope's name, before the number of layers of which a product is
-given all matrices and reads one's: what it moves is counted so."""
+"""Prefix of the name of a scope in which a product gets the matrices of so many
+layers and reads one layer's: `aot` counts its traffic so."""
 
 
 def matrices_of(layer: Iterable[str]) -> list[str]:
@@ -53,13 +51,6 @@ def _logits(
   )
 
 
-def _probabilities(
-  x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
-) -> Float[Array, "*tokens X"]:
-  """Returns a router's softmax over all experts, in float32."""
-  return jax.nn.softmax(_logits(x, router), axis=-1)
-
-
 def route(
   x: Float[Array, "N D"],
   router: Float[Array, "D X"],
@@ -69,27 +60,27 @@ def route(
 ) -> tuple[Float[Array, "N count"], Int[Array, "N count"]]:
   """Returns the weights and the indices of each token's experts, in float32.
 
-  Only the order of the logits counts: where two are nearly equal, a rounding
-  error would send the token to another expert, and change far more. So experts
-  may be `replayed`, those of a rollout: then the router says their weights
-  alone (Ma et al. 2025, arXiv 2510.11370).
+  With `normalize` a token's weights sum to 1; else they are the chosen experts'
+  part of the softmax over all experts.
 
-  With `normalize` the weights of a token sum to 1; else they are the chosen
-  experts' part of the softmax over all.
+  The choice depends on the order of the logits: between nearly equal ones a
+  rounding error sends a token to another expert. So `replayed` may give the
+  experts of a rollout, and the router only their weights (Ma et al. 2025, arXiv
+  2510.11370).
   """
-  if replayed is not None:
-    experts = replayed.astype(jnp.int32)
-    if not normalize:
-      probs = _probabilities(x, router)
-      return jnp.take_along_axis(probs, experts, axis=-1), experts
-    # Their probabilities may be 0, as where nobody read a token: so no quotient
-    # of these.
-    chosen = jnp.take_along_axis(_logits(x, router), experts, axis=-1)
-    return jax.nn.softmax(chosen, axis=-1), experts
-  weights, experts = jax.lax.top_k(_probabilities(x, router), count)
+  logits = _logits(x, router)
+  if replayed is None:
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+    if normalize:
+      weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, experts
+  experts = replayed.astype(jnp.int32)
   if normalize:
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-  return weights, experts
+    # No quotient of probabilities: an unread token's experts may have 0.
+    chosen = jnp.take_along_axis(logits, experts, axis=-1)
+    return jax.nn.softmax(chosen, axis=-1), experts
+  probs = jax.nn.softmax(logits, axis=-1)
+  return jnp.take_along_axis(probs, experts, axis=-1), experts
 
 
 def expert_load(
@@ -98,15 +89,14 @@ def expert_load(
   count: int,
   weights: Float[Array, "B G S"],
 ) -> ExpertLoad:
-  """Counts the tokens that a layer's router sends to each expert.
+  """Returns the load of a layer's experts, `count` of them for each token.
 
-  `count` is the number of experts of a token, `weights` the times that each
-  token counts. The logits are computed again, apart from `mixture`: about
-  X / (3 k F) of a layer's work for k experts of F a token.
+  A token counts `weights` times. Logits are computed separately from those of
+  `mixture`: about X / (3 k F) of a layer's work for k experts of F per token.
   """
-  probs = _probabilities(x, router)
+  probs = jax.nn.softmax(_logits(x, router), axis=-1)
   # The experts of `top_k`, for which XLA would gather tokens over a mesh: those
-  # before which there are fewer than k others, of equal ones the first.
+  # with fewer than k others before them, of equal ones the first.
   this, other = probs[..., :, None], probs[..., None, :]
   index = jnp.arange(probs.shape[-1])
   earlier = index < index[:, None]
@@ -131,9 +121,9 @@ def _experts(
 ) -> Float[Array, "N D"]:
   """Returns the weighted sum of each token's experts on this device, float32.
 
-  `experts` count from the first one of `matrices`: others than 0 .. len - 1 lie
-  on other devices, and add exactly 0. `total` counts those of all devices.
-  With the number of a `layer`, matrices are those of all layers.
+  `experts` count from the first one of `matrices`: numbers outside 0 .. len - 1
+  are of other devices, and add exactly 0. `total` counts all devices' experts.
+  With the number of a `layer`, `matrices` are those of all layers.
   """
   from grpojax.models.grouped import grouped_product  # Pallas: long to import
 
@@ -141,8 +131,8 @@ def _experts(
   is_held = (0 <= experts) & (experts < held)
   chosen = jnp.where(is_held, experts, held).reshape(-1)
   # Pair i of the N * count pairs (token, expert) is of token i // count. Sorted
-  # by expert, each expert's pairs are one run of `runs` rows; those of experts
-  # on other devices come last, and are in no run.
+  # by expert, each expert's pairs are one run of rows; those of other devices'
+  # experts come last, and are in no run.
   order = jnp.argsort(chosen)  # stable
   runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
   if layer is not None:  # their place among the experts of all layers
@@ -150,14 +140,12 @@ def _experts(
     all_runs = jnp.zeros(len(matrices["expert_gate"]), runs.dtype)
     runs = jax.lax.dynamic_update_slice(all_runs, runs, (layer * held,))
   rows = x[order // count]
-  if held < total:  # a product's rows in no run may hold anything
+  if held < total:  # a product may return anything for rows outside of all runs
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
-  def product(rows, name):
-    if layer is None:
-      return grouped_product(rows, matrices[name], runs)
-    with jax.named_scope(f"{ONE_OF}{len(runs) // held}"):
-      return grouped_product(rows, matrices[name], runs)
+  product = lambda rows, name: grouped_product(rows, matrices[name], runs)
+  if layer is not None:
+    product = jax.named_scope(f"{ONE_OF}{len(runs) // held}")(product)
 
   def multiply(rows, name):
     y = product(rows, name)
@@ -180,7 +168,7 @@ _TRACKED = hasattr(jax.lax, "pcast")
 
 
 def _varying(x: Array, axes: set[str]) -> Array:
-  """Marks x, alike along these axes, as to be used with what differs.
+  """Casts x, equal along these axes, to vary along them.
 
   Its gradient is summed over the devices along them, in x's dtype.
   """
@@ -200,17 +188,16 @@ def _on_device(
 ) -> tuple[Float[Array, "b g S D"], Int[Array, "b g S count"]]:
   """Returns a device's part of a mixture, float32, and its tokens' experts.
 
-  `row_axes` of the mesh split the tokens, and others each of the experts'
-  matrices: `expert` splits X, and `tensor` splits F. The device has its tokens,
-  the whole router, and its part of the matrices.
+  `row_axes` of the mesh split the tokens; `axes_of_matrices` split each of the
+  experts' matrices: `expert` splits X, and `tensor` splits F. The device has
+  its tokens, the whole router, and its part of the matrices.
   """
   tokens = x.reshape(-1, x.shape[-1])
   count = config.experts_per_token
   if replayed is not None:
     replayed = replayed.reshape(-1, count)
-  weights, experts = route(
-    tokens, layer["router"], count, config.normalize_experts, replayed
-  )
+  choice = count, config.normalize_experts, replayed
+  weights, experts = route(tokens, layer["router"], *choice)
   chosen = experts.reshape(*x.shape[:3], count)
   matrix_axes = set().union(*axes_of_matrices.values())
   matrices = {
@@ -223,7 +210,8 @@ def _on_device(
   )
   tokens = tokens.astype(layer["expert_gate"].dtype)
   apart = "expert" in matrix_axes
-  if apart and "expert" in row_axes:
+  gathered = apart and "expert" in row_axes
+  if gathered:
     tokens, weights, experts = (
       jax.lax.all_gather(a, "expert", tiled=True)
       for a in (tokens, weights, experts)
@@ -231,20 +219,12 @@ def _on_device(
   if apart:
     held = layer["expert_gate"].shape[-3]
     experts = experts - held * jax.lax.axis_index("expert")
-  y = _experts(
-    tokens,
-    weights,
-    experts,
-    matrices,
-    config.experts,
-    activation,
-    layer.get(LAYER),
-  )
-  sums = matrix_axes
-  if apart and "expert" in row_axes:
+  number, total = layer.get(LAYER), config.experts
+  y = _experts(tokens, weights, experts, matrices, total, activation, number)
+  if gathered:
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
-    sums = sums - {"expert"}
-  y = jax.lax.psum(y, tuple(sorted(sums))) if sums else y
+    matrix_axes = matrix_axes - {"expert"}
+  y = jax.lax.psum(y, tuple(sorted(matrix_axes))) if matrix_axes else y
   return y.reshape(x.shape), chosen
 
 
@@ -255,27 +235,24 @@ def mixture(
   activation: Callable[[Array], Array],
   replayed: Integer[Array, "B G S count"] | None = None,
 ) -> tuple[Float[Array, "B G S D"], Int[Array, "B G S count"]]:
-  """Returns the weighted sum of each token's experts (Shazeer et al. 2017).
+  """Returns the weighted sum of each token's experts, and the experts' indices.
 
-  And which they are: the router's choice, or those `replayed`.
+  A mixture of experts (Shazeer et al. 2017); the router chooses, unless experts
+  are `replayed`. Tokens are sorted by expert, so that every matrix is
+  multiplied with one run of rows; no token is dropped. With a mesh in context,
+  each device does so with the tokens that its experts may get.
 
-  Tokens are sorted by expert, so that every matrix is multiplied with a run of
-  rows; no token is dropped, however uneven the runs are. With a mesh in context
-  each device does so with the tokens that its experts may be sent.
-
-  The tokens are not rounded, for the router, and neither is the result; `layer`
-  is gathered along fsdp (`sharding.gather`). It may have the matrices of its
-  whole stack, and its number there (`layer_stacks.scan`).
+  The tokens are not rounded, for the router, and neither is the result. `layer`
+  is gathered along fsdp (`sharding.gather`); it may have the matrices of its
+  whole stack and its number there (`layer_stacks.scan`).
   """
   matrices = matrices_of(layer)
-  names = ("router", *matrices, *([LAYER] if LAYER in layer else []))
-  layer = {name: layer[name] for name in names}
+  layer = {k: x for k, x in layer.items() if k in ("router", LAYER, *matrices)}
   compute = functools.partial(_on_device, config, activation)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
-    return compute(
-      set(), {name: set() for name in matrices}, x, layer, replayed
-    )
+    unsplit = {name: set() for name in matrices}
+    return compute(set(), unsplit, x, layer, replayed)
   rows = activation_spec(mesh, x.shape, ("batch", "group"))
 
   def spec(name):
@@ -303,7 +280,7 @@ def recorded(
 ) -> Integer[Array, "B G S X"]:
   """Returns experts of the layers of all stacks as small integers.
 
-  X has the experts of a token in the first layer, in the second, and so on.
+  X is the experts of a token in the first layer, in the second, and so on.
   """
   dtype = jnp.uint8 if config.experts <= 256 else jnp.uint16
   x = jnp.moveaxis(jnp.concatenate(experts).astype(dtype), 0, -2)
@@ -311,7 +288,7 @@ def recorded(
 
 
 def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
-  """Undoes `recorded`, of all arrays: [L, B, G, S, count]."""
+  """Returns `recorded` arrays by layer: [L, B, G, S, count]."""
 
   def one(x):
     shape = config.layers, config.experts_per_token

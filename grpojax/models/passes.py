@@ -6,7 +6,7 @@ all stacks (`layer_stacks`) and applies the final norm:
     prefill   prompts [B, P]          -> keys and values of all layers
     extend    completions [B, G, S]   -> hidden states, given those; with a
                                          cache, S next tokens
-    forward   both, layer by layer: training, nothing is kept
+    forward   both, layer by layer: training, no keys and values are kept
 """
 
 import dataclasses
@@ -20,48 +20,39 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
-from grpojax.core.packing import flat_tokens
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import Params, Prefix
 from grpojax.models import block as block_lib
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, moe
 from grpojax.models.attention import rms_norm
-from grpojax.models.block import (
-  Heads,
-  Layer,
-  Local,
-  Routing,
-  TokenContext,
-  block,
-  block_of_both,
-)
-from grpojax.models.block_attention import WHOLE, RowAttention
+from grpojax.models.block import Heads, Layer, Local, Routing, TokenContext
 from grpojax.models.cache import Cache
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import RotaryTable, rope_tables
+from grpojax.models.row_attention import WHOLE, RowAttention
 
 ROPE = "rope"
-"""Name of rotary tables of all positions, where they are with the parameters
+"""Name of the rotary tables of all positions in prepared parameters
 (`LM.prepare`)."""
 
 
 def _stays_float32(name: str) -> bool:
   """Returns True for a parameter that is used as it is, in any dtype.
 
-  The gradients of a scale, a bias and an embedding are sums over all tokens,
-  in the dtype of what is used: in bfloat16 these would be wrong. A rounded
-  router would send tokens to other experts (`moe.route`).
+  The gradients of a scale, a bias and an embedding are sums over all tokens in
+  its own dtype: bfloat16 sums would be wrong. A rounded router would choose
+  other experts (`moe.route`).
   """
   return name.endswith(("norm", "bias")) or name in ("embed", "router")
 
 
 def cast(params: Params, dtype: Any) -> Params:
-  """Returns parameters as the matrix products read them."""
+  """Returns parameters in the dtypes that the matrix products read."""
 
   def one(path, x):
-    in_bits = x.dtype == jnp.int8  # of a rollout (`quantization`)
-    if in_bits or path[0].key == ROPE or _stays_float32(path[-1].key):
+    in_8_bits = x.dtype == jnp.int8  # of a rollout (`quantization`)
+    if in_8_bits or path[0].key == ROPE or _stays_float32(path[-1].key):
       return x
     return x.astype(dtype)
 
@@ -71,7 +62,7 @@ def cast(params: Params, dtype: Any) -> Params:
 def rope_of_kinds(
   config: TransformerConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[RotaryTable, ...]:
-  """Returns the rotary tables of each of `TransformerConfig.ropes`."""
+  """Returns one rotary table for each of `TransformerConfig.ropes`."""
   return tuple(
     rope_tables(positions, config.head_dim, rope) for rope in config.ropes
   )
@@ -80,7 +71,7 @@ def rope_of_kinds(
 def _row_mask(
   size: int, segments: Int[Array, "B G S"] | None
 ) -> Bool[Array, "..."]:
-  """Returns a mask: causal, and within a segment where there are several."""
+  """Returns a causal mask, within segments if a row has several."""
   mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
     same = segments[..., :, None] == segments[..., None, :]
@@ -95,7 +86,7 @@ def _row_context(
   prompt_mask: Bool[Array, "B P"] | None,
   row_attention: RowAttention | None,
 ) -> TokenContext:
-  """Returns the context of whole rows; long ones have an attention apart."""
+  """Returns the context of whole rows; long ones use `row_attention`."""
   size = positions.shape[-1]
   at_once = size <= WHOLE or row_attention is None
   mask = _row_mask(size, segments) if at_once else None
@@ -103,16 +94,12 @@ def _row_context(
   return TokenContext(tables, mask, positions, prompt_mask, segments=segments)
 
 
-def _prompt_context(
-  config: TransformerConfig,
-  prompt_mask: Bool[Array, "B P"],
-  row_attention: RowAttention | None,
-) -> TokenContext:
-  """Returns the context of the prompts, as rows of a group of one."""
+def _prompt_context(config, prompt_mask, row_attention) -> TokenContext:
+  """Returns the context of prompts [B, P], as rows of a group of one."""
   b, p = prompt_mask.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Causal alone: padding stands behind all real tokens, which do not see it,
-  # and what is computed of it is never read.
+  # Only causal: padding comes after all real tokens, which do not see it, and
+  # its own states are not used.
   return _row_context(config, positions, None, None, row_attention)
 
 
@@ -126,8 +113,7 @@ def _next_context(
 ) -> TokenContext:
   """Returns the context of the next tokens of rows in a cache.
 
-  `lengths` counts the tokens of each row in it; None means all that were
-  written.
+  `lengths` counts the tokens of each row in it; None: all written tokens.
   """
   mask = _row_mask(positions.shape[-1], None)
   slot_mask = cache_lib.filled(cache)
@@ -150,10 +136,10 @@ def _next_context(
 
 
 class _FlatContext(NamedTuple):
-  """Positions of flat tokens, prompts' and then rows', without padding."""
+  """Context of flat tokens without padding: first prompts', then rows'."""
 
-  tables: tuple[RotaryTable, ...]  # rotary tables of the flat tokens
-  routing: Routing  # of the flat tokens
+  tables: tuple[RotaryTable, ...]
+  routing: Routing
   # Contexts of the prompts and of the rows, for attention.
   parts: tuple[TokenContext, TokenContext]
   flat: FlatTokens  # places of their tokens
@@ -172,19 +158,15 @@ def _join_flat(
 def _split_flat(
   x: Shaped[Array, "C 1 N *more"], flat: FlatTokens
 ) -> tuple[Shaped[Array, "C 1 _ *more"], Shaped[Array, "C 1 _ *more"]]:
-  """Returns the flat tokens of prompts, and those of rows."""
+  """Splits flat tokens into prompts' and rows' tokens."""
   return tuple(jnp.split(x, [flat.prompts.place_of_token.shape[1]], axis=2))
 
 
 def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
-  """Returns the context of flat tokens, of those of prompts and rows."""
-  positions = _join_flat(prompts.positions, rows.positions, flat)
-  routing = jax.tree.map(
-    lambda prompts, rows: _join_flat(prompts, rows, flat),
-    prompts.routing,
-    rows.routing,
-  )
-  tables = rope_of_kinds(config, positions)
+  """Returns the context of flat tokens, from those of prompts and rows."""
+  join = lambda prompts, rows: _join_flat(prompts, rows, flat)
+  tables = rope_of_kinds(config, join(prompts.positions, rows.positions))
+  routing = jax.tree.map(join, prompts.routing, rows.routing)
   return _FlatContext(tables, routing, (prompts, rows), flat)
 
 
@@ -196,7 +178,7 @@ def _flat_block(
   context: _FlatContext,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
-  """Applies `block_of_both` to flat tokens; attention alone has padded ones."""
+  """Applies `block_of_both` to flat tokens, which only attention pads."""
   of_prompts, of_rows = context.parts
   flat = context.flat
 
@@ -225,10 +207,7 @@ def _flat_block(
 
 
 def _replay(context: Any, replayed: Any) -> Any:
-  """Has the routers of one layer replay experts, in contexts of tokens.
-
-  `replayed` are those of the layer, in a pair where `context` is one, or None.
-  """
+  """Returns a context, or a pair, with these experts of a layer, if any."""
   if replayed is None:
     return context
   if isinstance(replayed, tuple):
@@ -252,49 +231,32 @@ def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-  """The passes of one model; their arguments are those of `LM`'s functions.
-
-  Attributes:
-    config: shape of the model.
-    dtype: type of computation.
-    remat: name in `layer_stacks.REMAT`, or None for decoding, which has no
-      backward pass and whose parameters are gathered already.
-    row_attention: attention of rows of more than `WHOLE` tokens, or None: they
-      attend at once, as shorter ones do.
-    platform: where it decodes, or None (`cache.write`).
-  """
+  """The passes of one model; their arguments are those of `LM`'s functions."""
 
   config: TransformerConfig
-  dtype: Any
+  dtype: Any  # of computation
+  # Name in `layer_stacks.REMAT`; None for decoding: there is no backward pass,
+  # and parameters are gathered already.
   remat: str | None
+  # Attention of rows of more than `WHOLE` tokens; None: at once.
   row_attention: RowAttention | None
-  platform: str | None = None
+  platform: str | None = None  # where it decodes (`cache.write`)
 
   def prefill(
     self,
     params: Params,
     prompt_ids: Int[Array, "B P"],
     prompt_mask: Bool[Array, "B P"],
-  ) -> Prefix:
-    """Runs the prompts as rows of a group of one, and keeps keys and values."""
-    return self._prefill(params, prompt_ids, prompt_mask, False)[0]
-
-  def prefill_with_experts(
-    self,
-    params: Params,
-    prompt_ids: Int[Array, "B P"],
-    prompt_mask: Bool[Array, "B P"],
-  ) -> tuple[Prefix, Integer[Array, "B P X"]]:
-    """Runs `prefill`, and records the tokens' experts."""
-    prefix, experts = self._prefill(params, prompt_ids, prompt_mask, True)
-    return prefix, moe.recorded(self.config, experts)[:, 0]
-
-  def _prefill(self, params, prompt_ids, prompt_mask, record: bool):
+    record: bool = False,
+  ) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
+    """Runs the prompts as rows of a group of one; `record` returns experts."""
     params = cast(params, self.dtype)
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
-      x, row, routed = self._run(block, x, layer, local, context, None, None)
+      x, row, routed = self._run(
+        block_lib.block, x, layer, local, context, None, None
+      )
       return x, (cache_lib.of_prompt(row), routed.experts if record else None)
 
     x = self._embed(params, prompt_ids[:, None])
@@ -305,7 +267,9 @@ class Passes:
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
     )
-    return prefix, experts
+    if not record:
+      return prefix, None
+    return prefix, moe.recorded(self.config, experts)[:, 0]
 
   def extend(
     self,
@@ -315,83 +279,65 @@ class Passes:
     cache: Cache | None = None,
     positions: Int[Array, "B G S"] | None = None,
     segments: Int[Array, "B G S"] | None = None,
-  ) -> tuple[Float[Array, "B G S D"], Cache | None]:
-    """Runs completion tokens on from a prefix."""
-    return self._extend(params, prefix, ids, cache, positions, segments)[:2]
+    record: bool = False,
+  ) -> tuple[
+    Float[Array, "B G S D"], Cache | None, Integer[Array, "B G S X"] | None
+  ]:
+    """Runs completion tokens on from a prefix.
 
-  def extend_with_experts(
-    self,
-    params: Params,
-    prefix: Prefix,
-    ids: Int[Array, "B G S"],
-    cache: Cache,
-    positions: Int[Array, "B G S"] | None = None,
-  ) -> tuple[Float[Array, "B G S D"], Cache, Integer[Array, "B G S X"]]:
-    """Runs `extend` with a cache, and records the tokens' experts."""
-    hidden, cache, experts = self._extend(
-      params, prefix, ids, cache, positions, None, True
-    )
-    return hidden, cache, moe.recorded(self.config, experts)
-
-  def _extend(
-    self, params, prefix, ids, cache, positions, segments, record=False
-  ):
+    With a cache, `record` returns the tokens' experts, too.
+    """
     if cache is not None and segments is not None:
       raise ValueError("segments are for training rows; decode without them")
-    config, params = self.config, cast(params, self.dtype)
-    lengths = None if positions is None else positions[..., 0]
+    params, lengths = cast(params, self.dtype), None
     if positions is None:
       start = 0 if cache is None else cache.index
       positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
-    # From here on in the whole sequence. A completion goes on where its
-    # prompt's real tokens end: the padding between the two has no positions.
+    else:
+      lengths = positions[..., 0]
+    # From here on in the whole sequence: a completion continues after the real
+    # tokens of its prompt, and the padding between the two has no positions.
     positions = prefix.length[:, None, None] + positions
     keys_values, prompt_mask = prefix.state
-    x, experts = self._embed(params, ids), None
-    if cache is None:
-      context = _row_context(
-        config, positions, segments, prompt_mask, self.row_attention
-      )
-
-      def body(x, local, layer, prompt):
-        x, *_ = self._run(block, x, layer, local, context, prompt, None)
-        return x, None
-
-      x, _ = layer_stacks.scan(config, body, x, params, keys_values)
-    else:
+    x = self._embed(params, ids)
+    if cache is not None:
       context = _next_context(
-        config, params, cache, lengths, positions, prompt_mask
+        self.config, params, cache, lengths, positions, prompt_mask
       )
+      return self._decode(params, keys_values, x, context, cache, record)
+    context = _row_context(
+      self.config, positions, segments, prompt_mask, self.row_attention
+    )
 
-      def next_body(x, local, layer, prompt, slots):
-        x, row, routed = block(config, x, layer, local, context, prompt, slots)
-        return x, (row, routed.experts if record else None)
+    def body(x, local, layer, prompt):
+      x, *_ = self._run(block_lib.block, x, layer, local, context, prompt, None)
+      return x, None
 
-      # XLA:TPU copies each layer's experts out of a stack, for every token.
-      on_tpu = self.platform == "tpu"
-      whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
-      # The layers only read the cache; all tokens are written at the end.
-      slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
-      x, outputs = layer_stacks.scan(
-        config,
-        next_body,
-        x,
-        params,
-        keys_values,
-        slots,
-        whole=whole,
+    x, _ = layer_stacks.scan(self.config, body, x, params, keys_values)
+    return self._final_norm(params, x), None, None
+
+  def _decode(self, params, keys_values, x, context, cache, record: bool):
+    """Runs the next tokens; the layers only read the cache, written at last."""
+
+    def body(x, local, layer, prompt, slots):
+      x, row, routed = block_lib.block(
+        self.config, x, layer, local, context, prompt, slots, None
       )
-      tokens, experts = zip(*outputs, strict=True)
-      cache = cache_lib.write(cache, tokens, x, self.platform)
+      return x, (row, routed.experts if record else None)
+
+    # XLA:TPU copies each layer's experts out of a stack, for every token.
+    on_tpu = self.platform == "tpu"
+    whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
+    slots = tuple(zip(*cache.blocks, strict=True))  # the blocks of each stack
+    x, outputs = layer_stacks.scan(
+      self.config, body, x, params, keys_values, slots, whole=whole
+    )
+    tokens, experts = zip(*outputs, strict=True)
+    cache = cache_lib.write(cache, tokens, x, self.platform)
+    experts = moe.recorded(self.config, experts) if record else None
     return self._final_norm(params, x), cache, experts
 
   def forward(
-    self, *args: Any, **options: Any
-  ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"]]:
-    """Runs `forward_with_load`, without the routers' load."""
-    return self.forward_with_load(*args, **options)[:2]
-
-  def forward_with_load(
     self,
     params: Params,
     prompt_ids: Int[Array, "B P"],
@@ -408,8 +354,9 @@ class Passes:
   ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
     """Runs prompts and whole completions layer by layer.
 
-    The routers' load is None unless `load_weights` asks for it. Of `replayed`
-    tokens it is what the routers would choose.
+    Returns the prompts' last hidden states, those of the completions, and the
+    routers' load, None without `load_weights`. For `replayed` tokens the load
+    counts the routers' own choice.
     """
     config, params = self.config, cast(params, self.dtype)
     if positions is None:
@@ -427,23 +374,22 @@ class Passes:
 
     if flat is None:
       x = self._embed_both(params, prompt_ids, ids)
-      layer_of, context = block_of_both, (prompts, rows)
+      layer_of, context = block_lib.block_of_both, (prompts, rows)
     else:
       x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
       layer_of = _flat_block
       context = _flat_context(config, prompts, rows, flat)
       if replayed is not None:
-        replayed = _join_flat(replayed[0], replayed[1], flat)
+        replayed = _join_flat(*replayed, flat)
 
     def body(x, local, layer, replayed=None):
       return self._run(layer_of, x, layer, local, _replay(context, replayed))
 
     scanned = []
     if replayed is not None:
+      sizes = map(layer_stacks.layer_count, layer_stacks.stacks(params))
       replayed = moe.by_layer(config, replayed)
-      stacks = layer_stacks.stacks(params)
-      sizes = [layer_stacks.layer_count(stack) for stack in stacks]
-      scanned = [layer_stacks.split(replayed, sizes)]
+      scanned = [layer_stacks.split(replayed, list(sizes))]
     x, loads = layer_stacks.scan(
       config, body, x, params, *scanned, remat=self.remat
     )
@@ -452,8 +398,7 @@ class Passes:
       prompts, x = x
     else:
       prompts, x = _split_flat(x, flat)
-      shape = prompt_ids[:, None].shape
-      prompts = flat_tokens.unflatten(prompts, flat.prompts, shape)
+      prompts = unflatten(prompts, flat.prompts, prompt_ids[:, None].shape)
     last = self._last_hidden(params, prompts, prompt_mask)
     return last, self._final_norm(params, x), load
 
@@ -474,8 +419,8 @@ class Passes:
   ) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
     """Embeds prompts and completions [B, G, S] by one lookup.
 
-    The gradient of a lookup is as large as the table, in float32: with two of
-    them XLA held five such arrays at once on a TPU, with one it holds one.
+    The gradient of a lookup is as large as the table, in float32: with two
+    lookups XLA held five such arrays at once on a TPU, with one it holds one.
     """
     b, g, s = ids.shape
     if sample_cuts(b, g)[1] > 1:  # or completions would leave their devices

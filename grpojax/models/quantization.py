@@ -1,12 +1,11 @@
-"""Integers of 8 bits in the place of numbers that each token reads.
+"""Integers of 8 bits in place of numbers that each token reads.
 
 Symmetric and rounded to nearest, with one scale for all numbers of a channel:
 
     x ~ q * s      s = max |x| / 127      |x - q s| <= s / 2
 
-A product takes q converted to the dtype of computation, which holds -127 to 127
-exactly, and its result is scaled: no x is written to memory. So a scale may not
-depend on what the product sums over.
+A product takes q in the dtype of computation, which holds -127 to 127 exactly,
+and its result is scaled. So a scale may not depend on an axis of the sum.
 
 | of                  | summed over | a scale for each                        |
 |---------------------|-------------|-----------------------------------------|
@@ -15,8 +14,7 @@ depend on what the product sums over.
 | values, [.., E]     | tokens      | token and head: a factor of its softmax |
 |                     |             | weight                                  |
 
-A matrix's scales stand beside it, "q_scale" of "q", as a bias would. They have
-the dtype of computation, which thereby is known of a layer.
+A matrix's scales, "q_scale" of "q", have the dtype of computation.
 """
 
 from typing import Any

@@ -16,10 +16,9 @@ class Rope:
   """Frequencies of a rotary embedding (Su et al. 2021), for a longer context.
 
   Without `low_freq_factor` every frequency is divided by `factor` (linear
-  scaling, Chen et al. 2023). With it, by Llama 3.1's rule, only those are that
-  turn less than `low_freq_factor` times in `original_length` positions; those
-  that turn more than `high_freq_factor` times stay, and between the two the
-  frequency is interpolated.
+  scaling, Chen et al. 2023). With it, by Llama 3.1's rule, only frequencies
+  below `low_freq_factor` turns in `original_length` positions are; those above
+  `high_freq_factor` turns stay, and between the two they are interpolated.
   """
 
   theta: float = 10_000.0  # base of the frequencies

@@ -1,11 +1,11 @@
 """Shardings of parameters over a mesh: one table, and gathering where used.
 
-The table maps the end of a parameter's path to a `PartitionSpec`, so it fits a
-bare parameter tree, a `TrainState`, and optimizer state that mirrors the
-parameters. What is computed with them has a table too, in `core.mesh`.
+The table maps the end of a parameter's path to a `PartitionSpec`, so it fits
+parameters, a `TrainState`, and optimizer state that mirrors the parameters.
 """
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.mesh import AXES, divide, free_axes
 
-_FSDP = ("fsdp", "expert")  # of what is gathered; experts stay where they are
+_FSDP = ("fsdp", "expert")  # axes to gather along; experts stay in place
 RULES = (
   # (pattern matched against the end of the path, axes); shapes beside them
   (r"embed", P(("tensor", *_FSDP), _FSDP)),  # [V, D]
@@ -32,13 +32,13 @@ RULES = (
   (r"layers/(o|down)", P(None, ("tensor", *_FSDP))),  # [L, ..., D]
   (r"layers/(q|k|v|gate|up)_(bias|scale)", P(None, "tensor")),  # [L, ...]
   (r"layers/router", P(None, _FSDP)),  # [L, D, X]
-  # Of optax's Adafactor, [L, X, D] or [L, X, F]; others are small, and whole.
+  # optax's Adafactor, [L, X, D] or [L, X, F]; its other statistics are small.
   (r"v_(row|col)/layers/expert_(gate|up|down)", P(None, "expert")),
   # [L, X, D, F] and [L, X, F, D]
   (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
   (r"layers/expert_down", P(None, "expert", "tensor", "fsdp")),
-  # Adapters, by themselves or beside their matrices (`lora.attach`); experts'
-  # are [L, X, D, r] and [L, X, r, F], or those of down with F and D.
+  # Adapters, alone or in a layer (`lora.attach`). Experts': [L, X, D, r] and
+  # [L, X, r, F], or with F and D swapped for down.
   (r"layers/expert_(gate|up)(/|_lora_)a", P(None, "expert", "fsdp")),
   (r"layers/expert_(gate|up)(/|_lora_)b", P(None, "expert", None, "tensor")),
   (r"layers/expert_down(/|_lora_)a", P(None, "expert", "tensor")),
@@ -55,10 +55,9 @@ RULES = (
 )
 """Rules for `models.transformer`, its LoRA adapters and its optimizers' state.
 
-Vectors and scalars that no rule names (keys, counts, step sizes) stay whole.
-A matrix that no rule names is refused: held whole on every device in silence,
-it would cost the memory that the mesh was to save.
-"""
+Vectors and scalars without a rule (keys, counts, step sizes) stay whole. A
+matrix without a rule is refused: held whole on every device, it would silently
+cost the memory that the mesh is meant to save."""
 
 
 def axes_of(spec: P) -> list[tuple[str, ...]]:
@@ -67,11 +66,9 @@ def axes_of(spec: P) -> list[tuple[str, ...]]:
 
 
 def _with_data(axes: tuple[str, ...]) -> tuple[str, ...]:
-  """Returns a rule's axes, with data before fsdp, as they are in the mesh."""
-  if "fsdp" not in axes:
-    return axes
-  first = axes.index("fsdp")
-  return (*axes[:first], "data", *axes[first:])
+  """Returns a rule's axes, with data before fsdp, in the order of the mesh."""
+  pairs = [("data", axis) if axis == "fsdp" else (axis,) for axis in axes]
+  return tuple(itertools.chain(*pairs))
 
 
 GRADIENT_RULES = tuple(
@@ -79,9 +76,9 @@ GRADIENT_RULES = tuple(
 )
 """Rules for gradients until the optimizer takes them: split along data as well.
 
-So one reduce-scatter adds them up over all devices that have rows. Split along
-fsdp alone, XLA makes an all-reduce of it, which sends twice as much; it only
-sees a reduce-scatter where the axes follow each other as in the mesh."""
+One reduce-scatter adds them up over all devices with rows. Split along fsdp
+alone, XLA makes a twice as large all-reduce; it recognises a reduce-scatter
+only with the axes in the order of the mesh."""
 
 
 def _spec(entries: Iterable[tuple[str, ...]]) -> P:
@@ -92,21 +89,13 @@ def _spec(entries: Iterable[tuple[str, ...]]) -> P:
 def spec_for(
   path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
 ) -> P:
-  """Returns the `PartitionSpec` of one array, of the first rule that matches.
+  """Returns the `PartitionSpec` of one array, by the first rule that matches.
 
-  Args:
-    path: names from the root, joined by "/": "params/layers/q".
-    shape: the array's shape.
-    mesh: has the axes that the rules name.
-    rules: pairs of a pattern, matched against the end of the path, and axes.
-
-  Returns:
-    The rule's axes, less those that do not divide their dimension; no axes at
-    all where the rule has more dimensions than the array (an optimizer's state
-    that is reduced along one), or where no rule names a vector or a scalar.
-
-  Raises:
-    ValueError: an array of two or more dimensions that no rule names.
+  `path` joins the names from the root by "/": "params/layers/q". `rules` are
+  pairs of a pattern, matched against the end of the path, and axes; axes that
+  do not divide their dimension are left out. P() if the rule has more
+  dimensions than the array (reduced optimizer state), and for vectors and
+  scalars without a rule; ValueError for larger arrays without a rule.
   """
   for pattern, spec in rules:
     if not re.search(rf"(^|/)({pattern})$", path):
@@ -124,13 +113,9 @@ def spec_for(
 
 
 def shardings(tree: PyTree, mesh: Mesh | AbstractMesh, rules=RULES) -> PyTree:
-  """Returns a `NamedSharding` for each array of any tree.
+  """Returns a `NamedSharding` for each array of any tree, by `spec_for`.
 
-  The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or
-  a whole `TrainState`; `rules` are those of `spec_for`.
-
-  Raises:
-    ValueError: a matrix that no rule names.
+  The tree has arrays or `jax.ShapeDtypeStruct`s, for example a `TrainState`.
   """
 
   def one(path, leaf):
@@ -142,11 +127,8 @@ def shardings(tree: PyTree, mesh: Mesh | AbstractMesh, rules=RULES) -> PyTree:
 
 def placed(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
   """Returns abstract arrays with their `shardings`."""
-  return jax.tree.map(
-    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-    tree,
-    shardings(tree, mesh),
-  )
+  one = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+  return jax.tree.map(one, tree, shardings(tree, mesh))
 
 
 def shard_bytes(tree: PyTree) -> int:
@@ -178,7 +160,7 @@ def _gathered(path: str, spec: P) -> P:
 def _spec_of(
   name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
 ) -> P:
-  """Returns `spec_for`, also of one layer: "layer/q" of "layers/q"."""
+  """Returns `spec_for`; "layer/q" is one layer of "layers/q"."""
   if not name.startswith("layer/"):
     return spec_for(name, shape, mesh, rules)
   stack = name.replace("layer/", "layers/", 1)
@@ -194,7 +176,7 @@ def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
-  """Constrains the sharding of x, and that of its gradient otherwise."""
+  """Constrains the shardings of x and of its gradient."""
   del gradient_spec
   return jax.lax.with_sharding_constraint(x, spec)
 
@@ -208,10 +190,7 @@ def _lay_out_jvp(spec, gradient_spec, primals, tangents):
 
 
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
-  """Lays parameters out over the mesh in context, if there is one.
-
-  They are split as the table says, or `gathered`: whole along fsdp.
-  """
+  """Lays parameters out over the mesh in context: by the table or gathered."""
   mesh = jax.sharding.get_abstract_mesh()
   free = free_axes(mesh)
   if not set(AXES) & set(free):
@@ -239,7 +218,7 @@ def fsdp_shards() -> int:
 def as_stored(params: PyTree, prefix: str = "") -> PyTree:
   """Lays parameters out as they are stored: split along fsdp and tensor.
 
-  So each device computes its own shard of what is made of them (a cast). Their
+  Each device computes its own shard of a function of them (a cast). Their
   gradients are split along data, too.
   """
   return _constrain(params, prefix, gathered=False)
@@ -249,7 +228,7 @@ def as_stored(params: PyTree, prefix: str = "") -> PyTree:
 def _barrier(params: PyTree) -> PyTree:
   """Applies an `optimization_barrier` that lets tangents and gradients pass.
 
-  One between a gradient's sum and its split would make them an all-reduce.
+  A barrier between a gradient's sum and its split would force an all-reduce.
   """
   return jax.lax.optimization_barrier(params)
 
@@ -263,38 +242,36 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   """Lays parameters out as they are used: whole along fsdp, split along tensor.
 
   `prefix` is the path of `params`; "layer/" means one layer of a stack. In a
-  layer that is rematerialised, the gathered parameters live as long as it runs.
+  rematerialised layer, the gathered parameters live as long as it runs.
 
   Their gradients are split again as soon as they are computed (reduce-scatter),
-  by the transpose of the first constraint. That adds them up over the devices
-  in the dtype of what was gathered: in bfloat16 the sum of one micro-batch is
-  off by about 0.4% for 8 devices and 2% for 256 if every addition is rounded
-  (micro-batches are added in float32, and their errors are independent).
+  a sum over devices in the dtype of the parameters. In bfloat16, if every
+  addition is rounded, the sum of one micro-batch is off by about 0.4% for 8
+  devices and 2% for 256 (errors of micro-batches are independent).
   """
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
   if prefix == "layer/":  # XLA:TPU sends while it computes, if it is free to
     return params
-  # Or XLA would sink the gathering into the loops that use them.
+  # Otherwise XLA would sink the gathering into the loops that use them.
   return _barrier(params)
 
 
 def all_but_gathered(primitive, *_, **__) -> bool:
   """Policy of `jax.checkpoint`: save all values but gathered parameters.
 
-  What only lays an array out is done again. With names (`checkpoint_name`) the
-  gathered array that has the name would be kept.
+  Layout operations are repeated. A policy by names (`checkpoint_name`) would
+  keep the gathered array that has the name.
   """
   layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
   return primitive.name not in layout
 
 
-# A weight that all devices read has a gradient that is a sum over all samples.
-# Where a loop adds it up, XLA adds up all devices' shares of the whole weight
-# in each turn (an all-reduce). With a copy of the weight for each device, and
-# samples [devices, rows, ...], the loop adds up each device's own, and after it
-# the copies' gradients are added up once: a reduce-scatter where the weight is
-# sharded.
+# The gradient of a weight that all devices read is a sum over all samples. If a
+# loop adds it up, XLA sums the whole weight over all devices in each turn (an
+# all-reduce). With one copy of the weight per device, and samples [devices,
+# rows, ...], the loop adds up each device's own gradient, and the copies' are
+# added up once after it: a reduce-scatter if the weight is sharded.
 
 
 def _row_axes() -> dict[str, int]:
@@ -304,48 +281,45 @@ def _row_axes() -> dict[str, int]:
 
 
 def copy_for_rows(x: Array) -> Array:
-  """Returns [devices, ...], one x on each device that rows are split over.
+  """Returns [devices, ...]: a copy of x per device that rows are split over.
 
-  Each of them has it already; without a mesh x stays as it is.
+  Without a mesh, x is returned as it is.
   """
   axes = _row_axes()
   if not axes:
     return x
-  rest = [P.UNCONSTRAINED] * x.ndim  # it may be split along tensor
+  rest = [P.UNCONSTRAINED] * x.ndim  # x may be split along tensor
   x = jnp.broadcast_to(x, (math.prod(axes.values()), *x.shape))
   return jax.lax.with_sharding_constraint(x, P(tuple(axes), *rest))
 
 
 class RowShards(NamedTuple):
-  """Layout of samples [B, G, ...] on the devices that rows are split over.
+  """Layout of samples [B, G, ...] on the devices that rows are split over."""
 
-  Attributes:
-    shape: B and G, each as the axes of the mesh that split it and the rest:
-      (2, 3, 2, 2) of data, prompts, fsdp and samples, where data = 2 splits 6
-      prompts and fsdp = 2 their 4 samples.
-    order: permutation that brings the mesh's axes to the front, in its order.
-    size: B and G themselves.
-  """
-
+  # B and G, each as the axes of the mesh that split it and the rest: (2, 3, 2,
+  # 2) if data = 2 splits 6 prompts and fsdp = 2 their 4 samples.
   shape: tuple[int, ...]
+  # Permutation that brings the mesh's axes to the front, in its order.
   order: tuple[int, ...]
-  size: tuple[int, int]
+  size: tuple[int, int]  # B and G
 
   def split(self, x: Array) -> Array:
     """[B, G, ...] -> [devices, rows, ...]; no row leaves its device."""
     axes, rest = _row_axes(), x.shape[2:]
-    trailing = range(len(self.shape), len(self.shape) + len(rest))
-    x = x.reshape(*self.shape, *rest).transpose(*self.order, *trailing)
+    x = x.reshape(*self.shape, *rest).transpose(*self.order, *self._after(x))
     x = x.reshape(math.prod(axes.values()), -1, *rest)
     return jax.lax.with_sharding_constraint(x, P(tuple(axes)))
 
   def join(self, x: Array) -> Array:
     """[devices, rows, ...] -> [B, G, ...], the inverse of `split`."""
-    rest = x.shape[2:]
-    trailing = range(len(self.shape), len(self.shape) + len(rest))
+    rest, after = x.shape[2:], self._after(x)
     x = x.reshape(*(self.shape[i] for i in self.order), *rest)
     back = sorted(range(len(self.order)), key=self.order.__getitem__)
-    return x.transpose(*back, *trailing).reshape(*self.size, *rest)
+    return x.transpose(*back, *after).reshape(*self.size, *rest)
+
+  def _after(self, x: Array) -> range:
+    """Returns the axes after those of `shape`, which stay in place."""
+    return range(len(self.shape), len(self.shape) + x.ndim - 2)
 
 
 def row_shards(prompts: int, group_size: int) -> RowShards | None:

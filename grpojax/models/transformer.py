@@ -1,11 +1,9 @@
 """One group-native decoder for all families of models.
 
-The group is an axis of the computation: a prompt's keys and values are computed
-and stored once, and its whole group of completions attends to them.
-
-Parameters are nested dicts; those of the layers are stacked on a leading axis,
-as one stack or, where some of them are held apart (`last_layers`), as a tuple
-of stacks that follow each other.
+A prompt's keys and values are computed and stored once, and its whole group of
+completions attends to them. Parameters are nested dicts; the layers are stacked
+on a leading axis, as one stack or, if some are held apart (`last_layers`), as a
+tuple of stacks.
 """
 
 import functools
@@ -19,16 +17,15 @@ from jaxtyping import Array, Bool, Float
 from grpojax.core.decoding.sampling import NEGATIVE, Parts
 from grpojax.core.mesh import activation_spec
 from grpojax.core.types import LM, Params
+from grpojax.models import cache as cache_lib
 from grpojax.models import (
-  block_attention,
   layer_stacks,
   passes,
   quantization,
+  row_attention,
   sharding,
 )
-from grpojax.models import cache as cache_lib
 from grpojax.models.attention import soft_cap
-from grpojax.models.block_attention import RowAttention
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
@@ -36,7 +33,7 @@ from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
 
 LARGE = 4096
-"""Tokens of a vocabulary whose logits a TPU does not write while decoding."""
+"""Least size of a vocabulary whose logits a TPU does not write in decoding."""
 
 
 def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
@@ -52,17 +49,14 @@ def _unembed(
   hidden: Float[Array, "*tokens D"],
   dtype: Any,
 ) -> Float[Array, "*tokens V"]:
-  """Returns logits in float32, whatever the dtype of computation.
-
-  Ids without a token have `NEGATIVE`, so their probability is 0.
-  """
+  """Returns logits in float32; ids without a token have `NEGATIVE`."""
   if config.labels:
     return matmul(hidden, params["score"].astype(dtype), jnp.float32)
   head = params["head"] if "head" in params else params["embed"].T
   head, rows = head.astype(dtype), None
   if head.ndim == 3:  # a copy for each device's rows
     rows = sharding.row_shards(*hidden.shape[:2])
-    if rows is None:  # rows that devices share read the same copy
+    if rows is None:  # rows on several devices read the same copy
       head = head[0]
   if rows is None:
     logits = matmul(hidden, head, jnp.float32)
@@ -84,7 +78,7 @@ def _draw_parts(
   uniform: Float[Array, "B G 2"],
   temperature: int | float,
 ) -> Parts:
-  """Draws tokens by the TPU's kernel, on each device its rows and columns."""
+  """Draws tokens by the TPU's kernel; each device has its rows and columns."""
   from grpojax.models import head_kernel  # Pallas takes long to import
 
   mesh, shape = jax.sharding.get_abstract_mesh(), hidden.shape[:2]
@@ -120,10 +114,10 @@ def _decoding_stacks(
 ) -> tuple[int, ...]:
   """Returns the number of layers of each stack while decoding.
 
-  A few layers are taken out of their stack before the loop over tokens, where
-  XLA might copy each of them for every token (it does on CPUs). On GPUs it
-  copies weights and caches of any number, half of what a token moves: there all
-  are taken out, and compiling takes several times as long.
+  A few layers are taken out of their stack before the loop over tokens, in
+  which XLA:CPU might copy each of them. XLA:GPU copies weights and caches of
+  any number of layers, half of a token's traffic: there all layers are taken
+  out, and compilation takes several times as long.
   """
   apart = config.layers <= layer_stacks.SHALLOW or platform == "gpu"
   return (1,) * config.layers if apart else (config.layers,)
@@ -139,10 +133,10 @@ def _for_decoding(
 ) -> Params:
   """Returns parameters as the token loop reads them: cast and laid out once.
 
-  Whole along fsdp, so that no token waits for them; the output head apart from
-  a tied embedding, whose rows stay float32. The rotary tables are with them, or
-  XLA would compute them for every token, in all that reads them. Matrices
-  become integers before they are gathered, so that half the bytes are sent.
+  They are whole along fsdp, so that no token waits for them; a tied embedding's
+  rows stay float32, and the output head is a copy. With rotary tables:
+  otherwise XLA would compute them for every token and layer. Matrices become
+  integers before they are gathered, which halves the traffic.
   """
 
   def formatted(arrays):
@@ -168,7 +162,7 @@ def _for_training(
   params = sharding.as_stored(passes.cast(params, dtype))
   outer = {name: x for name, x in params.items() if name != "layers"}
   params |= sharding.gather(outer)
-  if config.tied:  # apart, so that each gradient is sharded by itself
+  if config.tied:  # a copy, so that each gradient is sharded by itself
     head = {"embed": outer["embed"].astype(dtype)}
     params["head"] = sharding.gather(head)["embed"].T
   if "head" in params:
@@ -176,30 +170,24 @@ def _for_training(
   return params
 
 
-def _of_experts(model: passes.Passes) -> dict[str, Any]:
-  """Returns the functions that only a model with experts has, of an `LM`."""
-  return {
-    "prefill_with_experts": model.prefill_with_experts,
-    "extend_with_experts": model.extend_with_experts,
-    "forward_with_load": model.forward_with_load if model.remat else None,
-  }
-
-
 def _lm(
-  config: TransformerConfig,
-  dtype: Any,
-  remat: str | None,
-  stacks: tuple[int, ...],
-  row_attention: RowAttention | None,
-  in_8_bits: bool = False,
-  platform: str | None = None,
+  model: passes.Passes, stacks: tuple[int, ...], in_8_bits: bool = False
 ) -> LM:
   """Returns the model's functions; without `remat`, those of decoding alone.
 
-  A cache has its layers in stacks of the sizes `stacks`, maybe `in_8_bits`, as
-  `platform` writes them fastest.
+  `stacks` are the numbers of layers of each stack of a cache.
   """
-  model = passes.Passes(config, dtype, remat, row_attention, platform)
+  config, dtype, platform = model.config, model.dtype, model.platform
+
+  def prefill(*args, **options):
+    return model.prefill(*args, **options)[0]
+
+  def extend(*args, **options):
+    return model.extend(*args, **options)[:2]
+
+  def forward(*args, **options):
+    return model.forward(*args, **options)[:2]
+
   init_cache = functools.partial(
     cache_lib.create,
     layers=stacks,
@@ -209,20 +197,26 @@ def _lm(
     in_8_bits=in_8_bits,
     platform=platform,
   )
-  draws = platform == "tpu" and config.vocab_size >= LARGE and not config.labels
-  return LM(
+  lm = LM(
     init=functools.partial(init, config),
-    prefill=model.prefill,
-    extend=model.extend,
+    prefill=prefill,
+    extend=extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
     init_cache=init_cache,
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
     align_cache_rows=cache_lib.align,
     map_prefix_rows=passes.map_prefix_rows,
-    forward=model.forward if remat else None,
-    **(_of_experts(model) if config.experts else {}),
-    draw_parts=functools.partial(_draw_parts, config) if draws else None,
+    forward=forward if model.remat else None,
+  )
+  if platform == "tpu" and config.vocab_size >= LARGE and not config.labels:
+    lm = lm._replace(draw_parts=functools.partial(_draw_parts, config))
+  if not config.experts:
+    return lm
+  return lm._replace(
+    prefill_with_experts=functools.partial(model.prefill, record=True),
+    extend_with_experts=functools.partial(model.extend, record=True),
+    forward_with_load=model.forward if model.remat else None,
   )
 
 
@@ -237,40 +231,37 @@ def transformer(
   """Returns the decoder as an `LM`.
 
   Args:
-    config: shape of the model.
+    config: shape of the model; ValueError if its parts do not fit.
     dtype: type of matrix products and cache; hidden states between the layers,
-      norms, rotations, softmax and logits are float32. Parameters are cast
-      where they are used, and float32 for an optimizer: a small update of a
-      bfloat16 weight rounds to nothing.
-    remat: values that the backward pass computes again instead of storing them,
-      a name in `layer_stacks.REMAT`: "full" (of each layer all but its input:
+      norms, rotations, softmax and logits are float32. Parameters are cast in
+      use, and should be float32 for an optimizer: a small update of a bfloat16
+      weight rounds to nothing.
+    remat: values that the backward pass recomputes instead of storing them, a
+      name in `layer_stacks.REMAT`: "full" (everything but each layer's input:
       least memory, about a third more work), "selective", "attention" or
       "none".
-    attention: how rows of more than `block_attention.WHOLE` tokens attend, a
-      name in `block_attention.ATTENTION`.
+    attention: how rows of more than `row_attention.WHOLE` tokens attend, a name
+      in `row_attention.ATTENTION`.
     platform: where it runs, "cpu", "gpu" or "tpu"; None is JAX's own backend.
-      Programs are others there, and results the same but for rounding.
-
-  Raises:
-    ValueError: a configuration whose parts do not fit; no such name.
+      Programs differ, and results only by rounding.
   """
   check(config)
-  choices = {"remat": (remat, layer_stacks.REMAT)}
-  choices["attention"] = attention, block_attention.ATTENTION
-  for name, (value, names) in choices.items():
+  for name, value, names in (
+    ("remat", remat, layer_stacks.REMAT),
+    ("attention", attention, row_attention.ATTENTION),
+  ):
     if value not in names:
       raise ValueError(f"{name}={value!r}: use one of {', '.join(names)}")
-  # What they need of the platform is decided when they run: to ask for JAX's
-  # backend starts it.
-  row_attention = block_attention.choose(attention, platform)
+  # The platform is looked up at the first use: asking JAX for its backend
+  # starts it.
+  attend = row_attention.choose(attention, platform)
 
   @functools.cache
   def decoder(cache_dtype):
     runs_on = platform or jax.default_backend()
     stacks = _decoding_stacks(config, runs_on)
-    in_8_bits = cache_dtype == "int8"
-    lm = _lm(config, dtype, None, stacks, row_attention, in_8_bits, runs_on)
-    return lm, stacks
+    decoding = passes.Passes(config, dtype, None, attend, runs_on)
+    return _lm(decoding, stacks, in_8_bits=cache_dtype == "int8"), stacks
 
   def prepare(params, longest, weights_dtype="model", cache_dtype="model"):
     if longest is None:
@@ -281,7 +272,7 @@ def transformer(
     )
     return decoding_lm, params
 
-  model = _lm(config, dtype, remat, (config.layers,), row_attention)
+  model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)
   if attention not in ("auto", "kernel"):
     return lm

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpojax.models import cache as cache_lib
-from grpojax.models.block_attention import Visibility
+from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import TransformerConfig, transformer

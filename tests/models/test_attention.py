@@ -8,24 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_models import assert_close, config_with
+from small_models import normal as normal_of
 
 from grpojax.core.logprobs import token_logprobs
-from grpojax.models import block_attention as block_lib
 from grpojax.models import kernel_attention as kernel_lib
-from grpojax.models import passes
-from grpojax.models.attention import rms_norm, two_part_attention
-from grpojax.models.block_attention import BLOCK, Visibility, block_attention
+from grpojax.models import passes, row_attention
+from grpojax.models.attention import Visibility, rms_norm, two_part_attention
+from grpojax.models.block_attention import BLOCK, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
-from grpojax.models.config import TransformerConfig
 from grpojax.models.kernel_attention import kernel_attention
 from grpojax.models.transformer import transformer
 
 B, G, K, R, P, E = 2, 3, 2, 2, 5, 4
 RNG = np.random.default_rng(0)
-
-
-def normal(*shape):
-  return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+normal = functools.partial(normal_of, RNG)
+on_cpu = functools.partial(kernel_attention, platform="cpu")
 
 
 def by_definition(q, row, mask, prompt, prompt_mask, scale, cap):
@@ -81,44 +79,50 @@ def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
   return arrays, visibility, mask[:, :, None, None], prompt_mask
 
 
+def at_once(mask, prompt_mask, **options):
+  masks = jnp.asarray(mask), jnp.asarray(prompt_mask)
+
+  def attend(q, row, prompt):
+    return two_part_attention(q, row, masks[0], prompt, masks[1], **options)
+
+  return attend
+
+
+def gradients(function, arrays, toward):
+  value, pull = jax.vjp(function, *arrays)
+  return value, pull(toward.astype(value.dtype))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "size, block, window, segments",
-  [
-    pytest.param(9, 4, 99, False, marks=pytest.mark.slow),
-    (11, 4, 2, True),
-  ],
+  "size, block, window, segments", [(9, 4, 99, False), (11, 4, 2, True)]
 )
-def test_blocks_change_nothing(size, block, window, segments):
-  """Both against the definition in float64, and their derivatives."""
-  arrays, visibility, mask, prompt_mask = case(size, window, segments)
+def test_blocks_and_the_whole_are_the_definition(size, block, window, segments):
+  """With derivatives forward and in reverse."""
+  arrays, visibility, *masks = case(size, window, segments)
   toward = normal(*arrays[0].shape)
   tangents = jax.tree.map(lambda x: normal(*x.shape), arrays)
+  options = dict(scale=0.7, cap=2.0)
 
   def out(*arrays):
     return block_attention(
-      *arrays, visibility, window=window, block=block, scale=0.7, cap=2.0
+      *arrays, visibility, window=window, block=block, **options
     )
 
-  def dense(q, row, prompt):
-    masks = jnp.asarray(mask), prompt, jnp.asarray(prompt_mask)
-    return two_part_attention(q, row, *masks, scale=0.7, cap=2.0)
-
   def derivatives(function):
-    value, pull = jax.vjp(function, *arrays)
+    value, reverse = gradients(function, arrays, toward)
     along = jax.vmap(lambda c: jax.tree.map(lambda x: c * x, tangents))
     along = along(jnp.array([1.0, -2.0]))  # vmapped, as score_projections is
     push = jax.vmap(lambda t: jax.jvp(function, arrays, t)[1])(along)
-    return value, pull(toward), push
+    return value, reverse, push
 
-  value, *got = jax.jit(lambda: derivatives(out))()
+  got = jax.jit(lambda: derivatives(out))()
+  want = jax.jit(lambda: derivatives(at_once(*masks, **options)))()
   q, row, prompt = arrays
-  expected = by_definition(q, row, mask, prompt, prompt_mask, 0.7, 2.0)
-  np.testing.assert_allclose(value, expected, atol=1e-5)
-  dense_value, *whole = jax.jit(lambda: derivatives(dense))()
-  np.testing.assert_allclose(dense_value, expected, atol=1e-5)
-  for a, b in zip(*map(jax.tree.leaves, (got, whole)), strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-5)
+  expected = by_definition(q, row, masks[0], prompt, masks[1], 0.7, 2.0)
+  for value in (got[0], want[0]):
+    np.testing.assert_allclose(value, expected, atol=1e-5)
+  assert_close(got, want, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -126,34 +130,21 @@ def test_blocks_change_nothing(size, block, window, segments):
   "size, prompt, window, run, cap",
   [
     (50, 40, 20, 21, 2.0),
-    pytest.param(50, 40, 99, 50, None, marks=pytest.mark.slow),
-    pytest.param(7, 3, 99, 4, 2.0, marks=pytest.mark.slow),
-    pytest.param(48, 16, 5, 48, None, marks=pytest.mark.slow),
+    (50, 40, 99, 50, None),
+    (7, 3, 99, 4, 2.0),
+    (48, 16, 5, 48, None),
   ],
 )
 def test_kernels_compute_attention(size, prompt, window, run, cap):
   """Values and gradients, over several blocks of 16 tokens, by one softmax."""
   parts = case(size, window, run < size, run=run, P=prompt)
-  arrays, visibility, mask, prompt_mask = parts
+  arrays, visibility, *masks = parts
   toward = normal(*arrays[0].shape)
-
-  def by_kernels(*arrays):
-    return kernel_attention(
-      *arrays, visibility, platform="cpu", window=window, cap=cap
-    )
-
-  def dense(q, row, prompt):
-    masks = jnp.asarray(mask), prompt, jnp.asarray(prompt_mask)
-    return two_part_attention(q, row, *masks, cap=cap)
-
-  def gradients(function):
-    value, pull = jax.vjp(function, *arrays)
-    return value, pull(toward)
-
-  got = jax.jit(lambda: gradients(by_kernels))()
-  expected = jax.jit(lambda: gradients(dense))()
-  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-5)
+  kernels = lambda *x: on_cpu(*x, visibility, window=window, cap=cap)
+  got = jax.jit(lambda: gradients(kernels, arrays, toward))()
+  whole = at_once(*masks, cap=cap)
+  expected = jax.jit(lambda: gradients(whole, arrays, toward))()
+  assert_close(got, expected, atol=1e-5)
 
 
 @pytest.mark.long
@@ -163,17 +154,11 @@ def test_kernels_without_prompts_or_segments_in_bfloat16():
   toward = normal(*q.shape).astype(q.dtype)
   visibility = visibility._replace(prompt_mask=None)
   seen = jnp.asarray(mask)
-
-  def gradients(function, *arrays):
-    value, pull = jax.vjp(function, *arrays)
-    return value, pull(toward.astype(value.dtype))
-
-  kernel = lambda q, row: kernel_attention(
-    q, row, None, visibility, platform="cpu"
-  )
-  got = gradients(kernel, q, row)
+  kernel = lambda q, row: on_cpu(q, row, None, visibility)
+  whole = lambda q, row: two_part_attention(q, row, seen)
+  got = gradients(kernel, (q, row), toward)
   exact = jax.tree.map(lambda x: x.astype(jnp.float32), (q, row))
-  expected = gradients(lambda q, row: two_part_attention(q, row, seen), *exact)
+  expected = gradients(whole, exact, toward)
   for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
     assert a.dtype == jnp.bfloat16
     np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05, rtol=0.02)
@@ -182,26 +167,16 @@ def test_kernels_without_prompts_or_segments_in_bfloat16():
 @pytest.mark.slow
 def test_what_keys_have_in_common_cancels_in_bfloat16():
   """Gradients of queries, where keys and values lie around 8 and not 0."""
-  arrays, visibility, mask, prompt_mask = case(40, 99, False, jnp.bfloat16)
+  arrays, visibility, *masks = case(40, 99, False, jnp.bfloat16)
   q, row, prompt = arrays
-  row, prompt = jax.tree.map(lambda x: x + 8, (row, prompt))
-
-  def kernel(*x):
-    return kernel_attention(*x, visibility, platform="cpu")
-
-  def gradient(function, *arrays):
-    value, pull = jax.vjp(function, *arrays)
-    weights = jnp.cos(jnp.arange(value.size)).reshape(value.shape)
-    return pull(weights.astype(jnp.bfloat16).astype(value.dtype))[0]
-
-  def whole(q, row, prompt):
-    masks = jnp.asarray(mask), jnp.asarray(prompt_mask)
-    return two_part_attention(q, row, masks[0], prompt, masks[1])
-
-  exact = jax.tree.map(lambda x: x.astype(jnp.float32), (q, row, prompt))
-  exact = gradient(whole, *exact)
+  arrays = q, *jax.tree.map(lambda x: x + 8, (row, prompt))
+  toward = jnp.cos(jnp.arange(q.size)).reshape(q.shape).astype(jnp.bfloat16)
+  kernel = lambda *x: on_cpu(*x, visibility)
+  whole = at_once(*masks)
+  exact = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+  exact = gradients(whole, exact, toward)[1][0]
   error, of_whole = (
-    jnp.linalg.norm(gradient(f, q, row, prompt).astype(jnp.float32) - exact)
+    jnp.linalg.norm(gradients(f, arrays, toward)[1][0].astype(float) - exact)
     for f in (kernel, whole)
   )
   assert error < 2 * of_whole
@@ -209,14 +184,7 @@ def test_what_keys_have_in_common_cancels_in_bfloat16():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform, lowered", [("tpu", "tpu"), ("gpu", "cuda")])
-@pytest.mark.parametrize(
-  "width, size",
-  [
-    (64, 1100),
-    pytest.param(96, 600, marks=pytest.mark.slow),
-    pytest.param(256, 300, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize("width, size", [(64, 1100), (96, 600), (256, 300)])
 def test_kernels_lower_for(h100, platform, lowered, width, size):
   """Four kernels with their operations, and nothing else is multiplied."""
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
@@ -226,21 +194,15 @@ def test_kernels_lower_for(h100, platform, lowered, width, size):
   integers = jax.ShapeDtypeStruct((1, 2, size), jnp.int32)
   masks = integers, integers, jax.ShapeDtypeStruct((1, 200), bool)
 
-  def gradients(q, row, prompt, masks, local):
-    positions, segments, prompt_mask = masks
-    visibility = Visibility(positions, segments, prompt_mask, local)
-    out, pull = jax.vjp(
-      lambda *x: kernel_attention(
-        *x, visibility, platform=platform, window=70, cap=30.0
-      ),
-      q,
-      KeysValues(*row),
-      PromptKeysValues(*prompt),
-    )
-    return out, pull(q)
+  def run(q, row, prompt, masks, local):
+    seen = Visibility(*masks, local)
+    options = dict(platform=platform, window=70, cap=30.0)
+    arrays = q, KeysValues(*row), PromptKeysValues(*prompt)
+    kernels = lambda *x: kernel_attention(*x, seen, **options)
+    return gradients(kernels, arrays, q)
 
   local = jax.ShapeDtypeStruct((), bool)
-  traced = jax.jit(gradients).trace(q, [keys] * 2, [prompt] * 2, masks, local)
+  traced = jax.jit(run).trace(q, [keys] * 2, [prompt] * 2, masks, local)
   text = traced.lower(lowering_platforms=(lowered,)).as_text()
   assert text.count("custom_call @") == 4
   assert "stablehlo.dot_general" not in text
@@ -249,11 +211,7 @@ def test_kernels_lower_for(h100, platform, lowered, width, size):
 
 def test_a_second_derivative_is_refused():
   (q, row, prompt), visibility, *_ = case(20, 99, False)
-
-  def squared(q):
-    out = kernel_attention(q, row, prompt, visibility, platform="cpu")
-    return jnp.sum(out**2)
-
+  squared = lambda q: jnp.sum(on_cpu(q, row, prompt, visibility) ** 2)
   slope = lambda q: jnp.sum(jax.grad(squared)(q))
   with pytest.raises(NotImplementedError, match="attention = blocks"):
     jax.eval_shape(jax.grad(slope), q)
@@ -262,20 +220,16 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [True, False])
 def test_a_layer_may_be_local_or_not_at_run_time(local):
-  """In a scan over layers of both kinds."""
   arrays, visibility, mask, prompt_mask = case(11, 3 if local else 99, False)
 
-  def out(local, attention, **options):
+  def out(local, attention):
     seen = visibility._replace(local=local)
-    return attention(*arrays, seen, window=3, scale=1.0, cap=9.0, **options)
+    return attention(*arrays, seen, window=3, scale=1.0, cap=9.0)
 
   q, row, prompt = arrays
   expected = by_definition(q, row, mask, prompt, prompt_mask, 1.0, 9.0)
-  for attention, options in (
-    (block_attention, {"block": 4}),
-    (kernel_attention, {"platform": "cpu"}),
-  ):
-    run = jax.jit(functools.partial(out, attention=attention, **options))
+  for attention in (functools.partial(block_attention, block=4), on_cpu):
+    run = jax.jit(functools.partial(out, attention=attention))
     np.testing.assert_allclose(run(jnp.array(local)), expected, atol=1e-5)
 
 
@@ -283,17 +237,15 @@ def test_a_layer_may_be_local_or_not_at_run_time(local):
 def test_bfloat16_is_summed_in_float32():
   """As exact as rounding the weights, and then the sum, leaves it."""
   size, window = 512, 999
-  arrays, visibility, mask, _ = case(size, window, False, jnp.bfloat16)
-  q, row, _ = arrays
-  row = KeysValues(row.keys, jnp.ones_like(row.values))
+  (q, row, _), visibility, *_ = case(size, window, False, jnp.bfloat16)
 
   def total(values):
-    out = block_attention(
-      q, KeysValues(row.keys, values), None, visibility, scale=0.0, block=4
-    )
+    row_of = KeysValues(row.keys, values)
+    out = block_attention(q, row_of, None, visibility, scale=0.0, block=4)
     return jnp.sum(out.astype(jnp.float32)), out
 
-  gradient, out = jax.jit(jax.grad(total, has_aux=True))(row.values)
+  run = jax.jit(jax.grad(total, has_aux=True))
+  gradient, out = run(jnp.ones_like(row.values))
   assert out.dtype == gradient.dtype == jnp.bfloat16
   np.testing.assert_array_equal(out, 1)
   # Uniform weights: key c gets 1 / (i + 1) of each of the R queries i >= c.
@@ -307,11 +259,8 @@ def test_bfloat16_is_summed_in_float32():
 def test_bfloat16_with_prompts_in_blocks():
   """It runs: a CPU has not every product of 16-bit floats."""
   arrays, visibility, mask, prompt_mask = case(11, 99, False, jnp.bfloat16)
-  out = jax.jit(
-    lambda *arrays: block_attention(
-      *arrays, visibility, block=4, scale=0.7, cap=2.0
-    )
-  )(*arrays)
+  options = dict(block=4, scale=0.7, cap=2.0)
+  out = jax.jit(lambda *x: block_attention(*x, visibility, **options))(*arrays)
   q, row, prompt = arrays
   expected = by_definition(q, row, mask, prompt, prompt_mask, 0.7, 2.0)
   np.testing.assert_allclose(out.astype(np.float32), expected, atol=2e-2)
@@ -323,18 +272,13 @@ def test_bfloat16_with_prompts_in_blocks():
 )
 def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   """Long prompts and packed rows, local and global layers, and the gradient."""
-  config = TransformerConfig(
+  config = config_with(
     vocab_size=17,
-    width=8,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
     mlp=8,
     local_layers=(True, False),
     window=70,  # shorter than a block
   )
-  module = {"blocks": block_lib, "kernel": kernel_lib}[attention]
+  module = {"blocks": row_attention, "kernel": kernel_lib}[attention]
   name = f"{attention.removesuffix('s')}_attention"
   spy = mock.Mock(wraps=getattr(module, name))
   monkeypatch.setattr(module, name, spy)
@@ -343,19 +287,14 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   length, parts = 140, np.array([90, 50])
   ids = jnp.asarray(RNG.integers(0, 17, (2, 2, length)))
   mask = jnp.arange(length) < jnp.array([[length], [131]])
-  segments = jnp.broadcast_to(np.repeat(np.arange(2), parts), ids.shape)
   places = np.concatenate([np.arange(n) for n in parts])
+  where = {
+    "positions": jnp.broadcast_to(places, ids.shape),
+    "segments": jnp.broadcast_to(np.repeat(np.arange(2), parts), ids.shape),
+  }
 
-  def total(params):
-    logprobs, _ = token_logprobs(
-      lm,
-      params,
-      ids[:, 0],  # any prompts
-      mask,
-      ids,
-      positions=jnp.broadcast_to(places, ids.shape),
-      segments=segments,
-    )
+  def total(params):  # any prompts
+    logprobs, _ = token_logprobs(lm, params, ids[:, 0], mask, ids, **where)
     return jnp.sum(logprobs**2), logprobs
 
   def run():
@@ -364,11 +303,7 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   assert passes.WHOLE >= length
   whole = run()
   monkeypatch.setattr(passes, "WHOLE", BLOCK)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
-    run(),
-    whole,
-  )
+  assert_close(run(), whole, rtol=1e-4, atol=1e-3)
   assert np.std(whole[1]) > 0.1 and spy.called
 
 
@@ -380,24 +315,19 @@ def test_memory_at_8192_tokens_and_28_heads():
   q = shape((1, 1, heads, 7, size, width), jnp.bfloat16)
   row = KeysValues(*[shape((1, 1, heads, size, width), jnp.bfloat16)] * 2)
   prompt = PromptKeysValues(*[shape((1, heads, 64, width), jnp.bfloat16)] * 2)
-  visibility = Visibility(
-    shape((1, 1, size), jnp.int32),
-    shape((1, 1, size), jnp.int32),
-    shape((1, 64), bool),
-    shape((), bool),
-  )
+  integers = shape((1, 1, size), jnp.int32)
+  seen = integers, integers, shape((1, 64), bool), shape((), bool)
 
-  def loss(q, row, prompt, visibility):
+  def loss(q, row, prompt, seen):
     def layer(q, scale):  # differentiated, a loop keeps more than its body
-      return block_attention(
-        q * scale, row, prompt, visibility, window=1024
-      ), None
+      arrays = q * scale, row, prompt
+      return block_attention(*arrays, Visibility(*seen), window=1024), None
 
     out, _ = jax.lax.scan(layer, q, jnp.ones(2, q.dtype))
     return jnp.sum(out.astype(jnp.float32) ** 2)
 
   gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-  compiled = gradient.lower(q, row, prompt, visibility).compile()
+  compiled = gradient.lower(q, row, prompt, seen).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
   # 28 x 8192^2 logits are 7.5e9 bytes, and their mask is 6.7e7 at the least.
   assert used < 6e8
@@ -426,9 +356,8 @@ def test_a_norm_of_one_row_on_an_explicit_axis():
   """Its type says where it lies, and so does that of its gradient."""
   mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
   with jax.set_mesh(mesh):
-    x = jax.device_put(
-      normal(1, 2, 3, 4), NamedSharding(mesh, PartitionSpec("data"))
-    )
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.device_put(normal(1, 2, 3, 4), place)
     norm = lambda x: x + rms_norm(x, jnp.ones(4), 0.1)
     y, pull = jax.vjp(norm, x)
     assert jax.typeof(y) == jax.typeof(pull(y)[0]) == jax.typeof(x)

@@ -13,40 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from small_models import config_with, sample
 
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import huggingface as hf
 from grpojax.models.attention import two_part_attention
 from grpojax.models.cache import KeysValues, Slots
-from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.models.config import parameter_shapes
 from grpojax.models.moe import route
 from grpojax.models.transformer import transformer
 
 V, P = 64, 8
 # Deep and with small steps, as real models are: roundings of the hidden states
 # are what drifts apart.
-SMALL = TransformerConfig(
-  vocab_size=V,
-  width=16,
-  layers=3,
-  heads=2,
-  kv_heads=1,
-  head_dim=8,
-  mlp=16,
-  qk_norm=True,
-  tied=False,
+SMALL = config_with(
+  vocab_size=V, width=16, layers=3, head_dim=8, mlp=16, qk_norm=True, tied=False
 )
-BASE = {
-  "vocab_size": V,
-  "hidden_size": 64,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "intermediate_size": 128,
-  "head_dim": 16,
-}
+BASE = dict(vocab_size=V, hidden_size=64, num_hidden_layers=2)
+BASE |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+BASE["intermediate_size"] = 128
 BIASES = {"attention_bias": True}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32}
 # Every kind of leaf that a family may have. Each token goes to all experts:
@@ -130,11 +116,7 @@ def family_errors(kind, equal):
 
 @pytest.mark.slow
 def test_gradients_add_up_in_float32():
-  """All leaves that are summed over tokens, in one layer of all features.
-
-  Against the float64 sum of each completion's own gradient in bfloat16, so
-  that nothing but the addition differs.
-  """
+  """Against the float64 sum of each completion's own gradient in bfloat16."""
   config = dataclasses.replace(
     SMALL, layers=1, qkv_bias=True, o_bias=True, mlp_bias=True, post_norms=True
   )
@@ -149,12 +131,9 @@ def test_gradients_add_up_in_float32():
   whole = jax.jit(jax.grad(loss))(params, ids)
   apart = jax.vmap(jax.grad(loss), (None, 1))
   parts = jax.jit(apart)(params, ids[:, :, None])
-  for (path, got), each in zip(
-    jax.tree_util.tree_leaves_with_path(whole),
-    jax.tree.leaves(parts),
-    strict=True,
-  ):
-    want = np.asarray(each, np.float64).sum(0)
+  whole, parts = (flatten_dict(x, sep="/") for x in (whole, parts))
+  for path, got in whole.items():
+    want = np.asarray(parts[path], np.float64).sum(0)
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert error < 0.01, (path, error)
 
@@ -176,47 +155,43 @@ def test_sampler_and_scorer_agree(experts):
   lm, params = transformer(config, dtype=jnp.bfloat16), draw(config)
   ids = jnp.arange(4 * P).reshape(4, P)
   prompts = Prompts(ids, jnp.ones(ids.shape, bool))
-
-  @jax.jit
-  def run(params, key):
-    sampled = rollout(
-      lm, params, prompts, key, group_size=8, max_new_tokens=16, eos_ids=(V,)
-    )
-    scored, _ = token_logprobs(
-      lm, params, ids, prompts.prompt_mask, sampled.completion_ids
-    )
-    return scored - sampled.logprobs
-
-  difference = np.abs(run(params, jax.random.key(0)))
+  options = dict(group_size=8, max_new_tokens=16, eos_ids=(V,))
+  sampled = sample(lm, params, prompts, 0, **options)
+  score = lambda params: token_logprobs(
+    lm, params, ids, prompts.prompt_mask, sampled.completion_ids
+  )[0]
+  difference = np.abs(jax.jit(score)(params) - sampled.logprobs)
   assert difference.mean() < 1e-3, difference.mean()
+
+
+def arrays_of(b, g, k, r, c, p, e):
+  """Queries, keys, values, those of prompts; and the masks of both parts."""
+  shapes = [(b, g, k, r, c, e), *[(b, g, k, c, e)] * 2, *[(b, k, p, e)] * 2]
+  rng = np.random.default_rng(0)
+  masks = jnp.tril(jnp.ones((c, c), bool)), jnp.ones((b, p), bool)
+  return [rng.normal(size=s) for s in shapes], *masks
 
 
 @pytest.mark.slow
 def test_a_cache_changes_no_rounding():
-  """The weights of a softmax are rounded, so they must be of the same softmax.
+  """Rounded weights are of one softmax over a row's keys, cached or not.
 
-  Over a row's keys, that is, whether or not some of them are in a cache. Then
-  only sums in another order differ, which seldom changes what is rounded.
+  Then only sums in another order differ, which seldom changes what is rounded.
   """
-  b, g, k, r, c, p, e = 2, 3, 2, 2, 32, 16, 8
-  shapes = [(b, g, k, r, c, e), *[(b, g, k, c, e)] * 2, *[(b, k, p, e)] * 2]
-  rng = np.random.default_rng(0)
-  arrays = [jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes]
-  (q, keys, values), prompt = arrays[:3], tuple(arrays[3:])
-  seen, causal = jnp.ones((b, p), bool), jnp.tril(jnp.ones((c, c), bool))
+  c = 32
+  arrays, causal, seen = arrays_of(b=2, g=3, k=2, r=2, c=c, p=16, e=8)
+  q, keys, values, *prompt = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
   score = jax.jit(two_part_attention)
-  scored = score(q, (keys, values), causal, prompt, seen)
+  scored = score(q, (keys, values), causal, tuple(prompt), seen)
   own = jnp.ones((1, 1), bool)
 
   @jax.jit
   def decode(t):
-    def new(x):
-      return jax.lax.dynamic_slice_in_dim(x, t, 1, axis=-2)
-
+    new = lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, axis=-2)
     row = KeysValues(new(keys), new(values))
     slots = Slots(keys.swapaxes(-1, -2), values)
     cached = dict(slots=(slots,), slot_mask=jnp.arange(c) < t)
-    return two_part_attention(new(q), row, own, prompt, seen, **cached)
+    return two_part_attention(new(q), row, own, tuple(prompt), seen, **cached)
 
   sampled = jnp.concatenate([decode(t) for t in range(c)], -2)
   assert sampled.dtype == scored.dtype
@@ -230,16 +205,13 @@ def test_what_keys_have_in_common_adds_no_error():
   Only the weights' gradients differ from their mean by what counts, and must be
   rounded alike.
   """
-  b, g, k, r, c, p, e = 2, 4, 2, 2, 64, 32, 16
-  shapes = [(b, g, k, r, c, e), *[(b, g, k, c, e)] * 2, *[(b, k, p, e)] * 2]
-  rng = np.random.default_rng(0)
-  arrays = [rng.normal(size=s) for s in shapes]
+  arrays, causal, seen = arrays_of(b=2, g=4, k=2, r=2, c=64, p=32, e=16)
+  rng = np.random.default_rng(1)
   for own, of_prompt, size in ((1, 3, 20), (2, 4, 5)):  # keys, values
-    common = size * rng.normal(size=e)
+    common = size * rng.normal(size=16)
     arrays[own] += common
     arrays[of_prompt] += common
-  toward = jnp.asarray(rng.normal(size=shapes[0]), jnp.float32)
-  seen, causal = jnp.ones((b, p), bool), jnp.tril(jnp.ones((c, c), bool))
+  toward = jnp.asarray(rng.normal(size=arrays[0].shape), jnp.float32)
 
   @jax.jit
   @jax.grad
@@ -255,10 +227,8 @@ def test_what_keys_have_in_common_adds_no_error():
 
 def test_a_router_multiplies_exactly():
   """By default accelerators round the factors of a float32 product."""
-  x = jnp.ones((2, 3))
-  program = jax.make_jaxpr(lambda x, w: route(x, w, 1, True))(
-    x, jnp.ones((3, 4))
-  )
+  run = lambda x, router: route(x, router, 1, True)
+  program = jax.make_jaxpr(run)(jnp.ones((2, 3)), jnp.ones((3, 4)))
   assert "HIGHEST" in str(program)
 
 
@@ -276,9 +246,8 @@ def test_gradients_of_a_micro_batch(kind, equal):
   """At the 32,768 tokens that the gsm8k configs take at once."""
   assert EXAMPLES.keys() == hf.FAMILIES.keys()
   for path, error in family_errors(kind, equal).items():
-    # A key bias moves all logits of a query alike, but for the rotation, so
-    # its gradient is what is left of terms that cancel: they are rounded, a
-    # token at a time, and a float64 sum of qwen2's is as far off (.012).
+    # A key bias moves all logits of a query alike, but for the rotation: its
+    # gradient is left of rounded terms that cancel (a float64 sum: .012).
     limit = 0.015 if path.endswith("k_bias") else 0.01
     assert error < limit, (path, error)
 

@@ -1,108 +1,89 @@
 """Windows, experts and adapters of a layer; families are in test_families."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import config_with, normal, prompts_of, random_params
 
 from grpojax.models.attention import two_part_attention
-from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
-CONFIG = TransformerConfig(
-  vocab_size=11,
-  width=8,
+CONFIG = config_with(
   layers=3,
-  heads=2,
-  kv_heads=1,
-  head_dim=4,
-  mlp=6,
   local_layers=(True, True, False),
   window=3,
   experts=3,
   experts_per_token=2,
 )
-PROMPTS = jnp.asarray(RNG.integers(6, 11, (2, 5)))
-MASK = jnp.array([[True] * 5, [True, True, False, False, False]])
+PROMPTS = prompts_of(RNG, (5, 2))
 IDS = jnp.asarray(RNG.integers(0, 11, (2, 2, 6)))
 
 
-def random_params(lm):
-  shapes = jax.eval_shape(lm.init, jax.random.key(0))
-  return jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32), shapes
-  )
-
-
-def total(lm, params):
-  prefix = lm.prefill(params, PROMPTS, MASK)
-  return jnp.sum(jnp.sin(lm.extend(params, prefix, IDS)[0]))
-
-
-@pytest.fixture(scope="module")
-def mixed():
-  """Layers with and without a window, and experts: value and gradient."""
+@pytest.mark.slow
+def test_forward_mode_agrees_with_reverse_mode():
+  """Of layers with and without a window, and experts."""
   lm = transformer(CONFIG)
   params = random_params(lm)
-  run = jax.jit(jax.value_and_grad(lambda p: total(lm, p)))
-  return lm, params, *run(params)
+  tangent = jax.tree.map(lambda x: normal(RNG, *x.shape), params)
 
+  def total(params):
+    prefix = lm.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
+    return jnp.sum(jnp.sin(lm.extend(params, prefix, IDS)[0]))
 
-@pytest.mark.slow
-def test_forward_mode_agrees_with_reverse_mode(mixed):
-  lm, params, _, grad = mixed
-  tangent = jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32), params
-  )
-  _, got = jax.jit(lambda p, v: jax.jvp(lambda p: total(lm, p), (p,), (v,)))(
-    params, tangent
-  )
-  products = jax.tree.map(lambda a, b: jnp.sum(a * b), grad, tangent)
-  np.testing.assert_allclose(got, sum(jax.tree.leaves(products)), rtol=1e-3)
+  @jax.jit
+  def both(params, tangent):
+    _, along = jax.jvp(total, (params,), (tangent,))
+    grad = jax.grad(total)(params)
+    products = jax.tree.map(lambda a, b: jnp.sum(a * b), grad, tangent)
+    return along, sum(jax.tree.leaves(products))
+
+  np.testing.assert_allclose(*both(params, tangent), rtol=1e-3)
 
 
 @pytest.mark.slow
 def test_a_prompt_out_of_the_window_leaves_no_trace():
-  """One layer: what a token sees is what its window holds, also packed."""
+  """One layer: a token sees what its window holds, also packed."""
   config = dataclasses.replace(
     CONFIG, layers=1, local_layers=(True,), experts=0, experts_per_token=0
   )
   lm = transformer(config)
   params = random_params(lm)
+  prompt = jnp.array([[8, 7, 0, 0, 0]])
+  mask = jnp.arange(5)[None] < 2
 
-  def run(params, ids, mask, **where):
-    prefix = lm.prefill(params, PROMPTS[:1], mask)
+  @jax.jit
+  def run(params, ids, **where):
+    prefix = lm.prefill(params, prompt, mask)
     return lm.extend(params, prefix, ids, **where)[0]
 
-  run = jax.jit(run)
-  ids, two = jnp.arange(6).reshape(1, 1, 6), MASK[1:]
-  other = params | {"embed": params["embed"].at[PROMPTS[0, 1]].add(1.0)}
-  assert PROMPTS[0, 1] > 5  # it does not occur in the completion
-  changed = run(other, ids, two)[0, 0] != run(params, ids, two)[0, 0]
+  ids = jnp.arange(6).reshape(1, 1, 6)
+  other = params | {"embed": params["embed"].at[7].add(1.0)}
+  changed = run(other, ids)[0, 0] != run(params, ids)[0, 0]
   np.testing.assert_array_equal(changed.any(-1), [True, True, *[False] * 4])
 
   positions = jnp.array([[[0, 1, 2, 0, 1, 2]]])
   segments = jnp.array([[[0, 0, 0, 1, 1, 1]]])
-
-  got = run(params, ids, two, positions=positions, segments=segments)[0, 0]
-  parts = run(params, ids.reshape(1, 2, 3), two)[0]
+  got = run(params, ids, positions=positions, segments=segments)[0, 0]
+  parts = run(params, ids.reshape(1, 2, 3))[0]
   np.testing.assert_allclose(got, parts.reshape(6, -1), atol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_query_that_sees_no_prompt_has_a_finite_gradient():
-  q = jnp.asarray(RNG.normal(size=(1, 1, 1, 1, 2, 4)), jnp.float32)
+  q = normal(RNG, 1, 1, 1, 1, 2, 4)
   own, prompt = (q[:, :, :, 0], q[:, :, :, 0]), (q[:, 0, :, 0], q[:, 0, :, 0])
   seen = jnp.array([[[[True, True], [False, False]]]])
-
-  def out(q, prompt):
-    return two_part_attention(q, own, jnp.eye(2, dtype=bool), prompt, seen)
-
-  alone = jax.jit(two_part_attention)(q, own, jnp.eye(2, dtype=bool))
+  attend = functools.partial(
+    two_part_attention, row_mask=jnp.eye(2, dtype=bool)
+  )
+  out = lambda q, prompt: attend(q, own, prompt=prompt, prompt_mask=seen)
+  alone = jax.jit(attend)(q, own)
   got = jax.jit(out)(q, prompt)[0, 0, 0, 0]
   np.testing.assert_array_equal(got[1], alone[0, 0, 0, 0, 1])
   assert (got[0] != alone[0, 0, 0, 0, 0]).any()
@@ -140,16 +121,14 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
       weight = p[j] / (p[chosen].sum() if normalize else 1)
       want[i] += weight * (y @ whole["expert_down"][j])
   x = x.reshape(1, 7, 1, 8)
-  arrays = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
-  compiled = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh)[0])
-  got = compiled(*arrays)
-  np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)
-  x, layer = arrays
+  x, layer = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
+  run = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh)[0])
+  np.testing.assert_allclose(run(x, layer).reshape(7, 8), want, atol=1e-4)
   for number in range(3):  # the same one among the matrices of a whole stack
-    whole = {
+    stack = {
       k: jnp.stack([a if i == number else 9 * a + 1 for i in range(3)])
       for k, a in layer.items()
       if k in matrices_of(layer)
     }
-    got = compiled(x, layer | whole | {LAYER: jnp.int32(number)})
+    got = run(x, layer | stack | {LAYER: jnp.int32(number)})
     np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)

@@ -1,6 +1,7 @@
 """Axes that are merged or left out on CPUs, and the programs XLA makes then."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from small_models import normal as normal_of
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models import lora
@@ -21,8 +23,12 @@ RNG = np.random.default_rng(0)
 
 
 def normal(axes):
-  shape = [SIZES[axis] for axis in axes]
-  return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+  return normal_of(RNG, *[SIZES[axis] for axis in axes])
+
+
+def merges(function, *args):
+  """Returns True if a function would merge axes on a CPU."""
+  return "platform_index" in str(jax.make_jaxpr(function)(*args))
 
 
 @pytest.mark.slow
@@ -46,21 +52,13 @@ def test_products_with_merged_axes(product, merged):
   dx, dy = pull(toward)
   close = dict(rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(z, np.einsum(product, x, y), **close)
-  np.testing.assert_allclose(
-    dx, np.einsum(f"{out},{of_y}->{of_x}", toward, y), **close
-  )
-  np.testing.assert_allclose(
-    dy, np.einsum(f"{out},{of_x}->{of_y}", toward, x), **close
-  )
+  of_dx, of_dy = f"{out},{of_y}->{of_x}", f"{out},{of_x}->{of_y}"
+  np.testing.assert_allclose(dx, np.einsum(of_dx, toward, y), **close)
+  np.testing.assert_allclose(dy, np.einsum(of_dy, toward, x), **close)
   assert merges(function, x, y) == (merged is not None)
   text = jax.jit(function).lower(x, y).as_text()
   factors = re.findall(r"dot_general .* : \(tensor<(.*?)x?f32>", text)
   assert factors == [merged] or merged is None
-
-
-def merges(function, *args):
-  """Returns True where a function would merge axes on a CPU."""
-  return "platform_index" in str(jax.make_jaxpr(function)(*args))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,6 @@ def merges(function, *args):
   ],
 )
 def test_what_a_mesh_cuts_keeps_its_axes(axis, size, kind, merged):
-  """Merged, samples that are cut would leave their devices."""
   x, w = jnp.ones((2, 3, 5, 4)), jnp.ones((4, 6))
   q, keys = normal("bkgrse"), normal("bkpe")
   mesh = AbstractMesh((size,), (axis,), axis_types=(kind,))
@@ -87,7 +84,6 @@ def test_what_a_mesh_cuts_keeps_its_axes(axis, size, kind, merged):
 
 
 def test_one_token():
-  """Without an axis of tokens, as in code that is vmapped over them."""
   x, w = normal("e"), normal("ep")
   want = np.asarray(x) @ np.asarray(w)
   np.testing.assert_allclose(matmul(x, w), want, rtol=1e-6)
@@ -102,85 +98,78 @@ def test_next_tokens_keep_the_axes_of_their_rows():
   assert not merges(einsum, jnp.ones((2, 3, 2, 2, 1, 4)), normal("bgkce"))
 
 
+WIDTH, MLP, VOCAB, NEW, PROMPT = 24, 37, 61, 13, 7
+DEEP = TransformerConfig(VOCAB, WIDTH, 9, 4, 2, 8, MLP)
+SCANNED = transformer(DEEP, remat="attention")
+
+
+def compiled_gradient(lm, params, base=None, **options):
+  """The text of an update's compiled gradient."""
+  ids = jax.ShapeDtypeStruct((2, 3, NEW), jnp.int32)
+  prompts = jax.ShapeDtypeStruct((2, PROMPT), jnp.int32)
+
+  def total(params, base, prompts, ids):
+    model = lm if base is None else lora.adapt(lm, base, 1.0)
+    batch = prompts, jnp.ones(prompts.shape, bool), ids
+    return jnp.sum(token_logprobs(model, params, *batch, **options)[0])
+
+  gradient = jax.jit(jax.grad(total))
+  return gradient.lower(params, base, prompts, ids).compile().as_text()
+
+
+def shapes_of(operation, text):
+  shapes = re.findall(rf"= f32\[([\d,]*)\]\S* {operation}\(", text)
+  return [tuple(map(int, shape.split(","))) for shape in shapes if shape]
+
+
+def abstract(lm):
+  return jax.eval_shape(lm.init, jax.random.key(0))
+
+
+def products(*args, **options):
+  """Counts the matrix products of an update's gradient by their shapes."""
+  text = compiled_gradient(*args, **options)
+  return collections.Counter(shapes_of("dot", text))
+
+
 @pytest.mark.slow
 def test_the_gradient_copies_no_large_array_in_another_order():
   """Logits, weights of attention or the MLP's inner values.
 
-  XLA fuses such a copy with what it copies, which it then computes twice, once
-  of them in an order that is bad for caches: a quarter of an update's time.
+  XLA fuses such a copy with its operand, which it then computes twice, once in
+  an order that is bad for caches: a quarter of an update's time.
   """
-  vocab, mlp, new, prompt = 61, 37, 13, 7
-  config = TransformerConfig(vocab, 24, 2, 4, 2, 8, mlp)
-  lm = transformer(config)
-  params = jax.eval_shape(lm.init, jax.random.key(0))
-  ids = jax.ShapeDtypeStruct((2, 3, new), jnp.int32)
-  prompts = jax.ShapeDtypeStruct((2, prompt), jnp.int32)
-
-  def total(params, prompts, ids):
-    mask = jnp.ones(prompts.shape, bool)
-    return jnp.sum(token_logprobs(lm, params, prompts, mask, ids)[0])
-
-  compiled = jax.jit(jax.grad(total)).lower(params, prompts, ids).compile()
-  shapes = re.findall(r" = f32\[([\d,]*)\]\S* transpose\(", compiled.as_text())
+  lm = transformer(dataclasses.replace(DEEP, layers=2))
+  shapes = shapes_of("transpose", compiled_gradient(lm, abstract(lm)))
   assert shapes  # of queries, keys and values: heads come before tokens
   for shape in shapes:
-    axes = [int(n) for n in shape.split(",")]
-    assert not {vocab, mlp} & set(axes), shape
-    of_tokens = [n for n in axes if n % new == 0 or n % prompt == 0]
+    assert not {VOCAB, MLP} & set(shape), shape
+    of_tokens = [n for n in shape if n % NEW == 0 or n % PROMPT == 0]
     assert len(of_tokens) < 2, shape
 
 
-WIDTH, MLP, VOCAB = 24, 37, 61
-
-
-@pytest.fixture(scope="module")
-def deep():
-  """A model whose layers are scanned, and its parameters' shapes."""
-  config = TransformerConfig(VOCAB, WIDTH, 9, 4, 2, 8, MLP)
-  lm = transformer(config, remat="attention")
-  return lm, jax.eval_shape(lm.init, jax.random.key(0))
-
-
-def products(lm, params, base=None, **options):
-  """Counts the matrix products of an update's gradient by their shapes."""
-  ids = jax.ShapeDtypeStruct((2, 3, 13), jnp.int32)
-  prompts = jax.ShapeDtypeStruct((2, 7), jnp.int32)
-
-  def total(params, base, prompts, ids):
-    model = lm if base is None else lora.adapt(lm, base, 1.0)
-    mask = jnp.ones(prompts.shape, bool)
-    return jnp.sum(
-      token_logprobs(model, params, prompts, mask, ids, **options)[0]
-    )
-
-  compiled = (
-    jax.jit(jax.grad(total)).lower(params, base, prompts, ids).compile()
-  )
-  shapes = re.findall(r" = f32\[([\d,]*)\]\S* dot\(", compiled.as_text())
-  return collections.Counter(tuple(map(int, x.split(","))) for x in shapes)
-
-
 @pytest.mark.slow
-def test_no_product_is_computed_again(deep):
+def test_no_product_is_computed_again():
   """Neither an MLP's nor, where they are one chunk, that of the logits."""
-  rows = 2 * 3 * 13
-  found = products(*deep, chunk_size=rows)
+  rows, params = 2 * 3 * NEW, abstract(SCANNED)
+  counts = products(SCANNED, params, chunk_size=rows)
   # Gate and up, and once more by what becomes of them.
-  assert found[rows, MLP] == found[2 * 7, MLP] == 3
-  assert found[rows, VOCAB] == 1
+  assert counts[rows, MLP] == counts[2 * PROMPT, MLP] == 3
+  assert counts[rows, VOCAB] == 1
   # In several chunks logits are computed again.
-  assert products(*deep, chunk_size=2 * 3 * 7)[2 * 3 * 7, VOCAB] == 2
+  size = 2 * 3 * 7
+  assert products(SCANNED, params, chunk_size=size)[size, VOCAB] == 2
 
 
 @pytest.mark.slow
-def test_no_gradient_of_a_frozen_matrix_is_computed(deep):
-  lm, base = deep
+def test_no_gradient_of_a_frozen_matrix_is_computed():
+  base = abstract(SCANNED)
   adapters = lora.abstract(base, 5, "layers/(q|k|v|o|gate|up|down)")
-  found = products(lm, adapters, base)
+  counts = products(SCANNED, adapters, base)
   of_layers = {x.shape[1:] for x in base["layers"].values()}
   frozen = {*of_layers, (VOCAB, WIDTH), (WIDTH, VOCAB)}
-  assert not frozen & {*found}
-  assert found[WIDTH, 5] and found[5, MLP]  # those of adapters are
+  assert not frozen & {*counts}
+  assert counts[WIDTH, 5] and counts[5, MLP]  # those of adapters are
 
 
 def sums(function, *args):
@@ -191,8 +180,7 @@ def sums(function, *args):
     return pull(y)
 
   text = jax.jit(gradient).lower(*args).compile().as_text()
-  shapes = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", text)
-  return {tuple(map(int, shape.split(","))) for shape in shapes if shape}
+  return set(shapes_of("reduce", text))
 
 
 def test_norms_and_softmax_are_summed_without_axes_of_size_1():

@@ -5,31 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_models import (
+  assert_close,
+  config_with,
+  descend,
+  layout_of,
+  random_params,
+)
 
-from grpojax.core.losses.load_balancing import load_balancing_loss, load_weights
+from grpojax.core.losses.load_balancing import load_balancing_loss
 from grpojax.core.objective import Objective
-from grpojax.core.packing import layout as packing_layout
 from grpojax.core.step import init_state
 from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import huggingface as hf
 from grpojax.models.moe import expert_load
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
-KEY = jax.random.key(0)
 B, G, P, T, V = 4, 4, 3, 8, 11
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=8,
-  layers=1,
-  heads=2,
-  kv_heads=1,
-  head_dim=4,
-  mlp=6,
-  experts=5,
-  experts_per_token=2,
-)
+CONFIG = config_with(layers=1, experts=5, experts_per_token=2)
 
 
 @pytest.mark.slow
@@ -88,10 +83,6 @@ def test_the_loss_of_a_model_is_that_of_transformers(torch_mixture, tmp_path):
 def draw():
   """A model and a batch with an empty sample and an empty group."""
   lm = transformer(CONFIG)
-  params = jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32),
-    jax.eval_shape(lm.init, KEY),
-  )
   lengths = RNG.integers(1, T // 2, (B, G))
   lengths[0, 0], lengths[1, 1], lengths[3] = T, 0, 0
   batch = Batch(
@@ -101,7 +92,7 @@ def draw():
     completion_mask=jnp.arange(T) < lengths[..., None],
     advantages=jnp.zeros((B, G)),  # the policy's gradient is none
   )
-  return lm, params, batch, lengths
+  return lm, random_params(lm), batch, lengths
 
 
 def by_rows(lm, params, batch, lengths):
@@ -119,58 +110,6 @@ def by_rows(lm, params, batch, lengths):
     params, prompts, prompt_mask, ids, load_weights=weights
   )
   return load_balancing_loss(load)
-
-
-def make_descent(lm, params, lengths, parts, packed, **objective):
-  """`(batch)` -> what plain gradient descent subtracts, and its metrics."""
-  tx, layout = optax.sgd(1.0), None
-  if packed:
-    prompts = np.array([3, 1, 2, 3]), P
-    layout = packing_layout.plan(lengths, T, *prompts, 1, parts)
-    layout = jax.tree.map(jnp.asarray, layout)
-  options = UpdateOptions(micro_batches=parts, chunk_size=9)
-  update = jax.jit(make_update(lm, tx, Objective(**objective), options))
-
-  def descend(batch):
-    state = init_state(params, tx, KEY)
-    state, metrics = update(state, batch.replace(packing=layout))
-    return jax.tree.map(jnp.subtract, params, state.params), metrics
-
-  return descend
-
-
-def assert_near(actual, expected):
-  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale),
-    actual,
-    expected,
-  )
-
-
-@pytest.mark.slow
-def test_a_prompt_counts_with_each_completion_that_is_learned_from():
-  """The load of groups is that of rows of prompt and completion."""
-  lm, params, batch, lengths = draw()
-
-  @jax.jit
-  def of_groups(params):
-    weights = load_weights(batch)
-    *_, load = lm.forward_with_load(
-      params,
-      batch.prompt_ids,
-      batch.prompt_mask,
-      batch.completion_ids,
-      load_weights=weights,
-    )
-    return load_balancing_loss(load), load.count
-
-  value, count = of_groups(params)
-  learned = np.sum(lengths > 0, axis=1)
-  prompts = np.sum(np.asarray(batch.prompt_mask), axis=1)
-  assert count == CONFIG.layers * (learned @ prompts + lengths.sum())
-  rows = jax.jit(lambda x: by_rows(lm, x, batch, lengths))
-  np.testing.assert_allclose(value, rows(params), rtol=1e-5)
 
 
 def test_tokens_in_bfloat16_are_counted_in_float32():
@@ -205,18 +144,26 @@ def test_tokens_in_bfloat16_are_counted_in_float32():
   ],
 )
 def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
-  """One update, against rows of prompt and completion, all at once."""
+  """One update, against rows of prompt and completion, all at once.
+
+  A prompt counts with each completion that is learned from.
+  """
   lm, params, batch, lengths = draw()
   loss = lambda params: by_rows(lm, params, batch, lengths)
   value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-  more = {"router_aux_coef": 0.5} | more
-  descend = make_descent(lm, params, lengths, parts, packed, **more)
-  moved, metrics = descend(batch)
+  objective = Objective(router_aux_coef=0.5, **more)
+  layout = layout_of(lengths, T, [3, 1, 2, 3], P, 1, parts) if packed else None
+  run = lambda batch: descend(
+    lm, params, batch.replace(packing=layout), objective, micro_batches=parts
+  )
+  moved, metrics = run(batch)
   np.testing.assert_allclose(metrics["router_aux_loss"], value, rtol=1e-5)
   np.testing.assert_allclose(metrics["loss"], 0.5 * value, rtol=1e-5)
-  assert_near(moved, jax.tree.map(lambda x: 0.5 * x, gradient))
+  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
+  expected = jax.tree.map(lambda x: 0.5 * x, gradient)
+  assert_close(moved, expected, rtol=0, atol=1e-5 * scale)
   nothing = jnp.zeros_like(batch.completion_mask)
-  moved, metrics = descend(batch.replace(completion_mask=nothing))
+  moved, metrics = run(batch.replace(completion_mask=nothing))
   assert float(metrics["router_aux_loss"]) == 0
   assert all((x == 0).all() for x in jax.tree.leaves(moved))
 
@@ -226,7 +173,7 @@ def test_without_the_loss_nothing_of_it_is_there():
   lm, params, batch, _ = draw()
   options = UpdateOptions(micro_batches=2)
   update = make_update(lm, optax.sgd(1.0), options=options)
-  state = init_state(params, optax.sgd(1.0), KEY)
+  state = init_state(params, optax.sgd(1.0), jax.random.key(0))
   _, metrics = jax.eval_shape(update, state, batch)
   assert "router_aux_loss" not in metrics
   text = jax.jit(update).lower(state, batch).as_text()

@@ -15,115 +15,68 @@ import pytest
 
 from grpojax.models import huggingface as hf
 
-LLAMA3 = {
-  "rope_type": "llama3",
-  "rope_theta": 500.0,
-  "factor": 8.0,
-  "low_freq_factor": 1.0,
-  "high_freq_factor": 4.0,
-  "original_max_position_embeddings": 16,
-}
-EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "head_dim": 6}
-SMALL_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+PLAIN = dict(rope_type="default", rope_theta=500.0)
+LINEAR = dict(rope_type="linear", rope_theta=100.0, factor=3.0)
+LLAMA3 = dict(PLAIN, rope_type="llama3", factor=8.0)
+LLAMA3 |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3["original_max_position_embeddings"] = 16
+GEMMA3_ROPES = dict(
+  full_attention=dict(LINEAR, rope_theta=900.0, factor=8.0),
+  sliding_attention=dict(PLAIN, rope_theta=30.0),
+)
+TIED, BIASES = dict(tie_word_embeddings=True), dict(attention_bias=True)
+UNTIED = dict(tie_word_embeddings=False)
+KINDS = ["sliding_attention", "full_attention"]
+NO_CAPS = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
+CAPS = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
+EXPERTS = dict(moe_intermediate_size=12, num_experts=4, head_dim=6)
+WINDOW_3, WINDOW_4 = (
+  dict(use_sliding_window=True, sliding_window=size) for size in (3, 4)
+)
 CONFIGS = {
-  "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
-  "qwen2_window": (
-    "qwen2",
-    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-  ),
-  "qwen3": ("qwen3", {"head_dim": 10}),
+  "qwen2_tied": ("qwen2", TIED),
+  "qwen2_window": ("qwen2", dict(WINDOW_4, max_window_layers=1)),
+  "qwen3": ("qwen3", dict(head_dim=10)),
   "qwen3_biases_window_tied": (
     "qwen3",
-    {
-      "head_dim": 4,
-      "attention_bias": True,
-      "use_sliding_window": True,
-      "sliding_window": 3,
-      "layer_types": ["full_attention", "sliding_attention"],
-      "tie_word_embeddings": True,
-    },
+    dict(BIASES | WINDOW_3 | TIED, head_dim=4, layer_types=KINDS[::-1]),
   ),
-  "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12}),
+  "llama3": ("llama", dict(rope_parameters=LLAMA3, head_dim=12)),
   "llama_linear_biases": (
     "llama",
-    {
-      "rope_parameters": {
-        "rope_type": "linear",
-        "rope_theta": 100.0,
-        "factor": 3.0,
-      },
-      "attention_bias": True,
-      "mlp_bias": True,
-      "num_attention_heads": 3,
-      "num_key_value_heads": 1,
-      "tie_word_embeddings": True,
-    },
+    dict(BIASES | TIED, rope_parameters=LINEAR, mlp_bias=True)
+    | dict(num_attention_heads=3, num_key_value_heads=1),
   ),
-  "mistral_window": ("mistral", {"sliding_window": 4}),
-  "mistral_full_tied": (
-    "mistral",
-    {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 8},
-  ),
+  "mistral_window": ("mistral", dict(sliding_window=4)),
+  "mistral_full_tied": ("mistral", dict(TIED, sliding_window=None, head_dim=8)),
   "gemma2": (
     "gemma2",
-    {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 10}
-    | SMALL_CAPS,
+    dict(CAPS, head_dim=8, sliding_window=4, query_pre_attn_scalar=10),
   ),
   "gemma2_untied_uncapped": (
     "gemma2",
-    {
-      "head_dim": 6,
-      "sliding_window": 2,
-      "attn_logit_softcapping": None,
-      "final_logit_softcapping": None,
-      "tie_word_embeddings": False,
-      "attention_bias": True,
-    },
+    dict(NO_CAPS | UNTIED | BIASES, head_dim=6, sliding_window=2),
   ),
   "gemma3": (
     "gemma3_text",
-    {
-      "head_dim": 8,
-      "sliding_window": 4,
-      "query_pre_attn_scalar": 7,
-      "layer_types": ["sliding_attention", "full_attention"],
-      "rope_parameters": {
-        "full_attention": {
-          "rope_type": "linear",
-          "rope_theta": 900.0,
-          "factor": 8.0,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
-      },
-    },
+    dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=7)
+    | dict(layer_types=KINDS, rope_parameters=GEMMA3_ROPES),
   ),
   "gemma3_all_local_untied": (
     "gemma3_text",
-    {
-      "head_dim": 6,
-      "sliding_window": 5,
-      "final_logit_softcapping": 4.0,
-      "tie_word_embeddings": False,
-      "rope_parameters": None,
-    },
+    dict(UNTIED, head_dim=6, sliding_window=5, rope_parameters=None)
+    | dict(final_logit_softcapping=4.0),
   ),
   "qwen3_moe_top2": (
     "qwen3_moe",
-    {"num_experts_per_tok": 2, "norm_topk_prob": True} | EXPERTS,
+    dict(EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
   ),
   "qwen3_moe_top1_window_tied": (
     "qwen3_moe",
-    {
-      "num_experts_per_tok": 1,
-      "use_sliding_window": True,
-      "sliding_window": 4,
-      "attention_bias": True,
-      "tie_word_embeddings": True,
-    }
-    | EXPERTS,
+    EXPERTS | WINDOW_4 | BIASES | TIED | dict(num_experts_per_tok=1),
   ),
 }
-# One of each family and every feature: two at once, and six slow tests.
+# One of each family and every feature.
 MARKS = {"qwen3": ()} | dict.fromkeys(
   "gemma2 qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
   "qwen3_moe_top2".split(),
@@ -139,7 +92,7 @@ COMPLETIONS = RNG.integers(1, V, (3, G, T))
 
 
 def make_checkpoint(name, path):
-  """A random checkpoint made by transformers, and transformers' own model."""
+  """A random checkpoint of transformers' own model, which is returned."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   kind, changes = CONFIGS[name]
@@ -151,7 +104,7 @@ def make_checkpoint(name, path):
     "num_key_value_heads": 2,
     "intermediate_size": 20,
     "pad_token_id": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "rope_parameters": PLAIN,
   } | changes
   config = transformers.AutoConfig.for_model(kind, **values)
   config._attn_implementation = "eager"
@@ -182,18 +135,15 @@ def theirs(model, with_gradients):
   total.backward()
   grads = {}
   for name, parameter in model.named_parameters():
+    module, _, kind = name.rpartition(".")
     grad = parameter.grad.numpy()
-    if name.endswith("experts.gate_up_proj"):  # one tensor in memory
-      for i, both in enumerate(grad):
-        prefix = name.replace("gate_up_proj", str(i))
-        gate, up = np.split(both, 2)
-        grads[f"{prefix}.gate_proj.weight"] = gate
-        grads[f"{prefix}.up_proj.weight"] = up
-    elif name.endswith("experts.down_proj"):
-      for i, down in enumerate(grad):
-        grads[f"{name.replace('down_proj', str(i))}.down_proj.weight"] = down
-    else:
+    if not module.endswith("experts"):  # of these, one tensor in memory
       grads[name] = grad
+      continue
+    for i, matrix in enumerate(grad):
+      names = kind.removesuffix("_proj").split("_")  # gate and up, or down
+      for one, part in zip(names, np.split(matrix, len(names)), strict=True):
+        grads[f"{module}.{i}.{one}_proj.weight"] = part
   return rows, grads
 
 
@@ -215,16 +165,14 @@ def ours(path, with_gradients):
     logp = jnp.take_along_axis(jax.nn.log_softmax(before), ids[..., None], -1)
     return jnp.sum(logp), (first, logits)
 
-  if with_gradients:
-    run = jax.jit(jax.grad(score, has_aux=True))
-    grads, (first, logits) = run(params)
-  else:
-    grads, (first, logits) = None, jax.jit(score)(params)[1]
+  run = jax.grad(score, has_aux=True) if with_gradients else score
+  grads, (first, logits) = jax.jit(run)(params)
   prefix = jax.jit(lm.prefill)(params, jnp.asarray(PROMPTS), mask)
   extend, cache, cached = jax.jit(lm.extend), lm.init_cache(3, G, T + 2), []
   for t in range(T):
     hidden, cache = extend(params, prefix, ids[:, :, t : t + 1], cache)
     cached.append(lm.unembed(params, hidden))
+  grads = grads if with_gradients else None
   return first, logits, jnp.concatenate(cached, 2), grads
 
 

@@ -10,23 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from small_models import (
+  config_with,
+  prompts_of,
+  random_params,
+)
 
 from grpojax.core.logprobs import completion_hidden
 from grpojax.core.mesh import AXES
-from grpojax.models import layer_stacks, lora
+from grpojax.models import layer_stacks
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import Rope
 from grpojax.models.transformer import last_layers, transformer
 
 RNG = np.random.default_rng(0)
-CONFIG = TransformerConfig(  # all that a layer may have, but experts
-  vocab_size=11,
-  width=8,
-  layers=2,
-  heads=2,
-  kv_heads=1,
-  head_dim=4,
-  mlp=6,
+CONFIG = config_with(  # all that a layer may have, but experts
   qkv_bias=True,
   o_bias=True,
   mlp_bias=True,
@@ -38,21 +36,14 @@ CONFIG = TransformerConfig(  # all that a layer may have, but experts
   window=3,
   local_rope=Rope(theta=30.0),
 )
-PROMPTS = jnp.asarray(RNG.integers(0, 11, (2, 5)))
-MASK = jnp.array([[True] * 5, [True, True, False, False, False]])
+PROMPTS = prompts_of(RNG, (5, 2))
 IDS = jnp.asarray(RNG.integers(0, 11, (2, 2, 6)))
+BATCH = PROMPTS.prompt_ids, PROMPTS.prompt_mask, IDS
 # Two completions a row, as they are packed.
 PACKED = dict(
   positions=jnp.broadcast_to(jnp.array([0, 1, 0, 1, 2, 3]), IDS.shape),
   segments=jnp.broadcast_to(jnp.array([0, 0, 1, 1, 1, 1]), IDS.shape),
 )
-
-
-def random_params(lm):
-  shapes = jax.eval_shape(lm.init, jax.random.key(0))
-  return jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32), shapes
-  )
 
 
 PARAMS = random_params(transformer(CONFIG))
@@ -62,21 +53,16 @@ def with_gradient(lm, params=PARAMS, of=lambda params: params):
   """Hidden states of packed rows, and a gradient through all of them."""
 
   def total(params):
-    hidden, _ = completion_hidden(lm, of(params), PROMPTS, MASK, IDS, **PACKED)
+    hidden, _ = completion_hidden(lm, of(params), *BATCH, **PACKED)
     return jnp.sum(jnp.sin(hidden)), hidden
 
   grads, hidden = jax.jit(jax.grad(total, has_aux=True))(params)
   return hidden, grads
 
 
-def assert_same(got, want, atol=1e-5):
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(
-      a, b, atol=atol * (1 + np.abs(b).max())
-    ),
-    got,
-    want,
-  )
+def assert_same(got, want):
+  for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * (1 + np.abs(b).max()))
 
 
 @pytest.fixture(scope="module")
@@ -109,50 +95,10 @@ def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
 
 
 @pytest.mark.slow
-def test_adapters_in_forward_mode():
-  lm = transformer(CONFIG)
-  fresh = lora.init(PARAMS, jax.random.key(0), 2, "layers/(q|up|down)")
-  adapters = jax.tree.map(lambda x: x + 0.3, fresh)
-
-  @jax.jit
-  def run(adapters):
-    """Adapted and merged, and how each moves with the scale of A."""
-
-    def moves(hidden):
-      scale = (jnp.ones(()),)
-      return jax.jvp(lambda x: hidden(scaled(adapters, x)), scale, scale)
-
-    def scaled(adapters, x):
-      return {
-        "layers": {
-          name: {"a": x * low_rank["a"], "b": low_rank["b"]}
-          for name, low_rank in adapters["layers"].items()
-        }
-      }
-
-    def merged(adapters):
-      whole = lora.merge_lazily(PARAMS, adapters, 0.5)
-      layers = {name: x[:] for name, x in whole["layers"].items()}
-      return whole | {"layers": layers}
-
-    where = PROMPTS, MASK, IDS
-    adapted = lora.adapt(lm, PARAMS, 0.5)
-    return moves(lambda x: completion_hidden(adapted, x, *where)[0]), moves(
-      lambda x: completion_hidden(lm, merged(x), *where)[0]
-    )
-
-  got, want = run(adapters)
-  assert_same(got, want)
-  assert lora.adapt(lm._replace(forward=None), PARAMS, 1.0).forward is None
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
   jax.__version_info__ < (0, 8), reason="constrains on meshes of devices only"
 )
-@pytest.mark.parametrize(
-  "remat", [pytest.param("none", marks=pytest.mark.slow), "full"]
-)
+@pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   """Forward and backward: not for prompts and completions apart."""
   lm = transformer(CONFIG, remat=remat)
@@ -160,7 +106,7 @@ def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   mesh = AbstractMesh((1, 4, 1, 1), AXES, axis_types=types)
 
   def total(params):
-    return jnp.sum(completion_hidden(lm, params, PROMPTS, MASK, IDS)[0])
+    return jnp.sum(completion_hidden(lm, params, *BATCH)[0])
 
   with jax.sharding.use_abstract_mesh(mesh):
     jaxpr = jax.make_jaxpr(jax.grad(total))(PARAMS)
@@ -178,7 +124,7 @@ def test_depth_decides_whether_layers_are_written_out():
     config = TransformerConfig(11, 8, layers, 2, 1, 4, 6)
     lm = transformer(config)
     params = jax.eval_shape(lm.init, jax.random.key(0))
-    jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, PROMPTS, MASK, IDS))(params)
+    jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, *BATCH))(params)
     return str(jaxpr).count("dot_general")
 
   shallow = layer_stacks.SHALLOW

@@ -7,28 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import assert_close, config_with, sample
 
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.logprobs import Reference, logprobs_and_load, token_logprobs
-from grpojax.core.rollout import rollout
+from grpojax.core.logprobs import (
+  Reference,
+  completion_hidden,
+  logprobs_and_load,
+  token_logprobs,
+)
 from grpojax.core.types import Prompts
 from grpojax.models import lora
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 
 V = 24
 GAPS = ((5, 7), (20, V))
 REAL = [i for i in range(V) if not 5 <= i < 7 and i < 20]
-CONFIG = TransformerConfig(
-  vocab_size=V,
-  width=8,
-  layers=1,
-  heads=2,
-  kv_heads=1,
-  head_dim=4,
-  mlp=8,
-  tied=False,
-  logits_cap=30.0,
-)
+CONFIG = config_with(vocab_size=V, layers=1, mlp=8, tied=False, logits_cap=30.0)
 PLAIN, MASKED = (
   transformer(dataclasses.replace(CONFIG, gaps=gaps)) for gaps in ((), GAPS)
 )
@@ -51,16 +46,6 @@ def without_gaps(logits):
   return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def all_logits(params, ids):
-  prefix = PLAIN.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
-  hidden, _ = PLAIN.extend(params, prefix, ids)
-  first = jnp.broadcast_to(
-    prefix.last_hidden[:, None, None], hidden[:, :, :1].shape
-  )
-  before = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
-  return PLAIN.unembed(params, before)
-
-
 @pytest.mark.parametrize(
   "sampling, adapted",
   [
@@ -75,34 +60,22 @@ def test_samples_and_loss_are_of_the_real_ids(sampling, adapted):
   if adapted:
     adapters = lora.init(whole, jax.random.key(1), 2, "layers/(q|v)")
     lm, params = lora.adapt(MASKED, whole, 1.0), adapters
-  draw = lambda lm, params: rollout(
-    lm,
-    params,
-    PROMPTS,
-    jax.random.key(2),
-    group_size=64,
-    max_new_tokens=3,
-    eos_ids=(4,),
-    sampling=sampling,
+  options = dict(group_size=64, max_new_tokens=3, eos_ids=(4,))
+  draw = lambda lm, params: sample(
+    lm, params, PROMPTS, 2, sampling=sampling, **options
   )
   ids = draw(PLAIN, whole).completion_ids
   assert np.mean(np.isin(ids, REAL)) < 0.5  # or the test would show nothing
-  found = draw(lm, params)
-  ids, mask = found.completion_ids, np.asarray(found.completion_mask)
+  samples = draw(lm, params)
+  ids, mask = samples.completion_ids, np.asarray(samples.completion_mask)
   assert np.isin(np.asarray(ids)[mask], REAL).all()
-  loss, _ = token_logprobs(
-    lm,
-    params,
-    PROMPTS.prompt_ids,
-    PROMPTS.prompt_mask,
-    ids,
-    sampling=sampling,
-    chunk_size=3,
-  )
+  rows = PROMPTS.prompt_ids, PROMPTS.prompt_mask, ids
+  loss, _ = token_logprobs(lm, params, *rows, sampling=sampling, chunk_size=3)
   if not sampling.formats:
-    np.testing.assert_allclose(found.logprobs[mask], loss[mask], atol=1e-5)
+    np.testing.assert_allclose(samples.logprobs[mask], loss[mask], atol=1e-5)
   if sampling.is_whole:
-    logits = all_logits(whole, ids) / sampling.temperature
+    hidden, _ = completion_hidden(PLAIN, whole, *rows)
+    logits = PLAIN.unembed(whole, hidden) / sampling.temperature
     places = np.searchsorted(REAL, np.asarray(ids))[..., None]
     expected = np.take_along_axis(without_gaps(logits), places, -1)[..., 0]
     np.testing.assert_allclose(loss[mask], expected[mask], atol=1e-5)
@@ -123,22 +96,15 @@ def test_values_and_gradients_are_those_of_a_model_without_these_ids():
 
   def values(lm, ids):
     def loss(params, other):
-      read = lambda params, **options: logprobs_and_load(
-        lm,
-        params,
-        PROMPTS.prompt_ids,
-        PROMPTS.prompt_mask,
-        ids,
-        entropy_gradient=True,
-        **options,
-      )
-      found = read(params, reference=Reference(lm, other, read(other).hidden))
-      values = found.logprobs, found.entropy, found.kl
+      rows = PROMPTS.prompt_ids, PROMPTS.prompt_mask, ids
+      read = functools.partial(logprobs_and_load, lm, entropy_gradient=True)
+      reference = Reference(lm, other, read(other, *rows).hidden)
+      scores = read(params, *rows, reference=reference)
+      values = scores.logprobs, scores.entropy, scores.kl
       return sum(jnp.sum(jnp.sin(x)) for x in values), values
 
     return jax.grad(loss, has_aux=True)(params_of(), params_of(7))
 
-  found, expected = values(MASKED, ids), values(cut, places)
-  compare = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=1e-4)
-  jax.tree.map(compare, found, expected)
-  assert not np.any(np.delete(found[0]["head"], REAL, axis=1))
+  got = values(MASKED, ids)
+  assert_close(got, values(cut, places), atol=2e-5, rtol=1e-4)
+  assert not np.any(np.delete(got[0]["head"], REAL, axis=1))

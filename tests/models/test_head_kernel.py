@@ -4,26 +4,22 @@ Run as a program it tests meshes, in a process of its own with eight devices.
 """
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import config_with, run_python, sample
 
 from grpojax.core.decoding.sampling import Sampling, sample_parts, uniform
+from grpojax.core.logprobs import token_logprobs
 from grpojax.core.mesh import make_mesh
-from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import head_kernel
 from grpojax.models import transformer as transformer_lib
 from grpojax.models.quantization import quantize
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 
-ROOT = pathlib.Path(__file__).parents[2]
 INTERPRETED = functools.partial(head_kernel.pl.pallas_call, interpret=True)
 V, D, WIDTH = 700, 8, 256  # three parts, the last one of 188 tokens
 
@@ -31,10 +27,6 @@ V, D, WIDTH = 700, 8, 256  # three parts, the last one of 188 tokens
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
   monkeypatch.setattr(head_kernel.pl, "pallas_call", INTERPRETED)
-
-
-@pytest.fixture(autouse=True)
-def narrow(monkeypatch):
   monkeypatch.setattr(head_kernel, "_width", lambda head: WIDTH)
 
 
@@ -65,9 +57,7 @@ def by_hand(logits, numbers, start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "cap", [3.0, pytest.param(None, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("cap", [3.0, None])
 def test_parts_are_those_by_hand(cap):
   hidden, head, numbers = arrays(300)  # more than one block of rows
   parts = draw_parts(hidden, head, numbers, cap)
@@ -83,17 +73,16 @@ def test_parts_are_those_by_hand(cap):
       assert parts.ids[row, part] == token
       np.testing.assert_allclose(parts.tops[row, part], top, rtol=1e-5)
       np.testing.assert_allclose(parts.sums[row, part], total, rtol=1e-4)
-      found = parts.logits[row, part]
-      np.testing.assert_allclose(found, logits[row, token], atol=1e-4)
+      drawn = parts.logits[row, part]
+      np.testing.assert_allclose(drawn, logits[row, token], atol=1e-4)
 
 
 @pytest.mark.slow
 def test_a_head_in_8_bits_draws_as_what_it_stands_for():
   hidden, head, numbers = arrays(40)
   integers, scale = quantize(head, axis=0)
-  logits_of = lambda x: x
   run = jax.jit(head_kernel.draw_parts, static_argnums=3)
-  parts = run(hidden, integers, numbers, logits_of, scale)
+  parts = run(hidden, integers, numbers, lambda x: x, scale)
   expected = draw_parts(hidden, integers.astype(jnp.float32) * scale, numbers)
   np.testing.assert_array_equal(parts.ids, expected.ids)
   np.testing.assert_allclose(parts.sums, expected.sums, rtol=1e-4)
@@ -144,66 +133,38 @@ def test_logits_that_are_nan_are_not_hidden():
   assert jnp.all((ids >= 0) & (ids < V))
 
 
-CONFIG = TransformerConfig(
+CONFIG = config_with(
   vocab_size=V,
-  width=D,
   layers=1,
-  heads=2,
   kv_heads=2,
-  head_dim=4,
   mlp=8,
   logits_cap=20.0,
   gaps=((100, 300), (V - 50, V)),
 )
 
 
-def samples(temperature):
-  """Completions, their log-probabilities, and those of a forward pass."""
+@pytest.mark.slow
+def test_rollouts_draw_by_it(monkeypatch):
   lm = transformer(CONFIG, platform="tpu")
   params = jax.tree.map(lambda x: 4 * x, lm.init(jax.random.key(0)))
   ids = jax.random.randint(jax.random.key(1), (8, 3), 0, V)
-
-  @jax.jit
-  def run(params):
-    found = rollout(
-      lm,
-      params,
-      Prompts(ids, ids >= 0),
-      jax.random.key(2),
-      group_size=2,
-      max_new_tokens=5,
-      eos_ids=(0,),
-      sampling=Sampling(temperature=temperature),
-    )
-    prefix = lm.prefill(params, ids, ids >= 0)
-    hidden, _ = lm.extend(params, prefix, found.completion_ids)
-    first = jnp.broadcast_to(prefix.last_hidden[:, None, None], (8, 2, 1, D))
-    hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
-    logits = lm.unembed(params, hidden) / temperature
-    index = found.completion_ids[..., None]
-    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), index, -1)
-    return found, jnp.where(found.completion_mask, logprobs[..., 0], 0)
-
-  return run(params)
-
-
-@pytest.mark.slow
-def test_rollouts_draw_by_it(monkeypatch):
-  plain, _ = samples(temperature=0.7)
+  sampling = Sampling(temperature=0.7)
+  run = lambda lm: sample(
+    lm, params, Prompts(ids, ids >= 0), 2, group_size=2, sampling=sampling
+  )
+  plain = run(lm)
   monkeypatch.setattr(transformer_lib, "LARGE", 512)
-  found, expected = samples(temperature=0.7)
-  np.testing.assert_allclose(found.logprobs, expected, atol=1e-4)
-  assert np.any(found.completion_ids != plain.completion_ids)
+  drawn = run(transformer(CONFIG, platform="tpu"))
+  rows = ids, ids >= 0, drawn.completion_ids
+  expected, _ = token_logprobs(lm, params, *rows, sampling=sampling)
+  expected = jnp.where(drawn.completion_mask, expected, 0)
+  np.testing.assert_allclose(drawn.logprobs, expected, atol=1e-4)
+  assert np.any(drawn.completion_ids != plain.completion_ids)
 
 
 @pytest.mark.slow
 def test_devices_draw_of_their_own_rows():
-  flags = "--xla_force_host_platform_device_count=8"
-  subprocess.run(
-    [sys.executable, __file__],
-    env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
-    check=True,
-  )
+  run_python(8, __file__)
 
 
 def draws_of_devices():

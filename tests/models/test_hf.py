@@ -8,25 +8,32 @@ import pytest
 from grpojax.models import huggingface as hf
 from grpojax.models.transformer import transformer
 
-SHAPE = {"width": 12, "layers": 3, "heads": 2, "kv_heads": 1, "mlp": 20}
+SHAPE = dict(width=12, layers=3, heads=2, kv_heads=1, mlp=20)
+SHAPE |= dict(vocab_size=7, pad_id=0, eos_id=1)
 
 
-def test_bad_directories_are_refused_by_name(tmp_path):
-  with pytest.raises(ValueError, match="no model at .*nowhere"):
-    hf.load(tmp_path / "nowhere")
-  base = {"model_type": "gpt2", "hidden_size": 8}
-  (tmp_path / "config.json").write_text(json.dumps(base))
-  with pytest.raises(ValueError, match="'gpt2' is not supported"):
-    hf.load(tmp_path)
-  for text in ("[" * 10**5, '{"a": %s}' % ("1" * 5000), "{"):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match="config.json is not JSON"):
-      hf.load(tmp_path)
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    (None, "no model at .*nowhere"),
+    (json.dumps({"model_type": "gpt2"}), "'gpt2' is not supported"),
+    ("[" * 10**5, "config.json is not JSON"),
+    ('{"a": %s}' % ("1" * 5000), "config.json is not JSON"),
+    ("{", "config.json is not JSON"),
+  ],
+)
+def test_bad_directories_are_refused_by_name(tmp_path, text, message):
+  path = tmp_path / "nowhere"
+  if text is not None:
+    path.mkdir()
+    (path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=message):
+    hf.load(path)
 
 
 @pytest.mark.slow
 def test_a_new_model_has_its_shape_also_in_transformers(tmp_path):
-  hf.write_config(tmp_path, vocab_size=7, pad_id=0, eos_id=1, **SHAPE)
+  hf.write_config(tmp_path, **SHAPE)
   lm = transformer(hf.to_transformer_config(hf.read_config(tmp_path)))
   params = jax.eval_shape(lm.init, jax.random.key(0))
   assert params["embed"].shape == (7, 12) and "head" not in params
@@ -41,7 +48,6 @@ def test_a_new_model_has_its_shape_also_in_transformers(tmp_path):
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path):
-  shape = SHAPE | {"heads": 5}
   with pytest.raises(ValueError, match="multiple of num_attention_heads=5"):
-    hf.write_config(tmp_path, vocab_size=7, pad_id=0, eos_id=1, **shape)
+    hf.write_config(tmp_path, **SHAPE | {"heads": 5})
   assert not list(tmp_path.iterdir())

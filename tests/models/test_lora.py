@@ -9,34 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_models import normal, prompts_of
 
+from grpojax.core.logprobs import completion_hidden
 from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.models import lora
 from grpojax.models.transformer import last_layers, transformer
 from grpojax.statistics.projections import score_projections
 
-CONFIG = {
-  "architectures": ["Qwen2ForCausalLM"],
-  "model_type": "qwen2",
-  "vocab_size": 31,
-  "hidden_size": 16,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "intermediate_size": 24,
-  "tie_word_embeddings": True,
-  "dtype": "float32",
-}
-MIXTURE = CONFIG | {
-  "architectures": ["Qwen3MoeForCausalLM"],
-  "model_type": "qwen3_moe",
-  "head_dim": 4,
-  "moe_intermediate_size": 24,
-  "num_experts": 5,
-  "num_experts_per_tok": 2,
-  "norm_topk_prob": True,
-}
+CONFIG = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+CONFIG |= dict(vocab_size=31, hidden_size=16, num_hidden_layers=2)
+CONFIG |= dict(num_attention_heads=4, num_key_value_heads=2)
+CONFIG |= dict(intermediate_size=24, tie_word_embeddings=True, dtype="float32")
+MIXTURE = CONFIG | dict(architectures=["Qwen3MoeForCausalLM"])
+MIXTURE |= dict(model_type="qwen3_moe", head_dim=4, moe_intermediate_size=24)
+MIXTURE |= dict(num_experts=5, num_experts_per_tok=2, norm_topk_prob=True)
 ALPHA, RANK = 5.0, 2
 SCALE = ALPHA / RANK
 TARGETS = "layers/(q|k|v|o|.*gate|.*up|.*down)"
@@ -54,11 +42,15 @@ MODULES = {  # PyTorch's, of a layer
 }
 
 
+RNG = np.random.default_rng(2)
+PROMPTS = prompts_of(RNG, (5, 3), 31)
+IDS = jnp.asarray(RNG.integers(0, 31, (2, 3, 4)))
+BATCH = PROMPTS.prompt_ids, PROMPTS.prompt_mask, IDS
+
+
 def noise(tree, seed):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), tree
-  )
+  return jax.tree.map(lambda x: normal(rng, *x.shape) / 3, tree)
 
 
 @pytest.fixture(
@@ -86,22 +78,9 @@ def model(tmp_path_factory, request):
   )
 
 
-def rows():
-  rng = np.random.default_rng(2)
-  prompts = jnp.asarray(rng.integers(0, 31, (2, 5)))
-  mask = jnp.array([[True] * 5, [True] * 3 + [False] * 2])
-  return prompts, mask, jnp.asarray(rng.integers(0, 31, (2, 3, 4)))
-
-
 def score(lm, params):
-  """Logits of each completion and what follows it, [B, G, 1 + T, V]."""
-  prompts, mask, completions = rows()
-  prefix = lm.prefill(params, prompts, mask)
-  hidden, _ = lm.extend(params, prefix, completions)
-  hidden = jnp.concatenate(
-    [jnp.repeat(prefix.last_hidden[:, None, None], 3, axis=1), hidden], axis=2
-  )
-  return lm.unembed(params, hidden)
+  """Logits of each completion's tokens, [B, G, T, V]."""
+  return lm.unembed(params, completion_hidden(lm, params, *BATCH)[0])
 
 
 logits = jax.jit(score, static_argnums=0)
@@ -120,34 +99,32 @@ def adapted_logits(model, adapters):
 @pytest.mark.slow
 def test_adapters_move_in_forward_mode(model):
   """Where attention by kernels has another function for it."""
-  prompts, mask, ids = rows()
-  config = model.config
 
-  @jax.jit
-  def run(base, adapters):
-    sampled = jnp.ones(ids.shape, bool)
-    samples = Rollout(
-      prompts, mask, ids, sampled, jnp.zeros(ids.shape), sampled[..., 0]
+  @functools.partial(jax.jit, static_argnums=2)
+  def run(base, adapters, attention):
+    sampled = jnp.ones(IDS.shape, bool)
+    logprobs, finished = jnp.zeros(IDS.shape), sampled[..., 0]
+    lm = transformer(model.config, attention=attention)
+    return score_projections(
+      lora.adapt(lm, base, SCALE),
+      adapters,
+      Rollout(*BATCH, sampled, logprobs, finished),
+      jax.random.key(1),
+      tangents=1,
+      vectorized=not model.config.experts,
     )
-    return [
-      score_projections(
-        lora.adapt(transformer(config, attention=name), base, SCALE),
-        adapters,
-        samples,
-        jax.random.key(1),
-        tangents=1,
-        vectorized=not config.experts,
-      )
-      for name in ("auto", "plain")
-    ]
 
-  by_kernels, plain = run(model.base, model.trained)
+  by_kernels, plain = (
+    run(model.base, model.trained, name) for name in ("auto", "plain")
+  )
   assert np.abs(plain).max() > 1e-2
   np.testing.assert_allclose(by_kernels, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_fresh_adapters_and_none_are_the_base(model):
+  assert lora.merge_lazily(model.base, {}, SCALE) == model.base
+  assert lora.adapt(model.lm._replace(forward=None), {}, 1.0).forward is None
   want = logits(model.lm, model.base)
   np.testing.assert_array_equal(adapted_logits(model, {}), want)
   np.testing.assert_array_equal(adapted_logits(model, model.fresh), want)
@@ -168,27 +145,15 @@ def merge(model):
 
 
 @pytest.mark.slow
-def test_adapted_is_merged(model):
-  merged = merge(model)
-  want = logits(model.lm, merged)
-  np.testing.assert_allclose(
-    adapted_logits(model, model.trained), want, atol=2e-4
-  )
-  assert jnp.abs(want - logits(model.lm, model.base)).max() > 0.5
-  assert lora.merge_lazily(model.base, {}, SCALE) == model.base
-
-
-@pytest.mark.slow
 def test_the_gradient_is_that_of_merged_weights_by_the_chain_rule(model):
   """Of W + s A B: s dW B^T and s A^T dW, with frozen matrices beside them."""
 
-  def loss(logits):
-    return jnp.sum(jnp.sin(logits))
+  def gradient(logits_of, params):
+    loss = lambda params: jnp.sum(jnp.sin(logits_of(params)))
+    return jax.jit(jax.grad(loss))(params)
 
-  adapters = jax.jit(jax.grad(lambda a: loss(adapted_logits(model, a))))(
-    model.trained
-  )
-  whole = jax.jit(jax.grad(lambda p: loss(logits(model.lm, p))))(merge(model))
+  adapters = gradient(lambda x: adapted_logits(model, x), model.trained)
+  whole = gradient(lambda x: logits(model.lm, x), merge(model))
   for name, x in model.trained["layers"].items():
     of_w = SCALE * whole["layers"][name]
     for side, expected in {
@@ -232,17 +197,16 @@ def test_bad_targets_are_refused(config, rank, targets, message):
 
 
 def theirs(torch_model):
-  """Logits like ours from a torch model, one unpadded row at a time."""
+  """Logits like ours from a torch model, from unpadded rows."""
   torch = pytest.importorskip("torch")
-  prompts, mask, completions = rows()
-  out = np.zeros((2, 3, 5, 31), np.float32)
-  for b, n in enumerate(mask.sum(-1).tolist()):
-    for g in range(3):
-      row = [*prompts[b, :n].tolist(), *completions[b, g].tolist()]
-      with torch.no_grad():
-        logits = torch_model.eval()(torch.tensor([row])).logits
-      out[b, g] = logits[0, n - 1 :]
-  return out
+  out = []
+  for prompt, mask, group in zip(*BATCH, strict=True):
+    prompt = np.broadcast_to(prompt[mask], (len(group), mask.sum()))
+    rows = torch.tensor(np.concatenate([prompt, group], axis=1))
+    with torch.no_grad():
+      logits = torch_model.eval()(rows).logits
+    out.append(logits[:, mask.sum() - 1 : -1])
+  return np.stack(out)
 
 
 @pytest.fixture(scope="module")
@@ -260,16 +224,16 @@ def load_torch(path):
 @pytest.mark.slow
 def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
   want = adapted_logits(model, model.trained)
+  assert jnp.abs(want - logits(model.lm, model.base)).max() > 0.5
+  np.testing.assert_allclose(logits(model.lm, merge(model)), want, atol=2e-4)
   hf_config = hf.read_config(model.path)
   lora.save_peft(tmp_path / "adapter", model.trained, hf_config, ALPHA, "base")
-  adapted = peft.PeftModel.from_pretrained(
-    load_torch(model.path), tmp_path / "adapter"
-  )
+  base = load_torch(model.path)
+  adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
   np.testing.assert_allclose(theirs(adapted), want, atol=2e-4)
   hf.save(tmp_path / "merged", merge(model), model.path)
-  np.testing.assert_allclose(
-    theirs(load_torch(tmp_path / "merged")), want, atol=2e-4
-  )
+  merged = load_torch(tmp_path / "merged")
+  np.testing.assert_allclose(theirs(merged), want, atol=2e-4)
 
 
 def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
@@ -296,11 +260,10 @@ def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
 
 def test_adapters_that_peft_would_leave_out_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
-  adapters = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
-  with pytest.raises(ValueError, match="of expert_gate and expert_up alone"):
-    lora.save_peft(tmp_path / "none", adapters, MIXTURE, ALPHA, "base")
-
-
-def test_no_adapters_are_refused(tmp_path):
-  with pytest.raises(ValueError, match="no adapters to save"):
-    lora.save_peft(tmp_path / "none", {}, MIXTURE, ALPHA, "base")
+  some = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
+  for adapters, message in (
+    (some, "of expert_gate and expert_up alone"),
+    ({}, "no adapters to save"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      lora.save_peft(tmp_path / "none", adapters, MIXTURE, ALPHA, "base")

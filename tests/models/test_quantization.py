@@ -4,35 +4,33 @@ Run as a program, with eight devices, it compares a mesh with one device.
 """
 
 import dataclasses
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import (
+  assert_close,
+  config_with,
+  prompts_of,
+  random_params,
+  run_python,
+  sample,
+)
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.rollout import rollout
-from grpojax.core.types import Prompts
 from grpojax.models import cache as cache_lib
 from grpojax.models import lora, quantization, sharding
-from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 
 INT8 = Sampling(weights_dtype="int8", cache_dtype="int8")
 WEIGHTS = Sampling(weights_dtype="int8")
 RNG = np.random.default_rng(0)
-PROMPTS = Prompts(
-  jnp.asarray(RNG.integers(0, 11, (2, 4))),
-  jnp.array([[True] * 4, [True, True, False, False]]),
-)
-ROOT = pathlib.Path(__file__).parents[2]
+PROMPTS = prompts_of(RNG, (4, 2))
+BATCH = PROMPTS.prompt_ids, PROMPTS.prompt_mask
 
 
 def rounded(x, axis):
@@ -56,32 +54,15 @@ def rounded_params(params):
   return params
 
 
-def random_params(lm):
-  return jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32),
-    jax.eval_shape(lm.init, jax.random.key(0)),
-  )
-
-
 def drawn(lm, params, sampling):
-  run = lambda params: rollout(
-    lm,
-    params,
-    PROMPTS,
-    jax.random.key(1),
-    group_size=3,
-    max_new_tokens=36,
-    eos_ids=(0,),
-    sampling=sampling,
-    decoding=Decoding(compact=False),
-  )
-  return jax.jit(run)(params)
+  options = dict(max_new_tokens=36, decoding=Decoding(compact=False))
+  return sample(lm, params, PROMPTS, sampling=sampling, **options)
 
 
 def mismatch(lm, params, samples):
   """Largest difference of log-probabilities by the full path."""
   compute = lambda params: token_logprobs(
-    lm, params, PROMPTS.prompt_ids, PROMPTS.prompt_mask, samples.completion_ids
+    lm, params, *BATCH, samples.completion_ids
   )[0]
   apart = np.abs(jax.jit(compute)(params) - samples.logprobs)
   return apart[samples.completion_mask].max()
@@ -121,10 +102,8 @@ def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
 
 @pytest.mark.slow
 def test_adapters_are_not_rounded(tiny):
-  adapters = lora.init(tiny.params, jax.random.key(0), 2, "layers/(q|down)")
-  adapters = jax.tree.map(
-    lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32), adapters
-  )
+  fresh = lora.init(tiny.params, jax.random.key(0), 2, "layers/(q|down)")
+  adapters = jax.tree.map(lambda x: x + 0.5, fresh)
   adapt = lambda base: lora.adapt(tiny.lm, base, 0.5)
   samples = drawn(adapt(tiny.params), adapters, WEIGHTS)
   of_rounded = adapt(rounded_params(tiny.params))
@@ -170,7 +149,7 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
   outputs = []
   for formats in ({"cache_dtype": "int8"}, {}):
     decoder, prepared = lm.prepared(params, longest=20, **formats)
-    prefix = decoder.prefill(prepared, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
+    prefix = decoder.prefill(prepared, *BATCH)
     extend, states = jax.jit(decoder.extend), []
     cache = decoder.init_cache(2, 3, 5)
     for t in range(9):
@@ -181,11 +160,8 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
       cache = cache if formats else round_cache(cache)
     outputs.append((np.concatenate(states, 2), cache))
   (in_8_bits, cache), (expected, _) = outputs
-  assert {x.dtype.name for x in jax.tree.leaves(cache)} == {
-    "int8",
-    "int32",
-    "float32",
-  }
+  dtypes = {x.dtype.name for x in jax.tree.leaves(cache)}
+  assert dtypes == {"int8", "int32", "float32"}
   np.testing.assert_allclose(in_8_bits, expected, atol=2e-5)
   assert np.abs(expected).max() > 0.1
 
@@ -204,7 +180,7 @@ def test_rows_move_with_their_scales(tiny):
     lambda x: cache_lib.map_rows(lambda a: a[:, ::-1], x),
   ):
     moved, expected = plain(change(cache)), change(plain(cache))
-    jax.tree.map(np.testing.assert_array_equal, moved, expected)
+    assert_close(moved, expected, rtol=0)
 
 
 def test_a_model_without_prepare_has_no_formats(tiny):
@@ -214,53 +190,29 @@ def test_a_model_without_prepare_has_no_formats(tiny):
 
 @pytest.mark.slow
 def test_eight_devices_draw_what_one_does():
-  done = subprocess.run(
-    [sys.executable, __file__],
-    env=os.environ
-    | {
-      "JAX_NUM_CPU_DEVICES": "8",
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": str(ROOT),
-    },
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr[-4000:]
+  run_python(8, __file__)
 
 
 def main():
   """Parameters are split along fsdp and tensor; nothing else differs."""
-  config = TransformerConfig(
-    vocab_size=16,
-    width=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    mlp=24,
-    qkv_bias=True,
-    tied=False,
+  config = config_with(
+    vocab_size=16, width=16, heads=4, kv_heads=2, mlp=24, qkv_bias=True
   )
-  lm = transformer(config)
+  lm = transformer(dataclasses.replace(config, tied=False))
   params = random_params(lm)
   alone = drawn(lm, params, INT8)
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   placed = jax.device_put(params, sharding.shardings(params, mesh))
   with jax.set_mesh(mesh):
     together = drawn(lm, placed, INT8)
-    _, prepared = jax.jit(
-      lambda x: (0, lm.prepared(x, longest=44, weights_dtype="int8")[1])
-    )(placed)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), alone, together
-  )
-  layer = prepared["layers"][0]
-  shards = {
-    name: layer[name].addressable_shards[0].data.shape for name in layer
-  }
+    prepare = lambda x: lm.prepared(x, longest=44, weights_dtype="int8")[1]
+    prepared = jax.jit(prepare)(placed)
+  assert_close(alone, together, atol=1e-5)
+  shard = lambda x: x.addressable_shards[0].data.shape
+  shards = jax.tree.map(shard, prepared["layers"][0])
   assert shards["gate"] == (1, 16, 12) and shards["gate_scale"] == (1, 12)
   assert shards["down"] == (1, 12, 16) and shards["down_scale"] == (1, 16)
-  assert prepared["head_scale"].addressable_shards[0].data.shape == (8,)
+  assert shard(prepared["head_scale"]) == (8,)
 
 
 if __name__ == "__main__":

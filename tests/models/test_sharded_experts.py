@@ -6,10 +6,7 @@ of devices is set before jax starts.
 
 import dataclasses
 import functools
-import os
-import pathlib
 import re
-import subprocess
 import sys
 from collections import Counter
 
@@ -17,19 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import assert_close, config_with, run_python
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
-from grpojax.core.mesh import (
-  activation_spec,
-  batch_sharding,
-  make_mesh,
-)
+from grpojax.core.mesh import activation_spec, batch_sharding, make_mesh
 from grpojax.models import lora, sharding
 from grpojax.models.moe import LAYER, matrices_of, mixture
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 
-ROOT = pathlib.Path(__file__).parents[2]
-EIGHT = "--xla_force_host_platform_device_count=8"
 MESHES = (
   # data, fsdp, expert, tensor
   (8, 1, 1, 1),
@@ -38,13 +30,10 @@ MESHES = (
   (2, 1, 4, 1),
   (1, 2, 2, 2),
 )
-CONFIG = TransformerConfig(
+CONFIG = config_with(
   vocab_size=16,
   width=16,
-  layers=2,
-  heads=2,
   kv_heads=2,
-  head_dim=4,
   mlp=8,
   tied=False,
   experts=8,
@@ -126,9 +115,7 @@ def compiled(function, mesh, params, x):
     return jitted.lower(params, x).compile(), places
 
 
-def check_equal(got, want):
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+check_equal = functools.partial(assert_close, rtol=1e-5, atol=1e-5)
 
 
 @functools.cache
@@ -281,27 +268,14 @@ def check_models():
           check_equal(jitted(*jax.device_put((params, *batch), places)), want)
 
 
-def run(*checks):
-  flags = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}"
-  changes = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-  result = subprocess.run(
-    [sys.executable, __file__, *checks],
-    env=os.environ | changes | {"PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert result.returncode == 0, result.stderr
-
-
 @pytest.mark.slow
 def test_results_and_exchanges():
-  run()
+  run_python(8, __file__)
 
 
 @pytest.mark.long
 def test_whole_models():
-  run("models")
+  run_python(8, __file__, "models")
 
 
 def main():

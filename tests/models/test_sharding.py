@@ -1,11 +1,7 @@
 """Meshes and the table of shardings, on four CPU devices in a subprocess."""
 
 import dataclasses
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +11,14 @@ import pytest
 from flax import traverse_util
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from small_models import config_with, run_python
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models import sharding
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 
+ONE = jax.devices()[:1]
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import PartitionSpec as P
@@ -29,7 +27,7 @@ from grpojax.core.optim import OPTIMIZERS, scale_by_rounded_adam
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
-from grpojax.models.block_attention import Visibility
+from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.cpu import float32_einsum, matmul
 from grpojax.models.kernel_attention import kernel_attention
@@ -37,9 +35,8 @@ from grpojax.models.kernel_attention import kernel_attention
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
 assert dict(mesh_lib.make_mesh().shape) == sizes
-for sizes in ((3, 1, 1, 1), (-1, 3, 1, 1), (8, 1, 1, 1)):
-  with pytest.raises(ValueError, match="there are 4"):
-    mesh_lib.make_mesh(*sizes)
+with pytest.raises(ValueError, match="multiple of 3 devices, and there are 4"):
+  mesh_lib.make_mesh(-1, 3)
 mesh = mesh_lib.make_mesh(1, 2, 1, -1)
 assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
 assert mesh_lib.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
@@ -159,15 +156,7 @@ for sizes, b, g, k, r in (
 
 @pytest.mark.slow
 def test_on_four_devices():
-  env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, "-c", CODE],
-    cwd=pathlib.Path(__file__).parents[2],
-    env=env,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
+  run_python(4, "-c", CODE)
 
 
 def test_parts_are_in_the_order_of_the_devices(monkeypatch):
@@ -179,20 +168,26 @@ def test_parts_are_in_the_order_of_the_devices(monkeypatch):
   np.testing.assert_array_equal(parts.join(jnp.asarray(cut)), x)
 
 
-def test_one_device_and_bad_axes():
-  one = jax.devices()[:1]
-  mesh = mesh_lib.make_mesh(devices=one)
+def test_one_device_has_axes_of_size_1():
+  mesh = mesh_lib.make_mesh(devices=ONE)
   assert dict(mesh.shape) == {axis: 1 for axis in mesh_lib.AXES}
-  with pytest.raises(ValueError, match="at most one is -1"):
-    mesh_lib.make_mesh(-1, -1, 1, devices=one)
-  with pytest.raises(ValueError, match="1 or more"):
-    mesh_lib.make_mesh(0, 1, 1, devices=one)
-  with pytest.raises(ValueError, match="needs 2 devices, and there are 1"):
-    mesh_lib.make_mesh(2, 1, 1, devices=one)
+
+
+@pytest.mark.parametrize(
+  "sizes, message",
+  [
+    ((-1, -1, 1), "at most one is -1"),
+    ((0, 1, 1), "1 or more"),
+    ((2, 1, 1), "needs 2 devices, and there are 1"),
+  ],
+)
+def test_bad_axes_are_refused(sizes, message):
+  with pytest.raises(ValueError, match=message):
+    mesh_lib.make_mesh(*sizes, devices=ONE)
 
 
 def test_rules_match_whole_names_at_the_end_of_a_path():
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=ONE)
   shape = (4, 4)
   assert sharding.spec_for("params/embed", shape, mesh) != P()
   assert sharding.spec_for("embed", shape, mesh) != P()
@@ -235,7 +230,7 @@ def test_specs_of_parameters_state_and_statistics():
 
 
 def test_a_matrix_without_a_rule_is_refused():
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=ONE)
   params = {"layers": {"q": jnp.ones((2, 4, 4)), "mixer": jnp.ones((2, 4, 4))}}
   message = r"layers/mixer of shape \(2, 4, 4\): add a rule to RULES"
   for tree in (params, optax.adam(1e-3).init(params)):
@@ -248,20 +243,9 @@ def test_a_matrix_without_a_rule_is_refused():
 
 def test_every_state_of_an_optimizer_has_rules():
   """All that `sft` and `train` hold, on any decoder; no matrix is factored."""
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  config = TransformerConfig(
-    vocab_size=8,
-    width=4,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=2,
-    mlp=4,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    qk_norm=True,
-    post_norms=True,
+  mesh = mesh_lib.make_mesh(devices=ONE)
+  config = config_with(
+    qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, post_norms=True
   )
   params = jax.eval_shape(transformer(config).init, jax.random.key(0))
   matrices = jax.tree.map(
@@ -273,9 +257,8 @@ def test_every_state_of_an_optimizer_has_rules():
   )
   specs = sharding.shardings(params, mesh)
   rounded = scale_by_rounded_adam(0.9, 0.95, jax.random.key(0))
-  factored = OPTIMIZERS["adafactor"](
-    b1=0.9, b2=0.95, moments_dtype="float32", seed=0
-  )
+  options = dict(moments_dtype="float32", seed=0)
+  factored = OPTIMIZERS["adafactor"](b1=0.9, b2=0.95, **options)
   for tx in (optax.adamw(1e-3), rounded, factored, muon):
     state = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
     moments = {
@@ -292,7 +275,7 @@ def test_every_state_of_an_optimizer_has_rules():
 
 
 def test_rows_that_the_devices_cannot_cut_are_refused():
-  mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(1, 1, 1, devices=ONE)
   mesh_lib.check_rows(mesh, micro_batch=3)
   four = jax.sharding.AbstractMesh((2, 2, 1, 1), mesh_lib.AXES)
   mesh_lib.check_rows(four, micro_batch=8)
@@ -304,14 +287,9 @@ def test_rows_that_the_devices_cannot_cut_are_refused():
 
 
 def test_rows_are_cut_by_axes_that_divide_them():
-  types = (AxisType.Auto,) * 4
-  mesh = jax.sharding.AbstractMesh(
-    (2, 4, 1, 3), mesh_lib.AXES, axis_types=types
-  )
-
-  def spec(shape, *names):
-    return mesh_lib.activation_spec(mesh, shape, names)
-
+  types, sizes = (AxisType.Auto,) * 4, (2, 4, 1, 3)
+  mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES, axis_types=types)
+  spec = lambda shape, *names: mesh_lib.activation_spec(mesh, shape, names)
   both = ("batch", "group", None)
   assert spec((8, 4, 7), *both) == P(("data", "fsdp"), None, None)
   assert spec((2, 4, 7), *both) == P(("data",), ("fsdp",), None)
@@ -349,10 +327,7 @@ def test_sampling_has_a_mesh_of_the_same_devices():
 @pytest.mark.parametrize("kind", ["Explicit", "Manual"])
 def test_axes_that_are_not_ours_to_cut_are_left_alone(kind):
   """A user's own, also where they have our names (inside `jax.shard_map`)."""
-  config = TransformerConfig(
-    vocab_size=16, width=8, layers=1, heads=2, kv_heads=2, head_dim=4, mlp=8
-  )
-  lm = transformer(config)
+  lm = transformer(config_with(kv_heads=2, mlp=8))
   params = jax.eval_shape(lm.init, jax.random.key(0))
   types = (getattr(AxisType, kind), AxisType.Auto)
   for names in (("fsdp", "tensor"), ("tensor", "fsdp")):

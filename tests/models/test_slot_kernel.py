@@ -4,25 +4,20 @@ Run as a program it tests meshes, in a process of its own with eight devices.
 """
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import config_with, prompts_of, run_python
+from small_models import sample as sample_of
 
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.mesh import make_mesh
-from grpojax.core.rollout import rollout
-from grpojax.core.types import Prompts
 from grpojax.models import cache as cache_lib
 from grpojax.models import slot_kernel
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import transformer
 
-ROOT = pathlib.Path(__file__).parents[2]
 LAYERS, B, G, K = 2, 4, 2, 4
 CAPACITY = 24  # one tile of 16 rows of bfloat16, and a half
 INTERPRETED = functools.partial(slot_kernel.pl.pallas_call, interpret=True)
@@ -34,16 +29,9 @@ def interpreted(monkeypatch):
 
 
 def empty(platform, head_dim, dtype):
-  return cache_lib.create(
-    B,
-    G,
-    CAPACITY,
-    layers=(LAYERS,),
-    kv_heads=K,
-    head_dim=head_dim,
-    dtype=dtype,
-    platform=platform,
-  )
+  options = dict(head_dim=head_dim, dtype=dtype, platform=platform)
+  sizes = B, G, CAPACITY
+  return cache_lib.create(*sizes, layers=(LAYERS,), kv_heads=K, **options)
 
 
 def written(platform, head_dim, dtype, count, rows=1):
@@ -78,47 +66,41 @@ def written(platform, head_dim, dtype, count, rows=1):
   "head_dim, dtype",
   [
     (64, "bfloat16"),
-    pytest.param(32, "float32", marks=pytest.mark.slow),
-    pytest.param(128, "bfloat16", marks=pytest.mark.slow),
-    pytest.param(256, "float32", marks=pytest.mark.slow),
+    (32, "float32"),
+    (128, "bfloat16"),
+    (256, "float32"),
   ],
 )
 def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
   keys = empty("tpu", head_dim, dtype).blocks[0][0].keys
   assert keys.shape[4] == max(head_dim, cache_lib.LANES)
   for count in (17, CAPACITY):
-    found = written("tpu", head_dim, dtype, count)
+    by_kernel = written("tpu", head_dim, dtype, count)
     expected = written("cpu", head_dim, dtype, count)
-    np.testing.assert_array_equal(found, expected)
-    assert np.all(found[..., count:, :] == 7)
-    assert np.all(found[:, :, 1, 0, :, :count] == 0)  # the NaN's row
+    np.testing.assert_array_equal(by_kernel, expected)
+    assert np.all(by_kernel[..., count:, :] == 7)
+    assert np.all(by_kernel[:, :, 1, 0, :, :count] == 0)  # the NaN's row
 
 
 @pytest.mark.slow
 def test_several_tokens_are_written_at_once():
-  found = written("tpu", 64, "bfloat16", 3, rows=5)
-  expected = written("cpu", 64, "bfloat16", 3, rows=5)
-  np.testing.assert_array_equal(found, expected)
+  both = (written(x, 64, "bfloat16", 3, rows=5) for x in ("tpu", "cpu"))
+  np.testing.assert_array_equal(*both)
 
 
 def devices_write_their_own_rows(tensor, width):
   expected = written("cpu", 64, "bfloat16", 18)
   with jax.set_mesh(make_mesh(tensor=tensor)):
     values = empty("tpu", 64, "bfloat16").blocks[0][0].values
-    found = written("tpu", 64, "bfloat16", 18)
+    by_kernel = written("tpu", 64, "bfloat16", 18)
   assert values.shape[-1] == width
   assert values.sharding.shard_shape(values.shape)[1] == B * tensor // 8
-  np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(by_kernel, expected)
 
 
 @pytest.mark.slow
 def test_devices_write_their_own_rows():
-  flags = "--xla_force_host_platform_device_count=8"
-  subprocess.run(
-    [sys.executable, __file__],
-    env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
-    check=True,
-  )
+  run_python(8, __file__)
 
 
 @pytest.mark.slow
@@ -127,7 +109,7 @@ def test_devices_write_their_own_rows():
   [pytest.param(9, "model", marks=pytest.mark.long), (2, "int8")],
 )
 def test_samples_are_those_of_other_platforms(layers, format):
-  config = TransformerConfig(
+  config = config_with(
     vocab_size=50,
     width=32,
     layers=layers,
@@ -140,25 +122,18 @@ def test_samples_are_those_of_other_platforms(layers, format):
     window=9,
   )
   params = transformer(config).init(jax.random.key(0))
-  ids = jax.random.randint(jax.random.key(1), (2, 5), 0, 50)
-  prompts = Prompts(ids, jnp.arange(5) < jnp.array([[5], [3]]))
+  prompts = prompts_of(np.random.default_rng(1), (5, 3), 50)
+  sampling = Sampling(weights_dtype=format, cache_dtype=format)
 
   def sample(platform):
     lm = transformer(config, platform=platform)
-    return rollout(
-      lm,
-      params,
-      prompts,
-      jax.random.key(2),
-      group_size=3,
-      max_new_tokens=18,
-      eos_ids=(0,),
-      sampling=Sampling(weights_dtype=format, cache_dtype=format),
-    )
+    options = dict(max_new_tokens=18, sampling=sampling)
+    return sample_of(lm, params, prompts, 2, **options)
 
-  found, expected = sample("tpu"), sample("cpu")
-  np.testing.assert_array_equal(found.completion_ids, expected.completion_ids)
-  np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+  by_kernel, expected = sample("tpu"), sample("cpu")
+  ids = by_kernel.completion_ids, expected.completion_ids
+  np.testing.assert_array_equal(*ids)
+  np.testing.assert_allclose(by_kernel.logprobs, expected.logprobs, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_models import prompts_of, sample
 
-from grpojax.core.rollout import rollout
-from grpojax.core.types import Prompts
 from grpojax.models import layer_stacks
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
-PROMPTS = jnp.asarray(RNG.integers(0, 11, (2, 4)))
-MASK = jnp.array([[True] * 4, [True, True, False, False]])
+BATCH = prompts_of(RNG, (4, 2))
+PROMPTS, MASK = BATCH.prompt_ids, BATCH.prompt_mask
 IDS = jnp.asarray(RNG.integers(0, 11, (2, 3, 5)))
 
 
@@ -31,7 +30,7 @@ def hidden(tiny):
 
 
 @pytest.mark.slow
-def test_a_sample_reads_its_prompt_and_its_own_past_only(hidden):
+def test_a_sample_reads_its_real_prompt_and_its_past_only(hidden):
   before = hidden(PROMPTS, MASK, IDS)
   after = hidden(PROMPTS, MASK, IDS.at[0, 1, 2].set((IDS[0, 1, 2] + 1) % 11))
   changed = np.abs(after - before).max(-1) > 1e-3
@@ -45,12 +44,8 @@ def test_a_sample_reads_its_prompt_and_its_own_past_only(hidden):
   assert (np.abs(after[0] - before[0]).max(-1) > 1e-3).all()
   np.testing.assert_array_equal(after[1], before[1])
 
-
-@pytest.mark.slow
-def test_padding_of_a_prompt_is_not_read(hidden):
-  before = hidden(PROMPTS, MASK, IDS)
-  after = hidden(jnp.where(MASK, PROMPTS, 7), MASK, IDS)
-  np.testing.assert_array_equal(after, before)
+  padded = jnp.where(MASK, PROMPTS, 7)  # another padding
+  np.testing.assert_array_equal(hidden(padded, MASK, IDS), before)
   shorter = hidden(PROMPTS[1:, :2], MASK[1:, :2], IDS[1:])
   np.testing.assert_allclose(shorter, before[1:], atol=1e-5)
 
@@ -66,9 +61,8 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
     states, cache = extend(tiny.params, prefix, part, cache)
     parts.append(states)
   assert cache.index == 5
-  np.testing.assert_allclose(
-    np.concatenate(parts, 2), hidden(PROMPTS, MASK, IDS), atol=1e-5
-  )
+  whole = hidden(PROMPTS, MASK, IDS)
+  np.testing.assert_allclose(np.concatenate(parts, 2), whole, atol=1e-5)
 
 
 def products(config, remat):
@@ -121,24 +115,10 @@ def test_where_it_decodes_changes_no_sample(tiny):
   rollouts = {}
   for platform, stacks in {"gpu": config.layers, "tpu": 1}.items():
     lm = transformer(config, platform=platform)
-    assert (
-      len(lm.prepared(params, longest=9)[0].init_cache(1, 1, 5).blocks[0])
-      == stacks
-    )
-    rollouts[platform] = jax.jit(
-      lambda params, lm=lm: rollout(
-        lm,
-        params,
-        Prompts(PROMPTS, MASK),
-        jax.random.key(1),
-        group_size=2,
-        max_new_tokens=5,
-        eos_ids=(0,),
-        pad_id=0,
-      )
-    )(params)
+    decoder, _ = lm.prepared(params, longest=9)
+    assert len(decoder.init_cache(1, 1, 5).blocks[0]) == stacks
+    rollouts[platform] = sample(lm, params, BATCH, group_size=2)
   written_out, scanned = rollouts["gpu"], rollouts["tpu"]
-  np.testing.assert_array_equal(
-    written_out.completion_ids, scanned.completion_ids
-  )
+  ids = written_out.completion_ids, scanned.completion_ids
+  np.testing.assert_array_equal(*ids)
   np.testing.assert_allclose(written_out.logprobs, scanned.logprobs, atol=1e-5)

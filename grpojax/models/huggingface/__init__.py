@@ -14,6 +14,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core.types import LM, Params
+from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.families import (
   gemma2,
   gemma3,
@@ -30,11 +31,7 @@ from grpojax.models.huggingface import (
   weights,
   weights_out,
 )
-from grpojax.models.transformer import (
-  TransformerConfig,
-  parameter_shapes,
-  transformer,
-)
+from grpojax.models.transformer import transformer
 
 FAMILIES = {
   "llama": llama,
@@ -47,13 +44,12 @@ FAMILIES = {
 }
 """Module of each family, by config.json's model_type.
 
-A family is a module here that has
+A family is a module that has
 
-- `KEYS`: for each parameter of ours, by its path in `config.parameter_shapes`,
-  `(stored name, transposed)`. The name holds "{layer}" for what is stored by
-  layer, and "{expert}" too for what is stored by expert. A matrix of ours is
-  [in, out]; `transposed` says that the file has [out, in], as PyTorch's Linear
-  does. Names that a model does not have do no harm.
+- `KEYS`: `(stored name, transposed)` of each parameter, by its path in
+  `config.parameter_shapes`. The name holds "{layer}" if it is stored by layer,
+  and "{expert}" if by expert; `transposed` says that the file has [out, in] in
+  place of [in, out], as PyTorch's Linear does. Unused names do no harm;
 - `READ`: the keys that it reads, with transformers' defaults for absent ones;
 - `FIXED` (optional): keys that change what the model computes, with the one
   value that is implemented;
@@ -61,31 +57,19 @@ A family is a module here that has
 - `config(hf_config) -> TransformerConfig` of a config.json that
   `config_json.complete` has checked against these keys.
 
-A parameter that no other family has is known by its name to three more:
-
-- `config.init`: "norm" in a name means ones (zeros with `norm_offset`), "bias"
-  zeros, and any other name random normal values;
-- `models.sharding.RULES`: every matrix needs a rule, or is refused;
-- `lora.PROJECTIONS`: what LoRA can adapt, namely what `block` multiplies by in
-  `_project`, and experts; not their router.
-
-A parameter named "router" stays float32 whatever the model computes in
+Three more places know a parameter by its name: `config.init` ("norm" means
+ones, or zeros with `norm_offset`, "bias" zeros, other names normal values),
+`models.sharding.RULES` (every matrix needs a rule), and `lora.PROJECTIONS`
+(matrices of `block._project`, and experts). A "router" stays float32
 (`passes.cast`). tests/models/test_family_contract.py checks all this.
 """
-COMPANIONS = (
-  "config.json",
-  "generation_config.json",
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "tokenizer.model",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "chat_template.jinja",
+COMPANIONS = tuple(
+  "config.json generation_config.json tokenizer.json tokenizer_config.json "
+  "tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
+  "merges.txt chat_template.jinja".split()
 )
 GGUF = "model.gguf"
-"""Name of a link, in the place of safetensors, that leads to a GGUF file."""
+"""Name of a link to a GGUF file, in place of safetensors."""
 ADAPTER = "adapter_config.json"
 _REFUSED = dict.fromkeys(
   ("quantization_config", "quantization", "compression_config"),
@@ -99,15 +83,14 @@ ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
 
 def exists(path: str | pathlib.Path) -> bool:
-  """Returns True where a path, or an embedded model of that name, exists."""
+  """Returns True if a path, or an embedded model of that name, exists."""
   return os.path.lexists(path) or (ASSETS / path).is_dir()
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """Returns the directory of a path, or of an embedded model's name.
 
-  Raises:
-    ValueError: neither exists, or it holds no model's config.json, or links.
+  ValueError if neither exists, or without a model's config.json, or with links.
   """
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
@@ -125,19 +108,18 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
       _check_links(directory)
       return directory
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
-  embedded = ", ".join(names)
   raise ValueError(
     f"no model at {str(path)!r}: give a directory that holds config.json and "
     f"model.safetensors, a .gguf file, the name of an embedded model "
-    f"({embedded}), or ORG/NAME of the Hugging Face Hub"
+    f"({', '.join(names)}), or ORG/NAME of the Hugging Face Hub"
   )
 
 
 def _check_links(directory: pathlib.Path) -> None:
-  """Refuses a directory of which a file is a link to something else.
+  """Refuses a directory with a file that is a link to something else.
 
-  They are copied beside trained weights, which may be published: secrets would
-  go with them. Links to files of the same name, and the Hub's to blobs, stay.
+  Its files are copied beside trained weights, which may be published, secrets
+  included. Links to files of the same name, and the Hub's to blobs, are fine.
   """
   for name in COMPANIONS:
     path = directory / name
@@ -152,7 +134,7 @@ def read_config(
 ) -> dict[str, Any]:
   """Reads the config.json of a model directory, or that file by any name.
 
-  `ignore_keys` are unknown keys to leave out: the user knows that they do not
+  Unknown keys in `ignore_keys` are left out: the user knows that they do not
   change what the model computes (model.ignore_keys).
   """
   file = pathlib.Path(path)
@@ -174,11 +156,7 @@ def _family(hf_config: dict[str, Any]):
 
 
 def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Returns our view of a config.json.
-
-  Raises:
-    ValueError: an architecture or a value that is not supported.
-  """
+  """Returns our view of a config.json; ValueError if it is not supported."""
   family = _family(hf_config)
   for name, reason in _REFUSED.items():
     if hf_config.get(name):
@@ -224,11 +202,9 @@ def load_params(
 
   `shardings` has a `jax.sharding.Sharding` for each array: a tree, or a
   function `(abstract params) -> tree`; None is the default device.
-  `ignore_keys` are those of `read_config`.
-
-  Raises:
-    ValueError: damaged files, weights that do not fit config.json (all that is
-      missing, surplus or of a wrong shape is listed), or that are not finite.
+  `ignore_keys` are those of `read_config`. ValueError for damaged files, and
+  for weights that are not finite or do not fit config.json (missing, surplus,
+  of a wrong shape: the message lists all).
   """
   directory = resolve(path)
   file_checksums.verify(directory)
@@ -275,11 +251,8 @@ def load(
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
-  `dtype` is that of computation; `param_dtype`, the type of the parameters,
-  `shardings` and `ignore_keys` are those of `load_params`.
-
-  Raises:
-    ValueError: an unsupported architecture, or weights that do not fit.
+  `dtype` is that of computation, `param_dtype` that of the parameters; other
+  arguments, and errors, are those of `load_params`.
   """
   config = to_transformer_config(read_config(path, ignore_keys))
   lm = transformer(config, dtype=dtype)
@@ -312,7 +285,7 @@ def save(
   With several processes, all of them call it, and the first one writes.
 
   Args:
-    path: the directory to make; nothing stands at `path` until all is written.
+    path: the directory to make; it appears once all files are written.
     params: parameters in our layout, on any devices.
     source: the directory that the model came from; its configuration and
       tokenizer files are copied.
@@ -358,9 +331,7 @@ def write_config(
   """Writes the config.json of a new Llama decoder with tied embeddings.
 
   Sizes are those of `TransformerConfig`, and `path` is a directory that exists.
-
-  Raises:
-    ValueError: widths and heads that do not fit.
+  ValueError if widths and heads do not fit.
   """
   hf_config = {
     "architectures": ["LlamaForCausalLM"],

@@ -110,8 +110,7 @@ def without(
 ) -> dict[str, Any]:
   """Returns a config.json without the unknown keys among `ignore_keys`.
 
-  Raises:
-    ValueError: a key that may change what the model computes.
+  ValueError for a key that may change what the model computes.
   """
   read, fixed, harmless = _keys(family)
   ignored = {key for key in ignore_keys if hf_config.get(key) is not None}
@@ -128,8 +127,7 @@ def without(
 def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
   """Returns a config.json with the defaults of absent keys.
 
-  Raises:
-    ValueError: an unknown key, a fixed one with another value, a bad size.
+  ValueError for an unknown key, a fixed one with another value, or a bad size.
   """
   read, fixed, harmless = _keys(family)
   values = {key: x for key, x in hf_config.items() if x is not None}
@@ -234,12 +232,10 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 def window(
   hf_config: dict[str, Any], size: int | None, default: list[bool]
 ) -> dict[str, Any]:
-  """Returns `local_layers` and their `window`, or {} where all are global.
+  """Returns `local_layers` and their `window`, or {} if all are global.
 
-  Args:
-    hf_config: a complete config.json; its `layer_types` go before `default`.
-    size: tokens that a local layer sees, None where windows are not used.
-    default: True for each layer that is local without `layer_types`.
+  `size` is the number of tokens that a local layer sees, None without windows.
+  `default` is True for each local layer, if there are no `layer_types`.
   """
   local, kinds = default, hf_config.get("layer_types")
   if kinds is not None:
@@ -271,7 +267,7 @@ def rope(hf_config: dict[str, Any]) -> Rope:
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads `rope_theta`, `rope_type` (or `type`) and the parameters of that.
+  """Reads `rope_theta`, `rope_type` (or `type`) and that type's parameters.
 
   `length` is the default of `original_max_position_embeddings`.
   """

@@ -1,9 +1,8 @@
 """Checksums of a directory's files, in checksums.json beside them.
 
-A flipped bit in a file of weights is another weight, and one in config.json or
-tokenizer.json another model; none of them says so. The sums are CRC-32
-(zlib's): they find every burst of up to 32 bits, and are as fast as a disk.
-They are against damage, not against forgery.
+A flipped bit changes weights, config.json or tokenizer.json without any error.
+The sums are CRC-32 (zlib's): they find every burst of up to 32 bits, as fast as
+a disk reads. They protect against damage, not against forgery.
 """
 
 import json
@@ -15,7 +14,7 @@ _BLOCK = 2**22  # bytes read at once
 
 
 def _of_file(path: pathlib.Path) -> str:
-  """Returns a file's size and CRC-32, in words that compare."""
+  """Returns a file's size and CRC-32 as text."""
   size = crc = 0
   buffer = bytearray(_BLOCK)
   with open(path, "rb", buffering=0) as file:
@@ -31,17 +30,16 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def write(directory: pathlib.Path) -> None:
-  """Writes the checksums of all files that stand in a directory."""
+  """Writes the checksums of all files in a directory."""
   sums = {path.name: _of_file(path) for path in _files(directory)}
   text = json.dumps(sums, indent=2) + "\n"
   (directory / CHECKSUMS).write_text(text, encoding="utf-8")
 
 
 def verify(directory: pathlib.Path) -> None:
-  """Refuses a directory, by ValueError, where a listed file is not as written.
+  """Raises ValueError if a listed file of a directory is not as it was written.
 
-  A directory that others made has no checksums, and passes. Files may be added
-  to one that has them.
+  Files may be added, and a directory without checksums passes.
   """
   listed = directory / CHECKSUMS
   if not listed.is_file():
@@ -66,7 +64,7 @@ def verify(directory: pathlib.Path) -> None:
 
 
 def intact(directory: pathlib.Path) -> bool:
-  """Returns True for a directory with checksums that all its files have."""
+  """Returns True if a directory has checksums and `verify` passes."""
   try:
     verify(directory)
   except ValueError:
@@ -77,8 +75,8 @@ def intact(directory: pathlib.Path) -> bool:
 def fingerprint(directory: pathlib.Path) -> str:
   """Returns a text that differs between models, from a part of their bytes.
 
-  Lines "NAME: size and CRC-32"; of a large file 64 blocks that are spread over
-  it are read, which training changes all of.
+  Lines "NAME: size and CRC-32", of up to 64 blocks spread over each file: all
+  of them change in training.
   """
   lines, size = [], 2**16
   for path in _files(directory):

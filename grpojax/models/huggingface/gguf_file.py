@@ -1,8 +1,8 @@
 """GGUF files: metadata, and tensors that are read in pieces.
 
-The header is read here, because gguf's own reader believes each count and each
-length: one flipped bit of the file can keep it busy for days. Every read is
-checked against the size of the file first. Formats of tensors are gguf's.
+The header is read here, because gguf's own reader trusts all counts and
+lengths: one flipped bit of the file can keep it busy for days. Every read is
+checked against the size of the file. Formats of tensors are gguf's.
 (ggml-org/ggml, docs/gguf.md.)
 """
 
@@ -60,27 +60,19 @@ _FACTORS = "rope_freqs.weight"  # by which frequencies are divided
 
 
 class Tensor(NamedTuple):
-  """Place of a tensor, which `weights` reads as it reads its `Stored`.
-
-  Attributes:
-    file: path of the file.
-    format: gguf's number of how its values are stored.
-    shape: NumPy's, the reverse of the file's.
-    offset: byte of the file at which it begins.
-    heads: heads whose rows are stored in GGUF's order of Llama, else 0. There
-      the rows of a head's two halves, which are rotated together, alternate:
-
-          ours  0 1 2 3 | 4 5 6 7      (a head of four, two heads)
-          file  0 2 1 3 | 4 6 5 7
-  """
+  """Place of a tensor, which `weights` reads as it reads its `Stored`."""
 
   file: pathlib.Path
-  format: int
-  shape: tuple[int, ...]
-  offset: int
+  format: int  # gguf's number of the format of its values
+  shape: tuple[int, ...]  # NumPy's, the reverse of the file's
+  offset: int  # byte of the file at which it begins
+  # Heads whose rows are in GGUF's order of Llama, else 0: the rows of a head's
+  # two halves, which are rotated together, alternate. Two heads of four rows:
+  #   ours  0 1 2 3 | 4 5 6 7
+  #   file  0 2 1 3 | 4 6 5 7
   heads: int = 0
 
-  dtype = "F32"  # of the values that `rows` returns, in safetensors' words
+  dtype = "F32"  # safetensors' name for the values that `rows` returns
 
   def part(self, index: int) -> "Tensor":
     """Returns one of the tensors that are stacked in this one."""
@@ -114,7 +106,7 @@ class File(NamedTuple):
   tensors: dict[str, Tensor]
 
   def below(self, prefix: str) -> dict[str, Any]:
-    """Returns the metadata whose keys begin so, by the rest of the key."""
+    """Returns the metadata below a prefix, by the rest of the key."""
     keys = [key for key in self.metadata if key.startswith(prefix)]
     return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
@@ -130,11 +122,9 @@ def library() -> types.ModuleType:
 
 
 def read(path: pathlib.Path) -> File:
-  """Reads a header, of which every tensor is in the file.
+  """Reads a header, and checks that every tensor is in the file.
 
-  Raises:
-    ValueError: no file, a damaged one, or a tensor of a format that gguf does
-      not turn into numbers.
+  ValueError for no file, a damaged one, or a format that gguf cannot read.
   """
   library()
   if not os.path.isfile(path):  # a pipe would be waited for
@@ -147,7 +137,7 @@ def read(path: pathlib.Path) -> File:
 
 
 class _Header:
-  """A stream of which no more is taken than a file and a header can hold."""
+  """A stream that reads no more than a file and a header can hold."""
 
   def __init__(self, stream: BinaryIO, size: int):
     self.stream, self.left = stream, min(size, _LARGEST)
@@ -160,8 +150,7 @@ class _Header:
     return data
 
   def whole(self, code: str) -> int:
-    (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code)))
-    return value
+    return struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
 
   def text(self) -> str:
     return self.take(self.whole("Q")).decode()
@@ -185,7 +174,7 @@ class _Header:
     return float(str(values[0])) if is_float else values[0].item()
 
   def table(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
-    """Returns what `read` reads after each of so many names, which it gets."""
+    """Reads `count` named entries; `read(name)` reads each value."""
     entries = {}
     if count > _MOST:
       raise ValueError(f"its header counts {count} entries")
@@ -223,7 +212,7 @@ def _read(path: pathlib.Path, header: _Header) -> File:
 
 
 def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
-  """Reads a tensor's place; its offset is from the end of the header."""
+  """Reads a tensor's place; its offset counts from the end of the header."""
   dimensions = header.whole("I")
   if not 0 < dimensions <= 4:
     raise ValueError(f"its tensor {name} has {dimensions} dimensions")
@@ -241,7 +230,7 @@ def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
 
 @functools.cache
 def _bytes(number: int, values: int) -> int:
-  """Returns the bytes of a row; raises where gguf does not read the format."""
+  """Returns the bytes of a row; raises if gguf does not read the format."""
   gguf = library()
   kind = gguf.GGMLQuantizationType(number)
   block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -262,7 +251,7 @@ def _architecture(file: File) -> str:
 
 
 def to_hf_config(file: File) -> dict[str, Any]:
-  """Returns a model's config.json; ValueError for what is not known."""
+  """Returns a model's config.json; ValueError for unknown values."""
   name = _architecture(file)
   model_type, architecture_class = ARCHITECTURES[name]
   names = _READ | (_EXPERTS if name == "qwen3moe" else {})
@@ -321,9 +310,9 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
 def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns config.json's rope_scaling: none, linear, or Llama 3's.
 
-  Of Llama 3's rule a file has only what comes of it, a factor for each
-  frequency. They must be those of the rule with the numbers of Llama 3.1 to
-  3.3; of these `factor` alone differs, and is the largest.
+  A file only has the result of Llama 3's rule, a factor for each frequency.
+  They must be those of the rule with the numbers of Llama 3.1 to 3.3; only
+  `factor` differs between these, and is the largest one.
   """
   kind, factor = (values.get(key) for key in _SCALING)
   theta, head_dim = values["rope.freq_base"], values["attention.key_length"]
@@ -363,9 +352,7 @@ def find(
   """Returns a file's tensors by these Hugging Face names; others by their own.
 
   Experts' matrices, which are stacked in GGUF, are tensors of their own.
-
-  Raises:
-    ValueError: a file of another model than `hf_config` says.
+  ValueError for a file of another model than `hf_config`.
   """
   gguf, file = library(), read(path)
   name, heads = _architecture(file), {}

@@ -2,16 +2,15 @@
 
 A leaf of our parameter tree is one stored tensor or a stack of them, each
 transposed or not. It is read straight into the shards of a `jax.Array` in the
-wanted dtype, so that the host's memory needs room for one leaf at a time.
-(Orbax reads safetensors too, but a stored tensor for a stored tensor: twice the
-model's size, to stack and transpose them.) Pickled weights are never read.
+target dtype, so that the host's memory needs room for one leaf at a time.
+Pickled weights are never read.
 """
 
 import json
 import math
 import pathlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,22 +33,15 @@ _BLOCK = 2**20  # bytes of a file that are mapped at once: they count as memory
 class Leaf(NamedTuple):
   """Tensors of a file that an array of ours is stored as.
 
-      "layers/q" [2, D, H E]: model.layers.0.self_attn.q_proj.weight [H E, D]
-      (stacked = 1,           model.layers.1.self_attn.q_proj.weight [H E, D]
-      transposed)
-
-  Attributes:
-    names: names of its tensors, in the order of the stacked axes (the last
-      fastest).
-    shape: ours.
-    stacked: number of leading axes of `shape` that count tensors.
-    transposed: True where a tensor is stored as [out, in]; ours is [in, out].
+  "layers/q" [2, D, H E]: model.layers.0.self_attn.q_proj.weight [H E, D]
+  (stacked = 1,           model.layers.1.self_attn.q_proj.weight [H E, D]
+  transposed)
   """
 
-  names: tuple[str, ...]
-  shape: tuple[int, ...]
-  stacked: int = 0
-  transposed: bool = False
+  names: tuple[str, ...]  # in the order of the stacked axes, the last fastest
+  shape: tuple[int, ...]  # ours
+  stacked: int = 0  # leading axes of `shape` that count tensors
+  transposed: bool = False  # stored as [out, in]; ours is [in, out]
 
   @property
   def stored_shape(self) -> tuple[int, ...]:
@@ -78,7 +70,7 @@ class Stored(NamedTuple):
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Reads a JSON object; ValueError where a file holds none."""
+  """Reads a JSON object; ValueError if a file holds none."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
   except FileNotFoundError:
@@ -93,8 +85,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def header(file: pathlib.Path) -> dict[str, Stored]:
   """Returns one file's tensors, after safetensors has checked its header.
 
-  The header is read again here because safetensors opens a file by mapping all
-  of it, and the pages that are read stay in memory until it is closed.
+  The header is read again here, because safetensors maps the whole file, and
+  the pages that are read stay in memory until it is closed.
   """
   try:
     with safe_open(file, framework="numpy"):
@@ -111,14 +103,10 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
     (size,) = struct.unpack("<Q", stream.read(8))
     header = json.loads(stream.read(size))
   header.pop("__metadata__", None)
+  offset = lambda x: 8 + size + x["data_offsets"][0]
   return {
-    name: Stored(
-      file,
-      entry["dtype"],
-      tuple(entry["shape"]),
-      8 + size + entry["data_offsets"][0],
-    )
-    for name, entry in header.items()
+    name: Stored(file, x["dtype"], tuple(x["shape"]), offset(x))
+    for name, x in header.items()
   }
 
 
@@ -141,11 +129,8 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
 def find(directory: pathlib.Path) -> dict[str, Stored]:
   """Returns the tensors of a model directory, by name; reads only headers.
 
-  It holds model.safetensors, or model.safetensors.index.json and the shards
-  that it names.
-
-  Raises:
-    ValueError: no weights, or a file that is damaged or missing.
+  It holds model.safetensors, or model.safetensors.index.json and its shards;
+  ValueError for no weights, and for a damaged or missing file.
   """
   if (directory / SINGLE).is_file():
     return header(directory / SINGLE)
@@ -162,66 +147,61 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   file_of, tensors = _indexed_files(directory), {}
   for file in sorted(set(file_of.values())):
     tensors |= header(directory / file)
-  # What stands in another file than the index says is missing, for `check`.
-  return {
-    name: x
-    for name, x in tensors.items()
-    if x.file.name == file_of.get(name, x.file.name)
-  }
+  # A tensor in another file than the index says is missing, for `check`.
+  is_placed = lambda name, x: x.file.name == file_of.get(name, x.file.name)
+  return {name: x for name, x in tensors.items() if is_placed(name, x)}
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
   """Lists names, but not hundreds of them."""
   more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
   return ", ".join(names[:_LISTED]) + more
 
 
 def check(
-  directory: pathlib.Path,
-  layout: Mapping[str, Leaf],
-  tensors: Mapping[str, Any],
+  directory: pathlib.Path, layout: Mapping[str, Leaf], tensors: dict[str, Any]
 ) -> None:
-  """Refuses stored tensors that are not those of the layout.
+  """Raises ValueError for stored tensors that are not those of the layout.
 
-  Raises:
-    ValueError: lists all that is missing, surplus, of another shape, or no
-      floating-point number.
+  It lists missing and surplus ones, wrong shapes, and types that are not read.
   """
   shapes = {n: x.stored_shape for x in layout.values() for n in x.names}
+  both = [(n, tensors[n]) for n in sorted(shapes.keys() & tensors.keys())]
   problems = {
     "missing": sorted(shapes.keys() - tensors.keys()),
     "surplus": sorted(tensors.keys() - shapes.keys()),
     "of another shape": [
-      f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-      for name, shape in sorted(shapes.items())
-      if name in tensors and tensors[name].shape != shape
+      f"{name} {list(x.shape)} instead of {list(shapes[name])}"
+      for name, x in both
+      if x.shape != shapes[name]
     ],
     "of a type that is not read": [
-      f"{name} {tensors[name].dtype}"
-      for name in sorted(shapes.keys() & tensors.keys())
-      if tensors[name].dtype not in STORED_DTYPES
+      f"{name} {x.dtype}" for name, x in both if x.dtype not in STORED_DTYPES
     ],
   }
-  lines = [
-    f"{problem}: {_some(names)}" for problem, names in problems.items() if names
-  ]
-  if lines:
-    raise ValueError(
-      "\n  ".join([f"the weights in {directory} do not fit its config", *lines])
-    )
+  lines = [f"the weights in {directory} do not fit its config"]
+  lines += [f"{kind}: {_listed(x)}" for kind, x in problems.items() if x]
+  if len(lines) > 1:
+    raise ValueError("\n  ".join(lines))
+
+
+def _blocks(stored: Any, rows: slice) -> Iterator[tuple[int, int]]:
+  """Yields the first row, and the one after the last, of each block."""
+  size = math.prod(stored.shape[1:]) * STORED_DTYPES[stored.dtype].itemsize
+  step = max(1, _BLOCK // size)
+  for start in range(rows.start, rows.stop, step):
+    yield start, min(start + step, rows.stop)
 
 
 def equal(a: Any, b: Any) -> bool:
   """Returns True if two stored tensors have the same values in float32."""
   if a.shape != b.shape or not {a.dtype, b.dtype} <= STORED_DTYPES.keys():
     return False
-  step = max(1, _BLOCK // (4 * math.prod(a.shape[1:])))
-  for start in range(0, a.shape[0], step):
-    stop = min(start + step, a.shape[0])
-    rows = [x.rows(start, stop).astype(np.float32) for x in (a, b)]
-    if not np.array_equal(*rows, equal_nan=True):
-      return False
-  return True
+  in_float32 = lambda x, block: x.rows(*block).astype(np.float32)
+  return all(
+    np.array_equal(in_float32(a, x), in_float32(b, x), equal_nan=True)
+    for x in _blocks(a, slice(0, a.shape[0]))
+  )
 
 
 def is_finite(block: np.ndarray) -> bool:
@@ -237,12 +217,8 @@ def is_finite(block: np.ndarray) -> bool:
 
 def _copy(stored: Any, index: tuple[slice, ...], target: np.ndarray) -> bool:
   """Fills `target` with a part of a tensor; returns True if it is finite."""
-  dtype, (rows, *others) = STORED_DTYPES[stored.dtype], index
-  row = math.prod(stored.shape[1:])
-  step = max(1, _BLOCK // (row * dtype.itemsize))
-  finite = True
-  for start in range(rows.start, rows.stop, step):
-    stop = min(start + step, rows.stop)
+  (rows, *others), finite = index, True
+  for start, stop in _blocks(stored, rows):
     # Cast first: NumPy is slow at casting and transposing in one.
     block = stored.rows(start, stop)[:, *others]
     block = block.astype(target.dtype, copy=False)
@@ -262,11 +238,8 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
     position = [s.start + i for s, i in zip(lead, place, strict=True)]
     number = np.ravel_multi_index(position, leaf.shape[: leaf.stacked])
     stored, target = tensors[leaf.names[number]], out[place]
-    if leaf.transposed:
-      finite = _copy(stored, inner[::-1], target.T)
-    else:
-      finite = _copy(stored, inner, target)
-    if not finite:
+    where = (inner[::-1], target.T) if leaf.transposed else (inner, target)
+    if not _copy(stored, *where):
       raise ValueError(
         f"{stored.file}: {leaf.names[number]} has values that are NaN or "
         f"infinite (as {np.dtype(dtype)}): get the model anew"
@@ -282,8 +255,7 @@ def read(
 ) -> jax.Array:
   """Reads one leaf; each process reads what its own devices hold.
 
-  Raises:
-    ValueError: a tensor with values that are not finite.
+  ValueError for a tensor with values that are not finite.
   """
   if sharding is None:
     whole = (slice(None),) * len(leaf.shape)

@@ -1,7 +1,7 @@
 """Arrays into safetensors files, tensor by tensor.
 
-The files are written here and not by safetensors, which wants all the tensors
-of a file at once: a second copy of the model in the host's memory.
+The safetensors library would need all tensors of a file at once: a second copy
+of the model in the host's memory.
 """
 
 import contextlib
@@ -31,13 +31,11 @@ from grpojax.models.huggingface.weights import (
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
-def _shards(
-  sizes: Mapping[str, int], max_shard_size: int | None
-) -> list[list[str]]:
-  """Splits names in their order into files of at most so many bytes."""
+def _shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
+  """Splits names in their order into files of at most `largest` bytes."""
   shards, used = [[]], 0
   for name, size in sizes.items():
-    if shards[-1] and max_shard_size and used + size > max_shard_size:
+    if shards[-1] and largest and used + size > largest:
       shards.append([])
       used = 0
     shards[-1].append(name)
@@ -52,13 +50,10 @@ def _write_header(
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   offset = 0
   for name, (dtype, shape) in entries.items():
-    end = offset + math.prod(shape) * dtype.itemsize
-    header[name] = {
-      "dtype": _NAMES[dtype],
-      "shape": list(shape),
-      "data_offsets": [offset, end],
-    }
-    offset = end
+    place = [offset, offset + math.prod(shape) * dtype.itemsize]
+    header[name] = {"dtype": _NAMES[dtype], "shape": list(shape)}
+    header[name]["data_offsets"] = place
+    offset = place[1]
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % 8)  # the data are aligned
   stream.write(struct.pack("<Q", len(text)) + text)
@@ -93,10 +88,8 @@ def _lock(directory: pathlib.Path) -> int:
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields a directory to fill; it gets its name when the context ends well.
 
-  By then it has the checksums of its files, too (`file_checksums`).
-
-  Raises:
-    ValueError: `path` exists already, or another process or user makes it.
+  Its files get checksums (`file_checksums`). ValueError if `path` exists
+  already, or another process or user is making it.
   """
   path = pathlib.Path(path)
   exists = f"{path} exists already; remove it or choose another path"
@@ -142,7 +135,7 @@ def write(
   max_shard_size: int | None = None,
   single: str = SINGLE,
 ) -> None:
-  """Writes one file, or several and an index where one would be too large.
+  """Writes one file, or several and an index if one would be too large.
 
   A tensor of more than `max_shard_size` bytes has a file of its own. `dtype` is
   the type to store; None is that of each array, NumPy's or JAX's.

@@ -1,0 +1,87 @@
+"""Small decoders, random parameters, and programs on several devices."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.rollout import rollout
+from grpojax.core.step import init_state
+from grpojax.core.types import Prompts
+from grpojax.core.update import UpdateOptions, make_update
+from grpojax.models.config import TransformerConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def config_with(**changes):
+  sizes = dict(vocab_size=11, width=8, layers=2, heads=2, kv_heads=1)
+  return TransformerConfig(**sizes | dict(head_dim=4, mlp=6) | changes)
+
+
+def normal(rng, *shape):
+  return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def random_params(lm, seed=0):
+  """Normal parameters of size 1/2: all parts of a model matter."""
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(lm.init, jax.random.key(0))
+  return jax.tree.map(lambda x: normal(rng, *x.shape) / 2, shapes)
+
+
+def prompts_of(rng, lengths, vocab=11):
+  """Random prompts of these lengths, right-padded."""
+  mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+  ids = rng.integers(0, vocab, mask.shape)
+  return Prompts(jnp.asarray(ids), jnp.asarray(mask))
+
+
+def sample(lm, params, prompts, seed=1, **options):
+  """A compiled rollout of the group size 3."""
+  options = dict(group_size=3, max_new_tokens=5, eos_ids=(0,)) | options
+  key = jax.random.key(seed)
+  run = lambda params: rollout(lm, params, prompts, key, **options)
+  return jax.jit(run)(params)
+
+
+def assert_close(got, want, **tolerances):
+  """Compares two trees of arrays."""
+  compare = functools.partial(np.testing.assert_allclose, **tolerances)
+  jax.tree.map(compare, got, want)
+
+
+def run_python(devices, *arguments):
+  """Runs a program on CPU devices, whose number is set before jax starts."""
+  changes = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+  done = subprocess.run(
+    [sys.executable, *map(str, arguments)],
+    env=os.environ | changes | {"PYTHONPATH": str(ROOT)},
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr[-4000:]
+
+
+def layout_of(lengths, size, prompts, prompt_size, *parts):
+  """A `packing.layout.plan`, as arrays."""
+  lengths, prompts = np.asarray(lengths), np.asarray(prompts)
+  layout = packing_layout.plan(lengths, size, prompts, prompt_size, *parts)
+  return jax.tree.map(jnp.asarray, layout)
+
+
+def descend(lm, params, batch, objective, **options):
+  """The step of plain gradient descent in one update, and its metrics."""
+  tx, options = optax.sgd(1.0), UpdateOptions(chunk_size=9, **options)
+  update = jax.jit(make_update(lm, tx, objective, options))
+  state, metrics = update(init_state(params, tx, jax.random.key(0)), batch)
+  return jax.tree.map(jnp.subtract, params, state.params), metrics
