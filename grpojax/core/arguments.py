@@ -27,11 +27,7 @@ Ids = Ends | int | np.integer | np.ndarray | Sequence[int | np.integer]
 
 
 def read_ends(eos_ids: Any) -> Ends:
-  """Returns ends of which the ids are an array [E], of one integer or several.
-
-  Raises:
-    ValueError: there are none, or something else.
-  """
+  """Returns ends with ids as an array [E]; ValueError unless integers."""
   ends = eos_ids if isinstance(eos_ids, Ends) else Ends(eos_ids)
   ids = np.atleast_1d(np.asarray(ends.ids))
   if not ids.size:
@@ -91,9 +87,7 @@ def read_rewards(
 ) -> Shaped[Array, "B G *K"]:
   """Returns rewards, an array or lists of numbers, as an array of `shape`.
 
-  Raises:
-    ValueError: they are not numbers, or not one a completion (or a turn); the
-      message names their source.
+  ValueError names their source if they are of another kind or shape.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
@@ -109,11 +103,10 @@ def read_rewards(
 def check_read_prompts(
   lm: LM, params: Params, prompt_ids: Array, prompt_mask: Array
 ) -> None:
-  """Refuses prompts that a model would silently misread.
+  """Refuses, by ValueError, prompts that a model would silently misread.
 
-  Raises:
-    ValueError: Arrays of other shapes or dtypes; outside of jit also padding
-      that is not on the right, ids outside the vocabulary, or no token at all.
+  Outside of jit that includes padding which is not on the right, ids outside
+  the vocabulary, and no token at all.
   """
   check_layout(prompt_ids, prompt_mask)
   if prompt_ids.ndim != 2:
@@ -129,9 +122,8 @@ def check_read_prompts(
 def check_prompts(prompts: Prompts, vocab_size: int) -> None:
   """Checks prompts before they go into a jitted step, which sees no values.
 
-  Raises:
-    ValueError: An id of a real token is outside the vocabulary, or the prompts
-      are wrong by themselves (as when `Prompts` are made).
+  ValueError if they are wrong by themselves (as when `Prompts` are made), or
+  an id of a real token is outside the vocabulary.
   """
   check_fields(*vars(prompts).values())
   check_ids(prompts.prompt_ids, prompts.prompt_mask, vocab_size)
@@ -140,10 +132,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
 def call_reward(
   reward_fn: Callable[[Rollout, Any], Any], samples: Rollout, targets: Any
 ) -> Any:
-  """Returns the rewards of samples.
-
-  TypeError if the function needs values, and the step is being traced.
-  """
+  """Returns the rewards; TypeError if a traced step's values are read."""
   try:
     return reward_fn(samples, targets)
   except TypeError as error:

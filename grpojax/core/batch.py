@@ -45,37 +45,31 @@ def make_batch(
   Args:
     lm: Model.
     rollout: Completions.
-    rewards: Numbers [B, G], one a completion; of a rollout with turns also
-      [B, G, K], one after each turn, 0 after the end. One that is not finite
-      (nan, inf or -inf) is none: such a completion takes no part, in its
-      group's baseline or in the loss. Nor does a row without any prompt token,
-      which only pads the batch.
+    rewards: Numbers [B, G], one per completion; of a rollout with turns also
+      [B, G, K], one after each turn, 0 after the end. Completions whose reward
+      is not finite take no part in baselines or the loss, nor do those of a row
+      without prompt tokens.
     objective: Objective of the update. An advantage function of your own gets
-      what it has parameters for: `lengths` [B, G] of the completions in tokens,
-      `logit_score_sq` of the rollout.
-    options: Options of the update. A single one is on-policy: no old
-      log-probabilities are kept. Log-probabilities are computed in as many
-      micro-batches as the update has in a pass, or fewer where packed.
+      the arrays of `sample_weights` that it has parameters for.
+    options: Options of the update. A single one is on-policy and keeps no old
+      log-probabilities. Log-probabilities are computed in as many micro-batches
+      as the update has in a pass, or fewer where packed.
     sampling: Distribution that the rollout was sampled from.
     policy_params: Policy that sampled, for objective.old_logprobs = "trainer"
-      with several updates: one more forward pass, and the first ratios are 1.
-    ref_params: Reference policy, or None for no reference pass. Its
-      log-probabilities are at the temperature of `sampling` without its
-      cuts, see `core.losses.kl`.
-    ref_lm: Model of `ref_params`, where it is another one: a teacher's.
-    ref_prompts: Prompts that the reference reads in the place of the rollout's,
-      of any length: with a hint, say.
-    packing: Packed rows of the completions (`packing.layout.plan`), here and in
-      the update; None for rows as they are.
+      with several updates: one more forward pass.
+    ref_params: Reference policy, or None. Its log-probabilities are at the
+      temperature of `sampling` without its cuts, see `core.losses.kl`.
+    ref_lm: Model of `ref_params` if it is another one (a teacher).
+    ref_prompts: Prompts of any length that the reference reads instead of the
+      rollout's, say with a hint.
+    packing: Packed rows (`packing.layout.plan`), here and in the update.
     prompt_weights: Weights of the prompts in the loss, KL term included
       (`Prompts.weights`).
-    credit: What a turn learns from, one of `turns.CREDITS`: its trajectory's
-      rewards, or those from its own on.
+    credit: Rewards that a turn learns from, one of `turns.CREDITS`.
 
   Raises:
     ValueError: A penalty without a reference, old log-probabilities without the
-      policy that sampled, an advantage that needs what is not there, or arrays
-      that do not fit (see `core.arguments`).
+      policy that sampled, or wrong arrays (`core.arguments`).
   """
   turns_lib.check_credit(credit, objective, rollout.turns is not None)
   if objective.router_replay:
@@ -118,9 +112,8 @@ def make_batch(
       old_logprobs, reference.logprobs, rollout.sampled
     )
   advantages, in_loss = _advantages(rollout, rewards, objective, credit)
-  weights = prompt_weights
-  if weights is not None:
-    weights = jnp.broadcast_to(weights[:, None], in_loss.shape)
+  if prompt_weights is not None:
+    prompt_weights = jnp.broadcast_to(prompt_weights[:, None], in_loss.shape)
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
@@ -131,7 +124,7 @@ def make_batch(
     ref_logprobs=reference.logprobs,
     rollout_logprobs=rollout.logprobs,
     packing=packing,
-    sample_weights=weights,
+    sample_weights=prompt_weights,
     experts=rollout.experts,
     prompt_experts=rollout.prompt_experts,
     ref_hidden=reference.hidden,
@@ -166,17 +159,17 @@ def _check_experts(lm: LM, rollout: Rollout) -> None:
 def _read_rewards(rewards: Any, rollout: Rollout, credit: str) -> Array:
   """Rewards [B, G]; [B, G, K] where each turn is learned from by itself."""
   shape = rollout.finished.shape
-  if rollout.turns is not None and jnp.ndim(rewards) == 3:
-    rewards = read_rewards(
-      rewards, (*shape, jnp.shape(rewards)[-1]), "make_batch"
-    )
-    return rewards if credit != "trajectory" else jnp.sum(rewards, axis=-1)
-  if credit != "trajectory":
+  of_turns = rollout.turns is not None and jnp.ndim(rewards) == 3
+  if credit != "trajectory" and not of_turns:
     raise ValueError(
       f"credit = {credit!r} needs a reward after each turn, [B, G, K], not "
       f"rewards of shape {jnp.shape(rewards)}"
     )
-  return read_rewards(rewards, shape, "make_batch")
+  if of_turns:
+    shape = *shape, jnp.shape(rewards)[-1]
+  rewards = read_rewards(rewards, shape, "make_batch")
+  sums = of_turns and credit == "trajectory"
+  return jnp.sum(rewards, axis=-1) if sums else rewards
 
 
 def _advantages(
@@ -185,10 +178,7 @@ def _advantages(
   objective: Objective,
   credit: str,
 ) -> tuple[Float[Array, "B G *t"], Bool[Array, "B G"]]:
-  """Advantages of completions or tokens; the completions that are in the loss.
-
-  Rewards are of turns where these have the credit.
-  """
+  """Advantages of completions or tokens, and the completions in the loss."""
   totals = rewards if credit == "trajectory" else jnp.sum(rewards, axis=-1)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   totals = jnp.where(real, totals, jnp.nan)
@@ -209,7 +199,7 @@ def _advantages(
 def _with_prompts(
   rollout: Rollout, packing: Packing | None, prompts: Prompts
 ) -> tuple[Rollout, Packing | None]:
-  """Completions behind other prompts, and rows with room for these."""
+  """Completions after other prompts, and rows with room for these."""
   ids, mask = prompts.prompt_ids, prompts.prompt_mask
   if ids.shape[0] != rollout.prompt_ids.shape[0]:
     raise ValueError(

@@ -18,9 +18,8 @@ def asks_for(function: Callable[..., Any], name: str) -> bool:
 def bind(function: Callable[..., Any], **offered: Any) -> Callable[..., Any]:
   """Binds those of the offered keyword arguments that a function takes.
 
-  So functions may differ in what they need: whatever asks for `k`, `lengths` or
-  `clip_low` gets it. What was bound before, by `functools.partial`, stays; a
-  callable without a signature takes nothing.
+  Arguments that `functools.partial` bound before stay; a callable without a
+  signature takes nothing.
   """
   taken = {k: v for k, v in offered.items() if asks_for(function, k)}
   return functools.partial(function, **taken) if taken else function

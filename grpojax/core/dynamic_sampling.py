@@ -11,8 +11,8 @@ does change. It holds on-policy, for all weightings but `token_mean`.
 
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
 in a group of equal rewards too, so that of the kept groups is 1 / sqrt(p) times
-that of all groups, and its factor is sqrt(p) (`batch_std_scale`). That is exact
-where nothing more is drawn, else up to O(1 / B), since a batch's deviation is.
+that of all groups, and its factor is sqrt(p) (`batch_std_scale`): exact if
+nothing more is drawn, else up to O(1 / B), as a batch's deviation is.
 """
 
 import math
@@ -20,18 +20,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.group_axis import varies as varies
 from grpojax.core.types import OF_PROMPTS, Rollout
-
-
-def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
-  """True for groups that have two finite rewards that differ."""
-  present = np.isfinite(rewards)
-  best = np.max(rewards, axis=-1, where=present, initial=-np.inf)
-  worst = np.min(rewards, axis=-1, where=present, initial=np.inf)
-  return best > worst
 
 
 def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
@@ -40,8 +33,7 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   Prompts were drawn until `size` groups varied, or up to a limit. Filled by the
   group of number m, the estimate is (size - 1) / (m - 1) (Haldane, 1945); not
   filled, the share of the groups that vary (Girshick, Mosteller and Savage,
-  1946). `varied` has all groups in the order of their prompts, those too that
-  were drawn beyond the last one needed.
+  1946). `varied` is of all groups that were drawn, in their order.
   """
   places = np.flatnonzero(varied)
   if len(places) < size:
@@ -58,8 +50,8 @@ def batch_std_scale(
   """Returns the factor that undoes dynamic sampling for `batch_std` advantages.
 
   It is sqrt(`accepted`) for a full batch. With `filled` of `size` groups the
-  sample variances have the denominators filled G - 1 and size G - 1 (G =
-  `group_size`). So one that is left as drawn has the advantages of all groups.
+  sample variances have the denominators filled G - 1 and size G - 1, G =
+  `group_size`.
   """
   if not filled:
     return 0.0
@@ -69,7 +61,7 @@ def batch_std_scale(
 
 
 def pad_prompts(rollout: Rollout, length: int) -> Rollout:
-  """Pads the prompts to `length` tokens, which none is longer than."""
+  """Pads the prompts to `length` tokens."""
   more = length - rollout.prompt_ids.shape[-1]
 
   def pad(x):
@@ -82,11 +74,10 @@ def pad_prompts(rollout: Rollout, length: int) -> Rollout:
 def replace_groups(
   batch: Rollout, drawn: Rollout, source: Int[Array, "B"]
 ) -> Rollout:
-  """Replaces some groups of a batch. Jittable.
+  """Replaces some groups of a batch by drawn ones. Jittable.
 
-  For example, source = [-1, 1, 0] keeps the first group of a batch of 3, and
-  takes its second one from drawn[1] and its third one from drawn[0]. Prompts of
-  the two may be padded to different lengths.
+  source = [-1, 1, 0] keeps the first group of a batch of 3, and takes the
+  others from drawn[1] and drawn[0]. Prompts may be padded to other lengths.
   """
   longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
 

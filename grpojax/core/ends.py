@@ -1,8 +1,7 @@
 """Ends of completions: end-of-sequence ids, and stop strings.
 
 Stop strings are an automaton over tokens, whose state is the longest end of the
-text so far that begins a stop string. A string is recognised exactly, wherever
-it lies across tokens, by one number a sample:
+text so far that begins a stop string, one number per sample:
 
     stop string  "ab!"       tokens  x  ab  a  b!
     states       "" a ab     state   0  2   1  3 = complete
@@ -16,17 +15,11 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 
 class StopTable(NamedTuple):
-  """Automaton of stop strings, made by `runtime.text.stop_strings.build`.
-
-  Attributes:
-    strings: The stop strings.
-    classes: Class of each token [V]; those of one class lead to equal states.
-    table: State after each state and class [S, C]; S is a complete string.
-  """
+  """Automaton of stop strings, made by `runtime.text.stop_strings.build`."""
 
   strings: tuple[str, ...]
-  classes: Any
-  table: Any
+  classes: Any  # class of each token [V], by the states that it leads to
+  table: Any  # state after each state and class [S, C]; S is a complete string
 
 
 class Ends(NamedTuple):

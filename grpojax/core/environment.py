@@ -5,12 +5,11 @@
     forced         o o     o o           observations
     turns    0 0 0 - - 1 1 - - 2 2
 
-Where a turn has ended, its environment is stepped; what it answers is forced
-upon the next tokens of the row, which the model reads as its own. Each row has
-one token more in every round of the loop, so stages and compaction stay as they
-are, and the step is still one pure function, to be jitted, scanned, vmapped
-over seeds, sharded, and compiled ahead of time. Trajectories of other
-environments come from elsewhere (`core.turns.trajectories`).
+At the end of a turn its environment is stepped, and the next tokens of the row
+are its answer, which the model reads as its own. Each row gets one token in
+every round of the loop, so stages and compaction stay as they are, and the step
+is still one pure function. Trajectories of other environments come from
+`core.turns.trajectories`.
 """
 
 from collections.abc import Callable
@@ -28,11 +27,10 @@ class Observation(NamedTuple):
   """Answer of an environment to a turn.
 
   Attributes:
-    ids: Token ids that the model reads next, padded behind `length` of them.
+    ids: Token ids that the model reads next, padded after `length` of them.
     length: Number of tokens, 0 to O.
-    reward: Reward of the turn. It becomes nan, so that the trajectory takes no
-      part, where `length` or one of these ids cannot be.
-    done: True where the trajectory ends here; nothing is read then.
+    reward: Reward of the turn; nan if `length` or one of these ids cannot be.
+    done: True if the trajectory ends here; nothing is read then.
   """
 
   ids: Int[Array, "O"]
@@ -49,8 +47,7 @@ class Environment(NamedTuple):
       of `Prompts.targets` and a random key of the sample.
     step: `(state, ids [T], length, key) -> (state, Observation)`, where `ids`
       begins with the `length` tokens of the turn, its end token included. It is
-      pure: where one turn of a batch has ended it runs for all rows, and what
-      it gives for the others is dropped.
+      pure, and runs for all rows whenever a turn of one has ended.
     observation_length: O, tokens of an observation's `ids`.
     max_turns: K, turns of the longest trajectory.
   """
@@ -108,14 +105,10 @@ def _struct(tree: PyTree) -> PyTree:
 def checked(
   environment: Environment, targets: Any, prompts: int, length: int, vocab: int
 ) -> Environment:
-  """Returns an environment whose answers are valid ones, or without a reward.
+  """Returns an environment whose invalid answers have no reward.
 
-  `targets` are those of `Prompts`; B = `prompts`, T = `length`.
-
-  Raises:
-    ValueError: sizes that are not whole and positive, targets that are not one
-      a prompt, a state that changes its structure, shapes or dtypes, or a
-      `step` that does not return `(state, Observation)`.
+  B = `prompts`, T = `length`. ValueError for sizes, targets, a state or an
+  answer of wrong shapes or types.
   """
   for name in ("observation_length", "max_turns"):
     size = getattr(environment, name)
@@ -215,13 +208,12 @@ def advance(
 ) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
   """Steps the environments of the turns that have ended.
 
-  Rows have `length` tokens now, and room for `limit`. Where there is no room
-  for an observation and one token more, or no further turn, the trajectory is
-  cut off without the observation: no row ends in what nobody learns from.
+  Rows have `length` tokens now, and room for `limit`. Without room for an
+  observation and one token more, or a further turn, the trajectory is cut off
+  without the observation, from which nothing would be learned.
 
-  Returns:
-    The episodes; True where an environment was done; True where the trajectory
-    is over, done or not.
+  Returns the episodes, True where an environment was done, and True where the
+  trajectory is over, done or not.
   """
   each = jax.vmap(jax.vmap(environment.step))
 
@@ -261,11 +253,7 @@ def advance(
 
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
-  """Returns the environment's rewards of the turns: a `reward_fn`.
-
-  Raises:
-    ValueError: the rollout has none.
-  """
+  """Returns the environment's rewards of the turns: a `reward_fn`."""
   del targets
   if rollout.turn_rewards is None:
     raise ValueError("grpojax.returns are an environment's: give environment=")

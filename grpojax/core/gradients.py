@@ -2,9 +2,8 @@
 
     minibatch [B, G, T] --split--> micro-batches [n, b, g, T] --scan--> gradient
 
-Weights of tokens, and what no micro-batch knows by itself (`MinibatchTotals`),
-are computed over the whole minibatch before the scan, so that the number of
-micro-batches changes nothing but the memory that it takes.
+Weights of tokens and `MinibatchTotals` are computed over the whole minibatch
+before the scan, so the number of micro-batches changes nothing but memory.
 """
 
 import copy
@@ -54,7 +53,7 @@ class LossTerms:
   ) -> "LossTerms":
     """The same terms, with the reference of an exact KL term.
 
-    ValueError where it cannot read the states that it predicts tokens from.
+    ValueError if its head cannot read the states of the batch.
     """
     terms = copy.copy(self)
     try:
@@ -69,17 +68,12 @@ class LossTerms:
     return terms
 
   def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
-    """Log-probabilities, entropies and, for its loss, the experts' load.
-
-    With the states of a reference come the divergences from it.
-    """
-    weights = None
+    """Log-probabilities, entropies, the experts' load and KL divergences."""
+    weights = replayed = reference = None
     if self.router_aux_coef:
       weights = load_balancing.load_weights(batch)
-    replayed = None
     if batch.experts is not None:
       replayed = batch.prompt_experts, batch.experts
-    reference = None
     if self.reference is not None:
       reference = Reference(*self.reference, batch.ref_hidden)
     return completion_logprobs(
@@ -101,13 +95,9 @@ class LossTerms:
 class MinibatchTotals(NamedTuple):
   """Facts of a whole minibatch that none of its micro-batches knows."""
 
-  # Tokens that the surrogate is of; None where those are all, or where there is
-  # a single micro-batch.
-  token_mask: Bool[Array, "n b g T"] | None = None
-  # Number of tokens that the entropy bonus is a mean over.
-  token_count: Int[Array, ""] | None = None
-  # Load of each expert, summed over the minibatch.
-  expert_load: PyTree | None = None
+  token_mask: Bool[Array, "n b g T"] | None = None  # in the surrogate, or all
+  token_count: Int[Array, ""] | None = None  # of the mean entropy
+  expert_load: PyTree | None = None  # summed over the minibatch
 
 
 class MicroBatchValues(NamedTuple):
@@ -115,10 +105,8 @@ class MicroBatchValues(NamedTuple):
 
   of_tokens: Metrics  # arrays [b, g, T] that are logged as means over tokens
   of_rollout: Metrics  # differences from the rollout's log-probabilities
-  # Share of the minibatch's mean entropy; None without a bonus.
-  mean_entropy: Float[Array, ""] | None
-  # Loss that balances experts; None without it.
-  balance: Float[Array, ""] | None
+  mean_entropy: Float[Array, ""] | None  # share of the minibatch's
+  balance: Float[Array, ""] | None  # loss that balances experts
 
 
 class Gradient(NamedTuple):
@@ -126,10 +114,8 @@ class Gradient(NamedTuple):
 
   loss: Float[Array, ""]
   grads: Params  # gradient, float32 or better
-  # Values to be logged, by the names of `update.OVER_UPDATES`.
-  metrics: dict[str, Metrics]
-  # Micro-batches' shares of it; None without a bonus.
-  mean_entropy: Float[Array, "n"] | None
+  metrics: dict[str, Metrics]  # by the names of `update.OVER_UPDATES`
+  mean_entropy: Float[Array, "n"] | None  # shares of micro-batches
 
 
 def in_float32(tree: PyTree) -> PyTree:
@@ -144,8 +130,7 @@ def split_minibatch(
 ) -> tuple[Batch, Float[Array, "n b _ T"]]:
   """Splits a minibatch into `count` micro-batches, or fewer where packed.
 
-  The `packing` of packed ones are their rows, and their mask is of the samples
-  in them.
+  The `packing` of packed ones are their rows, their mask the samples in these.
   """
   samples = {f: x for f, x in vars(batch).items() if f != "packing"}
   prompts = {f: samples.pop(f) for f in OF_PROMPTS}
@@ -167,8 +152,7 @@ def micro_batch_loss(
 ) -> tuple[Float[Array, ""], MicroBatchValues]:
   """Returns the loss of a micro-batch, to be differentiated by `params`.
 
-  The weights are those of its tokens in the whole minibatch, as are the totals,
-  whose mask is the micro-batch's.
+  Weights and totals are of the whole minibatch, their masks of this part.
   """
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
@@ -220,10 +204,7 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Returns what no micro-batch [n, ...] knows of the whole minibatch.
-
-  Tokens of highest entropy and the experts' load take a forward pass.
-  """
+  """Returns facts of the whole minibatch [n, ...]; two of them take a pass."""
   mask = batch.completion_mask
   passes = terms.selects_tokens or terms.router_aux_coef
   if len(mask) == 1 or not (passes or terms.has_bonus):
@@ -233,7 +214,7 @@ def minibatch_totals(
 
   def of_micro_batch(part):
     scored = terms.logprobs(params, map_rows(constrain, part))
-    # An output that is not asked for is not computed.
+    # XLA removes unused outputs.
     return scored.entropy if terms.selects_tokens else None, scored.load
 
   entropies, load = jax.lax.map(of_micro_batch, batch)
@@ -245,9 +226,7 @@ def minibatch_totals(
     )
   counted = mask if token_mask is None else token_mask
   return MinibatchTotals(
-    token_mask=token_mask,
-    token_count=jnp.sum(counted),
-    expert_load=load,
+    token_mask=token_mask, token_count=jnp.sum(counted), expert_load=load
   )
 
 
@@ -279,8 +258,7 @@ def minibatch_gradient(
 ) -> Gradient:
   """Returns the loss of a minibatch and its gradient.
 
-  Tokens have weights of one of `losses.WEIGHTINGS`; packed, there are at most
-  so many micro-batches.
+  `weights` are one of `losses.WEIGHTINGS`; packed, `micro_batches` is a bound.
   """
   if batch.sample_weights is not None:
     weights = weights * batch.sample_weights[..., None]

@@ -1,14 +1,14 @@
 """Arithmetic along the group axis that the advantages share.
 
-A reward that is not finite (nan, or plus or minus infinity) is no reward: the
-sample takes no part in its group, as if it had not been drawn, and its
-advantage is 0.
+A reward that is not finite is none: the sample takes no part in its group, as
+if it had not been drawn, and its advantage is 0.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 
@@ -28,9 +28,8 @@ def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
 def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
   """Rewards [..., G] in float32 or better, nan wherever there is none.
 
-  Raises:
-    ValueError: if they are no numbers, there is no group axis, or G < least;
-      the message names the function that needs them.
+  ValueError, with the name of the function that needs them, if they are no
+  numbers, or G < least.
   """
   rewards = as_array(rewards, name)
   if rewards.ndim < 1 or rewards.shape[-1] < least:
@@ -47,6 +46,16 @@ def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
 def present(rewards: Shaped[Array, "*B G"]) -> Bool[Array, "*B G"]:
   """True for samples that have a reward: a finite one."""
   return jnp.isfinite(rewards)
+
+
+def varies(
+  rewards: Shaped[Array, "*B G"] | np.ndarray,
+) -> Bool[Array, "*B"] | np.ndarray:
+  """True for groups with two rewards that differ; of numpy's on the host."""
+  xp = np if isinstance(rewards, np.ndarray) else jnp
+  rewarded = xp.isfinite(rewards)
+  best = xp.max(rewards, axis=-1, where=rewarded, initial=-xp.inf)
+  return best > xp.min(rewards, axis=-1, where=rewarded, initial=xp.inf)
 
 
 def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:

@@ -18,36 +18,21 @@ from grpojax.core.types import LM, Params
 
 
 class TokenLogprobs(NamedTuple):
-  """Results of `logprobs_and_load`.
-
-  Attributes:
-    logprobs: Log-probability of each token, in nats.
-    entropy: Entropy of the distribution that it is of, in nats.
-    load: A `load_balancing.ExpertLoad`, or None without `load_weights`.
-    kl: KL divergence of that distribution from the reference's, in nats; None
-      without `reference`.
-    hidden: State that the token is predicted from.
-  """
+  """Results of `logprobs_and_load`, in nats."""
 
   logprobs: Float[Array, "_ _ S"]
-  entropy: Float[Array, "_ _ S"]
-  load: Any = None
-  kl: Float[Array, "_ _ S"] | None = None
-  hidden: Float[Array, "_ _ S D"] | None = None
+  entropy: Float[Array, "_ _ S"]  # of the distributions of the tokens
+  load: Any = None  # a `load_balancing.ExpertLoad`
+  kl: Float[Array, "_ _ S"] | None = None  # from the reference
+  hidden: Float[Array, "_ _ S D"] | None = None  # predicts the token
 
 
 class Reference(NamedTuple):
-  """Distributions of tokens, from which a policy's have a KL divergence.
+  """Distributions of tokens, from which a policy's have a KL divergence."""
 
-  Attributes:
-    lm: Model, prepared for a forward pass (`LM.prepared`).
-    params: Its parameters, likewise.
-    hidden: State that it predicts each token from (`TokenLogprobs.hidden`).
-  """
-
-  lm: LM
-  params: Params
-  hidden: Float[Array, "B G S D"]
+  lm: LM  # prepared for a forward pass (`LM.prepared`)
+  params: Params  # likewise
+  hidden: Float[Array, "B G S D"]  # as `TokenLogprobs.hidden`
 
 
 def completion_hidden(
@@ -65,9 +50,8 @@ def completion_hidden(
   """Returns the hidden states that predict completion tokens, and the load.
 
   A token is predicted by the state of the token before it, the first one of a
-  completion (position 0) by the state of the last prompt token, which is
-  computed once for its group. The states are [B, G, S, D] or, `flat`, of flat
-  tokens [C, 1, N, D]; the load is None without weights.
+  completion (position 0) by that of the last prompt token. The states are
+  [B, G, S, D] or, `flat`, [C, 1, N, D]; the load is None without weights.
   """
   options, load = dict(positions=positions, segments=segments), None
   if flat is not None:
@@ -106,8 +90,8 @@ def _logprob_entropy_lse(logits, ids):
   lse = top[..., 0] + jnp.log(total)
   lse = checkpoint_name(lse, "log_sum_exp")
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  # What was cut away has weight 0 and a finite logit. A product: what
-  # XLA makes for CPUs of the sum of what is multiplied is four times slower.
+  # Tokens cut away have weight 0 and a finite logit. As a product, because XLA
+  # for CPUs makes a much slower program of a sum.
   mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
   return chosen - lse, lse - mean / total, lse
 
@@ -118,9 +102,8 @@ def _logprob_and_entropy(
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
   """Returns the log-probability of `ids` under softmax(logits), its entropy.
 
-  The derivative by a logit z_v is [v = id] - p_v, and of the entropy, where it
-  is differentiated at all, -p_v (log p_v + entropy): products linear in the
-  logits' tangent. Transposed, they take one pass over the vocabulary.
+  The derivative by a logit z_v is [v = id] - p_v, and of the entropy, if asked
+  for, -p_v (log p_v + entropy). Transposed, they take one pass.
   """
   del entropy_gradient
   return _logprob_entropy_lse(logits, ids)[:2]
@@ -175,14 +158,9 @@ def _kl_divergence_jvp(primals, tangents):
 
 
 def _reference_logits(
-  reference: Reference,
-  vocab: int,
-  sampling: Sampling,
+  reference: Reference, vocab: int, sampling: Sampling
 ) -> Float[Array, "B G S R"]:
-  """Returns the logits of a reference, of `vocab` ids of the policy and more.
-
-  ValueError where it knows fewer.
-  """
+  """Returns a reference's logits; ValueError if it knows fewer ids."""
   logits = reference.lm.unembed(reference.params, reference.hidden)
   logits = constrain(logits, "batch", "group", None, "vocabulary")
   if logits.shape[-1] < vocab:
@@ -208,15 +186,14 @@ def _in_chunks(
 
   After them, with a reference, come the divergences from it.
   """
-  # All rows take part in each chunk, because the mesh cuts them: so none leaves
-  # its device. The chunks are of about as many positions.
+  # All rows take part in each chunk, so that none leaves its device.
   b, g, s = ids.shape
   rows = b * g // math.prod(sample_cuts(b, g))  # of a device
   count = -(-s // max(1, chunk_size // rows))
   size = -(-s // count)
 
-  # Only sums over the vocabulary are saved for the backward pass and, where it
-  # takes no more memory, the logits of the only chunk.
+  # Only sums over the vocabulary are saved for the backward pass, and the
+  # logits of an only chunk.
   saved = ["log_sum_exp"]
   saved += ["entropy"] if entropy_gradient else []
   saved += ["logits"] if count == 1 else []
@@ -270,13 +247,14 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Returns the log-probability (nats) of each completion token, the entropy.
 
-  Both are float32; what stands on padding is computed too, mask it. Options are
-  `sampling`, the distribution that tokens are drawn from, `chunk_size`, tokens
-  whose logits are held at once, and others of `logprobs_and_load`.
+  Both are float32, and computed on padding too: mask them. Options are those of
+  `logprobs_and_load`: `sampling`, the distribution that tokens are drawn from,
+  `chunk_size`, tokens whose logits are held at once, and others.
   """
-  return logprobs_and_load(lm, params, prompt_ids, prompt_mask, ids, **options)[
-    :2
-  ]
+  scored = logprobs_and_load(
+    lm, params, prompt_ids, prompt_mask, ids, **options
+  )
+  return scored.logprobs, scored.entropy
 
 
 def logprobs_and_load(
@@ -298,35 +276,33 @@ def logprobs_and_load(
 ) -> TokenLogprobs:
   """Computes log-probabilities, entropies and, of experts, their load.
 
-  Logits, and their gradients, exist for `chunk_size` tokens at a time: they are
-  computed again in the backward pass, whose memory is a few times chunk_size x
-  V float32 however long the completions are.
+  Logits and their gradients exist for `chunk_size` tokens at a time and are
+  computed again in the backward pass: memory of a few chunk_size x V float32.
+
+  With `flat`, an index of the real tokens (see `LM.forward`), `segments` count
+  the samples of all prompts on a device. The reference of the KL divergence is
+  at the temperature of `sampling` without its cuts.
 
   Args:
-    lm: The model.
+    lm: Model.
     params: Its parameters.
     prompt_ids: Right-padded prompts.
     prompt_mask: True on real prompt tokens.
     ids: Completion tokens; n is B without `flat`.
     load_weights: Weights of all tokens, see `LM.forward_with_load`.
     sampling: Distribution that the tokens are drawn from.
-    chunk_size: Tokens whose logits are held at once, on each of the devices
-      that rows are cut over; at least one of each row.
+    chunk_size: Tokens whose logits each device holds at once, at least one of
+      each row.
     positions: Positions of the tokens, see `LM.extend`.
     segments: Completions of the tokens where several share a row, likewise.
     entropy_gradient: True lets a gradient flow through the entropy too.
-    flat: Index of the real tokens of `ids` and of the prompts, see
-      `LM.forward`; `segments` count the samples of all prompts on a device.
+    flat: Index of the real tokens, or None.
     replayed: Experts of all tokens, see `LM.forward_with_load`.
-    reference: What the exact KL divergence is from, at the temperature of
-      `sampling` without its cuts.
+    reference: Reference of the KL divergence, or None.
 
   Returns:
-    Float32 arrays [B, G, S], or [C, 1, N] of flat tokens.
-
-  Raises:
-    ValueError: chunk_size below 1, or wrong prompts (see
-      `arguments.check_read_prompts`).
+    Float32 arrays [B, G, S], or [C, 1, N] of flat tokens. ValueError for a
+    chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).
   """
   check_read_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:

@@ -5,16 +5,13 @@ The pure functions name the axes of what they compute:
     x = constrain(x, "batch", "group", None, None)  # [B, G, S, D]
 
 and `ACTIVATIONS` says which axes of the mesh in context (`jax.set_mesh`) may
-cut them. Without a mesh in context nothing happens, so that the functions need
-none; a model of one's own can name its axes in the same way. Parameters have a
-table of their own, `models.sharding.RULES`.
+cut them. Without a mesh in context nothing happens. Parameters have a table of
+their own, `models.sharding.RULES`.
 
-Axes must be of type Auto, as `make_mesh` has them: along those that a user or a
-`jax.shard_map` has taken (Explicit, Manual) nothing is laid out here.
-
-Left to itself, XLA would take the cut of the parameters as a wish to cut the
-contractions, compute all rows on every device and add up activations of the
-whole batch.
+Axes must be of type Auto, as `make_mesh` has them; Explicit and Manual ones are
+a user's or a `jax.shard_map`'s. Without these constraints XLA would follow the
+cut of the parameters, compute all rows on every device and add up activations
+of the whole batch.
 """
 
 import functools
@@ -38,15 +35,13 @@ gathered where they are used; `expert` rows, and experts; `tensor` heads, the
 MLP and the vocabulary."""
 
 SLICE = "slice"
-"""Axis in front of them where TPUs lie in several slices, joined by a slower
-network. It is the outer part of `data`, and cuts rows only: gradients are
-summed inside each slice first, and their shards are sent between slices."""
+"""Axis in front of them for several slices of TPUs: the outer part of `data`.
+It cuts rows only: gradients are summed inside each slice first."""
 
 # The default axis type differs between versions of JAX.
 _AUTO = (AxisType.Auto,) * len(AXES)
 ROWS = (SLICE, "data", "fsdp", "expert")
 ACTIVATIONS = {
-  # name of an activation's axis: axes of the mesh that may cut it
   "batch": ROWS,  # B
   "group": ROWS,  # G: what does not divide B
   "kv_heads": ("tensor",),  # K
@@ -54,8 +49,7 @@ ACTIVATIONS = {
   "mlp": ("tensor",),  # F
   "vocabulary": ("tensor",),  # V
 }
-"""An axis of the mesh cuts the first axis of an array that it may cut and whose
-size it divides, and no other one."""
+"""Axes of activations, and axes of the mesh that may cut them (`divide`)."""
 
 
 def make_mesh(
@@ -65,15 +59,11 @@ def make_mesh(
   tensor: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """Makes a mesh of all devices with the axes `AXES`.
+  """Makes a mesh of all devices with the axes `AXES`, -1 for all that are left.
 
-  Each number is that of devices along an axis; -1, of one axis, means all that
-  the others leave. Of several slices of TPUs `data` counts the slices, too,
-  which are an axis of their own, `SLICE`.
-
-  Raises:
-    ValueError: the axes do not multiply to the number of devices, or `data` is
-      no multiple of the slices.
+  `data` counts several slices of TPUs too, which are the axis `SLICE`.
+  ValueError if the axes do not multiply to the number of devices, or `data` is
+  no multiple of the slices.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes, count = [data, fsdp, expert, tensor], len(devices)
@@ -115,8 +105,7 @@ def _mesh_of_slice(sizes: list[int], devices: list[jax.Device]) -> Mesh:
   try:
     return jax.make_mesh(tuple(sizes), AXES, axis_types=_AUTO, devices=devices)
   except NotImplementedError:
-    # Of many chips (v4, v5p, v6e) it takes whole axes of the torus only, so
-    # that 8 x 8 chips could not be fsdp=32 tensor=2.
+    # It takes whole axes of a torus only: 8 x 8 chips, not fsdp=32 tensor=2.
     placed = mesh_utils.create_device_mesh(
       sizes, devices, allow_split_physical_axes=True
     )
@@ -126,14 +115,10 @@ def _mesh_of_slice(sizes: list[int], devices: list[jax.Device]) -> Mesh:
 def sampling_mesh(
   mesh: Mesh, tensor: int, devices: Sequence[jax.Device] = ()
 ) -> Mesh:
-  """Returns the devices of a mesh, in their order, as sampling uses them.
+  """Returns the devices of a mesh, or others in their place, for sampling.
 
-  While sampling, each weight is held by `tensor` devices together, 0 for as
-  many as in training; data and fsdp cut rows only (see `LM.prepare`). `devices`
-  are others that sample in their place.
-
-  Raises:
-    ValueError: the devices cannot be cut so.
+  `tensor` devices share each weight, 0 for as many as in training; data and
+  fsdp cut rows only (see `LM.prepare`). ValueError if they cannot be cut so.
   """
   of_tensor = "sampling_tensor" if tensor else "tensor"
   tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
@@ -167,10 +152,9 @@ def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def runs_kernels() -> bool:
-  """Returns True where a kernel can be told each device's part of its arrays.
+  """Returns True if kernels, which XLA does not split, get a device's part.
 
-  XLA splits none. So there must be one device, or a mesh in context of whose
-  axes none is a user's own.
+  That takes one device, or a mesh in context whose axes are all Auto.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -186,9 +170,9 @@ def divide(
   """Divides the axes of an array among those of a mesh, with these sizes.
 
   Each axis of the mesh cuts the first axis of the array that it may cut
-  (`allowed`) and whose size it divides. With data=2 and fsdp=4, a batch of 2
-  prompts of 8 samples is cut into data=2 along B and fsdp=4 along G. Returns
-  the axes that cut each of these; one of size 1 stands by itself only.
+  (`allowed`) and whose size it divides: with data=2 and fsdp=4, 2 prompts of 8
+  samples are cut along B by data and along G by fsdp. Returns the axes that cut
+  each of these; one of size 1 stands by itself only.
   """
   free, axes_of_each = dict(sizes), []
   for size, axes in zip(shape, allowed, strict=False):
@@ -221,7 +205,6 @@ def activation_spec(
   """Returns the `PartitionSpec` of an activation.
 
   The names are those of its first axes, from `ACTIVATIONS`; None is never cut.
-  The mesh may lack axes of the table, or have others.
   """
   allowed = [ACTIVATIONS[name] if name else () for name in names]
   return P(*(axes or None for axes in divide(shape, allowed, free_axes(mesh))))
@@ -257,18 +240,14 @@ def shardings(
 ) -> PyTree:
   """Returns a `NamedSharding` for each array of a tree, by the array's size.
 
-  The rule: an array of at least `min_size` elements is split over the mesh's
-  `axis`, along the largest of its dimensions that the axis divides (the first
-  of equal ones). Smaller arrays stay whole on every device, and so do those
-  that it does not divide. Moments of an optimizer are split as their parameters
-  are, because they have the same shapes.
+  An array of at least `min_size` elements is split over the mesh's `axis` along
+  the largest of its dimensions that the axis divides (the first of equal ones).
+  Other arrays stay whole on every device. So moments of an optimizer are split
+  as their parameters are.
 
   The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, or a whole
   `TrainState`. Parameters of `grpojax.transformer` have rules by their names
-  in `models.sharding`.
-
-  Raises:
-    ValueError: The mesh has no such axis.
+  in `models.sharding`. ValueError if the mesh has no such axis.
   """
   if axis not in mesh.shape:
     raise ValueError(
@@ -288,10 +267,9 @@ def shardings(
 
 
 def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
-  """Puts arrays on a mesh, also those that lie on another of its devices.
+  """Puts arrays on a mesh; the names are those of `constrain`.
 
-  Arrays of this process alone are the same in all processes, each of which puts
-  its own part of them there. The names are those of `constrain`.
+  Arrays of this process must be equal in all processes.
   """
   return jax.tree.map(
     lambda x: put(x, activation_sharding(mesh, x.shape, *names)), tree
@@ -299,7 +277,7 @@ def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
 
 
 def put(x, sharding: NamedSharding) -> Array:
-  """Does `jax.device_put`, which compares all for other processes' devices."""
+  """Does `jax.device_put`, without comparing arrays across processes."""
   if sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
   # It moves no keys to another mesh of several processes.
@@ -317,10 +295,9 @@ def _same(x: Array) -> Array:
 
 
 def whole(tree: PyTree) -> PyTree:
-  """Asks for arrays of other processes as well, whole on every device.
+  """Gathers arrays of all processes whole on every device, without waiting.
 
-  The devices do it after what they were asked before, and nothing is waited
-  for; `fetch` asks no more of them then. Every process must call it.
+  Every process must call it.
   """
 
   def one(x):
@@ -373,12 +350,9 @@ def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
 
 
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
-  """Checks that batches can be cut evenly over the mesh's row axes.
+  """Refuses, by ValueError, batches that the row axes cannot cut evenly.
 
   `rows` are the prompts of each kind of batch, by its name for the error.
-
-  Raises:
-    ValueError: an axis of the mesh can cut neither prompts nor groups.
   """
   for name, count in rows.items():
     cut = divide((count, group_size), (ROWS, ROWS), mesh.shape)

@@ -3,10 +3,9 @@
     objective = Objective(clip_high=0.28, weighting="fixed_length", beta=0.04)
     step = make_grpo_step(lm, tx, reward_fn, objective=objective, ...)
 
-A name is looked up in the dict beside the functions that it may name
-(`ADVANTAGES`, `SURROGATES`, `RATIOS`, `WEIGHTINGS`); a function of your own may
-stand in its place. What a function takes by its parameters' names is bound to
-the fields of that name (`core.binding`).
+A name is looked up in `ADVANTAGES`, `SURROGATES`, `RATIOS` or `WEIGHTINGS`; a
+function of your own may stand in its place. Its parameters are bound to the
+fields of their names (`core.binding`).
 """
 
 import dataclasses
@@ -71,30 +70,23 @@ class Objective:
   )
   dual_clip: float = option(
     0.0,
-    "clipped: bound (more than 1) of the ratio where the advantage is "
-    "negative; 0 = off",
+    "clipped: bound (over 1) of the ratio of negative advantages; 0 = off",
     within=NOT_NEGATIVE,
   )
   cispo_min: float = option(
-    0.0,
-    "cispo: lower bound of the ratio itself, which is 1 on-policy",
-    within="[0, 1]",
+    0.0, "cispo: lower bound of the ratio (1 on-policy)", within="[0, 1]"
   )
   cispo_max: float = option(
-    5.0,
-    "cispo: upper bound of the ratio itself, which is 1 on-policy",
-    within=ONE_OR_MORE,
+    5.0, "cispo: upper bound of the ratio (1 on-policy)", within=ONE_OR_MORE
   )
   dppo_low: float = option(
     0.2,
-    "dppo_tv, dppo_kl: bound of what a token's probability loses, or of its "
-    "divergence then in nats",
+    "dppo_tv, dppo_kl: bound of a probability's loss, or divergence in nats",
     within=NOT_NEGATIVE,
   )
   dppo_high: float = option(
     0.2,
-    "dppo_tv, dppo_kl: bound of what a token's probability gains, or of its "
-    "divergence then in nats",
+    "dppo_tv, dppo_kl: bound of a probability's gain, or divergence in nats",
     within=NOT_NEGATIVE,
   )
   dppo_ratio_max: float = option(
@@ -132,8 +124,7 @@ class Objective:
   )
   top_entropy_quantile: float = option(
     1.0,
-    "share of the tokens, those of highest entropy, that is learned from; 1 is "
-    "all",
+    "share of the tokens, those of highest entropy, in the loss; 1 is all",
     within="[0, 1]",
   )
   entropy_coef: float = option(
@@ -156,9 +147,7 @@ class Objective:
     within=NOT_NEGATIVE,
   )
   router_replay: bool = option(
-    False,
-    "send each token to the experts that it had in the rollout (R3), whatever "
-    "the trainer's routers choose",
+    False, "send each token to the experts that it had in the rollout (R3)"
   )
   ratio: str | Callable[..., Array] = option(
     "token_ratio",
@@ -220,39 +209,37 @@ class Objective:
   )
 
   def __post_init__(self):
-    errors = option_errors(self)
+    errors, reasons = option_errors(self), {}
     if self.advantage == "oracle":
       errors = [line for line in errors if not line.startswith("advantage =")]
-      errors.append(
-        "advantage = 'oracle': needs the true value of each prompt, which a "
-        f"training run does not know; use one of {', '.join(ADVANTAGES)}"
+      reasons["advantage"] = (
+        "needs the true value of each prompt, which a training run does not "
+        f"know; use one of {', '.join(ADVANTAGES)}"
       )
     if 0 < self.dual_clip <= 1:
-      errors.append(
-        f"dual_clip = {self.dual_clip!r}: must be more than 1, or 0 for off"
-      )
+      reasons["dual_clip"] = "must be more than 1, or 0 for off"
     if 0 < self.correction_high < 1:
-      errors.append(
-        f"correction_high = {self.correction_high!r}: must be 1 or more: a "
-        "weight is 1 where nothing differs; 0 is off"
+      reasons["correction_high"] = (
+        "must be 1 or more: a weight is 1 where nothing differs; 0 is off"
       )
     advantage = _function(self.advantage, ADVANTAGES)
     of_tokens = advantage and asks_for(advantage, "token_score_sq")
     if of_tokens and self.one_advantage_for:
-      errors.append(
-        f"advantage = {self.advantage!r}: is one a token: "
-        f"{self.one_advantage_for}"
-      )
+      reasons["advantage"] = f"is one a token: {self.one_advantage_for}"
+    surrogate = f"surrogate = {self.surrogate!r}"
     if self.surrogate in ("dppo_tv", "dppo_kl") and self.ratio != "token_ratio":
-      errors.append(
-        f"ratio = {self.ratio!r}: surrogate = {self.surrogate!r} bounds the "
-        "probabilities of tokens: use token_ratio"
+      reasons["ratio"] = (
+        f"{surrogate} bounds the probabilities of tokens: use token_ratio"
       )
     if self.surrogate == "cispo" and self.ratio == "sequence_ratio":
-      errors.append(
-        "ratio = 'sequence_ratio': surrogate = 'cispo' has no gradient of it, "
-        "so the average over the tokens would be lost: use token_ratio"
+      reasons["ratio"] = (
+        f"{surrogate} has no gradient of it, so the average over the tokens "
+        "would be lost: use token_ratio"
       )
+    errors += [
+      f"{name} = {getattr(self, name)!r}: {reason}"
+      for name, reason in reasons.items()
+    ]
     refuse(errors or _unread_by_surrogate(self))
 
   @property

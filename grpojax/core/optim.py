@@ -1,9 +1,8 @@
 """Optimizers and schedules by name, as optax's gradient transformations.
 
-A schedule plugs in by its name in `SCHEDULES`: (peak learning rate, updates
-after the warm-up) -> an optax schedule of the updates since the warm-up. An
-optimizer plugs in by its name in `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed)
--> what scales gradients, before the learning rate.
+`SCHEDULES` are functions (peak learning rate, updates after the warm-up) -> an
+optax schedule since the warm-up; `OPTIMIZERS` are functions (*, b1, b2,
+moments_dtype, seed) -> a scaling of gradients before the learning rate.
 """
 
 import jax
@@ -23,8 +22,7 @@ SCHEDULES = {
 def decays(params: PyTree) -> PyTree:
   """Returns True for each parameter that weight decay reaches.
 
-  As in transformers' Trainer, norms and biases are left out: parameters with
-  "norm" or "bias" in their path.
+  Those with "norm" or "bias" in their path are left out, as in transformers.
   """
 
   def reached(path, _) -> bool:
@@ -40,8 +38,6 @@ _ROUNDING = 2**31 - 1
 MOMENTS = ("float32", "bfloat16")
 """Formats of Adam's two moments between updates, `optim.moments_dtype`."""
 
-# Adam whose moments are stored in bfloat16, rounded at random.
-#
 # bfloat16 has 8 significant bits: rounded to the nearest, a second moment with
 # b2 = 0.999 moves by less than half the distance of two numbers, and stalls.
 # Rounded up or down at random, with probabilities that make the mean right, it
@@ -80,10 +76,9 @@ def scale_by_rounded_adam(
 ) -> optax.GradientTransformation:
   """`optax.scale_by_adam` with both moments in bfloat16 between updates.
 
-  An update computes in float32, bias correction included, and uses the moments
-  as they are before they are rounded. The random bits are a function of the
-  key, the count of updates and the element alone, on any mesh. The state is
-  optax's `ScaleByAdamState`.
+  An update computes in float32 and uses the moments before they are rounded.
+  The random bits depend on the key, the count of updates and the element alone,
+  on any mesh. The state is optax's `ScaleByAdamState`.
   """
   inner = optax.scale_by_adam(b1, b2)
 
@@ -145,11 +140,10 @@ def adafactor(
   """Makes Adafactor's scaling, without first moment (arXiv 1804.04235).
 
   An array has a second moment per row and per column of its two largest
-  dimensions if both have at least 128 elements, else one per element. Wide
-  matrices take less than a hundredth of a byte per parameter. The decay is
-  1 - t**-0.8 at update t, but at most `b2` (Zhai et al. 2021, arXiv
+  dimensions if both have at least 128 elements, else one per element. The decay
+  is 1 - t**-0.8 at update t, but at most `b2` (Zhai et al. 2021, arXiv
   2106.04560). An array's update is divided by its root mean square if that is
-  more than 1, in place of a warm-up; a stack of layers is one array.
+  more than 1; a stack of layers is one array.
   """
   del b1, moments_dtype, seed
 

@@ -27,9 +27,8 @@ def is_readable(*arrays: Any) -> bool:
 def check_layout(ids: Values, mask: Values) -> None:
   """Checks the shapes, dtypes and padding of prompts [..., P].
 
-  Raises:
-    ValueError: They differ in shape, have other dtypes, are padded on the left,
-      or have no token at all.
+  ValueError if they differ in shape, have other dtypes, are padded on the left,
+  or have no token at all.
   """
   if jnp.ndim(ids) < 2 or jnp.shape(ids) != jnp.shape(mask):
     raise ValueError(
@@ -63,9 +62,8 @@ def check_layout(ids: Values, mask: Values) -> None:
 def check_fields(ids: Any, mask: Any, targets: Any, weights: Any) -> None:
   """Checks the fields of new `Prompts`, unless a transformation made them.
 
-  Raises:
-    ValueError: As `check_layout`; or targets or weights of another number of
-      prompts.
+  ValueError as in `check_layout`, and if targets or weights are of another
+  number of prompts.
   """
   if not is_readable(ids, mask):
     return
@@ -82,11 +80,7 @@ def check_fields(ids: Any, mask: Any, targets: Any, weights: Any) -> None:
 
 
 def check_ids(ids: Values, mask: Values, vocab_size: int) -> None:
-  """Checks that the ids of real tokens are in the model's vocabulary.
-
-  Raises:
-    ValueError: An id is negative, or `vocab_size` or more.
-  """
+  """Refuses, by ValueError, ids of real tokens outside the vocabulary."""
   if not is_readable(ids, mask):
     return
   ids = np.asarray(ids)

@@ -24,11 +24,7 @@ def random_key(key: Any) -> Key[Array, ""]:
   """Returns the threefry key that stands for a caller's key.
 
   A threefry key stays as it is, and the two words of one are wrapped. The words
-  of any other key (`jax.random.key` or `PRNGKey` with rbg) are folded into a
-  threefry key.
-
-  Raises:
-    ValueError: it is not one random key.
+  of other keys (rbg's) are folded into one. ValueError if it is not one key.
   """
   dtype = getattr(key, "dtype", None)
   typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from grpojax.core import decoding as loops
 from grpojax.core import ends as ends_lib
 from grpojax.core import environment as environment_lib
 from grpojax.core.arguments import (
@@ -14,30 +15,19 @@ from grpojax.core.arguments import (
   read_ends,
   read_rewards,
 )
-from grpojax.core.decoding import (
-  Decoding,
-  Setup,
-  constrain_samples,
-  in_stages,
-  no_experts,
-  no_samples,
-  of_words,
-  prefill,
-  sample_keys,
-  token_limits,
-)
+from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.environment import Environment
-from grpojax.core.group_axis import present
+from grpojax.core.group_axis import present, varies
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
 
 def completion_mask(
   ids: Int[Array, "*n T"], eos_ids: Ids
 ) -> Bool[Array, "*n T"]:
-  """Returns True up to and including the first end, or everywhere without one.
+  """Returns the mask of completions that another engine sampled.
 
-  For completions that another engine sampled; `rollout` returns its own mask.
+  True up to and including the first end, or everywhere without one.
   """
   ends = ends_lib.on_device(read_ends(eos_ids))
   ids = jnp.moveaxis(ids, -1, 0)
@@ -76,8 +66,7 @@ def rollout(
   Args:
     lm: Model.
     params: Its parameters.
-    prompts: B prompts; a row without any real token is padding of the batch and
-      gets empty completions.
+    prompts: B prompts; a row without any real token gets empty completions.
     key: Random key, which reproduces the completions exactly.
     group_size: G, completions a prompt.
     max_new_tokens: T, the longest completion, EOS included.
@@ -89,17 +78,14 @@ def rollout(
     first_prompt: Number of the first of these prompts among those that share
       the key: parts of a batch give the samples of the whole.
     decoding: Shape of the decoding loop, which changes no sample.
-    environment: What answers after each turn, of which `eos_ids` are the ends;
-      None ends a completion with its first turn. T counts observations too.
-    record_experts: True has the rollout name the experts of its tokens, for an
-      objective with `router_replay`: a byte an expert, of each token in each
-      layer.
+    environment: Environment that answers after each turn, of which `eos_ids`
+      are the ends. T counts observations too.
+    record_experts: True records the experts of each token in each layer, a byte
+      per expert, for an objective with `router_replay`.
 
   Raises:
-    ValueError: sizes below 1, no EOS, budgets of a wrong shape, a wrong key,
-      or wrong prompts (see `arguments.check_read_prompts`); an
-      environment that is none (see `environment.checked`); experts of a model
-      without.
+    ValueError: an argument cannot be (see `arguments.check_read_prompts` and
+      `environment.checked`), or experts are recorded of a model without.
   """
   if not isinstance(prompts, Prompts):
     raise TypeError(
@@ -115,42 +101,29 @@ def rollout(
     )
   if budgets is not None and budgets.shape != (b, g):
     raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
-  keys = sample_keys(key, (b, g), first_prompt)
+  keys = loops.sample_keys(key, (b, g), first_prompt)
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
-  limit = token_limits(prompts, jnp.minimum(limit, t_max))
+  limit = loops.token_limits(prompts, jnp.minimum(limit, t_max))
   longest = prompts.prompt_ids.shape[1] + t_max
   lm, params = lm.prepared(params, longest=longest, **sampling.formats)
-  prefix, prompt_experts = prefill(lm, params, prompts, record_experts)
-  setup = Setup(
-    lm=lm,
-    params=params,
-    prefix=prefix,
-    keys=keys,
-    limit=limit,
-    ends=ends,
-    sampling=sampling,
-  )
-  if environment:
-    logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
-    checked = environment_lib.checked(
-      environment, prompts.targets, b, t_max, logits.shape[-1]
-    )
-    setup = setup._replace(environment=checked)
-  samples = no_samples(limit, t_max, pad_id, ends)
+  prefix, prompt_experts = loops.prefill(lm, params, prompts, record_experts)
+  setup = loops.Setup(lm, params, prefix, keys, limit, ends, sampling)
+  samples = loops.no_samples(limit, t_max, pad_id, ends)
   if record_experts:
-    samples = samples._replace(experts=no_experts(prompt_experts, g, t_max))
-  if environment:
-    episodes = environment_lib.begin(
-      setup.environment, prompts.targets, setup.keys, t_max
+    samples = samples._replace(
+      experts=loops.no_experts(prompt_experts, g, t_max)
     )
-    samples = samples._replace(episodes=episodes)
-  samples = in_stages(setup, constrain_samples(samples), decoding)
-  of_turns = {}
   if environment:
-    of_turns = {
-      "turns": samples.episodes.turns,
-      "turn_rewards": samples.episodes.rewards,
-    }
+    targets = prompts.targets
+    logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
+    environment = environment_lib.checked(
+      environment, targets, b, t_max, logits.shape[-1]
+    )
+    setup = setup._replace(environment=environment)
+    episodes = environment_lib.begin(environment, targets, keys, t_max)
+    samples = samples._replace(episodes=episodes)
+  samples = loops.in_stages(setup, loops.constrain_samples(samples), decoding)
+  episodes = samples.episodes
   return Rollout(
     prompt_ids=prompts.prompt_ids,
     prompt_mask=prompts.prompt_mask,
@@ -158,19 +131,11 @@ def rollout(
     completion_mask=jnp.arange(t_max)[None, None] < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
-    experts=of_words(samples.experts, prompt_experts),
+    experts=loops.of_words(samples.experts, prompt_experts),
     prompt_experts=prompt_experts,
-    **of_turns,
+    turns=episodes and episodes.turns,
+    turn_rewards=episodes and episodes.rewards,
   )
-
-
-def _varied(rewards: Array) -> Bool[Array, "B"]:
-  """Returns True for groups with two rewards that differ, and groups of one."""
-  if rewards.shape[-1] == 1:
-    return jnp.ones(rewards.shape[:-1], bool)
-  is_reward = present(rewards)
-  best = jnp.max(rewards, axis=-1, where=is_reward, initial=-jnp.inf)
-  return best > jnp.min(rewards, axis=-1, where=is_reward, initial=jnp.inf)
 
 
 def rollout_metrics(
@@ -178,24 +143,24 @@ def rollout_metrics(
 ) -> dict[str, Array]:
   """Returns metrics of the completions and their rewards.
 
-  Rows that only pad the batch (no prompt token) are left out. The rewards
-  [B, G] are the raw ones, before a KL penalty; `compared` are those that the
-  completions of a group are compared by, where these are others.
+  Rows without prompt tokens, which pad the batch, are left out. The rewards
+  [B, G] are those before a KL penalty; `compared` are those that a group's
+  baseline compares, if they differ.
 
   Returns:
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
     reward), `rewards_missing` (share of samples whose reward is not finite),
-    `zero_variance_groups` (share of groups of two or more in which all that is
-    compared is equal: without a penalty they teach nothing),
-    `completion_length_mean` and `_max` (tokens), `truncated` (share cut off at
-    the budget). With turns `completion_length` has what environments wrote,
-    and there are `turns_mean` and `sampled_tokens_mean`, a completion.
+    `zero_variance_groups` (share of groups of two or more whose compared
+    rewards are equal), `completion_length_mean` and `_max` (tokens, those of
+    environments included), `truncated` (share cut off at the budget), and with
+    turns `turns_mean` and `sampled_tokens_mean` per completion.
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")
   real = jnp.any(rollout.prompt_mask, axis=-1)
   counted = jnp.broadcast_to(real[:, None], rewards.shape)
-  varied = _varied(rewards if compared is None else compared)
+  varied = varies(rewards if compared is None else compared)
+  varied |= rewards.shape[-1] == 1
   rewarded = counted & present(rewards)
   rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
   length = jnp.sum(rollout.completion_mask, axis=-1)
@@ -206,10 +171,9 @@ def rollout_metrics(
   reward = mean(rewards, rewarded)
   of_turns = {}
   if rollout.turns is not None:
-    of_turns = {
-      "turns_mean": mean(jnp.max(rollout.turns, axis=-1) + 1),
-      "sampled_tokens_mean": mean(jnp.sum(rollout.sampled, axis=-1)),
-    }
+    of_turns["turns_mean"] = mean(jnp.max(rollout.turns, axis=-1) + 1)
+    tokens = jnp.sum(rollout.sampled, axis=-1)
+    of_turns["sampled_tokens_mean"] = mean(tokens)
   return {
     "reward_mean": reward,
     "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),

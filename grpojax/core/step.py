@@ -31,10 +31,7 @@ from grpojax.core.update import Metrics, UpdateOptions, make_update
 def init_state(
   params: Params, tx: optax.GradientTransformation, key: Array
 ) -> TrainState:
-  """State before the first step; the random key decides the whole run.
-
-  ValueError says which of the three cannot be used, and why.
-  """
+  """State before the first step; ValueError if an argument cannot be used."""
 
   def zero():  # each a buffer of its own, or the state could not be donated
     return jnp.zeros((), jnp.int32)
@@ -77,9 +74,8 @@ def make_grpo_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """Makes a whole GRPO step as one pure function: sample, reward, update.
 
-  Jit it (donating the state), scan it over prompts, vmap it over states with
-  different keys, or compile it ahead of time. Its rows are not packed, for the
-  lengths are not known before compiling (see `core.packing`).
+  Jit it (donating the state), scan it over prompts, vmap it over states, or
+  compile it ahead of time. Its rows are not packed (`core.packing`).
 
   Args:
     lm: Model.
@@ -95,18 +91,15 @@ def make_grpo_step(
     sampling: Distribution to sample from, which the loss is of.
     decoding: Shape of the decoding loop, which changes no sample.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled (see `statistics.diagnostics`), with the rewards of whole
-      trajectories.
+      sampled (`statistics.diagnostics`); rewards are of whole trajectories.
     environment: What answers after each turn, see `rollout`.
     credit: What a turn learns from, see `make_batch`.
     ref_lm: Model of the reference, where it is another one than `lm`.
 
   Returns:
-    `step(state, prompts, ref_params=None) -> (state, metrics)`. It raises
-    ValueError for `eos_ids` outside the model's vocabulary.
-
-  Raises:
-    ValueError: a credit that the objective does not go with.
+    `step(state, prompts, ref_params=None) -> (state, metrics)`. ValueError for
+    a credit that the objective does not go with, and by the step for `eos_ids`
+    outside the model's vocabulary.
   """
   check_credit(credit, objective, environment is not None)
   update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)

@@ -15,11 +15,10 @@ each turn and R_ik = r_ik + r_i,k+1 + ... (0 after the end):
 | `turn`         | R_ik - mean_{j != i} R_jk                                   |
 | `turn_reached` | R_ik - its mean over the others that have a turn k, or 0    |
 
-All three are unbiased for the gradient of E[R_0] with a `leave_one_out`
-advantage and weights that do not depend on the trajectory (`fixed_length`,
-`sequence_sum`). With `token_mean` their expectations differ by O(1 / N) for N
-trajectories, with `sequence_mean` for any N; see docs/theory.md, "Several
-turns".
+All are unbiased for the gradient of E[R_0] with a `leave_one_out` advantage and
+weights that do not depend on the trajectory (`fixed_length`, `sequence_sum`).
+With `token_mean` they differ by O(1 / N) for N trajectories, with
+`sequence_mean` for any N (docs/theory.md, "Several turns").
 """
 
 from collections.abc import Sequence
@@ -40,10 +39,10 @@ class Segment(NamedTuple):
   """Tokens of a trajectory that were sampled in one turn, or observed.
 
   Attributes:
-    ids: Token ids, at least one, as the model read or wrote them.
+    ids: Token ids, at least one.
     logprobs: Log-probability of each id under the distribution that it was
-      sampled from; None where the environment wrote them.
-    reward: Reward after the turn; 0 where the environment wrote.
+      sampled from; None for an observation.
+    reward: Reward after the turn; 0 for an observation.
   """
 
   ids: Sequence[int]
@@ -52,11 +51,7 @@ class Segment(NamedTuple):
 
 
 def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
-  """Refuses, by ValueError, what has no meaning with a turn's credit.
-
-  Ratios and surrogates that average over a completion give each token the mean
-  of all advantages; those of the user's own are not known.
-  """
+  """Refuses, by ValueError, what has no meaning with a turn's credit."""
   if credit not in CREDITS:
     raise ValueError(f"credit = {credit!r}: use one of {', '.join(CREDITS)}")
   if credit == "trajectory":
@@ -82,10 +77,7 @@ def turn_advantages(
   """Returns the advantage of each token, by the module's table; else 0.
 
   A trajectory with a reward that is not finite takes no part. Tokens of turns
-  from K on get nan, so that no update is made of them.
-
-  Raises:
-    ValueError: a group of one.
+  from K on get nan, so that no update is made of them. ValueError if G < 2.
   """
   if rewards.shape[1] < 2:
     raise ValueError(
@@ -129,8 +121,8 @@ def trajectories(
 
   Args:
     prompts: B prompts, each read by all G trajectories of its group.
-    segments: Segments of each trajectory in their order, [B][G][any number];
-      the last is one that was sampled. A turn is a sampled segment.
+    segments: Segments of each trajectory in their order, [B][G][any number].
+      Sampled ones are turns, and the last one is sampled.
     length: T, tokens that a row has room for; None is the longest trajectory.
     pad_id: Id behind the end of a trajectory.
     finished: Booleans [B, G], False where a trajectory was cut off; None is
@@ -140,9 +132,8 @@ def trajectories(
     The rollout, for `make_batch`, with `turn_rewards`.
 
   Raises:
-    ValueError: groups of different sizes, empty segments, ids that are no
-      token ids, log-probabilities of another number, not finite or above 0 (by
-      more than 1e-4), a reward that is no number, a trajectory that ends in an
+    ValueError: groups of different sizes, segments that are not valid (log-
+      probabilities may be above 0 by 1e-4), or a trajectory that ends in an
       observation or is longer than `length`.
   """
   b = len(prompts.prompt_ids)

@@ -17,10 +17,8 @@
 | F      | width of the MLP                         |
 
 The group is always an axis: prompts are [B, P], completions [B, G, T], rewards
-and advantages [B, G]. A group is never flattened and never split.
-
-The containers are pytrees: besides arrays they hold tracers, shapes or
-shardings, so their fields are not type-checked at run time.
+and advantages [B, G]. Containers may hold tracers, shapes or shardings, so
+their fields are not type-checked at run time.
 """
 
 import dataclasses
@@ -41,18 +39,11 @@ Cache = PyTree
 @typing.no_type_check
 @struct.dataclass
 class Prefix:
-  """A model's memory of a batch of prompts, once for a whole group.
+  """A model's memory of a batch of prompts, once for a whole group."""
 
-  Attributes:
-    last_hidden: hidden state at the last real prompt token; it predicts the
-      first completion token.
-    length: number of real tokens of each prompt.
-    state: anything else that the model's `extend` needs, private to it.
-  """
-
-  last_hidden: Float[Array, "B D"]
-  length: Int[Array, "B"]
-  state: Any
+  last_hidden: Float[Array, "B D"]  # predicts the first completion token
+  length: Int[Array, "B"]  # number of real tokens of each prompt
+  state: Any  # anything else that the model's `extend` needs
 
 
 class LM(NamedTuple):
@@ -63,44 +54,40 @@ class LM(NamedTuple):
     prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`, of
       right-padded prompts.
     extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
-      segments=None) -> (hidden [B, G, S, D], cache)`. Each completion token
-      attends to its prompt and causally to its own completion. Without a cache
-      `ids` are whole completions (training); with one, `ids` are the next S
-      tokens (decoding, S = 1). `positions [B, G, S]` count from the first
-      completion token and default to 0, 1, ...; `segments [B, G, S]` keep
-      several completions apart that share a row, and default to one a row.
+      segments=None) -> (hidden [B, G, S, D], cache)`. Each token attends to its
+      prompt and causally to its own completion. Without a cache `ids` are whole
+      completions (training), with one the next S tokens (decoding).
+      `positions [B, G, S]` count from the first completion token and default to
+      0, 1, ...; `segments [B, G, S]` keep completions of one row apart.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
     init_cache: `(B, G, T) -> cache` for T completion tokens a sample.
     grow_cache: `(cache, slots) -> cache` with room for more tokens, or None.
     map_cache_rows: `(function, cache, *caches) -> cache`, a function of arrays
-      [B, G, ...] mapped over all that a cache has of its rows, or None. With
-      these two, a rollout's work follows the tokens that are there and the
-      samples that are not done.
+      [B, G, ...] mapped over the rows of a cache, or None. With these two, a
+      rollout's work follows the tokens in the cache and the unfinished samples.
     align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
       tokens, in which the token before slot `ends` of each row is the last one
       before slot `index`, where all rows are written to next; or None: rows
       cannot wait for an environment of the host (`decoding.chunks`).
     map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
-      [B, ...] mapped over all that a prefix has of its prompts, or None. With
-      it, a rollout of one sample a prompt leaves out the prompts that are done.
+      [B, ...] mapped over the prompts of a prefix, or None. With it, a rollout
+      of one sample per prompt leaves out the prompts that are done.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
-      once what would otherwise be repeated for each token (casts, tables of
-      positions, gathering of parameters that are split over a mesh), for a
-      rollout whose prompts and completions have at most `longest` tokens
-      together, in the formats of `Sampling.formats`, or, with None, for a
-      forward pass over whole completions.
+      once what each token would repeat (casts, tables of positions, gathering
+      of parameters split over a mesh), for a rollout of at most `longest`
+      tokens per row, prompt included, in the formats of `Sampling.formats` or,
+      with None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
-      or None: what `prefill` and `extend` (without a cache) give, with each
-      layer's parameters read once. `flat` (a `flat_tokens.FlatTokens`) says
-      where the real tokens are of prompts [B, P] and of rows [n, 1, S], each of
-      which is of one prompt; `hidden` is [C, 1, N, D] of the rows' tokens then.
+      or None: `prefill` and `extend` (without a cache) in one. With `flat`, a
+      `flat_tokens.FlatTokens` of prompts [B, P] and of rows [n, 1, S] of one
+      prompt each, `hidden` is [C, 1, N, D] of the rows' tokens.
     forward_with_load: `forward` of a model with experts, or None. It takes
       `load_weights=(of_prompts [B, P], of_completions [B, G, S])` of tokens and
       gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`; and
-      `replayed=(of_prompts [B, P, X], of_completions [B, G, S, X])`, experts
-      that the routers do not choose then. X are the numbers of a token's
-      experts, layer by layer; one that no expert has makes it NaN.
+      `replayed=(of_prompts [B, P, X], of_completions [B, G, S, X])`, used in
+      place of the routers' choice. X are the numbers of a token's experts,
+      layer by layer; an unknown number makes the token NaN.
     prefill_with_experts: `prefill` of such a model, or None: `(prefix, experts
       [B, P, X])`.
     extend_with_experts: its `extend` with a cache, or None: `(hidden, cache,
@@ -108,8 +95,7 @@ class LM(NamedTuple):
     forward_mode: the same model in functions that `jax.jvp` differentiates, or
       None where these are.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
-      sampling.Parts [B, G, n]`, tokens drawn without logits in memory from
-      parts of the vocabulary, each by two uniform numbers, or None.
+      sampling.Parts [B, G, n]`, drawn without logits in memory, or None.
   """
 
   init: Callable[..., Params]
@@ -132,10 +118,7 @@ class LM(NamedTuple):
   def prepared(
     self, params: Params, *, longest: int | None, **formats: str
   ) -> tuple["LM", Params]:
-    """Calls `prepare`; returns the model as it is where it has none.
-
-    ValueError for formats of a model without.
-    """
+    """Calls `prepare`, if any; ValueError for formats of a model without."""
     if self.prepare is None:
       if formats:
         names = ", ".join(f"{name}={x}" for name, x in formats.items())
@@ -155,8 +138,7 @@ class Prompts:
     prompt_ids: token ids of the model's vocabulary, right-padded with any id.
     prompt_mask: True on real tokens. A row without any only pads the batch: its
       completions are empty, and `make_batch` compares it with nothing.
-    targets: data of each prompt that a jittable reward needs (arrays [B, ...],
-      such as the ids of the right answer), or None.
+    targets: arrays [B, ...] that a jittable reward needs, or None.
     weights: importance weight of each prompt in the loss; None is 1 for each.
   """
 
@@ -194,21 +176,18 @@ jax.tree_util.register_pytree_with_keys(
 @typing.no_type_check
 @struct.dataclass
 class Rollout:
-  """Completions sampled from a policy.
+  """Completions sampled from a policy, and their prompts.
 
   Attributes:
-    prompt_ids: those of `Prompts`.
-    prompt_mask: those of `Prompts`.
     completion_ids: sampled ids, with the EOS if there is one, then padding.
     completion_mask: True up to and including the first EOS.
     logprobs: log-probability of each sampled token under the distribution that
       it was sampled from (after temperature and truncation); 0 on padding.
-    finished: True where it ended with an EOS, False where it was cut off.
-    turns: turn that each token was sampled in, from 0; -1 on what an
-      environment wrote between turns, and on padding. None is one turn.
+    finished: True if it ended with an EOS, False if it was cut off.
+    turns: turn that each token was sampled in, from 0; -1 on observations and
+      padding. None is one turn.
     turn_rewards: reward after each of up to K turns, 0 after the end, or None.
-    experts: experts of each token that was read, see `LM.extend_with_experts`;
-      None unless `rollout` records them.
+    experts: experts of each token (`LM.extend_with_experts`), if recorded.
     prompt_experts: those of the prompts' tokens.
   """
 
@@ -234,29 +213,22 @@ class Rollout:
 @typing.no_type_check
 @struct.dataclass
 class Batch:
-  """Data of one policy update.
+  """Data of one policy update; prompts, ids and experts are the rollout's.
 
   Attributes:
-    prompt_ids: those of `Prompts`.
-    prompt_mask: those of `Prompts`.
-    completion_ids: those of `Rollout`.
-    completion_mask: that of `Rollout`; False on what an environment wrote, and
-      all False where there is no reward, and where what was cut off is not
-      learned from (`core.losses.truncation`).
-    advantages: one a completion or, of turns, one a token; constant with
+    completion_mask: that of `Rollout`; False on observations and on completions
+      without a reward or left out as cut off (`core.losses.truncation`).
+    advantages: one per completion or, of turns, per token; constant with
       respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
     ref_hidden: states that the reference predicts the tokens from, in its
       format of computation, for an exact KL term; else None.
-    rollout_logprobs: `logprobs` of `Rollout`, to be compared with the
-      trainer's; None leaves that out.
-    packing: a `packing.Packing`, so that real tokens alone are computed; None
-      computes all of them, [B, G, T].
+    rollout_logprobs: `logprobs` of `Rollout`, for the mismatch and corrections.
+    packing: a `packing.Packing`; None computes padding too, [B, G, T].
     sample_weights: `Prompts.weights` of each completion; None is 1 for each.
-    experts: those of `Rollout`, to be replayed; None lets routers choose.
-    prompt_experts: likewise.
+    experts: experts to be replayed; None lets routers choose.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -284,21 +256,18 @@ others are of samples, [B, G, ...]."""
 class TrainState:
   """Everything that changes while training; a checkpoint is exactly this.
 
-  The last five are None where they are not used.
-
   Attributes:
     params: parameters of the policy.
     opt_state: state of the optax transformation.
     key: the run's random key; step s draws from `fold_in(key, s)`.
     step: number of GRPO steps done.
     prompts_consumed: number of prompts taken from the data stream so far.
-    skipped: number of optimizer updates skipped for a gradient that was not
-      finite.
-    group_size: a `group_size.GroupSizeChoice` where the size is "auto".
-    entropy: an `entropy.EntropyControl` where the entropy bonus adapts.
+    skipped: number of optimizer updates skipped for an infinite gradient.
+    group_size: a `group_size.GroupSizeChoice` if the size is "auto".
+    entropy: an `entropy.EntropyControl` if the entropy bonus adapts.
     reference: parameters of a reference policy that follows the policy.
-    difficulty: `success_rates.SuccessRates` where prompts are drawn by them.
-    pending: the next step's rollout, where it is drawn a step ahead.
+    difficulty: `success_rates.SuccessRates` if prompts are drawn by them.
+    pending: the next step's rollout, if it is drawn a step ahead.
   """
 
   params: Params

@@ -34,9 +34,7 @@ OVER_UPDATES = {
   "sum": jnp.sum,
   "first": lambda of_updates: of_updates[0],
 }
-"""Reductions of a metric of every optimizer update to one of the whole step.
-
-Whoever makes a metric puts it below one of these names."""
+"""Reductions of metrics of optimizer updates, filed under these names."""
 
 
 @frozen_options
@@ -59,17 +57,12 @@ class UpdateOptions:
     within="(0, inf]",
   )
   chunk_size: int = option(
-    256,
-    "tokens whose logits a device holds at once; less takes less memory",
-    within="[1, 2**31)",
+    256, "tokens whose logits a device holds at once", within="[1, 2**31)"
   )
 
   @property
   def on_policy(self) -> bool:
-    """True for a single update, whose policy is exactly the one that sampled.
-
-    It needs no old log-probabilities: the ratios are 1.
-    """
+    """True for a single update, of the policy that sampled: ratios are 1."""
     return self.epochs * self.minibatches == 1
 
 
@@ -81,12 +74,11 @@ def off_policy_conflicts(
 ) -> dict[str, str]:
   """Reasons why a rollout of another policy would bias the gradient.
 
-  By the objective's option that has to change. It is one in other formats, or
-  (`ahead`) of the parameters before the last update, and something has to weigh
-  its samples: a correction or, with several updates, ratios to the rollout's
-  log-probabilities, which the surrogate `dro` does not multiply by. These weigh
-  each sample alone, which subsets of a group (`advantages.OF_SUBSETS`) do not
-  take.
+  Keys are the objective's options that have to change. A rollout in other
+  formats, or (`ahead`) of the parameters before the last update, needs weights
+  of its samples: a correction or, with several updates, ratios to the rollout's
+  log-probabilities (`dro` does not multiply by them). Subsets of a group
+  (`advantages.OF_SUBSETS`) do not take weights of single samples.
   """
   to_rollout = objective.old_logprobs == "rollout"
   reasons, samples = {}, []
@@ -128,8 +120,7 @@ def off_policy_conflicts(
 def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   """One optimizer update; skipped as a whole if a gradient is not finite.
 
-  The gradients are float32 or better, clipped as such; the optimizer gets them
-  in the parameters' own dtypes, as optax has it.
+  Gradients are clipped in float32 or better, then cast to the parameters' type.
   """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
@@ -165,13 +156,12 @@ def make_update(
 
   Token weights are computed over a whole minibatch before it is split into
   micro-batches (`packing`), so the split changes nothing but memory. Groups
-  stay whole in a minibatch. Each epoch but the first draws its minibatches
-  anew, from the state's key and step (`draw_orders`). Tokens of highest entropy
-  and the balance of experts are those of a whole minibatch, on all devices:
-  more than one micro-batch takes one more forward pass for them. The rollout is
-  one of `sampling`; an adaptive entropy bonus has its control in the state. An
-  exact KL term is from `ref_params`, of the model `ref_lm` if that is another
-  one: those that `make_batch` had, of which no more than `LM.unembed` is read.
+  stay whole in a minibatch. Each epoch but the first draws new minibatches from
+  the state's key and step (`draw_orders`). Tokens of highest entropy and the
+  balance of experts are those of a whole minibatch: with several micro-batches
+  they take one more forward pass. The rollout is one of `sampling`; an adaptive
+  entropy bonus has its control in the state. For an exact KL term, `ref_params`
+  (and `ref_lm`) are those that `make_batch` had; only `LM.unembed` reads them.
 
   Returns:
     A pure `update(state, batch, ref_params=None) -> (state, metrics)`. Metrics
@@ -179,18 +169,17 @@ def make_update(
     `skipped_updates` a count): `loss`, `kl` (k3, or that of objective.kl =
     "exact", nats a token), `entropy` (nats a token),
     `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
-    bonus, `router_aux_loss` with that (not times its coefficient), and what the
-    surrogate logs (`clip_fraction_low`, `_high`). Of the first update alone,
-    whose policy is the one that sampled: `rollout_mismatch_mean` and `_max`
-    (nats a token), `rollout_kl` (k3 of KL(rollout || trainer), nats a token),
-    `rollout_effective_samples` (a share) and `rollout_clip_fraction_low` and
-    `_high`, all of `losses.rollout_mismatch`.
+    bonus, `router_aux_loss` with that (not times its coefficient), and metrics
+    of the surrogate (`clip_fraction_low`, `_high`). Of the first update alone,
+    whose policy sampled, those of `losses.rollout_mismatch`: in nats per token
+    `rollout_mismatch_mean` and `_max` and `rollout_kl` (k3 of KL(rollout ||
+    trainer)), and the shares `rollout_effective_samples` and
+    `rollout_clip_fraction_low` and `_high`.
 
   Raises:
-    ValueError: A loss that balances experts, for a model without any, or one
-      that takes samples in other formats for the policy's. The update raises it
-      where B does not divide, and where a batch without old log-probabilities
-      meets several updates.
+    ValueError: A loss that balances experts, for a model without any, or one of
+      `off_policy_conflicts`. The update raises it if B does not divide, or if
+      a batch without old log-probabilities has several updates.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   value = functools.partial(getattr, objective)

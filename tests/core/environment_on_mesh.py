@@ -17,17 +17,10 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 
 NUMBERS, TURNS = 16, 3
-LM = transformer(
-  TransformerConfig(
-    vocab_size=game.vocab_size(NUMBERS),
-    width=16,
-    layers=2,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    mlp=32,
-  )
-)
+SHAPE = dict(width=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=32)
+LM = transformer(TransformerConfig(game.vocab_size(NUMBERS), **SHAPE))
+SIZES = {"group_size": 4, "max_new_tokens": 20}  # two stages, and long turns
+ENDS = tuple(range(NUMBERS // 2))
 
 
 def sampled(params, prompts):
@@ -36,21 +29,18 @@ def sampled(params, prompts):
     params,
     prompts,
     jax.random.key(1),
-    group_size=4,
-    max_new_tokens=20,  # two stages, and turns of several tokens
-    eos_ids=range(NUMBERS // 2),
+    eos_ids=ENDS,
     environment=game.higher_lower(NUMBERS, TURNS),
+    **SIZES,
   )
 
 
 def programs():
   """A chunk, an observation and another chunk, as three programs."""
   bind = lambda f, **options: jax.jit(functools.partial(f, LM, **options))
-  ends = tuple(range(NUMBERS // 2))
-  sizes = {"group_size": 4, "max_new_tokens": 20, "pad_id": 0}
   return (
-    bind(chunks.begin, slots=36, eos_ids=ends, **sizes),
-    bind(chunks.decode, tokens=6, slots=36, eos_ids=ends),
+    bind(chunks.begin, slots=36, eos_ids=ENDS, pad_id=0, **SIZES),
+    bind(chunks.decode, tokens=6, slots=36, eos_ids=ENDS),
     bind(chunks.feed, slots=36),
   )
 
@@ -85,6 +75,11 @@ def run_and_read(program, *args):
   return compiled(*args)
 
 
+def check_same(alone, together):
+  close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+  jax.tree.map(close, alone, together)
+
+
 def main():
   params, prompts = LM.init(jax.random.key(0)), game.prompts(NUMBERS)
   alone = jax.jit(sampled)(params, prompts)
@@ -93,10 +88,7 @@ def main():
     prompts = place(prompts, mesh, "batch")
     compiled = jax.jit(sampled).lower(params, prompts).compile()
     together = compiled(params, prompts)
-  for x, y in zip(
-    jax.tree.leaves(alone), jax.tree.leaves(together), strict=True
-  ):
-    np.testing.assert_allclose(x, y, atol=1e-5)
+  check_same(alone, together)
   assert (alone.turns == 2).any()
   # Whether all are done, and whether a turn has ended; no rows.
   shapes = sent(compiled)
@@ -104,10 +96,7 @@ def main():
   alone = in_chunks(params, game.prompts(NUMBERS), lambda f, *args: f(*args))
   with jax.set_mesh(mesh):
     together = in_chunks(params, prompts, run_and_read)
-  for x, y in zip(
-    jax.tree.leaves(alone), jax.tree.leaves(together), strict=True
-  ):
-    np.testing.assert_allclose(x, y, atol=1e-5)
+  check_same(alone, together)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Losses of TRL and verl on fixed numbers, for the tests of ours.
+"""Losses of TRL and verl on fixed numbers, in float64 by their own code.
 
-Writes other_losses.json: log-probabilities, entropies, advantages and a mask,
-and for each of their settings the loss and its gradients, in float64, by their
-own code; and what TRL makes of several rewards. Writes trl_corrections.json:
-what TRL makes of an inexact sampler. Neither is a dependency; to make the files
-again:
+Writes other_losses.json (inputs, and the loss and its gradients for each of
+their settings) and trl_corrections.json (TRL with an inexact sampler). Neither
+library is a dependency; to make the files again:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0
     pip download --no-deps verl==0.9.1 && unzip verl-0.9.1-*.whl -d verl
@@ -17,6 +15,7 @@ import ast
 import collections
 import importlib.metadata
 import inspect
+import itertools
 import json
 import math
 import pathlib
@@ -28,6 +27,11 @@ from typing import Any
 import numpy as np
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
+GSPO = {"loss_type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.15}
+GSPO |= SEQUENCE
+SAPO = {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0}
+VESPO = {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5}
+VESPO |= {"vespo_k_neg": 0.0, "vespo_lambda_neg": 1.0}
 TRL_CASES = {
   # name: changes to DEFAULTS, by TRL's own names
   "grpo": {"loss_type": "grpo"},
@@ -38,31 +42,16 @@ TRL_CASES = {
   "dapo delta": {"delta": 1.25},
   "dapo beta": {"beta": 0.1},
   "dapo beta corrected": {"beta": 0.1, "use_bias_correction_kl": True},
-  "gspo": {
-    "loss_type": "grpo",
-    "epsilon_low": 0.1,
-    "epsilon_high": 0.15,
-    **SEQUENCE,
-  },
+  "gspo": GSPO,
   "luspo": {"loss_type": "luspo", **SEQUENCE},
   "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
   "cispo on-policy": {"loss_type": "cispo", "epsilon_high": 1.5},
   "cispo sequence": {"loss_type": "cispo", "epsilon_high": 1.1, **SEQUENCE},
   "sapo": {"loss_type": "sapo"},
-  "sapo settings": {
-    "loss_type": "sapo",
-    "sapo_temperature_pos": 0.7,
-    "sapo_temperature_neg": 2.0,
-  },
+  "sapo settings": {"loss_type": "sapo", **SAPO},
   "sapo sequence": {"loss_type": "sapo", **SEQUENCE},
   "vespo": {"loss_type": "vespo"},
-  "vespo settings": {
-    "loss_type": "vespo",
-    "vespo_k_pos": 1.0,
-    "vespo_lambda_pos": 0.5,
-    "vespo_k_neg": 0.0,
-    "vespo_lambda_neg": 1.0,
-  },
+  "vespo settings": {"loss_type": "vespo", **VESPO},
   "top_entropy": {"top_entropy_quantile": 0.2},
   "top_entropy beta": {"top_entropy_quantile": 0.45, "beta": 0.1},
   "top_entropy highest": {"top_entropy_quantile": 0.0},
@@ -93,39 +82,21 @@ DEFAULTS = {
   "max_completion_length": 8,
   "off_policy_mask_threshold": None,
 }
+MEANS, TOKENS = "seq-mean-token-mean", "token-mean"
+LOW, HIGH, C = "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
 VERL_CASES = {
   # name: the function's name, how it aggregates, and settings (verl's names)
-  "vanilla": ("vanilla", "token-mean", {"clip_ratio_high": 0.28}),
-  "vanilla dual": ("vanilla", "token-mean", {"clip_ratio_c": 1.25}),
+  "vanilla": ("vanilla", TOKENS, {HIGH: 0.28}),
+  "vanilla dual": ("vanilla", TOKENS, {C: 1.25}),
   "vanilla sum": ("vanilla", "seq-mean-token-sum", {}),
   "vanilla norm": ("vanilla", "seq-mean-token-sum-norm", {}),
-  "gspo": (
-    "gspo",
-    "seq-mean-token-mean",
-    {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15},
-  ),
-  "gmpo": (
-    "geo_mean",
-    "seq-mean-token-mean",
-    {"clip_ratio_low": 0.4, "clip_ratio_high": 0.3},
-  ),
-  "cispo": (
-    "cispo",
-    "token-mean",
-    {"clip_ratio_low": 0.4, "clip_ratio_high": 0.5},
-  ),
-  "sapo": ("sapo", "seq-mean-token-mean", {"tau_pos": 0.7, "tau_neg": 2.0}),
-  "dppo_tv": (
-    "dppo_tv",
-    "token-mean",
-    {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "clip_ratio_c": 1.6},
-  ),
-  "dro": ("dro", "token-mean", {"policy_loss": {"dro_beta": 0.3}}),
-  "dppo_kl": (
-    "dppo_kl",
-    "token-mean",
-    {"clip_ratio_low": 0.001, "clip_ratio_high": 0.08, "clip_ratio_c": 20.0},
-  ),
+  "gspo": ("gspo", MEANS, {LOW: 0.1, HIGH: 0.15}),
+  "gmpo": ("geo_mean", MEANS, {LOW: 0.4, HIGH: 0.3}),
+  "cispo": ("cispo", TOKENS, {LOW: 0.4, HIGH: 0.5}),
+  "sapo": ("sapo", MEANS, {"tau_pos": 0.7, "tau_neg": 2.0}),
+  "dppo_tv": ("dppo_tv", TOKENS, {LOW: 0.05, HIGH: 0.1, C: 1.6}),
+  "dro": ("dro", TOKENS, {"policy_loss": {"dro_beta": 0.3}}),
+  "dppo_kl": ("dppo_kl", TOKENS, {LOW: 0.001, HIGH: 0.08, C: 20.0}),
 }
 ADAPTIVE = {
   "entropy_coef": 0.01,
@@ -134,20 +105,12 @@ ADAPTIVE = {
   "entropy_target": 1.0,
 }
 NAN = float("nan")
-REWARDS = [  # [B * G, K] of three functions; groups of 4
-  [1.0, 0.2, 10.0],
-  [0.0, 0.2, -5.0],
-  [1.0, 0.7, 0.0],
-  [0.0, 0.1, 2.5],
-  [1.0, NAN, 3.0],
-  [1.0, 0.5, NAN],
-  [1.0, 0.9, -4.0],
-  [1.0, NAN, 8.0],
-  [NAN, NAN, NAN],
-  [0.0, NAN, 1.0],
-  [1.0, 0.3, NAN],
-  [0.0, NAN, 7.0],
+REWARDS = [  # three functions' of B * G completions; groups of 4
+  [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, NAN, 0.0, 1.0, 0.0],
+  [0.2, 0.2, 0.7, 0.1, NAN, 0.5, 0.9, NAN, NAN, NAN, 0.3, NAN],
+  [10.0, -5.0, 0.0, 2.5, 3.0, NAN, -4.0, 8.0, NAN, 1.0, NAN, 7.0],
 ]
+REWARDS = [list(x) for x in zip(*REWARDS, strict=True)]  # [B * G, K]
 REWARD_WEIGHTS = [1.0, 0.5, -2.0]
 AGGREGATIONS = {  # by our names: multi_objective_aggregation, scale_rewards
   "normalize_then_sum": ("normalize_then_sum", "group"),
@@ -195,12 +158,10 @@ def trainer(settings: dict[str, Any]):
   it.current_gradient_accumulation_steps = 1
   it.model = types.SimpleNamespace(training=True)
   it._metrics = {"train": collections.defaultdict(list)}
+  same = lambda x, *args, **options: x
+  names = ("gather", "reduce", "pad_across_processes")
   it.accelerator = types.SimpleNamespace(
-    num_processes=1,
-    sync_gradients=True,
-    gather=lambda x: x,
-    reduce=lambda x, reduction: x,
-    pad_across_processes=lambda x, dim, pad_index: x,
+    num_processes=1, sync_gradients=True, **dict.fromkeys(names, same)
   )
   return it
 
@@ -225,7 +186,7 @@ def leaf(x):
   return x.clone().requires_grad_()
 
 
-def trl_loss(given, changes, on_policy=False):
+def trl_loss(given, changes, on_policy):
   """Settings, value, and gradients by log-probabilities and entropies."""
   logprobs, entropy = leaf(given["logprobs"]), leaf(given["entropy"])
   it = trainer(DEFAULTS | changes)
@@ -289,11 +250,8 @@ def trl_several_rewards():
       names,
     )
     advantages[name] = [round(x, 7) for x in names["advantages"].tolist()]
-  return {
-    "rewards": REWARDS,
-    "weights": REWARD_WEIGHTS,
-    "advantages": advantages,
-  }
+  made = {"rewards": REWARDS, "weights": REWARD_WEIGHTS}
+  return made | {"advantages": advantages}
 
 
 def importance_ratios(given, mode, low, high):
@@ -339,52 +297,33 @@ def trl_corrections():
   }
   given["mask"] = given["mask"].double()
   given["logprobs"] = old + 0.2 * normal()
-  made = {
-    name.removesuffix("_logprobs"): x.tolist() for name, x in given.items()
-  }
+  made = {k.removesuffix("_logprobs"): x.tolist() for k, x in given.items()}
   made["cases"] = []
   bounds = [(None, None, None)]
   bounds += [(m, *b) for m in MODES for b in ((None, 1.5), (0.6, 1.3))]
-  for mode, low, high in bounds:
+  choices = bounds, (None, 0.05), ("grpo", "dapo")
+  for (mode, low, high), threshold, loss_type in itertools.product(*choices):
     more = {"sampling_per_token_logps": sampler}
     if mode is not None:
       ratios = importance_ratios(given, mode, low, high)
       more["importance_sampling_ratio"] = ratios
-    for threshold in (None, 0.05):
-      for loss_type in ("grpo", "dapo"):
-        changes = {
-          "loss_type": loss_type,
-          "off_policy_mask_threshold": threshold,
-        }
-        it = trainer(DEFAULTS | {"beta": 0.1} | changes)
-        it.use_vllm = mode is not None
-        logprobs = leaf(given["logprobs"])
-        value = computed(
-          it, given, logprobs, torch.zeros_like(logprobs), **more
-        )
-        value.backward()
-        made["cases"].append(
-          {
-            "mode": mode,
-            "low": low,
-            "high": high,
-            "threshold": threshold,
-            "loss_type": loss_type,
-            "value": value.item(),
-            "gradient": logprobs.grad.tolist(),
-          }
-        )
+    changes = {"loss_type": loss_type, "off_policy_mask_threshold": threshold}
+    it = trainer(DEFAULTS | {"beta": 0.1} | changes)
+    it.use_vllm = mode is not None
+    logprobs = leaf(given["logprobs"])
+    value = computed(it, given, logprobs, torch.zeros_like(logprobs), **more)
+    value.backward()
+    case = {"mode": mode, "low": low, "high": high, "threshold": threshold}
+    case |= {"loss_type": loss_type, "value": value.item()}
+    made["cases"].append(case | {"gradient": logprobs.grad.tolist()})
   return made
 
 
 def load(path: pathlib.Path, prefixes: tuple[str, ...], names: dict[str, Any]):
   """Functions of a file, without its imports and decorators."""
   tree = ast.parse(path.read_text())
-  tree.body = [
-    node
-    for node in tree.body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith(prefixes)
-  ]
+  functions = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
+  tree.body = [x for x in functions if x.name.startswith(prefixes)]
   for node in tree.body:
     node.decorator_list = []
   flags = __future__.annotations.compiler_flag
@@ -399,18 +338,12 @@ class VerlConfig(types.SimpleNamespace):
     return getattr(self, name, default)
 
 
-def _nested(value):
-  has_names = isinstance(value, dict) and "dro_beta" in value
-  return VerlConfig(**value) if has_names else value
-
-
 def verl_functions(source: pathlib.Path) -> dict[str, Any]:
   """verl's losses, whose file imports much that they do not need."""
   import torch
 
-  tools = load(
-    source / "verl/utils/torch_functional.py", ("masked_",), {"torch": torch}
-  )
+  tools = source / "verl/utils/torch_functional.py"
+  tools = load(tools, ("masked_",), {"torch": torch})
   names = {
     "torch": torch,
     "np": np,
@@ -433,13 +366,10 @@ def verl_functions(source: pathlib.Path) -> dict[str, Any]:
 def verl_loss(functions, given, name, aggregation, changes):
   """Value, and gradient by the log-probabilities."""
   norm = aggregation == "seq-mean-token-sum-norm"
-  settings = {
-    "clip_ratio": 0.2,
-    "clip_ratio_low": None,
-    "clip_ratio_high": None,
-    "clip_ratio_c": 1000.0,
-    "global_batch_info": {"loss_scale_factor": 8} if norm else {},
-  }
+  settings = {"clip_ratio": 0.2, LOW: None, HIGH: None, C: 1000.0}
+  settings["global_batch_info"] = {"loss_scale_factor": 8} if norm else {}
+  if "policy_loss" in changes:
+    changes = {"policy_loss": VerlConfig(**changes["policy_loss"])}
   logprobs, mask = leaf(given["logprobs"]), given["mask"].double()
   loss, _ = functions[f"compute_policy_loss_{name}"](
     given["old_logprobs"],
@@ -447,9 +377,7 @@ def verl_loss(functions, given, name, aggregation, changes):
     given["advantages"][:, None] * mask,
     mask,
     aggregation,
-    VerlConfig(
-      **{k: _nested(v) for k, v in (settings | changes).items()},
-    ),
+    VerlConfig(**settings | changes),
   )
   loss.backward()
   return {"loss": loss.item(), "by_logprobs": logprobs.grad.tolist()}
@@ -465,17 +393,19 @@ def verl_advantages(functions, given):
   rewards = torch.tensor([1.0, -0.5, 2, 0, 0.75, 1]).double()
   masses = torch.exp(logprobs) ** 2 + 0.05 + 0.1 * torch.sin(7 * logprobs) ** 2
   index, made = np.array([0, 0, 0, 1, 1, 1]), {}
-  names = {"": mask, "multi_turn_": holes}
-  for name, where in names.items():
+
+  def at_the_end(where):
     last = (where.cumsum(-1) == where.sum(-1, keepdim=True)) & (where > 0)
-    by_token = rewards[:, None] * last
-    advantages, _ = functions[
-      f"compute_{name}optimal_token_baseline_advantage"
-    ](by_token, where, index, logprobs, masses)
-    made[f"{name}optimal_token_baseline"] = advantages.tolist()
-  last = (mask.cumsum(-1) == mask.sum(-1, keepdim=True)) & (mask > 0)
+    return rewards[:, None] * last
+
+  for prefix, where in {"": mask, "multi_turn_": holes}.items():
+    name = f"{prefix}optimal_token_baseline"
+    advantages, _ = functions[f"compute_{name}_advantage"](
+      at_the_end(where), where, index, logprobs, masses
+    )
+    made[name] = advantages.tolist()
   advantages, _ = functions["compute_reinforce_plus_plus_outcome_advantage"](
-    rewards[:, None] * last, mask, VerlConfig(gamma=1.0)
+    at_the_end(mask), mask, VerlConfig(gamma=1.0)
   )
   kept, _ = functions["compute_rollout_rejection_mask"](
     given["logprobs"] - logprobs, mask, "seq_mean_k1", "0.8_1.1"

@@ -40,10 +40,10 @@ def program(constrain):
     drawn = [sample(keys, constrain(logits), s) for s in SETTINGS]
 
     def score(params):
-      logprobs, entropy = token_logprobs(
-        lm, params, prompts, prompts >= 0, ids, sampling=ALL, chunk_size=2
-      )
-      return logprobs.sum(), (logprobs, entropy)
+      tokens = prompts, prompts >= 0, ids
+      options = {"sampling": ALL, "chunk_size": 2}
+      scored = token_logprobs(lm, params, *tokens, **options)
+      return scored[0].sum(), scored
 
     return drawn, jax.value_and_grad(score, has_aux=True)(params)
 
@@ -75,31 +75,18 @@ def check_text(text):
       sizes = [int(x) for x in sizes.split(",") if x]
       if sorted(sizes) == [D, V // 4]:
         continue  # The weights' gradient, summed over the rows.
-      # Of a device's rows (2 prompts, G samples, in the scorer 2 positions):
-      # the draw exchanges a block of about sqrt(V) and the blocks' sums, argmax
-      # one candidate a device, the rest less.
+      # Per row of a device: a block of about sqrt(V), blocks' sums, or less.
       assert np.prod(sizes) <= 2 * G * 44, shape
 
 
 def main():
-  mesh = Mesh(
-    np.reshape(jax.devices(), (2, 4)),
-    ("fsdp", "tensor"),
-    axis_types=(AxisType.Auto,) * 2,
-  )
+  devices, axes = np.reshape(jax.devices(), (2, 4)), ("fsdp", "tensor")
+  mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
   sharding = lambda *axes: NamedSharding(mesh, P(*axes))
+  logits = lambda rank: sharding("fsdp", *[None] * (rank - 2), "tensor")
   rows = sharding("fsdp")
-  places = (
-    rows,
-    sharding("fsdp", None, "tensor"),
-    sharding(None, "tensor"),
-    rows,
-    rows,
-  )
-  logits_axes = {3: ("fsdp", None, "tensor"), 4: ("fsdp", None, None, "tensor")}
-  cut = lambda x: jax.lax.with_sharding_constraint(
-    x, sharding(*logits_axes[x.ndim])
-  )
+  places = rows, logits(3), sharding(None, "tensor"), rows, rows
+  cut = lambda x: jax.lax.with_sharding_constraint(x, logits(x.ndim))
   values = arguments()
   shapes = jax.eval_shape(lambda: values)
   compiled = jax.jit(program(cut), in_shardings=places).lower(*shapes).compile()

@@ -1,8 +1,4 @@
-"""Advantages by hand-made numbers and enumeration, and what all have in common.
-
-Common are shapes and dtypes, groups of equal rewards, and samples without a
-reward (nan, inf), which are as if they had not been drawn.
-"""
+"""Advantages by hand-made numbers and enumeration, and properties of all."""
 
 import itertools
 import math
@@ -52,20 +48,14 @@ compiled = jax.jit(call, static_argnums=0)
 def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
   rewards = jnp.array([[0.0, 2.0], [10.0, 16.0], [5.0, 5.0]])
   half = math.sqrt(0.5)
-  np.testing.assert_allclose(
-    advantages.grpo(rewards), [[-half, half], [-half, half], [0, 0]], atol=1e-5
-  )
+  close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
+  close(advantages.grpo(rewards), [[-half, half], [-half, half], [0, 0]])
   # Centred: -1, 1 and -3, 3 and 0, 0; second moment 20 over 5.
-  np.testing.assert_allclose(
-    advantages.batch_std(rewards),
-    np.array([[-1, 1], [-3, 3], [0, 0]]) / 2,
-    atol=1e-5,
-  )
+  centred = np.array([[-1, 1, 0], [-3, 3, 0], [0, 0, 0]])
+  close(advantages.batch_std(rewards), centred[:, :2] / 2)
   missing = jnp.array([[0.0, 2.0, NAN], [10.0, 16.0, NAN], [5.0, NAN, NAN]])
-  expected = np.array([[-1, 1, 0], [-3, 3, 0], [0, 0, 0]])
-  expected = expected / np.std([-1, 1, -3, 3, 0], ddof=1)
-  found = advantages.batch_std(missing)
-  np.testing.assert_allclose(found, expected, atol=1e-5)
+  deviation = np.std([-1, 1, -3, 3, 0], ddof=1)
+  close(advantages.batch_std(missing), centred / deviation)
   for name in ("grpo", "batch_std"):  # epsilon is added
     found = getattr(advantages, name)(rewards[0], epsilon=1.0)
     expected = np.array([-1, 1]) / (math.sqrt(2) + 1)
@@ -75,7 +65,6 @@ def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_shapes_dtypes_and_prompts(name):
-  """All axes but the last are prompts; vmap has batches of them."""
   rewards = jax.random.bernoulli(jax.random.key(0), 0.4, (2, 3, 4))
   found = compiled(name, rewards.astype("float32"))
   assert found.shape == rewards.shape and np.abs(found).max() > 0.1
@@ -90,12 +79,17 @@ def test_shapes_dtypes_and_prompts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*advantages.WITHIN_GROUPS, "shrinkage"])
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_equal_rewards_give_exactly_zero(name):
   """Of values whose mean rounds, too; compiled, and one by one."""
-  for value in (0.1, 1 / 3, -7.7, 1e6 + 0.3):
-    assert not compiled(name, jnp.full((4, 7), value)).any()
-    assert not call(name, jnp.full((4, 3), value)).any()
+  within = name in advantages.WITHIN_GROUPS
+  if within or name == "shrinkage":
+    for value in (0.1, 1 / 3, -7.7, 1e6 + 0.3):
+      assert not compiled(name, jnp.full((4, 7), value)).any()
+      assert not call(name, jnp.full((4, 3), value)).any()
+  # Dynamic sampling may leave out equal groups of a batch that varies.
+  rewards = jnp.array([[1.0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0]])
+  assert (not compiled(name, rewards)[0].any()) == within
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -106,8 +100,6 @@ def test_a_group_that_is_too_small_is_refused(name):
   if fewest > 1:
     with pytest.raises(ValueError, match=f"{name} .*needs .* G >= {fewest}"):
       of(fewest - 1)
-  with pytest.raises((ValueError, TypeError)):  # annotations are checked first
-    EVERY[name](jnp.float32(1.0))
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -126,7 +118,6 @@ def test_shapes_that_do_not_fit_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 def test_a_group_is_what_has_rewards(name):
-  """A group of n rewards in any places of a larger one gives the same."""
   rng = np.random.default_rng(0)
   for n in (0, 1, 2, 3, G - 1):
     rewards = np.full(G, NAN, np.float32)
@@ -146,7 +137,6 @@ def test_a_group_is_what_has_rewards(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
-  """Bit for bit; of groups with, without and with equal rewards."""
   rng = np.random.default_rng(3)
   rewards = rng.choice([0.3, 1.0, 2.0], (6, G)).astype(np.float32)
   holes = rng.random((6, G)) < 0.3
@@ -195,10 +185,9 @@ def test_expected_estimator_over_all_groups(name, group_size):
       if len(set(group)) > 1:
         deviation = z - np.mean(group)
         standardised += sign * binomial * deviation / np.std(group, ddof=1)
-  factor = {
-    "dr_grpo": (group_size - 1) / group_size,
-    "grpo": standardised,
-  }.get(name, 1.0)
+  factor = {"dr_grpo": (group_size - 1) / group_size, "grpo": standardised}.get(
+    name, 1.0
+  )
   np.testing.assert_allclose(mean / group_size, factor * g, atol=1e-5)
 
 

@@ -25,45 +25,38 @@ ENVIRONMENT, EOS, KEY, PROMPTS, reset, sampled, step = map(
 )
 
 
-def programs(
-  lm, t_max, tokens, turn_tokens=0, record_experts=False, **sampling
-):
+def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
   """The functions of `chunks`, compiled with their options."""
-  sampling = Sampling(**sampling)
   jit = lambda f, **options: jax.jit(
-    functools.partial(f, lm, **options), static_argnames="slots"
+    functools.partial(f, lm, sampling=Sampling(**sampling), **options),
+    static_argnames="slots",
   )
-  return Programs(
-    jit(
-      chunks.begin,
-      group_size=4,
-      max_new_tokens=t_max,
-      eos_ids=EOS,
-      pad_id=0,
-      slots=episodes.cache_sizes(t_max)[0],
-      sampling=sampling,
-      record_experts=record_experts,
-    ),
-    jit(
-      chunks.decode,
-      tokens=tokens,
-      turn_tokens=turn_tokens,
-      eos_ids=EOS,
-      sampling=sampling,
-    ),
-    jit(chunks.feed, sampling=sampling),
-    jax.jit(chunks.finish),
+  begin = jit(
+    chunks.begin,
+    group_size=4,
+    max_new_tokens=t_max,
+    eos_ids=EOS,
+    pad_id=0,
+    slots=episodes.cache_sizes(t_max)[0],
   )
+  turns = {"tokens": tokens, "turn_tokens": turn_tokens, "eos_ids": EOS}
+  decode = jit(chunks.decode, **turns)
+  return Programs(begin, decode, jit(chunks.feed), jax.jit(chunks.finish))
+
+
+def played(tiny, own, answer, max_turns):
+  """Trajectories of all prompts, with answers of the host."""
+  turns = play(own, tiny.params, PROMPTS, KEY, answer, max_turns=max_turns)
+  (result,) = play_together(turns)
+  return result
 
 
 def of_host():
   """The device's environment as one of the host: its state is here."""
   fold = lambda i, j: jax.random.fold_in(KEY, i * 4 + j)
+  luck = lambda *place: jax.random.fold_in(fold(*place), jnp.int32(-1))
   states = {
-    (i, j): reset(
-      PROMPTS.targets[i], jax.random.fold_in(fold(i, j), jnp.int32(-1))
-    )
-    for i, j in np.ndindex(3, 4)
+    (i, j): reset(PROMPTS.targets[i], luck(i, j)) for i, j in np.ndindex(3, 4)
   }
 
   def answer(turns):
@@ -73,13 +66,8 @@ def of_host():
       key = jax.random.fold_in(fold(*place), jnp.int32(-2 - turn.turn))
       ids = jnp.asarray(turn.ids)
       states[place], seen = step(states[place], ids, len(ids), key)
-      answers.append(
-        Answer(
-          seen.ids[: int(seen.length)].tolist(),
-          float(seen.reward),
-          bool(seen.done),
-        )
-      )
+      ids = seen.ids[: int(seen.length)].tolist()
+      answers.append(Answer(ids, float(seen.reward), bool(seen.done)))
     return answers
 
   return answer
@@ -87,32 +75,19 @@ def of_host():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "t_max, tokens, weights_dtype",
-  [
-    (24, 7, "int8"),
-    (112, 32, "model"),
-  ],
+  "t_max, tokens, weights_dtype", [(24, 7, "int8"), (112, 32, "model")]
 )
 def test_rows_are_those_of_the_device(tiny, t_max, tokens, weights_dtype):
   sampling = Sampling(weights_dtype=weights_dtype)
   expected = sampled(tiny, t_max=t_max, sampling=sampling)
-  (result,) = play_together(
-    play(
-      programs(tiny.lm, t_max, tokens, weights_dtype=weights_dtype),
-      tiny.params,
-      PROMPTS,
-      KEY,
-      of_host(),
-      max_turns=ENVIRONMENT.max_turns,
-    )
-  )
+  own = programs(tiny.lm, t_max, tokens, weights_dtype=weights_dtype)
+  result = played(tiny, own, of_host(), ENVIRONMENT.max_turns)
   for name, value in vars(expected).items():
     if value is None:  # nobody has asked for experts
       assert getattr(result, name) is None
       continue
-    np.testing.assert_allclose(
-      getattr(result, name), value, atol=2e-5, err_msg=name
-    )
+    close = np.testing.assert_allclose
+    close(getattr(result, name), value, atol=2e-5, err_msg=name)
   assert (result.turns >= 2).any()
 
 
@@ -133,28 +108,12 @@ def test_long_observations_are_read_as_the_trainer_reads_them(tiny):
     sizes = [(0, 1, 40, 150)[(x.prompt + x.sample) % 4] for x in turns]
     return [Answer(rng.integers(1, 5, n).tolist(), 1.0) for n in sizes]
 
-  (result,) = play_together(
-    play(
-      programs(lm, 400, 16, turn_tokens, temperature=0.8),
-      tiny.params,
-      PROMPTS,
-      KEY,
-      answer,
-      max_turns=5,
-    )
-  )
-  logprobs, _ = token_logprobs(
-    lm,
-    tiny.params,
-    result.prompt_ids,
-    result.prompt_mask,
-    result.completion_ids,
-    sampling=Sampling(0.8),
-  )
-  sampled_ = np.asarray(result.sampled)
-  np.testing.assert_allclose(
-    result.logprobs[sampled_], logprobs[sampled_], atol=3e-5
-  )
+  own = programs(lm, 400, 16, turn_tokens, temperature=0.8)
+  result = played(tiny, own, answer, 5)
+  tokens = result.prompt_ids, result.prompt_mask, result.completion_ids
+  logprobs, _ = token_logprobs(lm, tiny.params, *tokens, sampling=Sampling(0.8))
+  own_ = np.asarray(result.sampled)
+  np.testing.assert_allclose(result.logprobs[own_], logprobs[own_], atol=3e-5)
   sizes = np.sum(result.turns[..., None, :] == np.arange(5)[:, None], axis=-1)
   assert sizes.max() == turn_tokens
   length, turns = result.completion_mask.sum(-1), result.turns.max(-1) + 1
@@ -163,18 +122,13 @@ def test_long_observations_are_read_as_the_trainer_reads_them(tiny):
   assert turns.max() == 5 and (turns < 5).any()
   last = np.take_along_axis(result.turns, length[..., None] - 1, axis=-1)
   assert (last >= 0).all()
-  of_turns = np.arange(5) < turns[..., None]
-  done = np.isin(
-    np.take_along_axis(result.completion_ids, length[..., None] - 1, axis=-1),
-    EOS,
-  )
-  longest = np.take_along_axis(sizes, turns[..., None] - 1, axis=-1)
-  done |= longest == turn_tokens
+  turns, number = turns[..., None], np.arange(5)
+  ids = np.take_along_axis(result.completion_ids, length[..., None] - 1, -1)
+  longest = np.take_along_axis(sizes, turns - 1, axis=-1)
+  done = np.isin(ids, EOS) | (longest == turn_tokens)
   assert done.any()
-  np.testing.assert_array_equal(
-    result.turn_rewards,
-    of_turns & (done | (np.arange(5) < turns[..., None] - 1)),
-  )
+  rewarded = (number < turns) & (done | (number < turns - 1))
+  np.testing.assert_array_equal(result.turn_rewards, rewarded)
 
 
 def test_a_model_whose_rows_cannot_wait_is_refused(tiny):
@@ -186,12 +140,8 @@ def test_a_model_whose_rows_cannot_wait_is_refused(tiny):
 def test_rows_are_aligned_in_place(tiny):
   """A row at a time, not from a copy of the cache."""
   cache = jax.eval_shape(lambda: tiny.lm.init_cache(4, 8, 64))
-  align = jax.jit(
-    lambda cache, ends: tiny.lm.align_cache_rows(
-      cache, ends, jnp.int32(40), 64
-    ),
-    donate_argnums=0,
-  )
+  of = lambda *x: tiny.lm.align_cache_rows(*x, jnp.int32(40), 64)
+  align = jax.jit(of, donate_argnums=0)
   compiled = align.lower(cache, jnp.zeros((4, 8), jnp.int32)).compile()
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
   assert compiled.memory_analysis().temp_size_in_bytes < size / 8

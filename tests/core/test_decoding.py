@@ -14,6 +14,7 @@ from grpojax.core.types import Prompts
 from grpojax.models import lora
 from grpojax.models.transformer import TransformerConfig, transformer
 
+KEY = jax.random.key(3)
 B, G, T = 3, 5, 50
 LENGTHS = np.array([4, 2, 0])  # the last row is padding of the batch
 PROMPTS = Prompts(
@@ -38,25 +39,19 @@ def short_stages(monkeypatch):
 
 def model(name):
   """A tiny model with large weights, and its parameters."""
-  config = {
-    "one_stack": TransformerConfig(layers=9, **SHAPE),
-    "windows": TransformerConfig(
-      layers=2, local_layers=(True, False), window=5, **SHAPE
-    ),
-    "bfloat16": TransformerConfig(layers=2, qkv_bias=True, **SHAPE),
-    "lora": TransformerConfig(layers=2, **SHAPE),
-    "experts": TransformerConfig(
-      layers=2, experts=3, experts_per_token=2, **SHAPE
-    ),
-  }[name]
+  changes = {
+    "one_stack": {"layers": 9},
+    "windows": {"local_layers": (True, False), "window": 5},
+    "bfloat16": {"qkv_bias": True},
+    "lora": {},
+    "experts": {"experts": 3, "experts_per_token": 2},
+  }
+  config = TransformerConfig(**SHAPE | {"layers": 2} | changes[name])
   dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
   lm, rng = transformer(config, dtype=dtype), np.random.default_rng(1)
 
-  def fill(shapes):
-    return jax.tree.map(
-      lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32), shapes
-    )
-
+  large = lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32)
+  fill = lambda shapes: jax.tree.map(large, shapes)
   params = fill(jax.eval_shape(lm.init, jax.random.key(0)))
   if name != "lora":
     return lm, params
@@ -66,52 +61,53 @@ def model(name):
 
 def run(lm, params, decoding, budgets=BUDGETS, prompts=PROMPTS, **settings):
   settings = {"group_size": G, "max_new_tokens": T, "eos_ids": (12,)} | settings
-  return jax.jit(
-    lambda params, budgets: rollout(
-      lm,
-      params,
-      prompts,
-      jax.random.key(3),
-      budgets=budgets,
-      decoding=decoding,
-      **settings,
-    )
-  )(params, budgets)
+  draw = lambda params, budgets: rollout(
+    lm, params, prompts, KEY, budgets=budgets, decoding=decoding, **settings
+  )
+  return jax.jit(draw)(params, budgets)
 
 
 def assert_same(out, expected):
-  np.testing.assert_array_equal(out.completion_ids, expected.completion_ids)
-  np.testing.assert_array_equal(out.completion_mask, expected.completion_mask)
-  np.testing.assert_array_equal(out.finished, expected.finished)
+  for name in ("completion_ids", "completion_mask", "finished"):
+    np.testing.assert_array_equal(getattr(out, name), getattr(expected, name))
   np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
 
 
+slow, long = pytest.mark.slow, pytest.mark.long
 PAIRS = [
-  pytest.param("windows", "compact", marks=pytest.mark.slow),
-  pytest.param("one_stack", "compact", marks=pytest.mark.slow),
-  pytest.param("windows", "stages", marks=pytest.mark.long),
-  pytest.param("lora", "compact", marks=pytest.mark.long),
-  pytest.param("experts", "compact", marks=pytest.mark.long),
+  pytest.param("windows", "compact", marks=slow),
+  pytest.param("one_stack", "compact", marks=slow),
+  pytest.param("chain", "compact", marks=slow),
+  pytest.param("simple", "compact", marks=slow),
+  pytest.param("windows", "stages", marks=long),
+  pytest.param("chain", "stages", marks=long),
+  pytest.param("lora", "compact", marks=long),
+  pytest.param("experts", "compact", marks=long),
 ]
 
 
 @pytest.mark.parametrize("name, way", PAIRS)
-def test_the_work_changes_and_no_sample(name, way):
-  lm, params = model(name)
-  out = run(lm, params, CHANGED[way])
-  expected = run(lm, params, PLAIN)
-  assert_same(out, expected)
+def test_the_work_changes_and_no_sample(name, way, tabular):
+  """A chain's samples end at an EOS; a simple cache has one stage."""
+  settings = {}
+  if name in ("chain", "simple"):
+    lm = tabular.lm(3, 11)
+    params = lm.init(jax.random.key(5))
+    settings = {"eos_ids": (0,), "budgets": None}
+    if name == "simple":
+      lm = lm._replace(map_cache_rows=None)
+  else:
+    lm, params = model(name)
+  expected = run(lm, params, PLAIN, **settings)
+  assert_same(run(lm, params, CHANGED[way], **settings), expected)
+  assert expected.finished.any() == bool(settings)
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param("windows", marks=pytest.mark.slow),
-    pytest.param("one_stack", marks=pytest.mark.long),
-    pytest.param("bfloat16", marks=pytest.mark.long),
-    pytest.param("experts", marks=pytest.mark.long),
-  ],
-)
+LATER = ("one_stack", "bfloat16", "experts")
+LATER = [pytest.param(name, marks=long) for name in LATER]
+
+
+@pytest.mark.parametrize("name", [pytest.param("windows", marks=slow), *LATER])
 def test_rows_of_different_lengths_in_a_cache(name):
   """Each row has written 8 tokens, of which the first few are its own."""
   lm, params = model(name)
@@ -136,40 +132,20 @@ def test_rows_of_different_lengths_in_a_cache(name):
   )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "way", ["compact", pytest.param("stages", marks=pytest.mark.long)]
-)
-def test_ends_of_samples(tabular, way):
-  """Samples of a chain end at an EOS, and each draws from its own key."""
-  lm = tabular.lm(3, 11)
-  table = lm.init(jax.random.key(5))
-  settings = {"eos_ids": (0,), "budgets": None}
-  expected = run(lm, table, PLAIN, **settings)
-  assert 0 < expected.finished[:2].mean() <= 1
-  assert_same(run(lm, table, CHANGED[way], **settings), expected)
-
-
-@pytest.mark.parametrize(
-  "count, stages, ends",
-  [
-    (7, 4, [7]),
-    (31, 4, [31]),
-    (79, 4, [16, 32, 64, 79]),
-    (1023, 4, [256, 512, 768, 1023]),
-    (127, 1, [127]),
-    (49, 3, [16, 32, 49]),
-  ],
-)
-def test_stages_end_at_multiples_of_16(count, stages, ends):
-  assert decoding_lib._stage_ends(count, stages) == ends
+def test_stages_end_at_multiples_of_16():
+  for stages, ends in (
+    (4, [7]),
+    (4, [31]),
+    (4, [16, 32, 64, 79]),
+    (4, [256, 512, 768, 1023]),
+    (1, [127]),
+    (3, [16, 32, 49]),
+  ):
+    assert decoding_lib._stage_ends(ends[-1], stages) == ends
 
 
 def watched(lm, axis):
-  """A model, and a function that runs it and says how many rows each token has.
-
-  Rows are samples of a group (axis 1) or prompts (axis 0).
-  """
+  """A function that runs a model, and counts its rows (an axis) per token."""
   rows = []
 
   def extend(params, prefix, ids, cache=None, **_):
@@ -189,7 +165,6 @@ def watched(lm, axis):
 
 @pytest.mark.slow
 def test_what_runs_follows_what_is_left(tabular):
-  """Rows that are computed: as many as the group with most of them left has."""
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
   table, counted = jnp.zeros((3, 12, 11)), watched(tabular.lm(3, 11), 1)
   three = Decoding(stages=3)
@@ -207,9 +182,10 @@ ROWS = Prompts(
 )
 
 
-def one_each(lm, params, decoding, budgets=ONE):
-  settings = {"group_size": 1, "max_new_tokens": LONG, "prompts": ROWS}
-  return run(lm, params, decoding, budgets=budgets, **settings)
+def one_each(lm, params, decoding, budgets=ONE, **settings):
+  settings = {"prompts": ROWS} | settings
+  settings |= {"group_size": 1, "max_new_tokens": LONG}
+  return run(lm, params, decoding, budgets, **settings)
 
 
 @pytest.mark.slow
@@ -268,26 +244,10 @@ def test_each_device_leaves_out_rows_of_its_own():
 def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
   lm = tabular.lm(3, 11)
   table, last = lm.init(jax.random.key(5)), slice(3, 6)
-  whole = one_each(lm, table, PLAIN)
-  part = run(
-    lm,
-    table,
-    PLAIN,
-    budgets=ONE[last],
-    group_size=1,
-    max_new_tokens=LONG,
-    prompts=jax.tree.map(lambda x: x[last], ROWS),
-    first_prompt=last.start,
-  )
-  assert_same(part, jax.tree.map(lambda x: x[last], whole))
-
-
-@pytest.mark.slow
-def test_a_simple_cache_has_one_stage(tabular):
-  lm = tabular.lm(3, 11)
-  table = lm.init(jax.random.key(5))
-  simple = lm._replace(map_cache_rows=None)
-  assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
+  of_part = lambda tree: jax.tree.map(lambda x: x[last], tree)
+  settings = {"prompts": of_part(ROWS), "first_prompt": last.start}
+  part = one_each(lm, table, PLAIN, ONE[last], **settings)
+  assert_same(part, of_part(one_each(lm, table, PLAIN)))
 
 
 @pytest.mark.slow
@@ -296,30 +256,17 @@ def test_a_token_copies_neither_cache_nor_weights():
   lm = transformer(TransformerConfig(layers=2, **SHAPE))
   params = jax.eval_shape(lm.init, jax.random.key(0))
 
-  def sample(params):
-    return rollout(
-      lm,
-      params,
-      PROMPTS,
-      jax.random.key(0),
-      group_size=G,
-      max_new_tokens=65,
-      eos_ids=(12,),
-      decoding=PLAIN,
-    )
-
+  options = {"group_size": G, "max_new_tokens": 65, "eos_ids": (12,)}
+  options["decoding"] = PLAIN
+  sample = lambda params: rollout(lm, params, PROMPTS, KEY, **options)
   module = hlo.parse(jax.jit(sample).lower(params).compile().as_text())
-  loops = [
-    (computation, i)
-    for computation in module.computations.values()
-    for i in computation.instructions.values()
-    if i.opcode == "while"
-  ]
   counts = {}
-  for computation, loop in loops:
-    found = trips.trip_count(module, computation, loop, {})
-    if not found.exact:
-      counts[dict(loop.called)["body"]] = found.most
+  for computation in module.computations.values():
+    for loop in computation.instructions.values():
+      if loop.opcode == "while":
+        trip = trips.trip_count(module, computation, loop, {})
+        if not trip.exact:
+          counts[dict(loop.called)["body"]] = trip.most
   (body,) = counts
   assert counts[body] == 64  # the tokens after the first, at most
   moved = [

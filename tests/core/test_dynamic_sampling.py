@@ -9,6 +9,7 @@ import pytest
 
 from grpojax.core import advantages, dynamic_sampling
 from grpojax.core.binding import bind
+from grpojax.core.group_axis import varies
 from grpojax.core.types import Rollout
 
 G = 3
@@ -20,11 +21,7 @@ GROUPS = np.array(list(itertools.product(range(3), repeat=G)))
 
 
 def all_groups(name):
-  """Of every prompt's 27 groups: probability, whether it varies, and U.
-
-  U [3, 27, 3, 3] is by a table of logits, so that every prompt has parameters
-  of its own: whatever weighs the prompts turns the gradient.
-  """
+  """Of every prompt's 27 groups: probability, whether it varies, and U."""
   advantage = bind(advantages.ADVANTAGES[name], k=2)
 
   @jax.jit
@@ -44,7 +41,7 @@ def all_groups(name):
     table = np.zeros((len(GROUPS), 3, 3))
     table[:, x] = np.mean(weights[..., None] * scores, axis=1)
     probability.append(often * policy[GROUPS].prod(-1))
-    varied.append(dynamic_sampling.varies(rewards))
+    varied.append(varies(rewards))
     estimates.append(table)
   return map(np.array, (probability, varied, estimates))
 
@@ -87,21 +84,6 @@ def test_batch_std_is_scaled_by_the_root_of_the_acceptance():
   assert scale == pytest.approx(np.sqrt(acceptance)) and acceptance < 0.6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", advantages.ADVANTAGES)
-def test_which_advantages_are_zero_in_equal_groups(name):
-  rewards = jnp.array(
-    [[1.0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0], [1, 1, 0, 1]]
-  )
-  lengths = jnp.arange(1, 17).reshape(4, 4)
-  offered = {"lengths": lengths, "logit_score_sq": 0.1 * lengths, "k": 2}
-  offered["token_score_sq"] = 0.1 * lengths[..., None]
-  offered["sampled"] = lengths[..., None] > 0
-  advantage = bind(advantages.ADVANTAGES[name], **offered)
-  zero = not np.any(jax.jit(advantage)(rewards)[0])
-  assert zero == (name in advantages.WITHIN_GROUPS)
-
-
 @pytest.mark.parametrize("draw", [1, 3])
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_rescaled_it_is_unbiased_whatever_the_limit(wanted, draw):
@@ -135,7 +117,7 @@ def test_which_groups_vary():
   nan, inf = np.nan, np.inf
   rewards = [[0.1] * 3, [0, 1, 0], [nan, 1, 1], [nan, 1, 0], [nan] * 3]
   rewards += [[inf, 1, 1]]
-  found = dynamic_sampling.varies(np.array(rewards))
+  found = varies(np.array(rewards))
   assert found.tolist() == [False, True, False, True, False, False]
 
 
@@ -144,9 +126,8 @@ def samples(ids, prompt_length):
   ids = jnp.asarray(ids)
   of_prompts = jnp.broadcast_to(ids[:, None], (len(ids), prompt_length))
   each = jnp.broadcast_to(ids[:, None, None], (len(ids), 2, 4))
-  return Rollout(
-    of_prompts, of_prompts > 0, each, each > 0, each / 7.0, each[..., 0] > 2
-  )
+  of_samples = each, each > 0, each / 7.0, each[..., 0] > 2
+  return Rollout(of_prompts, of_prompts > 0, *of_samples)
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (2, 3)])
@@ -155,8 +136,7 @@ def test_groups_are_replaced_whole(lengths):
   source = jnp.array([-1, 1, 0])
   found = jax.jit(dynamic_sampling.replace_groups)(batch, drawn, source)
   expected = samples([1, 5, 4], 3)
-  of_samples = ("completion_ids", "completion_mask", "logprobs", "finished")
-  for name in of_samples:
+  for name in ("completion_ids", "completion_mask", "logprobs", "finished"):
     np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
   lengths = np.array([lengths[0], lengths[1], lengths[1]])[:, None]
   mask = np.arange(max(lengths)[0]) < lengths

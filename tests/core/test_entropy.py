@@ -73,9 +73,8 @@ def dense_loss(table, batch, share, coefficient, tabular):
   logits = table[rows] / SAMPLING.temperature
   least = jnp.sort(logits, -1)[..., -SAMPLING.top_k, None]
   scored = jax.nn.one_hot(ids[..., 0], V, dtype=bool)  # it always stays
-  log_p = jax.nn.log_softmax(
-    jnp.where(scored | (logits >= least), logits, -1e30)
-  )
+  logits = jnp.where(scored | (logits >= least), logits, -1e30)
+  log_p = jax.nn.log_softmax(logits)
   logprobs = jnp.take_along_axis(log_p, ids, -1)[..., 0]
   entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
   mask, a = np.asarray(batch.completion_mask), batch.advantages[..., None]
@@ -88,15 +87,11 @@ def dense_loss(table, batch, share, coefficient, tabular):
   return policy - coefficient * mean
 
 
+CUTS = [(0.3, 0.7, 2, True), (0.3, 0.0, 4, False), (1.0, 0.7, 1, False)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "share, coefficient, parts, packed",
-  [
-    (0.3, 0.7, 2, True),
-    (0.3, 0.0, 4, False),
-    (1.0, 0.7, 1, False),
-  ],
-)
+@pytest.mark.parametrize("share, coefficient, parts, packed", CUTS)
 def test_how_a_batch_is_cut_changes_nothing(
   share, coefficient, parts, packed, tabular
 ):
@@ -106,16 +101,10 @@ def test_how_a_batch_is_cut_changes_nothing(
     layout = packing_layout.plan(lengths, T, np.ones(B, int), 1, 1, parts)
     assert layout is not None
     batch = batch.replace(packing=jax.tree.map(jnp.asarray, layout))
-  update = make_update(
-    lm,
-    optax.sgd(1.0),
-    Objective(entropy_coef=coefficient, top_entropy_quantile=share),
-    UpdateOptions(micro_batches=parts, chunk_size=4),
-    SAMPLING,
-  )
-  state, metrics = jax.jit(update)(
-    init_state(table, optax.sgd(1.0), KEY), batch
-  )
+  tx, options = optax.sgd(1.0), UpdateOptions(micro_batches=parts, chunk_size=4)
+  objective = Objective(entropy_coef=coefficient, top_entropy_quantile=share)
+  update = make_update(lm, tx, objective, options, SAMPLING)
+  state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
   loss = lambda table: dense_loss(table, batch, share, coefficient, tabular)
   value, gradient = jax.jit(jax.value_and_grad(loss))(table)
   np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
@@ -127,36 +116,26 @@ def test_how_a_batch_is_cut_changes_nothing(
 def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(0.0)  # the entropy stays
-  objective = Objective(
-    entropy_coef=0.5,
-    entropy_target=10.0,
-    entropy_coef_delta=0.25,
-    entropy_coef_max=0.9,
-  )
+  control = {"entropy_coef_delta": 0.25, "entropy_coef_max": 0.9}
+  objective = Objective(entropy_coef=0.5, entropy_target=10.0, **control)
   options = UpdateOptions(minibatches=2)
   update = jax.jit(make_update(lm, tx, objective, options))
   state = init_state(table, tx, KEY)
   with pytest.raises(ValueError, match="state.replace"):
     update(state, batch)
-  control = entropy_lib.init_control(objective)
-  state = state.replace(entropy=control)
+  state = state.replace(entropy=entropy_lib.init_control(objective))
   state, metrics = update(state, batch)
   # Nothing is known before the first minibatch; the second has 0.75.
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.75 / 2)
   assert float(state.entropy.coefficient) == pytest.approx(0.9)
   state, metrics = update(state, batch)
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.9)
-  # What is not finite updates nothing, not even this.
+  # A skipped update changes nothing, nor does a batch without rewards.
   broken = batch.replace(advantages=jnp.full((B, G), jnp.inf))
-  after, metrics = update(state, broken)
-  assert int(metrics["skipped_updates"]) == 2
-  assert jax.tree.all(
-    jax.tree.map(np.array_equal, after.entropy, state.entropy)
-  )
-  # Nor is an entropy of 0 what a batch without rewards had.
   nothing = jnp.zeros_like(batch.completion_mask)
-  after, metrics = update(state, batch.replace(completion_mask=nothing))
-  assert int(metrics["skipped_updates"]) == 0
-  assert jax.tree.all(
-    jax.tree.map(np.array_equal, after.entropy, state.entropy)
-  )
+  nothing = batch.replace(completion_mask=nothing)
+  for other, skipped in ((broken, 2), (nothing, 0)):
+    after, metrics = update(state, other)
+    assert int(metrics["skipped_updates"]) == skipped
+    same = jax.tree.map(np.array_equal, after.entropy, state.entropy)
+    assert jax.tree.all(same)

@@ -1,5 +1,6 @@
-"""The expected update, over all groups of a policy with few outputs."""
+"""Expected updates over all groups of a chain with seven completions."""
 
+import functools
 import itertools
 
 import jax
@@ -9,30 +10,34 @@ import optax
 import pytest
 
 from grpojax.core import losses
+from grpojax.core.advantages import ADVANTAGES, OF_SUBSETS
 from grpojax.core.batch import make_batch
+from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling, transform_logits
+from grpojax.core.losses.rollout_correction import CORRECTIONS, is_weights
 from grpojax.core.objective import Objective
 from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
+from grpojax.training.config import default_job, from_config
 
 KEY = jax.random.key(5)
+IDS = np.array([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]])
+MASK = np.array([[True, False]] + [[True, True]] * 6)
+REWARDS = jnp.array([0.3, 1.0, 0.5, 0.2, 0.0, 0.9, 0.7])
 
 
-# Of a chain on three tokens, 0 ends, at most two tokens: seven completions.
-OUTPUTS = jnp.array(
-  [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]], jnp.int32
-)
-OUTPUT_MASK = jnp.array([[True, False]] + [[True, True]] * 6)
-REWARDS = jnp.array([0.3, 1.0, -0.5, 0.2, 0.0, 2.0, 0.7])
+def all_groups(size):
+  return np.array(list(itertools.product(range(7), repeat=size)))
 
 
-def output_logprobs(table, sampling=Sampling()):
-  """Log-probabilities [7, 2] of the tokens of all outputs; 0 on padding."""
-  log_table = jax.nn.log_softmax(transform_logits(table[0], sampling))
-  first = log_table[0, OUTPUTS[:, 0]]
-  second = log_table[1 + OUTPUTS[:, 0], OUTPUTS[:, 1]]
-  return jnp.where(OUTPUT_MASK, jnp.stack([first, second], -1), 0.0)
+def logprobs(table, sampling=Sampling(), keep=None):
+  """Log-probabilities [7, 2] of all completions' tokens; 0 on padding."""
+  rows = np.stack([np.zeros(7, int), 1 + IDS[:, 0]], axis=-1)
+  logits = jnp.asarray(table)[rows]
+  log_p = jax.nn.log_softmax(transform_logits(logits, sampling, keep))
+  chosen = jnp.take_along_axis(log_p, IDS[..., None], axis=-1)[..., 0]
+  return jnp.where(MASK, chosen, 0.0)
 
 
 def expected_step(
@@ -57,26 +62,21 @@ def expected_step(
   )
   update = make_update(lm, tx, objective, sampling=sampling, ref_lm=ref_lm)
   state = init_state(table, tx, KEY)
-  scored = output_logprobs(table, sampling)
-  groups = jnp.array(list(itertools.product(range(7), repeat=group_size)))
+  scored = logprobs(table[0], sampling)
+  groups = jnp.asarray(all_groups(group_size))
 
   def one(group):
     samples = Rollout(
       prompt_ids=jnp.zeros((1, 1), jnp.int32),
       prompt_mask=jnp.ones((1, 1), bool),
-      completion_ids=OUTPUTS[group][None],
-      completion_mask=OUTPUT_MASK[group][None],
+      completion_ids=jnp.asarray(IDS)[group][None],
+      completion_mask=jnp.asarray(MASK)[group][None],
       logprobs=scored[group][None],
       finished=jnp.ones((1, group_size), bool),
     )
+    models = {"ref_params": reference, "ref_lm": ref_lm}
     batch = make_batch(
-      lm,
-      samples,
-      rewards[group][None],
-      objective,
-      sampling=sampling,
-      ref_params=reference,
-      ref_lm=ref_lm,
+      lm, samples, rewards[group][None], objective, sampling=sampling, **models
     )
     return update(state, batch, reference)[0].params - table
 
@@ -90,58 +90,45 @@ def expected_step(
 
 @pytest.mark.parametrize(
   ("advantage", "group_size", "factor"),
-  [
-    ("vanilla", 1, 1),
-    ("leave_one_out", 3, 1),
-    ("dr_grpo", 3, 2 / 3),
-  ],
+  [("vanilla", 1, 1), ("leave_one_out", 3, 1), ("dr_grpo", 3, 2 / 3)],
 )
 def test_expected_update_is_the_policy_gradient(
   tabular, advantage, group_size, factor
 ):
   lm = tabular.lm(1, 3)
   table = lm.init(KEY)
-  value = lambda table: jnp.exp(output_logprobs(table).sum(-1)) @ REWARDS
+  value = lambda table: jnp.exp(logprobs(table[0]).sum(-1)) @ REWARDS
   truth = jax.jit(jax.grad(value))(table)
-  got = expected_step(lm, table, group_size, advantage)
-  np.testing.assert_allclose(got, factor * truth, atol=2e-6)
+  step = expected_step(lm, table, group_size, advantage)
+  np.testing.assert_allclose(step, factor * truth, atol=2e-6)
   assert jnp.abs(truth).max() > 0.05
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "sampling",
-  [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(0.8, top_k=2)],
-)
-def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
-  """The gradient of E[R] - beta KL(pi || ref), of whole completions.
+PLAIN = pytest.param(Sampling(), marks=pytest.mark.slow)
+CUT = Sampling(0.8, top_k=2)
 
-  With the policy as it samples, cuts and all, and the reference without cuts.
-  """
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [PLAIN, CUT])
+def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
+  """The gradient of E[R] - beta KL(pi || ref) of completions, ref uncut."""
   lm, beta = tabular.lm(1, 3), 0.7
   table, reference = (lm.init(key) for key in jax.random.split(KEY))
   uncut = Sampling(sampling.temperature)
 
   def objective(table):
-    logprob = output_logprobs(table, sampling).sum(-1)
-    log_ratio = logprob - output_logprobs(reference, uncut).sum(-1)
+    logprob = logprobs(table[0], sampling).sum(-1)
+    log_ratio = logprob - logprobs(reference[0], uncut).sum(-1)
     return jnp.exp(logprob) @ (REWARDS - beta * log_ratio)
 
-  got = expected_step(lm, table, 2, "leave_one_out", reference, beta, sampling)
+  step = expected_step(lm, table, 2, "leave_one_out", reference, beta, sampling)
   expected = jax.jit(jax.grad(objective))(table)
-  np.testing.assert_allclose(got, expected, atol=2e-6)
+  np.testing.assert_allclose(step, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-  "sampling",
-  [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(0.8, top_k=2)],
-)
+@pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
-  """The gradient of what each prefix's whole distribution differs by.
-
-  From a teacher that knows one id more. What it is expected of is constant, as
-  in the estimates: k3 times the ratio has the same expected gradient.
-  """
+  """From a teacher with one id more; k3 times the ratio has the same mean."""
   lm, ref_lm = tabular.lm(1, 3), tabular.lm(1, 4)
   table, reference = lm.init(KEY), ref_lm.init(jax.random.key(6))
   logits = transform_logits(reference[0] / sampling.temperature)
@@ -153,16 +140,123 @@ def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
     log_p = jax.nn.log_softmax(transform_logits(table[0], sampling))
     return visits @ (jnp.exp(log_p) * (log_p - of_teacher)).sum(-1)
 
-  def found(**kl):
-    nothing = jnp.zeros(7)
-    options = dict(ref_lm=ref_lm, rewards=nothing, **kl)
+  def step(**kl):
+    options = {"ref_lm": ref_lm, "rewards": jnp.zeros(7)} | kl
     return expected_step(
       lm, table, 1, "vanilla", reference, 0.7, sampling, **options
     )
 
   expected = -0.7 * jax.jit(jax.grad(divergence))(table)
-  exact = found(kl="exact", kl_placement="loss")
+  exact = step(kl="exact", kl_placement="loss")
   np.testing.assert_allclose(exact, expected, atol=2e-6)
   assert jnp.abs(expected).max() > 0.05
-  estimate = found(kl="k3", kl_placement="ratio")
+  estimate = step(kl="k3", kl_placement="ratio")
   np.testing.assert_allclose(estimate, exact, atol=2e-6)
+
+
+# Samples of another policy.
+
+GROUPS = all_groups(3)
+RNG = np.random.default_rng(0)
+POLICY = RNG.normal(size=(4, 3))
+SAMPLER = POLICY + 0.4 * RNG.normal(size=(4, 3))
+# Their own reward does not reach the baseline, or scales all advantages alike.
+EXACT = (
+  "vanilla leave_one_out dr_grpo shrinkage beta_binomial length_weighted "
+  "score_weighted optimal_token_baseline"
+).split()
+
+
+def advantages_of(name, sampled):
+  """Advantages [groups, 3, 2] of tokens; other prompts' rewards are fixed."""
+  others = jnp.array([[0.1, 0.9, 0.4], [0.8, 0.6, 0.3]])
+  score_sq = jnp.where(MASK, jnp.expm1(sampled) ** 2, 0)
+
+  def one(group):
+    def of_batch(x):  # the other prompts have the first group's completions
+      fixed = jnp.asarray(x)[GROUPS[:2] + 2]
+      return jnp.concatenate([jnp.asarray(x)[group][None], fixed])
+
+    offered = {"k": 2, "lengths": of_batch(MASK.sum(-1))}
+    offered |= {"sampled": of_batch(MASK), "token_score_sq": of_batch(score_sq)}
+    offered["logit_score_sq"] = of_batch(score_sq.sum(-1))
+    rewards = jnp.concatenate([REWARDS[group][None], others])
+    advantages = bind(ADVANTAGES[name], **offered)(rewards)
+    return jnp.broadcast_to(advantages[0].reshape(3, -1), (3, 2))
+
+  return jax.vmap(one)(jnp.asarray(GROUPS))
+
+
+def expected_gradient(name, sampler, correction, sampling=Sampling()):
+  """Expected gradient estimate by the groups that `sampler` writes."""
+  sampled = logprobs(sampler, sampling)
+  policy = functools.partial(logprobs, sampling=sampling, keep=jnp.asarray(IDS))
+  log_ratio = policy(POLICY) - sampled
+  weights = jnp.ones((7, 2))
+  if correction != "none":
+    bounds = (0.8, 1.2) if correction == "geometric_mask" else (0.0, np.inf)
+    mask = jnp.asarray(MASK)[None]
+    weights = is_weights(log_ratio[None], mask, correction, *bounds)[0][0]
+  scores = jax.jacobian(policy)(jnp.asarray(POLICY))  # [7, 2, 4, 3]
+  weighed = weights[..., None, None] * scores
+  probability = jnp.exp(sampled.sum(-1))[GROUPS].prod(-1)
+  advantages = advantages_of(name, sampled)
+  estimate = jnp.einsum("ngt,ngtab->nab", advantages, weighed[GROUPS]) / 3
+  return jnp.tensordot(probability, estimate, 1)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_corrections_of_whole_sequences_are_exact_for_some(name):
+  """Unbounded, for baselines of the others; token weights for none."""
+
+  @jax.jit
+  def all_of_them():
+    own = expected_gradient(name, POLICY, "none")
+    return own, [expected_gradient(name, SAMPLER, x) for x in CORRECTIONS]
+
+  own, gradients = all_of_them()
+  size = np.linalg.norm(own)
+  for correction, gradient in zip(CORRECTIONS, gradients, strict=True):
+    error = np.linalg.norm(gradient - own) / size
+    if name in EXACT and correction.startswith("sequence_"):
+      assert error < 1e-5, correction
+    else:
+      assert error > 1e-3, correction
+  assert not set(EXACT) & set(OF_SUBSETS)
+
+
+@pytest.mark.parametrize(
+  "cut", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4}], ids=str
+)
+def test_a_sampler_with_another_cut_leaves_a_bias(cut):
+  case = lambda *x: lambda: expected_gradient("vanilla", *x, Sampling(**cut))
+  own = jax.jit(case(POLICY, "none"))()
+  corrected = jax.jit(case(SAMPLER, "sequence_truncate"))()
+  assert np.linalg.norm(corrected - own) > 0.01 * np.linalg.norm(own)
+
+
+OTHER_SAMPLERS = {
+  "correction": {"loss.correction": "token_truncate"},
+  "ahead": {"sampling.ahead": 1, "optim.minibatches": 2},
+  "int8": {"sampling.cache_dtype": "int8", "optim.minibatches": 2},
+}
+
+
+@pytest.mark.parametrize("sampler", OTHER_SAMPLERS)
+@pytest.mark.parametrize("advantage", OF_SUBSETS)
+def test_subsets_of_another_policys_samples_are_refused(advantage, sampler):
+  config = default_job()
+  config.update_from_flattened_dict(OTHER_SAMPLERS[sampler])
+  from_config(config)
+  config.advantage = advantage
+  words = f"advantage = '{advantage}': compares subsets .*{sampler}"
+  with pytest.raises(ValueError, match=words):
+    from_config(config)
+
+
+def test_the_update_refuses_subsets_by_name_and_by_function(tabular):
+  wrapped = functools.partial(ADVANTAGES["max_at_k"], k=2)
+  for advantage in ("max_rl", ADVANTAGES["pairwise_rank"], wrapped):
+    objective = Objective(advantage=advantage, correction="sequence_mask")
+    with pytest.raises(ValueError, match="compares subsets of a group"):
+      make_update(tabular.lm(1, 3), optax.sgd(1.0), objective)

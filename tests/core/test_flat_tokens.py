@@ -9,13 +9,8 @@ from grpojax.core.packing import flat_tokens
 from grpojax.core.packing.flat_tokens import FlatTokens
 
 KEY = jax.random.key(0)
-REAL = np.array(
-  [
-    [[1, 1, 1, 0], [0, 0, 0, 0]],
-    [[1, 1, 0, 1], [1, 0, 0, 0]],
-  ],
-  bool,
-)
+REAL = [[[1, 1, 1, 0], [0, 0, 0, 0]], [[1, 1, 0, 1], [1, 0, 0, 0]]]
+REAL = np.array(REAL, bool)
 
 
 def test_an_index_by_hand():
@@ -35,7 +30,6 @@ def test_an_index_by_hand():
 
 @pytest.mark.parametrize("devices, size", [(1, 9), (2, 4)])
 def test_tokens_there_and_back_without_a_scatter(devices, size):
-  """Values and gradients, against products with matrices that choose."""
   index = flat_tokens.find_tokens(jnp.asarray(REAL), devices, size)
   choose = np.zeros((devices, size, devices, 16 // devices))
   for device, real in enumerate(REAL.reshape(devices, -1)):

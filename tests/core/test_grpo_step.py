@@ -26,13 +26,8 @@ PROMPTS = Prompts(
   weights=jnp.array([1.0, 2.0, 0.5, 1.0]),
 )
 SAMPLING = Sampling(temperature=1.2, top_k=4)
-OBJECTIVE = Objective(
-  advantage="dr_grpo",
-  weighting="sequence_mean",
-  beta=0.05,
-  kl="k1",
-  kl_placement="reward",
-)
+PENALTY = {"beta": 0.05, "kl": "k1", "kl_placement": "reward"}
+OBJECTIVE = Objective("dr_grpo", weighting="sequence_mean", **PENALTY)
 OPTIONS = UpdateOptions(
   epochs=2, minibatches=2, micro_batches=2, max_grad_norm=0.5
 )
@@ -49,24 +44,17 @@ def chain_step(tabular):
   """A step of a chain, its first state and its reference."""
   lm, tx = tabular.lm(2, 5), optax.adam(0.2)
   params, ref = (lm.init(key) for key in jax.random.split(KEY))
-  step = make_grpo_step(
-    lm,
-    tx,
-    share_of_target,
-    **SETTINGS,
-    objective=OBJECTIVE,
-    update=OPTIONS,
-    sampling=SAMPLING,
-  )
+  options = {"objective": OBJECTIVE, "update": OPTIONS, "sampling": SAMPLING}
+  step = make_grpo_step(lm, tx, share_of_target, **SETTINGS, **options)
   state = init_state(params, tx, KEY)
   return lm, tx, step, jax.jit(step), state, ref
 
 
-def close(a, b, atol=1e-6):
+def close(a, b):
   def leaf(a, b):
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
       a, b = jax.random.key_data(a), jax.random.key_data(b)
-    np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5)
+    np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
 
   jax.tree.map(leaf, a, b)
 
@@ -80,32 +68,26 @@ def test_a_step_is_its_three_parts(chain_step):
   key = jax.random.fold_in(state.key, 1)
   samples = jax.jit(draw)(state.params, PROMPTS, key)
   rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
-  batch = jax.jit(
-    lambda samples, rewards: make_batch(
-      lm,
-      samples,
-      rewards,
-      OBJECTIVE,
-      options=OPTIONS,
-      sampling=SAMPLING,
-      ref_params=ref,
-      prompt_weights=PROMPTS.weights,
-    )
-  )(samples, rewards)
+  settings = {"options": OPTIONS, "sampling": SAMPLING, "ref_params": ref}
+  settings["prompt_weights"] = PROMPTS.weights
+  of_batch = functools.partial(make_batch, lm, objective=OBJECTIVE, **settings)
+  batch = jax.jit(of_batch)(samples, rewards)
   update = make_update(lm, tx, OBJECTIVE, OPTIONS, SAMPLING)
   expected, parts = jax.jit(update)(state, batch)
-  close(got, expected, atol=1e-5)
+  close(got, expected)
   drawn = jax.jit(rollout_metrics)(samples, rewards)
-  close(metrics, drawn | parts, atol=1e-5)
+  close(metrics, drawn | parts)
   assert got.step == 2 and got.prompts_consumed == 8
   assert metrics["grad_norm"] > 0
 
 
 @pytest.mark.slow
 def test_a_second_step_compiles_nothing(chain_step):
-  _, _, whole, _, state, ref = chain_step
+  """The first state can be donated."""
+  _, tx, whole, _, state, ref = chain_step
+  params = jax.tree.map(jnp.copy, state.params)
+  state = init_state(params, tx, jax.random.key(5))
   step = jax.jit(whole, donate_argnums=0)
-  state = jax.tree.map(jnp.copy, state)
   for _ in range(3):
     state, _ = step(state, PROMPTS, ref)
   assert step._cache_size() == 1
@@ -113,16 +95,12 @@ def test_a_second_step_compiles_nothing(chain_step):
 
 def test_steps_can_be_scanned_and_learn(chain_step):
   _, _, whole, step, state, ref = chain_step
-  scan = jax.jit(
-    lambda state: jax.lax.scan(
-      lambda state, _: whole(state, PROMPTS, ref), state, length=40
-    )
-  )
-  last, metrics = scan(state)
+  one = lambda state, _: whole(state, PROMPTS, ref)
+  last, metrics = jax.jit(lambda x: jax.lax.scan(one, x, length=40))(state)
   looped = state
   for i in range(2):
     looped, one = step(looped, PROMPTS, ref)
-    close(jax.tree.map(lambda x, i=i: x[i], metrics), one, atol=1e-5)
+    close(jax.tree.map(lambda x, i=i: x[i], metrics), one)
   assert last.step == 40 and last.prompts_consumed == 160
   reward = np.asarray(metrics["reward_mean"])
   assert reward[-5:].mean() > reward[:5].mean() + 0.2
@@ -133,77 +111,33 @@ def test_steps_can_be_mapped_over_seeds(chain_step):
   _, _, whole, step, state, ref = chain_step
   keys = jax.random.split(KEY, 3)
   states = jax.vmap(lambda key: state.replace(key=key))(keys)
-  mapped, metrics = jax.jit(jax.vmap(lambda state: whole(state, PROMPTS, ref)))(
-    states
-  )
+  every = jax.vmap(lambda state: whole(state, PROMPTS, ref))
+  mapped, metrics = jax.jit(every)(states)
   for i, key in enumerate(keys):
     expected = step(state.replace(key=key), PROMPTS, ref)
-    got = jax.tree.map(lambda x, i=i: x[i], (mapped, metrics))
-    close(got, expected, atol=1e-5)
+    close(jax.tree.map(lambda x, i=i: x[i], (mapped, metrics)), expected)
   assert len(np.unique(metrics["reward_mean"])) > 1
 
 
 @pytest.mark.slow
-def test_every_step_samples_anew(tabular):
-  """Two steps on the same prompts with the same policy."""
-  lm, tx = tabular.lm(2, 5), optax.sgd(0.0)
-
-  def fingerprint(samples, _):
-    code = jnp.sin(1.0 + samples.completion_ids * (1 + jnp.arange(4)))
-    return jnp.sum(code * samples.completion_mask, -1)
-
-  step = make_grpo_step(lm, tx, fingerprint, **SETTINGS)
-  state = init_state(lm.init(KEY), tx, KEY)
-  _, metrics = jax.jit(
-    lambda state: jax.lax.scan(
-      lambda state, _: step(state, PROMPTS), state, length=5
-    )
-  )(state)
-  assert len(np.unique(metrics["reward_mean"])) == 5
-  assert (metrics["kl"] == 0).all() and (metrics["ratio_max"] == 1).all()
-
-
-def test_the_first_state_can_be_donated(tiny):
-  state = init_state(tiny.params, optax.adam(1e-3), jax.random.key(0))
-  state = state.replace(params={})  # the fixture's, which others need
-  donated = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
-  assert int(donated(state).step) == 1
-
-
-@pytest.mark.slow
-def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
-  """From `make_batch`, and inside the whole step; those bound already stay."""
-  lm, asked = tabular.lm(2, 5), []
-
-  def advantage(rewards, lengths):
-    asked.append(lengths)
-    return rewards * lengths
-
+def test_an_advantage_gets_lengths_and_a_bound(tabular):
+  """From `make_batch`, and inside the whole step."""
+  lm, tx = tabular.lm(2, 5), optax.sgd(0.1)
   params = lm.init(KEY)
   draw = functools.partial(rollout, lm, **SETTINGS)
   samples = jax.jit(draw)(params, PROMPTS, KEY)
   rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
-  lengths = np.asarray(samples.completion_mask).sum(-1)
-  assert len(np.unique(lengths)) > 1
-  for f, factor in (
-    (advantage, lengths),
-    (functools.partial(advantage, lengths=2), 2),
-    (jnp.negative, -1),
-  ):
-    objective = Objective(advantage=f)
-    found = make_batch(lm, samples, rewards, objective).advantages
-    np.testing.assert_allclose(found, rewards * factor, rtol=1e-6)
-    objective = Objective(advantage=f, advantage_clip=0.3)
-    bounded = make_batch(lm, samples, rewards, objective).advantages
-    np.testing.assert_allclose(bounded, np.clip(found, -0.3, 0.3), rtol=1e-6)
-    assert (bounded != found).any()
-  tx = optax.sgd(0.1)
-  step = make_grpo_step(
-    lm,
-    tx,
-    share_of_target,
-    **SETTINGS,
-    objective=Objective(advantage="length_weighted"),
-  )
+  lengths = samples.completion_mask.sum(-1)
+  advantage = lambda rewards, lengths: rewards * lengths
+  for bound in (0.0, 0.3):
+    objective = Objective(advantage=advantage, advantage_clip=bound)
+    batch = make_batch(lm, samples, rewards, objective)
+    largest = bound or np.inf
+    expected = np.clip(rewards * lengths, -largest, largest)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
+  assert (expected != rewards * lengths).any()
+  objective = Objective(advantage="length_weighted")
+  settings = SETTINGS | {"objective": objective}
+  step = make_grpo_step(lm, tx, share_of_target, **settings)
   state, metrics = jax.jit(step)(init_state(params, tx, KEY), PROMPTS)
   assert metrics["skipped_updates"] == 0 and metrics["grad_norm"] > 0

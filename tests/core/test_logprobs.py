@@ -1,16 +1,10 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.logprobs import (
-  Reference,
-  logprobs_and_load,
-  token_logprobs,
-)
+from grpojax.core.logprobs import Reference, logprobs_and_load, token_logprobs
 from grpojax.core.types import LM, Prefix
 
 RNG = np.random.default_rng(0)
@@ -43,6 +37,9 @@ def test_closed_form_on_a_markov_chain(tabular, sampling):
   p = np.exp(log_p)
   surprise = np.where(p > 0, -p * np.where(p > 0, log_p, 0), 0)
   np.testing.assert_allclose(entropy, surprise.sum(-1), atol=1e-5)
+  tokens = PROMPTS, PROMPT_MASK, IDS
+  total = lambda params: token_logprobs(lm, params, *tokens)[1].sum()
+  np.testing.assert_array_equal(jax.grad(total)(table), 0)  # no gradient
 
 
 def with_gradient(lm, params, ids, **options):
@@ -62,47 +59,40 @@ def with_gradient(lm, params, ids, **options):
 
 @pytest.mark.slow
 def test_chunk_size_changes_nothing(tiny):
-  def run(size):
-    return jax.jit(
-      lambda params: with_gradient(tiny.lm, params, IDS, chunk_size=size)
-    )(tiny.params)
-
-  (_, expected), gradient = run(T)
-  (_, out), out_gradient = run(3)
-  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
-  close = lambda a, b, atol: np.testing.assert_allclose(a, b, atol=atol)
-  jax.tree.map(functools.partial(close, atol=1e-6), out, expected)
-  jax.tree.map(
-    functools.partial(close, atol=1e-6 * scale), out_gradient, gradient
+  run = jax.jit(
+    lambda params, size: with_gradient(tiny.lm, params, IDS, chunk_size=size),
+    static_argnums=1,
   )
+  (_, expected), gradient = run(tiny.params, T)
+  (_, out), out_gradient = run(tiny.params, 3)
+  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
+  jax.tree.map(close, out, expected)
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * scale)
+  jax.tree.map(close, out_gradient, gradient)
 
 
 @pytest.mark.parametrize("term", ["", "entropy_gradient", "reference"])
 def test_memory_at_a_vocabulary_of_152_thousand(term):
-  """At most four arrays as large as a chunk's logits; all of them are 1e10.
-
-  With the gradient of the entropy it is one more, with a KL divergence none.
-  """
+  """At most four arrays of a chunk's logits, one more for the entropy's."""
   chunk, vocab = 512, 151_936
   lm = LM(
-    init=lambda key: None,
+    init=None,
     prefill=lambda params, ids, mask: Prefix(params[ids[:, 0]], ids, None),
     extend=lambda params, prefix, ids, **_: (params[ids], None),
     unembed=lambda params, hidden: hidden @ params.T,
-    init_cache=lambda b, g, t: None,
+    init_cache=None,
   )
   params = jax.ShapeDtypeStruct((vocab, 16), jnp.float32)
   ids = jax.ShapeDtypeStruct((B, 1, 4096), jnp.int32)
   hidden = jax.ShapeDtypeStruct((*ids.shape, 16), jnp.float32)
 
   @jax.jit
-  def function(params, ids, ref_params, hidden):
-    terms = {
-      "": {},
-      "entropy_gradient": {"entropy_gradient": True},
-      "reference": {"reference": Reference(lm, ref_params, hidden)},
-    }
-    return with_gradient(lm, params, ids, chunk_size=chunk, **terms[term])
+  def function(params, ids, *reference):
+    options = {term: True} if term else {}
+    if term == "reference":
+      options[term] = Reference(lm, *reference)
+    return with_gradient(lm, params, ids, chunk_size=chunk, **options)
 
   compiled = function.lower(params, ids, params, hidden).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
@@ -121,23 +111,10 @@ def test_gradients_are_added_up_in_float32():
     init_cache=None,
   )
   ids = jnp.zeros((1, 1, tokens), int)
-  mask = jnp.ones((1, 1), bool)
+  batch = ids[0, :, :1], jnp.ones((1, 1), bool), ids
 
   def total(params):
-    logprobs, _ = token_logprobs(
-      lm, params, ids[0, :, :1], mask, ids, chunk_size=1
-    )
-    return logprobs.sum()
+    return token_logprobs(lm, params, *batch, chunk_size=1)[0].sum()
 
   gradient = jax.grad(total)(jnp.zeros((1, vocab), jnp.bfloat16))
   np.testing.assert_array_equal(gradient[0], tokens * (np.eye(4)[0] - 0.25))
-
-
-def test_no_gradient_flows_through_the_entropy(tabular):
-  lm = tabular.lm(V, V)
-
-  def entropy(params):
-    return token_logprobs(lm, params, PROMPTS, PROMPT_MASK, IDS)[1].sum()
-
-  table = lm.init(jax.random.key(0))
-  np.testing.assert_array_equal(jax.grad(entropy)(table), 0)

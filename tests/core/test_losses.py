@@ -1,8 +1,4 @@
-"""Weightings, ratios and the loss: what they weigh, and hostile numbers.
-
-That the losses are TRL's and verl's is in test_other_losses.py, the gradients
-of their KL terms are in test_kl.py.
-"""
+"""Weightings, ratios and the loss: what they weigh, and hostile numbers."""
 
 import itertools
 
@@ -72,24 +68,17 @@ def test_on_policy_gradient_is_reinforce(with_old):
   weights = losses.sequence_mean(mask)
   expected = -weights * jnp.where(mask, rewards[..., None], 0)
 
+  cases = [{"surrogate": s} for s in SURROGATES.values()]
+  cases.append({"clip_low": 0.0, "clip_high": 0.0})
+
   @jax.jit
   def all_gradients(logprobs):
-    def loss(x, ratio, surrogate, settings):
-      return losses.grpo_loss(
-        x,
-        rewards,
-        weights,
-        mask,
-        logprobs if with_old else None,
-        ratio=ratio,
-        surrogate=surrogate,
-        **settings,
-      )
+    def loss(x, settings):
+      old = logprobs if with_old else None
+      return losses.grpo_loss(x, rewards, weights, mask, old, **settings)
 
-    cases = [(s, {}) for s in SURROGATES.values()]
-    cases.append((surrogates.clipped, {"clip_low": 0.0, "clip_high": 0.0}))
     return [
-      jax.grad(loss, has_aux=True)(logprobs, ratio, *case)
+      jax.grad(loss, has_aux=True)(logprobs, {"ratio": ratio} | case)
       for ratio in RATIOS.values()
       for case in cases
     ]
@@ -104,10 +93,9 @@ def test_only_logprobs_are_differentiated():
   logprobs, old, ref, rewards, mask = random_case(3)
   weights = losses.token_mean(mask)
 
-  def loss(rewards, old, ref):
-    return losses.grpo_loss(
-      logprobs, rewards, weights, mask, old, ref, beta=0.5
-    )[0]
+  def loss(rewards, *others):
+    args = logprobs, rewards, weights, mask, *others
+    return losses.grpo_loss(*args, beta=0.5)[0]
 
   for gradient in jax.jit(jax.grad(loss, (0, 1, 2)))(rewards, old, ref):
     assert (gradient == 0).all()
@@ -124,31 +112,23 @@ def test_kl_term_and_what_is_logged():
   plain, _ = losses.grpo_loss(*args)
   logged = np.where(mask, k3(logprobs, ref), 0)
   for kl, correction in KL:
-    found, aux = losses.grpo_loss(
-      *args, kl=kl, beta=0.5, kl_correction=correction
-    )
+    options = {"kl": kl, "beta": 0.5, "kl_correction": correction}
+    found, aux = losses.grpo_loss(*args, **options)
     term = kl(logprobs, ref) * (jnp.exp(logprobs - old) if correction else 1.0)
-    np.testing.assert_allclose(
-      found, plain + 0.5 * (weights * term).sum(), rtol=1e-5, atol=1e-6
-    )
+    expected = plain + 0.5 * (weights * term).sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["kl"], logged, rtol=1e-4, atol=1e-6)
   _, aux = losses.grpo_loss(*args[:-1])  # without a reference
   assert (aux["kl"] == 0).all()
 
 
-def test_a_kl_term_needs_a_reference():
-  logprobs, old, _, rewards, mask = random_case(6)
-  with pytest.raises(ValueError, match="needs ref_logprobs"):
-    losses.grpo_loss(
-      logprobs, rewards, losses.token_mean(mask), mask, old, beta=0.1
-    )
-
-
-def test_shapes_that_only_broadcast_are_refused():
-  # Without the run-time annotation checks, which only tests have.
-  loss = getattr(losses.grpo_loss, "__wrapped__", losses.grpo_loss)
+def test_what_does_not_fit_is_refused():
   logprobs, old, _, rewards, mask = random_case(7)
   weights = losses.token_mean(mask)
+  with pytest.raises(ValueError, match="needs ref_logprobs"):
+    losses.grpo_loss(logprobs, rewards, weights, mask, old, beta=0.1)
+  # Without the run-time annotation checks, which only tests have.
+  loss = getattr(losses.grpo_loss, "__wrapped__", losses.grpo_loss)
   for bad in (
     (logprobs, rewards[:, :1], weights, mask, old),
     (logprobs, rewards, weights[:1], mask, old),
@@ -179,21 +159,12 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
   mask = mask.at[2, 1].set(False)
   weights = losses.sequence_mean(mask)
 
+  functions = {"ratio": RATIOS[ratio], "surrogate": SURROGATES[surrogate]}
+  functions |= {"kl": kl[0], "kl_correction": kl[1]}
+
   def loss(logprobs, old, ref, rewards):
-    old = None if on_policy else old
-    return losses.grpo_loss(
-      logprobs,
-      rewards,
-      weights,
-      mask,
-      old,
-      ref,
-      ratio=RATIOS[ratio],
-      surrogate=SURROGATES[surrogate],
-      kl=kl[0],
-      beta=0.1,
-      kl_correction=kl[1],
-    )
+    args = logprobs, rewards, weights, mask, None if on_policy else old, ref
+    return losses.grpo_loss(*args, beta=0.1, **functions)
 
   outcome = jax.jit(jax.value_and_grad(loss, has_aux=True))
   clean = outcome(logprobs, old, ref, rewards)
@@ -216,13 +187,10 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
 def test_dtypes(dtype):
   *arrays, mask = random_case(10)
   logprobs, old, ref, rewards = (x.astype(dtype) for x in arrays)
-  value, aux = losses.grpo_loss(
-    logprobs, rewards, losses.token_mean(mask), mask, old, ref, beta=0.1
-  )
+  args = logprobs, rewards, losses.token_mean(mask), mask, old, ref
+  value, aux = losses.grpo_loss(*args, beta=0.1)
   assert value.shape == () and value.dtype == jnp.float32
-  assert {k: (v.shape, v.dtype.name) for k, v in aux.items()} == {
-    "ratio": (mask.shape, "float32"),
-    "kl": (mask.shape, "float32"),
-    "clip_fraction_low": (mask.shape, "bool"),
-    "clip_fraction_high": (mask.shape, "bool"),
-  }
+  assert all(x.shape == mask.shape for x in aux.values())
+  names = {"ratio": "float32", "kl": "float32"}
+  names |= dict.fromkeys(("clip_fraction_low", "clip_fraction_high"), "bool")
+  assert {k: v.dtype.name for k, v in aux.items()} == names

@@ -17,23 +17,16 @@ normalize_then_sum = jax.jit(
   multi_reward.normalize_then_sum, static_argnames="epsilon"
 )
 NAN = np.nan
-TRL = json.loads(
-  pathlib.Path(__file__).with_name("other_losses.json").read_text()
-)
-TRL = TRL["trl_several_rewards"]  # by other_losses.py
+FILE = pathlib.Path(__file__).with_name("other_losses.json")
+TRL = json.loads(FILE.read_text())["trl_several_rewards"]  # by other_losses.py
 WEIGHTS = jnp.array(TRL["weights"])
 VALUES = jnp.array(TRL["rewards"]).T.reshape(3, 3, 4)  # there [B * G, K]
 EXPECTED = {k: np.reshape(x, (3, 4)) for k, x in TRL["advantages"].items()}
 
 
-def gdpo(values, weights, epsilon=1e-6):
-  """The paper's two normalisations."""
-  total = normalize_then_sum(values, weights, epsilon=epsilon)
-  return advantages.batch_std(total, epsilon=epsilon)
-
-
 def test_it_is_trls_normalize_then_sum():
-  found = jax.jit(lambda v: gdpo(v, WEIGHTS, epsilon=1e-4))(VALUES)
+  total = normalize_then_sum(VALUES, WEIGHTS, epsilon=1e-4)
+  found = advantages.batch_std(total, epsilon=1e-4)
   np.testing.assert_allclose(found, EXPECTED["normalize_then_sum"], atol=2e-6)
 
 
@@ -60,9 +53,8 @@ def test_who_has_nothing_to_say_takes_no_side():
 
 
 def test_what_does_not_fit_is_refused():
-  with pytest.raises(
-    ValueError, match=r"one weight a reward .*\(3,\), not \(2"
-  ):
+  words = r"one weight a reward .*\(3,\), not \(2"
+  with pytest.raises(ValueError, match=words):
     multi_reward.normalize_then_sum(VALUES, [1.0, 2.0])
   with pytest.raises(ValueError, match="group size G >= 2"):
     multi_reward.normalize_then_sum(jnp.ones((2, 3, 1)), [1.0, 2.0])

@@ -17,16 +17,13 @@ from grpojax.core import mesh as mesh_lib
 DIRECTORY = pathlib.Path(__file__).parent
 
 
+PACKED = pytest.param("packed_on_mesh.py", marks=pytest.mark.long)
+PROGRAMS = ["sharded_sampling.py", "sharded_by_size.py", PACKED]
+PROGRAMS.append("environment_on_mesh.py")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "program",
-  [
-    "sharded_sampling.py",
-    "sharded_by_size.py",
-    pytest.param("environment_on_mesh.py", marks=pytest.mark.slow),
-    pytest.param("packed_on_mesh.py", marks=pytest.mark.long),
-  ],
-)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_eight_devices_compute_what_one_does(program):
   """And send each other nothing that is large."""
   environment = {
@@ -56,25 +53,23 @@ def trace(mesh):
 
 
 @pytest.mark.parametrize(
-  "kind, name",
-  [(AxisType.Auto, "dp"), (AxisType.Explicit, "data")],
+  "mesh, warned",
+  [
+    (abstract_mesh(dp=8), "dp=8"),
+    (abstract_mesh(AxisType.Explicit, data=8), "data=8"),
+    (abstract_mesh(data=8), ""),
+    (abstract_mesh(dp=1), ""),
+    (abstract_mesh(dp=2, tensor=4), ""),
+  ],
 )
-def test_a_mesh_of_other_axes_warns_once(kind, name):
-  mesh = abstract_mesh(kind, **{name: 8})
-  with pytest.warns(UserWarning, match=f"{name}=8 .* data, fsdp, expert, tens"):
-    trace(mesh)
+def test_a_mesh_of_other_axes_warns_once(mesh, warned):
+  if warned:
+    words = f"{warned} .* data, fsdp, expert, tens"
+    with pytest.warns(UserWarning, match=words):
+      trace(mesh)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     trace(mesh)
-
-
-@pytest.mark.parametrize(
-  "mesh", [{"data": 8}, {"dp": 1}, {"dp": 2, "tensor": 4}]
-)
-def test_a_mesh_that_splits_arrays_does_not_warn(mesh):
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    trace(abstract_mesh(**mesh))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The losses are those of TRL and verl: values and gradients of their own code.
 
-What they computed is in other_losses.json; other_losses.py says how it was made
-and what each name means.
+Their numbers are in other_losses.json, made by other_losses.py.
 """
 
 import functools
@@ -15,6 +14,7 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.advantages import optimal_token_baseline, reinforce_plus_plus
+from grpojax.core.binding import bind
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import surrogates
 from grpojax.core.losses.rollout_correction import is_weights
@@ -23,8 +23,11 @@ from grpojax.core.objective import Objective
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
 MADE = json.loads(FILE.read_text())
 RATIO, SURROGATE = surrogates.RATIOS, surrogates.SURROGATES
-CISPO = {"surrogate": SURROGATE["cispo"]}
-SAPO = {"surrogate": SURROGATE["sapo"]}
+CISPO, SAPO, GMPO, DRO, TV, KL = (
+  {"surrogate": SURROGATE[name]}
+  for name in ("cispo", "sapo", "gmpo", "dro", "dppo_tv", "dppo_kl")
+)
+GSPO = {"ratio": RATIO["sequence_ratio"]}
 VESPO = {"surrogate": SURROGATE["vespo"], "ratio": RATIO["trajectory_ratio"]}
 LOSS_TYPES = {  # TRL's: our weighting, and settings of grpo_loss
   "grpo": ("sequence_mean", {}),
@@ -49,41 +52,24 @@ VERL = {
   "vanilla dual": ("token_mean", {"dual_clip": 1.25}),
   "vanilla sum": ("sequence_sum", {}),
   "vanilla norm": ("fixed_length", {}),
-  "gspo": (
-    "sequence_mean",
-    {"ratio": RATIO["sequence_ratio"], "clip_low": 0.1, "clip_high": 0.15},
-  ),
+  "gspo": ("sequence_mean", GSPO | {"clip_low": 0.1, "clip_high": 0.15}),
   "gmpo": (
     "sequence_mean",
-    {
-      "surrogate": SURROGATE["gmpo"],
-      "gmpo_clip_low": 0.4,
-      "gmpo_clip_high": 0.3,
-    },
+    GMPO | {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.3},
   ),
   "cispo": ("token_mean", CISPO | {"cispo_min": 0.6, "cispo_max": 1.5}),
   "sapo": (
     "sequence_mean",
     SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
   ),
-  "dro": ("token_mean", {"surrogate": SURROGATE["dro"], "dro_beta": 0.3}),
+  "dro": ("token_mean", DRO | {"dro_beta": 0.3}),
   "dppo_tv": (
     "token_mean",
-    {
-      "surrogate": SURROGATE["dppo_tv"],
-      "dppo_low": 0.05,
-      "dppo_high": 0.1,
-      "dppo_ratio_max": 1.6,
-    },
+    TV | {"dppo_low": 0.05, "dppo_high": 0.1, "dppo_ratio_max": 1.6},
   ),
   "dppo_kl": (
     "token_mean",
-    {
-      "surrogate": SURROGATE["dppo_kl"],
-      "dppo_low": 0.001,
-      "dppo_high": 0.08,
-      "dppo_ratio_max": 20.0,
-    },
+    KL | {"dppo_low": 0.001, "dppo_high": 0.08, "dppo_ratio_max": 20.0},
   ),
 }
 CASES = [(theirs, name) for theirs in ("trl", "verl") for name in MADE[theirs]]
@@ -98,20 +84,17 @@ def our_settings(theirs, name):
   weighting, settings = LOSS_TYPES[changes.pop("loss_type", "dapo")]
   names = NAMES | {"epsilon_high": "cispo_max"} if "cispo" in name else NAMES
   if changes.pop("importance_sampling_level", "token") == "sequence":
-    settings = settings | {"ratio": RATIO["sequence_ratio"]}
+    settings = settings | GSPO
   return weighting, settings | {names.get(k, k): x for k, x in changes.items()}
 
 
 def given():
   """Two prompts of three completions; junk on padding."""
-  made = {name: np.asarray(x) for name, x in MADE["given"].items()}
-  mask = made.pop("mask")
-  advantages = made.pop("advantages")
-  tokens = {k: np.where(mask, x, np.nan) for k, x in made.items()}
-  shaped = {k: x.reshape(2, 3, 5) for k, x in tokens.items()}
-  shaped |= {"mask": mask.reshape(2, 3, 5)}
-  shaped |= {"advantages": advantages.reshape(2, 3)}
-  return {k: jnp.asarray(x) for k, x in shaped.items()}
+  made = {k: np.reshape(x, (2, 3, -1)) for k, x in MADE["given"].items()}
+  mask, advantages = made.pop("mask"), made.pop("advantages")[..., 0]
+  arrays = {k: np.where(mask, x, np.nan) for k, x in made.items()}
+  arrays |= {"mask": mask, "advantages": advantages}
+  return {k: jnp.asarray(x) for k, x in arrays.items()}
 
 
 def ours(
@@ -119,42 +102,32 @@ def ours(
 ):
   """The loss as `make_update` puts it together, of a single part."""
   of = given()
-  mask, kept = of["mask"], of["mask"]
-  if weighting == "fixed_length":
-    weights = losses.fixed_length(mask, 8)
-  else:
-    weights = losses.WEIGHTINGS[weighting](mask)
+  mask, counted = of["mask"], of["mask"]
+  weights = bind(losses.WEIGHTINGS[weighting], length=8)(mask)
   if share < 1:
     entropies = jax.lax.stop_gradient(entropy)
-    kept = entropy_lib.highest_entropy(entropies, mask, share)
-    settings["token_mask"] = kept
-  value, _ = losses.grpo_loss(
-    logprobs,
-    of["advantages"],
-    weights,
-    mask,
-    None if on_policy else of["old_logprobs"],
-    of["ref_logprobs"],
-    **settings,
-  )
-  return value - bonus * entropy_lib.mean_entropy(entropy, kept)
+    counted = entropy_lib.highest_entropy(entropies, mask, share)
+    settings["token_mask"] = counted
+  args = logprobs, of["advantages"], weights, mask
+  old = None if on_policy else of["old_logprobs"]
+  value, _ = losses.grpo_loss(*args, old, of["ref_logprobs"], **settings)
+  return value - bonus * entropy_lib.mean_entropy(entropy, counted)
 
 
 @pytest.mark.parametrize("theirs, name", CASES)
 def test_values_and_gradients(theirs, name, float64):
   expected = MADE[theirs][name]
   weighting, settings = our_settings(theirs, name)
+  settings = settings | {"on_policy": "on-policy" in name}
   loss = functools.partial(ours, weighting=weighting, **settings)
   arrays = given()["logprobs"], given()["entropy"]
-  value, gradients = jax.value_and_grad(loss, (0, 1))(
-    *arrays, on_policy="on-policy" in name
-  )
+  value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
   # Weights are float32; what they weigh is of the size of 1, and may cancel.
   np.testing.assert_allclose(value, expected["loss"], rtol=1e-6, atol=1e-7)
   for gradient, key in zip(gradients, ("logprobs", "entropy"), strict=True):
-    wanted = np.array(expected.get(f"by_{key}", np.zeros(30)))
+    theirs_ = np.array(expected.get(f"by_{key}", np.zeros(30))).reshape(-1)
     np.testing.assert_allclose(
-      gradient.reshape(-1), wanted.reshape(-1), rtol=1e-6, atol=1e-9
+      gradient.reshape(-1), theirs_, rtol=1e-6, atol=1e-9
     )
 
 
@@ -165,12 +138,9 @@ def test_token_baselines_are_verls(name, float64):
   shaped = lambda key: jnp.asarray(made[key]).reshape(2, 3, -1)
   sampled = shaped("holes") > 0 if name else of["mask"]
   p = jnp.exp(jnp.asarray(MADE["given"]["old_logprobs"])).reshape(2, 3, 5)
+  of_tokens = 1 - 2 * p + shaped("sum_of_squares"), sampled
   advantages = optimal_token_baseline(
-    shaped("rewards")[..., 0],
-    1 - 2 * p + shaped("sum_of_squares"),
-    sampled,
-    power=1.0,
-    leave_one_out=False,
+    shaped("rewards")[..., 0], *of_tokens, power=1.0, leave_one_out=False
   )
   expected = shaped(f"{name}optimal_token_baseline")
   np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-7)
@@ -188,14 +158,15 @@ def test_advantages_over_all_tokens_are_verls(float64):
 def test_completions_are_left_out_as_in_verl():
   """Bounds there are of the inverse ratio; it keeps what it does not weigh."""
   of = given()
-  log_ratio = jnp.where(of["mask"], of["logprobs"] - of["old_logprobs"], 0)
-  weights, outside = is_weights(
-    log_ratio, of["mask"], "geometric_mask", 1 / 1.1, 1 / 0.8
-  )
-  kept = np.array(MADE["verl_advantages"]["geometric_mask"]).reshape(2, 3, 5)
-  assert 0 < kept.sum() < of["mask"].sum()
-  np.testing.assert_array_equal(np.where(of["mask"], weights, 0), kept)
-  np.testing.assert_array_equal(outside, of["mask"] & (kept == 0))
+  mask = of["mask"]
+  log_ratio = jnp.where(mask, of["logprobs"] - of["old_logprobs"], 0)
+  bounds = 1 / 1.1, 1 / 0.8
+  weights, outside = is_weights(log_ratio, mask, "geometric_mask", *bounds)
+  theirs = np.array(MADE["verl_advantages"]["geometric_mask"])
+  theirs = theirs.reshape(2, 3, 5)
+  assert 0 < theirs.sum() < mask.sum()
+  np.testing.assert_array_equal(np.where(mask, weights, 0), theirs)
+  np.testing.assert_array_equal(outside, mask & (theirs == 0))
 
 
 def test_every_case_is_another_loss():
@@ -212,12 +183,8 @@ def test_every_case_is_another_loss():
 
 
 def test_the_coefficient_adapts_as_in_trl():
-  bonus = Objective(
-    entropy_coef=0.01,
-    entropy_target=1.0,
-    entropy_coef_delta=0.02,
-    entropy_coef_max=0.06,
-  )
+  moves = {"entropy_coef_delta": 0.02, "entropy_coef_max": 0.06}
+  bonus = Objective(entropy_coef=0.01, entropy_target=1.0, **moves)
   control, skipped = entropy_lib.init_control(bonus), jnp.array(False)
   rows = zip(MADE["trl_adaptive"], MADE["entropies"], strict=True)
   seen = set()

@@ -28,13 +28,12 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 An advantage plugs in by its name in `ADVANTAGES` (docs/development.md). Too
 small a group or batch it refuses by a ValueError, from the shapes alone.
 
-Rewards are of any real dtype, one a sample; integers, booleans and half
-precision become float32. Advantages are in units of the reward unless the
-function says otherwise. A group of equal rewards gives exactly 0 where only
-the group's own rewards are subtracted (so not in `vanilla`, `oracle`, and what
-pools prompts), and gradients by the rewards are finite. A reward that is nan or
-infinite is none: the others are compared as if the sample had not been drawn,
-and its own advantage is 0.
+Rewards are of any real dtype; integers, booleans and half precision become
+float32. Advantages are in units of the reward unless the function says
+otherwise. A group of equal rewards gives exactly 0 if only the group's own
+rewards are subtracted (not in `vanilla`, `oracle` and pooled baselines), and
+gradients by the rewards are finite. A sample whose reward is nan or infinite
+has advantage 0, and the others are compared as if it had not been drawn.
 """
 
 import jax.numpy as jnp
@@ -70,11 +69,7 @@ def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def oracle(
   rewards: Shaped[Array, "*B G"], values: Shaped[Array, "*B"]
 ) -> Float[Array, "*B G"]:
-  """Reward minus the prompt's true value V(x), known in simulations alone.
-
-  Raises:
-    ValueError: values are not one a prompt.
-  """
+  """Reward minus the prompt's true value V(x), known in simulations alone."""
   rewards = as_float(rewards, "oracle", least=1)
   values = jnp.asarray(values)
   if values.shape != rewards.shape[:-1]:
@@ -129,9 +124,8 @@ def batch_std(
   A_i = (Z_i - mean_j Z_j) / (std + epsilon). As the batch grows this common
   scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left of the
   bias (REINFORCE++ with baseline, arXiv 2501.03262). Advantages have no unit.
-  G >= 2, and all axes but the last are the whole batch, not a shard or a
-  micro-batch of it, and without rows that only pad it; epsilon is in units of
-  the reward.
+  G >= 2; all axes but the last are the whole batch, not a shard or a part of
+  it, without rows that only pad it; epsilon is in units of the reward.
   """
   rewards = as_float(rewards, "batch_std", least=2)
   deviations = centred(rewards)
@@ -190,30 +184,18 @@ ADVANTAGES = {
 }
 """Advantages that a training run can compute, by name."""
 
-WITHIN_GROUPS = (
-  "leave_one_out",
-  "grpo",
-  "dr_grpo",
-  "batch_std",
-  "length_weighted",
-  "score_weighted",
-  "optimal_token_baseline",
-  "max_at_k",
-  "min_at_k",
-  "max_rl",
-  "pairwise_rank",
-)
-"""Advantages that stay the same if a number is added to all rewards of a group;
-groups of equal rewards have advantages of 0, so dynamic sampling may leave them
-out (`core.dynamic_sampling`)."""
+_ACROSS = ("reinforce_plus_plus", "vanilla", "shrinkage", "beta_binomial")
+WITHIN_GROUPS = tuple(name for name in ADVANTAGES if name not in _ACROSS)
+"""Advantages that do not change if a number is added to a group's rewards. In
+groups of equal rewards they are 0: `core.dynamic_sampling` leaves these out."""
 
 OF_SUBSETS = {
   name: ADVANTAGES[name]
   for name in ("max_at_k", "min_at_k", "max_rl", "pairwise_rank")
 }
-"""Advantages that compare subsets of a group: of samples of another policy a
-subset's importance weight is the product of its members'."""
+"""Advantages that compare subsets of a group, whose importance weights would be
+products of their members'."""
 
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
-"""Advantages that are `leave_one_out` times one number for the whole batch: the
-best group size of `statistics.group_size` is theirs."""
+"""Advantages that are `leave_one_out` times one number for the whole batch, as
+`statistics.group_size` needs them."""

@@ -36,10 +36,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   less s2 / G, at least 0) are estimated from the *other* prompts alone. Where
   their rewards vary in no group, w = 0 (arXiv 2511.03710, with the sample and
   its prompt left out). A group of equal rewards in a batch that varies is not
-  0.
-
-  Raises:
-    ValueError: G < 2, or fewer than 3 prompts.
+  0. ValueError if G < 2, or for fewer than 3 prompts.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
@@ -58,8 +55,7 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   # w, its numerator and denominator times the n - 1 that may be 0.
   total = within + between * (counts - 1)
   weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
-  # The only sample of its prompt that has a reward has no others to be compared
-  # with: its baseline is the pooled mean alone.
+  # The baseline of the only sample of a prompt is the pooled mean alone.
   lonely = counts == 1
   weight = jnp.where(lonely, 1, weight)[:, None]
   others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
@@ -88,8 +84,8 @@ def _of_other_prompts(
   within = within / jnp.maximum(sum_of_others(spread_out), 1)
   pooled = sum_of_others(means * known) / jnp.maximum(others, 1)
   # t2: the variance of the others' means, less what their noise adds to it.
-  # B x B numbers, a sum of which is cheap. Sums over all prompts minus one's
-  # own would not do: far from the others, it would leave rounding errors.
+  # B x B numbers, because sums over all prompts minus one's own would leave
+  # rounding errors of prompts far from the others.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = known * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
@@ -111,8 +107,8 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   p proportional to the beta-binomial likelihood of those rewards. Unbiased for
   any rewards: where the baseline is fitted they are clipped to [0, 1], and
-  those between count as parts of a success. G >= 2; takes memory for B G 150
-  numbers. Equal rewards are not quite 0: a Bayesian never is certain.
+  those between count as parts of a success. G >= 2; memory for B G 150 numbers.
+  Equal rewards do not quite give 0.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]

@@ -32,9 +32,7 @@ def normalize_then_sum(
   and every group sums to 0. A missing value (nan) counts as 0, the mean of
   those that the function has; where no function has one the result is nan.
   `epsilon` is added to the standard deviations, in units of the rewards.
-
-  Raises:
-    ValueError: G < 2, or not one weight for each function.
+  ValueError if G < 2, or unless there is one weight per function.
   """
   values = as_float(values, "normalize_then_sum", least=2)
   weights = jnp.asarray(weights, values.dtype)

@@ -29,10 +29,7 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
         = -k (G-r+1) / (G-k) C(r-2, k-1) / C(G-1, k-1).
 
   Each group sums to 0. k = 1 is `leave_one_out`. (PKPO, arXiv 2505.15201,
-  optimizes max@k by transformed rewards too.)
-
-  Raises:
-    ValueError: k < 1 or G <= k.
+  optimizes max@k by transformed rewards too.) ValueError if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_at_k", k)
   return _of_gaps(rewards, *_weights(rewards.shape[-1], k))
@@ -44,10 +41,8 @@ def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   For binary rewards the objective is the sum of pass@j / j, whose gradient
   tends to that of log V as k grows: prompts that are seldom solved count most.
   With k = G - 1 the advantage is the paper's (Z_i - mean Z) / mean Z, 0 where
-  no sample is right, which so is unbiased for the first G - 1 terms.
-
-  Raises:
-    ValueError: k < 1 or G <= k.
+  no sample is right, which so is unbiased for the first G - 1 terms. ValueError
+  if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_rl", k)
   return _of_gaps(rewards, *_sum_of_weights(rewards.shape[-1], k))
@@ -65,8 +60,7 @@ def _sum_of_weights(group_size: int, k: int) -> np.ndarray:
 def _of_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
   """Advantages that are sums of gaps, by the tables of `_weights`."""
   rewarded, n = present(rewards), jnp.sum(present(rewards), -1)
-  # A missing reward goes to the end, equal to the best: without a gap before
-  # it, it has no influence.
+  # A missing reward goes to the end, equal to the best: it adds no gap.
   best = jnp.max(jnp.where(rewarded, rewards, -jnp.inf), -1, keepdims=True)
   order = jnp.argsort(jnp.where(rewarded, rewards, jnp.inf), -1)
   filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))

@@ -92,9 +92,8 @@ def score_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the others' mean, weighted by how unsure the policy was.
 
-  w = (sum_t (1 - p_t)^2)^power. Scores of tokens that point the same way add up
-  to the square of their number, hence the power of 2; 1 is for independent
-  ones, 0 is `leave_one_out`.
+  w = (sum_t (1 - p_t)^2)^power: 2 for scores of tokens that point the same way,
+  whose sum grows as their number; 1 for independent ones; 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
   weights = _power(jnp.asarray(logit_score_sq), power)
@@ -124,19 +123,14 @@ def optimal_token_baseline(
   so unbiased. Where no other is as long, their plain mean is the baseline.
 
   With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
-  of (1 - p)^2 it is what verl computes (`optimal_token_baseline`, and of
-  several turns `tir_optimal_token_baseline`, with handle_zero_tail): the own
-  reward is in the mean, which scales each token's gradient by another number,
-  and the longest sample has no baseline where it is alone.
+  of (1 - p)^2 it is verl's `optimal_token_baseline` and, of several turns,
+  `tir_optimal_token_baseline` with handle_zero_tail: the own reward is in the
+  mean, which scales each token's gradient by another number, and the longest
+  sample has no baseline where it is alone.
 
-  Args:
-    rewards: R of samples, [*B, G], or of their tokens, [*B, G, T]: what comes
-      from each sampled token on; behind the end that is 0.
-    token_score_sq: Squared length of each token's score, or what stands for it.
-    sampled: True for tokens of the policy; those of an environment do not
-      count, and get 0.
-    power: Power of the sums.
-    leave_one_out: Whether a sample's own reward is left out.
+  `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards
+  from each sampled token on, 0 after the end. Tokens that are not `sampled` do
+  not count, and get 0.
   """
   rewards = jnp.asarray(rewards)
   if rewards.shape == sampled.shape[:-1]:

@@ -1,8 +1,8 @@
 """The loops over tokens that `rollout` samples with.
 
-How the loop is arranged changes no sample: token t of a sample draws from the
-sample's own key and t alone. It changes the work: `in_stages` follows the
-tokens that are in the cache and the samples that are not done.
+Token t of a sample draws from the sample's own key and t alone, so the shape of
+the loop changes no sample, but the work: `in_stages` follows the tokens in the
+cache and the samples that are not done.
 
     stage 0   tokens 1 .. 16    cache of 16   all samples
     stage 1   tokens 17 .. 32   cache of 32   those not done: G, a half, ...
@@ -29,19 +29,17 @@ from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
 
 LEAST_TOKENS = 48
-"""Tokens that a stage has to have, to be compiled for several sizes: to decode
-fewer takes less time than XLA does."""
+"""Tokens of the shortest stage that is worth compiling for several sizes."""
 
 
 @frozen_options
 class Decoding:
   """Shape of the decoding loop, which changes no sample.
 
-  A stage has 16 tokens at least, and attention reads the stages that have
-  begun. Compaction, at the start of each long stage but the first, takes the
-  samples that are not done in a batch of a half, a quarter or an eighth of the
-  group (where no group has more of them); where a group is one sample, of a
-  quarter of the prompts.
+  A stage has at least 16 tokens; attention reads the stages that have begun.
+  Compaction, at the start of each long stage but the first, decodes the samples
+  that are not done in a batch of a half, a quarter or an eighth of the group
+  (a quarter of the prompts, if a group is one sample).
   """
 
   stages: int = option(
@@ -53,11 +51,7 @@ class Decoding:
 
 
 class Samples(NamedTuple):
-  """Completions, as far as they are drawn.
-
-  `episodes` are None without an environment, `experts`, in words (`of_words`),
-  where they are not recorded, and `stop_state` without stop strings.
-  """
+  """Completions as far as they are drawn, `experts` in words (`of_words`)."""
 
   ids: Int[Array, "B G T"]
   logprobs: Float[Array, "B G T"]
@@ -70,25 +64,14 @@ class Samples(NamedTuple):
 
 
 class Setup(NamedTuple):
-  """All that does not change while decoding.
+  """All that does not change while decoding."""
 
-  Attributes:
-    lm: Model, prepared for decoding.
-    params: Its parameters, likewise.
-    prefix: Prefix of the prompts.
-    keys: Key of each sample.
-    limit: Number of tokens that each sample may have.
-    ends: Ends of a completion, on the device.
-    sampling: Distribution to draw from.
-    environment: What answers after each turn, or None.
-  """
-
-  lm: LM
-  params: Params
+  lm: LM  # prepared for decoding
+  params: Params  # likewise
   prefix: Prefix
   keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]
-  ends: ends_lib.Ends
+  limit: Int[Array, "B G"]  # number of tokens that each sample may have
+  ends: ends_lib.Ends  # on the device
   sampling: Sampling
   environment: environment_lib.Environment | None = None
 
@@ -166,28 +149,22 @@ take = jax.vmap(lambda x, index: x[index])
 class Compaction(NamedTuple):
   """Puts the samples together that are not done.
 
-  Rows are seen as [parts, size, ...]: the samples of each group or, where a
-  group is one sample, the prompts of each device. None leaves its part, so that
-  nothing crosses devices.
+  Rows are seen as [parts, size, ...]: the samples of each group or, if a group
+  is one sample, the prompts of each device. So no row crosses devices.
 
       done     [[0, 1, 1, 0], [1, 1, 0, 1]]
       order 2  [[0, 3], [2, 0]]  of each part two rows, those not done first
-
-  Attributes:
-    parts: Number of parts.
-    size: Number of rows of each part.
-    of_prompts: True where a row is a prompt.
   """
 
   parts: int
-  size: int
-  of_prompts: bool
+  size: int  # number of rows of each part
+  of_prompts: bool  # a row is a prompt
 
   def sizes(self, stage: int, tokens: int) -> list[int]:
     """Returns the sizes of parts that are compiled for a stage, descending.
 
-    The first stage, 0, has all rows. A program of one sample a prompt is an
-    evaluation's, and runs seldom: it has one more size at most.
+    Stage 0 has all rows. A program of one sample per prompt (an evaluation's)
+    has one more size at most, since it runs seldom.
     """
     if tokens < LEAST_TOKENS:
       return [self.size]
@@ -241,11 +218,7 @@ def draw(
   t: Int[Array, "..."],
   hidden: Float[Array, "B G D"],
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
-  """Draws token t of each sample, and returns ids and log-probabilities.
-
-  It draws from the sample's own key and t alone, so that neither the batch nor
-  the order of the loop can change it.
-  """
+  """Draws token t of each sample, and returns ids and log-probabilities."""
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
   keys, lm, sampling = fold(keys, t), setup.lm, setup.sampling
   by_parts = lm.draw_parts is not None and sampling.is_whole

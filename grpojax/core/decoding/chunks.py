@@ -5,9 +5,8 @@
 A chunk draws tokens of the rows that are at a turn; those whose turn has ended
 wait. Then each row's tokens are moved to the end of the cache's slots
 (`LM.align_cache_rows`), so that all rows write to one slot again, whatever
-their lengths; no token is computed twice. Observations are read by one pass of
-all their tokens. As everywhere, token t of a sample draws from the sample's own
-key and t: the size of a chunk changes no sample.
+their lengths; no token is computed twice. Observations are read by one pass.
+Token t of a sample draws from its own key and t: chunks change no sample.
 """
 
 import jax
@@ -15,54 +14,28 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt, UInt32
 
+from grpojax.core import decoding as loops
 from grpojax.core import ends as ends_lib
 from grpojax.core.arguments import Ids, read_ends
-from grpojax.core.decoding import (
-  Samples,
-  Setup,
-  constrain_samples,
-  draw,
-  extend,
-  no_experts,
-  no_samples,
-  of_words,
-  prefill,
-  sample_keys,
-  token_limits,
-)
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts, Rollout
 
 
 @struct.dataclass
 class Trajectories:
-  """Trajectories as far as they are drawn; the host reads the small arrays.
-
-  Attributes:
-    prefix: Prefix of the prompts.
-    keys: Key of each sample.
-    limit: Number of tokens that each row may have, observations among them.
-    samples: Their tokens; `finished` is the environment's to say.
-    turns: `Rollout.turns`.
-    turn: Number of each row's turn.
-    waiting: True where the turn has ended, and the environment is to answer.
-    cache: Keys and values of all tokens of a row but the last.
-    prompts: The prompts.
-    prompt_experts: Experts of their tokens, where those of all are recorded.
-    slots: Tokens that a row of the cache has room for.
-  """
+  """Trajectories as far as they are drawn; the host reads the small arrays."""
 
   prefix: Prefix
-  keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]
-  samples: Samples
-  turns: Int[Array, "B G T"]
-  turn: Int[Array, "B G"]
-  waiting: Bool[Array, "B G"]
-  cache: Cache
+  keys: Key[Array, "B G"]  # of each sample
+  limit: Int[Array, "B G"]  # tokens of each row, with observations
+  samples: loops.Samples  # the environment sets `finished`
+  turns: Int[Array, "B G T"]  # as `Rollout.turns`
+  turn: Int[Array, "B G"]  # number of each row's turn
+  waiting: Bool[Array, "B G"]  # its turn has ended, for an answer
+  cache: Cache  # keys and values of all tokens of a row but the last
   prompts: Prompts
   prompt_experts: Integer[Array, "B P X"] | None
-  slots: int = struct.field(pytree_node=False)
+  slots: int = struct.field(pytree_node=False)  # room of a row of the cache
 
 
 def episode_seeds(
@@ -73,7 +46,7 @@ def episode_seeds(
 ) -> UInt[Array, "B G"]:
   """Returns a number of each sample for its environment's luck."""
   seed = lambda key: jax.random.bits(jax.random.fold_in(key, jnp.int32(-1)))
-  return jax.vmap(jax.vmap(seed))(sample_keys(key, shape, first_prompt))
+  return jax.vmap(jax.vmap(seed))(loops.sample_keys(key, shape, first_prompt))
 
 
 def begin(
@@ -93,10 +66,8 @@ def begin(
 ) -> Trajectories:
   """Computes the prompts, and begins a group of trajectories for each.
 
-  Arguments are those of `rollout`; the cache begins with `slots` tokens a row.
-
-  Raises:
-    ValueError: the model's cache cannot be aligned.
+  Arguments are those of `rollout`; the cache begins with `slots` tokens per
+  row. ValueError if the model's cache cannot be aligned.
   """
   if lm.align_cache_rows is None:
     raise ValueError(
@@ -106,18 +77,18 @@ def begin(
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   longest = prompts.prompt_ids.shape[1] + t_max
   decoder, prepared = lm.prepared(params, longest=longest, **sampling.formats)
-  limit = token_limits(prompts, jnp.full((b, g), t_max))
-  keys = sample_keys(key, (b, g), first_prompt)
-  samples = no_samples(limit, t_max, pad_id, read_ends(eos_ids))
+  limit = loops.token_limits(prompts, jnp.full((b, g), t_max))
+  keys = loops.sample_keys(key, (b, g), first_prompt)
+  samples = loops.no_samples(limit, t_max, pad_id, read_ends(eos_ids))
   zero = jnp.zeros((b, g), jnp.int32)
-  prefix, experts = prefill(decoder, prepared, prompts, record_experts)
+  prefix, experts = loops.prefill(decoder, prepared, prompts, record_experts)
   if record_experts:
-    samples = samples._replace(experts=no_experts(experts, g, t_max))
+    samples = samples._replace(experts=loops.no_experts(experts, g, t_max))
   return Trajectories(
     prefix=prefix,
     keys=keys,
     limit=limit,
-    samples=constrain_samples(samples),
+    samples=loops.constrain_samples(samples),
     turns=jnp.full((b, g, t_max), -1, jnp.int32),
     turn=zero,
     waiting=zero != 0,
@@ -128,28 +99,18 @@ def begin(
   )
 
 
-def _prepared(
-  lm: LM, params: Params, rows: Trajectories, sampling: Sampling
-) -> tuple[LM, Params]:
-  longest = rows.prompts.prompt_ids.shape[1] + rows.turns.shape[-1]
-  return lm.prepared(params, longest=longest, **sampling.formats)
-
-
 def _setup(
   lm: LM,
   params: Params,
   rows: Trajectories,
   ends: ends_lib.Ends,
   sampling: Sampling,
-) -> Setup:
-  return Setup(
-    lm=lm,
-    params=params,
-    prefix=rows.prefix,
-    keys=rows.keys,
-    limit=rows.limit,
-    ends=ends_lib.on_device(ends),
-    sampling=sampling,
+) -> loops.Setup:
+  longest = rows.prompts.prompt_ids.shape[1] + rows.turns.shape[-1]
+  lm, params = lm.prepared(params, longest=longest, **sampling.formats)
+  ends = ends_lib.on_device(ends)
+  return loops.Setup(
+    lm, params, rows.prefix, rows.keys, rows.limit, ends, sampling
   )
 
 
@@ -190,21 +151,13 @@ def decode(
 ) -> Trajectories:
   """Draws up to `tokens` tokens of each row that is at a turn.
 
-  Args:
-    lm: Model.
-    params: Its parameters.
-    rows: Trajectories; those that wait go on waiting.
-    over: True where the host ends the trajectory.
-    finished: True where the environment says that it is done.
-    tokens: Tokens of a chunk; it ends before where no row is at a turn.
-    slots: Tokens that a row of the cache has room for from now on: as many as
-      the longest row has, and `tokens` more.
-    eos_ids: Ends of a turn, as of `rollout`.
-    sampling: Distribution to draw from.
-    turn_tokens: Tokens after which a turn ends without such an end; 0 is none.
+  It ends early once no row is at a turn. Trajectories are `over` if the host
+  ends them, and `finished` if their environment is done. `slots` is the room of
+  a cache's row from now on: the longest row and `tokens` more. A turn ends by
+  `eos_ids`, as of `rollout`, or after `turn_tokens` tokens (0 for no limit).
   """
-  lm, params = _prepared(lm, params, rows, sampling)
-  rows = _grow(lm, rows, slots)
+  setup = _setup(lm, params, rows, read_ends(eos_ids), sampling)
+  rows = _grow(setup.lm, rows, slots)
   start, samples = jnp.max(_cached(rows)), rows.samples
   rows = rows.replace(
     samples=samples._replace(
@@ -212,7 +165,6 @@ def decode(
     ),
     waiting=rows.waiting & ~over,
   )
-  setup = _setup(lm, params, rows, read_ends(eos_ids), sampling)
 
   def body(state):
     i, rows, ends = state
@@ -226,24 +178,27 @@ def decode(
 
   first = jnp.int32(0), rows, jnp.broadcast_to(start, over.shape)
   _, rows, ends = jax.lax.while_loop(goes_on, body, first)
-  return _align(lm, rows, ends, slots)
+  return _align(setup.lm, rows, ends, slots)
 
 
 def _append(
-  setup: Setup, rows: Trajectories, alive: Bool[Array, "B G"], turn_tokens: int
+  setup: loops.Setup,
+  rows: Trajectories,
+  alive: Bool[Array, "B G"],
+  turn_tokens: int,
 ) -> Trajectories:
   """Draws the next token of the rows that are `alive`."""
   samples, t = rows.samples, rows.samples.length
-  # The last token of each row goes through the model, but where a row begins:
-  # its prompt predicts the first token.
+  # The last token of each row goes through the model; the prompt predicts the
+  # first one.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
-  hidden, cache, experts = extend(
+  hidden, cache, experts = loops.extend(
     setup, last, rows.cache, samples.experts is not None, positions=at
   )
   first = setup.prefix.last_hidden[:, None]
   hidden = jnp.where((t == 0)[..., None], first, hidden[:, :, 0])
-  ids, logprobs = draw(setup, setup.keys, t, hidden)
+  ids, logprobs = loops.draw(setup, setup.keys, t, hidden)
   at_t = alive[..., None] & (jnp.arange(rows.turns.shape[-1]) == t[..., None])
 
   def put(old, new):
@@ -255,7 +210,7 @@ def _append(
     ends |= own + 1 >= turn_tokens
   ended, length = alive & ends, t + alive
   return rows.replace(
-    samples=constrain_samples(
+    samples=loops.constrain_samples(
       samples._replace(
         ids=put(samples.ids, ids),
         logprobs=put(samples.logprobs, logprobs),
@@ -277,7 +232,7 @@ def _record(
   at: Int[Array, "B G S"],
   real: Bool[Array, "B G S"],
 ) -> UInt32[Array, "B G T W"] | None:
-  """Writes the experts of the real ones of the tokens at some positions."""
+  """Writes the experts of real tokens at these positions, if any."""
   if new is None:
     return None
   put = lambda x, new, at: x.at[at].set(new, mode="drop")
@@ -296,29 +251,21 @@ def feed(
   slots: int,
   sampling: Sampling = Sampling(),
 ) -> Trajectories:
-  """Has rows that wait read observations, or a part of them.
+  """Has rows that wait read the next tokens of their observations.
 
-  Args:
-    lm: Model.
-    params: Its parameters.
-    rows: Trajectories.
-    ids: Next tokens of the observations.
-    lengths: Number of them, 0 where nothing is read.
-    complete: True where this is all, and the next turn begins.
-    slots: As of `decode`, for S tokens more.
-    sampling: That of `decode`.
+  `lengths` is the number of these `ids`, 0 for a row that reads nothing; the
+  rows that are `complete` begin the next turn. Else as in `decode`.
   """
-  lm, params = _prepared(lm, params, rows, sampling)
-  rows = _grow(lm, rows, slots)
+  setup = _setup(lm, params, rows, ends_lib.Ends(()), sampling)
+  rows = _grow(setup.lm, rows, slots)
   start = jnp.max(_cached(rows))
   samples, size = rows.samples, ids.shape[-1]
-  # The turn's last token is not in the cache yet, and the last one of what is
-  # read will not be: it predicts the first token of the next turn.
+  # The turn's last token is not in the cache yet; the last one that is read
+  # predicts the first token of the next turn, and will not be.
   at = jnp.maximum(samples.length - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
-  setup = _setup(lm, params, rows, ends_lib.Ends(()), sampling)
   positions = at + jnp.arange(size)
-  _, cache, experts = extend(
+  _, cache, experts = loops.extend(
     setup,
     jnp.concatenate([last, ids[..., :-1]], axis=-1),
     rows.cache,
@@ -343,7 +290,7 @@ def feed(
     waiting=rows.waiting & ~complete,
     cache=cache,
   )
-  return _align(lm, rows, start + lengths, slots)
+  return _align(setup.lm, rows, start + lengths, slots)
 
 
 def finish(
@@ -362,6 +309,6 @@ def finish(
     finished=samples.finished | finished,
     turns=rows.turns,
     turn_rewards=rewards,
-    experts=of_words(samples.experts, rows.prompt_experts),
+    experts=loops.of_words(samples.experts, rows.prompt_experts),
     prompt_experts=rows.prompt_experts,
   )

@@ -25,11 +25,10 @@ NEGATIVE = -1e30
 class Sampling:
   """Distribution that tokens are sampled from, its settings in their order.
 
-  `temperature` divides the logits (0 is greedy decoding), then tokens are
-  cut: `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082. Formats
-  (`models.quantization`) are of the rollout alone: the loss is of the model as
-  it is, and what lies between them asks for a correction
-  (`losses.rollout_correction`).
+  `temperature` divides the logits (0 is greedy decoding), then tokens are cut:
+  `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082. Formats
+  (`models.quantization`) are of the rollout alone, whose difference from the
+  trained model needs a correction (`losses.rollout_correction`).
   """
 
   temperature: float = option(
@@ -41,9 +40,7 @@ class Sampling:
     0, "draw from so many likeliest tokens; 0 = off", within=NOT_NEGATIVE
   )
   top_p: float = option(
-    1.0,
-    "draw from the likeliest tokens of this mass; 1 is off",
-    within="(0, 1]",
+    1.0, "draw from the likeliest tokens of this mass; 1 = off", within="(0, 1]"
   )
   min_p: float = option(
     0.0,
@@ -83,11 +80,10 @@ class Sampling:
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
-  """Returns the float32 of a place in their order, as an unsigned integer.
+  """Returns the float32 of a rank in their order, an unsigned integer.
 
-  The bits of a float32 are a sign and a magnitude. Numbers below 2**31 are the
-  negative floats and -0, the rest +0 and the positive ones; NaNs stand at both
-  ends, beyond the infinities.
+  Ranks below 2**31 are the negative floats and -0, the rest +0 and the positive
+  ones; NaNs stand at both ends, beyond the infinities.
   """
   bits = jnp.where(rank >> 31 == 1, rank ^ jnp.uint32(1 << 31), ~rank)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -100,12 +96,11 @@ def _threshold(
 ) -> Float32[Array, "*n 1"]:
   """Returns the largest v such that the logits >= v weigh enough together.
 
-  Exact, by bisection: the bits of v are found one by one, from the highest.
-  Nothing is sorted, so that where the vocabulary is cut over devices they
-  exchange 32 sums a row, and no logits.
+  Exact, by bisection of the bits of v. Nothing is sorted: devices that share a
+  vocabulary exchange 32 sums per row, and no logits. Weights are not negative.
 
-  The result has no gradient; it is NaN, below which there is nothing, where v
-  is -inf or all logits together do not weigh enough. Weights are not negative.
+  The result has no gradient; it is NaN, below which there is nothing, if v is
+  -inf or all logits together do not weigh enough.
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
@@ -127,15 +122,10 @@ def transform_logits(
 ) -> Float[Array, "*n V"]:
   """Returns the logits of the distribution that is sampled from.
 
-  They are float32; what was cut away is -1e30. Ties at a cut are all kept, so
-  the result does not depend on their order.
-
-  Args:
-    logits: Logits of the model.
-    sampling: Settings, static.
-    keep: Ids that stay in the support whatever the cuts say. The loss passes
-      the sampled ids: a small change of the policy could otherwise move one of
-      them across a cut and make its log-probability -inf.
+  They are float32; tokens cut away have -1e30. Ties at a cut all stay, so the
+  result does not depend on their order. Ids in `keep` are never cut: the loss
+  passes the sampled ids, which a small change of the policy could otherwise
+  move across a cut, with a log-probability of -inf.
   """
   logits = logits.astype(jnp.float32)
   vocab = logits.shape[-1]
@@ -161,8 +151,8 @@ def transform_logits(
 def _blocks(vocab_size: int) -> int:
   """Returns the number of blocks of a vocabulary's search: about its root.
 
-  A divisor, and with as many factors of 2 as there are, up to 16: where devices
-  hold parts of the vocabulary, each then has whole blocks.
+  A divisor with as many factors of 2 as there are, up to 16, so that devices
+  that share a vocabulary have whole blocks.
   """
   even = math.gcd(vocab_size, 16)
   divisors = [n for n in range(1, vocab_size + 1) if vocab_size % n == 0]
@@ -173,8 +163,8 @@ def _blocks(vocab_size: int) -> int:
 def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
   """Draws uniform numbers of each key, odd multiples of 2^-24 in (0, 1).
 
-  They are the middles of the steps that `jax.random.uniform` draws: 0 itself
-  would select the first weight however small it is, once in 2^23 draws.
+  These are middles of `jax.random.uniform`'s steps: 0 itself would select the
+  first weight however small it is.
   """
 
   def draw(key):
@@ -193,11 +183,8 @@ def share_below(
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
-  """Returns the index that a uniform number selects, by the inverse CDF.
-
-  Weights are not negative, and not all 0.
-  """
-  # Rounding may not select what has no weight, nor pass the last that has.
+  """Returns the index that a number selects by the inverse CDF of weights."""
+  # Rounding may not select an index without weight, nor pass the last one.
   sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
   above = sums > share_below(total, uniform[..., None])
@@ -205,19 +192,12 @@ def _first_above(
 
 
 class Parts(NamedTuple):
-  """A token drawn from each of n parts of the vocabulary.
-
-  Attributes:
-    ids: the tokens.
-    logits: their logits.
-    tops: largest logit of each part.
-    sums: sum of exp(logit - largest) of each part.
-  """
+  """A token drawn from each of n parts of the vocabulary."""
 
   ids: Int[Array, "*rows n"]
-  logits: Float[Array, "*rows n"]
-  tops: Float[Array, "*rows n"]
-  sums: Float[Array, "*rows n"]
+  logits: Float[Array, "*rows n"]  # of these tokens
+  tops: Float[Array, "*rows n"]  # largest logit of each part
+  sums: Float[Array, "*rows n"]  # of exp(logit - largest), of each part
 
 
 def sample_parts(
@@ -237,13 +217,11 @@ def sample(
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
-  """Draws one token for each key.
+  """Draws one token for each key, and returns it with its log-probability.
 
   It inverts the distribution's CDF in two levels, a block of the vocabulary and
-  a token in it: that takes two random numbers a row, in the place of one for
-  each token (Gumbel noise), and one pass over the vocabulary for the token and
-  its log-probability, which is that of `transform_logits` (0 for greedy
-  decoding, whose distribution is a point mass).
+  a token in it, by two random numbers per row and one pass over the vocabulary.
+  Log-probabilities are those of `transform_logits` (0 for greedy decoding).
   """
   if sampling.temperature == 0:
     ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)

@@ -2,8 +2,8 @@
 
 Everything is per token, [B, G, T], and the loss is sum(weights * per_token).
 Weights are computed once for a whole optimizer batch, so micro-batches and
-devices only add. Masked positions (padding) may hold anything, nan included:
-they reach neither the value nor the gradient.
+devices only add. Padding may hold anything, nan included: it reaches neither
+the value nor the gradient.
 
 | weighting     | w_{i,t}         | sum of all weights   | paper            |
 |---------------|-----------------|----------------------|------------------|
@@ -13,12 +13,10 @@ they reach neither the value nor the gradient.
 | fixed_length  | 1 / (N length)  | mean length / length | arXiv 2503.20783 |
 
 |o_i| are the tokens of sequence i, N is the number of sequences that have one.
-Where there is no token at all, weights are 0. docs/objectives.md says when to
-use which.
+Without any token weights are 0. docs/objectives.md says when to use which.
 
 A weighting plugs in by its name in `WEIGHTINGS`: (mask) -> weights; one with a
-parameter `length` gets the longest completion allowed, in tokens. Ratios and
-surrogates plug in at `core.losses.surrogates`, KL terms at `core.losses.kl`.
+parameter `length` gets the longest completion allowed, in tokens.
 """
 
 from collections.abc import Callable
@@ -59,10 +57,7 @@ def fixed_length(
   """Sum over tokens divided by a constant length: Dr. GRPO's weighting.
 
   With `leave_one_out` advantages the gradient is unbiased for 1 / length times
-  the true one.
-
-  Raises:
-    ValueError: the length is not a positive number.
+  the true one. ValueError unless the length is positive and finite.
   """
   if not 0 < length < float("inf"):
     raise ValueError(
@@ -104,9 +99,8 @@ def grpo_loss(
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
   its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate,
-  except that `sequence_ratio` and `gmpo` average advantages over tokens.
-  Only `logprobs`, of the sampled tokens under the policy being trained, and
-  `exact_kl` are differentiated.
+  except that `sequence_ratio` and `gmpo` average advantages over tokens. Only
+  `logprobs` and `exact_kl` are differentiated.
 
   Args:
     logprobs: log-probabilities of the sampled tokens.
@@ -116,26 +110,20 @@ def grpo_loss(
     mask: True on real tokens.
     old_logprobs: those of the policy that sampled; None if it is this one.
     ref_logprobs: those of the reference policy; without beta only logged.
-    is_weights: constants that each token's surrogate and KL term are multiplied
-      by, as samples of another policy are (`rollout_correction`); None means 1.
-    exact_kl: KL divergence of each token's distribution from the reference's,
-      where that is the term.
+    is_weights: constant factors of each token's loss (`rollout_correction`).
+    exact_kl: KL divergences of the tokens' distributions, for kl = None.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
-    kl: estimator in the loss (`kl.PLACEMENTS` has those that mean something);
-      None is `exact_kl`.
+    kl: estimator in the loss (see `kl.PLACEMENTS`); None is `exact_kl`.
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio.
-    token_mask: True on the tokens that the surrogate is of; None is all.
+    token_mask: True on the tokens in the surrogate; None is all.
     **settings: settings of the surrogate (`clip_low`, say).
 
   Returns:
     The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (exact or
     k3; 0 on padding and without a reference), and those of the surrogate.
-
-  Raises:
-    ValueError: beta without ref_logprobs or exact_kl, or arrays whose shapes do
-      not fit.
+    ValueError for beta without ref_logprobs or exact_kl, and for wrong shapes.
   """
   if beta and kl is None and exact_kl is None:
     raise ValueError(

@@ -1,16 +1,15 @@
 """Entropy in the loss: a bonus for it, and the tokens that have most of it.
 
 The entropy is that of the distribution that a token was sampled from, in nats,
-given the prefix that was sampled. That prefixes too depend on the policy is not
-in its gradient.
+given the sampled prefix; its gradient leaves out that of the prefix.
 
-The bonus is `entropy_coef` times the mean entropy of the tokens that the
-surrogate is of (those of `off_policy_sequences` too), in the whole optimizer
-batch, whatever the loss's weighting.
-With an `entropy_target` it stands only while the entropy is not above that, and
-its coefficient moves by `entropy_coef_delta` after each optimizer update: up
-where the entropy is the target or less, else down, within 0 and
-`entropy_coef_max` (arXiv 2505.22312, section 4).
+The bonus is `entropy_coef` times the mean entropy of the tokens in the
+surrogate (those of `off_policy_sequences` too), over the whole optimizer batch,
+whatever the loss's weighting. With an `entropy_target` there is a bonus only
+while the entropy is not above it, and the coefficient moves by
+`entropy_coef_delta` after each optimizer update: up if the entropy is at most
+the target, else down, within 0 and `entropy_coef_max` (arXiv 2505.22312,
+section 4).
 """
 
 import typing
@@ -25,15 +24,10 @@ from grpojax.core.objective import Objective
 @typing.no_type_check
 @struct.dataclass
 class EntropyControl:
-  """State of an adaptive bonus, from one optimizer update to the next.
+  """State of an adaptive bonus, from one optimizer update to the next."""
 
-  Attributes:
-    coefficient: coefficient of the next update.
-    entropy: mean of the update before, nats a token; infinity before the first.
-  """
-
-  coefficient: Float[Array, ""]
-  entropy: Float[Array, ""]
+  coefficient: Float[Array, ""]  # of the next update
+  entropy: Float[Array, ""]  # mean of the last one, in nats; inf first
 
 
 def init_control(objective: Objective) -> EntropyControl | None:
@@ -49,12 +43,9 @@ def init_control(objective: Objective) -> EntropyControl | None:
 def coefficient(
   objective: Objective, control: EntropyControl | None
 ) -> float | Float[Array, ""]:
-  """Coefficient in this update: 0 while the entropy is above its target.
+  """Coefficient in this update: 0 while the last one's entropy is above target.
 
-  The entropy is that of the update before, for this one's gradient needs it.
-
-  Raises:
-    ValueError: a target, and a state that remembers nothing.
+  ValueError for a target without a state.
   """
   target = objective.entropy_target
   if not target:
@@ -73,10 +64,7 @@ def adapt(
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
 ) -> EntropyControl | None:
-  """Returns the state after an update; None where nothing adapts.
-
-  A `skipped` update, or one of no token, leaves the state as it is.
-  """
+  """Returns the state after an update; a `skipped` one leaves it as it is."""
   if control is None:
     return None
   step, most = objective.entropy_coef_delta, objective.entropy_coef_max

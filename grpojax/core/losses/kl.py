@@ -14,13 +14,12 @@ gradient, and the two need not agree:
 | exact       | KL(pi || ref)             | of KL(pi || ref)             |
 
 rho = pi / pi_old is the token ratio, 1 in a step's only update; in several the
-rows of rho and the last one hold off-policy as well. `exact` is no estimator,
-but the sum over the vocabulary (`core.logprobs.Reference`).
-All of it is about a token given a sampled prefix; that the prefix depends on
-the policy only `kl_penalty` accounts for. Where sampling cuts the policy to a
-set S of tokens, the reference is not cut: k3's value is then low by 1 - ref(S),
-and its gradient that of the forward KL from the reference given S, times
-ref(S).
+rows of rho and the last one hold off-policy as well. `exact` is the sum over
+the vocabulary (`core.logprobs.Reference`). All of it is about a token given a
+sampled prefix; only `kl_penalty` accounts for the prefix's dependence on the
+policy. Where sampling cuts the policy to a set S of tokens, the reference is
+not cut: k3's value is then low by 1 - ref(S), and its gradient that of the
+forward KL from the reference given S, times ref(S).
 
 Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 """
@@ -28,20 +27,16 @@ Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# A log-ratio is held within these bounds, with zero gradient outside. Above,
-# exp would overflow (exp(20) = 5e8 is still harmless in float32); below, only
-# sums and squares must stay finite, so a policy that puts its mass where the
-# reference has none is still pulled back.
+# Bounds of log-ratios, with zero gradient outside. Above, exp would overflow;
+# below, only sums and squares must stay finite, so a policy that puts its mass
+# where the reference has none is still pulled back.
 _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 
 
 def k1(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Log-ratio log(pi / ref): unbiased for KL(pi || ref), and noisy.
-
-  Its place is the reward (`kl_penalty`), or the loss, times the ratio.
-  """
+  """Log-ratio log(pi / ref): unbiased, and noisy; in the loss, times rho."""
   return -log_ratio(ref_logprobs, logprobs)
 
 
@@ -55,10 +50,7 @@ def k2(
 def k3(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """GRPO's estimator, ref / pi - 1 - log(ref / pi): unbiased, never negative.
-
-  (arXiv 2402.03300, equation 4.)
-  """
+  """GRPO's, ref / pi - 1 - log(ref / pi) >= 0 (arXiv 2402.03300, eq. 4)."""
   difference = log_ratio(ref_logprobs, logprobs)
   # expm1, because near ref = pi the terms cancel to second order.
   return jnp.expm1(difference) - difference

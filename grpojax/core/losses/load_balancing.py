@@ -1,8 +1,6 @@
 """Auxiliary loss that keeps the experts of a mixture in use.
 
-A router that favours a few experts trains them alone, and favours them more. A
-model reports on its routers by sums over tokens and layers (`ExpertLoad`), so
-that parts of a batch add up.
+A router that favours a few experts trains them alone, and favours them more.
 """
 
 import typing
@@ -30,10 +28,9 @@ def load_weights(
 ) -> tuple[Float[Array, "B P"], Float[Array, "B G T"]]:
   """Weights in the load of each token of prompts and completions.
 
-  They are as if each completion that is learned from stood in a row with its
-  prompt: a prompt's token counts once for each of them, however a batch is
-  split or packed. Importance weights of prompts are not in it, nor is what an
-  environment wrote.
+  A prompt's token counts once for each of its completions that is learned from,
+  however a batch is split or packed. Importance weights of prompts and tokens
+  of environments do not count.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)

@@ -15,20 +15,16 @@ mu(o_t), makes a constant weight of each token's loss here.
 |                     | lies outside of [low, high]             |             |
 
 The KL term and the entropy bonus are means over the same samples and take the
-same weights (in TRL and verl they do not: with one update a step theirs are
-gradients of mu's samples). Without bounds the sequence's weight makes the
-gradient that of pi_old, without bias if the loss is divided by nothing that the
-samples decide (weightings `fixed_length` and `sequence_sum`, no completion left
-out), the advantage is a sum of rewards less a baseline of other samples, and mu
-draws without top_k, top_p and min_p (it never draws the tokens outside its
-cut). Its variance grows with the length; the token's weight leaves prefixes
-distributed as mu drew them. With `sequence_ratio` and `gmpo` weights are
-averaged over a completion: there the sequence's are meant.
-The loss is divided by the number of all tokens, as in TRL; verl leaves masked
-ones out of it.
-
-`geometric_mask` weighs nothing: it leaves out completions whose tokens are, on
-average, too far off (bounds of .99 and 1.01 are SkyRL's).
+same weights (in TRL and verl they do not). Without bounds the sequence's weight
+makes the gradient that of pi_old, without bias if the loss is divided by
+nothing that the samples decide (weightings `fixed_length` and `sequence_sum`,
+no completion left out), the advantage is a sum of rewards less a baseline of
+other samples, and mu draws without top_k, top_p and min_p. Its variance grows
+with the length; the token's weight leaves prefixes distributed as mu drew them.
+With `sequence_ratio` and `gmpo`, which average weights over a completion, use
+the sequence's. The loss is divided by the number of all tokens, as in TRL; verl
+leaves masked ones out. `geometric_mask` only leaves out completions whose
+tokens are, on average, too far off (SkyRL's bounds are .99 and 1.01).
 
 Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
 You Off-Policy RL Training"; MIS, Liu et al. (2025), "When Speed Kills
@@ -102,9 +98,8 @@ def off_policy_sequences(
   """True for sequences that are worse than their group, and off-policy.
 
   Those with A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats a token
-  (DeepSeek-V3.2, arXiv 2512.02556, equation 9, where the mask keeps the
-  others). As in TRL the drift of the updates and the mismatch of the rollout
-  count together.
+  (DeepSeek-V3.2, arXiv 2512.02556, equation 9). As in TRL, drift of the updates
+  and mismatch of the rollout count together.
   """
   drift = -jnp.sum(masked_log_ratio(logprobs, rollout_logprobs, mask), axis=-1)
   mean = drift / jnp.maximum(jnp.sum(mask, axis=-1), 1)
@@ -119,16 +114,15 @@ def make_correction(
 ) -> Correct | None:
   """Makes the correction that `make_update` applies to its losses.
 
-  Where there is a single update, pi_old is what the update itself computes: no
-  pass is added. Where there are several, the old log-probabilities have to be
-  the trainer's; with the rollout's, these weights are 1. From `threshold` nats
-  a token on, `off_policy_sequences` are left out; None leaves none out.
+  In a single update pi_old is the update's own policy; several need the
+  trainer's old log-probabilities (with the rollout's, these weights are 1).
+  `off_policy_sequences` are left out from `threshold` nats per token on.
 
   Returns:
-    `(logprobs, batch) -> (is_weights, left_out, aux)`, or None where there is
+    `(logprobs, batch) -> (is_weights, left_out, aux)`, or None if there is
     nothing to correct: weights [B, G, T] (None without a `correction`), True
-    for sequences [B, G, 1] that the surrogate is not of (None without a
-    `threshold`), and `is_weight`, `is_weight_bounded` (out of bounds) and
+    for sequences [B, G, 1] not in the surrogate (None without a `threshold`),
+    and `is_weight`, `is_weight_bounded` (out of bounds) and
     `off_policy_masked`, to be logged as means over tokens.
   """
   if correction == "none" and threshold is None:

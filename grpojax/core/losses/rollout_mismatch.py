@@ -1,9 +1,8 @@
 """Distance of the trainer from the rollout, on the policy that sampled.
 
 Both compute log-probabilities of the same tokens under the same weights, but by
-different programs, whose rounding differs, above all in low precision. It is in
-the importance ratios where the old log-probabilities are the rollout's, and
-makes the gradient off-policy by as much where they are the trainer's.
+programs that round differently. The distance is in the importance ratios if the
+old log-probabilities are the rollout's, else it makes the gradient off-policy.
 """
 
 from collections.abc import Callable
@@ -23,13 +22,11 @@ def of_tokens(
   batch: Batch,
   weights: Float[Array, "B G T"],
 ) -> dict[str, Shaped[Array, "B G T"]]:
-  """Mismatch of each token, and what the loss would log for it.
+  """Mismatch of each token; {} for a batch without `rollout_logprobs`.
 
-  Returns:
-    "log_ratio", log(pi_trainer / pi_rollout) in nats, "kl", k3 of
-    KL(rollout || trainer) (both 0 on padding), and what the loss logs with the
-    rollout's log-probabilities as the old ones ("clip_fraction_low", say).
-    Nothing for a batch without `rollout_logprobs`.
+  "log_ratio" is log(pi_trainer / pi_rollout) in nats, "kl" k3 of KL(rollout ||
+  trainer) (both 0 on padding); the rest the loss logs with the rollout's
+  log-probabilities as the old ones ("clip_fraction_low", say).
   """
   if batch.rollout_logprobs is None:
     return {}
@@ -51,8 +48,7 @@ def metrics(
 
   That is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the weights of sequences
   w_i = prod_t pi_trainer / pi_rollout, N those that have a token (Kong, 1992):
-  1 where rollout and trainer agree, 1 / N where one has all the weight, nan
-  where no sequence has a token.
+  1 if rollout and trainer agree, 1 / N if one has all the weight, nan if N = 0.
   """
   if not arrays:
     return {}

@@ -5,17 +5,15 @@ What plugs in here, each by its name in a dict at the end of this file:
 - a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios, 1 on padding:
   of the policy being trained to the policy that sampled.
 - a surrogate (`SURROGATES`): (ratios, logprobs, advantages, *, settings) ->
-  (per_token, aux), all [B, G, T]. Advantages are constants; ratios and
-  log-probabilities carry the gradient. Results on padding are not used.
-  `per_token` is minimised; `aux` maps names to arrays that are logged as means
+  (per_token, aux), all [B, G, T], of which padding is not used. Advantages are
+  constants. `per_token` is minimised; `aux` are arrays that are logged as means
   over tokens. Settings are fields of `Objective`, which checks their ranges; a
   parameter `mask` gets that of the completions.
 
-What a token with ratio r and advantage A adds to the gradient is a multiple of
--A grad log pi. On-policy that multiple is 1, for every surrogate and ratio,
-where a completion has one advantage.
-Off-policy, with c(x) for x within the bounds, s for a sequence and sg stopping
-the gradient:
+A token with ratio r and advantage A adds a multiple of -A grad log pi to the
+gradient. On-policy, with one advantage per completion, that multiple is 1 for
+every surrogate and ratio. Off-policy, with c(x) for x within the bounds, s for
+a sequence and sg stopping the gradient:
 
 | surrogate, ratio  | minimised, a token    | multiple of -A grad log pi       |
 |-------------------|-----------------------|----------------------------------|
@@ -37,6 +35,7 @@ the gradient:
 |                   |                       | to 0 for w -> 0 and w -> inf     |
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -158,6 +157,7 @@ def dppo_tv(
   dppo_low: float | int = 0.2,
   dppo_high: float | int = 0.2,
   dppo_ratio_max: float | int = 20.0,
+  of_kl: bool = False,
 ) -> tuple[Tokens, Aux]:
   """DPPO: REINFORCE without tokens whose probability has moved too far.
 
@@ -166,56 +166,27 @@ def dppo_tv(
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
   A ratio alone bounds rare tokens too much and frequent ones too little. Of the
   `token_ratio`. Logs as `clipped` does.
+
+  `of_kl` bounds KL(pi_old || pi) of "this token or another" instead, in nats
+  and with the sign of pi - pi_old (Binary-KL): the surrogate `dppo_kl`.
   """
-  new, old = _probabilities(ratios, logprobs)
-  bounds = dppo_low, dppo_high, dppo_ratio_max
-  return _dppo(ratios, logprobs, advantages, new - old, bounds)
-
-
-def dppo_kl(
-  ratios: Tokens,
-  logprobs: Tokens,
-  advantages: Tokens,
-  *,
-  dppo_low: float | int = 0.2,
-  dppo_high: float | int = 0.2,
-  dppo_ratio_max: float | int = 20.0,
-) -> tuple[Tokens, Aux]:
-  """DPPO, with a bound of KL(pi_old || pi) of "this token or another", in nats.
-
-  As `dppo_tv` else (arXiv 2602.04879, Binary-KL).
-  """
-  new, old = _probabilities(ratios, logprobs)
-  tiny = 1e-8  # verl's
-  others = jnp.log((1 - old + tiny) / (1 - new + tiny))
-  divergence = (1 - old) * others - old * _log(jax.lax.stop_gradient(ratios))
-  moved = jnp.sign(new - old) * jnp.maximum(divergence, 0.0)
-  bounds = dppo_low, dppo_high, dppo_ratio_max
-  return _dppo(ratios, logprobs, advantages, moved, bounds)
-
-
-def _probabilities(ratios: Tokens, logprobs: Tokens) -> tuple[Tokens, Tokens]:
-  """Probabilities of the sampled tokens, new and old; constants."""
-  ratios, logprobs = jax.lax.stop_gradient((ratios, logprobs))
-  old = jnp.exp(jnp.minimum(logprobs - _log(ratios), 0.0))
-  return jnp.exp(logprobs), old
-
-
-def _dppo(
-  ratios: Tokens,
-  logprobs: Tokens,
-  advantages: Tokens,
-  moved: Tokens,
-  bounds: tuple[float | int, float | int, float | int],
-) -> tuple[Tokens, Aux]:
-  """Leaves out tokens that have moved too far up where A > 0, else down."""
-  low, high, largest = bounds
-  above = (moved > high) & (advantages > 0)
-  below = (moved < -low) & (advantages <= 0)
-  weights = jax.lax.stop_gradient(jnp.minimum(ratios, largest))
+  ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
+  new, old = jnp.exp(logprob), jnp.exp(jnp.minimum(logprob - _log(ratio), 0.0))
+  moved = new - old
+  if of_kl:
+    tiny = 1e-8  # verl's
+    others = jnp.log((1 - old + tiny) / (1 - new + tiny))
+    divergence = (1 - old) * others - old * _log(ratio)
+    moved = jnp.sign(moved) * jnp.maximum(divergence, 0.0)
+  above = (moved > dppo_high) & (advantages > 0)
+  below = (moved < -dppo_low) & (advantages <= 0)
+  weights = jax.lax.stop_gradient(jnp.minimum(ratios, dppo_ratio_max))
   loss = _reinforce(weights, logprobs, advantages)
   aux = {"clip_fraction_low": below, "clip_fraction_high": above}
   return jnp.where(above | below, 0.0, loss), aux
+
+
+dppo_kl = functools.partial(dppo_tv, of_kl=True)
 
 
 def gmpo(
@@ -306,8 +277,8 @@ def dro(
 
 
 def _log(ratios: Array) -> Array:
-  # One that has underflowed counts as the least normal number (-87 nats), and
-  # has no gradient: that of the logarithm would be infinite, and times 0 nan.
+  # An underflowed ratio counts as the least normal number (-87 nats), without
+  # gradient: that of the logarithm would be infinite, and times 0 nan.
   least = jnp.finfo(ratios.dtype).tiny
   normal = ratios > least
   return jnp.where(
@@ -318,7 +289,7 @@ def _log(ratios: Array) -> Array:
 def _reinforce(
   weights: Array | float, logprobs: Array, advantages: Array
 ) -> Array:
-  # What a policy excludes has a value that is finite, and no gradient.
+  # Tokens that a policy excludes have a finite value, and no gradient.
   return -weights * advantages * jnp.maximum(logprobs, -1e4)
 
 

@@ -1,8 +1,7 @@
 """A batch computed without most of its padding: which token lies where.
 
-Completions have any length up to T, and of rows of T tokens most may be
-padding. So each real token has three addresses, and every computation takes
-the one that wastes least:
+Each real token has three addresses, and every computation takes the one that
+wastes least:
 
     samples [G, T]        rows [K, W]           tokens [N]
 
@@ -14,26 +13,24 @@ the one that wastes least:
     loss, weights,        attention             all that is done to each token
     metrics                                     by itself: norms, MLP, logits
 
-A row has completions of one prompt, each of them whole. A token keeps its
-position and attends to its prompt and its own completion alone (`positions` and
-`segments` of `LM.extend`), so that its log-probability is the same.
+A row has whole completions of one prompt. A token keeps its position and
+attends to its prompt and its own completion alone (`positions` and `segments`
+of `LM.extend`), so that its log-probability is the same.
 
-A batch is computed in micro-batches, packed or not. Unpacked ones are equal
-parts of the prompts and, where these are too few, of the groups as well, whose
-prompts are then computed for each part. Four prompts of four samples in eight:
+Unpacked micro-batches are equal parts of the prompts and, where these are too
+few, of the groups as well. Four prompts of four samples in eight:
 
     prompt 0   a b a b      micro-batches a, c, e, g have samples 0 and 2,
     prompt 1   c d c d      b, d, f, h samples 1 and 3
     prompt 2   e f e f
     prompt 3   g h g h
 
-Packed ones have some rows each, with their prompts on one device: nothing
-crosses devices. What devices and minibatches take as a whole is a *bundle* of
-prompts: all prompts of a device or, with several minibatches, for which prompts
-are drawn anew, each prompt. The rows of each bundle are *split*, and a
-micro-batch has one split of some bundles. A prompt is computed in every split
-that has rows of it: these are its *copies*. Four prompts on two devices, in two
-micro-batches of two rows on each device:
+Packed ones have some rows each, with their prompts on one device. Devices and
+minibatches take whole *bundles* of prompts: all prompts of a device or, with
+several minibatches, which are drawn from the prompts, each prompt. The rows of
+each bundle are *split*, and a micro-batch has one split of some bundles. A
+prompt is computed in every split that has rows of it: these are its *copies*.
+Four prompts on two devices, in two micro-batches of two rows on each device:
 
                              micro-batch 0      micro-batch 1
     bundle 0 (prompts 0, 1)  rows of 0 and 0    rows of 0 and 1
@@ -42,11 +39,10 @@ micro-batches of two rows on each device:
     prompt_of_copy           [0, -], [0, 1]     [0, 1], [1, -]  in their bundle
     prompt_of_row            [0, 0], [0, 1]     [0, 1], [0, 0]  in their split
 
-`layout.plan` makes a packing on the host, where lengths are known, in few
-different sizes, each of which is a program to compile. The rest is jitted with
-the packing as an argument: `split` and `join` here, from [B, G, T] to
-micro-batches and back, `packed_logprobs` from samples to rows and back, and
-`flat_tokens` from rows to tokens and back.
+`layout.plan` makes a packing on the host, in few different sizes, each of which
+is a program to compile. The rest is jitted with the packing as an argument:
+`split` and `join`, from [B, G, T] to micro-batches and back, `packed_logprobs`
+from samples to rows and back, `flat_tokens` from rows to tokens and back.
 """
 
 import typing
@@ -75,13 +71,10 @@ class Sizes(NamedTuple):
 class Rows:
   """Packed rows: of all splits, or of one micro-batch."""
 
-  # Prompt of each row, counted among those of its split; in a micro-batch,
-  # among those on its device.
+  # Prompt of each row, among those of its split (or, in a micro-batch, device).
   prompt_of_row: Int[Array, "*splits K"]
-  # Sample of each token, 0 to G - 1; -1 on padding.
-  sample_of_token: Int[Array, "*splits K W"]
-  # Position of each token in its completion; 0 on padding.
-  position_of_token: Int[Array, "*splits K W"]
+  sample_of_token: Int[Array, "*splits K W"]  # 0 to G - 1; -1 on padding
+  position_of_token: Int[Array, "*splits K W"]  # 0 on padding
   sizes: Sizes = struct.field(pytree_node=False)  # of each micro-batch
 
 
@@ -90,14 +83,13 @@ class Rows:
 class Packing:
   """The rows of a batch, by bundles and their splits.
 
-  The first axis of all arrays is cut and reordered with that of the batch, over
-  devices and into minibatches.
+  The first axis of all arrays is cut and reordered with that of the batch.
 
   Attributes:
-    prompt_of_copy: Prompt of each copy, counted within the bundle. U is the
-      same for all splits; any prompt stands where one has fewer.
-    copy_of_sample: Copy beside which each sample is computed, counted within
-      the bundle; splits * U for a sample without tokens.
+    prompt_of_copy: Prompt of each copy, counted within the bundle; any prompt
+      if a split has fewer than U.
+    copy_of_sample: Copy with which each sample is computed, counted within the
+      bundle; splits * U for a sample without tokens.
     rows: Rows of each split, [bundles, splits, K, ...].
   """
 
@@ -125,12 +117,9 @@ def split(
   """Splits a batch into `count` micro-batches, the first axis of the results.
 
   Packed, there may be fewer. Their arrays are of the U copies of prompts in
-  each, with a mask of the samples that are in its rows (others of these prompts
-  are elsewhere) and the rows; else mask and rows are None.
-
-  Raises:
-    ValueError: The batch cannot be divided so (see `micro_batches.cuts`), or
-      the packing's micro-batches may be larger than unpacked ones.
+  each, with a mask of the samples in its rows, and the rows; else mask and rows
+  are None. ValueError if the batch cannot be divided so (`micro_batches.cuts`),
+  or the packing's micro-batches may be larger than unpacked ones.
   """
   b, g = jax.tree.leaves(samples)[0].shape[:2]
   if packing is not None:
@@ -175,8 +164,8 @@ def _split_packed(prompts, samples, packing: Packing):
   of_batch = prompts, samples, packing.copy_of_sample
   prompts, samples, copy_of_sample = jax.tree.map(by_split, of_batch)
   in_rows = copy_of_sample == jnp.arange(splits * u).reshape(splits, u, 1)
-  # A micro-batch has every count-th bundle, those of a device side by side: the
-  # prompts of its rows are counted on through them.
+  # A micro-batch has every count-th bundle, those of a device side by side, and
+  # counts the prompts of its rows through them.
   on_device = rows.sizes.bundles // rows.sizes.devices
   bundle = jnp.arange(bundles)[:, None, None] // count % on_device
   rows = rows.replace(prompt_of_row=rows.prompt_of_row + u * bundle)
@@ -188,10 +177,7 @@ def join(
   packing: Packing | None,
   shape: tuple[int, int],
 ) -> Shaped[Array, "B G T *more"]:
-  """Joins values of micro-batches into those of a batch of `shape` B, G again.
-
-  Packed, samples without tokens have 0.
-  """
+  """Joins values of micro-batches into [B, G, ...]; 0 of samples in no row."""
   (b, g), (_, u, samples, *of_sample) = shape, values.shape
   if packing is None:
     x = values.reshape(b // u, g // samples, u, samples, *of_sample)

@@ -1,7 +1,7 @@
 """From padded rows to their real tokens side by side, and back again.
 
-The second step of `packing`: a layer has rows for attention alone. Each of C
-devices has rows of its own, and N is a size that all of them have room for:
+The second step of `packing`, since only attention needs rows. Each of C devices
+has rows of its own, and room for N tokens:
 
     rows [B, G, S]               tokens [C, 1, N]
     a a a - b b -                a a a b b
@@ -21,17 +21,10 @@ from grpojax.core.mesh import activation_spec, free_axes
 
 
 class TokenIndex(NamedTuple):
-  """Places of real tokens in padded rows, and the inverse.
+  """Places of real tokens in a device's padded rows, and the inverse."""
 
-  Attributes:
-    token_of_place: Token that stands at each place of the rows [B, G, S] of a
-      device; N on padding.
-    place_of_token: Place of each token in the rows; B G S / C where a device
-      has fewer than N.
-  """
-
-  token_of_place: Int[Array, "C n"]
-  place_of_token: Int[Array, "C N"]
+  token_of_place: Int[Array, "C n"]  # N on padding; n = B G S / C
+  place_of_token: Int[Array, "C N"]  # n for missing tokens
 
 
 def _constrain_rows(x: Array) -> Array:
@@ -63,10 +56,9 @@ def find_tokens(
 
 @jax.custom_vjp
 def _take(x, index, inverse):
-  """Entries of each device's x; 0 for an index that lies outside.
+  """Entries of each device's x, each at most once; 0 for an index outside.
 
-  No entry is taken twice: backward they are taken by the inverse index, and
-  nothing is scattered.
+  Backward they are taken by the inverse index, and nothing is scattered.
   """
   del inverse
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
@@ -105,10 +97,7 @@ def unflatten(
 
 @jax.custom_vjp
 def _repeat(x, index):
-  """Entries of each device's x, which may be taken several times.
-
-  Backward they are summed in float32, as products.
-  """
+  """Entries of each device's x, summed in float32 backward, as products."""
   return jax.vmap(lambda x, index: x[index])(x, index)
 
 
@@ -133,17 +122,11 @@ _repeat.defvjp(
 
 
 class FlatTokens(NamedTuple):
-  """Real tokens of prompts, and after them of their completions: [C, 1, N].
+  """Real tokens of prompts, and after them of their completions: [C, 1, N]."""
 
-  Attributes:
-    prompts: Index of the tokens of prompts [B, 1, P], which are the first.
-    rows: Index of the tokens of rows of completions [n, 1, S], the others.
-    prompt_of_row: Prompt of each row, counted among those on its device.
-  """
-
-  prompts: TokenIndex
-  rows: TokenIndex
-  prompt_of_row: Int[Array, "C rows"]
+  prompts: TokenIndex  # of tokens of prompts [B, 1, P]
+  rows: TokenIndex  # of tokens of rows of completions [n, 1, S]
+  prompt_of_row: Int[Array, "C rows"]  # among the prompts on its device
 
   def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
     """Repeats values of prompts for each of their rows."""

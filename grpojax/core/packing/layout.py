@@ -1,9 +1,8 @@
 """The packing of a batch, planned on the host from the lengths of its texts.
 
-For each width of rows: completions are put into rows, first fit (`first_fit`),
-the rows of each bundle are spread over as few splits as are small enough
-(`_spread`, `_shape`), and the cheapest width is written down (`_packing`). The
-words are those of `packing`.
+For each width of rows, completions are put into rows (`first_fit`), whose
+bundles are spread over as few splits as are small enough (`_spread`, `_shape`);
+the cheapest width is written down (`_packing`). The words are `packing`'s.
 """
 
 import math
@@ -28,9 +27,6 @@ def size_of(most: int, steps: int) -> int:
 
   All up to 2 `steps`, then so many in each doubling: of 2 they are 1, 2, 3, 4,
   6, 8, 12, 16, 24, ... A finer grid computes less padding and compiles more.
-  With the sizes of `_shape`, lengths that rose, fell or stayed over 150 steps
-  had 11 shapes on average, and cost 8% more than at twice as many sizes, with
-  24 shapes.
   """
   most = max(most, 1)
   step = 2 ** max(0, (most - 1).bit_length() - steps.bit_length())
@@ -118,8 +114,8 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   np.add.at(rows_of_split, index, spread.tokens_of_row > 0)
   largest = lambda of_split: int(np.sort(of_split, axis=None)[-bundles:].sum())
   tokens = size_of(largest(tokens_of_split), 2)
-  # A row is four fifths, two thirds or half full: rows and tokens grow
-  # together then, and fewer pairs of them are compiled.
+  # A row is four fifths, two thirds or half full, so that rows and tokens grow
+  # together, and fewer pairs of them are compiled.
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
   rows = next((n for n in counts if n >= most), size_of(most, 2))
@@ -147,11 +143,9 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
 def size(tokens: int, padded: int) -> float:
   """Returns the size of a micro-batch, in tokens of an unpacked batch.
 
-  Queries, keys and values are in rows, padding and all, and other hidden states
-  of tokens alone. Of what is held for the backward pass, the rows are a third
-  in most models, and two thirds where heads are wider than hidden states (as in
-  Qwen3-0.6B): that is counted. An LM without `forward` holds all of it in rows.
-  It has room for so many tokens, in rows and prompts of so many, padded.
+  Queries, keys and values are in `padded` rows, other hidden states of `tokens`
+  alone. Rows are a third of the memory for the backward pass in most models,
+  and two thirds, which is counted, if heads are wider than hidden states.
   """
   return (tokens + 2 * padded) / 3
 
@@ -161,8 +155,7 @@ def _cost(
 ) -> float:
   """Returns the cost of tokens and of attention in rows of W or P tokens.
 
-  Attention to as many keys as there may be is taken for half of what else is
-  done to a token: it is less in wide models, and more in narrow ones.
+  Attention to all keys is taken for half of the other work per token.
   """
   p = batch.prompt_length
   pairs = rows * width * (width + p) + prompts * p * p
@@ -175,8 +168,8 @@ def _cheapest(
   """Finds the cheapest width, each in as few micro-batches as are allowed.
 
   `ways` are splits of a bundle and bundles of a micro-batch on a device, the
-  fewest micro-batches first, and `largest` is the size that it may have there.
-  None where no width costs less than the batch as it is.
+  fewest micro-batches first, `largest` is its greatest size there. None if no
+  width costs less than the batch as it is.
   """
   (b, g), p, t = batch.lengths.shape, batch.prompt_length, batch.length
   lowest = _cost(batch, b * (p + g * t), rows=b * g, width=t, prompts=b)
@@ -258,26 +251,13 @@ def plan(
   """Plans the packing of a batch, on the host.
 
   A function of the lengths alone, so that a resumed run computes the same.
-  There are as few micro-batches as are not larger than those of the batch as it
-  is.
+  Completions have 0 to T = `length` tokens (0 leaves one out), prompts 0 to P =
+  `prompt_length`. An unpacked minibatch has `micro_batches`; packed it has as
+  few as are not larger than these.
 
-  Args:
-    lengths: Lengths of the completions, 0 to T tokens; 0 for those that nobody
-      needs.
-    length: T.
-    prompts: Lengths of the prompts, 0 to P tokens.
-    prompt_length: P.
-    minibatches: Number of minibatches, see `make_update`.
-    micro_batches: Number of micro-batches of a minibatch as it is; packed it
-      has as many, or fewer.
-
-  Returns:
-    The packing, of numpy arrays. None where the batch as it is costs no more,
-    where no micro-batch would be small enough, and where the mesh in context
-    cuts groups, for rows would have to cross devices.
-
-  Raises:
-    ValueError: The batch cannot be divided so, see `micro_batches.cuts`.
+  Returns a packing of numpy arrays. None if the batch as it is costs no more,
+  if no micro-batch would be small enough, or if the mesh in context cuts
+  groups. ValueError if the batch cannot be divided (`micro_batches.cuts`).
   """
   lengths = np.asarray(lengths, np.int32)
   prompts = np.asarray(prompts, np.int32)

@@ -13,13 +13,9 @@ from grpojax.core.random_keys import random_key
 def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
   """Divides micro-batches among B prompts and their groups of G.
 
-  Returns:
-    Number of parts of the prompts and of each group, whose product is
-    `micro_batches`. With a mesh in context each micro-batch has a prompt for
-    each device where it can.
-
-  Raises:
-    ValueError: they cannot be divided so.
+  Returns the number of parts of the prompts and of each group, whose product is
+  `micro_batches`; ValueError if there is none. With a mesh in context each
+  micro-batch has a prompt for each device if possible.
   """
   shards = row_shards(jax.sharding.get_abstract_mesh())
   on_device = prompts // shards if prompts % shards == 0 else prompts
@@ -52,10 +48,9 @@ def draw_orders(
   """Draws the order in which each epoch takes the rows.
 
   `split_rows` then gives row i of every block of `parts` consecutive rows to
-  minibatch i. The first epoch takes the rows as they come, the others in an
-  order drawn anew within each block: every row is as likely in any minibatch,
-  no row leaves the device that it lies on, and every minibatch stays spread
-  over all devices.
+  minibatch i. The first epoch takes the rows as they come, the others in a new
+  order within each block: every row is as likely in any minibatch, and every
+  minibatch stays spread over all devices, without moving rows between them.
 
       block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
       0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
@@ -64,8 +59,7 @@ def draw_orders(
   key = random_key(key)
 
   def draw(epoch):
-    # Negative, because the rollout folds the numbers of its samples, which are
-    # not, into the same key.
+    # Negative: the rollout folds numbers of samples into the same key.
     drawn = jax.random.permutation(
       jax.random.fold_in(key, -1 - epoch), blocks, axis=1, independent=True
     )

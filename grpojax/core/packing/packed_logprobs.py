@@ -7,11 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from grpojax.core.logprobs import (
-  Reference,
-  TokenLogprobs,
-  logprobs_and_load,
-)
+from grpojax.core.logprobs import Reference, TokenLogprobs, logprobs_and_load
 from grpojax.core.packing import Rows
 from grpojax.core.packing.flat_tokens import FlatTokens, by_device, find_tokens
 from grpojax.core.types import LM, Params
@@ -80,9 +76,8 @@ def completion_logprobs(
 ) -> TokenLogprobs:
   """Computes `logprobs_and_load`, on the packed rows of these completions.
 
-  Packed, results [B, G, T] are 0 on padding, and NaN where prompts are longer
-  than the packing knows; there is no forward mode (`jax.jvp`) through them. The
-  model's `extend` must know `segments`.
+  Packed, results [B, G, T] are 0 on padding, and NaN if prompts are longer than
+  planned; `jax.jvp` does not go through them, and `LM.extend` gets `segments`.
   """
   if rows is None:
     options |= dict(replayed=replayed, reference=reference)
