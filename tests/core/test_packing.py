@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core import packing
 from grpojax.core.batch import make_batch
@@ -34,8 +35,8 @@ def test_first_fit_by_hand():
   """Longest first, each into the first row that has room for it."""
   rows, starts = packing_layout.first_fit(np.array([[3, 6, 1, 5, 4, 0]]), 10)
   # 6 | 5 | then 4 beside 6, 3 beside 5, 1 beside 5 and 3: 10 and 9 of 10.
-  np.testing.assert_array_equal(rows, [[1, 0, 1, 1, 0, 0]])
-  np.testing.assert_array_equal(starts[0, :5], [5, 0, 8, 0, 6])
+  assert_array_equal(rows, [[1, 0, 1, 1, 0, 0]])
+  assert_array_equal(starts[0, :5], [5, 0, 8, 0, 6])
 
 
 def test_a_packing_by_hand():
@@ -43,19 +44,13 @@ def test_a_packing_by_hand():
   lengths = np.array([[4, 1, 4, 3], [0] * 4, [2, 1, 0, 1]])
   planned = packing_layout.plan(lengths, 8, np.array([5, 5, 4]), 6)
   rows = planned.rows
-  np.testing.assert_array_equal(
-    rows.sample_of_token,
-    [[[[0] * 4, [2] * 4, [3, 3, 3, 1], [0, 0, 1, 3], [-1] * 4]]],
-  )
-  np.testing.assert_array_equal(
-    rows.position_of_token,
-    [[[[*range(4)], [*range(4)], [0, 1, 2, 0], [0, 1, 0, 0], [0] * 4]]],
-  )
-  np.testing.assert_array_equal(rows.prompt_of_row, [[[0, 0, 0, 1, 0]]])
-  np.testing.assert_array_equal(planned.prompt_of_copy, [[[0, 2]]])
-  np.testing.assert_array_equal(
-    planned.copy_of_sample, [[0, 0, 0, 0], [2, 2, 2, 2], [1, 1, 2, 1]]
-  )
+  samples = [[0] * 4, [2] * 4, [3, 3, 3, 1], [0, 0, 1, 3], [-1] * 4]
+  places = [[*range(4)], [*range(4)], [0, 1, 2, 0], [0, 1, 0, 0], [0] * 4]
+  assert rows.sample_of_token.tolist() == [[samples]]
+  assert rows.position_of_token.tolist() == [[places]]
+  assert rows.prompt_of_row.tolist() == [[[0, 0, 0, 1, 0]]]
+  assert planned.prompt_of_copy.tolist() == [[[0, 2]]]
+  assert planned.copy_of_sample.tolist() == [[0] * 4, [2] * 4, [1, 1, 2, 1]]
   # 16 tokens of completions, and 9 of two prompts, three quarters of 2 x 6.
   assert rows.sizes == packing.Sizes(1, 1, 16, 9, 12)
 
@@ -65,15 +60,13 @@ def test_two_micro_batches_by_hand():
   lengths = np.array([[4, 3, 4, 0], [4, 4, 4, 4]])
   planned = packing_layout.plan(lengths, 7, np.array([1, 3]), 4, 1, 2)
   rows = planned.rows
-  np.testing.assert_array_equal(planned.prompt_of_copy, [[[0, 1], [1, 0]]])
-  np.testing.assert_array_equal(rows.prompt_of_row, [[[0, 0, 0, 1], [0] * 4]])
-  np.testing.assert_array_equal(
-    rows.sample_of_token[..., 0], [[[0, 2, 1, 0], [1, 2, 3, -1]]]
-  )
+  assert planned.prompt_of_copy.tolist() == [[[0, 1], [1, 0]]]
+  assert rows.prompt_of_row.tolist() == [[[0, 0, 0, 1], [0] * 4]]
+  assert rows.sample_of_token[..., 0].tolist() == [
+    [[0, 2, 1, 0], [1, 2, 3, -1]]
+  ]
   # Of the copies of both micro-batches; there are four.
-  np.testing.assert_array_equal(
-    planned.copy_of_sample, [[0, 0, 0, 4], [1, 2, 2, 2]]
-  )
+  assert planned.copy_of_sample.tolist() == [[0, 0, 0, 4], [1, 2, 2, 2]]
   # The first has 15 tokens of completions, and 4 of prompts.
   assert rows.sizes == packing.Sizes(1, 1, 16, 6, 4)
 
@@ -129,10 +122,10 @@ def check_tokens(planned, lengths):
     own = rows.sample_of_token[bundle, split] == sample
     own &= rows.prompt_of_row[bundle, split][:, None] == copy
     row, place = np.nonzero(own)
-    np.testing.assert_array_equal(row, [row[0]] * length)
-    np.testing.assert_array_equal(place, place[0] + np.arange(length))
+    assert_array_equal(row, [row[0]] * length)
+    assert_array_equal(place, place[0] + np.arange(length))
     positions = rows.position_of_token[bundle, split, row, place]
-    np.testing.assert_array_equal(positions, np.arange(length))
+    assert_array_equal(positions, np.arange(length))
 
 
 def check_room(planned, prompts):
@@ -166,7 +159,7 @@ def test_a_split_may_have_more_rows_than_samples_of_an_even_one():
   planned = packing_layout.plan(lengths, 64, np.array([8, 7]), 8, 1, 8)
   rows = planned.rows.sample_of_token >= 0
   assert rows.shape == (1, 4, 3, 16) and rows.sum() == lengths.sum()
-  np.testing.assert_array_equal(rows.any(axis=-1).sum(axis=-1), [[3, 2, 1, 2]])
+  assert_array_equal(rows.any(axis=-1).sum(axis=-1), [[3, 2, 1, 2]])
 
 
 def test_sizes_are_few():
@@ -225,17 +218,15 @@ def test_joined_is_what_was_split(minibatches, parts):
 
   @jax.jit
   def there_and_back(values, planned):
-    _, values, here, rows = packing.split(
+    _, values, present, rows = packing.split(
       values[:, 0, 0], jnp.where(mask, values, 0), planned
     )
     # Of a sample that is not in a part, anything.
-    return packing.join(
-      jnp.where(here[..., None], values, 7.0), planned, mask.shape[:2]
-    )
+    values = jnp.where(present[..., None], values, 7.0)
+    return packing.join(values, planned, mask.shape[:2])
 
-  np.testing.assert_array_equal(
-    there_and_back(values, planned), np.where(mask, values, 0)
-  )
+  result = there_and_back(values, planned)
+  assert_array_equal(result, np.where(mask, values, 0))
 
 
 # Values and gradients.
@@ -295,16 +286,12 @@ def draw_samples(longest=T, vocab=11):
   )
 
 
-def assert_near(found, expected, tolerance):
+def assert_near(result, expected, tolerance):
   """To a share of the largest number of all."""
   scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(
-      np.float32(a), np.float32(b), rtol=0, atol=tolerance * scale
-    ),
-    found,
-    expected,
-  )
+  options = {"rtol": 0, "atol": tolerance * scale}
+  for x, y in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+    assert_allclose(np.float32(x), np.float32(y), **options)
 
 
 def differentiate(lm, params, samples, layout):
@@ -330,12 +317,11 @@ def differentiate(lm, params, samples, layout):
   return jax.grad(objective, has_aux=True)(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "kind",
   [
-    pytest.param(
-      x, marks=pytest.mark.slow if x == "qwen3_moe" else pytest.mark.long
-    )
+    pytest.param(x, marks=[pytest.mark.long] * (x != "qwen3_moe"))
     for x in FAMILIES
   ],
 )
@@ -358,36 +344,18 @@ def test_packed_is_unpacked(kind):
     assert_near(x, y, 2e-6)
 
 
-@pytest.mark.slow
-def test_prompts_that_nobody_needs_take_no_room(tiny):
+def test_prompts_that_nobody_needs_take_no_room():
   """Of four prompts, in two minibatches, one has a completion."""
-  rng = np.random.default_rng(0)
   lengths = np.array([[0, 0], [0, 0], [5, 0], [0, 0]])
-  layout = packing_layout.plan(lengths, 8, np.full(4, 4), 4, 2, 1)
+  planned = packing_layout.plan(lengths, 8, np.full(4, 4), 4, 2, 1)
   # Five tokens have room for six, and a prompt the same of two.
-  assert layout.rows.sizes == packing.Sizes(1, 2, 6, 6, 4)
-  prompts = jnp.asarray(rng.integers(0, 11, (4, 4))), jnp.ones((4, 4), bool)
-  ids = jnp.asarray(rng.integers(0, 11, (4, 2, 8)))
-
-  def of_part(part):
-    args = tiny.lm, tiny.params, *part
-    return packed_logprobs.completion_logprobs(*args)[0]
-
-  @jax.jit
-  def packed(layout):
-    prompts_, ids_, _, rows = packing.split(prompts, ids, layout)
-    found = jax.lax.map(of_part, (*prompts_, ids_, rows))
-    return packing.join(found, layout, (4, 2))
-
-  expected = jax.jit(of_part)((*prompts, ids))
-  found = packed(layout)[2, 0, :5]
-  np.testing.assert_allclose(found, expected[2, 0, :5], 1e-5, 1e-5)
+  assert planned.rows.sizes == packing.Sizes(1, 2, 6, 6, 4)
 
 
 @pytest.mark.slow
 def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
-  lengths, told = np.array([[3, 1], [2, 2]]), np.array([2, 1])
-  layout = packing_layout.plan(lengths, 8, told, 8)
+  lengths, known = np.array([[3, 1], [2, 2]]), np.array([2, 1])
+  layout = packing_layout.plan(lengths, 8, known, 8)
   prompts, ids = jnp.ones((2, 8), int), jnp.ones((2, 2, 8), int)
 
   @jax.jit
@@ -398,41 +366,33 @@ def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
     return packed_logprobs.completion_logprobs(*args)[0]
 
   real = np.arange(8) < lengths[..., None]
-  for longest, fit in ((told, True), (told + 7, False)):
-    found = packed(layout, jnp.arange(8) < longest[:, None])
-    assert np.isfinite(found)[real].all() == fit
-    assert np.isnan(found)[real].all() != fit
+  for longest, fit in ((known, True), (known + 7, False)):
+    result = packed(layout, jnp.arange(8) < longest[:, None])
+    assert np.isfinite(result)[real].all() == fit
+    assert np.isnan(result)[real].all() != fit
 
 
 def make_step(lm, samples, rewards, **cuts):
   """`(params, layout)` -> parameters after a step, metrics and batch."""
   tx, options = optax.sgd(0.1), UpdateOptions(chunk_size=5, **cuts)
-  objective = Objective(
-    ratio="sequence_ratio",
-    weighting="sequence_mean",
-    beta=0.1,
-    old_logprobs="trainer",
-  )
+  gspo = {"ratio": "sequence_ratio", "weighting": "sequence_mean"}
+  objective = Objective(beta=0.1, old_logprobs="trainer", **gspo)
+  in_reward = dataclasses.replace(objective, kl_placement="reward")
   update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def step(params, layout):
     batch = make_batch(
-      lm,
-      samples,
-      rewards,
-      dataclasses.replace(objective, kl_placement="reward"),
+      *(lm, samples, rewards, in_reward),
       options=options,
       ref_params=jax.tree.map(lambda x: 0.9 * x, params),
       policy_params=params,
       packing=layout,
     )
     state, metrics = update(init_state(params, tx, KEY), batch)
-    batch = jax.tree.map(
-      lambda x: jnp.where(batch.completion_mask, x, 0),
-      (batch.old_logprobs, batch.ref_logprobs),
-    )
-    return state.params, metrics, batch
+    real = batch.completion_mask
+    old, ref = batch.old_logprobs, batch.ref_logprobs
+    return state.params, metrics, [jnp.where(real, x, 0) for x in (old, ref)]
 
   return step
 
@@ -460,35 +420,25 @@ def test_a_packed_step_is_an_unpacked_one(
   params = lm.init(KEY)
   if micro_batches % 3 == 0:  # with attention, which takes a while to compile
     lm, params = tiny.lm, tiny.params
-  step = make_step(
-    lm,
-    samples,
-    jnp.asarray(rewards),
-    epochs=2,
-    minibatches=minibatches,
-    micro_batches=micro_batches,
-  )
-  found, expected = step(params, layout), step(params, None)
-  moved = jax.tree.map(jnp.subtract, (found[0], expected[0]), (params, params))
+  cuts = {"minibatches": minibatches, "micro_batches": micro_batches}
+  step = make_step(lm, samples, jnp.asarray(rewards), epochs=2, **cuts)
+  result, expected = step(params, layout), step(params, None)
+  moved = jax.tree.map(jnp.subtract, (result[0], expected[0]), (params, params))
   assert_near(*moved, 1e-4)
   assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(moved)) > 1e-3
-  assert_near(found[2], expected[2], 1e-6)
+  assert_near(result[2], expected[2], 1e-6)
   for name, value in expected[1].items():
-    np.testing.assert_allclose(found[1][name], value, 1e-4, 1e-6, err_msg=name)
+    assert_allclose(result[1][name], value, 1e-4, 1e-6, err_msg=name)
 
 
 def memory(lm, parts, sizes, layout):
   """Bytes that a compiled step holds besides what it takes and returns."""
   b, g, t, p = sizes
   of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-  samples = Rollout(
-    prompt_ids=of(jnp.int32, b, p),
-    prompt_mask=of(bool, b, p),
-    completion_ids=of(jnp.int32, b, g, t),
-    completion_mask=of(bool, b, g, t),
-    logprobs=of(jnp.float32, b, g, t),
-    finished=of(bool, b, g),
-  )
+  prompts = of(jnp.int32, b, p), of(bool, b, p)
+  completions = of(jnp.int32, b, g, t), of(bool, b, g, t)
+  done = of(bool, b, g)
+  samples = Rollout(*prompts, *completions, of(jnp.float32, b, g, t), done)
   tx = optax.sgd(0.1)
 
   def step(params, samples):
@@ -508,10 +458,10 @@ def memory(lm, parts, sizes, layout):
   [pytest.param("selective", False, marks=pytest.mark.long), ("none", True)],
 )
 def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
-  """One that is almost as large as it may be, compiled.
+  """A compiled part of almost the largest size.
 
-  Full rows, and heads as wide as hidden states; or almost empty ones beside one
-  long completion, and heads that are wider.
+  Full rows, and heads as wide as hidden states; or one long completion among
+  almost empty rows, and wider heads.
   """
   sizes = b, g, t, p = (8, 2, 256, 16) if wide_heads else (8, 8, 256, 64)
   lengths = np.random.default_rng(0).integers(130, 178, (b, g))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose
 
 from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
@@ -18,26 +19,20 @@ KEY = jax.random.key(3)
 REWARDS = jax.random.normal(KEY, (B, G))
 
 
-def samples(tabular):
-  """Completions of B prompts of two kinds, and a policy."""
+def gradients(tabular, pack=False, beta=0.0, **options):
+  """`(weights) -> step of gradient descent`, of prompts of two kinds."""
   lm = tabular.lm(2, 4)
+  params = lm.init(KEY)
   ids = jax.random.randint(KEY, (B, G, T), 0, 4)
   lengths = np.array([[3, 1], [2, 2], [1, 1], [3, 2]])
-  mask = np.arange(T) < lengths[..., None]
+  mask = jnp.asarray(np.arange(T) < lengths[..., None])
   prompts = jnp.arange(B)[:, None] % 2, jnp.ones((B, P), bool)
   done, logprobs = jnp.ones((B, G), bool), jnp.full((B, G, T), -1.4)
-  rollout = Rollout(*prompts, ids, jnp.asarray(mask), logprobs, done)
-  return lm, lm.init(KEY), rollout, lengths
-
-
-def gradients(tabular, pack=False, beta=0.0, **options):
-  """`(weights) -> what a step of gradient descent takes off the parameters`."""
-  lm, params, rollout, lengths = samples(tabular)
+  rollout = Rollout(*prompts, ids, mask, logprobs, done)
   options, packing = UpdateOptions(**options), None
   if pack:
-    prompts = np.asarray(rollout.prompt_mask).sum(axis=-1), P
     parts = options.micro_batches
-    packing = packing_layout.plan(lengths, T, *prompts, 1, parts)
+    packing = packing_layout.plan(lengths, T, np.ones(B, int), P, 1, parts)
   tx = optax.sgd(1.0)
   objective = Objective(weighting="fixed_length", beta=beta)
   update = make_update(lm, tx, objective, options)
@@ -45,10 +40,7 @@ def gradients(tabular, pack=False, beta=0.0, **options):
   @jax.jit
   def moved(weights):
     batch = make_batch(
-      lm,
-      rollout,
-      REWARDS,
-      objective,
+      *(lm, rollout, REWARDS, objective),
       options=options,
       ref_params=params + 0.5 * params**2 if beta else None,
       prompt_weights=weights,
@@ -63,31 +55,25 @@ def gradients(tabular, pack=False, beta=0.0, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "options",
-  [
-    pytest.param({}, marks=pytest.mark.slow),
-    {"micro_batches": 2, "pack": True},
-    pytest.param({"beta": 0.3}, marks=pytest.mark.slow),
-  ],
-  ids=str,
+  "options", [{}, {"micro_batches": 2, "pack": True}, {"beta": 0.3}], ids=str
 )
 def test_a_prompt_counts_as_much_as_its_weight(options, tabular):
   """The gradient is linear in them: so its mean is what it would be drawn."""
   weights = np.array([0.5, 3.0, 0.0, 1.25])
   gradient = gradients(tabular, **options)
   each = [gradient(np.eye(B)[i]) for i in range(B)]
-  found = gradient(weights)
-  wanted = sum(w * one for w, one in zip(weights, each, strict=True))
-  np.testing.assert_allclose(found, wanted, atol=1e-6)
-  assert np.abs(found).max() > 0.01
+  result = gradient(weights)
+  expected = sum(w * one for w, one in zip(weights, each, strict=True))
+  assert_allclose(result, expected, atol=1e-6)
+  assert np.abs(result).max() > 0.01
   plain = gradient(None)
-  np.testing.assert_allclose(plain, sum(each), atol=1e-6)
-  assert np.abs(plain - found).max() > 0.01
+  assert_allclose(plain, sum(each), atol=1e-6)
+  assert np.abs(plain - result).max() > 0.01
 
 
 def test_the_weights_of_minibatches_are_those_of_their_prompts(tabular):
   """The first minibatch, of every second prompt, weighs nothing: no update."""
   gradient = gradients(tabular, minibatches=2)
   half, last = (gradient([0.0, w, 0.0, w]) for w in (1.0, 2.0))
-  np.testing.assert_allclose(last, 2 * half, rtol=1e-4, atol=1e-6)
+  assert_allclose(last, 2 * half, rtol=1e-4, atol=1e-6)
   assert np.abs(half).max() > 0.01

@@ -66,31 +66,28 @@ def drawn_rollout(key, **options):
 
 def trained(key):
   tx = optax.sgd(1.0)
-  step = make_grpo_step(
-    LM,
-    tx,
-    lambda samples, _: jnp.sum(samples.completion_ids, -1) * 1.0,
-    update=grpojax.UpdateOptions(epochs=2, minibatches=2),
-    **SIZES,
-  )
+  reward = lambda samples, _: jnp.sum(samples.completion_ids, -1) * 1.0
+  options = grpojax.UpdateOptions(epochs=2, minibatches=2)
+  step = make_grpo_step(LM, tx, reward, update=options, **SIZES)
   return step(init_state(TABLE, tx, key), PROMPTS)[0].params
 
 
 def projected(key):
   ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 2, 3) % 9
   mask = jnp.ones(ids.shape, bool)
-  samples = grpojax.Rollout(
-    PROMPTS.prompt_ids,
-    PROMPTS.prompt_mask,
-    ids,
-    mask,
-    jnp.zeros(ids.shape),
-    mask[..., 0],
-  )
+  prompts = PROMPTS.prompt_ids, PROMPTS.prompt_mask
+  zeros = jnp.zeros(ids.shape)
+  samples = grpojax.Rollout(*prompts, ids, mask, zeros, mask[..., 0])
   return score_projections(LM, TABLE, samples, key, tangents=3)
 
 
+def adapters(key):
+  params = DECODER.init(key)
+  return lora.init(params, key, 2, ".*/q")["layers"]["q"]["a"]
+
+
 DECODER = grpojax.transformer(grpojax.TransformerConfig(9, 4, 1, 1, 1, 4, 4))
+LINEN = grpojax.from_linen(Linen())
 DRAWS = {
   "token": lambda key: sample(key, jnp.zeros(999))[0],
   "seeds of episodes": lambda key: chunks.episode_seeds(key, shape=(2, 2)),
@@ -100,12 +97,8 @@ DRAWS = {
   "projections": projected,
   "step": trained,
   "transformer": lambda key: DECODER.init(key)["layers"]["q"],
-  "adapters": lambda key: lora.init(DECODER.init(key), key, 2, ".*/q")[
-    "layers"
-  ]["q"]["a"],
-  "linen": lambda key: grpojax.from_linen(Linen()).init(key)["Dense_0"][
-    "kernel"
-  ],
+  "adapters": adapters,
+  "linen": lambda key: LINEN.init(key)["Dense_0"]["kernel"],
   "nnx": lambda key: grpojax.from_nnx(Nnx).init(key)["embed"]["embedding"],
 }
 SLOW = ("environment", "step", "projections")
@@ -143,9 +136,8 @@ def test_a_users_key_becomes_one_threefry_key(impl):
     own = seed_key(7)
     for same in (own, jax.random.key_data(own)):
       assert words(random_key(same)) == words(own)
-  changed = jax.random.wrap_key_data(
-    jax.random.key_data(key).at[3].add(1), impl=impl
-  )
+  data = jax.random.key_data(key).at[3].add(1)
+  changed = jax.random.wrap_key_data(data, impl=impl)
   assert words(random_key(changed)) != words(random_key(key))
   assert random_key(key).dtype == own.dtype
 
@@ -153,5 +145,5 @@ def test_a_users_key_becomes_one_threefry_key(impl):
 def test_the_package_makes_keys_in_one_place():
   root = pathlib.Path(grpojax.__file__).parent
   makes = re.compile(r"random\.(key|PRNGKey)\(|nnx\.Rngs\(\d")
-  found = {p.name for p in root.rglob("*.py") if makes.search(p.read_text())}
-  assert found == {"random_keys.py", "grpo_in_one_file.py"}  # a user's program
+  result = {p.name for p in root.rglob("*.py") if makes.search(p.read_text())}
+  assert result == {"random_keys.py", "grpo_in_one_file.py"}  # a user's program

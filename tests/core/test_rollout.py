@@ -1,10 +1,12 @@
 import collections
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
@@ -18,32 +20,14 @@ PROMPTS = Prompts(
 )
 KEY = jax.random.key(7)
 EOS = (0, 5)
-SETTINGS = [
-  pytest.param(Sampling(), marks=pytest.mark.slow),
-  pytest.param(Sampling(temperature=0.0), marks=pytest.mark.slow),
-  Sampling(temperature=1.4, top_k=6, top_p=0.9, min_p=0.05),
-]
+SIX = {"group_size": 6, "max_new_tokens": 5, "eos_ids": EOS}
 
 
 @pytest.fixture(scope="module")
 def tiny_rollout(tiny):
   """Six samples of at most five tokens a prompt, compiled once a shape."""
-
-  def run(params, prompts, key, budgets=None):
-    return rollout(
-      tiny.lm,
-      params,
-      prompts,
-      key,
-      group_size=6,
-      max_new_tokens=5,
-      eos_ids=EOS,
-      pad_id=9,
-      budgets=budgets,
-    )
-
-  run = jax.jit(run)
-  return lambda *args, **kwargs: run(tiny.params, *args, **kwargs)
+  run = jax.jit(functools.partial(rollout, tiny.lm, pad_id=9, **SIX))
+  return functools.partial(run, tiny.params)
 
 
 def chain(successor, vocab=4):
@@ -54,17 +38,14 @@ def chain(successor, vocab=4):
   return 100.0 * jax.nn.one_hot(jnp.array([successor]), vocab)
 
 
-def run_chain(lm, table, batch=1, **kwargs):
+def run_chain(lm, table, batch=1, prompts=None, budgets=None, **kwargs):
   """A rollout of a tabular policy on `batch` prompts of kinds 0, 1, ..."""
-  prompts = Prompts(jnp.arange(batch)[:, None], jnp.ones((batch, 1), bool))
+  if prompts is None:
+    prompts = Prompts(jnp.arange(batch)[:, None], jnp.ones((batch, 1), bool))
   settings = {"group_size": 3, "max_new_tokens": 6, "eos_ids": (0,)} | kwargs
-  prompts = settings.pop("prompts", prompts)
-  return jax.jit(
-    # A chain has more kinds of prompts than tokens, which only jit overlooks.
-    lambda table, prompts, budgets: rollout(
-      lm, table, prompts, KEY, budgets=budgets, **settings
-    )
-  )(table, prompts, settings.pop("budgets", None))
+  # A chain has more kinds of prompts than tokens, which only jit overlooks.
+  run = jax.jit(functools.partial(rollout, lm, **settings))
+  return run(table, prompts, KEY, budgets=budgets)
 
 
 def fields(out):
@@ -75,41 +56,30 @@ def fields(out):
 # Log-probabilities, cached and uncached.
 
 
-@pytest.mark.parametrize("sampling", SETTINGS)
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    pytest.param(Sampling(), marks=pytest.mark.slow),
+    pytest.param(Sampling(temperature=0.0), marks=pytest.mark.slow),
+    Sampling(temperature=1.4, top_k=6, top_p=0.9, min_p=0.05),
+  ],
+)
 def test_recorded_logprobs_are_those_recomputed(tiny, sampling):
-  """Recorded token by token from the cache, recomputed without one.
-
-  Of greedy decoding they are 0 for the best tokens alone.
-  """
+  """Recorded token by token from the cache, recomputed without one."""
 
   @jax.jit
   def both(params):
-    out = rollout(
-      tiny.lm,
-      params,
-      PROMPTS,
-      KEY,
-      group_size=6,
-      max_new_tokens=5,
-      eos_ids=EOS,
-      sampling=sampling,
-    )
+    out = rollout(tiny.lm, params, PROMPTS, KEY, sampling=sampling, **SIX)
+    prompts = PROMPTS.prompt_ids, PROMPTS.prompt_mask
     logprobs, _ = token_logprobs(
-      tiny.lm,
-      params,
-      PROMPTS.prompt_ids,
-      PROMPTS.prompt_mask,
-      out.completion_ids,
-      sampling=sampling,
+      tiny.lm, params, *prompts, out.completion_ids, sampling=sampling
     )
     return out, logprobs
 
   out, recomputed = both(tiny.params)
   mask = np.asarray(out.completion_mask)
   assert mask.sum() > 30 and not mask.all()
-  np.testing.assert_allclose(
-    out.logprobs, np.where(mask, recomputed, 0), atol=2e-5
-  )
+  assert_allclose(out.logprobs, np.where(mask, recomputed, 0), atol=2e-5)
 
 
 def test_completions_have_the_policys_distribution(tabular):
@@ -123,21 +93,19 @@ def test_completions_have_the_policys_distribution(tabular):
     end = ids.index(0) + 1 if 0 in ids else 3
     before = (0, *(1 + i for i in ids))[:end]
     exact[ids[:end]] = np.exp(sum(log_table[before, ids[:end]]))
-  np.testing.assert_allclose(sum(exact.values()), 1)
+  assert_allclose(sum(exact.values()), 1)
   ids = np.asarray(out.completion_ids[0])
   mask = np.asarray(out.completion_mask[0])
   drawn = [
     tuple(map(int, row[keep])) for row, keep in zip(ids, mask, strict=True)
   ]
   counts = collections.Counter(drawn)
-  assert set(counts) <= set(exact)
+  assert counts.keys() <= exact.keys()
   chi_square = sum((counts[y] - n * p) ** 2 / (n * p) for y, p in exact.items())
   freedom = len(exact) - 1
   assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
   total = np.asarray(out.logprobs[0], np.float64).sum(-1)
-  np.testing.assert_allclose(
-    total, [np.log(exact[y]) for y in drawn], atol=1e-4
-  )
+  assert_allclose(total, [np.log(exact[y]) for y in drawn], atol=1e-4)
 
 
 # Where completions end.
@@ -175,11 +143,11 @@ def test_ends(tabular, pad_id):
   for b, expected in enumerate(completions):
     n = len(expected)
     row = expected + [pad_id] * (4 - n)
-    np.testing.assert_array_equal(out.completion_ids[b], [row] * 3)
+    assert_array_equal(out.completion_ids[b], [row] * 3)
     mask = [[True] * n + [False] * (4 - n)] * 3
-    np.testing.assert_array_equal(out.completion_mask[b], mask)
-    np.testing.assert_array_equal(out.finished[b], [finished[b]] * 3)
-  np.testing.assert_allclose(out.logprobs, 0, atol=1e-6)
+    assert_array_equal(out.completion_mask[b], mask)
+    assert_array_equal(out.finished[b], [finished[b]] * 3)
+  assert_allclose(out.logprobs, 0, atol=1e-6)
 
 
 def test_completion_mask_of_given_ids():
@@ -200,27 +168,12 @@ def test_budgets(tiny_rollout):
   free_length = np.asarray(free.completion_mask).sum(-1)
   length = np.minimum(free_length, budgets)
   mask = np.arange(5) < length[..., None]
-  np.testing.assert_array_equal(out.completion_mask, mask)
-  np.testing.assert_array_equal(
-    out.completion_ids, np.where(mask, free.completion_ids, 9)
-  )
-  np.testing.assert_allclose(
-    out.logprobs, np.where(mask, free.logprobs, 0), atol=1e-5
-  )
+  assert_array_equal(out.completion_mask, mask)
+  assert_array_equal(out.completion_ids, np.where(mask, free.completion_ids, 9))
+  assert_allclose(out.logprobs, np.where(mask, free.logprobs, 0), atol=1e-5)
   finished = np.asarray(free.finished) & (free_length <= budgets)
-  np.testing.assert_array_equal(out.finished, finished)
+  assert_array_equal(out.finished, finished)
   assert finished.any() and (np.asarray(free.finished) & ~finished).any()
-
-
-@pytest.mark.slow
-def test_padding_rows_of_a_batch_stay_empty(tiny_rollout):
-  mask = PROMPTS.prompt_mask.at[1].set(False)
-  out = tiny_rollout(PROMPTS.replace(prompt_mask=mask), KEY)
-  free = tiny_rollout(PROMPTS, KEY)
-  assert not out.completion_mask[1].any() and not out.finished[1].any()
-  assert (out.completion_ids[1] == 9).all() and (out.logprobs[1] == 0).all()
-  for got, expected in zip(fields(out), fields(free), strict=True):
-    np.testing.assert_array_equal(got[::2], expected[::2])
 
 
 @pytest.mark.slow
@@ -246,36 +199,42 @@ def test_decoding_stops_when_all_are_done(tabular, successors, t, calls):
 # Independence.
 
 
+IDS, MASK = PROMPTS.prompt_ids, PROMPTS.prompt_mask
+CHANGES = {  # prompts, and the rows whose samples stay the same
+  "other rows": (Prompts(IDS.at[::2].set(3), MASK.at[::2, 1:].set(False)), [1]),
+  "a row of padding": (Prompts(IDS, MASK.at[1].set(False)), [0, 2]),
+  "padding of prompts": (
+    Prompts(
+      jnp.pad(jnp.where(MASK, IDS, 8), ((0, 0), (0, 3)), constant_values=7),
+      jnp.pad(MASK, ((0, 0), (0, 3))),
+    ),
+    [0, 1, 2],
+  ),
+}
+
+
 @pytest.mark.slow
-def test_a_prompt_does_not_depend_on_other_rows(tiny_rollout):
+@pytest.mark.parametrize("change", CHANGES)
+def test_samples_depend_on_their_own_prompt_alone(tiny_rollout, change):
+  prompts, same = CHANGES[change]
+  changed = tiny_rollout(prompts, KEY)
   out = fields(tiny_rollout(PROMPTS, KEY))
-  others = Prompts(
-    PROMPTS.prompt_ids.at[::2].set(3),
-    PROMPTS.prompt_mask.at[::2, 1:].set(False),
-  )
-  changed = fields(tiny_rollout(others, KEY))
-  for got, expected in zip(changed, out, strict=True):
-    np.testing.assert_array_equal(got[1], expected[1])
-  assert (changed[0][0] != out[0][0]).any()
-
-
-@pytest.mark.slow
-def test_padding_of_prompts_changes_nothing(tiny_rollout):
-  out = tiny_rollout(PROMPTS, KEY)
-  junk = jnp.where(PROMPTS.prompt_mask, PROMPTS.prompt_ids, 8)
-  wider = Prompts(
-    jnp.pad(junk, ((0, 0), (0, 3)), constant_values=7),
-    jnp.pad(PROMPTS.prompt_mask, ((0, 0), (0, 3))),
-  )
-  padded = fields(tiny_rollout(wider, KEY))
-  for got, expected in zip(padded, fields(out), strict=True):
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+  for got, expected in zip(fields(changed), out, strict=True):
+    assert_allclose(got[same], expected[same], atol=1e-5)
+  if change == "other rows":
+    assert (changed.completion_ids[0] != out[0][0]).any()
+  if change == "a row of padding":
+    assert (
+      not changed.completion_mask[1].any() and not changed.finished[1].any()
+    )
+    assert (changed.completion_ids[1] == 9).all()
+    assert (changed.logprobs[1] == 0).all()
 
 
 def test_a_key_reproduces_and_another_differs(tiny_rollout):
   first, again = (fields(tiny_rollout(PROMPTS, KEY)) for _ in range(2))
   for a, b in zip(first, again, strict=True):
-    np.testing.assert_array_equal(a, b)
+    assert_array_equal(a, b)
   for step in range(2):  # As two steps of a run on the same prompts.
     other = fields(tiny_rollout(PROMPTS, jax.random.fold_in(KEY, step)))
     assert (first[0] != other[0]).any((1, 2)).all()

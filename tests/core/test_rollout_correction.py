@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core import losses
 from grpojax.core.decoding.sampling import Sampling
@@ -48,18 +49,9 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
 
   def value(logprobs, correct):
     def loss(beta, is_weights=None, left_out=None):
+      args = logprobs, advantages, weights, mask, old, ref, is_weights
       token_mask = None if left_out is None else ~left_out & mask
-      return losses.grpo_loss(
-        logprobs,
-        advantages,
-        weights,
-        mask,
-        old,
-        ref,
-        is_weights,
-        beta=beta,
-        token_mask=token_mask,
-      )[0]
+      return losses.grpo_loss(*args, beta=beta, token_mask=token_mask)[0]
 
     corrected = loss(0.0, *(correct(logprobs, batch)[:2] if correct else ()))
     return corrected + loss(0.1) - loss(0.0)  # TRL does not weigh the KL term
@@ -68,27 +60,18 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
   assert len({case["value"] for case in cases}) > len(cases) / 2
   assert len(cases) == 18
 
-  @jax.jit
-  def of_all():
-    corrections = [
-      make_correction(
-        case["mode"] or "none",
-        case["low"] or 0.0,
-        case["high"] or INF,
-        case["threshold"],
-      )
-      for case in cases
-    ]
-    both = jax.value_and_grad(value)
-    return [both(stored["logprobs"], correct) for correct in corrections]
+  def of_case(case):
+    bounds = case["low"] or 0.0, case["high"] or INF, case["threshold"]
+    correct = make_correction(case["mode"] or "none", *bounds)
+    return jax.value_and_grad(value)(stored["logprobs"], correct)
 
-  for case, (found, gradient) in zip(cases, of_all(), strict=True):
+  results = jax.jit(lambda: [of_case(case) for case in cases])()
+  for case, (result, gradient) in zip(cases, results, strict=True):
     name = str({k: v for k, v in case.items() if k != "gradient"})
-    np.testing.assert_allclose(found, case["value"], rtol=1e-6, err_msg=name)
+    assert_allclose(result, case["value"], rtol=1e-6, err_msg=name)
     gradient = np.where(mask, gradient, 0)[0]
-    np.testing.assert_allclose(
-      gradient, case["gradient"], rtol=1e-6, err_msg=name
-    )
+    expected = case["gradient"]
+    assert_allclose(gradient, expected, rtol=1e-6, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +80,21 @@ def policies(tabular):
   lm = tabular.lm(1, 3)
   p = lm.init(jax.random.key(0))
   q = p + 0.4 * jax.random.normal(jax.random.key(1), p.shape)
-  ids = np.array(list(itertools.product(range(3), repeat=3)))  # 0 ends
-  mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
-  ids = np.unique(np.where(mask, ids, 0), axis=0)
-  mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
-  kinds = tabular.rows(np.zeros(1), ids[None])
+  ids = np.array(list(itertools.product(range(3), repeat=3)))
+  ends = lambda ids: np.cumsum(ids == 0, -1) - (ids == 0) == 0  # 0 ends
+  ids = np.unique(np.where(ends(ids), ids, 0), axis=0)
+  mask = ends(ids)
+  rows = tabular.rows(np.zeros(1, int), ids[None])
   rewards = np.random.default_rng(2).normal(size=len(ids))
 
   def logprobs(table):
-    rows = [k.astype(int) for k in kinds]
-    log_p = jax.nn.log_softmax(jnp.asarray(table))[rows[0], rows[1]]
-    found = jnp.take_along_axis(log_p, jnp.asarray(ids)[None, ..., None], -1)
-    return jnp.where(mask, found[..., 0], 0.0)
+    log_p = jax.nn.log_softmax(jnp.asarray(table))[rows]
+    result = jnp.take_along_axis(log_p, jnp.asarray(ids)[None, ..., None], -1)
+    return jnp.where(mask, result[..., 0], 0.0)
 
   def entropies(table):
     log_p = jax.nn.log_softmax(jnp.asarray(table))
-    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return entropy[tuple(k.astype(int) for k in kinds)]
+    return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)[rows]
 
   mask = jnp.asarray(mask)[None]
   return lm, p, q, mask, rewards, logprobs, entropies
@@ -124,7 +105,7 @@ def expected_gradient(policies, sampler, objective):
   lm, p, _, mask, rewards, logprobs, entropies = policies
   sampled = logprobs(sampler)
   share = jnp.exp(sampled.sum(-1))[..., None]  # probability of each
-  np.testing.assert_allclose(share.sum(), 1, rtol=1e-5)
+  assert_allclose(share.sum(), 1, rtol=1e-5)
   ref = jnp.where(mask, -1.0, 0.0)
   advantages = jnp.asarray(rewards)[None]
   batch = Batch(None, None, None, mask, advantages, None, ref, sampled)
@@ -160,14 +141,14 @@ def test_untruncated_sequence_weights_give_the_policys_own_gradient(
   if not terms:
     value = lambda table: jnp.exp(logprobs(table).sum(-1))[0] @ rewards
     truth = jax.jit(jax.grad(value))(p)
-    np.testing.assert_allclose(-own, truth, atol=1e-6)
+    assert_allclose(-own, truth, atol=1e-6)
 
   def weighed(correction, high=0.0):
     objective = Objective(**terms, correction=correction, correction_high=high)
     return expected_gradient(policies, q, objective)
 
   for name in ("sequence_truncate", "sequence_mask"):
-    np.testing.assert_allclose(weighed(name), own, atol=1e-6)
+    assert_allclose(weighed(name), own, atol=1e-6)
   # A token's weights leave the prefixes as the sampler draws them.
   off = [weighed("token_truncate"), weighed("sequence_truncate", high=1.0)]
   assert min(np.abs(x - own).max() for x in off) > 1e-3
@@ -182,7 +163,7 @@ def test_what_is_out_of_bounds_and_what_is_huge(float64):
     if name == "geometric_mask":  # whose mean of the first is 1.22
       assert not outside[0, 0].any() and outside[0, 1, 0]
       continue
-    np.testing.assert_array_equal(outside, mask)
+    assert_array_equal(outside, mask)
   huge = jnp.full((1, 1, 9), 20.0)
   weights, _ = is_weights(huge, huge > 0, "sequence_truncate")
   assert np.isfinite(weights).all()

@@ -6,10 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core.optim import (
-  scale_by_rounded_adam,
-  stochastic_round,
-)
+from grpojax.core.optim import scale_by_rounded_adam, stochastic_round
 
 KEY = jax.random.key(7)
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
@@ -51,9 +48,7 @@ def test_what_is_represented_and_what_is_not_finite_stays():
 def test_what_is_finite_stays_finite(sign):
   for x in (np.finfo(np.float32).max, np.float32(BFLOAT16_MAX * 1.0001)):
     rounded = stochastic_round(jnp.full(2**16, sign * x), ALL_BITS)
-    np.testing.assert_array_equal(
-      np.asarray(rounded, np.float64), sign * BFLOAT16_MAX
-    )
+    assert (np.asarray(rounded, np.float64) == sign * BFLOAT16_MAX).all()
 
 
 def run_adam(tx, gradients, params):
@@ -73,35 +68,31 @@ def test_moments_are_unbiased_over_keys():
     lambda x: jnp.asarray(rng.normal(size=(5, *x.shape)), jnp.float32), params
   )
   exact, steps = run_adam(optax.scale_by_adam(0.9, 0.95), gradients, params)
+
+  def rounded(key):
+    return run_adam(scale_by_rounded_adam(0.9, 0.95, key), gradients, params)
+
   # An update uses the moments as they are before they are rounded.
-  _, rounded = run_adam(
-    scale_by_rounded_adam(0.9, 0.95, KEY), gradients, params
-  )
-  first = lambda tree: jax.tree.map(lambda x: x[0], tree)
-  same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
-  jax.tree.map(same, first(rounded), first(steps))
+  same = lambda a, b: np.testing.assert_allclose(a[0], b[0], rtol=1e-6)
+  jax.tree.map(same, rounded(KEY)[1], steps)
   keys = jax.random.split(KEY, 4000)
 
   @jax.jit
   @jax.vmap
   def moments(key):
-    state, _ = run_adam(
-      scale_by_rounded_adam(0.9, 0.95, key), gradients, params
-    )
+    state, _ = rounded(key)
     return state.mu, state.nu
 
-  found = jax.tree.map(lambda x: np.asarray(x, np.float64), moments(keys))
-  for x, wanted in zip(
-    jax.tree.leaves(found), jax.tree.leaves((exact.mu, exact.nu)), strict=True
+  result = jax.tree.map(lambda x: np.asarray(x, np.float64), moments(keys))
+  for x, expected in zip(
+    jax.tree.leaves(result), jax.tree.leaves((exact.mu, exact.nu)), strict=True
   ):
     error = x.std(0) / np.sqrt(len(keys))
     assert (error > 0).all()
-    assert (np.abs(x.mean(0) - wanted) < 4.5 * error).all()
+    assert (np.abs(x.mean(0) - expected) < 4.5 * error).all()
   # Elements, arrays and moments are rounded by bits of their own.
-  a, b = found[0]["a"], found[0]["b"]
-  errors = np.concatenate(
-    [x.reshape(4000, -1) for x in (a, b, *found[1].values())], 1
-  )
+  leaves = jax.tree.leaves(result)
+  errors = np.concatenate([x.reshape(4000, -1) for x in leaves], 1)
   correlation = np.corrcoef(errors.T) - np.eye(errors.shape[1])
   assert np.abs(correlation).max() < 4.5 / np.sqrt(4000)
 
@@ -112,20 +103,17 @@ def test_the_bits_depend_on_key_and_count_alone():
   gradients = jax.tree.map(lambda x: jnp.full((4, 64), 0.3), params)
   whole, _ = jax.jit(lambda g: run_adam(tx, g, params))(gradients)
   first = jax.tree.map(lambda g: g[0], gradients)
-  update = jax.jit(
-    lambda key, state: scale_by_rounded_adam(0.9, 0.999, key).update(
-      first, state
-    )[1]
-  )
+
+  @jax.jit
+  def update(key, state):
+    return scale_by_rounded_adam(0.9, 0.999, key).update(first, state)[1]
+
   state = tx.init(params)
   for _ in range(4):  # as a run that is resumed after every step
     state = update(KEY, jax.tree.map(np.asarray, state))
   jax.tree.map(np.testing.assert_array_equal, state, whole)
   assert (state.mu["a"] != state.mu["b"]).any()
   later = state._replace(count=state.count + 1)
-  here, *others = (
-    update(key, of)
-    for key, of in ((KEY, state), (KEY, later), (jax.random.key(8), state))
-  )
-  for other in others:
-    assert (here.mu["a"] != other.mu["a"]).any()
+  now = update(KEY, state)
+  for other in (update(KEY, later), update(jax.random.key(8), state)):
+    assert (now.mu["a"] != other.mu["a"]).any()

@@ -1,8 +1,4 @@
-"""Order-k advantages: by enumerating every group of a small policy.
-
-The expectation over all groups is compared with the derivative of the objective
-itself, in float64.
-"""
+"""Order-k advantages: expectations over all groups against derivatives."""
 
 import functools
 import itertools
@@ -13,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from grpojax.core import advantages
 from grpojax.core.advantages.subsets import (
@@ -58,31 +55,29 @@ def objective_gradient(f, k, rewards):
 )
 def test_unbiased_for_the_objective_of_k(f, advantage, float64):
   for group_size, k in [(2, 1), (5, 3)]:
-    found = expected_estimator(
-      lambda z, k=k: advantage(z, k=k), group_size, REWARDS
-    )
+    of_k = functools.partial(advantage, k=k)
+    result = expected_estimator(of_k, group_size, REWARDS)
     truth = objective_gradient(lambda z: f(z, -1), k, REWARDS)
     assert np.abs(truth).max() > 1e-2
-    np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
+    assert_allclose(result, truth, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
 def test_max_rl_is_unbiased_for_a_sum_of_best_of_k(float64):
   for group_size, k in [(4, 3), (5, 2)]:
-    found = expected_estimator(
-      lambda z, k=k: max_rl(z, k=k), group_size, REWARDS
-    )
+    of_k = functools.partial(max_rl, k=k)
+    result = expected_estimator(of_k, group_size, REWARDS)
     terms = [
       objective_gradient(lambda z: jnp.max(z, -1), j, REWARDS) / j
       for j in range(1, k + 1)
     ]
-    np.testing.assert_allclose(found, sum(terms), rtol=0, atol=1e-10)
+    assert_allclose(result, sum(terms), rtol=0, atol=1e-10)
   # The paper's form, of rewards 0 and 1: with the group's own mean.
   binary = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
   mean = binary.mean(-1, keepdims=True)
   expected = (binary - mean) / np.where(mean > 0, mean, 1)
-  found = jax.jit(lambda z: max_rl(z, k=5))(binary)
-  np.testing.assert_allclose(found, expected, atol=1e-12)
+  result = jax.jit(lambda z: max_rl(z, k=5))(binary)
+  assert_allclose(result, expected, atol=1e-12)
 
 
 def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):
@@ -100,8 +95,8 @@ def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):
   truth = jax.jit(jax.grad(rate))(jnp.asarray(THETA))
   assert jnp.abs(truth).max() > 1e-2
   for group_size in (2, 4):
-    found = expected_estimator(pairwise_rank, group_size, REWARDS)
-    np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
+    result = expected_estimator(pairwise_rank, group_size, REWARDS)
+    assert_allclose(result, truth, rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -118,8 +113,8 @@ def test_large_groups_of_right_and_wrong_samples(k, float64):
     float(k * (Fraction(math.comb(wrong - 1, k), subsets) - all_wrong)),
   )
   z = jnp.asarray(rewards, jnp.float64)
-  np.testing.assert_allclose(max_at_k(z, k=k), expected, rtol=1e-10)
-  np.testing.assert_allclose(min_at_k(-z, k=k), -expected, rtol=1e-10)
+  assert_allclose(max_at_k(z, k=k), expected, rtol=1e-10)
+  assert_allclose(min_at_k(-z, k=k), -expected, rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -134,21 +129,21 @@ def test_closed_forms_equal_the_mean_over_subsets():
         values = np.array([f(rewards[b, list(s)]) for s in subsets])
         held = np.array([i in s for s in subsets])
         truth[b, i] = k * (values[held].mean() - values[~held].mean())
-      found = jax.jit(functools.partial(advantage, k=k))(jnp.asarray(rewards))
-      np.testing.assert_allclose(found, truth, atol=1e-5)
+      result = jax.jit(functools.partial(advantage, k=k))(jnp.asarray(rewards))
+      assert_allclose(result, truth, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_pairwise_rank_by_hand():
   rewards = jnp.array([[3.0, -1.0, 3.0, 1e30], [0.0, 1.0, 1.0, -1e30]])
   expected = np.array([[0, -3, 0, 3], [-1, 2, 2, -3]]) / 3
-  np.testing.assert_allclose(pairwise_rank(rewards), expected, atol=1e-7)
+  assert_allclose(pairwise_rank(rewards), expected, atol=1e-7)
   # Any increasing transformation, and binary rewards.
   squashed = pairwise_rank(jnp.arctan(rewards))
   assert (squashed == pairwise_rank(rewards)).all()
   binary = jnp.array([1.0, 0.0, 0.0, 1.0, 0.0])
   expected = advantages.leave_one_out(binary)
-  np.testing.assert_allclose(pairwise_rank(binary), expected, atol=1e-7)
+  assert_allclose(pairwise_rank(binary), expected, atol=1e-7)
 
 
 def test_subsets_of_nothing_are_refused():

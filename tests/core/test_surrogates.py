@@ -1,14 +1,17 @@
-"""Surrogates: what they log far off-policy, and one of one's own.
+"""Surrogates far off-policy, and a user's own.
 
-That they are TRL's and verl's is in test_other_losses.py; hostile numbers and
-the gradient on-policy are in test_losses.py.
+Parity with TRL and verl is in test_other_losses.py; hostile numbers and the
+gradient on-policy are in test_losses.py.
 """
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core import losses
 from grpojax.core.losses import surrogates
@@ -52,8 +55,8 @@ def test_it_is_the_loss_of_each_token():
   (value, aux), gradient = f(logprobs)
   signed = np.where(MASK, ADVANTAGES[..., None], 0) / np.sum(MASK)
   expected = -2 * np.sum(np.where(MASK, logprobs, 0) * signed)
-  np.testing.assert_allclose(value, expected, rtol=1e-6)
-  np.testing.assert_allclose(gradient, -2 * signed, rtol=1e-6)
+  assert_allclose(value, expected, rtol=1e-6)
+  assert_allclose(gradient, -2 * signed, rtol=1e-6)
   assert aux.keys() == {"ratio", "kl", "small_ratio", "surprise"}
 
 
@@ -75,12 +78,11 @@ def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):
   rows = tabular.rows([0, 1], ids)
   logprobs = tabular.log_table(table)[*rows, np.asarray(ids)]
   mask = np.asarray(MASK)
-  np.testing.assert_allclose(
-    metrics["surprise"], -logprobs[mask].mean(), rtol=1e-5
-  )
+  surprise = -logprobs[mask].mean()
+  assert_allclose(metrics["surprise"], surprise, rtol=1e-5)
   small = (logprobs < -1)[mask].mean()
   assert 0 < small < 1
-  np.testing.assert_allclose(metrics["small_ratio"], small, rtol=1e-6)
+  assert_allclose(metrics["small_ratio"], small, rtol=1e-6)
   assert "clip_fraction_low" not in metrics
 
 
@@ -95,16 +97,10 @@ def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):
 )
 def test_what_would_broadcast_is_refused(returned, text):
   logprobs, old, weights = case()
-  with pytest.raises(ValueError) as error:
-    losses.grpo_loss(
-      logprobs,
-      ADVANTAGES,
-      weights,
-      MASK,
-      old,
-      surrogate=lambda ratios, logprobs, advantages: returned(ratios),
-    )
-  assert text in str(error.value)
+  surrogate = lambda ratios, logprobs, advantages: returned(ratios)
+  args = logprobs, ADVANTAGES, weights, MASK, old
+  with pytest.raises(ValueError, match=re.escape(text)):
+    losses.grpo_loss(*args, surrogate=surrogate)
 
 
 # Far off-policy.
@@ -115,18 +111,11 @@ LOGS = np.array([-3.0, -0.3, 0.0, 0.1, 2.0])
 def multiples(advantage, name, ratio="token_ratio", **settings):
   """Of -A grad log pi, at each token of one completion; what is logged."""
   old, ones = jnp.full((1, 1, 5), -5.0), jnp.ones((1, 1, 5))
+  args = jnp.full((1, 1), advantage), ones, ones.astype(bool), old
+  settings |= {"surrogate": SURROGATES[name], "ratio": RATIOS[ratio]}
 
   def loss(x):
-    return losses.grpo_loss(
-      x,
-      jnp.full((1, 1), advantage),
-      ones,
-      ones.astype(bool),
-      old,
-      surrogate=SURROGATES[name],
-      ratio=RATIOS[ratio],
-      **settings,
-    )
+    return losses.grpo_loss(x, *args, **settings)
 
   new = old + jnp.asarray(LOGS, jnp.float32)
   gradient, aux = jax.jit(jax.grad(loss, has_aux=True))(new)
@@ -141,24 +130,24 @@ def test_what_is_logged_says_what_became_of_the_gradient(name, advantage):
   bounds = dict.fromkeys(("dppo_low", "dppo_high"), 2e-4)
   own = {"cispo": {"cispo_min": 0.1}, "dppo_tv": bounds, "dppo_kl": bounds}
   settings = own.get(name, {})
-  found, aux = multiples(advantage, name, **settings)
+  result, aux = multiples(advantage, name, **settings)
   if "gradient_weight" in aux:
-    np.testing.assert_allclose(found, aux["gradient_weight"], rtol=1e-4)
+    assert_allclose(result, aux["gradient_weight"], rtol=1e-4)
     return
   sides = aux["clip_fraction_low"], aux["clip_fraction_high"]
   assert any(side.any() for side in sides)
   if name == "cispo":
-    np.testing.assert_allclose(found, np.exp(LOGS).clip(0.1, 5), rtol=1e-5)
-    np.testing.assert_array_equal(sides, [LOGS < -2.5, LOGS > 1.7])
+    assert_allclose(result, np.exp(LOGS).clip(0.1, 5), rtol=1e-5)
+    assert_array_equal(sides, [LOGS < -2.5, LOGS > 1.7])
   else:
-    np.testing.assert_array_equal(found == 0, sides[advantage > 0])
+    assert_array_equal(result == 0, sides[advantage > 0])
     assert not sides[advantage < 0].any()
 
 
 def test_dro_pulls_to_the_old_policy():
   """By beta log r over the advantage, on both sides; nothing is nan far off."""
-  found, aux = multiples(-2.0, "dro", dro_beta=1.0)
-  np.testing.assert_allclose(found, 1 + LOGS / 2, rtol=1e-5)
+  result, aux = multiples(-2.0, "dro", dro_beta=1.0)
+  assert_allclose(result, 1 + LOGS / 2, rtol=1e-5)
   assert not {"clip_fraction_low", "gradient_weight"} & aux.keys()
   far = jnp.full((1, 1, 1), -100.0)
 
@@ -170,7 +159,7 @@ def test_dro_pulls_to_the_old_policy():
 
 
 def test_the_trajectory_ratio_has_each_tokens_own_gradient():
-  found, aux = multiples(-2.0, "clipped", "trajectory_ratio", clip_low=1.0)
+  result, aux = multiples(-2.0, "clipped", "trajectory_ratio", clip_low=1.0)
   whole = np.full(5, np.exp(LOGS.sum()))
-  np.testing.assert_allclose(aux["ratio"], whole, rtol=1e-5)
-  np.testing.assert_allclose(found, whole, rtol=1e-5)
+  assert_allclose(aux["ratio"], whole, rtol=1e-5)
+  assert_allclose(result, whole, rtol=1e-5)

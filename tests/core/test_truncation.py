@@ -34,15 +34,10 @@ def probabilities(table):
 
 def batch_of(tabular, group, truncated="keep"):
   """Groups of the completions with these numbers, compared."""
-  lm = tabular.lm(1, 3)
-  rollout = Rollout(
-    jnp.zeros((len(group), 1), jnp.int32),
-    jnp.ones((len(group), 1), bool),
-    jnp.asarray(IDS[group]),
-    jnp.asarray(MASK[group]),
-    jnp.zeros((*group.shape, 2)),
-    jnp.asarray(ENDS[group]),
-  )
+  lm, shape = tabular.lm(1, 3), (len(group), 1)
+  prompts = jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool)
+  ids, mask, ends = (jnp.asarray(x[group]) for x in (IDS, MASK, ENDS))
+  rollout = Rollout(*prompts, ids, mask, jnp.zeros(ids.shape), ends)
   objective = Objective(truncated=truncated)
   return make_batch(lm, rollout, jnp.asarray(REWARDS[group]), objective)
 
@@ -69,9 +64,9 @@ def test_the_expected_gradient_is_what_the_table_says(tabular, name):
     "mask": lambda x: of_ended(x) - value(table) * p(x),
     "drop": lambda x: p(table) * another * of_ended(x) / p(x),
   }
-  found = jax.jit(jax.grad(objective))(table)
+  result = jax.jit(jax.grad(objective))(table)
   truths = {k: jax.jit(jax.grad(f))(table) for k, f in expected.items()}
-  np.testing.assert_allclose(found, truths[name], atol=1e-6)
+  np.testing.assert_allclose(result, truths[name], atol=1e-6)
   for other in truths.keys() - {name}:
     assert np.abs(truths[name] - truths[other]).max() > 1e-2
 

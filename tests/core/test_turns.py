@@ -1,8 +1,8 @@
-"""Several turns: credit, masks and import, by enumeration where that decides.
+"""Several turns: credit, masks and import; gradients by enumeration.
 
-A policy of two turns. Turn 0 draws x of 0, 1 and 2, and 2 ends the trajectory.
+A policy of two turns: turn 0 draws x of 0, 1 and 2, and 2 ends the trajectory.
 Else a coin falls, by x, and is written as a token; turn 1 draws y. There are 13
-trajectories, and all groups of them are listed.
+trajectories.
 """
 
 import functools
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose
 
 import grpojax
 from grpojax.core import losses, turns
@@ -73,22 +74,16 @@ def gradient(lm, table, credit, mu=None, seen=True, **objective):
   )
   tx = optax.sgd(1.0)
   update, state = make_update(lm, tx, objective), init_state(table, tx, KEY)
-  sampled_from = (
-    token_logprobs(mu)
-    if not seen
-    else jnp.where(TURNS >= 0, token_logprobs(mu), 0.0)
-  )
+  by_mu = token_logprobs(mu)
+  if seen:
+    by_mu = jnp.where(TURNS >= 0, by_mu, 0.0)
 
   def of_group(group):
-    samples = Rollout(
-      prompt_ids=jnp.zeros((1, 1), jnp.int32),
-      prompt_mask=jnp.ones((1, 1), bool),
-      completion_ids=IDS[group][None],
-      completion_mask=MASK[group][None],
-      logprobs=sampled_from[group][None],
-      finished=jnp.ones((1, len(group)), bool),
-      turns=TURNS[group][None] if seen else None,
-    )
+    prompts = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    drawn = (x[group][None] for x in (IDS, MASK, by_mu))
+    done = jnp.ones((1, len(group)), bool)
+    turns_of = TURNS[group][None] if seen else None
+    samples = Rollout(*prompts, *drawn, done, turns_of)
     rewards = REWARDS[group][None]
     rewards = rewards if seen else rewards.sum(-1)
     batch = make_batch(lm, samples, rewards, objective, credit=credit)
@@ -108,13 +103,10 @@ def policy(tabular):
 @pytest.mark.parametrize(
   ("credit", "objective"),
   [
-    pytest.param("trajectory", {}, marks=pytest.mark.slow),
+    ("trajectory", {}),
     ("turn", {}),
     ("turn_reached", {}),
-    pytest.param(
-      *("turn", {"ratio": "trajectory_ratio", "surrogate": "cispo"}),
-      marks=pytest.mark.slow,
-    ),
+    ("turn", {"ratio": "trajectory_ratio", "surrogate": "cispo"}),
   ],
 )
 def test_every_credit_has_the_true_gradient(policy, credit, objective):
@@ -128,7 +120,7 @@ def test_every_credit_has_the_true_gradient(policy, credit, objective):
     return jnp.append(estimate, jnp.sum((estimate - truth.ravel()) ** 2))
 
   *mean, trace = jax.jit(lambda: expected(probability, moments, 3))()
-  np.testing.assert_allclose(mean, truth.ravel(), atol=2e-6)
+  assert_allclose(mean, truth.ravel(), atol=2e-6)
   assert jnp.abs(truth).max() > 0.05
   assert float(trace) == pytest.approx(TRACES[credit], abs=5e-5)
 
@@ -139,36 +131,29 @@ def test_members_of_a_group_may_share_their_luck(policy, credit):
   lm, table, truth = policy
   of_group = gradient(lm, table, credit)
 
-  def given(coins):
+  def with_coins(coins):
     happens = [1.0] + [float(c == coins[x]) for x, c, _ in ALL[1:]]
     p = jnp.array(happens) * jnp.exp(logprobs(table))
     return expected(p, of_group, 2)
 
   got = sum(
-    COIN[0, a] * COIN[1, b] * given((a, b))
+    COIN[0, a] * COIN[1, b] * with_coins((a, b))
     for a, b in itertools.product((0, 1), repeat=2)
   )
-  np.testing.assert_allclose(got, truth, atol=2e-6)
+  assert_allclose(got, truth, atol=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "credit, correction",
-  [("trajectory", "token"), ("turn", "sequence")],
+  "credit, correction", [("trajectory", "token"), ("turn", "sequence")]
 )
 def test_only_weights_of_sequences_are_exact_off_policy(
   policy, credit, correction
 ):
   lm, table, truth = policy
   mu = lm.init(jax.random.key(1))
-  of_group = gradient(
-    lm,
-    table,
-    credit,
-    mu=mu,
-    correction=f"{correction}_truncate",
-    correction_high=0.0,
-  )
+  options = {"correction": f"{correction}_truncate", "correction_high": 0.0}
+  of_group = gradient(lm, table, credit, mu=mu, **options)
   probability = LUCK * jnp.exp(logprobs(mu))
   got = jax.jit(lambda: expected(probability, of_group, 2))()
   error = float(jnp.abs(got - truth).max())
@@ -184,30 +169,30 @@ def test_what_the_environment_wrote_is_not_learned_from(policy):
   assert jnp.abs(got - truth).max() > 1e-2  # the control
 
 
+WRONG = (  # the first is MT-GRPO's
+  "per-turn means of the turns that it has",
+  "a mean with the own one in it",
+  "divided by the turn's deviation",
+)
+
+
 def wrong_advantages(rewards, reached, name):
   """Advantages [G, K] of turns that are in use, and biased."""
   to_go = jnp.where(reached, jnp.cumsum(rewards[:, ::-1], 1)[:, ::-1], 0.0)
   alive = jnp.maximum(reached.sum(0), 1)
-  if name == "per-turn means of the turns that it has":  # MT-GRPO
+  if name == WRONG[0]:
     centred = rewards - rewards.mean(0)
     total = jnp.where(reached, centred, 0.0).sum(1, keepdims=True)
     return jnp.broadcast_to(total, rewards.shape)
   mean = to_go.sum(0) / alive
-  if name == "a mean with the own one in it":
+  if name == WRONG[1]:
     return to_go - mean
   squares = jnp.where(reached, (to_go - mean) ** 2, 0.0).sum(0) / alive
   return (to_go - mean) / jnp.sqrt(squares + 1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "name",
-  [
-    "per-turn means of the turns that it has",
-    "a mean with the own one in it",
-    "divided by the turn's deviation",
-  ],
-)
+@pytest.mark.parametrize("name", WRONG)
 def test_natural_baselines_that_are_wrong(policy, name):
   """Not the true gradient, nor a multiple of it."""
   _, table, truth = policy
@@ -230,41 +215,32 @@ def test_natural_baselines_that_are_wrong(policy, name):
   assert jnp.abs(got - scale * truth).max() > 1e-3
 
 
+def partial_rollout(mask, turns_of):
+  """The fields of a rollout that `turn_advantages` reads."""
+  ids = jnp.zeros(mask.shape, jnp.int32)
+  return Rollout(None, None, ids, mask, None, None, turns_of)
+
+
 @pytest.mark.slow
 def test_turn_credit_by_hand():
   nan = jnp.nan
   rewards = jnp.array([[[1.0, 4.0], [2.0, 0.0], [3.0, 6.0], [nan, 1.0]]])
-  turns_of = jnp.array(
-    [[[0, 0, -1, 1], [0, 0, -1, -1], [0, -1, 1, 1], [0, 1, 1, 1]]]
-  )
-  samples = Rollout(
-    prompt_ids=None,
-    prompt_mask=None,
-    completion_ids=jnp.zeros((1, 4, 4), jnp.int32),
-    completion_mask=jnp.array(
-      [[[1, 1, 1, 1], [1, 1, 0, 0]] + [[1] * 4] * 2], bool
-    ),
-    logprobs=None,
-    finished=None,
-    turns=turns_of,
+  samples = partial_rollout(
+    jnp.array([[[1] * 4, [1, 1, 0, 0], [1] * 4, [1] * 4]], bool),
+    jnp.array([[[0, 0, -1, 1], [0, 0, -1, -1], [0, -1, 1, 1], [0, 1, 1, 1]]]),
   )
   advantages = jax.jit(turns.turn_advantages, static_argnums=2)
   # Rewards to go: (5, 4), (2, 0: it has ended), (9, 6); the last has none.
-  all_others = advantages(rewards, samples, "turn")
-  np.testing.assert_allclose(
-    all_others[0],
-    [[-0.5, -0.5, 0, 1], [-5, -5, 0, 0], [5.5, 0, 4, 4], [0, 0, 0, 0]],
-  )
-  reached = advantages(rewards, samples, "turn_reached")
-  np.testing.assert_allclose(
-    reached[0],
-    [[-0.5, -0.5, 0, -2], [-5, -5, 0, 0], [5.5, 0, 2, 2], [0, 0, 0, 0]],
-  )
+  for credit, second in (("turn", (1, 4)), ("turn_reached", (-2, 2))):
+    result = advantages(rewards, samples, credit)[0]
+    first = [-0.5, -0.5, 0, second[0]]
+    third = [5.5, 0, second[1], second[1]]
+    expected = [first, [-5, -5, 0, 0], third, [0] * 4]
+    assert_allclose(result, expected)
   # Alone in its turn, it is compared with 0: the others decide that.
-  alone = advantages(
-    rewards[:, 1:3], jax.tree.map(lambda x: x[:, 1:3], samples), "turn_reached"
-  )
-  np.testing.assert_allclose(alone[0, 1], [7, 0, 6, 6])
+  two = jax.tree.map(lambda x: x[:, 1:3], samples)
+  alone = advantages(rewards[:, 1:3], two, "turn_reached")
+  assert_allclose(alone[0, 1], [7, 0, 6, 6])
   # A turn that has no reward is no number.
   short = advantages(rewards[..., :1], samples, "turn")
   assert jnp.isnan(short[0, 0, 3]) and not jnp.isnan(short[0, 0, 0])
@@ -277,28 +253,21 @@ def test_a_loss_takes_an_advantage_of_each_token():
   draws = jnp.asarray(rng.normal(size=(3, 1, 2, 3)), jnp.float32)
   logprobs, weights, advantages = draws
   loss = lambda x: losses.grpo_loss(x, advantages, weights, mask)[0]
-  np.testing.assert_allclose(
-    jax.grad(loss)(logprobs),
-    np.where(mask, -weights * advantages, 0),
-    rtol=1e-5,
-  )
+  expected = np.where(mask, -weights * advantages, 0)
+  assert_allclose(jax.grad(loss)(logprobs), expected, rtol=1e-5)
 
 
 def random_trajectories(count, seed=0):
-  """Trajectories of random ids and logprobs: [B][G] of 1 to 3 turns."""
+  """Trajectories of random ids and logprobs: [B][4] of 1 to 3 turns."""
   rng = np.random.default_rng(seed)
 
   def segment(sampled):
-    n = int(rng.integers(1, 4))
-    ids = rng.integers(1, 7, n).tolist()
-    if not sampled:
-      return Segment(ids)
-    return Segment(ids, (-rng.random(n)).tolist(), float(rng.normal()))
+    ids = rng.integers(1, 7, rng.integers(1, 4)).tolist()
+    drawn = (-rng.random(len(ids))).tolist(), float(rng.normal())
+    return Segment(ids, *drawn) if sampled else Segment(ids)
 
-  def trajectory():
-    return [segment(i % 2 == 0) for i in range(2 * rng.integers(1, 4) - 1)]
-
-  return [[trajectory() for _ in range(4)] for _ in range(count)]
+  lengths = 2 * rng.integers(1, 4, (count, 4)) - 1
+  return [[[segment(i % 2 == 0) for i in range(n)] for n in x] for x in lengths]
 
 
 PROMPTS = Prompts(
@@ -317,9 +286,8 @@ def test_packed_and_in_parts_an_update_is_the_same(tiny):
   @functools.partial(jax.jit, static_argnums=1)
   def updated(packing, micro_batches):
     options = UpdateOptions(micro_batches=micro_batches)
-    batch = make_batch(
-      lm, samples, rewards, options=options, packing=packing, credit="turn"
-    )
+    cut = {"options": options, "packing": packing}
+    batch = make_batch(lm, samples, rewards, credit="turn", **cut)
     update = make_update(lm, tx, Objective(), options)
     return update(init_state(params, tx, KEY), batch)[0].params
 
@@ -332,32 +300,26 @@ def test_packed_and_in_parts_an_update_is_the_same(tiny):
   )
   assert plan is not None
   whole = updated(None, 1)
+  same = functools.partial(assert_allclose, atol=2e-5)
   for other in (updated(None, 4), updated(plan, 2)):
-    jax.tree.map(
-      functools.partial(np.testing.assert_allclose, atol=2e-5), whole, other
-    )
+    jax.tree.map(same, whole, other)
+
+
+SAID = Segment([1], [-0.1])
+ONE = Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool))
 
 
 @pytest.mark.slow
 def test_trajectories_keep_every_id():
-  first = [
-    Segment([5, 6], [-0.5, -0.1], 0.25),
-    Segment([9]),
-    Segment([7], [0.0], 1),
-  ]
-  rollout = grpojax.trajectories(
-    Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool)),
-    [[first, [Segment([4], [-1.0], 2.0)]]],
-    length=6,
-    pad_id=1,
-    finished=[[True, False]],
-  )
-  assert rollout.completion_ids[0].tolist() == [
-    [5, 6, 9, 7, 1, 1],
-    [4, 1, 1, 1, 1, 1],
-  ]
+  first = [Segment([5, 6], [-0.5, -0.1], 0.25), Segment([9])]
+  first.append(Segment([7], [0.0], 1))
+  second = [Segment([4], [-1.0], 2.0)]
+  options = {"length": 6, "pad_id": 1, "finished": [[True, False]]}
+  rollout = grpojax.trajectories(ONE, [[first, second]], **options)
+  ids = [[5, 6, 9, 7, 1, 1], [4, 1, 1, 1, 1, 1]]
+  assert rollout.completion_ids[0].tolist() == ids
   assert rollout.turns[0].tolist() == [[0, 0, -1, 1, -1, -1], [0] + [-1] * 5]
-  np.testing.assert_allclose(rollout.logprobs[0, 0], [-0.5, -0.1, 0, 0, 0, 0])
+  assert_allclose(rollout.logprobs[0, 0], [-0.5, -0.1, 0, 0, 0, 0])
   rewards = rollout.turn_rewards
   assert rewards.tolist() == [[[0.25, 1.0], [2.0, 0.0]]]
   assert rollout.completion_mask.sum(-1).tolist() == [[4, 1]]
@@ -365,10 +327,6 @@ def test_trajectories_keep_every_id():
   metrics = rollout_metrics(rollout, rewards.sum(-1))
   assert metrics["turns_mean"] == 1.5 and metrics["sampled_tokens_mean"] == 2
   assert metrics["completion_length_mean"] == 2.5
-
-
-SAID = Segment([1], [-0.1])
-ONE = Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool))
 
 
 @pytest.mark.parametrize(
@@ -414,37 +372,28 @@ def test_what_is_no_trajectory_is_refused(segments, message):
 )
 def test_a_credit_that_cannot_be_is_refused(tiny, credit, objective, message):
   samples = turns.trajectories(ONE, [[[SAID], [SAID]]])
-  rewards = samples.turn_rewards
-  make = functools.partial(
-    make_batch, tiny.lm, objective=Objective(**objective)
-  )
+  args = tiny.lm, samples, samples.turn_rewards, Objective(**objective)
   with pytest.raises(ValueError, match=message):
-    make(samples, rewards, ref_params=tiny.params, credit=credit)
+    make_batch(*args, ref_params=tiny.params, credit=credit)
 
 
 def test_rewards_of_turns_need_turns(tiny):
   samples = turns.trajectories(ONE, [[[SAID], [SAID]]])
   rewards = samples.turn_rewards
-  with pytest.raises(ValueError, match="needs a reward after each turn"):
-    make_batch(tiny.lm, samples, rewards[..., 0], credit="turn")
   of_one = samples.replace(turns=None)
-  with pytest.raises(ValueError, match="there are no turns"):
-    make_batch(tiny.lm, of_one, rewards, credit="turn")
-  with pytest.raises(ValueError, match="one a completion"):
-    make_batch(tiny.lm, of_one, rewards)
   alone = turns.trajectories(ONE, [[[SAID]]])
-  with pytest.raises(ValueError, match="G = 1 must be 2 or more"):
-    make_batch(tiny.lm, alone, alone.turn_rewards, credit="turn_reached")
+  for made, of_turns, credit, message in (
+    (samples, rewards[..., 0], "turn", "needs a reward after each turn"),
+    (of_one, rewards, "turn", "there are no turns"),
+    (of_one, rewards, "trajectory", "one a completion"),
+    (alone, alone.turn_rewards, "turn_reached", "G = 1 must be 2 or more"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      make_batch(tiny.lm, made, of_turns, credit=credit)
+  sizes = {"group_size": 2, "max_new_tokens": 2, "eos_ids": 0}
+  args = tiny.lm, optax.sgd(1.0), grpojax.returns
   with pytest.raises(ValueError, match="give an environment"):
-    grpojax.make_grpo_step(
-      tiny.lm,
-      optax.sgd(1.0),
-      grpojax.returns,
-      group_size=2,
-      max_new_tokens=2,
-      eos_ids=0,
-      credit="turn",
-    )
+    grpojax.make_grpo_step(*args, credit="turn", **sizes)
   with pytest.raises(ValueError, match="give environment="):
     grpojax.returns(of_one.replace(turn_rewards=None))
 
@@ -458,9 +407,9 @@ def test_ids_and_logprobs_of_engines_are_taken():
 
 
 def test_other_weightings_part_the_credits():
-  """Two turns; the second one's action is also its length, 1 or 3 tokens.
+  """Credit of turns less that of trajectories, over all groups of two turns.
 
-  Credit of turns less that of trajectories, over all groups: 0 where weights do
+  The second turn's action is its length, 1 or 3 tokens. It is 0 if weights do
   not depend on the trajectory, of the order 1 / N for `token_mean`, and the
   same for every G for `sequence_mean`.
   """
@@ -476,27 +425,20 @@ def test_other_weightings_part_the_credits():
 
   def difference(weighting, size):
     groups = np.array(list(itertools.product(range(4), repeat=size)))
-    samples = Rollout(
-      *(None, None),
-      completion_ids=None,
-      completion_mask=jnp.asarray(mask[groups]),
-      logprobs=None,
-      finished=None,
-      turns=jnp.asarray(np.where(mask, turns_of, -1)[groups]),
-    )
+    placed = jnp.asarray(np.where(mask, turns_of, -1)[groups])
+    samples = partial_rollout(jnp.asarray(mask[groups]), placed)
     of_turns = turns.turn_advantages(by_turn[groups], samples, "turn")
     whole = leave_one_out(by_turn.sum(-1)[groups])[..., None]
     weights = jax.vmap(weighting)(jnp.asarray(mask[groups])[:, None])[:, 0]
     gradients = (weights * (of_turns - whole))[..., None] * scores[groups]
-    return np.einsum(
-      "n,ngtd->d", np.prod(chance, 0)[groups].prod(-1), gradients
-    )
+    share = np.prod(chance, 0)[groups].prod(-1)
+    return np.einsum("n,ngtd->d", share, gradients)
 
   for weighting in (losses.sequence_sum, lambda m: losses.fixed_length(m, 4)):
-    np.testing.assert_allclose(difference(weighting, 3), 0, atol=1e-6)
+    assert_allclose(difference(weighting, 3), 0, atol=1e-6)
   by_sequence = [difference(losses.sequence_mean, size) for size in (2, 4)]
   assert np.abs(by_sequence[0]).max() > 1e-2
-  np.testing.assert_allclose(*by_sequence, atol=1e-6)
+  assert_allclose(*by_sequence, atol=1e-6)
   by_token = [difference(losses.token_mean, size) for size in (2, 4, 6)]
   scaled = [n * x[1] for n, x in zip((2, 4, 6), by_token, strict=True)]
-  np.testing.assert_allclose(scaled, 0.019, rtol=0.1)
+  assert_allclose(scaled, 0.019, rtol=0.1)

@@ -1,8 +1,4 @@
-"""Baselines with weights: unbiased by enumeration, and nearer to the best one.
-
-Every group of a small policy is enumerated, in float64. What they are for is
-tested against the exact errors of constant baselines.
-"""
+"""Baselines with weights: unbiased by enumeration, nearer to the best one."""
 
 import functools
 import itertools
@@ -11,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core import advantages
 from grpojax.core.advantages import leave_one_out
@@ -46,10 +43,7 @@ def estimates(advantages, groups):
 
 
 def _token_scores():
-  """A first token that ends it or not, then one of three: all trajectories.
-
-  Their probabilities, sampled tokens and tokens' scores by the five logits.
-  """
+  """A first token that ends it or not, then one of three: all trajectories."""
   first, second = np.array([0.4, 0.6]), np.array([0.5, 0.3, 0.2])
   probability = np.array([first[0], *(first[1] * second)])
   scores = np.zeros((4, 2, 5))
@@ -71,24 +65,23 @@ def test_a_baseline_of_tokens_is_unbiased(group_size, float64):
   token_sq = np.where(sampled, (scores**2).sum(-1), 0)
 
   def mean_and_error(power, leave_one_out):
-    advantages = jax.jit(
-      functools.partial(
-        optimal_token_baseline, power=power, leave_one_out=leave_one_out
-      )
-    )(*(jnp.asarray(x[groups]) for x in (rewards, token_sq, sampled)))
-    found = np.einsum("ngt,ngtd->nd", advantages, scores[groups]) / group_size
-    return chance @ found, chance @ ((found - gradient) ** 2).sum(-1)
+    settings = {"power": power, "leave_one_out": leave_one_out}
+    baseline = functools.partial(optimal_token_baseline, **settings)
+    args = (jnp.asarray(x[groups]) for x in (rewards, token_sq, sampled))
+    advantages = jax.jit(baseline)(*args)
+    result = np.einsum("ngt,ngtd->nd", advantages, scores[groups]) / group_size
+    return chance @ result, chance @ ((result - gradient) ** 2).sum(-1)
 
   for power in (1.0, 2.0):
     mean, error = mean_and_error(power, True)
-    np.testing.assert_allclose(mean, gradient, atol=1e-14)
+    assert_allclose(mean, gradient, atol=1e-14)
     mean, _ = mean_and_error(power, False)
     assert np.abs(mean - gradient).max() > 0.02
   if group_size == 2:  # there is one other
     return
   of_samples = leave_one_out(jnp.asarray(rewards[groups]))
-  found = np.einsum("ng,ngtd->nd", of_samples, scores[groups]) / group_size
-  assert error != pytest.approx(chance @ ((found - gradient) ** 2).sum(-1))
+  result = np.einsum("ng,ngtd->nd", of_samples, scores[groups]) / group_size
+  assert error != pytest.approx(chance @ ((result - gradient) ** 2).sum(-1))
 
 
 def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
@@ -96,31 +89,31 @@ def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
   sampled = jnp.array([[True, True, False], [True, False, True]] + [[True] * 3])
   token_sq = jnp.array([[1.0, 2, 9], [3, 9, 1], [2, 2, 4]])
   rewards = jnp.array([1.0, 0.0, 3.0])
-  found = optimal_token_baseline(rewards, token_sq, sampled, 1.0)
+  result = optimal_token_baseline(rewards, token_sq, sampled, 1.0)
   expected = [
     [1 - (3 * 0 + 2 * 3) / 5, 1 - (4 * 0 + 4 * 3) / 8, 0],
     [0 - (1 * 1 + 2 * 3) / 3, 0, 0 - (3 * 1 + 4 * 3) / 7],
     # Nobody else has a third token: the plain mean.
     [3 - (1 * 1 + 3 * 0) / 4, 3 - (3 * 1 + 4 * 0) / 7, 3 - (1 + 0) / 2],
   ]
-  np.testing.assert_allclose(found, expected, atol=1e-14)
+  assert_allclose(result, expected, atol=1e-14)
   missing = rewards.at[0].set(jnp.nan)
-  found = optimal_token_baseline(missing, token_sq, sampled, 1.0)
+  result = optimal_token_baseline(missing, token_sq, sampled, 1.0)
   expected = [[0, 0, 0], [-3, 0, -3], [3, 3, 3]]
-  np.testing.assert_allclose(found, expected, atol=1e-14)
+  assert_allclose(result, expected, atol=1e-14)
   to_go = jnp.broadcast_to(rewards[:, None], sampled.shape)
   to_go = to_go + jnp.array([2.0, 1.0, 0.0])  # what came before
   later = optimal_token_baseline(to_go, token_sq, sampled, 1.0)
   assert later[0, 0] == pytest.approx(1 - 6 / 5)
   junk = jnp.where(sampled, to_go, jnp.nan)  # what nobody sampled is not read
   again = optimal_token_baseline(junk, token_sq, sampled, 1.0)
-  np.testing.assert_array_equal(again, later)
+  assert_array_equal(again, later)
   alone = optimal_token_baseline(
     jnp.array([1.0, jnp.nan, jnp.nan]), token_sq, sampled, leave_one_out=False
   )
-  np.testing.assert_array_equal(alone[0], [1, 1, 0])  # as if drawn alone
+  assert_array_equal(alone[0], [1, 1, 0])  # as if drawn alone
   large = optimal_token_baseline(rewards, token_sq, sampled, 200.0)
-  np.testing.assert_allclose(large[0, 0], 1 - 0)  # the longest score's own
+  assert_allclose(large[0, 0], 1 - 0)  # the longest score's own
   huge = score_weighted(rewards, jnp.array([1e30, 2e30, 3e30]), 5.0)
   assert np.isfinite(huge).all()
   with pytest.raises(ValueError, match="for tokens"):
@@ -153,9 +146,9 @@ def test_unbiased(rewards, group_size, float64):
   ]
   lengths = jnp.array([3, 0, 8, 1])[groups]
   weighted.append(jax.jit(length_weighted)(z, lengths))
-  for found in weighted:
-    mean = probability @ estimates(found, groups)
-    np.testing.assert_allclose(mean, GRADIENT[id(rewards)], atol=1e-12)
+  for result in weighted:
+    mean = probability @ estimates(result, groups)
+    assert_allclose(mean, GRADIENT[id(rewards)], atol=1e-12)
 
 
 def test_length_weighted_is_its_formula():
@@ -170,10 +163,9 @@ def test_length_weighted_is_its_formula():
     if not weight.any():
       weight = np.ones(4)
     truth[b, i] = rewards[b, i] - np.average(z, weights=weight)
-  found = jax.jit(length_weighted)(
-    jnp.asarray(rewards, jnp.float32), jnp.asarray(lengths)
-  )
-  np.testing.assert_allclose(found, truth, atol=3e-6)
+  args = jnp.asarray(rewards, jnp.float32), jnp.asarray(lengths)
+  result = jax.jit(length_weighted)(*args)
+  assert_allclose(result, truth, atol=3e-6)
 
 
 @pytest.mark.slow
@@ -183,14 +175,14 @@ def test_the_error_is_nearer_to_the_best_baselines(float64):
   gradient = GRADIENT[id(BINARY)]
   z = jnp.asarray(BINARY[groups])
   b = PROBABILITIES @ (SCORE_SQ * BINARY) / (PROBABILITIES @ SCORE_SQ)
-  found = {
+  result = {
     "leave_one_out": advantages.leave_one_out(z),
     "score_weighted": score_weighted(z, jnp.asarray(SCORE_SQ[groups]), 1.0),
     "best": z - b,
   }
   error = {
     name: probability @ ((estimates(a, groups) - gradient) ** 2).sum(-1)
-    for name, a in found.items()
+    for name, a in result.items()
   }
   least = error["best"]
   assert least < error["score_weighted"] < 0.97 * error["leave_one_out"]
@@ -224,4 +216,4 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   unsure = np.where(mask, (1 - np.exp(samples.logprobs)) ** 2, 0).sum(-1)
   weights = jnp.asarray(unsure, jnp.float32)
   expected = score_weighted(rewards, weights, power=1.5)
-  np.testing.assert_allclose(batch.advantages, expected, atol=1e-4)
+  assert_allclose(batch.advantages, expected, atol=1e-4)
