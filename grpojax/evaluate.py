@@ -50,8 +50,7 @@ from grpojax.training.step import sampling as sampling_lib
 
 FLAGS = {
   "model": setting(
-    "",
-    "a directory, .gguf file, embedded model, run, or ORG/NAME[@REVISION]",
+    "", "a directory, .gguf file, embedded model, run, or ORG/NAME[@REVISION]"
   ),
   "compare": setting(
     "", 'a second model, on the data settings of the first one; "" = none'

@@ -104,6 +104,8 @@ def test_metrics_by_data_set(settings_with):
   assert mixtures.metrics(TrainSettings(), examples, rewards) == {}
   alone = mixtures.metrics(settings, examples, rewards[:, :1])
   assert alone["b/zero_variance_groups"] == 0  # there is nothing to differ from
+  none = mixtures.metrics(settings, examples[:1], np.array([[np.nan]]))
+  assert none == {"a/prompts": 1, "a/zero_variance_groups": 0}
   result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples, [])
   values = evaluation.per_prompt(result)
   each = evaluation.by_data_set(settings, result, values)

@@ -20,13 +20,9 @@ from grpojax.runtime.files import records
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
+from grpojax.training.step import batch as batch_lib
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step.batch import (
-  aggregation,
-  make_batch_program,
-  reward_weights,
-)
 from grpojax.training.step.episodes import sampled
 
 REWARDS = """
@@ -125,8 +121,8 @@ def test_no_name_of_a_function_or_of_its_numbers_is_a_metric_of_the_run(
 
 def test_several_processes_say_what_one_says(monkeypatch):
   """Also in what order rewards have failed: the first of them are kept."""
-  shape, sizes = (5, 2), (3, 2)  # in two parts of unequal sizes
-  names = np.arange(10).reshape(shape)
+  sizes = (3, 3)  # of parts that are split unequally
+  names = np.arange(12).reshape(6, 2)
   failed = names % 3 > 0
   rewards = np.where(failed, NAN, names).astype("f4")
 
@@ -146,15 +142,16 @@ def test_several_processes_say_what_one_says(monkeypatch):
   tell = lambda own: sent.append(json.loads(json.dumps(own))) or (sent * 2)[:2]
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "gather", tell)
-  rewards_lib._gather_rewards(scores([0, 1, 3], "a"), sizes)  # of process 0
-  found = rewards_lib._gather_rewards(scores([2, 4]), sizes)
-  whole = scores(list(range(5)))
+  first = [0, 1, 3, 4]  # of process 0
+  rewards_lib._gather_rewards(scores(first, "a"), sizes)
+  found = rewards_lib._gather_rewards(scores([2, 5]), sizes)
+  whole = scores(list(range(6)))
   jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
-  whole.extras["f/b"][[0, 1, 3]] = NAN  # nobody there said it
+  whole.extras["f/b"][first] = NAN  # nobody there said it
   jax.tree.map(np.testing.assert_array_equal, found.extras, whole.extras)
   assert groups.all_failures(found) == groups.all_failures(whole)
   order = "".join(x.completion for x in groups.all_failures(whole))
-  assert order == "224881557"  # first completions, then second ones
+  assert order == "224881015571111"  # first completions, then second ones
 
 
 @pytest.mark.slow
@@ -247,7 +244,7 @@ def program_of(tabular, settings_with):
   def program_of(samples, **changes):
     b, g = samples.finished.shape
     sizes = {"batch_size": b, "group_size": g, "optim.micro_batches": 1}
-    program = make_batch_program(settings_with(**sizes | changes))
+    program = batch_lib.make_batch_program(settings_with(**sizes | changes))
     return jax.jit(functools.partial(program, tabular.lm(1, 3), None, samples))
 
   return program_of
@@ -401,8 +398,8 @@ def test_a_scale_is_of_advantages_that_are_bounded(program_of, samples_of):
 def test_the_reward_model_has_the_last_weight(settings_with):
   changes = {"reward.model": "somewhere", "reward.model_weight": 3.0}
   settings = settings_with(reward__weights=(2.0,), **changes)
-  assert tuple(reward_weights(settings.reward)) == (2.0, 3.0)
-  assert aggregation(settings.reward) is None
+  assert tuple(batch_lib.reward_weights(settings.reward)) == (2.0, 3.0)
+  assert batch_lib.aggregation(settings.reward) is None
 
 
 @pytest.mark.slow

@@ -25,14 +25,7 @@ from grpojax.data.pipeline import Subset
 from grpojax.rewards import exact, functions, groups, math
 from grpojax.rewards.pool import Failure
 from grpojax.runtime.terminal.screen import printable
-from grpojax.statistics.intervals import (
-  PairedDifference,
-  mean_interval,
-  paired_difference,
-  paired_proportions,
-  share_interval,
-  wilson_interval,
-)
+from grpojax.statistics import intervals
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
@@ -300,9 +293,10 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
   values in [0, 1], else Student's.
   """
   if _right_or_wrong(values):
-    return wilson_interval(int(np.sum(values)), len(values))
+    return intervals.wilson_interval(int(np.sum(values)), len(values))
   inside = values.min() >= 0 and values.max() <= 1
-  return share_interval(values) if inside else mean_interval(values)
+  interval = intervals.share_interval if inside else intervals.mean_interval
+  return interval(values)
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -315,16 +309,16 @@ def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def compare(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
-) -> dict[str, PairedDifference]:
+) -> dict[str, intervals.PairedDifference]:
   """Returns paired differences, a - b, of two models' values of `per_prompt`.
 
   Agresti and Min's interval if each prompt is right or wrong for both, else
   Student's.
   """
   return {
-    name: paired_proportions(a[name] == 1, b[name] == 1)
+    name: intervals.paired_proportions(a[name] == 1, b[name] == 1)
     if _right_or_wrong(a[name], b[name])
-    else paired_difference(a[name], b[name])
+    else intervals.paired_difference(a[name], b[name])
     for name in a
     if name in b
   }
