@@ -142,11 +142,11 @@ class _Names:
     config: ConfigDict,
   ):
     known = dict(settings_lib.flat_settings(declared))
-    self.flags = dict(flags)
+    self.flags = {}
     for name, value in flatten(config).items():
       one = known.get(name, Option(value, ""))  # a config file's own
-      one = dataclasses.replace(one, default=value)
-      self.flags.setdefault(f"{CONFIG}{name}", one)
+      self.flags[f"{CONFIG}{name}"] = dataclasses.replace(one, default=value)
+    self.flags |= flags
     whole = settings_lib.Section("", {"config": declared})
     self.sections = settings_lib.sections(whole)
     self._free = settings_lib.free_sections(whole)

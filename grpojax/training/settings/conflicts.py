@@ -180,20 +180,15 @@ def _loss(s: TrainSettings) -> Rows:
   if loss.ratio == "sequence_ratio":
     surrogates = ("gmpo", "clipped", "sapo")
   if loss.top_entropy_quantile < 1 and loss.surrogate in surrogates:
-    yield (
-      "loss.top_entropy_quantile",
-      f"with loss.surrogate = {loss.surrogate!r} and loss.ratio = "
-      f"{loss.ratio!r} each token's loss has the gradient of its whole "
-      "completion: use 1, or another ratio or surrogate",
-    )
+    remedy = f"with loss.surrogate = {loss.surrogate!r} and loss.ratio = "
+    remedy += f"{loss.ratio!r} each token's loss has the gradient of its whole "
+    remedy += "completion: use 1, or another ratio or surrogate"
+    yield "loss.top_entropy_quantile", remedy
   on_policy = s.optim.update.on_policy or loss.old_logprobs != "rollout"
   if loss.correction != "none" and not on_policy:
-    yield (
-      "loss.correction",
-      "with several updates a step and loss.old_logprobs = 'rollout' the "
-      "ratios are to the sampler already: use loss.old_logprobs = 'trainer', "
-      "or none",
-    )
+    remedy = "with several updates a step and loss.old_logprobs = 'rollout' "
+    remedy += "the ratios are to the sampler already: use loss.old_logprobs = "
+    yield "loss.correction", f"{remedy}'trainer', or none"
   off_policy = off_policy_conflicts(
     loss, s.optim.update, s.sampling.distribution, s.sampling.ahead
   )
@@ -220,11 +215,11 @@ def _rewards(s: TrainSettings) -> Rows:
     yield "sampling.parts", f"{remedy}: use 1, or reward.workers of 1 or more"
   one_of_ids = len(names) == 1 and names[0] in ON_DEVICE and not reward.model
   if reward.on_device and not (one_of_ids and reward.weights == (1.0,)):
-    yield (
-      "reward.on_device",
-      f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
-      "(1.0,) and no reward.model: nothing else can be computed on token ids",
+    remedy = f"needs one reward function ({', '.join(ON_DEVICE)}), "
+    remedy += (
+      "reward.weights = (1.0,) and no reward.model: nothing else can be "
     )
+    yield "reward.on_device", f"{remedy}computed on token ids"
   if s.mesh.sampling_tensor not in (0, s.mesh.tensor):
     if reward.on_device:
       remedy = "reward.on_device is one program on one mesh: use 0"
@@ -254,30 +249,22 @@ def _turns(s: TrainSettings) -> Rows:
   except ValueError as error:
     yield "environment.credit", f"{error}".partition(": ")[2]
   if not scored:
-    yield (
-      "environment.credit",
-      "the turns' rewards are those of reward.functions = 'environment': add "
-      "it, or use 'trajectory'",
-    )
+    remedy = "the turns' rewards are those of reward.functions = 'environment'"
+    yield "environment.credit", f"{remedy}: add it, or use 'trajectory'"
 
 
 def _prompts(s: TrainSettings) -> Rows:
   options = s.filter_groups
   if options.enable and s.loss.advantage not in advantages.WITHIN_GROUPS:
-    yield (
-      "filter_groups.enable",
-      f"advantage = {s.loss.advantage!r} learns from groups of equal rewards "
-      f"too: use one of {', '.join(advantages.WITHIN_GROUPS)}",
-    )
+    remedy = f"advantage = {s.loss.advantage!r} learns from groups of equal "
+    remedy += f"rewards too: use one of {', '.join(advantages.WITHIN_GROUPS)}"
+    yield "filter_groups.enable", remedy
   several = len(s.reward.functions) > 1 or s.reward.model
   by_accuracy = options.enable and options.metric == "acc"
   if by_accuracy and options.rescale and several:
-    yield (
-      "filter_groups.rescale",
-      "groups of equal filter_groups.metric = 'acc' may still differ in other "
-      "rewards, so no factor restores the gradient: use False, or metric = "
-      "'reward'",
-    )
+    remedy = "groups of equal filter_groups.metric = 'acc' may still differ in "
+    remedy += "other rewards, so no factor restores the gradient: use False, "
+    yield "filter_groups.rescale", f"{remedy}or metric = 'reward'"
   if not _pair(s.difficulty.band, lambda a, b: 0 <= a < b <= 1):
     yield "difficulty.band", "must be two numbers, 0 <= low < high <= 1"
   if not _pair(s.difficulty.target, lambda a, b: 0 < a < 1 and 0 < b < 1):
@@ -296,18 +283,14 @@ def _group_size(s: TrainSettings) -> Rows:
     yield "diagnostics.every", remedy
   number = "or a number for group_size"
   if s.loss.weighting == "sequence_mean":
-    yield (
-      "loss.weighting",
-      "group_size = 'auto' follows the error of a gradient in which all tokens "
-      f"count alike: use another weighting, {number}",
-    )
+    remedy = "group_size = 'auto' follows the error of a gradient in which all "
+    remedy += f"tokens count alike: use another weighting, {number}"
+    yield "loss.weighting", remedy
   if s.loss.advantage not in advantages.SCALED_LEAVE_ONE_OUT:
     names = " or ".join(advantages.SCALED_LEAVE_ONE_OUT)
-    yield (
-      "advantage",
-      f"group_size = 'auto' follows the best size for {names}, whose error the "
-      f"diagnostics estimate: use one of these, {number}",
-    )
+    remedy = f"group_size = 'auto' follows the best size for {names}, whose "
+    remedy += f"error the diagnostics estimate: use one of these, {number}"
+    yield "advantage", remedy
 
 
 def _batches(s: TrainSettings) -> Rows:
@@ -328,12 +311,10 @@ def _auto_sizes(s: TrainSettings) -> Rows:
   samples, updates = batches.samples_per_step(s), s.optim.update.minibatches
   prompts, left = divmod(samples, auto.largest)
   if left or prompts % updates or prompts < 3:
-    yield (
-      "auto_group_size.largest",
-      f"leaves {samples} / {auto.largest} prompts a step, which must be 3 or "
-      f"more (for a diagnosis) and a whole multiple of optim.minibatches = "
-      f"{updates}: take a smaller one or more prompts",
-    )
+    remedy = f"leaves {samples} / {auto.largest} prompts a step, which must be "
+    remedy += "3 or more (for a diagnosis) and a whole multiple of "
+    remedy += f"optim.minibatches = {updates}: take a smaller one or more "
+    yield "auto_group_size.largest", f"{remedy}prompts"
 
 
 def _division(s: TrainSettings) -> Rows:
