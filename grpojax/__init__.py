@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
-# Found when first used: whoever imports only a part that needs no JAX, such as
-# a process that computes rewards, does not load it.
+# Imported at first use, so that parts without JAX, such as processes that
+# compute rewards, do not load it.
 _NAMES = {
   "grpojax.core": ("advantages", "losses"),
   "grpojax.core.arguments": ("check_prompts", "prompts_from_left_padded"),
@@ -49,7 +49,7 @@ __all__ = sorted(_MODULES)
 
 
 def _is_program() -> bool:
-  """True for `python -m grpojax[.NAME]`, and for `grpojax`."""
+  """Returns True for `python -m grpojax[.NAME]`, and for `grpojax`."""
   words = sys.orig_argv
   if "-m" in words:
     module = words[words.index("-m") + 1 :][:1]

@@ -16,9 +16,9 @@ ROOT = pathlib.Path(__file__).parent
 
 
 def programs() -> dict[str, str]:
-  """First lines of the docstrings of all modules with a `main`, by name.
+  """Returns first lines of docstrings of modules with a `main`, by name.
 
-  Those are the files beside this one and the studies; nothing is imported.
+  Modules are files beside this one and studies; they are not imported.
   """
   by_name = {}
   for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("studies/*.py")]):
@@ -41,28 +41,25 @@ What to do first:
 def usage() -> str:
   """Returns the first things to do, and the programs, a line each."""
   by_name = programs()
-  lines, studies = [], []
   width = max(map(len, by_name))
-  for name, about in by_name.items():
-    part = studies if name.startswith("studies.") else lines
-    part.append(f"  {name:{width}}  {about}")
-  heads = [_FIRST, "The programs:"], ["", "The paper's experiments:"]
-  return "\n".join([*heads[0], *lines, *heads[1], *studies])
+  lines = {
+    name: f"  {name:{width}}  {about}" for name, about in by_name.items()
+  }
+  studies = [lines.pop(name) for name in by_name if name.startswith("studies.")]
+  head = [_FIRST, "The programs:", *lines.values(), ""]
+  return "\n".join([*head, "The paper's experiments:", *studies])
 
 
 def settings_page() -> str:
-  """docs/settings.md."""
-  # Takes JAX, which a list does not.
-  from grpojax.runtime.cli import help_text
+  """Returns docs/settings.md."""
+  from grpojax.runtime.cli import help_text  # imports JAX
 
-  modules = {
-    name: importlib.import_module(f"grpojax.{name}") for name in programs()
-  }
+  modules = {x: importlib.import_module(f"grpojax.{x}") for x in programs()}
   return help_text.page(modules)
 
 
 def _unknown(name: str, by_name: dict[str, str]) -> str:
-  """The error for a program that does not exist, with the nearest that does."""
+  """Returns the error for an unknown program, with the nearest name."""
   last = {program.rpartition(".")[2]: program for program in by_name}
   near = difflib.get_close_matches(name.rpartition(".")[2], last, n=1)
   known = ", ".join(by_name)

@@ -50,24 +50,20 @@ FLAGS = {
 
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
-  """The config and the flags; a workload has defaults of its own."""
+  """Returns config and flags; a workload has defaults of its own."""
   config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   name, names = flags.workload, ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
-  if name and any(re.match("--?config(=|$)", word) for word in argv):
-    raise ValueError(
-      f"--workload={name} has a config of its own: give it or --config"
-    )
-  if name:
-    steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
-    config, flags = command_line.parse(
-      argv,
-      FLAGS | {"steps": steps},
-      SETTINGS,
-      default=lambda: workloads.config_of(name),
-    )
-  return config, flags
+  if not name:
+    return config, flags
+  if any(re.match("--?config(=|$)", word) for word in argv):
+    text = "has a config of its own: give it or --config"
+    raise ValueError(f"--workload={name} {text}")
+  steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
+  own = FLAGS | {"steps": steps}
+  default = lambda: workloads.config_of(name)
+  return command_line.parse(argv, own, SETTINGS, default=default)
 
 
 def main(argv: list[str]) -> None:
@@ -80,7 +76,8 @@ def main(argv: list[str]) -> None:
     settings = from_config(config)
     if not flags.workload:
       run = configured.open_run(settings)
-  steps, warmup = flags.steps, flags.warmup
+  steps = flags.steps
+  warmup = flags.warmup
   with compilation.memory_errors():
     if flags.workload:
       report = side_by_side.measure(flags.workload, settings, steps, warmup)

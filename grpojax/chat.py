@@ -54,21 +54,15 @@ HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
 
 FLAGS = {
   "model": setting("", "a run, directory, .gguf file or embedded model"),
-  "best": setting(
-    False,
-    "of a run, the state of the highest held-out accuracy (checkpoint.best)",
-  ),
+  "best": setting(False, "of a run: the state of checkpoint.best"),
   "prompt": setting("", 'asked once; "" = each line of standard input'),
   "example": setting(
-    -1,
-    "number of a held-out problem, from 0, asked once and scored; -1 = none",
-    within="[-1, inf)",
+    -1, "held-out problem to ask once and score; -1 = none", within="[-1, inf)"
   ),
   "samples": setting(1, "answers to each prompt", within="[1, 1024]"),
   "turns": setting(
     "auto",
-    "what a chat's prompt is shown with: all that was said before, or that one "
-    "alone; auto = one for a run, which was trained so, and all for others",
+    "turns of a chat that the model sees; auto = one for a run, else all",
     choices=("auto", "all", "one"),
   ),
   "temperature": setting(

@@ -26,6 +26,7 @@ the truth lies between the two (grpojax/aot/roofline.py). Rewards, evaluations
 and saving are not in them.
 """
 
+import functools
 import pathlib
 import sys
 
@@ -48,10 +49,6 @@ FLAGS = {
 }
 
 
-def _say(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
@@ -61,15 +58,14 @@ def main(argv: list[str]) -> int:
       disk.check_file(out, "--out")  # before hours of compiling
     settings = from_config(config)
     machine = topology.machine(flags.topology)
-    if settings.mesh.sampling_devices:
-      raise ValueError(
-        f"mesh.sampling_devices = {settings.mesh.sampling_devices}: is not "
-        "compiled for: set it to 0"
-      )
+    if count := settings.mesh.sampling_devices:
+      text = "is not compiled for: set it to 0"
+      raise ValueError(f"mesh.sampling_devices = {count}: {text}")
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
     run = programs.open_run(settings, mesh)
-  result = report.report(run, machine, _say)
+  say = functools.partial(print, file=sys.stderr, flush=True)
+  result = report.report(run, machine, say)
   print("\n".join(report.lines(result)), flush=True)
   if out:
     with command_line.usage_errors():

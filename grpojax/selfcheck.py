@@ -70,19 +70,12 @@ SAME_BITS = "--xla_gpu_deterministic_ops=true"
 
 
 class Row(NamedTuple):
-  """Line of the table.
-
-  Attributes:
-    name: What was looked at.
-    seen: What was seen.
-    expected: What it should be; "" where nothing is known.
-    ok: False where it is not so.
-  """
+  """Line of the table."""
 
   name: str
   seen: str
-  expected: str = ""
-  ok: bool = True
+  expected: str = ""  # "" if unknown
+  ok: bool = True  # False if `seen` is not as expected
 
 
 def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
@@ -101,10 +94,9 @@ def _train(
   `words` are more of its arguments. Its output is appended to `log`.
   """
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}", *words]
-  command += ["--config.steps=8", "--config.checkpoint.every=1"]
-  command += ["--config.model.dtype=bfloat16", "--config.eval.num_prompts=8"]
-  command += ["--config.batch_size=8", "--config.group_size=4"]
-  command += ["--config.diagnostics.every=0"]
+  settings = "steps=8 checkpoint.every=1 model.dtype=bfloat16 batch_size=8 "
+  settings += "eval.num_prompts=8 group_size=4 diagnostics.every=0"
+  command += [f"--config.{word}" for word in settings.split()]
   flags = f"{os.environ.get('XLA_FLAGS', '')} {SAME_BITS}"
 
   def is_time() -> bool:
@@ -134,9 +126,8 @@ def _train(
 def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
   """Yields how a run that was killed and resumed compares with a whole one.
 
-  Args:
-    shared: An empty directory that all hosts share; "": a temporary one.
-    words: More arguments of the runs.
+  `shared` is an empty directory of all hosts, or "" for a temporary one;
+  `words` are more arguments of the runs.
   """
   with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
     log = pathlib.Path(scratch, "log")
@@ -157,7 +148,7 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
 
 
 def _tokens() -> tuple[np.ndarray, np.ndarray]:
-  """Prompts [4, 8] and completions [4, 2, 32], of ids that say nothing."""
+  """Returns random prompts [4, 8] and completions [4, 2, 32]."""
   rng = np.random.default_rng(0)
   return rng.integers(3, 13, (4, 8)), rng.integers(3, 13, (4, 2, 32))
 
@@ -225,8 +216,8 @@ def check_attention() -> Iterator[Row]:
 def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
   """Returns the settings of a step, and writes its model's config.json.
 
-  On an accelerator 8 prompts x 16 samples a device, 512 + 1,024 tokens, of a
-  Llama of the sizes of Qwen2.5-0.5B.
+  On accelerators: a Llama of Qwen2.5-0.5B's sizes, 8 prompts x 16 samples per
+  device, 512 + 1,024 tokens.
   """
   small = jax.default_backend() == "cpu"
   hf.write_config(
@@ -269,10 +260,8 @@ def check_step() -> Iterator[Row]:
   for name in ("rollout", "update"):
     expected = ""
     if part := estimates.get(name):
-      expected = f"{part.seconds:.3g}"
-      if part.xla_seconds:
-        expected += f" to {part.xla_seconds:.3g}"
-      expected += " s, estimated"
+      to = f" to {part.xla_seconds:.3g}" if part.xla_seconds else ""
+      expected = f"{part.seconds:.3g}{to} s, estimated"
     seconds = report["seconds"][name]["median"]
     yield Row(f"{name} of a step", f"{seconds:.3g} s", expected)
   rates = report["tokens_per_second"]
@@ -284,8 +273,7 @@ def check_step() -> Iterator[Row]:
     most = max((p.memory_bytes for p in estimates.values()), default=0)
     expected = f"{most / GIB:.2f} GiB of a program" if most else ""
     yield Row("peak memory of a device", f"{memory / GIB:.2f} GiB", expected)
-  seconds = f"{report['compile_seconds']:.0f} s"
-  yield Row("compiling the step", seconds)
+  yield Row("compiling the step", f"{report['compile_seconds']:.0f} s")
 
 
 # `resume` comes first: only one process at a time can use a TPU.
@@ -308,7 +296,7 @@ SETTINGS = None
 
 
 def markdown(rows: list[Row]) -> str:
-  """Writes the table, with what it was made on."""
+  """Returns the table, with its devices and versions."""
   about = f"jax {jax.__version__}, Python {sys.version.split()[0]}"
   try:
     one, *others = jax.devices()
@@ -345,18 +333,15 @@ def _parse(argv: list[str]) -> tuple[Any, list[str]]:
   if set(flags.skip) == set(CHECKS):
     raise ValueError("--skip: leaves nothing to be checked")
   names = [name for name in CHECKS if name not in flags.skip]
+  shared = flags.shared
   if "resume" not in names:
     return flags, names
-  if flags.coordinator and not flags.shared:
-    raise ValueError(
-      "resume needs --shared=DIR, an empty directory that all processes share: "
-      "give it, or --skip=resume"
-    )
-  if any((epath.Path(flags.shared) / x).exists() for x in RUNS if flags.shared):
-    raise ValueError(
-      f"--shared={flags.shared}: has {' or '.join(RUNS)} of an earlier check: "
-      "remove them, or give another directory"
-    )
+  if flags.coordinator and not shared:
+    text = "resume needs --shared=DIR, an empty directory that all processes"
+    raise ValueError(f"{text} share: give it, or --skip=resume")
+  if shared and any((epath.Path(shared) / x).exists() for x in RUNS):
+    text = f"has {' or '.join(RUNS)} of an earlier check: remove them, or"
+    raise ValueError(f"--shared={shared}: {text} give another directory")
   return flags, names
 
 
@@ -378,13 +363,9 @@ def main(argv: list[str]) -> int:
       _run([name for name in names if name != "resume"], rows)
       everyones = distributed.gather([list(row) for row in rows])
     for i, others in enumerate(everyones[1:], 1):
-      marked = (Row(*row) for row in others)
-      rows += [
-        row._replace(name=f"process {i}: {row.name}")
-        for row in marked
-        if not row.ok
-      ]
-  except BaseException:  # what was seen until then is written as well
+      wrong = [row for row in (Row(*x) for x in others) if not row.ok]
+      rows += [x._replace(name=f"process {i}: {x.name}") for x in wrong]
+  except BaseException:  # earlier rows are written too
     rows.append(Row("interrupted", "the rest was not checked", ok=False))
     raise
   finally:

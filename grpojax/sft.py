@@ -61,27 +61,21 @@ from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 from grpojax.training import policy as policy_lib
 from grpojax.training.run import memory
 
-FORMATS = ("document", "dialogue")
-TOKENIZERS = ("characters", "bpe")
-_ONE, _POSITIVE = "[1, inf)", "(0, inf)"
+_ONE = "[1, inf)"
+_ZERO = "[0, inf)"
+_POSITIVE = "(0, inf)"
+_SHARE = "[0, 1]"
 
 _DATA = section(
   "the texts",
   name=setting("arithmetic", "the data set; arithmetic is drawn anew"),
   path=setting(
-    "",
-    "of data in files: a file, a directory, or a pattern of files; of "
-    "huggingface: ORG/NAME of the Hub",
+    "", "a file, directory or pattern of files; of huggingface: ORG/NAME"
   ),
   options=free_section("other keyword arguments of the data set's load"),
-  template=setting(
-    "{prompt}\n", "what a plain prompt becomes, as in training by GRPO"
-  ),
+  template=setting("{prompt}\n", "what a plain prompt becomes, as in training"),
   special_tokens=setting(
-    "text",
-    "what names of special tokens in prompts and solutions are: text, or the "
-    "control token of that name",
-    SPECIAL_TOKENS,
+    "text", "their names in texts are text, or tokens", SPECIAL_TOKENS
   ),
   learn_prompts=setting(False, "the loss counts the prompts too"),
 )
@@ -90,8 +84,7 @@ _MODEL = section(
   "the model",
   path=setting(
     "",
-    "directory, .gguf file, embedded model, or ORG/NAME[@REVISION], to start "
-    'from; "" = from scratch',
+    'directory, .gguf file, embedded model or ORG/NAME; "" = from scratch',
   ),
   ignore_keys=setting((), "unknown keys of config.json that change nothing"),
   width=setting(128, "from scratch: width", within=_ONE),
@@ -109,57 +102,37 @@ _OPTIM = section(
   muon_learning_rate=setting(
     2e-2, "learning rate of the layers' matrices (Muon)", within=_POSITIVE
   ),
-  warmup_steps=setting(
-    50,
-    "steps from 0 to the learning rates; fewer than steps",
-    within="[0, inf)",
-  ),
-  weight_decay=setting(
-    0.01, "weight decay of the layers' matrices", within="[0, inf)"
-  ),
-  max_grad_norm=setting(
-    1.0, "gradients are scaled down to this norm", within=_POSITIVE
-  ),
+  warmup_steps=setting(50, "steps of warm-up; below steps", within=_ZERO),
+  weight_decay=setting(0.01, "decay of layers' matrices", within=_ZERO),
+  max_grad_norm=setting(1.0, "largest norm of gradients", within=_POSITIVE),
 )
 
 SETTINGS = section(
   "the run",
-  name=setting(
-    "arithmetic-base",
-    "name of the model; its directory is runs/NAME without --out",
-  ),
+  name=setting("arithmetic-base", "name of the model, and of its directory"),
   seed=setting(0, "seed of all random numbers", within="[0, 2**32)"),
   steps=setting(1100, "training steps", within=_ONE),
   format=setting(
     "document",
-    "plain text, for a base model; or with a chat template, for an instruct "
-    "model",
-    FORMATS,
+    "plain text for a base model, or chat turns for an instruct model",
+    ("document", "dialogue"),
   ),
-  rows=setting(20, "rows a step", within=_ONE),
+  rows=setting(20, "rows per step", within=_ONE),
   row_length=setting(
-    272, "tokens a row; longer examples are left out", within=_ONE
+    272, "tokens per row; longer examples are left out", within=_ONE
   ),
   log_every=setting(100, "steps between lines of progress", within=_ONE),
-  hasty=setting(
-    0.6,
-    "arithmetic: share of texts whose author writes no steps",
-    within="[0, 1]",
-  ),
+  hasty=setting(0.6, "arithmetic: share of texts without steps", within=_SHARE),
   forget_low=setting(
-    0.0,
-    "arithmetic: how often a carry is forgotten where the digits make 10",
-    within="[0, 1]",
+    0.0, "arithmetic: share of forgotten carries at a sum of 10", within=_SHARE
   ),
-  forget_high=setting(
-    0.0, "arithmetic: the same where they make 19", within="[0, 1]"
-  ),
+  forget_high=setting(0.0, "arithmetic: the same at 19", within=_SHARE),
   difficulty_low=setting(2, "arithmetic: fewest operations", within=_ONE),
   difficulty_high=setting(4, "arithmetic: most operations"),
   tokenizer=setting(
     "characters",
-    "tokenizer of a model from scratch; bpe is trained first",
-    TOKENIZERS,
+    "of a model from scratch; bpe is trained first",
+    ("characters", "bpe"),
   ),
   vocab_size=setting(1024, "tokens of a bpe"),
   data=_DATA,
@@ -176,32 +149,26 @@ def default_config() -> ConfigDict:
 
 
 def validate(config: ConfigDict) -> None:
-  """Raises ValueError with all that is wrong with `config`, a line each."""
+  """Raises ValueError with all errors of `config`, a line each."""
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
-  flat_config = config_lib.flatten(config)
-  errors = settings_lib.value_errors(SETTINGS, flat_config)
+  values = config_lib.flatten(config)
+  errors = settings_lib.value_errors(SETTINGS, values)
   errors += config_lib.name_errors(config.name)
-
-  def need(holds, name, remedy):
-    if not holds:
-      errors.append(config_lib.config_error(name, flat_config[name], remedy))
-
+  wrong = {}
   for name in ("difficulty", "forget"):
-    low, high = f"{name}_low", f"{name}_high"
-    remedy = f"must not be below {low} = {flat_config[low]}"
-    need(flat_config[high] >= flat_config[low], high, remedy)
-  characters = flat_config["tokenizer"] != "bpe"
-  remedy = "arithmetic is written in characters: use characters"
-  arithmetic = flat_config["data.name"] == "arithmetic"
-  need(characters or not arithmetic, "tokenizer", remedy)
-  remedy = f"must be below steps = {flat_config['steps']}"
-  warmup = flat_config["optim.warmup_steps"]
-  need(warmup < max(flat_config["steps"], 1), "optim.warmup_steps", remedy)
+    low = f"{name}_low"
+    if values[f"{name}_high"] < values[low]:
+      wrong[f"{name}_high"] = f"must not be below {low} = {values[low]}"
+  if config.tokenizer == "bpe" and config.data.name == "arithmetic":
+    wrong["tokenizer"] = "arithmetic is written in characters: use characters"
+  if config.optim.warmup_steps >= max(config.steps, 1):
+    wrong["optim.warmup_steps"] = f"must be below steps = {config.steps}"
+  errors += [config_lib.config_error(x, values[x], wrong[x]) for x in wrong]
   config_lib.refuse(errors)
 
 
 def load_examples(config: ConfigDict):
-  """The data set's training split; None for arithmetic, which is drawn."""
+  """Returns the training split; None for arithmetic, which is drawn."""
   if config.data.name == "arithmetic":
     return None
   data = config.data
@@ -213,9 +180,8 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
   """Writes config.json and tokenizer of a new model to `path`."""
   tokenizer = tokenizer_lib.character_tokenizer()
   if config.tokenizer == "bpe":
-    tokenizer = tokenizer_lib.train_bpe(
-      texts_lib.strings(examples), config.vocab_size
-    )
+    strings = texts_lib.strings(examples)
+    tokenizer = tokenizer_lib.train_bpe(strings, config.vocab_size)
   tokenizer.save_pretrained(str(path))
   sizes = "width layers heads kv_heads mlp".split()
   hf.write_config(
@@ -241,14 +207,12 @@ def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
   elif drawn:
     blank = tokenizer.encode("\n\n", add_special_tokens=False)
     if len(blank) != 1:
-      raise ValueError(
-        "documents need a tokenizer that writes a blank line as one token"
-      )
+      need = "a tokenizer that writes a blank line as one token"
+      raise ValueError(f"documents need {need}")
     eos += blank
   elif tokenizer.chat_template:
-    raise ValueError(
-      "--config.format = document: this model has a chat template; use dialogue"
-    )
+    text = "this model has a chat template; use dialogue"
+    raise ValueError(f"--config.format = document: {text}")
   generation = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
   (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
@@ -256,22 +220,16 @@ def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
 def texts(
   config: ConfigDict, tokenizer, examples=None
 ) -> Iterator[texts_lib.Text]:
-  """Endless (context ids, learned ids) of the config's format.
+  """Returns endless (context ids, learned ids) of the config's format.
 
-  The tokenizer is of `set_format`, the examples are of `load_examples`.
+  `tokenizer` is as of `set_format`, `examples` are those of `load_examples`.
 
   Raises:
     ValueError: no example is short enough.
   """
-  special_tokens = config.data.special_tokens
+  data = config.data
   encode = functools.partial(
-    tokenizer_lib.encode_text, tokenizer, special_tokens=special_tokens
-  )
-  encode_prompt = functools.partial(
-    tokenizer_lib.encode_prompt,
-    tokenizer,
-    template=config.data.template,
-    special_tokens=special_tokens,
+    tokenizer_lib.encode_text, tokenizer, special_tokens=data.special_tokens
   )
   if examples is None:
     return texts_lib.arithmetic_texts(
@@ -283,13 +241,19 @@ def texts(
       hasty=config.hasty,
       forget=(config.forget_low, config.forget_high),
     )
+
+  def encode_prompt(prompt):
+    return tokenizer_lib.encode_prompt(
+      tokenizer, prompt, data.template, special_tokens=data.special_tokens
+    )[1]
+
   encoded, dropped = texts_lib.encode_examples(
     examples,
-    lambda prompt: encode_prompt(prompt)[1],
+    encode_prompt,
     encode,
     eos_id=tokenizer.eos_token_id,
     longest=config.row_length,
-    learn_prompts=config.data.learn_prompts,
+    learn_prompts=data.learn_prompts,
   )
   tokens = sum(len(context) + len(learned) for context, learned in encoded)
   print(
@@ -300,9 +264,9 @@ def texts(
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """Muon on the layers' matrices, AdamW on the rest (Jordan et al., 2024).
+  """Returns Muon for matrices of layers, AdamW for others (Jordan et al. 2024).
 
-  Both under a warm-up and a cosine decay to 1% of the peak.
+  Both have a warm-up and a cosine decay to 1% of the peak.
   """
   optim = config.optim
 
@@ -331,7 +295,7 @@ def make_tx(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def make_step(lm, tx):
-  """`(params, opt_state, rows) -> (params, opt_state, loss)`, jitted."""
+  """Returns a jitted `(params, opt_state, rows) -> params, opt_state, loss`."""
 
   def loss_fn(params, rows: Rows):
     n = rows.ids.shape[0]
@@ -359,26 +323,28 @@ def make_step(lm, tx):
 def fit(config: ConfigDict, lm, params, stream):
   """Runs the optimizer; returns the parameters and (step, loss) losses."""
   tx = make_tx(config)
-  opt_state, step = tx.init(params), make_step(lm, tx)
+  opt_state = tx.init(params)
+  step = make_step(lm, tx)
+  steps = config.steps
   batches = pack(stream, config.rows, config.row_length)
-  began, losses = time.perf_counter(), []
-  for i, rows in enumerate(itertools.islice(batches, config.steps), 1):
+  losses = []
+  began = time.perf_counter()
+  for i, rows in enumerate(itertools.islice(batches, steps), 1):
     params, opt_state, loss = step(params, opt_state, rows)
-    if i % config.log_every == 0 or i == config.steps:
-      losses.append({"step": i, "loss": float(loss)})
-      left = (time.perf_counter() - began) / i * (config.steps - i)
-      print(
-        f"step {i}/{config.steps}  loss {float(loss):.4f}  left {left:.0f} s",
-        flush=True,
-      )
+    if i % config.log_every == 0 or i == steps:
+      loss = float(loss)
+      losses.append({"step": i, "loss": loss})
+      left = (time.perf_counter() - began) / i * (steps - i)
+      text = f"step {i}/{steps}  loss {loss:.4f}  left {left:.0f} s"
+      print(text, flush=True)
   return params, losses
 
 
 def start(config: ConfigDict, source: pathlib.Path):
-  """The model to start from, whose files go to `source`, and the texts.
+  """Returns the model to start from and the texts; its files go to `source`.
 
   Raises:
-    ValueError: what does not fit, found before anything compiles.
+    ValueError: something does not fit, before anything compiles.
   """
   examples = load_examples(config)
   if config.model.path:
@@ -406,10 +372,10 @@ def start(config: ConfigDict, source: pathlib.Path):
 def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
   """Trains, and writes the model directory `out`, whole or not at all.
 
-  What was called, `command`, stands in `out`/sft.json.
+  `command` is recorded in `out`/sft.json.
 
   Raises:
-    SystemExit: with a message, where it cannot be started.
+    SystemExit: with a message, if training cannot start.
   """
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)
@@ -421,10 +387,8 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       config.model.path = policy_lib.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
-    print(
-      f"{count} parameters, {config.rows * config.row_length} tokens a step",
-      flush=True,
-    )
+    tokens = config.rows * config.row_length
+    print(f"{count} parameters, {tokens} tokens a step", flush=True)
     began = time.perf_counter()
     params, losses = fit(config, lm, params, stream)
     record = {

@@ -34,13 +34,11 @@ LONG = (
 
 
 def pytest_configure(config):
-  """Equal programs compile once a session, and all with little effort.
+  """Equal programs compile once per session, and all with little effort.
 
-  Most of the time of these tests is XLA's. The settings go through the
-  environment, to the processes that xdist and the tests start. To keep what
-  was compiled for the next session, set JAX_COMPILATION_CACHE_DIR; to test what
-  XLA makes of the programs for users, with all optimisations, set
-  JAX_DISABLE_MOST_OPTIMIZATIONS=0.
+  The settings are environment variables, for the processes that xdist and the
+  tests start. JAX_COMPILATION_CACHE_DIR keeps programs for the next session;
+  JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests them as users have them.
   """
   gc.set_threshold(100_000, 50, 100)  # tracing makes many small objects
   if "PYTEST_XDIST_WORKER" in os.environ:
@@ -82,9 +80,9 @@ def h100():
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-  """Runs long files first, so that both processes end at about the same time.
+  """Runs long files first, so that both processes end at the same time.
 
-  A case marked long is not slow as well if its function is.
+  A case marked long is not slow, even if its function is.
   """
   items.sort(key=lambda item: item.path.name not in LONG)
   for item in items:
@@ -125,9 +123,9 @@ def tiny():
 def tabular_lm(kinds, vocab, on_extend=None):
   """A Markov chain: the last token and the prompt's kind decide the next.
 
-  A prompt's kind is its first id; parameters are one table of logits [kinds,
-  1 + vocab, vocab], whose row 0 is for the first token and row 1 + i for what
-  follows token i. `on_extend` is called whenever `extend` runs.
+  A prompt's kind is its first id. Parameters are logits [kinds, 1 + vocab,
+  vocab]: row 0 is for the first token, row 1 + i for the token after i.
+  `on_extend` is called whenever `extend` runs.
   """
   rows = kinds * (1 + vocab)
 

@@ -80,12 +80,7 @@ def prose(page):
 
 
 def commands(block):
-  """The words of each command of a bash block that is one of ours.
-
-  Returns:
-    [program, *arguments] each: "train" for `python -m grpojax.train` and for
-    `grpojax train`.
-  """
+  """[program, *arguments] of each of our commands in a bash block."""
   found = []
   for line in lines(block):
     words = shlex.split(line, comments=True)

@@ -1,8 +1,4 @@
-"""A stand-in for the Hugging Face Hub: what its client asks for, on loopback.
-
-`python tests/hub_server.py FOLDER` serves the models FOLDER/ORG/NAME at
-`COMMIT`, and prints the address for HF_ENDPOINT.
-"""
+"""A stand-in for the Hugging Face Hub, which its client asks on loopback."""
 
 import contextlib
 import hashlib
@@ -10,7 +6,6 @@ import http.server
 import json
 import pathlib
 import re
-import sys
 import threading
 import urllib.parse
 
@@ -186,16 +181,3 @@ def client_of(hub, cache, monkeypatch):
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     yield address
-
-
-def main(folder):
-  hub = Hub()
-  for path in sorted(pathlib.Path(folder).glob("*/*/")):
-    hub.add(str(path.relative_to(folder)), of_directory(path))
-  with serve(hub) as address:
-    print(address, flush=True)
-    threading.Event().wait()
-
-
-if __name__ == "__main__":
-  main(sys.argv[1])

@@ -11,18 +11,10 @@ from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 
-NAMES = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
-PROMPTS = {
-  "arithmetic-base": "23*4+17\n",
-  "arithmetic-instruct": "Q: 23*4+17\nA: ",
-  "arithmetic-careless": "Q: 23*4+17\nA: ",
-}
+NAMES = sorted(path.name for path in hf.ASSETS.iterdir() if path.is_dir())
+PROMPTS = dict.fromkeys(NAMES, "Q: 23*4+17\nA: ")
+PROMPTS |= {"arithmetic-base": "23*4+17\n"}
 ANSWER = "23*4=92\n92+17=109\n#### 109"
-
-
-def test_all_are_tested():
-  embedded = {path.name for path in hf.ASSETS.iterdir() if path.is_dir()}
-  assert embedded == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,20 +65,12 @@ def test_its_logits_are_those_of_transformers(name):
 @pytest.mark.slow  # .ci/run's main job starts from one of them
 @pytest.mark.parametrize("name", NAMES)
 def test_training_starts_from_it(name, tmp_path):
-  settings = {
-    "model.path": name,
-    "steps": 1,
-    "batch_size": 2,
-    "group_size": 2,
-    "diagnostics.every": 0,
-    "optim.micro_batches": 1,
-    "sampling.max_new_tokens": 4,
-    "logits_chunk": 64,
-    "eval.num_prompts": 2,
-    "eval.batch_size": 2,
-    "log.trackers": "",
-  }
-  words = [f"--config.{key}={value}" for key, value in settings.items()]
+  settings = (
+    f"model.path={name} steps=1 batch_size=2 group_size=2 diagnostics.every=0 "
+    "optim.micro_batches=1 sampling.max_new_tokens=4 logits_chunk=64 "
+    "eval.num_prompts=2 eval.batch_size=2 log.trackers="
+  )
+  words = [f"--config.{word}" for word in settings.split()]
   run = tmp_path / "run"
   train.main([*words, f"--run_dir={run}"])
   assert (run / "summary.json").exists()

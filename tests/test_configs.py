@@ -70,10 +70,8 @@ def model_of(settings):
 
 @pytest.mark.slow
 def test_every_model_has_a_config():
-  paths = {
-    pathlib.Path(training_settings(name).model.path).name for name in CONFIGS
-  }
-  assert set(PARAMETERS) <= paths
+  paths = [training_settings(name).model.path for name in CONFIGS]
+  assert set(PARAMETERS) <= {pathlib.Path(path).name for path in paths}
   assert set(PARAMETERS) == {path.stem for path in MODELS.glob("*.json")}
 
 

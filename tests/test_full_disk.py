@@ -5,6 +5,7 @@ import functools
 
 import pytest
 from orbax.checkpoint._src.path import atomicity
+from run_helpers import rows_of
 
 from grpojax import train
 from grpojax.runtime import checkpoint
@@ -15,11 +16,6 @@ SHORT = {"steps": 6, "checkpoint.every": 2, "eval.every": 6, "eval.samples": 0}
 
 def full(*args):
   raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def steps_of(run):
-  rows = records.read_jsonl(run / "metrics.jsonl")
-  return [row["step"] for row in rows if "reward_mean" in row]
 
 
 def no_room_for_checkpoints(patch):
@@ -61,10 +57,10 @@ def test_no_room(
   text = str(caught.value.code)
   assert text.startswith("error: ") and "No space left on device" in text
   assert f"last good checkpoint is {run}/checkpoints/2" in text
-  assert steps_of(run)[-1] < 6
+  assert rows_of(run)[-1]["step"] < 6
   files = [path.name for path in (run / "checkpoints").iterdir()]
   assert files == ["2"]
   assert "Traceback" not in capfd.readouterr().err
   train.main(argv)
   assert "resuming after step 2" in capfd.readouterr().out
-  assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+  assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4, 5, 6]

@@ -14,28 +14,16 @@ import time
 
 import fsspec
 import pytest
+from run_helpers import free_port, untimed
 
 from grpojax.runtime.files import records
 
 HERE = pathlib.Path(__file__).parent
-SETTINGS = {
-  "steps": 4,
-  "batch_size": 2,
-  "diagnostics.every": 0,
-  "group_size": 4,
-  "eval.num_prompts": 4,
-  "eval.every": 100,
-  "checkpoint.every": 2,
-  "loss.beta": 0.01,  # with a reference
-  "sampling.stages": 1,  # half as much to compile
-  "sampling.compact": False,
-}
-
-
-def free_port():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return free.getsockname()[1]
+SETTINGS = (  # with a reference; one stage halves the time of compiling
+  "batch_size=2 group_size=4 diagnostics.every=0 eval.num_prompts=4 "
+  "eval.every=100 checkpoint.every=2 loss.beta=0.01 sampling.stages=1 "
+  "sampling.compact=False"
+).split()
 
 
 @pytest.fixture
@@ -103,9 +91,8 @@ def run(start):
   return run
 
 
-def words(url, **changes):
-  settings = SETTINGS | changes
-  config = [f"--config.{name}={value}" for name, value in settings.items()]
+def words(url, steps=4):
+  config = [f"--config.{word}" for word in (f"steps={steps}", *SETTINGS)]
   return [f"--run_dir={url}", *config]
 
 
@@ -119,11 +106,7 @@ def wait_for(process, text):
 
 
 def rows(path):
-  return [
-    {k: v for k, v in row.items() if "second" not in k}
-    for row in records.read_jsonl(path)
-    if "loss" in row
-  ]
+  return untimed(row for row in records.read_jsonl(path) if "loss" in row)
 
 
 def fetched(fs, name, tmp_path):

@@ -7,10 +7,10 @@ import hub_server
 import jax
 import numpy as np
 import pytest
+from run_helpers import rows_of, untimed
 
 from grpojax import export, train
 from grpojax.models import huggingface as hf
-from grpojax.runtime.files import records
 from grpojax.training import run_models
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,7 @@ def served(toy_model, tmp_path, monkeypatch):
 
 
 def rows(run):
-  """Metrics of the steps without what a clock measured."""
-  return [
-    {k: v for k, v in row.items() if "seconds" not in k and "per_sec" not in k}
-    for row in records.read_jsonl(pathlib.Path(run) / "metrics.jsonl")
-    if "loss" in row
-  ]
+  return untimed(rows_of(pathlib.Path(run)))
 
 
 def same(a, b):

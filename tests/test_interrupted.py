@@ -13,6 +13,7 @@ import zlib
 import jax
 import numpy as np
 import pytest
+from run_helpers import rows_of, untimed
 
 from grpojax import train
 from grpojax.models import huggingface as hf
@@ -70,21 +71,16 @@ def uninterrupted(toy_task, toy_model, tmp_path_factory):
   return uninterrupted
 
 
-def without_times(row):
-  return {k: v for k, v in row.items() if "second" not in k}
-
-
 def assert_same_run(run, expected, settings=LONG):
   """Bit by bit, but for what a clock measured."""
   ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
   for name in ("metrics.jsonl", "samples.jsonl"):
     ours, theirs = (
-      list(map(without_times, records.read_jsonl(x / name)))
-      for x in (run, expected)
+      untimed(records.read_jsonl(x / name)) for x in (run, expected)
     )
     assert ours == theirs
-  rows = steps_of(run)
+  rows = rows_of(run)
   steps = list(range(1, settings["steps"] + 1))
   assert [row["step"] for row in rows] == steps
   several = settings.get("group_size") == "auto"
@@ -92,11 +88,6 @@ def assert_same_run(run, expected, settings=LONG):
   for before, row in itertools.pairwise(rows):
     seconds = row["train_seconds"] - before["train_seconds"]
     assert 0 <= row["seconds_compile"] <= row["seconds_step"] <= seconds + 1e-6
-
-
-def steps_of(run):
-  rows = records.read_jsonl(run / "metrics.jsonl")
-  return [row for row in rows if "reward_mean" in row]
 
 
 @pytest.mark.parametrize(
@@ -133,33 +124,47 @@ def test_kill_at_any_moment(
   assert_same_run(run, uninterrupted(settings), settings)
 
 
-# Moments of SIGTERM: (function, the call of it that sends it, whole steps done
-# by then). Three batches of held-out prompts are scored before the first step,
-# and after every fifth.
-REWARDS = (rewards_lib, "collect_rewards")
+# Moments of SIGTERM: settings, the function whose call sends it, the number of
+# that call, and the steps done by then. Three batches of held-out prompts are
+# scored before the first step, and after every fifth.
+REWARDS = "collect_rewards"
 MOMENTS = {
-  "first step": (*REWARDS, 3 + 1, 0),
-  "rewards": (*REWARDS, 3 + 4, 3),
-  "last evaluation": (*REWARDS, 3 + 14 + 2 * 3 + 1, 14),
-  "last checkpoint": (checkpoint, "save", 7, 14),
+  "first step": (LONG, REWARDS, 3 + 1, 0),
+  "rewards": (LONG, REWARDS, 3 + 4, 3),
+  "last evaluation": (LONG, REWARDS, 3 + 14 + 2 * 3 + 1, 14),
+  "last checkpoint": (LONG, "save", 7, 14),
+  # Step 2 computes the next one's rewards after its update.
+  "next rewards": (AHEAD, REWARDS, 3 + 3, 2),
+  # Step 3 is diagnosed, so that its rewards come before its update.
+  "diagnosed rewards": (AHEAD, REWARDS, 3 + 4, 2),
 }
 
 
-@pytest.mark.long  # test_adapters.py ends and resumes a run too
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "moment",
+  [  # test_adapters.py ends and resumes a run too
+    pytest.param(x, marks=pytest.mark.long if MOMENTS[x][0] == LONG else ())
+    for x in MOMENTS
+  ],
+)
 def test_sigterm_saves_and_the_next_run_goes_on(
   moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):
   run = tmp_path / "run"
-  argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
-  module, name, calls, done = MOMENTS[moment]
-  original, count = getattr(module, name), []
+  settings, name, calls, done = MOMENTS[moment]
+  argv = [*toy_task.arguments(toy_model, **settings), f"--run_dir={run}"]
+  module = rewards_lib if name == REWARDS else checkpoint
+  original, begun, ended = getattr(module, name), [], []
 
   def interrupted(*args, **options):
+    begun.append(1)
+    if len(begun) == calls and settings == AHEAD:
+      signal.raise_signal(signal.SIGTERM)
     result = original(*args, **options)
-    count.append(1)
-    if len(count) == calls:
-      os.kill(os.getpid(), signal.SIGTERM)
+    ended.append(len(begun))
+    if len(begun) == calls and settings == LONG:
+      signal.raise_signal(signal.SIGTERM)
     return result
 
   handler = signal.getsignal(signal.SIGTERM)
@@ -169,7 +174,10 @@ def test_sigterm_saves_and_the_next_run_goes_on(
       train.main(argv)
   assert caught.value.code == 75
   assert signal.getsignal(signal.SIGTERM) == handler
-  assert [row["step"] for row in steps_of(run)] == list(range(1, done + 1))
+  assert [row["step"] for row in rows_of(run)] == list(range(1, done + 1))
+  if settings == AHEAD:
+    # An update is finished with the next rewards; none are waited for before.
+    assert (calls in ended) == (moment == "next rewards")
   assert not (run / "summary.json").exists()
   rest = "still to be written: model, report.html, summary.json; the same"
   assert (rest in capfd.readouterr().out) == (done == 14)
@@ -181,42 +189,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   train.main(argv)
   if done:
     assert f"resuming after step {done}" in capfd.readouterr().out
-  assert_same_run(run, uninterrupted(LONG))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "calls",
-  [
-    3 + 3,  # step 2 computes the next one's rewards after its update
-    3 + 4,  # step 3, diagnosed, before it
-  ],
-)
-def test_sigterm_saves_the_next_rollout(
-  calls, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch
-):
-  run, count, whole = tmp_path / "run", [], []
-  argv = [*toy_task.arguments(toy_model, **AHEAD), f"--run_dir={run}"]
-  original = rewards_lib.collect_rewards
-
-  def interrupted(*args, **options):
-    count.append(1)
-    if len(count) == calls:
-      signal.raise_signal(signal.SIGTERM)
-    result = original(*args, **options)
-    whole.append(len(count))
-    return result
-
-  monkeypatch.setattr(rewards_lib, "collect_rewards", interrupted)
-  with pytest.raises(SystemExit) as end:
-    train.main(argv)
-  assert end.value.code == 75
-  assert [row["step"] for row in steps_of(run)] == [1, 2]
-  # An update is finished with the next rewards; none are waited for before it.
-  assert (calls in whole) == (calls == 3 + 3)
-  monkeypatch.undo()
-  train.main(argv)
-  assert_same_run(run, uninterrupted(AHEAD), AHEAD)
+  assert_same_run(run, uninterrupted(settings), settings)
 
 
 @pytest.mark.slow  # test_leaving.py hears Ctrl-C without a run
@@ -240,10 +213,8 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
   with pytest.raises(SystemExit) as caught:
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
   assert caught.value.code == 130
-  assert (
-    "interrupted; there is no checkpoint yet; the same"
-    in capsys.readouterr().out
-  )
+  text = "interrupted; there is no checkpoint yet; the same"
+  assert text in capsys.readouterr().out
 
 
 def test_an_interrupt_before_a_run_has_its_directory(
@@ -255,6 +226,5 @@ def test_an_interrupt_before_a_run_has_its_directory(
   monkeypatch.setattr(open_run, "open_all", opening)
   with pytest.raises(SystemExit):
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
-  assert (
-    f"interrupted; there is no {tmp_path}/run yet" in capsys.readouterr().out
-  )
+  text = f"interrupted; there is no {tmp_path}/run yet"
+  assert text in capsys.readouterr().out

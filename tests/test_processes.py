@@ -6,12 +6,9 @@ hosts and cannot get here: storage that all of them see, and a network.
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import pathlib
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +16,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from run_helpers import free_port, untimed
 
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
@@ -28,7 +26,6 @@ from grpojax.runtime.processes import distributed
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
 STEPS = 4
-TIMES = ("seconds", "tokens_per_second", "wall")
 SETTINGS = {
   "steps": STEPS,
   "mesh.data": 2,
@@ -64,26 +61,20 @@ def words(runs, model):
   return command_line
 
 
-def free_address():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 @contextlib.contextmanager
-def started(directory, count, words, devices=8, of_1=()):
-  """Starts the processes of a run; kills what is left of them.
+def started(directory, count, words, of_1=()):
+  """Starts the processes of a run, on 8 devices in all, and kills them.
 
-  What a process prints is in files beside the run directory; `of_1` are more
-  words for process 1. They have so many devices together.
+  Their output is in files beside the run directory; `of_1` are more words for
+  process 1.
   """
   env = os.environ | {
-    "JAX_NUM_CPU_DEVICES": str(devices // count),
+    "JAX_NUM_CPU_DEVICES": str(8 // count),
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(HERE.parent),
   }
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  address, processes = free_address(), []
+  address, processes = f"127.0.0.1:{free_port()}", []
   for i in range(count):
     own = [f"--coordinator={address}", f"--num_processes={count}"]
     own = [*own, f"--process_id={i}"] if count > 1 else []
@@ -129,11 +120,7 @@ def run(directory, count, words, **options):
 
 
 def results(directory):
-  rows = records.read_jsonl(directory / "metrics.jsonl")
-  rows = [
-    {k: v for k, v in row.items() if not any(t in k for t in TIMES)}
-    for row in rows
-  ]
+  rows = untimed(records.read_jsonl(directory / "metrics.jsonl"))
   samples, failures = (
     records.read_jsonl(directory / f"{name}.jsonl")
     for name in ("samples", "failures")
@@ -174,55 +161,37 @@ def same(one, other):
 
 
 CASES = {
-  "dense": {},
-  "adapters": {"lora.rank": 2},
-  "sampling on another mesh": {
-    "mesh.data": 1,
-    "mesh.tensor": 2,
-    "mesh.sampling_tensor": 1,
-  },
-  "prompts by difficulty": {
-    "data.options.size": 30,
-    "difficulty.priority": "spread",
-    "difficulty.rows": 2,
-    "difficulty.importance_weights": True,
-  },
-  "auto": {
-    "group_size": "auto",
-    "auto_group_size.start": 8,
-    "auto_group_size.largest": 16,
-    "batch_size": 8,
-    "diagnostics.every": 1,
-    "optim.micro_batches": 2,
-    "optim.minibatches": 1,
-  },
-  "environment": {
-    "environment.path": RUNS,
-    "environment.max_turns": 3,
-    "environment.credit": "turn",
-    "environment.max_observation": 16,
-    "reward.functions": ("environment",),
-    "sampling.max_new_tokens": 96,
-    "sampling.parts": 2,
-    "environment.workers": 1,
-    "loss.beta": 0.0,
-  },
-  "fresh prompts": {
-    "filter_groups.enable": True,
-    "filter_groups.gen_parts": 2,
-    "reward.functions": (f"{RUNS}:rare",),
-    "loss.truncated": "drop",
-    "loss.beta": 0.1,
-    "model.reference_every": 1,
-    "model.reference_mix": 0.5,
-  },
+  "dense": "",
+  "adapters": "lora.rank=2",
+  "sampling on another mesh": (
+    "mesh.data=1 mesh.tensor=2 mesh.sampling_tensor=1"
+  ),
+  "prompts by difficulty": (
+    "data.options.size=30 difficulty.priority=spread difficulty.rows=2 "
+    "difficulty.importance_weights=True"
+  ),
+  "auto": (
+    "group_size=auto auto_group_size.start=8 auto_group_size.largest=16 "
+    "batch_size=8 diagnostics.every=1 optim.micro_batches=2 optim.minibatches=1"
+  ),
+  "environment": (
+    f"environment.path={RUNS} environment.max_turns=3 environment.credit=turn "
+    "environment.max_observation=16 reward.functions=environment "
+    "sampling.max_new_tokens=96 sampling.parts=2 environment.workers=1 "
+    "loss.beta=0.0"
+  ),
+  "fresh prompts": (
+    "filter_groups.enable=True filter_groups.gen_parts=2 loss.truncated=drop "
+    f"reward.functions={RUNS}:rare loss.beta=0.1 model.reference_every=1 "
+    "model.reference_mix=0.5"
+  ),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_several_do_what_one_does(case, words, tmp_path):
-  settings = words(CASES[case])
+  settings = words(dict(x.split("=", 1) for x in CASES[case].split()))
   run(tmp_path / "one", 1, settings)
   one = results(tmp_path / "one")
   for count in (2, 4) if case == "dense" else (2,):
@@ -320,54 +289,3 @@ def test_what_differs_is_refused(words, tmp_path):
     err = printed(directory, i, "err")
     assert "processes 0 and 1 differ in configuration" in err
   assert not directory.exists()
-
-
-# What happens to a run: (signal, to all of its processes or to one).
-BLOWS = list(itertools.product((TERM, signal.SIGINT, KILL), (False, True)))
-SIZES = [(1, 8), (2, 8), (4, 8), (1, 1), (2, 2), (2, 4), (1, 2)]
-LOST = "Exception ignored in"
-
-
-def strike(rng, blow, directory, processes, whole_steps):
-  """Interrupts a run at any moment, from its start to its end."""
-  begun, moment = steps_of(directory), rng.random() * 40
-  if rng.random() < 0.7:  # in its steps, not before them
-    goal = min(begun + rng.randint(1, 3), whole_steps)
-    wait_for(directory, goal, processes)
-    moment = rng.random()
-  time.sleep(moment)
-  number, to_all = blow
-  for process in processes if to_all else [rng.choice(processes)]:
-    process.send_signal(number)
-
-
-@pytest.mark.long
-def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
-  seed = int(os.environ.get("GRPOJAX_SEED", random.randrange(10**6)))
-  rng, steps = random.Random(seed), 16
-  print(f"GRPOJAX_SEED={seed}")
-  settings = words(
-    {"steps": steps, "mesh.data": -1, "mesh.fsdp": 1, "eval.every": 5}
-    | {"loss.beta": 0.05, "optim.schedule": "linear"}
-  )
-  run(tmp_path / "whole", 1, settings)
-  directory = tmp_path / "run"
-  blows, sizes = BLOWS * 2, SIZES * 2
-  rng.shuffle(blows)
-  rng.shuffle(sizes)
-  for i in range(10):
-    count, devices = sizes[i]
-    with started(directory, count, settings, devices=devices) as processes:
-      strike(rng, blows[i], directory, processes, steps)
-      # Until one gives up another that was ended before they met.
-      codes = ended(processes, distributed.PATIENCE + 60)
-    print(i, f"{count} processes, {devices} devices:", blows[i], codes)
-    err = "".join(printed(directory, j, "err") for j in range(count))
-    # Python passes over a Ctrl-C that comes in some callbacks, and says so.
-    assert "Traceback" not in err.replace("\nTraceback", "", err.count(LOST))
-    signals = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT}
-    assert set(codes) <= {0, 1, 75, 130, *signals}, err
-  run(directory, 2, settings)
-  same(results(tmp_path / "whole"), results(directory))
-  rows = records.read_jsonl(directory / "metrics.jsonl")
-  assert [r["step"] for r in rows if "loss" in r] == list(range(1, steps + 1))

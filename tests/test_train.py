@@ -15,6 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from run_helpers import rows_of
 
 from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
@@ -35,8 +36,7 @@ FILES = set(
   "evaluations.jsonl tensorboard checkpoints model learning_curve.png "
   "report.html summary.json".split()
 )
-# Each a mean over a step's samples, tokens or updates.
-MEASURED = set(
+MEASURED = set(  # means over a step's samples, tokens or updates
   "reward_mean reward_std zero_variance_groups completion_length_mean "
   "completion_length_max truncated loss entropy clip_fraction_low "
   "clip_fraction_high ratio_min ratio_max rollout_mismatch_mean "
@@ -52,12 +52,6 @@ TIMES = set(
   "seconds_step seconds_rollout seconds_rewards seconds_reference "
   "seconds_update tokens_per_second train_seconds".split()
 )
-
-
-def rows_of(directory, name="reward_mean"):
-  """Rows of metrics.jsonl with a metric: those of steps, or of tests."""
-  rows = records.read_jsonl(directory / "metrics.jsonl")
-  return [row for row in rows if name in row]
 
 
 def by_path(params):
@@ -84,11 +78,11 @@ def test_a_run_leaves_what_the_docstring_says(toy_run):
   found = {path.name for path in run.iterdir()}
   assert found == FILES
   assert all(name in train.__doc__ for name in FILES)
-  picture = toy_run.directory / "learning_curve.png"
-  assert picture.read_bytes().startswith(b"\x89PNG")
-  config = config_lib.from_json((toy_run.directory / "config.json").read_text())
+  picture = (run / "learning_curve.png").read_bytes()
+  assert picture.startswith(b"\x89PNG")
+  config = config_lib.from_json((run / "config.json").read_text())
   assert config.optim.learning_rate == 1e-2 and config.steps == 8
-  samples = records.read_jsonl(toy_run.directory / "samples.jsonl")
+  samples = records.read_jsonl(run / "samples.jsonl")
   assert {row["step"] for row in samples} == {2, 4, 6, 8}
   sizes = {row["step"]: row["group_size"] for row in rows_of(run)}
   for step in (2, 4, 6, 8):  # four groups each
@@ -326,9 +320,8 @@ def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
 def test_a_reward_on_the_device_changes_nothing(
   toy_task, toy_model, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(
-    sampling, "LARGEST_HALVED", 0
-  )  # which round in another order
+  # Halves round in another order.
+  monkeypatch.setattr(sampling, "LARGEST_HALVED", 0)
   final = []
   for on_device in (False, True):
     run = tmp_path / str(on_device)
@@ -343,9 +336,8 @@ def test_a_reward_on_the_device_changes_nothing(
   (host, host_rows), (device, device_rows) = final
   for name in host:
     np.testing.assert_allclose(device[name], host[name], atol=1e-6, rtol=0)
-  assert [r["reward_mean"] for r in host_rows] == [
-    r["reward_mean"] for r in device_rows
-  ]
+  for ours, theirs in zip(host_rows, device_rows, strict=True):
+    assert ours["reward_mean"] == theirs["reward_mean"]
   assert 0 < host_rows[0]["reward_mean"] < 1
 
 
@@ -397,16 +389,11 @@ def test_each_group_size_compiles_once(
 
 
 def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
-  words = [
-    "--config.data.options.difficulty=(2,8)",
-    "--config.steps=3",
-    "--config.eval.num_prompts=1",  # a short one
-    f"--run_dir={tmp_path}/x",
-  ]
-  with pytest.raises(
-    SystemExit, match="(?s)train split: .* prompts have more than"
-  ):
-    train.main(words)
+  # The only held-out prompt is short.
+  words = "data.options.difficulty=(2,8) steps=3 eval.num_prompts=1"
+  words = [f"--config.{word}" for word in words.split()]
+  with pytest.raises(SystemExit, match="(?s)train split: .* prompts have more"):
+    train.main([*words, f"--run_dir={tmp_path}/x"])
   assert not (tmp_path / "x").exists()
 
 
@@ -424,10 +411,7 @@ def broken_run(toy_run, tmp_path):
   return broken
 
 
-@pytest.mark.parametrize(
-  "line",
-  ["not json", "[1, 2]", '{"step": null}'],
-)
+@pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"step": null}'])
 def test_a_stray_line_of_metrics_is_named(
   line, broken_run, toy_run, toy_task, monkeypatch
 ):
@@ -438,17 +422,18 @@ def test_a_stray_line_of_metrics_is_named(
   assert "\n" not in message
 
 
-CONFIGS = [
-  ("[[1], [2]]", "no run at"),
-  ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
-  ({"steps": float("nan")}, "steps = nan: must be of type int"),
-  ({"optim": None}, "optim = None: is a section"),
-  ({"optim.schedule": "x"}, "optim.schedule = 'x'"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("change, text", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+  "change, text",
+  [
+    ("[[1], [2]]", "no run at"),
+    ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
+    ({"steps": float("nan")}, "steps = nan: must be of type int"),
+    ({"optim": None}, "optim = None: is a section"),
+    ({"optim.schedule": "x"}, "optim.schedule = 'x'"),
+  ],
+  ids=str,
+)
 def test_a_runs_config_that_cannot_be_read(
   change, text, broken_run, toy_run, toy_task, tmp_path
 ):

@@ -183,10 +183,8 @@ def translate(
       if all(theirs[flag] for flag in row.when):
         items += _apply(row, theirs, name)
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-    raise ValueError(
-      f"a value is of no kind that {library.name} takes ({error}): a list or 0"
-      " where there is a name or a size, or the like"
-    ) from error
+    text = f"a value is of no kind that {library.name} takes: {error}"
+    raise ValueError(text) from error
   settings = [x for x in items if isinstance(x, Setting)]
   notes = [x for x in items if isinstance(x, Note)]
   unneeded = []
@@ -209,8 +207,7 @@ def translate(
 def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
   """Returns a note on a value that is unknown unless the script runs."""
   row = theirs.library.table.get(name, Row())
-  text = f"{theirs.unread[name]} is no plain value: the library's default is"
-  text += " taken; set it"
+  text = f"{theirs.unread[name]} is no plain value: set it (now the default)"
   if row.note and isinstance(row.note, str):
     text += f" ({row.note})"
   set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
@@ -273,17 +270,13 @@ NO_REPETITION_PENALTY = "no repetition penalty is available here"
 SAMPLED = "the loss is of the distribution that was sampled from"
 TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
 TURNS = (
-  "environment.tool_format is how calls are written; all of a turn are run, and"
-  " answers cut to environment.max_observation tokens; environment.max_turns is"
-  " a limit also where theirs is none; rewards are given the last turn's text"
+  "see environment.tool_format, .max_turns (always a limit) and"
+  " .max_observation (tokens of answers); rewards see the last turn's text"
 )
 ENVIRONMENT = (
-  "what answers between turns is a module with step(state, action, example):"
-  " environment.path = 'file.py'"
+  "write environment.path = 'file.py' with step(state, action, example)"
 )
-OWN_ADVANTAGE = (
-  "grpojax's own default is advantage = 'leave_one_out', the unbiased gradient"
-)
+OWN_ADVANTAGE = "unbiased, and grpojax's default: advantage = 'leave_one_out'"
 ALWAYS = (
   Setting("mesh.data", 1),
   Setting("mesh.fsdp", -1, "parameters over all devices"),
@@ -314,10 +307,8 @@ def micro_batches(theirs: Theirs, at_least: int) -> int:
   prompts = sizes.prompts // sizes.minibatches
   samples = prompts * sizes.group_size
   if samples > MAX_COMPLETIONS:
-    raise ValueError(
-      f"an update of {prompts} prompts x {sizes.group_size} completions is over"
-      f" {MAX_COMPLETIONS}: check the sizes of batches"
-    )
+    text = f"an update of {prompts} prompts x {sizes.group_size} completions"
+    raise ValueError(f"{text} is over {MAX_COMPLETIONS}: check the sizes")
   at_least = min(at_least, math.ceil(samples / PART))
   counts = range(max(at_least, 1), samples)
   return next((n for n in counts if samples % n == 0), samples)
@@ -331,8 +322,7 @@ def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
   count = theirs.sizes.steps
   yield theirs.setting("steps", count or 100, name if limited else epochs)
   if count is None:
-    text = "epochs are steps here, and how many is not known without the data:"
-    text += f" give --examples=N, or {name}"
+    text = f"steps depend on the data: give --examples=N, or {name}"
     yield Note(epochs, text, missing=True, flag="steps=N")
 
 
@@ -350,8 +340,8 @@ def stop_strings(theirs: Theirs, name: str) -> Items:
   strings = [value] if isinstance(value, str) else map(str, value)
   if strings := tuple(strings):
     yield theirs.setting("sampling.stop", strings, name)
-    text = "rewards see the text before the string, as with vLLM's own default;"
-    yield Note(name, f"{text} those of {theirs.library.name} also the string")
+    text = f"rewards of {theirs.library.name} also see the string, not here"
+    yield Note(name, text)
 
 
 def trackers(theirs: Theirs, name: str) -> Items:
@@ -363,9 +353,8 @@ def trackers(theirs: Theirs, name: str) -> Items:
   for other in dict.fromkeys(names):
     if other in (*TRACKERS, "all", "none", "console"):
       continue
-    text = f"{other!r} is called by a function of yours, --config.log.trackers="
-    text += "file.py:function (docs/getting-started.md has Trackio's)"
-    yield Note(name, text)
+    text = "write a function: --config.log.trackers=file.py:function"
+    yield Note(name, f"{other!r}: {text} (docs/getting-started.md)")
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:
@@ -427,17 +416,16 @@ def data(theirs: Theirs, name: str) -> Items:
     kind = "huggingface"
   yield Setting("data.name", kind)
   yield theirs.setting("data.path", path, name)
-  text = "examples have a prompt and an answer: data.options.prompt and .answer"
-  text += " name their columns ('' for none); data.options.test holds a share"
-  yield Note(name, f"{text} out where there is no test split")
+  text = "data.options.prompt and .answer name its columns ('' for none);"
+  yield Note(name, f"{text} data.options.test holds out a share of it")
 
 
 def first_file(name: str, files: Any) -> Iterator[Note]:
   """Returns the first of one or more files, and yields a note on the others."""
   first, *others = [files] if isinstance(files, str) else map(str, files)
-  text = f"{first!r} is taken, and left out: {', '.join(map(repr, others))};"
-  text += " a pattern takes several files, data.mixture several data sets"
   if others:
+    rest = ", ".join(map(repr, others))
+    text = f"{first!r} is taken, and left out: {rest}; a pattern takes all"
     yield Note(name, text, missing=True)
   return first
 

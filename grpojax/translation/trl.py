@@ -10,18 +10,10 @@ import math
 from typing import Any
 
 from grpojax.translation import rules
-from grpojax.translation.rules import (
-  Items,
-  Library,
-  Note,
-  Row,
-  Setting,
-  Sizes,
-  Theirs,
-)
+from grpojax.translation.rules import Items, Note, Row, Setting, Theirs
 
 
-def _sizes(theirs: Theirs) -> Sizes:
+def _sizes(theirs: Theirs) -> rules.Sizes:
   """Returns sizes as TRL computes them; ValueError for those it refuses."""
   group_size = theirs["num_generations"]
   micro_batch = theirs["per_device_train_batch_size"] * theirs.processes
@@ -29,19 +21,16 @@ def _sizes(theirs: Theirs) -> Sizes:
   whole = theirs["generation_batch_size"]
   count = theirs["steps_per_generation"]
   if whole and count:
-    raise ValueError(
-      "generation_batch_size and steps_per_generation: TRL takes one of them"
-    )
+    names = "generation_batch_size and steps_per_generation"
+    raise ValueError(f"{names}: TRL takes one of them")
   samples = whole or (micro_batch * count if count else per_update)
   # Gradients of smaller generations add up: one generation of their sum.
   samples = max(samples, per_update)
   if samples % group_size or samples % micro_batch:
     raise ValueError(
-      f"a generation of {samples} completions (per_device_train_batch_size,"
-      " steps_per_generation, generation_batch_size and --processes="
-      f"{theirs.processes}) must be a multiple of num_generations ="
-      f" {group_size} and of {micro_batch}, as TRL demands: say how many"
-      " processes it ran on"
+      f"a generation of {samples} completions on --processes="
+      f"{theirs.processes} must be a multiple of num_generations = {group_size}"
+      f" and of {micro_batch}: give the number of processes, or other sizes"
     )
   prompts = samples // group_size
   cuts = samples // per_update
@@ -53,7 +42,7 @@ def _sizes(theirs: Theirs) -> Sizes:
     an_epoch = max(theirs.examples // prompts * updates, 1)
     in_all = math.ceil(theirs["num_train_epochs"] * an_epoch)
   steps = None if in_all is None else max(math.ceil(in_all / updates), 1)
-  return Sizes(group_size, prompts, cuts, minibatches, updates, steps)
+  return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
 def _batch(theirs: Theirs, name: str) -> Items:
@@ -66,9 +55,10 @@ def _batch(theirs: Theirs, name: str) -> Items:
   comment = f"updates a generation: {sizes.cuts}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
   if sizes.minibatches != sizes.cuts:
-    text = f"TRL makes {sizes.cuts} updates a generation, which cut groups;"
-    text += f" minibatches are whole groups here: {sizes.minibatches}"
-    yield Note(name, text)
+    text = (
+      f"TRL cuts groups into {sizes.cuts} updates; they stay whole here, in"
+    )
+    yield Note(name, f"{text} {sizes.minibatches} minibatches")
 
 
 def _steps(theirs: Theirs, name: str) -> Items:
@@ -76,7 +66,7 @@ def _steps(theirs: Theirs, name: str) -> Items:
   yield from rules.steps(theirs, name, "num_train_epochs", limited)
   updates = theirs.sizes.updates
   if updates > 1:
-    text = f"TRL counts updates, {updates} of which are one step here"
+    text = f"a step here is {updates} of TRL's, which are updates"
     yield Note(name if limited else "num_train_epochs", text)
 
 
@@ -100,8 +90,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     yield Note(name, "give your functions", missing=True, flag=flag)
   elif not (names or environment):
     yield Setting("reward.functions", ("math_answer",))
-    text = "not in the file; name yours: reward.functions = ('file.py:f',)"
-    yield Note(name, text, missing=True, flag=flag)
+    yield Note(name, "not in the file: name yours", missing=True, flag=flag)
     return
   weights = theirs["reward_weights"] or [1.0] * len(names)
   if len(weights) != len(names) and name not in theirs.unread:
@@ -118,8 +107,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     functions["environment"] = 1.0
   functions = functions or {"math_answer": 1.0}
   if any(one.startswith("trl.") for one in functions):
-    text = "those of TRL need it: pip install trl, which brings PyTorch"
-    yield Note(name, text)
+    yield Note(name, "TRL's functions need PyTorch: pip install trl")
   yield Setting("reward.functions", tuple(functions), name)
   weights = tuple(functions.values())
   yield theirs.setting("reward.weights", weights, "reward_weights")
@@ -159,9 +147,8 @@ def _data(theirs: Theirs, name: str) -> Items:
     if base and base != ours.removesuffix("_split"):
       yield theirs.setting(f"data.options.{ours}", base, key)
     if part:
-      text = f"{theirs[key]!r}: the whole split is read;"
-      text += " data.options.size = N takes its first N rows"
-      yield Note(key, text)
+      text = "the whole split is read; data.options.size = N takes N rows"
+      yield Note(key, f"{theirs[key]!r}: {text}")
 
 
 def _alpha(value: int | float, theirs: Theirs) -> float:
@@ -192,8 +179,8 @@ def _loss(theirs: Theirs, name: str) -> Items:
   if weighting != "token_mean" and theirs["mask_truncated_completions"]:
     yield Note(name, "TRL also counts completions masked whole")
   if kind in ("dapo", "cispo", "vespo") and theirs.sizes.minibatches > 1:
-    text = "TRL divides by the mean number of tokens of a generation's updates;"
-    yield Note(name, f"{text} here by the update's own")
+    text = "TRL divides by the mean tokens per update, here by the update's own"
+    yield Note(name, text)
 
 
 def _bounds(theirs: Theirs, name: str) -> Items:
@@ -206,9 +193,8 @@ def _bounds(theirs: Theirs, name: str) -> Items:
     return
   yield Setting("loss.cispo_max", max(high, 1.0), comment)
   if high < 1:
-    text = f"with loss_type='cispo' it bounds the ratio itself, and {high} is"
-    text += " below 1, where on-policy ratios are: 1 is taken (the paper has 5)"
-    yield Note("epsilon_high", text)
+    text = "bounds the ratio itself with loss_type='cispo': 1 is taken instead"
+    yield Note("epsilon_high", f"{text} of {high} (the paper has 5)")
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
@@ -221,9 +207,10 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     return
   yield theirs.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = "'batch' divides by the deviation of all rewards in TRL; here by"
-    text += " that of rewards less their group's mean, which is smaller:"
-    yield Note(name, f"{text} advantages are larger")
+    text = (
+      "advantages are larger here: TRL divides by the deviation of rewards,"
+    )
+    yield Note(name, f"{text} here of rewards less their group's mean")
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
@@ -238,13 +225,11 @@ def _warmup(theirs: Theirs, name: str) -> Items:
   source = "warmup_ratio" if ratio else name
   yield theirs.setting("optim.warmup_steps", steps, source)
   if count and constant:
-    text = "'constant' has no warm-up in TRL, whatever warmup_steps is;"
-    text += f" optim.warmup_steps = {count} would be constant_with_warmup"
+    text = "'constant' ignores warmup_steps in TRL, so there is no warm-up"
     yield Note("lr_scheduler_type", text)
   elif count:
-    text = "TRL's first update is at a rate of 0, and changes nothing; here it"
-    text += f" is at 1/{count + 1} of learning_rate, and the rate rises by as"
-    yield Note(name, f"{text} much with each update")
+    text = "the first update's rate is 0 in TRL, and here learning_rate /"
+    yield Note(name, f"{text} {count + 1}; both rise linearly")
 
 
 _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
@@ -254,8 +239,8 @@ def _generation_kwargs(theirs: Theirs, name: str) -> Items:
   """Options of the sampler that have no counterpart."""
   below = {x for x in theirs.values if x.startswith(f"{name}.")}
   if theirs[name] or below - {*_STOP}:
-    text = "options of the sampler are sampling.*; of these there are stop and"
-    yield Note(name, f"{text} stop_strings alone", missing=True)
+    text = "only stop and stop_strings are known; see sampling.*"
+    yield Note(name, text, missing=True)
 
 
 _LEVEL = "importance_sampling_level"
@@ -263,14 +248,18 @@ _SEQUENCE_RATIO = "TRL multiplies by the sequence's ratio here"
 _VLLM = ("use_vllm", "vllm_importance_sampling_correction")
 _NOT_QUANTISED = "weights are not quantised here (model.dtype = 'bfloat16')"
 
+_READ_ELSEWHERE = (
+  "model output_dir dataset_config data_files eval_data_files test_size"
+  " reward_weights generation_batch_size steps_per_generation epsilon_high"
+  " warmup_ratio"
+).split()
 TABLE = {
+  **dict.fromkeys(_READ_ELSEWHERE, Row()),
   # Model, data and rewards.
-  "model": Row(),
   "model_name_or_path": Row(
     None, lambda t, name: rules.model(t, "model" if t["model"] else name)
   ),
   "run_name": Row(None, rules.run_name),
-  "output_dir": Row(),
   "bf16": Row(True, "model.dtype", {True: "bfloat16", False: None}),
   "fp16": Row(False, note="there is no float16: bfloat16 needs no scaling"),
   "gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
@@ -280,9 +269,7 @@ TABLE = {
   "use_rslora": Row(False),
   "use_dora": Row(False, missing="adapters have no magnitudes"),
   "lora_dropout": Row(0.0, missing="adapters have no dropout"),
-  "lora_modules_to_save": Row(
-    missing="adapters alone are trained, and no weights beside"
-  ),
+  "lora_modules_to_save": Row(missing="only adapters are trained"),
   "rank_pattern": Row(missing="one lora.rank is of all adapters"),
   "alpha_pattern": Row(missing="one lora.alpha is of all adapters"),
   "quantization_config": Row(missing=_NOT_QUANTISED),
@@ -290,28 +277,21 @@ TABLE = {
   "load_in_8bit": Row(False, missing=_NOT_QUANTISED),
   "lora_target_modules": Row(None, rules.lora_targets),
   "dataset_name": Row(None, _data),
-  "dataset_config": Row(),
   "dataset_train_split": Row("train"),
   "dataset_test_split": Row("test"),
-  "data_files": Row(),
-  "eval_data_files": Row(),
-  "test_size": Row(),
   "max_prompt_length": Row(
     None,
     "data.max_prompt_length",
-    note="longer prompts are refused here, or left out with data.too_long ="
-    " 'drop'; older versions of TRL cut their beginnings",
+    note="longer prompts are refused, or left out by data.too_long = 'drop'",
   ),
   "chat_template_kwargs": Row(None, rules.template_options),
   "reward_funcs": Row(None, _rewards),
-  "reward_weights": Row(),
   "tools": Row(None, "environment.tools", note=f"{rules.TOOLS}; {rules.TURNS}"),
   "environment_factory": Row(
     None,
     "environment.path",
     lambda x, t: "FILE.py:CLASS" if "environment_factory" in t.unread else x,
-    note="a class is environment.path = 'file.py:Name'; get_reward, if it has"
-    f" one, is the reward `environment`; {rules.TURNS}",
+    note=f"its get_reward is the reward `environment`; {rules.TURNS}",
   ),
   "max_tool_calling_iterations": Row(  # after the first turn
     None,
@@ -323,8 +303,6 @@ TABLE = {
   "seed": Row(42, "seed"),
   "num_generations": Row(8, "group_size"),
   "per_device_train_batch_size": Row(8, _batch),
-  "generation_batch_size": Row(),
-  "steps_per_generation": Row(),
   "num_iterations": Row(1, "optim.epochs"),
   "gradient_accumulation_steps": Row(
     1, "optim.micro_batches", lambda x, t: rules.micro_batches(t, x)
@@ -353,11 +331,10 @@ TABLE = {
   "loss_type": Row(
     "dapo",
     _loss,
-    note={"bnpo": "'bnpo' means over a micro-batch; here over the whole batch"},
+    note={"bnpo": "TRL means over a micro-batch, here over the batch"},
   ),
   "importance_sampling_level": Row("token"),
   "epsilon": Row(0.2, _bounds),
-  "epsilon_high": Row(),
   "delta": Row(None, "loss.dual_clip", rules.none_for_0),
   "sapo_temperature_pos": Row(1.0, "loss.sapo_temperature_pos"),
   "sapo_temperature_neg": Row(1.05, "loss.sapo_temperature_neg"),
@@ -399,7 +376,7 @@ TABLE = {
     False,
     "loss.old_logprobs",
     lambda _, t: "trainer" if all(t[flag] for flag in _VLLM) else None,
-    "sampling is a part of the program, on the same devices",
+    "sampling is part of the program, on the same devices",
   ),
   "vllm_importance_sampling_correction": Row(True),
   "vllm_importance_sampling_mode": Row(
@@ -417,11 +394,8 @@ TABLE = {
   "lr_scheduler_type": Row(
     "linear", "optim.schedule", rules.SCHEDULE, missing=rules.LOWEST_RATE
   ),
-  "lr_scheduler_kwargs": Row(
-    missing="schedules have no options: 'cosine' and 'linear' end at 0"
-  ),
+  "lr_scheduler_kwargs": Row(missing="cosine and linear schedules end at 0"),
   "warmup_steps": Row(0, _warmup),
-  "warmup_ratio": Row(),
   "weight_decay": Row(0.0, "optim.weight_decay"),
   "adam_beta1": Row(0.9, "optim.b1"),
   "adam_beta2": Row(0.999, "optim.b2"),
@@ -432,10 +406,9 @@ ALWAYS = (
   *rules.ALWAYS,
   Note(
     "per_device_train_batch_size",
-    "batch_size counts prompts of all devices, and a step is one generation"
-    " with all of its updates",
+    "batch_size counts prompts of all devices; a step is a whole generation",
   ),
-  Note("reward_funcs", "the first says what evaluations count as right"),
+  Note("reward_funcs", "evaluations count right answers by the first one"),
   Note(
     "scale_rewards",
     f"1e-6 is added to a deviation here, 1e-4 in TRL; {rules.OWN_ADVANTAGE}",
@@ -453,6 +426,6 @@ UNNEEDED = (
 )
 OLDER = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
-LIBRARY = Library(
+LIBRARY = rules.Library(
   "TRL 1.16", "docs/from-trl.md", TABLE, ALWAYS, UNNEEDED, OLDER, _sizes
 )

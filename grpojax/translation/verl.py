@@ -9,15 +9,7 @@ import math
 import re
 
 from grpojax.translation import rules
-from grpojax.translation.rules import (
-  Items,
-  Library,
-  Note,
-  Row,
-  Setting,
-  Sizes,
-  Theirs,
-)
+from grpojax.translation.rules import Items, Note, Row, Setting, Theirs
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -38,16 +30,14 @@ OLDER = {
 """Beginnings of names in configurations of other versions."""
 
 
-def _sizes(theirs: Theirs) -> Sizes:
+def _sizes(theirs: Theirs) -> rules.Sizes:
   """Returns sizes; ValueError for minibatches that verl refuses."""
   prompts = theirs["data.train_batch_size"]
   name = f"{ACTOR}.ppo_mini_batch_size"
   size = theirs[name]
   if size > prompts:
-    raise ValueError(
-      f"{name} = {size} is more than data.train_batch_size = {prompts}, which"
-      " verl refuses"
-    )
+    text = f"is more than data.train_batch_size = {prompts}"
+    raise ValueError(f"{name} = {size} {text}, which verl refuses")
   cuts = math.ceil(prompts / size)
   minibatches = math.gcd(cuts, prompts)  # of equal size, nearest to verl's
   updates = minibatches * theirs[f"{ACTOR}.ppo_epochs"]
@@ -58,7 +48,7 @@ def _sizes(theirs: Theirs) -> Sizes:
     an_epoch = theirs.examples // prompts
     steps = max(int(an_epoch * theirs["trainer.total_epochs"]), 1)
   group_size = theirs[f"{ROLLOUT}.n"]
-  return Sizes(group_size, prompts, cuts, minibatches, updates, steps)
+  return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
 def _offload(value: bool, theirs: Theirs) -> str | None:
@@ -76,9 +66,8 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     kwargs = f"{REWARD}.reward_kwargs"
     yield from theirs.below(kwargs, f"reward.options.{label}")
   else:
-    text = "verl chooses by data_source; here math_answer is taken (a"
-    text += " compute_score of verl's runs as it is: reward.functions ="
-    yield Note(name, f"{text} ('file.py:compute_score',))")
+    text = "verl chooses by data_source, here math_answer is taken; verl's own"
+    yield Note(name, f"{text} runs too: reward.functions = ('file.py:f',)")
   if theirs[f"{BUFFER}.enable"]:
     weights["overlong"] = float(theirs[f"{BUFFER}.penalty_factor"])
     size = f"{BUFFER}.len"
@@ -100,8 +89,8 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
   count = theirs.sizes.minibatches
   yield theirs.setting("optim.minibatches", count, name)
   if count * size != prompts:
-    text = f"{prompts} prompts are not a multiple of {size}: {count} equal"
-    yield Note(name, f"{text} minibatches of {prompts // count} prompts here")
+    text = f"{count} equal minibatches of {prompts // count} prompts here"
+    yield Note(name, f"{prompts} prompts are not a multiple of {size}: {text}")
 
 
 def _micro_batches(value: int | None, theirs: Theirs) -> int:
@@ -126,9 +115,8 @@ def _warmup(theirs: Theirs, name: str) -> Items:
   updates = sizes.updates
   yield theirs.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
-    text = "verl's rate changes once a step, and is 0 in the first one; here it"
-    text += f" rises with each of a step's {updates} updates, from the first on"
-    yield Note(name, text)
+    text = "verl's rate rises once per step, from 0; here with each of a step's"
+    yield Note(name, f"{text} {updates} updates, from the first on")
 
 
 def _betas(theirs: Theirs, name: str) -> Items:
@@ -139,9 +127,7 @@ def _betas(theirs: Theirs, name: str) -> Items:
 
 _WHITENS = "verl whitens over tokens, here over completions"
 _UNBIASED = "without the own reward, which biases verl's"
-_WEIGHTED = (
-  f"{_UNBIASED}; weights are of (1 - p)^2, no pass over the vocabulary"
-)
+_WEIGHTED = f"{_UNBIASED}; weights are of (1 - p)^2"
 _GPG = "verl multiplies by samples / samples of a reward that is not 0"
 _ADVANTAGES = {  # ours, and its difference
   "grpo": ("grpo", ""),
@@ -236,9 +222,8 @@ def _kl(theirs: Theirs, name: str) -> Items:
   elif str(theirs[kind]).endswith("+"):
     yield Note(kind, "verl logs another value; the gradient is k2's")
   elif theirs[kind] not in _KLS:
-    text = f"{theirs[kind]!r}: k3 is taken, for as a term of the loss k1 has"
-    text += " no expected gradient, and |k1| estimates no divergence"
-    yield Note(kind, text, missing=True)
+    text = "k3 is taken: in a loss k1 has no gradient, |k1| is no divergence"
+    yield Note(kind, f"{theirs[kind]!r}: {text}", missing=True)
   elif ours == "k3":
     yield Note(kind, "verl clamps each token's k3 at 10")
   yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
@@ -287,9 +272,9 @@ def _rejection(theirs: Theirs, name: str) -> Items:
     return
   text = ""
   if theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
-    text = "is not taken beside rollout_is: there is one loss.correction"
+    text = "ignored with rollout_is: there is one loss.correction"
   elif kind != "seq_mean_k1":
-    text = f"{kind!r}: of these seq_mean_k1 alone is here (geometric_mask)"
+    text = f"{kind!r}: only seq_mean_k1 is known (geometric_mask)"
   if text:
     yield Note(name, text, missing=True)
     return
@@ -326,9 +311,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
     False, "model.reference", _offload, when=[f"{ACTOR}.use_kl_loss"]
   ),
   "data.train_files": Row(None, rules.data),
-  "data.val_files": Row(
-    note="held-out problems are the test split of the same data"
-  ),
+  "data.val_files": Row(note="held-out problems: the data's test split"),
   "data.prompt_key": Row(
     "prompt", "data.options.prompt", lambda x, _: None if x == "prompt" else x
   ),
@@ -348,7 +331,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   f"{REWARD_MODEL}.model_path": Row(
     None,
     "reward.model",
-    note="a sequence classifier, added to what the functions say",
+    note="a sequence classifier, added to the functions' rewards",
     when=[f"{REWARD_MODEL}.enable"],
   ),
   # Several turns.
@@ -367,17 +350,13 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "rollout.multi_turn.max_tool_response_length": Row(
     256,
     "environment.max_observation",
-    note="characters of one answer there, here tokens of all answers to a turn,"
-    " and their end is cut (tool_response_truncate_side)",
+    note="characters per answer in verl, here tokens of a turn's answers",
     when=[f"{ROLLOUT}.multi_turn.enable"],
   ),
   # Batches and length of the run.
   "data.seed": Row(None, "seed", lambda x, _: x or 1),
   "data.train_batch_size": Row(1024, "batch_size"),
-  "data.gen_batch_size": Row(
-    note="a step's first draw is a whole batch here (filter_groups.gen_parts"
-    " cuts the later ones)"
-  ),
+  "data.gen_batch_size": Row(note="filter_groups.gen_parts is similar"),
   "rollout.n": Row(1, "group_size"),
   "actor.ppo_mini_batch_size": Row(256, _minibatches),
   "actor.ppo_micro_batch_size_per_gpu": Row(
@@ -409,8 +388,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "algorithm.norm_adv_by_std_in_grpo": Row(True),
   "actor.loss_agg_mode": Row("token-mean", "loss.weighting", _WEIGHTINGS),
   "actor.loss_scale_factor": Row(
-    note="with loss_agg_mode = seq-mean-token-sum-norm sums are divided by"
-    " sampling.max_new_tokens: scale the learning rate"
+    note="sampling.max_new_tokens takes its place: scale the learning rate"
   ),
   "actor.policy_loss.loss_mode": Row(
     "vanilla", _surrogate, note={"gspo": "verl bounds the ratio by e^10"}
@@ -418,8 +396,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "actor.policy_loss.dro_beta": Row(None, "loss.dro_beta"),
   "actor.clip_ratio": Row(
     0.2,
-    note="verl takes clip_ratio_low and clip_ratio_high, and this only where"
-    " they are null",
+    note="verl reads it only if clip_ratio_low or clip_ratio_high are null",
   ),
   "actor.clip_ratio_low": Row(),
   "actor.clip_ratio_high": Row(),
@@ -440,7 +417,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "actor.kl_loss_type": Row("low_var_kl"),
   "algorithm.use_kl_in_reward": Row(
     False,
-    note="the penalty is of the whole completion here, there of each token",
+    note="verl penalises each token, here the whole completion",
   ),
   "algorithm.kl_penalty": Row("kl"),
   "algorithm.kl_ctrl.kl_coef": Row(0.001),
@@ -459,8 +436,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
     0,
     "filter_groups.max_num_gen_batches",
     lambda x, _: x if x > 0 else 100,
-    "0 is no limit in verl, and 100 batches here; a limit that is met ends"
-    " verl's run, and here the rest of the batch is free",
+    "0 becomes 100; verl's run ends at the limit, here the batch is smaller",
     when=[f"{FILTER}.enable"],
   ),
   "rollout.enable_rollout_routing_replay": Row(
@@ -502,6 +478,6 @@ UNNEEDED = (
   r"|mode$|enable_chunked|prefix|checkpoint|profiler|ulysses|num_workers)"
 )
 
-LIBRARY = Library(
+LIBRARY = rules.Library(
   "verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, UNNEEDED, OLDER, _sizes
 )

@@ -21,100 +21,61 @@ from grpojax.translation import reading, trl, verl, writing
 
 DATA = pathlib.Path(__file__).parent / "data"
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
-FILES = {
-  "trl_grpo.yaml": {"processes": 8},
-  "trl_script.py": {"examples": 10},
-  "verl_grpo.yaml": {"examples": 14_976},
-  "verl_dapo.yaml": {},
-}
-EXPECTED = {
+FILES = {  # options of translate, and settings that each file becomes
   # 8 x 8 x 4 = 256 completions in groups of 16; one update, seen twice.
-  "trl_grpo.yaml": {
-    "batch_size": 16,
-    "group_size": 16,
-    "optim.minibatches": 1,
-    "optim.micro_batches": 4,
-    "optim.epochs": 2,
-    "steps": 250,
-    "optim.warmup_steps": 50,
-    "checkpoint.every": 50,
-    "eval.every": 25,
-    "advantage": "dr_grpo",
-    "loss.weighting": "fixed_length",
-    "loss.clip_low": 0.2,
-    "loss.clip_high": 0.28,
-    "loss.beta": 0.001,
-    "loss.truncated": "mask",
-    "loss.correction": "sequence_mask",
-    "loss.correction_high": 3.0,
-    "sampling.temperature": 0.9,
-    "sampling.max_new_tokens": 2048,
-    "reward.functions": (
-      "trl.rewards:accuracy_reward",
-      "trl.rewards:think_format_reward",
-    ),
-    "reward.weights": (1.0, 0.2),
-    "name": "Qwen2.5-1.5B-GRPO",
-    "seed": 7,
-  },
-  # 8 x 4 = 32 completions in groups of 8, cut for two updates of 2 x 8.
-  "trl_script.py": {
-    "batch_size": 4,
-    "group_size": 8,
-    "optim.minibatches": 2,
-    "optim.micro_batches": 1,  # 16 completions, as many as of own_model.py
-    "steps": 2,  # 10 // 4: TRL leaves out what does not fill a generation
-    "advantage": "grpo",
-    "loss.weighting": "token_mean",
-    "lora.rank": 8,
-    "lora.alpha": 32.0,
-    "lora.targets": "layers/(q|o)",
-    "model.path": "Qwen/Qwen2-0.5B-Instruct",
-    "data.name": "huggingface",
-    "data.path": "trl-lib/tldr",
-    "reward.functions": (
-      "OUT/config_functions.py:reward_num_unique_letters",
-      "trl.rewards:think_format_reward",
-    ),
-    "model.remat": "selective",
-    "sampling.compact": True,
-    "seed": 42,
-  },
-  "verl_grpo.yaml": {
-    "batch_size": 1024,
-    "group_size": 5,
-    "optim.minibatches": 4,
-    "optim.micro_batches": 10,  # 256 x 5 / (16 x 8)
-    "steps": 210,  # 14976 // 1024 = 14, 15 times
-    "data.max_prompt_length": 1024,
-    "data.too_long": "drop",
-    "data.name": "parquet",
-    "data.path": "~/data/gsm8k/train.parquet",
-    "sampling.max_new_tokens": 2048,
-    "loss.beta": 0.001,
-    "loss.dual_clip": 3.0,
-    "model.reference": "host",
-    "optim.weight_decay": 0.01,
-    "eval.every": 5,
-    "checkpoint.every": 20,
-    "name": "qwen2_7b_function_rm",
-  },
-  "verl_dapo.yaml": {
-    "batch_size": 512,
-    "group_size": 16,
-    "optim.minibatches": 16,
-    "optim.warmup_steps": 160,  # ten steps of 16 updates
-    "optim.weight_decay": 0.1,
-    "steps": 200,
-    "loss.clip_high": 0.28,
-    "loss.dual_clip": 10.0,
-    "filter_groups.enable": True,
-    "filter_groups.max_num_gen_batches": 10,
-    "reward.functions": ("rewards/dapo.py:compute_score", "overlong"),
-    "reward.options.compute_score.strict": True,
-    "reward.options.overlong.cache": 4096,
-  },
+  "trl_grpo.yaml": (
+    "processes=8",
+    "batch_size=16 group_size=16 optim.minibatches=1 optim.micro_batches=4 "
+    "optim.epochs=2 steps=250 optim.warmup_steps=50 checkpoint.every=50 "
+    "eval.every=25 advantage=dr_grpo loss.weighting=fixed_length "
+    "loss.clip_low=0.2 loss.clip_high=0.28 loss.beta=0.001 loss.truncated=mask "
+    "loss.correction=sequence_mask loss.correction_high=3.0 "
+    "sampling.temperature=0.9 sampling.max_new_tokens=2048 "
+    "reward.functions=('trl.rewards:accuracy_reward',"
+    "'trl.rewards:think_format_reward') reward.weights=(1.0,0.2) "
+    "name=Qwen2.5-1.5B-GRPO seed=7",
+  ),
+  # 8 x 4 = 32 completions in groups of 8, cut for two updates of 2 x 8, in
+  # parts of 16. Steps are 10 // 4: TRL leaves out what fills no generation.
+  "trl_script.py": (
+    "examples=10",
+    "batch_size=4 group_size=8 optim.minibatches=2 optim.micro_batches=1 "
+    "steps=2 advantage=grpo loss.weighting=token_mean lora.rank=8 "
+    "lora.alpha=32.0 lora.targets=layers/(q|o) "
+    "model.path=Qwen/Qwen2-0.5B-Instruct model.remat=selective "
+    "data.name=huggingface data.path=trl-lib/tldr "
+    "reward.functions=('OUT/config_functions.py:reward_num_unique_letters',"
+    "'trl.rewards:think_format_reward') sampling.compact=True seed=42",
+  ),
+  # 256 x 5 / (16 x 8) = 10 parts; 14976 // 1024 = 14 steps, 15 times.
+  "verl_grpo.yaml": (
+    "examples=14976",
+    "batch_size=1024 group_size=5 optim.minibatches=4 optim.micro_batches=10 "
+    "steps=210 data.max_prompt_length=1024 data.too_long=drop "
+    "data.name=parquet data.path=~/data/gsm8k/train.parquet "
+    "sampling.max_new_tokens=2048 loss.beta=0.001 loss.dual_clip=3.0 "
+    "model.reference=host optim.weight_decay=0.01 eval.every=5 "
+    "checkpoint.every=20 name=qwen2_7b_function_rm",
+  ),
+  # A warm-up of ten steps of 16 updates.
+  "verl_dapo.yaml": (
+    "",
+    "batch_size=512 group_size=16 optim.minibatches=16 optim.warmup_steps=160 "
+    "optim.weight_decay=0.1 steps=200 loss.clip_high=0.28 loss.dual_clip=10.0 "
+    "filter_groups.enable=True filter_groups.max_num_gen_batches=10 "
+    "reward.functions=('rewards/dapo.py:compute_score','overlong') "
+    "reward.options.compute_score.strict=True "
+    "reward.options.overlong.cache=4096",
+  ),
 }
+
+
+def check(leaves, expected):
+  """Settings are those of "name=value name=value ..."."""
+  for name, value in (word.split("=", 1) for word in expected.split()):
+    if not isinstance(leaves[name], str):
+      value = ast.literal_eval(value)
+    assert leaves[name] == value, name
 
 
 def become(text, tmp_path, suffix=".yaml", **options):
@@ -133,19 +94,15 @@ def become(text, tmp_path, suffix=".yaml", **options):
 def test_real_files(name, tmp_path, capsys):
   """And the program that translates them."""
   out = tmp_path / "config.py"
-  flags = [f"--{key}={value}" for key, value in FILES[name].items()]
+  options, expected = FILES[name]
+  flags = [f"--{option}" for option in options.split()]
   translate.main([str(DATA / name), f"--out={out}", *flags])
   config = config_file.load_file(str(out), default_config)
   from_config(config)
-  leaves = flatten(config)
-  functions = leaves["reward.functions"]
-  leaves["reward.functions"] = tuple(
-    x.replace(str(tmp_path), "OUT") for x in functions
-  )
-  assert {key: leaves[key] for key in EXPECTED[name]} == EXPECTED[name]
-  said = capsys.readouterr().out
-  assert "means something else" in said
-  for line in said.splitlines():
+  check(flatten(config), expected.replace("OUT", str(tmp_path)))
+  output = capsys.readouterr().out
+  assert "means something else" in output
+  for line in output.splitlines():
     if line.startswith("- "):
       about = line.removeprefix("- ").split(" ")[0]
       assert about in out.read_text()
@@ -196,7 +153,6 @@ TRL = [
   ),
   ("importance_sampling_level: sequence", "loss.ratio=sequence_ratio"),
   ("scale_rewards: batch", "advantage=batch_std"),
-  ("scale_rewards: true", "advantage=grpo"),
   (
     "multi_objective_aggregation: normalize_then_sum",
     "reward.aggregation=normalize_then_sum advantage=batch_std",
@@ -209,14 +165,12 @@ TRL = [
     "beta: 0.1, sync_ref_model: true, num_iterations: 4",
     "model.reference_every=128 model.reference_mix=0.6",
   ),
-  ("delta: 2.5", "loss.dual_clip=2.5"),
   (
     "use_adaptive_entropy: true, entropy_coef: 0.01",
     "loss.entropy_target=0.2 loss.entropy_coef=0.01",
   ),
   ("optim: adafactor", "optim.name=adafactor"),
   ("generation_kwargs: {stop: [Q, x]}", "sampling.stop=('Q','x')"),
-  ("generation_kwargs: {stop: x}", "sampling.stop=('x',)"),
   ("generation_kwargs: {stop_strings: x}", "sampling.stop=('x',)"),
   ("generation_kwargs: {stop_strings: []}", "sampling.stop=()"),
   ("max_grad_norm: 0", "optim.max_grad_norm=1e9"),
@@ -251,7 +205,6 @@ TRL = [
   ),
   ("dataset_name: openai/gsm8k", "data.name=gsm8k"),
   ("dataset_name: my/train.jsonl", "data.name=jsonl"),
-  ("learning_rate: 2e-5", "optim.learning_rate=2e-5"),
   (
     "chat_template_kwargs: {enable_thinking: false}",
     "data.template_options.enable_thinking=False",
@@ -265,8 +218,6 @@ TRL = [
     "lora.rank=4 lora.alpha=32.0",
   ),
   ("max_completion_length: 9", "data.max_prompt_length=0"),
-  ("max_prompt_length: 9", "data.max_prompt_length=9"),
-  ("lr_scheduler_type: cosine_with_min_lr", "optim.schedule=cosine"),
   (
     "dataset_name: a/b, dataset_config: main, "
     "dataset_train_split: 'fit[:5%]', dataset_test_split: val",
@@ -294,11 +245,7 @@ def check_settings(text, expected, tmp_path):
   }
   config, leaves, _ = become(json.dumps(settings), tmp_path, ".json")
   from_config(config)
-  for name, value in (word.split("=", 1) for word in expected.split()):
-    if isinstance(leaves[name], str):
-      assert leaves[name] == value, name
-    else:
-      assert leaves[name] == ast.literal_eval(value), name
+  check(leaves, expected)
 
 
 @pytest.mark.parametrize("text, expected", TRL)
@@ -359,19 +306,17 @@ def test_epochs_of_trl(text, prompts, cuts, epochs, tmp_path):
 @pytest.mark.parametrize(
   "text, known, noted",
   [
-    ("report_to: trackio", (), ["'trackio'"]),
-    ("report_to: [wandb, mlflow]", ("wandb",), ["'mlflow'"]),
-    ("report_to: [tensorboard, all]", ("tensorboard",), []),
-    ("report_to: none", (), []),
+    ("trackio", (), ["'trackio'"]),
+    ("[wandb, mlflow]", ("wandb",), ["'mlflow'"]),
+    ("[tensorboard, all]", ("tensorboard",), []),
+    ("none", (), []),
   ],
 )
-def test_other_trackers_become_functions_of_ones_own(
-  text, known, noted, tmp_path
-):
-  _, leaves, translation = become(f"beta: 0\n{text}", tmp_path)
+def test_other_trackers_become_functions(text, known, noted, tmp_path):
+  _, leaves, translation = become(f"beta: 0\nreport_to: {text}", tmp_path)
   assert leaves["log.trackers"] == known
   notes = [n.text for n in translation.notes if n.theirs == "report_to"]
-  assert [text.split()[0] for text in notes] == noted
+  assert [text.split(":")[0] for text in notes] == noted
   assert all("log.trackers=file.py:function" in text for text in notes)
 
 
@@ -391,12 +336,10 @@ def test_what_trl_does_otherwise_is_said(tmp_path):
 
 
 ACTOR = "actor_rollout_ref.actor"
-TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
 VERL = [
   ("algorithm.adv_estimator: opo", "advantage=length_weighted"),
-  ("algorithm.adv_estimator: grpo_vectorized", "advantage=grpo"),
   *(
     (f"actor.use_kl_loss: true, actor.kl_loss_type: {kind}", "loss.kl=k2")
     for kind in ("low_var_kl+", "k3+", "k1+", "kl+", "abs+")
@@ -436,10 +379,6 @@ VERL = [
   (
     "actor.policy_loss.loss_mode: dppo_kl, actor.clip_ratio_c: 9",
     "loss.surrogate=dppo_kl loss.dppo_low=0.2 loss.dppo_ratio_max=9.0",
-  ),
-  (
-    "actor.policy_loss.loss_mode: sapo, actor.tau_neg: 1.3",
-    "loss.surrogate=sapo loss.sapo_temperature_neg=1.3",
   ),
   (
     "actor.loss_agg_mode: seq-mean-token-sum-norm",
@@ -499,11 +438,6 @@ VERL = [
   ),
   ("rollout.multi_turn.max_assistant_turns: 2", "environment.max_turns=2"),
   ("rollout.multi_turn.max_user_turns: 0", "environment.max_turns=8"),
-  (
-    "rollout.multi_turn: {enable: true, max_tool_response_length: 400, "
-    "format: llama3_json}",
-    "environment.max_observation=400 environment.tool_format=llama3",
-  ),
   ("rollout.top_k: -1", "sampling.top_k=0"),
   ("model.lora_rank: 32", "lora.alpha=16.0"),
 ]
@@ -525,57 +459,53 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
   assert settings["advantage"] == "leave_one_out"
 
 
-@pytest.mark.parametrize(
-  "text, suffix, message",
-  [
-    ("a: 1\n", ".yaml", "none of its names is one of TRL's.*a$"),
-    ("- 1\n", ".yaml", "keys and values are needed, not list"),
-    ("a: !!python/object/apply:os.system [ls]", ".yaml", "cannot be read"),
-    ("{", ".json", "cannot be read"),
-    ("print(1)", ".py", r"it has no GRPOConfig"),
-    ("def f(:", ".py", "theirs.py, line 1"),
+BAD = {
+  ".yaml": [
+    ("a: 1\n", "none of its names is one of TRL's.*a$"),
+    ("- 1\n", "keys and values are needed, not list"),
+    ("a: !!python/object/apply:os.system [ls]", "cannot be read"),
     (
       "beta: 0\nx: {y: 1}\nlearning_rate: 1\nbeta: 0.1",
-      ".yaml",
       "line 4: the key 'beta' stands twice, first in line 1",
     ),
-    ("a:\n  - {b: 1, b: 2}", ".yaml", "line 2: the key 'b' stands twice"),
-    ("actor: {x: 1}\nactor.x: 2", ".yaml", "'actor.x' stands twice"),
-    ('{"beta": 0, "beta": 1}', ".json", "the key 'beta' stands twice"),
-    ("x", ".sh", "give a file ending in .yaml, .yml, .json, .py"),
-    (
-      "num_generations: eight",
-      ".yaml",
-      "num_generations = 'eight': TRL 1.16 takes",
-    ),
-    (
-      "temperature: .inf",
-      ".yaml",
-      "temperature = inf: TRL 1.16 takes a number",
-    ),
-    ("loss_type: other", ".yaml", "loss_type = 'other': use one of grpo"),
-    ("num_generations: 7", ".yaml", "multiple of num_generations = 7"),
+    ("a:\n  - {b: 1, b: 2}", "line 2: the key 'b' stands twice"),
+    ("actor: {x: 1}\nactor.x: 2", "'actor.x' stands twice"),
+    ("num_generations: eight", "num_generations = 'eight': TRL 1.16 takes"),
+    ("temperature: .inf", "temperature = inf: TRL 1.16 takes a number"),
+    ("loss_type: other", "loss_type = 'other': use one of grpo"),
+    ("num_generations: 7", "multiple of num_generations = 7"),
     (
       "generation_batch_size: 8\nsteps_per_generation: 2",
-      ".yaml",
       "TRL takes one of them",
     ),
     (
       f"{ACTOR}.ppo_mini_batch_size: 4096",
-      ".yaml",
       "4096 is more than data.train_batch_size = 1024",
     ),
     (
       "data.train_batch_size: 2147483647",
-      ".yaml",
       "completions is over 1048576: check the sizes",
     ),
-    ("beta: 0\nchat_template_kwargs: '{a'", ".yaml", "'{a' is no JSON"),
-    ("reward_funcs: [a, b]\nreward_weights: [1]", ".yaml", "one for each of"),
-    ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
+    ("beta: 0\nchat_template_kwargs: '{a'", "'{a' is no JSON"),
+    ("reward_funcs: [a, b]\nreward_weights: [1]", "one for each of"),
+    ("report_to: 5\nbeta: 0", "a value is of no kind that TRL"),
   ],
+  ".json": [
+    ("{", "cannot be read"),
+    ('{"beta": 0, "beta": 1}', "the key 'beta' stands twice"),
+  ],
+  ".py": [
+    ("print(1)", r"it has no GRPOConfig"),
+    ("def f(:", "theirs.py, line 1"),
+  ],
+  ".sh": [("x", "give a file ending in .yaml, .yml, .json, .py")],
+}
+
+
+@pytest.mark.parametrize(
+  "suffix, text, message", [(x, *case) for x in BAD for case in BAD[x]]
 )
-def test_bad_files_are_a_sentence(text, suffix, message, tmp_path):
+def test_bad_files_are_a_sentence(suffix, text, message, tmp_path):
   path = tmp_path / f"theirs{suffix}"
   path.write_text(text)
   with pytest.raises(ValueError, match=message) as caught:
@@ -716,24 +646,26 @@ def test_what_a_file_says_does_not_act_on_the_terminal(tmp_path, capsys):
 
 @pytest.mark.parametrize(
   "threshold, bounds",
-  [("1.25", (0.8, 1.25)), ("0.5_4", (0.25, 2.0))]
+  [("1.25", (0.8, 1.25)), ("0.5_4", (0.25, 2.0)), ("0.8_1.25", (0.8, 1.25))]
   + [(text, None) for text in ("x", "0_2", "2_0.5", "inf_2", "null", "1_x")],
 )
 def test_bounds_of_rejection(threshold, bounds, tmp_path):
-  key = "algorithm.rollout_correction.rollout_rs"
+  names = [f"algorithm.rollout_correction.rollout_{x}" for x in ("rs", "is")]
   text = "algorithm.adv_estimator: grpo\nactor_rollout_ref.rollout.n: 8\n"
   threshold = threshold if threshold == "null" else f'"{threshold}"'
-  text += f"{key}: seq_mean_k1\n{key}_threshold: {threshold}\n"
-  words = text.replace("rollout_rs: seq_mean_k1", "rollout_is: token")
+  text += "{0}: {1}\n{0}_threshold: {2}\n"
+  wrong = "_threshold.*two positive"
   if "x" in threshold:  # the other bounds are read in the same way
-    with pytest.raises(ValueError, match="rollout_is_threshold.*two positive"):
-      become(words.replace("rollout_rs", "rollout_is"), tmp_path)
+    with pytest.raises(ValueError, match=f"rollout_is{wrong}"):
+      become(text.format(names[1], "token", threshold), tmp_path)
+  text = text.format(names[0], "seq_mean_k1", threshold)
   if bounds is None:
-    with pytest.raises(ValueError, match="rollout_rs_threshold.*two positive"):
+    with pytest.raises(ValueError, match=f"rollout_rs{wrong}"):
       become(text, tmp_path)
     return
-  found = become(text, tmp_path)[1]
-  low, high = (found[f"loss.correction_{x}"] for x in ("low", "high"))
+  leaves = become(text, tmp_path)[1]
+  assert leaves["loss.correction"] == "geometric_mask"
+  low, high = (leaves[f"loss.correction_{x}"] for x in ("low", "high"))
   assert (low, high) == pytest.approx(bounds)
 
 
@@ -997,7 +929,7 @@ def test_settings_that_change_the_run_are_reported_as_missing(
 
 @pytest.mark.parametrize("path", ["tool_config", "interaction_config"])
 def test_tools_of_verl_become_notes(path, tmp_path):
-  name = f"{TURNS}.{path}_path"
+  name = f"actor_rollout_ref.rollout.multi_turn.{path}_path"
   notes = become(f"{name}: a.yaml\n", tmp_path)[2].notes
   assert "environment." in {x.theirs: x.text for x in notes}[name]
 

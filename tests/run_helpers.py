@@ -1,0 +1,23 @@
+"""Helpers for tests of whole runs: rows of metrics, and free ports."""
+
+import socket
+
+from grpojax.runtime.files import records
+
+
+def rows_of(run, name="reward_mean"):
+  """Rows of metrics.jsonl with a metric: those of steps, or of evaluations."""
+  rows = records.read_jsonl(run / "metrics.jsonl")
+  return [row for row in rows if name in row]
+
+
+def untimed(rows):
+  """Rows without what a clock measured."""
+  timed = lambda name: "second" in name or "wall" in name
+  return [{k: v for k, v in row.items() if not timed(k)} for row in rows]
+
+
+def free_port():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
