@@ -1,13 +1,11 @@
-"""Error of a gradient with any unbiased advantages of a group's own.
+"""Error of a gradient with any unbiased advantages of each group by itself.
 
-It is measured with the advantages of whole groups, and with those of their
-halves: two sizes are enough for the two terms of
+The errors of whole groups and of their halves give both terms of
 
     G MSE(G) = c2 + c3 / (G - 1)
 
-given the prompt, which is exact for leave-one-out and, for means of the others
-with weights, up to terms of order 1 / G^2. Notation as in
-`component_estimates`.
+given the prompt: exact for leave-one-out, and up to terms of order 1 / G^2 for
+weighted means of the others. Notation as in `component_estimates`.
 """
 
 from collections.abc import Callable
@@ -25,12 +23,10 @@ class AdvantageErrors(NamedTuple):
   """Components of a gradient's error with certain advantages."""
 
   c2: Float[Array, ""]  # error within prompts
-  # Error for what the baseline does not know of its prompt.
-  c3: Float[Array, ""]
+  c3: Float[Array, ""]  # error of the baseline
   c2_se: Float[Array, ""]  # standard error of c2, over prompts and directions
-  c3_se: Float[Array, ""]  # standard error of c3
-  # Error of one group's gradient given the prompt, a mean over prompts.
-  mse: Float[Array, ""]
+  c3_se: Float[Array, ""]
+  mse: Float[Array, ""]  # of one group given the prompt, a mean over prompts
 
 
 def advantage_errors(
@@ -41,17 +37,15 @@ def advantage_errors(
 ) -> AdvantageErrors:
   """Estimates the error of a group's gradient at G and G // 2, as c2 and c3.
 
-  Of V >= 2 directions, B >= 2 prompts and finite rewards. The advantage,
-  `(rewards, **weights) -> advantages`, is of each group by itself, and
-  unbiased.
+  V >= 2, B >= 2, and rewards are finite. `advantage(rewards, **weights)` is
+  unbiased, and of each group by itself.
   """
   tangents, prompts, size = projections.shape
   half = size // 2
   rewards = as_float(rewards, "advantage_errors", least=4)
   gradient_sq = prompt_estimates(projections, rewards).gradient_sq  # [V, B]
 
-  def halves(x):
-    """Groups [B, G] as [2 B, G // 2]; an odd sample is left out."""
+  def halves(x):  # [B, G] as [2 B, G // 2]; an odd sample is left out
     return x[:, : 2 * half].reshape(-1, half)
 
   whole = advantage(rewards, **weights)  # [B, G]
@@ -80,14 +74,13 @@ def advantage_errors(
 def metrics(
   errors: AdvantageErrors, c1: Float[Array, ""], prompts: int
 ) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log, beside those of `diagnostics.metrics`: `own_...`.
+  """Scalars for a log, in addition to those of `diagnostics.metrics`.
 
   c1, the error between prompts, is the same for all unbiased advantages;
   `prompts` is B of the whole step.
   """
-  best = optimal_group_size(c1, errors.c2, errors.c3)
   return {
     **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},
     "own_gradient_mse": (c1 + errors.mse) / prompts,
-    "own_optimal_group_size": best,
+    "own_optimal_group_size": optimal_group_size(c1, errors.c2, errors.c3),
   }

@@ -1,11 +1,10 @@
 """Unbiased estimates of `Components`, from directional derivatives of scores.
 
 Shapes: V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the
-score of sample i of prompt x in direction v, and Z[x, i] its reward. A
-direction is random with E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j: whatever is
-quadratic in scores is estimated in each direction, then averaged over them. A
-product of expectations is a product over distinct samples, which are
-independent; this is what makes all of it unbiased.
+score of sample i of prompt x in direction v, and Z[x, i] its reward. Random
+directions have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and a mean over
+directions estimates any quadratic function of scores. All is unbiased because
+products of expectations are products over distinct samples.
 """
 
 from typing import NamedTuple
@@ -18,23 +17,13 @@ from grpojax.statistics.group_size import Components
 
 
 class PromptEstimates(NamedTuple):
-  """Unbiased estimates for every prompt, or pair of them, in each direction.
+  """Unbiased estimates in each direction for each prompt, or sums over them."""
 
-  Also their sums over prompts, without those axes.
-
-  Attributes:
-    gradient_sq: ||g(x)||^2.
-    oracle: E[||s||^2 delta^2], the second moment of the oracle's terms.
-    vanilla: E[||s||^2 Z^2], that of the terms without a baseline.
-    fisher_times_variance: I(x) sigma^2(x), with I(x) = E||s||^2.
-    pairs: g(x) . g(x') for two different prompts; 0 on the diagonal.
-  """
-
-  gradient_sq: Float[Array, "V *B"]
-  oracle: Float[Array, "V *B"]
-  vanilla: Float[Array, "V *B"]
-  fisher_times_variance: Float[Array, "V *B"]
-  pairs: Float[Array, "V *BB"]
+  gradient_sq: Float[Array, "V *B"]  # ||g(x)||^2
+  oracle: Float[Array, "V *B"]  # E[||s||^2 delta^2]
+  vanilla: Float[Array, "V *B"]  # E[||s||^2 Z^2]
+  fisher_times_variance: Float[Array, "V *B"]  # I(x) sigma^2(x)
+  pairs: Float[Array, "V *BB"]  # g(x) . g(x'); 0 on the diagonal
 
 
 def _baselines(
@@ -42,22 +31,17 @@ def _baselines(
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
   """Constant baselines with the least variance, E[||s||^2 Z] / E||s||^2.
 
-  E[s] = 0, so a baseline b that is independent of the samples it is subtracted
-  from leaves E[s (Z - b)] = g(x): it may depend on the directions and on other
-  prompts.
-  Returns that from all prompts but one, and for each pair, that from all but
-  these two (without meaning on the diagonal), given group means of a^2 and a^2
-  Z.
+  E[s] = 0, so a baseline b that does not depend on the samples it is subtracted
+  from leaves E[s (Z - b)] = g(x). Returns those from all prompts but one, and
+  but two (without meaning on the diagonal), given group means of a^2 and a^2 Z.
   """
 
-  def sums_without(values):
-    """Sums over directions and all prompts but one [B], or but two [B, B]."""
+  def sums_without(values):  # one prompt [B], or two [B, B]
     of_prompt = jnp.sum(values, 0)  # [B]
     without_one = jnp.sum(of_prompt) - of_prompt
     return without_one, without_one[:, None] - of_prompt
 
-  def ratio(numerator, denominator):
-    """0, which is a valid baseline, where all scores are 0."""
+  def ratio(numerator, denominator):  # 0, a valid baseline, if scores are 0
     positive = denominator > 0
     safe = jnp.where(positive, denominator, 1.0)
     return jnp.where(positive, numerator / safe, 0.0)
@@ -117,8 +101,7 @@ def prompt_estimates(
   gradient_sq = n * (score_reward - baseline * score) ** 2 - mean_sq
   gradient_sq /= n - 1
 
-  # g(x) . g(x'), [V, B, B]: each prompt's mean of a (Z - b), with a baseline b
-  # from neither. x is the first of the two axes, x' the second.
+  # g(x) . g(x'), [V, B, B]: means of a (Z - b), with a baseline b from neither.
   of_first = score_reward[:, :, None] - pair_baseline * score[:, :, None]
   of_second = score_reward[:, None, :] - pair_baseline * score[:, None, :]
   different = ~jnp.eye(rewards.shape[0], dtype=bool)
@@ -132,14 +115,12 @@ def prompt_estimates(
 
 
 def combine(sums: PromptEstimates, count: int) -> Components:
-  """Computes the components, linear combinations of means over prompts.
+  """Computes the components from sums over `count` prompts.
 
-  The sums, of any one shape, are over `count` prompts, and over all their count
-  (count - 1) ordered pairs.
+  `sums.pairs` is over all count (count - 1) ordered pairs.
   """
   mean = jax.tree.map(lambda x: x / count, sums)
-  # Products of different prompts have the mean ||E_x g(x)||^2, without
-  # E_x ||g(x)||^2 in it.
+  # Products of different prompts have the mean ||E_x g(x)||^2.
   gradient_sq = mean.pairs / (count - 1)
   return Components(
     c1=mean.gradient_sq - gradient_sq,
@@ -156,12 +137,12 @@ def covariances(
   """Estimates covariances of the components, over prompts and over directions.
 
   A jackknife over prompts (the components are no plain means over them), and
-  the spread of the directions, in the order of `Components`. What varies with
-  both is in both: a little is counted twice, which errs on the safe side.
+  the spread of the directions, in the order of `Components`. Variation with
+  both is counted twice, which errs on the safe side.
   """
   tangents = per_tangent.shape[0]
-  # What leaves the sums with a prompt, [V, B] each. Of the ordered pairs two
-  # have it with each other prompt, (x, x') and (x', x).
+  # What leaves the sums with prompt x, [V, B] each: two ordered pairs with each
+  # other prompt, (x, x') and (x', x).
   leaving = estimates._replace(pairs=2 * jnp.sum(estimates.pairs, -1))
   totals = jax.tree.map(lambda x: jnp.sum(x, -1, keepdims=True), leaving)
   # Over prompts, each pair was counted twice.
@@ -169,9 +150,7 @@ def covariances(
   remaining = jax.tree.map(jnp.subtract, totals, leaving)
   # The components without each of the prompts: [5, V, B], then [5, B].
   without_each = jnp.stack(combine(remaining, count - 1)).mean(1)
-  # Jackknife: (B - 1) / B times the sum of squares around the mean.
   by_prompt = without_each - jnp.mean(without_each, -1, keepdims=True)
-  # Variance of a mean over V directions: sum of squares / (V (V - 1)).
   by_tangent = per_tangent.T - jnp.mean(per_tangent, 0)[:, None]  # [5, V]
   return (
     by_prompt @ by_prompt.T * (count - 1) / count,

@@ -1,8 +1,7 @@
 """Noise of a GRPO gradient, and the group size that would make it least.
 
-Every error in `u_statistics` is quadratic in scores, so it can be read off the
-scores' derivatives in a few random directions, without a gradient of any single
-sample (`component_estimates` has the formulas).
+Every error in `u_statistics` is quadratic in scores, so directional derivatives
+estimate it, without per-sample gradients (`component_estimates`).
 
     score_projections -> [V, B, G] -> diagnose -> Diagnosis -> metrics
 """
@@ -34,26 +33,17 @@ from grpojax.statistics.u_statistics import Estimators
 class Diagnosis(NamedTuple):
   """Variance of one step's policy gradient, estimated from its samples.
 
-  Attributes:
-    components: unbiased estimates; those of small quantities may be negative.
-    standard_errors: errors over prompts and directions, one a component. They
-      say how diagnoses compare, and are too small for intervals: few prompts
-      with skewed estimates let 1.96 of them cover less than 95%.
-    mse: error of the step's gradient with each estimator's advantages, for all
-      the prompts of the step.
-    snr: squared length of the gradient over the leave-one-out error.
-    optimal_group_size: G* = 1 + sqrt(c3 / c1); inf where c1 <= 0.
-    low: lower bound of the 95% interval for G*.
-    high: upper bound; inf where c1 may be 0.
+  Estimates of small quantities may be negative. The standard errors, over
+  prompts and directions, are too small for intervals: few prompts are skewed.
   """
 
   components: Components
   standard_errors: Components
-  mse: Estimators
-  snr: Float[Array, ""]
-  optimal_group_size: Float[Array, ""]
-  low: Float[Array, ""]
-  high: Float[Array, ""]
+  mse: Estimators  # of the whole step's gradient
+  snr: Float[Array, ""]  # squared gradient over the leave-one-out error
+  optimal_group_size: Float[Array, ""]  # 1 + sqrt(c3 / c1); inf where c1 <= 0
+  low: Float[Array, ""]  # of the 95% interval for G*
+  high: Float[Array, ""]  # inf where c1 may be 0
 
 
 def diagnose(
@@ -63,15 +53,10 @@ def diagnose(
 ) -> Diagnosis:
   """Estimates the components of the gradient's error, and the best group size.
 
-  Args:
-    projections: results of `score_projections`, V >= 2 directions.
-    rewards: those that the advantages are computed from; B >= 3, G >= 3.
-      One that is not finite makes all estimates nan.
-    num_prompts: number of prompts of the whole step, if these are only some of
-      them; the errors `mse` and `snr` are those of a gradient from so many.
-
-  Raises:
-    ValueError: too few tangents, prompts or samples a prompt.
+  V >= 2, B >= 3 and G >= 3, else a ValueError. Rewards are those that the
+  advantages are computed from; one that is not finite makes all estimates nan.
+  `num_prompts` are those of the whole step, for `mse` and `snr`, if these are
+  only some of them.
   """
   tangents, prompts, group_size = projections.shape
   if tangents < 2 or prompts < 3 or group_size < 3:
@@ -108,12 +93,12 @@ def metrics(diagnosis: Diagnosis) -> dict[str, Float[Array, ""]]:
   Gradients are in nats x reward per unit of a parameter, of the parameters that
   move (`score_projections`); components and errors are squared lengths of such.
   """
-  c, errors = diagnosis.components, diagnosis.standard_errors
   row = {}
   for name in ("c1", "c2", "c3"):
-    row |= {name: getattr(c, name), f"{name}_se": getattr(errors, name)}
+    row[name] = getattr(diagnosis.components, name)
+    row[f"{name}_se"] = getattr(diagnosis.standard_errors, name)
   return row | {
-    "gradient_sq": c.gradient_sq,
+    "gradient_sq": diagnosis.components.gradient_sq,
     "gradient_mse": diagnosis.mse.leave_one_out,
     "gradient_mse_vanilla": diagnosis.mse.vanilla,
     "gradient_mse_oracle": diagnosis.mse.oracle,

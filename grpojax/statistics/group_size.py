@@ -1,8 +1,8 @@
 """Error of a batch's gradient against the group size, and the best size.
 
 Of N = B G samples, large groups know the value V(x) of their prompt well, but
-are of few prompts; small groups the other way round. The best size moves while
-a policy trains: `init_choice` and `observe` keep track of it.
+are of few prompts. The best size moves while a policy trains: `observe` tracks
+it.
 """
 
 import typing
@@ -22,23 +22,13 @@ from grpojax.statistics.u_statistics import (
 
 
 class Components(NamedTuple):
-  """Components of the error of a batch of B prompts, N = B G samples.
+  """Components of a batch's error, all squared lengths of gradients."""
 
-  In the notation of `u_statistics`; all are squared lengths of gradients.
-
-  Attributes:
-    c1: tr Var_x g(x), between prompts.
-    c2: E_x tr Var(s delta), within prompts.
-    c3: E_x [I sigma^2 + ||g||^2], for not knowing V(x).
-    c2_vanilla: E_x tr Var(s Z), within prompts without a baseline.
-    gradient_sq: ||E_x g(x)||^2.
-  """
-
-  c1: Float[Array, "*X"]
-  c2: Float[Array, "*X"]
-  c3: Float[Array, "*X"]
-  c2_vanilla: Float[Array, "*X"]
-  gradient_sq: Float[Array, "*X"]
+  c1: Float[Array, "*X"]  # tr Var_x g(x), between prompts
+  c2: Float[Array, "*X"]  # E_x tr Var(s delta), within prompts
+  c3: Float[Array, "*X"]  # E_x [I sigma^2 + ||g||^2], for not knowing V(x)
+  c2_vanilla: Float[Array, "*X"]  # E_x tr Var(s Z), without a baseline
+  gradient_sq: Float[Array, "*X"]  # ||E_x g(x)||^2
 
 
 def components(
@@ -77,9 +67,8 @@ def mse_curve(
   Of a finite set of M = `prompts` each is drawn once an epoch. From the
   beginning of one, r = B mod M prompts are left over from whole epochs, and
   c1 G / N becomes M / (M - 1) c1 r (1 - r / M) / B^2: within an epoch M / (M -
-  1) c1 (G / N - 1 / M), and 0 at its end. So a batch may be all samples of
-  several steps, as far as their parameters hardly differ. (An estimate of c1
-  from a sample of prompts is one of M / (M - 1) c1.)
+  1) c1 (G / N - 1 / M), and 0 at its end. A batch may be several steps whose
+  parameters hardly differ. Samples of prompts estimate M / (M - 1) c1.
   """
   c, n, g = components, num_samples, check_group_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B
@@ -105,11 +94,11 @@ def optimal_group_size(
 ) -> Float[Array, "*X"]:
   """Group size G* with the smallest error at a fixed budget, not rounded.
 
-  Without a cost of prompts G* = 1 + sqrt(c3 / c1), whatever the budget (arXiv
-  2603.01162, Theorem 7, which has sqrt(c3 / c1) from an upper bound). Where
-  each prompt costs `prompt_cost` = kappa completions, G* minimises (kappa + G)
-  (c1 + c2 / G + c3 / (G (G - 1))), a convex function of G > 1; c2 matters there
-  alone. It is inf where c1 <= 0, and nan where a component is.
+  G* = 1 + sqrt(c3 / c1) at any budget (arXiv 2603.01162, Theorem 7, has sqrt(c3
+  / c1) from an upper bound). If each prompt costs `prompt_cost` = kappa
+  completions, G* minimises (kappa + G) (c1 + c2 / G + c3 / (G (G - 1))), a
+  convex function of G > 1; only then c2 matters. It is inf where c1 <= 0, and
+  nan where a component is.
 
   Raises:
     ValueError: a negative prompt_cost.
@@ -118,8 +107,9 @@ def optimal_group_size(
     raise ValueError(
       f"prompt_cost is a number of completions >= 0, not {prompt_cost}"
     )
-  c1, c2, c3 = (jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
-  c1, c2, c3 = jnp.broadcast_arrays(c1, c2, c3)
+  c1, c2, c3 = jnp.broadcast_arrays(
+    *(jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
+  )
   prompts_differ = c1 > 0
   divisor = jnp.where(prompts_differ, c1, 1)
   b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
@@ -136,11 +126,10 @@ def optimal_group_size_in_epochs(
 ) -> Float[Array, "*X"]:
   """Group size with the smallest error of `mse_curve` for a finite set.
 
-  It is max(G*, N / M), of `best` = G* for a set without an end and M / (M - 1)
-  c1 in the place of c1: within an epoch the finite set takes a constant from
-  the error, so that a step alone has the same G*; but groups of less than N / M
-  would come back to prompts before the set is through, which saves nothing
-  between prompts any more.
+  It is max(G*, N / M), with `best` = G* of an infinite set and M / (M - 1) c1
+  in the place of c1: within an epoch the finite set takes a constant from the
+  error, which leaves G*; groups of less than N / M would return to prompts
+  before the epoch ends, which saves nothing between prompts.
   """
   return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 
@@ -167,11 +156,8 @@ def _others_at_a_cost(
   def halve(_, bounds):
     low, high = bounds
     middle = (low + high) / 2
-    root_above = slope(middle) < 0
-    return (
-      jnp.where(root_above, middle, low),
-      jnp.where(root_above, high, middle),
-    )
+    above = slope(middle) < 0
+    return jnp.where(above, middle, low), jnp.where(above, high, middle)
 
   bounds = jnp.sqrt(c), jnp.sqrt(c + prompt_cost * (b + 2 * c))
   low, high = jax.lax.fori_loop(0, 60, halve, bounds)
@@ -183,15 +169,10 @@ def _others_at_a_cost(
 class GroupSizeChoice:
   """Group size of the next step, and the estimates that it rests on.
 
-  Attributes:
-    group_size: a power of two.
-    c1: discounted sum of the estimates of c1.
-    c3: discounted sum of the estimates of c3.
-    c1_variance: squared standard error of the sum `c1`.
-    c3_variance: squared standard error of the sum `c3`.
+  These are discounted sums, and the squared standard errors of the sums.
   """
 
-  group_size: Int[Array, ""]
+  group_size: Int[Array, ""]  # a power of two
   c1: Float[Array, ""]
   c3: Float[Array, ""]
   c1_variance: Float[Array, ""]
@@ -199,14 +180,9 @@ class GroupSizeChoice:
 
 
 def init_choice(group_size: int) -> GroupSizeChoice:
-  """Returns the choice of a first group size, knowing nothing."""
-  return GroupSizeChoice(
-    group_size=jnp.asarray(group_size, jnp.int32),
-    c1=jnp.zeros(()),
-    c3=jnp.zeros(()),
-    c1_variance=jnp.zeros(()),
-    c3_variance=jnp.zeros(()),
-  )
+  """Returns the choice of a first group size, without estimates."""
+  zeros = (jnp.zeros(()) for _ in range(4))  # buffers of their own, to donate
+  return GroupSizeChoice(jnp.asarray(group_size, jnp.int32), *zeros)
 
 
 def observe(
@@ -226,16 +202,14 @@ def observe(
 
   It moves up where G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), that is
   where c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference
-  is `confidence` standard errors away from 0; down likewise. So c1, which is
-  small and noisy, divides nothing. An observation of which anything is not
-  finite is left out; `decay`, within [0, 1), is the weight of the past at each.
+  is `confidence` standard errors away from 0; down likewise. So nothing is
+  divided by c1, which is small and noisy. Observations that are not finite are
+  left out; `decay`, within [0, 1), is the weight of the past at each.
   """
   new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
   is_finite = jnp.all(jnp.isfinite(new))
-  past = jnp.stack(
-    [choice.c1, choice.c3, choice.c1_variance, choice.c3_variance]
-  )
-  # What is multiplied by `decay` has decay^2 times its variance.
+  variances = choice.c1_variance, choice.c3_variance
+  past = jnp.stack([choice.c1, choice.c3, *variances])
   weights = jnp.array([decay, decay, decay**2, decay**2], past.dtype)
   sums = jnp.where(is_finite, weights * past + new, past)
   c1, c3, c1_variance, c3_variance = sums
@@ -247,8 +221,7 @@ def observe(
     return (c3 - k * c1) / jnp.maximum(error, 1e-30)
 
   current = choice.group_size
-  # Half a power of two is where the next size becomes the nearer one.
-  step = 2 ** (0.5 + margin)
+  step = 2 ** (0.5 + margin)  # from 2^0.5 on the next size is the nearer one
   up = is_finite & (evidence(current * step) > confidence)
   down = is_finite & (evidence(current / step) < -confidence)
   lower = jnp.where(down, current // 2, current)

@@ -22,9 +22,8 @@ def group_size_interval(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
-  Two covariances of the components make up their error, estimated from B
-  prompts and from V directions. The bounds are 1 and inf where nothing is
-  known.
+  The covariances of the components' errors are estimated from B prompts and
+  from V directions. The bounds are 1 and inf where nothing is known.
   """
   # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho: a
   # sum w1 + w2 of variances with B - 1 and V - 1 of them has
@@ -49,9 +48,8 @@ def pooled_group_size(
 ) -> tuple[float, float, float]:
   """G* of a whole run, from its diagnoses: 1 + sqrt(mean c3 / mean c1).
 
-  Returns:
-    G*, and the bounds of its 95% interval over diagnoses: `interval` for a
-    single diagnosis, 1 and inf for two.
+  Returns G*, and the bounds of its 95% interval over diagnoses: `interval` for
+  a single diagnosis, 1 and inf for two.
   """
   both, count = np.stack([c1, c3]), len(c1)
   means = both.mean(1)
@@ -73,18 +71,17 @@ def _fieller(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Interval of G* by that of E. C. Fieller (1954) for rho = c1 / c3.
 
-  It holds all rho at which c1 - rho c3 is no further from 0 than t standard
-  errors. Where rho may be 0 or less, G* may be infinite.
+  It holds all rho at which c1 - rho c3 is within t standard errors of 0. Where
+  rho may be 0 or less, G* may be infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
-  # quadratic rho^2 - 2 linear rho + constant <= 0, with
+  # quadratic rho^2 - 2 linear rho + constant <= 0.
   quadratic = c3**2 - t_sq * covariance[1, 1]
   linear = c1 * c3 - t_sq * covariance[0, 1]
   constant = c1**2 - t_sq * covariance[0, 0]
-  # so rho is between the roots (linear -+ root) / quadratic,
+  # So rho is between the roots (linear -+ root) / quadratic if quadratic > 0,
+  # that is if c3 differs from 0 by t standard errors; else it may be anything.
   root = jnp.sqrt(jnp.maximum(linear**2 - quadratic * constant, 0.0))
-  # if quadratic > 0, that is if c3 differs from 0 by t standard errors. Else
-  # nothing is known of rho.
   known = (quadratic > 0) & (c3 > 0)
   quadratic = jnp.where(known, quadratic, 1.0)
 
@@ -100,9 +97,8 @@ def _fieller(
 def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
   """Student's 97.5% quantile by its expansion around the normal one.
 
-  By hand: under jit the degrees of freedom are traced, which scipy cannot take.
-  Abramowitz and Stegun, 26.7.5, up to 1 / degrees^3: too small by 24% at 1
-  degree of freedom, 3% at 2, 0.7% at 3, 0.02% at 8.
+  By hand, as scipy cannot take traced degrees. Abramowitz and Stegun, 26.7.5,
+  up to 1 / degrees^3: too small by 24% at 1, 3% at 2, 0.7% at 3, 0.02% at 8.
   """
   z, inverse = _NORMAL, 1 / degrees
   first = (z**3 + z) / 4

@@ -1,8 +1,7 @@
 """95% intervals over prompts, and paired comparisons of two checkpoints.
 
 All of it runs on the host, in float64. Values are one number a prompt (its
-accuracy, its pass@k or its maj@k), because samples of one prompt are not
-independent of each other when prompts are what varies.
+accuracy, its pass@k or its maj@k), because samples of one prompt are dependent.
 """
 
 import math
@@ -10,25 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # scipy.stats, which takes a second to load, comes when first used
-from jaxtyping import Bool, Real
+from jaxtyping import Bool, Real, Shaped
 
 _CHUNK = 1 << 20  # signs of the permutation test that are there at once
 
 
 class PairedDifference(NamedTuple):
-  """Difference of two checkpoints on the same prompts.
+  """Difference of two checkpoints on the same prompts."""
 
-  Attributes:
-    difference: mean of the first less mean of the second, in their units.
-    low: lower bound of the difference.
-    high: upper bound.
-    p_value: two-sided, of "each prompt is as good for either".
-  """
-
-  difference: float
+  difference: float  # mean of the first less mean of the second
   low: float
   high: float
-  p_value: float
+  p_value: float  # two-sided, of "each prompt is as good for either"
 
 
 def mean_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
@@ -53,13 +45,10 @@ def mean_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float, float]:
-  """Success rate of n >= 1 independent trials with Wilson's score interval.
+  """Success rate of n >= 1 independent trials, with lower and upper bound.
 
-  It stays within [0, 1] and keeps its coverage near 0 and 1 (E. B. Wilson,
-  1927).
-
-  Returns:
-    Rate, lower and upper bound.
+  Wilson's score interval stays within [0, 1], and keeps its coverage near 0 and
+  1 (E. B. Wilson, 1927).
   """
   test = scipy.stats.binomtest(successes, n)
   low, high = test.proportion_ci(0.95, method="wilson")
@@ -71,9 +60,8 @@ def share_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
 
   Wilson's interval for as many independent trials as would vary as much (E.
   Korn and B. Graubard, 1998, Survey Methodology 24). The variance is that of
-  the prompts and of two more, 0 and 1, as few may be alike by chance. Student's
-  leaves [0, 1], and holds the mean in 87% of cases where few prompts are ever
-  right; in the middle both are alike.
+  the prompts and of two more, 0 and 1, as few may be alike by chance. In the
+  middle it is Student's, which leaves [0, 1] and covers less near 0 and 1.
   """
   mean, *_ = mean_interval(values)
   more = np.append(values, [0.0, 1.0]).astype(np.float64)
@@ -93,15 +81,13 @@ def paired_difference(
 ) -> PairedDifference:
   """Compares two checkpoints by one number a prompt, in the same order.
 
-  The interval is Student's, of the differences. The p-value is that of the
-  sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
-  section 21): how often the sum of differences is as extreme as what was seen
-  when each has either sign with probability 1/2. It is exact where `draws` list
-  all signs of the prompts that differ, 14 of them by default; elsewhere signs
-  are drawn, and no p-value is below 2 / (1 + draws).
-
-  The interval has width 0 where all differences are equal: for values 0 and 1
-  use `paired_proportions`.
+  The interval is Student's, of the differences; its width is 0 where all are
+  equal, so use `paired_proportions` for values 0 and 1. The p-value is that of
+  the sign-flip permutation test (R. A. Fisher, 1935, "The Design of
+  Experiments", section 21): how often random signs make the sum of differences
+  as extreme. It is exact if `draws` list all signs of the prompts that differ,
+  14 of them by default; else signs are drawn, and no p-value is below 2 / (1 +
+  draws).
 
   Raises:
     ValueError: different shapes, fewer than two prompts, or values that are not
@@ -132,10 +118,9 @@ def paired_proportions(
   """Compares two checkpoints by one right or wrong completion a prompt.
 
   The interval is the adjusted Wald interval of A. Agresti and Y. Min (2005,
-  Statistics in Medicine 24, 729-740): the usual one of paired proportions with
-  half a prompt added to each cell of the 2 x 2 table. Unlike Student's it has a
-  width where few prompts or none differ, around a point nearer to 0 than the
-  difference. The p-value is that of McNemar's exact test.
+  Statistics in Medicine 24, 729-740), with half a prompt added to each cell of
+  the 2 x 2 table. Unlike Student's it has a width where no prompts differ. Its
+  centre is nearer to 0 than the difference. The p-value is McNemar's exact one.
 
   Raises:
     ValueError: different shapes, or no prompts.
@@ -167,8 +152,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def _check_pairs(
-  a: Real[np.ndarray, "..."] | Bool[np.ndarray, "..."],
-  b: Real[np.ndarray, "..."] | Bool[np.ndarray, "..."],
+  a: Shaped[np.ndarray, "..."], b: Shaped[np.ndarray, "..."]
 ) -> None:
   if a.shape != b.shape:
     raise ValueError(

@@ -15,8 +15,7 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
   """Estimates the probability that one of k samples is correct, unbiased.
 
   1 - C(n - c, k) / C(n, k) with c correct among n (arXiv 2107.03374, equation
-  1), as a product of k ratios, none of which is above 1. k beyond n is a
-  ValueError.
+  1), as a product of k ratios of at most 1. k beyond n is a ValueError.
   """
   n = correct.shape[-1]
   if not 1 <= k <= n:
@@ -26,8 +25,7 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
     )
   wrong = n - jnp.sum(correct, -1, keepdims=True)  # [*B, 1]
   drawn = jnp.arange(k)
-  # C(wrong, k) / C(n, k): the chance that each sample drawn, after `drawn`
-  # wrong ones, is wrong too. Exactly 0 as soon as the wrong samples run out.
+  # C(wrong, k) / C(n, k), exactly 0 as soon as the wrong samples run out.
   next_is_wrong = jnp.maximum(wrong - drawn, 0) / (n - drawn)  # [*B, k]
   return 1 - jnp.prod(next_is_wrong.astype(jnp.float32), -1)
 
@@ -37,11 +35,10 @@ def majority_at_k(
 ) -> Float[np.ndarray, "*B"]:
   """Estimates the probability that a vote of k samples is correct, unbiased.
 
-  That is the mean, over all subsets of k samples, of "the most frequent answer
-  is correct" (self-consistency, arXiv 2203.11171, section 2), exact up to
-  rounding. A tie counts with the share of its correct answers, of which there
-  may be several. Samples with equal labels gave the same answer; -1 gave none
-  and does not vote. 1 <= k <= n <= `MOST_SAMPLES`.
+  The mean, over all subsets of k samples, of "the most frequent answer is
+  correct" (self-consistency, arXiv 2203.11171, section 2). A tie counts with
+  the share of its correct answers. Samples with equal labels gave the same
+  answer; -1 gave none and does not vote. 1 <= k <= n <= `MOST_SAMPLES`.
 
   Raises:
     ValueError: `correct` contradicts the labels.
@@ -57,25 +54,18 @@ def _votes(
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
   """Counts (votes, correct) of each answer to one prompt, and the silent.
 
-  They are sorted, so that prompts with the same counts share what `_majority`
-  has computed.
+  They are sorted, so that equal counts are equal keys of `_majority`'s cache.
   """
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
-  votes = np.bincount(answer_of_sample, minlength=len(answers))
-  correct_votes = np.bincount(
-    answer_of_sample, weights=correct, minlength=len(answers)
-  )
+  votes = np.bincount(answer_of_sample)
+  correct_votes = np.bincount(answer_of_sample, weights=correct)
   if np.any((correct_votes > 0) & (correct_votes < votes)):
     raise ValueError("samples with equal labels must be equally correct")
   if np.any(correct_votes[answers == SILENT]):
     raise ValueError("a sample without an answer (label -1) cannot be correct")
-  counted = sorted(
-    (int(count), bool(is_correct))
-    for answer, count, is_correct in zip(
-      answers, votes, correct_votes, strict=True
-    )
-    if answer != SILENT
-  )
+  voting = answers != SILENT
+  pairs = zip(votes[voting], correct_votes[voting], strict=True)
+  counted = sorted((int(count), bool(right)) for count, right in pairs)
   return tuple(counted), int(np.sum(labels == SILENT))
 
 
@@ -83,14 +73,13 @@ def _votes(
 def _majority(
   votes: tuple[tuple[int, bool], ...], silent: int, k: int
 ) -> float:
-  """Computes maj@k of one prompt, which depends on these counts alone.
+  """Computes maj@k of one prompt from its counts.
 
-  For each number m of votes that wins, answers join one after the other:
+  For each winning number m of votes, answers join one after the other:
   ways[0, t, d] is the number of ways to draw d samples from those that joined
-  so that nobody has more than m votes and t answers have exactly m. ways[1] is
-  the same, each way counted once for each correct answer among the t. Answers
-  with fewer than m samples can neither win nor be limited, and join all at
-  once.
+  so that no answer has more than m votes and t answers have exactly m. ways[1]
+  counts each way once for each correct answer among the t. Answers with fewer
+  than m samples can neither win nor be limited, and join all at once.
   """
   n = silent + sum(count for count, _ in votes)
   most_correct = max((count for count, right in votes if right), default=0)

@@ -1,8 +1,4 @@
-"""Directional derivatives of sequence log-probabilities.
-
-Products of scores grad log pi(Y | x) with a direction come from forward-mode
-differentiation, for all samples at once, without a gradient of any single one.
-"""
+"""Directional derivatives of sequence log-probabilities, by forward mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +19,7 @@ def rademacher_like(
 ) -> PyTree[Float[Array, "..."]]:
   """Draws a random sign for each number of a tree: E[v v^T] = I.
 
-  Independent signs have the least fourth moment, hence the least noise in
-  squares.
+  Signs have the least fourth moment, hence the least noise in squares.
   """
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
@@ -50,22 +45,16 @@ def score_projections(
 ) -> Float[Array, "V B G"]:
   """Computes directional derivatives of sequences' log-probabilities, in nats.
 
-  a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b). Costs about 1 + 2 V forward passes
-  of the batch, and memory for V copies of the parameters that move.
+  a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b), for V = `tangents` random
+  directions and a rollout without rows that only pad the batch. Costs about
+  1 + 2 V forward passes, and memory for V copies of the parameters that move.
 
-  Args:
-    lm: the model.
-    params: its parameters.
-    rollout: the completions, without rows that only pad the batch.
-    key: key of the random directions.
-    tangents: V, their number.
-    micro_batches: number of parts of the batch, one after the other; divides B.
-    split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
-      again: scores are by `moving` alone. By default all parameters move.
-    vectorized: False takes the tangents one after the other, about 3 V forward
-      passes: for models that cannot be vmapped (`jax.lax.ragged_dot`).
-    sampling: settings that the rollout was sampled with.
-    chunk_size: positions whose logits are there at once.
+  The batch is cut into `micro_batches` parts, a divisor of B, and logits are
+  there for `chunk_size` positions at once. `split` is `(params) -> (moving,
+  merge)` with `merge(moving)` the parameters again: scores are by `moving`
+  alone, by default all parameters. `vectorized=False` takes the tangents one
+  after the other, about 3 V forward passes: for models that cannot be vmapped
+  (`jax.lax.ragged_dot`). `sampling` is that of the rollout.
   """
   prompts = rollout.prompt_ids.shape[0]
   if prompts % micro_batches:
@@ -78,11 +67,8 @@ def score_projections(
     jax.random.split(random_key(key), tangents)
   )  # as `moving`, with a first axis [V]
 
-  def project(part: Rollout):
-    """Derivatives for one micro-batch, [V, its prompts, G]."""
-
-    def sequence_logprobs(moving):
-      """Sums over the tokens of whole completions, [prompts, G]."""
+  def project(part: Rollout):  # [V, prompts of the part, G]
+    def sequence_logprobs(moving):  # [prompts, G]
       logprobs, _ = token_logprobs(
         lm,
         merge(moving),

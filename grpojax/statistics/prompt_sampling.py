@@ -1,14 +1,13 @@
 """Prompts drawn by priority, with weights that undo it.
 
-Of prompt i there are r_i in the original distribution (1/n, or its share in a
-mixture), and it is asked for with probability
+Prompt i has a probability r_i without priorities (1/n, or its share in a
+mixture), and is drawn with probability
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
-so u, the share that is drawn as always, is its chance to come back when its
-priority is 0. A batch of B rows has pi_i = B q_i rows of it on average (less
-where that would be more than `most` rows), drawn by systematic sampling (Madow,
-1949): pi_i rounded up or down. With the importance weights
+A batch of B rows has pi_i = B q_i rows of it on average, but at most `most`, by
+systematic sampling (Madow, 1949): pi_i rounded up or down. With the importance
+weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
@@ -24,27 +23,17 @@ from jaxtyping import Float, Int
 
 
 class Stratum(NamedTuple):
-  """Prompts that keep their share of each batch: a data set of a mixture.
+  """Prompts that keep their share of each batch: a data set of a mixture."""
 
-  Attributes:
-    size: number of prompts, one after another.
-    weight: weight of all of them, up to a factor that all strata share.
-  """
-
-  size: int
-  weight: float
+  size: int  # number of prompts, one after another
+  weight: float  # of all of them, up to a factor that all strata share
 
 
 class Drawn(NamedTuple):
-  """Prompts of a batch.
-
-  Attributes:
-    indices: numbers of the prompts.
-    weights: importance weights, whose mean over all that can be drawn is 1.
-  """
+  """Prompts of a batch."""
 
   indices: Int[np.ndarray, "B"]
-  weights: Float[np.ndarray, "B"]
+  weights: Float[np.ndarray, "B"]  # importance weights, 1 on average
 
 
 def original(strata: Sequence[Stratum]) -> Float[np.ndarray, "n"]:
@@ -64,17 +53,17 @@ def expected_rows(
 ) -> Float[np.ndarray, "n"]:
   """Mean number pi of rows of a batch that each prompt has; sums to `rows`.
 
-  Priorities are compared within a stratum, which keeps its share and has room
-  for it: size * most, `most` rows of one prompt. `uniform` is u, in (0, 1].
+  Priorities are compared within a stratum. It keeps its share, which must be at
+  most size * `most` rows. `uniform` is u, in (0, 1].
   """
-  total, expected, start = sum(stratum.weight for stratum in strata), [], 0
+  total = sum(stratum.weight for stratum in strata)
+  expected, start = [], 0
   for size, weight in strata:
     of_stratum = priorities[start : start + size]
     start += size
-    even = np.full(size, 1 / size)
-    by_priority = (
-      of_stratum / np.sum(of_stratum) if np.sum(of_stratum) > 0 else even
-    )
+    even = by_priority = np.full(size, 1 / size)
+    if np.sum(of_stratum) > 0:
+      by_priority = of_stratum / np.sum(of_stratum)
     q = uniform * even + (1 - uniform) * by_priority
     expected.append(_at_most(most, rows * weight / total, q))
   return np.concatenate(expected)
@@ -95,25 +84,22 @@ def _at_most(
 
 
 def systematic(
-  expected: Float[np.ndarray, "n"],
-  strata: Sequence[Stratum],
-  rng: Any,
+  expected: Float[np.ndarray, "n"], strata: Sequence[Stratum], rng: Any
 ) -> Int[np.ndarray, "B"]:
   """Draws indices, each as often as expected on average, rounded up or down.
 
-  `rng` is a `numpy.random.Generator`. One random number u decides all: prompts
-  are laid out on a line, each as long as its expected number, in random order
-  within its stratum, and those at u, u + 1, u + 2, ... are drawn:
+  `rng` is a `numpy.random.Generator`. Prompts are laid out on a line, each as
+  long as its expected number, in random order within its stratum, and those at
+  u, u + 1, u + 2, ... are drawn, with one random number u:
 
     prompt    |    3    |  0 |      1       |  2 |     4     |
     expected     0.6      0.3      0.8        0.3     1.0
     drawn            ^u=0.4              ^1.4             ^2.4
   """
-  starts = np.cumsum([0, *(s.size for s in strata)])[:-1]
-  orders = [
-    start + rng.permutation(s.size)
-    for start, s in zip(starts, strata, strict=True)
-  ]
+  orders, start = [], 0
+  for size, _ in strata:
+    orders.append(start + rng.permutation(size))
+    start += size
   order = np.concatenate(orders)
   edges = np.cumsum(expected[order])
   rows = round(float(edges[-1]))

@@ -5,10 +5,9 @@ Each prompt has a success rate p with a beta posterior,
     p ~ Beta(a, b),   a = 1/2 + successes,   b = 1/2 + failures
 
 from Jeffreys' prior. The policy changes, so all counts are multiplied by 2^(-1
-/ half_life) at every step: a prompt that nobody asks for drifts back to the
-prior, so that one that was solved, or hopeless, comes back.
-
-Prompts are asked for in proportion to one of `PRIORITIES` (docs/data.md).
+/ half_life) at every step: a solved or hopeless prompt that is not drawn drifts
+back to the prior. Prompts are drawn in proportion to one of `PRIORITIES`
+(docs/data.md).
 """
 
 import typing
@@ -27,12 +26,7 @@ PRIOR = 0.5  # successes, and failures, of a prompt before it was first asked
 @typing.no_type_check  # it also holds shapes and shardings
 @struct.dataclass
 class SuccessRates:
-  """Discounted counts of n prompts; part of a `TrainState`.
-
-  Attributes:
-    successes: number of right completions, as far as they are remembered.
-    failures: number of wrong ones.
-  """
+  """Discounted counts of right and wrong completions of n prompts."""
 
   successes: Float[Array, "n"]
   failures: Float[Array, "n"]
@@ -97,10 +91,7 @@ def spread(
 
 
 def in_band(
-  a: Float[np.ndarray, "n"],
-  b: Float[np.ndarray, "n"],
-  *,
-  band: tuple[float, float],
+  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, band: tuple
 ) -> Float[np.ndarray, "n"]:
   """Returns 1 where the expected success rate is in the band, else 0."""
   low, high = band

@@ -3,9 +3,8 @@
 For a prompt x, completions Y_i have scores s_i = grad log pi(Y_i | x), with
 E[s_i] = 0, and rewards Z_i with mean V(x) and variance sigma^2(x). Write
 delta_i = Z_i - V(x), I(x) = E||s||^2 and g(x) = E[s Z], the prompt's policy
-gradient. "Error" is the squared distance to g(x), or to E_x[g(x)] for a batch.
-docs/theory.md derives them (arXiv 2603.01162 up to O(1 / G^2); exact here).
-`statistics.group_size` has those of a batch of prompts.
+gradient. An error is a squared distance to g(x). docs/theory.md derives them
+(arXiv 2603.01162 up to O(1 / G^2)); `group_size` has those of a batch.
 """
 
 from typing import NamedTuple
@@ -16,37 +15,21 @@ from jaxtyping import Array, Float, Real
 
 
 class Estimators(NamedTuple):
-  """One quantity for each estimator of the policy gradient.
+  """Errors [*X], or covariances [d, d], of (1/G) sum_i s_i (Z_i - b_i)."""
 
-  All of one shape: errors [*X], or covariances [d, d]. The estimators are
-
-  Attributes:
-    vanilla: (1/G) sum_i s_i Z_i.
-    leave_one_out: (1/G) sum_i s_i (Z_i - mean_{j != i} Z_j), the U-statistic.
-    centred: (1/G) sum_i s_i (Z_i - mean_j Z_j): Dr. GRPO, biased by -g / G.
-    oracle: (1/G) sum_i s_i (Z_i - V(x)).
-  """
-
-  vanilla: Array
-  leave_one_out: Array
-  centred: Array
-  oracle: Array
+  vanilla: Array  # b_i = 0
+  leave_one_out: Array  # b_i = mean_{j != i} Z_j: a U-statistic
+  centred: Array  # b_i = mean_j Z_j: Dr. GRPO, biased by -g / G
+  oracle: Array  # b_i = V(x)
 
 
 class Moments(NamedTuple):
-  """Moments that the errors of all estimators for one prompt are made of.
+  """Moments in the errors of all estimators for one prompt."""
 
-  Attributes:
-    gradient_sq: ||g||^2.
-    oracle_trace: tr Var(s delta), the oracle's error times G.
-    vanilla_trace: tr Var(s Z).
-    remainder: I sigma^2 + ||g||^2.
-  """
-
-  gradient_sq: Float[Array, "*X"]
-  oracle_trace: Float[Array, "*X"]
-  vanilla_trace: Float[Array, "*X"]
-  remainder: Float[Array, "*X"]
+  gradient_sq: Float[Array, "*X"]  # ||g||^2
+  oracle_trace: Float[Array, "*X"]  # tr Var(s delta)
+  vanilla_trace: Float[Array, "*X"]  # tr Var(s Z)
+  remainder: Float[Array, "*X"]  # I sigma^2 + ||g||^2
 
 
 def policy_gradient(
@@ -73,7 +56,7 @@ def moments(
   gradient = policy_gradient(probabilities, scores, rewards)
   gradient_sq = jnp.sum(gradient**2, -1)
 
-  def mean(values):  # over completions
+  def mean(values):
     return jnp.sum(probabilities * values, -1)
 
   return Moments(

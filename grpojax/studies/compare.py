@@ -4,21 +4,18 @@
                                       [--config.key=value ...] [--run_dir=DIR]
 
 Each arm is a text of settings of `grpojax.train` with spaces between them, such
-as "advantage=score_weighted score_power=1". An arm trains with each learning
-rate on seeds of the tuning alone; with the rate of the highest mean reward it
-trains on the seeds of the comparison. Arms share a seed's prompts and its
-policy's first samples, so they are compared in pairs, with the first arm. What
-is compared is the mean reward over training, of fresh samples for new prompts:
-the objective itself, at every step; and the held-out accuracy, the mean of the
-evaluations after `train.eval.every` steps. Where arms differ in rewards, in the
-distribution that is sampled or in how prompts are drawn (`difficulty.priority`)
-only the accuracy is compared. Arms of other data are refused. DIR, by default
-runs/compare, gets
+as "advantage=score_weighted score_power=1". The learning rate of an arm is that
+of the highest mean reward on seeds of the tuning. Arms share a seed's prompts
+and its policy's first samples, so each is compared with the first in pairs: by
+the mean reward over training, of fresh samples for new prompts, and by the mean
+held-out accuracy after every `train.eval.every` steps; by the accuracy alone if
+arms differ in rewards, in the sampled distribution or in how prompts are drawn.
+DIR, by default runs/compare, gets
 
     tuning.csv      one row an arm and learning rate
     curves.csv      one row a step of the comparison's runs
-    results.csv     one row an arm: learning rate, what is compared, and
-                    differences from the first arm with 95% intervals over seeds
+    results.csv     one row an arm, with differences from the first arm and
+                    their 95% intervals over seeds
     compare.png
     logs/           what the training runs printed
 """
@@ -28,7 +25,7 @@ import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,14 +99,16 @@ REWARDED = (
 
 FREE = (
   "environment.credit",
-  *(
-    f"{x}.{y}"
-    for x in ("environment", "reward")
-    for y in ("workers", "timeout")
-  ),
+  "environment.workers",
+  "environment.timeout",
+  "reward.workers",
+  "reward.timeout",
   "reward.on_device",
 )
 """Settings among these that change neither."""
+
+METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
+"""Metrics of a training run, by their columns of curves.csv."""
 
 Tuned = Mapping[tuple[int, float], float]
 """Mean reward of each arm, by its place, and learning rate."""
@@ -121,7 +120,7 @@ def train_settings(
   """Makes the run of an arm, by its place, with a learning rate and a seed.
 
   Raises:
-    ValueError: Settings that a training run cannot have.
+    ValueError: settings that a training run cannot have.
   """
   words = [f"--config.{word}" for word in config.arms[arm].split()]
   run, _ = command_line.parse(
@@ -129,12 +128,19 @@ def train_settings(
   )
   with run.unlocked():
     run.name = f"arm{arm}-rate{rate:g}-seed{seed}"
-    run.optim.learning_rate, run.seed = float(rate), config.train.seed + seed
+    run.optim.learning_rate = float(rate)
+    run.seed = config.train.seed + seed
   return from_config(run.lock())
 
 
+def _first_runs(config: ConfigDict) -> list[TrainSettings]:
+  """Returns a run of each arm, with the first learning rate and seed."""
+  rate = config.learning_rates[0]
+  return [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
+
+
 def config_errors(config: ConfigDict) -> list[str]:
-  """Lists what is wrong with the values of a config."""
+  """Lists the mistakes in values that are in their ranges."""
   wrong = []
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
@@ -160,8 +166,7 @@ def config_errors(config: ConfigDict) -> list[str]:
 def _unreadable(config: ConfigDict) -> list[str]:
   """Lists the arms whose model, data or rewards cannot be read."""
   wrong, inputs = [], []
-  for i, arm in enumerate(config.arms):
-    run = train_settings(config, i, config.learning_rates[0], 0)
+  for arm, run in zip(config.arms, _first_runs(config), strict=True):
     if (run.model, run.data, run.reward) in inputs:
       continue
     inputs.append((run.model, run.data, run.reward))
@@ -174,7 +179,7 @@ def _unreadable(config: ConfigDict) -> list[str]:
 
 
 def _incomparable(config: ConfigDict) -> list[str]:
-  """Lists the arms that do not spend what the first does."""
+  """Lists the arms that do not spend the same as the first."""
   wrong, spent, evaluated, judges = [], [], [], set()
   if problems := differing(config, ASKED):
     wrong.append(
@@ -182,34 +187,35 @@ def _incomparable(config: ConfigDict) -> list[str]:
       "differ and cannot be compared: use one value for all"
     )
   tuned = len(config.learning_rates) > 1
-  for i, arm in enumerate(config.arms):
-    run = train_settings(config, i, config.learning_rates[0], 0)
+  for i, run in enumerate(_first_runs(config)):
     samples = run.steps * batches_lib.samples_per_step(run)
     spent.append((samples, run.eval.num_prompts))
     judges.add(run.reward.functions[0])
     between = range(run.eval.every, run.steps, run.eval.every)
     evaluated.append({step / run.steps for step in between})
+    texts = []
     if run.difficulty.priority != DIFFICULTY_OFF and tuned:
-      wrong.append(
-        f"arm {arm!r}: rewards of prompts that it draws itself choose no "
-        "learning rate: give a single one"
+      texts.append(
+        "rewards of prompts that it draws itself choose no learning rate: give "
+        "a single one"
       )
     if run.filter_groups.enable or run.stop.no_improvement:
-      wrong.append(
-        f"arm {arm!r}: with filter_groups.enable or stop.no_improvement a run "
-        "samples as much as it needs, and arms are compared at equal samples"
+      texts.append(
+        "with filter_groups.enable or stop.no_improvement a run samples as "
+        "much as it needs, and arms are compared at equal samples"
       )
     elif not samples or spent[i] != spent[0]:
-      wrong.append(
-        f"arm {arm!r}: {samples} completions a run and {spent[i][1]} held-out "
-        "problems, and {} and {} of the first: set steps, batch_size (prompts "
-        "a step) and eval.num_prompts for as many".format(*spent[0])
+      texts.append(
+        "{} completions a run and {} held-out problems, and {} and {} of the "
+        "first: set steps, batch_size (prompts a step) and eval.num_prompts "
+        "for as many".format(*spent[i], *spent[0])
       )
     elif evaluated[i] != evaluated[0]:
-      wrong.append(
-        f"arm {arm!r}: is evaluated at other parts of a run than the first: "
-        "set eval.every for the same"
+      texts.append(
+        "is evaluated at other parts of a run than the first: set eval.every "
+        "for the same"
       )
+    wrong += [f"arm {config.arms[i]!r}: {text}" for text in texts]
   if len(judges) > 1:
     wrong.append(
       f"arms differ in the first of reward.functions ({', '.join(judges)}), "
@@ -219,12 +225,8 @@ def _incomparable(config: ConfigDict) -> list[str]:
 
 
 def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
-  """Lists the settings in which arms differ, of those that begin so."""
-  rate = config.learning_rates[0]
-  flat = [
-    flatten(to_config(train_settings(config, arm, rate, 0)))
-    for arm in range(len(config.arms))
-  ]
+  """Lists the settings in which arms differ, of those with such beginnings."""
+  flat = [flatten(to_config(run)) for run in _first_runs(config)]
   return sorted(
     name
     for name in set().union(*flat)
@@ -234,32 +236,21 @@ def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
   )
 
 
-def mean_of(rows: Sequence[Mapping[str, Any]], column: str) -> float:
-  """Mean of a metric over a run's steps, of those that have it."""
-  values = [row[column] for row in rows if row[column] is not None]
-  return float(np.mean(values)) if values else float("nan")
-
-
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
-  """Trains each arm with each learning rate; zeros where there is one rate."""
+  """Trains each arm with each learning rate; zeros if there is one rate."""
   seeds = range(config.seeds, config.seeds + config.tuning_seeds)
   rates = map(float, config.learning_rates)
   points = list(itertools.product(range(len(config.arms)), rates))
-  if len(config.learning_rates) == 1:  # there is nothing to choose from
+  if len(config.learning_rates) == 1:
     return dict.fromkeys(points, 0.0)
-  runs = {
-    (arm, rate): [train_settings(config, arm, rate, seed) for seed in seeds]
-    for arm, rate in points
+  labels = [{"point": x, "seed": seed} for x in points for seed in seeds]
+  runs = [train_settings(config, *x["point"], x["seed"]) for x in labels]
+  rows = study.trained(labels, runs, directory, METRICS)
+  means = study.run_means(rows, "reward", labels).reshape(len(points), -1)
+  return {
+    point: sum(of_seeds) / len(of_seeds)
+    for point, of_seeds in zip(points, means.tolist(), strict=True)
   }
-  study.train_all([*itertools.chain(*runs.values())], directory)
-  tuned = {}
-  for point, of_point in runs.items():
-    rewards = [
-      mean_of(study.run_metrics(directory, run.name), "reward_mean")
-      for run in of_point
-    ]
-    tuned[point] = sum(rewards) / len(rewards)
-  return tuned
 
 
 def best_rates(tuned: Tuned) -> list[float]:
@@ -268,14 +259,18 @@ def best_rates(tuned: Tuned) -> list[float]:
   Raises:
     SystemExit: an arm never had a reward.
   """
-  best = {}
-  for (arm, rate), reward in tuned.items():
-    if not math.isnan(reward) and reward > best.get(arm, (-math.inf,))[0]:
-      best[arm] = reward, rate
-  lost = {arm for arm, _ in tuned} - best.keys()
-  if lost:
-    raise SystemExit(f"error: no run of the arms {sorted(lost)} had a reward")
-  return [best[arm][1] for arm in sorted(best)]
+  arms = sorted({arm for arm, _ in tuned})
+  rewards = [
+    {
+      rate: x
+      for (i, rate), x in tuned.items()
+      if i == arm and not math.isnan(x)
+    }
+    for arm in arms
+  ]
+  if lost := [arm for arm in arms if not rewards[arm]]:
+    raise SystemExit(f"error: no run of the arms {lost} had a reward")
+  return [max(of_arm, key=of_arm.get) for of_arm in rewards]
 
 
 def table(
@@ -299,110 +294,94 @@ def table(
   return lines
 
 
-def draw(rows, tuned: Tuned, lines, name: str, path: pathlib.Path) -> None:
+def draw(axes, rows, tuned: Tuned, lines, name: str) -> None:
   """Draws reward along training, by learning rate, and differences in `name`.
 
-  A single learning rate has no panel. `rows` are those of curves.csv, `lines`
-  those of results.csv.
+  Without a panel of learning rates there are two axes. `rows` are those of
+  curves.csv, `lines` those of results.csv.
   """
-  several = len({rate for _, rate in tuned}) > 1
-  with study.picture(path, 1, 2 + several) as axes:
-    along, *by_rate, more = axes[0]
-    for i, line in enumerate(lines):
-      arm, colour = line["arm"], f"C{i}"
-      rewards = study.by_step([r for r in rows if r["arm"] == arm], "reward")
-      means = [np.mean(x) for x in rewards.values()]
-      along.plot([*rewards], means, color=colour, lw=1.5, label=arm)
-      rates = sorted(rate for a, rate in tuned if a == i)
-      for ax in by_rate:
-        ax.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
-      middle, low, high = (
-        line[f"{name}_more{end}"] for end in ("", "_low", "_high")
-      )
-      ends = [[middle - low], [high - middle]]
-      more.errorbar(middle, -i, xerr=ends, fmt="o", color=colour, capsize=3)
-    along.set(xlabel="step", ylabel="mean reward")
-    along.legend(fontsize=7)
+  along, *by_rate, more = axes[0]
+  for i, line in enumerate(lines):
+    arm, colour = line["arm"], f"C{i}"
+    rewards = study.by_step(study.select(rows, arm=arm), "reward")
+    means = [np.mean(x) for x in rewards.values()]
+    along.plot([*rewards], means, color=colour, lw=1.5, label=arm)
+    rates = sorted(rate for a, rate in tuned if a == i)
     for ax in by_rate:
-      ax.set(xlabel="learning rate (tuning)", xscale="log")
-      ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
-      ax.minorticks_off()
-      ax.set_ylabel("mean reward over training")
-    more.axvline(0, color="black", lw=0.8)
-    names = [line["arm"].replace(" ", "\n") for line in lines]
-    more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)
-    more.set_xlabel(f"mean {name} more than the first, 95%")
-    for ax in axes[0]:
-      ax.grid(alpha=0.3)
+      ax.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
+    middle, low, high = study.ends(line, f"{name}_more")
+    error = [[middle - low], [high - middle]]
+    more.errorbar(middle, -i, xerr=error, fmt="o", color=colour, capsize=3)
+  along.set(xlabel="step", ylabel="mean reward")
+  along.legend(fontsize=7)
+  for ax in by_rate:
+    ax.set(xlabel="learning rate (tuning)", xscale="log")
+    ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    ax.minorticks_off()
+    ax.set_ylabel("mean reward over training")
+  more.axvline(0, color="black", lw=0.8)
+  names = [line["arm"].replace(" ", "\n") for line in lines]
+  more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)
+  more.set_xlabel(f"mean {name} more than the first, 95%")
+  for ax in axes[0]:
+    ax.grid(alpha=0.3)
 
 
-def _with_difference(line: Mapping[str, Any], name: str) -> str:
-  more, low, high = (line[f"{name}_more{end}"] for end in ("", "_low", "_high"))
-  return f"{line[name]:.3f}, {more:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _lines(config: ConfigDict, rows, compared: Sequence[str]) -> Iterator[str]:
+  """Yields a line to print for each row of results.csv."""
+  edges = (min(config.learning_rates), max(config.learning_rates))
+  for row in rows:
+    edge = edges[0] < edges[1] and row["learning_rate"] in edges
+    hint = " (at the edge: give others)" if edge else ""
+    means = "; ".join(
+      "mean {} {:.3f}, {:+.3f} [{:+.3f}, {:+.3f}]".format(
+        name, row[name], *study.ends(row, f"{name}_more")
+      )
+      for name in compared
+    )
+    yield f"{row['arm']}: learning rate {row['learning_rate']:g}{hint}, {means}"
 
 
-def write(
-  config: ConfigDict,
-  directory: pathlib.Path,
-  tuned: Tuned,
-  rates: Sequence[float],
-  runs: Sequence[Sequence[TrainSettings]],
-) -> None:
-  """Writes the tables and the picture, and prints the result.
-
-  There are a learning rate that was chosen, and runs by seed, for each arm.
-  """
-  arms, curves = config.arms, []
-  columns = {"reward": "reward_mean", "accuracy": "accuracy"}
-  if rewarded := differing(config, REWARDED):
-    del columns["reward"]
-  numbers = {name: np.zeros((len(arms), config.seeds)) for name in columns}
-  for i, (arm, of_arm) in enumerate(zip(arms, runs, strict=True)):
-    for seed, run in enumerate(of_arm):
-      rows = study.run_metrics(directory, run.name)
-      for name, column in columns.items():
-        numbers[name][i, seed] = mean_of(rows, column)
-      for row in rows:
-        curve = {"arm": arm, "seed": seed, "step": row["step"]}
-        curve |= {"reward": row["reward_mean"], "accuracy": row["accuracy"]}
-        curves.append(curve)
-  lines = table(arms, rates, numbers)
+def results(
+  config: ConfigDict, directory: pathlib.Path, tuned: Tuned
+) -> study.Results:
+  """Trains each arm with its best learning rate, and compares the arms."""
+  arms, seeds, rates = config.arms, range(config.seeds), best_rates(tuned)
+  # Seed by seed: an interrupted study can compare its finished seeds.
+  points = list(itertools.product(seeds, range(len(arms))))
+  labels = [{"arm": arms[i], "seed": seed} for seed, i in points]
+  runs = [train_settings(config, i, rates[i], seed) for seed, i in points]
+  curves = study.trained(labels, runs, directory, METRICS)
+  curves.sort(key=lambda row: arms.index(row["arm"]))
+  rewarded = differing(config, REWARDED)
+  compared = ["accuracy"] if rewarded else [*METRICS]
+  means = {name: study.run_means(curves, name, labels) for name in compared}
+  by_arm = {name: x.reshape(len(seeds), -1).T for name, x in means.items()}
+  rows = table(arms, rates, by_arm)
+  lines = [*_lines(config, rows, compared)]
+  if rewarded:
+    differences = ", ".join(rewarded)
+    lines.append(f"rewards are not compared: arms differ in {differences}")
   tuning = [
     {"arm": arms[i], "learning_rate": rate, "reward": reward}
     for (i, rate), reward in tuned.items()
   ]
-  study.write_tables(directory, tuning=tuning, curves=curves, results=lines)
-  draw(curves, tuned, lines, next(iter(columns)), directory / "compare.png")
-  ends = (min(config.learning_rates), max(config.learning_rates))
-  for line in lines:
-    edge = len(config.learning_rates) > 1 and line["learning_rate"] in ends
-    hint = " (at the edge: give others)" if edge else ""
-    means = "; ".join(
-      f"mean {name} {_with_difference(line, name)}" for name in columns
-    )
-    print(
-      f"{line['arm']}: learning rate {line['learning_rate']:g}{hint}, {means}"
-    )
-  if rewarded:
-    print(f"rewards are not compared: arms differ in {', '.join(rewarded)}")
-  print("differences are from the first arm")
-  print(f"tables and picture are in {directory}/")
+  return study.Results(
+    tables={"tuning": tuning, "curves": curves, "results": rows},
+    lines=[*lines, "differences are from the first arm"],
+    draw=lambda axes: draw(axes, curves, tuned, rows, compared[0]),
+    panels=(1, 2 + (len(config.learning_rates) > 1)),
+  )
+
+
+def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
+  """Tunes the learning rates, then compares the arms."""
+  return results(config, directory, tune(config, directory))
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
-  opened = study.study(argv, SETTINGS, config_errors, __doc__)
-  with opened as (config, directory):
-    tuned = tune(config, directory)
-    rates = best_rates(tuned)
-    runs = [
-      [train_settings(config, arm, rate, seed) for seed in range(config.seeds)]
-      for arm, rate in enumerate(rates)
-    ]
-    # Seed by seed: what is there of an interrupted study can be compared.
-    by_seed = zip(*runs, strict=True)
-    study.train_all([*itertools.chain(*by_seed)], directory)
-    write(config, directory, tuned, rates, runs)
+  """Runs the study with `argv`, the words after its name."""
+  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Mean squared errors of gradient estimators, from a pool of completions.
 
-A pool is S completions of one prompt, known by the Gram matrix K_ij = s_i.s_j
-of their scores and by their rewards. A score is the gradient of a completion's
-log-probability, s = grad log pi(Y|x), with respect to all parameters: too long
-to store many, but every error, norm and covariance trace of an estimator is a
-function of rewards and of K. The completions of a real model cannot be
-enumerated, so all numbers here are unbiased estimates: the errors of groups of
-completions, measured, and the moments that the theory's errors are made of.
-Notation as in `statistics.u_statistics` (arXiv 2603.01162).
+A pool is S completions of one prompt. Every error of an estimator is a function
+of their rewards and of the Gram matrix K_ij = s_i.s_j of their scores, the
+gradients s = grad log pi(Y|x) with respect to all parameters. The completions
+of a real model cannot be enumerated, so all numbers are unbiased estimates: the
+measured errors of groups, and the moments in the errors of theory. Notation as
+in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
 import functools
@@ -54,9 +52,9 @@ def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
 def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Compiles exact scores of several completions of one prompt.
 
-  It is `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask
-  [n, T]) -> scores [n, d]`, d all parameters, in the order of `ravel_pytree`,
-  and holds n copies of all activations and parameters.
+  `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask [n, T]) ->
+  scores [n, d]`, d all parameters, in the order of `ravel_pytree`. It holds n
+  copies of all activations and parameters.
   """
   logprob = _logprob_of(lm, sampling)
 
@@ -69,13 +67,12 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
 def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Compiles scores of the layers' matrices, projected by random signs.
 
-  It is `(directions, *arguments of make_score) -> [n, V, d]`, d the outputs of
-  all matrices. A matrix has the gradients S [in, out] for one completion and T
-  for another. A vector a [in] of independent signs has E[a a^T] = 1, so a S . a
-  T is an unbiased estimate of S . T; V such vectors (`random_directions`) give
-  V of them. a S is the gradient of B in an adapter W + A B with A = a, B = 0:
-  no gradient of a whole matrix is ever formed. Embeddings and norms have no
-  part in it.
+  `(directions, *arguments of make_score) -> [n, V, d]`, d the outputs of all
+  matrices. Let S and T [in, out] be a matrix's gradients for two completions.
+  A vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
+  unbiased estimate of S . T; there are V such vectors (`random_directions`).
+  a S is the gradient of B in an adapter W + A B with A = a, B = 0: no gradient
+  of a whole matrix is ever formed. Embeddings and norms are left out.
   """
   logprob = _logprob_of(lm, sampling)
 
@@ -107,9 +104,9 @@ def score_gram(
 ) -> tuple[Float[np.ndarray, "*V S S"], int]:
   """Inner products of the scores of a prompt's completions.
 
-  A pool repeats itself (short answers above all), so the gradient of each
-  distinct completion is computed once, with `score` of `make_score`, or of
-  `make_projected_score` with its directions. Holds d float32 for each of these.
+  `score` is that of `make_score`, or of `make_projected_score` with its
+  directions. It is computed once per distinct completion, and holds d float32
+  for each.
 
   Returns:
     The Gram matrix, float64, or an estimate of it from each of V projections;
@@ -149,11 +146,9 @@ def score_moments(
 ) -> Moments:
   """Estimates a prompt's moments without bias, by U-statistics of the pool.
 
-  Products of expectations are averages over distinct samples, in closed form:
+  Averages over distinct indices of a pool of 4 or more, in closed form:
   ||g||^2 of K_ik (Z_i - Z_j)(Z_k - Z_l), I sigma^2 of K_ii (Z_j - Z_k)^2 / 2,
-  E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k), over all distinct indices.
-  Like any unbiased estimate of a square they may be negative. A pool has at
-  least 4 samples.
+  E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k). They may be negative.
   """
   n = len(rewards)
   z, norms = rewards.astype(np.float64), np.diag(gram)
@@ -199,8 +194,7 @@ class ScoreLengths(NamedTuple):
   """Relation of squared lengths of scores to rewards, of one prompt."""
 
   value: float  # V, the mean reward
-  # b*; vanilla errs less than the oracle where it is below V/2.
-  best_baseline: float
+  best_baseline: float  # b*; below V/2, vanilla errs less than the oracle
   correlation: float  # of ||s||^2 and Z; where it is 0, b* is V
 
 
@@ -218,11 +212,10 @@ def score_lengths(
 
 
 class _Terms(NamedTuple):
-  """Sums that the errors of one group size are made of; b blocks of the pool.
+  """Sums that the errors of one group size are made of, for b blocks.
 
-  A form is a sum over a group of weights times scores; the four are vanilla,
-  leave_one_out, centred and the mean score. A truth is an estimate of g from
-  all samples of a block.
+  The forms, weighted sums of a group's scores, are vanilla, leave_one_out,
+  centred and the mean score. A truth is an estimate of g from a whole block.
   """
 
   squares: np.ndarray  # [4, 4, b]: products of the forms of one group
@@ -234,26 +227,17 @@ class _Terms(NamedTuple):
 def _terms(gram, rewards, group_size, blocks, baseline) -> _Terms:
   size = len(rewards) // blocks
   count = len(rewards) // group_size
-
   # Forms as weights of the samples, [4, S].
   groups = jnp.asarray(rewards.reshape(-1, group_size))
+  functions = (advantages.vanilla, advantages.leave_one_out)
+  functions += (advantages.dr_grpo, jnp.ones_like)
   forms = np.stack(
-    [
-      np.asarray(form(groups), np.float64).ravel() / group_size
-      for form in (
-        advantages.vanilla,
-        advantages.leave_one_out,
-        advantages.dr_grpo,
-        jnp.ones_like,
-      )
-    ]
+    [np.asarray(f(groups), np.float64).ravel() / group_size for f in functions]
   )
   truth = (rewards - baseline) / size
-
   # Products within groups need the diagonal blocks [G, G] of the Gram matrix.
-  inside = np.einsum(
-    "igih->igh", gram.reshape(count, group_size, count, group_size)
-  )
+  by_group = gram.reshape(count, group_size, count, group_size)
+  inside = np.einsum("igih->igh", by_group)
   grouped = forms.reshape(len(forms), count, group_size)
   half = np.einsum("igh,eih->eig", inside, grouped)
   squares = np.einsum("fig,eig->fei", grouped, half)
@@ -277,23 +261,16 @@ def _errors(terms: _Terms, size: int, chosen: np.ndarray) -> np.ndarray:
   blocks = len(chosen)
   # The oracle's V is the mean reward of the other blocks. Its square is
   # estimated without bias too, so this oracle errs exactly as one that knows V:
-  # what is left of the error of V multiplies mean scores, whose mean is 0.
+  # the error of V multiplies mean scores, whose mean is 0.
   total, second = sums.sum(-1, keepdims=True) - sums
   n = (blocks - 1) * size
   v, v2 = total / n, _square(total, second, n)
-  square = np.stack(
-    [
-      *(squares[i, i] for i in range(3)),
-      squares[0, 0] - 2 * v * squares[0, 3] + v2 * squares[3, 3],
-    ]
-  )
+  oracle = squares[0, 0] - 2 * v * squares[0, 3] + v2 * squares[3, 3]
+  square = np.stack([*(squares[i, i] for i in range(3)), oracle])
   cross = np.stack([*cross[:3], cross[0] - v[:, None] * cross[3]])
   others = (1 - np.eye(blocks)) / (blocks * (blocks - 1))
-  return (
-    square.mean(-1)
-    - 2 * np.sum(cross * others, (-2, -1))
-    + np.sum(truth * others)
-  )
+  mixed = np.sum(cross * others, (-2, -1))
+  return square.mean(-1) - 2 * mixed + np.sum(truth * others)
 
 
 def group_errors(
@@ -305,19 +282,13 @@ def group_errors(
 ) -> tuple[Estimators, Estimators]:
   """Measures the mean squared errors of groups of completions.
 
-  The pool is divided into blocks, each block into groups of G. The error of a
-  group's estimate is ||ghat||^2 - 2 ghat.g + ||g||^2; the unknown g is stood in
-  for by estimates from other blocks than the group's own, and ||g||^2 by
-  products of two different blocks. So the mean is exactly the mean squared
-  error, without knowing g. The oracle's V is replaced likewise.
-
-  Args:
-    gram: inner products of the pool's scores.
-    rewards: rewards of the pool.
-    group_sizes: divisors of S / blocks.
-    blocks: b >= 3.
-    baseline: constant subtracted from the rewards where g is stood in for.
-      Chosen without this pool it leaves that unbiased.
+  The pool is divided into b >= 3 blocks, each block into groups of G; group
+  sizes divide S / b. The error of a group's estimate is ||ghat||^2 - 2 ghat.g +
+  ||g||^2. Estimates from other blocks than the group's own replace the unknown
+  g, and products of two different blocks ||g||^2, so the mean is exactly the
+  mean squared error. The oracle's V is replaced likewise. These estimates of g
+  subtract `baseline` from the rewards, and are unbiased if it does not depend
+  on this pool.
 
   Returns:
     The errors at each group size, [len(group_sizes)], and the same without
@@ -362,18 +333,17 @@ def jackknife(
 ) -> Float[np.ndarray, "*X"]:
   """Variance of a statistic, from its values without each of b blocks.
 
-  R. G. Miller, 1974. For U-statistics it is biased upwards only (B. Efron and
-  C. Stein, 1981).
+  R. G. Miller, 1974; for U-statistics biased upwards only (B. Efron and C.
+  Stein, 1981).
   """
-  blocks = replicates.shape[-1]
-  return np.asarray(np.var(replicates, axis=-1) * (blocks - 1))
+  return np.asarray(np.var(replicates, axis=-1) * (replicates.shape[-1] - 1))
 
 
 def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
   """Half the width of a 95% interval for a mean of independent estimates.
 
-  Student's t with the degrees of freedom of Welch and Satterthwaite, each
-  variance having `degrees` of its own.
+  Student's t by Welch and Satterthwaite; each variance has `degrees` degrees of
+  freedom.
   """
   total = float(variances.sum())
   if total == 0:
@@ -387,8 +357,8 @@ def mean_over_prompts(
 ) -> dict[str, float]:
   """Mean over prompts with standard error and 95% interval, of `PromptMeans`.
 
-  Blocks and projections err independently of each other, so their variances
-  add up. The sum has the degrees of freedom of the fewer, or more.
+  Blocks and projections err independently, so their variances add up. The sum
+  has at least the degrees of freedom of the fewer.
   """
   variances = sum(jackknife(without) for without in replicates)
   mean = float(values.mean())

@@ -4,13 +4,12 @@
                                          [--config.key=value ...]
                                          [--run_dir=DIR]
 
-At each budget N = B G of samples a step it trains with every group size, with
-several seeds, and with group_size = "auto"; each of these is a training run in
-DIR/runs (see `grpojax.train`), so an interrupted study resumes in the middle of
-a run. Beside them stands the group size that theory predicts, G* = 1 +
-sqrt(c3 / c1), from a diagnosis of the policy that training starts from, and
-along the automatic runs. DIR, by default runs/group_size, gets
+At each budget N = B G of samples a step it trains with every group size and
+with group_size = "auto", with several seeds, and compares them with the theory,
+G* = 1 + sqrt(c3 / c1), from a diagnosis of the policy that training starts
+from, and along the automatic runs. DIR, by default runs/group_size, gets
 
+    prediction.json   the diagnosis
     curves.csv        one row a training step: budget, group size, seed, reward,
                       accuracy where it was evaluated
     results.csv       one row a budget and group size: mean reward and accuracy
@@ -27,7 +26,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.random_keys import seed_key
-from grpojax.runtime.cli.config import below, config_error
+from grpojax.runtime.cli.config import below
 from grpojax.runtime.cli.settings import changed, section, setting, to_config
 from grpojax.runtime.files import records
 from grpojax.statistics import diagnostics
@@ -86,6 +85,13 @@ SETTINGS = study.settings(
 )
 """The quick setting: the embedded arithmetic model on two cores."""
 
+METRICS = {
+  "group_size": "group_size",
+  "reward": "reward_mean",
+  **{x: x for x in ("accuracy", "optimal_group_size", "c1", "c3")},
+}
+"""Metrics of a training run by their columns of curves.csv."""
+
 
 def default_config() -> ConfigDict:
   """Makes the config of the quick setting, which configs/figure5.py changes."""
@@ -100,7 +106,8 @@ def train_settings(
   auto = group_size == AUTO
   with run.unlocked(), run.ignore_type():
     run.name = f"N{budget}-G{group_size}-seed{seed}"
-    run.seed, run.group_size = seed, group_size
+    run.seed = seed
+    run.group_size = group_size
     first = run.auto_group_size.start if auto else group_size
     run.batch_size = budget // first
     if auto:  # as large as it may be with 3 prompts a step to diagnose
@@ -125,19 +132,18 @@ def _points(config: ConfigDict):
   return itertools.product(range(config.seeds), config.budgets, sizes)
 
 
-def config_errors(config: ConfigDict) -> list[str]:
-  """Lists what is wrong with the values of a config."""
+def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
+  """Lists the mistakes in values that are in their ranges."""
   wrong = study.size_errors(config, "budgets", "group_sizes")
   p = config.predict
   if p.prompts % p.batch:
     remedy = f"must be a multiple of predict.batch = {p.batch}"
-    wrong.append(config_error("predict.prompts", p.prompts, remedy))
+    wrong.append(("predict.prompts", remedy))
   if wrong:
     return wrong
   for seed, budget, size in _points(config):
     if size != AUTO and budget % size:
-      remedy = f"{size} does not divide the budget {budget}"
-      return [config_error("group_sizes", config.group_sizes, remedy)]
+      return [("group_sizes", f"{size} does not divide the budget {budget}")]
     try:
       train_settings(config, budget, size, seed)
     except ValueError as error:
@@ -149,7 +155,6 @@ def config_errors(config: ConfigDict) -> list[str]:
 def predict(config: ConfigDict) -> dict[str, Any]:
   """Diagnoses the policy that training starts from, on training prompts."""
   p = config.predict
-  # Settings that all runs have; a run's own ones are of no account here.
   settings = dataclasses.replace(
     train_settings(config, config.budgets[0], config.group_sizes[0], seed=0),
     seed=config.train.seed,
@@ -159,7 +164,6 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   policy = setup.with_weights(settings, setup.open_policy(settings))
   sampling = settings.sampling.distribution
   sampler = sampling_lib.make_sampler(settings, policy, p.group_size, sampling)
-
   project = policy_lib.jit(
     policy,
     functools.partial(
@@ -171,7 +175,6 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       chunk_size=settings.optim.update.chunk_size,
     ),
   )
-
   sampling_key, tangents_key = jax.random.split(seed_key(settings.seed))
   split = splits.load_split(settings, policy, "train")
   settings = splits.with_prompt_length(settings, split)
@@ -184,48 +187,19 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       sampled = sampler(policy.params, jax.device_put(prompts), examples, key)
-      _, scores = rewards_lib.compute_rewards(
-        policy, reward_pool, examples, sampled
-      )
-      rewards.append(scores.rewards)
+      scored = policy, reward_pool, examples, sampled
+      rewards.append(rewards_lib.compute_rewards(*scored)[1].rewards)
       # The same directions for all prompts: their products are to be compared.
       projected = project(policy.params, sampled.rollout, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
+  rewards = np.concatenate(rewards)
   diagnosis = diagnostics.diagnose(
     jax.numpy.asarray(np.concatenate(projections, axis=1)),
-    jax.numpy.asarray(np.concatenate(rewards)),
+    jax.numpy.asarray(rewards),
   )
-  row = {k: float(v) for k, v in diagnostics.metrics(diagnosis).items()}
-  return row | {"reward_mean": float(np.mean(np.concatenate(rewards)))}
-
-
-def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
-  """Rows of curves.csv: one a training step of every run."""
-  points = itertools.product(
-    config.budgets, (*config.group_sizes, AUTO), range(config.seeds)
-  )
-  return [
-    {
-      "budget": budget,
-      "run": str(size),
-      "seed": seed,
-      "step": row["step"],
-      "group_size": row["group_size"],
-      "reward": row["reward_mean"],
-      "accuracy": row["accuracy"],
-      "optimal_group_size": row.get("optimal_group_size"),
-      "c1": row.get("c1"),
-      "c3": row.get("c3"),
-    }
-    for budget, size, seed in points
-    for row in study.run_metrics(directory, f"N{budget}-G{size}-seed{seed}")
-  ]
-
-
-def _select(rows, **values) -> list[Mapping[str, Any]]:
-  """Returns the rows that have all these values."""
-  return [r for r in rows if all(r[k] == v for k, v in values.items())]
+  row = diagnostics.metrics(diagnosis) | {"reward_mean": np.mean(rewards)}
+  return {name: float(x) for name, x in row.items()}
 
 
 def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
@@ -237,37 +211,25 @@ def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
   the fixed sizes with its seed.
   """
   sizes = [*map(str, config.group_sizes), AUTO]
-
-  def mean(budget, size, seed, name):
-    of_run = _select(rows, budget=budget, run=size, seed=seed)
-    return np.mean([r[name] for r in of_run if r[name] is not None])
-
   lines = []
   for budget in config.budgets:
     of_budget = [{"budget": budget, "run": size} for size in sizes]
+    runs = [x | {"seed": i} for x in of_budget for i in range(config.seeds)]
     for name in ("reward", "accuracy"):
-      means = np.array(
-        [
-          [mean(budget, size, seed, name) for seed in range(config.seeds)]
-          for size in sizes
-        ]
-      )
+      means = study.run_means(rows, name, runs).reshape(len(sizes), -1)
       of_seeds = means[:-1].mean(0)  # those of the fixed sizes
       centred = means - of_seeds + of_seeds.mean()
-      for line, values, size_means in zip(
-        of_budget, means, centred, strict=True
-      ):
-        line |= study.with_interval(name, size_means)
-        line[f"{name}s"] = values.tolist()
+      for line, values, around in zip(of_budget, means, centred, strict=True):
+        line |= study.with_interval(name, around)
+        line |= {f"{name}s": values.tolist()}
     lines += of_budget
   return lines
 
 
 def _split(lines, budget: int):
   """Returns the lines of a budget's fixed sizes, and that of its auto runs."""
-  of_budget = _select(lines, budget=budget)
-  (auto,) = _select(of_budget, run=AUTO)
-  return [line for line in of_budget if line is not auto], auto
+  *fixed, auto = study.select(lines, budget=budget)
+  return fixed, auto
 
 
 def compare(config: ConfigDict, lines) -> dict[str, Any]:
@@ -299,7 +261,7 @@ def _along(rows, budget: int):
 
   Over the seeds and the whole run: single estimates are too noisy.
   """
-  automatic = _select(rows, budget=budget, run=AUTO)
+  automatic = study.select(rows, budget=budget, run=AUTO)
   at_step = study.by_step(automatic, "c1"), study.by_step(automatic, "c3")
   c1, c3 = (np.cumsum([np.mean(x) for x in by.values()]) for by in at_step)
   with np.errstate(divide="ignore", invalid="ignore"):
@@ -307,16 +269,15 @@ def _along(rows, budget: int):
   return np.array([*at_step[0]]), best
 
 
-def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
+def draw(grid, config: ConfigDict, rows, lines, prediction) -> None:
   """Draws accuracy against steps, mean reward against G, G along the runs."""
-  with study.picture(path, len(config.budgets), 3) as grid:
-    for axes, budget in zip(grid, config.budgets, strict=True):
-      _draw_curves(axes[0], config, rows, budget)
-      _draw_sizes(axes[1], lines, budget, prediction)
-      _draw_choice(axes[2], config, rows, budget)
-      axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
-      for ax in axes:
-        ax.grid(alpha=0.3)
+  for axes, budget in zip(grid, config.budgets, strict=True):
+    _draw_curves(axes[0], config, rows, budget)
+    _draw_sizes(axes[1], lines, budget, prediction)
+    _draw_choice(axes[2], config, rows, budget)
+    axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
+    for ax in axes:
+      ax.grid(alpha=0.3)
 
 
 def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
@@ -326,7 +287,7 @@ def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
   shades = np.linspace(0.1, 0.95, len(config.group_sizes))  # light to dark
   colours = [*map(colormaps["viridis_r"], shades), "crimson"]
   for size, colour in zip(sizes, colours, strict=True):
-    of_size = _select(rows, budget=budget, run=str(size))
+    of_size = study.select(rows, budget=budget, run=str(size))
     values = study.by_step(of_size, "accuracy")
     intervals = [mean_interval(np.array(x)) for x in values.values()]
     mean, low, high = np.array(intervals).T
@@ -340,21 +301,14 @@ def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
 def _draw_sizes(axes, lines, budget, prediction) -> None:
   fixed, auto = _split(lines, budget)
   sizes = [int(line["run"]) for line in fixed]
-  mean, low, high = (
-    np.array([line[f"reward{end}"] for line in fixed])
-    for end in ("", "_low", "_high")
-  )
+  mean, low, high = np.array([study.ends(x, "reward") for x in fixed]).T
   axes.errorbar(sizes, mean, (mean - low, high - mean), fmt="o-", capsize=3)
-  axes.axhline(auto["reward"], color="crimson", label="auto", lw=1.5)
-  axes.axhspan(
-    auto["reward_low"], auto["reward_high"], color="crimson", alpha=0.12, lw=0
-  )
-  axes.set_xscale("log", base=2)
-  axes.set_xticks(sizes, [str(size) for size in sizes])
+  mean, *ends = study.ends(auto, "reward")
+  axes.axhline(mean, color="crimson", label="auto", lw=1.5)
+  axes.axhspan(*ends, color="crimson", alpha=0.12, lw=0)
+  study.size_axis(axes, sizes)
   axes.set_xlim(min(sizes) / 1.5, max(sizes) * 1.5)
-  low, high, best = (
-    prediction[f"optimal_group_size{end}"] for end in ("_low", "_high", "")
-  )
+  best, low, high = study.ends(prediction, "optimal_group_size")
   if low is not None:  # or nothing could be predicted
     high = high or 2 * max(sizes)
     axes.axvspan(low, high, color="gray", alpha=0.2, lw=0, label="95%")
@@ -366,10 +320,10 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
 
 def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
   for seed in range(config.seeds):
-    of_run = _select(rows, budget=budget, run=AUTO, seed=seed)
+    of_run = study.select(rows, budget=budget, run=AUTO, seed=seed)
     axes.step(
-      [r["step"] for r in of_run],
-      [r["group_size"] for r in of_run],
+      [row["step"] for row in of_run],
+      [row["group_size"] for row in of_run],
       where="mid",
       alpha=0.7,
       lw=max(4 - seed, 1),
@@ -388,59 +342,65 @@ def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
   axes.legend(fontsize=7)
 
 
-def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
-  """Writes the tables, the summary and the picture, and prints the result."""
-  rows = curves(config, directory)
-  lines = table(config, rows)
-  plain = [
-    {k: v for k, v in x.items() if not isinstance(v, list)} for x in lines
-  ]
-  study.write_tables(directory, curves=rows, results=plain)
-  along = {}
-  for budget in config.budgets:
-    best = _along(rows, budget)[1]
-    # Without a diagnosis that had enough prompts there is none.
-    along[str(budget)] = float(best[-1]) if len(best) else math.nan
-  comparison = compare(config, lines)
-  records.write_json(
-    directory / "summary.json",
-    {"predicted": prediction, "along_training": along, "measured": comparison},
+def _lines(prediction, lines, comparison, along) -> Iterator[str]:
+  """Yields the lines that the study prints."""
+  yield "predicted G* {} [{}, {}] before training".format(
+    *study.ends(prediction, "optimal_group_size")
   )
-  draw(config, rows, lines, prediction, directory / "group_size.png")
-  print(
-    "predicted G* {optimal_group_size} [{optimal_group_size_low}, "
-    "{optimal_group_size_high}] before training".format(**prediction)
-  )
-  for line in plain:
-    print(
-      f"N = {line['budget']}  G = {line['run']:>4}: mean reward "
-      f"{line['reward']:.3f} [{line['reward_low']:.3f}, "
-      f"{line['reward_high']:.3f}]  mean accuracy {line['accuracy']:.3f} "
-      f"[{line['accuracy_low']:.3f}, {line['accuracy_high']:.3f}]"
+  for line in lines:
+    reward, accuracy = (
+      "mean {} {:.3f} [{:.3f}, {:.3f}]".format(name, *study.ends(line, name))
+      for name in ("reward", "accuracy")
     )
+    yield f"N = {line['budget']}  G = {line['run']:>4}: {reward}  {accuracy}"
   for budget, x in comparison.items():
-    print(
+    yield (
       f"N = {budget}: best G {x['best_group_size']}, auto - best "
       f"{x['auto_minus_best'][0]:+.3f}, auto - worst "
       f"{x['auto_minus_worst'][0]:+.3f}; G* along training "
       f"{along[budget]:.0f}"
     )
-  print(f"tables and picture are in {directory}/")
+
+
+def results(
+  config: ConfigDict, directory: pathlib.Path, prediction
+) -> study.Results:
+  """Trains with all group sizes, and compares them with the prediction."""
+  budgets, sizes = config.budgets, [*map(str, config.group_sizes), AUTO]
+  runs, labels = [], []
+  for seed, budget, size in _points(config):
+    runs.append(train_settings(config, budget, size, seed))
+    labels.append({"budget": budget, "run": str(size), "seed": seed})
+  rows = study.trained(labels, runs, directory, METRICS)
+  rows.sort(key=lambda x: (budgets.index(x["budget"]), sizes.index(x["run"])))
+  lines = table(config, rows)
+  comparison = compare(config, lines)
+  along = {}
+  for budget in budgets:
+    best = _along(rows, budget)[1]
+    # Without a diagnosis that had enough prompts there is none.
+    along[str(budget)] = float(best[-1]) if len(best) else math.nan
+  summary = {"predicted": prediction, "along_training": along}
+  return study.Results(
+    tables={"curves": rows, "results": lines},
+    lines=[*_lines(prediction, lines, comparison, along)],
+    draw=lambda grid: draw(grid, config, rows, lines, prediction),
+    panels=(len(budgets), 3),
+    summary=summary | {"measured": comparison},
+  )
+
+
+def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
+  """Predicts the best group size, and trains with all."""
+  path = directory / "prediction.json"
+  if not path.exists():
+    records.write_json(path, predict(config))
+  return results(config, directory, json.loads(path.read_text()))
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
-  opened = study.study(argv, SETTINGS, config_errors, __doc__)
-  with opened as (config, directory):
-    path = directory / "prediction.json"
-    if not path.exists():
-      records.write_json(path, predict(config))
-    runs = [
-      train_settings(config, budget, size, seed)
-      for seed, budget, size in _points(config)
-    ]
-    study.train_all(runs, directory)
-    write(config, directory, json.loads(path.read_text()))
+  """Runs the study with `argv`, the words after its name."""
+  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 
 if __name__ == "__main__":

@@ -2,39 +2,31 @@
 
     python -m grpojax.studies.mse [--run_dir=DIR] [--config.key=value ...]
 
-Figure 4 of arXiv 2603.01162 on the embedded arithmetic models: vanilla, GRPO
-(leave-one-out, and centred with the group's own mean) and oracle, each against
-the group size, for a base model, an instruct model, and the base model with
-solved examples in its prompt. The gradient is that of the expected reward of a
-prompt with respect to all parameters; errors are conditional on the prompt, and
-averaged over held-out prompts.
+Figure 4 of arXiv 2603.01162 for a base model, an instruct model, and the base
+model with solved examples in its prompt. The gradient is that of a prompt's
+expected reward with respect to all parameters or, for large models, random
+`projections` of the gradients of the layers' matrices. Errors are conditional
+on the prompt, and averaged over held-out prompts.
 
-A language model of hundreds of millions of parameters is asked `questions`. Its
-scores are those of the layers' matrices by random `projections`: all errors and
-moments are linear in the scores' products, whose estimates are unbiased, and
-the intervals include their spread.
-
-For each prompt two pools of completions are sampled. Groups of the first are
+Two pools of completions are sampled per prompt. Groups of the first are
 measured (`errors.group_errors`); the curves are the exact formulas of
-`statistics.u_statistics.mse` with moments estimated from the second, because
-the completions of a real model cannot be enumerated. Intervals are over the
-completions, with the prompts fixed.
+`statistics.u_statistics.mse` with moments estimated from the second. Intervals
+are over the completions and projections, with the prompts fixed.
 
-The run directory has rows.jsonl, a line a prompt as soon as it is done (the
-same command goes on where it stopped), results.csv, summary.json and mse.png.
+The run directory has rows.jsonl, a line per finished prompt (the same command
+goes on from there), results.csv, summary.json and mse.png.
 """
 
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
@@ -42,15 +34,13 @@ from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run, samples
 from grpojax.training import policy as policy_lib
 
-_TITLES = {
-  "base": "base model",
-  "instruct": "instruct model",
-  "in-context": "base model, {shots} examples in the prompt",
-}
-_TITLES_OF_ONE = {
-  "base": "plain text",
-  "instruct": "chat template",
-  "in-context": "plain text, {shots} examples in the prompt",
+_TITLES = {  # of two models, and of one
+  "base": ("base model", "plain text"),
+  "instruct": ("instruct model", "chat template"),
+  "in-context": tuple(
+    f"{x}, {{shots}} examples in the prompt"
+    for x in ("base model", "plain text")
+  ),
 }
 _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "vanilla": ("vanilla", "tab:gray", "s", 1.0),
@@ -58,13 +48,15 @@ _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "leave_one_out": ("GRPO, leave-one-out", "tab:blue", "o", 0.95),
   "oracle": ("oracle", "tab:orange", "^", 1.05),
 }
-_PANELS = (  # label; columns of a point, its interval and its curve
-  ("mean squared error", ("mse", "mse_low", "mse_high", "theory")),
-  (
-    "ratio to the oracle",
-    ("ratio_to_oracle", "ratio_low", "ratio_high", "theory_ratio"),
+_PANELS = {  # label: columns of a point, its interval and its curve
+  "mean squared error": ("mse", "mse_low", "mse_high", "theory"),
+  "ratio to the oracle": (
+    "ratio_to_oracle",
+    "ratio_low",
+    "ratio_high",
+    "theory_ratio",
   ),
-)
+}
 
 
 FLAGS = run.FLAGS
@@ -101,33 +93,33 @@ SETTINGS = run.settings(
 """About seven minutes of CPU time."""
 
 
-def config_errors(config: ConfigDict) -> list[str]:
-  """Lists what is wrong with values that are in their ranges."""
+def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
+  """Yields the mistakes in values that are in their ranges."""
   if wrong := run.size_errors(config, "group_sizes"):
-    return wrong
+    yield from wrong
+    return
   sizes, largest = config.group_sizes, max(config.group_sizes)
   if any(largest % g for g in sizes) or len(set(sizes)) < len(sizes):
-    remedy = "each must divide the largest, once"
-    wrong.append(config_error("group_sizes", sizes, remedy))
+    yield "group_sizes", "each must divide the largest, once"
   elif config.samples % largest or config.samples < 3 * largest:
-    remedy = (
-      f"must be a multiple of {largest}, the largest group, at least 3 times"
+    yield (
+      "samples",
+      f"must be a multiple of {largest}, the largest group, at least 3 times",
     )
-    wrong.append(config_error("samples", config.samples, remedy))
   if config.projections in (1, 2):
-    remedy = "their spread is part of the intervals: give 3 or more, or 0"
-    wrong.append(config_error("projections", config.projections, remedy))
+    yield (
+      "projections",
+      "their spread is part of the intervals: give 3 or more, or 0",
+    )
   for key, split in {"num_prompts": "test", "shots": "train"}.items():
     most = len(samples.questions(None, split))
     if config.problems == "questions" and config[key] > most:
-      remedy = f"there are {most} such questions"
-      wrong.append(config_error(key, config[key], remedy))
+      yield key, f"there are {most} such questions"
   for name in ("base", "instruct"):
     try:
       policy_lib.find_model(config[name])
     except ValueError as error:
-      wrong.append(config_error(name, config[name], f"{error}"))
-  return wrong
+      yield name, f"{error}"
 
 
 def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
@@ -135,40 +127,40 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   key = samples.prompt_key(config.seed, name, index)
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
   sampled = samples.sample(bench, index, keys)
-  # The first pool is measured, the second gives theory its moments.
-  n, blocks = config.samples, config.samples // max(config.group_sizes)
-  first, second, both = slice(n), slice(n, None), slice(None)
   rewards = sampled.rewards
-  gram = sampled.gram[second, second]
-  baseline = errors.best_baseline(gram, rewards[second])
-  moments, lengths = errors.score_moments, errors.score_lengths
+  # The first pool is measured, the second gives theory its moments.
+  blocks = config.samples // max(config.group_sizes)
+  first, second = slice(config.samples), slice(config.samples, None)
+  both = slice(None)
+
+  def pool(part, gram=sampled.gram):
+    return gram[part, part], rewards[part]
+
+  baseline = errors.best_baseline(*pool(second))
 
   def group_errors(gram, rewards):
     return errors.group_errors(
       gram, rewards, config.group_sizes, blocks, baseline
     )
 
-  measured, without = group_errors(sampled.gram[first, first], rewards[first])
-  row = {
-    "errors": measured,
-    "errors_without": without,
-    "moments": moments(gram, rewards[second]),
-    "moments_without": errors.without_blocks(
-      moments, gram, rewards[second], blocks
-    ),
-    "lengths": lengths(sampled.gram, rewards),
-    "lengths_without": errors.without_blocks(
-      lengths, sampled.gram, rewards, 2 * blocks
-    ),
-  }
+  measured, without = group_errors(*pool(first))
+  row = {"errors": measured, "errors_without": without}
+  for field, estimate, part, count in (
+    ("moments", errors.score_moments, second, blocks),
+    ("lengths", errors.score_lengths, both, 2 * blocks),
+  ):
+    row[field] = estimate(*pool(part))
+    row[f"{field}_without"] = errors.without_blocks(
+      estimate, *pool(part), count
+    )
   if bench.projections:
     for field, estimate, part in (
       ("errors", lambda *pool: group_errors(*pool)[0], first),
-      ("moments", moments, second),
-      ("lengths", lengths, both),
+      ("moments", errors.score_moments, second),
+      ("lengths", errors.score_lengths, both),
     ):
       row[f"{field}_projected"] = errors.stacked(
-        estimate(gram[part, part], rewards[part]) for gram in sampled.without
+        estimate(*pool(part, gram)) for gram in sampled.without
       )
   return {
     "configuration": name,
@@ -204,7 +196,7 @@ def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
 
 def _by_configuration(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
   names = dict.fromkeys(row["configuration"] for row in rows)
-  return {n: [r for r in rows if r["configuration"] == n] for n in names}
+  return {name: run.select(rows, configuration=name) for name in names}
 
 
 def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
@@ -220,29 +212,6 @@ def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
   ]
 
 
-def _numbers(rows: Sequence[Mapping], index: int, group_size: int):
-  """Returns errors by estimator at one group size: measured, and of theory."""
-  stacks = _stacks(rows, "errors")
-  measured = {
-    x: tuple(stack[x][..., index] for stack in stacks) for x in stacks[0]
-  }
-  exact = [
-    u_statistics.mse(Moments(**moments), group_size)._asdict()
-    for moments in _stacks(rows, "moments")
-  ]
-  theory = {
-    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in measured
-  }
-  return measured, theory
-
-
-def _deviation(measured: Mapping, theory: Mapping) -> float:
-  """Measured minus theoretical error, in standard errors of the difference."""
-  error = np.hypot(measured["error"], theory["error"])
-  gap = measured["mean"] - theory["mean"]
-  return float(gap / error) if error > 0 else 0.0
-
-
 def table(
   rows: Sequence[Mapping[str, Any]], group_sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
@@ -252,36 +221,42 @@ def table(
   95% intervals; their difference in standard errors; and the ratio to the
   oracle's error.
   """
-  rows_of_table = []
-  for name, of_configuration in _by_configuration(rows).items():
+  lines = []
+  for name, of_name in _by_configuration(rows).items():
+    measured = _stacks(of_name, "errors")
+    moments = [Moments(**x) for x in _stacks(of_name, "moments")]
     for index, group_size in enumerate(group_sizes):
-      measured, theory = _numbers(of_configuration, index, group_size)
+      theory = [u_statistics.mse(x, group_size)._asdict() for x in moments]
+      numbers = [  # by estimator: measured, and of theory
+        {x: tuple(y[x][..., index] for y in measured) for x in _STYLES},
+        {x: tuple(np.asarray(y[x], float) for y in theory) for x in _STYLES},
+      ]
       for estimator in _STYLES:
-        point, curve = (
-          errors.mean_over_prompts(*x[estimator]) for x in (measured, theory)
-        )
-        ratio, expected = (
-          errors.ratio_of_means(x[estimator], x["oracle"])
-          for x in (measured, theory)
-        )
-        row = {
-          "configuration": name,
-          "estimator": estimator,
-          "group_size": group_size,
-          "mse": point["mean"],
-          "mse_low": point["low"],
-          "mse_high": point["high"],
-          "theory": curve["mean"],
-          "theory_low": curve["low"],
-          "theory_high": curve["high"],
-          "deviation": _deviation(point, curve),
-          "ratio_to_oracle": ratio["mean"],
-          "ratio_low": ratio["low"],
-          "ratio_high": ratio["high"],
-          "theory_ratio": expected["mean"],
-        }
-        rows_of_table.append(run.rounded(row))
-  return rows_of_table
+        label = {"configuration": name, "estimator": estimator}
+        line = _comparison(numbers, estimator)
+        lines.append(run.rounded(label | {"group_size": group_size} | line))
+  return lines
+
+
+def _comparison(numbers: Sequence[Mapping], estimator: str) -> dict[str, float]:
+  """Compares an estimator's measured error with theory and the oracle."""
+  point, curve = (errors.mean_over_prompts(*x[estimator]) for x in numbers)
+  ratio, expected = (
+    errors.ratio_of_means(x[estimator], x["oracle"]) for x in numbers
+  )
+  error = np.hypot(point["error"], curve["error"])
+  gap = point["mean"] - curve["mean"]
+
+  def columns(name, low, high, x):
+    return {name: x["mean"], low: x["low"], high: x["high"]}
+
+  return {
+    **columns("mse", "mse_low", "mse_high", point),
+    **columns("theory", "theory_low", "theory_high", curve),
+    "deviation": float(gap / error) if error > 0 else 0.0,
+    **columns("ratio_to_oracle", "ratio_low", "ratio_high", ratio),
+    "theory_ratio": expected["mean"],
+  }
 
 
 def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
@@ -299,7 +274,7 @@ def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
   `vanilla_to_oracle` is the ratio of their exact errors, at every group size.
   """
   varied = [row for row in rows if 0 < row["success"] < 1]
-  if not varied or "lengths" not in rows[0]:  # of an older study
+  if not varied:
     return {}
   moments = _stacks(rows, "moments")
   vanilla, oracle = (
@@ -316,74 +291,70 @@ def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
 
 
 def summary(
-  rows: Sequence[Mapping[str, Any]], rows_of_table: Sequence[Mapping[str, Any]]
+  rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
   """Means over prompts and largest deviations from theory, by configuration."""
-  lines = _by_configuration(rows_of_table)
   summaries = {}
   for name, of_configuration in _by_configuration(rows).items():
-    means = {
-      key: float(np.mean([r[key] for r in of_configuration]))
-      for key in ("success", "distinct", "best_baseline")
-    }
-    moments = _means(of_configuration, "moments")
     deviations = {
-      x: [r["deviation"] for r in lines[name] if r["estimator"] == x]
+      x: [
+        line["deviation"]
+        for line in run.select(lines, configuration=name, estimator=x)
+      ]
       for x in _STYLES
     }
-    largest = {x: max(values, key=abs) for x, values in deviations.items()}
-    summaries[name] = (
-      means
-      | {"moments": moments, "largest_deviation": largest}
-      | _lengths(of_configuration)
-    )
+    summaries[name] = {
+      key: float(np.mean([row[key] for row in of_configuration]))
+      for key in ("success", "distinct", "best_baseline")
+    }
+    summaries[name] |= {
+      "moments": _means(of_configuration, "moments"),
+      "largest_deviation": {
+        x: max(values, key=abs) for x, values in deviations.items()
+      },
+    } | _lengths(of_configuration)
   return summaries
 
 
 def draw(
-  rows: Sequence[Mapping[str, Any]], config: ConfigDict, path: pathlib.Path
+  axes: np.ndarray, rows: Sequence[Mapping[str, Any]], config: ConfigDict
 ) -> None:
   """Draws errors, and below them ratios to the oracle's, against group size."""
   configurations = _by_configuration(rows)
-  titles = _TITLES_OF_ONE if config.base == config.instruct else _TITLES
-  with run.picture(path, 2, len(configurations), width=3.6) as axes:
-    for column, (name, lines) in zip(
-      axes.T, configurations.items(), strict=True
-    ):
-      for estimator, style in _STYLES.items():
-        of_curve = [r for r in lines if r["estimator"] == estimator]
-        for ax, (_, columns) in zip(column, _PANELS, strict=True):
-          _draw_curve(ax, of_curve, style, columns)
-      title = titles[name].format(shots=config.shots)
-      column[0].set_title(title, fontsize=10)
-      column[1].set_xlabel("group size G")
-      for ax in column:
-        ax.set_xscale("log", base=2)
-        if ax.dataLim.y1 > 0:  # else all rewards were equal
-          ax.set_yscale("log")
-        ax.set_xticks(config.group_sizes, [str(g) for g in config.group_sizes])
-        ax.grid(alpha=0.3)
-    for ax, (label, _) in zip(axes[:, 0], _PANELS, strict=True):
-      ax.set_ylabel(label)
-    legend = axes[0, 0].get_legend_handles_labels()
-    axes[0, 0].figure.legend(
-      *legend, loc="outside lower center", ncols=4, fontsize=9
-    )
+  one_model = config.base == config.instruct
+  for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
+    for estimator, style in _STYLES.items():
+      of_curve = run.select(lines, estimator=estimator)
+      for ax, columns in zip(column, _PANELS.values(), strict=True):
+        _draw_curve(ax, of_curve, style, columns)
+    title = _TITLES[name][one_model].format(shots=config.shots)
+    column[0].set_title(title, fontsize=10)
+    column[1].set_xlabel("group size G")
+    for ax in column:
+      run.size_axis(ax, config.group_sizes)
+      if ax.dataLim.y1 > 0:  # else all rewards were equal
+        ax.set_yscale("log")
+      ax.grid(alpha=0.3)
+  for ax, label in zip(axes[:, 0], _PANELS, strict=True):
+    ax.set_ylabel(label)
+  legend = axes[0, 0].get_legend_handles_labels()
+  axes[0, 0].figure.legend(
+    *legend, loc="outside lower center", ncols=4, fontsize=9
+  )
 
 
 def _draw_curve(ax, rows, style, columns) -> None:
   """Draws points with intervals over a curve: columns point, ends and curve."""
   label, colour, marker, shift = style
-  value, low, high, theory = (
-    np.array([row[name] for row in rows]) for name in columns
+  names = ("group_size", *columns, "theory_low", "theory_high")
+  sizes, value, low, high, theory, *band = (
+    np.array([row[name] for row in rows]) for name in names
   )
-  sizes = np.array([row["group_size"] for row in rows])
   if not marker:
     ax.plot(sizes, theory, color=colour, lw=0.8, label=label)
     return
   ax.plot(sizes, theory, color=colour, lw=1.2)
   if columns[-1] == "theory":
-    band = ([row[f"theory_{end}"] for row in rows] for end in ("low", "high"))
     ax.fill_between(sizes, *band, color=colour, alpha=0.15, lw=0)
   ax.errorbar(
     sizes * shift,
@@ -398,21 +369,28 @@ def _draw_curve(ax, rows, style, columns) -> None:
   )
 
 
+def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
+  """Measures all prompts, and compares their errors with theory."""
+  rows = _collect(config, directory / "rows.jsonl")
+  lines = table(rows, config.group_sizes)
+  summaries = summary(rows, lines)
+  return run.Results(
+    tables={"results": lines},
+    lines=[
+      f"{name} {key}: {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]"
+      for name, numbers in summaries.items()
+      for key, x in numbers.get("lengths", {}).items()
+    ],
+    draw=lambda axes: draw(axes, lines, config),
+    panels=(2, len(summaries)),
+    width=3.6,
+    summary=summaries,
+  )
+
+
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
-  with run.study(argv, SETTINGS, config_errors, __doc__) as (config, directory):
-    rows = _collect(config, directory / "rows.jsonl")
-    results = table(rows, config.group_sizes)
-    run.write_tables(directory, results=results)
-    summaries = summary(rows, results)
-    records.write_json(directory / "summary.json", summaries)
-    draw(results, config, directory / "mse.png")
-    for name, numbers in summaries.items():
-      for key, x in numbers.get("lengths", {}).items():
-        print(
-          f"{name} {key}: {x['mean']:.3f} [{x['low']:.3f}, {x['high']:.3f}]"
-        )
-    print(f"tables and picture are in {directory}/")
+  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""The skeleton of a study: its directory, training runs, tables and pictures.
+"""The runner of the studies: command line, directory, training runs, files.
 
-A study's directory, by default runs/NAME, holds config.json, the partial
-results that make it resumable, and at the end results.csv, summary.json and
-NAME.png. The same command resumes; another config is refused. A study that is
-made of training runs has run R in runs/R, and what it printed in logs/R.txt.
+A study computes `Results` from its config. Its directory, by default runs/NAME,
+holds config.json, the partial results that make it resumable, and at the end
+the tables (CSV), summary.json and NAME.png. The same command resumes; another
+config is refused. A study of training runs has run R in runs/R, and the output
+of R in logs/R.txt.
 """
 
 import contextlib
 import csv
 import io
 import json
+import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -35,48 +37,102 @@ FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
 """The flags of every study."""
 SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
 
+Row = Mapping[str, Any]
+ConfigErrors = Callable[[ConfigDict], Iterable[str | tuple[str, str]]]
+"""Finds the mistakes in values that are in their ranges: text, or a setting and
+what to do."""
+
+
+class Results(NamedTuple):
+  """Results of a study: its files, and lines to print."""
+
+  tables: Mapping[str, Sequence[Row]]  # of NAME.csv, which leaves lists out
+  lines: Sequence[str]
+  draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
+  panels: tuple[int, int]  # rows and columns of the picture
+  width: float = 4.0  # of a panel, in inches
+  summary: Row | None = None  # of summary.json
+
 
 def settings(name: str, **fields: Option | Section) -> Section:
-  """Declares a study's settings; `name` is that of its module too."""
+  """Declares a study's settings; `name` is also that of its module."""
   about = "name of the study; its directory is runs/NAME"
   return section("the study", name=setting(name, about), **fields)
 
 
-@contextlib.contextmanager
-def study(
+def execute(
   argv: Sequence[str],
   declared: Section,
-  config_errors: Callable[[ConfigDict], list[str]],
+  config_errors: ConfigErrors,
   about: str,
-) -> Iterator[tuple[ConfigDict, pathlib.Path]]:
-  """Starts or resumes a study; Ctrl-C ends it with a line that says how.
+  compute: Callable[[ConfigDict, pathlib.Path], Results],
+) -> None:
+  """Starts or resumes a study, and writes its results.
 
-  `declared` are its `settings`; `config_errors` lists what is wrong with values
-  that are in their ranges, and `about`, its docstring, is the text of --help.
-
-  Yields:
-    The config and the run directory.
+  `about` is the text of --help, and `compute` takes the config and the
+  directory, where it keeps partial results.
 
   Raises:
     SystemExit: with a message, for a command line or a config that cannot be
-      used, or a directory of something else.
+      used, or a directory of something else; without one after Ctrl-C.
   """
+  config, directory = open_study(argv, declared, config_errors, about)
+  try:
+    results = compute(config, directory)
+    _write(results, directory, declared.fields["name"].default)
+  except KeyboardInterrupt:
+    print("interrupted; the same command goes on with what is not done yet")
+    interrupts.exit_program()
+
+
+def _write(results: Results, directory: pathlib.Path, name: str) -> None:
+  """Writes the tables, the summary and the picture, and prints the lines."""
+  for table, rows in results.tables.items():
+    text = io.StringIO()
+    columns = [k for k, x in rows[0].items() if not isinstance(x, list)]
+    writer = csv.DictWriter(
+      text, columns, extrasaction="ignore", lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    records.write_text(directory / f"{table}.csv", text.getvalue())
+  if results.summary is not None:
+    records.write_json(directory / "summary.json", results.summary)
+  rows, columns = results.panels
+  size = (results.width * columns, 0.8 * results.width * rows)
+  figure = pictures.new_figure(size)
+  results.draw(figure.subplots(rows, columns, squeeze=False))
+  pictures.save_figure(figure, directory / f"{name}.png")
+  for line in results.lines:
+    print(line)
+  print(f"tables and picture are in {directory}/")
+
+
+def open_study(
+  argv: Sequence[str],
+  declared: Section,
+  config_errors: ConfigErrors,
+  about: str,
+) -> tuple[ConfigDict, pathlib.Path]:
+  """Reads a study's command line, and opens its directory: see `execute`."""
   with command_line.usage_errors():
     config, flags = command_line.parse(argv, FLAGS, declared, about)
+    flat = config_lib.flatten(config)
     config_lib.refuse(
       settings_lib.key_errors(declared, config)
       or config_lib.name_errors(config.name)
-      or settings_lib.value_errors(declared, config_lib.flatten(config))
-      or config_errors(config)
+      or settings_lib.value_errors(declared, flat)
+      or [
+        x
+        if isinstance(x, str)
+        else config_lib.config_error(x[0], flat[x[0]], x[1])
+        for x in config_errors(config)
+      ]
     )
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
     _open(directory, config)
-  try:
-    yield config, directory
-  except KeyboardInterrupt:
-    print("interrupted; the same command goes on with what is not done yet")
-    interrupts.exit_program()
+  return config, directory
 
 
 def _open(directory: pathlib.Path, config: ConfigDict) -> None:
@@ -110,6 +166,21 @@ def time_left(began: float, done: int, count: int) -> str:
   """Time that the rest of `count` equal parts takes, as text."""
   seconds = (time.perf_counter() - began) / done * (count - done)
   return f"{records.duration(seconds)} left"
+
+
+def load_or_make(
+  path: pathlib.Path, make: Callable[[], np.ndarray]
+) -> np.ndarray:
+  """Loads an array of an earlier start, or makes and saves it."""
+  if path.exists():
+    return np.load(path)
+  array = make()
+  with records.replacing(path) as temporary, open(temporary, "wb") as file:
+    np.save(file, array)
+  return array
+
+
+# Training runs.
 
 
 def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
@@ -152,34 +223,67 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
     )
 
 
-def run_summary(directory: pathlib.Path, name: str) -> dict[str, Any]:
-  """Reads a finished training run's summary."""
-  path = training_run(directory, name) / run_directory.SUMMARY
-  return json.loads(path.read_text())
-
-
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
   """Reads a row a training step, with the accuracy where it was evaluated.
 
   Raises:
     SystemExit: the run lacks a step.
   """
-  steps = run_summary(directory, name)["steps"]
-  path = training_run(directory, name) / run_directory.METRICS
+  run = training_run(directory, name)
+  steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
+  path = run / run_directory.METRICS
   rows = records.read_jsonl(path)
   accuracy = {r["step"]: r["accuracy"] for r in rows if "accuracy" in r}
   trained = [row for row in rows if "reward_mean" in row]
   if [row["step"] for row in trained] != [*range(1, steps + 1)]:
     raise SystemExit(
       f"error: {path} has not the steps 1 to {steps} of a finished run: delete "
-      f"{path.parent} and run the same command, which makes it again"
+      f"{run} and run the same command, which makes it again"
     )
   return [row | {"accuracy": accuracy.get(row["step"])} for row in trained]
 
 
-def by_step(
-  rows: Sequence[Mapping[str, Any]], column: str
-) -> dict[int, list[float]]:
+def trained(
+  labels: Sequence[Row],
+  runs: Sequence[TrainSettings],
+  directory: pathlib.Path,
+  metrics: Mapping[str, str],
+) -> list[dict[str, Any]]:
+  """Makes training runs, and returns a row for each of their steps.
+
+  A row has the labels of its run and, by column, the `metrics`.
+  """
+  train_all(runs, directory)
+  return [
+    {**of_run, "step": row["step"]}
+    | {column: row.get(metric) for column, metric in metrics.items()}
+    for of_run, run in zip(labels, runs, strict=True)
+    for row in run_metrics(directory, run.name)
+  ]
+
+
+# Tables.
+
+
+def select(rows: Sequence[Row], **values: Any) -> list[Row]:
+  """Returns the rows that have all these values."""
+  return [row for row in rows if all(row[k] == v for k, v in values.items())]
+
+
+def mean_of(rows: Sequence[Row], column: str) -> float:
+  """Mean of a column over the rows that have it; nan if there is none."""
+  values = [row[column] for row in rows if row[column] is not None]
+  return float(np.mean(values)) if values else math.nan
+
+
+def run_means(
+  rows: Sequence[Row], column: str, runs: Sequence[Row]
+) -> np.ndarray:
+  """Means of a column over the steps of each of the runs with these labels."""
+  return np.array([mean_of(select(rows, **run), column) for run in runs])
+
+
+def by_step(rows: Sequence[Row], column: str) -> dict[int, list[float]]:
   """Values of a column at each step, ascending; None is no value."""
   values: dict[int, list[float]] = {}
   for row in sorted(rows, key=lambda row: row["step"]):
@@ -194,30 +298,12 @@ def with_interval(name: str, values: np.ndarray) -> dict[str, float]:
   return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
-def size_errors(config: ConfigDict, *names: str) -> list[str]:
-  """Lists those of the settings that are no whole numbers of 2 or more."""
-  remedy = "give whole numbers of 2 or more"
-  return [
-    config_lib.config_error(name, config[name], remedy)
-    for name in names
-    if not config[name]
-    or not all(isinstance(x, int) and x >= 2 for x in config[name])
-  ]
+def ends(row: Row, name: str) -> list[float | None]:
+  """Returns the columns of `with_interval` again: mean, low and high."""
+  return [row[f"{name}{end}"] for end in ("", "_low", "_high")]
 
 
-def load_or_make(
-  path: pathlib.Path, make: Callable[[], np.ndarray]
-) -> np.ndarray:
-  """Loads an array of an earlier start, or makes and saves it."""
-  if path.exists():
-    return np.load(path)
-  array = make()
-  with records.replacing(path) as temporary, open(temporary, "wb") as file:
-    np.save(file, array)
-  return array
-
-
-def rounded(row: Mapping[str, Any], digits: int = 6) -> dict[str, Any]:
+def rounded(row: Row, digits: int = 6) -> dict[str, Any]:
   """Rounds the floats of a row to some significant digits."""
   return {
     name: float(f"{x:.{digits}g}") if isinstance(x, float) else x
@@ -225,24 +311,20 @@ def rounded(row: Mapping[str, Any], digits: int = 6) -> dict[str, Any]:
   }
 
 
-def write_tables(
-  directory: pathlib.Path, **tables: Sequence[Mapping[str, Any]]
-) -> None:
-  """Writes NAME.csv of each table; its first row names the columns."""
-  for name, rows in tables.items():
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    records.write_text(directory / f"{name}.csv", text.getvalue())
+def size_errors(config: ConfigDict, *names: str) -> list[tuple[str, str]]:
+  """Lists those of the settings that are no whole numbers of 2 or more."""
+  return [
+    (name, "give whole numbers of 2 or more")
+    for name in names
+    if not config[name]
+    or not all(isinstance(x, int) and x >= 2 for x in config[name])
+  ]
 
 
-@contextlib.contextmanager
-def picture(
-  path: pathlib.Path, rows: int, columns: int, width: float = 4.0
-) -> Iterator[np.ndarray]:
-  """Yields axes [rows, columns], each `width` inches wide, and writes a PNG."""
-  size = (width * columns, 0.8 * width * rows)
-  figure = pictures.new_figure(size)
-  yield figure.subplots(rows, columns, squeeze=False)
-  pictures.save_figure(figure, path)
+# Pictures.
+
+
+def size_axis(axes: Any, sizes: Sequence[int]) -> None:
+  """Gives axes of a picture an x axis of group sizes."""
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(sizes, [str(size) for size in sizes])

@@ -38,8 +38,7 @@ class Problems(NamedTuple):
 
   load: Callable[..., Any]  # `(train settings, split) -> examples`
   template: str  # of a problem in plain text
-  # `(example) -> text` after it, in an example of the prompt
-  solution: Callable[[Mapping], str]
+  solution: Callable[[Mapping], str]  # text after it, of a solved example
   reward: Callable[..., float]  # `(prompt, completion, example) -> 0 or 1`
   one_line: bool  # True where a solution in plain text ends with its line
 
@@ -49,8 +48,8 @@ def questions(_, split: str) -> list[Example]:
 
   Sums, differences, products and quotients of two small numbers and sums of
   three take turns: 65 held-out ones ("test") and 70 to be shown solved
-  ("train"). Harder ones are always wrong with a model of 100 million parameters
-  at temperature 1, and rewards that are all equal have no gradient.
+  ("train"). A model of 100 million parameters is always wrong on harder ones,
+  and equal rewards have no gradient.
   """
   pairs = list(itertools.product(range(2, 10), repeat=2))
   triples = itertools.product(range(1, 4), repeat=3)
@@ -130,12 +129,11 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     policy = _plain(policy, problems.one_line)
     template = problems.template
   if name == "in-context":
-    examples = problems.load(settings, "train")
-    shots = ""
-    for example in map(examples.__getitem__, range(config.shots)):
-      shots += template.format(prompt=example["prompt"])
-      shots += problems.solution(example) + "\n\n"
-    template = shots + template
+    shots = [
+      template.format(prompt=x["prompt"]) + problems.solution(x) + "\n\n"
+      for x in Subset(problems.load(settings, "train"), range(config.shots))
+    ]
+    template = "".join([*shots, template])
   held_out = Subset(problems.load(settings, "test"), range(config.num_prompts))
   longest = max(
     len(encode_prompt(policy.tokenizer, example["prompt"], template)[1])
@@ -149,21 +147,18 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
   sampling, exact = settings.sampling.distribution, not config.projections
-  make_score = errors.make_score if exact else errors.make_projected_score
-  return Bench(
-    policy,
-    list(batches),
-    sampling_lib.make_sampler(settings, policy, config.samples, sampling),
-    make_score(policy.lm, sampling),
-    problems.reward,
-    config.projections,
+  sampler = sampling_lib.make_sampler(
+    settings, policy, config.samples, sampling
   )
+  make_score = errors.make_score if exact else errors.make_projected_score
+  score = make_score(policy.lm, sampling)
+  rest = problems.reward, config.projections
+  return Bench(policy, list(batches), sampler, score, *rest)
 
 
 def prompt_key(seed: int, name: str, index: int) -> jax.Array:
   """Random key of the samples of a configuration's prompt."""
-  key = seed_key(seed)
-  key = jax.random.fold_in(key, CONFIGURATIONS.index(name))
+  key = jax.random.fold_in(seed_key(seed), CONFIGURATIONS.index(name))
   return jax.random.fold_in(key, index)
 
 

@@ -4,16 +4,13 @@
 
 Theorem 8 and Corollaries 9 and 10 of arXiv 2603.01162 on a bandit of which
 everything is known (`studies.tabular`). Thousands of complete GRPO runs, with
-step sizes eta / n, are vmapped over seeds in one program for each estimator and
-group size G, at N = B G samples a step. n times their suboptimality gap is
-compared with the weighted sum of chi-squares that the theory predicts from the
-curvature and the gradient noise at the optimum, without a fitted constant:
+step sizes eta / n and N = B G samples a step, are compared with the theory's
+prediction, in float64, without a fitted constant:
 
   sqrt(n) (theta_n - theta*) -> N(0, S),
   n (J* - J(theta_n)) -> 1/2 sum_k lambda_k chi2_1,
 
-lambda the eigenvalues of H^1/2 S H^1/2, H the curvature -grad^2 J(theta*). What
-theory predicts is computed in float64.
+lambda the eigenvalues of H^1/2 S H^1/2, H the curvature -grad^2 J(theta*).
 
 Writes results.csv (a row for each estimator, G and n), quantiles.csv,
 distances.csv, summary.json and suboptimality.png. An interrupted study goes on
@@ -26,7 +23,7 @@ import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -34,13 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy  # scipy.linalg and scipy.stats come when first used
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from ml_collections import ConfigDict
 
 from grpojax.core.random_keys import seed_key
 from grpojax.core.step import init_state
-from grpojax.core.types import Prompts, TrainState
-from grpojax.runtime.cli.config import config_error
+from grpojax.core.types import Prompts
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics.intervals import mean_interval
@@ -48,11 +44,11 @@ from grpojax.studies import run, tabular
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
 _CHUNK = 500  # steps between two lines of progress
-# Name in the picture, and colour.
+# Name in the picture, colour, and horizontal shift of points.
 ESTIMATORS = {
-  "vanilla": ("vanilla", "C3"),
-  "leave_one_out": ("GRPO", "C0"),
-  "oracle": ("oracle", "C2"),
+  "vanilla": ("vanilla", "C3", 0.93),
+  "leave_one_out": ("GRPO", "C0", 1),
+  "oracle": ("oracle", "C2", 1.07),
 }
 PROBLEM = {
   "seed": 0,
@@ -78,24 +74,20 @@ SETTINGS = run.settings(
 )
 
 
-def config_errors(config: ConfigDict) -> list[str]:
-  """Lists what is wrong with values that are in their ranges."""
-  errors = []
+def config_errors(config: ConfigDict) -> list[tuple[str, str]]:
+  """Lists the mistakes in values that are in their ranges."""
+  wrong = []
   for name, least in (("steps", 1), ("group_sizes", 2)):
     values = config[name]
     whole = values and all(type(x) is int for x in values)
     if not whole or values[0] < least or sorted(set(values)) != list(values):
       remedy = f"must be increasing whole numbers, {least} or more"
-      errors.append(config_error(name, values, remedy))
-  if errors:
-    return errors
-  odd_sizes = [g for g in config.group_sizes if config.num_samples % g]
-  if config.num_samples < 1 or odd_sizes:
-    remedy = (
-      f"must be a positive multiple of every group size, not of {odd_sizes}"
-    )
-    errors.append(config_error("num_samples", config.num_samples, remedy))
-  return errors
+      wrong.append((name, remedy))
+  odd = [g for g in config.group_sizes if not wrong and config.num_samples % g]
+  if not wrong and (config.num_samples < 1 or odd):
+    remedy = f"must be a positive multiple of every group size, not of {odd}"
+    wrong.append(("num_samples", remedy))
+  return wrong
 
 
 def limit_covariance(
@@ -117,7 +109,7 @@ def limit_covariance(
 def chi_square_weights(
   curvature: Float[np.ndarray, "d d"], covariance: Float[np.ndarray, "d d"]
 ) -> Float[np.ndarray, "d"]:
-  """Eigenvalues of H^1/2 S H^1/2 / 2, in units of J: the chi-squares' weights.
+  """Weights of the chi-squares: eigenvalues of H^1/2 S H^1/2 / 2, as J.
 
   Their sum is the mean of the limit distribution.
   """
@@ -150,29 +142,25 @@ def linear_gap(
   """Mean gaps E[J* - J(theta_n)], if J were quadratic, the noise constant.
 
   Along the eigenvector i of H the mean square m of theta - theta* follows
-  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). Against the
-  limit it tells how far the start and the offset are still felt; what remains
-  between it and a run is the curvature of everything else. `start` is theta_0 -
-  theta*, and `steps` the numbers n, ascending, of the gaps.
+  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). Compared with
+  the limit it shows the influence of the start, theta_0 - theta* = `start`, and
+  of the offset. `steps` are the numbers n, ascending.
   """
   h, basis = np.linalg.eigh(curvature)
   noise_diagonal = np.einsum("ij,ik,kj->j", basis, noise, basis)
-  square, gaps = (basis.T @ start) ** 2, {}
+  square = (basis.T @ start) ** 2
+  gaps = []
   for n in range(1, steps[-1] + 1):
     a = eta / (n + offset)
     square = (1 - a * h) ** 2 * square + a**2 * noise_diagonal
-    gaps[n] = h @ square / 2
-  return np.array([gaps[n] for n in steps])
+    gaps.append(h @ square / 2)
+  return np.array([gaps[n - 1] for n in steps])
 
 
 def distances(
   a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
 ) -> tuple[float, float]:
-  """Distances between two samples' distributions.
-
-  Kolmogorov-Smirnov, max |F_a - F_b|, and Wasserstein-1, the integral of
-  |F_a - F_b|, in units of the samples.
-  """
+  """Kolmogorov-Smirnov and Wasserstein-1 distances between two samples."""
   furthest = scipy.stats.ks_2samp(a, b, method="asymp").statistic
   return float(furthest), float(scipy.stats.wasserstein_distance(a, b))
 
@@ -180,10 +168,7 @@ def distances(
 def null_bands(
   quantiles: Float[np.ndarray, "Q"], size: int
 ) -> tuple[float, float]:
-  """Distances from a distribution that 95% of its samples stay below.
-
-  Of 200 samples of `size` draws each: Kolmogorov-Smirnov, Wasserstein-1.
-  """
+  """`distances` that 95% of 200 samples of `size` draws each stay below."""
   rng = np.random.default_rng(1)
   samples = rng.choice(quantiles, size=(200, size))
   apart = [distances(sample, quantiles) for sample in samples]
@@ -229,16 +214,10 @@ def bandit() -> Bandit:
   return Bandit(problem, optimum, curvature, eta, best)
 
 
-def make_advance(
+def simulate(
   config: ConfigDict, known: Bandit, estimator: str, group_size: int
-) -> tuple[Callable, tuple[TrainState, Array]]:
-  """Makes one program of all runs of an estimator.
-
-  Returns:
-    `advance(runs, steps) -> runs`, compiled once for any number of steps, and
-    the runs before their first step: training states and the keys that their
-    prompts are drawn with, each with a leading axis of runs.
-  """
+) -> Float[np.ndarray, "S R d"]:
+  """Makes the runs, with progress; their parameters at each of config.steps."""
   tx = optax.sgd(lambda count: known.eta / (count + 1 + OFFSET))
   step = tabular.make_step(known.problem, estimator, group_size, tx)
   reference = tabular.policy(known.problem).init(seed_key(0))
@@ -250,35 +229,28 @@ def make_advance(
     prompts = Prompts(ids, jnp.ones(shape, bool))
     return step(state, prompts, reference)[0]
 
-  def advance(runs, steps):
-    states, keys = runs
-    states = jax.lax.fori_loop(
-      0, steps, lambda _, states: jax.vmap(one_step)(states, keys), states
-    )
-    return states, keys
+  @functools.partial(jax.jit, donate_argnums=0)
+  def advance(states, keys, steps):  # compiled once for any number of steps
+    def all_runs(_, states):
+      return jax.vmap(one_step)(states, keys)
+
+    return jax.lax.fori_loop(0, steps, all_runs, states)
 
   # A name of its own for each, so that no two estimators share samples.
   stream = zlib.crc32(f"{estimator} {group_size}".encode()) % 2**31
   key = jax.random.fold_in(seed_key(config.seed), stream)
-  keys = jax.random.split(key, (2, config.runs))
-  states = jax.vmap(lambda key: init_state(reference, tx, key))(keys[0])
-  return jax.jit(advance, donate_argnums=0), (states, keys[1])
-
-
-def simulate(
-  config: ConfigDict, known: Bandit, estimator: str, group_size: int
-) -> Float[np.ndarray, "S R d"]:
-  """Makes the runs, with progress; their parameters at each of config.steps."""
-  advance, runs = make_advance(config, known, estimator, group_size)
-  began, step, snapshots = time.perf_counter(), 0, []
+  state_keys, keys = jax.random.split(key, (2, config.runs))
+  states = jax.vmap(lambda key: init_state(reference, tx, key))(state_keys)
+  began = time.perf_counter()
+  step_number, snapshots = 0, []
   for n in config.steps:
-    while step < n:
-      chunk = min(_CHUNK, n - step)
-      runs = advance(runs, chunk)
-      step += chunk
-      params = np.asarray(runs[0].params, float)
+    while step_number < n:
+      chunk = min(_CHUNK, n - step_number)
+      states = advance(states, keys, chunk)
+      step_number += chunk
+      params = np.asarray(states.params, float)
       print(
-        f"{estimator} G={group_size}: step {step}/{config.steps[-1]}, "
+        f"{estimator} G={group_size}: step {step_number}/{config.steps[-1]}, "
         f"{records.duration(time.perf_counter() - began)}",
         flush=True,
       )
@@ -293,16 +265,12 @@ def outcome(
   group_size: int,
   gaps: Float[np.ndarray, "S R"],
 ) -> Outcome:
-  """Puts what theory predicts beside the runs' gaps."""
-  noise = getattr(
-    tabular.gradient_noise(
-      known.problem, known.optimum, group_size, config.num_samples
-    ),
-    estimator,
+  """Puts the predictions of theory beside the runs' gaps."""
+  noise = tabular.gradient_noise(
+    known.problem, known.optimum, group_size, config.num_samples
   )
-  h, eta = known.curvature, known.eta
-  covariance = limit_covariance(h, noise, eta)
-  weights = chi_square_weights(h, covariance)
+  h, eta, noise = known.curvature, known.eta, getattr(noise, estimator)
+  weights = chi_square_weights(h, limit_covariance(h, noise, eta))
   limit = chi_square_quantiles(weights)
   linear = linear_gap(h, noise, -known.optimum, eta, OFFSET, config.steps)
   return Outcome(
@@ -337,148 +305,137 @@ def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
   rows = {"results": [], "quantiles": [], "distances": []}
 
   def apart(end, *samples):
-    names = f"ks{end}", f"w1{end}"
-    return dict(zip(names, distances(*samples), strict=True))
+    ks, w1 = distances(*samples)
+    return {f"ks{end}": ks, f"w1{end}": w1}
 
-  def add(table, label, numbers):
-    rows[table].append(label | run.rounded(numbers, 5))
+  def add(table, *columns):
+    rows[table].append(run.rounded(functools.reduce(dict.__or__, columns), 5))
 
-  for (estimator, g), result in outcomes.items():
+  for (estimator, g), x in outcomes.items():
     label = {"estimator": estimator, "group_size": g}
-    oracle, bands = outcomes["oracle", g].limit, result.bands
-    for n, gaps, linear in zip(
-      steps, result.gaps, result.linear_mean, strict=True
-    ):
+    for n, gaps, linear in zip(steps, x.gaps, x.linear_mean, strict=True):
       mean, low, high = mean_interval(gaps)
-      numbers = {"mean": mean, "low": low, "high": high}
-      numbers |= {"limit_mean": result.limit_mean, "linear_mean": linear}
-      numbers |= apart("", gaps, result.limit)
-      numbers |= {"ks_band": bands[0], "w1_band": bands[1]}
-      numbers |= apart("_to_oracle_limit", gaps, oracle)
-      add("results", label | {"n": n}, numbers)
+      add(
+        "results",
+        label | {"n": n, "mean": mean, "low": low, "high": high},
+        {"limit_mean": x.limit_mean, "linear_mean": linear},
+        apart("", gaps, x.limit),
+        {"ks_band": x.bands[0], "w1_band": x.bands[1]},
+        apart("_to_oracle_limit", gaps, outcomes["oracle", g].limit),
+      )
     for level in LEVELS:
-      numbers = {
-        "runs": np.quantile(result.gaps[-1], level),
-        "limit": np.quantile(result.limit, level),
-      }
-      add("quantiles", label | {"level": level}, numbers)
-  for (a, result), (b, other) in itertools.combinations(outcomes.items(), 2):
-    label = {"a": f"{a[0]} {a[1]}", "b": f"{b[0]} {b[1]}"}
-    runs = apart("_runs", result.gaps[-1], other.gaps[-1])
-    add("distances", label, runs | apart("_limits", result.limit, other.limit))
+      runs, limit = (np.quantile(y, level) for y in (x.gaps[-1], x.limit))
+      add("quantiles", label, {"level": level, "runs": runs, "limit": limit})
+  for (a, x), (b, y) in itertools.combinations(outcomes.items(), 2):
+    add(
+      "distances",
+      {"a": f"{a[0]} {a[1]}", "b": f"{b[0]} {b[1]}"},
+      apart("_runs", x.gaps[-1], y.gaps[-1]),
+      apart("_limits", x.limit, y.limit),
+    )
   return rows
 
 
-def draw(
-  path: pathlib.Path, steps: tuple[int, ...], outcomes: Outcomes
-) -> None:
+def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
   """Draws the distributions, their means against G, and convergence in n."""
+  tails, means, convergence = axes[0]
   sizes = sorted({g for _, g in outcomes})
-  with run.picture(path, 1, 3, 4.2) as axes:
-    _distributions(axes[0, 0], sizes[0], steps[-1], outcomes)
-    _means(axes[0, 1], sizes, steps[-1], outcomes)
-    _convergence(axes[0, 2], steps, outcomes)
-
-
-def _distributions(axis, g, n, outcomes) -> None:
-  """Draws the share of runs above each gap: theory a line, runs points."""
-  for estimator, (name, colour) in ESTIMATORS.items():
-    result = outcomes[estimator, g]
-    tail = 1 - (np.arange(len(result.limit)) + 0.5) / len(result.limit)
-    axis.plot(result.limit, tail, colour, lw=1)
-    gaps = np.sort(result.gaps[-1])
-    tail = 1 - (np.arange(len(gaps)) + 0.5) / len(gaps)
-    points = np.unique(
-      np.searchsorted(-tail, -np.geomspace(1, 0.5 / len(gaps), 40))
-    )
-    points = points[points < len(gaps)]
-    axis.plot(gaps[points], tail[points], f"{colour}o", ms=3, label=name)
-  axis.set(
+  n = steps[-1]
+  for estimator, (name, colour, shift) in ESTIMATORS.items():
+    of_size = [outcomes[estimator, g] for g in sizes]
+    _draw_tail(tails, of_size[0], colour, name)
+    means.plot(sizes, [x.limit_mean for x in of_size], colour, lw=1)
+    gaps = np.array([x.gaps[-1] for x in of_size])
+    _draw_intervals(means, sizes, gaps, colour, name)
+    shifted = np.array(steps) * shift
+    ratio = np.array([x.gaps / x.limit_mean for x in of_size])
+    _draw_intervals(convergence, shifted, ratio.mean(0), colour, None)
+    linear = [x.linear_mean / x.limit_mean for x in of_size]
+    convergence.plot(shifted, np.mean(linear, 0), f"{colour}--", lw=1)
+  tails.set(
     yscale="log",
-    xlabel=f"n x gap, n = {n}, G = {g}",
+    xlabel=f"n x gap, n = {n}, G = {sizes[0]}",
     ylabel="share of runs above",
     title="Runs (points), theory (lines)",
   )
-  axis.set_xlim(left=0)
-  axis.legend(frameon=False)
-
-
-def _intervals(axis, x, gaps, colour, label) -> None:
-  mean = gaps.mean(-1)
-  half = 1.96 * gaps.std(-1, ddof=1) / np.sqrt(gaps.shape[-1])
-  axis.errorbar(x, mean, half, fmt=f"{colour}o", ms=3, capsize=2, label=label)
-
-
-def _means(axis, sizes, n, outcomes) -> None:
-  for estimator, (name, colour) in ESTIMATORS.items():
-    of_size = [outcomes[estimator, g] for g in sizes]
-    axis.plot(sizes, [result.limit_mean for result in of_size], colour, lw=1)
-    gaps = np.array([result.gaps[-1] for result in of_size])
-    _intervals(axis, sizes, gaps, colour, name)
-  axis.set_xscale("log", base=2)
-  axis.set_xticks(sizes, map(str, sizes))
-  axis.set(
+  tails.set_xlim(left=0)
+  tails.legend(frameon=False)
+  run.size_axis(means, sizes)
+  means.set(
     xlabel="group size G, equal samples a step",
     ylabel=f"mean of n x gap, n = {n}",
     title="Means (95%), limit (lines)",
   )
-  axis.set_ylim(bottom=0)
-
-
-def _convergence(axis, steps, outcomes) -> None:
-  """Draws the mean over G of the ratio to the limit, for each estimator."""
-  steps = np.array(steps)
-  shifts = dict(zip(ESTIMATORS, (0.93, 1, 1.07), strict=True))
-  for estimator, (_, colour) in ESTIMATORS.items():
-    shift = shifts[estimator]
-    of_size = [x for (name, _), x in outcomes.items() if name == estimator]
-    ratio = np.array([result.gaps / result.limit_mean for result in of_size])
-    _intervals(axis, steps * shift, ratio.mean(0), colour, None)
-    linear = [result.linear_mean / result.limit_mean for result in of_size]
-    axis.plot(steps * shift, np.mean(linear, 0), f"{colour}--", lw=1)
-  axis.axhline(1, color="black", lw=1)
-  axis.set(
+  means.set_ylim(bottom=0)
+  convergence.axhline(1, color="black", lw=1)
+  convergence.set(
     xscale="log",
     xlabel="n, steps",
     ylabel="mean of n x gap / mean of the limit",
     title="Convergence (dashed: if quadratic)",
   )
-  axis.minorticks_off()
-  axis.set_xticks(steps, map(str, steps))
+  convergence.minorticks_off()
+  convergence.set_xticks(steps, map(str, steps))
 
 
-def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
-  with run.study(argv, SETTINGS, config_errors, __doc__) as (config, directory):
-    began, known, outcomes = time.perf_counter(), bandit(), {}
-    for estimator, g in itertools.product(ESTIMATORS, config.group_sizes):
-      params = run.load_or_make(
-        directory / f"{estimator}_{g}.npy",
-        functools.partial(simulate, config, known, estimator, g),
-      )
-      gaps = known.best - tabular.objective(known.problem, params)
-      gaps *= np.array(config.steps)[:, None]  # n (J* - J(theta_n))
-      outcomes[estimator, g] = outcome(config, known, estimator, g, gaps)
-    rows = tables(config.steps, outcomes)
-    run.write_tables(directory, **rows)
-    best = best_group_size(known)
-    summary = {
+def _draw_tail(axis, result: Outcome, colour: str, name: str) -> None:
+  """Draws the share of runs above each gap: theory a line, runs points."""
+  gaps = np.sort(result.gaps[-1])
+  above_limit, above = (
+    1 - (np.arange(len(x)) + 0.5) / len(x) for x in (result.limit, gaps)
+  )
+  axis.plot(result.limit, above_limit, colour, lw=1)
+  marks = np.geomspace(1, 0.5 / len(gaps), 40)
+  points = np.unique(np.searchsorted(-above, -marks))
+  points = points[points < len(gaps)]
+  axis.plot(gaps[points], above[points], f"{colour}o", ms=3, label=name)
+
+
+def _draw_intervals(axis, x, gaps, colour: str, label: str | None) -> None:
+  half = 1.96 * gaps.std(-1, ddof=1) / np.sqrt(gaps.shape[-1])
+  style = {"fmt": f"{colour}o", "ms": 3, "capsize": 2, "label": label}
+  axis.errorbar(x, gaps.mean(-1), half, **style)
+
+
+def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
+  """Makes all runs, and compares them with theory."""
+  known, outcomes = bandit(), {}
+  for estimator, g in itertools.product(ESTIMATORS, config.group_sizes):
+    params = run.load_or_make(
+      directory / f"{estimator}_{g}.npy",
+      functools.partial(simulate, config, known, estimator, g),
+    )
+    gaps = known.best - tabular.objective(known.problem, params)
+    gaps *= np.array(config.steps)[:, None]  # n (J* - J(theta_n))
+    outcomes[estimator, g] = outcome(config, known, estimator, g, gaps)
+  rows = tables(config.steps, outcomes)
+  last = run.select(rows["results"], n=config.steps[-1])
+  best = best_group_size(known)
+  lines = [
+    "{estimator:15} G={group_size:<3} n x gap {mean:.4f} [{low:.4f}, "
+    "{high:.4f}], limit {limit_mean:.4f}; KS {ks:.4f} (chance "
+    "{ks_band:.4f}), W1 {w1:.4f} ({w1_band:.4f})".format(**row)
+    for row in last
+  ]
+  return run.Results(
+    tables=rows,
+    lines=[*lines, f"GRPO's limit is smallest at G = {best:.2f}"],
+    draw=lambda axes: draw(axes, config.steps, outcomes),
+    panels=(1, 3),
+    width=4.2,
+    summary={
       "theta_star": list(known.optimum),
       "curvature": list(np.linalg.eigvalsh(known.curvature)),
       "eta": known.eta,
       "best_group_size": best,
-      "results": [r for r in rows["results"] if r["n"] == config.steps[-1]],
-    }
-    records.write_json(directory / "summary.json", summary)
-    draw(directory / "suboptimality.png", config.steps, outcomes)
-    for row in summary["results"]:
-      print(
-        "{estimator:15} G={group_size:<3} n x gap {mean:.4f} [{low:.4f}, "
-        "{high:.4f}], limit {limit_mean:.4f}; KS {ks:.4f} (chance "
-        "{ks_band:.4f}), W1 {w1:.4f} ({w1_band:.4f})".format(**row)
-      )
-    print(f"GRPO's limit is smallest at G = {best:.2f}")
-    print(f"{directory}, {records.duration(time.perf_counter() - began)}")
+      "results": last,
+    },
+  )
+
+
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, the words after its name."""
+  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 
 if __name__ == "__main__":

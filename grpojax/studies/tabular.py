@@ -6,10 +6,9 @@ exp(phi(x, y) . theta) over V one-token completions. The objective is
   J(theta) = E_x E_{y ~ pi_theta(. | x)}[Z],
   Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
 
-with the uniform policy as reference (theta = 0) and x uniform. The penalty
-puts the optimum where every completion keeps some probability; with fewer
-parameters than logits, Z still varies there, so no estimator is free of noise.
-Everything here but the policy itself is exact, in float64.
+with the uniform policy as reference (theta = 0) and x uniform. At the optimum
+the penalty leaves every completion some probability, and Z still varies, as
+there are fewer parameters than logits. All but the policy is exact, in float64.
 """
 
 import functools
@@ -50,8 +49,7 @@ def make_problem(
 ) -> Problem:
   """Draws features, and the signs that make the rewards.
 
-  Both are normal, a part common to all prompts plus `spread` times a part of
-  each prompt's own.
+  Both are normal: a part common to all prompts plus `spread` times another.
   """
   rng = np.random.default_rng(seed)
 
@@ -112,8 +110,7 @@ def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
   """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
 
   Raises:
-    ValueError: the starts lead to different maxima, or J is flat at the best:
-      the theory is of a single one.
+    ValueError: the starts lead to different maxima, or J is flat at the best.
   """
   dims = problem.features.shape[-1]
   first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))
@@ -163,8 +160,7 @@ def gradient_noise(
 def policy(problem: Problem) -> LM:
   """Makes the softmax policy a language model of one-token completions.
 
-  A prompt is one id, its index x; the parameters are theta [d], and `init`
-  gives the reference.
+  A prompt is its index x; the parameters are theta [d], at first the reference.
   """
   features = jnp.asarray(problem.features, jnp.float32)
 
@@ -208,9 +204,8 @@ def make_step(
 ) -> Callable:
   """Makes a GRPO step on the bandit, `step(state, prompts, ref_params)`.
 
-  The estimator is "vanilla", "leave_one_out" or "oracle", the advantage of that
-  name in `core.advantages`. The library's step has no V(x): the oracle is the
-  vanilla estimator of rewards that the prompts' targets, V(x), are taken from.
+  The estimator is "vanilla" or "leave_one_out", the advantage of that name, or
+  "oracle": vanilla, with the prompts' targets V(x) subtracted from the rewards.
   """
   lm, table = policy(problem), jnp.asarray(problem.rewards, jnp.float32)
   oracle = estimator == "oracle"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import completion_mask
@@ -24,18 +25,15 @@ X, M, G = 2, 3, 3  # prompts and completions that exist, group size
 EOS = 0
 
 
-def exact(p, s, z, weights=None):
-  p, s, z = map(jnp.asarray, (p, s, z))
-  return group_size.components(
-    u.moments(p, s, z), u.policy_gradient(p, s, z), weights
-  )
+def exact(*population):
+  args = [*map(jnp.asarray, population)]
+  return group_size.components(u.moments(*args), u.policy_gradient(*args))
 
 
 def expectation(p, s, z):
-  """The mean of `diagnose`'s components over all batches and directions.
+  """The mean of `diagnose`'s components over all batches of three prompts.
 
-  Batches of three prompts, each with its group, in any order; two directions
-  from a basis of the scores' span, scaled so that E[v v^T] = I.
+  Two directions are from a basis of the scores' span, with E[v v^T] = I.
   """
   basis = np.linalg.svd(s.reshape(-1, s.shape[-1]), full_matrices=False)[2]
   basis = basis[: X * (M - 1)]  # the scores of a prompt add up to 0
@@ -51,37 +49,26 @@ def expectation(p, s, z):
   total = 0.0
   for pair, times in zip(directions, direction_often, strict=True):
     projections = jnp.asarray(a[pair][:, batches].swapaxes(0, 1))
-    found = diagnose(projections, rewards[batches]).components
-    mean = batch_chance @ np.stack(found, -1)
-    total += times / len(basis) ** 2 * mean
-  return total
+    result = diagnose(projections, rewards[batches]).components
+    total += times * batch_chance @ np.stack(result, -1)
+  return total / len(basis) ** 2
 
 
 def multisets(n, size):
   """All multisets of 0 .. n - 1, and how many sequences have each."""
-  found = list(itertools.combinations_with_replacement(range(n), size))
+  result = list(itertools.combinations_with_replacement(range(n), size))
   often = [
     math.factorial(size) / math.prod(math.factorial(x.count(i)) for i in set(x))
-    for x in found
+    for x in result
   ]
-  return np.array(found), np.array(often)
-
-
-def softmax_population():
-  rng = np.random.default_rng(2)
-  features, logits = rng.normal(size=(X, M, 2)), rng.normal(size=(X, M))
-  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-  s = features - np.einsum("xm,xmd->xd", p, features)[:, None]
-  return p, s, rng.normal(size=(X, M)) + 1
+  return np.array(result), np.array(often)
 
 
 @pytest.mark.slow
-def test_components_are_unbiased(float64):
-  """All batches of three prompts with three completions each."""
-  p, s, z = softmax_population()
-  np.testing.assert_allclose(
-    expectation(p, s, z), np.stack(exact(p, s, z)), atol=1e-10
-  )
+def test_components_are_unbiased(float64, population):
+  p, s, z = population(2, X, M, 2)
+  expected = np.stack(exact(p, s, z + 1))
+  assert_allclose(expectation(p, s, z + 1), expected, atol=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +90,18 @@ def tiny_decoder():
 
 @functools.partial(jax.jit, static_argnums=0)
 def logprobs(lm, params, rollout):
-  each, _ = token_logprobs(
-    lm,
-    params,
-    rollout.prompt_ids,
-    rollout.prompt_mask,
-    rollout.completion_ids,
-  )
+  prompts = rollout.prompt_ids, rollout.prompt_mask
+  each, _ = token_logprobs(lm, params, *prompts, rollout.completion_ids)
   return jnp.where(rollout.completion_mask, each, 0).sum(-1)
+
+
+def project(lm, params, rollout, **options):
+  """The projections of a rollout's scores, and the directions [V, d]."""
+  key = jax.random.key(3)
+  run = functools.partial(diagnostics.score_projections, lm, **options)
+  result = jax.jit(lambda p, r: run(p, r, key))(params, rollout)
+  split = options.get("split", lambda params: (params, None))
+  return result, directions(key, split(params)[0], options["tangents"])
 
 
 @pytest.fixture(scope="module")
@@ -142,79 +133,49 @@ def directions(key, moving, count):
   return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), 1)
 
 
+def all_move(params):
+  return params, lambda moving: moving
+
+
+def norm_moves(params):
+  norm = {"final_norm": params["final_norm"]}
+  return norm, lambda moving: params | moving
+
+
 @pytest.mark.slow
-def test_projections_equal_per_sample_gradients(tiny_decoder, sampled):
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"split": all_move, "micro_batches": 2, "chunk_size": 2},
+    {"split": norm_moves},
+  ],
+)
+def test_projections_equal_per_sample_gradients(tiny_decoder, sampled, options):
   lm, params = tiny_decoder
-  key = jax.random.key(3)
-  found = jax.jit(
-    lambda p, r: diagnostics.score_projections(
-      lm,
-      p,
-      r,
-      key,
-      tangents=3,
-      micro_batches=2,
-      chunk_size=2,
-    )
-  )(params, sampled)
-  v = directions(key, params, 3)
+  result, v = project(lm, params, sampled, tangents=3, **options)
   assert set(np.unique(v)) == {-1, 1}
-  gradients = jax.jit(jax.jacrev(lambda p: logprobs(lm, p, sampled)))(params)
+  moving, merge = options["split"](params)
+  of_moving = lambda moving: logprobs(lm, merge(moving), sampled)
+  gradients = jax.jit(jax.jacrev(of_moving))(moving)
   expected = jnp.einsum("vd,bgd->vbg", v, flat(gradients, 2))
-  np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+  assert_allclose(result, expected, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.slow  # compiles
 def test_a_model_with_experts_is_diagnosed(sampled):
   """Its functions cannot be vmapped; against gradients one by one."""
   config = TransformerConfig(
-    vocab_size=7,
-    width=8,
-    layers=1,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    mlp=6,
-    experts=3,
-    experts_per_token=2,
+    7, 8, 1, 2, 1, 4, 6, experts=3, experts_per_token=2
   )
-  lm, key = transformer(config), jax.random.key(3)
+  lm = transformer(config)
   params = jax.tree.map(lambda x: 8 * x, lm.init(jax.random.key(0)))
-  found = jax.jit(
-    lambda p, r: diagnostics.score_projections(
-      lm, p, r, key, tangents=2, vectorized=False
-    )
-  )(params, sampled)
-
-  gradient = jax.jit(
-    jax.grad(lambda params, b, i: logprobs(lm, params, sampled)[b, i])
-  )
-  v = directions(key, params, 2)
+  options = {"tangents": 2, "vectorized": False}
+  result, v = project(lm, params, sampled, **options)
+  of_one = lambda params, b, i: logprobs(lm, params, sampled)[b, i]
+  gradient = jax.jit(jax.grad(of_one))
   for b, i in ((0, 1), (2, 3), (3, 0)):
     expected = v @ flat([gradient(params, b, i)], 0)
-    np.testing.assert_allclose(found[:, b, i], expected, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_projections_of_some_parameters(tiny_decoder, sampled):
-  lm, params = tiny_decoder
-  key = jax.random.key(4)
-
-  def split(params):
-    norm = {"final_norm": params["final_norm"]}
-    return norm, lambda moving: params | moving
-
-  moving, merge = split(params)
-  found = jax.jit(
-    lambda p, r: diagnostics.score_projections(
-      lm, p, r, key, tangents=2, split=split
-    )
-  )(params, sampled)
-  gradients = jax.jit(jax.jacrev(lambda m: logprobs(lm, merge(m), sampled)))
-  expected = jnp.einsum(
-    "vd,bgd->vbg", directions(key, moving, 2), flat(gradients(moving), 2)
-  )
-  np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+    assert_allclose(result[:, b, i], expected, rtol=1e-3, atol=1e-3)
 
 
 def simulate(rng, prompts, group, tangents, batches):
@@ -245,65 +206,58 @@ def test_standard_errors_and_interval_cover():
   rng = np.random.default_rng(0)
   batches = 1500
   a, z, truth = simulate(rng, 24, 8, 4, batches)
-  found = jax.jit(jax.vmap(diagnostics.diagnose))(
-    jnp.asarray(a), jnp.asarray(z)
-  )
+  diagnose = jax.jit(jax.vmap(diagnostics.diagnose))
+  result = diagnose(jnp.asarray(a), jnp.asarray(z))
   for name in ("c1", "c2", "c3", "c2_vanilla", "gradient_sq"):
-    values = np.asarray(getattr(found.components, name), np.float64)
+    values = np.asarray(getattr(result.components, name), np.float64)
     expected = float(getattr(truth, name))
     error = values.std() / np.sqrt(batches)
     assert abs(values.mean() - expected) < 4 * error, name
     # The stated error against the real one; a little may be counted twice.
-    stated = np.sqrt(
-      np.mean(np.asarray(getattr(found.standard_errors, name)) ** 2)
-    )
+    squares = np.asarray(getattr(result.standard_errors, name)) ** 2
+    stated = np.sqrt(np.mean(squares))
     assert 0.95 < stated / values.std() < 1.25, name
   best = 1 + np.sqrt(truth.c3 / truth.c1)
-  covered = np.mean((found.low <= best) & (best <= found.high))
+  covered = np.mean((result.low <= best) & (best <= result.high))
   # 95%, four standard errors of this simulation, and the safe side.
   assert 0.93 < covered < 0.995
-  assert np.mean(np.isfinite(found.high)) > 0.2  # it does say something
+  assert np.mean(np.isfinite(result.high)) > 0.2  # it does say something
 
 
 @pytest.mark.slow
 def test_diagnosis_is_put_together_from_its_components():
   rng = np.random.default_rng(1)
   a, z, _ = simulate(rng, 12, 4, 3, 1)
-  found = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
-  c = found.components
+  result = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
+  c = result.components
   n = 48 * 4
   error = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
   expected = {
     "c1": c.c1,
-    "c3_se": found.standard_errors.c3,
+    "c3_se": result.standard_errors.c3,
     "gradient_mse": error,
     "gradient_mse_oracle": c.c1 / 48 + c.c2 / n,
     "gradient_mse_vanilla": c.c1 / 48 + c.c2_vanilla / n,
     "gradient_snr": max(c.gradient_sq, 0) / error,
-    "optimal_group_size": found.optimal_group_size,
+    "optimal_group_size": result.optimal_group_size,
   }
-  row = diagnostics.metrics(found)
+  row = diagnostics.metrics(result)
   for name, value in expected.items():
-    np.testing.assert_allclose(row[name], value, rtol=1e-4, err_msg=name)
-  assert found.low <= found.optimal_group_size <= found.high
+    assert_allclose(row[name], value, rtol=1e-4, err_msg=name)
+  assert result.low <= result.optimal_group_size <= result.high
 
 
-def test_no_estimate_where_a_reward_is_missing():
-  projections = np.random.default_rng(0).normal(size=(2, 3, 4))
-  rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(np.inf)
-  found = jax.jit(diagnostics.diagnose)(projections, rewards)
-  assert np.isnan(found.components).all()
-  assert np.isnan(found.standard_errors).all()
-
-
-def test_groups_without_a_signal_are_finite():
-  """All rewards equal: no gradient, no variance, and nothing known of G*."""
+def test_missing_rewards_and_groups_without_a_signal():
+  """A missing reward makes all nan; equal ones leave G* unknown."""
   a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 4)), jnp.float32)
-  found = jax.jit(diagnostics.diagnose)(a, jnp.ones((5, 4)))
-  assert found.components.c3 == 0 and found.components.c2 == 0
-  assert found.low == 1 and found.high == jnp.inf
-  assert found.components.c2_vanilla > 0
-  assert not any(np.isnan(x) for x in jax.tree.leaves(found))
+  diagnose = jax.jit(diagnostics.diagnose)
+  result = diagnose(a, jnp.ones((5, 4)).at[1, 2].set(np.inf))
+  assert np.isnan([*result.components, *result.standard_errors]).all()
+  result = diagnose(a, jnp.ones((5, 4)))
+  assert result.components.c3 == 0 and result.components.c2 == 0
+  assert result.low == 1 and result.high == jnp.inf
+  assert result.components.c2_vanilla > 0
+  assert not any(np.isnan(x) for x in jax.tree.leaves(result))
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 4), (2, 2, 4), (2, 4, 2)])
@@ -313,19 +267,10 @@ def test_too_few_to_diagnose(shape):
 
 
 @pytest.mark.slow
-def test_parts_that_do_not_divide_the_prompts_are_refused(
-  tiny_decoder, sampled
-):
+def test_parts_and_layers_that_are_not_there_are_refused(tiny_decoder, sampled):
   lm, params = tiny_decoder
   with pytest.raises(ValueError, match="micro_batches=3 must divide 4"):
-    diagnostics.score_projections(
-      lm, params, sampled, jax.random.key(0), micro_batches=3
-    )
-
-
-@pytest.mark.slow
-def test_last_layers_refuses_what_is_not_there(tiny_decoder):
-  _, params = tiny_decoder
+    project(lm, params, sampled, tangents=2, micro_batches=3)
   for count in (0, 4):
     with pytest.raises(ValueError, match="1..3"):
       last_layers(params, count)

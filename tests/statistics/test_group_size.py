@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.statistics import u_statistics as u
@@ -14,20 +15,13 @@ from grpojax.statistics import u_statistics as u
 X, M, D = 2, 3, 2  # prompts, completions of each, parameters
 
 
-def population():
-  """Two prompts of different weight with shared parameters."""
-  rng = np.random.default_rng(1)
-  features, logits = rng.normal(size=(X, M, D)), rng.normal(size=(X, M))
-  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-  scores = features - np.einsum("xm,xmd->xd", p, features)[:, None]
-  return p, scores, rng.normal(size=(X, M)), np.array([0.3, 0.7])
+WEIGHTS = np.array([0.3, 0.7])
 
 
-def enumerated(b, g):
+def enumerated(p, s, z, b, g):
   """Errors of all estimators over every batch of b prompts and b g samples."""
-  p, s, z, weights = population()
   value = (p * z).sum(-1)
-  truth = np.einsum("x,xm,xm,xmd->d", weights, p, z, s)
+  truth = np.einsum("x,xm,xm,xmd->d", WEIGHTS, p, z, s)
   group = np.array(list(itertools.product(range(M), repeat=g)))
   one = {}  # name -> estimates [X, groups, D], and their probabilities
   for name in u.Estimators._fields:
@@ -39,7 +33,7 @@ def enumerated(b, g):
       "oracle": value[:, None, None],
     }[name]
     one[name] = np.einsum("xng,xngd->xnd", rewards - baseline, s[:, group]) / g
-  chance = (weights[:, None] * p[:, group].prod(-1)).reshape(-1)
+  chance = (WEIGHTS[:, None] * p[:, group].prod(-1)).reshape(-1)
   errors = {}
   for name, estimates in one.items():
     flat = estimates.reshape(-1, D)
@@ -51,29 +45,29 @@ def enumerated(b, g):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("b", "g"), [(1, 3), (3, 2)])
-def test_mse_of_a_batch_equals_enumeration(b, g, float64):
-  p, s, z, weights = map(jnp.asarray, population())
-  moments, gradients = u.moments(p, s, z), u.policy_gradient(p, s, z)
-  c = group_size_lib.components(moments, gradients, weights)
+def test_mse_of_a_batch_equals_enumeration(b, g, float64, population):
+  everything = population(1, X, M, D)
+  args = [*map(jnp.asarray, everything)]
+  moments, gradients = u.moments(*args), u.policy_gradient(*args)
+  c = group_size_lib.components(moments, gradients, jnp.asarray(WEIGHTS))
   curve = group_size_lib.mse_curve(c, g, b * g)
-  for name, expected in enumerated(b, g).items():
-    np.testing.assert_allclose(getattr(curve, name), expected, atol=1e-10)
+  for name, expected in enumerated(*everything, b, g).items():
+    assert_allclose(getattr(curve, name), expected, atol=1e-10)
   uniform = group_size_lib.components(moments, gradients, jnp.full(X, 1 / X))
   default = group_size_lib.components(moments, gradients)
-  np.testing.assert_allclose(uniform, default, rtol=1e-12)
+  assert_allclose(uniform, default, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
   ("draws", "g"),
   [(1, 3), (2, 2), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
-def test_mse_of_epochs_of_a_finite_set_equals_enumeration(draws, g, float64):
+def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
+  draws, g, float64, population
+):
   """Each of three prompts once, and some of them once more, in any order."""
-  many, rng = 3, np.random.default_rng(2)
-  p = rng.dirichlet(np.ones(2), many)
-  s = rng.normal(size=(many, 2, D))
-  s -= np.einsum("xm,xmd->xd", p, s)[:, None]
-  z = rng.normal(size=(many, 2))
+  many = 3
+  p, s, z = population(2, many, 2, D)
   group = np.array(list(itertools.product(range(2), repeat=g)))
   rewards = z[:, group]
   others = (rewards.sum(-1, keepdims=True) - rewards) / (g - 1)
@@ -85,14 +79,13 @@ def test_mse_of_epochs_of_a_finite_set_equals_enumeration(draws, g, float64):
     drawn = [*range(many)] * (draws // many) + [*rest]
     index = np.array(list(itertools.product(range(len(group)), repeat=draws)))
     mean = sum(estimates[x][index[:, i]] for i, x in enumerate(drawn)) / draws
-    probability = np.prod(
-      [chance[x][index[:, i]] for i, x in enumerate(drawn)], axis=0
-    )
+    probabilities = [chance[x][index[:, i]] for i, x in enumerate(drawn)]
+    probability = np.prod(probabilities, axis=0)
     errors.append(probability @ ((mean - truth) ** 2).sum(-1))
   p, s, z = map(jnp.asarray, (p, s, z))
   c = group_size_lib.components(u.moments(p, s, z), u.policy_gradient(p, s, z))
   curve = group_size_lib.mse_curve(c, g, draws * g, prompts=many)
-  np.testing.assert_allclose(curve.leave_one_out, np.mean(errors), rtol=1e-10)
+  assert_allclose(curve.leave_one_out, np.mean(errors), rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -104,11 +97,10 @@ def test_the_best_group_size_in_epochs(c3, steps, float64):
   sizes = np.geomspace(2, n, 200_001)
   errors = group_size_lib.mse_curve(c, sizes, n, prompts).leave_one_out
   best = group_size_lib.optimal_group_size(prompts / (prompts - 1), 7.0, c3)
-  found = group_size_lib.optimal_group_size_in_epochs(best, n, prompts)
-  assert found == max(best, n / prompts)
-  np.testing.assert_allclose(
-    max(found, 2.0), sizes[np.argmin(errors)], rtol=1e-3
-  )
+  result = group_size_lib.optimal_group_size_in_epochs(best, n, prompts)
+  assert result == max(best, n / prompts)
+  least = sizes[np.argmin(errors)]
+  assert_allclose(max(result, 2.0), least, rtol=1e-3)
 
 
 @pytest.mark.parametrize("cost", [0, 0.5, 300])
@@ -123,13 +115,13 @@ def test_optimal_group_size_minimises_the_cost(c, cost, float64):
     return (cost + g) * (c1 + c2 / g + c3 / (g * (g - 1)))
 
   grid = 1 + np.geomspace(1e-2, 1e4, 200_001)
-  np.testing.assert_allclose(best, grid[error(grid).argmin()], rtol=2e-4)
+  assert_allclose(best, grid[error(grid).argmin()], rtol=2e-4)
 
 
 def test_optimal_group_size_at_the_limits():
   best = group_size_lib.optimal_group_size
   sizes = jax.jit(best)(jnp.array([0.0, -1.0, 1.0, 1.0]), 1.0, jnp.zeros(4))
-  np.testing.assert_array_equal(sizes, [jnp.inf, jnp.inf, 1, 1])
+  assert_array_equal(sizes, [jnp.inf, jnp.inf, 1, 1])
   assert best(1.0, 0.1, 0.0, 3.0) == 1  # prompts cost, but too little
   for unknown in ((np.nan, 1.0, 1.0), (1.0, np.nan, 1.0), (1.0, 1.0, np.nan)):
     assert np.isnan(best(*unknown))

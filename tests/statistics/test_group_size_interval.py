@@ -14,8 +14,8 @@ PROMPTS = 41
   [(1, 0.2358), (2, 0.03055), (3, 0.00737), (8, 0.000179), (500, 0)],
 )
 def test_students_expansion_against_scipy(degrees, too_small, float64):
-  found = interval._t_quantile(jnp.asarray(float(degrees)))
-  error = float(found) / stats.t.ppf(0.975, degrees) - 1
+  result = interval._t_quantile(jnp.asarray(float(degrees)))
+  error = float(result) / stats.t.ppf(0.975, degrees) - 1
   assert error == pytest.approx(-too_small, rel=1e-2, abs=1e-8)
 
 

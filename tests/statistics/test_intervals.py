@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from scipy import stats
 
 from grpojax.statistics import intervals
@@ -22,8 +23,8 @@ def test_mean_interval_equals_scipy(count):
   values = np.random.default_rng(count).normal(size=count)
   mean = np.mean(values)
   expected = stats.t.interval(0.95, count - 1, mean, stats.sem(values))
-  found = mean_interval(values)
-  np.testing.assert_allclose(found, [mean, *expected], rtol=1e-10, atol=1e-12)
+  result = mean_interval(values)
+  assert_allclose(result, [mean, *expected], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -39,17 +40,14 @@ def test_a_share_s_interval_keeps_its_coverage_near_0_and_1(prompts, a, b):
     assert 0 <= low <= rate <= high <= 1 and low < high
     held += low <= a / (a + b) <= high
     other = share_interval(1 - values)
-    np.testing.assert_allclose(other, [1 - rate, 1 - high, 1 - low], atol=1e-12)
+    assert_allclose(other, [1 - rate, 1 - high, 1 - low], atol=1e-12)
   assert held >= 0.94 * 400
 
 
 def test_a_share_s_interval_is_student_s_in_the_middle():
   values = np.random.default_rng(0).binomial(4, 0.5, 10_000) / 4
-  np.testing.assert_allclose(
-    share_interval(values), mean_interval(values), rtol=1e-3
-  )
-  with pytest.raises(ValueError, match="at least 2 prompts"):
-    share_interval(np.array([0.5]))
+  student = mean_interval(values)
+  assert_allclose(share_interval(values), student, rtol=1e-3)
 
 
 def test_wilson_interval_ends_where_the_score_test_just_rejects():
@@ -66,22 +64,16 @@ def test_wilson_interval_ends_where_the_score_test_just_rejects():
 def test_paired_difference_is_the_t_test_and_the_sign_flip_test_of_scipy():
   rng = np.random.default_rng(0)
   a, b = rng.integers(0, 5, (2, 12)) / 4
-  found = paired_difference(a, b)
+  result = paired_difference(a, b)
   expected = stats.ttest_rel(a, b).confidence_interval(0.95)
-  np.testing.assert_allclose(found[1:3], expected, rtol=1e-10)
-  assert found.difference == pytest.approx(np.mean(a) - np.mean(b), abs=1e-12)
-  test = stats.permutation_test(
-    (a, b),
-    lambda x, y: np.sum(x - y),
-    permutation_type="samples",
-    n_resamples=np.inf,
-  )
+  assert_allclose(result[1:3], expected, rtol=1e-10)
+  assert result.difference == pytest.approx(np.mean(a) - np.mean(b), abs=1e-12)
+  options = {"permutation_type": "samples", "n_resamples": np.inf}
+  test = stats.permutation_test((a, b), lambda x, y: np.sum(x - y), **options)
   assert 0 < test.pvalue < 1
-  assert found.p_value == pytest.approx(test.pvalue, abs=1e-12)
-  back = paired_difference(b, a)
-  np.testing.assert_allclose(
-    back, [-found.difference, -found.high, -found.low, found.p_value]
-  )
+  assert result.p_value == pytest.approx(test.pvalue, abs=1e-12)
+  back = [-result.difference, -result.high, -result.low, result.p_value]
+  assert_allclose(paired_difference(b, a), back)
 
 
 def test_ties_count_as_ties_in_spite_of_rounding():
@@ -102,14 +94,14 @@ def test_drawn_signs_agree_with_the_normal_limit_and_repeat():
   a = rng.normal(size=300)
   a += 0.1 - a.mean()
   zero = np.zeros(300)
-  found = paired_difference(a, zero)
+  result = paired_difference(a, zero)
   expected = 2 * stats.norm.sf(abs(a.sum()) / math.sqrt(np.sum(a**2)))
   assert 0.02 < expected < 0.5
   # Four standard errors of 20,000 draws.
   error = 4 * math.sqrt(expected * (1 - expected) / 20_000)
-  assert abs(found.p_value - expected) < error + 0.002
-  assert paired_difference(a, zero) == found
-  assert paired_difference(a, zero, seed=1).p_value != found.p_value
+  assert abs(result.p_value - expected) < error + 0.002
+  assert paired_difference(a, zero) == result
+  assert paired_difference(a, zero, seed=1).p_value != result.p_value
   # No p-value below 2 / (1 + draws).
   assert paired_difference(a + 9, zero, draws=99).p_value == 0.02
 
@@ -127,17 +119,16 @@ def test_mcnemar_equals_the_binomial_test(wins, losses):
 
 
 def test_agresti_min_worked_by_hand():
-  """100 prompts: 40 both right, 25 only the first, 10 only the second.
+  """With half a prompt in each cell, 25.5 and 10.5 of 102 differ.
 
-  With half a prompt in each cell, 25.5 and 10.5 of 102 differ: 15 / 102 -+ z
-  sqrt(36 - 15^2 / 102) / 102.
+  The interval is 15 / 102 -+ z sqrt(36 - 15^2 / 102) / 102.
   """
   a = np.array([1] * 40 + [1] * 25 + [0] * 10 + [0] * 25, bool)
   b = np.array([1] * 40 + [0] * 25 + [1] * 10 + [0] * 25, bool)
-  found = paired_proportions(a, b)
-  assert found.difference == pytest.approx(0.15)
-  assert found.low == pytest.approx(0.147059 - 0.111705, abs=2e-6)
-  assert found.high == pytest.approx(0.147059 + 0.111705, abs=2e-6)
+  result = paired_proportions(a, b)
+  assert result.difference == pytest.approx(0.15)
+  assert result.low == pytest.approx(0.147059 - 0.111705, abs=2e-6)
+  assert result.high == pytest.approx(0.147059 + 0.111705, abs=2e-6)
   # Where nothing differs, Student's interval is a point and this one is not.
   same = paired_proportions(a, a)
   assert same.low == -same.high and 0.01 < same.high < 0.04
@@ -148,12 +139,19 @@ def test_agresti_min_worked_by_hand():
   assert -1 <= one.low < one.difference == one.high == 1
 
 
-def test_comparisons_refuse_what_they_cannot_do():
-  with pytest.raises(ValueError, match="not of the same prompts"):
-    intervals._check_pairs(np.zeros(3), np.zeros(4))
-  with pytest.raises(ValueError, match="at least 2 prompts"):
-    paired_difference(np.zeros(1), np.zeros(1))
-  with pytest.raises(ValueError, match="at least 1 prompt"):
-    paired_proportions(np.zeros(0, bool), np.zeros(0, bool))
-  with pytest.raises(ValueError, match="not finite"):
-    paired_difference(np.array([0.0, np.nan]), np.zeros(2))
+NONE = np.zeros(0, bool)
+
+
+@pytest.mark.parametrize(
+  "function, args, message",
+  [
+    (intervals._check_pairs, (np.zeros(3), np.zeros(4)), "of the same prompts"),
+    (share_interval, (np.zeros(1),), "at least 2 prompts"),
+    (paired_difference, (np.zeros(1), np.zeros(1)), "at least 2 prompts"),
+    (paired_proportions, (NONE, NONE), "at least 1 prompt"),
+    (paired_difference, (np.full(2, np.nan), np.zeros(2)), "not finite"),
+  ],
+)
+def test_too_few_prompts_and_other_pairs_are_refused(function, args, message):
+  with pytest.raises(ValueError, match=message):
+    function(*args)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from scipy import stats
 
 from grpojax.statistics.pass_at_k import majority_at_k, pass_at_k
@@ -19,7 +20,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
       np.mean([row[list(s)].any() for s in subsets]) for row in correct
     ]
     got = jax.jit(pass_at_k, static_argnums=1)(jnp.asarray(correct), k)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert_allclose(got, expected, atol=1e-6)
 
 
 def test_pass_at_k_of_many_samples():
@@ -27,7 +28,7 @@ def test_pass_at_k_of_many_samples():
   n, c, k = 2000, 3, 700
   correct = jnp.arange(n) < c
   expected = 1 - math.comb(n - c, k) / math.comb(n, k)
-  np.testing.assert_allclose(pass_at_k(correct, k), expected, rtol=1e-5)
+  assert_allclose(pass_at_k(correct, k), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -79,7 +80,7 @@ def test_majority_is_the_mean_over_all_subsets(n):
       ]
       got = majority_at_k(labels.reshape(2, 3, n), correct.reshape(2, 3, n), k)
       assert got.shape == (2, 3) and got.dtype == np.float64
-      np.testing.assert_allclose(got.reshape(-1), expected, atol=1e-12)
+      assert_allclose(got.reshape(-1), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [1, 2, 40, 128])
@@ -91,7 +92,7 @@ def test_majority_of_two_answers_is_hypergeometric(k):
   if k % 2 == 0:
     expected += drawn.pmf(k // 2) / 2
   got = majority_at_k(labels.astype(int), ~labels, k)
-  np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-30)
+  assert_allclose(got, expected, rtol=1e-11, atol=1e-30)
 
 
 def test_majority_refuses_what_contradicts_itself():

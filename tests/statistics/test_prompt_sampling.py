@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from grpojax.statistics import prompt_sampling
 from grpojax.statistics.prompt_sampling import Stratum
@@ -59,8 +60,8 @@ def test_importance_weights_undo_the_priorities(priorities, rows, most):
     each = np.bincount(drawn.indices, drawn.weights, minlength=5)
     estimate += probability * each / rows
   assert total == pytest.approx(1)
-  np.testing.assert_allclose(counts, expected, atol=1e-12)
-  np.testing.assert_allclose(estimate, ORIGINAL, atol=1e-12)
+  assert_allclose(counts, expected, atol=1e-12)
+  assert_allclose(estimate, ORIGINAL, atol=1e-12)
 
 
 def test_priorities_shift_shares_within_a_stratum_only():
@@ -68,9 +69,7 @@ def test_priorities_shift_shares_within_a_stratum_only():
     np.array([1.0, 0, 0, 0, 0]), STRATA, rows=1, uniform=0.1
   )
   # 1/30 is left to everybody; nothing is known of the second data set.
-  np.testing.assert_allclose(
-    expected, [2 / 3 - 4 / 90, 2 / 90, 2 / 90, 1 / 6, 1 / 6]
-  )
+  assert_allclose(expected, [2 / 3 - 4 / 90, 2 / 90, 2 / 90, 1 / 6, 1 / 6])
 
 
 def test_what_is_too_much_of_a_prompt_goes_to_the_others_of_its_data_set():
@@ -80,7 +79,7 @@ def test_what_is_too_much_of_a_prompt_goes_to_the_others_of_its_data_set():
     rows=3,
     uniform=0.01,
   )
-  np.testing.assert_allclose(expected, [1, *[1 / 3] * 3, 1 / 2, 1 / 2])
+  assert_allclose(expected, [1, *[1 / 3] * 3, 1 / 2, 1 / 2])
 
 
 def test_data_sets_keep_their_rows_in_random_order():

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core.binding import bind
 from grpojax.statistics import success_rates
@@ -17,18 +18,18 @@ def test_what_was_seen_is_counted_and_forgotten():
   nan = np.nan
   right = jnp.array([[1, 1, 0], [nan, 1, nan], [nan, nan, nan]], jnp.float32)
   rates = success_rates.observe(rates, jnp.array([2, 0, 1]), right, half_life=2)
-  np.testing.assert_allclose(rates.successes, [1, 0, 2, 0])
-  np.testing.assert_allclose(rates.failures, [0, 0, 1, 0])
+  assert_allclose(rates.successes, [1, 0, 2, 0])
+  assert_allclose(rates.failures, [0, 0, 1, 0])
   # One prompt twice in a step.
   right = jnp.array([[1, 0], [0, 0]], jnp.float32)
   rates = success_rates.observe(rates, jnp.array([2, 2]), right, half_life=2)
   half = 0.5**0.5
-  np.testing.assert_allclose(rates.successes, [half, 0, 2 * half + 1, 0])
-  np.testing.assert_allclose(rates.failures, [0, 0, half + 3, 0])
+  assert_allclose(rates.successes, [half, 0, 2 * half + 1, 0])
+  assert_allclose(rates.failures, [0, 0, half + 3, 0])
   a, b = success_rates.posterior(rates)
   assert a.dtype == np.float64
-  np.testing.assert_allclose(a[3], 0.5)
-  np.testing.assert_allclose(b[2], half + 3.5)
+  assert_allclose(a[3], 0.5)
+  assert_allclose(b[2], half + 3.5)
 
 
 def expected(function, a, b):
@@ -48,16 +49,16 @@ def expected(function, a, b):
 )
 def test_priorities_are_expectations(name, function):
   a, b = np.array(POSTERIORS).T
-  found = bind(PRIORITIES[name], group_size=5)(a, b)
-  wanted = [expected(function, *each) for each in POSTERIORS]
-  np.testing.assert_allclose(found, wanted, rtol=1e-5)
+  result = bind(PRIORITIES[name], group_size=5)(a, b)
+  means = [expected(function, *each) for each in POSTERIORS]
+  assert_allclose(result, means, rtol=1e-5)
 
 
 def test_a_curriculum_asks_for_a_success_rate():
   a, b = np.array(POSTERIORS).T
-  found = PRIORITIES["target"](a, b, target=0.8)
-  wanted = [scipy.stats.beta.pdf(0.8, *each) for each in POSTERIORS]
-  np.testing.assert_allclose(found, wanted, rtol=1e-10)
+  result = PRIORITIES["target"](a, b, target=0.8)
+  priorities = [scipy.stats.beta.pdf(0.8, *each) for each in POSTERIORS]
+  assert_allclose(result, priorities, rtol=1e-10)
 
 
 def test_a_solved_prompt_is_left_out_and_comes_back():
@@ -65,13 +66,13 @@ def test_a_solved_prompt_is_left_out_and_comes_back():
   right = jnp.array([[1] * 8, [0] * 8], jnp.float32)
   rates = success_rates.observe(rates, one, right, half_life=10)
 
-  def wanted():
+  def priorities():
     return PRIORITIES["band"](*success_rates.posterior(rates), band=(0.1, 0.9))
 
-  np.testing.assert_array_equal(wanted(), [0, 0, 1])
+  assert_array_equal(priorities(), [0, 0, 1])
   nobody = jnp.full((1, 8), np.nan, jnp.float32)
   steps = 0
-  while not wanted().all():
+  while not priorities().all():
     steps += 1
     rates = success_rates.observe(rates, jnp.array([2]), nobody, half_life=10)
   # (1/2 + 8 k) / (1 + 8 k) <= 0.9 once k = 2^(-steps / 10) <= 1/2.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from grpojax.core import advantages
 from grpojax.statistics import u_statistics as u
@@ -19,23 +20,23 @@ REWARDS = np.array([1.0, 0.0, 0.4, 2.0])
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def population(theta=THETA):
+def population():
   """Probabilities, scores with respect to 3 shared features, and rewards."""
-  p = np.exp(theta) / np.exp(theta).sum()
+  p = np.exp(THETA) / np.exp(THETA).sum()
   return p, FEATURES - p @ FEATURES, REWARDS
 
 
-def groups(group_size, p):
-  """Indices of every group that can be drawn, and its probability."""
+def groups(group_size):
+  """Scores and rewards of every group that can be drawn, and probabilities."""
+  p, s, z = population()
   index = np.array(list(itertools.product(range(M), repeat=group_size)))
-  return index, p[index].prod(-1)
+  return s[index], z[index], p[index].prod(-1)
 
 
 def estimates(group_size):
   """All estimators of all groups: gradients, probabilities, and the truth."""
   p, s, z = population()
-  index, weight = groups(group_size, p)
-  scores, rewards = s[index], z[index]
+  scores, rewards, weight = groups(group_size)
   mean = rewards.mean(-1, keepdims=True)
   others = (rewards.sum(-1, keepdims=True) - rewards) / (group_size - 1)
 
@@ -55,37 +56,29 @@ def estimates(group_size):
 def test_leave_one_out_is_the_u_statistic(group_size):
   """A mean over all pairs of h(i, j) = (s_i - s_j)(Z_i - Z_j) / 2 (Lemma 1)."""
   p, s, z = population()
-  index, weight = groups(group_size, p)
   first, second = np.array(list(itertools.combinations(range(group_size), 2))).T
-  scores, rewards = s[index], z[index]
+  scores, rewards, weight = groups(group_size)
   differences = rewards[:, first] - rewards[:, second]
   kernels = (scores[:, first] - scores[:, second]) * differences[..., None] / 2
   weights = advantages.leave_one_out(jnp.asarray(rewards))
-  found = np.einsum("ng,ngd->nd", weights, scores) / group_size
-  np.testing.assert_allclose(found, kernels.mean(1), atol=1e-12)
-  np.testing.assert_allclose(weight @ found, (p * z) @ s, atol=1e-12)
+  result = np.einsum("ng,ngd->nd", weights, scores) / group_size
+  assert_allclose(result, kernels.mean(1), atol=1e-12)
+  assert_allclose(weight @ result, (p * z) @ s, atol=1e-12)
 
 
 @pytest.mark.parametrize("group_size", [2, 3, 5])
-def test_mse_equals_enumeration(group_size):
-  found, weight, truth = estimates(group_size)
-  exact = jax.jit(lambda *x: u.mse(u.moments(*x), group_size))(*population())
+def test_errors_and_covariances_equal_enumeration(group_size):
+  result, weight, truth = estimates(group_size)
+  mse = jax.jit(lambda *x: u.mse(u.moments(*x), group_size))(*population())
+  covariance = jax.jit(u.covariance, static_argnums=3)
+  covariance = covariance(*population(), group_size)
   for name in u.Estimators._fields:
-    error = ((getattr(found, name) - truth) ** 2).sum(-1)
-    np.testing.assert_allclose(
-      getattr(exact, name), weight @ error, rtol=0, atol=1e-10
-    )
-
-
-@pytest.mark.parametrize("group_size", [2, 3, 5])
-def test_covariance_equals_enumeration(group_size):
-  found, weight, _ = estimates(group_size)
-  exact = jax.jit(lambda *x: u.covariance(*x, group_size))(*population())
-  for name in u.Estimators._fields:
-    x = getattr(found, name)
+    x = getattr(result, name)
+    error = weight @ ((x - truth) ** 2).sum(-1)
+    assert_allclose(getattr(mse, name), error, rtol=0, atol=1e-10)
     x = x - weight @ x
     expected = np.einsum("n,nd,ne->de", weight, x, x)
-    np.testing.assert_allclose(getattr(exact, name), expected, atol=1e-10)
+    assert_allclose(getattr(covariance, name), expected, atol=1e-10)
 
 
 @pytest.mark.slow
@@ -95,9 +88,8 @@ def test_policy_gradient_is_the_derivative_of_the_value():
     return p @ jnp.asarray(REWARDS)
 
   gradient = u.policy_gradient(*map(jnp.asarray, population()))
-  np.testing.assert_allclose(
-    gradient, jax.grad(value)(jnp.zeros(3)), atol=1e-12
-  )
+  expected = jax.grad(value)(jnp.zeros(3))
+  assert_allclose(gradient, expected, atol=1e-12)
 
 
 def test_groups_of_one_are_refused():

@@ -1,5 +1,6 @@
 """Training runs that are made up, for the studies that are made of them."""
 
+import csv
 import json
 
 import pytest
@@ -32,6 +33,28 @@ def write_run(settings, directory, rewards, accuracy, **columns):
 @pytest.fixture
 def made_up():
   return write_run
+
+
+@pytest.fixture
+def rows_of():
+  """Reads a CSV file."""
+  return lambda path: list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.fixture
+def small(toy_task, toy_model):
+  """Returns `(settings) -> words` of a study that trains on the toy task."""
+
+  def words(settings):
+    skipped = {"name", *(key.removeprefix("train.") for key in settings)}
+    of_toy = [
+      word.replace("--config.", "--config.train.")
+      for word in toy_task.arguments(toy_model)
+      if word.removeprefix("--config.").split("=")[0] not in skipped
+    ]
+    return of_toy + [f"--config.{k}={v}" for k, v in settings.items() if v]
+
+  return words
 
 
 @pytest.fixture

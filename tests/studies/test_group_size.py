@@ -1,12 +1,12 @@
 """The study of group sizes: runs, tables, and a small one from start to end."""
 
-import csv
 import json
 import pathlib
 import runpy
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import group_size
@@ -16,13 +16,19 @@ from grpojax.training.run import fit
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-def test_every_run_spends_the_same_samples():
-  config = group_size.default_config()
+def runs(config):
+  """All runs of a study with their budgets and group sizes."""
   for seed, budget, size in group_size._points(config):
     run = group_size.train_settings(config, budget, size, seed)
+    assert run.seed == seed
+    yield run, budget, size
+
+
+@pytest.mark.slow
+def test_every_run_spends_the_same_samples():
+  for run, budget, size in runs(group_size.default_config()):
     first = run.auto_group_size.start if size == "auto" else size
-    assert run.batch_size * first == budget and run.seed == seed
+    assert run.batch_size * first == budget
     assert bool(run.diagnostics.every) == (size == "auto")
 
 
@@ -30,17 +36,20 @@ def test_every_run_spends_the_same_samples():
 def test_the_papers_setting_is_valid():
   config = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
   assert group_size.config_errors(config) == []
-  assert config.seeds == 5 and config.budgets == (1024,)
+  assert config.budgets == (1024,)
   assert config.group_sizes == (4, 8, 16, 32, 64, 128)
-  names = {
-    group_size.train_settings(config, budget, size, seed).name
-    for seed, budget, size in group_size._points(config)
-  }
-  assert len(names) == 5 * 7
+  assert len({run.name for run, _, _ in runs(config)}) == 5 * 7
 
 
-def small(toy, toy_model):
-  """A study of four runs of two steps on the toy task."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "train", [None, pytest.param(fit.run, marks=pytest.mark.long)]
+)
+def test_a_small_study(
+  train, small, tmp_path, interrupt_third, made_up, capsys, rows_of
+):
+  """Four runs of two steps on the toy task."""
+  directory = tmp_path / "study"
   settings = {
     "seeds": 2,
     "budgets": (64,),
@@ -56,25 +65,10 @@ def small(toy, toy_model):
     "train.eval.num_prompts": 4,
     "train.diagnostics.every": 1,
   }
-  words = [f"--config.{key}={value}" for key, value in settings.items()]
-  skipped = {"batch_size", "group_size", "name", *settings}
-  skipped.add("data.max_prompt_length")  # 0: each run finds it
-  for word in toy.arguments(toy_model):
-    key = word.removeprefix("--config.").split("=")[0]
-    if key not in skipped and f"train.{key}" not in skipped:
-      words.append(word.replace("--config.", "--config.train."))
-  return words
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "train", [None, pytest.param(fit.run, marks=pytest.mark.long)]
-)
-def test_a_small_study(
-  train, toy_task, toy_model, tmp_path, interrupt_third, made_up, capsys
-):
-  directory = tmp_path / "study"
-  argv = [*small(toy_task, toy_model), f"--run_dir={directory}"]
+  # None: as the study has it; each run finds the length of its prompts.
+  names = ("batch_size", "group_size", "data.max_prompt_length")
+  settings |= {f"train.{name}": None for name in names}
+  argv = [*small(settings), f"--run_dir={directory}"]
 
   def write(settings, directory):
     rewards = [0.1 + 0.01 * settings.seed, 0.2 + 0.01 * settings.seed]
@@ -92,17 +86,13 @@ def test_a_small_study(
   assert (directory / "prediction.json").read_bytes() == first
   assert (directory / "group_size.png").read_bytes().startswith(b"\x89PNG")
   results, curves = (
-    list(csv.DictReader((directory / f"{name}.csv").read_text().splitlines()))
-    for name in ("results", "curves")
+    rows_of(directory / f"{name}.csv") for name in ("results", "curves")
   )
-  assert [(r["budget"], r["run"]) for r in results] == [
-    ("64", "8"),
-    ("64", "auto"),
-  ]
+  assert [r["budget"] + r["run"] for r in results] == ["648", "64auto"]
   fixed = [r for r in curves if r["run"] == "8"]
   assert [r["seed"] + r["step"] for r in fixed] == ["01", "02", "11", "12"]
   mean = np.mean([float(r["reward"]) for r in fixed])
-  np.testing.assert_allclose(float(results[0]["reward"]), mean, rtol=1e-5)
+  assert_allclose(float(results[0]["reward"]), mean, rtol=1e-5)
   summary = json.loads((directory / "summary.json").read_text())
   measured = summary["measured"]["64"]
   assert measured["best_group_size"] == measured["worst_group_size"] == 8
@@ -113,42 +103,41 @@ def test_a_small_study(
 
 
 @pytest.mark.slow
-def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up, capsys):
+def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up):
   """Too few prompts with rewards: nan at every diagnosis, null in the file."""
   config = to_config(group_size.SETTINGS)
   config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
   config.train.auto_group_size.start = 8
-  for seed, budget, size in group_size._points(config):
-    run = group_size.train_settings(config, budget, size, seed)
+  for run, _, _ in runs(config):
     path = study.training_run(tmp_path, run.name)
     made_up(run, path, [0.1, 0.2], 0.5, group_size=8, c1=None, c3=None)
   unknown = {f"optimal_group_size{x}": None for x in ("", "_low", "_high")}
-  group_size.write(config, tmp_path, unknown)
+  results = group_size.results(config, tmp_path, unknown)
+  study._write(results, tmp_path, "group_size")
   summary = json.loads((tmp_path / "summary.json").read_text())
   assert summary["along_training"] == {"64": None}
-  assert "G* along training nan" in capsys.readouterr().out
+  assert "G* along training nan" in results.lines[-1]
 
 
 def test_best_and_worst_are_compared_by_seed():
+  rewards = {
+    "4": [0.1, 0.3, 0.2],
+    "8": [0.4, 0.6, 0.5],
+    "16": [0.3, 0.3, 0.3],
+    "auto": [0.5, 0.6, 0.4],
+  }
   lines = [
     {"budget": 64, "run": run, "reward": np.mean(x), "rewards": x}
-    for run, x in {
-      "4": [0.1, 0.3, 0.2],
-      "8": [0.4, 0.6, 0.5],
-      "16": [0.3, 0.3, 0.3],
-      "auto": [0.5, 0.6, 0.4],
-    }.items()
+    for run, x in rewards.items()
   ]
   config = to_config(group_size.SETTINGS)
   config.budgets = (64,)
   comparison = group_size.compare(config, lines)["64"]
   assert comparison["best_group_size"] == 8
   assert comparison["worst_group_size"] == 4
-  np.testing.assert_allclose(
-    comparison["best_minus_worst"], [0.3] * 3, atol=1e-6
-  )
+  difference = comparison["best_minus_worst"]
+  assert_allclose(difference, [0.3] * 3, atol=1e-6)
   # Student's interval of the differences 0.1, 0 and -0.1.
   half = 4.302653 * 0.1 / np.sqrt(3)
-  np.testing.assert_allclose(
-    comparison["auto_minus_best"], [0, -half, half], rtol=1e-4, atol=1e-6
-  )
+  difference = comparison["auto_minus_best"]
+  assert_allclose(difference, [0, -half, half], rtol=1e-4, atol=1e-6)

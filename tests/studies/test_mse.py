@@ -1,6 +1,5 @@
 """The study of mean squared errors, on a model of 4,000 parameters."""
 
-import csv
 import json
 import types
 
@@ -9,6 +8,7 @@ import pytest
 
 from grpojax.runtime.cli.settings import to_config
 from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 from grpojax.statistics import u_statistics
 from grpojax.studies import mse, samples
 from grpojax.training import policy as policy_lib
@@ -24,22 +24,23 @@ def arguments(model, directory, **changes):
     "max_new_tokens": 8,
     "shots": 1,
   }
-  settings |= changes
-  return [
-    f"--run_dir={directory}",
-    *(f"--config.{key}={value}" for key, value in settings.items()),
-  ]
+  words = [f"--config.{key}={x}" for key, x in (settings | changes).items()]
+  return [f"--run_dir={directory}", *words]
+
+
+@pytest.fixture
+def config():
+  return to_config(mse.SETTINGS).unlock()
 
 
 @pytest.mark.slow
 def test_a_whole_run_resumes_to_the_same_results(
-  toy_model, toy_task, tmp_path, capsys, monkeypatch
+  toy_model, toy_task, tmp_path, capsys, monkeypatch, rows_of
 ):
   directory = tmp_path / "mse"
   argv = arguments(toy_model, directory)
   mse.main(argv)
-  with open(directory / "results.csv") as file:
-    results = list(csv.DictReader(file))
+  results = rows_of(directory / "results.csv")
   assert len(results) == 3 * 2 * 4
   assert [r["configuration"] for r in results[::8]] == [*samples.CONFIGURATIONS]
   assert {r["estimator"] for r in results} == {*u_statistics.Estimators._fields}
@@ -70,8 +71,9 @@ def test_a_whole_run_resumes_to_the_same_results(
   assert (directory / "mse.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
-  config = to_config(mse.SETTINGS).unlock()
+def test_examples_stand_before_an_in_context_prompt(
+  toy_model, toy_task, config
+):
   config.base = str(toy_model)
   config.num_prompts = 2
   plain = samples.open_bench(config, "base").batches
@@ -79,30 +81,25 @@ def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
   problems = [toy_task.load("train")[i]["prompt"] for i in range(2)]
   assert problems == ["0+0", "1+1"]
   before = "0+0\n0+0=0\n#### 0\n\n1+1\n1+1=2\n#### 2\n\n"
-  # As long as the longest prompt, no longer.
-  assert max(prompts.prompt_mask.sum() for prompts, _ in shown) == (
-    shown[0][0].prompt_mask.size
-  )
+  longest = max(prompts.prompt_mask.sum() for prompts, _ in shown)
+  assert longest == shown[0][0].prompt_mask.size
   for (_, examples), (_, alone) in zip(shown, plain, strict=True):
     assert alone[0]["prompt_text"] == alone[0]["prompt"] + "\n"
     assert examples[0]["prompt_text"] == before + alone[0]["prompt_text"]
 
 
-def test_the_curve_comes_from_the_second_pool(monkeypatch):
+def test_the_curve_comes_from_the_second_pool(monkeypatch, config):
   """Pools of reward 0 and 1: only the second has a mean reward."""
-  config = to_config(mse.SETTINGS).unlock()
   config.samples, config.group_sizes = 6, (2,)
   pools = iter(["#### 1", "#### 2"])
   sampled = types.SimpleNamespace(
     completion_ids=np.zeros((1, 6, 1), np.int32),
     completion_mask=np.ones((1, 6, 1), bool),
-    logprobs=np.zeros((1, 6, 1), np.float32),
   )
   monkeypatch.setattr(policy_lib, "decode", lambda *args: [[next(pools)] * 6])
   scores = np.arange(12.0)[:, None]
-  monkeypatch.setattr(
-    mse.errors, "score_gram", lambda *args: (scores @ scores.T, 12)
-  )
+  gram = (scores @ scores.T, 12)
+  monkeypatch.setattr(mse.errors, "score_gram", lambda *args: gram)
   bench = samples.Bench(
     policy=types.SimpleNamespace(params=None),
     batches=[(None, [{"prompt": "1+1", "answer": "2"}])],
@@ -121,14 +118,15 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   assert row["errors"]["vanilla"] == pytest.approx(expected)
 
 
-def row_of(index, error, oracle, moments):
-  """A row whose 4 replicates are the value -+ 0.1."""
+def row_of(index, error, oracle, moments, apart=0.1):
+  """A row whose 4 replicates are the value -+ `apart`."""
 
   def around(value):
-    return (value + np.array([0.1, -0.1, 0.1, -0.1])).tolist()
+    return (value + apart * np.array([1, -1, 1, -1])).tolist()
 
   values = dict.fromkeys(("vanilla", "leave_one_out", "centred"), error)
   values["oracle"] = oracle
+  lengths = {"value": 0.5, "best_baseline": 0.1, "correlation": 0.0}
   return {
     "configuration": "base",
     "index": index,
@@ -139,15 +137,20 @@ def row_of(index, error, oracle, moments):
     "errors_without": {k: [[x] for x in around(v)] for k, v in values.items()},
     "moments": moments,
     "moments_without": {k: around(v) for k, v in moments.items()},
+    "lengths": lengths,
+    "lengths_without": {k: around(v) for k, v in lengths.items()},
   }
 
 
+def moments_of(*values):
+  return dict(zip(u_statistics.Moments._fields, values, strict=True))
+
+
 def test_table_of_known_rows():
-  moments = [
-    dict(gradient_sq=1.0, oracle_trace=8.0, vanilla_trace=16.0, remainder=24.0),
-    dict(gradient_sq=3.0, oracle_trace=4.0, vanilla_trace=8.0, remainder=12.0),
+  rows = [
+    row_of(0, 5.0, 2.0, moments_of(1.0, 8.0, 16.0, 24.0)),
+    row_of(1, 3.0, 2.0, moments_of(3.0, 4.0, 8.0, 12.0)),
   ]
-  rows = [row_of(0, 5.0, 2.0, moments[0]), row_of(1, 3.0, 2.0, moments[1])]
   results = mse.table(rows, [4])
   by_name = {row["estimator"]: row for row in results}
   theory = {name: row["theory"] for name, row in by_name.items()}
@@ -174,26 +177,24 @@ def test_table_of_known_rows():
   summary = mse.summary(rows, results)["base"]
   assert summary["moments"]["remainder"]["mean"] == 18
   assert summary["largest_deviation"]["leave_one_out"] == row["deviation"]
+  assert summary["prompts_with_best_baseline_below_half_value"] == 2
 
 
-def test_equal_rewards_make_no_trouble(tmp_path):
+def test_equal_rewards_make_no_trouble(config):
   """All errors are 0: no interval, no ratio, and still a picture."""
-  moments = dict.fromkeys(u_statistics.Moments._fields, 0.0)
-  row = row_of(0, 0.0, 0.0, moments)
-  row["errors_without"] = {k: [[0.0]] * 4 for k in row["errors_without"]}
-  row["moments_without"] = {k: [0.0] * 4 for k in row["moments_without"]}
+  row = row_of(0, 0.0, 0.0, moments_of(0.0, 0.0, 0.0, 0.0), apart=0.0)
   results = mse.table([row], [2])
   assert all(r["deviation"] == r["mse_high"] == 0 for r in results)
-  config = to_config(mse.SETTINGS).unlock()
+  assert "lengths" not in mse.summary([row | {"success": 1}], results)["base"]
   config.group_sizes = (2,)
-  mse.draw(results, config, tmp_path / "mse.png")
-  assert (tmp_path / "mse.png").exists()
+  axes = pictures.new_figure((4, 6)).subplots(2, 1, squeeze=False)
+  mse.draw(axes, results, config)
+  assert axes[0, 0].get_yscale() == "linear"
 
 
 def test_questions():
-  held_out, solved = (
-    samples.questions(None, split) for split in ("test", "train")
-  )
+  held_out = samples.questions(None, "test")
+  solved = samples.questions(None, "train")
   texts = {x["prompt"] for x in held_out}
   assert len(texts) == len(held_out) == 65 and len(solved) == 70
   assert not texts & {x["prompt"] for x in solved}
@@ -224,8 +225,7 @@ def test_a_run_with_projected_scores(toy_model, toy_task, tmp_path, capsys):
   assert summary["lengths"]["value"]["mean"] == summary["success"]
 
 
-def test_one_model_asked_in_three_ways():
-  config = to_config(mse.SETTINGS).unlock()
+def test_one_model_asked_in_three_ways(config):
   config.base = config.instruct = "arithmetic-instruct"
   config.problems, config.num_prompts, config.shots = "questions", 1, 1
   texts = {}
@@ -242,11 +242,3 @@ def test_one_model_asked_in_three_ways():
     "instruct": "Q: What is 4 + 2?\nA: ",
     "in-context": "Question: What is 6 + 4?\nAnswer: 10\n\n" + question,
   }
-
-
-def test_settings_that_cannot_be():
-  config = to_config(mse.SETTINGS).unlock()
-  config.problems, config.num_prompts, config.projections = "questions", 66, 2
-  config.shots = 71
-  errors = "\n".join(mse.config_errors(config))
-  assert all(x in errors for x in ("num_prompts", "projections", "shots"))

@@ -1,7 +1,6 @@
 """Studies' directories and training runs, and mistakes in their settings."""
 
 import dataclasses
-import functools
 import importlib
 import re
 
@@ -57,6 +56,10 @@ MISTAKES = {
     ("group_sizes=()", "whole numbers of 2 or more"),
     ("group_sizes=(3,4)", "each must divide the largest"),
     ("instruct=nowhere", "instruct = 'nowhere': no model at 'nowhere'"),
+    (
+      "problems=questions; num_prompts=66; shots=71; projections=2",
+      r"projections = 2(.|\n)*num_prompts = 66(.|\n)*shots = 71",
+    ),
   ],
   "suboptimality": [
     ("steps=(5,5)", r"steps = \(5, 5\): must be increasing"),
@@ -77,16 +80,14 @@ def test_mistakes_are_found_before_anything_is_written(
   monkeypatch.chdir(tmp_path)
   program = importlib.import_module(f"grpojax.studies.{name}")
   with pytest.raises(SystemExit) as caught:
-    program.main([f"--config.{words}"])
+    program.main([f"--config.{word}" for word in words.split("; ")])
   assert re.match(f"error: (.|\n)*{message}", caught.value.code)
   assert not list(tmp_path.iterdir())
 
 
-def open_at(directory, **changes):
-  words = [f"--config.{name}={value}" for name, value in changes.items()]
+def open_at(directory, *words):
   argv = [f"--run_dir={directory}", *words]
-  with study.study(argv, group_size.SETTINGS, lambda config: [], ""):
-    pass
+  study.open_study(argv, group_size.SETTINGS, lambda config: [], "")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_directory_that_cannot_be_the_studys(name, text, tmp_path):
   open_at(tmp_path / "study")
   before = (tmp_path / "study" / "config.json").read_bytes()
   with pytest.raises(SystemExit, match=f"^error: .*{text}"):
-    open_at(tmp_path / name, seeds=4)
+    open_at(tmp_path / name, "--config.seeds=4")
   assert (tmp_path / "study" / "config.json").read_bytes() == before
 
 
@@ -118,13 +119,16 @@ def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+def run_of(arm):
+  return compare.train_settings(to_config(compare.SETTINGS), arm, 1e-4, 0)
+
+
 @pytest.fixture
 def study_of_one(tmp_path, made_up):
   """A study's directory with one finished run, and its settings."""
-  settings = compare.train_settings(to_config(compare.SETTINGS), 0, 1e-4, 0)
-  made_up(
-    settings, study.training_run(tmp_path, settings.name), [0.1, 0.2], 0.2
-  )
+  settings = run_of(0)
+  path = study.training_run(tmp_path, settings.name)
+  made_up(settings, path, [0.1, 0.2], 0.2)
   return tmp_path, settings
 
 
@@ -145,9 +149,9 @@ def test_a_mean_is_of_the_steps_that_have_the_metric(study_of_one):
   rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
   file.write_text(rows + file.read_text().replace("0.1}", "null}"))
   rows = study.run_metrics(directory, settings.name)
-  mean_of = functools.partial(compare.mean_of, rows)
-  assert mean_of("reward_mean") == pytest.approx(0.2)
-  assert mean_of("accuracy") == pytest.approx(0.3)  # not that before training
+  assert study.mean_of(rows, "reward_mean") == pytest.approx(0.2)
+  # The accuracy before training does not count.
+  assert study.mean_of(rows, "accuracy") == pytest.approx(0.3)
 
 
 def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
@@ -155,9 +159,8 @@ def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
   monkeypatch.setattr(fit, "run", lambda *args: pytest.fail("it trains"))
   study.train_all([settings], directory)  # finished
   other = dataclasses.replace(settings, seed=settings.seed + 1)
-  fresh = compare.train_settings(to_config(compare.SETTINGS), 1, 1e-4, 0)
   with pytest.raises(SystemExit, match="another config"):
-    study.train_all([fresh, other], directory)
+    study.train_all([run_of(1), other], directory)
 
 
 @pytest.mark.parametrize("code, shown", [(130, True), ("x", False)])
@@ -171,9 +174,8 @@ def test_a_run_that_is_stopped_says_so_on_the_screen(
     raise SystemExit(code)
 
   monkeypatch.setattr(fit, "run", stopped)
-  settings = compare.train_settings(to_config(compare.SETTINGS), 0, 1e-4, 0)
   with pytest.raises(SystemExit):
-    study.train_all([settings], tmp_path)
+    study.train_all([run_of(0)], tmp_path)
   out = capsys.readouterr().out
   assert "in the log" not in out
-  assert (f"{settings.name} did not end; the same command" in out) == shown
+  assert (f"{run_of(0).name} did not end; the same command" in out) == shown
