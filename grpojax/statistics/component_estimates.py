@@ -153,6 +153,6 @@ def covariances(
   by_prompt = without_each - jnp.mean(without_each, -1, keepdims=True)
   by_tangent = per_tangent.T - jnp.mean(per_tangent, 0)[:, None]  # [5, V]
   return (
-    by_prompt @ by_prompt.T * (count - 1) / count,
-    by_tangent @ by_tangent.T / (tangents * (tangents - 1)),
+    by_prompt @ by_prompt.T * (count - 1) / count,  # jackknife
+    by_tangent @ by_tangent.T / (tangents * (tangents - 1)),  # of a mean
   )

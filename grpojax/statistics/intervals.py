@@ -17,7 +17,7 @@ _CHUNK = 1 << 20  # signs of the permutation test that are there at once
 class PairedDifference(NamedTuple):
   """Difference of two checkpoints on the same prompts."""
 
-  difference: float  # mean of the first less mean of the second
+  difference: float  # mean of the first less that of the second, in their units
   low: float
   high: float
   p_value: float  # two-sided, of "each prompt is as good for either"

@@ -5,9 +5,10 @@ mixture), and is drawn with probability
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
-A batch of B rows has pi_i = B q_i rows of it on average, but at most `most`, by
-systematic sampling (Madow, 1949): pi_i rounded up or down. With the importance
-weights
+where u, the share that is drawn without priorities, lets every prompt come
+back. A batch of B rows has pi_i = B q_i rows of it on average, but at most
+`most`, by systematic sampling (Madow, 1949): pi_i rounded up or down. With the
+importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 

@@ -109,9 +109,9 @@ def limit_covariance(
 def chi_square_weights(
   curvature: Float[np.ndarray, "d d"], covariance: Float[np.ndarray, "d d"]
 ) -> Float[np.ndarray, "d"]:
-  """Weights of the chi-squares: eigenvalues of H^1/2 S H^1/2 / 2, as J.
+  """Weights of the chi-squares: half the eigenvalues of H^1/2 S H^1/2.
 
-  Their sum is the mean of the limit distribution.
+  They are in units of J; their sum is the mean of the limit distribution.
   """
   h, basis = np.linalg.eigh(curvature)
   root = basis * np.sqrt(h)  # root root^T = H
@@ -160,7 +160,10 @@ def linear_gap(
 def distances(
   a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
 ) -> tuple[float, float]:
-  """Kolmogorov-Smirnov and Wasserstein-1 distances between two samples."""
+  """Kolmogorov-Smirnov, max |F_a - F_b|, and Wasserstein-1 distances.
+
+  Wasserstein-1 is the integral of |F_a - F_b|, in units of the samples.
+  """
   furthest = scipy.stats.ks_2samp(a, b, method="asymp").statistic
   return float(furthest), float(scipy.stats.wasserstein_distance(a, b))
 
