@@ -1,8 +1,7 @@
 """Entrance of a training run's config: defaults, checks, and typed values.
 
-A config is an `ml_collections.ConfigDict`, as config files and command lines
-have it. `from_config` checks it once and returns `TrainSettings`; nothing
-behind it sees a ConfigDict or a dotted name.
+Config files and command lines have an `ml_collections.ConfigDict`, from which
+`from_config` makes checked `TrainSettings` for all other code.
 """
 
 import dataclasses
@@ -51,8 +50,7 @@ MOST_CHANGED = (
 )
 
 
-LORA_RATE = 1e-5
-"""Usual learning rate of adapters, 10 times that of full fine-tuning."""
+LORA_RATE = 1e-5  # usual rate of adapters, 10 times that of full fine-tuning
 
 
 def _declared() -> Section:
@@ -79,10 +77,7 @@ CHOICES = {
 
 
 def default_config() -> ConfigDict:
-  """Returns the config that every other one starts from.
-
-  It is locked: an unknown key is an error.
-  """
+  """Returns the config that every other one starts from, locked."""
   return settings_lib.to_config(SETTINGS)
 
 
@@ -99,10 +94,9 @@ def parse_job(
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads the command line of a program whose --config is a whole job.
 
-  Without --config it is arithmetic.py, or own_model.py where another model is
-  named: the learning rate of an embedded model would ruin it. Adapters start
-  from 10 times the learning rate. Arguments and result are as of
-  `command_line.parse`.
+  Without --config it is arithmetic.py, or own_model.py for another model, which
+  the learning rate of an embedded one would ruin. Adapters start from 10 times
+  the learning rate. Arguments and result are those of `command_line.parse`.
   """
   job = default_job()
   parse = functools.partial(
