@@ -50,7 +50,8 @@ def interleaved(
   """Makes an endless stream in which the data sets take turns.
 
   Of any n prompts in a row a data set has its share, give or take one or two,
-  to 1% of the share (grain rounds weights).
+  to 1% of the share (grain rounds weights). The prompt at a place of the stream
+  depends on the place and the seed alone.
 
   Args:
     mixture: the data sets.

@@ -112,8 +112,9 @@ class Rows(NamedTuple):
 def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
   """Fills `rows` rows of `length` tokens with whole texts, in order.
 
-  Grain's packing would depend on the number of open rows. A last partial batch
-  is dropped; a text that is longer than a row is a ValueError.
+  So the embedded models can be made again: Grain's packing depends on the
+  number of open rows. A last partial batch is dropped; a text that is longer
+  than a row is a ValueError.
   """
 
   def empty():

@@ -78,10 +78,10 @@ def _warn_once() -> None:
 
 
 def keep() -> None:
-  """Keeps compiled programs in the user's cache, unless JAX's variables differ.
+  """Keeps compiled programs in the user's cache, the latest used.
 
-  The least recently used go first. JAX's own limit needs locks, and a kill may
-  end it for good.
+  JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
+  JAX's own limit of size needs locks, and a kill may end it for good.
   """
   _warn_once()
   config = jax.config

@@ -4,8 +4,20 @@ import numpy as np
 import pytest
 
 from grpojax.data import arithmetic, drawn, pipeline
+from grpojax.data.examples import SOURCE
+from grpojax.data.mixture import Mixture, Part
 
 FINITE = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
+
+
+def numbered(name, count):
+  return [
+    {"prompt": f"{name}{i}", "answer": f"{name}{i}"} for i in range(count)
+  ]
+
+
+PARTS = [Part("a", 3.0, numbered("a", 7)), Part("b", 1.0, numbered("b", 5))]
+ENDLESS = arithmetic.load("train", seed=1)
 
 
 def encode(prompt):
@@ -48,15 +60,16 @@ def test_targets_are_stacked():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "examples", [FINITE, arithmetic.load("train")], ids=["list", "arithmetic"]
+  "examples",
+  [FINITE, ENDLESS, Mixture([*PARTS, Part("c", 0.5, ENDLESS)])],
+  ids=["list", "arithmetic", "mixture"],
 )
 @pytest.mark.parametrize("start", [0, 7, 23])
 def test_a_run_resumed_anywhere_continues_the_same_stream(examples, start):
   whole = answers(batches(examples, max_prompt_length=999), 10)
   # Another batch size, and more read ahead than consumed.
   stream = batches(examples, max_prompt_length=999, start=start, batch_size=3)
-  rest = answers(stream, 5)
-  assert rest == whole[start : start + 15]
+  assert answers(stream, 5) == whole[start : start + 15]
   if len(examples) == drawn.ENDLESS:  # in its own order
     assert whole[:3] == [examples[i]["answer"] for i in range(3)]
 
@@ -86,10 +99,42 @@ def test_evaluation_reads_each_example_once_and_keeps_the_rest():
 
 
 def test_a_subset_keeps_the_order():
-  kept = pipeline.Subset(FINITE, [0, 1, 5, 8])
-  assert [x["answer"] for x in kept] == list("0158")
-  stream = batches(kept, max_prompt_length=6, shuffle=False)
-  assert answers(stream, 1) == list("0158")
+  subset = pipeline.Subset(FINITE, [0, 1, 5, 8])
+  assert [x["answer"] for x in subset] == list("0158")
+  assert answers(batches(subset, shuffle=False), 1) == list("0158")
+
+
+def test_every_batch_of_a_mixture_has_the_shares_and_every_epoch_its_prompts():
+  taken = list(itertools.islice(batches(Mixture(PARTS)), 35))
+  sources = [[e[SOURCE] for e in examples] for _, examples in taken]
+  assert all(names.count("a") == 3 for names in sources)
+  prompts = answers(taken)
+  for name, size in (("a", 7), ("b", 5)):
+    mine = [p for p in prompts if p[0] == name]
+    epochs = [mine[i : i + size] for i in range(0, len(mine) - size, size)]
+    assert all(len(set(epoch)) == size for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1  # each in an order of its own
+
+
+@pytest.mark.slow
+def test_the_order_of_a_data_set_is_its_own():
+  def order(parts=PARTS, **options):
+    prompts = answers(batches(Mixture(parts), **options), 8)
+    return [p for p in prompts if p[0] == "b"][:5]
+
+  assert order() == order(PARTS[::-1])
+  assert order() == order([PARTS[1], Part("z", 1.0, PARTS[0][2])])
+  assert order() != order(seed=1)
+
+
+def test_held_out_examples_come_one_data_set_after_another():
+  mixture = Mixture(PARTS)
+  stream = batches(mixture, shuffle=False, repeat=False, batch_size=12)
+  expected = [e["answer"] for part in PARTS for e in part.examples]
+  assert answers(stream, 2) == expected and len(mixture) == 12
+  assert mixture[6] == PARTS[0].examples[6] | {SOURCE: "a"}
+  assert mixture[7] == PARTS[1].examples[0] | {SOURCE: "b"}
+  assert SOURCE not in PARTS[0].examples[6]
 
 
 def test_bad_arguments_and_prompts_are_refused():

@@ -189,43 +189,34 @@ def written(template, date):
 
 
 @pytest.mark.parametrize(
-  "template, expected",
+  "template, expected, asks",
   [
-    (LLAMA_DATE, "Today Date: 29 Feb 2020\nHi"),
-    (MISTRAL_DATE, "The current date is 2020-02-29.\n[INST]Hi[/INST]"),
-    (MADE_UP_DATE, "Saturday, 29 February 2020, Feb Sat 00:00 AM %b 060"),
-    (FIXED_DATE, "29 Feb 2020 Hi"),
-    (NO_DATE, "Q: Hi"),
+    (LLAMA_DATE, "Today Date: 29 Feb 2020\nHi", True),
+    (MISTRAL_DATE, "The current date is 2020-02-29.\n[INST]Hi[/INST]", True),
+    (MADE_UP_DATE, "Saturday, 29 February 2020, Feb Sat 00:00 AM %b 060", True),
+    (FIXED_DATE, "29 Feb 2020 Hi", False),
+    (NO_DATE, "Q: Hi", False),
+    (None, "Hi", False),
   ],
 )
-def test_a_date_is_pinned_in_every_template(template, expected):
+def test_a_date_is_pinned_in_every_template(template, expected, asks):
   assert written(template, "29 Feb 2020") == expected
-
-
-def test_a_date_is_pinned_in_a_reward_models_chat():
-  chat = [{"role": "user", "content": "Hi"}]
-  for template in (LLAMA_DATE, MISTRAL_DATE, NO_DATE):
-    made = with_template(template)
+  made = with_template(template)
+  assert tokenizers.asks_for_date(made) == asks
+  if template:  # of a reward model
+    chat = [{"role": "user", "content": "Hi"}]
     ids = tokenizers.encode_conversation(made, chat, date="29 Feb 2020")
-    assert made.decode(ids) == written(template, "29 Feb 2020")
-
-
-def test_who_asks_for_the_date():
+    assert made.decode(ids) == expected
   # As transformers keeps several templates of a model.
-  several = {"default": NO_DATE, "tool_use": MISTRAL_DATE}
-  for template in (LLAMA_DATE, MISTRAL_DATE, MADE_UP_DATE, several):
-    assert tokenizers.asks_for_date(with_template(template))
-  for template in (FIXED_DATE, NO_DATE, None):
-    assert not tokenizers.asks_for_date(with_template(template))
+  several = with_template({"default": NO_DATE, "tool_use": template or ""})
+  assert tokenizers.asks_for_date(several) == asks
 
 
 def test_today_pinned_is_what_is_written_unpinned(monkeypatch):
   for template in (LLAMA_DATE, MISTRAL_DATE):
-    before, text, after = (
-      written(template, tokenizers.today()),
-      written(template, None),
-      written(template, tokenizers.today()),
-    )
+    before = written(template, tokenizers.today())
+    text = written(template, None)
+    after = written(template, tokenizers.today())
     assert text in (before, after)  # midnight may pass
 
   class May(datetime.datetime):
@@ -243,7 +234,3 @@ def test_another_date_is_for_templates_that_write_it_as_it_is():
     assert written(FIXED_DATE, date) == f"{date} Hi"
     with pytest.raises(ValueError, match=f"string = '{date}'.*26 Jul 2024"):
       written(MISTRAL_DATE, date)
-
-
-def test_a_date_without_a_template_is_nobodys():
-  assert written(None, "26 Jul 2024") == "Hi"

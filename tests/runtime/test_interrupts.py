@@ -1,4 +1,4 @@
-"""Signals: noticed or raised, whatever runs, and the old handler comes back."""
+"""Start, signals and end of a program."""
 
 import os
 import signal
@@ -57,25 +57,19 @@ def test_sigterm_ends_a_fork(capfd):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_sigterm_is_heeded_where_exceptions_are_ignored():
+def test_signals_are_noted_where_exceptions_are_ignored(ctrl_c):
   done = []
   with pytest.raises(interrupts.Left, match="by SIGTERM"):
     with interrupts.raising_sigterm():
       InDestructor(signal.SIGTERM)
-      done.append(1)
-  assert done == [1]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_noted_where_exceptions_are_ignored(ctrl_c):
-  done = []
+      done.append(0)
   with interrupts.raising_ctrl_c() as came:
     InDestructor(signal.SIGINT)
     done.append(1)
     assert came == [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
       send(signal.SIGINT)
-  assert done == [1] and came == [signal.SIGINT] * 2
+  assert done == [0, 1] and came == [signal.SIGINT] * 2
 
 
 @pytest.mark.parametrize(
@@ -97,20 +91,113 @@ def test_signals_wait_for_the_end_of_what_they_would_harm(ctrl_c):
       assert came == [signal.SIGINT] * 2
 
 
+BEGIN = """
+from grpojax.runtime.processes import interrupts
+interrupts.begin()
+"""
+
+
+def start(code, shell="exec", begin=BEGIN, **environment):
+  """Starts Python as one of our programs is."""
+  return subprocess.Popen(
+    ["sh", "-c", f'{shell} "$@"', "sh", sys.executable, "-c", begin + code],
+    env=os.environ | environment,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
 @pytest.mark.parametrize("program", [True, False])
 def test_a_program_skips_the_end_of_the_interpreter(program):
   """Where XLA, which may be compiling still, would crash."""
   lines = [
     "import threading",
-    "from grpojax.runtime.processes import interrupts",
-    "interrupts.begin()" if program else "",
     # A thread that the interpreter would wait for.
     "threading.Timer(0.3, print, ['last']).start()",
     "print('first')",
     "interrupts.exit_program()",
   ]
-  done = subprocess.run(
-    [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True
-  )
+  begin = BEGIN if program else BEGIN.replace("interrupts.begin()", "")
+  process = start("\n".join(lines), begin=begin)
   out = "first\n" if program else "first\nlast\n"
-  assert (done.returncode, done.stdout, done.stderr) == (130, out, "")
+  assert process.communicate(timeout=60) == (out, "")
+  assert process.returncode == 130
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_reader_that_goes_away_does_not_end_the_program(both, tmp_path):
+  lines = [
+    "import pathlib, sys",
+    "for step in range(5):",
+    "  print('step', step)",
+    "  print('so', step, file=sys.stderr)",
+    "  sys.stdin.readline()",
+    f"pathlib.Path({str(tmp_path / 'done')!r}).touch()",
+  ]
+  process = start("\n".join(lines))
+  assert process.stdout.readline() == "step 0\n"
+  assert process.stderr.readline() == "so 0\n"
+  process.stdout.close()
+  if both:
+    process.stderr.close()
+  process.stdin.write("\n" * 5)
+  process.stdin.close()
+  assert process.wait(60) == 0 and (tmp_path / "done").exists()
+  if not both:
+    said = process.stderr.read().splitlines()
+    assert said[0].startswith("the standard output cannot be written (Broken")
+    assert said[1:] == [f"so {step}" for step in range(1, 5)]
+
+
+def test_closed_streams_lead_nowhere(tmp_path):
+  lines = [
+    "import os, sys",
+    f"with open({str(tmp_path / 'file')!r}, 'w') as file:",
+    "  print('out')",
+    "  print('error', file=sys.stderr)",
+    "  os.write(1, b'from C'), os.write(2, b'from C')",
+    "  assert file.fileno() > 2 and not sys.stdin.read()",
+  ]
+  process = start("\n".join(lines), "exec <&- >&- 2>&-; exec")
+  assert process.wait(60) == 0 and (tmp_path / "file").read_text() == ""
+
+
+def test_user_code_may_wrap_close_and_restore_the_outputs():
+  lines = [
+    "import gc, io, sys",
+    "names = ('stdout', 'stderr')",
+    "for name in names * 2:  # as two files of a user may do it",
+    "  buffer = getattr(sys, name).buffer",
+    "  setattr(sys, name, io.TextIOWrapper(buffer, encoding='utf-8'))",
+    "gc.collect()",
+    "print('out', flush=True)",
+    "print('error', file=sys.stderr, flush=True)",
+    "sys.stdout.close()",
+    "print('still', flush=True)",
+    "for name in names:",
+    "  setattr(sys, name, getattr(sys, f'__{name}__'))",
+    "print('restored \\udcff \\u20ac')",  # which an output cannot show
+    "print('restored', file=sys.stderr)",
+  ]
+  process = start("\n".join(lines), PYTHONIOENCODING="ascii")
+  output, error = process.communicate(timeout=60)
+  assert output == "out\nstill\nrestored \\udcff \\u20ac\n"
+  assert error == "error\nrestored\n"
+
+
+@pytest.mark.parametrize("name, said", [("main", "put away\n"), ("_load", "")])
+def test_ctrl_c_ends_a_program_at_once_until_it_works(name, said, ctrl_c):
+  lines = [
+    "import os, signal",
+    f"def {name}():",
+    "  try:",
+    "    os.kill(os.getpid(), signal.SIGINT)",
+    "  finally:",
+    "    print('put away')",
+    f"{name}()",
+  ]
+  process = start("\n".join(lines))
+  assert process.communicate(timeout=60) == (said, "interrupted\n")
+  assert process.returncode == 130

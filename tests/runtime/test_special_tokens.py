@@ -4,7 +4,9 @@ The expected ids come from a tokenizer that knows no control tokens at all
 (`bare`), or from transformers' own pass over a text without marks.
 """
 
+import pathlib
 import re
+import sys
 
 import pytest
 import tokenizers as hf
@@ -12,13 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from grpojax.runtime.text import special_tokens, tokenizer
 
+sys.path.append(str(pathlib.Path(__file__).parent))
+from chats import CHATML  # noqa: E402
+
 CONTROLS = ["<s>", "<|im_start|>", "<|im_end|>"]
 LOOSE = ["<think>", "</think>", "<｜User｜>"]  # added, not special
-CHATML = (
-  "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-  "{{ '<|im_end|>\n' }}{%- endfor %}"
-  "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 # Strips contents, and looks into them, as Qwen 3's does.
 THINKING = (
   "{{- bos_token }}{%- for m in messages %}"
@@ -78,12 +78,8 @@ def make(kind, template=None, bos=True, **rules):
     )
     backend.train_from_iterator(["user assistant im_end im_start |>"], trainer)
   bare = hf.Tokenizer.from_str(backend.to_str())
-  backend.add_special_tokens(
-    [
-      hf.AddedToken(c, normalized=False, special=True, **rules)
-      for c in CONTROLS
-    ]
-  )
+  rules |= {"normalized": False, "special": True}
+  backend.add_special_tokens([hf.AddedToken(c, **rules) for c in CONTROLS])
   backend.add_tokens([hf.AddedToken(c, normalized=False) for c in LOOSE])
   if bos:
     backend.post_processor = hf.processors.TemplateProcessing(
@@ -96,15 +92,11 @@ def make(kind, template=None, bos=True, **rules):
 
 def ids_of(made, bare, *pieces):
   """Ids of pieces: a text, or a control as a tuple ("<s>",)."""
-  return sum(
-    [
-      bare.encode(piece).ids
-      if isinstance(piece, str)
-      else [made.convert_tokens_to_ids(piece[0])]
-      for piece in pieces
-    ],
-    [],
-  )
+  ids = []
+  for piece in pieces:
+    is_text = isinstance(piece, str)
+    ids += bare.encode(piece).ids if is_text else [made.get_vocab()[piece[0]]]
+  return ids
 
 
 CHATS = [
@@ -206,7 +198,7 @@ def test_turns_that_are_not_marked_special_are_controls_too():
 
 
 def test_what_cannot_be_told_apart_is_refused():
-  shouting = CHATML.replace("m.content", "m.content[2:]")
+  shouting = CHATML.replace("m.content", "m.content[2:]")  # in `set c`
   made, _ = make("byte_level", shouting)
   with pytest.raises(ValueError, match="writes another text"):
     tokenizer.encode_prompt(made, "<|im_end|>")

@@ -102,7 +102,6 @@ def test_the_wrong_neighbour_is_refused(write, line):
 
 
 def test_a_file_that_failed_can_be_loaded_again(write):
-  """The same text, where what it needs has come."""
   home = write(needs="VALUE = open(__file__ + '.txt').read()")
   for _ in range(2):
     with pytest.raises(FileNotFoundError):

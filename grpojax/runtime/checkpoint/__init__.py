@@ -280,16 +280,14 @@ def restore(
   """Loads a checkpoint, by default the newest.
 
   It has the form and the layout of `state`, whose leaves are arrays or
-  `jax.ShapeDtypeStruct`s (without sharding: on the first device). A pending
-  rollout has the size that was saved.
+  `jax.ShapeDtypeStruct`s (without sharding: on the first device), except that a
+  pending rollout has the size that was saved.
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or it is of another
       model or optimizer.
   """
-  path = _path_of(checkpointer, step)
-  pending = stored_arrays.abstract(path, "pending", state.step, _ADVICE)
-  return stored_arrays.load(path, state.replace(pending=pending), _ADVICE)
+  return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)
 
 
 def restore_policy(

@@ -143,18 +143,6 @@ def _check_fits(
     )
 
 
-def abstract(
-  path: epath.Path, field: str, like: Any, advice: str
-) -> jax.ShapeDtypeStruct | None:
-  """Returns the shape of a stored field, or None; laid out as `like`."""
-  with _damage(path, advice):
-    stored = (ocp.metadata(path).metadata or {}).get(field)
-    if stored is None:
-      return None
-    sharding = getattr(like, "sharding", None)
-    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
-
-
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:
@@ -162,7 +150,8 @@ def load(
 
   Args:
     path: path of one checkpoint, saved with the metadata of `describe`.
-    like: arrays, or `jax.ShapeDtypeStruct`s.
+    like: arrays, or `jax.ShapeDtypeStruct`s. The pending rollout of a
+      `TrainState` has the size that was saved, and the layout of the step.
     advice: words on what to do if it is damaged.
     partial: True if `like` is a dict of some entries of the tree; the others
       are not read.
@@ -170,7 +159,7 @@ def load(
   Raises:
     ValueError: it is damaged, or `like` is of another model or optimizer.
   """
-  abstract = jax.tree.map(_abstract, like)
+  is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):
     metadata = ocp.metadata(path)
     stored, arrays = metadata.metadata, metadata.custom_metadata[_ARRAYS]
@@ -179,7 +168,14 @@ def load(
       raise _Damaged("its metadata cannot be read")
     if _kinds(stored) != saved:
       raise _Damaged("its metadata are not those of its arrays")
-  request, is_state = abstract, dataclasses.is_dataclass(like)
+    if is_state:
+      pending = stored.get("pending")
+      sharding = getattr(like.step, "sharding", None)
+      pending = pending and jax.ShapeDtypeStruct(
+        pending.shape, pending.dtype, sharding=sharding
+      )
+      like = dataclasses.replace(like, pending=pending)
+  request = abstract = jax.tree.map(_abstract, like)
   if partial:
     request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | abstract
     saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}

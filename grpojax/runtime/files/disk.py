@@ -42,9 +42,9 @@ def errors() -> Iterator[None]:
 
 
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
-  """Removes directories of a folder for some seconds.
+  """Removes matching directories of a folder, for `seconds` at most.
 
-  After a failed write, other threads may make them again.
+  Threads of a failed write may make them again meanwhile.
   """
   until = time.monotonic() + seconds
   while paths := list(folder.glob(pattern)):

@@ -105,7 +105,8 @@ def encode(
   """Returns the ids of a marked text, or of a template that got such.
 
   With `add_special_tokens` the tokenizer adds its own. ValueError if it cannot
-  write a control token as text, or the model has no embedding of a token.
+  read the text, or write a control token as text, or the model has no embedding
+  of a token.
   """
   encoder = encode_marked
   if marks(tokenizer).nonce not in marked:

@@ -24,7 +24,10 @@ _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
 @functools.lru_cache(maxsize=64)
 def check(template: str, file: str, changed: int) -> None:
-  """Raises ValueError for a chat template or a tokenizer.json without end."""
+  """Raises ValueError for a chat template or a tokenizer.json without end.
+
+  Either may be missing. A file is tried again when the time `changed` differs.
+  """
   del changed
   request = {"template": template, "file": file, "limits": (SECONDS, MEMORY)}
   try:

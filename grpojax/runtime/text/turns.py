@@ -55,7 +55,8 @@ class TurnEncoder:
     template: text around a text, as of `format_prompt`; a user's in a chat.
     template_options: keywords of the chat template, and "date_string".
     special_tokens: as of `encode_prompt`.
-    max_observation: largest number of tokens of all contents; 0 is unlimited.
+    max_observation: largest number of tokens of the contents of all messages,
+      beyond which they are left out; 0 is unlimited.
     checked: kinds of messages that the chat template is known to take.
   """
 
@@ -82,7 +83,7 @@ class TurnEncoder:
   def __call__(self, observation: Observation, last_id: int) -> list[int]:
     """Returns the ids from the end of a turn to the model's next answer.
 
-    If the turn's last id is the chat template's end token, that is left out.
+    The template's end token is left out if it is the turn's last id already.
     Lone surrogates become "?". ValueError: as of `check`, or a special token's
     name that cannot be text.
     """
