@@ -29,7 +29,7 @@ from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
-from grpojax.translation.rules import Note
+from grpojax.translation.rules import Note, Theirs
 
 FLAGS = {
   "file": setting("", "the configuration of TRL or verl"),
@@ -55,7 +55,7 @@ def translate_file(
 
   `yaml` is the file that a script's TrlParser reads; `code` is the file that
   its own functions will be written to, or None: they stay in the script. Other
-  arguments are as of `rules.translate`.
+  arguments are as of `rules.Theirs`.
 
   Raises:
     ValueError: the file cannot be translated; one line.
@@ -71,9 +71,8 @@ def translate_file(
       f" {', '.join(names[:5])}"
     )
   library = LIBRARIES[counts.index(max(counts))]
-  translation = rules.translate(
-    library, source.settings, processes, examples, source.unread
-  )
+  theirs = Theirs(library, source.settings, processes, examples, source.unread)
+  translation = rules.translate(theirs)
   notes = [*translation.notes]
   notes += [Note(name, text, missing=True) for name, text in source.notes]
   if own := [k for k, v in source.settings.items() if f"{path}:" in str(v)]:

@@ -17,10 +17,7 @@ from grpojax.runtime.terminal.trackers import TRACKERS
 
 
 class Setting(NamedTuple):
-  """Setting of ours; `theirs` is a comment with the names and values of theirs.
-
-  Its value is checked by `writing`.
-  """
+  """Setting of ours, with a comment on names and values of theirs."""
 
   name: str
   value: Any
@@ -163,20 +160,14 @@ class Theirs(NamedTuple):
         yield Setting(ours + key.removeprefix(name), value, key)
 
 
-def translate(
-  library: Library,
-  values: Mapping[str, Any],
-  processes: int = 1,
-  examples: int | None = None,
-  unread: Mapping[str, str] = {},
-) -> Translation:
+def translate(theirs: Theirs) -> Translation:
   """Translates the values of a file by the library's table.
 
   Raises:
     ValueError: a value that the library refuses, or of a wrong kind.
   """
-  checked = _checked(library, values)
-  theirs = Theirs(library, checked, processes, examples, unread)
+  library = theirs.library
+  theirs = theirs._replace(values=_checked(library, theirs.values))
   items = [*library.always]
   try:
     for name, row in library.table.items():
@@ -188,9 +179,10 @@ def translate(
   settings = [x for x in items if isinstance(x, Setting)]
   notes = [x for x in items if isinstance(x, Note)]
   unneeded = []
-  for name in [*theirs.values, *unread]:
+  for name in [*theirs.values, *theirs.unread]:
     if library.knows(name):
-      notes += [_unread(theirs, name, settings)] if name in unread else []
+      if name in theirs.unread:
+        notes.append(_unread(theirs, name, settings))
       continue
     text = f"unknown here; it may change the run ({library.page})"
     if near := difflib.get_close_matches(name, library.table, 1, 0.9):
