@@ -215,13 +215,13 @@ def fsdp_shards() -> int:
   return math.prod(sizes.get(axis, 1) for axis in _FSDP)
 
 
-def as_stored(params: PyTree, prefix: str = "") -> PyTree:
+def as_stored(params: PyTree) -> PyTree:
   """Lays parameters out as they are stored: split along fsdp and tensor.
 
   Each device computes its own shard of a function of them (a cast). Their
   gradients are split along data, too.
   """
-  return _constrain(params, prefix, gathered=False)
+  return _constrain(params, "", gathered=False)
 
 
 @jax.custom_jvp

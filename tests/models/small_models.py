@@ -53,7 +53,6 @@ def sample(lm, params, prompts, seed=1, **options):
 
 
 def assert_close(got, want, **tolerances):
-  """Compares two trees of arrays."""
   compare = functools.partial(np.testing.assert_allclose, **tolerances)
   jax.tree.map(compare, got, want)
 
@@ -73,7 +72,6 @@ def run_python(devices, *arguments):
 
 
 def layout_of(lengths, size, prompts, prompt_size, *parts):
-  """A `packing.layout.plan`, as arrays."""
   lengths, prompts = np.asarray(lengths), np.asarray(prompts)
   layout = packing_layout.plan(lengths, size, prompts, prompt_size, *parts)
   return jax.tree.map(jnp.asarray, layout)

@@ -49,10 +49,7 @@ def by_definition(q, row, mask, prompt, prompt_mask, scale, cap):
 
 
 def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
-  """Queries, keys and values; positions and segments; and the masks of these.
-
-  The second prompt is shorter than the first.
-  """
+  """Arrays, positions and segments, masks; the second prompt is shorter."""
   q = normal(B, G, K, R, size, E).astype(dtype)
   row = [normal(B, G, K, size, E).astype(dtype) for _ in "kv"]
   prompt = [normal(B, K, P, E).astype(dtype) for _ in "kv"]
@@ -98,7 +95,6 @@ def gradients(function, arrays, toward):
   "size, block, window, segments", [(9, 4, 99, False), (11, 4, 2, True)]
 )
 def test_blocks_and_the_whole_are_the_definition(size, block, window, segments):
-  """With derivatives forward and in reverse."""
   arrays, visibility, *masks = case(size, window, segments)
   toward = normal(*arrays[0].shape)
   tangents = jax.tree.map(lambda x: normal(*x.shape), arrays)
@@ -353,7 +349,6 @@ def test_a_norm_and_its_gradients_by_their_formulas(offset):
 
 @pytest.mark.slow
 def test_a_norm_of_one_row_on_an_explicit_axis():
-  """Its type says where it lies, and so does that of its gradient."""
   mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
   with jax.set_mesh(mesh):
     place = NamedSharding(mesh, PartitionSpec("data"))

@@ -60,10 +60,7 @@ KINDS = {
 
 
 def draw(config, seed=0, gain=0.5, logits=2.0):
-  """Random weights: `logits` is the output's spread, `gain` a projection's.
-
-  Bfloat16 holds them exactly, so that both dtypes compute with the same ones.
-  """
+  """Random weights, exact in bfloat16; `logits` and `gain` are the spreads."""
   rng = np.random.default_rng(seed)
   flat = {}
   for path, shape in flatten_dict(parameter_shapes(config), sep="/").items():
@@ -174,10 +171,7 @@ def arrays_of(b, g, k, r, c, p, e):
 
 @pytest.mark.slow
 def test_a_cache_changes_no_rounding():
-  """Rounded weights are of one softmax over a row's keys, cached or not.
-
-  Then only sums in another order differ, which seldom changes what is rounded.
-  """
+  """Rounded weights are of one softmax over a row's keys, cached or not."""
   c = 32
   arrays, causal, seen = arrays_of(b=2, g=3, k=2, r=2, c=c, p=16, e=8)
   q, keys, values, *prompt = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
@@ -200,11 +194,7 @@ def test_a_cache_changes_no_rounding():
 
 @pytest.mark.slow
 def test_what_keys_have_in_common_adds_no_error():
-  """To the queries' gradient, in which it cancels: real keys have much of it.
-
-  Only the weights' gradients differ from their mean by what counts, and must be
-  rounded alike.
-  """
+  """It cancels in the queries' gradient; real keys have much in common."""
   arrays, causal, seen = arrays_of(b=2, g=4, k=2, r=2, c=64, p=32, e=16)
   rng = np.random.default_rng(1)
   for own, of_prompt, size in ((1, 3, 20), (2, 4, 5)):  # keys, values
@@ -253,7 +243,6 @@ def test_gradients_of_a_micro_batch(kind, equal):
 
 
 def table():
-  """Prints the largest error by kind of leaf, random and equal advantages."""
   print(f"{'family':20}", *(f"{kind:>12}" for kind in KINDS))
   for family in EXAMPLES:
     for equal in (False, True):

@@ -27,7 +27,6 @@ def normal(axes):
 
 
 def merges(function, *args):
-  """Returns True if a function would merge axes on a CPU."""
   return "platform_index" in str(jax.make_jaxpr(function)(*args))
 
 
@@ -104,7 +103,6 @@ SCANNED = transformer(DEEP, remat="attention")
 
 
 def compiled_gradient(lm, params, base=None, **options):
-  """The text of an update's compiled gradient."""
   ids = jax.ShapeDtypeStruct((2, 3, NEW), jnp.int32)
   prompts = jax.ShapeDtypeStruct((2, PROMPT), jnp.int32)
 
@@ -134,11 +132,7 @@ def products(*args, **options):
 
 @pytest.mark.slow
 def test_the_gradient_copies_no_large_array_in_another_order():
-  """Logits, weights of attention or the MLP's inner values.
-
-  XLA fuses such a copy with its operand, which it then computes twice, once in
-  an order that is bad for caches: a quarter of an update's time.
-  """
+  """XLA would compute twice what it copies: a quarter of an update's time."""
   lm = transformer(dataclasses.replace(DEEP, layers=2))
   shapes = shapes_of("transpose", compiled_gradient(lm, abstract(lm)))
   assert shapes  # of queries, keys and values: heads come before tokens

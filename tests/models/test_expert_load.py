@@ -62,7 +62,6 @@ def test_value_and_gradient_are_those_of_transformers():
 
 @pytest.mark.slow
 def test_the_loss_of_a_model_is_that_of_transformers(torch_mixture, tmp_path):
-  """Of one row, prompt and completion."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=2)
   with torch.no_grad():
@@ -144,10 +143,7 @@ def test_tokens_in_bfloat16_are_counted_in_float32():
   ],
 )
 def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
-  """One update, against rows of prompt and completion, all at once.
-
-  A prompt counts with each completion that is learned from.
-  """
+  """Against rows of a prompt and a completion each."""
   lm, params, batch, lengths = draw()
   loss = lambda params: by_rows(lm, params, batch, lengths)
   value, gradient = jax.jit(jax.value_and_grad(loss))(params)

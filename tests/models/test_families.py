@@ -148,10 +148,7 @@ def theirs(model, with_gradients):
 
 
 def ours(path, with_gradients):
-  """First, completion and cached logits, and gradients or None.
-
-  The first two and the gradients are of `forward`, as in training.
-  """
+  """Logits of `forward` and of a cache, and gradients of `forward` or None."""
   lm, params = hf.load(path)
   mask = jnp.arange(P) < LENGTHS[:, None]
   ids = jnp.asarray(COMPLETIONS)
@@ -205,7 +202,6 @@ def check_saving(model, path):
 
 
 def compare(name, with_gradients):
-  """Runs transformers and this package on the same checkpoint."""
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory) / "model"
     model = make_checkpoint(name, path)
@@ -227,10 +223,7 @@ def compare(name, with_gradients):
 
 
 def gradient_errors(pair):
-  """Largest difference of each tensor, relative to its largest entry.
-
-  A tensor whose gradient all but vanishes is measured by the others.
-  """
+  """Largest difference per tensor, relative to its largest entry."""
   floor = 1e-3 * max(np.abs(g).max() for g in pair.their_grads.values())
   return {
     name: np.abs(pair.grads[name] - g).max() / max(np.abs(g).max(), floor)
@@ -257,7 +250,6 @@ def test_a_family_agrees_with_transformers(name):
 
 
 def table():
-  """Prints the largest differences of each checkpoint."""
   jax.config.update("jax_disable_most_optimizations", True)
   print(f"{'checkpoint':28}{'|logits|':>10}{'logits':>10}{'gradients':>11}")
   for name in CONFIGS:

@@ -149,7 +149,6 @@ def test_a_router_stays_float32():
   ],
 )
 def test_a_family_attends_by_kernels(kind, monkeypatch):
-  """Values and gradients are those of whole rows at once."""
   monkeypatch.setattr(passes, "WHOLE", 16)
   changes = {"hidden_size": 8, "head_dim": 4, "vocab_size": 32}
   if kind in ("mistral", "gemma2", "gemma3_text"):

@@ -17,7 +17,6 @@ MODEL = "arithmetic-instruct"
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-  """A model in several files, and its parameters."""
   path = tmp_path_factory.mktemp("models") / "out"
   params = hf.load_params(MODEL)
   size = sum(x.nbytes for x in jax.tree.leaves(params))

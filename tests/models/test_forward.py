@@ -10,11 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
-from small_models import (
-  config_with,
-  prompts_of,
-  random_params,
-)
+from small_models import config_with, prompts_of, random_params
 
 from grpojax.core.logprobs import completion_hidden
 from grpojax.core.mesh import AXES
@@ -50,7 +46,6 @@ PARAMS = random_params(transformer(CONFIG))
 
 
 def with_gradient(lm, params=PARAMS, of=lambda params: params):
-  """Hidden states of packed rows, and a gradient through all of them."""
 
   def total(params):
     hidden, _ = completion_hidden(lm, of(params), *BATCH, **PACKED)
@@ -67,7 +62,6 @@ def assert_same(got, want):
 
 @pytest.fixture(scope="module")
 def apart():
-  """By `prefill` and `extend`."""
   return with_gradient(transformer(CONFIG)._replace(forward=None))
 
 

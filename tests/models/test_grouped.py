@@ -30,7 +30,6 @@ RUNS = {
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_values_and_derivatives(monkeypatch, name, kernel):
-  """Of the kernels too, which `interpret` runs on a CPU."""
   if kernel:
     monkeypatch.setattr(
       jax.lax,

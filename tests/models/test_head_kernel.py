@@ -114,7 +114,6 @@ def test_tokens_have_their_probabilities():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2.0**-24, 1 - 2.0**-24])
 def test_the_ends_of_the_unit_interval(number):
-  """They are no tokens without weight."""
   hidden, head, _ = arrays(50)
   head = head.at[:, 128:].set(0).at[:, 5:123].set(0)
   head = head.at[0].add(jnp.where(head[0] == 0, -1e3, 0))

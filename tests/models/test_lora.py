@@ -98,7 +98,6 @@ def adapted_logits(model, adapters):
 
 @pytest.mark.slow
 def test_adapters_move_in_forward_mode(model):
-  """Where attention by kernels has another function for it."""
 
   @functools.partial(jax.jit, static_argnums=2)
   def run(base, adapters, attention):
@@ -260,9 +259,9 @@ def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
 
 def test_adapters_that_peft_would_leave_out_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
-  some = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
+  partial = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
   for adapters, message in (
-    (some, "of expert_gate and expert_up alone"),
+    (partial, "of expert_gate and expert_up alone"),
     ({}, "no adapters to save"),
   ):
     with pytest.raises(ValueError, match=message):

@@ -60,7 +60,6 @@ def drawn(lm, params, sampling):
 
 
 def mismatch(lm, params, samples):
-  """Largest difference of log-probabilities by the full path."""
   compute = lambda params: token_logprobs(
     lm, params, *BATCH, samples.completion_ids
   )[0]
@@ -117,7 +116,6 @@ def map_slots(function, cache):
 
 
 def plain(cache):
-  """A cache in 8 bits as one of float32 numbers."""
   return map_slots(
     lambda keys, values, key_scales, value_scales: cache_lib.Slots(
       keys * key_scales[..., None, :], values * value_scales[..., None]
@@ -141,7 +139,6 @@ def round_cache(cache):
   "layers", [2, pytest.param(9, marks=pytest.mark.long)]
 )
 def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
-  """Token by token, while it grows."""
   config = dataclasses.replace(tiny.config, layers=layers)
   lm = transformer(config, platform="cpu")
   params = jax.tree.map(lambda x: 0.6 * x, random_params(lm))

@@ -42,7 +42,6 @@ PROMPT_SIZE = PROMPTS.prompt_ids.shape[1]
 
 
 def other_routers(params):
-  """Parameters whose routers choose others."""
   layers = params["layers"]
   layers = layers | {"router": -layers["router"][:, ::-1]}
   return params | {"layers": layers}
@@ -251,7 +250,6 @@ def test_a_step_replays_what_it_sampled():
 
 
 def test_groups_are_replaced_with_their_experts():
-  """Of prompts of two lengths."""
   lm = transformer(CONFIG)
   samples = sample(lm, random_params(lm), 4)
   short = jax.tree.map(lambda x: x[1:], samples)

@@ -77,7 +77,6 @@ def mixtures(config, params, x):
 
 
 def with_gradients(config, params, x):
-  """Their value and the gradients of a sum of sines of it."""
   y, pull = jax.vjp(functools.partial(mixtures, config), params, x)
   return y, pull(jnp.cos(y))
 
@@ -106,7 +105,6 @@ as_on_tpu.defvjp(lambda *args: (as_on_tpu(*args), args), _backward)
 
 
 def compiled(function, mesh, params, x):
-  """A program for a mesh, and the places of its arguments."""
   spec = activation_spec(mesh, x.shape, ("batch", "group"))
   rows = jax.sharding.NamedSharding(mesh, spec)
   places = sharding.shardings(params, mesh), rows

@@ -64,12 +64,7 @@ def written(platform, head_dim, dtype, count, rows=1):
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "head_dim, dtype",
-  [
-    (64, "bfloat16"),
-    (32, "float32"),
-    (128, "bfloat16"),
-    (256, "float32"),
-  ],
+  [(64, "bfloat16"), (32, "float32"), (128, "bfloat16"), (256, "float32")],
 )
 def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
   keys = empty("tpu", head_dim, dtype).blocks[0][0].keys

@@ -19,7 +19,6 @@ IDS = jnp.asarray(RNG.integers(0, 11, (2, 3, 5)))
 
 @pytest.fixture(scope="module")
 def hidden(tiny):
-  """Hidden states of whole completions, compiled once."""
 
   @jax.jit
   def run(params, prompts, mask, ids):
@@ -66,7 +65,6 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
 
 
 def products(config, remat):
-  """Counts the matrix products of a gradient."""
   lm = transformer(config, remat=remat)
   params = jax.eval_shape(lm.init, jax.random.key(0))
 
@@ -79,7 +77,6 @@ def products(config, remat):
 
 @pytest.mark.slow
 def test_each_policy_recomputes_more_than_the_one_before(tiny):
-  """That no gradient changes is tested in test_forward.py."""
   each = [products(tiny.config, remat) for remat in layer_stacks.REMAT]
   none, attention, selective, full = each
   assert none < attention < selective < full

@@ -287,8 +287,7 @@ def test_damaged_shards_are_refused(sharded):
 
 
 @pytest.mark.parametrize(
-  "name",
-  ["../x.safetensors", "a\\x.safetensors", "model.bin"],
+  "name", ["../x.safetensors", "a\\x.safetensors", "model.bin"]
 )
 def test_an_index_stays_in_its_directory(sharded, name):
   save_file({"x": np.zeros(1)}, sharded.parent / "x.safetensors")

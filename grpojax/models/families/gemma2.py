@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
 from grpojax.models.families import llama
-from grpojax.models.huggingface import config_json
 
 KEYS = llama.KEYS | {
   f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}.weight", False)

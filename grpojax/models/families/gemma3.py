@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
 from grpojax.models.families import gemma2, qwen3
-from grpojax.models.huggingface import config_json
 
 KEYS = qwen3.KEYS | gemma2.KEYS
 READ = gemma2.READ | {

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
-from grpojax.models.huggingface import config_json
 
 # ours -> (Hugging Face's name, stored transposed)
 KEYS = {
@@ -40,6 +40,5 @@ FIXED = {"is_llama_config": True}
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a complete config.json of model_type "llama"."""
   return TransformerConfig(
-    **config_json.common(hf_config),
-    rope=config_json.rope(hf_config),
+    **config_json.common(hf_config), rope=config_json.rope(hf_config)
   )

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
 from grpojax.models.families import qwen2
-from grpojax.models.huggingface import config_json
 
 KEYS = qwen2.KEYS | {
   "layers/q_norm": ("model.layers.{layer}.self_attn.q_norm.weight", False),

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig
 from grpojax.models.families import qwen2, qwen3
-from grpojax.models.huggingface import config_json
 
 KEYS = qwen3.KEYS | {
   f"layers/{ours}": (f"model.layers.{{layer}}.mlp.{theirs}.weight", True)

@@ -14,6 +14,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core.types import LM, Params
+from grpojax.models import config_json
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.families import (
   gemma2,
@@ -25,7 +26,6 @@ from grpojax.models.families import (
   qwen3_moe,
 )
 from grpojax.models.huggingface import (
-  config_json,
   file_checksums,
   gguf_file,
   weights,
@@ -77,7 +77,7 @@ _REFUSED = dict.fromkeys(
 ) | {
   "auto_map": "the model comes with code of its own, which is never run here: "
   "get the plain model that it was made from or, if transformers' own class "
-  "computes the same, remove auto_map in a copy of the directory",
+  "computes the same, remove auto_map in a copy of the directory"
 }
 ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
