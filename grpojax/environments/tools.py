@@ -95,11 +95,9 @@ def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
     arguments[name] = about.get("enum", [_MADE_UP.get(kind, "1")])[0]
   key = "parameters" if tool_format == "llama3" else "arguments"
   call = json.dumps({"name": function["name"], key: arguments})
-  return {
-    "hermes": f"<tool_call>{call}</tool_call>",
-    "llama3": call,
-    "mistral": f"[TOOL_CALLS] [{call}]",
-  }[tool_format]
+  marks = {"hermes": ("<tool_call>", "</tool_call>"), "llama3": ("", "")}
+  before, after = marks.get(tool_format, ("[TOOL_CALLS] [", "]"))
+  return before + call + after
 
 
 TOOL_CALLS = {"hermes": hermes, "llama3": llama3, "mistral": mistral}

@@ -30,14 +30,8 @@ BUILT_IN = {
 READ_ANSWERS = ("math_answer", "math_verify")
 """Two names of the built-in reward that compares answers of any form."""
 
-_TRIAL = {
-  "answer": "1",
-  "completion_length": 1,
-  "max_completion_length": 1,
-  "finished": True,
-  "turn_rewards": (),
-  "episode_info": {},
-}
+_TRIAL = {"answer": "1", "completion_length": 1, "max_completion_length": 1}
+_TRIAL |= {"finished": True, "turn_rewards": (), "episode_info": {}}
 
 
 def label(name: str) -> str:

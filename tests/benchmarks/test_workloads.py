@@ -59,9 +59,6 @@ def test_the_config_of_each(name):
     assert config.lora.rank == (16 if name.endswith("lora") else 0)
   else:
     assert (loss.beta, loss.kl, loss.kl_placement) == (0.04, "k3", "loss")
-  assert sizes[:4] == (
-    config.batch_size,
-    config.group_size,
-    config.data.max_prompt_length,
-    config.sampling.max_new_tokens,
-  )
+  samples = (config.batch_size, config.group_size)
+  lengths = (config.data.max_prompt_length, config.sampling.max_new_tokens)
+  assert sizes[:4] == samples + lengths

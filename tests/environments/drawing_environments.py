@@ -61,30 +61,13 @@ def dice(sides: int) -> int:
   return random.randrange(10**6)
 
 
-@dataclasses.dataclass
-class Result:
-  """OpenEnv's result of a step."""
-
-  observation: object
-  reward: float = 0.5
-  done: bool = False
-
-
-@dataclasses.dataclass
-class Echo:
-  """OpenEnv's observation, with the fields that each one has."""
-
-  echoed: str
-  length: int
-  reward: float = 0.5
-  done: bool = False
-  metadata: dict = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Said:
-  message: str
-  turn: int = 1
+ENDS = [("reward", float, 0.5), ("done", bool, False)]
+# OpenEnv's result of a step; observations, with the fields that each one has.
+Result = dataclasses.make_dataclass("Result", ["observation", *ENDS])
+METADATA = ("metadata", dict, dataclasses.field(default_factory=dict))
+FIELDS = [("echoed", str), ("length", int), *ENDS, METADATA]
+Echo = dataclasses.make_dataclass("Echo", FIELDS)
+Said = dataclasses.make_dataclass("Said", ["message", ("turn", int, 1)])
 
 
 class Echoes:

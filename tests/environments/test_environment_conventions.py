@@ -274,11 +274,7 @@ def test_tools_alone():
     (f"{USER}:Gam", [], "has no 'Gam'; did you mean 'Game'"),
     (f"{DRAWING}:Result", [], "has neither `reset` and `step`"),
     ("ODD:OnlyReset", [], "has neither `reset` and `step`"),
-    (
-      f"{DRAWING}:Client",
-      [],
-      "cannot be called with.*required argument: 'url'",
-    ),
+    (f"{DRAWING}:Client", [], "cannot be called with.*required .*: 'url'"),
     ("ODD:Asynchronous", [], "reset is asynchronous"),
     ("ODD:awaited_step", [], "step is asynchronous"),
     (f"{USER}:multiply", [], "is a function without a function `step`"),

@@ -27,13 +27,8 @@ def environment(directory: pathlib.Path, **more: str) -> dict[str, str]:
 
 def run(*command, **options) -> subprocess.CompletedProcess:
   """Runs a command to its end; text in and out, half a minute at most."""
-  return subprocess.run(
-    list(map(str, command)),
-    text=True,
-    capture_output=True,
-    timeout=30,
-    **options,
-  )
+  options |= {"text": True, "capture_output": True, "timeout": 30}
+  return subprocess.run(list(map(str, command)), **options)
 
 
 def wait_until(condition, seconds=20):

@@ -202,24 +202,24 @@ def test_own_files_and_variables_go_along(cloud, tmp_path):
   assert sums == again[:1] and again[0] != again[1]
 
 
-@pytest.mark.parametrize(
-  ("word", "message"),
-  [
-    ("--config.reward.functions=reward.py:right", "no file reward.py here"),
-    ("--config=config.py:steps", "no file config.py here"),
-    ("--config.data.path=../data.jsonl", "../data.jsonl is not below"),
-    ("--config.data.path=hf:openai/gsm8k", None),
-    ("--config.data.path=gs://b/data.jsonl", None),
-    ("--config.data.template={prompt} as in notes.txt", None),
-  ],
-)
-def test_files_that_the_workers_cannot_get_are_refused(cloud, word, message):
+FILES = {  # of arguments, and why the workers cannot get them
+  "--config.reward.functions=reward.py:right": "no file reward.py here",
+  "--config=config.py:steps": "no file config.py here",
+  "--config.data.path=../data.jsonl": "../data.jsonl is not below",
+  "--config.data.path=hf:openai/gsm8k": None,
+  "--config.data.path=gs://b/data.jsonl": None,
+  "--config.data.template={prompt} as in notes.txt": None,
+}
+
+
+@pytest.mark.parametrize("word", FILES)
+def test_files_that_the_workers_cannot_get_are_refused(cloud, word):
   own = cloud.directory / "own"
   own.mkdir()
   (cloud.directory / "data.jsonl").write_text("")
   done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:], word, cwd=own)
-  assert done.returncode == (2 if message else 0), done.stderr
-  assert message is None or message in done.stderr
+  assert done.returncode == (2 if FILES[word] else 0), done.stderr
+  assert (FILES[word] or "") in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -295,32 +295,32 @@ def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
   assert [verb for verb in cloud.verbs() if verb in verbs] == verbs
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    (["fly", "my-run"], "unknown command fly"),
-    (["run"], "NAME is ''"),
-    (["run", "My_Run"], "NAME is 'My_Run'"),
-    (["status", "my-run"], "--zone is missing"),
-    (["create", "my-run", "--zone=z"], "--type is missing"),
-    (["create", "my-run", "--zone=z", "--type=v9-8"], "give --version"),
-    (["create", "my-run", "--zones=z"], "unknown option --zones=z"),
-    (["create", "my-run", "--zone"], "--zone has no value"),
-    (["create", "my-run", "--zone=z", "--type=v5e:4"], "is like v5e:4x4"),
-    (["create", "my-run", "--zone=z", "--type=v5e"], "a type is like v5e-16"),
-    (["run", "my-run", "--zone=z", "--type=tpu7x:2x2x1"], "served by GKE"),
-    (["setup", "my-run", "--zone=z", "--env=NOT_THERE"], "has no NOT_THERE"),
-    (["exec", "my-run", "--zone=z"], "exec needs a command"),
-    (["logs", "my-run", "--zone=z", "--worker=all"], "--worker=all"),
-    (["run", "my-run", *OPTIONS], "give -- --run_dir=gs://BUCKET/RUN"),
-    ([*RUN[:-1], "--run_dir=runs/x"], "--run_dir is 'runs/x'"),
-    (["status", "my-run", "--zone=z", "--", "--a"], "takes no arguments"),
-  ],
-)
-def test_wrong_arguments_are_refused(cloud, arguments, message):
-  done = cloud.launch(*arguments)
+WRONG = {
+  "fly my-run": "unknown command fly",
+  "run": "NAME is ''",
+  "run My_Run": "NAME is 'My_Run'",
+  "status my-run": "--zone is missing",
+  "create my-run --zone=z": "--type is missing",
+  "create my-run --zone=z --type=v9-8": "give --version",
+  "create my-run --zones=z": "unknown option --zones=z",
+  "create my-run --zone": "--zone has no value",
+  "create my-run --zone=z --type=v5e:4": "is like v5e:4x4",
+  "create my-run --zone=z --type=v5e": "a type is like v5e-16",
+  "run my-run --zone=z --type=tpu7x:2x2x1": "served by GKE",
+  "setup my-run --zone=z --env=NOT_THERE": "has no NOT_THERE",
+  "exec my-run --zone=z": "exec needs a command",
+  "logs my-run --zone=z --worker=all": "--worker=all",
+  f"run my-run {' '.join(OPTIONS)}": "give -- --run_dir=gs://BUCKET/RUN",
+  f"{' '.join(RUN[:-1])} --run_dir=runs/x": "--run_dir is 'runs/x'",
+  "status my-run --zone=z -- --a": "takes no arguments",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_refused(cloud, words):
+  done = cloud.launch(*words.split())
   assert done.returncode == 2
-  assert message in done.stderr
+  assert WRONG[words] in done.stderr
   assert len(done.stderr.splitlines()) == 1
   assert not cloud.calls
 

@@ -46,13 +46,8 @@ def test_hostile_texts_come_back_whole_and_end_nothing(made_up):
   assert json.loads(text) == data
   reader = read(page(made_up.HOSTILE[0], data))
   kinds = [(tag, kind) for tag, kind, _ in reader.texts]
-  data_kind = ("script", "application/json")
-  assert kinds == [
-    ("title", None),
-    ("style", None),
-    data_kind,
-    ("script", None),
-  ]
+  first, data_kind = [("title", None), ("style", None)], "application/json"
+  assert kinds == [*first, ("script", data_kind), ("script", None)]
   assert json.loads(reader.texts[2][2]) == data
   assert reader.texts[0][2] == made_up.HOSTILE[0]
   plain = read(page("", {}))

@@ -9,16 +9,9 @@ import pytest
 from grpojax.models import huggingface as hf
 from grpojax.rewards import neural
 
-KINDS = {
-  "qwen2": {},
-  "gemma2": {
-    "head_dim": 8,
-    "sliding_window": 4,
-    "final_logit_softcapping": 1.0,
-  },
-  "gemma3_text": {"head_dim": 8, "sliding_window": 3},
-  "llama": {},
-}
+GEMMA2 = {"head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 1.0}
+GEMMA3 = {"head_dim": 8, "sliding_window": 3}
+KINDS = {"qwen2": {}, "gemma2": GEMMA2, "gemma3_text": GEMMA3, "llama": {}}
 SIZES = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 2, "intermediate_size": 20}
 TEXTS = ["b", "abcabc", "ccba", "abcdefgh", "a" * 9, "hgf"]
