@@ -166,19 +166,19 @@ def trainer(settings: dict[str, Any]):
   return it
 
 
-def computed(it, given, logprobs, entropy, on_policy=False, **more):
+def computed(it, data, logprobs, entropy, on_policy=False, **more):
   """TRL's loss, of a model that gives these log-probabilities and entropies."""
-  mask = given["mask"].double()
+  mask = data["mask"].double()
   inputs = dict.fromkeys(("prompt_ids", "prompt_mask"), mask[:, :1])
   inputs |= dict.fromkeys(("completion_ids", "completion_mask"), mask)
-  inputs["advantages"] = given["advantages"]
-  inputs["ref_per_token_logps"] = given["ref_logprobs"]
+  inputs["advantages"] = data["advantages"]
+  inputs["ref_per_token_logps"] = data["ref_logprobs"]
   inputs["num_items_in_batch"] = mask.sum()
   inputs |= more
   if not on_policy:
-    inputs["old_per_token_logps"] = given["old_logprobs"]
-  told = (logprobs, entropy, None)
-  it._get_per_token_logps_and_entropies = lambda *args, **options: told
+    inputs["old_per_token_logps"] = data["old_logprobs"]
+  answer = (logprobs, entropy, None)
+  it._get_per_token_logps_and_entropies = lambda *args, **options: answer
   return it._compute_loss(None, inputs)
 
 
@@ -186,11 +186,11 @@ def leaf(x):
   return x.clone().requires_grad_()
 
 
-def trl_loss(given, changes, on_policy):
+def trl_loss(data, changes, on_policy):
   """Settings, value, and gradients by log-probabilities and entropies."""
-  logprobs, entropy = leaf(given["logprobs"]), leaf(given["entropy"])
+  logprobs, entropy = leaf(data["logprobs"]), leaf(data["entropy"])
   it = trainer(DEFAULTS | changes)
-  loss = computed(it, given, logprobs, entropy, on_policy)
+  loss = computed(it, data, logprobs, entropy, on_policy)
   (loss + 0 * entropy.sum()).backward()
   return {
     "loss": loss.item(),
@@ -200,14 +200,14 @@ def trl_loss(given, changes, on_policy):
   }
 
 
-def trl_adaptive(given):
+def trl_adaptive(data):
   """The coefficient applied in each update, and the one it leaves behind."""
   import torch
 
   it, rows = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True}), []
   for value in ENTROPIES:
     entropy = leaf(torch.full((6, 5), value).double())
-    computed(it, given, leaf(given["logprobs"]), entropy).backward()
+    computed(it, data, leaf(data["logprobs"]), entropy).backward()
     applied = -entropy.grad.sum().item()
     rows.append({"applied": applied, "coefficient": it.entropy_coef})
   return rows
@@ -254,7 +254,7 @@ def trl_several_rewards():
   return made | {"advantages": advantages}
 
 
-def importance_ratios(given, mode, low, high):
+def importance_ratios(data, mode, low, high):
   """TRL's weights for the sampler's log-probabilities."""
   import torch
   from trl import GRPOTrainer
@@ -262,9 +262,9 @@ def importance_ratios(given, mode, low, high):
   names = {
     "torch": torch,
     "math": math,
-    "mask": given["mask"],
-    "old_per_token_logps": given["old_logprobs"],
-    "sampling_per_token_logps": given["sampler"],
+    "mask": data["mask"],
+    "old_per_token_logps": data["old_logprobs"],
+    "sampling_per_token_logps": data["sampler"],
     "self": types.SimpleNamespace(
       vllm_importance_sampling_mode=mode,
       vllm_importance_sampling_clip_min=low,
@@ -288,16 +288,16 @@ def trl_corrections():
   normal = lambda: torch.randn(6, 5, dtype=torch.float64)
   sampler = -torch.rand(6, 5, dtype=torch.float64) - 0.5
   old = sampler + 0.5 * normal()
-  given = {
+  data = {
     "sampler": sampler,
     "old_logprobs": old,
     "ref_logprobs": sampler + 0.3 * normal(),
     "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, -2.0, 1.5]).double(),
     "mask": torch.arange(5) < torch.tensor([5, 3, 1, 4, 2, 5])[:, None],
   }
-  given["mask"] = given["mask"].double()
-  given["logprobs"] = old + 0.2 * normal()
-  made = {k.removesuffix("_logprobs"): x.tolist() for k, x in given.items()}
+  data["mask"] = data["mask"].double()
+  data["logprobs"] = old + 0.2 * normal()
+  made = {k.removesuffix("_logprobs"): x.tolist() for k, x in data.items()}
   made["cases"] = []
   bounds = [(None, None, None)]
   bounds += [(m, *b) for m in MODES for b in ((None, 1.5), (0.6, 1.3))]
@@ -305,13 +305,13 @@ def trl_corrections():
   for (mode, low, high), threshold, loss_type in itertools.product(*choices):
     more = {"sampling_per_token_logps": sampler}
     if mode is not None:
-      ratios = importance_ratios(given, mode, low, high)
+      ratios = importance_ratios(data, mode, low, high)
       more["importance_sampling_ratio"] = ratios
     changes = {"loss_type": loss_type, "off_policy_mask_threshold": threshold}
     it = trainer(DEFAULTS | {"beta": 0.1} | changes)
     it.use_vllm = mode is not None
-    logprobs = leaf(given["logprobs"])
-    value = computed(it, given, logprobs, torch.zeros_like(logprobs), **more)
+    logprobs = leaf(data["logprobs"])
+    value = computed(it, data, logprobs, torch.zeros_like(logprobs), **more)
     value.backward()
     case = {"mode": mode, "low": low, "high": high, "threshold": threshold}
     case |= {"loss_type": loss_type, "value": value.item()}
@@ -352,29 +352,29 @@ def verl_functions(source: pathlib.Path) -> dict[str, Any]:
     "ActorConfig": VerlConfig,
     "AlgoConfig": type(None),
   }
-  wanted = ("agg_loss", "compute_policy_loss_", "compute_optimal_token")
-  wanted += ("compute_multi_turn", "compute_reinforce_plus_plus_outcome")
+  prefixes = ("agg_loss", "compute_policy_loss_", "compute_optimal_token")
+  prefixes += ("compute_multi_turn", "compute_reinforce_plus_plus_outcome")
   algorithms = source / "verl/trainer/ppo"
-  load(algorithms / "core_algos.py", wanted, names)
-  wanted = ("compute_rollout_rejection", "_parse_rollout_rs", "compute_rs")
+  load(algorithms / "core_algos.py", prefixes, names)
+  prefixes = ("compute_rollout_rejection", "_parse_rollout_rs", "compute_rs")
   names |= {"math": math, "SAFETY_BOUND": 20.0}
   names["SUPPORTED_ROLLOUT_RS_OPTIONS"] = {"seq_mean_k1"}
   names["TOKEN_LEVEL_ROLLOUT_RS_OPTIONS"] = set()
-  return load(algorithms / "rollout_corr_helper.py", wanted, names)
+  return load(algorithms / "rollout_corr_helper.py", prefixes, names)
 
 
-def verl_loss(functions, given, name, aggregation, changes):
+def verl_loss(functions, data, name, aggregation, changes):
   """Value, and gradient by the log-probabilities."""
   norm = aggregation == "seq-mean-token-sum-norm"
   settings = {"clip_ratio": 0.2, LOW: None, HIGH: None, C: 1000.0}
   settings["global_batch_info"] = {"loss_scale_factor": 8} if norm else {}
   if "policy_loss" in changes:
     changes = {"policy_loss": VerlConfig(**changes["policy_loss"])}
-  logprobs, mask = leaf(given["logprobs"]), given["mask"].double()
+  logprobs, mask = leaf(data["logprobs"]), data["mask"].double()
   loss, _ = functions[f"compute_policy_loss_{name}"](
-    given["old_logprobs"],
+    data["old_logprobs"],
     logprobs,
-    given["advantages"][:, None] * mask,
+    data["advantages"][:, None] * mask,
     mask,
     aggregation,
     VerlConfig(**settings | changes),
@@ -383,11 +383,11 @@ def verl_loss(functions, given, name, aggregation, changes):
   return {"loss": loss.item(), "by_logprobs": logprobs.grad.tolist()}
 
 
-def verl_advantages(functions, given):
+def verl_advantages(functions, data):
   """Advantages of tokens, of two groups of three; what is masked by bounds."""
   import torch
 
-  logprobs, mask = given["old_logprobs"], given["mask"].double()
+  logprobs, mask = data["old_logprobs"], data["mask"].double()
   holes = mask.clone()  # an environment's tokens
   holes[0, 1:3] = holes[3, 0] = holes[4, 2] = 0
   rewards = torch.tensor([1.0, -0.5, 2, 0, 0.75, 1]).double()
@@ -407,12 +407,12 @@ def verl_advantages(functions, given):
   advantages, _ = functions["compute_reinforce_plus_plus_outcome_advantage"](
     at_the_end(mask), mask, VerlConfig(gamma=1.0)
   )
-  kept, _ = functions["compute_rollout_rejection_mask"](
-    given["logprobs"] - logprobs, mask, "seq_mean_k1", "0.8_1.1"
+  taken, _ = functions["compute_rollout_rejection_mask"](
+    data["logprobs"] - logprobs, mask, "seq_mean_k1", "0.8_1.1"
   )
   return made | {
     "reinforce_plus_plus": advantages.tolist(),
-    "geometric_mask": kept.tolist(),
+    "geometric_mask": taken.tolist(),
     "rewards": rewards.tolist(),
     "sum_of_squares": masses.tolist(),
     "holes": holes.tolist(),
@@ -420,28 +420,28 @@ def verl_advantages(functions, given):
 
 
 def main(source: str) -> None:
-  given, functions = numbers(), verl_functions(pathlib.Path(source))
+  data, functions = numbers(), verl_functions(pathlib.Path(source))
   made = {
     "versions": {"trl": importlib.metadata.version("trl"), "verl": "0.9.1"},
-    "given": {name: x.tolist() for name, x in given.items()},
+    "given": {name: x.tolist() for name, x in data.items()},
     "trl": {
-      name: trl_loss(given, changes, name.endswith("on-policy"))
+      name: trl_loss(data, changes, name.endswith("on-policy"))
       for name, changes in TRL_CASES.items()
     },
     "entropies": ENTROPIES,
-    "trl_adaptive": trl_adaptive(given),
+    "trl_adaptive": trl_adaptive(data),
     "trl_several_rewards": trl_several_rewards(),
     "verl": {
-      name: verl_loss(functions, given, *case)
+      name: verl_loss(functions, data, *case)
       for name, case in VERL_CASES.items()
     },
-    "verl_advantages": verl_advantages(functions, given),
+    "verl_advantages": verl_advantages(functions, data),
   }
   text = json.dumps(made).replace('}, "', '},\n"')
-  here = pathlib.Path(__file__)
-  here.with_suffix(".json").write_text(text + "\n")
+  path = pathlib.Path(__file__)
+  path.with_suffix(".json").write_text(text + "\n")
   corrections = json.dumps(trl_corrections())
-  here.with_name("trl_corrections.json").write_text(corrections)
+  path.with_name("trl_corrections.json").write_text(corrections)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def check_pack(mesh_, drawn, layout):
 def check_forward(mesh_, lm, params, drawn, layout):
   """Flat tokens, heads, and rows that share prompts stay where they are."""
   params = jax.device_put(params, sharding.shardings(params, mesh_))
-  given = place(mesh_, (drawn.prompt_ids, drawn.prompt_mask))
+  data = place(mesh_, (drawn.prompt_ids, drawn.prompt_mask))
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
 
   @jax.jit
@@ -92,7 +92,7 @@ def check_forward(mesh_, lm, params, drawn, layout):
 
     return jax.grad(total)(params)
 
-  text = gradient.lower(params, given, ids, layout).compile().as_text()
+  text = gradient.lower(params, data, ids, layout).compile().as_text()
   sent = collectives(text)
   assert sent == {"all-reduce"}, sent  # of the gradients
   loops = set(re.findall(r"\bbody=%?([\w.-]+)", text))
@@ -121,11 +121,11 @@ def main():
       assert layout.micro_batches() == 2 * minibatches
       check_pack(mesh_, drawn, layout)
       placed = jax.device_put(params, sharding.shardings(params, mesh_))
-      given = place(mesh_, (drawn, rewards, layout))
-      found = run(lm, placed, *given, cuts, entropy)
+      data = place(mesh_, (drawn, rewards, layout))
+      actual = run(lm, placed, *data, cuts, entropy)
     close = lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5)
-    jax.tree.map(close, found, expected)
-    moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
+    jax.tree.map(close, actual, expected)
+    moved = jax.tree.map(lambda a, b: abs(a - b).max(), actual[0], params)
     assert max(jax.tree.leaves(moved)) > 1e-3
   for sizes in (dict(data=4, tensor=2), dict(data=8)):
     mesh_ = mesh.make_mesh(**sizes)

@@ -37,8 +37,8 @@ def call(name, rewards, lengths=None):
   offered = {"lengths": lengths, "logit_score_sq": unsure}
   offered["token_score_sq"] = unsure[..., None]  # one token
   offered["sampled"] = jnp.full((*rewards.shape, 1), True)
-  found = bind(EVERY[name], k=2, **offered)(rewards)
-  return found[..., 0] if found.ndim > rewards.ndim else found
+  actual = bind(EVERY[name], k=2, **offered)(rewards)
+  return actual[..., 0] if actual.ndim > rewards.ndim else actual
 
 
 compiled = jax.jit(call, static_argnums=0)
@@ -57,25 +57,25 @@ def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
   deviation = np.std([-1, 1, -3, 3, 0], ddof=1)
   close(advantages.batch_std(missing), centred / deviation)
   for name in ("grpo", "batch_std"):  # epsilon is added
-    found = getattr(advantages, name)(rewards[0], epsilon=1.0)
+    actual = getattr(advantages, name)(rewards[0], epsilon=1.0)
     expected = np.array([-1, 1]) / (math.sqrt(2) + 1)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_shapes_dtypes_and_prompts(name):
   rewards = jax.random.bernoulli(jax.random.key(0), 0.4, (2, 3, 4))
-  found = compiled(name, rewards.astype("float32"))
-  assert found.shape == rewards.shape and np.abs(found).max() > 0.1
+  actual = compiled(name, rewards.astype("float32"))
+  assert actual.shape == rewards.shape and np.abs(actual).max() > 0.1
   for dtype in (rewards.dtype, "bfloat16"):
     other = compiled(name, rewards.astype(dtype))
     assert other.dtype == jnp.float32
-    np.testing.assert_allclose(other, found, atol=1e-6)
+    np.testing.assert_allclose(other, actual, atol=1e-6)
   one = compiled(name, rewards[1])
   mapped = jax.jit(jax.vmap(lambda r: call(name, r)))(rewards)
   np.testing.assert_allclose(mapped[1], one, atol=1e-5)
-  assert np.allclose(mapped, found, atol=1e-5) == (name not in POOLED)
+  assert np.allclose(mapped, actual, atol=1e-5) == (name not in POOLED)
 
 
 @pytest.mark.slow
@@ -123,12 +123,12 @@ def test_a_group_is_what_has_rewards(name):
     rewards = np.full(G, NAN, np.float32)
     places = np.sort(rng.permutation(G)[:n])
     rewards[places] = rng.choice([0.3, 1.0, -2.0, 5.0], n)
-    found = np.asarray(compiled(name, rewards))
+    actual = np.asarray(compiled(name, rewards))
     expected = np.zeros(G)
     if n >= FEWEST[name]:
       expected[places] = compiled(name, rewards[places], LENGTHS[places])
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    assert (found[np.isnan(rewards)] == 0).all()
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+    assert (actual[np.isnan(rewards)] == 0).all()
     if n > 1 and name in advantages.WITHIN_GROUPS:
       rewards[places] = 0.1  # whose mean rounds
       assert (np.asarray(compiled(name, rewards)) == 0).all()
@@ -146,8 +146,8 @@ def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
   signs = np.where(rng.random((6, G)) < 0.5, np.inf, -np.inf)
   expected = np.asarray(compiled(name, np.where(holes, NAN, rewards)))
   for bad in (np.inf, -np.inf, signs):
-    found = compiled(name, np.where(holes, bad, rewards).astype(np.float32))
-    np.testing.assert_array_equal(found, expected)
+    actual = compiled(name, np.where(holes, bad, rewards).astype(np.float32))
+    np.testing.assert_array_equal(actual, expected)
   assert np.isfinite(expected).all() and (expected[holes] == 0).all()
   assert expected.any()
   jacobian = jax.jit(jax.jacobian(lambda z: call(name, z)))

@@ -170,9 +170,9 @@ def test_what_does_not_matter_is_not_refused(case):
   batch_std = grpojax.advantages.batch_std
   objective = Objective(advantage="batch_std")
   pooled = jax.jit(lambda z: make_batch(lm, samples, z, objective).advantages)
-  found, expected = pooled(rewards), jax.jit(batch_std)(rewards[:3])
-  np.testing.assert_allclose(found[:3], expected, rtol=1e-6)
-  assert (found[3] == 0).all()
+  actual, expected = pooled(rewards), jax.jit(batch_std)(rewards[:3])
+  np.testing.assert_allclose(actual[:3], expected, rtol=1e-6)
+  assert (actual[3] == 0).all()
 
 
 def test_prompts_from_left_padded():
@@ -222,5 +222,5 @@ def test_rewards_may_be_lists(case):
   lm, _, draw = case
   samples = jax.jit(draw)(Prompts(IDS, RIGHT), KEY)
   rewards = [[float(i + j * j) for j in range(G)] for i in range(B)]
-  found = make_batch(lm, samples, rewards).advantages
-  np.testing.assert_array_equal(found, leave_one_out(jnp.asarray(rewards)))
+  actual = make_batch(lm, samples, rewards).advantages
+  np.testing.assert_array_equal(actual, leave_one_out(jnp.asarray(rewards)))

@@ -103,12 +103,12 @@ def test_shrinkage_is_its_formula(float64):
   seen = []
   for rewards in (mild, alike, binary, *outliers, *some_missing):
     truth = shrunk(rewards, seen)
-    found = jax.jit(shrinkage)(jnp.asarray(rewards))
-    np.testing.assert_allclose(found, truth, rtol=1e-6, atol=1e-9)
-    found = jax.jit(shrinkage)(jnp.asarray(rewards, jnp.float32))
+    actual = jax.jit(shrinkage)(jnp.asarray(rewards))
+    np.testing.assert_allclose(actual, truth, rtol=1e-6, atol=1e-9)
+    actual = jax.jit(shrinkage)(jnp.asarray(rewards, jnp.float32))
     # An outlier leaves the other prompts alone, and float32 its digits.
     scale = 1 + np.abs(truth).max(-1, keepdims=True)
-    worst = np.max(np.abs(found - truth) / scale)
+    worst = np.max(np.abs(actual - truth) / scale)
     assert worst < 1e-2 if np.nanmax(rewards) > 1e3 else worst < 1e-5
   assert max(seen) == 1 and min(seen) < 0.5
 
@@ -134,9 +134,9 @@ def test_beta_binomial_is_the_posterior_mean(float64):
     outside = rewards + 5 * (rewards == 1)
     for dtype, atol in (("float64", 1e-10), ("float32", 1e-4)):
       for z in (rewards, outside):
-        found = jax.jit(beta_binomial)(jnp.asarray(z, dtype))
+        actual = jax.jit(beta_binomial)(jnp.asarray(z, dtype))
         extra = np.nan_to_num(z - rewards)
-        np.testing.assert_allclose(found, truth + extra, atol=atol)
+        np.testing.assert_allclose(actual, truth + extra, atol=atol)
 
 
 @pytest.mark.slow
@@ -148,8 +148,8 @@ def test_pooling_brings_the_baseline_closer_to_the_value(g, alpha, beta):
   rewards = (rng.random((200, 32, g)) < rates).astype(np.float32)
 
   def errors(advantage):
-    found = jax.jit(jax.vmap(advantage))(jnp.asarray(rewards))
-    return ((rewards - np.asarray(found) - rates) ** 2).mean((1, 2))
+    actual = jax.jit(jax.vmap(advantage))(jnp.asarray(rewards))
+    return ((rewards - np.asarray(actual) - rates) ** 2).mean((1, 2))
 
   plain = errors(advantages.leave_one_out)
   # What the leave-one-out mean should cost: E[p (1 - p)] / (G - 1).

@@ -58,13 +58,13 @@ def test_the_kept_groups_have_the_gradient_of_all(name):
   probability, varied, estimates = all_groups(name)
   whole = mean(probability, estimates)
   acceptance = np.sum(probability, where=varied)
-  kept = np.where(varied, probability, 0) / acceptance
+  taken = np.where(varied, probability, 0) / acceptance
   assert np.abs(whole).max() > 0.01 and acceptance < 0.6
-  found = acceptance * mean(kept, estimates)
-  np.testing.assert_allclose(found, whole, atol=1e-7)
+  actual = acceptance * mean(taken, estimates)
+  np.testing.assert_allclose(actual, whole, atol=1e-7)
   # Weights of 1 / P(the group varies) turn it.
   of_prompt = np.sum(probability, -1, where=varied) / PROMPTS
-  turned = mean(kept / of_prompt[:, None], estimates)
+  turned = mean(taken / of_prompt[:, None], estimates)
   cosine = np.vdot(turned, whole) / np.linalg.norm(turned)
   assert cosine / np.linalg.norm(whole) < 0.999
 
@@ -73,20 +73,20 @@ def test_batch_std_is_scaled_by_the_root_of_the_acceptance():
   """In a large batch, whose deviation is that of the distribution."""
   probability, varied, estimates = all_groups("dr_grpo")
   acceptance = np.sum(probability, where=varied)
-  kept = np.where(varied, probability, 0) / acceptance
+  taken = np.where(varied, probability, 0) / acceptance
   variances = np.var(np.stack([z[GROUPS] for z in REWARDS]), axis=-1)
-  whole, found = (
+  whole, actual = (
     mean(p, estimates) / np.sqrt(np.sum(p * variances))
-    for p in (probability, kept)
+    for p in (probability, taken)
   )
   scale = dynamic_sampling.batch_std_scale(acceptance, 8, 8, G)
-  np.testing.assert_allclose(scale * found, whole, atol=1e-7)
+  np.testing.assert_allclose(scale * actual, whole, atol=1e-7)
   assert scale == pytest.approx(np.sqrt(acceptance)) and acceptance < 0.6
 
 
 @pytest.mark.parametrize("draw", [1, 3])
-@pytest.mark.parametrize("wanted", [1, 2])
-def test_rescaled_it_is_unbiased_whatever_the_limit(wanted, draw):
+@pytest.mark.parametrize("size", [1, 2])
+def test_rescaled_it_is_unbiased_whatever_the_limit(size, draw):
   """Two prompts and groups of 2: a group is equal, or varies in one way."""
   limit = 6
   often, rate = np.array([0.7, 0.3]), np.array([0.9, 0.5])
@@ -95,19 +95,19 @@ def test_rescaled_it_is_unbiased_whatever_the_limit(wanted, draw):
   # Leave-one-out of rewards 1 and 0: (s_1 - s_0) / 2, s by the own logit.
   estimates = np.array([[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]])
   truth = often * rate * (1 - rate)  # the gradient of V
-  found, accepted, share = np.zeros(2), 0.0, 0.0
+  actual, accepted, share = np.zeros(2), 0.0, 0.0
   for drawn in itertools.product(range(3), repeat=limit):
     chance, drawn = probability[list(drawn)].prod(), np.array(drawn)
     ends = range(draw, limit + 1, draw)
-    end = next((n for n in ends if (drawn[:n] > 0).sum() >= wanted), limit)
+    end = next((n for n in ends if (drawn[:n] > 0).sum() >= size), limit)
     drawn = drawn[:end]
-    kept = drawn[drawn > 0][:wanted]
-    estimate = dynamic_sampling.acceptance(drawn > 0, wanted)
+    taken = drawn[drawn > 0][:size]
+    estimate = dynamic_sampling.acceptance(drawn > 0, size)
     accepted += chance * estimate
-    share += chance * len(kept) / end
-    if len(kept):
-      found += chance * estimate * estimates[kept].mean(0)
-  np.testing.assert_allclose(found, truth, rtol=1e-12)
+    share += chance * len(taken) / end
+    if len(taken):
+      actual += chance * estimate * estimates[taken].mean(0)
+  np.testing.assert_allclose(actual, truth, rtol=1e-12)
   np.testing.assert_allclose(accepted, varied.sum(), rtol=1e-12)
   if draw == 1:
     assert share > 1.05 * varied.sum()  # the plain one is not
@@ -117,8 +117,8 @@ def test_which_groups_vary():
   nan, inf = np.nan, np.inf
   rewards = [[0.1] * 3, [0, 1, 0], [nan, 1, 1], [nan, 1, 0], [nan] * 3]
   rewards += [[inf, 1, 1]]
-  found = varies(np.array(rewards))
-  assert found.tolist() == [False, True, False, True, False, False]
+  actual = varies(np.array(rewards))
+  assert actual.tolist() == [False, True, False, True, False, False]
 
 
 def samples(ids, prompt_length):
@@ -134,12 +134,14 @@ def samples(ids, prompt_length):
 def test_groups_are_replaced_whole(lengths):
   batch, drawn = samples([1, 2, 3], lengths[0]), samples([4, 5], lengths[1])
   source = jnp.array([-1, 1, 0])
-  found = jax.jit(dynamic_sampling.replace_groups)(batch, drawn, source)
+  actual = jax.jit(dynamic_sampling.replace_groups)(batch, drawn, source)
   expected = samples([1, 5, 4], 3)
   for name in ("completion_ids", "completion_mask", "logprobs", "finished"):
-    np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_array_equal(
+      getattr(actual, name), getattr(expected, name)
+    )
   lengths = np.array([lengths[0], lengths[1], lengths[1]])[:, None]
   mask = np.arange(max(lengths)[0]) < lengths
-  np.testing.assert_array_equal(found.prompt_mask, mask)
-  ids = np.where(mask, [[1], [5], [4]], found.prompt_ids)
-  np.testing.assert_array_equal(found.prompt_ids, ids)
+  np.testing.assert_array_equal(actual.prompt_mask, mask)
+  ids = np.where(mask, [[1], [5], [4]], actual.prompt_ids)
+  np.testing.assert_array_equal(actual.prompt_ids, ids)

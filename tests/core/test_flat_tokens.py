@@ -51,8 +51,8 @@ def test_tokens_there_and_back_without_a_scatter(devices, size):
     np.asarray(y).reshape(-1, 3) for y in both_ways(x, flat)
   )
   x_, flat_ = x.reshape(16, 3), flat.reshape(-1, 3)
-  for found, expected in ((there, choose @ x_), (back, choose.T @ flat_)):
-    np.testing.assert_array_equal(found, expected.astype(np.float32))
+  for actual, expected in ((there, choose @ x_), (back, choose.T @ flat_)):
+    np.testing.assert_array_equal(actual, expected.astype(np.float32))
   np.testing.assert_array_equal(of_there, back)
   np.testing.assert_array_equal(of_back, there)
   text = both_ways.lower(x, flat).as_text()
@@ -69,10 +69,10 @@ def test_what_rows_share_is_summed_in_float32(dtype):
   x = jnp.arange(6, dtype=dtype).reshape(3, 2)
   shared, back = jax.vjp(flat.of_rows, x)
   np.testing.assert_array_equal(shared, x[prompt_of_row[0]])
-  given = jnp.full((301, 2), 1 / 256, dtype)
+  data = jnp.full((301, 2), 1 / 256, dtype)
   # CPUs sum products of bfloat16 in float32 unasked.
-  assert "preferred_element_type=float32" in str(jax.make_jaxpr(back)(given))
-  (gradient,) = back(given)
+  assert "preferred_element_type=float32" in str(jax.make_jaxpr(back)(data))
+  (gradient,) = back(data)
   assert gradient.dtype == dtype
   expected = np.array([300 / 256, 0, 1 / 256])[:, None] * np.ones(2)
   np.testing.assert_allclose(np.float32(gradient), expected, 4e-3)

@@ -61,13 +61,13 @@ def test_gradient_in_the_loss(kl, correction, on_policy, gradient, float64):
     logprobs = jax.nn.log_softmax(logits), old, jax.nn.log_softmax(reference)
     return kl_term(*logprobs, kl, correction, on_policy)[0]
 
-  found = jax.jit(jax.grad(expected_term))(policy)
+  actual = jax.jit(jax.grad(expected_term))(policy)
   expected = {
     "zero": jnp.zeros(4),
     "forward": jax.grad(kl_divergence, 1)(reference, policy),
     "reverse": jax.grad(kl_divergence, 0)(policy, reference),
   }
-  np.testing.assert_allclose(found, expected[gradient], atol=1e-12)
+  np.testing.assert_allclose(actual, expected[gradient], atol=1e-12)
 
 
 def test_values(float64):
@@ -80,8 +80,8 @@ def test_values(float64):
   biased = jnp.exp(policy) @ k2(policy, reference)
   assert abs(biased - divergence) > 1e-3
   near = jax.nn.log_softmax(jnp.asarray(POLICY + 0.01 * OLD))
-  found = jnp.exp(policy) @ k2(policy, near)
-  np.testing.assert_allclose(found, kl_divergence(policy, near), rtol=0.01)
+  actual = jnp.exp(policy) @ k2(policy, near)
+  np.testing.assert_allclose(actual, kl_divergence(policy, near), rtol=0.01)
   assert (k3(policy, reference) >= 0).all()
 
 
@@ -130,8 +130,8 @@ def test_under_cuts(float64):
 
 
 def test_k3_keeps_its_digits_near_the_reference():
-  found = k3(jnp.zeros(2), jnp.array([1e-3, -1e-3]))
-  np.testing.assert_allclose(found, [5.0017e-7, 4.9983e-7], rtol=1e-3)
+  actual = k3(jnp.zeros(2), jnp.array([1e-3, -1e-3]))
+  np.testing.assert_allclose(actual, [5.0017e-7, 4.9983e-7], rtol=1e-3)
 
 
 def test_the_exact_divergence_is_that_of_torch(float64):
@@ -148,8 +148,8 @@ def test_the_exact_divergence_is_that_of_torch(float64):
   options = {"reduction": "none", "log_target": True}
   expected = torch.nn.functional.kl_div(log_q, log_p, **options).sum(-1)
   (expected * torch.tensor(weights)).sum().backward()
-  found, pull = jax.vjp(lambda x: _kl_divergence(x, reference), logits)
-  np.testing.assert_allclose(found, expected.detach(), rtol=1e-12)
+  actual, pull = jax.vjp(lambda x: _kl_divergence(x, reference), logits)
+  np.testing.assert_allclose(actual, expected.detach(), rtol=1e-12)
   np.testing.assert_allclose(pull(weights)[0], there.grad, atol=1e-12)
   assert there.grad.abs().max() > 0.1
   same, pull = jax.vjp(lambda x: _kl_divergence(x, logits), logits)
@@ -167,5 +167,5 @@ def test_penalty_ignores_padding():
   logprobs = jnp.array([[[-1.0, -2.0, jnp.nan], [-jnp.inf, jnp.nan, 0.0]]])
   reference = jnp.array([[[-1.5, -1.0, 3.0], [jnp.nan, 0.0, -jnp.inf]]])
   mask = jnp.array([[[True, True, False], [False, False, False]]])
-  found = losses.kl_penalty(logprobs, reference, mask)
-  np.testing.assert_allclose(found, [[-0.5, 0.0]], atol=1e-6)
+  actual = losses.kl_penalty(logprobs, reference, mask)
+  np.testing.assert_allclose(actual, [[-0.5, 0.0]], atol=1e-6)

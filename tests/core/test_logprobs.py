@@ -46,13 +46,13 @@ def with_gradient(lm, params, ids, **options):
   """Weighted log-probabilities, entropies and KL, and their gradient."""
 
   def objective(params):
-    found = logprobs_and_load(lm, params, PROMPTS, PROMPT_MASK, ids, **options)
-    total = jnp.sum(jnp.sin(jnp.arange(ids.size)) * found.logprobs.ravel())
+    actual = logprobs_and_load(lm, params, PROMPTS, PROMPT_MASK, ids, **options)
+    total = jnp.sum(jnp.sin(jnp.arange(ids.size)) * actual.logprobs.ravel())
     if options.get("entropy_gradient"):
-      total += found.entropy.sum()
+      total += actual.entropy.sum()
     if options.get("reference"):
-      total += found.kl.sum()
-    return total, (found.logprobs, found.entropy)
+      total += actual.kl.sum()
+    return total, (actual.logprobs, actual.entropy)
 
   return jax.value_and_grad(objective, has_aux=True)(params)
 

@@ -113,10 +113,10 @@ def test_kl_term_and_what_is_logged():
   logged = np.where(mask, k3(logprobs, ref), 0)
   for kl, correction in KL:
     options = {"kl": kl, "beta": 0.5, "kl_correction": correction}
-    found, aux = losses.grpo_loss(*args, **options)
+    actual, aux = losses.grpo_loss(*args, **options)
     term = kl(logprobs, ref) * (jnp.exp(logprobs - old) if correction else 1.0)
     expected = plain + 0.5 * (weights * term).sum()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["kl"], logged, rtol=1e-4, atol=1e-6)
   _, aux = losses.grpo_loss(*args[:-1])  # without a reference
   assert (aux["kl"] == 0).all()

@@ -88,7 +88,7 @@ def our_settings(theirs, name):
   return weighting, settings | {names.get(k, k): x for k, x in changes.items()}
 
 
-def given():
+def data():
   """Two prompts of three completions; junk on padding."""
   made = {k: np.reshape(x, (2, 3, -1)) for k, x in MADE["given"].items()}
   mask, advantages = made.pop("mask"), made.pop("advantages")[..., 0]
@@ -101,7 +101,7 @@ def ours(
   logprobs, entropy, on_policy, weighting, *, share=1, bonus=0, **settings
 ):
   """The loss as `make_update` puts it together, of a single part."""
-  of = given()
+  of = data()
   mask, counted = of["mask"], of["mask"]
   weights = bind(losses.WEIGHTINGS[weighting], length=8)(mask)
   if share < 1:
@@ -120,7 +120,7 @@ def test_values_and_gradients(theirs, name, float64):
   weighting, settings = our_settings(theirs, name)
   settings = settings | {"on_policy": "on-policy" in name}
   loss = functools.partial(ours, weighting=weighting, **settings)
-  arrays = given()["logprobs"], given()["entropy"]
+  arrays = data()["logprobs"], data()["entropy"]
   value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
   # Weights are float32; what they weigh is of the size of 1, and may cancel.
   np.testing.assert_allclose(value, expected["loss"], rtol=1e-6, atol=1e-7)
@@ -134,7 +134,7 @@ def test_values_and_gradients(theirs, name, float64):
 @pytest.mark.parametrize("name", ["", "multi_turn_"])
 def test_token_baselines_are_verls(name, float64):
   """With the own reward in them, and weights from a pass over all tokens."""
-  made, of = MADE["verl_advantages"], given()
+  made, of = MADE["verl_advantages"], data()
   shaped = lambda key: jnp.asarray(made[key]).reshape(2, 3, -1)
   sampled = shaped("holes") > 0 if name else of["mask"]
   p = jnp.exp(jnp.asarray(MADE["given"]["old_logprobs"])).reshape(2, 3, 5)
@@ -148,7 +148,7 @@ def test_token_baselines_are_verls(name, float64):
 
 def test_advantages_over_all_tokens_are_verls(float64):
   made = MADE["verl_advantages"]
-  lengths = given()["mask"].sum(-1)
+  lengths = data()["mask"].sum(-1)
   rewards = jnp.asarray(made["rewards"]).reshape(2, 3)
   expected = np.array(made["reinforce_plus_plus"])[:, 0].reshape(2, 3)
   advantages = reinforce_plus_plus(rewards, lengths)
@@ -157,7 +157,7 @@ def test_advantages_over_all_tokens_are_verls(float64):
 
 def test_completions_are_left_out_as_in_verl():
   """Bounds there are of the inverse ratio; it keeps what it does not weigh."""
-  of = given()
+  of = data()
   mask = of["mask"]
   log_ratio = jnp.where(mask, of["logprobs"] - of["old_logprobs"], 0)
   bounds = 1 / 1.1, 1 / 0.8
@@ -172,8 +172,8 @@ def test_completions_are_left_out_as_in_verl():
 def test_every_case_is_another_loss():
   """And every surrogate, ratio and weighting is in one of them."""
   for theirs in ("trl", "verl"):
-    found = [round(case["loss"], 12) for case in MADE[theirs].values()]
-    assert len(set(found)) == len(found)
+    actual = [round(case["loss"], 12) for case in MADE[theirs].values()]
+    assert len(set(actual)) == len(actual)
   asked = [our_settings(*case) for case in CASES]
   assert {weighting for weighting, _ in asked} == set(losses.WEIGHTINGS)
   used = [s for _, settings in asked for s in settings.values()]
