@@ -28,6 +28,8 @@ def from_apply(
 ) -> LM:
   """Builds an LM from a function that runs a causal model over whole rows.
 
+  Its `extend` refuses `segments` by ValueError.
+
   Args:
     apply: `(params, ids [N, S], positions [N, S], mask [N, S]) -> logits
       [N, S, V]`. It must be causal along S and may ignore positions and mask
@@ -35,9 +37,6 @@ def from_apply(
     init: `(key) -> params`, any pytree of arrays.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`, if `apply` returns
       hidden states [N, S, D]; it saves the memory of logits [N, S, V].
-
-  Returns:
-    An LM; its `extend` refuses `segments` by ValueError.
   """
 
   def prefill(
@@ -142,16 +141,15 @@ def from_nnx(
       lm = from_nnx(lambda rngs: Transformer(vocab_size=256, rngs=rngs))
       lm = from_nnx(pretrained)
 
+  The LM's parameters are a nested dict of the module's `nnx.Param`s; other
+  variables stay as they are. `init` copies those of a module for any key.
+
   Args:
     module_or_factory: `(rngs) -> module`, or a module, which is not modified: a
       causal model, called as `module(ids [N, S]) -> logits [N, S, V]`, always
       in evaluation mode (`module.eval()`).
     positions: as in `from_linen`.
     mask: as in `from_linen`.
-
-  Returns:
-    An LM whose parameters are a nested dict of the module's `nnx.Param`s; other
-    variables stay as they are. `init` copies those of a module for any key.
   """
   from flax import nnx  # Here, for it can fail to import beside a newer jax.
 
@@ -249,7 +247,6 @@ def _rows(
 
 
 def _take(hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]) -> Array:
-  """Returns hidden states [N, T, D] at these slots of each row."""
   return jnp.take_along_axis(hidden, slots[:, :, None], axis=1)
 
 

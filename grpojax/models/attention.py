@@ -39,8 +39,8 @@ def rms_norm(
 ) -> Float[Array, "*tokens D"]:
   """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
 
-  With `offset` the scale is 1 + `scale` (gemma). Unrounded, so that the scale's
-  gradient, a sum over all tokens, is a float32 sum.
+  With `offset` the scale is 1 + `scale` (gemma). The scale's gradient, a sum
+  over all tokens, is a float32 sum.
   """
 
   # Recomputed in the backward pass, so that no float32 copies of x are kept.
@@ -105,10 +105,9 @@ def _attend(
 ) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
-  Weights are rounded to q's dtype after the softmax over all parts, and do not
-  depend on the split. `axes` is the order of q's. A query that sees no key gets
-  uniform weights and a log-sum-exp near `NEGATIVE`: its share of a mixture is
-  0.
+  Weights are rounded to q's dtype after the softmax over all parts, whatever
+  the split. `axes` is the order of q's. A query that sees no key gets uniform
+  weights and a log-sum-exp near `NEGATIVE`: its share of a mixture is 0.
   """
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
@@ -147,9 +146,8 @@ def _attend(
 def _attend_prompt(q, prompt, mask, scale, cap, unit):
   """Returns `_attend` of the prompts' keys, which have no axis of samples.
 
-  Samples come after the heads, and are with them the rows of one product per
-  key head: else XLA would copy logits and weights. q and the results lack the
-  axes in `unit`.
+  One product per key head has all samples and heads as rows: else XLA would
+  copy logits and weights. q and the results lack the axes in `unit`.
   """
   keys, values = (cpu.squeeze(x, cache.PROMPT_AXES, unit) for x in prompt)
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
@@ -170,7 +168,6 @@ def _side_by_side(
 ) -> Float[Array, "B G _ _ S _"]:
   """Returns queries [B, G, K/n, n R, S, n E] for n = `heads` keys per row.
 
-  Each has its own head's E numbers, and zeros at the others':
   Each has its own head's E numbers, and zeros at the others':
 
       q0 q1 . .  ->  q0 0      of keys  k0 k1
@@ -209,20 +206,20 @@ def two_part_attention(
   """Attends to a token's own row (its completion) and to its group's prompt.
 
   The two parts are merged by their log-sum-exps, so the prompt's keys are never
-  copied per sample. In decoding, a cache holds the row's earlier tokens; one
-  softmax is taken over these and the new tokens.
+  copied per sample. In decoding, `slots` are blocks of a cache with the row's
+  earlier tokens; one softmax is taken over these and the new tokens.
 
   Args:
     q: queries.
     row: keys and values of the queries' own rows.
     row_mask: broadcastable to [B, G, K, R, S, C]; at least one True for each
       query.
-    prompt: keys and values of prompts, or None.
+    prompt: keys and values of prompts.
     prompt_mask: True on real prompt tokens, or on the tokens that each query
-      sees; a query that sees none takes nothing from the prompt.
-    slots: blocks of the cache with the earlier tokens of the rows.
+      sees; a query may see none.
+    slots: blocks of the cache.
     slot_mask: broadcastable to the logits, with all slots on its last axis; a
-      query may see no slot.
+      query may see none.
     scale: factor of the logits; default 1 / sqrt(E).
     cap: soft cap of the logits, before they are masked.
   """

@@ -40,9 +40,8 @@ Local = bool | Bool[Array, ""]
 class Routing(NamedTuple):
   """Demands on the routers of tokens [B, G, S].
 
-  `load_weights` are the tokens' weights in the routers' load, if a loss needs
-  it; `replayed` the tokens' experts in this layer, if the routers do not
-  choose.
+  `load_weights` weigh tokens in the load, if a loss needs it; `replayed` are
+  the tokens' experts in this layer, if the routers do not choose.
   """
 
   load_weights: Float[Array, "B G S"] | None = None
@@ -163,10 +162,7 @@ def attend(
   row_attention: RowAttention | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
-  """Attends with the projected `heads`; other arguments are those of `block`.
-
-  Returns the output and the tokens' keys and values.
-  """
+  """Returns attention's output and the tokens' keys and values; see `block`."""
   c = config
   q, k, v = heads
   b, g, s, *_ = q.shape
@@ -283,10 +279,7 @@ def block_of_both(
 ) -> tuple[
   tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
 ]:
-  """Applies one decoder layer to prompts, in groups of one, and to completions.
-
-  The router's load is that of both.
-  """
+  """Applies one decoder layer to prompts (groups of one) and to completions."""
   run = functools.partial(block, config, row_attention=row_attention)
   prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)

@@ -50,8 +50,6 @@ _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 class _Settings(NamedTuple):
-  """Python values that are fixed when attention compiles."""
-
   scale: float
   cap: float | None
   window: int
@@ -103,7 +101,6 @@ def _split(x: Array | None, axis: int, size: int) -> Array | None:
 
 
 def _join(blocks: Array, axis: int, size: int) -> Array:
-  """Undoes `_split`, padding included."""
   x = jnp.moveaxis(blocks, 0, axis)
   x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
   return jax.lax.slice_in_dim(x, 0, size, axis=axis)

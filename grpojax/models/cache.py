@@ -157,7 +157,7 @@ def grow(cache: Cache, slots: int) -> Cache:
 
   If all layers are one stack, as a new block: the cache is never held twice,
   and a step reads blocks in use. A few layers by themselves are copied to wider
-  arrays: attention computes each block by itself, and small ones cost as much.
+  arrays, because small blocks cost as much as large ones.
   """
   block = cache.blocks[-1]
   if len(block) > 1:
@@ -272,14 +272,12 @@ def write(
 ) -> Cache:
   """Writes the next tokens of all layers into their slots, in place.
 
-  Args:
-    cache: its last block is written to.
-    tokens: keys and values of each stack, [layers, B, G, K, S, E].
-    last: the tokens' states after all layers; where it is NaN, 0 is written. It
-      depends on every read of the cache, so the write comes after all reads;
-      otherwise XLA would copy the cache. (An `optimization_barrier` orders
-      nothing at that stage of XLA.)
-    platform: where it runs; a TPU has a kernel for one token per row.
+  `tokens` are keys and values of each stack, [layers, B, G, K, S, E], and
+  `last` the tokens' states after all layers; where it is NaN, 0 is written. It
+  depends on every read of the cache, so the write comes after all reads;
+  otherwise XLA would copy the cache. (An `optimization_barrier` orders nothing
+  at that stage of XLA.) A TPU, by `platform`, has a kernel for one token per
+  row.
   """
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)

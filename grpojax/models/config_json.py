@@ -108,10 +108,7 @@ def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
 def without(
   hf_config: dict[str, Any], ignore_keys: Iterable[str], family
 ) -> dict[str, Any]:
-  """Returns a config.json without the unknown keys among `ignore_keys`.
-
-  ValueError for a key that may change what the model computes.
-  """
+  """Leaves out `ignore_keys`; ValueError for one that may change the model."""
   read, fixed, harmless = _keys(family)
   ignored = {key for key in ignore_keys if hf_config.get(key) is not None}
   ignored -= harmless
@@ -267,10 +264,7 @@ def rope(hf_config: dict[str, Any]) -> Rope:
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads `rope_theta`, `rope_type` (or `type`) and that type's parameters.
-
-  `length` is the default of `original_max_position_embeddings`.
-  """
+  """Reads rope parameters; `length` is the default of the original one."""
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)

@@ -118,7 +118,6 @@ _div = jax.lax.div  # of indices: `//` would look at signs
 
 
 def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
-  """Returns the product of two blocks over one axis of each, in float32."""
   axes = (over[:1], over[1:]), ((), ())
   options = {"preferred_element_type": jnp.float32}
   if x.dtype != jnp.float32:  # 16-bit floats have no other precision
@@ -160,7 +159,6 @@ def _over_keys(settings, q, parts, add, carry):
 
 
 def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
-  """Computes the output and the log-sum-exps of a block of queries."""
   q = q_ref[...]
   block, width = q.shape
   # The largest logit so far, and the sums of exp(logit - largest) and of these
@@ -192,7 +190,6 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
 
 
 def _queries_kernel(settings, q_ref, dout_ref, lse_ref, di_ref, parts, dq_ref):
-  """Computes the gradient of a block of queries."""
   q, dout, lse, di = (x[...] for x in (q_ref, dout_ref, lse_ref, di_ref))
 
   def add(dq, logits, mask, keys, values):

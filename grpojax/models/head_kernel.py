@@ -86,13 +86,9 @@ def draw_parts(
 ) -> Parts:
   """Draws a token of each part of the vocabulary for each row.
 
-  Args:
-    hidden: final hidden states.
-    head: output head.
-    uniform: two numbers of each row from `sampling.uniform`.
-    logits_of: maps the product, float32, to the logits.
-    scale: factors of the head's columns (`quantization`), or None.
-    mask: True for columns that are never drawn, or None.
+  `uniform` has two numbers of each row (`sampling.uniform`), and `logits_of`
+  maps the product, float32, to the logits. `scale` are factors of the head's
+  columns (`quantization`), if any. Columns with `mask` True are never drawn.
   """
   (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
   padding = (0, -count % LANES), (0, 0)

@@ -35,7 +35,6 @@ class _Seen(NamedTuple):
 
 
 def _seen(visibility: Visibility, window: int, prompts: int) -> _Seen:
-  """Returns the runs of keys that queries see."""
   positions, segments, prompt_mask, local = visibility
   slots = jnp.broadcast_to(jnp.arange(positions.shape[-1]), positions.shape)
   first = prompt_first = jnp.zeros_like(slots)
@@ -60,7 +59,6 @@ def _flat(x: Array) -> Array:
 
 
 def _parts(row, prompt, seen: _Seen) -> list[Part]:
-  """Returns the row's and the prompt's keys as the kernels read them."""
   b, g, s = seen.first.shape
   of_row = lambda x: jnp.broadcast_to(x, (b, g, s)).reshape(b * g, 1, s)
   own = of_row(jnp.arange(s, dtype=jnp.int32))

@@ -45,8 +45,8 @@ def run_layer(
 ) -> Any:
   """Returns `function(config, x, layer, local, *args)` of one layer.
 
-  The layer's parameters are gathered while it runs; if `remat` is None, they
-  are gathered already, and there is no backward pass.
+  Its parameters are gathered while it runs; if `remat` is None, they are
+  gathered already, and there is no backward pass.
   """
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)

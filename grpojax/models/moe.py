@@ -43,7 +43,6 @@ def matrices_of(layer: Iterable[str]) -> list[str]:
 def _logits(
   x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
 ) -> Float[Array, "*tokens X"]:
-  """Returns a router's logits of all experts, in float32."""
   return jnp.matmul(
     x.astype(jnp.float32),
     router.astype(jnp.float32),
@@ -242,9 +241,9 @@ def mixture(
   multiplied with one run of rows; no token is dropped. With a mesh in context,
   each device does so with the tokens that its experts may get.
 
-  The tokens are not rounded, for the router, and neither is the result. `layer`
-  is gathered along fsdp (`sharding.gather`); it may have the matrices of its
-  whole stack and its number there (`layer_stacks.scan`).
+  Tokens and result are not rounded. `layer` is gathered along fsdp
+  (`sharding.gather`); it may have the matrices of its whole stack and its
+  number there (`layer_stacks.scan`).
   """
   matrices = matrices_of(layer)
   layer = {k: x for k, x in layer.items() if k in ("router", LAYER, *matrices)}

@@ -71,7 +71,6 @@ def rope_of_kinds(
 def _row_mask(
   size: int, segments: Int[Array, "B G S"] | None
 ) -> Bool[Array, "..."]:
-  """Returns a causal mask, within segments if a row has several."""
   mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
     same = segments[..., :, None] == segments[..., None, :]
@@ -95,7 +94,6 @@ def _row_context(
 
 
 def _prompt_context(config, prompt_mask, row_attention) -> TokenContext:
-  """Returns the context of prompts [B, P], as rows of a group of one."""
   b, p = prompt_mask.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
   # Only causal: padding comes after all real tokens, which do not see it, and
@@ -150,7 +148,6 @@ def _join_flat(
   rows: Shaped[Array, "n G S *more"],
   flat: FlatTokens,
 ) -> Shaped[Array, "C 1 N *more"]:
-  """Returns the flat tokens of prompts and of rows."""
   parts = flatten(prompts, flat.prompts), flatten(rows, flat.rows)
   return jnp.concatenate(parts, axis=2)
 
@@ -158,12 +155,10 @@ def _join_flat(
 def _split_flat(
   x: Shaped[Array, "C 1 N *more"], flat: FlatTokens
 ) -> tuple[Shaped[Array, "C 1 _ *more"], Shaped[Array, "C 1 _ *more"]]:
-  """Splits flat tokens into prompts' and rows' tokens."""
   return tuple(jnp.split(x, [flat.prompts.place_of_token.shape[1]], axis=2))
 
 
 def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
-  """Returns the context of flat tokens, from those of prompts and rows."""
   join = lambda prompts, rows: _join_flat(prompts, rows, flat)
   tables = rope_of_kinds(config, join(prompts.positions, rows.positions))
   routing = jax.tree.map(join, prompts.routing, rows.routing)
@@ -403,12 +398,10 @@ class Passes:
     return last, self._final_norm(params, x), load
 
   def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs one layer."""
     function = functools.partial(function, row_attention=self.row_attention)
     return layer_stacks.run_layer(self.remat, function, self.config, *args)
 
   def _embed(self, params: Params, ids: Array) -> Float[Array, "B G S D"]:
-    """Returns hidden states before the first layer, float32."""
     x = params["embed"][ids].astype(jnp.float32)
     if self.config.scaled_embedding:  # transformers rounds the factor
       x = x * jnp.asarray(self.config.width**0.5, self.dtype)
@@ -438,7 +431,6 @@ class Passes:
     return y.astype(self.dtype)
 
   def _last_hidden(self, params: Params, x: Array, prompt_mask: Array) -> Array:
-    """Returns the final hidden state [B, D] at each prompt's last token."""
     index = (_lengths(prompt_mask) - 1)[:, None, None]
     last = jnp.take_along_axis(x[:, 0], index, axis=1)
     return self._final_norm(params, last[:, 0])

@@ -145,7 +145,6 @@ def shard_bytes(tree: PyTree) -> int:
 
 
 def _only(spec: P, names: Collection[str]) -> P:
-  """Returns a spec with only these axes of the mesh."""
   return _spec(
     tuple(axis for axis in axes if axis in names) for axes in axes_of(spec)
   )
@@ -176,7 +175,6 @@ def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
-  """Constrains the shardings of x and of its gradient."""
   del gradient_spec
   return jax.lax.with_sharding_constraint(x, spec)
 
@@ -275,7 +273,6 @@ def all_but_gathered(primitive, *_, **__) -> bool:
 
 
 def _row_axes() -> dict[str, int]:
-  """Returns sizes of the axes of the mesh in context that split rows."""
   free = free_axes(jax.sharding.get_abstract_mesh())
   return {axis: free[axis] for axis in mesh_lib.ROWS if axis in free}
 
@@ -318,7 +315,6 @@ class RowShards(NamedTuple):
     return x.transpose(*back, *after).reshape(*self.size, *rest)
 
   def _after(self, x: Array) -> range:
-    """Returns the axes after those of `shape`, which stay in place."""
     return range(len(self.shape), len(self.shape) + x.ndim - 2)
 
 

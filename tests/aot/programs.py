@@ -26,15 +26,6 @@ from grpojax.models.transformer import TransformerConfig, transformer
 TOKENS = 64
 
 
-def mlp(x, w_in, w_out):
-  """A residual stack of two-layer MLPs, scanned."""
-
-  def layer(x, w):
-    return x + jnp.tanh(x @ w[0]) @ w[1], None
-
-  return jax.lax.scan(layer, x, (w_in, w_out))[0]
-
-
 def decode(w, head, ids):
   """Samples until all are done: a token loop with a scan over layers inside."""
 
@@ -134,16 +125,6 @@ def cases(devices, dtype):
     return ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
   ids = jnp.int32
-  stack = array(4, 256, 512), array(4, 512, 256)
-  yield "mlp", mlp, (array(128, 256), *stack), {}
-
-  def einsum(spec):
-    return lambda x, y: jnp.einsum(spec, x, y)
-
-  pair = array(2, 4, 128, 64), array(2, 4, 256, 64)
-  yield "batch dot", einsum("bhqd,bhkd->bhqk"), pair, {}
-  pair = array(2, 4, 1, 2, 4, 64), array(2, 256, 4, 64)
-  yield "grouped dot", einsum("bgqrhd,bkhd->bghrqk"), pair, {}
   for name, x, w, out in (
     ("all-gather", rows, rows, rows),
     ("reduce-scatter", columns, rows, rows),

@@ -1,15 +1,11 @@
 """What devices send each other in the rollout and update, compiled for TPUs."""
 
 import json
-import pathlib
-import sys
 
+import processes
 import pytest
 
 from grpojax.aot import cost, hlo
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-import processes  # noqa: E402
 
 slow = pytest.mark.slow  # whole programs are compiled
 # mesh_programs.py's model: V, D, H E, K E, F; T.

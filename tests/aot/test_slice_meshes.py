@@ -3,13 +3,13 @@
 import collections
 import itertools
 import json
-import pathlib
 import sys
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 
 from grpojax.aot import cost, hlo, topology
@@ -21,9 +21,6 @@ from grpojax.core.mesh import (
   sampling_mesh,
 )
 from grpojax.models import sharding
-
-sys.path.append(str(pathlib.Path(__file__).parent))
-import processes  # noqa: E402
 
 LAYERS, D, ROWS = 2, 512, 1024
 MATRICES = LAYERS * 2 * D * D * 2  # bytes, of bfloat16

@@ -127,7 +127,11 @@ def samples(ids, prompt_length):
   of_prompts = jnp.broadcast_to(ids[:, None], (len(ids), prompt_length))
   each = jnp.broadcast_to(ids[:, None, None], (len(ids), 2, 4))
   of_samples = each, each > 0, each / 7.0, each[..., 0] > 2
-  return Rollout(of_prompts, of_prompts > 0, *of_samples)
+  experts = {
+    "experts": each[..., None],
+    "prompt_experts": of_prompts[..., None],
+  }
+  return Rollout(of_prompts, of_prompts > 0, *of_samples, **experts)
 
 
 @pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (2, 3)])
@@ -136,7 +140,8 @@ def test_groups_are_replaced_whole(lengths):
   source = jnp.array([-1, 1, 0])
   actual = jax.jit(dynamic_sampling.replace_groups)(batch, drawn, source)
   expected = samples([1, 5, 4], 3)
-  for name in ("completion_ids", "completion_mask", "logprobs", "finished"):
+  names = "completion_ids completion_mask logprobs finished experts"
+  for name in names.split():
     np.testing.assert_array_equal(
       getattr(actual, name), getattr(expected, name)
     )
@@ -145,3 +150,4 @@ def test_groups_are_replaced_whole(lengths):
   np.testing.assert_array_equal(actual.prompt_mask, mask)
   ids = np.where(mask, [[1], [5], [4]], actual.prompt_ids)
   np.testing.assert_array_equal(actual.prompt_ids, ids)
+  np.testing.assert_array_equal(actual.prompt_experts[mask, 0], ids[mask])

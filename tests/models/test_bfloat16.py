@@ -111,30 +111,6 @@ def family_errors(kind, equal):
   return gradient_errors(config, (256, 128), equal)
 
 
-@pytest.mark.slow
-def test_gradients_add_up_in_float32():
-  """Against the float64 sum of each completion's own gradient in bfloat16."""
-  config = dataclasses.replace(
-    SMALL, layers=1, qkv_bias=True, o_bias=True, mlp_bias=True, post_norms=True
-  )
-  lm, params = transformer(config, dtype=jnp.bfloat16), draw(config)
-  rng = np.random.default_rng(1)
-  ids = jnp.asarray(rng.integers(0, V, (1, 256, 16)))
-  prompt = jnp.asarray(rng.integers(0, V, (1, P)))
-
-  def loss(params, ids):
-    return jnp.sum(token_logprobs(lm, params, prompt, prompt >= 0, ids)[0])
-
-  whole = jax.jit(jax.grad(loss))(params, ids)
-  apart = jax.vmap(jax.grad(loss), (None, 1))
-  parts = jax.jit(apart)(params, ids[:, :, None])
-  whole, parts = (flatten_dict(x, sep="/") for x in (whole, parts))
-  for path, got in whole.items():
-    want = np.asarray(parts[path], np.float64).sum(0)
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert error < 0.01, (path, error)
-
-
 EXPERTS = {"experts": 8, "experts_per_token": 2, "normalize_experts": True}
 
 
@@ -161,20 +137,15 @@ def test_sampler_and_scorer_agree(experts):
   assert difference.mean() < 1e-3, difference.mean()
 
 
-def arrays_of(b, g, k, r, c, p, e):
-  """Queries, keys, values, those of prompts; and the masks of both parts."""
-  shapes = [(b, g, k, r, c, e), *[(b, g, k, c, e)] * 2, *[(b, k, p, e)] * 2]
-  rng = np.random.default_rng(0)
-  masks = jnp.tril(jnp.ones((c, c), bool)), jnp.ones((b, p), bool)
-  return [rng.normal(size=s) for s in shapes], *masks
-
-
 @pytest.mark.slow
 def test_a_cache_changes_no_rounding():
   """Rounded weights are of one softmax over a row's keys, cached or not."""
-  c = 32
-  arrays, causal, seen = arrays_of(b=2, g=3, k=2, r=2, c=c, p=16, e=8)
-  q, keys, values, *prompt = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
+  c, rng = 32, np.random.default_rng(0)
+  shapes = (2, 3, 2, 2, c, 8), *[(2, 3, 2, c, 8)] * 2, *[(2, 2, 16, 8)] * 2
+  q, keys, values, *prompt = (
+    jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes
+  )
+  causal, seen = jnp.tril(jnp.ones((c, c), bool)), jnp.ones((2, 16), bool)
   score = jax.jit(two_part_attention)
   scored = score(q, (keys, values), causal, tuple(prompt), seen)
   own = jnp.ones((1, 1), bool)
@@ -192,29 +163,6 @@ def test_a_cache_changes_no_rounding():
   assert jnp.mean(sampled != scored) < 0.01
 
 
-@pytest.mark.slow
-def test_what_keys_have_in_common_adds_no_error():
-  """It cancels in the queries' gradient; real keys have much in common."""
-  arrays, causal, seen = arrays_of(b=2, g=4, k=2, r=2, c=64, p=32, e=16)
-  rng = np.random.default_rng(1)
-  for own, of_prompt, size in ((1, 3, 20), (2, 4, 5)):  # keys, values
-    common = size * rng.normal(size=16)
-    arrays[own] += common
-    arrays[of_prompt] += common
-  toward = jnp.asarray(rng.normal(size=arrays[0].shape), jnp.float32)
-
-  @jax.jit
-  @jax.grad
-  def gradient(q, keys, values, *prompt):
-    out = two_part_attention(q, (keys, values), causal, prompt, seen)
-    return jnp.sum(out.astype(jnp.float32) * toward)
-
-  half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-  exact = np.asarray(gradient(*(x.astype(jnp.float32) for x in half)))
-  error = gradient(*half).astype(np.float32) - exact
-  assert np.linalg.norm(error) < 0.05 * np.linalg.norm(exact)
-
-
 def test_a_router_multiplies_exactly():
   """By default accelerators round the factors of a float32 product."""
   run = lambda x, router: route(x, router, 1, True)
@@ -227,7 +175,7 @@ def test_a_router_multiplies_exactly():
   [
     pytest.param(
       *case,
-      marks=pytest.mark.slow if case == ("qwen2", False) else pytest.mark.long,
+      marks=pytest.mark.slow if case == ("llama", False) else pytest.mark.long,
     )
     for case in itertools.product(EXAMPLES, (True, False))
   ],

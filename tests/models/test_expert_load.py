@@ -1,4 +1,4 @@
-"""The load of a mixture's experts, and the loss that balances it."""
+"""A mixture of experts, their load, and the loss that balances it."""
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,59 @@ from small_models import (
 
 from grpojax.core.losses.load_balancing import load_balancing_loss
 from grpojax.core.objective import Objective
-from grpojax.core.step import init_state
 from grpojax.core.types import Batch
-from grpojax.core.update import UpdateOptions, make_update
+from grpojax.core.update import make_update
 from grpojax.models import huggingface as hf
-from grpojax.models.moe import expert_load
+from grpojax.models.moe import LAYER, expert_load, matrices_of, mixture
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
 B, G, P, T, V = 4, 4, 3, 8, 11
 CONFIG = config_with(layers=1, experts=5, experts_per_token=2)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
+  """Of adapted ones: each has adapters of its own."""
+  config = config_with(
+    experts=3, experts_per_token=2, normalize_experts=normalize
+  )
+  layer = {
+    "router": RNG.normal(size=(8, 3)),
+    "expert_gate": RNG.normal(size=(3, 8, 6)),
+    "expert_up": RNG.normal(size=(3, 8, 6)),
+    "expert_down": RNG.normal(size=(3, 6, 8)),
+  }
+  layer["router"][:, 2] = -9.0  # few tokens, or none
+  whole = dict(layer)
+  for name in ("expert_gate", "expert_up", "expert_down"):
+    _, fan_in, fan_out = layer[name].shape
+    a, b = RNG.normal(size=(3, fan_in, 2)), RNG.normal(size=(3, 2, fan_out))
+    whole[name] = layer[name] + a @ b
+    layer |= {f"{name}_lora_a": a, f"{name}_lora_b": b}
+  x = np.abs(RNG.normal(size=(7, 8)))
+  want = np.zeros_like(x)
+  for i, token in enumerate(x):
+    p = np.exp(token @ layer["router"])
+    p /= p.sum()
+    chosen = np.argsort(-p)[:2]
+    for j in chosen:
+      gate = np.tanh(token @ whole["expert_gate"][j])
+      y = gate * (token @ whole["expert_up"][j])
+      weight = p[j] / (p[chosen].sum() if normalize else 1)
+      want[i] += weight * (y @ whole["expert_down"][j])
+  x = x.reshape(1, 7, 1, 8)
+  x, layer = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
+  run = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh)[0])
+  np.testing.assert_allclose(run(x, layer).reshape(7, 8), want, atol=1e-4)
+  for number in range(3):  # the same one among the matrices of a whole stack
+    stack = {
+      k: jnp.stack([a if i == number else 9 * a + 1 for i in range(3)])
+      for k, a in layer.items()
+      if k in matrices_of(layer)
+    }
+    got = run(x, layer | stack | {LAYER: jnp.int32(number)})
+    np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -164,18 +207,8 @@ def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
   assert all((x == 0).all() for x in jax.tree.leaves(moved))
 
 
-@pytest.mark.slow
-def test_without_the_loss_nothing_of_it_is_there():
-  lm, params, batch, _ = draw()
-  options = UpdateOptions(micro_batches=2)
-  update = make_update(lm, optax.sgd(1.0), options=options)
-  state = init_state(params, optax.sgd(1.0), jax.random.key(0))
-  _, metrics = jax.eval_shape(update, state, batch)
-  assert "router_aux_loss" not in metrics
-  text = jax.jit(update).lower(state, batch).as_text()
-  without_load = lm._replace(forward_with_load=None)
-  update = make_update(without_load, optax.sgd(1.0), options=options)
-  assert jax.jit(update).lower(state, batch).as_text() == text
+def test_a_model_without_a_load_needs_no_loss_of_it():
+  lm = transformer(CONFIG)._replace(forward_with_load=None)
+  make_update(lm, optax.sgd(1.0))
   with pytest.raises(ValueError, match=r"router_aux_coef=0.1 .* has none"):
-    objective = Objective(router_aux_coef=0.1)
-    make_update(without_load, optax.sgd(1.0), objective)
+    make_update(lm, optax.sgd(1.0), Objective(router_aux_coef=0.1))

@@ -139,21 +139,12 @@ def test_a_router_stays_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "kind",
-  ["gemma2", "qwen3_moe"]
-  + [
-    pytest.param(x, marks=pytest.mark.long)
-    for x in EXAMPLES
-    if x not in ("gemma2", "qwen3_moe")
-  ],
-)
-def test_a_family_attends_by_kernels(kind, monkeypatch):
+def test_kernels_attend_as_a_family_says(monkeypatch):
+  """With gemma2's scale, cap and windows; no other family has more."""
   monkeypatch.setattr(passes, "WHOLE", 16)
   changes = {"hidden_size": 8, "head_dim": 4, "vocab_size": 32}
-  if kind in ("mistral", "gemma2", "gemma3_text"):
-    changes["sliding_window"] = 19
-  config = hf.to_transformer_config(config_of(kind, **changes))
+  changes["sliding_window"] = 19
+  config = hf.to_transformer_config(config_of("gemma2", **changes))
   params = jax.tree.map(lambda x: 3 * x, init(config, jax.random.key(0)))
   ids = jax.random.randint(jax.random.key(1), (1, 2, ROW), 0, 32)
   mask = jnp.arange(ROW)[None] < 33

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from small_models import normal, prompts_of
 
 from grpojax.core.logprobs import completion_hidden
@@ -28,20 +27,6 @@ MIXTURE |= dict(num_experts=5, num_experts_per_tok=2, norm_topk_prob=True)
 ALPHA, RANK = 5.0, 2
 SCALE = ALPHA / RANK
 TARGETS = "layers/(q|k|v|o|.*gate|.*up|.*down)"
-MODULES = {  # PyTorch's, of a layer
-  "q": "self_attn.q_proj",
-  "k": "self_attn.k_proj",
-  "v": "self_attn.v_proj",
-  "o": "self_attn.o_proj",
-  "gate": "mlp.gate_proj",
-  "up": "mlp.up_proj",
-  "down": "mlp.down_proj",
-  "expert_gate": "mlp.experts.{}.gate_proj",
-  "expert_up": "mlp.experts.{}.up_proj",
-  "expert_down": "mlp.experts.{}.down_proj",
-}
-
-
 RNG = np.random.default_rng(2)
 PROMPTS = prompts_of(RNG, (5, 3), 31)
 IDS = jnp.asarray(RNG.integers(0, 31, (2, 3, 4)))
@@ -233,28 +218,6 @@ def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
   hf.save(tmp_path / "merged", merge(model), model.path)
   merged = load_torch(tmp_path / "merged")
   np.testing.assert_allclose(theirs(merged), want, atol=2e-4)
-
-
-def test_what_is_saved_has_peft_s_names_and_shapes(model, tmp_path):
-  path = tmp_path / "adapter"
-  hf_config = hf.read_config(model.path)
-  lora.save_peft(path, model.trained, hf_config, ALPHA, "base")
-  expected = {}
-  for name, sides in model.trained["layers"].items():
-    for side, stack in sides.items():
-      for layer, *expert in np.ndindex(stack.shape[:-2]):
-        module = f"model.layers.{layer}.{MODULES[name].format(*expert)}"
-        name_of = f"base_model.model.{module}.lora_{side.upper()}.weight"
-        expected[name_of] = np.asarray(stack[layer, *expert]).T
-  stored = load_file(path / lora.WEIGHTS)
-  assert stored.keys() == expected.keys()
-  for name, matrix in expected.items():
-    np.testing.assert_array_equal(stored[name], matrix)
-  config = json.loads((path / lora.CONFIG).read_text())
-  assert config["peft_type"] == "LORA"
-  assert (config["r"], config["lora_alpha"]) == (RANK, ALPHA)
-  modules = {MODULES[x].rpartition(".")[2] for x in model.trained["layers"]}
-  assert config["target_modules"] == sorted(modules)
 
 
 def test_adapters_that_peft_would_leave_out_are_refused(tmp_path):

@@ -68,19 +68,6 @@ def mismatch(lm, params, samples):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, axis", [(jnp.float32, -1), (jnp.bfloat16, -2)])
-def test_a_number_is_off_by_half_a_step_at_most(dtype, axis):
-  x = jnp.asarray(RNG.normal(size=(3, 40, 50)) ** 3, dtype).at[0].set(0)
-  q, scale = quantization.quantize(x, axis)
-  x, step = np.float64(x), np.expand_dims(np.float64(scale), axis)
-  assert q.dtype == jnp.int8 and scale.dtype == dtype
-  assert (np.abs(x - np.float64(q) * step) <= step * 0.5001).all()
-  # A channel uses all of its range, but where all of it is 0.
-  np.testing.assert_array_equal(np.abs(q[1:]).max(axis), 127)
-  assert not q[0].any() and not scale[0].any()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",
   [
@@ -93,6 +80,8 @@ def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
   config = dataclasses.replace(tiny.config, **changes)
   lm = transformer(config)
   params = random_params(lm)
+  gate = params["layers"]["gate"]
+  params["layers"]["gate"] = gate.at[..., 0].set(0)  # a channel's scale is 0
   samples = drawn(lm, params, WEIGHTS)
   of_rounded = transformer(dataclasses.replace(config, tied=False))
   assert mismatch(of_rounded, rounded_params(params), samples) < 2e-5

@@ -20,7 +20,6 @@ from small_models import sample as sample_of
 
 from grpojax.core.batch import make_batch
 from grpojax.core.decoding import Decoding
-from grpojax.core.dynamic_sampling import replace_groups
 from grpojax.core.objective import Objective
 from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.step import init_state, make_grpo_step
@@ -249,40 +248,11 @@ def test_a_step_replays_what_it_sampled():
   assert metrics["rollout_mismatch_max"] < 0.1
 
 
-def test_groups_are_replaced_with_their_experts():
-  lm = transformer(CONFIG)
-  samples = sample(lm, random_params(lm), 4)
-  short = jax.tree.map(lambda x: x[1:], samples)
-  short = short.replace(
-    prompt_ids=short.prompt_ids[:, :2],
-    prompt_mask=short.prompt_mask[:, :2],
-    prompt_experts=short.prompt_experts[:, :2],
-  )
-  mixed = replace_groups(samples, short, jnp.array([0, -1, -1]))
-  for name in ("experts", "prompt_experts"):
-    value, whole = getattr(mixed, name), getattr(samples, name)
-    np.testing.assert_array_equal(value[1:], whole[1:])
-  np.testing.assert_array_equal(mixed.experts[0], samples.experts[1])
-  np.testing.assert_array_equal(
-    mixed.prompt_experts[0, :2], samples.prompt_experts[1, :2]
-  )
-
-
-def test_nothing_is_recorded_that_nobody_replays():
-  lm = transformer(CONFIG)
-  samples = jax.eval_shape(
-    lambda params: sample(lm, params, record_experts=False), random_params(lm)
-  )
-  assert samples.experts is None and samples.prompt_experts is None
-  batch = make_batch(lm, sample(lm, random_params(lm)), np.zeros((B, G)))
-  assert batch.experts is None and batch.prompt_experts is None
-
-
 def test_experts_that_do_not_fit_are_refused(tiny):
   lm = transformer(CONFIG)
   params, replay = random_params(lm), Objective(router_replay=True)
   recorded = sample(lm, params)
-  nothing = recorded.replace(experts=None, prompt_experts=None)
+  nothing = sample(lm, params, record_experts=False)
   cut = recorded.replace(experts=recorded.experts[:, :, 1:])
   other = transformer(dataclasses.replace(CONFIG, layers=2))
   trainer = dataclasses.replace(replay, old_logprobs="trainer")

@@ -168,11 +168,6 @@ def test_parts_are_in_the_order_of_the_devices(monkeypatch):
   np.testing.assert_array_equal(parts.join(jnp.asarray(cut)), x)
 
 
-def test_one_device_has_axes_of_size_1():
-  mesh = mesh_lib.make_mesh(devices=ONE)
-  assert dict(mesh.shape) == {axis: 1 for axis in mesh_lib.AXES}
-
-
 @pytest.mark.parametrize(
   "sizes, message",
   [

@@ -17,53 +17,6 @@ PROMPTS, MASK = BATCH.prompt_ids, BATCH.prompt_mask
 IDS = jnp.asarray(RNG.integers(0, 11, (2, 3, 5)))
 
 
-@pytest.fixture(scope="module")
-def hidden(tiny):
-
-  @jax.jit
-  def run(params, prompts, mask, ids):
-    prefix = jax.jit(tiny.lm.prefill)(params, prompts, mask)
-    return tiny.lm.extend(params, prefix, ids)[0]
-
-  return lambda *args: np.asarray(run(tiny.params, *args))
-
-
-@pytest.mark.slow
-def test_a_sample_reads_its_real_prompt_and_its_past_only(hidden):
-  before = hidden(PROMPTS, MASK, IDS)
-  after = hidden(PROMPTS, MASK, IDS.at[0, 1, 2].set((IDS[0, 1, 2] + 1) % 11))
-  changed = np.abs(after - before).max(-1) > 1e-3
-  expected = np.zeros((2, 3, 5), bool)
-  expected[0, 1, 2:] = True
-  np.testing.assert_array_equal(changed, expected)
-  np.testing.assert_array_equal(after[~expected], before[~expected])
-
-  other = PROMPTS.at[0, 1].set((PROMPTS[0, 1] + 1) % 11)
-  after = hidden(other, MASK, IDS)
-  assert (np.abs(after[0] - before[0]).max(-1) > 1e-3).all()
-  np.testing.assert_array_equal(after[1], before[1])
-
-  padded = jnp.where(MASK, PROMPTS, 7)  # another padding
-  np.testing.assert_array_equal(hidden(padded, MASK, IDS), before)
-  shorter = hidden(PROMPTS[1:, :2], MASK[1:, :2], IDS[1:])
-  np.testing.assert_allclose(shorter, before[1:], atol=1e-5)
-
-
-@pytest.mark.slow
-def test_cached_states_are_the_uncached_ones(tiny, hidden):
-  """Also for several tokens at a time, in a cache longer than needed."""
-  prefix = jax.jit(tiny.lm.prefill)(tiny.params, PROMPTS, MASK)
-  cache = tiny.lm.init_cache(2, 3, 8)
-  extend = jax.jit(tiny.lm.extend)
-  parts = []
-  for part in jnp.split(IDS, [1, 2, 3], axis=2):
-    states, cache = extend(tiny.params, prefix, part, cache)
-    parts.append(states)
-  assert cache.index == 5
-  whole = hidden(PROMPTS, MASK, IDS)
-  np.testing.assert_allclose(np.concatenate(parts, 2), whole, atol=1e-5)
-
-
 def products(config, remat):
   lm = transformer(config, remat=remat)
   params = jax.eval_shape(lm.init, jax.random.key(0))

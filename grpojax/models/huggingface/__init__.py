@@ -287,8 +287,7 @@ def save(
   Args:
     path: the directory to make; it appears once all files are written.
     params: parameters in our layout, on any devices.
-    source: the directory that the model came from; its configuration and
-      tokenizer files are copied.
+    source: the model directory whose configuration and tokenizer are copied.
     dtype: type to store; None is that of each array.
     max_shard_size: bytes of a file of weights.
     ignore_keys: keys of the source's config.json that are left out.

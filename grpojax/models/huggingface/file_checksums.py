@@ -14,7 +14,6 @@ _BLOCK = 2**22  # bytes read at once
 
 
 def _of_file(path: pathlib.Path) -> str:
-  """Returns a file's size and CRC-32 as text."""
   size = crc = 0
   buffer = bytearray(_BLOCK)
   with open(path, "rb", buffering=0) as file:

@@ -111,7 +111,6 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
 
 
 def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
-  """Returns the index's map of tensors to files."""
   index = directory / INDEX
   file_of = read_json(index).get("weight_map")
   if not isinstance(file_of, dict) or not file_of:
@@ -153,7 +152,6 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
 
 
 def _listed(names: list[str]) -> str:
-  """Lists names, but not hundreds of them."""
   more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
   return ", ".join(names[:_LISTED]) + more
 
@@ -161,10 +159,7 @@ def _listed(names: list[str]) -> str:
 def check(
   directory: pathlib.Path, layout: Mapping[str, Leaf], tensors: dict[str, Any]
 ) -> None:
-  """Raises ValueError for stored tensors that are not those of the layout.
-
-  It lists missing and surplus ones, wrong shapes, and types that are not read.
-  """
+  """Raises ValueError that lists all missing, surplus and wrong tensors."""
   shapes = {n: x.stored_shape for x in layout.values() for n in x.names}
   both = [(n, tensors[n]) for n in sorted(shapes.keys() & tensors.keys())]
   problems = {
