@@ -1,6 +1,5 @@
 """Defaults, validation and JSON of the configuration."""
 
-import json
 import math
 from contextlib import nullcontext
 
@@ -14,7 +13,6 @@ from grpojax.training.config import (
   CHOICES,
   SETTINGS,
   default_config,
-  default_job,
   from_config,
   parse_job,
   to_config,
@@ -44,18 +42,6 @@ def test_another_name_is_refused_with_all_that_there_are(config_with):
     wrong = (*flat[name], "none_such") if several else "none_such"
     (line,) = errors_of(config_with(**{name: wrong}))
     assert f"use one of {', '.join(names)}" in line
-
-
-def test_a_new_advantage_needs_no_check_but_its_own(monkeypatch, config_with):
-  def picky(rewards, lengths):
-    if rewards.shape[1] < 6:
-      raise ValueError("small groups bore me")
-    return rewards * lengths
-
-  monkeypatch.setitem(advantages.ADVANTAGES, "picky", picky)
-  from_config(config_with(advantage="picky"))
-  (line,) = errors_of(config_with(advantage="picky", group_size=4))
-  assert "'picky': refuses " in line and "4: small groups bo" in line
 
 
 def test_unknown_missing_and_mistyped_keys():
@@ -117,16 +103,10 @@ REFUSED = [
   ("optim.learning_rate=nan", "optim.learning_rate = nan"),
   ("reward.timeout=inf", "more than 0, and finite"),
   ("reward.workers=1000000000000", "must be in [0, 1024]"),
-  ("optim.epochs=2147483648", "optim.epochs = 2147483648"),
   ("logits_chunk=2147483648", "logits_chunk = 2147483648"),
-  ("optim.schedule=cosin", "use one of constant, cosine, linear"),
-  ("loss.dual_clip=0.5", "loss.dual_clip = 0.5"),
-  ("advantage=oracle", "true value of each prompt"),
-  ("score_power=0", "score_power = 0.0: must be more than 0"),
   ("sampling.ahead=2", "sampling.ahead = 2: must be in [0, 1]"),
   # Names, and what belongs to one kind of thing.
   ("model.path=", "model.path = '': give a Hugging Face directory"),
-  ("sampling.temperature=0", "sampling.temperature = 0.0"),
   ("sampling.temperature=1e-9", "1e-09: must be 0.01 or more"),
   ("sampling.temperature=1e9", "1000000000.0: must be in [0, 100]"),
   ("lora.targets=layers/(q", "is no regular expression (missing )"),
@@ -146,7 +126,6 @@ REFUSED = [
   ("model.teacher=arithmetic-base", "use '', or loss.beta > 0"),
   ("model.reference_prompt={prompt}!", "use '', or loss.beta > 0"),
   ("model.reference_prompt={answer} loss.beta=1", "must hold {prompt}"),
-  ("model.reference_prompt={prompt.x} loss.beta=1", "must hold {prompt}"),
   ("model.reference_mix=0.5", "a fixed reference is not mixed: use 1"),
   ("loss.entropy_coef=2 loss.entropy_target=0.1", "loss.entropy_coef = 2.0:"),
   (f"{QUANTILE} loss.surrogate=gmpo", "loss.top_entropy_quantile = 0.2: with"),
@@ -236,12 +215,9 @@ FINITE = "must be finite numbers, one for each"
     ("data.template", "{prompt}\udcff", "'{prompt}\\udcff': is no UTF-8 text"),
     ("data.template", "no field", "must hold {prompt}"),
     ("data.template", "{prompt} {answer}", "must hold {prompt}"),
-    ("data.template", "{prompt} {prompt[0]}", "must hold {prompt}"),
     ("data.template", "{prompt.__class__} {prompt}", "must hold {prompt}"),
     ("data.template", "{prompt} {prompt!r}", "must hold {prompt}"),
     ("data.template", "{prompt:>9999999999}", "must hold {prompt}"),
-    ("data.template", "{prompt:{prompt}}", "must hold {prompt}"),
-    ("data.template", "{{prompt}}", "must hold {prompt}"),
     ("data.template", "{prompt} {", "must hold {prompt}"),
   ],
 )
@@ -250,8 +226,10 @@ def test_odd_values_are_refused(name, value, text, config_with):
   assert text in line and line.startswith(f"  --config.{name} = ")
 
 
-def test_a_value_is_refused_with_what_its_setting_is():
-  assert errors_of(config_of("optim.b2=1 loss.kl=k33 advantage=oracle")) == [
+def test_all_values_are_refused_before_conflicts():
+  conflicts = "optim.minibatches=5 model.reference_mix=0.5"
+  words = f"optim.b2=1 loss.kl=k33 advantage=oracle {conflicts}"
+  assert errors_of(config_of(words)) == [
     "  --config.loss.kl = 'k33': did you mean k3? use one of exact, "
     "k1, k2, k3 (estimator of the KL divergence from the reference; exact sums "
     "over the vocabulary)",
@@ -260,19 +238,18 @@ def test_a_value_is_refused_with_what_its_setting_is():
     f"{', '.join(CHOICES['advantage'])}",
     "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
   ]
+  assert len(errors_of(config_of(conflicts))) == 2
 
 
 @pytest.mark.parametrize(
   "words",
   [
     "group_size=1 advantage=vanilla",
-    "group_size=1 advantage=reinforce_plus_plus",
     "advantage=max_at_k subset_size=7",
     "subset_size=20",  # nobody asks for it
     "advantage=shrinkage batch_size=3 optim.micro_batches=1",
     K1,
     f"{K1} loss.kl=k3 loss.kl_placement=ratio",
-    "loss.dual_clip=3 sampling.top_p=0.9",
     "loss.entropy_coef=2",
     "loss.entropy_target=0.3 loss.entropy_coef_delta=0",
     f"{QUANTILE} loss.surrogate=cispo",
@@ -280,8 +257,6 @@ def test_a_value_is_refused_with_what_its_setting_is():
     # Groups are cut too.
     "optim.minibatches=4 optim.micro_batches=64",
     "optim.minibatches=32 optim.micro_batches=2",
-    "mesh.data=2 mesh.fsdp=4",
-    "lora.rank=8 data.too_long=drop",
     "reward.functions=math_answer,my.module:f reward.weights=1,0.5",
     "steps=0 data.template={{x}}{prompt}",
     "steps=40 profile.steps=39:40",
@@ -289,12 +264,10 @@ def test_a_value_is_refused_with_what_its_setting_is():
     "loss.off_policy_threshold=0.1 optim.epochs=2",
     "loss.truncated=mask reward.on_device",
     "model.reference_every=1 model.reference_mix=0.01 loss.beta=1 lora.rank=2",
-    INT8,
     # Ratios to the rollout's log-probabilities correct it, too.
     "sampling.weights_dtype=int8 optim.minibatches=2",
     f"{INT8} {K1} {TRAINER} optim.minibatches=2",
     IN_PARTS,
-    BY_DIFFICULTY,
   ],
 )
 def test_valid_combinations(words):
@@ -329,13 +302,6 @@ def test_batches_are_cut_over_real_devices(devices, words, text):
     batches.check_mesh(settings, mesh)
 
 
-def test_all_problems_at_once():
-  conflicts = "optim.minibatches=5 model.reference_mix=0.5"
-  ranges = "steps=-1 loss.ratio=tokn advantage=vanila"
-  assert len(errors_of(config_of(f"{ranges} {conflicts}"))) == 3
-  assert len(errors_of(config_of(conflicts))) == 2
-
-
 def test_settings_and_config_are_each_other():
   config = config_of(
     f"advantage=dr_grpo logits_chunk=7 loss.clip_high=0.3 sampling.stages=2 "
@@ -353,30 +319,9 @@ def test_settings_and_config_are_each_other():
   assert from_config(default_config()) == TrainSettings()
 
 
-def test_json_round_trip_keeps_types(config_with):
-  config = config_with(optim__learning_rate=3, data__options__difficulty=(1, 2))
-  text = config_lib.to_json(config)
-  again = config_lib.from_json(text)
-  assert json.loads(text)["optim"]["learning_rate"] == 3.0
-  assert again.data.options.difficulty == (1, 2)
-  assert isinstance(again.optim.learning_rate, float)
-  assert again.eq_as_configdict(config) and again.is_locked
-  from_config(again)
-
-
-def test_difference(config_with):
-  old, new = config_with(), config_with(steps=61, loss__kl="k2")
-  with old.unlocked():
-    del old.seed
-  assert config_lib.difference(old, new) == [
-    "loss.kl: 'k3' -> 'k2'",
-    "seed: '(none)' -> 0",
-    "steps: 40 -> 61",
-  ]
-  assert config_lib.difference(new, new) == []
-
-
 def test_a_model_of_ones_own_has_its_own_job():
+  """The job without a config is not the default of other programs."""
+
   def parsed(*argv):
     return parse_job(argv, {}, SETTINGS)[0]
 
@@ -388,15 +333,11 @@ def test_a_model_of_ones_own_has_its_own_job():
   own_rate = parsed(*lora, "--config.optim.learning_rate=3e-6")
   assert own_rate.optim.learning_rate == 3e-6
   assert parsed("--config.model.path=arithmetic-base").name == "arithmetic"
+  from_config(parsed())
+  assert (parsed().name, parsed().model.path) == (
+    "arithmetic",
+    "arithmetic-careless",
+  )
+  assert default_config().model.path != "arithmetic-careless"
   chosen = parsed("--config=gsm8k", "--config.model.path=org/model")
   assert chosen.name == "gsm8k"
-
-
-def test_the_job_without_a_config_is_not_the_default_of_others():
-  job = config_lib.flatten(default_job())
-  base = config_lib.flatten(default_config())
-  assert job.keys() == base.keys()
-  paths = job["model.path"], base["model.path"]
-  assert paths == ("arithmetic-careless", "arithmetic-instruct")
-  assert (job["name"], job["data.name"]) == ("arithmetic", "arithmetic")
-  from_config(default_job())

@@ -1,6 +1,7 @@
 """Text at the end of a run."""
 
 import importlib.util
+import math
 import pathlib
 import shlex
 
@@ -8,6 +9,7 @@ import jax
 import pytest
 
 from grpojax import train
+from grpojax.runtime.cli import config_file
 from grpojax.training.run import fit
 
 SUMMARY = {
@@ -36,11 +38,11 @@ def last_lines(settings_with, tmp_path):
   return last_lines
 
 
-def test_the_end_says_gain_and_files(tmp_path, last_lines, settings_with):
+def test_the_end_says_gain_trouble_and_files(tmp_path, last_lines):
   for name in ("model", "learning_curve.png", "metrics.jsonl"):
     (tmp_path / name).mkdir()
-  lines = last_lines()
-  assert lines[:4] == [
+  plain = last_lines(best_step=35, best_accuracy=0.984)
+  assert plain[:4] == [
     "accuracy before   6.2%  [2.5%, 15.0%]",
     "accuracy after   98.4%  [91.7%, 99.7%]"
     "  (greedy, 64 held-out prompts, 95% intervals)",
@@ -48,25 +50,37 @@ def test_the_end_says_gain_and_files(tmp_path, last_lines, settings_with):
     "  model/ (of step 40, Hugging Face format), learning_curve.png, "
     "metrics.jsonl",
   ]
-  settings = settings_with(model__path="some/model")
-  assert lines[4:] == train.next_steps("runs/x", settings)
-  assert max(map(len, lines)) < 100
-
-
-def test_the_end_says_what_went_wrong_and_each_data_set(last_lines):
+  assert max(map(len, plain)) < 100
   sets = {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
-  troubles = {"failed_rewards": 3, "steps_with": {"truncated": 2}}
-  assert last_lines(**sets, **troubles)[2:5] == [
+  lines = last_lines(
+    reward_before=0.3,
+    reward_after=0.62,
+    best_step=35,
+    best_accuracy=0.99,
+    failed_rewards=3,
+    steps_with={"truncated": 2},
+    optimal_group_size=4.0,
+    optimal_group_size_interval=[1.5, None],
+    gradient_error_of_best=1.21,
+    **sets,
+  )
+  assert lines[0].endswith("  mean reward 0.3 (right: 1 or more)")
+  assert "mean reward 0.62" in lines[1]
+  assert lines[2 : -len(plain[2:])] == [
+    "accuracy best    99.0%  after step 35, chosen by these prompts",
     "  sums: 10.0% -> 75.0%",
+    "the gradient's noise asked for groups of 4.0 [1.5, inf]; this run's have "
+    "1.21 times their error, by as many samples",
     "steps with truncated: 2",
     "rewards that failed: 3",
   ]
 
 
-def test_graded_rewards_stand_beside_the_accuracy(last_lines):
-  first, second, *_ = last_lines(reward_before=0.3, reward_after=0.62)
-  assert first.endswith("  mean reward 0.3 (right: 1 or more)")
-  assert "mean reward 0.62" in second
+@pytest.mark.parametrize("high", [None, math.inf])
+def test_a_group_size_may_be_left_open(high):
+  sizes = {"optimal_group_size": None}
+  sizes["optimal_group_size_interval"] = [1.0, high]
+  assert "left the best group size open" in train.group_size_line(sizes)
 
 
 def test_an_environments_return_comes_first(last_lines, settings_with):
@@ -79,12 +93,6 @@ def test_an_environments_return_comes_first(last_lines, settings_with):
   expected = "return before -0.3  [-0.5, -0.1]  accuracy before   6.2%"
   assert first.startswith(expected)
   assert second.startswith("accuracy after")
-
-
-@pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
-def test_a_best_step_is_named_where_it_was_better(best, shown, last_lines):
-  lines = last_lines(best_step=35, best_accuracy=best)
-  assert any("accuracy best" in line for line in lines) == shown
 
 
 @pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
@@ -107,16 +115,13 @@ def test_commands_can_be_pasted_into_a_shell(where, settings_with):
 )
 def test_a_real_model_comes_next(settings_with, monkeypatch, backend, config):
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
-  name = "a real model"
   settings = settings_with(model__path="arithmetic-instruct")
-  real = train.commands("runs/x", settings)[name]
+  real = train.commands("runs/x", settings)["a real model"]
   assert real.endswith(f"--config={config}")
-  root = pathlib.Path(__file__).resolve().parents[2]
-  config_file = root / "configs" / f"{real.partition('--config=')[2]}.py"
-  assert config_file.is_file()
+  assert config in config_file.packaged()
   for path in ("Qwen2.5", "/", ".", "runs/x"):
     settings = settings_with(model__path=path)
-    assert name not in train.commands("runs/x", settings)
+    assert "a real model" not in train.commands("runs/x", settings)
 
 
 def test_too_little_memory_is_a_sentence(tmp_path, settings_with, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
-from grpojax.training import policy as policy_lib
 from grpojax.training import run_models
 from grpojax.training.run import setup
 from grpojax.training.step import rewards as rewards_lib
@@ -88,11 +87,6 @@ def test_an_exported_model_needs_no_ignoring(models, tmp_path):
   export.main([*words, "--ignore_keys=note,absent"])
   assert "note" not in hf.read_config(tmp_path / "out")
   hf.load_params(tmp_path / "out")
-
-
-def test_positions_are_held_against_an_ignored_config(models):
-  with pytest.raises(ValueError, match="exceed the 1024 positions"):
-    policy_lib.check_positions(models.noted, 1024, 1, ("note",))
 
 
 def test_fine_tuning_ignores_it(models, tmp_path):

@@ -45,6 +45,7 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   bad, now = GOOD | {name: whole}, Progress()
   if name == "few_effective_samples":
     bad = GOOD | {"rollout_effective_samples": 1 - whole}
+  bad["reward_failures"] = 3
   shown = bad if less is None else GOOD | {name: less}
   for row in [bad, bad, GOOD if less is None else shown, bad, bad]:
     now = lib.after(now, row)
@@ -55,16 +56,11 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   why = lib.stop_reason(now, limits)
   assert "in 3 steps in a row" in why and f"--config.stop.{name}=0" in why
   assert lib.stop_reason(now, dict.fromkeys(BAD, 0)) is None
+  assert now.failed_rewards == 5 * 3 and now.train_seconds == 1.5
   assert now.steps_with.pop(name) == 5 + (less is not None)
   assert not any(now.steps_with.values())
   assert lib.troubles(shown) == [words]
   assert lib.troubles(GOOD) == []
-
-
-def test_seconds_and_failures_add_up():
-  row = GOOD | {"reward_failures": 3}
-  now = lib.after(lib.after(lib.from_notes(None), row), GOOD)
-  assert now.failed_rewards == 3 and now.train_seconds == 1.5
 
 
 def test_a_step_without_rewards_says_nothing_of_its_samples():

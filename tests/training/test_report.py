@@ -3,7 +3,6 @@
 import html
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import re
@@ -11,7 +10,6 @@ import re
 import pytest
 
 from grpojax import report as program
-from grpojax import train
 from grpojax.training.report import reporting, run_report
 from grpojax.training.run.start import Run
 
@@ -65,19 +63,7 @@ def test_a_report_has_what_the_run_has(run):
   assert one["finished"] and one["status"] == "finished, 60 of 60 steps"
 
 
-def test_what_differs_from_the_default_comes_first(run, tmp_path):
-  other = made_up.make_run(tmp_path / "two", seed=1)
-  rows = shown(run, other)["settings"]
-  assert [row["name"] for row in rows if row["differs"]] == ["seed"]
-  first = [row["name"] for row in rows[:4]]
-  assert first == ["seed", "model.path", "name", "steps"]
-  assert rows[0]["values"] == ["0", "1"] and rows[0]["default"] == "0"
-  assert rows[1]["values"][0] == repr(made_up.HOSTILE[0])
-  assert not any(row["changed"] or row["differs"] for row in rows[4:])
-  assert any(row["name"] == "optim.learning_rate" for row in rows[4:])
-
-
-def test_runs_are_compared_with_the_first(run, tmp_path):
+def test_runs_and_settings_are_compared_with_the_first(run, tmp_path):
   worse = made_up.make_run(tmp_path / "two", seed=1, better=0.2)
   data = shown(run, worse, run)
   assert [one["name"] for one in data["runs"]] != ["one", "two", "one"]
@@ -88,6 +74,15 @@ def test_runs_are_compared_with_the_first(run, tmp_path):
   assert [e["step"] for e in against["heldOut"]] == list(range(0, 61, 10))
   assert against["heldOut"][-1]["high"] < 0
   assert itself["steps"][0]["difference"] == 0
+  # Settings that differ come first, then those that are no defaults.
+  rows = data["settings"]
+  assert [row["name"] for row in rows if row["differs"]] == ["seed"]
+  first = [row["name"] for row in rows[:4]]
+  assert first == ["seed", "model.path", "name", "steps"]
+  assert rows[0]["values"] == ["0", "1", "0"] and rows[0]["default"] == "0"
+  assert rows[1]["values"][0] == repr(made_up.HOSTILE[0])
+  assert not any(row["changed"] for row in rows[4:])
+  assert any(row["name"] == "optim.learning_rate" for row in rows[4:])
 
 
 def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
@@ -207,19 +202,3 @@ def test_reports_are_written_when_due(tmp_path, monkeypatch, settings_with):
       reporting.report_when_due(run, step)
     assert written == [tmp_path] * steps
     written.clear()
-
-
-@pytest.mark.parametrize(
-  "best, interval, line",
-  [
-    (4.0, [1.5, None], "asked for groups of 4.0 [1.5, inf]"),
-    (4.0, [1.0, None], "left the best group size open"),
-    (None, [1.0, math.inf], "left the best group size open"),
-  ],
-)
-def test_the_group_size_is_said(best, interval, line):
-  sizes = {"optimal_group_size": best, "optimal_group_size_interval": interval}
-  found = train.group_size_line(sizes)
-  assert found.partition(": ")[0] == f"the gradient's noise {line}"
-  found = train.group_size_line(sizes | {"gradient_error_of_best": 1.21})
-  assert ("; this run's have 1.21 times" in found) == ("asked" in line)

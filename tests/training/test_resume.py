@@ -289,9 +289,7 @@ def test_the_date_is_pinned_if_needed(template, given, pinned, settings_with):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "where", ["evaluation", pytest.param("rewards", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("where", ["evaluation", "rewards"])
 def test_sigterm_need_not_wait_for_all_rewards(where, go, tmp_path):
   """With workers=0, between two completions; see test_pool for workers."""
   rewards, seen = tmp_path / "rewards.py", tmp_path / "seen"
@@ -363,24 +361,16 @@ def refused_at_the_start(settings, directory, text):
       open_run.open_all(settings, directory, stack, print, print, quiet)
 
 
-@pytest.mark.parametrize(
-  "other, text",
-  [
-    ("6 examples\nfingerprint a", "7 examples and 6 examples"),
-    ("7 examples\nfingerprint b", "fingerprint a and fingerprint b"),
-  ],
-)
 def test_processes_that_read_other_examples_are_refused(
-  other, text, tmp_path, settings_with, monkeypatch
+  tmp_path, settings_with, monkeypatch
 ):
-  split = splits.Split([0] * 7, 0, "a")
-  settings = settings_with()
+  split, settings = splits.Split([0] * 7, 0, "a"), settings_with()
   run = start.Run(settings, tmp_path, None, None, split, split, None)
   monkeypatch.setattr(start, "check", lambda *_: run)
   second = {"the train split": "7 examples\nfingerprint a"}
-  second["the test split"] = other
+  second["the test split"] = "7 examples\nfingerprint b"
   monkeypatch.setattr(distributed, "gather", lambda own: [own, second])
-  text = f"differ in the test split: {text}"
+  text = "differ in the test split: fingerprint a and fingerprint b"
   refused_at_the_start(settings, tmp_path, text)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from grpojax.data.examples import SOURCE
-from grpojax.rewards.pool import Pool
 from grpojax.training.config import default_config, from_config
 from grpojax.training.data import splits
 from grpojax.training.step import rewards as rewards_lib
@@ -28,16 +27,6 @@ def file(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(REWARDS)
   return path
-
-
-def test_the_step_is_said_where_it_is_asked_for(file):
-  examples = [{"prompt": "a"}, {"prompt": "b"}]
-  with Pool([f"{file}:how_far"]) as pool:
-    found = rewards_lib.with_step(pool, examples, 3, 10)
-  state = {"global_step": 3, "max_steps": 10}
-  assert found == [e | {"trainer_state": state} for e in examples]
-  with Pool([f"{file}:compute_score"]) as pool:
-    assert rewards_lib.with_step(pool, examples, 3, 10) is examples
 
 
 def test_columns_of_each_data_set_of_a_mixture(file):
