@@ -22,7 +22,8 @@ from grpojax.core.types import LM, Prefix
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.processes import interrupts
 
-sys.path.append(str(pathlib.Path(__file__).parent))  # for helpers here
+HERE = pathlib.Path(__file__).parent
+sys.path += [str(HERE / folder) for folder in ("", "aot", "models")]  # helpers
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 
 LONG = (

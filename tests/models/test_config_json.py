@@ -1,4 +1,7 @@
-"""Every key of a config.json is read, has one value, is harmless or refused."""
+"""Every key of a config.json is read, has one value, is harmless or refused.
+
+The values that are read are compared with transformers in test_families.py.
+"""
 
 import copy
 import json
@@ -8,7 +11,6 @@ from small_models import config_with
 
 from grpojax.models import huggingface as hf
 from grpojax.models.config import check
-from grpojax.models.rope import Rope
 
 BASE = dict(vocab_size=61, hidden_size=24, num_hidden_layers=8)
 BASE |= dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=20)
@@ -52,22 +54,6 @@ def test_the_new_style_means_the_same(kind, complete):
   theirs = transformers.AutoConfig.for_model(**copy.deepcopy(old)).to_dict()
   new = {k: v for k, v in theirs.items() if not k.startswith("_name")}
   assert hf.to_transformer_config(new) == hf.to_transformer_config(old)
-
-
-def test_what_the_old_style_says():
-  llama = read("llama", **OLD["llama"])
-  assert llama.rope == Rope(5e5, 32.0, 1.0, 4.0, 8192)
-  gemma = read("gemma3_text", **OLD["gemma3_text"])
-  assert gemma.rope == Rope(5e5, 8.0) and gemma.local_rope == Rope(2e4)
-  assert gemma.local_layers == (True, True, False) * 2 + (True, True)
-  assert gemma.window == 512 and gemma.tied and gemma.head_dim == 256
-  qwen = read("qwen2", **OLD["qwen2"])
-  assert qwen.local_layers == (False,) * 3 + (True,) * 5
-  assert read("qwen2").local_layers == () and read("qwen2").qkv_bias
-  assert read("mistral").local_layers == (True,) * 8
-  assert read("mistral", sliding_window=None).local_layers == ()
-  moe = read("qwen3_moe", **OLD["qwen3_moe"])
-  assert (moe.experts, moe.experts_per_token, moe.mlp) == (5, 2, 768)
 
 
 REFUSED = [
@@ -186,3 +172,44 @@ def test_only_unknown_keys_are_ignored(tmp_path):
 def test_parts_that_do_not_fit_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     check(config_with(**change))
+
+
+SHAPE = dict(width=12, layers=3, heads=2, kv_heads=1, mlp=20)
+SHAPE |= dict(vocab_size=7, pad_id=0, eos_id=1)
+
+
+@pytest.mark.parametrize(
+  "text, message",
+  [
+    (None, "no model at .*nowhere"),
+    ("[" * 10**5, "config.json is not JSON"),
+    ('{"a": %s}' % ("1" * 5000), "config.json is not JSON"),
+    ("{", "config.json is not JSON"),
+  ],
+)
+def test_bad_directories_are_refused_by_name(tmp_path, text, message):
+  path = tmp_path / "nowhere"
+  if text is not None:
+    path.mkdir()
+    (path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=message):
+    hf.load(path)
+
+
+@pytest.mark.slow
+def test_a_new_model_has_its_shape_also_in_transformers(tmp_path):
+  hf.write_config(tmp_path, **SHAPE)
+  read = hf.to_transformer_config(hf.read_config(tmp_path))
+  shape = {name: getattr(read, name) for name in SHAPE if "_id" not in name}
+  assert SHAPE == shape | {"pad_id": 0, "eos_id": 1}
+  transformers = pytest.importorskip("transformers")
+  config = transformers.AutoConfig.from_pretrained(tmp_path)
+  assert config.model_type == "llama" and config.head_dim == 6
+  assert config.pad_token_id == 0 and config.eos_token_id == 1
+  assert config.tie_word_embeddings
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path):
+  with pytest.raises(ValueError, match="multiple of num_attention_heads=5"):
+    hf.write_config(tmp_path, **SHAPE | {"heads": 5})
+  assert not list(tmp_path.iterdir())

@@ -193,12 +193,6 @@ def theirs(torch_model):
   return np.stack(out)
 
 
-@pytest.fixture(scope="module")
-def peft():
-  pytest.importorskip("torch")
-  return pytest.importorskip("peft")
-
-
 def load_torch(path):
   import transformers
 
@@ -206,7 +200,9 @@ def load_torch(path):
 
 
 @pytest.mark.slow
-def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
+def test_peft_and_transformers_read_what_is_saved(model, tmp_path):
+  pytest.importorskip("torch")
+  peft = pytest.importorskip("peft")
   want = adapted_logits(model, model.trained)
   assert jnp.abs(want - logits(model.lm, model.base)).max() > 0.5
   np.testing.assert_allclose(logits(model.lm, merge(model)), want, atol=2e-4)

@@ -19,20 +19,6 @@ from grpojax.models.rope import Rope
 from grpojax.models.transformer import transformer
 
 
-class Linen(nn.Module):
-  @nn.compact
-  def __call__(self, ids):
-    return nn.Dense(11)(nn.Embed(11, 4)(ids))
-
-
-class Nnx(nnx.Module):
-  def __init__(self, rngs):
-    self.embed = nnx.Embed(11, 4, rngs=rngs)
-
-  def __call__(self, ids):
-    return self.embed(ids) @ jnp.ones((4, 11))
-
-
 def with_adapters(lm):
   params = lm.init(jax.random.key(0))
   adapted = lora.init(params, jax.random.key(1), 2, "layers/(q|v)")
@@ -57,8 +43,10 @@ MODELS = {
     dataclasses.replace(config, gaps=((9, 11),))
   ),
   "lora": lambda config: with_adapters(transformer(config)),
-  "linen": lambda config: adapters.from_linen(Linen()),
-  "nnx": lambda config: adapters.from_nnx(Nnx(nnx.Rngs(0))),
+  "linen": lambda config: adapters.from_linen(nn.Embed(11, 11)),
+  "nnx": lambda config: adapters.from_nnx(
+    lambda rngs: nnx.Embed(11, 11, rngs=rngs)
+  ),
 }
 STEPS = {
   "default": {},

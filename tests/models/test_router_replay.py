@@ -128,18 +128,14 @@ def replace_choice(model, experts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_values_and_gradient_are_those_of_transformers(
-  torch_mixture, tmp_path, packed
-):
-  """With the choice of its routers replaced; a reference chooses itself."""
+def test_values_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
+  """Packed, its routers' choice replaced; a reference chooses itself."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=LAYERS)
   lm, params = hf.load(tmp_path)
   samples = sample(lm, other_routers(params))
-  lengths, layout = lengths_of(samples), None
-  if packed:
-    layout = layout_of(lengths, 16, PROMPT_LENGTHS, PROMPT_SIZE, 3, 1)
+  lengths = lengths_of(samples)
+  layout = layout_of(lengths, 16, PROMPT_LENGTHS, PROMPT_SIZE, 3, 1)
   objective = Objective(
     old_logprobs="trainer", router_replay=True, beta=0.1, kl="k3"
   )
