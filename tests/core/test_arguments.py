@@ -9,16 +9,27 @@ import optax
 import pytest
 
 import grpojax
+from grpojax.core import advantages
 from grpojax.core.advantages import leave_one_out
+from grpojax.core.advantages.baselines import shrinkage
+from grpojax.core.advantages.multi_reward import normalize_then_sum
+from grpojax.core.advantages.subsets import max_at_k, min_at_k
+from grpojax.core.advantages.weighted_baselines import (
+  length_weighted,
+  score_weighted,
+)
 from grpojax.core.arguments import check_read_prompts, read_ends
 from grpojax.core.batch import make_batch
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.losses import grpo_loss
+from grpojax.core.losses.rollout_correction import make_correction
 from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.step import init_state, make_grpo_step
-from grpojax.core.types import Prompts
-from grpojax.core.update import UpdateOptions
+from grpojax.core.types import Batch, Prompts
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
 B, G, T = 4, 3, 2
@@ -96,10 +107,25 @@ def trace(lm, *reward, **options):
   jax.eval_shape(make_step(lm, *reward, **options), state, Prompts(IDS, RIGHT))
 
 
+def update_of_int8(lm, **options):
+  objective = Objective(beta=0.1, kl="k1", **options)
+  sampling = Sampling(weights_dtype="int8")
+  make_update(lm, optax.sgd(1.0), objective, sampling=sampling)
+
+
 def begin(tx, *dtype, key=KEY):
   init_state({"w": jnp.ones(2, *dtype)}, tx, key)
 
 
+def bare(function):
+  """Without the run-time annotation checks, which only tests have."""
+  return getattr(function, "__wrapped__", function)
+
+
+ONES = jnp.ones((2, 3, 4))
+LOSS = dict(logprobs=ONES, advantages=ONES[..., 0], weights=ONES, mask=ONES > 0)
+SHAPES = r"advantages \[B, G\]"
+PER_TOKEN = "is one a token: .*use"
 SHORT = {"group_size": 1, "max_new_tokens": 1, "eos_ids": 0}
 PLATEAU = optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau())
 HOST = "reward_fn reads .*on the host"
@@ -145,6 +171,69 @@ REFUSED = [
   (r"parameter \['w'\] is", lambda lm: begin(optax.adam(1.0), jnp.int32)),
   (NO_KEY, lambda lm: begin(optax.sgd(1.0), key=jnp.zeros(()))),
   (NO_KEY, lambda lm: begin(optax.sgd(1.0), key=jax.random.split(KEY))),
+  ("group_size=0", lambda lm: trace(lm, group_size=0)),
+  ("max_new_tokens=0", lambda lm: trace(lm, max_new_tokens=0)),
+  ("eos_ids is empty", lambda lm: trace(lm, eos_ids=())),
+  (
+    r"budgets has shape \(4, 3\), not \(4, 1\)",
+    lambda lm: rollout(
+      lm, lm.init(KEY), Prompts(IDS, RIGHT), KEY, budgets=IDS, **SHORT
+    ),
+  ),
+  # Samples of another policy than the trainer's.
+  ("in int8", lambda lm: update_of_int8(lm, kl_placement="loss")),
+  (
+    "in int8",
+    lambda lm: update_of_int8(
+      lm, kl_placement="reward", correction="token_mask"
+    ),
+  ),
+  (
+    "the batch has none",
+    lambda lm: make_correction("token_mask")(
+      ONES, Batch(None, None, None, ONES > 0, ONES[..., 0])
+    ),
+  ),
+  # Advantages and losses.
+  (
+    PER_TOKEN,
+    lambda lm: Objective("optimal_token_baseline", surrogate="gmpo"),
+  ),
+  (
+    PER_TOKEN,
+    lambda lm: Objective("optimal_token_baseline", off_policy_threshold=0.1),
+  ),
+  ("rewards", lambda lm: bare(advantages.vanilla)(jnp.float32(1.0))),
+  (
+    r"need values \(3,\)",
+    lambda lm: bare(advantages.oracle)(jnp.ones((3, 2)), jnp.ones((3, 2))),
+  ),
+  (
+    "need logit_score_sq of the same",
+    lambda lm: bare(score_weighted)(jnp.ones((2, 4)), jnp.ones((2, 3))),
+  ),
+  (
+    "need lengths of the same",
+    lambda lm: bare(length_weighted)(jnp.ones((2, 4)), jnp.ones((2, 3))),
+  ),
+  ("at least 3 prompts, not 2", lambda lm: shrinkage(jnp.ones((2, 4)))),
+  ("not k = 0", lambda lm: max_at_k(jnp.ones((2, 4)), k=0)),
+  ("not k = 0", lambda lm: min_at_k(jnp.ones((2, 4)), k=0)),
+  (
+    r"one weight a reward .*\(3,\), not \(2",
+    lambda lm: normalize_then_sum(jnp.ones((3, 3, 4)), [1.0, 2.0]),
+  ),
+  (
+    "group size G >= 2",
+    lambda lm: normalize_then_sum(jnp.ones((2, 3, 1)), [1.0, 2.0]),
+  ),
+  ("needs ref_logprobs", lambda lm: grpo_loss(**LOSS, beta=0.1)),
+  (
+    SHAPES,
+    lambda lm: bare(grpo_loss)(**LOSS | {"advantages": ONES[:, :1, 0]}),
+  ),
+  (SHAPES, lambda lm: bare(grpo_loss)(**LOSS | {"weights": ONES[:1]})),
+  (SHAPES, lambda lm: bare(grpo_loss)(**LOSS, old_logprobs=ONES[..., :1])),
 ]
 
 

@@ -113,14 +113,6 @@ def test_rescaled_it_is_unbiased_whatever_the_limit(size, draw):
     assert share > 1.05 * varied.sum()  # the plain one is not
 
 
-def test_which_groups_vary():
-  nan, inf = np.nan, np.inf
-  rewards = [[0.1] * 3, [0, 1, 0], [nan, 1, 1], [nan, 1, 0], [nan] * 3]
-  rewards += [[inf, 1, 1]]
-  actual = varies(np.array(rewards))
-  assert actual.tolist() == [False, True, False, True, False, False]
-
-
 def samples(ids, prompt_length):
   """A rollout whose arrays are made of its prompts' ids."""
   ids = jnp.asarray(ids)

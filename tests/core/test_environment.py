@@ -123,16 +123,6 @@ def test_the_loop_may_be_cut_in_any_way(tiny):
   assert 0 < going_on.max() < 3
 
 
-@pytest.mark.long
-def test_seeds_may_be_mapped_over(tiny):
-  keys = jnp.stack([jax.random.key(9), KEY])
-  both = jax.vmap(lambda key: sampled(tiny, key=key))(keys)
-  alone = sampled(tiny)
-  assert (both.completion_ids[1] == alone.completion_ids).all()
-  assert (both.turns[1] == alone.turns).all()
-  assert (both.turns[0] != alone.turns).any()
-
-
 @pytest.mark.slow
 def test_a_row_that_only_pads_the_batch_is_empty(tiny):
   mask = PROMPTS.prompt_mask.at[1].set(False)

@@ -31,11 +31,11 @@ def all_groups(size):
   return np.array(list(itertools.product(range(7), repeat=size)))
 
 
-def logprobs(table, sampling=Sampling(), keep=None):
+def logprobs(table, sampling=Sampling()):
   """Log-probabilities [7, 2] of all completions' tokens; 0 on padding."""
   rows = np.stack([np.zeros(7, int), 1 + IDS[:, 0]], axis=-1)
   logits = jnp.asarray(table)[rows]
-  log_p = jax.nn.log_softmax(transform_logits(logits, sampling, keep))
+  log_p = jax.nn.log_softmax(transform_logits(logits, sampling))
   chosen = jnp.take_along_axis(log_p, IDS[..., None], axis=-1)[..., 0]
   return jnp.where(MASK, chosen, 0.0)
 
@@ -187,17 +187,16 @@ def advantages_of(name, sampled):
   return jax.vmap(one)(jnp.asarray(GROUPS))
 
 
-def expected_gradient(name, sampler, correction, sampling=Sampling()):
+def expected_gradient(name, sampler, correction):
   """Expected gradient estimate by the groups that `sampler` writes."""
-  sampled = logprobs(sampler, sampling)
-  policy = functools.partial(logprobs, sampling=sampling, keep=jnp.asarray(IDS))
-  log_ratio = policy(POLICY) - sampled
+  sampled = logprobs(sampler)
+  log_ratio = logprobs(POLICY) - sampled
   weights = jnp.ones((7, 2))
   if correction != "none":
     bounds = (0.8, 1.2) if correction == "geometric_mask" else (0.0, np.inf)
     mask = jnp.asarray(MASK)[None]
     weights = is_weights(log_ratio[None], mask, correction, *bounds)[0][0]
-  scores = jax.jacobian(policy)(jnp.asarray(POLICY))  # [7, 2, 4, 3]
+  scores = jax.jacobian(logprobs)(jnp.asarray(POLICY))  # [7, 2, 4, 3]
   weighed = weights[..., None, None] * scores
   probability = jnp.exp(sampled.sum(-1))[GROUPS].prod(-1)
   advantages = advantages_of(name, sampled)
@@ -225,16 +224,6 @@ def test_corrections_of_whole_sequences_are_exact_for_some(name):
   assert not set(EXACT) & set(OF_SUBSETS)
 
 
-@pytest.mark.parametrize(
-  "cut", [{"top_k": 2}, {"top_p": 0.8}, {"min_p": 0.4}], ids=str
-)
-def test_a_sampler_with_another_cut_leaves_a_bias(cut):
-  case = lambda *x: lambda: expected_gradient("vanilla", *x, Sampling(**cut))
-  own = jax.jit(case(POLICY, "none"))()
-  corrected = jax.jit(case(SAMPLER, "sequence_truncate"))()
-  assert np.linalg.norm(corrected - own) > 0.01 * np.linalg.norm(own)
-
-
 OTHER_SAMPLERS = {
   "correction": {"loss.correction": "token_truncate"},
   "ahead": {"sampling.ahead": 1, "optim.minibatches": 2},
@@ -243,13 +232,12 @@ OTHER_SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", OTHER_SAMPLERS)
-@pytest.mark.parametrize("advantage", OF_SUBSETS)
-def test_subsets_of_another_policys_samples_are_refused(advantage, sampler):
+def test_subsets_of_another_policys_samples_are_refused(sampler):
   config = default_job()
   config.update_from_flattened_dict(OTHER_SAMPLERS[sampler])
   from_config(config)
-  config.advantage = advantage
-  words = f"advantage = '{advantage}': compares subsets .*{sampler}"
+  config.advantage = "max_at_k"
+  words = f"advantage = 'max_at_k': compares subsets .*{sampler}"
   with pytest.raises(ValueError, match=words):
     from_config(config)
 

@@ -57,21 +57,6 @@ def with_gradient(lm, params, ids, **options):
   return jax.value_and_grad(objective, has_aux=True)(params)
 
 
-@pytest.mark.slow
-def test_chunk_size_changes_nothing(tiny):
-  run = jax.jit(
-    lambda params, size: with_gradient(tiny.lm, params, IDS, chunk_size=size),
-    static_argnums=1,
-  )
-  (_, expected), gradient = run(tiny.params, T)
-  (_, out), out_gradient = run(tiny.params, 3)
-  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
-  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
-  jax.tree.map(close, out, expected)
-  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * scale)
-  jax.tree.map(close, out_gradient, gradient)
-
-
 @pytest.mark.parametrize("term", ["", "entropy_gradient", "reference"])
 def test_memory_at_a_vocabulary_of_152_thousand(term):
   """At most four arrays of a chunk's logits, one more for the entropy's."""

@@ -37,21 +37,16 @@ def random_case(seed, shape=(3, 4, 5)):
 
 
 @pytest.mark.slow
-def test_weights_golden():
-  expected = {  # Three sequences, of 3, 1 and 2 tokens; one row is padding.
-    "sequence_mean": [1 / 9, 1 / 3, 1 / 6],
-    "token_mean": [1 / 6, 1 / 6, 1 / 6],
-    "fixed_length": [1 / 24, 1 / 24, 1 / 24],
-    "sequence_sum": [1 / 3, 1 / 3, 1 / 3],
-  }
-  # Neither padding tokens, nor padding samples, nor padding prompts count.
+def test_padding_has_no_weight():
+  """Neither tokens, nor samples, nor prompts; values are in test_other_losses.
+
+  The mask has three sequences, of 3, 1 and 2 tokens, and a row of padding.
+  """
   padded = jnp.pad(MASK, ((0, 2), (0, 1), (0, 3)))
-  for name, weighting in WEIGHTINGS.items():
+  for weighting in WEIGHTINGS.values():
     weights = weighting(MASK)
     assert weights.shape == MASK.shape and weights.dtype == jnp.float32
-    a, b, c = expected[name]
-    golden = [[[a, a, a, 0], [b, 0, 0, 0]], [[c, c, 0, 0], [0, 0, 0, 0]]]
-    np.testing.assert_allclose(weights, golden, rtol=1e-6)
+    assert ((weights > 0) == MASK).all()
     np.testing.assert_array_equal(weighting(padded)[:2, :2, :4], weights)
     assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
 
@@ -122,22 +117,6 @@ def test_kl_term_and_what_is_logged():
   assert (aux["kl"] == 0).all()
 
 
-def test_what_does_not_fit_is_refused():
-  logprobs, old, _, rewards, mask = random_case(7)
-  weights = losses.token_mean(mask)
-  with pytest.raises(ValueError, match="needs ref_logprobs"):
-    losses.grpo_loss(logprobs, rewards, weights, mask, old, beta=0.1)
-  # Without the run-time annotation checks, which only tests have.
-  loss = getattr(losses.grpo_loss, "__wrapped__", losses.grpo_loss)
-  for bad in (
-    (logprobs, rewards[:, :1], weights, mask, old),
-    (logprobs, rewards, weights[:1], mask, old),
-    (logprobs, rewards, weights, mask, old[..., :1]),
-  ):
-    with pytest.raises(ValueError, match=r"advantages \[B, G\]"):
-      loss(*bad)
-
-
 # Numbers that must not get through.
 
 
@@ -181,16 +160,3 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
     for policies in itertools.product((logprobs, hit), repeat=3):
       for x in jax.tree.leaves(outcome(*policies, rewards)):
         assert np.isfinite(x).all()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_dtypes(dtype):
-  *arrays, mask = random_case(10)
-  logprobs, old, ref, rewards = (x.astype(dtype) for x in arrays)
-  args = logprobs, rewards, losses.token_mean(mask), mask, old, ref
-  value, aux = losses.grpo_loss(*args, beta=0.1)
-  assert value.shape == () and value.dtype == jnp.float32
-  assert all(x.shape == mask.shape for x in aux.values())
-  names = {"ratio": "float32", "kl": "float32"}
-  names |= dict.fromkeys(("clip_fraction_low", "clip_fraction_high"), "bool")
-  assert {k: v.dtype.name for k, v in aux.items()} == names

@@ -169,11 +169,7 @@ def test_completions_are_left_out_as_in_verl():
   np.testing.assert_array_equal(outside, mask & (theirs == 0))
 
 
-def test_every_case_is_another_loss():
-  """And every surrogate, ratio and weighting is in one of them."""
-  for theirs in ("trl", "verl"):
-    actual = [round(case["loss"], 12) for case in MADE[theirs].values()]
-    assert len(set(actual)) == len(actual)
+def test_every_surrogate_ratio_and_weighting_has_a_case():
   asked = [our_settings(*case) for case in CASES]
   assert {weighting for weighting, _ in asked} == set(losses.WEIGHTINGS)
   used = [s for _, settings in asked for s in settings.values()]

@@ -162,15 +162,6 @@ def test_a_split_may_have_more_rows_than_samples_of_an_even_one():
   assert_array_equal(rows.any(axis=-1).sum(axis=-1), [[3, 2, 1, 2]])
 
 
-def test_sizes_are_few():
-  assert packing_layout.row_lengths(1024) == [256, 512, 1024]
-  assert packing_layout.row_lengths(6) == [2, 3, 6]
-  assert packing_layout.row_lengths(1) == [1]
-  sizes = {packing_layout.size_of(n, 4) for n in range(34)}
-  assert sizes == {*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40}
-  assert {packing_layout.size_of(n, 2) for n in range(9)} == {1, 2, 3, 4, 6, 8}
-
-
 def test_shapes_are_few_as_lengths_drift():
   rng, shapes = np.random.default_rng(0), set()
   for step in range(60):
@@ -205,28 +196,6 @@ def test_what_cannot_be_packed_is_refused():
   jax.eval_shape(lambda: packing.split(*batch, 1))
   with pytest.raises(ValueError, match="packed in 1 micro-batches, each may"):
     packing.split(*batch, 2)
-
-
-@pytest.mark.parametrize("minibatches, parts", [(1, 4), (2, 2)])
-def test_joined_is_what_was_split(minibatches, parts):
-  lengths = np.array([[2, 9, 7, 1], [0, 0, 0, 0], [7, 8, 6, 0], [1, 9, 1, 9]])
-  mask = np.arange(16) < lengths[..., None]
-  values = jax.random.normal(KEY, mask.shape)
-  cut = minibatches, parts
-  planned = packing_layout.plan(lengths, 16, np.ones(4, int), 1, *cut)
-  assert planned.micro_batches() // minibatches > (parts > 1) - 1
-
-  @jax.jit
-  def there_and_back(values, planned):
-    _, values, present, rows = packing.split(
-      values[:, 0, 0], jnp.where(mask, values, 0), planned
-    )
-    # Of a sample that is not in a part, anything.
-    values = jnp.where(present[..., None], values, 7.0)
-    return packing.join(values, planned, mask.shape[:2])
-
-  result = there_and_back(values, planned)
-  assert_array_equal(result, np.where(mask, values, 0))
 
 
 # Values and gradients.
@@ -342,14 +311,6 @@ def test_packed_is_unpacked(kind):
   run = jax.jit(lambda layout: differentiate(lm, params, samples, layout))
   for x, y in zip(run(layout), run(None), strict=True):
     assert_near(x, y, 2e-6)
-
-
-def test_prompts_that_nobody_needs_take_no_room():
-  """Of four prompts, in two minibatches, one has a completion."""
-  lengths = np.array([[0, 0], [0, 0], [5, 0], [0, 0]])
-  planned = packing_layout.plan(lengths, 8, np.full(4, 4), 4, 2, 1)
-  # Five tokens have room for six, and a prompt the same of two.
-  assert planned.rows.sizes == packing.Sizes(1, 2, 6, 6, 4)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.rollout import completion_mask, rollout
+from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 
 LENGTHS = np.array([4, 2, 3])
@@ -150,15 +150,6 @@ def test_ends(tabular, pad_id):
   assert_allclose(out.logprobs, 0, atol=1e-6)
 
 
-def test_completion_mask_of_given_ids():
-  ids = np.random.default_rng(1).integers(0, 5, (40, 6))
-  ids[:2] = [[1] * 6, [4, 1, 1, 0, 4, 1]]
-  mask = completion_mask(jnp.asarray(ids), (0, 4))
-  for row, got in zip(ids, mask, strict=True):
-    ends = [i + 1 for i, token in enumerate(row) if token in (0, 4)]
-    assert got.tolist() == [i < (ends or [6])[0] for i in range(6)]
-
-
 @pytest.mark.slow
 def test_budgets(tiny_rollout):
   """Each sample spends its own; what it samples stays the same."""
@@ -229,39 +220,3 @@ def test_samples_depend_on_their_own_prompt_alone(tiny_rollout, change):
     )
     assert (changed.completion_ids[1] == 9).all()
     assert (changed.logprobs[1] == 0).all()
-
-
-def test_a_key_reproduces_and_another_differs(tiny_rollout):
-  first, again = (fields(tiny_rollout(PROMPTS, KEY)) for _ in range(2))
-  for a, b in zip(first, again, strict=True):
-    assert_array_equal(a, b)
-  for step in range(2):  # As two steps of a run on the same prompts.
-    other = fields(tiny_rollout(PROMPTS, jax.random.fold_in(KEY, step)))
-    assert (first[0] != other[0]).any((1, 2)).all()
-
-
-def test_samples_differ_within_and_between_groups(tabular):
-  """Long enough that two equal ones would be no accident."""
-  table = jnp.zeros((1, 5, 4)).at[..., 0].set(-100.0)
-  prompts = Prompts(jnp.zeros((3, 1), int), jnp.ones((3, 1), bool))
-  out = run_chain(
-    tabular.lm(1, 4), table, prompts=prompts, group_size=4, max_new_tokens=24
-  )
-  rows = np.asarray(out.completion_ids).reshape(12, 24)
-  assert len(np.unique(rows, axis=0)) == 12
-  columns = rows[:, :20].T  # Nor does a step repeat the one before.
-  assert len(np.unique(columns, axis=0)) == 20
-
-
-@pytest.mark.parametrize(
-  ("settings", "message"),
-  [
-    ({"group_size": 0}, "group_size=0"),
-    ({"max_new_tokens": 0}, "max_new_tokens=0"),
-    ({"eos_ids": ()}, "eos_ids is empty"),
-    ({"budgets": jnp.ones((3, 1), int)}, r"\(3, 1\), not \(1, 3\)"),
-  ],
-)
-def test_useless_settings_are_refused(tabular, settings, message):
-  with pytest.raises(ValueError, match=message):
-    run_chain(tabular.lm(1, 4), chain([0] * 5), **settings)

@@ -167,10 +167,3 @@ def test_what_is_out_of_bounds_and_what_is_huge(float64):
   huge = jnp.full((1, 1, 9), 20.0)
   weights, _ = is_weights(huge, huge > 0, "sequence_truncate")
   assert np.isfinite(weights).all()
-
-
-def test_a_batch_without_rollout_logprobs_is_refused():
-  mask = jnp.ones((1, 1, 1), bool)
-  batch = Batch(None, None, None, mask, jnp.ones((1, 1)))
-  with pytest.raises(ValueError, match="the batch has none"):
-    make_correction("token_mask")(jnp.zeros((1, 1, 1)), batch)

@@ -23,16 +23,6 @@ def softmax(x):
   return x / x.sum(-1, keepdims=True)
 
 
-@pytest.mark.slow
-def test_cuts_can_be_followed_step_by_step():
-  """Without compiling, as a debugger sees them."""
-  sampling = Sampling(top_k=7, top_p=0.9)
-  expected = transform_logits(LOGITS[:2], sampling)
-  with jax.disable_jit():
-    result = transform_logits(LOGITS[:2], sampling)
-  assert_allclose(result, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_distribution_is_that_of_transformers(sampling):
   torch = pytest.importorskip("torch")
@@ -57,39 +47,17 @@ HAND = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
 
 
 @pytest.mark.parametrize(
-  ("sampling", "keep", "expected"),
+  "keep, expected",
   [
-    (Sampling(top_p=0.2), None, [1, 0, 0, 0]),
-    # The cut is made among what top-k left: 0.3 / 0.8 of it lies after 0.5.
-    (Sampling(top_k=2, top_p=0.6), None, [1, 0, 0, 0]),
-    (Sampling(temperature=0.0), None, [1, 0, 0, 0]),
-    # Ids that are kept in the support.
-    (Sampling(top_k=2), 1, [0.625, 0.375, 0, 0]),
-    (Sampling(top_k=2), 2, np.array([0.5, 0.3, 0.15, 0]) / 0.95),
-    (Sampling(top_k=2), 3, np.array([0.5, 0.3, 0, 0.05]) / 0.85),
+    (1, [0.625, 0.375, 0, 0]),
+    (2, np.array([0.5, 0.3, 0.15, 0]) / 0.95),
+    (3, np.array([0.5, 0.3, 0, 0.05]) / 0.85),
   ],
 )
-def test_golden(sampling, keep, expected):
-  keep = None if keep is None else jnp.array(keep)
-  got = softmax(transform_logits(HAND, sampling, keep=keep))
+def test_an_id_can_be_kept_in_the_support(keep, expected):
+  got = transform_logits(HAND, Sampling(top_k=2), keep=jnp.array(keep))
+  got = softmax(got)
   assert_allclose(got, expected, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "sampling", [Sampling(2.0, top_p=0.6), Sampling(2.0, 2, 0.9)]
-)
-def test_gradient_is_that_of_the_kept_tokens(sampling):
-  """Zero where cut, softmax's elsewhere; never nan."""
-
-  def logprob(logits):
-    logits = transform_logits(logits, sampling, keep=jnp.array(0))
-    return jax.nn.log_softmax(logits)[0]
-
-  p = np.sqrt([0.5, 0.3])
-  p = p / p.sum()
-  expected = [(1 - p[0]) / 2, -p[1] / 2, 0, 0]
-  assert_allclose(jax.grad(logprob)(HAND), expected, atol=1e-6)
 
 
 def hard_rows():
@@ -188,12 +156,7 @@ def test_the_ends_of_the_unit_interval(monkeypatch, uniform, drawn, copies):
 
 
 @pytest.mark.parametrize("sampling", [SETTINGS[-1], Sampling(temperature=0.0)])
-def test_jit_vmap_and_half_precision(sampling):
-  expected = transform_logits(LOGITS, sampling)
-  assert expected.dtype == jnp.float32
-  one = lambda row: transform_logits(row, sampling)
-  mapped = jax.jit(jax.vmap(one))(LOGITS)
-  assert_allclose(mapped, expected, rtol=1e-6)
+def test_half_precision(sampling):
   half = LOGITS.astype(jnp.bfloat16)
   out = transform_logits(half, sampling)
   assert out.dtype == jnp.float32
@@ -206,18 +169,3 @@ def test_logits_that_are_nan_are_not_hidden():
   keys = jax.random.split(jax.random.key(0), 16)
   _, logprobs = draw(keys, logits, SETTINGS[-1])
   assert_array_equal(jnp.isnan(logprobs), np.arange(16) == 3)
-
-
-def test_shapes_and_dtypes_are_checked_while_testing():
-  jaxtyping = pytest.importorskip("jaxtyping")
-  with pytest.raises(jaxtyping.TypeCheckError):
-    transform_logits(HAND, keep=jnp.zeros(()))  # Ids are integers.
-  with pytest.raises(jaxtyping.TypeCheckError):
-    transform_logits(HAND, keep=jnp.zeros(3, int))
-
-
-def test_formats_leave_the_distribution_whole():
-  """A head's kernel draws from the softmax of all logits alone."""
-  whole = Sampling(0.7), Sampling(weights_dtype="int8", cache_dtype="int8")
-  cut = Sampling(0.0), Sampling(top_k=3)
-  assert all(x.is_whole for x in whole) and not any(x.is_whole for x in cut)

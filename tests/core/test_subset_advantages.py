@@ -144,9 +144,3 @@ def test_pairwise_rank_by_hand():
   binary = jnp.array([1.0, 0.0, 0.0, 1.0, 0.0])
   expected = advantages.leave_one_out(binary)
   assert_allclose(pairwise_rank(binary), expected, atol=1e-7)
-
-
-def test_subsets_of_nothing_are_refused():
-  for advantage in (max_at_k, min_at_k):
-    with pytest.raises(ValueError, match="k >= 1 rewards, not k = 0"):
-      advantage(jnp.ones((2, 4)), k=0)

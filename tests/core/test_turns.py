@@ -66,7 +66,7 @@ def expected(probability, of_group, size):
   return jnp.tensordot(p, jax.vmap(of_group)(groups), 1)
 
 
-def gradient(lm, table, credit, mu=None, seen=True, **objective):
+def gradient(lm, table, credit, mu=None, **objective):
   """A group's gradient, through `make_batch` and `make_update`."""
   mu = table if mu is None else mu
   objective = Objective(
@@ -74,18 +74,14 @@ def gradient(lm, table, credit, mu=None, seen=True, **objective):
   )
   tx = optax.sgd(1.0)
   update, state = make_update(lm, tx, objective), init_state(table, tx, KEY)
-  by_mu = token_logprobs(mu)
-  if seen:
-    by_mu = jnp.where(TURNS >= 0, by_mu, 0.0)
+  by_mu = jnp.where(TURNS >= 0, token_logprobs(mu), 0.0)
 
   def of_group(group):
     prompts = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
     drawn = (x[group][None] for x in (IDS, MASK, by_mu))
     done = jnp.ones((1, len(group)), bool)
-    turns_of = TURNS[group][None] if seen else None
-    samples = Rollout(*prompts, *drawn, done, turns_of)
+    samples = Rollout(*prompts, *drawn, done, TURNS[group][None])
     rewards = REWARDS[group][None]
-    rewards = rewards if seen else rewards.sum(-1)
     batch = make_batch(lm, samples, rewards, objective, credit=credit)
     return update(state, batch)[0].params - table
 
@@ -160,61 +156,6 @@ def test_only_weights_of_sequences_are_exact_off_policy(
   assert error < 2e-6 if correction == "sequence" else error > 1e-2
 
 
-@pytest.mark.slow
-def test_what_the_environment_wrote_is_not_learned_from(policy):
-  lm, table, truth = policy
-  probability = LUCK * jnp.exp(logprobs(table))
-  of_group = gradient(lm, table, "trajectory", seen=False)
-  got = jax.jit(lambda: expected(probability, of_group, 2))()
-  assert jnp.abs(got - truth).max() > 1e-2  # the control
-
-
-WRONG = (  # the first is MT-GRPO's
-  "per-turn means of the turns that it has",
-  "a mean with the own one in it",
-  "divided by the turn's deviation",
-)
-
-
-def wrong_advantages(rewards, reached, name):
-  """Advantages [G, K] of turns that are in use, and biased."""
-  to_go = jnp.where(reached, jnp.cumsum(rewards[:, ::-1], 1)[:, ::-1], 0.0)
-  alive = jnp.maximum(reached.sum(0), 1)
-  if name == WRONG[0]:
-    centred = rewards - rewards.mean(0)
-    total = jnp.where(reached, centred, 0.0).sum(1, keepdims=True)
-    return jnp.broadcast_to(total, rewards.shape)
-  mean = to_go.sum(0) / alive
-  if name == WRONG[1]:
-    return to_go - mean
-  squares = jnp.where(reached, (to_go - mean) ** 2, 0.0).sum(0) / alive
-  return (to_go - mean) / jnp.sqrt(squares + 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRONG)
-def test_natural_baselines_that_are_wrong(policy, name):
-  """Not the true gradient, nor a multiple of it."""
-  _, table, truth = policy
-
-  def turn_logprobs(table):
-    tokens = token_logprobs(table)
-    return jnp.stack([tokens[:, 0], tokens[:, 2]], -1)  # [13, 2]
-
-  scores = jax.jacobian(turn_logprobs)(table)
-  reached = jnp.array([[True, False]] + [[True, True]] * 12)
-
-  def of_group(group):
-    a = wrong_advantages(REWARDS[group], reached[group], name)
-    a = jnp.where(reached[group], a, 0.0)
-    return jnp.tensordot(a, scores[group], 2) / len(group)
-
-  probability = LUCK * jnp.exp(logprobs(table))
-  got = jax.jit(lambda: expected(probability, of_group, 3))()
-  scale = jnp.vdot(got, truth) / jnp.vdot(truth, truth)
-  assert jnp.abs(got - scale * truth).max() > 1e-3
-
-
 def partial_rollout(mask, turns_of):
   """The fields of a rollout that `turn_advantages` reads."""
   ids = jnp.zeros(mask.shape, jnp.int32)
@@ -244,17 +185,6 @@ def test_turn_credit_by_hand():
   # A turn that has no reward is no number.
   short = advantages(rewards[..., :1], samples, "turn")
   assert jnp.isnan(short[0, 0, 3]) and not jnp.isnan(short[0, 0, 0])
-
-
-@pytest.mark.slow
-def test_a_loss_takes_an_advantage_of_each_token():
-  rng = np.random.default_rng(1)
-  mask = jnp.array([[[True, True, False], [True, False, True]]])
-  draws = jnp.asarray(rng.normal(size=(3, 1, 2, 3)), jnp.float32)
-  logprobs, weights, advantages = draws
-  loss = lambda x: losses.grpo_loss(x, advantages, weights, mask)[0]
-  expected = np.where(mask, -weights * advantages, 0)
-  assert_allclose(jax.grad(loss)(logprobs), expected, rtol=1e-5)
 
 
 def random_trajectories(count, seed=0):

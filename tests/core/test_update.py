@@ -9,8 +9,6 @@ import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.objective import Objective
 from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.step import init_state
 from grpojax.core.types import Batch
@@ -29,20 +27,6 @@ def one_token_batch(b, vocab, seed=0):
     completion_mask=jnp.ones((b, 1, 1), bool),
     advantages=jnp.asarray(rng.uniform(0.5, 1.5, (b, 1)), jnp.float32),
   )
-
-
-@pytest.mark.parametrize(
-  "placement, correction", [("loss", "none"), ("reward", "token_mask")]
-)
-def test_samples_in_other_formats_are_not_the_policys(
-  tabular, placement, correction
-):
-  objective = Objective(
-    beta=0.1, kl="k1", kl_placement=placement, correction=correction
-  )
-  args = tabular.lm(1, 2), optax.sgd(1.0), objective
-  with pytest.raises(ValueError, match="in int8"):
-    make_update(*args, sampling=Sampling(weights_dtype="int8"))
 
 
 @pytest.mark.slow
@@ -105,20 +89,3 @@ def test_a_row_is_as_likely_in_any_minibatch():
   orders = jax.vmap(lambda key: draw_orders(key, 6, 3, 2)[1])(keys)
   counts = (np.asarray(orders)[..., None] == np.arange(3)).mean(0)
   assert np.abs(counts - 1 / 3).max() < 0.05  # 4.7 standard errors
-
-
-@pytest.mark.slow
-def test_a_resumed_step_draws_the_same_minibatches(tabular):
-  lm, tx = tabular.lm(1, 3), optax.sgd(0.5)
-  batch = one_token_batch(8, 3).replace(old_logprobs=jnp.full((8, 1, 1), -1.0))
-  options = UpdateOptions(epochs=3, minibatches=4)
-  update = jax.jit(make_update(lm, tx, options=options))
-  first, _ = update(init_state(lm.init(KEY), tx, KEY), batch)
-  second, _ = update(first, batch)
-  saved = jax.tree.map(np.asarray, first.replace(key=jax.random.key_data(KEY)))
-  loaded = saved.replace(key=jax.random.wrap_key_data(saved.key))
-  again, _ = update(loaded, batch)
-  assert_array_equal(again.params, second.params)
-  # Another step, with the same batch and parameters, takes it in another order.
-  other, _ = update(first.replace(step=first.step + 1), batch)
-  assert np.abs(other.params - second.params).max() > 1e-6
