@@ -141,19 +141,6 @@ def test_a_finished_model_without_checkpoints(run, tmp_path):
   assert equal(hf.load_params(out), run.trained[2])
 
 
-@pytest.mark.slow
-def test_lora_is_merged(lora_run, tmp_path):
-  out, adapters = tmp_path / "out", lora_run.trained[3]["layers"]
-  export.main([str(lora_run.path), f"--out={out}"])
-  layers = hf.load_params(out)["layers"]
-  for name, matrix in hf.load_params(MODEL)["layers"].items():
-    expected = np.asarray(matrix, np.float64)
-    if name in adapters:
-      low = adapters[name]
-      expected = expected + 1.5 * np.matmul(*(np.float64(low[x]) for x in "ab"))
-    np.testing.assert_allclose(layers[name], expected, atol=1e-6)
-
-
 def test_what_is_no_run_is_copied(tmp_path, capsys):
   out = tmp_path / "half"
   export.main([f"--model={MODEL}", f"--out={out}", "--dtype=bfloat16"])
