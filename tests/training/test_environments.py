@@ -10,13 +10,10 @@ import pytest
 from grpojax import chat, evaluate
 from grpojax.data.examples import READ
 from grpojax.environments import tools
-from grpojax.rewards import conventions
-from grpojax.rewards.functions import load
+from grpojax.rewards import conventions, functions
 from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import default_config, from_config
 from grpojax.training.report import reporting
-from grpojax.training.run import open_run
 from grpojax.training.step import episodes, reference
 
 AGAIN = """
@@ -146,17 +143,10 @@ def test_a_prompt_that_becomes_too_long_costs_its_own_group(go, write):
   assert 0 < sum(row["reward"] is None for row in rows) < len(rows)
 
 
-def test_files_in_a_directory_with_a_colon_are_looked_at(tmp_path):
-  """They are loaded with and without a name behind the path."""
-  config, path = default_config(), tmp_path / "a:b" / "game.py"
-  path.parent.mkdir()
-  path.write_text("import beside\n" + AGAIN)
-  path.with_name("beside.py").write_text("")
-  for name in ("", ":reset"):
-    config.environment.path = f"{path}{name}"
-    files = open_run._user_files(from_config(config))
-    assert {*files} == {str(path), str(path.with_name("beside.py"))}
-  assert callable(load("environment", str(path), {}).step)
+def test_a_directory_may_have_a_colon():
+  for name in ("", "reset"):
+    path = f"a:b/game.py:{name}".rstrip(":")
+    assert functions.split(path) == ("a:b/game.py", name)
 
 
 OBSERVES = """
