@@ -92,15 +92,6 @@ def test_what_varies_is_asked(drawn):
   assert row["importance_weight_max"] == pytest.approx(prompts.weights.max())
 
 
-def test_a_draw_depends_on_seed_and_step_alone(drawn):
-  state, _, draw = drawn
-
-  def asked(step):
-    return [e[difficulty.INDEX] for e in draw(state.replace(step=step))[1]]
-
-  assert asked(3) == asked(3) != asked(4)
-
-
 def test_all_processes_ask_what_the_first_one_chose(drawn, monkeypatch):
   """Whatever this one, which is not the first, would have."""
   state, _, draw = drawn

@@ -4,21 +4,16 @@ import dataclasses
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
 from grpojax import chat, evaluate
 from grpojax.data.examples import READ
 from grpojax.environments import tools
-from grpojax.models import huggingface as hf
-from grpojax.rewards import conventions
-from grpojax.rewards.functions import load
+from grpojax.rewards import conventions, functions
 from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import default_config, from_config
 from grpojax.training.report import reporting
-from grpojax.training.run import open_run
 from grpojax.training.step import episodes, reference
 
 AGAIN = """
@@ -120,69 +115,38 @@ def test_a_run_has_turns_and_learns_from_them(go, capsys):
 
 @pytest.mark.long
 def test_parts_and_workers_change_no_sample(go):
-  """Nor does a run that is cut and goes on change its model."""
-  plain = go("plain")
-  more = {"sampling.parts": 2, "environment.workers": 2, "steps": 1}
-  parts = go("parts", **more)
+  plain = go("plain", steps=1)
+  more = {"sampling.parts": 2, "environment.workers": 2}
+  parts = go("parts", steps=1, **more)
   keys = "prompt", "tokens", "turns", "reward"
   first, other = (
-    [[row[k] for k in keys] for row in rows_of(run) if row["step"] == 1]
-    for run in (plain, parts)
+    [[row[k] for k in keys] for row in rows_of(run)] for run in (plain, parts)
   )
   assert first == other and len(first) == 32
-  go("cut", steps=1)
-  cut = go("cut")
-  models = (hf.load_params(x / "model") for x in (plain, cut))
-  jax.tree.map(np.testing.assert_array_equal, *models)
-  assert rows_of(plain) == rows_of(cut)
 
 
 @pytest.mark.long
-def test_what_reset_observes_ends_the_prompt(go, write):
-  """As if the data had it there; of any length."""
-
-  def run(name, observes, **changes):
-    path = write(
-      name,
-      f"{AGAIN.replace('FAILS', 'False')}\n"
-      "def reset(example, seed):\n"
-      f"  return {{'observation': {observes}, 'state': {{'tries': 0}}}}\n"
-      "def judge(prompt, completion, example):\n  return float(len(prompt))\n",
-    )
-    changes |= {"environment.path": path, "data.max_prompt_length": 32}
-    changes |= {"reward.functions": f"environment,{path}:judge"}
-    changes |= {"reward.weights": "1,0", "steps": 1}
-    rows = rows_of(go(name, **changes))
-    keys = "prompt", "tokens", "turns", "reward", "rewards"
-    rows = [{k: row[k] for k in keys} for row in rows if row["step"] == 1]
-    for row in rows:
-      values = list(row.pop("rewards").values())
-      assert values[1] in (None, len(row["prompt"])) and len(values) == 2
-    return rows
-
-  in_data = run("a", "''", **{"data.template": "{prompt} 1="})
-  joined = run("b", "' 1'", **{"data.template": "{prompt}="})
-  assert in_data == joined and len(joined) == 32
-  # A prompt that becomes too long costs its own group.
+def test_a_prompt_that_becomes_too_long_costs_its_own_group(go, write):
   length = "len(example['prompt'])"
-  one = run("c", f"' 1' * (99 if {length} == 4 else {length})")
-  assert len({row["prompt"].count(" 1") for row in one}) > 1
-  for row in one:
+  observes = f"' 1' * (99 if {length} == 4 else {length})"
+  path = write(
+    "observes",
+    f"{AGAIN.replace('FAILS', 'False')}\n"
+    "def reset(example, seed):\n"
+    f"  return {{'observation': {observes}, 'state': {{'tries': 0}}}}\n",
+  )
+  changes = {"environment.path": path, "data.max_prompt_length": 32}
+  rows = rows_of(go(steps=1, **changes))
+  assert len({row["prompt"].count(" 1") for row in rows}) > 1
+  for row in rows:
     assert (row["reward"] is None) == (" 1" not in row["prompt"])
-  assert 0 < sum(row["reward"] is None for row in one) < len(one)
+  assert 0 < sum(row["reward"] is None for row in rows) < len(rows)
 
 
-def test_files_in_a_directory_with_a_colon_are_looked_at(tmp_path):
-  """They are loaded with and without a name behind the path."""
-  config, path = default_config(), tmp_path / "a:b" / "game.py"
-  path.parent.mkdir()
-  path.write_text("import beside\n" + AGAIN)
-  path.with_name("beside.py").write_text("")
-  for name in ("", ":reset"):
-    config.environment.path = f"{path}{name}"
-    files = open_run._user_files(from_config(config))
-    assert {*files} == {str(path), str(path.with_name("beside.py"))}
-  assert callable(load("environment", str(path), {}).step)
+def test_a_directory_may_have_a_colon():
+  for name in ("", "reset"):
+    path = f"a:b/game.py:{name}".rstrip(":")
+    assert functions.split(path) == ("a:b/game.py", name)
 
 
 OBSERVES = """

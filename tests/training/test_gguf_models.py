@@ -440,8 +440,6 @@ def test_programs_take_a_file(tmp_path, file, settings_with):
   config.format = "dialogue"
   settings = settings_with(model__path=str(file))
   assert run_models._base(settings) == (str(file), None)
-  assert f"grpojax.export {file} --out" in run_models._base_note(str(file))
-  assert run_models._base_note("arithmetic-base") == ""
   (tmp_path / "source").mkdir()
   same(sft.start(config, tmp_path / "source")[1], params)
   (out / hf.weights.SINGLE).unlink()

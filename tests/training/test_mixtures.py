@@ -14,9 +14,7 @@ from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
 from grpojax.training.data import mixtures, splits
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.evaluation import evaluation
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import rewards as rewards_lib
 
 TWO = {
   "reward__functions": ("exact_answer", "math_answer", "format"),
@@ -77,18 +75,6 @@ def test_a_mixture_has_no_path_of_its_own(settings_with):
     settings_with(**mixture(**{"a/b": {"name": "gsm8k"}}))
 
 
-def test_a_right_answer_is_what_its_data_set_says():
-  class Names:
-    names = ("f", "g")
-
-  values = {"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])}
-  scores = rewards_lib.groups.GroupRewards(None, values, None, [])
-  reward_pool = rewards_lib.RewardPool(Names, judges={"a": "f", "b": "g"})
-  examples = [{SOURCE: "b"}, {SOURCE: "a"}, {}]
-  found = rewards_lib.correctness(reward_pool, scores, examples)
-  np.testing.assert_array_equal(found, [[4], [2], [3]])
-
-
 def test_metrics_by_data_set(settings_with):
   settings = settings_with(**mixture(**dict.fromkeys("abc", {"name": "gsm8k"})))
   examples = [{SOURCE: name} for name in "abab"]
@@ -106,11 +92,6 @@ def test_metrics_by_data_set(settings_with):
   assert alone["b/zero_variance_groups"] == 0  # there is nothing to differ from
   none = mixtures.metrics(settings, examples[:1], np.array([[np.nan]]))
   assert none == {"a/prompts": 1, "a/zero_variance_groups": 0}
-  result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples, [])
-  values = evaluation.per_prompt(result)
-  each = evaluation.by_data_set(settings, result, values)
-  found = {name: own["accuracy"].tolist() for name, own in each.items()}
-  assert found == {"a": [1, 1], "b": [0, 0]}
 
 
 @pytest.fixture
@@ -124,9 +105,7 @@ def files(write_data):
   return mixture(**parts) | {"data__template": "{prompt}"}
 
 
-def test_what_fits_of_each_data_set(
-  files, settings_with, tmp_path, monkeypatch
-):
+def test_what_fits_of_each_data_set(files, settings_with):
   policy = policy_lib.open_policy("arithmetic-instruct")
   changes = files | {"data__max_prompt_length": 14}
   settings = settings_with(**changes)
@@ -142,13 +121,6 @@ def test_what_fits_of_each_data_set(
   assert {e[SOURCE] for e in test.examples} == {"nines", "ones"}
   batches = prompts_lib.training_batches(settings, policy, whole.examples, 8)
   assert sum(e[SOURCE] == "ones" for e in next(batches)[1]) == 16
-  # Measured once.
-  file = tmp_path / "lengths.npz"
-  splits.save_lengths(file, {"train": whole})
-  monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", print)
-  again = splits.load_split(settings, policy, "train", file)
-  assert again.fingerprint == whole.fingerprint
-  np.testing.assert_array_equal(again.lengths, whole.lengths)
 
 
 def test_an_error_says_which_data_set_it_is_of(files, config_with):

@@ -26,17 +26,14 @@ def load(policy, settings_with):
 
 
 def test_problems_of_a_run(settings_with):
-  def prompts(split, count=20, **changes):
+  def prompts(split, **changes):
     examples = splits_lib.load_examples(settings_with(**changes), split)
-    return [examples[i]["prompt"] for i in range(count)]
+    return [examples[i]["prompt"] for i in range(20)]
 
   assert prompts("train") == prompts("train") != prompts("train", seed=1)
   assert prompts("test") == prompts("test", seed=1)
   more = settings_with(eval__num_prompts=21)
   assert len(splits_lib.load_examples(more, "test")) == 21
-  easy = prompts("train", data__options__difficulty=(1, 1))
-  assert all(p.count("+") + p.count("*") == 1 for p in easy)
-  assert not set(prompts("train", 200)) & set(prompts("test", 200))
 
 
 @pytest.fixture

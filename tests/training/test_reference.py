@@ -99,7 +99,6 @@ def test_a_teacher_takes_memory_of_its_own(settings_with, mesh):
 COPIED = "copied at each step"
 WAYS = {
   COPIED: {"model.reference_every": 1},
-  "averaged": {"model.reference_every": 1, "model.reference_mix": 0.2},
   "on the device": {"model.reference_every": 2, "reward.on_device": True},
 }
 

@@ -1,5 +1,6 @@
 """A batch sampled in halves or in parts: the same samples and rewards."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -55,20 +56,7 @@ def program_of(lm):
   "on_mesh", [True, pytest.param(False, marks=pytest.mark.long)]
 )
 def test_halves_are_the_whole(tiny, two_cores, one_device, on_mesh):
-  program = program_of(tiny.lm)
-  first = (jnp.int32(5),) if on_mesh else ()
-  args = tiny.params, prompts_of(4), jax.random.key(3), *first
-  mesh = one_device if on_mesh else None
-  halved = sampling_lib.sample_halves(program, mesh)(*args)
-  whole = program(*args)
-  for name, of_whole in vars(whole).items():
-    if name != "logprobs":
-      np.testing.assert_array_equal(getattr(halved, name), of_whole)
-  np.testing.assert_allclose(halved.logprobs, whole.logprobs, atol=2e-6)
-
-
-@pytest.mark.slow
-def test_two_threads_ask_for_a_half_each(tiny, two_cores, one_device):
+  """Each thread samples one of them."""
   program, calls = program_of(tiny.lm), []
 
   def called(params, prompts, *rest):
@@ -76,13 +64,20 @@ def test_two_threads_ask_for_a_half_each(tiny, two_cores, one_device):
     calls.append((prompts.prompt_ids.shape, threading.get_ident(), set_here))
     return program(params, prompts, *rest)
 
-  sampler = sampling_lib.sample_halves(functools.partial(called), one_device)
-  with jax.set_mesh(one_device):
-    sampler(tiny.params, prompts_of(6), jax.random.key(0))
+  first = (jnp.int32(5),) if on_mesh else ()
+  args = tiny.params, prompts_of(4), jax.random.key(3), *first
+  mesh = one_device if on_mesh else None
+  with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+    sampler = sampling_lib.sample_halves(functools.partial(called), mesh)
+    halved, whole = sampler(*args), program(*args)
   (one, mine, here), (two, other, there) = calls
-  assert one == two == (3, 3)
+  assert one == two == (2, 3)
   assert mine == threading.get_ident() != other
-  assert here == there == one_device.abstract_mesh
+  assert here == there and (not mesh or here == mesh.abstract_mesh)
+  for name, of_whole in vars(whole).items():
+    if name != "logprobs":
+      np.testing.assert_array_equal(getattr(halved, name), of_whole)
+  np.testing.assert_allclose(halved.logprobs, whole.logprobs, atol=2e-6)
 
 
 def test_what_fails_in_the_other_thread_is_raised(tiny, two_cores):
