@@ -78,10 +78,10 @@ def _find(path: str) -> str:
 def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns the result of its `get_config()`.
 
-  `file` is a path, PATH:ARGUMENT for a get_config that takes one, or the name of
-  a packaged config (x or configs/x.py). `default` makes the config whose keys
-  are suggested for unknown ones. A missing or failing file is a ValueError of
-  one line, with its place.
+  `file` is a path, PATH:ARGUMENT for a get_config that takes one, or the name
+  of a packaged config (x or configs/x.py). `default` makes the config with keys
+  to suggest for unknown ones. A missing or failing file is a ValueError of one
+  line, with its place.
   """
   path, mark, text = file.partition(".py:")
   whole = os.path.isfile(file) or not mark

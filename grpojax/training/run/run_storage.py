@@ -272,15 +272,14 @@ def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
 def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   """Opens a run directory to write to: the directory, or a copy of gs://.
 
-  Yields:
-    The directory, and a function that uploads its changes; with `lazily=True`
-    at most every `PUSH` seconds, and a failure is printed and tried again.
+  Yields the directory, and a function that uploads its changes; with
+  `lazily=True` at most every `PUSH` seconds, and failures are tried again.
 
   Raises:
     ValueError: in all processes, if one of them cannot use it.
     interrupts.Left: SIGTERM came to a single process, on gs://.
-    disk.WriteFailed: on leaving, if the last changes could not be uploaded.
-      They stay on the disk, and a line says where.
+    disk.WriteFailed: the last changes could not be uploaded; a line says where
+      they are on the disk.
   """
   if not is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None
