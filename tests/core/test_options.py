@@ -177,9 +177,3 @@ def test_fields_are_bound_to_the_functions_that_ask_for_them():
   objective = Objective(surrogate=surrogate, clip_low=0.1, cispo_max=4.0)
   found = loss_fn(objective).keywords["surrogate"](None, None, None)
   assert found == (0.1, 4.0)
-
-
-def test_a_single_update_is_on_policy():
-  assert UpdateOptions(micro_batches=4).on_policy
-  assert not UpdateOptions(epochs=2).on_policy
-  assert not UpdateOptions(minibatches=2).on_policy

@@ -1,23 +1,16 @@
 """Reports of whole run directories, however damaged."""
 
 import html
-import importlib.util
 import json
 import os
-import pathlib
 import re
 
 import pytest
+from reports import made_up
 
 from grpojax import report as program
 from grpojax.training.report import reporting, run_report
 from grpojax.training.run.start import Run
-
-_spec = importlib.util.spec_from_file_location(
-  "made_up", pathlib.Path(__file__).parents[1] / "reports" / "made_up.py"
-)
-made_up = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(made_up)
 
 
 @pytest.fixture

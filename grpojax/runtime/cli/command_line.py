@@ -35,8 +35,7 @@ CONFIG = "config."
 def usage_errors() -> Iterator[None]:
   """Turns ValueErrors, OSErrors and MemoryErrors into a message, exit code 1.
 
-  Wrap only code that reads the user's input, so that a bug further in keeps its
-  traceback. Control characters in messages are escaped.
+  Wrap only code that reads user input: bugs further in keep their traceback.
   """
   try:
     yield
@@ -251,14 +250,11 @@ def parse(
     declared: Settings of the config; None for a program without a config.
     about: Docstring of the program, for --help.
     default: Makes the config without --config, if not that of `declared`.
-    positional: Flag whose value may be a word without a name: `RUN` is
-      `--model=RUN`.
-    reads: Beginnings of the settings that may be typed, because the program
-      reads them; a config file or a run has others as well.
+    positional: Flag that a word without a name sets: `RUN` is `--model=RUN`.
+    reads: Beginnings of the settings that the program reads, so may be typed.
 
   Returns:
-    The config with its overrides, locked and not checked yet; and the flags'
-    values by name.
+    The config with its overrides, locked but unchecked; the flags' values.
 
   Raises:
     ValueError: An unknown name, a value of the wrong type or a bad config file.

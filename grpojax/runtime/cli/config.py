@@ -26,10 +26,9 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 
 
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
-  """Returns the dotted name most like this one, None where none is similar.
+  """Returns the dotted name most like this one, None if none is similar.
 
-  Last path elements are compared, and whole names; an element's initials are
-  like it: lr and learning_rate.
+  Compares whole names, last elements, and initials (lr, learning_rate).
   """
 
   def likeness(a, b):

@@ -18,10 +18,7 @@ from grpojax.runtime.files import user_code
 
 @contextlib.contextmanager
 def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
-  """Turns an error in a config file into one line with its place.
-
-  Standard input is empty meanwhile, so that input() does not wait.
-  """
+  """Turns a config file's error into one line with its place; empties stdin."""
   before, sys.stdin = sys.stdin, io.StringIO()
   try:
     yield
@@ -81,15 +78,10 @@ def _find(path: str) -> str:
 def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns the result of its `get_config()`.
 
-  config_flags would give a file without get_config that of the file before it,
-  and would raise an OSError in one only when the config is used.
-
-  Args:
-    file: Path, or PATH:ARGUMENT for a get_config that takes one; or the name of
-      a config that comes with grpojax, as x or configs/x.py.
-    default: Makes the config whose keys are suggested for unknown ones.
-
-  A missing or failing file is a ValueError of one line, with its place.
+  `file` is a path, PATH:ARGUMENT for a get_config that takes one, or the name
+  of a packaged config (x or configs/x.py). `default` makes the config with keys
+  to suggest for unknown ones. A missing or failing file is a ValueError of one
+  line, with its place.
   """
   path, mark, text = file.partition(".py:")
   whole = os.path.isfile(file) or not mark

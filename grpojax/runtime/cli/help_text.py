@@ -21,10 +21,7 @@ _MARGIN = 36  # columns of a name, beside which its description stands
 def _by_section(
   declared: lib.Section, config: ConfigDict
 ) -> dict[str, list[Row]]:
-  """Returns settings, values and declarations by the dotted name of a section.
-
-  A free section is a part of the one that it is in.
-  """
+  """Returns rows by section; a free one is a part of the section around it."""
   known, below = dict(lib.flat_settings(declared)), lib.sections(declared)
   free, values = lib.free_sections(declared), flatten(config)
   by_name = {"": []} | {name: [] for name in below if name not in free}
@@ -61,7 +58,6 @@ def _entry(name: str, text: str) -> list[str]:
 
 
 def _entries(rows: Iterable[Row], prefix: str = "config.") -> list[str]:
-  """Entries of settings or flags: name, value, declaration."""
   lines = []
   for name, value, one in rows:
     typed = f"--{prefix}{name}={lib.value_text(value)}"
@@ -132,11 +128,7 @@ def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
 
 
 def _tables(declared: lib.Section, known: dict[str, lib.Section]) -> list[str]:
-  """Tables of all sections.
-
-  Of a section with the settings of another program in `known` only the changed
-  ones are listed.
-  """
+  """Tables of sections; of a program's in `known` only the changed settings."""
   lines, whole = [], lib.sections(declared)
   same = {
     name: program

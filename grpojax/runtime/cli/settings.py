@@ -77,8 +77,8 @@ def section_of(options: Any) -> Section:
 def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
   """Returns a dataclass's options with a config's values.
 
-  The ValueError has a line "SETTING = VALUE: ..." for each value out of range,
-  of all sections; `prefix` comes before each name.
+  The ValueError has a line "SETTING = VALUE: ..." for each wrong value, with
+  `prefix` before the name.
   """
   values, errors = {}, []
   for field in dataclasses.fields(options):
@@ -188,9 +188,8 @@ def fill_in(
 ) -> tuple[ConfigDict, list[str]]:
   """Adds the defaults of missing keys to a config.
 
-  Returns the locked config, whose other keys are not checked (see
-  `key_errors`), and a line "key = value" for each added key. ValueError if most
-  keys are missing: it is a config of something else.
+  Returns the locked config, unchecked, and a line "key = value" for each added
+  key. ValueError if most keys are missing: it is a config of something else.
   """
   filled = config.copy_and_resolve_references().unlock()
   _fill(filled, declared)

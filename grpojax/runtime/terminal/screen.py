@@ -13,11 +13,10 @@ QUIET = 10.0
 def printable(text: str) -> str:
   r"""Escapes control characters as Python does: "\x1b".
 
-  A model may write the control sequences by which a terminal moves its cursor,
-  changes its title or answers as if somebody had typed. Control and format
-  characters (such as those that change the direction of writing), lone
-  surrogates and unassigned code points are escaped. Newlines, tabs and spaces
-  of any width stay.
+  A model may write sequences that move a terminal's cursor, change its title or
+  make it type. Control and format characters (as of the direction of writing),
+  lone surrogates and unassigned code points are escaped; newlines, tabs and
+  spaces of any width stay.
   """
   return "".join(
     c
@@ -29,10 +28,9 @@ def printable(text: str) -> str:
 
 
 class Screen:
-  """Prints how far an evaluation is.
+  """Prints how far an evaluation is, every `every` batches.
 
-  A line comes every `every` batches, but at most one in `QUIET` seconds.
-  `seconds` is a clock.
+  At most one line in `QUIET` seconds; `seconds` is a clock.
   """
 
   def __init__(

@@ -45,8 +45,7 @@ class Tracker(NamedTuple):
 def tensorboard(run: TrackedRun) -> Tracker:
   """Writes files into the run's directory; hides rows of steps that were lost.
 
-  tensorboardX's SummaryWriter is not used: on a full disk it waits for its
-  thread for ever.
+  No SummaryWriter: on a full disk it waits for its thread for ever.
   """
   from tensorboardX.event_file_writer import EventsWriter
   from tensorboardX.proto.event_pb2 import Event, SessionLog

@@ -36,11 +36,8 @@ def opened(text: str, run: pathlib.Path, done: int = 0) -> Iterator[Around]:
   """Traces the steps of profile.steps (`text`), for xprof and TensorBoard.
 
   Writing a large trace may fail: close this after the state is saved. `done`
-  steps were done before the program began.
-
-  Yields:
-    `(step) -> context manager`, to put around each step: the trace begins with
-    the first of them and ends after the last, or with the context.
+  steps were done before the program began. Yields `(step) -> context manager`
+  to put around each step; the trace ends after the last, or with the context.
   """
   steps, folder, running = parse(text), run / PROFILE, False
   before = {*folder.glob(_TRACES)}

@@ -127,8 +127,7 @@ def _ids(run: Run) -> dict[str, str]:
 def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
   """Opens a run's trackers in the first process; the stack closes them.
 
-  `step` is that of the checkpoint that the run goes on from, or -1. All
-  processes get a ValueError if one does not open.
+  `step` is that of its checkpoint, or -1. ValueError if one does not open.
   """
   opened: dict[str, trackers.Tracker] = {}
 
@@ -169,8 +168,7 @@ def evaluate_held_out(
 ) -> dict[str, Any]:
   """Greedy held-out accuracy after a step; recorded, printed and returned.
 
-  `check_signals` is called between batches and while rewards are computed; it
-  may raise, and nothing is recorded then.
+  `check_signals` is called meanwhile; if it raises, nothing is recorded.
   """
   settings = run.settings
   result = evaluation.evaluate(
@@ -308,8 +306,8 @@ def finish(
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary.
 
-  The model is the last state's or, with checkpoint.best, that of the highest
-  held-out accuracy. `check_signals` is called before, and may raise.
+  With checkpoint.best the model is that of the highest held-out accuracy.
+  `check_signals` is called before, and may raise.
   """
   run.check_directory()
   check_signals(together=True)

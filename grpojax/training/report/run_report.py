@@ -45,8 +45,7 @@ def _cannot_be_read(path: pathlib.Path, error: OSError) -> list[str]:
 def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
   """Reads the rows of a file that have a `key`; a missing file has none.
 
-  A last line without an end is being written, and is left out. The number of
-  other lines is added to the `notes` for the page.
+  The last line, which is being written, is left out. `notes` count other lines.
   """
   try:
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -65,10 +64,8 @@ def read_samples(
 ) -> tuple[Rows, dict[str, int]]:
   """Reads rows of samples.jsonl, of as many steps as fit into a page.
 
-  The file may be larger than memory: the rows of other steps are not parsed.
-
-  Returns:
-    The rows, the number of `steps` in the file and that of `kept_steps`.
+  The file may be larger than memory: rows of other steps are not parsed. Also
+  returns the number of `steps` in the file and that of `kept_steps`.
   """
   sizes: dict[int, int] = collections.defaultdict(int)
   try:

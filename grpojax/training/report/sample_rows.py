@@ -58,10 +58,9 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-  """The text of each token, as it reads after the one before it.
+  """Texts of tokens, each decoded with the one before it.
 
-  Some tokenizers leave out the space before the first token of a text, so each
-  is decoded together with the one before.
+  Some tokenizers leave out the space before the first token of a text.
   """
   decode = functools.cache(lambda *tokens: _decoded(tokenizer, tokens))
 

@@ -1,12 +1,11 @@
 """A training run: its steps, evaluations and checkpoints, to the end.
 
-SIGTERM is answered where `check_signals` is called: between the parts of a
-step, while the device samples or diagnoses, between batches of an evaluation,
-at least once a second while rewards are computed, and for each prompt that is
-read before the start. It waits for one compilation, the update of a step (with
-sampling.ahead = 1 the next step's rewards as well) or (with reward.on_device)
-the step, the loading of the weights, and with reward.workers = 0 the reward of
-one completion (at most reward.timeout).
+`check_signals` answers SIGTERM: between the parts of a step, while the device
+samples or diagnoses, between batches of an evaluation, every second while
+rewards are computed, and for each prompt read before the start. It waits for a
+compilation, for loading weights, for a step's update (with sampling.ahead also
+the next rewards; with reward.on_device for the step), and with reward.workers =
+0 for a completion's reward (at most reward.timeout).
 """
 
 import contextlib
@@ -86,10 +85,7 @@ class _PromptStream:
       self._batches = map(self._draw_prompts, [state])
 
   def take(self, step: int, count: int = 1):
-    """Returns the prompts and examples of the next `count` parts.
-
-    `Stopped` if an endless data set fails, or if files changed or are gone.
-    """
+    """Returns the next `count` parts; `Stopped` if data fail or changed."""
     run = self._run
     try:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
@@ -107,10 +103,7 @@ def remaining_steps(
   check_signals: CheckSignals,
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """Yields the state and progress after each of the remaining steps.
-
-  Each is recorded and printed. `around(step)` is a context for each.
-  """
+  """Records, prints and yields each remaining step, run in `around(step)`."""
   settings, eta, stream = run.settings, reporting.Eta(), _PromptStream(run)
   make_step = functools.cache(
     functools.partial(_make_step, run, tx, check_signals)
@@ -173,9 +166,7 @@ def fit(
   sync: CheckSignals,
   around: profiling.Around,
 ) -> tuple[TrainState, Progress]:
-  """Runs the remaining steps, evaluating and saving on the way.
-
-  `around(step)` is a context for each.
+  """Runs the remaining steps in `around(step)`; evaluates and saves them.
 
   Raises:
     Preempted: SIGTERM arrived.
@@ -274,10 +265,8 @@ def run(
 ) -> dict[str, Any] | None:
   """Starts or resumes a training run, and runs it to its end.
 
-  `sync` uploads changes of the directory, as `run_storage.opened` says.
-
-  Returns:
-    The summary, None if the run had been finished before.
+  Returns the summary, None if the run was finished before. `sync` uploads
+  changes of the directory (`run_storage.opened`).
 
   Raises:
     SystemExit: With a message, if the run cannot be started or should not go

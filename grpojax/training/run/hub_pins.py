@@ -1,8 +1,7 @@
 """Repositories of the Hugging Face Hub, pinned to their commits.
 
-A run fills in `commits`, a line KIND:ORG/NAME@REVISION=COMMIT per repository,
-when it starts. So it is resumed, evaluated and exported with the same files
-even if a branch has moved.
+When a run starts it fills in `commits`, lines KIND:ORG/NAME@REVISION=COMMIT.
+It is resumed, evaluated and exported with these even if a branch moves.
 """
 
 import dataclasses
@@ -19,10 +18,7 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def _commits(lines: Any) -> dict[str, str]:
-  """Commits by "KIND:ORG/NAME@REVISION", without damaged lines.
-
-  Those of a run are read from its config.json, before that is checked.
-  """
+  """Commits by "KIND:ORG/NAME@REVISION"; `lines` of a file may be damaged."""
   if not isinstance(lines, (list, tuple)):
     return {}
   pairs = [line.split("=") for line in lines if isinstance(line, str)]
@@ -30,10 +26,7 @@ def _commits(lines: Any) -> dict[str, str]:
 
 
 def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
-  """(kind, name) of all that may be from the Hub, by "KIND:NAME".
-
-  Paths that look like names are among them.
-  """
+  """(kind, name) of Hub names, and of paths like them, by "KIND:NAME"."""
   texts = [("model", _model(settings)), ("model", settings.model.teacher)]
   texts.append(("model", settings.reward.model))
   for source in mixtures.sources(settings).values() or [settings.data]:

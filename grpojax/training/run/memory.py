@@ -1,9 +1,8 @@
 """Least memory of a program, counted before anything is compiled.
 
 It is a lower bound: parameters, optimizer, gradients, the input of each layer
-and the cache of keys and values, split over all devices if possible. No program
-that fits is refused. One that passes may still need more memory when compiled
-(`python -m grpojax.compile` says how much).
+and the decode cache, split over all devices if possible. No program that fits
+is refused; one that passes may need more (`python -m grpojax.compile` says it).
 """
 
 import os
@@ -51,10 +50,9 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Keys and values of prompts, each once, and of their completions.
+  """Keys and values of prompts, once each, and of completions (`in_8_bits`).
 
-  `names` are the settings that decide the prompts and the group size. Those of
-  completions may be `in_8_bits`.
+  `names` are the settings that decide the prompts and the group size.
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   token = 2 * model.layers * model.kv_heads * model.head_dim
@@ -149,10 +147,9 @@ def gigabytes(size: int) -> str:
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Refuses phases that need more than `limit` bytes of a device.
+  """Refuses phases that need more than `limit` bytes (None: all) of a device.
 
-  None is the memory of this device, if it is known. The ValueError has the
-  parts of the largest phase, and a remedy.
+  The ValueError has the parts of the largest phase, and a remedy.
   """
   if limit is None:
     limit = device_bytes(jax.local_devices()[0])
@@ -183,8 +180,8 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the bytes that processes of this machine, or container, may use.
 
-  Physical memory, or the smaller limit of a control group, and swap space, of
-  which others use some. `root` is a directory that has `proc` and `sys`.
+  Physical memory, or a control group's smaller limit, and all swap space.
+  `root` has `proc` and `sys`.
   """
 
   def read(name: str) -> str:
@@ -205,10 +202,7 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
 
 
 def device_bytes(device: jax.Device) -> int | None:
-  """Returns the bytes that a device has for arrays; None if not known.
-
-  The devices of a CPU share the memory of the host.
-  """
+  """Returns a device's bytes for arrays (CPUs share the host's), if known."""
   limit = (device.memory_stats() or {}).get("bytes_limit")
   if limit:
     return limit

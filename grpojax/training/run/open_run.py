@@ -1,9 +1,8 @@
 """Opens a run, new or resumed, by one process or by several.
 
-`settle` decides on the settings; `open_all` finds all errors, opens the
-directory, and loads the newest checkpoint. Errors are found before anything is
-written, and all processes report them. The first process checks and writes the
-directory; every process checks the files that it reads.
+`settle` decides on the settings; `open_all` finds all errors before anything is
+written, opens the directory, and loads the newest checkpoint. The first process
+checks and writes the directory; every process checks the files that it reads.
 """
 
 import contextlib
@@ -66,9 +65,8 @@ def settle(
 ) -> TrainSettings | None:
   """Adds the date of the chat template and the commits of models and data.
 
-  They are those that the run was started with, or the present ones. Returns
-  None for a finished run; ValueError if the directory cannot be used, or if
-  processes differ.
+  A resumed run keeps those of its start. Returns None for a finished run;
+  ValueError for an unusable directory, or if processes differ.
   """
   if distributed.several():
     distributed.check_same(
@@ -143,12 +141,10 @@ def open_all(
 ):
   """Finds all errors of a run, and opens its resources on the stack.
 
-  `check_signals` is called in between, and may raise; `sync` uploads
-  changes of the directory, as `run_storage.opened` says.
-
-  Returns:
-    The run, the state to go on from, the optimizer, the progress, and the
-    checkpointer; SystemExit with a message if the run cannot be started.
+  Returns the run, the state to go on from, the optimizer, the progress and the
+  checkpointer; SystemExit with a message if the run cannot be started.
+  `check_signals` is called in between and may raise; for `sync` see
+  `run_storage.opened`.
   """
   checks = [lambda: None]  # the last one is of the lock, if it is held
 
@@ -255,9 +251,9 @@ def resume(
 ) -> tuple[TrainState, Progress]:
   """Loads the newest state, and the progress in its notes.
 
-  The starting weights, which `state` has, are evaluated if their accuracy is
-  not known yet, or is of another number of prompts. ValueError for other data,
-  files or frozen weights than before, and for a damaged or foreign checkpoint.
+  Evaluates the starting weights, in `state`, unless that was done on as many
+  prompts. ValueError for other data, files or frozen weights than before, and
+  for a damaged or foreign checkpoint.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)

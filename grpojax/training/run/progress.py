@@ -1,7 +1,6 @@
 """Progress of a run beside its state, and signs that it goes nowhere.
 
-It is in every checkpoint, so that a summary does not depend on metrics.jsonl,
-which may be lost or cut.
+It is in every checkpoint, as metrics.jsonl may be lost or cut.
 """
 
 import dataclasses
@@ -72,20 +71,17 @@ a row that ends a run, 0 for never."""
 class Progress:
   """Progress of a run beside its state, in JSON's types."""
 
-  # Accuracy of the starting weights, with its interval and the number of
-  # prompts; None until it is known.
+  # Evaluation of the starting weights; None until it is known.
   baseline: dict[str, float] | None = None
   # Time of steps, and of evaluations and saves between them, over all starts.
   train_seconds: float = 0.0
-  # Number of steps with each of `STOP_CONDITIONS`, and of the last steps that
-  # were wholly of each kind.
+  # Steps with each of `STOP_CONDITIONS`: all of them, and the latest in a row.
   steps_with: dict[str, int] = dataclasses.field(default_factory=dict)
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
   failed_rewards: int = 0  # rewards of all steps that could not be computed
-  # Fingerprints of the examples, by split.
+  # Number and fingerprint of the examples, by split.
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
-  # Hashes of the files that decide prompts and rewards, by path: the user's
-  # reward functions, the tokenizer, the reward model.
+  # Hashes of the files that decide prompts and rewards, by path.
   files: dict[str, str] = dataclasses.field(default_factory=dict)
   # Version of JAX, and its settings that decide a run's bits, by name.
   jax: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -114,8 +114,7 @@ def write_config(path: Path, settings: TrainSettings) -> None:
 def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
   """Compares settings with those that a run was started with.
 
-  Returns:
-    Lines "key: its value -> yours": the allowed changes, and the others.
+  Returns allowed changes and others, as lines "key: its value -> yours".
   """
   run = saved(path)
   if not run:
@@ -130,11 +129,7 @@ def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
 def with_found(
   settings: TrainSettings, date: str | None = None, prompt_length: int = 0
 ) -> TrainSettings:
-  """Adds facts found at a run's start, unless the settings have values.
-
-  These are the date that its chat template takes for today's, and the length
-  of the longest prompt.
-  """
+  """Adds a run's date and its longest prompt, unless the settings have them."""
   data = settings.data
   if date is not None and DATE not in data.template_options:
     options = data.template_options | {DATE: date}
@@ -199,10 +194,9 @@ def say_restart(path: Path) -> None:
 def check(path: Path, settings: TrainSettings) -> bool:
   """Checks that a directory can be this config's run; writes nothing.
 
-  Returns True for a run to resume: of the same config, but for `CHANGEABLE`
-  settings. A run that has trained nothing yet may get a corrected config.
-  ValueError for a run of another config, of more steps than `settings.steps` or
-  without its checkpoints, and for other files.
+  Returns True for a run to resume, whose config differs at most in `CHANGEABLE`
+  settings. One that has not trained may get any config. ValueError for a run of
+  another config, of more steps or without checkpoints, and for other files.
   """
   path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)
@@ -251,10 +245,9 @@ def _check_other(path: pathlib.Path) -> None:
 
 
 def open_run(path: Path, settings: TrainSettings) -> bool:
-  """Makes a run directory, or opens that of the run to resume.
+  """Makes or opens a run directory; returns and raises like `check`.
 
-  Returns and raises like `check`; `record_changes` follows when nothing can go
-  wrong any more.
+  `record_changes` follows when nothing can go wrong any more.
   """
   path, resumed = pathlib.Path(path), check(path, settings)
   own_files(path)
@@ -279,10 +272,9 @@ def own_files(path: Path) -> None:
 
 
 def remove_torn(path: Path) -> None:
-  """Removes the temporary files of writers that were killed.
+  """Removes temporary files of killed writers; the run's lock must be held.
 
-  For the process that holds the run's lock. A report is also written by other
-  programs: that of the last minute stays.
+  Other programs write reports too: a report of the last minute stays.
   """
   for file in pathlib.Path(path).iterdir():
     of = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
@@ -295,8 +287,7 @@ def remove_torn(path: Path) -> None:
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
   """Writes changed settings, and returns their lines.
 
-  With another number of steps, or another `stop.no_improvement`, the summary
-  and the model of a finished run are removed.
+  Other `steps` or `stop.no_improvement` remove a run's summary and model.
   """
   path = pathlib.Path(path)
   may, _ = changed(path, settings)
@@ -313,8 +304,8 @@ def record_changes(path: Path, settings: TrainSettings) -> list[str]:
 def remove_model(path: Path, only_rest: bool = False) -> None:
   """Removes a run's model, and the rest of an earlier removal.
 
-  The summary, by which a run is finished, goes first; the model is renamed
-  first, so that it is never incomplete. With `only_rest` both stay.
+  The summary, which marks a finished run, goes first; the model is renamed, so
+  that it is never incomplete. With `only_rest` both stay.
   """
   path = pathlib.Path(path)
   rest = path / f".{MODEL}.old"

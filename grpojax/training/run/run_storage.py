@@ -1,9 +1,9 @@
 """The place of a run directory: on a disk, or on gs:// with a copy on a disk.
 
 Orbax writes checkpoints to gs:// itself, from all processes. A bucket cannot
-append to the other files of a run: a run works on a copy on a local disk, and
-uploads each changed file. A file on gs:// is whole or absent. Files that make
-others count are uploaded after them, and removed before them (`_rank`).
+append to files: a run works on a local copy, and uploads changed files, each of
+which is whole or absent. Files that make others count are uploaded after them,
+and removed before them (`_rank`).
 """
 
 import contextlib
@@ -120,10 +120,7 @@ def _rank(name: str) -> int:
 
 
 def _list_remote(fs: Any, root: str, url: str) -> list[str]:
-  """Lists the files of a run or a model, without those of Orbax.
-
-  ValueError if they are neither a model nor a run.
-  """
+  """Lists the files of a run or a model but Orbax's; ValueError without."""
   fs.invalidate_cache()
   try:
     names = [path[len(root) + 1 :] for path in fs.find(root)]
@@ -186,8 +183,8 @@ def _upload(
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
   """Holds the lock of a run directory, an object that only one can create.
 
-  A process that is killed leaves it behind, for a person to remove. The
-  ValueError names the process that holds it.
+  A killed process leaves it for a person to remove. The ValueError names its
+  holder.
   """
   path, mine = f"{root}/{LOCK}", json.dumps(run_lock.me()).encode()
 
@@ -275,15 +272,14 @@ def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
 def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
   """Opens a run directory to write to: the directory, or a copy of gs://.
 
-  Yields:
-    The directory, and a function that uploads its changes; with `lazily=True`
-    at most every `PUSH` seconds, and a failure is printed and tried again.
+  Yields the directory, and a function that uploads its changes; with
+  `lazily=True` at most every `PUSH` seconds, and failures are tried again.
 
   Raises:
     ValueError: in all processes, if one of them cannot use it.
     interrupts.Left: SIGTERM came to a single process, on gs://.
-    disk.WriteFailed: on leaving, if the last changes could not be uploaded.
-      They stay on the disk, and a line says where.
+    disk.WriteFailed: the last changes could not be uploaded; a line says where
+      they are on the disk.
   """
   if not is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None

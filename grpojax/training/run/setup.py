@@ -23,10 +23,7 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 def make_mesh(
   settings: TrainSettings, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Makes the mesh of all devices, but for those that only sample.
-
-  ValueError if the axes need another number of devices.
-  """
+  """Makes the mesh of the devices that train; ValueError if axes do not fit."""
   devices = list(jax.devices() if devices is None else devices)
   devices = devices[: max(len(devices) - settings.mesh.sampling_devices, 0)]
   if not devices:
@@ -44,10 +41,7 @@ def make_mesh(
 
 
 def open_policy(settings: TrainSettings) -> Policy:
-  """Opens the model, without its weights.
-
-  ValueError if its files do not fit, or if the loss is not for such a model.
-  """
+  """Opens the model without weights; ValueError if files or loss do not fit."""
   model = settings.model
   path = hub_pins.model(settings)
   policy = policy_lib.open_policy(
@@ -58,10 +52,7 @@ def open_policy(settings: TrainSettings) -> Policy:
 
 
 def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
-  """Adds the teacher, without its weights, if the settings name one.
-
-  ValueError if it does not exist, or does not read the policy's tokens.
-  """
+  """Adds the teacher, without weights, if any; ValueError if it misfits."""
   model = settings.model
   if not model.teacher:
     return policy
@@ -108,7 +99,6 @@ def with_weights(
 ) -> Policy:
   """Loads a policy's weights onto the mesh (None: one device), adds adapters.
 
-  A teacher's weights have the format of computation, as all frozen ones.
   ValueError for weights or targets of adapters that do not fit.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)

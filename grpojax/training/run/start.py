@@ -73,10 +73,9 @@ def check(
 ) -> Run:
   """Loads models and rewards, and reads all prompts of finite data sets.
 
-  Nothing is written into the directory. The stack ends the reward workers, and
-  leaves the mesh; `check_signals` is called during long reads, and may raise;
-  `today` is all processes' date, if a chat template asks for it. Errors are
-  ValueErrors.
+  Writes nothing. The stack ends the reward workers and leaves the mesh;
+  `check_signals` is called during long reads and may raise; `today` is the date
+  for chat templates. Errors are ValueErrors.
   """
   run = read_inputs(settings, directory, check_signals, today)
   settings, policy, mesh = run.settings, run.policy, run.mesh
@@ -111,10 +110,9 @@ def read_inputs(
   check_signals: Callable[[], None] = lambda: None,
   today: str | None = None,
 ) -> Run:
-  """Finds the reward functions and the model, and reads all prompts.
+  """Finds rewards and the model, and reads all prompts, but no weights.
 
-  Weights are not loaded, and nothing stays open. Arguments and errors are those
-  of `check`.
+  Arguments and errors are those of `check`.
   """
   for name in settings.log.trackers:
     trackers.opener(name)
@@ -157,10 +155,7 @@ def read_inputs(
 def _with_date(
   settings: TrainSettings, policy: Policy, today: str | None = None
 ) -> TrainSettings:
-  """Pins the date if a chat template asks for today's.
-
-  Else prompts would change from day to day: on resume, and in evaluations.
-  """
+  """Pins the date if chat templates ask for it: prompts must stay equal."""
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     model = find_model(hub_pins.reward_model(settings), hub.TEXTS)

@@ -34,10 +34,9 @@ def draw_parts(s: TrainSettings) -> int:
 def own_sampling_mesh(
   s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """Returns the mesh that a run samples on: its own devices, or all.
+  """Returns the mesh that a run samples on: its own of all `devices`, or all.
 
-  `devices` are all, None for those of JAX. ValueError for devices that cannot
-  be cut so, or of several processes.
+  ValueError for devices that cannot be cut so, or of several processes.
   """
   count, own = s.mesh.sampling_devices, ()
   if count and jax.process_count() > 1:

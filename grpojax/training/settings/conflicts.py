@@ -387,10 +387,7 @@ CHECKS = (
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each conflict: setting, value, what to do.
-
-  `flat` are the settings by dotted path, as in the config.
-  """
+  """Returns a line per conflict; `flat` are the settings by dotted path."""
   rows = []
   for needs, text in itertools.chain.from_iterable(one(s) for one in NEEDS):
     reason, _, alternative = text.rpartition(": ")
