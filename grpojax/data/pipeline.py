@@ -4,19 +4,21 @@
 
 Everything before the batches is random access, so the state of the stream is
 the number of prompts taken from it, whatever the batch size was.
+
+Several data sets, each with a weight, form a `Mixture`.
 """
 
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
 from grpojax.core.types import Prompts
 from grpojax.data.drawn import ENDLESS
-from grpojax.data.examples import Example, Examples
-from grpojax.data.mixture import Mixture, interleaved
+from grpojax.data.examples import SOURCE, Example, Examples, concatenate
 
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
 
@@ -29,6 +31,55 @@ class Subset(Examples):
   def __init__(self, examples: Any, indices: Any):
     chosen = np.asarray(indices, np.int64)
     super().__init__(len(chosen), lambda i: examples[int(chosen[i])])
+
+
+class Part(NamedTuple):
+  """A data set of a mixture."""
+
+  name: str  # `SOURCE` of its examples
+  weight: float  # share of the prompts, up to a common factor
+  examples: Any  # random access to its examples
+
+
+class Mixture(Examples):
+  """Random access to the examples of all parts, one part after another."""
+
+  def __init__(self, parts: Sequence[Part]):
+    self.parts = tuple(parts)
+
+    def read(i: int, j: int) -> Example:
+      return _named(parts[i].examples[j], parts[i].name)
+
+    whole = concatenate([len(part.examples) for part in parts], read)
+    super().__init__(len(whole), whole.read)
+
+
+def _named(example: Example, name: str) -> Example:
+  return {**example, SOURCE: name}
+
+
+def _interleaved(
+  mixture: Mixture,
+  stream: Callable[[Any, np.random.SeedSequence], grain.MapDataset],
+  seed: int,
+) -> grain.MapDataset:
+  """Makes an endless stream in which the data sets take turns.
+
+  Of any n prompts in a row a data set has its share, give or take one or two,
+  to 1% of the share (grain rounds weights). The prompt at a place of the stream
+  depends on the place and the seed alone.
+
+  `stream(examples, seed)` is the endless stream of one data set, whose seed
+  depends on its name: its order does not depend on the others.
+  """
+  streams = [
+    stream(
+      part.examples,
+      np.random.SeedSequence(seed, spawn_key=(zlib.crc32(part.name.encode()),)),
+    ).map(functools.partial(_named, name=part.name))
+    for part in mixture.parts
+  ]
+  return grain.MapDataset.mix(streams, [part.weight for part in mixture.parts])
 
 
 def prompt_batches(
@@ -75,7 +126,7 @@ def prompt_batches(
     return dataset.repeat() if repeat else dataset
 
   if repeat and isinstance(examples, Mixture):
-    dataset = interleaved(examples, stream, seed)
+    dataset = _interleaved(examples, stream, seed)
   else:
     dataset = stream(examples, np.random.SeedSequence(seed))
   options = {"max_prompt_length": max_prompt_length, "pad_id": pad_id}

@@ -5,7 +5,7 @@ import pytest
 
 from grpojax.data import arithmetic, drawn, pipeline
 from grpojax.data.examples import SOURCE
-from grpojax.data.mixture import Mixture, Part
+from grpojax.data.pipeline import Mixture, Part
 
 FINITE = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
 
@@ -35,8 +35,11 @@ def answers(stream, count=None):
   return [example["answer"] for _, rows in taken for example in rows]
 
 
-def test_a_batch_holds_padded_ids_masks_and_examples():
-  prompts, rows = next(batches(shuffle=False, pad_id=7))
+def test_a_batch_holds_padded_ids_masks_targets_and_examples():
+  def target(example):
+    return {"value": np.full((2,), int(example["answer"]))}
+
+  prompts, rows = next(batches(shuffle=False, pad_id=7, target=target))
   assert prompts.prompt_ids.dtype == np.int32
   assert prompts.prompt_mask.dtype == bool
   np.testing.assert_array_equal(
@@ -44,18 +47,11 @@ def test_a_batch_holds_padded_ids_masks_and_examples():
   )
   np.testing.assert_array_equal(prompts.prompt_mask.sum(1), [3, 4, 5, 6])
   np.testing.assert_array_equal(prompts.prompt_mask[0], [1] * 3 + [0] * 5)
-  assert prompts.targets is None
-  assert rows[2] == FINITE[2] | {"prompt_text": "<xxx>"}
-  assert "prompt_text" not in FINITE[2]
-
-
-def test_targets_are_stacked():
-  def target(example):
-    return {"value": np.full((2,), int(example["answer"]))}
-
-  prompts, rows = next(batches(target=target))
   expected = [[int(row["answer"])] * 2 for row in rows]
   np.testing.assert_array_equal(prompts.targets["value"], expected)
+  assert next(batches())[0].targets is None
+  assert rows[2] == FINITE[2] | {"prompt_text": "<xxx>"}
+  assert "prompt_text" not in FINITE[2]
 
 
 @pytest.mark.slow
@@ -96,12 +92,6 @@ def test_evaluation_reads_each_example_once_and_keeps_the_rest():
   tail = batches(shuffle=False, repeat=False, start=9)
   assert answers(tail) == ["9"]
   assert answers(batches(repeat=False, start=10)) == []
-
-
-def test_a_subset_keeps_the_order():
-  subset = pipeline.Subset(FINITE, [0, 1, 5, 8])
-  assert [x["answer"] for x in subset] == list("0158")
-  assert answers(batches(subset, shuffle=False), 1) == list("0158")
 
 
 def test_every_batch_of_a_mixture_has_the_shares_and_every_epoch_its_prompts():

@@ -257,28 +257,22 @@ def test_the_ways_to_write_lines(start, end, cut, tmp_path):
   "line, text",
   [
     ("no json", "Expecting value"),
-    ('{"prompt": "x"', "delimiter"),
     ('["prompt"]', "object is needed, not list"),
     ("[" * 100_000, "recursion"),
     ('{"prompt": "x", "answer": NaN}', "NaN is no value of JSON"),
-    ('{"prompt": "x", "answer": "1", "y": [-Infinity]}', "-Infinity is no"),
     ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: not a number"),
     ('{"prompt": "x", "answer": %s}' % ("1" * 5000), "4300 digits"),
-    ('{"prompt": "x", "answer": "1", "answer": "2"}', "key 'answer' .* twice"),
     ('{"prompt": "x", "answer": "1", "y": {"z": 1, "z": 1}}', "the key 'z'"),
     ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
     ('{"prompt": " ", "answer": "1"}', "not empty"),
-    ('{"prompt": "\\ud800", "answer": "1"}', "prompt is no text: its char"),
     ('{"prompt": "x", "answer": "1\\udc00"}', "the answer 'answer' is no text"),
     (
       '{"prompt": [{"role": "user", "content": "\\ud83d "}], "answer": "1"}',
       "prompt: a message's content is no text: its character 0,",
     ),
     ('{"prompt": 3, "answer": "1"}', "text or a list"),
-    ('{"prompt": [], "answer": "1"}', "text or a list"),
     ('{"prompt": ["x"], "answer": "1"}', "a message is an object"),
     ('{"prompt": [{"role": "user"}], "answer": "1"}', "message's content"),
-    ('{"prompt": [{"content": "x"}], "answer": "1"}', "message's role"),
     (
       '{"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}',
       "the model writes that",
@@ -301,7 +295,6 @@ def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
 @pytest.mark.parametrize(
   "content, advice",
   [
-    (f"[{GOOD}]", "a JSON array, convert it to JSONL"),
     (f"[\n{GOOD}\n]", "a JSON array, convert it to JSONL"),
     ('{\n"prompt": "x"\n}', "JSON over several lines, convert it to JSONL"),
     ("prompt,answer\nx,1", "CSV, convert it to JSONL"),

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from grpojax.data import datasets, drawn, word_sums
-from grpojax.data.examples import SPLITS
 from grpojax.environments import tools
 from grpojax.environments.calculator import calculator
 
@@ -49,14 +48,7 @@ def test_answers_are_those_of_the_stories(steps, largest):
   assert 110 < added < 190  # 4.6 standard deviations around a half
 
 
-@pytest.mark.slow
-def test_splits_are_disjoint_and_examples_are_golden():
-  seen = {
-    split: {word_sums.load(split, seed=s)[i]["prompt"] for i in range(250)}
-    for split in SPLITS
-    for s in range(2)
-  }
-  assert not seen["train"] & seen["test"]
+def test_examples_do_not_depend_on_the_machine():
   # Golden: another machine, process or library version must draw these.
   assert word_sums.load("test")[0] == {
     "prompt": "Emma has 16 shells. She gets 13 more. Then she loses 3. "

@@ -1,18 +1,16 @@
 """Prompts of the chat families, in the formats that their authors document."""
 
-import datetime
 import functools
 import pathlib
 import sys
 
 import pytest
 
-from grpojax.runtime.text import chat_template
 from grpojax.runtime.text import tokenizer as tokenizers
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 import chats  # noqa: E402
-from chats import GEMMA, LLAMA  # noqa: E402
+from chats import GEMMA  # noqa: E402
 
 QWEN = chats.chat(
   "{% if m.role != 'system' %}" + chats.START + "{{ c + '<|im_end|>\n' }}"
@@ -45,16 +43,6 @@ TURNS = [
       "<|im_end|>\n<|im_start|>assistant\n",
     ),
     (
-      LLAMA,
-      "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
-      "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
-      "<|start_header_id|>assistant<|end_header_id|>\n\n",
-      "<s><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
-      "<|start_header_id|>assistant<|end_header_id|>\n\n2<|eot_id|>"
-      "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-      "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    (
       GEMMA,
       "<s><start_of_turn>user\nBe brief.\n\n1+1?<end_of_turn>\n"
       "<start_of_turn>model\n",
@@ -63,7 +51,7 @@ TURNS = [
       "<start_of_turn>model\n",
     ),
   ],
-  ids=["qwen", "llama", "gemma"],
+  ids=["qwen", "gemma"],
 )
 def test_each_family_has_its_own_format(template, single, several):
   tokenizer = make(template)
@@ -80,14 +68,6 @@ def test_each_family_has_its_own_format(template, single, several):
     for token in chats.SPECIAL:
       assert ids.count(chats.ID[token]) == text.count(token)
   assert TURNS[2]["content"] == "2+2?\n"  # not changed in place
-
-
-def test_a_base_model_gets_plain_text_and_its_bos():
-  text, ids = tokenizers.encode_prompt(make(None), "1+1?", "Q: {prompt}\nA:")
-  assert text == "Q: 1+1?\nA:"
-  assert ids[0] == 0 and ids.count(0) == 1
-  text, other = tokenizers.encode_prompt(make(None, bos=False), text)
-  assert other == ids[1:]
 
 
 def test_a_template_wraps_text_prompts_only():
@@ -124,10 +104,6 @@ def test_what_a_template_refuses_is_an_error():
       ValueError, match="roles must alternate.*'user', 'user'"
     ):
       tokenizers.format_prompt(make(GEMMA), turns, system_prompt=system)
-  # Templates run in a sandbox: they come with models, from anywhere.
-  evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-  with pytest.raises(ValueError, match="does not take this prompt"):
-    tokenizers.format_prompt(make(evil), "1+1?")
 
 
 def test_template_options():
@@ -138,7 +114,7 @@ def test_template_options():
   assert text == plain + "<think>\n\n</think>\n\n"
   with pytest.raises(ValueError, match="has no .'enable_thinkin'"):
     tokenizers.format_prompt(
-      make(LLAMA), "1+1?", template_options={"enable_thinkin": False}
+      make(GEMMA), "1+1?", template_options={"enable_thinkin": False}
     )
 
 
@@ -212,20 +188,12 @@ def test_a_date_is_pinned_in_every_template(template, expected, asks):
   assert tokenizers.asks_for_date(several) == asks
 
 
-def test_today_pinned_is_what_is_written_unpinned(monkeypatch):
+def test_today_pinned_is_what_is_written_unpinned():
   for template in (LLAMA_DATE, MISTRAL_DATE):
     before = written(template, tokenizers.today())
     text = written(template, None)
     after = written(template, tokenizers.today())
     assert text in (before, after)  # midnight may pass
-
-  class May(datetime.datetime):
-    @classmethod
-    def now(cls, tz=None):
-      return cls(2031, 5, 3, 23, 59)
-
-  monkeypatch.setattr(chat_template.datetime, "datetime", May)
-  assert tokenizers.today() == "03 May 2031"
 
 
 def test_another_date_is_for_templates_that_write_it_as_it_is():

@@ -158,12 +158,10 @@ def test_text_prompts_and_solutions(kind):
   written, ids = tokenizer.encode_prompt(made, text, "{prompt}<|im_end|>")
   assert written == text + "<|im_end|>"
   assert ids == ids_of(made, bare, ("<s>",), text, END)
-  for text, options, pieces in (
-    ("ab<|im_end|>", {}, ["ab<|im_end|>"]),
-    ("ab<|im_end|>", {"special_tokens": "control"}, ["ab", END]),
-  ):
-    ids = tokenizer.encode_text(made, text, **options)
-    assert ids == ids_of(made, bare, *pieces)
+  text = "ab<|im_end|>"
+  assert tokenizer.encode_text(made, text) == ids_of(made, bare, text)
+  ids = tokenizer.encode_text(made, text, special_tokens="control")
+  assert ids == ids_of(made, bare, "ab", END)
 
 
 def test_no_control_token_grows_at_the_edge_of_a_prompt():
@@ -190,13 +188,6 @@ def test_a_conversation_of_a_reward_model():
   assert chat[0]["content"] == evil
 
 
-def test_turns_that_are_not_marked_special_are_controls_too():
-  made, bare = make("byte_level", TURNS, bos=False)
-  _, ids = tokenizer.encode_prompt(made, "a<｜User｜>b<think>")
-  pieces = [("<｜User｜>",), "a<｜User｜>b", ("<think>",)]
-  assert ids == ids_of(made, bare, *pieces)
-
-
 def test_what_cannot_be_told_apart_is_refused():
   shouting = CHATML.replace("m.content", "m.content[2:]")  # in `set c`
   made, _ = make("byte_level", shouting)
@@ -214,8 +205,11 @@ def test_what_cannot_be_told_apart_is_refused():
   assert tokenizer.encode_text(whole, "a<unk>b")  # unknown text is unknown
 
 
-def test_private_characters_of_a_prompt_are_its_own():
-  made, bare = make("byte_level", bos=False)
+def test_private_characters_and_tags_of_a_prompt_are_its_own():
+  made, bare = make("byte_level", TURNS, bos=False)
+  _, ids = tokenizer.encode_prompt(made, "a<｜User｜>b<think>")
+  pieces = [("<｜User｜>",), "a<｜User｜>b", ("<think>",)]
+  assert ids == ids_of(made, bare, *pieces)
   text = "".join(map(chr, range(0xE000, 0xE100))) + "0:1;<|im_end|>"
   assert tokenizer.encode_text(made, text) == bare.encode(text).ids
 

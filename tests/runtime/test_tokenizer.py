@@ -1,10 +1,7 @@
 """Tokenizers: loaded from directories, of characters, trained on the spot."""
 
 import json
-import os
-import pathlib
 import random
-import re
 import socket
 
 import numpy as np
@@ -13,9 +10,6 @@ from tokenizers import processors
 
 from grpojax.core.ends import Ends
 from grpojax.runtime.text import tokenizer as tokenizers
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-TEXT = " 12*3=36 \n\n\n#### 36 , it 's <ok> ~\n\n "
 
 
 @pytest.fixture
@@ -31,32 +25,14 @@ def write(path, name, **content):
   (path / name).write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("model_type", [None, "llama", "qwen2"])
-def test_a_saved_tokenizer_loads_unchanged(tmp_path, no_network, model_type):
-  original = tokenizers.character_tokenizer()
-  original.chat_template = model_type and tokenizers.CHAT_TEMPLATE
-  original.save_pretrained(tmp_path)
-  if model_type:
-    write(tmp_path, "config.json", model_type=model_type)
-  loaded = tokenizers.load(tmp_path)
-  ids = loaded.encode(TEXT)
-  assert ids == original.encode(TEXT)
-  assert loaded.decode(ids) == TEXT
-  assert len(loaded) == 100
-  assert loaded.chat_template == original.chat_template
-
-
 def test_the_character_tokenizer_writes_every_character():
   tokenizer = tokenizers.character_tokenizer()
   assert [tokenizer.pad_token_id, tokenizer.eos_token_id] == [0, 1]
   assert tokenizer.unk_token_id == 2
   characters = ["\n", *map(chr, range(32, 127))]
   ids = [tokenizer.encode(c) for c in characters]
-  assert all(len(i) == 1 for i in ids)
-  assert sorted(i[0] for i in ids) == list(range(3, 99))
-  assert tokenizer.encode("\n\n") == [99]
-  assert tokenizer.encode("\n\n\n") == [99, ids[0][0]]
-  assert tokenizer.encode("é") == [2]
+  assert ids == [[i] for i in range(3, 99)]
+  assert tokenizer.encode("\n\n\né") == [99, 3, 2]
   for text in ("".join(characters), "a  b .", " n't", "\n\n\n\n\n"):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -131,15 +107,19 @@ def test_ids_beyond_the_model_may_be_added_tokens_that_no_text_has(
 
 @pytest.mark.parametrize(
   "kind",
-  ["LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer", "GPT2Tokenizer"],
+  [None, "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer"],
 )
-def test_no_class_replaces_what_tokenizer_json_says(bpe, tmp_path, kind):
+def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path, no_network, kind):
+  """No class replaces the rules of tokenizer.json."""
   bpe.save_pretrained(tmp_path)
-  settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-  settings["tokenizer_class"] = kind
-  write(tmp_path, "tokenizer_config.json", **settings)
-  write(tmp_path, "config.json", model_type="qwen3")
+  if kind:
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = tokenizers.CHAT_TEMPLATE
+    settings["tokenizer_class"] = kind
+    write(tmp_path, "tokenizer_config.json", **settings)
+    write(tmp_path, "config.json", model_type="qwen3")
   loaded = tokenizers.load(tmp_path)
+  assert loaded.chat_template == (kind and tokenizers.CHAT_TEMPLATE)
   text = " Ann sells  12345 clips\n\n in May <s>"
   assert loaded.encode(text) == bpe.encode(text)
   assert loaded.decode(loaded.encode(text)) == text
@@ -176,7 +156,6 @@ def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
   "size, eos, gaps",
   [
     (100, (), ()),
-    (99, (), ()),
     (101, (), ((100, 101),)),
     (128, (), ((100, 105), (106, 128))),
     (128, (127,), ((100, 105), (106, 127))),
@@ -212,16 +191,6 @@ def test_a_completion_ends_before_its_first_eos():
   assert decode((1,)) == "1<|pad|>2\n\n3"
   assert decode((1, 99)) == "1<|pad|>2"
   assert decode(()) == "1<|pad|>2\n\n3<|endoftext|>"
-
-
-def test_only_one_function_imports_transformers():
-  """It is test_quiet.py that sees that nothing is said."""
-  pattern = re.compile(r"^ *(import|from) transformers\b", re.MULTILINE)
-  files = (ROOT / "grpojax").rglob("*.py")
-  named = [p.name for p in files if pattern.search(p.read_text())]
-  assert named == ["tokenizer.py"]
-  tokenizers.import_transformers()  # later warnings are not silenced
-  assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
 
 
 PROBLEMS = [

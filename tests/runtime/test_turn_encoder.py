@@ -78,6 +78,7 @@ def test_turns_put_together_are_the_whole_chat(model):
     first, tail = text[: text.rindex(answer[-2:]) + 2], encode(words, OTHER)
     assert read(first) + tail == read(text) and tail[0] == end
     assert encode(words, end) == tail[1:]
+    assert encode(words, NONE) == tail
     row += [*make().encode(answer), end, *tail[1:]]
   # Those two write earlier answers without what was thought.
   assert (row == read(text)) == (model not in (GLM, QWEN3))
@@ -98,14 +99,6 @@ def test_messages_of_tools(model):
   assert calls(tools[:1], 0) == encoder(CHATML)(tools[:1], 0)
 
 
-def test_the_separator_behind_an_end_token_is_kept():
-  text = "\n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n"
-  end, ids = ID["<|im_end|>"], make(CHATML).encode(text)
-  assert encoder(CHATML)("No", end) == ids
-  for last in (OTHER, NONE):  # the template's end token follows them
-    assert encoder(CHATML)("No", last) == [end, *ids]
-
-
 def test_the_next_roles_marker_may_end_a_turn():
   encode = encoder(GLM, "<|user|>", "<|observation|>")
   tail = make(GLM).encode("\nNo<|assistant|>")
@@ -120,14 +113,10 @@ def test_the_next_roles_marker_may_end_a_turn():
     encode.check(says("tool", ""))
 
 
-def test_thinking_is_no_rewriting_of_a_chat():
-  for options in ({}, {"enable_thinking": False}):
-    tail = encoder(QWEN3, template_options=options)("No", OTHER)
-    text = make(QWEN3).decode(tail)
-    assert text.endswith("assistant\n<think>\n\n</think>\n\n") == bool(options)
-
-
 def test_options_go_to_the_chat_template_as_those_of_prompts():
+  tail = encoder(QWEN3, template_options={"enable_thinking": False})("No", 0)
+  thought = "assistant\n<think>\n\n</think>\n\n"
+  assert make(QWEN3).decode(tail).endswith(thought)
   opening = "<|im_start|>{{ tools | length }} {{ strftime_now('%Y-%m-%d') }} "
   options = {"tools": [{"name": "f"}] * 7, "date_string": "29 Feb 2020"}
   model = CHATML.replace("<|im_start|>", opening)
@@ -207,11 +196,8 @@ def test_long_observations_are_cut_before_they_are_set(model):
   for most, expected in (1, " [...]"), (30, "ab" * 24 + " [...]"):
     encode = encoder(model, max_observation=most)
     assert encode("ab" * 40, 0) == encoder(model)(expected, 0)
-
-
-def test_all_messages_share_the_limit():
   encode, whole = encoder(CHATML, max_observation=10), encoder(CHATML)
-  for texts, expected in [
+  for texts, expected in [  # all messages share the limit
     (["xxxx", "xxxxxx"], ["xxxx", "xxxxxx"]),
     (["xx", "xxxxxxxxx", "y"], ["xx", "xx [...]"]),
     (["xxxx", "xxxxxxx"], ["xxxx [...]"]),

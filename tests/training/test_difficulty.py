@@ -8,7 +8,7 @@ import pytest
 
 from grpojax.core.step import init_state
 from grpojax.data import arithmetic
-from grpojax.data.mixture import Mixture, Part
+from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.processes import distributed

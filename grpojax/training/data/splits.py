@@ -20,7 +20,7 @@ from jaxtyping import Int
 from grpojax.data import datasets, pipeline
 from grpojax.data.drawn import ENDLESS
 from grpojax.data.examples import prompt_key
-from grpojax.data.mixture import Mixture, Part
+from grpojax.data.pipeline import Mixture, Part
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.data import mixtures, prompts

@@ -24,7 +24,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface.file_checksums import fingerprint
 from grpojax.rewards import functions
 from grpojax.runtime import checkpoint
-from grpojax.runtime.checkpoint import array_checksums
+from grpojax.runtime.checkpoint import stored_arrays
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import disk, hub, run_lock, user_code
@@ -320,7 +320,7 @@ def _frozen(run: Run) -> str:
   """Returns a hash of the weights under adapters; "" without adapters."""
   if run.policy.frozen is None:
     return ""
-  sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
+  sums = json.dumps(stored_arrays.checksums(run.policy.frozen), sort_keys=True)
   return f"{zlib.crc32(sums.encode()):08x}"
 
 

@@ -18,7 +18,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.drawn import ENDLESS
-from grpojax.data.mixture import Mixture
+from grpojax.data.pipeline import Mixture
 from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.processes import distributed
 from grpojax.statistics import success_rates
