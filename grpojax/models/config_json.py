@@ -264,7 +264,10 @@ def rope(hf_config: dict[str, Any]) -> Rope:
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads rope parameters; `length` is the default of the original one."""
+  """Reads `rope_theta`, `rope_type` (or `type`) and that type's parameters.
+
+  `length` is the default of `original_max_position_embeddings`.
+  """
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
