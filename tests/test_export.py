@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 
 from grpojax import export
 from grpojax.models import huggingface as hf
-from grpojax.models import lora
 from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime.text import tokenizer as tokenizer_lib
@@ -34,36 +33,16 @@ def noise(tree, seed):
 
 
 @pytest.fixture(scope="module")
-def make_run(tmp_path_factory, settings_with):
-  """`(trained, rank)` -> a run as training leaves it, a checkpoint a step."""
-
-  def make_run(trained, rank=0):
-    path = tmp_path_factory.mktemp("runs") / "run"
-    lora_options = {"lora.alpha": 3.0, "lora.targets": "layers/(q|down)"}
-    settings = settings_with(lora__rank=rank, **lora_options)
-    run_directory.open_run(path, settings)
-    tx = optimizer(settings)
-    with checkpoint.open_checkpointer(path / "checkpoints", keep=9) as saved:
-      for step, params in trained.items():
-        state = setup.first_state(settings, tx, params)
-        checkpoint.save(saved, step, state)
-    return types.SimpleNamespace(path=path, trained=trained)
-
-  return make_run
-
-
-@pytest.fixture(scope="module")
-def run(make_run):
-  base = hf.load_params(MODEL)
-  return make_run({step: noise(base, step) for step in (2, 4)})
-
-
-@pytest.fixture(scope="module")
-def lora_run(make_run):
-  adapters = lora.init(
-    hf.load_params(MODEL), jax.random.key(0), 2, "layers/(q|down)"
-  )
-  return make_run({3: noise(adapters, 7)}, rank=2)
+def run(tmp_path_factory, settings_with):
+  """A run as training leaves it, with checkpoints of steps 2 and 4."""
+  path, settings = tmp_path_factory.mktemp("runs") / "run", settings_with()
+  run_directory.open_run(path, settings)
+  base, tx = hf.load_params(MODEL), optimizer(settings)
+  trained = {step: noise(base, step) for step in (2, 4)}
+  with checkpoint.open_checkpointer(path / "checkpoints", keep=9) as saved:
+    for step, params in trained.items():
+      checkpoint.save(saved, step, setup.first_state(settings, tx, params))
+  return types.SimpleNamespace(path=path, trained=trained)
 
 
 def equal(ours, theirs):
@@ -95,38 +74,14 @@ def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
 
 
 def test_transformers_4_reads_it(run, tmp_path):
-  """It knows no class TokenizersBackend, and `dtype` as `torch_dtype`."""
+  """It knows no class TokenizersBackend."""
   source = shutil.copytree(hf.resolve(MODEL), tmp_path / "source")
   file, out = source / "tokenizer_config.json", tmp_path / "out"
   settings = json.loads(file.read_text())
   other = settings | {"tokenizer_class": "TokenizersBackend"}
   file.write_text(json.dumps(other))
-  hf.save(out, run.trained[2], source, dtype=jnp.bfloat16)
+  hf.save(out, run.trained[2], source)
   assert json.loads((out / file.name).read_text()) == settings
-  config = json.loads((out / "config.json").read_text())
-  assert config["torch_dtype"] == config["dtype"] == "bfloat16"
-
-
-@pytest.mark.slow
-def test_an_adapter_by_itself(lora_run, tmp_path):
-  """In peft's format, which test_lora.py compares with peft."""
-  out = tmp_path / "adapter"
-  export.main([str(lora_run.path), f"--out={out}", "--adapter"])
-  config = json.loads((out / "adapter_config.json").read_text())
-  base = pathlib.Path(config["base_model_name_or_path"])
-  assert base.samefile(hf.resolve(MODEL))
-  text = (base / "tokenizer_config.json").read_text()
-  assert "PreTrainedTokenizerFast" in text
-  assert config["lora_alpha"] / config["r"] == 1.5
-  stored = load_file(out / lora.WEIGHTS)
-  modules = {"q": "self_attn.q_proj", "down": "mlp.down_proj"}
-  for name, sides in lora_run.trained[3]["layers"].items():
-    for side, stack in sides.items():
-      for layer, matrix in enumerate(stack):
-        module = f"base_model.model.model.layers.{layer}.{modules[name]}"
-        tensor = stored.pop(f"{module}.lora_{side.upper()}.weight")
-        np.testing.assert_array_equal(tensor, matrix.T)
-  assert not stored
 
 
 @pytest.mark.slow

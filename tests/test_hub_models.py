@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from run_helpers import rows_of, untimed
+from safetensors.numpy import load_file
 
 from grpojax import export, train
 from grpojax.models import huggingface as hf
@@ -43,6 +44,7 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   toy_task, toy_model, served, tmp_path, capsys
 ):
   settings = {"lora.rank": 2, "loss.beta": 0.1, "eval.every": 9}
+  settings |= {"lora.alpha": 3.0}
   words = toy_task.arguments(ID, steps=2, **settings)
   train.main([*words, "--run_dir=a"])
   config = json.loads(pathlib.Path("a/config.json").read_text())
@@ -68,6 +70,11 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   adapter = json.loads(pathlib.Path("adapter/adapter_config.json").read_text())
   assert adapter["base_model_name_or_path"] == ID
   assert adapter["revision"] == hub_server.COMMIT
+  assert (adapter["lora_alpha"], adapter["r"]) == (3, 2)
+  stored = load_file("adapter/adapter_model.safetensors")
+  name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+  matrix = trained_["layers"]["q"]["b"][0]
+  np.testing.assert_array_equal(stored[name], matrix.T)
   files = [p for p in tmp_path.rglob("*") if p.is_file()]
   assert len(files) > 30 and TOKEN in served.seen
   assert not [p for p in files if TOKEN.encode() in p.read_bytes()]

@@ -66,18 +66,12 @@ def resolve(
   tool_format: str = "hermes",
   action: str = "auto",
 ) -> HostEnvironment:
-  """Finds an environment, and makes functions of it.
+  """Makes functions of an environment and tools; ValueError if it cannot.
 
-  Args:
-    path: one of `ENVIRONMENTS`, "gymnasium:ID", "file.py", "file.py:Name" or
-      "package.module:Name"; empty if there are only tools.
-    tools: functions, as "file.py:function" or "package.module:function".
-    options: keyword arguments.
-    tool_format: form of the model's calls, one of `tools.TOOL_CALLS`.
-    action: form of the actions of a class, one of `spaces.ACTIONS`.
-
-  Raises:
-    ValueError: it cannot be loaded or called, or follows no convention.
+  `path` is one of `ENVIRONMENTS`, "gymnasium:ID", "file.py", "file.py:Name" or
+  "package.module:Name", or empty if there are only `tools`, named alike.
+  `tool_format` is one of `tools.TOOL_CALLS`, the form of the model's calls;
+  `action`, for classes, is one of `spaces.ACTIONS`.
   """
   named = []
   for tool in tools:

@@ -26,13 +26,11 @@ _TRIAL = ("1", "", "a longer made-up answer")
 
 
 class EnvironmentPool(workers_lib.WorkerPool):
-  """Plays an environment; use it in a `with`.
+  """Plays an environment of `conventions.resolve`; use it in a `with`.
 
-  Args:
-    path, tools, options, tool_format, action: as of `conventions.resolve`.
-    workers: processes; 0 plays in this one, which survives no crash.
-    timeout: seconds for a step. A class has as many for the reset and each
-      earlier action, which are played again after a worker was lost.
+  Without `workers` it plays in this process, which survives no crash. `timeout`
+  is in seconds for a step; a class has as many for the reset and each earlier
+  action, which are played again after a worker was lost.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.

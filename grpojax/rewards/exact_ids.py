@@ -20,24 +20,16 @@ def exact_answer_ids(
   Callable[[dict[str, Any]], dict[str, np.ndarray]],
   Callable[[Rollout, dict[str, Any]], Float[Array, "B G"]],
 ]:
-  """Builds `exact_answer` as a jittable function of token ids.
+  """Builds `exact_answer` as jittable functions of ids, `(target, reward)`.
 
-  Characters must be tokens, so that "####" in the text is "####" in the ids.
+  `target(example) -> {"answer": int32 [2, A + 1]}` has both spellings of the
+  answer as `_code`s, padded with zeros; A is `max_answer_length`, in characters
+  with separators. `reward(rollout, targets) -> [B, G]` is 1.0 or 0.0.
 
-  Args:
-    tokenizer: a Hugging Face tokenizer of single characters; longer tokens must
-      be whitespace only, or without digits, "#" and whitespace.
-    eos_ids: ids that end a completion; the text stops before the first.
-    max_answer_length: longest answer, in characters with separators, A.
-
-  Returns:
-    target: `(example) -> {"answer": int32 [2, A + 1]}`, the two spellings of
-      its answer as `_code`s, padded with zeros.
-    reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked.
-
-  Raises:
-    ValueError: an unfit tokenizer; from `target`, an answer that is too long,
-      or whose ids would be ambiguous.
+  The tokens must be characters, so that "####" in the text is "####" in the
+  ids; longer ones must be whitespace only, or without digits, "#" and
+  whitespace. ValueError for other tokenizers; from `target`, for an answer that
+  is too long, or whose ids would be ambiguous.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])

@@ -74,18 +74,11 @@ def make_reward_model(
   It compiles once for each length that occurs. Of a sequence above the longest
   it reads the end: the completion, and the token that is judged.
 
-  Args:
-    lm: a classifier, by `load`.
-    params: its parameters, placed on the mesh.
-    encode: a sample's ids, by the reward model's own tokenizer and template.
-    lengths: tokens that sequences are padded to, in ascending order.
-    batch_size: sequences computed at once; with a sharding, a multiple of the
-      devices that it splits the rows over.
-    sharding: sharding of ids and mask [batch_size, length]; None is JAX's.
-
-  Returns:
-    `(samples) -> rewards`, float32, in order. A sample is a whole text, or a
-    chat whose last message is the completion; ValueError for no tokens.
+  The function is `(samples) -> rewards`, float32. A sample is a whole text, or
+  a chat whose last message is the completion, which `encode` turns into ids;
+  ValueError for no tokens. Sequences are padded to one of the ascending
+  `lengths`. With a `sharding`, of ids and mask [batch_size, length],
+  `batch_size` is a multiple of the devices that it splits the rows over.
   """
   run = jax.jit(lambda params, ids, mask: rewards(lm, params, ids, mask))
 

@@ -110,16 +110,11 @@ class Pool(WorkerPool):
   """Computes rewards by functions of these names; use it in a `with`.
 
   Completions that a submission has given up (see `WorkerPool`) are failures.
-
-  Args:
-    names, options: as of `functions.resolve_all`.
-    weights: a weight for each function; None is 1.
-    workers: processes. 0 computes in this process, when results are collected,
-      and catches exceptions but survives no crash; `functions.workers_for`
-      starts one if a function needs it.
-    timeout: seconds for a completion, all functions together; functions of all
-      completions of a prompt have as many for each of them.
-    sources: data sets that each function is for, by short name.
+  Without `workers`, rewards are computed in this process, when results are
+  collected; that survives no crash, so `functions.workers_for` starts a worker
+  if a function needs it. `timeout` is in seconds for a completion, all
+  functions together; functions of all completions of a prompt have as many for
+  each of them. `sources` are data sets that functions are for, by short name.
   """
 
   def __init__(

@@ -186,15 +186,11 @@ def export(
 ) -> str:
   """Writes a run's model or adapters into a new directory, and describes them.
 
-  Args:
-    run: Run directory, or its URL on gs://; or a model to copy.
-    out: Directory to make; it appears when all is written.
-    step: Step of the checkpoint; None is the newest or, without checkpoints, a
-      finished run's model/.
-    dtype: Format of the stored weights; None is as they were trained.
-    adapter: True writes LoRA's adapters in PEFT's format, not the model.
-    best: True writes the state of the highest held-out accuracy.
-    ignore_keys: As for `hf.read_config`, of a model; a run has its own.
+  `run` is a run directory, its URL on gs://, or a model to copy; `out` appears
+  when all is written. The checkpoint is that of `step`, the `best` one, or the
+  newest; without checkpoints it is a finished run's model/. `adapter` writes
+  LoRA's adapters in PEFT's format. `dtype` None stores weights as they were
+  trained; `ignore_keys` are for a model, as a run has its own.
   """
   path = run_storage.local(run)
   model = _plain_model(path)

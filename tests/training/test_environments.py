@@ -52,8 +52,8 @@ def write(tmp_path):
 def go(train_toy, write, tmp_path):
   """A short training run with the environment; returns its directory."""
 
-  def go(name="run", fails=False, more="", **changes):
-    path = write(f"again{fails}", AGAIN.replace("FAILS", str(fails)) + more)
+  def go(name="run", fails=False, **changes):
+    path = write(f"again{fails}", AGAIN.replace("FAILS", str(fails)))
     settings = {
       "steps": 2,
       "eval.every": 2,

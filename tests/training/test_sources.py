@@ -1,8 +1,8 @@
 """Models and data by names of the Hub: what is pinned, and read from there."""
 
 import pathlib
-import sys
 
+import hub_server
 import jax
 import numpy as np
 import pytest
@@ -14,12 +14,7 @@ from grpojax.runtime.files import hub
 from grpojax.runtime.processes import interrupts
 from grpojax.training import config as config_module
 from grpojax.training import policy, run_models
-from grpojax.training.run import fit, hub_pins, open_run, start
-
-sys.path.append(str(pathlib.Path(__file__).parents[1]))
-import hub_server  # noqa: E402
-
-from grpojax.training.run import setup
+from grpojax.training.run import fit, hub_pins, open_run, setup, start
 from grpojax.training.step import rewards as rewards_lib
 
 COMMIT, LATER = hub_server.COMMIT, "b" * 40

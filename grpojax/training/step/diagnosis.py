@@ -61,10 +61,9 @@ def make_diagnose(
   """Returns `(lm, params, rollout, rewards, key) -> metrics`.
 
   The metrics are the errors of the gradient and, if the baseline has weights
-  (`core.advantages.weighted_baselines`), its errors with these. They are
-  computed from `diagnostics.share` of the prompts, at least 3: the first whose
-  samples all have a reward. With too few of them all estimates are nan. The
-  mesh, which splits a batch into `shards` parts, does not change the prompts.
+  (`core.advantages.weighted_baselines`), its errors with these. They are of
+  `diagnostics.share` of the prompts, at least 3: the first whose samples all
+  have a reward; nan for too few. The number of `shards` does not change them.
   """
   options = {
     "tangents": settings.diagnostics.tangents,

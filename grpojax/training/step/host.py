@@ -109,15 +109,14 @@ def make_sample_and_reward(
 ):
   """Returns a function that samples a batch in `parts` chunks and rewards them.
 
-  All parts are dispatched at once and decoded one after another; finished ones
-  are rewarded while the devices decode the next. With a `player` of
-  `episodes.make_player` the parts take turns: the environments of one answer
-  while the devices decode another. `move` copies the parameters to the devices
-  that sample.
+  All parts are dispatched at once; finished ones are rewarded while the devices
+  decode the next. With a `player` of `episodes.make_player` the environments of
+  one part answer while the devices decode another. `move` copies the parameters
+  to the devices that sample.
 
   The function returns a generator (`play_together`) that first yields the
   arrays being computed; its result is `(rollout, rewards)`. `first_prompt` is
-  the number of the first prompt among those that share the key, None for 0.
+  the number of the first prompt among those that share the key.
   """
   split = jax.jit(functools.partial(sampling_lib.split_prompts, parts=parts))
   join = jax.jit(sampling_lib.join_rollouts)
@@ -268,11 +267,10 @@ class HostStep:
   ) -> StepResult:
     """Samples, rewards and updates, once; the state is donated.
 
-    `pending` is the rollout of these prompts, if it was drawn ahead; `upcoming`
-    are the prompts of the next step, to be sampled in this one. `diagnosed`
-    adds the metrics of `make_diagnose` for the samples of these parameters: of
-    `upcoming`, if any, else of `prompts`, before groups are replaced. `take`
-    gives more prompts to dynamic sampling.
+    `pending` is the rollout of these prompts, if drawn ahead; `upcoming` are
+    the prompts of the next step, to be sampled in this one. `diagnosed` adds
+    the metrics of `make_diagnose` for this step's samples (of `upcoming`, if
+    any), before groups are replaced. `take` gives more prompts to replace them.
     """
     timer, settings, updating = Timer(), self.settings, threading.Event()
     # A reference that follows the policy is not an argument of the update.
