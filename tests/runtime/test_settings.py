@@ -78,23 +78,6 @@ def test_a_wrong_value_is_refused_with_the_description():
   ]
 
 
-@pytest.mark.parametrize(
-  "one, text",
-  [
-    (setting(8, "size", within="[1, inf)", words=("auto",)), "size; or auto"),
-    (setting(8, "size, auto grows", words=("auto",)), "size, auto grows"),
-    (setting(8, "size", within="[2, inf)"), "size; 2 or more"),
-    (setting(8, "size", within="[0, 2**31)"), "size"),
-    (setting(0.5, "rate", within="[0, 1)"), "rate; in [0, 1)"),
-    (setting(0.5, "gain", within="(0.5, inf)"), "gain; more than 0.5"),
-    (setting(0.5, "rate", within="(0, inf)"), "rate"),
-    (setting("a", "kind", ("a", "b")), "kind; one of a, b"),
-  ],
-)
-def test_descriptions_for_readers(one, text):
-  assert settings_lib.described(one) == text
-
-
 def test_the_page_has_all_settings_and_repeats_none():
   """The studies' trainings are there with what they change."""
   page = entry.settings_page()

@@ -8,7 +8,6 @@ deleting, and preconditions on the generation, on which locks and TensorStore's
 manifests stand.
 """
 
-import base64
 import http.server
 import itertools
 import json
@@ -16,7 +15,6 @@ import sys
 import threading
 import time
 import urllib.parse
-import zlib
 
 OBJECTS = {}  # (bucket, name) -> (generation, bytes, seconds since the epoch)
 UPLOADS = {}  # id -> (bucket, name, parameters, bytearray)
@@ -28,18 +26,12 @@ def _resource(bucket, name):
   generation, data, when = OBJECTS[bucket, name]
   stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(when))
   return {
-    "kind": "storage#object",
     "bucket": bucket,
     "name": name,
-    "id": f"{bucket}/{name}/{generation}",
     "generation": str(generation),
-    "metageneration": "1",
     "size": str(len(data)),
     "timeCreated": stamp,
     "updated": stamp,
-    "etag": str(generation),
-    "contentType": "application/octet-stream",
-    "md5Hash": base64.b64encode(zlib.crc32(data).to_bytes(16)).decode(),
   }
 
 
@@ -103,19 +95,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     end = query.get("endOffset")
     names = sorted(n for b, n in OBJECTS if b == bucket)
     items, prefixes = [], {}
-    for name in names:
-      inside = name >= start and not (end and name >= end)
-      if not inside or not name.startswith(prefix):
+    for name in (n for n in names if n.startswith(prefix)):
+      if name < start or (end and name >= end):
         continue
       rest = name[len(prefix) :]
       if cut and cut in rest:
         prefixes[prefix + rest.split(cut)[0] + cut] = True
       else:
         items.append(_resource(bucket, name))
-    answer = {"kind": "storage#objects", "items": items}
-    if prefixes:
-      answer["prefixes"] = list(prefixes)
-    self._answer(200, answer)
+    self._answer(200, {"items": items, "prefixes": list(prefixes)})
 
   def do_GET(self):
     path, bucket, name, query = self._where()
@@ -124,7 +112,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if name is None:
       if path.rstrip("/").endswith("/o"):
         return self._list(bucket, query)
-      return self._answer(200, {"kind": "storage#bucket", "name": bucket})
+      return self._answer(200, {"name": bucket})
     with LOCK:
       if (bucket, name) not in OBJECTS:
         return self._error(404)

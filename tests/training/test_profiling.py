@@ -68,14 +68,6 @@ def test_no_run_ends_for_a_trace(name, last, tmp_path, capsys, monkeypatch):
   assert "No space left on device" in text and "the run goes on" in text
 
 
-def test_steps_that_are_done_are_not_traced_in_silence(tmp_path, capsys):
-  (tmp_path / profiling.PROFILE).mkdir()  # an earlier trace is there
-  for done, text in ((2, ""), (3, "3 steps are done, nothing is traced")):
-    with profiling.opened("2:3", tmp_path, done):
-      pass
-    assert text in (out := capsys.readouterr().out) and bool(out) == bool(text)
-
-
 @pytest.mark.slow
 def test_a_run_is_traced(train_toy, tmp_path):
   train_toy("run", steps=4, profile__steps="2:3")

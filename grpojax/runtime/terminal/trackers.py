@@ -58,7 +58,6 @@ def tensorboard(run: TrackedRun) -> Tracker:
   def write(step, **content):
     writer.write_event(Event(wall_time=time.time(), step=step, **content))
 
-  # Hides what earlier files hold from this step on.
   write(run.step + 1, session_log=SessionLog(status=SessionLog.START))
   writer.flush()
 

@@ -1,7 +1,7 @@
 """A training run: its steps, evaluations and checkpoints, to the end.
 
 `check_signals` answers SIGTERM: between the parts of a step, while the device
-samples or diagnoses, between batches of an evaluation, every second while
+samples or diagnoses, between batches of an evaluation, once a second while
 rewards are computed, and for each prompt read before the start. It waits for a
 compilation, for loading weights, for a step's update (with sampling.ahead also
 the next rewards; with reward.on_device for the step), and with reward.workers =

@@ -2,7 +2,7 @@
 
 It is a lower bound: parameters, optimizer, gradients, the input of each layer
 and the decode cache, split over all devices if possible. No program that fits
-is refused; one that passes may need more (`python -m grpojax.compile` says it).
+is refused; one that passes may need more (see `python -m grpojax.compile`).
 """
 
 import os

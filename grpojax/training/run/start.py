@@ -155,7 +155,7 @@ def read_inputs(
 def _with_date(
   settings: TrainSettings, policy: Policy, today: str | None = None
 ) -> TrainSettings:
-  """Pins the date if chat templates ask for it: prompts must stay equal."""
+  """Pins the date if a chat template asks for it, so prompts stay the same."""
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     model = find_model(hub_pins.reward_model(settings), hub.TEXTS)
