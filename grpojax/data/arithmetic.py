@@ -73,10 +73,7 @@ def sample(
   split: str = "train",
   difficulty: int | Sequence[int] = (2, 4),
 ) -> str:
-  """Draws a problem of a split; `rng` advances.
-
-  The difficulty is a number of operations, or the bounds of a uniform draw.
-  """
+  """Draws a problem of `difficulty` operations, or of a number in bounds."""
   check_split(split)
   low, high = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   operations = int(rng.integers(low, high, endpoint=True))
@@ -95,11 +92,7 @@ def load(
 ) -> Examples:
   """Returns problems {"prompt": "23*4+17+85", "answer": "194"}, as `drawn`.
 
-  Args:
-    split: "train" or "test".
-    seed: a non-negative integer.
-    difficulty: number of operations, or its (lowest, highest) value.
-    size: number of examples; None is endless in practice.
+  The difficulty is a number of operations, or its (lowest, highest) value.
   """
   bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   draw = functools.partial(_example, split, bounds)
@@ -122,8 +115,8 @@ def document(
 ) -> str:
   r"""Writes "EXPRESSION\nSOLUTION\n\n" 1 to 3 times, by one author.
 
-  `rng` advances; `difficulty` is as in `sample`, `hasty` the probability that
-  the author is hasty, `forget` as in `forgetful_sum`.
+  `hasty` is the probability that the author is hasty; `difficulty` is as in
+  `sample`, `forget` as in `forgetful_sum`.
   """
   author = _author(rng, hasty, forget)
   count = int(rng.integers(1, _MOST_PROBLEMS, endpoint=True))

@@ -4,12 +4,10 @@ A data set plugs in by its `load` in `DATASETS`:
 
     load(split, *, seed=0, size=None, **options) -> random access to examples
 
-- `split` is one of `examples.SPLITS`.
-- `seed` (optional parameter) may decide which examples there are; their order
-  is the prompt pipeline's.
-- `size` limits the number of examples.
-- `path` (optional parameter) is the place of files; "" is the default place.
-- Others are the config's `data.options`, which are checked against their
+- `split` is one of `examples.SPLITS`, `size` the largest number of examples.
+- `seed` may decide which examples there are; the pipeline decides their order.
+- `path`, also optional, is the place of files; "" is the default place.
+- Options are the config's `data.options`, which are checked against their
   annotations: numbers, texts, and sequences of them.
 - It returns a sequence of dicts as described in `examples`, the same for the
   same arguments, or raises ValueError with advice.
@@ -81,8 +79,8 @@ def load(
 ) -> Any:
   """Opens a data set by its name: random access to examples.
 
-  `options` are a user's arguments of its `load`, `settings` the program's.
-  Raises ValueError if it cannot be read, or an option is unknown or wrong.
+  `options` are a user's arguments of its `load`, `settings` the program's; a
+  wrong one, or a data set that cannot be read, is a ValueError.
   """
   if name not in DATASETS:
     known = ", ".join(DATASETS)

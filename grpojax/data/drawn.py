@@ -28,7 +28,7 @@ def load(
   seed: int,
   size: int | None,
 ) -> Examples:
-  """Returns examples that `draw` draws; `size` None is endless in practice."""
+  """Returns examples by `draw`; `size` None is endless in practice."""
   check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")

@@ -100,11 +100,9 @@ def load(
 ) -> Examples:
   """Reads {"prompt": the question, "answer": "72", "solution": ..., ...}.
 
-  Args:
-    split: "train" or "test".
-    path: directory of a local copy, or its parent. "" is TensorFlow Datasets'
-      default directory, to which missing data are downloaded.
-    size: number of problems, the first ones; None is all.
+  `path` is the directory of a local copy, or its parent; "" is the default one
+  of TensorFlow Datasets, to which missing data are downloaded. `size` None is
+  all problems, else the first ones.
   """
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"

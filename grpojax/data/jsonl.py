@@ -3,8 +3,8 @@
     {"prompt": "What is 6 times 7?", "answer": "42", "level": 1}
     {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
 
-Opening a file checks every line, and stores only its place and a checksum.
-Examples are read on the fly, so a file may be larger than memory.
+Opening a file checks every line, and stores only its place and a checksum, so a
+file may be larger than memory.
 """
 
 import array

@@ -66,11 +66,8 @@ def _interleaved(
   """Makes an endless stream in which the data sets take turns.
 
   Of any n prompts in a row a data set has its share, give or take one or two,
-  to 1% of the share (grain rounds weights). The prompt at a place of the stream
-  depends on the place and the seed alone.
-
-  `stream(examples, seed)` is the endless stream of one data set, whose seed
-  depends on its name: its order does not depend on the others.
+  to 1% of the share (grain rounds weights). `stream(examples, seed)` is the
+  endless stream of one data set; its seed and order depend on its name alone.
   """
   streams = [
     stream(
@@ -95,24 +92,18 @@ def prompt_batches(
   shuffle: bool = True,
   repeat: bool = True,
 ) -> Iterator[tuple[Prompts, list[Example]]]:
-  """Iterates over batches of prompts.
+  """Yields batches of prompts and their examples.
 
-  Args:
-    examples: random access to examples; the parts of a `Mixture` take turns.
-    encode: `(prompt) -> (text, ids)`, the text that the model continues.
-    batch_size: prompts per batch, B.
-    max_prompt_length: P, in tokens; a longer prompt is a ValueError.
-    pad_id: id of the padding, on the right.
-    target: `(example) -> arrays` for a jittable reward; stacked in
-      `Prompts.targets`.
-    seed: seed of the shuffle; an epoch's order depends on it and on the epoch.
-    start: number of prompts that were already taken from the stream.
-    shuffle: shuffle every epoch. An endless stream is left in its order.
-    repeat: go on for ever; else one epoch, whose last batch may be shorter.
+  Ids (int32) and mask (bool) are [batch_size, max_prompt_length], padded on the
+  right. The examples have their formatted text as "prompt_text".
 
-  Yields:
-    Prompts of numpy arrays (ids int32 and mask bool [B, P]), and the examples,
-    each with its formatted text added as "prompt_text".
+  - `examples`: random access to examples; the parts of a `Mixture` take turns.
+  - `encode`: `(prompt) -> (text, ids)` of the text that the model continues.
+  - `max_prompt_length`: in tokens; a longer prompt is a ValueError.
+  - `target`: `(example) -> arrays` for a jittable reward: `Prompts.targets`.
+  - `start`: number of prompts that were already taken from the stream.
+  - `shuffle`: shuffle every epoch anew, unless the stream is endless.
+  - `repeat`: go on for ever; else one epoch, whose last batch may be shorter.
   """
   if not len(examples):
     raise ValueError("no examples to make prompts from")

@@ -187,7 +187,7 @@ def check_share(share: int | float) -> None:
 def check_columns(
   columns: Iterable[str], known: Sequence[str], table: str
 ) -> None:
-  """Raises ValueError if data.options.columns names one that is missing."""
+  """Raises ValueError for a missing column in data.options.columns."""
   unknown = sorted({*columns} - {*known})
   if unknown:
     raise ValueError(
@@ -216,7 +216,9 @@ def load(
 ) -> Examples:
   """Reads the examples of one split, in the order of the files.
 
-  An example has all fields of its row, with "prompt" and "answer" of `reader`.
+  An example has all fields of its row, with "prompt" and "answer" of `reader`,
+  which has the other options. ValueError for a missing file, a malformed row or
+  no example.
 
   - `kind`: "jsonl" or "parquet", `data.name` and the files' suffix.
   - `rows`: `(file, columns) -> rows` of a file.
@@ -224,12 +226,7 @@ def load(
   - `path`: a file, a pattern of files ("part-*.jsonl"), or a directory with
     files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
   - `size`: number of examples, the first ones; None is all.
-  - `test`: share of the examples that is held out as the test split, or a file
-    or pattern of files with the test split.
-  - Others are options of `reader`.
-
-  Raises:
-    ValueError: unknown split, missing file, malformed row, or no example.
+  - `test`: share held out as the test split, or a file or pattern with it.
   """
   examples_lib.check_split(split)
   files_of, share = split, test

@@ -49,15 +49,11 @@ def load(
 ) -> Examples:
   """Returns problems {"prompt": "Emma has 12 apples. ...", "answer": "14"}.
 
-  Args:
-    split: "train" or "test".
-    seed: a non-negative integer.
-    steps: number of steps, or the bounds of a uniform draw.
-    largest: largest number in a problem; answers may be larger.
-    shots: number of solved training problems in a chat before each one, for
-      models that do not write steps by themselves; the same for all.
-    tool: tool that solves these, called as Qwen does; "" is equations.
-    size: number of examples; None is endless in practice.
+  - `steps`: number of steps, or the bounds of a uniform draw.
+  - `largest`: largest number in a problem; answers may be larger.
+  - `shots`: number of solved training problems in a chat before each one, for
+    models that do not write steps by themselves; the same for all.
+  - `tool`: tool that solves these, called as Qwen does; "" is equations.
   """
   bounds = drawn.bounds("steps", steps, _MOST_STEPS)
   if not LEAST <= largest <= _MOST:

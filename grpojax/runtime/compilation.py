@@ -81,7 +81,7 @@ def keep() -> None:
   """Keeps compiled programs in the user's cache, the latest used.
 
   JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
-  JAX's own limit of size needs locks, and a kill may end it for good.
+  JAX's own size limit needs locks, which a kill may leave behind for good.
   """
   _warn_once()
   config = jax.config

@@ -149,7 +149,6 @@ def test_fingerprints_of_models(tmp_path):
   "words, message",
   [
     (("here",), "--coordinator=here --num_processes= .*: give HOST:PORT"),
-    (("here:1", "2", "-1"), "--process_id=-1: give HOST:PORT"),
     (("", "", "1"), "--process_id=1: give HOST:PORT"),
     (("here:99999", "2", "0"), "give HOST:PORT of process 0"),
     (("here:1", "2", "2"), "--process_id=2: give .*a number of 0 to N-1"),

@@ -59,9 +59,7 @@ def test_what_ends_is_tried_once(save, monkeypatch):
   [
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(0) }}",  # without end
     "{{ range(10**9) | list }}",
-    "{{ 1 // 0 }}",
     "{{ messages[9].content }}",
-    "{{ messages.append.__globals__ }}",
     "{{ cycler.__init__.__globals__.os }}",
     "{% include '/etc/passwd' %}",
   ],

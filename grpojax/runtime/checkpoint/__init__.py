@@ -38,9 +38,8 @@ _logged_errors: list[BaseException] = []  # of the save in flight
 def _is_shown(record: logging.LogRecord) -> bool:
   """Keeps Orbax's warnings, and errors that are also raised, out of the log.
 
-  If one of several processes fails to save its part, it raises nothing before
-  all have come to a barrier, for which they have twenty minutes. The log has
-  the error at once.
+  If one of several processes fails to save its part, it raises that only after
+  a barrier of all, up to twenty minutes later. The log has the error at once.
   """
   if record.name == "asyncio":  # of arrays whose load went on after an error
     return not re.search("orbax|tensorstore", record.getMessage())
@@ -69,10 +68,7 @@ def _absolute(path: str | os.PathLike) -> epath.Path:
 
 
 def complete(folder: str | os.PathLike) -> list[int]:
-  """Returns the steps of the complete checkpoints in a folder, ascending.
-
-  The folder may be missing, and may hold other things.
-  """
+  """Returns the steps of the complete checkpoints in a folder, ascending."""
   on_gs = os.fspath(folder).startswith("gs://")
   last = "commit_success.txt" if on_gs else _METADATA
   names = (path.parent.name for path in epath.Path(folder).glob(f"*/{last}"))
@@ -202,10 +198,8 @@ def save(
 
   The arrays are copied before this returns, so they may be donated at once. A
   step that is on disk stays as it is. `notes` are JSON values for `read_notes`;
-  the checkpoint of the step `always` stays beside the newest ones.
-
-  Raises:
-    disk.WriteFailed: this save could not begin, or the one before it failed.
+  the checkpoint of the step `always` stays beside the newest ones. Raises
+  disk.WriteFailed if it cannot begin, or the save before it has failed.
   """
   wait(checkpointer)
   checkpointer.always = always
@@ -223,8 +217,7 @@ def save(
 def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
   """Returns True if the save in flight has just ended, within `timeout` s.
 
-  Raises:
-    disk.WriteFailed: it has failed, or this process's own part of it.
+  Raises disk.WriteFailed if it has failed, or this process's own part of it.
   """
   if not checkpointer.in_flight:
     return False
@@ -281,11 +274,8 @@ def restore(
 
   It has the form and the layout of `state`, whose leaves are arrays or
   `jax.ShapeDtypeStruct`s (without sharding: on the first device), except that a
-  pending rollout has the size that was saved.
-
-  Raises:
-    ValueError: there is no such checkpoint, it is damaged, or it is of another
-      model or optimizer.
+  pending rollout has the size that was saved. ValueError if there is none, it
+  is damaged, or it is of another model or optimizer.
   """
   return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)
 
@@ -312,10 +302,7 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
-  """Loads parameters of `save_params` onto abstract or concrete `params`.
-
-  Raises ValueError if they are missing, damaged or of another model.
-  """
+  """Loads parameters of `save_params`, as `restore` loads a state."""
   path = _absolute(path)
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")

@@ -198,18 +198,15 @@ def _check_fits(
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:
-  """Loads a stored tree, and verifies it.
+  """Loads a tree that was saved with the metadata of `describe`; verifies it.
 
   Args:
-    path: path of one checkpoint, saved with the metadata of `describe`.
+    path: path of one checkpoint.
     like: arrays, or `jax.ShapeDtypeStruct`s. The pending rollout of a
       `TrainState` has the size that was saved, and the layout of the step.
-    advice: words on what to do if it is damaged.
+    advice: what to do if it is damaged, for the ValueError.
     partial: True if `like` is a dict of some entries of the tree; the others
       are not read.
-
-  Raises:
-    ValueError: it is damaged, or `like` is of another model or optimizer.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):

@@ -114,10 +114,7 @@ def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError if a directory cannot be made or written.
-
-  Leaves nothing behind. `flag` is the flag that named it: "--out".
-  """
+  """Raises ValueError if a directory cannot be made or written."""
   check_no_url(path, flag)
   path = pathlib.Path(path).absolute()
   try:
@@ -140,10 +137,7 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_file(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError if `records` cannot write a file.
-
-  A device or a pipe is refused, as a file would replace it.
-  """
+  """Raises ValueError if `records` cannot write or replace a regular file."""
   check_no_url(path, flag)
   path, problem = pathlib.Path(os.path.realpath(path)), None
   if path.parent.is_file():

@@ -73,11 +73,8 @@ def fetch(
 
   `files` are names or patterns in its top directory; the directory's name is
   the commit. Several processes of a host wait for each other, file by file.
-  Ctrl-C and SIGTERM end a download with its next piece (10 MB).
-
-  Raises:
-    ValueError: the files cannot be fetched; says why, and what to do.
-    interrupts.Left: SIGTERM came, and this process leaves by itself.
+  Ctrl-C and SIGTERM end a download with its next piece (10 MB), by
+  interrupts.Left. ValueError says why the files cannot be fetched.
   """
   import huggingface_hub
   from huggingface_hub.utils import logging

@@ -97,10 +97,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns all rows, without a last line that a kill has torn.
-
-  A missing file has none. ValueError names a line that is no row.
-  """
+  """Returns the rows, without a torn last line; ValueError names a bad one."""
   # A path of etils reads from gs:// too.
   file = path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
   if not file.exists():

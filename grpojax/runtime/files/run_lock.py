@@ -81,15 +81,10 @@ def _lock(file: int, directory: pathlib.Path) -> None:
 def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
   """Makes a run directory, and holds its lock during the context.
 
+  Yields a function that raises `disk.WriteFailed` if it was replaced since.
   Programs that this one starts do not inherit the lock. A forked child shares
   it (flock): if this process is killed, the lock ends with the last child.
-
-  Yields:
-    A function that raises `disk.WriteFailed` if the directory was replaced.
-
-  Raises:
-    ValueError: another process holds it; says which.
-    OSError: the directory or the file cannot be made.
+  ValueError if another process holds it; says which.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,8 @@ from types import ModuleType
 def load(path: str) -> ModuleType:
   """Imports a file; the same module again while its text is the same.
 
-  Raises:
-    OSError: there is no such file.
-    ImportError: another module has its name, or that of one beside it.
-    Exception: any error of the file, which may be loaded again then.
+  OSError without a file; ImportError if another module has its name, or that of
+  one beside it. After an error of its own, a file may be loaded again.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():

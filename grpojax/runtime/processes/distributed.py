@@ -64,11 +64,8 @@ def joined(
   """Joins the processes of a run, in which process 0 alone prints.
 
   The arguments are `FLAGS`. Without them JAX finds the other processes (Cloud
-  TPU, GKE, SLURM), if any.
-
-  Raises:
-    ValueError: invalid arguments, or the other processes cannot be reached.
-    interrupts.Left: SIGTERM came before process 0 was there.
+  TPU, GKE, SLURM), if any. ValueError if they are wrong or unreachable;
+  interrupts.Left if SIGTERM comes before process 0 is there.
   """
   options: dict[str, Any] = {}
   if coordinator or num_processes or process_id:
@@ -150,10 +147,7 @@ def _from_arguments(
 def _find_coordinator(
   coordinator: str, process: int, problems: list[str]
 ) -> None:
-  """Waits until JAX can connect to process 0; there it checks the port.
-
-  `problems` holds the present problem, if any.
-  """
+  """Waits for process 0, with the present `problems`; it checks its port."""
   host, _, port = coordinator.rpartition(":")
   if process == 0:
     try:
@@ -257,8 +251,8 @@ def _ending_together() -> Iterator[None]:
 def _says_another_is_gone(error: BaseException) -> bool:
   """Returns True for an error that the end of another process has caused.
 
-  A collective's is a ValueError at dispatch, and may have become an exit's
-  message since. Some of JAX's errors are of this process: out of memory, say.
+  A collective raises ValueError at dispatch, which may have become an exit's
+  message. Some of JAX's errors are of this process: out of memory, say.
   """
   if isinstance(error, OtherGone):
     return True
@@ -347,10 +341,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-  """Calls a function in process 0; returns its JSON value, or raises, in all.
-
-  An exception is a ValueError in the others.
-  """
+  """Calls a function in process 0; all return its JSON value, or raise."""
   if not several():
     return function()
   value = None

@@ -134,8 +134,8 @@ def end(code: int) -> NoReturn:
 def skip_end(code: int) -> None:
   """Makes a program exit with `code` and without Python's work at the end.
 
-  Python waits for its threads there, and frees objects that they still use.
-  After a failed save Orbax's threads wait for each other for minutes.
+  There it waits for threads (Orbax's, after a failed save, wait for each other
+  for minutes), and frees objects that they still use.
   """
   if sys.excepthook is _show_error:  # one of our programs
     # Callbacks of `atexit` come after the threads; of these the last is first.
@@ -216,7 +216,7 @@ def deferred(*numbers: int) -> Iterator[list[int]]:
 def raising_ctrl_c() -> contextlib.AbstractContextManager[list[int]]:
   """Raises KeyboardInterrupt at Ctrl-C; yields the signals so far.
 
-  Python ignores exceptions in destructors, which the list shows.
+  The list shows those whose exception Python ignored, in a destructor.
   """
   return _noted([signal.SIGINT], KeyboardInterrupt)
 

@@ -316,7 +316,8 @@ class WorkerPool(contextlib.AbstractContextManager):
   """Does jobs in workers, or in this process; use it in a `with`.
 
   After `patience` = max(8, 4 * workers) jobs lost in a row, a submission is
-  given up: its other jobs are not tried. The next one starts afresh.
+  given up: its other jobs are not tried. The next one starts afresh. ValueError
+  if the setup is no JSON, or a worker did not start.
 
   Args:
     module: program of the workers: a module with `prepare(setup)`, which
@@ -325,9 +326,6 @@ class WorkerPool(contextlib.AbstractContextManager):
     workers: processes; 0 does jobs in this one.
     longest: bytes of an answer.
     pinned: if True, jobs of one `Job.place` have the same worker.
-
-  Raises:
-    ValueError: the setup is no JSON, or a worker did not start.
   """
 
   def __init__(

@@ -16,7 +16,7 @@ _ASKS = re.compile(r"""strftime_now\(\s*(['"])(?P<form>.*?)\1\s*\)""")
 
 
 def asks_for_date(tokenizer: Any) -> bool:
-  """Returns True where the chat template may write today's date."""
+  """Returns True if the chat template may write today's date."""
   return "strftime_now" in str(tokenizer.chat_template or "")
 
 

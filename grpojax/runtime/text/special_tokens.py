@@ -104,9 +104,8 @@ def encode(
 ) -> list[int]:
   """Returns the ids of a marked text, or of a template that got such.
 
-  With `add_special_tokens` the tokenizer adds its own. ValueError if it cannot
-  read the text, or write a control token as text, or the model has no embedding
-  of a token.
+  ValueError if the tokenizer cannot read the text or write a control token as
+  text, or the model has no embedding of a token.
   """
   encoder = encode_marked
   if marks(tokenizer).nonce not in marked:
@@ -159,8 +158,8 @@ def encode_marked(
 def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
   """Returns a copy of the backend in which only aliases are controls.
 
-  The alias of control token k is NONCE k ":", with the same rules of whitespace
-  around it. Also returns the original ids by those of the aliases.
+  The alias of control token k is NONCE k ":", with its rules of whitespace.
+  Also returns the original ids by those of the aliases.
   """
   import tokenizers
 

@@ -49,9 +49,8 @@ def import_transformers() -> types.ModuleType:
 def load(path: str | os.PathLike) -> Any:
   """Loads a directory's transformers tokenizer, without network or remote code.
 
-  Raises:
-    ValueError: the tokenizer files are missing, cannot be read, take all time
-      or memory, or are of another model than config.json.
+  ValueError if its files are missing, cannot be read, take all time or memory,
+  or are of another model than config.json.
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -114,18 +113,17 @@ def format_prompt(
 ) -> str:
   """Returns a prompt as the text that the model continues.
 
+  The tokenizer's chat template, if any, sets the messages. ValueError for
+  options that need one, or that it does not take.
+
   Args:
-    tokenizer: a transformers tokenizer; its chat template, if any, sets the
-      messages.
+    tokenizer: a transformers tokenizer.
     prompt: text, or chat messages {"role": ..., "content": ...}.
     template: text around a text prompt, with "{prompt}" in its place and other
       braces doubled. A chat template gets it as the user's message, stripped.
     system_prompt: system message before messages without one (`set_messages`).
-    template_options: keywords of the chat template (enable_thinking, say), and
-      "date_string", the date that it is to write.
-
-  Raises:
-    ValueError: options that need a chat template, or that it does not take.
+    template_options: keywords of the chat template, and "date_string", the date
+      that it is to write.
   """
   options = dict(template_options or {})
   if not tokenizer.chat_template:
@@ -184,8 +182,7 @@ def encode_prompt(
 
   A chat template writes special tokens (BOS and others) itself; without one the
   tokenizer adds its own. `special_tokens`, a key of `SPECIAL_TOKENS`, is the
-  meaning of their names in the prompt and the system prompt. ValueError if a
-  name cannot be written as text.
+  meaning of their names in prompts. ValueError if one cannot be text.
   """
 
   def written(*contents):
@@ -357,9 +354,8 @@ def eos_ids(
 ) -> tuple[int, ...]:
   """Returns the ids that end a completion, one or more, each once.
 
-  They are those of `generation_config.json`, or of `config.json` if it names
-  none, and the tokenizer's. A file names them by number or by text, one or a
-  list. ValueError if there are none, or a model of `vocab_size` ids lacks one.
+  `generation_config.json` names them, else `config.json`, by number or by text;
+  the tokenizer's is one, too. ValueError without any, or beyond `vocab_size`.
   """
   ids: list[int] = []
   for name in ("generation_config.json", "config.json"):

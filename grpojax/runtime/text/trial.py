@@ -1,8 +1,8 @@
 """Trial of a stranger's tokenizer in a process with limited time and memory.
 
 A chat template is a program (Jinja's sandbox limits neither time nor memory),
-and a tokenizer.json can make texts longer. So both set and encode small chats
-in a process first: this file, which imports nothing of grpojax.
+and a tokenizer.json can make texts longer. So both are tried on small chats in
+a process: this file, which imports nothing of grpojax.
 """
 
 import functools

@@ -47,14 +47,12 @@ def _with_contents(observation, texts):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TurnEncoder:
-  """Encoder of observations, which are texts or messages of a chat.
+  """Encoder of observations: texts or, with a chat template, messages.
 
   Attributes:
-    tokenizer: tokenizer; without a chat template for texts alone.
     eos_ids: ids that end a turn of the model.
     template: text around a text, as of `format_prompt`; a user's in a chat.
-    template_options: keywords of the chat template, and "date_string".
-    special_tokens: as of `encode_prompt`.
+    template_options, special_tokens: as of `encode_prompt`.
     max_observation: largest number of tokens of the contents of all messages,
       beyond which they are left out; 0 is unlimited.
     checked: kinds of messages that the chat template is known to take.
@@ -84,8 +82,7 @@ class TurnEncoder:
     """Returns the ids from the end of a turn to the model's next answer.
 
     The template's end token is left out if it is the turn's last id already.
-    Lone surrogates become "?". ValueError: as of `check`, or a special token's
-    name that cannot be text.
+    Lone surrogates become "?". ValueError as of `check` and `encode_prompt`.
     """
     self.check(observation)
     plain = lambda text: text.encode("utf-8", "replace").decode()
