@@ -1,7 +1,6 @@
 """Arguments of library calls: understood, or refused in a sentence.
 
-Shapes and dtypes are known everywhere; values only outside of jit, and there
-they are checked.
+Shapes and dtypes are known everywhere, values outside of jit alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,9 +84,9 @@ def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
 def read_rewards(
   rewards: Any, shape: tuple[int, ...], source: str
 ) -> Shaped[Array, "B G *K"]:
-  """Returns rewards, an array or lists of numbers, as an array of `shape`.
+  """Returns rewards (numbers in an array or lists) as an array of `shape`.
 
-  ValueError names their source if they are of another kind or shape.
+  ValueError, which names `source`, for others.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
@@ -105,8 +104,7 @@ def check_read_prompts(
 ) -> None:
   """Refuses, by ValueError, prompts that a model would silently misread.
 
-  Outside of jit that includes padding which is not on the right, ids outside
-  the vocabulary, and no token at all.
+  Outside of jit: padding on the left, ids outside the vocabulary, no token.
   """
   check_layout(prompt_ids, prompt_mask)
   if prompt_ids.ndim != 2:
@@ -122,8 +120,8 @@ def check_read_prompts(
 def check_prompts(prompts: Prompts, vocab_size: int) -> None:
   """Checks prompts before they go into a jitted step, which sees no values.
 
-  ValueError if they are wrong by themselves (as when `Prompts` are made), or
-  an id of a real token is outside the vocabulary.
+  ValueError if they are wrong by themselves (as when `Prompts` are made), or an
+  id of a real token is outside the vocabulary.
   """
   check_fields(*vars(prompts).values())
   check_ids(prompts.prompt_ids, prompts.prompt_mask, vocab_size)

@@ -51,20 +51,17 @@ def make_batch(
       without prompt tokens.
     objective: Objective of the update. An advantage function of your own gets
       the arrays of `sample_weights` that it has parameters for.
-    options: Options of the update. A single one is on-policy and keeps no old
-      log-probabilities. Log-probabilities are computed in as many micro-batches
-      as the update has in a pass, or fewer where packed.
+    options: Options of the update, with the micro-batches of this pass too. A
+      single update is on-policy and keeps no old log-probabilities.
     sampling: Distribution that the rollout was sampled from.
     policy_params: Policy that sampled, for objective.old_logprobs = "trainer"
       with several updates: one more forward pass.
     ref_params: Reference policy, or None. Its log-probabilities are at the
       temperature of `sampling` without its cuts, see `core.losses.kl`.
     ref_lm: Model of `ref_params` if it is another one (a teacher).
-    ref_prompts: Prompts of any length that the reference reads instead of the
-      rollout's, say with a hint.
+    ref_prompts: Prompts of any length for the reference alone, say with a hint.
     packing: Packed rows (`packing.layout.plan`), here and in the update.
-    prompt_weights: Weights of the prompts in the loss, KL term included
-      (`Prompts.weights`).
+    prompt_weights: Weights of the prompts in the loss, KL term included.
     credit: Rewards that a turn learns from, one of `turns.CREDITS`.
 
   Raises:

@@ -30,10 +30,10 @@ from grpojax.core.types import OF_PROMPTS, Rollout
 def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   """Estimates the probability that a group varies, without bias.
 
-  Prompts were drawn until `size` groups varied, or up to a limit. Filled by the
-  group of number m, the estimate is (size - 1) / (m - 1) (Haldane, 1945); not
-  filled, the share of the groups that vary (Girshick, Mosteller and Savage,
-  1946). `varied` is of all groups that were drawn, in their order.
+  `varied` are all groups in the order drawn, until `size` varied or a limit was
+  reached. If group m was the last needed, the estimate is (size - 1) / (m - 1)
+  (Haldane, 1945), else the share of groups that vary (Girshick, Mosteller and
+  Savage, 1946).
   """
   places = np.flatnonzero(varied)
   if len(places) < size:
@@ -49,9 +49,8 @@ def batch_std_scale(
 ) -> float:
   """Returns the factor that undoes dynamic sampling for `batch_std` advantages.
 
-  It is sqrt(`accepted`) for a full batch. With `filled` of `size` groups the
-  sample variances have the denominators filled G - 1 and size G - 1, G =
-  `group_size`.
+  sqrt(`accepted`) for a full batch; with `filled` of `size` groups the sample
+  variances have the denominators filled G - 1 and size G - 1.
   """
   if not filled:
     return 0.0

@@ -6,10 +6,9 @@
     turns    0 0 0 - - 1 1 - - 2 2
 
 At the end of a turn its environment is stepped, and the next tokens of the row
-are its answer, which the model reads as its own. Each row gets one token in
-every round of the loop, so stages and compaction stay as they are, and the step
-is still one pure function. Trajectories of other environments come from
-`core.turns.trajectories`.
+are its answer, which the model reads as its own. Each row gets one token per
+round of the loop, so stages and compaction stay as they are, and the step is
+one pure function. `core.turns.trajectories` takes those of other environments.
 """
 
 from collections.abc import Callable
@@ -209,11 +208,11 @@ def advance(
   """Steps the environments of the turns that have ended.
 
   Rows have `length` tokens now, and room for `limit`. Without room for an
-  observation and one token more, or a further turn, the trajectory is cut off
-  without the observation, from which nothing would be learned.
+  observation and one token more, or a further turn, the trajectory ends without
+  the observation, from which nothing would be learned.
 
-  Returns the episodes, True where an environment was done, and True where the
-  trajectory is over, done or not.
+  Returns the episodes, where an environment was done, and where a trajectory is
+  over, done or not.
   """
   each = jax.vmap(jax.vmap(environment.step))
 

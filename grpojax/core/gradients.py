@@ -51,7 +51,7 @@ class LossTerms:
   def with_reference(
     self, lm: LM, params: Params, hidden: Float[Array, "B G T R"]
   ) -> "LossTerms":
-    """The same terms, with the reference of an exact KL term.
+    """Returns these terms with the reference of an exact KL term.
 
     ValueError if its head cannot read the states of the batch.
     """
@@ -130,7 +130,7 @@ def split_minibatch(
 ) -> tuple[Batch, Float[Array, "n b _ T"]]:
   """Splits a minibatch into `count` micro-batches, or fewer where packed.
 
-  The `packing` of packed ones are their rows, their mask the samples in these.
+  Packed ones have their rows as `packing`, and the samples in these as mask.
   """
   samples = {f: x for f, x in vars(batch).items() if f != "packing"}
   prompts = {f: samples.pop(f) for f in OF_PROMPTS}

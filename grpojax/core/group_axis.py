@@ -1,7 +1,7 @@
 """Arithmetic along the group axis that the advantages share.
 
-A reward that is not finite is none: the sample takes no part in its group, as
-if it had not been drawn, and its advantage is 0.
+A sample whose reward is not finite takes no part in its group, as if it had not
+been drawn, and its advantage is 0.
 """
 
 from typing import Any
@@ -28,8 +28,7 @@ def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
 def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
   """Rewards [..., G] in float32 or better, nan wherever there is none.
 
-  ValueError, with the name of the function that needs them, if they are no
-  numbers, or G < least.
+  ValueError, which names the function, for other things or G < least.
   """
   rewards = as_array(rewards, name)
   if rewards.ndim < 1 or rewards.shape[-1] < least:
@@ -64,10 +63,7 @@ def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:
 
 
 def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards minus one of their group's: exact zeros where they are all equal.
-
-  It is 0 where there is no reward.
-  """
+  """Rewards minus one of their group's: exact zeros if equal; 0 if missing."""
   rewarded = present(rewards)
   clean = jnp.where(rewarded, rewards, 0)
   first = jnp.argmax(rewarded, -1)[..., None]
@@ -92,8 +88,7 @@ def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Returns sum_{j != i} x_j along the last axis, for every i.
 
-  From both ends: in "the total minus x_i" a large x_i would leave its rounding
-  error behind.
+  From both ends: "the total minus x_i" would keep the rounding of a large x_i.
   """
   axis, end = x.ndim - 1, jnp.zeros_like(x[..., :1])
   before = jax.lax.cumsum(x[..., :-1], axis)

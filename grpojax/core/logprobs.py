@@ -50,8 +50,8 @@ def completion_hidden(
   """Returns the hidden states that predict completion tokens, and the load.
 
   A token is predicted by the state of the token before it, the first one of a
-  completion (position 0) by that of the last prompt token. The states are
-  [B, G, S, D] or, `flat`, [C, 1, N, D]; the load is None without weights.
+  completion (position 0) by that of the last prompt token. States are [B, G, S,
+  D] or, `flat`, [C, 1, N, D]; the load is None without weights.
   """
   options, load = dict(positions=positions, segments=segments), None
   if flat is not None:
@@ -90,8 +90,8 @@ def _logprob_entropy_lse(logits, ids):
   lse = top[..., 0] + jnp.log(total)
   lse = checkpoint_name(lse, "log_sum_exp")
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  # Tokens cut away have weight 0 and a finite logit. As a product, because XLA
-  # for CPUs makes a much slower program of a sum.
+  # Tokens cut away have weight 0 and a finite logit. XLA for CPUs makes a much
+  # slower program of a sum than of this product.
   mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
   return chosen - lse, lse - mean / total, lse
 
@@ -102,8 +102,8 @@ def _logprob_and_entropy(
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
   """Returns the log-probability of `ids` under softmax(logits), its entropy.
 
-  The derivative by a logit z_v is [v = id] - p_v, and of the entropy, if asked
-  for, -p_v (log p_v + entropy). Transposed, they take one pass.
+  Derivatives by a logit z_v: [v = id] - p_v and, of the entropy, if asked for,
+  -p_v (log p_v + entropy). Transposed, they take one pass.
   """
   del entropy_gradient
   return _logprob_entropy_lse(logits, ids)[:2]
@@ -182,9 +182,9 @@ def _in_chunks(
   chunk_size: int,
   entropy_gradient: bool,
 ) -> tuple[Float[Array, "B G S"], ...]:
-  """Returns log-probabilities and entropies, with logits of a chunk at a time.
+  """Returns log-probabilities, entropies and, with a reference, divergences.
 
-  After them, with a reference, come the divergences from it.
+  Logits exist for a chunk at a time.
   """
   # All rows take part in each chunk, so that none leaves its device.
   b, g, s = ids.shape
@@ -192,8 +192,7 @@ def _in_chunks(
   count = -(-s // max(1, chunk_size // rows))
   size = -(-s // count)
 
-  # Only sums over the vocabulary are saved for the backward pass, and the
-  # logits of an only chunk.
+  # Saved for the backward pass: sums over V, and the logits of an only chunk.
   saved = ["log_sum_exp"]
   saved += ["entropy"] if entropy_gradient else []
   saved += ["logits"] if count == 1 else []
@@ -248,8 +247,7 @@ def token_logprobs(
   """Returns the log-probability (nats) of each completion token, the entropy.
 
   Both are float32, and computed on padding too: mask them. Options are those of
-  `logprobs_and_load`: `sampling`, the distribution that tokens are drawn from,
-  `chunk_size`, tokens whose logits are held at once, and others.
+  `logprobs_and_load`, such as `sampling` and `chunk_size`.
   """
   scored = logprobs_and_load(
     lm, params, prompt_ids, prompt_mask, ids, **options
@@ -276,33 +274,18 @@ def logprobs_and_load(
 ) -> TokenLogprobs:
   """Computes log-probabilities, entropies and, of experts, their load.
 
-  Logits and their gradients exist for `chunk_size` tokens at a time and are
-  computed again in the backward pass: memory of a few chunk_size x V float32.
+  Logits and their gradients exist for `chunk_size` tokens per device (at least
+  one per row) and are computed again in the backward pass: memory of a few
+  chunk_size x V float32. `sampling` is the distribution that tokens are drawn
+  from; the reference of the KL divergence is at its temperature, without its
+  cuts. `positions` and `segments` are as in `LM.extend`, `load_weights` and
+  `replayed` (experts) as in `LM.forward_with_load`. With `flat`, an index of
+  the real tokens (see `LM.forward`), `segments` count the samples of all
+  prompts on a device; without it n is B. `entropy_gradient` differentiates the
+  entropy too.
 
-  With `flat`, an index of the real tokens (see `LM.forward`), `segments` count
-  the samples of all prompts on a device. The reference of the KL divergence is
-  at the temperature of `sampling` without its cuts.
-
-  Args:
-    lm: Model.
-    params: Its parameters.
-    prompt_ids: Right-padded prompts.
-    prompt_mask: True on real prompt tokens.
-    ids: Completion tokens; n is B without `flat`.
-    load_weights: Weights of all tokens, see `LM.forward_with_load`.
-    sampling: Distribution that the tokens are drawn from.
-    chunk_size: Tokens whose logits each device holds at once, at least one of
-      each row.
-    positions: Positions of the tokens, see `LM.extend`.
-    segments: Completions of the tokens where several share a row, likewise.
-    entropy_gradient: True lets a gradient flow through the entropy too.
-    flat: Index of the real tokens, or None.
-    replayed: Experts of all tokens, see `LM.forward_with_load`.
-    reference: Reference of the KL divergence, or None.
-
-  Returns:
-    Float32 arrays [B, G, S], or [C, 1, N] of flat tokens. ValueError for a
-    chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).
+  Returns float32 arrays [B, G, S], or [C, 1, N] of flat tokens. ValueError for
+  a chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).
   """
   check_read_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:

@@ -9,9 +9,8 @@ cut them. Without a mesh in context nothing happens. Parameters have a table of
 their own, `models.sharding.RULES`.
 
 Axes must be of type Auto, as `make_mesh` has them; Explicit and Manual ones are
-a user's or a `jax.shard_map`'s. Without these constraints XLA would follow the
-cut of the parameters, compute all rows on every device and add up activations
-of the whole batch.
+a user's or a `jax.shard_map`'s. Without constraints XLA would follow the cut of
+the parameters, and compute all rows on every device.
 """
 
 import functools
@@ -30,13 +29,12 @@ from jaxtyping import Array, PyTree
 from grpojax.core.types import OF_PROMPTS, Batch, Rollout
 
 AXES = ("data", "fsdp", "expert", "tensor")
-"""Axes of a mesh: `data` cuts rows; `fsdp` rows, and parameters, which are
-gathered where they are used; `expert` rows, and experts; `tensor` heads, the
-MLP and the vocabulary."""
+"""Axes of a mesh: `data` cuts rows; `fsdp` rows, and parameters (gathered for
+use); `expert` rows, and experts; `tensor` heads, the MLP and the vocabulary."""
 
 SLICE = "slice"
-"""Axis in front of them for several slices of TPUs: the outer part of `data`.
-It cuts rows only: gradients are summed inside each slice first."""
+"""Axis of several slices of TPUs, the outer part of `data`. It cuts rows only:
+gradients are summed inside each slice first."""
 
 # The default axis type differs between versions of JAX.
 _AUTO = (AxisType.Auto,) * len(AXES)
@@ -61,9 +59,9 @@ def make_mesh(
 ) -> Mesh:
   """Makes a mesh of all devices with the axes `AXES`, -1 for all that are left.
 
-  `data` counts several slices of TPUs too, which are the axis `SLICE`.
-  ValueError if the axes do not multiply to the number of devices, or `data` is
-  no multiple of the slices.
+  `data` includes the slices of TPUs (the axis `SLICE`). ValueError if the axes
+  do not multiply to the number of devices, or `data` is no multiple of the
+  slices.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes, count = [data, fsdp, expert, tensor], len(devices)
@@ -170,9 +168,9 @@ def divide(
   """Divides the axes of an array among those of a mesh, with these sizes.
 
   Each axis of the mesh cuts the first axis of the array that it may cut
-  (`allowed`) and whose size it divides: with data=2 and fsdp=4, 2 prompts of 8
-  samples are cut along B by data and along G by fsdp. Returns the axes that cut
-  each of these; one of size 1 stands by itself only.
+  (`allowed`) and whose size it divides: data=2 cuts 2 prompts of 8 samples
+  along B, fsdp=4 along G. Returns the axes that cut each; one of size 1 stands
+  alone.
   """
   free, axes_of_each = dict(sizes), []
   for size, axes in zip(shape, allowed, strict=False):
@@ -202,10 +200,7 @@ def _warn_of_other_axes(mesh: AbstractMesh) -> None:
 def activation_spec(
   mesh: Mesh | AbstractMesh, shape: Sequence[int], names: Sequence[str | None]
 ) -> P:
-  """Returns the `PartitionSpec` of an activation.
-
-  The names are those of its first axes, from `ACTIVATIONS`; None is never cut.
-  """
+  """Returns the spec of an activation whose first axes have these names."""
   allowed = [ACTIVATIONS[name] if name else () for name in names]
   return P(*(axes or None for axes in divide(shape, allowed, free_axes(mesh))))
 
@@ -220,7 +215,7 @@ def activation_sharding(
 def constrain(x: Array, *names: str | None) -> Array:
   """Lays an activation out over the mesh in context, if there is one.
 
-  The names are those of its first axes, from `ACTIVATIONS`; others are not cut.
+  `names`, from `ACTIVATIONS` or None, are of its first axes; others stay whole.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not {SLICE, *AXES} & free_axes(mesh).keys():
@@ -241,13 +236,11 @@ def shardings(
   """Returns a `NamedSharding` for each array of a tree, by the array's size.
 
   An array of at least `min_size` elements is split over the mesh's `axis` along
-  the largest of its dimensions that the axis divides (the first of equal ones).
-  Other arrays stay whole on every device. So moments of an optimizer are split
-  as their parameters are.
-
-  The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, or a whole
-  `TrainState`. Parameters of `grpojax.transformer` have rules by their names
-  in `models.sharding`. ValueError if the mesh has no such axis.
+  the largest of its dimensions that the axis divides (the first of equal ones),
+  others stay whole. So moments of an optimizer are split as their parameters
+  are. The tree has arrays or `jax.ShapeDtypeStruct`s: parameters, or a whole
+  `TrainState`. Parameters of `grpojax.transformer` have rules by their names in
+  `models.sharding`. ValueError if the mesh has no such axis.
   """
   if axis not in mesh.shape:
     raise ValueError(
@@ -267,10 +260,7 @@ def shardings(
 
 
 def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
-  """Puts arrays on a mesh; the names are those of `constrain`.
-
-  Arrays of this process must be equal in all processes.
-  """
+  """Puts arrays on a mesh, equal in all processes; names as in `constrain`."""
   return jax.tree.map(
     lambda x: put(x, activation_sharding(mesh, x.shape, *names)), tree
   )
@@ -295,10 +285,7 @@ def _same(x: Array) -> Array:
 
 
 def whole(tree: PyTree) -> PyTree:
-  """Gathers arrays of all processes whole on every device, without waiting.
-
-  Every process must call it.
-  """
+  """Gathers arrays whole on every device, in all processes, without waiting."""
 
   def one(x):
     local = not isinstance(x, jax.Array) or x.is_fully_replicated

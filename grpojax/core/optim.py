@@ -1,8 +1,8 @@
 """Optimizers and schedules by name, as optax's gradient transformations.
 
-`SCHEDULES` are functions (peak learning rate, updates after the warm-up) -> an
-optax schedule since the warm-up; `OPTIMIZERS` are functions (*, b1, b2,
-moments_dtype, seed) -> a scaling of gradients before the learning rate.
+`SCHEDULES`: (peak learning rate, updates after the warm-up) -> an optax
+schedule since the warm-up. `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed) -> a
+scaling of gradients before the learning rate.
 """
 
 import jax
@@ -22,7 +22,7 @@ SCHEDULES = {
 def decays(params: PyTree) -> PyTree:
   """Returns True for each parameter that weight decay reaches.
 
-  Those with "norm" or "bias" in their path are left out, as in transformers.
+  As in transformers, those with "norm" or "bias" in their path are left out.
   """
 
   def reached(path, _) -> bool:
@@ -40,9 +40,8 @@ MOMENTS = ("float32", "bfloat16")
 
 # bfloat16 has 8 significant bits: rounded to the nearest, a second moment with
 # b2 = 0.999 moves by less than half the distance of two numbers, and stalls.
-# Rounded up or down at random, with probabilities that make the mean right, it
-# follows the one in float32 on average (Gupta et al. 2015, arXiv 1502.02551,
-# section 3.1; Zamirai et al. 2020, arXiv 2010.06192).
+# Rounded at random it follows the one in float32 on average (arXiv 1502.02551,
+# section 3.1; arXiv 2010.06192).
 
 _INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
 
@@ -52,15 +51,14 @@ def stochastic_round(
 ) -> BFloat16[Array, "*shape"]:
   """Rounds to one of the two neighbours in bfloat16, right on average.
 
-  bfloat16 is the upper half of float32, so that random bits added to the lower
-  half carry into the upper with just the probability that is wanted:
+  bfloat16 is the upper half of float32, so random bits added to the lower half
+  carry into the upper with just the right probability:
 
     x      0 01111111 0000000|0000000011010001
     bits                     |1111111100110000
     sum    0 01111111 0000001|0000000000000001   rounded up
 
-  What bfloat16 represents stays as it is; what lies beyond its largest number
-  becomes that, not an infinity; nan stays nan.
+  Numbers of bfloat16 stay as they are, finite ones finite, and nan stays nan.
   """
   x = x.astype(jnp.float32)
   word = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -76,9 +74,9 @@ def scale_by_rounded_adam(
 ) -> optax.GradientTransformation:
   """`optax.scale_by_adam` with both moments in bfloat16 between updates.
 
-  An update computes in float32 and uses the moments before they are rounded.
-  The random bits depend on the key, the count of updates and the element alone,
-  on any mesh. The state is optax's `ScaleByAdamState`.
+  An update computes in float32 and uses the moments before they are rounded, by
+  bits of the key, the count of updates and the element alone, on any mesh. The
+  state is optax's `ScaleByAdamState`.
   """
   inner = optax.scale_by_adam(b1, b2)
 
@@ -141,9 +139,9 @@ def adafactor(
 
   An array has a second moment per row and per column of its two largest
   dimensions if both have at least 128 elements, else one per element. The decay
-  is 1 - t**-0.8 at update t, but at most `b2` (Zhai et al. 2021, arXiv
-  2106.04560). An array's update is divided by its root mean square if that is
-  more than 1; a stack of layers is one array.
+  is 1 - t**-0.8 at update t, but at most `b2` (arXiv 2106.04560). An array's
+  update (a stack of layers is one) is divided by its root mean square if that
+  is over 1.
   """
   del b1, moments_dtype, seed
 

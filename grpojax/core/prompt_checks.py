@@ -27,8 +27,7 @@ def is_readable(*arrays: Any) -> bool:
 def check_layout(ids: Values, mask: Values) -> None:
   """Checks the shapes, dtypes and padding of prompts [..., P].
 
-  ValueError if they differ in shape, have other dtypes, are padded on the left,
-  or have no token at all.
+  ValueError for other shapes or dtypes, padding on the left, or no token.
   """
   if jnp.ndim(ids) < 2 or jnp.shape(ids) != jnp.shape(mask):
     raise ValueError(
@@ -62,8 +61,7 @@ def check_layout(ids: Values, mask: Values) -> None:
 def check_fields(ids: Any, mask: Any, targets: Any, weights: Any) -> None:
   """Checks the fields of new `Prompts`, unless a transformation made them.
 
-  ValueError as in `check_layout`, and if targets or weights are of another
-  number of prompts.
+  ValueError as in `check_layout`, or for targets or weights of other lengths.
   """
   if not is_readable(ids, mask):
     return

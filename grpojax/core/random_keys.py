@@ -1,8 +1,8 @@
 """Random keys, which are threefry's whatever JAX's default implementation is.
 
-Under `jax.vmap` the implementations "rbg" and "unsafe_rbg", a usual default on
-TPUs, draw all rows from the first row's key. Here each sample draws from its
-own key, so that it does not depend on the rest of the batch.
+Under `jax.vmap` "rbg" and "unsafe_rbg", a usual default on TPUs, draw all rows
+from the first row's key. Here each sample draws from its own key, so that it
+does not depend on the rest of the batch.
 """
 
 import functools
@@ -23,8 +23,8 @@ def seed_key(seed: int | Array) -> Key[Array, ""]:
 def random_key(key: Any) -> Key[Array, ""]:
   """Returns the threefry key that stands for a caller's key.
 
-  A threefry key stays as it is, and the two words of one are wrapped. The words
-  of other keys (rbg's) are folded into one. ValueError if it is not one key.
+  Threefry keys stay, wrapped or as two words; the words of others (rbg's) are
+  folded into one. ValueError if it is not one key.
   """
   dtype = getattr(key, "dtype", None)
   typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -70,8 +70,8 @@ def rollout(
     key: Random key, which reproduces the completions exactly.
     group_size: G, completions a prompt.
     max_new_tokens: T, the longest completion, EOS included.
-    eos_ids: Ids that end a completion, or `Ends` with stop strings as well;
-      the token that ends it stays part of it.
+    eos_ids: Ids that end a completion and stay part of it, or `Ends` with stop
+      strings as well.
     pad_id: Id that is written after the end; may equal an EOS.
     sampling: Distribution to draw from.
     budgets: Tokens that each sample may spend, at most T; None means T for all.
@@ -84,7 +84,7 @@ def rollout(
       per expert, for an objective with `router_replay`.
 
   Raises:
-    ValueError: an argument cannot be (see `arguments.check_read_prompts` and
+    ValueError: an argument cannot be (`arguments.check_read_prompts`,
       `environment.checked`), or experts are recorded of a model without.
   """
   if not isinstance(prompts, Prompts):
@@ -143,17 +143,14 @@ def rollout_metrics(
 ) -> dict[str, Array]:
   """Returns metrics of the completions and their rewards.
 
-  Rows without prompt tokens, which pad the batch, are left out. The rewards
-  [B, G] are those before a KL penalty; `compared` are those that a group's
-  baseline compares, if they differ.
-
-  Returns:
-    Scalars: `reward_mean` and `reward_std` (over all samples that have a
-    reward), `rewards_missing` (share of samples whose reward is not finite),
-    `zero_variance_groups` (share of groups of two or more whose compared
-    rewards are equal), `completion_length_mean` and `_max` (tokens, those of
-    environments included), `truncated` (share cut off at the budget), and with
-    turns `turns_mean` and `sampled_tokens_mean` per completion.
+  Rows without prompt tokens, which pad the batch, are left out. The rewards [B,
+  G] are those before a KL penalty, `compared` those of the group's baseline, if
+  they differ. All are scalars: `reward_mean` and `reward_std` (over all samples
+  that have a reward), `rewards_missing` (share of samples whose reward is not
+  finite), `zero_variance_groups` (share of groups of two or more whose compared
+  rewards are equal), `completion_length_mean` and `_max` (tokens, those of
+  environments included), `truncated` (share cut off at the budget), and with
+  turns `turns_mean` and `sampled_tokens_mean` per completion.
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")

@@ -92,14 +92,14 @@ def make_grpo_step(
     decoding: Shape of the decoding loop, which changes no sample.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
       sampled (`statistics.diagnostics`); rewards are of whole trajectories.
-    environment: What answers after each turn, see `rollout`.
-    credit: What a turn learns from, see `make_batch`.
-    ref_lm: Model of the reference, where it is another one than `lm`.
+    environment: Environment that answers after each turn, see `rollout`.
+    credit: Rewards that a turn learns from, see `make_batch`.
+    ref_lm: Model of the reference, if it is another one than `lm`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`. ValueError for
-    a credit that the objective does not go with, and by the step for `eos_ids`
-    outside the model's vocabulary.
+    a credit that does not go with the objective and, by the step, for `eos_ids`
+    outside the vocabulary.
   """
   check_credit(credit, objective, environment is not None)
   update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)

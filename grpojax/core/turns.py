@@ -117,24 +117,20 @@ def trajectories(
   pad_id: int = 0,
   finished: Any = None,
 ) -> Rollout:
-  """Makes a rollout of trajectories that were sampled elsewhere.
+  """Makes a rollout, for `make_batch`, of trajectories sampled elsewhere.
 
   Args:
     prompts: B prompts, each read by all G trajectories of its group.
     segments: Segments of each trajectory in their order, [B][G][any number].
       Sampled ones are turns, and the last one is sampled.
     length: T, tokens that a row has room for; None is the longest trajectory.
-    pad_id: Id behind the end of a trajectory.
-    finished: Booleans [B, G], False where a trajectory was cut off; None is
-      True for all.
-
-  Returns:
-    The rollout, for `make_batch`, with `turn_rewards`.
+    pad_id: Id after the end of a trajectory.
+    finished: Booleans [B, G], False if cut off; None is True for all.
 
   Raises:
-    ValueError: groups of different sizes, segments that are not valid (log-
-      probabilities may be above 0 by 1e-4), or a trajectory that ends in an
-      observation or is longer than `length`.
+    ValueError: groups of different sizes, segments that are not valid
+      (log-probabilities may be above 0 by 1e-4), or a trajectory that ends in
+      an observation or is longer than `length`.
   """
   b = len(prompts.prompt_ids)
   sizes = {len(group) for group in segments}

@@ -130,9 +130,7 @@ class LM(NamedTuple):
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-  """A batch of prompts, as the model reads them.
-
-  Arrays outside of jit are checked when it is made, see `prompt_checks`.
+  """A batch of prompts; arrays outside of jit are checked (`prompt_checks`).
 
   Attributes:
     prompt_ids: token ids of the model's vocabulary, right-padded with any id.
@@ -181,8 +179,8 @@ class Rollout:
   Attributes:
     completion_ids: sampled ids, with the EOS if there is one, then padding.
     completion_mask: True up to and including the first EOS.
-    logprobs: log-probability of each sampled token under the distribution that
-      it was sampled from (after temperature and truncation); 0 on padding.
+    logprobs: log-probability of each sampled token under its sampling
+      distribution (after temperature and truncation); 0 on padding.
     finished: True if it ended with an EOS, False if it was cut off.
     turns: turn that each token was sampled in, from 0; -1 on observations and
       padding. None is one turn.
@@ -218,8 +216,7 @@ class Batch:
   Attributes:
     completion_mask: that of `Rollout`; False on observations and on completions
       without a reward or left out as cut off (`core.losses.truncation`).
-    advantages: one per completion or, of turns, per token; constant with
-      respect to the parameters.
+    advantages: one per completion or, of turns, per token; constants.
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
@@ -247,8 +244,7 @@ class Batch:
 
 
 OF_PROMPTS = ("prompt_ids", "prompt_mask", "prompt_experts")
-"""Fields of a `Rollout` and of a `Batch` that are of prompts, [B, ...]; all
-others are of samples, [B, G, ...]."""
+"""Fields of `Rollout` and `Batch` that are [B, ...]; others are [B, G, ...]."""
 
 
 @typing.no_type_check

@@ -77,7 +77,7 @@ def off_policy_conflicts(
   Keys are the objective's options that have to change. A rollout in other
   formats, or (`ahead`) of the parameters before the last update, needs weights
   of its samples: a correction or, with several updates, ratios to the rollout's
-  log-probabilities (`dro` does not multiply by them). Subsets of a group
+  log-probabilities (not with `dro`). Subsets of a group
   (`advantages.OF_SUBSETS`) do not take weights of single samples.
   """
   to_rollout = objective.old_logprobs == "rollout"
@@ -120,7 +120,7 @@ def off_policy_conflicts(
 def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   """One optimizer update; skipped as a whole if a gradient is not finite.
 
-  Gradients are clipped in float32 or better, then cast to the parameters' type.
+  Gradients are clipped in float32 or better, then cast as the parameters.
   """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
@@ -160,26 +160,26 @@ def make_update(
   the state's key and step (`draw_orders`). Tokens of highest entropy and the
   balance of experts are those of a whole minibatch: with several micro-batches
   they take one more forward pass. The rollout is one of `sampling`; an adaptive
-  entropy bonus has its control in the state. For an exact KL term, `ref_params`
-  (and `ref_lm`) are those that `make_batch` had; only `LM.unembed` reads them.
+  entropy bonus has its control in the state. For an exact KL term `ref_params`
+  (and `ref_lm`) are those of `make_batch`; only `LM.unembed` reads them.
 
   Returns:
     A pure `update(state, batch, ref_params=None) -> (state, metrics)`. Metrics
     are means over the updates (`ratio_min` and `ratio_max` extremes,
     `skipped_updates` a count): `loss`, `kl` (k3, or that of objective.kl =
-    "exact", nats a token), `entropy` (nats a token),
-    `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
-    bonus, `router_aux_loss` with that (not times its coefficient), and metrics
-    of the surrogate (`clip_fraction_low`, `_high`). Of the first update alone,
-    whose policy sampled, those of `losses.rollout_mismatch`: in nats per token
+    "exact", nats a token), `entropy` (nats a token), `grad_norm` before
+    clipping, `update_norm`, `entropy_coefficient` with a bonus,
+    `router_aux_loss` with that (not times its coefficient), and metrics of the
+    surrogate (`clip_fraction_low`, `_high`). Of the first update alone, whose
+    policy sampled, those of `losses.rollout_mismatch`: in nats per token
     `rollout_mismatch_mean` and `_max` and `rollout_kl` (k3 of KL(rollout ||
     trainer)), and the shares `rollout_effective_samples` and
     `rollout_clip_fraction_low` and `_high`.
 
   Raises:
     ValueError: A loss that balances experts, for a model without any, or one of
-      `off_policy_conflicts`. The update raises it if B does not divide, or if
-      a batch without old log-probabilities has several updates.
+      `off_policy_conflicts`. The update raises it if B does not divide, or for
+      several updates without old log-probabilities.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
   value = functools.partial(getattr, objective)

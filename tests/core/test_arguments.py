@@ -20,6 +20,7 @@ from grpojax.core.advantages.weighted_baselines import (
 )
 from grpojax.core.arguments import check_read_prompts, read_ends
 from grpojax.core.batch import make_batch
+from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
@@ -305,6 +306,11 @@ def test_rewards_that_are_not_one_a_completion(case, bad):
   if not isinstance(rewards, np.ndarray):  # [N] may be a group, for all we know
     with pytest.raises(ValueError, match=f"grpo needs rewards.*{words}"):
       as_float(rewards, "grpo", least=2)
+
+
+def test_a_callable_without_a_signature_gets_no_settings():
+  for function in (abs, dict, map, max):
+    assert bind(function, lengths=1) is function
 
 
 def test_rewards_may_be_lists(case):

@@ -131,26 +131,6 @@ def test_a_row_that_only_pads_the_batch_is_empty(tiny):
   assert not result.turn_rewards[1].any()
 
 
-@pytest.mark.slow
-def test_a_whole_step_is_its_parts(tiny):
-  tx = optax.sgd(0.1)
-  options = {"group_size": 4, "max_new_tokens": 24, "eos_ids": EOS}
-  options |= {"environment": ENVIRONMENT, "credit": "turn"}
-  whole = jax.jit(grpojax.make_grpo_step(tiny.lm, tx, returns, **options))
-  state = grpojax.init_state(tiny.params, tx, KEY)
-  new, metrics = whole(state, PROMPTS)
-  samples = sampled(tiny, key=jax.random.fold_in(KEY, 0))
-  batch = grpojax.make_batch(
-    tiny.lm, samples, samples.turn_rewards, credit="turn"
-  )
-  update = grpojax.make_update(tiny.lm, tx, grpojax.Objective())
-  expected, _ = jax.jit(update)(state, batch)
-  jax.tree.map(close, new.params, expected.params)
-  total = samples.turn_rewards.sum(-1)
-  assert float(metrics["reward_mean"]) == pytest.approx(float(total.mean()))
-  assert metrics["turns_mean"] > 1
-
-
 def small(tiny, answer, state=0.0, max_turns=3, **changes):
   """A rollout whose environment answers with a function of its state."""
   environment = Environment(

@@ -12,13 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core import advantages as advantages_lib
 from grpojax.core import losses
-from grpojax.core.advantages import optimal_token_baseline, reinforce_plus_plus
+from grpojax.core.advantages import (
+  multi_reward,
+  optimal_token_baseline,
+  reinforce_plus_plus,
+)
 from grpojax.core.binding import bind
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import surrogates
 from grpojax.core.losses.rollout_correction import is_weights
 from grpojax.core.objective import Objective
+from grpojax.rewards import functions
 
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
 MADE = json.loads(FILE.read_text())
@@ -195,3 +201,45 @@ def test_the_coefficient_adapts_as_in_trl():
     assert coefficient == pytest.approx(expected["coefficient"], abs=1e-6)
     seen |= {round(applied, 3), round(coefficient, 3)}
   assert seen == {0.0, 0.02, 0.04, 0.06}  # both bounds, and between them
+
+
+# Several rewards.
+
+
+TRL = MADE["trl_several_rewards"]
+REWARD_WEIGHTS = jnp.array(TRL["weights"])
+REWARDS = jnp.array(TRL["rewards"]).T.reshape(3, 3, 4)  # there [B * G, K]
+AGGREGATED = {k: np.reshape(x, (3, 4)) for k, x in TRL["advantages"].items()}
+normalize_then_sum = jax.jit(
+  multi_reward.normalize_then_sum, static_argnames="epsilon"
+)
+
+
+def test_it_is_trls_normalize_then_sum():
+  total = normalize_then_sum(REWARDS, REWARD_WEIGHTS, epsilon=1e-4)
+  actual = advantages_lib.batch_std(total, epsilon=1e-4)
+  np.testing.assert_allclose(
+    actual, AGGREGATED["normalize_then_sum"], atol=2e-6
+  )
+
+
+def test_trls_sum_then_normalize_is_the_weighted_sum():
+  """As the pool adds it up, compared by two of our advantages."""
+  columns = np.asarray(REWARDS, np.float64).reshape(3, -1).T
+  values = [[None if np.isnan(v) else v for v in row] for row in columns]
+  total = [functions.combine(row, REWARD_WEIGHTS.tolist()) for row in values]
+  total = jnp.array(np.array(total, np.float32).reshape(3, 4))  # None is nan
+  actual = jax.jit(functools.partial(advantages_lib.grpo, epsilon=1e-4))(total)
+  np.testing.assert_allclose(actual, AGGREGATED["grpo"], atol=2e-6)
+  actual = jax.jit(advantages_lib.dr_grpo)(total)
+  np.testing.assert_allclose(actual, AGGREGATED["dr_grpo"], atol=2e-5)
+
+
+def test_who_has_nothing_to_say_takes_no_side():
+  values = jnp.array([[[1.0, np.nan, 0, np.nan]], [[5.0, 5, 5, np.nan]]])
+  actual = normalize_then_sum(values, jnp.array([1.0, 3.0]))
+  half = 0.5**0.5
+  np.testing.assert_allclose(actual, [[half, 0, -half, np.nan]], rtol=1e-5)
+  # Every group sums to 0, so that nothing is left to centre.
+  sums = np.nansum(normalize_then_sum(REWARDS, REWARD_WEIGHTS), -1)
+  np.testing.assert_allclose(sums, 0, atol=1e-6)

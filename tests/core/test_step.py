@@ -1,7 +1,6 @@
 """`make_batch`, `make_update` and their metrics."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -282,6 +281,10 @@ def test_the_reference_scores_every_row_in_its_place(
   rows = tabular.rows(kinds, ids)
   expected = tabular.log_table(scale * table / 0.7)[*rows, np.asarray(ids)]
   assert_allclose(batch.ref_logprobs, expected, atol=1e-5)
+  two = Prompts(kinds[:2, None], jnp.ones((2, 1), bool))
+  with pytest.raises(ValueError, match="ref_prompts are 2 for 4"):
+    args = lm, all_ones(ids, kinds), jnp.ones((4, 2))
+    make_batch(*args, ref_params=table, ref_prompts=two)
 
 
 LENGTHS = np.array([[7, 2], [1, 4], [2, 2], [3, 1]])
@@ -296,38 +299,6 @@ def with_prompts(width, seed):
   mask = jnp.arange(7) < LENGTHS[..., None]
   zeros, full = jnp.zeros(ids.shape), jnp.ones(ids.shape[:2], bool)
   return Rollout(prompt_ids, there, ids, mask, zeros, full)
-
-
-def prompts_of(samples):
-  return Prompts(samples.prompt_ids, samples.prompt_mask)
-
-
-def plan_of(samples, parts=1):
-  of_prompts = np.asarray(samples.prompt_mask.sum(-1))
-  planned = layout.plan(LENGTHS, 7, of_prompts, 3, 1, parts)
-  assert planned is not None
-  return planned
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_reference_may_read_other_prompts(tiny, packed):
-  """Longer ones, packed or not: as if they were the rollout's."""
-  lm = transformer(tiny.config)
-  params = lm.init(jax.random.key(0))
-  short, long = with_prompts(3, 3), with_prompts(40, 4)
-  make = functools.partial(make_batch, lm, ref_params=params)
-  prompts = prompts_of(long)
-  packing = plan_of(short) if packed else None
-  result = make(short, REWARDS, ref_prompts=prompts, packing=packing)
-  expected = make(long, REWARDS)
-  result, expected = (
-    np.where(short.completion_mask, batch.ref_logprobs, 0)
-    for batch in (result, expected)
-  )
-  assert_allclose(result, expected, atol=1e-5)
-  assert np.abs(expected).max() > 1
-  with pytest.raises(ValueError, match="ref_prompts are 2 for 4"):
-    make(short, REWARDS, ref_prompts=jax.tree.map(lambda x: x[:2], prompts))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +322,11 @@ def test_an_exact_kl_term_is_of_whole_distributions(
   params, of_teacher = lm.init(KEY), teacher.init(jax.random.key(1))
   samples, hinted = with_prompts(3, 3), with_prompts(20, 4)
   mask = samples.completion_mask
-  packing = plan_of(samples, micro_batches) if packed else None
+  packing = None
+  if packed:
+    of_prompts = np.asarray(samples.prompt_mask.sum(-1))
+    packing = layout.plan(LENGTHS, 7, of_prompts, 3, 1, micro_batches)
+    assert packing is not None
   objective = Objective(beta=2.0, kl="exact")
   options = UpdateOptions(micro_batches=micro_batches, chunk_size=3)
   sampling, tx = Sampling(0.7), optax.sgd(1.0)
@@ -365,7 +340,7 @@ def test_an_exact_kl_term_is_of_whole_distributions(
       sampling=sampling,
       ref_params=of_teacher,
       ref_lm=teacher,
-      ref_prompts=prompts_of(hinted),
+      ref_prompts=Prompts(hinted.prompt_ids, hinted.prompt_mask),
       packing=packing,
     )
     nothing = jax.tree.map(lambda x: jnp.nan * x, of_teacher["layers"])
@@ -435,9 +410,6 @@ def test_what_an_exact_kl_term_cannot_be_of_is_refused(tabular):
   ):
     with pytest.raises(ValueError, match=words):
       step(*args)
-
-
-# How the work is split changes nothing.
 
 
 # Metrics of the rollout.

@@ -25,8 +25,8 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | max_rl          | sum_{j <= k} max_at_j / j        | k terms of grad log V  |
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
-An advantage plugs in by its name in `ADVANTAGES` (docs/development.md). Too
-small a group or batch it refuses by a ValueError, from the shapes alone.
+An advantage plugs in by its name in `ADVANTAGES` (docs/development.md), and
+raises ValueError, from shapes alone, for too small a group or batch.
 
 Rewards are of any real dtype; integers, booleans and half precision become
 float32. Advantages are in units of the reward unless the function says
@@ -83,9 +83,8 @@ def oracle(
 def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the mean of the group's other rewards: the U-statistic.
 
-  A_i = Z_i - mean_{j != i} Z_j = G / (G - 1) (Z_i - mean_j Z_j), unbiased
-  (arXiv 2603.01162, Lemma 1; RLOO, arXiv 2402.14740). G >= 2; each group sums
-  to 0.
+  A_i = G / (G - 1) (Z_i - mean_j Z_j), unbiased (arXiv 2603.01162, Lemma 1;
+  RLOO, arXiv 2402.14740). G >= 2; each group sums to 0.
   """
   return minus_others(as_float(rewards, "leave_one_out", least=2))
 
@@ -93,8 +92,7 @@ def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def dr_grpo(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the group's own mean: Dr. GRPO (arXiv 2503.20783).
 
-  The estimator is (G - 1) / G times that of `leave_one_out`. G >= 2; each group
-  sums to 0.
+  It is (G - 1) / G times `leave_one_out`. G >= 2; each group sums to 0.
   """
   return centred(as_float(rewards, "dr_grpo", least=2))
 
@@ -104,10 +102,9 @@ def grpo(
 ) -> Float[Array, "*B G"]:
   """Reward standardised within its group: the original GRPO.
 
-  A_i = (Z_i - mean_j Z_j) / (std_j Z_j + epsilon) (arXiv 2402.03300, section
-  4.1); the standard deviation is the *sample*'s, as in TRL and verl. Advantages
-  have no unit, and each group sums to 0. G >= 2; epsilon is in units of the
-  reward.
+  (Z_i - mean_j Z_j) / (std_j Z_j + epsilon), without unit (arXiv 2402.03300,
+  section 4.1), with the *sample*'s standard deviation, as in TRL and verl. G >=
+  2; each group sums to 0. Epsilon is in units of the reward.
   """
   rewards = as_float(rewards, "grpo", least=2)
   deviations = centred(rewards)
@@ -121,11 +118,11 @@ def batch_std(
 ) -> Float[Array, "*B G"]:
   """Group-centred rewards over their sample standard deviation in the batch.
 
-  A_i = (Z_i - mean_j Z_j) / (std + epsilon). As the batch grows this common
-  scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left of the
-  bias (REINFORCE++ with baseline, arXiv 2501.03262). Advantages have no unit.
-  G >= 2; all axes but the last are the whole batch, not a shard or a part of
-  it, without rows that only pad it; epsilon is in units of the reward.
+  (Z_i - mean_j Z_j) / (std + epsilon), without unit. As the batch grows this
+  common scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left
+  of the bias (REINFORCE++ with baseline, arXiv 2501.03262). G >= 2; all axes
+  but the last are the whole batch, not a shard or a part of it, without rows
+  that only pad it. Epsilon is in units of the reward.
   """
   rewards = as_float(rewards, "batch_std", least=2)
   deviations = centred(rewards)
@@ -140,11 +137,10 @@ def reinforce_plus_plus(
 ) -> Float[Array, "*B G"]:
   """Reward standardised over all tokens of the batch, whatever its prompt.
 
-  A_i = (Z_i - m) / sqrt(s^2 + 1e-8), m and s^2 the mean and the sample variance
-  of the rewards in which each counts once for each of its `lengths` tokens
-  (REINFORCE++, arXiv 2501.03262, without its KL term; as in verl). A prompt's
-  difficulty is noise to it; groups of 1 will do. The batch is as in
-  `batch_std`.
+  (Z_i - m) / sqrt(s^2 + 1e-8), m and s^2 the mean and the sample variance of
+  rewards that count once per token (`lengths`), as in verl (REINFORCE++, arXiv
+  2501.03262, without its KL term). A prompt's difficulty is noise to it; G = 1
+  will do. The batch is as in `batch_std`.
   """
   rewards = as_float(rewards, "reinforce_plus_plus", least=1)
   tokens = jnp.where(present(rewards), lengths, 0).astype(rewards.dtype)
@@ -186,16 +182,14 @@ ADVANTAGES = {
 
 _ACROSS = ("reinforce_plus_plus", "vanilla", "shrinkage", "beta_binomial")
 WITHIN_GROUPS = tuple(name for name in ADVANTAGES if name not in _ACROSS)
-"""Advantages that do not change if a number is added to a group's rewards. In
-groups of equal rewards they are 0: `core.dynamic_sampling` leaves these out."""
+"""Advantages that a constant added to a group's rewards does not change. They
+are 0 in groups of equal rewards, which `core.dynamic_sampling` leaves out."""
 
 OF_SUBSETS = {
   name: ADVANTAGES[name]
   for name in ("max_at_k", "min_at_k", "max_rl", "pairwise_rank")
 }
-"""Advantages that compare subsets of a group, whose importance weights would be
-products of their members'."""
+"""Advantages of subsets of a group, whose weights would be products."""
 
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
-"""Advantages that are `leave_one_out` times one number for the whole batch, as
-`statistics.group_size` needs them."""
+"""`leave_one_out` times one number per batch, for `statistics.group_size`."""

@@ -1,8 +1,8 @@
 """Baselines that pool prompts, to know a prompt's value better.
 
 A sample's own reward stays out of its baseline, so estimators stay unbiased.
-All axes but the last are the prompts of one batch: the whole batch, not a shard
-or a micro-batch of it, and without rows that only pad it.
+All axes but the last are the prompts of one whole batch, not of a shard or a
+micro-batch, and without rows that only pad it.
 """
 
 import jax
@@ -33,10 +33,10 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
   w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise. s2 (the
   variance within a group) and t2 (that of the prompts' values: of their means,
-  less s2 / G, at least 0) are estimated from the *other* prompts alone. Where
-  their rewards vary in no group, w = 0 (arXiv 2511.03710, with the sample and
-  its prompt left out). A group of equal rewards in a batch that varies is not
-  0. ValueError if G < 2, or for fewer than 3 prompts.
+  less s2 / G, at least 0) are estimated from the *other* prompts alone; w = 0
+  if none of their groups varies (arXiv 2511.03710, with the sample and its
+  prompt left out). Equal rewards in a batch that varies are not 0. ValueError
+  if G < 2, or for fewer than 3 prompts.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
@@ -74,7 +74,7 @@ def _of_other_prompts(
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
   """Estimates s2, t2 and the mean for each prompt from all others.
 
-  `squares` are sums of squared deviations of each prompt's rewards.
+  `squares` are each prompt's sums of squared deviations.
   """
   known = (counts > 0).astype(counts.dtype)  # the prompt has a mean,
   spread_out = (counts > 1).astype(counts.dtype)  # and a variance
@@ -84,8 +84,7 @@ def _of_other_prompts(
   within = within / jnp.maximum(sum_of_others(spread_out), 1)
   pooled = sum_of_others(means * known) / jnp.maximum(others, 1)
   # t2: the variance of the others' means, less what their noise adds to it.
-  # B x B numbers, because sums over all prompts minus one's own would leave
-  # rounding errors of prompts far from the others.
+  # B x B numbers: the total minus one's own would keep an outlier's rounding.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = known * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
@@ -105,18 +104,17 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
-  p proportional to the beta-binomial likelihood of those rewards. Unbiased for
-  any rewards: where the baseline is fitted they are clipped to [0, 1], and
-  those between count as parts of a success. G >= 2; memory for B G 150 numbers.
-  Equal rewards do not quite give 0.
+  p proportional to the beta-binomial likelihood of those rewards. It is
+  unbiased for any rewards: the baseline clips them to [0, 1] and counts those
+  between as parts of a success. G >= 2; memory for B G 150 numbers. Equal
+  rewards do not quite give 0.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
   rows = rewards.reshape(-1, group_size)
   rewarded, counts = present(rows), jnp.sum(present(rows), -1)
   rows = jnp.clip(jnp.where(rewarded, rows, 0), 0, 1)
-  # Log-likelihoods by trials, successes and prior; a group may have any number
-  # of rewards up to G.
+  # Log-likelihoods by trials (0 to G), successes and prior.
   table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))
   for trials in range(1, group_size + 1):
     table[trials, : trials + 1] = _log_marginals(trials)
@@ -144,7 +142,7 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def _log_marginals(trials: int) -> np.ndarray:
   """Beta-binomial log-likelihoods [trials + 1, 150] of 0 .. trials successes.
 
-  Up to what the whole grid has in common: each row's largest is 0.
+  Up to a constant per row: each row's largest is 0.
   """
 
   def rising(start):  # log of start (start + 1) ... (start + n - 1)

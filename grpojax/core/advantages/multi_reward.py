@@ -29,10 +29,9 @@ def normalize_then_sum(
   """Weighted sum of rewards, each of which is normalised in its group.
 
   As TRL's "normalize_then_sum" before its batch normalisation: without unit,
-  and every group sums to 0. A missing value (nan) counts as 0, the mean of
-  those that the function has; where no function has one the result is nan.
-  `epsilon` is added to the standard deviations, in units of the rewards.
-  ValueError if G < 2, or unless there is one weight per function.
+  and every group sums to 0. A missing value (nan) counts as 0, its function's
+  mean; the result is nan if all are missing. `epsilon` is added to the standard
+  deviations. ValueError if G < 2, or unless there is one weight per function.
   """
   values = as_float(values, "normalize_then_sum", least=2)
   weights = jnp.asarray(weights, values.dtype)

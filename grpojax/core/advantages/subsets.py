@@ -28,8 +28,8 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
     b_r = k [C(r-2, k) / C(G-1, k) - C(r-2, k-1) / C(G-1, k-1)]
         = -k (G-r+1) / (G-k) C(r-2, k-1) / C(G-1, k-1).
 
-  Each group sums to 0. k = 1 is `leave_one_out`. (PKPO, arXiv 2505.15201,
-  optimizes max@k by transformed rewards too.) ValueError if k < 1 or G <= k.
+  Each group sums to 0; k = 1 is `leave_one_out`. PKPO (arXiv 2505.15201) also
+  optimizes max@k. ValueError if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_at_k", k)
   return _of_gaps(rewards, *_weights(rewards.shape[-1], k))
@@ -40,9 +40,8 @@ def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 
   For binary rewards the objective is the sum of pass@j / j, whose gradient
   tends to that of log V as k grows: prompts that are seldom solved count most.
-  With k = G - 1 the advantage is the paper's (Z_i - mean Z) / mean Z, 0 where
-  no sample is right, which so is unbiased for the first G - 1 terms. ValueError
-  if k < 1 or G <= k.
+  k = G - 1 gives the paper's (Z_i - mean Z) / mean Z (0 if no sample is right),
+  so that is unbiased for the first G - 1 terms. ValueError if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_rl", k)
   return _of_gaps(rewards, *_sum_of_weights(rewards.shape[-1], k))
@@ -86,10 +85,10 @@ def min_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Share of the group's others that a sample beats, minus those it loses to.
 
-  A_i = mean_{j != i} sign(Z_i - Z_j), unbiased for the gradient of E sign(Z -
-  Z'), Z' the reward of a frozen copy of the policy. It is the same for any
-  increasing transformation of the rewards, and `leave_one_out` of binary ones.
-  G >= 2; advantages are in [-1, 1], and their gradient by the rewards is 0.
+  A_i = mean_{j != i} sign(Z_i - Z_j), in [-1, 1], unbiased for the gradient of
+  E sign(Z - Z'), Z' the reward of a frozen copy of the policy. Increasing
+  transformations of the rewards change nothing; for binary ones it is
+  `leave_one_out`. G >= 2; its gradient by the rewards is 0.
   """
   rewards = as_float(rewards, "pairwise_rank", least=2)
   mine, theirs = rewards[..., :, None], rewards[..., None, :]
@@ -107,8 +106,7 @@ def _checked(rewards: Array, name: str, k: int) -> Array:
 def _weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
   """Tables of a_r and b_r of `max_at_k`, r = 2 .. G, in float64: [n, r - 2].
 
-  One row for each number n = 0 .. G of rewards that a group may have; 0 where n
-  <= k, and from r = n + 1 on.
+  One row per number n = 0 .. G of rewards in a group; 0 if n <= k or r > n.
   """
   below, above = np.zeros((2, group_size + 1, group_size - 1))
   for n in range(k + 1, group_size + 1):

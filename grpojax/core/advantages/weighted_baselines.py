@@ -2,19 +2,17 @@
 
 A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j is unbiased for any weight
 of a sample by itself, and tends to the constant baseline with the least error,
-b* = E[|s|^2 Z] / E|s|^2, where w is as good as |s|^2 (E. Greensmith, P.
-Bartlett and J. Baxter, 2004; docs/theory.md, "The best baseline is not the
-value").
+b* = E[|s|^2 Z] / E|s|^2, if w is as good as |s|^2 (E. Greensmith, P. Bartlett
+and J. Baxter, 2004; docs/theory.md, "The best baseline is not the value"):
 
-| function        | w_j                               | costs                |
-|-----------------|-----------------------------------|----------------------|
-| length_weighted | tokens                            | nothing              |
-| score_weighted  | (sum over tokens of (1 - p)^2)^2  | nothing              |
-| optimal_token_  | the same, up to each token        | nothing              |
-| baseline        |                                   |                      |
+| function               | w_j                              |
+|------------------------|----------------------------------|
+| length_weighted        | tokens                           |
+| score_weighted         | (sum over tokens of (1 - p)^2)^2 |
+| optimal_token_baseline | the same, up to each token       |
 
-G >= 2; groups do not sum to 0. Where the weights of all the others are 0, their
-plain mean is the baseline.
+G >= 2; groups do not sum to 0. If all the others have weight 0, their plain
+mean is the baseline.
 """
 
 from collections.abc import Callable
@@ -65,8 +63,8 @@ def length_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the length-weighted mean of the group's other rewards.
 
-  For losses that sum over tokens (OPO, arXiv 2505.23585, with the sample itself
-  left out: unbiased, which OPO's mean over the whole group is not).
+  For losses that sum over tokens: OPO (arXiv 2505.23585), unbiased because the
+  sample itself is left out of the mean.
   """
   rewards = as_float(rewards, "length_weighted", least=2)
   return _minus_weighted_others(rewards, lengths, "lengths")
@@ -77,10 +75,9 @@ def logit_score_sq(
 ) -> Float[Array, "*B G"]:
   """Sum over tokens of (1 - p_t)^2: how unsure the policy was of them.
 
-  p_t is the probability under the distribution that the token was sampled from.
-  1 - p_t is the derivative of log p_t by the logit of token t itself. Those by
-  the other logits add less, and say less about |s|^2 (measured:
-  grpojax/studies/README.md).
+  p_t is the probability under the sampling distribution, 1 - p_t the derivative
+  of log p_t by the token's own logit. Those by other logits add less, and say
+  less about |s|^2 (measured: grpojax/studies/README.md).
   """
   return jnp.sum(token_score_sq(logprobs, mask), axis=-1)
 
@@ -92,7 +89,7 @@ def score_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the others' mean, weighted by how unsure the policy was.
 
-  w = (sum_t (1 - p_t)^2)^power: 2 for scores of tokens that point the same way,
+  w = (sum_t (1 - p_t)^2)^power: 2 for tokens whose scores point the same way,
   whose sum grows as their number; 1 for independent ones; 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
@@ -120,17 +117,17 @@ def optimal_token_baseline(
   A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over the others that
   have a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
   optimal token baseline (arXiv 2602.07078) without the sample's own reward, and
-  so unbiased. Where no other is as long, their plain mean is the baseline.
+  so unbiased. If no other is as long, their plain mean is the baseline.
 
   With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
   of (1 - p)^2 it is verl's `optimal_token_baseline` and, of several turns,
-  `tir_optimal_token_baseline` with handle_zero_tail: the own reward is in the
-  mean, which scales each token's gradient by another number, and the longest
-  sample has no baseline where it is alone.
+  `tir_optimal_token_baseline` with handle_zero_tail: the own reward in the mean
+  scales each token's gradient by another number, and a longest sample that is
+  alone has no baseline.
 
   `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards
-  from each sampled token on, 0 after the end. Tokens that are not `sampled` do
-  not count, and get 0.
+  from each sampled token on, 0 after the end. Other tokens do not count, and
+  get 0.
   """
   rewards = jnp.asarray(rewards)
   if rewards.shape == sampled.shape[:-1]:

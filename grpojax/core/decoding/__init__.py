@@ -163,8 +163,8 @@ class Compaction(NamedTuple):
   def sizes(self, stage: int, tokens: int) -> list[int]:
     """Returns the sizes of parts that are compiled for a stage, descending.
 
-    Stage 0 has all rows. A program of one sample per prompt (an evaluation's)
-    has one more size at most, since it runs seldom.
+    Stage 0 has all rows. With one sample per prompt (an evaluation, which runs
+    seldom) there is one more size at most.
     """
     if tokens < LEAST_TOKENS:
       return [self.size]

@@ -189,8 +189,7 @@ def _append(
 ) -> Trajectories:
   """Draws the next token of the rows that are `alive`."""
   samples, t = rows.samples, rows.samples.length
-  # The last token of each row goes through the model; the prompt predicts the
-  # first one.
+  # Each row's last token goes through the model; prompts predict the first one.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
   hidden, cache, experts = loops.extend(

@@ -98,9 +98,8 @@ def _threshold(
 
   Exact, by bisection of the bits of v. Nothing is sorted: devices that share a
   vocabulary exchange 32 sums per row, and no logits. Weights are not negative.
-
-  The result has no gradient; it is NaN, below which there is nothing, if v is
-  -inf or all logits together do not weigh enough.
+  v has no gradient; it is NaN, below which there is nothing, if it is -inf or
+  all logits together do not weigh enough.
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
@@ -163,8 +162,8 @@ def _blocks(vocab_size: int) -> int:
 def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
   """Draws uniform numbers of each key, odd multiples of 2^-24 in (0, 1).
 
-  These are middles of `jax.random.uniform`'s steps: 0 itself would select the
-  first weight however small it is.
+  `jax.random.uniform` can be 0, which would select the first weight of any
+  size.
   """
 
   def draw(key):

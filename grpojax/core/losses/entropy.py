@@ -97,8 +97,8 @@ def highest_entropy(
 
   Of n tokens the floor(share (n - 1)) + 1 of highest entropy, and those that
   tie with the last of them: all that reach the quantile 1 - share of the
-  entropies (arXiv 2506.01939, equation 5, with share 0.2). The entropy may be
-  anything where the mask is False; the result is False there.
+  entropies (arXiv 2506.01939, equation 5, with share 0.2). Outside the mask the
+  entropy may be anything, and the result is False.
   """
   falling = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
   last = jnp.floor(share * (jnp.sum(mask) - 1).astype(jnp.float32))

@@ -72,8 +72,7 @@ def kl_penalty(
 def clean_logprobs(logprobs: Array, mask: Array) -> Array:
   """Log-probabilities in float32 or better, 0 on padding, never -inf."""
   dtype = jnp.promote_types(logprobs.dtype, jnp.float32)
-  # The floor keeps -inf - (-inf) = nan away, where both policies exclude a
-  # token.
+  # The floor avoids -inf - (-inf) = nan, where both policies exclude a token.
   floored = jnp.maximum(logprobs.astype(dtype), jnp.finfo(dtype).min)
   return jnp.where(mask, floored, 0.0)
 
@@ -99,6 +98,5 @@ PLACEMENTS = {
   "ratio": {"k1": k1, "k3": k3},
   "reward": {"k1": kl_penalty},
 }
-"""Placements of a KL term, and the estimators of use there: a term of the loss,
-one times the ratio (`kl_correction`), or a penalty taken from the reward. None
-is a function of no token: `grpo_loss` gets its values."""
+"""Estimators by placement: a term of the loss, one times the ratio
+(`kl_correction`), a penalty in the reward. None: `grpo_loss` gets values."""

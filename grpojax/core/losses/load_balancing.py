@@ -29,8 +29,8 @@ def load_weights(
   """Weights in the load of each token of prompts and completions.
 
   A prompt's token counts once for each of its completions that is learned from,
-  however a batch is split or packed. Importance weights of prompts and tokens
-  of environments do not count.
+  however a batch is split or packed. Importance weights and tokens of
+  environments do not count.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
@@ -44,11 +44,10 @@ def load_balancing_loss(
   """Returns X sum_x f_x P_x, or a part's share of that of the `whole` batch.
 
   f_x is the share of all tokens that goes to expert x, P_x its mean
-  probability, over tokens and layers together (Fedus et al. 2021, arXiv
-  2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` has
-  it). With k experts a token it is k where they are used evenly, up to X where
-  all tokens go to the same ones. f_x, a count, has no gradient. (Over a whole
-  batch: arXiv 2501.11873.)
+  probability, over tokens and layers together (arXiv 2101.03961, equations 4 to
+  6, as transformers' `load_balancing_loss_func`; over a whole batch: arXiv
+  2501.11873). With k experts a token it is k if they are used evenly, up to X
+  if all tokens go to the same ones. f_x, a count, has no gradient.
   """
   whole = load if whole is None else whole
   count = jnp.maximum(whole.count, 1.0)

@@ -97,7 +97,7 @@ def off_policy_sequences(
 ) -> Bool[Array, "B G"]:
   """True for sequences that are worse than their group, and off-policy.
 
-  Those with A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats a token
+  A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats a token
   (DeepSeek-V3.2, arXiv 2512.02556, equation 9). As in TRL, drift of the updates
   and mismatch of the rollout count together.
   """
@@ -118,12 +118,11 @@ def make_correction(
   trainer's old log-probabilities (with the rollout's, these weights are 1).
   `off_policy_sequences` are left out from `threshold` nats per token on.
 
-  Returns:
-    `(logprobs, batch) -> (is_weights, left_out, aux)`, or None if there is
-    nothing to correct: weights [B, G, T] (None without a `correction`), True
-    for sequences [B, G, 1] not in the surrogate (None without a `threshold`),
-    and `is_weight`, `is_weight_bounded` (out of bounds) and
-    `off_policy_masked`, to be logged as means over tokens.
+  Returns `(logprobs, batch) -> (is_weights, left_out, aux)`, or None if there
+  is nothing to correct: weights [B, G, T] (None without a `correction`), True
+  for sequences [B, G, 1] not in the surrogate (None without a `threshold`), and
+  `is_weight`, `is_weight_bounded` (out of bounds) and `off_policy_masked`, to
+  be logged as means over tokens.
   """
   if correction == "none" and threshold is None:
     return None

@@ -53,10 +53,7 @@ SurrogateFn = Callable[..., tuple[Array, Aux]]
 
 
 def token_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Mask) -> Tokens:
-  """Importance ratio of each token, pi / pi_old: PPO's and GRPO's.
-
-  Log-ratios above 20 count as 20.
-  """
+  """Importance ratio of each token, pi / pi_old, at most exp(20): PPO's."""
   return jnp.exp(masked_log_ratio(logprobs, old_logprobs, mask))
 
 
@@ -67,8 +64,8 @@ def sequence_ratio(
 
   s_i = exp((1 / |o_i|) sum_t log(pi_t / pi_old_t)) (arXiv 2507.18071, equation
   7). With `sequence_mean` weights the loss is (1/N) sum_i f(s_i), exactly
-  GSPO's. Its clip bounds are much closer to 1 than those of token ratios (3e-4
-  and 4e-4 in the paper).
+  GSPO's, whose clip bounds are much closer to 1 than token ratios' (3e-4 and
+  4e-4).
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -81,9 +78,9 @@ def trajectory_ratio(
 ) -> Tokens:
   """Importance ratio of a whole completion, at each token: VESPO's.
 
-  The value at each token is w_i = prod_t pi_t / pi_old_t; its gradient is w_i
-  grad log pi_t, of that token alone, as in GSPO-token (arXiv 2507.18071,
-  equation 14). Log-ratios above 20 count as 20.
+  The value at each token is w_i = prod_t pi_t / pi_old_t, at most exp(20); its
+  gradient is w_i grad log pi_t, of that token alone, as in GSPO-token (arXiv
+  2507.18071, equation 14).
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   value = jax.lax.stop_gradient(log_ratio)
@@ -138,7 +135,7 @@ def cispo(
   """CISPO: REINFORCE with importance weights that are clipped.
 
   -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
-  5). The bounds are of the ratio itself, and 1 is between them. Logs
+  5). The bounds are of the ratio itself, with 1 between them. Logs
   `clip_fraction_low` and `_high`: that bound stands in for the ratio.
   """
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
@@ -164,11 +161,10 @@ def dppo_tv(
   -sg(min(r, dppo_ratio_max)) A log pi, and 0 where pi - pi_old of the sampled
   token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound of
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
-  A ratio alone bounds rare tokens too much and frequent ones too little. Of the
-  `token_ratio`. Logs as `clipped` does.
-
-  `of_kl` bounds KL(pi_old || pi) of "this token or another" instead, in nats
-  and with the sign of pi - pi_old (Binary-KL): the surrogate `dppo_kl`.
+  A ratio alone bounds rare tokens too much and frequent ones too little. Takes
+  the `token_ratio`; logs as `clipped` does. `of_kl` (the surrogate `dppo_kl`)
+  bounds KL(pi_old || pi) of the same, in nats with the sign of pi - pi_old
+  (Binary-KL).
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
   new, old = jnp.exp(logprob), jnp.exp(jnp.minimum(logprob - _log(ratio), 0.0))
@@ -223,9 +219,9 @@ def sapo(
   """SAPO: a sigmoid in the place of the clip.
 
   -A (4 / tau) sigmoid(tau (r - 1)), with one tau > 0 where A > 0 and one
-  elsewhere (arXiv 2511.20347, equations 5 and 6). The value on-policy is
-  -2 A / tau, not -A. Logs `gradient_weight`, r sech^2(tau (r - 1) / 2): the
-  multiple of REINFORCE's gradient.
+  elsewhere (arXiv 2511.20347, equations 5 and 6); on-policy -2 A / tau, not -A.
+  Logs the multiple of REINFORCE's gradient, r sech^2(tau (r - 1) / 2), as
+  `gradient_weight`.
   """
   del logprobs
   tau = jnp.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
@@ -247,8 +243,8 @@ def vespo(
   """VESPO: REINFORCE weighted by a gamma kernel of the importance ratio.
 
   -sg(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), with k and lambda of
-  their own where A < 0 (arXiv 2602.10693). phi(1) = 1, and phi is largest at
-  w = k / lambda. The paper's w is the `trajectory_ratio`. Logs phi as
+  their own where A < 0 (arXiv 2602.10693). phi(1) = 1, and phi is largest at w
+  = k / lambda. The paper's w is `trajectory_ratio`. Logs phi as
   `gradient_weight`.
   """
   ratios, positive = jax.lax.stop_gradient(ratios), advantages >= 0

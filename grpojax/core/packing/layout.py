@@ -38,8 +38,8 @@ def first_fit(
 ) -> tuple[Int[np.ndarray, "B G"], Int[np.ndarray, "B G"]]:
   """Puts each sample into the first row with room for it, the longest first.
 
-  First fit decreasing needs at most 11/9 of the fewest rows possible, and one
-  (Johnson 1973). Returns the row and the start of each sample.
+  It needs at most 11/9 of the fewest rows possible, and one (Johnson 1973).
+  Returns the row and the start of each sample.
   """
   prompts = np.arange(len(lengths))
   rows, starts, used = (np.zeros(lengths.shape, np.int32) for _ in range(3))
@@ -155,7 +155,7 @@ def _cost(
 ) -> float:
   """Returns the cost of tokens and of attention in rows of W or P tokens.
 
-  Attention to all keys is taken for half of the other work per token.
+  Attention to all keys counts half of the other work per token.
   """
   p = batch.prompt_length
   pairs = rows * width * (width + p) + prompts * p * p
@@ -253,11 +253,10 @@ def plan(
   A function of the lengths alone, so that a resumed run computes the same.
   Completions have 0 to T = `length` tokens (0 leaves one out), prompts 0 to P =
   `prompt_length`. An unpacked minibatch has `micro_batches`; packed it has as
-  few as are not larger than these.
-
-  Returns a packing of numpy arrays. None if the batch as it is costs no more,
-  if no micro-batch would be small enough, or if the mesh in context cuts
-  groups. ValueError if the batch cannot be divided (`micro_batches.cuts`).
+  few as are not larger than these. Returns a packing of numpy arrays; None if
+  the batch as it is costs no more, if no micro-batch would be small enough, or
+  if the mesh in context cuts groups. ValueError if the batch cannot be divided
+  (`micro_batches.cuts`).
   """
   lengths = np.asarray(lengths, np.int32)
   prompts = np.asarray(prompts, np.int32)

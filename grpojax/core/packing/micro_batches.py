@@ -14,8 +14,8 @@ def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
   """Divides micro-batches among B prompts and their groups of G.
 
   Returns the number of parts of the prompts and of each group, whose product is
-  `micro_batches`; ValueError if there is none. With a mesh in context each
-  micro-batch has a prompt for each device if possible.
+  `micro_batches`; ValueError if there is none. On a mesh each micro-batch has a
+  prompt per device if possible.
   """
   shards = row_shards(jax.sharding.get_abstract_mesh())
   on_device = prompts // shards if prompts % shards == 0 else prompts
