@@ -32,8 +32,7 @@ def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
 
   `varied` are all groups in the order drawn, until `size` varied or a limit was
   reached. If group m was the last needed, the estimate is (size - 1) / (m - 1)
-  (Haldane, 1945), else the share of groups that vary (Girshick, Mosteller and
-  Savage, 1946).
+  (Haldane, 1945), else the share of groups that vary (Girshick et al., 1946).
   """
   places = np.flatnonzero(varied)
   if len(places) < size:

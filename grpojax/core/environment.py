@@ -211,8 +211,7 @@ def advance(
   observation and one token more, or a further turn, the trajectory ends without
   the observation, from which nothing would be learned.
 
-  Returns the episodes, where an environment was done, and where a trajectory is
-  over, done or not.
+  Returns the episodes, where environments were done, where trajectories ended.
   """
   each = jax.vmap(jax.vmap(environment.step))
 

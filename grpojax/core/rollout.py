@@ -70,8 +70,7 @@ def rollout(
     key: Random key, which reproduces the completions exactly.
     group_size: G, completions a prompt.
     max_new_tokens: T, the longest completion, EOS included.
-    eos_ids: Ids that end a completion and stay part of it, or `Ends` with stop
-      strings as well.
+    eos_ids: Ids that end a completion, as its last token; or `Ends`.
     pad_id: Id that is written after the end; may equal an EOS.
     sampling: Distribution to draw from.
     budgets: Tokens that each sample may spend, at most T; None means T for all.

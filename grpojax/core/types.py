@@ -51,8 +51,7 @@ class LM(NamedTuple):
 
   Attributes:
     init: `(key) -> params`.
-    prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`, of
-      right-padded prompts.
+    prefill: `(params, right-padded prompt_ids [B, P], prompt_mask) -> Prefix`.
     extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
       segments=None) -> (hidden [B, G, S, D], cache)`. Each token attends to its
       prompt and causally to its own completion. Without a cache `ids` are whole
@@ -92,8 +91,7 @@ class LM(NamedTuple):
       [B, P, X])`.
     extend_with_experts: its `extend` with a cache, or None: `(hidden, cache,
       experts [B, G, S, X])`.
-    forward_mode: the same model in functions that `jax.jvp` differentiates, or
-      None where these are.
+    forward_mode: the same model for `jax.jvp`, or None if this one will do.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
       sampling.Parts [B, G, n]`, drawn without logits in memory, or None.
   """

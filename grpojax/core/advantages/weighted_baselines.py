@@ -11,8 +11,7 @@ and J. Baxter, 2004; docs/theory.md, "The best baseline is not the value"):
 | score_weighted         | (sum over tokens of (1 - p)^2)^2 |
 | optimal_token_baseline | the same, up to each token       |
 
-G >= 2; groups do not sum to 0. If all the others have weight 0, their plain
-mean is the baseline.
+G >= 2; groups do not sum to 0. Others that all have weight 0 count equally.
 """
 
 from collections.abc import Callable
@@ -122,12 +121,11 @@ def optimal_token_baseline(
   With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
   of (1 - p)^2 it is verl's `optimal_token_baseline` and, of several turns,
   `tir_optimal_token_baseline` with handle_zero_tail: the own reward in the mean
-  scales each token's gradient by another number, and a longest sample that is
-  alone has no baseline.
+  scales each token's gradient by another number, and a lone longest sample has
+  no baseline.
 
   `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards
-  from each sampled token on, 0 after the end. Other tokens do not count, and
-  get 0.
+  from each sampled token on, 0 after the end. Other tokens get 0.
   """
   rewards = jnp.asarray(rewards)
   if rewards.shape == sampled.shape[:-1]:

@@ -162,8 +162,7 @@ def _blocks(vocab_size: int) -> int:
 def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
   """Draws uniform numbers of each key, odd multiples of 2^-24 in (0, 1).
 
-  `jax.random.uniform` can be 0, which would select the first weight of any
-  size.
+  (0, as of `jax.random.uniform`, would select the first weight of any size.)
   """
 
   def draw(key):

@@ -64,8 +64,7 @@ def sequence_ratio(
 
   s_i = exp((1 / |o_i|) sum_t log(pi_t / pi_old_t)) (arXiv 2507.18071, equation
   7). With `sequence_mean` weights the loss is (1/N) sum_i f(s_i), exactly
-  GSPO's, whose clip bounds are much closer to 1 than token ratios' (3e-4 and
-  4e-4).
+  GSPO's. Clip bounds are much closer to 1 than token ratios' (3e-4 and 4e-4).
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -163,8 +162,7 @@ def dppo_tv(
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
   A ratio alone bounds rare tokens too much and frequent ones too little. Takes
   the `token_ratio`; logs as `clipped` does. `of_kl` (the surrogate `dppo_kl`)
-  bounds KL(pi_old || pi) of the same, in nats with the sign of pi - pi_old
-  (Binary-KL).
+  bounds Binary-KL, KL(pi_old || pi) in nats with the sign of pi - pi_old.
   """
   ratio, logprob = jax.lax.stop_gradient((ratios, logprobs))
   new, old = jnp.exp(logprob), jnp.exp(jnp.minimum(logprob - _log(ratio), 0.0))
