@@ -124,9 +124,10 @@ def bare(function):
 
 
 ONES = jnp.ones((2, 3, 4))
+TWO = jnp.ones((2, 4))
+of_tokens = functools.partial(Objective, "optimal_token_baseline")
 LOSS = dict(logprobs=ONES, advantages=ONES[..., 0], weights=ONES, mask=ONES > 0)
 SHAPES = r"advantages \[B, G\]"
-PER_TOKEN = "is one a token: .*use"
 SHORT = {"group_size": 1, "max_new_tokens": 1, "eos_ids": 0}
 PLATEAU = optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau())
 HOST = "reward_fn reads .*on the host"
@@ -196,43 +197,19 @@ REFUSED = [
     ),
   ),
   # Advantages and losses.
-  (
-    PER_TOKEN,
-    lambda lm: Objective("optimal_token_baseline", surrogate="gmpo"),
-  ),
-  (
-    PER_TOKEN,
-    lambda lm: Objective("optimal_token_baseline", off_policy_threshold=0.1),
-  ),
+  ("is one a token: .*use", lambda lm: of_tokens(surrogate="gmpo")),
+  ("is one a token: .*use", lambda lm: of_tokens(off_policy_threshold=0.1)),
   ("rewards", lambda lm: bare(advantages.vanilla)(jnp.float32(1.0))),
-  (
-    r"need values \(3,\)",
-    lambda lm: bare(advantages.oracle)(jnp.ones((3, 2)), jnp.ones((3, 2))),
-  ),
-  (
-    "need logit_score_sq of the same",
-    lambda lm: bare(score_weighted)(jnp.ones((2, 4)), jnp.ones((2, 3))),
-  ),
-  (
-    "need lengths of the same",
-    lambda lm: bare(length_weighted)(jnp.ones((2, 4)), jnp.ones((2, 3))),
-  ),
-  ("at least 3 prompts, not 2", lambda lm: shrinkage(jnp.ones((2, 4)))),
-  ("not k = 0", lambda lm: max_at_k(jnp.ones((2, 4)), k=0)),
-  ("not k = 0", lambda lm: min_at_k(jnp.ones((2, 4)), k=0)),
-  (
-    r"one weight a reward .*\(3,\), not \(2",
-    lambda lm: normalize_then_sum(jnp.ones((3, 3, 4)), [1.0, 2.0]),
-  ),
-  (
-    "group size G >= 2",
-    lambda lm: normalize_then_sum(jnp.ones((2, 3, 1)), [1.0, 2.0]),
-  ),
+  (r"need values \(2,\)", lambda lm: bare(advantages.oracle)(TWO, TWO)),
+  ("need logit_score_sq of", lambda lm: bare(score_weighted)(TWO, ONES[0])),
+  ("need lengths of", lambda lm: bare(length_weighted)(TWO, ONES[0])),
+  ("at least 3 prompts, not 2", lambda lm: shrinkage(TWO)),
+  ("not k = 0", lambda lm: max_at_k(TWO, k=0)),
+  ("not k = 0", lambda lm: min_at_k(TWO, k=0)),
+  ("one weight a reward", lambda lm: normalize_then_sum(ONES, [1.0])),
+  ("group size G >= 2", lambda lm: normalize_then_sum(ONES[..., :1], [1, 2])),
   ("needs ref_logprobs", lambda lm: grpo_loss(**LOSS, beta=0.1)),
-  (
-    SHAPES,
-    lambda lm: bare(grpo_loss)(**LOSS | {"advantages": ONES[:, :1, 0]}),
-  ),
+  (SHAPES, lambda lm: bare(grpo_loss)(**LOSS | {"advantages": TWO})),
   (SHAPES, lambda lm: bare(grpo_loss)(**LOSS | {"weights": ONES[:1]})),
   (SHAPES, lambda lm: bare(grpo_loss)(**LOSS, old_logprobs=ONES[..., :1])),
 ]
