@@ -71,9 +71,9 @@ def advantage_errors(
 def metrics(
   errors: AdvantageErrors, c1: Float[Array, ""], prompts: int
 ) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log; c1 is the same for all unbiased advantages.
+  """Scalars for a log, in addition to those of `diagnostics.metrics`.
 
-  `prompts` is B of the whole step.
+  c1 is the same for all unbiased advantages; `prompts` is the whole step's B.
   """
   return {
     **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},

@@ -1,9 +1,10 @@
 """Unbiased estimates of `Components`, from directional derivatives of scores.
 
 V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the score
-of sample i of prompt x in direction v, Z[x, i] its reward. As E[v v^T] = I,
-E_v[a_i a_j] = s_i . s_j, so a mean over directions estimates any quadratic
-function of scores. Products of expectations use distinct samples: no bias.
+of sample i of prompt x in direction v, Z[x, i] its reward. Random directions
+have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and a mean over them estimates
+any quadratic function of scores. All is unbiased because products of
+expectations are products over distinct samples.
 """
 
 from typing import NamedTuple

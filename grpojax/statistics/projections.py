@@ -17,7 +17,7 @@ from grpojax.core.types import LM, Params, Rollout
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
-  """Draws random signs, E[v v^T] = I: least fourth moment, noise in squares."""
+  """Draws random signs: E[v v^T] = I, with the least noise in squares."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
   signs = [

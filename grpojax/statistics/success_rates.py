@@ -110,5 +110,5 @@ PRIORITIES: dict[str, Callable[..., Float[np.ndarray, "n"]]] = {
   "band": in_band,
   "target": density,
 }
-"""Priorities by name: `(a, b, *, settings it has) -> [n]`, not negative; only
-ratios matter."""
+"""Priorities by name: `(a, b, *, settings) -> [n]`, not negative, of which only
+ratios matter. Each gets the settings that it has a parameter for."""

@@ -252,7 +252,7 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
 
 
 def best_rates(tuned: Tuned) -> list[float]:
-  """Each arm's learning rate of highest mean reward; exits if it had none."""
+  """Each arm's learning rate of highest mean reward; exits if one has none."""
   by_arm: dict[int, dict[float, float]] = {arm: {} for arm, _ in tuned}
   for (arm, rate), reward in tuned.items():
     if not math.isnan(reward):

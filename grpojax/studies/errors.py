@@ -1,10 +1,10 @@
 """Mean squared errors of gradient estimators, from a pool of completions.
 
-A pool is S completions of one prompt. An estimator's error depends on their
-rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the gradients
-s = grad log pi(Y|x) by all parameters. A real model's completions cannot be
-enumerated, so measured errors and the theory's moments are unbiased estimates.
-Notation as in `statistics.u_statistics` (arXiv 2603.01162).
+A pool is S completions of one prompt. An estimator's error depends only on
+their rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the
+gradients s = grad log pi(Y|x) by all parameters. A real model's completions
+cannot be enumerated, so measured errors and the theory's moments are unbiased
+estimates. Notation as in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
 import functools
@@ -278,7 +278,7 @@ def group_errors(
 ) -> tuple[Estimators, Estimators]:
   """Measures the mean squared errors of groups of completions.
 
-  Returns errors [len(group_sizes)], and without each block [b, same].
+  Returns errors [group sizes], and without each block [b, group sizes].
 
   The pool is divided into b >= 3 blocks, each block into groups of G; group
   sizes divide S / b. The error of a group's estimate is ||ghat||^2 - 2 ghat.g +

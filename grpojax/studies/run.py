@@ -184,7 +184,7 @@ def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
-  """Makes the unfinished training runs; exits on another config or a stop."""
+  """Makes the unfinished runs; exits if one has another config or stops."""
   compilation.keep()  # the runs have programs in common
   unfinished = []
   with command_line.usage_errors():
@@ -215,7 +215,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """Reads a row per training step, which all must be there, with accuracies."""
+  """Reads a row per training step, with its accuracy if any; refuses gaps."""
   run = training_run(directory, name)
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS
@@ -236,7 +236,7 @@ def trained(
   directory: pathlib.Path,
   metrics: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-  """Makes training runs; returns a row a step: run's labels, then `metrics`."""
+  """Makes training runs; returns a row per step: labels, then `metrics`."""
   train_all(runs, directory)
   return [
     {**of_run, "step": row["step"]}

@@ -160,7 +160,7 @@ def linear_gap(
 def distances(
   a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
 ) -> tuple[float, float]:
-  """Kolmogorov-Smirnov, max |F_a - F_b|, and Wasserstein-1, its integral."""
+  """Largest |F_a - F_b| (Kolmogorov-Smirnov), its integral (Wasserstein-1)."""
   furthest = scipy.stats.ks_2samp(a, b, method="asymp").statistic
   return float(furthest), float(scipy.stats.wasserstein_distance(a, b))
 

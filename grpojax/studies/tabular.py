@@ -47,7 +47,7 @@ class Population(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws features, and rewards by sign: common plus `spread` own normals."""
+  """Draws normal features and reward signs: common plus `spread` times own."""
   rng = np.random.default_rng(seed)
 
   def draw(*shape):

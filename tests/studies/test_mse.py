@@ -238,7 +238,7 @@ def test_one_model_asked_in_three_ways(
     bench = samples.open_bench(config, name)
     ((prompts, (example,)),) = bench.batches
     texts[name] = example["prompt_text"]
-    assert prompts.prompt_mask.all()  # nothing is cut off
+    assert prompts.prompt_mask.all()  # no padding
     assert bench.reward("", answer, example) == 1
     ends = map(bench.policy.tokenizer.decode, bench.policy.eos_ids)
     one_line = problems == "questions" and name != "instruct"
