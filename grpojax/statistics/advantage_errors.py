@@ -1,11 +1,8 @@
 """Error of a gradient with any unbiased advantages of each group by itself.
 
-The errors of whole groups and of their halves give both terms of
-
-    G MSE(G) = c2 + c3 / (G - 1)
-
-given the prompt: exact for leave-one-out, and up to terms of order 1 / G^2 for
-weighted means of the others. Notation as in `component_estimates`.
+Errors of whole groups and of their halves give both terms of G MSE(G) = c2 +
+c3 / (G - 1) given the prompt: exactly for leave-one-out, up to order 1 / G^2
+for weighted means of the others. Notation as in `component_estimates`.
 """
 
 from collections.abc import Callable
@@ -35,7 +32,7 @@ def advantage_errors(
   advantage: Callable[..., Array],
   weights: dict[str, Shaped[Array, "B G"]],
 ) -> AdvantageErrors:
-  """Estimates the error of a group's gradient at G and G // 2, as c2 and c3.
+  """Estimates c2 and c3 from the errors of groups of G and G // 2.
 
   V >= 2, B >= 2, and rewards are finite. `advantage(rewards, **weights)` is
   unbiased, and of each group by itself.
@@ -76,8 +73,7 @@ def metrics(
 ) -> dict[str, Float[Array, ""]]:
   """Scalars for a log, in addition to those of `diagnostics.metrics`.
 
-  c1, the error between prompts, is the same for all unbiased advantages;
-  `prompts` is B of the whole step.
+  c1 is the same for all unbiased advantages; `prompts` is the whole step's B.
   """
   return {
     **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},

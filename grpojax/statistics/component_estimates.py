@@ -1,10 +1,10 @@
 """Unbiased estimates of `Components`, from directional derivatives of scores.
 
-Shapes: V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the
-score of sample i of prompt x in direction v, and Z[x, i] its reward. Random
-directions have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and a mean over
-directions estimates any quadratic function of scores. All is unbiased because
-products of expectations are products over distinct samples.
+V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the score
+of sample i of prompt x in direction v, Z[x, i] its reward. Random directions
+have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and a mean over them estimates
+any quadratic function of scores. All is unbiased because products of
+expectations are products over distinct samples.
 """
 
 from typing import NamedTuple
@@ -31,9 +31,9 @@ def _baselines(
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
   """Constant baselines with the least variance, E[||s||^2 Z] / E||s||^2.
 
-  E[s] = 0, so a baseline b that does not depend on the samples it is subtracted
-  from leaves E[s (Z - b)] = g(x). Returns those from all prompts but one, and
-  but two (without meaning on the diagonal), given group means of a^2 and a^2 Z.
+  From all prompts but one, and but two (without meaning on the diagonal), given
+  group means of a^2 and a^2 Z. E[s] = 0, so E[s (Z - b)] = g(x) for a baseline
+  b that is independent of the samples.
   """
 
   def sums_without(values):  # one prompt [B], or two [B, B]
@@ -115,10 +115,7 @@ def prompt_estimates(
 
 
 def combine(sums: PromptEstimates, count: int) -> Components:
-  """Computes the components from sums over `count` prompts.
-
-  `sums.pairs` is over all count (count - 1) ordered pairs.
-  """
+  """Computes components from sums over `count` prompts and ordered pairs."""
   mean = jax.tree.map(lambda x: x / count, sums)
   # Products of different prompts have the mean ||E_x g(x)||^2.
   gradient_sq = mean.pairs / (count - 1)

@@ -53,10 +53,9 @@ def diagnose(
 ) -> Diagnosis:
   """Estimates the components of the gradient's error, and the best group size.
 
-  V >= 2, B >= 3 and G >= 3, else a ValueError. Rewards are those that the
-  advantages are computed from; one that is not finite makes all estimates nan.
-  `num_prompts` are those of the whole step, for `mse` and `snr`, if these are
-  only some of them.
+  V >= 2, B >= 3 and G >= 3, else a ValueError. Rewards are the inputs of the
+  advantages; one that is not finite makes all estimates nan. `mse` and `snr`
+  are of a step of `num_prompts` prompts, by default B.
   """
   tangents, prompts, group_size = projections.shape
   if tangents < 2 or prompts < 3 or group_size < 3:
@@ -88,10 +87,10 @@ def diagnose(
 
 
 def metrics(diagnosis: Diagnosis) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log; docs/group-size.md says what each of them means.
+  """Scalars for a log, explained in docs/group-size.md.
 
-  Gradients are in nats x reward per unit of a parameter, of the parameters that
-  move (`score_projections`); components and errors are squared lengths of such.
+  Gradients by the moving parameters are in nats x reward per unit of parameter;
+  components and errors are squared lengths of these.
   """
   row = {}
   for name in ("c1", "c2", "c3"):

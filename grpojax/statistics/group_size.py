@@ -1,8 +1,7 @@
 """Error of a batch's gradient against the group size, and the best size.
 
-Of N = B G samples, large groups know the value V(x) of their prompt well, but
-are of few prompts. The best size moves while a policy trains: `observe` tracks
-it.
+Of N = B G samples, large groups know their prompt's value V(x) well, but leave
+few prompts. `observe` tracks the best size, which moves in training.
 """
 
 import typing
@@ -36,7 +35,7 @@ def components(
   gradients: Float[Array, "X d"],
   weights: Float[Array, "X"] | None = None,
 ) -> Components:
-  """Averages the exact moments and gradients g(x) of all prompts that exist.
+  """Averages all prompts' exact moments and gradients g(x).
 
   `weights` are the prompts' probabilities; None is uniform.
   """
@@ -96,12 +95,9 @@ def optimal_group_size(
 
   G* = 1 + sqrt(c3 / c1) at any budget (arXiv 2603.01162, Theorem 7, has sqrt(c3
   / c1) from an upper bound). If each prompt costs `prompt_cost` = kappa
-  completions, G* minimises (kappa + G) (c1 + c2 / G + c3 / (G (G - 1))), a
-  convex function of G > 1; only then c2 matters. It is inf where c1 <= 0, and
-  nan where a component is.
-
-  Raises:
-    ValueError: a negative prompt_cost.
+  completions (negative: ValueError), G* minimises (kappa + G) (c1 + c2 / G + c3
+  / (G (G - 1))), a convex function of G > 1; only then c2 matters. G* is inf
+  where c1 <= 0, and nan where a component is.
   """
   if not prompt_cost >= 0:
     raise ValueError(
@@ -126,10 +122,10 @@ def optimal_group_size_in_epochs(
 ) -> Float[Array, "*X"]:
   """Group size with the smallest error of `mse_curve` for a finite set.
 
-  It is max(G*, N / M), with `best` = G* of an infinite set and M / (M - 1) c1
-  in the place of c1: within an epoch the finite set takes a constant from the
-  error, which leaves G*; groups of less than N / M would return to prompts
-  before the epoch ends, which saves nothing between prompts.
+  max(G*, N / M), with `best` = G* of an infinite set and M / (M - 1) c1 for c1:
+  within an epoch the finite set takes a constant from the error, which leaves
+  G*; groups below N / M would return to prompts before the epoch ends, which
+  saves nothing between prompts.
   """
   return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 
@@ -167,15 +163,12 @@ def _others_at_a_cost(
 @typing.no_type_check
 @struct.dataclass
 class GroupSizeChoice:
-  """Group size of the next step, and the estimates that it rests on.
-
-  These are discounted sums, and the squared standard errors of the sums.
-  """
+  """Group size of the next step, and the discounted sums that it rests on."""
 
   group_size: Int[Array, ""]  # a power of two
   c1: Float[Array, ""]
   c3: Float[Array, ""]
-  c1_variance: Float[Array, ""]
+  c1_variance: Float[Array, ""]  # squared standard error of the sum c1
   c3_variance: Float[Array, ""]
 
 

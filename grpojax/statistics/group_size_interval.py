@@ -22,8 +22,8 @@ def group_size_interval(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
-  The covariances of the components' errors are estimated from B prompts and
-  from V directions. The bounds are 1 and inf where nothing is known.
+  Takes the components' covariances over prompts and over directions. Unknown
+  bounds are 1 and inf.
   """
   # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho: a
   # sum w1 + w2 of variances with B - 1 and V - 1 of them has
@@ -46,10 +46,9 @@ def pooled_group_size(
   c3: Float[np.ndarray, "D"],
   interval: tuple[float, float] = (1.0, math.inf),
 ) -> tuple[float, float, float]:
-  """G* of a whole run, from its diagnoses: 1 + sqrt(mean c3 / mean c1).
+  """G* of a run's D diagnoses, 1 + sqrt(mean c3 / mean c1), with 95% bounds.
 
-  Returns G*, and the bounds of its 95% interval over diagnoses: `interval` for
-  a single diagnosis, 1 and inf for two.
+  The bounds are `interval` if D = 1, and 1 and inf if D = 2.
   """
   both, count = np.stack([c1, c3]), len(c1)
   means = both.mean(1)
@@ -69,10 +68,10 @@ def _fieller(
   covariance: Float[Array, "2 2"],
   t_sq: Float[Array, ""] | float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Interval of G* by that of E. C. Fieller (1954) for rho = c1 / c3.
+  """Interval of G* from E. C. Fieller's (1954) for rho = c1 / c3.
 
-  It holds all rho at which c1 - rho c3 is within t standard errors of 0. Where
-  rho may be 0 or less, G* may be infinite.
+  It holds all rho with c1 - rho c3 within t standard errors of 0. If rho may be
+  0 or less, G* may be infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
   # quadratic rho^2 - 2 linear rho + constant <= 0.

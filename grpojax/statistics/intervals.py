@@ -1,7 +1,7 @@
 """95% intervals over prompts, and paired comparisons of two checkpoints.
 
-All of it runs on the host, in float64. Values are one number a prompt (its
-accuracy, its pass@k or its maj@k), because samples of one prompt are dependent.
+Values are one number a prompt (accuracy, pass@k or maj@k), as samples of one
+prompt are dependent. All runs on the host, in float64.
 """
 
 import math
@@ -24,13 +24,10 @@ class PairedDifference(NamedTuple):
 
 
 def mean_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
-  """Mean over B >= 2 prompts with Student's t interval: mean, low and high.
+  """Mean over prompts, low and high of Student's t; ValueError if B < 2.
 
-  Where nearly all values are 0 or 1 it is too short: use `share_interval` or,
-  for one greedy sample a prompt, `wilson_interval`.
-
-  Raises:
-    ValueError: fewer than two prompts.
+  It is too short if nearly all values are 0 or 1: use `share_interval` or, for
+  one greedy sample a prompt, `wilson_interval`.
   """
   count = len(values)
   if count < 2:
@@ -87,11 +84,7 @@ def paired_difference(
   Experiments", section 21): how often random signs make the sum of differences
   as extreme. It is exact if `draws` list all signs of the prompts that differ,
   14 of them by default; else signs are drawn, and no p-value is below 2 / (1 +
-  draws).
-
-  Raises:
-    ValueError: different shapes, fewer than two prompts, or values that are not
-      finite.
+  draws). ValueError: shapes differ, B < 2, or a value is not finite.
   """
   _check_pairs(a, b)
   differences = a.astype(np.float64) - b.astype(np.float64)
@@ -121,9 +114,7 @@ def paired_proportions(
   Statistics in Medicine 24, 729-740), with half a prompt added to each cell of
   the 2 x 2 table. Unlike Student's it has a width where no prompts differ. Its
   centre is nearer to 0 than the difference. The p-value is McNemar's exact one.
-
-  Raises:
-    ValueError: different shapes, or no prompts.
+  ValueError: shapes differ, or B = 0.
   """
   _check_pairs(a, b)
   n = len(a)

@@ -37,11 +37,9 @@ def majority_at_k(
 
   The mean, over all subsets of k samples, of "the most frequent answer is
   correct" (self-consistency, arXiv 2203.11171, section 2). A tie counts with
-  the share of its correct answers. Samples with equal labels gave the same
-  answer; -1 gave none and does not vote. 1 <= k <= n <= `MOST_SAMPLES`.
-
-  Raises:
-    ValueError: `correct` contradicts the labels.
+  the share of its correct answers. Equal labels are equal answers; -1 is none,
+  and does not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct`
+  contradicts the labels.
   """
   n = labels.shape[-1]
   rows = zip(labels.reshape(-1, n), correct.reshape(-1, n), strict=True)
@@ -52,10 +50,7 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Counts (votes, correct) of each answer to one prompt, and the silent.
-
-  They are sorted, so that equal counts are equal keys of `_majority`'s cache.
-  """
+  """Returns sorted (votes, correct) of a prompt's answers; number of silent."""
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample)
   correct_votes = np.bincount(answer_of_sample, weights=correct)

@@ -17,10 +17,7 @@ from grpojax.core.types import LM, Params, Rollout
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
-  """Draws a random sign for each number of a tree: E[v v^T] = I.
-
-  Signs have the least fourth moment, hence the least noise in squares.
-  """
+  """Draws random signs: E[v v^T] = I, with the least noise in squares."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
   signs = [
@@ -49,12 +46,12 @@ def score_projections(
   directions and a rollout without rows that only pad the batch. Costs about
   1 + 2 V forward passes, and memory for V copies of the parameters that move.
 
-  The batch is cut into `micro_batches` parts, a divisor of B, and logits are
-  there for `chunk_size` positions at once. `split` is `(params) -> (moving,
-  merge)` with `merge(moving)` the parameters again: scores are by `moving`
-  alone, by default all parameters. `vectorized=False` takes the tangents one
-  after the other, about 3 V forward passes: for models that cannot be vmapped
-  (`jax.lax.ragged_dot`). `sampling` is that of the rollout.
+  The batch is cut into `micro_batches` parts, a divisor of B; logits exist for
+  `chunk_size` positions at once. `split` is `(params) -> (moving, merge)` with
+  `merge(moving)` = params: scores are by `moving`, by default all parameters.
+  `vectorized=False` takes tangents one by one, about 3 V forward passes, for
+  models that cannot be vmapped (`jax.lax.ragged_dot`). `sampling` is the
+  rollout's.
   """
   prompts = rollout.prompt_ids.shape[0]
   if prompts % micro_batches:

@@ -5,10 +5,9 @@ mixture), and is drawn with probability
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
-where u, the share that is drawn without priorities, lets every prompt come
-back. A batch of B rows has pi_i = B q_i rows of it on average, but at most
-`most`, by systematic sampling (Madow, 1949): pi_i rounded up or down. With the
-importance weights
+where the share u without priorities lets every prompt come back. A batch of B
+rows has pi_i = B q_i rows of it on average, rounded up or down by systematic
+sampling (Madow, 1949), but at most `most`. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
@@ -52,10 +51,10 @@ def expected_rows(
   uniform: int | float,
   most: int = 1,
 ) -> Float[np.ndarray, "n"]:
-  """Mean number pi of rows of a batch that each prompt has; sums to `rows`.
+  """Mean number pi of a batch's rows for each prompt; sums to `rows`.
 
-  Priorities are compared within a stratum. It keeps its share, which must be at
-  most size * `most` rows. `uniform` is u, in (0, 1].
+  Priorities are compared within a stratum, which keeps its share, at most size
+  * `most` rows. `uniform` is u, in (0, 1].
   """
   total = sum(stratum.weight for stratum in strata)
   expected, start = [], 0

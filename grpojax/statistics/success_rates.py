@@ -1,11 +1,8 @@
 """Success rates of the training prompts, and priorities made of them.
 
-Each prompt has a success rate p with a beta posterior,
-
-    p ~ Beta(a, b),   a = 1/2 + successes,   b = 1/2 + failures
-
-from Jeffreys' prior. The policy changes, so all counts are multiplied by 2^(-1
-/ half_life) at every step: a solved or hopeless prompt that is not drawn drifts
+A prompt's success rate has the posterior Beta(1/2 + successes, 1/2 + failures),
+from Jeffreys' prior. As the policy changes, counts are multiplied by 2^(-1 /
+half_life) at every step: a solved or hopeless prompt that is not drawn drifts
 back to the prior. Prompts are drawn in proportion to one of `PRIORITIES`
 (docs/data.md).
 """
@@ -44,7 +41,7 @@ def observe(
   *,
   half_life: int | float,
 ) -> SuccessRates:
-  """Returns the counts after one more step, whose prompts have these indices.
+  """Returns the counts after a step with the prompts `indices`.
 
   `right` is 1 for a right completion, 0 for a wrong one, nan for neither. After
   `half_life` steps a completion counts half.
@@ -114,4 +111,4 @@ PRIORITIES: dict[str, Callable[..., Float[np.ndarray, "n"]]] = {
   "target": density,
 }
 """Priorities by name: `(a, b, *, settings) -> [n]`, not negative, of which only
-ratios matter. Each gets those settings that it has a parameter for."""
+ratios matter. Each gets the settings that it has a parameter for."""

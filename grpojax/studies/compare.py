@@ -4,23 +4,24 @@
                                       [--config.key=value ...] [--run_dir=DIR]
 
 Each arm is a text of settings of `grpojax.train` with spaces between them, such
-as "advantage=score_weighted score_power=1". The learning rate of an arm is that
-of the highest mean reward on seeds of the tuning. Arms share a seed's prompts
-and its policy's first samples, so each is compared with the first in pairs: by
-the mean reward over training, of fresh samples for new prompts, and by the mean
-held-out accuracy after every `train.eval.every` steps; by the accuracy alone if
-arms differ in rewards, in the sampled distribution or in how prompts are drawn.
-DIR, by default runs/compare, gets
+as "advantage=score_weighted score_power=1". Its learning rate has the highest
+mean reward on seeds for tuning. Arms share a seed's prompts and first samples,
+so each is compared with the first in pairs: by the mean reward of fresh samples
+over training, and by the mean held-out accuracy after every `train.eval.every`
+steps; by the accuracy alone if arms differ in rewards, in the sampled
+distribution or in how prompts are drawn. DIR, by default runs/compare, gets
 
     tuning.csv      one row an arm and learning rate
     curves.csv      one row a step of the comparison's runs
     results.csv     one row an arm, with differences from the first arm and
                     their 95% intervals over seeds
+    summary.json    the compared metrics, and the rows of results.csv
     compare.png
-    logs/           what the training runs printed
+    logs/           output of the training runs
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import pathlib
@@ -95,7 +96,7 @@ REWARDED = (
   "sampling.repetition_penalty",
   "difficulty.priority",
 )
-"""Settings without which mean rewards do not compare."""
+"""Settings that must be equal for mean rewards to be comparable."""
 
 FREE = (
   "environment.credit",
@@ -105,23 +106,19 @@ FREE = (
   "reward.timeout",
   "reward.on_device",
 )
-"""Settings among these that change neither."""
+"""Exceptions, which change neither."""
 
 METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
 """Metrics of a training run, by their columns of curves.csv."""
 
 Tuned = Mapping[tuple[int, float], float]
-"""Mean reward of each arm, by its place, and learning rate."""
+"""Mean reward by (index of the arm, learning rate)."""
 
 
 def train_settings(
   config: ConfigDict, arm: int, rate: float, seed: int
 ) -> TrainSettings:
-  """Makes the run of an arm, by its place, with a learning rate and a seed.
-
-  Raises:
-    ValueError: settings that a training run cannot have.
-  """
+  """Makes an arm's run; ValueError if its settings are not valid."""
   words = [f"--config.{word}" for word in config.arms[arm].split()]
   run, _ = command_line.parse(
     words, {}, TRAIN_SETTINGS, default=lambda: config.train
@@ -165,11 +162,12 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 def _unreadable(config: ConfigDict) -> list[str]:
   """Lists the arms whose model, data or rewards cannot be read."""
-  wrong, inputs = [], []
+  wrong, seen = [], []
   for arm, run in zip(config.arms, _first_runs(config), strict=True):
-    if (run.model, run.data, run.reward) in inputs:
+    inputs = run.model, run.data, run.reward
+    if inputs in seen:
       continue
-    inputs.append((run.model, run.data, run.reward))
+    seen.append(inputs)
     try:
       with contextlib.redirect_stdout(None):  # the run's log says it
         start.read_inputs(run, pathlib.Path(run.name))
@@ -225,7 +223,7 @@ def _incomparable(config: ConfigDict) -> list[str]:
 
 
 def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
-  """Lists the settings in which arms differ, of those with such beginnings."""
+  """Lists the settings with these prefixes in which arms differ."""
   flat = [flatten(to_config(run)) for run in _first_runs(config)]
   return sorted(
     name
@@ -254,23 +252,14 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
 
 
 def best_rates(tuned: Tuned) -> list[float]:
-  """Learning rate of the highest mean reward, for each arm in its place.
-
-  Raises:
-    SystemExit: an arm never had a reward.
-  """
-  arms = sorted({arm for arm, _ in tuned})
-  rewards = [
-    {
-      rate: x
-      for (i, rate), x in tuned.items()
-      if i == arm and not math.isnan(x)
-    }
-    for arm in arms
-  ]
-  if lost := [arm for arm in arms if not rewards[arm]]:
+  """Each arm's learning rate of highest mean reward; exits if one has none."""
+  by_arm: dict[int, dict[float, float]] = {arm: {} for arm, _ in tuned}
+  for (arm, rate), reward in tuned.items():
+    if not math.isnan(reward):
+      by_arm[arm][rate] = reward
+  if lost := [arm for arm, rewards in by_arm.items() if not rewards]:
     raise SystemExit(f"error: no run of the arms {lost} had a reward")
-  return [max(of_arm, key=of_arm.get) for of_arm in rewards]
+  return [max(rewards, key=rewards.get) for rewards in by_arm.values()]
 
 
 def table(
@@ -280,9 +269,8 @@ def table(
 ) -> list[dict[str, Any]]:
   """Rows of results.csv: means over seeds, and differences from the first arm.
 
-  `numbers` are [arms, seeds], by name. For each NAME there are its mean,
-  NAME_more (than the first arm's), and that difference's 95% interval
-  (Student's, of the pairs of one seed each), NAME_more_low and NAME_more_high.
+  `numbers` are [arms, seeds] by NAME. NAME_more is the mean paired difference
+  from the first arm, NAME_more_low and NAME_more_high its 95% interval.
   """
   lines = []
   for i, (arm, rate) in enumerate(zip(arms, rates, strict=True)):
@@ -295,10 +283,9 @@ def table(
 
 
 def draw(axes, rows, tuned: Tuned, lines, name: str) -> None:
-  """Draws reward along training, by learning rate, and differences in `name`.
+  """Draws rewards by step, by learning rate if several, and differences.
 
-  Without a panel of learning rates there are two axes. `rows` are those of
-  curves.csv, `lines` those of results.csv.
+  `rows` are those of curves.csv, `lines` those of results.csv.
   """
   along, *by_rate, more = axes[0]
   for i, line in enumerate(lines):
@@ -371,6 +358,7 @@ def results(
     lines=[*lines, "differences are from the first arm"],
     draw=lambda axes: draw(axes, curves, tuned, rows, compared[0]),
     panels=(1, 2 + (len(config.learning_rates) > 1)),
+    summary={"compared": compared, "results": rows},
   )
 
 
@@ -379,10 +367,9 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   return results(config, directory, tune(config, directory))
 
 
-def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
-  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
-
+main = functools.partial(
+  study.execute, SETTINGS, config_errors, __doc__, compute
+)
 
 if __name__ == "__main__":
   main(sys.argv[1:])

@@ -1,11 +1,10 @@
 """Mean squared errors of gradient estimators, from a pool of completions.
 
-A pool is S completions of one prompt. Every error of an estimator is a function
-of their rewards and of the Gram matrix K_ij = s_i.s_j of their scores, the
-gradients s = grad log pi(Y|x) with respect to all parameters. The completions
-of a real model cannot be enumerated, so all numbers are unbiased estimates: the
-measured errors of groups, and the moments in the errors of theory. Notation as
-in `statistics.u_statistics` (arXiv 2603.01162).
+A pool is S completions of one prompt. An estimator's error depends only on
+their rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the
+gradients s = grad log pi(Y|x) by all parameters. A real model's completions
+cannot be enumerated, so measured errors and the theory's moments are unbiased
+estimates. Notation as in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
 import functools
@@ -33,8 +32,8 @@ _AT_ONCE = 8  # completions whose gradients are computed together
 Numbers = TypeVar("Numbers", bound=tuple)
 
 PromptMeans = tuple[np.ndarray, ...]
-"""One number a prompt, [X], and the same without each block, [X, b]; where
-scores are projected also without each projection, [X, V]."""
+"""One number a prompt, [X], and its replicates: without each block, [X, b], and
+for projected scores also without each projection, [X, V]."""
 
 
 def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
@@ -53,8 +52,8 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Compiles exact scores of several completions of one prompt.
 
   `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask [n, T]) ->
-  scores [n, d]`, d all parameters, in the order of `ravel_pytree`. It holds n
-  copies of all activations and parameters.
+  scores [n, d]`, with d parameters in the order of `ravel_pytree`. Memory: n
+  copies of activations and parameters.
   """
   logprob = _logprob_of(lm, sampling)
 
@@ -104,13 +103,10 @@ def score_gram(
 ) -> tuple[Float[np.ndarray, "*V S S"], int]:
   """Inner products of the scores of a prompt's completions.
 
-  `score` is that of `make_score`, or of `make_projected_score` with its
-  directions. It is computed once per distinct completion, and holds d float32
-  for each.
-
-  Returns:
-    The Gram matrix, float64, or an estimate of it from each of V projections;
-    and the number of distinct completions.
+  Returns the Gram matrix in float64, or its estimate from each of V
+  projections, and the number of distinct completions. `score` comes from
+  `make_score`, or from `make_projected_score` with its directions; it is
+  computed once per distinct completion, and holds d float32 for each.
   """
   rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
   count = len(rows)
@@ -133,7 +129,7 @@ def score_gram(
 
 
 def _inner_products(scores: np.ndarray) -> np.ndarray:
-  """Sums in float32 over a run of columns, and in float64 over the runs."""
+  """Gram matrix: float32 sums over runs of columns, float64 over the runs."""
   gram = np.zeros((len(scores), len(scores)))
   for start in range(0, scores.shape[1], _COLUMNS):
     columns = scores[:, start : start + _COLUMNS]
@@ -183,8 +179,8 @@ def best_baseline(
 ) -> float:
   """Estimates the constant baseline of least error, E[||s||^2 Z] / E||s||^2.
 
-  It is V(x) only where the norm of the score and the reward are uncorrelated
-  (E. Greensmith, P. Bartlett and J. Baxter, 2004); 0 where all scores are 0.
+  It is V(x) only if ||s||^2 and Z are uncorrelated (E. Greensmith, P. Bartlett
+  and J. Baxter, 2004); 0 if all scores are 0.
   """
   norms = np.diag(gram)
   return float(norms @ rewards / norms.sum()) if norms.any() else 0.0
@@ -282,6 +278,8 @@ def group_errors(
 ) -> tuple[Estimators, Estimators]:
   """Measures the mean squared errors of groups of completions.
 
+  Returns errors [group sizes], and without each block [b, group sizes].
+
   The pool is divided into b >= 3 blocks, each block into groups of G; group
   sizes divide S / b. The error of a group's estimate is ||ghat||^2 - 2 ghat.g +
   ||g||^2. Estimates from other blocks than the group's own replace the unknown
@@ -289,10 +287,6 @@ def group_errors(
   mean squared error. The oracle's V is replaced likewise. These estimates of g
   subtract `baseline` from the rewards, and are unbiased if it does not depend
   on this pool.
-
-  Returns:
-    The errors at each group size, [len(group_sizes)], and the same without
-    each of the blocks, [b, len(group_sizes)].
   """
   size = len(rewards) // blocks
   rewards = rewards.astype(np.float64)
@@ -355,7 +349,7 @@ def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
 def mean_over_prompts(
   values: np.ndarray, *replicates: np.ndarray
 ) -> dict[str, float]:
-  """Mean over prompts with standard error and 95% interval, of `PromptMeans`.
+  """Mean over prompts of `PromptMeans`, with standard error and 95% interval.
 
   Blocks and projections err independently, so their variances add up. The sum
   has at least the degrees of freedom of the fewer.

@@ -5,9 +5,9 @@
                                          [--run_dir=DIR]
 
 At each budget N = B G of samples a step it trains with every group size and
-with group_size = "auto", with several seeds, and compares them with the theory,
-G* = 1 + sqrt(c3 / c1), from a diagnosis of the policy that training starts
-from, and along the automatic runs. DIR, by default runs/group_size, gets
+with group_size = "auto", on several seeds. The theory, G* = 1 + sqrt(c3 / c1),
+comes from a diagnosis of the initial policy, and from those of the automatic
+runs. DIR, by default runs/group_size, gets
 
     prediction.json   the diagnosis
     curves.csv        one row a training step: budget, group size, seed, reward,
@@ -16,7 +16,7 @@ from, and along the automatic runs. DIR, by default runs/group_size, gets
                       over training with their 95% intervals over seeds
     summary.json      G* predicted and measured, the automatic runs compared
     group_size.png
-    logs/             what the training runs printed
+    logs/             output of the training runs
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ METRICS = {
 
 
 def default_config() -> ConfigDict:
-  """Makes the config of the quick setting, which configs/figure5.py changes."""
+  """Makes the quick setting's config, which configs/figure5.py changes."""
   return to_config(SETTINGS)
 
 
@@ -124,6 +124,11 @@ def train_settings(
       micro -= 1
     run.optim.micro_batches = micro
   return from_config(run.lock())
+
+
+def _sizes(config: ConfigDict) -> list[str]:
+  """Names of the group sizes, as in column `run` of the tables."""
+  return [*map(str, config.group_sizes), AUTO]
 
 
 def _points(config: ConfigDict):
@@ -205,12 +210,11 @@ def predict(config: ConfigDict) -> dict[str, Any]:
 def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
   """Means over a whole training run, over seeds with 95% intervals.
 
-  The reward is that of fresh samples for new training prompts: the objective
-  itself, at every step. Seeds differ in their first samples, and all group
-  sizes share that, so the intervals are of a run's difference from the mean of
-  the fixed sizes with its seed.
+  The reward is the objective itself: of fresh samples for new prompts at every
+  step. Group sizes share a seed's first samples, so intervals are of a run's
+  difference from the mean of the fixed sizes with its seed.
   """
-  sizes = [*map(str, config.group_sizes), AUTO]
+  sizes = _sizes(config)
   lines = []
   for budget in config.budgets:
     of_budget = [{"budget": budget, "run": size} for size in sizes]
@@ -259,7 +263,7 @@ def compare(config: ConfigDict, lines) -> dict[str, Any]:
 def _along(rows, budget: int):
   """Steps and G* of a budget's automatic runs, from averages of c1 and c3.
 
-  Over the seeds and the whole run: single estimates are too noisy.
+  They are over all seeds and earlier steps: single estimates are too noisy.
   """
   automatic = study.select(rows, budget=budget, run=AUTO)
   at_step = study.by_step(automatic, "c1"), study.by_step(automatic, "c3")
@@ -283,11 +287,10 @@ def draw(grid, config: ConfigDict, rows, lines, prediction) -> None:
 def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
   from matplotlib import colormaps
 
-  sizes = (*config.group_sizes, AUTO)
   shades = np.linspace(0.1, 0.95, len(config.group_sizes))  # light to dark
   colours = [*map(colormaps["viridis_r"], shades), "crimson"]
-  for size, colour in zip(sizes, colours, strict=True):
-    of_size = study.select(rows, budget=budget, run=str(size))
+  for size, colour in zip(_sizes(config), colours, strict=True):
+    of_size = study.select(rows, budget=budget, run=size)
     values = study.by_step(of_size, "accuracy")
     intervals = [mean_interval(np.array(x)) for x in values.values()]
     mean, low, high = np.array(intervals).T
@@ -366,7 +369,7 @@ def results(
   config: ConfigDict, directory: pathlib.Path, prediction
 ) -> study.Results:
   """Trains with all group sizes, and compares them with the prediction."""
-  budgets, sizes = config.budgets, [*map(str, config.group_sizes), AUTO]
+  budgets, sizes = config.budgets, _sizes(config)
   runs, labels = [], []
   for seed, budget, size in _points(config):
     runs.append(train_settings(config, budget, size, seed))
@@ -398,10 +401,9 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   return results(config, directory, json.loads(path.read_text()))
 
 
-def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
-  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
-
+main = functools.partial(
+  study.execute, SETTINGS, config_errors, __doc__, compute
+)
 
 if __name__ == "__main__":
   main(sys.argv[1:])

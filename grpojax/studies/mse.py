@@ -4,19 +4,20 @@
 
 Figure 4 of arXiv 2603.01162 for a base model, an instruct model, and the base
 model with solved examples in its prompt. The gradient is that of a prompt's
-expected reward with respect to all parameters or, for large models, random
-`projections` of the gradients of the layers' matrices. Errors are conditional
-on the prompt, and averaged over held-out prompts.
+expected reward by all parameters or, for large models, random `projections` of
+the gradients of the layers' matrices. Errors are conditional on the prompt, and
+averaged over held-out prompts.
 
-Two pools of completions are sampled per prompt. Groups of the first are
-measured (`errors.group_errors`); the curves are the exact formulas of
-`statistics.u_statistics.mse` with moments estimated from the second. Intervals
-are over the completions and projections, with the prompts fixed.
+Points are errors of groups from one pool of completions per prompt
+(`errors.group_errors`), curves the exact formulas of
+`statistics.u_statistics.mse` with moments from a second pool. Intervals are
+over completions and projections, with the prompts fixed.
 
-The run directory has rows.jsonl, a line per finished prompt (the same command
-goes on from there), results.csv, summary.json and mse.png.
+The run directory gets rows.jsonl (a line per finished prompt, where the same
+command goes on), results.csv, summary.json and mse.png.
 """
 
+import functools
 import pathlib
 import sys
 import time
@@ -131,7 +132,6 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   # The first pool is measured, the second gives theory its moments.
   blocks = config.samples // max(config.group_sizes)
   first, second = slice(config.samples), slice(config.samples, None)
-  both = slice(None)
 
   def pool(part, gram=sampled.gram):
     return gram[part, part], rewards[part]
@@ -145,20 +145,18 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
 
   measured, without = group_errors(*pool(first))
   row = {"errors": measured, "errors_without": without}
-  for field, estimate, part, count in (
-    ("moments", errors.score_moments, second, blocks),
-    ("lengths", errors.score_lengths, both, 2 * blocks),
-  ):
+  fields = {
+    "moments": (errors.score_moments, second, blocks),
+    "lengths": (errors.score_lengths, slice(None), 2 * blocks),
+  }
+  for field, (estimate, part, count) in fields.items():
     row[field] = estimate(*pool(part))
-    row[f"{field}_without"] = errors.without_blocks(
-      estimate, *pool(part), count
-    )
+    without = errors.without_blocks(estimate, *pool(part), count)
+    row[f"{field}_without"] = without
   if bench.projections:
-    for field, estimate, part in (
-      ("errors", lambda *pool: group_errors(*pool)[0], first),
-      ("moments", errors.score_moments, second),
-      ("lengths", errors.score_lengths, both),
-    ):
+    of_groups = lambda *pool: group_errors(*pool)[0]
+    fields = {"errors": (of_groups, first, blocks)} | fields
+    for field, (estimate, part, _) in fields.items():
       row[f"{field}_projected"] = errors.stacked(
         estimate(*pool(part, gram)) for gram in sampled.without
       )
@@ -200,9 +198,9 @@ def _by_configuration(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
 
 
 def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
-  """Arrays of a field's values by name, with a leading axis of prompts.
+  """Arrays [X, ...] of a field's values by name, then of their replicates.
 
-  Then those of its replicates: without blocks and, if any, of projections.
+  Replicates are without each block and, if any, without each projection.
   """
   fields = (field, f"{field}_without", f"{field}_projected")
   return [
@@ -215,11 +213,10 @@ def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
 def table(
   rows: Sequence[Mapping[str, Any]], group_sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-  """Rows of results.csv: one a configuration, estimator and group size.
+  """Rows of results.csv, one a configuration, estimator and group size.
 
-  Each has the measured mean squared error and theory, means over prompts with
-  95% intervals; their difference in standard errors; and the ratio to the
-  oracle's error.
+  They hold the measured error and theory (means over prompts with 95%
+  intervals), their difference in standard errors, and the ratio to the oracle.
   """
   lines = []
   for name, of_name in _by_configuration(rows).items():
@@ -269,7 +266,7 @@ def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
 
 
 def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
-  """Describes how lengths of scores go with rewards, where these differ.
+  """Relates lengths of scores to rewards, of prompts whose rewards differ.
 
   `vanilla_to_oracle` is the ratio of their exact errors, at every group size.
   """
@@ -294,26 +291,26 @@ def summary(
   rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
   """Means over prompts and largest deviations from theory, by configuration."""
-  summaries = {}
-  for name, of_configuration in _by_configuration(rows).items():
-    deviations = {
-      x: [
-        line["deviation"]
-        for line in run.select(lines, configuration=name, estimator=x)
-      ]
-      for x in _STYLES
-    }
-    summaries[name] = {
-      key: float(np.mean([row[key] for row in of_configuration]))
-      for key in ("success", "distinct", "best_baseline")
-    }
-    summaries[name] |= {
-      "moments": _means(of_configuration, "moments"),
+
+  def largest_deviation(**label):
+    of_label = run.select(lines, **label)
+    return max((line["deviation"] for line in of_label), key=abs)
+
+  def means(of_name):
+    names = ("success", "distinct", "best_baseline")
+    return {x: float(np.mean([row[x] for row in of_name])) for x in names}
+
+  return {
+    name: {
+      **means(of_name),
+      "moments": _means(of_name, "moments"),
       "largest_deviation": {
-        x: max(values, key=abs) for x, values in deviations.items()
+        x: largest_deviation(configuration=name, estimator=x) for x in _STYLES
       },
-    } | _lengths(of_configuration)
-  return summaries
+      **_lengths(of_name),
+    }
+    for name, of_name in _by_configuration(rows).items()
+  }
 
 
 def draw(
@@ -388,10 +385,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   )
 
 
-def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
-  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
-
+main = functools.partial(run.execute, SETTINGS, config_errors, __doc__, compute)
 
 if __name__ == "__main__":
   main(sys.argv[1:])

@@ -1,10 +1,9 @@
 """The runner of the studies: command line, directory, training runs, files.
 
-A study computes `Results` from its config. Its directory, by default runs/NAME,
-holds config.json, the partial results that make it resumable, and at the end
-the tables (CSV), summary.json and NAME.png. The same command resumes; another
-config is refused. A study of training runs has run R in runs/R, and the output
-of R in logs/R.txt.
+A study's directory, by default runs/NAME, holds config.json, partial results,
+and at the end tables (CSV), summary.json and NAME.png. The same command resumes
+and another config is refused. Training run R is in runs/R, its output in
+logs/R.txt.
 """
 
 import contextlib
@@ -39,8 +38,7 @@ SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
 
 Row = Mapping[str, Any]
 ConfigErrors = Callable[[ConfigDict], Iterable[str | tuple[str, str]]]
-"""Finds the mistakes in values that are in their ranges: text, or a setting and
-what to do."""
+"""Finds mistakes in values within their ranges: text, or (setting, remedy)."""
 
 
 class Results(NamedTuple):
@@ -50,8 +48,8 @@ class Results(NamedTuple):
   lines: Sequence[str]
   draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
   panels: tuple[int, int]  # rows and columns of the picture
+  summary: Row  # of summary.json
   width: float = 4.0  # of a panel, in inches
-  summary: Row | None = None  # of summary.json
 
 
 def settings(name: str, **fields: Option | Section) -> Section:
@@ -61,20 +59,17 @@ def settings(name: str, **fields: Option | Section) -> Section:
 
 
 def execute(
-  argv: Sequence[str],
   declared: Section,
   config_errors: ConfigErrors,
   about: str,
   compute: Callable[[ConfigDict, pathlib.Path], Results],
+  argv: Sequence[str],
 ) -> None:
-  """Starts or resumes a study, and writes its results.
+  """Starts or resumes a study with `argv`, and writes its results.
 
-  `about` is the text of --help, and `compute` takes the config and the
-  directory, where it keeps partial results.
-
-  Raises:
-    SystemExit: with a message, for a command line or a config that cannot be
-      used, or a directory of something else; without one after Ctrl-C.
+  `about` is the text of --help. `compute` gets the config and the directory for
+  partial results. Exits with a message for a bad command line, config or
+  directory, and without one after Ctrl-C.
   """
   config, directory = open_study(argv, declared, config_errors, about)
   try:
@@ -96,8 +91,7 @@ def _write(results: Results, directory: pathlib.Path, name: str) -> None:
     writer.writeheader()
     writer.writerows(rows)
     records.write_text(directory / f"{table}.csv", text.getvalue())
-  if results.summary is not None:
-    records.write_json(directory / "summary.json", results.summary)
+  records.write_json(directory / "summary.json", results.summary)
   rows, columns = results.panels
   size = (results.width * columns, 0.8 * results.width * rows)
   figure = pictures.new_figure(size)
@@ -118,16 +112,17 @@ def open_study(
   with command_line.usage_errors():
     config, flags = command_line.parse(argv, FLAGS, declared, about)
     flat = config_lib.flatten(config)
+
+    def error(x):
+      if isinstance(x, str):
+        return x
+      return config_lib.config_error(x[0], flat[x[0]], x[1])
+
     config_lib.refuse(
       settings_lib.key_errors(declared, config)
       or config_lib.name_errors(config.name)
       or settings_lib.value_errors(declared, flat)
-      or [
-        x
-        if isinstance(x, str)
-        else config_lib.config_error(x[0], flat[x[0]], x[1])
-        for x in config_errors(config)
-      ]
+      or [*map(error, config_errors(config))]
     )
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
@@ -163,7 +158,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
 
 
 def time_left(began: float, done: int, count: int) -> str:
-  """Time that the rest of `count` equal parts takes, as text."""
+  """Estimates the time left after `done` of `count` equal parts, as text."""
   seconds = (time.perf_counter() - began) / done * (count - done)
   return f"{records.duration(seconds)} left"
 
@@ -189,11 +184,7 @@ def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
-  """Makes the training runs that are not finished yet.
-
-  Raises:
-    SystemExit: a run's directory has another config, or a run was stopped.
-  """
+  """Makes the unfinished runs; exits if one has another config or stops."""
   compilation.keep()  # the runs have programs in common
   unfinished = []
   with command_line.usage_errors():
@@ -224,11 +215,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """Reads a row a training step, with the accuracy where it was evaluated.
-
-  Raises:
-    SystemExit: the run lacks a step.
-  """
+  """Reads a row per training step, with its accuracy if any; refuses gaps."""
   run = training_run(directory, name)
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS
@@ -249,10 +236,7 @@ def trained(
   directory: pathlib.Path,
   metrics: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-  """Makes training runs, and returns a row for each of their steps.
-
-  A row has the labels of its run and, by column, the `metrics`.
-  """
+  """Makes training runs; returns a row per step: labels, then `metrics`."""
   train_all(runs, directory)
   return [
     {**of_run, "step": row["step"]}

@@ -1,7 +1,7 @@
 """Pools of completions: models, problems, samples, and their scores' products.
 
-Studies of gradient errors ask a base model in plain text, an instruct model by
-its chat template, and the base model with solved examples in its prompt.
+A base model is prompted in plain text, without and with solved examples, and an
+instruct model by its chat template.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _NO_SAMPLE = 2**31 - 1  # samples fold their number into a pool's key
 
 
 class Problems(NamedTuple):
-  """Kind of problems, and what the models are asked in."""
+  """A kind of problems and its prompts."""
 
   load: Callable[..., Any]  # `(train settings, split) -> examples`
   template: str  # of a problem in plain text
@@ -44,12 +44,11 @@ class Problems(NamedTuple):
 
 
 def questions(_, split: str) -> list[Example]:
-  """Returns {"prompt": "What is 3 + 4?", "answer": "7"}, always the same ones.
+  """Returns fixed examples {"prompt": "What is 3 + 4?", "answer": "7"}.
 
   Sums, differences, products and quotients of two small numbers and sums of
-  three take turns: 65 held-out ones ("test") and 70 to be shown solved
-  ("train"). A model of 100 million parameters is always wrong on harder ones,
-  and equal rewards have no gradient.
+  three take turns: 65 in "test", 70 in "train". A model of 100 million
+  parameters is always wrong on harder ones, and equal rewards have no gradient.
   """
   pairs = list(itertools.product(range(2, 10), repeat=2))
   triples = itertools.product(range(1, 4), repeat=3)
@@ -89,7 +88,7 @@ PROBLEMS = {
 
 
 class Bench(NamedTuple):
-  """All that one configuration's prompts need."""
+  """Model, prompts and compiled functions of one configuration."""
 
   policy: policy_lib.Policy
   batches: list  # one prompt each, with its example
@@ -110,11 +109,7 @@ def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
 
 
 def open_bench(config: ConfigDict, name: str) -> Bench:
-  """Loads a configuration's model, and formats its prompts.
-
-  Raises:
-    SystemExit: the model cannot be read.
-  """
+  """Loads a configuration's model or exits, and formats its prompts."""
   path = config.instruct if name == "instruct" else config.base
   problems = PROBLEMS[config.problems]
   with command_line.usage_errors():

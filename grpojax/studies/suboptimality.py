@@ -2,10 +2,10 @@
 
     python -m grpojax.studies.suboptimality [--config.key=value ...]
 
-Theorem 8 and Corollaries 9 and 10 of arXiv 2603.01162 on a bandit of which
-everything is known (`studies.tabular`). Thousands of complete GRPO runs, with
-step sizes eta / n and N = B G samples a step, are compared with the theory's
-prediction, in float64, without a fitted constant:
+Theorem 8 and Corollaries 9 and 10 of arXiv 2603.01162 on the fully known bandit
+of `studies.tabular`. Thousands of complete GRPO runs, with step sizes eta / n
+and N = B G samples a step, are compared with the theory in float64, without a
+fitted constant:
 
   sqrt(n) (theta_n - theta*) -> N(0, S),
   n (J* - J(theta_n)) -> 1/2 sum_k lambda_k chi2_1,
@@ -98,9 +98,9 @@ def limit_covariance(
   """Covariance S that sqrt(n) (theta_n - theta*) converges to.
 
   It solves (eta H - I/2) S + S (eta H - I/2) = eta^2 noise (V. Fabian, 1968,
-  "On asymptotic normality in stochastic approximation"). `noise` is the
-  covariance of one step's gradient estimate at theta*. Where eta H - I/2 is not
-  positive definite the gap goes to 0 slower than 1/n, and there is no limit.
+  "On asymptotic normality in stochastic approximation"), `noise` the covariance
+  of one step's gradient estimate at theta*. Unless eta H - I/2 is positive
+  definite, the gap goes to 0 slower than 1/n, and there is no limit.
   """
   drift = eta * curvature - np.eye(len(curvature)) / 2
   return scipy.linalg.solve_continuous_lyapunov(drift, eta**2 * noise)
@@ -109,9 +109,9 @@ def limit_covariance(
 def chi_square_weights(
   curvature: Float[np.ndarray, "d d"], covariance: Float[np.ndarray, "d d"]
 ) -> Float[np.ndarray, "d"]:
-  """Weights of the chi-squares: half the eigenvalues of H^1/2 S H^1/2.
+  """Half the eigenvalues of H^1/2 S H^1/2, in units of J.
 
-  They are in units of J; their sum is the mean of the limit distribution.
+  These weigh the chi-squares; their sum is the limit distribution's mean.
   """
   h, basis = np.linalg.eigh(curvature)
   root = basis * np.sqrt(h)  # root root^T = H
@@ -139,12 +139,12 @@ def linear_gap(
   offset: int | float,
   steps: tuple[int, ...],
 ) -> Float[np.ndarray, "S"]:
-  """Mean gaps E[J* - J(theta_n)], if J were quadratic, the noise constant.
+  """Mean gaps E[J* - J(theta_n)] of a quadratic J with constant noise.
 
   Along the eigenvector i of H the mean square m of theta - theta* follows
-  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). Compared with
-  the limit it shows the influence of the start, theta_0 - theta* = `start`, and
-  of the offset. `steps` are the numbers n, ascending.
+  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). This shows
+  the influence of the offset and of `start` = theta_0 - theta*. `steps` are the
+  numbers n, ascending.
   """
   h, basis = np.linalg.eigh(curvature)
   noise_diagonal = np.einsum("ij,ik,kj->j", basis, noise, basis)
@@ -160,10 +160,7 @@ def linear_gap(
 def distances(
   a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
 ) -> tuple[float, float]:
-  """Kolmogorov-Smirnov, max |F_a - F_b|, and Wasserstein-1 distances.
-
-  Wasserstein-1 is the integral of |F_a - F_b|, in units of the samples.
-  """
+  """Largest |F_a - F_b| (Kolmogorov-Smirnov), its integral (Wasserstein-1)."""
   furthest = scipy.stats.ks_2samp(a, b, method="asymp").statistic
   return float(furthest), float(scipy.stats.wasserstein_distance(a, b))
 
@@ -180,16 +177,12 @@ def null_bands(
 
 
 class Bandit(NamedTuple):
-  """The bandit and its optimum: all that theory needs.
-
-  The numerator of the step sizes, eta, is 1 / the smallest curvature; the 1/n
-  rate needs more than half of that.
-  """
+  """The bandit and its optimum."""
 
   problem: tabular.Problem
   optimum: Float[np.ndarray, "d"]  # theta*
   curvature: Float[np.ndarray, "d d"]  # H = -grad^2 J(theta*)
-  eta: float
+  eta: float  # 1 / the smallest curvature; 1/n rates need more than half of it
   best: float  # J*
 
 
@@ -208,7 +201,7 @@ Outcomes = Mapping[tuple[str, int], Outcome]
 
 
 def bandit() -> Bandit:
-  """Makes the bandit, and finds its optimum."""
+  """Makes the bandit of `PROBLEM`."""
   problem = tabular.make_problem(**PROBLEM)
   optimum = tabular.optimum(problem)
   curvature = -tabular.derivatives(problem, optimum)[1]
@@ -220,7 +213,7 @@ def bandit() -> Bandit:
 def simulate(
   config: ConfigDict, known: Bandit, estimator: str, group_size: int
 ) -> Float[np.ndarray, "S R d"]:
-  """Makes the runs, with progress; their parameters at each of config.steps."""
+  """Makes the runs; returns their parameters at each of config.steps."""
   tx = optax.sgd(lambda count: known.eta / (count + 1 + OFFSET))
   step = tabular.make_step(known.problem, estimator, group_size, tx)
   reference = tabular.policy(known.problem).init(seed_key(0))
@@ -286,11 +279,10 @@ def outcome(
 
 
 def best_group_size(known: Bandit) -> float:
-  """Group size that minimises the mean of the limit at N samples a step.
+  """Group size that minimises the mean of the limit at any N samples a step.
 
   The mean is linear in the noise, so it has the form a1 G + a2 + a3 / (G - 1)
-  of Proposition 3 with weights of its own, and its minimum at
-  1 + sqrt(a3 / a1) whatever N is.
+  of Proposition 3, with its minimum at 1 + sqrt(a3 / a1).
   """
 
   def mean(estimator, g):
@@ -340,7 +332,7 @@ def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
 
 
 def draw(axes: np.ndarray, steps: tuple[int, ...], outcomes: Outcomes) -> None:
-  """Draws the distributions, their means against G, and convergence in n."""
+  """Draws the distributions, means against G, and convergence in n."""
   tails, means, convergence = axes[0]
   sizes = sorted({g for _, g in outcomes})
   n = steps[-1]
@@ -436,10 +428,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   )
 
 
-def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
-  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
-
+main = functools.partial(run.execute, SETTINGS, config_errors, __doc__, compute)
 
 if __name__ == "__main__":
   main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A bandit of which everything is known: prompts, policy, optimum, noise.
+"""A bandit in closed form: prompts, policy, optimum, noise.
 
 X prompts share d parameters: pi_theta(y | x) is proportional to
 exp(phi(x, y) . theta) over V one-token completions. The objective is
@@ -7,7 +7,7 @@ exp(phi(x, y) . theta) over V one-token completions. The objective is
   Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
 
 with the uniform policy as reference (theta = 0) and x uniform. At the optimum
-the penalty leaves every completion some probability, and Z still varies, as
+every completion keeps some probability, by the penalty, and Z still varies, as
 there are fewer parameters than logits. All but the policy is exact, in float64.
 """
 
@@ -47,10 +47,7 @@ class Population(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws features, and the signs that make the rewards.
-
-  Both are normal: a part common to all prompts plus `spread` times another.
-  """
+  """Draws normal features and reward signs: common plus `spread` times own."""
   rng = np.random.default_rng(seed)
 
   def draw(*shape):
@@ -96,8 +93,7 @@ def derivatives(
 ) -> tuple[Float[np.ndarray, "d"], Float[np.ndarray, "d d"]]:
   """Gradient E[s Z] and Hessian E[s s^T (Z - V(x) - beta)] of J.
 
-  For the Hessian: the gradient of Z is -beta s, and that of s is -E[s s^T | x],
-  whatever y.
+  The gradient of Z is -beta s, and that of s is -E[s s^T | x] for every y.
   """
   p, s, z = population(problem, theta)
   value = np.sum(p * z, -1, keepdims=True)
@@ -109,8 +105,7 @@ def derivatives(
 def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
   """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
 
-  Raises:
-    ValueError: the starts lead to different maxima, or J is flat at the best.
+  ValueError if these lead to different maxima, or J is flat at the best.
   """
   dims = problem.features.shape[-1]
   first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))

@@ -1,7 +1,11 @@
 """Small policies of which everything is known."""
 
+import itertools
+
 import numpy as np
 import pytest
+
+from grpojax.statistics.u_statistics import Estimators
 
 
 def draw_population(seed, prompts, completions, dims):
@@ -14,6 +18,31 @@ def draw_population(seed, prompts, completions, dims):
   return p, scores, rng.normal(size=shape)
 
 
+def estimates_of_all_groups(p, s, z, g):
+  """Gradients [X, groups, d] of each estimator, and probabilities [X, groups].
+
+  The groups are all sequences of g completions.
+  """
+  group = np.array(list(itertools.product(range(p.shape[1]), repeat=g)))
+  rewards = z[:, group]
+  total = rewards.sum(-1, keepdims=True)
+  baselines = Estimators(
+    vanilla=0 * rewards,
+    leave_one_out=(total - rewards) / (g - 1),
+    centred=total / g,
+    oracle=(p * z).sum(-1)[:, None, None],
+  )
+  estimates = [
+    np.einsum("xng,xngd->xnd", rewards - x, s[:, group]) / g for x in baselines
+  ]
+  return Estimators(*estimates), p[:, group].prod(-1)
+
+
 @pytest.fixture
 def population():
   return draw_population
+
+
+@pytest.fixture
+def all_groups():
+  return estimates_of_all_groups

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from numpy.testing import assert_allclose
 
 from grpojax.core.advantages import leave_one_out, score_weighted
@@ -15,7 +16,6 @@ P = np.array([0.5, 0.3, 0.2])
 SCORES = np.array([[1.0, 0.5], [-2.0, 1.0], [0.0, 0.0]])
 SCORES = SCORES - P @ SCORES
 Z = np.array([0.3, 1.5, -0.5])
-WEIGHTS = np.array([1.0, 5.0, 2.0])
 GRADIENT = (P * Z) @ SCORES
 G = 4
 
@@ -24,7 +24,7 @@ def groups_of(size):
   return np.array(list(itertools.product(range(3), repeat=size)))
 
 
-def expected(advantage, names=()):
+def expected(advantage, weights):
   """Means of the estimates over all pairs of groups of 4 of one prompt.
 
   The two directions are a basis, scaled so that E[v v^T] = I over them.
@@ -36,7 +36,7 @@ def expected(advantage, names=()):
   @jax.jit
   @jax.vmap
   def estimate(a, z, w):
-    return lib.advantage_errors(a, z, advantage, dict.fromkeys(names, w))
+    return lib.advantage_errors(a, z, advantage, w)
 
   total = 0.0
   first = np.arange(len(groups))
@@ -45,7 +45,7 @@ def expected(advantage, names=()):
     errors = estimate(
       jnp.asarray(a[both].swapaxes(1, 2)),
       jnp.asarray(Z[groups[both]]),
-      jnp.asarray(WEIGHTS[groups[both]]),
+      {name: jnp.asarray(w[groups[both]]) for name, w in weights.items()},
     )
     total += chance[both].prod(-1) @ np.stack(errors, -1)
   return lib.AdvantageErrors(*total)
@@ -61,24 +61,23 @@ def exact(size, weights):
   return P[groups].prod(-1) @ ((result - GRADIENT) ** 2).sum(-1)
 
 
-def test_leave_one_out_has_its_closed_form(float64):
-  result = expected(leave_one_out)
-  value = P @ Z
-  score_sq = (SCORES**2).sum(-1)
-  gradient_sq = GRADIENT @ GRADIENT
-  c2 = P @ (score_sq * (Z - value) ** 2) - gradient_sq
-  c3 = (P @ score_sq) * (P @ (Z - value) ** 2) + gradient_sq
-  assert_allclose([result.c2, result.c3], [c2, c3], rtol=1e-8)
-  assert_allclose(result.mse, exact(4, np.ones(3)), rtol=1e-8)
-
-
-def test_weighted_errors_are_those_at_both_sizes(float64):
-  power = functools.partial(score_weighted, power=1.0)
-  result = expected(power, ["logit_score_sq"])
-  assert_allclose(result.mse, exact(4, WEIGHTS), rtol=1e-8)
+@pytest.mark.parametrize(
+  "advantage, weights",
+  [
+    (leave_one_out, {}),
+    (
+      functools.partial(score_weighted, power=1.0),
+      {"logit_score_sq": np.array([1.0, 5.0, 2.0])},
+    ),
+  ],
+)
+def test_errors_are_exact_at_both_sizes(advantage, weights, float64):
+  result = expected(advantage, weights)
+  of_each = next(iter(weights.values()), np.ones(3))
+  assert_allclose(result.mse, exact(4, of_each), rtol=1e-8)
   for size in (2, 4):
     error = result.c2 / size + result.c3 / (size * (size - 1))
-    assert_allclose(error, exact(size, WEIGHTS), rtol=1e-8)
+    assert_allclose(error, exact(size, of_each), rtol=1e-8)
 
 
 def test_metrics():

@@ -226,11 +226,9 @@ def test_standard_errors_and_interval_cover():
 
 @pytest.mark.slow
 def test_diagnosis_is_put_together_from_its_components():
-  rng = np.random.default_rng(1)
-  a, z, _ = simulate(rng, 12, 4, 3, 1)
+  a, z, _ = simulate(np.random.default_rng(1), 12, 4, 3, 1)
   result = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
-  c = result.components
-  n = 48 * 4
+  c, n = result.components, 48 * 4
   error = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
   expected = {
     "c1": c.c1,

@@ -18,41 +18,30 @@ X, M, D = 2, 3, 2  # prompts, completions of each, parameters
 WEIGHTS = np.array([0.3, 0.7])
 
 
-def enumerated(p, s, z, b, g):
-  """Errors of all estimators over every batch of b prompts and b g samples."""
-  value = (p * z).sum(-1)
+def enumerated(p, s, z, b, estimates, chance):
+  """Errors of all estimators over every batch of b groups."""
   truth = np.einsum("x,xm,xm,xmd->d", WEIGHTS, p, z, s)
-  group = np.array(list(itertools.product(range(M), repeat=g)))
-  one = {}  # name -> estimates [X, groups, D], and their probabilities
-  for name in u.Estimators._fields:
-    rewards = z[:, group]
-    baseline = {
-      "vanilla": 0 * rewards,
-      "leave_one_out": (rewards.sum(-1, keepdims=True) - rewards) / (g - 1),
-      "centred": rewards.mean(-1, keepdims=True),
-      "oracle": value[:, None, None],
-    }[name]
-    one[name] = np.einsum("xng,xngd->xnd", rewards - baseline, s[:, group]) / g
-  chance = (WEIGHTS[:, None] * p[:, group].prod(-1)).reshape(-1)
-  errors = {}
-  for name, estimates in one.items():
-    flat = estimates.reshape(-1, D)
-    index = np.array(list(itertools.product(range(len(flat)), repeat=b)))
-    mean = flat[index].mean(1)
-    errors[name] = chance[index].prod(1) @ ((mean - truth) ** 2).sum(-1)
+  chance = (WEIGHTS[:, None] * chance).reshape(-1)
+  index = np.array(list(itertools.product(range(len(chance)), repeat=b)))
+  errors = []
+  for x in estimates:
+    mean = x.reshape(-1, D)[index].mean(1)
+    errors.append(chance[index].prod(1) @ ((mean - truth) ** 2).sum(-1))
   return errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("b", "g"), [(1, 3), (3, 2)])
-def test_mse_of_a_batch_equals_enumeration(b, g, float64, population):
+def test_mse_of_a_batch_equals_enumeration(
+  b, g, float64, population, all_groups
+):
   everything = population(1, X, M, D)
   args = [*map(jnp.asarray, everything)]
   moments, gradients = u.moments(*args), u.policy_gradient(*args)
   c = group_size_lib.components(moments, gradients, jnp.asarray(WEIGHTS))
   curve = group_size_lib.mse_curve(c, g, b * g)
-  for name, expected in enumerated(*everything, b, g).items():
-    assert_allclose(getattr(curve, name), expected, atol=1e-10)
+  expected = enumerated(*everything, b, *all_groups(*everything, g))
+  assert_allclose(curve, expected, atol=1e-10)
   uniform = group_size_lib.components(moments, gradients, jnp.full(X, 1 / X))
   default = group_size_lib.components(moments, gradients)
   assert_allclose(uniform, default, rtol=1e-12)
@@ -63,21 +52,19 @@ def test_mse_of_a_batch_equals_enumeration(b, g, float64, population):
   [(1, 3), (2, 2), (3, 2), pytest.param(4, 2, marks=pytest.mark.slow)],
 )
 def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
-  draws, g, float64, population
+  draws, g, float64, population, all_groups
 ):
   """Each of three prompts once, and some of them once more, in any order."""
   many = 3
   p, s, z = population(2, many, 2, D)
-  group = np.array(list(itertools.product(range(2), repeat=g)))
-  rewards = z[:, group]
-  others = (rewards.sum(-1, keepdims=True) - rewards) / (g - 1)
-  estimates = np.einsum("xng,xngd->xnd", rewards - others, s[:, group]) / g
-  chance = p[:, group].prod(-1)
+  estimates, chance = all_groups(p, s, z, g)
+  estimates = estimates.leave_one_out
   truth = np.einsum("xm,xm,xmd->d", p, z, s) / many
   errors = []
   for rest in itertools.combinations(range(many), draws % many):
     drawn = [*range(many)] * (draws // many) + [*rest]
-    index = np.array(list(itertools.product(range(len(group)), repeat=draws)))
+    groups = range(chance.shape[1])
+    index = np.array(list(itertools.product(groups, repeat=draws)))
     mean = sum(estimates[x][index[:, i]] for i, x in enumerate(drawn)) / draws
     probabilities = [chance[x][index[:, i]] for i, x in enumerate(drawn)]
     probability = np.prod(probabilities, axis=0)
@@ -146,32 +133,31 @@ def follow(estimates, start=8, error=0.0, **changes):
   return sizes
 
 
-def test_the_group_size_goes_to_the_best_one_step_at_a_time():
-  assert follow([(1.0, 31.0**2)] * 4) == [16, 32, 32, 32]
-  assert follow([(1.0, 9.0)] * 4, start=64) == [32, 16, 8, 4]
-  assert follow([(1.0, 1e6)] * 5) == [16, 32, 64, 64, 64]
-  assert follow([(1.0, 0.01)] * 3) == [4, 4, 4]
-  assert follow([(-1.0, 5.0)] * 2) == [16, 32]  # no use for more prompts
+UP = (2.0**3.70 - 1) ** 2  # c3 where c1 = 1 and G* = 2^3.70
+DOWN = (2.0**2.30 - 1) ** 2
 
 
-def c3_of(log2):
-  """c3 where c1 = 1 and G* = 2^log2."""
-  return (2.0**log2 - 1) ** 2
-
-
-def test_the_group_size_stays_within_its_margin():
-  wavering = [(1.0, c3_of(3.70)), (1.0, c3_of(2.30))] * 3
-  assert follow(wavering, decay=0.0) == [8] * 6
-  assert follow([(1.0, c3_of(3.80))]) == [16]
-  assert follow([(1.0, c3_of(3.70))], margin=0.0) == [16]
-
-
-def test_the_group_size_rests_on_all_estimates_so_far():
-  # The sums of c1 are 4, then 1 and 2.6; 200 is that of c3 at first.
-  assert follow([(4.0, 200.0), (-1.0, 200.0)]) == [8, 16]
-  assert follow([(4.0, 200.0), (-1.0, 200.0)], decay=0.9) == [8, 8]
-  assert follow([(4.0, 200.0), (jnp.nan, 1.0), (1.0, jnp.inf)]) == [8, 8, 8]
-  assert follow([(0.0, 0.0)]) == [8]  # no signal at all
+@pytest.mark.parametrize(
+  "estimates, sizes, changes",
+  [
+    ([(1.0, 31.0**2)] * 4, [16, 32, 32, 32], {}),
+    ([(1.0, 9.0)] * 4, [32, 16, 8, 4], {"start": 64}),
+    ([(1.0, 1e6)] * 5, [16, 32, 64, 64, 64], {}),
+    ([(1.0, 0.01)] * 3, [4, 4, 4], {}),
+    ([(-1.0, 5.0)] * 2, [16, 32], {}),  # no use for more prompts
+    # It stays within its margin.
+    ([(1.0, UP), (1.0, DOWN)] * 3, [8] * 6, {"decay": 0.0}),
+    ([(1.0, (2.0**3.80 - 1) ** 2)], [16], {}),
+    ([(1.0, UP)], [16], {"margin": 0.0}),
+    # All estimates so far: the sums of c1 are 4, then 1 and 2.6.
+    ([(4.0, 200.0), (-1.0, 200.0)], [8, 16], {}),
+    ([(4.0, 200.0), (-1.0, 200.0)], [8, 8], {"decay": 0.9}),
+    ([(4.0, 200.0), (jnp.nan, 1.0), (1.0, jnp.inf)], [8, 8, 8], {}),
+    ([(0.0, 0.0)], [8], {}),  # no signal at all
+  ],
+)
+def test_the_group_size_follows_the_estimates(estimates, sizes, changes):
+  assert follow(estimates, **changes) == sizes
 
 
 def test_a_noisy_estimate_moves_nothing_until_it_is_repeated():

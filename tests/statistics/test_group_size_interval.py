@@ -19,42 +19,42 @@ def test_students_expansion_against_scipy(degrees, too_small, float64):
   assert error == pytest.approx(-too_small, rel=1e-2, abs=1e-8)
 
 
-def bounds(c1, c3, covariance, over_tangents=None, tangents=4):
-  """The interval, where c1 and c3 have the given covariance [2, 2]."""
-  matrix = np.zeros((5, 5))
-  matrix[np.ix_([0, 2], [0, 2])] = covariance
+def bounds(c1, c3, over_prompts, over_tangents=((0, 0), (0, 0)), tangents=4):
+  """The interval, where c1 and c3 have the given covariances [2, 2]."""
+  matrices = np.zeros((2, 5, 5))
+  for matrix, covariance in zip(
+    matrices, (over_prompts, over_tangents), strict=True
+  ):
+    matrix[np.ix_([0, 2], [0, 2])] = covariance
   zero = jnp.zeros(())
   low, high = interval.group_size_interval(
     Components(jnp.asarray(c1), zero, jnp.asarray(c3), zero, zero),
-    jnp.asarray(matrix),
-    jnp.zeros((5, 5)) if over_tangents is None else over_tangents(matrix),
+    *map(jnp.asarray, matrices),
     PROMPTS,
     tangents,
   )
   return float(low), float(high)
 
 
-@pytest.mark.slow
-def test_bounds_are_where_the_difference_is_t_standard_errors(float64):
+@pytest.mark.parametrize(
+  "of_tangents, degrees",
+  # Of equal shares, Satterthwaite's of B - 1 = 40 and V - 1 = 3.
+  [(0, 40), (1, 4 / (1 / 40 + 1 / 3))],
+)
+def test_bounds_are_where_the_difference_is_t_standard_errors(
+  of_tangents, degrees, float64
+):
   """At both ends of rho = c1 / c3, c1 - rho c3 differs from 0 by t errors."""
-  c1, c3, covariance = 1.0, 30.0, np.array([[0.1, 0.2], [0.2, 9.0]])
-  low, high = bounds(c1, c3, covariance)
-  assert 2 < low < 1 + np.sqrt(30) < high < 20
+  c1, c3, covariance = 1.0, 30.0, np.array([[0.05, 0.1], [0.1, 4.5]])
+  low, high = bounds(c1, c3, covariance, of_tangents * covariance)
+  assert 2 < low < 1 + np.sqrt(30) < high < 30
   for size, sign in ((low, -1), (high, 1)):
     rho = 1 / (size - 1) ** 2
     contrast = np.array([1, -rho])
-    error = np.sqrt(contrast @ covariance @ contrast)
-    t = sign * stats.t.ppf(0.975, PROMPTS - 1)
-    np.testing.assert_allclose(contrast @ [c1, c3], t * error, rtol=1e-6)
-
-
-def test_two_sources_of_error_have_satterthwaites_degrees(float64):
-  """Equal shares of B - 1 = 40 and V - 1 = 3 degrees: 4 / (1 / 40 + 1 / 3)."""
-  covariance = np.diag([0.03, 0.0])
-  _, high = bounds(1.0, 30.0, covariance, over_tangents=jnp.asarray)
-  degrees = 4 / (1 / 40 + 1 / 3)
-  rho = (1 - stats.t.ppf(0.975, degrees) * np.sqrt(0.06)) / 30
-  np.testing.assert_allclose(1 / (high - 1) ** 2, rho, rtol=1e-3)
+    error = contrast @ covariance @ contrast * (1 + of_tangents)
+    t = sign * stats.t.ppf(0.975, degrees)
+    rtol = 1e-3 if of_tangents else 1e-6
+    np.testing.assert_allclose(contrast @ [c1, c3], t * error**0.5, rtol=rtol)
 
 
 def test_bounds_say_what_is_not_known(float64):

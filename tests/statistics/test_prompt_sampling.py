@@ -64,22 +64,28 @@ def test_importance_weights_undo_the_priorities(priorities, rows, most):
   assert_allclose(estimate, ORIGINAL, atol=1e-12)
 
 
-def test_priorities_shift_shares_within_a_stratum_only():
-  expected = prompt_sampling.expected_rows(
-    np.array([1.0, 0, 0, 0, 0]), STRATA, rows=1, uniform=0.1
-  )
-  # 1/30 is left to everybody; nothing is known of the second data set.
-  assert_allclose(expected, [2 / 3 - 4 / 90, 2 / 90, 2 / 90, 1 / 6, 1 / 6])
-
-
-def test_what_is_too_much_of_a_prompt_goes_to_the_others_of_its_data_set():
-  expected = prompt_sampling.expected_rows(
-    np.array([96.0, 1, 1, 1, 1, 1]),
-    [Stratum(4, 2.0), Stratum(2, 1.0)],
-    rows=3,
-    uniform=0.01,
-  )
-  assert_allclose(expected, [1, *[1 / 3] * 3, 1 / 2, 1 / 2])
+@pytest.mark.parametrize(
+  "priorities, strata, options, expected",
+  [
+    # 1/30 is left to everybody; nothing is known of the second data set.
+    (
+      [1.0, 0, 0, 0, 0],
+      STRATA,
+      {"rows": 1, "uniform": 0.1},
+      [2 / 3 - 4 / 90, 2 / 90, 2 / 90, 1 / 6, 1 / 6],
+    ),
+    # An excess over one row goes to the others of its data set.
+    (
+      [96.0, 1, 1, 1, 1, 1],
+      [Stratum(4, 2.0), Stratum(2, 1.0)],
+      {"rows": 3, "uniform": 0.01},
+      [1, *[1 / 3] * 3, 1 / 2, 1 / 2],
+    ),
+  ],
+)
+def test_shares_shift_within_a_stratum(priorities, strata, options, expected):
+  rows = prompt_sampling.expected_rows(np.array(priorities), strata, **options)
+  assert_allclose(rows, expected)
 
 
 def test_data_sets_keep_their_rows_in_random_order():

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import scipy.stats
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -40,25 +39,16 @@ def expected(function, a, b):
   return np.sum(function(p) * density) * np.pi / 2 / 20000
 
 
-@pytest.mark.parametrize(
-  "name, function",
-  [
-    ("varies", lambda p: 1 - p**5 - (1 - p) ** 5),
-    ("spread", lambda p: np.sqrt(p * (1 - p))),
-  ],
-)
-def test_priorities_are_expectations(name, function):
+def test_priorities_of_a_posterior():
+  """Two expectations, and the density at a success rate to be met."""
   a, b = np.array(POSTERIORS).T
-  result = bind(PRIORITIES[name], group_size=5)(a, b)
-  means = [expected(function, *each) for each in POSTERIORS]
-  assert_allclose(result, means, rtol=1e-5)
-
-
-def test_a_curriculum_asks_for_a_success_rate():
-  a, b = np.array(POSTERIORS).T
-  result = PRIORITIES["target"](a, b, target=0.8)
-  priorities = [scipy.stats.beta.pdf(0.8, *each) for each in POSTERIORS]
-  assert_allclose(result, priorities, rtol=1e-10)
+  varies = bind(PRIORITIES["varies"], group_size=5)(a, b)
+  both = [expected(lambda p: 1 - p**5 - (1 - p) ** 5, *x) for x in POSTERIORS]
+  assert_allclose(varies, both, rtol=1e-5)
+  deviations = [expected(lambda p: (p - p * p) ** 0.5, *x) for x in POSTERIORS]
+  assert_allclose(PRIORITIES["spread"](a, b), deviations, rtol=1e-5)
+  density = PRIORITIES["target"](a, b, target=0.8)
+  assert_allclose(density, scipy.stats.beta.pdf(0.8, a, b), rtol=1e-10)
 
 
 def test_a_solved_prompt_is_left_out_and_comes_back():

@@ -1,5 +1,6 @@
 """The comparison of settings by training: runs, choice of rates, tables."""
 
+import json
 import math
 import pathlib
 
@@ -14,53 +15,12 @@ from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 
-@pytest.mark.slow
-def test_arms_differ_in_their_settings_only():
-  config = to_config(compare.SETTINGS)
-  config.train.seed = 40  # the seeds count from there
-  config.train.steps = config.train.eval.num_prompts = 2
-  assert compare.config_errors(config) == []
-  runs = [
-    compare.train_settings(config, arm, 1e-4, 3)
-    for arm in range(len(config.arms))
-  ]
-  arms = [f"advantage={run.loss.advantage}" for run in runs]
-  assert arms == [*config.arms]
-  assert {(run.seed, run.optim.learning_rate) for run in runs} == {(43, 1e-4)}
-  assert len({run.name for run in runs}) == len(runs)
-
-
 def test_the_rate_of_the_highest_reward():
   nan = math.nan
   tuned = {(0, 0.1): 0.5, (0, 0.2): 0.7, (1, 0.1): nan, (1, 0.2): 0.1}
   assert compare.best_rates(tuned) == [0.2, 0.2]
   with pytest.raises(SystemExit, match=r"error: .*\[1\]"):
     compare.best_rates(tuned | {(1, 0.2): nan})
-
-
-def test_differences_are_of_pairs():
-  numbers = {"reward": np.array([[0.1, 0.5, 0.3], [0.2, 0.6, 0.4]])}
-  first, second = compare.table(["a", "b"], [1.0, 2.0], numbers)
-  assert first["reward_more"] == first["reward_more_high"] == 0
-  assert_allclose(second["reward"], 0.4)
-  # Every pair differs by 0.1, whatever the seeds differ by.
-  assert_allclose(study.ends(second, "reward_more"), 0.1)
-  numbers = {"reward": np.array([[0.0, 0.0, 0.0], [0.1, 0.0, -0.1]])}
-  line = compare.table(["a", "b"], [1.0, 2.0], numbers)[1]
-  half = 4.302653 * 0.1 / np.sqrt(3)  # Student's, two degrees of freedom
-  assert_allclose(line["reward_more_high"], half, rtol=1e-5)
-
-
-@pytest.mark.parametrize("rates, panels", [([1.0], 2), ([1.0, 2.0], 3)])
-def test_a_picture_names_its_lines_and_has_no_empty_panel(rates, panels):
-  rows = [{"arm": arm, "step": 1, "reward": 0.5} for arm in "ab"]
-  tuned = {(i, rate): 0.0 for i in range(2) for rate in rates}
-  lines = compare.table("ab", [1.0, 1.0], {"reward": np.ones((2, 3))})
-  axes = pictures.new_figure((9, 3)).subplots(1, panels, squeeze=False)
-  compare.draw(axes, rows, tuned, lines, "reward")
-  assert all(ax.has_data() for ax in axes[0])
-  legend = axes[0, 0].get_legend().get_texts()
-  assert [text.get_text() for text in legend] == ["a", "b"]
 
 
 FILE = f"{pathlib.Path(__file__)}:judge"
@@ -102,22 +62,30 @@ def test_arms_are_compared_by_what_they_share(arm, refused, rewarded):
     assert compare.differing(config, compare.REWARDED) == rewarded
 
 
-def test_other_rewards_leave_the_accuracy_to_compare(made_up, tmp_path):
+@pytest.mark.parametrize("rates, panels", [((3e-4,), 2), ((3e-4, 5e-4), 3)])
+def test_other_rewards_leave_the_accuracy_to_compare(
+  rates, panels, made_up, tmp_path
+):
   config = to_config(compare.SETTINGS)
   config.arms = ("advantage=leave_one_out", "sampling.temperature=0.7")
   config.seeds = 2
-  config.learning_rates = (3e-4,)
-  for arm in range(2):
-    for seed in range(2):
-      run = compare.train_settings(config, arm, 3e-4, seed)
-      path = study.training_run(tmp_path, run.name)
-      made_up(run, path, [5.0 * arm, 5.0 * arm], 0.5 + 0.1 * arm)
-  results = compare.compute(config, tmp_path)
+  config.learning_rates = rates
+  for arm, seed in np.ndindex(2, 2):
+    run = compare.train_settings(config, arm, 3e-4, seed)
+    path = study.training_run(tmp_path, run.name)
+    made_up(run, path, [5.0 * arm, 5.0 * arm], 0.5 + 0.1 * arm)
+  tuned = {(arm, rate): 0.0 for arm in range(2) for rate in rates}
+  results = compare.results(config, tmp_path, tuned)
   second = results.tables["results"][1]
   assert second["accuracy_more"] == pytest.approx(0.1)
   assert not any("reward" in name for name in second)
   hint = "rewards are not compared: arms differ in sampling.temperature"
-  assert hint in results.lines and results.panels == (1, 2)
+  assert hint in results.lines and results.panels == (1, panels)
+  axes = pictures.new_figure((9, 3)).subplots(1, panels, squeeze=False)
+  results.draw(axes)
+  assert all(ax.has_data() for ax in axes[0])
+  legend = axes[0, 0].get_legend().get_texts()
+  assert [text.get_text() for text in legend] == [*config.arms]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +123,9 @@ def test_a_small_comparison(
   rows = rows_of(tmp_path / "x" / "results.csv")
   assert len(rows) == 2 and float(rows[0]["reward_more"]) == 0
   assert (tmp_path / "x" / "compare.png").read_bytes().startswith(b"\x89PNG")
+  summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+  assert summary["compared"] == ["reward", "accuracy"]
+  assert summary["results"][1]["arm"] == "advantage=grpo group_size=8"
   assert len(rows_of(tmp_path / "x" / "curves.csv")) == 2 * 3 * 2
   if not train:
     assert [float(r["learning_rate"]) for r in rows] == [0.002, 0.002]

@@ -17,28 +17,25 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def runs(config):
-  """All runs of a study with their budgets and group sizes."""
+  """All runs of a study with their group sizes."""
   for seed, budget, size in group_size._points(config):
     run = group_size.train_settings(config, budget, size, seed)
-    assert run.seed == seed
-    yield run, budget, size
+    first = run.auto_group_size.start if size == "auto" else size
+    assert run.seed == seed and run.batch_size * first == budget
+    yield run, size
 
 
 @pytest.mark.slow
 def test_every_run_spends_the_same_samples():
-  for run, budget, size in runs(group_size.default_config()):
-    first = run.auto_group_size.start if size == "auto" else size
-    assert run.batch_size * first == budget
-    assert bool(run.diagnostics.every) == (size == "auto")
-
-
-@pytest.mark.slow
-def test_the_papers_setting_is_valid():
-  config = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
-  assert group_size.config_errors(config) == []
-  assert config.budgets == (1024,)
-  assert config.group_sizes == (4, 8, 16, 32, 64, 128)
-  assert len({run.name for run, _, _ in runs(config)}) == 5 * 7
+  """In the quick setting and in the paper's."""
+  paper = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
+  assert paper.budgets == (1024,)
+  assert paper.group_sizes == (4, 8, 16, 32, 64, 128)
+  for config, count in (group_size.default_config(), 3 * 2 * 7), (paper, 5 * 7):
+    of_study = list(runs(config))
+    assert len({run.name for run, _ in of_study}) == count
+    for run, size in of_study:
+      assert bool(run.diagnostics.every) == (size == "auto")
 
 
 @pytest.mark.slow
@@ -108,7 +105,7 @@ def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up):
   config = to_config(group_size.SETTINGS)
   config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
   config.train.auto_group_size.start = 8
-  for run, _, _ in runs(config):
+  for run, _ in runs(config):
     path = study.training_run(tmp_path, run.name)
     made_up(run, path, [0.1, 0.2], 0.5, group_size=8, c1=None, c3=None)
   unknown = {f"optimal_group_size{x}": None for x in ("", "_low", "_high")}

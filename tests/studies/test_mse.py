@@ -71,23 +71,6 @@ def test_a_whole_run_resumes_to_the_same_results(
   assert (directory / "mse.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_examples_stand_before_an_in_context_prompt(
-  toy_model, toy_task, config
-):
-  config.base = str(toy_model)
-  config.num_prompts = 2
-  plain = samples.open_bench(config, "base").batches
-  shown = samples.open_bench(config, "in-context").batches
-  problems = [toy_task.load("train")[i]["prompt"] for i in range(2)]
-  assert problems == ["0+0", "1+1"]
-  before = "0+0\n0+0=0\n#### 0\n\n1+1\n1+1=2\n#### 2\n\n"
-  longest = max(prompts.prompt_mask.sum() for prompts, _ in shown)
-  assert longest == shown[0][0].prompt_mask.size
-  for (_, examples), (_, alone) in zip(shown, plain, strict=True):
-    assert alone[0]["prompt_text"] == alone[0]["prompt"] + "\n"
-    assert examples[0]["prompt_text"] == before + alone[0]["prompt_text"]
-
-
 def test_the_curve_comes_from_the_second_pool(monkeypatch, config):
   """Pools of reward 0 and 1: only the second has a mean reward."""
   config.samples, config.group_sizes = 6, (2,)
@@ -200,10 +183,7 @@ def test_questions():
   assert not texts & {x["prompt"] for x in solved}
   for example in held_out + solved:
     expression = example["prompt"].removeprefix("What is ").removesuffix("?")
-    left, sign, right, *rest = expression.split()
-    sums = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    value = (sums | {"/": int.__floordiv__})[sign](int(left), int(right))
-    assert int(example["answer"]) == value + sum(map(int, rest[1:]))
+    assert eval(expression) == int(example["answer"])
   assert [x["prompt"].split()[3] for x in held_out[:5]] == list("+-*/+")
 
 
@@ -225,20 +205,46 @@ def test_a_run_with_projected_scores(toy_model, toy_task, tmp_path, capsys):
   assert summary["lengths"]["value"]["mean"] == summary["success"]
 
 
-def test_one_model_asked_in_three_ways(config):
+QUESTION = "Question: What is 4 + 2?\nAnswer:"
+
+
+@pytest.mark.parametrize(
+  "problems, plain, solved, template, answer",
+  [
+    (
+      "questions",
+      QUESTION,
+      "Question: What is 6 + 4?\nAnswer: 10\n\n"
+      "Question: What is 7 - 2?\nAnswer: 5\n\n",
+      "Q: What is 4 + 2?\nA: ",
+      "it is 6.",
+    ),
+    (
+      "expressions",
+      "30+10\n",
+      "0+0\n0+0=0\n#### 0\n\n1+1\n1+1=2\n#### 2\n\n",
+      "Q: 30+10\nA: ",
+      "#### 7",
+    ),
+  ],
+)
+def test_one_model_asked_in_three_ways(
+  problems, plain, solved, template, answer, config, toy_task
+):
   config.base = config.instruct = "arithmetic-instruct"
-  config.problems, config.num_prompts, config.shots = "questions", 1, 1
+  config.problems, config.num_prompts, config.shots = problems, 1, 2
   texts = {}
   for name in samples.CONFIGURATIONS:
     bench = samples.open_bench(config, name)
-    ((_, (example,)),) = bench.batches
+    ((prompts, (example,)),) = bench.batches
     texts[name] = example["prompt_text"]
-    assert bench.reward("", "it is 6.", example) == 1
+    assert prompts.prompt_mask.all()  # no padding
+    assert bench.reward("", answer, example) == 1
     ends = map(bench.policy.tokenizer.decode, bench.policy.eos_ids)
-    assert ("\n" in ends) == (name != "instruct")
-  question = "Question: What is 4 + 2?\nAnswer:"
+    one_line = problems == "questions" and name != "instruct"
+    assert ("\n" in ends) == one_line
   assert texts == {
-    "base": question,
-    "instruct": "Q: What is 4 + 2?\nA: ",
-    "in-context": "Question: What is 6 + 4?\nAnswer: 10\n\n" + question,
+    "base": plain,
+    "instruct": template,
+    "in-context": solved + plain,
   }

@@ -15,10 +15,8 @@ MISTAKES = {
   "compare": [
     ("arms=advantage=grpo", "two or more"),
     ("arms=advantage=grpo, advantage=grpo", "all different"),
-    ("arms=advantage=grpo, advantag=grpo", "did you mean"),
-    ("arms=advantage=grpo, advantage=nothing", "arm 'advantage=noth"),
+    ("arms=advantage=grpo, advantag=grpo", "arm 'advantag=grpo.*did you mean"),
     ("arms=seed=1, advantage=grpo", "seed is set by the study"),
-    ("arms=steps=x, advantage=grpo", "type int"),
     (
       "arms=group_size=8, group_size=4",
       "1536 completions a run .*, and 3072 and 256 of the first",
@@ -85,6 +83,13 @@ def test_mistakes_are_found_before_anything_is_written(
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_quick_setting_has_no_mistakes(name):
+  program = importlib.import_module(f"grpojax.studies.{name}")
+  assert not [*program.config_errors(to_config(program.SETTINGS))]
+
+
 def open_at(directory, *words):
   argv = [f"--run_dir={directory}", *words]
   study.open_study(argv, group_size.SETTINGS, lambda config: [], "")
@@ -132,18 +137,7 @@ def study_of_one(tmp_path, made_up):
   return tmp_path, settings
 
 
-def test_a_run_that_lacks_a_step_is_not_read(study_of_one):
-  directory, settings = study_of_one
-  assert len(study.run_metrics(directory, settings.name)) == 2
-  file = study.training_run(directory, settings.name) / "metrics.jsonl"
-  file.write_text('{"step": 1, "reward_mean": 1.0}\n')
-  with pytest.raises(
-    SystemExit, match=rf"^error: .*{file.name} .*delete .*{settings.name} and"
-  ):
-    study.run_metrics(directory, settings.name)
-
-
-def test_a_mean_is_of_the_steps_that_have_the_metric(study_of_one):
+def test_metrics_of_a_run(study_of_one):
   directory, settings = study_of_one
   file = study.training_run(directory, settings.name) / "metrics.jsonl"
   rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
@@ -152,6 +146,11 @@ def test_a_mean_is_of_the_steps_that_have_the_metric(study_of_one):
   assert study.mean_of(rows, "reward_mean") == pytest.approx(0.2)
   # The accuracy before training does not count.
   assert study.mean_of(rows, "accuracy") == pytest.approx(0.3)
+  file.write_text('{"step": 1, "reward_mean": 1.0}\n')
+  with pytest.raises(
+    SystemExit, match=rf"^error: .*{file.name} .*delete .*{settings.name} and"
+  ):
+    study.run_metrics(directory, settings.name)
 
 
 def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):

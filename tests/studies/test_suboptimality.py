@@ -226,10 +226,7 @@ def test_a_small_study_agrees_with_theory(finished, rows_of):
   vanilla, grpo, oracle = (float(row["mean"]) for row in last)
   assert vanilla > 2 * grpo and grpo > 1.5 * oracle
   assert (finished / "suboptimality.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_the_first_step_is_eta_over_one_plus_offset(finished):
+  # The first step is eta / (1 + offset) long.
   known = suboptimality.bandit()
   length = known.eta / (1 + suboptimality.OFFSET)
   start = np.zeros(3)
