@@ -76,6 +76,9 @@ ACCURACY = "filter_groups.metric=acc filter_groups.rescale"
 FEW = "batch_size=4 optim.micro_batches=1"
 QUANTILE = "loss.top_entropy_quantile=0.2"
 TRAINER = "loss.old_logprobs=trainer"
+PLAYED = "environment.path=retry"
+BY_TURN = f"{PLAYED} environment.credit=turn"
+RETURN = "reward.functions=environment"
 REFUSED = [
   # A value out of its range: one of each kind.
   ("batch_size=0", "batch_size = 0"),
@@ -150,6 +153,18 @@ REFUSED = [
   (f"sampling.ahead=1 optim.epochs=2 {AUTO}", "sampling.ahead = 1: group_size"),
   ("mesh.sampling_devices=4", "sampling_devices = 4: devices would wait"),
   (f"{AHEAD} mesh.sampling_devices=4 environment.path=x.py", "not with an"),
+  # Environments.
+  (RETURN, "of environment.path: name one"),
+  (f"{PLAYED} environment.failed=zero reward.model=judge", "failed one's"),
+  ("environment.credit=turn", "there are no turns"),
+  (BY_TURN, "reward.functions = 'environment'"),
+  (f"{BY_TURN} {RETURN} advantage=grpo", "use advantage = 'leave_one_out'"),
+  (f"{BY_TURN} {RETURN} diagnostics.every=2", "this is of whole trajectories"),
+  # Models of the Hub.
+  ("model.revision=v1", "with model.path = ORG/NAME"),
+  ("model.path=a/b model.revision=../x", "a branch, a tag"),
+  ("model.path=a/b@v1 model.revision=v2", "one of the two"),
+  ("model.path=gs://a/b model.revision=v2", "is a URL"),
   # Parts of a step.
   ("loss.correction=token_mask optim.epochs=2", "with several updates a step"),
   (f"{AGGREGATED} reward.on_device", "normalize', or reward.on_device = False"),
