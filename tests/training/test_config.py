@@ -74,6 +74,7 @@ IN_PARTS = "sampling.parts=2 batch_size=4 reward.workers=1"
 TWO = "reward.functions=exact_answer,length reward.weights=1,1"
 ACCURACY = "filter_groups.metric=acc filter_groups.rescale"
 FEW = "batch_size=4 optim.micro_batches=1"
+FOUR_PARTS = f"{FEW} sampling.parts=4 reward.workers=1"
 QUANTILE = "loss.top_entropy_quantile=0.2"
 TRAINER = "loss.old_logprobs=trainer"
 PLAYED = "environment.path=retry"
@@ -284,6 +285,8 @@ def test_valid_combinations(words):
     (8, "mesh.fsdp=8 mesh.sampling_tensor=3", "= 3: .* divide the 8 devices"),
     (8, "eval.batch_size=12", "eval_batch: 12 prompts x 1 .* 8 devices"),
     (8, f"{FEW} group_size=6", "rollout: 4 prompts x 6 samples .* 8 devices"),
+    (2, f"{FOUR_PARTS} group_size=2", ""),  # groups can be cut
+    (2, f"{FOUR_PARTS} group_size=3", "rollout: 1 prompts x 3 samples"),
     # The rollout can be cut, a micro-batch cannot.
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
     (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device to train"),
