@@ -77,6 +77,7 @@ FEW = "batch_size=4 optim.micro_batches=1"
 FOUR_PARTS = f"{FEW} sampling.parts=4 reward.workers=1"
 QUANTILE = "loss.top_entropy_quantile=0.2"
 TRAINER = "loss.old_logprobs=trainer"
+MIXED = "data.mixture.gsm8k"
 PLAYED = "environment.path=retry"
 BY_TURN = f"{PLAYED} environment.credit=turn"
 RETURN = "reward.functions=environment"
@@ -161,6 +162,19 @@ REFUSED = [
   (BY_TURN, "reward.functions = 'environment'"),
   (f"{BY_TURN} {RETURN} advantage=grpo", "use advantage = 'leave_one_out'"),
   (f"{BY_TURN} {RETURN} diagnostics.every=2", "this is of whole trajectories"),
+  # Mixtures of data sets.
+  (f"{MIXED}.wieght=1", ".gsm8k.wieght = 1: unknown: use name, path, options"),
+  (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a number more than 0"),
+  (f"{MIXED}.name=gsm9k", "name = 'gsm9k': use one of arithmetic, gsm8k"),
+  (f"{MIXED}.path=3", ".gsm8k.path = 3: must be a text"),
+  (f"{MIXED}.options=3", ".gsm8k.options = 3: is a section"),
+  (f"{MIXED}.rewards=length", "rewards = 'length': names, each once, among"),
+  (f"{MIXED}.rewards=3", "rewards = 3: names, each once, among"),
+  (f"{MIXED}.rewards=exact_answer {TWO}", "scored by length: leave it out"),
+  (f"{MIXED}=3", "data.mixture.gsm8k = 3: is a section"),
+  (f"{MIXED}.weight=1 data.path=x", "write data.mixture.NAME.path, or"),
+  (f"{MIXED}.weight=1 data.options.size=x", "write data.mixture.NAME.options."),
+  ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': names metrics"),
   # Models of the Hub.
   ("model.revision=v1", "with model.path = ORG/NAME"),
   ("model.path=a/b model.revision=../x", "a branch, a tag"),
