@@ -74,8 +74,13 @@ IN_PARTS = "sampling.parts=2 batch_size=4 reward.workers=1"
 TWO = "reward.functions=exact_answer,length reward.weights=1,1"
 ACCURACY = "filter_groups.metric=acc filter_groups.rescale"
 FEW = "batch_size=4 optim.micro_batches=1"
+FOUR_PARTS = f"{FEW} sampling.parts=4 reward.workers=1"
 QUANTILE = "loss.top_entropy_quantile=0.2"
 TRAINER = "loss.old_logprobs=trainer"
+MIXED = "data.mixture.gsm8k"
+PLAYED = "environment.path=retry"
+BY_TURN = f"{PLAYED} environment.credit=turn"
+RETURN = "reward.functions=environment"
 REFUSED = [
   # A value out of its range: one of each kind.
   ("batch_size=0", "batch_size = 0"),
@@ -150,6 +155,31 @@ REFUSED = [
   (f"sampling.ahead=1 optim.epochs=2 {AUTO}", "sampling.ahead = 1: group_size"),
   ("mesh.sampling_devices=4", "sampling_devices = 4: devices would wait"),
   (f"{AHEAD} mesh.sampling_devices=4 environment.path=x.py", "not with an"),
+  # Environments.
+  (RETURN, "of environment.path: name one"),
+  (f"{PLAYED} environment.failed=zero reward.model=judge", "failed one's"),
+  ("environment.credit=turn", "there are no turns"),
+  (BY_TURN, "reward.functions = 'environment'"),
+  (f"{BY_TURN} {RETURN} advantage=grpo", "use advantage = 'leave_one_out'"),
+  (f"{BY_TURN} {RETURN} diagnostics.every=2", "this is of whole trajectories"),
+  # Mixtures of data sets.
+  (f"{MIXED}.wieght=1", ".gsm8k.wieght = 1: unknown: use name, path, options"),
+  (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a number more than 0"),
+  (f"{MIXED}.name=gsm9k", "name = 'gsm9k': use one of arithmetic, gsm8k"),
+  (f"{MIXED}.path=3", ".gsm8k.path = 3: must be a text"),
+  (f"{MIXED}.options=3", ".gsm8k.options = 3: is a section"),
+  (f"{MIXED}.rewards=length", "rewards = 'length': names, each once, among"),
+  (f"{MIXED}.rewards=3", "rewards = 3: names, each once, among"),
+  (f"{MIXED}.rewards=exact_answer {TWO}", "scored by length: leave it out"),
+  (f"{MIXED}=3", "data.mixture.gsm8k = 3: is a section"),
+  (f"{MIXED}.weight=1 data.path=x", "write data.mixture.NAME.path, or"),
+  (f"{MIXED}.weight=1 data.options.size=x", "write data.mixture.NAME.options."),
+  ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': names metrics"),
+  # Models of the Hub.
+  ("model.revision=v1", "with model.path = ORG/NAME"),
+  ("model.path=a/b model.revision=../x", "a branch, a tag"),
+  ("model.path=a/b@v1 model.revision=v2", "one of the two"),
+  ("model.path=gs://a/b model.revision=v2", "is a URL"),
   # Parts of a step.
   ("loss.correction=token_mask optim.epochs=2", "with several updates a step"),
   (f"{AGGREGATED} reward.on_device", "normalize', or reward.on_device = False"),
@@ -269,6 +299,8 @@ def test_valid_combinations(words):
     (8, "mesh.fsdp=8 mesh.sampling_tensor=3", "= 3: .* divide the 8 devices"),
     (8, "eval.batch_size=12", "eval_batch: 12 prompts x 1 .* 8 devices"),
     (8, f"{FEW} group_size=6", "rollout: 4 prompts x 6 samples .* 8 devices"),
+    (2, f"{FOUR_PARTS} group_size=2", ""),  # groups can be cut
+    (2, f"{FOUR_PARTS} group_size=3", "rollout: 1 prompts x 3 samples"),
     # The rollout can be cut, a micro-batch cannot.
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
     (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device to train"),

@@ -262,32 +262,6 @@ def test_an_observation_leaves_half_of_the_tokens(
   assert episodes.encoder(settings, policy).max_observation == most
 
 
-ON = {"environment.path": "retry"}
-TURN = ON | {"environment.credit": "turn"}
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"reward.functions": ("environment",)}, "of environment.path: name one"),
-    (
-      ON | {"environment.failed": "zero", "reward.model": "judge"},
-      "environment.failed",
-    ),
-    ({"environment.credit": "turn"}, "there are no turns"),
-    (TURN, "reward.functions = 'environment'"),
-    (TURN | {"advantage": "grpo"}, "use advantage = 'leave_one_out'"),
-    (
-      TURN | {"diagnostics.every": 2},
-      "every = 2: this is of whole trajectories",
-    ),
-  ],
-)
-def test_what_does_not_go_together_is_said(changes, message, settings_with):
-  with pytest.raises(ValueError, match=message):
-    settings_with(**changes)
-
-
 LOOK = """
 class Look:
   def reset(self, prompt, **columns):

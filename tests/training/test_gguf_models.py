@@ -359,7 +359,7 @@ def test_wrong_tensors_and_numbers_are_named(file, written):
   assert policy.find_model(file) != made
 
 
-def test_a_directory_is_made_once_and_healed(file, cache, monkeypatch):
+def test_a_directory_is_made_once_and_healed(file, cache):
   made = policy.find_model(file)
   assert cache in made.parents and policy.find_model(file) == made
   before = {path.name: path.read_bytes() for path in made.iterdir()}

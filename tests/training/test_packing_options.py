@@ -118,28 +118,6 @@ def test_packed_is_unpacked(seed, tabular, config_with):
     np.testing.assert_allclose(packed[1][name], value, 1e-4, 1e-6, err_msg=text)
 
 
-def test_what_has_a_reward_is_packed(config_with, samples_of, one_device):
-  lengths = np.array([[6, 1, 2, 2], [1, 6, 1, 1]])
-  samples = samples_of(np.arange(6) < lengths[..., None])
-  rewards = np.zeros((2, 4), np.float32)
-  rewards[0, 0] = np.nan  # 6 tokens that nobody learns from
-  config = config_with(optim__micro_batches=1)
-  plan = lambda: batch_lib.plan_packing(
-    from_config(config), samples, rewards, one_device
-  )
-  with jax.set_mesh(one_device):
-    found = plan()
-    counts = np.unique(found.rows.sample_of_token, return_counts=True)
-    np.testing.assert_array_equal(counts[0], [-1, 0, 1, 2, 3])
-    assert counts[1][1:].sum() == lengths.sum() - 6
-    assert found.copy_of_sample[0, 0] == found.prompt_of_copy.size  # nowhere
-    assert found.micro_batches() == 1
-    config.optim.micro_batches = 8  # no part of packed rows is as small
-    assert plan() is None
-    config.optim.micro_batches, config.optim.packing = 1, False
-    assert plan() is None
-
-
 IN_REWARD = {"loss.beta": 0.1, "loss.kl": "k1", "loss.kl_placement": "reward"}
 
 
@@ -165,4 +143,6 @@ def test_what_nobody_reads_is_not_packed(
   rewards = np.array([[1.0, 0.0, np.nan]], np.float32)
   settings = settings_with(**changes)
   batch_lib.plan_packing(settings, samples, rewards, one_device)
+  off = settings_with(**changes, optim__packing=False)
+  assert batch_lib.plan_packing(off, samples, rewards, one_device) is None
   np.testing.assert_array_equal(planned, [[2 * np.array(expected)]])

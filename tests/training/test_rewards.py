@@ -102,7 +102,7 @@ def test_a_reward_model_beside_functions(score):
 
 
 def test_no_name_of_a_function_or_of_its_numbers_is_a_metric_of_the_run(
-  score, tmp_path, monkeypatch
+  score, tmp_path
 ):
   names = ["mean", "std", "failures", "counts", "missing", "model", "mean_std"]
   numbers = dict.fromkeys(["mean", "std", "prompts", "a/b"], 7.0)

@@ -19,7 +19,6 @@ from grpojax.environments.episodes import play_together
 from grpojax.rewards import groups
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
-from grpojax.training.settings import batches as batches_lib
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
@@ -216,14 +215,3 @@ def test_what_is_being_computed_is_abandoned(scored, config_of, rewards):
       scored(settings, reward_pool, check_signals)
   (submission,) = sent
   assert submission.abandoned
-
-
-def test_a_part_must_fit_the_mesh(config_of):
-  config = config_of(4, "exact_answer")
-  devices = np.array([jax.devices()[0]] * 2).reshape(2, 1, 1, 1)
-  mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
-  config.group_size = 2
-  batches_lib.check_mesh(from_config(config), mesh)  # groups can be cut
-  config.group_size = 3
-  with pytest.raises(ValueError, match="rollout: 1 prompts x 3 samples"):
-    batches_lib.check_mesh(from_config(config), mesh)

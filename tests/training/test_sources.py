@@ -153,21 +153,11 @@ def test_data_of_the_hub_are_pinned_too(served, settings_with):
 
 
 @pytest.mark.parametrize(
-  "changes, text",
-  [
-    ({"model__revision": "v1"}, "with model.path = ORG/NAME"),
-    ({"model__path": "a/b", "model__revision": "../x"}, "a branch, a tag"),
-    ({"model__path": "a/b@v1", "model__revision": "v2"}, "one of the two"),
-    ({"model__path": "gs://a/b", "model__revision": "v2"}, "is a URL"),
-    ({"commits": ("x",)}, r"commits = \('x',\): lines KIND:"),
-    ({"commits": (f"space:a/b@main={COMMIT}",)}, "a run fills it in"),
-    ({"commits": (f"model:a/b@main={COMMIT[1:]}",)}, "a run fills it in"),
-    ({"commits": (3,)}, r"commits = \(3,\)"),
-  ],
+  "line", ["x", f"space:a/b@main={COMMIT}", f"model:a/b@main={COMMIT[1:]}", 3]
 )
-def test_settings_that_make_no_sense(changes, text, settings_with):
-  with pytest.raises(ValueError, match=text):
-    settings_with(**changes)
+def test_commits_that_no_run_fills_in_are_refused(line, settings_with):
+  with pytest.raises(ValueError, match="lines KIND:.* a run fills it in"):
+    settings_with(commits=(line,))
 
 
 def test_processes_compare_files_of_paths_only(served, model):
