@@ -71,10 +71,3 @@ def test_what_most_people_change_comes_first(printed):
   names = re.findall(r"^  --config\.(\S+?)=", text[start:], re.MULTILINE)
   first = train.SETTINGS.first
   assert tuple(names[: len(first)]) == first and 10 <= len(first) <= 20
-  # Then all of them, the sections in the order of their declaration.
-  every = [name for name, _ in settings.flat_settings(train.SETTINGS)]
-  rest = [name for name in names[len(first) :] if not name.endswith(".KEY")]
-  assert {*every} <= {*rest}
-  parts = [name.partition(".")[0] for name in rest if "." in name]
-  declared = [name.partition(".")[0] for name in every if "." in name]
-  assert list(dict.fromkeys(parts)) == list(dict.fromkeys(declared))

@@ -11,7 +11,6 @@ import pytest
 from grpojax import chat, evaluate, export, sft
 from grpojax.aot import programs
 from grpojax.models import huggingface as hf
-from grpojax.training import run_models
 from grpojax.training.run import setup
 from grpojax.training.step import rewards as rewards_lib
 
@@ -56,10 +55,6 @@ def open_run(settings):
   return programs.open_run(settings, setup.make_mesh(settings))
 
 
-def load_model(settings):
-  return run_models.load(settings.model.path, settings.model)
-
-
 @pytest.mark.parametrize(
   "read, name",
   [
@@ -68,7 +63,6 @@ def load_model(settings):
     (open_reward_model, "reward__model"),
     (open_run, "model__path"),
     (open_run, "model__teacher"),
-    (load_model, "model__path"),
   ],
 )
 def test_settings_reach_every_model(read, name, models, settings_with):
