@@ -146,8 +146,7 @@ def _fit_prompt(
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until a prompt fits: few sizes compile.
 
-  Raises:
-    ValueError: the model cannot answer the prompt.
+  ValueError if the model has no positions for the prompt and an answer.
   """
   _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
@@ -164,13 +163,10 @@ def _fit_prompt(
 def ask(
   speaker: Speaker, example: dict[str, Any], turn: int = 0
 ) -> tuple[str, list[Answer]]:
-  """Asks a model the "prompt" of an example; another turn draws other samples.
+  """Returns the prompt of an example as the model reads it, and its answers.
 
-  Returns:
-    The prompt as the model reads it, and the answers.
-
-  Raises:
-    ValueError: the model's chat template does not take the prompt.
+  Another turn draws other samples. ValueError if the model's chat template
+  does not take the prompt.
   """
   policy = speaker.policy
   settings = _fit_prompt(speaker.settings, policy, example)
@@ -229,8 +225,8 @@ def talk(
 ) -> None:
   """Answers one line after another, until they end or `QUIT`.
 
-  With `turns`, which need a chat template, the model is shown the earlier lines
-  and the first answer to each.
+  With `turns`, which need a chat template, the model sees the earlier lines and
+  the first answer to each.
   """
   history: list[dict[str, str]] = []
   for turn, line in enumerate(read):
@@ -256,11 +252,9 @@ def talk(
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[Speaker, dict[str, Any] | None, bool]:
-  """Loads the model, and finds all errors before it compiles.
+  """Returns the model, its only example if any, and True if it sees old turns.
 
-  Returns:
-    The model; the only example that it is asked, or None; True if it is shown
-    the earlier lines and answers.
+  All errors come before anything compiles.
   """
   policy, params = run_models.load(flags.model, settings.model, flags.best)
   policy = policy_lib.with_stop(policy, settings.sampling.stop)

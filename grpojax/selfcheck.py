@@ -89,10 +89,7 @@ def _train(
   kill_at: int | None = None,
   words: Sequence[str] = (),
 ) -> None:
-  """Runs a small default job for eight steps; kills it after `kill_at`.
-
-  `words` are more of its arguments. Its output is appended to `log`.
-  """
+  """Runs a small default job, with `words`, for eight steps or to `kill_at`."""
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}", *words]
   settings = "steps=8 checkpoint.every=1 model.dtype=bfloat16 batch_size=8 "
   settings += "eval.num_prompts=8 group_size=4 diagnostics.every=0"
@@ -124,7 +121,7 @@ def _train(
 
 
 def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
-  """Yields how a run that was killed and resumed compares with a whole one.
+  """Yields a comparison of a run that was killed and resumed with a whole one.
 
   `shared` is an empty directory of all hosts, or "" for a temporary one;
   `words` are more arguments of the runs.

@@ -73,10 +73,7 @@ REAL_ON_CPU = "smollm2"
 
 
 def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
-  """Lines of the accuracy before and after, and of trouble on the way.
-
-  The mean return of an environment comes first.
-  """
+  """Lines of return and accuracy before and after, and of trouble on the way."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -159,10 +156,7 @@ def final_lines(
   settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
-  """Lines to print at the end of a run.
-
-  `run` is the directory or its URL as the user gave it, `directory` on a disk.
-  """
+  """Lines to print at the end of `run` (a path or URL), which is in `directory`."""
   model = f"of step {summary['model_step']}, Hugging Face format"
   names = {
     f"{run_directory.MODEL}/": model,
