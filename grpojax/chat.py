@@ -4,19 +4,17 @@
                            [--samples=N] [--temperature=T]
                            [--config.key=value ...]
 
-DIR is the run directory of a training run, finished or not, a Hugging Face
-directory, or the name of an embedded model. A run's prompts are set as it was
-trained on (data.template, data.system_prompt, ...), and it samples as it did in
-training; --temperature and --config.sampling.* change that. A prompt is set by
-the model's chat template, where it has one, and else continued as text.
+DIR is the directory of a training run, finished or not, a Hugging Face
+directory, or the name of an embedded model. A run formats prompts and samples
+as in training (data.template, data.system_prompt, ...); --temperature and
+--config.sampling.* change that. Other models use their chat template, if any;
+without one, a prompt is continued as text.
 
 --prompt asks once. --example=N asks problem N of the held-out data, from 0, and
-shows each answer with its reward: of a run these are its own data and rewards,
-of a model those of --config.data.* and --config.reward.*. Without either, each
-line of standard input is a prompt; /new forgets what was said, /quit or Ctrl-D
-ends.
-
-Control characters of what the model writes are escaped.
+shows each answer with its reward: data and rewards are a run's own, and those
+of --config.data.* and --config.reward.* for other models. Without either, each
+line of standard input is a prompt; /new forgets earlier lines, /quit or Ctrl-D
+ends. Control characters in answers are escaped.
 """
 
 import contextlib

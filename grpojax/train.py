@@ -73,7 +73,7 @@ REAL_ON_CPU = "smollm2"
 
 
 def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
-  """Lines of return and accuracy before and after, and of trouble on the way."""
+  """Lines of return and accuracy before and after, and of trouble meanwhile."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -156,7 +156,7 @@ def final_lines(
   settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
-  """Lines to print at the end of `run` (a path or URL), which is in `directory`."""
+  """Lines to print at the end of `run`, a path or URL; `directory` has it."""
   model = f"of step {summary['model_step']}, Hugging Face format"
   names = {
     f"{run_directory.MODEL}/": model,

@@ -68,7 +68,7 @@ def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes, with a reward of any text; errors as `open_shapes`."""
+  """Opens a run as shapes with a made-up reward; errors as `open_shapes`."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}

@@ -272,7 +272,7 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 is no bound
 
 
 def micro_batches(theirs: Theirs, at_least: int) -> int:
-  """Returns the number of equal parts of an update; results do not depend on it.
+  """Returns the number of equal parts of an update, which changes no result.
 
   Small parts waste time, so parts have at least `PART` completions even if the
   other library has `at_least` parts. ValueError for more than MAX_COMPLETIONS,
