@@ -48,12 +48,6 @@ class _Sources(html.parser.HTMLParser):
       self.pictures.append(given)
 
 
-def sources(page):
-  parser = _Sources()
-  parser.feed(page.read_text())
-  return parser
-
-
 def test_all_that_a_page_shows_is_in_the_site(site):
   pages = [p for p in site.rglob("*.html") if p.name != "404.html"]
   assert len(pages) > 15
@@ -63,7 +57,8 @@ def test_all_that_a_page_shows_is_in_the_site(site):
   assert "Hardware:" in start  # a config's docstring
   pictures = []
   for page in pages:
-    parser = sources(page)
+    parser = _Sources()
+    parser.feed(page.read_text())
     pictures += parser.pictures
     for address in parser.found:
       assert "//" not in address, f"{page}: {address} is fetched from elsewhere"
