@@ -8,8 +8,8 @@ model that training can start from. DIR gets the configuration, the tokenizer
 with its chat template, the generation configuration and the weights
 (safetensors, in files of at most 5 GB) of the newest checkpoint or of step N,
 as trained (float32) unless --dtype changes that; of a finished run without
-checkpoints, those of its model/. A LoRA run is merged into its base model; --adapter
-writes the adapter alone, as the peft library does.
+checkpoints, those of its model/. A LoRA run is merged into its base model;
+--adapter writes the adapter alone, as the peft library does.
 """
 
 import pathlib
