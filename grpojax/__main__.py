@@ -16,10 +16,7 @@ ROOT = pathlib.Path(__file__).parent
 
 
 def programs() -> dict[str, str]:
-  """Returns first lines of docstrings of modules with a `main`, by name.
-
-  Modules are files beside this one and studies; they are not imported.
-  """
+  """Returns the first docstring line of each program, which is not imported."""
   by_name = {}
   for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("studies/*.py")]):
     text = path.read_text()

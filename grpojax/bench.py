@@ -5,21 +5,21 @@
                             (both: [--steps=N] [--warmup=N] [--out=FILE.json])
 
 --workload is one GRPO step of a comparison with other libraries (see
-grpojax/benchmarks/workloads.py), each time on new prompts, with the weights of
-the step before. It prints one JSON line. arithmetic is a step of GRPO on the
-embedded arithmetic-instruct, with the default of every setting; smollm2 and
-smollm2_lora one of SmolLM2-135M's sizes. Settings that are changed
-(--config.optim.micro_batches=1, ...) are named in "variant".
+grpojax/benchmarks/workloads.py), on new prompts each time, with the weights of
+the step before. It prints one JSON line. arithmetic is a step on the embedded
+arithmetic-instruct with all settings at their defaults; smollm2 and
+smollm2_lora have SmolLM2-135M's sizes. "variant" names changed settings
+(--config.optim.micro_batches=1, ...).
 
 --config is a step of any training config on random weights of its model's real
-shapes: of model.path the config.json is read (which may be alone), and no
-weights. Prompts are random, all of data.max_prompt_length tokens; completions
-have sampling.max_new_tokens. It prints a table: seconds by part, tokens a
-second and operations of matrix products (without attention), these also as a
-share of the devices' peak (on CPUs measured at the start).
+shapes: only the config.json of model.path is read. Prompts are random, all of
+data.max_prompt_length tokens; completions have sampling.max_new_tokens. It
+prints a table: seconds by part, tokens per second and operations of matrix
+products (without attention), these also as a share of the devices' peak
+(measured at the start on CPUs).
 
-Steps in which other processes took 8% of the CPUs or more do not count, unless
-all were so. Each is said on standard error when it is done.
+Steps in which other processes took at least 8% of the CPUs do not count, unless
+all were so. Each step is reported on standard error.
 """
 
 import dataclasses

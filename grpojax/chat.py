@@ -4,19 +4,17 @@
                            [--samples=N] [--temperature=T]
                            [--config.key=value ...]
 
-DIR is the run directory of a training run, finished or not, a Hugging Face
-directory, or the name of an embedded model. A run's prompts are set as it was
-trained on (data.template, data.system_prompt, ...), and it samples as it did in
-training; --temperature and --config.sampling.* change that. A prompt is set by
-the model's chat template, where it has one, and else continued as text.
+DIR is the directory of a training run, finished or not, a Hugging Face
+directory, or the name of an embedded model. A run formats prompts and samples
+as in training (data.template, data.system_prompt, ...); --temperature and
+--config.sampling.* change that. Other models use their chat template, if any;
+without one, a prompt is continued as text.
 
 --prompt asks once. --example=N asks problem N of the held-out data, from 0, and
-shows each answer with its reward: of a run these are its own data and rewards,
-of a model those of --config.data.* and --config.reward.*. Without either, each
-line of standard input is a prompt; /new forgets what was said, /quit or Ctrl-D
-ends.
-
-Control characters of what the model writes are escaped.
+shows each answer with its reward: data and rewards are a run's own, and those
+of --config.data.* and --config.reward.* for other models. Without either, each
+line of standard input is a prompt; /new forgets earlier lines, /quit or Ctrl-D
+ends. Control characters in answers are escaped.
 """
 
 import contextlib
@@ -146,8 +144,7 @@ def _fit_prompt(
 ) -> TrainSettings:
   """Doubles data.max_prompt_length until a prompt fits: few sizes compile.
 
-  Raises:
-    ValueError: the model cannot answer the prompt.
+  ValueError if the model has no positions for the prompt and an answer.
   """
   _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
@@ -164,13 +161,10 @@ def _fit_prompt(
 def ask(
   speaker: Speaker, example: dict[str, Any], turn: int = 0
 ) -> tuple[str, list[Answer]]:
-  """Asks a model the "prompt" of an example; another turn draws other samples.
+  """Returns the prompt of an example as the model reads it, and its answers.
 
-  Returns:
-    The prompt as the model reads it, and the answers.
-
-  Raises:
-    ValueError: the model's chat template does not take the prompt.
+  Another turn draws other samples. ValueError if the model's chat template
+  does not take the prompt.
   """
   policy = speaker.policy
   settings = _fit_prompt(speaker.settings, policy, example)
@@ -229,8 +223,8 @@ def talk(
 ) -> None:
   """Answers one line after another, until they end or `QUIT`.
 
-  With `turns`, which need a chat template, the model is shown the earlier lines
-  and the first answer to each.
+  With `turns`, which need a chat template, the model sees the earlier lines and
+  the first answer to each.
   """
   history: list[dict[str, str]] = []
   for turn, line in enumerate(read):
@@ -256,11 +250,9 @@ def talk(
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[Speaker, dict[str, Any] | None, bool]:
-  """Loads the model, and finds all errors before it compiles.
+  """Returns the model, its only example if any, and True if it sees old turns.
 
-  Returns:
-    The model; the only example that it is asked, or None; True if it is shown
-    the earlier lines and answers.
+  All errors come before anything compiles.
   """
   policy, params = run_models.load(flags.model, settings.model, flags.best)
   policy = policy_lib.with_stop(policy, settings.sampling.stop)

@@ -3,13 +3,13 @@
     python -m grpojax.compile --config=configs/x.py --topology=v5e:2x2
                               [--out=FILE.json] [--config.key=value ...]
 
-It compiles exactly what `python -m grpojax.train` would run with this config on
-the named slice (rollout, reference pass, update; one program with
-reward.on_device), on shapes alone, and prints what each of them needs: memory,
-operations, HBM traffic, what is sent between chips, and an estimate of seconds.
-No accelerator, weights or data are needed: of model.path (a directory, ORG/NAME
-of the Hub, or a config.json alone) the config.json is read. TPUs need libtpu
-(pip install 'jax[tpu]'), GPUs JAX's CUDA plugin (pip install --no-deps
+It compiles the programs that `python -m grpojax.train` would run with this
+config on the named slice (rollout, reference pass, update; one program with
+reward.on_device) from shapes alone, and prints the memory, operations, HBM
+traffic, bytes between chips and estimated seconds of each. No accelerator,
+weights or data are needed: only the config.json of model.path is read (a
+directory, ORG/NAME of the Hub, or the file itself). TPUs need libtpu (pip
+install 'jax[tpu]'), GPUs JAX's CUDA plugin (pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt, in JAX's version).
 
 Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; v5e:4x4*2 are
@@ -17,8 +17,7 @@ two of them, joined by a network whose bytes are counted ("between slices") and
 whose time is not. h100:8, h200:1, a100:4 are GPUs of one node; cpu:8 is eight
 CPU devices with made-up peaks, for trials.
 
-Exit codes: 0, it fits; 3, it was compiled and does not fit; 1, it was not
-compiled, and stderr says why.
+Exit codes: 0, it fits; 3, it does not fit; 1, it was not compiled (see stderr).
 
 Memory is what XLA allocates, exactly. Seconds are a roofline for completions of
 full length (sampling.max_new_tokens), and on TPU what XLA's own cycles come to;

@@ -7,18 +7,17 @@
 DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
 ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the directory of a
 training run, finished or not, whose config is then the default. Settings that
-an evaluation does not read are refused.
-Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
-interval; with --samples=N it draws N completions per prompt and prints pass@k
-(unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:
-how often the most frequent answer of k completions is right.
+an evaluation does not read are refused. Without --samples it decodes greedily
+and prints the accuracy with Wilson's 95% interval; with --samples=N it draws N
+completions per prompt and prints pass@k (unbiased) for each k, with a 95%
+interval over prompts. --majority adds maj@k: how often the most frequent
+answer of k completions is right.
 
 --compare evaluates a second model on the same problems and prints, for each
 number, the paired difference (--model less --compare) with its 95% interval and
-a two-sided p-value. Each model is prompted in its own format. Data and lengths
-are those of one config for both: that of --model if it is a run, never that of
---compare. With data.too_long=drop both get the problems that fit both. Both
-sample with the same random numbers.
+a two-sided p-value. Each model is prompted in its own format. Data, lengths and
+random numbers are the same for both: those of --model if it is a run, never
+those of --compare. With data.too_long=drop both get the problems that fit both.
 """
 
 import contextlib

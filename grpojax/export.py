@@ -7,11 +7,9 @@ RUN (or --model=RUN) is the directory of a training run, finished or not, or a
 model that training can start from. DIR gets the configuration, the tokenizer
 with its chat template, the generation configuration and the weights
 (safetensors, in files of at most 5 GB) of the newest checkpoint or of step N,
-as they were trained (float32) unless there is a --dtype. Without checkpoints
-the weights are those of the finished run's model/.
-
-A LoRA run is written merged into its base model; with --adapter it is written
-as the peft library does, without the base model.
+as trained (float32) unless --dtype changes that; of a finished run without
+checkpoints, those of its model/. A LoRA run is merged into its base model;
+--adapter writes the adapter alone, as the peft library does.
 """
 
 import pathlib

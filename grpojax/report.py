@@ -2,14 +2,13 @@
 
     python -m grpojax.report RUN [RUN ...] [--out=FILE.html]
 
-RUN is the run directory of a training run, finished or not, or its URL on
-gs://. The report has curves with intervals, the distribution of rewards,
-completions to browse, the noise of the gradient where it was diagnosed,
-failures, settings, and where the time went. Several runs are drawn over each
-other, and each is compared with the first: held-out answers prompt by prompt,
-metrics step by step. The file needs no network and nothing beside it.
-
-FILE is report.html, in the run directory of a single run on a disk, else here.
+RUN is the directory of a training run, finished or not, or its URL on gs://.
+The report has curves with intervals, the distribution of rewards, completions
+to browse, the gradient's noise if it was diagnosed, failures, settings, and
+time by part. Several runs are drawn over each other, and each is compared with
+the first: held-out answers prompt by prompt, metrics step by step. The file
+needs no network and no other file. By default it is report.html, in the run
+directory of a single run on a disk, else here.
 """
 
 import pathlib

@@ -7,19 +7,19 @@ DIR/selfcheck.md. On several hosts run the same command on all of them, with
 --shared=DIR for `resume`; the first prints the table. About ten minutes on an
 accelerator, most of them compilation:
 
-resume      a run of the default job in bfloat16 that is killed and started
-            again ends in the model of one that ran through, bit for bit (on a
-            GPU with --xla_gpu_deterministic_ops, which it sets); its trainer's
-            log-probabilities are near those of its rollouts
-parity      log-probabilities of the embedded model are those of a CPU, which
+resume      a bfloat16 run of the default job that is killed and restarted ends
+            in the same model, bit for bit, as one that ran through (a GPU needs
+            --xla_gpu_deterministic_ops, which it sets); the trainer's
+            log-probabilities are near the rollouts'
+parity      log-probabilities of the embedded model are near the CPU's, which
             come with this program
 attention   attention in blocks, and by kernels, is plain attention, values and
             gradients
-step        a step of 0.5 billion random weights: seconds, share of the peak,
-            memory, beside what `grpojax.compile` estimates for the chip (on
-            CPUs a small step, and no estimates)
+step        a step of 0.5 billion random weights: seconds, share of the peak and
+            memory, beside the estimates of `grpojax.compile` for the chip (on
+            CPUs a small step without estimates)
 
-Exit code 1: something is not as it should be; its rows are marked.
+Exit code 1: a check failed; its rows are marked.
 """
 
 import functools
@@ -89,10 +89,7 @@ def _train(
   kill_at: int | None = None,
   words: Sequence[str] = (),
 ) -> None:
-  """Runs a small default job for eight steps; kills it after `kill_at`.
-
-  `words` are more of its arguments. Its output is appended to `log`.
-  """
+  """Runs a small default job, with `words`, for eight steps or to `kill_at`."""
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}", *words]
   settings = "steps=8 checkpoint.every=1 model.dtype=bfloat16 batch_size=8 "
   settings += "eval.num_prompts=8 group_size=4 diagnostics.every=0"
@@ -124,7 +121,7 @@ def _train(
 
 
 def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
-  """Yields how a run that was killed and resumed compares with a whole one.
+  """Yields a comparison of a run that was killed and resumed with a whole one.
 
   `shared` is an empty directory of all hosts, or "" for a temporary one;
   `words` are more arguments of the runs.

@@ -223,9 +223,7 @@ def texts(
   """Returns endless (context ids, learned ids) of the config's format.
 
   `tokenizer` is as of `set_format`, `examples` are those of `load_examples`.
-
-  Raises:
-    ValueError: no example is short enough.
+  ValueError if no example is short enough.
   """
   data = config.data
   encode = functools.partial(
@@ -343,8 +341,7 @@ def fit(config: ConfigDict, lm, params, stream):
 def start(config: ConfigDict, source: pathlib.Path):
   """Returns the model to start from and the texts; its files go to `source`.
 
-  Raises:
-    ValueError: something does not fit, before anything compiles.
+  ValueError, before anything compiles, if something does not fit.
   """
   examples = load_examples(config)
   if config.model.path:
@@ -372,10 +369,7 @@ def start(config: ConfigDict, source: pathlib.Path):
 def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
   """Trains, and writes the model directory `out`, whole or not at all.
 
-  `command` is recorded in `out`/sft.json.
-
-  Raises:
-    SystemExit: with a message, if training cannot start.
+  `command` is recorded in `out`/sft.json. SystemExit if training cannot start.
   """
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)

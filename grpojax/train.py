@@ -11,10 +11,9 @@ directory, by default runs/NAME_OF_CONFIG, gets
     changes.jsonl       settings that were changed when it was resumed
     lengths.npz         tokens of all prompts, so that they are measured once
     metrics.jsonl       one line per step, and one per evaluation
-    samples.jsonl       sampled completions with their rewards, in whole groups,
-                        and
-    rewards.jsonl       how often which reward was given, step by step (both not
-                        with reward.on_device: they never reach the host)
+    samples.jsonl       whole groups of completions with their rewards
+    rewards.jsonl       counts of each reward, step by step (neither file with
+                        reward.on_device: completions never reach the host)
     evaluations.jsonl   which held-out answers were right
     failures.jsonl      rewards that could not be computed, with the completions
     tensorboard/        the same metrics for TensorBoard (log.trackers)
@@ -23,20 +22,20 @@ directory, by default runs/NAME_OF_CONFIG, gets
     model/              the trained model, in Hugging Face format
     learning_curve.png
     report.html         all of it, to look at in a browser
-    summary.json        accuracy before and after, seconds, steps, the group
+    summary.json        accuracy before and after, seconds, steps, and the group
                         size that the gradient's noise asked for
     profile/            a trace of some steps (profile.steps)
 
 DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
 
 The same command run again resumes; on a finished run it does nothing. Settings
-that leave the past alone may differ then: steps (more of them extend a finished
-run), log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long,
+that do not change past steps may differ then: steps (more of them extend a
+finished run), log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long,
 reward.workers and timeout, mesh.*, optim.micro_batches, optim.packing,
-model.remat and model.reference. SIGTERM saves and exits with code 75: run the
-same command again to go on. A run that goes nowhere (`stop.*`) saves, says why,
-and exits with code 1; one whose held-out accuracy rises no more
-(`stop.no_improvement`) ends early, and is finished.
+model.remat and model.reference. SIGTERM saves and exits with code 75: the same
+command goes on. `stop.*` can end a useless run: it saves, says why, and exits
+with code 1. `stop.no_improvement` finishes a run early, once its held-out
+accuracy no longer rises.
 """
 
 import contextlib
@@ -73,10 +72,7 @@ REAL_ON_CPU = "smollm2"
 
 
 def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
-  """Lines of the accuracy before and after, and of trouble on the way.
-
-  The mean return of an environment comes first.
-  """
+  """Lines of return and accuracy before and after, and of trouble meanwhile."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -159,10 +155,7 @@ def final_lines(
   settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
-  """Lines to print at the end of a run.
-
-  `run` is the directory or its URL as the user gave it, `directory` on a disk.
-  """
+  """Lines to print at the end of `run`, a path or URL; `directory` has it."""
   model = f"of step {summary['model_step']}, Hugging Face format"
   names = {
     f"{run_directory.MODEL}/": model,

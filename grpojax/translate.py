@@ -5,18 +5,17 @@
                                 [--processes=N] [--examples=N]
 
 FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
-makes it) or verl's trainer configuration (YAML or JSON; names with dots, as on
-its command line, are taken too). It is read, never run. CONFIG.py gets the
-settings with the other library's names beside them, and above them what means
-something else here and what has no counterpart; without --out it is printed.
-Reward functions, tools and environments of a script go into a file beside
-CONFIG.py, with all of the script that they use. A script with a TrlParser needs
-the --yaml that it is started with. At the end stands the command that trains,
-with flags for what is still missing.
-TRL counts batches for each of its processes: --processes says how many there
-were. Both count epochs: --examples says how many training prompts there are.
+makes it) or verl's trainer configuration (YAML or JSON, also with the dotted
+names of its command line). It is read, never run. CONFIG.py gets the settings
+beside the other library's names, after a list of settings that mean something
+else here or have no counterpart; without --out it is printed. Reward functions,
+tools and environments of a script go into a file beside CONFIG.py, with all
+that they use. A script with a TrlParser needs its --yaml. The last output is
+the command that trains, with flags for missing settings.
+TRL counts batches per process: --processes is their number. Both libraries
+count epochs: --examples is the number of training prompts.
 
-Ends with code 1 where grpojax would refuse the config, and says why.
+Exit code 1: grpojax would refuse the config; the message says why.
 """
 
 import os
@@ -53,13 +52,9 @@ def translate_file(
 ) -> rules.Translation:
   """Translates a file of the library that knows most of its names.
 
-  `yaml` is the file that a script's TrlParser reads; `code` is the file that
-  its own functions will be written to, or None: they stay in the script. Other
-  arguments are as of `rules.Theirs`.
-
-  Raises:
-    ValueError: the file cannot be translated; one line.
-    OSError: the file cannot be read.
+  `yaml` is the file that a script's TrlParser reads; `code` is as of
+  `script.read`, other arguments are as of `rules.Theirs`. ValueError, of one
+  line, if the file cannot be translated.
   """
   parsed = reading.read(yaml).settings if yaml else {}
   source = reading.read(path, parsed, code)

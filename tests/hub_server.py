@@ -16,22 +16,17 @@ MOVED = "RevisionNotFound", 404
 
 
 class Hub:
-  """Repositories, and what was asked for.
-
-  Attributes:
-    files: {kind/ID: {commit: {path: bytes}}}.
-    heads: {kind/ID: {branch: commit}}.
-    gated: IDs whose terms nobody has accepted.
-    tokens: {ID: token} of the private ones.
-    broken: paths of which half is sent, as often as it says.
-    log: (method, path) of each request.
-    seen: tokens that came.
-  """
+  """Repositories, and the requests for them."""
 
   def __init__(self):
-    self.files, self.heads, self.tokens, self.broken = {}, {}, {}, {}
-    self.gated, self.log, self.seen = set(), [], set()
-    self.status = 0  # of all answers, where it is not 0
+    self.files = {}  # {kind/ID: {commit: {path: bytes}}}
+    self.heads = {}  # {kind/ID: {branch: commit}}
+    self.gated = set()  # IDs whose terms nobody has accepted
+    self.tokens = {}  # {ID: token} of private ones
+    self.broken = {}  # {path: number of times that half of it is sent}
+    self.log = []  # (method, path) of each request
+    self.seen = set()  # tokens that came
+    self.status = 0  # of all answers, unless it is 0
 
   def add(self, name, files, commit=COMMIT, kind="models", branch="main"):
     self.files.setdefault(f"{kind}/{name}", {})[commit] = dict(files)

@@ -13,7 +13,6 @@ WRONG = {
   "": "give --workload, one of fixed, .* or --config=FILE",
   "--workload=half": "--workload=half: use one of fixed, tail",
   "--workload=fixed --config=x.py": "has a config of its own",
-  "--workload=fixed --steps=0": "--steps=0: must be 1 or more",
   "--workload=fixed --out=no/such.json": "its directory does not exist",
   "--workload=fixed --config.optim.micro_batches=3": "micro_batches = 3",
   "--config.model.path=no/such/model": "no model at 'no/such/model'",

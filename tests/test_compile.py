@@ -146,10 +146,9 @@ def test_exit_codes(monkeypatch, capsys, fits, code):
 
 @pytest.mark.slow
 def test_a_step_on_a_gpu(tmp_path):
-  """No layer is copied out of its stack in the token loop; memory is said."""
   pytest.importorskip("jax_plugins.xla_cuda13")
   done, found = compile_step(tmp_path, "--topology=h100:2")
   assert done.returncode == 0, done.stderr
-  check(found, "h100:2", ("rollout", "reference", "update"))
+  check(found, "h100:2")
   assert found["device_memory_bytes"] > 75 * 2**30 > found["pool_bytes"]
   assert "xla_step_seconds" not in found

@@ -103,20 +103,6 @@ def test_a_config_is_valid(name):
   batches_lib.check_mesh(settings, mesh)
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if "gsm8k" in n])
-def test_settings_of_gsm8k(name):
-  settings = training_settings(name)
-  assert settings.batch_size * settings.group_size == 1024
-  assert settings.optim.learning_rate == 1e-6
-  assert settings.sampling.max_new_tokens >= 1024
-  sampling = settings.sampling.distribution
-  assert sampling.temperature == sampling.top_p == 1.0
-  assert settings.eval.num_prompts == 1319
-  assert settings.model.dtype == "bfloat16" and settings.model.remat == "full"
-  assert "{prompt}" in settings.data.template
-  assert "\\boxed{}" in settings.data.template.format(prompt="")
-
-
 def policy_of(settings):
   model = model_of(settings)
   eos = model["eos_token_id"]

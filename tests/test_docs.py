@@ -217,29 +217,14 @@ def section(title, page="development.md"):
   return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def mapped():
-  """The folders of the map below grpojax/, and the programs beside them."""
-  folders, programs, parents = [], [], []
-  inside = False
-  for line in section("Map").split("```")[1].splitlines()[1:]:
-    name, depth = line.split()[:1], (len(line) - len(line.lstrip())) // 2
-    if depth == 0:
-      inside = name == ["grpojax/"]
-    elif inside and name[0].endswith("/"):
-      parents = [*parents[: depth - 1], name[0]]
-      folders.append("".join(parents))
-    elif inside:
-      programs += re.findall(r"\w+\.py", line.partition("  the ")[0])
-  return folders, programs
-
-
 def test_the_map_has_every_folder_and_every_program_once():
+  text = section("Map")
   folders = {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}
-  folders = {f"{path.relative_to(PACKAGE)}/" for path in folders} | {"assets/"}
+  names = [*(path.name for path in folders), "assets"]
+  assert sorted(re.findall(r"^ +(\w+)/ ", text, re.MULTILINE)) == sorted(names)
   programs = {path.name for path in PACKAGE.glob("*.py")}
-  in_map = mapped()
-  assert sorted(in_map[0]) == sorted(folders)
-  assert sorted(in_map[1]) == sorted(programs - {"__init__.py", "__main__.py"})
+  in_map = re.findall(r"\w+\.py", text.partition("   the programs")[0])
+  assert sorted(in_map) == sorted(programs - {"__init__.py", "__main__.py"})
 
 
 def test_extending_names_files_and_dicts_that_exist():
@@ -249,8 +234,6 @@ def test_extending_names_files_and_dicts_that_exist():
   files = r"`((?:core|models|data|rewards|training)/[\w/]+\.py)`"
   for name in re.findall(files, text):
     assert (PACKAGE / name).is_file(), name
-  for name in re.findall(r"`(tests/[\w/]+(?:\.py|/))`", text):
-    assert (lib.ROOT / name).exists(), name
   for name in set(re.findall(r"\b[A-Z_]{5,}\b", text)):
     assert re.search(rf"^{name}\b", CODE, re.MULTILINE), name
 

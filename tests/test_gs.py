@@ -105,24 +105,10 @@ def wait_for(process, text):
   raise AssertionError("".join(lines))
 
 
-def rows(path):
-  return untimed(row for row in records.read_jsonl(path) if "loss" in row)
-
-
 def fetched(fs, name, tmp_path):
   fs.invalidate_cache()
   fs.get_file(f"bucket/runs/a/{name}", str(tmp_path / "fetched"))
   return tmp_path / "fetched"
-
-
-def check_as_on_a_disk(fs, tmp_path, run):
-  """The same rows as of an undisturbed run on a disk."""
-  run("train", *words(tmp_path / "disk"))
-  ours = rows(fetched(fs, "metrics.jsonl", tmp_path))
-  theirs = rows(tmp_path / "disk" / "metrics.jsonl")
-  assert [row["step"] for row in ours] == [1, 2, 3, 4]
-  for a, b in zip(ours, theirs, strict=True):
-    assert a == pytest.approx(b, rel=1e-4, abs=1e-5, nan_ok=True)
 
 
 @pytest.mark.long
@@ -149,7 +135,17 @@ def test_a_run_is_interrupted_and_killed_and_goes_on(gcs, start, run, tmp_path):
   gcs.rm_file("bucket/runs/a/.lock")
   out = run("train", *words(url))
   assert "resuming after step 2" in out and f"are in {url}/" in out
-  check_as_on_a_disk(gcs, tmp_path, run)
+  run("train", *words(tmp_path / "disk"))  # the same, undisturbed
+  ours, theirs = (
+    untimed(row for row in records.read_jsonl(path) if "loss" in row)
+    for path in (
+      fetched(gcs, "metrics.jsonl", tmp_path),
+      tmp_path / "disk" / "metrics.jsonl",
+    )
+  )
+  assert [row["step"] for row in ours] == [1, 2, 3, 4]
+  for a, b in zip(ours, theirs, strict=True):
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-5, nan_ok=True)
   assert "nothing to do" in run("train", *words(url))
   gcs.invalidate_cache()
   assert "bucket/runs/a/.lock" not in gcs.find("bucket/runs/a")

@@ -192,7 +192,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   assert_same_run(run, uninterrupted(settings), settings)
 
 
-@pytest.mark.slow  # test_leaving.py hears Ctrl-C without a run
+@pytest.mark.slow  # test_interrupts.py hears Ctrl-C without a run
 def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
   toy_task, toy_model, tmp_path, monkeypatch, capsys, ctrl_c
 ):

@@ -64,7 +64,6 @@ def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
     ("trian", "did you mean train?"),
     ("Evaluate", "did you mean evaluate?"),
     ("mse", "did you mean studies.mse?"),
-    ("studies.mes", "did you mean studies.mse?"),
     ("--config=gsm8k", "use bench, chat, compile, evaluate"),
     ("training", "did you mean train?"),  # a part, and no program
   ],
@@ -87,13 +86,6 @@ def test_a_program_gets_the_other_words_and_gives_its_exit_code(
   with pytest.raises(SystemExit) as stopped:
     call("compile", "--out", "x")
   assert stopped.value.code == 3 and got == [["--out", "x"]]
-
-
-def test_a_program_without_an_exit_code_ends_well(call, capsys):
-  with pytest.raises(SystemExit) as stopped:
-    call("train", "--config=gsm8k", "--help")
-  assert not stopped.value.code
-  assert "--config.name=gsm8k" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

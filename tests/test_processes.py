@@ -36,22 +36,13 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def runs():
+def words(tmp_path_factory):
+  """Makes command lines, of a model that is made once."""
   spec = importlib.util.spec_from_file_location("mesh_runs", RUNS)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-@pytest.fixture(scope="module")
-def model(runs, tmp_path_factory):
-  directory = tmp_path_factory.mktemp("models")
-  return runs.make_model(directory, **runs.MODELS["llama"])
-
-
-@pytest.fixture(scope="module")
-def words(runs, model):
-  """A command line."""
+  runs = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(runs)
+  models = tmp_path_factory.mktemp("models")
+  model = runs.make_model(models, **runs.MODELS["llama"])
 
   def command_line(changes):
     settings = runs.SETTINGS | SETTINGS | {"model.path": model} | changes

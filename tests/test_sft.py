@@ -151,24 +151,18 @@ def test_a_model_of_word_problems(tmp_path, capsys):
     assert tokenizer.decode(context).startswith("Q: ")
 
 
-def word_problem_texts(form, **changes):
+@pytest.mark.parametrize("learn_prompts", [False, True])
+@pytest.mark.parametrize("form", ["document", "dialogue"])
+def test_word_problems_are_written_in_the_format(form, learn_prompts, capsys):
   config = config_with(format=form, row_length=2000)
-  config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
-  config.data.update(changes)
+  config.data.update(name="gsm8k", path=str(PROBLEMS))
+  config.data.learn_prompts = learn_prompts
   examples = sft.load_examples(config)
   tokenizer = tokenizer_lib.train_bpe(texts_lib.strings(examples), 300)
   if form == "dialogue":
     tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
-  texts = sft.texts(config, tokenizer, examples)
-  return tokenizer, examples, list(itertools.islice(texts, len(examples)))
-
-
-@pytest.mark.parametrize("learn_prompts", [False, True])
-@pytest.mark.parametrize("form", ["document", "dialogue"])
-def test_word_problems_are_written_in_the_format(form, learn_prompts, capsys):
-  tokenizer, examples, texts = word_problem_texts(
-    form, learn_prompts=learn_prompts
-  )
+  stream = sft.texts(config, tokenizer, examples)
+  texts = list(itertools.islice(stream, len(examples)))
   assert "left out, of more than 2000 tokens: 0" in capsys.readouterr().out
   start = {"document": "{}\n", "dialogue": "Q: {}\nA: "}[form]
   expected = {
@@ -203,6 +197,7 @@ def test_texts_that_do_not_fit_are_refused(tmp_path):
   short += "vocab_size=300 row_length=20"
   words = [f"--config.{word}" for word in short.split()]
   assert "32 are of more than 20 tokens" in refusal([*problems, *words])
+  assert "exists already" in refusal([f"--out={tmp_path}"])
   assert not list(tmp_path.iterdir())
 
 
@@ -228,9 +223,3 @@ def test_mistakes_are_refused(word, text, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert text in refusal([word])
   assert not list(tmp_path.iterdir())
-
-
-def test_an_existing_directory_is_refused(tmp_path):
-  (tmp_path / "mine").write_text("mine")
-  assert "exists already" in refusal([f"--out={tmp_path}"])
-  assert (tmp_path / "mine").read_text() == "mine"

@@ -24,21 +24,13 @@ CHECKS = [
 
 
 class ToyRun(NamedTuple):
-  """A finished training run.
-
-  Attributes:
-    argv: its command line.
-    home: the working directory that it was started from.
-    directory: the run directory.
-    output: what it printed.
-    read: the settings that the programs read, as dotted paths.
-  """
+  """A finished training run."""
 
   argv: list[str]
-  home: pathlib.Path
-  directory: pathlib.Path
+  home: pathlib.Path  # the working directory
+  directory: pathlib.Path  # of the run
   output: str
-  read: set[str]
+  read: set[str]  # dotted paths of the settings that programs read
 
 
 @pytest.fixture(scope="session")

@@ -68,10 +68,7 @@ def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes, with a reward that any text has.
-
-  ValueError for errors that would end a training run before its first step.
-  """
+  """Opens a run as shapes with a made-up reward; errors as `open_shapes`."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}

@@ -76,12 +76,11 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
 def measure(
   name: str, settings: TrainSettings, steps: int, warmup: int
 ) -> dict[str, Any]:
-  """Times a workload, and returns the report of the comparison.
+  """Times `steps` steps after `warmup` ones; returns the comparison's report.
 
-  `name` is one of `workloads.NAMES`, `settings` are those of
-  `workloads.config_of`, perhaps changed; `warmup` steps come before the `steps`
-  timed ones. Other output goes to standard error. SystemExit, with a message,
-  if the settings do not fit the devices or the batch.
+  `name` is one of `workloads.NAMES`, `settings` those of `workloads.config_of`,
+  perhaps changed. Other output goes to standard error. SystemExit if the
+  settings do not fit the devices or the batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
   with contextlib.redirect_stdout(sys.stderr):

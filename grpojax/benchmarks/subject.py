@@ -1,8 +1,7 @@
-"""A training run on random weights, and its steps by the functions of `train`.
+"""A training run on random weights, and its steps by the programs of `train`.
 
-It compiles the programs of `python -m grpojax.train`; weights, prompts and
-reward are made up. Completions never end by chance: the EOS is an id outside
-the vocabulary, or has no probability.
+Weights, prompts and reward are made up. Completions never end by chance: the
+EOS is an id outside the vocabulary, or has no probability.
 """
 
 import contextlib
@@ -131,9 +130,8 @@ def steps(
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  Steps of reward.on_device have the reward of their config. `budgets` returns
-  the greatest lengths of the completions of prompts, see
-  `step.sampling.sampler_program`.
+  Steps of reward.on_device have the reward of their config. `budgets` is as of
+  `step.sampling.sampler_program`: the greatest lengths of completions.
   """
   run, settings = subject.run, subject.run.settings
   options = {

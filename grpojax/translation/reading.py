@@ -25,13 +25,9 @@ def read(
   parsed: Mapping[str, Any] = {},
   code: pathlib.Path | None = None,
 ) -> Source:
-  """Reads a file by its suffix: .yaml, .yml, .json or .py.
+  """Reads a file by its suffix; `parsed` and `code` are as of `script.read`.
 
-  `parsed` and `code` are as of `script.read`.
-
-  Raises:
-    ValueError: the file is no configuration; one line.
-    OSError: the file cannot be read.
+  ValueError, of one line, if it is no configuration.
   """
   path = pathlib.Path(path)
   suffix = path.suffix.lower()
@@ -84,11 +80,9 @@ def _number_or_text(value: Any) -> Any:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-  """Returns {"a.b": 1} for {"a": {"b": 1}}.
+  """Returns {"a.b": 1} for {"a": {"b": 1}}; ValueError for too many keys.
 
-  Raises:
-    ValueError: no mapping, or too many keys. Visits are counted: an alias of
-      YAML may stand for far more than is written.
+  Visits are counted: an alias of YAML may stand for far more than is written.
   """
   if not isinstance(tree, Mapping):
     raise ValueError(f"keys and values are needed, not {type(tree).__name__}")

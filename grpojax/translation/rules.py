@@ -1,8 +1,8 @@
 """Translation by a table with a row for each setting of another library.
 
-Most rows name the setting of ours that takes the value. Where ours depends on
-several of theirs, a function yields settings and notes. `trl` and `verl` are
-such tables; the rules that both need stand at the end of this file.
+Most rows name the setting of ours that takes the value; a function yields
+settings and notes if ours depends on several of theirs. The tables are in `trl`
+and `verl`, the rules that both need at the end of this file.
 """
 
 import difflib
@@ -54,14 +54,14 @@ class Row(NamedTuple):
 
   Attributes:
     default: Value in their library if a file does not set it.
-    to: Setting of ours that takes the value; or a function of all of their
-      settings and this name that yields items; None if another row reads it.
-    value: Our value for each of theirs, or a function of theirs and of all of
+    to: Setting of ours that takes the value, or a function of their settings
+      and this name that yields items; None if another row reads it.
+    value: Our value for each of theirs, or a function of theirs and of all
       their settings. None as a result sets nothing.
-    note: Meaning of the file's value here: a sentence for every value that is
-      not the default, a sentence for each value, or a function as in `value`.
-    missing: Likewise, on a value without a counterpart here.
-    when: Their settings that have to be on; else the row is left out.
+    note: Meaning of the file's value here: one sentence for all values but the
+      default, one for each value, or a function as in `value`.
+    missing: Likewise, for a value without a counterpart here.
+    when: Their settings that have to be on, for the row to count.
   """
 
   default: Any = None
@@ -84,25 +84,15 @@ class Sizes(NamedTuple):
 
 
 class Library(NamedTuple):
-  """Another library.
+  """Another library."""
 
-  Attributes:
-    name: Name and version.
-    page: Page of our documentation about it.
-    table: Rows by their names.
-    always: Items that hold for every file.
-    unneeded: Pattern of names that do not change what is learned.
-    older: Beginnings of names in newer versions by those in older ones.
-    sizes: Computes sizes; ValueError for those that the library refuses.
-  """
-
-  name: str
-  page: str
-  table: Mapping[str, Row]
-  always: Sequence[Setting | Note]
-  unneeded: str
-  older: Mapping[str, str]
-  sizes: "Callable[[Theirs], Sizes]"
+  name: str  # with its version
+  page: str  # of our documentation about it
+  table: Mapping[str, Row]  # by their names
+  always: Sequence[Setting | Note]  # of every file
+  unneeded: str  # pattern of names that do not change what is learned
+  older: Mapping[str, str]  # beginnings of newer names, by those of older ones
+  sizes: "Callable[[Theirs], Sizes]"  # ValueError if the library refuses them
 
   def newer(self, name: str) -> str:
     """Returns the name in the version of the table."""
@@ -161,11 +151,7 @@ class Theirs(NamedTuple):
 
 
 def translate(theirs: Theirs) -> Translation:
-  """Translates the values of a file by the library's table.
-
-  Raises:
-    ValueError: a value that the library refuses, or of a wrong kind.
-  """
+  """Translates a file's values; ValueError for any that the library refuses."""
   library = theirs.library
   theirs = theirs._replace(values=_checked(library, theirs.values))
   items = [*library.always]
@@ -237,8 +223,7 @@ def _apply(row: Row, theirs: Theirs, name: str) -> Items:
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns values by newer names, without nulls that stand for defaults.
 
-  Raises:
-    ValueError: no number where one is needed, or an infinite one.
+  ValueError unless each value that has to be a number is a finite one.
   """
   is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
   checked = {}
@@ -287,13 +272,11 @@ max_grad_norm = lambda value, _: value or 1e9  # 0 is no bound
 
 
 def micro_batches(theirs: Theirs, at_least: int) -> int:
-  """Returns the number of equal parts of an update.
+  """Returns the number of equal parts of an update, which changes no result.
 
-  Results do not depend on it. Small parts waste time, so parts have at least
-  `PART` completions even if the other library has `at_least` parts.
-
-  Raises:
-    ValueError: so many completions that nobody means it: trying takes hours.
+  Small parts waste time, so parts have at least `PART` completions even if the
+  other library has `at_least` parts. ValueError for more than MAX_COMPLETIONS,
+  which nobody means: trying takes hours.
   """
   sizes = theirs.sizes
   prompts = sizes.prompts // sizes.minibatches

@@ -27,8 +27,6 @@ _LORA_NAMES = {
 }
 _CHANGES = ("map", "filter", "select", "rename_column", "rename_columns")
 """Methods of a data set whose result is not what `load_dataset` reads."""
-
-
 _COMMAND_LINE = (
   "the script reads its settings from a command line: write them into a YAML"
   " file (KEY: VALUE), and give --yaml=FILE"
@@ -83,8 +81,7 @@ class _Script(NamedTuple):
   def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
     """Returns functions as "FILE.py:name" or "module:name", and texts as such.
 
-    Raises:
-      ValueError: it is neither, nor a list of them.
+    ValueError if it is neither, nor a list of them.
     """
     known = {x: f"{file}:{x}" for x, y in self.own.items() if type(y) is kind}
     known = self.imported | known
@@ -137,9 +134,7 @@ def read(
 
   `parsed` has values from the YAML file of its TrlParser; `code` is the file
   that its own functions will be written to, or None: they stay in the script.
-
-  Raises:
-    ValueError: the script trains nothing by GRPO.
+  ValueError if it trains nothing by GRPO.
   """
   script = _script(text, parsed)
   names_called = {called(x) for x in script.calls}
@@ -360,10 +355,9 @@ def _arguments(
 def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   """Returns a module that defines `names`, and the names that it lacks.
 
-  It has the script's statements that define them, and those that define or
-  change what these use, in their order. The part under `if __name__ ==
-  "__main__"` is left out. Text is copied, and never run: symbol tables list the
-  names that a statement uses.
+  It has the script's statements that define them, or define or change values
+  that these use, in their order, without `if __name__ == "__main__"`. Text is
+  copied, and never run: symbol tables list the names that a statement uses.
   """
   statements = [
     x

@@ -18,8 +18,7 @@ WIDTH = 80
 def _typed(setting: Setting, default: Any) -> Any:
   """Returns the value in the type of its default; of any plain type for None.
 
-  Raises:
-    ValueError: the value has another type, or Python cannot read it back.
+  ValueError if it has another type, or Python cannot read it back.
   """
   value = setting.value
   if isinstance(value, list | tuple) and isinstance(default, tuple | None):
@@ -45,10 +44,7 @@ def _settled(
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
   """Returns settings in the order of --help, and dicts of free sections.
 
-  Values that are our defaults are left out unless the file sets them.
-
-  Raises:
-    ValueError: a value of a wrong type.
+  Our defaults are left out unless the file sets them. ValueError as `_typed`.
   """
   known = config_lib.flatten(default_config())
   free = settings_lib.free_sections(SETTINGS)
