@@ -192,10 +192,7 @@ def test_a_turn_becomes_an_action(space, form, text, action):
   [
     (7, "7"),
     (np.arange(3), "[0 1 2]"),
-    (
-      {"agent": np.array([0, 2]), "target": (1, np.int64(3))},
-      '{"agent": [0, 2], "target": [1, 3]}',
-    ),
+    ({"a": np.array([0, 2]), "b": (np.int64(3),)}, '{"a": [0, 2], "b": [3]}'),
     ((14, 10), "[14, 10]"),
     (drawing.Echo("é", 1), '{"echoed": "é", "length": 1}'),
     (drawing.Said("hello"), "hello"),
@@ -272,7 +269,6 @@ def test_tools_alone():
     ("", [], "give its path, or tools"),
     ("retr", [], "did you mean 'retry'"),
     (f"{USER}:Gam", [], "has no 'Gam'; did you mean 'Game'"),
-    (f"{DRAWING}:Result", [], "has neither `reset` and `step`"),
     ("ODD:OnlyReset", [], "has neither `reset` and `step`"),
     (f"{DRAWING}:Client", [], "cannot be called with.*required .*: 'url'"),
     ("ODD:Asynchronous", [], "reset is asynchronous"),
@@ -301,7 +297,6 @@ def test_what_is_no_environment_is_a_sentence(path, tools, message, tmp_path):
   file = tmp_path / "odd.py"
   file.write_text(ODD)
   path, *tools = (name.replace("ODD", str(file)) for name in (path, *tools))
-  options = {"observation": ""} if path.endswith("Result") else {}
   action = "number" if "environment.action" in message else "auto"
   with pytest.raises(ValueError, match=message):
-    _ = conventions.resolve(path, tools, options, action=action).tools
+    _ = conventions.resolve(path, tools, action=action).tools

@@ -58,13 +58,6 @@ def test_rewards_agree_with_transformers(kind, tmp_path):
     want = [model(torch.tensor([row])).logits[0, 0].item() for row in rows]
   assert np.std(want) > 0.1
   np.testing.assert_allclose(reward_model(TEXTS), want, atol=1e-4)
-  # transformers pads too, and finds the last token by its padding id
-  padded = torch.zeros(len(rows), 10, dtype=int)
-  for i, row in enumerate(rows):
-    padded[i, : len(row)] = torch.tensor(row)
-  with torch.no_grad():
-    batch = model(padded, attention_mask=padded != 0).logits[:, 0].numpy()
-  np.testing.assert_allclose(reward_model(TEXTS), batch, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
