@@ -1,5 +1,4 @@
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -67,19 +66,6 @@ def test_a_file_that_cannot_be_loaded_is_a_sentence(code, message, tmp_path):
     functions.resolve(f"{file}:reward")
   assert f"reward '{file}:reward'" in str(caught.value)
   assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_forks_goes_on_once(tmp_path):
-  file = tmp_path / "mine.py"
-  file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
-  code = (
-    "from grpojax.rewards import functions\n"
-    f"print(functions.resolve({f'{file}:reward'!r})('', '', {{}}))"
-  )
-  done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  assert done.stdout == "1.0\n"
 
 
 @pytest.mark.parametrize(

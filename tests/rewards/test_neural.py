@@ -24,14 +24,12 @@ def letters(sample):
   return [2] + [ord(c) - ord("a") + 10 if c != "|" else 9 for c in sample]
 
 
-def make_checkpoint(kind, path, labels=1):
+def make_checkpoint(kind, path):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
-  sizes = SIZES | {"num_key_value_heads": 1} | KINDS[kind]
-  others = {"attn_implementation": "eager", "num_labels": labels}
-  config = transformers.AutoConfig.for_model(
-    kind, pad_token_id=0, **sizes, **others
-  )
+  sizes = SIZES | {"num_key_value_heads": 1, "pad_token_id": 0} | KINDS[kind]
+  sizes |= {"attn_implementation": "eager", "num_labels": 1}
+  config = transformers.AutoConfig.for_model(kind, **sizes)
   torch.set_num_threads(1)
   torch.manual_seed(0)
   make = transformers.AutoModelForSequenceClassification.from_config

@@ -1,4 +1,3 @@
-import contextlib
 import decimal
 import fractions
 import os
@@ -204,10 +203,9 @@ def test_neighbouring_jobs_are_of_different_prompts():
   assert "".join(prompt for prompt, _, _ in items) == "abc" * 4
 
 
-@contextlib.contextmanager
-def program(code):
+def started(code):
   """A program of its own that runs this code."""
-  started = subprocess.Popen(
+  return subprocess.Popen(
     [sys.executable, "-c", textwrap.dedent(code)],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     stdout=subprocess.PIPE,
@@ -215,22 +213,24 @@ def program(code):
     text=True,
     start_new_session=True,
   )
-  try:
-    yield started
-  finally:
-    started.kill()
 
 
-def test_a_fork_does_not_go_on_in_this_process():
-  """Without workers the child would go on in the caller's program."""
-  code = f"""
+def test_a_fork_does_not_go_on_in_this_process(tmp_path):
+  """Without workers the child would go on in the caller's program.
+
+  One file forks when it is loaded, one when its function is called.
+  """
+  file = tmp_path / "mine.py"
+  file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
+  names = [f"{file}:reward", BEHAVE]
+  program = started(f"""
     from grpojax.rewards.pool import Pool
-    with Pool([{BEHAVE!r}]) as pool:
+    with Pool({names!r}) as pool:
       sent = pool.submit([[("", "twice 3 0.1", {{}})]], 1)
       print(pool.collect([sent]).rewards.item(), flush=True)
-  """
-  with program(code) as started:  # its pipes end when the child has ended, too
-    assert started.communicate(timeout=60)[0] == "3.0\n"
+  """)
+  # Its pipes end when the children have ended, too.
+  assert program.communicate(timeout=60)[0] == "4.0\n"
 
 
 class Enough(Exception):
@@ -296,7 +296,7 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_parent(which):
   completions = ["hang"] if which == signal.SIGKILL else ["sleep", "hang"] * 4
-  code = f"""
+  program = started(f"""
     import signal, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
     from grpojax.rewards.pool import Pool
@@ -305,13 +305,12 @@ def test_no_worker_outlives_its_parent(which):
       time.sleep(0.5)  # the workers are at it
       print("ready", flush=True)
       pool.collect([batch])
-  """
-  with program(code) as started:
-    assert started.stdout.readline() == "ready\n"
-    os.killpg(started.pid, which)
-    # Ends when nobody holds the other end: they have all gone.
-    _, errors = started.communicate(timeout=60)
-  assert started.returncode == -which
+  """)
+  assert program.stdout.readline() == "ready\n"
+  os.killpg(program.pid, which)
+  # Ends when nobody holds the other end: they have all gone.
+  _, errors = program.communicate(timeout=60)
+  assert program.returncode == -which
   if which == signal.SIGKILL:
     assert errors == ""
     return
