@@ -1,7 +1,6 @@
-"""Peaks of the accelerators that a program can be compiled for.
+"""Peak rates of the accelerators that a program can be compiled for.
 
-All figures are of one chip. If XLA runs a chip as several devices (the two
-cores of a TPU7x), `device` gives each its share, for estimates of times.
+Figures are per chip; `device` gives the share of one of its XLA devices.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ class Chip(NamedTuple):
   hbm_bandwidth: float  # of main memory, bytes/s
   link_bandwidth: float  # to the next chip of a ring, one way, bytes/s
   source: str  # of the figures
-  devices: int = 1  # number of XLA devices a chip
+  devices: int = 1  # XLA devices per chip (the two cores of a TPU7x)
   pool: float = 1.0  # share of `hbm_bytes` that JAX takes if not told otherwise
   clock: float | None = None  # cycles/s of a core, for XLA:TPU's estimates
   cores: int = 1  # number of cores that are one device
@@ -52,12 +51,12 @@ CHIPS: dict[str, Chip] = {
   "v5p": _tpu(459e12, 95, 2765e9, 90e9, page="v5p", clock=1.75e9, cores=2),
   # 800 GB/s over 4 ports, both ways.
   "v6e": _tpu(918e12, 32, 1638e9, 90e9, page="v6e", clock=1.75e9),
-  # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book has
-  # nine tenths of that for other chips. Its two devices share the links.
+  # 1200 GB/s over 6 links, both ways: 100 GB/s; the book has nine tenths of
+  # that for other chips. Its two devices share the links.
   "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, page="tpu7x", devices=2),
-  # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways. Products
-  # are dense; data sheets print twice that, with sparsity. JAX takes .75 of the
-  # memory, or XLA_PYTHON_CLIENT_MEM_FRACTION of it: up to `POOL`.
+  # NVLink: 900 GB/s both ways, through a switch. Products are dense; data
+  # sheets print twice that, with sparsity. JAX takes .75 of the memory, or
+  # XLA_PYTHON_CLIENT_MEM_FRACTION of it: up to `POOL`.
   "a100": _gpu(312e12, 85_100_068_864, 2039e9, 300e9, page="a100 (SXM, 80 GB)"),
   "h100": _gpu(989e12, 84_942_979_072, 3352e9, 450e9, page="h100 (SXM)"),
   "h200": _gpu(989e12, 151_397_597_184, 4800e9, 450e9, page="h200 (SXM)"),
@@ -76,7 +75,7 @@ KINDS: dict[str, str] = {
   "NVIDIA H200": "h200",
 }
 """Chips by the beginning of a `jax.Device`'s `device_kind`; the longest counts.
-(The PCIe H100 is another chip: "NVIDIA H100 PCIe" is in no table.)"""
+The PCIe H100 is another chip."""
 
 
 def of_kind(kind: str) -> Chip | None:

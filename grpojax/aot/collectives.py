@@ -8,10 +8,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class Collective(NamedTuple):
-  """Collective operation of a program.
-
-  An all-reduce that XLA fuses with a slice of its result is a reduce-scatter.
-  """
+  """Collective; an all-reduce fused with a slice of it is a reduce-scatter."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
   bytes: int  # that each device sends in one run
@@ -79,10 +76,9 @@ def _between_slices(
 ) -> Collective | None:
   """Returns the collective that a send to the host stands for, if any.
 
-  XLA:TPU makes of a collective over several slices one inside each of them and
-  a send to the host, which does the rest: frontend_attributes have
-  _xla_megascale_transfer_type="ALL_REDUCE" and _xla_megascale_target, which
-  begins with the slices, {1,2}x{0:7}, or lists pairs of devices.
+  XLA:TPU splits a collective over several slices into one inside each and a
+  send to the host. Its attributes are _xla_megascale_transfer_type="ALL_REDUCE"
+  and _xla_megascale_target: slices, {1,2}x{0:7}, or pairs of devices.
   """
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
   if i.opcode != "send" or not kind:
@@ -111,13 +107,12 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 def find(
   module: Module, inside: Computation, caller: Collective, seen: set[str]
 ) -> tuple[tuple[Collective, ...], frozenset[str]]:
-  """Finds the collectives of an instruction, and names of those paid before.
+  """Finds an instruction's collectives, and the names of those counted before.
 
-  XLA:TPU splits a collective that runs beside a product into several fusions: a
-  start, the product's own, and a done. All name the same collective, by a
-  chain_id; the first pays. `inside` is the instruction by `memory.contents`,
-  `caller` has its own entries of a `Collective`; chains that were met before
-  are in `seen`, which is added to.
+  XLA:TPU splits a collective that runs beside a product into fusions (start,
+  product, done) with one chain_id: the first is counted, and its id is added to
+  `seen`. `inside` is the instruction by `memory.contents`, `caller` has its own
+  entries of a `Collective`.
   """
   collectives, paid = [], set()
   for i in inside.instructions.values():

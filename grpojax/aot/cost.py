@@ -160,11 +160,10 @@ def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
   """Counts the costs of `runs` runs of a program, on each device.
 
   The heaviest branch of a conditional counts; that of `block_attention` as
-  often as it is taken without windows. A loop that can end by anything but a
-  counter is taken for a token loop, which decodes until all samples have ended.
-  It runs as often as its counter allows (`trips.trip_count`); if that is
-  unknown, `token_loop_trips` times (the tokens of a completion), and once
-  within another token loop.
+  often as it is taken without windows. A loop that can end before its counter
+  does is taken for a token loop, which decodes until all samples have ended. It
+  runs as often as its counter allows; if unknown, `token_loop_trips` times
+  (tokens of a completion), and once within another token loop.
   """
   walk = _Walk(module, token_loop_trips, runs, [], set())
   entry = module.computations[module.entry]

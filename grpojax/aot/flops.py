@@ -1,8 +1,7 @@
 """Floating-point operations of matrix products.
 
 A multiplication and an addition count as two. Other operations are not counted:
-they run on units of a tenth of the speed or less, but in these models memory
-traffic bounds them, which `aot/memory.py` counts.
+in these models memory traffic bounds them, which `aot/memory.py` counts.
 """
 
 import functools
@@ -45,8 +44,7 @@ def _window(i: Instruction) -> list[_Dimension]:
 def _valid_positions(window: _Dimension, length: int, out: int) -> int:
   """Number of (output, window) positions of a dimension that meet an input.
 
-  Neither padding nor the holes of a dilated input count, as in XLA's
-  HloCostAnalysis::HandleConvolution.
+  As in XLA's HloCostAnalysis::HandleConvolution, without padding and holes.
   """
   base = window.lhs_dilate
   reached = np.arange(out) * window.stride - window.pad
@@ -76,8 +74,8 @@ def _convolution(i: Instruction, inside: Computation) -> int:
 def _dot(i: Instruction, inside: Computation) -> int:
   """Counts a product; in a ragged one a row meets only its group's matrix.
 
-  The gradient of a ragged product's matrices contracts the rows, and the groups
-  are the result's first dimension; there, too, a row is in one group.
+  So it does in the gradient of the matrices, which contracts the rows; there
+  the groups are the result's first dimension.
   """
   lhs, result = _dims(i, inside, 0), i.shapes[0]
   contracted = i.integers("lhs_contracting_dims")
@@ -112,14 +110,12 @@ _COUNTS = {
 
 
 def flops(inside: Computation, instruction: Instruction) -> int:
-  """Counts the operations of one run of an instruction.
+  """Counts one run of an instruction; `inside` is it by `memory.contents`.
 
-  `inside` is the instruction by `memory.contents`.
-
-  A ragged dot on TPU is a product of all rows with all groups' matrices under a
-  mask, in a fusion that skips tiles outside of a row's own group: it does less
-  than its HLO says, by the sizes of the windows of groups. Tiles on a border
-  between groups are computed twice, which is not counted.
+  A ragged dot on TPU multiplies all rows with all groups' matrices under a
+  mask, but skips tiles outside of a row's group: the count is divided by the
+  sizes of the windows of groups. Tiles on a border between groups are computed
+  twice, which is not counted.
   """
   total = 0
   ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in instruction.attributes

@@ -15,10 +15,9 @@ from typing import NamedTuple
 class Shape(NamedTuple):
   """Array of a value; a tuple has several, nesting dropped.
 
-  Memory 0 is the device's main memory (HBM); on TPU others are VMEM (1), SMEM,
-  semaphores and the host's memory (5). TPUs store arrays in tiles and fill up
-  the last ones: with layout {1,0:T(8,128)} the inner dimensions of f32[10,64]
-  take 16 x 128 elements.
+  Memory 0 is HBM; others of a TPU are VMEM (1), SMEM, semaphores and the host's
+  memory (5). TPUs store arrays in whole tiles: with layout {1,0:T(8,128)} the
+  inner dimensions of f32[10,64] take 16 x 128 elements.
   """
 
   dtype: str  # as HLO spells it: "bf16", "pred", "token"

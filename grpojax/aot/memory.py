@@ -4,8 +4,8 @@ An instruction reads its operands and writes its result, once each. Excepted:
 
 - Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
 - An array that is only sliced or gathered from costs the slice, an update in
-  place costs the update. An update of a part of a TPU tile's 128 lanes reads
-  and writes all of them (a new token in a cache whose last dimension is slots).
+  place the update; of a part of a TPU tile's 128 lanes, a read and a write of
+  all of them (a new token in a cache whose last dimension is slots).
 - Tiles of TPU are moved whole, with their padding.
 - A Pallas kernel states its bytes.
 """
@@ -45,8 +45,7 @@ def _renamed(
 ) -> list[Instruction]:
   """Instructions of a fused computation, fusions within it dissolved.
 
-  `names` maps its parameters to their names outside; the new names of all other
-  instructions are added to it.
+  `names` maps its parameters to their names outside, and gets all new names.
   """
   instructions = []
   for i in computation.instructions.values():
@@ -83,9 +82,8 @@ def contents(
 ) -> Computation:
   """Returns an instruction as a computation without fusions.
 
-  A fusion becomes the instructions that it fuses, any other instruction itself;
-  an asynchronous start becomes the operation. Operands are the parameters, the
-  value is the root.
+  A fusion becomes the instructions that it fuses, an asynchronous start the
+  operation. Operands are the parameters, the value is the root.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":

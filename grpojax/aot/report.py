@@ -51,8 +51,7 @@ def compile_part(
 ) -> Part:
   """Compiles a program, and counts its needs.
 
-  The token loop has `trips` iterations. The program runs `runs` times, one run
-  after another, in the same memory.
+  The token loop has `trips` iterations; the program runs `runs` times in turn.
   """
   start = time.perf_counter()
   try:
@@ -99,8 +98,8 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
   """Counts forward passes without a gradient: before the update, and in it.
 
   Before it: log-probabilities of a reference, and of the policy with
-  `loss.old_logprobs`. In each epoch: one pass over all micro-batches, for the
-  tokens of highest entropy or the load of a mixture's experts.
+  `loss.old_logprobs`. In each epoch: one pass over all micro-batches, for their
+  tokens of highest entropy or the experts' load.
   """
   loss, update = run.settings.loss, run.settings.optim.update
   off_policy = update.epochs * update.minibatches > 1
@@ -113,9 +112,8 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Counts the operations of each part of a step, completions of full length.
 
-  Per parameter and token: 2 forward, 6 trained, 4 for frozen weights below
-  adapters, which have no gradient of their own. Prompts need no output head.
-  Attention and the adapters themselves are not counted.
+  Per parameter and token: 2 forward, 6 trained, 4 frozen below adapters.
+  Prompts need no output head. Attention and adapters are not counted.
   """
   settings, update = run.settings, run.settings.optim.update
   layers, head = active_parameters(run.model)

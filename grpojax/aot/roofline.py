@@ -6,12 +6,11 @@ https://doi.org/10.1145/1498765.1498785). A collective takes its bytes over one
 link, and a hop's latency for each step round the ring, by the scaling book,
 part 3 (https://jax-ml.github.io/scaling-book/sharding). Assumptions:
 
-- Rings use one link in one direction. Where an axis of the slice wraps round
-  (16 chips on v5e and v6e, multiples of 4 on v4, v5p and tpu7x) both directions
-  are used, and where a group spans two axes both links: then half of it.
+- Rings use one link in one direction. An axis of the slice that wraps round
+  (16 chips on v5e and v6e, multiples of 4 on v4, v5p and tpu7x) uses both
+  directions, a group that spans two axes both links: half the time.
 - A hop takes a microsecond, as the book has it.
-- A piece of an all-to-all passes through the chips on its way: (n + 1) / 3
-  of them on average in a row of n.
+- A piece of an all-to-all passes (n + 1) / 3 chips on average in a row of n.
 
 Not modelled: operations other than matrix products; traffic of VMEM; products
 too small to fill the matrix unit; launches and loop control; hosts; networks
@@ -19,8 +18,7 @@ between slices; and the overlap of products, copies and sending.
 
 XLA:TPU writes its own estimate, in cycles, beside most instructions; it knows
 the vector unit and VMEM. `Estimate.by_cycles` is their sum. If two cores are
-one device, the cycles count as one core's, unless both would then be faster
-than the peak, as in products that keep the matrix units busy.
+one device, cycles count as one core's, unless both would then beat the peak.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """

@@ -23,8 +23,7 @@ LARGEST = 9216  # chips, of a pod of tpu7x
 MOST_SLICES = 64
 LARGEST_NODE = 8  # GPUs that a switch joins
 
-# XLA:GPU's description of a device, as a protobuf's text (openxla/xla,
-# xla/backends/gpu/target_config/specs); no GPU is asked.
+# A GPU's description (openxla/xla, xla/backends/gpu/target_config/specs).
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -72,8 +71,7 @@ _ENVIRONMENT = {
 def parse(name: str) -> tuple[str, int]:
   """Returns the chip and the number of chips: ("v5e", 4) of "v5e:2x2".
 
-  "v5e:4x4*2" are two slices of 16 chips. ValueError for an unknown chip or
-  shape.
+  "v5e:4x4*2" are two slices of 16. ValueError for an unknown chip or shape.
   """
   chip, _, shape = name.partition(":")
   flat = dict.fromkeys(("cpu", *_GPUS), 1)

@@ -28,8 +28,7 @@ def _values(
 ) -> Value:
   """Returns a function that looks up values; they are None if unknown.
 
-  `state` is that of a loop whose body or condition the computation is,
-  `arguments` are those of a fusion.
+  `state` is of the loop around the computation, `arguments` are of a fusion.
   """
 
   def value(name: str, index: int | None = None) -> int | None:
@@ -79,10 +78,9 @@ def trip_count(
 ) -> Trips:
   """Counts how often a `while` of `computation` runs.
 
-  XLA:CPU and XLA:GPU write known_trip_count into the backend_config. XLA:TPU
-  does not: there the loop's counter is followed from its start until the
-  condition is false, which is an upper bound if the condition has another part.
-  `outer` are the constants of the loop around it.
+  XLA:CPU and XLA:GPU write known_trip_count. For XLA:TPU the loop's counter is
+  followed from its start until the condition is false, which is an upper bound
+  if the condition has another part. `outer` has constants of the loop around.
   """
   body = module.called(loop, "body")
   condition = module.called(loop, "condition")

@@ -1,9 +1,8 @@
 """Differences between runs.
 
-Held-out answers are compared prompt by prompt, if both runs had the same ones.
-Metrics of steps are compared step by step, as means of blocks of steps:
-neighbours are alike, blocks less so. Such an interval is about these two runs,
-not about other seeds.
+Held-out answers are compared by prompt, metrics by blocks of steps, as
+neighbouring steps are alike. Intervals are about these two runs, not about
+other seeds.
 """
 
 import math
@@ -78,8 +77,7 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
   """B less a of the metrics `COMPARED`, over the steps that both have.
 
-  For each metric of enough steps: means, difference with interval and p-value,
-  and blocks of the difference along training.
+  Means, difference with interval and p-value, and blocks of the difference.
   """
   rows = []
   for name in COMPARED:
@@ -116,10 +114,9 @@ def group_size(columns: Columns) -> tuple[float, float, float] | None:
 
 
 def error_of_best(columns: Columns, group_size: int) -> float | None:
-  """Error of the gradient with groups of this size, over that with the best.
+  """Error of the gradient at this group size, over that at the best whole one.
 
-  By the mean c1, c2 and c3 of all diagnoses, at as many samples; the best size
-  is a whole number, 2 or more. None if the means are no variances.
+  By mean c1, c2 and c3, at equal samples; None if the means are no variances.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:

@@ -1,9 +1,8 @@
 """Metrics and rewards along training: few points, however many steps there are.
 
 A metric without an interval of its own is drawn as means of blocks of steps
-with Student's 95% interval. Steps draw their prompts and samples anew, so
-within a block they count as independent observations (progress within a block
-only widens the interval).
+with Student's 95% interval. Steps of a block count as independent: they draw
+prompts and samples anew, and progress within a block only widens the interval.
 """
 
 import math
@@ -79,10 +78,8 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
-  """Blocks of neighbouring steps of about equal size; none for few steps.
-
-  A short last block would have an interval many times as wide as the others'.
-  """
+  """Blocks of neighbouring steps of about equal size; none for few steps."""
+  # A short last block would have a much wider interval.
   if count < 4 * BLOCK:
     return []
   edges = np.linspace(0, count, min(BLOCKS, count // BLOCK) + 1, dtype=int)
@@ -141,11 +138,10 @@ def _curve(name: str, columns: Columns) -> Curve:
 def curves(columns: Columns) -> dict[str, Curve]:
   """Curves of all metrics of a run, by name.
 
-  `m_low`, `m_high` and `m_se` are no curves if there is a metric `m`: the first
-  two are its interval; the standard error of a diagnosis, of too few prompts
-  for an interval, is not drawn. Each has `x`, `y` (the extremes of many steps),
-  `last`, and either `low` and `high`, its own 95% interval (None above: no
-  bound), or the `blocks` of `blocks`.
+  Each has `x`, `y` (the extremes of many steps), `last`, and either its own 95%
+  interval `low` and `high` (None above: no bound), or `blocks`. With a metric
+  `m`, `m_low` and `m_high` are that interval, and the standard error `m_se`, of
+  too few prompts for an interval, is not drawn.
   """
 
   def is_bound(name):
@@ -158,9 +154,8 @@ def curves(columns: Columns) -> dict[str, Curve]:
 def reward_picture(counts: Counts) -> dict[str, Any] | None:
   """Shares of rewards by steps; None without rewards.
 
-  Two steps with rewards 0 and 1, for example:
   {"steps": [[1, 1], [2, 2]], "values": [[0, 0], [1, 1]],
-   "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}:
+   "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}, for example:
   first and last step of each column, lowest and highest reward of each row, the
   share of a column's rewards in each row, and the number of rewards.
   """

@@ -1,9 +1,8 @@
 """The page: a template, a style, scripts, and data that are only ever text.
 
-Data of a run are hostile: a completion may be `</script><script>...`. They are
-JSON in a block that no browser runs, with every character escaped that could
-end the block; the scripts put them into the page as text alone; and a
-Content-Security-Policy allows only these scripts and this style, by hashes.
+A completion may be `</script><script>...`. So data are JSON in a block that no
+browser runs and that no character can end, scripts put them into the page as
+text, and a Content-Security-Policy allows only these scripts and this style.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Both kinds of timing on a decoder of few numbers.
+"""Both kinds of timing on a decoder of few numbers; peaks of machines.
 
 They share what the reference and the update compile to.
 """
@@ -7,9 +7,11 @@ import json
 import math
 import statistics
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.aot.chips import CHIPS, of_kind
 from grpojax.benchmarks import clock, configured, side_by_side, workloads
 from grpojax.training.config import from_config
 
@@ -70,13 +72,46 @@ def test_a_workload_of_turns(config, monkeypatch):
   assert 0 < np.mean(line["rewards"]) <= 2  # words of the last turn alone
 
 
-@pytest.mark.slow
-def test_a_config(config, monkeypatch, tmp_path):
+@pytest.fixture
+def with_file(config, monkeypatch, tmp_path):
+  """The config with a model of its own, on a machine of 1 GFLOP/s."""
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)
   file = tmp_path / "model.json"
   file.write_text(json.dumps(workloads.WORKLOADS["tail"].model))
   config.model.path = str(file)
-  config.reward.functions = ("math_answer",)  # which needs an example
+  return config
+
+
+ON_DEVICE = {"reward.on_device": True, "model.path": "arithmetic-instruct"}
+ON_DEVICE |= {"data.max_prompt_length": 32}
+ON_DEVICE |= {"reward.functions": ("exact_answer",)}
+AUTOMATIC = {"group_size": "auto", "batch_size": 4, "diagnostics.every": 1}
+AUTOMATIC |= {"auto_group_size.start": 4, "auto_group_size.largest": 4}
+AUTOMATIC |= {"advantage": "leave_one_out", "loss.weighting": "token_mean"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes, samples",
+  [
+    ({"lora.rank": 2, "model.dtype": "bfloat16"}, B * G),
+    pytest.param(ON_DEVICE, B * G, marks=pytest.mark.long),
+    pytest.param(AUTOMATIC, 4 * 4, marks=pytest.mark.long),
+  ],
+)
+def test_other_configs(with_file, changes, samples):
+  with_file.update_from_flattened_dict(changes)
+  run = configured.open_run(from_config(with_file))
+  found = configured.measure(run, 1, 1)
+  assert found["seconds"]["step"]["median"] > 0
+  assert found["tokens_per_step"] == samples * T
+  assert configured.lines(found)
+
+
+@pytest.mark.slow
+def test_a_config(with_file):
+  with_file.reward.functions = ("math_answer",)  # which needs an example
+  config = with_file
   found = configured.measure(configured.open_run(from_config(config)), 2, 1)
   seconds = found["seconds"]
   assert list(seconds) == ["rollout", "rewards", "reference", "update", "step"]
@@ -94,3 +129,22 @@ def test_a_config(config, monkeypatch, tmp_path):
   assert "2 prompts x 2 completions, 3 + 6 tokens" in text
   assert f"{median['update']:.3f}" in text
   assert "peak: 1 GFLOP/s a device (measured, float32)" in text
+
+
+def test_chips_by_the_kind_of_their_devices():
+  assert of_kind("TPU v5 lite") == CHIPS["v5e"]
+  assert of_kind("TPU v5") == CHIPS["v5p"]
+  assert of_kind("TPU v6 lite") == CHIPS["v6e"]
+  assert of_kind("NVIDIA H100 80GB HBM3") == CHIPS["h100"]
+  assert of_kind("NVIDIA A100-SXM4-80GB") == CHIPS["a100"]
+  for kind in ("cpu", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"):
+    assert of_kind(kind) is None
+
+
+def test_what_is_in_no_table_is_measured(monkeypatch):
+  assert 1e5 < configured.measure_flops(jnp.float32, 64) < 1e16
+  monkeypatch.setattr(configured, "measure_flops", lambda dtype: 8e9)
+  # The devices of a CPU share it.
+  assert configured.find_machine("cpu", 2, "float32")[1:3] == (2, 4e9)
+  machine = configured.find_machine("TPU7x", 2, "float32")  # two a chip
+  assert machine.flops == 2307e12 / 2

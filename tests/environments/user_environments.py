@@ -17,13 +17,6 @@ def step(state, action, example, seed):
     raise RuntimeError("no idea")
   if action == "leave":
     sys.exit("bye")
-  if action == "exit":
-    os._exit(3)
-  if action == "fork" and not os.fork():  # a child that returns as well
-    return Step("of a child")
-  if action == "prints":
-    print('["x", ["", 1.0, true, null, {}]]', flush=True)
-    os.write(1, b'\n["x", 1.0]\n{"half')
   if action == "changes":
     example.clear()
     state["count"] = -1

@@ -99,9 +99,11 @@ SETUP = ["scp", "ssh tar", "install"]
 ATTEMPT = ["start", "follow", "code"]
 
 
-def test_a_run_from_nothing_to_its_end(cloud):
+def test_a_run_from_nothing_to_its_end(cloud, stand_ins):
+  """The training gets its arguments as they are, on all workers."""
   cloud.write("ends", "0")
-  done = cloud.launch(*RUN)
+  template = "--config.data.template={prompt} 'q' $HOME *"
+  done = cloud.launch(*RUN, template)
   assert done.returncode == 0, done.stderr
   assert cloud.verbs() == [
     *["list", "list", "create", "list", "list"],  # the last two: provisioning
@@ -113,6 +115,12 @@ def test_a_run_from_nothing_to_its_end(cloud):
     " --accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite"
   )
   assert create == [*words.split(), "--zone=us-west4-a"]
+  start = next(call for call in cloud.calls if " start " in call[-2])
+  assert "--worker=all" in start
+  line = next(w for w in start if w.startswith("--command="))
+  shell = line.removeprefix("--command=bash grpojax/launch/tpu_vm_worker.sh ")
+  echoed = stand_ins.run("bash", "-c", f"printf '%s\\n' {shell}").stdout
+  assert echoed.splitlines() == ["start", RUN[-1], template]
   assert "the training's own lines" in done.stderr
 
 
@@ -133,20 +141,6 @@ def test_a_preempted_slice_is_recreated_and_the_same_command_started(cloud):
   assert len(starts) == 1
   delete = next(call for call in cloud.calls if "delete" in call)
   assert {"--force", "--quiet"} <= set(delete)
-
-
-def test_the_training_gets_its_arguments_as_they_are(cloud, stand_ins):
-  cloud.write("state", "ACTIVE")
-  cloud.write("ends", "0")
-  template = "--config.data.template={prompt} 'q' $HOME *"
-  words = ["--run_dir=gs://mine/r", template]
-  cloud.launch("run", "my-run", *OPTIONS, "--", *words)
-  start = next(call for call in cloud.calls if " start " in call[-2])
-  assert "--worker=all" in start
-  line = next(w for w in start if w.startswith("--command="))
-  shell = line.removeprefix("--command=bash grpojax/launch/tpu_vm_worker.sh ")
-  echoed = stand_ins.run("bash", "-c", f"printf '%s\\n' {shell}").stdout
-  assert echoed.splitlines() == ["start", *words]
 
 
 def test_setup_and_exec_on_all_workers(cloud):
@@ -284,7 +278,7 @@ def test_create_status_logs_delete(cloud):
   assert cloud.launch("status", "my-run", zone).stdout == "NONE\n"
 
 
-def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
+def test_a_dry_run_runs_nothing_and_prints_all(cloud):
   done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:])
   assert done.returncode == 0, done.stderr
   assert not cloud.calls

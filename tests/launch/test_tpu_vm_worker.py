@@ -106,8 +106,3 @@ def test_variables_reach_a_command_and_the_training(worker, tmp_path):
   subprocess.run(["bash", script, "start"], env=worker.env, check=True)
   log = worker.home / "grpojax-run" / "log"
   assert worker.wait_for(log) == "se cret"
-
-
-def test_other_words_are_refused(worker):
-  done = worker.call("fly")
-  assert done.returncode == 2 and "'fly'" in done.stderr

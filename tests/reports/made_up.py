@@ -45,12 +45,8 @@ def _step(rng, step, steps, better):
   if step % 10 == 1:
     size = 6 + 4 * done
     row |= {"optimal_group_size": size, "optimal_group_size_low": size / 2}
-    row |= {
-      "optimal_group_size_high": 2 * size,
-      "c1": 0.1 + 0.1 * done,
-      "c1_se": 0.02,
-      "c3": 3.6,
-    }
+    row |= {"optimal_group_size_high": 2 * size, "c3": 3.6}
+    row |= {"c1": 0.1 + 0.1 * done, "c1_se": 0.02}
   return row
 
 
@@ -65,26 +61,19 @@ def _evaluation(rng, step, steps, better, prompts=60):
 
 def _samples(rng, step, groups, size, texts):
   rows = []
-  for group in range(groups):
-    for number in range(size):
-      text = texts[(group * size + number) % len(texts)]
-      words = [text[i : i + 3] for i in range(0, len(text), 3)] + ["<|end|>"]
-      rows.append(
-        {
-          "step": step,
-          "group": group,
-          "prompt": f"{texts[group % len(texts)]} prompt {group}\n",
-          "completion": text,
-          "answer": "7",
-          "reward": float(number % 2),
-          "rewards": {"exact_answer": float(number % 2), "format": 0.5},
-          "advantage": 0.5 if number % 2 else -0.5,
-          "truncated": number == 3,
-          "tokens": words,
-          "logprobs": [-rng.random() * 3 for _ in words],
-          "ref_logprobs": [-rng.random() * 3 for _ in words],
-        }
-      )
+  for i in range(groups * size):
+    group, number = divmod(i, size)
+    right = float(number % 2)
+    text = texts[i % len(texts)]
+    words = [text[i : i + 3] for i in range(0, len(text), 3)] + ["<|end|>"]
+    row = {"step": step, "group": group, "answer": "7", "completion": text}
+    row |= {"prompt": f"{texts[group % len(texts)]} prompt {group}\n"}
+    row |= {"reward": right, "advantage": right - 0.5}
+    row |= {"rewards": {"exact_answer": right, "format": 0.5}}
+    row |= {"truncated": number == 3, "tokens": words}
+    for name in ("logprobs", "ref_logprobs"):
+      row[name] = [-rng.random() * 3 for _ in words]
+    rows.append(row)
   return rows
 
 
@@ -98,7 +87,6 @@ def make_run(
   groups=2,
   size=4,
   texts=HOSTILE,
-  config=None,
 ):
   """Writes a run's files, from a seed: metrics, samples and the rest."""
   rng = random.Random(seed)
@@ -124,6 +112,6 @@ def make_run(
   failure |= {"prompt": texts[1], "completion": texts[-1]}
   _lines(path / "failures.jsonl", [failure])
   settings = {"name": "made-up", "seed": seed, "steps": steps}
-  text = json.dumps(settings | {"model": {"path": texts[0]}} | (config or {}))
-  (path / "config.json").write_text(text)
+  settings |= {"model": {"path": texts[0]}}
+  (path / "config.json").write_text(json.dumps(settings))
   return path

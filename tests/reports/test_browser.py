@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from reports import made_up
 
 from grpojax.training.report import run_report
 
@@ -28,7 +29,7 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def files(made_up, tmp_path_factory):
+def files(tmp_path_factory):
   """Reports: of two hostile runs, and of a long one."""
   home = tmp_path_factory.mktemp("reports")
   two = [
@@ -90,7 +91,7 @@ def scroll_through(page):
     )
 
 
-def test_hostile_runs_are_text(opened, made_up):
+def test_hostile_runs_are_text(opened):
   page = opened("two")
   scroll_through(page)
   while page.locator("#completions button").is_visible():
@@ -156,15 +157,6 @@ def test_everything_is_drawn_and_explains_itself(opened):
   assert not re.search(f"{minus}0(\\.0+)?%", page.inner_text("main"))
 
 
-def test_the_last_completions_come_first_the_worst_before_the_others(opened):
-  page = opened("two")
-  parts = page.locator("main > section").evaluate_all("x => x.map(n => n.id)")
-  assert parts[:3] == ["overview", "completions", "curves"]
-  assert page.locator("#completions h3").first.inner_text() == "Step 60"
-  rewards = page.locator("#completions .side").first.locator(".reward")
-  assert rewards.all_inner_texts() == [f"reward {x}" for x in (0, 0, 1, 1)]
-
-
 def count(page, choose):
   """What the page says to have found, after a filter is set."""
   before = page.locator("#completions [role=status]")
@@ -177,6 +169,12 @@ def count(page, choose):
 
 def test_filters_find_what_they_say(opened):
   page = opened("two")
+  # The last completions come first, the worst before the others.
+  parts = page.locator("main > section").evaluate_all("x => x.map(n => n.id)")
+  assert parts[:3] == ["overview", "completions", "curves"]
+  assert page.locator("#completions h3").first.inner_text() == "Step 60"
+  rewards = page.locator("#completions .side").first.locator(".reward")
+  assert rewards.all_inner_texts() == [f"reward {x}" for x in (0, 0, 1, 1)]
   field = lambda name: page.locator(f"#completions [name={name}]")
   assert count(page, lambda: None) == (96, 24)  # 2 runs, 6 steps, 2 groups of 4
   step, run, low, search = map(field, ("step", "run", "low", "search"))

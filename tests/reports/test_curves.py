@@ -12,13 +12,12 @@ from grpojax.reports.curves import BLOCK, BLOCKS, POINTS
 
 
 def rows_of(name, values):
-  return [{"step": i + 1, name: value} for i, value in enumerate(values)]
+  return [{"step": i, name: value} for i, value in enumerate(values, 1)]
 
 
 def curve_of(values, **others):
-  rows = rows_of("m", values)
-  for name, column in others.items():
-    rows += rows_of(name, column)
+  every = {"m": values} | others
+  rows = [row for item in every.items() for row in rows_of(*item)]
   return curves.curves(curves.columns(rows))["m"]
 
 
@@ -81,13 +80,10 @@ def test_a_metric_with_bounds_has_these_for_its_interval():
   made = curve_of([5, 6], m_low=[1, 2], m_high=[math.inf, None])
   assert made["low"] == [1, 2] and made["high"] == [None, None]
   assert "low" not in curve_of([5, 6], m_se=[1.0, 0.5])  # of few prompts
-
-
-def test_bounds_are_no_metrics_of_their_own_but_clip_fractions_are():
+  # Bounds are no metrics of their own, but clip fractions are.
   names = "m", "m_low", "m_high", "n_se", "clip_fraction_low"
-  rows = [{"step": 1} | dict.fromkeys(names, 0.5)]
-  made = curves.curves(curves.columns(rows))
-  assert set(made) == {"m", "n_se", "clip_fraction_low"}
+  columns = dict.fromkeys(names, ([1], [0.5]))
+  assert set(curves.curves(columns)) == {"m", "n_se", "clip_fraction_low"}
 
 
 def test_each_reward_is_a_row_and_each_step_a_column():

@@ -55,8 +55,6 @@ def seen(prompts, completions, **kwargs):
 def odd(completions, how="short", **kwargs):
   if how == "short":
     return [1.0]
-  if how == "number":
-    return 1.0
   if how == "raises":
     raise RuntimeError("no idea")
   if how == "hangs":
@@ -142,7 +140,7 @@ def files(tmp_path_factory):
 
 
 def named(files, *names):
-  """Paths of functions: files/trl.py:f for "trl:f"; others as they are."""
+  """Paths of functions: files/trl.py:f for "trl:f"."""
   pairs = [name.partition(":") for name in names]
   return [f"{files / f}.py:{n}" if f in FILES else f for f, _, n in pairs]
 
@@ -241,7 +239,6 @@ def test_verl_functions(computed, workers):
   "name, how, reason",
   [
     ("trl:odd", "short", "returned 1 rewards for 3 completions"),
-    ("trl:odd", "number", "raised TypeError: it returned float, no list"),
     ("trl:odd", "raises", "raised RuntimeError: no idea (trl.py:"),
     ("verl:unordered", "", "raised TypeError: it returned set, no list of"),
     ("verl:no_score", "", "returned a dict without 'score'"),
@@ -256,15 +253,6 @@ def test_what_fails_in_a_group_is_of_all_of_it(computed, name, how, reason):
   assert [f.completion for f in failures] == ["a", "b", "c"]
   assert all(f.function == name.partition(":")[2] for f in failures)
   assert all(f.reason.startswith(reason) for f in failures), failures
-
-
-def test_what_fails_of_one_completion_is_its_own(computed):
-  options = {"odd": {"how": "values"}}
-  arguments = [{"answer": "1"}], [["a", "b", "c"]], 0, options
-  _, result = computed(["trl:odd"], *arguments)
-  equal(result.rewards, [[1, NAN, NAN]])
-  reasons = [f.reason for f in groups.all_failures(result)]
-  assert reasons == ["returned nan", "returned str, which is not a number"]
 
 
 @pytest.mark.slow
@@ -287,14 +275,16 @@ def test_a_lost_group_has_a_limit_of_its_size(computed, workers, how, reason):
   equal(values[1:], [[[0, 0, 1]], [[NAN] * 3]])
 
 
-def test_data_sets_of_a_mixture_that_a_function_is_not_for(computed):
-  sources = {"metric_func": ["easy"]}
+def test_single_completions_fail_and_other_data_sets_have_no_value(computed):
   examples = [{"data_source": "easy"}, {"data_source": "hard"}]
-  texts = [["a", "b"], ["c", "d"]]
-  names = ["trl:metric_func"]
-  values, result = computed(names, examples, texts, sources=sources)
-  equal(values, [[[0.5] * 2, [NAN] * 2]])
-  assert not result.failed.any()
+  settings = {"options": {"odd": {"how": "values"}}}
+  settings |= {"sources": {"odd": ["easy"]}}
+  texts = [["a", "b", "c"]] * 2
+  values, result = computed(["trl:odd"], examples, texts, **settings)
+  equal(values, [[[1, NAN, NAN], [NAN] * 3]])
+  equal(result.failed, [[0, 1, 1], [0] * 3])
+  reasons = [f.reason for f in groups.all_failures(result)]
+  assert reasons == ["returned nan", "returned str, which is not a number"]
 
 
 @pytest.mark.parametrize(
@@ -344,19 +334,15 @@ def test_missing_columns_are_named(files, name, options, columns, missing):
   ) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-  "name, ids, state",
-  [
-    ("exact_answer", False, False),
+def test_ids_and_steps_are_brought_only_if_taken(files):
+  for name, ids, state in (
     ("verl:everything", False, False),
     ("trl:reward_func", True, True),
     ("others:trl_only", True, False),
-  ],
-)
-def test_ids_and_steps_are_brought_only_if_taken(files, name, ids, state):
-  with Pool(named(files, name)) as pool:
-    assert pool.wants(conventions.IDS) == ids
-    assert pool.wants(conventions.STATE) == state
+  ):
+    with Pool(named(files, name)) as pool:
+      assert pool.wants(conventions.IDS) == ids
+      assert pool.wants(conventions.STATE) == state
 
 
 def test_trls_own_functions():

@@ -14,19 +14,13 @@ TOKENIZER = tokenizers.character_tokenizer()
 PAD, EOS, UNK, BLANK = 0, 1, 2, TOKENIZER.encode("\n\n")[0]
 
 
-def on_text(completion, answer):
-  return exact.exact_answer("", completion, {"answer": answer})
+on_text = lambda text, answer: exact.exact_answer("", text, {"answer": answer})
 
 
 RIGHT = [
   *[("#### 194", "194"), ("92+17=109\n#### 194\n\n", "194")],
   *[("####194", " 194 "), ("#### 3\n#### 194", "194"), ("##### 194", "194")],
-  *[
-    ("#### 5", 5.0),
-    ("#### 2.5", 2.5),
-    ("#### 1,234", 1234),
-    ("#### 0.5", 0.5),
-  ],
+  *[("#### 5", 5.0), ("#### 2.5", 2.5), ("#### 1,234", 1234)],
   *[("#### 1,234,567", "1234567"), ("#### 1234567", "1,234,567")],
   *[("#### -1,080.50", "-1080.50"), ("#### 1,23", "1,23")],
   ("#### two, three", "two, three"),

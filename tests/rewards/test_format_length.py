@@ -11,7 +11,7 @@ PAPER = [(1, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1)]
   [
     # The setting of the paper: a fifth of the limit is the cache.
     *((overlong, size, 20480, {"cache": 4096}, value) for size, value in PAPER),
-    *((overlong, size, 20480, {}, value) for size, value in PAPER),
+    (overlong, 18432, 20480, {}, -0.5),
     (overlong, 99, 10, {"cache": 4}, -1),
     # A cache of more than the limit is the limit: linear from the first token.
     (overlong, 5, 10, {"cache": 400}, -0.5),
@@ -19,16 +19,14 @@ PAPER = [(1, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1)]
     (length, 5, 10, {"target": 5}, 0),
     (length, 3, 10, {"target": 5}, -0.2),
     (length, 7, 10, {"target": 5}, -0.2),
+    (unfinished, 10, 10, {}, 0),
+    (unfinished, 11, 10, {}, -1),
   ],
 )
 def test_lengths(reward, size, most, options, expected):
   example = {"completion_length": size, "max_completion_length": most}
+  example |= {"finished": size <= most}
   assert reward("", "", example, **options) == pytest.approx(expected)
-
-
-def test_unfinished():
-  assert unfinished("", "", {"finished": True}) == 0
-  assert unfinished("", "", {"finished": False}) == -1
 
 
 GOOD = [

@@ -1,5 +1,4 @@
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -9,9 +8,7 @@ from grpojax.rewards import functions
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 
 
-def test_functions_of_a_user(tmp_path, monkeypatch):
-  function = functions.resolve(f"{USER}:behave", {"scale": 3})
-  assert function("", "2", {}) == 6.0
+def test_a_function_of_a_module(tmp_path, monkeypatch):
   (tmp_path / "my_package").mkdir()
   file = tmp_path / "my_package" / "rewards.py"
   file.write_text("def one(p, c, e, **options):\n  return options['x']\n")
@@ -28,6 +25,8 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
     ("__import__", {}, "unknown reward"),
     ("no.such.package:f", {}, "No module named 'no'"),
     ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
+    (str(pathlib.Path(USER).parent) + ":f", {}, "No module named"),
+    ("../rewards:f", {}, "cannot be loaded: TypeError"),
     (f"{USER}:behav", {}, "has no 'behav'; did you mean 'behave'"),
     (f"{USER}:two_arguments", {}, "cannot be called"),
     (f"{USER}:behave", {"scal": 1}, "no option 'scal'.*; did you mean 'scale'"),
@@ -54,54 +53,30 @@ def test_what_cannot_work_is_refused(name, options, message):
     ("class End(BaseException): pass\nraise End", "cannot be loaded: End"),
     ("import nowhere", "No module named 'nowhere'"),
     ("reward = 3", "is no function, but 3"),
+    (None, "Is a directory"),
   ],
 )
 def test_a_file_that_cannot_be_loaded_is_a_sentence(code, message, tmp_path):
   file = tmp_path / "mine.py"
-  file.write_text(code)
+  if code is None:
+    file.mkdir()
+  else:
+    file.write_text(code)
   with pytest.raises(ValueError, match=message) as caught:
     functions.resolve(f"{file}:reward")
   assert f"reward '{file}:reward'" in str(caught.value)
   assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_forks_goes_on_once(tmp_path):
-  file = tmp_path / "mine.py"
-  file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
-  code = (
-    "from grpojax.rewards import functions\n"
-    f"print(functions.resolve({f'{file}:reward'!r})('', '', {{}}))"
-  )
-  done = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  )
-  assert done.stdout == "1.0\n"
-
-
-def test_directories_and_odd_paths_are_refused(tmp_path):
-  (tmp_path / "directory.py").mkdir()
-  for place, message in (
-    (tmp_path / "directory.py", "Is a directory"),
-    (tmp_path, "No module named"),
-    ("../rewards", "cannot be loaded: TypeError"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      functions.resolve(f"{place}:reward")
-
-
-def test_several_functions():
-  assert functions.combine([1.0, 2.0], [3.0, 0.5]) == 4.0
-  assert functions.combine([None, 2.0], [3.0, 0.5]) == 1.0
-  assert functions.combine([None, None], [1.0, 1.0]) is None
-  names, options = ["length", f"{USER}:behave"], {"behave": {"scale": 2}}
-  first, second = functions.resolve_all(names, options)
-  example = {"completion_length": 6, "max_completion_length": 10}
-  assert first("", "", example) == -0.6 and second("", "4", example) == 8
-  for names, options, message in (
+@pytest.mark.parametrize(
+  "names, options, message",
+  [
     ([], {}, "at least one"),
     (["length", "other.py:length"], {}, "length and other.py:length have one"),
     (["length"], {"lenght": {}}, "did you mean 'length'"),
     (["length"], {"length": 1}, "reward.options.length = 1: give.*KEYWORD"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      functions.resolve_all(names, options)
+  ],
+)
+def test_names_and_options_that_do_not_fit_are_refused(names, options, message):
+  with pytest.raises(ValueError, match=message):
+    functions.resolve_all(names, options)

@@ -1,7 +1,5 @@
-import contextlib
 import decimal
 import fractions
-import math
 import os
 import pathlib
 import signal
@@ -194,37 +192,6 @@ def test_replies_are_told_apart():
   assert read == [x for _, x in good]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_groups_have_rewards_and_failures_are_masked(workers):
-  examples = [{"prompt_text": "ab"}, {"prompt_text": "abc"}]
-  texts = [["1", "2", "none"], ["4", "raise", "6"]]
-  lengths = np.array([[1, 2, 3], [10, 5, 5]], np.int32)
-  finished = np.array([[True] * 3, [False, True, True]])
-  names = [BEHAVE, PROMPT, "length", "unfinished"]
-  with Pool(names, weights=(1, 100, 1000, 0.25), workers=workers) as pool:
-    given = examples, texts, lengths, finished, 10
-    rewards = pool.collect([groups.submit_groups(pool, *given)])
-  assert rewards.rewards.dtype == np.float32
-  expected = [
-    [1 + 200 - 100, 2 + 200 - 200, 200 - 300],
-    [4 + 300 - 1000 - 0.25, math.nan, 6 + 300 - 500],
-  ]
-  np.testing.assert_allclose(rewards.rewards, expected, rtol=1e-6)
-  nan = math.nan
-  values = {
-    "behave": [[1, 2, nan], [4, nan, 6]],
-    "length_of_prompt": [[2] * 3, [3, 3, 3]],
-    "length": [[-0.1, -0.2, -0.3], [-1, -0.5, -0.5]],
-    "unfinished": [[0] * 3, [-1, 0, 0]],
-  }
-  assert rewards.values.keys() == values.keys()
-  for name, expected in values.items():
-    np.testing.assert_allclose(rewards.values[name], expected, rtol=1e-6)
-  np.testing.assert_array_equal(rewards.failed, [[0] * 3, [0, 1, 0]])
-  [failure] = groups.all_failures(rewards)
-  assert failure.prompt == "abc" and failure.completion == "raise"
-
-
 def test_neighbouring_jobs_are_of_different_prompts():
   """So that one bad example does not make a whole batch be given up."""
   examples = [{"prompt_text": p, "answer": ""} for p in "abc"]
@@ -236,10 +203,9 @@ def test_neighbouring_jobs_are_of_different_prompts():
   assert "".join(prompt for prompt, _, _ in items) == "abc" * 4
 
 
-@contextlib.contextmanager
-def program(code):
+def started(code):
   """A program of its own that runs this code."""
-  started = subprocess.Popen(
+  return subprocess.Popen(
     [sys.executable, "-c", textwrap.dedent(code)],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     stdout=subprocess.PIPE,
@@ -247,22 +213,24 @@ def program(code):
     text=True,
     start_new_session=True,
   )
-  try:
-    yield started
-  finally:
-    started.kill()
 
 
-def test_a_fork_does_not_go_on_in_this_process():
-  """Without workers the child would go on in the caller's program."""
-  code = f"""
+def test_a_fork_does_not_go_on_in_this_process(tmp_path):
+  """Without workers the child would go on in the caller's program.
+
+  One file forks when it is loaded, one when its function is called.
+  """
+  file = tmp_path / "mine.py"
+  file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
+  names = [f"{file}:reward", BEHAVE]
+  program = started(f"""
     from grpojax.rewards.pool import Pool
-    with Pool([{BEHAVE!r}]) as pool:
+    with Pool({names!r}) as pool:
       sent = pool.submit([[("", "twice 3 0.1", {{}})]], 1)
       print(pool.collect([sent]).rewards.item(), flush=True)
-  """
-  with program(code) as started:  # its pipes end when the child has ended, too
-    assert started.communicate(timeout=60)[0] == "3.0\n"
+  """)
+  # Its pipes end when the children have ended, too.
+  assert program.communicate(timeout=60)[0] == "4.0\n"
 
 
 class Enough(Exception):
@@ -324,33 +292,25 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
     Pool([f"{file}:reward"], workers=2)
 
 
-@contextlib.contextmanager
-def at_work(completions, timeout):
-  """A program that waits for the rewards of these completions."""
-  code = f"""
-    import signal, time
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
-    from grpojax.rewards.pool import Pool
-    with Pool([{BEHAVE!r}], workers=2, timeout={timeout}) as pool:
-      batch = pool.submit([[("", c, {{}})] for c in {completions!r}], 1)
-      time.sleep(0.5)  # the workers are at it
-      print("ready", flush=True)
-      pool.collect([batch])
-  """
-  with program(code) as started:
-    assert started.stdout.readline() == "ready\n"
-    yield started
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGINT])
 def test_no_worker_outlives_its_parent(which):
   completions = ["hang"] if which == signal.SIGKILL else ["sleep", "hang"] * 4
-  with at_work(completions, timeout=600) as started:
-    os.killpg(started.pid, which)
-    # Ends when nobody holds the other end: they have all gone.
-    _, errors = started.communicate(timeout=60)
-  assert started.returncode == -which
+  program = started(f"""
+    import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
+    from grpojax.rewards.pool import Pool
+    with Pool([{BEHAVE!r}], workers=2, timeout=600) as pool:
+      batch = pool.submit([[("", c, {{}})] for c in {completions!r}], 1)
+      time.sleep(0.5)  # the workers are at it
+      print("ready", flush=True)
+      pool.collect([batch])
+  """)
+  assert program.stdout.readline() == "ready\n"
+  os.killpg(program.pid, which)
+  # Ends when nobody holds the other end: they have all gone.
+  _, errors = program.communicate(timeout=60)
+  assert program.returncode == -which
   if which == signal.SIGKILL:
     assert errors == ""
     return
