@@ -143,26 +143,9 @@ def test_kernels_compute_attention(size, prompt, window, run, cap):
   assert_close(got, expected, atol=1e-5)
 
 
-@pytest.mark.long
-def test_kernels_without_prompts_or_segments_in_bfloat16():
-  arrays, visibility, mask, _ = case(40, 99, False, jnp.bfloat16)
-  q, row, _ = arrays
-  toward = normal(*q.shape).astype(q.dtype)
-  visibility = visibility._replace(prompt_mask=None)
-  seen = jnp.asarray(mask)
-  kernel = lambda q, row: on_cpu(q, row, None, visibility)
-  whole = lambda q, row: two_part_attention(q, row, seen)
-  got = gradients(kernel, (q, row), toward)
-  exact = jax.tree.map(lambda x: x.astype(jnp.float32), (q, row))
-  expected = gradients(whole, exact, toward)
-  for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-    assert a.dtype == jnp.bfloat16
-    np.testing.assert_allclose(a.astype(jnp.float32), b, atol=0.05, rtol=0.02)
-
-
 @pytest.mark.slow
 def test_what_keys_have_in_common_cancels_in_bfloat16():
-  """Gradients of queries, where keys and values lie around 8 and not 0."""
+  """Above all in the queries' gradient: keys and values lie around 8."""
   arrays, visibility, *masks = case(40, 99, False, jnp.bfloat16)
   q, row, prompt = arrays
   arrays = q, *jax.tree.map(lambda x: x + 8, (row, prompt))
@@ -170,12 +153,13 @@ def test_what_keys_have_in_common_cancels_in_bfloat16():
   kernel = lambda *x: on_cpu(*x, visibility)
   whole = at_once(*masks)
   exact = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-  exact = gradients(whole, exact, toward)[1][0]
-  error, of_whole = (
-    jnp.linalg.norm(gradients(f, arrays, toward)[1][0].astype(float) - exact)
-    for f in (kernel, whole)
-  )
-  assert error < 2 * of_whole and of_whole < 0.05 * jnp.linalg.norm(exact)
+  norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
+  sets = (gradients(f, arrays, toward)[1] for f in (kernel, whole))
+  exact = gradients(whole, exact, toward)[1]
+  for got, of_whole, x in zip(
+    *map(jax.tree.leaves, (*sets, exact)), strict=True
+  ):
+    assert norm(got - x) < 2 * norm(of_whole - x) < 0.1 * norm(x)
 
 
 @pytest.mark.slow
