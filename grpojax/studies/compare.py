@@ -21,7 +21,6 @@ distribution or in how prompts are drawn. DIR, by default runs/compare, gets
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import pathlib
@@ -367,9 +366,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   return results(config, directory, tune(config, directory))
 
 
-main = functools.partial(
-  study.execute, SETTINGS, config_errors, __doc__, compute
-)
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, the words after its name."""
+  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

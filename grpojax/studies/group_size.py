@@ -401,9 +401,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   return results(config, directory, json.loads(path.read_text()))
 
 
-main = functools.partial(
-  study.execute, SETTINGS, config_errors, __doc__, compute
-)
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, the words after its name."""
+  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

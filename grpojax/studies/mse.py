@@ -17,7 +17,6 @@ The run directory gets rows.jsonl (a line per finished prompt, where the same
 command goes on), results.csv, summary.json and mse.png.
 """
 
-import functools
 import pathlib
 import sys
 import time
@@ -385,7 +384,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   )
 
 
-main = functools.partial(run.execute, SETTINGS, config_errors, __doc__, compute)
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, the words after its name."""
+  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

@@ -59,11 +59,11 @@ def settings(name: str, **fields: Option | Section) -> Section:
 
 
 def execute(
+  argv: Sequence[str],
   declared: Section,
   config_errors: ConfigErrors,
   about: str,
   compute: Callable[[ConfigDict, pathlib.Path], Results],
-  argv: Sequence[str],
 ) -> None:
   """Starts or resumes a study with `argv`, and writes its results.
 

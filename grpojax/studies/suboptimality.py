@@ -428,7 +428,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   )
 
 
-main = functools.partial(run.execute, SETTINGS, config_errors, __doc__, compute)
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, the words after its name."""
+  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])
