@@ -8,6 +8,7 @@ import pytest
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupRewards
+from grpojax.runtime.text import tokenizer
 from grpojax.training.policy import Policy
 from grpojax.training.report import sample_rows
 from grpojax.training.step.resampling import ResampledBatch
@@ -72,7 +73,6 @@ def test_rows_are_whole_groups_as_they_were_learned_from(case, settings_with):
   assert first["completion"] == "a b" and second["completion"] == "b a ! !"
   assert first["tokens"] == ["a", " b", " <end>"]  # the EOS has a probability
   assert second["tokens"] == ["b", " a", " !", " !"]
-  assert sample_rows.token_texts(Spaced(), []) == []
   assert first["logprobs"] == pytest.approx([0, -1 / 7, -2 / 7], abs=1e-4)
   assert first["ref_logprobs"] == pytest.approx([-1, -8 / 7, -9 / 7], abs=1e-4)
   assert "trainer_logprobs" not in first  # they are the sampler's
@@ -107,6 +107,14 @@ def test_what_was_not_computed_is_none(case, settings_with):
   # Nor is a reward that is not finite.
   assert rows[1]["reward"] is None
   assert rows[1]["rewards"] == {"f": None, "g": None}
+
+
+def test_tokens_of_a_real_tokenizer_make_up_the_text():
+  characters = tokenizer.character_tokenizer()
+  ids = characters.encode("12 + 3\n\n= 15")
+  texts = sample_rows.token_texts(characters, ids)
+  assert "".join(texts) == "12 + 3\n\n= 15" and len(texts) == len(ids)
+  assert sample_rows.token_texts(characters, []) == []
 
 
 def test_rewards_are_counted_by_value_and_many_in_intervals():
