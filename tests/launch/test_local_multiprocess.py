@@ -75,7 +75,6 @@ def test_the_number_of_processes_is_asked_for(stand_ins, arguments):
   done = stand_ins.run("bash", SCRIPT, *arguments)
   assert done.returncode == 2
   assert "how many processes?" in done.stderr
-  assert "launch/local_multiprocess.sh N" in done.stderr
 
 
 def test_a_signal_before_it_starts_them_is_not_lost(stand_ins, tmp_path):

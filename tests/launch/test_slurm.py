@@ -108,8 +108,8 @@ def test_sbatch_is_asked_for_the_signal_and_may_queue_it_again():
   assert options["ntasks-per-node"] == options["gpus-per-node"]
 
 
-def test_outside_of_a_job_it_says_how_to_submit_it(stand_ins):
-  env = {k: v for k, v in os.environ.items() if k != "SLURM_JOB_ID"}
-  done = stand_ins.run("bash", SCRIPT, env=env)
+def test_outside_of_a_job_it_says_how_to_submit_it(stand_ins, monkeypatch):
+  monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+  done = stand_ins.run("bash", SCRIPT)
   assert done.returncode == 2
   assert "sbatch launch/slurm.sbatch" in done.stderr

@@ -45,5 +45,3 @@ def test_of_too_many_steps_some_are_kept_from_first_to_last():
   assert completions.steps_within(sizes, 400) == [10, 60, 130, 200]
   assert completions.steps_within(sizes, 1) == [200]
   assert completions.steps_within({}, 1) == []
-  assert completions.steps_within({3: 9}, 1) == [3]
-  assert completions.steps_within({3: 9, 4: 9}, 18) == [3, 4]

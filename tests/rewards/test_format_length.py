@@ -53,9 +53,7 @@ def test_format():
     assert format("", completion, {}) == 1, completion
   for completion in [*BAD, "<think>" * 200_000]:
     assert format("", completion, {}) == 0, completion[:99]
-
-
-def test_formats_with_other_prompts_and_tags():
+  # Other prompts and tags.
   text = "a</think><answer>b</answer>"
   assert format("Q <think>\n", text, {}) == 1
   assert format("Q <think>\n", "<think>" + text, {}) == 0
