@@ -25,7 +25,9 @@ ENVIRONMENT, EOS, KEY, PROMPTS, reset, sampled, step = map(
 )
 
 
-def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
+def programs(
+  lm, t_max, tokens, turn_tokens=0, record_experts=False, **sampling
+):
   """The functions of `chunks`, compiled with their options."""
   jit = lambda f, **options: jax.jit(
     functools.partial(f, lm, sampling=Sampling(**sampling), **options),
@@ -38,6 +40,7 @@ def programs(lm, t_max, tokens, turn_tokens=0, **sampling):
     eos_ids=EOS,
     pad_id=0,
     slots=episodes.cache_sizes(t_max)[0],
+    record_experts=record_experts,
   )
   turns = {"tokens": tokens, "turn_tokens": turn_tokens, "eos_ids": EOS}
   decode = jit(chunks.decode, **turns)
