@@ -23,7 +23,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.group_axis import varies as varies
 from grpojax.core.types import OF_PROMPTS, Rollout
 
 
