@@ -329,7 +329,7 @@ def trackers(theirs: Theirs, name: str) -> Items:
     if other in (*TRACKERS, "all", "none", "console"):
       continue
     text = "write a function: --config.log.trackers=file.py:function"
-    yield Note(name, f"{other!r}: {text} (docs/getting-started.md)")
+    yield Note(name, f"{other!r}: {text} (docs/run-directory.md)")
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:
