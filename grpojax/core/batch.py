@@ -1,4 +1,4 @@
-"""Batch of an update: completions with advantages from their groups."""
+"""The batch of an update: completions and their group advantages."""
 
 import functools
 from typing import Any
@@ -45,28 +45,27 @@ def make_batch(
   Args:
     lm: Model.
     rollout: Completions.
-    rewards: Numbers [B, G], one per completion; of a rollout with turns also
-      [B, G, K], one after each turn, 0 after the end. Completions whose reward
-      is not finite take no part in baselines or the loss, nor do those of a row
-      without prompt tokens.
-    objective: Objective of the update. An advantage function of your own gets
-      the arrays of `sample_weights` that it has parameters for.
-    options: Options of the update, with the micro-batches of this pass too. A
-      single update is on-policy and keeps no old log-probabilities.
-    sampling: Distribution that the rollout was sampled from.
-    policy_params: Policy that sampled, for objective.old_logprobs = "trainer"
-      with several updates: one more forward pass.
-    ref_params: Reference policy, or None. Its log-probabilities are at the
+    rewards: Rewards [B, G] or, with turns, [B, G, K]: after each turn, 0 after
+      the end. Completions whose reward is not finite, or whose prompt has no
+      tokens, take no part in baselines and the loss.
+    objective: Objective of the update. A custom advantage function gets the
+      arrays of `sample_weights` that it has parameters for.
+    options: Options of the update; its micro-batches are used here too. A
+      single update is on-policy and needs no old log-probabilities.
+    sampling: Distribution of the rollout.
+    policy_params: Parameters of the rollout, for objective.old_logprobs =
+      "trainer" with several updates: one more forward pass.
+    ref_params: Reference policy, or None. Its log-probabilities have the
       temperature of `sampling` without its cuts, see `core.losses.kl`.
-    ref_lm: Model of `ref_params` if it is another one (a teacher).
+    ref_lm: Model of `ref_params` if it is not `lm` (a teacher).
     ref_prompts: Prompts of any length for the reference alone, say with a hint.
     packing: Packed rows (`packing.layout.plan`), here and in the update.
     prompt_weights: Weights of the prompts in the loss, KL term included.
     credit: Rewards that a turn learns from, one of `turns.CREDITS`.
 
   Raises:
-    ValueError: A penalty without a reference, old log-probabilities without the
-      policy that sampled, or wrong arrays (`core.arguments`).
+    ValueError: a penalty without `ref_params`, old log-probabilities without
+      `policy_params`, or invalid arrays (`core.arguments`).
   """
   turns_lib.check_credit(credit, objective, rollout.turns is not None)
   if objective.router_replay:
@@ -77,8 +76,8 @@ def make_batch(
   recomputes = objective.old_logprobs == "trainer" and not options.on_policy
   if recomputes and policy_params is None:
     raise ValueError(
-      "old_logprobs = 'trainer' computes the log-probabilities of the policy "
-      "that sampled: give policy_params"
+      "old_logprobs = 'trainer' needs the parameters of the rollout: give "
+      "policy_params"
     )
   logprobs = functools.partial(_rollout_logprobs, options)
   old_logprobs, reference = rollout.logprobs, TokenLogprobs(None, None)
@@ -87,13 +86,13 @@ def make_batch(
       rollout, packing, lm, policy_params, sampling
     ).logprobs
   if ref_params is not None:
-    # A reference is another model, whose routers choose for themselves.
-    behind = rollout.replace(experts=None, prompt_experts=None)
+    # The reference's routers choose experts for themselves.
+    ref_rollout = rollout.replace(experts=None, prompt_experts=None)
     rows = packing
     if ref_prompts is not None:
-      behind, rows = _with_prompts(behind, packing, ref_prompts)
+      ref_rollout, rows = _with_prompts(ref_rollout, packing, ref_prompts)
     reference = logprobs(
-      behind,
+      ref_rollout,
       rows,
       ref_lm or lm,
       ref_params,
@@ -103,7 +102,7 @@ def make_batch(
   if objective.kl_in_reward:
     if reference.logprobs is None:
       raise ValueError(
-        "kl_placement = 'reward' needs ref_params, the reference policy"
+        "kl_placement = 'reward' needs a reference policy: give ref_params"
       )
     rewards = rewards - objective.kl_in_reward * losses.kl_penalty(
       old_logprobs, reference.logprobs, rollout.sampled
@@ -129,43 +128,43 @@ def make_batch(
 
 
 def _check_experts(lm: LM, rollout: Rollout) -> None:
-  """Raises ValueError for a rollout that does not name experts of the model."""
+  """Raises ValueError if the rollout has no experts of the model to replay."""
   if lm.forward_with_load is None:
     raise ValueError(
-      "router_replay = True replays experts, and the model has none (no "
-      "LM.forward_with_load): use False"
+      "router_replay = True needs a model with experts: this one has no "
+      "LM.forward_with_load, so use False"
     )
   recorded = rollout.experts, rollout.prompt_experts
   if any(x is None for x in recorded):
     raise ValueError(
-      "router_replay = True: the rollout has no experts; record them by "
-      "rollout(..., record_experts=True), of a model that has any"
+      "router_replay = True: the rollout has no experts; record them with "
+      "rollout(..., record_experts=True)"
     )
-  of_tokens = rollout.completion_ids, rollout.prompt_ids
+  ids = rollout.completion_ids, rollout.prompt_ids
   leads = [x.shape[:-1] for x in recorded]
   integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in recorded)
   same = len({x.shape[-1] for x in recorded}) == 1
-  if leads != [x.shape for x in of_tokens] or not integers or not same:
+  if leads != [x.shape for x in ids] or not integers or not same:
     raise ValueError(
-      "router_replay = True: experts and prompt_experts are integers [B, G, T, "
-      "X] and [B, P, X], not "
+      "router_replay = True: experts and prompt_experts must be integers [B, "
+      "G, T, X] and [B, P, X], not "
       + " and ".join(f"{x.dtype} {x.shape}" for x in recorded)
     )
 
 
 def _read_rewards(rewards: Any, rollout: Rollout, credit: str) -> Array:
-  """Rewards [B, G]; [B, G, K] where each turn is learned from by itself."""
+  """Returns rewards [B, G] or, for credit of turns, [B, G, K]."""
   shape = rollout.finished.shape
-  of_turns = rollout.turns is not None and jnp.ndim(rewards) == 3
-  if credit != "trajectory" and not of_turns:
+  per_turn = rollout.turns is not None and jnp.ndim(rewards) == 3
+  if credit != "trajectory" and not per_turn:
     raise ValueError(
-      f"credit = {credit!r} needs a reward after each turn, [B, G, K], not "
-      f"rewards of shape {jnp.shape(rewards)}"
+      f"credit = {credit!r} needs rewards per turn, [B, G, K], not of shape "
+      f"{jnp.shape(rewards)}"
     )
-  if of_turns:
+  if per_turn:
     shape = *shape, jnp.shape(rewards)[-1]
   rewards = read_rewards(rewards, shape, "make_batch")
-  sums = of_turns and credit == "trajectory"
+  sums = per_turn and credit == "trajectory"
   return jnp.sum(rewards, axis=-1) if sums else rewards
 
 
@@ -175,7 +174,7 @@ def _advantages(
   objective: Objective,
   credit: str,
 ) -> tuple[Float[Array, "B G *t"], Bool[Array, "B G"]]:
-  """Advantages of completions or tokens, and the completions in the loss."""
+  """Returns advantages of completions or tokens, and a mask for the loss."""
   totals = rewards if credit == "trajectory" else jnp.sum(rewards, axis=-1)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   totals = jnp.where(real, totals, jnp.nan)
@@ -196,12 +195,12 @@ def _advantages(
 def _with_prompts(
   rollout: Rollout, packing: Packing | None, prompts: Prompts
 ) -> tuple[Rollout, Packing | None]:
-  """Completions after other prompts, and rows with room for these."""
+  """Replaces the prompts of a rollout, and the packing's room for them."""
   ids, mask = prompts.prompt_ids, prompts.prompt_mask
   if ids.shape[0] != rollout.prompt_ids.shape[0]:
     raise ValueError(
-      f"ref_prompts are {ids.shape[0]} for {rollout.prompt_ids.shape[0]} "
-      "prompts of the rollout"
+      f"ref_prompts has {ids.shape[0]} prompts and the rollout "
+      f"{rollout.prompt_ids.shape[0]}: they must match"
     )
   rollout = rollout.replace(prompt_ids=ids, prompt_mask=mask)
   if packing is None:
@@ -221,16 +220,16 @@ def _rollout_logprobs(
   sampling: Sampling,
   with_hidden: bool = False,
 ) -> TokenLogprobs:
-  """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
+  """Computes the log-probabilities of a rollout, a micro-batch at a time."""
 
-  def of_micro_batch(part):
-    (prompt_ids, prompt_mask, of_prompts), ((ids, experts), rows) = part
-    ids, experts, rows = jax.tree.map(
-      lambda x: constrain(x, "batch", "group"), (ids, experts, rows)
+  def score(micro_batch):
+    (prompt_ids, prompt_mask, prompt_experts), samples = micro_batch
+    (ids, experts), rows = jax.tree.map(
+      lambda x: constrain(x, "batch", "group"), samples
     )
     replayed = None
     if experts is not None:
-      replayed = constrain(of_prompts, "batch"), experts
+      replayed = constrain(prompt_experts, "batch"), experts
     scored = packed_logprobs.completion_logprobs(
       lm,
       params,
@@ -255,5 +254,5 @@ def _rollout_logprobs(
   shape = rollout.finished.shape
   return jax.tree.map(
     lambda x: packing_lib.join(x, packing, shape),
-    jax.lax.map(of_micro_batch, (prompts, (samples, rows))),
+    jax.lax.map(score, (prompts, (samples, rows))),
   )

@@ -5,10 +5,10 @@
     forced         o o     o o           observations
     turns    0 0 0 - - 1 1 - - 2 2
 
-At the end of a turn its environment is stepped, and the next tokens of the row
-are its answer, which the model reads as its own. Each row gets one token per
-round of the loop, so stages and compaction stay as they are, and the step is
-one pure function. `core.turns.trajectories` takes those of other environments.
+At the end of a turn the environment is stepped, and its answer becomes the next
+tokens of the row. Each row gets one token per iteration of the loop, drawn or
+observed, so stages and compaction work as without an environment. For other
+environments see `core.turns.trajectories`.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ class Observation(NamedTuple):
   """Answer of an environment to a turn.
 
   Attributes:
-    ids: Token ids that the model reads next, padded after `length` of them.
+    ids: Token ids that the model reads next, padded after the first `length`.
     length: Number of tokens, 0 to O.
-    reward: Reward of the turn; nan if `length` or one of these ids cannot be.
-    done: True if the trajectory ends here; nothing is read then.
+    reward: Reward of the turn; it becomes nan if `length` or an id is invalid.
+    done: True if the trajectory ends here, without reading `ids`.
   """
 
   ids: Int[Array, "O"]
@@ -42,11 +42,11 @@ class Environment(NamedTuple):
   """A jittable environment, as functions of one trajectory.
 
   Attributes:
-    reset: `(target, key) -> state`, a pytree of arrays, of the prompt's entry
-      of `Prompts.targets` and a random key of the sample.
+    reset: `(target, key) -> state`, a pytree of arrays. `target` is the
+      prompt's entry of `Prompts.targets`, `key` a random key of the sample.
     step: `(state, ids [T], length, key) -> (state, Observation)`, where `ids`
-      begins with the `length` tokens of the turn, its end token included. It is
-      pure, and runs for all rows whenever a turn of one has ended.
+      begins with the `length` tokens of the turn, its end token included. It
+      must be pure: it runs for all rows whenever a turn ends in any row.
     observation_length: O, tokens of an observation's `ids`.
     max_turns: K, turns of the longest trajectory.
   """
@@ -58,20 +58,20 @@ class Environment(NamedTuple):
 
 
 class Episodes(NamedTuple):
-  """Turns of trajectories, as far as they are drawn."""
+  """Turns of the trajectories so far."""
 
-  state: PyTree  # state of each trajectory's environment, arrays [B, G, ...]
+  state: PyTree  # states of the environments, arrays [B, G, ...]
   observation: Int[Array, "B G O"]  # answer to the last turn
-  length: Int[Array, "B G"]  # number of its tokens
-  read: Int[Array, "B G"]  # number of them that the row has already
-  begin: Int[Array, "B G"]  # place in the row of the turn's first token
+  length: Int[Array, "B G"]  # tokens of the observation
+  read: Int[Array, "B G"]  # tokens of the observation that are in the row
+  begin: Int[Array, "B G"]  # index in the row of the turn's first token
   turn: Int[Array, "B G"]
   turns: Int[Array, "B G T"]  # `Rollout.turns`
   rewards: Float[Array, "B G K"]  # `Rollout.turn_rewards`
 
   @property
   def forced(self) -> Bool[Array, "B G"]:
-    """True where the next token is an observation's."""
+    """True for rows whose next token is an observation's."""
     return self.read < self.length
 
   def next_ids(self, drawn: Int[Array, "B G"]) -> Int[Array, "B G"]:
@@ -82,13 +82,13 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Keys of the environments: others than those of tokens, which count up."""
+  """Returns keys of the environments; negative, as tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )
 
 
-_FIELDS = {  # of an observation: its axes, and kinds of numbers
+_FIELDS = {  # of an Observation: number of axes, kinds of numpy dtypes
   "ids": (1, "iu"),
   "length": (0, "iu"),
   "reward": (0, "biuf"),
@@ -97,27 +97,27 @@ _FIELDS = {  # of an observation: its axes, and kinds of numbers
 
 
 def _struct(tree: PyTree) -> PyTree:
-  """Shapes and dtypes, without a note that one came from a Python number."""
+  """Returns shapes and dtypes, without JAX's weak types."""
   return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
 def checked(
   environment: Environment, targets: Any, prompts: int, length: int, vocab: int
 ) -> Environment:
-  """Returns an environment whose invalid answers have no reward.
+  """Returns an environment in which an invalid answer has a reward of nan.
 
-  B = `prompts`, T = `length`. ValueError for sizes, targets, a state or an
-  answer of wrong shapes or types.
+  B = `prompts`, T = `length`. ValueError for invalid sizes, and for targets, a
+  state or an answer of wrong shapes or types.
   """
   for name in ("observation_length", "max_turns"):
     size = getattr(environment, name)
     if not isinstance(size, int) or size < 1:
-      raise ValueError(f"{name}={size} of an environment: must be 1 or more")
+      raise ValueError(f"{name}={size} of an environment must be at least 1")
   shapes = [jnp.shape(x) for x in jax.tree.leaves(targets)]
   if any(shape[:1] != (prompts,) for shape in shapes):
     raise ValueError(
-      f"targets are arrays [B, ...] with B = {prompts} prompts, not of shapes "
-      f"{shapes}"
+      f"targets must be arrays [B, ...] for B = {prompts} prompts, not of "
+      f"shapes {shapes}"
     )
   key = jax.eval_shape(lambda: seed_key(0))
 
@@ -140,9 +140,9 @@ def checked(
   def step(state, ids, length, key):
     new, seen = environment.step(state, ids, length, key)
     new = jax.tree.map(lambda x, old: jnp.asarray(x, old.dtype), new, state)
-    there = jnp.arange(size) < seen.length
-    strange = there & ((seen.ids < 0) | (seen.ids >= vocab))
-    valid = (seen.length >= 0) & (seen.length <= size) & ~jnp.any(strange)
+    real = jnp.arange(size) < seen.length
+    unknown = real & ((seen.ids < 0) | (seen.ids >= vocab))
+    valid = (seen.length >= 0) & (seen.length <= size) & ~jnp.any(unknown)
     return new, Observation(
       ids=jnp.asarray(seen.ids, jnp.int32),
       length=jnp.clip(seen.length, 0, size).astype(jnp.int32),
@@ -154,18 +154,18 @@ def checked(
 
 
 def _check_answer(answer: Any, first: PyTree, size: int) -> None:
-  """Checks the shapes of what `step` returns; `first` is the reset state's."""
+  """Raises ValueError if `step` answers in wrong shapes (state: `first`'s)."""
   pair = isinstance(answer, tuple) and len(answer) == 2
   if not pair or not isinstance(answer[1], Observation):
     raise ValueError(
-      "an environment's step returns (state, Observation(...)), not "
+      "an environment's step must return (state, Observation(...)), not "
       f"{type(answer).__name__} {answer}"
     )
   state, seen = answer
   if _struct(state) != _struct(first):
     raise ValueError(
-      "an environment's step must return a state of the structure, shapes and "
-      f"dtypes of reset's: {_struct(state)}, not {_struct(first)}"
+      "an environment's step must return a state like reset's: "
+      f"{_struct(first)}, not {_struct(state)}"
     )
   for name, (axes, kinds) in _FIELDS.items():
     value, shape = getattr(seen, name), (size,) * axes
@@ -173,7 +173,7 @@ def _check_answer(answer: Any, first: PyTree, size: int) -> None:
     if not fits or jnp.dtype(value.dtype).kind not in kinds:
       kind = {"iu": "integer", "b": "boolean"}.get(kinds, "real")
       raise ValueError(
-        f"an Observation's {name} is {kind}, of shape {shape}, not {value}"
+        f"an Observation's {name} must be {kind} of shape {shape}, not {value}"
       )
 
 
@@ -181,11 +181,11 @@ def begin(
   environment: Environment, targets: Any, keys: Key[Array, "B G"], length: int
 ) -> Episodes:
   """Begins trajectories of at most `length` tokens, T."""
-  of_group = jax.vmap(environment.reset, in_axes=(None, 0))
+  reset_group = jax.vmap(environment.reset, in_axes=(None, 0))
   b, g = keys.shape
   zero = jnp.zeros((b, g), jnp.int32)
   return Episodes(
-    state=jax.vmap(of_group)(targets, _keys(keys, zero)),
+    state=jax.vmap(reset_group)(targets, _keys(keys, zero)),
     observation=jnp.zeros((b, g, environment.observation_length), jnp.int32),
     length=zero,
     read=zero,
@@ -205,19 +205,18 @@ def advance(
   limit: Int[Array, "B G"],
   ended: Bool[Array, "B G"],
 ) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
-  """Steps the environments of the turns that have ended.
+  """Steps the environments of the rows whose turn has `ended`.
 
-  Rows have `length` tokens now, and room for `limit`. Without room for an
-  observation and one token more, or a further turn, the trajectory ends without
-  the observation, from which nothing would be learned.
-
-  Returns the episodes, where environments were done, where trajectories ended.
+  Rows have `length` tokens now, and at most `limit`. If the observation and one
+  more token do not fit, or after the last turn, the trajectory ends without the
+  observation. Returns the episodes, a mask of environments that are done, and a
+  mask of trajectories that end.
   """
-  each = jax.vmap(jax.vmap(environment.step))
+  step_all = jax.vmap(jax.vmap(environment.step))
 
   def step(episodes):
     turn_ids = jax.vmap(jax.vmap(jnp.roll))(ids, -episodes.begin)
-    state, (answer, count, reward, done) = each(
+    state, (answer, count, reward, done) = step_all(
       episodes.state,
       turn_ids,
       jnp.where(ended, length - episodes.begin, 1),
@@ -251,8 +250,8 @@ def advance(
 
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
-  """Returns the environment's rewards of the turns: a `reward_fn`."""
+  """A `reward_fn` that returns the environment's rewards of the turns."""
   del targets
   if rollout.turn_rewards is None:
-    raise ValueError("grpojax.returns are an environment's: give environment=")
+    raise ValueError("grpojax.returns needs an environment: give environment=")
   return rollout.turn_rewards

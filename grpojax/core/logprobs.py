@@ -1,4 +1,4 @@
-"""Log-probabilities of completions, without a [B, G, T, V] array."""
+"""Log-probabilities of completions, computed without a [B, G, T, V] array."""
 
 import functools
 import math
@@ -21,17 +21,17 @@ class TokenLogprobs(NamedTuple):
   """Results of `logprobs_and_load`, in nats."""
 
   logprobs: Float[Array, "_ _ S"]
-  entropy: Float[Array, "_ _ S"]  # of the distributions of the tokens
+  entropy: Float[Array, "_ _ S"]  # of the distribution of each token
   load: Any = None  # a `load_balancing.ExpertLoad`
-  kl: Float[Array, "_ _ S"] | None = None  # from the reference
-  hidden: Float[Array, "_ _ S D"] | None = None  # predicts the token
+  kl: Float[Array, "_ _ S"] | None = None  # KL(policy || reference)
+  hidden: Float[Array, "_ _ S D"] | None = None  # the states before the tokens
 
 
 class Reference(NamedTuple):
-  """Distributions of tokens, from which a policy's have a KL divergence."""
+  """Reference policy of the exact KL divergence."""
 
   lm: LM  # prepared for a forward pass (`LM.prepared`)
-  params: Params  # likewise
+  params: Params  # prepared with it
   hidden: Float[Array, "B G S D"]  # as `TokenLogprobs.hidden`
 
 
@@ -49,17 +49,17 @@ def completion_hidden(
 ) -> tuple[Float[Array, "*tokens D"], Any]:
   """Returns the hidden states that predict completion tokens, and the load.
 
-  A token is predicted by the state of the token before it, the first one of a
-  completion (position 0) by that of the last prompt token. States are [B, G, S,
-  D] or, `flat`, [C, 1, N, D]; the load is None without weights.
+  A token is predicted by the state of the token before it; the first token of a
+  completion (position 0) by the state of the last prompt token. States are [B,
+  G, S, D] or, `flat`, [C, 1, N, D]; the load is None without `load_weights`.
   """
   options, load = dict(positions=positions, segments=segments), None
   if flat is not None:
     options["flat"] = flat
-  of_experts = dict(load_weights=load_weights, replayed=replayed)
-  if any(x is not None for x in of_experts.values()):
+  expert_options = dict(load_weights=load_weights, replayed=replayed)
+  if any(x is not None for x in expert_options.values()):
     last, hidden, load = lm.forward_with_load(
-      params, prompt_ids, prompt_mask, ids, **of_experts, **options
+      params, prompt_ids, prompt_mask, ids, **expert_options, **options
     )
   elif lm.forward is not None:
     last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **options)
@@ -73,7 +73,7 @@ def completion_hidden(
     positions = flat_tokens.flatten(positions, flat.rows)
   start = jnp.broadcast_to(first[:, :, :1], hidden[:, :, :1].shape)
   before = jnp.concatenate([start, hidden[:, :, :-1]], axis=2)
-  if positions is not None:  # several completions begin in a row
+  if positions is not None:  # a packed row has several completions
     before = jnp.where((positions == 0)[..., None], first, before)
   return before, load
 
@@ -90,8 +90,8 @@ def _logprob_entropy_lse(logits, ids):
   lse = top[..., 0] + jnp.log(total)
   lse = checkpoint_name(lse, "log_sum_exp")
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  # Tokens cut away have weight 0 and a finite logit. XLA for CPUs makes a much
-  # slower program of a sum than of this product.
+  # Cut tokens have weight 0 and a finite logit. On CPUs XLA compiles a sum here
+  # to a much slower program than this product.
   mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
   return chosen - lse, lse - mean / total, lse
 
@@ -100,10 +100,10 @@ def _logprob_entropy_lse(logits, ids):
 def _logprob_and_entropy(
   logits: Float[Array, "*n V"], ids: Int[Array, "*n"], entropy_gradient: bool
 ) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
-  """Returns the log-probability of `ids` under softmax(logits), its entropy.
+  """Returns log-probabilities of `ids` under softmax(logits), and entropies.
 
-  Derivatives by a logit z_v: [v = id] - p_v and, of the entropy, if asked for,
-  -p_v (log p_v + entropy). Transposed, they take one pass.
+  Derivatives by a logit z_v: [v = id] - p_v and, with `entropy_gradient`, of
+  the entropy -p_v (log p_v + entropy). Their transpose takes one pass.
   """
   del entropy_gradient
   return _logprob_entropy_lse(logits, ids)[:2]
@@ -118,27 +118,27 @@ def _logprob_and_entropy_jvp(entropy_gradient, primals, tangents):
   chosen = jax.nn.one_hot(ids, logits.shape[-1], dtype=bool)
   log_p = logits - lse[..., None]
   p = jnp.exp(log_p)
-  moved = lambda slope: jnp.sum(slope * tangents[0], axis=-1)
-  of_entropy = jnp.zeros_like(entropy)
+  tangent = lambda slope: jnp.sum(slope * tangents[0], axis=-1)
+  entropy_tangent = jnp.zeros_like(entropy)
   if entropy_gradient:
-    of_entropy = moved(-p * (log_p + entropy[..., None]))
-  return (logprobs, entropy), (moved(chosen - p), of_entropy)
+    entropy_tangent = tangent(-p * (log_p + entropy[..., None]))
+  return (logprobs, entropy), (tangent(chosen - p), entropy_tangent)
 
 
 @jax.custom_jvp
 def _kl_divergence(
   logits: Float[Array, "*n V"], ref_logits: Float[Array, "*n R"]
 ) -> Float[Array, "*n"]:
-  """Returns KL(softmax(logits) || softmax(ref_logits)), of which R >= V.
+  """Returns KL(softmax(logits) || softmax(ref_logits)) for R >= V.
 
-  Ids from V on are the reference's alone. The derivative by a logit z_v is
+  The policy has no ids from V on. The derivative by a logit z_v is
   p_v (log(p_v / q_v) - KL); the reference is constant.
   """
   return _kl_and_terms(logits, ref_logits)[0]
 
 
 def _kl_and_terms(logits, ref_logits):
-  """Returns the divergence, p, and log(p / q)."""
+  """Returns the KL divergence, p and log(p / q)."""
   lse, ref_lse = (
     checkpoint_name(jax.nn.logsumexp(x, axis=-1, keepdims=True), "log_sum_exp")
     for x in (logits, ref_logits)
@@ -160,13 +160,13 @@ def _kl_divergence_jvp(primals, tangents):
 def _reference_logits(
   reference: Reference, vocab: int, sampling: Sampling
 ) -> Float[Array, "B G S R"]:
-  """Returns a reference's logits; ValueError if it knows fewer ids."""
+  """Returns a reference's logits; ValueError if its vocabulary is smaller."""
   logits = reference.lm.unembed(reference.params, reference.hidden)
   logits = constrain(logits, "batch", "group", None, "vocabulary")
   if logits.shape[-1] < vocab:
     raise ValueError(
-      f"the reference knows {logits.shape[-1]} ids, and the policy {vocab}: an "
-      "exact KL divergence needs one that knows them"
+      f"the reference has {logits.shape[-1]} token ids and the policy {vocab}: "
+      "an exact KL divergence needs a reference with all of the policy's ids"
     )
   return transform_logits(logits, sampling.uncut)
 
@@ -182,17 +182,14 @@ def _in_chunks(
   chunk_size: int,
   entropy_gradient: bool,
 ) -> tuple[Float[Array, "B G S"], ...]:
-  """Returns log-probabilities, entropies and, with a reference, divergences.
-
-  Logits exist for a chunk at a time.
-  """
-  # All rows take part in each chunk, so that none leaves its device.
+  """Returns log-probabilities, entropies and KL divergences, by chunks."""
+  # A chunk has some tokens of every row, so that rows stay on their devices.
   b, g, s = ids.shape
-  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
+  rows = b * g // math.prod(sample_cuts(b, g))  # per device
   count = -(-s // max(1, chunk_size // rows))
   size = -(-s // count)
 
-  # Saved for the backward pass: sums over V, and the logits of an only chunk.
+  # The backward pass keeps sums over V, and the logits if there is one chunk.
   saved = ["log_sum_exp"]
   saved += ["entropy"] if entropy_gradient else []
   saved += ["logits"] if count == 1 else []
@@ -200,7 +197,7 @@ def _in_chunks(
   @functools.partial(
     jax.checkpoint,
     policy=jax.checkpoint_policies.save_only_these_names(*saved),
-    prevent_cse=False,  # under a scan nothing can be merged with it
+    prevent_cse=False,  # not needed under a scan
   )
   def of_chunk(wide, hidden, ids, ref_hidden):
     narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
@@ -216,7 +213,7 @@ def _in_chunks(
       logits, _reference_logits(behind, logits.shape[-1], sampling)
     )
 
-  # The gradients of parameters that are used in chunks are added up over them.
+  # Gradients of 16-bit parameters add up over the chunks in float32.
   wide = jax.tree.map(
     lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
   )
@@ -244,7 +241,7 @@ def token_logprobs(
   ids: Int[Array, "B G S"],
   **options: Any,
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
-  """Returns the log-probability (nats) of each completion token, the entropy.
+  """Returns log-probabilities and entropies (nats) of completion tokens.
 
   Both are float32, and computed on padding too: mask them. Options are those of
   `logprobs_and_load`, such as `sampling` and `chunk_size`.
@@ -272,19 +269,18 @@ def logprobs_and_load(
   replayed: tuple[Array, Array] | None = None,
   reference: Reference | None = None,
 ) -> TokenLogprobs:
-  """Computes log-probabilities, entropies and, of experts, their load.
+  """Computes log-probabilities, entropies and, with experts, their load.
 
   Logits and their gradients exist for `chunk_size` tokens per device (at least
-  one per row) and are computed again in the backward pass: memory of a few
-  chunk_size x V float32. `sampling` is the distribution that tokens are drawn
-  from; the reference of the KL divergence is at its temperature, without its
+  one per row) and are recomputed in the backward pass, so they take a few
+  arrays of chunk_size x V float32. `sampling` is the distribution of the
+  tokens; the reference of the KL divergence has its temperature but not its
   cuts. `positions` and `segments` are as in `LM.extend`, `load_weights` and
   `replayed` (experts) as in `LM.forward_with_load`. With `flat`, an index of
   the real tokens (see `LM.forward`), `segments` count the samples of all
-  prompts on a device; without it n is B. `entropy_gradient` differentiates the
-  entropy too.
+  prompts on a device; without it n is B.
 
-  Returns float32 arrays [B, G, S], or [C, 1, N] of flat tokens. ValueError for
+  Returns float32 arrays [B, G, S] or, of flat tokens, [C, 1, N]. ValueError for
   a chunk_size below 1 or wrong prompts (`arguments.check_read_prompts`).
   """
   check_read_prompts(lm, params, prompt_ids, prompt_mask)

@@ -1,4 +1,4 @@
-"""Group sampling: each prompt is computed once, then G completions of it."""
+"""Group sampling: one forward pass per prompt, then G completions of it."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def completion_mask(
 ) -> Bool[Array, "*n T"]:
   """Returns the mask of completions that another engine sampled.
 
-  True up to and including the first end, or everywhere without one.
+  True up to and including the first end; all True without an end.
   """
   ends = ends_lib.on_device(read_ends(eos_ids))
   ids = jnp.moveaxis(ids, -1, 0)
@@ -60,31 +60,30 @@ def rollout(
 ) -> Rollout:
   """Samples a group of completions for each prompt.
 
-  Each sample draws from a key of its own, so it does not depend on the rest of
-  the batch. Decoding stops as soon as every sample is done.
+  Each sample has its own random key, so it does not depend on the rest of the
+  batch. Decoding stops as soon as every sample is done.
 
   Args:
     lm: Model.
     params: Its parameters.
-    prompts: B prompts; a row without any real token gets empty completions.
-    key: Random key, which reproduces the completions exactly.
-    group_size: G, completions a prompt.
-    max_new_tokens: T, the longest completion, EOS included.
-    eos_ids: Ids that end a completion, as its last token; or `Ends`.
-    pad_id: Id that is written after the end; may equal an EOS.
-    sampling: Distribution to draw from.
-    budgets: Tokens that each sample may spend, at most T; None means T for all.
-    first_prompt: Number of the first of these prompts among those that share
-      the key: parts of a batch give the samples of the whole.
-    decoding: Shape of the decoding loop, which changes no sample.
-    environment: Environment that answers after each turn, of which `eos_ids`
-      are the ends. T counts observations too.
-    record_experts: True records the experts of each token in each layer, a byte
-      per expert, for an objective with `router_replay`.
+    prompts: B prompts; a row without real tokens gets empty completions.
+    key: Random key; the same key gives the same completions.
+    group_size: G, completions per prompt.
+    max_new_tokens: T, the longest completion, EOS and observations included.
+    eos_ids: Ids that end a completion or a turn, as its last token; or `Ends`.
+    pad_id: Id after the end; may equal an EOS.
+    sampling: Distribution of the tokens.
+    budgets: Most tokens of each sample, up to T; None means T for all.
+    first_prompt: Index of the first prompt in the batch that shares the key:
+      the parts of a batch give the samples of the whole.
+    decoding: Shape of the decoding loop; it changes no sample.
+    environment: Environment that answers after each turn.
+    record_experts: Records the experts of each token in each layer, a byte per
+      expert, for an objective with `router_replay`.
 
   Raises:
-    ValueError: an argument cannot be (`arguments.check_read_prompts`,
-      `environment.checked`), or experts are recorded of a model without.
+    ValueError: an argument is invalid (`arguments.check_read_prompts`,
+      `environment.checked`), or the model has no experts to record.
   """
   if not isinstance(prompts, Prompts):
     raise TypeError(
@@ -107,11 +106,7 @@ def rollout(
   lm, params = lm.prepared(params, longest=longest, **sampling.formats)
   prefix, prompt_experts = loops.prefill(lm, params, prompts, record_experts)
   setup = loops.Setup(lm, params, prefix, keys, limit, ends, sampling)
-  samples = loops.no_samples(limit, t_max, pad_id, ends)
-  if record_experts:
-    samples = samples._replace(
-      experts=loops.no_experts(prompt_experts, g, t_max)
-    )
+  samples = loops.no_samples(limit, t_max, pad_id, ends, prompt_experts)
   if environment:
     targets = prompts.targets
     logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
@@ -130,7 +125,7 @@ def rollout(
     completion_mask=jnp.arange(t_max)[None, None] < samples.length[..., None],
     logprobs=samples.logprobs,
     finished=samples.finished,
-    experts=loops.of_words(samples.experts, prompt_experts),
+    experts=loops.unpack_experts(samples.experts, prompt_experts),
     prompt_experts=prompt_experts,
     turns=episodes and episodes.turns,
     turn_rewards=episodes and episodes.rewards,
@@ -140,16 +135,16 @@ def rollout(
 def rollout_metrics(
   rollout: Rollout, rewards: Any, compared: Any = None
 ) -> dict[str, Array]:
-  """Returns metrics of the completions and their rewards.
+  """Returns metrics of completions and their rewards.
 
-  Rows without prompt tokens, which pad the batch, are left out. The rewards [B,
-  G] are those before a KL penalty, `compared` those of the group's baseline, if
-  they differ. All are scalars: `reward_mean` and `reward_std` (over all samples
-  that have a reward), `rewards_missing` (share of samples whose reward is not
+  `rewards` [B, G] are before any KL penalty; `compared` are the rewards in the
+  group's baseline, if different. Rows without prompt tokens, which pad the
+  batch, are left out. All metrics are scalars: `reward_mean` and `reward_std`
+  (over finite rewards), `rewards_missing` (share of rewards that are not
   finite), `zero_variance_groups` (share of groups of two or more whose compared
-  rewards are equal), `completion_length_mean` and `_max` (tokens, those of
-  environments included), `truncated` (share cut off at the budget), and with
-  turns `turns_mean` and `sampled_tokens_mean` per completion.
+  rewards are equal), `completion_length_mean` and `_max` (tokens, observations
+  included), `truncated` (share cut off at the budget), and with turns
+  `turns_mean` and `sampled_tokens_mean` per completion.
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")
@@ -165,11 +160,11 @@ def rollout_metrics(
     return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
 
   reward = mean(rewards, rewarded)
-  of_turns = {}
+  turn_metrics = {}
   if rollout.turns is not None:
-    of_turns["turns_mean"] = mean(jnp.max(rollout.turns, axis=-1) + 1)
+    turn_metrics["turns_mean"] = mean(jnp.max(rollout.turns, axis=-1) + 1)
     tokens = jnp.sum(rollout.sampled, axis=-1)
-    of_turns["sampled_tokens_mean"] = mean(tokens)
+    turn_metrics["sampled_tokens_mean"] = mean(tokens)
   return {
     "reward_mean": reward,
     "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
@@ -178,5 +173,5 @@ def rollout_metrics(
     "completion_length_mean": mean(length),
     "completion_length_max": jnp.max(length),
     "truncated": mean(~rollout.finished),
-    **of_turns,
+    **turn_metrics,
   }

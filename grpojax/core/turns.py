@@ -1,19 +1,19 @@
-"""Trajectories of several turns: which tokens were sampled, and their credit.
+"""Trajectories of several turns: their sampled tokens, and credit of turns.
 
-A trajectory is a completion in which an environment has written between turns:
+A trajectory is a completion with an environment's observations between turns:
 
     ids    a a a a  o o  b b  o  c c c        a, b, c sampled; o observations
     turns  0 0 0 0 -1 -1 1 1 -1  2 2 2
 
-The model reads all of it, and is the policy of the sampled tokens alone. With
-scores s_ik = sum over the tokens of turn k of grad log pi, a reward r_ik after
-each turn and R_ik = r_ik + r_i,k+1 + ... (0 after the end):
+The model reads all tokens; only the sampled ones are its policy's actions. Let
+r_ik be the reward after turn k of sample i, and R_ik = r_ik + r_i,k+1 + ... (0
+after the end):
 
-| credit         | turn k of sample i learns from                              |
+| credit         | advantage of turn k of sample i                             |
 |----------------|-------------------------------------------------------------|
 | `trajectory`   | an advantage of R_i0, the same for all its turns            |
 | `turn`         | R_ik - mean_{j != i} R_jk                                   |
-| `turn_reached` | R_ik - its mean over the others that have a turn k, or 0    |
+| `turn_reached` | R_ik - mean of R_jk over j != i with a turn k; R_ik if none |
 
 All are unbiased for the gradient of E[R_0] with a `leave_one_out` advantage and
 weights that do not depend on the trajectory (`fixed_length`, `sequence_sum`).
@@ -36,12 +36,11 @@ CREDITS = ("trajectory", "turn", "turn_reached")
 
 
 class Segment(NamedTuple):
-  """Tokens of a trajectory that were sampled in one turn, or observed.
+  """A turn's sampled tokens, or an observation.
 
   Attributes:
     ids: Token ids, at least one.
-    logprobs: Log-probability of each id under the distribution that it was
-      sampled from; None for an observation.
+    logprobs: Rollout log-probability of each id; None for an observation.
     reward: Reward after the turn; 0 for an observation.
   """
 
@@ -51,7 +50,7 @@ class Segment(NamedTuple):
 
 
 def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
-  """Refuses, by ValueError, what has no meaning with a turn's credit."""
+  """Raises ValueError for an objective that credit of turns cannot serve."""
   if credit not in CREDITS:
     raise ValueError(f"credit = {credit!r}: use one of {', '.join(CREDITS)}")
   if credit == "trajectory":
@@ -59,11 +58,11 @@ def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
   wrong = {
     "there are no turns: give an environment, or a rollout that has "
     "Rollout.turns": not has_turns,
-    "its baseline is leave_one_out's: use advantage = 'leave_one_out'": (
+    "needs the leave-one-out baseline: use advantage = 'leave_one_out'": (
       objective.advantage != "leave_one_out"
     ),
-    "a KL penalty in the reward is of whole trajectories: use kl_placement = "
-    "'loss'": objective.kl_in_reward,
+    "a KL penalty in the reward belongs to whole trajectories: use "
+    "kl_placement = 'loss'": objective.kl_in_reward,
     objective.one_advantage_for: objective.one_advantage_for,
   }
   for message, is_wrong in wrong.items():
@@ -74,15 +73,15 @@ def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
 def turn_advantages(
   rewards: Float[Array, "B G K"], rollout: Rollout, credit: str
 ) -> Float[Array, "B G T"]:
-  """Returns the advantage of each token, by the module's table; else 0.
+  """Returns the advantage of each sampled token (module table), 0 elsewhere.
 
   A trajectory with a reward that is not finite takes no part. Tokens of turns
-  from K on get nan, so that no update is made of them. ValueError if G < 2.
+  from K on get nan, so that no update uses them. ValueError if G < 2.
   """
   if rewards.shape[1] < 2:
     raise ValueError(
-      f"credit = {credit!r} compares the members of a group: G = "
-      f"{rewards.shape[1]} must be 2 or more"
+      f"credit = {credit!r} compares the samples of a group: G = "
+      f"{rewards.shape[1]} must be at least 2"
     )
   complete = present(jnp.sum(rewards, axis=-1, keepdims=True))
   rewards = jnp.where(complete, rewards, jnp.nan)
@@ -92,7 +91,7 @@ def turn_advantages(
   if credit == "turn":
     to_go = jnp.where(reached | ~complete, to_go, 0.0)
   else:
-    to_go = jnp.where(reached, to_go, jnp.nan)  # compared with nobody
+    to_go = jnp.where(reached, to_go, jnp.nan)  # takes no part
   to_go = jnp.swapaxes(to_go, 1, 2)  # [B, K, G]
   advantages = minus_others(to_go)
   if credit == "turn_reached":
@@ -117,27 +116,27 @@ def trajectories(
   pad_id: int = 0,
   finished: Any = None,
 ) -> Rollout:
-  """Makes a rollout, for `make_batch`, of trajectories sampled elsewhere.
+  """Returns a rollout for `make_batch` of trajectories sampled elsewhere.
 
   Args:
-    prompts: B prompts, each read by all G trajectories of its group.
-    segments: Segments of each trajectory in their order, [B][G][any number].
-      Sampled ones are turns, and the last one is sampled.
-    length: T, tokens that a row has room for; None is the longest trajectory.
+    prompts: B prompts, each shared by the G trajectories of its group.
+    segments: Segments of each trajectory, in order: [B][G][any number]. The
+      last segment must be sampled.
+    length: T, tokens per row; None is the longest trajectory.
     pad_id: Id after the end of a trajectory.
     finished: Booleans [B, G], False if cut off; None is True for all.
 
   Raises:
-    ValueError: groups of different sizes, segments that are not valid
-      (log-probabilities may be above 0 by 1e-4), or a trajectory that ends in
-      an observation or is longer than `length`.
+    ValueError: groups of different sizes, invalid segments (log-probabilities
+      may exceed 0 by 1e-4), or a trajectory that ends in an observation or is
+      longer than `length`.
   """
   b = len(prompts.prompt_ids)
   sizes = {len(group) for group in segments}
   if len(segments) != b or len(sizes) != 1 or 0 in sizes:
     raise ValueError(
-      f"segments are [B][G][...] for B = {b} prompts and one group size, not "
-      f"{len(segments)} groups of {sorted(sizes)}"
+      f"segments must be [B][G][...] for B = {b} prompts and one group size, "
+      f"not {len(segments)} groups of {sorted(sizes)}"
     )
   (g,) = sizes
   rows = [
@@ -161,7 +160,7 @@ def trajectories(
     finished = np.ones((b, g), bool)
   elif np.shape(finished) != (b, g):
     raise ValueError(
-      f"finished is [B, G] = {(b, g)}, not of shape {np.shape(finished)}"
+      f"finished must have shape {(b, g)} (B, G), not {np.shape(finished)}"
     )
   mask = np.arange(t) < lengths[:, None]
   return Rollout(
@@ -177,7 +176,7 @@ def trajectories(
 
 
 def _array(value: Any) -> np.ndarray:
-  """An array, of objects where numpy makes none of the value."""
+  """Returns the value as an array; an array of None if numpy cannot."""
   try:
     return np.asarray(value)
   except (OverflowError, TypeError, ValueError):
@@ -185,49 +184,51 @@ def _array(value: Any) -> np.ndarray:
 
 
 def _row(segments: Any, where: str):
-  """Joins a trajectory: ids, turns, log-probabilities, rewards of turns."""
+  """Returns a trajectory's ids, turns, log-probabilities and turn rewards."""
   ids, turns, logprobs, rewards = [], [], [], []
   if isinstance(segments, Segment) or not all(
     isinstance(segment, Segment) for segment in segments
   ):
-    raise ValueError(f"{where} is a list of Segment(...), not {segments!r}")
+    raise ValueError(
+      f"{where} must be a list of Segment(...), not {segments!r}"
+    )
   if not segments or segments[-1].logprobs is None:
     raise ValueError(
-      f"{where} must end with a segment that was sampled: nothing is learned "
-      "from an observation after the last turn, leave it out"
+      f"{where} must end with a sampled segment: leave out the observation "
+      "after the last turn"
     )
   for i, segment in enumerate(segments):
     new, reward = _array(segment.ids), _array(segment.reward)
     is_list = new.ndim == 1 and new.size and new.dtype.kind in "iu"
     if not is_list or not 0 <= new.min() <= new.max() < 2**31:
       raise ValueError(
-        f"{where}[{i}].ids are token ids, one or more, not {segment.ids!r}"
+        f"{where}[{i}].ids must be token ids, at least one, not {segment.ids!r}"
       )
     if reward.dtype.kind not in "biuf" or reward.ndim:
       raise ValueError(
-        f"{where}[{i}].reward is a number, not {segment.reward!r}"
+        f"{where}[{i}].reward must be a number, not {segment.reward!r}"
       )
     ids.extend(new)
     if segment.logprobs is None:
       if segment.reward:
         raise ValueError(
-          f"{where}[{i}] was not sampled: its reward belongs to a turn"
+          f"{where}[{i}] is an observation: give its reward to a turn"
         )
       turns.extend([-1] * len(new))
       logprobs.extend([0.0] * len(new))
       continue
-    of_new = _array(segment.logprobs)
+    logps = _array(segment.logprobs)
     if (
-      of_new.shape != new.shape
-      or of_new.dtype.kind not in "iuf"
-      or not np.isfinite(of_new).all()
-      or of_new.max() > 1e-4  # an engine's rounding
+      logps.shape != new.shape
+      or logps.dtype.kind not in "iuf"
+      or not np.isfinite(logps).all()
+      or logps.max() > 1e-4  # an engine's rounding
     ):
       raise ValueError(
-        f"{where}[{i}].logprobs are {len(new)} log-probabilities, finite and 0 "
-        f"or less, one an id, not {segment.logprobs!r}"
+        f"{where}[{i}].logprobs must be {len(new)} log-probabilities, one per "
+        f"id, finite and at most 0, not {segment.logprobs!r}"
       )
     turns.extend([len(rewards)] * len(new))
-    logprobs.extend(np.minimum(of_new, 0.0))
+    logprobs.extend(np.minimum(logps, 0.0))
     rewards.append(segment.reward)
   return ids, turns, logprobs, rewards

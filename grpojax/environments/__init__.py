@@ -1,1 +1,1 @@
-"""Environments that come along, to be read and to be tried."""
+"""Environments and tools on the host, with two examples and a jittable one."""

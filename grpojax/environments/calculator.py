@@ -1,4 +1,4 @@
-"""A tool for arithmetic, to be read and to be tried.
+"""An example of a tool: a calculator.
 
 --config.environment.tools=grpojax.environments.calculator:calculator
 """
@@ -25,7 +25,7 @@ def calculator(expression: str) -> str:
     expression: numbers with + - * / and parentheses, as "(2 + 3) * 4"
 
   Returns:
-    The result, exact where it is a whole number.
+    The result, exact if it is a whole number.
   """
   text = str(expression).strip()
   if not re.fullmatch(r"[-+*/(). 0-9]{,200}", text):
@@ -33,16 +33,16 @@ def calculator(expression: str) -> str:
   try:
     value = _compute(ast.parse(text, mode="eval").body)
   except (SyntaxError, MemoryError, RecursionError) as error:
-    raise ValueError("this is no expression") from error
+    raise ValueError("this is not an expression") from error
   return str(value) if value.denominator == 1 else f"{float(value):.12g}"
 
 
 def _compute(node: ast.expr) -> Fraction:
-  """The exact value of a tree of numbers and the four operations."""
+  """Returns the exact value of a tree of numbers and the four operations."""
   if isinstance(node, ast.Constant):
     return Fraction(repr(node.value))  # a float's own digits: 0.1 is 1/10
   function = _OPERATORS.get(type(getattr(node, "op", None)))
-  if function is None:  # ** and // too
+  if function is None:  # such as ** and //
     raise ValueError("only numbers, + - * / and ()")
   if isinstance(node, ast.UnaryOp):
     return function(_compute(node.operand))

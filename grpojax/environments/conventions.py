@@ -1,23 +1,23 @@
-"""Environments in the conventions of several libraries.
+"""Environments written for grpojax, gymnasium, OpenEnv or TRL.
 
-| the path names                             | it is taken as                |
-|--------------------------------------------|-------------------------------|
-| a module or object with `step`             | ours: plain functions         |
-| a class with `reset` and `step`, or        | gymnasium's, OpenEnv's client |
-| "gymnasium:ID"                             |                               |
-| a class with `reset`, and no `step` or one | TRL's environment_factory     |
-| that returns `str`                         |                               |
-| no path, and functions as tools            | TRL's tools                   |
+| `path`                                      | kind                           |
+|---------------------------------------------|--------------------------------|
+| a module or object with `step`              | grpojax: plain functions       |
+| a class with `reset` and `step`             | gymnasium, a client of OpenEnv |
+| "gymnasium:ID"                              | gymnasium                      |
+| a class with `reset`, and without `step` or | TRL's environment_factory      |
+| with a `step` that returns `str`            |                                |
+| empty, with functions as tools              | TRL's tools                    |
 
-Functions get by name the arguments that they have parameters for: ours state,
-action, example, seed and options; `reset` of gymnasium's seed, and the example
-as options; TRL's the example's columns. A constructor gets options.
+Functions get the arguments that they have parameters for, by name: grpojax's
+state, action, example, seed and the options; gymnasium's `reset` the seed, and
+the example as `options`; TRL's `reset` the columns of the example. Constructors
+get the options.
 
-gymnasium's `step(action)` gets the turn's text, or the number or JSON in it, as
-`spaces` reads it, and returns a tuple of 5 or 4, or an object with reward and
-done. TRL's public methods are tools; a turn without calls ends the episode,
-with the reward of `get_reward` or 0; so does a cut. Tools, `get_reward` and
-`close` may be asynchronous.
+gymnasium's `step` gets the action in the text (see `spaces`) and returns 4 or 5
+values, or an object with `reward` and `done`. TRL's public methods are tools; a
+turn without calls, or a cut, ends the episode with the reward of `get_reward`,
+or 0. Tools, `get_reward` and `close` may be asynchronous.
 """
 
 import functools
@@ -34,28 +34,27 @@ from grpojax.rewards.conventions import by_keyword, refuse_asynchronous
 from grpojax.rewards.functions import label, load
 
 ENVIRONMENTS = {"retry": "grpojax.environments.retry"}
-"""Environments that come along, and the module of each."""
+"""Built-in environments and their modules."""
 
 Functions = dict[str, Callable[..., Any]]
 
 
 class HostEnvironment(NamedTuple):
-  """An environment as its workers call it."""
+  """Functions of an environment, as its workers call them."""
 
-  # `(example, seed) -> Step`, the beginning of an episode.
+  # `(example, seed) -> Step` begins an episode.
   reset: Callable[[dict[str, Any], int], Step]
-  # `(state, action, example, seed) -> Step`, the answer to a turn's text.
+  # `(state, action, example, seed) -> Step` answers a turn's text.
   step: Callable[[Any, str, dict[str, Any], int], Step]
   functions: Functions = {}  # tools that the model may call, by name
-  # `(state, example, seed) -> Step`, called for an episode that is cut off,
-  # whose instance it closes; None without instances: states are not those of
-  # `replay`.
+  # `(state, example, seed) -> Step` cuts an episode off and closes its
+  # instance; None for environments without instances (see `replay`).
   end: Callable[[Any, dict[str, Any], int], Step] | None = None
-  close: Callable[[], None] = lambda: None  # of all instances
+  close: Callable[[], None] = lambda: None  # closes all instances
 
   @property
   def tools(self) -> list[dict[str, Any]]:
-    """JSON schemas for the chat template; ValueError for a tool without one."""
+    """JSON schemas for the chat template; ValueError if a tool has none."""
     return tools_lib.schemas(list(self.functions.values()))
 
 
@@ -66,29 +65,29 @@ def resolve(
   tool_format: str = "hermes",
   action: str = "auto",
 ) -> HostEnvironment:
-  """Makes functions of an environment and tools; ValueError if it cannot.
+  """Loads an environment and tools; ValueError if they are invalid.
 
   `path` is one of `ENVIRONMENTS`, "gymnasium:ID", "file.py", "file.py:Name" or
-  "package.module:Name", or empty if there are only `tools`, named alike.
-  `tool_format` is one of `tools.TOOL_CALLS`, the form of the model's calls;
-  `action`, for classes, is one of `spaces.ACTIONS`.
+  "package.module:Name", or empty if there are only `tools`, which are named in
+  the same way. `tool_format` is one of `tools.TOOL_CALLS`, the format of the
+  model's calls; `action`, for classes, is one of `spaces.ACTIONS`.
   """
   named = []
   for tool in tools:
     function = load(f"tool {tool!r}", tool, {})
     _check(f"tool {tool!r}", function, is_tool=True)
-    # The schema's name.
+    # The name in the schema.
     named.append((getattr(function, "__name__", label(tool)), function))
   functions = dict(named)
   subject, options = f"environment {path!r}", dict(options or {})
 
-  def use_tools(action: str, own: Functions) -> Step:
+  def use_tools(action: str, methods: Functions) -> Step:
     calls = tools_lib.TOOL_CALLS[tool_format](action)
-    return to_step(tools_lib.answer(calls, functions | own))
+    return to_step(tools_lib.answer(calls, functions | methods))
 
   if not path:
     if not functions or options:
-      raise ValueError("environment: give its path, or tools without options")
+      raise ValueError("environment: set path, or set tools without options")
     environment = _of_tools(lambda action: use_tools(action, {}))
   elif path.startswith("gymnasium:"):
     environment = _of_gymnasium(subject, path, options, action)
@@ -98,22 +97,22 @@ def resolve(
     environment = _ours(subject, target, options)
   if action != "auto" and (not environment.end or environment.functions):
     raise ValueError(
-      f"environment.action = {action!r} is for a class with `reset` and `step`,"
-      f" and {subject} reads the turns itself: use 'auto'"
+      f"environment.action = {action!r} needs a class with `reset` and `step`:"
+      f" {subject} reads the turns itself, so use 'auto'"
     )
   if path and functions and not environment.functions:
     raise ValueError(
-      f"{subject} reads the model's turns itself: environment.tools are for"
-      " classes of TRL's kind, or go without environment.path"
+      f"{subject} reads the model's turns itself: remove environment.tools, or"
+      " use a class like TRL's or no environment.path"
     )
   if path in ENVIRONMENTS:
-    environment.step(None, "", {"answer": "1"}, 0)  # refuses options' values
+    environment.step(None, "", {"answer": "1"}, 0)  # checks the options' values
   named += environment.functions.items()
   names = [name for name, _ in named]
   if twice := [name for name in names if names.count(name) > 1]:
     raise ValueError(
-      f"two tools are called {twice[0]!r}, by environment.tools or as a method"
-      " of the environment: rename one"
+      f"two tools have the name {twice[0]!r} (environment.tools or methods of"
+      " the environment): rename one"
     )
   return environment._replace(functions=dict(named))
 
@@ -126,10 +125,10 @@ def _check(
 ) -> None:
   """Raises ValueError if a function cannot be called with these arguments.
 
-  A tool must take all its own by name, as models give them.
+  A tool must take all its arguments by name, because models name them.
   """
   if not callable(function):
-    raise ValueError(f"{subject} is no function")
+    raise ValueError(f"{subject} is not a function")
   if is_tool:
     arguments = inspect.signature(function).parameters
   else:
@@ -143,14 +142,14 @@ def _check(
     ) from error
 
 
-def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict:
-  """The values that a function has parameters for."""
+def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict:
+  """Returns the values that a function has parameters for."""
   named, takes_any = by_keyword(function)
   return {k: v for k, v in values.items() if takes_any or k in named}
 
 
 def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
-  """Returns the environment of tools alone; its state counts the turns."""
+  """Returns an environment of tools alone; its state counts the turns."""
 
   def step(state: int | None, action: str, example: Any, seed: int) -> Step:
     turn = state or 0
@@ -163,7 +162,7 @@ def _of_tools(use_tools: Callable[[str], Step]) -> HostEnvironment:
 def _of_gymnasium(
   subject: str, path: str, options: dict[str, Any], action: str
 ) -> HostEnvironment:
-  """Returns gymnasium's environment of an ID; it first shows legal actions."""
+  """Returns gymnasium's environment; its first observation has the actions."""
   try:
     import gymnasium
 
@@ -189,21 +188,21 @@ def _of_gymnasium(
 
 
 def _ours(subject: str, target: Any, options: dict) -> HostEnvironment:
-  """The environment of a module or an object."""
+  """Returns the environment of a module or object."""
   reset = getattr(target, "reset", lambda: Step())
   step = getattr(target, "step", None)
   if not callable(step):
     raise ValueError(
       f"{subject} is a {type(target).__name__} without a function `step`: write"
-      " `def step(state, action, example)`, or give a class as file.py:Name"
+      " `def step(state, action, example)`, or name a class as file.py:Name"
     )
-  of_reset = _taken(reset, options)
-  of_step = _taken(step, options)
-  # `step` has to take what `reset` does not.
-  of_step |= {k: options[k] for k in options if k not in of_reset}
+  for_reset = _accepted(reset, options)
+  for_step = _accepted(step, options)
+  # `step` must accept the options that `reset` does not.
+  for_step |= {k: options[k] for k in options if k not in for_reset}
   return HostEnvironment(
-    _by_name(f"{subject}: reset", reset, "example seed", of_reset),
-    _by_name(f"{subject}: step", step, "state action example seed", of_step),
+    _by_name(f"{subject}: reset", reset, "example seed", for_reset),
+    _by_name(f"{subject}: step", step, "state action example seed", for_step),
   )
 
 
@@ -213,18 +212,18 @@ def _by_name(
   names: str,
   options: dict[str, Any],
 ) -> Callable[..., Step]:
-  """A function of values with these names, which passes on those it takes."""
-  arguments = _taken(function, dict.fromkeys(names.split()))
+  """Wraps a function, to be called with all values `names`, and options."""
+  arguments = _accepted(function, dict.fromkeys(names.split()))
   if both := [name for name in arguments if name in options]:
     raise ValueError(
-      f"{subject} gets {both[0]!r} from the run, so"
-      f" environment.options.{both[0]} cannot be given: rename the option"
+      f"environment.options.{both[0]}: {subject} gets {both[0]!r} from the run,"
+      " so rename the option"
     )
   _check(subject, function, arguments | options)
 
   def call(*values: Any) -> Step:
     by_name = dict(zip(names.split(), values, strict=True))
-    arguments = _taken(function, by_name)
+    arguments = _accepted(function, by_name)
     with seeded(*(by_name[name] for name in by_name if name != "example")):
       return to_step(function(**arguments, **options))
 
@@ -238,44 +237,45 @@ def _of_class(
   use_tools: Callable[[str, Functions], Step],
   form: str,
 ) -> HostEnvironment:
-  """Returns the environment of a class, with its own tools if it is TRL's."""
+  """Returns the environment of a class; a class like TRL's has tools."""
   _check(subject, kind, options)
   methods = dict(inspect.getmembers(kind, inspect.isroutine))
   no_tools = ("reset", "get_reward", "close")
-  own = {k: v for k, v in methods.items() if k[0] != "_" and k not in no_tools}
-  if "reset" not in methods or not own:
+  names = [name for name in methods if name[0] != "_" and name not in no_tools]
+  tools = {name: methods[name] for name in names}
+  if "reset" not in methods or not tools:
     raise ValueError(
-      f"{subject} has neither `reset` and `step` (gymnasium's), nor `reset` and"
-      " methods with docstrings, which are tools (TRL's)"
+      f"{subject} needs `reset` and `step` (like gymnasium), or `reset` and"
+      " methods with docstrings as tools (like TRL)"
     )
-  returned = getattr(own.get("step"), "__annotations__", {}).get("return")
-  if "step" in own and returned not in (str, "str"):
-    own = {}
-  for name in ("reset", *([] if own else ["step"])):
+  returned = getattr(tools.get("step"), "__annotations__", {}).get("return")
+  if "step" in tools and returned not in (str, "str"):
+    tools = {}
+  for name in ("reset", *([] if tools else ["step"])):
     _check(f"{subject}: {name}", methods[name])
 
   def begin(example: dict[str, Any], seed: int) -> tuple[Any, Step]:
     instance = kind(**options)
-    values = example if own else {"seed": seed, "options": example}
+    values = example if tools else {"seed": seed, "options": example}
     with replay.closed_on_error(instance):
-      value = instance.reset(**_taken(instance.reset, values))
+      value = instance.reset(**_accepted(instance.reset, values))
       return instance, _read_reset(value)
 
   reward = None
-  if own and "get_reward" in methods:
+  if tools and "get_reward" in methods:
     reward = lambda instance: tools_lib.awaited(instance.get_reward())
 
   def act(instance: Any, action: str) -> Step:
-    if not own:
+    if not tools:
       return _act(instance, action, form)
-    step = use_tools(action, {name: getattr(instance, name) for name in own})
+    step = use_tools(action, {name: getattr(instance, name) for name in tools})
     if step.done and reward:
       step = to_step(step._replace(reward=reward(instance)))
     return step
 
-  described = dict(own)
-  for name, method in own.items():
-    if "self" in inspect.signature(method).parameters:  # which is no argument
+  described = dict(tools)
+  for name, method in tools.items():
+    if "self" in inspect.signature(method).parameters:  # the model omits it
       described[name] = types.MethodType(method, object())
     _check(f"{subject}: {name}", described[name], is_tool=True)
   play = replay.Replay(begin, act, reward)
@@ -283,7 +283,7 @@ def _of_class(
 
 
 def _act(instance: Any, text: str, form: str) -> Step:
-  """Steps an instance of gymnasium's kind by a turn's text."""
+  """Steps an instance of a class like gymnasium's by a turn's text."""
   space = getattr(instance, "action_space", None)
   try:
     action = spaces.read_action(text, form, space)
@@ -293,7 +293,7 @@ def _act(instance: Any, text: str, form: str) -> Step:
 
 
 def _read_reset(value: Any) -> Step:
-  """Returns the Step of what a class's `reset` returns."""
+  """Converts the result of a class's `reset` to a Step."""
   if isinstance(value, tuple) and len(value) == 2:
     first, info = value
     value = first if isinstance(info, Mapping) else value
@@ -301,7 +301,7 @@ def _read_reset(value: Any) -> Step:
 
 
 def _read(value: Any) -> Step:
-  """Returns the Step of what a class's `step` returns."""
+  """Converts the result of a class's `step` to a Step."""
   if is_step(value):
     value = Step(**value)
   elif _is_result(value):
@@ -318,5 +318,5 @@ def _read(value: Any) -> Step:
 
 
 def _is_result(value: Any) -> bool:
-  """Returns True for a Step, and for OpenEnv's results and observations."""
+  """Returns True for a Step and for OpenEnv's results and observations."""
   return hasattr(value, "reward") and hasattr(value, "done")

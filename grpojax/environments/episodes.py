@@ -1,11 +1,11 @@
-"""Trajectories with environments of the host: chunks of decoding, and answers.
+"""Sampling with host environments: chunks of decoding alternate with answers.
 
     chunk   row 0   a a a E          row 1   b b b b     drawn on the devices
     answer          o o                                  by the environment
     chunk           a a ...                  b E
 
-Rows whose turn goes on over a chunk's end do not wait. When a row waits depends
-on the samples alone, not on time: a run can be repeated.
+A turn may take several chunks. Chunks depend on the samples and not on timing,
+so a run can be repeated exactly.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,14 +18,14 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, Rollout
 
 TOKENS = 32
-"""Tokens of a chunk."""
+"""Tokens per chunk."""
 
 BLOCKS = (32, 128)
-"""Sizes of what is read at once of the observations."""
+"""Numbers of observation tokens per forward pass."""
 
 
 class Turn(NamedTuple):
-  """A turn that has ended: the number of its prompt, sample and turn; ids."""
+  """A finished turn: its place in the batch, and its token ids."""
 
   prompt: int
   sample: int
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-  """An environment's answer: token ids, the turn's reward, and the end."""
+  """Answer of an environment to a turn."""
 
   ids: Sequence[int] = ()
   reward: float = 0.0
@@ -42,25 +42,25 @@ class Answer(NamedTuple):
 
 
 class Programs(NamedTuple):
-  """Compiled functions of `core.decoding.chunks`, with their options bound."""
+  """Compiled functions of `core.decoding.chunks`, with their options bound.
 
-  # `(params, prompts, key, *first_prompt) -> rows`, whose cache has the first
-  # of `cache_sizes`
-  begin: Callable
-  # `(params, rows, over, finished, slots=) -> rows`, of `TOKENS`
-  decode: Callable
+  `begin` has slots=cache_sizes(T)[0], and `decode` has tokens=TOKENS.
+  """
+
+  begin: Callable  # `(params, prompts, key, *first_prompt) -> rows`
+  decode: Callable  # `(params, rows, over, finished, slots=) -> rows`
   feed: Callable  # `(params, rows, ids, lengths, complete, slots=) -> rows`
   finish: Callable  # `(rows, finished, rewards) -> Rollout`
 
 
 def _block(tokens: int) -> int:
-  """Returns the smaller block if up to three of them hold the tokens."""
+  """Returns the block size: small if at most three hold the tokens."""
   small, large = BLOCKS
   return small if tokens <= 3 * small else large
 
 
 def cache_sizes(most: int) -> list[int]:
-  """Returns the compiled sizes of the cache, for T = `most` tokens."""
+  """Returns the compiled sizes of the cache, ascending, for T = `most`."""
   whole = most + max(TOKENS, _block(most))
   return [-(-whole // k) for k in (4, 2) if whole // k >= BLOCKS[1]] + [whole]
 
@@ -76,15 +76,15 @@ def play(
   wait: Callable[[object], None] = lambda arrays: None,
   end: Callable[[list[Turn]], list[float]] | None = None,
 ) -> Generator[Any, None, Rollout]:
-  """Samples trajectories; `turn_rewards` are the environment's, [B, G, K].
+  """Samples trajectories with the environments' rewards of turns, [B, G, K].
 
-  It yields arrays of the chunk that the devices compute, so that environments
-  of other trajectories may answer meanwhile; `wait` is called with arrays that
-  are needed next. `answer` answers the turns that have ended in a chunk, in
-  their order. A trajectory is cut off, without the observation, if that and one
-  more token do not fit, or after `max_turns` = K turns; `end`, if any, ends
-  those that were cut off, and returns rewards for their last turns.
-  `first_prompt` is as of `rollout`.
+  This generator yields while the devices compute a chunk, so environments of
+  other trajectories can answer meanwhile. `wait` is called with the arrays it
+  needs next. `answer` answers the turns of a chunk that have ended, in order. A
+  trajectory is cut off without the observation if there is no room for it and a
+  further token, or after `max_turns` = K turns. `end`, if any, ends such
+  trajectories and returns rewards to add to their last turns. `first_prompt` is
+  as in `rollout`.
   """
   rows = programs.begin(params, prompts, key, *first_prompt)
   b, g, most = rows.turns.shape
@@ -112,8 +112,8 @@ def play(
       places = np.argwhere(~finished & (length > 0)).tolist()
       if end is not None:
         cut = [Turn(i, j, int(turn[i, j]), ids[i, j, :0]) for i, j in places]
-        for one, reward in zip(cut, end(cut), strict=True):
-          rewards[one.prompt, one.sample, one.turn] += reward
+        for last, reward in zip(cut, end(cut), strict=True):
+          rewards[last.prompt, last.sample, last.turn] += reward
       return programs.finish(rows, finished, rewards)
     places = np.argwhere(waiting).tolist()
     turns = [
@@ -135,20 +135,20 @@ def play(
 
 
 def play_together(*plays: Generator[Any, None, object]) -> list[object]:
-  """Plays several parts of a batch in turn, and returns their results."""
-  results, going_on = [None] * len(plays), set(range(len(plays)))
-  while going_on:
-    for i in sorted(going_on):
+  """Runs several plays alternately and returns their results."""
+  results, running = [None] * len(plays), set(range(len(plays)))
+  while running:
+    for i in sorted(running):
       try:
         next(plays[i])
       except StopIteration as end:
         results[i] = end.value
-        going_on.remove(i)
+        running.remove(i)
   return results
 
 
 def _read(programs, params, rows, observed, length, slots):
-  """Has the rows read their observations, in blocks of one size."""
+  """Feeds the rows their observations, in blocks of one size."""
   if not observed:
     return rows
   longest = max(map(len, observed.values()))
@@ -156,11 +156,11 @@ def _read(programs, params, rows, observed, length, slots):
   for start in range(0, max(longest, 1), size):
     ids = np.zeros((*length.shape, size), np.int32)
     count, complete = np.zeros(length.shape, np.int32), np.zeros(length.shape)
-    for place, of_row in observed.items():
-      part = of_row[start : start + size]
+    for place, observation in observed.items():
+      part = observation[start : start + size]
       ids[place][: len(part)] = part
       count[place] = len(part)
-      complete[place] = start <= max(len(of_row) - 1, 0) < start + size
+      complete[place] = start <= max(len(observation) - 1, 0) < start + size
     rows = programs.feed(
       params, rows, ids, count, complete > 0, slots=slots(length, size)
     )

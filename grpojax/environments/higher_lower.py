@@ -1,8 +1,8 @@
-"""Guess a number from 0 to N - 1: told "higher" or "lower" until it is right.
+"""A jittable game: guess a number from 0 to N - 1 by "higher" and "lower".
 
-Token ids are the numbers themselves, then HIGHER = N, LOWER = N + 1 and START =
-N + 2, the whole prompt. A turn ends with a number (`eos_ids` are all of them);
-that is the only token in a turn of a good policy. See docs/log.md.
+Token ids are the numbers, HIGHER = N, LOWER = N + 1 and START = N + 2, which is
+the whole prompt. A turn ends with any number (all are `eos_ids`), and a good
+policy's turns are single numbers. See docs/log.md.
 
     START  7 HIGHER  11 LOWER  9
 """
@@ -21,9 +21,9 @@ def vocab_size(numbers: int) -> int:
 def higher_lower(
   numbers: int, max_turns: int, cost: float = 0.1
 ) -> Environment:
-  """Makes the game of N numbers; targets are the numbers to be guessed.
+  """Returns the game of N numbers; targets are the numbers to guess.
 
-  A right guess is rewarded with 1 and ends it; a wrong one costs `cost`.
+  The right guess has reward 1 and ends the game; a wrong guess has -`cost`.
   """
 
   def reset(target, key):
@@ -41,13 +41,13 @@ def higher_lower(
 
 
 def prompts(numbers: int) -> Prompts:
-  """Returns a prompt for each number to be guessed."""
+  """Returns a prompt for each number to guess."""
   start = jnp.full((numbers, 1), numbers + 2, jnp.int32)
   return Prompts(start, jnp.ones(start.shape, bool), jnp.arange(numbers))
 
 
 def best_return(numbers: int, max_turns: int, cost: float = 0.1) -> float:
-  """Returns the mean return of a player who halves what is left."""
+  """Returns the mean return of a player who halves the remaining numbers."""
   total, left = 0.0, numbers
   for turn in range(max_turns):
     hits = min(2**turn, left)

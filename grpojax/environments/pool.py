@@ -1,11 +1,11 @@
-"""Pool of workers that play environments, with a time limit for each step.
+"""Pool of worker processes for environments, with a time limit per step.
 
     with EnvironmentPool("guess.py", workers=2) as pool:
       sent = pool.submit([("reset", example, seed), ...])
-      steps = pool.collect(sent)  # of each a Step, or an error in words
+      steps = pool.collect(sent)  # a Step or an error message per call
 
-A step that raises, hangs, ends its process or answers something else costs its
-own episode only.
+A step that raises, hangs, ends its process or returns an invalid value costs
+only its own episode.
 """
 
 import json
@@ -19,22 +19,22 @@ from grpojax.runtime.processes.workers import Job, Submission
 
 Call = Sequence[Any]
 """("reset", example, seed), ("step", state, action, example, seed) or, if the
-environment `ends`, ("end", state, example, seed)."""
+pool `ends` episodes, ("end", state, example, seed)."""
 
-_LONGEST = 2**24  # bytes of an answer: an observation's, escaped, and a state's
+_LONGEST = 2**24  # bytes of an answer: an escaped observation and a state
 _TRIAL = ("1", "", "a longer made-up answer")
 
 
 class EnvironmentPool(workers_lib.WorkerPool):
   """Plays an environment of `conventions.resolve`; use it in a `with`.
 
-  Without `workers` it plays in this process, which survives no crash. `timeout`
-  is in seconds for a step; a class has as many for the reset and each earlier
-  action, which are played again after a worker was lost.
+  With 0 `workers` it plays in this process, so a crash ends the program.
+  `timeout` is in seconds per step. For a class it is multiplied by the actions
+  so far, which are played again after a worker was lost.
 
   Attributes:
     tools: JSON schemas of the tools, for the chat template.
-    ends: True if "end" must be called for episodes that are cut off.
+    ends: True if "end" must be called for unfinished episodes.
   """
 
   def __init__(
@@ -52,19 +52,19 @@ class EnvironmentPool(workers_lib.WorkerPool):
     environment = conventions.resolve(**setup)
     self.tools, self._timeout = environment.tools, timeout
     self.ends = environment.end is not None
-    # A worker keeps its instances, so that an episode stays with it.
+    # Episodes stay with their worker, which keeps the instances.
     super().__init__(worker, setup, workers, _LONGEST, pinned=self.ends)
 
   def submit(
     self, calls: Sequence[Call], places: Sequence[int] | None = None
   ) -> Submission:
-    """Starts to play; ValueError if a call is no JSON.
+    """Starts calls; ValueError if a call is not JSON.
 
-    `places` choose the workers of calls; None is by their seeds.
+    `places` chooses the workers of calls; None means by their seeds.
     """
     jobs = []
     for i, call in enumerate(calls):
-      # As a worker gets it, also without workers; no call sees another's.
+      # A copy by way of JSON, with workers and without, so calls share no data.
       content, plays = json.loads(workers_lib.to_line(list(call))), 1
       if self.ends and content[0] != "reset":
         plays += 2 + len(content[1]["actions"])  # see `replay`
@@ -79,7 +79,7 @@ class EnvironmentPool(workers_lib.WorkerPool):
     submission: Submission,
     check_signals: Callable[[], None] = lambda: None,
   ) -> list[Step | str]:
-    """Waits for the calls; returns for each its Step, or an error in words."""
+    """Waits for calls; returns a Step or an error message for each."""
     steps: list[Step | str] = [""] * len(submission.jobs)
     for _, done in self.results([submission], check_signals):
       (steps[done.index],) = done.outcomes or [done.error]
@@ -93,24 +93,24 @@ def check_replay(
   check_signals: Callable[[], None] = lambda: None,
   actions: Sequence[str] = (),
 ) -> list[Step | str]:
-  """Plays an episode with made-up actions four times, side by side.
+  """Plays an episode four times in parallel: `actions`, then made-up actions.
 
-  `actions` come first. Returns the answers to its reset and to the actions,
-  until it ends; ValueError if it cannot begin or answers differ.
+  Returns the answers to the reset and to each action, until the episode ends.
+  ValueError if the reset fails or the four answers differ.
   """
   calls, place = [("reset", example, seed)] * 4, "its reset"
   answers: list[Step | str] = []
   for action in (*actions, *_TRIAL, ""):
-    # Only one of the four can go on with an instance; the others play again.
+    # The first call gets the live instance; the other three replay the actions.
     steps = pool.collect(pool.submit(calls, range(4)), check_signals)
     answers.append(steps[0])
     first, *others = [x if isinstance(x, str) else x[:4] for x in steps]
     if different := [other for other in others if other != first]:
       raise ValueError(
         "the environment answers differently when it is played again, at"
-        f" {place}: {first!r:.160} and {different[0]!r:.160}; a run with it"
-        " would not resume exactly: draw random numbers from `seed`, `random`"
-        " or `numpy.random`, and not from a generator without a seed"
+        f" {place}: {first!r:.160} and {different[0]!r:.160}; a run could not"
+        " resume exactly: draw random numbers from `seed`, `random` or"
+        " `numpy.random`, not from a generator without a seed"
       )
     if isinstance(first, str) and place == "its reset":
       raise ValueError(f"the environment cannot begin: it {first}")

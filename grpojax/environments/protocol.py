@@ -1,10 +1,9 @@
-"""Environments of the host, as functions of plain values.
+"""Host environments as functions of JSON values.
 
-    reset(example, seed) -> Step               once a prompt
-    step(state, action, example, seed) -> Step once a turn
+    reset(example, seed) -> Step                  once per prompt
+    step(state, action, example, seed) -> Step    once per turn
 
-The state is explicit, a JSON value, so any worker may do any step, and a
-repeated step gives the same.
+The state is explicit: any worker can do any step, and a step can be repeated.
 """
 
 import json
@@ -15,7 +14,7 @@ from grpojax.rewards.worker import numbers, to_float, to_reward
 from grpojax.runtime.processes.user_calls import WrongAnswer
 from grpojax.runtime.processes.workers import to_plain
 
-# Bytes of JSON in UTF-8.
+# Limits, in bytes of JSON (UTF-8).
 _LARGEST_STATE = 2**22
 _LARGEST_OBSERVATION = 2**20
 
@@ -25,17 +24,17 @@ class Step(NamedTuple):
 
   # Text, or messages {"role": ..., "content": ...} of text.
   observation: str | list[dict[str, str]] = ""
-  reward: float | None = 0.0  # reward of the turn; None is no opinion
-  done: bool = False  # True where the episode has ended
-  state: Any = None  # JSON value that the next step is given
+  reward: float | None = 0.0  # reward of the turn; None if it has none
+  done: bool = False  # True if the episode has ended
+  state: Any = None  # JSON value for the next step
   info: Mapping[str, float] = {}  # numbers for logs
 
 
 def to_step(value: Any) -> Step:
-  """Returns a user's answer as a Step of plain JSON values.
+  """Converts a user's answer to a Step of plain JSON values.
 
-  It is a Step, or a dict with some of its fields; else WrongAnswer is raised.
-  Only finite numbers of `info` stay.
+  The answer must be a Step or a dict with some of its fields; else WrongAnswer
+  is raised. Of `info` only finite numbers stay.
   """
   if is_step(value):
     value = Step(**value)
@@ -46,13 +45,13 @@ def to_step(value: Any) -> Step:
     )
   done, seen = to_float(value.done), value.observation
   if done not in (0.0, 1.0):
-    raise WrongAnswer(f"returned done={value.done!r:.80}: it is True or False")
+    raise WrongAnswer(f"returned done={value.done!r:.80}: use True or False")
   if not isinstance(value.info, Mapping | None):
-    raise WrongAnswer(f"returned info={value.info!r:.80}: it is a dict")
+    raise WrongAnswer(f"returned info={value.info!r:.80}: use a dict")
   messages = isinstance(seen, list | tuple) and all(map(is_message, seen))
   if not messages and not isinstance(seen, str):
     raise WrongAnswer(
-      f"returned the observation {seen!r:.80}: it is text, or a list of"
+      f"returned the observation {seen!r:.80}: use text, or a list of"
       ' messages {"role": ..., "content": ...} of text'
     )
   return Step(
@@ -65,12 +64,12 @@ def to_step(value: Any) -> Step:
 
 
 def is_step(value: Any) -> bool:
-  """Returns True for a dict with fields of a Step, and no others."""
+  """Returns True for a dict of fields of a Step."""
   return isinstance(value, Mapping) and {*value} <= {*Step._fields}
 
 
 def is_message(message: Any) -> bool:
-  """Returns True for a dict of texts with the keys "role" and "content"."""
+  """Returns True for a dict of strings with the keys "role" and "content"."""
   return (
     isinstance(message, dict)
     and {"role", "content"} <= {*message}
@@ -79,12 +78,12 @@ def is_message(message: Any) -> bool:
 
 
 def _to_json(subject: str, value: Any, largest: int) -> Any:
-  """A value after its way through JSON, with "?" for what is no UTF-8."""
+  """Returns a value after a round trip by JSON, with "?" for non-UTF-8."""
   options = {"allow_nan": False, "ensure_ascii": False, "default": to_plain}
   try:
     text = json.dumps(value, **options).encode(errors="replace")
   except (TypeError, ValueError, RecursionError) as error:
-    raise WrongAnswer(f"returned {subject} that is no JSON: {error}") from error
+    raise WrongAnswer(f"returned {subject}, not JSON: {error}") from error
   if len(text) <= largest:
     return json.loads(text)
   raise WrongAnswer(f"returned {subject} of {len(text)} bytes, above {largest}")

@@ -1,11 +1,11 @@
-"""Instances of classes as functions: their states are the actions so far.
+"""Environment classes as functions whose state is the actions so far.
 
     {"actions": ["left", "up"], "seed": 7, "member": 7, "digest": "1c9..."}
 
-One worker does all steps of an episode, and keeps its instance until the end.
-If that worker was killed, a new instance is made with the same seed and
-example, and the actions are played again. The digest, a hash of its replies,
-must be the same.
+One worker does all steps of an episode and keeps its instance. If the worker is
+killed, another worker makes an instance with the same seed and example, and
+plays the actions again: `digest`, a hash of the replies, must be the same.
+`seed` began the episode; `member` is the seed of the sample.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from grpojax.runtime.processes.user_calls import WrongAnswer
 
 @dataclasses.dataclass
 class Replay:
-  """Functions `reset`, `step` and `end` of instances."""
+  """Functions `reset`, `step` and `end` of a class's instances."""
 
   # `(example, seed) -> (instance, Step)`
   begin: Callable[[dict[str, Any], int], tuple[Any, Step]]
   act: Callable[[Any, str], Step]  # `(instance, action) -> Step`
-  # Reward of an episode that is cut off, `(instance) -> number`, if any.
+  # `(instance) -> reward`, when an episode is cut off.
   reward: Callable[[Any], Any] | None = None
   # Instances by the hash of their example and state.
   live: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,20 +45,20 @@ class Replay:
   def step(
     self, state: Any, action: str, example: dict[str, Any], seed: int
   ) -> Step:
-    """Plays an action; WrongAnswer if an instance answers differently.
+    """Plays an action; WrongAnswer if a replay answers differently.
 
-    The seed may differ from the reset's, which a group's members share.
+    The seed may differ from the seed of the reset, which the group shares.
     """
-    instance, own = self._take(state, example, seed)
+    instance, first_seed = self._take(state, example, seed)
     actions = [*state["actions"], action]
-    state = state | {"actions": actions, "seed": own, "member": seed}
+    state = state | {"actions": actions, "seed": first_seed, "member": seed}
     with closed_on_error(instance):
       with seeded(seed, len(actions)):
         reply = self.act(instance, action)
       return self._keep(instance, reply, example, state)
 
   def end(self, state: Any, example: dict[str, Any], seed: int) -> Step:
-    """Ends an episode that is cut off: returns its reward, if any."""
+    """Cuts an episode off, and returns its reward, if any."""
     if self.reward is None:
       close(self._pop(state, example, seed))
       return Step(reward=None, done=True)
@@ -75,28 +75,28 @@ class Replay:
       close(self.live.popitem()[1])
 
   def _pop(self, state, example, seed) -> Any:
-    """Returns the instance of a state, which has no other owner then."""
+    """Removes and returns the live instance of a state, if any."""
     if seed != state["member"]:
-      return None  # the member's own one is not made yet
+      return None  # the instance belongs to another sample of the group
     return self.live.pop(_hash(example, state), None)
 
   def _take(self, state, example, seed) -> tuple[Any, int]:
-    """Returns the instance of a state, and the seed that it began with."""
+    """Returns the instance of a state, and the seed of its reset."""
     instance = self._pop(state, example, seed)
     if instance is not None:
       return instance, state["seed"]
-    # A member's own luck, if its beginning is the group's; else the group's.
+    # At first try the sample's seed: it is used if it begins as the group does.
     first = () if state["actions"] else (seed,)
-    for own in dict.fromkeys((*first, state["seed"])):
-      with seeded(own, 0):
-        instance, reply = self.begin(example, own)
-      digest = _hash("", reply[:3])  # `info` may have times, and is left out
+    for first_seed in dict.fromkeys((*first, state["seed"])):
+      with seeded(first_seed, 0):
+        instance, reply = self.begin(example, first_seed)
+      digest = _hash("", reply[:3])  # without `info`, which may contain times
       with closed_on_error(instance):
         for i, action in enumerate(state["actions"]):
           with seeded(state["member"], i + 1):
             digest = _hash(digest, self.act(instance, action)[:3])
       if digest == state["digest"]:
-        return instance, own
+        return instance, first_seed
       close(instance)
     raise WrongAnswer(
       "answers differently when its actions are played again: draw random"
@@ -104,7 +104,7 @@ class Replay:
     )
 
   def _keep(self, instance, reply: Step, example, state) -> Step:
-    """Keeps an instance for the next step, and returns the reply with state."""
+    """Keeps an instance for the next step; returns the reply with its state."""
     state["digest"] = _hash(state["digest"], reply[:3])
     reply = to_step(reply._replace(state=state))
     if reply.done:
@@ -117,7 +117,7 @@ class Replay:
 
 
 def close(instance: Any) -> None:
-  """Calls an instance's `close` if it has one, and ignores its errors."""
+  """Calls an instance's `close`, if any, and ignores errors."""
   with contextlib.suppress(Exception):
     awaited(getattr(instance, "close", lambda: None)())
 
@@ -139,12 +139,11 @@ def _hash(*values: Any) -> str:
 
 @contextlib.contextmanager
 def seeded(*values: Any) -> Iterator[None]:
-  """Seeds `random` and `numpy.random` by JSON values, and restores them after.
+  """Seeds `random` and `numpy.random` by JSON values, and restores them later.
 
-  A step that is played again draws the same numbers, in any process.
+  A repeated step draws the same numbers in any process.
   """
-  text = json.dumps(values, sort_keys=True)
-  seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
+  seed = int(_hash(*values)[:8], 16)
   before, numpy_before = random.getstate(), np.random.get_state()
   try:
     random.seed(seed)

@@ -1,9 +1,9 @@
-"""Asks again after a wrong answer, for less: the environment `retry`.
+"""The environment `retry`, which asks again after a wrong answer.
 
     --config.environment.path=retry
 
-An answer that `exact_answer` finds right after k wrong ones has the reward
-`discount` ** k and ends the episode; wrong ones have none.
+A right answer (by `exact_answer`) after k wrong ones has the reward `discount`
+** k and ends the episode; wrong answers have reward 0.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def step(
   discount: int | float = 0.5,
   message: str = "That is not right. Try again.",
 ) -> Step:
-  """Judges an answer; the state has the number of wrong ones before it."""
+  """Judges an answer; the state counts the wrong answers before it."""
   if not 0 <= discount <= 1:
     raise ValueError(f"discount is {discount}: it must be from 0 to 1")
   wrong = state["wrong"] if state else 0

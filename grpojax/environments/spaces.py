@@ -1,7 +1,6 @@
-"""Actions and observations of classes, as text that a model writes and reads.
+"""Conversion of actions from text, and of observations to text, for classes.
 
-Spaces of gymnasium are known by their attributes, so that gymnasium need not be
-installed.
+Spaces of gymnasium are recognised by their attributes, without importing it.
 """
 
 import contextlib
@@ -20,9 +19,9 @@ from grpojax.runtime.processes.user_calls import WrongAnswer
 from grpojax.runtime.processes.workers import to_plain
 
 ACTIONS = ("auto", "text", "number", "json")
-"""Forms of an action; "auto" is by the action space, and text without one."""
+"""Forms of an action; "auto" follows the action space, or is text without."""
 
-_OF_OPENENV = ("done", "reward", "metadata")  # fields of any observation
+_OF_OPENENV = ("done", "reward", "metadata")  # fields of every observation
 
 
 class IllegalAction(ValueError):
@@ -30,9 +29,9 @@ class IllegalAction(ValueError):
 
 
 def read_action(text: str, form: str, space: Any = None) -> Any:
-  """Returns the action in a turn's text, of one of the forms `ACTIONS`.
+  """Reads the action of a turn in one of the forms `ACTIONS`.
 
-  IllegalAction if it has none, or one that is not in gymnasium's `space`.
+  IllegalAction if the text has no action in gymnasium's `space`.
   """
   form = _form(form, space)
   if form == "text":
@@ -52,7 +51,7 @@ def read_action(text: str, form: str, space: Any = None) -> Any:
 
 
 def legal_actions(form: str, space: Any = None) -> str:
-  """Returns a sentence that tells the model which actions are legal."""
+  """Returns a sentence for the model about the legal actions."""
   form = _form(form, space)
   legal = {"number": "a number", "json": "JSON"}.get(form, "text")
   if hasattr(space, "n") and hasattr(space, "start"):
@@ -63,7 +62,7 @@ def legal_actions(form: str, space: Any = None) -> str:
 
 
 def instructions(environment: Any, form: str) -> str:
-  """Returns gymnasium's description of the action space, and what is legal."""
+  """Returns gymnasium's description of the actions, and `legal_actions`."""
   about = inspect.getdoc(environment.unwrapped) or ""
   pattern = r"# Action Space\n(.*?)(?=^\s*#|\Z)"
   parts = re.findall(pattern, about, re.DOTALL | re.MULTILINE)
@@ -72,12 +71,12 @@ def instructions(environment: Any, form: str) -> str:
 
 
 def observation(value: Any) -> Any:
-  """Returns an observation as text; texts and messages stay as they are.
+  """Converts an observation to text; texts and messages stay as they are.
 
-  A dataclass or pydantic model is its field `text` or `message`, if that is a
-  text, or the JSON of its fields without those of every OpenEnv observation.
-  Dicts, lists and tuples are JSON; other values are their `str`. WrongAnswer if
-  the text would differ from process to process.
+  A dataclass or pydantic model becomes its field `text` or `message`, if that
+  is text, else the JSON of its fields except `_OF_OPENENV`. Dicts, lists and
+  tuples become JSON, other values their `str`. WrongAnswer if the text would
+  differ between processes.
   """
   if value is None:
     return ""
@@ -94,7 +93,7 @@ def observation(value: Any) -> Any:
   if not has_text(value):
     raise WrongAnswer(
       f"returned an observation of type {type(value).__name__}, whose text"
-      " differs from process to process: return a text, or give it `__str__`"
+      " differs between processes: return text, or define `__str__`"
     )
   if isinstance(value, Mapping | list | tuple):
     with contextlib.suppress(TypeError, ValueError, RecursionError):
@@ -103,7 +102,7 @@ def observation(value: Any) -> Any:
 
 
 def _form(form: str, space: Any) -> str:
-  """Returns the form that "auto" stands for."""
+  """Returns the form, chosen by the space if it is "auto"."""
   if form != "auto":
     return form
   if space is None or hasattr(space, "character_set"):
@@ -121,7 +120,7 @@ def _last_number(text: str) -> int | float:
 
 
 def _last_json(text: str) -> Any:
-  """Returns the JSON value that a text is, or else its last object or list."""
+  """Returns a text's JSON value, or the last object or list in the text."""
   try:
     return json.loads(text)
   except ValueError:

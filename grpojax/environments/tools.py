@@ -1,12 +1,12 @@
-"""Tools that a model calls in its turns: read, run, answered in words.
+"""Tools for a model to call in its turns.
 
     hermes   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     llama3   {"name": "add", "parameters": {"a": 1}}; ...
     mistral  [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]
              [TOOL_CALLS]add[ARGS]{"a": 1}
 
-A model's text is never evaluated. Errors of a call or a tool are told to the
-model in the tool's message.
+The model's text is never evaluated. Errors of a call or a tool are returned to
+the model in the tool's message.
 """
 
 import asyncio
@@ -24,43 +24,43 @@ from grpojax.runtime.processes.user_calls import WrongAnswer
 
 
 class Call(NamedTuple):
-  """A call of a tool."""
+  """A tool call."""
 
   name: str
   arguments: dict[str, Any]
 
 
 def _calls(text: str, key: str = "arguments") -> list[Call | str]:
-  """Calls of the JSON of one or of a list, or what is wrong with it."""
+  """Parses the JSON of a call or a list of calls; errors are strings."""
   try:
     values, calls = json.loads(text), []
     for value in values if isinstance(values, list) else [values]:
       arguments = value.get(key, {})
-      if isinstance(arguments, str):  # JSON in JSON, as OpenAI has it
+      if isinstance(arguments, str):  # JSON in JSON, as OpenAI writes it
         arguments = json.loads(arguments)
       if not isinstance(arguments, dict) or not isinstance(value["name"], str):
         raise TypeError
       calls.append(Call(value["name"], arguments))
     return calls
   except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-    return [f'a call is {{"name": ..., "{key}": {{...}}}} in JSON']
+    return [f'a call must be JSON: {{"name": ..., "{key}": {{...}}}}']
 
 
 def _without_thinking(text: str) -> str:
-  """Drops <think>...</think> from a turn's text; either tag may be missing."""
+  """Removes <think>...</think> from a turn's text; a tag may be missing."""
   text = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
   return text.rpartition("</think>")[2]
 
 
 def hermes(text: str) -> list[Call | str]:
-  """Reads calls of Qwen's and Hermes' models; the last tag may be missing."""
+  """Reads calls of Qwen and Hermes models; the last tag may be missing."""
   text = _without_thinking(text)
   pieces = re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
   return [call for piece in pieces for call in _calls(piece)]
 
 
 def llama3(text: str) -> list[Call | str]:
-  """Reads calls of Llama 3's models: a turn that is nothing else."""
+  """Reads calls of Llama 3 models, from a turn without other text."""
   text = _without_thinking(text).strip()
   tag = "<|python_tag|>"
   if not text.startswith(tag) and not re.match(r'\{\s*"name"', text):
@@ -70,7 +70,7 @@ def llama3(text: str) -> list[Call | str]:
 
 
 def mistral(text: str) -> list[Call | str]:
-  """Reads calls of Mistral's models, of both their forms."""
+  """Reads calls of Mistral models, in both their formats."""
   calls = []
   for piece in _without_thinking(text).split("[TOOL_CALLS]")[1:]:
     name, tag, arguments = piece.partition("[ARGS]")
@@ -85,7 +85,7 @@ _MADE_UP = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
 
 
 def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
-  """Returns a turn that calls a tool, by its schema, with made-up arguments."""
+  """Returns a turn that calls a tool with arguments made up from its schema."""
   function, arguments = schema["function"], {}
   parameters = function["parameters"]
   for name in parameters.get("required", ()):
@@ -101,16 +101,16 @@ def made_up(schema: Mapping[str, Any], tool_format: str) -> str:
 
 
 TOOL_CALLS = {"hermes": hermes, "llama3": llama3, "mistral": mistral}
-"""Readers of a turn's text: its calls in order, each a Call or an error."""
+"""Readers of the calls in a turn's text, each a Call or an error message."""
 
-# Characters of all results of a turn; as JSON, with up to six bytes each, they
-# fit into an observation.
+# Most characters of a turn's results. With up to 6 bytes per character in JSON
+# they fit into an observation.
 _LONGEST = 2**17
 
 
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-  """Returns JSON schemas for chat templates; ValueError where one has none."""
-  # Loads no JAX, but takes a second: workers do without it.
+  """Returns JSON schemas for chat templates; ValueError if impossible."""
+  # Imported here because it takes a second, and workers do not need it.
   from grpojax.runtime.text.tokenizer import import_transformers
 
   get_json_schema = import_transformers().utils.get_json_schema
@@ -119,14 +119,14 @@ def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     return [get_json_schema(function) for function in functions]
   except Exception as error:
     raise ValueError(
-      f"tools: {error} (write type hints, and all arguments below `Args:`)"
+      f"tools: {error} (add type hints, and list all arguments under `Args:`)"
     ) from error
 
 
 def answer(
   calls: Sequence[Call | str], functions: Mapping[str, Callable[..., Any]]
 ) -> Step:
-  """Runs the calls of a turn in order; without any, the episode has ended."""
+  """Runs the calls of a turn in order; without calls the episode ends."""
   if not calls:
     return Step(done=True)
   messages, errors = [], 0
@@ -140,9 +140,9 @@ def answer(
       text = f"error: {error}"
     if isinstance(text, type):
       raise WrongAnswer(
-        f"called the tool {name!r}, whose result is of type {text.__name__}:"
-        " return a text, a number, or a list or dict of them, which are the"
-        " same text in each process"
+        f"called the tool {name!r}, whose result of type {text.__name__} has a"
+        " different text in each process: return text, a number, or a list or"
+        " dict of them"
       )
     messages.append({"role": "tool", "name": name, "content": text[:longest]})
   info = {"tool_calls": len(messages), "tool_errors": errors}
@@ -150,13 +150,13 @@ def answer(
 
 
 def has_text(value: Any) -> bool:
-  """Returns False for values whose text differs from process to process."""
+  """Returns False for values whose text differs between processes."""
   if isinstance(value, Mapping):
     return all(map(has_text, [*value, *value.values()]))
   if isinstance(value, list | tuple):
     return all(map(has_text, value))
   if isinstance(value, set | frozenset):
-    return False  # its order depends on the process
+    return False  # the order depends on the process
   return isinstance(value, str) or " at 0x" not in str(value)
 
 
@@ -164,7 +164,7 @@ _event_loop = functools.cache(asyncio.Runner)
 
 
 def awaited(value: Any) -> Any:
-  """Returns a coroutine's result, by one event loop as in TRL; or the value."""
+  """Returns a value, or a coroutine's result (on one event loop, as in TRL)."""
   return _event_loop().run(value) if inspect.iscoroutine(value) else value
 
 
@@ -181,6 +181,6 @@ def _run(
   try:
     inspect.signature(function).bind(**call.arguments)
   except TypeError as error:
-    raise WrongAnswer(f"the arguments do not fit: {error}") from error
+    raise WrongAnswer(f"wrong arguments: {error}") from error
   result = awaited(function(**call.arguments))
   return str(result) if has_text(result) else type(result)

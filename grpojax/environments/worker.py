@@ -1,8 +1,7 @@
-"""One environment worker: python -m grpojax.environments.worker, of `pool`.
+"""Worker process of `pool`: python -m grpojax.environments.worker.
 
-Its first line has the arguments of `conventions.resolve`; other lines are
-calls, ["reset", example, seed] or ["step", state, action, example, seed]. It
-answers the Step, or an error in words.
+The first input line has the arguments of `conventions.resolve`, each later line
+a call (`pool.Call`). The answer to a call is a Step, or an error message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,12 @@ from grpojax.runtime.processes import user_calls, workers
 
 
 def parse(outcome: Any) -> Step | str:
-  """Reads an outcome of JSON; raises an error if it is none."""
+  """Reads an outcome from JSON: an error message, or the fields of a Step."""
   return outcome if isinstance(outcome, str) else to_step(Step(*outcome))
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns the function that makes of a call its one outcome."""
+  """Returns the function to compute the outcome of a call."""
   environment = conventions.resolve(**setup)
 
   def answer(call: Sequence[Any]) -> Iterator[Step | str]:

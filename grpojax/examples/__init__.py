@@ -1,1 +1,1 @@
-"""Programs to read: one file each, of public functions alone."""
+"""Example programs: single files, with public functions alone."""

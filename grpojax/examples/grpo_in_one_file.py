@@ -1,10 +1,10 @@
-"""GRPO in one file: each part is one call of a public function.
+"""GRPO in one file: each part is a call of a public function.
 
     python -m grpojax.examples.grpo_in_one_file [STEPS]
 
 The embedded model `arithmetic-careless` writes every step of a sum, but often
-forgets to carry. Rewards are computed in Python, so sampling and learning are
-two jitted functions with the rewards in between:
+forgets to carry. Rewards are computed in Python, between two jitted functions
+for sampling and learning:
 
     prompts [B, P] -- rollout --> completions [B, G, T]
                    -- reward, on the host --> rewards [B, G]
@@ -12,9 +12,9 @@ two jitted functions with the rewards in between:
                    -- token_logprobs, grpo_loss --> loss and its gradient
                    -- optax --> parameters
 
-`grpojax.make_grpo_step` is the same in one program, with every option; a test
+`grpojax.make_grpo_step` compiles all of it together, with more options; a test
 compares the two. `grpojax.train` adds data, checkpoints, evaluation, packing of
-short completions and a report. Read on in `grpojax/core/step.py`.
+short completions and a report. See also `grpojax/core/step.py`.
 """
 
 import functools
@@ -45,7 +45,7 @@ LEARNING_RATE = 1.5e-4
 def make_prompts(
   policy: Policy, examples: Sequence[dict[str, str]]
 ) -> grpojax.Prompts:
-  """Tokenizes problems and pads them on the right."""
+  """Tokenizes problems and pads them on the right, [B, P]."""
   ids = np.full((len(examples), PROMPT_TOKENS), policy.pad_id, np.int32)
   mask = np.zeros(ids.shape, bool)
   for row, example in enumerate(examples):
@@ -61,7 +61,7 @@ def compute_rewards(
   samples: grpojax.Rollout,
   examples: Sequence[dict[str, str]],
 ) -> np.ndarray:
-  """Returns rewards [B, G]: 1 if the final answer is right, else 0."""
+  """Returns rewards [B, G]: 1 for a right final answer, else 0."""
   groups = zip(policy_lib.decode(policy, samples), examples, strict=True)
   rewards = [
     [exact_answer("", x, example) for x in texts] for texts, example in groups
@@ -100,13 +100,13 @@ def make_learn(
     )
     mask = samples.completion_mask
     weights = grpojax.losses.token_mean(mask)  # they sum to 1 over all tokens
-    # The policy that sampled is the one that learns, so all ratios are 1.
+    # The policy itself sampled, so all ratios are 1.
     loss, _ = grpojax.losses.grpo_loss(logprobs, advantages, weights, mask)
     return loss
 
   @jax.jit
   def learn(params, opt_state, samples, rewards):
-    # Each reward minus the mean of the others in its group.
+    # Each reward minus the mean of the other rewards of its group.
     advantages = grpojax.advantages.leave_one_out(rewards)
     grads = jax.grad(loss_fn)(params, samples, advantages)
     updates, opt_state = tx.update(grads, opt_state, params)
@@ -116,7 +116,7 @@ def make_learn(
 
 
 def main(steps: int = 40) -> None:
-  """Trains for a number of steps and prints the share of right answers."""
+  """Trains for `steps` steps and prints the share of right answers."""
   policy = policy_lib.load_policy(MODEL)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LEARNING_RATE))
   sample = make_sample(policy)

@@ -1,11 +1,11 @@
-"""The loops over tokens that `rollout` samples with.
+"""The decoding loops of `rollout`.
 
-Token t of a sample draws from the sample's own key and t alone, so the shape of
-the loop changes no sample, but the work: `in_stages` follows the tokens in the
-cache and the samples that are not done.
+Token t of a sample is drawn from the sample's own key and t alone, so the shape
+of the loop changes the work but no sample. In `in_stages` the cache grows with
+the tokens, and the batch shrinks as samples finish:
 
     stage 0   tokens 1 .. 16    cache of 16   all samples
-    stage 1   tokens 17 .. 32   cache of 32   those not done: G, a half, ...
+    stage 1   tokens 17 .. 32   cache of 32   unfinished samples: G, a half, ...
 """
 
 import functools
@@ -29,29 +29,27 @@ from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
 
 LEAST_TOKENS = 48
-"""Tokens of the shortest stage that is worth compiling for several sizes."""
+"""Tokens of the shortest stage that is compiled for several batch sizes."""
 
 
 @frozen_options
 class Decoding:
-  """Shape of the decoding loop, which changes no sample.
+  """Shape of the decoding loop; it changes no sample.
 
-  A stage has at least 16 tokens; attention reads the stages that have begun.
-  Compaction, at the start of each long stage but the first, decodes the samples
-  that are not done in a batch of a half, a quarter or an eighth of the group
-  (a quarter of the prompts, if a group is one sample).
+  A stage has at least 16 tokens, and attention reads the stages so far.
+  Compaction, at the start of each long stage but the first, decodes unfinished
+  samples in a batch of a half, a quarter or an eighth of the group (a quarter
+  of the prompts, if a group is one sample).
   """
 
   stages: int = option(
-    4,
-    "lengths that the cache takes on the way, each compiled",
-    within=ONE_OR_MORE,
+    4, "number of cache lengths, each compiled", within=ONE_OR_MORE
   )
-  compact: bool = option(True, "put the samples that are not done together")
+  compact: bool = option(True, "decode unfinished samples in a smaller batch")
 
 
 class Samples(NamedTuple):
-  """Completions as far as they are drawn, `experts` in words (`of_words`)."""
+  """Completions so far; `experts` are packed (see `unpack_experts`)."""
 
   ids: Int[Array, "B G T"]
   logprobs: Float[Array, "B G T"]
@@ -64,27 +62,27 @@ class Samples(NamedTuple):
 
 
 class Setup(NamedTuple):
-  """All that does not change while decoding."""
+  """Inputs that stay the same while decoding."""
 
   lm: LM  # prepared for decoding
-  params: Params  # likewise
+  params: Params  # prepared with it
   prefix: Prefix
   keys: Key[Array, "B G"]
-  limit: Int[Array, "B G"]  # number of tokens that each sample may have
+  limit: Int[Array, "B G"]  # most tokens of each sample
   ends: ends_lib.Ends  # on the device
   sampling: Sampling
   environment: environment_lib.Environment | None = None
 
 
 def constrain_samples(tree: PyTree) -> PyTree:
-  """Lays arrays [B, G, ...] out over the mesh in context."""
+  """Shards arrays [B, G, ...] over the mesh in context."""
   return jax.tree.map(lambda x: constrain(x, "batch", "group"), tree)
 
 
 def token_limits(
   prompts: Prompts, budgets: Int[Array, "B G"]
 ) -> Int[Array, "B G"]:
-  """Returns the tokens that each sample may have; 0 for the batch's padding."""
+  """Returns the token limit of each sample; 0 for the batch's padding."""
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   return jnp.where(real, budgets, 0)
 
@@ -92,29 +90,15 @@ def token_limits(
 def sample_keys(
   key: Any, shape: tuple[int, int], first_prompt: Array | int
 ) -> Key[Array, "B G"]:
-  """Returns a key of each sample, the same whatever else is in the batch."""
+  """Returns each sample's key, independent of the rest of the batch."""
   b, g = shape
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   numbers = first_prompt * g + jnp.arange(b * g)
   return fold(random_key(key), numbers).reshape(b, g)
 
 
-def no_samples(
-  limit: Int[Array, "B G"], t_max: int, pad_id: int, ends: ends_lib.Ends
-) -> Samples:
-  """Returns samples without a token yet."""
-  return Samples(
-    ids=jnp.full((*limit.shape, t_max), pad_id, jnp.int32),
-    logprobs=jnp.zeros((*limit.shape, t_max), jnp.float32),
-    length=jnp.zeros(limit.shape, jnp.int32),
-    finished=jnp.zeros(limit.shape, bool),
-    done=limit <= 0,
-    stop_state=ends_lib.first_state(ends, limit),
-  )
-
-
-def _to_words(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
-  """Packs small integers into words, which a TPU can write without others."""
+def _pack_experts(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
+  """Packs small integers into words: a TPU cannot write a byte by itself."""
   *tokens, x = experts.shape
   in_word = 4 // experts.dtype.itemsize
   experts = jnp.pad(experts, [*[(0, 0)] * len(tokens), (0, -x % in_word)])
@@ -122,19 +106,11 @@ def _to_words(experts: Integer[Array, "*n X"]) -> UInt32[Array, "*n W"]:
   return jax.lax.bitcast_convert_type(experts, jnp.uint32)
 
 
-def no_experts(
-  prompt_experts: Integer[Array, "B P X"], group_size: int, t_max: int
-) -> UInt32[Array, "B G T W"]:
-  """Returns room for the experts of completions, beside those of prompts."""
-  b, _, w = jax.eval_shape(_to_words, prompt_experts).shape
-  return jnp.zeros((b, group_size, t_max, w), jnp.uint32)
-
-
-def of_words(
+def unpack_experts(
   words: UInt32[Array, "B G T W"] | None,
   prompt_experts: Integer[Array, "B P X"] | None,
 ) -> Integer[Array, "B G T X"] | None:
-  """Returns the experts of completions, as those of prompts; None of None."""
+  """Unpacks the experts of completions; returns None for None."""
   if words is None:
     return None
   experts = jax.lax.bitcast_convert_type(words, prompt_experts.dtype)
@@ -142,18 +118,41 @@ def of_words(
   return experts[..., : prompt_experts.shape[-1]]
 
 
+def no_samples(
+  limit: Int[Array, "B G"],
+  t_max: int,
+  pad_id: int,
+  ends: ends_lib.Ends,
+  prompt_experts: Integer[Array, "B P X"] | None,
+) -> Samples:
+  """Returns empty samples, with packed experts if prompts have experts."""
+  experts = None
+  if prompt_experts is not None:
+    *_, w = jax.eval_shape(_pack_experts, prompt_experts).shape
+    experts = jnp.zeros((*limit.shape, t_max, w), jnp.uint32)
+  return Samples(
+    ids=jnp.full((*limit.shape, t_max), pad_id, jnp.int32),
+    logprobs=jnp.zeros((*limit.shape, t_max), jnp.float32),
+    length=jnp.zeros(limit.shape, jnp.int32),
+    finished=jnp.zeros(limit.shape, bool),
+    done=limit <= 0,
+    experts=experts,
+    stop_state=ends_lib.first_state(ends, limit),
+  )
+
+
 take = jax.vmap(lambda x, index: x[index])
 """Takes entries of the second axis: [n, m, ...], [n, few] -> [n, few, ...]."""
 
 
 class Compaction(NamedTuple):
-  """Puts the samples together that are not done.
+  """Moves unfinished samples into a smaller batch.
 
   Rows are seen as [parts, size, ...]: the samples of each group or, if a group
-  is one sample, the prompts of each device. So no row crosses devices.
+  is one sample, the prompts of each device. So rows never change devices.
 
       done     [[0, 1, 1, 0], [1, 1, 0, 1]]
-      order 2  [[0, 3], [2, 0]]  of each part two rows, those not done first
+      order 2  [[0, 3], [2, 0]]  two rows of each part, unfinished ones first
   """
 
   parts: int
@@ -161,10 +160,10 @@ class Compaction(NamedTuple):
   of_prompts: bool  # a row is a prompt
 
   def sizes(self, stage: int, tokens: int) -> list[int]:
-    """Returns the sizes of parts that are compiled for a stage, descending.
+    """Returns the compiled sizes of a part in a stage, descending.
 
-    Stage 0 has all rows. With one sample per prompt (an evaluation, which runs
-    seldom) there is one more size at most.
+    Stage 0 has all rows. With one sample per prompt (as in an evaluation, which
+    is rare) there are at most two sizes.
     """
     if tokens < LEAST_TOKENS:
       return [self.size]
@@ -173,36 +172,36 @@ class Compaction(NamedTuple):
     return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
 
   def most_alive(self, done: Bool[Array, "B G"]) -> Int[Array, ""]:
-    """Returns the number of rows not done, in the part with most of them."""
+    """Returns the largest number of unfinished rows in a part."""
     done = done.reshape(self.parts, self.size)
     return jnp.max(jnp.sum(~done, axis=1))
 
   def order(
     self, done: Bool[Array, "B G"], size: int
   ) -> Int[Array, "parts {size}"]:
-    """Returns `size` rows of each part, those that are not done first."""
+    """Returns `size` rows of each part, unfinished ones first."""
     done = done.reshape(self.parts, self.size)
     return jnp.argsort(done, axis=1, stable=True)[:, :size]
 
   def _by_part(self, x: Array) -> Array:
-    """[B, G, ...] or, of prompts, [B, ...] -> [parts, size, ...]."""
+    """Reshapes [B, G, ...] or, of prompts, [B, ...] to [parts, size, ...]."""
     lead = 1 if self.of_prompts else 2
     return x.reshape(self.parts, self.size, *x.shape[lead:])
 
   def take(self, x: Array, order: Int[Array, "parts few"]) -> Array:
-    """Takes those rows of an array [B, G, ...] or, of prompts, [B, ...]."""
+    """Takes rows of an array [B, G, ...] or, of prompts, [B, ...]."""
     few = take(self._by_part(x), order)
     return few.reshape(-1, *x.shape[1:]) if self.of_prompts else few
 
   def put(self, new: Array, x: Array, order: Int[Array, "parts few"]) -> Array:
-    """Puts those rows into their places in an array again."""
+    """Writes rows back into an array, the inverse of `take`."""
     new = new.reshape(*order.shape, *x.shape[1 if self.of_prompts else 2 :])
     put = jax.vmap(lambda x, order, new: x.at[order].set(new))
     return put(self._by_part(x), order, new).reshape(x.shape)
 
 
 def find_compaction(shape: tuple[int, int], prompts: bool) -> Compaction | None:
-  """Returns how B and G samples are put together, or None where none can be."""
+  """Returns the compaction of B and G samples, or None if it is impossible."""
   b, g = shape
   parts, of_groups = sample_cuts(b, g)
   if g > 1:  # no sample may change its device
@@ -218,15 +217,16 @@ def draw(
   t: Int[Array, "..."],
   hidden: Float[Array, "B G D"],
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
-  """Draws token t of each sample, and returns ids and log-probabilities."""
+  """Draws token t of each sample; returns ids and log-probabilities."""
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
   keys, lm, sampling = fold(keys, t), setup.lm, setup.sampling
   by_parts = lm.draw_parts is not None and sampling.is_whole
   if by_parts and runs_kernels():
-    of_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
+    # One number selects the part, and two select the token in each part.
+    choose_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
     within, temperature = jnp.stack(within, axis=-1), sampling.temperature
     parts = lm.draw_parts(setup.params, hidden, within, temperature)
-    return sample_parts(parts, of_part)
+    return sample_parts(parts, choose_part)
   logits = lm.unembed(setup.params, hidden)
   logits = constrain(logits, "batch", "group", "vocabulary")
   return sample(keys, logits, sampling)
@@ -235,14 +235,14 @@ def draw(
 def prefill(
   lm: LM, params: Params, prompts: Prompts, record: bool
 ) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
-  """Runs the prompts; returns their experts too where these are recorded."""
+  """Runs the prompts; also returns their experts if `record`."""
   ids, mask = prompts.prompt_ids, prompts.prompt_mask
   if not record:
     return lm.prefill(params, ids, mask), None
   if lm.prefill_with_experts is None:
     raise ValueError(
-      "record_experts needs a model with experts, and this one has none (no "
-      "LM.prefill_with_experts)"
+      "record_experts needs a model with experts: this one has no "
+      "LM.prefill_with_experts"
     )
   return lm.prefill_with_experts(params, ids, mask)
 
@@ -254,10 +254,10 @@ def extend(
   record: bool,
   **positions: Any,
 ) -> tuple[Float[Array, "B G S D"], Cache, UInt32[Array, "B G S W"] | None]:
-  """Runs the next tokens; returns the words of their experts, if recorded."""
+  """Runs the next tokens; also returns their packed experts if `record`."""
   run = setup.lm.extend_with_experts if record else setup.lm.extend
   results = run(setup.params, setup.prefix, ids, cache, **positions)
-  return (*results[:2], _to_words(results[2]) if record else None)
+  return (*results[:2], _pack_experts(results[2]) if record else None)
 
 
 def _append(
@@ -266,7 +266,7 @@ def _append(
   t: Int[Array, ""],
   hidden: Float[Array, "B G D"],
 ) -> Samples:
-  """Draws token t of every sample that is not done; observations are read."""
+  """Draws token t of each unfinished sample, or copies an observation's."""
   alive, episodes = ~samples.done, samples.episodes
   ids, logprobs = draw(setup, setup.keys, t, hidden)
   drawn = alive
@@ -275,7 +275,7 @@ def _append(
     ids = episodes.next_ids(ids)
     logprobs = jnp.where(drawn, logprobs, 0.0)
 
-  def at_t(old, new):  # of samples that are done nothing is written
+  def at_t(old, new):  # finished samples keep their padding
     before = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
     return old.at[:, :, t].set(jnp.where(alive, new, before))
 
@@ -305,7 +305,7 @@ def _append(
 def _decode(
   setup: Setup, samples: Samples, cache: Cache, stage: tuple[int, int]
 ) -> tuple[Samples, Cache]:
-  """Draws tokens start + 1 to end of all samples, or until all are done."""
+  """Draws tokens start + 1 to end; stops early once all samples are done."""
   start, end = stage
 
   def body(state):
@@ -314,7 +314,7 @@ def _decode(
     last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
     record = samples.experts is not None
     hidden, cache, experts = extend(setup, last, cache, record)
-    if record:  # in samples that are done too, where nobody reads them
+    if record:  # of finished samples too: the completion mask excludes them
       put = jax.lax.dynamic_update_slice_in_dim
       experts = put(samples.experts, experts, t - 1, axis=2)
       samples = samples._replace(experts=experts)
@@ -329,7 +329,7 @@ def _decode(
 
 
 def _stage_ends(count: int, stages: int) -> list[int]:
-  """Returns ends of stages of about the same length, in whole 16s but one."""
+  """Returns the ends of about equal stages: multiples of 16, but the last."""
   stages = min(stages, max(count // 16, 1))
   ends = {round(count * i / stages / 16) * 16 for i in range(1, stages)}
   return [*sorted(ends), count]
@@ -343,17 +343,17 @@ def _decode_few(
   samples: Samples,
   cache: Cache,
 ) -> tuple[Samples, Cache]:
-  """Does `_decode` for `size` rows of each part, those not done first."""
+  """Runs `_decode` on `size` rows of each part, unfinished ones first."""
   if compaction is None or size == compaction.size:
     return _decode(setup, samples, cache, stage)
   order, lm = compaction.order(samples.done, size), setup.lm
-  few_of = lambda x: compaction.take(x, order)
-  few_setup = setup._replace(keys=few_of(setup.keys), limit=few_of(setup.limit))
+  take = lambda x: compaction.take(x, order)
+  few_setup = setup._replace(keys=take(setup.keys), limit=take(setup.limit))
   if compaction.of_prompts:
-    prefix = lm.map_prefix_rows(few_of, setup.prefix)
+    prefix = lm.map_prefix_rows(take, setup.prefix)
     few_setup = few_setup._replace(prefix=prefix)
-  few = constrain_samples(jax.tree.map(few_of, samples))
-  few_cache = lm.map_cache_rows(few_of, cache)
+  few = constrain_samples(jax.tree.map(take, samples))
+  few_cache = lm.map_cache_rows(take, cache)
   few, few_cache = _decode(few_setup, few, few_cache, stage)
   put = lambda new, x: compaction.put(new, x, order)
   samples = constrain_samples(jax.tree.map(put, few, samples))
@@ -361,7 +361,7 @@ def _decode_few(
 
 
 def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
-  """Decodes samples without a token side by side, see `Decoding`.
+  """Decodes empty samples in stages, see `Decoding`.
 
   A model without `grow_cache` and `map_cache_rows` has one stage.
   """
@@ -371,7 +371,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   samples = _append(setup, samples, jnp.int32(0), first)
   if t_max == 1:
     return samples
-  # Each token but the last is put into the cache, when the next one is drawn.
+  # A token enters the cache when the next one is drawn, so the last never does.
   growing = lm.grow_cache is not None and lm.map_cache_rows is not None
   ends = _stage_ends(t_max - 1, decoding.stages if growing else 1)
   cache, start = lm.init_cache(b, g, ends[0]), 0
@@ -381,7 +381,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   for stage, end in enumerate(ends):
     if stage:
       cache = lm.grow_cache(cache, end - start)
-    # One branch a size; the last one that has room for all that are not done.
+    # One branch per size: the smallest with room for all unfinished rows runs.
     sizes = compaction.sizes(stage, end - start) if compaction else [g]
     branches = [
       functools.partial(_decode_few, setup, compaction, size, (start, end))
@@ -389,7 +389,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
     ]
     alive = compaction.most_alive(samples.done) if compaction else g
     branch = sum(alive <= size for size in sizes[1:])
-    if len(sizes) > 1:  # and one that does nothing, where all are done
+    if len(sizes) > 1:  # the last branch skips the stage once all are done
       branches.append(lambda samples, cache: (samples, cache))
       branch = jnp.where(alive == 0, len(sizes), branch)
     samples, cache = jax.lax.switch(branch, branches, samples, cache)

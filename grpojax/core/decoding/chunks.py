@@ -1,12 +1,12 @@
-"""Decoding in chunks, between which environments of the host answer.
+"""Decoding in chunks, with answers of host environments in between.
 
     begin -> decode -> (environments) -> feed -> decode -> ... -> finish
 
-A chunk draws tokens of the rows that are at a turn; those whose turn has ended
-wait. Then each row's tokens are moved to the end of the cache's slots
-(`LM.align_cache_rows`), so that all rows write to one slot again, whatever
-their lengths; no token is computed twice. Observations are read by one pass.
-Token t of a sample draws from its own key and t: chunks change no sample.
+A chunk draws tokens of the rows that are at a turn; rows whose turn has ended
+wait. Then the cached tokens of each row are moved so that they all end at the
+same slot (`LM.align_cache_rows`): rows of any lengths go on writing to one
+slot, and no token is computed twice. One forward pass reads an observation.
+Token t of a sample is drawn from its key and t, so chunks change no sample.
 """
 
 import jax
@@ -23,19 +23,19 @@ from grpojax.core.types import LM, Cache, Params, Prefix, Prompts, Rollout
 
 @struct.dataclass
 class Trajectories:
-  """Trajectories as far as they are drawn; the host reads the small arrays."""
+  """Trajectories so far; the host reads the small arrays."""
 
   prefix: Prefix
-  keys: Key[Array, "B G"]  # of each sample
-  limit: Int[Array, "B G"]  # tokens of each row, with observations
-  samples: loops.Samples  # the environment sets `finished`
+  keys: Key[Array, "B G"]
+  limit: Int[Array, "B G"]  # most tokens of each row, observations included
+  samples: loops.Samples  # `finished` is set by the environment, not by an EOS
   turns: Int[Array, "B G T"]  # as `Rollout.turns`
   turn: Int[Array, "B G"]  # number of each row's turn
-  waiting: Bool[Array, "B G"]  # its turn has ended, for an answer
+  waiting: Bool[Array, "B G"]  # the turn has ended and has no answer yet
   cache: Cache  # keys and values of all tokens of a row but the last
   prompts: Prompts
   prompt_experts: Integer[Array, "B P X"] | None
-  slots: int = struct.field(pytree_node=False)  # room of a row of the cache
+  slots: int = struct.field(pytree_node=False)  # tokens per row of the cache
 
 
 def episode_seeds(
@@ -44,7 +44,7 @@ def episode_seeds(
   *,
   shape: tuple[int, int],
 ) -> UInt[Array, "B G"]:
-  """Returns a number of each sample for its environment's luck."""
+  """Returns the random seed of each sample's environment."""
   seed = lambda key: jax.random.bits(jax.random.fold_in(key, jnp.int32(-1)))
   return jax.vmap(jax.vmap(seed))(loops.sample_keys(key, shape, first_prompt))
 
@@ -64,26 +64,25 @@ def begin(
   sampling: Sampling = Sampling(),
   record_experts: bool = False,
 ) -> Trajectories:
-  """Computes the prompts, and begins a group of trajectories for each.
+  """Runs the prompts and begins a group of trajectories for each.
 
-  Arguments are those of `rollout`; the cache begins with `slots` tokens per
-  row. ValueError if the model's cache cannot be aligned.
+  Arguments are those of `rollout`, and `slots`, the first size of the cache.
+  ValueError if the model's cache cannot be aligned.
   """
   if lm.align_cache_rows is None:
     raise ValueError(
-      "rows of this model cannot wait for an environment of the host: its LM "
-      "has no align_cache_rows; use a jittable environment"
+      "this model cannot wait for an environment of the host (no "
+      "LM.align_cache_rows): use a jittable environment"
     )
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   longest = prompts.prompt_ids.shape[1] + t_max
   decoder, prepared = lm.prepared(params, longest=longest, **sampling.formats)
   limit = loops.token_limits(prompts, jnp.full((b, g), t_max))
   keys = loops.sample_keys(key, (b, g), first_prompt)
-  samples = loops.no_samples(limit, t_max, pad_id, read_ends(eos_ids))
-  zero = jnp.zeros((b, g), jnp.int32)
   prefix, experts = loops.prefill(decoder, prepared, prompts, record_experts)
-  if record_experts:
-    samples = samples._replace(experts=loops.no_experts(experts, g, t_max))
+  ends = read_ends(eos_ids)
+  samples = loops.no_samples(limit, t_max, pad_id, ends, experts)
+  zero = jnp.zeros((b, g), jnp.int32)
   return Trajectories(
     prefix=prefix,
     keys=keys,
@@ -115,7 +114,7 @@ def _setup(
 
 
 def _cached(rows: Trajectories) -> Int[Array, "B G"]:
-  """Returns the tokens of each row that are in the cache, or are to be."""
+  """Returns the number of cached tokens of each row; 0 if it is done."""
   over = rows.samples.done
   return jnp.where(over, 0, jnp.maximum(rows.samples.length - 1, 0))
 
@@ -123,13 +122,14 @@ def _cached(rows: Trajectories) -> Int[Array, "B G"]:
 def _align(
   lm: LM, rows: Trajectories, ends: Int[Array, "B G"], slots: int
 ) -> Trajectories:
+  """Moves rows whose tokens end at slots `ends` to one common end."""
   index = jnp.max(_cached(rows))
   cache = lm.align_cache_rows(rows.cache, ends, index, slots)
   return rows.replace(cache=cache, slots=slots)
 
 
 def _grow(lm: LM, rows: Trajectories, slots: int) -> Trajectories:
-  """Gives rows that are aligned room for `slots` tokens."""
+  """Resizes the cache of aligned rows to `slots` tokens."""
   if slots == rows.slots:
     return rows
   ends = jnp.broadcast_to(jnp.max(_cached(rows)), rows.turn.shape)
@@ -151,10 +151,10 @@ def decode(
 ) -> Trajectories:
   """Draws up to `tokens` tokens of each row that is at a turn.
 
-  It ends early once no row is at a turn. Trajectories are `over` if the host
-  ends them, and `finished` if their environment is done. `slots` is the room of
-  a cache's row from now on: the longest row and `tokens` more. A turn ends by
-  `eos_ids`, as of `rollout`, or after `turn_tokens` tokens (0 for no limit).
+  It ends early once no row is at a turn. `over` marks trajectories that the
+  host ends, `finished` those whose environment is done. `slots` is the new size
+  of the cache: at least the longest row and `tokens` more. A turn ends at
+  `eos_ids` (see `rollout`) or after `turn_tokens` tokens (0 for no limit).
   """
   setup = _setup(lm, params, rows, read_ends(eos_ids), sampling)
   rows = _grow(setup.lm, rows, slots)
@@ -189,7 +189,7 @@ def _append(
 ) -> Trajectories:
   """Draws the next token of the rows that are `alive`."""
   samples, t = rows.samples, rows.samples.length
-  # Each row's last token goes through the model; prompts predict the first one.
+  # The first token is predicted by the prompt, others by the row's last token.
   at = jnp.maximum(t - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
   hidden, cache, experts = loops.extend(
@@ -205,8 +205,8 @@ def _append(
 
   ends, state = ends_lib.advance(setup.ends, samples.stop_state, ids)
   if turn_tokens:
-    own = jnp.sum(rows.turns == rows.turn[..., None], axis=-1)
-    ends |= own + 1 >= turn_tokens
+    in_turn = jnp.sum(rows.turns == rows.turn[..., None], axis=-1)
+    ends |= in_turn + 1 >= turn_tokens
   ended, length = alive & ends, t + alive
   return rows.replace(
     samples=loops.constrain_samples(
@@ -231,7 +231,7 @@ def _record(
   at: Int[Array, "B G S"],
   real: Bool[Array, "B G S"],
 ) -> UInt32[Array, "B G T W"] | None:
-  """Writes the experts of real tokens at these positions, if any."""
+  """Writes the experts of real tokens to positions `at`, if recorded."""
   if new is None:
     return None
   put = lambda x, new, at: x.at[at].set(new, mode="drop")
@@ -250,17 +250,17 @@ def feed(
   slots: int,
   sampling: Sampling = Sampling(),
 ) -> Trajectories:
-  """Has rows that wait read the next tokens of their observations.
+  """Feeds waiting rows the next tokens of their observations.
 
-  `lengths` is the number of these `ids`, 0 for a row that reads nothing; the
-  rows that are `complete` begin the next turn. Else as in `decode`.
+  A row reads the first `lengths` of its `ids`. Rows that are `complete` begin
+  their next turn. `slots` is as in `decode`.
   """
   setup = _setup(lm, params, rows, ends_lib.Ends(()), sampling)
   rows = _grow(setup.lm, rows, slots)
   start = jnp.max(_cached(rows))
   samples, size = rows.samples, ids.shape[-1]
-  # The turn's last token is not in the cache yet; the last one that is read
-  # predicts the first token of the next turn, and will not be.
+  # The turn's last token enters the cache now. The observation's last token
+  # enters it later, when it predicts the first token of the next turn.
   at = jnp.maximum(samples.length - 1, 0)[..., None]
   last = jnp.take_along_axis(samples.ids, at, axis=-1)
   positions = at + jnp.arange(size)
@@ -271,9 +271,9 @@ def feed(
     samples.experts is not None,
     positions=positions,
   )
-  of_row = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]
-  read = (of_row >= 0) & (of_row < lengths[..., None])
-  new = jnp.take_along_axis(ids, jnp.clip(of_row, 0, size - 1), axis=-1)
+  index = jnp.arange(rows.turns.shape[-1]) - samples.length[..., None]
+  read = (index >= 0) & (index < lengths[..., None])
+  new = jnp.take_along_axis(ids, jnp.clip(index, 0, size - 1), axis=-1)
   rows = rows.replace(
     samples=samples._replace(
       ids=jnp.where(read, new, samples.ids),
@@ -297,7 +297,7 @@ def finish(
   finished: Bool[Array, "B G"],
   rewards: Float[Array, "B G K"],
 ) -> Rollout:
-  """Returns the trajectories, with the environment's rewards of the turns."""
+  """Returns the rollout, with the environments' rewards of the turns."""
   samples, t_max = rows.samples, rows.turns.shape[-1]
   return Rollout(
     prompt_ids=rows.prompts.prompt_ids,
@@ -308,6 +308,6 @@ def finish(
     finished=samples.finished | finished,
     turns=rows.turns,
     turn_rewards=rewards,
-    experts=loops.of_words(samples.experts, rows.prompt_experts),
+    experts=loops.unpack_experts(samples.experts, rows.prompt_experts),
     prompt_experts=rows.prompt_experts,
   )

@@ -1,7 +1,7 @@
-"""From logits to tokens, and to the log-probability a token was drawn with.
+"""Sampling of tokens from logits, with their log-probabilities.
 
-One transform, `transform_logits`, defines the distribution: rollouts draw from
-it and the loss reads log-probabilities of it, so both speak of the same policy.
+`transform_logits` alone defines the distribution: rollouts draw from it and the
+loss computes log-probabilities under it, so both use the same policy.
 """
 
 import math
@@ -15,7 +15,7 @@ from grpojax.core.options import NOT_NEGATIVE, frozen_options, option
 from grpojax.core.random_keys import random_key
 
 FORMATS = ("model", "int8")
-"""Formats of what each token of a rollout reads."""
+"""Formats of a rollout's weights and cache."""
 
 NEGATIVE = -1e30
 """Logit of tokens that are never drawn: finite, so that 0 times it is 0."""
@@ -23,12 +23,12 @@ NEGATIVE = -1e30
 
 @frozen_options
 class Sampling:
-  """Distribution that tokens are sampled from, its settings in their order.
+  """Distribution of the sampled tokens; settings apply in their order.
 
   `temperature` divides the logits (0 is greedy decoding), then tokens are cut:
-  `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082. Formats
-  (`models.quantization`) are of the rollout alone, whose difference from the
-  trained model needs a correction (`losses.rollout_correction`).
+  `top_p` as in arXiv 1904.09751, `min_p` as in arXiv 2407.01082. Formats
+  (`models.quantization`) affect the rollout alone; they make it differ from the
+  trained model, which needs a correction (`losses.rollout_correction`).
   """
 
   temperature: float = option(
@@ -37,26 +37,27 @@ class Sampling:
     within="[0, 100]",
   )
   top_k: int = option(
-    0, "draw from so many likeliest tokens; 0 = off", within=NOT_NEGATIVE
+    0, "number of likeliest tokens to draw from; 0 = off", within=NOT_NEGATIVE
   )
   top_p: float = option(
-    1.0, "draw from the likeliest tokens of this mass; 1 = off", within="(0, 1]"
+    1.0,
+    "probability of the likeliest tokens to draw from; 1 = off",
+    within="(0, 1]",
   )
   min_p: float = option(
     0.0,
-    "draw from tokens of at least this share of the likeliest one's "
-    "probability; 0 is off",
+    "least probability of a token, relative to the likeliest; 0 = off",
     within="[0, 1]",
   )
   weights_dtype: str = option(
     "model",
-    "format of the weights that a rollout reads: model.dtype, or int8 with a "
-    "scale for each channel; needs loss.correction",
+    "format of the rollout's weights: model.dtype, or int8 with a scale per "
+    "channel, which needs loss.correction",
     FORMATS,
   )
   cache_dtype: str = option(
     "model",
-    "format of the completions' keys and values in a rollout, likewise",
+    "format of the completions' keys and values in a rollout, as above",
     FORMATS,
   )
 
@@ -64,26 +65,25 @@ class Sampling:
   def formats(self) -> dict[str, str]:
     """Options of `LM.prepare`: the formats that are not the model's own."""
     names = "weights_dtype", "cache_dtype"
-    formats = {name: getattr(self, name) for name in names}
-    return {name: x for name, x in formats.items() if x != "model"}
+    return {x: getattr(self, x) for x in names if getattr(self, x) != "model"}
 
   @property
   def uncut(self) -> "Sampling":
-    """The distribution before its cuts, which a reference is compared at."""
+    """The distribution without cuts, used for references."""
     return Sampling(self.temperature)
 
   @property
   def is_whole(self) -> bool:
-    """True for the softmax of all logits, at some temperature."""
+    """True if tokens are drawn from the softmax of all logits."""
     whole = Sampling(self.temperature, **self.formats)
     return self.temperature > 0 and self == whole
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
-  """Returns the float32 of a rank in their order, an unsigned integer.
+  """Returns the float32 at a rank, an unsigned integer, in ascending order.
 
-  Ranks below 2**31 are the negative floats and -0, the rest +0 and the positive
-  ones; NaNs stand at both ends, beyond the infinities.
+  Ranks below 2**31 are the negative floats and -0, higher ones +0 and the
+  positive floats; NaNs are at both ends, beyond the infinities.
   """
   bits = jnp.where(rank >> 31 == 1, rank ^ jnp.uint32(1 << 31), ~rank)
   return jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -94,18 +94,18 @@ def _threshold(
   weights: Float32[Array, "*n V"] | int,
   enough: float | int,
 ) -> Float32[Array, "*n 1"]:
-  """Returns the largest v such that the logits >= v weigh enough together.
+  """Returns the largest v for which logits >= v have a total weight >= enough.
 
-  Exact, by bisection of the bits of v. Nothing is sorted: devices that share a
-  vocabulary exchange 32 sums per row, and no logits. Weights are not negative.
-  v has no gradient; it is NaN, below which there is nothing, if it is -inf or
-  all logits together do not weigh enough.
+  Exact, by bisection over the bits of v. It needs no sorting, so devices that
+  share a vocabulary exchange 32 sums per row and no logits. Weights must be at
+  least 0. v has no gradient. It is NaN, which no logit is below, if it would be
+  -inf or if all logits together weigh less than `enough`.
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
   def add_bit(i, rank):  # under `jax.disable_jit` i is Python's
     higher = rank | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
-    # No logit is >= NaN: what lies beyond the infinities is never enough.
+    # No logit is >= NaN, so ranks beyond the infinities are never reached.
     above = jnp.where(logits >= _float_at(higher), weights, 0)
     reached = jnp.sum(above, axis=-1, keepdims=True) >= enough
     return jnp.where(reached, higher, rank)
@@ -119,12 +119,12 @@ def transform_logits(
   sampling: Sampling = Sampling(),
   keep: Int[Array, "*n"] | None = None,
 ) -> Float[Array, "*n V"]:
-  """Returns the logits of the distribution that is sampled from.
+  """Returns the logits of the sampling distribution, in float32.
 
-  They are float32; tokens cut away have -1e30. Ties at a cut all stay, so the
-  result does not depend on their order. Ids in `keep` are never cut: the loss
-  passes the sampled ids, which a small change of the policy could otherwise
-  move across a cut, with a log-probability of -inf.
+  Tokens that are cut have -1e30. Ties at a cut all stay, so the result does not
+  depend on their order. Ids in `keep` are never cut: the loss passes the
+  sampled ids, because a small change of the policy could move them across a
+  cut, to a log-probability of -inf.
   """
   logits = logits.astype(jnp.float32)
   vocab = logits.shape[-1]
@@ -148,41 +148,39 @@ def transform_logits(
 
 
 def _blocks(vocab_size: int) -> int:
-  """Returns the number of blocks of a vocabulary's search: about its root.
+  """Returns the number of blocks in which a vocabulary is searched.
 
-  A divisor with as many factors of 2 as there are, up to 16, so that devices
-  that share a vocabulary have whole blocks.
+  It is the divisor nearest to the root, among multiples of all factors of 2 up
+  to 16, so that devices that share a vocabulary have whole blocks.
   """
   even = math.gcd(vocab_size, 16)
-  divisors = [n for n in range(1, vocab_size + 1) if vocab_size % n == 0]
-  roots = [n for n in divisors if n % even == 0]
-  return min(roots, key=lambda n: abs(math.log(n * n / vocab_size)))
+  multiples = range(even, vocab_size + 1, even)
+  divisors = [n for n in multiples if vocab_size % n == 0]
+  return min(divisors, key=lambda n: abs(math.log(n * n / vocab_size)))
 
 
 def uniform(keys: Key[Array, "*n"], count: int) -> Float[Array, "*n {count}"]:
-  """Draws uniform numbers of each key, odd multiples of 2^-24 in (0, 1).
-
-  (0, as of `jax.random.uniform`, would select the first weight of any size.)
-  """
+  """Draws `count` numbers per key, odd multiples of 2^-24 in (0, 1)."""
 
   def draw(key):
     return jax.random.uniform(random_key(key), (count,))
 
+  # The number 0 would select the first weight, however small.
   return jnp.vectorize(draw, signature="()->(u)")(keys) + 2.0**-24
 
 
 def share_below(
   total: Float[Array, "..."], uniform: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-  """Returns `uniform` of a total, less than it however that is rounded."""
+  """Returns uniform * total, which is below `total` in spite of rounding."""
   return jnp.minimum(uniform * total, total * (1 - 2.0**-23))
 
 
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
-  """Returns the index that a number selects by the inverse CDF of weights."""
-  # Rounding may not select an index without weight, nor pass the last one.
+  """Returns the index that a number in (0, 1) selects (inverse CDF)."""
+  # Rounding must not select an index of weight 0, nor pass the last index.
   sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
   above = sums > share_below(total, uniform[..., None])
@@ -190,7 +188,7 @@ def _first_above(
 
 
 class Parts(NamedTuple):
-  """A token drawn from each of n parts of the vocabulary."""
+  """A token drawn from each of n parts of the vocabulary (`LM.draw_parts`)."""
 
   ids: Int[Array, "*rows n"]
   logits: Float[Array, "*rows n"]  # of these tokens
@@ -201,13 +199,13 @@ class Parts(NamedTuple):
 def sample_parts(
   parts: Parts, uniform: Float[Array, "*rows"]
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
-  """Draws one of the parts, and with it its token; see `sample`."""
+  """Draws a part and returns its token and log-probability, as `sample`."""
   top = jnp.max(parts.tops, axis=-1, keepdims=True)
   weights = parts.sums * jnp.exp(parts.tops - top)
   part = _first_above(weights, uniform)[..., None]
-  of_part = lambda x: jnp.take_along_axis(x, part, axis=-1)[..., 0]
+  take = lambda x: jnp.take_along_axis(x, part, axis=-1)[..., 0]
   normalizer = top[..., 0] + jnp.log(jnp.sum(weights, axis=-1))
-  return of_part(parts.ids), of_part(parts.logits) - normalizer
+  return take(parts.ids), take(parts.logits) - normalizer
 
 
 def sample(
@@ -215,22 +213,22 @@ def sample(
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
-  """Draws one token for each key, and returns it with its log-probability.
+  """Draws a token per key, and returns ids and log-probabilities.
 
-  It inverts the distribution's CDF in two levels, a block of the vocabulary and
-  a token in it, by two random numbers per row and one pass over the vocabulary.
-  Log-probabilities are those of `transform_logits` (0 for greedy decoding).
+  The CDF is inverted in two levels: one random number selects a block of the
+  vocabulary, a second one a token in it. This takes one pass over the
+  vocabulary. Log-probabilities are those of `transform_logits` (0 if greedy).
   """
   if sampling.temperature == 0:
     ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
     return ids, jnp.zeros(ids.shape, jnp.float32)
   logits = transform_logits(logits, sampling)
-  of_block, in_block = jnp.moveaxis(uniform(keys, 2), -1, 0)
+  choose_block, in_block = jnp.moveaxis(uniform(keys, 2), -1, 0)
   top = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - top)
   blocks = weights.reshape(*logits.shape[:-1], _blocks(logits.shape[-1]), -1)
   sums = jnp.sum(blocks, axis=-1)
-  block = _first_above(sums, of_block)
+  block = _first_above(sums, choose_block)
   inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)
   ids = _first_above(inside[..., 0, :], in_block)
   ids += block * blocks.shape[-1]

@@ -1,7 +1,7 @@
-"""From padded rows to their real tokens side by side, and back again.
+"""Conversion of padded rows to flat arrays of their real tokens, and back.
 
-The second step of `packing`, since only attention needs rows. Each of C devices
-has rows of its own, and room for N tokens:
+This is the second step of `packing`: only attention needs rows. Each of C
+devices has its own rows, and room for N tokens:
 
     rows [B, G, S]               tokens [C, 1, N]
     a a a - b b -                a a a b b
@@ -24,11 +24,11 @@ class TokenIndex(NamedTuple):
   """Places of real tokens in a device's padded rows, and the inverse."""
 
   token_of_place: Int[Array, "C n"]  # N on padding; n = B G S / C
-  place_of_token: Int[Array, "C N"]  # n for missing tokens
+  place_of_token: Int[Array, "C N"]  # n for unused tokens
 
 
 def _constrain_rows(x: Array) -> Array:
-  """Lays axis 0 out over the mesh in context; others may be cut already."""
+  """Shards axis 0 over the mesh in context; leaves the other axes free."""
   mesh = jax.sharding.get_abstract_mesh()
   if not free_axes(mesh):
     return x
@@ -38,27 +38,27 @@ def _constrain_rows(x: Array) -> Array:
 
 
 def by_device(x: Array, devices: int) -> Array:
-  """Returns what each device has: [n, ...] -> [C, n / C, ...]."""
+  """Adds an axis of devices: [n, ...] -> [C, n / C, ...]."""
   return x.reshape(devices, -1, *x.shape[1:])
 
 
 def find_tokens(
   real: Bool[Array, "B G S"], devices: int, size: int
 ) -> TokenIndex:
-  """Finds the real tokens of padded rows; those beyond N = size are nowhere."""
+  """Indexes the real tokens of padded rows; drops tokens beyond N = size."""
   real = _constrain_rows(real.reshape(devices, -1))
   count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
   token_of_place = jnp.where(real & (count <= size), count - 1, size)
-  # The place of token n is the first with more than n of them up to there.
+  # The place of token n is the first at which more than n tokens are counted.
   find = lambda count: jnp.searchsorted(count, jnp.arange(size), side="right")
   return TokenIndex(token_of_place, jax.vmap(find)(count).astype(jnp.int32))
 
 
 @jax.custom_vjp
 def _take(x, index, inverse):
-  """Entries of each device's x, each at most once; 0 for an index outside.
+  """Takes entries of each device's x, at most once; 0 for an index outside.
 
-  Backward they are taken by the inverse index, and nothing is scattered.
+  The backward pass takes entries by the inverse index instead of a scatter.
   """
   del inverse
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
@@ -79,7 +79,7 @@ _take.defvjp(
 def flatten(
   x: Shaped[Array, "B G S *more"], index: TokenIndex
 ) -> Shaped[Array, "C 1 N *more"]:
-  """Takes the real tokens out of rows; 0 where there are fewer than N."""
+  """Takes the real tokens out of rows; 0 for unused tokens."""
   x = x.reshape(len(index.token_of_place), -1, *x.shape[3:])
   x = _take(_constrain_rows(x), index.place_of_token, index.token_of_place)
   return _constrain_rows(x[:, None])
@@ -90,14 +90,17 @@ def unflatten(
   index: TokenIndex,
   shape: tuple[int, int, int],
 ) -> Shaped[Array, "B G S *more"]:
-  """Puts tokens into rows of `shape` B, G, S; 0 on padding."""
+  """Puts tokens back into rows of shape (B, G, S); 0 on padding."""
   x = _take(x[:, 0], index.token_of_place, index.place_of_token)
   return _constrain_rows(x.reshape(*shape, *x.shape[2:]))
 
 
 @jax.custom_vjp
 def _repeat(x, index):
-  """Entries of each device's x, summed in float32 backward, as products."""
+  """Takes entries of each device's x, any number of times.
+
+  The backward pass sums them in float32 by a product instead of a scatter.
+  """
   return jax.vmap(lambda x, index: x[index])(x, index)
 
 
@@ -122,11 +125,11 @@ _repeat.defvjp(
 
 
 class FlatTokens(NamedTuple):
-  """Real tokens of prompts, and after them of their completions: [C, 1, N]."""
+  """Index of the real tokens of prompts and rows of completions."""
 
-  prompts: TokenIndex  # of tokens of prompts [B, 1, P]
-  rows: TokenIndex  # of tokens of rows of completions [n, 1, S]
-  prompt_of_row: Int[Array, "C rows"]  # among the prompts on its device
+  prompts: TokenIndex  # of prompts [B, 1, P]
+  rows: TokenIndex  # of rows of completions [n, 1, S]
+  prompt_of_row: Int[Array, "C rows"]  # counted on its device
 
   def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
     """Repeats values of prompts for each of their rows."""

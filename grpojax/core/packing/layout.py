@@ -1,8 +1,9 @@
-"""The packing of a batch, planned on the host from the lengths of its texts.
+"""Planning of a batch's packing on the host, from the lengths of its texts.
 
-For each width of rows, completions are put into rows (`first_fit`), whose
-bundles are spread over as few splits as are small enough (`_spread`, `_shape`);
-the cheapest width is written down (`_packing`). The words are `packing`'s.
+For each width, completions are put into rows (`first_fit`), and the rows of a
+bundle are spread over the fewest splits that are small enough (`_spread`,
+`_shape`). The cheapest width becomes the `Packing` (`_packing`). `packing`
+explains the terms.
 """
 
 import math
@@ -17,16 +18,11 @@ from grpojax.core.packing import Packing, Rows, Sizes
 from grpojax.core.packing.micro_batches import cuts
 
 
-def row_lengths(length: int) -> list[int]:
-  """Returns the widths of rows: a quarter, a half, all of T (rounded up)."""
-  return sorted({-(-length // k) for k in (4, 2, 1)})
-
-
 def size_of(most: int, steps: int) -> int:
-  """Returns the least size that is compiled and not below `most`.
+  """Returns the smallest compiled size that is at least `most`.
 
-  All up to 2 `steps`, then so many in each doubling: of 2 they are 1, 2, 3, 4,
-  6, 8, 12, 16, 24, ... A finer grid computes less padding and compiles more.
+  Sizes are 1 to 2 `steps`, then `steps` in each doubling: for 2 they are 1, 2,
+  3, 4, 6, 8, 12, 16, 24, ... More steps mean less padding, but more programs.
   """
   most = max(most, 1)
   step = 2 ** max(0, (most - 1).bit_length() - steps.bit_length())
@@ -38,7 +34,7 @@ def first_fit(
 ) -> tuple[Int[np.ndarray, "B G"], Int[np.ndarray, "B G"]]:
   """Puts each sample into the first row with room for it, the longest first.
 
-  It needs at most 11/9 of the fewest rows possible, and one (Johnson 1973).
+  The number of rows is at most 11/9 of the optimum plus one (Johnson 1973).
   Returns the row and the start of each sample.
   """
   prompts = np.arange(len(lengths))
@@ -52,7 +48,7 @@ def first_fit(
 
 
 class _Batch(NamedTuple):
-  """Lengths that are packed, and the number of bundles."""
+  """Lengths of a batch, and its number of bundles."""
 
   lengths: Int[np.ndarray, "B G"]
   length: int  # T
@@ -62,9 +58,9 @@ class _Batch(NamedTuple):
 
 
 class _Spread(NamedTuple):
-  """Rows of each bundle, G a prompt; those without tokens are nowhere."""
+  """Rows of each bundle, G per prompt; rows without tokens are unused."""
 
-  row_of_sample: Int[np.ndarray, "B G"]  # among those of its prompt
+  row_of_sample: Int[np.ndarray, "B G"]  # among the rows of its prompt
   start_of_sample: Int[np.ndarray, "B G"]
   tokens_of_row: Int[np.ndarray, "bundles rows"]
   split_of_row: Int[np.ndarray, "bundles rows"]
@@ -73,13 +69,14 @@ class _Spread(NamedTuple):
 
 
 def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
-  """Spreads the rows of each bundle over splits of about as many tokens."""
+  """Spreads the rows of each bundle over splits of about equal tokens."""
   b, g = batch.lengths.shape
   row_of_sample, start_of_sample = first_fit(batch.lengths, width)
   tokens = np.zeros((b, g), np.int64)
   np.add.at(tokens, (np.arange(b)[:, None], row_of_sample), batch.lengths)
   tokens = tokens.reshape(batch.bundles, -1)
-  # The token in the middle of a row decides.
+  # Splits divide the bundle's tokens equally; a row goes to the split of its
+  # middle token.
   ends = np.cumsum(tokens, axis=1)
   split = (2 * ends - tokens) * splits // np.maximum(2 * ends[:, -1:], 1)
   split = np.minimum(split, splits - 1)
@@ -93,40 +90,41 @@ def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
 
 
 class _Shape(NamedTuple):
-  """Sizes that are compiled."""
+  """Compiled sizes of a packing."""
 
   width: int  # W
-  splits: int  # of a bundle
-  bundles: int  # of a micro-batch, on a device
-  rows: int  # K, of a split
-  copies: int  # U, of a split
-  tokens: int  # of completions, that a device has room for
-  prompt_tokens: int  # that a device has room for
+  splits: int  # per bundle
+  bundles: int  # per micro-batch and device
+  rows: int  # K, per split
+  copies: int  # U, per split
+  tokens: int  # room for completion tokens, per device
+  prompt_tokens: int  # room for prompt tokens, per device
 
 
 def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
-  """Finds the least sizes in which any so many bundles have room."""
+  """Returns the smallest sizes with room for any `bundles` of the bundles."""
   splits, prompts = spread.has_prompt.shape[1:]
   tokens_of_split = np.zeros((batch.bundles, splits), np.int64)
   rows_of_split = np.zeros_like(tokens_of_split)
   index = np.arange(batch.bundles)[:, None], spread.split_of_row
   np.add.at(tokens_of_split, index, spread.tokens_of_row)
   np.add.at(rows_of_split, index, spread.tokens_of_row > 0)
-  largest = lambda of_split: int(np.sort(of_split, axis=None)[-bundles:].sum())
+  largest = lambda sizes: int(np.sort(sizes, axis=None)[-bundles:].sum())
   tokens = size_of(largest(tokens_of_split), 2)
-  # A row is four fifths, two thirds or half full, so that rows and tokens grow
-  # together, and fewer pairs of them are compiled.
+  # K is such that rows are 4/5, 2/3 or 1/2 full: K follows from the tokens and
+  # the fill, so fewer pairs of rows and tokens are compiled.
   most = max(1, int(rows_of_split.max()))
   counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
   rows = next((n for n in counts if n >= most), size_of(most, 2))
   samples = batch.lengths.size // (batch.bundles * splits)
   copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 1)
   copies = min(copies, prompts)
-  # Prompts have room as padded as they are, or for three quarters of that.
+  # There is room for all padded prompts, or for three quarters of their tokens.
   lengths = batch.prompt_lengths.reshape(batch.bundles, 1, -1)
   prompt_tokens = np.where(spread.has_prompt, lengths, 0).sum(axis=-1)
   padded = max(1, bundles * copies * batch.prompt_length)
-  most_of_it = -(-padded * 3 // 4)
+  three_quarters = -(-padded * 3 // 4)
+  fits = largest(prompt_tokens) <= three_quarters
   return _Shape(
     width=width,
     splits=splits,
@@ -134,29 +132,14 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
     rows=max(most, min(rows, samples)),
     copies=copies,
     tokens=tokens,
-    prompt_tokens=(
-      most_of_it if largest(prompt_tokens) <= most_of_it else padded
-    ),
+    prompt_tokens=three_quarters if fits else padded,
   )
-
-
-def size(tokens: int, padded: int) -> float:
-  """Returns the size of a micro-batch, in tokens of an unpacked batch.
-
-  Queries, keys and values are in `padded` rows, other hidden states of `tokens`
-  alone. Rows are a third of the memory for the backward pass in most models,
-  and two thirds, which is counted, if heads are wider than hidden states.
-  """
-  return (tokens + 2 * padded) / 3
 
 
 def _cost(
   batch: _Batch, tokens: int, rows: int, width: int, prompts: int
 ) -> float:
-  """Returns the cost of tokens and of attention in rows of W or P tokens.
-
-  Attention to all keys counts half of the other work per token.
-  """
+  """Returns tokens plus attention: to T + P keys it costs half a token."""
   p = batch.prompt_length
   pairs = rows * width * (width + p) + prompts * p * p
   return tokens + pairs / (2 * (batch.length + p))
@@ -165,33 +148,31 @@ def _cost(
 def _cheapest(
   batch: _Batch, ways: list[tuple[int, int]], largest: float
 ) -> tuple[_Shape, _Spread] | None:
-  """Finds the cheapest width, each in as few micro-batches as are allowed.
+  """Finds the cheapest width, each in the fewest micro-batches that fit.
 
-  `ways` are splits of a bundle and bundles of a micro-batch on a device, the
-  fewest micro-batches first, `largest` is its greatest size there. None if no
-  width costs less than the batch as it is.
+  `ways` are pairs (splits per bundle, bundles per micro-batch and device), the
+  fewest micro-batches first. `largest` is the largest micro-batch on a device,
+  in tokens. Returns None if no width costs less than the unpacked batch.
   """
   (b, g), p, t = batch.lengths.shape, batch.prompt_length, batch.length
   lowest = _cost(batch, b * (p + g * t), rows=b * g, width=t, prompts=b)
   cheapest = None
-  for width in row_lengths(t):
+  for width in sorted({-(-t // k) for k in (4, 2, 1)}):
     if width < batch.lengths.max():
       continue
     for splits, bundles in ways:
       spread = _spread(batch, width, splits)
       shape = _shape(batch, spread, width, bundles)
       room = shape.tokens + shape.prompt_tokens
-      padded = shape.rows * width + shape.copies * p
-      if size(room, bundles * padded) > largest:
+      padded = bundles * (shape.rows * width + shape.copies * p)
+      # Memory of the backward pass: queries, keys and values are padded, other
+      # hidden states are not. The former are a third of it in most models, and
+      # two thirds, as here, if heads are wider than hidden states.
+      if (room + 2 * padded) / 3 > largest:
         continue
       count = batch.bundles * splits
-      cost = _cost(
-        batch,
-        tokens=count // bundles * room,
-        rows=count * shape.rows,
-        width=width,
-        prompts=count * shape.copies,
-      )
+      tokens, rows = count // bundles * room, count * shape.rows
+      cost = _cost(batch, tokens, rows, width, prompts=count * shape.copies)
       if cost < lowest:
         cheapest, lowest = (shape, spread), cost
       break
@@ -201,16 +182,16 @@ def _cheapest(
 def _packing(
   batch: _Batch, shape: _Shape, spread: _Spread, sizes: Sizes
 ) -> Packing:
-  """Writes down where all is in the sizes of a shape."""
+  """Returns the arrays of a packing with the sizes of `shape`."""
   lengths, (b, g), bundles = batch.lengths, batch.lengths.shape, batch.bundles
-  # The prompts of a split, one after another, are its copies.
+  # The copies of a split are its prompts in their order.
   copy_of_prompt = np.cumsum(spread.has_prompt, axis=-1) - 1
   prompt_of_copy = np.zeros((bundles, shape.splits, shape.copies), np.int32)
   bundle, split, prompt = np.nonzero(spread.has_prompt)
   copy = copy_of_prompt[bundle, split, prompt]
   prompt_of_copy[bundle, split, copy] = prompt
 
-  # From here on arrays of the samples that have tokens.
+  # Arrays over the samples that have tokens.
   prompt, sample = np.nonzero(lengths)
   bundle, prompt_in_bundle = np.divmod(prompt, b // bundles)
   row = prompt_in_bundle * g + spread.row_of_sample[prompt, sample]
@@ -222,18 +203,15 @@ def _packing(
   prompt_of_row = np.zeros((bundles, shape.splits, shape.rows), np.int32)
   prompt_of_row[bundle, split, place] = copy
 
-  # And of their tokens: each with the index of its sample among these.
+  # Arrays over their tokens; `index` is that of the token's sample.
   length = lengths[prompt, sample]
   start = spread.start_of_sample[prompt, sample]
-  of_token = np.repeat(np.arange(len(length)), length)
+  index = np.repeat(np.arange(len(length)), length)
   before = np.cumsum(length) - length
-  position = np.arange(len(of_token)) - before[of_token]
-  at = (
-    *(x[of_token] for x in (bundle, split, place)),
-    start[of_token] + position,
-  )
+  position = np.arange(len(index)) - before[index]
+  at = bundle[index], split[index], place[index], start[index] + position
   sample_of_token = np.full((*prompt_of_row.shape, shape.width), -1, np.int32)
-  sample_of_token[at] = sample[of_token]
+  sample_of_token[at] = sample[index]
   position_of_token = np.zeros_like(sample_of_token)
   position_of_token[at] = position
   rows = Rows(prompt_of_row, sample_of_token, position_of_token, sizes)
@@ -250,12 +228,12 @@ def plan(
 ) -> Packing | None:
   """Plans the packing of a batch, on the host.
 
-  A function of the lengths alone, so that a resumed run computes the same.
-  Completions have 0 to T = `length` tokens (0 leaves one out), prompts 0 to P =
-  `prompt_length`. An unpacked minibatch has `micro_batches`; packed it has as
-  few as are not larger than these. Returns a packing of numpy arrays; None if
-  the batch as it is costs no more, if no micro-batch would be small enough, or
-  if the mesh in context cuts groups. ValueError if the batch cannot be divided
+  It depends on the lengths alone, so a resumed run computes the same.
+  Completions have 0 to T = `length` tokens (0 leaves a sample out), prompts 0
+  to P = `prompt_length`. `micro_batches` is the number per unpacked minibatch;
+  packed there are as few as fit into the size of those. Returns numpy arrays,
+  or None if packing does not cost less, no micro-batch is small enough, or the
+  mesh in context shards groups. ValueError if the batch cannot be divided
   (`micro_batches.cuts`).
   """
   lengths = np.asarray(lengths, np.int32)
@@ -268,7 +246,7 @@ def plan(
   counts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
   if minibatches == 1:
     bundles, ways = devices, [(n, 1) for n in counts]
-  else:  # prompts are divided first, and their rows where these are too few
+  else:  # divide the prompts first, and their rows if there are too few prompts
     bundles, on_device = b, b // (minibatches * devices)
     of_prompts = {n: math.gcd(n, on_device) for n in counts}
     ways = [(n // of_prompts[n], on_device // of_prompts[n]) for n in counts]

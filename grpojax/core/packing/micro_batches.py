@@ -1,4 +1,4 @@
-"""Equal parts of a batch: minibatches in their order, and micro-batches."""
+"""Division of a batch into equal minibatches and micro-batches."""
 
 import math
 
@@ -11,11 +11,10 @@ from grpojax.core.random_keys import random_key
 
 
 def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
-  """Divides micro-batches among B prompts and their groups of G.
+  """Returns in how many parts to divide the prompts, and each group.
 
-  Returns the number of parts of the prompts and of each group, whose product is
-  `micro_batches`; ValueError if there is none. On a mesh each micro-batch has a
-  prompt per device if possible.
+  The product is `micro_batches`; ValueError if this is impossible. On a mesh
+  each micro-batch has a prompt per device if possible.
   """
   shards = row_shards(jax.sharding.get_abstract_mesh())
   on_device = prompts // shards if prompts % shards == 0 else prompts
@@ -25,17 +24,16 @@ def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
     if group_size % of_groups == 0:
       return of_prompts, of_groups
   raise ValueError(
-    f"{prompts} prompts of {group_size} samples cannot be cut into "
-    f"{micro_batches} equal parts (micro_batches): what is left of "
-    f"{micro_batches} after the prompts, {of_groups}, must divide the group "
-    "size"
+    f"{prompts} prompts of {group_size} samples cannot be divided into "
+    f"{micro_batches} equal parts (micro_batches): {of_groups}, the parts of "
+    "each group, must divide the group size"
   )
 
 
 def split_rows(tree: PyTree, parts: int) -> PyTree:
-  """Splits axis 0 into `parts`, row r to part r mod parts: [parts, rows, ...].
+  """Splits axis 0 into [parts, rows, ...]; row r goes to part r mod parts.
 
-  Strided, so that a batch sharded over devices stays spread over all of them.
+  So each part of a sharded batch stays spread over all devices.
   """
   return jax.tree.map(
     lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree
@@ -45,12 +43,12 @@ def split_rows(tree: PyTree, parts: int) -> PyTree:
 def draw_orders(
   key: Key[Array, ""], rows: int, parts: int, epochs: int
 ) -> Int[Array, "epochs blocks parts"]:
-  """Draws the order in which each epoch takes the rows.
+  """Draws the order of the rows in each epoch.
 
-  `split_rows` then gives row i of every block of `parts` consecutive rows to
-  minibatch i. The first epoch takes the rows as they come, the others in a new
-  order within each block: every row is as likely in any minibatch, and every
-  minibatch stays spread over all devices, without moving rows between them.
+  `split_rows` gives row i of every block of `parts` consecutive rows to
+  minibatch i. The first epoch keeps the order; later epochs shuffle the rows
+  within each block. So each row is equally likely in any minibatch, and no row
+  changes its device.
 
       block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
       0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
@@ -59,7 +57,7 @@ def draw_orders(
   key = random_key(key)
 
   def draw(epoch):
-    # Negative: the rollout folds numbers of samples into the same key.
+    # Negative, because the rollout folds sample numbers into the same key.
     drawn = jax.random.permutation(
       jax.random.fold_in(key, -1 - epoch), blocks, axis=1, independent=True
     )
@@ -69,7 +67,7 @@ def draw_orders(
 
 
 def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
-  """Takes the rows of axis 0 in one of the orders of `draw_orders`."""
+  """Reorders the rows of axis 0 by an epoch's order of `draw_orders`."""
 
   def leaf(x):
     blocks = x.reshape(*order.shape, *x.shape[1:])

@@ -16,7 +16,7 @@ from grpojax.core.types import LM, Params
 def _addresses(
   ids: Shaped[Array, "U G T"], rows: Rows
 ) -> Int[Array, "devices n"]:
-  """Returns each token's place in the samples of its device; -1 for none."""
+  """Returns each token's index in its device's samples; -1 on padding."""
   _, g, t = ids.shape
   sample = rows.prompt_of_row[..., None] * g + rows.sample_of_token
   address = sample * t + rows.position_of_token
@@ -29,7 +29,7 @@ def _pack(
   addresses: Int[Array, "devices n"],
   rows: Rows,
 ) -> Shaped[Array, "K 1 W *more"]:
-  """Puts the samples' tokens into rows; on padding stands any of them."""
+  """Puts the samples' tokens into rows; padding has arbitrary values."""
   more = values.shape[3:]
   samples = values.reshape(rows.sizes.devices, -1, *more)
   x = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(samples, addresses)
@@ -41,18 +41,18 @@ def _unpack(
   addresses: Int[Array, "devices n"],
   shape: tuple[int, int, int],
 ) -> Shaped[Array, "U G T *more"]:
-  """Puts tokens into their samples [U, G, T]; 0 where there is none."""
+  """Puts tokens into their samples [U, G, T]; 0 on padding."""
   size, more = math.prod(shape) // len(values), values.shape[2:]
   addresses = jnp.where(addresses < 0, size, addresses)
-  nothing = jnp.zeros((size, *more), values.dtype)
-  put = lambda x, at: nothing.at[at].set(x, mode="drop")
+  zeros = jnp.zeros((size, *more), values.dtype)
+  put = lambda x, at: zeros.at[at].set(x, mode="drop")
   return jax.vmap(put)(values, addresses).reshape(*shape, *more)
 
 
 def _mask_idle_prompts(
   prompt_mask: Bool[Array, "U P"], rows: Rows
 ) -> Bool[Array, "U P"]:
-  """Leaves tokens to those prompts alone that have a row."""
+  """Masks all tokens of prompts without a row."""
   devices = rows.sizes.devices
   prompt_of_row = by_device(rows.prompt_of_row, devices)
   real = by_device(jnp.any(rows.sample_of_token >= 0, axis=-1), devices)
@@ -74,10 +74,10 @@ def completion_logprobs(
   reference: Reference | None = None,
   **options: Any,
 ) -> TokenLogprobs:
-  """Computes `logprobs_and_load`, on the packed rows of these completions.
+  """Computes `logprobs_and_load`, on packed rows if `rows` is not None.
 
   Packed, results [B, G, T] are 0 on padding, and NaN if prompts are longer than
-  planned; `jax.jvp` does not go through them, and `LM.extend` gets `segments`.
+  planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
   """
   if rows is None:
     options |= dict(replayed=replayed, reference=reference)
@@ -97,7 +97,7 @@ def completion_logprobs(
     ref_hidden = _pack(reference.hidden, addresses, rows)
     reference = reference._replace(hidden=ref_hidden)
   prompt_mask = _mask_idle_prompts(prompt_mask, rows)
-  # With more real prompt tokens than there is room for, some would be lost.
+  # If prompt tokens do not fit, results are NaN instead of silently wrong.
   on_device = prompt_mask.reshape(sizes.devices, -1)
   count = jnp.sum(on_device, axis=1, keepdims=True)
   fits = count <= sizes.prompt_tokens
@@ -108,11 +108,11 @@ def completion_logprobs(
   )
   prompts = prompt_ids, prompt_mask
   if lm.forward is None:
-    # Each row computes its prompt anew, and its padding too.
+    # Without `LM.forward`, each row computes its own prompt, with padding.
     prompts = jax.tree.map(flat.of_rows, prompts)
     flat, segments = None, sample
   else:
-    # Flat tokens are of all prompts on a device, and so are their samples.
+    # Flat tokens of a device share one array, so segments count its samples.
     segments = rows.prompt_of_row[:, None, None] * ids.shape[1] + sample
     segments = jnp.where(sample < 0, -1, segments)
     addresses = jnp.take_along_axis(
