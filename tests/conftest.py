@@ -23,7 +23,8 @@ from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime.processes import interrupts
 
 HERE = pathlib.Path(__file__).parent
-sys.path += [str(HERE / folder) for folder in ("", "aot", "models")]  # helpers
+HELPERS = ("", "aot", "core", "models")
+sys.path += [str(HERE / folder) for folder in HELPERS]
 from toy_fixtures import toy, toy_model, toy_run, toy_task  # noqa: E402, F401
 
 LONG = (

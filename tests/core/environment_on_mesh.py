@@ -1,4 +1,4 @@
-"""A game on eight devices: the same trajectories, and next to nothing sent.
+"""A game on eight devices: equal trajectories, with little communication.
 
 Run with JAX_NUM_CPU_DEVICES=8; test_on_devices.py does.
 """
@@ -36,7 +36,7 @@ def sampled(params, prompts):
 
 
 def programs():
-  """A chunk, an observation and another chunk, as three programs."""
+  """Returns the programs that begin, decode a chunk, and feed observations."""
   bind = lambda f, **options: jax.jit(functools.partial(f, LM, **options))
   return (
     bind(chunks.begin, slots=36, eos_ids=ENDS, pad_id=0, **SIZES),
@@ -62,13 +62,13 @@ NAMES = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 
 
 def sent(compiled):
-  """Shapes that go over the wires."""
+  """Returns the shapes that devices exchange."""
   pattern = rf"= (\S+) (?:{NAMES})(?:-start)?\("
   return re.findall(pattern, compiled.as_text())
 
 
 def run_and_read(program, *args):
-  """Runs a program; it sends whether rows go on, and the longest one."""
+  """Runs a program, which may exchange only booleans and integers."""
   compiled = program.lower(*args).compile()
   wrong = [x for x in sent(compiled) if not re.match(r"(pred|s32)\[\]", x)]
   assert not wrong, wrong
@@ -90,7 +90,7 @@ def main():
     together = compiled(params, prompts)
   check_same(alone, together)
   assert (alone.turns == 2).any()
-  # Whether all are done, and whether a turn has ended; no rows.
+  # Booleans: whether all rows are done, and whether a turn has ended.
   shapes = sent(compiled)
   assert shapes and all(re.match(r"pred\[\]", x) for x in shapes), shapes
   alone = in_chunks(params, game.prompts(NUMBERS), lambda f, *args: f(*args))

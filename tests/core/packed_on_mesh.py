@@ -1,4 +1,4 @@
-"""Packed steps on a mesh of eight devices, against unpacked ones on one.
+"""Packed steps on eight devices, against unpacked steps on a single device.
 
 Run with JAX_NUM_CPU_DEVICES=8; test_on_devices.py does.
 """
@@ -23,7 +23,8 @@ from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T, V = 8, 6, 3, 16, 12
 ENTROPY = dict(entropy_coef=0.3, top_entropy_quantile=0.4)
-# Numbers of minibatches; micro-batches so small that packed rows are split.
+# Options by the number of minibatches. Packed rows are split, as micro-batches
+# are small.
 RUNS = {1: {}, 2: ENTROPY}
 
 
@@ -41,7 +42,7 @@ def samples(rng):
 
 
 def run(lm, params, drawn, rewards, layout, cuts, entropy):
-  """Parameters after a step of two epochs, and its metrics."""
+  """Returns the parameters after a step of two epochs, and its metrics."""
   tx, options = optax.sgd(0.1), UpdateOptions(epochs=2, **cuts)
   objective = Objective(beta=0.1, **entropy)
   update = make_update(lm, tx, objective, options)
@@ -67,7 +68,7 @@ def collectives(text):
 
 
 def check_pack(mesh_, drawn, layout):
-  """Samples are regrouped, and taken back, where they lie."""
+  """Splitting and joining need no communication."""
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
   split = lambda ids, layout: packing.split(ids[:, 0], ids, layout)[1]
   both = jax.jit(lambda *x: packing.join(split(*x), x[1], (B, G)))
@@ -76,7 +77,7 @@ def check_pack(mesh_, drawn, layout):
 
 
 def check_forward(mesh_, lm, params, drawn, layout):
-  """Flat tokens, heads, and rows that share prompts stay where they are."""
+  """The forward and backward pass only sum gradients, outside of loops."""
   params = jax.device_put(params, sharding.shardings(params, mesh_))
   data = place(mesh_, (drawn.prompt_ids, drawn.prompt_mask))
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
@@ -133,7 +134,7 @@ def main():
       layout = packing_layout.plan(lengths, T, np.full(B, P), P)
       check_forward(mesh_, lm, params, drawn, layout)
   with jax.set_mesh(mesh_):
-    # A micro-batch of one prompt has its group cut over the devices.
+    # A single prompt's group is sharded, which packing does not support.
     fewer = np.repeat(lengths[:1], 4, axis=1)
     assert packing_layout.plan(fewer, T, np.full(1, P), P) is None
 

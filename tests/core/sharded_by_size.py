@@ -1,4 +1,4 @@
-"""A step of a user's model whose parameters are split over eight devices.
+"""A step of a user's model with parameters sharded over eight devices.
 
 Run with JAX_NUM_CPU_DEVICES=8; test_on_devices.py does.
 """
@@ -15,7 +15,7 @@ VOCAB, WIDTH, MIN_SIZE = 32, 64, 1024
 
 
 class Model(nnx.Module):
-  """An embedding, sums of what came before, and two layers."""
+  """An embedding, prefix sums, and two layers."""
 
   def __init__(self, rngs):
     self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)

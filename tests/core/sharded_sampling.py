@@ -1,4 +1,4 @@
-"""Sampling and scoring with a vocabulary that is cut over eight devices.
+"""Sampling and log-probabilities with a vocabulary sharded over devices.
 
 Run with JAX_NUM_CPU_DEVICES=8; test_on_devices.py does.
 """
@@ -15,13 +15,13 @@ from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.types import LM, Prefix
 
-B, G, T, D, V = 4, 2, 3, 5, 1012  # a device holds 253 of the vocabulary
+B, G, T, D, V = 4, 2, 3, 5, 1012  # 253 token ids per device
 ALL = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 SETTINGS = [Sampling(), ALL, Sampling(temperature=0.0)]
 
 
 def language_model(constrain):
-  """Hidden states are a function of the token; `constrain` cuts the logits."""
+  """Returns a model of the last token; `constrain` shards the logits."""
   hidden = lambda ids: jnp.sin(ids[..., None] * jnp.arange(1.0, 1 + D))
   return LM(
     init=None,
@@ -33,7 +33,7 @@ def language_model(constrain):
 
 
 def program(constrain):
-  """Draws with all settings, and the scorer's values and gradients."""
+  """Returns samples with all settings, log-probabilities and gradients."""
   lm = language_model(constrain)
 
   def run(keys, logits, params, prompts, ids):
@@ -62,11 +62,11 @@ def arguments():
 
 
 def check_text(text):
-  """No array is as wide as the vocabulary; what is exchanged is a few a row."""
+  """Checks that no array spans the vocabulary, and exchanges are small."""
   wide = [x for x in text.splitlines() if re.search(rf"[\[,]{V}[\],]", x)]
   wide = [x for x in wide if re.match(r"\s*(ROOT )?%\S+ =", x)]
   assert not wide, "\n".join(wide)
-  assert re.search(rf"[\[,]{V // 4}\]", text)  # It was cut.
+  assert re.search(rf"[\[,]{V // 4}\]", text)  # It was sharded.
   names = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
   exchanged = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", text)
   assert exchanged
@@ -75,7 +75,7 @@ def check_text(text):
       sizes = [int(x) for x in sizes.split(",") if x]
       if sorted(sizes) == [D, V // 4]:
         continue  # The weights' gradient, summed over the rows.
-      # Per row of a device: a block of about sqrt(V), blocks' sums, or less.
+      # Per row: a block of about sqrt(V) tokens, or the sums of all blocks.
       assert np.prod(sizes) <= 2 * G * 44, shape
 
 

@@ -1,4 +1,4 @@
-"""How the token loop is cut changes no sample, and what it costs."""
+"""Stages and compaction of the decoding loop: equal samples, less work."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ PROMPTS = Prompts(
   jnp.asarray(np.random.default_rng(0).integers(1, 11, (B, 4))),
   jnp.arange(4) < LENGTHS[:, None],
 )
-# Samples end at any time, two of a group not at all, one at once.
+# Samples end early or late; two of the first group use all tokens.
 BUDGETS = jnp.asarray([[50, 3, 20, 50, 17], [1, 40, 0, 9, 33], [50] * G])
 PLAIN = Decoding(stages=1, compact=False)
 SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
@@ -29,12 +29,12 @@ SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
 
 @pytest.fixture(autouse=True)
 def short_stages(monkeypatch):
-  """Stages of 16 tokens are compacted, too."""
+  """Compacts stages of 16 tokens, too."""
   monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 16)
 
 
 def model(name):
-  """A tiny model with large weights, and its parameters."""
+  """Returns a tiny model and large random parameters."""
   changes = {
     "one_stack": {"layers": 9},
     "windows": {"local_layers": (True, False), "window": 5},
@@ -81,7 +81,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_work_changes_and_no_sample(name, tabular):
+def test_stages_do_not_change_samples(name, tabular):
   """A chain's samples end at an EOS; a simple cache has one stage."""
   settings = {}
   if name in ("chain", "simple"):
@@ -103,8 +103,8 @@ LATER = [pytest.param(name, marks=long) for name in LATER]
 
 
 @pytest.mark.parametrize("name", [pytest.param("windows", marks=slow), *LATER])
-def test_rows_of_different_lengths_in_a_cache(name):
-  """Each row has written 8 tokens, of which the first few are its own."""
+def test_aligned_rows_of_different_lengths_are_extended(name):
+  """Each row of the cache has 8 tokens, of which the first `lengths` stay."""
   lm, params = model(name)
   ids = jnp.asarray(np.random.default_rng(4).integers(1, 11, (B, G, 12)))
   lengths = jnp.asarray([[7, 0, 3, 1, 5], [2, 6, 6, 4, 0], [0] * G])
@@ -128,7 +128,7 @@ def test_rows_of_different_lengths_in_a_cache(name):
 
 
 def watched(lm, axis):
-  """A function that runs a model, and counts its rows (an axis) per token."""
+  """Returns a function that runs a model and records its rows per token."""
   rows = []
 
   def extend(params, prefix, ids, cache=None, **_):
@@ -147,13 +147,13 @@ def watched(lm, axis):
 
 
 @pytest.mark.slow
-def test_what_runs_follows_what_is_left(tabular):
+def test_groups_shrink_to_their_unfinished_samples(tabular):
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
   table, counted = jnp.zeros((3, 12, 11)), watched(tabular.lm(3, 11), 1)
   three = Decoding(stages=3)
   _, rows = counted(lambda lm: run(lm, table, three, budgets=budgets))
-  # Tokens 1 to 49 in stages that end at 16, 32 and 49. At the start of the
-  # third, one sample of the first group is left, and two of the second.
+  # Stages end at tokens 16, 32 and 49. The third starts with one unfinished
+  # sample in the first group, and two in the second.
   assert rows == [5] * 32 + [2] * 17
 
 
@@ -165,19 +165,18 @@ ROWS = Prompts(
 )
 
 
-def one_each(lm, params, decoding, budgets=ONE, **settings):
-  settings = {"prompts": ROWS} | settings
-  settings |= {"group_size": 1, "max_new_tokens": LONG}
-  return run(lm, params, decoding, budgets, **settings)
+def one_each(lm, params, decoding, budgets=ONE):
+  settings = {"group_size": 1, "max_new_tokens": LONG}
+  return run(lm, params, decoding, budgets, ROWS, **settings)
 
 
 @pytest.mark.slow
-def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
+def test_the_batch_shrinks_to_unfinished_prompts(tabular, monkeypatch):
   lm = tabular.lm(3, 11)
   table, counted = lm.init(jax.random.key(5)), watched(lm, 0)
   three = Decoding(stages=3)
   out, rows = counted(lambda lm: one_each(lm, table, three))
-  # Stages end at 48, 96 and 149; at 48, four are left, at 96 two.
+  # Stages end at 48, 96 and 149, with four unfinished prompts, two, and none.
   assert rows == [8] * 96 + [2] * 53
   assert_same(out, one_each(lm, table, PLAIN))
   simple, rows = counted(
@@ -185,11 +184,11 @@ def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
   )
   assert_same(simple, out)
   assert rows == [8] * 149
-  # All are done before the last stage, which does not run.
+  # The last stage is skipped if all are done.
   few = jnp.minimum(ONE, 90)
   _, rows = counted(lambda lm: one_each(lm, table, three, few))
   assert rows == [8] * 89
-  # Short stages are not compiled twice.
+  # Short stages have one size.
   monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 48)
   _, rows = counted(lambda lm: one_each(lm, table, Decoding(stages=4)))
   assert rows == [8] * 149
@@ -213,7 +212,7 @@ def test_prompts_stay_on_their_devices(sizes, shape, expected):
     assert decoding_lib.find_compaction(shape, prompts=True) == expected
 
 
-def test_each_device_leaves_out_rows_of_its_own():
+def test_compaction_takes_rows_of_each_device():
   halves = Compaction(2, 4, True)
   done = jnp.asarray([1, 1, 0, 1, 0, 1, 1, 1], bool)[:, None]
   order = halves.order(done, 1)
@@ -224,23 +223,13 @@ def test_each_device_leaves_out_rows_of_its_own():
 
 
 @pytest.mark.slow
-def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
-  lm = tabular.lm(3, 11)
-  table, last = lm.init(jax.random.key(5)), slice(3, 6)
-  of_part = lambda tree: jax.tree.map(lambda x: x[last], tree)
-  settings = {"prompts": of_part(ROWS), "first_prompt": last.start}
-  part = one_each(lm, table, PLAIN, ONE[last], **settings)
-  assert_same(part, of_part(one_each(lm, table, PLAIN)))
-
-
-@pytest.mark.slow
 def test_a_token_copies_neither_cache_nor_weights():
-  """Read in the compiled program: what stands in the loop is small."""
+  """The compiled loop copies only small arrays."""
   lm = transformer(TransformerConfig(layers=2, **SHAPE))
   params = jax.eval_shape(lm.init, jax.random.key(0))
 
   options = {"group_size": G, "max_new_tokens": 65, "eos_ids": (12,)}
-  options["decoding"] = PLAIN
+  options |= {"decoding": PLAIN}
   sample = lambda params: rollout(lm, params, PROMPTS, KEY, **options)
   module = hlo.parse(jax.jit(sample).lower(params).compile().as_text())
   counts = {}

@@ -1,4 +1,4 @@
-"""Environments in the decoding loop, against a loop that is written plainly."""
+"""Environments in the decoding loop, against a plain loop in Python."""
 
 import functools
 
@@ -7,6 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from environment_helpers import (
+  EOS,
+  KEY,
+  LONGEST,
+  PROMPTS,
+  reset,
+  sample_key,
+  sampled,
+  step,
+  turn_key,
+)
 
 import grpojax
 from grpojax.core.decoding import Decoding
@@ -14,44 +25,13 @@ from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.environment import Environment, Observation, returns
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
-from grpojax.core.types import Prompts
 
-KEY, EOS, LONGEST = jax.random.key(3), (0, 5), 3
-PROMPTS = Prompts(
-  jnp.array([[1, 2, 3], [4, 5, 0], [6, 1, 2]]),
-  jnp.array([[1, 1, 1], [1, 1, 0], [1, 1, 1]], bool),
-  targets=jnp.array([0, 1, 2]),
-)
-
-
-def reset(target, key):
-  return {"sum": target, "luck": jax.random.randint(key, (), 0, 3)}
-
-
-def step(state, ids, length, key):
-  """Answers 0 to 3 random tokens, ends at a sum, and rewards the length."""
-  total = state["sum"] + ids[0] + state["luck"] + length
-  answer = jax.random.randint(key, (LONGEST,), 1, 5)
-  return state | {"sum": total}, Observation(
-    answer, total % (LONGEST + 1), length / 10, total % 7 == 0
-  )
-
-
-ENVIRONMENT = Environment(reset, step, LONGEST, max_turns=4)
 close = functools.partial(np.testing.assert_allclose, atol=1e-5)
 
 
-def sampled(tiny, t_max=24, key=KEY, prompts=PROMPTS, **options):
-  options |= {"group_size": 4, "max_new_tokens": t_max, "eos_ids": EOS}
-  options["environment"] = ENVIRONMENT
-  run = functools.partial(rollout, tiny.lm, **options)
-  return jax.jit(run)(tiny.params, prompts, key)
-
-
-def replayed(tiny, whole, i, g, t_max):
-  """One trajectory, by whole forward passes."""
-  key = jax.random.fold_in(KEY, i * 4 + g)
-  state = reset(PROMPTS.targets[i], jax.random.fold_in(key, jnp.int32(-1)))
+def plain_loop(tiny, whole, i, g, t_max):
+  """Samples a trajectory by whole forward passes."""
+  key, state = sample_key(i, g), reset(PROMPTS.targets[i], turn_key(i, g, -1))
   prompt = PROMPTS.prompt_ids[i : i + 1], PROMPTS.prompt_mask[i : i + 1]
   prefix = tiny.lm.prefill(tiny.params, *prompt)
   first = tiny.lm.unembed(tiny.params, prefix.last_hidden)[0]
@@ -67,9 +47,8 @@ def replayed(tiny, whole, i, g, t_max):
     ids, turns = [*ids, int(drawn)], [*turns, turn]
     if ids[-1] not in EOS:
       continue
-    of_turn = jnp.array(ids[begin:]), len(ids) - begin
-    luck = jax.random.fold_in(key, jnp.int32(-2 - turn))
-    state, seen = step(state, *of_turn, luck)
+    turn_ids = jnp.array(ids[begin:])
+    state, seen = step(state, turn_ids, len(turn_ids), turn_key(i, g, turn))
     count, turn = int(seen.length), turn + 1
     rewards.append(float(seen.reward))
     if seen.done or turn == 4 or len(ids) + count + 1 > t_max:
@@ -81,14 +60,14 @@ def replayed(tiny, whole, i, g, t_max):
 
 
 @pytest.mark.slow
-def test_rows_are_those_of_a_plain_loop(tiny):
+def test_trajectories_equal_a_plain_loop(tiny):
   result = sampled(tiny, t_max=24)
   lm, params = tiny.lm, tiny.params
   states = lambda *x: lm.extend(params, *x)[0]
   whole = jax.jit(lambda *x: lm.unembed(params, states(*x)))
   ends = set()
   for i, g in np.ndindex(3, 4):
-    ids, turns, rewards, finished = replayed(tiny, whole, i, g, 24)
+    ids, turns, rewards, finished = plain_loop(tiny, whole, i, g, 24)
     n = len(ids)
     assert result.completion_ids[i, g].tolist() == ids + [0] * (24 - n)
     assert result.turns[i, g].tolist() == turns + [-1] * (24 - n)
@@ -96,43 +75,35 @@ def test_rows_are_those_of_a_plain_loop(tiny):
     assert bool(result.finished[i, g]) == finished
     rewards += [0] * (4 - len(rewards))
     np.testing.assert_allclose(result.turn_rewards[i, g], rewards, rtol=1e-6)
-    assert turns[-1] >= 0  # nothing is read at the end
+    assert turns[-1] >= 0  # no observation at the end
     ends.add((finished, n < 24))
   assert ends >= {(True, True), (False, True)}
   assert (result.turns >= 2).any() and (result.turn_rewards[..., 2] > 0).any()
 
 
 @pytest.mark.slow
-def test_what_was_drawn_is_scored_as_drawn(tiny):
+def test_rollout_and_trainer_logprobs_of_sampled_tokens_agree(tiny):
   sampling = Sampling(0.7, top_k=5)
   result = sampled(tiny, sampling=sampling)
   tokens = result.prompt_ids, result.prompt_mask, result.completion_ids
   logprobs, _ = token_logprobs(tiny.lm, tiny.params, *tokens, sampling=sampling)
-  read, own = result.completion_mask & ~result.sampled, result.sampled
+  read, drawn = result.completion_mask & ~result.sampled, result.sampled
   assert read.any() and not result.logprobs[read].any()
-  close(result.logprobs[own], logprobs[own], atol=2e-5)
+  close(result.logprobs[drawn], logprobs[drawn], atol=2e-5)
 
 
 @pytest.mark.slow
-def test_the_loop_may_be_cut_in_any_way(tiny):
+def test_stages_do_not_change_trajectories(tiny):
   plain = sampled(tiny, t_max=112, decoding=Decoding(stages=1, compact=False))
   staged = sampled(tiny, t_max=112, decoding=Decoding(stages=2))
   jax.tree.map(close, plain, staged)
-  # Some go on in the second stage, which has fewer rows then.
-  going_on = (plain.completion_mask.sum(-1) > 64).sum(-1)
-  assert 0 < going_on.max() < 3
-
-
-@pytest.mark.slow
-def test_a_row_that_only_pads_the_batch_is_empty(tiny):
-  mask = PROMPTS.prompt_mask.at[1].set(False)
-  result = sampled(tiny, prompts=PROMPTS.replace(prompt_mask=mask))
-  assert not result.completion_mask[1].any() and (result.turns[1] == -1).all()
-  assert not result.turn_rewards[1].any()
+  # The second stage has fewer rows.
+  unfinished = (plain.completion_mask.sum(-1) > 64).sum(-1)
+  assert 0 < unfinished.max() < 3
 
 
 def small(tiny, answer, state=0.0, max_turns=3, **changes):
-  """A rollout whose environment answers with a function of its state."""
+  """Returns a rollout whose environment answers a function of its state."""
   environment = Environment(
     lambda target, key: state, lambda s, *_: answer(s), LONGEST, max_turns
   )
@@ -155,27 +126,25 @@ seen = lambda **changes: lambda s: (s, SEEN._replace(**changes))
     (seen(), {"max_turns": 0}, "max_turns=0"),
     (seen(), {"max_turns": 2.0}, "max_turns=2.0"),
     (seen(), {"targets": jnp.zeros(2)}, "that of the prompts, .3,"),
-    (lambda s: SEEN, {}, "returns .state, Observation"),
-    (lambda s: (s, tuple(SEEN)), {}, "returns .state, Observation"),
-    (seen(ids=IDS[:2]), {}, r"ids is .*\(3,\)"),
-    (seen(ids=[1, 2, 3]), {}, "ids is integer"),
-    (seen(ids=IDS / 2), {}, "ids is integer"),
-    (seen(length=1.5), {}, "length is integer"),
-    (seen(reward=IDS), {}, "reward is real"),
-    (seen(reward=None), {}, "reward is real"),
-    (seen(done=0), {}, "done is boolean"),
-    (lambda s: (IDS, SEEN), {}, "state of the struct"),
-    (lambda s: (s > 0, SEEN), {}, "state of the struct"),
-    (lambda s: (s + 0.5, SEEN), {"state": 0}, "float32.*int32|int32.*not"),
+    (lambda s: (s, tuple(SEEN)), {}, "must return .state, Observation"),
+    (seen(ids=IDS[:2]), {}, r"ids must be .*\(3,\)"),
+    (seen(ids=[1, 2, 3]), {}, "ids must be integer"),
+    (seen(ids=IDS / 2), {}, "ids must be integer"),
+    (seen(length=1.5), {}, "length must be integer"),
+    (seen(reward=IDS), {}, "reward must be real"),
+    (seen(reward=None), {}, "reward must be real"),
+    (seen(done=0), {}, "done must be boolean"),
+    (lambda s: (IDS, SEEN), {}, "a state like reset's"),
+    (lambda s: (s + 0.5, SEEN), {"state": 0}, "int32.*, not .*float32"),
   ],
 )
-def test_what_cannot_be_is_refused(tiny, answer, changes, message):
+def test_invalid_environments_are_refused(tiny, answer, changes, message):
   with pytest.raises(ValueError, match=message):
     small(tiny, answer, **changes)
 
 
 @pytest.mark.long
-def test_a_state_of_integers_stays_one(tiny):
+def test_a_python_integer_can_be_the_state(tiny):
   count = lambda s: (s + 1, SEEN._replace(reward=s))
   result = small(tiny, count, state=0, targets=None)
   assert (result.turn_rewards == jnp.arange(3.0)).all()
@@ -185,13 +154,13 @@ def test_a_state_of_integers_stays_one(tiny):
 @pytest.mark.parametrize(
   ("ids", "length", "valid"),
   [
-    ([1, 2, 99], 2, True),  # what is not read may be anything
+    ([1, 2, 99], 2, True),  # ids after the length are not read
     ([1, -2, 3], 2, False),
     ([1, 2, 3], 4, False),
     ([1, 2, 3], -1, False),
   ],
 )
-def test_an_answer_that_cannot_be_read_has_no_reward(tiny, ids, length, valid):
+def test_an_invalid_observation_has_no_reward(tiny, ids, length, valid):
   answer = seen(ids=jnp.array(ids), length=length, reward=0.5)
   result = small(tiny, answer)
   assert (jnp.isfinite(result.turn_rewards[..., 0]) == valid).all()
@@ -201,8 +170,7 @@ def test_an_answer_that_cannot_be_read_has_no_reward(tiny, ids, length, valid):
 
 
 @pytest.mark.slow
-def test_groups_are_equal_where_no_turn_differs(tiny):
-  """Returns that are equal may be of turns that are not."""
+def test_groups_of_equal_returns_can_differ_in_their_turns(tiny):
 
   def step(state, ids, length, key):
     first = ids[0] % 2

@@ -1,4 +1,4 @@
-"""Expected updates over all groups of a chain with seven completions."""
+"""Expected updates, by enumeration of all groups of seven completions."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ def all_groups(size):
 
 
 def logprobs(table, sampling=Sampling()):
-  """Log-probabilities [7, 2] of all completions' tokens; 0 on padding."""
+  """Returns log-probabilities [7, 2] of all completions; 0 on padding."""
   rows = np.stack([np.zeros(7, int), 1 + IDS[:, 0]], axis=-1)
   logits = jnp.asarray(table)[rows]
   log_p = jax.nn.log_softmax(transform_logits(logits, sampling))
@@ -52,7 +52,7 @@ def expected_step(
   rewards=REWARDS,
   **kl,
 ):
-  """E[-update] of gradient descent at learning rate 1, over 7^G groups."""
+  """Returns E[-update] over 7^G groups, of SGD with learning rate 1."""
   tx = optax.sgd(1.0)
   objective = Objective(
     advantage=advantage,
@@ -65,7 +65,7 @@ def expected_step(
   scored = logprobs(table[0], sampling)
   groups = jnp.asarray(all_groups(group_size))
 
-  def one(group):
+  def update_of(group):
     samples = Rollout(
       prompt_ids=jnp.zeros((1, 1), jnp.int32),
       prompt_mask=jnp.ones((1, 1), bool),
@@ -83,7 +83,7 @@ def expected_step(
   @jax.jit
   def expectation():
     probability = jnp.exp(scored.sum(-1))[groups].prod(-1)
-    return jnp.tensordot(probability, jax.vmap(one)(groups), 1)
+    return jnp.tensordot(probability, jax.vmap(update_of)(groups), 1)
 
   return expectation()
 
@@ -111,7 +111,7 @@ CUT = Sampling(0.8, top_k=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
-  """The gradient of E[R] - beta KL(pi || ref) of completions, ref uncut."""
+  """It is the gradient of E[R] - beta KL(pi || ref), with ref uncut."""
   lm, beta = tabular.lm(1, 3), 0.7
   table, reference = (lm.init(key) for key in jax.random.split(KEY))
   uncut = Sampling(sampling.temperature)
@@ -128,17 +128,17 @@ def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
 
 @pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
-  """From a teacher with one id more; k3 times the ratio has the same mean."""
+  """The teacher has an extra id; k3 times the ratio has the same mean."""
   lm, ref_lm = tabular.lm(1, 3), tabular.lm(1, 4)
   table, reference = lm.init(KEY), ref_lm.init(jax.random.key(6))
   logits = transform_logits(reference[0] / sampling.temperature)
-  of_teacher = jax.nn.log_softmax(logits)[:4, :3]
+  ref_log_p = jax.nn.log_softmax(logits)[:4, :3]
   visits = jnp.exp(jax.nn.log_softmax(transform_logits(table[0], sampling)))
   visits = jnp.array([1.0, 0.0, visits[0, 1], visits[0, 2]])  # 0 is the end
 
   def divergence(table):
     log_p = jax.nn.log_softmax(transform_logits(table[0], sampling))
-    return visits @ (jnp.exp(log_p) * (log_p - of_teacher)).sum(-1)
+    return visits @ (jnp.exp(log_p) * (log_p - ref_log_p)).sum(-1)
 
   def step(**kl):
     options = {"ref_lm": ref_lm, "rewards": jnp.zeros(7)} | kl
@@ -154,13 +154,13 @@ def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
   np.testing.assert_allclose(estimate, exact, atol=2e-6)
 
 
-# Samples of another policy.
+# Importance weights for samples of another policy.
 
 GROUPS = all_groups(3)
 RNG = np.random.default_rng(0)
 POLICY = RNG.normal(size=(4, 3))
 SAMPLER = POLICY + 0.4 * RNG.normal(size=(4, 3))
-# Their own reward does not reach the baseline, or scales all advantages alike.
+# A sample's reward does not affect its baseline, or only scales the advantages.
 EXACT = (
   "vanilla leave_one_out dr_grpo shrinkage beta_binomial length_weighted "
   "score_weighted optimal_token_baseline"
@@ -168,27 +168,27 @@ EXACT = (
 
 
 def advantages_of(name, sampled):
-  """Advantages [groups, 3, 2] of tokens; other prompts' rewards are fixed."""
-  others = jnp.array([[0.1, 0.9, 0.4], [0.8, 0.6, 0.3]])
+  """Returns token advantages [groups, 3, 2], with two other fixed prompts."""
+  fixed_rewards = jnp.array([[0.1, 0.9, 0.4], [0.8, 0.6, 0.3]])
   score_sq = jnp.where(MASK, jnp.expm1(sampled) ** 2, 0)
 
-  def one(group):
-    def of_batch(x):  # the other prompts have the first group's completions
+  def group_advantages(group):
+    def batch(x):
       fixed = jnp.asarray(x)[GROUPS[:2] + 2]
       return jnp.concatenate([jnp.asarray(x)[group][None], fixed])
 
-    offered = {"k": 2, "lengths": of_batch(MASK.sum(-1))}
-    offered |= {"sampled": of_batch(MASK), "token_score_sq": of_batch(score_sq)}
-    offered["logit_score_sq"] = of_batch(score_sq.sum(-1))
-    rewards = jnp.concatenate([REWARDS[group][None], others])
+    offered = {"k": 2, "lengths": batch(MASK.sum(-1)), "sampled": batch(MASK)}
+    offered["token_score_sq"] = batch(score_sq)
+    offered["logit_score_sq"] = batch(score_sq.sum(-1))
+    rewards = jnp.concatenate([REWARDS[group][None], fixed_rewards])
     advantages = bind(ADVANTAGES[name], **offered)(rewards)
     return jnp.broadcast_to(advantages[0].reshape(3, -1), (3, 2))
 
-  return jax.vmap(one)(jnp.asarray(GROUPS))
+  return jax.vmap(group_advantages)(jnp.asarray(GROUPS))
 
 
 def expected_gradient(name, sampler, correction):
-  """Expected gradient estimate by the groups that `sampler` writes."""
+  """Returns the expected gradient estimate of groups drawn from `sampler`."""
   sampled = logprobs(sampler)
   log_ratio = logprobs(POLICY) - sampled
   weights = jnp.ones((7, 2))
@@ -205,18 +205,18 @@ def expected_gradient(name, sampler, correction):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_corrections_of_whole_sequences_are_exact_for_some(name):
-  """Unbounded, for baselines of the others; token weights for none."""
+def test_only_sequence_corrections_can_be_exact(name):
+  """They are exact without bounds, for the advantages `EXACT`."""
 
   @jax.jit
-  def all_of_them():
-    own = expected_gradient(name, POLICY, "none")
-    return own, [expected_gradient(name, SAMPLER, x) for x in CORRECTIONS]
+  def expected_gradients():
+    on_policy = expected_gradient(name, POLICY, "none")
+    return on_policy, [expected_gradient(name, SAMPLER, x) for x in CORRECTIONS]
 
-  own, gradients = all_of_them()
-  size = np.linalg.norm(own)
+  on_policy, gradients = expected_gradients()
+  size = np.linalg.norm(on_policy)
   for correction, gradient in zip(CORRECTIONS, gradients, strict=True):
-    error = np.linalg.norm(gradient - own) / size
+    error = np.linalg.norm(gradient - on_policy) / size
     if name in EXACT and correction.startswith("sequence_"):
       assert error < 1e-5, correction
     else:
@@ -232,7 +232,7 @@ OTHER_SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", OTHER_SAMPLERS)
-def test_subsets_of_another_policys_samples_are_refused(sampler):
+def test_subset_advantages_require_on_policy_samples(sampler):
   config = default_job()
   config.update_from_flattened_dict(OTHER_SAMPLERS[sampler])
   from_config(config)
@@ -242,7 +242,7 @@ def test_subsets_of_another_policys_samples_are_refused(sampler):
     from_config(config)
 
 
-def test_the_update_refuses_subsets_by_name_and_by_function(tabular):
+def test_the_update_refuses_corrected_subset_advantages(tabular):
   wrapped = functools.partial(ADVANTAGES["max_at_k"], k=2)
   for advantage in ("max_rl", ADVANTAGES["pairwise_rank"], wrapped):
     objective = Objective(advantage=advantage, correction="sequence_mask")

@@ -1,4 +1,4 @@
-"""Real tokens side by side: their places, values and gradients."""
+"""Flat arrays of real tokens: their index, values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +13,14 @@ REAL = [[[1, 1, 1, 0], [0, 0, 0, 0]], [[1, 1, 0, 1], [1, 0, 0, 0]]]
 REAL = np.array(REAL, bool)
 
 
-def test_an_index_by_hand():
-  """Two devices with a prompt each, and room for five tokens."""
-  index = flat_tokens.find_tokens(jnp.asarray(REAL), 2, 5)
-  np.testing.assert_array_equal(
-    index.token_of_place, [[0, 1, 2, 5, 5, 5, 5, 5], [0, 1, 5, 2, 3, 5, 5, 5]]
-  )
-  np.testing.assert_array_equal(
-    index.place_of_token, [[0, 1, 2, 8, 8], [0, 1, 3, 4, 8]]
-  )
-  # Tokens without room are nowhere.
+def test_tokens_without_room_are_dropped():
   index = flat_tokens.find_tokens(jnp.asarray(REAL), 1, 3)
   assert np.sum(index.token_of_place < 3) == 3
   np.testing.assert_array_equal(index.place_of_token, [[0, 1, 2]])
 
 
 @pytest.mark.parametrize("devices, size", [(1, 9), (2, 4)])
-def test_tokens_there_and_back_without_a_scatter(devices, size):
+def test_flatten_and_unflatten_are_gathers(devices, size):
   index = flat_tokens.find_tokens(jnp.asarray(REAL), devices, size)
   choose = np.zeros((devices, size, devices, 16 // devices))
   for device, real in enumerate(REAL.reshape(devices, -1)):
@@ -41,28 +32,26 @@ def test_tokens_there_and_back_without_a_scatter(devices, size):
 
   @jax.jit
   def both_ways(x, flat):
-    there, gradient = jax.vjp(lambda x: flat_tokens.flatten(x, index), x)
-    back, of_back = jax.vjp(
+    there, there_vjp = jax.vjp(lambda x: flat_tokens.flatten(x, index), x)
+    back, back_vjp = jax.vjp(
       lambda flat: flat_tokens.unflatten(flat, index, x.shape[:3]), flat
     )
-    return there, back, gradient(flat)[0], of_back(x)[0]
+    return (there, back_vjp(x)[0]), (back, there_vjp(flat)[0])
 
-  there, back, of_there, of_back = (
-    np.asarray(y).reshape(-1, 3) for y in both_ways(x, flat)
-  )
-  x_, flat_ = x.reshape(16, 3), flat.reshape(-1, 3)
-  for actual, expected in ((there, choose @ x_), (back, choose.T @ flat_)):
-    np.testing.assert_array_equal(actual, expected.astype(np.float32))
-  np.testing.assert_array_equal(of_there, back)
-  np.testing.assert_array_equal(of_back, there)
+  results = both_ways(x, flat)
+  matrices = (choose, x.reshape(16, 3)), (choose.T, flat.reshape(-1, 3))
+  for values, (matrix, y) in zip(results, matrices, strict=True):
+    for value in values:
+      expected = np.float32(matrix @ y)
+      np.testing.assert_array_equal(np.reshape(value, (-1, 3)), expected)
   text = both_ways.lower(x, flat).as_text()
   assert "gather" in text and "scatter" not in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_rows_share_is_summed_in_float32(dtype):
-  """300 times 1/256 is 1.17; a sum of bfloat16 would stop at 1."""
+def test_gradients_of_shared_prompts_are_summed_in_float32(dtype):
+  """300 times 1/256 is 1.17; a sum in bfloat16 would stop at 1."""
   prompt_of_row = jnp.array([[0] * 300 + [2]])
   none = flat_tokens.find_tokens(jnp.zeros((301, 1, 1), bool), 1, 1)
   flat = FlatTokens(none, none, prompt_of_row)
@@ -70,7 +59,7 @@ def test_what_rows_share_is_summed_in_float32(dtype):
   shared, back = jax.vjp(flat.of_rows, x)
   np.testing.assert_array_equal(shared, x[prompt_of_row[0]])
   data = jnp.full((301, 2), 1 / 256, dtype)
-  # CPUs sum products of bfloat16 in float32 unasked.
+  # CPUs always sum products of bfloat16 in float32, so look at the program.
   assert "preferred_element_type=float32" in str(jax.make_jaxpr(back)(data))
   (gradient,) = back(data)
   assert gradient.dtype == dtype

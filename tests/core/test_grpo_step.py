@@ -41,7 +41,7 @@ def share_of_target(samples, targets):
 
 @pytest.fixture(scope="module")
 def chain_step(tabular):
-  """A step of a chain, its first state and its reference."""
+  """A step of a chain, its first state and its reference policy."""
   lm, tx = tabular.lm(2, 5), optax.adam(0.2)
   params, ref = (lm.init(key) for key in jax.random.split(KEY))
   options = {"objective": OBJECTIVE, "update": OPTIONS, "sampling": SAMPLING}
@@ -60,9 +60,9 @@ def close(a, b):
 
 
 @pytest.mark.slow
-def test_a_step_is_its_three_parts(chain_step):
+def test_a_step_samples_makes_a_batch_and_updates(chain_step):
   lm, tx, _, step, state, ref = chain_step
-  state, _ = step(state, PROMPTS, ref)  # The second step: not key and step 0.
+  state, _ = step(state, PROMPTS, ref)  # Test the second step.
   got, metrics = step(state, PROMPTS, ref)
   draw = functools.partial(rollout, lm, sampling=SAMPLING, **SETTINGS)
   key = jax.random.fold_in(state.key, 1)
@@ -83,7 +83,7 @@ def test_a_step_is_its_three_parts(chain_step):
 
 @pytest.mark.slow
 def test_a_second_step_compiles_nothing(chain_step):
-  """The first state can be donated."""
+  """With donated states."""
   _, tx, whole, _, state, ref = chain_step
   params = jax.tree.map(jnp.copy, state.params)
   state = init_state(params, tx, jax.random.key(5))
@@ -107,7 +107,7 @@ def test_steps_can_be_scanned_and_learn(chain_step):
 
 
 @pytest.mark.slow
-def test_an_advantage_gets_lengths_and_a_bound(tabular):
+def test_custom_advantages_get_lengths_and_are_clipped(tabular):
   lm = tabular.lm(2, 5)
   params = lm.init(KEY)
   draw = functools.partial(rollout, lm, **SETTINGS)

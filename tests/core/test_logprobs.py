@@ -43,7 +43,7 @@ def test_closed_form_on_a_markov_chain(tabular, sampling):
 
 
 def with_gradient(lm, params, ids, **options):
-  """Weighted log-probabilities, entropies and KL, and their gradient."""
+  """Returns a weighted sum of log-probabilities and terms, with gradient."""
 
   def objective(params):
     actual = logprobs_and_load(lm, params, PROMPTS, PROMPT_MASK, ids, **options)
@@ -59,7 +59,7 @@ def with_gradient(lm, params, ids, **options):
 
 @pytest.mark.parametrize("term", ["", "entropy_gradient", "reference"])
 def test_memory_at_a_vocabulary_of_152_thousand(term):
-  """At most four arrays of a chunk's logits, one more for the entropy's."""
+  """At most four arrays of a chunk's logits, or five with the entropy."""
   chunk, vocab = 512, 151_936
   lm = LM(
     init=None,
@@ -85,8 +85,8 @@ def test_memory_at_a_vocabulary_of_152_thousand(term):
 
 
 @pytest.mark.slow
-def test_gradients_are_added_up_in_float32():
-  """Of a bfloat16 head, over 512 chunks of one token."""
+def test_gradients_of_chunks_are_added_in_float32():
+  """A bfloat16 head, and 512 chunks of a token."""
   tokens, vocab = 512, 4
   lm = LM(
     init=None,

@@ -1,4 +1,4 @@
-"""Packed rows: where tokens lie, and that nothing else depends on it."""
+"""Packing: its layouts, and that it changes neither values nor gradients."""
 
 import dataclasses
 
@@ -31,16 +31,8 @@ KEY = jax.random.key(5)
 # Layouts.
 
 
-def test_first_fit_by_hand():
-  """Longest first, each into the first row that has room for it."""
-  rows, starts = packing_layout.first_fit(np.array([[3, 6, 1, 5, 4, 0]]), 10)
-  # 6 | 5 | then 4 beside 6, 3 beside 5, 1 beside 5 and 3: 10 and 9 of 10.
-  assert_array_equal(rows, [[1, 0, 1, 1, 0, 0]])
-  assert_array_equal(starts[0, :5], [5, 0, 8, 0, 6])
-
-
 def test_a_packing_by_hand():
-  """Rows of 4 are half of T; the second prompt has none."""
+  """Rows are T / 2 = 4 wide; the second prompt has no rows."""
   lengths = np.array([[4, 1, 4, 3], [0] * 4, [2, 1, 0, 1]])
   planned = packing_layout.plan(lengths, 8, np.array([5, 5, 4]), 6)
   rows = planned.rows
@@ -51,12 +43,12 @@ def test_a_packing_by_hand():
   assert rows.prompt_of_row.tolist() == [[[0, 0, 0, 1, 0]]]
   assert planned.prompt_of_copy.tolist() == [[[0, 2]]]
   assert planned.copy_of_sample.tolist() == [[0] * 4, [2] * 4, [1, 1, 2, 1]]
-  # 16 tokens of completions, and 9 of two prompts, three quarters of 2 x 6.
+  # Room for 16 completion tokens, and for 9 prompt tokens, 3/4 of 2 x 6.
   assert rows.sizes == packing.Sizes(1, 1, 16, 9, 12)
 
 
 def test_two_micro_batches_by_hand():
-  """Of as many tokens; the second prompt has rows, and a copy, in both."""
+  """The second prompt has rows, and so a copy, in both."""
   lengths = np.array([[4, 3, 4, 0], [4, 4, 4, 4]])
   planned = packing_layout.plan(lengths, 7, np.array([1, 3]), 4, 1, 2)
   rows = planned.rows
@@ -65,9 +57,9 @@ def test_two_micro_batches_by_hand():
   assert rows.sample_of_token[..., 0].tolist() == [
     [[0, 2, 1, 0], [1, 2, 3, -1]]
   ]
-  # Of the copies of both micro-batches; there are four.
+  # There are four copies in all.
   assert planned.copy_of_sample.tolist() == [[0, 0, 0, 4], [1, 2, 2, 2]]
-  # The first has 15 tokens of completions, and 4 of prompts.
+  # The first micro-batch has 15 completion tokens and 4 prompt tokens.
   assert rows.sizes == packing.Sizes(1, 1, 16, 6, 4)
 
 
@@ -81,7 +73,7 @@ def draw_lengths(rng, b=B, g=G, t=T):
   "prompt_length, devices, minibatches, micro_batches",
   [(0, 1, 1, 1), (3, 1, 1, 6), (9, 2, 1, 2), (3, 1, 2, 1), (2, 2, 2, 3)],
 )
-def test_each_real_token_lies_somewhere_once(
+def test_each_real_token_has_one_place(
   prompt_length, devices, minibatches, micro_batches
 ):
   rng, sizes = np.random.default_rng(devices), set()
@@ -106,7 +98,7 @@ def test_each_real_token_lies_somewhere_once(
 
 
 def check_tokens(planned, lengths):
-  """Every completion is whole and in one row, whose prompt is its own."""
+  """Checks that each completion is contiguous in a row of its prompt."""
   rows, (bundles, splits, u) = planned.rows, planned.prompt_of_copy.shape
   of_bundle = B // bundles
   real = rows.sample_of_token >= 0
@@ -119,9 +111,9 @@ def check_tokens(planned, lengths):
       continue
     bundle, (split, copy) = prompt // of_bundle, divmod(copy, u)
     assert planned.prompt_of_copy[bundle, split, copy] == prompt % of_bundle
-    own = rows.sample_of_token[bundle, split] == sample
-    own &= rows.prompt_of_row[bundle, split][:, None] == copy
-    row, place = np.nonzero(own)
+    is_sample = rows.sample_of_token[bundle, split] == sample
+    is_sample &= rows.prompt_of_row[bundle, split][:, None] == copy
+    row, place = np.nonzero(is_sample)
     assert_array_equal(row, [row[0]] * length)
     assert_array_equal(place, place[0] + np.arange(length))
     positions = rows.position_of_token[bundle, split, row, place]
@@ -129,7 +121,7 @@ def check_tokens(planned, lengths):
 
 
 def check_room(planned, prompts):
-  """A micro-batch has room for any bundles, as many as it may have."""
+  """Checks that a micro-batch has room for any of the bundles."""
   rows, (bundles, splits, _) = planned.rows, planned.prompt_of_copy.shape
   real = rows.sample_of_token >= 0
   prompt_tokens = np.zeros((bundles, splits), int)
@@ -144,17 +136,22 @@ def check_room(planned, prompts):
 
 
 def check_size(planned, prompt_length, parts):
-  """Micro-batches are not larger than so many parts of the batch as it is."""
-  rows, count = planned.rows, planned.micro_batches()
+  """Checks that micro-batches are not larger than unpacked ones."""
+  most = B * (prompt_length + G * T) * planned.micro_batches() / parts
+  assert memory_in_tokens(planned, prompt_length) <= most
+
+
+def memory_in_tokens(planned, prompt_length):
+  """Returns the memory: a third follows tokens, two thirds padded tokens."""
+  rows = planned.rows
   room = rows.sizes.devices * (rows.sizes.tokens + rows.sizes.prompt_tokens)
-  copies = planned.prompt_of_copy.size
-  padded = rows.sample_of_token.size + copies * prompt_length
-  most = B * (prompt_length + G * T) * count / parts
-  assert packing_layout.size(count * room, padded) <= most
+  padded_prompts = planned.prompt_of_copy.size * prompt_length
+  padded = rows.sample_of_token.size + padded_prompts
+  return (planned.micro_batches() * room + 2 * padded) / 3
 
 
-def test_a_split_may_have_more_rows_than_samples_of_an_even_one():
-  """Rows of 16, a sample each, in splits of about 25 tokens."""
+def test_splits_may_have_different_numbers_of_rows():
+  """Rows of 16, with a sample each, in splits of about 25 tokens."""
   lengths = np.array([[9] * 4, [16] * 4])
   planned = packing_layout.plan(lengths, 64, np.array([8, 7]), 8, 1, 8)
   rows = planned.rows.sample_of_token >= 0
@@ -174,27 +171,27 @@ def test_shapes_are_few_as_lengths_drift():
   assert 3 < len(shapes) < 15
 
 
-def test_no_packing_where_it_saves_nothing():
+def test_a_full_batch_is_not_packed():
   prompts = np.full(B, 4)
   full = packing_layout.plan(np.full((B, G), T), T, prompts, 4)
   assert full is None
-  # No two share a row, but what is real is little more than half.
+  # Samples do not share rows, but little more than half of the tokens is real.
   half = packing_layout.plan(np.full((B, G), T // 2 + 1), T, prompts, 4)
   assert half.rows.sample_of_token.shape == (1, 1, B * G, T)
   assert half.rows.sizes.tokens < 0.7 * B * G * T
-  nothing = packing_layout.plan(np.zeros((B, G), int), T, prompts, 4)
-  assert nothing.rows.sample_of_token.shape == (1, 1, 1, T // 4)
-  assert nothing.rows.sizes.tokens == 1
+  empty = packing_layout.plan(np.zeros((B, G), int), T, prompts, 4)
+  assert empty.rows.sample_of_token.shape == (1, 1, 1, T // 4)
+  assert empty.rows.sizes.tokens == 1
 
 
-def test_what_cannot_be_packed_is_refused():
-  one = np.array([1])
-  with pytest.raises(ValueError, match="3 samples cannot be cut into 2"):
-    packing_layout.plan(np.ones((1, 3), int), 3, one, 1, micro_batches=2)
+def test_a_packing_requires_equal_and_small_micro_batches():
+  lengths, prompts = np.ones((1, 3), int), np.array([1])
+  with pytest.raises(ValueError, match="3 samples cannot be divided into 2"):
+    packing_layout.plan(lengths, 3, prompts, 1, micro_batches=2)
   planned = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
   batch = jnp.ones((3, 8)), jnp.ones((3, 4, 8)), planned
   jax.eval_shape(lambda: packing.split(*batch, 1))
-  with pytest.raises(ValueError, match="packed in 1 micro-batches, each may"):
+  with pytest.raises(ValueError, match="1 micro-batches may be larger than 2"):
     packing.split(*batch, 2)
 
 
@@ -228,7 +225,7 @@ FAMILIES = {
 }
 
 
-def test_every_family_is_here():
+def test_all_families_are_tested():
   assert FAMILIES.keys() == hf.FAMILIES.keys()
 
 
@@ -240,7 +237,7 @@ def normal(shapes, seed=0, deviation=0.5):
 
 
 def draw_samples(longest=T, vocab=11):
-  """Completions of 0 to T tokens; the last prompt only pads the batch."""
+  """Returns completions of 0 to T tokens; the last prompt is padding."""
   rng = np.random.default_rng(1)
   lengths = np.minimum(rng.geometric(0.3, (B, G)), longest)
   lengths[1, 1], lengths[0, 0], lengths[-1] = 0, longest, 0
@@ -256,7 +253,7 @@ def draw_samples(longest=T, vocab=11):
 
 
 def assert_near(result, expected, tolerance):
-  """To a share of the largest number of all."""
+  """Compares with a tolerance relative to the largest number."""
   scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
   options = {"rtol": 0, "atol": tolerance * scale}
   for x, y in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
@@ -264,7 +261,7 @@ def assert_near(result, expected, tolerance):
 
 
 def differentiate(lm, params, samples, layout):
-  """Gradients, and log-probabilities and entropies of real tokens."""
+  """Returns gradients, and log-probabilities and entropies of real tokens."""
   prompts = samples.prompt_ids, samples.prompt_mask
   ids, rows = samples.completion_ids, None
   if layout is not None:
@@ -294,10 +291,10 @@ def differentiate(lm, params, samples, layout):
     for x in FAMILIES
   ],
 )
-def test_packed_is_unpacked(kind):
-  """Log-probabilities, entropies and gradients; of gemma2, of adapters."""
+def test_packing_does_not_change_logprobs_and_gradients(kind):
+  """The gradients of gemma2 are those of adapters."""
   hf_config = {"model_type": kind} | SMALL | FAMILIES[kind]
-  # With larger weights softmax saturates, and rounding errors grow with them.
+  # Larger weights would saturate the softmax and increase rounding errors.
   params = normal(hf.abstract_params(hf_config), deviation=0.25)
   lm = transformer(hf.to_transformer_config(hf_config))
   if kind == "gemma2":
@@ -314,7 +311,7 @@ def test_packed_is_unpacked(kind):
 
 
 @pytest.mark.slow
-def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
+def test_prompts_longer_than_planned_give_nan(tiny):
   lengths, known = np.array([[3, 1], [2, 2]]), np.array([2, 1])
   layout = packing_layout.plan(lengths, 8, known, 8)
   prompts, ids = jnp.ones((2, 8), int), jnp.ones((2, 2, 8), int)
@@ -334,7 +331,7 @@ def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
 
 
 def make_step(lm, samples, rewards, **cuts):
-  """`(params, layout)` -> parameters after a step, metrics and batch."""
+  """Returns the step from params to params, metrics and log-probabilities."""
   tx, options = optax.sgd(0.1), UpdateOptions(chunk_size=5, **cuts)
   gspo = {"ratio": "sequence_ratio", "weighting": "sequence_mean"}
   objective = Objective(beta=0.1, old_logprobs="trainer", **gspo)
@@ -366,10 +363,10 @@ def make_step(lm, samples, rewards, **cuts):
     (1, 8, (1, 2, 4, T // 2)),
   ],
 )
-def test_a_packed_step_is_an_unpacked_one(
+def test_packing_does_not_change_a_step(
   tiny, tabular, minibatches, micro_batches, shape
 ):
-  """Epochs, minibatches, cut groups, GSPO, missing rewards, empty rows."""
+  """With epochs, minibatches, split groups, GSPO and missing rewards."""
   lengths, samples = draw_samples(longest=T // 2)
   rewards = np.random.default_rng(3).normal(size=(B, G))
   rewards[0, 2], rewards[2, 5] = np.nan, np.inf
@@ -379,7 +376,7 @@ def test_a_packed_step_is_an_unpacked_one(
   assert layout.rows.sample_of_token.shape == shape
   lm, params = tabular.lm(11, 11), None
   params = lm.init(KEY)
-  if micro_batches % 3 == 0:  # with attention, which takes a while to compile
+  if micro_batches % 3 == 0:  # with attention, which compiles slowly
     lm, params = tiny.lm, tiny.params
   cuts = {"minibatches": minibatches, "micro_batches": micro_batches}
   step = make_step(lm, samples, jnp.asarray(rewards), epochs=2, **cuts)
@@ -393,13 +390,13 @@ def test_a_packed_step_is_an_unpacked_one(
 
 
 def memory(lm, parts, sizes, layout):
-  """Bytes that a compiled step holds besides what it takes and returns."""
+  """Returns the bytes of temporary arrays of a compiled step."""
   b, g, t, p = sizes
-  of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-  prompts = of(jnp.int32, b, p), of(bool, b, p)
-  completions = of(jnp.int32, b, g, t), of(bool, b, g, t)
-  done = of(bool, b, g)
-  samples = Rollout(*prompts, *completions, of(jnp.float32, b, g, t), done)
+  array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+  prompts = array(jnp.int32, b, p), array(bool, b, p)
+  ids, mask = array(jnp.int32, b, g, t), array(bool, b, g, t)
+  logprobs, done = array(jnp.float32, b, g, t), array(bool, b, g)
+  samples = Rollout(*prompts, ids, mask, logprobs, done)
   tx = optax.sgd(0.1)
 
   def step(params, samples):
@@ -418,11 +415,11 @@ def memory(lm, parts, sizes, layout):
   "remat, wide_heads",
   [pytest.param("selective", False, marks=pytest.mark.long), ("none", True)],
 )
-def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
-  """A compiled part of almost the largest size.
+def test_packed_micro_batches_take_no_more_memory(remat, wide_heads):
+  """Compiled micro-batches of almost the largest size.
 
-  Full rows, and heads as wide as hidden states; or one long completion among
-  almost empty rows, and wider heads.
+  Either rows are full, and heads as wide as hidden states; or rows are almost
+  empty except for one completion, and heads are wider.
   """
   sizes = b, g, t, p = (8, 2, 256, 16) if wide_heads else (8, 8, 256, 64)
   lengths = np.random.default_rng(0).integers(130, 178, (b, g))
@@ -438,11 +435,9 @@ def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
     mlp=384,
   )
   layout = packing_layout.plan(lengths, t, np.full(b, p), p, 1, 4)
-  rows, part, parts = layout.rows, layout.rows.sizes, layout.micro_batches()
-  places = rows.sample_of_token.size + layout.prompt_of_copy.size * p
-  whole = b * (g * t + p) * parts / 4
-  tokens = parts * (part.tokens + part.prompt_tokens)
-  assert 0.95 < packing_layout.size(tokens, places) / whole <= 1
-  assert (places > 1.3 * whole) == wide_heads
+  padded = layout.rows.sample_of_token.size + layout.prompt_of_copy.size * p
+  whole = b * (g * t + p) * layout.micro_batches() / 4
+  assert 0.95 < memory_in_tokens(layout, p) / whole <= 1
+  assert (padded > 1.3 * whole) == wide_heads
   lm = transformer(config, remat=remat)
   assert memory(lm, 4, sizes, layout) < memory(lm, 4, sizes, None)

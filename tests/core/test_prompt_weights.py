@@ -20,7 +20,7 @@ REWARDS = jax.random.normal(KEY, (B, G))
 
 
 def gradients(tabular, pack=False, beta=0.0, **options):
-  """`(weights) -> step of gradient descent`, of prompts of two kinds."""
+  """Returns the function from prompt weights to a step of SGD."""
   lm = tabular.lm(2, 4)
   params = lm.init(KEY)
   ids = jax.random.randint(KEY, (B, G, T), 0, 4)
@@ -57,13 +57,12 @@ def gradients(tabular, pack=False, beta=0.0, **options):
 @pytest.mark.parametrize(
   "options", [{}, {"micro_batches": 2, "pack": True}, {"beta": 0.3}], ids=str
 )
-def test_a_prompt_counts_as_much_as_its_weight(options, tabular):
-  """The gradient is linear in them: so its mean is what it would be drawn."""
+def test_the_gradient_is_linear_in_the_weights(options, tabular):
   weights = np.array([0.5, 3.0, 0.0, 1.25])
   gradient = gradients(tabular, **options)
   each = [gradient(np.eye(B)[i]) for i in range(B)]
   result = gradient(weights)
-  expected = sum(w * one for w, one in zip(weights, each, strict=True))
+  expected = sum(w * x for w, x in zip(weights, each, strict=True))
   assert_allclose(result, expected, atol=1e-6)
   assert np.abs(result).max() > 0.01
   plain = gradient(None)
@@ -71,8 +70,8 @@ def test_a_prompt_counts_as_much_as_its_weight(options, tabular):
   assert np.abs(plain - result).max() > 0.01
 
 
-def test_the_weights_of_minibatches_are_those_of_their_prompts(tabular):
-  """The first minibatch, of every second prompt, weighs nothing: no update."""
+def test_minibatches_take_the_weights_of_their_prompts(tabular):
+  """The first minibatch, of every second prompt, has weight 0."""
   gradient = gradients(tabular, minibatches=2)
   half, last = (gradient([0.0, w, 0.0, w]) for w in (1.0, 2.0))
   assert_allclose(last, 2 * half, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Keys of any implementation draw what threefry draws from them."""
+"""Random keys of any JAX implementation are converted to threefry keys."""
 
 import pathlib
 import re
@@ -31,7 +31,7 @@ SIZES = {"group_size": 2, "max_new_tokens": 3, "eos_ids": (0,)}
 
 
 def dice(turns=2):
-  """An environment that observes a number drawn from its key."""
+  """Returns an environment whose observations are drawn from its key."""
 
   def step(state, ids, length, key):
     drawn = jax.random.randint(key, (1,), 1, 10)
@@ -114,8 +114,7 @@ SLOW = ("environment", "step", "projections")
     for name in DRAWS
   ],
 )
-def test_every_row_draws_from_its_own_key(name, impl):
-  """A mapped row draws what threefry draws from that row's key alone."""
+def test_each_row_draws_from_its_key_as_threefry(name, impl):
   draw = jax.jit(DRAWS[name])
   keys = jax.random.split(jax.random.key(7, impl=impl), 3)
   expected = [draw(random_key(key)) for key in keys]
@@ -126,24 +125,24 @@ def test_every_row_draws_from_its_own_key(name, impl):
 
 
 @pytest.mark.parametrize("impl", OTHERS)
-def test_a_users_key_becomes_one_threefry_key(impl):
+def test_equal_keys_become_equal_threefry_keys(impl):
   words = lambda key: jax.random.key_data(key).tolist()
   key = jax.random.key(7, impl=impl)
   with jax.default_prng_impl(impl):
     assert words(seed_key(7)) == words(jax.random.key(7, impl="threefry2x32"))
     for raw in (jax.random.PRNGKey(7), np.asarray(jax.random.PRNGKey(7))):
       assert words(random_key(raw)) == words(random_key(key))
-    own = seed_key(7)
-    for same in (own, jax.random.key_data(own)):
-      assert words(random_key(same)) == words(own)
+    seeded = seed_key(7)
+    for same in (seeded, jax.random.key_data(seeded)):
+      assert words(random_key(same)) == words(seeded)
   data = jax.random.key_data(key).at[3].add(1)
   changed = jax.random.wrap_key_data(data, impl=impl)
   assert words(random_key(changed)) != words(random_key(key))
-  assert random_key(key).dtype == own.dtype
+  assert random_key(key).dtype == seeded.dtype
 
 
-def test_the_package_makes_keys_in_one_place():
+def test_only_random_keys_makes_keys():
   root = pathlib.Path(grpojax.__file__).parent
   makes = re.compile(r"random\.(key|PRNGKey)\(|nnx\.Rngs\(\d")
   result = {p.name for p in root.rglob("*.py") if makes.search(p.read_text())}
-  assert result == {"random_keys.py", "grpo_in_one_file.py"}  # a user's program
+  assert result == {"random_keys.py", "grpo_in_one_file.py"}

@@ -24,7 +24,7 @@ def softmax(x):
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
-def test_distribution_is_that_of_transformers(sampling):
+def test_the_distribution_equals_transformers(sampling):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   theirs = torch.tensor(np.asarray(LOGITS))
@@ -54,14 +54,13 @@ HAND = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
     (3, np.array([0.5, 0.3, 0, 0.05]) / 0.85),
   ],
 )
-def test_an_id_can_be_kept_in_the_support(keep, expected):
+def test_ids_in_keep_are_not_cut(keep, expected):
   got = transform_logits(HAND, Sampling(top_k=2), keep=jnp.array(keep))
-  got = softmax(got)
-  assert_allclose(got, expected, atol=1e-6)
+  assert_allclose(softmax(got), expected, atol=1e-6)
 
 
 def hard_rows():
-  """Rows of logits, where a search for a threshold could go wrong."""
+  """Returns rows of logits that are hard for the search of a threshold."""
   rng = np.random.default_rng(1)
   normal = rng.normal(size=64)
   rows = {
@@ -72,7 +71,7 @@ def hard_rows():
     "all equal": np.full(64, -1.7),
     "zeros of both signs": np.where(normal > 0, 0.0, -0.0),
     "zeros among others": np.where(normal > 1, normal, np.copysign(0, normal)),
-    "one apart": np.where(np.arange(64) == 9, 0.0, -1e4),
+    "an outlier": np.where(np.arange(64) == 9, 0.0, -1e4),
     "adjacent floats": 1 + rng.integers(4, size=64) * 2.0**-23,
     "tiny": 1e-37 * (normal + np.sign(normal)),  # Less counts as 0.
     "huge": 3e38 * np.tanh(normal),
@@ -88,7 +87,7 @@ HARD = hard_rows()
 
 
 def kept_by_sorting(row, k, p):
-  """What top-k, then top-p keep of one row: sorted, in float64, with ties."""
+  """Returns the mask of top-k, then top-p, in float64, with ties."""
   if 0 < k < len(row):
     row = np.where(row >= np.sort(row)[-k], row, -np.inf)
   with np.errstate(over="ignore"):
@@ -102,13 +101,13 @@ def kept_by_sorting(row, k, p):
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 17, 63])
 @pytest.mark.parametrize("p", [0.3, 1 - 2**-24, 1.0])
-def test_kept_are_those_that_sorting_keeps(k, p):
+def test_thresholds_keep_the_same_tokens_as_sorting(k, p):
   logits = jnp.asarray(np.stack(list(HARD.values())))
   got = transform_logits(logits, Sampling(top_k=k, top_p=p))
   real = np.asarray(got) > -1e30
   assert_array_equal(got, np.where(real, logits, got))
   for name, row, ours in zip(HARD, np.asarray(logits), real, strict=True):
-    # Both sums are rounded: a token that far from p may fall on either side.
+    # Both sums are rounded, so a token near p may fall on either side.
     least = kept_by_sorting(row, k, p * (1 - 1e-6))
     most = kept_by_sorting(row, k, p if p == 1 else min(p * (1 + 1e-6), 1))
     assert np.all(least <= ours) and np.all(ours <= most), name
@@ -117,24 +116,16 @@ def test_kept_are_those_that_sorting_keeps(k, p):
 draw = jax.jit(sample, static_argnums=2)
 
 
-def test_greedy_takes_the_best_with_certainty():
-  keys = jax.random.split(jax.random.key(0), 16)
-  ids, logprobs = draw(keys, LOGITS, Sampling(temperature=0.0))
-  assert ids.dtype == jnp.int32
-  assert_array_equal(ids, LOGITS.argmax(-1))
-  assert_array_equal(logprobs, 0.0)
-
-
 @pytest.mark.parametrize("sampling", SETTINGS)
-def test_logprob_is_of_the_distribution_drawn_from(sampling):
-  """The chi-square distance of 20,000 draws from exp(logprob)."""
+def test_samples_have_the_distribution_of_their_logprobs(sampling):
+  """By the chi-square distance of 20,000 draws."""
   n, logits = 20_000, LOGITS[3] / 2
   keys = jax.random.split(jax.random.key(1), n)
   ids, logprobs = draw(keys, jnp.broadcast_to(logits, (n, 11)), sampling)
   drawn, first, counts = np.unique(ids, return_index=True, return_counts=True)
   probs = np.exp(np.asarray(logprobs, np.float64)[first])
   assert_allclose(np.exp(logprobs), probs[drawn.searchsorted(ids)], rtol=1e-5)
-  assert_allclose(probs.sum(), 1, atol=1e-5)  # It was all drawn.
+  assert_allclose(probs.sum(), 1, atol=1e-5)  # Every token was drawn.
   chi_square = ((counts - n * probs) ** 2 / (n * probs)).sum()
   freedom = len(drawn) - 1
   assert freedom >= 2
@@ -145,26 +136,19 @@ def test_logprob_is_of_the_distribution_drawn_from(sampling):
 @pytest.mark.slow
 @pytest.mark.parametrize("uniform, drawn", [(0.0, 1), (1 - 2.0**-23, 5)])
 @pytest.mark.parametrize("copies", [1, 8])
-def test_the_ends_of_the_unit_interval(monkeypatch, uniform, drawn, copies):
-  """Once in 2^23 draws a number is 0: that is no token of 1e-26, or of none."""
+def test_extreme_random_numbers_draw_likely_tokens(
+  monkeypatch, uniform, drawn, copies
+):
+  """Once in 2^23 draws the number is 0, which must not select a rare token."""
   drawer = lambda _, shape: jnp.full(shape, uniform)
   monkeypatch.setattr(jax.random, "uniform", drawer)
-  # The first and the last block alike, where there are several.
+  # With copies, the first and the last block are equal.
   row = jnp.array([-60.0, 0.3, -1e30, -60.0, 1.0, 0.2, -60.0, -1e30])
   ids, logprobs = sample(jax.random.key(0), jnp.tile(row, copies))
   assert ids % 8 == drawn and logprobs > -10
 
 
-@pytest.mark.parametrize("sampling", [SETTINGS[-1], Sampling(temperature=0.0)])
-def test_half_precision(sampling):
-  half = LOGITS.astype(jnp.bfloat16)
-  out = transform_logits(half, sampling)
-  assert out.dtype == jnp.float32
-  expected = transform_logits(half.astype(jnp.float32), sampling)
-  assert_array_equal(out, expected)
-
-
-def test_logits_that_are_nan_are_not_hidden():
+def test_nan_logits_give_nan_logprobs():
   logits = LOGITS.at[3, 4].set(jnp.nan)
   keys = jax.random.split(jax.random.key(0), 16)
   _, logprobs = draw(keys, logits, SETTINGS[-1])

@@ -1,8 +1,8 @@
-"""Several turns: credit, masks and import; gradients by enumeration.
+"""Several turns: credit, masks and imported trajectories.
 
-A policy of two turns: turn 0 draws x of 0, 1 and 2, and 2 ends the trajectory.
-Else a coin falls, by x, and is written as a token; turn 1 draws y. There are 13
-trajectories.
+The enumerated policy has two turns. Turn 0 draws x from 0, 1 and 2; 2 ends the
+trajectory. Else the observation is a coin that depends on x, and turn 1 draws
+y. There are 13 trajectories.
 """
 
 import functools
@@ -40,18 +40,18 @@ REWARDS = jnp.array(
 )
 
 TRACES = {"trajectory": 0.0793, "turn": 0.0774, "turn_reached": 0.0823}
-"""Traces of the variance at G = 3, as docs/theory.md has them."""
+"""Traces of the variance at G = 3, as in docs/theory.md."""
 
 
 def token_logprobs(table):
-  """Log-probabilities [13, 3] of all tokens, the coin's among them."""
+  """Returns log-probabilities [13, 3] of all tokens, with the coin's."""
   log_table = jax.nn.log_softmax(table[0])
   before = jnp.concatenate([jnp.zeros_like(IDS[:, :1]), 1 + IDS[:, :-1]], 1)
   return jnp.where(MASK, log_table[before, IDS], 0.0)
 
 
 def logprobs(table):
-  """Log-probability [13] of what the policy draws in each trajectory."""
+  """Returns the log-probability [13] of each trajectory's sampled tokens."""
   return jnp.where(TURNS >= 0, token_logprobs(table), 0.0).sum(-1)
 
 
@@ -59,15 +59,15 @@ def value(table, luck=LUCK):
   return jnp.sum(luck * jnp.exp(logprobs(table)) * REWARDS.sum(-1))
 
 
-def expected(probability, of_group, size):
-  """E[of_group] over all 13^G groups."""
+def expected(probability, value_of, size):
+  """Returns E[value_of(group)] over all 13^G groups."""
   groups = jnp.array(list(itertools.product(range(13), repeat=size)))
   p = probability[groups].prod(-1)
-  return jnp.tensordot(p, jax.vmap(of_group)(groups), 1)
+  return jnp.tensordot(p, jax.vmap(value_of)(groups), 1)
 
 
 def gradient(lm, table, credit, mu=None, **objective):
-  """A group's gradient, through `make_batch` and `make_update`."""
+  """Returns a function that computes the update of a group."""
   mu = table if mu is None else mu
   objective = Objective(
     weighting=lambda mask: losses.fixed_length(mask, length=1), **objective
@@ -105,7 +105,7 @@ def policy(tabular):
     ("turn", {"ratio": "trajectory_ratio", "surrogate": "cispo"}),
   ],
 )
-def test_every_credit_has_the_true_gradient(policy, credit, objective):
+def test_every_credit_is_unbiased(policy, credit, objective):
   lm, table, truth = policy
   probability = LUCK * jnp.exp(logprobs(table))
   assert float(probability.sum()) == pytest.approx(1, abs=1e-6)
@@ -123,7 +123,7 @@ def test_every_credit_has_the_true_gradient(policy, credit, objective):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("credit", ["trajectory", "turn_reached"])
-def test_members_of_a_group_may_share_their_luck(policy, credit):
+def test_credit_is_unbiased_if_a_group_shares_its_coins(policy, credit):
   lm, table, truth = policy
   of_group = gradient(lm, table, credit)
 
@@ -143,7 +143,7 @@ def test_members_of_a_group_may_share_their_luck(policy, credit):
 @pytest.mark.parametrize(
   "credit, correction", [("trajectory", "token"), ("turn", "sequence")]
 )
-def test_only_weights_of_sequences_are_exact_off_policy(
+def test_only_sequence_weights_are_unbiased_off_policy(
   policy, credit, correction
 ):
   lm, table, truth = policy
@@ -157,7 +157,7 @@ def test_only_weights_of_sequences_are_exact_off_policy(
 
 
 def partial_rollout(mask, turns_of):
-  """The fields of a rollout that `turn_advantages` reads."""
+  """Returns a rollout with only the fields that `turn_advantages` reads."""
   ids = jnp.zeros(mask.shape, jnp.int32)
   return Rollout(None, None, ids, mask, None, None, turns_of)
 
@@ -171,24 +171,24 @@ def test_turn_credit_by_hand():
     jnp.array([[[0, 0, -1, 1], [0, 0, -1, -1], [0, -1, 1, 1], [0, 1, 1, 1]]]),
   )
   advantages = jax.jit(turns.turn_advantages, static_argnums=2)
-  # Rewards to go: (5, 4), (2, 0: it has ended), (9, 6); the last has none.
+  # Rewards to go: (5, 4), (2, 0 after the end), (9, 6), none.
   for credit, second in (("turn", (1, 4)), ("turn_reached", (-2, 2))):
     result = advantages(rewards, samples, credit)[0]
     first = [-0.5, -0.5, 0, second[0]]
     third = [5.5, 0, second[1], second[1]]
     expected = [first, [-5, -5, 0, 0], third, [0] * 4]
     assert_allclose(result, expected)
-  # Alone in its turn, it is compared with 0: the others decide that.
+  # The only trajectory with a turn has the baseline 0.
   two = jax.tree.map(lambda x: x[:, 1:3], samples)
   alone = advantages(rewards[:, 1:3], two, "turn_reached")
   assert_allclose(alone[0, 1], [7, 0, 6, 6])
-  # A turn that has no reward is no number.
+  # A turn without a reward has the advantage nan.
   short = advantages(rewards[..., :1], samples, "turn")
   assert jnp.isnan(short[0, 0, 3]) and not jnp.isnan(short[0, 0, 0])
 
 
 def random_trajectories(count, seed=0):
-  """Trajectories of random ids and logprobs: [B][4] of 1 to 3 turns."""
+  """Returns random trajectories [B][4] of 1 to 3 turns."""
   rng = np.random.default_rng(seed)
 
   def segment(sampled):
@@ -207,7 +207,7 @@ PROMPTS = Prompts(
 
 
 @pytest.mark.slow
-def test_packed_and_in_parts_an_update_is_the_same(tiny):
+def test_packing_and_micro_batches_do_not_change_the_update(tiny):
   lm, params = tiny.lm, tiny.params
   samples = turns.trajectories(PROMPTS, random_trajectories(4))
   rewards = samples.turn_rewards
@@ -235,12 +235,12 @@ def test_packed_and_in_parts_an_update_is_the_same(tiny):
     jax.tree.map(same, whole, other)
 
 
-SAID = Segment([1], [-0.1])
+TURN = Segment([1], [-0.1])
 ONE = Prompts(jnp.array([[3]]), jnp.ones((1, 1), bool))
 
 
 @pytest.mark.slow
-def test_trajectories_keep_every_id():
+def test_trajectories_become_rows():
   first = [Segment([5, 6], [-0.5, -0.1], 0.25), Segment([9])]
   first.append(Segment([7], [0.0], 1))
   second = [Segment([4], [-1.0], 2.0)]
@@ -264,27 +264,26 @@ def test_trajectories_keep_every_id():
   [
     ([], "B = 1 prompts and one group size, not 0 groups"),
     ([[]], r"1 groups of \[0\]"),
-    ([[[]]], r"segments\[0\]\[0\] must end with a segment that was sampled"),
-    ([[[SAID, Segment([2])]]], "nothing is learned from an observation after"),
-    ([[[Segment([], [])]]], r"\[0\].ids are token ids, one or more, not \[\]"),
-    ([[[Segment([1.5], [0.0])]]], "ids are token ids"),
-    ([[[Segment([-1], [0.0])]]], "ids are token ids"),
-    ([[[Segment([1, 2], [0.0])]]], "logprobs are 2 log-probabilities"),
-    ([[[Segment([1], [0.5])]]], "finite and 0 or less, one an id"),
-    ([[[Segment([1], [float("nan")])]]], "finite and 0 or less, one an id"),
-    ([[[Segment([1], reward=1.0), SAID]]], "its reward belongs to a turn"),
-    ([[[SAID] * 3]], "has 3 tokens, over length = 2"),
-    ([[SAID]], r"segments\[0\]\[0\] is a list of Segment"),
-    ([[[([1], [0.0])]]], "is a list of Segment"),
-    ([[[Segment([2**31], [0.0])]]], "ids are token ids"),
-    ([[[Segment([[1], [1, 2]], [0.0])]]], "ids are token ids"),
-    ([[[Segment([1], [float("-inf")])]]], "finite and 0 or less"),
-    ([[[Segment([1], ["a"])]]], "are 1 log-probabilities"),
-    ([[[Segment([1], [0.0], None)]]], "reward is a number, not None"),
-    ([[[Segment([1], [0.0], [1.0])]]], "reward is a number"),
+    ([[[]]], r"segments\[0\]\[0\] must end with a sampled segment"),
+    ([[[TURN, Segment([2])]]], "leave out the observation after the last"),
+    ([[[Segment([], [])]]], r"\[0\].ids must be token ids, .*, not \[\]"),
+    ([[[Segment([1.5], [0.0])]]], "ids must be token ids"),
+    ([[[Segment([-1], [0.0])]]], "ids must be token ids"),
+    ([[[Segment([2**31], [0.0])]]], "ids must be token ids"),
+    ([[[Segment([[1], [1, 2]], [0.0])]]], "ids must be token ids"),
+    ([[[Segment([1, 2], [0.0])]]], "logprobs must be 2 log-probabilities"),
+    ([[[Segment([1], [0.5])]]], "finite and at most 0"),
+    ([[[Segment([1], [float("-inf")])]]], "finite and at most 0"),
+    ([[[Segment([1], ["a"])]]], "must be 1 log-probabilities"),
+    ([[[Segment([1], reward=1.0), TURN]]], "give its reward to a turn"),
+    ([[[Segment([1], [0.0], None)]]], "reward must be a number, not None"),
+    ([[[Segment([1], [0.0], [1.0])]]], "reward must be a number"),
+    ([[[TURN] * 3]], "has 3 tokens, over length = 2"),
+    ([[TURN]], r"segments\[0\]\[0\] must be a list of Segment"),
+    ([[[([1], [0.0])]]], "must be a list of Segment"),
   ],
 )
-def test_what_is_no_trajectory_is_refused(segments, message):
+def test_invalid_segments_are_refused(segments, message):
   with pytest.raises(ValueError, match=message):
     turns.trajectories(ONE, segments, length=2)
 
@@ -300,35 +299,35 @@ def test_what_is_no_trajectory_is_refused(segments, message):
     ("turn", {"beta": 0.1, "kl_placement": "reward"}, "'loss'"),
   ],
 )
-def test_a_credit_that_cannot_be_is_refused(tiny, credit, objective, message):
-  samples = turns.trajectories(ONE, [[[SAID], [SAID]]])
+def test_credit_of_turns_limits_the_objective(tiny, credit, objective, message):
+  samples = turns.trajectories(ONE, [[[TURN], [TURN]]])
   args = tiny.lm, samples, samples.turn_rewards, Objective(**objective)
   with pytest.raises(ValueError, match=message):
     make_batch(*args, ref_params=tiny.params, credit=credit)
 
 
 def test_rewards_of_turns_need_turns(tiny):
-  samples = turns.trajectories(ONE, [[[SAID], [SAID]]])
+  samples = turns.trajectories(ONE, [[[TURN], [TURN]]])
   rewards = samples.turn_rewards
-  of_one = samples.replace(turns=None)
-  alone = turns.trajectories(ONE, [[[SAID]]])
-  for made, of_turns, credit, message in (
-    (samples, rewards[..., 0], "turn", "needs a reward after each turn"),
-    (of_one, rewards, "turn", "there are no turns"),
-    (of_one, rewards, "trajectory", "one a completion"),
-    (alone, alone.turn_rewards, "turn_reached", "G = 1 must be 2 or more"),
+  no_turns = samples.replace(turns=None)
+  alone = turns.trajectories(ONE, [[[TURN]]])
+  for rollout, turn_rewards, credit, message in (
+    (samples, rewards[..., 0], "turn", "needs rewards per turn"),
+    (no_turns, rewards, "turn", "there are no turns"),
+    (no_turns, rewards, "trajectory", "one a completion"),
+    (alone, alone.turn_rewards, "turn_reached", "G = 1 must be at least 2"),
   ):
     with pytest.raises(ValueError, match=message):
-      make_batch(tiny.lm, made, of_turns, credit=credit)
+      make_batch(tiny.lm, rollout, turn_rewards, credit=credit)
   sizes = {"group_size": 2, "max_new_tokens": 2, "eos_ids": 0}
   args = tiny.lm, optax.sgd(1.0), grpojax.returns
   with pytest.raises(ValueError, match="give an environment"):
     grpojax.make_grpo_step(*args, credit="turn", **sizes)
   with pytest.raises(ValueError, match="give environment="):
-    grpojax.returns(of_one.replace(turn_rewards=None))
+    grpojax.returns(no_turns.replace(turn_rewards=None))
 
 
-def test_ids_and_logprobs_of_engines_are_taken():
+def test_segments_can_be_arrays_of_an_engine():
   ids, logprobs = np.array([5], np.uint32), np.array([1e-7], np.float32)
   samples = turns.trajectories(ONE, [[[Segment(ids, logprobs, np.float32(2))]]])
   assert samples.completion_ids.tolist() == [[[5]]]
@@ -336,12 +335,12 @@ def test_ids_and_logprobs_of_engines_are_taken():
   assert samples.turn_rewards.tolist() == [[[2.0]]]
 
 
-def test_other_weightings_part_the_credits():
-  """Credit of turns less that of trajectories, over all groups of two turns.
+def test_the_bias_between_credits_depends_on_the_weighting():
+  """The expected gradient of credit `turn` minus that of `trajectory`.
 
-  The second turn's action is its length, 1 or 3 tokens. It is 0 if weights do
-  not depend on the trajectory, of the order 1 / N for `token_mean`, and the
-  same for every G for `sequence_mean`.
+  Each trajectory has two turns; the second turn's action is its length, 1 or 3
+  tokens. The difference is 0 if weights do not depend on the trajectory, of
+  order 1 / N for `token_mean`, and the same for every G for `sequence_mean`.
   """
   rewards = np.array([[1.0, -0.5], [0.2, 0.9]])  # by turn and action
   x, y = np.array(list(itertools.product(range(2), repeat=2))).T

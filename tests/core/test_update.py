@@ -1,4 +1,4 @@
-"""How an update adds up its parts, and in what order it takes the rows."""
+"""Sums over micro-batches, and the order of rows in minibatches."""
 
 import functools
 
@@ -18,7 +18,7 @@ KEY = jax.random.key(5)
 
 
 def one_token_batch(b, vocab, seed=0):
-  """Completions of one token each, of one kind of prompt."""
+  """Returns a batch of completions of a single token."""
   rng = np.random.default_rng(seed)
   return Batch(
     prompt_ids=jnp.zeros((b, 1), jnp.int32),
@@ -31,7 +31,7 @@ def one_token_batch(b, vocab, seed=0):
 
 @pytest.mark.slow
 def test_bfloat16_gradients_are_added_in_float32(tabular):
-  """Many small parts, against their sum in closed form and in float64."""
+  """Many micro-batches, against the closed form in float64."""
   b, vocab = 1024, 3
   lm = tabular.lm(1, vocab)
   table = lm.init(KEY).astype(jnp.bfloat16)
@@ -45,14 +45,14 @@ def test_bfloat16_gradients_are_added_in_float32(tabular):
   weights = np.asarray(batch.advantages, np.float64)
   gradient = -(weights * (one_hot - p)).sum(0) / b
   norm = np.linalg.norm(gradient)
-  # Each part is rounded to 8 bits; in a bfloat16 sum most would be lost.
+  # A bfloat16 sum would lose most micro-batches, as it has only 8 bits.
   assert_allclose(metrics["grad_norm"], norm, rtol=1e-3)
   assert_allclose(metrics["update_norm"], 0.01, rtol=4e-3)
   assert state.params.dtype == jnp.bfloat16
 
 
 def test_the_optimizer_keeps_its_dtypes(tabular):
-  """Or several updates could not be scanned."""
+  """This lets several updates be scanned."""
   lm, tx = tabular.lm(1, 3), optax.MultiSteps(optax.adam(0.1), 2)
   tx = tx.gradient_transformation()
   state = init_state(lm.init(KEY).astype(jnp.bfloat16), tx, KEY)
@@ -65,14 +65,14 @@ def test_the_optimizer_keeps_its_dtypes(tabular):
 
 
 @pytest.mark.parametrize("parts", [4, 2, 12])
-def test_every_epoch_draws_its_minibatches_anew(parts):
+def test_each_epoch_draws_new_minibatches(parts):
   rows, epochs = 12, 4
   draw = jax.jit(draw_orders, static_argnums=(1, 2, 3))
   orders = draw(KEY, rows, parts, epochs)
   taken = np.array([reorder_rows(jnp.arange(rows), o) for o in orders])
   assert_array_equal(taken[0], np.arange(rows))
   for epoch in taken:
-    # Every row once; each minibatch has one of each block, as devices hold them
+    # An epoch has every row once, and rows stay in their blocks.
     assert_array_equal(np.sort(epoch), np.arange(rows))
     blocks = epoch.reshape(-1, parts) // parts
     assert (blocks == np.arange(rows // parts)[:, None]).all()
@@ -84,7 +84,7 @@ def test_every_epoch_draws_its_minibatches_anew(parts):
 
 
 @pytest.mark.slow
-def test_a_row_is_as_likely_in_any_minibatch():
+def test_rows_are_equally_likely_in_each_minibatch():
   keys = jax.random.split(KEY, 2000)
   orders = jax.vmap(lambda key: draw_orders(key, 6, 3, 2)[1])(keys)
   counts = (np.asarray(orders)[..., None] == np.arange(3)).mean(0)

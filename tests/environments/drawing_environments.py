@@ -1,4 +1,4 @@
-"""Environments that draw global random numbers, as users write them."""
+"""User environments that draw numbers from global generators."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ def step(state, action):
 
 
 class Guess:
-  """TRL's: it draws a secret that nobody sees, and answers by chance."""
+  """Like TRL's: it draws a hidden secret, and answers at random."""
 
   def __init__(self):
     self._secret = draw()
@@ -32,7 +32,7 @@ class Guess:
 
 
 class Tiles(Guess):
-  """TRL's, like 2048: its board is drawn and shown."""
+  """Like TRL's, such as 2048: its board is drawn and shown."""
 
   def reset(self, **kwargs):
     self._hidden = draw()
@@ -40,7 +40,7 @@ class Tiles(Guess):
 
 
 class Walk:
-  """gymnasium's, with numbers for observations."""
+  """Like gymnasium's, with numbers as observations."""
 
   def reset(self, seed=None, options=None):
     return np.random.randint(10**6), {}
@@ -59,7 +59,7 @@ def dice(sides: int) -> int:
 
 
 ENDS = [("reward", float, 0.5), ("done", bool, False)]
-# OpenEnv's result of a step; observations, with the fields that each one has.
+# OpenEnv's step result, and its observations, which share some fields.
 Result = dataclasses.make_dataclass("Result", ["observation", *ENDS])
 METADATA = ("metadata", dict, dataclasses.field(default_factory=dict))
 FIELDS = [("echoed", str), ("length", int), *ENDS, METADATA]
@@ -68,7 +68,7 @@ Said = dataclasses.make_dataclass("Said", ["message", ("turn", int, 1)])
 
 
 class Echoes:
-  """Its reset and step give observations themselves."""
+  """Its methods return OpenEnv observations."""
 
   def reset(self):
     return Echo("a", 1)
@@ -78,7 +78,7 @@ class Echoes:
 
 
 class Client:
-  """OpenEnv's typed client."""
+  """Like OpenEnv's typed client."""
 
   def __init__(self, url):
     self.url = url

@@ -1,4 +1,4 @@
-"""Environments of each kind, as their users write them."""
+"""Environments of every convention, and invalid ones."""
 
 import json
 import pathlib
@@ -62,22 +62,20 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
     (Step(reward=float("nan")), "the reward nan"),
     (Step(reward=2e15), "the reward 2e+15, more than 1e+15"),
     (Step(reward="1.0"), "the reward str, which is not a number"),
-    (None, "None: write `return Step("),
-    ("right", "'right': write"),
     (("right", 1.0, True, False, {}), "('right', 1.0, True, False, {}): write"),
     ({"obs": "right"}, "{'obs': 'right'}: write `return Step("),
-    (Step(3), "the observation 3: it is text"),
+    (Step(3), "the observation 3: use text"),
     (Step([{"role": "user"}]), "the observation [{'role': 'user'}]"),
     (Step(IMAGE), "the observation [{'role': 'user', 'content': [{"),
     (Step(done="False"), "done='False'"),
-    (Step(info=[1]), "info=[1]: it is a dict"),
+    (Step(info=[1]), "info=[1]: use a dict"),
     (Step("x" * 10**7), "an observation of 10000002 bytes, above 1048576"),
-    (Step(state=object()), "a state that is no JSON"),
-    (Step(state=float("nan")), "a state that is no JSON"),
+    (Step(state=object()), "a state, not JSON"),
+    (Step(state=float("nan")), "a state, not JSON"),
     (Step(state="x" * 2**22), "a state of 4194306 bytes, above 4194304"),
   ],
 )
-def test_what_is_no_answer(answer, reason):
+def test_invalid_answers_are_refused(answer, reason):
   with pytest.raises(WrongAnswer, match=re.escape(f"returned {reason}")):
     to_step(answer)
 
@@ -88,14 +86,14 @@ def call(name, **arguments):
 
 
 def play(environment, example, *actions, seed=1):
-  """Steps without their states."""
+  """Returns the steps of an episode without their states."""
   steps = [environment.reset(example, seed)]
   for action in actions:
     steps.append(environment.step(steps[-1].state, action, example, seed))
   return [step._replace(state=None, info={}) for step in steps]
 
 
-def test_functions_get_by_name_what_they_take(tmp_path, monkeypatch):
+def test_functions_get_the_arguments_that_they_name(tmp_path, monkeypatch):
   file = tmp_path / "my_games.py"
   file.write_text(GAMES)
   game = conventions.resolve(str(file), options={"scale": 3, "start": 4})
@@ -109,13 +107,13 @@ def test_functions_get_by_name_what_they_take(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["state", "action", "example", "seed"])
-def test_an_option_cannot_be_what_the_run_gives(name, tmp_path):
+def test_options_cannot_have_names_of_the_runs_arguments(name, tmp_path):
   file = tmp_path / "mine.py"
   for arguments in (name, "**everything"):
     file.write_text(f"def step({arguments}): pass\n")
     with pytest.raises(ValueError, match=f"step gets {name!r} .*rename"):
       conventions.resolve(str(file), options={name: 1})
-  # Where the run gives nothing of the name it is an option as any other.
+  # `reset` has no such argument, so the option is allowed.
   file.write_text(f"def reset({name}): pass\ndef step(): return {{}}\n")
   if name in ("state", "action"):
     assert conventions.resolve(str(file), options={name: 1})
@@ -134,7 +132,7 @@ def test_gymnasium():
   assert play(old, {}, "a", "stop") == steps
 
 
-def test_an_environment_of_gymnasium_by_its_name():
+def test_a_registered_environment_of_gymnasium():
   pytest.importorskip("gymnasium")
   game = conventions.resolve(
     "gymnasium:FrozenLake-v1", options={"is_slippery": False}
@@ -174,8 +172,8 @@ def test_an_environment_of_gymnasium_by_its_name():
     ("Dict(a=Discrete(2))", "auto", '{"b": 1}', None),
   ],
 )
-def test_a_turn_becomes_an_action(space, form, text, action):
-  """None is for turns that are answered with the legal actions."""
+def test_actions_are_read_from_text(space, form, text, action):
+  """A turn without a legal action has `action` None."""
   if space:
     spaces_of_gymnasium = pytest.importorskip("gymnasium.spaces")
     space = eval(space, vars(spaces_of_gymnasium))
@@ -200,6 +198,9 @@ def test_a_turn_becomes_an_action(space, form, text, action):
 )
 def test_observations_of_other_types_become_text(value, text):
   assert spaces.observation(value) == text
+
+
+def test_observations_need_a_text():
   with pytest.raises(ValueError, match="observation of type object, whose"):
     spaces.observation(object())
 
@@ -215,7 +216,6 @@ def test_openenv():
 
 
 def test_trl_classes():
-  """Messages and reward of a word that is guessed at the third attempt."""
   words = conventions.resolve(f"{USER}:Words")
   (tool,) = words.tools
   assert tool["function"]["name"] == "guess"
@@ -237,7 +237,7 @@ def test_trl_classes():
 
 
 def test_trl_classes_with_other_tools(tmp_path):
-  """A tool called `step`; asynchronous tools and rewards are waited for."""
+  """With a tool called `step`, and with asynchronous tools and rewards."""
   echo = conventions.resolve(f"{USER}:Echo", [f"{USER}:multiply"])
   assert len(echo.tools) == 2
   turn = call("step", message="hello") + call("multiply", a=3)
@@ -266,10 +266,10 @@ def test_tools_alone():
 @pytest.mark.parametrize(
   "path, tools, message",
   [
-    ("", [], "give its path, or tools"),
+    ("", [], "set path, or set tools"),
     ("retr", [], "did you mean 'retry'"),
     (f"{USER}:Gam", [], "has no 'Gam'; did you mean 'Game'"),
-    ("ODD:OnlyReset", [], "has neither `reset` and `step`"),
+    ("ODD:OnlyReset", [], "needs `reset` and `step`"),
     (f"{DRAWING}:Client", [], "cannot be called with.*required .*: 'url'"),
     ("ODD:Asynchronous", [], "reset is asynchronous"),
     ("ODD:awaited_step", [], "step is asynchronous"),
@@ -277,19 +277,19 @@ def test_tools_alone():
     ("no/such/file.py", [], "there is no file"),
     (USER, [f"{USER}:multiply"], "reads the model's turns itself"),
     (f"{USER}:Game", [f"{USER}:multiply"], "reads the model's turns itself"),
-    (USER, [], "environment.action = 'number' is for a class"),
-    (f"{USER}:Words", [], "environment.action = 'number' is for a class"),
+    (USER, [], "environment.action = 'number' needs a class"),
+    (f"{USER}:Words", [], "environment.action = 'number' needs a class"),
     ("gymnasium:NoSuch-v0", [], "cannot be made: "),
     ("", ["multiply"], "unknown tool 'multiply'.*file.py:NAME"),
-    ("", ["ODD:numbers"], "is no function"),
-    ("", [f"{USER}:multiply", "ODD:named_otherwise"], "called 'multiply'"),
-    (f"{USER}:Echo", ["ODD:step"], "called 'step'.*a method"),
+    ("", ["ODD:numbers"], "is not a function"),
+    ("", [f"{USER}:multiply", "ODD:named_otherwise"], "name 'multiply'"),
+    (f"{USER}:Echo", ["ODD:step"], "name 'step'.*methods"),
     ("", ["ODD:by_place"], r"called with \['a'\]: "),
     ("", ["ODD:by_places"], r"called with \['numbers'\]: .*unexpected"),
-    ("", ["ODD:no_docstring"], "no docstring.*below `Args:`"),
+    ("", ["ODD:no_docstring"], "no docstring.*under `Args:`"),
   ],
 )
-def test_what_is_no_environment_is_a_sentence(path, tools, message, tmp_path):
+def test_invalid_environments_are_refused(path, tools, message, tmp_path):
   file = tmp_path / "odd.py"
   file.write_text(ODD)
   path, *tools = (name.replace("ODD", str(file)) for name in (path, *tools))

@@ -1,4 +1,4 @@
-"""Environments that misbehave, and those that die with their worker."""
+"""Pools of workers: failures, replays, instances and random numbers."""
 
 import os
 import pathlib
@@ -56,7 +56,7 @@ def test_a_step_that_fails_costs_its_own_episode(pool, action, reason):
   assert isinstance(failed, str) and failed.startswith(reason)
 
 
-def test_what_is_odd_and_answers_is_an_answer(pool):
+def test_answers_of_any_text_arrive(pool):
   odd = ["a", "\x01" * 150_000]
   assert ask(pool, *odd) == [*map(counted, odd)]
   assert ask(pool, "\ud800")[0].observation == "1: ?"
@@ -69,7 +69,7 @@ def test_what_is_odd_and_answers_is_an_answer(pool):
 
 
 def play(pool, actions, seed=3, steps=None):
-  """Answers to one episode's actions."""
+  """Returns the steps of an episode."""
   steps = steps or pool.collect(pool.submit([("reset", EXAMPLE, seed)]))
   for action in actions:
     steps = [*steps, *ask(pool, action, state=steps[-1].state, seed=seed)]
@@ -81,25 +81,25 @@ def without_times(steps):
 
 
 @pytest.mark.slow
-def test_instances_go_on_in_other_workers_and_after_a_kill():
+def test_episodes_continue_after_their_worker_was_killed():
   actions = ["a" * 300_000, "b", "c", "stop"]
-  with EnvironmentPool(f"{USER}:Game") as here:
-    want = without_times(play(here, actions))
-  assert [x[1] for x in want] == [0, 0.5, 1, 1.5, 2]
-  assert [x[2] for x in want] == [False] * 4 + [True]
+  with EnvironmentPool(f"{USER}:Game") as pool:
+    expected = without_times(play(pool, actions))
+  assert [x[1] for x in expected] == [0, 0.5, 1, 1.5, 2]
+  assert [x[2] for x in expected] == [False] * 4 + [True]
   with EnvironmentPool(f"{USER}:Game", workers=2) as pool:
     steps = play(pool, actions[:2])
     for _ in range(2):  # both workers die
       lost = ask(pool, "exit", "exit", state=steps[-1].state, seed=3)
       assert lost == ["ended its process with code 3"] * 2
-    assert without_times(play(pool, actions[2:], steps=steps)) == want
-    # And anybody may do the second step again.
+    assert without_times(play(pool, actions[2:], steps=steps)) == expected
+    # Any worker can repeat the second step.
     again = ask(pool, *["b"] * 5, state=steps[1].state, seed=3)
-    assert without_times(again) == [want[2]] * 5
+    assert without_times(again) == [expected[2]] * 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_one_worker_plays_nothing_again(workers, tmp_path):
+def test_a_worker_keeps_its_instances(workers, tmp_path):
   options = {"log": str(tmp_path / "log")}
   settings = {"options": options, "workers": workers}
   with EnvironmentPool(f"{USER}:Game", **settings) as pool:
@@ -123,7 +123,7 @@ LOOK = '<tool_call>{"name": "look", "arguments": {"number": %d}}</tool_call>'
 def test_each_instance_is_made_and_closed_once(
   name, count, good, stop, bad, reward, workers, tmp_path
 ):
-  """Those that end, fail, are cut off, or are left when the pool closes."""
+  """Episodes end, fail, are cut off, or remain when the pool closes."""
   log = tmp_path / "log"
   settings = {"options": {"log": str(log)}, "workers": workers}
   seen = lambda: [log.read_text().split().count(x) for x in ("reset", "close")]
@@ -150,7 +150,7 @@ def test_each_instance_is_made_and_closed_once(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_start_s_check_closes_what_it_makes(workers, tmp_path):
+def test_check_replay_closes_its_instances(workers, tmp_path):
   log = tmp_path / "log"
   settings = {"options": {"log": str(log)}, "workers": workers}
   with EnvironmentPool(f"{USER}:HeldGame", **settings) as pool:
@@ -161,8 +161,8 @@ def test_the_start_s_check_closes_what_it_makes(workers, tmp_path):
   assert events.count("reset") == events.count("close") > 4
 
 
-def test_an_episode_that_differs_when_played_again_is_an_error():
-  options = {"luck": True}  # its replies have the process's number
+def test_a_replay_that_differs_fails_the_episode():
+  options = {"luck": True}  # its replies have the process id
   with EnvironmentPool(f"{USER}:Game", options=options, workers=1) as pool:
     steps = play(pool, ["a", "b"])
     ask(pool, "exit", state=steps[-1].state, seed=3)
@@ -171,8 +171,7 @@ def test_an_episode_that_differs_when_played_again_is_an_error():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_luck_of_a_group(workers):
-  """A member's own, unless the reset draws and shows a beginning."""
+def test_samples_have_their_own_seed_unless_the_reset_is_random(workers):
   with EnvironmentPool(f"{USER}:Game", workers=workers) as pool:
     (first,) = play(pool, [], seed=0)
     answers = [
@@ -193,7 +192,7 @@ CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
 
 
 def played(name, workers, seed=5):
-  """Answers of one episode, which are the same when it is played again."""
+  """Returns the steps of an episode, after `check_replay`."""
   tools = [f"{DRAWING}:dice"] if name == "dice" else []
   turn = CALL % (("dice", '"sides": 6') if tools else ("look", ""))
   path = "" if tools else f"{DRAWING}{name}"
@@ -202,17 +201,17 @@ def played(name, workers, seed=5):
 
 
 @pytest.mark.parametrize("name", ["", ":Guess", ":Tiles", ":Walk", "dice"])
-def test_global_random_numbers_are_those_of_the_sample(name):
-  """A constructor, a reset, a step, a tool and a reward draw them."""
-  # Not the same numbers here: the tests' type checks draw from `random`, too.
+def test_global_random_numbers_depend_only_on_the_sample(name):
+  """They are drawn in a constructor, reset, step, tool or reward."""
+  # Without workers they differ: the tests' type checks draw from `random`, too.
   assert played(name, 0) != played(name, 0, seed=6)
   first = played(name, 1)
   assert first == played(name, 2)
-  seen = [str(step[0]) for step in first[1:4]]
-  assert len({*seen}) == 3  # each turn draws its own
+  observations = {str(step[0]) for step in first[1:4]}
+  assert len(observations) == 3  # each turn draws other numbers
 
 
-def test_random_numbers_outside_of_an_environment_are_left_alone():
+def test_seeded_restores_the_global_generators():
   random.seed(1)
   np.random.seed(1)
   state = lambda: (random.getstate(), np.random.get_state()[1].tolist())
@@ -228,7 +227,7 @@ def test_random_numbers_outside_of_an_environment_are_left_alone():
     assert (random.random(), np.random.rand()) != numbers
 
 
-def test_members_of_a_group_draw_their_own_numbers():
+def test_samples_of_a_group_draw_different_numbers():
   with EnvironmentPool(f"{DRAWING}:Tiles") as pool:
     (first,) = play(pool, [], seed=0)
     look = CALL % ("look", "")
@@ -239,17 +238,17 @@ def test_members_of_a_group_draw_their_own_numbers():
 
 
 @pytest.mark.parametrize("reward", ["N[0]", "hash('x')"])
-def test_an_answer_that_differs_is_named(reward, tmp_path):
-  """It counts calls, or depends on the process."""
+def test_check_replay_names_an_answer_that_differs(reward, tmp_path):
+  """The reward counts calls, or depends on the process."""
   file = tmp_path / "counting.py"
   code = "N = [0]\ndef step(action):\n  N[0] += 1\n  return {'reward': %s}\n"
   file.write_text(code % reward)
   with EnvironmentPool(str(file), workers=2) as pool:
-    with pytest.raises(ValueError, match="the action '1': .* would not resume"):
+    with pytest.raises(ValueError, match="the action '1': .* could not resume"):
       check_replay(pool, EXAMPLE, 0)
 
 
-def test_too_many_open_files_are_a_sentence():
+def test_too_many_open_files_are_explained():
   limits = resource.getrlimit(resource.RLIMIT_NOFILE)
   files = len(os.listdir("/proc/self/fd"))
   resource.setrlimit(resource.RLIMIT_NOFILE, (files + 6, limits[1]))
@@ -263,8 +262,8 @@ def test_too_many_open_files_are_a_sentence():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_tools_are_tried_where_that_is_asked_for(workers, tmp_path):
-  """A tool that counts its calls passes turns without calls."""
+def test_check_replay_can_call_tools(workers, tmp_path):
+  """A tool that counts its calls fails only if it is called."""
   file = tmp_path / "counting.py"
   file.write_text(
     "N = [0]\ndef count(by: int) -> int:\n  '''Counts.\n\n  Args:\n    by: n\n"
@@ -273,7 +272,7 @@ def test_tools_are_tried_where_that_is_asked_for(workers, tmp_path):
   with EnvironmentPool("", [f"{file}:count"], workers=workers) as pool:
     assert [type(x) for x in check_replay(pool, EXAMPLE, 0)] == [Step, Step]
     actions = [tools.made_up(*pool.tools, "hermes")]
-    with pytest.raises(ValueError, match="count.*: .* would not resume"):
+    with pytest.raises(ValueError, match="count.*: .* could not resume"):
       check_replay(pool, EXAMPLE, 0, actions=actions)
   with EnvironmentPool("", [f"{USER}:waits"], workers=workers) as pool:
     actions = [tools.made_up(*pool.tools, "hermes")]

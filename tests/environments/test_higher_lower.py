@@ -22,10 +22,10 @@ def test_the_game_answers_and_ends():
 @pytest.mark.parametrize(
   ("numbers", "max_turns"), [(15, 4), (15, 2), (3, 5), (1, 1), (6, 3)]
 )
-def test_the_best_return_is_that_of_the_best_player(numbers, max_turns):
-  """By going through all first guesses, and so on."""
+def test_best_return_is_the_optimum(numbers, max_turns):
+  """By enumeration of all guesses."""
 
-  def best(n, turns):  # sum over n numbers that are left
+  def best(n, turns):  # sum over n remaining numbers
     if not n or not turns:
       return 0.0
     return max(

@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md for other libraries, run with them."""
+"""The examples of docs/environments.md, run with the other libraries."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ PAGE = docs_blocks.DOCS / "environments.md"
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-  """A directory with the page's files, where the test is run."""
+  """A working directory with the page's files."""
   docs_blocks.write_files(PAGE, tmp_path)
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
@@ -31,7 +31,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(directory):
-  """The address of a server of the environment that OpenEnv begins with."""
+  """The address of a server of OpenEnv's template environment."""
   http_server = pytest.importorskip("openenv.core.env_server.http_server")
   uvicorn = pytest.importorskip("uvicorn")
   words = [sys.executable, "-m", "openenv.cli", "init", "my_env"]

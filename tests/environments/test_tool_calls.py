@@ -1,4 +1,4 @@
-"""Calls of tools as models write them, and what comes along."""
+"""Tool calls in the formats of models, and the built-in examples."""
 
 import decimal
 import pathlib
@@ -83,7 +83,7 @@ def test_made_up_calls_are_calls(form):
   assert TOOL_CALLS[form](turn) == [Call("f", arguments)]
 
 
-def test_the_model_is_told_what_was_wrong():
+def test_errors_are_returned_to_the_model():
   ran = []
 
   def add(a, b=0):
@@ -107,7 +107,7 @@ def test_the_model_is_told_what_was_wrong():
   step = tools.answer(calls, {"add": add})
   assert [x["content"] for x in step.observation] == [
     "1",
-    "error: the arguments do not fit: missing a required argument: 'a'",
+    "error: wrong arguments: missing a required argument: 'a'",
     "error: there is no tool 'Add'; did you mean 'add'?",
     "error: this is no JSON",
     "error: ZeroDivisionError: no zeros",
@@ -121,7 +121,7 @@ def test_the_model_is_told_what_was_wrong():
   assert ran == [1, 0, 9, 2, 10**5000]
 
 
-def test_a_result_without_a_text_of_its_own_is_a_failure():
+def test_results_need_a_text_that_all_processes_share():
   def ask(value):
     step = tools.answer([F], {"f": lambda: value})
     return step.observation[0]["content"]
@@ -129,10 +129,10 @@ def test_a_result_without_a_text_of_its_own_is_a_failure():
   values = [3, None, 0.5, True, "<f at 0x7f>", ["a", {"b": "at 0x7f"}], (1, 2)]
   for value in (*values, decimal.Decimal("0.1"), pathlib.Path("a")):
     assert ask(value) == str(value)
-  one = object()
-  values = [one, (x for x in "ab"), [one], {"a": lambda: 1}, one.__str__]
+  thing = object()
+  values = [thing, (x for x in "ab"), [thing], {"a": lambda: 1}, thing.__str__]
   for value in (*values, {"a", "b"}, (1, frozenset("ab"))):
-    with pytest.raises(ValueError, match="tool 'f', whose result is of type"):
+    with pytest.raises(ValueError, match="tool 'f', whose result of type"):
       ask(value)
 
 
@@ -160,7 +160,7 @@ def test_the_calculator():
       calculator(expression)
 
 
-def test_retry_asks_again_for_less():
+def test_retry_discounts_later_answers():
   environment = conventions.resolve("retry", options={"discount": 0.5})
   example = {"answer": "1,080"}
   state, rewards = environment.reset(example, 0).state, []
@@ -180,7 +180,7 @@ def test_retry_asks_again_for_less():
 
 @pytest.mark.parametrize("text", ["\x01", "\U0001f600", '"'])
 @pytest.mark.parametrize("calls", [1, 7])
-def test_a_result_without_end_is_cut_and_not_refused(text, calls):
+def test_long_results_are_cut(text, calls):
   functions = {"page": lambda: text * 2**20}
   step = tools.answer([Call("page", {})] * calls, functions)
   contents = [x["content"] for x in to_step(step).observation]

@@ -1,4 +1,4 @@
-"""Environments of a user: badly behaved functions, and classes of libraries."""
+"""User environments: misbehaving functions, and classes for libraries."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from grpojax.environments.protocol import Step
 
 
 def step(state, action, example, seed):
-  """Does what the action says; other actions are counted."""
+  """Follows the action; other actions are counted."""
   if action == "none":
     return None
   if action == "raise":
@@ -25,7 +25,7 @@ def step(state, action, example, seed):
 
 
 class Game:
-  """Of gymnasium: a number is looked for; the log has what is done."""
+  """Like gymnasium's: a number game that logs its calls."""
 
   def __init__(self, log="", luck=False):
     self.log, self.luck, self.count = log, luck, 0
@@ -59,7 +59,7 @@ class OldGame:
 
 
 class Words:
-  """Of TRL: its methods are tools."""
+  """Like TRL's: its methods are tools."""
 
   def reset(self, secret, **kwargs):
     self._secret, self._guesses = secret, 0
@@ -81,7 +81,7 @@ class Words:
 
 
 class Echo:
-  """Of TRL, as its example: `step` is a tool."""
+  """Like TRL's example: `step` is a tool."""
 
   def reset(self, **kwargs):
     pass
@@ -116,7 +116,7 @@ async def waits(a: int) -> int:
 
 
 class Held:
-  """Of TRL: it holds something, and logs what begins and ends."""
+  """Like TRL's: it logs resets and closes."""
 
   def __init__(self, log, luck=False):
     self._log, self._luck, self._count = log, luck, 0
@@ -146,11 +146,11 @@ class Held:
 
   async def close(self):
     self._note("close")
-    raise RuntimeError("a socket")  # which nobody is interested in
+    raise RuntimeError("a socket")  # is ignored
 
 
 class HeldGame(Held):
-  """Of gymnasium."""
+  """Like gymnasium's."""
 
   def step(self, action):
     if action == "raise":

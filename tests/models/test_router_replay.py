@@ -1,14 +1,20 @@
 """Experts recorded in a rollout and replayed in the update (R3)."""
 
 import dataclasses
-import pathlib
-import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from environment_helpers import (
+  ENVIRONMENT,
+  EOS,
+  PROMPTS,
+  host_answers,
+  play,
+  programs,
+)
 from small_models import (
   assert_close,
   config_with,
@@ -24,18 +30,13 @@ from grpojax.core.objective import Objective
 from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.update import UpdateOptions
-from grpojax.environments import episodes
 from grpojax.models import huggingface as hf
 from grpojax.models.moe import route
 from grpojax.models.transformer import transformer
 
-CHUNKS = runpy.run_path(
-  str(pathlib.Path(__file__).parents[1] / "core" / "test_chunks.py")
-)
 KEY = jax.random.key(0)
 B, G, LAYERS, PER_TOKEN = 3, 4, 3, 2
 CONFIG = config_with(layers=LAYERS, experts=5, experts_per_token=PER_TOKEN)
-PROMPTS, ENVIRONMENT, EOS = map(CHUNKS.get, ("PROMPTS", "ENVIRONMENT", "EOS"))
 PROMPT_LENGTHS = np.asarray(PROMPTS.prompt_mask).sum(axis=-1)
 PROMPT_SIZE = PROMPTS.prompt_ids.shape[1]
 
@@ -56,10 +57,8 @@ def lengths_of(samples):
 
 
 def of_chunks(lm, params, t_max):
-  programs = CHUNKS["programs"](lm, t_max, 7, record_experts=True)
-  play = programs, params, PROMPTS, KEY, CHUNKS["of_host"]()
-  playing = episodes.play(*play, max_turns=ENVIRONMENT.max_turns)
-  return episodes.play_together(playing)[0]
+  functions = programs(lm, t_max, 7, record_experts=True)
+  return play(functions, params, host_answers())
 
 
 WAYS = {
