@@ -122,12 +122,11 @@ def tiny():
   return types.SimpleNamespace(config=config, lm=lm, params=params)
 
 
-def tabular_lm(kinds, vocab, on_extend=None):
+def tabular_lm(kinds, vocab):
   """A Markov chain: the last token and the prompt's kind decide the next.
 
   A prompt's kind is its first id. Parameters are logits [kinds, 1 + vocab,
   vocab]: row 0 is for the first token, row 1 + i for the token after i.
-  `on_extend` is called whenever `extend` runs.
   """
   rows = kinds * (1 + vocab)
 
@@ -137,8 +136,6 @@ def tabular_lm(kinds, vocab, on_extend=None):
     return Prefix(hidden, prompt_mask.sum(-1), state=kind)
 
   def extend(params, prefix, ids, cache=None, positions=None, segments=None):
-    if on_extend is not None:
-      jax.debug.callback(on_extend)
     row = prefix.state[:, None, None] + 1 + ids
     return jax.nn.one_hot(row, rows), cache
 

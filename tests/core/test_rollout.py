@@ -149,25 +149,6 @@ def test_completions_end_at_an_eos_or_the_budget(tabular, pad_id):
   assert_allclose(out.logprobs, 0, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("successors", "t", "calls"),
-  [
-    ([[0, 1, 1, 1, 1]], 6, 0),  # The EOS is never fed back.
-    ([[0, 1, 1, 1, 1], [1, 3, 2, 0, 3]], 6, 2),  # The longest decides.
-    ([[1, 1, 2, 1, 1]], 6, 5),  # Never ends: T - 1 tokens are fed back.
-  ],
-)
-def test_decoding_stops_when_all_are_done(tabular, successors, t, calls):
-  seen = []
-  lm = tabular.lm(len(successors), 4, on_extend=lambda: seen.append(1))
-  table = jnp.concatenate([chain(s) for s in successors])
-  out = run_chain(lm, table, batch=len(successors), max_new_tokens=t)
-  jax.block_until_ready(out)
-  jax.effects_barrier()
-  assert len(seen) == calls
-
-
 # Independence of the rest of the batch.
 
 

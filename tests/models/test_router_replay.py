@@ -256,10 +256,10 @@ def test_experts_that_do_not_fit_are_refused(tiny):
     "policy_params": params,
   }
   for args, options, message in (
-    ((lm, nothing, replay), {}, "record them by rollout"),
+    ((lm, nothing, replay), {}, "record them with rollout"),
     ((lm, cut, replay), {}, r"\[B, G, T, X\] .* not uint8 \(3, 4, 15"),
     ((other, recorded, trainer), by_trainer, "6 experts a token .* 2 layers"),
-    ((tiny.lm, recorded, replay), {}, "replays experts, and the model has no"),
+    ((tiny.lm, recorded, replay), {}, "needs a model with experts"),
   ):
     model, samples, objective = args
     with pytest.raises(ValueError, match=message):
