@@ -40,7 +40,7 @@ def make_batch(
   prompt_weights: Array | None = None,
   credit: str = "trajectory",
 ) -> Batch:
-  """Computes the advantages and log-probabilities that an update needs.
+  """Computes the advantages and log-probabilities for an update.
 
   Args:
     lm: Model.
@@ -48,8 +48,8 @@ def make_batch(
     rewards: Rewards [B, G] or, with turns, [B, G, K]: after each turn, 0 after
       the end. Completions whose reward is not finite, or whose prompt has no
       tokens, take no part in baselines and the loss.
-    objective: Objective of the update. A custom advantage function gets the
-      arrays of `sample_weights` that it has parameters for.
+    objective: Objective of the update. A custom advantage function gets arrays
+      of `sample_weights` by the names of its parameters.
     options: Options of the update; its micro-batches are used here too. A
       single update is on-policy and needs no old log-probabilities.
     sampling: Distribution of the rollout.
@@ -61,7 +61,7 @@ def make_batch(
     ref_prompts: Prompts of any length for the reference alone, say with a hint.
     packing: Packed rows (`packing.layout.plan`), here and in the update.
     prompt_weights: Weights of the prompts in the loss, KL term included.
-    credit: Rewards that a turn learns from, one of `turns.CREDITS`.
+    credit: Credit of turns, one of `turns.CREDITS`.
 
   Raises:
     ValueError: a penalty without `ref_params`, old log-probabilities without

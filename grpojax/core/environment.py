@@ -6,7 +6,7 @@
     turns    0 0 0 - - 1 1 - - 2 2
 
 At the end of a turn the environment is stepped, and its answer becomes the next
-tokens of the row. Each row gets one token per iteration of the loop, drawn or
+tokens of the row. Each row gets a token per iteration of the loop, drawn or
 observed, so stages and compaction work as without an environment. For other
 environments see `core.turns.trajectories`.
 """
@@ -26,7 +26,7 @@ class Observation(NamedTuple):
   """Answer of an environment to a turn.
 
   Attributes:
-    ids: Token ids that the model reads next, padded after the first `length`.
+    ids: Next token ids of the row, padded after the first `length`.
     length: Number of tokens, 0 to O.
     reward: Reward of the turn; it becomes nan if `length` or an id is invalid.
     done: True if the trajectory ends here, without reading `ids`.
@@ -63,7 +63,7 @@ class Episodes(NamedTuple):
   state: PyTree  # states of the environments, arrays [B, G, ...]
   observation: Int[Array, "B G O"]  # answer to the last turn
   length: Int[Array, "B G"]  # tokens of the observation
-  read: Int[Array, "B G"]  # tokens of the observation that are in the row
+  read: Int[Array, "B G"]  # tokens of the observation already in the row
   begin: Int[Array, "B G"]  # index in the row of the turn's first token
   turn: Int[Array, "B G"]
   turns: Int[Array, "B G T"]  # `Rollout.turns`
@@ -207,10 +207,10 @@ def advance(
 ) -> tuple[Episodes, Bool[Array, "B G"], Bool[Array, "B G"]]:
   """Steps the environments of the rows whose turn has `ended`.
 
-  Rows have `length` tokens now, and at most `limit`. If the observation and one
-  more token do not fit, or after the last turn, the trajectory ends without the
-  observation. Returns the episodes, a mask of environments that are done, and a
-  mask of trajectories that end.
+  Rows have `length` tokens now, and at most `limit`. If the observation and a
+  further token do not fit, or after the last turn, the trajectory ends without
+  the observation. Returns the episodes, and masks of the environments that are
+  done and of the finished trajectories.
   """
   step_all = jax.vmap(jax.vmap(environment.step))
 
@@ -250,7 +250,7 @@ def advance(
 
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
-  """A `reward_fn` that returns the environment's rewards of the turns."""
+  """Returns the environment's rewards of turns, as a `reward_fn`."""
   del targets
   if rollout.turn_rewards is None:
     raise ValueError("grpojax.returns needs an environment: give environment=")

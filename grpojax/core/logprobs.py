@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
   entropy: Float[Array, "_ _ S"]  # of the distribution of each token
   load: Any = None  # a `load_balancing.ExpertLoad`
   kl: Float[Array, "_ _ S"] | None = None  # KL(policy || reference)
-  hidden: Float[Array, "_ _ S D"] | None = None  # the states before the tokens
+  hidden: Float[Array, "_ _ S D"] | None = None  # of the token before
 
 
 class Reference(NamedTuple):

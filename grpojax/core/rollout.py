@@ -25,7 +25,7 @@ from grpojax.core.types import LM, Params, Prompts, Rollout
 def completion_mask(
   ids: Int[Array, "*n T"], eos_ids: Ids
 ) -> Bool[Array, "*n T"]:
-  """Returns the mask of completions that another engine sampled.
+  """Returns the mask of completions sampled by another engine.
 
   True up to and including the first end; all True without an end.
   """
@@ -74,8 +74,8 @@ def rollout(
     pad_id: Id after the end; may equal an EOS.
     sampling: Distribution of the tokens.
     budgets: Most tokens of each sample, up to T; None means T for all.
-    first_prompt: Index of the first prompt in the batch that shares the key:
-      the parts of a batch give the samples of the whole.
+    first_prompt: Index of the first prompt in the whole batch, if `prompts` are
+      a part of it: all parts together give the samples of the whole batch.
     decoding: Shape of the decoding loop; it changes no sample.
     environment: Environment that answers after each turn.
     record_experts: Records the experts of each token in each layer, a byte per

@@ -50,7 +50,7 @@ class Segment(NamedTuple):
 
 
 def check_credit(credit: str, objective: Objective, has_turns: bool) -> None:
-  """Raises ValueError for an objective that credit of turns cannot serve."""
+  """Raises ValueError if `credit` cannot be used with the objective."""
   if credit not in CREDITS:
     raise ValueError(f"credit = {credit!r}: use one of {', '.join(CREDITS)}")
   if credit == "trajectory":
@@ -75,8 +75,8 @@ def turn_advantages(
 ) -> Float[Array, "B G T"]:
   """Returns the advantage of each sampled token (module table), 0 elsewhere.
 
-  A trajectory with a reward that is not finite takes no part. Tokens of turns
-  from K on get nan, so that no update uses them. ValueError if G < 2.
+  A trajectory with a nonfinite reward takes no part. Tokens of turns from K on
+  get nan, so that no update uses them. ValueError if G < 2.
   """
   if rewards.shape[1] < 2:
     raise ValueError(
@@ -128,15 +128,15 @@ def trajectories(
 
   Raises:
     ValueError: groups of different sizes, invalid segments (log-probabilities
-      may exceed 0 by 1e-4), or a trajectory that ends in an observation or is
-      longer than `length`.
+      may exceed 0 by 1e-4), a trajectory longer than `length`, or an
+      observation at its end.
   """
   b = len(prompts.prompt_ids)
   sizes = {len(group) for group in segments}
   if len(segments) != b or len(sizes) != 1 or 0 in sizes:
     raise ValueError(
-      f"segments must be [B][G][...] for B = {b} prompts and one group size, "
-      f"not {len(segments)} groups of {sorted(sizes)}"
+      f"segments must be [B][G][...] for B = {b} prompts and an equal G, not "
+      f"{len(segments)} groups of {sorted(sizes)}"
     )
   (g,) = sizes
   rows = [
@@ -202,7 +202,8 @@ def _row(segments: Any, where: str):
     is_list = new.ndim == 1 and new.size and new.dtype.kind in "iu"
     if not is_list or not 0 <= new.min() <= new.max() < 2**31:
       raise ValueError(
-        f"{where}[{i}].ids must be token ids, at least one, not {segment.ids!r}"
+        f"{where}[{i}].ids must be a non-empty list of token ids, not "
+        f"{segment.ids!r}"
       )
     if reward.dtype.kind not in "biuf" or reward.ndim:
       raise ValueError(
@@ -225,8 +226,8 @@ def _row(segments: Any, where: str):
       or logps.max() > 1e-4  # an engine's rounding
     ):
       raise ValueError(
-        f"{where}[{i}].logprobs must be {len(new)} log-probabilities, one per "
-        f"id, finite and at most 0, not {segment.logprobs!r}"
+        f"{where}[{i}].logprobs must be {len(new)} log-probabilities (per id), "
+        f"finite and at most 0, not {segment.logprobs!r}"
       )
     turns.extend([len(rewards)] * len(new))
     logprobs.extend(np.minimum(logps, 0.0))

@@ -132,7 +132,6 @@ seen = lambda **changes: lambda s: (s, SEEN._replace(**changes))
     (seen(ids=IDS / 2), {}, "ids must be integer"),
     (seen(length=1.5), {}, "length must be integer"),
     (seen(reward=IDS), {}, "reward must be real"),
-    (seen(reward=None), {}, "reward must be real"),
     (seen(done=0), {}, "done must be boolean"),
     (lambda s: (IDS, SEEN), {}, "a state like reset's"),
     (lambda s: (s + 0.5, SEEN), {"state": 0}, "int32.*, not .*float32"),
@@ -141,13 +140,6 @@ seen = lambda **changes: lambda s: (s, SEEN._replace(**changes))
 def test_invalid_environments_are_refused(tiny, answer, changes, message):
   with pytest.raises(ValueError, match=message):
     small(tiny, answer, **changes)
-
-
-@pytest.mark.long
-def test_a_python_integer_can_be_the_state(tiny):
-  count = lambda s: (s + 1, SEEN._replace(reward=s))
-  result = small(tiny, count, state=0, targets=None)
-  assert (result.turn_rewards == jnp.arange(3.0)).all()
 
 
 @pytest.mark.slow

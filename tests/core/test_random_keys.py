@@ -40,20 +40,6 @@ def dice(turns=2):
   return Environment(lambda target, key: target, step, 1, turns)
 
 
-class Linen(nn.Module):
-  @nn.compact
-  def __call__(self, ids):
-    return nn.Dense(11)(nn.Embed(11, 4)(ids))
-
-
-class Nnx(nnx.Module):
-  def __init__(self, rngs):
-    self.embed = nnx.Embed(11, 4, rngs=rngs)
-
-  def __call__(self, ids):
-    return self.embed(ids)
-
-
 LM = grpojax.from_apply(  # a table of the next token's logits
   lambda params, ids, *_: params[ids], lambda key: jnp.zeros((9, 9))
 )
@@ -87,7 +73,8 @@ def adapters(key):
 
 
 DECODER = grpojax.transformer(grpojax.TransformerConfig(9, 4, 1, 1, 1, 4, 4))
-LINEN = grpojax.from_linen(Linen())
+LINEN = grpojax.from_linen(nn.Embed(11, 4))
+NNX = grpojax.from_nnx(lambda rngs: nnx.Embed(11, 4, rngs=rngs))
 DRAWS = {
   "token": lambda key: sample(key, jnp.zeros(999))[0],
   "seeds of episodes": lambda key: chunks.episode_seeds(key, shape=(2, 2)),
@@ -98,8 +85,8 @@ DRAWS = {
   "step": trained,
   "transformer": lambda key: DECODER.init(key)["layers"]["q"],
   "adapters": adapters,
-  "linen": lambda key: LINEN.init(key)["Dense_0"]["kernel"],
-  "nnx": lambda key: grpojax.from_nnx(Nnx).init(key)["embed"]["embedding"],
+  "linen": lambda key: LINEN.init(key)["embedding"],
+  "nnx": lambda key: NNX.init(key)["embedding"],
 }
 SLOW = ("environment", "step", "projections")
 

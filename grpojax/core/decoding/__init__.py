@@ -38,8 +38,8 @@ class Decoding:
 
   A stage has at least 16 tokens, and attention reads the stages so far.
   Compaction, at the start of each long stage but the first, decodes unfinished
-  samples in a batch of a half, a quarter or an eighth of the group (a quarter
-  of the prompts, if a group is one sample).
+  samples in a batch of a half, a quarter or an eighth of the group (in groups
+  of a single sample, a quarter of the prompts).
   """
 
   stages: int = option(
@@ -62,7 +62,7 @@ class Samples(NamedTuple):
 
 
 class Setup(NamedTuple):
-  """Inputs that stay the same while decoding."""
+  """Constant inputs of the decoding loop."""
 
   lm: LM  # prepared for decoding
   params: Params  # prepared with it
@@ -148,8 +148,8 @@ take = jax.vmap(lambda x, index: x[index])
 class Compaction(NamedTuple):
   """Moves unfinished samples into a smaller batch.
 
-  Rows are seen as [parts, size, ...]: the samples of each group or, if a group
-  is one sample, the prompts of each device. So rows never change devices.
+  Rows are seen as [parts, size, ...]: the samples of each group or, in groups
+  of a single sample, the prompts of each device. So rows never change devices.
 
       done     [[0, 1, 1, 0], [1, 1, 0, 1]]
       order 2  [[0, 3], [2, 0]]  two rows of each part, unfinished ones first
@@ -162,8 +162,8 @@ class Compaction(NamedTuple):
   def sizes(self, stage: int, tokens: int) -> list[int]:
     """Returns the compiled sizes of a part in a stage, descending.
 
-    Stage 0 has all rows. With one sample per prompt (as in an evaluation, which
-    is rare) there are at most two sizes.
+    Stage 0 has all rows. With single samples per prompt (as in evaluations,
+    which are rare) there are at most two sizes.
     """
     if tokens < LEAST_TOKENS:
       return [self.size]
@@ -222,7 +222,7 @@ def draw(
   keys, lm, sampling = fold(keys, t), setup.lm, setup.sampling
   by_parts = lm.draw_parts is not None and sampling.is_whole
   if by_parts and runs_kernels():
-    # One number selects the part, and two select the token in each part.
+    # A number selects the part, and two numbers select the token in each part.
     choose_part, *within = jnp.moveaxis(uniform(keys, 3), -1, 0)
     within, temperature = jnp.stack(within, axis=-1), sampling.temperature
     parts = lm.draw_parts(setup.params, hidden, within, temperature)
@@ -363,7 +363,7 @@ def _decode_few(
 def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   """Decodes empty samples in stages, see `Decoding`.
 
-  A model without `grow_cache` and `map_cache_rows` has one stage.
+  A model without `grow_cache` and `map_cache_rows` has a single stage.
   """
   lm, (b, g, t_max) = setup.lm, samples.ids.shape
   first = setup.prefix.last_hidden[:, None]
@@ -381,7 +381,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   for stage, end in enumerate(ends):
     if stage:
       cache = lm.grow_cache(cache, end - start)
-    # One branch per size: the smallest with room for all unfinished rows runs.
+    # A branch per size: the smallest with room for all unfinished rows runs.
     sizes = compaction.sizes(stage, end - start) if compaction else [g]
     branches = [
       functools.partial(_decode_few, setup, compaction, size, (start, end))

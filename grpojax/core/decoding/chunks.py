@@ -2,10 +2,10 @@
 
     begin -> decode -> (environments) -> feed -> decode -> ... -> finish
 
-A chunk draws tokens of the rows that are at a turn; rows whose turn has ended
-wait. Then the cached tokens of each row are moved so that they all end at the
-same slot (`LM.align_cache_rows`): rows of any lengths go on writing to one
-slot, and no token is computed twice. One forward pass reads an observation.
+A chunk draws tokens of rows in a turn; rows whose turn has ended wait. Then the
+cached tokens of each row are moved to end at the same slot
+(`LM.align_cache_rows`): rows of different lengths go on writing to a common
+slot, and no token is computed twice. A forward pass reads observations.
 Token t of a sample is drawn from its key and t, so chunks change no sample.
 """
 
@@ -66,7 +66,7 @@ def begin(
 ) -> Trajectories:
   """Runs the prompts and begins a group of trajectories for each.
 
-  Arguments are those of `rollout`, and `slots`, the first size of the cache.
+  Arguments are as in `rollout`, and `slots`, the first size of the cache.
   ValueError if the model's cache cannot be aligned.
   """
   if lm.align_cache_rows is None:
@@ -122,7 +122,7 @@ def _cached(rows: Trajectories) -> Int[Array, "B G"]:
 def _align(
   lm: LM, rows: Trajectories, ends: Int[Array, "B G"], slots: int
 ) -> Trajectories:
-  """Moves rows whose tokens end at slots `ends` to one common end."""
+  """Moves rows whose tokens end at slots `ends` to a common end."""
   index = jnp.max(_cached(rows))
   cache = lm.align_cache_rows(rows.cache, ends, index, slots)
   return rows.replace(cache=cache, slots=slots)
@@ -149,11 +149,11 @@ def decode(
   sampling: Sampling = Sampling(),
   turn_tokens: int = 0,
 ) -> Trajectories:
-  """Draws up to `tokens` tokens of each row that is at a turn.
+  """Draws up to `tokens` tokens of each row in a turn.
 
-  It ends early once no row is at a turn. `over` marks trajectories that the
-  host ends, `finished` those whose environment is done. `slots` is the new size
-  of the cache: at least the longest row and `tokens` more. A turn ends at
+  It ends early once all rows wait or are done. `over` marks trajectories to
+  end, `finished` trajectories whose environment is done. `slots` is the new
+  size of the cache: at least the longest row and `tokens` more. A turn ends at
   `eos_ids` (see `rollout`) or after `turn_tokens` tokens (0 for no limit).
   """
   setup = _setup(lm, params, rows, read_ends(eos_ids), sampling)
@@ -187,7 +187,7 @@ def _append(
   alive: Bool[Array, "B G"],
   turn_tokens: int,
 ) -> Trajectories:
-  """Draws the next token of the rows that are `alive`."""
+  """Draws the next token of `alive` rows."""
   samples, t = rows.samples, rows.samples.length
   # The first token is predicted by the prompt, others by the row's last token.
   at = jnp.maximum(t - 1, 0)[..., None]

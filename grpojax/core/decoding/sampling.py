@@ -63,7 +63,7 @@ class Sampling:
 
   @property
   def formats(self) -> dict[str, str]:
-    """Options of `LM.prepare`: the formats that are not the model's own."""
+    """Options of `LM.prepare`: the formats other than "model"."""
     names = "weights_dtype", "cache_dtype"
     return {x: getattr(self, x) for x in names if getattr(self, x) != "model"}
 
@@ -96,8 +96,8 @@ def _threshold(
 ) -> Float32[Array, "*n 1"]:
   """Returns the largest v for which logits >= v have a total weight >= enough.
 
-  Exact, by bisection over the bits of v. It needs no sorting, so devices that
-  share a vocabulary exchange 32 sums per row and no logits. Weights must be at
+  Exact, by bisection over the bits of v. It needs no sorting, so with a sharded
+  vocabulary devices exchange 32 sums per row and no logits. Weights must be at
   least 0. v has no gradient. It is NaN, which no logit is below, if it would be
   -inf or if all logits together weigh less than `enough`.
   """
@@ -121,7 +121,7 @@ def transform_logits(
 ) -> Float[Array, "*n V"]:
   """Returns the logits of the sampling distribution, in float32.
 
-  Tokens that are cut have -1e30. Ties at a cut all stay, so the result does not
+  Cut tokens have -1e30. Ties at a cut all stay, so the result does not
   depend on their order. Ids in `keep` are never cut: the loss passes the
   sampled ids, because a small change of the policy could move them across a
   cut, to a log-probability of -inf.
@@ -151,7 +151,7 @@ def _blocks(vocab_size: int) -> int:
   """Returns the number of blocks in which a vocabulary is searched.
 
   It is the divisor nearest to the root, among multiples of all factors of 2 up
-  to 16, so that devices that share a vocabulary have whole blocks.
+  to 16, so that devices have whole blocks of a sharded vocabulary.
   """
   even = math.gcd(vocab_size, 16)
   multiples = range(even, vocab_size + 1, even)
@@ -179,7 +179,7 @@ def share_below(
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
-  """Returns the index that a number in (0, 1) selects (inverse CDF)."""
+  """Returns the index of the inverse CDF at a number in (0, 1)."""
   # Rounding must not select an index of weight 0, nor pass the last index.
   sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
@@ -215,9 +215,9 @@ def sample(
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
   """Draws a token per key, and returns ids and log-probabilities.
 
-  The CDF is inverted in two levels: one random number selects a block of the
-  vocabulary, a second one a token in it. This takes one pass over the
-  vocabulary. Log-probabilities are those of `transform_logits` (0 if greedy).
+  The CDF is inverted in two levels, with two random numbers: the first selects
+  a block of the vocabulary, the second a token in it. This reads the vocabulary
+  once. Log-probabilities are those of `transform_logits` (0 if greedy).
   """
   if sampling.temperature == 0:
     ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
