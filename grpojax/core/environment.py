@@ -88,14 +88,6 @@ def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
   )
 
 
-_FIELDS = {  # of an Observation: number of axes, kinds of numpy dtypes
-  "ids": (1, "iu"),
-  "length": (0, "iu"),
-  "reward": (0, "biuf"),
-  "done": (0, "b"),
-}
-
-
 def _struct(tree: PyTree) -> PyTree:
   """Returns shapes and dtypes, without JAX's weak types."""
   return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
@@ -167,11 +159,13 @@ def _check_answer(answer: Any, first: PyTree, size: int) -> None:
       "an environment's step must return a state like reset's: "
       f"{_struct(first)}, not {_struct(state)}"
     )
-  for name, (axes, kinds) in _FIELDS.items():
-    value, shape = getattr(seen, name), (size,) * axes
+  kinds = {"integer": "iu", "real": "biuf", "boolean": "b"}  # of numpy dtypes
+  types = {"ids": "integer", "length": "integer"}
+  types |= {"reward": "real", "done": "boolean"}
+  for name, kind in types.items():
+    value, shape = getattr(seen, name), (size,) if name == "ids" else ()
     fits = getattr(value, "shape", None) == shape
-    if not fits or jnp.dtype(value.dtype).kind not in kinds:
-      kind = {"iu": "integer", "b": "boolean"}.get(kinds, "real")
+    if not fits or jnp.dtype(value.dtype).kind not in kinds[kind]:
       raise ValueError(
         f"an Observation's {name} must be {kind} of shape {shape}, not {value}"
       )

@@ -44,13 +44,3 @@ def prompts(numbers: int) -> Prompts:
   """Returns a prompt for each number to guess."""
   start = jnp.full((numbers, 1), numbers + 2, jnp.int32)
   return Prompts(start, jnp.ones(start.shape, bool), jnp.arange(numbers))
-
-
-def best_return(numbers: int, max_turns: int, cost: float = 0.1) -> float:
-  """Returns the mean return of a player who halves the remaining numbers."""
-  total, left = 0.0, numbers
-  for turn in range(max_turns):
-    hits = min(2**turn, left)
-    total += hits * (1 - turn * cost)
-    left -= hits
-  return (total - left * max_turns * cost) / numbers

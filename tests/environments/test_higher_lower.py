@@ -1,4 +1,4 @@
-"""Guessing numbers: answers, ends, and the best return."""
+"""The game higher_lower: its answers and rewards."""
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,3 @@ def test_the_game_answers_and_ends():
     assert float(seen.reward) == pytest.approx(reward)
     assert bool(seen.done) == (answer is None)
     assert answer is None or seen.ids.tolist() == [answer]
-
-
-@pytest.mark.parametrize(
-  ("numbers", "max_turns"), [(15, 4), (15, 2), (3, 5), (1, 1), (6, 3)]
-)
-def test_best_return_is_the_optimum(numbers, max_turns):
-  """By enumeration of all guesses."""
-
-  def best(n, turns):  # sum over n remaining numbers
-    if not n or not turns:
-      return 0.0
-    return max(
-      1 + sum(-0.1 * side + best(side, turns - 1) for side in (i, n - 1 - i))
-      for i in range(n)
-    )
-
-  expected = best(numbers, max_turns) / numbers
-  assert game.best_return(numbers, max_turns) == pytest.approx(expected)
