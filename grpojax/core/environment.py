@@ -146,7 +146,7 @@ def checked(
 
 
 def _check_answer(answer: Any, first: PyTree, size: int) -> None:
-  """Raises ValueError if `step` answers in wrong shapes (state: `first`'s)."""
+  """Raises ValueError for wrong results of `step`; `first` is a state."""
   pair = isinstance(answer, tuple) and len(answer) == 2
   if not pair or not isinstance(answer[1], Observation):
     raise ValueError(

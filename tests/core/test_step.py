@@ -115,9 +115,8 @@ def test_epochs_and_minibatches_equal_a_plain_loop(tabular):
   state = init_state(table, optax.adam(0.1), KEY).replace(step=jnp.int32(7))
   state, metrics = jax.jit(update)(state, batch)
   assert_allclose(state.params, params, atol=1e-5)
-  ours, theirs = map(jax.tree.leaves, (state.opt_state, opt_state))
-  for x, y in zip(ours, theirs, strict=True):
-    assert_allclose(x, y, atol=1e-6)
+  close = lambda x, y: assert_allclose(x, y, atol=1e-6)
+  jax.tree.map(close, state.opt_state[0], opt_state[1][0])
   loss, ratio_max = np.transpose(seen)
   assert_allclose(metrics["loss"], loss.mean(), rtol=1e-4)
   assert_allclose(metrics["ratio_max"], ratio_max.max(), rtol=1e-4)
@@ -438,7 +437,7 @@ def test_rollout_metrics_equal_numpy():
 @pytest.mark.slow
 def test_invalid_options_are_refused(tabular):
   lm, table, batch = make_case(tabular)
-  parts = r"2 prompts of 3 samples cannot be \w+ into 4 .* 2, must divide"
+  parts = "2 prompts of 3 samples cannot be divided into 4 .* 2, the parts of"
   on_policy = batch.replace(old_logprobs=None)
   for options, bad, message in (
     ({"minibatches": 3}, batch, "4 prompts cannot be split.*minibatches=3"),

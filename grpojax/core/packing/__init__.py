@@ -18,7 +18,7 @@ attends only to its prompt and its own completion (`positions` and `segments` of
 `LM.extend`), so its log-probability stays the same.
 
 Unpacked micro-batches are equal parts of the prompts and, if there are too few
-prompts, of the groups as well. Two prompts of four samples in four:
+prompts, of the groups as well. Two prompts of four samples, in four of them:
 
     prompt 0   a b a b      micro-batches a and c have samples 0 and 2,
     prompt 1   c d c d      b and d samples 1 and 3
