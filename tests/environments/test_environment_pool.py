@@ -98,17 +98,6 @@ def test_episodes_continue_after_their_worker_was_killed():
     assert without_times(again) == [expected[2]] * 5
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_worker_keeps_its_instances(workers, tmp_path):
-  options = {"log": str(tmp_path / "log")}
-  settings = {"options": options, "workers": workers}
-  with EnvironmentPool(f"{USER}:Game", **settings) as pool:
-    for _ in range(3):
-      play(pool, ["a", "b", "c", "stop"])
-  lines = (tmp_path / "log").read_text().split()
-  assert lines == ["reset", "a", "b", "c", "stop"] * 3
-
-
 LOOK = '<tool_call>{"name": "look", "arguments": {"number": %d}}</tool_call>'
 
 

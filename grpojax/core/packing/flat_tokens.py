@@ -133,8 +133,7 @@ class FlatTokens(NamedTuple):
 
   def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
     """Repeats values of prompts for each of their rows."""
-    x_of_device = by_device(x, len(self.prompt_of_row))
-    rows = _repeat(x_of_device, self.prompt_of_row)
+    rows = _repeat(by_device(x, len(self.prompt_of_row)), self.prompt_of_row)
     return _constrain_rows(rows.reshape(-1, *x.shape[1:]))
 
   def of_tokens(

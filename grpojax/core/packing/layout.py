@@ -136,15 +136,6 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   )
 
 
-def _cost(
-  batch: _Batch, tokens: int, rows: int, width: int, prompts: int
-) -> float:
-  """Returns tokens plus attention: to T + P keys it costs half a token."""
-  p = batch.prompt_length
-  pairs = rows * width * (width + p) + prompts * p * p
-  return tokens + pairs / (2 * (batch.length + p))
-
-
 def _cheapest(
   batch: _Batch, ways: list[tuple[int, int]], largest: float
 ) -> tuple[_Shape, _Spread] | None:
@@ -155,7 +146,13 @@ def _cheapest(
   in tokens. Returns None if no width costs less than the unpacked batch.
   """
   (b, g), p, t = batch.lengths.shape, batch.prompt_length, batch.length
-  lowest = _cost(batch, b * (p + g * t), rows=b * g, width=t, prompts=b)
+
+  def cost_of(tokens: int, rows: int, width: int, prompts: int) -> float:
+    # A token's attention to T + P keys costs half as much as its other work.
+    pairs = rows * width * (width + p) + prompts * p * p
+    return tokens + pairs / (2 * (t + p))
+
+  lowest = cost_of(b * (p + g * t), rows=b * g, width=t, prompts=b)
   cheapest = None
   for width in sorted({-(-t // k) for k in (4, 2, 1)}):
     if width < batch.lengths.max():
@@ -172,7 +169,7 @@ def _cheapest(
         continue
       count = batch.bundles * splits
       tokens, rows = count // bundles * room, count * shape.rows
-      cost = _cost(batch, tokens, rows, width, prompts=count * shape.copies)
+      cost = cost_of(tokens, rows, width, prompts=count * shape.copies)
       if cost < lowest:
         cheapest, lowest = (shape, spread), cost
       break
