@@ -1,8 +1,7 @@
-"""One process a run directory: a lock that dies with its process.
+"""Lock that allows one process per run directory, and ends with the process.
 
-The kernel's lock (flock) on an open file ends with its process. The file names
-its holder; one that a killed process left behind does not lock. Reading a run
-needs no lock.
+It is the kernel's lock (flock) on an open file. The file describes its holder; a
+file left by a killed process does not lock. Reading a run needs no lock.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ LOCK = ".lock"  # in the run directory
 
 
 def me() -> dict[str, str | int]:
-  """Returns a description of this process as a lock's holder."""
+  """Describes this process as a lock's holder."""
   return {
     "pid": os.getpid(),
     "host": socket.gethostname(),
@@ -32,7 +31,7 @@ def me() -> dict[str, str | int]:
 
 
 def _holder(text: bytes) -> str:
-  """Names the holder of a lock, whose file should hold JSON of its `me`."""
+  """Describes a lock's holder from the text of the file, the JSON of `me`."""
   try:
     held = json.loads(text)
     return (
@@ -40,7 +39,7 @@ def _holder(text: bytes) -> str:
       f"({held['command']})"
     )
   except (ValueError, KeyError, TypeError, RecursionError):
-    return "another process"  # it has not written who it is yet
+    return "another process"  # its description is not written yet
 
 
 def refusal(
@@ -48,17 +47,17 @@ def refusal(
   text: bytes,
   advice: str = "; wait for it, end it, or give another directory",
 ) -> ValueError:
-  """Returns the error for a directory that another process holds."""
+  """Returns the error for a directory locked by another process."""
   return ValueError(f"{directory} is in use by {_holder(text)}{advice}")
 
 
 def gone(directory: str | os.PathLike) -> str:
-  """Returns the message that the directory of a run has gone."""
+  """Returns the error message for a run directory that disappeared."""
   return f"{directory} is gone: it was removed, renamed or replaced meanwhile"
 
 
 def _is_there(file: int, path: pathlib.Path) -> bool:
-  """Returns True if an open file still has that name."""
+  """Returns True if an open file still has this path."""
   try:
     return os.path.samestat(os.fstat(file), os.stat(path))
   except (FileNotFoundError, NotADirectoryError):
@@ -79,22 +78,22 @@ def _lock(file: int, directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
-  """Makes a run directory, and holds its lock during the context.
+  """Creates a run directory and locks it during the context.
 
-  Yields a function that raises `disk.WriteFailed` if it was replaced since.
-  Programs that this one starts do not inherit the lock. A forked child shares
-  it (flock): if this process is killed, the lock ends with the last child.
-  ValueError if another process holds it; says which.
+  Yields a function that raises `disk.WriteFailed` if the directory was replaced.
+  ValueError if another process holds the lock. Started programs do not inherit
+  it, but forked children share it: if this process is killed, the lock ends with
+  the last child.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / LOCK
   while True:
-    # Not through a link: its target would be emptied.
+    # Refuses links, because truncation would empty the target.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
       _lock(file, directory)
-      if not _is_there(file, path):  # its holder was just ending
+      if not _is_there(file, path):  # its holder has just removed it
         continue
       os.ftruncate(file, 0)
       os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
@@ -104,7 +103,7 @@ def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
         if _is_there(file, path):
           path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-          fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked
+          fcntl.flock(file, fcntl.LOCK_UN)  # for forked children too
       return
     finally:
       os.close(file)
