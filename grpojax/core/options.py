@@ -67,7 +67,7 @@ def _interval(within: str) -> tuple[str, str, str, str]:
 
 
 def in_interval(within: str, value: float | int) -> bool:
-  """Returns True if `value` lies in an interval like "[0, 1)"; NaN never does."""
+  """Returns True if `value` is in an interval like "[0, 1)"; NaN never is."""
   left, low, high, right = _interval(within)
   base, power, exponent = high.partition("**")
   low, high = float(low), float(base) ** float(exponent if power else 1)

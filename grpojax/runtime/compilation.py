@@ -50,7 +50,7 @@ def announced(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _machine() -> str:
-  """Returns a hash of the CPU's features, on which programs depend."""
+  """Returns a hash of the CPU's features, on which compiled programs depend."""
   features = platform.machine()
   with contextlib.suppress(OSError):
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
@@ -61,7 +61,8 @@ def _machine() -> str:
 @functools.cache
 def _warn_once() -> None:
   """Replaces JAX's warnings about its cache, one per program, by one line."""
-  show, warned = warnings.showwarning, []
+  show = warnings.showwarning
+  warned = []
 
   def show_once(message: Any, *args: Any, **kwargs: Any) -> None:
     _, failed, text = str(message).partition("persistent compilation cache ")
@@ -70,7 +71,7 @@ def _warn_once() -> None:
     elif not warned:
       warned.append(text)
       programs = f"compiled programs in {jax.config.jax_compilation_cache_dir}"
-      remedy = "repair or remove it, or set JAX_COMPILATION_CACHE_DIR to another"
+      remedy = "repair it, or set JAX_COMPILATION_CACHE_DIR to another"
       text = f"warning: {programs} cannot be used ({text[:300]}): {remedy}"
       print(text, file=sys.stderr, flush=True)
 

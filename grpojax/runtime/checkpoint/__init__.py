@@ -249,8 +249,8 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 
 def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
+  step = latest_step(checkpointer) if step is None else step
   present = steps(checkpointer)
-  step = max(present, default=None) if step is None else step
   folder = epath.Path(checkpointer.orbax.directory)
   if step not in present:
     raise ValueError(

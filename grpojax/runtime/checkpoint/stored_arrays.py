@@ -171,14 +171,12 @@ def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _check_fits(
-  saved: Mapping[str, str], wished: Mapping[str, str], path: epath.Path
-) -> None:
-  # Before loading, because a failed load leaves Orbax's threads behind.
+def _check_fits(saved, requested, path) -> None:
+  """Raises ValueError before a load, which leaves threads behind if it fails."""
   pairs = {
-    name: f"{saved.get(name, '(none)')} -> {wished.get(name, '(none)')}"
-    for name in sorted(saved.keys() | wished.keys())
-    if saved.get(name) != wished.get(name)
+    name: f"{saved.get(name, '(none)')} -> {requested.get(name, '(none)')}"
+    for name in sorted(saved.keys() | requested.keys())
+    if saved.get(name) != requested.get(name)
   }
   if "key" in pairs:
     raise ValueError(

@@ -49,7 +49,7 @@ def usage_errors() -> Iterator[None]:
     raise SystemExit(printable(f"error: {text}")) from None
 
 
-def literal(text: str) -> Any:
+def _literal(text: str) -> Any:
   """Parses a number, a tuple, ..., or else returns the text itself."""
   try:
     return ast.literal_eval(text)
@@ -58,7 +58,7 @@ def literal(text: str) -> Any:
 
 
 def _typed(text: str, default: Any) -> Any:
-  """Parses a value of the default's type; KeyError, ValueError, ... if wrong."""
+  """Parses a value of the default's type; raises an error if it is wrong."""
   if isinstance(default, str):
     return text
   if isinstance(default, bool):
@@ -79,7 +79,7 @@ def _typed(text: str, default: Any) -> Any:
 def _value(name: str, text: str, flag: Option | None) -> Any:
   """Parses a flag's value; without `flag`, of any type for a free section."""
   if flag is None:
-    if isinstance(value := literal(text), dict):
+    if isinstance(value := _literal(text), dict):
       raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
     return value
   if text in flag.words:
@@ -201,7 +201,7 @@ def _unread(name: str, flags: Mapping, reads: Sequence[str]) -> ValueError:
 
 
 def _set(config: ConfigDict, name: str, value: Any) -> None:
-  """Sets a key, which need not exist, and creates its sections."""
+  """Sets a key, which need not exist; creates its sections."""
   *path, last = name.removeprefix(CONFIG).split(".")
   for key in path:
     if key not in config:
@@ -228,13 +228,13 @@ def parse(
 
   The config has its overrides, and is locked but not checked. ValueError for an
   unknown name, a value of the wrong type or a bad config file. --help prints
-  the help and exits with code 0.
+  the help, which begins with `about`, and exits with code 0.
 
   Args:
     argv: arguments without the program's name.
-    flags: flags of the program.
-    declared: settings of the config; None for a program without a config.
-    about: docstring of the program, for --help.
+    flags: the program's flags.
+    declared: the config's settings; None for a program without a config.
+    about: the program's docstring.
     default: makes the config without --config, if not from `declared`.
     positional: flag for a word without a name: `RUN` is `--model=RUN`.
     reads: prefixes of the settings that the program accepts.

@@ -8,12 +8,11 @@ Files are fetched by name or pattern from the top directory only: no code, no
 pickles, no second copy of the weights.
 """
 
-import contextlib
 import os
 import pathlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpojax.models import huggingface as hf
@@ -82,15 +81,20 @@ def fetch(
   if parse(name.id) is None:  # guards addresses and paths
     raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
   logging.set_verbosity_error()  # warnings would show signed addresses
-  with _errors(name, kind), interrupts.deferred(*interrupts.BOTH) as came:
-    directory = huggingface_hub.snapshot_download(
-      name.id,
-      repo_type=kind,
-      revision=name.revision,
-      allow_patterns=list(files),
-      ignore_patterns=["*/*"],
-      tqdm_class=_bar(name, came),
-    )
+  try:
+    with interrupts.deferred(*interrupts.BOTH) as came:
+      directory = huggingface_hub.snapshot_download(
+        name.id,
+        repo_type=kind,
+        revision=name.revision,
+        allow_patterns=list(files),
+        ignore_patterns=["*/*"],
+        tqdm_class=_bar(name, came),
+      )
+  except (ValueError, interrupts.Left):
+    raise
+  except Exception as error:
+    raise ValueError(_in_words(error, name, kind)) from error
   return pathlib.Path(directory)
 
 
@@ -129,18 +133,8 @@ def _bar(name: Name, came: Sequence[int]) -> type:
   return Bar
 
 
-@contextlib.contextmanager
-def _errors(name: Name, kind: str) -> Iterator[None]:
-  try:
-    yield
-  except (ValueError, interrupts.Left):
-    raise
-  except Exception as error:
-    raise ValueError(_in_words(error, name, kind)) from error
-
-
 def _in_words(error: Exception, name: Name, kind: str) -> str:
-  """Describes an error without its message, which may have a signed address."""
+  """Describes an error; its message may have a signed address."""
   from huggingface_hub import constants, errors
 
   cache = constants.HF_HUB_CACHE

@@ -84,6 +84,7 @@ def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
 
 
 def _row(line: bytes) -> dict[str, Any]:
+  """Parses a row; ValueError if it is not JSON or has a wrong step."""
   try:
     row = json.loads(line)
   except ValueError as error:
@@ -97,10 +98,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the rows, without an incomplete last line.
-
-  The ValueError for a bad line has its number.
-  """
+  """Returns the rows before an incomplete last line; ValueError if damaged."""
   # A path of etils may be on gs://.
   file = path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
   if not file.exists():

@@ -1,13 +1,12 @@
-"""Lock that allows one process per run directory, and ends with the process.
+"""Lock that allows a single process per run directory, and ends with the process.
 
-It is the kernel's lock (flock) on an open file. The file describes its holder; a
-file left by a killed process does not lock. Reading a run needs no lock.
+It is the kernel's lock (flock) on an open file. The file describes its holder;
+a file left by a killed process does not lock. Reading a run needs no lock.
 """
 
 import contextlib
 import datetime
 import fcntl
-import functools
 import json
 import os
 import pathlib
@@ -30,25 +29,22 @@ def me() -> dict[str, str | int]:
   }
 
 
-def _holder(text: bytes) -> str:
-  """Describes a lock's holder from the text of the file, the JSON of `me`."""
-  try:
-    held = json.loads(text)
-    return (
-      f"process {held['pid']} on {held['host']} since {held['since']} "
-      f"({held['command']})"
-    )
-  except (ValueError, KeyError, TypeError, RecursionError):
-    return "another process"  # its description is not written yet
-
-
 def refusal(
   directory: str | os.PathLike,
   text: bytes,
   advice: str = "; wait for it, end it, or give another directory",
 ) -> ValueError:
-  """Returns the error for a directory locked by another process."""
-  return ValueError(f"{directory} is in use by {_holder(text)}{advice}")
+  """Returns the error for a directory locked by another process.
+
+  `text` is the content of the lock's file, the JSON of the holder's `me`.
+  """
+  try:
+    held = json.loads(text)
+    holder = f"process {held['pid']} on {held['host']} since {held['since']} "
+    holder += f"({held['command']})"
+  except (ValueError, KeyError, TypeError, RecursionError):
+    holder = "another process"  # its description is not written yet
+  return ValueError(f"{directory} is in use by {holder}{advice}")
 
 
 def gone(directory: str | os.PathLike) -> str:
@@ -64,41 +60,37 @@ def _is_there(file: int, path: pathlib.Path) -> bool:
     return False
 
 
-def _check(file: int, path: pathlib.Path) -> None:
-  if not _is_there(file, path):
-    raise disk.WriteFailed(gone(path.parent))
-
-
-def _lock(file: int, directory: pathlib.Path) -> None:
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    raise refusal(directory, os.pread(file, 2**16, 0)) from None
-
-
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
   """Creates a run directory and locks it during the context.
 
-  Yields a function that raises `disk.WriteFailed` if the directory was replaced.
-  ValueError if another process holds the lock. Started programs do not inherit
-  it, but forked children share it: if this process is killed, the lock ends with
-  the last child.
+  Yields a function that raises `disk.WriteFailed` if the directory was
+  replaced. ValueError if another process holds the lock. Started programs do
+  not inherit it, but forked children share it: if this process is killed, the
+  lock ends with the last child.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / LOCK
+
+  def check() -> None:
+    if not _is_there(file, path):
+      raise disk.WriteFailed(gone(directory))
+
   while True:
     # Refuses links, because truncation would empty the target.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-      _lock(file, directory)
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise refusal(directory, os.pread(file, 2**16, 0)) from None
       if not _is_there(file, path):  # its holder has just removed it
         continue
       os.ftruncate(file, 0)
       os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
       try:
-        yield functools.partial(_check, file, path)
+        yield check
       finally:
         if _is_there(file, path):
           path.unlink(missing_ok=True)

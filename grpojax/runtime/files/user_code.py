@@ -1,8 +1,8 @@
 """Import of a user's Python files: rewards and configs.
 
 Repeated loads return the same module, so classes can be pickled and functions
-share globals. A file may import files next to it. In a package (a directory with
-`__init__.py`), it is the package's module.
+share globals. A file may import files next to it. In a package (a directory
+with `__init__.py`), it is the package's module.
 """
 
 import ast
@@ -19,10 +19,11 @@ from types import ModuleType
 
 
 def load(path: str) -> ModuleType:
-  """Imports a file; returns the same module again unless its text changed.
+  """Imports a file; returns the same module again if its text is the same.
 
-  OSError without a file; ImportError if another module has its name, or the name
-  of a file next to it that it imports. A file that failed may be loaded again.
+  OSError without a file; ImportError if another module has its name, or the
+  name of a file next to it that it imports. A file that failed may be loaded
+  again.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
@@ -54,8 +55,8 @@ def _home(file: pathlib.Path) -> tuple[pathlib.Path, str]:
 def sources(place: str) -> dict[str, str]:
   """Returns the texts of a file and of all files that it imports, by path.
 
-  `place` is a file or an imported module. Includes indirect imports, and imports
-  inside functions, but no installed modules. Does not run the files.
+  `place` is a file or an imported module. Includes indirect imports, and
+  imports inside functions, but no installed modules. Does not run the files.
   """
   shown, path = pathlib.PurePath(place), place
   if not place.endswith(".py"):
@@ -154,7 +155,7 @@ def _importable(root: pathlib.Path) -> Iterator[None]:
 
 
 def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
-  """Refuses imports from elsewhere if a file next to the module has the name."""
+  """Raises ImportError if a module hides an imported file next to it."""
   for value in vars(module).values():
     name = value.__name__ if isinstance(value, ModuleType) else ""
     name = name or getattr(value, "__module__", None) or ""

@@ -1,13 +1,13 @@
 """Training on several processes, which join, agree and end together.
 
 Every process runs the same program on one global mesh (jax.distributed), and
-repeats cheap work: prompts, settings, packing. Decoding and scoring of texts are
-split by `rows_of`. Only process 0 writes the run directory (`on_main`), except
-for checkpoints, which Orbax writes from all processes.
+repeats cheap work: prompts, settings, packing. Decoding and scoring of texts
+are split by `rows_of`. Only process 0 writes the run directory (`on_main`),
+except for checkpoints, which Orbax writes from all processes.
 
 If a process raises alone, the other processes wait in their next collective. So
-`on_main`, `agreed` and `check_same` exchange errors. The next collective, or JAX
-within `HEARTBEAT` seconds, notices a killed process and ends the run.
+`on_main`, `agreed` and `check_same` exchange errors. The next collective, or
+JAX within `HEARTBEAT` seconds, notices a killed process and ends the run.
 
 Messages use JAX's coordination service (a private name), because devices would
 deliver them only after all previously dispatched programs.

@@ -1,14 +1,15 @@
 """Pools of worker processes, with a time limit per job.
 
-Workers are new programs, never forks, and load no JAX. A thread per worker sends
-the jobs. Without workers `WorkerPool.results` does the jobs in this process, and
-an alarm interrupts slow ones, but crashes and hanging C code need workers.
+Workers are new programs, never forks, and load no JAX. A thread per worker
+sends the jobs. Without workers `WorkerPool.results` does the jobs in this
+process, and an alarm interrupts slow ones, but crashes and hanging C code need
+workers.
 
 A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
 prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
-is random, so user code that forks, prints, closes files or writes to all of them
-cannot disturb other jobs. Code that searches for the current ID can forge its
-own result: code that a model wrote needs a sandbox.
+is random, so user code that forks, prints, closes files or writes to all of
+them cannot disturb other jobs. Code that searches for the current ID can forge
+its own result: code that a model wrote needs a sandbox.
 """
 
 import contextlib
@@ -37,11 +38,10 @@ _STOP = 0.1  # seconds between checks whether to stop
 _CLOSING = 5.0  # seconds for an idle worker to close its resources
 _BLOCK = 2**16  # bytes that are read or written at once
 _MEMORY = 2**33  # bytes of data that a worker may allocate
-# Seconds after a job's limit at which the alarm ends a worker whose parent died.
-_LEEWAY = 2.0
+_LEEWAY = 2.0  # seconds after a job's limit that end a worker without parent
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
-# Parses a JSON outcome; its ValueError, TypeError or AttributeError skips a line.
+# Parses a JSON outcome; ValueError, TypeError or AttributeError skip a line.
 Parse = Callable[[Any], Any]
 
 
@@ -65,10 +65,10 @@ def to_plain(value: Any) -> Any:
 
 
 def run(prepare: Callable[[Any], Answer]) -> None:
-  """Answers jobs by `prepare(setup)` until the input ends; exits the process."""
+  """Answers jobs by `prepare(setup)` until the input ends; ends the process."""
   with contextlib.suppress(BrokenPipeError):
     _serve(prepare)
-  with contextlib.suppress(OSError, ValueError):  # a function may have closed it
+  with contextlib.suppress(OSError, ValueError):  # it may be closed
     sys.stderr.flush()
   os._exit(0)  # without waiting for threads that functions started
 
@@ -103,7 +103,7 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     return
   reply(name, None)  # ready
   for line in requests:
-    # The default action always ends the process; a function may have changed it.
+    # The default action always ends the process; user code may change it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     name, seconds, job = line.split(b" ", 2)
     limit = min(float(seconds) + _LEEWAY, user_calls.FOREVER)
@@ -439,7 +439,7 @@ class WorkerPool(contextlib.AbstractContextManager):
     return Done(index, outcomes, error)
 
   def _ask_here(self, job: Job) -> Iterator[Any]:
-    """Does a job in this process; yields its outcomes, then may raise `Lost`."""
+    """Does a job in this process; yields outcomes, then may raise `Lost`."""
     outcomes = []
     work = lambda: outcomes.extend(self._answer(job.content))
     ended = user_calls.in_time(job.seconds, work)

@@ -1,9 +1,9 @@
 """Learning curve of a run, drawn by matplotlib.
 
 Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
-`zero_variance_groups`. Diagnosed steps add `group_size` and `optimal_group_size`
-with a 95% interval `_low`, `_high` (may be infinite). Evaluation rows have
-`accuracy` with a 95% interval.
+`zero_variance_groups`. Diagnosed steps add `group_size` and
+`optimal_group_size` with a 95% interval `_low`, `_high` (may be infinite).
+Evaluation rows have `accuracy` with a 95% interval.
 """
 
 import math
@@ -44,8 +44,8 @@ def learning_curve(
 ) -> None:
   """Draws a run's learning curve, 1000 x 700 pixels, from its metrics.
 
-  The held-out accuracy comes first and is the largest. Metrics that never change
-  are left out, except it and the reward. ValueError without rows.
+  The held-out accuracy comes first and is the largest. Metrics that never
+  change are left out, except it and the reward. ValueError without rows.
   """
   rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
   rows.sort(key=lambda row: row["step"])  # the baseline's row may come later

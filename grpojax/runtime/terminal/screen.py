@@ -7,15 +7,15 @@ from collections.abc import Callable
 from grpojax.runtime.files.records import duration
 
 QUIET = 10.0
-"""Seconds before an evaluation prints its progress, and between two lines."""
+"""Seconds between two lines of an evaluation's progress."""
 
 
 def printable(text: str) -> str:
   r"""Escapes control characters as Python does: "\x1b".
 
-  A model's text may move a terminal's cursor, change its title or type commands.
-  Escapes control and format characters (such as writing direction), lone
-  surrogates and unassigned code points, but no newlines, tabs and spaces.
+  A model's text may move a terminal's cursor, change its title or type
+  commands. Escapes control and format characters (such as writing direction),
+  lone surrogates and unassigned code points, but no newlines, tabs and spaces.
   """
   return "".join(
     c

@@ -1,8 +1,9 @@
 """Experiment trackers, which get a copy of a run's metrics.
 
-A tracker is a function that opens a run: one of `TRACKERS`, or a user's function.
-The tracker's environment variables choose server and account (WANDB_MODE=offline
-needs no network). If a tracker fails, the run continues without it.
+A tracker is a function that opens a run: one of `TRACKERS`, or a user's
+function. The tracker's environment variables choose server and account
+(WANDB_MODE=offline needs no network). If a tracker fails, the run continues
+without it.
 """
 
 import contextlib

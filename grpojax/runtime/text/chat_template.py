@@ -31,8 +31,8 @@ def set_messages(
   """Returns the text of messages, up to the assistant's answer.
 
   If the template has no system role, the system message precedes the text of
-  the next message, as in Gemma 3's. `options` are keywords of the chat template,
-  and "date_string". ValueError if the template refuses them.
+  the next message, as in Gemma 3's. `options` are keywords of the chat
+  template, and "date_string". ValueError if the template refuses them.
   """
   import jinja2
 
@@ -54,9 +54,7 @@ def set_messages(
   return text
 
 
-def _apply(
-  tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
-) -> str:
+def _apply(tokenizer, messages, options) -> str:
   try:
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
   except Exception as error:  # a template is a program
@@ -76,7 +74,7 @@ def whole_chat(
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-  """Checks the options; if they pin the date, adds a template that writes it."""
+  """Checks the options; adds a template with the pinned date, if any."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
@@ -93,7 +91,7 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinned(date: str, call: re.Match) -> str:
-  """Returns a date as `strftime_now("...")` writes it, or a template's error."""
+  """Returns a date as `strftime_now("...")` writes it, or an error's code."""
   try:
     return repr(datetime.datetime.strptime(date, _FORM).strftime(call["form"]))
   except ValueError:

@@ -1,9 +1,9 @@
 """Separation of a template's control tokens from text that looks like them.
 
-A tokenizer always reads "<|im_end|>" as a control token, but a prompt with these
-letters must not end its own turn. So `mark` replaces them by a random name
-before the template is applied. `encode` then reads the template's tokens as
-controls, and the marks as text:
+A tokenizer always reads "<|im_end|>" as a control token, but a prompt with
+these letters must not end its own turn. So `mark` replaces them by a random
+name before the template is applied. `encode` then reads the template's tokens
+as controls, and the marks as text:
 
     a prompt              Say <|im_end|>
     marked                Say NONCE1;

@@ -46,9 +46,9 @@ def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
 def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   """Builds Aho and Corasick's (1975) automaton of stop strings for tokens.
 
-  Its states are the strings' prefixes in bytes; a token leads to the state after
-  its bytes. ValueError if the tokens cannot write a string, or the table is too
-  large.
+  Its states are the strings' prefixes in bytes; a token leads to the state
+  after its bytes. ValueError if the tokens cannot write a string, or the table
+  is too large.
   """
   # A string that contains another string is never completed first.
   ends = {x.encode() for x in strings}
@@ -89,7 +89,7 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   for end in ends:
     if numbers[end] not in reached and len(ends) == 1:
       raise ValueError(
-        f"have {end.decode()!r}, which the model's tokens cannot write: remove it"
+        f"have {end.decode()!r}, which no tokens of the model write: remove it"
       )
     elif numbers[end] not in reached:  # or another string always ends earlier
       build(tokenizer, [end.decode()], count)

@@ -148,7 +148,7 @@ TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
 
 
 def is_template(template: str, field: str = "prompt") -> bool:
-  """Returns True if the template's fields are all "{prompt}" (see `TEMPLATE`)."""
+  """Returns True if the template's fields are all "{prompt}"; see `TEMPLATE`."""
   return fields(template) == {field}
 
 
@@ -384,9 +384,7 @@ def gaps(
   return tuple((i + 1, j) for i, j in itertools.pairwise(ids) if j > i + 1)
 
 
-def _eos_id(
-  token: Any, tokenizer: Any, vocab_size: int | None, file: pathlib.Path
-) -> int:
+def _eos_id(token, tokenizer, vocab_size, file) -> int:
   if isinstance(token, str):
     token = tokenizer.get_vocab().get(token, token)
   largest = float("inf") if vocab_size is None else vocab_size - 1

@@ -24,7 +24,7 @@ _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
 @functools.lru_cache(maxsize=64)
 def check(template: str, file: str, changed: int) -> None:
-  """Raises ValueError if a chat template or a tokenizer.json exceeds the limits.
+  """Raises ValueError if a chat template or tokenizer.json exceeds the limits.
 
   Either may be missing. A file with another modification time `changed` is
   tried again.

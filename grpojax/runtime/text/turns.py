@@ -169,7 +169,7 @@ class TurnEncoder:
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
 
   def _cut(self, observation):
-    """Cuts contents to `max_observation` tokens, including `MARK` at the end."""
+    """Cuts contents to `max_observation` tokens, with `MARK` at the end."""
     is_text, most = isinstance(observation, str), self.max_observation
     texts = [observation] if is_text else [m["content"] for m in observation]
 
