@@ -97,35 +97,35 @@ def test_messages_keep_one_system_message():
     assert "Be long." in text and "Be brief." not in text
 
 
-def test_errors_of_templates_are_value_errors():
-  turns = [TURNS[0], TURNS[0]]
-  for system in ("", "Be brief."):
-    with pytest.raises(
-      ValueError, match="roles must alternate.*'user', 'user'"
-    ):
-      tokenizers.format_prompt(make(GEMMA), turns, system_prompt=system)
-
-
 def test_template_options():
   options = {"enable_thinking": False}
   tokenizer = make(QWEN)
   plain = tokenizers.format_prompt(tokenizer, "1+1?")
   text = tokenizers.format_prompt(tokenizer, "1+1?", template_options=options)
   assert text == plain + "<think>\n\n</think>\n\n"
-  with pytest.raises(ValueError, match="has no .'enable_thinkin'"):
-    tokenizers.format_prompt(
-      make(GEMMA), "1+1?", template_options={"enable_thinkin": False}
-    )
 
 
-def test_chats_need_a_chat_template():
-  for options in (
-    {"system_prompt": "Be brief."},
-    {"template_options": {"date_string": "x", "y": 1}},
-    {"prompt": TURNS},
-  ):
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-      tokenizers.format_prompt(make(None), **{"prompt": "1+1?"} | options)
+TWICE = {"prompt": TURNS[:1] * 2}
+ALTERNATE, NO_TEMPLATE = (
+  "must alternate.*'user', 'user'",
+  "has no chat template",
+)
+
+
+@pytest.mark.parametrize(
+  "template, options, text",
+  [
+    (GEMMA, TWICE, ALTERNATE),
+    (GEMMA, TWICE | {"system_prompt": "x"}, ALTERNATE),
+    (GEMMA, {"template_options": {"enable": 1}}, "has no .'enable'"),
+    (None, {"system_prompt": "x"}, NO_TEMPLATE),
+    (None, {"prompt": TURNS}, NO_TEMPLATE),
+    (None, {"template_options": {"date_string": "x", "y": 1}}, NO_TEMPLATE),
+  ],
+)
+def test_refused_prompts_and_options(template, options, text):
+  with pytest.raises(ValueError, match=text):
+    tokenizers.format_prompt(make(template), **{"prompt": "1+1?"} | options)
 
 
 # Lines with dates of published templates.

@@ -92,10 +92,11 @@ def test_saved_arrays_may_be_donated_at_once(tmp_path):
 def test_another_model_is_refused_by_name(tmp_path):
   state = _state(1)
   with checkpoint.open_checkpointer(_saved(tmp_path, 1)) as ckptr:
-    with pytest.raises(ValueError) as error:
+    text = (
+      r"(?s)mu/b: bfloat16.3. -> .none.*layers/q: float32.64. -> float32.65"
+    )
+    with pytest.raises(ValueError, match=text):
       checkpoint.restore(ckptr, _state(1, 65).replace(opt_state=()))
-    assert "params/layers/q: float32[64] -> float32[65]" in str(error.value)
-    assert "opt_state/1/0/mu/b: bfloat16[3] -> (none)" in str(error.value)
     other = jax.random.key(1, impl="threefry2x32")
     with pytest.raises(ValueError, match="set JAX_DEFAULT_PRNG_IMPL to"):
       checkpoint.restore(ckptr, state.replace(key=other))
@@ -379,15 +380,11 @@ if __name__ == "__main__":
   _train(sys.argv[1])
 
 
-@pytest.mark.parametrize(
-  "name, text, shown",
-  [
-    ("asyncio", "<Task coro=<f() defined at /orbax/checkpoint/x.py>", False),
-    ("asyncio", "<Future exception=ValueError('[tensorstore_spec=...", False),
-    ("asyncio", "<Task coro=<users()>", True),
-    ("root", "something", True),
-  ],
-)
-def test_messages_of_a_failed_load_are_filtered(name, text, shown):
-  record = logging.LogRecord(name, logging.ERROR, "x.py", 1, text, (), None)
-  assert bool(logging.getLogger(name).filter(record)) == shown
+def test_messages_of_a_failed_load_are_filtered():
+  for text, shown in (
+    ("<Task coro=<f() defined at /orbax/checkpoint/x.py>", False),
+    ("<Future exception=ValueError('[tensorstore_spec=...", False),
+    ("<Task coro=<users()>", True),
+  ):
+    record = logging.makeLogRecord({"name": "asyncio", "msg": text})
+    assert bool(logging.getLogger("asyncio").filter(record)) == shown

@@ -48,15 +48,6 @@ def test_unwritable_paths(tmp_path, monkeypatch, check, name, reason):
   assert sorted(tmp_path.iterdir()) == before
 
 
-def test_no_permission(tmp_path, monkeypatch):
-  def mkdtemp(*args, **kwargs):  # a superuser may write anywhere
-    raise PermissionError(errno.EACCES, "Permission denied")
-
-  monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
-  with pytest.raises(ValueError, match=f"Permission denied .{tmp_path} is"):
-    disk.check_writable(tmp_path / "new", "--out")
-
-
 def test_only_errors_of_the_disk_are_messages():
   with pytest.raises(SystemExit, match="error: .*No space left"), disk.errors():
     raise OSError(errno.ENOSPC, "No space left on device")

@@ -66,10 +66,7 @@ def test_a_file_removed_before_it_is_locked_is_opened_again(
 
   monkeypatch.setattr(fcntl, "flock", late)
   with run_lock.hold(tmp_path):
-    assert path.is_file()
-    other = start(tmp_path)
-    assert f"in use by process {os.getpid()} on" in output(other)
-    other.wait()
+    assert path.is_file() and len(calls) > 1
 
 
 FORKED = """

@@ -156,7 +156,7 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
       )
     case errors.LocalEntryNotFoundError():
       return (
-        f"{kind} {name}: there is no such path here, it is missing or not whole "
+        f"{kind} {name}: there is no such path here, it is missing or incomplete "
         f"in {cache}, and {constants.ENDPOINT} cannot be reached: check the "
         "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
         f"elsewhere (`hf download {name.id}`) and give its directory"
