@@ -113,13 +113,12 @@ def refusal(declared: Option, value: Any) -> str | None:
   if required := _required_type(declared.default, value):
     return f"must be {required} ({declared.text})"
   values = value if isinstance(declared.default, tuple) else (value,)
-  unknown = [
-    x for x in values if not isinstance(x, str) or x not in declared.choices
-  ]
-  if declared.choices and unknown:
-    near = difflib.get_close_matches(str(unknown[0]), declared.choices, n=1)
+  choices = declared.choices
+  unknown = [x for x in values if not isinstance(x, str) or x not in choices]
+  if choices and unknown:
+    near = difflib.get_close_matches(str(unknown[0]), choices, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}use one of {', '.join(declared.choices)} ({declared.text})"
+    return f"{hint}use one of {', '.join(choices)} ({declared.text})"
   if declared.within and not in_interval(declared.within, value):
     open_end = declared.within.endswith("inf)")
     infinite = value != value or value in (math.inf, -math.inf)

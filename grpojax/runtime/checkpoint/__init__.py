@@ -250,13 +250,11 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
   step = latest_step(checkpointer) if step is None else step
-  present = steps(checkpointer)
-  folder = epath.Path(checkpointer.orbax.directory)
-  if step not in present:
-    raise ValueError(
-      f"{folder} has no checkpoint of step {step}, only {present}"
-    )
-  return folder / str(step)
+  saved = steps(checkpointer)
+  path = epath.Path(checkpointer.orbax.directory)
+  if step not in saved:
+    raise ValueError(f"{path} has no checkpoint of step {step}, only {saved}")
+  return path / str(step)
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:

@@ -74,9 +74,7 @@ def checksums(tree: PyTree) -> dict[str, str]:
   """Returns the arrays' checksums by path, in hexadecimal."""
   arrays = _leaves(tree)
   sums = jax.device_get(_checksums([*arrays.values()]))
-  return {
-    path: f"{int(value):08x}" for path, value in zip(arrays, sums, strict=True)
-  }
+  return {k: f"{int(x):08x}" for k, x in zip(arrays, sums, strict=True)}
 
 
 def reason(error: BaseException) -> str:
@@ -95,9 +93,8 @@ def _damage(path: epath.Path, advice: str) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    raise ValueError(
-      f"{path} is damaged ({reason(error)}): {advice}"
-    ) from error
+    text = f"{path} is damaged ({reason(error)}): {advice}"
+    raise ValueError(text) from error
 
 
 def _is_key(leaf) -> bool:
@@ -139,19 +136,15 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
 
 def _kinds(tree: PyTree) -> dict[str, str]:
   """Returns the leaves' dtypes and shapes by path, such as "int32[2]"."""
-  return {
-    path: f"{leaf.dtype}{list(leaf.shape)}"
-    for path, leaf in _leaves(tree).items()
-  }
+  leaves = _leaves(tree)
+  return {k: f"{leaf.dtype}{list(leaf.shape)}" for k, leaf in leaves.items()}
 
 
 def _crc(text: str) -> str:
   return f"{zlib.crc32(text.encode()):08x}"
 
 
-def describe(
-  tree: PyTree, notes: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def describe(tree: PyTree, notes: Mapping | None = None) -> dict[str, Any]:
   """Returns the custom metadata of a tree: checksums and notes."""
   sums = checksums(tree)
   arrays = {path: [kind, sums[path]] for path, kind in _kinds(tree).items()}
@@ -172,7 +165,7 @@ def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
 
 
 def _check_fits(saved, requested, path) -> None:
-  """Raises ValueError before a load, which leaves threads behind if it fails."""
+  """Raises ValueError before a load, which would leave threads if it fails."""
   pairs = {
     name: f"{saved.get(name, '(none)')} -> {requested.get(name, '(none)')}"
     for name in sorted(saved.keys() | requested.keys())
@@ -181,8 +174,7 @@ def _check_fits(saved, requested, path) -> None:
   if "key" in pairs:
     raise ValueError(
       f"{path} was saved under another random number generator "
-      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL to its value when the run "
-      "started"
+      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL as when the run started"
     )
   if pairs:
     lines = [f"{name}: {pair}" for name, pair in pairs.items()]

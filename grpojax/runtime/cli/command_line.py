@@ -167,9 +167,8 @@ def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
   words = list(argv)
   while words:
     word = words.pop(0)
-    dashes, name, equals, text = re.match(
-      "(--?|)([^=]*)(=?)(.*)", word, re.DOTALL
-    ).groups()
+    match = re.match("(--?|)([^=]*)(=?)(.*)", word, re.DOTALL)
+    dashes, name, equals, text = match.groups()
     if not dashes or word == "-":
       yield "", word
       continue
@@ -195,9 +194,8 @@ def _unread(name: str, flags: Mapping, reads: Sequence[str]) -> ValueError:
   parts = reversed(name.split("."))
   hint = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
   settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
-  return ValueError(
-    f"--{name}: this program reads only its own flags and {settings}{hint}"
-  )
+  problem = f"this program reads only its own flags and {settings}"
+  return ValueError(f"--{name}: {problem}{hint}")
 
 
 def _set(config: ConfigDict, name: str, value: Any) -> None:
@@ -264,9 +262,8 @@ def parse(
         raise ValueError(f"unexpected argument {value!r}: {hint}")
       if positional in typed and name in ("", positional):
         extra = values[positional] if name else value
-        raise ValueError(
-          f"unexpected argument {extra!r}: --{positional} is given already"
-        )
+        problem = f"--{positional} is given already"
+        raise ValueError(f"unexpected argument {extra!r}: {problem}")
       name = name or positional
       if name in values:
         values[name] = expand_home(value)

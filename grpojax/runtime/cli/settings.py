@@ -182,9 +182,7 @@ def to_config(declared: Section) -> ConfigDict:
   return config
 
 
-def fill_in(
-  config: ConfigDict, declared: Section
-) -> tuple[ConfigDict, list[str]]:
+def fill_in(config: ConfigDict, declared: Section) -> tuple[ConfigDict, list]:
   """Adds defaults of missing keys; returns the locked config, unchecked.
 
   Also returns a line "key = value" per added key. ValueError if most keys are

@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from grpojax.runtime.files import records
 
 # A disk that is full, over a quota or a limit, broken, or mounted read-only.
-_REFUSALS = [
-  getattr(errno, name) for name in "ENOSPC EDQUOT EFBIG EIO EROFS".split()
-]
+_REFUSALS = [vars(errno)[x] for x in "ENOSPC EDQUOT EFBIG EIO EROFS".split()]
 
 
 class WriteFailed(Exception):

@@ -65,9 +65,7 @@ def commit(name: Name, kind: str = "model") -> str:
   return fetch(name, _SMALL[kind], kind).name
 
 
-def fetch(
-  name: Name, files: Sequence[str], kind: str = "model"
-) -> pathlib.Path:
+def fetch(name: Name, files: Sequence, kind: str = "model") -> pathlib.Path:
   """Downloads files of a repository; returns a read-only cached directory.
 
   `files` are names or patterns in its top directory; the directory's name is
@@ -141,13 +139,11 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
   page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
   match error:
     case errors.GatedRepoError():
-      return (
-        f"{name.id} is gated: accept its terms at {page}, and then {_LOGIN}"
-      )
+      return f"{name.id} is gated: accept its terms at {page}, then {_LOGIN}"
     case errors.RepositoryNotFoundError():
       return (
         f"no {kind} {name.id!r}: there is no such path here, and the Hub shows "
-        f"no {kind} with that name (if it is private, {_LOGIN})"
+        f"no {kind} with this name (if it is private, {_LOGIN})"
       )
     case errors.RevisionNotFoundError():
       return (
@@ -156,8 +152,8 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
       )
     case errors.LocalEntryNotFoundError():
       return (
-        f"{kind} {name}: there is no such path here, it is missing or incomplete "
-        f"in {cache}, and {constants.ENDPOINT} cannot be reached: check the "
+        f"{kind} {name}: no such path here, it is missing or incomplete in "
+        f"{cache}, and {constants.ENDPOINT} cannot be reached: check the "
         "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
         f"elsewhere (`hf download {name.id}`) and give its directory"
       )

@@ -91,9 +91,7 @@ def _row(line: bytes) -> dict[str, Any]:
     raise ValueError(f"not JSON: {error}") from error
   step = row.get("step", 0) if isinstance(row, dict) else None
   if not isinstance(step, int) or isinstance(step, bool):
-    raise ValueError(
-      f"not a JSON object whose step is a whole number: {row!r:.40}"
-    )
+    raise ValueError(f"not a JSON object with an integer step: {row!r:.40}")
   return row
 
 
@@ -109,9 +107,8 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
     try:
       rows.append(_row(line))
     except (RecursionError, ValueError) as error:
-      raise ValueError(
-        f"{path}, line {number}: {error}; remove the line"
-      ) from error
+      text = f"{path}, line {number}: {error}; remove the line"
+      raise ValueError(text) from error
   return rows
 
 

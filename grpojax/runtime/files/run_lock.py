@@ -1,4 +1,4 @@
-"""Lock that allows a single process per run directory, and ends with the process.
+"""Lock that allows one process per run directory and ends with the process.
 
 It is the kernel's lock (flock) on an open file. The file describes its holder;
 a file left by a killed process does not lock. Reading a run needs no lock.

@@ -326,16 +326,14 @@ def gather(value: Any) -> list[Any]:
   """Returns the JSON values (or NaN) of all processes; all must call it."""
   if not several():
     return [value]
-  me, number = jax.process_index(), next(_numbers)
+  me, n = jax.process_index(), next(_numbers)
   text = json.dumps(value).encode()
-  if number == 0:  # connect the devices now: a minute later it would fail
+  if n == 0:  # connect the devices now: a minute later it would fail
     multihost_utils.process_allgather(np.int32(0))
-  _client().key_value_set_bytes(_key(number, me), text)
-  texts = [
-    text if i == me else _receive(_key(number, i)) for i in range(count())
-  ]
-  if number:  # by now all processes have read the previous messages
-    _client().key_value_delete(_key(number - 1, me))
+  _client().key_value_set_bytes(_key(n, me), text)
+  texts = [text if i == me else _receive(_key(n, i)) for i in range(count())]
+  if n:  # by now all processes have read the previous messages
+    _client().key_value_delete(_key(n - 1, me))
   return [json.loads(text) for text in texts]
 
 

@@ -172,9 +172,7 @@ class Process:
       self.kill()
       raise Lost(str(error))
 
-  def ask(
-    self, line: bytes, job: Job, stop: Callable[[], bool]
-  ) -> Iterator[Any]:
+  def ask(self, line: bytes, job: Job, stop: Callable) -> Iterator[Any]:
     """Sends a job's line, to a new process if needed; yields its outcomes.
 
     Kills the process and raises `Lost` after its time limit, if it dies, or if
@@ -250,15 +248,12 @@ class Process:
     return lines
 
 
-def read_answers(
-  lines: Iterable[bytes | bytearray], name: str, parse: Parse
-) -> list[Any]:
+def read_answers(lines: Iterable, name: str, parse: Parse) -> list[Any]:
   """Parses the outcomes of lines [name, OUTCOME]; ignores all other lines."""
   outcomes = []
+  errors = AttributeError, TypeError, ValueError, RecursionError
   for line in lines:
-    with contextlib.suppress(
-      AttributeError, TypeError, ValueError, RecursionError
-    ):
+    with contextlib.suppress(*errors):
       line_name, outcome = json.loads(line)
       if line_name == name:
         outcomes.append(parse(outcome))

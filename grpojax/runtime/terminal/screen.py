@@ -32,10 +32,9 @@ class Screen:
   Prints at most one line per `QUIET` seconds; `seconds` is a clock.
   """
 
-  def __init__(
-    self, every: int = 1, seconds: Callable[[], float] = time.monotonic
-  ):
-    self.every, self.seconds = every, seconds
+  def __init__(self, every: int = 1, seconds: Callable = time.monotonic):
+    self.every = every
+    self.seconds = seconds
     self._start = self._last = 0.0
     self._batches = 0
 

@@ -167,9 +167,7 @@ def open_all(
   return opened, {name: x.id for name, x in opened.items() if x.id}
 
 
-def log_all(
-  opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
-) -> None:
+def log_all(opened: dict, step: int, row: Mapping[str, Any]) -> None:
   """Logs a row in all trackers; reports and removes a tracker that fails."""
   numbers = numbers_of(row)
   for name, tracker in list(opened.items()):

@@ -71,9 +71,8 @@ def mark(tokenizer: Any, text: str) -> str:
   Also marks a start or end that a template may complete: "<|im_end|" and ">".
   """
   known = marks(tokenizer)
-  marked = known.pattern.sub(
-    lambda match: f"{known.nonce}{known.numbers[match[0]]};", text
-  )
+  name = lambda match: f"{known.nonce}{known.numbers[match[0]]};"
+  marked = known.pattern.sub(name, text)
   # A mark at whitespace would prevent templates from stripping it.
   if text.endswith(known.heads) and not text[-1].isspace():
     marked += f"{known.nonce};"
@@ -92,11 +91,8 @@ SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
 def unmark(tokenizer: Any, marked: str) -> str:
   """Inverts `mark`."""
   known = marks(tokenizer)
-  return re.sub(
-    f"{known.nonce}([0-9]*);",
-    lambda match: known.tokens[int(match[1])].content if match[1] else "",
-    marked,
-  )
+  token = lambda match: known.tokens[int(match[1])].content if match[1] else ""
+  return re.sub(f"{known.nonce}([0-9]*);", token, marked)
 
 
 def encode(
@@ -135,10 +131,8 @@ def encode_marked(
   known = marks(tokenizer)
   backend, ids = _with_aliases(tokenizer)
   # The template's controls become aliases, then marks become text.
-  aliased = known.pattern.sub(
-    lambda match: f"{known.nonce}{known.numbers[match[0]]}:", marked
-  )
-  text = unmark(tokenizer, aliased)
+  alias = lambda match: f"{known.nonce}{known.numbers[match[0]]}:"
+  text = unmark(tokenizer, known.pattern.sub(alias, marked))
   encoded = backend.encode(text, add_special_tokens=False).ids
   inside = {int(k) for k in re.findall(f"{known.nonce}([0-9]+);", marked)}
   names = {known.tokens[k].content for k in inside} - {tokenizer.unk_token}

@@ -105,9 +105,8 @@ def _token_table(
   lengths = np.array([*map(len, texts)])
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b"".join(texts), np.uint8)
-  table = np.repeat(
-    np.arange(len(after), dtype=np.int32)[:, None], len(texts), 1
-  )
+  states = np.arange(len(after), dtype=np.int32)
+  table = np.repeat(states[:, None], len(texts), 1)
   for i in range(max(lengths)):
     longer = np.flatnonzero(lengths > i)
     table[:, longer] = after[table[:, longer], flat[starts[longer] + i]]

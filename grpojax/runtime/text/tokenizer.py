@@ -65,8 +65,8 @@ def load(path: str | os.PathLike) -> Any:
     read_json(settings)  # refuses a file without an object
   transformers = import_transformers()
   # AutoTokenizer may rebuild a tokenizer.json by the class named in
-  # tokenizer_config.json, with other ids: in transformers 5.0 to 5.15 byte-level
-  # tokenizers of the class LlamaTokenizerFast lose all spaces.
+  # tokenizer_config.json, with other ids: in transformers 5.0 to 5.15
+  # byte-level tokenizers of the class LlamaTokenizerFast lose all spaces.
   is_json = present[0] == "tokenizer.json"
   name = "PreTrainedTokenizerFast" if is_json else "AutoTokenizer"
   try:
@@ -148,7 +148,7 @@ TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
 
 
 def is_template(template: str, field: str = "prompt") -> bool:
-  """Returns True if the template's fields are all "{prompt}"; see `TEMPLATE`."""
+  """Returns True if all fields of a template are "{prompt}"; see `TEMPLATE`."""
   return fields(template) == {field}
 
 
@@ -187,11 +187,9 @@ def encode_prompt(
   text = format_prompt(tokenizer, prompt, template, system_prompt, options)
   marked = text
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  contents = [each_text(write, prompt), write(system_prompt)]
-  if contents != [prompt, system_prompt]:
-    marked = format_prompt(
-      tokenizer, contents[0], template, contents[1], options
-    )
+  inner, system = each_text(write, prompt), write(system_prompt)
+  if [inner, system] != [prompt, system_prompt]:
+    marked = format_prompt(tokenizer, inner, template, system, options)
     if special_tokens_lib.unmark(tokenizer, marked) != text:
       raise ValueError(
         "the model's chat template writes another text if a prompt contains the"
