@@ -29,7 +29,7 @@ DECAY = "[0, 1)"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """Declaration of one option, setting or flag."""
+  """Declaration of an option, setting or flag."""
 
   default: Any  # also sets the type
   text: str  # phrase without a full stop, with unit and meaning of 0 or ""
@@ -87,7 +87,7 @@ def interval_text(within: str) -> str:
 
 
 def _required_type(default: Any, value: Any) -> str:
-  """Names the type that an option requires; "" if `value` has it."""
+  """Names the required type; "" if `value` has it."""
   is_bool = isinstance(value, (bool, np.bool_))
   if isinstance(default, bool):
     return "" if is_bool else "True or False"
@@ -101,7 +101,7 @@ def _required_type(default: Any, value: Any) -> str:
 
 
 def refusal(declared: Option, value: Any) -> str | None:
-  """Describes the requirement that `value` violates, or returns None.
+  """Describes the requirement violated by `value`, or returns None.
 
   A function instead of the name of a function is always accepted.
   """
@@ -170,10 +170,10 @@ def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @typing.dataclass_transform(frozen_default=True)
 def frozen_options(kind: type) -> type:
-  """Makes a class a frozen dataclass that checks its options.
+  """Makes a class a frozen dataclass with checked options.
 
-  The ValueError has a line per invalid value. A class that defines
-  `__post_init__` must call `option_errors` itself.
+  The ValueError has a line per invalid value. If the class has a
+  `__post_init__`, it must call `option_errors` itself.
   """
   if "__post_init__" not in vars(kind):
     kind.__post_init__ = lambda self: refuse(option_errors(self))

@@ -22,7 +22,7 @@ _listeners: list[Callable[[str], None]] = []
 
 @functools.cache  # JAX's listeners cannot be removed
 def seconds() -> list[float]:
-  """Returns a list that grows by the seconds of each compilation."""
+  """Returns a list, to which each compilation appends its seconds."""
   durations = []
 
   def listen(event: str, duration: float, **about: Any) -> None:
@@ -60,7 +60,7 @@ def _machine() -> str:
 
 @functools.cache
 def _warn_once() -> None:
-  """Replaces JAX's warnings about its cache, one per program, by one line."""
+  """Combines JAX's warnings about its cache, from each program, in a line."""
   show = warnings.showwarning
   warned = []
 
@@ -82,7 +82,7 @@ def keep() -> None:
   """Stores compiled programs in the user's cache; deletes the oldest.
 
   JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
-  JAX's own size limit uses locks that a kill may leave forever.
+  JAX's own size limit uses locks, which a kill may leave forever.
   """
   _warn_once()
   config = jax.config

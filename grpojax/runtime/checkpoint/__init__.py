@@ -1,8 +1,8 @@
 """Checkpoints by Orbax, saved in the background.
 
 Orbax writes a checkpoint under a temporary name and renames it when complete
-(on gs://, which cannot rename, it adds a file instead). So a killed process
-never leaves an incomplete directory that looks like a checkpoint.
+(on gs://, which cannot rename, it adds a file instead). So a directory with the
+name of a checkpoint is always complete, even after a kill.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
   Records the errors in `_logged_errors`: if one of several processes cannot
   save its part, Orbax raises only after a barrier, up to 20 minutes later.
   """
-  if record.name == "asyncio":  # loads that continued after an error
+  if record.name == "asyncio":  # from loads, which continue after an error
     return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
@@ -76,7 +76,7 @@ def complete(folder: str | os.PathLike) -> list[int]:
 
 
 def _check_metadata(folder: epath.Path) -> None:
-  """Raises ValueError for metadata that Orbax cannot list."""
+  """Raises ValueError if metadata are too damaged for Orbax to list."""
   for step in complete(folder):
     path = folder / str(step)
     try:
@@ -106,11 +106,11 @@ class Checkpointer:
   """An open directory of checkpoints; made by `open_checkpointer`."""
 
   orbax: Any = None  # Orbax's checkpointer
-  always: int | None = None  # step that is kept regardless of its age
+  always: int | None = None  # step to keep regardless of its age
   in_flight: Any = None  # Orbax's response to the save in the background
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-    """Implements one of Orbax's preservation policies: keep step `always`."""
+    """Implements a preservation policy of Orbax: keep step `always`."""
     del context
     return [info.step == self.always for info in checkpoints]
 
@@ -193,10 +193,10 @@ def save(
 ) -> None:
   """Saves `state` in the background, after any save still in flight.
 
-  Copies the arrays first, so they may be donated at once. Skips a step that is
-  on disk. `notes` are JSON values for `read_notes`. The checkpoint of step
-  `always` is kept in addition to the newest ones. Raises disk.WriteFailed if
-  the save cannot start, or the previous one failed.
+  Copies the arrays first, so they may be donated at once. Skips a saved step.
+  `notes` are JSON values for `read_notes`. The checkpoint of step `always` is
+  kept in addition to the newest checkpoints. Raises disk.WriteFailed if the
+  save cannot start, or the previous save failed.
   """
   wait(checkpointer)
   checkpointer.always = always
@@ -214,7 +214,7 @@ def save(
 def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
   """Returns True if the save in flight ended, within `timeout` seconds.
 
-  Raises disk.WriteFailed if it failed, in any process or in this one's part.
+  Raises disk.WriteFailed if it failed.
   """
   if not checkpointer.in_flight:
     return False
@@ -239,7 +239,7 @@ def wait(checkpointer: Checkpointer) -> None:
 
 
 def steps(checkpointer: Checkpointer) -> list[int]:
-  """Returns the steps of all checkpoints, ascending, with one in flight."""
+  """Returns the steps of all checkpoints and of a running save, ascending."""
   return [info.step for info in checkpointer.orbax.checkpoints]
 
 
@@ -258,7 +258,7 @@ def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
-  """Returns the notes that `save` stored; ValueError if damaged."""
+  """Returns the notes from `save`; ValueError if damaged."""
   return stored_arrays.read_notes(_path_of(checkpointer, step), _ADVICE)
 
 
@@ -283,7 +283,7 @@ def restore_policy(
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters unless `path` exists; disk.WriteFailed if that fails."""
+  """Saves parameters unless `path` exists; may raise disk.WriteFailed."""
   path = _absolute(path)
   if distributed.on_main(path.exists):
     return
@@ -296,7 +296,7 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
-  """Loads parameters that `save_params` saved, like `restore`."""
+  """Loads parameters from `save_params`, like `restore`."""
   path = _absolute(path)
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")

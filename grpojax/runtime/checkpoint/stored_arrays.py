@@ -5,8 +5,8 @@ silently change a weight. Its custom metadata therefore store the shape, dtype
 and checksum of each array.
 
 An array is read as 32-bit words w_i (smaller elements make a word each). Its
-checksum is the sum of mix(w_i) c_i mod 2^32 over odd numbers c_i, where mix is
-one-to-one. A sum does not depend on the split over devices. It detects any
+checksum is the sum of mix(w_i) c_i mod 2^32, with odd numbers c_i and a
+bijective mix, and does not depend on the split over devices. It detects any
 change of a single word (c_i has an inverse mod 2^32), and misses other damage
 with a probability of about 2^-32.
 """
@@ -35,7 +35,7 @@ class _Damaged(Exception):
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-  """Spreads every bit over a word, one-to-one (MurmurHash3's finalizer)."""
+  """Spreads every bit over a word, bijectively (MurmurHash3's finalizer)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   return x ^ (x >> 13)
 
@@ -57,8 +57,8 @@ def checksum(x: Array) -> UInt32[Array, ""]:
 
 @jax.jit
 def _checksums(arrays: list[Array]) -> list[UInt32[Array, ""]]:
-  # One program: dozens of programs that each wait for other devices exhaust
-  # the threads of XLA's CPU backend and deadlock.
+  # As separate programs, which wait for other devices, dozens of arrays would
+  # exhaust the threads of XLA's CPU backend and deadlock.
   return [checksum(x) for x in arrays]
 
 
@@ -129,7 +129,7 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
     spec = jax.sharding.PartitionSpec()
     sharding = jax.sharding.NamedSharding(mesh, spec)
   elif _is_key(leaf) or sharding is None:
-    # Orbax would otherwise use the sharding of the machine that saved.
+    # Orbax would otherwise use the saved sharding.
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
@@ -189,10 +189,10 @@ def _check_fits(saved, requested, path) -> None:
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:
-  """Loads and verifies a tree that was saved with the metadata of `describe`.
+  """Loads and verifies a tree, saved with the metadata of `describe`.
 
   Args:
-    path: path of one checkpoint.
+    path: path of a checkpoint.
     like: arrays, or `jax.ShapeDtypeStruct`s. The pending rollout of a
       `TrainState` gets the saved size, and the sharding of the step.
     advice: remedy for damage, in the ValueError.

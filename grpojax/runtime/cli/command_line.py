@@ -216,26 +216,17 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Option],
-  declared: settings_lib.Section | None = None,
+  declared: settings_lib.Section | None = None,  # of the config, if any
   about: str = "",
-  default: Callable[[], ConfigDict] | None = None,
-  positional: str = "",
-  reads: Sequence[str] = ("",),
+  default: Callable[[], ConfigDict] | None = None,  # makes the default config
+  positional: str = "",  # flag of a word without a name: RUN is --model=RUN
+  reads: Sequence[str] = ("",),  # prefixes of the settings that are accepted
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads a program's command line; returns its config and its flags' values.
 
   The config has its overrides, and is locked but not checked. ValueError for an
   unknown name, a value of the wrong type or a bad config file. --help prints
   the help, which begins with `about`, and exits with code 0.
-
-  Args:
-    argv: arguments without the program's name.
-    flags: the program's flags.
-    declared: the config's settings; None for a program without a config.
-    about: the program's docstring.
-    default: makes the config without --config, if not from `declared`.
-    positional: flag for a word without a name: `RUN` is `--model=RUN`.
-    reads: prefixes of the settings that the program accepts.
   """
   if "--" in argv:  # ends the flags in other programs
     raise ValueError("unknown flag --; --help lists all flags")

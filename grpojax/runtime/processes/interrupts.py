@@ -23,12 +23,9 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-BOTH = (signal.SIGINT, signal.SIGTERM)  # signals that end a run
+BOTH = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code after Ctrl-C
 EXIT_PREEMPTED = 75  # exit code of a run saved after SIGTERM: EX_TEMPFAIL
-
-
-# Start
 
 
 class _Output(io.FileIO):
@@ -117,9 +114,6 @@ def begin() -> None:
     signal.signal(signal.SIGINT, _on_ctrl_c)
 
 
-# End
-
-
 class Left(Exception):
   """Raised if a run is ended before it begins."""
 
@@ -146,9 +140,6 @@ def exit_program() -> NoReturn:
   """Exits after Ctrl-C without cleanup, which crashes while XLA compiles."""
   skip_end(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
-
-
-# Signals
 
 
 def _after_fork() -> None:

@@ -17,7 +17,7 @@ _LONGEST_ERROR = 500  # characters
 
 
 class OutOfTime(BaseException):
-  """Raised inside a function that exceeds its time limit."""
+  """Raised inside a function after its time limit."""
 
 
 class WrongAnswer(ValueError):

@@ -36,8 +36,8 @@ _POLL = 0.5  # seconds between calls of `check_signals`, up to twice as many
 _START = 120.0  # seconds for a worker to load its functions
 _STOP = 0.1  # seconds between checks whether to stop
 _CLOSING = 5.0  # seconds for an idle worker to close its resources
-_BLOCK = 2**16  # bytes that are read or written at once
-_MEMORY = 2**33  # bytes of data that a worker may allocate
+_BLOCK = 2**16  # bytes to read or write at once
+_MEMORY = 2**33  # limit in bytes for a worker's data
 _LEEWAY = 2.0  # seconds after a job's limit that end a worker without parent
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
@@ -59,9 +59,6 @@ def to_plain(value: Any) -> Any:
   if hasattr(value, "tolist"):
     return value.tolist()
   raise TypeError(f"{value!r} is of type {type(value).__name__}")
-
-
-# Worker
 
 
 def run(prepare: Callable[[Any], Answer]) -> None:
@@ -113,9 +110,6 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
   # The parent waits up to `_CLOSING` seconds.
   user_calls.call(getattr(answer, "close", lambda: None))
-
-
-# Parent
 
 
 class Job(NamedTuple):
@@ -301,23 +295,15 @@ class WorkerPool(contextlib.AbstractContextManager):
   After `patience` = max(8, 4 * workers) jobs lost in a row, a submission skips
   its remaining jobs. ValueError if the setup is no JSON, or a worker did not
   start.
-
-  Args:
-    module: program of the workers: a module with `prepare(setup)`, which
-      returns an `Answer`, and `parse`.
-    setup: JSON for `prepare`.
-    workers: number of processes; 0 does the jobs in this process.
-    longest: bytes of an answer.
-    pinned: if True, jobs with the same `Job.place` share a worker.
   """
 
   def __init__(
     self,
-    module: ModuleType,
-    setup: Any,
-    workers: int,
-    longest: int = 2**16,
-    pinned: bool = False,
+    module: ModuleType,  # has `prepare(setup)`, which makes an `Answer`; `parse`
+    setup: Any,  # JSON for `prepare`
+    workers: int,  # number of processes; 0 does the jobs in this process
+    longest: int = 2**16,  # bytes of an answer
+    pinned: bool = False,  # jobs with the same `Job.place` share a worker
   ):
     self.patience = max(8, 4 * workers)
     self._answer = None if workers else module.prepare(setup)

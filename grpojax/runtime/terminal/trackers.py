@@ -1,9 +1,8 @@
 """Experiment trackers, which get a copy of a run's metrics.
 
-A tracker is a function that opens a run: one of `TRACKERS`, or a user's
-function. The tracker's environment variables choose server and account
-(WANDB_MODE=offline needs no network). If a tracker fails, the run continues
-without it.
+A tracker is a function from `TRACKERS` or of the user, which opens a run. Its
+environment variables choose server and account (WANDB_MODE=offline needs no
+network). If a tracker fails, the run continues without it.
 """
 
 import contextlib
@@ -109,7 +108,7 @@ PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
-  """Returns the function that opens runs: of `TRACKERS`, or FILE.py:FUNCTION.
+  """Returns a function to open runs: of `TRACKERS`, or FILE.py:FUNCTION.
 
   ValueError if the function is unknown, or its package is missing.
   """
@@ -168,7 +167,7 @@ def open_all(
 
 
 def log_all(opened: dict, step: int, row: Mapping[str, Any]) -> None:
-  """Logs a row in all trackers; reports and removes a tracker that fails."""
+  """Logs a row in all trackers; reports and removes failing trackers."""
   numbers = numbers_of(row)
   for name, tracker in list(opened.items()):
     try:

@@ -106,23 +106,17 @@ def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
 
 def format_prompt(
   tokenizer: Any,
-  prompt: str | Sequence[Mapping[str, Any]],
+  prompt: str | Sequence[Mapping[str, Any]],  # text or chat messages
   template: str = "{prompt}",
-  system_prompt: str = "",
+  system_prompt: str = "",  # for messages without a system message
   template_options: Mapping[str, Any] | None = None,
 ) -> str:
   """Returns the text of a prompt, by the tokenizer's chat template if any.
 
-  ValueError for options that need a chat template, or that it does not support.
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    prompt: text, or chat messages {"role": ..., "content": ...}.
-    template: text around a text prompt, with "{prompt}" in its place and other
-      braces doubled. A chat template gets it as the user's message, stripped.
-    system_prompt: system message for messages without one (`set_messages`).
-    template_options: keywords of the chat template, and "date_string", which
-      pins the date that it writes.
+  `template` surrounds a text prompt, with "{prompt}" in its place and other
+  braces doubled. A chat template gets it as the user's message, stripped.
+  `template_options` are keywords of the chat template, and "date_string" to pin
+  its date. ValueError for options that need a chat template or are unsupported.
   """
   options = dict(template_options or {})
   if not tokenizer.chat_template:

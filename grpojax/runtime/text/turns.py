@@ -49,23 +49,18 @@ def _with_contents(observation, texts):
 class TurnEncoder:
   """Encoder of observations: texts or, with a chat template, messages.
 
-  Attributes:
-    eos_ids: ids that end a turn of the model.
-    template: text around a text observation, which is a user's message in a
-      chat; like `format_prompt`'s, with the field "{observation}".
-    template_options, special_tokens: as in `encode_prompt`.
-    max_observation: limit in tokens for the contents of all messages; 0 is
-      unlimited.
-    checked: kinds of messages that the chat template is known to support.
+  `template` surrounds a text, which is a user's message in a chat;
+  `template_options` and `special_tokens` are as in `encode_prompt`.
   """
 
   tokenizer: Any
-  eos_ids: Sequence[int]
+  eos_ids: Sequence[int]  # end a turn of the model
   _: dataclasses.KW_ONLY
   template: str = "\n{observation}\n"
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   special_tokens: str = "text"
-  max_observation: int = 0
+  max_observation: int = 0  # tokens of all messages together; 0 is unlimited
+  # Kinds of messages that the chat template supports.
   checked: set[tuple] = dataclasses.field(default_factory=set, init=False)
 
   def __post_init__(self):
