@@ -53,12 +53,9 @@ def names_in(directory):
 
 
 def test_names_of_repositories():
-  for text, name in (
-    ("Qwen/Qwen2.5-0.5B-Instruct", ("Qwen/Qwen2.5-0.5B-Instruct", "main")),
-    ("a/b@v1.0", ("a/b", "v1.0")),
-    ("a/b@refs/pr/1", ("a/b", "refs/pr/1")),
-  ):
-    assert hub.parse(text) == hub.parse(pathlib.Path(text)) == name
+  assert hub.parse("Qwen/Qwen2.5-0.5B") == ("Qwen/Qwen2.5-0.5B", "main")
+  assert hub.parse(pathlib.Path("a/b@v1.0")) == ("a/b", "v1.0")
+  assert hub.parse("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
   for text in (
     *("arithmetic-instruct", "a/b/c", "./a/b", "/a/b", "../b", "a/..", ""),
     *("gs://a/b", "a/b@../../x", "a/b@", "a/b--c", "a/b c", "ä/b", "a/b\n"),

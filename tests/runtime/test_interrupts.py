@@ -105,18 +105,6 @@ def start(code, shell="exec", **environment):
   )
 
 
-def test_an_exit_does_not_wait_for_threads():
-  lines = [
-    "import threading",
-    "threading.Timer(0.3, print, ['last']).start()",
-    "print('first')",
-    "interrupts.exit_program()",
-  ]
-  process = start("\n".join(lines))
-  assert process.communicate(timeout=60) == ("first\n", "")
-  assert process.returncode == 130
-
-
 @pytest.mark.parametrize("both", [False, True])
 def test_a_program_survives_the_end_of_its_reader(both, tmp_path):
   lines = [

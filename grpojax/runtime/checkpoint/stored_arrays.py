@@ -174,7 +174,8 @@ def _check_fits(saved, requested, path) -> None:
   if "key" in pairs:
     raise ValueError(
       f"{path} was saved under another random number generator "
-      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL as when the run started"
+      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL to its value at the start "
+      "of the run"
     )
   if pairs:
     lines = [f"{name}: {pair}" for name, pair in pairs.items()]

@@ -299,7 +299,7 @@ class WorkerPool(contextlib.AbstractContextManager):
 
   def __init__(
     self,
-    module: ModuleType,  # has `prepare(setup)`, which makes an `Answer`; `parse`
+    module: ModuleType,  # has `parse`, and `prepare` to make an `Answer`
     setup: Any,  # JSON for `prepare`
     workers: int,  # number of processes; 0 does the jobs in this process
     longest: int = 2**16,  # bytes of an answer
