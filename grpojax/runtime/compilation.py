@@ -60,7 +60,7 @@ def _machine() -> str:
 
 @functools.cache
 def _warn_once() -> None:
-  """Combines JAX's warnings about its cache, from each program, in a line."""
+  """Replaces JAX's cache warnings, repeated for each program, by one line."""
   show = warnings.showwarning
   warned = []
 

@@ -75,7 +75,7 @@ def test_a_wait_ends_with_the_other_process(client):
   )
   with pytest.raises(distributed.OtherGone, match="process 1") as gone:
     distributed._receive("words")
-  assert distributed._is_by_another(gone.value)
+  assert distributed._caused_by_another(gone.value)
 
 
 def test_values_of_all_processes(speak_for):

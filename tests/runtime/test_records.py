@@ -43,11 +43,11 @@ def test_resume_drops_later_rows_and_an_incomplete_line(tmp_path):
 @pytest.mark.parametrize(
   "line, text",
   [
-    ("[1, 2]", "not a JSON object .*: \\[1, 2\\]"),
+    ("[1, 2]", "no object .*: \\[1, 2\\]"),
     ('{"step": "two"}', "with an integer step: {'step': 'two'}"),
     ('{"step": true}', "with an integer step"),
     ("[" * 10_000, "recursion"),
-    ("nonsense", "not JSON"),
+    ("nonsense", "no row of JSON"),
   ],
 )
 def test_damaged_lines_are_named(line, text, tmp_path):

@@ -121,11 +121,11 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
   """Opens a directory of checkpoints, STEP/ each, as a context manager.
 
-  The newest `keep` are kept. Leaving the context waits for the save in flight
+  Keeps the newest `keep`. Leaving the context waits for the save in flight
   (Ctrl-C then ends the process at once), and raises disk.WriteFailed if it
-  failed. Opening removes unfinished saves, unless `readonly`, because they may
-  be another process's. ValueError if a checkpoint is damaged, or if `readonly`
-  and there is none.
+  failed. Opening removes unfinished saves, except with `readonly`, because they
+  may belong to a running process. ValueError if a checkpoint is damaged, or if
+  `readonly` and there is none.
   """
   path = _absolute(directory)
   if readonly and not path.is_dir():

@@ -83,18 +83,6 @@ def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
     file.write(json.dumps(_plain(row)) + "\n")
 
 
-def _row(line: bytes) -> dict[str, Any]:
-  """Parses a row; ValueError if it is not JSON or has a wrong step."""
-  try:
-    row = json.loads(line)
-  except ValueError as error:
-    raise ValueError(f"not JSON: {error}") from error
-  step = row.get("step", 0) if isinstance(row, dict) else None
-  if not isinstance(step, int) or isinstance(step, bool):
-    raise ValueError(f"not a JSON object with an integer step: {row!r:.40}")
-  return row
-
-
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
   """Returns the rows before an incomplete last line; ValueError if damaged."""
   # A path of etils may be on gs://.
@@ -105,10 +93,13 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
   rows = []
   for number, line in enumerate(lines, 1):
     try:
-      rows.append(_row(line))
+      row = json.loads(line)
+      if not isinstance(row, dict) or type(row.get("step", 0)) is not int:
+        raise ValueError(f"no object with an integer step: {row!r:.40}")
     except (RecursionError, ValueError) as error:
-      text = f"{path}, line {number}: {error}; remove the line"
+      text = f"{path}, line {number}: no row of JSON ({error}); remove it"
       raise ValueError(text) from error
+    rows.append(row)
   return rows
 
 

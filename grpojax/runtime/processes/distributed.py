@@ -216,7 +216,7 @@ def _ending_together() -> Iterator[None]:
     _say("interrupted")
     interrupts.end(interrupts.INTERRUPTED)
   except BaseException as error:
-    if _is_by_another(error):
+    if _caused_by_another(error):
       _say(
         f"process {jax.process_index()}: another process of this run is gone, "
         "see its last output; the same command resumes from the last "
@@ -247,7 +247,7 @@ def _ending_together() -> Iterator[None]:
     sys.exit(code)
 
 
-def _is_by_another(error: BaseException) -> bool:
+def _caused_by_another(error: BaseException) -> bool:
   """Returns True if the end of another process caused the error.
 
   A collective raises ValueError at dispatch, which may have become the message

@@ -143,7 +143,7 @@ def exit_program() -> NoReturn:
 
 
 def _after_fork() -> None:
-  """Restores the default SIGTERM in a fork, as of a `multiprocessing.Pool`."""
+  """Restores the default SIGTERM in a fork, as by `multiprocessing.Pool`."""
   if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
   _mask(signal.SIG_UNBLOCK)

@@ -38,7 +38,7 @@ _STOP = 0.1  # seconds between checks whether to stop
 _CLOSING = 5.0  # seconds for an idle worker to close its resources
 _BLOCK = 2**16  # bytes to read or write at once
 _MEMORY = 2**33  # limit in bytes for a worker's data
-_LEEWAY = 2.0  # seconds after a job's limit that end a worker without parent
+_LEEWAY = 2.0  # seconds after a job's limit until an orphaned worker ends
 
 Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
 # Parses a JSON outcome; ValueError, TypeError or AttributeError skip a line.

@@ -91,7 +91,7 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pinned(date: str, call: re.Match) -> str:
-  """Returns a date as `strftime_now("...")` writes it, or an error's code."""
+  """Returns a date as from `strftime_now("...")`, or code for an error."""
   try:
     return repr(datetime.datetime.strptime(date, _FORM).strftime(call["form"]))
   except ValueError:
