@@ -13,17 +13,11 @@ from grpojax.runtime.cli.settings import Section, described
 from grpojax.training.config import default_job
 
 
-@pytest.fixture
-def printed(capsys):
-  """`(program, *argv) -> output` of the program with --help."""
-
-  def printed(program, *argv):
-    with pytest.raises(SystemExit) as stopped:
-      program.main([*argv, "--help"])
-    assert stopped.value.code in (0, None), stopped.value.code
-    return capsys.readouterr().out
-
-  return printed
+def help_of(program, capsys, *argv):
+  with pytest.raises(SystemExit) as stopped:
+    program.main([*argv, "--help"])
+  assert stopped.value.code in (0, None), stopped.value.code
+  return capsys.readouterr().out
 
 
 def squeezed(text):
@@ -32,10 +26,10 @@ def squeezed(text):
 
 
 @pytest.mark.parametrize("name", entry.programs())
-def test_help_of_every_program_has_every_setting(name, printed, monkeypatch):
+def test_help_of_every_program_has_every_setting(name, capsys, monkeypatch):
   program = importlib.import_module(f"grpojax.{name}")
   monkeypatch.setenv("COLUMNS", "90")
-  text = printed(program)
+  text = help_of(program, capsys)
   words, lines = squeezed(text), text.splitlines()
   declared = program.SETTINGS or Section("", {})
   rows = {f"--config.{k}": v for k, v in settings.flat_settings(declared)}
@@ -57,8 +51,8 @@ def test_help_of_every_program_has_every_setting(name, printed, monkeypatch):
   assert max(map(len, wraps)) <= 90
 
 
-def test_the_most_changed_settings_come_first(printed):
-  text = printed(train, "--config=gsm8k")
+def test_the_most_changed_settings_come_first(capsys):
+  text = help_of(train, capsys, "--config=gsm8k")
   assert "  --config.name=gsm8k" in text
   start = text.index("The settings that most people change\n")
   names = re.findall(r"^  --config\.(\S+?)=", text[start:], re.MULTILINE)

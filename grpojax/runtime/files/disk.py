@@ -124,7 +124,7 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   try:
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
       for name in path.relative_to(parent).parts:
-        # As long as the temporary names.
+        # As long as the names of temporary files.
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:
