@@ -128,10 +128,9 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:
-    part = "" if parent == path else f" ({parent} is the part that exists)"
-    raise ValueError(
-      f"{flag}={path} cannot be written: {error.strerror}{part}"
-    ) from error
+    part = "" if parent == path else f" ({parent} exists)"
+    reason = f"{error.strerror}{part}"
+    raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
 
 
 def check_file(path: str | os.PathLike, flag: str) -> None:

@@ -46,9 +46,7 @@ FLAGS = {  # the arguments of `joined`, for programs on several hosts
     "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
   ),
   "num_processes": setting("", "number of processes, with --coordinator"),
-  "process_id": setting(
-    "", "number of this process, from 0, with --coordinator"
-  ),
+  "process_id": setting("", "process number from 0, with --coordinator"),
 }
 
 

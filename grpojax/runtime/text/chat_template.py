@@ -78,9 +78,8 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
-    raise ValueError(
-      f"data.template_options: the model's chat template has no {unknown}"
-    )
+    problem = f"the model's chat template has no {unknown}"
+    raise ValueError(f"data.template_options: {problem}")
   if DATE not in options:
     return options
   date = str(options[DATE])
