@@ -1,11 +1,11 @@
-"""Options as the fields of frozen dataclasses: default, meaning and range.
+"""Options: fields of frozen dataclasses with a default, a text and a range.
 
     @frozen_options
     class Decoding:
       stages: int = option(4, "stages of the cache", within="[1, inf)")
 
-One declaration is the source of the default, of the check that a value passes
-when the dataclass is made, and of the text in --help and docs/settings.md.
+The declaration gives the default, the check at construction, and the text in
+--help and docs/settings.md.
 """
 
 import dataclasses
@@ -29,21 +29,19 @@ DECAY = "[0, 1)"
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """Declaration of one option, setting or flag."""
+  """Declaration of an option, setting or flag."""
 
-  default: Any  # default value; the option has its type
-  # Phrase without a full stop, with the unit and the meaning of 0 or "".
-  text: str
-  choices: Collection[str] = ()  # allowed names; () is any
-  # Interval of a number, as "[0, 1)", "(0, inf)" or "[0, 2**31)"; "" is any.
-  within: str = ""
-  words: tuple[str, ...] = ()  # texts that may stand in the place of a number
+  default: Any  # also sets the type
+  text: str  # phrase without a full stop, with unit and meaning of 0 or ""
+  choices: Collection[str] = ()  # allowed names; () allows any
+  within: str = ""  # allowed interval: "[0, 1)", "(0, inf)" or "[0, 2**31)"
+  words: tuple[str, ...] = ()  # texts allowed instead of a number
 
 
 def option(default: Any, text: str, *args: Any, **kwargs: Any) -> Any:
-  """Declares a dataclass's field as an `Option` of these arguments."""
-  declared = Option(default, text, *args, **kwargs)
-  return dataclasses.field(default=default, metadata={"option": declared})
+  """Declares a dataclass field as an `Option` with these arguments."""
+  metadata = {"option": Option(default, text, *args, **kwargs)}
+  return dataclasses.field(default=default, metadata=metadata)
 
 
 one_or_more = functools.partial(option, within=ONE_OR_MORE)
@@ -52,7 +50,7 @@ positive = functools.partial(option, within=POSITIVE)
 
 
 def declared_options(options: type | Any) -> dict[str, Option]:
-  """Returns the declarations of a dataclass's options by field name."""
+  """Returns a dataclass's `Option`s by field name."""
   return {
     field.name: field.metadata["option"]
     for field in dataclasses.fields(options)
@@ -69,7 +67,7 @@ def _interval(within: str) -> tuple[str, str, str, str]:
 
 
 def in_interval(within: str, value: float | int) -> bool:
-  """Returns True for a number in an interval like "[0, 1)"; NaN is in none."""
+  """Returns True if `value` is in an interval like "[0, 1)"; NaN never is."""
   left, low, high, right = _interval(within)
   base, power, exponent = high.partition("**")
   low, high = float(low), float(base) ** float(exponent if power else 1)
@@ -79,7 +77,7 @@ def in_interval(within: str, value: float | int) -> bool:
 
 
 def interval_text(within: str) -> str:
-  """Returns an interval in words: "0 or more", "more than 0", "in [0, 1)"."""
+  """Describes an interval: "0 or more", "more than 0", "in [0, 1)"."""
   left, low, high, _ = _interval(within)
   if "**" in high:
     return f"{low} or more, and less than {high}"
@@ -88,40 +86,39 @@ def interval_text(within: str) -> str:
   return f"{low} or more" if left == "[" else f"more than {low}"
 
 
-def _other_type(default: Any, value: Any) -> str:
-  """Returns the kind of value that an option needs; "" if `value` is one."""
-  truth = isinstance(value, (bool, np.bool_))
+def _required_type(default: Any, value: Any) -> str:
+  """Names the required type; "" if `value` has it."""
+  is_bool = isinstance(value, (bool, np.bool_))
   if isinstance(default, bool):
-    return "" if truth else "True or False"
-  for kind, accepted, name in (
-    (int, numbers.Integral, "a whole number"),
-    (float, numbers.Real, "a number"),
-  ):
-    if isinstance(default, kind):
-      return "" if isinstance(value, accepted) and not truth else name
+    return "" if is_bool else "True or False"
+  if isinstance(default, int):
+    fits = isinstance(value, numbers.Integral) and not is_bool
+    return "" if fits else "a whole number"
+  if isinstance(default, float):
+    fits = isinstance(value, numbers.Real) and not is_bool
+    return "" if fits else "a number"
   return ""
 
 
 def refusal(declared: Option, value: Any) -> str | None:
-  """Returns the requirement that a value fails, with the text; None if it fits.
+  """Describes the requirement violated by `value`, or returns None.
 
-  A function in the place of a name is never refused.
+  A function instead of the name of a function is always accepted.
   """
   functions = getattr(declared.choices, "values", tuple)()
   if callable(value) and any(map(callable, functions)):
     return None
   if isinstance(value, str) and value in declared.words:
     return None
-  if kind := _other_type(declared.default, value):
-    return f"must be {kind} ({declared.text})"
+  if required := _required_type(declared.default, value):
+    return f"must be {required} ({declared.text})"
   values = value if isinstance(declared.default, tuple) else (value,)
-  unknown = [
-    x for x in values if not isinstance(x, str) or x not in declared.choices
-  ]
-  if declared.choices and unknown:
-    near = difflib.get_close_matches(str(unknown[0]), declared.choices, n=1)
+  choices = declared.choices
+  unknown = [x for x in values if not isinstance(x, str) or x not in choices]
+  if choices and unknown:
+    near = difflib.get_close_matches(str(unknown[0]), choices, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}use one of {', '.join(declared.choices)} ({declared.text})"
+    return f"{hint}use one of {', '.join(choices)} ({declared.text})"
   if declared.within and not in_interval(declared.within, value):
     open_end = declared.within.endswith("inf)")
     infinite = value != value or value in (math.inf, -math.inf)
@@ -133,7 +130,7 @@ def refusal(declared: Option, value: Any) -> str | None:
 
 
 def option_errors(options: Any) -> list[str]:
-  """Returns a line "NAME = VALUE: reason" for each invalid value."""
+  """Returns a line "NAME = VALUE: reason" per invalid value."""
   return [
     f"{name} = {value!r}: {reason}"
     for name, declared in declared_options(options).items()
@@ -142,15 +139,15 @@ def option_errors(options: Any) -> list[str]:
 
 
 def refuse(errors: Sequence[str]) -> None:
-  """Raises ValueError with all errors, a line each, if there are any."""
+  """Raises ValueError if there are errors, with a line for each."""
   if errors:
     raise ValueError("\n  ".join(errors))
 
 
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Adds similar names to a function's TypeError for an unknown argument.
+  """Suggests a name in the TypeError for an unknown keyword argument.
 
-  A name may also be that of an option of a default: `beta` of `objective`.
+  If a default has such an option, names it: `beta` of `objective=Objective()`.
   """
   parameters = inspect.signature(function).parameters
   title = function.__qualname__.removesuffix(".__init__")
@@ -173,10 +170,10 @@ def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @typing.dataclass_transform(frozen_default=True)
 def frozen_options(kind: type) -> type:
-  """Makes a class of options a frozen dataclass that checks its values.
+  """Makes a class a frozen dataclass with checked options.
 
-  Its ValueError has a line for each invalid value. A class with a
-  `__post_init__` of its own calls `option_errors` there.
+  The ValueError has a line per invalid value. If the class has a
+  `__post_init__`, it must call `option_errors` itself.
   """
   if "__post_init__" not in vars(kind):
     kind.__post_init__ = lambda self: refuse(option_errors(self))

@@ -1,4 +1,4 @@
-"""XLA's compilations: cached, reported and timed."""
+"""Caching, reporting and timing of XLA's compilations."""
 
 import contextlib
 import functools
@@ -15,23 +15,23 @@ import jax
 from grpojax.runtime.files import disk
 
 LONG = ("sample", "diagnose", "update", "step")  # programs of a training step
-MOST_BYTES = 4 * 2**30  # of the cache, at a start
+MOST_BYTES = 4 * 2**30  # of the cache at the start of a program
 
-_told: list[Callable[[str], None]] = []
+_listeners: list[Callable[[str], None]] = []
 
 
-@functools.cache  # a listener cannot be taken back
+@functools.cache  # JAX's listeners cannot be removed
 def seconds() -> list[float]:
-  """Returns a list to which the seconds of each compilation are added."""
+  """Returns a list, to which each compilation appends its seconds."""
   durations = []
 
   def listen(event: str, duration: float, **about: Any) -> None:
     if "backend_compile" in event:
       durations.append(duration)
-    elif "jaxpr_to_mlir" in event:  # XLA is next
+    elif "jaxpr_to_mlir" in event:  # comes before XLA
       name = str(about.get("fun_name")).removeprefix("jit(").removesuffix(")")
       if name in LONG:
-        for tell in _told:
+        for tell in _listeners:
           tell(f"compiling {name}")
 
   jax.monitoring.register_event_duration_secs_listener(listen)
@@ -42,15 +42,15 @@ def seconds() -> list[float]:
 def announced(tell: Callable[[str], None]) -> Iterator[None]:
   """Calls `tell` with a line when a long compilation begins."""
   seconds()
-  _told.append(tell)
+  _listeners.append(tell)
   try:
     yield
   finally:
-    _told.remove(tell)
+    _listeners.remove(tell)
 
 
 def _machine() -> str:
-  """Names this kind of processor: programs for one may not run on another."""
+  """Returns a hash of the CPU's features, on which compiled programs depend."""
   features = platform.machine()
   with contextlib.suppress(OSError):
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
@@ -60,17 +60,18 @@ def _machine() -> str:
 
 @functools.cache
 def _warn_once() -> None:
-  """Makes JAX's warnings of its directory, one a program, one line in all."""
-  show, warned = warnings.showwarning, []
+  """Replaces JAX's cache warnings, repeated for each program, by one line."""
+  show = warnings.showwarning
+  warned = []
 
-  def show_once(message: Any, *where: Any, **more: Any) -> None:
+  def show_once(message: Any, *args: Any, **kwargs: Any) -> None:
     _, failed, text = str(message).partition("persistent compilation cache ")
     if not failed:
-      show(message, *where, **more)
+      show(message, *args, **kwargs)
     elif not warned:
       warned.append(text)
       programs = f"compiled programs in {jax.config.jax_compilation_cache_dir}"
-      remedy = "mend or remove it, or set JAX_COMPILATION_CACHE_DIR to another"
+      remedy = "repair it, or set JAX_COMPILATION_CACHE_DIR to another"
       text = f"warning: {programs} cannot be used ({text[:300]}): {remedy}"
       print(text, file=sys.stderr, flush=True)
 
@@ -78,17 +79,17 @@ def _warn_once() -> None:
 
 
 def keep() -> None:
-  """Keeps compiled programs in the user's cache, the latest used.
+  """Stores compiled programs in the user's cache; deletes the oldest.
 
   JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=0 take precedence.
-  JAX's own size limit needs locks, which a kill may leave behind for good.
+  JAX's own size limit uses locks, which a kill may leave forever.
   """
   _warn_once()
   config = jax.config
   enabled = config.jax_enable_compilation_cache
   if config.jax_compilation_cache_dir or not enabled:
     return
-  with contextlib.suppress(OSError, RuntimeError):  # JAX says what it cannot do
+  with contextlib.suppress(OSError, RuntimeError):  # JAX warns of them
     path = disk.user_cache() / "xla" / _machine()
     config.update("jax_compilation_cache_dir", str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -99,7 +100,7 @@ def keep() -> None:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-  """Turns a device that is out of memory into a message and exit code 1."""
+  """Turns a device's out-of-memory error into a message and exit code 1."""
   try:
     yield
   except jax.errors.JaxRuntimeError as error:

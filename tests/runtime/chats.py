@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def chat(messages, prompt, begin=""):
-  """A chat template; in `messages`, m is a message and c is its content."""
+  """Returns a chat template; in `messages`, m is a message, c its content."""
   loop = "{%- for m in messages %}{% set c = m.content %}"
   ask = "{% endfor %}{% if add_generation_prompt %}"
   return f"{begin}{loop}{messages}{ask}{prompt}{{% endif %}}"
@@ -40,7 +40,7 @@ ID = {token: i for i, token in enumerate([*SPECIAL, *BYTES, "ab"])}
 
 @functools.cache
 def make(template=None, bos=False):
-  """A tokenizer of bytes in which "ab" is one token; `bos` begins texts."""
+  """Returns a tokenizer of bytes and "ab"; with `bos`, texts start with <s>."""
   backend = hf.Tokenizer(hf.models.BPE(ID, [("a", "b")]))
   backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = hf.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Prompts of the chat families, in the formats that their authors document."""
+"""Prompts of the chat families, in their published formats."""
 
 import functools
 import pathlib
@@ -64,7 +64,7 @@ def test_each_family_has_its_own_format(template, single, several):
     )
     assert text == expected
     assert tokenizer.decode(ids) == text
-    # The template writes BOS, if any; the tokenizer adds no second one.
+    # The tokenizer adds no second BOS to the template's.
     for token in chats.SPECIAL:
       assert ids.count(chats.ID[token]) == text.count(token)
   assert TURNS[2]["content"] == "2+2?\n"  # not changed in place
@@ -84,26 +84,17 @@ def test_a_template_wraps_text_prompts_only():
       tokenizers.format_prompt(tokenizer, "1+1", "Q")
 
 
-def test_a_system_message_is_kept_and_only_one():
+def test_messages_keep_one_system_message():
   text = tokenizers.format_prompt(
     make(SILENT + QWEN), "1+1?", system_prompt="Be brief."
   )
   assert "<|im_start|>user\nBe brief.\n\n1+1?<|im_end|>" in text
   turns = [{"role": "system", "content": "Be long."}, *TURNS[:1]]
-  for template in (QWEN, GEMMA):  # an example's own
+  for template in (QWEN, GEMMA):  # an example's system message
     text = tokenizers.format_prompt(
       make(template), turns, system_prompt="Be brief."
     )
     assert "Be long." in text and "Be brief." not in text
-
-
-def test_what_a_template_refuses_is_an_error():
-  turns = [TURNS[0], TURNS[0]]
-  for system in ("", "Be brief."):
-    with pytest.raises(
-      ValueError, match="roles must alternate.*'user', 'user'"
-    ):
-      tokenizers.format_prompt(make(GEMMA), turns, system_prompt=system)
 
 
 def test_template_options():
@@ -112,23 +103,32 @@ def test_template_options():
   plain = tokenizers.format_prompt(tokenizer, "1+1?")
   text = tokenizers.format_prompt(tokenizer, "1+1?", template_options=options)
   assert text == plain + "<think>\n\n</think>\n\n"
-  with pytest.raises(ValueError, match="has no .'enable_thinkin'"):
-    tokenizers.format_prompt(
-      make(GEMMA), "1+1?", template_options={"enable_thinkin": False}
-    )
 
 
-def test_a_base_model_has_no_chat():
-  for options in (
-    {"system_prompt": "Be brief."},
-    {"template_options": {"date_string": "x", "y": 1}},
-    {"prompt": TURNS},
-  ):
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-      tokenizers.format_prompt(make(None), **{"prompt": "1+1?"} | options)
+TWICE = {"prompt": TURNS[:1] * 2}
+ALTERNATE, NO_TEMPLATE = (
+  "must alternate.*'user', 'user'",
+  "has no chat template",
+)
 
 
-# The dates' lines of the published templates.
+@pytest.mark.parametrize(
+  "template, options, text",
+  [
+    (GEMMA, TWICE, ALTERNATE),
+    (GEMMA, TWICE | {"system_prompt": "x"}, ALTERNATE),
+    (GEMMA, {"template_options": {"enable": 1}}, "has no .'enable'"),
+    (None, {"system_prompt": "x"}, NO_TEMPLATE),
+    (None, {"prompt": TURNS}, NO_TEMPLATE),
+    (None, {"template_options": {"date_string": "x", "y": 1}}, NO_TEMPLATE),
+  ],
+)
+def test_refused_prompts_and_options(template, options, text):
+  with pytest.raises(ValueError, match=text):
+    tokenizers.format_prompt(make(template), **{"prompt": "1+1?"} | options)
+
+
+# Lines with dates of published templates.
 LLAMA_DATE = (
   "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
   '{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}'
@@ -139,7 +139,7 @@ MISTRAL_DATE = (
   '{%- set today = strftime_now("%Y-%m-%d") %}'
   "The current date is {{ today }}.\n[INST]{{ messages[0].content }}[/INST]"
 )
-# Called in a macro and in a loop; its first line is indented.
+# Calls in a macro and in a loop; the first line is indented.
 MADE_UP_DATE = (
   "  {% macro day() %}{{ strftime_now('%A, %-d %B %Y, ') }}{% endmacro %}\n"
   "{% for m in messages %}{{ day() }}"
@@ -175,28 +175,20 @@ def written(template, date):
     (None, "Hi", False),
   ],
 )
-def test_a_date_is_pinned_in_every_template(template, expected, asks):
+def test_dates_are_pinned(template, expected, asks):
   assert written(template, "29 Feb 2020") == expected
   made = with_template(template)
   assert tokenizers.asks_for_date(made) == asks
-  if template:  # of a reward model
+  if template:
     chat = [{"role": "user", "content": "Hi"}]
     ids = tokenizers.encode_conversation(made, chat, date="29 Feb 2020")
     assert made.decode(ids) == expected
-  # As transformers keeps several templates of a model.
+  # transformers may store several templates of a model.
   several = with_template({"default": NO_DATE, "tool_use": template or ""})
   assert tokenizers.asks_for_date(several) == asks
 
 
-def test_today_pinned_is_what_is_written_unpinned():
-  for template in (LLAMA_DATE, MISTRAL_DATE):
-    before = written(template, tokenizers.today())
-    text = written(template, None)
-    after = written(template, tokenizers.today())
-    assert text in (before, after)  # midnight may pass
-
-
-def test_another_date_is_for_templates_that_write_it_as_it_is():
+def test_templates_that_format_dates_need_a_valid_date():
   for date in ("spring", "30 Feb 2024", 2024):
     assert written(LLAMA_DATE, date) == f"Today Date: {date}\nHi"
     assert written(FIXED_DATE, date) == f"{date} Hi"

@@ -1,4 +1,4 @@
-"""Checkpoints: exactness, kills at any moment, damage, wrong configs."""
+"""Checkpoints: exactness, kills, damage, wrong configs."""
 
 import contextlib
 import gc
@@ -29,7 +29,7 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 def _state(step: int, size: int = 64) -> TrainState:
-  """A state that is a function of the step alone; 12 bytes x size."""
+  """Returns a state of 12 bytes x size that depends only on the step."""
   values = np.random.default_rng(step).standard_normal(size, np.float32)
   params = {"layers": {"q": jnp.array(values)}, "b": jnp.ones(3, jnp.bfloat16)}
   opt_state = jax.tree.map(lambda x: x + step, TX.init(params))
@@ -48,7 +48,7 @@ def _assert_same(a, b):
 
 
 def _saved(folder: pathlib.Path, *steps: int) -> pathlib.Path:
-  """Makes a directory with the checkpoints of these steps."""
+  """Creates a directory with checkpoints of these steps."""
   with checkpoint.open_checkpointer(folder) as checkpointer:
     for step in steps:
       checkpoint.save(checkpointer, step, _state(step))
@@ -66,9 +66,9 @@ def test_round_trip_keeps_the_newest_and_skips_nothing(tmp_path):
   folder = tmp_path / "checkpoints"
   with checkpoint.open_checkpointer(folder, keep=2) as ckptr:
     assert checkpoint.latest_step(ckptr) is None
-    for step in (1, 2, 3, 7):  # back to back: no save may be skipped
+    for step in (1, 2, 3, 7):
       checkpoint.save(ckptr, step, _state(step))
-    checkpoint.save(ckptr, 7, _state(1))  # there already: left alone
+    checkpoint.save(ckptr, 7, _state(1))  # exists, so it stays
   abstract = jax.eval_shape(lambda: _state(0))
   with checkpoint.open_checkpointer(folder, keep=2) as ckptr:
     assert checkpoint.steps(ckptr) == checkpoint.complete(folder) == [3, 7]
@@ -92,15 +92,16 @@ def test_saved_arrays_may_be_donated_at_once(tmp_path):
 def test_another_model_is_refused_by_name(tmp_path):
   state = _state(1)
   with checkpoint.open_checkpointer(_saved(tmp_path, 1)) as ckptr:
-    with pytest.raises(ValueError) as error:
+    text = (
+      r"(?s)mu/b: bfloat16.3. -> .none.*layers/q: float32.64. -> float32.65"
+    )
+    with pytest.raises(ValueError, match=text):
       checkpoint.restore(ckptr, _state(1, 65).replace(opt_state=()))
-    assert "params/layers/q: float32[64] -> float32[65]" in str(error.value)
-    assert "opt_state/1/0/mu/b: bfloat16[3] -> (none)" in str(error.value)
     other = jax.random.key(1, impl="threefry2x32")
     with pytest.raises(ValueError, match="set JAX_DEFAULT_PRNG_IMPL to"):
       checkpoint.restore(ckptr, state.replace(key=other))
     like = jax.eval_shape(lambda: state.params)
-    loaded = checkpoint.restore_policy(ckptr, like)  # the parameters alone
+    loaded = checkpoint.restore_policy(ckptr, like)
     _assert_same(state.replace(params=loaded), state)
     like["b"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     message = r"params/b: bfloat16\[3\] -> bfloat16"
@@ -108,7 +109,7 @@ def test_another_model_is_refused_by_name(tmp_path):
       checkpoint.restore_policy(ckptr, like)
 
 
-def test_unfinished_newest_is_invisible_and_removed(tmp_path):
+def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
   nothing = checkpoint.open_checkpointer(tmp_path / "nothing", readonly=True)
   with pytest.raises(ValueError, match="no checkpoints"), nothing:
     pass
@@ -118,13 +119,13 @@ def test_unfinished_newest_is_invisible_and_removed(tmp_path):
   for file in torn.rglob("manifest.ocdbt"):
     file.unlink()
   _assert_resumes(folder, 1, readonly=True)
-  assert torn.exists()  # it may be another process's save in flight
+  assert torn.exists()  # it may be another process's save
   _assert_resumes(folder, 1)
   assert os.listdir(folder) == ["1"]
 
 
 @pytest.mark.slow
-def test_a_half_deleted_old_checkpoint_does_no_harm(tmp_path):
+def test_a_half_deleted_checkpoint_is_ignored(tmp_path):
   folder = _saved(tmp_path, 1, 2)
   shutil.rmtree(folder / "1" / "state")
   (folder / "1" / "_CHECKPOINT_METADATA").unlink()
@@ -133,7 +134,7 @@ def test_a_half_deleted_old_checkpoint_does_no_harm(tmp_path):
   assert sorted(os.listdir(folder)) == ["2", "3"]
 
 
-# Orbax's reading threads outlive a failed load and complain when they end.
+# Orbax's threads outlive a failed load and warn when they end.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
@@ -163,21 +164,21 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
             assert "delete that directory" in str(error)
           file.write_bytes(whole)
   assert all({"d", folder.name} <= files for folder, files in refused.items())
-  gc.collect()  # of what failed, while its complaints are ignored
+  gc.collect()  # while warnings are ignored
 
 
-def test_other_values_of_the_same_form_are_refused_by_name(tmp_path):
+def test_swapped_arrays_are_refused_by_name(tmp_path):
   folder = _saved(tmp_path, 1, 2)
   shutil.rmtree(folder / "2" / "state")
   shutil.copytree(folder / "1" / "state", folder / "2" / "state")
   with checkpoint.open_checkpointer(folder) as ckptr:
-    with pytest.raises(ValueError, match="layers/q.*not the values that were"):
+    with pytest.raises(ValueError, match="layers/q.*changed since they were"):
       checkpoint.restore(ckptr, _state(0))
   shutil.rmtree(folder / "2")  # as the message advises
   _assert_resumes(folder, 1)
 
 
-def test_notes_are_kept_with_a_state(tmp_path):
+def test_notes_are_saved_and_metadata_checked(tmp_path):
   notes = {"baseline": {"accuracy": 0.25}, "data": {"train": [3, "abc"]}}
   with checkpoint.open_checkpointer(tmp_path) as ckptr:
     checkpoint.save(ckptr, 1, _state(1), notes)
@@ -187,16 +188,24 @@ def test_notes_are_kept_with_a_state(tmp_path):
     assert checkpoint.read_notes(ckptr, 2) == {}
     with pytest.raises(ValueError, match="no checkpoint of step 3"):
       checkpoint.read_notes(ckptr, 3)
-  account = tmp_path / "1" / "_CHECKPOINT_METADATA"
-  account.write_text(account.read_text().replace("0.25", "0.35"))
+  metadata = tmp_path / "1" / "_CHECKPOINT_METADATA"
+  metadata.write_text(metadata.read_text().replace("0.25", "0.35"))
   with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
-    with pytest.raises(ValueError, match="damaged.*its notes are not those"):
+    with pytest.raises(ValueError, match="damaged.*its notes have changed"):
       checkpoint.read_notes(ckptr, 1)
+  for text in ("[]", "null", "", "[" * 10**5):
+    metadata.write_text(text)
+    with pytest.raises(
+      ValueError, match="1 is damaged .*delete that directory"
+    ):
+      with checkpoint.open_checkpointer(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("ended", ["here", "elsewhere", "by Orbax"])
-def test_a_save_of_several_processes_that_fails(ended, tmp_path, monkeypatch):
-  """What fails here is raised, though the others still wait for it."""
+def test_an_error_of_this_process_is_raised_at_once(
+  ended, tmp_path, monkeypatch
+):
   monkeypatch.setattr(checkpoint, "_POLL", 0.02)
   monkeypatch.setattr(checkpoint, "_logged_errors", [])
   monkeypatch.setattr(interrupts, "skip_end", lambda code: None)
@@ -233,7 +242,7 @@ def test_a_save_of_several_processes_that_fails(ended, tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def _no_file_larger_than(size: int):
-  """A disk that is full, as far as this process can tell."""
+  """Simulates a full disk for this process."""
   old = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
   try:
@@ -246,11 +255,10 @@ def _no_file_larger_than(size: int):
 def test_a_save_that_fails_is_reported_at_the_next_check(
   tmp_path, caplog, monkeypatch
 ):
-  # Its threads may wait for each other: a program's end does not.
   left = []
   monkeypatch.setattr(interrupts, "skip_end", left.append)
   folder, large = tmp_path / "checkpoints", _state(2, 3000)
-  # Compiled now: JAX keeps what it has compiled in files, too.
+  # Compiles now, because JAX writes compiled programs to files too.
   stored_arrays.describe(stored_arrays.without_keys(large))
   with checkpoint.open_checkpointer(folder) as ckptr:
     checkpoint.save(ckptr, 1, _state(1))
@@ -258,14 +266,14 @@ def test_a_save_that_fails_is_reported_at_the_next_check(
     with _no_file_larger_than(2000):
       checkpoint.save(ckptr, 2, large)
       with pytest.raises(disk.WriteFailed) as error:
-        while True:  # a training run's steps
+        while True:
           checkpoint.check(ckptr)
     assert "File too large" in str(error.value)
     assert f"last good checkpoint is {folder}/1" in str(error.value)
-    checkpoint.wait(ckptr)  # it is told once
+    checkpoint.wait(ckptr)  # raises no second time
   assert left == [1]
   assert os.listdir(folder) == ["1"]
-  assert not caplog.records  # of Orbax, with a traceback from each thread
+  assert not caplog.records  # no tracebacks of Orbax's threads
   _assert_resumes(folder, 1)
   _assert_resumes(_saved(folder, 2), 2)
 
@@ -277,7 +285,7 @@ from orbax.checkpoint._src.path import atomicity
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
 end = atomicity.AtomicRenameTemporaryPath.finalize
 async def slow(self):
-  if self.get_final().name == "1":  # and not a part of it
+  if self.get_final().name == "1":
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     time.sleep(0.5)
   await end(self)
@@ -308,9 +316,9 @@ def test_an_interrupt_while_a_save_is_in_flight(tmp_path):
   _assert_resumes(tmp_path, 1, readonly=True)
 
 
-def test_reference_is_saved_once(tmp_path):
+def test_parameters_are_saved_once(tmp_path):
   path, params = tmp_path / "reference", _state(1, 3000).params
-  stored_arrays.describe(params)  # compiled now, see above
+  stored_arrays.describe(params)  # compiles now, as above
   with _no_file_larger_than(2000):
     with pytest.raises(disk.WriteFailed, match="reference could not be saved"):
       checkpoint.save_params(path, params)
@@ -328,7 +336,7 @@ SIZE = 1_000_000  # 12 MB a checkpoint
 
 
 def _train(folder: str) -> None:
-  """What the killed process runs: resume, then save as fast as it can."""
+  """Resumes, then saves as fast as possible, in the process to be killed."""
   with checkpoint.open_checkpointer(folder) as ckptr:
     if step := checkpoint.latest_step(ckptr) or 0:
       restored = checkpoint.restore(ckptr, _state(0, SIZE))
@@ -352,7 +360,7 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
       text=True,
     )
     try:
-      for _ in range(3):  # saves that were begun
+      for _ in range(3):  # starts of saves
         line = child.stdout.readline()
         assert line, "the resumed process failed"
       time.sleep(clock.uniform(0, 0.1))
@@ -365,31 +373,18 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
     # Save k begins only when save k - 1 is complete.
     assert step >= int(line) - 1 > previous
     previous = step
-  assert torn, "no kill came in the middle of a save: the test tests nothing"
+  assert torn, "no kill came during a save"
 
 
 if __name__ == "__main__":
   _train(sys.argv[1])
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", "", "[" * 10**5])
-def test_metadata_that_are_no_object_are_damage(text, tmp_path):
-  (tmp_path / "7").mkdir()
-  (tmp_path / "7" / "_CHECKPOINT_METADATA").write_text(text)
-  with pytest.raises(ValueError, match="7 is damaged .*delete that directory"):
-    with checkpoint.open_checkpointer(tmp_path):
-      pass
-
-
-@pytest.mark.parametrize(
-  "name, text, shown",
-  [
-    ("asyncio", "<Task coro=<f() defined at /orbax/checkpoint/x.py>", False),
-    ("asyncio", "<Future exception=ValueError('[tensorstore_spec=...", False),
-    ("asyncio", "<Task coro=<users()>", True),
-    ("root", "something", True),
-  ],
-)
-def test_what_a_failed_load_leaves_is_not_logged(name, text, shown):
-  record = logging.LogRecord(name, logging.ERROR, "x.py", 1, text, (), None)
-  assert bool(logging.getLogger(name).filter(record)) == shown
+def test_messages_of_a_failed_load_are_filtered():
+  for text, shown in (
+    ("<Task coro=<f() defined at /orbax/checkpoint/x.py>", False),
+    ("<Future exception=ValueError('[tensorstore_spec=...", False),
+    ("<Task coro=<users()>", True),
+  ):
+    record = logging.makeLogRecord({"name": "asyncio", "msg": text})
+    assert bool(logging.getLogger("asyncio").filter(record)) == shown

@@ -1,4 +1,4 @@
-"""Compilations: said, timed, and kept."""
+"""Reports, times and cache of compilations."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ import pytest
 from grpojax.runtime import compilation
 
 
-def test_long_programs_are_said_and_all_are_timed():
+def test_long_programs_are_reported_and_all_are_timed():
   def update(x):
     return x + 1
 
@@ -22,17 +22,14 @@ def test_long_programs_are_said_and_all_are_timed():
   with compilation.announced(lines.append):
     before = len(seconds)
     jax.jit(update)(jnp.ones(3))
-    jax.jit(lambda x: x * 3)(jnp.ones(5))  # no program of a step
+    jax.jit(lambda x: x * 3)(jnp.ones(5))
   jax.jit(update)(jnp.ones(4))
   assert lines == ["compiling update"]
   assert len(seconds) >= before + 3 and min(seconds) >= 0
 
 
-def kept(tmp_path, **environment):
-  """The directory of compiled programs of a fresh process, and its warnings.
-
-  It compiles two programs. The directory is relative to `tmp_path`.
-  """
+def compile_two(tmp_path, **environment):
+  """Compiles two programs in a process; returns its cache and its warnings."""
   names = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")
   clean = {k: v for k, v in os.environ.items() if k not in names}
   program = (
@@ -62,43 +59,43 @@ def kept(tmp_path, **environment):
     ({"JAX_COMPILATION_CACHE_DIR": "/tmp"}, "/tmp"),
   ],
 )
-def test_programs_are_kept_unless_one_says_no(environment, expected, tmp_path):
-  path, said = kept(tmp_path, **environment)
-  assert path.startswith(expected) and not said
+def test_the_cache_can_be_moved_and_disabled(environment, expected, tmp_path):
+  path, warnings = compile_two(tmp_path, **environment)
+  assert path.startswith(expected) and not warnings
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "name", ["JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"]
 )
-def test_a_directory_that_cannot_be_made_is_one_line(name, tmp_path):
+def test_an_unusable_directory_is_one_warning(name, tmp_path):
   (tmp_path / "file").touch()
-  _, said = kept(tmp_path, **{name: str(tmp_path / "file")})
-  assert said.startswith("warning: compiled programs in ")
-  assert said.endswith("COMPILATION_CACHE_DIR to another\n")
-  assert said.count("\n") == 1
+  _, warning = compile_two(tmp_path, **{name: str(tmp_path / "file")})
+  assert warning.startswith("warning: compiled programs in ")
+  assert warning.endswith("COMPILATION_CACHE_DIR to another\n")
+  assert warning.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_damaged_and_locked_programs_are_one_line_and_others_are_kept(tmp_path):
-  path = tmp_path / kept(tmp_path)[0]
+def test_damaged_and_locked_programs_are_one_warning(tmp_path):
+  path = tmp_path / compile_two(tmp_path)[0]
   first, *others = sorted(path.glob("*-cache"))
   assert others
   for file in path.iterdir():
     os.truncate(file, file.stat().st_size // 2)
-  _, said = kept(tmp_path)  # each of them
-  assert said.startswith("warning: ") and said.count("\n") == 1
+  _, warning = compile_two(tmp_path)
+  assert warning.startswith("warning: ") and warning.count("\n") == 1
   first.unlink()
-  for file in path.glob("*-atime"):  # as a kill leaves them
+  for file in path.glob("*-atime"):  # as after a kill
     file.unlink()
   with open(path / ".lockfile", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    _, said = kept(tmp_path)
-  assert "could not be acquired" not in said
+    _, warning = compile_two(tmp_path)
+  assert "could not be acquired" not in warning
   assert first.exists()
 
 
-def test_a_start_leaves_what_was_used_last(tmp_path, monkeypatch):
+def test_the_oldest_programs_are_deleted(tmp_path, monkeypatch):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
   monkeypatch.setattr(compilation, "MOST_BYTES", 25)
   values = {"jax_compilation_cache_dir": None}

@@ -1,6 +1,6 @@
-"""Agreements and ends of processes, the others being stand-ins.
+"""Agreement and end of processes, with simulated other processes.
 
-test_processes.py starts real ones.
+test_processes.py starts real processes.
 """
 
 import json
@@ -18,21 +18,20 @@ from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.step import rewards as rewards_lib
 
 
-def test_rows(monkeypatch):
-  for processes, count, expected in (
-    (1, 5, [[0, 1, 2, 3, 4]]),
-    (2, 5, [[0, 1, 2], [3, 4]]),
-    (4, 5, [[0, 1], [2, 3], [4], []]),
-  ):
-    monkeypatch.setattr(distributed, "count", lambda n=processes: n)
-    rows = range(count)
-    dealt = [rows[distributed.rows_of(i, count)] for i in range(processes)]
-    assert list(map(list, dealt)) == expected
+@pytest.mark.parametrize(
+  "blocks",
+  [[[0, 1, 2, 3, 4]], [[0, 1, 2], [3, 4]], [[0, 1], [2, 3], [4], []]],
+)
+def test_rows_are_split_into_blocks(blocks, monkeypatch):
+  count = len(blocks)
+  monkeypatch.setattr(distributed, "count", lambda: count)
+  rows = [list(range(5)[distributed.rows_of(i, 5)]) for i in range(count)]
+  assert rows == blocks
 
 
 @pytest.fixture
 def client(monkeypatch):
-  """`(its methods) -> None`: this process is the first, with this client."""
+  """`(**methods) -> None` replaces the client of JAX's coordination service."""
 
   def use(**methods):
     made = types.SimpleNamespace(**methods)
@@ -44,7 +43,7 @@ def client(monkeypatch):
 
 @pytest.fixture
 def speak_for(monkeypatch, client):
-  """`(the others' values) -> the messages that this process has sent`."""
+  """`(*values of other processes) -> messages sent by this process`."""
 
   def use(*others):
     monkeypatch.setattr(distributed, "count", lambda: len(others) + 1)
@@ -66,14 +65,7 @@ def speak_for(monkeypatch, client):
   return use
 
 
-def test_messages_are_deleted_when_all_have_read_them(speak_for):
-  sent = speak_for("b")
-  for _ in range(3):
-    assert distributed.gather("a") == ["a", "b"]
-  assert list(sent.values()) == [b'"a"']
-
-
-def test_who_waits_hears_of_an_end_by_an_error(client):
+def test_a_wait_ends_with_the_other_process(client):
   def late(key, milliseconds):
     raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no such key")
 
@@ -83,29 +75,31 @@ def test_who_waits_hears_of_an_end_by_an_error(client):
   )
   with pytest.raises(distributed.OtherGone, match="process 1") as gone:
     distributed._receive("words")
-  assert distributed._says_another_is_gone(gone.value)
+  assert distributed._caused_by_another(gone.value)
 
 
 def test_values_of_all_processes(speak_for):
-  speak_for([[1.5, "é"]])
-  mine, other = distributed.gather([float("nan")])
+  sent = speak_for([[1.5, "é"]])
+  for _ in range(3):
+    mine, other = distributed.gather([float("nan")])
   assert np.isnan(mine[0]) and other == [[1.5, "é"]]
-  # Parts of 3 and 2 prompts: 0 1 | 2 and 3 | 4.
+  assert len(sent) == 1  # earlier messages are deleted
+  # Chunks of 3 and 2 prompts: 0 1 | 2 and 3 | 4.
   speak_for([2, 4])
   assert rewards_lib.gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
 
 
-def test_another_processes_error_is_raised(speak_for):
+def test_errors_of_other_processes_are_raised(speak_for):
   speak_for("no such file", None)
   with pytest.raises(ValueError, match="process 1: no such file"):
     with distributed.agreed():
       pass
-  with pytest.raises(KeyError):  # of its own, as it is
+  with pytest.raises(KeyError):
     with distributed.agreed():
       raise KeyError("mine")
 
 
-def test_what_differs_is_named(speak_for):
+def test_differences_are_named(speak_for):
   speak_for({"config": "a\n  seed: 2\nb"})
   with pytest.raises(ValueError, match="0 and 1 differ in config: seed: 1 and"):
     distributed.check_same(config="a\n  seed: 1\nb")
@@ -120,12 +114,11 @@ def test_what_differs_is_named(speak_for):
     ("JAX_COORDINATOR_ADDRESS=a:1", True),
     ("", False),
     ("SLURM_NTASKS=2", False),  # in an allocation, but not under srun
-    ("SLURM_NTASKS=1 SLURM_PROCID=0", False),
     ("SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0", False),
     ("TPU_WORKER_HOSTNAMES=localhost", False),
   ],
 )
-def test_environments_of_several(words, several):
+def test_environments_of_several_processes(words, several):
   environ = dict(word.split("=") for word in words.split())
   assert distributed._several(environ) == several
   warning = {"TPU_WORKER_HOSTNAMES": "WARNING: none found, please set it"}
@@ -136,59 +129,45 @@ def test_fingerprints_of_models(tmp_path):
   file = tmp_path / "model.safetensors"
   data = np.random.default_rng(0).bytes(10**7)
   file.write_bytes(data)
-  one = file_checksums.fingerprint(tmp_path)
-  assert one.startswith("model.safetensors: 10000000 bytes")
+  before = file_checksums.fingerprint(tmp_path)
+  assert before.startswith("model.safetensors: 10000000 bytes")
   file.write_bytes(data[:-1] + b"!")
   (tmp_path / "checksums.json").write_text("{}")
-  assert file_checksums.fingerprint(tmp_path) == one  # between two blocks
+  assert file_checksums.fingerprint(tmp_path) == before  # outside the blocks
   file.write_bytes(b"!" + data[1:])
-  assert file_checksums.fingerprint(tmp_path) != one
+  assert file_checksums.fingerprint(tmp_path) != before
 
 
 @pytest.mark.parametrize(
   "words, message",
   [
     (("here",), "--coordinator=here --num_processes= .*: give HOST:PORT"),
-    (("", "", "1"), "--process_id=1: give HOST:PORT"),
     (("here:99999", "2", "0"), "give HOST:PORT of process 0"),
     (("here:1", "2", "2"), "--process_id=2: give .*a number of 0 to N-1"),
   ],
 )
-def test_wrong_arguments_are_said(words, message):
+def test_invalid_arguments(words, message):
   with pytest.raises(ValueError, match=message):
     with distributed.joined(*words):
       pass
 
 
-@pytest.fixture
-def server():
-  """A port where somebody listens."""
-  with socket.create_server(("127.0.0.1", 0)) as listener:
-    yield listener
-
-
-def test_a_port_that_is_in_use_is_said_at_once(server):
-  address = f"127.0.0.1:{server.getsockname()[1]}"
-  with pytest.raises(ValueError, match="of --coordinator cannot be had"):
-    with distributed.joined(address, "2", "0"):
-      pass
-  distributed._find_coordinator(address, 1, [])  # there it may be process 0
-
-
-def test_sigterm_is_heeded_while_waiting_for_the_first(
-  server, monkeypatch, capsys
-):
-  """Sent when the wait is over, in the place of the process's end."""
+def test_ports_and_waits(monkeypatch, capsys):
   ends = []
 
-  def end(code):
+  def end(code):  # also ends the wait, by SIGTERM
     ends.append(code)
     os.kill(os.getpid(), signal.SIGTERM)
 
   monkeypatch.setattr(interrupts, "end", end)
   monkeypatch.setattr(distributed, "PATIENCE", 0.5)
   monkeypatch.setattr(distributed, "SAY_AFTER", 0.2)
+  server = socket.create_server(("127.0.0.1", 0))
   address = f"127.0.0.1:{server.getsockname()[1]}"
+  with pytest.raises(ValueError, match="of --coordinator is not free"):
+    with distributed.joined(address, "2", "0"):
+      pass
+  distributed._find_coordinator(address, 1, [])
   server.close()
   with pytest.raises(interrupts.Left, match="ended by SIGTERM"):
     with distributed.joined(address, "2", "1"):
@@ -196,20 +175,25 @@ def test_sigterm_is_heeded_while_waiting_for_the_first(
   assert ends == [1]
   problem = f": process 0 is not at {address} (Connection refused)"
   assert capsys.readouterr().err.splitlines() == [
-    f"the other processes of this run are waited for, 0.5 s at most{problem}",
+    f"waiting for the other processes of this run, 0.5 s at most{problem}",
     f"the other processes of this run did not come within 0.5 s{problem}",
-    "start every one with the same --coordinator and --num_processes, and a "
-    "--process_id of its own",
+    "start each process with the same --coordinator and --num_processes, and "
+    "its own --process_id",
   ]
 
 
 class Ended(Exception):
-  """In the place of the process's end."""
+  """Replaces the end of the process."""
+
+
+GONE = SystemExit("error: UNKNOWN: Gloo AllReduce failed")
+CLOSED = jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer")
+MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
 
 @pytest.fixture
 def leave(monkeypatch, client):
-  """(error, whether the others come) -> how it ended, how long it waited."""
+  """`(error, others come) -> (ended at once, exit code, seconds waited)`."""
 
   def end(code):
     raise Ended(code)
@@ -242,30 +226,22 @@ def leave(monkeypatch, client):
     (SystemExit(75), True, (False, 75, 30)),
     (SystemExit(75), False, (True, 75, 30)),
     (SystemExit("error: no"), False, (True, 1, 10)),
-    (SystemExit(130), True, (True, 130, 0)),  # it alone was interrupted
+    (SystemExit(130), True, (True, 130, 0)),  # only it was interrupted
     (KeyboardInterrupt(), True, (True, 130, 0)),
     (KeyError("a bug"), True, (True, 1, 0)),
+    (ValueError("UNKNOWN: Gloo AllGather failed"), True, (True, 1, 0)),
+    (GONE, True, (True, 1, 0)),
+    (CLOSED, True, (True, 1, 0)),
+    (MEMORY, True, (True, 1, 0)),
   ],
 )
 def test_exit_codes(leave, error, others, expected, capsys):
   assert leave(error, others) == expected
-  err = capsys.readouterr().err
-  assert err.count("error: no\n") == (error.args == ("error: no",))
-  assert ("KeyError: 'a bug'" in err) == isinstance(error, KeyError)
-
-
-@pytest.mark.parametrize(
-  "error, gone",
-  [
-    (jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer"), True),
-    (ValueError("UNKNOWN: Gloo AllGather failed: Connection reset"), True),
-    (SystemExit("error: UNKNOWN: Gloo AllReduce failed"), True),
-    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
-  ],
-)
-def test_others_that_are_gone_are_said_to_be(leave, error, gone, capsys):
-  assert leave(error) == (True, 1, 0)
-  err = capsys.readouterr().err
-  assert ("process 0: another process of this run is gone" in err) == gone
-  assert ("the same command resumes" in err) == gone
-  assert ("Traceback" in err) != gone
+  text = capsys.readouterr().err
+  assert text.count("error: no\n") == (error.args == ("error: no",))
+  assert ("Traceback" in text) == (
+    isinstance(error, KeyError) or error is MEMORY
+  )
+  is_gone = isinstance(error, ValueError) or error in (GONE, CLOSED)
+  assert ("process 0: another process of this run is gone" in text) == is_gone
+  assert ("the same command resumes" in text) == is_gone

@@ -1,4 +1,4 @@
-"""Repositories of the Hub: what is fetched, and what is said where it fails."""
+"""Downloads from the Hub, and their errors."""
 
 import errno
 import os
@@ -35,33 +35,27 @@ FILES = {
 NEVER = {
   "pytorch_model.bin": b"pickle",
   "modeling_tiny.py": b"code",
-  "consolidated.safetensors": b"the same again",
-  "onnx/config.json": b"{}",
   "onnx/model.safetensors": b"again",
-  "model-8bit/model.safetensors": b"and again",
   "README.md": b"# tiny",
 }
 
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-  own = hub_server.Hub()
-  own.add(ID, FILES | NEVER)
-  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
-    yield own
+  server = hub_server.Hub()
+  server.add(ID, FILES | NEVER)
+  with hub_server.client_of(server, tmp_path / "cache", monkeypatch):
+    yield server
 
 
 def names_in(directory):
   return {p.name for p in directory.rglob("*") if p.is_file()}
 
 
-def test_names():
-  for text, name in (
-    ("Qwen/Qwen2.5-0.5B-Instruct", ("Qwen/Qwen2.5-0.5B-Instruct", "main")),
-    ("a/b@v1.0", ("a/b", "v1.0")),
-    ("a/b@refs/pr/1", ("a/b", "refs/pr/1")),
-  ):
-    assert hub.parse(text) == hub.parse(pathlib.Path(text)) == name
+def test_names_of_repositories():
+  assert hub.parse("Qwen/Qwen2.5-0.5B") == ("Qwen/Qwen2.5-0.5B", "main")
+  assert hub.parse(pathlib.Path("a/b@v1.0")) == ("a/b", "v1.0")
+  assert hub.parse("a/b@refs/pr/1") == ("a/b", "refs/pr/1")
   for text in (
     *("arithmetic-instruct", "a/b/c", "./a/b", "/a/b", "../b", "a/..", ""),
     *("gs://a/b", "a/b@../../x", "a/b@", "a/b--c", "a/b c", "ä/b", "a/b\n"),
@@ -69,7 +63,7 @@ def test_names():
     assert hub.parse(text) is None
 
 
-def test_only_what_is_asked_for_is_fetched_and_only_once(served, capsys):
+def test_requested_files_are_fetched_once(served, capsys):
   shape = hub.fetch(NAME, hub.CONFIG)
   assert names_in(shape) == {"config.json"} and shape.name == COMMIT
   texts = hub.fetch(NAME, hub.TEXTS)
@@ -81,12 +75,12 @@ def test_only_what_is_asked_for_is_fetched_and_only_once(served, capsys):
   assert sorted(served.fetched()) == sorted(FILES)
   before = len(served.log)
   assert hub.fetch(hub.Name(ID, COMMIT), hub.WHOLE) == whole
-  assert len(served.log) == before or OLD  # a commit never asks again
-  assert capsys.readouterr() == ("", "")  # nor do small files say anything
+  assert len(served.log) == before or OLD  # no request for a commit
+  assert capsys.readouterr() == ("", "")
   assert set(hf.COMPANIONS) <= set(hub.WHOLE)
 
 
-def test_a_branch_moves_and_a_commit_does_not(served, monkeypatch):
+def test_branches_move_but_commits_do_not(served, monkeypatch):
   assert hub.commit(NAME) == COMMIT
   served.add(ID, FILES | {"config.json": b"new"}, LATER)
   served.heads[f"models/{ID}"]["v2"] = LATER
@@ -108,7 +102,11 @@ def refused(text, files=hub.WHOLE, name=NAME):
   return message
 
 
-def test_what_the_hub_refuses_is_said_with_what_to_do(served, monkeypatch):
+def test_errors_name_a_remedy(served, monkeypatch):
+  def full(*_, **__):
+    assert logging.get_verbosity() == logging.ERROR
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
   monkeypatch.setenv("HF_TOKEN", TOKEN)
   refused("no such path here, and the Hub.*hf auth", name=hub.Name("runs/x"))
   refused("no revision 'v9'", name=hub.Name(ID, "v9"))
@@ -121,6 +119,9 @@ def test_what_the_hub_refuses_is_said_with_what_to_do(served, monkeypatch):
   served.tokens[ID] = TOKEN
   assert hub.commit(NAME) == COMMIT and TOKEN in served.seen
   shutil.rmtree(constants.HF_HUB_CACHE)
+  with monkeypatch.context() as patch:
+    patch.setattr("huggingface_hub.file_download.http_get", full)
+    refused(r"cannot be stored in .*cache \(No space left on .*\).*HF_HOME")
   for served.status in (403, 429, 500):
     refused(f"(answered {served.status}; try again|cannot be reached)")
 
@@ -130,26 +131,26 @@ def test_without_a_network(served, monkeypatch):
   before = len(served.log)
   with monkeypatch.context() as patch:
     patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub.commit(NAME) == COMMIT  # as last asked
+    assert hub.commit(NAME) == COMMIT  # the last known commit
     texts = hub.fetch(NAME, hub.TEXTS)
     assert names_in(texts) == {"config.json", "tokenizer.json"}
     refused("http://127.0.0.1:9 cannot be reached", name=hub.Name("org/other"))
   monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-  huggingface_hub.close_session()  # it remembers that it was online
+  huggingface_hub.close_session()  # which was online
   assert names_in(hub.fetch(NAME, hub.TEXTS)) >= {"config.json"}
-  if not OLD:  # it takes a part for the whole
-    refused("not whole, in .*HF_HUB_OFFLINE.*hf download")
+  if not OLD:  # old versions accept partial downloads
+    refused("incomplete in .*HF_HUB_OFFLINE.*hf download")
   refused("HF_HUB_OFFLINE", name=hub.Name("org/other"))
-  assert len(served.log) == before  # offline mode asks nothing
+  assert len(served.log) == before
   monkeypatch.undo()
   huggingface_hub.close_session()
 
 
-def test_a_download_that_is_cut_off_goes_on(served, monkeypatch):
+def test_an_interrupted_download_is_continued(served, monkeypatch):
   cut = "model-00002-of-00002.safetensors"
   monkeypatch.setattr("time.sleep", lambda _: None)
   served.broken[cut] = 100
-  refused("was cut off .*the same command goes on with what is missing")
+  refused("was cut off .*the same command continues it")
   assert served.broken.pop(cut) < 100
   before = len(served.log)
   assert names_in(hub.fetch(NAME, hub.WHOLE)) == set(FILES)
@@ -157,16 +158,7 @@ def test_a_download_that_is_cut_off_goes_on(served, monkeypatch):
   assert {p.rpartition("/")[2] for p in again} == {cut}
 
 
-def test_a_disk_without_room(served, monkeypatch):
-  def full(*_, **__):
-    assert logging.get_verbosity() == logging.ERROR  # nothing is said twice
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
-  refused(r"cannot be stored in .*cache \(No space left on device\).*HF_HOME")
-
-
-def test_progress_is_a_line_now_and_then(served, monkeypatch, capsys):
+def test_progress_is_printed_line_by_line(served, monkeypatch, capsys):
   served.add(ID, {"model.safetensors": b"x" * 2_000_000})
   monkeypatch.setattr(hub, "SAY_EVERY", 0.0)
   hub.fetch(NAME, hub.WHOLE)
@@ -177,15 +169,14 @@ def test_progress_is_a_line_now_and_then(served, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_at_once(number, served, monkeypatch):
+def test_a_signal_ends_a_download_at_once(number, served, monkeypatch):
   served.add(ID, {"model.safetensors": b"x" * 2_000_000})
-  heard = []
-  old = signal.signal(number, lambda *_: heard.append(number))
-  file = hub_server.Hub.fetched
+  handled = []
+  old = signal.signal(number, lambda *_: handled.append(number))
   sent = threading.Event()
 
   def display(*_, flush):
-    if not sent.is_set() and any(map(str, file(served))):
+    if not sent.is_set() and served.fetched():
       sent.set()
       os.kill(os.getpid(), number)
 
@@ -197,4 +188,4 @@ def test_a_signal_ends_it_at_once(number, served, monkeypatch):
       hub.fetch(NAME, hub.WHOLE)
   finally:
     signal.signal(number, old)
-  assert heard == [number]  # by who listened before
+  assert handled == [number]  # by the previous handler

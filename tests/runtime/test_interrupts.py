@@ -13,7 +13,7 @@ from grpojax.runtime.processes import interrupts
 
 def send(number):
   os.kill(os.getpid(), number)
-  signal.getsignal(number)  # the handler has run by now
+  signal.getsignal(number)  # lets the handler run
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def handlers_are_restored():
 
 
 class InDestructor:
-  """Sends a signal in its destructor, where no exception passes."""
+  """Sends a signal in its destructor, which suppresses exceptions."""
 
   def __init__(self, number):
     self.number = number
@@ -33,7 +33,7 @@ class InDestructor:
     send(self.number)
 
 
-def test_the_first_sigterm_is_noticed_and_the_second_kills(capfd):
+def test_the_first_sigterm_is_recorded_and_the_second_kills(capfd):
   with interrupts.sigterm_requests(several=False) as requested:
     assert not requested()
     send(signal.SIGTERM)
@@ -57,7 +57,7 @@ def test_sigterm_ends_a_fork(capfd):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_signals_are_noted_where_exceptions_are_ignored(ctrl_c):
+def test_signals_in_destructors_are_recorded(ctrl_c):
   done = []
   with pytest.raises(interrupts.Left, match="by SIGTERM"):
     with interrupts.raising_sigterm():
@@ -72,18 +72,14 @@ def test_signals_are_noted_where_exceptions_are_ignored(ctrl_c):
   assert done == [0, 1] and came == [signal.SIGINT] * 2
 
 
-@pytest.mark.parametrize(
-  "context",
-  [interrupts.raising_ctrl_c, lambda: interrupts.deferred(*interrupts.BOTH)],
-)
-def test_ctrl_c_stays_ignored(context):
+def test_ctrl_c_stays_ignored():
   with interrupts.handled(signal.SIG_IGN, signal.SIGINT):
-    with context() as came:
+    with interrupts.deferred(*interrupts.BOTH) as came:
       send(signal.SIGINT)
       assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and not came
 
 
-def test_signals_wait_for_the_end_of_what_they_would_harm(ctrl_c):
+def test_deferred_signals_arrive_at_the_end(ctrl_c):
   with pytest.raises(KeyboardInterrupt):
     with interrupts.deferred(*interrupts.BOTH) as came:
       send(signal.SIGINT)
@@ -98,7 +94,7 @@ interrupts.begin()
 
 
 def start(code, shell="exec", **environment):
-  """Starts Python as one of our programs is."""
+  """Starts Python code as a grpojax program."""
   return subprocess.Popen(
     ["sh", "-c", f'{shell} "$@"', "sh", sys.executable, "-c", BEGIN + code],
     env=os.environ | environment,
@@ -109,22 +105,8 @@ def start(code, shell="exec", **environment):
   )
 
 
-def test_a_program_skips_the_end_of_the_interpreter():
-  """Where XLA, which may be compiling still, would crash."""
-  lines = [
-    "import threading",
-    # A thread that the interpreter would wait for.
-    "threading.Timer(0.3, print, ['last']).start()",
-    "print('first')",
-    "interrupts.exit_program()",
-  ]
-  process = start("\n".join(lines))
-  assert process.communicate(timeout=60) == ("first\n", "")
-  assert process.returncode == 130
-
-
 @pytest.mark.parametrize("both", [False, True])
-def test_a_reader_that_goes_away_does_not_end_the_program(both, tmp_path):
+def test_a_program_survives_the_end_of_its_reader(both, tmp_path):
   lines = [
     "import pathlib, sys",
     "for step in range(5):",
@@ -143,12 +125,12 @@ def test_a_reader_that_goes_away_does_not_end_the_program(both, tmp_path):
   process.stdin.close()
   assert process.wait(60) == 0 and (tmp_path / "done").exists()
   if not both:
-    said = process.stderr.read().splitlines()
-    assert said[0].startswith("the standard output cannot be written (Broken")
-    assert said[1:] == [f"so {step}" for step in range(1, 5)]
+    first, *lines = process.stderr.read().splitlines()
+    assert first.startswith("the standard output cannot be written (Broken")
+    assert lines == [f"so {step}" for step in range(1, 5)]
 
 
-def test_closed_streams_lead_nowhere(tmp_path):
+def test_output_to_closed_streams_is_discarded(tmp_path):
   lines = [
     "import os, sys",
     f"with open({str(tmp_path / 'file')!r}, 'w') as file:",
@@ -165,7 +147,7 @@ def test_user_code_may_wrap_close_and_restore_the_outputs():
   lines = [
     "import gc, io, sys",
     "names = ('stdout', 'stderr')",
-    "for name in names * 2:  # as two files of a user may do it",
+    "for name in names * 2:",
     "  buffer = getattr(sys, name).buffer",
     "  setattr(sys, name, io.TextIOWrapper(buffer, encoding='utf-8'))",
     "gc.collect()",
@@ -175,7 +157,7 @@ def test_user_code_may_wrap_close_and_restore_the_outputs():
     "print('still', flush=True)",
     "for name in names:",
     "  setattr(sys, name, getattr(sys, f'__{name}__'))",
-    "print('restored \\udcff \\u20ac')",  # which an output cannot show
+    "print('restored \\udcff \\u20ac')",  # not encodable in ASCII
     "print('restored', file=sys.stderr)",
   ]
   process = start("\n".join(lines), PYTHONIOENCODING="ascii")
@@ -184,17 +166,17 @@ def test_user_code_may_wrap_close_and_restore_the_outputs():
   assert error == "error\nrestored\n"
 
 
-@pytest.mark.parametrize("name, said", [("main", "put away\n"), ("_load", "")])
-def test_ctrl_c_ends_a_program_at_once_until_it_works(name, said, ctrl_c):
+@pytest.mark.parametrize("name, output", [("main", "cleanup\n"), ("_load", "")])
+def test_ctrl_c_during_imports_ends_without_cleanup(name, output, ctrl_c):
   lines = [
     "import os, signal",
     f"def {name}():",
     "  try:",
     "    os.kill(os.getpid(), signal.SIGINT)",
     "  finally:",
-    "    print('put away')",
+    "    print('cleanup')",
     f"{name}()",
   ]
   process = start("\n".join(lines))
-  assert process.communicate(timeout=60) == (said, "interrupted\n")
+  assert process.communicate(timeout=60) == (output, "interrupted\n")
   assert process.returncode == 130

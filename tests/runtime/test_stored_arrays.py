@@ -1,4 +1,4 @@
-"""Checksums of arrays, against NumPy's arithmetic on Python's integers."""
+"""Checksums of arrays, against the formula in Python's integers."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ def mix(word):
 
 
 def expected(array):
-  """The formula, one word after another, in Python's integers."""
   array = np.ascontiguousarray(array)
   words = array.view(f"u{array.itemsize}").ravel().tolist()
   return sum(mix(w) * (mix(i) | 1) for i, w in enumerate(words)) % 2**32
@@ -29,19 +28,19 @@ def random_array(shape, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_formula(dtype):
+def test_checksums_follow_the_formula(dtype):
   for shape in ((5, 3, 7), (), (0,)):
     array = random_array(shape, dtype)
     assert int(stored_arrays.checksum(array)) == expected(array)
 
 
-def test_words_of_64_bits(float64):
+def test_checksums_of_64_bit_numbers(float64):
   array = np.arange(12.0).reshape(3, 4) / 7
   halves = array.view(np.uint32)
   assert int(stored_arrays.checksum(jnp.asarray(array))) == expected(halves)
 
 
-def test_any_flipped_bit_and_any_swap_is_seen():
+def test_checksums_detect_flipped_bits_and_swaps():
   array = random_array((3, 4), "float32")
   others = [array[::-1], array.T]
   for i in range(array.size):
@@ -52,7 +51,7 @@ def test_any_flipped_bit_and_any_swap_is_seen():
   assert expected(array) not in sums and len(sums) == len(others)
 
 
-def test_checksums_by_path_do_not_depend_on_the_layout_over_devices():
+def test_checksums_do_not_depend_on_the_sharding():
   devices = np.array(jax.devices()[:4]).reshape(-1, 1)
   mesh = jax.sharding.Mesh(devices, ("x", "y"))
   array = random_array((8, 4), "float32")

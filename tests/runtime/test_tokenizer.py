@@ -1,31 +1,26 @@
-"""Tokenizers: loaded from directories, of characters, trained on the spot."""
+"""Tokenizers: from directories, of characters, and trained ones."""
 
 import json
 import random
 import socket
 
-import numpy as np
 import pytest
 from tokenizers import processors
 
-from grpojax.core.ends import Ends
 from grpojax.runtime.text import tokenizer as tokenizers
 
 
 @pytest.fixture
 def no_network(monkeypatch):
-  def refuse(*args, **kwargs):
-    raise AssertionError("the network was tried")
-
-  monkeypatch.setattr(socket.socket, "connect", refuse)
-  monkeypatch.setattr(socket, "getaddrinfo", refuse)
+  monkeypatch.setattr(socket.socket, "connect", None)
+  monkeypatch.setattr(socket, "getaddrinfo", None)
 
 
 def write(path, name, **content):
   (path / name).write_text(json.dumps(content))
 
 
-def test_the_character_tokenizer_writes_every_character():
+def test_the_character_tokenizer_covers_printable_ascii():
   tokenizer = tokenizers.character_tokenizer()
   assert [tokenizer.pad_token_id, tokenizer.eos_token_id] == [0, 1]
   assert tokenizer.unk_token_id == 2
@@ -37,9 +32,7 @@ def test_the_character_tokenizer_writes_every_character():
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
-  tmp_path,
-):
+def test_eos_ids_of_files_and_the_tokenizer(tmp_path):
   made = tokenizers.character_tokenizer()
   assert tokenizers.eos_ids(tmp_path, made) == (1,)
   write(tmp_path, "config.json", eos_token_id=5)
@@ -57,9 +50,18 @@ def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
     message = "config.json: .* must be a token's text, an id of 0..99"
     with pytest.raises(ValueError, match=message):
       eos_ids(wrong)
+  eos_ids(None)
+  write(tmp_path, "config.json")
+  made.pad_token = None
+  assert tokenizers.pad_id(made) == 1
+  made.eos_token = None
+  with pytest.raises(ValueError, match="set pad_token"):
+    tokenizers.pad_id(made)
+  with pytest.raises(ValueError, match="set eos_token_id"):
+    tokenizers.eos_ids(tmp_path, made)
 
 
-def test_malformed_and_missing_files_are_named(tmp_path, no_network):
+def test_malformed_and_missing_files_are_errors(tmp_path, no_network):
   for path in (tmp_path / "Qwen/Qwen2.5-0.5B", tmp_path):
     with pytest.raises(ValueError, match="none of tokenizer.json.*Download"):
       tokenizers.load(path)
@@ -76,9 +78,7 @@ def test_malformed_and_missing_files_are_named(tmp_path, no_network):
     tokenizers.load(tmp_path)
 
 
-def test_ids_beyond_the_model_may_be_added_tokens_that_no_text_has(
-  tmp_path, capsys
-):
+def test_added_tokens_may_have_ids_beyond_the_model(tmp_path, capsys):
   # Such as Gemma 3's <image_soft_token>, the id after the vocabulary.
   made = tokenizers.character_tokenizer()
   made.add_tokens(["<image>"], special_tokens=True)
@@ -92,7 +92,7 @@ def test_ids_beyond_the_model_may_be_added_tokens_that_no_text_has(
   assert not capsys.readouterr().out
   loaded = load(100)
   assert "'<image>' (100)), and the model has 100" in capsys.readouterr().out
-  prompt = "1<image>"  # letters, as any control token's name in a prompt
+  prompt = "1<image>"  # letters, like any control token's name in a prompt
   ids = made.encode("1<", add_special_tokens=False)
   assert tokenizers.encode_prompt(loaded, prompt)[1][:2] == ids
   with pytest.raises(ValueError, match=r"the token '<image>' \(100\)"):
@@ -105,12 +105,9 @@ def test_ids_beyond_the_model_may_be_added_tokens_that_no_text_has(
     load(100)
 
 
-@pytest.mark.parametrize(
-  "kind",
-  [None, "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer"],
-)
+@pytest.mark.parametrize("kind", [None, "LlamaTokenizerFast", "Qwen2Tokenizer"])
 def test_a_saved_tokenizer_loads_unchanged(bpe, tmp_path, no_network, kind):
-  """No class replaces the rules of tokenizer.json."""
+  # The class in tokenizer_config.json must not replace tokenizer.json's rules.
   bpe.save_pretrained(tmp_path)
   if kind:
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -137,60 +134,28 @@ def test_a_prompt_has_one_bos_and_no_eos(tmp_path):
   )
   made.save_pretrained(tmp_path)
   loaded = tokenizers.load(tmp_path)
-  one = loaded.encode("1", add_special_tokens=False)
-  assert loaded.encode("1") == [bos, *one, eos]
+  digit = loaded.encode("1", add_special_tokens=False)
+  assert loaded.encode("1") == [bos, *digit, eos]
 
   def ids(prompt, **options):
     return tokenizers.encode_prompt(loaded, prompt, **options)[1]
 
-  assert ids("1") == [bos, *one]
+  assert ids("1") == [bos, *digit]
   assert ids("") == [bos]
-  assert ids("1", template="{prompt}<|endoftext|>") == [bos, *one, eos]
+  assert ids("1", template="{prompt}<|endoftext|>") == [bos, *digit, eos]
   letters = ids("<s>1<|endoftext|>")
   assert letters[0] == bos and not {bos, eos} & {*letters[1:]}
   with pytest.raises(ValueError, match="'<s>' twice: .*data.template"):
     ids("1", template="<s>{prompt}")
 
 
-@pytest.mark.parametrize(
-  "size, eos, gaps",
-  [
-    (100, (), ()),
-    (101, (), ((100, 101),)),
-    (128, (), ((100, 105), (106, 128))),
-    (128, (127,), ((100, 105), (106, 127))),
-  ],
-)
-def test_ids_without_a_token(size, eos, gaps):
+def test_ids_without_a_token():
   made = tokenizers.character_tokenizer()
-  vocabulary = made.get_vocab() | ({"extra": 105} if size > 105 else {})
+  vocabulary = made.get_vocab() | {"extra": 105}
   made.get_vocab = lambda: vocabulary
-  assert tokenizers.gaps(made, size, eos) == gaps
-
-
-def test_no_eos_and_no_pad_are_errors(tmp_path):
-  tokenizer = tokenizers.character_tokenizer()
-  assert tokenizers.pad_id(tokenizer) == 0
-  tokenizer.pad_token = None
-  assert tokenizers.pad_id(tokenizer) == 1
-  tokenizer.eos_token = None
-  with pytest.raises(ValueError, match="pad_token"):
-    tokenizers.pad_id(tokenizer)
-  with pytest.raises(ValueError, match="eos_token_id"):
-    tokenizers.eos_ids(tmp_path, tokenizer)
-
-
-def test_a_completion_ends_before_its_first_eos():
-  tokenizer = tokenizers.character_tokenizer()
-  ids = np.array([*tokenizer.encode("1<|pad|>2\n\n3"), 1, 20])
-  mask = np.arange(len(ids)) < len(ids) - 1
-
-  def decode(eos):
-    return tokenizers.decode_completion(tokenizer, ids, mask, Ends(eos))
-
-  assert decode((1,)) == "1<|pad|>2\n\n3"
-  assert decode((1, 99)) == "1<|pad|>2"
-  assert decode(()) == "1<|pad|>2\n\n3<|endoftext|>"
+  assert tokenizers.gaps(made, 100) == ()
+  assert tokenizers.gaps(made, 128) == ((100, 105), (106, 128))
+  assert tokenizers.gaps(made, 128, (127,)) == ((100, 105), (106, 127))
 
 
 PROBLEMS = [
@@ -204,32 +169,25 @@ def bpe():
   return tokenizers.train_bpe(PROBLEMS, 290)
 
 
-def random_texts(count):
+def test_trained_tokenizers_decode_what_they_encode(bpe):
   rng = random.Random(0)
-  for _ in range(count):
-    points = [rng.randrange(0x110000) for _ in range(20)]
-    points += rng.choices(range(128), k=20)
-    rng.shuffle(points)
-    yield "".join(chr(p) for p in points if not 0xD800 <= p < 0xE000)
-
-
-def test_any_text_is_given_back(bpe):
-  texts = [*PROBLEMS, *random_texts(50), "", " ", "  a  b ", "a .b 's"]
+  texts = [*PROBLEMS, "", " ", "  a  b ", "a .b 's"]
   texts += ["naïve £5 – 😀 ٣٤ e\u0301 \x00\x7f\r\n\t\u200b\ufeff"]
+  for _ in range(50):
+    points = [rng.randrange(0x110000) for _ in range(20)]
+    texts.append("".join(chr(p) for p in points if not 0xD800 <= p < 0xE000))
   for text in texts:
     ids = bpe.encode(text)
     assert max(ids, default=0) < len(bpe) == 290
     assert bpe.decode(ids) == text
 
 
-def test_trained_tokens_are_pieces_of_words_and_digits(bpe):
+def test_trained_tokens_merge_letters_but_not_digits(bpe):
   ids = bpe.encode("12481248")
   assert [bpe.decode([i]) for i in ids] == list("12481248")
   assert len(bpe.encode(" clips")) == 1
   again = tokenizers.train_bpe(iter(PROBLEMS), 290)
   assert again.backend_tokenizer.to_str() == bpe.backend_tokenizer.to_str()
-  other = tokenizers.train_bpe(["quite another text, quite"] * 3, 290)
-  assert other.get_vocab() != bpe.get_vocab()
   with pytest.raises(ValueError, match="258 or more"):
     tokenizers.train_bpe(PROBLEMS, 257)
   with pytest.raises(ValueError, match="no texts"):

@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers of strangers, on their worst behaviour."""
+"""Malicious chat templates and tokenizers."""
 
 import json
 
@@ -34,24 +34,17 @@ def save(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "template", [FOREVER, "{{ 'a' * 10**10 }}", "{{ 'a' * 10**7 }}"]
 )
-def test_a_template_that_does_not_end_is_refused(template, save):
-  with pytest.raises(ValueError, match="does not come to an end"):
+def test_a_template_beyond_the_limits_is_refused(template, save):
+  with pytest.raises(ValueError, match="does not finish a small chat"):
     tokenizers.load(save(template))
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_makes_texts_long_is_refused(save):
+def test_a_tokenizer_that_lengthens_texts_is_refused(save):
   longer = {"type": "Replace", "pattern": {"String": "1"}, "content": "1" * 99}
   longer = {"type": "Sequence", "normalizers": [longer] * 5}
-  with pytest.raises(ValueError, match="does not come to an end"):
+  with pytest.raises(ValueError, match="does not finish a small chat"):
     tokenizers.load(save(normalizer=longer))
-
-
-def test_what_ends_is_tried_once(save, monkeypatch):
-  directory = save(tokenizers.CHAT_TEMPLATE)
-  tokenizers.load(directory)
-  monkeypatch.setattr(trial.subprocess, "run", None)
-  tokenizers.load(directory)
 
 
 @pytest.mark.parametrize(
@@ -64,17 +57,16 @@ def test_what_ends_is_tried_once(save, monkeypatch):
     "{% include '/etc/passwd' %}",
   ],
 )
-def test_what_a_template_may_not_is_a_sentence(template, save):
+def test_errors_of_a_template_are_value_errors(template, save):
   tokenizer = tokenizers.character_tokenizer()
   tokenizer.chat_template = template
-  with pytest.raises(ValueError, match="does not take this prompt"):
-    tokenizers.encode_prompt(tokenizer, "1+1")
-  with pytest.raises(ValueError, match="does not take this prompt"):
-    chat = [{"role": "user", "content": "1+1"}]
-    tokenizers.encode_conversation(tokenizer, chat)
+  chat = [{"role": "user", "content": "1+1"}]
+  for encode in (tokenizers.encode_prompt, tokenizers.encode_conversation):
+    with pytest.raises(ValueError, match="does not take this prompt"):
+      encode(tokenizer, chat)
 
 
-def test_a_pattern_that_gives_up_is_a_sentence(save):
+def test_a_panic_of_the_tokenizer_is_a_value_error(save):
   pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "invert": False}
   tokenizer = tokenizers.load(
     save(pre_tokenizer=pattern | {"behavior": "Isolated"})

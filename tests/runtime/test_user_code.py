@@ -1,4 +1,4 @@
-"""Files of the user's are ordinary Python."""
+"""Import of users' Python files."""
 
 import importlib
 import os
@@ -15,7 +15,7 @@ from grpojax.runtime.files import user_code
 ORDINARY = """
 from __future__ import annotations
 import dataclasses, enum, pathlib, typing
-import {helper}
+import near_by
 
 class Kind(enum.Enum):
   RIGHT = 1
@@ -29,15 +29,15 @@ TEXT = (pathlib.Path(__file__).parent / "answer.txt").read_text()
 COUNT = []
 
 def reward(prompt, completion, example):
-  import {late}
+  import later
   COUNT.append(1)
-  return Result({helper}.VALUE + {late}.VALUE + float(TEXT)).value
+  return Result(near_by.VALUE + later.VALUE + float(TEXT)).value
 """
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-  """Writes files by name; modules and paths of a test are forgotten."""
+  """Writes files by name; restores modules and paths after the test."""
   monkeypatch.setattr(sys, "path", [*sys.path])
   before = set(sys.modules)
 
@@ -53,9 +53,8 @@ def write(tmp_path, monkeypatch):
     del sys.modules[name]
 
 
-def test_a_file_is_a_module(write):
-  text = ORDINARY.format(helper="near_by", late="later")
-  home = write(reward=text, near_by="VALUE = 1.0", later="VALUE = 2.0")
+def test_a_file_is_loaded_once_as_a_module(write):
+  home = write(reward=ORDINARY, near_by="VALUE = 1.0", later="VALUE = 2.0")
   (home / "answer.txt").write_text("4")
   module = user_code.load(str(home / "reward.py"))
   assert module.reward("", "", {}) == 7
@@ -63,19 +62,19 @@ def test_a_file_is_a_module(write):
   assert pickle.loads(pickle.dumps(result)) == result
   hints = typing.get_type_hints(module.Result)
   assert hints == {"value": float, "kind": module.Kind}
-  # One module, however it is named.
+  # The same module by another path.
   again = user_code.load(f"{home}/../{home.name}/reward.py")
   assert again is module and again.COUNT == [1]
-  assert sys.path[0] != str(home)  # what we import is ours
+  assert sys.path[0] != str(home)
 
 
-def test_files_of_one_name_are_two_modules(write):
+def test_files_with_the_same_name_are_separate_modules(write):
   home = write(a__reward="VALUE = 1", b__reward="VALUE = 2")
   values = [user_code.load(str(home / x / "reward.py")).VALUE for x in "ab"]
   assert values == [1, 2]
 
 
-def test_a_file_of_a_package_imports_as_the_package_does(write):
+def test_a_file_in_a_package_is_its_module(write):
   home = write(
     ours__init="",
     ours__inner__init="",
@@ -93,7 +92,7 @@ def test_a_file_of_a_package_imports_as_the_package_does(write):
 
 
 @pytest.mark.parametrize("line", ["import both", "from both import f"])
-def test_the_wrong_neighbour_is_refused(write, line):
+def test_ambiguous_imports_are_refused(write, line):
   helper = "def f():\n  pass\n"
   home = write(a__both=helper, b__both=helper, a__one=line, b__two=line)
   user_code.load(str(home / "a" / "one.py"))
@@ -114,7 +113,7 @@ def test_a_file_that_failed_can_be_loaded_again(write):
     user_code.load(str(home / "needs.py.txt"))
 
 
-def test_sources_are_the_file_and_what_lies_beside_it(write, monkeypatch):
+def test_sources_are_the_file_and_its_imports(write, monkeypatch):
   home = write(
     reward="import json, near, missing\ndef f():\n  from sub import deep",
     near="import reward",  # a circle
@@ -131,19 +130,18 @@ def test_sources_are_the_file_and_what_lies_beside_it(write, monkeypatch):
   assert texts.keys() == names | package
   assert texts["near.py"] == "import reward"
   assert user_code.sources("sub/deep.py").keys() == package
-  given = user_code.sources("../" + home.name + "/near.py")
-  assert {pathlib.PurePath(x).name for x in given} >= names
-  assert all(x.startswith("../") for x in given)
+  texts = user_code.sources("../" + home.name + "/near.py")
+  assert {pathlib.PurePath(x).name for x in texts} >= names
+  assert all(x.startswith("../") for x in texts)
   monkeypatch.syspath_prepend(str(home))
-  assert user_code.sources("other") == {}  # not imported: not known
+  assert user_code.sources("other") == {}  # not imported yet
   importlib.import_module("other")
   assert user_code.sources("other") == {"other.py": "VALUE = 1"}
   for place in ("no.py", "pytest", "grpojax.rewards.math"):
     assert user_code.sources(place) == {}
 
 
-def test_code_that_moves_moves_nobody_else(tmp_path, monkeypatch):
-  """Run, data and models may have relative paths; its own are from there."""
+def test_user_code_has_its_own_working_directory(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(user_code, "_directory", [os.curdir])
   (tmp_path / "beside").mkdir()
@@ -163,5 +161,5 @@ def test_code_that_moves_moves_nobody_else(tmp_path, monkeypatch):
   assert os.getcwd() == str(tmp_path)
   assert first.value == second.value == 7 and "answer.txt" in third.error
   (tmp_path / "beside" / "answer.txt").unlink()
-  (tmp_path / "beside").rmdir()  # where it was once
+  (tmp_path / "beside").rmdir()  # the directory of the user's code
   assert worker.evaluate(lambda *_: 1.0, items[:1])[0].value == 1

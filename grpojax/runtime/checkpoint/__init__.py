@@ -1,8 +1,8 @@
 """Checkpoints by Orbax, saved in the background.
 
-Orbax writes a checkpoint under a temporary name and renames it when it is
-complete (on gs://, where nothing can be renamed, a file says so). So a killed
-process leaves nothing that looks like a checkpoint.
+Orbax writes a checkpoint under a temporary name and renames it when complete
+(on gs://, which cannot rename, it adds a file instead). So a directory with the
+name of a checkpoint is always complete, even after a kill.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from grpojax.runtime.processes import distributed, interrupts
 
 _ADVICE = (
   "delete that directory to go on from the checkpoint before it, or from the "
-  "start where there is none"
+  "start if there is none"
 )
 _METADATA = "_CHECKPOINT_METADATA"
-_POLL = 1.0  # seconds between two looks at Orbax's log
+_POLL = 1.0  # seconds between two checks for a failed save
 _logged_errors: list[BaseException] = []  # of the save in flight
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-  """Keeps Orbax's warnings, and errors that are also raised, out of the log.
+  """Filters Orbax's warnings, and errors that are raised too, from the log.
 
-  If one of several processes fails to save its part, it raises that only after
-  a barrier of all, up to twenty minutes later. The log has the error at once.
+  Records the errors in `_logged_errors`: if one of several processes cannot
+  save its part, Orbax raises only after a barrier, up to 20 minutes later.
   """
-  if record.name == "asyncio":  # of arrays whose load went on after an error
+  if record.name == "asyncio":  # from loads, which continue after an error
     return not re.search("orbax|tensorstore", record.getMessage())
   if "orbax/checkpoint" not in record.pathname:
     return True
   is_error = record.levelno >= logging.ERROR
   if is_error and record.exc_info:
     _logged_errors.append(record.exc_info[1])
-  # `_check_metadata` reports what cannot be read, unless it was just deleted.
+  # `_check_metadata` reports unreadable metadata, unless it was just deleted.
   reading = "/metadata/" in record.pathname
   return is_error and not record.exc_info and not reading
 
@@ -58,7 +58,7 @@ for _name in ("absl", "asyncio", "root"):
 
 
 def _own_error() -> BaseException | None:
-  """Returns the error of this process's part of a save by several, if any."""
+  """Returns this process's error in a save by several processes, if any."""
   return _logged_errors[0] if _logged_errors and distributed.several() else None
 
 
@@ -76,7 +76,7 @@ def complete(folder: str | os.PathLike) -> list[int]:
 
 
 def _check_metadata(folder: epath.Path) -> None:
-  """Raises ValueError for metadata at which Orbax fails when it lists steps."""
+  """Raises ValueError if metadata are too damaged for Orbax to list."""
   for step in complete(folder):
     path = folder / str(step)
     try:
@@ -91,27 +91,26 @@ def _check_metadata(folder: epath.Path) -> None:
 
 
 def last_good(folder: str | os.PathLike) -> str:
-  """Names the checkpoint from which a run goes on, in words."""
-  steps = complete(folder)
-  if steps:
+  """Describes the checkpoint from which a run resumes."""
+  if steps := complete(folder):
     newest = epath.Path(folder) / str(steps[-1])
     return f"the last good checkpoint is {newest}"
   run = os.path.dirname(os.path.abspath(folder))
-  local = "://" not in os.fspath(folder)
-  renamed = local and not os.path.isdir(run)
-  return run_lock.gone(run) if renamed else "there is no checkpoint yet"
+  is_local = "://" not in os.fspath(folder)
+  is_gone = is_local and not os.path.isdir(run)
+  return run_lock.gone(run) if is_gone else "there is no checkpoint yet"
 
 
 @dataclasses.dataclass
 class Checkpointer:
   """An open directory of checkpoints; made by `open_checkpointer`."""
 
-  orbax: Any = None  # Orbax's object that writes, lists and deletes them
-  always: int | None = None  # step that is preserved, however old it is
+  orbax: Any = None  # Orbax's checkpointer
+  always: int | None = None  # step to keep regardless of its age
   in_flight: Any = None  # Orbax's response to the save in the background
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-    """Answers Orbax: this object is one of its preservation policies."""
+    """Implements a preservation policy of Orbax: keep step `always`."""
     del context
     return [info.step == self.always for info in checkpoints]
 
@@ -122,13 +121,11 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
   """Opens a directory of checkpoints, STEP/ each, as a context manager.
 
-  The newest `keep` stay. Leaving the context waits for the save in flight;
-  Ctrl-C then ends the process at once. An unfinished save is removed when the
-  directory is next opened, unless `readonly`, as the run may be training.
-
-  Raises:
-    ValueError: `readonly`, and there are no checkpoints; or one is damaged.
-    disk.WriteFailed: the last save has failed; raised on leaving.
+  Keeps the newest `keep`. Leaving the context waits for the save in flight
+  (Ctrl-C then ends the process at once), and raises disk.WriteFailed if it
+  failed. Opening removes unfinished saves, except with `readonly`, because they
+  may belong to a running process. ValueError if a checkpoint is damaged, or if
+  `readonly` and there is none.
   """
   path = _absolute(directory)
   if readonly and not path.is_dir():
@@ -162,7 +159,7 @@ def open_checkpointer(
 
 
 def _remove_torn(checkpointer: Checkpointer) -> None:
-  # On gs:// Orbax does so itself.
+  # On gs:// Orbax removes them itself.
   folder = pathlib.Path(checkpointer.orbax.directory)
   disk.remove_all(folder, "*.orbax-checkpoint-tmp")
 
@@ -178,7 +175,7 @@ def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
     interrupts.skip_end(1)  # Orbax's threads may wait for each other
     checkpointer.in_flight = None
     if not _own_error():
-      with contextlib.suppress(Exception):  # Orbax repeats it once a thread
+      with contextlib.suppress(Exception):  # Orbax repeats it once per thread
         checkpointer.orbax.wait()
     _remove_torn(checkpointer)
     raise disk.WriteFailed(
@@ -196,10 +193,10 @@ def save(
 ) -> None:
   """Saves `state` in the background, after any save still in flight.
 
-  The arrays are copied before this returns, so they may be donated at once. A
-  step that is on disk stays as it is. `notes` are JSON values for `read_notes`;
-  the checkpoint of the step `always` stays beside the newest ones. Raises
-  disk.WriteFailed if it cannot begin, or the save before it has failed.
+  Copies the arrays first, so they may be donated at once. Skips a saved step.
+  `notes` are JSON values for `read_notes`. The checkpoint of step `always` is
+  kept in addition to the newest checkpoints. Raises disk.WriteFailed if the
+  save cannot start, or the previous save failed.
   """
   wait(checkpointer)
   checkpointer.always = always
@@ -215,9 +212,9 @@ def save(
 
 
 def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
-  """Returns True if the save in flight has just ended, within `timeout` s.
+  """Returns True if the save in flight ended, within `timeout` seconds.
 
-  Raises disk.WriteFailed if it has failed, or this process's own part of it.
+  Raises disk.WriteFailed if it failed.
   """
   if not checkpointer.in_flight:
     return False
@@ -236,13 +233,13 @@ def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
 
 
 def wait(checkpointer: Checkpointer) -> None:
-  """Returns when all saves are on disk; raises as `check` does."""
+  """Returns when all saves are on disk; raises like `check`."""
   while checkpointer.in_flight:
     check(checkpointer, _POLL)
 
 
 def steps(checkpointer: Checkpointer) -> list[int]:
-  """Returns the steps of all checkpoints, ascending; one in flight counts."""
+  """Returns the steps of all checkpoints and of a running save, ascending."""
   return [info.step for info in checkpointer.orbax.checkpoints]
 
 
@@ -252,30 +249,27 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
 
 
 def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
-  present = steps(checkpointer)
-  step = max(present, default=None) if step is None else step
-  folder = epath.Path(checkpointer.orbax.directory)
-  if step not in present:
-    raise ValueError(
-      f"{folder} has no checkpoint of step {step}, only {present}"
-    )
-  return folder / str(step)
+  step = latest_step(checkpointer) if step is None else step
+  saved = steps(checkpointer)
+  path = epath.Path(checkpointer.orbax.directory)
+  if step not in saved:
+    raise ValueError(f"{path} has no checkpoint of step {step}, only {saved}")
+  return path / str(step)
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
-  """Returns the notes of a state, from `save`; ValueError if damaged."""
+  """Returns the notes from `save`; ValueError if damaged."""
   return stored_arrays.read_notes(_path_of(checkpointer, step), _ADVICE)
 
 
 def restore(
   checkpointer: Checkpointer, state: TrainState, step: int | None = None
 ) -> TrainState:
-  """Loads a checkpoint, by default the newest.
+  """Loads a checkpoint, by default the newest, in the layout of `state`.
 
-  It has the form and the layout of `state`, whose leaves are arrays or
-  `jax.ShapeDtypeStruct`s (without sharding: on the first device), except that a
-  pending rollout has the size that was saved. ValueError if there is none, it
-  is damaged, or it is of another model or optimizer.
+  Leaves of `state` are arrays or `jax.ShapeDtypeStruct`s (without sharding: on
+  the first device); its pending rollout may have another size. ValueError if
+  the checkpoint is missing, damaged, or from another model or optimizer.
   """
   return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)
 
@@ -283,13 +277,13 @@ def restore(
 def restore_policy(
   checkpointer: Checkpointer, params: PyTree, step: int | None = None
 ) -> Params:
-  """Loads a checkpoint's parameters alone, as `restore` loads a state."""
+  """Loads only a checkpoint's parameters, like `restore`."""
   path, like = _path_of(checkpointer, step), {"params": params}
   return stored_arrays.load(path, like, _ADVICE, partial=True)["params"]
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters alone, unless they are there; may raise WriteFailed."""
+  """Saves parameters unless `path` exists; may raise disk.WriteFailed."""
   path = _absolute(path)
   if distributed.on_main(path.exists):
     return
@@ -302,7 +296,7 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
-  """Loads parameters of `save_params`, as `restore` loads a state."""
+  """Loads parameters from `save_params`, like `restore`."""
   path = _absolute(path)
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")

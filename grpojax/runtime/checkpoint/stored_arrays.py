@@ -1,13 +1,13 @@
-"""Trees of arrays as Orbax stores them, with checksums that are verified.
+"""Trees of arrays as Orbax stores them, with verified checksums.
 
-Orbax writes an array's chunks without a checksum: a bit that flips on the disk
-comes back as another weight. So its custom metadata hold the shape, dtype and
-checksum of each array.
+Orbax stores arrays without a checksum, so a flipped bit on the disk would
+silently change a weight. Its custom metadata therefore store the shape, dtype
+and checksum of each array.
 
 An array is read as 32-bit words w_i (smaller elements make a word each). Its
-checksum is the sum of mix(w_i) c_i mod 2^32 over odd numbers c_i, where mix is
-one-to-one. A sum does not depend on how it is split over devices. Any change of
-one word is noticed (c_i has an inverse mod 2^32); other damage goes unnoticed
+checksum is the sum of mix(w_i) c_i mod 2^32, with odd numbers c_i and a
+bijective mix, and does not depend on the split over devices. It detects any
+change of a single word (c_i has an inverse mod 2^32), and misses other damage
 with a probability of about 2^-32.
 """
 
@@ -31,18 +31,18 @@ _NOTES = "notes"  # [JSON, its checksum]
 
 
 class _Damaged(Exception):
-  """Stored arrays or notes are not those that were saved; says which."""
+  """Stored arrays or notes have changed; the message names them."""
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-  """Spreads every bit over a word, one-to-one (MurmurHash3's finalizer)."""
+  """Spreads every bit over a word, bijectively (MurmurHash3's finalizer)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   return x ^ (x >> 13)
 
 
 @jax.jit
 def checksum(x: Array) -> UInt32[Array, ""]:
-  """Returns the checksum of one array of numbers, of any shape and dtype."""
+  """Returns the checksum of an array of numbers, of any shape and dtype."""
   if x.dtype != jnp.bool_:
     bits = 8 * min(x.dtype.itemsize, 4)
     x = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
@@ -57,8 +57,8 @@ def checksum(x: Array) -> UInt32[Array, ""]:
 
 @jax.jit
 def _checksums(arrays: list[Array]) -> list[UInt32[Array, ""]]:
-  # One program: dozens at once, each waiting for other devices, are more than
-  # the threads of XLA's CPU backend, which then all wait for each other.
+  # As separate programs, which wait for other devices, dozens of arrays would
+  # exhaust the threads of XLA's CPU backend and deadlock.
   return [checksum(x) for x in arrays]
 
 
@@ -71,19 +71,17 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def checksums(tree: PyTree) -> dict[str, str]:
-  """Returns each array's checksum by its path in a tree, in hexadecimal."""
+  """Returns the arrays' checksums by path, in hexadecimal."""
   arrays = _leaves(tree)
   sums = jax.device_get(_checksums([*arrays.values()]))
-  return {
-    path: f"{int(value):08x}" for path, value in zip(arrays, sums, strict=True)
-  }
+  return {k: f"{int(x):08x}" for k, x in zip(arrays, sums, strict=True)}
 
 
 def reason(error: BaseException) -> str:
-  """Returns the first error of a chain, in a few words."""
+  """Summarizes the first error of a chain."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
-  text = str(error).split(" [")[0]  # TensorStore ends with all its settings
+  text = str(error).split(" [")[0]  # TensorStore appends all its settings
   if isinstance(error, _Damaged):
     return text
   return f"{type(error).__name__}: {text[:400]}"
@@ -91,13 +89,12 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _damage(path: epath.Path, advice: str) -> Iterator[None]:
-  """Turns all errors in reading into one sentence with advice."""
+  """Turns all errors of reading into a ValueError with advice."""
   try:
     yield
   except Exception as error:
-    raise ValueError(
-      f"{path} is damaged ({reason(error)}): {advice}"
-    ) from error
+    text = f"{path} is damaged ({reason(error)}): {advice}"
+    raise ValueError(text) from error
 
 
 def _is_key(leaf) -> bool:
@@ -105,7 +102,7 @@ def _is_key(leaf) -> bool:
 
 
 def without_keys(tree: PyTree) -> PyTree:
-  """Returns a tree as it is stored: typed random keys as their data."""
+  """Returns a tree as stored, with the data of its typed random keys."""
   data = lambda x: jax.random.key_data(x) if _is_key(x) else x
   return jax.tree.map(data, tree)
 
@@ -116,7 +113,7 @@ def _with_keys(stored: PyTree, like: PyTree) -> PyTree:
   def with_key(old, new):
     if not _is_key(old):
       return new
-    names = []  # asked while tracing: `old` may be a shape
+    names = []  # filled during tracing, because `old` may be abstract
     jax.eval_shape(lambda k: names.append(jax.random.key_impl(k)), old)
     return jax.random.wrap_key_data(new, impl=names[0])
 
@@ -132,29 +129,26 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
     spec = jax.sharding.PartitionSpec()
     sharding = jax.sharding.NamedSharding(mesh, spec)
   elif _is_key(leaf) or sharding is None:
-    # Orbax would otherwise repeat the sharding of the machine that saved.
+    # Orbax would otherwise use the saved sharding.
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _kinds(tree: PyTree) -> dict[str, str]:
-  """Returns the dtype and shape of each leaf by path, such as "int32[2]"."""
-  return {
-    path: f"{leaf.dtype}{list(leaf.shape)}"
-    for path, leaf in _leaves(tree).items()
-  }
+  """Returns the leaves' dtypes and shapes by path, such as "int32[2]"."""
+  leaves = _leaves(tree)
+  return {k: f"{leaf.dtype}{list(leaf.shape)}" for k, leaf in leaves.items()}
 
 
 def _crc(text: str) -> str:
   return f"{zlib.crc32(text.encode()):08x}"
 
 
-def describe(
-  tree: PyTree, notes: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-  """Returns the custom metadata: checksums by which to verify, and notes."""
-  kinds, sums = _kinds(tree), checksums(tree)
-  about = {_ARRAYS: {name: [kinds[name], sums[name]] for name in sums}}
+def describe(tree: PyTree, notes: Mapping | None = None) -> dict[str, Any]:
+  """Returns the custom metadata of a tree: checksums and notes."""
+  sums = checksums(tree)
+  arrays = {path: [kind, sums[path]] for path, kind in _kinds(tree).items()}
+  about: dict[str, Any] = {_ARRAYS: arrays}
   if notes is not None:
     text = json.dumps(notes, sort_keys=True)
     about[_NOTES] = [text, _crc(text)]
@@ -166,24 +160,22 @@ def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
   with _damage(path, advice):
     text, crc = ocp.metadata(path).custom_metadata[_NOTES]
     if _crc(text) != crc:
-      raise _Damaged("its notes are not those that were saved")
+      raise _Damaged("its notes have changed since they were saved")
     return json.loads(text)
 
 
-def _check_fits(
-  saved: Mapping[str, str], wished: Mapping[str, str], path: epath.Path
-) -> None:
-  # Before loading: a load that fails half-way leaves Orbax's threads behind.
+def _check_fits(saved, requested, path) -> None:
+  """Raises ValueError before a load, which would leave threads if it fails."""
   pairs = {
-    name: f"{saved.get(name, '(none)')} -> {wished.get(name, '(none)')}"
-    for name in sorted(saved.keys() | wished.keys())
-    if saved.get(name) != wished.get(name)
+    name: f"{saved.get(name, '(none)')} -> {requested.get(name, '(none)')}"
+    for name in sorted(saved.keys() | requested.keys())
+    if saved.get(name) != requested.get(name)
   }
   if "key" in pairs:
     raise ValueError(
       f"{path} was saved under another random number generator "
-      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL to its value when the run "
-      "started"
+      f"({pairs['key']}): set JAX_DEFAULT_PRNG_IMPL to its value at the start "
+      "of the run"
     )
   if pairs:
     lines = [f"{name}: {pair}" for name, pair in pairs.items()]
@@ -198,25 +190,24 @@ def _check_fits(
 def load(
   path: epath.Path, like: PyTree, advice: str, partial: bool = False
 ) -> PyTree:
-  """Loads a tree that was saved with the metadata of `describe`; verifies it.
+  """Loads and verifies a tree, saved with the metadata of `describe`.
 
   Args:
-    path: path of one checkpoint.
+    path: path of a checkpoint.
     like: arrays, or `jax.ShapeDtypeStruct`s. The pending rollout of a
-      `TrainState` has the size that was saved, and the layout of the step.
-    advice: what to do if it is damaged, for the ValueError.
-    partial: True if `like` is a dict of some entries of the tree; the others
-      are not read.
+      `TrainState` gets the saved size, and the sharding of the step.
+    advice: remedy for damage, in the ValueError.
+    partial: True to read only the entries in the dict `like`.
   """
   is_state = dataclasses.is_dataclass(like)
   with _damage(path, advice):
     metadata = ocp.metadata(path)
     stored, arrays = metadata.metadata, metadata.custom_metadata[_ARRAYS]
     saved = {name: kind for name, (kind, _) in arrays.items()}
-    if stored is None:  # Orbax has logged why
+    if stored is None:  # Orbax has logged the error
       raise _Damaged("its metadata cannot be read")
     if _kinds(stored) != saved:
-      raise _Damaged("its metadata are not those of its arrays")
+      raise _Damaged("its metadata do not fit its arrays")
     if is_state:
       pending = stored.get("pending")
       sharding = getattr(like.step, "sharding", None)
@@ -228,7 +219,7 @@ def load(
   if partial:
     request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | abstract
     saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}
-  elif is_state:  # fields that hold nothing may be younger than the checkpoint
+  elif is_state:  # the checkpoint may lack newer fields without arrays
     request = {name: getattr(abstract, name) for name in stored}
   _check_fits(saved, _kinds(abstract), path)
   with _damage(path, advice):
@@ -238,7 +229,8 @@ def load(
     elif is_state:
       loaded = dataclasses.replace(abstract, **loaded)
     sums = checksums(loaded)
-    wrong = [name for name, value in sums.items() if arrays[name][1] != value]
-    if wrong:
-      raise _Damaged(f"{', '.join(wrong[:3])}: not the values that were saved")
+    changed = [name for name, value in sums.items() if arrays[name][1] != value]
+    if changed:
+      names = ", ".join(changed[:3])
+      raise _Damaged(f"{names}: changed since they were saved")
   return _with_keys(loaded, like)

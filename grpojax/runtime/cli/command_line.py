@@ -6,7 +6,7 @@ A config file is Python with a `get_config()` that returns a `ConfigDict`;
 `--config=x.py:text` calls `get_config("text")`. `--config=x`, or configs/x.py
 without such a file, is the x.py that comes with grpojax.
 
-A word is `--name=value`, `--name value`, or for a switch `--name` and
+Words are `--name=value`, `--name value`, or for a switch `--name` and
 `--noname`. "config." may be left out. Values have the type of the default and
 are parsed as literals, never evaluated.
 """
@@ -39,18 +39,18 @@ def usage_errors() -> Iterator[None]:
   """
   try:
     yield
-  except ValueError as error:
-    raise SystemExit(printable(f"error: {error}")) from None
-  except OSError as error:
-    path = f"{error.filename}: " if error.filename else ""
-    text = f"error: {path}{error.strerror or error}"
-    raise SystemExit(printable(text)) from None
-  except MemoryError as error:
-    raise SystemExit(f"error: not enough memory: {error}") from None
+  except (ValueError, OSError, MemoryError) as error:
+    text = f"{error}"
+    if isinstance(error, OSError):
+      path = f"{error.filename}: " if error.filename else ""
+      text = f"{path}{error.strerror or error}"
+    if isinstance(error, MemoryError):
+      text = f"not enough memory: {error}"
+    raise SystemExit(printable(f"error: {text}")) from None
 
 
-def literal(text: str) -> Any:
-  """Returns a number, a tuple, ..., or else the text itself."""
+def _literal(text: str) -> Any:
+  """Parses a number, a tuple, ..., or else returns the text itself."""
   try:
     return ast.literal_eval(text)
   except (SyntaxError, TypeError, ValueError):
@@ -58,7 +58,7 @@ def literal(text: str) -> Any:
 
 
 def _typed(text: str, default: Any) -> Any:
-  """Parses a value of the default's type; ValueError, ... for another."""
+  """Parses a value of the default's type; raises an error if it is wrong."""
   if isinstance(default, str):
     return text
   if isinstance(default, bool):
@@ -67,7 +67,7 @@ def _typed(text: str, default: Any) -> Any:
   if isinstance(default, (int, float)):
     return type(default)(text)
   if isinstance(default, tuple) and text[:1] not in tuple("([\"'"):
-    # "a, b" without quotes, where no escape needs them
+    # "a, b" needs no quotes, unless there are escapes.
     if {*map(type, default)} <= {str} and not re.search(r"\\|^[ ,]+$", text):
       return tuple(x.strip() for x in text.split(",") if x.strip())
   value = ast.literal_eval(text)
@@ -77,9 +77,9 @@ def _typed(text: str, default: Any) -> Any:
 
 
 def _value(name: str, text: str, flag: Option | None) -> Any:
-  """Parses a flag's value; None is a key of a free section, of any type."""
+  """Parses a flag's value; without `flag`, of any type for a free section."""
   if flag is None:
-    if isinstance(value := literal(text), dict):
+    if isinstance(value := _literal(text), dict):
       raise ValueError(f"--{name}: set its fields, --{name}.KEY=...")
     return value
   if text in flag.words:
@@ -97,9 +97,9 @@ def _value(name: str, text: str, flag: Option | None) -> Any:
 
 
 def expand_home(value: Any) -> Any:
-  """Expands ~/ or ~USER/ at the beginning of a text, or of texts in a tuple.
+  """Expands ~/ or ~USER/ at the start of a text, or of the texts in a tuple.
 
-  A shell expands ~ only at the beginning of a word, so not in --key=~/x.
+  A shell expands ~ only at the start of a word, so not in --key=~/x.
   """
   if isinstance(value, tuple):
     return tuple(map(expand_home, value))
@@ -108,45 +108,33 @@ def expand_home(value: Any) -> Any:
   return value
 
 
-def _expand_homes(config: ConfigDict) -> None:
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      _expand_homes(value)
-    elif expand_home(value) != value:
-      config[key] = expand_home(value)
-
-
 def _take_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-  """Takes the last --config=FILE out of the words."""
-  path, rest, words = None, [], list(argv)
+  """Splits the words into the last --config=FILE and all other words."""
+  path, kept_words, words = None, [], list(argv)
   while words:
     word = words.pop(0)
     match = re.fullmatch("--?config(=(.*))?", word, re.DOTALL)
     if not match:
-      rest.append(word)
+      kept_words.append(word)
     elif not match[1] and not words:
       raise ValueError(f"{word} needs a value: {word}=...")
     else:
       path = match[2] if match[1] else words.pop(0)
-  return path, rest
+  return path, kept_words
 
 
 class _Names:
   """Names on a command line: a program's flags, and settings as config.NAME."""
 
-  def __init__(
-    self,
-    flags: Mapping[str, Option],
-    declared: settings_lib.Section,
-    config: ConfigDict,
-  ):
-    known = dict(settings_lib.flat_settings(declared))
+  def __init__(self, flags, declared, config):
+    whole = settings_lib.Section("", {"config": declared})
+    known = dict(settings_lib.flat_settings(whole))
     self.flags = {}
     for name, value in flatten(config).items():
-      one = known.get(name, Option(value, ""))  # a config file's own
-      self.flags[f"{CONFIG}{name}"] = dataclasses.replace(one, default=value)
+      name = f"{CONFIG}{name}"
+      option = known.get(name, Option(value, ""))  # known to a config file only
+      self.flags[name] = dataclasses.replace(option, default=value)
     self.flags |= flags
-    whole = settings_lib.Section("", {"config": declared})
     self.sections = settings_lib.sections(whole)
     self._free = settings_lib.free_sections(whole)
 
@@ -155,17 +143,17 @@ class _Names:
     return name in self.flags or settings_lib.is_free(name, self._free)
 
   def full(self, name: str) -> str:
-    """Adds the "config." that may be left out."""
+    """Adds "config." if it was left out."""
     setting = f"{CONFIG}{name}"
     known = self.exists(setting) or setting in self.sections
     return setting if known and name not in self.flags else name
 
   def is_switch(self, name: str) -> bool:
-    """Returns True for a flag that is True or False."""
+    """Returns True if the flag's value is True or False."""
     return name in self.flags and isinstance(self.flags[name].default, bool)
 
   def unknown(self, name: str) -> ValueError:
-    """The error for a name that does not exist, with the nearest that does."""
+    """Returns the error for an unknown name, with the nearest known name."""
     if name in self.sections:
       remedy = f"set its fields, --{name}.KEY=..."
       return ValueError(f"--{name} is a section: {remedy}")
@@ -175,13 +163,12 @@ class _Names:
 
 
 def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
-  """Yields name and value of each word; the name is "" for one without."""
+  """Yields (name, value) per flag, and ("", word) for a word without a name."""
   words = list(argv)
   while words:
     word = words.pop(0)
-    dashes, name, equals, text = re.match(
-      "(--?|)([^=]*)(=?)(.*)", word, re.DOTALL
-    ).groups()
+    match = re.match("(--?|)([^=]*)(=?)(.*)", word, re.DOTALL)
+    dashes, name, equals, text = match.groups()
     if not dashes or word == "-":
       yield "", word
       continue
@@ -202,24 +189,17 @@ def _words(argv: Sequence[str], names: _Names) -> Iterator[tuple[str, Any]]:
       yield off, False
 
 
-def _unexpected(word: str) -> ValueError:
-  hint = "flags are --key=value"
-  if re.search(r"\.py(:|$)", word):
-    hint = f"did you mean --config={word}?"
-  return ValueError(f"unexpected argument {word!r}: {hint}")
-
-
 def _unread(name: str, flags: Mapping, reads: Sequence[str]) -> ValueError:
+  """Returns the error for a setting that the program does not read."""
   parts = reversed(name.split("."))
-  own = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
+  hint = next((f"; did you mean --{x}?" for x in parts if x in flags), "")
   settings = ", ".join(f"{x}*" if x[-1:] == "." else x for x in reads)
-  return ValueError(
-    f"--{name}: this program reads only its own flags and {settings}{own}"
-  )
+  problem = f"this program reads only its own flags and {settings}"
+  return ValueError(f"--{name}: {problem}{hint}")
 
 
 def _set(config: ConfigDict, name: str, value: Any) -> None:
-  """Sets a key that need not exist, and its sections."""
+  """Sets a key, which need not exist; creates its sections."""
   *path, last = name.removeprefix(CONFIG).split(".")
   for key in path:
     if key not in config:
@@ -229,41 +209,29 @@ def _set(config: ConfigDict, name: str, value: Any) -> None:
       raise ValueError(f"--{name}: {key} is no section, but {config!r}")
   if isinstance(config.get(last), ConfigDict):
     raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
-  with config.ignore_type():  # a word may take the place of a number
+  with config.ignore_type():  # a number may become a word
     config[last] = value
 
 
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Option],
-  declared: settings_lib.Section | None = None,
+  declared: settings_lib.Section | None = None,  # of the config, if any
   about: str = "",
-  default: Callable[[], ConfigDict] | None = None,
-  positional: str = "",
-  reads: Sequence[str] = ("",),
+  default: Callable[[], ConfigDict] | None = None,  # makes the default config
+  positional: str = "",  # flag of a word without a name: RUN is --model=RUN
+  reads: Sequence[str] = ("",),  # prefixes of the settings that are accepted
 ) -> tuple[ConfigDict, ConfigDict]:
-  """Reads a program's command line.
+  """Reads a program's command line; returns its config and its flags' values.
 
-  Args:
-    argv: Arguments without the program's name.
-    flags: Flags of the program.
-    declared: Settings of the config; None for a program without a config.
-    about: Docstring of the program, for --help.
-    default: Makes the config without --config, if not that of `declared`.
-    positional: Flag that a word without a name sets: `RUN` is `--model=RUN`.
-    reads: Beginnings of the settings that the program reads, so may be typed.
-
-  Returns:
-    The config with its overrides, locked but unchecked; the flags' values.
-
-  Raises:
-    ValueError: An unknown name, a value of the wrong type or a bad config file.
-    SystemExit: With code 0, after printing the --help text.
+  The config has its overrides, and is locked but not checked. ValueError for an
+  unknown name, a value of the wrong type or a bad config file. --help prints
+  the help, which begins with `about`, and exits with code 0.
   """
-  if "--" in argv:  # which ends all flags in other programs
+  if "--" in argv:  # ends the flags in other programs
     raise ValueError("unknown flag --; --help lists all flags")
   words = [word for word in argv if word not in ("--help", "-help", "-h")]
-  file, rest = _take_config(words)
+  file, overrides = _take_config(words)
   file = expand_home(file)
   if file and declared is None:
     raise ValueError(f"--config={file}: this program reads no config file")
@@ -274,27 +242,31 @@ def parse(
   if len(words) < len(argv):
     print(help_text.help_text(about, flags, declared, config))
     raise SystemExit(0)
-  own = {name: one.default for name, one in flags.items()}
+  values = {name: flag.default for name, flag in flags.items()}
   typed = set()
   with config.unlocked():
-    for name, value in _words(rest, _Names(flags, declared, config)):
+    for name, value in _words(overrides, _Names(flags, declared, config)):
       if not name and not positional:
-        raise _unexpected(value)
+        hint = "flags are --key=value"
+        if re.search(r"\.py(:|$)", value):
+          hint = f"did you mean --config={value}?"
+        raise ValueError(f"unexpected argument {value!r}: {hint}")
       if positional in typed and name in ("", positional):
-        extra = own[positional] if name else value
-        raise ValueError(
-          f"unexpected argument {extra!r}: --{positional} is given already"
-        )
+        extra = values[positional] if name else value
+        problem = f"--{positional} is given already"
+        raise ValueError(f"unexpected argument {extra!r}: {problem}")
       name = name or positional
-      if name in own:
-        own[name] = expand_home(value)
+      if name in values:
+        values[name] = expand_home(value)
         typed.add(name)
       elif not name.removeprefix(CONFIG).startswith(tuple(reads)):
         raise _unread(name, flags, reads)
       else:
         _set(config, name, value)
-    _expand_homes(config)
+    for name, value in flatten(config).items():
+      if expand_home(value) != value:
+        _set(config, f"{CONFIG}{name}", expand_home(value))
   for name in typed:
-    if reason := refusal(flags[name], own[name]):
-      raise ValueError(f"--{name}={own[name]}: {reason}")
-  return config, ConfigDict(own).lock()
+    if reason := refusal(flags[name], values[name]):
+      raise ValueError(f"--{name}={values[name]}: {reason}")
+  return config, ConfigDict(values).lock()

@@ -1,4 +1,4 @@
-"""Configs of any program: names, JSON, differences."""
+"""Configs of any program: dotted names, JSON, differences."""
 
 import difflib
 import json
@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 
 def names(config: ConfigDict, prefix: str = "") -> list[str]:
-  """Returns the dotted names of all values and sections."""
+  """Returns the dotted names of a config's values and sections."""
   below = []
   for key, value in config.items():
     below.append(f"{prefix}{key}")
@@ -26,16 +26,17 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 
 
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
-  """Returns the dotted name most like this one, None if none is similar.
+  """Returns the most similar dotted name, or None if none is similar.
 
   Compares whole names, last elements, and initials (lr, learning_rate).
   """
+  typed = name.split(".")[-1]
 
   def likeness(a, b):
     return difflib.SequenceMatcher(None, a, b).ratio()
 
   def score(candidate):
-    typed, element = name.split(".")[-1], candidate.split(".")[-1]
+    element = candidate.split(".")[-1]
     initials = "".join(word[:1] for word in element.split("_"))
     short = len(typed) > 1 and typed == initials
     last = 0.9 if short else likeness(typed, element)
@@ -47,17 +48,17 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def config_error(field: str, value: Any, remedy: str) -> str:
-  """Returns a line about a setting that cannot be, with what to do."""
+  """Returns an error about a setting: its name, its value and a remedy."""
   return f"--config.{field} = {value!r}: {remedy}"
 
 
 def below(section: str, text: str) -> str:
-  """Returns an error with the names that it has where `section` is around."""
+  """Prefixes the settings' names in an error with a section's name."""
   return text.replace("--config.", f"--config.{section}.")
 
 
 def name_errors(name: str) -> list[str]:
-  """Returns a line where a config's name cannot name a directory."""
+  """Returns an error if a config's name cannot name a directory."""
   if re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name):
     return []
   remedy = "names a directory: use letters, digits, '_', '-' and '.'"
@@ -65,20 +66,20 @@ def name_errors(name: str) -> list[str]:
 
 
 def refuse(config_errors: Sequence[str]) -> None:
-  """Raises ValueError with all errors, a line each, if there are any."""
+  """Raises ValueError if there are errors, with a line for each."""
   if config_errors:
     raise ValueError("\n  ".join(["the config is not valid:", *config_errors]))
 
 
 def to_json(config: ConfigDict) -> str:
-  """Returns the config as JSON text with sorted keys."""
+  """Returns a config as JSON text with sorted keys."""
   return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str) -> ConfigDict:
-  """Returns the config that `to_json` wrote, locked; lists become tuples.
+  """Inverts `to_json`: returns a locked config, with tuples for lists.
 
-  ValueError for a text that is no JSON object.
+  ValueError if the text is no JSON object.
   """
 
   def restore(value):
@@ -96,7 +97,7 @@ def from_json(text: str) -> ConfigDict:
 
 
 def difference(old: ConfigDict, new: ConfigDict) -> list[str]:
-  """Returns what changed, as lines "key: old -> new", sorted by key."""
+  """Returns a line "key: old -> new" per changed value, sorted by key."""
   a, b = flatten(from_json(to_json(old))), flatten(from_json(to_json(new)))
   missing = "(none)"
   return [

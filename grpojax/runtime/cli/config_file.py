@@ -1,4 +1,4 @@
-"""Config files: Python with a `get_config()`, and errors that say where."""
+"""Config files: Python with a `get_config()`, and errors with a line number."""
 
 import contextlib
 import difflib
@@ -18,16 +18,20 @@ from grpojax.runtime.files import user_code
 
 @contextlib.contextmanager
 def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
-  """Turns a config file's error into one line with its place; empties stdin."""
+  """Turns a config file's error into one line with its place.
+
+  The standard input is empty inside of the context.
+  """
   before, sys.stdin = sys.stdin, io.StringIO()
   try:
     yield
   except (Exception, SystemExit) as error:
-    frames, file = traceback.extract_tb(error.__traceback__), _real(path)
+    file = _real(path)
+    frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if _real(f.filename) == file]
     if isinstance(error, SyntaxError) and _real(error.filename) == file:
       lines.append(error.lineno)
-    where = f"{path}, line {lines[-1]}" if lines else path
+    place = f"{path}, line {lines[-1]}" if lines else path
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if key := re.search(r'Key "(\w+)" does not exist', text):
       guess = nearest(key[1], list(flatten(default())))
@@ -38,7 +42,7 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
         "a required_placeholder has no value: give the file one, which "
         "--config.key=value can change"
       )
-    raise ValueError(f"{where}: {text}") from error
+    raise ValueError(f"{place}: {text}") from error
   finally:
     sys.stdin = before
 
@@ -48,16 +52,16 @@ def _real(path: str | None) -> str:
 
 
 def packaged() -> dict[str, str]:
-  """The config files that come with grpojax: paths by name."""
+  """Returns the paths of grpojax's own config files by name."""
   package = pathlib.Path(__file__).parents[2]
-  # In a wheel they are in the package, in a checkout beside it.
-  folders = [package / "configs", package.parent / "configs"]
-  folder = folders[0] if folders[0].is_dir() else folders[1]
+  folder = package / "configs"  # in a wheel
+  if not folder.is_dir():
+    folder = package.parent / "configs"  # in a checkout
   return {path.stem: str(path) for path in sorted(folder.glob("*.py"))}
 
 
 def _find(path: str) -> str:
-  """Returns a file's path, or that of the packaged config of this name."""
+  """Returns the path of a file, or of the packaged config with this name."""
   if os.path.isfile(path):
     return path
   folder, name = os.path.split(os.path.normpath(path))
@@ -78,15 +82,15 @@ def _find(path: str) -> str:
 def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns the result of its `get_config()`.
 
-  `file` is a path, PATH:ARGUMENT for a get_config that takes one, or the name
-  of a packaged config (x or configs/x.py). `default` makes the config with keys
-  to suggest for unknown ones. A missing or failing file is a ValueError of one
-  line, with its place.
+  `file` is a path, PATH:ARGUMENT for `get_config(ARGUMENT)`, or the name of a
+  packaged config (x or configs/x.py). `default` makes the config whose keys are
+  suggested for unknown ones. ValueError of one line if the file is missing or
+  fails.
   """
   path, mark, text = file.partition(".py:")
-  whole = os.path.isfile(file) or not mark
-  argument = [] if whole else [text]
-  path = _find(file if whole else f"{path}.py")
+  is_path = os.path.isfile(file) or not mark
+  argument = [] if is_path else [text]
+  path = _find(file if is_path else f"{path}.py")
   with _located(path, default):
     get_config = getattr(user_code.load(path), "get_config", None)
   if not callable(get_config):
@@ -94,8 +98,8 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   with _located(path, default):
     with user_code.own_directory():
       config = get_config(*argument)
-    if isinstance(config, FrozenConfigDict):  # it takes no overrides
-      config = ConfigDict(config)
+    if isinstance(config, FrozenConfigDict):
+      config = ConfigDict(config)  # which takes overrides
     if isinstance(config, ConfigDict):
       return config.copy_and_resolve_references()
   raise ValueError(f"{path}: get_config() must return a ConfigDict")

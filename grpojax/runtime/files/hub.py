@@ -1,31 +1,30 @@
 """Models and data sets of the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION.
 
 Files go to the Hub's own cache (HF_HOME); its library reads the token of `hf
-auth login` or HF_TOKEN. A branch moves, a commit does not: `commit` returns the
-present one, and ORG/NAME@COMMIT has the same files ever after.
+auth login` or HF_TOKEN. A branch may move, so `commit` returns its current
+commit; ORG/NAME@COMMIT always has the same files.
 
-Files are fetched by name or pattern, none from a subdirectory: no code, no
+Files are fetched by name or pattern from the top directory only: no code, no
 pickles, no second copy of the weights.
 """
 
-import contextlib
 import os
 import pathlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grpojax.models import huggingface as hf
 from grpojax.runtime.processes import interrupts
 
-# Files of a model: its shape alone, all but the weights, or all.
-CONFIG = ("config.json", hf.ADAPTER)  # the latter to refuse an adapter
+# Files of a model: its shape, all except the weights, or all.
+CONFIG = ("config.json", hf.ADAPTER)  # the second to refuse adapters
 TEXTS = (*hf.COMPANIONS, hf.ADAPTER)
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
 
 BRANCH = "main"
-_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # to ask for a commit
+_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # fetched for a commit
 KINDS = tuple(_SMALL)
 SAY_EVERY = 10.0  # seconds between two lines about a download
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
@@ -34,7 +33,7 @@ _LOGIN = "give its token by `hf auth login` or HF_TOKEN"
 
 
 class Name(NamedTuple):
-  """Name of a repository of the Hub; the revision names its state."""
+  """Name and revision of a repository on the Hub."""
 
   id: str
   revision: str = BRANCH
@@ -44,58 +43,61 @@ class Name(NamedTuple):
 
 
 def parse(text: str | os.PathLike) -> Name | None:
-  """Returns a name of the Hub's form, or None."""
+  """Parses ORG/NAME or ORG/NAME@REVISION; returns None for other texts."""
   text = os.fspath(text)
   match = re.fullmatch(_NAME, text, re.ASCII)
   if not match or "--" in match[1] or ".." in text:
     return None
-  if match[1].lower().endswith(".gguf"):  # a file, be it there or not
+  if match[1].lower().endswith(".gguf"):  # a local file
     return None
   return Name(match[1], match[2] or BRANCH)
 
 
 def is_commit(revision: str) -> bool:
-  """Returns True for a whole commit hash, which never moves."""
+  """Returns True for a full commit hash."""
   return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def commit(name: Name, kind: str = "model") -> str:
-  """Returns the present commit of a name; offline, the last known one."""
+  """Returns the current commit of a name; offline, the last known commit."""
   if is_commit(name.revision):
     return name.revision
   return fetch(name, _SMALL[kind], kind).name
 
 
-def fetch(
-  name: Name, files: Sequence[str], kind: str = "model"
-) -> pathlib.Path:
-  """Returns a cached directory with files of a repository, to be read only.
+def fetch(name: Name, files: Sequence, kind: str = "model") -> pathlib.Path:
+  """Downloads files of a repository; returns a read-only cached directory.
 
   `files` are names or patterns in its top directory; the directory's name is
-  the commit. Several processes of a host wait for each other, file by file.
-  Ctrl-C and SIGTERM end a download with its next piece (10 MB), by
-  interrupts.Left. ValueError says why the files cannot be fetched.
+  the commit. Processes of a host wait for each other, file by file. Ctrl-C and
+  SIGTERM end a download after its current piece (10 MB), by interrupts.Left.
+  ValueError with the reason if the files cannot be fetched.
   """
   import huggingface_hub
   from huggingface_hub.utils import logging
 
-  if parse(name.id) is None:  # nothing else goes into addresses and paths
+  if parse(name.id) is None:  # guards addresses and paths
     raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
-  logging.set_verbosity_error()  # its warnings name signed addresses
-  with _errors(name, kind), interrupts.deferred(*interrupts.BOTH) as came:
-    directory = huggingface_hub.snapshot_download(
-      name.id,
-      repo_type=kind,
-      revision=name.revision,
-      allow_patterns=list(files),
-      ignore_patterns=["*/*"],
-      tqdm_class=_bar(name, came),
-    )
+  logging.set_verbosity_error()  # warnings would show signed addresses
+  try:
+    with interrupts.deferred(*interrupts.BOTH) as came:
+      directory = huggingface_hub.snapshot_download(
+        name.id,
+        repo_type=kind,
+        revision=name.revision,
+        allow_patterns=list(files),
+        ignore_patterns=["*/*"],
+        tqdm_class=_bar(name, came),
+      )
+  except (ValueError, interrupts.Left):
+    raise
+  except Exception as error:
+    raise ValueError(_in_words(error, name, kind)) from error
   return pathlib.Path(directory)
 
 
 def _bar(name: Name, came: Sequence[int]) -> type:
-  """Returns a class of progress bars that print a line now and then."""
+  """Returns a class of progress bars that print a line every `SAY_EVERY` s."""
   from huggingface_hub import constants
   from tqdm import tqdm
 
@@ -109,7 +111,7 @@ def _bar(name: Name, came: Sequence[int]) -> type:
       super().__init__(*args, **kwargs | {"disable": False})
 
     def display(self, *args: Any, **kwargs: Any) -> Any:
-      return True  # nothing is drawn
+      return True  # without drawing
 
     def update(self, n: Any = 1) -> Any:
       nonlocal last
@@ -124,36 +126,24 @@ def _bar(name: Name, came: Sequence[int]) -> type:
       return is_drawn
 
     def close(self) -> None:
-      self.disable = True  # nor wiped away
+      self.disable = True  # without clearing the line
 
   return Bar
 
 
-@contextlib.contextmanager
-def _errors(name: Name, kind: str) -> Iterator[None]:
-  try:
-    yield
-  except (ValueError, interrupts.Left):
-    raise
-  except Exception as error:
-    raise ValueError(_in_words(error, name, kind)) from error
-
-
 def _in_words(error: Exception, name: Name, kind: str) -> str:
-  """Describes an error; its own words may hold a signed address."""
+  """Describes an error; its message may have a signed address."""
   from huggingface_hub import constants, errors
 
   cache = constants.HF_HUB_CACHE
   page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
   match error:
     case errors.GatedRepoError():
-      return (
-        f"{name.id} is gated: accept its terms at {page}, and then {_LOGIN}"
-      )
+      return f"{name.id} is gated: accept its terms at {page}, then {_LOGIN}"
     case errors.RepositoryNotFoundError():
       return (
         f"no {kind} {name.id!r}: there is no such path here, and the Hub shows "
-        f"no {kind} of that name (if it is private, {_LOGIN})"
+        f"no {kind} with this name (if it is private, {_LOGIN})"
       )
     case errors.RevisionNotFoundError():
       return (
@@ -162,8 +152,8 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
       )
     case errors.LocalEntryNotFoundError():
       return (
-        f"{kind} {name}: there is no such path here, it is not, or not whole, "
-        f"in {cache}, and {constants.ENDPOINT} cannot be reached: check the "
+        f"{kind} {name}: no such path here, it is missing or incomplete in "
+        f"{cache}, and {constants.ENDPOINT} cannot be reached: check the "
         "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
         f"elsewhere (`hf download {name.id}`) and give its directory"
       )
@@ -179,5 +169,5 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
       )
   return (
     f"the download of {name.id} was cut off ({type(error).__name__}): the same "
-    "command goes on with what is missing"
+    "command continues it"
   )

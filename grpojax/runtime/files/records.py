@@ -1,7 +1,7 @@
-"""Records on disk: JSON, and JSON lines.
+"""JSON and JSON lines on disk, written whole or not at all.
 
 A row is a dict with "step" and numbers. Write the rows of step k before its
-checkpoint, so that resuming from it loses none.
+checkpoint, so that a resumed run has all rows.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 
 def _plain(value: Any) -> Any:
-  """Returns a value of JSON's types, with None for non-finite numbers."""
+  """Converts a value to JSON's types, with None for non-finite numbers."""
   if isinstance(value, Mapping):
     return {str(key): _plain(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
@@ -30,23 +30,23 @@ def _plain(value: Any) -> Any:
     return float(value) if math.isfinite(value) else None
   if hasattr(value, "dtype"):  # NumPy and JAX arrays and scalars
     return _plain(np.asarray(value).tolist())
-  return value  # json says what it cannot write
+  return value  # json raises an error
 
 
 @contextlib.contextmanager
 def temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields an unused path beside another one; removes its file at the end."""
+  """Yields an unused path next to `path`, and removes its file at the end."""
   other = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
   try:
     yield other
-  finally:  # after Ctrl-C, too
+  finally:
     other.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """Yields a path to write to, which replaces the file if there is no error."""
-  # The target of a link: renaming would put a file in the link's place.
+  """Yields a temporary path, which replaces the file if there is no error."""
+  # Renaming would replace a link itself, not its target.
   target = pathlib.Path(os.path.realpath(path))
   with temporary(target) as other:
     yield other
@@ -55,7 +55,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike) -> Iterator[None]:
-  """Puts the file's name into the operating system's errors."""
+  """Adds the file's name to errors of the operating system."""
   try:
     yield
   except OSError as error:
@@ -78,27 +78,14 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
 
 
 def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
-  """Appends one line, in one write."""
+  """Appends a row in a single write."""
   with _naming(path), open(path, "a", encoding="utf-8") as file:
     file.write(json.dumps(_plain(row)) + "\n")
 
 
-def _row(line: bytes) -> dict[str, Any]:
-  try:
-    row = json.loads(line)
-  except ValueError as error:
-    raise ValueError(f"not JSON: {error}") from error
-  step = row.get("step", 0) if isinstance(row, dict) else None
-  if not isinstance(step, int) or isinstance(step, bool):
-    raise ValueError(
-      f"not a JSON object whose step is a whole number: {row!r:.40}"
-    )
-  return row
-
-
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the rows, without a torn last line; ValueError names a bad one."""
-  # A path of etils reads from gs:// too.
+  """Returns the rows before an incomplete last line; ValueError if damaged."""
+  # A path of etils may be on gs://.
   file = path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
   if not file.exists():
     return []
@@ -106,16 +93,18 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
   rows = []
   for number, line in enumerate(lines, 1):
     try:
-      rows.append(_row(line))
+      row = json.loads(line)
+      if not isinstance(row, dict) or type(row.get("step", 0)) is not int:
+        raise ValueError(f"no object with an integer step: {row!r:.40}")
     except (RecursionError, ValueError) as error:
-      raise ValueError(
-        f"{path}, line {number}: {error}; remove the line"
-      ) from error
+      text = f"{path}, line {number}: no row of JSON ({error}); remove it"
+      raise ValueError(text) from error
+    rows.append(row)
   return rows
 
 
 def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
-  """Drops rows after `step`, which a resumed run will write again."""
+  """Drops rows after `step`, which a resumed run writes again."""
   if os.path.exists(path):
     rows = [r for r in read_jsonl(path) if r.get("step", step) <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

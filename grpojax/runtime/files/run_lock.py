@@ -1,14 +1,12 @@
-"""One process a run directory: a lock that dies with its process.
+"""Lock that allows one process per run directory and ends with the process.
 
-The kernel's lock (flock) on an open file ends with its process. The file names
-its holder; one that a killed process left behind does not lock. Reading a run
-needs no lock.
+It is the kernel's lock (flock) on an open file. The file describes its holder;
+a file left by a killed process does not lock. Reading a run needs no lock.
 """
 
 import contextlib
 import datetime
 import fcntl
-import functools
 import json
 import os
 import pathlib
@@ -22,7 +20,7 @@ LOCK = ".lock"  # in the run directory
 
 
 def me() -> dict[str, str | int]:
-  """Returns a description of this process as a lock's holder."""
+  """Describes this process as a lock's holder."""
   return {
     "pid": os.getpid(),
     "host": socket.gethostname(),
@@ -31,80 +29,73 @@ def me() -> dict[str, str | int]:
   }
 
 
-def _holder(text: bytes) -> str:
-  """Names the holder of a lock, whose file should hold JSON of its `me`."""
-  try:
-    held = json.loads(text)
-    return (
-      f"process {held['pid']} on {held['host']} since {held['since']} "
-      f"({held['command']})"
-    )
-  except (ValueError, KeyError, TypeError, RecursionError):
-    return "another process"  # it has not written who it is yet
-
-
 def refusal(
   directory: str | os.PathLike,
   text: bytes,
   advice: str = "; wait for it, end it, or give another directory",
 ) -> ValueError:
-  """Returns the error for a directory that another process holds."""
-  return ValueError(f"{directory} is in use by {_holder(text)}{advice}")
+  """Returns the error for a directory locked by another process.
+
+  `text` is the content of the lock's file, the JSON of the holder's `me`.
+  """
+  try:
+    held = json.loads(text)
+    holder = f"process {held['pid']} on {held['host']} since {held['since']} "
+    holder += f"({held['command']})"
+  except (ValueError, KeyError, TypeError, RecursionError):
+    holder = "another process"  # its description is not written yet
+  return ValueError(f"{directory} is in use by {holder}{advice}")
 
 
 def gone(directory: str | os.PathLike) -> str:
-  """Returns the message that the directory of a run has gone."""
+  """Returns the error message for a run directory that disappeared."""
   return f"{directory} is gone: it was removed, renamed or replaced meanwhile"
 
 
 def _is_there(file: int, path: pathlib.Path) -> bool:
-  """Returns True if an open file still has that name."""
+  """Returns True if an open file still has this path."""
   try:
     return os.path.samestat(os.fstat(file), os.stat(path))
   except (FileNotFoundError, NotADirectoryError):
     return False
 
 
-def _check(file: int, path: pathlib.Path) -> None:
-  if not _is_there(file, path):
-    raise disk.WriteFailed(gone(path.parent))
-
-
-def _lock(file: int, directory: pathlib.Path) -> None:
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    raise refusal(directory, os.pread(file, 2**16, 0)) from None
-
-
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[Callable[[], None]]:
-  """Makes a run directory, and holds its lock during the context.
+  """Creates a run directory and locks it during the context.
 
-  Yields a function that raises `disk.WriteFailed` if it was replaced since.
-  Programs that this one starts do not inherit the lock. A forked child shares
-  it (flock): if this process is killed, the lock ends with the last child.
-  ValueError if another process holds it; says which.
+  Yields a function that raises `disk.WriteFailed` if the directory was
+  replaced. ValueError if another process holds the lock. Started programs do
+  not inherit it, but forked children share it: if this process is killed, the
+  lock ends with the last child.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / LOCK
+
+  def check() -> None:
+    if not _is_there(file, path):
+      raise disk.WriteFailed(gone(directory))
+
   while True:
-    # Not through a link: its target would be emptied.
+    # Refuses links, because truncation would empty the target.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-      _lock(file, directory)
-      if not _is_there(file, path):  # its holder was just ending
+      try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise refusal(directory, os.pread(file, 2**16, 0)) from None
+      if not _is_there(file, path):  # its holder has just removed it
         continue
       os.ftruncate(file, 0)
       os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
       try:
-        yield functools.partial(_check, file, path)
+        yield check
       finally:
         if _is_there(file, path):
           path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-          fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked
+          fcntl.flock(file, fcntl.LOCK_UN)  # for forked children too
       return
     finally:
       os.close(file)

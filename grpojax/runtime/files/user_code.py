@@ -1,8 +1,8 @@
-"""Python files of the user's: rewards and configs, imported as Python does.
+"""Import of a user's Python files: rewards and configs.
 
-A file is one module, however often it is loaded: its classes can be pickled,
-and its functions share globals. It may import the files beside it. A file in a
-package (a directory with `__init__.py`) is that package's module.
+Repeated loads return the same module, so classes can be pickled and functions
+share globals. A file may import files next to it. In a package (a directory
+with `__init__.py`), it is the package's module.
 """
 
 import ast
@@ -19,17 +19,18 @@ from types import ModuleType
 
 
 def load(path: str) -> ModuleType:
-  """Imports a file; the same module again while its text is the same.
+  """Imports a file; returns the same module again if its text is the same.
 
-  OSError without a file; ImportError if another module has its name, or that of
-  one beside it. After an error of its own, a file may be loaded again.
+  OSError without a file; ImportError if another module has its name, or the
+  name of a file next to it that it imports. A file that failed may be loaded
+  again.
   """
   file = pathlib.Path(path).resolve()
   if not file.exists():
     raise OSError(f"there is no file {file}")
   text = file.read_bytes()
   root, name = _home(file)
-  if root == file.parent:  # in no package
+  if root == file.parent:  # outside of a package
     mark = hashlib.sha256(str(file).encode() + text).hexdigest()[:12]
     name = f"_user_{file.stem}_{mark}"
   with _importable(root):
@@ -44,7 +45,7 @@ def load(path: str) -> ModuleType:
 
 
 def _home(file: pathlib.Path) -> tuple[pathlib.Path, str]:
-  """Returns the directory that a file is imported from, and its name there."""
+  """Returns the root directory for importing a file, and its module name."""
   root, name = file.parent, file.stem
   while (root / "__init__.py").is_file():
     root, name = root.parent, f"{root.name}.{name}"
@@ -52,10 +53,10 @@ def _home(file: pathlib.Path) -> tuple[pathlib.Path, str]:
 
 
 def sources(place: str) -> dict[str, str]:
-  """Returns the texts, by path, of a file and the files that it imports.
+  """Returns the texts of a file and of all files that it imports, by path.
 
-  `place` is a file or an imported module. Imports anywhere in the text count,
-  and those of imported files, but no installed modules. No file is run.
+  `place` is a file or an imported module. Includes indirect imports, and
+  imports inside functions, but no installed modules. Does not run the files.
   """
   shown, path = pathlib.PurePath(place), place
   if not place.endswith(".py"):
@@ -84,8 +85,8 @@ def sources(place: str) -> dict[str, str]:
 def _imports(
   text: bytes, root: pathlib.Path, file: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, str]]:
-  """Yields the imports of a file: the directory to look in, and a name."""
-  with contextlib.suppress(SyntaxError, ValueError):  # `load` says it
+  """Yields (directory, name) per import of a file."""
+  with contextlib.suppress(SyntaxError, ValueError):  # `load` raises them
     for node in ast.walk(ast.parse(text)):
       if isinstance(node, ast.Import):
         yield from ((root, alias.name) for alias in node.names)
@@ -100,8 +101,8 @@ def _execute(name: str, file: pathlib.Path, text: bytes) -> ModuleType:
   if spec is None:
     raise ImportError(f"{file} is no Python file: its name must end with .py")
   module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # dataclasses and pickle look it up there
-  try:  # not by the loader: its bytecode may be of an earlier text
+  sys.modules[name] = module  # for dataclasses and pickle
+  try:  # without the loader, whose cached bytecode may be outdated
     exec(compile(text, str(file), "exec"), vars(module))
   except BaseException:
     del sys.modules[name]
@@ -109,14 +110,14 @@ def _execute(name: str, file: pathlib.Path, text: bytes) -> ModuleType:
   return module
 
 
-_directory = [os.curdir]  # where the user's code has gone to
+_directory = [os.curdir]  # working directory of user code
 
 
 @contextlib.contextmanager
 def own_directory() -> Iterator[None]:
   """Gives user code its own working directory, which it may change.
 
-  Ours stays: run, data and models may have relative paths.
+  The program's stays, because run, data and models may have relative paths.
   """
   ours = _working_directory()
   with contextlib.suppress(OSError):
@@ -133,15 +134,15 @@ def own_directory() -> Iterator[None]:
 def _working_directory() -> str:
   try:
     return os.getcwd()
-  except FileNotFoundError:  # it was removed: there is none to come back to
+  except FileNotFoundError:  # it was removed
     return os.curdir
 
 
 @contextlib.contextmanager
 def _importable(root: pathlib.Path) -> Iterator[None]:
-  """Puts a directory first on the path of imports, and afterwards last.
+  """Puts a directory first on the import path, and afterwards last.
 
-  Functions may import later; this program's imports must not come from there.
+  User functions may import later, but must not shadow this program's imports.
   """
   sys.path.insert(0, str(root))
   try:
@@ -154,7 +155,7 @@ def _importable(root: pathlib.Path) -> Iterator[None]:
 
 
 def _check_neighbours(module: ModuleType, root: pathlib.Path) -> None:
-  """Refuses modules of other directories with the name of one beside it."""
+  """Raises ImportError if a module hides an imported file next to it."""
   for value in vars(module).values():
     name = value.__name__ if isinstance(value, ModuleType) else ""
     name = name or getattr(value, "__module__", None) or ""

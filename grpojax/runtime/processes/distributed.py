@@ -1,18 +1,16 @@
-"""Training on several processes: how they join, agree and end together.
+"""Training on several processes, which join, agree and end together.
 
 Every process runs the same program on one global mesh (jax.distributed), and
-repeats cheap work: prompts, settings, packing. Decoding and scoring of texts is
-split by `rows_of`. Process 0 alone writes the run directory (`on_main`), except
-for checkpoints, which Orbax writes from all processes.
+repeats cheap work: prompts, settings, packing. Decoding and scoring of texts
+are split by `rows_of`. Only process 0 writes the run directory (`on_main`),
+except for checkpoints, which Orbax writes from all processes.
 
-A process that raises alone leaves the others waiting in their next collective,
-so errors are exchanged where they are likely: `on_main`, `agreed`,
-`check_same`. The next collective notices a killed process, or JAX does within
-`HEARTBEAT` seconds and ends the others.
+If a process raises alone, the other processes wait in their next collective. So
+`on_main`, `agreed` and `check_same` exchange errors. The next collective, or
+JAX within `HEARTBEAT` seconds, notices a killed process and ends the run.
 
-Messages go by JAX's coordination service, which has no public name: devices
-would deliver them after all programs that were dispatched before. A single
-process sends none.
+Messages use JAX's coordination service (a private name), because devices would
+deliver them only after all previously dispatched programs.
 """
 
 import contextlib
@@ -40,32 +38,30 @@ from grpojax.runtime.files import disk
 from grpojax.runtime.processes import interrupts
 
 HEARTBEAT = 30  # seconds after which a silent process counts as dead
-PATIENCE = 300  # seconds that a process waits for the others before a run
-SAY_AFTER = 10.0  # seconds of waiting without a word
+PATIENCE = 300  # seconds to wait for the other processes at the start
+SAY_AFTER = 10.0  # seconds after which a wait is reported
 
-FLAGS = {  # of programs that run on several hosts: the arguments of `joined`
+FLAGS = {  # the arguments of `joined`, for programs on several hosts
   "coordinator": setting(
     "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
   ),
-  "num_processes": setting("", "how many there are, with --coordinator"),
-  "process_id": setting(
-    "", "number of this process, from 0, with --coordinator"
-  ),
+  "num_processes": setting("", "number of processes, with --coordinator"),
+  "process_id": setting("", "process number from 0, with --coordinator"),
 }
 
 
-# Start.
+# Start
 
 
 @contextlib.contextmanager
 def joined(
   coordinator: str = "", num_processes: str = "", process_id: str = ""
 ) -> Iterator[None]:
-  """Joins the processes of a run, in which process 0 alone prints.
+  """Joins the processes of a run, in which only process 0 prints.
 
   The arguments are `FLAGS`. Without them JAX finds the other processes (Cloud
   TPU, GKE, SLURM), if any. ValueError if they are wrong or unreachable;
-  interrupts.Left if SIGTERM comes before process 0 is there.
+  interrupts.Left if SIGTERM arrives before process 0 is reachable.
   """
   options: dict[str, Any] = {}
   if coordinator or num_processes or process_id:
@@ -77,7 +73,7 @@ def joined(
     if options:
       _find_coordinator(coordinator, options["process_id"], problems)
     try:
-      # While JAX waits, an exception of Ctrl-C would wait as well.
+      # JAX's wait would delay a KeyboardInterrupt.
       with interrupts.handled(signal.SIG_DFL, signal.SIGINT):
         jax.distributed.initialize(
           **options,
@@ -91,14 +87,14 @@ def joined(
           f"the other processes of this run were not found: {error}"
         ) from error
       # A single TPU host (Colab's) may have no metadata server.
-      _say(f"one process alone: {str(error).splitlines()[0]}")
+      _say(f"running as one process: {str(error).splitlines()[0]}")
   if not jax.distributed.is_initialized():
     yield
     return
   with contextlib.ExitStack() as stack:
     if not is_main():
-      nowhere = stack.enter_context(open(os.devnull, "w"))
-      stack.enter_context(contextlib.redirect_stdout(nowhere))
+      devnull = stack.enter_context(open(os.devnull, "w"))
+      stack.enter_context(contextlib.redirect_stdout(devnull))
     stack.enter_context(_ending_together())
     yield
 
@@ -108,24 +104,23 @@ def _say(text: str) -> None:
 
 
 def _several(environ: Mapping[str, str]) -> bool:
-  """Returns True for variables from which JAX finds other processes."""
+  """Returns True if JAX finds other processes from these variables."""
   tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
   slurm = "SLURM_PROCID" in environ and tasks.isdecimal() and int(tasks) > 1
-  # libtpu writes a sentence there if it finds no hosts.
+  # libtpu sets a sentence if it finds no hosts.
   hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
   gke = "," in hosts and " " not in hosts
   return slurm or gke or "JAX_COORDINATOR_ADDRESS" in environ
 
 
 def _on_tpu_vm() -> bool:
-  """Returns True on a host with TPU chips, perhaps one of several."""
+  """Returns True on a host with TPU chips, which may be one of several."""
   chips = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
   return bool(chips) and importlib.util.find_spec("libtpu") is not None
 
 
-def _from_arguments(
-  coordinator: str, num_processes: str, process_id: str
-) -> dict[str, Any]:
+def _from_arguments(coordinator, num_processes, process_id) -> dict[str, Any]:
+  """Returns the arguments of `jax.distributed.initialize`."""
   host, _, port = coordinator.rpartition(":")
   numbers = (port, num_processes, process_id)
   valid = host and all(text.isdecimal() for text in numbers)
@@ -133,8 +128,8 @@ def _from_arguments(
   if not (process < count and 0 < int(port) < 2**16):
     raise ValueError(
       f"--coordinator={coordinator} --num_processes={num_processes} "
-      f"--process_id={process_id}: give HOST:PORT of process 0, how many "
-      "processes there are, N, and a number of 0 to N-1 to each"
+      f"--process_id={process_id}: give HOST:PORT of process 0, the number N "
+      "of processes, and to each process a number of 0 to N-1"
     )
   return {
     "coordinator_address": coordinator,
@@ -144,18 +139,19 @@ def _from_arguments(
   }
 
 
-def _find_coordinator(
-  coordinator: str, process: int, problems: list[str]
-) -> None:
-  """Waits for process 0, with the present `problems`; it checks its port."""
+def _find_coordinator(coordinator, process, problems) -> None:
+  """Waits until process 0 is reachable; in process 0, checks its port instead.
+
+  `problems` gets the reason of the wait.
+  """
   host, _, port = coordinator.rpartition(":")
   if process == 0:
     try:
       return socket.create_server(("", int(port))).close()
     except OSError as error:
       raise ValueError(
-        f"port {port} of --coordinator cannot be had ({error.strerror}): end "
-        "what uses it (another run, what is left of one, or a second "
+        f"port {port} of --coordinator is not free ({error.strerror}): end the "
+        "program that uses it (another run, a leftover process, or a second "
         "--process_id=0), or give all processes another port"
       ) from error
   address = host.strip("[]"), int(port)
@@ -165,31 +161,32 @@ def _find_coordinator(
         socket.create_connection(address, timeout=5).close()
         return problems.clear()
       except OSError as error:
-        text = f"process 0 is not at {coordinator} ({error.strerror or error})"
-        problems[:] = [text]
+        why = error.strerror or error
+        problems[:] = [f"process 0 is not at {coordinator} ({why})"]
         time.sleep(0.2)
 
 
 @contextlib.contextmanager
 def _patience() -> Iterator[list[str]]:
-  """Reports a long wait for the others, and ends it after `PATIENCE` seconds.
+  """Reports a long wait for other processes; ends it after `PATIENCE` seconds.
 
-  JAX waits silently, and aborts. Yields a list for a problem to report.
+  JAX itself waits silently and aborts. Yields a list for a problem to report.
   """
   problems: list[str] = []
   joined = threading.Event()
 
   def watch() -> None:
-    for seconds, words in (
-      (SAY_AFTER, f"are waited for, {PATIENCE} s at most"),
-      (PATIENCE - SAY_AFTER, f"did not come within {PATIENCE} s"),
+    others = "the other processes of this run"
+    for seconds, text in (
+      (SAY_AFTER, f"waiting for {others}, {PATIENCE} s at most"),
+      (PATIENCE - SAY_AFTER, f"{others} did not come within {PATIENCE} s"),
     ):
       if joined.wait(seconds):
         return
-      _say(": ".join([f"the other processes of this run {words}", *problems]))
+      _say(": ".join([text, *problems]))
     _say(
-      "start every one with the same --coordinator and --num_processes, and a "
-      "--process_id of its own"
+      "start each process with the same --coordinator and --num_processes, and "
+      "its own --process_id"
     )
     interrupts.end(1)
 
@@ -200,15 +197,15 @@ def _patience() -> Iterator[list[str]]:
     joined.set()
 
 
-# End.
+# End
 
 
 @contextlib.contextmanager
 def _ending_together() -> Iterator[None]:
   """Ends together with all other processes, or at once after an error.
 
-  All processes may have the same exit code (a message's or SIGTERM's). Other
-  errors and Ctrl-C come to one process alone, and the others notice.
+  Exits with a message or by SIGTERM happen in all processes. Other errors and
+  Ctrl-C happen in one process, and the other processes notice its end.
   """
   code = None
   try:
@@ -217,10 +214,10 @@ def _ending_together() -> Iterator[None]:
     _say("interrupted")
     interrupts.end(interrupts.INTERRUPTED)
   except BaseException as error:
-    if _says_another_is_gone(error):
+    if _caused_by_another(error):
       _say(
         f"process {jax.process_index()}: another process of this run is gone, "
-        "see what it said last; the same command resumes from the last "
+        "see its last output; the same command resumes from the last "
         f"checkpoint ({str(error).partition(chr(10))[0][:200]})"
       )
       interrupts.end(1)
@@ -231,12 +228,12 @@ def _ending_together() -> Iterator[None]:
         _client().key_value_set(_GONE, text)
       interrupts.end(1)
     code = error.code or 0
-    if isinstance(code, str):  # said before it waits
+    if isinstance(code, str):  # printed before the wait
       _say(code)
       code = 1
     if code == interrupts.INTERRUPTED:
       interrupts.end(code)
-  # An error that all have comes to all at about the same time.
+  # A common error reaches all processes at about the same time.
   seconds = 10 if code == 1 else HEARTBEAT
   try:
     # JAX's own shutdown would abort if another process did not come.
@@ -248,26 +245,26 @@ def _ending_together() -> Iterator[None]:
     sys.exit(code)
 
 
-def _says_another_is_gone(error: BaseException) -> bool:
-  """Returns True for an error that the end of another process has caused.
+def _caused_by_another(error: BaseException) -> bool:
+  """Returns True if the end of another process caused the error.
 
-  A collective raises ValueError at dispatch, which may have become an exit's
-  message. Some of JAX's errors are of this process: out of memory, say.
+  A collective raises ValueError at dispatch, which may have become the message
+  of an exit. Some of JAX's errors are local, such as out of memory.
   """
   if isinstance(error, OtherGone):
     return True
-  own = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
   text = str(error)
-  of_jax = isinstance(error, jax.errors.JaxRuntimeError)
-  return "Gloo" in text or (of_jax and not text.startswith(own))
+  local = "RESOURCE_EXHAUSTED INVALID_ARGUMENT UNIMPLEMENTED NOT_FOUND".split()
+  from_jax = isinstance(error, jax.errors.JaxRuntimeError)
+  return "Gloo" in text or (from_jax and not text.startswith(tuple(local)))
 
 
-# Division of work.
+# Division of work
 
 
 def count() -> int:
   """Returns the number of processes."""
-  # JAX starts its devices to answer, which is slow and may print: not for one.
+  # Counting starts JAX's devices, which is slow and may print.
   return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -282,7 +279,7 @@ def is_main() -> bool:
 
 
 def rows_of(process: int, rows: int) -> slice:
-  """Returns a process's block of rows: of 5 rows, process 0 of 2 has 0 to 2."""
+  """Returns a process's block of rows: rows 0 to 2 of 5 for process 0 of 2."""
   block = -(-rows // count())
   return slice(min(process * block, rows), min((process + 1) * block, rows))
 
@@ -292,15 +289,15 @@ def my_rows(rows: int) -> slice:
   return rows_of(jax.process_index() if several() else 0, rows)
 
 
-# Agreement.
+# Agreement
 
 
 class OtherGone(Exception):
-  """Another process of this run has ended by an error."""
+  """Raised if another process of this run ended by an error."""
 
 
 _GONE = "grpojax/gone"
-_numbers = itertools.count()  # of messages; the same in all processes
+_numbers = itertools.count()  # numbers of messages, the same in all processes
 
 
 def _client() -> Any:
@@ -312,7 +309,7 @@ def _key(number: int, process: int) -> str:
 
 
 def _receive(key: str) -> bytes:
-  """Waits for the message of another process, or for its end."""
+  """Waits for another process's message; raises OtherGone if it ended."""
   while True:
     try:
       return _client().blocking_key_value_get_bytes(key, 1000)
@@ -327,21 +324,19 @@ def gather(value: Any) -> list[Any]:
   """Returns the JSON values (or NaN) of all processes; all must call it."""
   if not several():
     return [value]
-  own, number = jax.process_index(), next(_numbers)
+  me, n = jax.process_index(), next(_numbers)
   text = json.dumps(value).encode()
-  if number == 0:  # devices connect now: in a minute it would be too late
+  if n == 0:  # connect the devices now: a minute later it would fail
     multihost_utils.process_allgather(np.int32(0))
-  _client().key_value_set_bytes(_key(number, own), text)
-  texts = [
-    text if i == own else _receive(_key(number, i)) for i in range(count())
-  ]
-  if number:  # all have read the messages before, or would not be here
-    _client().key_value_delete(_key(number - 1, own))
+  _client().key_value_set_bytes(_key(n, me), text)
+  texts = [text if i == me else _receive(_key(n, i)) for i in range(count())]
+  if n:  # by now all processes have read the previous messages
+    _client().key_value_delete(_key(n - 1, me))
   return [json.loads(text) for text in texts]
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-  """Calls a function in process 0; all return its JSON value, or raise."""
+  """Calls a function in process 0; all processes return its JSON value."""
   if not several():
     return function()
   value = None
@@ -352,9 +347,9 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-  """Raises an exception of one process in all, in the others as ValueError.
+  """Raises a process's exception in all processes, elsewhere as ValueError.
 
-  Nothing inside the context may wait for the others.
+  Code inside the context must not wait for other processes.
   """
   if not several():
     yield
@@ -375,7 +370,7 @@ def agreed() -> Iterator[None]:
 
 
 def check_same(**values: str) -> None:
-  """Raises ValueError in all processes if their texts, by name, differ."""
+  """Raises ValueError in all processes if their named texts differ."""
   first, *others = gather(values)
   for i, other in enumerate(others, 1):
     for name, text in other.items():

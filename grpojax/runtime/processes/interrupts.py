@@ -5,10 +5,10 @@ they kill a job. A run checks for it between the parts of a step, saves a
 checkpoint, and exits with code `EXIT_PREEMPTED`.
 
 Ctrl-C raises KeyboardInterrupt, but is delayed while Orbax joins its threads:
-Python takes a thread for dead if its `join` was interrupted (bpo-45274).
+Python treats a thread as dead if its `join` was interrupted (bpo-45274).
 
-The package calls `begin` before a program imports anything, so only Python's
-own modules are imported here.
+This module imports only the standard library, because the package calls `begin`
+before a program's other imports.
 """
 
 import contextlib
@@ -23,27 +23,24 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-BOTH = (signal.SIGINT, signal.SIGTERM)  # signals that end a run
+BOTH = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code after Ctrl-C
-EXIT_PREEMPTED = 75  # exit code of a run that SIGTERM has saved: EX_TEMPFAIL
-
-
-# Start.
+EXIT_PREEMPTED = 75  # exit code of a run saved after SIGTERM: EX_TEMPFAIL
 
 
 class _Output(io.FileIO):
-  """Output that leads nowhere once its reader has gone or its disk is full."""
+  """Output that is discarded once its reader is gone or its disk is full."""
 
   def write(self, data: Any) -> int:
     try:
-      # None: another program has left the terminal so that it does not block.
+      # None if another program has set the terminal to non-blocking.
       while (written := super().write(data)) is None:
         select.select([], [self], [])
       return written
     except OSError as error:
-      nowhere = os.open(os.devnull, os.O_WRONLY)
-      os.dup2(nowhere, self.fileno())
-      os.close(nowhere)
+      devnull = os.open(os.devnull, os.O_WRONLY)
+      os.dup2(devnull, self.fileno())
+      os.close(devnull)
       if self.fileno() == 1:
         reason = f"cannot be written ({error.strerror}): going on without it"
         print(f"the standard output {reason}", file=sys.stderr)
@@ -51,20 +48,20 @@ class _Output(io.FileIO):
 
 
 class _Buffer(io.BufferedWriter):
-  """Buffer that stays open if user code wraps it anew and drops the wrapper."""
+  """Buffer that stays open if user code wraps it and drops the wrapper."""
 
   def close(self) -> None:
     self.flush()
 
 
 def _open_outputs() -> None:
-  """Opens the standard streams so that no printed line ends a program."""
-  # The next file would get the number of a closed stream, and its lines.
+  """Opens the standard streams so that a failed print never ends a program."""
+  # Otherwise the next file would get the number of a closed stream.
   for number in range(3):
     try:
       os.fstat(number)
     except OSError:
-      os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+      os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
   sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)
   for number, name in ((1, "stdout"), (2, "stderr")):
     file = _Buffer(_Output(number, "w", closefd=False))
@@ -82,13 +79,13 @@ def _end_interrupted() -> NoReturn:
 
 
 def _on_ctrl_c(number: int, frame: types.FrameType | None) -> None:
-  """Raises KeyboardInterrupt in a program's `main`, and ends it before that.
+  """Raises KeyboardInterrupt in a program's `main`; ends it during imports.
 
-  Modules in C crash, or raise something else, if one comes in their import.
+  Modules in C crash, or raise other errors, if their import is interrupted.
   """
   while frame:
     file = os.path.basename(frame.f_code.co_filename)
-    # That of __main__.py imports a program before it calls its main.
+    # The main of __main__.py still imports the program.
     if frame.f_code.co_name == "main" and file != "__main__.py":
       raise KeyboardInterrupt
     frame = frame.f_back
@@ -102,64 +99,58 @@ def _show_error(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _show_ignored(ignored: Any) -> None:
-  """Reports exceptions that Python ignores, except those of a failed load."""
-  # TensorStore's threads and Orbax's tasks end after the error was reported.
+  """Reports exceptions that Python ignores, except after a failed load."""
+  # TensorStore's threads and Orbax's tasks outlive the error.
   text = f"{ignored.object} {ignored.exc_value}"
   if "Event loop is closed" not in text and "_read_array" not in text:
     sys.__unraisablehook__(ignored)
 
 
 def begin() -> None:
-  """Makes this process one of our programs."""
+  """Prepares the outputs and signals of a grpojax program."""
   _open_outputs()
   sys.excepthook, sys.unraisablehook = _show_error, _show_ignored
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _on_ctrl_c)
 
 
-# End.
-
-
 class Left(Exception):
-  """The end of a run before it began, with nothing to save."""
+  """Raised if a run is ended before it begins."""
 
 
 def end(code: int) -> NoReturn:
-  """Ends this process without Python's work at the end."""
+  """Ends this process without Python's cleanup."""
   sys.stdout.flush()
   sys.stderr.flush()
   os._exit(code)
 
 
 def skip_end(code: int) -> None:
-  """Makes a program exit with `code` and without Python's work at the end.
+  """Makes a program exit with `code` and without Python's cleanup.
 
-  There it waits for threads (Orbax's, after a failed save, wait for each other
-  for minutes), and frees objects that they still use.
+  Cleanup would wait minutes for Orbax's threads after a failed save, and free
+  objects that they use.
   """
-  if sys.excepthook is _show_error:  # one of our programs
-    # Callbacks of `atexit` come after the threads; of these the last is first.
+  if sys.excepthook is _show_error:  # a grpojax program
+    # Runs before Python waits for threads, unlike `atexit`.
     threading._register_atexit(end, code)
 
 
 def exit_program() -> NoReturn:
-  """Exits after Ctrl-C; XLA's threads, compiling still, would crash Python."""
+  """Exits after Ctrl-C without cleanup, which crashes while XLA compiles."""
   skip_end(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
 
 
-# Signals.
-
-
 def _after_fork() -> None:
-  """Leaves SIGTERM to the system in a fork, as of a `multiprocessing.Pool`."""
+  """Restores the default SIGTERM in a fork, as by `multiprocessing.Pool`."""
   if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
   _mask(signal.SIG_UNBLOCK)
 
 
 _mask = lambda action: signal.pthread_sigmask(action, {signal.SIGTERM})
-# Python forgets a signal that comes just after a fork: it is held back.
+# Python loses a signal that arrives just after a fork, so it is blocked.
 os.register_at_fork(
   before=lambda: _mask(signal.SIG_BLOCK),
   after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
@@ -177,16 +168,13 @@ def handled(handler: Any, *numbers: int) -> Iterator[None]:
     yield
   finally:
     for number, old in before.items():
-      # None: it was not set from Python, and cannot be put back from there.
+      # None if it was not set from Python, which cannot restore it.
       signal.signal(number, old or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def _noted(
-  numbers: Iterable[int],
-  error: BaseException | type[BaseException] | None = None,
-) -> Iterator[list[int]]:
-  """Yields a list of the signals so far; each raises `error`, if any."""
+def _noted(numbers: Iterable[int], error=None) -> Iterator[list[int]]:
+  """Yields a list of the signals so far; raises `error`, if any, at each."""
   came: list[int] = []
 
   def note(number: int, _: Any) -> None:
@@ -194,16 +182,16 @@ def _noted(
     if error:
       raise error
 
-  # JAX's handler, in C, stays, and so does that of a background job.
-  others = (None, signal.SIG_IGN)
-  numbers = [n for n in numbers if signal.getsignal(n) not in others]
+  # Keeps JAX's handler, which is in C, and the ignoring of a background job.
+  foreign = (None, signal.SIG_IGN)
+  numbers = [n for n in numbers if signal.getsignal(n) not in foreign]
   with handled(note, *numbers):
     yield came
 
 
 @contextlib.contextmanager
 def deferred(*numbers: int) -> Iterator[list[int]]:
-  """Delays signals to the end of the context; yields those so far."""
+  """Delays signals to the end of the context; yields a list of them."""
   came: list[int] = []
   try:
     with _noted(numbers) as came:
@@ -214,9 +202,9 @@ def deferred(*numbers: int) -> Iterator[list[int]]:
 
 
 def raising_ctrl_c() -> contextlib.AbstractContextManager[list[int]]:
-  """Raises KeyboardInterrupt at Ctrl-C; yields the signals so far.
+  """Raises KeyboardInterrupt at Ctrl-C; yields a list of the signals.
 
-  The list shows those whose exception Python ignored, in a destructor.
+  The list includes signals whose exception was ignored in a destructor.
   """
   return _noted([signal.SIGINT], KeyboardInterrupt)
 
@@ -235,12 +223,11 @@ def raising_sigterm() -> Iterator[None]:
 def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
   """Yields `requested(together=False)`, which tells if SIGTERM has arrived.
 
-  Several processes must all save the same step, whichever gets the signal. JAX
-  passes it on, and names a point of the program that none has reached. So they
-  ask `together` at the same points; other answers are False.
+  Several processes must save the same step, so they call it with `together` at
+  the same points, and JAX chooses one that no process has reached. Their calls
+  without `together` return False.
   """
   if several:
-    # Imported here: this module is needed where Ctrl-C comes during imports.
     from jax.experimental import multihost_utils
 
     points = itertools.count(1)
@@ -255,8 +242,8 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
     # even while the main thread is deep inside a compiled call.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     message = b"SIGTERM: ends when all is saved; a second one kills at once\n"
-    with contextlib.suppress(OSError):  # nobody may read it
-      os.write(2, message)  # print is not safe to re-enter
+    with contextlib.suppress(OSError):  # a closed output
+      os.write(2, message)  # print is not reentrant
 
   with handled(note, signal.SIGTERM):
     yield lambda together=False: bool(came)

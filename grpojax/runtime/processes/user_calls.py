@@ -1,4 +1,4 @@
-"""Calls of user code, which may raise anything, fork, move or never return."""
+"""Calls of user code, which may raise, fork, change directory or hang."""
 
 import contextlib
 import importlib
@@ -12,22 +12,25 @@ from typing import Any
 
 from grpojax.runtime.files import user_code
 
-FOREVER = 1e9  # seconds; the system's timers take little more
+FOREVER = 1e9  # seconds, near the limit of the system's timers
 _LONGEST_ERROR = 500  # characters
 
 
 class OutOfTime(BaseException):
-  """Interruption of a function that takes too long."""
+  """Raised inside a function after its time limit."""
 
 
 class WrongAnswer(ValueError):
-  """Invalid result of a user's function; its message is shown alone."""
+  """Raised when a user function returns an invalid value.
+
+  Its message is shown without the type and the place.
+  """
 
 
 def load_module(subject: str, place: str) -> ModuleType:
   """Imports "package.module" or "path/to/file.py"; ValueError if that fails.
 
-  `subject` begins the error message, as "reward 'my.py:brief'".
+  The error message starts with `subject`, such as "reward 'my.py:brief'".
   """
   try:
     with one_process():
@@ -37,7 +40,7 @@ def load_module(subject: str, place: str) -> ModuleType:
         return importlib.import_module(place)
   except KeyboardInterrupt:
     raise
-  except BaseException as error:  # pytest's skip and SystemExit, too
+  except BaseException as error:  # includes SystemExit and pytest's skip
     plain = isinstance(error, (ImportError, OSError, SyntaxError))
     reason = f": {error}" if plain else f" cannot be loaded: {describe(error)}"
     raise ValueError(f"{subject}{reason}") from error
@@ -45,11 +48,9 @@ def load_module(subject: str, place: str) -> ModuleType:
 
 def call(
   function: Callable[[], Any],
-  words: Callable[[BaseException], str] = lambda error: (
-    f"raised {describe(error)}"
-  ),
+  to_text: Callable[[BaseException], str] | None = None,
 ) -> tuple[Any, str | None]:
-  """Calls a function; returns (its result, None) or (None, the error)."""
+  """Calls a function; returns (result, None) or (None, text of the error)."""
   try:
     with one_process(), user_code.own_directory():
       return function(), None
@@ -57,8 +58,8 @@ def call(
     raise
   except WrongAnswer as error:
     return None, str(error)
-  except BaseException as error:  # asyncio's and pytest's, and SystemExit
-    return None, words(error)
+  except BaseException as error:  # includes SystemExit, and pytest's skip
+    return None, to_text(error) if to_text else f"raised {describe(error)}"
 
 
 def in_time(
@@ -68,8 +69,8 @@ def in_time(
 ) -> bool:
   """Calls a function; returns False if it was interrupted after `seconds`.
 
-  `ITIMER_VIRTUAL` counts CPU time. There is no limit in a debugger, nor in
-  threads other than the main one, which get no signals.
+  `ITIMER_VIRTUAL` counts CPU time. Debuggers and threads other than the main
+  one, which receive no signals, have no limit.
   """
   if threading.current_thread() is not threading.main_thread():
     function()
@@ -79,28 +80,28 @@ def in_time(
     if sys.gettrace() is None:
       raise OutOfTime
 
-  real = timer == signal.ITIMER_REAL
-  alarm = signal.SIGALRM if real else signal.SIGVTALRM
-  left = [0.0, 0.0]
-  others = signal.signal(alarm, interrupt)
+  is_real = timer == signal.ITIMER_REAL
+  alarm = signal.SIGALRM if is_real else signal.SIGVTALRM
+  old_timer = [0.0, 0.0]
+  old_handler = signal.signal(alarm, interrupt)
   try:
     try:
-      # And again each second, for a function that catches it.
-      left = signal.setitimer(timer, min(seconds, FOREVER), 1.0)
+      # Repeats each second, for a function that catches the exception.
+      old_timer = signal.setitimer(timer, min(seconds, FOREVER), 1.0)
       function()
     finally:
-      signal.setitimer(timer, 0)  # interrupted here, it is set below
+      signal.setitimer(timer, 0)  # the outer `finally` sets it again
     return True
   except OutOfTime:
     return False
   finally:
-    signal.signal(alarm, others or signal.SIG_DFL)
-    signal.setitimer(timer, *left)
+    signal.signal(alarm, old_handler or signal.SIG_DFL)
+    signal.setitimer(timer, *old_timer)
 
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-  """Ends a child at once that was forked inside and would go on after it."""
+  """Ends a process forked inside of the context when it leaves the context."""
   process = os.getpid()
   try:
     yield
@@ -110,7 +111,7 @@ def one_process() -> Iterator[None]:
 
 
 def message(error: BaseException) -> str:
-  """Returns the type and the message of an exception, even if `str` fails."""
+  """Returns an exception's type and message, even if `str` fails."""
   try:
     text = str(error)[:_LONGEST_ERROR]
   except KeyboardInterrupt:
@@ -121,7 +122,7 @@ def message(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-  """Describes an exception in one line, with the place that raised it."""
+  """Returns an exception's type, message and place, as "FILE:LINE"."""
   trace = error.__traceback__
   while trace.tb_next:
     trace = trace.tb_next

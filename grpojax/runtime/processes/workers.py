@@ -1,16 +1,15 @@
-"""Pools of worker processes, with a time limit for each job.
+"""Pools of worker processes, with a time limit per job.
 
-Workers are new programs, never forks, and load no JAX. Each has a thread in the
-parent that sends it jobs. Without workers `WorkerPool.results` does the jobs,
-and the system's alarm interrupts a slow one. Only a worker survives a crash, or
-C code that does not return.
+Workers are new programs, never forks, and load no JAX. A thread per worker
+sends the jobs. Without workers `WorkerPool.results` does the jobs in this
+process, and an alarm interrupts slow ones, but crashes and hanging C code need
+workers.
 
 A worker reads lines `ID SECONDS JSON`, which cannot run code. The first line
 prepares it; every other line is a job, answered by lines [ID, OUTCOME]. The ID
-is random, so that no answer passes for one to another line. So user code that
-forks, prints, closes files or writes to all of them does no harm to other jobs.
-Code that looks for the present ID can answer in its own favour: code that a
-model wrote needs a sandbox.
+is random, so user code that forks, prints, closes files or writes to all of
+them cannot disturb other jobs. Code that searches for the current ID can forge
+its own result: code that a model wrote needs a sandbox.
 """
 
 import contextlib
@@ -33,19 +32,16 @@ from typing import Any, NamedTuple
 
 from grpojax.runtime.processes import user_calls
 
-_POLL = 0.5  # seconds between two calls of `check_signals`, up to twice as many
-_START = 120.0  # seconds that a worker has to load its functions
-_STOP = 0.1  # seconds within which a thread notices that it is to stop
-_CLOSING = 5.0  # seconds that an idle worker has to close what it holds
-_BLOCK = 2**16  # bytes that are read or written at once
-_MEMORY = 2**33  # bytes of data that a worker may allocate
-# Seconds after a job's limit at which the alarm ends a worker whose parent has
-# died; a living parent kills it at the limit.
-_LEEWAY = 2.0
+_POLL = 0.5  # seconds between calls of `check_signals`, up to twice as many
+_START = 120.0  # seconds for a worker to load its functions
+_STOP = 0.1  # seconds between checks whether to stop
+_CLOSING = 5.0  # seconds for an idle worker to close its resources
+_BLOCK = 2**16  # bytes to read or write at once
+_MEMORY = 2**33  # limit in bytes for a worker's data
+_LEEWAY = 2.0  # seconds after a job's limit until an orphaned worker ends
 
-Answer = Callable[[Any], Iterable[Any]]  # maps a job to its outcomes, of JSON
-# Reads an outcome of JSON. A line for which it raises ValueError, TypeError or
-# AttributeError is ignored.
+Answer = Callable[[Any], Iterable[Any]]  # maps a job to its JSON outcomes
+# Parses a JSON outcome; ValueError, TypeError or AttributeError skip a line.
 Parse = Callable[[Any], Any]
 
 
@@ -59,38 +55,34 @@ def to_line(message: Any) -> bytes:
 
 
 def to_plain(value: Any) -> Any:
-  """Converts NumPy's arrays and numbers for JSON; TypeError for others."""
+  """Converts NumPy's arrays and numbers for JSON; TypeError for other types."""
   if hasattr(value, "tolist"):
     return value.tolist()
   raise TypeError(f"{value!r} is of type {type(value).__name__}")
 
 
-# In the worker.
-
-
 def run(prepare: Callable[[Any], Answer]) -> None:
-  """Answers by `prepare(setup)` until the input ends, and ends the process."""
+  """Answers jobs by `prepare(setup)` until the input ends; ends the process."""
   with contextlib.suppress(BrokenPipeError):
     _serve(prepare)
-  # At once: not waiting for threads that a function has started.
-  with contextlib.suppress(OSError, ValueError):  # it may have closed it
+  with contextlib.suppress(OSError, ValueError):  # it may be closed
     sys.stderr.flush()
-  os._exit(0)
+  os._exit(0)  # without waiting for threads that functions started
 
 
 def _serve(prepare: Callable[[Any], Answer]) -> None:
-  with contextlib.suppress(AttributeError, OSError):  # another system
-    # Has Linux kill this process when the thread that started it has ended.
+  with contextlib.suppress(AttributeError, OSError):  # not on Linux
+    # Linux kills this process when the thread that started it ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
   requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
-  # A function that reads or prints must not disturb the exchange.
+  # Functions that read or print must not disturb the messages.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
-  sys.stdout.reconfigure(line_buffering=True)  # seen also if it is killed
+  sys.stdout.reconfigure(line_buffering=True)  # survives a kill
 
   def reply(name: bytes, outcome: Any) -> None:
-    # Begins a new line, in case something else wrote half of one.
+    # Starts a new line, because other code may have written half a line.
     line = memoryview(f"\n{json.dumps([name.decode(), outcome])}\n".encode())
     while line:
       line = line[os.write(replies, line) :]
@@ -108,8 +100,7 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     return
   reply(name, None)  # ready
   for line in requests:
-    # The default action ends the process whatever a function is doing; set
-    # again each time, because a function may have set it.
+    # The default action always ends the process; user code may change it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     name, seconds, job = line.split(b" ", 2)
     limit = min(float(seconds) + _LEEWAY, user_calls.FOREVER)
@@ -117,52 +108,48 @@ def _serve(prepare: Callable[[Any], Answer]) -> None:
     for outcome in answer(json.loads(job)):
       reply(name, outcome)
     signal.setitimer(signal.ITIMER_REAL, 0)
-  # The parent waits a few seconds for it.
+  # The parent waits up to `_CLOSING` seconds.
   user_calls.call(getattr(answer, "close", lambda: None))
 
 
-# In the parent.
-
-
 class Job(NamedTuple):
-  """Work of one worker under one time limit."""
+  """Work for a worker, with a time limit."""
 
-  content: Any  # JSON that the worker gets
-  count: int  # of outcomes
+  content: Any  # JSON for the worker
+  count: int  # number of outcomes
   seconds: int | float  # time limit
-  place: int = 0  # jobs of one place have one worker, if workers are pinned
+  place: int = 0  # jobs of a place share a worker, if workers are pinned
 
 
 class Lost(Exception):
-  """The worker has died or was killed; the message says why."""
+  """Raised if the worker died or was killed; the message gives the reason."""
 
 
 @dataclasses.dataclass(eq=False)
 class Process:
-  """One worker as its parent sees it; one thread at a time may use it."""
+  """A worker process, to be used by one thread at a time."""
 
   module: str  # calls `run`
-  setup: bytes  # line that prepares it
-  parse: Parse  # reads outcomes
-  longest: int  # bytes of an answer, about
+  setup: bytes  # first line for the worker
+  parse: Parse  # parses outcomes
+  longest: int  # approximate bytes of an answer
   _process: subprocess.Popen | None = None
   _pending: bytearray = dataclasses.field(default_factory=bytearray)
 
   def start(self, stop: Callable[[], bool]) -> None:
-    """Starts the process, and waits for its functions; raises as `ask`."""
+    """Starts the process and waits until it is prepared; raises like `ask`."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     self._pending = bytearray()
     try:
       self._process = subprocess.Popen(
-        # -P: modules are looked for where this process does, nowhere else.
+        # -P: imports modules only from this process's path.
         [sys.executable, "-P", "-m", self.module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,
         # A function that uses JAX must not take the accelerator.
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        # Ctrl-C does not reach it, and its own children are killed with it.
-        start_new_session=True,
+        start_new_session=True,  # no Ctrl-C; its children are killed with it
       )
     except OSError as error:
       limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -179,29 +166,27 @@ class Process:
       self.kill()
       raise Lost(str(error))
 
-  def ask(
-    self, line: bytes, job: Job, stop: Callable[[], bool]
-  ) -> Iterator[Any]:
+  def ask(self, line: bytes, job: Job, stop: Callable) -> Iterator[Any]:
     """Sends a job's line, to a new process if needed; yields its outcomes.
 
-    Raises `Lost`, and kills the process, at the end of its time or life, or
-    when `stop`, called every `_STOP` seconds, returns True.
+    Kills the process and raises `Lost` after its time limit, if it dies, or if
+    `stop`, called every `_STOP` seconds, returns True.
     """
     if self._process is not None and self._process.poll() is not None:
-      self.kill()  # it ended after its last answer, no fault of this line
+      self.kill()  # it ended after its previous answer
     if self._process is None:
       self.start(stop)
     yield from self._exchange(line, job, stop, self.parse)
 
   def finish(self) -> None:
-    """Tells an idle process to close what it holds, and waits for its end."""
+    """Lets an idle process close its resources, and waits for its end."""
     if self._process is not None:
       self._process.stdin.close()
       with contextlib.suppress(subprocess.TimeoutExpired):
         self._process.wait(_CLOSING)
 
   def kill(self) -> None:
-    """Kills the process, if any, and all that it has started."""
+    """Kills the process, if any, and all its children."""
     process, self._process = self._process, None
     if process is None:
       return
@@ -212,7 +197,7 @@ class Process:
     process.stdout.close()
 
   def _exchange(self, line, job, stop, parse) -> Iterator[Any]:
-    """Writes the line and reads the answers, both as far as the pipes go."""
+    """Writes the line and reads the answers, without blocking on either."""
     count = job.count
     deadline = time.monotonic() + job.seconds
     reader = self._process.stdout.fileno()
@@ -220,9 +205,8 @@ class Process:
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     poller.register(writer, select.POLLOUT)
-    # Nothing can know it beforehand, so an answer with it is to this line.
-    name = secrets.token_hex(8)
-    rest = memoryview(f"{name} {job.seconds} ".encode() + line)
+    name = secrets.token_hex(8)  # unpredictable, so it identifies the answers
+    unsent = memoryview(f"{name} {job.seconds} ".encode() + line)
     try:
       while count:
         left = deadline - time.monotonic()
@@ -233,10 +217,10 @@ class Process:
         ready = dict(poller.poll(1000 * min(left, _STOP) + 1))
         if writer in ready:
           try:
-            rest = rest[os.write(writer, rest[:_BLOCK]) :]
+            unsent = unsent[os.write(writer, unsent[:_BLOCK]) :]
           except BrokenPipeError:
-            rest = rest[:0]  # it is gone, as its end of file will tell
-          if not rest:
+            unsent = unsent[:0]  # `_read` will raise
+          if not unsent:
             poller.unregister(writer)
         if reader in ready:
           answers = read_answers(self._read(reader), name, parse)[:count]
@@ -252,26 +236,20 @@ class Process:
       raise Lost(_end_of(self._process))
     self._pending += data
     if b"\n" not in data:
-      del self._pending[: -self.longest]  # an endless line is no answer
+      del self._pending[: -self.longest]  # of an endless line
       return []
     *lines, self._pending = self._pending.split(b"\n")
     return lines
 
 
-def read_answers(
-  lines: Iterable[bytes | bytearray], name: str, parse: Parse
-) -> list[Any]:
-  """Returns the outcomes of lines [name, OUTCOME], read by `parse`.
-
-  Others, such as late answers or text that a function wrote, are ignored.
-  """
+def read_answers(lines: Iterable, name: str, parse: Parse) -> list[Any]:
+  """Parses the outcomes of lines [name, OUTCOME]; ignores all other lines."""
   outcomes = []
+  errors = AttributeError, TypeError, ValueError, RecursionError
   for line in lines:
-    with contextlib.suppress(
-      AttributeError, TypeError, ValueError, RecursionError
-    ):
-      of, outcome = json.loads(line)
-      if of == name:
+    with contextlib.suppress(*errors):
+      line_name, outcome = json.loads(line)
+      if line_name == name:
         outcomes.append(parse(outcome))
   return outcomes
 
@@ -288,53 +266,44 @@ def _end_of(process: subprocess.Popen) -> str:
 
 
 class Done(NamedTuple):
-  """Outcomes of the job of an index: fewer than its count after an error."""
+  """Result of a job."""
 
   index: int
-  outcomes: list[Any]
+  outcomes: list[Any]  # fewer than the job's count after an error
   error: str | None
 
 
 class Submission:
-  """Jobs on their way. Threads put each that is `Done` into `done`."""
+  """Jobs in progress, and a queue of the jobs that are `Done`."""
 
   def __init__(self, jobs: Sequence[Job]):
     self.jobs = jobs
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
-    # Jobs lost in a row; without a lock, a missed one only delays giving up.
-    self.lost = 0
+    self.lost = 0  # jobs lost in a row; without a lock, so approximate
 
 
 def abandon(submissions: Sequence[Submission]) -> None:
-  """Gives up submissions that nobody waits for, and kills their workers."""
+  """Gives up submissions and kills their workers."""
   for submission in submissions:
     submission.abandoned = True
 
 
 class WorkerPool(contextlib.AbstractContextManager):
-  """Does jobs in workers, or in this process; use it in a `with`.
+  """Context manager that does jobs in worker processes, or in this process.
 
-  After `patience` = max(8, 4 * workers) jobs lost in a row, a submission is
-  given up: its other jobs are not tried. The next one starts afresh. ValueError
-  if the setup is no JSON, or a worker did not start.
-
-  Args:
-    module: program of the workers: a module with `prepare(setup)`, which
-      returns an `Answer`, and `parse`.
-    setup: JSON for `prepare`.
-    workers: processes; 0 does jobs in this one.
-    longest: bytes of an answer.
-    pinned: if True, jobs of one `Job.place` have the same worker.
+  After `patience` = max(8, 4 * workers) jobs lost in a row, a submission skips
+  its remaining jobs. ValueError if the setup is no JSON, or a worker did not
+  start.
   """
 
   def __init__(
     self,
-    module: ModuleType,
-    setup: Any,
-    workers: int,
-    longest: int = 2**16,
-    pinned: bool = False,
+    module: ModuleType,  # has `parse`, and `prepare` to make an `Answer`
+    setup: Any,  # JSON for `prepare`
+    workers: int,  # number of processes; 0 does the jobs in this process
+    longest: int = 2**16,  # bytes of an answer
+    pinned: bool = False,  # jobs with the same `Job.place` share a worker
   ):
     self.patience = max(8, 4 * workers)
     self._answer = None if workers else module.prepare(setup)
@@ -360,13 +329,8 @@ class WorkerPool(contextlib.AbstractContextManager):
         raise ValueError(f"a worker did not start: {error}") from error
       raise
 
-  def _work(
-    self,
-    process: Process,
-    jobs: queue.SimpleQueue,
-    ready: queue.SimpleQueue,
-  ) -> None:
-    """Starts a worker, which ends with this thread, and sends it jobs."""
+  def _work(self, process, jobs, ready) -> None:
+    """Starts a worker, sends it jobs, and ends it."""
     try:
       process.start(lambda: self._closed)
       ready.put(None)
@@ -385,7 +349,7 @@ class WorkerPool(contextlib.AbstractContextManager):
       process.kill()
 
   def start(self, sent: Submission) -> None:
-    """Starts to do the jobs; ValueError if the content of one is no JSON."""
+    """Starts the jobs; ValueError if the content of a job is no JSON."""
     if self._threads:
       lines = [to_line(job.content) for job in sent.jobs]
       for index, line in enumerate(lines):
@@ -397,8 +361,8 @@ class WorkerPool(contextlib.AbstractContextManager):
   ) -> Iterator[tuple[Submission, Done]]:
     """Yields jobs as they are done.
 
-    `check_signals` is called every 0.5 s or, without workers, before each job.
-    If it raises, all the submissions are abandoned.
+    Calls `check_signals` every 0.5 s or, without workers, before each job. If
+    it raises, all submissions are abandoned.
     """
     last = time.monotonic()
     try:
@@ -418,7 +382,7 @@ class WorkerPool(contextlib.AbstractContextManager):
       raise
 
   def close(self) -> None:
-    """Ends the workers, also in the middle of a submission."""
+    """Ends the workers, even during a submission."""
     if self._closed:
       return
     self._closed = True
@@ -433,23 +397,22 @@ class WorkerPool(contextlib.AbstractContextManager):
     self.close()
 
   def _next(self, sent: Submission, index: int) -> Done | BaseException | None:
-    """Waits a moment for any job, or does that of the index."""
+    """Waits briefly for any job; without workers, does the job `index`."""
     if not self._threads:
       return self._do(sent, index, self._ask_here(sent.jobs[index]))
-    # A SimpleQueue, not futures: those may stay locked if Ctrl-C interrupts a
-    # wait for them, and then nothing could end.
+    # Futures could stay locked forever if Ctrl-C interrupts a wait for them.
     with contextlib.suppress(queue.Empty):
       return sent.done.get(timeout=_POLL)
 
   def _do(self, sent: Submission, index: int, answers: Iterator[Any]) -> Done:
-    """Takes the answers to a job, unless it is given up."""
+    """Collects the answers to a job, unless it is given up."""
     outcomes, error = [], None
     try:
       if self._closed or sent.abandoned:
         raise Lost("stopped")
       if sent.lost >= self.patience:
         raise Lost(f"not tried: {self.patience} in a row had no result")
-      outcomes.extend(answers)  # and keeps those before an error
+      outcomes.extend(answers)  # keeps the answers before an error
       sent.lost = 0
     except Lost as lost:
       sent.lost += 1
@@ -457,7 +420,7 @@ class WorkerPool(contextlib.AbstractContextManager):
     return Done(index, outcomes, error)
 
   def _ask_here(self, job: Job) -> Iterator[Any]:
-    """Does a job in this process; yields its outcomes, and raises `Lost`."""
+    """Does a job in this process; yields outcomes, then may raise `Lost`."""
     outcomes = []
     work = lambda: outcomes.extend(self._answer(job.content))
     ended = user_calls.in_time(job.seconds, work)

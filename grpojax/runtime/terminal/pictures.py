@@ -1,9 +1,9 @@
 """Learning curve of a run, drawn by matplotlib.
 
 Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
-`zero_variance_groups`, some of them `optimal_group_size` with its bounds `_low`
-and `_high` (95%; may be infinite) and the `group_size` of the step; evaluation
-rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95% interval).
+`zero_variance_groups`. Diagnosed steps add `group_size` and
+`optimal_group_size` with a 95% interval `_low`, `_high` (may be infinite).
+Evaluation rows have `accuracy` with a 95% interval.
 """
 
 import math
@@ -44,11 +44,11 @@ def learning_curve(
 ) -> None:
   """Draws a run's learning curve, 1000 x 700 pixels, from its metrics.
 
-  The held-out accuracy comes first and is the largest. Metrics other than it
-  and the reward are left out if they never change. ValueError without rows.
+  The held-out accuracy comes first and is the largest. Metrics that never
+  change are left out, except it and the reward. ValueError without rows.
   """
   rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
-  rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
+  rows.sort(key=lambda row: row["step"])  # the baseline's row may come later
   series = {key: [row for row in rows if _has(row, key)] for key in _PANELS}
   shown = [key for key in _PANELS if _changes(series[key], key)]
   if not shown:
@@ -69,7 +69,7 @@ def learning_curve(
 
 
 def _has(row: dict[str, Any], key: str) -> bool:
-  # The best size may be infinite, which is null in the file; its bound is not.
+  # The best size may be infinite, which is null in the file, unlike its bound.
   key = f"{key}_low" if key == "optimal_group_size" else key
   return isinstance(row.get(key), (int, float))
 
@@ -96,7 +96,7 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
 
 
 def _draw_sizes(axes, steps: list[int], rows: list[dict], key: str) -> None:
-  """Draws the interval of each diagnosis, and the run's own group size."""
+  """Draws the intervals of the best group size, and the run's group size."""
   sizes = [row["group_size"] for row in rows]
   axes.plot(steps, sizes, "--", label="of this run")
   axes.legend(fontsize=8)

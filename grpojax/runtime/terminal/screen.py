@@ -7,20 +7,19 @@ from collections.abc import Callable
 from grpojax.runtime.files.records import duration
 
 QUIET = 10.0
-"""Seconds: an evaluation that takes no longer does not say how far it is."""
+"""Seconds between two lines of an evaluation's progress."""
 
 
 def printable(text: str) -> str:
   r"""Escapes control characters as Python does: "\x1b".
 
-  A model may write sequences that move a terminal's cursor, change its title or
-  make it type. Control and format characters (as of the direction of writing),
-  lone surrogates and unassigned code points are escaped; newlines, tabs and
-  spaces of any width stay.
+  A model's text may move a terminal's cursor, change its title or type
+  commands. Escapes control and format characters (such as writing direction),
+  lone surrogates and unassigned code points, but no newlines, tabs and spaces.
   """
   return "".join(
     c
-    # "Zs" is Unicode's category of spaces, which isprintable() refuses.
+    # isprintable() excludes "Zs", Unicode's category of spaces.
     if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs"
     else c.encode("unicode_escape").decode()
     for c in text
@@ -28,20 +27,19 @@ def printable(text: str) -> str:
 
 
 class Screen:
-  """Prints how far an evaluation is, every `every` batches.
+  """Prints an evaluation's progress every `every` batches.
 
-  At most one line in `QUIET` seconds; `seconds` is a clock.
+  Prints at most one line per `QUIET` seconds; `seconds` is a clock.
   """
 
-  def __init__(
-    self, every: int = 1, seconds: Callable[[], float] = time.monotonic
-  ):
-    self.every, self.seconds = every, seconds
+  def __init__(self, every: int = 1, seconds: Callable = time.monotonic):
+    self.every = every
+    self.seconds = seconds
     self._start = self._last = 0.0
     self._batches = 0
 
   def evaluated(self, done: int, total: int) -> None:
-    """Takes the number of held-out prompts done; 0 at the beginning."""
+    """Reports that `done` of `total` prompts are evaluated; 0 at the start."""
     now = self.seconds()
     if not done:
       self._start = self._last = now

@@ -1,8 +1,8 @@
 """Experiment trackers, which get a copy of a run's metrics.
 
-A tracker is a function that opens a run: one of `TRACKERS`, or a user's own.
-Its own environment variables choose place and account (WANDB_MODE=offline needs
-no network). A tracker that fails is named and left out; the run goes on.
+A tracker is a function from `TRACKERS` or of the user, which opens a run. Its
+environment variables choose server and account (WANDB_MODE=offline needs no
+network). If a tracker fails, the run continues without it.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from grpojax.runtime.terminal.screen import printable
 
 TENSORBOARD = "tensorboard"
 PROJECT = "grpojax"
-"""Project or experiment of runs whose user names none."""
+"""Default project or experiment of a run."""
 
 
 class TrackedRun(NamedTuple):
   """A run to open in a tracker."""
 
   directory: pathlib.Path
-  name: str  # name for people
+  name: str  # display name
   config: Mapping[str, Any]  # settings by dotted path
-  step: int = -1  # of the checkpoint that it goes on from; -1 for a new run
-  id: str = ""  # the tracker's name of it, if it has one already
+  step: int = -1  # of the checkpoint to resume from; -1 for a new run
+  id: str = ""  # the tracker's id of a resumed run, if any
 
 
 class Tracker(NamedTuple):
@@ -39,13 +39,13 @@ class Tracker(NamedTuple):
 
   log: Callable[[int, Mapping[str, float]], None]  # `(step, numbers)`
   close: Callable[[], None]  # flushes
-  id: str = ""  # the tracker's name of the run, if it needs one to resume
+  id: str = ""  # the tracker's id of the run, if it needs one to resume
 
 
 def tensorboard(run: TrackedRun) -> Tracker:
-  """Writes files into the run's directory; hides rows of steps that were lost.
+  """Writes files into the run's directory; hides the rows of repeated steps.
 
-  No SummaryWriter: on a full disk it waits for its thread for ever.
+  Uses no SummaryWriter, which hangs on a full disk.
   """
   from tensorboardX.event_file_writer import EventsWriter
   from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -67,7 +67,7 @@ def tensorboard(run: TrackedRun) -> Tracker:
     writer.flush()
 
   def close():
-    with contextlib.suppress(OSError):  # of a full disk, which was said before
+    with contextlib.suppress(OSError):  # of a full disk, reported by `log`
       writer.close()
 
   return Tracker(log, close)
@@ -76,7 +76,7 @@ def tensorboard(run: TrackedRun) -> Tracker:
 def wandb(run: TrackedRun) -> Tracker:
   """Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
 
-  Curves are over "step"; steps that are repeated are there twice.
+  Curves are over "step"; repeated steps appear twice.
   """
   import wandb as library
 
@@ -104,13 +104,13 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 """Functions that open a run, by the tracker's name."""
 
 PACKAGES = {TENSORBOARD: "tensorboardX", "wandb": "wandb"}
-"""Packages that trackers import."""
+"""Packages that the trackers import."""
 
 
 def opener(name: str) -> Callable[[TrackedRun], Tracker]:
-  """Returns the function that opens runs: of `TRACKERS`, or FILE.py:FUNCTION.
+  """Returns a function to open runs: of `TRACKERS`, or FILE.py:FUNCTION.
 
-  ValueError for an unknown function, or if its package is missing.
+  ValueError if the function is unknown, or its package is missing.
   """
   setting = f"log.trackers = {name!r}"
   if name in TRACKERS:
@@ -123,7 +123,7 @@ def opener(name: str) -> Callable[[TrackedRun], Tracker]:
   place, _, function = name.rpartition(":")
   if not place:
     raise ValueError(
-      f"{setting}: give {' or '.join(TRACKERS)}, or a function of your own as"
+      f"{setting}: give {' or '.join(TRACKERS)}, or a function of yours as"
       " path/to/file.py:FUNCTION"
     )
   open_run = getattr(user_calls.load_module(setting, place), function, None)
@@ -133,12 +133,12 @@ def opener(name: str) -> Callable[[TrackedRun], Tracker]:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the finite numbers of a row but for its step, by name."""
+  """Returns the finite numbers of a row by name, without its step."""
   numbers = {}
   for name, value in row.items():
     if name == "step" or isinstance(value, bool | str):
       continue
-    with contextlib.suppress(TypeError, ValueError):  # it is no number
+    with contextlib.suppress(TypeError, ValueError):  # no number
       if math.isfinite(number := float(value)):
         numbers[name] = number
   return numbers
@@ -147,10 +147,10 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 def open_all(
   names: Sequence[str], run: TrackedRun, ids: Mapping[str, str]
 ) -> tuple[dict[str, Tracker], dict[str, str]]:
-  """Opens a run in all trackers; returns them and the new ids, by name.
+  """Opens a run in all trackers; returns open trackers and run ids by name.
 
-  `ids` are those of an earlier part of the run. If one cannot be opened, the
-  others are closed, and the error is a ValueError.
+  `ids` are the run's ids before a resume. If a tracker fails, closes the
+  opened trackers and raises ValueError.
   """
   opened: dict[str, Tracker] = {}
   try:
@@ -163,13 +163,11 @@ def open_all(
       f"log.trackers: {name} does not open: {_one_line(error)}{hint}; without"
       f" it: --config.log.trackers={','.join(x for x in names if x != name)}"
     ) from error
-  return opened, {k: one.id for k, one in opened.items() if one.id}
+  return opened, {name: x.id for name, x in opened.items() if x.id}
 
 
-def log_all(
-  opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
-) -> None:
-  """Logs a row in all trackers; names and removes one that fails."""
+def log_all(opened: dict, step: int, row: Mapping[str, Any]) -> None:
+  """Logs a row in all trackers; reports and removes failing trackers."""
   numbers = numbers_of(row)
   for name, tracker in list(opened.items()):
     try:
@@ -177,14 +175,14 @@ def log_all(
     except (Exception, SystemExit) as error:
       del opened[name]
       print(
-        f"step {step}: {name} fails ({_one_line(error)}); it gets no more of"
-        " this run until it is resumed",
+        f"step {step}: {name} fails ({_one_line(error)}); it is off until the"
+        " run is resumed",
         flush=True,
       )
 
 
 def close_all(opened: Mapping[str, Tracker]) -> None:
-  """Closes all trackers, and prints which of them fails."""
+  """Closes all trackers, and prints their errors."""
   for name, tracker in opened.items():
     try:
       tracker.close()
@@ -193,7 +191,7 @@ def close_all(opened: Mapping[str, Tracker]) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-  # It may quote an address with its password.
+  # Removes a password in a quoted address.
   text = " ".join(re.sub(r"://[^/\s@]*@", "://...@", str(error)).split())
   text = printable(text[:300])
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,8 +1,8 @@
-"""Chats as text, set by a tokenizer's (sandboxed) chat template.
+"""Text of chats, by a tokenizer's (sandboxed) chat template.
 
 Some templates write today's date, Llama 3's as "26 Jul 2024". The option
-"date_string" pins it, for templates that read a `date_string` and those that
-call `strftime_now`.
+"date_string" pins it, in templates that read `date_string` or call
+`strftime_now`.
 """
 
 import datetime
@@ -28,11 +28,11 @@ def today() -> str:
 def set_messages(
   tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> str:
-  """Returns the text of messages, up to where the assistant answers.
+  """Returns the text of messages, up to the assistant's answer.
 
-  If the template has no system role, the system's message goes before the text
-  of the first other one, as in Gemma 3's. `options` are keywords of the chat
-  template, and "date_string". ValueError if the template does not take them.
+  If the template has no system role, the system message precedes the text of
+  the next message, as in Gemma 3's. `options` are keywords of the chat
+  template, and "date_string". ValueError if the template refuses them.
   """
   import jinja2
 
@@ -47,19 +47,17 @@ def set_messages(
   if has_system and (
     text is None or messages[0]["content"].strip() not in text
   ):
-    # Refused by an error or, worse, by leaving it out.
+    # The template raised an error, or left the system message out.
     system, first, *rest = messages
     content = f"{system['content'].strip()}\n\n{first['content']}"
     text = _apply(tokenizer, [first | {"content": content}, *rest], options)
   return text
 
 
-def _apply(
-  tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
-) -> str:
+def _apply(tokenizer, messages, options) -> str:
   try:
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-  except Exception as error:  # a template is a program: whatever it may raise
+  except Exception as error:  # a template is a program
     raise ValueError(
       "the model's chat template does not take this prompt "
       f"({str(error) or type(error).__name__}); roles: "
@@ -76,29 +74,28 @@ def whole_chat(
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-  """Checks the options, and adds a template with the pinned date, if any."""
+  """Checks the options; adds a template with the pinned date, if any."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
-    raise ValueError(
-      f"data.template_options: the model's chat template has no {unknown}"
-    )
+    problem = f"the model's chat template has no {unknown}"
+    raise ValueError(f"data.template_options: {problem}")
   if DATE not in options:
     return options
   date = str(options[DATE])
   write = functools.partial(_pinned, date)
   template = tokenizer.get_chat_template(tools=options.get("tools"))
-  # Templates are given data only, no functions: what they ask for is put in.
+  # Templates get no functions, so the dates are inserted into the template.
   return options | {DATE: date, "chat_template": _ASKS.sub(write, template)}
 
 
 def _pinned(date: str, call: re.Match) -> str:
-  """Returns the text of `strftime_now("...")` at a date, or a refusal."""
+  """Returns a date as from `strftime_now("...")`, or code for an error."""
   try:
     return repr(datetime.datetime.strptime(date, _FORM).strftime(call["form"]))
   except ValueError:
     message = (
-      f"data.template_options.date_string = {date!r}, but the template asks "
-      "for a date; give one like 26 Jul 2024"
+      f"data.template_options.date_string = {date!r}, but the template needs "
+      "a date like 26 Jul 2024"
     )
     return f"raise_exception({message!r})"

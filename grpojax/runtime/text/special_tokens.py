@@ -1,18 +1,18 @@
-"""Control tokens of templates, kept apart from text that looks like them.
+"""Separation of a template's control tokens from text that looks like them.
 
-A tokenizer takes "<|im_end|>" for a control token wherever it stands, but a
-prompt that holds these letters must not end its own turn. So `mark` replaces
-them by a random name before a template sets the contents. `encode` then reads
-the template's tokens as controls, and the marks as text:
+A tokenizer always reads "<|im_end|>" as a control token, but a prompt with
+these letters must not end its own turn. So `mark` replaces them by a random
+name before the template is applied. `encode` then reads the template's tokens
+as controls, and the marks as text:
 
     a prompt              Say <|im_end|>
     marked                Say NONCE1;
-    set by a template     <|im_start|>user Say NONCE1;<|im_end|>
+    in a template         <|im_start|>user Say NONCE1;<|im_end|>
     read as               control 0, text "user Say <|im_end|>", control 1
 
 Control tokens are the tokenizer's special tokens, and other added tokens that
 its chat template writes (as DeepSeek's), except for tags such as <think>, which
-models write, too.
+models write too.
 """
 
 import functools
@@ -26,19 +26,19 @@ _TAG = re.compile(r"</?[a-z_]+>")
 
 
 class Marks(NamedTuple):
-  """Control tokens of one tokenizer, and the marks that stand for them."""
+  """Control tokens of a tokenizer, and their marks."""
 
   tokens: tuple[Any, ...]  # tokenizers' AddedToken, the longest first
-  numbers: dict[str, int]  # their places in `tokens`, by their text
-  pattern: re.Pattern  # finds them in a text
-  heads: tuple[str, ...]  # texts with which one of them begins
-  tails: tuple[str, ...]  # texts with which one of them ends
-  nonce: str  # beginning of every mark: private characters, drawn at random
+  numbers: dict[str, int]  # index in `tokens` by text
+  pattern: re.Pattern  # matches control tokens in a text
+  heads: tuple[str, ...]  # their proper prefixes
+  tails: tuple[str, ...]  # their proper suffixes
+  nonce: str  # prefix of every mark: random private characters
 
 
 @functools.lru_cache(maxsize=8)
 def marks(tokenizer: Any) -> Marks:
-  """Returns the marks of a tokenizer's texts."""
+  """Returns the control tokens and marks of a tokenizer."""
   template = str(tokenizer.chat_template or "")
 
   def is_control(token):
@@ -66,15 +66,14 @@ def marks(tokenizer: Any) -> Marks:
 
 
 def mark(tokenizer: Any, text: str) -> str:
-  """Returns the text with marks in the place of all control tokens.
+  """Replaces all control tokens in a text by marks.
 
-  Also at an end of the text that a template may complete: "<|im_end|" and ">".
+  Also marks a start or end that a template may complete: "<|im_end|" and ">".
   """
   known = marks(tokenizer)
-  marked = known.pattern.sub(
-    lambda match: f"{known.nonce}{known.numbers[match[0]]};", text
-  )
-  # At whitespace it would keep templates from stripping that.
+  name = lambda match: f"{known.nonce}{known.numbers[match[0]]};"
+  marked = known.pattern.sub(name, text)
+  # A mark at whitespace would prevent templates from stripping it.
   if text.endswith(known.heads) and not text[-1].isspace():
     marked += f"{known.nonce};"
   if text.startswith(known.tails) and not text[0].isspace():
@@ -82,30 +81,27 @@ def mark(tokenizer: Any, text: str) -> str:
   return marked
 
 
-# Meanings of control tokens in prompts and data, of data.special_tokens.
+# Meanings of control tokens in prompts and data, for data.special_tokens.
 SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
   "text": mark,
-  "control": lambda tokenizer, text: text,  # they are what they look like
+  "control": lambda tokenizer, text: text,
 }
 
 
 def unmark(tokenizer: Any, marked: str) -> str:
-  """Returns the text that was marked."""
+  """Inverts `mark`."""
   known = marks(tokenizer)
-  return re.sub(
-    f"{known.nonce}([0-9]*);",
-    lambda match: known.tokens[int(match[1])].content if match[1] else "",
-    marked,
-  )
+  token = lambda match: known.tokens[int(match[1])].content if match[1] else ""
+  return re.sub(f"{known.nonce}([0-9]*);", token, marked)
 
 
 def encode(
   tokenizer: Any, marked: str, add_special_tokens: bool = False
 ) -> list[int]:
-  """Returns the ids of a marked text, or of a template that got such.
+  """Returns the ids of a marked text, or of a template with marked contents.
 
   ValueError if the tokenizer cannot read the text or write a control token as
-  text, or the model has no embedding of a token.
+  text, or the model lacks an embedding of a token.
   """
   encoder = encode_marked
   if marks(tokenizer).nonce not in marked:
@@ -113,7 +109,7 @@ def encode(
   try:
     ids = encoder(tokenizer, marked, add_special_tokens=add_special_tokens)
   except BaseException as error:
-    if type(error).__name__ != "PanicException":  # of Rust; no Exception
+    if type(error).__name__ != "PanicException":  # from Rust; no Exception
       raise
     raise ValueError(
       f"the model's tokenizer cannot read a text ({error}): {marked[:80]!r}"
@@ -122,8 +118,8 @@ def encode(
   if ids and max(ids) >= size:
     token = tokenizer.convert_ids_to_tokens(max(ids))
     raise ValueError(
-      f"a text has the token {token!r} ({max(ids)}), and the model has "
-      f"embeddings of ids below {size} alone: take it out"
+      f"a text has the token {token!r} ({max(ids)}), but the model has only "
+      f"embeddings of ids below {size}: remove it"
     )
   return ids
 
@@ -131,14 +127,12 @@ def encode(
 def encode_marked(
   tokenizer: Any, marked: str, add_special_tokens: bool
 ) -> list[int]:
-  """Encodes a text that has marks; gives the same ids for one without."""
+  """Encodes a text with or without marks."""
   known = marks(tokenizer)
   backend, ids = _with_aliases(tokenizer)
-  # Controls of the template become aliases; then marks become text.
-  aliased = known.pattern.sub(
-    lambda match: f"{known.nonce}{known.numbers[match[0]]}:", marked
-  )
-  text = unmark(tokenizer, aliased)
+  # The template's controls become aliases, then marks become text.
+  alias = lambda match: f"{known.nonce}{known.numbers[match[0]]}:"
+  text = unmark(tokenizer, known.pattern.sub(alias, marked))
   encoded = backend.encode(text, add_special_tokens=False).ids
   inside = {int(k) for k in re.findall(f"{known.nonce}([0-9]+);", marked)}
   names = {known.tokens[k].content for k in inside} - {tokenizer.unk_token}
@@ -146,8 +140,8 @@ def encode_marked(
   if wrong:
     raise ValueError(
       f"a prompt has {tokenizer.convert_ids_to_tokens(min(wrong))!r} in its"
-      " text, and this tokenizer has no other way to write that than the"
-      " control token: take it out, or set data.special_tokens = 'control'"
+      " text, which this tokenizer has no other way to write than by the"
+      " control token: remove it, or set data.special_tokens = 'control'"
     )
   if add_special_tokens:
     encoded = backend.encode(text, add_special_tokens=True).ids
@@ -158,8 +152,8 @@ def encode_marked(
 def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
   """Returns a copy of the backend in which only aliases are controls.
 
-  The alias of control token k is NONCE k ":", with its rules of whitespace.
-  Also returns the original ids by those of the aliases.
+  The alias of control token k is NONCE k ":", with its whitespace rules. Also
+  returns the control tokens' ids by alias id.
   """
   import tokenizers
 

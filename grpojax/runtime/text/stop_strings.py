@@ -1,4 +1,4 @@
-"""Stop strings as an automaton over the tokens of a tokenizer."""
+"""Stop strings as an automaton over a tokenizer's tokens."""
 
 import re
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from jaxtyping import Int
 
 from grpojax.core.ends import StopTable
 
-MOST_BYTES = 2**28  # of the largest automaton while it is built
+MOST_BYTES = 2**28  # of an automaton during construction
 
-# Bytes by the characters that byte-level BPE (GPT-2) writes them as.
+# Bytes by the characters that represent them in byte-level BPE (GPT-2).
 _PLAIN = [i for i in range(256) if chr(i).isprintable() and i != 32]
 _OTHERS = [i for i in range(256) if i not in _PLAIN]
 BYTES = {chr(i): i for i in _PLAIN}
@@ -19,38 +19,38 @@ BYTES |= {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
 def token_bytes(tokenizer: Any, count: int) -> list[bytes]:
-  """Returns the bytes that each of `count` tokens adds to a text before it."""
+  """Returns the bytes that each of `count` tokens appends to a text."""
 
   def decode(rows):
     return tokenizer.batch_decode(
       rows, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
 
-  # Some tokenizers leave out the space before the first token of a text.
+  # Some tokenizers omit the space before the first token of a text.
   alone = ((i, decode([[i]])[0]) for i in range(count))
   first, before = next(x for x in alone if x[1] and "\ufffd" not in x[1])
   pieces = tokenizer.convert_ids_to_tokens([*range(count)])
   texts = decode([[first, i] for i in range(count)])
 
-  def of_token(piece, text):
-    if "\ufffd" in text:  # a part of a character
+  def appended(piece, text):
+    if "\ufffd" in text:  # the token is a part of a character
       if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
         return bytes.fromhex(byte[1])
       if all(x in BYTES for x in piece):
         return bytes(BYTES[x] for x in piece)
     return text.removeprefix(before).encode()
 
-  return [*map(of_token, pieces, texts)]
+  return [*map(appended, pieces, texts)]
 
 
 def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   """Builds Aho and Corasick's (1975) automaton of stop strings for tokens.
 
-  Its states are the beginnings of the strings, in bytes; a token leads to the
-  state after its bytes. ValueError if tokens cannot write a string, or the
-  table is too large.
+  Its states are the strings' prefixes in bytes; a token leads to the state
+  after its bytes. ValueError if the tokens cannot write a string, or the table
+  is too large.
   """
-  # A string with another one inside it is never the first to be complete.
+  # A string that contains another string is never completed first.
   ends = {x.encode() for x in strings}
   ends = [x for x in ends if not any(y in x for y in ends - {x})]
   length = sum(map(len, ends))
@@ -67,14 +67,14 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   for text in [*begins[1:], *ends]:
     children[numbers[text[:-1]]].append((text[-1], numbers[text]))
   after = np.zeros((len(numbers), 256), np.int32)
-  suffix = [0] * len(numbers)  # longest other state that ends each one
+  suffix = [0] * len(numbers)  # the longest other state that is a suffix
   for state in range(len(begins)):
     after[state] = after[suffix[state]]
     for byte, child in children[state]:
       suffix[child] = int(after[state, byte])
       after[state, byte] = child
   after[len(begins) :] = np.arange(len(begins), len(numbers))[:, None]
-  table = _of_tokens(after, token_bytes(tokenizer, count))
+  table = _token_table(after, token_bytes(tokenizer, count))
   groups = {}
   for token, column in enumerate(np.ascontiguousarray(table.T)):
     groups.setdefault(column.tobytes(), []).append(token)
@@ -89,26 +89,24 @@ def build(tokenizer: Any, strings: Sequence[str], count: int) -> StopTable:
   for end in ends:
     if numbers[end] not in reached and len(ends) == 1:
       raise ValueError(
-        f"have {end.decode()!r}, which the model's tokens cannot write: leave "
-        "it out"
+        f"have {end.decode()!r}, which no tokens of the model write: remove it"
       )
-    elif numbers[end] not in reached:  # or another one always ends before
+    elif numbers[end] not in reached:  # or another string always ends earlier
       build(tokenizer, [end.decode()], count)
   columns = np.minimum(columns[: len(begins)], len(begins))
   small = lambda x: x.astype(np.min_scalar_type(x.max()))
   return StopTable(tuple(strings), small(classes), small(columns))
 
 
-def _of_tokens(
+def _token_table(
   after: Int[np.ndarray, "S 256"], texts: Sequence[bytes]
 ) -> Int[np.ndarray, "S V"]:
   """Returns the state after each state and token."""
   lengths = np.array([*map(len, texts)])
   starts = np.cumsum(lengths) - lengths
   flat = np.frombuffer(b"".join(texts), np.uint8)
-  table = np.repeat(
-    np.arange(len(after), dtype=np.int32)[:, None], len(texts), 1
-  )
+  states = np.arange(len(after), dtype=np.int32)
+  table = np.repeat(states[:, None], len(texts), 1)
   for i in range(max(lengths)):
     longer = np.flatnonzero(lengths > i)
     table[:, longer] = after[table[:, longer], flat[starts[longer] + i]]

@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face format, from local directories only."""
+"""Tokenizers in Hugging Face format, loaded from local directories only."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
 SMALLEST_BPE = 256 + 2  # tokens: all bytes, PAD and EOS
 
-# Q: and A: take turns; a system message, if any, stands on a line of its own.
+# Alternating lines "Q: ..." and "A: ..."; a system message is a line alone.
 CHAT_TEMPLATE = (
   "{% for message in messages %}"
   "{% if message['role'] == 'user' %}Q: {{ message['content'] }}\n"
@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 def import_transformers() -> types.ModuleType:
   """Returns the transformers library, which is slow to import."""
-  # It would warn that models need PyTorch; only its tokenizers are used.
+  # Suppresses its warning that models need PyTorch.
   advice = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
   with mock.patch.dict(os.environ, advice):
     import transformers
@@ -49,26 +49,26 @@ def import_transformers() -> types.ModuleType:
 def load(path: str | os.PathLike) -> Any:
   """Loads a directory's transformers tokenizer, without network or remote code.
 
-  ValueError if its files are missing, cannot be read, take all time or memory,
-  or are of another model than config.json.
+  ValueError if its files are missing, unreadable, exhaust time or memory, or do
+  not fit the model in config.json.
   """
   path = pathlib.Path(path)
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-  there = [name for name in names if (path / name).is_file()]
-  if not there:
+  present = [name for name in names if (path / name).is_file()]
+  if not present:
     raise ValueError(
       f"no tokenizer in {path}: none of {', '.join(names)} is there. Download"
       " the model first, or copy its tokenizer files into that directory"
     )
   settings = path / "tokenizer_config.json"
   if settings.is_file():
-    read_json(settings)  # refuses a file that is not an object
+    read_json(settings)  # refuses a file without an object
   transformers = import_transformers()
-  # tokenizer.json is the whole tokenizer. AutoTokenizer may rebuild it by the
-  # class that tokenizer_config.json names, with other ids: under transformers
-  # 5.0 to 5.15 byte-level ones of the class LlamaTokenizerFast lose all spaces.
-  whole = there[0] == "tokenizer.json"
-  name = "PreTrainedTokenizerFast" if whole else "AutoTokenizer"
+  # AutoTokenizer may rebuild a tokenizer.json by the class named in
+  # tokenizer_config.json, with other ids: in transformers 5.0 to 5.15
+  # byte-level tokenizers of the class LlamaTokenizerFast lose all spaces.
+  is_json = present[0] == "tokenizer.json"
+  name = "PreTrainedTokenizerFast" if is_json else "AutoTokenizer"
   try:
     tokenizer = getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
@@ -80,7 +80,7 @@ def load(path: str | os.PathLike) -> Any:
   if type(size) is int:
     _check_size(path, tokenizer, size)
     tokenizer.embeddings = size  # for `special_tokens.encode`
-  if ASSETS not in path.absolute().parents:  # which are our own
+  if ASSETS not in path.absolute().parents:  # an untrusted tokenizer
     file = path / "tokenizer.json"
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     changed = file.stat().st_mtime_ns if file.is_file() else 0
@@ -89,45 +89,38 @@ def load(path: str | os.PathLike) -> Any:
 
 
 def _check_size(path: pathlib.Path, tokenizer: Any, size: int) -> None:
-  """Refuses ordinary tokens from id `size` on; prints added ones."""
+  """Refuses ordinary tokens from id `size` on; warns of added tokens there."""
   beyond = {i: x for x, i in tokenizer.get_vocab().items() if i >= size}
   named = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
   added = tokenizer.added_tokens_decoder.keys() - {*named}
   listed = ", ".join(f"{beyond[i]!r} ({i})" for i in sorted(beyond)[:3])
-  trouble = (
+  problem = (
     f"the tokenizer in {path} has {len(beyond)} ids from {size} on ({listed}), "
     f"and the model has {size} embeddings"
   )
   if beyond.keys() - added:
-    raise ValueError(f"{trouble}: they are not of the same model")
+    raise ValueError(f"{problem}: they are not of the same model")
   if beyond:
-    print(f"warning: {trouble}: texts with these tokens are refused")
+    print(f"warning: {problem}: texts with these tokens are refused")
 
 
 def format_prompt(
   tokenizer: Any,
-  prompt: str | Sequence[Mapping[str, Any]],
+  prompt: str | Sequence[Mapping[str, Any]],  # text or chat messages
   template: str = "{prompt}",
-  system_prompt: str = "",
+  system_prompt: str = "",  # for messages without a system message
   template_options: Mapping[str, Any] | None = None,
 ) -> str:
-  """Returns a prompt as the text that the model continues.
+  """Returns the text of a prompt, by the tokenizer's chat template if any.
 
-  The tokenizer's chat template, if any, sets the messages. ValueError for
-  options that need one, or that it does not take.
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    prompt: text, or chat messages {"role": ..., "content": ...}.
-    template: text around a text prompt, with "{prompt}" in its place and other
-      braces doubled. A chat template gets it as the user's message, stripped.
-    system_prompt: system message before messages without one (`set_messages`).
-    template_options: keywords of the chat template, and "date_string", the date
-      that it is to write.
+  `template` surrounds a text prompt, with "{prompt}" in its place and other
+  braces doubled. A chat template gets it as the user's message, stripped.
+  `template_options` are keywords of the chat template, and "date_string" to pin
+  its date. ValueError for options that need a chat template or are unsupported.
   """
   options = dict(template_options or {})
   if not tokenizer.chat_template:
-    options.pop(DATE, None)  # no template would write it
+    options.pop(DATE, None)
     if not isinstance(prompt, str) or system_prompt or options:
       raise ValueError(
         "the tokenizer has no chat template for prompts that are chats, "
@@ -149,12 +142,12 @@ TEMPLATE = "must hold {prompt} and no other field; write other braces doubled"
 
 
 def is_template(template: str, field: str = "prompt") -> bool:
-  """Returns True for a `TEMPLATE`: all its fields are "{prompt}" literally."""
+  """Returns True if all fields of a template are "{prompt}"; see `TEMPLATE`."""
   return fields(template) == {field}
 
 
 def fields(template: str) -> set[str] | None:
-  """Returns the fields of a template; None where one is not a plain {name}."""
+  """Returns a template's fields, or None unless all are plain {name}s."""
   try:
     parts = [part[1:] for part in string.Formatter().parse(template)]
   except ValueError:
@@ -178,27 +171,23 @@ def encode_prompt(
   template_options: Mapping[str, Any] | None = None,
   special_tokens: str = "text",
 ) -> tuple[str, list[int]]:
-  """Returns the text of `format_prompt`, which has the arguments, and its ids.
+  """Returns the text of a prompt, as `format_prompt` does, and its ids.
 
   A chat template writes special tokens (BOS and others) itself; without one the
-  tokenizer adds its own. `special_tokens`, a key of `SPECIAL_TOKENS`, is the
-  meaning of their names in prompts. ValueError if one cannot be text.
+  tokenizer adds its own. `special_tokens`, a key of `SPECIAL_TOKENS`, sets the
+  meaning of their names in prompts. ValueError if a name cannot be text.
   """
-
-  def written(*contents):
-    return format_prompt(
-      tokenizer, contents[0], template, contents[1], template_options
-    )
-
-  text = marked = written(prompt, system_prompt)
+  options = template_options
+  text = format_prompt(tokenizer, prompt, template, system_prompt, options)
+  marked = text
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  contents = [each_text(write, prompt), write(system_prompt)]
-  if contents != [prompt, system_prompt]:
-    marked = written(*contents)
+  inner, system = each_text(write, prompt), write(system_prompt)
+  if [inner, system] != [prompt, system_prompt]:
+    marked = format_prompt(tokenizer, inner, template, system, options)
     if special_tokens_lib.unmark(tokenizer, marked) != text:
       raise ValueError(
-        "the model's chat template writes another text where a prompt has the"
-        " name of a special token in it: take it out, or set"
+        "the model's chat template writes another text if a prompt contains the"
+        " name of a special token: remove it, or set"
         f" data.special_tokens = 'control'; the prompt is {text[:200]!r}"
       )
   if tokenizer.chat_template:
@@ -207,14 +196,14 @@ def encode_prompt(
 
 
 def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
-  """Returns the ids of a prompt, with BOS and without an EOS that is added."""
+  """Returns the ids of a prompt, with the tokenizer's BOS but not its EOS."""
   ids = special_tokens_lib.encode(tokenizer, marked, True)
   bare = special_tokens_lib.encode(tokenizer, marked)
   bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
   if ids[:2] == [bos, bos] and bare[:2] != ids[:2]:
     raise ValueError(
-      f"a prompt begins with {tokenizer.bos_token!r} twice: the tokenizer adds "
-      "one, and data.template (or the prompt) has another: remove that one"
+      f"a prompt begins with {tokenizer.bos_token!r} twice: remove it from "
+      "data.template (or the prompt), because the tokenizer adds it"
     )
   return ids[:-1] if ids[-1:] == [eos] and ids[-len(bare) :] != bare else ids
 
@@ -222,7 +211,7 @@ def _encode_plain(tokenizer: Any, marked: str) -> list[int]:
 def encode_text(
   tokenizer: Any, text: str, special_tokens: str = "text"
 ) -> list[int]:
-  """Returns the ids of a text alone; `special_tokens` as of `encode_prompt`."""
+  """Returns the ids of a text alone; `special_tokens` as in `encode_prompt`."""
   marked = SPECIAL_TOKENS[special_tokens](tokenizer, text)
   return special_tokens_lib.encode(tokenizer, marked)
 
@@ -233,9 +222,9 @@ def encode_conversation(
   special_tokens: str = "text",
   date: str | None = None,
 ) -> list[int]:
-  """Returns the ids of a text, or of a whole chat by the tokenizer's template.
+  """Returns the ids of a text, or of a chat by the tokenizer's template.
 
-  `special_tokens` is as of `encode_prompt`; the default date is today.
+  `special_tokens` is as in `encode_prompt`; the default date is today.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
   marked, is_text = each_text(write, sample), isinstance(sample, str)
@@ -245,7 +234,7 @@ def encode_conversation(
 
 
 def each_text(write: Callable[[str], str], content: Any) -> Any:
-  """Returns a prompt with every text x replaced by `write(x)`."""
+  """Applies `write` to every text of a prompt."""
   if isinstance(content, str):
     return write(content)
   if isinstance(content, Mapping):
@@ -258,9 +247,9 @@ def each_text(write: Callable[[str], str], content: Any) -> Any:
 def decode_completion(
   tokenizer: Any, ids: np.ndarray, mask: np.ndarray, ends: Ends
 ) -> str:
-  """Returns the text of one completion [T], up to its EOS or stop string.
+  """Returns the text of a completion [T], up to its EOS or stop string.
 
-  Other special tokens stay visible: no reward takes "1<|pad|>94" for "194".
+  Other special tokens stay, so no reward reads "1<|pad|>94" as "194".
   """
   tokens, stop, state, before = [], ends.stop, 0, 0
   for token in np.asarray(ids)[np.asarray(mask)].tolist():
@@ -282,12 +271,12 @@ def decode_completion(
   if not stop or state < len(stop.table):
     return text
   begins = [i for x in stop.strings if (i := text.find(x)) >= 0]
-  # Decoding may change bytes that are no characters, or a space at the start.
+  # Decoding may change invalid bytes, or a space at the start.
   return text[: min(begins)] if begins else decode(tokens[:before])
 
 
 def character_tokenizer() -> Any:
-  r"""Returns a tokenizer of single characters, for the embedded models.
+  r"""Returns the embedded models' tokenizer of single characters.
 
   Its 100 tokens: <|pad|> = 0, <|endoftext|> = 1, <|unk|> = 2, then "\n",
   printable ASCII (32..126) and "\n\n", which can end a completion.
@@ -307,11 +296,10 @@ def character_tokenizer() -> Any:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
-  """Trains a byte-level tokenizer whose tokens are frequent pieces of words.
+  """Trains a tokenizer by byte-pair encoding (arXiv 1508.07909).
 
-  Byte-pair encoding of Sennrich et al. (arXiv 1508.07909), on bytes as in
-  GPT-2; digits are never merged. It has `vocab_size` tokens, with <|pad|> = 0
-  and <|endoftext|> = 1, or fewer if the texts have no more pairs to merge.
+  Works on bytes like GPT-2, but never merges digits. Has `vocab_size` tokens,
+  with <|pad|> = 0 and <|endoftext|> = 1, or fewer without more pairs to merge.
   """
   if vocab_size < SMALLEST_BPE:
     raise ValueError(
@@ -352,10 +340,11 @@ def _wrapped(backend: Any, **special: str) -> Any:
 def eos_ids(
   path: str | os.PathLike, tokenizer: Any, vocab_size: int | None = None
 ) -> tuple[int, ...]:
-  """Returns the ids that end a completion, one or more, each once.
+  """Returns the unique ids that end a completion, at least one.
 
-  `generation_config.json` names them, else `config.json`, by number or by text;
-  the tokenizer's is one, too. ValueError without any, or beyond `vocab_size`.
+  They are named in `generation_config.json`, else in `config.json`, by number
+  or text, and by the tokenizer. ValueError if there are none, or if one is not
+  below `vocab_size`.
   """
   ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
@@ -380,16 +369,14 @@ def gaps(
 ) -> tuple[tuple[int, int], ...]:
   """Returns ranges [start, stop) of ids below `vocab_size` without a token.
 
-  Most of them pad a vocabulary to a round number. EOS ids count as tokens.
+  Most pad the vocabulary to a round number. EOS ids count as tokens.
   """
   known = {*tokenizer.get_vocab().values(), *eos_ids}
   ids = [-1, *filter(known.__contains__, range(vocab_size)), vocab_size]
   return tuple((i + 1, j) for i, j in itertools.pairwise(ids) if j > i + 1)
 
 
-def _eos_id(
-  token: Any, tokenizer: Any, vocab_size: int | None, file: pathlib.Path
-) -> int:
+def _eos_id(token, tokenizer, vocab_size, file) -> int:
   if isinstance(token, str):
     token = tokenizer.get_vocab().get(token, token)
   largest = float("inf") if vocab_size is None else vocab_size - 1
@@ -397,13 +384,13 @@ def _eos_id(
   if not is_id or not 0 <= token <= largest:
     raise ValueError(
       f"{file}: eos_token_id = {token!r} must be a token's text, an id of"
-      f" 0..{largest}, or a list of them: else no completion would end with it"
+      f" 0..{largest}, or a list of them, or no completion would end with it"
     )
   return token
 
 
 def pad_id(tokenizer: Any) -> int:
-  """Returns the id of the padding token, else of EOS."""
+  """Returns the id of the padding token, or else of EOS."""
   for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
     if token is not None:
       return int(token)

@@ -1,8 +1,8 @@
-"""Trial of a stranger's tokenizer in a process with limited time and memory.
+"""Trial of an untrusted tokenizer in a process with limited time and memory.
 
 A chat template is a program (Jinja's sandbox limits neither time nor memory),
-and a tokenizer.json can make texts longer. So both are tried on small chats in
-a process: this file, which imports nothing of grpojax.
+and a tokenizer.json can lengthen texts. So this file, which imports no other
+module of grpojax, runs as a process and tries both on small chats.
 """
 
 import functools
@@ -14,9 +14,9 @@ import subprocess
 import sys
 from typing import Any
 
-SECONDS = 10  # of a CPU
+SECONDS = 10  # of CPU time
 MEMORY = 2**32  # bytes of data
-_LONGEST = 10**6  # characters of a small chat as text, and its tokens
+_LONGEST = 10**6  # characters or tokens of a small chat
 _TOO_MUCH = 3  # exit code
 _TEXTS = {"system": "Add.", "user": "1 + 1? Solve x = 2.", "assistant": "2"}
 _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
@@ -24,35 +24,36 @@ _CHATS = (["user"], ["system", "user"], ["user", "assistant", "user"])
 
 @functools.lru_cache(maxsize=64)
 def check(template: str, file: str, changed: int) -> None:
-  """Raises ValueError for a chat template or a tokenizer.json without end.
+  """Raises ValueError if a chat template or tokenizer.json exceeds the limits.
 
-  Either may be missing. A file is tried again when the time `changed` differs.
+  Either may be missing. A file with another modification time `changed` is
+  tried again.
   """
   del changed
   request = {"template": template, "file": file, "limits": (SECONDS, MEMORY)}
   try:
     code = subprocess.run(
-      # -P: modules are looked for where Python has them, nowhere else.
+      # -P: imports installed modules only.
       [sys.executable, "-P", __file__],
       input=json.dumps(request).encode(),
       stdout=subprocess.DEVNULL,
       stderr=subprocess.DEVNULL,
       env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
-      start_new_session=True,  # Ctrl-C does not reach it
-      timeout=10 * SECONDS,  # where others have the CPUs
+      start_new_session=True,  # without Ctrl-C
+      timeout=10 * SECONDS,  # on a busy machine
     ).returncode
   except subprocess.TimeoutExpired:
     code = _TOO_MUCH
   if code < 0 or code == _TOO_MUCH:
     raise ValueError(
-      f"{file}, or its chat template, does not come to an end with a small "
-      f"chat in {SECONDS} s, {MEMORY / 2**30:g} GiB and {_LONGEST} characters: "
-      "do not use this model, or replace these files"
+      f"{file}, or its chat template, does not finish a small chat in "
+      f"{SECONDS} s, {MEMORY / 2**30:g} GiB and {_LONGEST} characters: do not "
+      "use this model, or replace these files"
     )
 
 
 def _environment() -> Any:
-  # As that of transformers.
+  # Like the environment of transformers.
   from jinja2 import ext, sandbox
 
   class Generation(ext.Extension):
@@ -76,7 +77,7 @@ def _environment() -> Any:
 
 
 def main() -> None:
-  """Answers the request on the standard input by the exit code."""
+  """Reads a request from the standard input; answers by the exit code."""
   request = json.load(sys.stdin)
   seconds, memory = request["limits"]
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -100,7 +101,7 @@ def main() -> None:
         raise MemoryError
     except MemoryError:
       sys.exit(_TOO_MUCH)
-    except BaseException:  # a template's error, or a panic of Rust
+    except BaseException:  # a template's error, or a panic in Rust
       continue
 
 

@@ -1,14 +1,14 @@
-r"""Text between two turns of the model, as ids.
+r"""Encoding of the text between two turns of the model.
 
-Sampled ids never pass through text; only an environment's words are encoded:
+Sampled ids are never decoded and encoded again; only observations are encoded:
 
     prompt            <|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n
     sampled           3<|im_end|>
     encode("No", 2)   \n<|im_start|>user\nNo<|im_end|>\n<|im_start|>assistant\n
     sampled           2<|im_end|>
 
-So the model keeps reading its earlier thinking, which some templates (Qwen 3's)
-leave out when the model is served.
+So the model keeps its earlier thinking, which some templates (Qwen 3's) remove
+when the model is served.
 """
 
 import bisect
@@ -29,9 +29,9 @@ from grpojax.runtime.text.tokenizer import (
 )
 
 Observation = str | Sequence[Mapping[str, Any]]
-MARK = " [...]"  # end of an observation that was cut
+MARK = " [...]"  # end of a shortened observation
 
-_USERS = "Wqx 17?", "(vk)\n\nWhy not."  # of chats that try a template
+_USERS = "Wqx 17?", "(vk)\n\nWhy not."  # messages of chats that test a template
 _ANSWERS = "Zjq 23.", "[kz]\n\nNone"
 _THINKING = re.compile(  # blanks and tags such as <think> at a text's end
   r"(?:\s|[<\[][^\s<>\[\]]*(?:think|thought|reason)[^\s<>\[\]]*[>\]])*\Z", re.I
@@ -49,22 +49,18 @@ def _with_contents(observation, texts):
 class TurnEncoder:
   """Encoder of observations: texts or, with a chat template, messages.
 
-  Attributes:
-    eos_ids: ids that end a turn of the model.
-    template: text around a text, as of `format_prompt`; a user's in a chat.
-    template_options, special_tokens: as of `encode_prompt`.
-    max_observation: largest number of tokens of the contents of all messages,
-      beyond which they are left out; 0 is unlimited.
-    checked: kinds of messages that the chat template is known to take.
+  `template` surrounds a text, which is a user's message in a chat;
+  `template_options` and `special_tokens` are as in `encode_prompt`.
   """
 
   tokenizer: Any
-  eos_ids: Sequence[int]
+  eos_ids: Sequence[int]  # end a turn of the model
   _: dataclasses.KW_ONLY
   template: str = "\n{observation}\n"
   template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   special_tokens: str = "text"
-  max_observation: int = 0
+  max_observation: int = 0  # tokens of all messages together; 0 is unlimited
+  # Kinds of messages that the chat template supports.
   checked: set[tuple] = dataclasses.field(default_factory=set, init=False)
 
   def __post_init__(self):
@@ -79,10 +75,10 @@ class TurnEncoder:
     self.check("")
 
   def __call__(self, observation: Observation, last_id: int) -> list[int]:
-    """Returns the ids from the end of a turn to the model's next answer.
+    """Returns the ids between the end of a turn and the model's next answer.
 
-    The template's end token is left out if it is the turn's last id already.
-    Lone surrogates become "?". ValueError as of `check` and `encode_prompt`.
+    Omits the template's end token if it is the turn's last id already. Lone
+    surrogates become "?". ValueError as in `check` and `encode_prompt`.
     """
     self.check(observation)
     plain = lambda text: text.encode("utf-8", "replace").decode()
@@ -92,7 +88,7 @@ class TurnEncoder:
     text, tail = self._pieces(observation)[-1], self._pieces(marked)[-1]
     if special_tokens_lib.unmark(self.tokenizer, tail) != text:
       raise ValueError(
-        "the chat template writes another text where an observation has a "
+        "the chat template writes another text if an observation has a "
         f"special token's name: leave it out of {text[:200]!r}, or set "
         "data.special_tokens = 'control'"
       )
@@ -103,7 +99,7 @@ class TurnEncoder:
   def check(self, observation: Observation) -> None:
     """Raises ValueError for a kind of observation that cannot follow a turn.
 
-    Contents do not matter. Call it before a run for its kinds of messages.
+    Ignores the contents, so a run can check its kinds of messages at the start.
     """
     is_text, chat = isinstance(observation, str), self.tokenizer.chat_template
     messages = [{"role": "", "content": ""}] if is_text else observation
@@ -120,7 +116,7 @@ class TurnEncoder:
     words = [f"kqj{i}x" for i in range(len(messages))]
     probe = _with_contents(observation, words)
     tail, trouble = self._pieces(probe)[-1], ""
-    # Results of tools may need a call before them: these get one turn only.
+    # Results of tools may need a call before them, so they get only one turn.
     for user, answers in zip(_USERS, (_ANSWERS[1:], _ANSWERS), strict=True):
       answers = answers if is_text else answers[:1]
       whole = self._pieces(probe, user, answers)
@@ -128,13 +124,13 @@ class TurnEncoder:
       for text, turn in zip(whole, turns, strict=True):
         if _THINKING.sub("", text) != _THINKING.sub("", turn):
           trouble = f"writes {text!r} in place of {turn!r} in another chat:"
-    # Turns may end in plain text, too, which then follows the sampled token.
+    # If turns end in plain text, it follows the sampled token.
     opening = tail.partition(words[0])[0]
     ends = special_tokens_lib.marks(self.tokenizer).pattern.search(opening)
     ends = ends or {*self._encode(opening)} & {*self.eos_ids}
     if ends and self._encode(tail)[0] not in self.eos_ids:
       trouble = (
-        f"writes {opening!r} behind an answer, with none of {self.eos_ids} at "
+        f"writes {opening!r} after an answer, with none of {self.eos_ids} at "
         "its start: complete eos_token_id in generation_config.json, or"
       )
     if any(tail.count(word) != 1 for word in words):
@@ -146,7 +142,7 @@ class TurnEncoder:
     self.checked.add(kind)
 
   def _pieces(self, observation, user=_USERS[0], answers=_ANSWERS[:1]):
-    """Returns the texts before, between and behind answers, each observed."""
+    """Returns the texts before, between and after observed answers."""
     if not self.tokenizer.chat_template:
       return [self.template.format(observation=observation)]
     if isinstance(observation, str):
@@ -156,19 +152,19 @@ class TurnEncoder:
     for answer in answers:
       messages += [{"role": "assistant", "content": answer}, *observation]
     pieces = [set_messages(self.tokenizer, messages, {**self.template_options})]
-    for answer in answers:  # each one's first: observations may have it, too
-      before, _, behind = pieces.pop().partition(answer)
-      pieces += [before, behind]
+    for answer in answers:  # at its first place: observations may repeat it
+      before, _, after = pieces.pop().partition(answer)
+      pieces += [before, after]
     return pieces
 
   def _encode(self, tail):
-    """Returns the ids of a text behind an end token: it begins no text."""
+    """Returns the ids of a text that follows an end token."""
     encode = functools.partial(special_tokens_lib.encode, self.tokenizer)
     ids = encode((self.tokenizer.eos_token or "") + tail)
     return ids[1:] if ids[:1] == [self.tokenizer.eos_token_id] else encode(tail)
 
   def _cut(self, observation):
-    """Cuts contents to `max_observation` tokens; `MARK` is of them, or all."""
+    """Cuts contents to `max_observation` tokens, with `MARK` at the end."""
     is_text, most = isinstance(observation, str), self.max_observation
     texts = [observation] if is_text else [m["content"] for m in observation]
 
@@ -181,7 +177,7 @@ class TurnEncoder:
     count = lambda t: len(encode_text(self.tokenizer, t, self.special_tokens))
     is_over = lambda texts: sum(map(count, texts)) > most
     size = sum(map(len, texts))
-    # No more than 64 characters a token, so that long texts take no time.
+    # Assumes at most 64 characters per token, to save time on long texts.
     if not most or (size <= 64 * most and not is_over(texts)):
       return observation
     sizes = range(min(size, 64 * most))
