@@ -128,7 +128,7 @@ def test_a_config(with_file):
   text = "\n".join(configured.lines(found))
   assert "2 prompts x 2 completions, 3 + 6 tokens" in text
   assert f"{median['update']:.3f}" in text
-  assert "peak: 1 GFLOP/s a device (measured, float32)" in text
+  assert "peak: 1 GFLOP/s per device (measured, float32)" in text
 
 
 def test_chips_by_the_kind_of_their_devices():
