@@ -29,7 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def answers(rows: Rows) -> Answers:
-  """Reads evaluations by step from rows of evaluations.jsonl; the last counts."""
+  """Reads evaluations by step from evaluations.jsonl; the last row counts."""
   return {row["step"]: (row["problems"], row["right"]) for row in rows}
 
 
