@@ -15,6 +15,8 @@ from jaxtyping import Array, Float
 
 from grpojax.statistics.group_size import Components
 
+Groups = Float[Array, "B G"]
+
 
 class PromptEstimates(NamedTuple):
   """Unbiased estimates in each direction for each prompt, or sums over them."""
@@ -51,9 +53,7 @@ def _baselines(
   return ratio(rewards, scores), ratio(pair_rewards, pair_scores)
 
 
-def _reward_moments(
-  rewards: Float[Array, "B G"],
-) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
+def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
   """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
   With c_i = Z_i - mean(Z) and S = sum_i c_i^2: delta_i^2 is the mean over
@@ -71,7 +71,7 @@ def _reward_moments(
 
 
 def prompt_estimates(
-  a: Float[Array, "V B G"], rewards: Float[Array, "B G"]
+  a: Float[Array, "V B G"], rewards: Groups
 ) -> PromptEstimates:
   """Computes the U-statistics of every group and direction, in closed form.
 
@@ -95,9 +95,8 @@ def prompt_estimates(
 
   # ||g||^2: with y_i = a_i (Z_i - b), the mean of y_i y_j over i != j is
   # (G mean(y)^2 - mean(y^2)) / (G - 1). mean(y^2) is multiplied out.
-  mean_sq = (
-    score_sq_reward_sq - 2 * baseline * score_sq_reward + baseline**2 * score_sq
-  )
+  mean_sq = score_sq_reward_sq - 2 * baseline * score_sq_reward
+  mean_sq += baseline**2 * score_sq
   gradient_sq = n * (score_reward - baseline * score) ** 2 - mean_sq
   gradient_sq /= n - 1
 

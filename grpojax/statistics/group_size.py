@@ -34,10 +34,7 @@ def components(
   gradients: Float[Array, "X d"],
   weights: Float[Array, "X"] | None = None,
 ) -> Components:
-  """Averages the exact moments and gradients g(x) of all prompts.
-
-  `weights` are the probabilities of the prompts; None is uniform.
-  """
+  """Averages exact moments and gradients g(x); None weighs prompts equally."""
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
   gradient_sq = jnp.sum((weights @ gradients) ** 2)  # of the mean over prompts

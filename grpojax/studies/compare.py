@@ -136,7 +136,7 @@ def config_errors(config: ConfigDict) -> list[str]:
     for name in ("seed", "name", "optim.learning_rate"):
       if any(word.split("=")[0] == name for word in arm.split()):
         wrong.append(f"arm {arm!r}: {name} is set by the study")
-  return wrong or _incomparable(config) or _unreadable(config)
+  return wrong or [*_incomparable(config)] or _unreadable(config)
 
 
 def _unreadable(config: ConfigDict) -> list[str]:
@@ -155,47 +155,49 @@ def _unreadable(config: ConfigDict) -> list[str]:
   return wrong
 
 
-def _incomparable(config: ConfigDict) -> list[str]:
-  """Lists reasons why arms cannot be compared at equal samples."""
-  wrong, spent, evaluated, judges = [], [], [], set()
+def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
+  """Returns completions and held-out problems; evaluations by part of a run."""
+  samples = run.steps * batches_lib.samples_per_step(run)
+  evaluations = range(run.eval.every, run.steps, run.eval.every)
+  return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
+
+
+def _incomparable(config: ConfigDict) -> Iterator[str]:
+  """Yields reasons why arms cannot be compared at equal samples."""
   if problems := differing(config, ASKED):
-    wrong.append(
+    yield (
       f"arms differ in {', '.join(problems)}, so their held-out problems "
       "differ and cannot be compared: use the same value for all"
     )
-  tuned = len(config.learning_rates) > 1
-  for i, run in enumerate(_first_runs(config)):
-    samples = run.steps * batches_lib.samples_per_step(run)
-    spent.append((samples, run.eval.num_prompts))
-    judges.add(run.reward.functions[0])
-    evaluations = range(run.eval.every, run.steps, run.eval.every)
-    evaluated.append({step / run.steps for step in evaluations})
-    texts = []
-    if run.difficulty.priority != DIFFICULTY_OFF and tuned:
-      texts.append(
-        "difficulty.priority chooses the prompts, so rewards cannot choose a "
-        "learning rate: give a single rate"
+  runs = _first_runs(config)
+  first_spent, first_evaluated = _budget(runs[0])
+  for arm, run in zip(config.arms, runs, strict=True):
+    prefix = f"arm {arm!r}:"
+    spent, evaluated = _budget(run)
+    if run.difficulty.priority != DIFFICULTY_OFF and config.learning_rates[1:]:
+      yield (
+        f"{prefix} difficulty.priority chooses the prompts, so rewards cannot "
+        "choose a learning rate: give a single rate"
       )
     if run.filter_groups.enable or run.stop.no_improvement:
-      texts.append(
-        "arms are compared at equal samples, which filter_groups.enable and "
-        "stop.no_improvement do not allow: turn them off"
+      yield (
+        f"{prefix} arms are compared at equal samples, which filter_groups."
+        "enable and stop.no_improvement do not allow: turn them off"
       )
-    elif not samples or spent[i] != spent[0]:
-      texts.append(
-        "{} completions per run and {} held-out problems, but {} and {} for "
-        "the first arm: make them equal with steps, batch_size (prompts per "
-        "step) and eval.num_prompts".format(*spent[i], *spent[0])
+    elif not spent[0] or spent != first_spent:
+      text = "{} completions per run and {} held-out problems, but {} and {}"
+      yield (
+        f"{prefix} {text.format(*spent, *first_spent)} for the first arm: make "
+        "them equal by steps, batch_size (prompts per step), eval.num_prompts"
       )
-    elif evaluated[i] != evaluated[0]:
-      texts.append("is not evaluated when the first arm is: change eval.every")
-    wrong += [f"arm {config.arms[i]!r}: {text}" for text in texts]
+    elif evaluated != first_evaluated:
+      yield f"{prefix} is not evaluated when the first is: change eval.every"
+  judges = {run.reward.functions[0] for run in runs}
   if len(judges) > 1:
-    wrong.append(
+    yield (
       f"arms differ in the first of reward.functions ({', '.join(judges)}), "
       "which decides if an answer is right: put the same function first"
     )
-  return wrong
 
 
 def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
@@ -344,7 +346,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   return results(config, directory, tune(config, directory))
 
 
-main = study.program(SETTINGS, config_errors, __doc__, compute)
+def main(argv: list[str]) -> None:
+  """Starts or resumes the study with the command line `argv`."""
+  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

@@ -380,7 +380,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
   return results(config, directory, json.loads(path.read_text()))
 
 
-main = study.program(SETTINGS, config_errors, __doc__, compute)
+def main(argv: list[str]) -> None:
+  """Starts or resumes the study with the command line `argv`."""
+  study.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

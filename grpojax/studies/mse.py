@@ -29,6 +29,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
+from grpojax.core.random_keys import seed_key
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
@@ -106,7 +107,9 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
 
 def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of rows.jsonl."""
-  key = samples.prompt_key(config.seed, name, index)
+  configuration = samples.CONFIGURATIONS.index(name)
+  key = jax.random.fold_in(seed_key(config.seed), configuration)
+  key = jax.random.fold_in(key, index)
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
   sampled = samples.sample(bench, index, keys)
   rewards = sampled.rewards
@@ -345,7 +348,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   )
 
 
-main = run.program(SETTINGS, config_errors, __doc__, compute)
+def main(argv: list[str]) -> None:
+  """Starts or resumes the study with the command line `argv`."""
+  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

@@ -67,29 +67,26 @@ def settings(name: str, **fields: Option | Section) -> Section:
   return section("the study", name=setting(name, about), **fields)
 
 
-def program(
+def execute(
+  argv: Sequence[str],
   declared: Section,
   config_errors: ConfigErrors,
   about: str,
   compute: Callable[[ConfigDict, pathlib.Path], Results],
-) -> Callable[[Sequence[str]], None]:
-  """Returns a study's `main(argv)`, which starts or resumes it.
+) -> None:
+  """Starts or resumes a study with `argv`, and writes its results.
 
   `about` is the text of --help. `compute` gets the config and the directory for
-  partial results. `main` exits with a message for a bad command line, config or
+  partial results. Exits with a message for a bad command line, config or
   directory, and without a message after Ctrl-C.
   """
-
-  def main(argv: Sequence[str]) -> None:
-    config, directory = open_study(argv, declared, config_errors, about)
-    try:
-      results = compute(config, directory)
-      _write(results, directory, declared.fields["name"].default)
-    except KeyboardInterrupt:
-      print("interrupted; the same command resumes the study")
-      interrupts.exit_program()
-
-  return main
+  config, directory = open_study(argv, declared, config_errors, about)
+  try:
+    results = compute(config, directory)
+    _write(results, directory, declared.fields["name"].default)
+  except KeyboardInterrupt:
+    print("interrupted; the same command resumes the study")
+    interrupts.exit_program()
 
 
 def _write(results: Results, directory: pathlib.Path, name: str) -> None:
@@ -119,7 +116,7 @@ def open_study(
   config_errors: ConfigErrors,
   about: str,
 ) -> tuple[ConfigDict, pathlib.Path]:
-  """Reads a study's command line and opens its directory; see `program`."""
+  """Reads a study's command line and opens its directory; see `execute`."""
   with command_line.usage_errors():
     config, flags = command_line.parse(argv, FLAGS, declared, about)
     flat = config_lib.flatten(config)
@@ -170,18 +167,6 @@ def time_left(began: float, done: int, count: int) -> str:
   """Estimates the time left after `done` of `count` equal parts, as text."""
   seconds = (time.perf_counter() - began) / done * (count - done)
   return f"{records.duration(seconds)} left"
-
-
-def load_or_make(
-  path: pathlib.Path, make: Callable[[], np.ndarray]
-) -> np.ndarray:
-  """Loads an array from `path` if it exists; otherwise makes and saves it."""
-  if path.exists():
-    return np.load(path)
-  array = make()
-  with records.replacing(path) as temporary, open(temporary, "wb") as file:
-    np.save(file, array)
-  return array
 
 
 # Training runs
@@ -264,15 +249,17 @@ def select(rows: Rows, **values: Any) -> list[Row]:
   return [row for row in rows if all(row[k] == v for k, v in values.items())]
 
 
-def mean_of(rows: Rows, column: str) -> float:
-  """Returns the mean of a column without its Nones; nan if it has no values."""
-  values = [row[column] for row in rows if row[column] is not None]
-  return float(np.mean(values)) if values else math.nan
-
-
 def run_means(rows: Rows, column: str, runs: Rows) -> np.ndarray:
-  """Returns a column's mean over the steps of each run; `runs` are labels."""
-  return np.array([mean_of(select(rows, **run), column) for run in runs])
+  """Returns a column's mean over the rows of each run; nan without values.
+
+  `runs` are labels. Nones are left out.
+  """
+  means = []
+  for run in runs:
+    values = [row[column] for row in select(rows, **run)]
+    values = [x for x in values if x is not None]
+    means.append(np.mean(values) if values else math.nan)
+  return np.array(means)
 
 
 def by_step(rows: Rows, column: str) -> dict[int, list[float]]:

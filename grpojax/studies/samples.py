@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.random_keys import seed_key
 from grpojax.data import arithmetic
 from grpojax.data.examples import Example
 from grpojax.data.pipeline import Subset
@@ -146,12 +145,6 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   make_score = errors.make_projected_score if count else errors.make_score
   score = make_score(policy.lm, sampling)
   return Bench(policy, list(batches), sampler, score, problems.reward, count)
-
-
-def prompt_key(seed: int, name: str, index: int) -> jax.Array:
-  """Returns the random key of a configuration's prompt."""
-  key = jax.random.fold_in(seed_key(seed), CONFIGURATIONS.index(name))
-  return jax.random.fold_in(key, index)
 
 
 class Sampled(NamedTuple):

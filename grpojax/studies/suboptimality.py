@@ -376,9 +376,11 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   known, outcomes = bandit(), {}
   for point in itertools.product(ESTIMATORS, config.group_sizes):
     path = directory / "{}_{}.npy".format(*point)
-    make = functools.partial(simulate, config, known, *point)
-    params = run.load_or_make(path, make)
-    outcomes[point] = outcome(config, known, *point, params)
+    if not path.exists():
+      params = simulate(config, known, *point)
+      with records.replacing(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, params)
+    outcomes[point] = outcome(config, known, *point, np.load(path))
   rows = tables(config.steps, outcomes)
   last = run.select(rows["results"], n=config.steps[-1])
   best = best_group_size(known)
@@ -404,7 +406,10 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
   )
 
 
-main = run.program(SETTINGS, config_errors, __doc__, compute)
+def main(argv: list[str]) -> None:
+  """Starts or resumes the study with the command line `argv`."""
+  run.execute(argv, SETTINGS, config_errors, __doc__, compute)
+
 
 if __name__ == "__main__":
   main(sys.argv[1:])

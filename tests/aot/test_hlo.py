@@ -200,7 +200,7 @@ inner a=f32[16]{0} w=f32[8,8]{1,0}
   ["fusion(%a, %w), calls=%beside", "call(%a, %w), to_apply=%inner"],
 )
 def test_chain_of_fusions_counts_once(beside):
-  """XLA:TPU overlaps a gather with a product or a loop: start, product, done."""
+  """XLA:TPU overlaps a gather with a product or loop: start, product, done."""
   counted = costs(CHAIN.replace("BESIDE", beside))
   (c,) = counted.collectives
   assert (c.kind, c.bytes, c.name) == ("all-gather", 4 * 16 * 7, "s")

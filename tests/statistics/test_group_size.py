@@ -158,7 +158,7 @@ def test_group_size_follows_the_estimates(estimates, sizes, changes):
 
 
 def test_noisy_estimate_moves_only_when_repeated():
-  """K = (8 2^0.75 - 1)^2 = 155.4; evidence (400 - K) / sqrt(1 + K^2) / error."""
+  """K = (8 2^0.75 - 1)^2 = 155.4; evidence (400 - K)/sqrt(1 + K^2)/error."""
   limit = (400 - 155.4) / np.sqrt(1 + 155.4**2)
   seen = [(1.0, 400.0)]
   assert follow(seen, error=0.99 * limit) == [16]

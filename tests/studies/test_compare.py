@@ -45,7 +45,7 @@ def judge(prompt, completion, example):
     ("sampling.temperature=0.7", None, ["sampling.temperature"]),
     (
       "difficulty.priority=spread",
-      "give a single one",
+      "give a single rate",
       ["difficulty.priority"],
     ),
   ],

@@ -142,9 +142,9 @@ def test_run_metrics(finished_run):
   rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
   file.write_text(rows + file.read_text().replace("0.1}", "null}"))
   rows = study.run_metrics(directory, settings.name)
-  assert study.mean_of(rows, "reward_mean") == pytest.approx(0.2)
+  assert study.run_means(rows, "reward_mean", [{}]) == pytest.approx(0.2)
   # The accuracy before training does not count.
-  assert study.mean_of(rows, "accuracy") == pytest.approx(0.3)
+  assert study.run_means(rows, "accuracy", [{}]) == pytest.approx(0.3)
   file.write_text('{"step": 1, "reward_mean": 1.0}\n')
   with pytest.raises(
     SystemExit, match=rf"^error: .*{file.name} .*delete .*{settings.name} and"
