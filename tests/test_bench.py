@@ -20,7 +20,7 @@ WRONG = {
   "--config.reward.on_device=True --config.data.max_prompt_length=2": "tokens",
   "--config.reward.on_device=True --config.data.path=no/data "
   "--config.data.max_prompt_length=32": "data.path",
-  "--config.seed=1": "max_prompt_length = 0: no prompts are read here",
+  "--config.seed=1": "max_prompt_length = 0: prompts are not read here",
 }
 
 

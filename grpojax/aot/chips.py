@@ -1,6 +1,6 @@
-"""Peak rates of the accelerators that a program can be compiled for.
+"""Peak rates of the accelerators for which programs can be compiled.
 
-Figures are per chip; `device` gives the share of one of its XLA devices.
+Figures are per chip; `device` returns the share of an XLA device.
 """
 
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ class Chip(NamedTuple):
   flops: float  # of bf16 matrix products, FLOP/s
   hbm_bytes: int  # of main memory; a TPU's runtime takes some of it
   hbm_bandwidth: float  # of main memory, bytes/s
-  link_bandwidth: float  # to the next chip of a ring, one way, bytes/s
+  link_bandwidth: float  # to the next chip of a ring, in a direction, bytes/s
   source: str  # of the figures
   devices: int = 1  # XLA devices per chip (the two cores of a TPU7x)
-  pool: float = 1.0  # share of `hbm_bytes` that JAX takes if not told otherwise
+  pool: float = 1.0  # share of `hbm_bytes` taken by JAX by default
   clock: float | None = None  # cycles/s of a core, for XLA:TPU's estimates
-  cores: int = 1  # number of cores that are one device
+  cores: int = 1  # number of cores per device
 
 
 _BOOK = (
@@ -40,27 +40,27 @@ def _gpu(flops: float, memory: int, *rates: float, page: str) -> Chip:
   return Chip(flops, int(POOL * memory), *rates, source, pool=0.75 / POOL)
 
 
-# Clocks of TPUs are those at which their matrix units do `flops`: 128 x 128
-# products a cycle (v6e: 256 x 256) of 4 units (v4, v5p: in each of two cores).
+# A TPU's clock follows from `flops`: 4 matrix units of 128 x 128 products per
+# cycle (v6e: 256 x 256; v4 and v5p: in each of two cores).
 CHIPS: dict[str, Chip] = {
-  # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
+  # The two cores act as a single device (megacore).
   "v4": _tpu(275e12, 32, 1200e9, 45e9, page="v4", clock=1.05e9, cores=2),
-  # Links, Google: 400 GB/s over 4 ports, both ways.
+  # Links, Google: 400 GB/s over 4 ports, both directions.
   "v5e": _tpu(197e12, 16, 819e9, 45e9, page="v5e", clock=1.5e9),
-  # 96 GiB, less what the system keeps; 1200 GB/s over 6 links, both ways.
+  # 96 GiB, minus the system's share; 1200 GB/s over 6 links, both directions.
   "v5p": _tpu(459e12, 95, 2765e9, 90e9, page="v5p", clock=1.75e9, cores=2),
-  # 800 GB/s over 4 ports, both ways.
+  # 800 GB/s over 4 ports, both directions.
   "v6e": _tpu(918e12, 32, 1638e9, 90e9, page="v6e", clock=1.75e9),
-  # 1200 GB/s over 6 links, both ways: 100 GB/s; the book has nine tenths of
-  # that for other chips. Its two devices share the links.
+  # 1200 GB/s over 6 links, both directions, is 100 GB/s; the book has nine
+  # tenths of the nominal rate for other chips. The two devices share the links.
   "tpu7x": _tpu(2307e12, 192, 7380e9, 90e9, page="tpu7x", devices=2),
-  # NVLink: 900 GB/s both ways, through a switch. Products are dense; data
-  # sheets print twice that, with sparsity. JAX takes .75 of the memory, or
-  # XLA_PYTHON_CLIENT_MEM_FRACTION of it: up to `POOL`.
+  # NVLink: 900 GB/s in both directions, through a switch. Products are dense;
+  # data sheets print twice the rate, with sparsity. JAX takes .75 of the memory
+  # or XLA_PYTHON_CLIENT_MEM_FRACTION of it, up to `POOL`.
   "a100": _gpu(312e12, 85_100_068_864, 2039e9, 300e9, page="a100 (SXM, 80 GB)"),
   "h100": _gpu(989e12, 84_942_979_072, 3352e9, 450e9, page="h100 (SXM)"),
   "h200": _gpu(989e12, 151_397_597_184, 4800e9, 450e9, page="h200 (SXM)"),
-  # Made up, for trials on virtual devices of a CPU: its times mean nothing.
+  # Invented, for trials on virtual CPU devices: its times are meaningless.
   "cpu": Chip(1e12, 16 * 2**30, 50e9, 10e9, "nominal: no CPU was measured"),
 }
 
@@ -74,20 +74,19 @@ KINDS: dict[str, str] = {
   "NVIDIA H100": "h100",
   "NVIDIA H200": "h200",
 }
-"""Chips by the beginning of a `jax.Device`'s `device_kind`; the longest counts.
-The PCIe H100 is another chip."""
+"""Chips by prefix of a `jax.Device`'s `device_kind`; the longest counts."""
 
 
 def of_kind(kind: str) -> Chip | None:
-  """The chip of a `jax.Device`'s `device_kind`; None if none of `CHIPS`."""
+  """Returns the chip of a `jax.Device`'s `device_kind`; None if unknown."""
   names = [name for name in KINDS if kind.startswith(name)]
-  if not names or "PCIe" in kind or "NVL" in kind:
+  if not names or "PCIe" in kind or "NVL" in kind:  # slower chips
     return None
   return CHIPS[KINDS[max(names, key=len)]]
 
 
 def device(chip: Chip) -> Chip:
-  """One XLA device's share of a chip; the chip itself where it is one."""
+  """Returns the share of a chip that is a single XLA device."""
   n = chip.devices
   return chip._replace(
     flops=chip.flops / n,

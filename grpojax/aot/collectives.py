@@ -1,4 +1,4 @@
-"""Bytes that devices send each other, by instruction."""
+"""Counts the bytes that devices send to each other, by instruction."""
 
 import math
 import re
@@ -11,21 +11,21 @@ class Collective(NamedTuple):
   """Collective; an all-reduce fused with a slice of it is a reduce-scatter."""
 
   kind: str  # opcode: "all-gather", "reduce-scatter", ...
-  bytes: int  # that each device sends in one run
+  bytes: int  # sent by each device in a run
   trips: int  # number of runs
   in_token_loop: bool
-  group_size: int  # number of devices that it joins
+  group_size: int  # number of devices joined
   op_name: str  # origin in the traced program
   name: str  # of the instruction
-  asynchronous: bool = False  # True if other work may run beside it
+  asynchronous: bool = False  # True if other work may run at the same time
 
 
-# Share of an array that each of n devices sends on a ring, in units of
-# (n - 1) / n, as the array is passed round in n pieces (Chan et al. 2007,
-# https://doi.org/10.1002/cpe.1206; scaling book, part 3). On a ring the devices
-# between pass an all-to-all's pieces on: `roofline.collective_seconds` adds it.
+# Share of an array sent by each of n devices on a ring, over (n - 1) / n: the
+# array is passed round in n pieces (Chan et al. 2007,
+# https://doi.org/10.1002/cpe.1206; scaling book, part 3). For all-to-all,
+# `roofline.collective_seconds` adds the forwarding by devices in between.
 _ROUNDS = {
-  "all-gather": 1,  # of the gathered result, others of the operand
+  "all-gather": 1,  # of the gathered result; all other kinds of the operand
   "all-reduce": 2,
   "all-to-all": 1,
   "ragged-all-to-all": 1,
@@ -34,11 +34,11 @@ _ROUNDS = {
 KINDS = (*_ROUNDS, "collective-broadcast", "collective-permute")
 
 BETWEEN = " between slices"
-"""End of the kinds that go over the network between slices of TPUs."""
+"""Suffix of kinds that use the network between slices of TPUs."""
 
 
 def _sent(kind: str, operand: int, result: int, n: int) -> int:
-  """Returns the bytes that each of `n` devices sends."""
+  """Returns the bytes sent by each of `n` devices."""
   if kind in _ROUNDS:
     array = result if kind == "all-gather" else operand
     return int(_ROUNDS[kind] * array * ((n - 1) / n))
@@ -46,14 +46,14 @@ def _sent(kind: str, operand: int, result: int, n: int) -> int:
 
 
 def group_size(i: Instruction, devices: int) -> int:
-  """Number of devices that a collective joins.
+  """Returns the number of devices that a collective joins.
 
   XLA writes `replica_groups` as lists, {{0,1},{2,3}}; as an iota,
   [groups,size]<=[2,4]T(1,0); or as axes of a mesh, mesh['x'=2,'y'=4] {'y'},
-  where 'y':(2)2 is a part of an axis and the last number its size. None or an
-  empty list is all devices.
+  with 'y':(2)2 for a part of an axis, its size last. A missing or empty list
+  means all devices.
   """
-  if i.opcode == "collective-permute":  # devices that send to another one
+  if i.opcode == "collective-permute":  # devices in pairs, except self-sends
     pairs = i.attribute("source_target_pairs")
     pairs = re.findall(r"\{(\d+),(\d+)\}", pairs)
     return max(1, len({d for a, b in pairs if a != b for d in (a, b)}))
@@ -74,11 +74,12 @@ def group_size(i: Instruction, devices: int) -> int:
 def _between_slices(
   i: Instruction, inside: Computation, caller: Collective
 ) -> Collective | None:
-  """Returns the collective that a send to the host stands for, if any.
+  """Returns the collective between slices that a send to the host starts.
 
-  XLA:TPU splits a collective over several slices into one inside each and a
-  send to the host. Its attributes are _xla_megascale_transfer_type="ALL_REDUCE"
-  and _xla_megascale_target: slices, {1,2}x{0:7}, or pairs of devices.
+  XLA:TPU splits a collective over several slices into a collective inside each
+  slice and a send to the host. Its attributes are
+  _xla_megascale_transfer_type="ALL_REDUCE" and _xla_megascale_target: slices,
+  {1,2}x{0:7}, or pairs of devices. None for other instructions.
   """
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.attributes)
   if i.opcode != "send" or not kind:
@@ -94,7 +95,7 @@ def _between_slices(
 
 
 def _is_sliced(inside: Computation, name: str) -> bool:
-  """True if only slices of a value are used."""
+  """Returns True if only slices of a value are used."""
   users = [i for i in inside.instructions.values() if name in i.operands]
   passed_on = ("bitcast", "reshape", "get-tuple-element")
   return bool(users) and all(
@@ -107,25 +108,26 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 def find(
   module: Module, inside: Computation, caller: Collective, seen: set[str]
 ) -> tuple[tuple[Collective, ...], frozenset[str]]:
-  """Finds an instruction's collectives, and the names of those counted before.
+  """Returns an instruction's collectives, and the names of repeated parts.
 
-  XLA:TPU splits a collective that runs beside a product into fusions (start,
-  product, done) with one chain_id: the first is counted, and its id is added to
-  `seen`. `inside` is the instruction by `memory.contents`, `caller` has its own
-  entries of a `Collective`.
+  XLA:TPU splits a collective that overlaps a product into fusions (start,
+  product, done) that share a chain_id. The first is counted, and its id added
+  to `seen`. `inside` is the instruction by `memory.contents`; `caller` has the
+  entries of a `Collective` that all of them share.
   """
-  collectives, paid = [], set()
+  collectives, repeated = [], set()
   for i in inside.instructions.values():
-    own = caller._replace(op_name=i.op_name or caller.op_name)
-    if between := _between_slices(i, inside, own):
+    c = caller._replace(op_name=i.op_name or caller.op_name)
+    if between := _between_slices(i, inside, c):
       collectives.append(between)
     if i.opcode not in KINDS:
       continue
     chain = re.search(r'chain_id="(\d+)"', i.attributes)
     if chain:
+      c = c._replace(asynchronous=True)
       key = f"{chain[1]} {i.attribute('channel_id')}"
       if key in seen:
-        paid.add(i.name)
+        repeated.add(i.name)
         continue
       seen.add(key)
     kind = i.opcode
@@ -134,6 +136,5 @@ def find(
     size = group_size(i, module.devices)
     operand = sum(s.bytes for s in inside.shapes(i.operands))
     sent = _sent(kind, operand, sum(s.bytes for s in i.shapes), size)
-    own = own._replace(asynchronous=own.asynchronous or bool(chain))
-    collectives.append(own._replace(kind=kind, bytes=sent, group_size=size))
-  return tuple(collectives), frozenset(paid)
+    collectives.append(c._replace(kind=kind, bytes=sent, group_size=size))
+  return tuple(collectives), frozenset(repeated)

@@ -1,4 +1,4 @@
-"""Costs of one run of a compiled program, on each device.
+"""Counts the costs of a compiled program on each device.
 
 XLA's own `compiled.cost_analysis()` counts the body of a loop once. Here all
 costs are multiplied by trip counts, through nested loops.
@@ -14,23 +14,23 @@ from grpojax.models.block_attention import CAUSAL
 
 
 class InstructionCost(NamedTuple):
-  """Instruction of the schedule, and its costs."""
+  """Costs of an instruction of the schedule, per run."""
 
   name: str
   opcode: str
   op_name: str  # origin in the traced program
-  flops: int  # of its matrix products, in one run
-  bytes: int  # of HBM that it reads and writes, in one run
-  cycles: int  # of one run as XLA:TPU estimates them; 0 if it does not
+  flops: int  # of matrix products
+  bytes: int  # of HBM reads and writes
+  cycles: int  # estimated by XLA:TPU; 0 if unknown
   trips: int  # number of runs
   in_token_loop: bool
-  collectives: tuple[Collective, ...]  # by which it sends to other devices
+  collectives: tuple[Collective, ...]  # data sent to other devices
 
 
 class Cost(NamedTuple):
-  """Costs of one run of a program, on each device."""
+  """Costs of a run of a program, on each device."""
 
-  instructions: tuple[InstructionCost, ...]  # that move or compute anything
+  instructions: tuple[InstructionCost, ...]  # in the order of the schedule
   token_loops: tuple[str, ...]  # op_names of the loops taken for token loops
 
   @property
@@ -45,12 +45,12 @@ class Cost(NamedTuple):
 
   @property
   def collectives(self) -> tuple[Collective, ...]:
-    """All collective operations, in the order of the schedule."""
+    """All collectives, in the order of the schedule."""
     return tuple(c for i in self.instructions for c in i.collectives)
 
   @property
   def collective_bytes(self) -> int:
-    """Bytes that each device sends to others."""
+    """Bytes sent by each device."""
     return sum(c.bytes * c.trips for c in self.collectives)
 
   @property
@@ -64,31 +64,30 @@ def by_kind(cost: Cost) -> dict[str, dict[str, int]]:
   """Sums bytes and runs of collectives by kind, the most bytes first."""
   kinds = {}
   for c in cost.collectives:
-    of_kind = kinds.setdefault(c.kind, {"bytes": 0, "runs": 0})
-    of_kind["bytes"] += c.bytes * c.trips
-    of_kind["runs"] += c.trips
+    sums = kinds.setdefault(c.kind, {"bytes": 0, "runs": 0})
+    sums["bytes"] += c.bytes * c.trips
+    sums["runs"] += c.trips
   return dict(sorted(kinds.items(), key=lambda item: -item[1]["bytes"]))
 
 
 class _Walk(NamedTuple):
-  """State of the walk through a program, at one computation."""
+  """State of the walk through a program, at a computation."""
 
   module: Module
   token_loop_trips: int  # for loops of unknown trips
   trips: int  # of the computation
-  token_loops: list[str]  # op_names, added to
-  # Collectives in several parts, some of them in inner loops; added to.
-  chains: set[str]
+  token_loops: list[str]  # op_names; appended to
+  chains: set[str]  # ids of collectives in several parts; added to
   in_token_loop: bool = False
-  constants: trips.State = {}  # of the loop that it is the body of
-  op_name: str = ""  # of the caller, for instructions that have none
-  loop: int = 1  # trips of the innermost loop that it is in
+  constants: trips.State = {}  # of the loop around the computation
+  op_name: str = ""  # of the caller, the default for instructions
+  loop: int = 1  # trips of the innermost loop
 
 
 def _loop(
   walk: _Walk, computation: Computation, loop: Instruction
 ) -> Iterator[InstructionCost]:
-  """Yields the costs of a `while`: body and condition, all iterations."""
+  """Yields the costs of all iterations of a `while`, body and condition."""
   counted = trips.trip_count(walk.module, computation, loop, walk.constants)
   count, in_token_loop = counted.most, walk.in_token_loop
   if not counted.exact:
@@ -109,25 +108,23 @@ def _loop(
 def _instruction(
   walk: _Walk, computation: Computation, i: Instruction
 ) -> InstructionCost:
-  """Costs of an instruction that runs no other computation."""
+  """Counts an instruction that does not run another computation."""
   inside = memory.contents(walk.module, computation, i)
-  op_name = i.op_name or walk.op_name
   runs = {"trips": walk.trips, "in_token_loop": walk.in_token_loop}
+  runs |= {"name": i.name, "op_name": i.op_name or walk.op_name}
   starts = i.opcode.endswith("-start")
-  names = {"op_name": op_name, "name": i.name, "asynchronous": starts}
-  caller = Collective(kind="", bytes=0, group_size=1, **runs, **names)
-  sent, paid = collectives.find(walk.module, inside, caller, walk.chains)
-  # XLA gives some copies on tpu7x 2^63 - 1 cycles.
+  caller = Collective("", 0, group_size=1, asynchronous=starts, **runs)
+  sent, repeated = collectives.find(walk.module, inside, caller, walk.chains)
+  shapes = memory.result(inside.parameters, i)
   cycles = i.number(r'"estimated_cycles":"(\d+)"') or 0
   return InstructionCost(
-    name=i.name,
     opcode=i.opcode,
-    op_name=op_name,
     flops=flops.flops(inside, i),
-    bytes=memory.hbm_bytes(inside, memory.result(inside.parameters, i), paid),
+    bytes=memory.hbm_bytes(inside, shapes, repeated),
+    # XLA gives some copies on tpu7x 2^63 - 1 cycles.
     cycles=cycles if cycles < 2**40 else 0,
-    **runs,
     collectives=sent,
+    **runs,
   )
 
 
@@ -136,14 +133,14 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
   for i in computation.instructions.values():
     called = [walk.module.computations[name] for _, name in i.called]
     op_name = i.op_name or walk.op_name
-    # "call-start" and "async-start" run a computation beside what follows.
+    # "call-start" and "async-start" run a computation asynchronously.
     opcode = i.opcode.removesuffix("-start")
     if opcode == "while":
       yield from _loop(walk, computation, i)
     elif opcode == "conditional":
       taken = walk.trips
       if CAUSAL in op_name:
-        # Of n blocks of keys the n blocks of queries see 1, 2, ..., n.
+        # The n blocks of queries see 1, 2, ..., n of n blocks of keys.
         taken = walk.trips * (walk.loop + 1) // (2 * walk.loop)
       inner = walk._replace(trips=taken)
       branches = [Cost(tuple(_walk(inner, c)), ()) for c in called]
@@ -159,11 +156,11 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
 def cost(module: Module, token_loop_trips: int, runs: int = 1) -> Cost:
   """Counts the costs of `runs` runs of a program, on each device.
 
-  The heaviest branch of a conditional counts; that of `block_attention` as
-  often as it is taken without windows. A loop that can end before its counter
-  does is taken for a token loop, which decodes until all samples have ended. It
-  runs as often as its counter allows; if unknown, `token_loop_trips` times
-  (tokens of a completion), and once within another token loop.
+  The heaviest branch of a conditional counts; in `block_attention`, as often as
+  it is taken without windows. A loop that can end before its counter does is
+  taken for a token loop, which decodes until all samples end. It counts as many
+  trips as its counter allows; if unknown, `token_loop_trips` (tokens of a
+  completion), or 1 within another token loop.
   """
   walk = _Walk(module, token_loop_trips, runs, [], set())
   entry = module.computations[module.entry]

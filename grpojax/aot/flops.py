@@ -1,7 +1,7 @@
-"""Floating-point operations of matrix products.
+"""Counts the floating-point operations of matrix products.
 
-A multiplication and an addition count as two. Other operations are not counted:
-in these models memory traffic bounds them, which `aot/memory.py` counts.
+A multiplication and an addition count as two. Other operations are bounded by
+memory traffic in these models, which `aot/memory.py` counts.
 """
 
 import functools
@@ -19,7 +19,7 @@ def _dims(i: Instruction, inside: Computation, operand: int) -> tuple[int, ...]:
 
 
 class _Dimension(NamedTuple):
-  """A dimension of a convolution's window; `pad` is its padding before."""
+  """A dimension of a convolution's window; `pad` is the padding in front."""
 
   size: int
   stride: int = 1
@@ -29,7 +29,7 @@ class _Dimension(NamedTuple):
 
 
 def _window(i: Instruction) -> list[_Dimension]:
-  """Dimensions of window={size=2x4 pad=0_0x1_1 ...}."""
+  """Returns the dimensions of window={size=2x4 pad=0_0x1_1 ...}."""
   words = re.findall(r"(\w+)=([\w\-]+)", i.attribute("window"))
   columns = {
     key: [int(number.split("_")[0]) for number in values.split("x")]
@@ -42,7 +42,7 @@ def _window(i: Instruction) -> list[_Dimension]:
 
 @functools.cache
 def _valid_positions(window: _Dimension, length: int, out: int) -> int:
-  """Number of (output, window) positions of a dimension that meet an input.
+  """Counts the (output, window) positions of a dimension that meet an input.
 
   As in XLA's HloCostAnalysis::HandleConvolution, without padding and holes.
   """
@@ -56,7 +56,7 @@ def _valid_positions(window: _Dimension, length: int, out: int) -> int:
 
 
 def _convolution(i: Instruction, inside: Computation) -> int:
-  """Counts a convolution. On TPU every dot is one, with windows for batches."""
+  """Counts a convolution; on TPU dots are convolutions with batch windows."""
   operands, _, out_names = i.attribute("dim_labels").partition("->")
   lhs, rhs = (
     dict(zip(names, _dims(i, inside, n), strict=True))
@@ -67,15 +67,15 @@ def _convolution(i: Instruction, inside: Computation) -> int:
   for d, window in enumerate(_window(i)):
     positions *= _valid_positions(window, lhs[str(d)], out[str(d)])
   groups = int(i.attribute("batch_group_count") or 1)
-  # The kernel's input features are those of one feature group already.
+  # The kernel's input features are per feature group already.
   return 2 * rhs["i"] * rhs["o"] * lhs["b"] // groups * positions
 
 
 def _dot(i: Instruction, inside: Computation) -> int:
-  """Counts a product; in a ragged one a row meets only its group's matrix.
+  """Counts a product; in a ragged product a row meets only its group's matrix.
 
-  So it does in the gradient of the matrices, which contracts the rows; there
-  the groups are the result's first dimension.
+  The gradient of the matrices contracts the rows, and its groups are the first
+  dimension of the result.
   """
   lhs, result = _dims(i, inside, 0), i.shapes[0]
   contracted = i.integers("lhs_contracting_dims")
@@ -86,13 +86,13 @@ def _dot(i: Instruction, inside: Computation) -> int:
 
 
 def _custom_call(i: Instruction, inside: Computation) -> int:
-  """Counts a product of a CPU or GPU library; a kernel has its own estimate."""
+  """Counts a library's product, or reads the estimate of a kernel."""
   stated = i.number(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
   if stated is not None:
     return stated
   target, result = i.attribute("custom_call_target"), i.shapes[0]
   if "triton" in target and "/grouped_" in i.op_name:
-    # `models.grouped`: each of [N, A] rows makes a column of the result's.
+    # `models.grouped`: rows [N, A] times a group's matrix [A, result columns].
     return 2 * math.prod(_dims(i, inside, -2)) * result.dims[-1]
   if re.search("matmul|gemm", target, re.IGNORECASE):
     rows = result.elements // result.dims[-1]  # of all batches
@@ -110,12 +110,12 @@ _COUNTS = {
 
 
 def flops(inside: Computation, instruction: Instruction) -> int:
-  """Counts one run of an instruction; `inside` is it by `memory.contents`.
+  """Counts a run of an instruction; `inside` are its `memory.contents`.
 
   A ragged dot on TPU multiplies all rows with all groups' matrices under a
-  mask, but skips tiles outside of a row's group: the count is divided by the
+  mask, but skips tiles outside of a row's group, so the count is divided by the
   sizes of the windows of groups. Tiles on a border between groups are computed
-  twice, which is not counted.
+  twice but counted once.
   """
   total = 0
   ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in instruction.attributes

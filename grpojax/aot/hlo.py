@@ -1,8 +1,7 @@
 """Parses the text of an optimised HLO module into NamedTuples.
 
-It reads `compiled.as_text()` of CPU, TPU and GPU; unknown opcodes are parsed
-like the others. Grammar: xla/hlo/parser/hlo_parser.cc and
-https://openxla.org/xla/operation_semantics.
+It reads `compiled.as_text()` of CPU, TPU and GPU, with any opcodes. Grammar:
+xla/hlo/parser/hlo_parser.cc and https://openxla.org/xla/operation_semantics.
 """
 
 import functools
@@ -13,9 +12,9 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-  """Array of a value; a tuple has several, nesting dropped.
+  """Array of a value; tuples are flattened.
 
-  Memory 0 is HBM; others of a TPU are VMEM (1), SMEM, semaphores and the host's
+  Memory 0 is HBM; a TPU also has VMEM (1), SMEM, semaphores and the host's
   memory (5). TPUs store arrays in whole tiles: with layout {1,0:T(8,128)} the
   inner dimensions of f32[10,64] take 16 x 128 elements.
   """
@@ -55,13 +54,12 @@ class Instruction(NamedTuple):
   operands: tuple[str, ...]  # names of instructions of the same computation
   literal: str  # text in the parentheses
   attributes: str  # text after the parentheses
-  # Computations that it runs or applies, such as ("body", "region_1").
-  called: tuple[tuple[str, str], ...]
+  called: tuple[tuple[str, str], ...]  # such as ("body", "region_1")
   op_name: str  # origin in the traced program, "" if unknown
   is_root: bool  # True if its value is the computation's result
 
   def attribute(self, key: str) -> str:
-    """Text of an attribute ("window", "dim_labels", ...), "" without it."""
+    """Text of an attribute ("window", "dim_labels", ...); "" if missing."""
     value = r"(\{\{.*?\}\}|\{[^}]*\}|\[[^\]]*\]|[^,\s]*)"
     match = re.search(rf"(?:^|, ){key}={value}", self.attributes)
     return match[1] if match else ""
@@ -71,7 +69,7 @@ class Instruction(NamedTuple):
     return tuple(map(int, re.findall(r"\d+", self.attribute(key))))
 
   def number(self, pattern: str) -> int | None:
-    """Number in the group of a pattern; None if no attribute matches."""
+    """Number in the group of a pattern; None if the attributes do not match."""
     match = re.search(pattern, self.attributes)
     return int(match[1]) if match else None
 
@@ -84,7 +82,7 @@ class Computation(NamedTuple):
 
   @property
   def root(self) -> Instruction:
-    """The instruction whose value is the computation's."""
+    """The instruction with the value of the computation."""
     return next(i for i in self.instructions.values() if i.is_root)
 
   @property
@@ -99,14 +97,14 @@ class Computation(NamedTuple):
 
 
 class Module(NamedTuple):
-  """Program of one device."""
+  """Program of a device."""
 
   computations: dict[str, Computation]
-  entry: str  # name of the computation that the program starts with
-  devices: int  # that run the program together
+  entry: str  # name of the first computation
+  devices: int  # number of devices that run the program together
 
   def called(self, instruction: Instruction, key: str) -> Computation:
-    """The computation that an instruction calls as its `key`."""
+    """The computation called by an instruction as its `key`."""
     return self.computations[dict(instruction.called)[key]]
 
 
@@ -138,7 +136,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-  """Parses an instruction; None if the line holds none."""
+  """Parses an instruction; None for other lines."""
   line = re.sub(r"/\*.*?\*/", "", line)
   start = _START.match(line)
   if not start:
@@ -163,7 +161,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def parse(text: str) -> Module:
-  """Parses a module; ValueError if the text is no HLO module, or breaks off."""
+  """Parses a module; ValueError if the text is not a whole HLO module."""
   name = re.match(r"\s*HloModule ([\w.\-]+)", text)
   if not name:
     raise ValueError(f"not the text of an HLO module: {text[:60]!r}")

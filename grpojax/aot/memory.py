@@ -1,12 +1,12 @@
-"""Bytes that an instruction moves to and from the device's main memory (HBM).
+"""Counts the bytes moved to and from the device's main memory (HBM).
 
-An instruction reads its operands and writes its result, once each. Excepted:
+An instruction reads its operands and writes its result, once each, except:
 
 - Arrays in another memory (VMEM on TPU, which XLA fills with copies) are free.
-- An array that is only sliced or gathered from costs the slice, an update in
-  place the update; of a part of a TPU tile's 128 lanes, a read and a write of
-  all of them (a new token in a cache whose last dimension is slots).
-- Tiles of TPU are moved whole, with their padding.
+- An array that is only sliced or gathered from costs the slice. An update in
+  place costs the update; if it covers part of a TPU tile's 128 lanes (a new
+  token in a cache whose last dimension is slots), a read and a write of all.
+- TPU tiles are moved whole, with their padding.
 - A Pallas kernel states its bytes.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
 from grpojax.models.moe import ONE_OF
 
-# These only name or arrange values, or run other computations.
+# Instructions that only name or arrange values, or run other computations.
 FREE = frozenset(
   "bitcast tuple get-tuple-element parameter constant while conditional call"
   " after-all add-dependency partition-id replica-id opt-barrier domain"
@@ -28,13 +28,13 @@ _FREE_TARGETS = frozenset(
   ' "AsyncCollectiveDone" "Sharding"'.split()
 )
 _VIEWS = ("bitcast", "reshape")
-# A fusion computes only the elements of these that are used.
+# Elementwise operations, of which a fusion computes only the used elements.
 _MAPPED = (*_VIEWS, *"convert copy multiply transpose bitcast-convert".split())
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
 def is_free(i: Instruction) -> bool:
-  """True for an instruction that moves nothing."""
+  """Returns True for an instruction that does not move data."""
   if i.opcode == "custom-call":
     return i.attribute("custom_call_target") in _FREE_TARGETS
   return i.opcode in FREE or i.opcode.endswith("-done")
@@ -43,9 +43,9 @@ def is_free(i: Instruction) -> bool:
 def _renamed(
   module: Module, computation: Computation, prefix: str, names: dict[str, str]
 ) -> list[Instruction]:
-  """Instructions of a fused computation, fusions within it dissolved.
+  """Returns the instructions of a fused computation, inner fusions inlined.
 
-  `names` maps its parameters to their names outside, and gets all new names.
+  `names` maps its parameters to their names outside; all new names are added.
   """
   instructions = []
   for i in computation.instructions.values():
@@ -65,10 +65,10 @@ def _renamed(
 
 
 def result(inputs: Iterable[Instruction], i: Instruction) -> tuple[Shape, ...]:
-  """Shapes of a result, without the other values of its asynchronous form.
+  """Returns the shapes of a result, also if the instruction is asynchronous.
 
   A `copy-start` has (result, operand, context), other starts have (operands,
-  results, contexts); contexts are scalars in another memory.
+  results, contexts). Contexts are scalars in another memory.
   """
   if i.opcode == "copy-start":
     return i.shapes[:1]
@@ -82,8 +82,8 @@ def contents(
 ) -> Computation:
   """Returns an instruction as a computation without fusions.
 
-  A fusion becomes the instructions that it fuses, an asynchronous start the
-  operation. Operands are the parameters, the value is the root.
+  A fusion becomes its fused instructions, an asynchronous start the operation.
+  Operands are the parameters, the value is the root.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
@@ -92,7 +92,7 @@ def contents(
     root = names[fused.root.name]
     every = {i.name: i._replace(is_root=i.name == root) for i in renamed}
     return Computation(fused.name, every)
-  # A new opcode may have other names there.
+  # The literal of an unknown opcode may contain other names.
   names = [n for n in instruction.operands if n in computation.instructions]
   operands = [computation.instructions[n] for n in names]
   shapes = result(operands, instruction)
@@ -110,17 +110,17 @@ def _hbm(shapes: Iterable[Shape]) -> int:
 
 
 def _update_bytes(inside: Computation, i: Instruction, target: Shape) -> int:
-  """Bytes that an update in place moves: whole rows of its target's lanes."""
+  """Returns the bytes moved by an update in place, in whole rows of lanes."""
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
   part = inside.instructions[operand].shapes[0]
-  if len(part.dims) != len(target.dims):  # a scatter's
+  if len(part.dims) != len(target.dims):  # only of a scatter
     return part.bytes
   lanes = part._replace(tiles=target.tiles[:1]).padded_bytes
   return lanes if lanes == part.bytes else 2 * lanes
 
 
 def _results(inside: Computation) -> list[Instruction]:
-  """Instructions that make the arrays of the result, before bitcasts."""
+  """Returns the instructions that make the result's arrays, before bitcasts."""
   root = inside.root
   names = root.operands if root.opcode == "tuple" else (root.name,)
   makers = []
@@ -138,7 +138,7 @@ def _read_elements(
   in_place: frozenset[str],
   exact: bool = True,
 ) -> int | float:
-  """Number of elements that a computation reads of an array, perhaps inf."""
+  """Counts the elements read from an array; inf for all of them."""
   total = 0
   for user, position in users[i.name]:
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
@@ -157,16 +157,16 @@ def _read_elements(
 
 
 def hbm_bytes(
-  inside: Computation, shapes: tuple[Shape, ...], paid: frozenset[str]
+  inside: Computation, shapes: tuple[Shape, ...], skipped: frozenset[str]
 ) -> int:
-  """Returns the bytes of HBM that one run of an instruction moves.
+  """Counts the bytes of HBM moved in a run of an instruction.
 
-  `inside` is the instruction by `contents`, `shapes` are those of its result,
-  and `paid` names collectives that another instruction pays for.
+  `inside` are its `contents`, `shapes` the shapes of its result, and `skipped`
+  names collectives that another instruction accounts for.
   """
   parameters, root = inside.parameters, inside.root
   if stack := root.number(rf"{ONE_OF}(\d+).*custom_call_config"):
-    # An upper bound: experts without tokens are not read.
+    # An upper bound, as experts without tokens are not read.
     matrices = max(parameters, key=lambda p: p.shapes[0].elements)
     size = _hbm(matrices.shapes)
     whole = sum(_hbm(p.shapes) for p in parameters) + _hbm(shapes)
@@ -178,7 +178,7 @@ def hbm_bytes(
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
   users = collections.defaultdict(list)
   for i in inside.instructions.values():
-    if i.name not in paid:
+    if i.name not in skipped:
       for position, name in enumerate(i.operands):
         users[name].append((i, position))
   total = 0
@@ -186,11 +186,11 @@ def hbm_bytes(
     whole = max(sum(s.elements for s in p.shapes), 1)
     elements = min(_read_elements(users, p, in_place), whole)
     total += _hbm(p.shapes) * elements // whole
-  if len(results) != len(shapes):  # one result that is a tuple
-    # The start of a collective gives back its operand, too.
+  if len(results) != len(shapes):  # a single result that is a tuple
+    # The start of a collective also returns its operand.
     return total + _hbm(shapes[len(parameters) if is_free(root) else 0 :])
   for shape, i in zip(shapes, results, strict=True):
-    if shape.memory_space == 0 and i.name not in paid and not is_free(i):
+    if shape.memory_space == 0 and i.name not in skipped and not is_free(i):
       updates = i.name in in_place
       total += _update_bytes(inside, i, shape) if updates else _hbm([shape])
   return total

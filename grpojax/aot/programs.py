@@ -1,4 +1,4 @@
-"""The programs of a training run, lowered on shapes alone."""
+"""Lowers the programs of a training run on shapes alone."""
 
 import os
 import pathlib
@@ -32,22 +32,22 @@ from grpojax.training.step.batch import aggregation
 
 
 class Run(NamedTuple):
-  """Training run as shapes."""
+  """Training run with shapes in place of arrays."""
 
   settings: TrainSettings
   model: TransformerConfig
   policy: Policy  # with abstract parameters
-  mesh: Mesh  # of training
+  mesh: Mesh  # for training
   state: TrainState  # abstract, with shardings
   ref_params: PyTree | None  # of the reference, {} with adapters
-  group_size: int  # completions a prompt, G
-  prompts: int  # prompts a step, B
+  group_size: int  # completions per prompt, G
+  prompts: int  # prompts per step, B
 
 
 def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
-  """Reads a model's config.json by `hf.read_config`; `path` may be that file.
+  """Reads the config.json of a model, or at `path`, by `hf.read_config`.
 
-  ValueError if there is none, or it is not of a model.
+  ValueError if it is missing or not a model's.
   """
   if not os.path.isfile(path) or gguf_directory.is_named(path):
     path = policy_lib.find_model(path, hub.CONFIG)
@@ -57,7 +57,7 @@ def read_model(path: str, ignore_keys: Sequence[str] = ()) -> dict[str, Any]:
 def _policy(
   settings: TrainSettings, hf_config: dict[str, Any], platform: str
 ) -> Policy:
-  """The model's functions, without a tokenizer."""
+  """Returns the model's functions, without a tokenizer."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
@@ -73,14 +73,14 @@ def _policy(
     pathlib.Path(options.path),
     lm,
     tokenizer=None,
-    eos_ids=tuple(eos) or (0,),  # their number is compiled
+    eos_ids=tuple(eos) or (0,),  # only their number affects the program
     pad_id=0,
     vmappable=not model.experts,
   )
 
 
 def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
-  """Returns the shape of the teacher, where there is one."""
+  """Returns the shape of the teacher, if any."""
   if not settings.model.teacher:
     return None
   path = hub_pins.teacher(settings)
@@ -88,7 +88,7 @@ def teacher_shape(settings: TrainSettings) -> TransformerConfig | None:
 
 
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
-  """Shapes of rows, laid out as `core.mesh.constrain` does."""
+  """Returns shapes of rows with the shardings of `core.mesh.constrain`."""
 
   def laid_out(x):
     sharding = mesh_lib.activation_sharding(mesh, x.shape, *names)
@@ -98,7 +98,7 @@ def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
 
 
 def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
-  """Opens a run as `training.run.start` does, but for weights and data.
+  """Opens a run like `training.run.start`, but without weights and data.
 
   ValueError if the model or the targets of adapters do not fit or, with
   reward.on_device, the data cannot be read.
@@ -107,7 +107,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   hf_config = read_model(hub_pins.model(settings), ignore_keys)
   platform = mesh.devices.flat[0].platform
   policy = _policy(settings, hf_config, platform)
-  # Rewards on ids and stop strings are made from the tokenizer.
+  # Device rewards and stop strings need the tokenizer.
   if settings.reward.on_device or settings.sampling.stop:
     policy = setup.open_policy(settings)._replace(lm=policy.lm)
   setup.check_model(settings, policy.lm)
@@ -145,15 +145,15 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     prompts=batches_lib.samples_per_step(settings) // group_size,
   )
   if not settings.data.max_prompt_length:
-    remedy = "no prompts are read here: give the tokens of the longest one"
+    remedy = "prompts are not read here: give the longest length in tokens"
     raise ValueError(config_error("data.max_prompt_length", 0, remedy))
   if settings.reward.on_device:
-    _device_prompts(run)  # refuses data that cannot be read
+    _device_prompts(run)  # raises if the data cannot be read
   return run
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
-  """Prompts of one of the parts in which a step is sampled."""
+  """Returns the shapes of the prompts in a part of a step's sampling."""
   shape = run.prompts // parts, run.settings.data.max_prompt_length
   ids = jax.ShapeDtypeStruct(shape, jnp.int32)
   mask = jax.ShapeDtypeStruct(shape, bool)
@@ -161,7 +161,7 @@ def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
 
 
 def data_prompts(run: Run, policy: Policy) -> Iterator[Prompts]:
-  """Yields the prompts of steps, with the targets of reward.on_device."""
+  """Yields the prompts of each step, with the targets of reward.on_device."""
   examples = splits.load_examples(run.settings, "train")
   for batch, _ in prompts.training_batches(
     run.settings, policy, examples, run.group_size
@@ -175,14 +175,14 @@ def _device_prompts(run: Run) -> Prompts:
 
 
 def names(settings: TrainSettings) -> tuple[str, ...]:
-  """Names of the programs of a step, in their order."""
+  """Returns the names of a step's programs, in their order."""
   if settings.reward.on_device:
     return ("step",)
   return ("rollout", "reference", "update")
 
 
 def lower(run: Run, name: str) -> jax.stages.Lowered:
-  """Lowers the program of a step that is called `name`, on its mesh."""
+  """Lowers the program `name` of a step on its mesh."""
   settings, state = run.settings, run.state
   options = {
     "settings": settings,
@@ -210,18 +210,19 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       return policy_lib.lower(step_programs.make_batch, *arguments, **options)
     batch, _ = jax.eval_shape(step_programs.make_batch, *arguments, **options)
     batch = _as_rows(batch, run.mesh)
-    of_reference = run.ref_params if settings.loss.has_exact_kl else None
-    return policy_lib.lower(step_programs.update, state, batch, of_reference)
+    ref_params = run.ref_params if settings.loss.has_exact_kl else None
+    return policy_lib.lower(step_programs.update, state, batch, ref_params)
 
 
 def _lower_rollout(
   run: Run, sample: Any, mesh: Mesh, key: jax.ShapeDtypeStruct
 ) -> jax.stages.Lowered:
-  """Lowers the sampler, for one of the parts in which a step is sampled."""
+  """Lowers the sampler for a part of a step's prompts."""
   parts = run.settings.sampling.parts
   arguments = [run.state.params, _prompts(run, mesh, parts), key]
   if parts > 1 or run.settings.filter_groups.enable:
-    arguments.append(jax.ShapeDtypeStruct((), jnp.int32))  # the first sample's
+    first_sample = jax.ShapeDtypeStruct((), jnp.int32)
+    arguments.append(first_sample)
   if mesh is not run.mesh:
     sample = sampling_lib.with_result_shardings(sample, mesh, *arguments)
   return policy_lib.lower(sample, *arguments)
@@ -230,9 +231,9 @@ def _lower_rollout(
 def _batch_arguments(
   run: Run, samples: PyTree
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Arguments of the program that makes a batch of samples and rewards."""
+  """Returns the arguments of the program that makes a batch from samples."""
   settings, shape = run.settings, (run.prompts, run.group_size)
-  values = None  # of each reward function, where they are normalised
+  values = None  # of each reward function, if they are normalised
   if aggregation(settings.reward):
     functions = len(settings.reward.functions) + bool(settings.reward.model)
     values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
@@ -248,5 +249,5 @@ def _batch_arguments(
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:
-  """A rollout or a batch, laid out over a mesh."""
+  """Returns the shapes of a rollout or a batch, laid out over a mesh."""
   return mesh_lib.map_rows(lambda x, *names: _rows(x, mesh, *names), tree)

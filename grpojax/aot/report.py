@@ -1,4 +1,4 @@
-"""A training step on a machine that need not be there: memory and seconds."""
+"""Estimates memory and seconds of a training step on an absent machine."""
 
 import math
 import re
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 class Part(NamedTuple):
-  """Needs of a program on one device, as XLA sees devices."""
+  """Needs of a program on an XLA device."""
 
   memory_bytes: int  # arguments, new results and temporaries
   temporary_bytes: int = 0
@@ -32,13 +32,13 @@ class Part(NamedTuple):
   collectives: dict[str, dict[str, int]] = {}  # bytes and runs, by kind
   seconds: float = 0.0  # estimate, without overlap
   token_loop_seconds: float = 0.0  # part of `seconds` in the token loop
-  xla_seconds: float | None = None  # estimate by XLA's own cycles
+  xla_seconds: float | None = None  # estimate from XLA's cycles
   compile_seconds: float = 0.0
-  error: str = ""  # reason why XLA refused to compile it
+  error: str = ""  # reason for a failed compilation
 
 
 def _out_of_memory(error: Exception) -> int | None:
-  """Bytes that XLA says a program needs, if it refuses it for them."""
+  """Returns the bytes needed, from an out-of-memory error; else None."""
   used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)", str(error))
   if used is None:
     return None
@@ -49,9 +49,9 @@ def _out_of_memory(error: Exception) -> int | None:
 def compile_part(
   lowered: jax.stages.Lowered, chip: Chip, trips: int, runs: int = 1
 ) -> Part:
-  """Compiles a program, and counts its needs.
+  """Compiles a program and counts its needs.
 
-  The token loop has `trips` iterations; the program runs `runs` times in turn.
+  The token loop has `trips` iterations; the program runs `runs` times.
   """
   start = time.perf_counter()
   try:
@@ -84,7 +84,7 @@ def compile_part(
 
 
 def active_parameters(model: TransformerConfig) -> tuple[int, int]:
-  """Counts parameters that multiply a token (its experts): layers, and head."""
+  """Counts the parameters used per token, in the layers and in the head."""
   shapes, total = parameter_shapes(model), 0
   for name, shape in shapes["layers"].items():
     size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer
@@ -95,25 +95,25 @@ def active_parameters(model: TransformerConfig) -> tuple[int, int]:
 
 
 def forward_passes(run: programs.Run) -> tuple[int, int]:
-  """Counts forward passes without a gradient: before the update, and in it.
+  """Counts forward passes without a gradient, before the update and per epoch.
 
-  Before it: log-probabilities of a reference, and of the policy with
-  `loss.old_logprobs`. In each epoch: one pass over all micro-batches, for their
-  tokens of highest entropy or the experts' load.
+  Before the update: log-probabilities of a reference, and of the policy with
+  `loss.old_logprobs`. Per epoch: a pass over all micro-batches, for the tokens
+  of highest entropy or the experts' load.
   """
   loss, update = run.settings.loss, run.settings.optim.update
   off_policy = update.epochs * update.minibatches > 1
   before = int(run.ref_params is not None)
   before += int(loss.old_logprobs == "trainer" and off_policy)
-  of_all = loss.top_entropy_quantile < 1 or loss.router_aux_coef
-  return before, int(bool(of_all) and update.micro_batches > 1)
+  whole_batch = loss.top_entropy_quantile < 1 or loss.router_aux_coef
+  return before, int(bool(whole_batch) and update.micro_batches > 1)
 
 
 def part_flops(run: programs.Run) -> dict[str, float]:
-  """Counts the operations of each part of a step, completions of full length.
+  """Counts the operations of each part of a step with full-length completions.
 
   Per parameter and token: 2 forward, 6 trained, 4 frozen below adapters.
-  Prompts need no output head. Attention and adapters are not counted.
+  Prompts skip the output head. Attention and adapters are not counted.
   """
   settings, update = run.settings, run.settings.optim.update
   layers, head = active_parameters(run.model)
@@ -131,7 +131,7 @@ def part_flops(run: programs.Run) -> dict[str, float]:
 
 
 def _cache_bytes(run: programs.Run) -> int:
-  """Bytes of the decode cache, a device."""
+  """Returns the bytes of the decode cache per device."""
   mesh = mesh_lib.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
   model, sampling = run.model, run.settings.sampling
   prompts, tokens = run.prompts // sampling.parts, sampling.max_new_tokens
@@ -145,44 +145,39 @@ def _cache_bytes(run: programs.Run) -> int:
 
 
 def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
-  """Bytes on a device while the program of this name runs, by their kind."""
+  """Returns the bytes on a device while the program `name` runs, by kind."""
   frozen = run.policy.frozen
   params = shard_bytes(run.state.params) + shard_bytes(frozen)
   optimizer = shard_bytes(run.state.replace(params=None))
   reference = 0
-  is_argument = name in ("reference", "step")  # programs that take it
+  is_argument = name in ("reference", "step")
   on_device = run.settings.model.reference == "device"
   if run.ref_params is not None and (on_device or is_argument):
     reference = shard_bytes(run.ref_params)
-  if part.error:  # XLA's figure, of arguments and all
+  if part.error:  # XLA's figure includes the arguments
     arguments = params + (reference if is_argument else 0)
     arguments += optimizer if name in ("update", "step") else 0
     temporary = part.memory_bytes - arguments
   else:
     temporary = part.temporary_bytes
-  of_which = {}
+  kinds = {"parameters": params, "optimizer": optimizer, "reference": reference}
+  large = 0  # bytes of the largest temporary
   if name == "rollout":
-    of_which["cache"] = min(_cache_bytes(run), temporary)
+    kinds["cache"] = large = min(_cache_bytes(run), temporary)
   elif name in ("update", "step"):
     leaves = jax.tree.leaves(run.state.params)
     sizes = [math.prod(x.sharding.shard_shape(x.shape)) for x in leaves]
-    of_which["gradients"] = min(4 * sum(sizes), temporary)  # in float32
-  return {
-    "parameters": params,
-    "optimizer": optimizer,
-    "reference": reference,
-    **of_which,
-    "temporaries": temporary - sum(of_which.values()),
-  }
+    kinds["gradients"] = large = min(4 * sum(sizes), temporary)  # in float32
+  return kinds | {"temporaries": temporary - large}
 
 
 def measure(
   run: programs.Run, name: str, machine: Machine, say: Say
 ) -> dict[str, Any]:
-  """Compiles the program of a step with this name; its entry in the report."""
+  """Compiles the program `name` of a step; returns its entry in the report."""
   sampling = run.settings.sampling
   trips = max(sampling.max_new_tokens - 1, 1)
-  # The rollout is compiled for one part of the prompts.
+  # The rollout is compiled for a part of the prompts.
   runs = sampling.parts if name == "rollout" else 1
   say(f"compiling {name} ...")
   part = compile_part(programs.lower(run, name), machine.chip, trips, runs)
@@ -200,7 +195,7 @@ def measure(
 
 
 def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
-  """Makes the report of all programs, as it is saved."""
+  """Returns the report of all programs, as it is saved."""
   entries = {
     name: measure(run, name, machine, say)
     for name in programs.names(run.settings)
@@ -227,15 +222,15 @@ def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
     result["xla_step_seconds"] = sum(by_xla)
   if fits:
     result["tokens_per_second"] = tokens / seconds
-    # Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B): the share of
-    # the chips' peak that the model needs, whatever is computed again.
+    # Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B): the model's
+    # operations as a share of the chips' peak, without recomputation.
     peak = count * machine.chip.flops
     result["mfu"] = sum(part_flops(run).values()) / (seconds * peak)
   return result
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Writes rows of a title and cells as lines, in columns."""
+  """Formats rows of a title and cells as lines, in columns."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
   for title, *cells in rows:
@@ -249,19 +244,19 @@ def _gib(size: float) -> str:
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-  """Writes a report for people."""
+  """Formats a report as text."""
   entries = result["parts"]
   rows = [("", *entries)]
 
   def row(title, cell):
     rows.append((title, *(cell(entry) for entry in entries.values())))
 
-  def kinds(key):  # of all programs, in the order of the first that has them
+  def kinds(key):  # of all programs, in order of appearance
     return dict.fromkeys(k for entry in entries.values() for k in entry[key])
 
   for kind in kinds("memory"):
     row(f"{kind}, GiB", lambda p, k=kind: _gib(p["memory"].get(k, 0)))
-  row("memory a device, GiB", lambda p: _gib(p["memory_bytes"]))
+  row("memory per device, GiB", lambda p: _gib(p["memory_bytes"]))
   limit = _gib(result["device_memory_bytes"])
   row(f"left of {limit}, GiB", lambda p: _gib(p["left_bytes"]))
   row("TFLOP", lambda p: f"{p['flops'] / 1e12:.4g}")
@@ -284,7 +279,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 def _verdict(result: dict[str, Any]) -> list[str]:
   if not result["fits"]:
     return [
-      f"does not fit: {name} takes {_gib(-entry['left_bytes'])} GiB too much"
+      f"does not fit: {name} needs {_gib(-entry['left_bytes'])} GiB too much"
       for name, entry in result["parts"].items()
       if not entry["fits"]
     ]
@@ -294,7 +289,7 @@ def _verdict(result: dict[str, Any]) -> list[str]:
   between = f"{low:.3g} to {high:.3g}" if slowest != roofline else f"{low:.3g}"
   verdict = [
     f"fits; a step takes about {between} s, by the roofline "
-    f"{result['tokens_per_second']:.4g} tokens a second, "
+    f"{result['tokens_per_second']:.4g} tokens per second, "
     f"{result['mfu']:.1%} of peak (estimated: see grpojax/aot/roofline.py)"
   ]
   most = max(p["memory_bytes"] for p in result["parts"].values())

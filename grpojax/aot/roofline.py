@@ -1,24 +1,25 @@
-"""From operations and bytes to seconds: a roofline, instruction by instruction.
+"""Converts operations and bytes to seconds by a roofline for each instruction.
 
 An instruction takes the longer of its matrix products at the chip's peak and
 its HBM traffic at full bandwidth (Williams et al. 2009,
-https://doi.org/10.1145/1498765.1498785). A collective takes its bytes over one
+https://doi.org/10.1145/1498765.1498785). A collective takes its bytes over a
 link, and a hop's latency for each step round the ring, by the scaling book,
 part 3 (https://jax-ml.github.io/scaling-book/sharding). Assumptions:
 
-- Rings use one link in one direction. An axis of the slice that wraps round
-  (16 chips on v5e and v6e, multiples of 4 on v4, v5p and tpu7x) uses both
-  directions, a group that spans two axes both links: half the time.
-- A hop takes a microsecond, as the book has it.
+- Rings use a single link in a single direction. In half the time, an axis of
+  the slice that wraps round (16 chips on v5e and v6e, multiples of 4 on v4, v5p
+  and tpu7x) uses both directions, a group across two axes both links.
+- A hop takes a microsecond, as in the book.
 - A piece of an all-to-all passes (n + 1) / 3 chips on average in a row of n.
 
 Not modelled: operations other than matrix products; traffic of VMEM; products
 too small to fill the matrix unit; launches and loop control; hosts; networks
 between slices; and the overlap of products, copies and sending.
 
-XLA:TPU writes its own estimate, in cycles, beside most instructions; it knows
-the vector unit and VMEM. `Estimate.by_cycles` is their sum. If two cores are
-one device, cycles count as one core's, unless both would then beat the peak.
+XLA:TPU annotates most instructions with its own estimate in cycles, which
+includes the vector unit and VMEM. `Estimate.by_cycles` is their sum. If two
+cores are a single device, cycles count as one core's, unless both cores would
+then beat the peak.
 
 Measured times lie between the two estimates (tests/aot/test_roofline.py).
 """
@@ -34,15 +35,15 @@ HOP_SECONDS = 1e-6
 
 
 class Estimate(NamedTuple):
-  """Seconds of one run of a program."""
+  """Seconds of a run of a program."""
 
-  seconds: float  # products, HBM traffic and sending, one after another
-  token_loop: float  # part of `seconds` that is the token loop's
-  by_cycles: float | None  # as XLA:TPU estimates it; None if it does not
+  seconds: float  # of products, HBM traffic and sending, without overlap
+  token_loop: float  # part of `seconds` in the token loop
+  by_cycles: float | None  # XLA:TPU's own estimate, if any
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
-  """Seconds of one run, over the links of a device; 0 between slices."""
+  """Returns the seconds of a run over a device's links; 0 between slices."""
   n = collective.group_size
   if n == 1 or collective.kind.endswith(BETWEEN):
     return 0.0
@@ -61,23 +62,23 @@ def _sending(cost: Cost, chip: Chip) -> float:
 
 
 def _working(i: InstructionCost, chip: Chip) -> float:
-  """Seconds of one run without sending."""
+  """Returns the seconds of a run without sending."""
   return max(i.flops / chip.flops, i.bytes / chip.hbm_bandwidth)
 
 
 def _by_cycles(i: InstructionCost, chip: Chip) -> float:
-  """Seconds of one run by XLA's cycles, by the roofline if it has none."""
+  """Returns the seconds of a run by XLA's cycles, else by the roofline."""
   if not i.cycles:
     return _working(i, chip)
   seconds = i.cycles / chip.clock
   both = seconds / chip.cores
-  # Large products would be faster than the peak: XLA counts those on both
-  # already. Its count for products of less than half the peak is unknown.
+  # If two cores would beat the peak, XLA's cycles (of large products) are for
+  # both already. Below half the peak it is unknown.
   return both if both > i.flops / chip.flops else seconds
 
 
 def estimate(cost: Cost, chip: Chip) -> Estimate:
-  """Estimates the seconds of a run; a device has its share of the chip."""
+  """Estimates the seconds of a run on a device's share of the chip."""
   peaks = chips.device(chip)
 
   def roofline(part: Cost) -> float:

@@ -1,4 +1,4 @@
-"""Machines to compile for: TPUs and GPUs that need not be there, and CPUs."""
+"""Describes machines to compile for: absent TPUs and GPUs, and CPUs."""
 
 import math
 import os
@@ -12,18 +12,18 @@ from grpojax.aot.chips import CHIPS, POOL, Chip
 
 
 class Machine(NamedTuple):
-  """Devices that programs are compiled for, and what they are."""
+  """Devices for which programs are compiled."""
 
   name: str
   chip: Chip
   devices: list[jax.Device]
 
 
-LARGEST = 9216  # chips, of a pod of tpu7x
+LARGEST = 9216  # chips in a pod of tpu7x
 MOST_SLICES = 64
-LARGEST_NODE = 8  # GPUs that a switch joins
+LARGEST_NODE = 8  # GPUs behind a switch
 
-# A GPU's description (openxla/xla, xla/backends/gpu/target_config/specs).
+# Description of a GPU (openxla/xla, xla/backends/gpu/target_config/specs).
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -59,12 +59,12 @@ _GPUS = {
   "h100": ("H100 80GB HBM3", *_HOPPER),
   "h200": ("H200 141GB HBM3e", *_HOPPER),
 }
-# libtpu would ask the machine that it runs on for these.
+# Without these, libtpu queries the machine on which it runs.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it uses no device
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # devices are not used
 }
 
 
@@ -90,10 +90,10 @@ def parse(name: str) -> tuple[str, int]:
   count = math.prod(map(int, shape.split("x")))
   largest = LARGEST_NODE if chip in _GPUS else LARGEST
   if count > largest:
-    one = "node" if chip in _GPUS else "slice"
-    raise ValueError(f"--topology={name}: no {one} has more than {largest}")
+    kind = "node" if chip in _GPUS else "slice"
+    raise ValueError(f"--topology={name}: a {kind} has at most {largest} chips")
   slices = int(slices or 1)
-  if slices > MOST_SLICES:  # libtpu ends the process
+  if slices > MOST_SLICES:  # more would make libtpu end the process
     raise ValueError(f"--topology={name}: at most {MOST_SLICES} slices")
   return chip, count * slices
 
@@ -121,17 +121,17 @@ def _slices(name: str) -> dict[str, Any]:
   options = {"platform": "tpu", "topology_name": topology}
   if slices:
     options["num_slices"] = int(slices)
-  if kind == "v4":  # a TPU VM shows the two cores of a chip as one device
+  if kind == "v4":  # the two cores of a chip are a single device
     options["chip_config_name"] = "megacore"
-  if 1 in (x, y):  # a part of a host, which has 2 x 2 chips
+  if 1 in (x, y):  # part of a host, which has 2 x 2 chips
     options["chips_per_host_bounds"] = (min(x, 2), min(y, 2), 1)
   return options
 
 
 def machine(name: str) -> Machine:
-  """Returns a machine by its name; ValueError without it, or its JAX plugin.
+  """Returns a machine by name; ValueError if it or its JAX plugin is missing.
 
-  For a CPU it sets the number of devices, before JAX is used for anything else.
+  For a CPU, call it before any other use of JAX: it sets the number of devices.
   """
   kind, count = parse(name)
   jax.config.update("jax_platforms", "cpu")
@@ -143,7 +143,7 @@ def machine(name: str) -> Machine:
     options = _gpus(kind, count) if is_gpu else _slices(name)
     topology = topologies.get_topology_desc(**options)
   except Exception as error:  # JaxRuntimeError, of several kinds
-    version = jax.__version__
+    version, message = jax.__version__, str(error)
     remedy = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
     if is_gpu:
       remedy = (
@@ -151,9 +151,8 @@ def machine(name: str) -> Machine:
         f" jax-cuda13-pjrt=={version} (no GPU is needed)"
       )
     absent = "libtpu", "PJRT", "TPU support not installed", "cuda"
-    if not any(word in str(error) for word in absent):
+    if not any(word in message for word in absent):
       remedy = "no such machine"
-    raise ValueError(
-      f"--topology={name}: {remedy}: {str(error).splitlines()[0]}"
-    ) from None
+    text = f"--topology={name}: {remedy}: {message.splitlines()[0]}"
+    raise ValueError(text) from None
   return Machine(name, CHIPS[kind], list(topology.devices))

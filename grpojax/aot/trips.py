@@ -1,4 +1,4 @@
-"""Trip counts of loops, followed through the program's scalars."""
+"""Counts the trips of loops by following the program's scalars."""
 
 import functools
 import operator
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from grpojax.aot.hlo import Computation, Instruction, Module
 
 State = dict[int, int]
-"""Known elements of a loop's state, by their index."""
+"""Known elements of a loop's state, by index."""
 
-MOST = 2**20  # iterations that are counted
+MOST = 2**20  # iterations to follow
 _KNOWN = r'"known_trip_count":\{"n":"(\d+)"\}'
 _SAME = ("copy", "bitcast", "convert", "reshape", "opt-barrier")
 _ARITHMETIC = {"add": operator.add, "subtract": operator.sub}
 
 Value = Callable[..., int | None]
-"""`(name, index) -> integer`: of a scalar, or of an element of a tuple."""
+"""`(name, index) -> integer`: value of a scalar, or of a tuple's element."""
 
 
 def _values(
@@ -26,9 +26,9 @@ def _values(
   state: State,
   arguments: tuple[Value, ...] = (),
 ) -> Value:
-  """Returns a function that looks up values; they are None if unknown.
+  """Returns a function that looks up values; None if unknown.
 
-  `state` is of the loop around the computation, `arguments` are of a fusion.
+  `state` belongs to the loop around the computation, `arguments` to a fusion.
   """
 
   def value(name: str, index: int | None = None) -> int | None:
@@ -66,27 +66,27 @@ def _values(
 
 
 class Trips(NamedTuple):
-  """Number of times that a loop runs."""
+  """Number of iterations of a loop."""
 
-  most: int | None  # iterations; None if the condition does not say
-  exact: bool  # nothing else can end the loop
+  most: int | None  # upper bound; None if unknown
+  exact: bool  # True if the loop cannot end earlier
   constants: State  # elements that are the same in all iterations
 
 
 def trip_count(
   module: Module, computation: Computation, loop: Instruction, outer: State
 ) -> Trips:
-  """Counts how often a `while` of `computation` runs.
+  """Counts the iterations of a `while` of `computation`.
 
   XLA:CPU and XLA:GPU write known_trip_count. For XLA:TPU the loop's counter is
-  followed from its start until the condition is false, which is an upper bound
-  if the condition has another part. `outer` has constants of the loop around.
+  followed from its start until the condition is false, an upper bound if the
+  condition has other parts. `outer` has the constants of the loop around it.
   """
   body = module.called(loop, "body")
   condition = module.called(loop, "condition")
 
   def after(state: State) -> State:
-    """Known elements after an iteration from those before it."""
+    """Returns the known elements after an iteration."""
     value = _values(module, body, state)
     values = {k: value(body.root.operands[k]) for k in state}
     return {k: v for k, v in values.items() if v is not None}
@@ -107,12 +107,12 @@ def trip_count(
     return Trips(known, True, constants)
   state, exact, count = start, True, 0
   while count < MOST:
-    goes_on = _values(module, condition, state)(condition.root.name)
-    if goes_on == 0:
+    continues = _values(module, condition, state)(condition.root.name)
+    if continues == 0:
       return Trips(count, exact, constants)
-    exact = exact and goes_on is not None
+    exact = exact and continues is not None
     later = after(state)
-    if later == state:  # no known element would end it
+    if later == state:  # the known elements cannot end the loop
       break
     state, count = later, count + 1
   return Trips(None, False, constants)

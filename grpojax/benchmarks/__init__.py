@@ -1,1 +1,1 @@
-"""Parts of `python -m grpojax.bench`."""
+"""Implementation of `python -m grpojax.bench`."""

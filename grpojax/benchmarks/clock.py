@@ -1,4 +1,4 @@
-"""Seconds of steps, and of the machine's processors."""
+"""Measures seconds of steps, CPU time and peak memory."""
 
 import os
 import resource
@@ -11,37 +11,37 @@ from typing import Any, NamedTuple
 from grpojax.runtime import compilation
 
 QUIET = 0.08
-"""Share of the CPUs that other processes take, below which a step counts."""
+"""Largest share of the CPUs used by other processes in a step that counts."""
 
 
 def cpu_seconds() -> tuple[float, float]:
-  """Busy CPU seconds of the machine (or this process), and of this process."""
-  own = sum(os.times()[:4])
+  """Returns busy CPU seconds of the machine, if known, and of this process."""
+  process = sum(os.times()[:4])
   try:
     with open("/proc/stat") as file:
       ticks = [int(x) for x in file.readline().split()[1:9]]
   except OSError:
-    return own, own
+    return process, process
   idle, waiting = ticks[3:5]
   busy = (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
-  return busy, own
+  return busy, process
 
 
 class Step(NamedTuple):
-  """One timed step."""
+  """Measurements of a step."""
 
-  number: int  # from 0; the warm-up counts
+  number: int  # from 0, including the warm-up
   row: Any  # metrics of the step
-  # Seconds by part; `total` (wall), `own_cpu` (this process) and `others`
-  # (share of all CPUs that other processes took).
+  # Seconds by part; `total` (wall), `own_cpu` (this process), and `others`, the
+  # share of all CPUs used by other processes.
   seconds: dict[str, float]
-  compiled: Sequence[float]  # seconds of the programs that it compiled
+  compiled: Sequence[float]  # seconds of each compilation
 
 
 def timed(
   rows: Iterable[Any], count: int, parts: Mapping[str, str]
 ) -> list[Step]:
-  """Times `count` steps, and prints them; `parts` names metrics of seconds."""
+  """Times `count` steps and prints them; `parts` names metrics of seconds."""
   compiled, steps, before = compilation.seconds(), [], 0
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
   for number, row in enumerate(rows):
@@ -58,7 +58,7 @@ def timed(
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-  """Median and range."""
+  """Returns median, minimum and maximum."""
   values = list(values)
   return {
     function.__name__: round(float(function(values)), 4)
@@ -67,12 +67,12 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def quiet(steps: Sequence[Step]) -> tuple[list[Step], int]:
-  """Steps in which other processes took little (all if none); their number."""
+  """Returns the steps with little other CPU use, else all, and their number."""
   chosen = [step for step in steps if step.seconds["others"] < QUIET]
   return chosen or list(steps), len(chosen)
 
 
 def peak_rss_mib() -> int:
-  """Most memory that this process had at a time, MiB."""
+  """Returns the peak memory of this process, MiB."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak // (2**20 if sys.platform == "darwin" else 2**10)

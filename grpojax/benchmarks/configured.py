@@ -1,4 +1,4 @@
-"""Times the steps of any config on random weights, and makes a table."""
+"""Times the steps of any config on random weights and formats a table."""
 
 import dataclasses
 import itertools
@@ -24,21 +24,21 @@ PARTS = {
   part: f"seconds_{part}"
   for part in ("rollout", "rewards", "reference", "update")
 }
-_SIZE = 2048  # rows and columns of the product that is measured
+_SIZE = 2048  # rows and columns of the measured product
 _REPEATS = 7
 
 
 class Machine(NamedTuple):
-  """Devices of one kind, and the peak of one of them."""
+  """Devices of the same kind, with the peak rate of a device."""
 
-  kind: str  # of the devices
-  count: int  # number of devices
+  kind: str
+  count: int
   flops: float  # rate of matrix products, FLOP/s
   source: str  # of the rate
 
 
 def measure_flops(dtype: Any, size: int = _SIZE) -> float:
-  """Measures the FLOP/s of a square matrix product: the fastest of several."""
+  """Measures the FLOP/s of a square matrix product, the fastest of several."""
   product = jax.jit(lambda x: x @ x)
   x, seconds = jnp.full((size, size), 1 / size, dtype), []  # its own square
   jax.block_until_ready(product(x))  # compiles
@@ -50,40 +50,40 @@ def measure_flops(dtype: Any, size: int = _SIZE) -> float:
 
 
 def find_machine(kind: str, count: int, dtype: Any) -> Machine:
-  """Returns the peak of `count` devices of a `device_kind`."""
+  """Looks up or measures the peak rate of a `device_kind`."""
   chip = chips.of_kind(kind)
   if chip:
     flops = chips.device(chip).flops
     return Machine(kind, count, flops, f"bfloat16, {chip.source}")
-  # One device of a CPU can have all its cores, which the others share.
+  # CPU devices share the cores that a single device used in the measurement.
   flops = measure_flops(dtype) / (count if kind == "cpu" else 1)
   return Machine(kind, count, flops, f"measured, {dtype}")
 
 
 def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
-  """Most bytes that a device of this process held; None if unknown."""
+  """Returns the peak memory of a device, in bytes; None if unknown."""
   stats = [device.memory_stats() or {} for device in mesh.local_devices]
   peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
   return max(peaks, default=None)
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes with a made-up reward; errors as `open_shapes`."""
+  """Opens a run as shapes with the benchmark's reward; see `open_shapes`."""
   if settings.reward.on_device:
     return open_shapes(settings)
   options = {"options": {}, "workers": 0, "model": ""}
   options |= {"functions": (workloads.REWARD,), "weights": (1.0,)}
   replace = dataclasses.replace
   settings = replace(settings, reward=replace(settings.reward, **options))
-  # Such rewards vary as they like: a step draws once.
+  # The benchmark's rewards need no resampling.
   filter_groups = replace(settings.filter_groups, enable=False)
-  # Prompts are made up, and of no part.
+  # Random prompts do not belong to a data set.
   data = replace(settings.data, mixture={})
   return open_shapes(replace(settings, filter_groups=filter_groups, data=data))
 
 
 def open_shapes(settings: TrainSettings) -> programs.Run:
-  """Opens a run as shapes; ValueError if it does not fit the devices."""
+  """Opens a run as shapes; ValueError if the devices are too small."""
   mesh = setup.make_mesh(settings)
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
@@ -94,12 +94,12 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
 
 
 def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
-  """Times `steps` steps of a config; returns the report that is saved."""
+  """Times `steps` steps of a config; returns the report to save."""
   kind = run.mesh.devices.flat[0].device_kind
   machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
   opened = subject.open_subject(run)
   prompts, parts = subject.random_prompts(run), PARTS
-  if run.settings.reward.on_device:  # one program, and prompts with targets
+  if run.settings.reward.on_device:  # a single program; prompts with targets
     prompts, parts = programs.data_prompts(run, opened.policy), {}
   with command_line.usage_errors():  # before anything compiles
     batches = list(itertools.islice(prompts, warmup + steps))
@@ -108,10 +108,10 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   compiled = [seconds for step in all_steps for seconds in step.compiled]
   later = all_steps[warmup:]
   counted, quiet = clock.quiet(later)
-  of_step = {part: part for part in parts} | {"step": "total"}
+  keys = {part: part for part in parts} | {"step": "total"}
   median = {
     part: clock.spread(s.seconds[key] for s in counted)
-    for part, key in of_step.items()
+    for part, key in keys.items()
   }
   samples = run.prompts * run.group_size
   lengths = [float(step.row["completion_length_mean"]) for step in all_steps]
@@ -127,8 +127,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "others_cpu": clock.spread(s.seconds["others"] for s in later),
     "seconds": median,
     "per_step": [
-      {part: step.seconds[key] for part, key in of_step.items()}
-      for step in later
+      {part: step.seconds[key] for part, key in keys.items()} for step in later
     ],
     "first_step_seconds": all_steps[0].seconds["total"],
     "compile_seconds": sum(compiled),
@@ -146,7 +145,7 @@ def _rates(
   tokens: float,
   seconds: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-  """Tokens and operations a second at the median; these also of the peak."""
+  """Returns tokens per second and the share of peak FLOP/s, at the median."""
   flops = part_flops(run)
   flops["step"] = sum(flops.values())
   median = {part: values["median"] for part, values in seconds.items()}
@@ -163,14 +162,14 @@ def _rates(
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-  """Writes a report for people."""
+  """Formats a report as text."""
   config, machine = report["config"], report["machine"]
   seconds = report["seconds"]
   rows = [("seconds", *seconds)]
   for name in ("median", "min", "max"):
     rows.append((name, *(f"{s[name]:.3f}" for s in seconds.values())))
   for title, key, unit, form in (
-    ("tokens a second", "tokens_per_second", 1, "{:.0f}"),
+    ("tokens per second", "tokens_per_second", 1, "{:.0f}"),
     ("GFLOP", "flops", 1e9, "{:.4g}"),
     ("  of peak", "flops_of_peak", 1, "{:.1%}"),
   ):
@@ -180,7 +179,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     )
     rows.append((title, *cells))
   memory = report["peak_memory_bytes"] or report["peak_rss_bytes"]
-  where = "a device" if report["peak_memory_bytes"] else "of the process"
+  owner = "per device" if report["peak_memory_bytes"] else "of the process"
   return [
     f"{config['model.path']}, {config['model.dtype']}, {machine['count']} "
     f"{machine['kind']}: {report['prompts']} prompts x {report['group_size']} "
@@ -189,11 +188,11 @@ def lines(report: dict[str, Any]) -> list[str]:
     "",
     *table(rows),
     "",
-    f"peak: {machine['flops'] / 1e9:.4g} GFLOP/s a device "
+    f"peak: {machine['flops'] / 1e9:.4g} GFLOP/s per device "
     f"({machine['source']})",
-    f"first step {report['first_step_seconds']:.1f} s, of which XLA compiles "
+    f"first step {report['first_step_seconds']:.1f} s, compilation "
     f"{report['compile_seconds']:.1f} s",
-    f"peak memory {memory / 2**30:.2f} GiB {where}",
-    f"other processes took {report['others_cpu']['median']:.0%} of the CPUs "
+    f"peak memory {memory / 2**30:.2f} GiB {owner}",
+    f"other processes used {report['others_cpu']['median']:.0%} of the CPUs "
     f"({report['quiet']} of {report['steps']} steps were quiet)",
   ]

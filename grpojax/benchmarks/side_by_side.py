@@ -1,4 +1,4 @@
-"""The steps of a workload, timed; the JSON line of a comparison with others."""
+"""Times the steps of a workload, for a comparison with other libraries."""
 
 import contextlib
 import dataclasses
@@ -28,11 +28,11 @@ PARTS = {
   "ref_logprobs": "seconds_reference",
   "update": "seconds_update",
 }
-"""Parts of a comparison, and the metrics of a step that have their seconds."""
+"""Timed parts of a step, and their metrics."""
 
 
 def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
-  """Opens a workload's run; ValueError if it does not fit the devices."""
+  """Opens a workload's run; ValueError if the devices are too small."""
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
     file.write_text(json.dumps(workloads.WORKLOADS[name].model))
@@ -42,7 +42,7 @@ def open_workload(name: str, settings: TrainSettings) -> subject.Subject:
 
 
 def default_job(settings: TrainSettings) -> subject.Rows:
-  """Yields metrics of steps of `train`, without evaluations and checkpoints."""
+  """Yields the metrics of `train` steps, without evaluations or checkpoints."""
   with contextlib.ExitStack() as stack:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
@@ -59,7 +59,7 @@ def default_job(settings: TrainSettings) -> subject.Rows:
 
 
 def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
-  """Metrics of a workload's steps."""
+  """Returns an iterator over the metrics of a workload's steps."""
   if name == workloads.ARITHMETIC:
     return default_job(settings)
   with command_line.usage_errors():
@@ -76,24 +76,24 @@ def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
 def measure(
   name: str, settings: TrainSettings, steps: int, warmup: int
 ) -> dict[str, Any]:
-  """Times `steps` steps after `warmup` ones; returns the comparison's report.
+  """Times `steps` steps after `warmup` steps; returns the comparison's report.
 
-  `name` is one of `workloads.NAMES`, `settings` those of `workloads.config_of`,
-  perhaps changed. Other output goes to standard error. SystemExit if the
-  settings do not fit the devices or the batch.
+  `name` is in `workloads.NAMES`; `settings` come from `workloads.config_of`,
+  perhaps changed. Output goes to standard error. SystemExit if the settings do
+  not fit the devices or the batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
   with contextlib.redirect_stdout(sys.stderr):
     rows = _rows(name, settings, warmup + steps)
     timed = clock.timed(rows, warmup + steps, PARTS)
-  for step in timed:  # what is none of the parts is rewards, text and records
-    of_parts = sum(step.seconds[part] for part in PARTS)
-    step.seconds["score_other"] = step.seconds["total"] - of_parts
+  for step in timed:  # the remaining time is for rewards, text and records
+    in_parts = sum(step.seconds[part] for part in PARTS)
+    step.seconds["score_other"] = step.seconds["total"] - in_parts
   return report(name, settings, timed, warmup)
 
 
 def _variant(name: str, settings: TrainSettings) -> str:
-  """The settings that are not the workload's own."""
+  """Returns the settings that differ from the workload's."""
   default = config_lib.flatten(workloads.config_of(name))
   return " ".join(
     f"{key}={value}"
@@ -103,19 +103,15 @@ def _variant(name: str, settings: TrainSettings) -> str:
 
 
 def report(
-  name: str,
-  settings: TrainSettings,
-  timed: Sequence[clock.Step],
-  warmup: int,
+  name: str, settings: TrainSettings, timed: Sequence[clock.Step], warmup: int
 ) -> dict[str, Any]:
-  """Makes the report of `measure`, of steps in their order."""
+  """Returns the report of `measure` for steps in their order."""
   samples = settings.batch_size * settings.group_size
 
   def tokens(step: clock.Step) -> int:
     return round(float(step.row["completion_length_mean"]) * samples)
 
-  # As the warm-up, steps that compile a shape that there was not before (of
-  # packed rows) are no measure of those that follow.
+  # Like the warm-up, steps that compile new shapes of packed rows do not count.
   later = timed[warmup:]
   steady = [step for step in later if not step.compiled] or later
   counted, quiet = clock.quiet(steady)
@@ -157,9 +153,9 @@ def report(
 
 
 def _as_planned(name: str, tokens: Sequence[int]) -> bool | None:
-  """True if completions have the workload's lengths; None if it has none.
+  """Returns whether completions have the workload's lengths, None if unplanned.
 
-  No completion is longer than planned (`budgets`), so equal sums are enough.
+  Completions are at most as long as planned (`budgets`), so sums decide.
   """
   if name == workloads.ARITHMETIC:
     return None

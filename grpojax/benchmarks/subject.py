@@ -1,7 +1,7 @@
-"""A training run on random weights, and its steps by the programs of `train`.
+"""Runs the programs of `train` on random weights and prompts.
 
-Weights, prompts and reward are made up. Completions never end by chance: the
-EOS is an id outside the vocabulary, or has no probability.
+Completions never end by chance: the EOS is an id outside the vocabulary, or has
+probability 0.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Subject(NamedTuple):
-  """Run that is timed."""
+  """A training run to time."""
 
   run: programs.Run  # shapes of the run
   policy: Policy  # with its frozen weights, if any
   state: TrainState  # before the first step
-  ref_params: Params | None  # as `host.HostStep` takes it
+  ref_params: Params | None  # for `host.HostStep`
   tx: optax.GradientTransformation
 
 
 def word_tokenizer(vocab_size: int) -> Any:
-  """A tokenizer of one word a token, `workloads.word`, of any size."""
+  """Returns a tokenizer with a word per token, `workloads.word`."""
   import tokenizers
 
   vocab = {workloads.word(i): i for i in range(vocab_size)}
@@ -54,7 +54,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
-  """Fresh weights of these shapes and shardings."""
+  """Draws weights of these shapes and shardings."""
 
   def init(key):
     params = lm.init(key)
@@ -65,7 +65,7 @@ def _random(lm: LM, shapes: PyTree, key: Array) -> Params:
 
 
 def _endless(policy: Policy) -> LM:
-  """Returns the policy's model, whose completions have no end."""
+  """Returns the policy's model with EOS probability 0."""
   ids = jnp.array(policy.eos_ids)
 
   def without_ends(lm):
@@ -84,7 +84,7 @@ def _endless(policy: Policy) -> LM:
 def open_subject(run: programs.Run) -> Subject:
   """Draws weights for a run on shapes; opens its optimizer and reference."""
   settings, policy = run.settings, run.policy
-  if settings.reward.on_device:  # whose step takes no id of no token
+  if settings.reward.on_device:  # the device step needs ids in the vocabulary
     policy = policy._replace(lm=_endless(policy))
   else:
     policy = policy._replace(eos_ids=(run.model.vocab_size,))
@@ -111,7 +111,7 @@ def open_subject(run: programs.Run) -> Subject:
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
-  """Yields prompts of the configured length, whose ids are uniform."""
+  """Yields prompts of the configured length with uniform ids."""
   rng, vocab = np.random.default_rng(run.settings.seed), run.model.vocab_size
   shape = run.prompts, run.settings.data.max_prompt_length
   while True:
@@ -119,7 +119,7 @@ def random_prompts(run: programs.Run) -> Iterator[Prompts]:
 
 
 def whole_prompts(ids: Int[np.ndarray, "B P"], targets: Any = None) -> Prompts:
-  """Prompts without padding."""
+  """Returns prompts without padding."""
   return Prompts(ids, np.ones(ids.shape, bool), targets)
 
 
@@ -130,8 +130,8 @@ def steps(
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
-  Steps of reward.on_device have the reward of their config. `budgets` is as of
-  `step.sampling.sampler_program`: the greatest lengths of completions.
+  With reward.on_device, steps use their config's reward. `budgets` is as in
+  `step.sampling.sampler_program`: the largest lengths of completions.
   """
   run, settings = subject.run, subject.run.settings
   options = {

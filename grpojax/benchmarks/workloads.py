@@ -1,7 +1,7 @@
-"""One GRPO step that any library can be timed on: sizes, prompts, reward.
+"""GRPO steps to time in any library: sizes, prompts, reward.
 
-The comparison with TRL and Tunix has the same decoder, prompts, completion
-lengths, reward and optimizer for all.
+In the comparison with TRL and Tunix all share decoder, prompts, completion
+lengths, reward and optimizer.
 """
 
 import types
@@ -30,7 +30,7 @@ MODEL = {
   "pad_token_id": 0,
   "eos_token_id": 1,
 }
-"""The config.json of the decoder, whose weights are random."""
+"""The config.json of the decoder, which has random weights."""
 
 SMOLLM2 = MODEL | {
   "model_type": "llama",
@@ -51,24 +51,23 @@ class Workload(NamedTuple):
   """Sizes of a step."""
 
   prompts: int  # number of prompts, B
-  group_size: int  # completions of each, G
+  group_size: int  # completions per prompt, G
   prompt_length: int  # of every prompt, P, in tokens
   new_tokens: int  # of the longest completion, T
-  # Of completions that stop by `stop_table`, in tokens; 0 if all have T.
-  mean_length: int = 0
+  mean_length: int = 0  # of completions that `stop_table` ends; 0 if all have T
   model: Mapping[str, Any] = MODEL  # config.json of the decoder
-  settings: Mapping[str, Any] = {}  # of this workload alone
+  settings: Mapping[str, Any] = {}  # for this workload only
 
 
 _SMOLLM2 = {
   "loss.beta": 0.0,
   "model.remat": "attention",
-  "logits_chunk": 1024,  # all of a micro-batch: logits are computed once
+  "logits_chunk": 1024,  # a whole micro-batch: logits are computed once
 }
 
 
 def _turns(turns: int, tokens: int, observed: int) -> dict[str, Any]:
-  """Settings of so many turns of so many tokens, with observations between."""
+  """Returns the settings of an environment with several turns."""
   return {
     "environment.path": f"{__name__}:ENVIRONMENT",
     "environment.options": {"tokens": observed},
@@ -93,13 +92,13 @@ WORKLOADS = {
 ARITHMETIC = "arithmetic"
 NAMES = (*WORKLOADS, ARITHMETIC)
 STEPS = {name: 8 for name in WORKLOADS} | {ARITHMETIC: 10}
-"""Steps that are timed, where --steps does not say."""
+"""Default of --steps: the number of timed steps."""
 
 _TABLE_STEPS = 32
 
 
 def prompt_ids(workload: Workload, steps: int) -> Int[np.ndarray, "S B P"]:
-  """The prompts of so many steps: uniform over all but padding and EOS."""
+  """Draws the prompts of all steps, uniform over ids except padding and EOS."""
   shape = steps, workload.prompts, workload.prompt_length
   vocab_size = workload.model["vocab_size"]
   ids = np.random.default_rng(0).integers(2, vocab_size, shape)
@@ -107,7 +106,7 @@ def prompt_ids(workload: Workload, steps: int) -> Int[np.ndarray, "S B P"]:
 
 
 def stop_table(workload: Workload) -> Int[np.ndarray, "S B G"]:
-  """Lengths of completions that stop early, geometric; T where they do not."""
+  """Draws the lengths of completions: geometric, at most T."""
   samples = workload.prompts * workload.group_size
   lengths = np.random.default_rng(0).geometric(
     1 / workload.mean_length, (_TABLE_STEPS, samples)
@@ -125,12 +124,12 @@ def lengths(workload: Workload, step: int) -> Int[np.ndarray, "B G"]:
 
 
 def word(token: int) -> str:
-  """The text of a token: half of the vocabulary starts with "a"."""
+  """Returns the text of a token; half of the vocabulary starts with "a"."""
   return ("<pad>", "<eos>")[token] if token < 2 else f"{'ab'[token % 2]}{token}"
 
 
 def count_a(prompt: str, completion: str, example: dict[str, Any]) -> float:
-  """The reward: tokens of the completion whose text starts with "a"."""
+  """Rewards a completion by its number of tokens that start with "a"."""
   del prompt, example
   return float(completion.count("a"))
 
@@ -139,18 +138,18 @@ REWARD = f"{__name__}:{count_a.__name__}"
 
 
 def _observe(state: int | None, *, tokens: int) -> dict[str, Any]:
-  """Answers a turn with other `tokens` words than the turn before."""
+  """Observes `tokens` words, different words in each turn."""
   state = state or 2
   words = " ".join(word(state + i) for i in range(tokens))
   return {"observation": words, "state": state + tokens}
 
 
 ENVIRONMENT = types.SimpleNamespace(step=_observe)
-"""The environment of workloads of several turns, which never ends them."""
+"""The environment of workloads with several turns; it never ends a sample."""
 
 
 def config_of(name: str) -> ConfigDict:
-  """The training config of a workload, but for model.path."""
+  """Returns the training config of a workload, except model.path."""
   config = default_config()
   if name == ARITHMETIC:
     return config

@@ -1,8 +1,8 @@
-"""Differences between runs.
+"""Compares runs by their held-out answers and metrics.
 
 Held-out answers are compared by prompt, metrics by blocks of steps, as
-neighbouring steps are alike. Intervals are about these two runs, not about
-other seeds.
+neighbouring steps are correlated. Intervals describe these two runs, not other
+seeds.
 """
 
 import math
@@ -25,15 +25,16 @@ from grpojax.statistics.intervals import paired_difference, paired_proportions
 
 Answers = Mapping[int, tuple[str, str]]
 """Evaluations by step: the problems' name, and "1" for each right answer."""
+Rows = Sequence[Mapping[str, Any]]
 
 
-def answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
-  """Evaluations by step, from rows of evaluations.jsonl; the last counts."""
+def answers(rows: Rows) -> Answers:
+  """Reads evaluations by step from evaluations.jsonl; the last row counts."""
   return {row["step"]: (row["problems"], row["right"]) for row in rows}
 
 
 def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:
-  """B less a, prompt by prompt; None if the problems differ."""
+  """Returns b - a over prompts; None if the problems differ."""
   if a[0] != b[0] or len(a[1]) != len(b[1]):
     return None
   first, second = (np.array(list(right)) == "1" for _, right in (a, b))
@@ -43,7 +44,7 @@ def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:
 
 
 def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
-  """A run's last evaluation against its first, prompt by prompt."""
+  """Compares a run's last evaluation with its first, prompt by prompt."""
   if len(evaluations) < 2:
     return None
   first, last = min(evaluations), max(evaluations)
@@ -51,10 +52,8 @@ def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
   return paired and paired | {"first": first, "last": last}
 
 
-def texts_before_and_after(
-  rows: Sequence[Mapping[str, Any]],
-) -> dict[str, Any] | None:
-  """Pairs first and last completions of the same held-out prompts, if any."""
+def texts_before_and_after(rows: Rows) -> dict[str, Any] | None:
+  """Pairs the first and last completions of held-out prompts, if any."""
   rows = sorted((r for r in rows if r.get("samples")), key=lambda r: r["step"])
   if len(rows) < 2:
     return None
@@ -66,7 +65,7 @@ def texts_before_and_after(
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """B less a after each step at which both had the same prompts."""
+  """Returns b - a after each step with an evaluation on the same prompts."""
   return [
     {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
@@ -75,7 +74,7 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 
 
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
-  """B less a of the metrics `COMPARED`, over the steps that both have.
+  """Returns b - a for the metrics `COMPARED`, over their common steps.
 
   Means, difference with interval and p-value, and blocks of the difference.
   """
@@ -102,21 +101,21 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
 
 
 def group_size(columns: Columns) -> tuple[float, float, float] | None:
-  """G* of all diagnoses together and its 95% interval; None if unknown."""
+  """Returns G* from all diagnoses and its 95% interval; None if unknown."""
   steps, lows = columns.get("optimal_group_size_low", ((), ()))
   if not steps or steps[-1] != columns["c1"][0][-1]:
     return None
   best, high = (
     by_step(columns, f"optimal_group_size{end}") for end in ("", "_high")
   )
-  # Columns lack infinite values.
+  # Columns do not contain infinite values.
   return best.get(steps[-1], math.inf), lows[-1], high.get(steps[-1], math.inf)
 
 
 def error_of_best(columns: Columns, group_size: int) -> float | None:
-  """Error of the gradient at this group size, over that at the best whole one.
+  """Returns the gradient error at a group size over the least error.
 
-  By mean c1, c2 and c3, at equal samples; None if the means are no variances.
+  From mean c1, c2 and c3, at equal samples; None if the means are no variances.
   """
   names = "c1", "c2", "c3"
   if not all(name in columns for name in names) or group_size < 2:
@@ -131,7 +130,7 @@ def error_of_best(columns: Columns, group_size: int) -> float | None:
 
 
 def speed(columns: Columns) -> list[dict[str, Any]]:
-  """Median and share of each part of a step's time; the rest is "other"."""
+  """Returns median and share of each part of a step's time."""
   if "seconds_step" not in columns:
     return []
   whole = np.array(columns["seconds_step"][1])
@@ -147,8 +146,8 @@ def speed(columns: Columns) -> list[dict[str, Any]]:
     return {"name": name, "median": short(median), "share": short(share)}
 
   rows = [row(*x) for x in parts.items() if is_number(float(x[1].sum()))]
-  rest = whole.sum() - sum(values.sum() for values in parts.values())
-  share = short(max(float(rest / total), 0.0))
+  remaining = whole.sum() - sum(values.sum() for values in parts.values())
+  share = short(max(float(remaining / total), 0.0))
   other = {"name": "other", "median": None, "share": share}
   step = row("seconds_step", whole) | {"share": 1.0}
   return [*rows, other, step] if parts else [step]

@@ -1,4 +1,4 @@
-"""Sampled completions, as the page browses them: whole groups, not too many."""
+"""Selects whole groups of sampled completions for the page."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,24 +7,18 @@ from typing import Any
 from grpojax.reports.curves import is_number
 
 BUDGET = 6_000_000
-"""Bytes of completions of all runs in a page: what a browser opens at once."""
+"""Bytes of completions of all runs in a page, which a browser opens quickly."""
 
 _SHOWN = (
-  "completion",
-  "reward",
-  "truncated",
-  "tokens",
-  "logprobs",
-  "trainer_logprobs",
-  "ref_logprobs",
-)
-"""Keys of a row that the page shows as they are (see `sample_rows`)."""
+  "completion reward truncated tokens logprobs trainer_logprobs ref_logprobs"
+).split()
+"""Keys of a row that the page shows unchanged (see `sample_rows`)."""
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Takes a completion and what is known of it out of a row."""
+  """Returns a completion and its numbers from a row."""
   sample = {name: row[name] for name in _SHOWN if name in row}
-  if is_number(row.get("advantage")):  # not one of each turn
+  if is_number(row.get("advantage")):  # not a list by turn
     sample["advantage"] = row["advantage"]
   if len(row.get("rewards", ())) > 1:
     sample["rewards"] = row["rewards"]
@@ -32,7 +26,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Marks environment tokens; a turn's numbers are at its last token."""
+  """Marks environment tokens, and puts a turn's numbers at its last token."""
   observed: list[bool] = []
   numbers: dict[str, dict[int, float]] = {"reward": {}, "advantage": {}}
   for turn in turns:
@@ -45,7 +39,7 @@ def _turns(turns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Puts rows of samples.jsonl together: a prompt and its completions."""
+  """Groups rows of samples.jsonl: a prompt and its completions."""
   made: list[dict[str, Any]] = []
   last = None
   for row in rows:
@@ -62,9 +56,10 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def steps_within(sizes: Mapping[int, int], budget: int = BUDGET) -> list[int]:
-  """Steps whose completions fit into `budget` bytes, with first and last.
+  """Returns evenly spaced steps with at most `budget` bytes of completions.
 
-  `sizes` has bytes of JSON by step; a single step may be larger.
+  First and last step are included. `sizes` has bytes of JSON by step; if even
+  these are too large, only the last step remains.
   """
   steps = sorted(sizes)
   for stride in range(1, len(steps)):

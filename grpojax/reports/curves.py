@@ -1,8 +1,8 @@
-"""Metrics and rewards along training: few points, however many steps there are.
+"""Reduces metrics and rewards along training to a few points.
 
-A metric without an interval of its own is drawn as means of blocks of steps
-with Student's 95% interval. Steps of a block count as independent: they draw
-prompts and samples anew, and progress within a block only widens the interval.
+A metric without its own interval is drawn as means of blocks of steps with
+Student's 95% interval. Steps of a block count as independent: they have
+different prompts and samples, and progress only widens the interval.
 """
 
 import math
@@ -15,43 +15,43 @@ from jaxtyping import Float
 
 from grpojax.statistics.intervals import mean_interval
 
-POINTS = 400  # of a curve, at most
-BLOCKS = 40  # at most; of as many steps each, give or take one
-BLOCK = 5  # steps of a block, at least
-REWARD_COLUMNS = 100  # of steps, at most
-REWARD_VALUES = 12  # rewards that are told apart; of more, intervals
+POINTS = 400  # largest number of points of a curve
+BLOCKS = 40  # largest number of blocks; their lengths differ by at most a step
+BLOCK = 5  # smallest number of steps in a block
+REWARD_COLUMNS = 100  # largest number of columns of steps
+REWARD_VALUES = 12  # largest number of distinct rewards; else they are binned
 REWARD_BINS = 20
 
-ROUNDING = 1e-6  # nats a token, in float32
-_LARGEST = 1e100  # of which the square is finite
+ROUNDING = 1e-6  # nats per token, in float32
+_LARGEST = 1e100  # its square is finite
 
 Curve = dict[str, Any]
 Columns = Mapping[str, tuple[list[int], list[float]]]
 """Steps and values of each metric, by its name."""
 Counts = Mapping[int, Sequence[Sequence[float | int]]]
-"""Pairs of a reward and how often it was given, by step."""
+"""Pairs of a reward and its count, by step."""
 
 
 def is_number(value: Any) -> bool:
-  """True for numbers that can be drawn: finite, and not beyond all bounds."""
+  """Returns True for numbers that can be drawn: finite with a finite square."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False
   return -_LARGEST < value < _LARGEST
 
 
 def short(value: float) -> float:
-  """Rounds to five digits: more cannot be seen."""
+  """Rounds to five significant digits, enough for a picture."""
   return float(f"{value:.5g}")
 
 
 def without_rounding(name: str, value: float) -> float:
-  """Returns 0 for a rounding error (KL of a policy to itself) and for -0."""
+  """Replaces rounding errors (KL of a policy to itself) and -0 by 0."""
   is_zero = re.fullmatch(r"(.*/)?(loss|kl|rollout_kl)", name)
   return 0.0 if is_zero and abs(value) < ROUNDING else value + 0.0
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
-  """Sorts finite numbers of rows by metric; the last row of a step counts."""
+  """Collects the finite numbers of rows by metric; a step's last row counts."""
   by_name: dict[str, dict[int, float]] = {}
   for row in rows:
     for name, value in row.items():
@@ -65,7 +65,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
 
 
 def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
-  """Indices of a curve's points to draw: the extremes of equal parts of it."""
+  """Returns the indices of points to draw: the extremes of equal parts."""
   count = len(values)
   if count <= points:
     return list(range(count))
@@ -78,8 +78,10 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
-  """Blocks of neighbouring steps of about equal size; none for few steps."""
-  # A short last block would have a much wider interval.
+  """Returns blocks of neighbouring steps of about equal size; [] for few steps.
+
+  A shorter last block would have a much wider interval.
+  """
   if count < 4 * BLOCK:
     return []
   edges = np.linspace(0, count, min(BLOCKS, count // BLOCK) + 1, dtype=int)
@@ -89,7 +91,7 @@ def block_edges(count: int) -> list[tuple[int, int]]:
 def blocks(
   steps: Sequence[int], values: Sequence[float]
 ) -> dict[str, list[float]] | None:
-  """Means of blocks of steps with their intervals; None for few steps."""
+  """Returns means of blocks of steps with intervals; None for few steps."""
   edges = block_edges(len(steps))
   if not edges:
     return None
@@ -104,14 +106,14 @@ def blocks(
 
 
 def by_step(columns: Columns, name: str) -> dict[int, float]:
-  """Values of a metric by step; empty without the metric."""
+  """Returns the values of a metric by step, if any."""
   return dict(zip(*columns.get(name, ((), ())), strict=True))
 
 
 def _bounds(
   name: str, columns: Columns
 ) -> dict[int, tuple[float, float | None]]:
-  """A metric's own 95% interval by step; None above is infinite."""
+  """Returns a metric's own 95% interval by step; a high of None is infinite."""
   values, lows, highs = (
     by_step(columns, f"{name}{end}") for end in ("", "_low", "_high")
   )
@@ -136,12 +138,11 @@ def _curve(name: str, columns: Columns) -> Curve:
 
 
 def curves(columns: Columns) -> dict[str, Curve]:
-  """Curves of all metrics of a run, by name.
+  """Returns the curves of all metrics of a run, by name.
 
   Each has `x`, `y` (the extremes of many steps), `last`, and either its own 95%
-  interval `low` and `high` (None above: no bound), or `blocks`. With a metric
-  `m`, `m_low` and `m_high` are that interval, and the standard error `m_se`, of
-  too few prompts for an interval, is not drawn.
+  interval `low` and `high` (None: no bound), or `blocks`. The interval of a
+  metric `m` is in `m_low` and `m_high`; its standard error `m_se` is not drawn.
   """
 
   def is_bound(name):
@@ -152,7 +153,7 @@ def curves(columns: Columns) -> dict[str, Curve]:
 
 
 def reward_picture(counts: Counts) -> dict[str, Any] | None:
-  """Shares of rewards by steps; None without rewards.
+  """Returns the shares of rewards by steps; None without rewards.
 
   {"steps": [[1, 1], [2, 2]], "values": [[0, 0], [1, 1]],
    "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}, for example:
@@ -162,7 +163,7 @@ def reward_picture(counts: Counts) -> dict[str, Any] | None:
   pairs = [pair for of_step in counts.values() for pair in of_step]
   if not pairs:
     return None
-  # Rows are the rewards themselves, or, of many different ones, equal bins.
+  # Rows are the distinct rewards or, for many of them, equal bins.
   different = sorted({value for value, _ in pairs})
   binned = len(different) > REWARD_VALUES
   rows = [(value, value) for value in different]

@@ -1,6 +1,6 @@
-"""Groups of metrics that stand together in a report, and their titles.
+"""Groups of metrics in a report, and their titles.
 
-A metric that no pattern knows is shown as well, in the last group.
+Unknown metrics are shown in the last group.
 """
 
 import re
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Group(NamedTuple):
-  """Metrics that are looked at together."""
+  """Metrics shown together."""
 
   title: str
-  text: str  # advice what to look for
-  pattern: str  # regular expression that its metrics' whole names match
+  text: str  # advice to the reader
+  pattern: str  # regular expression for the whole names of its metrics
 
 
 GROUPS = (
@@ -24,8 +24,7 @@ GROUPS = (
   ),
   Group(
     "Reward functions",
-    "Mean and spread of each function, over the completions it has a value "
-    "for.",
+    "Mean and spread of each function over its completions with a value.",
     r"(rewards|logged)/.*/.*",
   ),
   Group(
@@ -41,7 +40,7 @@ GROUPS = (
   ),
   Group(
     "Completions",
-    "Length, and what was cut off at the budget of tokens.",
+    "Length, and truncation at the token budget.",
     r"completion_length\w*|held_out_length|truncated",
   ),
   Group(
@@ -57,15 +56,15 @@ GROUPS = (
   ),
   Group(
     "Rollout and trainer",
-    "Both compute the same log-probabilities by different programs: how far "
-    "they are apart, and what the correction does.",
+    "Both compute the same log-probabilities by different programs: their "
+    "differences, and the effect of the correction.",
     r"rollout_\w+|is_weight\w*|off_policy_masked",
   ),
   Group(
     "Noise of the gradient",
     "The error of a step's gradient is c1 G/N + c2/N + c3/(N (G - 1)), and "
-    "smallest at G* = 1 + sqrt(c3/c1), which is infinite, and not drawn, where "
-    "the estimate of c1 is not above 0.",
+    "smallest at G* = 1 + sqrt(c3/c1), which is infinite, and not drawn, if "
+    "the estimate of c1 is at most 0.",
     r"(own_)?(c[123]|gradient_\w+|optimal_group_size)|own_\w+",
   ),
   Group(
@@ -123,26 +122,20 @@ TITLES = {
 }
 
 COMPARED = (
-  "reward_mean",
-  "completion_length_mean",
-  "truncated",
-  "zero_variance_groups",
-  "entropy",
-  "kl",
-  "grad_norm",
-  "seconds_step",
-)
-"""Metrics of steps of which the differences between runs are shown."""
+  "reward_mean completion_length_mean truncated zero_variance_groups entropy"
+  " kl grad_norm seconds_step"
+).split()
+"""Metrics of steps for which differences between runs are shown."""
 
 
 def part_of(name: str) -> int:
-  """Index in `GROUPS` of the group that a metric belongs to."""
+  """Returns the index in `GROUPS` of a metric's group."""
   patterns = enumerate(group.pattern for group in GROUPS)
   return next(i for i, pattern in patterns if re.fullmatch(pattern, name))
 
 
 def layout(names: Iterable[str]) -> list[dict[str, Any]]:
-  """Groups that have any of the metrics, in order, with their titles."""
+  """Returns the groups of these metrics, in order, with titles and units."""
   known = list(TITLES)
 
   def rank(name: str) -> tuple[int, str]:

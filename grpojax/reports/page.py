@@ -1,8 +1,8 @@
-"""The page: a template, a style, scripts, and data that are only ever text.
+"""Builds the page from a template, a style, scripts and data.
 
-A completion may be `</script><script>...`. So data are JSON in a block that no
-browser runs and that no character can end, scripts put them into the page as
-text, and a Content-Security-Policy allows only these scripts and this style.
+A completion may be `</script><script>...`, so data are only ever text: JSON in
+an inert block that its characters cannot close, inserted as text by scripts. A
+Content-Security-Policy allows only these scripts and this style.
 """
 
 import base64
@@ -17,7 +17,7 @@ SCRIPTS = ("basics", "charts", "overview", "tables", "completions", "main")
 
 
 def embedded(data: Any) -> str:
-  """Writes JSON that is safe in HTML: ASCII without <, > and &, and no NaN."""
+  """Returns JSON that is safe in HTML: ASCII without <, > and &, and no NaN."""
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
   for character in "<>&":
     text = text.replace(character, f"\\u{ord(character):04x}")
@@ -25,13 +25,13 @@ def embedded(data: Any) -> str:
 
 
 def _source(text: str) -> str:
-  """Hash of a script or style, as the policy allows it."""
+  """Returns the hash of a script or style for the policy."""
   digest = hashlib.sha256(text.encode()).digest()
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def page(title: str, data: Any) -> str:
-  """Makes the whole page of `data` of JSON's types; it needs nothing else."""
+  """Returns the self-contained page for `data` of JSON types."""
   read = lambda name: (HERE / name).read_text(encoding="utf-8")
   style = read("style.css")
   parts = "\n".join(read(f"{name}.js") for name in SCRIPTS)
@@ -48,7 +48,7 @@ def page(title: str, data: Any) -> str:
     "DATA": embedded(data),
     "SCRIPT": script,
   }
-  # One pass over the template: what is put in is not looked into again.
+  # A single pass, so that placeholders in inserted values stay text.
   pieces = read("page.html").split("@@")
   pieces[1::2] = [values[name] for name in pieces[1::2]]
   return "".join(pieces)

@@ -1,8 +1,8 @@
-"""Error of a gradient with any unbiased advantages of each group by itself.
+"""Gradient error for any unbiased advantage that uses a single group.
 
-Errors of whole groups and of their halves give both terms of G MSE(G) = c2 +
-c3 / (G - 1) given the prompt: exactly for leave-one-out, up to order 1 / G^2
-for weighted means of the others. Notation as in `component_estimates`.
+Errors of whole and of half groups give both terms of G MSE(G) = c2 + c3 /
+(G - 1) given the prompt: exactly for leave-one-out, up to order 1 / G^2 for
+weighted means of the other rewards. Notation as in `component_estimates`.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from grpojax.statistics.group_size import optimal_group_size
 
 
 class AdvantageErrors(NamedTuple):
-  """Components of a gradient's error with certain advantages."""
+  """Components of a gradient's error with a given advantage."""
 
   c2: Float[Array, ""]  # error within prompts
   c3: Float[Array, ""]  # error of the baseline
   c2_se: Float[Array, ""]  # standard error of c2, over prompts and directions
   c3_se: Float[Array, ""]
-  mse: Float[Array, ""]  # of one group given the prompt, a mean over prompts
+  mse: Float[Array, ""]  # of a group given the prompt, averaged over prompts
 
 
 def advantage_errors(
@@ -34,8 +34,8 @@ def advantage_errors(
 ) -> AdvantageErrors:
   """Estimates c2 and c3 from the errors of groups of G and G // 2.
 
-  V >= 2, B >= 2, and rewards are finite. `advantage(rewards, **weights)` is
-  unbiased, and of each group by itself.
+  V >= 2, B >= 2, rewards are finite, and `advantage(rewards, **weights)` is
+  unbiased and uses a single group.
   """
   tangents, prompts, size = projections.shape
   half = size // 2
@@ -48,13 +48,13 @@ def advantage_errors(
   whole = advantage(rewards, **weights)  # [B, G]
   split = {name: halves(x) for name, x in weights.items()}
   parts = advantage(halves(rewards), **split)  # [2 B, G // 2]
-  # The gradient's estimates in each direction, [V, B] and [V, B, 2].
-  estimates = jnp.mean(projections * whole, -1)
+  # Estimates of the gradient in each direction, [V, B] and [V, B, 2].
+  from_whole = jnp.mean(projections * whole, -1)
   a = projections[..., : 2 * half].reshape(tangents, prompts, 2, half)
-  of_halves = jnp.mean(a * parts.reshape(prompts, 2, half), -1)
+  from_halves = jnp.mean(a * parts.reshape(prompts, 2, half), -1)
   # G MSE(G) of each prompt in each direction, [V, B].
-  at_size = size * (estimates**2 - gradient_sq)
-  at_half = half * (jnp.mean(of_halves**2, -1) - gradient_sq)
+  at_size = size * (from_whole**2 - gradient_sq)
+  at_half = half * (jnp.mean(from_halves**2, -1) - gradient_sq)
   c3 = (at_half - at_size) / (1 / (half - 1) - 1 / (size - 1))
   c2 = at_size - c3 / (size - 1)
 
@@ -71,9 +71,9 @@ def advantage_errors(
 def metrics(
   errors: AdvantageErrors, c1: Float[Array, ""], prompts: int
 ) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log, in addition to those of `diagnostics.metrics`.
+  """Returns scalars to log in addition to `diagnostics.metrics`.
 
-  c1 is the same for all unbiased advantages; `prompts` is the whole step's B.
+  c1 is the same for all unbiased advantages; `prompts` is B of the whole step.
   """
   return {
     **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},

@@ -1,10 +1,10 @@
 """Unbiased estimates of `Components`, from directional derivatives of scores.
 
-V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the score
+V directions, B prompts, G samples per prompt. a[v, x, i] = s_i . v is the score
 of sample i of prompt x in direction v, Z[x, i] its reward. Random directions
 have E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j, and a mean over them estimates
-any quadratic function of scores. All is unbiased because products of
-expectations are products over distinct samples.
+any quadratic function of scores. Products of expectations are estimated by
+products over distinct samples, without bias.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpojax.statistics.group_size import Components
+
+Groups = Float[Array, "B G"]
 
 
 class PromptEstimates(NamedTuple):
@@ -29,17 +31,17 @@ class PromptEstimates(NamedTuple):
 def _baselines(
   score_sq: Float[Array, "V B"], score_sq_reward: Float[Array, "V B"]
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
-  """Constant baselines with the least variance, E[||s||^2 Z] / E||s||^2.
+  """Returns the baselines of least variance, E[||s||^2 Z] / E||s||^2.
 
-  From all prompts but one, and but two (without meaning on the diagonal), given
-  group means of a^2 and a^2 Z. E[s] = 0, so E[s (Z - b)] = g(x) for a baseline
-  b that is independent of the samples.
+  They leave out each prompt, or each pair (the diagonal is meaningless). Inputs
+  are group means of a^2 and a^2 Z. E[s] = 0, so E[s (Z - b)] = g(x) for a
+  baseline b that is independent of the samples.
   """
 
-  def sums_without(values):  # one prompt [B], or two [B, B]
-    of_prompt = jnp.sum(values, 0)  # [B]
-    without_one = jnp.sum(of_prompt) - of_prompt
-    return without_one, without_one[:, None] - of_prompt
+  def sums_without(values):  # each prompt [B], or each pair [B, B]
+    by_prompt = jnp.sum(values, 0)  # [B]
+    without_prompt = jnp.sum(by_prompt) - by_prompt
+    return without_prompt, without_prompt[:, None] - by_prompt
 
   def ratio(numerator, denominator):  # 0, a valid baseline, if scores are 0
     positive = denominator > 0
@@ -51,16 +53,14 @@ def _baselines(
   return ratio(rewards, scores), ratio(pair_rewards, pair_scores)
 
 
-def _reward_moments(
-  rewards: Float[Array, "B G"],
-) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
+def _reward_moments(rewards: Groups) -> tuple[Groups, Groups]:
   """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
   With c_i = Z_i - mean(Z) and S = sum_i c_i^2: delta_i^2 is the mean over
   distinct j, k, both not i, of (Z_i - Z_j)(Z_i - Z_k), whose sum is (sum_j (Z_i
   - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S. sigma^2 is the variance
-  of the G - 1 others, independent of the score of i, whose squared deviations
-  sum to S - G / (G - 1) c_i^2.
+  of the rewards except Z_i, so it is independent of the score of i; their
+  squared deviations sum to S - G / (G - 1) c_i^2.
   """
   n = rewards.shape[-1]
   centred = rewards - jnp.mean(rewards, -1, keepdims=True)
@@ -71,9 +71,9 @@ def _reward_moments(
 
 
 def prompt_estimates(
-  a: Float[Array, "V B G"], rewards: Float[Array, "B G"]
+  a: Float[Array, "V B G"], rewards: Groups
 ) -> PromptEstimates:
-  """Computes U-statistics of every group and direction, in closed form.
+  """Computes the U-statistics of every group and direction, in closed form.
 
   Means over distinct samples i, j, k of a group, G >= 3, b a baseline of
   `_baselines`:
@@ -95,22 +95,21 @@ def prompt_estimates(
 
   # ||g||^2: with y_i = a_i (Z_i - b), the mean of y_i y_j over i != j is
   # (G mean(y)^2 - mean(y^2)) / (G - 1). mean(y^2) is multiplied out.
-  mean_sq = (
-    score_sq_reward_sq - 2 * baseline * score_sq_reward + baseline**2 * score_sq
-  )
+  mean_sq = score_sq_reward_sq - 2 * baseline * score_sq_reward
+  mean_sq += baseline**2 * score_sq
   gradient_sq = n * (score_reward - baseline * score) ** 2 - mean_sq
   gradient_sq /= n - 1
 
-  # g(x) . g(x'), [V, B, B]: means of a (Z - b), with a baseline b from neither.
-  of_first = score_reward[:, :, None] - pair_baseline * score[:, :, None]
-  of_second = score_reward[:, None, :] - pair_baseline * score[:, None, :]
+  # g(x) . g(x'), [V, B, B]: means of a (Z - b); b does not use x and x'.
+  first = score_reward[:, :, None] - pair_baseline * score[:, :, None]
+  second = score_reward[:, None, :] - pair_baseline * score[:, None, :]
   different = ~jnp.eye(rewards.shape[0], dtype=bool)
   return PromptEstimates(
     gradient_sq=gradient_sq,
     oracle=jnp.mean(a**2 * delta_sq, -1),
     vanilla=score_sq_reward_sq,
     fisher_times_variance=jnp.mean(a**2 * variance, -1),
-    pairs=jnp.where(different, of_first * of_second, 0.0),
+    pairs=jnp.where(different, first * second, 0.0),
   )
 
 
@@ -133,23 +132,22 @@ def covariances(
 ) -> tuple[Float[Array, "5 5"], Float[Array, "5 5"]]:
   """Estimates covariances of the components, over prompts and over directions.
 
-  A jackknife over prompts (the components are no plain means over them), and
+  A jackknife over prompts (components are not plain means over prompts), and
   the spread of the directions, in the order of `Components`. Variation with
   both is counted twice, which errs on the safe side.
   """
   tangents = per_tangent.shape[0]
-  # What leaves the sums with prompt x, [V, B] each: two ordered pairs with each
-  # other prompt, (x, x') and (x', x).
+  # Terms with prompt x, [V, B] each: its pairs are (x, x') and (x', x).
   leaving = estimates._replace(pairs=2 * jnp.sum(estimates.pairs, -1))
   totals = jax.tree.map(lambda x: jnp.sum(x, -1, keepdims=True), leaving)
-  # Over prompts, each pair was counted twice.
+  # The sum over prompts counts each pair twice.
   totals = totals._replace(pairs=totals.pairs / 2)  # [V, 1] each
   remaining = jax.tree.map(jnp.subtract, totals, leaving)
-  # The components without each of the prompts: [5, V, B], then [5, B].
+  # Components without each prompt: [5, V, B], then [5, B].
   without_each = jnp.stack(combine(remaining, count - 1)).mean(1)
   by_prompt = without_each - jnp.mean(without_each, -1, keepdims=True)
   by_tangent = per_tangent.T - jnp.mean(per_tangent, 0)[:, None]  # [5, V]
   return (
     by_prompt @ by_prompt.T * (count - 1) / count,  # jackknife
-    by_tangent @ by_tangent.T / (tangents * (tangents - 1)),  # of a mean
+    by_tangent @ by_tangent.T / (tangents * (tangents - 1)),
   )

@@ -1,4 +1,4 @@
-"""Noise of a GRPO gradient, and the group size that would make it least.
+"""Noise of a GRPO gradient, and the group size that minimises it.
 
 Every error in `u_statistics` is quadratic in scores, so directional derivatives
 estimate it, without per-sample gradients (`component_estimates`).
@@ -13,16 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Real
 
 from grpojax.core.group_axis import as_float
-from grpojax.statistics.component_estimates import (
-  combine,
-  covariances,
-  prompt_estimates,
-)
-from grpojax.statistics.group_size import (
-  Components,
-  mse_curve,
-  optimal_group_size,
-)
+from grpojax.statistics import component_estimates, group_size
+from grpojax.statistics.group_size import Components
 from grpojax.statistics.group_size_interval import group_size_interval
 from grpojax.statistics.projections import (
   score_projections as score_projections,
@@ -31,19 +23,19 @@ from grpojax.statistics.u_statistics import Estimators
 
 
 class Diagnosis(NamedTuple):
-  """Variance of one step's policy gradient, estimated from its samples.
+  """Variance of a step's policy gradient, estimated from its samples.
 
-  Estimates of small quantities may be negative. The standard errors, over
-  prompts and directions, are too small for intervals: few prompts are skewed.
+  Estimates of small quantities may be negative. Standard errors, over prompts
+  and directions, are too small for intervals: few prompts are skewed.
   """
 
   components: Components
   standard_errors: Components
   mse: Estimators  # of the whole step's gradient
   snr: Float[Array, ""]  # squared gradient over the leave-one-out error
-  optimal_group_size: Float[Array, ""]  # 1 + sqrt(c3 / c1); inf where c1 <= 0
+  optimal_group_size: Float[Array, ""]  # 1 + sqrt(c3 / c1); inf if c1 <= 0
   low: Float[Array, ""]  # of the 95% interval for G*
-  high: Float[Array, ""]  # inf where c1 may be 0
+  high: Float[Array, ""]  # inf if c1 may be 0
 
 
 def diagnose(
@@ -54,43 +46,42 @@ def diagnose(
   """Estimates the components of the gradient's error, and the best group size.
 
   V >= 2, B >= 3 and G >= 3, else a ValueError. Rewards are the inputs of the
-  advantages; one that is not finite makes all estimates nan. `mse` and `snr`
-  are of a step of `num_prompts` prompts, by default B.
+  advantages; a single infinite or nan reward makes all estimates nan. `mse` and
+  `snr` are for a step of `num_prompts` prompts, by default B.
   """
-  tangents, prompts, group_size = projections.shape
-  if tangents < 2 or prompts < 3 or group_size < 3:
+  tangents, prompts, size = projections.shape
+  if tangents < 2 or prompts < 3 or size < 3:
     raise ValueError(
-      f"a diagnosis with its errors needs at least 2 tangents, 3 prompts and a "
-      f"group size of 3, not {tangents}, {prompts} and {group_size}"
+      f"a diagnosis needs at least 2 tangents, 3 prompts and a group size of "
+      f"3, not {tangents}, {prompts} and {size}"
     )
   rewards = as_float(rewards, "diagnose", least=3).astype(projections.dtype)
-  estimates = prompt_estimates(projections, rewards)
+  estimates = component_estimates.prompt_estimates(projections, rewards)
   sums = jax.tree.map(lambda x: jnp.sum(x, tuple(range(1, x.ndim))), estimates)
-  per_tangent = jnp.stack(combine(sums, prompts), axis=-1)  # [V, 5]
+  by_component = component_estimates.combine(sums, prompts)
+  per_tangent = jnp.stack(by_component, axis=-1)  # [V, 5]
   c = Components(*jnp.mean(per_tangent, axis=0))
-  over_prompts, over_tangents = covariances(estimates, per_tangent, prompts)
-  errors = jnp.sqrt(jnp.diagonal(over_prompts + over_tangents))
-  mse = mse_curve(c, group_size, (num_prompts or prompts) * group_size)
-  low, high = group_size_interval(
-    c, over_prompts, over_tangents, prompts, tangents
-  )
+  covariances = component_estimates.covariances(estimates, per_tangent, prompts)
+  errors = jnp.sqrt(jnp.diagonal(covariances[0] + covariances[1]))
+  mse = group_size.mse_curve(c, size, (num_prompts or prompts) * size)
+  low, high = group_size_interval(c, *covariances, prompts, tangents)
   return Diagnosis(
     components=c,
     standard_errors=Components(*errors),
     mse=mse,
-    # A negative estimate of a squared length says that it is small.
+    # Estimates of small squared lengths may be negative.
     snr=jnp.maximum(c.gradient_sq, 0) / jnp.maximum(mse.leave_one_out, 1e-30),
-    optimal_group_size=optimal_group_size(c.c1, c.c2, c.c3),
+    optimal_group_size=group_size.optimal_group_size(c.c1, c.c2, c.c3),
     low=low,
     high=high,
   )
 
 
 def metrics(diagnosis: Diagnosis) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log, explained in docs/group-size.md.
+  """Returns the scalars to log, explained in docs/group-size.md.
 
   Gradients by the moving parameters are in nats x reward per unit of parameter;
-  components and errors are squared lengths of these.
+  components and errors are their squared lengths.
   """
   row = {}
   for name in ("c1", "c2", "c3"):

@@ -1,7 +1,7 @@
-"""Error of a batch's gradient against the group size, and the best size.
+"""Error of a batch's gradient by group size, and the best size.
 
-Of N = B G samples, large groups know their prompt's value V(x) well, but leave
-few prompts. `observe` tracks the best size, which moves in training.
+With N = B G samples, large groups estimate their prompt's value V(x) well but
+leave few prompts. `observe` tracks the best size, which changes in training.
 """
 
 import typing
@@ -13,11 +13,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, Real
 
-from grpojax.statistics.u_statistics import (
-  Estimators,
-  Moments,
-  check_group_sizes,
-)
+from grpojax.statistics import u_statistics
+from grpojax.statistics.u_statistics import Estimators, Moments
+
+Numbers = Real[Array, "*#X"] | float | int
 
 
 class Components(NamedTuple):
@@ -25,7 +24,7 @@ class Components(NamedTuple):
 
   c1: Float[Array, "*X"]  # tr Var_x g(x), between prompts
   c2: Float[Array, "*X"]  # E_x tr Var(s delta), within prompts
-  c3: Float[Array, "*X"]  # E_x [I sigma^2 + ||g||^2], for not knowing V(x)
+  c3: Float[Array, "*X"]  # E_x [I sigma^2 + ||g||^2], as V(x) is estimated
   c2_vanilla: Float[Array, "*X"]  # E_x tr Var(s Z), without a baseline
   gradient_sq: Float[Array, "*X"]  # ||E_x g(x)||^2
 
@@ -35,10 +34,7 @@ def components(
   gradients: Float[Array, "X d"],
   weights: Float[Array, "X"] | None = None,
 ) -> Components:
-  """Averages all prompts' exact moments and gradients g(x).
-
-  `weights` are the prompts' probabilities; None is uniform.
-  """
+  """Averages exact moments and gradients g(x); None weighs prompts equally."""
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
   gradient_sq = jnp.sum((weights @ gradients) ** 2)  # of the mean over prompts
@@ -57,83 +53,77 @@ def mse_curve(
   num_samples: int,
   prompts: int | None = None,
 ) -> Estimators:
-  """Errors of a batch's gradient by group sizes (2 or more) at a fixed budget.
+  """Returns errors of a batch's gradient by group size at a fixed budget.
 
   Leave-one-out: c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv
-  2603.01162 with its remainder; the oracle lacks the last term. N =
-  `num_samples` are those of the whole batch, and B = N / G is not rounded.
+  2603.01162 with its remainder; the oracle lacks the last term. G >= 2, N =
+  `num_samples` counts the whole batch, and B = N / G is not rounded.
 
-  Of a finite set of M = `prompts` each is drawn once an epoch. From the
-  beginning of one, r = B mod M prompts are left over from whole epochs, and
-  c1 G / N becomes M / (M - 1) c1 r (1 - r / M) / B^2: within an epoch M / (M -
-  1) c1 (G / N - 1 / M), and 0 at its end. A batch may be several steps whose
-  parameters hardly differ. Samples of prompts estimate M / (M - 1) c1.
+  From a finite set of M = `prompts`, each is drawn once per epoch. A batch that
+  starts with an epoch has r = B mod M prompts beyond whole epochs, and c1 G / N
+  becomes M / (M - 1) c1 r (1 - r / M) / B^2: within an epoch M / (M - 1) c1
+  (G / N - 1 / M), and 0 at its end. A batch may be several steps with nearly
+  equal parameters. Samples of prompts estimate M / (M - 1) c1.
   """
-  c, n, g = components, num_samples, check_group_sizes(group_sizes)
+  c, n, g = components, num_samples, u_statistics.check_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B
   if prompts is not None:
     draws, scale = n / g, prompts / max(prompts - 1, 1)
-    rest = jnp.mod(draws, prompts)
-    between = scale * c.c1 * rest * (1 - rest / prompts) / draws**2
+    extra = jnp.mod(draws, prompts)
+    between = scale * c.c1 * extra * (1 - extra / prompts) / draws**2
   unbiased = between + c.c2 / n + c.c3 / (n * (g - 1))
   return Estimators(
     vanilla=between + c.c2_vanilla / n,
     leave_one_out=unbiased,
-    # Its mean is (G - 1) / G times the gradient.
+    # The mean of its estimate is (G - 1) / G times the gradient.
     centred=((g - 1) / g) ** 2 * unbiased + c.gradient_sq / g**2,
     oracle=between + c.c2 / n,
   )
 
 
 def optimal_group_size(
-  c1: Real[Array, "*#X"] | float | int,
-  c2: Real[Array, "*#X"] | float | int,
-  c3: Real[Array, "*#X"] | float | int,
-  prompt_cost: float | int = 0.0,
+  c1: Numbers, c2: Numbers, c3: Numbers, prompt_cost: float | int = 0.0
 ) -> Float[Array, "*X"]:
-  """Group size G* with the smallest error at a fixed budget, not rounded.
+  """Returns the group size G* of least error at a fixed budget, not rounded.
 
   G* = 1 + sqrt(c3 / c1) at any budget (arXiv 2603.01162, Theorem 7, has sqrt(c3
   / c1) from an upper bound). If each prompt costs `prompt_cost` = kappa
   completions (negative: ValueError), G* minimises (kappa + G) (c1 + c2 / G + c3
   / (G (G - 1))), a convex function of G > 1; only then c2 matters. G* is inf
-  where c1 <= 0, and nan where a component is.
+  if c1 <= 0, and nan if a component is.
   """
   if not prompt_cost >= 0:
-    raise ValueError(
-      f"prompt_cost is a number of completions >= 0, not {prompt_cost}"
-    )
+    raise ValueError(f"prompt_cost = {prompt_cost}: give 0 or more completions")
   c1, c2, c3 = jnp.broadcast_arrays(
     *(jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
   )
   prompts_differ = c1 > 0
   divisor = jnp.where(prompts_differ, c1, 1)
   b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
-  # G* - 1: how many other samples a sample's baseline is averaged over.
-  others = jnp.sqrt(c)
+  # G* - 1 is the number of samples in a baseline.
+  baseline = jnp.sqrt(c)
   if prompt_cost:
-    others = _others_at_a_cost(b, c, prompt_cost)
-  best = jnp.where(prompts_differ, 1 + others, jnp.inf)
+    baseline = _baseline_at_cost(b, c, prompt_cost)
+  best = jnp.where(prompts_differ, 1 + baseline, jnp.inf)
   return jnp.where(jnp.isnan(c1 + c2 + c3), jnp.nan, best)
 
 
 def optimal_group_size_in_epochs(
   best: Real[Array, "*X"] | float | int, num_samples: int, prompts: int
 ) -> Float[Array, "*X"]:
-  """Group size with the smallest error of `mse_curve` for a finite set.
+  """Returns the group size of least error by `mse_curve` for a finite set.
 
-  max(G*, N / M), with `best` = G* of an infinite set and M / (M - 1) c1 for c1:
-  within an epoch the finite set takes a constant from the error, which leaves
-  G*; groups below N / M would return to prompts before the epoch ends, which
-  saves nothing between prompts.
+  max(G*, N / M), with `best` = G* of an infinite set and M / (M - 1) c1 for c1.
+  Within an epoch the finite set subtracts a constant from the error. Groups
+  below N / M draw prompts again, which does not reduce c1's term.
   """
   return jnp.maximum(jnp.asarray(best, float), num_samples / prompts)
 
 
-def _others_at_a_cost(
+def _baseline_at_cost(
   b: Float[Array, "*X"], c: Float[Array, "*X"], prompt_cost: float | int
 ) -> Float[Array, "*X"]:
-  """Solves for u = G* - 1 where each prompt costs kappa = `prompt_cost` > 0.
+  """Solves for u = G* - 1 if each prompt costs kappa = `prompt_cost` > 0.
 
   With b = c2 / c1 and c = c3 / c1 the derivative by G of (kappa + G) (1 + b / G
   + c / (G u)), times G^2 u^2, is
@@ -163,18 +153,18 @@ def _others_at_a_cost(
 @typing.no_type_check
 @struct.dataclass
 class GroupSizeChoice:
-  """Group size of the next step, and the discounted sums that it rests on."""
+  """Group size of the next step, and the discounted sums it is based on."""
 
   group_size: Int[Array, ""]  # a power of two
   c1: Float[Array, ""]
   c3: Float[Array, ""]
-  c1_variance: Float[Array, ""]  # squared standard error of the sum c1
+  c1_variance: Float[Array, ""]  # squared standard error
   c3_variance: Float[Array, ""]
 
 
 def init_choice(group_size: int) -> GroupSizeChoice:
-  """Returns the choice of a first group size, without estimates."""
-  zeros = (jnp.zeros(()) for _ in range(4))  # buffers of their own, to donate
+  """Returns a first choice, without estimates."""
+  zeros = (jnp.zeros(()) for _ in range(4))  # separate buffers, to donate
   return GroupSizeChoice(jnp.asarray(group_size, jnp.int32), *zeros)
 
 
@@ -191,30 +181,30 @@ def observe(
   margin: float | int,
   confidence: float | int,
 ) -> GroupSizeChoice:
-  """Moves the group size one power of two towards the estimate of G*, or not.
+  """Moves the group size at most a power of two towards the estimate of G*.
 
-  It moves up where G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), that is
-  where c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference
-  is `confidence` standard errors away from 0; down likewise. So nothing is
-  divided by c1, which is small and noisy. Observations that are not finite are
-  left out; `decay`, within [0, 1), is the weight of the past at each.
+  It moves up if G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), which means
+  c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference is
+  `confidence` standard errors above 0; down likewise. So c1, which is small and
+  noisy, is never a divisor. Observations that are not finite are skipped;
+  `decay`, within [0, 1), is the weight of the past at each observation.
   """
   new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
   is_finite = jnp.all(jnp.isfinite(new))
-  variances = choice.c1_variance, choice.c3_variance
-  past = jnp.stack([choice.c1, choice.c3, *variances])
+  x = choice
+  past = jnp.stack([x.c1, x.c3, x.c1_variance, x.c3_variance])
   weights = jnp.array([decay, decay, decay**2, decay**2], past.dtype)
   sums = jnp.where(is_finite, weights * past + new, past)
   c1, c3, c1_variance, c3_variance = sums
 
   def evidence(size):
-    """c3 - K c1 in standard errors: positive where G* is above `size`."""
+    """Returns c3 - K c1 in standard errors, positive if G* is above `size`."""
     k = (size - 1) ** 2
     error = jnp.sqrt(c3_variance + k**2 * c1_variance)
     return (c3 - k * c1) / jnp.maximum(error, 1e-30)
 
   current = choice.group_size
-  step = 2 ** (0.5 + margin)  # from 2^0.5 on the next size is the nearer one
+  step = 2 ** (0.5 + margin)  # beyond 2^0.5 the next size is nearer
   up = is_finite & (evidence(current * step) > confidence)
   down = is_finite & (evidence(current / step) < -confidence)
   lower = jnp.where(down, current // 2, current)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from grpojax.statistics.group_size import Components, optimal_group_size
 from grpojax.statistics.intervals import t_quantile
 
+Scalar = Float[Array, ""]
 _NORMAL = 1.959964  # the normal distribution's 97.5% quantile
 _C1, _C3 = Components._fields.index("c1"), Components._fields.index("c3")
 
@@ -19,14 +20,14 @@ def group_size_interval(
   over_tangents: Float[Array, "5 5"],
   prompts: int,
   tangents: int,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
+) -> tuple[Scalar, Scalar]:
+  """Returns the 95% interval of G* = 1 + sqrt(c3 / c1), from a diagnosis.
 
   Takes the components' covariances over prompts and over directions. Unknown
   bounds are 1 and inf.
   """
-  # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho: a
-  # sum w1 + w2 of variances with B - 1 and V - 1 of them has
+  # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho:
+  # variances w1 and w2 with B - 1 and V - 1 degrees have a sum with
   # (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E. Satterthwaite, 1946).
   rho = jnp.maximum(components.c1, 0) / jnp.maximum(components.c3, 1e-30)
   weights = jnp.zeros(5).at[_C1].set(1.0).at[_C3].set(-rho)
@@ -36,9 +37,8 @@ def group_size_interval(
   degrees = 1 / (share**2 / (prompts - 1) + (1 - share) ** 2 / (tangents - 1))
   chosen = jnp.array([_C1, _C3])
   covariance = (over_prompts + over_tangents)[chosen][:, chosen]
-  return _fieller(
-    components.c1, components.c3, covariance, _t_quantile(degrees) ** 2
-  )
+  t_sq = _t_quantile(degrees) ** 2
+  return _fieller(components.c1, components.c3, covariance, t_sq)
 
 
 def pooled_group_size(
@@ -46,7 +46,7 @@ def pooled_group_size(
   c3: Float[np.ndarray, "D"],
   interval: tuple[float, float] = (1.0, math.inf),
 ) -> tuple[float, float, float]:
-  """G* of a run's D diagnoses, 1 + sqrt(mean c3 / mean c1), with 95% bounds.
+  """Returns G* = 1 + sqrt(mean c3 / mean c1) of D diagnoses, with 95% bounds.
 
   The bounds are `interval` if D = 1, and 1 and inf if D = 2.
   """
@@ -55,23 +55,19 @@ def pooled_group_size(
   best = float(optimal_group_size(means[0], 0.0, means[1]))
   if count < 3:
     return best, *(interval if count == 1 else (1.0, math.inf))
+  covariance = jnp.asarray(np.cov(both)) / count
   t_sq = t_quantile(count - 1) ** 2
-  low, high = _fieller(
-    *jnp.asarray(means), jnp.asarray(np.cov(both)) / count, t_sq
-  )
+  low, high = _fieller(*jnp.asarray(means), covariance, t_sq)
   return best, float(low), float(high)
 
 
 def _fieller(
-  c1: Float[Array, ""],
-  c3: Float[Array, ""],
-  covariance: Float[Array, "2 2"],
-  t_sq: Float[Array, ""] | float,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Interval of G* from E. C. Fieller's (1954) for rho = c1 / c3.
+  c1: Scalar, c3: Scalar, covariance: Float[Array, "2 2"], t_sq: Scalar | float
+) -> tuple[Scalar, Scalar]:
+  """Returns the interval of G* from E. C. Fieller's (1954) for rho = c1 / c3.
 
-  It holds all rho with c1 - rho c3 within t standard errors of 0. If rho may be
-  0 or less, G* may be infinite.
+  It contains all rho with c1 - rho c3 within t standard errors of 0. If rho may
+  be 0 or less, G* may be infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
   # quadratic rho^2 - 2 linear rho + constant <= 0.
@@ -79,7 +75,7 @@ def _fieller(
   linear = c1 * c3 - t_sq * covariance[0, 1]
   constant = c1**2 - t_sq * covariance[0, 0]
   # So rho is between the roots (linear -+ root) / quadratic if quadratic > 0,
-  # that is if c3 differs from 0 by t standard errors; else it may be anything.
+  # that is, if c3 differs from 0 by t standard errors; else rho is unbounded.
   root = jnp.sqrt(jnp.maximum(linear**2 - quadratic * constant, 0.0))
   known = (quadratic > 0) & (c3 > 0)
   quadratic = jnp.where(known, quadratic, 1.0)
@@ -94,10 +90,10 @@ def _fieller(
 
 
 def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
-  """Student's 97.5% quantile by its expansion around the normal one.
+  """Approximates Student's 97.5% quantile around the normal quantile.
 
-  By hand, as scipy cannot take traced degrees. Abramowitz and Stegun, 26.7.5,
-  up to 1 / degrees^3: too small by 24% at 1, 3% at 2, 0.7% at 3, 0.02% at 8.
+  scipy cannot take traced degrees. Abramowitz and Stegun, 26.7.5, up to 1 /
+  degrees^3: too small by 24% at 1, 3% at 2, 0.7% at 3, 0.02% at 8.
   """
   z, inverse = _NORMAL, 1 / degrees
   first = (z**3 + z) / 4

@@ -1,7 +1,7 @@
 """95% intervals over prompts, and paired comparisons of two checkpoints.
 
-Values are one number a prompt (accuracy, pass@k or maj@k), as samples of one
-prompt are dependent. All runs on the host, in float64.
+Values are a number per prompt (accuracy, pass@k or maj@k), as samples of the
+same prompt are dependent. All of it runs on the host, in float64.
 """
 
 import math
@@ -9,31 +9,32 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # scipy.stats, which takes a second to load, comes when first used
-from jaxtyping import Bool, Real, Shaped
+from jaxtyping import Bool, Real
 
-_CHUNK = 1 << 20  # signs of the permutation test that are there at once
+Values = Real[np.ndarray, "B"]
+_CHUNK = 1 << 20  # signs of the permutation test in memory at a time
 
 
 class PairedDifference(NamedTuple):
   """Difference of two checkpoints on the same prompts."""
 
-  difference: float  # mean of the first less that of the second, in their units
+  difference: (
+    float  # mean of the first minus mean of the second, in their units
+  )
   low: float
   high: float
-  p_value: float  # two-sided, of "each prompt is as good for either"
+  p_value: float  # two-sided, of "both are equally good on each prompt"
 
 
-def mean_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
-  """Mean over prompts, low and high of Student's t; ValueError if B < 2.
+def mean_interval(values: Values) -> tuple[float, float, float]:
+  """Returns the mean over prompts and its Student's t interval.
 
-  It is too short if nearly all values are 0 or 1: use `share_interval` or, for
-  one greedy sample a prompt, `wilson_interval`.
+  ValueError if B < 2. The interval is too short if nearly all values are 0 or
+  1: use `share_interval` or, for a greedy sample per prompt, `wilson_interval`.
   """
   count = len(values)
   if count < 2:
-    raise ValueError(
-      f"an interval over prompts needs at least 2 prompts, not {count}"
-    )
+    raise ValueError(f"an interval needs at least 2 prompts, not {count}")
   values = np.asarray(values).astype(np.float64)
   mean = float(np.mean(values))
   standard_error = float(np.std(values, ddof=1)) / math.sqrt(count)
@@ -42,7 +43,7 @@ def mean_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float, float]:
-  """Success rate of n >= 1 independent trials, with lower and upper bound.
+  """Returns the success rate of n >= 1 independent trials, with its interval.
 
   Wilson's score interval stays within [0, 1], and keeps its coverage near 0 and
   1 (E. B. Wilson, 1927).
@@ -52,12 +53,12 @@ def wilson_interval(successes: int, n: int) -> tuple[float, float, float]:
   return successes / n, float(low), float(high)
 
 
-def share_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
-  """Mean over B >= 2 prompts of values in [0, 1], with low and high.
+def share_interval(values: Values) -> tuple[float, float, float]:
+  """Returns the mean over B >= 2 prompts of values in [0, 1], and its interval.
 
-  Wilson's interval for as many independent trials as would vary as much (E.
-  Korn and B. Graubard, 1998, Survey Methodology 24). The variance is that of
-  the prompts and of two more, 0 and 1, as few may be alike by chance. In the
+  Wilson's interval for the number of independent trials with the same variance
+  (E. Korn and B. Graubard, 1998, Survey Methodology 24). The variance includes
+  two more prompts, 0 and 1, as a few prompts may be alike by chance. In the
   middle it is Student's, which leaves [0, 1] and covers less near 0 and 1.
   """
   mean, *_ = mean_interval(values)
@@ -71,25 +72,22 @@ def share_interval(values: Real[np.ndarray, "B"]) -> tuple[float, float, float]:
 
 
 def paired_difference(
-  a: Real[np.ndarray, "B"],
-  b: Real[np.ndarray, "B"],
-  draws: int = 20_000,
-  seed: int = 0,
+  a: Values, b: Values, draws: int = 20_000, seed: int = 0
 ) -> PairedDifference:
-  """Compares two checkpoints by one number a prompt, in the same order.
+  """Compares two checkpoints by a number per prompt, in the same order.
 
-  The interval is Student's, of the differences; its width is 0 where all are
-  equal, so use `paired_proportions` for values 0 and 1. The p-value is that of
-  the sign-flip permutation test (R. A. Fisher, 1935, "The Design of
-  Experiments", section 21): how often random signs make the sum of differences
-  as extreme. It is exact if `draws` list all signs of the prompts that differ,
-  14 of them by default; else signs are drawn, and no p-value is below 2 / (1 +
+  The interval is Student's, of the differences; its width is 0 if all are
+  equal, so use `paired_proportions` for values 0 and 1. The p-value is from the
+  sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
+  section 21): how often random signs make the sum of differences as extreme. It
+  is exact if `draws` covers all signs of the differing prompts (by default up
+  to 14 of them); else signs are drawn, and a p-value is at least 2 / (1 +
   draws). ValueError: shapes differ, B < 2, or a value is not finite.
   """
   _check_pairs(a, b)
   differences = a.astype(np.float64) - b.astype(np.float64)
   if not np.all(np.isfinite(differences)):
-    raise ValueError("some values are not finite: nothing can be compared")
+    raise ValueError("cannot compare: some values are not finite")
   difference, low, high = mean_interval(differences)
   signed = differences[differences != 0]  # 0 has no sign
   if len(signed) < 2:  # either sign is as extreme
@@ -108,25 +106,25 @@ def paired_difference(
 def paired_proportions(
   a: Bool[np.ndarray, "B"], b: Bool[np.ndarray, "B"]
 ) -> PairedDifference:
-  """Compares two checkpoints by one right or wrong completion a prompt.
+  """Compares two checkpoints by a right or wrong completion per prompt.
 
   The interval is the adjusted Wald interval of A. Agresti and Y. Min (2005,
   Statistics in Medicine 24, 729-740), with half a prompt added to each cell of
-  the 2 x 2 table. Unlike Student's it has a width where no prompts differ. Its
-  centre is nearer to 0 than the difference. The p-value is McNemar's exact one.
-  ValueError: shapes differ, or B = 0.
+  the 2 x 2 table. Unlike Student's it has a width if no prompts differ. Its
+  centre is closer to 0 than the difference. The p-value is McNemar's exact
+  p-value. ValueError: shapes differ, or B = 0.
   """
   _check_pairs(a, b)
   n = len(a)
   if n < 1:
     raise ValueError("a comparison needs at least 1 prompt")
   only_a, only_b = int(np.sum(a & ~b)), int(np.sum(b & ~a))
-  # By hand: scipy has no interval for paired proportions.
+  # scipy has no interval for paired proportions.
   z = float(scipy.stats.norm.ppf(0.975))
   centre = (only_a - only_b) / (n + 2)
   discordant = (only_a + only_b + 1) / (n + 2)
   half_width = z * math.sqrt((discordant - centre**2) / (n + 2))
-  p_value = 1.0  # where no prompt differs
+  p_value = 1.0  # if no prompt differs
   if only_a + only_b:
     p_value = float(scipy.stats.binomtest(only_a, only_a + only_b).pvalue)
   return PairedDifference(
@@ -138,15 +136,13 @@ def paired_proportions(
 
 
 def t_quantile(degrees: int) -> float:
-  """Number t with P(|T| <= t) = 95%, T Student's with these degrees."""
+  """Returns t with P(|T| <= t) = 95% for Student's T with these degrees."""
   return float(scipy.stats.t.ppf(0.975, degrees))
 
 
-def _check_pairs(
-  a: Shaped[np.ndarray, "..."], b: Shaped[np.ndarray, "..."]
-) -> None:
+def _check_pairs(a: np.ndarray, b: np.ndarray) -> None:
   if a.shape != b.shape:
     raise ValueError(
-      f"values {a.shape} and {b.shape} are not of the same prompts: a paired "
-      "comparison needs one of each checkpoint for every prompt"
+      f"values {a.shape} and {b.shape} differ in shape: a paired comparison "
+      "needs a value of each checkpoint for every prompt"
     )

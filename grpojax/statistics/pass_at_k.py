@@ -1,4 +1,4 @@
-"""Success of k samples: pass@k and maj@k, unbiased, from n samples a prompt."""
+"""Unbiased pass@k and maj@k from n samples per prompt."""
 
 import functools
 import math
@@ -7,25 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-SILENT = -1  # the label of a sample that gives no answer
-MOST_SAMPLES = 1000  # of a prompt; beyond, binomial coefficients overflow
+SILENT = -1  # the label of a sample without an answer
+MOST_SAMPLES = 1000  # per prompt; beyond, binomial coefficients overflow
 
 
 def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
-  """Estimates the probability that one of k samples is correct, unbiased.
+  """Estimates the probability that any of k samples is correct, unbiased.
 
   1 - C(n - c, k) / C(n, k) with c correct among n (arXiv 2107.03374, equation
-  1), as a product of k ratios of at most 1. k beyond n is a ValueError.
+  1), as a product of k ratios of at most 1. ValueError if k > n.
   """
   n = correct.shape[-1]
   if not 1 <= k <= n:
     raise ValueError(
-      f"pass@{k} needs 1 <= k <= n, but there are n = {n} samples a prompt: "
+      f"pass@{k} needs 1 <= k <= n, but there are n = {n} samples per prompt: "
       "sample more, or ask for a smaller k"
     )
   wrong = n - jnp.sum(correct, -1, keepdims=True)  # [*B, 1]
   drawn = jnp.arange(k)
-  # C(wrong, k) / C(n, k), exactly 0 as soon as the wrong samples run out.
+  # C(wrong, k) / C(n, k), exactly 0 with fewer than k wrong samples.
   next_is_wrong = jnp.maximum(wrong - drawn, 0) / (n - drawn)  # [*B, k]
   return 1 - jnp.prod(next_is_wrong.astype(jnp.float32), -1)
 
@@ -37,8 +37,8 @@ def majority_at_k(
 
   The mean, over all subsets of k samples, of "the most frequent answer is
   correct" (self-consistency, arXiv 2203.11171, section 2). A tie counts with
-  the share of its correct answers. Equal labels are equal answers; -1 is none,
-  and does not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct`
+  the share of its correct answers. Equal labels are equal answers; samples with
+  label -1 do not vote. 1 <= k <= n <= `MOST_SAMPLES`. ValueError if `correct`
   contradicts the labels.
   """
   n = labels.shape[-1]
@@ -50,7 +50,7 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Returns sorted (votes, correct) of a prompt's answers; number of silent."""
+  """Returns the answers' sorted (votes, correct), and the number of silent."""
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample)
   correct_votes = np.bincount(answer_of_sample, weights=correct)
@@ -68,17 +68,17 @@ def _votes(
 def _majority(
   votes: tuple[tuple[int, bool], ...], silent: int, k: int
 ) -> float:
-  """Computes maj@k of one prompt from its counts.
+  """Computes maj@k of a prompt from its counts.
 
-  For each winning number m of votes, answers join one after the other:
-  ways[0, t, d] is the number of ways to draw d samples from those that joined
-  so that no answer has more than m votes and t answers have exactly m. ways[1]
-  counts each way once for each correct answer among the t. Answers with fewer
-  than m samples can neither win nor be limited, and join all at once.
+  For each winning number m of votes, answers are added in turn: ways[0, t, d]
+  is the number of ways to draw d samples from the answers so far such that no
+  answer has more than m votes and t answers have exactly m. ways[1] counts each
+  way once for each correct answer among the t. Answers with fewer than m
+  samples can neither win nor be limited, and are added all at once.
   """
   n = silent + sum(count for count, _ in votes)
   most_correct = max((count for count, right in votes if right), default=0)
-  # added[i, j] = j - i: samples of an answer, of i drawn without and j with it.
+  # added[i, j] = j - i: samples drawn from an answer, i without and j with it.
   added = np.arange(k + 1) - np.arange(k + 1)[:, None]
   total = 0.0  # chance times C(n, k)
   for m in range(1, min(k, most_correct) + 1):
@@ -88,9 +88,9 @@ def _majority(
     ways[0, 0] = _binomials(n - sum(count for count, _ in can_win), k)
     for count, right in can_win:
       binomials = _binomials(count, k)
-      # The answer gets fewer than m votes, [k + 1, k + 1]: t stays.
+      # If the answer gets fewer than m votes, [k + 1, k + 1], t stays.
       fewer = np.where((added >= 0) & (added < m), binomials[added], 0.0)
-      # Or it gets m: t rises by one, d by m.
+      # If it gets m, t increases by 1 and d by m.
       tied = binomials[m] * ways[:, :-1, : k + 1 - m]
       ways = ways @ fewer
       ways[:, 1:, m:] += tied
@@ -103,5 +103,5 @@ def _majority(
 
 @functools.lru_cache(maxsize=1 << 12)
 def _binomials(n: int, k: int) -> Float[np.ndarray, "{k}+1"]:
-  """Binomial coefficients C(n, 0) .. C(n, k)."""
+  """Returns the binomial coefficients C(n, 0) .. C(n, k)."""
   return np.array([float(math.comb(n, i)) for i in range(k + 1)])

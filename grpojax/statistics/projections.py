@@ -17,7 +17,7 @@ from grpojax.core.types import LM, Params, Rollout
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
-  """Draws random signs: E[v v^T] = I, with the least noise in squares."""
+  """Draws random signs: E[v v^T] = I, with the least variance of squares."""
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
   signs = [
@@ -40,18 +40,18 @@ def score_projections(
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
 ) -> Float[Array, "V B G"]:
-  """Computes directional derivatives of sequences' log-probabilities, in nats.
+  """Computes directional derivatives of sequence log-probabilities, in nats.
 
   a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b), for V = `tangents` random
-  directions and a rollout without rows that only pad the batch. Costs about
-  1 + 2 V forward passes, and memory for V copies of the parameters that move.
+  directions and a rollout without padding rows. Costs about 1 + 2 V forward
+  passes, and memory for V copies of the moving parameters.
 
-  The batch is cut into `micro_batches` parts, a divisor of B; logits exist for
-  `chunk_size` positions at once. `split` is `(params) -> (moving, merge)` with
-  `merge(moving)` = params: scores are by `moving`, by default all parameters.
-  `vectorized=False` takes tangents one by one, about 3 V forward passes, for
-  models that cannot be vmapped (`jax.lax.ragged_dot`). `sampling` is the
-  rollout's.
+  The batch is split into `micro_batches` parts, a divisor of B; logits exist
+  for `chunk_size` positions at a time. `split` is `(params) -> (moving, merge)`
+  with `merge(moving)` = params: scores are by `moving`, by default all
+  parameters. `vectorized=False` handles tangents in turn, about 3 V forward
+  passes, for models that cannot be vmapped (`jax.lax.ragged_dot`). `sampling`
+  is the rollout's.
   """
   prompts = rollout.prompt_ids.shape[0]
   if prompts % micro_batches:
@@ -86,6 +86,6 @@ def score_projections(
     return jax.lax.map(derivative, directions)
 
   by_part = jax.lax.map(project, split_rows(rollout, micro_batches))
-  # [parts, V, rows, G]; `split_rows` puts prompt r in row r // parts of part
-  # r % parts, so rows before parts is the order of the prompts again.
+  # [parts, V, rows, G]. `split_rows` puts prompt r in row r // parts of part
+  # r % parts, so moving parts behind rows restores the order of the prompts.
   return jnp.moveaxis(by_part, 0, 2).reshape(tangents, prompts, -1)

@@ -1,17 +1,17 @@
-"""Prompts drawn by priority, with weights that undo it.
+"""Draws prompts by priority, with importance weights that remove the bias.
 
 Prompt i has a probability r_i without priorities (1/n, or its share in a
 mixture), and is drawn with probability
 
     q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
 
-where the share u without priorities lets every prompt come back. A batch of B
-rows has pi_i = B q_i rows of it on average, rounded up or down by systematic
-sampling (Madow, 1949), but at most `most`. With the importance weights
+The uniform share u lets every prompt return. A batch of B rows has pi_i = B q_i
+rows of prompt i on average, rounded up or down by systematic sampling (Madow,
+1949), but at most `most`. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
-the mean over a batch of w f is an unbiased estimate of sum_i r_i f_i for any f,
+the mean of w f over a batch is an unbiased estimate of sum_i r_i f_i for any f,
 gradients too (Horvitz and Thompson, 1952).
 """
 
@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+Vector = Float[np.ndarray, "n"]
+
 
 class Stratum(NamedTuple):
   """Prompts that keep their share of each batch: a data set of a mixture."""
 
-  size: int  # number of prompts, one after another
-  weight: float  # of all of them, up to a factor that all strata share
+  size: int  # number of consecutive prompts
+  weight: float  # of the whole stratum, up to a factor shared by all strata
 
 
 class Drawn(NamedTuple):
@@ -36,22 +38,22 @@ class Drawn(NamedTuple):
   weights: Float[np.ndarray, "B"]  # importance weights, 1 on average
 
 
-def original(strata: Sequence[Stratum]) -> Float[np.ndarray, "n"]:
-  """Probability r of each prompt without priorities; sums to 1."""
+def original(strata: Sequence[Stratum]) -> Vector:
+  """Returns the probability r of each prompt without priorities; sums to 1."""
   total = sum(stratum.weight for stratum in strata)
   shares = [np.full(s.size, s.weight / total / s.size) for s in strata]
   return np.concatenate(shares)
 
 
 def expected_rows(
-  priorities: Float[np.ndarray, "n"],
+  priorities: Vector,
   strata: Sequence[Stratum],
   *,
   rows: int,
   uniform: int | float,
   most: int = 1,
-) -> Float[np.ndarray, "n"]:
-  """Mean number pi of a batch's rows for each prompt; sums to `rows`.
+) -> Vector:
+  """Returns the mean number pi of a batch's rows per prompt; sums to `rows`.
 
   Priorities are compared within a stratum, which keeps its share, at most size
   * `most` rows. `uniform` is u, in (0, 1].
@@ -59,20 +61,18 @@ def expected_rows(
   total = sum(stratum.weight for stratum in strata)
   expected, start = [], 0
   for size, weight in strata:
-    of_stratum = priorities[start : start + size]
+    part = priorities[start : start + size]
     start += size
     even = by_priority = np.full(size, 1 / size)
-    if np.sum(of_stratum) > 0:
-      by_priority = of_stratum / np.sum(of_stratum)
+    if np.sum(part) > 0:
+      by_priority = part / np.sum(part)
     q = uniform * even + (1 - uniform) * by_priority
     expected.append(_at_most(most, rows * weight / total, q))
   return np.concatenate(expected)
 
 
-def _at_most(
-  most: int, rows: float, q: Float[np.ndarray, "n"]
-) -> Float[np.ndarray, "n"]:
-  """Rows in proportion to q; an excess over `most` goes to the others."""
+def _at_most(most: int, rows: float, q: Vector) -> Vector:
+  """Returns rows in proportion to q, at most `most` each."""
   full = np.zeros(len(q), bool)
   while True:
     left = rows - most * np.sum(full)
@@ -84,13 +84,13 @@ def _at_most(
 
 
 def systematic(
-  expected: Float[np.ndarray, "n"], strata: Sequence[Stratum], rng: Any
+  expected: Vector, strata: Sequence[Stratum], rng: Any
 ) -> Int[np.ndarray, "B"]:
   """Draws indices, each as often as expected on average, rounded up or down.
 
   `rng` is a `numpy.random.Generator`. Prompts are laid out on a line, each as
-  long as its expected number, in random order within its stratum, and those at
-  u, u + 1, u + 2, ... are drawn, with one random number u:
+  long as its expected number, in random order within its stratum. A random
+  number u selects the prompts at u, u + 1, u + 2, ...:
 
     prompt    |    3    |  0 |      1       |  2 |     4     |
     expected     0.6      0.3      0.8        0.3     1.0
@@ -109,7 +109,7 @@ def systematic(
 
 
 def draw(
-  priorities: Float[np.ndarray, "n"],
+  priorities: Vector,
   strata: Sequence[Stratum],
   rng: Any,
   *,
@@ -117,7 +117,7 @@ def draw(
   uniform: int | float,
   most: int = 1,
 ) -> Drawn:
-  """Draws a batch in random order; arguments are those of `expected_rows`."""
+  """Draws a batch in random order; arguments as for `expected_rows`."""
   expected = expected_rows(
     priorities, strata, rows=rows, uniform=uniform, most=most
   )

@@ -1,10 +1,10 @@
-"""Success rates of the training prompts, and priorities made of them.
+"""Success rates of the training prompts, and priorities based on them.
 
 A prompt's success rate has the posterior Beta(1/2 + successes, 1/2 + failures),
 from Jeffreys' prior. As the policy changes, counts are multiplied by 2^(-1 /
-half_life) at every step: a solved or hopeless prompt that is not drawn drifts
-back to the prior. Prompts are drawn in proportion to one of `PRIORITIES`
-(docs/data.md).
+half_life) at every step: the posterior of a prompt that is no longer drawn
+drifts back to the prior. Prompts are drawn in proportion to a priority of
+`PRIORITIES` (docs/data.md).
 """
 
 import typing
@@ -17,7 +17,8 @@ import scipy  # scipy.special comes when first used
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-PRIOR = 0.5  # successes, and failures, of a prompt before it was first asked
+Vector = Float[np.ndarray, "n"]
+PRIOR = 0.5  # successes, and failures, of a prompt before its first completion
 
 
 @typing.no_type_check  # it also holds shapes and shardings
@@ -30,7 +31,7 @@ class SuccessRates:
 
 
 def unknown(prompts: int) -> SuccessRates:
-  """Counts of prompts that have never been asked."""
+  """Returns the counts before any completions."""
   return SuccessRates(jnp.zeros(prompts), jnp.zeros(prompts))
 
 
@@ -43,8 +44,8 @@ def observe(
 ) -> SuccessRates:
   """Returns the counts after a step with the prompts `indices`.
 
-  `right` is 1 for a right completion, 0 for a wrong one, nan for neither. After
-  `half_life` steps a completion counts half.
+  `right` is 1 for a right completion, 0 for a wrong completion, nan for
+  neither. After `half_life` steps a completion counts half.
   """
   keep = 0.5 ** (1 / half_life)
   known = ~jnp.isnan(right)
@@ -56,19 +57,15 @@ def observe(
   )
 
 
-def posterior(
-  rates: Any,
-) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
+def posterior(rates: Any) -> tuple[Vector, Vector]:
   """Returns (a, b) of each prompt's beta posterior, in float64, on the host."""
   a = PRIOR + np.asarray(rates.successes, np.float64)
   b = PRIOR + np.asarray(rates.failures, np.float64)
   return a, b
 
 
-def varies(
-  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, group_size: int
-) -> Float[np.ndarray, "n"]:
-  """Probability that a group has both right and wrong completions.
+def varies(a: Vector, b: Vector, *, group_size: int) -> Vector:
+  """Returns the probability that a group has right and wrong completions.
 
   Beta-binomial: E[p^G] = prod_{k<G} (a + k) / (a + b + k).
   """
@@ -79,36 +76,30 @@ def varies(
   return np.maximum(1 - all_right - all_wrong, 0)
 
 
-def spread(
-  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]
-) -> Float[np.ndarray, "n"]:
-  """Expected standard deviation of a reward, E[sqrt(p (1 - p))]."""
+def spread(a: Vector, b: Vector) -> Vector:
+  """Returns the expected standard deviation of a reward, E[sqrt(p (1 - p))]."""
   betaln = scipy.special.betaln
   return np.exp(betaln(a + 0.5, b + 0.5) - betaln(a, b))
 
 
-def in_band(
-  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, band: tuple
-) -> Float[np.ndarray, "n"]:
-  """Returns 1 where the expected success rate is in the band, else 0."""
+def in_band(a: Vector, b: Vector, *, band: tuple) -> Vector:
+  """Returns 1 if the expected success rate is in the band, else 0."""
   low, high = band
   mean = a / (a + b)
   return ((low <= mean) & (mean <= high)).astype(np.float64)
 
 
-def density(
-  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, target: int | float
-) -> Float[np.ndarray, "n"]:
-  """Posterior density of a success rate, which lies inside (0, 1)."""
+def density(a: Vector, b: Vector, *, target: int | float) -> Vector:
+  """Returns the posterior density at the success rate `target`, in (0, 1)."""
   logs = (a - 1) * np.log(target) + (b - 1) * np.log1p(-target)
   return np.exp(logs - scipy.special.betaln(a, b))
 
 
-PRIORITIES: dict[str, Callable[..., Float[np.ndarray, "n"]]] = {
+PRIORITIES: dict[str, Callable[..., Vector]] = {
   "varies": varies,
   "spread": spread,
   "band": in_band,
   "target": density,
 }
-"""Priorities by name: `(a, b, *, settings) -> [n]`, not negative, of which only
-ratios matter. Each gets the settings that it has a parameter for."""
+"""Priorities by name: `(a, b, *, settings) -> [n]`, not negative. Only ratios
+matter. Each receives the settings named by its parameters."""

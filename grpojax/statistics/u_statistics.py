@@ -1,10 +1,10 @@
-"""Exact errors of a prompt's policy gradient, GRPO's being a U-statistic.
+"""Exact errors of a prompt's policy gradient; GRPO's estimate is a U-statistic.
 
 For a prompt x, completions Y_i have scores s_i = grad log pi(Y_i | x), with
 E[s_i] = 0, and rewards Z_i with mean V(x) and variance sigma^2(x). Write
 delta_i = Z_i - V(x), I(x) = E||s||^2 and g(x) = E[s Z], the prompt's policy
-gradient. An error is a squared distance to g(x). docs/theory.md derives them
-(arXiv 2603.01162 up to O(1 / G^2)); `group_size` has those of a batch.
+gradient. An error is a squared distance to g(x), derived in docs/theory.md
+(arXiv 2603.01162 up to O(1 / G^2)). `group_size` has the errors of a batch.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Estimators(NamedTuple):
 
 
 class Moments(NamedTuple):
-  """Moments in the errors of all estimators for one prompt."""
+  """Moments of a prompt in the errors of all estimators."""
 
   gradient_sq: Float[Array, "*X"]  # ||g||^2
   oracle_trace: Float[Array, "*X"]  # tr Var(s delta)
@@ -37,7 +37,7 @@ def policy_gradient(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Float[Array, "*X d"]:
-  """Policy gradient g(x) = E[s Z]; arguments are those of `moments`."""
+  """Returns the policy gradient g(x) = E[s Z]; arguments as for `moments`."""
   return jnp.einsum("...m,...md->...d", probabilities * rewards, scores)
 
 
@@ -46,7 +46,7 @@ def moments(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Moments:
-  """Exact moments of a prompt whose M completions can all be listed.
+  """Computes exact moments of a prompt from all its M completions.
 
   Probabilities sum to 1, and the mean of the scores is 0.
   """
@@ -68,13 +68,13 @@ def moments(
 
 
 def mse(moments: Moments, group_size: int) -> Estimators:
-  """Mean squared error of one group's gradient, conditional on the prompt.
+  """Returns the mean squared error of a group's gradient given the prompt.
 
-  Leave-one-out: tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G - 1)).
-  Centred by the mean of the whole group: ((G - 1) / G)^2 times that, plus the
-  squared bias ||g||^2 / G^2. G < 2 is a ValueError.
+  Leave-one-out: L = tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G - 1)).
+  Centred by the mean of the whole group: ((G - 1) / G)^2 L plus the squared
+  bias ||g||^2 / G^2. ValueError if G < 2.
   """
-  g = check_group_sizes(group_size)
+  g = check_sizes(group_size)
   unbiased = moments.oracle_trace / g + moments.remainder / (g * (g - 1))
   return Estimators(
     vanilla=moments.vanilla_trace / g,
@@ -90,18 +90,18 @@ def covariance(
   rewards: Real[Array, "M"],
   group_size: int,
 ) -> Estimators:
-  """Covariance matrices [d, d] of one group's gradient, given the prompt.
+  """Returns covariance matrices [d, d] of a group's gradient given the prompt.
 
   Leave-one-out: Var(s delta) / G + (E[s s^T] sigma^2 + g g^T) / (G (G - 1)).
-  Traces are the errors of `mse`, without the bias of `centred`. Arguments are
-  those of `moments`, and G >= 2.
+  Traces are the errors of `mse`, without the bias of `centred`. Arguments as
+  for `moments`, and G >= 2.
   """
-  g = check_group_sizes(group_size)
+  g = check_sizes(group_size)
   gradient = policy_gradient(probabilities, scores, rewards)
   outer = jnp.outer(gradient, gradient)
   delta = rewards - jnp.sum(probabilities * rewards)
 
-  def second_moment(factors):  # E[factor^2 s s^T], one factor a completion
+  def second_moment(factors):  # E[factor^2 s s^T], a factor per completion
     return (scores * (probabilities * factors**2)[:, None]).T @ scores
 
   oracle = (second_moment(delta) - outer) / g
@@ -116,13 +116,11 @@ def covariance(
   )
 
 
-def check_group_sizes(
+def check_sizes(
   group_size: Real[Array, "*S"] | Real[np.ndarray, "*S"] | int,
 ) -> Float[Array, "*S"]:
-  """Returns group sizes as floats; refuses those below 2 by a ValueError."""
+  """Returns group sizes as floats; ValueError for sizes below 2."""
   sizes = np.asarray(group_size)
   if np.min(sizes) < 2:
-    raise ValueError(
-      f"leave-one-out needs group sizes of 2 or more, not {group_size}"
-    )
+    raise ValueError(f"group sizes must be at least 2, not {group_size}")
   return jnp.asarray(sizes, jnp.result_type(float))

@@ -1,23 +1,22 @@
-"""Settings compared by training: equal samples, each at its best learning rate.
+"""Compares training settings at equal samples and tuned learning rates.
 
     python -m grpojax.studies.compare [--config.arms="SETTINGS, SETTINGS, ..."]
                                       [--config.key=value ...] [--run_dir=DIR]
 
-Each arm is a text of settings of `grpojax.train` with spaces between them, such
-as "advantage=score_weighted score_power=1". Its learning rate has the highest
-mean reward on seeds for tuning. Arms share a seed's prompts and first samples,
-so each is compared with the first in pairs: by the mean reward of fresh samples
-over training, and by the mean held-out accuracy after every `train.eval.every`
-steps; by the accuracy alone if arms differ in rewards, in the sampled
-distribution or in how prompts are drawn. DIR, by default runs/compare, gets
+An arm is a list of settings of `grpojax.train` separated by spaces, such as
+"advantage=score_weighted score_power=1". Its learning rate is the one with the
+highest mean reward on separate tuning seeds. Arms share each seed's prompts and
+first samples, so each is compared with the first in pairs: by the mean reward
+of fresh samples over training, and by the mean held-out accuracy after every
+`train.eval.every` steps. If arms differ in rewards, in the sampled distribution
+or in how prompts are drawn, only the accuracy is compared. DIR, by default
+runs/compare, receives
 
-    tuning.csv      one row an arm and learning rate
-    curves.csv      one row a step of the comparison's runs
-    results.csv     one row an arm, with differences from the first arm and
-                    their 95% intervals over seeds
-    summary.json    the compared metrics, and the rows of results.csv
-    compare.png
-    logs/           output of the training runs
+    tuning.csv      a row per arm and learning rate
+    curves.csv      a row per step of the compared runs
+    results.csv     a row per arm: means, and differences from the first arm
+                    with 95% intervals over seeds
+    summary.json, compare.png, and output of the training runs in logs/
 """
 
 import contextlib
@@ -53,39 +52,19 @@ SETTINGS = study.settings(
       "advantage=length_weighted",
       "advantage=score_weighted",
     ),
-    "what is compared, with the first: settings with spaces between them",
+    "arms: settings separated by spaces, each compared with the first",
   ),
-  learning_rates=setting(
-    (1.25e-4, 3e-4, 7.5e-4), "of which each arm gets its best"
-  ),
-  tuning_seeds=setting(
-    2,
-    "runs of each arm and rate to find it, on seeds of their own",
-    within=ONE_OR_MORE,
-  ),
-  seeds=setting(
-    5,
-    "runs of each arm that are compared; an interval needs 2",
-    within="[2, inf)",
-  ),
+  learning_rates=setting((1.25e-4, 3e-4, 7.5e-4), "rates to choose from"),
+  tuning_seeds=setting(2, "tuning runs per arm and rate", within=ONE_OR_MORE),
+  seeds=setting(5, "compared runs per arm, at least 2", within="[2, inf)"),
   train=changed(
     TRAIN_SETTINGS,
-    {
-      "steps": 24,
-      "batch_size": 16,
-      "data.options.difficulty": (2, 2),
-      "sampling.max_new_tokens": 56,
-      "eval.every": 24,
-      "eval.num_prompts": 256,
-      "log.trackers": (),
-      "checkpoint.every": 24,
-    },
+    study.QUICK | {"batch_size": 16, "eval.every": 24, "eval.num_prompts": 256},
   ),
 )
-"""The quick setting: advantages on the embedded model, two cores."""
 
 ASKED = ("data.", "environment.", "sampling.max_new_tokens")
-"""Settings that decide which problems are asked, and how they are answered."""
+"""Settings of the held-out problems and their answers; arms must share them."""
 
 REWARDED = (
   "reward.",
@@ -95,7 +74,7 @@ REWARDED = (
   "sampling.repetition_penalty",
   "difficulty.priority",
 )
-"""Settings that must be equal for mean rewards to be comparable."""
+"""Settings that arms must share for their mean rewards to be comparable."""
 
 FREE = (
   "environment.credit",
@@ -105,19 +84,19 @@ FREE = (
   "reward.timeout",
   "reward.on_device",
 )
-"""Exceptions, which change neither."""
+"""Exceptions: settings without influence on problems or rewards."""
 
 METRICS = {"reward": "reward_mean", "accuracy": "accuracy"}
-"""Metrics of a training run, by their columns of curves.csv."""
+"""Training metrics by column of curves.csv."""
 
 Tuned = Mapping[tuple[int, float], float]
-"""Mean reward by (index of the arm, learning rate)."""
+"""Mean reward by (arm index, learning rate)."""
 
 
 def train_settings(
   config: ConfigDict, arm: int, rate: float, seed: int
 ) -> TrainSettings:
-  """Makes an arm's run; ValueError if its settings are not valid."""
+  """Returns the settings of an arm's run; ValueError if they are invalid."""
   words = [f"--config.{word}" for word in config.arms[arm].split()]
   run, _ = command_line.parse(
     words, {}, TRAIN_SETTINGS, default=lambda: config.train
@@ -130,21 +109,22 @@ def train_settings(
 
 
 def _first_runs(config: ConfigDict) -> list[TrainSettings]:
-  """Returns a run of each arm, with the first learning rate and seed."""
+  """Returns each arm's run with the first learning rate and seed."""
   rate = config.learning_rates[0]
   return [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
 
 
 def config_errors(config: ConfigDict) -> list[str]:
-  """Lists the mistakes in values that are in their ranges."""
+  """Lists mistakes in values that are within their ranges."""
   wrong = []
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
   rates = config.learning_rates
   usable = [r for r in rates if type(r) in (int, float) and 0 < r < math.inf]
   if not rates or len({f"{r:g}" for r in usable}) < len(rates):
-    remedy = "give finite numbers above 0, all different"
-    wrong.append(f"learning_rates = {rates!r}: {remedy}")
+    wrong.append(
+      f"learning_rates = {rates!r}: give finite numbers above 0, all different"
+    )
   if wrong:
     return wrong
   last_seed = config.seeds + config.tuning_seeds - 1
@@ -156,73 +136,72 @@ def config_errors(config: ConfigDict) -> list[str]:
     for name in ("seed", "name", "optim.learning_rate"):
       if any(word.split("=")[0] == name for word in arm.split()):
         wrong.append(f"arm {arm!r}: {name} is set by the study")
-  return wrong or _incomparable(config) or _unreadable(config)
+  return wrong or [*_incomparable(config)] or _unreadable(config)
 
 
 def _unreadable(config: ConfigDict) -> list[str]:
   """Lists the arms whose model, data or rewards cannot be read."""
-  wrong, seen = [], []
+  wrong, checked = [], []
   for arm, run in zip(config.arms, _first_runs(config), strict=True):
     inputs = run.model, run.data, run.reward
-    if inputs in seen:
+    if inputs in checked:
       continue
-    seen.append(inputs)
+    checked.append(inputs)
     try:
-      with contextlib.redirect_stdout(None):  # the run's log says it
+      with contextlib.redirect_stdout(None):  # this is also in the run's log
         start.read_inputs(run, pathlib.Path(run.name))
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
   return wrong
 
 
-def _incomparable(config: ConfigDict) -> list[str]:
-  """Lists the arms that do not spend the same as the first."""
-  wrong, spent, evaluated, judges = [], [], [], set()
+def _budget(run: TrainSettings) -> tuple[tuple[int, int], set[float]]:
+  """Returns completions and held-out problems; evaluations by part of a run."""
+  samples = run.steps * batches_lib.samples_per_step(run)
+  evaluations = range(run.eval.every, run.steps, run.eval.every)
+  return (samples, run.eval.num_prompts), {x / run.steps for x in evaluations}
+
+
+def _incomparable(config: ConfigDict) -> Iterator[str]:
+  """Yields reasons why arms cannot be compared at equal samples."""
   if problems := differing(config, ASKED):
-    wrong.append(
+    yield (
       f"arms differ in {', '.join(problems)}, so their held-out problems "
-      "differ and cannot be compared: use one value for all"
+      "differ and cannot be compared: use the same value for all"
     )
-  tuned = len(config.learning_rates) > 1
-  for i, run in enumerate(_first_runs(config)):
-    samples = run.steps * batches_lib.samples_per_step(run)
-    spent.append((samples, run.eval.num_prompts))
-    judges.add(run.reward.functions[0])
-    between = range(run.eval.every, run.steps, run.eval.every)
-    evaluated.append({step / run.steps for step in between})
-    texts = []
-    if run.difficulty.priority != DIFFICULTY_OFF and tuned:
-      texts.append(
-        "rewards of prompts that it draws itself choose no learning rate: give "
-        "a single one"
+  runs = _first_runs(config)
+  first_spent, first_evaluated = _budget(runs[0])
+  for arm, run in zip(config.arms, runs, strict=True):
+    prefix = f"arm {arm!r}:"
+    spent, evaluated = _budget(run)
+    if run.difficulty.priority != DIFFICULTY_OFF and config.learning_rates[1:]:
+      yield (
+        f"{prefix} difficulty.priority chooses the prompts, so rewards cannot "
+        "choose a learning rate: give a single rate"
       )
     if run.filter_groups.enable or run.stop.no_improvement:
-      texts.append(
-        "with filter_groups.enable or stop.no_improvement a run samples as "
-        "much as it needs, and arms are compared at equal samples"
+      yield (
+        f"{prefix} arms are compared at equal samples, which filter_groups."
+        "enable and stop.no_improvement do not allow: turn them off"
       )
-    elif not samples or spent[i] != spent[0]:
-      texts.append(
-        "{} completions a run and {} held-out problems, and {} and {} of the "
-        "first: set steps, batch_size (prompts a step) and eval.num_prompts "
-        "for as many".format(*spent[i], *spent[0])
+    elif not spent[0] or spent != first_spent:
+      text = "{} completions per run and {} held-out problems, but {} and {}"
+      yield (
+        f"{prefix} {text.format(*spent, *first_spent)} for the first arm: make "
+        "them equal by steps, batch_size (prompts per step), eval.num_prompts"
       )
-    elif evaluated[i] != evaluated[0]:
-      texts.append(
-        "is evaluated at other parts of a run than the first: set eval.every "
-        "for the same"
-      )
-    wrong += [f"arm {config.arms[i]!r}: {text}" for text in texts]
+    elif evaluated != first_evaluated:
+      yield f"{prefix} is not evaluated when the first is: change eval.every"
+  judges = {run.reward.functions[0] for run in runs}
   if len(judges) > 1:
-    wrong.append(
+    yield (
       f"arms differ in the first of reward.functions ({', '.join(judges)}), "
-      "which says what a right answer is: put the same one first"
+      "which decides if an answer is right: put the same function first"
     )
-  return wrong
 
 
 def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
-  """Lists the settings with these prefixes in which arms differ."""
+  """Lists the settings with these prefixes that differ between arms."""
   flat = [flatten(to_config(run)) for run in _first_runs(config)]
   return sorted(
     name
@@ -234,7 +213,7 @@ def differing(config: ConfigDict, names: tuple[str, ...]) -> list[str]:
 
 
 def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
-  """Trains each arm with each learning rate; zeros if there is one rate."""
+  """Trains each arm with each learning rate; zeros if only one is given."""
   seeds = range(config.seeds, config.seeds + config.tuning_seeds)
   rates = map(float, config.learning_rates)
   points = list(itertools.product(range(len(config.arms)), rates))
@@ -245,13 +224,16 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
   rows = study.trained(labels, runs, directory, METRICS)
   means = study.run_means(rows, "reward", labels).reshape(len(points), -1)
   return {
-    point: sum(of_seeds) / len(of_seeds)
-    for point, of_seeds in zip(points, means.tolist(), strict=True)
+    point: sum(rewards) / len(rewards)
+    for point, rewards in zip(points, means.tolist(), strict=True)
   }
 
 
 def best_rates(tuned: Tuned) -> list[float]:
-  """Each arm's learning rate of highest mean reward; exits if one has none."""
+  """Returns each arm's learning rate of highest mean reward.
+
+  Exits if an arm has no reward at any rate.
+  """
   by_arm: dict[int, dict[float, float]] = {arm: {} for arm, _ in tuned}
   for (arm, rate), reward in tuned.items():
     if not math.isnan(reward):
@@ -262,11 +244,9 @@ def best_rates(tuned: Tuned) -> list[float]:
 
 
 def table(
-  arms: Sequence[str],
-  rates: Sequence[float],
-  numbers: Mapping[str, np.ndarray],
+  arms: Sequence[str], rates: Sequence[float], numbers: Mapping[str, np.ndarray]
 ) -> list[dict[str, Any]]:
-  """Rows of results.csv: means over seeds, and differences from the first arm.
+  """Returns the rows of results.csv: means over seeds by arm.
 
   `numbers` are [arms, seeds] by NAME. NAME_more is the mean paired difference
   from the first arm, NAME_more_low and NAME_more_high its 95% interval.
@@ -284,22 +264,22 @@ def table(
 def draw(axes, rows, tuned: Tuned, lines, name: str) -> None:
   """Draws rewards by step, by learning rate if several, and differences.
 
-  `rows` are those of curves.csv, `lines` those of results.csv.
+  `rows` are from curves.csv, `lines` from results.csv.
   """
-  along, *by_rate, more = axes[0]
+  curve, *by_rate, more = axes[0]
   for i, line in enumerate(lines):
     arm, colour = line["arm"], f"C{i}"
     rewards = study.by_step(study.select(rows, arm=arm), "reward")
     means = [np.mean(x) for x in rewards.values()]
-    along.plot([*rewards], means, color=colour, lw=1.5, label=arm)
+    curve.plot([*rewards], means, color=colour, lw=1.5, label=arm)
     rates = sorted(rate for a, rate in tuned if a == i)
     for ax in by_rate:
       ax.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
     middle, low, high = study.ends(line, f"{name}_more")
     error = [[middle - low], [high - middle]]
     more.errorbar(middle, -i, xerr=error, fmt="o", color=colour, capsize=3)
-  along.set(xlabel="step", ylabel="mean reward")
-  along.legend(fontsize=7)
+  curve.set(xlabel="step", ylabel="mean reward")
+  curve.legend(fontsize=7)
   for ax in by_rate:
     ax.set(xlabel="learning rate (tuning)", xscale="log")
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -315,10 +295,10 @@ def draw(axes, rows, tuned: Tuned, lines, name: str) -> None:
 
 def _lines(config: ConfigDict, rows, compared: Sequence[str]) -> Iterator[str]:
   """Yields a line to print for each row of results.csv."""
-  edges = (min(config.learning_rates), max(config.learning_rates))
+  low, high = min(config.learning_rates), max(config.learning_rates)
   for row in rows:
-    edge = edges[0] < edges[1] and row["learning_rate"] in edges
-    hint = " (at the edge: give others)" if edge else ""
+    edge = low < high and row["learning_rate"] in (low, high)
+    hint = " (at the edge: try further rates)" if edge else ""
     means = "; ".join(
       "mean {} {:.3f}, {:+.3f} [{:+.3f}, {:+.3f}]".format(
         name, row[name], *study.ends(row, f"{name}_more")
@@ -333,7 +313,7 @@ def results(
 ) -> study.Results:
   """Trains each arm with its best learning rate, and compares the arms."""
   arms, seeds, rates = config.arms, range(config.seeds), best_rates(tuned)
-  # Seed by seed: an interrupted study can compare its finished seeds.
+  # Seed by seed, so that an interrupted study has whole seeds.
   points = list(itertools.product(seeds, range(len(arms))))
   labels = [{"arm": arms[i], "seed": seed} for seed, i in points]
   runs = [train_settings(config, i, rates[i], seed) for seed, i in points]
@@ -367,7 +347,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
 
 
 def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
+  """Starts or resumes the study with the command line `argv`."""
   study.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 

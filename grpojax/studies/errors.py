@@ -1,10 +1,9 @@
-"""Mean squared errors of gradient estimators, from a pool of completions.
+"""Unbiased estimates of the errors of gradient estimators.
 
-A pool is S completions of one prompt. An estimator's error depends only on
-their rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the
-gradients s = grad log pi(Y|x) by all parameters. A real model's completions
-cannot be enumerated, so measured errors and the theory's moments are unbiased
-estimates. Notation as in `statistics.u_statistics` (arXiv 2603.01162).
+They come from a pool of S completions of a prompt: an estimator's error depends
+only on their rewards and on the Gram matrix K_ij = s_i.s_j of their scores, the
+gradients s = grad log pi(Y|x) by all parameters. Notation as in
+`statistics.u_statistics` (arXiv 2603.01162).
 """
 
 import functools
@@ -26,18 +25,19 @@ from grpojax.statistics.intervals import t_quantile
 from grpojax.statistics.projections import rademacher_like
 from grpojax.statistics.u_statistics import Estimators, Moments
 
-_COLUMNS = 2**16  # parameters whose products are summed up in float32
+_COLUMNS = 2**16  # parameters whose products are summed in float32
 _AT_ONCE = 8  # completions whose gradients are computed together
 
+Gram = Float[np.ndarray, "S S"]
+Rewards = Real[np.ndarray, "S"]
 Numbers = TypeVar("Numbers", bound=tuple)
-
 PromptMeans = tuple[np.ndarray, ...]
-"""One number a prompt, [X], and its replicates: without each block, [X, b], and
+"""A number per prompt, [X], and its replicates: without each block, [X, b], and
 for projected scores also without each projection, [X, V]."""
 
 
 def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
-  """Returns the log-probability of one completion, a function to derive."""
+  """Returns a function to differentiate: a completion's log-probability."""
 
   def logprob(params, prompt_ids, prompt_mask, ids, mask):
     logprobs, _ = token_logprobs(
@@ -49,7 +49,7 @@ def _logprob_of(lm: LM, sampling: Sampling) -> Callable:
 
 
 def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
-  """Compiles exact scores of several completions of one prompt.
+  """Returns a compiled function for exact scores of a prompt's completions.
 
   `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask [n, T]) ->
   scores [n, d]`, with d parameters in the order of `ravel_pytree`. Memory: n
@@ -64,22 +64,20 @@ def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
 
 
 def make_projected_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
-  """Compiles scores of the layers' matrices, projected by random signs.
+  """Returns a compiled function for projected scores of the layers' matrices.
 
   `(directions, *arguments of make_score) -> [n, V, d]`, d the outputs of all
   matrices. Let S and T [in, out] be a matrix's gradients for two completions.
   A vector a [in] of independent signs has E[a a^T] = 1, so a S . a T is an
   unbiased estimate of S . T; there are V such vectors (`random_directions`).
-  a S is the gradient of B in an adapter W + A B with A = a, B = 0: no gradient
-  of a whole matrix is ever formed. Embeddings and norms are left out.
+  a S is the gradient of B in an adapter W + A B with A = a, B = 0, so the
+  gradient of a whole matrix is never formed. Embeddings and norms are left out.
   """
   logprob = _logprob_of(lm, sampling)
 
   def score(adapters, params, *args):
-    def of_adapters(adapters):
-      return logprob(lora.attach(params, adapters, 1), *args)
-
-    matrices = jax.grad(of_adapters)(adapters)["layers"].values()
+    attached = lambda x: logprob(lora.attach(params, x, 1), *args)
+    matrices = jax.grad(attached)(adapters)["layers"].values()
     rows = [jnp.moveaxis(x["b"], -2, 0) for x in matrices]  # [V, L, ..., out]
     return jnp.concatenate([x.reshape(len(x), -1) for x in rows], axis=1)
 
@@ -101,16 +99,16 @@ def score_gram(
   ids: Int[np.ndarray, "S T"],
   mask: Bool[np.ndarray, "S T"],
 ) -> tuple[Float[np.ndarray, "*V S S"], int]:
-  """Inner products of the scores of a prompt's completions.
+  """Returns the scores' Gram matrix and the number of distinct completions.
 
-  Returns the Gram matrix in float64, or its estimate from each of V
-  projections, and the number of distinct completions. `score` comes from
-  `make_score`, or from `make_projected_score` with its directions; it is
-  computed once per distinct completion, and holds d float32 for each.
+  The matrix is in float64; with projected scores there is an estimate from each
+  of V projections. `score` comes from `make_score`, or from
+  `make_projected_score` with its directions. It is computed once per distinct
+  completion; d float32 are held for each.
   """
   rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
   count = len(rows)
-  padding = -count % _AT_ONCE  # one shape, one program
+  padding = -count % _AT_ONCE  # compiles a single shape
   rows = np.pad(rows, [(0, padding), (0, 0)], constant_values=-1)
   score_chunk = functools.partial(
     score, params, prompts.prompt_ids, prompts.prompt_mask
@@ -129,7 +127,7 @@ def score_gram(
 
 
 def _inner_products(scores: np.ndarray) -> np.ndarray:
-  """Gram matrix: float32 sums over runs of columns, float64 over the runs."""
+  """Returns a Gram matrix: float32 sums of chunks, added up in float64."""
   gram = np.zeros((len(scores), len(scores)))
   for start in range(0, scores.shape[1], _COLUMNS):
     columns = scores[:, start : start + _COLUMNS]
@@ -137,9 +135,7 @@ def _inner_products(scores: np.ndarray) -> np.ndarray:
   return gram
 
 
-def score_moments(
-  gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
-) -> Moments:
+def score_moments(gram: Gram, rewards: Rewards) -> Moments:
   """Estimates a prompt's moments without bias, by U-statistics of the pool.
 
   Averages over distinct indices of a pool of 4 or more, in closed form:
@@ -174,9 +170,7 @@ def _square(total, squares, n):
   return (total**2 - squares) / (n * (n - 1))
 
 
-def best_baseline(
-  gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
-) -> float:
+def best_baseline(gram: Gram, rewards: Rewards) -> float:
   """Estimates the constant baseline of least error, E[||s||^2 Z] / E||s||^2.
 
   It is V(x) only if ||s||^2 and Z are uncorrelated (E. Greensmith, P. Bartlett
@@ -187,17 +181,15 @@ def best_baseline(
 
 
 class ScoreLengths(NamedTuple):
-  """Relation of squared lengths of scores to rewards, of one prompt."""
+  """Relation between squared score lengths and rewards of a prompt."""
 
   value: float  # V, the mean reward
   best_baseline: float  # b*; below V/2, vanilla errs less than the oracle
-  correlation: float  # of ||s||^2 and Z; where it is 0, b* is V
+  correlation: float  # of ||s||^2 and Z; if it is 0, b* = V
 
 
-def score_lengths(
-  gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
-) -> ScoreLengths:
-  """Estimates `ScoreLengths` from a pool; correlation 0 if it cannot be."""
+def score_lengths(gram: Gram, rewards: Rewards) -> ScoreLengths:
+  """Estimates `ScoreLengths` from a pool; correlation 0 if undefined."""
   norms = np.diag(gram)
   varied = np.ptp(rewards) > 0 and np.ptp(norms) > 0
   return ScoreLengths(
@@ -208,14 +200,14 @@ def score_lengths(
 
 
 class _Terms(NamedTuple):
-  """Sums that the errors of one group size are made of, for b blocks.
+  """Sums over b blocks from which the errors of a group size follow.
 
   The forms, weighted sums of a group's scores, are vanilla, leave_one_out,
   centred and the mean score. A truth is an estimate of g from a whole block.
   """
 
-  squares: np.ndarray  # [4, 4, b]: products of the forms of one group
-  cross: np.ndarray  # [4, b, b]: forms in one block times truths in another
+  squares: np.ndarray  # [4, 4, b]: products of two forms of the same group
+  cross: np.ndarray  # [4, b, b]: forms of a block times truths of another
   truth: np.ndarray  # [b, b]: truths times truths
   sums: np.ndarray  # [2, b]: sums of the rewards and of their squares
 
@@ -225,8 +217,8 @@ def _terms(gram, rewards, group_size, blocks, baseline) -> _Terms:
   count = len(rewards) // group_size
   # Forms as weights of the samples, [4, S].
   groups = jnp.asarray(rewards.reshape(-1, group_size))
-  functions = (advantages.vanilla, advantages.leave_one_out)
-  functions += (advantages.dr_grpo, jnp.ones_like)
+  a = advantages
+  functions = (a.vanilla, a.leave_one_out, a.dr_grpo, jnp.ones_like)
   forms = np.stack(
     [np.asarray(f(groups), np.float64).ravel() / group_size for f in functions]
   )
@@ -255,9 +247,9 @@ def _errors(terms: _Terms, size: int, chosen: np.ndarray) -> np.ndarray:
   cross = terms.cross[:, chosen][:, :, chosen]
   truth, sums = terms.truth[np.ix_(chosen, chosen)], terms.sums[:, chosen]
   blocks = len(chosen)
-  # The oracle's V is the mean reward of the other blocks. Its square is
-  # estimated without bias too, so this oracle errs exactly as one that knows V:
-  # the error of V multiplies mean scores, whose mean is 0.
+  # The oracle's V is the mean reward of the other blocks, and its square is
+  # estimated without bias, too. The mean error is exactly that of the true V:
+  # errors of V multiply mean scores, whose mean is 0.
   total, second = sums.sum(-1, keepdims=True) - sums
   n = (blocks - 1) * size
   v, v2 = total / n, _square(total, second, n)
@@ -270,8 +262,8 @@ def _errors(terms: _Terms, size: int, chosen: np.ndarray) -> np.ndarray:
 
 
 def group_errors(
-  gram: Float[np.ndarray, "S S"],
-  rewards: Real[np.ndarray, "S"],
+  gram: Gram,
+  rewards: Rewards,
   group_sizes: Sequence[int],
   blocks: int,
   baseline: float,
@@ -282,11 +274,10 @@ def group_errors(
 
   The pool is divided into b >= 3 blocks, each block into groups of G; group
   sizes divide S / b. The error of a group's estimate is ||ghat||^2 - 2 ghat.g +
-  ||g||^2. Estimates from other blocks than the group's own replace the unknown
-  g, and products of two different blocks ||g||^2, so the mean is exactly the
-  mean squared error. The oracle's V is replaced likewise. These estimates of g
-  subtract `baseline` from the rewards, and are unbiased if it does not depend
-  on this pool.
+  ||g||^2. Estimates from the other blocks replace the unknown g, and products
+  of two different blocks ||g||^2, so the mean is exactly the mean squared
+  error. V is replaced likewise for the oracle. The estimates of g subtract
+  `baseline` from the rewards; they are unbiased if the pool does not affect it.
   """
   size = len(rewards) // blocks
   rewards = rewards.astype(np.float64)
@@ -300,24 +291,21 @@ def group_errors(
 
 
 def without_blocks(
-  estimate: Callable[[np.ndarray, np.ndarray], Numbers],
-  gram: Float[np.ndarray, "S S"],
-  rewards: Real[np.ndarray, "S"],
-  blocks: int,
+  estimate: Callable[..., Numbers], gram: Gram, rewards: Rewards, blocks: int
 ) -> Numbers:
-  """Estimates moments or lengths without each of the pool's blocks."""
+  """Repeats an estimate without each block of the pool."""
   subsets = without_each(blocks, len(rewards))
   return stacked(estimate(gram[np.ix_(k, k)], rewards[k]) for k in subsets)
 
 
 def stacked(estimates: Iterable[Numbers]) -> Numbers:
-  """Stacks each number of several named tuples, along a first axis."""
+  """Stacks the fields of several named tuples along a new first axis."""
   estimates = list(estimates)
   return type(estimates[0])(*map(np.array, zip(*estimates, strict=True)))
 
 
 def without_each(blocks: int, count: int) -> list[np.ndarray]:
-  """Indices below `count` without those of each block."""
+  """Lists the indices below `count` that remain without each block."""
   by_block = np.arange(count).reshape(blocks, -1)
   return [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
 
@@ -325,16 +313,16 @@ def without_each(blocks: int, count: int) -> list[np.ndarray]:
 def jackknife(
   replicates: Float[np.ndarray, "*X b"],
 ) -> Float[np.ndarray, "*X"]:
-  """Variance of a statistic, from its values without each of b blocks.
+  """Estimates a statistic's variance from its values without each of b blocks.
 
-  R. G. Miller, 1974; for U-statistics biased upwards only (B. Efron and C.
+  R. G. Miller, 1974; never biased downwards for U-statistics (B. Efron and C.
   Stein, 1981).
   """
   return np.asarray(np.var(replicates, axis=-1) * (replicates.shape[-1] - 1))
 
 
 def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
-  """Half the width of a 95% interval for a mean of independent estimates.
+  """Returns half the width of the 95% interval of a mean of X estimates.
 
   Student's t by Welch and Satterthwaite; each variance has `degrees` degrees of
   freedom.
@@ -349,10 +337,10 @@ def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
 def mean_over_prompts(
   values: np.ndarray, *replicates: np.ndarray
 ) -> dict[str, float]:
-  """Mean over prompts of `PromptMeans`, with standard error and 95% interval.
+  """Averages `PromptMeans` over prompts, with standard error and 95% interval.
 
   Blocks and projections err independently, so their variances add up. The sum
-  has at least the degrees of freedom of the fewer.
+  has at least the smaller number of degrees of freedom.
   """
   variances = sum(jackknife(without) for without in replicates)
   mean = float(values.mean())
@@ -367,7 +355,7 @@ def mean_over_prompts(
 
 
 def ratio_of_means(above: PromptMeans, below: PromptMeans) -> dict[str, float]:
-  """Ratio of two means over prompts, with its interval (delta method)."""
+  """Returns the ratio of two means over prompts, with its delta interval."""
   scale = below[0].mean()
   if scale <= 0:
     return dict.fromkeys(("mean", "low", "high"), float("nan"))

@@ -4,19 +4,17 @@
                                          [--config.key=value ...]
                                          [--run_dir=DIR]
 
-At each budget N = B G of samples a step it trains with every group size and
+At each budget of N = B G samples per step it trains with every group size and
 with group_size = "auto", on several seeds. The theory, G* = 1 + sqrt(c3 / c1),
-comes from a diagnosis of the initial policy, and from those of the automatic
-runs. DIR, by default runs/group_size, gets
+uses a diagnosis of the initial policy and the diagnoses during automatic runs.
+DIR, by default runs/group_size, receives
 
-    prediction.json   the diagnosis
-    curves.csv        one row a training step: budget, group size, seed, reward,
-                      accuracy where it was evaluated
-    results.csv       one row a budget and group size: mean reward and accuracy
-                      over training with their 95% intervals over seeds
+    prediction.json   the first diagnosis
+    curves.csv        a row per training step and run
+    results.csv       a row per budget and group size: mean reward and accuracy
+                      over training with 95% intervals over seeds
     summary.json      G* predicted and measured, the automatic runs compared
-    group_size.png
-    logs/             output of the training runs
+    group_size.png, and output of the training runs in logs/
 """
 
 import dataclasses
@@ -33,6 +31,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.options import ONE_OR_MORE
 from grpojax.core.random_keys import seed_key
 from grpojax.runtime.cli.config import below
 from grpojax.runtime.cli.settings import changed, section, setting, to_config
@@ -59,49 +58,42 @@ SETTINGS = study.settings(
   predict=section(
     "the diagnosis before training",
     prompts=setting(128, "prompts, at least 3", within="[3, inf)"),
-    group_size=setting(16, "completions a prompt", within="[4, inf)"),
+    group_size=setting(16, "completions per prompt", within="[4, inf)"),
     tangents=setting(16, "random directions", within="[2, inf)"),
-    batch=setting(
-      16, "prompts sampled and diagnosed at a time", within="[1, inf)"
-    ),
+    batch=setting(16, "prompts per batch", within=ONE_OR_MORE),
   ),
   train=changed(
     TRAIN_SETTINGS,
-    {
-      "steps": 24,
-      "data.options.difficulty": (2, 2),
-      "sampling.max_new_tokens": 56,
+    study.QUICK
+    | {
       "optim.learning_rate": 5e-5,
       "eval.every": 4,
       "eval.num_prompts": 128,
-      "log.trackers": (),
-      "checkpoint.every": 24,
       "auto_group_size.start": 32,  # too large, to see it move
       "auto_group_size.largest": 64,
-      "diagnostics.every": 2,  # of the automatic runs
+      "diagnostics.every": 2,  # in automatic runs only
       "diagnostics.share": 1.0,
     },
   ),
 )
-"""The quick setting: the embedded arithmetic model on two cores."""
 
 METRICS = {
   "group_size": "group_size",
   "reward": "reward_mean",
   **{x: x for x in ("accuracy", "optimal_group_size", "c1", "c3")},
 }
-"""Metrics of a training run by their columns of curves.csv."""
+"""Training metrics by column of curves.csv."""
 
 
 def default_config() -> ConfigDict:
-  """Makes the quick setting's config, which configs/figure5.py changes."""
+  """Returns the default config; configs/figure5.py changes it."""
   return to_config(SETTINGS)
 
 
 def train_settings(
   config: ConfigDict, budget: int, group_size: int | str, seed: int
 ) -> TrainSettings:
-  """Makes the training run of one point; ValueError if there can be none."""
+  """Returns the settings of a training run; ValueError if they are invalid."""
   run = config.train.copy_and_resolve_references()
   auto = group_size == AUTO
   with run.unlocked(), run.ignore_type():
@@ -110,15 +102,16 @@ def train_settings(
     run.group_size = group_size
     first = run.auto_group_size.start if auto else group_size
     run.batch_size = budget // first
-    if auto:  # as large as it may be with 3 prompts a step to diagnose
+    largest = group_size
+    if auto:  # the largest size that leaves 3 prompts per step to diagnose
       largest = run.auto_group_size.largest
       while largest > first and budget // largest < 3:
         largest //= 2
       run.auto_group_size.largest = largest
     else:
       run.diagnostics.every = 0
-    fewest = budget // (run.auto_group_size.largest if auto else group_size)
-    # Smaller batches of prompts are cut into fewer parts.
+    fewest = budget // largest
+    # Fewer prompts allow fewer micro-batches.
     micro = run.optim.micro_batches
     while micro > 1 and fewest % (micro * run.optim.minibatches):
       micro -= 1
@@ -127,7 +120,7 @@ def train_settings(
 
 
 def _sizes(config: ConfigDict) -> list[str]:
-  """Names of the group sizes, as in column `run` of the tables."""
+  """Returns the group sizes as in the column `run` of the tables."""
   return [*map(str, config.group_sizes), AUTO]
 
 
@@ -138,7 +131,7 @@ def _points(config: ConfigDict):
 
 
 def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
-  """Lists the mistakes in values that are in their ranges."""
+  """Lists mistakes in values that are within their ranges."""
   wrong = study.size_errors(config, "budgets", "group_sizes")
   p = config.predict
   if p.prompts % p.batch:
@@ -158,7 +151,7 @@ def config_errors(config: ConfigDict) -> list[str | tuple[str, str]]:
 
 
 def predict(config: ConfigDict) -> dict[str, Any]:
-  """Diagnoses the policy that training starts from, on training prompts."""
+  """Diagnoses the initial policy on training prompts."""
   p = config.predict
   settings = dataclasses.replace(
     train_settings(config, config.budgets[0], config.group_sizes[0], seed=0),
@@ -194,7 +187,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       sampled = sampler(policy.params, jax.device_put(prompts), examples, key)
       scored = policy, reward_pool, examples, sampled
       rewards.append(rewards_lib.compute_rewards(*scored)[1].rewards)
-      # The same directions for all prompts: their products are to be compared.
+      # The same directions for all prompts, so that their products compare.
       projected = project(policy.params, sampled.rollout, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
@@ -207,44 +200,38 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   return {name: float(x) for name, x in row.items()}
 
 
-def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
-  """Means over a whole training run, over seeds with 95% intervals.
+def table(config: ConfigDict, rows: study.Rows) -> list[dict[str, Any]]:
+  """Returns means over training, averaged over seeds with 95% intervals.
 
-  The reward is the objective itself: of fresh samples for new prompts at every
-  step. Group sizes share a seed's first samples, so intervals are of a run's
-  difference from the mean of the fixed sizes with its seed.
+  The reward is of fresh samples for new prompts at every step, the objective
+  itself. Group sizes share a seed's first samples, so intervals are of a run's
+  difference from the mean of the fixed sizes with the same seed.
   """
   sizes = _sizes(config)
-  lines = []
+  table_rows = []
   for budget in config.budgets:
-    of_budget = [{"budget": budget, "run": size} for size in sizes]
-    runs = [x | {"seed": i} for x in of_budget for i in range(config.seeds)]
+    lines = [{"budget": budget, "run": size} for size in sizes]
+    runs = [x | {"seed": i} for x in lines for i in range(config.seeds)]
     for name in ("reward", "accuracy"):
       means = study.run_means(rows, name, runs).reshape(len(sizes), -1)
-      of_seeds = means[:-1].mean(0)  # those of the fixed sizes
-      centred = means - of_seeds + of_seeds.mean()
-      for line, values, around in zip(of_budget, means, centred, strict=True):
+      by_seed = means[:-1].mean(0)  # over the fixed sizes
+      centred = means - by_seed + by_seed.mean()
+      for line, values, around in zip(lines, means, centred, strict=True):
         line |= study.with_interval(name, around)
         line |= {f"{name}s": values.tolist()}
-    lines += of_budget
-  return lines
-
-
-def _split(lines, budget: int):
-  """Returns the lines of a budget's fixed sizes, and that of its auto runs."""
-  *fixed, auto = study.select(lines, budget=budget)
-  return fixed, auto
+    table_rows += lines
+  return table_rows
 
 
 def compare(config: ConfigDict, lines) -> dict[str, Any]:
-  """For each budget: best and worst fixed size, and the automatic run."""
+  """Compares automatic runs with the best and worst fixed size, by budget."""
 
-  def difference(a, b):  # the same seeds: the same first samples
+  def difference(a, b):  # in pairs: equal seeds share their first samples
     return list(mean_interval(np.subtract(a["rewards"], b["rewards"])))
 
   comparison = {}
   for budget in config.budgets:
-    fixed, auto = _split(lines, budget)
+    *fixed, auto = study.select(lines, budget=budget)
     best = max(fixed, key=lambda line: line["reward"])
     worst = min(fixed, key=lambda line: line["reward"])
     comparison[str(budget)] = {
@@ -261,9 +248,9 @@ def compare(config: ConfigDict, lines) -> dict[str, Any]:
 
 
 def _along(rows, budget: int):
-  """Steps and G* of a budget's automatic runs, from averages of c1 and c3.
+  """Returns steps and G* of a budget's automatic runs, from mean c1 and c3.
 
-  They are over all seeds and earlier steps: single estimates are too noisy.
+  Means are over all seeds and earlier steps, as single estimates are too noisy.
   """
   automatic = study.select(rows, budget=budget, run=AUTO)
   at_step = study.by_step(automatic, "c1"), study.by_step(automatic, "c3")
@@ -276,22 +263,21 @@ def _along(rows, budget: int):
 def draw(grid, config: ConfigDict, rows, lines, prediction) -> None:
   """Draws accuracy against steps, mean reward against G, G along the runs."""
   for axes, budget in zip(grid, config.budgets, strict=True):
-    _draw_curves(axes[0], config, rows, budget)
-    _draw_sizes(axes[1], lines, budget, prediction)
+    _draw_curves(axes[0], config, study.select(rows, budget=budget))
+    _draw_sizes(axes[1], study.select(lines, budget=budget), prediction)
     _draw_choice(axes[2], config, rows, budget)
     axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
     for ax in axes:
       ax.grid(alpha=0.3)
 
 
-def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
+def _draw_curves(axes, config: ConfigDict, rows) -> None:
   from matplotlib import colormaps
 
   shades = np.linspace(0.1, 0.95, len(config.group_sizes))  # light to dark
   colours = [*map(colormaps["viridis_r"], shades), "crimson"]
   for size, colour in zip(_sizes(config), colours, strict=True):
-    of_size = study.select(rows, budget=budget, run=size)
-    values = study.by_step(of_size, "accuracy")
+    values = study.by_step(study.select(rows, run=size), "accuracy")
     intervals = [mean_interval(np.array(x)) for x in values.values()]
     mean, low, high = np.array(intervals).T
     name = f"G = {size}" if size != AUTO else AUTO
@@ -301,8 +287,8 @@ def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
   axes.legend(fontsize=7, loc="lower right")
 
 
-def _draw_sizes(axes, lines, budget, prediction) -> None:
-  fixed, auto = _split(lines, budget)
+def _draw_sizes(axes, lines, prediction) -> None:
+  *fixed, auto = lines
   sizes = [int(line["run"]) for line in fixed]
   mean, low, high = np.array([study.ends(x, "reward") for x in fixed]).T
   axes.errorbar(sizes, mean, (mean - low, high - mean), fmt="o-", capsize=3)
@@ -312,7 +298,7 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
   study.size_axis(axes, sizes)
   axes.set_xlim(min(sizes) / 1.5, max(sizes) * 1.5)
   best, low, high = study.ends(prediction, "optimal_group_size")
-  if low is not None:  # or nothing could be predicted
+  if low is not None:  # None if no prediction was possible
     high = high or 2 * max(sizes)
     axes.axvspan(low, high, color="gray", alpha=0.2, lw=0, label="95%")
   if best is not None:
@@ -323,20 +309,13 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
 
 def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
   for seed in range(config.seeds):
-    of_run = study.select(rows, budget=budget, run=AUTO, seed=seed)
-    axes.step(
-      [row["step"] for row in of_run],
-      [row["group_size"] for row in of_run],
-      where="mid",
-      alpha=0.7,
-      lw=max(4 - seed, 1),
-      label=f"auto, seed {seed}",
-    )
+    run = study.select(rows, budget=budget, run=AUTO, seed=seed)
+    points = [row["step"] for row in run], [row["group_size"] for row in run]
+    style = {"lw": max(4 - seed, 1), "label": f"auto, seed {seed}"}
+    axes.step(*points, where="mid", alpha=0.7, **style)
   steps, best = _along(rows, budget)
-  finite = np.isfinite(best)
-  axes.plot(
-    steps[finite], best[finite], "k--", label="G* of all estimates so far"
-  )
+  points = steps[np.isfinite(best)], best[np.isfinite(best)]
+  axes.plot(*points, "k--", label="G* of all estimates so far")
   sizes = config.group_sizes
   axes.set_yscale("log", base=2)
   axes.set_yticks(sizes, [str(size) for size in sizes])
@@ -346,7 +325,7 @@ def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
 
 
 def _lines(prediction, lines, comparison, along) -> Iterator[str]:
-  """Yields the lines that the study prints."""
+  """Yields the lines to print."""
   yield "predicted G* {} [{}, {}] before training".format(
     *study.ends(prediction, "optimal_group_size")
   )
@@ -368,7 +347,7 @@ def _lines(prediction, lines, comparison, along) -> Iterator[str]:
 def results(
   config: ConfigDict, directory: pathlib.Path, prediction
 ) -> study.Results:
-  """Trains with all group sizes, and compares them with the prediction."""
+  """Trains with all group sizes and compares them with the prediction."""
   budgets, sizes = config.budgets, _sizes(config)
   runs, labels = [], []
   for seed, budget, size in _points(config):
@@ -381,7 +360,7 @@ def results(
   along = {}
   for budget in budgets:
     best = _along(rows, budget)[1]
-    # Without a diagnosis that had enough prompts there is none.
+    # There is no G* if every diagnosis had too few prompts.
     along[str(budget)] = float(best[-1]) if len(best) else math.nan
   summary = {"predicted": prediction, "along_training": along}
   return study.Results(
@@ -394,7 +373,7 @@ def results(
 
 
 def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
-  """Predicts the best group size, and trains with all."""
+  """Predicts the best group size, then trains with all sizes."""
   path = directory / "prediction.json"
   if not path.exists():
     records.write_json(path, predict(config))
@@ -402,7 +381,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> study.Results:
 
 
 def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
+  """Starts or resumes the study with the command line `argv`."""
   study.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 

@@ -1,22 +1,23 @@
-"""Mean squared error of gradient estimators against group size, measured.
+"""Measured mean squared error of gradient estimators against group size.
 
     python -m grpojax.studies.mse [--run_dir=DIR] [--config.key=value ...]
 
 Figure 4 of arXiv 2603.01162 for a base model, an instruct model, and the base
-model with solved examples in its prompt. The gradient is that of a prompt's
-expected reward by all parameters or, for large models, random `projections` of
-the gradients of the layers' matrices. Errors are conditional on the prompt, and
-averaged over held-out prompts.
+model with solved examples in its prompt. The error is in the gradient of a
+prompt's expected reward by all parameters or, for large models, in random
+`projections` of the gradients of the layers' matrices. Errors are conditional
+on the prompt, and averaged over held-out prompts.
 
-Points are errors of groups from one pool of completions per prompt
-(`errors.group_errors`), curves the exact formulas of
+Points are errors of groups from a pool of completions per prompt
+(`errors.group_errors`). Curves are the exact formulas of
 `statistics.u_statistics.mse` with moments from a second pool. Intervals are
 over completions and projections, with the prompts fixed.
 
-The run directory gets rows.jsonl (a line per finished prompt, where the same
-command goes on), results.csv, summary.json and mse.png.
+The run directory receives rows.jsonl (a line per finished prompt, from which
+the same command resumes), results.csv, summary.json and mse.png.
 """
 
+import functools
 import pathlib
 import sys
 import time
@@ -27,6 +28,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.options import ONE_OR_MORE
+from grpojax.core.random_keys import seed_key
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics import u_statistics
@@ -34,14 +37,12 @@ from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run, samples
 from grpojax.training import policy as policy_lib
 
-_TITLES = {  # of two models, and of one
+_TITLES = {  # with two models, and with a single model
   "base": ("base model", "plain text"),
   "instruct": ("instruct model", "chat template"),
-  "in-context": tuple(
-    f"{x}, {{shots}} examples in the prompt"
-    for x in ("base model", "plain text")
-  ),
+  "in-context": ("base model{}", "plain text{}"),
 }
+_SHOTS = ", {} examples in the prompt"
 _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "vanilla": ("vanilla", "tab:gray", "s", 1.0),
   "centred": ("GRPO, own mean (theory)", "tab:green", None, 1.0),
@@ -49,52 +50,37 @@ _STYLES = {  # estimator: label, colour, marker, horizontal shift of points
   "oracle": ("oracle", "tab:orange", "^", 1.05),
 }
 _PANELS = {  # label: columns of a point, its interval and its curve
-  "mean squared error": ("mse", "mse_low", "mse_high", "theory"),
-  "ratio to the oracle": (
-    "ratio_to_oracle",
-    "ratio_low",
-    "ratio_high",
-    "theory_ratio",
-  ),
+  "mean squared error": "mse mse_low mse_high theory",
+  "ratio to the oracle": "ratio_to_oracle ratio_low ratio_high theory_ratio",
 }
-
 
 FLAGS = run.FLAGS
 SETTINGS = run.settings(
   "mse",
   seed=run.SEED,
-  base=setting(
-    "arithmetic-base", "model asked in plain text: embedded, or a directory"
-  ),
-  instruct=setting(
-    "arithmetic-instruct", "model asked by its chat template, likewise"
-  ),
-  shots=setting(
-    2, "solved training problems before an in-context prompt", within="[1, inf)"
-  ),
-  num_prompts=setting(12, "held-out problems", within="[1, inf)"),
-  samples=setting(768, "completions a prompt in each of the two pools"),
+  base=setting("arithmetic-base", "plain-text model: embedded, or a directory"),
+  instruct=setting("arithmetic-instruct", "model with a chat template"),
+  shots=setting(2, "solved problems in context", within=ONE_OR_MORE),
+  num_prompts=setting(12, "held-out problems", within=ONE_OR_MORE),
+  samples=setting(768, "completions per prompt in each of the two pools"),
   group_sizes=setting(
     (2, 4, 8, 16, 32, 64), "group sizes, each a divisor of the largest"
   ),
-  max_new_tokens=setting(80, "longest completion, tokens", within="[1, inf)"),
+  max_new_tokens=setting(80, "longest completion, tokens", within=ONE_OR_MORE),
   problems=setting(
-    "expressions",
-    "problems in the form of the embedded models, or in words",
-    samples.PROBLEMS,
+    "expressions", "form of the problems: bare, or in words", samples.PROBLEMS
   ),
   projections=setting(
     0,
     "random projections of the scores of the layers' matrices; 0 = exact "
-    "scores of all parameters, for models that are small enough",
+    "scores of all parameters, for small models",
     within="[0, inf)",
   ),
 )
-"""About seven minutes of CPU time."""
 
 
 def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
-  """Yields the mistakes in values that are in their ranges."""
+  """Yields mistakes in values that are within their ranges."""
   if wrong := run.size_errors(config, "group_sizes"):
     yield from wrong
     return
@@ -102,15 +88,12 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
   if any(largest % g for g in sizes) or len(set(sizes)) < len(sizes):
     yield "group_sizes", "each must divide the largest, once"
   elif config.samples % largest or config.samples < 3 * largest:
-    yield (
-      "samples",
-      f"must be a multiple of {largest}, the largest group, at least 3 times",
+    remedy = (
+      f"must be a multiple of {largest} (largest group), at least 3 times"
     )
+    yield "samples", remedy
   if config.projections in (1, 2):
-    yield (
-      "projections",
-      "their spread is part of the intervals: give 3 or more, or 0",
-    )
+    yield "projections", "intervals need their spread: use 0, or 3 or more"
   for key, split in {"num_prompts": "test", "shots": "train"}.items():
     most = len(samples.questions(None, split))
     if config.problems == "questions" and config[key] > most:
@@ -123,8 +106,10 @@ def config_errors(config: ConfigDict) -> Iterator[tuple[str, str]]:
 
 
 def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
-  """Samples two pools for a prompt; returns its row of results."""
-  key = samples.prompt_key(config.seed, name, index)
+  """Samples two pools for a prompt; returns its row of rows.jsonl."""
+  configuration = samples.CONFIGURATIONS.index(name)
+  key = jax.random.fold_in(seed_key(config.seed), configuration)
+  key = jax.random.fold_in(key, index)
   keys = [jax.random.fold_in(key, i) for i in (0, 1)]
   sampled = samples.sample(bench, index, keys)
   rewards = sampled.rewards
@@ -136,12 +121,12 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
     return gram[part, part], rewards[part]
 
   baseline = errors.best_baseline(*pool(second))
-
-  def group_errors(gram, rewards):
-    return errors.group_errors(
-      gram, rewards, config.group_sizes, blocks, baseline
-    )
-
+  group_errors = functools.partial(
+    errors.group_errors,
+    group_sizes=config.group_sizes,
+    blocks=blocks,
+    baseline=baseline,
+  )
   measured, without = group_errors(*pool(first))
   row = {"errors": measured, "errors_without": without}
   fields = {
@@ -153,8 +138,8 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
     without = errors.without_blocks(estimate, *pool(part), count)
     row[f"{field}_without"] = without
   if bench.projections:
-    of_groups = lambda *pool: group_errors(*pool)[0]
-    fields = {"errors": (of_groups, first, blocks)} | fields
+    whole_errors = lambda *pool: group_errors(*pool)[0]
+    fields = {"errors": (whole_errors, first, blocks)} | fields
     for field, (estimate, part, _) in fields.items():
       row[f"{field}_projected"] = errors.stacked(
         estimate(*pool(part, gram)) for gram in sampled.without
@@ -170,8 +155,8 @@ def _measure(config: ConfigDict, bench: samples.Bench, name: str, index: int):
 
 
 def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
-  """Measures the prompts that `path` lacks; returns the rows of all."""
-  records.truncate_jsonl(path, 0)  # drops a line that was cut off
+  """Measures the prompts missing in `path`; returns the rows of all prompts."""
+  records.truncate_jsonl(path, 0)  # drops an incomplete line
   rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
   points = [
     (n, i) for n in samples.CONFIGURATIONS for i in range(config.num_prompts)
@@ -191,15 +176,15 @@ def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   return [rows[point] for point in points]
 
 
-def _by_configuration(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
+def _by_configuration(rows: run.Rows) -> dict[str, list[run.Row]]:
   names = dict.fromkeys(row["configuration"] for row in rows)
   return {name: run.select(rows, configuration=name) for name in names}
 
 
-def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
-  """Arrays [X, ...] of a field's values by name, then of their replicates.
+def _stacks(rows: run.Rows, field: str) -> list[dict[str, np.ndarray]]:
+  """Returns a field's values [X, ...] by name, then their replicates.
 
-  Replicates are without each block and, if any, without each projection.
+  Replicates lack a block each or, with projections, a projection each.
   """
   fields = (field, f"{field}_without", f"{field}_projected")
   return [
@@ -209,13 +194,11 @@ def _stacks(rows: Sequence[Mapping], field: str) -> list[dict[str, np.ndarray]]:
   ]
 
 
-def table(
-  rows: Sequence[Mapping[str, Any]], group_sizes: Sequence[int]
-) -> list[dict[str, Any]]:
-  """Rows of results.csv, one a configuration, estimator and group size.
+def table(rows: run.Rows, group_sizes: Sequence[int]) -> list[dict[str, Any]]:
+  """Returns the rows of results.csv, by configuration, group size, estimator.
 
-  They hold the measured error and theory (means over prompts with 95%
-  intervals), their difference in standard errors, and the ratio to the oracle.
+  They hold measured error and theory (means over prompts with 95% intervals),
+  their difference in standard errors, and the ratio to the oracle.
   """
   lines = []
   for name, of_name in _by_configuration(rows).items():
@@ -223,14 +206,13 @@ def table(
     moments = [Moments(**x) for x in _stacks(of_name, "moments")]
     for index, group_size in enumerate(group_sizes):
       theory = [u_statistics.mse(x, group_size)._asdict() for x in moments]
-      numbers = [  # by estimator: measured, and of theory
+      numbers = [  # by estimator: measured, and theory
         {x: tuple(y[x][..., index] for y in measured) for x in _STYLES},
         {x: tuple(np.asarray(y[x], float) for y in theory) for x in _STYLES},
       ]
-      for estimator in _STYLES:
-        label = {"configuration": name, "estimator": estimator}
-        line = _comparison(numbers, estimator)
-        lines.append(run.rounded(label | {"group_size": group_size} | line))
+      for x in _STYLES:
+        line = {"configuration": name, "estimator": x, "group_size": group_size}
+        lines.append(run.rounded(line | _comparison(numbers, x)))
   return lines
 
 
@@ -242,21 +224,23 @@ def _comparison(numbers: Sequence[Mapping], estimator: str) -> dict[str, float]:
   )
   error = np.hypot(point["error"], curve["error"])
   gap = point["mean"] - curve["mean"]
-
-  def columns(name, low, high, x):
-    return {name: x["mean"], low: x["low"], high: x["high"]}
-
   return {
-    **columns("mse", "mse_low", "mse_high", point),
-    **columns("theory", "theory_low", "theory_high", curve),
+    "mse": point["mean"],
+    "mse_low": point["low"],
+    "mse_high": point["high"],
+    "theory": curve["mean"],
+    "theory_low": curve["low"],
+    "theory_high": curve["high"],
     "deviation": float(gap / error) if error > 0 else 0.0,
-    **columns("ratio_to_oracle", "ratio_low", "ratio_high", ratio),
+    "ratio_to_oracle": ratio["mean"],
+    "ratio_low": ratio["low"],
+    "ratio_high": ratio["high"],
     "theory_ratio": expected["mean"],
   }
 
 
-def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
-  """Means over prompts of a field's values, with intervals."""
+def _means(rows: run.Rows, field: str) -> dict[str, dict[str, float]]:
+  """Returns means over prompts of a field's values, with intervals."""
   stacks = _stacks(rows, field)
   return {
     key: errors.mean_over_prompts(*(stack[key] for stack in stacks))
@@ -264,10 +248,10 @@ def _means(rows: Sequence[Mapping], field: str) -> dict[str, dict[str, float]]:
   }
 
 
-def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
-  """Relates lengths of scores to rewards, of prompts whose rewards differ.
+def _lengths(rows: run.Rows) -> dict[str, Any]:
+  """Relates lengths of scores to rewards, for prompts whose rewards differ.
 
-  `vanilla_to_oracle` is the ratio of their exact errors, at every group size.
+  `vanilla_to_oracle` is the ratio of their exact errors at any group size.
   """
   varied = [row for row in rows if 0 < row["success"] < 1]
   if not varied:
@@ -286,61 +270,49 @@ def _lengths(rows: Sequence[Mapping]) -> dict[str, Any]:
   }
 
 
-def summary(
-  rows: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-  """Means over prompts and largest deviations from theory, by configuration."""
-
-  def largest_deviation(**label):
-    of_label = run.select(lines, **label)
-    return max((line["deviation"] for line in of_label), key=abs)
-
-  def means(of_name):
-    names = ("success", "distinct", "best_baseline")
-    return {x: float(np.mean([row[x] for row in of_name])) for x in names}
-
-  return {
-    name: {
-      **means(of_name),
-      "moments": _means(of_name, "moments"),
-      "largest_deviation": {
-        x: largest_deviation(configuration=name, estimator=x) for x in _STYLES
-      },
-      **_lengths(of_name),
+def summary(rows: run.Rows, lines: run.Rows) -> dict[str, Any]:
+  """Returns means over prompts, and largest deviations, by configuration."""
+  summaries = {}
+  for name, of_name in _by_configuration(rows).items():
+    summaries[name] = means = {
+      x: float(np.mean([row[x] for row in of_name]))
+      for x in ("success", "distinct", "best_baseline")
     }
-    for name, of_name in _by_configuration(rows).items()
-  }
+    means["moments"] = _means(of_name, "moments")
+    deviations = means["largest_deviation"] = {}
+    for x in _STYLES:
+      of_estimator = run.select(lines, configuration=name, estimator=x)
+      deviations[x] = max((y["deviation"] for y in of_estimator), key=abs)
+    means |= _lengths(of_name)
+  return summaries
 
 
-def draw(
-  axes: np.ndarray, rows: Sequence[Mapping[str, Any]], config: ConfigDict
-) -> None:
-  """Draws errors, and below them ratios to the oracle's, against group size."""
+def draw(axes: np.ndarray, rows: run.Rows, config: ConfigDict) -> None:
+  """Draws errors, and below them ratios to the oracle's, by group size."""
   configurations = _by_configuration(rows)
-  one_model = config.base == config.instruct
+  same_model = config.base == config.instruct
   for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
     for estimator, style in _STYLES.items():
-      of_curve = run.select(lines, estimator=estimator)
+      curve = run.select(lines, estimator=estimator)
       for ax, columns in zip(column, _PANELS.values(), strict=True):
-        _draw_curve(ax, of_curve, style, columns)
-    title = _TITLES[name][one_model].format(shots=config.shots)
+        _draw_curve(ax, curve, style, columns.split())
+    title = _TITLES[name][same_model].format(_SHOTS.format(config.shots))
     column[0].set_title(title, fontsize=10)
     column[1].set_xlabel("group size G")
     for ax in column:
       run.size_axis(ax, config.group_sizes)
-      if ax.dataLim.y1 > 0:  # else all rewards were equal
+      if ax.dataLim.y1 > 0:  # False if all rewards were equal
         ax.set_yscale("log")
       ax.grid(alpha=0.3)
   for ax, label in zip(axes[:, 0], _PANELS, strict=True):
     ax.set_ylabel(label)
   legend = axes[0, 0].get_legend_handles_labels()
-  axes[0, 0].figure.legend(
-    *legend, loc="outside lower center", ncols=4, fontsize=9
-  )
+  place = {"loc": "outside lower center", "ncols": 4, "fontsize": 9}
+  axes[0, 0].figure.legend(*legend, **place)
 
 
 def _draw_curve(ax, rows, style, columns) -> None:
-  """Draws points with intervals over a curve: columns point, ends and curve."""
+  """Draws a curve, and points with intervals; columns as in `_PANELS`."""
   label, colour, marker, shift = style
   names = ("group_size", *columns, "theory_low", "theory_high")
   sizes, value, low, high, theory, *band = (
@@ -352,21 +324,13 @@ def _draw_curve(ax, rows, style, columns) -> None:
   ax.plot(sizes, theory, color=colour, lw=1.2)
   if columns[-1] == "theory":
     ax.fill_between(sizes, *band, color=colour, alpha=0.15, lw=0)
-  ax.errorbar(
-    sizes * shift,
-    value,
-    (value - low, high - value),
-    color=colour,
-    fmt=marker,
-    ms=4,
-    elinewidth=1,
-    capsize=2,
-    label=label,
-  )
+  points = {"fmt": marker, "ms": 4, "color": colour, "label": label}
+  lengths = value - low, high - value
+  ax.errorbar(sizes * shift, value, lengths, elinewidth=1, capsize=2, **points)
 
 
 def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
-  """Measures all prompts, and compares their errors with theory."""
+  """Measures all prompts and compares their errors with theory."""
   rows = _collect(config, directory / "rows.jsonl")
   lines = table(rows, config.group_sizes)
   summaries = summary(rows, lines)
@@ -385,7 +349,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
 
 
 def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
+  """Starts or resumes the study with the command line `argv`."""
   run.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 

@@ -1,8 +1,8 @@
-"""The runner of the studies: command line, directory, training runs, files.
+"""Shared code of the studies: command line, directory, training runs, files.
 
 A study's directory, by default runs/NAME, holds config.json, partial results,
-and at the end tables (CSV), summary.json and NAME.png. The same command resumes
-and another config is refused. Training run R is in runs/R, its output in
+and finally tables (CSV), summary.json and NAME.png. The same command resumes;
+a different config is refused. Training run R is in runs/R, its output in
 logs/R.txt.
 """
 
@@ -32,28 +32,37 @@ from grpojax.statistics.intervals import mean_interval
 from grpojax.training.run import fit, open_run, run_directory
 from grpojax.training.settings.run import TrainSettings
 
-FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
+FLAGS = {"run_dir": setting("", 'output directory; "" = runs/NAME')}
 """The flags of every study."""
 SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
+# The training settings of the studies that train, sized for two cores.
+QUICK = {
+  "steps": 24,
+  "data.options.difficulty": (2, 2),
+  "sampling.max_new_tokens": 56,
+  "log.trackers": (),
+  "checkpoint.every": 24,
+}
 
 Row = Mapping[str, Any]
+Rows = Sequence[Row]
 ConfigErrors = Callable[[ConfigDict], Iterable[str | tuple[str, str]]]
-"""Finds mistakes in values within their ranges: text, or (setting, remedy)."""
+"""Lists mistakes in values within their ranges: text, or (setting, remedy)."""
 
 
 class Results(NamedTuple):
   """Results of a study: its files, and lines to print."""
 
-  tables: Mapping[str, Sequence[Row]]  # of NAME.csv, which leaves lists out
+  tables: Mapping[str, Rows]  # rows of NAME.csv; lists are left out
   lines: Sequence[str]
   draw: Callable[[np.ndarray], None]  # into axes [rows, columns]
   panels: tuple[int, int]  # rows and columns of the picture
-  summary: Row  # of summary.json
+  summary: Row  # content of summary.json
   width: float = 4.0  # of a panel, in inches
 
 
 def settings(name: str, **fields: Option | Section) -> Section:
-  """Declares a study's settings; `name` is also that of its module."""
+  """Declares the settings of the study in the module `name`."""
   about = "name of the study; its directory is runs/NAME"
   return section("the study", name=setting(name, about), **fields)
 
@@ -69,14 +78,14 @@ def execute(
 
   `about` is the text of --help. `compute` gets the config and the directory for
   partial results. Exits with a message for a bad command line, config or
-  directory, and without one after Ctrl-C.
+  directory, and without a message after Ctrl-C.
   """
   config, directory = open_study(argv, declared, config_errors, about)
   try:
     results = compute(config, directory)
     _write(results, directory, declared.fields["name"].default)
   except KeyboardInterrupt:
-    print("interrupted; the same command goes on with what is not done yet")
+    print("interrupted; the same command resumes the study")
     interrupts.exit_program()
 
 
@@ -85,9 +94,8 @@ def _write(results: Results, directory: pathlib.Path, name: str) -> None:
   for table, rows in results.tables.items():
     text = io.StringIO()
     columns = [k for k, x in rows[0].items() if not isinstance(x, list)]
-    writer = csv.DictWriter(
-      text, columns, extrasaction="ignore", lineterminator="\n"
-    )
+    options = {"extrasaction": "ignore", "lineterminator": "\n"}
+    writer = csv.DictWriter(text, columns, **options)
     writer.writeheader()
     writer.writerows(rows)
     records.write_text(directory / f"{table}.csv", text.getvalue())
@@ -108,7 +116,7 @@ def open_study(
   config_errors: ConfigErrors,
   about: str,
 ) -> tuple[ConfigDict, pathlib.Path]:
-  """Reads a study's command line, and opens its directory: see `execute`."""
+  """Reads a study's command line and opens its directory; see `execute`."""
   with command_line.usage_errors():
     config, flags = command_line.parse(argv, FLAGS, declared, about)
     flat = config_lib.flatten(config)
@@ -131,7 +139,7 @@ def open_study(
 
 
 def _open(directory: pathlib.Path, config: ConfigDict) -> None:
-  """Makes a study's directory, or checks that it is one of this config."""
+  """Creates a study's directory, or checks that its config is this one."""
   if directory.exists() and not directory.is_dir():
     raise ValueError(f"{directory} is a file; give a directory as --run_dir")
   path = directory / "config.json"
@@ -140,8 +148,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
       saved = config_lib.from_json(path.read_text())
     except (OSError, ValueError) as error:
       raise ValueError(f"{path} is no study's config: {error}") from error
-    changed = config_lib.difference(saved, config)
-    if changed:
+    if changed := config_lib.difference(saved, config):
       raise ValueError(
         f"{directory} holds results of another config (its value -> yours):\n  "
         + "\n  ".join(changed)
@@ -149,8 +156,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
       )
   elif directory.exists() and any(directory.iterdir()):
     raise ValueError(
-      f"{directory} is not empty and is no study: give a new directory as "
-      "--run_dir"
+      f"{directory} is not empty and is no study: give a new --run_dir"
     )
   else:
     directory.mkdir(parents=True, exist_ok=True)
@@ -163,32 +169,20 @@ def time_left(began: float, done: int, count: int) -> str:
   return f"{records.duration(seconds)} left"
 
 
-def load_or_make(
-  path: pathlib.Path, make: Callable[[], np.ndarray]
-) -> np.ndarray:
-  """Loads an array of an earlier start, or makes and saves it."""
-  if path.exists():
-    return np.load(path)
-  array = make()
-  with records.replacing(path) as temporary, open(temporary, "wb") as file:
-    np.save(file, array)
-  return array
-
-
-# Training runs.
+# Training runs
 
 
 def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
-  """Path of one of a study's training runs."""
+  """Returns the path of a study's training run."""
   return directory / "runs" / name
 
 
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
-  """Makes the unfinished runs; exits if one has another config or stops."""
+  """Trains the unfinished runs; exits if a run stops or its config changed."""
   compilation.keep()  # the runs have programs in common
   unfinished = []
   with command_line.usage_errors():
-    for run in runs:  # all of them before any trains
+    for run in runs:  # check all of them before training starts
       path = training_run(directory, run.name)
       run_directory.check(path, open_run.as_begun(run, path))
       if not run_directory.is_finished(path):
@@ -196,15 +190,13 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
     (directory / "logs").mkdir(exist_ok=True)
   began = time.perf_counter()
   for i, run in enumerate(unfinished, 1):
+    log_path = directory / "logs" / f"{run.name}.txt"
     try:
-      with (
-        open(directory / "logs" / f"{run.name}.txt", "a") as log,
-        contextlib.redirect_stdout(log),
-      ):
+      with open(log_path, "a") as log, contextlib.redirect_stdout(log):
         outcome = fit.run(run, training_run(directory, run.name))
     except SystemExit as stopped:
-      if not isinstance(stopped.code, str):  # no error: only the log says it
-        print(f"{run.name} did not end; the same command goes on from there")
+      if not isinstance(stopped.code, str):  # not an error: only in the log
+        print(f"{run.name} was stopped; the same command resumes it")
       raise
     print(
       f"run {i}/{len(unfinished)}  {run.name}: accuracy "
@@ -215,7 +207,10 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
 
 
 def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """Reads a row per training step, with its accuracy if any; refuses gaps."""
+  """Reads a row per training step, with its accuracy if any.
+
+  Exits if a step is missing.
+  """
   run = training_run(directory, name)
   steps = json.loads((run / run_directory.SUMMARY).read_text())["steps"]
   path = run / run_directory.METRICS
@@ -224,51 +219,51 @@ def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
   trained = [row for row in rows if "reward_mean" in row]
   if [row["step"] for row in trained] != [*range(1, steps + 1)]:
     raise SystemExit(
-      f"error: {path} has not the steps 1 to {steps} of a finished run: delete "
-      f"{run} and run the same command, which makes it again"
+      f"error: {path} lacks some of the steps 1 to {steps}: delete {run} and "
+      "run the same command again"
     )
   return [row | {"accuracy": accuracy.get(row["step"])} for row in trained]
 
 
 def trained(
-  labels: Sequence[Row],
+  labels: Rows,
   runs: Sequence[TrainSettings],
   directory: pathlib.Path,
   metrics: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-  """Makes training runs; returns a row per step: labels, then `metrics`."""
+  """Trains runs; returns a row per step: the run's labels, then `metrics`."""
   train_all(runs, directory)
   return [
-    {**of_run, "step": row["step"]}
+    {**label, "step": row["step"]}
     | {column: row.get(metric) for column, metric in metrics.items()}
-    for of_run, run in zip(labels, runs, strict=True)
+    for label, run in zip(labels, runs, strict=True)
     for row in run_metrics(directory, run.name)
   ]
 
 
-# Tables.
+# Tables
 
 
-def select(rows: Sequence[Row], **values: Any) -> list[Row]:
-  """Returns the rows that have all these values."""
+def select(rows: Rows, **values: Any) -> list[Row]:
+  """Returns the rows with these values."""
   return [row for row in rows if all(row[k] == v for k, v in values.items())]
 
 
-def mean_of(rows: Sequence[Row], column: str) -> float:
-  """Mean of a column over the rows that have it; nan if there is none."""
-  values = [row[column] for row in rows if row[column] is not None]
-  return float(np.mean(values)) if values else math.nan
+def run_means(rows: Rows, column: str, runs: Rows) -> np.ndarray:
+  """Returns a column's mean over the rows of each run; nan without values.
+
+  `runs` are labels. Nones are left out.
+  """
+  means = []
+  for run in runs:
+    values = [row[column] for row in select(rows, **run)]
+    values = [x for x in values if x is not None]
+    means.append(np.mean(values) if values else math.nan)
+  return np.array(means)
 
 
-def run_means(
-  rows: Sequence[Row], column: str, runs: Sequence[Row]
-) -> np.ndarray:
-  """Means of a column over the steps of each of the runs with these labels."""
-  return np.array([mean_of(select(rows, **run), column) for run in runs])
-
-
-def by_step(rows: Sequence[Row], column: str) -> dict[int, list[float]]:
-  """Values of a column at each step, ascending; None is no value."""
+def by_step(rows: Rows, column: str) -> dict[int, list[float]]:
+  """Returns the values of a column by step, ascending, without Nones."""
   values: dict[int, list[float]] = {}
   for row in sorted(rows, key=lambda row: row["step"]):
     if row[column] is not None:
@@ -277,18 +272,18 @@ def by_step(rows: Sequence[Row], column: str) -> dict[int, list[float]]:
 
 
 def with_interval(name: str, values: np.ndarray) -> dict[str, float]:
-  """Columns of a mean over seeds and its 95% interval (Student's)."""
+  """Returns columns of a mean over seeds and its 95% interval (Student's)."""
   middle, low, high = mean_interval(values)
   return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
 def ends(row: Row, name: str) -> list[float | None]:
-  """Returns the columns of `with_interval` again: mean, low and high."""
+  """Returns mean, low and high from the columns of `with_interval`."""
   return [row[f"{name}{end}"] for end in ("", "_low", "_high")]
 
 
 def rounded(row: Row, digits: int = 6) -> dict[str, Any]:
-  """Rounds the floats of a row to some significant digits."""
+  """Rounds the floats of a row to `digits` significant digits."""
   return {
     name: float(f"{x:.{digits}g}") if isinstance(x, float) else x
     for name, x in row.items()
@@ -296,7 +291,7 @@ def rounded(row: Row, digits: int = 6) -> dict[str, Any]:
 
 
 def size_errors(config: ConfigDict, *names: str) -> list[tuple[str, str]]:
-  """Lists those of the settings that are no whole numbers of 2 or more."""
+  """Lists the settings that are not whole numbers of 2 or more."""
   return [
     (name, "give whole numbers of 2 or more")
     for name in names
@@ -305,10 +300,10 @@ def size_errors(config: ConfigDict, *names: str) -> list[tuple[str, str]]:
   ]
 
 
-# Pictures.
+# Pictures
 
 
 def size_axis(axes: Any, sizes: Sequence[int]) -> None:
-  """Gives axes of a picture an x axis of group sizes."""
+  """Sets an x axis of group sizes."""
   axes.set_xscale("log", base=2)
   axes.set_xticks(sizes, [str(size) for size in sizes])

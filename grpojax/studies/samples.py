@@ -1,6 +1,6 @@
-"""Pools of completions: models, problems, samples, and their scores' products.
+"""Samples pools of completions and computes the Gram matrix of their scores.
 
-A base model is prompted in plain text, without and with solved examples, and an
+A base model is prompted in plain text, without and with solved examples; an
 instruct model by its chat template.
 """
 
@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.random_keys import seed_key
 from grpojax.data import arithmetic
 from grpojax.data.examples import Example
 from grpojax.data.pipeline import Subset
@@ -30,25 +29,25 @@ from grpojax.training.data import splits
 from grpojax.training.step import sampling as sampling_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
-_NO_SAMPLE = 2**31 - 1  # samples fold their number into a pool's key
+_DIRECTIONS = 2**31 - 1  # folded into a pool's key; no sample has this number
 
 
 class Problems(NamedTuple):
-  """A kind of problems and its prompts."""
+  """A kind of problem, and its prompts and rewards."""
 
   load: Callable[..., Any]  # `(train settings, split) -> examples`
-  template: str  # of a problem in plain text
-  solution: Callable[[Mapping], str]  # text after it, of a solved example
+  template: str  # of a prompt in plain text
+  solution: Callable[[Mapping], str]  # text that follows in a solved example
   reward: Callable[..., float]  # `(prompt, completion, example) -> 0 or 1`
-  one_line: bool  # True where a solution in plain text ends with its line
+  one_line: bool  # True if a plain-text completion stops at a line break
 
 
 def questions(_, split: str) -> list[Example]:
   """Returns fixed examples {"prompt": "What is 3 + 4?", "answer": "7"}.
 
   Sums, differences, products and quotients of two small numbers and sums of
-  three take turns: 65 in "test", 70 in "train". A model of 100 million
-  parameters is always wrong on harder ones, and equal rewards have no gradient.
+  three take turns: 65 in "test", 70 in "train". Harder questions have no
+  gradient: a model of 100 million parameters always gets them wrong.
   """
   pairs = list(itertools.product(range(2, 10), repeat=2))
   triples = itertools.product(range(1, 4), repeat=3)
@@ -88,18 +87,18 @@ PROBLEMS = {
 
 
 class Bench(NamedTuple):
-  """Model, prompts and compiled functions of one configuration."""
+  """Model, prompts and compiled functions of a configuration."""
 
   policy: policy_lib.Policy
-  batches: list  # one prompt each, with its example
-  sampler: Any  # of one pool, from `step.sampling.make_sampler`
-  score: Any  # from `errors.make_score` or, of projections, the other
+  batches: list  # a prompt each, with its example
+  sampler: Any  # of a pool, from `step.sampling.make_sampler`
+  score: Any  # from `errors.make_score` or `errors.make_projected_score`
   reward: Any = exact_answer
   projections: int = 0
 
 
 def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
-  """Returns a policy of plain text, whatever its tokenizer's chat template."""
+  """Returns a policy of plain text, even if its tokenizer has a template."""
   tokenizer, ends = policy.tokenizer, ()
   tokenizer.chat_template = None
   if one_line:
@@ -109,7 +108,7 @@ def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
 
 
 def open_bench(config: ConfigDict, name: str) -> Bench:
-  """Loads a configuration's model or exits, and formats its prompts."""
+  """Loads a configuration's model and formats its prompts; exits on errors."""
   path = config.instruct if name == "instruct" else config.base
   problems = PROBLEMS[config.problems]
   with command_line.usage_errors():
@@ -130,10 +129,8 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     ]
     template = "".join([*shots, template])
   held_out = Subset(problems.load(settings, "test"), range(config.num_prompts))
-  longest = max(
-    len(encode_prompt(policy.tokenizer, example["prompt"], template)[1])
-    for example in held_out
-  )
+  tokenizer, prompts = policy.tokenizer, [x["prompt"] for x in held_out]
+  longest = max(len(encode_prompt(tokenizer, x, template)[1]) for x in prompts)
   data = dataclasses.replace(
     settings.data, template=template, max_prompt_length=longest
   )
@@ -141,29 +138,22 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling, exact = settings.sampling.distribution, not config.projections
+  sampling, count = settings.sampling.distribution, config.projections
   sampler = sampling_lib.make_sampler(
     settings, policy, config.samples, sampling
   )
-  make_score = errors.make_score if exact else errors.make_projected_score
+  make_score = errors.make_projected_score if count else errors.make_score
   score = make_score(policy.lm, sampling)
-  rest = problems.reward, config.projections
-  return Bench(policy, list(batches), sampler, score, *rest)
-
-
-def prompt_key(seed: int, name: str, index: int) -> jax.Array:
-  """Random key of the samples of a configuration's prompt."""
-  key = jax.random.fold_in(seed_key(seed), CONFIGURATIONS.index(name))
-  return jax.random.fold_in(key, index)
+  return Bench(policy, list(batches), sampler, score, problems.reward, count)
 
 
 class Sampled(NamedTuple):
-  """Completions of one prompt: pools, one after another."""
+  """Completions of a prompt: all pools in order."""
 
   rewards: np.ndarray  # [S]
   gram: np.ndarray  # [S, S], inner products of their scores
   without: np.ndarray  # [V, S, S], the same without each projection
-  distinct: int  # number of different ones
+  distinct: int  # number of distinct completions
 
 
 def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
@@ -177,8 +167,8 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
     rewards += [bench.reward("", text, example) for text in texts]
     ids.append(np.asarray(pool.completion_ids[0]))
     mask.append(np.asarray(pool.completion_mask[0]))
-  if bench.projections:  # fresh ones for each prompt; no sample has this key
-    key = jax.random.fold_in(keys[0], _NO_SAMPLE)
+  if bench.projections:  # fresh directions for each prompt
+    key = jax.random.fold_in(keys[0], _DIRECTIONS)
     directions = errors.random_directions(params, key, bench.projections)
     score = functools.partial(score, directions)
   gram, distinct = errors.score_gram(

@@ -4,17 +4,17 @@
 
 Theorem 8 and Corollaries 9 and 10 of arXiv 2603.01162 on the fully known bandit
 of `studies.tabular`. Thousands of complete GRPO runs, with step sizes eta / n
-and N = B G samples a step, are compared with the theory in float64, without a
+and N = B G samples per step, are compared with the theory in float64, without a
 fitted constant:
 
   sqrt(n) (theta_n - theta*) -> N(0, S),
   n (J* - J(theta_n)) -> 1/2 sum_k lambda_k chi2_1,
 
-lambda the eigenvalues of H^1/2 S H^1/2, H the curvature -grad^2 J(theta*).
+with the eigenvalues lambda of H^1/2 S H^1/2 and H = -grad^2 J(theta*).
 
-Writes results.csv (a row for each estimator, G and n), quantiles.csv,
-distances.csv, summary.json and suboptimality.png. An interrupted study goes on
-after the last estimator it finished.
+Writes results.csv (a row per estimator, G and n), quantiles.csv, distances.csv,
+summary.json and suboptimality.png. The same command resumes after the last
+finished estimator.
 """
 
 import functools
@@ -23,7 +23,7 @@ import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,90 +41,74 @@ from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run, tabular
+from grpojax.studies.tabular import Matrix, Vector
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
 _CHUNK = 500  # steps between two lines of progress
-# Name in the picture, colour, and horizontal shift of points.
+OFFSET = 20  # step sizes are eta / (n + OFFSET)
+# Estimator: name in the picture, colour, and horizontal shift of points.
 ESTIMATORS = {
   "vanilla": ("vanilla", "C3", 0.93),
   "leave_one_out": ("GRPO", "C0", 1),
   "oracle": ("oracle", "C2", 1.07),
 }
-PROBLEM = {
-  "seed": 0,
-  "prompts": 8,
-  "vocab": 4,
-  "dims": 3,
-  "spread": 0.5,
-  "beta": 0.5,
-}
-"""The bandit, see `tabular.make_problem`."""
-OFFSET = 20  # step sizes are eta / (n + OFFSET)
+Quantiles = Float[np.ndarray, "Q"]
 
 FLAGS = run.FLAGS
 SETTINGS = run.settings(
   "suboptimality",
   seed=run.SEED,
-  runs=setting(
-    3000, "independent GRPO runs for each estimator and G", within="[2, inf)"
-  ),
-  steps=setting((100, 500, 2000), "n, at which the gap is measured"),
-  num_samples=setting(16, "N = B G completions a step"),
+  runs=setting(3000, "GRPO runs per estimator and G", within="[2, inf)"),
+  steps=setting((100, 500, 2000), "steps n after which the gap is measured"),
+  num_samples=setting(16, "N = B G completions per step"),
   group_sizes=setting((2, 4, 8, 16), "group sizes G"),
 )
 
 
 def config_errors(config: ConfigDict) -> list[tuple[str, str]]:
-  """Lists the mistakes in values that are in their ranges."""
+  """Lists mistakes in values that are within their ranges."""
   wrong = []
   for name, least in (("steps", 1), ("group_sizes", 2)):
     values = config[name]
     whole = values and all(type(x) is int for x in values)
     if not whole or values[0] < least or sorted(set(values)) != list(values):
-      remedy = f"must be increasing whole numbers, {least} or more"
-      wrong.append((name, remedy))
-  odd = [g for g in config.group_sizes if not wrong and config.num_samples % g]
-  if not wrong and (config.num_samples < 1 or odd):
+      wrong.append((name, f"must be increasing whole numbers, {least} or more"))
+  if wrong:
+    return wrong
+  odd = [g for g in config.group_sizes if config.num_samples % g]
+  if config.num_samples < 1 or odd:
     remedy = f"must be a positive multiple of every group size, not of {odd}"
     wrong.append(("num_samples", remedy))
   return wrong
 
 
-def limit_covariance(
-  curvature: Float[np.ndarray, "d d"],
-  noise: Float[np.ndarray, "d d"],
-  eta: float,
-) -> Float[np.ndarray, "d d"]:
-  """Covariance S that sqrt(n) (theta_n - theta*) converges to.
+def limit_covariance(curvature: Matrix, noise: Matrix, eta: float) -> Matrix:
+  """Returns the covariance S of the limit of sqrt(n) (theta_n - theta*).
 
   It solves (eta H - I/2) S + S (eta H - I/2) = eta^2 noise (V. Fabian, 1968,
-  "On asymptotic normality in stochastic approximation"), `noise` the covariance
-  of one step's gradient estimate at theta*. Unless eta H - I/2 is positive
-  definite, the gap goes to 0 slower than 1/n, and there is no limit.
+  "On asymptotic normality in stochastic approximation"). `noise` is the
+  covariance of a step's gradient estimate at theta*. Unless eta H - I/2 is
+  positive definite, the gap decays slower than 1/n, and there is no limit.
   """
   drift = eta * curvature - np.eye(len(curvature)) / 2
   return scipy.linalg.solve_continuous_lyapunov(drift, eta**2 * noise)
 
 
-def chi_square_weights(
-  curvature: Float[np.ndarray, "d d"], covariance: Float[np.ndarray, "d d"]
-) -> Float[np.ndarray, "d"]:
-  """Half the eigenvalues of H^1/2 S H^1/2, in units of J.
+def chi_square_weights(curvature: Matrix, covariance: Matrix) -> Vector:
+  """Returns half the eigenvalues of H^1/2 S H^1/2, in units of J.
 
-  These weigh the chi-squares; their sum is the limit distribution's mean.
+  They weight the chi-squares; their sum is the mean of the limit distribution.
   """
   h, basis = np.linalg.eigh(curvature)
   root = basis * np.sqrt(h)  # root root^T = H
   return np.linalg.eigvalsh(root.T @ covariance @ root) / 2
 
 
-def chi_square_quantiles(
-  weights: Float[np.ndarray, "d"], count: int = 5000
-) -> Float[np.ndarray, "Q"]:
-  """Medians of `count` equal parts of sum_k weights_k chi2_1, ascending.
+def chi_square_quantiles(weights: Vector, count: int = 5000) -> Quantiles:
+  """Returns `count` quantiles of sum_k weights_k chi2_1, ascending.
 
-  From 200 draws a part: the distribution function is off by at most 0.0014
-  (95%) with the default count.
+  They are medians of equal parts of 200 draws each. With the default count the
+  distribution function is off by at most 0.0014 (95%).
   """
   draws = np.random.default_rng(0).normal(size=(200 * count, len(weights)))
   ordered = np.sort(draws**2 @ weights)
@@ -132,19 +116,19 @@ def chi_square_quantiles(
 
 
 def linear_gap(
-  curvature: Float[np.ndarray, "d d"],
-  noise: Float[np.ndarray, "d d"],
-  start: Float[np.ndarray, "d"],
+  curvature: Matrix,
+  noise: Matrix,
+  start: Vector,
   eta: float,
   offset: int | float,
-  steps: tuple[int, ...],
+  steps: Sequence[int],
 ) -> Float[np.ndarray, "S"]:
-  """Mean gaps E[J* - J(theta_n)] of a quadratic J with constant noise.
+  """Returns the mean gaps E[J* - J(theta_n)] if J is quadratic, noise constant.
 
   Along the eigenvector i of H the mean square m of theta - theta* follows
   m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). This shows
-  the influence of the offset and of `start` = theta_0 - theta*. `steps` are the
-  numbers n, ascending.
+  the influence of the offset and of `start` = theta_0 - theta*. `steps` holds
+  the numbers n, ascending.
   """
   h, basis = np.linalg.eigh(curvature)
   noise_diagonal = np.einsum("ij,ik,kj->j", basis, noise, basis)
@@ -160,15 +144,13 @@ def linear_gap(
 def distances(
   a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
 ) -> tuple[float, float]:
-  """Largest |F_a - F_b| (Kolmogorov-Smirnov), its integral (Wasserstein-1)."""
+  """Returns max |F_a - F_b| (Kolmogorov-Smirnov) and its integral (W1)."""
   furthest = scipy.stats.ks_2samp(a, b, method="asymp").statistic
   return float(furthest), float(scipy.stats.wasserstein_distance(a, b))
 
 
-def null_bands(
-  quantiles: Float[np.ndarray, "Q"], size: int
-) -> tuple[float, float]:
-  """`distances` that 95% of 200 samples of `size` draws each stay below."""
+def null_bands(quantiles: Quantiles, size: int) -> tuple[float, float]:
+  """Returns the 95% quantiles of `distances` of samples of `size` draws."""
   rng = np.random.default_rng(1)
   samples = rng.choice(quantiles, size=(200, size))
   apart = [distances(sample, quantiles) for sample in samples]
@@ -180,20 +162,20 @@ class Bandit(NamedTuple):
   """The bandit and its optimum."""
 
   problem: tabular.Problem
-  optimum: Float[np.ndarray, "d"]  # theta*
-  curvature: Float[np.ndarray, "d d"]  # H = -grad^2 J(theta*)
+  optimum: Vector  # theta*
+  curvature: Matrix  # H = -grad^2 J(theta*)
   eta: float  # 1 / the smallest curvature; 1/n rates need more than half of it
   best: float  # J*
 
 
 class Outcome(NamedTuple):
-  """One estimator at one group size, all in units of n times the reward."""
+  """Gaps of an estimator at a group size, in units of n times the reward."""
 
-  gaps: Float[np.ndarray, "S R"]  # n (J* - J(theta_n)) of each n and run
-  limit: Float[np.ndarray, "Q"]  # quantiles of the limit distribution
+  gaps: Float[np.ndarray, "S R"]  # n (J* - J(theta_n)) by n and run
+  limit: Quantiles  # of the limit distribution
   limit_mean: float
-  linear_mean: Float[np.ndarray, "S"]  # for each n if J were quadratic
-  bands: tuple[float, float]  # 95% of the KS and W1 that chance makes
+  linear_mean: Float[np.ndarray, "S"]  # by n, if J were quadratic
+  bands: tuple[float, float]  # 95% quantiles of KS and W1 by chance
 
 
 Outcomes = Mapping[tuple[str, int], Outcome]
@@ -201,8 +183,9 @@ Outcomes = Mapping[tuple[str, int], Outcome]
 
 
 def bandit() -> Bandit:
-  """Makes the bandit of `PROBLEM`."""
-  problem = tabular.make_problem(**PROBLEM)
+  """Returns the bandit of the study."""
+  sizes = {"prompts": 8, "vocab": 4, "dims": 3}
+  problem = tabular.make_problem(0, **sizes, spread=0.5, beta=0.5)
   optimum = tabular.optimum(problem)
   curvature = -tabular.derivatives(problem, optimum)[1]
   eta = float(1.0 / np.linalg.eigvalsh(curvature)[0])
@@ -213,7 +196,7 @@ def bandit() -> Bandit:
 def simulate(
   config: ConfigDict, known: Bandit, estimator: str, group_size: int
 ) -> Float[np.ndarray, "S R d"]:
-  """Makes the runs; returns their parameters at each of config.steps."""
+  """Runs GRPO; returns the parameters of all runs at each of config.steps."""
   tx = optax.sgd(lambda count: known.eta / (count + 1 + OFFSET))
   step = tabular.make_step(known.problem, estimator, group_size, tx)
   reference = tabular.policy(known.problem).init(seed_key(0))
@@ -221,7 +204,7 @@ def simulate(
 
   def one_step(state, key):
     key = jax.random.fold_in(key, state.step)
-    ids = jax.random.randint(key, shape, 0, PROBLEM["prompts"])
+    ids = jax.random.randint(key, shape, 0, len(known.problem.rewards))
     prompts = Prompts(ids, jnp.ones(shape, bool))
     return step(state, prompts, reference)[0]
 
@@ -232,7 +215,7 @@ def simulate(
 
     return jax.lax.fori_loop(0, steps, all_runs, states)
 
-  # A name of its own for each, so that no two estimators share samples.
+  # Estimators and group sizes must not share random numbers.
   stream = zlib.crc32(f"{estimator} {group_size}".encode()) % 2**31
   key = jax.random.fold_in(seed_key(config.seed), stream)
   state_keys, keys = jax.random.split(key, (2, config.runs))
@@ -258,28 +241,24 @@ def outcome(
   config: ConfigDict,
   known: Bandit,
   estimator: str,
-  group_size: int,
-  gaps: Float[np.ndarray, "S R"],
+  size: int,
+  params: np.ndarray,
 ) -> Outcome:
-  """Puts the predictions of theory beside the runs' gaps."""
-  noise = tabular.gradient_noise(
-    known.problem, known.optimum, group_size, config.num_samples
-  )
-  h, eta, noise = known.curvature, known.eta, getattr(noise, estimator)
+  """Returns the gaps of runs with these parameters [S, R, d], and theory's."""
+  problem, optimum, h, eta, best = known
+  steps = np.array(config.steps)
+  gaps = (best - tabular.objective(problem, params)) * steps[:, None]
+  noise = tabular.gradient_noise(problem, optimum, size, config.num_samples)
+  noise = getattr(noise, estimator)
   weights = chi_square_weights(h, limit_covariance(h, noise, eta))
   limit = chi_square_quantiles(weights)
-  linear = linear_gap(h, noise, -known.optimum, eta, OFFSET, config.steps)
-  return Outcome(
-    gaps,
-    limit,
-    limit_mean=float(weights.sum()),
-    linear_mean=linear * np.array(config.steps),
-    bands=null_bands(limit, config.runs),
-  )
+  linear = linear_gap(h, noise, -optimum, eta, OFFSET, config.steps) * steps
+  bands = null_bands(limit, config.runs)
+  return Outcome(gaps, limit, float(weights.sum()), linear, bands)
 
 
 def best_group_size(known: Bandit) -> float:
-  """Group size that minimises the mean of the limit at any N samples a step.
+  """Returns the group size with the smallest limit mean, at any N.
 
   The mean is linear in the noise, so it has the form a1 G + a2 + a3 / (G - 1)
   of Proposition 3, with its minimum at 1 + sqrt(a3 / a1).
@@ -296,7 +275,7 @@ def best_group_size(known: Bandit) -> float:
 
 
 def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
-  """Rows of the CSV files, by file name."""
+  """Returns the rows of the CSV files, by file name."""
   rows = {"results": [], "quantiles": [], "distances": []}
 
   def apart(end, *samples):
@@ -393,16 +372,15 @@ def _draw_intervals(axis, x, gaps, colour: str, label: str | None) -> None:
 
 
 def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
-  """Makes all runs, and compares them with theory."""
+  """Simulates all runs and compares them with theory."""
   known, outcomes = bandit(), {}
-  for estimator, g in itertools.product(ESTIMATORS, config.group_sizes):
-    params = run.load_or_make(
-      directory / f"{estimator}_{g}.npy",
-      functools.partial(simulate, config, known, estimator, g),
-    )
-    gaps = known.best - tabular.objective(known.problem, params)
-    gaps *= np.array(config.steps)[:, None]  # n (J* - J(theta_n))
-    outcomes[estimator, g] = outcome(config, known, estimator, g, gaps)
+  for point in itertools.product(ESTIMATORS, config.group_sizes):
+    path = directory / "{}_{}.npy".format(*point)
+    if not path.exists():
+      params = simulate(config, known, *point)
+      with records.replacing(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, params)
+    outcomes[point] = outcome(config, known, *point, np.load(path))
   rows = tables(config.steps, outcomes)
   last = run.select(rows["results"], n=config.steps[-1])
   best = best_group_size(known)
@@ -429,7 +407,7 @@ def compute(config: ConfigDict, directory: pathlib.Path) -> run.Results:
 
 
 def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, the words after its name."""
+  """Starts or resumes the study with the command line `argv`."""
   run.execute(argv, SETTINGS, config_errors, __doc__, compute)
 
 

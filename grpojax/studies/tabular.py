@@ -1,4 +1,4 @@
-"""A bandit in closed form: prompts, policy, optimum, noise.
+"""A contextual bandit with exact objective, optimum and gradient noise.
 
 X prompts share d parameters: pi_theta(y | x) is proportional to
 exp(phi(x, y) . theta) over V one-token completions. The objective is
@@ -6,9 +6,9 @@ exp(phi(x, y) . theta) over V one-token completions. The objective is
   J(theta) = E_x E_{y ~ pi_theta(. | x)}[Z],
   Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
 
-with the uniform policy as reference (theta = 0) and x uniform. At the optimum
-every completion keeps some probability, by the penalty, and Z still varies, as
-there are fewer parameters than logits. All but the policy is exact, in float64.
+with x and the reference policy (theta = 0) uniform. The penalty keeps every
+probability positive at the optimum, and Z still varies there, as there are
+fewer parameters than logits. All but `policy` is exact, in float64.
 """
 
 import functools
@@ -27,9 +27,13 @@ from grpojax.core.step import make_grpo_step
 from grpojax.core.types import LM, Prefix, Prompts
 from grpojax.statistics import u_statistics
 
+Vector = Float[np.ndarray, "d"]
+Vectors = Float[np.ndarray, "*n d"]
+Matrix = Float[np.ndarray, "d d"]
+
 
 class Problem(NamedTuple):
-  """Features phi, rewards r (0 or 1), and weight of the penalty a nat."""
+  """Features phi, rewards r (0 or 1), and penalty weight beta per nat."""
 
   features: Float[np.ndarray, "X V d"]
   rewards: Float[np.ndarray, "X V"]
@@ -37,7 +41,7 @@ class Problem(NamedTuple):
 
 
 class Population(NamedTuple):
-  """All completions of all prompts: pi(y | x), its score, and Z."""
+  """Probability, score and penalised reward Z of every completion."""
 
   probabilities: Float[np.ndarray, "X V"]
   scores: Float[np.ndarray, "X V d"]
@@ -47,37 +51,36 @@ class Population(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws normal features and reward signs: common plus `spread` times own."""
+  """Draws normal features and the signs of normal rewards.
+
+  Each is a part common to all prompts plus `spread` times a prompt's own part.
+  """
   rng = np.random.default_rng(seed)
 
   def draw(*shape):
-    own = rng.normal(size=(prompts, *shape))
-    return rng.normal(size=shape) + spread * own
+    by_prompt = rng.normal(size=(prompts, *shape))
+    return rng.normal(size=shape) + spread * by_prompt
 
   return Problem(draw(vocab, dims), (draw(vocab) > 0).astype(float), beta)
 
 
-def log_ratios(
-  problem: Problem, theta: Float[np.ndarray, "*n d"]
-) -> Float[np.ndarray, "*n X V"]:
-  """Log-ratios log(pi_theta / pi_ref), in nats."""
+def log_ratios(problem: Problem, theta: Vectors) -> Float[np.ndarray, "*n X V"]:
+  """Returns the log-ratios log(pi_theta / pi_ref), in nats."""
   logits = np.einsum("xvd,...d->...xv", problem.features, theta)
   logits -= logits.max(-1, keepdims=True)
   return logits - np.log(np.exp(logits).mean(-1, keepdims=True))
 
 
-def objective(
-  problem: Problem, theta: Float[np.ndarray, "*n d"]
-) -> Float[np.ndarray, "*n"]:
-  """Objective J(theta), in units of the reward."""
+def objective(problem: Problem, theta: Vectors) -> Float[np.ndarray, "*n"]:
+  """Returns the objective J(theta), in units of the reward."""
   ratio = log_ratios(problem, theta)
   rewards = problem.rewards - problem.beta * ratio
   mean = np.mean(np.exp(ratio) * rewards, axis=(-2, -1))  # pi = exp(ratio) / V
   return np.asarray(mean)
 
 
-def population(problem: Problem, theta: Float[np.ndarray, "d"]) -> Population:
-  """Probabilities, scores and penalised rewards of every completion."""
+def population(problem: Problem, theta: Vector) -> Population:
+  """Lists every completion under theta."""
   ratio = log_ratios(problem, theta)
   probabilities = np.exp(ratio) / ratio.shape[-1]
   mean = np.einsum("xv,xvd->xd", probabilities, problem.features)
@@ -88,12 +91,10 @@ def population(problem: Problem, theta: Float[np.ndarray, "d"]) -> Population:
   )
 
 
-def derivatives(
-  problem: Problem, theta: Float[np.ndarray, "d"]
-) -> tuple[Float[np.ndarray, "d"], Float[np.ndarray, "d d"]]:
-  """Gradient E[s Z] and Hessian E[s s^T (Z - V(x) - beta)] of J.
+def derivatives(problem: Problem, theta: Vector) -> tuple[Vector, Matrix]:
+  """Returns gradient E[s Z] and Hessian E[s s^T (Z - V(x) - beta)] of J.
 
-  The gradient of Z is -beta s, and that of s is -E[s s^T | x] for every y.
+  The gradient of Z is -beta s; the gradient of s is -E[s s^T | x] for every y.
   """
   p, s, z = population(problem, theta)
   value = np.sum(p * z, -1, keepdims=True)
@@ -102,10 +103,10 @@ def derivatives(
   return gradient, np.einsum("xv,xvd,xve->xde", weight, s, s).mean(0)
 
 
-def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
+def optimum(problem: Problem) -> Vector:
   """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
 
-  ValueError if these lead to different maxima, or J is flat at the best.
+  ValueError if they lead to different maxima, or J is flat at the best.
   """
   dims = problem.features.shape[-1]
   first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))
@@ -116,7 +117,7 @@ def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
     jac=lambda theta: -derivatives(problem, theta)[0],
     hess=lambda theta: -derivatives(problem, theta)[1],
     method="trust-exact",
-    # Far out the policy is deterministic, and J flat: no long jumps.
+    # Short steps: far out the policy is deterministic, and J flat.
     options={"gtol": 1e-12, "initial_trust_radius": 0.9, "max_trust_radius": 1},
   )
   ends = [climb(theta).x for theta in first]
@@ -124,17 +125,14 @@ def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
   apart = max(np.abs(theta - best).max() for theta in ends)
   flattest = np.linalg.eigvalsh(-derivatives(problem, best)[1])[0]
   if apart > 1e-4 or flattest < 1e-4:
-    raise ValueError("several maxima, or a flat one: choose another problem")
+    raise ValueError("J has several maxima or is flat: choose another problem")
   return best
 
 
 def gradient_noise(
-  problem: Problem,
-  theta: Float[np.ndarray, "d"],
-  group_size: int,
-  num_samples: int,
+  problem: Problem, theta: Vector, group_size: int, num_samples: int
 ) -> u_statistics.Estimators:
-  """Covariance [d, d] of one step's gradient estimate, for each estimator.
+  """Returns the covariance [d, d] of a step's gradient, for each estimator.
 
   A step has B = num_samples / group_size prompts, drawn with replacement:
   (Cov_x g(x) + E_x Cov(estimator | x)) / B (arXiv 2603.01162, Proposition 3,
@@ -145,17 +143,17 @@ def gradient_noise(
   between = np.cov(gradients.T, bias=True)
   covariance = jax.vmap(u_statistics.covariance, in_axes=(0, 0, 0, None))
 
-  def of_step(within):
+  def step_covariance(within):
     mean = np.asarray(within, float).mean(0)
     return (between + mean) * (group_size / num_samples)
 
-  return jax.tree.map(of_step, covariance(p, s, z, group_size))
+  return jax.tree.map(step_covariance, covariance(p, s, z, group_size))
 
 
 def policy(problem: Problem) -> LM:
-  """Makes the softmax policy a language model of one-token completions.
+  """Wraps the softmax policy as a language model of one-token completions.
 
-  A prompt is its index x; the parameters are theta [d], at first the reference.
+  A prompt is its index x. The parameters are theta [d], initially zero.
   """
   features = jnp.asarray(problem.features, jnp.float32)
 
@@ -182,7 +180,7 @@ def policy(problem: Problem) -> LM:
 def values(
   problem: Problem, theta: Float[Array, "d"], ids: Array
 ) -> Float[Array, "B"]:
-  """Values V(x) = E[Z | x] of prompts under the current policy, jittable."""
+  """Returns V(x) = E[Z | x] for the prompts `ids`; jittable."""
   logits = jnp.asarray(problem.features, jnp.float32)[ids] @ theta
   logprobs = jax.nn.log_softmax(logits)
   ratio = logprobs + jnp.log(logits.shape[-1])
@@ -197,10 +195,10 @@ def make_step(
   group_size: int,
   tx: optax.GradientTransformation,
 ) -> Callable:
-  """Makes a GRPO step on the bandit, `step(state, prompts, ref_params)`.
+  """Returns a GRPO step on the bandit, `step(state, prompts, ref_params)`.
 
-  The estimator is "vanilla" or "leave_one_out", the advantage of that name, or
-  "oracle": vanilla, with the prompts' targets V(x) subtracted from the rewards.
+  `estimator` names an advantage, "vanilla" or "leave_one_out", or is "oracle":
+  vanilla after subtracting V(x) from the rewards.
   """
   lm, table = policy(problem), jnp.asarray(problem.rewards, jnp.float32)
   oracle = estimator == "oracle"

@@ -86,7 +86,7 @@ def sample(lm, mesh, params, tensor=0, sampling=Sampling()):
     group_size=G,
     max_new_tokens=T,
     eos_ids=(1,),
-    decoding=Decoding(stages=2),  # a third one is like the second
+    decoding=Decoding(stages=2),
     sampling=sampling,
   )
   key = jax.eval_shape(lambda: jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Programs of these tests, in processes of their own."""
+"""Runs programs of these tests in separate processes."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Eight devices of a CPU, and what libtpu would ask of a machine with TPUs.
+# Eight CPU devices, and answers for libtpu, which would query the machine.
 ENVIRONMENT = {
   "JAX_PLATFORMS": "cpu",
   "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -19,7 +19,7 @@ ENVIRONMENT = {
 
 
 def run(*words, **environment):
-  """Standard output of Python with these words."""
+  """Returns the standard output of Python with these words."""
   done = subprocess.run(
     [sys.executable, *map(str, words)],
     env=os.environ | ENVIRONMENT | environment,
@@ -31,7 +31,7 @@ def run(*words, **environment):
 
 
 def compiled(program, *words, chips=4):
-  """JSON that a program beside this file prints, with XLA's optimisations."""
+  """Reads the JSON printed by a program here, with XLA's optimisations."""
   file = pathlib.Path(__file__).with_name(program)
   environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
   environment["TPU_ACCELERATOR_TYPE"] = f"v5litepod-{chips}"

@@ -1,7 +1,6 @@
 """Compiles small programs and prints their HLO: programs.py [--all] PLATFORM...
 
-Those that take long only with --all. PLATFORM is cpu or a topology of libtpu
-(v5e:2x2), compiled for without a chip.
+Slow programs need --all. PLATFORM is cpu or a topology of libtpu (v5e:2x2).
 Prints JSON: {platform: {program: {"text": HLO, "flops": XLA's own count}}}.
 """
 
@@ -27,7 +26,7 @@ TOKENS = 64
 
 
 def decode(w, head, ids):
-  """Samples until all are done: a token loop with a scan over layers inside."""
+  """Samples until all are done: a token loop with a scan over layers."""
 
   def unfinished(state):
     return (state[0] < TOKENS) & ~jnp.all(state[2])
@@ -46,7 +45,7 @@ def decode(w, head, ids):
 
 
 def unrolled_decode(w, head, ids):
-  """The same with the layers one after another, as our decoder has them."""
+  """The same with unrolled layers, as in our decoder."""
 
   def unfinished(state):
     return (state[0] < TOKENS) & ~jnp.all(state[1] == 0)
@@ -63,7 +62,7 @@ def unrolled_decode(w, head, ids):
 
 
 def cache(slots, new):
-  """Writes one slot an iteration."""
+  """Writes a slot per iteration."""
 
   def write(i, slots):
     return jax.lax.dynamic_update_slice(slots, new, (0, i, 0))
@@ -117,11 +116,11 @@ def cases(devices, dtype):
   """(name, function, arguments, options of jit)."""
   axis_types = (AxisType.Auto,)
   mesh = Mesh(devices[:4], ("x",), axis_types=axis_types)
-  one = NamedSharding(Mesh(devices[:1], ("x",), axis_types=axis_types), P())
+  single = NamedSharding(Mesh(devices[:1], ("x",), axis_types=axis_types), P())
   rows, columns = (NamedSharding(mesh, s) for s in (P("x"), P(None, "x")))
   copies = NamedSharding(mesh, P())
 
-  def array(*shape, dtype=dtype, sharding=one):
+  def array(*shape, dtype=dtype, sharding=single):
     return ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
   ids = jnp.int32
@@ -141,13 +140,15 @@ def cases(devices, dtype):
   yield "decode", decode, (layers, head, tokens), {}
   args = array(4, 2048, 1024), array(4, 1, 1024)
   yield "cache", cache, args, {"donate_argnums": 0}
-  if dtype == jnp.bfloat16:  # the slots of a last stage fill no whole tile
+  if (
+    dtype == jnp.bfloat16
+  ):  # the last stage's slots are not a multiple of tiles
     keys = array(2, 16, 32, 1, 128, 1023)
     values = array(2, 16, 32, 1, 1023, 128)
     blocks = ((cache_lib.Slots(keys, values),),)
     args = array(dtype=ids), blocks, array(2, 16, 32, 2, 1, 64)
     yield "decoding cache", decoding_cache, args, {"donate_argnums": 1}
-    # More rows than a TPU's scalar memory has numbers of.
+    # More rows than fit a TPU's scalar memory.
     keys = array(40, 15, 1, 256, 64)
     args = array(40, 15, 1, 1, 256, 64), keys, array(40, 1, 256, 64)
     masks = array(40, 15, 256, dtype=ids), array(40, 256, dtype=bool)
@@ -163,7 +164,7 @@ def cases(devices, dtype):
 
 
 LONG = {"cpu": ("forward", "gradient")}
-KERNELS = ("decoding cache", "attention")  # of one device, by its mesh
+KERNELS = ("decoding cache", "attention")  # need a mesh of a single device
 
 
 def compiled(platform, everything):

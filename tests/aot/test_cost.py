@@ -1,7 +1,6 @@
-"""Costs of compiled programs, against counts by hand.
+"""Costs of compiled programs against counts by hand.
 
-Compiled for eight virtual CPU devices and, if libtpu is installed, for slices
-of TPUs.
+Compiled for eight virtual CPU devices and, with libtpu, for TPU slices.
 """
 
 import importlib.util
@@ -50,45 +49,44 @@ def costs(request, platform):
   return costs
 
 
-# x [256, 512] times w [512, 1024] on 4 devices, cut in one place or another:
-# a device does a quarter of it.
+# x [256, 512] times w [512, 1024]; each of 4 devices computes a quarter.
 SHARDED_FLOPS = 2 * 256 * 512 * 1024 // 4
 
 
-def test_a_matrix_gathered(costs, platform):
+def test_all_gather_of_a_matrix(costs, platform):
   counted, size = costs("all-gather"), ITEMSIZE[platform]
   assert counted.flops == SHARDED_FLOPS == costs.xla
   (c,) = counted.collectives
   assert (c.kind, c.group_size, c.trips) == ("all-gather", 4, 1)
-  assert c.bytes == 512 * 1024 * size * 3 // 4  # all of w but its own quarter
+  assert c.bytes == 512 * 1024 * size * 3 // 4  # w except the own quarter
   assert not c.in_token_loop
   x, w, out = (n * size for n in (64 * 512, 128 * 1024, 64 * 1024))
-  # Gathered into VMEM on TPU, into main memory and read from there on CPU.
+  # TPUs gather into VMEM; CPUs gather into main memory and read from there.
   passed = 0 if platform != "cpu" else 2 * 4 * w
   assert counted.bytes == x + w + passed + out
 
 
 @pytest.mark.parametrize("name", ["reduce-scatter", "all-reduce"])
-def test_partial_sums_added(costs, platform, name):
+def test_reduction_of_partial_sums(costs, platform, name):
   counted, out = costs(name), 256 * 1024 * ITEMSIZE[platform]
   assert counted.flops == SHARDED_FLOPS
   (c,) = counted.collectives
-  # XLA:CPU adds all and takes a part; XLA:TPU fuses the two.
+  # XLA:CPU reduces and then slices; XLA:TPU fuses both.
   kind = "all-reduce" if platform == "cpu" else name
   assert (c.kind, c.group_size) == (kind, 4)
   assert c.bytes == out * 3 // 4 * (2 if kind == "all-reduce" else 1)
   assert c.op_name.endswith("dot_general")
 
 
-def test_a_token_loop_with_a_scan_inside(costs, platform):
+def test_token_loop_with_an_inner_scan(costs, platform):
   counted, size = costs("decode"), ITEMSIZE[platform]
   assert counted.token_loops == ("jit(decode)/while",)
   weights = (6 * 1024 * 1024 + 1024 * 2048) // 4  # of one of 4 devices
   assert counted.flops == TOKENS * 2 * 8 * weights
   assert counted.in_token_loop.flops == counted.flops
-  # Its own counter bounds its trips.
+  # The loop's counter bounds its trips.
   assert costs("decode", 0).flops == counted.flops
-  if platform != "cpu":  # XLA:CPU copies a layer's slice before it is used
+  if platform != "cpu":  # XLA:CPU copies a layer's slice before use
     assert counted.bytes == pytest.approx(TOKENS * weights * 2, rel=1e-3)
   layer, head = 8 * 1024 * size * 3 // 4, 8 * 2048 * size * 3 // 4
   kinds = {
@@ -103,41 +101,41 @@ def test_a_token_loop_with_a_scan_inside(costs, platform):
   assert counted.collective_bytes == sum(k["bytes"] for k in kinds.values())
 
 
-def test_weights_are_read_once_a_token(costs, platform):
+def test_weights_are_read_once_per_token(costs, platform):
   counted = costs("unrolled decode")
   weights = (3 * 1024 * 1024 + 1024 * 2048) * ITEMSIZE[platform]
-  # Beside 5 matrices with 1024 rows, 8 rows of activations pass by.
+  # Activations have 8 rows, the 5 matrices 1024.
   assert 1 <= counted.in_token_loop.bytes / (TOKENS * weights) < 1.04
   large = [i for i in counted.instructions if i.bytes > 1024 * 1024]
   assert sum(i.bytes * i.trips for i in large) > 0.9 * counted.bytes
   assert all(i.trips == TOKENS for i in large)
 
 
-def test_a_cache_updated_in_place(costs, platform):
+def test_cache_is_updated_in_place(costs, platform):
   counted, slot = costs("cache"), 4 * 1024 * ITEMSIZE[platform]
-  # 16 writes of a slot; its content is read each time on CPU, once on TPU.
+  # 16 writes of a slot; the new slot is read in each on CPU, once on TPU.
   moved = 16 * 2 * slot if platform == "cpu" else (16 + 1) * slot
   assert counted.bytes == pytest.approx(moved, abs=1000)
 
 
-def test_kernels_cost_what_they_do(costs, platform):
+def test_costs_of_kernels(costs, platform):
   if platform == "cpu":
     pytest.skip("the kernels are for TPUs")
-  # The decoding cache is read once, and one tile written.
+  # Reads the decoding cache once, and reads and writes a tile.
   rows, width = 2 * 16 * 32, 2 * 128  # keys and values
   counted = costs("decoding cache")
   token = sum(i.bytes for i in counted.instructions if i.trips == 16)
   read, tile = rows * width * 1024 * 2, rows * width * 16 * 2
   assert token == pytest.approx(read + 2 * tile, rel=0.02)
-  # Attention: two products forward, three for queries and four for keys; of a
-  # row's own keys, half are in the future.
+  # Attention has two products forward, three for queries and four for keys;
+  # half of a row's own keys are in the future.
   pairs = (600 * 256 * 64) * (256 + 256 // 2)
   assert costs("attention").flops == 2 * (2 + 3 + 4) * pairs
 
 
-def test_a_ragged_dot(costs, platform):
+def test_ragged_dot(costs, platform):
   counted = costs("ragged dot")
-  # Each row meets one of 8 matrices; without such a product, XLA:CPU masks.
+  # Each row meets a single of 8 matrices; XLA:CPU masks a dense product.
   masked = 8 if platform == "cpu" else 1
   assert counted.flops == 2 * 256 * 512 * 256 * masked
   if platform != "cpu":
@@ -146,8 +144,8 @@ def test_a_ragged_dot(costs, platform):
 
 
 @pytest.mark.slow
-def test_the_transformer(costs):
-  """Of programs.py's loss: 2 a parameter and token, and attention.
+def test_flops_of_a_transformer(costs):
+  """2 operations per parameter and token, plus attention.
 
   V 512, D 128, L 2, H 4, K 2, E 64, F 256; B 2, G 2, P 32, T 64.
   """

@@ -1,4 +1,4 @@
-"""Experts while decoding on TPUs: no layer is copied out of its stack."""
+"""Decoding on TPUs reads experts without copying layers out of their stack."""
 
 import functools
 
@@ -15,11 +15,11 @@ from grpojax.models.transformer import TransformerConfig, transformer
 SIZES = {"vocab_size": 256, "width": 256, "heads": 2, "kv_heads": 2}
 SIZES |= {"head_dim": 128, "mlp": 512, "experts": 64, "experts_per_token": 2}
 LAYERS = SHALLOW + 1
-TOKENS, MATRIX = 32, 2 * 64 * 256 * 512  # bytes of a layer's experts, of three
+TOKENS, MATRIX = 32, 2 * 64 * 256 * 512  # bytes; a layer has three of these
 
 
 @pytest.mark.slow
-def test_a_token_reads_each_layers_experts_once():
+def test_experts_are_read_once_per_token():
   pytest.importorskip("libtpu")
   device = topology.machine("v5e:2x2").devices[0]
   config = TransformerConfig(**SIZES, layers=LAYERS)

@@ -1,4 +1,4 @@
-"""The parser, and costs of HLO as XLA's versions and backends spell it."""
+"""The parser, and costs of HLO in the spelling of XLA's backends."""
 
 import re
 
@@ -10,7 +10,7 @@ from grpojax.models.block_attention import CAUSAL
 
 
 def computations(text):
-  """HLO of computations, each a line "NAME PARAMETER=SHAPE ..." and a body.
+  """Writes HLO from blocks of a line "NAME PARAMETER=SHAPE ..." and a body.
 
   "e" is the program's entry.
   """
@@ -26,7 +26,7 @@ def computations(text):
 
 
 def costs(text, tokens=10):
-  """Costs of a program on 8 devices."""
+  """Counts the costs of a program on 8 devices."""
   head = "HloModule m, is_scheduled=true, num_partitions=8\n\n"
   return cost.cost(hlo.parse(head + computations(text)), tokens)
 
@@ -51,19 +51,16 @@ def only(line):
     ("token[5]", (), 0, 0),
   ],
 )
-def test_arrays_and_their_bytes(text, tiles, size, padded):
+def test_shapes_and_bytes(text, tiles, size, padded):
   (parsed,) = hlo.parse_shapes(text)
   assert (parsed.tiles, parsed.bytes) == (tiles, size)
   assert parsed.padded_bytes == padded
 
 
-def test_arrays_of_a_tuple():
+def test_parse_instruction():
   text = "((bf16[<=2,3]{0}, token[]), /*index=1*/u32[]{:S(2)})"
   arrays = Shape("bf16", (2, 3)), Shape("token", ()), Shape("u32", (), 2)
   assert hlo.parse_shapes(text) == arrays
-
-
-def test_an_instruction():
   i = only(
     "ROOT %while.1 = (s32[], f32[4]{0}) while(%tuple.8), condition=%c.2,"
     ' body=%b.3, metadata={op_name="jit(f)/while" stack_frame_id=8}'
@@ -79,7 +76,7 @@ def test_an_instruction():
 
 
 @pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule m\n"])
-def test_what_is_no_module_is_refused(text):
+def test_invalid_modules_are_refused(text):
   with pytest.raises(ValueError, match="not the text|no ENTRY"):
     hlo.parse(text)
 
@@ -126,7 +123,7 @@ NOWHERE = "source_target_pairs={{0,0},{1,1}}"
     (f"f32[100] collective-permute(%p), {PAIR}", "collective-permute", 400),
     (f"f32[100] collective-permute(%p), {NOWHERE}", "collective-permute", 0),
     (f"f32[100] all-reduce(%p), {ALONE}, to_apply=%add", "all-reduce", 0),
-    # As XLA:GPU spells them.
+    # In the spelling of XLA:GPU.
     (f"(f32[100], f32[400]) all-gather-start(%p), {FOURS}", "all-gather", 1200),
     (f"f32[100] all-reduce-start(%p), {REDUCE}", "all-reduce", 600),
   ],
@@ -143,10 +140,10 @@ def test_bytes_between_devices(line, kind, sent):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_several_arrays_reduced_and_cut_together(whole):
-  """XLA:TPU scatters several arrays by one all-reduce and a slice of each.
+def test_sliced_all_reduce_is_a_reduce_scatter(whole):
+  """XLA:TPU scatters several arrays by an all-reduce and a slice of each.
 
-  If any of them is used whole, it is an all-reduce.
+  It stays an all-reduce if any array is used whole.
   """
   (c,) = costs(f"""
 e p=f32[64]{{0}} q=f32[32]{{0}}
@@ -202,8 +199,8 @@ inner a=f32[16]{0} w=f32[8,8]{1,0}
   "beside",
   ["fusion(%a, %w), calls=%beside", "call(%a, %w), to_apply=%inner"],
 )
-def test_a_chain_of_fusions_is_one_collective(beside):
-  """XLA:TPU, a gather beside a product or a loop: start, product, done."""
+def test_chain_of_fusions_counts_once(beside):
+  """XLA:TPU overlaps a gather with a product or loop: start, product, done."""
   counted = costs(CHAIN.replace("BESIDE", beside))
   (c,) = counted.collectives
   assert (c.kind, c.bytes, c.name) == ("all-gather", 4 * 16 * 7, "s")
@@ -216,8 +213,8 @@ def test_a_chain_of_fusions_is_one_collective(beside):
 @pytest.mark.parametrize(
   "opcode, attribute", [("call", "to_apply"), ("async", "calls")]
 )
-def test_a_call_beside(opcode, attribute):
-  """TPU7x, a collective on the sparse cores; XLA:GPU, on another stream."""
+def test_asynchronous_call(opcode, attribute):
+  """A collective on TPU7x's sparse cores, or on another stream of XLA:GPU."""
   counted = costs(f"""
 e p=f32[100]{{0}}
   %t = token[] after-all()
@@ -249,13 +246,13 @@ q q=f32[100]{{0}} t=token[]
     ("f32[50]{0} quantum-sort(%p, how=well), novelty={yes}", 256 + 200),
   ],
 )
-def test_bytes_of_one_instruction(line, moved):
+def test_bytes_of_an_instruction(line, moved):
   counted = costs(f"e p=f32[64]{{0}}\n  ROOT %r = {line}")
   assert (counted.flops, counted.bytes) == (0, moved)
 
 
-def test_a_token_in_a_cache_costs_its_tiles():
-  """Slots are the last dimension in memory; a token is read and written."""
+def test_cache_write_moves_whole_tiles():
+  """Slots are the last dimension in memory, so a token is read and written."""
   counted = costs("""
 e cache=bf16[4,64,256]{2,1,0:T(8,128)(2,1)}\
  new=bf16[4,64,1]{2,1,0:T(8,128)(2,1)S(1)} i=s32[]
@@ -266,7 +263,7 @@ e cache=bf16[4,64,256]{2,1,0:T(8,128)(2,1)}\
   assert counted.bytes == 2 * 4 * 64 * 128 * 2 + 2 * 4  # and two indices
 
 
-def test_a_fusion_reads_what_it_slices_and_writes_what_it_updates():
+def test_fusion_counts_slices_and_updates():
   counted = costs("""
 e a=f32[10,64]{1,0} c=f32[5,64]{1,0} i=s32[]{:S(6)}
   ROOT %r = f32[5,64]{1,0} fusion(%a, %c, %i), kind=kLoop, calls=%outer
@@ -286,7 +283,7 @@ inner a=f32[10,64]{1,0} i=s32[]
   %s = f32[1,64]{1,0} dynamic-slice(%m, %i, %z), dynamic_slice_sizes={1,64}
   ROOT %b = f32[64]{0} bitcast(%s)
 """)
-  # One row of `a` read, one of `c` written; the index, as fused, is 4 bytes.
+  # Reads a row of `a`, writes a row of `c`; the fused index has 4 bytes.
   assert counted.bytes == 256 + 256 + 4
 
 
@@ -308,9 +305,9 @@ PADDED = "window={size=3 pad=1_1}, dim_labels=0bf_0io->0bf"
   [
     (f"f32[4,8] custom-call(%a, %b), {ONEDNN}", 2 * 4 * 8 * 16),
     (f"f32[4,8] dot(%a, %b), {DOT}", 2 * 4 * 8 * 16),
-    # Padding meets nothing: 4 outputs of a window of 3 over 4 inputs, 10 pairs.
+    # Without padding, 4 outputs of a window of 3 over 4 inputs are 10 pairs.
     (f"f32[4,1,8] convolution(%w, %c), {PADDED}", 2 * 16 * 8 * 10),
-    # A row meets one matrix; the gradient of the matrices.
+    # A row meets a single matrix; then the gradient of the matrices.
     (f"f32[64,32] ragged-dot(%x, %m, %g), {RAGGED % (1, 1)}", 2 * 64 * 16 * 32),
     (f"f32[8,16,32] ragged-dot(%x, %y, %g), {RAGGED % (0, 0)}", 2 * 64 * 512),
     (f"f32[4,8] custom-call(%a), {KERNEL}", 12345),
@@ -382,14 +379,14 @@ def written(text, **words):
     (3, LESS, "add(%one, %i)", 2),
     (3, LESS, "add(%i, %two)", 0),
     (3, LESS.replace("LT", "GE"), "subtract(%i, %one)", 7),
-    # Token loops. It asks whether all samples have ended, too: five at most.
+    # Token loops; the first also ends with all samples, after at most 5.
     (-5, "and(%l, %all)", "add(%i, %one)", 0),
     (-100, LESS, "multiply(%i, %one)", 0),
     (-100, LESS, "add(%i, %i)", 0),
   ],
 )
 def test_trip_counts(trips, condition, step, start):
-  """A while over (counter, array, limit); trips of token loops are negative."""
+  """A while over (counter, array, limit); token loops have negative trips."""
   words = {"CONDITION": condition, "STEP": step, "START": str(start)}
   text = LOOP
   if "%all" in condition:
@@ -411,7 +408,7 @@ any s=PAIRED
 
 @pytest.mark.parametrize("name, trips", [("cond", 12), (f"{CAUSAL}/cond", 6)])
 def test_known_trip_count_and_the_heavier_branch(name, trips):
-  """Of 12 causal blocks queries see 1 to 12: 6.5 on average, rounded down."""
+  """Queries see 1 to 12 of 12 causal blocks: 6.5 on average, rounded down."""
   text = f"""
 e s=PAIRED
   ROOT %w = PAIRED while(%s), condition=%any, body=%body,\
@@ -435,7 +432,7 @@ heavy x=f32[8,8]
   assert counted.token_loops == ()
 
 
-def test_an_unknown_loop_in_the_token_loop_counts_once():
+def test_unknown_inner_loop_counts_once():
   text = """
 e s=PAIRED
   ROOT %w = PAIRED while(%s), condition=%any, body=%token

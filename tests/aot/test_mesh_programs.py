@@ -1,4 +1,4 @@
-"""What devices send each other in the rollout and update, compiled for TPUs."""
+"""Communication in the rollout and update, compiled for TPUs."""
 
 import json
 
@@ -7,12 +7,12 @@ import pytest
 
 from grpojax.aot import cost, hlo
 
-slow = pytest.mark.slow  # whole programs are compiled
+slow = pytest.mark.slow  # compiles whole programs
 # mesh_programs.py's model: V, D, H E, K E, F; T.
 V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
 MATRICES = 2 * D * Q + 2 * D * K + 3 * D * F  # numbers in a layer
 ROWS = 32 * 8
-LAYERS = 9  # so many that they are scanned
+LAYERS = 9  # enough to be scanned
 ITEMSIZE = 2  # of bfloat16
 
 
@@ -43,8 +43,8 @@ def modules(programs, name):
 
 
 @slow
-def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
-  """Matrices go round twice, their gradients once, and activations stay."""
+def test_update_gathers_layers_and_scatters_gradients(updates):
+  """Matrices are sent twice, their gradients once, activations never."""
   _, counted = modules(updates, "update")
   matrices, table = MATRICES * ITEMSIZE, V * D * 7 // 8
   inside = [
@@ -52,14 +52,13 @@ def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
   ]
   gathered = sum(c.bytes for c in inside if c.kind == "all-gather")
   assert gathered == 2 * matrices * 7 // 8
-  # Most beside products: none would be behind a barrier.
+  # Most overlap with products; a barrier would prevent this.
   assert sum(c.bytes for c in inside if c.asynchronous) > gathered * 3 / 4
   reduced = [c for c in inside if "reduce" in c.kind]
   assert {c.kind for c in inside} <= {*[c.kind for c in reduced], "all-gather"}
-  # Nothing else is as large as a layer, but what is outside of all layers: the
-  # embedding and the head that is tied to it, each there and back.
+  # Outside of the layers only the embedding and the tied head are as large,
+  # each gathered, with a scattered gradient; lookup and sums are in float32.
   outer = [c for c in counted.collectives if c not in inside and c.bytes > 1e5]
-  # They are looked up, and their gradients added up, in float32.
   assert {c.kind for c in reduced} == {"reduce-scatter"}
   assert sum(c.bytes for c in reduced) == matrices * 7 // 8
   assert sorted((c.kind, c.bytes) for c in outer) == [
@@ -71,10 +70,10 @@ def test_an_update_gathers_layers_and_scatters_their_gradients(updates):
 
 
 @pytest.mark.long
-def test_gradients_are_scattered_over_data_and_fsdp_together():
-  """Each device adds up an eighth, for a quarter would be an all-reduce.
+def test_gradients_are_scattered_over_data_and_fsdp():
+  """Each device sums an eighth; a quarter would need an all-reduce.
 
-  Once an update the optimizer's eighths, g and its square, are joined.
+  Once per update the optimizer's eighths, g and its square, are gathered.
   """
   _, counted = modules(compiled("update data"), "update data")
   reduced = [c for c in counted.collectives if "reduce" in c.kind]
@@ -88,14 +87,14 @@ def test_gradients_are_scattered_over_data_and_fsdp_together():
   for c in counted.collectives:
     if c.trips == 1 and c.group_size < 8 and c.kind in once:
       once[c.kind] += c.bytes
-  gathered = (V * D) * (4 + 2) * 3 // 4  # embedding and head, for use
+  gathered = (V * D) * (4 + 2) * 3 // 4  # embedding and head
   assert once["all-gather"] == 2 * eighth + gathered
   assert once["collective-permute"] <= 2 * eighth
 
 
 @slow
-def test_a_device_has_an_eighth(updates):
-  """Of parameters and moments, and of the batch; little more."""
+def test_arguments_are_split_over_devices(updates):
+  """A device holds an eighth of parameters, moments and batch."""
   weights = LAYERS * MATRICES + V * D
   layers = -(-LAYERS // 8) * 8  # a TPU's tile has eight rows
   norms = (2 * layers + 1) * D
@@ -106,27 +105,27 @@ def test_a_device_has_an_eighth(updates):
 
 
 @slow
-def test_nothing_waits_for_others_while_sampling(rollouts):
-  """But the question whether all have ended, of a few bytes."""
+def test_decoding_only_communicates_the_stop_check(rollouts):
+  """The check has a few bytes."""
   _, counted = modules(rollouts, "rollout")
-  ends = counted.in_token_loop.collectives  # one in each stage
+  ends = counted.in_token_loop.collectives  # one per stage
   assert sum(c.trips for c in ends) in range(T - 1, T + 4)
   for end in ends:
     assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
-  # Parameters are gathered once, before. Between the stages, the most samples
-  # that a group has left, a few bytes.
+  # Before the loop parameters are gathered once; between stages, the largest
+  # number of unfinished samples of a group is sent, a few bytes.
   before = sum(c.bytes for c in counted.collectives if not c.in_token_loop)
   weights = LAYERS * MATRICES + V * D
   assert before <= (weights + V * D) * 4 * 3 / 4 + 100
 
 
 @slow
-def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
+def test_int8_weights_are_gathered_and_read_in_int8(rollouts):
   instructions, counted = modules(rollouts, "rollout int8")
   gathered = sum(c.bytes for c in counted.collectives if not c.in_token_loop)
   weights = LAYERS * MATRICES + V * D  # and scales; the embedding in float32
   assert gathered <= (1.02 * weights + 4 * V * D) * 3 / 4
-  # No array is a copy in bfloat16, of a layer or of all: products convert.
+  # Products convert, so no array is a bfloat16 copy of a layer or of all.
   cache = ROWS // 8 * K * T // 2  # keys or values of a layer, in a stage
   sizes = {D * Q, D * K, D * F, V * D, cache}
   dtypes = {
@@ -140,9 +139,9 @@ def test_what_is_in_int8_is_gathered_and_read_as_such(rollouts):
 
 @slow
 @pytest.mark.parametrize("name", ["rollout tensor", "rollout sampling_tensor"])
-def test_two_sums_a_layer_where_devices_share_weights(rollouts, name):
+def test_split_weights_need_two_reductions_per_layer(rollouts, name):
   instructions, counted = modules(rollouts, name)
-  rows = ROWS // 4  # of a device: 2 share each weight
+  rows = ROWS // 4  # per device; 2 devices share each weight
   runs = {}
   for c in counted.in_token_loop.collectives:
     assert c.group_size in (2, 4, 8), c
@@ -150,12 +149,12 @@ def test_two_sums_a_layer_where_devices_share_weights(rollouts, name):
     runs[kind] = runs.get(kind, 0) + c.trips
     if kind[1] == rows * D:
       assert c.bytes == rows * D * (4 if c.trips < T else ITEMSIZE)
-  # Two a layer in 16 bits, and the embedding's.
+  # Two per layer in 16 bits, and the embedding's.
   assert runs.pop(("all-reduce", rows * D)) == (T - 1) * (2 * LAYERS + 1)
-  # Sampling: a token of each part of the vocabulary, and the parts' sums.
+  # Sampling sends a token and a sum of each part of the vocabulary.
   assert all(elements <= 64 * rows for _, elements in runs), runs
-  # No array of the token loop but the head is as wide as the vocabulary, or its
-  # half that a device has: logits stay in the kernel.
+  # Logits stay in the kernel: in the token loop, only the head is as wide as
+  # the vocabulary or a device's half of it.
   inside = counted.in_token_loop.instructions
   assert any("draw_parts" in i.op_name for i in inside)
   shapes = {s.dims for i in inside for s in instructions[i.name].shapes}
@@ -179,14 +178,14 @@ settings = from_config(config)
 run = programs.open_run(settings, setup.make_mesh(settings, devices))
 compiled = programs.lower(run, "rollout").compile()
 for name, place in vars(compiled.output_shardings).items():
-  if place is not None:  # turns, which there are none of
+  if place is not None:  # without turns
     print(name, *[x for x in place.spec if x])
 """
 
 
 @slow
-def test_what_is_sampled_on_another_mesh_lies_there(tmp_path):
-  """Of two meshes XLA took one for the other, and cut rows by 8 of 16."""
+def test_rollout_stays_on_the_sampling_mesh(tmp_path):
+  """XLA once confused the two meshes and split rows by 8 of 16."""
   config = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32}
   config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
   config |= {"num_key_value_heads": 4, "num_experts_per_tok": 2}

@@ -1,4 +1,4 @@
-"""What a report says of a step, against sums by hand; and what is refused."""
+"""Reports of a step against sums by hand, and refused machines and models."""
 
 import dataclasses
 from unittest import mock
@@ -53,7 +53,7 @@ def test_operations_of_a_step(reference, update, changes):
   assert flops == {name: n * tokens for name, n in each.items()}
 
 
-def test_the_load_of_all_parts_takes_a_pass():
+def test_router_loss_needs_an_extra_pass():
   loss = Objective(router_aux_coef=0.01)
   for micro_batches, within in ((2, 1), (1, 0)):
     run = open_run(**{"optim.micro_batches": micro_batches})
@@ -63,7 +63,7 @@ def test_the_load_of_all_parts_takes_a_pass():
 
 
 def test_memory_of_each_program():
-  """What is there beside a program's temporaries, once each."""
+  """Parameters, moments and reference count once, next to temporaries."""
   run = open_run(**{"loss.beta": 0.1})
   host = open_run(**{"loss.beta": 0.1, "model.reference": "host"})
   size = 4 * PARAMETERS
@@ -76,18 +76,18 @@ def test_memory_of_each_program():
     moments = memory["optimizer"]
     assert 0 < moments - 2 * size <= 8 + 5 * 4, name
     assert sum(memory.values()) - moments == 5 * size, name
-    # It comes from the host for the program that takes it.
+    # The host's reference is on the device only for programs that use it.
     memory = report._memory(host, name, part)
     assert memory["reference"] == size * (name in ("reference", "step")), name
-    # A program that XLA refuses: arguments and temporaries together.
+    # If compilation fails, XLA's figure includes the arguments.
     arguments = arrays * size + (moments - 2 * size) * (arrays > 2)
     part = Part(arguments + 7 * size, error="too much")
     memory = report._memory(run, name, part)
     assert sum(memory.values()) == 2 * size + moments + 7 * size, name
 
 
-def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
-  """The rollout's program runs once for each, in the same memory."""
+def test_sampling_parts_multiply_runs_but_not_memory(monkeypatch):
+  """The rollout's program runs once per part, in the same memory."""
   measured = []
 
   def measure(lowered, chip, trips, runs):
@@ -105,7 +105,7 @@ def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
   assert measured == [("rollout", T - 1, 4), ("update", T - 1, 1)]
 
 
-def test_the_cache_of_what_is_decoded_at_once():
+def test_cache_bytes_shrink_with_parts():
   part = Part(memory_bytes=2**30, temporary_bytes=2**30)
   token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
   for parts in (1, 2):
@@ -121,8 +121,8 @@ def test_the_cache_of_what_is_decoded_at_once():
     ("memory for HLO temporaries (20.50M) exceeds available HBM", 41 * 2**19),
   ],
 )
-def test_a_program_that_needs_too_much_memory(message, size):
-  """As libtpu's versions say it; any other error is raised."""
+def test_out_of_memory_errors_are_read(message, size):
+  """In the wording of libtpu's versions; other errors are raised."""
   lowered = mock.Mock(spec=Lowered)
   lowered.compile.side_effect = JaxRuntimeError(f"EXHAUSTED: {message}")
   part = report.compile_part(lowered, CHIPS["v5e"], 3)
@@ -140,7 +140,7 @@ def test_a_program_that_needs_too_much_memory(message, size):
     ("v5e:3x3", "no such topology", "no such machine: no such topology"),
   ],
 )
-def test_without_the_plugin_of_a_machine(monkeypatch, name, error, remedy):
+def test_missing_plugin_is_explained(monkeypatch, name, error, remedy):
   def refuse(**_):
     raise RuntimeError(error)
 
@@ -151,8 +151,8 @@ def test_without_the_plugin_of_a_machine(monkeypatch, name, error, remedy):
     topology.machine(name)
 
 
-def test_what_a_config_says(tmp_path):
-  """Ends of completions; training reads them with the tokenizer."""
+def test_eos_ids_and_invalid_models(tmp_path):
+  """Training reads the EOS ids with the tokenizer."""
   hf_config = programs.hf.read_config("arithmetic-base")
   cases = [(7, (7,)), ([7, 8], (7, 8))]
   cases += [(eos, (0,)) for eos in (None, [], ["x", 2.5])]

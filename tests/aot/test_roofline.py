@@ -1,4 +1,4 @@
-"""Seconds from costs, by hand; the table of chips."""
+"""Seconds from costs by hand, and the table of chips."""
 
 import os
 
@@ -28,18 +28,18 @@ def collective(kind, bytes, trips=1, token_loop=False, n=4):
 HOP = roofline.HOP_SECONDS
 
 
-def test_xlas_own_estimate():
+def test_estimate_by_xla_cycles():
   sent = (collective("all-gather", 6),)
   instructions = (
     instruction(4000, 0, 2, cycles=70),  # 7 s, twice
-    instruction(0, 10, 1, sent=sent),  # it has none: 1 s, and 3 s sending
+    instruction(0, 10, 1, sent=sent),  # no cycles: 1 s, and 3 s sending
   )
   chip = ROUND._replace(clock=10.0)
   counted = roofline.estimate(Cost(instructions, ()), chip)
   assert counted.by_cycles == pytest.approx(14 + 1 + 3 + 3 * HOP)
   instructions = (
     instruction(0, 0, 3, cycles=40),  # 2 s on both cores, three times
-    # 8 s of products at the peak: 90 cycles are of both cores already.
+    # 8 s of products at the peak, so 90 cycles count both cores already.
     instruction(8000, 0, 1, cycles=90),
     instruction(1000, 0, 1, cycles=60),  # 1 s of products: 3 s on both
   )
@@ -48,7 +48,7 @@ def test_xlas_own_estimate():
   assert counted.by_cycles == pytest.approx(6 + 9 + 3)
 
 
-def test_an_estimate_by_hand():
+def test_roofline_by_hand():
   sent = (collective("all-gather", 6, trips=5, token_loop=True),)
   instructions = (
     instruction(4000, 10, 1),  # 4 s of products, 1 s of memory
@@ -61,9 +61,9 @@ def test_an_estimate_by_hand():
   assert counted.by_cycles is None
 
 
-# Milliseconds of an output head with its loss (tokens, width, words) that
-# others measured: openxla/tokamax, tokamax/data/autotuning, tpu_v5 and
-# tpu_v6_lite, linear_softmax_cross_entropy_loss.json, bfloat16, mean.
+# Published milliseconds of an output head with its loss (tokens, width, words):
+# openxla/tokamax, tokamax/data/autotuning, tpu_v5 and tpu_v6_lite,
+# linear_softmax_cross_entropy_loss.json, bfloat16, mean.
 TIMED = {
   "v5p:1x1x1": {
     (1024, 2560, 262144): 3.64,
@@ -80,7 +80,7 @@ TIMED = {
 
 @pytest.fixture
 def optimizations():
-  """All that XLA does for users, which tests mostly do without."""
+  """Enables XLA's optimisations, which most tests switch off."""
   name = "jax_disable_most_optimizations"
   jax.config.update(name, False)
   yield
@@ -89,7 +89,7 @@ def optimizations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TIMED)
-def test_what_others_timed_is_between_roofline_and_cycles(name, optimizations):
+def test_published_times_lie_between_the_estimates(name, optimizations):
   pytest.importorskip("libtpu")
   chip, (device, *_) = topology.machine(name)[1:]
   sharding = jax.sharding.SingleDeviceSharding(device)
@@ -122,7 +122,7 @@ def test_what_others_timed_is_between_roofline_and_cycles(name, optimizations):
     ("collective-permute", 12, 1),
   ],
 )
-def test_collectives(kind, sent, hops):
+def test_seconds_of_collectives(kind, sent, hops):
   seconds = roofline.collective_seconds(collective(kind, 12), ROUND)
   assert seconds == pytest.approx(sent / 2 + hops * roofline.HOP_SECONDS)
   alone = collective(kind, 0, n=1)
@@ -133,7 +133,7 @@ def test_collectives(kind, sent, hops):
   assert seconds == pytest.approx(560e-6, rel=0.02)
 
 
-def test_a_device_has_its_share_of_a_chip():
+def test_device_has_its_share_of_a_chip():
   chip = CHIPS["tpu7x"]
   one = chips.device(chip)
   assert chip.devices == 2 and one.devices == 1
@@ -145,14 +145,14 @@ def test_a_device_has_its_share_of_a_chip():
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_the_table(name):
+def test_chip_table(name):
   chip = CHIPS[name]
   assert chip.source
-  if chip.clock:  # operations a cycle of whole matrix units
+  if chip.clock:  # operations per cycle of whole matrix units
     units = chip.flops / (chip.clock * chip.cores) / (2 * 128**2)
     assert units == pytest.approx(16 if name == "v6e" else 4, rel=0.01)
   if name == "cpu":
     return
-  # Products an HBM byte that balance the two: 195 (H200) to 625 (v6e).
+  # Operations per HBM byte at balance: 195 (H200) to 625 (v6e).
   assert 150 < chip.flops / chip.hbm_bandwidth < 700
   assert chip.link_bandwidth < chip.hbm_bandwidth / 5

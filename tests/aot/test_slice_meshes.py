@@ -1,4 +1,4 @@
-"""Meshes of whole TPU slices, whose chips are a torus."""
+"""Meshes of whole TPU slices, which are tori of chips."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ MATRICES = LAYERS * 2 * D * D * 2  # bytes, of bfloat16
 
 
 def shapes(count):
-  """Of all meshes of so many devices whose axes are powers of 2."""
+  """Yields all meshes of `count` devices with powers of 2 as axes."""
   powers = [2**i for i in range(count.bit_length())]
   for inner in itertools.product(powers, (1, 2, 4), (1, 2, 4, 8)):
     if count % np.prod(inner) == 0:
@@ -35,9 +35,9 @@ def shapes(count):
 
 
 def check(devices):
-  """Each can be had, and what shares a weight is one link away.
+  """Checks that every mesh exists, and devices sharing a weight are neighbours.
 
-  Also where fsdp takes all of one axis of the torus and half of another.
+  Also if fsdp takes a whole axis of the torus and half of another.
   """
   everything = {d.id for d in devices}
   for shape in shapes(len(devices)):
@@ -45,18 +45,18 @@ def check(devices):
     assert mesh.devices.shape == shape and mesh.axis_names == AXES
     assert {d.id for d in mesh.devices.flat} == everything, shape
   mesh = make_mesh(1, len(devices) // 2, 1, 2, devices=devices)
-  for one, other in mesh.devices.reshape(-1, 2):
-    apart = np.abs(np.subtract(one.coords, other.coords)).sum()
-    assert apart == 1, (one.coords, other.coords)
+  for a, b in mesh.devices.reshape(-1, 2):
+    distance = np.abs(np.subtract(a.coords, b.coords)).sum()
+    assert distance == 1, (a.coords, b.coords)
 
 
 @pytest.mark.slow
-def test_any_mesh_can_be_laid_on_a_slice():
-  """Also on slices that libtpu has to be told of: parts of hosts, and v4."""
+def test_any_mesh_fits_a_slice():
+  """Also on slices with extra options for libtpu: parts of hosts, and v4."""
   pytest.importorskip("libtpu")
   names = {"v5e:4x4": 16, "v6e:8x8": 64, "v5p:4x4x4": 64, "v4:2x2x4": 16}
   names |= {"v5e:1x1": 1, "v6e:1x2": 2, "v4:2x2x1": 4}
-  out = processes.run(__file__, *names)  # for libtpu reads the environment
+  out = processes.run(__file__, *names)  # as libtpu reads the environment
   assert out.splitlines() == [f"{name} {n} 1" for name, n in names.items()]
 
 
@@ -67,7 +67,7 @@ def device(index, number, platform):
 
 
 def test_data_takes_whole_slices():
-  """Of TPUs; nodes of GPUs, which JAX calls slices, stay in their order."""
+  """Only on TPUs; GPU nodes, which JAX calls slices, stay in order."""
   nodes = [device(i // 4, i, "gpu") for i in range(8)]
   mesh = make_mesh(1, 8, devices=nodes)
   assert [d.id for d in mesh.devices.flat] == list(range(8))
@@ -78,7 +78,7 @@ def test_data_takes_whole_slices():
 
 
 def sent(*words):
-  """Axes of meshes, and bytes that a gradient sends, by kind and group."""
+  """Returns axes of meshes, and bytes sent by a gradient, by kind and group."""
   words = processes.run(
     __file__, "gradients", *words, JAX_DISABLE_MOST_OPTIMIZATIONS="0"
   )
@@ -87,13 +87,13 @@ def sent(*words):
 
 
 @pytest.mark.slow
-def test_slices_send_each_other_shards_of_gradients():
-  """Summed over fsdp inside of each slice, and nothing else between slices."""
+def test_only_gradient_shards_cross_slices():
+  """Gradients are first summed over fsdp within each slice."""
   pytest.importorskip("libtpu")
-  (mesh, sampling), found = sent("v5e:2x2*2", 2, 4, 1)
+  (mesh, sampling), bytes_sent = sent("v5e:2x2*2", 2, 4, 1)
   assert mesh == {"slice": 2, "data": 1, "fsdp": 4, "expert": 1, "tensor": 1}
   assert sampling == mesh | {"fsdp": 2, "tensor": 2}
-  assert found == {
+  assert bytes_sent == {
     ("all-gather", 4): 2 * MATRICES * 3 // 4,  # forward and backward
     ("reduce-scatter", 4): MATRICES * 3 // 4,
     ("all-reduce between slices", 2): MATRICES // 4,
@@ -101,19 +101,20 @@ def test_slices_send_each_other_shards_of_gradients():
 
 
 @pytest.mark.slow
-def test_no_gradient_is_summed_whole_where_tensor_splits_it():
-  """XLA would, of columns split into 128 each."""
+def test_gradients_of_tensor_split_weights_are_scattered():
+  """XLA alone would sum whole gradients if columns are split into 128 each."""
   pytest.importorskip("libtpu")
-  _, found = sent("v5e:2x4", 2, 2, 2)
-  activations = found.pop(("all-reduce", 2))
+  _, bytes_sent = sent("v5e:2x4", 2, 2, 2)
+  activations = bytes_sent.pop(("all-reduce", 2))
   assert activations >= 2 * ROWS // 4 * D * 2
-  moved = found.pop(("collective-permute", 4)), found.pop(("all-gather", 2))
-  assert max(moved) <= 3 * MATRICES // 4  # once, where the optimizer has them
-  assert found == {("reduce-scatter", 4): MATRICES // 2 * 3 // 4}
+  moved = [bytes_sent.pop(("collective-permute", 4))]
+  moved.append(bytes_sent.pop(("all-gather", 2)))
+  assert max(moved) <= 3 * MATRICES // 4  # once, for the optimizer
+  assert bytes_sent == {("reduce-scatter", 4): MATRICES // 2 * 3 // 4}
 
 
 def sent_for_gradients(name, data, fsdp, tensor):
-  """What `sent` returns, of an MLP in scanned layers."""
+  """Compiles an MLP with scanned layers; returns the results of `sent`."""
   devices = topology.machine(name).devices
   mesh = make_mesh(int(data), int(fsdp), 1, int(tensor), devices=devices)
 

@@ -1,11 +1,11 @@
-"""The JSON line of a workload: what is in it, and that the work was done."""
+"""The JSON line of a workload, and proof that the work was done."""
 
 import pytest
 
 from grpojax.benchmarks import clock, side_by_side, workloads
 from grpojax.training.config import from_config
 
-KEYS = (  # of every library of the comparison
+KEYS = (  # shared by all libraries of the comparison
   "peer variant workload steps quiet others_cpu seconds per_step first_step_s "
   "warmup_s tokens_per_step longest gen_tokens_per_s step_tokens_per_s "
   "lengths_as_planned peak_rss_mib versions"
@@ -14,7 +14,7 @@ PARTS = {"total", "rollout", "ref_logprobs", "update", "score_other", "own_cpu"}
 
 
 def timed(totals, others, tokens=4096):
-  """Steps of `fixed`: the rollout takes half of each."""
+  """Makes steps of the workload `fixed`; the rollout takes half of the time."""
   row = {"completion_length_mean": tokens / 32, "completion_length_max": 128}
   row |= {"reward_mean": 1.5}
   shares = {"total": 1, "own_cpu": 1, "rollout": 1 / 2, "ref_logprobs": 1 / 8}
@@ -34,7 +34,7 @@ def report(steps, **settings):
   return side_by_side.report("fixed", from_config(config), steps, 1)
 
 
-def test_only_quiet_steps_that_do_not_compile_count():
+def test_busy_and_compiling_steps_do_not_count():
   line = report(timed([9, 2, 4, 8, 3], [0.5, 0.01, 0.0, 0.3, 0.02]))
   assert {*KEYS} <= {*line} and PARTS == {*line["seconds"]}
   assert (line["steps"], line["quiet"]) == (4, 3)
@@ -54,7 +54,7 @@ def test_only_quiet_steps_that_do_not_compile_count():
   assert line["compilations_later"] == 1
 
 
-def test_a_line_says_what_was_changed_and_whether_lengths_are_as_planned():
+def test_report_has_variant_and_planned_lengths():
   steps = timed([1, 1], [0, 0])
   line = report(steps)
   assert (line["variant"], line["lengths_as_planned"]) == ("default", True)
@@ -65,11 +65,11 @@ def test_a_line_says_what_was_changed_and_whether_lengths_are_as_planned():
 
 
 @pytest.mark.slow
-def test_the_default_job_takes_the_steps_of_train(capsys):
+def test_default_job_runs_train_steps(capsys):
   config = workloads.config_of("arithmetic")
   config.batch_size, config.sampling.max_new_tokens = 8, 16
   config.eval.num_prompts = 8
-  config.optim.packing = False  # its sizes come as lengths do
+  config.optim.packing = False  # packed shapes would depend on lengths
   line = side_by_side.measure("arithmetic", from_config(config), 2, 1)
   assert {*KEYS} <= {*line} and line["steps"] == 2
   assert line["lengths_as_planned"] is None and len(line["rewards"]) == 3
@@ -77,7 +77,7 @@ def test_the_default_job_takes_the_steps_of_train(capsys):
   assert capsys.readouterr().out == ""
 
 
-def test_the_clock_counts_all_that_an_item_took(capsys, monkeypatch):
+def test_clock_measures_each_step(capsys, monkeypatch):
   now, busy, own = 100.0, 50.0, 7.0  # seconds of the machine
   monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
   monkeypatch.setattr(clock, "cpu_seconds", lambda: (busy, own))

@@ -1,6 +1,6 @@
-"""Both kinds of timing on a decoder of few numbers; peaks of machines.
+"""Both kinds of timing on a tiny decoder, and peaks of machines.
 
-They share what the reference and the update compile to.
+They share the compiled reference and update.
 """
 
 import json
@@ -20,7 +20,7 @@ B, G, P, T = SIZES = 2, 2, 3, 6
 
 @pytest.fixture
 def config(monkeypatch):
-  """Of the workload "tail" with few tokens."""
+  """The config of the workload "tail" with few tokens."""
   model = workloads.MODEL | {"hidden_size": 8, "intermediate_size": 8}
   model |= {"num_attention_heads": 2, "num_key_value_heads": 1}
   model |= {"num_hidden_layers": 1, "vocab_size": 40}
@@ -33,20 +33,20 @@ def config(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_workload(config, capsys, monkeypatch):
-  monkeypatch.setattr(clock, "QUIET", math.inf)  # whatever else is running
+def test_workload(config, capsys, monkeypatch):
+  monkeypatch.setattr(clock, "QUIET", math.inf)  # ignores other processes
   line = side_by_side.measure("tail", from_config(config), 2, 1)
   assert line["steps"] == 2 and line["first_step_s"] == line["warmup_s"][0]
   sizes = workloads.WORKLOADS["tail"]
   planned = [workloads.lengths(sizes, i) for i in range(3)]
-  assert len({int(x.sum()) for x in planned}) > 1  # so that they can differ
+  assert len({int(x.sum()) for x in planned}) > 1  # not trivially equal
   assert line["lengths_as_planned"] is True
   tokens = [int(x.sum()) for x in planned[1:]]
   assert line["tokens_per_step"]["median"] == statistics.median(tokens)
   assert line["longest"]["max"] == max(x.max() for x in planned[1:])
-  # Each completion has as many words as it has tokens, about half with "a".
+  # A completion has a word per token, about half of them with "a".
   assert 0 < np.mean(line["rewards"]) < np.mean([x.mean() for x in planned])
-  assert line["compilations_warmup"] >= 3  # later ones are of packed rows
+  assert line["compilations_warmup"] >= 3  # later, only packed rows compile
   for step in line["per_step"].values():
     parts = ("rollout", "ref_logprobs", "update", "score_other")
     total = sum(step[part] for part in parts)
@@ -55,26 +55,26 @@ def test_a_workload(config, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_workload_of_turns(config, monkeypatch):
+def test_workload_with_turns(config, monkeypatch):
   """Two turns of two tokens, and an observation of three."""
   model = workloads.WORKLOADS["tail"].model
-  own = workloads.WORKLOADS["turns"].settings | {
+  settings = workloads.WORKLOADS["turns"].settings | {
     "environment.options": {"tokens": 3},
     "environment.max_turns": 2,
     "environment.max_turn_tokens": 2,
   }
-  sizes = workloads.Workload(B, G, P, 7, model=model, settings=own)
+  sizes = workloads.Workload(B, G, P, 7, model=model, settings=settings)
   monkeypatch.setitem(workloads.WORKLOADS, "turns", sizes)
   settings = from_config(workloads.config_of("turns"))
   line = side_by_side.measure("turns", settings, 2, 1)
   assert line["lengths_as_planned"] is True
   assert line["tokens_per_step"]["median"] == B * G * 7
-  assert 0 < np.mean(line["rewards"]) <= 2  # words of the last turn alone
+  assert 0 < np.mean(line["rewards"]) <= 2  # words of the last turn only
 
 
 @pytest.fixture
 def with_file(config, monkeypatch, tmp_path):
-  """The config with a model of its own, on a machine of 1 GFLOP/s."""
+  """The config with its model in a file, on a machine of 1 GFLOP/s."""
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)
   file = tmp_path / "model.json"
   file.write_text(json.dumps(workloads.WORKLOADS["tail"].model))
@@ -99,39 +99,36 @@ AUTOMATIC |= {"advantage": "leave_one_out", "loss.weighting": "token_mean"}
     pytest.param(AUTOMATIC, 4 * 4, marks=pytest.mark.long),
   ],
 )
-def test_other_configs(with_file, changes, samples):
+def test_bench_with_other_settings(with_file, changes, samples):
   with_file.update_from_flattened_dict(changes)
   run = configured.open_run(from_config(with_file))
-  found = configured.measure(run, 1, 1)
-  assert found["seconds"]["step"]["median"] > 0
-  assert found["tokens_per_step"] == samples * T
-  assert configured.lines(found)
+  report = configured.measure(run, 1, 1)
+  assert report["seconds"]["step"]["median"] > 0
+  assert report["tokens_per_step"] == samples * T
+  assert configured.lines(report)
 
 
 @pytest.mark.slow
-def test_a_config(with_file):
+def test_bench_report(with_file):
   with_file.reward.functions = ("math_answer",)  # which needs an example
-  config = with_file
-  found = configured.measure(configured.open_run(from_config(config)), 2, 1)
-  seconds = found["seconds"]
+  report = configured.measure(configured.open_run(from_config(with_file)), 2, 1)
+  seconds = report["seconds"]
   assert list(seconds) == ["rollout", "rewards", "reference", "update", "step"]
-  assert found["tokens_per_step"] == B * G * T  # none ends by chance
-  assert len(found["per_step"]) == 2 and found["compilations"] >= 3
+  assert report["tokens_per_step"] == B * G * T  # completions have full length
+  assert len(report["per_step"]) == 2 and report["compilations"] >= 3
   median = {part: values["median"] for part, values in seconds.items()}
-  assert found["tokens_per_second"]["step"] == B * G * T / median["step"]
-  flops = found["flops"]
-  assert found["flops_of_peak"]["step"] == pytest.approx(
-    sum(flops[p] for p in ("rollout", "reference", "update"))
-    / (median["step"] * 1e9)
-  )
-  json.dumps(found)
-  text = "\n".join(configured.lines(found))
+  assert report["tokens_per_second"]["step"] == B * G * T / median["step"]
+  flops = sum(report["flops"][p] for p in ("rollout", "reference", "update"))
+  share = flops / (median["step"] * 1e9)
+  assert report["flops_of_peak"]["step"] == pytest.approx(share)
+  json.dumps(report)
+  text = "\n".join(configured.lines(report))
   assert "2 prompts x 2 completions, 3 + 6 tokens" in text
   assert f"{median['update']:.3f}" in text
-  assert "peak: 1 GFLOP/s a device (measured, float32)" in text
+  assert "peak: 1 GFLOP/s per device (measured, float32)" in text
 
 
-def test_chips_by_the_kind_of_their_devices():
+def test_chips_by_device_kind():
   assert of_kind("TPU v5 lite") == CHIPS["v5e"]
   assert of_kind("TPU v5") == CHIPS["v5p"]
   assert of_kind("TPU v6 lite") == CHIPS["v6e"]
@@ -141,10 +138,10 @@ def test_chips_by_the_kind_of_their_devices():
     assert of_kind(kind) is None
 
 
-def test_what_is_in_no_table_is_measured(monkeypatch):
+def test_unknown_devices_are_measured(monkeypatch):
   assert 1e5 < configured.measure_flops(jnp.float32, 64) < 1e16
   monkeypatch.setattr(configured, "measure_flops", lambda dtype: 8e9)
-  # The devices of a CPU share it.
+  # CPU devices share the rate.
   assert configured.find_machine("cpu", 2, "float32")[1:3] == (2, 4e9)
-  machine = configured.find_machine("TPU7x", 2, "float32")  # two a chip
+  machine = configured.find_machine("TPU7x", 2, "float32")  # two per chip
   assert machine.flops == 2307e12 / 2

@@ -1,4 +1,4 @@
-"""The work of the comparison: the numbers of the other libraries' scripts."""
+"""Workloads of the comparison equal the numbers in the peers' scripts."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from grpojax.training.config import from_config
 TAIL = workloads.WORKLOADS["tail"]
 
 
-def test_the_table_of_stops():
-  # From NumPy's generator by the scripts of the other libraries.
+def test_stop_table_equals_the_other_scripts():
+  # NumPy's generator, as in the peers' scripts.
   table = workloads.stop_table(TAIL)
   assert table.shape == (32, 4, 8) and table.dtype == np.int32
   assert table[0, 0].tolist() == [44, 65, 2, 1, 35, 104, 43, 48]
@@ -22,7 +22,7 @@ def test_the_table_of_stops():
   assert fixed.shape == (4, 8) and (fixed == 128).all()
 
 
-def test_prompts():
+def test_prompts_equal_the_other_scripts():
   ids = workloads.prompt_ids(TAIL, 2)
   assert ids.shape == (2, 4, 64)
   assert ids[0, 0, :4].tolist() == [3484, 2609, 2094, 1106]
@@ -30,18 +30,18 @@ def test_prompts():
   np.testing.assert_array_equal(ids, workloads.prompt_ids(TAIL, 5)[:2])
 
 
-def test_the_reward_counts_words_that_start_with_a():
+def test_reward_counts_words_with_a():
   text = " ".join(map(workloads.word, (2, 3, 4095, 4000)))
   assert text == "a2 b3 b4095 a4000"
   assert workloads.count_a("a a a", text, {}) == 2
 
 
 @pytest.mark.parametrize("name", workloads.NAMES)
-def test_the_config_of_each(name):
+def test_configs_of_workloads(name):
   config = workloads.config_of(name)
   from_config(config)
   loss, optim = config.loss, config.optim
-  # Whatever the defaults become: other libraries were timed on these.
+  # Independent of our defaults, as peers were timed with these.
   assert (optim.name, optim.epochs, optim.minibatches) == ("adamw", 1, 1)
   assert optim.max_grad_norm == 1 and optim.weight_decay == 0
   assert loss.clip_low == loss.clip_high == 0.2

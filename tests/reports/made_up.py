@@ -1,4 +1,4 @@
-"""Run directories that no training wrote: the reports' tests read them."""
+"""Writes invented run directories for the tests of reports."""
 
 import json
 import math
@@ -14,7 +14,7 @@ HOSTILE = (
   "]]> '\"` ${window.hacked = 1} {{x}} @@DATA@@",
   "\ud800 half a pair",
 )
-"""Texts that would do something, were they more than text."""
+"""Texts with effects if they were not treated as text."""
 
 
 def _lines(path, rows):
@@ -88,7 +88,7 @@ def make_run(
   size=4,
   texts=HOSTILE,
 ):
-  """Writes a run's files, from a seed: metrics, samples and the rest."""
+  """Writes the files of a run from a seed."""
   rng = random.Random(seed)
   path.mkdir(parents=True)
   metrics, answers, counts, samples = [], [], [], []

@@ -1,4 +1,4 @@
-"""The page in a real browser: it opens, it can be used, and it is inert."""
+"""The page in a real browser: it opens, can be used, and is inert."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-  """Reports: of two hostile runs, and of a long one."""
+  """Reports of two hostile runs, and of a long run."""
   home = tmp_path_factory.mktemp("reports")
   two = [
     made_up.make_run(home / "<b>one"),
@@ -38,7 +38,7 @@ def files(tmp_path_factory):
   ]
   with (two[1] / "metrics.jsonl").open("a") as file:
     file.write('{"step": 60, "truncated": -0.0004}\n')  # rounds to 0
-  for path in two:  # a trouble, and a metric that repeats another
+  for path in two:  # adds a warning and a duplicate metric
     lines = (path / "metrics.jsonl").read_text().splitlines()
     with (path / "metrics.jsonl").open("w") as file:
       for row in map(json.loads, lines):
@@ -56,7 +56,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, files):
-  """`(name, **options) -> page`; at the end nothing may have gone wrong."""
+  """`(name, **options) -> page`; checks for errors at the end."""
   with contextlib.ExitStack() as stack:
     wrong = []
 
@@ -64,12 +64,12 @@ def opened(browser, files):
       page = browser.new_page(**options)
       stack.callback(page.close)
       page.set_default_timeout(20_000)
-      page.on("console", lambda said: wrong.append(said.text))
+      page.on("console", lambda message: wrong.append(message.text))
       page.on("pageerror", lambda error: wrong.append(str(error)))
-      page.on("request", lambda asked: wrong.append(asked.url))
+      page.on("request", lambda request: wrong.append(request.url))
       url = (files / f"{name}.html").as_uri()
       page.goto(url)
-      assert wrong == [url]  # itself, and nothing else
+      assert wrong == [url]  # the only request
       wrong.clear()
       return page
 
@@ -79,7 +79,7 @@ def opened(browser, files):
 
 
 def scroll_through(page):
-  """Down to the end, so that all is drawn; closed parts are opened."""
+  """Opens closed parts and scrolls to the end to draw everything."""
   page.evaluate(
     "document.querySelectorAll('details').forEach(d => d.open = true)"
   )
@@ -91,7 +91,7 @@ def scroll_through(page):
     )
 
 
-def test_hostile_runs_are_text(opened):
+def test_hostile_texts_are_inert(opened):
   page = opened("two")
   scroll_through(page)
   while page.locator("#completions button").is_visible():
@@ -105,7 +105,7 @@ def test_hostile_runs_are_text(opened):
   body = page.inner_text("main")  # without the data
   assert not re.search("[\x00-\x08\x1b\u200f\u202a-\u202e\u2066-\u2069]", body)
   assert "\u27e8U+202E\u27e9dlrow" in body and "\u27e8U+001B\u27e9[31m" in body
-  # Even where a text became an element, the policy would stop it.
+  # The policy also stops a text that has become an element.
   page.evaluate(
     """() => {
       const node = document.createElement("script");
@@ -122,7 +122,7 @@ def test_hostile_runs_are_text(opened):
   opened.wrong.clear()
 
 
-def test_everything_is_drawn_and_explains_itself(opened):
+def test_charts_tips_tables_and_warnings_are_drawn(opened):
   page = opened("two", viewport={"width": 1200, "height": 900})
   scroll_through(page)
   charts = page.locator(".chart .plot")
@@ -158,18 +158,18 @@ def test_everything_is_drawn_and_explains_itself(opened):
 
 
 def count(page, choose):
-  """What the page says to have found, after a filter is set."""
-  before = page.locator("#completions [role=status]")
+  """Sets a filter; returns the numbers or the message on the page."""
+  status = page.locator("#completions [role=status]")
   choose()
   page.wait_for_timeout(250)
-  said = before.inner_text()
-  found = re.match(r"(\d+) completions in (\d+) of", said)
-  return tuple(map(int, found.groups())) if found else said
+  text = status.inner_text()
+  match = re.match(r"(\d+) completions in (\d+) of", text)
+  return tuple(map(int, match.groups())) if match else text
 
 
-def test_filters_find_what_they_say(opened):
+def test_filters_of_completions(opened):
   page = opened("two")
-  # The last completions come first, the worst before the others.
+  # The last step comes first, with the worst completions on top.
   parts = page.locator("main > section").evaluate_all("x => x.map(n => n.id)")
   assert parts[:3] == ["overview", "completions", "curves"]
   assert page.locator("#completions h3").first.inner_text() == "Step 60"
@@ -192,12 +192,12 @@ def test_filters_find_what_they_say(opened):
   assert count(page, lambda: search.fill("ONERROR")) == (5, 2)
   marks = page.locator("#completions mark").all_inner_texts()
   assert marks and set(marks) == {"onerror"}
-  said = count(page, lambda: search.fill("nobody says this"))
-  assert said == "Nothing fits these filters."
+  message = count(page, lambda: search.fill("missing text"))
+  assert message == "Nothing fits these filters."
   assert page.locator(".sample").count() == 0
 
 
-def test_tokens_say_how_likely_they_were(opened):
+def test_tokens_are_coloured_by_log_ratio(opened):
   page = opened("two")
   color = page.locator("[name=color]")
   token = page.locator(".sample .token").first
@@ -220,7 +220,7 @@ def test_tokens_say_how_likely_they_were(opened):
   assert "token 5 of " in page.locator(".tip").inner_text()
 
 
-def test_a_long_run_is_drawn_bit_by_bit(opened):
+def test_long_run_is_drawn_lazily(opened):
   page = opened("long")
   assert page.locator("#completions .sample").count() == 16  # two groups
   nodes = page.evaluate("document.querySelectorAll('*').length")

@@ -1,4 +1,4 @@
-"""Runs against each other."""
+"""Comparisons of runs."""
 
 import math
 
@@ -12,7 +12,7 @@ from grpojax.statistics import group_size, intervals
 def test_answers_are_compared_prompt_by_prompt():
   a = {5: ("q", "0011001100"), 10: ("q", "0011001101"), 15: ("q", "1")}
   b = {5: ("q", "0111001111"), 10: ("other", "1" * 10), 20: ("q", "1")}
-  (compared,) = comparisons.held_out(a, b)  # the other steps have other prompts
+  (compared,) = comparisons.held_out(a, b)  # only step 5 has equal prompts
   assert compared["step"] == 5 and compared["prompts"] == 10
   assert compared["difference"] == pytest.approx(0.3)
   # Three wins of three: 2 / 2**3.
@@ -23,7 +23,7 @@ def test_answers_are_compared_prompt_by_prompt():
   assert compared["low"] < 0.3 < compared["high"]
 
 
-def test_before_and_after_are_the_first_and_last_evaluation():
+def test_before_and_after_use_first_and_last_evaluation():
   rows = [{"step": 0, "problems": "q", "right": x} for x in ("01", "11")]
   assert comparisons.answers(rows) == {0: ("q", "11")}  # the last counts
   evaluations = {0: ("q", "0000"), 5: ("q", "0110"), 8: ("q", "1111")}
@@ -37,14 +37,14 @@ def columns(steps, values):
   return {"reward_mean": (list(steps), list(values)), "mine": ([1], [2.0])}
 
 
-def test_metrics_are_compared_on_the_steps_that_both_have():
+def test_metrics_are_compared_on_common_steps():
   rng = np.random.default_rng(0)
   noise = rng.normal(size=200)
   a = columns(range(1, 201), noise)
   b = columns(range(101, 301), np.concatenate([noise[100:] + 0.5, noise[:100]]))
   (compared,) = comparisons.steps(a, b)
   assert compared["metric"] == "reward_mean" and compared["steps"] == 100
-  # Pairs take the noise away: not only the mean, the interval is exact.
+  # Pairing removes the noise, so the interval is exact, too.
   for name in ("difference", "low", "high"):
     assert compared[name] == pytest.approx(0.5, abs=1e-4)
   assert compared["mean_b"] - compared["mean_a"] == pytest.approx(0.5, abs=1e-3)
@@ -54,8 +54,8 @@ def test_metrics_are_compared_on_the_steps_that_both_have():
   assert blocks["mean"] == pytest.approx([0.5] * 20, abs=1e-4)
 
 
-def test_neighbouring_steps_that_are_alike_do_not_make_a_short_interval():
-  """A slow wave without a trend: 25 waves of 40 steps are no 1000 draws."""
+def test_correlated_steps_widen_the_interval():
+  """A slow wave without a trend: 25 plateaus of 40 steps are not 1000 draws."""
   rng = np.random.default_rng(1)
   wave = np.repeat(rng.normal(size=25), 40)
   a = columns(range(1000), np.zeros(1000))
@@ -66,35 +66,31 @@ def test_neighbouring_steps_that_are_alike_do_not_make_a_short_interval():
   assert comparisons.steps(few, few) == [] == comparisons.steps({}, few)
 
 
-def test_speed_says_where_the_time_went():
+def test_speed_has_median_and_share_by_part():
   columns = {
     "seconds_step": ([1, 2, 3], [10.0, 1.0, 1.0]),
     "seconds_rollout": ([1, 2, 3], [5.0, 0.25, 0.25]),
     "seconds_update": ([1, 2, 3], [4.0, 0.5, 0.5]),
     "tokens_per_second": ([1], [3.0]),
   }
-  rows = {row["name"]: row for row in comparisons.speed(columns)}
-  medians = {name: row["median"] for name, row in rows.items()}
-  assert medians == {
-    "seconds_rollout": 0.25,
-    "seconds_update": 0.5,
-    "other": None,
-    "seconds_step": 1.0,
-  }
+  rows = comparisons.speed(columns)
+  names = ["seconds_rollout", "seconds_update", "other", "seconds_step"]
+  assert [row["name"] for row in rows] == names
+  assert [row["median"] for row in rows] == [0.25, 0.5, None, 1.0]
   shares = [5.5 / 12, 5 / 12, 1.5 / 12, 1]
-  assert [row["share"] for row in rows.values()] == pytest.approx(shares, 1e-4)
+  assert [row["share"] for row in rows] == pytest.approx(shares, 1e-4)
   assert comparisons.speed({}) == []
 
 
-def test_the_same_held_out_prompts_are_shown_before_and_after():
+def test_texts_are_paired_by_prompt():
   def row(step, *prompts):
     samples = [{"prompt": p, "completion": f"{p} {step}"} for p in prompts]
     return {"step": step, "samples": samples}
 
   rows = [row(8, "a", "b"), row(0, "a", "b"), row(4, "a", "b"), {"step": 9}]
-  found = comparisons.texts_before_and_after(rows)
-  assert (found["first"], found["last"]) == (0, 8)
-  texts = [[sample["completion"] for sample in pair] for pair in found["pairs"]]
+  paired = comparisons.texts_before_and_after(rows)
+  assert (paired["first"], paired["last"]) == (0, 8)
+  texts = [[sample["completion"] for sample in x] for x in paired["pairs"]]
   assert texts == [["a 0", "a 8"], ["b 0", "b 8"]]
   assert comparisons.texts_before_and_after(rows[:1]) is None
   assert comparisons.texts_before_and_after([*rows, row(12, "b", "a")]) is None
@@ -114,7 +110,7 @@ INF = math.inf
     ([], None),
   ],
 )
-def test_the_group_size_is_that_of_the_last_diagnosis(sizes, expected):
+def test_group_size_comes_from_the_last_diagnosis(sizes, expected):
   rows = [{"step": 0, "accuracy": 0.5}]
   for i, size in enumerate(sizes):
     row = {"step": 2 * i, "c1": 1.0}
@@ -125,13 +121,10 @@ def test_the_group_size_is_that_of_the_last_diagnosis(sizes, expected):
 
 
 @pytest.mark.slow
-def test_the_error_of_a_group_size_is_that_of_the_paper():
-  """Against `mse_curve` at every size; the best is 1 + sqrt(32 / 2) = 5."""
-  c1, c2, c3 = [1.0, 3.0], [10.0, 20.0], [30.0, 34.0]
-  columns = {
-    name: ([0, 10], values)
-    for name, values in {"c1": c1, "c2": c2, "c3": c3}.items()
-  }
+def test_error_of_best_equals_mse_curve():
+  """The best size is 1 + sqrt(32 / 2) = 5."""
+  values = {"c1": [1.0, 3.0], "c2": [10.0, 20.0], "c3": [30.0, 34.0]}
+  columns = {name: ([0, 10], x) for name, x in values.items()}
   parts = group_size.Components(2.0, 15.0, 32.0, 0.0, 0.0)
   curve = group_size.mse_curve(parts, np.arange(2, 30), 64).leave_one_out
   for size in (2, 5, 8):

@@ -1,4 +1,4 @@
-"""Groups of completions, as a page gets them."""
+"""Groups of completions in a page."""
 
 from grpojax.reports import completions
 
@@ -8,7 +8,7 @@ def row(step=1, group=0, prompt="p", completion="c", **others):
   return {"step": step, "group": group} | texts | others
 
 
-def test_rows_of_a_group_come_together():
+def test_rows_are_grouped_by_prompt():
   rows = [
     row(completion="a", answer="7", reward=1.0, advantage=0.5),
     row(completion="b", reward=0, truncated=True),
@@ -38,7 +38,7 @@ def test_tokens_of_an_environment_and_rewards_of_turns():
   assert sample["turn_advantages"] == {1: 0.2}
 
 
-def test_of_too_many_steps_some_are_kept_from_first_to_last():
+def test_steps_within_budget_are_evenly_spaced():
   sizes = dict.fromkeys(range(10, 210, 10), 100)
   assert completions.steps_within(sizes, 2000) == list(sizes)
   assert completions.steps_within(sizes, 1999) == [10, *range(20, 210, 20)]

@@ -1,4 +1,4 @@
-"""Curves of metrics, against definitions written anew; rewards by step."""
+"""Curves of metrics and rewards by step, against their definitions."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def curve_of(values, **others):
   return curves.curves(curves.columns(rows))["m"]
 
 
-def test_columns_keep_finite_numbers_and_the_last_of_a_step():
+def test_columns_have_finite_numbers_of_last_rows():
   rows = [
     {"step": 2, "a": 5, "text": "x", "flag": True, "list": [1]},
     {"step": 1, "a": math.nan, "b": math.inf, "c": 10**400, "d": None},
@@ -34,7 +34,7 @@ def test_columns_keep_finite_numbers_and_the_last_of_a_step():
 
 
 @pytest.mark.parametrize("count", [20, 37, 199, 201, 5003])
-def test_blocks_are_all_steps_in_order_with_students_interval(count):
+def test_blocks_cover_all_steps_with_students_interval(count):
   rng = np.random.default_rng(count)
   values = rng.normal(size=count)
   edges = curves.block_edges(count)
@@ -66,27 +66,27 @@ def test_many_steps_keep_their_extremes():
   assert curve_of([1.0] * 19)["blocks"] is None  # of few steps
 
 
-def test_a_rounding_error_is_zero():
+def test_rounding_errors_become_zero():
   rows = [{"step": 1, "loss": 4e-9, "a/kl": -1e-13, "c1": 1e-9, "x": -0.0}]
   values = {k: v[0] for k, (_, v) in curves.columns(rows).items()}
   assert values == {"loss": 0, "a/kl": 0, "c1": 1e-9, "x": 0}
   assert all(math.copysign(1, value) == 1 for value in values.values())
 
 
-def test_a_metric_with_bounds_has_these_for_its_interval():
+def test_metric_with_bounds_uses_them_as_interval():
   made = curve_of([5, 6], m_low=[1, 2], m_high=[None, 9.0])
   assert made["low"] == [1, 2] and made["high"] == [None, 9]  # infinite
   assert "blocks" not in made
   made = curve_of([5, 6], m_low=[1, 2], m_high=[math.inf, None])
   assert made["low"] == [1, 2] and made["high"] == [None, None]
   assert "low" not in curve_of([5, 6], m_se=[1.0, 0.5])  # of few prompts
-  # Bounds are no metrics of their own, but clip fractions are.
+  # Bounds are not separate metrics; clip fractions are.
   names = "m", "m_low", "m_high", "n_se", "clip_fraction_low"
   columns = dict.fromkeys(names, ([1], [0.5]))
   assert set(curves.curves(columns)) == {"m", "n_se", "clip_fraction_low"}
 
 
-def test_each_reward_is_a_row_and_each_step_a_column():
+def test_few_rewards_are_rows_and_steps_columns():
   counts = {1: [(0.0, 6), (1.0, 2)], 2: [(0.0, 1), (0.5, 2), (1.0, 1)]}
   picture = curves.reward_picture(counts)
   assert picture == {
@@ -97,7 +97,7 @@ def test_each_reward_is_a_row_and_each_step_a_column():
   }
 
 
-def test_many_rewards_fall_into_intervals_and_many_steps_into_columns():
+def test_many_rewards_and_steps_are_binned():
   picture = curves.reward_picture(
     {i: [(i / 1000, 1), ((i + 500) / 1000, 3)] for i in range(1000)}
   )
@@ -107,7 +107,7 @@ def test_many_rewards_fall_into_intervals_and_many_steps_into_columns():
   assert picture["values"][0][0] == 0 and picture["values"][-1][1] == 1.499
   for column in picture["shares"]:
     assert sum(column) == pytest.approx(1, abs=1e-3)
-  # Rewards 0 to 0.009, once each, and 0.5 to 0.509, three times each.
+  # Rewards 0 to 0.009 have count 1, rewards 0.5 to 0.509 count 3.
   first = {i: x for i, x in enumerate(picture["shares"][0]) if x}
   assert first == {0: 0.25, 6: 0.75}
   assert picture["total"] == 4000

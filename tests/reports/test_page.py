@@ -1,4 +1,4 @@
-"""The page: hostile data stay data, and nothing comes from elsewhere."""
+"""The page: hostile data stay data, and there are no external resources."""
 
 import base64
 import hashlib
@@ -14,7 +14,7 @@ from grpojax.reports.page import HERE, SCRIPTS, embedded, page
 
 
 class Reader(html.parser.HTMLParser):
-  """Tags with their attributes, and what stands in scripts and styles."""
+  """Collects tags with attributes, and texts of scripts, styles and titles."""
 
   def __init__(self):
     super().__init__()
@@ -40,7 +40,7 @@ def read(text):
   return reader
 
 
-def test_hostile_texts_come_back_whole_and_end_nothing():
+def test_hostile_texts_are_embedded_unchanged():
   data = {"texts": list(made_up.HOSTILE), made_up.HOSTILE[0]: 1}
   text = embedded(data)
   assert text.isascii() and not re.search("[<>&\u2028\u2029]", text)
@@ -57,7 +57,7 @@ def test_hostile_texts_come_back_whole_and_end_nothing():
     embedded([float("nan")])
 
 
-def test_the_policy_allows_these_scripts_and_nothing_else():
+def test_policy_allows_only_own_scripts():
   reader = read(page("t", {}))
   (policy,) = (
     attrs["content"]
@@ -85,10 +85,10 @@ def test_the_policy_allows_these_scripts_and_nothing_else():
       assert re.match("(data:,|#)", attrs.get(name, "#"))
 
 
-def test_scripts_put_data_into_the_page_as_text_only():
+def test_scripts_insert_data_only_as_text():
   for name in SCRIPTS:
     text = (HERE / f"{name}.js").read_text()
-    assert text.isascii()  # no encoding to get wrong
+    assert text.isascii()  # any encoding works
     code = text.replace("http://www.w3.org/2000/svg", "")
     code = re.sub(r"//.*", "", code)
     dangerous = (
@@ -99,7 +99,7 @@ def test_scripts_put_data_into_the_page_as_text_only():
   assert {p.stem for p in HERE.glob("*.js")} == set(SCRIPTS)
 
 
-def test_every_metric_has_a_group_and_main_ones_come_first():
+def test_layout_groups_and_orders_metrics():
   names = ["zzz", "kl", "reward_mean", "accuracy", "seconds_step", "gsm/kl"]
   names += ["optimal_group_size", "own_c1", "clip_fraction_low", "c1"]
   names += ["rewards/f/mean"]

@@ -1,4 +1,4 @@
-"""Small policies of which everything is known."""
+"""Small policies with known probabilities, scores and rewards."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from grpojax.statistics.u_statistics import Estimators
 
 
 def draw_population(seed, prompts, completions, dims):
-  """Probabilities, scores and rewards of prompts that share parameters."""
+  """Draws probabilities, scores and rewards; prompts share parameters."""
   rng = np.random.default_rng(seed)
   shape = prompts, completions
   features, logits = rng.normal(size=(*shape, dims)), rng.normal(size=shape)
@@ -19,9 +19,9 @@ def draw_population(seed, prompts, completions, dims):
 
 
 def estimates_of_all_groups(p, s, z, g):
-  """Gradients [X, groups, d] of each estimator, and probabilities [X, groups].
+  """Lists each estimator's gradients [X, groups, d] and chances [X, groups].
 
-  The groups are all sequences of g completions.
+  Groups are all sequences of g completions.
   """
   group = np.array(list(itertools.product(range(p.shape[1]), repeat=g)))
   rewards = z[:, group]

@@ -1,4 +1,4 @@
-"""Errors of gradients with any advantages: by enumeration of all groups."""
+"""Errors of gradients with any advantage, by enumeration of all groups."""
 
 import functools
 import itertools
@@ -25,9 +25,9 @@ def groups_of(size):
 
 
 def expected(advantage, weights):
-  """Means of the estimates over all pairs of groups of 4 of one prompt.
+  """Averages the estimates over all pairs of groups of 4 of a prompt.
 
-  The two directions are a basis, scaled so that E[v v^T] = I over them.
+  The two directions are a basis, scaled to E[v v^T] = I.
   """
   groups = groups_of(G)
   chance = P[groups].prod(-1)
@@ -52,11 +52,11 @@ def expected(advantage, weights):
 
 
 def exact(size, weights):
-  """The error of weighted leave-one-out over all groups."""
+  """Computes the error of weighted leave-one-out over all groups."""
   groups = groups_of(size)
   w, z = weights[groups], Z[groups]
-  others = (w * z).sum(-1, keepdims=True) - w * z
-  advantages = z - others / (w.sum(-1, keepdims=True) - w)
+  without = (w * z).sum(-1, keepdims=True) - w * z
+  advantages = z - without / (w.sum(-1, keepdims=True) - w)
   result = np.einsum("ng,ngd->nd", advantages, SCORES[groups]) / size
   return P[groups].prod(-1) @ ((result - GRADIENT) ** 2).sum(-1)
 
@@ -73,16 +73,8 @@ def exact(size, weights):
 )
 def test_errors_are_exact_at_both_sizes(advantage, weights, float64):
   result = expected(advantage, weights)
-  of_each = next(iter(weights.values()), np.ones(3))
-  assert_allclose(result.mse, exact(4, of_each), rtol=1e-8)
+  values = next(iter(weights.values()), np.ones(3))
+  assert_allclose(result.mse, exact(4, values), rtol=1e-8)
   for size in (2, 4):
     error = result.c2 / size + result.c3 / (size * (size - 1))
-    assert_allclose(error, exact(size, of_each), rtol=1e-8)
-
-
-def test_metrics():
-  errors = lib.AdvantageErrors(*jnp.array([8.0, 18.0, 1.0, 2.0, 3.0]))
-  row = lib.metrics(errors, jnp.float32(2.0), 5)
-  assert float(row["own_optimal_group_size"]) == 4.0
-  assert float(row["own_gradient_mse"]) == 1.0
-  assert float(row["own_c3_se"]) == 2.0
+    assert_allclose(error, exact(size, values), rtol=1e-8)

@@ -21,7 +21,7 @@ from grpojax.models.transformer import (
 from grpojax.statistics import diagnostics, group_size, projections
 from grpojax.statistics import u_statistics as u
 
-X, M, G = 2, 3, 3  # prompts and completions that exist, group size
+X, M, G = 2, 3, 3  # prompts, completions per prompt, group size
 EOS = 0
 
 
@@ -31,9 +31,9 @@ def exact(*population):
 
 
 def expectation(p, s, z):
-  """The mean of `diagnose`'s components over all batches of three prompts.
+  """Averages the components of `diagnose` over all batches of three prompts.
 
-  Two directions are from a basis of the scores' span, with E[v v^T] = I.
+  Two directions come from a basis of the scores' span with E[v v^T] = I.
   """
   basis = np.linalg.svd(s.reshape(-1, s.shape[-1]), full_matrices=False)[2]
   basis = basis[: X * (M - 1)]  # the scores of a prompt add up to 0
@@ -55,7 +55,7 @@ def expectation(p, s, z):
 
 
 def multisets(n, size):
-  """All multisets of 0 .. n - 1, and how many sequences have each."""
+  """Lists all multisets of 0 .. n - 1, and their numbers of sequences."""
   result = list(itertools.combinations_with_replacement(range(n), size))
   often = [
     math.factorial(size) / math.prod(math.factorial(x.count(i)) for i in set(x))
@@ -96,7 +96,7 @@ def logprobs(lm, params, rollout):
 
 
 def project(lm, params, rollout, **options):
-  """The projections of a rollout's scores, and the directions [V, d]."""
+  """Returns a rollout's projected scores, and the directions [V, d]."""
   key = jax.random.key(3)
   run = functools.partial(diagnostics.score_projections, lm, **options)
   result = jax.jit(lambda p, r: run(p, r, key))(params, rollout)
@@ -120,17 +120,17 @@ def sampled():
 
 
 def flat(tree, axes):
-  """Leaves side by side, all axes but the first ones in a row."""
+  """Concatenates the leaves after flattening all but the first `axes` axes."""
   leaves = [x.reshape(*x.shape[:axes], -1) for x in jax.tree.leaves(tree)]
   return jnp.concatenate(leaves, -1)
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def directions(key, moving, count):
-  one_by_one = [
+  trees = [
     projections.rademacher_like(k, moving) for k in jax.random.split(key, count)
   ]
-  return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), 1)
+  return flat(jax.tree.map(lambda *x: jnp.stack(x), *trees), 1)
 
 
 def all_move(params):
@@ -155,15 +155,15 @@ def test_projections_equal_per_sample_gradients(tiny_decoder, sampled, options):
   result, v = project(lm, params, sampled, tangents=3, **options)
   assert set(np.unique(v)) == {-1, 1}
   moving, merge = options["split"](params)
-  of_moving = lambda moving: logprobs(lm, merge(moving), sampled)
-  gradients = jax.jit(jax.jacrev(of_moving))(moving)
+  function = lambda moving: logprobs(lm, merge(moving), sampled)
+  gradients = jax.jit(jax.jacrev(function))(moving)
   expected = jnp.einsum("vd,bgd->vbg", v, flat(gradients, 2))
   assert_allclose(result, expected, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.slow  # compiles
-def test_a_model_with_experts_is_diagnosed(sampled):
-  """Its functions cannot be vmapped; against gradients one by one."""
+def test_model_with_experts_is_diagnosed(sampled):
+  """Functions of experts cannot be vmapped; compares with single gradients."""
   config = TransformerConfig(
     7, 8, 1, 2, 1, 4, 6, experts=3, experts_per_token=2
   )
@@ -171,22 +171,22 @@ def test_a_model_with_experts_is_diagnosed(sampled):
   params = jax.tree.map(lambda x: 8 * x, lm.init(jax.random.key(0)))
   options = {"tangents": 2, "vectorized": False}
   result, v = project(lm, params, sampled, **options)
-  of_one = lambda params, b, i: logprobs(lm, params, sampled)[b, i]
-  gradient = jax.jit(jax.grad(of_one))
+  logprob = lambda params, b, i: logprobs(lm, params, sampled)[b, i]
+  gradient = jax.jit(jax.grad(logprob))
   for b, i in ((0, 1), (2, 3), (3, 0)):
     expected = v @ flat([gradient(params, b, i)], 0)
     assert_allclose(result[:, b, i], expected, rtol=1e-3, atol=1e-3)
 
 
 def simulate(rng, prompts, group, tangents, batches):
-  """Batches of a softmax policy with 6 prompts, 5 completions, 40 parameters.
+  """Draws batches of a softmax policy: 6 prompts, 5 completions, 40 parameters.
 
   Returns projections [batches, V, B, G], rewards, and the exact components.
   """
   x, m, d = 6, 5, 40
   logits = rng.normal(size=(x, m))
   p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-  common = rng.normal(size=(m, d))  # so that the prompts agree a little
+  common = rng.normal(size=(m, d))  # correlates the prompts
   s = common + 0.7 * rng.normal(size=(x, m, d))
   s -= np.einsum("xm,xmd->xd", p, s)[:, None]
   z = 1.0 * (np.arange(m) < 2) * np.ones((x, 1))
@@ -213,19 +213,19 @@ def test_standard_errors_and_interval_cover():
     expected = float(getattr(truth, name))
     error = values.std() / np.sqrt(batches)
     assert abs(values.mean() - expected) < 4 * error, name
-    # The stated error against the real one; a little may be counted twice.
+    # Compares with the real error; the estimate may count a little twice.
     squares = np.asarray(getattr(result.standard_errors, name)) ** 2
     stated = np.sqrt(np.mean(squares))
     assert 0.95 < stated / values.std() < 1.25, name
   best = 1 + np.sqrt(truth.c3 / truth.c1)
   covered = np.mean((result.low <= best) & (best <= result.high))
-  # 95%, four standard errors of this simulation, and the safe side.
+  # 95% -+ four standard errors of this simulation, plus the safe side.
   assert 0.93 < covered < 0.995
-  assert np.mean(np.isfinite(result.high)) > 0.2  # it does say something
+  assert np.mean(np.isfinite(result.high)) > 0.2  # the interval is not trivial
 
 
 @pytest.mark.slow
-def test_diagnosis_is_put_together_from_its_components():
+def test_diagnosis_combines_its_components():
   a, z, _ = simulate(np.random.default_rng(1), 12, 4, 3, 1)
   result = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
   c, n = result.components, 48 * 4
@@ -245,8 +245,8 @@ def test_diagnosis_is_put_together_from_its_components():
   assert result.low <= result.optimal_group_size <= result.high
 
 
-def test_missing_rewards_and_groups_without_a_signal():
-  """A missing reward makes all nan; equal ones leave G* unknown."""
+def test_missing_or_equal_rewards():
+  """A missing reward makes all nan; equal rewards leave G* unknown."""
   a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 4)), jnp.float32)
   diagnose = jax.jit(diagnostics.diagnose)
   result = diagnose(a, jnp.ones((5, 4)).at[1, 2].set(np.inf))
@@ -259,13 +259,13 @@ def test_missing_rewards_and_groups_without_a_signal():
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 4), (2, 2, 4), (2, 4, 2)])
-def test_too_few_to_diagnose(shape):
+def test_too_few_tangents_prompts_or_samples_are_refused(shape):
   with pytest.raises(ValueError, match="at least 2 tangents, 3 prompts"):
     diagnostics.diagnose(jnp.ones(shape), jnp.ones(shape[1:]))
 
 
 @pytest.mark.slow
-def test_parts_and_layers_that_are_not_there_are_refused(tiny_decoder, sampled):
+def test_invalid_parts_and_layers_are_refused(tiny_decoder, sampled):
   lm, params = tiny_decoder
   with pytest.raises(ValueError, match="micro_batches=3 must divide 4"):
     project(lm, params, sampled, tangents=2, micro_batches=3)

@@ -1,4 +1,4 @@
-"""Batches of prompts against enumeration, and the group size that is best."""
+"""Errors of batches against enumeration, and best group sizes."""
 
 import functools
 import itertools
@@ -12,14 +12,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.statistics import u_statistics as u
 
-X, M, D = 2, 3, 2  # prompts, completions of each, parameters
-
-
+X, M, D = 2, 3, 2  # prompts, completions per prompt, parameters
 WEIGHTS = np.array([0.3, 0.7])
 
 
 def enumerated(p, s, z, b, estimates, chance):
-  """Errors of all estimators over every batch of b groups."""
+  """Computes the errors of all estimators over every batch of b groups."""
   truth = np.einsum("x,xm,xm,xmd->d", WEIGHTS, p, z, s)
   chance = (WEIGHTS[:, None] * chance).reshape(-1)
   index = np.array(list(itertools.product(range(len(chance)), repeat=b)))
@@ -54,15 +52,14 @@ def test_mse_of_a_batch_equals_enumeration(
 def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
   draws, g, float64, population, all_groups
 ):
-  """Each of three prompts once, and some of them once more, in any order."""
   many = 3
   p, s, z = population(2, many, 2, D)
   estimates, chance = all_groups(p, s, z, g)
   estimates = estimates.leave_one_out
   truth = np.einsum("xm,xm,xmd->d", p, z, s) / many
   errors = []
-  for rest in itertools.combinations(range(many), draws % many):
-    drawn = [*range(many)] * (draws // many) + [*rest]
+  for extra in itertools.combinations(range(many), draws % many):
+    drawn = [*range(many)] * (draws // many) + [*extra]
     groups = range(chance.shape[1])
     index = np.array(list(itertools.product(groups, repeat=draws)))
     mean = sum(estimates[x][index[:, i]] for i, x in enumerate(drawn)) / draws
@@ -78,7 +75,7 @@ def test_mse_of_epochs_of_a_finite_set_equals_enumeration(
 @pytest.mark.slow
 @pytest.mark.parametrize("c3", [0.5, 400.0])
 @pytest.mark.parametrize("steps", [1, 40])
-def test_the_best_group_size_in_epochs(c3, steps, float64):
+def test_best_group_size_in_epochs(c3, steps, float64):
   c = group_size_lib.Components(1.0, 7.0, c3, 9.0, 2.0)
   n, prompts = 240 * steps, 300
   sizes = np.geomspace(2, n, 200_001)
@@ -109,18 +106,18 @@ def test_optimal_group_size_at_the_limits():
   best = group_size_lib.optimal_group_size
   sizes = jax.jit(best)(jnp.array([0.0, -1.0, 1.0, 1.0]), 1.0, jnp.zeros(4))
   assert_array_equal(sizes, [jnp.inf, jnp.inf, 1, 1])
-  assert best(1.0, 0.1, 0.0, 3.0) == 1  # prompts cost, but too little
+  assert best(1.0, 0.1, 0.0, 3.0) == 1  # the cost of prompts is too small
   for unknown in ((np.nan, 1.0, 1.0), (1.0, np.nan, 1.0), (1.0, 1.0, np.nan)):
     assert np.isnan(best(*unknown))
-  with pytest.raises(ValueError, match="prompt_cost .*not -1"):
+  with pytest.raises(ValueError, match="prompt_cost = -1: give 0 or more"):
     best(1.0, 1.0, 1.0, -1)
-  with pytest.raises(ValueError, match="2 or more"):
+  with pytest.raises(ValueError, match="at least 2"):
     c = group_size_lib.Components(*jnp.ones(5))
     group_size_lib.mse_curve(c, np.array([1, 2]), 8)
 
 
 def follow(estimates, start=8, error=0.0, **changes):
-  """Group sizes that follow from a sequence of estimates (c1, c3)."""
+  """Returns the group sizes after each of these estimates (c1, c3)."""
   settings = {"smallest": 4, "largest": 64, "decay": 0.5, "margin": 0.25}
   settings |= {"confidence": 1.0} | changes
   observe = jax.jit(functools.partial(group_size_lib.observe, **settings))
@@ -133,7 +130,7 @@ def follow(estimates, start=8, error=0.0, **changes):
   return sizes
 
 
-UP = (2.0**3.70 - 1) ** 2  # c3 where c1 = 1 and G* = 2^3.70
+UP = (2.0**3.70 - 1) ** 2  # c3 for c1 = 1 and G* = 2^3.70
 DOWN = (2.0**2.30 - 1) ** 2
 
 
@@ -144,30 +141,30 @@ DOWN = (2.0**2.30 - 1) ** 2
     ([(1.0, 9.0)] * 4, [32, 16, 8, 4], {"start": 64}),
     ([(1.0, 1e6)] * 5, [16, 32, 64, 64, 64], {}),
     ([(1.0, 0.01)] * 3, [4, 4, 4], {}),
-    ([(-1.0, 5.0)] * 2, [16, 32], {}),  # no use for more prompts
-    # It stays within its margin.
+    ([(-1.0, 5.0)] * 2, [16, 32], {}),  # prompts do not differ
+    # Within its margin G does not move.
     ([(1.0, UP), (1.0, DOWN)] * 3, [8] * 6, {"decay": 0.0}),
     ([(1.0, (2.0**3.80 - 1) ** 2)], [16], {}),
     ([(1.0, UP)], [16], {"margin": 0.0}),
-    # All estimates so far: the sums of c1 are 4, then 1 and 2.6.
+    # Estimates add up: the sums of c1 are 4, then 1 or 2.6.
     ([(4.0, 200.0), (-1.0, 200.0)], [8, 16], {}),
     ([(4.0, 200.0), (-1.0, 200.0)], [8, 8], {"decay": 0.9}),
     ([(4.0, 200.0), (jnp.nan, 1.0), (1.0, jnp.inf)], [8, 8, 8], {}),
     ([(0.0, 0.0)], [8], {}),  # no signal at all
   ],
 )
-def test_the_group_size_follows_the_estimates(estimates, sizes, changes):
+def test_group_size_follows_the_estimates(estimates, sizes, changes):
   assert follow(estimates, **changes) == sizes
 
 
-def test_a_noisy_estimate_moves_nothing_until_it_is_repeated():
-  """K = (8 2^0.75 - 1)^2 = 155.4: evidence (400 - K) / sqrt(1 + K^2) error."""
-  one = (400 - 155.4) / np.sqrt(1 + 155.4**2)
+def test_noisy_estimate_moves_only_when_repeated():
+  """K = (8 2^0.75 - 1)^2 = 155.4; evidence (400 - K)/sqrt(1 + K^2)/error."""
+  limit = (400 - 155.4) / np.sqrt(1 + 155.4**2)
   seen = [(1.0, 400.0)]
-  assert follow(seen, error=0.99 * one) == [16]
-  assert follow(seen, error=1.01 * one) == [8]
-  assert follow(seen, error=1.01 * one, confidence=0.9) == [16]
+  assert follow(seen, error=0.99 * limit) == [16]
+  assert follow(seen, error=1.01 * limit) == [8]
+  assert follow(seen, error=1.01 * limit, confidence=0.9) == [16]
   # Twice, decay 1/2: sums 1.5 times as large, errors sqrt(1.25) times.
-  better = 1.5 / np.sqrt(1.25) * one
-  assert follow(seen * 2, error=0.99 * better) == [8, 16]
-  assert follow(seen * 2, error=1.01 * better) == [8, 8]
+  limit *= 1.5 / np.sqrt(1.25)
+  assert follow(seen * 2, error=0.99 * limit) == [8, 16]
+  assert follow(seen * 2, error=1.01 * limit) == [8, 8]

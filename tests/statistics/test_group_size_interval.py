@@ -20,7 +20,7 @@ def test_students_expansion_against_scipy(degrees, too_small, float64):
 
 
 def bounds(c1, c3, over_prompts, over_tangents=((0, 0), (0, 0)), tangents=4):
-  """The interval, where c1 and c3 have the given covariances [2, 2]."""
+  """Returns the interval for these covariances [2, 2] of c1 and c3."""
   matrices = np.zeros((2, 5, 5))
   for matrix, covariance in zip(
     matrices, (over_prompts, over_tangents), strict=True
@@ -38,13 +38,11 @@ def bounds(c1, c3, over_prompts, over_tangents=((0, 0), (0, 0)), tangents=4):
 
 @pytest.mark.parametrize(
   "of_tangents, degrees",
-  # Of equal shares, Satterthwaite's of B - 1 = 40 and V - 1 = 3.
+  # Satterthwaite's degrees for equal shares of B - 1 = 40 and V - 1 = 3.
   [(0, 40), (1, 4 / (1 / 40 + 1 / 3))],
 )
-def test_bounds_are_where_the_difference_is_t_standard_errors(
-  of_tangents, degrees, float64
-):
-  """At both ends of rho = c1 / c3, c1 - rho c3 differs from 0 by t errors."""
+def test_bounds_solve_the_t_test(of_tangents, degrees, float64):
+  """At both bounds of rho = c1 / c3, c1 - rho c3 is t errors away from 0."""
   c1, c3, covariance = 1.0, 30.0, np.array([[0.05, 0.1], [0.1, 4.5]])
   low, high = bounds(c1, c3, covariance, of_tangents * covariance)
   assert 2 < low < 1 + np.sqrt(30) < high < 30
@@ -57,17 +55,16 @@ def test_bounds_are_where_the_difference_is_t_standard_errors(
     np.testing.assert_allclose(contrast @ [c1, c3], t * error**0.5, rtol=rtol)
 
 
-def test_bounds_say_what_is_not_known(float64):
-  # c1 may be 0: there may be no largest size.
+def test_unknown_bounds(float64):
+  # c1 may be 0, so the size may be unbounded.
   low, high = bounds(1.0, 30.0, np.diag([1.0, 1.0]))
   assert 1 < low < 7 and high == np.inf
-  # c3 may be 0, or is negative: any size.
+  # c3 may be 0 or is negative, so any size is possible.
   assert bounds(1.0, 3.0, np.diag([0.01, 9.0])) == (1, np.inf)
   assert bounds(1.0, -9.0, np.diag([0.01, 1.0])) == (1, np.inf)
 
 
-def test_a_runs_diagnoses_are_pooled():
-  """Both bounds are where a paired t-test of c1 - rho c3 just turns."""
+def test_pooled_interval_is_a_paired_t_test():
   rng = np.random.default_rng(0)
   c1, c3 = rng.normal(1.0, 0.3, 12), rng.normal(30.0, 5.0, 12)
   best, low, high = interval.pooled_group_size(c1, c3)
@@ -78,7 +75,7 @@ def test_a_runs_diagnoses_are_pooled():
     assert test.pvalue == pytest.approx(0.05, rel=1e-3)
 
 
-def test_few_diagnoses_have_no_interval():
-  two, own = np.array([1.0, 1.0]), (2.0, 5.0)
-  assert interval.pooled_group_size(two, 9 * two, own) == (4, 1, np.inf)
-  assert interval.pooled_group_size(two[:1], 9 * two[:1], own) == (4, 2, 5)
+def test_one_or_two_diagnoses():
+  c1, single = np.array([1.0, 1.0]), (2.0, 5.0)
+  assert interval.pooled_group_size(c1, 9 * c1, single) == (4, 1, np.inf)
+  assert interval.pooled_group_size(c1[:1], 9 * c1[:1], single) == (4, 2, 5)

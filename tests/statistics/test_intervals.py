@@ -31,20 +31,20 @@ def test_mean_interval_equals_scipy(count):
 @pytest.mark.parametrize(
   "prompts, a, b", [(100, 0.02, 2), (20, 1, 1), (2, 9, 9)]
 )
-def test_a_share_s_interval_keeps_its_coverage_near_0_and_1(prompts, a, b):
-  """Student's holds 86% of the first, 87% of the last, and leaves [0, 1]."""
+def test_share_interval_covers_near_0_and_1(prompts, a, b):
+  """Student's covers 86% of the first, 87% of the last, and leaves [0, 1]."""
   rng, held = np.random.default_rng(0), 0
   for _ in range(400):
     values = rng.binomial(4, rng.beta(a, b, prompts)) / 4
     rate, low, high = share_interval(values)
     assert 0 <= low <= rate <= high <= 1 and low < high
     held += low <= a / (a + b) <= high
-    other = share_interval(1 - values)
-    assert_allclose(other, [1 - rate, 1 - high, 1 - low], atol=1e-12)
+    mirrored = share_interval(1 - values)
+    assert_allclose(mirrored, [1 - rate, 1 - high, 1 - low], atol=1e-12)
   assert held >= 0.94 * 400
 
 
-def test_a_share_s_interval_is_student_s_in_the_middle():
+def test_share_interval_is_students_in_the_middle():
   values = np.random.default_rng(0).binomial(4, 0.5, 10_000) / 4
   student = mean_interval(values)
   assert_allclose(share_interval(values), student, rtol=1e-3)
@@ -56,7 +56,7 @@ def test_wilson_interval_ends_where_the_score_test_just_rejects():
   assert_allclose(z, [1.959964, -1.959964], rtol=1e-6)
 
 
-def test_paired_difference_is_the_t_test_and_the_sign_flip_test_of_scipy():
+def test_paired_difference_equals_scipy():
   rng = np.random.default_rng(0)
   a, b = rng.integers(0, 5, (2, 12)) / 4
   result = paired_difference(a, b)
@@ -71,8 +71,8 @@ def test_paired_difference_is_the_t_test_and_the_sign_flip_test_of_scipy():
   assert_allclose(paired_difference(b, a), back)
 
 
-def test_ties_count_as_ties_in_spite_of_rounding():
-  """0.1 and 0.2 against 0.3: all sums of thirds that tie, as in integers."""
+def test_permutation_test_handles_ties_despite_rounding():
+  """Sums of multiples of 0.1 tie like sums of integers."""
   units = np.array([3, -1, -2, 2, 1, -1])
   floats = paired_difference(units * 0.1, np.zeros(6))
   whole = paired_difference(units, np.zeros(6, int))
@@ -83,8 +83,8 @@ def test_ties_count_as_ties_in_spite_of_rounding():
 
 
 @pytest.mark.slow
-def test_drawn_signs_agree_with_the_normal_limit_and_repeat():
-  """300 prompts, each with a difference of its own size: too many to list."""
+def test_drawn_signs_agree_with_the_normal_limit():
+  """300 different differences have too many signs to list."""
   a, zero = np.random.default_rng(1).normal(size=300), np.zeros(300)
   a += 0.1 - a.mean()
   result = paired_difference(a, zero)
@@ -99,7 +99,7 @@ def test_drawn_signs_agree_with_the_normal_limit_and_repeat():
 
 
 @pytest.mark.parametrize("wins, losses", [(0, 0), (1, 0), (5, 5), (9, 2)])
-def test_mcnemar_is_the_sign_flip_test_of_shares(wins, losses):
+def test_mcnemar_equals_the_sign_flip_test(wins, losses):
   a = np.array([1] * wins + [0] * losses + [1] * 7 + [0] * 6, bool)
   b = np.array([0] * wins + [1] * losses + [1] * 7 + [0] * 6, bool)
   same = paired_difference(a.astype(int), b.astype(int))
@@ -107,7 +107,7 @@ def test_mcnemar_is_the_sign_flip_test_of_shares(wins, losses):
   assert p_value == pytest.approx(same.p_value, rel=1e-9)
 
 
-def test_agresti_min_worked_by_hand():
+def test_agresti_min_interval_by_hand():
   """With half a prompt in each cell, 25.5 and 10.5 of 102 differ.
 
   The interval is 15 / 102 -+ z sqrt(36 - 15^2 / 102) / 102.
@@ -118,14 +118,14 @@ def test_agresti_min_worked_by_hand():
   assert result.difference == pytest.approx(0.15)
   assert result.low == pytest.approx(0.147059 - 0.111705, abs=2e-6)
   assert result.high == pytest.approx(0.147059 + 0.111705, abs=2e-6)
-  # Where nothing differs, Student's interval is a point and this one is not.
+  # Without differences, Student's interval is a point, unlike this interval.
   same = paired_proportions(a, a)
   assert same.low == -same.high and 0.01 < same.high < 0.04
   assert same.p_value == 1 and same.difference == 0
   assert paired_difference(a.astype(int), a.astype(int))[:3] == (0, 0, 0)
-  # Nothing leaves [-1, 1], and the difference stays inside.
-  one = paired_proportions(np.ones(1, bool), np.zeros(1, bool))
-  assert -1 <= one.low < one.difference == one.high == 1
+  # Bounds stay within [-1, 1], and the difference within the bounds.
+  extreme = paired_proportions(np.ones(1, bool), np.zeros(1, bool))
+  assert -1 <= extreme.low < extreme.difference == extreme.high == 1
 
 
 NONE = np.zeros(0, bool)
@@ -134,13 +134,13 @@ NONE = np.zeros(0, bool)
 @pytest.mark.parametrize(
   "function, args, message",
   [
-    (intervals._check_pairs, (np.zeros(3), np.zeros(4)), "of the same prompts"),
+    (intervals._check_pairs, (np.zeros(3), np.zeros(4)), "differ in shape"),
     (share_interval, (np.zeros(1),), "at least 2 prompts"),
     (paired_difference, (np.zeros(1), np.zeros(1)), "at least 2 prompts"),
     (paired_proportions, (NONE, NONE), "at least 1 prompt"),
     (paired_difference, (np.full(2, np.nan), np.zeros(2)), "not finite"),
   ],
 )
-def test_too_few_prompts_and_other_pairs_are_refused(function, args, message):
+def test_invalid_values_are_refused(function, args, message):
   with pytest.raises(ValueError, match=message):
     function(*args)

@@ -25,7 +25,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
 
 
 def test_pass_at_k_of_many_samples():
-  """Where the binomial coefficients themselves overflow float32."""
+  """The binomial coefficients overflow float32."""
   n, c, k = 2000, 3, 700
   correct = jnp.arange(n) < c
   expected = 1 - math.comb(n - c, k) / math.comb(n, k)
@@ -34,7 +34,7 @@ def test_pass_at_k_of_many_samples():
 
 
 def vote(labels, correct):
-  """Chance that the plurality of these samples is right, ties at random."""
+  """Returns the chance of a right plurality, with random tie breaking."""
   counts = {x: labels.count(x) for x in labels if x != -1}
   if not counts:
     return 0.0
@@ -45,7 +45,7 @@ def vote(labels, correct):
 
 
 def brute_force(labels, correct, k):
-  """Mean of the vote over all subsets of k samples."""
+  """Averages the vote over all subsets of k samples."""
   subsets = itertools.combinations(range(len(labels)), k)
   return np.mean(
     [vote([labels[i] for i in s], [correct[i] for i in s]) for s in subsets]
@@ -54,7 +54,7 @@ def brute_force(labels, correct, k):
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
 def test_majority_is_the_mean_over_all_subsets(n):
-  """Any number of answers, several right ones, ties, silent samples."""
+  """With several right answers, ties and silent samples."""
   rng = np.random.default_rng(n)
   for answers in range(1, 6):
     labels = rng.integers(-1, answers, (6, n))

@@ -1,4 +1,4 @@
-"""Prompts drawn by priority: what comes out on average, by enumeration."""
+"""Prompts drawn by priority: averages by enumeration."""
 
 import itertools
 
@@ -14,7 +14,7 @@ ORIGINAL = np.array([2 / 9, 2 / 9, 2 / 9, 1 / 6, 1 / 6])
 
 
 class Fixed:
-  """Random numbers that are known: orders of the strata, and one number."""
+  """A random generator with given orders of the strata and a given number."""
 
   def __init__(self, orders, number):
     self.orders, self.number = list(orders), number
@@ -27,7 +27,7 @@ class Fixed:
 
 
 def outcomes(expected, rows):
-  """All orders, and all intervals of the random number, with probabilities."""
+  """Lists all orders and intervals of the random number, with probabilities."""
   orders = itertools.product(
     *(itertools.permutations(range(n)) for n in (3, 2))
   )
@@ -43,7 +43,7 @@ def outcomes(expected, rows):
 @pytest.mark.parametrize(
   "priorities", [(1, 4, 0, 2, 0), (0, 0, 0, 1, 1), (1, 1, 1, 1, 1)]
 )
-def test_importance_weights_undo_the_priorities(priorities, rows, most):
+def test_importance_weights_remove_the_bias(priorities, rows, most):
   options = {"rows": rows, "uniform": 0.25, "most": most}
   priorities = np.array(priorities, float)
   expected = prompt_sampling.expected_rows(priorities, STRATA, **options)
@@ -67,14 +67,14 @@ def test_importance_weights_undo_the_priorities(priorities, rows, most):
 @pytest.mark.parametrize(
   "priorities, strata, options, expected",
   [
-    # 1/30 is left to everybody; nothing is known of the second data set.
+    # The uniform share is 1/30 each; the second data set has no priorities.
     (
       [1.0, 0, 0, 0, 0],
       STRATA,
       {"rows": 1, "uniform": 0.1},
       [2 / 3 - 4 / 90, 2 / 90, 2 / 90, 1 / 6, 1 / 6],
     ),
-    # An excess over one row goes to the others of its data set.
+    # An excess over a row goes to the same data set.
     (
       [96.0, 1, 1, 1, 1, 1],
       [Stratum(4, 2.0), Stratum(2, 1.0)],
@@ -88,7 +88,7 @@ def test_shares_shift_within_a_stratum(priorities, strata, options, expected):
   assert_allclose(rows, expected)
 
 
-def test_data_sets_keep_their_rows_in_random_order():
+def test_strata_keep_their_rows_in_random_order():
   rng = np.random.default_rng(0)
   strata = [Stratum(40, 3.0), Stratum(20, 1.0)]
   draws = [

@@ -1,4 +1,4 @@
-"""Beta posteriors of success rates, and the priorities made of them."""
+"""Beta posteriors of success rates, and priorities based on them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +12,14 @@ from grpojax.statistics.success_rates import PRIORITIES
 POSTERIORS = [(0.5, 0.5), (8.5, 0.5), (0.5, 4.5), (3.25, 2.0), (20.5, 21.5)]
 
 
-def test_what_was_seen_is_counted_and_forgotten():
+def test_counts_are_discounted():
   rates = success_rates.unknown(4)
   nan = np.nan
   right = jnp.array([[1, 1, 0], [nan, 1, nan], [nan, nan, nan]], jnp.float32)
   rates = success_rates.observe(rates, jnp.array([2, 0, 1]), right, half_life=2)
   assert_allclose(rates.successes, [1, 0, 2, 0])
   assert_allclose(rates.failures, [0, 0, 1, 0])
-  # One prompt twice in a step.
+  # The same prompt twice in a step.
   right = jnp.array([[1, 0], [0, 0]], jnp.float32)
   rates = success_rates.observe(rates, jnp.array([2, 2]), right, half_life=2)
   half = 0.5**0.5
@@ -32,15 +32,14 @@ def test_what_was_seen_is_counted_and_forgotten():
 
 
 def expected(function, a, b):
-  """E[f(p)] by quadrature; p = sin^2 keeps the density of an arcsine finite."""
+  """Computes E[f(p)] by quadrature; p = sin^2 keeps the density finite."""
   t = (np.arange(20000) + 0.5) / 20000 * np.pi / 2
   p = np.sin(t) ** 2
   density = scipy.stats.beta.pdf(p, a, b) * 2 * np.sin(t) * np.cos(t)
   return np.sum(function(p) * density) * np.pi / 2 / 20000
 
 
-def test_priorities_of_a_posterior():
-  """Two expectations, and the density at a success rate to be met."""
+def test_priorities_equal_quadrature():
   a, b = np.array(POSTERIORS).T
   varies = bind(PRIORITIES["varies"], group_size=5)(a, b)
   both = [expected(lambda p: 1 - p**5 - (1 - p) ** 5, *x) for x in POSTERIORS]
@@ -51,19 +50,19 @@ def test_priorities_of_a_posterior():
   assert_allclose(density, scipy.stats.beta.pdf(0.8, a, b), rtol=1e-10)
 
 
-def test_a_solved_prompt_is_left_out_and_comes_back():
-  rates, one = success_rates.unknown(3), jnp.array([0, 1])
+def test_solved_prompt_returns_to_the_band():
+  rates, indices = success_rates.unknown(3), jnp.array([0, 1])
   right = jnp.array([[1] * 8, [0] * 8], jnp.float32)
-  rates = success_rates.observe(rates, one, right, half_life=10)
+  rates = success_rates.observe(rates, indices, right, half_life=10)
 
   def priorities():
     return PRIORITIES["band"](*success_rates.posterior(rates), band=(0.1, 0.9))
 
   assert_array_equal(priorities(), [0, 0, 1])
-  nobody = jnp.full((1, 8), np.nan, jnp.float32)
+  unrated = jnp.full((1, 8), np.nan, jnp.float32)
   steps = 0
   while not priorities().all():
     steps += 1
-    rates = success_rates.observe(rates, jnp.array([2]), nobody, half_life=10)
+    rates = success_rates.observe(rates, jnp.array([2]), unrated, half_life=10)
   # (1/2 + 8 k) / (1 + 8 k) <= 0.9 once k = 2^(-steps / 10) <= 1/2.
   assert steps == 10

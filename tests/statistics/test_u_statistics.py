@@ -1,4 +1,4 @@
-"""Against the enumeration of all groups of a small softmax policy, float64."""
+"""Exact errors against the enumeration of all groups of a small policy."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def one_prompt(population):
 
 @pytest.mark.parametrize("group_size", [2, 4])
 def test_leave_one_out_is_the_u_statistic(group_size, one_prompt):
-  """A mean over all pairs of h(i, j) = (s_i - s_j)(Z_i - Z_j) / 2 (Lemma 1)."""
+  """Lemma 1: the mean over all pairs of (s_i - s_j)(Z_i - Z_j) / 2."""
   p, s, z = (x[0] for x in one_prompt)
   first, second = np.array(list(itertools.combinations(range(group_size), 2))).T
   index = np.array(list(itertools.product(range(4), repeat=group_size)))
@@ -51,7 +51,7 @@ def test_errors_and_covariances_equal_enumeration(
     assert_allclose(getattr(covariance, name), expected, atol=1e-10)
 
 
-def test_groups_of_one_are_refused(one_prompt):
+def test_single_sample_groups_are_refused(one_prompt):
   moments = u.moments(*(jnp.asarray(x[0]) for x in one_prompt))
-  with pytest.raises(ValueError, match="2 or more, not 1"):
+  with pytest.raises(ValueError, match="at least 2, not 1"):
     u.mse(moments, 1)

@@ -1,4 +1,4 @@
-"""Training runs that are made up, for the studies that are made of them."""
+"""Files of invented training runs, and arguments of small studies."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from grpojax.training.run import fit, run_directory
 
 
 def write_run(settings, directory, rewards, accuracy, **columns):
-  """Writes what a study reads of a finished run, one reward a step."""
+  """Writes the files of a finished run, with a reward per step."""
   directory.mkdir(parents=True)
   rows = [
     {"step": step, "reward_mean": reward} | columns
@@ -43,7 +43,7 @@ def rows_of():
 
 @pytest.fixture
 def small(toy_task, toy_model):
-  """Returns `(settings) -> words` of a study that trains on the toy task."""
+  """Returns `(settings) -> words` for a study on the toy task."""
 
   def words(settings):
     skipped = {"name", *(key.removeprefix("train.") for key in settings)}
@@ -58,10 +58,14 @@ def small(toy_task, toy_model):
 
 
 @pytest.fixture
-def interrupt_third(monkeypatch):
-  """Puts `train` in the place of `fit.run`, and Ctrl-C in its third call."""
+def run_interrupted(monkeypatch):
+  """Returns `(main, argv, train) -> names` of the training runs.
 
-  def put(train):
+  It runs a study with `train` for `fit.run`, interrupts the third training run
+  by Ctrl-C, and resumes.
+  """
+
+  def start(main, argv, train):
     names = []
 
     def run(settings, directory):
@@ -71,6 +75,10 @@ def interrupt_third(monkeypatch):
       return train(settings, directory)
 
     monkeypatch.setattr(fit, "run", run)
+    with pytest.raises(SystemExit, match="130"):
+      main(argv)
+    main(argv)
+    assert names[2] == names[3]
     return names
 
-  return put
+  return start

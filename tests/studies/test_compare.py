@@ -15,12 +15,11 @@ from grpojax.studies import run as study
 from grpojax.training.run import fit
 
 
-def test_the_rate_of_the_highest_reward():
-  nan = math.nan
-  tuned = {(0, 0.1): 0.5, (0, 0.2): 0.7, (1, 0.1): nan, (1, 0.2): 0.1}
+def test_best_rates_have_the_highest_reward():
+  tuned = {(0, 0.1): 0.5, (0, 0.2): 0.7, (1, 0.1): math.nan, (1, 0.2): 0.1}
   assert compare.best_rates(tuned) == [0.2, 0.2]
   with pytest.raises(SystemExit, match=r"error: .*\[1\]"):
-    compare.best_rates(tuned | {(1, 0.2): nan})
+    compare.best_rates(tuned | {(1, 0.2): math.nan})
 
 
 FILE = f"{pathlib.Path(__file__)}:judge"
@@ -46,12 +45,12 @@ def judge(prompt, completion, example):
     ("sampling.temperature=0.7", None, ["sampling.temperature"]),
     (
       "difficulty.priority=spread",
-      "give a single one",
+      "give a single rate",
       ["difficulty.priority"],
     ),
   ],
 )
-def test_arms_are_compared_by_what_they_share(arm, refused, rewarded):
+def test_incomparable_arms_are_refused(arm, refused, rewarded):
   config = to_config(compare.SETTINGS)
   config.arms = ("advantage=leave_one_out", arm)
   if "difficulty.priority" in arm:
@@ -63,7 +62,7 @@ def test_arms_are_compared_by_what_they_share(arm, refused, rewarded):
 
 
 @pytest.mark.parametrize("rates, panels", [((3e-4,), 2), ((3e-4, 5e-4), 3)])
-def test_other_rewards_leave_the_accuracy_to_compare(
+def test_arms_with_different_rewards_compare_by_accuracy(
   rates, panels, made_up, tmp_path
 ):
   config = to_config(compare.SETTINGS)
@@ -84,8 +83,6 @@ def test_other_rewards_leave_the_accuracy_to_compare(
   axes = pictures.new_figure((9, 3)).subplots(1, panels, squeeze=False)
   results.draw(axes)
   assert all(ax.has_data() for ax in axes[0])
-  legend = axes[0, 0].get_legend().get_texts()
-  assert [text.get_text() for text in legend] == [*config.arms]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +92,8 @@ def test_other_rewards_leave_the_accuracy_to_compare(
     pytest.param(fit.run, marks=pytest.mark.long),
   ],
 )
-def test_a_small_comparison(
-  train, small, tmp_path, interrupt_third, made_up, capsys, rows_of
+def test_small_comparison_resumes_after_an_interruption(
+  train, small, tmp_path, run_interrupted, made_up, capsys, rows_of
 ):
   settings = {
     "arms": "advantage=leave_one_out, advantage=grpo group_size=8",
@@ -107,19 +104,15 @@ def test_a_small_comparison(
   }
   argv = [*small(settings), f"--run_dir={tmp_path / 'x'}"]
 
-  def write(settings, directory):  # better at the rate 0.002
+  def write(settings, directory):  # the rate 0.002 is better
     reward = {"arm0": 0.1, "arm1": 0.2}[settings.name.split("-")[0]]
     reward += 0.01 * settings.seed
     reward += 0.1 * (settings.optim.learning_rate == 0.002)
     rewards = [reward + 0.001, reward + 0.002]
     return made_up(settings, directory, rewards, reward)
 
-  calls = interrupt_third(train or write)
-  with pytest.raises(SystemExit) as caught:
-    compare.main(argv)
-  assert caught.value.code == 130
-  compare.main(argv)  # goes on: 2 arms x 2 rates x 2 seeds, then 2 x 3
-  assert len(calls) == 1 + 8 + 6 and calls[2] == calls[3]
+  calls = run_interrupted(compare.main, argv, train or write)
+  assert len(calls) == 1 + 2 * 2 * 2 + 2 * 3  # arms, rates, seeds
   rows = rows_of(tmp_path / "x" / "results.csv")
   assert len(rows) == 2 and float(rows[0]["reward_more"]) == 0
   assert (tmp_path / "x" / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -131,7 +124,7 @@ def test_a_small_comparison(
     assert [float(r["learning_rate"]) for r in rows] == [0.002, 0.002]
     assert_allclose(float(rows[1]["reward_more"]), 0.1, atol=1e-6)
     assert (
-      "learning rate 0.002 (at the edge: give others), mean reward 0.312, "
-      "+0.100 [+0.100, +0.100]; mean accuracy 0.310, +0.100 ["
+      "learning rate 0.002 (at the edge: try further rates), mean reward "
+      "0.312, +0.100 [+0.100, +0.100]; mean accuracy 0.310, +0.100 ["
       in capsys.readouterr().out
     )

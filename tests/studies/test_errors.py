@@ -1,4 +1,4 @@
-"""Gram matrices; errors and moments, against all pools of a small policy."""
+"""Gram matrices, errors and moments against all pools of a small policy."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ float64 = pytest.mark.usefixtures("float64")
 
 
 def population(outputs):
-  """Probabilities, scores and rewards of a policy with few completions."""
+  """Returns probabilities, scores and rewards of all completions."""
   p = np.exp(THETA[:outputs]) / np.exp(THETA[:outputs]).sum()
   features = FEATURES[:outputs]
   return p, features - p @ features, REWARDS[:outputs]
@@ -36,9 +36,9 @@ def exact(outputs):
 
 
 def expectation(outputs, run, runs, function):
-  """Mean of a function of (gram, rewards) over all pools of `runs` runs.
+  """Averages a function of (gram, rewards) over all pools of `runs` runs.
 
-  The function does not depend on the order within a run: multisets are enough.
+  The function ignores the order within a run, so multisets are enough.
   """
   p, s, z = population(outputs)
   choices = [
@@ -69,9 +69,7 @@ def test_moments_are_unbiased(outputs, pool):
   "outputs, group_size, groups",
   [(3, 2, 3), (2, 3, 3), pytest.param(2, 2, 6, marks=pytest.mark.long)],
 )
-def test_measured_errors_are_the_exact_ones_on_average(
-  outputs, group_size, groups
-):
+def test_measured_errors_are_unbiased(outputs, group_size, groups):
   def measure(gram, rewards):
     return np.concatenate(
       errors.group_errors(gram, rewards, [group_size], 3, baseline=0.7)[0]
@@ -94,14 +92,12 @@ def test_replicates_leave_one_block_out():
     keep = np.delete(np.arange(20), np.arange(4 * block, 4 * block + 4))
     part = gram[np.ix_(keep, keep)], rewards[keep]
     expected, _ = errors.group_errors(*part, [2, 4], 4, baseline=0.3)
-    own = [x[block] for x in without]
-    assert_allclose(own, expected, rtol=1e-10)
-    own = [x[block] for x in moments]
-    assert_allclose(own, errors.score_moments(*part), rtol=1e-10)
+    assert_allclose([x[block] for x in without], expected, rtol=1e-10)
+    expected = errors.score_moments(*part)
+    assert_allclose([x[block] for x in moments], expected, rtol=1e-10)
 
 
 def test_jackknife_and_half_width_of_a_mean():
-  """A mean's variance; Student's t with joint degrees of freedom."""
   x = np.random.default_rng(1).normal(size=9)
   without = [np.delete(x, i).mean() for i in range(9)]
   variance = errors.jackknife(np.array([without]))
@@ -109,7 +105,7 @@ def test_jackknife_and_half_width_of_a_mean():
   half = errors.mean_half_width(np.array([2.0, 2.0, 2.0]), 7)
   expected = stats.t.ppf(0.975, 21) * np.sqrt(6) / 3
   assert_allclose(half, expected, rtol=1e-6)
-  # One prompt has all the variance, so its degrees of freedom are all.
+  # If a single prompt varies, its degrees of freedom count.
   half = errors.mean_half_width(np.array([3.0, 0.0]), 7)
   expected = stats.t.ppf(0.975, 7) * np.sqrt(3) / 2
   assert_allclose(half, expected, rtol=1e-6)
@@ -123,8 +119,8 @@ IDS = np.array(
     [5, 2, 9, 1],
     [4, 1, 0, 0],
     [5, 2, 9, 1],
-    [4, 1, 8, 3],  # the same completion as the second, other padding
-    [4, 1, 8, 3],  # not the same: it goes on
+    [4, 1, 8, 3],  # the second completion with other padding
+    [4, 1, 8, 3],  # a longer completion
     [6, 6, 6, 2],
   ]
 )
@@ -132,7 +128,7 @@ MASK = np.arange(4) < np.array([4, 2, 4, 2, 4, 3])[:, None]
 
 
 def scores_of(function, params, lm, prompt_ids, prompt_mask, ids, mask):
-  """Scores [n, d] with respect to the parameters that `function` completes."""
+  """Computes scores [n, d] by the arguments of `function`."""
 
   def logprobs(params):
     values, _ = token_logprobs(
@@ -150,10 +146,9 @@ def scores_of(function, params, lm, prompt_ids, prompt_mask, ids, mask):
 
 
 @pytest.mark.slow  # many gradients
-def test_gram_matrix(tiny, monkeypatch):
-  """Against the Jacobian of all log-probabilities."""
+def test_gram_matrix_equals_the_jacobian_product(tiny, monkeypatch):
   monkeypatch.setattr(errors, "_AT_ONCE", 3)
-  monkeypatch.setattr(errors, "_COLUMNS", 700)  # several runs, the last shorter
+  monkeypatch.setattr(errors, "_COLUMNS", 700)  # several chunks, a shorter last
   prompt = PROMPTS.prompt_ids, PROMPTS.prompt_mask
   scores = jax.jit(
     lambda params: scores_of(lambda x: x, params, tiny.lm, *prompt, IDS, MASK)
@@ -171,7 +166,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 @pytest.mark.long  # many gradients
-def test_projected_gram_matrix(tiny):
+def test_projected_gram_matrix_is_unbiased(tiny):
   """Directions with sum_v a_v a_v^T = V replace the expectation over signs."""
   score = errors.make_projected_score(tiny.lm, SAMPLING)
   layers = tiny.params["layers"]
@@ -184,24 +179,23 @@ def test_projected_gram_matrix(tiny):
   assert directions["layers"].keys() == set(MATRICES)
 
   def gram(params, score):
-    of_pool = errors.score_gram(score, params, PROMPTS, IDS, MASK)
-    assert of_pool[1] == 4
-    return of_pool[0]
+    matrix, count = errors.score_gram(score, params, PROMPTS, IDS, MASK)
+    assert count == 4
+    return matrix
 
   estimates = gram(tiny.params, functools.partial(score, directions))
   assert estimates.shape == (count, 6, 6)
-  # The exact scores of all parameters, less those of all but the matrices.
+  # Exact scores by all parameters, minus scores by all but the matrices.
   exact = errors.make_score(tiny.lm, SAMPLING)
-  others = tiny.params | {
-    "layers": {k: v for k, v in layers.items() if k not in MATRICES}
-  }
+  without = {k: v for k, v in layers.items() if k not in MATRICES}
+  without = tiny.params | {"layers": without}
 
   @jax.jit
-  def rest(others, *args):
+  def score_without(without, *args):
     whole = lambda x: x | {"layers": layers | x["layers"]}
-    return scores_of(whole, others, tiny.lm, *args)
+    return scores_of(whole, without, tiny.lm, *args)
 
-  expected = gram(tiny.params, exact) - gram(others, rest)
+  expected = gram(tiny.params, exact) - gram(without, score_without)
   assert_allclose(
     estimates.mean(0), expected, rtol=1e-4, atol=1e-5 * expected.max()
   )
@@ -218,7 +212,7 @@ def test_blocks_and_projections_err_independently():
   assert mean["high"] - mean["mean"] == pytest.approx(half)
 
 
-def test_lengths_of_scores():
+def test_score_lengths():
   gram, rewards = np.diag([1.0, 4.0, 2.0, 3.0]), np.array([1.0, 0, 1, 0])
   lengths = errors.score_lengths(gram, rewards)
   correlation = np.corrcoef([1, 4, 2, 3], rewards)[0, 1]

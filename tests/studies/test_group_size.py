@@ -1,4 +1,4 @@
-"""The study of group sizes: runs, tables, and a small one from start to end."""
+"""The study of group sizes: runs, tables and a small whole study."""
 
 import json
 import pathlib
@@ -27,14 +27,14 @@ def runs(config):
 
 @pytest.mark.slow
 def test_every_run_spends_the_same_samples():
-  """In the quick setting and in the paper's."""
+  """In the default config and in the paper's."""
   paper = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
   assert paper.budgets == (1024,)
   assert paper.group_sizes == (4, 8, 16, 32, 64, 128)
   for config, count in (group_size.default_config(), 3 * 2 * 7), (paper, 5 * 7):
-    of_study = list(runs(config))
-    assert len({run.name for run, _ in of_study}) == count
-    for run, size in of_study:
+    points = list(runs(config))
+    assert len({run.name for run, _ in points}) == count
+    for run, size in points:
       assert bool(run.diagnostics.every) == (size == "auto")
 
 
@@ -42,8 +42,8 @@ def test_every_run_spends_the_same_samples():
 @pytest.mark.parametrize(
   "train", [None, pytest.param(fit.run, marks=pytest.mark.long)]
 )
-def test_a_small_study(
-  train, small, tmp_path, interrupt_third, made_up, capsys, rows_of
+def test_small_study_resumes_after_an_interruption(
+  train, small, tmp_path, run_interrupted, made_up, capsys, rows_of
 ):
   """Four runs of two steps on the toy task."""
   directory = tmp_path / "study"
@@ -62,7 +62,7 @@ def test_a_small_study(
     "train.eval.num_prompts": 4,
     "train.diagnostics.every": 1,
   }
-  # None: as the study has it; each run finds the length of its prompts.
+  # None keeps the study's value; each run finds the length of its prompts.
   names = ("batch_size", "group_size", "data.max_prompt_length")
   settings |= {f"train.{name}": None for name in names}
   argv = [*small(settings), f"--run_dir={directory}"]
@@ -72,15 +72,7 @@ def test_a_small_study(
     columns = {"group_size": 8, "c1": 1.0, "c3": 4.0}
     return made_up(settings, directory, rewards, 0.5, **columns)
 
-  calls = interrupt_third(train or write)
-  with pytest.raises(SystemExit) as caught:
-    group_size.main(argv)
-  assert caught.value.code == 130
-  assert not (directory / "results.csv").exists()
-  first = (directory / "prediction.json").read_bytes()
-  group_size.main(argv)
-  assert len(calls) == 3 + 2 and calls[2] == calls[3]
-  assert (directory / "prediction.json").read_bytes() == first
+  assert len(run_interrupted(group_size.main, argv, train or write)) == 3 + 2
   assert (directory / "group_size.png").read_bytes().startswith(b"\x89PNG")
   results, curves = (
     rows_of(directory / f"{name}.csv") for name in ("results", "curves")
@@ -100,7 +92,7 @@ def test_a_small_study(
 
 
 @pytest.mark.slow
-def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up):
+def test_automatic_run_without_a_diagnosis(tmp_path, made_up):
   """Too few prompts with rewards: nan at every diagnosis, null in the file."""
   config = to_config(group_size.SETTINGS)
   config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
@@ -129,12 +121,9 @@ def test_best_and_worst_are_compared_by_seed():
   ]
   config = to_config(group_size.SETTINGS)
   config.budgets = (64,)
-  comparison = group_size.compare(config, lines)["64"]
-  assert comparison["best_group_size"] == 8
-  assert comparison["worst_group_size"] == 4
-  difference = comparison["best_minus_worst"]
-  assert_allclose(difference, [0.3] * 3, atol=1e-6)
+  compared = group_size.compare(config, lines)["64"]
+  assert (compared["best_group_size"], compared["worst_group_size"]) == (8, 4)
+  assert_allclose(compared["best_minus_worst"], [0.3] * 3, atol=1e-6)
   # Student's interval of the differences 0.1, 0 and -0.1.
-  half = 4.302653 * 0.1 / np.sqrt(3)
-  difference = comparison["auto_minus_best"]
-  assert_allclose(difference, [0, -half, half], rtol=1e-4, atol=1e-6)
+  expected = [0, *(x * 4.302653 * 0.1 / np.sqrt(3) for x in (-1, 1))]
+  assert_allclose(compared["auto_minus_best"], expected, rtol=1e-4, atol=1e-6)

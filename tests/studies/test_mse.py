@@ -34,7 +34,7 @@ def config():
 
 
 @pytest.mark.slow
-def test_a_whole_run_resumes_to_the_same_results(
+def test_killed_study_resumes_to_the_same_results(
   toy_model, toy_task, tmp_path, capsys, monkeypatch, rows_of
 ):
   directory = tmp_path / "mse"
@@ -45,17 +45,15 @@ def test_a_whole_run_resumes_to_the_same_results(
   assert [r["configuration"] for r in results[::8]] == [*samples.CONFIGURATIONS]
   assert {r["estimator"] for r in results} == {*u_statistics.Estimators._fields}
   summary = json.loads((directory / "summary.json").read_text())
-  for of_configuration in summary.values():
-    assert 0 < of_configuration["success"] < 1
-    # Of the 48 samples many are the same: the toy answers are short.
-    assert 2 <= of_configuration["distinct"] < 40
-  # The model of plain text answers the same whether it is called instruct; the
-  # samples are others.
+  for means in summary.values():
+    assert 0 < means["success"] < 1
+    assert 2 <= means["distinct"] < 40  # of 48 samples, as answers are short
+  # Both are the same model in plain text, with different samples.
   base, instruct = (summary[name]["success"] for name in ("base", "instruct"))
   assert base != instruct and abs(base - instruct) < 0.4
   names = ("results.csv", "summary.json", "rows.jsonl")
   texts = [(directory / name).read_text() for name in names]
-  # Killed while it wrote a row.
+  # As if killed while writing a row.
   lines = texts[-1].splitlines(keepends=True)
   (directory / "rows.jsonl").write_text("".join(lines[:3]) + lines[3][:50])
   (directory / "results.csv").unlink()
@@ -64,15 +62,15 @@ def test_a_whole_run_resumes_to_the_same_results(
   assert [(directory / name).read_text() for name in names] == texts
   printed = capsys.readouterr().out
   assert "prompt 4/6" in printed and "prompt 3/6" not in printed
-  # A finished study only draws.
+  # A finished study only redraws.
   monkeypatch.setattr(policy_lib, "load_policy", None)
   (directory / "mse.png").unlink()
   mse.main(argv)
   assert (directory / "mse.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_curve_comes_from_the_second_pool(monkeypatch, config):
-  """Pools of reward 0 and 1: only the second has a mean reward."""
+def test_theory_uses_the_second_pool(monkeypatch, config):
+  """All rewards are 0 in the first pool, 1 in the second."""
   config.samples, config.group_sizes = 6, (2,)
   pools = iter(["#### 1", "#### 2"])
   sampled = types.SimpleNamespace(
@@ -94,15 +92,15 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch, config):
   second = row["moments"]
   total = second["vanilla_trace"] + second["gradient_sq"]
   assert total == pytest.approx(np.mean(scores[6:] ** 2))
-  # With rewards 0 and baseline 1, the truth is minus the mean score, 2.5: all
-  # that is left of the error is the product of two blocks' truths.
+  # The estimate is 0, so the error is the squared gradient: products of two
+  # blocks' truths, which are minus their mean scores, as the baseline is 1.
   blocks = np.array([0.5, 2.5, 4.5])
   expected = (blocks.sum() ** 2 - (blocks**2).sum()) / 6
   assert row["errors"]["vanilla"] == pytest.approx(expected)
 
 
 def row_of(index, error, oracle, moments, apart=0.1):
-  """A row whose 4 replicates are the value -+ `apart`."""
+  """Returns a row with the 4 replicates value -+ `apart`."""
 
   def around(value):
     return (value + apart * np.array([1, -1, 1, -1])).tolist()
@@ -151,7 +149,7 @@ def test_table_of_known_rows():
   error = np.sqrt(2 * 0.03) / 2
   assert row["mse_high"] - 4 == pytest.approx(2.446912 * error, rel=1e-4)
   assert 4 - row["mse_low"] == pytest.approx(2.446912 * error, rel=1e-4)
-  # leave_one_out - 2 oracle has replicates -+ 0.1 too; divided by 2.
+  # leave_one_out - 2 oracle has replicates -+ 0.1, too, divided by 2.
   half = row["ratio_high"] - row["ratio_low"]
   assert half == pytest.approx(2.446912 * error, rel=1e-4)
   # At G = 4 the replicates of the theory are -+ (0.1/4 + 0.1/12).
@@ -163,8 +161,8 @@ def test_table_of_known_rows():
   assert summary["prompts_with_best_baseline_below_half_value"] == 2
 
 
-def test_equal_rewards_make_no_trouble(config):
-  """All errors are 0: no interval, no ratio, and still a picture."""
+def test_equal_rewards_have_zero_errors(config):
+  """There is no ratio to the oracle, but still a picture."""
   row = row_of(0, 0.0, 0.0, moments_of(0.0, 0.0, 0.0, 0.0), apart=0.0)
   results = mse.table([row], [2])
   assert all(r["deviation"] == r["mse_high"] == 0 for r in results)
@@ -175,7 +173,7 @@ def test_equal_rewards_make_no_trouble(config):
   assert axes[0, 0].get_yscale() == "linear"
 
 
-def test_questions():
+def test_questions_are_right_and_disjoint():
   held_out = samples.questions(None, "test")
   solved = samples.questions(None, "train")
   texts = {x["prompt"] for x in held_out}
@@ -188,13 +186,13 @@ def test_questions():
 
 
 @pytest.mark.slow
-def test_a_run_with_projected_scores(toy_model, toy_task, tmp_path, capsys):
+def test_study_with_projected_scores(toy_model, toy_task, tmp_path, capsys):
   directory = tmp_path / "mse"
   mse.main(arguments(toy_model, directory, projections=3))
   printed = capsys.readouterr().out
   assert "prompt 6/6" in printed and "base correlation: " in printed
   for row in records.read_jsonl(directory / "rows.jsonl"):
-    # What is linear in the scores' products is the mean of its replicates.
+    # A function linear in the scores' products is the mean of its replicates.
     for field in ("moments", "errors"):
       for name, value in row[field].items():
         without = np.array(row[f"{field}_projected"][name])
@@ -228,7 +226,7 @@ QUESTION = "Question: What is 4 + 2?\nAnswer:"
     ),
   ],
 )
-def test_one_model_asked_in_three_ways(
+def test_prompts_of_all_configurations(
   problems, plain, solved, template, answer, config, toy_task
 ):
   config.base = config.instruct = "arithmetic-instruct"

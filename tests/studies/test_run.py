@@ -1,4 +1,4 @@
-"""Studies' directories and training runs, and mistakes in their settings."""
+"""Directories and training runs of studies, and mistakes in settings."""
 
 import dataclasses
 import importlib
@@ -19,25 +19,24 @@ MISTAKES = {
     ("arms=seed=1, advantage=grpo", "seed is set by the study"),
     (
       "arms=group_size=8, group_size=4",
-      "1536 completions a run .*, and 3072 and 256 of the first",
+      "1536 completions per run .*, but 3072 and 256 for the first",
     ),
     ("arms=model.path=nowhere, advantage=grpo", "nowhere': no model at"),
     (
       "arms=reward.functions=no.py:f, reward.functions=no.py:f batch_size=16",
       "there is no file .*no.py",
     ),
-    ("learning_rates=(0.0,)", "finite numbers above 0"),
     ("learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
     ("learning_rates=(True, 1e-4)", "finite numbers above 0"),
     ("learning_rates=(1e-4, 0.0001)", "all different"),
-    ("train.steps=0", "0 completions a run"),
+    ("train.steps=0", "0 completions per run"),
     ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
     ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
     ("arms=advantage=grpo, eval.num_prompts=3", "3 held-out problems"),
-    ("arms=advantage=grpo, eval.every=6", "'eval.every=6': is evaluated at"),
+    ("arms=advantage=grpo, eval.every=6", "'eval.every=6': is not evaluated"),
     (
       "arms=difficulty.priority=none, difficulty.priority=spread",
-      "arm 'difficulty.priority=spread': rewards of prompts that it draws",
+      "arm 'difficulty.priority=spread': .*give a single rate",
     ),
     (f"train.seed={2**32 - 1}", "seed = 4294967301"),
   ],
@@ -70,9 +69,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize(
   "name, words, message",
-  [(name, *one) for name, table in MISTAKES.items() for one in table],
+  [(name, *row) for name, table in MISTAKES.items() for row in table],
 )
-def test_mistakes_are_found_before_anything_is_written(
+def test_mistakes_are_refused_without_writing_files(
   name, words, message, tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
@@ -85,7 +84,7 @@ def test_mistakes_are_found_before_anything_is_written(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_quick_setting_has_no_mistakes(name):
+def test_default_config_is_valid(name):
   program = importlib.import_module(f"grpojax.studies.{name}")
   assert not [*program.config_errors(to_config(program.SETTINGS))]
 
@@ -106,7 +105,7 @@ def open_at(directory, *words):
     ("study", "another config(.|\n)*seeds: 3 -> 4"),
   ],
 )
-def test_a_directory_that_cannot_be_the_studys(name, text, tmp_path):
+def test_unusable_directories_are_refused(name, text, tmp_path):
   (tmp_path / "file").touch()
   (tmp_path / "odd" / "config.json").mkdir(parents=True)
   (tmp_path / "thesis" / "chapter").mkdir(parents=True)
@@ -117,8 +116,8 @@ def test_a_directory_that_cannot_be_the_studys(name, text, tmp_path):
   assert (tmp_path / "study" / "config.json").read_bytes() == before
 
 
-def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)  # where it would make the directory gs:
+def test_bucket_is_refused(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # a bug would create the directory gs: here
   with pytest.raises(SystemExit, match="^error: .*is not a path of the file"):
     open_at("gs://bucket/study")
   assert not list(tmp_path.iterdir())
@@ -129,23 +128,23 @@ def run_of(arm):
 
 
 @pytest.fixture
-def study_of_one(tmp_path, made_up):
-  """A study's directory with one finished run, and its settings."""
+def finished_run(tmp_path, made_up):
+  """A study's directory with a finished run, and the run's settings."""
   settings = run_of(0)
   path = study.training_run(tmp_path, settings.name)
   made_up(settings, path, [0.1, 0.2], 0.2)
   return tmp_path, settings
 
 
-def test_metrics_of_a_run(study_of_one):
-  directory, settings = study_of_one
+def test_run_metrics(finished_run):
+  directory, settings = finished_run
   file = study.training_run(directory, settings.name) / "metrics.jsonl"
   rows = '{"step": 0, "accuracy": 0.9}\n{"step": 1, "accuracy": 0.4}\n'
   file.write_text(rows + file.read_text().replace("0.1}", "null}"))
   rows = study.run_metrics(directory, settings.name)
-  assert study.mean_of(rows, "reward_mean") == pytest.approx(0.2)
+  assert study.run_means(rows, "reward_mean", [{}]) == pytest.approx(0.2)
   # The accuracy before training does not count.
-  assert study.mean_of(rows, "accuracy") == pytest.approx(0.3)
+  assert study.run_means(rows, "accuracy", [{}]) == pytest.approx(0.3)
   file.write_text('{"step": 1, "reward_mean": 1.0}\n')
   with pytest.raises(
     SystemExit, match=rf"^error: .*{file.name} .*delete .*{settings.name} and"
@@ -153,8 +152,8 @@ def test_metrics_of_a_run(study_of_one):
     study.run_metrics(directory, settings.name)
 
 
-def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
-  directory, settings = study_of_one
+def test_run_with_another_config_is_refused(finished_run, monkeypatch):
+  directory, settings = finished_run
   monkeypatch.setattr(fit, "run", lambda *args: pytest.fail("it trains"))
   study.train_all([settings], directory)  # finished
   other = dataclasses.replace(settings, seed=settings.seed + 1)
@@ -163,11 +162,7 @@ def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
 
 
 @pytest.mark.parametrize("code, shown", [(130, True), ("x", False)])
-def test_a_run_that_is_stopped_says_so_on_the_screen(
-  code, shown, tmp_path, monkeypatch, capsys
-):
-  """What it prints itself is in its log."""
-
+def test_stopped_run_prints_a_hint(code, shown, tmp_path, monkeypatch, capsys):
   def stopped(settings, directory):
     print("in the log")
     raise SystemExit(code)
@@ -177,4 +172,4 @@ def test_a_run_that_is_stopped_says_so_on_the_screen(
     study.train_all([run_of(0)], tmp_path)
   out = capsys.readouterr().out
   assert "in the log" not in out
-  assert (f"{run_of(0).name} did not end; the same command" in out) == shown
+  assert (f"{run_of(0).name} was stopped; the same command" in out) == shown

@@ -50,7 +50,7 @@ def test_derivatives_equal_differences(bandit):
     assert_allclose(scores, np.subtract(*logs) / 2 / step, atol=1e-7)
 
 
-def test_the_value_is_not_the_baseline_of_the_smallest_limit():
+def test_value_baseline_does_not_minimise_the_limit():
   """The means in docs/theory.md; Assumption 2 does not hold on the bandit."""
   known = suboptimality.bandit()
   p, s, z = tabular.population(known.problem, known.optimum)
@@ -76,7 +76,7 @@ def mean_of_limit(known, noise):
 
 @pytest.mark.slow
 def test_optimum_in_closed_form():
-  """As many parameters as logits: pi* is exp(r / beta), and Z* constant."""
+  """With a parameter per logit, pi* is exp(r / beta) and Z* constant."""
   problem = tabular.make_problem(0, 1, 3, 2, spread=0.0, beta=0.5)
   problem = problem._replace(rewards=np.array([[0.0, 1.0, 0.3]]))
   theta = tabular.optimum(problem)
@@ -99,20 +99,20 @@ def test_optimum_refuses_several_maxima_and_flat_ones(bandit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", suboptimality.ESTIMATORS)
-def test_one_step_has_the_gradient_and_noise_of_theory(bandit, estimator):
+def test_step_has_the_gradient_and_noise_of_theory(bandit, estimator):
   """Mean and covariance of 20000 steps from theta, B = 2 and G = 2."""
   tx, count = optax.sgd(1.0), 20_000
   step = tabular.make_step(bandit, estimator, 2, tx)
   theta = jnp.asarray(THETA, jnp.float32)
 
-  def one(key):
-    own, other = jax.random.split(key)
-    ids = jax.random.randint(other, (2, 1), 0, 3)
-    state = init_state(theta, tx, own)
+  def move(key):
+    state_key, prompt_key = jax.random.split(key)
+    ids = jax.random.randint(prompt_key, (2, 1), 0, 3)
+    state = init_state(theta, tx, state_key)
     return step(state, Prompts(ids, ids >= 0), 0 * theta)[0].params - theta
 
   keys = jax.random.split(jax.random.key(0), count)
-  moved = np.asarray(jax.jit(jax.vmap(one))(keys), float)
+  moved = np.asarray(jax.jit(jax.vmap(move))(keys), float)
   gradient, _ = tabular.derivatives(bandit, THETA)
   noise = getattr(tabular.gradient_noise(bandit, THETA, 2, 4), estimator)
   assert np.abs(gradient).max() > 10 * np.sqrt(noise[0, 0] / count)
@@ -132,8 +132,8 @@ CURVATURE = np.array([[1.0, 0.3], [0.3, 0.6]])
 NOISE = np.array([[0.5, -0.2], [-0.2, 0.4]])
 
 
-def test_limit_is_where_the_covariance_recursion_goes():
-  """Of theta <- theta - a (H theta + noise) on a quadratic, a = 4 / (n + 5)."""
+def test_covariance_recursion_converges_to_the_limit():
+  """theta <- theta - a (H theta + noise) with a = 4 / (n + 5)."""
   start = np.array([2.0, -1.0])
   m, eta, steps = np.outer(start, start), 4.0, (10, 20_000)
   gaps = []
@@ -157,7 +157,7 @@ def test_limit_is_where_the_covariance_recursion_goes():
   ("weights", "law"),
   [([0.3], stats.chi2(1, scale=0.3)), ([0.4, 0.4], stats.expon(scale=0.8))],
 )
-def test_quantiles_of_chi_squares(weights, law):
+def test_chi_square_quantiles(weights, law):
   quantiles = suboptimality.chi_square_quantiles(np.array(weights), 1000)
   at = (np.arange(1000) + 0.5) / 1000
   # 200 000 draws: 4 standard errors of a distribution function.
@@ -166,7 +166,7 @@ def test_quantiles_of_chi_squares(weights, law):
 
 
 @pytest.mark.slow
-def test_null_bands_hold_19_samples_of_20():
+def test_null_bands_cover_95_percent():
   quantiles = stats.expon.ppf((np.arange(5000) + 0.5) / 5000)
   ks, w1 = suboptimality.null_bands(quantiles, 100)
   assert_allclose(ks, stats.kstwo.ppf(0.95, 100), rtol=0.1)
@@ -176,7 +176,7 @@ def test_null_bands_hold_19_samples_of_20():
 
 
 @pytest.mark.slow
-def test_best_group_size_is_the_minimum_of_the_limits():
+def test_best_group_size_minimises_the_limit():
   known = suboptimality.bandit()
 
   def mean(g):
@@ -211,7 +211,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_small_study_agrees_with_theory(finished, rows_of):
+def test_small_study_agrees_with_theory(finished, rows_of):
   rows = rows_of(finished / "results.csv")
   assert [(r["estimator"], r["group_size"], r["n"]) for r in rows] == [
     (name, "2", n)
@@ -226,20 +226,20 @@ def test_a_small_study_agrees_with_theory(finished, rows_of):
   vanilla, grpo, oracle = (float(row["mean"]) for row in last)
   assert vanilla > 2 * grpo and grpo > 1.5 * oracle
   assert (finished / "suboptimality.png").stat().st_size > 10_000
-  # The first step is eta / (1 + offset) long.
-  known = suboptimality.bandit()
-  length = known.eta / (1 + suboptimality.OFFSET)
-  start = np.zeros(3)
+  # The first step has the length eta / (1 + offset).
+  known, start = suboptimality.bandit(), np.zeros(3)
   gradient, _ = tabular.derivatives(known.problem, start)
   noise = tabular.gradient_noise(known.problem, start, 2, 4)
-  for estimator in suboptimality.ESTIMATORS:
-    moved = np.load(finished / f"{estimator}_2.npy")[0] / length
-    variance = np.diag(getattr(noise, estimator))
-    assert_mean(moved, gradient, np.sqrt(variance))
+  length = known.eta / (1 + suboptimality.OFFSET)
+  for name in suboptimality.ESTIMATORS:
+    moved = np.load(finished / f"{name}_2.npy")[0] / length
+    assert_mean(moved, gradient, np.sqrt(np.diag(getattr(noise, name))))
 
 
 @pytest.mark.slow
-def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
+def test_interrupted_study_has_the_same_results(
+  finished, tmp_path, monkeypatch
+):
   simulate, started = suboptimality.simulate, []
 
   def interrupted(config, known, estimator, group_size):
@@ -257,5 +257,3 @@ def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
   for name in TABLES:
     text = (finished / name).read_text()
     assert (tmp_path / "run" / name).read_text() == text
-  names = {path.name for path in finished.iterdir()}
-  assert {path.name for path in (tmp_path / "run").iterdir()} == names
