@@ -82,7 +82,7 @@ class Episodes(NamedTuple):
 
 
 def _keys(keys: Key[Array, "B G"], turn: Array) -> Key[Array, "B G"]:
-  """Returns keys of the environments; negative, as tokens fold in t >= 0."""
+  """Folds -1 - turn into the keys, since tokens fold in t >= 0."""
   return jax.vmap(jax.vmap(jax.random.fold_in))(
     keys, jnp.broadcast_to(-1 - turn, keys.shape)
   )

@@ -212,7 +212,7 @@ def _by_name(
   names: str,
   options: dict[str, Any],
 ) -> Callable[..., Step]:
-  """Wraps a function, to be called with all values `names`, and options."""
+  """Wraps a function to get those of the values `names` that it accepts."""
   arguments = _accepted(function, dict.fromkeys(names.split()))
   if both := [name for name in arguments if name in options]:
     raise ValueError(

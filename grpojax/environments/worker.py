@@ -18,7 +18,7 @@ def parse(outcome: Any) -> Step | str:
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns the function to compute the outcome of a call."""
+  """Returns the function that answers calls."""
   environment = conventions.resolve(**setup)
 
   def answer(call: Sequence[Any]) -> Iterator[Step | str]:

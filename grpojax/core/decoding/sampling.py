@@ -80,7 +80,7 @@ class Sampling:
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
-  """Returns the float32 at a rank, an unsigned integer, in ascending order.
+  """Returns the float32 with an unsigned rank, in ascending order.
 
   Ranks below 2**31 are the negative floats and -0, higher ones +0 and the
   positive floats; NaNs are at both ends, beyond the infinities.

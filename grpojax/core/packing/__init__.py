@@ -174,7 +174,7 @@ def join(
   packing: Packing | None,
   shape: tuple[int, int],
 ) -> Shaped[Array, "B G T *more"]:
-  """Joins values of micro-batches into [B, G, ...]; 0 for samples in no row."""
+  """Joins values of micro-batches into [B, G, ...]; 0 for unpacked samples."""
   (b, g), (_, u, samples, *of_sample) = shape, values.shape
   if packing is None:
     x = values.reshape(b // u, g // samples, u, samples, *of_sample)

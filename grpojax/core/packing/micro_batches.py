@@ -11,9 +11,9 @@ from grpojax.core.random_keys import random_key
 
 
 def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
-  """Returns in how many parts to divide the prompts, and each group.
+  """Returns the number of parts of the prompts, and of each group.
 
-  The product is `micro_batches`; ValueError if this is impossible. On a mesh
+  Their product is `micro_batches`; ValueError if this is impossible. On a mesh
   each micro-batch has a prompt per device if possible.
   """
   shards = row_shards(jax.sharding.get_abstract_mesh())
