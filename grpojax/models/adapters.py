@@ -200,7 +200,7 @@ def check_causal(lm: LM, params: Params, length: int = 8) -> None:
   half = (length - 1) // 2
   ids = jax.random.randint(seed_key(0), (length - 1,), 0, vocabulary)
   other = ids.at[half:].set((ids[half:] + 1) % vocabulary)
-  hidden, _ = lm.extend(params, prefix, jnp.stack([ids, other])[None])
+  hidden = lm.extend(params, prefix, jnp.stack([ids, other])[None])[0]
   logits = lm.unembed(params, hidden)[0].astype(jnp.float32)
   logprobs = jax.nn.log_softmax(logits)
   if jnp.isnan(logprobs).any():

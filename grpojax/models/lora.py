@@ -114,14 +114,14 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   def prepare(params, longest, **formats):
     return lm.prepared(params, longest=longest, **formats)
 
-  names = [f"{name}_with_experts" for name in ("prefill", "extend")]
-  names += ["prefill", "extend", "forward", "forward_with_load"]
   return lm._replace(
     init=lambda key: {},
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
     prepare=attached(prepare),  # the result is a plain model
     forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
-    **{name: attached(getattr(lm, name)) for name in names},
+    prefill=attached(lm.prefill),
+    extend=attached(lm.extend),
+    forward=attached(lm.forward),
   )
 
 

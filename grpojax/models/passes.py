@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
-from grpojax.core.types import Params, Prefix
+from grpojax.core.types import ExtendOutput, ForwardOutput, Params, Prefix
 from grpojax.models import block as block_lib
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, moe
@@ -243,8 +243,8 @@ class Passes:
     prompt_ids: Int[Array, "B P"],
     prompt_mask: Bool[Array, "B P"],
     record: bool = False,
-  ) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
-    """Runs the prompts as rows of a group of one; `record` returns experts."""
+  ) -> Prefix:
+    """Runs the prompts as rows of a group of one."""
     params = cast(params, self.dtype)
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
@@ -257,14 +257,12 @@ class Passes:
     x = self._embed(params, prompt_ids[:, None])
     x, outputs = layer_stacks.scan(self.config, body, x, params)
     keys_values, experts = zip(*outputs, strict=True)
-    prefix = Prefix(
+    return Prefix(
       last_hidden=self._last_hidden(params, x, prompt_mask),
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
+      experts=moe.recorded(self.config, experts)[:, 0] if record else None,
     )
-    if not record:
-      return prefix, None
-    return prefix, moe.recorded(self.config, experts)[:, 0]
 
   def extend(
     self,
@@ -275,13 +273,8 @@ class Passes:
     positions: Int[Array, "B G S"] | None = None,
     segments: Int[Array, "B G S"] | None = None,
     record: bool = False,
-  ) -> tuple[
-    Float[Array, "B G S D"], Cache | None, Integer[Array, "B G S X"] | None
-  ]:
-    """Runs completion tokens on from a prefix.
-
-    With a cache, `record` returns the tokens' experts, too.
-    """
+  ) -> ExtendOutput:
+    """Runs completion tokens on from a prefix."""
     if cache is not None and segments is not None:
       raise ValueError("segments are for training rows; decode without them")
     params, lengths = cast(params, self.dtype), None
@@ -309,7 +302,7 @@ class Passes:
       return x, None
 
     x, _ = layer_stacks.scan(self.config, body, x, params, keys_values)
-    return self._final_norm(params, x), None, None
+    return ExtendOutput(self._final_norm(params, x), None)
 
   def _decode(self, params, keys_values, x, context, cache, record: bool):
     """Runs the next tokens; the layers only read the cache, written at last."""
@@ -330,7 +323,7 @@ class Passes:
     tokens, experts = zip(*outputs, strict=True)
     cache = cache_lib.write(cache, tokens, x, self.platform)
     experts = moe.recorded(self.config, experts) if record else None
-    return self._final_norm(params, x), cache, experts
+    return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def forward(
     self,
@@ -346,7 +339,7 @@ class Passes:
     | None = None,
     replayed: tuple[Integer[Array, "B P X"], Integer[Array, "n G S X"]]
     | None = None,
-  ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
+  ) -> ForwardOutput:
     """Runs prompts and whole completions layer by layer.
 
     Returns the prompts' last hidden states, those of the completions, and the
@@ -395,7 +388,7 @@ class Passes:
       prompts, x = _split_flat(x, flat)
       prompts = unflatten(prompts, flat.prompts, prompt_ids[:, None].shape)
     last = self._last_hidden(params, prompts, prompt_mask)
-    return last, self._final_norm(params, x), load
+    return ForwardOutput(last, self._final_norm(params, x), load)
 
   def _run(self, function: Callable[..., Any], *args: Any) -> Any:
     function = functools.partial(function, row_attention=self.row_attention)

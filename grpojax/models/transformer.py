@@ -179,15 +179,6 @@ def _lm(
   """
   config, dtype, platform = model.config, model.dtype, model.platform
 
-  def prefill(*args, **options):
-    return model.prefill(*args, **options)[0]
-
-  def extend(*args, **options):
-    return model.extend(*args, **options)[:2]
-
-  def forward(*args, **options):
-    return model.forward(*args, **options)[:2]
-
   init_cache = functools.partial(
     cache_lib.create,
     layers=stacks,
@@ -199,25 +190,20 @@ def _lm(
   )
   lm = LM(
     init=functools.partial(init, config),
-    prefill=prefill,
-    extend=extend,
+    prefill=model.prefill,
+    extend=model.extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
     init_cache=init_cache,
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
     align_cache_rows=cache_lib.align,
     map_prefix_rows=passes.map_prefix_rows,
-    forward=forward if model.remat else None,
+    forward=model.forward if model.remat else None,
+    has_experts=bool(config.experts),
   )
   if platform == "tpu" and config.vocab_size >= LARGE and not config.labels:
     lm = lm._replace(draw_parts=functools.partial(_draw_parts, config))
-  if not config.experts:
-    return lm
-  return lm._replace(
-    prefill_with_experts=functools.partial(model.prefill, record=True),
-    extend_with_experts=functools.partial(model.extend, record=True),
-    forward_with_load=model.forward if model.remat else None,
-  )
+  return lm
 
 
 def transformer(

@@ -85,7 +85,7 @@ def test_value_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
 
   def ours(params):
     weights = mask * 1.0, jnp.ones((1, 1, T))
-    *_, load = lm.forward_with_load(
+    *_, load = lm.forward(
       params, prompt, mask, completion, load_weights=weights
     )
     return load_balancing_loss(load)
@@ -125,9 +125,7 @@ def by_rows(lm, params, batch, lengths):
   ids = batch.completion_ids.reshape(B * G, 1, T)[learned]
   mask = batch.completion_mask.reshape(B * G, 1, T)[learned]
   weights = prompt_mask * 1.0, mask * 1.0
-  *_, load = lm.forward_with_load(
-    params, prompts, prompt_mask, ids, load_weights=weights
-  )
+  *_, load = lm.forward(params, prompts, prompt_mask, ids, load_weights=weights)
   return load_balancing_loss(load)
 
 
@@ -185,7 +183,7 @@ def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
 
 
 def test_a_model_without_a_load_needs_no_loss_of_it():
-  lm = transformer(CONFIG)._replace(forward_with_load=None)
+  lm = transformer(CONFIG)._replace(has_experts=False)
   make_update(lm, optax.sgd(1.0))
   with pytest.raises(ValueError, match=r"router_aux_coef=0.1 .* has none"):
     make_update(lm, optax.sgd(1.0), Objective(router_aux_coef=0.1))

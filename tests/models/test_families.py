@@ -154,7 +154,7 @@ def ours(path, with_gradients):
   ids = jnp.asarray(COMPLETIONS)
 
   def score(params):
-    last, hidden = lm.forward(params, jnp.asarray(PROMPTS), mask, ids)
+    last, hidden, _ = lm.forward(params, jnp.asarray(PROMPTS), mask, ids)
     first = lm.unembed(params, last)
     logits = lm.unembed(params, hidden)
     before = jnp.broadcast_to(first[:, None, None], logits[:, :, :1].shape)
@@ -167,7 +167,7 @@ def ours(path, with_gradients):
   prefix = jax.jit(lm.prefill)(params, jnp.asarray(PROMPTS), mask)
   extend, cache, cached = jax.jit(lm.extend), lm.init_cache(3, G, T + 2), []
   for t in range(T):
-    hidden, cache = extend(params, prefix, ids[:, :, t : t + 1], cache)
+    hidden, cache, _ = extend(params, prefix, ids[:, :, t : t + 1], cache)
     cached.append(lm.unembed(params, hidden))
   grads = grads if with_gradients else None
   return first, logits, jnp.concatenate(cached, 2), grads

@@ -128,7 +128,7 @@ def test_kernels_attend_as_a_family_says(monkeypatch):
 
   def total(params, attention):
     lm = transformer(config, attention=attention)
-    _, hidden = lm.forward(params, ids[:, 0], mask, ids)
+    hidden = lm.forward(params, ids[:, 0], mask, ids).hidden
     return jnp.sum(jnp.sin(lm.unembed(params, hidden)))
 
   gradient = jax.jit(jax.value_and_grad(total), static_argnums=1)

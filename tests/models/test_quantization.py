@@ -141,7 +141,7 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
     for t in range(9):
       if t == 5:
         cache = decoder.grow_cache(cache, 4)
-      state, cache = extend(prepared, prefix, ids[..., t : t + 1], cache)
+      state, cache, _ = extend(prepared, prefix, ids[..., t : t + 1], cache)
       states.append(state)
       cache = cache if formats else round_cache(cache)
     outputs.append((np.concatenate(states, 2), cache))

@@ -1,6 +1,7 @@
 """Experts recorded in a rollout and replayed in the update (R3)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def test_a_rollout_names_the_experts_of_all_tokens_that_are_read(way):
   samples = WAYS[way](lm, params)
   lengths = lengths_of(samples)
   assert lengths.min() < lengths.max() - 5
-  whole = jax.jit(lm.prefill_with_experts)
+  whole = jax.jit(functools.partial(lm.prefill, record=True))
   size = samples.prompt_ids.shape[1] + samples.completion_ids.shape[2]
   for i, j in np.ndindex(B, G):
     mask = samples.prompt_mask[i]
@@ -96,8 +97,8 @@ def test_a_rollout_names_the_experts_of_all_tokens_that_are_read(way):
     completion = samples.completion_ids[i, j][: lengths[i, j] - 1]
     ids = np.concatenate([samples.prompt_ids[i][mask], completion])
     padded = jnp.asarray(np.pad(ids, (0, size - len(ids))))[None]
-    _, experts = whole(params, padded, (jnp.arange(size) < len(ids))[None])
-    experts = np.asarray(experts[0])
+    prefix = whole(params, padded, (jnp.arange(size) < len(ids))[None])
+    experts = np.asarray(prefix.experts[0])
     assert experts.shape == (size, LAYERS * PER_TOKEN)
     dtype = np.uint8 if many == 5 else np.uint16
     assert experts.dtype == samples.experts.dtype == dtype

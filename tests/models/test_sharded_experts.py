@@ -217,7 +217,7 @@ def check_models():
 
     def hidden(params):
       model, params = lm.prepared(params, longest=None)
-      forward = functools.partial(model.forward_with_load, load_weights=weights)
+      forward = functools.partial(model.forward, load_weights=weights)
       _, y, load = forward(params, prompts, mask, ids)
       return y, load_balancing_loss(load)
 
@@ -231,7 +231,7 @@ def check_models():
     def step(carry):
       i, cache, out = carry
       token = jax.lax.dynamic_slice_in_dim(ids, i, 1, axis=2)
-      new, cache = model.extend(params, prefix, token, cache)
+      new, cache, _ = model.extend(params, prefix, token, cache)
       out = jax.lax.dynamic_update_slice_in_dim(out, new, i, axis=2)
       return i + 1, cache, out
 
