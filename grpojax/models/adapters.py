@@ -3,11 +3,10 @@
 `from_linen(module)` and `from_nnx(factory)` take a model that maps ids [N, S]
 to logits [N, S, V]; `from_apply(apply, init)` takes any such function.
 
-The model sees each sample as one unbroken row: the prompt's real tokens, the
-completion, then padding (mask False). If it is causal by slot it reads no
-padding, with or without positions and a mask. No work is shared: training
-repeats the prompt for each completion of its group, and decoding runs the whole
-row again for every token.
+Each sample is an unbroken row: the prompt's real tokens, the completion, then
+padding (mask False), which a causal model does not read. No work is shared:
+training repeats the prompt for each completion of its group, and decoding runs
+the whole row again for every token.
 """
 
 from collections.abc import Callable
@@ -27,8 +26,6 @@ def from_apply(
   unembed: Callable[..., Array] | None = None,
 ) -> LM:
   """Builds an LM from a function that runs a causal model over whole rows.
-
-  Its `extend` refuses `segments` by ValueError.
 
   Args:
     apply: `(params, ids [N, S], positions [N, S], mask [N, S]) -> logits
@@ -61,9 +58,8 @@ def from_apply(
   ) -> tuple[Float[Array, "B G S D"], Cache]:
     if segments is not None:
       raise ValueError(
-        "a model from grpojax.models.adapters reads one completion a row: it "
-        "cannot keep packed completions (segments) apart. Leave segments=None, "
-        "or use a model of grpojax.models."
+        "a model from grpojax.models.adapters cannot read packed completions: "
+        "leave segments=None, or use a model of grpojax.models"
       )
     start, size = 0, ids.shape[2]
     if positions is None:
@@ -71,11 +67,11 @@ def from_apply(
       positions = jnp.broadcast_to(first + jnp.arange(size), ids.shape)
     if cache is not None:
       start = cache["index"]
-      write = jax.lax.dynamic_update_slice_in_dim
       write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(
         cache[name], new.astype(jnp.int32), start, axis=2
       )
-      ids, positions = write("ids", ids), write("positions", positions)
+      ids = write("ids", ids)
+      positions = write("positions", positions)
       cache = {"ids": ids, "positions": positions, "index": start + size}
     rows, row_positions, mask = _rows(prefix, ids, positions, start + size)
     hidden = apply(params, rows, row_positions, mask)
@@ -106,8 +102,8 @@ def from_linen(
 
   Args:
     module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`
-      without random keys (no dropout), with parameters in "params". `init`
-      raises ValueError if it has other collections.
+      without random keys (no dropout). ValueError from `init` if it has
+      collections other than "params".
     positions: name of the argument for positions [N, S], if any.
     mask: name of the argument for a mask [N, S], True on real tokens, if any.
   """
@@ -120,9 +116,8 @@ def from_linen(
     params = variables.pop("params", {})
     if variables:
       raise ValueError(
-        f"the module has the collections {sorted(variables)} besides 'params'; "
-        "an LM has parameters only. Pass a function that supplies them to "
-        "from_apply."
+        f"the module has the collections {sorted(variables)} besides 'params': "
+        "pass a function that supplies them to from_apply"
       )
     return params
 
@@ -142,16 +137,16 @@ def from_nnx(
       lm = from_nnx(pretrained)
 
   The LM's parameters are a nested dict of the module's `nnx.Param`s; other
-  variables stay as they are. `init` copies those of a module for any key.
+  variables are constant. With a module, `init` copies its parameters for any
+  key, and the module is not modified.
 
   Args:
-    module_or_factory: `(rngs) -> module`, or a module, which is not modified: a
-      causal model, called as `module(ids [N, S]) -> logits [N, S, V]`, always
-      in evaluation mode (`module.eval()`).
+    module_or_factory: a module or `(rngs) -> module`: a causal model, called as
+      `module(ids [N, S]) -> logits [N, S, V]` in evaluation mode.
     positions: as in `from_linen`.
     mask: as in `from_linen`.
   """
-  from flax import nnx  # Here, for it can fail to import beside a newer jax.
+  from flax import nnx  # imported late: it may not fit a newer jax
 
   keywords = _keywords(positions, mask)
 
@@ -164,19 +159,19 @@ def from_nnx(
   else:
     build = lambda key: module_or_factory(nnx.Rngs(key))
     key = seed_key(0)
-    # Shapes cost nothing; of the values, XLA computes only those returned.
+    # XLA computes only the returned values, not the parameters.
     graphdef, template, _ = split(nnx.eval_shape(lambda: build(key)))
     frozen = jax.jit(lambda: split(build(key))[2])()
 
   def init(key: Key[Array, ""]) -> Params:
     params = nnx.to_pure_dict(split(build(random_key(key)))[1])
-    return jax.tree.map(jnp.copy, params)  # A donated copy spares the module.
+    return jax.tree.map(jnp.copy, params)  # may be donated
 
   def apply(params, ids, positions, mask):
-    # Fresh containers: a module may write into those that it is merged from.
-    state, rest = jax.tree.map(lambda x: x, (template, frozen))
+    # New containers, because a merged module may write into them.
+    state, variables = jax.tree.map(lambda x: x, (template, frozen))
     nnx.replace_by_pure_dict(state, params)
-    module = nnx.merge(graphdef, state, rest)
+    module = nnx.merge(graphdef, state, variables)
     module.eval()
     return module(ids, **keywords(positions, mask))
 
@@ -184,16 +179,16 @@ def from_nnx(
 
 
 def check_causal(lm: LM, params: Params, length: int = 8) -> None:
-  """Raises ValueError for a model whose earlier tokens see later ones.
+  """Raises ValueError for a model in which tokens see later tokens.
 
   Compares the log-probabilities of two random completions that differ in their
-  second half: those of the first half must be equal and not nan. A row has
-  `length` tokens, including a prompt of one: the length of your longest prompt
-  and completion together also tests that the model has enough positions. Call
-  it outside of jit, with parameters that are not all zero.
+  second half: in the first half they must be equal and not nan. Rows have
+  `length` tokens, the first of which is the prompt; with the length of your
+  longest prompt and completion this also tests that the model has enough
+  positions. Call it outside of jit, with parameters that are not all zero.
   """
   if length < 3:
-    raise ValueError(f"length = {length}: must be 3 or more")
+    raise ValueError(f"length={length} must be at least 3")
   prompt = jnp.zeros((1, 1), jnp.int32)
   prefix = lm.prefill(params, prompt, jnp.ones((1, 1), bool))
   vocabulary = lm.unembed(params, prefix.last_hidden).shape[-1]
@@ -205,17 +200,16 @@ def check_causal(lm: LM, params: Params, length: int = 8) -> None:
   logprobs = jax.nn.log_softmax(logits)
   if jnp.isnan(logprobs).any():
     raise ValueError(
-      f"log-probabilities of a row of {length} tokens are nan: if those of a "
-      "shorter row are not, the model has fewer positions; else look at the "
-      "parameters"
+      f"log-probabilities of a row of {length} tokens are nan: the model has "
+      "fewer positions or, if a shorter row gives nan too, bad parameters"
     )
   change = jnp.nan_to_num(jnp.abs(jnp.diff(logprobs, axis=0)))
   before, after = float(change[:, :half].max()), float(change[:, half:].max())
   if before > max(1e-6, 1e-3 * after):  # more than rounding
     raise ValueError(
-      "the model is not causal: other tokens at the end of a completion change "
-      f"log-probabilities at its beginning by up to {before:.2g} (those at the "
-      f"end: {after:.2g}). Give its attention a causal mask"
+      "the model is not causal: changing the end of a completion changes "
+      f"log-probabilities at its beginning by up to {before:.2g} (at the end: "
+      f"{after:.2g}). Give its attention a causal mask"
     )
 
 
@@ -225,7 +219,7 @@ def _rows(
   positions: Int[Array, "B G T"],
   filled: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
-  """Returns ids, positions and mask of rows of a prompt and a completion each.
+  """Joins prompts and completions to rows: ids, positions and mask.
 
   The first `filled` tokens of a completion are real.
   """
@@ -233,7 +227,7 @@ def _rows(
   slots = jnp.arange(prefix.state.shape[1] + size)[None, None]
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]
   length = prefix.length[:, None, None]
-  offset = slots - length  # [B, 1, S]: into the completion, negative before it
+  offset = slots - length  # [B, 1, S]: negative in the prompt
   token = jnp.clip(offset, 0, size - 1)
   token = jnp.broadcast_to(token, (batch, group_size, slots.size))
   completion = jnp.take_along_axis(ids, token, axis=2)
@@ -251,6 +245,6 @@ def _take(hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]) -> Array:
 
 
 def _keywords(*names: str | None) -> Callable[..., dict[str, Array]]:
-  """Returns a function of values: keyword arguments of these names."""
+  """Returns a function that maps values to keyword arguments by name."""
   pairs = lambda values: zip(names, values, strict=True)
   return lambda *values: {name: x for name, x in pairs(values) if name}
