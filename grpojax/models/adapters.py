@@ -29,8 +29,8 @@ def from_apply(
 
   Args:
     apply: `(params, ids [N, S], positions [N, S], mask [N, S]) -> logits
-      [N, S, V]`. It must be causal along S and may ignore positions and mask
-      (True on real tokens, a leading run of each row).
+      [N, S, V]`. It may ignore positions and mask (True on the real tokens at
+      the beginning of each row).
     init: `(key) -> params`, any pytree of arrays.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`, if `apply` returns
       hidden states [N, S, D]; it saves the memory of logits [N, S, V].
@@ -42,8 +42,8 @@ def from_apply(
     prompt_mask: Bool[Array, "B P"],
   ) -> Prefix:
     length = prompt_mask.sum(axis=1, dtype=jnp.int32)
-    positions = jnp.arange(prompt_ids.shape[1])
-    positions = jnp.broadcast_to(positions, prompt_ids.shape)
+    slots = jnp.arange(prompt_ids.shape[1])
+    positions = jnp.broadcast_to(slots, prompt_ids.shape)
     hidden = apply(params, prompt_ids, positions, prompt_mask)
     last_hidden = _take(hidden, jnp.maximum(length - 1, 0)[:, None])[:, 0]
     return Prefix(last_hidden, length, state=prompt_ids)
@@ -100,12 +100,10 @@ def from_linen(
 
       lm = from_linen(Transformer(vocab_size=256), positions="position_ids")
 
-  Args:
-    module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`
-      without random keys (no dropout). ValueError from `init` if it has
-      collections other than "params".
-    positions: name of the argument for positions [N, S], if any.
-    mask: name of the argument for a mask [N, S], True on real tokens, if any.
+  The module is causal, and called as `module(ids [N, S]) -> logits [N, S, V]`
+  without random keys (no dropout). `positions` and `mask` name its arguments
+  for positions [N, S] and for a mask [N, S], True on real tokens, if any.
+  `init` raises ValueError for collections other than "params".
   """
   keywords = _keywords(positions, mask)
 
@@ -131,20 +129,14 @@ def from_linen(
 def from_nnx(
   module_or_factory: Any, positions: str | None = None, mask: str | None = None
 ) -> LM:
-  """Builds an LM from a flax.nnx module.
+  """Builds an LM from a flax.nnx module, or a function `(rngs) -> module`.
 
       lm = from_nnx(lambda rngs: Transformer(vocab_size=256, rngs=rngs))
       lm = from_nnx(pretrained)
 
-  The LM's parameters are a nested dict of the module's `nnx.Param`s; other
-  variables are constant. With a module, `init` copies its parameters for any
-  key, and the module is not modified.
-
-  Args:
-    module_or_factory: a module or `(rngs) -> module`: a causal model, called as
-      `module(ids [N, S]) -> logits [N, S, V]` in evaluation mode.
-    positions: as in `from_linen`.
-    mask: as in `from_linen`.
+  The module is as in `from_linen`, but called in evaluation mode. The LM's
+  parameters are a nested dict of its `nnx.Param`s; other variables do not
+  change. With a module, `init` copies its parameters for any key.
   """
   from flax import nnx  # imported late: it may not fit a newer jax
 
@@ -182,10 +174,9 @@ def check_causal(lm: LM, params: Params, length: int = 8) -> None:
   """Raises ValueError for a model in which tokens see later tokens.
 
   Compares the log-probabilities of two random completions that differ in their
-  second half: in the first half they must be equal and not nan. Rows have
-  `length` tokens, the first of which is the prompt; with the length of your
-  longest prompt and completion this also tests that the model has enough
-  positions. Call it outside of jit, with parameters that are not all zero.
+  second half. Rows have `length` tokens, the first of which is the prompt; the
+  length of your longest row tests the number of positions, too. Call it outside
+  of jit, with parameters that are not all zero.
   """
   if length < 3:
     raise ValueError(f"length={length} must be at least 3")
@@ -219,10 +210,7 @@ def _rows(
   positions: Int[Array, "B G T"],
   filled: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
-  """Joins prompts and completions to rows: ids, positions and mask.
-
-  The first `filled` tokens of a completion are real.
-  """
+  """Joins prompts and the first `filled` completion tokens to rows."""
   batch, group_size, size = ids.shape
   slots = jnp.arange(prefix.state.shape[1] + size)[None, None]
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]

@@ -39,8 +39,7 @@ def rms_norm(
 ) -> Float[Array, "*tokens D"]:
   """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
 
-  With `offset` the scale is 1 + `scale` (gemma). The scale's gradient is summed
-  over all tokens in float32.
+  With `offset` the scale is 1 + `scale` (gemma).
   """
 
   # Recomputed in the backward pass, which saves float32 copies of x.
@@ -62,10 +61,9 @@ def soft_cap(
 
 
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-  """Casts x and makes XLA round it.
+  """Casts x with a rounding that XLA cannot remove.
 
-  XLA may drop a cast to 16 bits and back. It could do so in training only, and
-  rollout and training would differ by the rounding.
+  If it did so in training only, rollout and training would differ.
   """
   if dtype != jnp.float32:
     info = jnp.finfo(dtype)
@@ -105,10 +103,9 @@ def _attend(
 ) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
-  Weights are rounded to q's dtype after the softmax over all parts, so the
-  split does not matter. `axes` are q's letters. A query without visible keys
-  gets uniform weights and a log-sum-exp near `NEGATIVE`: its share of a mixture
-  is 0.
+  Weights are rounded after the softmax over all parts, so the split does not
+  matter. A query without visible keys gets a log-sum-exp near `NEGATIVE`.
+  `axes` are q's letters.
   """
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
@@ -145,11 +142,10 @@ def _attend(
 
 
 def _attend_prompt(q, prompt, mask, scale, cap, unit):
-  """Returns `_attend` of the prompts' keys, which have no axis G.
+  """Returns `_attend` of the prompts' keys; arrays lack the axes in `unit`.
 
-  Each key head takes one product, whose rows are all samples and query heads;
-  otherwise XLA would copy logits and weights. q and the results lack the axes
-  in `unit`.
+  Each key head takes a single product with all samples and query heads as
+  rows; otherwise XLA would copy logits and weights.
   """
   keys, values = (cpu.squeeze(x, cache.PROMPT_AXES, unit) for x in prompt)
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]

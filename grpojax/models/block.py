@@ -25,12 +25,10 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
+# Checkpoint names of values that "selective" rematerialisation saves, and of
+# products that "attention" saves as well.
 SAVED = "saved"
-"""Checkpoint name of the values that "selective" rematerialisation saves."""
-
 PRODUCTS = "products"
-"""Checkpoint name of the MLP's products and the inputs of post-norms, which
-"attention" saves as well."""
 
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
@@ -206,10 +204,9 @@ def layer_of(
 ) -> tuple[Float[Array, "B G S D"], Any, Routed]:
   """Applies a decoder layer, given its attention as a function.
 
-  Matrices are multiplied in the dtype of computation, and everything else is
-  float32. If hidden states were rounded to bfloat16 in each layer, rollout and
-  training would drift apart. Returns the new hidden states, the second result
-  of `attention`, and the router's results.
+  Everything except matrix products is float32: if hidden states were rounded in
+  each layer, rollout and training would drift apart. Returns the new hidden
+  states, the second result of `attention`, and the router's results.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -251,9 +248,8 @@ def block(
 ) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
   """Applies a decoder layer, with a window if it is `local`.
 
-  `prompt` and `slots` are the layer's keys and values of the prompt and of the
-  cache. Returns the new hidden states, the tokens' keys and values, and the
-  router's results.
+  Returns the new hidden states, the tokens' keys and values, and the router's
+  results.
   """
   attention = functools.partial(
     attend, config, local, context, prompt, slots, row_attention

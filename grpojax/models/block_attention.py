@@ -33,14 +33,13 @@ from grpojax.models.cache import (
 )
 from grpojax.models.cpu import float32_einsum
 
-BLOCK = 128  # tokens of a block
+BLOCK = 128  # tokens
 
 LONG = 2048
 """Rows of more tokens have blocks of 2 BLOCK tokens, to limit the overhead of
 the loop over key blocks."""
 
-CAUSAL = "causal_block"
-"""Name scope of the work for key blocks up to the queries' own block."""
+CAUSAL = "causal_block"  # name scope of key blocks up to the queries' own
 
 _QUERY_AXES = "bgkrse"
 
@@ -310,9 +309,8 @@ def block_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Returns causal `two_part_attention` of whole rows (C = S).
 
-  Memory is a few times B G H block^2 float32 besides arguments and result. A
-  query of a local layer sees `window` tokens; blocks have `block` queries and
-  keys (by S if None).
+  Memory is a few times B G H block^2 float32 besides arguments and result.
+  `window` applies to local layers; blocks have `block` tokens (None: by S).
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

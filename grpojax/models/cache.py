@@ -1,15 +1,14 @@
 """The decode cache: keys and values of completions so far, and of prompts.
 
     row      [B, G, K, S, E]   tokens that pass through the layers
-    slots    [B, G, K, E, C]   keys of earlier tokens, in the order that a
-                               product with a query reads fastest; slot i of C
-                               holds completion token i
+    slots    [B, G, K, E, C]   keys of earlier tokens; slot i of C holds
+                               completion token i
              [B, G, K, C, E]   and values
     prompt   [B, K, P, E]      once per group
 
 Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). The
-layers of a stack (`layer_stacks`) are one array with a leading axis. A decoding
-step reads it and, at its end, writes the new tokens of all layers in place.
+layers of a stack (`layer_stacks`) have a leading axis. A decoding step writes
+the new tokens of all layers at its end, in place.
 
 A TPU writes whole rows of 128 lanes. Narrower heads are put side by side, n in
 a row: slots [B, G, K/n, n E, C]. Queries have zeros at the other heads' keys
@@ -89,10 +88,7 @@ def create(
   in_8_bits: bool = False,
   platform: str | None = None,
 ) -> Cache:
-  """Returns an empty cache for C = `capacity` completion tokens per row.
-
-  `layers` is the number of layers of each stack.
-  """
+  """Returns an empty cache; `layers` counts the layers of each stack."""
   block = []
   together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
   width = head_dim * together
@@ -152,9 +148,8 @@ def _constrain(block: Block) -> Block:
 def grow(cache: Cache, slots: int) -> Cache:
   """Adds room for more tokens.
 
-  A single stack gets a new block: the cache is never held twice, and a step
-  reads only blocks in use. Several stacks are copied to wider arrays, because
-  small blocks cost as much as large ones.
+  A single stack gets a new block, so the cache is never held twice. Several
+  stacks are copied, because small blocks cost as much as large ones.
   """
   block = cache.blocks[-1]
   if len(block) > 1:
@@ -206,11 +201,7 @@ def align(
 def _roll_rows(
   x: Shaped[Array, "L B G ..."], shifts: Int[Array, "B G"], axis: int
 ) -> Shaped[Array, "L B G ..."]:
-  """Rolls each row by its own shift; each device rolls one row at a time.
-
-  If rows were rolled together, XLA would gather them from copies in other
-  layouts.
-  """
+  """Rolls each row by its own shift, one at a time: XLA would copy all rows."""
 
   def roll(x, shifts):
     b, g = shifts.shape
@@ -271,10 +262,9 @@ def write(
   """Writes the next tokens of all layers into their slots, in place.
 
   `tokens` are keys and values of each stack, [layers, B, G, K, S, E], and
-  `last` the tokens' states after all layers; NaN in `last` writes 0. This makes
-  the write depend on every read of the cache, so XLA does it last; otherwise it
-  would copy the cache. (At this stage XLA ignores an `optimization_barrier`.) A
-  TPU, by `platform`, has a kernel for single tokens.
+  `last` the tokens' states after all layers; NaN in `last` writes 0. So the
+  write depends on every read of the cache, and XLA does it last instead of
+  copying the cache (an `optimization_barrier` has no effect there).
   """
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)
@@ -318,10 +308,7 @@ def _write_row(
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:
-  """Returns the number of tokens written after each slot, 0 for the last.
-
-  Slots without a token have larger numbers than all slots with a token.
-  """
+  """Returns the number of tokens after each slot, largest for empty slots."""
   size = capacity(cache)
   return (cache.index - 1 - jnp.arange(size)) % size
 
@@ -334,10 +321,7 @@ def filled(cache: Cache) -> Bool[Array, "C"]:
 def slot_positions(
   cache: Cache, positions: Int[Array, "B G S"]
 ) -> Int[Array, "B G C"]:
-  """Returns the positions of the tokens in the slots.
-
-  `positions` are those of the next tokens, which follow without a gap.
-  """
+  """Returns the positions of cached tokens from those of the next tokens."""
   return positions[..., :1] - 1 - ages(cache)[None, None]
 
 

@@ -44,10 +44,8 @@ class TransformerConfig:
     experts: X, experts per layer; 0 means a dense MLP without a router.
     experts_per_token: number of experts that each token uses.
     normalize_experts: the weights of a token's experts sum to 1.
-    labels: outputs of a sequence classifier, which has "score" instead of
-      "head"; 0 means a language model.
-    gaps: ranges [start, stop) of ids without a token: they have rows in the
-      parameters, and probability 0.
+    labels: outputs of a sequence classifier; 0 means a language model.
+    gaps: ranges [start, stop) of ids without a token, with probability 0.
   """
 
   vocab_size: int

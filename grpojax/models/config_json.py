@@ -230,8 +230,7 @@ def window(
 ) -> dict[str, Any]:
   """Returns `local_layers` and their `window`, or {} if all are global.
 
-  `size` is the window in tokens, or None. `default` is True for each local
-  layer; `layer_types` override it.
+  `size` is the window in tokens, or None; `layer_types` override `default`.
   """
   local = default
   kinds = hf_config.get("layer_types")

@@ -56,10 +56,9 @@ def matmul(
 def float32_einsum(product: str, x: Array, y: Array) -> Array:
   """Returns an einsum of two arrays of equal dtype, summed in float32.
 
-  Logits rounded to bfloat16 would differ between rollout and training. On CPUs
-  the factors are converted first, with the same result, because XLA:CPU lacks
-  some such products of 16-bit floats. In `product`, b and g are prompts and
-  samples.
+  Rounded logits would differ between rollout and training. On CPUs the factors
+  are converted first, because XLA:CPU lacks some products of 16-bit floats. In
+  `product`, b and g are prompts and samples.
   """
   x_axes, y_axes, out = product.replace("->", ",").split(",")
   alone = "".join(axis for axis in x_axes if axis in out and axis not in y_axes)

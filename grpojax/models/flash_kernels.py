@@ -47,10 +47,7 @@ class Settings(NamedTuple):
 
 
 class Part(NamedTuple):
-  """A set of keys, and the run of keys that each query sees.
-
-  The first part has the queries' own rows.
-  """
+  """A set of keys, and the runs that queries see; the first is the own rows."""
 
   keys: Float[Array, "M K C E"]
   values: Float[Array, "M K C E"]
@@ -85,8 +82,7 @@ def _vmem() -> int:
 def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
   """Returns True if a TPU's kernels can hold this many tokens of a head.
 
-  They hold 38k tokens of 256 channels or 76k of 128 in 16 bits, and on v4 10k
-  and 20k. A third of the memory is left for blocks of logits.
+  In 16 bits they hold 76k tokens of 128 channels, and on v4 20k.
   """
   held = 2 * tokens * -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
   return held <= _vmem() * 2 // 3
@@ -202,8 +198,7 @@ def _keys_kernel(
 ):
   """Computes the gradients of a block of keys and values, for one row.
 
-  Sums over the query heads that share these keys: the heads of the references,
-  and those on the grid's last axis.
+  Sums over the query heads of these keys, in the references and on the grid.
   """
   j, head = pl.program_id(2), pl.program_id(3)
   keys, values = part.keys[...], part.values[...]
@@ -235,8 +230,8 @@ def _keys_kernel(
 def _call(settings, kernel, grid, inputs, outputs, flops, again):
   """Calls a kernel; inputs and outputs are pairs of trees (specs, arrays).
 
-  XLA's scheduler and `aot` read the cost: the operations `flops` of matrix
-  products, and the bytes `again` that are fetched more than once.
+  XLA's scheduler and `aot` read the operations `flops` of matrix products, and
+  the bytes `again` that are fetched more than once.
   """
   in_specs, inputs = inputs
   out_specs, outputs = outputs
@@ -285,19 +280,15 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
 
 
 def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
-  """Returns the operations of matrix products of all queries with a part.
-
-  Assumes one segment per row: half of the keys of the first part are masked.
-  """
+  """Returns the operations of products with a part, for one segment per row."""
   keys = parts[index].keys.shape[2]
   return 2 * products * q.size * (keys if index else (keys + 1) // 2)
 
 
 def _over_queries(settings, kernel, products, queries, parts, out):
-  """Calls a kernel of query blocks, which loops over key blocks.
+  """Calls a kernel of query blocks, with `products` per query and key.
 
-  `products` counts the products of a query and a key; `queries` are arrays
-  [N, H, S, E] and [N, H, 1, S], and `out` abstract results of these shapes.
+  `queries` are [N, H, S, E] and [N, H, 1, S], like the abstract `out`.
   """
   q, block = queries[0], settings.blocks[0]
   n, heads, size, width = q.shape
@@ -342,10 +333,7 @@ def _over_queries(settings, kernel, products, queries, parts, out):
 def forward(
   settings: Settings, q: Float[Array, "N H S E"], parts: Sequence[Part]
 ) -> tuple[Float[Array, "N H S E"], Float[Array, "N H 1 S"]]:
-  """Returns the output in float32, and the logits' log-sum-exps.
-
-  Each query must see a key, and sizes must be multiples of their blocks.
-  """
+  """Returns the float32 output and log-sum-exps. Each query must see a key."""
   n, heads, size, _ = q.shape
   lse = jax.ShapeDtypeStruct((n, heads, 1, size), jnp.float32)
   out = jax.ShapeDtypeStruct(q.shape, jnp.float32), lse

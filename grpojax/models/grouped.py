@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 ROWS, COLUMNS, DEPTH = 128, 128, 64  # largest tile, and largest sum at a time
-LEAST = 16  # smallest size that tensor cores take
+LEAST = 16  # smallest tile of tensor cores
 _KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
   dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -181,8 +181,8 @@ def grouped_product(
 ) -> Float[Array, "N F"]:
   """Multiplies each run of rows with its matrix, in the rows' dtype.
 
-  Differentiable once, forward or in reverse. On GPUs, XLA computes it if D or F
-  is no multiple of 16.
+  Differentiable once, forward or in reverse. On GPUs, the kernels need D and F
+  to be multiples of 16.
   """
   return _multiply(rows, matrices, runs)
 

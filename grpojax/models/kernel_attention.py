@@ -76,10 +76,7 @@ def _forward(settings, q, row, prompt, seen):
 
 
 def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
-  """Returns the gradients of queries, row and prompt.
-
-  Those of row and prompt are added over the mesh's axes `sums`.
-  """
+  """Returns the gradients of q, row and prompt, summed over axes `sums`."""
   di = jnp.sum(out * dout.astype(jnp.float32), axis=-1)
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
   queries = [_flat(q), _flat(dout), lse, di]
@@ -103,7 +100,7 @@ def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
 def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
   """Calls `function(sums, q, ...)` on each device, with its rows and heads.
 
-  `sums` are the axes that split queries but not the keys of rows, of prompts.
+  `sums` are the axes that split q but not row, and q but not prompt.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
@@ -180,10 +177,9 @@ def kernel_attention(
   scale: float | None = None,
   cap: float | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns `block_attention`, computed by kernels.
+  """Returns `block_attention` computed by kernels, on "cpu" interpreted.
 
-  `platform` is "tpu", "gpu", or "cpu" (interpreted, slow). Segments must be
-  runs of tokens, and prompts padded on the right.
+  Segments must be runs of tokens, and prompts padded on the right.
   """
   *_, size, width = q.shape
   scale = width**-0.5 if scale is None else scale
@@ -211,10 +207,9 @@ def kernel_attention(
 
 
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
-  """Returns False if `block_attention` must replace the kernels.
+  """Returns False on axes that a user has taken.
 
-  It must on axes that a user has taken and, on TPUs, for float16 and for rows
-  that do not fit in memory.
+  On TPUs also for float16 and for rows that do not fit in memory.
   """
   if platform != "tpu":
     return runs_kernels()

@@ -24,10 +24,9 @@ REMAT = {
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """Policies of `jax.checkpoint` for the values saved besides a layer's input.
-"attention" recomputes softmax weights (Korthikanti et al. 2022, "Reducing
-activation recomputation in large transformer models") and activations,
-"selective" also an MLP's products, "full" everything. In layers of experts,
-"attention" equals "selective"."""
+"attention" recomputes softmax weights and activations (Korthikanti et al. 2022,
+arXiv 2205.05198), "selective" also an MLP's products, "full" everything. In
+layers of experts, "attention" equals "selective"."""
 
 SHALLOW = 8
 """Models of at most this many layers are unrolled instead of scanned: a scan
@@ -43,10 +42,9 @@ def run_layer(
   local: Any,
   *args: Any,
 ) -> Any:
-  """Calls `function(config, x, layer, local, *args)` for a layer.
+  """Calls `function(config, x, layer, local, *args)` with gathered parameters.
 
-  The layer's parameters are gathered while it runs. If `remat` is None, they
-  are gathered already, and there is no backward pass.
+  If `remat` is None, they are gathered already: there is no backward pass.
   """
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
@@ -90,8 +88,7 @@ def last_layers(
 ) -> tuple[Params, Callable[[Params], Params]]:
   """Separates the last `count` layers, the final norm and an untied head.
 
-  Gradients by these parameters alone skip the layers below
-  (`statistics.projections.score_projections`). Returns them and a function
+  Gradients by these alone skip the layers below. Returns them and a function
   `merge` that maps them to the parameters of the whole model.
   """
   total = layer_count(params["layers"])
@@ -157,9 +154,8 @@ def scan(
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   `body` returns the new x, any pytree, and an output of the layer; `scanned`
-  has a pytree for each stack, with a leading axis of layers. To avoid copies,
-  parameters named `whole` are passed as whole stacks, with the layer's number
-  `LAYER`. Returns x and each stack's outputs.
+  has a pytree for each stack, with a leading axis of layers. Parameters named
+  `whole` are not sliced: `layer` has whole stacks and the index `LAYER`.
   """
   start, outputs = 0, []
   # Without a loop, XLA would keep values instead of recomputing them, and could

@@ -33,9 +33,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
   """Returns the shapes of the matrices that a pattern matches, by path.
 
-  They are [L, in, out], or [L, X, in, out] for experts. `targets` is a regular
-  expression, matched in full against paths like "layers/q" of `base` (arrays or
-  shapes). ValueError if it is invalid or matches no matrix or any other array.
+  `targets` is a regular expression, matched in full against paths of `base`
+  like "layers/q". ValueError if it is invalid, or matches no matrix or any
+  other array.
   """
   leaves = flatten_dict(base, sep="/")
   paths = [f"layers/{name}" for name in sorted(PROJECTIONS)]
@@ -81,10 +81,7 @@ def abstract(base: Params, rank: int, targets: str) -> Params:
 
 
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
-  """Adds A and scale * B to the layers of the base, as "q_lora_a" etc.
-
-  The base has a single stack of layers, the result as many as the adapters.
-  """
+  """Adds A and scale * B to the layers of the base, as "q_lora_a" etc."""
   if not adapters:
     return base
   stacks, attached = layer_stacks.stacks(adapters), []
@@ -128,10 +125,7 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-  """Stack of matrices W + scale A B, computed when indexed.
-
-  Always float32: bfloat16 would drop changes of less than 0.2% of a weight.
-  """
+  """Stack of matrices W + scale A B in float32, computed when indexed."""
 
   base: Float[Array, "L *X m n"]
   a: Float[Array, "L *X m r"]
@@ -156,7 +150,7 @@ class Merged:
 def merge_lazily(
   base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
 ) -> dict[str, Any]:
-  """Returns the parameters of a plain model with adapters merged (`Merged`)."""
+  """Returns the parameters of a plain model with merged adapters (`Merged`)."""
   layers = dict(base["layers"])
   for name, x in adapters.get("layers", {}).items():
     layers[name] = Merged(layers[name], x["a"], x["b"], scale)
@@ -174,19 +168,12 @@ def save_peft(
 ) -> None:
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
-  Each expert has its own pair of tensors. peft 0.21 reads experts' adapters of
-  down alone or of all three matrices, and skips other ones with a warning.
-  ValueError for these, without adapters, or if `path` exists; the directory
-  appears when all files are written.
-
-  Args:
-    path: the new directory.
-    adapters: adapters as from `init`.
-    hf_config: config.json of the base model.
-    alpha: PEFT's lora_alpha; the scale is alpha / r.
-    base: path of the base model, or its name on the Hugging Face Hub.
-    revision: commit of the base model on the Hub.
-    dtype: dtype to store; None keeps the adapters'.
+  `hf_config` is the config.json of the base model, `base` its path or name on
+  the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
+  lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
+  the adapters'. ValueError if `path` exists, without adapters, and for adapters
+  that peft 0.21 would skip with a warning: those of an expert's gate and up
+  alone.
   """
   if not adapters:
     raise ValueError("there are no adapters to save")

@@ -24,8 +24,7 @@ from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 _MATRIX = "expert_"  # prefix of experts' matrices and their adapters
-LAYER = "layer"
-"""Name of a layer's index if its parameters are those of a whole stack."""
+LAYER = "layer"  # name of a layer's index in a whole stack of parameters
 ONE_OF = "one_layer_of_"
 """Prefix of a name scope, followed by the number of layers: `aot` then counts
 the traffic of a single layer's matrices."""
@@ -55,10 +54,9 @@ def route(
 ) -> tuple[Float[Array, "N count"], Int[Array, "N count"]]:
   """Returns the weights (float32) and indices of each token's experts.
 
-  Weights are the experts' softmax over all experts; with `normalize` they sum
-  to 1. If logits are nearly equal, a rounding error sends a token to another
-  expert. So `replayed` may give the experts of a rollout, and the router only
-  their weights (Ma et al. 2025, arXiv 2510.11370).
+  With `normalize`, weights sum to 1. If logits are nearly equal, rounding may
+  change a token's experts, so `replayed` may give those of a rollout (Ma et al.
+  2025, arXiv 2510.11370); the router gives their weights.
   """
   logits = _logits(x, router)
   if replayed is None:
@@ -84,7 +82,7 @@ def expert_load(
   """Returns the load of a layer's experts, with `count` experts per token.
 
   A token counts `weights` times. The logits of `mixture` are computed again:
-  about X / (3 k F) of a layer's work for k experts of width F per token.
+  about X / (3 k F) of a layer's work.
   """
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
   # Like `top_k`, for which XLA would gather tokens over a mesh: chosen experts
@@ -177,8 +175,8 @@ def _on_device(
 ) -> tuple[Float[Array, "b g S D"], Int[Array, "b g S count"]]:
   """Returns a device's part of a mixture, float32, and its tokens' experts.
 
-  The mesh axes `row_axes` split the tokens, and `axes_of_matrices` the experts'
-  matrices: `expert` splits X, and `tensor` splits F. The router is whole.
+  `row_axes` split the tokens, and `axes_of_matrices` the experts' matrices:
+  `expert` splits X, and `tensor` splits F.
   """
   tokens = x.reshape(-1, x.shape[-1])
   count = config.experts_per_token
@@ -262,10 +260,7 @@ def mixture(
 def recorded(
   config: TransformerConfig, experts: tuple[Int[Array, "_ B G S count"], ...]
 ) -> Integer[Array, "B G S X"]:
-  """Returns the experts of all layers as small integers.
-
-  X lists a token's experts in the first layer, in the second, and so on.
-  """
+  """Returns a token's experts of all layers, in order, as small integers."""
   dtype = jnp.uint8 if config.experts <= 256 else jnp.uint16
   x = jnp.moveaxis(jnp.concatenate(experts).astype(dtype), 0, -2)
   return x.reshape(*x.shape[:3], -1)

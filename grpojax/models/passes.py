@@ -32,16 +32,14 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import RotaryTable, rope_tables
 from grpojax.models.row_attention import WHOLE, RowAttention
 
-ROPE = "rope"
-"""Name of the rotary tables in prepared parameters (`LM.prepare`)."""
+ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
 def cast(params: Params, dtype: Any) -> Params:
   """Casts the parameters that matrix products read in `dtype`.
 
-  Scales, biases and embeddings keep their dtype: their gradients are sums over
-  all tokens, too inexact in bfloat16. A rounded router would choose other
-  experts (`moe.route`).
+  The gradients of scales, biases and embeddings are sums over all tokens, too
+  inexact in bfloat16. A rounded router would choose other experts.
   """
 
   def cast_leaf(path, x):
@@ -89,9 +87,8 @@ def _row_context(
 
 
 def _prompt_context(config, prompt_mask, row_attention) -> TokenContext:
-  b, p = prompt_mask.shape
+  b, p = prompt_mask.shape  # padding needs no mask, because it comes last
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # The causal mask suffices, because padding comes after all real tokens.
   return _row_context(config, positions, None, None, row_attention)
 
 
@@ -396,8 +393,7 @@ class Passes:
   ) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
     """Embeds prompts and completions [B, G, S] by a single lookup.
 
-    The gradient of a lookup is as large as the table, in float32. With two
-    lookups XLA:TPU held five such arrays instead of one.
+    With two, XLA:TPU held five arrays of the table's size for the gradient.
     """
     b, g, s = ids.shape
     if (

@@ -4,8 +4,8 @@ Symmetric and rounded to nearest, with a scale for each channel:
 
     x ~ q * s      s = max |x| / 127      |x - q s| <= s / 2
 
-A product takes q in the dtype of computation, which holds -127 to 127 exactly,
-and scales the result. So a scale must not depend on the axis summed over.
+A product takes q in the dtype of computation, where it is exact, and scales the
+result. So a scale must not depend on the axis summed over.
 
 | array               | summed over | a scale for each                        |
 |---------------------|-------------|-----------------------------------------|
@@ -35,10 +35,9 @@ _LARGEST = 127
 def quantize(
   x: Float[Array, "*axes"], axis: int = -1, dtype: Any = None
 ) -> tuple[Int8[Array, "*axes"], Float[Array, "..."]]:
-  """Returns integers and their scales, which lack `axis`.
+  """Returns integers and their scales, which lack `axis`; zeros have scale 0.
 
-  Scales are rounded to `dtype` (default: x's) before x is divided by them; they
-  are 0 for zeros.
+  Scales are rounded to `dtype` (default: x's) before x is divided by them.
   """
   x32 = x.astype(jnp.float32)
   scale = jnp.max(jnp.abs(x32), axis=axis) / _LARGEST

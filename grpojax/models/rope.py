@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+# Cosines and sines of the rotary angles of tokens.
 RotaryTable = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
-"""Cosines and sines of the rotary angles of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +55,7 @@ def rope_tables(
 def rotate(
   x: Float[Array, "B G S heads E"], tables: RotaryTable
 ) -> Float[Array, "B G S heads E"]:
-  """Rotates the two halves of each head by the angles of `rope_tables`.
-
-  The result is float32, like the tables (transformers rounds them).
-  """
+  """Rotates the two halves of each head by `rope_tables`, in float32."""
   cos, sin = (table[:, :, :, None] for table in tables)  # same for all heads
   x1, x2 = jnp.split(x, 2, axis=-1)
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)

@@ -12,20 +12,16 @@ ATTENTION = ("auto", "plain", "blocks", "kernel")
 `block_attention`, "kernel" is `kernel_attention`, and "auto" uses kernels on
 TPUs and GPUs and blocks on CPUs."""
 
-WHOLE = 256
-"""Rows of at most this many tokens always use plain attention, which is faster
-on CPUs (not measured on accelerators)."""
+WHOLE = 256  # rows of at most this many tokens always use plain attention
 
-RowAttention = Callable[..., Array]
-"""Attention of long rows, with the arguments of `block_attention`."""
+RowAttention = Callable[..., Array]  # with the arguments of `block_attention`
 
 
 def choose(attention: str, platform: str | None) -> RowAttention | None:
-  """Returns the attention of long rows, by a name in `ATTENTION`.
+  """Returns the attention of long rows by its name; None for "plain".
 
-  The result is None for "plain". Blocks replace kernels on mesh axes that a
-  user has taken, and in rows too long for the kernels. `platform` is as in
-  `transformer`.
+  Blocks replace kernels on mesh axes that a user has taken, and in rows too
+  long for the kernels.
   """
   if attention in ("plain", "blocks"):
     return block_attention if attention == "blocks" else None

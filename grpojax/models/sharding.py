@@ -55,9 +55,8 @@ RULES = (
 )
 """Rules for `models.transformer`, its LoRA adapters and optimizer states.
 
-Vectors and scalars without a rule (keys, counts, step sizes) stay whole. A
-matrix without a rule is an error, because a copy on each device would silently
-cost memory."""
+Vectors and scalars without a rule (keys, counts, step sizes) stay whole; a
+matrix without a rule is an error."""
 
 
 def axes_of(spec: P) -> list[tuple[str, ...]]:
@@ -92,9 +91,8 @@ def spec_for(
   """Returns the `PartitionSpec` of an array, by the first matching rule.
 
   `path` is like "params/layers/q". Axes that do not divide their dimension are
-  left out. P() if the rule has more dimensions than the array (reduced
-  optimizer state), and for vectors and scalars without a rule; ValueError for
-  larger arrays without a rule.
+  left out. P() if the rule has too many dimensions (reduced optimizer state),
+  and for vectors without a rule; ValueError for other arrays without a rule.
   """
   for pattern, spec in rules:
     if not re.search(rf"(^|/)({pattern})$", path):
@@ -112,10 +110,7 @@ def spec_for(
 
 
 def shardings(tree: PyTree, mesh: Mesh | AbstractMesh, rules=RULES) -> PyTree:
-  """Returns a `NamedSharding` for each array of a tree, by `spec_for`.
-
-  Leaves are arrays or `jax.ShapeDtypeStruct`s.
-  """
+  """Returns a `NamedSharding` for each array or abstract array of a tree."""
 
   def leaf_sharding(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -214,11 +209,7 @@ def fsdp_shards() -> int:
 
 
 def as_stored(params: PyTree) -> PyTree:
-  """Lays parameters out as stored: split along fsdp and tensor.
-
-  Then each device casts only its own shard. Gradients are also split along
-  data.
-  """
+  """Lays parameters out as stored, split along fsdp and tensor."""
   return _constrain(params, "", gathered=False)
 
 
@@ -264,11 +255,9 @@ def all_but_gathered(primitive, *_, **__) -> bool:
   return primitive.name not in layout
 
 
-# The gradient of a weight that all devices read is a sum over all samples. If a
-# loop adds it up, XLA sums it over all devices in each turn (an all-reduce).
-# With a copy of the weight per device, and samples [devices, rows, ...], each
-# device's loop adds up its own gradient, and the devices' gradients are added
-# up once after the loop: a reduce-scatter if the weight is sharded.
+# If a loop adds up the gradient of a weight that all devices read, XLA sums it
+# over all devices in each turn. With a copy of the weight per device, and
+# samples [devices, rows, ...], it does so once after the loop.
 
 
 def _row_axes() -> dict[str, int]:

@@ -31,8 +31,7 @@ from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
 
-LARGE = 4096
-"""Smallest vocabulary for which TPUs draw tokens without storing logits."""
+LARGE = 4096  # smallest vocabulary for which TPUs do not store logits
 
 
 def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
@@ -115,10 +114,9 @@ def _decoding_stacks(
 ) -> tuple[int, ...]:
   """Returns the number of layers of each stack in decoding.
 
-  XLA:CPU may copy a layer of a stack for each token, so a few layers get stacks
-  of their own. XLA:GPU copies weights and caches for any number of layers, half
-  of a token's traffic: there all layers are separate, although compilation
-  takes several times as long.
+  XLA:CPU may copy a layer of a stack for each token, XLA:GPU copies all weights
+  and caches. So a few layers, or all on GPUs, get stacks of their own, although
+  compilation then takes several times as long.
   """
   separate = config.layers <= layer_stacks.SHALLOW or platform == "gpu"
   return (1,) * config.layers if separate else (config.layers,)
@@ -132,12 +130,11 @@ def _for_decoding(
   stacks: tuple[int, ...],
   in_8_bits: bool,
 ) -> Params:
-  """Casts and lays out parameters once for the token loop.
+  """Casts, gathers and lays out parameters once for the token loop.
 
-  They are gathered along fsdp, so that tokens need not wait for them. A tied
-  embedding stays float32, and the output head is a cast copy. Rotary tables are
-  added, which XLA would compute for every token and layer. Matrices become
-  integers before they are gathered, which halves the traffic.
+  A tied embedding stays float32, and the output head is a cast copy. Rotary
+  tables are added, which XLA would compute for every token and layer. Matrices
+  become integers before they are gathered, which halves the traffic.
   """
 
   def formatted(arrays):
@@ -212,20 +209,20 @@ def transformer(
   attention: str = "auto",
   platform: str | None = None,
 ) -> LM:
-  """Returns the decoder as an `LM`.
+  """Returns the decoder as an `LM`; ValueError if parts of `config` do not fit.
 
   Args:
-    config: shape of the model; ValueError if its parts do not fit.
+    config: shape of the model.
     dtype: dtype of matrix products and cache; hidden states between the layers,
       norms, rotations, softmax and logits are float32. Parameters are cast for
       use; train them in float32, because bfloat16 drops small updates.
-    remat: values that the backward pass recomputes, a name in
-      `layer_stacks.REMAT`: "full" (everything except each layer's input: least
-      memory, about a third more work), "selective", "attention" or "none".
+    remat: values that the backward pass recomputes (`layer_stacks.REMAT`):
+      "full" (everything except each layer's input, about a third more work),
+      "selective", "attention" or "none".
     attention: attention of rows of more than `row_attention.WHOLE` tokens, a
       name in `row_attention.ATTENTION`.
-    platform: "cpu", "gpu" or "tpu"; None is JAX's default backend. Programs
-      differ, but results only by rounding.
+    platform: "cpu", "gpu" or "tpu"; None is JAX's default backend. Results
+      differ only by rounding.
   """
   check(config)
   for name, value, names in (

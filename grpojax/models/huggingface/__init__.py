@@ -48,20 +48,17 @@ A family is a module that has
 
 - `KEYS`: `(stored name, transposed)` of each parameter, by its path in
   `config.parameter_shapes`. The name holds "{layer}" and "{expert}" if stored
-  by layer and by expert; `transposed` means that the file has [out, in] instead
-  of [in, out], like PyTorch's Linear. Unused names do no harm;
+  by layer and by expert; `transposed` is True if the file has [out, in], like
+  PyTorch's Linear. Unused names do no harm;
 - `READ`: keys to read, with transformers' defaults;
-- `FIXED` (optional): keys that change the model, with the only value that is
-  implemented;
+- `FIXED` (optional): keys with a single supported value;
 - `UNUSED` (optional): keys without effect here;
 - `config(hf_config) -> TransformerConfig` for a config.json checked against
   these keys by `config_json.complete`.
 
-More places use parameter names: `config.init` (ones for "norm", or zeros with
-`norm_offset`, zeros for "bias", normal values for other names),
-`models.sharding.RULES` (every matrix needs a rule), `lora.PROJECTIONS`
-(matrices of `block._project`, and experts), and `passes.cast` ("router" stays
-float32). tests/models/test_family_contract.py checks all this.
+More places use parameter names: `config.init`, `models.sharding.RULES` (every
+matrix needs a rule), `lora.PROJECTIONS` (matrices of `block._project`, and
+experts), and `passes.cast`. tests/models/test_family_contract.py checks this.
 """
 COMPANIONS = tuple(
   "config.json generation_config.json tokenizer.json tokenizer_config.json "
@@ -116,8 +113,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 def _check_links(directory: pathlib.Path) -> None:
   """Raises ValueError if a file is a link to a file of another name.
 
-  Files are copied to trained models, which may be published: a link could leak
-  secrets. Links of the Hub's cache to its blobs are allowed.
+  Files are copied to trained models and may be published, secrets included.
+  Links of the Hub's cache are allowed.
   """
   for name in COMPANIONS:
     path = directory / name
@@ -130,11 +127,7 @@ def _check_links(directory: pathlib.Path) -> None:
 def read_config(
   path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads the config.json of a model directory, or a file.
-
-  Unknown keys in `ignore_keys` are left out: the user asserts that they do not
-  change the model (model.ignore_keys).
-  """
+  """Reads the config.json of a directory, or a file, without `ignore_keys`."""
   file = pathlib.Path(path)
   if not os.path.isfile(file):
     file = resolve(path) / "config.json"
@@ -200,9 +193,8 @@ def load_params(
   """Reads the weights of a model directory.
 
   `shardings` is a tree of `jax.sharding.Sharding`, or a function `(abstract
-  params) -> tree`; None is the default device. `ignore_keys` are as in
-  `read_config`. ValueError for damaged files, and for weights that are not
-  finite or do not fit config.json (missing, surplus, wrong shape).
+  params) -> tree`; None is the default device. ValueError for damaged files,
+  and for weights that are not finite or do not fit config.json.
   """
   directory = resolve(path)
   file_checksums.verify(directory)
@@ -249,8 +241,7 @@ def load(
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
-  `dtype` is the dtype of computation; other arguments and errors are as in
-  `load_params`.
+  `dtype` is that of computation; other arguments are as in `load_params`.
   """
   config = to_transformer_config(read_config(path, ignore_keys))
   lm = transformer(config, dtype=dtype)
@@ -280,16 +271,11 @@ def save(
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
-  All processes must call it; the first process writes. ValueError if `path`
-  exists, or if the parameters do not fit the source's config.json.
-
-  Args:
-    path: the new directory, which appears when all files are written.
-    params: parameters on any devices.
-    source: the model directory that configuration and tokenizer come from.
-    dtype: dtype to store; None keeps each array's.
-    max_shard_size: largest file of weights, in bytes.
-    ignore_keys: keys of the source's config.json to leave out.
+  All processes must call it. Configuration and tokenizer come from `source`,
+  without the keys `ignore_keys`. The directory appears when all its files are
+  written; files of weights have at most `max_shard_size` bytes. `dtype` is the
+  dtype to store; None keeps each array's. ValueError if `path` exists, or if
+  the parameters do not fit `source`.
   """
   source = resolve(source)
   hf_config = read_config(source, ignore_keys)
@@ -322,10 +308,7 @@ def write_config(
   kv_heads: int,
   mlp: int,
 ) -> None:
-  """Writes the config.json of a new Llama decoder with tied embeddings.
-
-  Sizes are as in `TransformerConfig`; ValueError if they do not fit.
-  """
+  """Writes the config.json of a new Llama decoder with tied embeddings."""
   hf_config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

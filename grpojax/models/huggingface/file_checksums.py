@@ -36,10 +36,7 @@ def write(directory: pathlib.Path) -> None:
 
 
 def verify(directory: pathlib.Path) -> None:
-  """Raises ValueError if a listed file of a directory has changed.
-
-  Files may be added, and a directory without checksums passes.
-  """
+  """Raises ValueError if a file with a checksum is missing or has changed."""
   listed = directory / CHECKSUMS
   if not listed.is_file():
     return

@@ -312,9 +312,8 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
 def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns config.json's rope_scaling: none, linear, or Llama 3's.
 
-  For Llama 3 a file holds only a divisor for each frequency. They must follow
-  from the constants of Llama 3.1 to 3.3, which differ only in `factor`, the
-  largest divisor.
+  For Llama 3 a file holds only the divisors of frequencies. They must be those
+  of Llama 3.1 to 3.3, which differ only in `factor`, the largest divisor.
   """
   kind, factor = (values.get(key) for key in _SCALING)
   theta = values["rope.freq_base"]
@@ -354,8 +353,8 @@ def find(
 ) -> dict[str, Tensor]:
   """Returns a file's tensors by Hugging Face `names`; surplus by GGUF's names.
 
-  Experts' matrices, which are stacked in GGUF, become separate tensors.
-  ValueError if the file does not match `hf_config`.
+  Stacked experts become separate tensors. ValueError if the file does not match
+  `hf_config`.
   """
   gguf, file = library(), read(path)
   name, heads = _architecture(file), {}

@@ -1,9 +1,8 @@
 """Reads safetensors files into sharded arrays, leaf by leaf.
 
 A leaf of our parameter tree is a stored tensor or a stack of them, possibly
-transposed. It is read straight into the shards of a `jax.Array` in the target
-dtype, so the host needs memory for a single leaf. Pickled weights are never
-read.
+transposed. It is read straight into the shards of a `jax.Array`, so the host
+needs memory for a single leaf. Pickled weights are never read.
 """
 
 import json
@@ -82,8 +81,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 def header(file: pathlib.Path) -> dict[str, Stored]:
   """Returns a file's tensors, after safetensors has checked its header.
 
-  safetensors itself would map the whole file, and hold the read pages in memory
-  until it is closed.
+  safetensors itself would map the whole file, and keep read pages in memory.
   """
   try:
     with safe_open(file, framework="numpy"):
@@ -125,7 +123,6 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
 def find(directory: pathlib.Path) -> dict[str, Stored]:
   """Returns the tensors of a model directory by name, from the headers.
 
-  It holds model.safetensors, or model.safetensors.index.json and its shards;
   ValueError for missing and damaged files.
   """
   if (directory / SINGLE).is_file():
@@ -243,10 +240,7 @@ def read(
   dtype: Any,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Reads the parts of a leaf on this process's devices.
-
-  ValueError for tensors with NaN or infinite values.
-  """
+  """Reads the parts of a leaf on this process's devices; ValueError for NaN."""
   if sharding is None:
     whole = (slice(None),) * len(leaf.shape)
     array = jax.device_put(_read_part(leaf, tensors, whole, dtype))

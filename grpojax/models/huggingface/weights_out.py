@@ -88,8 +88,7 @@ def _lock(directory: pathlib.Path) -> int:
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields a directory to fill, which becomes `path` if the context succeeds.
 
-  Its files get checksums (`file_checksums`). ValueError if `path` exists, or if
-  another process or user is writing it.
+  ValueError if `path` exists, or if another process or user is writing it.
   """
   path = pathlib.Path(path)
   exists = f"{path} exists already; remove it or choose another path"
@@ -138,7 +137,7 @@ def write(
   """Writes a file, or several and an index if it would be too large.
 
   A tensor of more than `max_shard_size` bytes gets its own file. `dtype` is the
-  dtype to store; None keeps each array's. Arrays are NumPy's or JAX's.
+  dtype to store; None keeps each array's.
   """
   entries = {
     name: (np.dtype(dtype or arrays[path].dtype), leaf.stored_shape)
