@@ -141,10 +141,7 @@ def from_nnx(
   from flax import nnx  # imported late: it may not fit a newer jax
 
   keywords = _keywords(positions, mask)
-
-  def split(module: Any) -> tuple[Any, Any, Any]:
-    return nnx.split(module, nnx.Param, ...)
-
+  split = lambda module: nnx.split(module, nnx.Param, ...)
   if isinstance(module_or_factory, nnx.Module):
     build = lambda key: module_or_factory
     graphdef, template, frozen = split(module_or_factory)

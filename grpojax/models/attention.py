@@ -37,10 +37,7 @@ def rms_norm(
   eps: float,
   offset: bool = False,
 ) -> Float[Array, "*tokens D"]:
-  """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
-
-  With `offset` the scale is 1 + `scale` (gemma).
-  """
+  """Returns x / sqrt(mean(x^2) + eps) * scale (1 + scale with `offset`)."""
 
   # Recomputed in the backward pass, which saves float32 copies of x.
   @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -121,10 +121,7 @@ def without(
 
 
 def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
-  """Adds the defaults of absent keys to a config.json.
-
-  ValueError for unknown keys and unsupported values.
-  """
+  """Adds defaults to a config.json; ValueError if it is not supported."""
   read, fixed, harmless = _keys(family)
   values = {key: x for key, x in hf_config.items() if x is not None}
   for key, only in fixed.items():
@@ -149,14 +146,13 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or not 0 < value < 2**31):
       raise ValueError(
-        f"config.json has {key}={value!r}, which must be a whole number in 1 "
-        "... 2**31 - 1"
+        f"config.json has {key}={value!r}: use a whole number in 1..2**31 - 1"
       )
   experts = whole.get("num_local_experts") or whole.get("num_experts") or 1
   layers = whole["num_hidden_layers"]
   if layers * experts > _MOST_LAYERS:
     counts = f"num_hidden_layers={layers}, of {experts} experts"
-    raise ValueError(f"config.json has {counts}: these are too many")
+    raise ValueError(f"config.json has {counts}: too many")
   for key, default in read.items():
     value = whole[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):
@@ -170,9 +166,7 @@ def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
   """Returns `value` if it is a finite number of at least `least`."""
   largest = sys.float_info.max
   if type(value) not in (int, float) or not least <= value <= largest:
-    raise ValueError(
-      f"config.json has {key}={value!r:.40}, which is not a valid number"
-    )
+    raise ValueError(f"config.json has {key}={value!r:.40}: no valid number")
   return float(value)
 
 
@@ -198,8 +192,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
   if hf_config[name] not in list(activations):
     raise ValueError(
-      f"config.json has {name}={hf_config[name]!r}; supported: "
-      f"{list(activations)}"
+      f"config.json has {name}={hf_config[name]!r}; known: {[*activations]}"
     )
   width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
   if not hf_config["head_dim"] and width % heads:
@@ -228,10 +221,7 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 def window(
   hf_config: dict[str, Any], size: int | None, default: list[bool]
 ) -> dict[str, Any]:
-  """Returns `local_layers` and their `window`, or {} if all are global.
-
-  `size` is the window in tokens, or None; `layer_types` override `default`.
-  """
+  """Returns `local_layers` and their `window`, or {} if all are global."""
   local = default
   kinds = hf_config.get("layer_types")
   if kinds is not None:
@@ -247,11 +237,9 @@ def window(
 
 def refuse_others(name: str, values: Iterable[str], known) -> None:
   """Raises ValueError for unknown values."""
-  unknown = sorted(set(values) - set(known))
-  if unknown:
-    listed = ", ".join(unknown)
+  if unknown := ", ".join(sorted(set(values) - set(known))):
     raise ValueError(
-      f"config.json has {listed} in {name}; known: {', '.join(known)}"
+      f"config.json has {unknown} in {name}; known: {', '.join(known)}"
     )
 
 
@@ -263,10 +251,7 @@ def rope(hf_config: dict[str, Any]) -> Rope:
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads `rope_theta`, `rope_type` (or `type`) and its parameters.
-
-  `length` is the default of `original_max_position_embeddings`.
-  """
+  """Reads rope parameters; `length` is the model's maximum of positions."""
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
@@ -279,15 +264,9 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
     raise ValueError("config.json has a partial_rotary_factor other than 1.0")
   if kind == "llama3":
     values.setdefault("original_max_position_embeddings", length)
-  refuse_others(
-    f"the rope parameters of type {kind!r}", values, ROPE_KINDS[kind]
-  )
-  lacking = set(ROPE_KINDS[kind]) - set(values)
-  if lacking:
-    raise ValueError(
-      f"the rope parameters in config.json lack {', '.join(sorted(lacking))}"
-    )
-  fields = {
-    ROPE_KINDS[kind][name]: number(name, x) for name, x in values.items()
-  }
-  return Rope(theta, **fields)
+  fields = ROPE_KINDS[kind]
+  refuse_others(f"the rope parameters of type {kind!r}", values, fields)
+  if lacking := ", ".join(sorted(set(fields) - set(values))):
+    raise ValueError(f"the rope parameters in config.json lack {lacking}")
+  numbers = {fields[name]: number(name, x) for name, x in values.items()}
+  return Rope(theta, **numbers)

@@ -42,10 +42,7 @@ def run_layer(
   local: Any,
   *args: Any,
 ) -> Any:
-  """Calls `function(config, x, layer, local, *args)` with gathered parameters.
-
-  If `remat` is None, they are gathered already: there is no backward pass.
-  """
+  """Calls a layer's function, with gathered parameters unless `remat` is None."""
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
 

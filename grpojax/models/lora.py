@@ -24,7 +24,7 @@ from grpojax.models import huggingface as hf
 from grpojax.models import layer_stacks
 from grpojax.models.huggingface import weights, weights_out
 
-# Matrices that may have an adapter.
+# Matrices with adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -44,9 +44,9 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
     raise ValueError(f"targets {targets!r}: {error}") from None
-  others = sorted(set(chosen) - set(matrices))
-  if not chosen or others:
-    matched = f"{', '.join(others)}, no projections" if others else "nothing"
+  wrong = ", ".join(sorted(set(chosen) - set(matrices)))
+  if wrong or not chosen:
+    matched = f"{wrong}, no projections" if wrong else "nothing"
     raise ValueError(
       f"targets {targets!r} match {matched}; there are {', '.join(matrices)}"
     )
@@ -171,9 +171,8 @@ def save_peft(
   `hf_config` is the config.json of the base model, `base` its path or name on
   the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
   lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
-  the adapters'. ValueError if `path` exists, without adapters, and for adapters
-  that peft 0.21 would skip with a warning: those of an expert's gate and up
-  alone.
+  the adapters'. ValueError if `path` exists, without adapters, or if experts
+  have adapters that peft 0.21 skips: only down alone or all three are read.
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
@@ -192,8 +191,8 @@ def save_peft(
     matrices = [x.removesuffix(".weight") for x in base_leaf.names]
     suffix = f"lora_{side.upper()}.weight"
     names = tuple(f"base_model.model.{x}.{suffix}" for x in matrices)
-    stacked = base_leaf.stacked
-    layout[leaf_path] = weights.Leaf(names, array.shape, stacked, True)
+    leaf = weights.Leaf(names, array.shape, base_leaf.stacked, True)
+    layout[leaf_path] = leaf
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",

@@ -205,8 +205,8 @@ def _on_device(
   if is_split:
     held = layer["expert_gate"].shape[-3]
     experts = experts - held * jax.lax.axis_index("expert")
-  number, total = layer.get(LAYER), config.experts
-  y = _experts(tokens, weights, experts, matrices, total, activation, number)
+  args = tokens, weights, experts, matrices, config.experts, activation
+  y = _experts(*args, layer.get(LAYER))
   if gathered:
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
     matrix_axes = matrix_axes - {"expert"}

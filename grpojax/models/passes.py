@@ -100,10 +100,7 @@ def _next_context(
   positions: Int[Array, "B G S"],
   prompt_mask: Bool[Array, "B P"],
 ) -> TokenContext:
-  """Returns the context of the next tokens of rows in a cache.
-
-  `lengths` counts each row's tokens in the cache; None: all written tokens.
-  """
+  """Returns the context of the next tokens of rows, `lengths` in the cache."""
   mask = _row_mask(positions.shape[-1], None)
   slot_mask = cache_lib.filled(cache)
   if lengths is not None:
@@ -238,9 +235,8 @@ class Passes:
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
-      x, row, routed = self._run(
-        block_lib.block, x, layer, local, context, None, None
-      )
+      args = x, layer, local, context, None, None
+      x, row, routed = self._run(block_lib.block, *args)
       return x, (cache_lib.of_prompt(row), routed.experts if record else None)
 
     x = self._embed(params, prompt_ids[:, None])
@@ -277,20 +273,19 @@ class Passes:
     positions = prefix.length[:, None, None] + positions
     keys_values, prompt_mask = prefix.state
     x = self._embed(params, ids)
+    config = self.config
     if cache is not None:
-      context = _next_context(
-        self.config, params, cache, lengths, positions, prompt_mask
-      )
+      rows = cache, lengths, positions, prompt_mask
+      context = _next_context(config, params, *rows)
       return self._decode(params, keys_values, x, context, cache, record)
-    context = _row_context(
-      self.config, positions, segments, prompt_mask, self.row_attention
-    )
+    rows = positions, segments, prompt_mask
+    context = _row_context(config, *rows, self.row_attention)
 
     def body(x, local, layer, prompt):
       x, *_ = self._run(block_lib.block, x, layer, local, context, prompt, None)
       return x, None
 
-    x, _ = layer_stacks.scan(self.config, body, x, params, keys_values)
+    x, _ = layer_stacks.scan(config, body, x, params, keys_values)
     return ExtendOutput(self._final_norm(params, x), None)
 
   def _decode(self, params, keys_values, x, context, cache, record: bool):
@@ -396,9 +391,7 @@ class Passes:
     With two, XLA:TPU held five arrays of the table's size for the gradient.
     """
     b, g, s = ids.shape
-    if (
-      sample_cuts(b, g)[1] > 1
-    ):  # joining would move completions to other devices
+    if sample_cuts(b, g)[1] > 1:  # joined, completions would change devices
       return self._embed(params, prompt_ids[:, None]), self._embed(params, ids)
     both = jnp.concatenate([prompt_ids, ids.reshape(b, g * s)], axis=1)
     x = self._embed(params, both[:, None])

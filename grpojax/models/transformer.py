@@ -138,9 +138,8 @@ def _for_decoding(
   """
 
   def formatted(arrays):
-    if in_8_bits:
-      arrays = quantization.quantize_matrices(arrays, dtype)
-    return arrays
+    quantize = quantization.quantize_matrices
+    return quantize(arrays, dtype) if in_8_bits else arrays
 
   params = formatted(params) | {"layers": formatted(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
@@ -245,10 +244,8 @@ def transformer(
     if longest is None:
       return model, _for_training(config, params, dtype)
     decoding_lm, stacks = decoder(cache_dtype)
-    params = _for_decoding(
-      config, params, dtype, longest, stacks, weights_dtype == "int8"
-    )
-    return decoding_lm, params
+    options = dtype, longest, stacks, weights_dtype == "int8"
+    return decoding_lm, _for_decoding(config, params, *options)
 
   model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)

@@ -3,14 +3,12 @@
 import json
 import random
 import shutil
-import zlib
 
 import jax
 import numpy as np
 import pytest
 
 from grpojax.models import huggingface as hf
-from grpojax.models.huggingface import file_checksums
 
 MODEL = "arithmetic-instruct"
 
@@ -22,22 +20,6 @@ def written(tmp_path_factory):
   size = sum(x.nbytes for x in jax.tree.leaves(params))
   hf.save(path, params, MODEL, max_shard_size=size // 2)
   return path, params
-
-
-def test_the_sums_are_those_of_zlib(tmp_path, monkeypatch):
-  monkeypatch.setattr(file_checksums, "_BLOCK", 7)
-  contents = {"a": b"", "b.bin": random.Random(0).randbytes(1000)}
-  for name, content in contents.items():
-    (tmp_path / name).write_bytes(content)
-  (tmp_path / "folder").mkdir()
-  file_checksums.write(tmp_path)
-  assert json.loads((tmp_path / "checksums.json").read_text()) == {
-    name: f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
-    for name, content in contents.items()
-  }
-  file_checksums.verify(tmp_path)
-  (tmp_path / "new").write_text("may be added")
-  file_checksums.verify(tmp_path)
 
 
 def test_flipped_bits_are_refused_by_file(written):
@@ -52,7 +34,9 @@ def test_flipped_bits_are_refused_by_file(written):
       with pytest.raises(ValueError, match=f"{path}/"):
         hf.load_params(path)
     file.write_bytes(whole)
+  (path / "new").touch()  # files may be added
   again = hf.load_params(path)
+  (path / "new").unlink()
   assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
 
 

@@ -309,7 +309,7 @@ REFUSED = [
   ({L + "feed_forward_length": [96, 97]}, "must be one number"),
   ({L + "feed_forward_length": 0}, "=0: it must be a number in "),
   ({L + "block_count": None}, "lacks llama.: block_count"),
-  ({L + "block_count": 2**30}, "these are too many"),
+  ({L + "block_count": 2**30}, "too many"),
   ({L + "rope.scaling.type": "yarn"}, "unknown scaling of rotary"),
   ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
   ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),

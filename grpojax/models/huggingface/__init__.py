@@ -79,15 +79,12 @@ ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
 
 def exists(path: str | pathlib.Path) -> bool:
-  """Returns True if a path, or an embedded model of that name, exists."""
+  """Returns True if a path or an embedded model exists."""
   return os.path.lexists(path) or (ASSETS / path).is_dir()
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """Returns the directory of a path, or of an embedded model's name.
-
-  ValueError if it does not exist, has no config.json, or links to other files.
-  """
+  """Returns the directory of a path or embedded model; ValueError if absent."""
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
     if (directory / ADAPTER).is_file():
@@ -216,9 +213,8 @@ def load_params(
   if head and not config.labels and not weights.equal(head, embedding):
     raise ValueError(
       f"lm_head.weight in {directory} differs from the embedding, but "
-      "config.json ties them (Gemma's default): set tie_word_embeddings to "
-      "false in a copy of the directory, or merge the adapter again with tied "
-      "weights"
+      "config.json ties them: set tie_word_embeddings to false in a copy of "
+      "the directory, or merge the adapter again with tied weights"
     )
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
@@ -326,6 +322,5 @@ def write_config(
     "pad_token_id": pad_id,
     "eos_token_id": eos_id,
   }
-  to_transformer_config(hf_config)
-  text = json.dumps(hf_config, indent=2)
-  pathlib.Path(path, "config.json").write_text(text)
+  to_transformer_config(hf_config)  # checks it
+  pathlib.Path(path, "config.json").write_text(json.dumps(hf_config, indent=2))

@@ -55,7 +55,7 @@ _EXPERTS = {
 OTHERWISE = "Get the model as a Hugging Face directory"
 EMBEDDING = "token_embd.weight"
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
-_FACTORS = "rope_freqs.weight"  # divisors of the frequencies
+_FACTORS = "rope_freqs.weight"  # divisors of frequencies
 
 
 class Tensor(NamedTuple):
@@ -122,10 +122,7 @@ def library() -> types.ModuleType:
 
 
 def read(path: pathlib.Path) -> File:
-  """Reads a header, and checks that every tensor is in the file.
-
-  ValueError for missing and damaged files, and unsupported formats.
-  """
+  """Reads a header; ValueError for damaged files and unsupported formats."""
   library()
   if not os.path.isfile(path):  # reading a pipe would hang
     raise ValueError(f"{path} is no file: give the path of a .gguf file")
@@ -222,10 +219,8 @@ def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
   try:
     _bytes(tensor.format, shape[-1] if dimensions > 1 else 1)
   except (NotImplementedError, ValueError) as error:
-    raise ValueError(
-      f"its tensor {name} {list(shape)} cannot be read ({error}); get the "
-      "model in another format (F16, Q8_0, Q4_K_M)"
-    ) from error
+    text = f"its tensor {name} {list(shape)} cannot be read ({error}); get"
+    raise ValueError(f"{text} another format (F16, Q8_0, Q4_K_M)") from error
   return tensor
 
 

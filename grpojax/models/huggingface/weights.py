@@ -87,13 +87,10 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
     with safe_open(file, framework="numpy"):
       pass
   except FileNotFoundError:
-    raise ValueError(
-      f"{file} does not exist (pickled weights, *.bin, are never read)"
-    ) from None
+    raise ValueError(f"{file} does not exist") from None
   except SafetensorError as error:
-    raise ValueError(
-      f"{file} is cut off or damaged ({error}): download it again"
-    ) from error
+    text = f"{file} is cut off or damaged ({error}): download it again"
+    raise ValueError(text) from error
   with open(file, "rb") as stream:
     (size,) = struct.unpack("<Q", stream.read(8))
     header = json.loads(stream.read(size))
@@ -121,10 +118,7 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
 
 
 def find(directory: pathlib.Path) -> dict[str, Stored]:
-  """Returns the tensors of a model directory by name, from the headers.
-
-  ValueError for missing and damaged files.
-  """
+  """Returns a directory's tensors by name; ValueError for damaged files."""
   if (directory / SINGLE).is_file():
     return header(directory / SINGLE)
   if not (directory / INDEX).is_file():
@@ -146,8 +140,8 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
 
 
 def _listed(names: list[str]) -> str:
-  more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-  return ", ".join(names[:_LISTED]) + more
+  more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+  return ", ".join(names[:_LISTED] + more)
 
 
 def check(
