@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
 
 class Part(NamedTuple):
-  """A set of keys, and the runs that queries see; the first is the own rows."""
+  """A set of keys, and the runs that queries see; first their own rows."""
 
   keys: Float[Array, "M K C E"]
   values: Float[Array, "M K C E"]

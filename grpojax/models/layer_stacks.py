@@ -42,7 +42,7 @@ def run_layer(
   local: Any,
   *args: Any,
 ) -> Any:
-  """Calls a layer's function, with gathered parameters unless `remat` is None."""
+  """Runs a layer, with gathered parameters unless `remat` is None."""
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
 

@@ -36,14 +36,14 @@ ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
 def cast(params: Params, dtype: Any) -> Params:
-  """Casts the parameters that matrix products read in `dtype`.
+  """Casts parameters to `dtype`, except scales, biases, embeddings and routers.
 
-  The gradients of scales, biases and embeddings are sums over all tokens, too
-  inexact in bfloat16. A rounded router would choose other experts.
+  The gradients of the former are sums over all tokens, too inexact in bfloat16.
+  A rounded router would choose other experts (`moe.route`).
   """
 
   def cast_leaf(path, x):
-    if x.dtype == jnp.int8 or path[0].key == ROPE:  # of a rollout
+    if x.dtype == jnp.int8 or path[0].key == ROPE:  # in a rollout
       return x
     name = path[-1].key
     uncast = name.endswith(("norm", "bias")) or name in ("embed", "router")
