@@ -56,7 +56,7 @@ def test_its_logits_are_those_of_transformers(name):
   prompt = jnp.asarray(ids[None, :count], jnp.int32)
   completion = jnp.asarray(ids[None, None, count:], jnp.int32)
   prefix = lm.prefill(params, prompt, jnp.ones(prompt.shape, bool))
-  hidden, _ = lm.extend(params, prefix, completion)
+  hidden = lm.extend(params, prefix, completion).hidden
   hidden = jnp.concatenate([prefix.last_hidden, hidden[0, 0]])
   found = np.asarray(lm.unembed(params, hidden))
   np.testing.assert_allclose(found, expected[count - 1 :], atol=1e-4)

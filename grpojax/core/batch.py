@@ -129,10 +129,10 @@ def make_batch(
 
 def _check_experts(lm: LM, rollout: Rollout) -> None:
   """Raises ValueError if the rollout has no experts of the model to replay."""
-  if lm.forward_with_load is None:
+  if not lm.has_experts:
     raise ValueError(
-      "router_replay = True needs a model with experts: this one has no "
-      "LM.forward_with_load, so use False"
+      "router_replay = True needs a model with experts (LM.has_experts): use "
+      "False"
     )
   recorded = rollout.experts, rollout.prompt_experts
   if any(x is None for x in recorded):

@@ -32,10 +32,10 @@ class LossTerms:
   def __init__(
     self, lm: LM, objective: Objective, sampling: Sampling, chunk_size: int
   ):
-    if objective.router_aux_coef and lm.forward_with_load is None:
+    if objective.router_aux_coef and not lm.has_experts:
       raise ValueError(
         f"router_aux_coef={objective.router_aux_coef} balances the experts of "
-        "a model, and this one has none (no LM.forward_with_load): use 0"
+        "a model, and this one has none (LM.has_experts): use 0"
       )
     self.lm = lm
     self.loss = loss_fn(objective)

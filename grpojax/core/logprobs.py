@@ -14,7 +14,7 @@ from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.packing import flat_tokens
 from grpojax.core.packing.flat_tokens import FlatTokens
-from grpojax.core.types import LM, Params
+from grpojax.core.types import LM, ForwardOutput, Params
 
 
 class TokenLogprobs(NamedTuple):
@@ -53,20 +53,17 @@ def completion_hidden(
   completion (position 0) by the state of the last prompt token. States are [B,
   G, S, D] or, `flat`, [C, 1, N, D]; the load is None without `load_weights`.
   """
-  options, load = dict(positions=positions, segments=segments), None
-  if flat is not None:
-    options["flat"] = flat
-  expert_options = dict(load_weights=load_weights, replayed=replayed)
-  if any(x is not None for x in expert_options.values()):
-    last, hidden, load = lm.forward_with_load(
-      params, prompt_ids, prompt_mask, ids, **expert_options, **options
-    )
-  elif lm.forward is not None:
-    last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **options)
+  options = dict(positions=positions, segments=segments)
+  optional = dict(flat=flat, load_weights=load_weights, replayed=replayed)
+  options |= {name: x for name, x in optional.items() if x is not None}
+  load = None
+  if lm.forward is not None:
+    output = lm.forward(params, prompt_ids, prompt_mask, ids, **options)
+    last, hidden, load = ForwardOutput(*output)
   else:
     prefix = lm.prefill(params, prompt_ids, prompt_mask)
     last = prefix.last_hidden
-    hidden, _ = lm.extend(params, prefix, ids, **options)
+    hidden = lm.extend(params, prefix, ids, **options)[0]
   first = last[:, None, None]
   if flat is not None:
     first = flat.of_tokens(last)
@@ -276,7 +273,7 @@ def logprobs_and_load(
   arrays of chunk_size x V float32. `sampling` is the distribution of the
   tokens; the reference of the KL divergence has its temperature but not its
   cuts. `positions` and `segments` are as in `LM.extend`, `load_weights` and
-  `replayed` (experts) as in `LM.forward_with_load`. With `flat`, an index of
+  `replayed` (experts) as in `LM.has_experts`. With `flat`, an index of
   the real tokens (see `LM.forward`), `segments` count the samples of all
   prompts on a device; without it n is B.
 

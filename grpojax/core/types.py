@@ -44,17 +44,36 @@ class Prefix:
   last_hidden: Float[Array, "B D"]  # predicts the first completion token
   length: Int[Array, "B"]  # number of real tokens of each prompt
   state: Any  # anything else that the model's `extend` needs
+  experts: Integer[Array, "B P X"] | None = None  # of the tokens, if recorded
+
+
+class ExtendOutput(NamedTuple):
+  """Result of `LM.extend`."""
+
+  hidden: Float[Array, "B G S D"]
+  cache: Cache
+  experts: Integer[Array, "B G S X"] | None = None  # if recorded
+
+
+class ForwardOutput(NamedTuple):
+  """Result of `LM.forward`."""
+
+  last_hidden: Float[Array, "B D"]  # of the prompts
+  hidden: Float[Array, "*tokens D"]  # of the completions
+  load: Any = None  # a `load_balancing.ExpertLoad`
 
 
 class LM(NamedTuple):
   """A causal language model as pure functions: five, and more optional ones.
 
+  `extend` and `forward` may return plain tuples of two.
+
   Attributes:
     init: `(key) -> params`.
     prefill: `(params, right-padded prompt_ids [B, P], prompt_mask) -> Prefix`.
     extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
-      segments=None) -> (hidden [B, G, S, D], cache)`. Each token attends to its
-      prompt and causally to its own completion. Without a cache `ids` are whole
+      segments=None) -> ExtendOutput`. Each token attends to its prompt and
+      causally to its own completion. Without a cache `ids` are whole
       completions (training), with one the next S tokens (decoding).
       `positions [B, G, S]` count from the first completion token and default to
       0, 1, ...; `segments [B, G, S]` keep completions of one row apart.
@@ -77,20 +96,17 @@ class LM(NamedTuple):
       tokens per row, prompt included, in the formats of `Sampling.formats` or,
       with None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
-      segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
-      or None: `prefill` and `extend` (without a cache) in one. With `flat`, a
-      `flat_tokens.FlatTokens` of prompts [B, P] and of rows [n, 1, S] of one
-      prompt each, `hidden` is [C, 1, N, D] of the rows' tokens.
-    forward_with_load: `forward` of a model with experts, or None. It takes
-      `load_weights=(of_prompts [B, P], of_completions [B, G, S])` of tokens and
-      gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`; and
-      `replayed=(of_prompts [B, P, X], of_completions [B, G, S, X])`, used in
-      place of the routers' choice. X are the numbers of a token's experts,
-      layer by layer; an unknown number makes the token NaN.
-    prefill_with_experts: `prefill` of such a model, or None: `(prefix, experts
-      [B, P, X])`.
-    extend_with_experts: its `extend` with a cache, or None: `(hidden, cache,
-      experts [B, G, S, X])`.
+      segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
+      `extend` (without a cache) in one. With `flat`, a `flat_tokens.FlatTokens`
+      of prompts [B, P] and of rows [n, 1, S] of one prompt each, `hidden` is
+      [C, 1, N, D] of the rows' tokens; else [B, G, S, D].
+    has_experts: True for a mixture of experts, whose functions take more
+      options. `prefill` and `extend` (with a cache) return the experts of each
+      token if `record=True`: X numbers, layer by layer. `forward` takes
+      `load_weights=(of prompts [B, P], of completions [B, G, S])` of tokens and
+      returns the load, and `replayed=(of prompts [B, P, X], of completions [B,
+      G, S, X])` experts to use in place of the routers' choice; an unknown
+      number makes the token NaN.
     forward_mode: the same model for `jax.jvp`, or None if this one will do.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
       sampling.Parts [B, G, n]`, drawn without logits in memory, or None.
@@ -98,7 +114,7 @@ class LM(NamedTuple):
 
   init: Callable[..., Params]
   prefill: Callable[..., Prefix]
-  extend: Callable[..., tuple[Array, Cache]]
+  extend: Callable[..., ExtendOutput | tuple[Array, Cache]]
   unembed: Callable[..., Array]
   init_cache: Callable[..., Cache]
   grow_cache: Callable[..., Cache] | None = None
@@ -106,10 +122,8 @@ class LM(NamedTuple):
   align_cache_rows: Callable[..., Cache] | None = None
   map_prefix_rows: Callable[..., Prefix] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
-  forward: Callable[..., tuple[Array, Array]] | None = None
-  forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
-  prefill_with_experts: Callable[..., tuple[Prefix, Array]] | None = None
-  extend_with_experts: Callable[..., tuple[Array, Cache, Array]] | None = None
+  forward: Callable[..., ForwardOutput | tuple[Array, Array]] | None = None
+  has_experts: bool = False
   forward_mode: "LM | None" = None
   draw_parts: Callable[..., Any] | None = None
 
@@ -183,7 +197,7 @@ class Rollout:
     turns: turn that each token was sampled in, from 0; -1 on observations and
       padding. None is one turn.
     turn_rewards: reward after each of up to K turns, 0 after the end, or None.
-    experts: experts of each token (`LM.extend_with_experts`), if recorded.
+    experts: experts of each token (`LM.has_experts`), if recorded.
     prompt_experts: those of the prompts' tokens.
   """
 

@@ -3,11 +3,10 @@
 `from_linen(module)` and `from_nnx(factory)` take a model that maps ids [N, S]
 to logits [N, S, V]; `from_apply(apply, init)` takes any such function.
 
-The model sees each sample as one unbroken row: the prompt's real tokens, the
-completion, then padding (mask False). If it is causal by slot it reads no
-padding, with or without positions and a mask. No work is shared: training
-repeats the prompt for each completion of its group, and decoding runs the whole
-row again for every token.
+Each sample is an unbroken row: the prompt's real tokens, the completion, then
+padding (mask False), which a causal model does not read. No work is shared:
+training repeats the prompt for each completion of its group, and decoding runs
+the whole row again for every token.
 """
 
 from collections.abc import Callable
@@ -28,12 +27,10 @@ def from_apply(
 ) -> LM:
   """Builds an LM from a function that runs a causal model over whole rows.
 
-  Its `extend` refuses `segments` by ValueError.
-
   Args:
     apply: `(params, ids [N, S], positions [N, S], mask [N, S]) -> logits
-      [N, S, V]`. It must be causal along S and may ignore positions and mask
-      (True on real tokens, a leading run of each row).
+      [N, S, V]`. It may ignore positions and mask (True on the real tokens at
+      the beginning of each row).
     init: `(key) -> params`, any pytree of arrays.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`, if `apply` returns
       hidden states [N, S, D]; it saves the memory of logits [N, S, V].
@@ -45,8 +42,8 @@ def from_apply(
     prompt_mask: Bool[Array, "B P"],
   ) -> Prefix:
     length = prompt_mask.sum(axis=1, dtype=jnp.int32)
-    positions = jnp.arange(prompt_ids.shape[1])
-    positions = jnp.broadcast_to(positions, prompt_ids.shape)
+    slots = jnp.arange(prompt_ids.shape[1])
+    positions = jnp.broadcast_to(slots, prompt_ids.shape)
     hidden = apply(params, prompt_ids, positions, prompt_mask)
     last_hidden = _take(hidden, jnp.maximum(length - 1, 0)[:, None])[:, 0]
     return Prefix(last_hidden, length, state=prompt_ids)
@@ -61,9 +58,8 @@ def from_apply(
   ) -> tuple[Float[Array, "B G S D"], Cache]:
     if segments is not None:
       raise ValueError(
-        "a model from grpojax.models.adapters reads one completion a row: it "
-        "cannot keep packed completions (segments) apart. Leave segments=None, "
-        "or use a model of grpojax.models."
+        "a model from grpojax.models.adapters cannot read packed completions: "
+        "leave segments=None, or use a model of grpojax.models"
       )
     start, size = 0, ids.shape[2]
     if positions is None:
@@ -71,11 +67,11 @@ def from_apply(
       positions = jnp.broadcast_to(first + jnp.arange(size), ids.shape)
     if cache is not None:
       start = cache["index"]
-      write = jax.lax.dynamic_update_slice_in_dim
       write = lambda name, new: jax.lax.dynamic_update_slice_in_dim(
         cache[name], new.astype(jnp.int32), start, axis=2
       )
-      ids, positions = write("ids", ids), write("positions", positions)
+      ids = write("ids", ids)
+      positions = write("positions", positions)
       cache = {"ids": ids, "positions": positions, "index": start + size}
     rows, row_positions, mask = _rows(prefix, ids, positions, start + size)
     hidden = apply(params, rows, row_positions, mask)
@@ -104,12 +100,10 @@ def from_linen(
 
       lm = from_linen(Transformer(vocab_size=256), positions="position_ids")
 
-  Args:
-    module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`
-      without random keys (no dropout), with parameters in "params". `init`
-      raises ValueError if it has other collections.
-    positions: name of the argument for positions [N, S], if any.
-    mask: name of the argument for a mask [N, S], True on real tokens, if any.
+  The module is causal, and called as `module(ids [N, S]) -> logits [N, S, V]`
+  without random keys (no dropout). `positions` and `mask` name its arguments
+  for positions [N, S] and for a mask [N, S], True on real tokens, if any.
+  `init` raises ValueError for collections other than "params".
   """
   keywords = _keywords(positions, mask)
 
@@ -120,9 +114,8 @@ def from_linen(
     params = variables.pop("params", {})
     if variables:
       raise ValueError(
-        f"the module has the collections {sorted(variables)} besides 'params'; "
-        "an LM has parameters only. Pass a function that supplies them to "
-        "from_apply."
+        f"the module has the collections {sorted(variables)} besides 'params': "
+        "pass a function that supplies them to from_apply"
       )
     return params
 
@@ -136,47 +129,38 @@ def from_linen(
 def from_nnx(
   module_or_factory: Any, positions: str | None = None, mask: str | None = None
 ) -> LM:
-  """Builds an LM from a flax.nnx module.
+  """Builds an LM from a flax.nnx module, or a function `(rngs) -> module`.
 
       lm = from_nnx(lambda rngs: Transformer(vocab_size=256, rngs=rngs))
       lm = from_nnx(pretrained)
 
-  The LM's parameters are a nested dict of the module's `nnx.Param`s; other
-  variables stay as they are. `init` copies those of a module for any key.
-
-  Args:
-    module_or_factory: `(rngs) -> module`, or a module, which is not modified: a
-      causal model, called as `module(ids [N, S]) -> logits [N, S, V]`, always
-      in evaluation mode (`module.eval()`).
-    positions: as in `from_linen`.
-    mask: as in `from_linen`.
+  The module is as in `from_linen`, but called in evaluation mode. The LM's
+  parameters are a nested dict of its `nnx.Param`s; other variables do not
+  change. With a module, `init` copies its parameters for any key.
   """
-  from flax import nnx  # Here, for it can fail to import beside a newer jax.
+  from flax import nnx  # imported late: it may not fit a newer jax
 
   keywords = _keywords(positions, mask)
-
-  def split(module: Any) -> tuple[Any, Any, Any]:
-    return nnx.split(module, nnx.Param, ...)
-
+  split = lambda module: nnx.split(module, nnx.Param, ...)
   if isinstance(module_or_factory, nnx.Module):
     build = lambda key: module_or_factory
     graphdef, template, frozen = split(module_or_factory)
   else:
     build = lambda key: module_or_factory(nnx.Rngs(key))
     key = seed_key(0)
-    # Shapes cost nothing; of the values, XLA computes only those returned.
+    # XLA computes only the returned values, not the parameters.
     graphdef, template, _ = split(nnx.eval_shape(lambda: build(key)))
     frozen = jax.jit(lambda: split(build(key))[2])()
 
   def init(key: Key[Array, ""]) -> Params:
     params = nnx.to_pure_dict(split(build(random_key(key)))[1])
-    return jax.tree.map(jnp.copy, params)  # A donated copy spares the module.
+    return jax.tree.map(jnp.copy, params)  # may be donated
 
   def apply(params, ids, positions, mask):
-    # Fresh containers: a module may write into those that it is merged from.
-    state, rest = jax.tree.map(lambda x: x, (template, frozen))
+    # New containers, because a merged module may write into them.
+    state, variables = jax.tree.map(lambda x: x, (template, frozen))
     nnx.replace_by_pure_dict(state, params)
-    module = nnx.merge(graphdef, state, rest)
+    module = nnx.merge(graphdef, state, variables)
     module.eval()
     return module(ids, **keywords(positions, mask))
 
@@ -184,38 +168,36 @@ def from_nnx(
 
 
 def check_causal(lm: LM, params: Params, length: int = 8) -> None:
-  """Raises ValueError for a model whose earlier tokens see later ones.
+  """Raises ValueError for a model in which tokens see later tokens.
 
   Compares the log-probabilities of two random completions that differ in their
-  second half: those of the first half must be equal and not nan. A row has
-  `length` tokens, including a prompt of one: the length of your longest prompt
-  and completion together also tests that the model has enough positions. Call
-  it outside of jit, with parameters that are not all zero.
+  second half. Rows have `length` tokens, the first of which is the prompt; the
+  length of your longest row tests the number of positions, too. Call it outside
+  of jit, with parameters that are not all zero.
   """
   if length < 3:
-    raise ValueError(f"length = {length}: must be 3 or more")
+    raise ValueError(f"length={length} must be at least 3")
   prompt = jnp.zeros((1, 1), jnp.int32)
   prefix = lm.prefill(params, prompt, jnp.ones((1, 1), bool))
   vocabulary = lm.unembed(params, prefix.last_hidden).shape[-1]
   half = (length - 1) // 2
   ids = jax.random.randint(seed_key(0), (length - 1,), 0, vocabulary)
   other = ids.at[half:].set((ids[half:] + 1) % vocabulary)
-  hidden, _ = lm.extend(params, prefix, jnp.stack([ids, other])[None])
+  hidden = lm.extend(params, prefix, jnp.stack([ids, other])[None])[0]
   logits = lm.unembed(params, hidden)[0].astype(jnp.float32)
   logprobs = jax.nn.log_softmax(logits)
   if jnp.isnan(logprobs).any():
     raise ValueError(
-      f"log-probabilities of a row of {length} tokens are nan: if those of a "
-      "shorter row are not, the model has fewer positions; else look at the "
-      "parameters"
+      f"log-probabilities of a row of {length} tokens are nan: the model has "
+      "fewer positions or, if a shorter row gives nan too, bad parameters"
     )
   change = jnp.nan_to_num(jnp.abs(jnp.diff(logprobs, axis=0)))
   before, after = float(change[:, :half].max()), float(change[:, half:].max())
   if before > max(1e-6, 1e-3 * after):  # more than rounding
     raise ValueError(
-      "the model is not causal: other tokens at the end of a completion change "
-      f"log-probabilities at its beginning by up to {before:.2g} (those at the "
-      f"end: {after:.2g}). Give its attention a causal mask"
+      "the model is not causal: changing the end of a completion changes "
+      f"log-probabilities at its beginning by up to {before:.2g} (at the end: "
+      f"{after:.2g}). Give its attention a causal mask"
     )
 
 
@@ -225,15 +207,12 @@ def _rows(
   positions: Int[Array, "B G T"],
   filled: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
-  """Returns ids, positions and mask of rows of a prompt and a completion each.
-
-  The first `filled` tokens of a completion are real.
-  """
+  """Joins prompts and the first `filled` completion tokens to rows."""
   batch, group_size, size = ids.shape
   slots = jnp.arange(prefix.state.shape[1] + size)[None, None]
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]
   length = prefix.length[:, None, None]
-  offset = slots - length  # [B, 1, S]: into the completion, negative before it
+  offset = slots - length  # [B, 1, S]: negative in the prompt
   token = jnp.clip(offset, 0, size - 1)
   token = jnp.broadcast_to(token, (batch, group_size, slots.size))
   completion = jnp.take_along_axis(ids, token, axis=2)
@@ -251,6 +230,6 @@ def _take(hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]) -> Array:
 
 
 def _keywords(*names: str | None) -> Callable[..., dict[str, Array]]:
-  """Returns a function of values: keyword arguments of these names."""
+  """Returns a function that maps values to keyword arguments by name."""
   pairs = lambda values: zip(names, values, strict=True)
   return lambda *values: {name: x for name, x in pairs(values) if name}

@@ -1,6 +1,6 @@
-"""Attention in two parts, own row and prompt, and RMSNorm.
+"""Attention to a token's own row and to its prompt, and RMSNorm.
 
-Letters of axes are those of `cache`; query head h of [B, G, K, R, S, E] attends
+Axes have the letters of `cache`; query head h of [B, G, K, R, S, E] attends
 with key head h // R.
 """
 
@@ -20,12 +20,12 @@ _PROMPT_QUERY_AXES = "bkgrse"
 
 
 class Visibility(NamedTuple):
-  """Arrays that, with the order of a row, decide which keys a query sees."""
+  """Arrays that decide, with the order of a row, which keys a query sees."""
 
-  # Places in the whole sequence: up by one from slot to slot of a segment.
+  # Positions in the whole sequence, consecutive within a segment.
   positions: Int[Array, "B G S"]
-  # Numbers of the completions that share a row: a token sees its own segment
-  # only. None: one completion per row.
+  # Index of each token's completion if several share a row: a token sees only
+  # its own segment. None: one completion per row.
   segments: Int[Array, "B G S"] | None
   prompt_mask: Bool[Array, "B P"] | None  # True on real tokens of a prompt
   local: Any  # True if the window applies; a Python value or traced
@@ -37,13 +37,9 @@ def rms_norm(
   eps: float,
   offset: bool = False,
 ) -> Float[Array, "*tokens D"]:
-  """Returns x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
+  """Returns x / sqrt(mean(x^2) + eps) * scale (1 + scale with `offset`)."""
 
-  With `offset` the scale is 1 + `scale` (gemma). The scale's gradient, a sum
-  over all tokens, is a float32 sum.
-  """
-
-  # Recomputed in the backward pass, so that no float32 copies of x are kept.
+  # Recomputed in the backward pass, which saves float32 copies of x.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   @cpu.on_squeezed
   def normalize(x, scale):
@@ -62,10 +58,9 @@ def soft_cap(
 
 
 def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
-  """Casts x, rounded to `dtype` for every later use.
+  """Casts x with a rounding that XLA cannot remove.
 
-  XLA may drop a cast to 16 bits and back; then rollout and training would
-  differ by a rounding that only one of them did.
+  If it did so in training only, rollout and training would differ.
   """
   if dtype != jnp.float32:
     info = jnp.finfo(dtype)
@@ -76,19 +71,19 @@ def rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
 class _Keys(NamedTuple):
   """A part of the keys that a query attends to."""
 
-  keys: Array  # with the axes `axes[0]`
-  values: Array  # with the axes `axes[1]`
-  mask: Array  # broadcastable to the logits, True where a query sees a key
-  axes: tuple[str, str]  # letters of the axes, as in `cache`
-  # Of keys and values in 8 bits (`quantization`), [B, G, K, C].
+  keys: Array
+  values: Array
+  mask: Array  # broadcastable to the logits, True if a query sees a key
+  axes: tuple[str, str]  # letters of the axes of keys and of values
+  # [B, G, K, C], if keys and values have 8 bits (`quantization`)
   key_scales: Array | None = None
   value_scales: Array | None = None
 
 
-def _of_queries(
+def _query_scales(
   scales: Float[Array, "B G K C"], logits: Float[Array, "B G k r S C"]
 ) -> Float[Array, "B G k r 1 C"]:
-  """Returns the scales of each query's head; heads may be side by side."""
+  """Returns each query's scales; several heads may share a row of keys."""
   b, g, k, r, _, c = logits.shape
   heads = scales.shape[2] // k
   scales = scales.reshape(b, g, k, heads, 1, c)
@@ -105,9 +100,9 @@ def _attend(
 ) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Returns softmax(q k^T * scale) v over all parts' keys, and log-sum-exps.
 
-  Weights are rounded to q's dtype after the softmax over all parts, whatever
-  the split. `axes` is the order of q's. A query that sees no key gets uniform
-  weights and a log-sum-exp near `NEGATIVE`: its share of a mixture is 0.
+  Weights are rounded after the softmax over all parts, so the split does not
+  matter. A query without visible keys gets a log-sum-exp near `NEGATIVE`.
+  `axes` are q's letters.
   """
   (slot,) = set(parts[0].axes[0]) - set(axes)
   logits_axes = axes.replace("e", slot)
@@ -116,26 +111,26 @@ def _attend(
     product = f"{axes},{part.axes[0]}->{logits_axes}"
     logits = cpu.float32_einsum(product, q, part.keys.astype(q.dtype))
     if part.key_scales is not None:
-      logits = logits * _of_queries(part.key_scales, logits)
+      logits = logits * _query_scales(part.key_scales, logits)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), NEGATIVE)
 
   logits = [logits_of(part) for part in parts]
-  # The largest logit cancels out of all results: no gradient flows through it.
+  # The largest logit cancels out of all results, so it needs no gradient.
   tops = [jnp.max(x, axis=-1, keepdims=True) for x in logits]
   top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
   weights = [jnp.exp(x - top) for x in logits]
   total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
   lse = top + jnp.log(total)
-  # In float32 the output is divided instead of the weights: the backward pass
-  # needs no sum over keys. In 16 bits it needs that sum of rounded gradients,
-  # which cancels the errors that keys or values have in common.
+  # In float32 the output is divided instead of the weights, which saves the
+  # backward pass a sum over keys. In 16 bits this sum of rounded gradients is
+  # needed: it cancels the errors common to all keys or values.
   if q.dtype != jnp.float32:
     weights, total = [w / total for w in weights], 1.0
 
   def out_of(weights, part):
     product = f"{logits_axes},{part.axes[1]}->{axes}"
     if part.value_scales is not None:
-      weights = weights * _of_queries(part.value_scales, weights)
+      weights = weights * _query_scales(part.value_scales, weights)
     weights = rounded(weights, q.dtype)
     return cpu.float32_einsum(product, weights, part.values.astype(q.dtype))
 
@@ -144,10 +139,10 @@ def _attend(
 
 
 def _attend_prompt(q, prompt, mask, scale, cap, unit):
-  """Returns `_attend` of the prompts' keys, which have no axis of samples.
+  """Returns `_attend` of the prompts' keys; arrays lack the axes in `unit`.
 
-  One product per key head has all samples and heads as rows: else XLA would
-  copy logits and weights. q and the results lack the axes in `unit`.
+  Each key head takes a single product with all samples and query heads as
+  rows; otherwise XLA would copy logits and weights.
   """
   keys, values = (cpu.squeeze(x, cache.PROMPT_AXES, unit) for x in prompt)
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
@@ -166,9 +161,9 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit):
 def _side_by_side(
   q: Float[Array, "B G K R S E"], heads: int
 ) -> Float[Array, "B G _ _ S _"]:
-  """Returns queries [B, G, K/n, n R, S, n E] for n = `heads` keys per row.
+  """Returns queries [B, G, K/n, n R, S, n E] for rows of n = `heads` keys.
 
-  Each has its own head's E numbers, and zeros at the others':
+  Each query has its E numbers beside its own key, and zeros elsewhere:
 
       q0 q1 . .  ->  q0 0      of keys  k0 k1
                      0 q1
@@ -186,9 +181,9 @@ def _apart(out: Float[Array, "B G k r S e"], heads: int) -> Array:
   """Undoes `_side_by_side` in outputs: [B, G, K, R, S, E]."""
   b, g, k, r, s, e = out.shape
   r, e = r // heads, e // heads
-  of_head = lambda i, size: slice(i * size, (i + 1) * size)
-  own = [out[:, :, :, of_head(i, r), :, of_head(i, e)] for i in range(heads)]
-  return jnp.stack(own, axis=3).reshape(b, g, k * heads, r, s, e)
+  part = lambda i, size: slice(i * size, (i + 1) * size)
+  outputs = [out[:, :, :, part(i, r), :, part(i, e)] for i in range(heads)]
+  return jnp.stack(outputs, axis=3).reshape(b, g, k * heads, r, s, e)
 
 
 def two_part_attention(
@@ -205,34 +200,26 @@ def two_part_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Attends to a token's own row (its completion) and to its group's prompt.
 
-  The two parts are merged by their log-sum-exps, so the prompt's keys are never
-  copied per sample. In decoding, `slots` are blocks of a cache with the row's
-  earlier tokens; one softmax is taken over these and the new tokens.
+  `row` and `prompt` are keys and values. The two parts are merged by their
+  log-sum-exps, so the prompt's keys are never copied per sample. In decoding,
+  `slots` are blocks of a cache with the row's earlier tokens; one softmax is
+  taken over these and the new tokens.
 
-  Args:
-    q: queries.
-    row: keys and values of the queries' own rows.
-    row_mask: broadcastable to [B, G, K, R, S, C]; at least one True for each
-      query.
-    prompt: keys and values of prompts.
-    prompt_mask: True on real prompt tokens, or on the tokens that each query
-      sees; a query may see none.
-    slots: blocks of the cache.
-    slot_mask: broadcastable to the logits, with all slots on its last axis; a
-      query may see none.
-    scale: factor of the logits; default 1 / sqrt(E).
-    cap: soft cap of the logits, before they are masked.
+  Masks are True on visible keys. Each query must see a key of its row, and may
+  see no prompt and no slots. `row_mask` is broadcastable to [B, G, K, R, S, C],
+  `slot_mask` to the logits, with all slots on its last axis. `scale` is the
+  factor of the logits, 1 / sqrt(E) by default; they are capped before masking.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   shape, unit, parts = q.shape, "", []
   together = 1
   if slots:
     together = q.shape[2] // slots[0].keys.shape[2]
-    of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
+    masks = cache.split(slot_mask, slots)
     axes = cache.SLOT_AXES[:2]
     parts = [
       _Keys(keys, values, mask, axes, *scales)
-      for (keys, values, *scales), mask in of_slots
+      for (keys, values, *scales), mask in zip(slots, masks, strict=True)
     ]
   else:
     unit = cpu.unit_axes(q.shape[:4], _QUERY_AXES[:4])
@@ -252,8 +239,7 @@ def two_part_attention(
     prompt_out, prompt_lse = _attend_prompt(
       q, prompt, prompt_mask, scale, cap, unit
     )
-    # The softmax over all keys is a mixture of the two softmaxes: the prompt's
-    # weight is its share of the mass.
+    # The softmax over all keys is a mixture of the two, weighted by their mass.
     share = jax.nn.sigmoid(prompt_lse - lse)
     out = (out + share * (prompt_out - out)).astype(q.dtype)
   return out.reshape(shape)

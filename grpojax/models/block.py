@@ -25,33 +25,29 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
+# Checkpoint names of values that "selective" rematerialisation saves, and of
+# products that "attention" saves as well.
 SAVED = "saved"
-"""Name of the values of a layer that "selective" rematerialisation saves."""
-
 PRODUCTS = "products"
-"""Name of an MLP's products and of the inputs of post-norms, which "attention"
-saves as well."""
 
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
-"""True for a local layer; traced if the layers of a scan differ in it."""
+"""True for a local layer; traced if the layers of a scan differ."""
 
 
 class Routing(NamedTuple):
-  """Demands on the routers of tokens [B, G, S].
+  """Options of the routers of tokens [B, G, S]."""
 
-  `load_weights` weigh tokens in the load, if a loss needs it; `replayed` are
-  the tokens' experts in this layer, if the routers do not choose.
-  """
-
+  # Weights of the tokens in the load; None: no load is computed.
   load_weights: Float[Array, "B G S"] | None = None
+  # The tokens' experts in this layer; None: the routers choose.
   replayed: Integer[Array, "B G S count"] | None = None
 
 
 class Routed(NamedTuple):
-  """Load of a layer's router, if requested, and the tokens' experts."""
+  """Results of a layer's router."""
 
-  load: ExpertLoad | None
+  load: ExpertLoad | None  # None without `load_weights`
   experts: Int[Array, "B G S count"] | None  # None without a router
 
 
@@ -59,17 +55,15 @@ class TokenContext(NamedTuple):
   """Positions and masks of tokens [B, G, S], which all layers share."""
 
   tables: tuple[RotaryTable, ...]  # for each of the configuration's `ropes`
-  # True where a token sees another, broadcastable to [B, G, K, R, S, S]; None
-  # for long rows (`row_attention`).
+  # True if query i sees key j, broadcastable to [B, G, K, R, S, S]; None for
+  # long rows (`row_attention`).
   mask: Bool[Array, "..."] | None
   positions: Int[Array, "B G S"]  # in the whole sequence
   # True on real prompt tokens; None if the tokens are a prompt.
   prompt_mask: Bool[Array, "B P"] | None
-  # Of a cache: True on slots with a token, and the positions of these.
-  slot_mask: Bool[Array, "C"] | None = None
-  slot_positions: Int[Array, "B G C"] | None = None
-  # Numbers of the completions that share a long row.
-  segments: Int[Array, "B G S"] | None = None
+  slot_mask: Bool[Array, "C"] | None = None  # True on cache slots with a token
+  slot_positions: Int[Array, "B G C"] | None = None  # of these tokens
+  segments: Int[Array, "B G S"] | None = None  # `Visibility.segments`
   routing: Routing = Routing()
 
 
@@ -81,14 +75,14 @@ def _project(
   if f"{name}_lora_a" in layer:
     low_rank = matmul(x, layer[f"{name}_lora_a"])
     y = y + matmul(low_rank, layer[f"{name}_lora_b"])
-  # Added in the bias's float32: its gradient is a sum over all tokens.
+  # Added in float32, because the bias's gradient is a sum over all tokens.
   if f"{name}_bias" in layer:
     y = y + jnp.broadcast_to(layer[f"{name}_bias"], y.shape)
   return y
 
 
 class Heads(NamedTuple):
-  """Queries, keys and values of tokens; queries and keys are rotated."""
+  """Rotated queries, rotated keys, and values of tokens."""
 
   q: Float[Array, "B G S H E"]
   k: Float[Array, "B G S K E"]
@@ -98,7 +92,7 @@ class Heads(NamedTuple):
 def _masks(
   local: Local, window: int, context: TokenContext
 ) -> tuple[Array, Array | None, Array | None]:
-  """Returns masks of row, slots and prompt, with a local layer's window."""
+  """Returns masks of row, slots and prompt, limited to a local window."""
   row, slots, prompt = context.mask, context.slot_mask, context.prompt_mask
   if local is False:
     return row, slots, prompt
@@ -106,7 +100,7 @@ def _masks(
   def in_window(key_positions):  # [B, G, keys] -> [B, G, 1, 1, S, keys]
     distance = context.positions[..., None] - key_positions[..., None, :]
     near = distance < window
-    # Traced, the layer may be global: then all keys are in its window.
+    # If traced, the layer may be global: then all keys are in its window.
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
@@ -116,7 +110,7 @@ def _masks(
     near = in_window(context.slot_positions)
     slots = jnp.broadcast_to(slots, near.shape) & near
   if prompt is not None:
-    # A prompt token's position is its slot: prompts are padded on the right.
+    # Prompts are padded on the right, so a token's position is its slot.
     slot = jnp.arange(prompt.shape[-1])[None, None]
     near = in_window(slot)[:, :, 0, 0]
     prompt = prompt[:, None, None] & near
@@ -124,14 +118,13 @@ def _masks(
 
 
 def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
-  """Returns a layer's rotary table: the global or the local one."""
+  """Returns a layer's rotary table, global or local."""
   if len(tables) == 1 or local is False:
     return tables[0]
   if local is True:
     return tables[1]
-  return jax.tree.map(
-    lambda of_global, of_local: jnp.where(local, of_local, of_global), *tables
-  )
+  choose = lambda if_global, if_local: jnp.where(local, if_local, if_global)
+  return jax.tree.map(choose, *tables)
 
 
 def _heads(
@@ -140,14 +133,14 @@ def _heads(
   layer: Layer,
   table: RotaryTable,
 ) -> Heads:
-  """Returns queries, keys and values; heads are not transposed yet."""
+  """Projects tokens to heads, normalises and rotates them."""
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
   k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
-  if c.qk_norm:  # before the rotation, which keeps norms as they are
+  if c.qk_norm:
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
   q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
   return Heads(q, k, v.astype(y.dtype))
@@ -162,15 +155,13 @@ def attend(
   row_attention: RowAttention | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
-  """Returns attention's output and the tokens' keys and values; see `block`."""
+  """Returns the output of attention, and the tokens' keys and values."""
   c = config
   q, k, v = heads
   b, g, s, *_ = q.shape
-  # Query head h attends with key head h // R: H is split into [K, R], and
-  # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
+  # H is split into [K, R], and [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
-  # Cached keys are rotated: their positions never change.
   row = cache.from_heads(k, v)
   q, row = checkpoint_name((q, row), SAVED)
   scaling = dict(scale=c.attention_scale, cap=c.attention_cap)
@@ -211,12 +202,11 @@ def layer_of(
   routing: Routing,
   attention: Callable[[Heads], tuple[Float[Array, "B G S HE"], Any]],
 ) -> tuple[Float[Array, "B G S D"], Any, Routed]:
-  """Applies one decoder layer with any kind of attention.
+  """Applies a decoder layer, given its attention as a function.
 
-  Matrices are multiplied in the dtype of computation; everything between them
-  is float32, above all the hidden states: rounded to bfloat16 in each layer,
-  those of a token in rollout and in training would drift apart. Returns the new
-  hidden states, the second result of `attention`, and the router's results.
+  Everything except matrix products is float32: if hidden states were rounded in
+  each layer, rollout and training would drift apart. Returns the new hidden
+  states, the second result of `attention`, and the router's results.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -226,7 +216,7 @@ def layer_of(
   y = _project(checkpoint_name(out, SAVED), layer, "o")
   y, mesh = constrain(y, "batch", "group"), jax.sharding.get_abstract_mesh()
   if y.shape[2] == 1 and "tensor" in free_axes(mesh):
-    # While decoding, XLA:TPU would convert it first, and send float32.
+    # In decoding, XLA:TPU would otherwise convert y first and send float32.
     y = jax.lax.optimization_barrier(y)
   y = checkpoint_name(y, PRODUCTS)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
@@ -256,11 +246,10 @@ def block(
   slots: tuple[Slots, ...] | None,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, Routed]:
-  """Applies one decoder layer, with a window if it is `local`.
+  """Applies a decoder layer, with a window if it is `local`.
 
-  `prompt` holds the prompt's keys and values in this layer, and `slots` the
-  blocks of its cache. Returns the new hidden states, the tokens' keys and
-  values, and the router's results.
+  Returns the new hidden states, the tokens' keys and values, and the router's
+  results.
   """
   attention = functools.partial(
     attend, config, local, context, prompt, slots, row_attention
@@ -279,7 +268,7 @@ def block_of_both(
 ) -> tuple[
   tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
 ]:
-  """Applies one decoder layer to prompts (groups of one) and to completions."""
+  """Applies a decoder layer to prompts (groups of size 1) and completions."""
   run = functools.partial(block, config, row_attention=row_attention)
   prompts, row, routed = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)

@@ -1,7 +1,7 @@
-"""Attention of long rows in blocks of queries and keys: training's memory.
+"""Attention of long rows in blocks of queries and keys, to save memory.
 
 An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
-JAX: the logits of one block of queries and one block of keys exist at a time.
+JAX: at any time, logits exist for a single block of queries and of keys.
 Blocks in the future or beyond the window are left out:
 
               keys 0  1  2  3
@@ -10,8 +10,8 @@ Blocks in the future or beyond the window are left out:
             2      -  m  m  -      (2, 0) is beyond the window
             3      -  -  m  m
 
-The derivative is written forwards, as a sum over blocks that is linear in the
-tangents; transposed by JAX, it is the backward pass of that paper.
+The derivative is written in forward mode, as a sum over blocks that is linear
+in the tangents; JAX transposes it to the backward pass of the paper.
 """
 
 import functools
@@ -33,19 +33,17 @@ from grpojax.models.cache import (
 )
 from grpojax.models.cpu import float32_einsum
 
-BLOCK = 128
-"""Tokens of a block."""
+BLOCK = 128  # tokens
 
 LONG = 2048
-"""Rows of more tokens are split into blocks of 2 BLOCK tokens: a block of keys
-is one turn of a loop, whose overhead would show."""
+"""Rows of more tokens have blocks of 2 BLOCK tokens, to limit the overhead of
+the loop over key blocks."""
 
-CAUSAL = "causal_block"
-"""Name in programs of the work for blocks that are not in the future."""
+CAUSAL = "causal_block"  # name scope of key blocks up to the queries' own
 
 _QUERY_AXES = "bgkrse"
 
-# Keeps nothing of a block for the backward pass.
+# Recomputes a block in the backward pass.
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -64,11 +62,11 @@ def _in_window(settings, positions, local, key_positions) -> Array:
 
 
 def _row_mask(settings, queries, keys) -> tuple[Array, Array]:
-  """Returns the mask of a block of a row's keys, and False if it is empty."""
+  """Returns the mask of a block of a row's keys, and if any key is visible."""
   index, positions, segments = keys
   query_index, query_positions, query_segments, local = queries
   block = settings.block
-  apart = (query_index - index) * block  # slots between their first tokens
+  apart = (query_index - index) * block  # slots from first key to first query
   slot = jnp.arange(block)
   mask, seen = apart + slot[:, None] >= slot, apart >= 0
   if segments is not None:
@@ -92,7 +90,7 @@ def _prompt_mask(settings, queries, keys) -> tuple[Array, None]:
 
 
 def _split(x: Array | None, axis: int, size: int) -> Array | None:
-  """Returns blocks along an axis, padded with zeros; the first axis counts."""
+  """Splits an axis into blocks, padded with zeros, on a new leading axis."""
   if x is None:
     return None
   x = pad(x, axis, -x.shape[axis] % size)
@@ -107,14 +105,14 @@ def _join(blocks: Array, axis: int, size: int) -> Array:
 
 
 def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
-  """Returns for row and prompt: axes, a function of masks, blocks to scan."""
+  """Returns the key blocks of row and prompt: axes, mask function, arrays."""
 
   def blocks(arrays, axes, slot):
     return tuple(_split(x, axes.index(slot), settings.block) for x in arrays)
 
   keys, values = blocks(row, ROW_AXES, "c")
-  of_tokens = visibility.positions, visibility.segments
-  positions, segments = blocks(of_tokens, "bgc", "c")
+  tokens = visibility.positions, visibility.segments
+  positions, segments = blocks(tokens, "bgc", "c")
   masked_by = start + jnp.arange(len(keys)), positions, segments
   parts = [(ROW_AXES, _row_mask, (keys, values, masked_by))]
   if prompt is not None:
@@ -126,7 +124,7 @@ def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
 
 
 def _query_blocks(settings, q, visibility: Visibility):
-  """Returns blocks of queries, and indices, positions, segments, locality."""
+  """Returns blocks of queries: q, and indices, positions, segments, local."""
   split = functools.partial(_split, size=settings.block)
   blocks = split(q, 4)
   local = jnp.broadcast_to(jnp.asarray(visibility.local), len(blocks))
@@ -137,7 +135,7 @@ def _query_blocks(settings, q, visibility: Visibility):
 
 
 def _products(axes: str):
-  """Returns queries x keys -> logits and weights x values -> out, float32."""
+  """Returns float32 products of queries with keys, and weights with values."""
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
   return (
@@ -147,7 +145,7 @@ def _products(axes: str):
 
 
 def _add_if(seen, add, carry, *operands):
-  """Returns `add(carry, *operands)`, or the carry where `seen` is False."""
+  """Returns `add(carry, *operands)`, or the carry if `seen` is False."""
   if seen is None:
     return add(carry, *operands)
   with jax.named_scope(CAUSAL):
@@ -160,9 +158,8 @@ def _laid_out(q):
 
 def _forward(settings, q, row, prompt, visibility):
   """Returns the output, float32, and log-sum-exps [B, G, K, R, S]."""
-  # With the barrier no array is known before all are. Otherwise JAX, when it
-  # differentiates an outer loop (over layers), would hoist out of it what does
-  # not change: the masks of all blocks at once.
+  # Without the barrier, JAX would hoist constants out of an outer loop that it
+  # differentiates (over layers): the masks of all blocks at once.
   local, start = visibility.local, jnp.zeros((), jnp.int32)
   q, row, prompt, visibility, start = jax.lax.optimization_barrier(
     (q, row, prompt, visibility._replace(local=None), start)
@@ -170,11 +167,11 @@ def _forward(settings, q, row, prompt, visibility):
   visibility = visibility._replace(local=local)
   parts = _key_blocks(settings, row, prompt, visibility, start)
 
-  def of_queries(_, block):
+  def attend_block(_, block):
     q, queries = block
     q = _laid_out(q)
     # The largest logit so far, and the sums of exp(logit - largest) and of
-    # these weights times values: rescaled whenever a larger logit comes.
+    # these weights times values, which are rescaled when a larger logit comes.
     carry = (
       jnp.full((*q.shape[:-1], 1), NEGATIVE, jnp.float32),
       jnp.zeros((*q.shape[:-1], 1), jnp.float32),
@@ -189,11 +186,10 @@ def _forward(settings, q, row, prompt, visibility):
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
         logits = jnp.where(mask, logits, NEGATIVE)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
-        # Masked again: if no key was seen yet, all logits are equal.
+        # Masked again: all logits are equal before the first visible key.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
         rescale = jnp.exp(top - new_top)
-        # The sum is of rounded weights as well: an average of equal values is
-        # exact then, because the rounding errors cancel.
+        # Summing rounded weights makes an average of equal values exact.
         weights = rounded(weights, q.dtype)
         added = jnp.sum(weights.astype(jnp.float32), axis=-1, keepdims=True)
         total = total * rescale + added
@@ -213,19 +209,19 @@ def _forward(settings, q, row, prompt, visibility):
     return None, (out / total, (top + jnp.log(total))[..., 0])
 
   blocks = _query_blocks(settings, q, visibility)
-  _, (out, lse) = jax.lax.scan(of_queries, None, blocks)
+  _, (out, lse) = jax.lax.scan(attend_block, None, blocks)
   return tuple(_join(x, 4, q.shape[4]) for x in (out, lse))
 
 
 def _tangent(settings, out, lse, primals, tangents, visibility):
-  """Returns the output's derivative along queries', keys' and values' tangents.
+  """Returns the derivative of the output along the tangents of q, k and v.
 
   d out = sum_j w_j (d l_j - sum_i w_i d l_i) v_j + w_j d v_j with weights w and
   logits l: two sums over all keys, linear in the tangents.
   """
   q, row, prompt = primals
   dq, *dkeys_values = tangents
-  # Float32, and rounded in each block: gradients are sums over blocks.
+  # Gradients are sums over blocks, in float32, and rounded in each block.
   drow, dprompt = jax.tree.map(lambda x: x.astype(jnp.float32), dkeys_values)
   parts = _key_blocks(settings, row, prompt, visibility)
   tangent_parts = _key_blocks(settings, drow, dprompt, visibility)
@@ -233,7 +229,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
   split = functools.partial(_split, axis=4, size=settings.block)
 
   @_recomputed
-  def of_queries(block):
+  def tangent_block(block):
     q, dq, out, lse, queries = block
     q, dq = _laid_out(q), _laid_out(dq).astype(jnp.float32)
     lse = lse[..., None]
@@ -273,12 +269,11 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
     for part, tangent_part in zip(parts, tangent_parts, strict=True):
       carry = add_part(carry, part, tangent_part)
     dout, dtotal = carry
-    # `out` is not rounded: the common part of all keys, or of all values,
-    # cancels out of the difference.
+    # `out` is not rounded, so that parts common to all keys or values cancel.
     return (dout - dtotal * out).astype(q.dtype)
 
   blocks = queries, split(dq), split(out), split(lse), masked_by
-  _, dout = jax.lax.scan(lambda _, x: (None, of_queries(x)), None, blocks)
+  _, dout = jax.lax.scan(lambda _, x: (None, tangent_block(x)), None, blocks)
   return _join(dout, 4, q.shape[4])
 
 
@@ -294,8 +289,8 @@ def _attention_jvp(settings, primals, tangents):
   along = functools.partial(
     _tangent, settings, out, lse, primals, visibility=visibility
   )
-  # It is linear, but older versions of JAX only transpose a scan that they have
-  # linearized themselves. The value at 0 is not used.
+  # `along` is linear, but older versions of JAX only transpose a scan that they
+  # have linearized. The value at 0 is not used.
   tangents = tangents[:3]
   _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
   return out.astype(primals[0].dtype), linear(tangents)
@@ -312,11 +307,10 @@ def block_attention(
   cap: float | None = None,
   block: int | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns `two_part_attention` of whole rows (C = S), causal and masked.
+  """Returns causal `two_part_attention` of whole rows (C = S).
 
-  Memory is a few times B G H block^2 float32 besides arguments and result. A
-  query of a local layer sees `window` tokens; `block` is the number of queries,
-  and of keys, in a block (default: by S).
+  Memory is a few times B G H block^2 float32 besides arguments and result.
+  `window` applies to local layers; blocks have `block` tokens (None: by S).
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

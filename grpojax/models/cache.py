@@ -1,20 +1,18 @@
 """The decode cache: keys and values of completions so far, and of prompts.
 
     row      [B, G, K, S, E]   tokens that pass through the layers
-    slots    [B, G, K, E, C]   keys of earlier tokens, as a product with one
-                               query reads them fastest; slot i of C holds
+    slots    [B, G, K, E, C]   keys of earlier tokens; slot i of C holds
                                completion token i
              [B, G, K, C, E]   and values
     prompt   [B, K, P, E]      once per group
 
-Slots may hold integers of 8 bits with scales [B, G, K, C] (`quantization`).
-The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
-decoding step reads it, and writes the new tokens of all layers at its end, in
-place.
+Slots may hold 8-bit integers with scales [B, G, K, C] (`quantization`). The
+layers of a stack (`layer_stacks`) have a leading axis. A decoding step writes
+the new tokens of all layers at its end, in place.
 
-A TPU writes whole rows of 128 lanes. So n heads narrower than that lie side by
-side in a row, slots [B, G, K/n, n E, C], and queries have zeros at their
-neighbours' keys (`attention.two_part_attention`).
+A TPU writes whole rows of 128 lanes. Narrower heads are put side by side, n in
+a row: slots [B, G, K/n, n E, C]. Queries have zeros at the other heads' keys
+(`attention.two_part_attention`).
 """
 
 import itertools
@@ -34,8 +32,7 @@ from grpojax.core.mesh import (
 )
 from grpojax.models.quantization import quantize
 
-LANES = 128
-"""Numbers in a row of a TPU's tile."""
+LANES = 128  # numbers in a row of a TPU's tile
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
@@ -44,14 +41,14 @@ PromptArray = Float[Array, "B K P E"]
 
 
 class KeysValues(NamedTuple):
-  """Keys and values of rows of tokens in one layer."""
+  """Keys and values of rows of tokens in a layer."""
 
   keys: RowArray
   values: RowArray
 
 
 class Slots(NamedTuple):
-  """Keys and values in a cache, of a layer or a stack; integers have scales."""
+  """Cached keys and values of a layer or a stack; 8-bit ones have scales."""
 
   keys: Shaped[Array, "*layers B G K E C"]
   values: Shaped[Array, "*layers B G K C E"]
@@ -63,7 +60,7 @@ SLOT_AXES = Slots("bgkec", "bgkce")
 
 
 class PromptKeysValues(NamedTuple):
-  """Keys and values of prompts in one layer, shared by their groups."""
+  """Keys and values of prompts in a layer, shared by their groups."""
 
   keys: PromptArray
   values: PromptArray
@@ -75,9 +72,8 @@ Block = tuple[Slots, ...]
 class Cache(NamedTuple):
   """Keys and values of the completions so far, in blocks of slots (`grow`)."""
 
-  # Tokens written so far: the slot of the next one.
-  index: Int[Array, ""]
-  blocks: tuple[Block, ...]  # for each block, the slots of each stack's layers
+  index: Int[Array, ""]  # number of tokens written, and the next token's slot
+  blocks: tuple[Block, ...]  # each block has the slots of each stack
 
 
 def create(
@@ -92,10 +88,7 @@ def create(
   in_8_bits: bool = False,
   platform: str | None = None,
 ) -> Cache:
-  """Returns an empty cache for C = `capacity` completion tokens a row.
-
-  `layers` is the number of layers of each stack.
-  """
+  """Returns an empty cache; `layers` counts the layers of each stack."""
   block = []
   together = _heads_together(kv_heads, head_dim) if platform == "tpu" else 1
   width = head_dim * together
@@ -129,7 +122,7 @@ def pad(x: Array, axis: int, more: int) -> Array:
 def side_by_side(
   x: Shaped[Array, "*layers B G K S E"], heads: int
 ) -> Shaped[Array, "*layers B G _ S _"]:
-  """Returns keys or values [.., K/n, S, n E] with n = `heads` heads per row."""
+  """Returns keys or values [.., K/n, S, n E] for n = `heads` heads per row."""
   *rows, k, s, e = x.shape
   x = x.reshape(*rows, k // heads, heads, s, e).swapaxes(-3, -2)
   return x.reshape(*rows, k // heads, s, heads * e)
@@ -138,7 +131,7 @@ def side_by_side(
 def _map(
   function: Callable[..., Array], *stacks: tuple[KeysValues | Slots, ...]
 ) -> Block:
-  """Maps `function(axis of the slots, *arrays)` over the arrays there are."""
+  """Maps `function(axis of the slots, *arrays)` over keys, values, scales."""
   return tuple(
     Slots(*map(function, (5, 4, 4, 4), *map(jax.tree.leaves, of_stack)))
     for of_stack in zip(*stacks, strict=True)
@@ -155,9 +148,8 @@ def _constrain(block: Block) -> Block:
 def grow(cache: Cache, slots: int) -> Cache:
   """Adds room for more tokens.
 
-  If all layers are one stack, as a new block: the cache is never held twice,
-  and a step reads blocks in use. A few layers by themselves are copied to wider
-  arrays, because small blocks cost as much as large ones.
+  A single stack gets a new block, so the cache is never held twice. Several
+  stacks are copied, because small blocks cost as much as large ones.
   """
   block = cache.blocks[-1]
   if len(block) > 1:
@@ -180,7 +172,7 @@ def map_rows(
 def map_prompts(
   function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
 ) -> tuple[PromptKeysValues, ...]:
-  """Maps a function of one layer's arrays [B, ...] over stacks of layers."""
+  """Maps a function of a layer's arrays [B, ...] over stacks of layers."""
   mapped = jax.vmap(function)
   names = None, "batch", "kv_heads"
   return jax.tree.map(lambda x: constrain(mapped(x), *names), stacks)
@@ -191,14 +183,14 @@ def align(
 ) -> Cache:
   """Moves the last tokens of all rows to the slots before `index`.
 
-  Rows that waited while others were written have unread slots at `ends`, after
-  their last token. Moved, `ages` and `slot_positions` are right for all rows:
+  Rows that waited while other rows were written have unread slots from `ends`
+  on. After the move, `ages` and `slot_positions` hold for all rows:
 
       ends 3, 5   a b c - - .    index 4    - a b c . .
                   d e f g h .               e f g h . d
 
-  `cache` has one block; `index` is the number of tokens in the longest row, and
-  `slots` the number of slots afterwards, at least as many as before.
+  `cache` has a single block; `index` is the number of tokens in the longest
+  row, and `slots` the new number of slots, at least the old number.
   """
   (block,) = cache.blocks
   shifts, more = index - ends, slots - _size(block[0])
@@ -209,12 +201,9 @@ def align(
 def _roll_rows(
   x: Shaped[Array, "L B G ..."], shifts: Int[Array, "B G"], axis: int
 ) -> Shaped[Array, "L B G ..."]:
-  """Rolls each row by its own shift, one row of each device at a time.
+  """Rolls each row by its own shift, one at a time: XLA would copy all rows."""
 
-  All at once, XLA would gather them from copies in other layouts.
-  """
-
-  def of_device(x, shifts):
+  def roll(x, shifts):
     b, g = shifts.shape
 
     def body(i, x):
@@ -227,10 +216,10 @@ def _roll_rows(
 
   mesh = jax.sharding.get_abstract_mesh()
   if not free_axes(mesh):
-    return of_device(x, shifts)
+    return roll(x, shifts)
   spec = activation_spec(mesh, x.shape, _AXES)
   return jax.shard_map(
-    of_device,
+    roll,
     in_specs=(spec, P(*spec[1:3])),
     out_specs=spec,
     axis_names=set(free_axes(mesh)),
@@ -242,24 +231,24 @@ def _size(slots: Slots) -> int:
 
 
 def capacity(cache: Cache) -> int:
-  """Returns C, the number of completion tokens that a row has room for."""
+  """Returns C, the number of completion tokens that fit in a row."""
   return sum(_size(block[0]) for block in cache.blocks)
 
 
 def split(x: Array, blocks: tuple[Slots, ...]) -> list[Array]:
-  """Splits an array [..., C] of all slots into one array per block."""
+  """Splits an array [..., C] of all slots into an array per block."""
   ends = list(itertools.accumulate(map(_size, blocks)))
   return jnp.split(x, ends[:-1], axis=-1)
 
 
 def from_heads(*keys_values: Float[Array, "B G S K E"]) -> KeysValues:
-  """Returns keys and values of the projections as a row."""
+  """Returns projected keys and values as a row."""
   rows = (x.transpose(0, 1, 3, 2, 4) for x in keys_values)
   return KeysValues(*(constrain(x, "batch", "group", "kv_heads") for x in rows))
 
 
 def _in_8_bits(tokens: KeysValues) -> Slots:
-  """Returns keys, which are rows still, and values, with their scales."""
+  """Quantizes keys and values of new tokens."""
   (keys, key_scales), (values, value_scales) = map(quantize, tokens)
   return Slots(keys, values, key_scales, value_scales)
 
@@ -273,11 +262,9 @@ def write(
   """Writes the next tokens of all layers into their slots, in place.
 
   `tokens` are keys and values of each stack, [layers, B, G, K, S, E], and
-  `last` the tokens' states after all layers; where it is NaN, 0 is written. It
-  depends on every read of the cache, so the write comes after all reads;
-  otherwise XLA would copy the cache. (An `optimization_barrier` orders nothing
-  at that stage of XLA.) A TPU, by `platform`, has a kernel for one token per
-  row.
+  `last` the tokens' states after all layers; NaN in `last` writes 0. So the
+  write depends on every read of the cache, and XLA does it last instead of
+  copying the cache (an `optimization_barrier` has no effect there).
   """
   *before, block = cache.blocks
   slot = cache.index - sum(_size(block[0]) for block in before)
@@ -286,13 +273,13 @@ def write(
     tokens = tuple(map(_in_8_bits, tokens))
 
   def write_one(axis, slots, new):
-    if slots.shape[3] < new.shape[3]:  # not of scales
+    if slots.shape[3] < new.shape[3]:  # scales have an entry per head
       new = side_by_side(new, new.shape[3] // slots.shape[3])
     if axis == 5:  # keys
       new = new.swapaxes(4, 5)
-    # Of a mask [B, G, S] for all heads and channels.
-    others = {*range(2, new.ndim - 1)} - {axis - 1}
-    mask = jnp.expand_dims(real, tuple(others))
+    # `real` [B, G, S] gets axes for heads and channels.
+    expanded = {*range(2, new.ndim - 1)} - {axis - 1}
+    mask = jnp.expand_dims(real, tuple(expanded))
     new = jnp.where(mask, new.astype(slots.dtype), 0)
     by_kernel = platform == "tpu" and last.shape[2] == 1 and slots.ndim == 6
     if by_kernel and runs_kernels() and slots.shape[9 - axis] % LANES == 0:
@@ -306,7 +293,7 @@ def write(
 def _write_row(
   axis: int, slots: Array, new: Array, slot: Int[Array, ""]
 ) -> Array:
-  """Writes one slot of `axis` by the kernel, on each device its own rows."""
+  """Writes a slot of `axis` by the kernel; each device writes its own rows."""
   from grpojax.models.slot_kernel import write_row  # Pallas is long to import
 
   rows = lambda x: x.swapaxes(4, 5) if axis == 5 else x
@@ -321,30 +308,24 @@ def _write_row(
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:
-  """Returns the number of tokens written after each slot: 0 is the last one.
-
-  Slots without a token have larger numbers than all others.
-  """
+  """Returns the number of tokens after each slot, largest for empty slots."""
   size = capacity(cache)
   return (cache.index - 1 - jnp.arange(size)) % size
 
 
 def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Returns True for slots with a token, if all rows were written alike."""
+  """Returns True for slots with a token, if all rows have equally many."""
   return jnp.arange(capacity(cache)) < cache.index
 
 
 def slot_positions(
   cache: Cache, positions: Int[Array, "B G S"]
 ) -> Int[Array, "B G C"]:
-  """Returns positions of the tokens in the slots from those of the next tokens.
-
-  Decoded tokens follow each other without a gap.
-  """
+  """Returns the positions of cached tokens from those of the next tokens."""
   return positions[..., :1] - 1 - ages(cache)[None, None]
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
-  """Returns keys and values of prompts, which were rows in a layer (G = 1)."""
+  """Returns rows of prompts (G = 1) as keys and values without the axis G."""
   prompts = (constrain(x[:, 0], "batch", "kv_heads") for x in tokens)
   return PromptKeysValues(*prompts)

@@ -1,4 +1,4 @@
-"""A decoder's shape: its features, its parameters' shapes, fresh parameters."""
+"""Configuration of a decoder, and shapes and initial values of parameters."""
 
 import dataclasses
 from typing import Any
@@ -12,21 +12,17 @@ from grpojax.core.types import Params
 from grpojax.models.rope import Rope
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-"""Types of a model's computation and of exported weights, by name."""
+"""Dtypes of computation and of exported weights, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
   """Shape of a decoder; hashable, so it can key a compilation.
 
+  Sizes are V = `vocab_size`, D = `width`, L = `layers`, H = `heads`, K =
+  `kv_heads` (divides H), E = `head_dim` (even), F = `mlp` (per expert, if any).
+
   Attributes:
-    vocab_size: V.
-    width: D.
-    layers: L.
-    heads: H.
-    kv_heads: K, a divisor of H.
-    head_dim: E, even.
-    mlp: F, of one expert if there are experts.
     rope: rotary embedding.
     norm_eps: number added to the mean square in RMSNorm.
     qkv_bias: biases of query, key and value projections.
@@ -44,14 +40,12 @@ class TransformerConfig:
     local_layers: True for each layer in which a token attends to the last
       `window` tokens only; () means none.
     window: tokens that a local layer attends to, the token itself included.
-    local_rope: rotary embedding of those layers; None means `rope`.
-    experts: X, experts of a layer; 0 means one MLP and no router.
-    experts_per_token: experts of each token.
+    local_rope: rotary embedding of local layers; None means `rope`.
+    experts: X, experts per layer; 0 means a dense MLP without a router.
+    experts_per_token: number of experts that each token uses.
     normalize_experts: the weights of a token's experts sum to 1.
-    labels: outputs of a sequence classifier, which has a score in place of the
-      head; 0 means a language model.
-    gaps: ranges [start, stop) of ids without a token; they have rows, and
-      probability 0.
+    labels: outputs of a sequence classifier; 0 means a language model.
+    gaps: ranges [start, stop) of ids without a token, with probability 0.
   """
 
   vocab_size: int
@@ -86,17 +80,17 @@ class TransformerConfig:
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """Rotary embeddings: of all layers, and of the local ones."""
+    """Rotary embeddings of global layers and, if different, of local layers."""
     return (self.rope, *([self.local_rope] if self.local_rope else []))
 
   @property
   def locality(self) -> tuple[bool, ...]:
-    """True for each layer that is local."""
+    """For each layer, True if it is local."""
     return self.local_layers or (False,) * self.layers
 
 
 def check(config: TransformerConfig) -> None:
-  """Refuses a configuration whose parts do not fit, by ValueError."""
+  """Raises ValueError if the parts of a configuration do not fit."""
   c = config
   if c.heads % c.kv_heads:
     raise ValueError(f"heads={c.heads} is no multiple of kv_heads={c.kv_heads}")
@@ -110,13 +104,13 @@ def check(config: TransformerConfig) -> None:
     raise ValueError(f"window={c.window} must be at least 1 in local layers")
   if c.experts and not 1 <= c.experts_per_token <= c.experts:
     raise ValueError(
-      f"experts_per_token={c.experts_per_token} must be in 1..{c.experts}, the "
-      "experts"
+      f"experts_per_token={c.experts_per_token} must be in 1..{c.experts}"
     )
 
 
 def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
-  q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  q = c.heads * c.head_dim
+  kv = c.kv_heads * c.head_dim
   width = (c.width,)
   layer = {
     "attn_norm": width,
@@ -126,11 +120,14 @@ def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
     "o": (q, c.width),
     "mlp_norm": width,
   }
-  up, down, of_expert = (c.width, c.mlp), (c.mlp, c.width), (c.experts,)
+  up, down = (c.width, c.mlp), (c.mlp, c.width)
   if c.experts:
-    layer |= {"router": (c.width, c.experts)}
-    layer |= {"expert_gate": of_expert + up, "expert_up": of_expert + up}
-    layer |= {"expert_down": of_expert + down}
+    layer |= {
+      "router": (c.width, c.experts),
+      "expert_gate": (c.experts, *up),
+      "expert_up": (c.experts, *up),
+      "expert_down": (c.experts, *down),
+    }
   else:
     layer |= {"gate": up, "up": up, "down": down}
   if c.qkv_bias:
@@ -158,7 +155,7 @@ def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _initial(config, key, name: str, shape: tuple[int, ...]):
-  """Draws normal(0, 0.02), output projections scaled down as in GPT-2."""
+  """Draws normal(0, 0.02), with output projections scaled down as in GPT-2."""
   if "norm" in name:
     return jnp.zeros(shape) if config.norm_offset else jnp.ones(shape)
   if "bias" in name:

@@ -1,8 +1,7 @@
-"""Keys of a Hugging Face config.json that the families read alike.
+"""Reads the keys of a Hugging Face config.json that all families share.
 
-Each key is read, must have one value, or does not change what the model
-computes; any other key is refused by its name unless the user ignores it.
-Defaults of absent keys are those of transformers' configuration classes.
+Each key is read, has a fixed value, or does not change the model; any other key
+is an error unless the user ignores it. Absent keys have transformers' defaults.
 """
 
 import math
@@ -22,7 +21,7 @@ READ = {
   "tie_word_embeddings": False,
   "rope_theta": 10_000.0,
   "rope_scaling": None,
-  "rope_parameters": None,  # transformers 5's place for both
+  "rope_parameters": None,  # rope_theta and rope_scaling in transformers 5
   "max_position_embeddings": 8192,
 }
 ROPE_KINDS = {
@@ -35,7 +34,7 @@ ROPE_KINDS = {
     "original_max_position_embeddings": "original_length",
   },
 }
-"""For each type its parameters, and the fields of `Rope` that they set."""
+"""Parameters of each rope_type, and the fields of `Rope` that they set."""
 _SIZES = (
   "vocab_size hidden_size num_hidden_layers num_attention_heads "
   "intermediate_size"
@@ -44,10 +43,10 @@ _OPTIONAL_SIZES = (
   "num_key_value_heads head_dim moe_intermediate_size num_experts "
   "num_local_experts num_experts_per_tok"
 ).split()
-_MOST_LAYERS = 2**16  # of one expert
+_MOST_LAYERS = 2**16  # most layers times experts
 _LEAST = dict.fromkeys(("sliding_window", "max_window_layers"), -math.inf)
-_LEAST["rms_norm_eps"] = 0.0  # other numbers are more than 0
-# Values that change nothing; a family may read a key itself, or fix another.
+_LEAST["rms_norm_eps"] = 0.0  # other numbers must be positive
+# The only supported values, unless a family reads the key or fixes another one.
 _FIXED = {
   **dict.fromkeys(
     "attention_dropout embd_pdrop hidden_dropout resid_pdrop".split(), 0.0
@@ -65,21 +64,21 @@ _FIXED = {
   "pruned_heads": {},
 }
 _UNUSED = frozenset(
-  # Names and formats; architectures and labels are read in `labels`.
+  # Names and formats; architectures and labels are read in `_labels`.
   "model_type architectures dtype torch_dtype transformers_version "
   "_name_or_path tokenizer_class num_labels id2label label2id problem_type "
   "model_name _commit_hash unsloth_fixed unsloth_version "
-  # Training, and how the same function is computed.
+  # Training and implementations.
   "initializer_range pretraining_tp use_cache cache_implementation "
   "chunk_size_feed_forward attn_implementation _attn_implementation "
   "_attn_implementation_autoset _attn_implementation_internal "
   "_flash_attn_2_enabled experts_implementation _experts_implementation "
   "torchscript use_bfloat16 tf_legacy_loss gradient_checkpointing "
   "neftune_noise_alpha device_map transformers.js_config "
-  # What is returned beside.
+  # Additional outputs.
   "output_attentions output_hidden_states output_scores return_dict "
   "return_dict_in_generate "
-  # Special tokens and generation: generation_config.json has the say.
+  # Special tokens and generation: generation_config.json has priority.
   "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id "
   "cls_token_id mask_token_id is_decoder prefix max_new_tokens min_new_tokens "
   "decoder_start_token_id forced_bos_token_id forced_eos_token_id "
@@ -92,14 +91,14 @@ _UNUSED = frozenset(
 )
 
 
-# An unknown key of such a name may change a model that has the same weights.
+# Unknown keys with such names may change the model.
 _NEVER_IGNORED = re.compile(
   "auto_map|rope|rotary|quant|_size|_dim|num_|_layers"
 )
 
 
 def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
-  """Returns a family's keys: read with defaults, fixed to a value, harmless."""
+  """Returns a family's keys: with defaults, with fixed values, harmless."""
   fixed = {key: x for key, x in _FIXED.items() if key not in family.READ}
   fixed |= getattr(family, "FIXED", {})
   return family.READ, fixed, _UNUSED | getattr(family, "UNUSED", set())
@@ -108,24 +107,21 @@ def _keys(family) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
 def without(
   hf_config: dict[str, Any], ignore_keys: Iterable[str], family
 ) -> dict[str, Any]:
-  """Leaves out `ignore_keys`; ValueError for one that may change the model."""
+  """Removes `ignore_keys`; ValueError for keys that may change the model."""
   read, fixed, harmless = _keys(family)
   ignored = {key for key in ignore_keys if hf_config.get(key) is not None}
   ignored -= harmless
   for key in sorted(ignored):
     if key in {*read, *fixed, *_SIZES} or _NEVER_IGNORED.search(key):
       raise ValueError(
-        f"config.json has {key}={hf_config[key]!r:.80}, which can change what "
-        f"the model computes: remove {key} from model.ignore_keys"
+        f"config.json has {key}={hf_config[key]!r:.80}, which can change the "
+        f"model: remove {key} from model.ignore_keys"
       )
   return {key: x for key, x in hf_config.items() if key not in ignored}
 
 
 def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
-  """Returns a config.json with the defaults of absent keys.
-
-  ValueError for an unknown key, a fixed one with another value, or a bad size.
-  """
+  """Adds defaults to a config.json; ValueError if it is not supported."""
   read, fixed, harmless = _keys(family)
   values = {key: x for key, x in hf_config.items() if x is not None}
   for key, only in fixed.items():
@@ -142,22 +138,21 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
     raise ValueError(
       f"config.json has {listed}, unknown for "
       f"model_type={hf_config['model_type']!r}: use another model or, if they "
-      f"do not change what it computes, {remedy}"
+      f"do not change the model, {remedy}"
     )
   whole = read | hf_config
   for key in (*_SIZES, *_OPTIONAL_SIZES):
-    value = whole.get(key, 1)  # what is absent is left to its reader
+    value = whole.get(key, 1)  # readers complain about absent keys
     absent = value is None and key in _OPTIONAL_SIZES
     if not absent and (type(value) is not int or not 0 < value < 2**31):
       raise ValueError(
-        f"config.json has {key}={value!r}, which must be a whole number of 1 "
-        "or more, and less than 2**31"
+        f"config.json has {key}={value!r}: use a whole number in 1..2**31 - 1"
       )
   experts = whole.get("num_local_experts") or whole.get("num_experts") or 1
   layers = whole["num_hidden_layers"]
   if layers * experts > _MOST_LAYERS:
     counts = f"num_hidden_layers={layers}, of {experts} experts"
-    raise ValueError(f"config.json has {counts}: no model has so many")
+    raise ValueError(f"config.json has {counts}: too many")
   for key, default in read.items():
     value = whole[key]
     if isinstance(default, bool) and not isinstance(value, bool | None):
@@ -168,17 +163,15 @@ def complete(hf_config: dict[str, Any], family) -> dict[str, Any]:
 
 
 def number(key: str, value: Any, least: float = sys.float_info.min) -> float:
-  """Returns a finite number of `least` or more; ValueError names its key."""
+  """Returns `value` if it is a finite number of at least `least`."""
   largest = sys.float_info.max
   if type(value) not in (int, float) or not least <= value <= largest:
-    raise ValueError(
-      f"config.json has {key}={value!r:.40}, which is no number that it can be"
-    )
+    raise ValueError(f"config.json has {key}={value!r:.40}: no valid number")
   return float(value)
 
 
 def _labels(hf_config: dict[str, Any]) -> int:
-  """Returns the outputs of a sequence classifier, 0 for a language model."""
+  """Returns the number of outputs of a classifier, 0 for a language model."""
   name = (hf_config.get("architectures") or ["ForCausalLM"])[0]
   if name.endswith("ForSequenceClassification"):
     names = hf_config.get("id2label") or {}
@@ -193,20 +186,19 @@ def _labels(hf_config: dict[str, Any]) -> int:
 
 
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of `TransformerConfig` that all families have."""
+  """Returns the fields of `TransformerConfig` that all families share."""
   gemma = "hidden_activation" in hf_config
   name = "hidden_activation" if gemma else "hidden_act"
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
   if hf_config[name] not in list(activations):
     raise ValueError(
-      f"config.json has {name}={hf_config[name]!r}; supported: "
-      f"{list(activations)}"
+      f"config.json has {name}={hf_config[name]!r}; known: {[*activations]}"
     )
   width, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
   if not hf_config["head_dim"] and width % heads:
     raise ValueError(
-      f"config.json has hidden_size={width}, which is no multiple of "
-      f"num_attention_heads={heads}, and no head_dim"
+      f"config.json has no head_dim, and hidden_size={width} is no multiple of "
+      f"num_attention_heads={heads}"
     )
   return {
     "vocab_size": hf_config["vocab_size"],
@@ -229,12 +221,9 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 def window(
   hf_config: dict[str, Any], size: int | None, default: list[bool]
 ) -> dict[str, Any]:
-  """Returns `local_layers` and their `window`, or {} if all are global.
-
-  `size` is the number of tokens that a local layer sees, None without windows.
-  `default` is True for each local layer, if there are no `layer_types`.
-  """
-  local, kinds = default, hf_config.get("layer_types")
+  """Returns `local_layers` and their `window`, or {} if all are global."""
+  local = default
+  kinds = hf_config.get("layer_types")
   if kinds is not None:
     refuse_others("layer_types", kinds, LAYER_TYPES)
     local = [kind == "sliding_attention" for kind in kinds]
@@ -247,27 +236,22 @@ def window(
 
 
 def refuse_others(name: str, values: Iterable[str], known) -> None:
-  """Refuses values that are not known, by name."""
-  others = sorted(set(values) - set(known))
-  if others:
+  """Raises ValueError for unknown values."""
+  if unknown := ", ".join(sorted(set(values) - set(known))):
     raise ValueError(
-      f"config.json has {', '.join(others)} in {name}; known: "
-      f"{', '.join(known)}"
+      f"config.json has {unknown} in {name}; known: {', '.join(known)}"
     )
 
 
 def rope(hf_config: dict[str, Any]) -> Rope:
-  """Reads the one rotary embedding of a model, in the old style or the new."""
+  """Reads the rotary embedding of a model, in the old or the new style."""
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
   return parse_rope(parameters, hf_config["max_position_embeddings"])
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
-  """Reads `rope_theta`, `rope_type` (or `type`) and that type's parameters.
-
-  `length` is the default of `original_max_position_embeddings`.
-  """
+  """Reads rope parameters; `length` is the model's maximum of positions."""
   values = {k: v for k, v in parameters.items() if v is not None}
   kind = values.pop("type", "default")
   kind = values.pop("rope_type", kind)
@@ -280,15 +264,9 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
     raise ValueError("config.json has a partial_rotary_factor other than 1.0")
   if kind == "llama3":
     values.setdefault("original_max_position_embeddings", length)
-  refuse_others(
-    f"the rope parameters of type {kind!r}", values, ROPE_KINDS[kind]
-  )
-  lacking = set(ROPE_KINDS[kind]) - set(values)
-  if lacking:
-    raise ValueError(
-      f"the rope parameters in config.json lack {', '.join(sorted(lacking))}"
-    )
-  fields = {
-    ROPE_KINDS[kind][name]: number(name, x) for name, x in values.items()
-  }
-  return Rope(theta, **fields)
+  fields = ROPE_KINDS[kind]
+  refuse_others(f"the rope parameters of type {kind!r}", values, fields)
+  if lacking := ", ".join(sorted(set(fields) - set(values))):
+    raise ValueError(f"the rope parameters in config.json lack {lacking}")
+  numbers = {fields[name]: number(name, x) for name, x in values.items()}
+  return Rope(theta, **numbers)

@@ -1,16 +1,15 @@
-"""Layouts that XLA's CPU compiler is fast with; no number depends on them.
+"""Array layouts that XLA's CPU compiler is fast with; numbers stay the same.
 
-Products. The gradient of a product is a sum over the axes that the other factor
-has alone. If there are several, XLA:CPU first copies both factors in another
-order, and recomputes them; over one axis it reads them in place. So on CPUs
-adjacent axes that the first factor has alone are merged, unless a mesh splits
-any but the first: merged, those would leave their devices.
+Products. The gradient of a factor is a sum over the other factor's own axes. If
+there are several, XLA:CPU first copies and recomputes both factors; over a
+single axis it reads them in place. So on CPUs adjacent axes of the first factor
+alone are merged, unless that would move data between devices of a mesh.
 
     [B, G, K, R, S, E] x [B, G, K, C, E] -> [B, G, K, R, S, C]
     [B, G, K, R S, E]  x [B, G, K, C, E] -> [B, G, K, R S, C]      on CPUs
 
 Sums. Gradients of norms and of softmax are sums of products, which XLA:CPU
-computes up to ten times faster without axes of size 1. So these are left out.
+computes up to ten times faster if axes of size 1 are squeezed.
 """
 
 import functools
@@ -30,7 +29,7 @@ def _has_explicit_axes() -> bool:
 
 
 def _mergeable(b: int, g: int) -> bool:
-  """Returns True if the mesh splits [B, G, ...] along B alone, if at all."""
+  """Returns True unless the mesh splits [B, G, ...] along an axis besides B."""
   if _has_explicit_axes():
     return False
   others = free_axes(jax.sharding.get_abstract_mesh()).keys() - set(ROWS)
@@ -42,7 +41,7 @@ def matmul(
   weight: Float[Array, "in out"],
   dtype: DTypeLike | None = None,
 ) -> Float[Array, "*tokens out"]:
-  """Returns the product X W, summed in `dtype`, by default that of x."""
+  """Returns the product x W, summed in `dtype` (default: x's)."""
   multiply = functools.partial(jnp.matmul, preferred_element_type=dtype)
 
   def merged(x, weight):
@@ -50,30 +49,30 @@ def matmul(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
   if x.ndim <= 2 or x.shape[-2] == 1 or not _mergeable(*x.shape[:2]):
-    return multiply(x, weight)  # one token a row: decoding, without gradients
+    return multiply(x, weight)  # includes decoding, which has no gradients
   return jax.lax.platform_dependent(x, weight, cpu=merged, default=multiply)
 
 
 def float32_einsum(product: str, x: Array, y: Array) -> Array:
-  """Returns a product of two arrays of one dtype, summed in float32.
+  """Returns an einsum of two arrays of equal dtype, summed in float32.
 
-  Rounded to bfloat16, logits would differ between rollout and training. On CPUs
-  the factors are converted first, with the same result: XLA:CPU lacks some such
-  products of 16-bit floats. In `product` b and g are prompts and samples.
+  Rounded logits would differ between rollout and training. On CPUs the factors
+  are converted first, because XLA:CPU lacks some products of 16-bit floats. In
+  `product`, b and g are prompts and samples.
   """
-  of_x, of_y, out = product.replace("->", ",").split(",")
-  # Letters of the axes that x has alone: they could be one axis.
-  alone = "".join(axis for axis in of_x if axis in out and axis not in of_y)
-  several = sum(x.shape[of_x.index(axis)] > 1 for axis in alone) > 1
-  sizes = dict(zip(of_x, x.shape, strict=True))
+  x_axes, y_axes, out = product.replace("->", ",").split(",")
+  alone = "".join(axis for axis in x_axes if axis in out and axis not in y_axes)
+  sizes = dict(zip(x_axes, x.shape, strict=True))
+  several = sum(sizes[axis] > 1 for axis in alone) > 1
   free = _mergeable(sizes.get("b", 1), sizes.get("g", 1))
-  merge = several and alone in of_x and alone in out and free
+  merge = several and alone in x_axes and alone in out and free
 
   def on_cpu(x, y):
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     if not merge:
       return jnp.einsum(product, x, y)
-    first, after = of_x.index(alone), of_x.index(alone) + len(alone)
+    first = x_axes.index(alone)
+    after = first + len(alone)
     merged = x.reshape(*x.shape[:first], -1, *x.shape[after:])
     z = jnp.einsum(product.replace(alone, alone[0]), merged, y)
     axis = out.index(alone)
@@ -89,7 +88,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
 
 
 def on_squeezed(function: Callable[..., Array]) -> Callable[..., Array]:
-  """Returns a function of vectors [..., D] that runs without axes of size 1."""
+  """Makes a function of vectors [..., D] run without axes of size 1."""
 
   def run(x, *args):
     axes = x.shape[:-1]
@@ -101,18 +100,18 @@ def on_squeezed(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def unit_axes(shape: Sequence[int], axes: str) -> str:
-  """Returns the letters of the axes of size 1 without sharding."""
+  """Returns the letters of the axes of size 1, if these may be squeezed."""
   if _has_explicit_axes():
     return ""
   return "".join(a for a, n in zip(axes, shape, strict=True) if n == 1)
 
 
 def without(axes: str, unit: str) -> str:
-  """Returns the letters of the axes that `squeeze` leaves."""
+  """Returns `axes` without the letters in `unit`."""
   return "".join(axis for axis in axes if axis not in unit)
 
 
 def squeeze(x: Array, axes: str, unit: str) -> Array:
-  """Returns an array [*axes] without the axes named in `unit`, of size 1."""
+  """Removes the axes in `unit`, of size 1, from an array [*axes]."""
   sizes = dict(zip(axes, x.shape, strict=True))
   return x.reshape([sizes[axis] for axis in without(axes, unit)])

@@ -1,19 +1,19 @@
-"""Kernels of attention in Pallas, for one TPU (Mosaic) or GPU (Triton).
+"""Attention kernels in Pallas, for a TPU (Mosaic) or GPU (Triton).
 
-FlashAttention (Dao 2023, arXiv 2307.08691) over several sets of keys in one
-softmax: all logits stay on the chip.
+FlashAttention (Dao 2023, arXiv 2307.08691) with a softmax over several sets of
+keys: all logits stay on the chip.
 
-A query sees one run of keys of each set. Masks are made of the first and the
-last slot of that run, which also tell the blocks without any visible key: these
-are left out. Two segments in a row, in blocks of two:
+A query sees a run of keys in each set. The first and last slots of the runs
+give the masks, and the blocks without visible keys, which are left out. For
+example, two segments in a row, in blocks of two:
 
     keys       a a | a b | b b         computed, of queries x keys:
     queries    a a | a b | b b           m - -
     first      0 0 | 0 3 | 3 3           m m -
     last       0 1 | 2 3 | 4 5           - m m
 
-Logits are [keys, queries]: the numbers of a query (its run, its log-sum-exp)
-are a row of lanes then, without padding in a TPU's memory.
+Logits are [keys, queries]: then a number per query (its run, its log-sum-exp)
+fills the lanes of a TPU without padding.
 
 Axes: N rows, H query heads, K key heads, S queries and C keys of a row, E
 channels; M sets of keys, each of N / M rows.
@@ -33,79 +33,72 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from grpojax.core.decoding.sampling import NEGATIVE
 from grpojax.models.attention import soft_cap
 
-_VMEM, _VMEM_V4 = 56 * 2**20, 15 * 2**20
-"""Bytes of on-chip memory that a TPU's kernel may use."""
+_VMEM = 56 * 2**20  # bytes of on-chip memory for a TPU's kernel
+_VMEM_V4 = 15 * 2**20
 
 
 class Settings(NamedTuple):
-  """Python values that are fixed when attention compiles."""
+  """Static settings of attention."""
 
   scale: float
   cap: float | None
   platform: str
-  blocks: tuple[int, ...]
-  """Tokens of a block of keys of each part; of queries as of the first."""
+  blocks: tuple[int, ...]  # tokens of a key block of each part; queries as [0]
 
 
 class Part(NamedTuple):
-  """One set of keys, and the run of it that each query sees.
-
-  The first one has the queries' own rows, up to themselves.
-  """
+  """A set of keys, and the runs that queries see; first their own rows."""
 
   keys: Float[Array, "M K C E"]
   values: Float[Array, "M K C E"]
   first: Int[Array, "N 1 S"]  # slot of the first key
-  last: Int[Array, "N 1 S"]  # and of the last one; before the first: none
+  last: Int[Array, "N 1 S"]  # slot of the last key; empty if before `first`
 
 
 class _Run(NamedTuple):
-  """Numbers of the first block, and of the one behind the last, in memory."""
+  """Runs of blocks to compute, as references in a kernel: begin <= i < end."""
 
   begin: Int[Array, "N 1 blocks"]
   end: Int[Array, "N 1 blocks"]
 
 
 def block_size(platform: str, size: int, width: int) -> int:
-  """Returns the tokens of a block; rows are filled up to a multiple of it."""
-  if platform == "cpu":  # as few as show several blocks in tests
+  """Returns the tokens of a block; rows are padded to a multiple of it."""
+  if platform == "cpu":  # small, for tests with several blocks
     return 16
-  if platform == "gpu":
-    # What a block's products take of an H100 multiprocessor's 228 KB.
+  if platform == "gpu":  # fits in an H100 multiprocessor's 228 KB
     return 64 if width <= 128 else 32
-  # A multiple of a TPU's lanes: large for its matrix units, unless much would
-  # be padding.
+  # A multiple of a TPU's lanes, as large as possible without much padding.
   return next((n for n in (512, 256) if -size % n <= size // 8), 128)
 
 
 def _vmem() -> int:
-  """Returns the limit for the chips of the mesh in context, or of JAX."""
+  """Returns the memory limit for the chips of the mesh, or of JAX."""
   mesh = jax.sharding.get_abstract_mesh()
   device = getattr(mesh, "abstract_device", None) or jax.devices()[0]
   return _VMEM_V4 if "v4" in device.device_kind else _VMEM
 
 
 def fits(tokens: int, width: int, dtype: DTypeLike) -> bool:
-  """Returns False if a TPU's kernels cannot hold so many tokens of a head.
+  """Returns True if a TPU's kernels can hold this many tokens of a head.
 
-  They hold 38k tokens of 256 channels or 76k of 128 in 16 bits, and on v4 10k
-  and 20k. The rest is for blocks of logits.
+  In 16 bits they hold 76k tokens of 128 channels, and on v4 20k.
   """
   held = 2 * tokens * -(-width // 128) * 128 * jnp.dtype(dtype).itemsize
   return held <= _vmem() * 2 // 3
 
 
 def _visible(part: Part, block: int, key_block: int) -> Array:
-  """Returns True where a block of queries may see one of keys, [N, i, j]."""
-  of_blocks = lambda x: x.reshape(len(x), -1, block)
-  first = jnp.min(of_blocks(part.first), axis=-1)[..., None]
-  last = jnp.max(of_blocks(part.last), axis=-1)[..., None]
+  """Returns [N, i, j], True if query block i may see keys of block j."""
+  split = lambda x: x.reshape(len(x), -1, block)
+  first = jnp.min(split(part.first), axis=-1)[..., None]
+  last = jnp.max(split(part.last), axis=-1)[..., None]
   start = jnp.arange(0, part.keys.shape[2], key_block)
   return (first < start + key_block) & (start <= last)
 
 
 def _run(visible: Array) -> _Run:
-  """Returns the run of blocks on the last axis that has all visible ones."""
+  """Returns the shortest run of blocks that holds all visible blocks."""
   count = visible.shape[-1]
   any_visible = jnp.any(visible, axis=-1)
   begin = jnp.argmax(visible, axis=-1)
@@ -114,7 +107,7 @@ def _run(visible: Array) -> _Run:
   return _Run(*(x.astype(jnp.int32)[:, None] for x in (begin, end)))
 
 
-_div = jax.lax.div  # of indices: `//` would look at signs
+_div = jax.lax.div  # for indices: `//` would handle signs
 
 
 def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
@@ -126,14 +119,14 @@ def _dot(x: Array, y: Array, over: tuple[int, int]) -> Array:
 
 
 def _logits(settings, keys, q, slots, first, last) -> tuple[Array, Array]:
-  """Returns logits [keys, queries] of two blocks [., E], and their mask."""
+  """Returns the logits [keys, queries] of two blocks, and their mask."""
   logits = soft_cap(_dot(keys, q, (1, 1)) * settings.scale, settings.cap)
   slots += jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
   return logits, (first <= slots) & (slots <= last)
 
 
 def _dlogits(settings, logits, mask, lse, values, dout, di):
-  """Returns weights, and the gradient of the products of queries and keys."""
+  """Returns weights, and the gradient of the products q k."""
   weights = jnp.where(mask, jnp.exp(logits - lse), 0)
   slope = settings.scale
   if settings.cap is not None:
@@ -142,7 +135,7 @@ def _dlogits(settings, logits, mask, lse, values, dout, di):
 
 
 def _over_keys(settings, q, parts, add, carry):
-  """Adds `add(carry, logits, mask, keys, values)` for all blocks of keys."""
+  """Folds `add(carry, logits, mask, keys, values)` over all key blocks."""
   i = pl.program_id(2)
   for key_block, (run, part) in zip(settings.blocks, parts, strict=True):
 
@@ -162,7 +155,7 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
   q = q_ref[...]
   block, width = q.shape
   # The largest logit so far, and the sums of exp(logit - largest) and of these
-  # weights times values: rescaled whenever a larger logit comes.
+  # weights times values, which are rescaled when a larger logit comes.
   carry = (
     jnp.full((1, block), NEGATIVE, jnp.float32),
     jnp.zeros((1, block), jnp.float32),
@@ -173,11 +166,10 @@ def _forward_kernel(settings, q_ref, parts, out_ref, lse_ref):
     top, total, out = carry
     logits = jnp.where(mask, logits, NEGATIVE)
     new_top = jnp.maximum(top, jnp.max(logits, axis=0, keepdims=True))
-    # Masked again: if no key was seen yet, all logits are equal.
+    # Masked again, because all logits are equal before the first visible key.
     weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
     rescale = jnp.exp(top - new_top)
-    # The sum is of rounded weights as well: an average of equal values is exact
-    # then, because the rounding errors cancel.
+    # Summing rounded weights makes an average of equal values exact.
     weights = weights.astype(q.dtype)
     added = jnp.sum(weights.astype(jnp.float32), axis=0, keepdims=True)
     total = total * rescale + added
@@ -206,8 +198,7 @@ def _keys_kernel(
 ):
   """Computes the gradients of a block of keys and values, for one row.
 
-  Sums over the query heads that share them: heads of the references, and of the
-  grid's last axis.
+  Sums over the query heads of these keys, in the references and on the grid.
   """
   j, head = pl.program_id(2), pl.program_id(3)
   keys, values = part.keys[...], part.values[...]
@@ -227,32 +218,33 @@ def _keys_kernel(
 
   carry = (jnp.zeros(keys.shape, jnp.float32),) * 2
   for r in range(heads):
-    of_head = functools.partial(step, r=r)
-    carry = jax.lax.fori_loop(run.begin[0, j], run.end[0, j], of_head, carry)
+    head_step = functools.partial(step, r=r)
+    carry = jax.lax.fori_loop(run.begin[0, j], run.end[0, j], head_step, carry)
   for ref, x in zip((dkeys_ref, dvalues_ref), carry, strict=True):
     if settings.platform == "gpu":
       ref[...] = x
-    else:  # the same block again, while the last axis of the grid goes on
+    else:  # the last axis of the grid adds to the same block
       ref[...] = x + jnp.where(head == 0, 0, ref[...])
 
 
 def _call(settings, kernel, grid, inputs, outputs, flops, again):
-  """Calls a kernel; inputs and outputs are a tree of specs and one of arrays.
+  """Calls a kernel; inputs and outputs are pairs of trees (specs, arrays).
 
-  XLA's scheduler and `aot` read the operations `flops` of its products, and the
-  bytes `again` that are fetched more than once.
+  XLA's scheduler and `aot` read the operations `flops` of matrix products, and
+  the bytes `again` that are fetched more than once.
   """
-  (in_specs, inputs), (out_specs, outputs) = inputs, outputs
+  in_specs, inputs = inputs
+  out_specs, outputs = outputs
   if settings.platform == "gpu":
     params = triton.CompilerParams(num_warps=4, num_stages=2)
   else:
-    # Sums go over the last axis; all else may be done in any order.
+    # Sums go over the last axis; the other axes may run in any order.
     order = "parallel", "parallel", "parallel", "arbitrary"
     params = pltpu.CompilerParams(
       dimension_semantics=order[: len(grid)], vmem_limit_bytes=_vmem()
     )
   name = kernel.__name__.strip("_")
-  if settings.platform == "gpu":  # no other place for an estimate there
+  if settings.platform == "gpu":  # Triton has no cost estimate
     name += f"_flops_{flops}"
   arrays = jax.tree.leaves((inputs, outputs))
   traffic = again + sum(x.size * x.dtype.itemsize for x in arrays)
@@ -272,7 +264,7 @@ def _call(settings, kernel, grid, inputs, outputs, flops, again):
 
 
 def _run_specs(settings: Settings, run: _Run) -> _Run:
-  """Returns specs of a row's numbers, in the memory for a TPU's scalars."""
+  """Returns the specs of a row's runs, in a TPU's memory for scalars."""
   space = {} if settings.platform == "gpu" else {"memory_space": pltpu.SMEM}
   shape = None, 1, run.begin.shape[2]
   spec = pl.BlockSpec(shape, lambda n, *_: (n, 0, 0), **space)
@@ -280,7 +272,7 @@ def _run_specs(settings: Settings, run: _Run) -> _Run:
 
 
 def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
-  """Returns options of a spec: one buffer for a long row, to save memory."""
+  """Returns spec options that give a long row a single buffer."""
   head = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
   if settings.platform == "gpu" or head < 2**21:
     return {}
@@ -288,34 +280,30 @@ def _buffers(settings: Settings, x: Array) -> dict[str, Any]:
 
 
 def _flops(products: int, q: Array, parts: Sequence[Part], index: int) -> int:
-  """Returns the operations of matrix products of all queries with a part.
-
-  Of rows of one segment: half of their own keys, the first part, lie ahead.
-  """
+  """Returns the operations of products with a part, for one segment per row."""
   keys = parts[index].keys.shape[2]
   return 2 * products * q.size * (keys if index else (keys + 1) // 2)
 
 
 def _over_queries(settings, kernel, products, queries, parts, out):
-  """Calls a kernel of blocks of queries, which loops over blocks of keys.
+  """Calls a kernel of query blocks, with `products` per query and key.
 
-  A query and a key have `products` products; `queries` are arrays [N, H, S, E]
-  and [N, H, 1, S], and `out` abstract results of such shapes.
+  `queries` are [N, H, S, E] and [N, H, 1, S], like the abstract `out`.
   """
   q, block = queries[0], settings.blocks[0]
   n, heads, size, width = q.shape
 
-  def of_queries(x):
+  def query_spec(x):
     if x.shape[2] == 1:
       return pl.BlockSpec((None, None, 1, block), lambda n, h, i: (n, h, 0, i))
-    of_block = lambda n, h, i: (n, h, i, 0)
-    return pl.BlockSpec((None, None, block, width), of_block)
+    index = lambda n, h, i: (n, h, i, 0)
+    return pl.BlockSpec((None, None, block, width), index)
 
-  def of_part(part):
+  def part_specs(part):
     share, ratio = n // len(part.keys), heads // part.keys.shape[1]
-    of_row = lambda n, h, i: (_div(n, share), _div(h, ratio), 0, 0)
+    index = lambda n, h, i: (_div(n, share), _div(h, ratio), 0, 0)
     shape = None, None, *part.keys.shape[2:]
-    keys = pl.BlockSpec(shape, of_row, **_buffers(settings, part.keys))
+    keys = pl.BlockSpec(shape, index, **_buffers(settings, part.keys))
     run = pl.BlockSpec((None, 1, block), lambda n, h, i: (n, 0, i))
     return Part(keys, keys, run, run)
 
@@ -323,17 +311,17 @@ def _over_queries(settings, kernel, products, queries, parts, out):
     _run(_visible(part, block, key_block))
     for part, key_block in zip(parts, settings.blocks, strict=True)
   ]
-  of_runs = [_run_specs(settings, run) for run in runs]
-  specs = [*zip(of_runs, map(of_part, parts), strict=True)]
+  run_specs = [_run_specs(settings, run) for run in runs]
+  specs = [*zip(run_specs, map(part_specs, parts), strict=True)]
   arrays = [*zip(runs, parts, strict=True)]
   return _call(
     settings,
     kernel,
     (n, heads, size // block),
-    ([*map(of_queries, queries), specs], [*queries, arrays]),
-    (jax.tree.map(of_queries, out), out),
+    ([*map(query_spec, queries), specs], [*queries, arrays]),
+    (jax.tree.map(query_spec, out), out),
     sum(_flops(products, q, parts, index) for index in range(len(parts))),
-    # Of several key heads none stays for the next row.
+    # With several key heads, each row fetches the keys again.
     again=sum(
       (n // len(x.keys) - 1) * 2 * x.keys.nbytes
       for x in parts
@@ -345,10 +333,7 @@ def _over_queries(settings, kernel, products, queries, parts, out):
 def forward(
   settings: Settings, q: Float[Array, "N H S E"], parts: Sequence[Part]
 ) -> tuple[Float[Array, "N H S E"], Float[Array, "N H 1 S"]]:
-  """Returns the output in float32, and the logits' log-sum-exps.
-
-  Each query must see a key; all sizes are multiples of their blocks.
-  """
+  """Returns the float32 output and log-sum-exps. Each query must see a key."""
   n, heads, size, _ = q.shape
   lse = jax.ShapeDtypeStruct((n, heads, 1, size), jnp.float32)
   out = jax.ShapeDtypeStruct(q.shape, jnp.float32), lse
@@ -375,36 +360,36 @@ def key_gradients(
 ) -> tuple[Float[Array, "N K C E"], Float[Array, "N K C E"]]:
   """Returns the gradients of a part's keys and values for each row, float32.
 
-  `queries` are those of `query_gradient`.
+  `queries` are as in `query_gradient`.
   """
   q, part = queries[0], parts[index]
   block, key_block = settings.blocks[0], settings.blocks[index]
   n, heads, size, width = q.shape
   share, (_, kv_heads, slots, _) = n // len(part.keys), part.keys.shape
-  # A GPU's programs run in parallel, and cannot add up in place.
+  # A GPU's programs run in parallel, so they cannot add up in place.
   once = heads // kv_heads if settings.platform == "gpu" else 1
   turns = heads // kv_heads // once
 
-  def of_queries(x):
-    of_heads = lambda n, k, j, r: (n, k * turns + r, 0, 0)
+  def query_spec(x):
+    index = lambda n, k, j, r: (n, k * turns + r, 0, 0)
     shape = None, once, *x.shape[2:]
-    return pl.BlockSpec(shape, of_heads, **_buffers(settings, x))
+    return pl.BlockSpec(shape, index, **_buffers(settings, x))
 
   shape = None, None, key_block, width
   keys = pl.BlockSpec(shape, lambda n, k, j, r: (_div(n, share), k, j, 0))
   run = pl.BlockSpec((None, 1, size), lambda n, k, j, r: (n, 0, 0))
   gradient = pl.BlockSpec(shape, lambda n, k, j, r: (n, k, j, 0))
   out = jax.ShapeDtypeStruct((n, kv_heads, slots, width), jnp.float32)
-  of_blocks = _run(_visible(part, block, key_block).swapaxes(1, 2))
-  scalars = _run_specs(settings, of_blocks)
-  specs = *map(of_queries, queries), scalars, Part(keys, keys, run, run)
+  blocks = _run(_visible(part, block, key_block).swapaxes(1, 2))
+  scalars = _run_specs(settings, blocks)
+  specs = *map(query_spec, queries), scalars, Part(keys, keys, run, run)
   return _call(
     settings,
     _keys_kernel,
     (n, kv_heads, slots // key_block, turns),
-    (specs, (*queries, of_blocks, part)),
+    (specs, (*queries, blocks, part)),
     ((gradient, gradient), (out, out)),
     _flops(4, q, parts, index),
-    # Of several query heads each is fetched for each block of keys.
+    # Several query heads are fetched again for each key block.
     again=(slots // key_block - 1) * 2 * q.nbytes if turns > 1 else 0,
   )

@@ -1,14 +1,14 @@
-"""Products of runs of rows, each run with a matrix of its own.
+"""Products of runs of rows with different matrices.
 
     rows [N, D], matrices [X, D, F], runs [X]  ->  [N, F]
 
 The first runs[0] rows are multiplied with matrix 0, the next runs[1] with
 matrix 1, and so on; the result is undefined in rows after the last run.
 
-On TPU `jax.lax.ragged_dot` is a kernel that visits each run's tiles alone.
+On TPUs `jax.lax.ragged_dot` is a kernel that multiplies only each run's tiles.
 XLA:GPU (jax 0.10) multiplies all rows with all matrices: X times the operations
-and the memory. So GPUs have kernels here (Pallas, by Triton), in which a
-program multiplies one tile of one run.
+and the memory. So GPUs have Pallas kernels here (Triton), in which a program
+multiplies a tile of a run.
 """
 
 import functools
@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-ROWS, COLUMNS, DEPTH = 128, 128, 64  # the most of a tile, and of what it sums
-LEAST = 16  # of each, as tensor cores have it
+ROWS, COLUMNS, DEPTH = 128, 128, 64  # largest tile, and largest sum at a time
+LEAST = 16  # smallest tile of tensor cores
 _KERNEL = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=3)}
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
   dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -32,7 +32,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def _tile_rows(count: int, groups: int) -> int:
-  """Returns the rows of a tile: a power of two near those of a mean run."""
+  """Returns the rows of a tile: a power of two near the mean run."""
   mean = max(count // groups, 1)
   return min(ROWS, max(LEAST, 1 << (mean - 1).bit_length()))
 
@@ -43,7 +43,7 @@ def _product(
   runs: Int[Array, "X"],
   flipped: bool = False,
 ) -> Float[Array, "N B"]:
-  """Multiplies each run with its matrix [A, B], or `flipped` ones [B, A]."""
+  """Multiplies each run with its matrix [A, B], or [B, A] if `flipped`."""
   if flipped:
     matrices = matrices.swapaxes(1, 2)
   return jax.lax.ragged_dot(rows, matrices, runs)
@@ -52,7 +52,7 @@ def _product(
 def _outer(
   rows: Float[Array, "N D"], other: Float[Array, "N F"], runs: Int[Array, "X"]
 ) -> Float[Array, "X D F"]:
-  """Returns each run's rows, transposed, times the same rows of `other`."""
+  """Returns rows^T other for each run."""
   return jax.lax.ragged_dot_general(rows, other, runs, _OUTER)
 
 
@@ -71,8 +71,8 @@ def product_kernel(
 ) -> Float[Array, "N B"]:
   """Computes `_product` on a GPU.
 
-  Each run begins with a tile of its own, so there are at most N / tile + X of
-  them; those after the last are empty:
+  Each run begins with a new tile, so there are at most N / tile + X tiles, of
+  which the last may be empty:
 
       runs   3            6                  (X = 2, tiles of 4 rows, N = 9)
       tiles  [0 1 2 . ]   [3 4 5 6] [7 8 . . ]   [. . . .]
@@ -85,7 +85,7 @@ def product_kernel(
   last, ends = jnp.cumsum(tiles), jnp.cumsum(runs)
   index = jnp.arange(len(rows) // tile + groups, dtype=runs.dtype)
   group = jnp.sum(index[:, None] >= last, axis=1, dtype=runs.dtype)
-  group = jnp.minimum(group, groups - 1)  # empty tiles begin behind its end
+  group = jnp.minimum(group, groups - 1)  # empty tiles start after its end
   start = (ends - runs)[group] + (index - (last - tiles)[group]) * tile
 
   def kernel(start, end, group, rows, matrices, out):
@@ -111,7 +111,7 @@ def product_kernel(
   return pl.pallas_call(
     kernel,
     grid=(len(index), columns // width),
-    # With the axes of a mesh that it differs along.
+    # Includes the mesh axes along which the result varies.
     out_shape=jax.eval_shape(
       functools.partial(_product, flipped=flipped), rows, matrices, runs
     ),
@@ -167,7 +167,7 @@ def _multiply(rows, matrices, runs, flipped=False) -> Array:
 
 
 def _by_platform(plain, kernel, widths: tuple[int, ...], *args: Array) -> Array:
-  """Runs the kernel on NVIDIA's GPUs, if it can take matrices so wide."""
+  """Runs the kernel on NVIDIA GPUs, if its tiles divide the matrices."""
   if any(n % LEAST for n in widths):
     return plain(*args)
   return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
@@ -181,8 +181,8 @@ def grouped_product(
 ) -> Float[Array, "N F"]:
   """Multiplies each run of rows with its matrix, in the rows' dtype.
 
-  It can be differentiated once, forward or in reverse. On GPUs XLA does it if D
-  or F is no multiple of 16.
+  Differentiable once, forward or in reverse. On GPUs, the kernels need D and F
+  to be multiples of 16.
   """
   return _multiply(rows, matrices, runs)
 
@@ -190,28 +190,27 @@ def grouped_product(
 @functools.partial(grouped_product.defjvp, symbolic_zeros=True)
 def _jvp(primals, tangents):
   rows, matrices, runs = primals
-  of_rows, of_matrices, _ = tangents
+  d_rows, d_matrices, _ = tangents
   y = grouped_product(rows, matrices, runs)
-  # Of frozen matrices there is no tangent. In reverse mode a tangent is an
-  # argument of a linear function, which JAX could not transpose where it is a
-  # kernel.
+  # Frozen matrices have no tangent. `linear_call` gives the transpose of the
+  # kernel, which JAX could not derive in reverse mode.
   moved = []
-  if not isinstance(of_rows, SymbolicZero):
-    of_rows = linear_call(
+  if not isinstance(d_rows, SymbolicZero):
+    d_rows = linear_call(
       lambda constants, x: _multiply(x, *constants),
       lambda constants, y: _multiply(y, *constants, flipped=True),
       (matrices, runs),
-      of_rows,
+      d_rows,
     )
-    moved.append(of_rows)
-  if not isinstance(of_matrices, SymbolicZero):
-    of_matrices = linear_call(
+    moved.append(d_rows)
+  if not isinstance(d_matrices, SymbolicZero):
+    d_matrices = linear_call(
       lambda constants, x: _multiply(constants[0], x, constants[1]),
       lambda constants, y: _by_platform(
         _outer, outer_kernel, matrices.shape[1:], constants[0], y, constants[1]
       ),
       (rows, runs),
-      of_matrices,
+      d_matrices,
     )
-    moved.append(of_matrices)
+    moved.append(d_matrices)
   return y, functools.reduce(jnp.add, moved)

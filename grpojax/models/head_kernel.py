@@ -1,9 +1,9 @@
 """TPU kernel that draws tokens from the output head, without logits in memory.
 
-A token is drawn of one part of the vocabulary before the next part's logits are
-multiplied; `core.decoding.sampling.sample_parts` draws one of the parts. In a
-part, columns 128 apart share a lane: first a lane is drawn by the inverse CDF,
-then a token in it.
+It computes the logits of a part of the vocabulary and draws a token from them,
+part by part; `core.decoding.sampling.sample_parts` then draws a part. Within a
+part, columns 128 apart share a lane: the kernel draws a lane by the inverse
+CDF, then a token in it.
 """
 
 import functools
@@ -18,12 +18,12 @@ from jaxtyping import Array, Bool, Float, Shaped
 from grpojax.core.decoding.sampling import NEGATIVE, Parts, share_below
 from grpojax.models.cache import LANES
 
-_ROWS = 256  # at most in one step; no draw depends on how many there are
+_ROWS = 256  # most rows per step; draws do not depend on it
 _BYTES = 2**23  # of VMEM for weights and logits of a part
 
 
 def _width(head: Shaped[Array, "D V"]) -> int:
-  """Returns the tokens of a part: whole lanes, whatever the number of rows."""
+  """Returns the number of tokens of a part, a multiple of LANES."""
   depth, columns = head.shape
   itemsize = max(head.dtype.itemsize, 2)  # integers are converted
   most = _BYTES // (2 * itemsize * depth + 8 * _ROWS)
@@ -31,13 +31,13 @@ def _width(head: Shaped[Array, "D V"]) -> int:
 
 
 def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
-  """Draws a token of one part for each row of a block; see `draw_parts`.
+  """Draws a token of a part for each row of a block.
 
-  The first four rows of out [1, 8, rows] become the largest logit, the sum of
+  The first rows of out [1, 8, rows] are the largest logit, the sum of
   exp(logit - largest), the drawn column and its logit.
   """
   width, first_column = head.shape[1], pl.program_id(0) * head.shape[1]
-  matrix = head[...].astype(hidden.dtype)  # of integers in 8 bits
+  matrix = head[...].astype(hidden.dtype)  # may be 8-bit integers
   x = jnp.dot(hidden[...], matrix, preferred_element_type=jnp.float32)
   for scale in scales:
     x *= scale[...]
@@ -48,30 +48,30 @@ def _draw_part(columns, logits_of, hidden, head, scales, masks, uniform, out):
   top = jnp.max(x, axis=-1, keepdims=True)
   slices = [x[:, i : i + LANES] for i in range(0, width, LANES)]
   weights = [jnp.exp(x - top) for x in slices]
-  of_lane = functools.reduce(jnp.add, weights)
-  # A lane: the first whose cumulative sum is above the uniform number's share.
-  lane = jax.lax.broadcasted_iota(jnp.int32, of_lane.shape, 1)
-  sums = of_lane
+  mass = functools.reduce(jnp.add, weights)  # of each lane
+  # Draw the first lane whose cumulative sum exceeds the uniform number's share.
+  lane = jax.lax.broadcasted_iota(jnp.int32, mass.shape, 1)
+  sums = mass
   for shift in (1, 2, 4, 8, 16, 32, 64):
     before = pltpu.roll(sums, shift, 1)
     sums += jnp.where(lane >= shift, before, 0)
-  sums = jnp.where(of_lane > 0, sums, 0)
+  sums = jnp.where(mass > 0, sums, 0)
   total = jnp.max(sums, axis=-1, keepdims=True)
   above = sums > share_below(total, uniform[:, :1])
   drawn_lane = jnp.min(jnp.where(above, lane, LANES), axis=-1, keepdims=True)
-  # A token of each lane, and of those the one in the lane that was drawn.
-  share = share_below(of_lane, uniform[:, 1:])
+  # Draw a token in every lane, then select the drawn lane.
+  share = share_below(mass, uniform[:, 1:])
   sums, drawn, logit = jnp.zeros_like(sums), jnp.full_like(lane, width), sums
   for i, (weight, x) in enumerate(zip(weights, slices, strict=True)):
     sums += weight
     first = (drawn == width) & (sums > share) & (weight > 0)
     drawn = jnp.where(first, i * LANES + lane, drawn)
     logit = jnp.where(first, x, logit)
-  of_row = lambda x: jnp.sum(
+  select = lambda x: jnp.sum(
     jnp.where(lane == drawn_lane, x, 0.0), axis=-1, keepdims=True
   )
-  total = jnp.sum(of_lane, axis=-1, keepdims=True)  # NaN where a logit is
-  results = top, total, of_row(drawn.astype(jnp.float32)), of_row(logit)
+  total = jnp.sum(mass, axis=-1, keepdims=True)  # NaN if a logit is
+  results = top, total, select(drawn.astype(jnp.float32)), select(logit)
   table = sum(jnp.where(lane == i, x, 0.0) for i, x in enumerate(results))
   out[0] = table.T[:8]
 
@@ -86,9 +86,9 @@ def draw_parts(
 ) -> Parts:
   """Draws a token of each part of the vocabulary for each row.
 
-  `uniform` has two numbers of each row (`sampling.uniform`), and `logits_of`
-  maps the product, float32, to the logits. `scale` are factors of the head's
-  columns (`quantization`), if any. Columns with `mask` True are never drawn.
+  `uniform` has two numbers per row (`sampling.uniform`); `logits_of` maps the
+  float32 product to logits. `scale` holds factors of the head's columns
+  (`quantization`). Columns with `mask` True are never drawn.
   """
   (count, depth), columns, width = hidden.shape, head.shape[1], _width(head)
   padding = (0, -count % LANES), (0, 0)
@@ -98,24 +98,24 @@ def draw_parts(
   scales, masks = (
     () if x is None else (x.astype(jnp.float32)[None],) for x in (scale, mask)
   )
-  of_columns = pl.BlockSpec((1, width), lambda part, i: (0, part))
-  of_rows = lambda width: pl.BlockSpec((rows, width), lambda part, i: (i, 0))
+  column_spec = pl.BlockSpec((1, width), lambda part, i: (0, part))
+  row_spec = lambda width: pl.BlockSpec((rows, width), lambda part, i: (i, 0))
   out = pl.pallas_call(
     functools.partial(_draw_part, columns, logits_of),
     out_shape=jax.ShapeDtypeStruct((parts, 8, len(hidden)), jnp.float32),
     grid=(parts, pl.cdiv(len(hidden), rows)),
     in_specs=[
-      of_rows(depth),
+      row_spec(depth),
       pl.BlockSpec((depth, width), lambda part, i: (0, part)),
-      (of_columns,) * len(scales),
-      (of_columns,) * len(masks),
-      of_rows(2),
+      (column_spec,) * len(scales),
+      (column_spec,) * len(masks),
+      row_spec(2),
     ],
     out_specs=pl.BlockSpec((1, 8, rows), lambda part, i: (part, 0, i)),
     cost_estimate=pl.CostEstimate(
       flops=2 * hidden.size * columns,
       transcendentals=len(hidden) * columns,
-      # Of several blocks of rows each is fetched for each part.
+      # Several row blocks are fetched again for each part.
       bytes_accessed=head.nbytes
       + hidden.nbytes * (parts if len(hidden) > rows else 1),
     ),

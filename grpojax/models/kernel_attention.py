@@ -1,10 +1,9 @@
-"""Attention of long rows by kernels: `block_attention` on TPUs and GPUs.
+"""Attention of long rows on TPUs and GPUs, by the kernels of `flash_kernels`.
 
-Tokens of a segment follow each other in a row, with positions that go up by
-one. So a query sees one run of keys in its row, which ends with itself, and one
-in the prompt: the runs that `flash_kernels` computes with.
+A segment is a run of tokens with consecutive positions. So a query sees a run
+of keys in its row, up to itself, and a run of keys in the prompt.
 
-Only the backward pass is written: `jax.jvp` needs `block_attention`.
+The kernels have a backward pass only: `jax.jvp` needs `block_attention`.
 """
 
 import functools
@@ -22,15 +21,15 @@ from grpojax.models.attention import Visibility
 from grpojax.models.cache import KeysValues, PromptKeysValues, pad
 from grpojax.models.flash_kernels import Part
 
-_EVERYTHING = 2**30  # tokens of a window that holds all of them
+_EVERYTHING = 2**30  # size of a window without limit, in tokens
 _QUERY_AXES = "batch", "group", "kv_heads", "query_heads"
 
 
 class _Seen(NamedTuple):
-  """Keys that queries see: in the row from `first` to the query's own."""
+  """Runs of keys that queries see: from `first` to the query's own token."""
 
-  first: Int[Array, "B G S"]  # slot of the first one in the row
-  prompt_first: Int[Array, "B G S"]  # and in the prompt
+  first: Int[Array, "B G S"]  # first slot in the row
+  prompt_first: Int[Array, "B G S"]  # first slot in the prompt
   lengths: Int[Array, "B"]  # of the prompts
 
 
@@ -42,7 +41,7 @@ def _seen(visibility: Visibility, window: int, prompts: int) -> _Seen:
     begins = segments != jnp.roll(segments, 1, axis=-1)
     first = jax.lax.cummax(jnp.where(begins, slots, 0), axis=2)
   if local is not False:
-    # Traced, the layer may be a global one, which sees everything.
+    # If traced, the layer may be global, without a limit.
     outside = jnp.where(local, window, _EVERYTHING)
     first = jnp.maximum(first, slots + 1 - outside)
     prompt_first = jnp.maximum(positions + 1 - outside, 0)
@@ -60,12 +59,12 @@ def _flat(x: Array) -> Array:
 
 def _parts(row, prompt, seen: _Seen) -> list[Part]:
   b, g, s = seen.first.shape
-  of_row = lambda x: jnp.broadcast_to(x, (b, g, s)).reshape(b * g, 1, s)
-  own = of_row(jnp.arange(s, dtype=jnp.int32))
-  parts = [Part(*map(_flat, row), of_row(seen.first), own)]
+  by_query = lambda x: jnp.broadcast_to(x, (b, g, s)).reshape(b * g, 1, s)
+  last = by_query(jnp.arange(s, dtype=jnp.int32))
+  parts = [Part(*map(_flat, row), by_query(seen.first), last)]
   if prompt is not None:
-    last = of_row(seen.lengths[:, None, None] - 1)
-    parts.append(Part(*prompt, of_row(seen.prompt_first), last))
+    last = by_query(seen.lengths[:, None, None] - 1)
+    parts.append(Part(*prompt, by_query(seen.prompt_first), last))
   return parts
 
 
@@ -77,53 +76,49 @@ def _forward(settings, q, row, prompt, seen):
 
 
 def _backward(settings, sums, q, row, prompt, seen, out, lse, dout):
-  """Returns the gradients of queries, row and prompt.
-
-  Gradients of row and prompt are added over the mesh's axes `sums`.
-  """
+  """Returns the gradients of q, row and prompt, summed over axes `sums`."""
   di = jnp.sum(out * dout.astype(jnp.float32), axis=-1)
   lse, di = (_flat(x[..., None, :]) for x in (lse, di))
   queries = [_flat(q), _flat(dout), lse, di]
   parts = _parts(row, prompt, seen)
   dq = flash_kernels.query_gradient(settings, queries, parts)
 
-  def of_part(index, arrays, axes):
-    def one(x, like):  # summed over the rows and devices that share keys
+  def part_gradients(index, arrays, axes):
+    def add_up(x, like):  # over the rows and devices that share keys
       x = x.reshape(len(parts[index].keys), -1, *x.shape[1:]).sum(axis=1)
       x = jax.lax.psum(x, axes) if axes else x
       return x.reshape(like.shape).astype(like.dtype)
 
     gradients = flash_kernels.key_gradients(settings, queries, parts, index)
-    return type(arrays)(*map(one, gradients, arrays))
+    return type(arrays)(*map(add_up, gradients, arrays))
 
   arrays = [row] if prompt is None else [row, prompt]
-  gradients = list(map(of_part, range(len(parts)), arrays, sums))
+  gradients = list(map(part_gradients, range(len(parts)), arrays, sums))
   return dq.reshape(q.shape), *gradients, *[None] * (2 - len(gradients))
 
 
-def _over_mesh(function, q, row, prompt, seen, *of_queries, gradients=False):
-  """Calls `function(sums, q, ...)` with each device's rows and heads.
+def _over_mesh(function, q, row, prompt, seen, *outputs, gradients=False):
+  """Calls `function(sums, q, ...)` on each device, with its rows and heads.
 
-  `sums` are the axes that split queries, and neither rows' nor prompts' keys.
+  `sums` are the axes that split q but not row, and q but not prompt.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.axis_names:
-    return function(((), ()), q, row, prompt, seen, *of_queries)
+    return function(((), ()), q, row, prompt, seen, *outputs)
   b, g, k, _ = spec = activation_spec(mesh, q.shape, _QUERY_AXES)
-  of_row, of_prompt = P(b, g, k), P(b, k)
-  _, of_group, _, of_heads = sharding.axes_of(spec)
-  sums = tuple(of_heads), (*of_group, *of_heads)
-  in_specs = spec, of_row, of_prompt, _Seen(P(b, g), P(b, g), P(b))
+  _, group_axes, _, head_axes = sharding.axes_of(spec)
+  sums = tuple(head_axes), (*group_axes, *head_axes)
+  in_specs = spec, P(b, g, k), P(b, k), _Seen(P(b, g), P(b, g), P(b))
   return jax.shard_map(
     functools.partial(function, sums),
-    in_specs=(*in_specs, *[spec] * len(of_queries)),
+    in_specs=(*in_specs, *[spec] * len(outputs)),
     out_specs=in_specs[:3] if gradients else (spec, spec),
-    check_vma=False,  # a kernel says nothing of it
-  )(q, row, prompt, seen, *of_queries)
+    check_vma=False,  # kernels do not track it
+  )(q, row, prompt, seen, *outputs)
 
 
 def _without_derivative(function):
-  """Raises an error with a remedy for a second derivative of attention."""
+  """Makes a second derivative of attention raise an error with a remedy."""
   once = jax.custom_jvp(function, nondiff_argnums=(0,))
 
   @once.defjvp
@@ -149,8 +144,8 @@ def _attention(settings, q, row, prompt, seen):
 
 def _attention_forward(settings, *arrays):
   out, lse = _outputs(settings, *arrays)
-  # Not rounded for the gradient of the queries: the common part of all keys, or
-  # of all values, cancels out of it.
+  # The residual `out` is not rounded, so parts common to all keys or values
+  # cancel out of the gradient of the queries.
   return out.astype(arrays[0].dtype), (*arrays, out, lse)
 
 
@@ -182,10 +177,9 @@ def kernel_attention(
   scale: float | None = None,
   cap: float | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """Returns `block_attention`, computed by kernels.
+  """Returns `block_attention` computed by kernels, on "cpu" interpreted.
 
-  `platform` is "tpu", "gpu", or "cpu", which interprets them, slowly. Segments
-  must be runs of tokens, and prompts be padded on the right.
+  Segments must be runs of tokens, and prompts padded on the right.
   """
   *_, size, width = q.shape
   scale = width**-0.5 if scale is None else scale
@@ -194,7 +188,7 @@ def kernel_attention(
   blocks = tuple(block_size(platform, n, width) for n in sizes)
   settings = flash_kernels.Settings(scale, cap, platform, blocks)
   seen = _seen(visibility, window, len(q))
-  # Queries of padding see themselves, so that no sum is empty.
+  # Padding queries see themselves, so that no sum is empty.
   first = jnp.arange(size, size + -size % blocks[0], dtype=jnp.int32)
   first = jnp.broadcast_to(first, (*seen.first.shape[:2], len(first)))
   seen = seen._replace(
@@ -204,7 +198,7 @@ def kernel_attention(
   q = _pad(q, 4, blocks[0])
   row = jax.tree.map(lambda x: _pad(x, 3, blocks[0]), row)
   prompt = jax.tree.map(lambda x: _pad(x, 2, blocks[-1]), prompt)
-  if platform == "gpu":  # Triton's arrays have powers of two, of 16 at least
+  if platform == "gpu":  # Triton needs powers of two, at least 16
     channels = 1 << (max(width, 16) - 1).bit_length()
     pad = lambda x: _pad(x, x.ndim - 1, channels)
     q, row, prompt = jax.tree.map(pad, (q, row, prompt))
@@ -213,10 +207,9 @@ def kernel_attention(
 
 
 def is_usable(platform: str, q: Array, prompt: PromptKeysValues | None) -> bool:
-  """Returns False if blocks replace the kernels.
+  """Returns False on axes that a user has taken.
 
-  This is so on axes that a user has taken and, on TPUs, for long rows and
-  float16.
+  On TPUs also for float16 and for rows that do not fit in memory.
   """
   if platform != "tpu":
     return runs_kernels()

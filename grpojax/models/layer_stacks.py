@@ -1,7 +1,7 @@
-"""The decoder's layers, run one after another, and recomputed for gradients.
+"""Runs the decoder's layers in sequence, with rematerialisation.
 
 A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
-one stack or, if some layers are held apart (`last_layers`), several.
+a single stack or, if some layers are separate (`last_layers`), several.
 """
 
 import itertools
@@ -23,15 +23,14 @@ REMAT = {
   "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""Values of a layer to save besides its input, as policies of `jax.checkpoint`.
-"none" recomputes nothing, "attention" softmax weights (Korthikanti et al. 2022,
-"Reducing activation recomputation in large transformer models") and
-activations, "selective" an MLP's products as well, "full" all values. In layers
-of experts, "attention" is "selective"."""
+"""Policies of `jax.checkpoint` for the values saved besides a layer's input.
+"attention" recomputes softmax weights and activations (Korthikanti et al. 2022,
+arXiv 2205.05198), "selective" also an MLP's products, "full" everything. In
+layers of experts, "attention" equals "selective"."""
 
 SHALLOW = 8
-"""Models of at most this many layers are written out instead of scanned: a scan
-fills its stacks of saved values with zeros first, and copies each layer's."""
+"""Models of at most this many layers are unrolled instead of scanned: a scan
+first zeroes its stacks of saved values, then copies each layer's values."""
 
 
 def run_layer(
@@ -43,11 +42,7 @@ def run_layer(
   local: Any,
   *args: Any,
 ) -> Any:
-  """Returns `function(config, x, layer, local, *args)` of one layer.
-
-  Its parameters are gathered while it runs; if `remat` is None, they are
-  gathered already, and there is no backward pass.
-  """
+  """Runs a layer, with gathered parameters unless `remat` is None."""
   if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
     return function(config, x, layer, local, *args)
 
@@ -57,16 +52,16 @@ def run_layer(
 
   run = jax.checkpoint(
     gathered,
-    # Where no two layers differ, `local` is a Python value.
+    # `local` is a Python value if all layers are equal.
     static_argnums=(2,) if isinstance(local, bool) else (),
     policy=REMAT[remat],
-    prevent_cse=False,  # under a scan nothing can be merged with it
+    prevent_cse=False,  # not needed in a scan
   )
   return run(x, layer, local, *args)
 
 
 def stacks(params: Params) -> tuple[Params, ...]:
-  """Returns the stacks of layers, in their order."""
+  """Returns the stacks of layers in order."""
   layers = params["layers"]
   return layers if isinstance(layers, tuple) else (layers,)
 
@@ -77,7 +72,7 @@ def layer_count(stack: Params) -> int:
 
 
 def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
-  """Splits a stack into several that follow each other, of these sizes."""
+  """Splits a stack into consecutive stacks of these sizes."""
   ends = list(itertools.accumulate(sizes))
   return tuple(
     jax.tree.map(lambda x, a=end - size, b=end: x[a:b], layers)
@@ -88,11 +83,10 @@ def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
 def last_layers(
   params: Params, count: int
 ) -> tuple[Params, Callable[[Params], Params]]:
-  """Holds `count` last layers, the final norm and an untied head apart.
+  """Separates the last `count` layers, the final norm and an untied head.
 
-  Nothing below them is differentiated then
-  (`statistics.projections.score_projections`). Returns these parameters and
-  `merge`: `merge(moving)` gives the parameters of the same model.
+  Gradients by these alone skip the layers below. Returns them and a function
+  `merge` that maps them to the parameters of the whole model.
   """
   total = layer_count(params["layers"])
   if not 1 <= count <= total:
@@ -114,13 +108,13 @@ def _scan_stack(
   locality: tuple[bool, ...],
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Scans `body(carry, local, *of_layer)` over the layers of one stack."""
+  """Scans `body(carry, local, *scanned)` over the layers of a stack."""
   if len(locality) == 1:
-    only = jax.tree.map(lambda x: x[0], scanned)
-    carry, outputs = body(carry, locality[0], *only)
+    layer = jax.tree.map(lambda x: x[0], scanned)
+    carry, outputs = body(carry, locality[0], *layer)
     return carry, jax.tree.map(lambda x: x[None], outputs)
-  if len(set(locality)) < 2:  # then it needs no choice at run time
-    local = any(locality)  # of a stack without layers too
+  if len(set(locality)) < 2:  # all layers are equal, or the stack is empty
+    local = any(locality)
     return jax.lax.scan(lambda carry, s: body(carry, local, *s), carry, scanned)
   return jax.lax.scan(
     lambda carry, s: body(carry, *s), carry, (jnp.asarray(locality), *scanned)
@@ -133,14 +127,14 @@ def _write_out(
   locality: tuple[bool, ...],
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Does the work of `_scan_stack`, with each layer in the program."""
-  # Split, and not indexed: the gradients are then joined, and not added up.
+  """Computes `_scan_stack` without a loop."""
+  # Gradients of a split are joined; gradients of indexing would be added up.
   leaves, tree = jax.tree.flatten(scanned)
   leaves = [jax.lax.split(x, (1,) * len(locality)) for x in leaves]
   outputs = []
   for i, local in enumerate(locality):
-    of_layer = jax.tree.unflatten(tree, [x[i][0] for x in leaves])
-    carry, output = body(carry, local, *of_layer)
+    layer = jax.tree.unflatten(tree, [x[i][0] for x in leaves])
+    carry, output = body(carry, local, *layer)
     outputs.append(output)
   return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
 
@@ -157,14 +151,12 @@ def scan(
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   `body` returns the new x, any pytree, and an output of the layer; `scanned`
-  has for each stack a pytree with its layers on the leading axis. Parameters
-  named `whole` are in `layer` as those of the whole stack, with the layer's
-  number `LAYER`, so that no layer is copied out. Returns x and each stack's
-  outputs.
+  has a pytree for each stack, with a leading axis of layers. Parameters named
+  `whole` are not sliced: `layer` has whole stacks and the index `LAYER`.
   """
   start, outputs = 0, []
-  # Layers are written out only if nothing is recomputed (XLA would keep it) and
-  # parameters are whole (several layers could be gathered at once).
+  # Without a loop, XLA would keep values instead of recomputing them, and could
+  # gather the parameters of several layers at once.
   shallow = config.layers <= SHALLOW
   unroll = shallow and remat == "none" and sharding.fsdp_shards() == 1
   for stack, *more in zip(stacks(params), *scanned, strict=True):
@@ -175,9 +167,9 @@ def scan(
     if unsliced:
       stack = {k: x for k, x in stack.items() if k not in unsliced}
       stack[LAYER] = jnp.arange(len(locality))
-    of_layer = lambda x, local, layer, *more, unsliced=unsliced: body(
+    run_body = lambda x, local, layer, *more, unsliced=unsliced: body(
       x, local, layer | unsliced, *more
     )
-    x, of_stack = run(of_layer, x, locality, (stack, *more))
-    outputs.append(of_stack)
+    x, output = run(run_body, x, locality, (stack, *more))
+    outputs.append(output)
   return x, tuple(outputs)

@@ -1,9 +1,9 @@
 """Low-rank adapters: W + scale * A B in the place of frozen matrices W.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv
-2106.09685), equation 3. Only A [in, r] and B [r, out] are parameters of the
-adapted model. B starts at zero, so training starts from the base; without
-adapters it is the base, so a reference policy needs no second copy.
+2106.09685), equation 3. Only A [in, r] and B [r, out] are trained. B starts at
+zero, so training starts from the base model. Without adapters the model is the
+base, so a reference policy needs no second copy.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from grpojax.models import huggingface as hf
 from grpojax.models import layer_stacks
 from grpojax.models.huggingface import weights, weights_out
 
-# Matrices that the decoder can add an adapter to.
+# Matrices with adapters.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", *EXPERTS)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes [L, in, out] of the matrices that a pattern names.
+  """Returns the shapes of the matrices that a pattern matches, by path.
 
-  Experts' matrices are [L, X, in, out]. `targets` is a regular expression,
-  matched in full against paths like "layers/q" of `base`, parameters or their
-  shapes. ValueError if it is invalid, or matches nothing or another array.
+  `targets` is a regular expression, matched in full against paths of `base`
+  like "layers/q". ValueError if it is invalid, or matches no matrix or any
+  other array.
   """
   leaves = flatten_dict(base, sep="/")
   paths = [f"layers/{name}" for name in sorted(PROJECTIONS)]
@@ -44,9 +44,9 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
     chosen = [path for path in sorted(leaves) if re.fullmatch(targets, path)]
   except re.error as error:
     raise ValueError(f"targets {targets!r}: {error}") from None
-  others = sorted(set(chosen) - set(matrices))
-  if not chosen or others:
-    matched = f"{', '.join(others)}, no projections" if others else "nothing"
+  wrong = ", ".join(sorted(set(chosen) - set(matrices)))
+  if wrong or not chosen:
+    matched = f"{wrong}, no projections" if wrong else "nothing"
     raise ValueError(
       f"targets {targets!r} match {matched}; there are {', '.join(matrices)}"
     )
@@ -54,15 +54,16 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
 
 
 def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
-  """Draws float32 adapters of rank r that change nothing yet.
+  """Draws float32 adapters of rank r with A B = 0.
 
   A is uniform in +-1/sqrt(in), as in PEFT, and B is 0. `base` and `targets` are
-  those of `targets_of`. Returns `{"layers": {"q": {"a": [L, in, r], "b":
+  as in `targets_of`. Returns `{"layers": {"q": {"a": [L, in, r], "b":
   [L, r, out]}, ...}}`; experts have adapters [L, X, in, r] and [L, X, r, out].
   """
   if rank < 1:
     raise ValueError(f"rank={rank} must be 1 or more")
-  matrices, layers = targets_of(base, targets), {}
+  layers = {}
+  matrices = targets_of(base, targets)
   keys = jax.random.split(random_key(key), len(matrices))
   for key, (path, shape) in zip(keys, matrices.items(), strict=True):
     *stacked, fan_in, fan_out = shape
@@ -74,22 +75,19 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
 
 
 def abstract(base: Params, rank: int, targets: str) -> Params:
-  """Returns shapes and dtypes of the adapters that `init` draws."""
+  """Returns the shapes and dtypes of `init`."""
   draw = lambda base: init(base, seed_key(0), rank, targets)
   return jax.eval_shape(draw, base)
 
 
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
-  """Returns the base with A and scale * B as neighbours of their matrices.
-
-  The result has as many stacks of layers as the adapters; the base has one.
-  """
+  """Adds A and scale * B to the layers of the base, as "q_lora_a" etc."""
   if not adapters:
     return base
   stacks, attached = layer_stacks.stacks(adapters), []
-  sizes = map(layer_stacks.layer_count, stacks)
-  of_base = layer_stacks.split(base["layers"], list(sizes))
-  for stack, layers in zip(stacks, of_base, strict=True):
+  sizes = list(map(layer_stacks.layer_count, stacks))
+  base_stacks = layer_stacks.split(base["layers"], sizes)
+  for stack, layers in zip(stacks, base_stacks, strict=True):
     low_rank = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
     low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
     attached.append(layers | low_rank)
@@ -98,10 +96,10 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
 
 
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:
-  """Returns the `LM` whose parameters are adapters of a frozen base.
+  """Returns an `LM` whose parameters are adapters of a frozen base.
 
-  Call it inside `jax.jit`, with `base` an argument of the jitted function: then
-  policy and reference (adapters `{}`, also those of `init`) share one base in
+  Call it inside `jax.jit` with `base` an argument of the jitted function, so
+  that policy and reference (adapters `{}`, as from `init`) share the base in
   memory. `scale` is the factor of A B, PEFT's lora_alpha / r.
   """
 
@@ -114,24 +112,20 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   def prepare(params, longest, **formats):
     return lm.prepared(params, longest=longest, **formats)
 
-  names = [f"{name}_with_experts" for name in ("prefill", "extend")]
-  names += ["prefill", "extend", "forward", "forward_with_load"]
   return lm._replace(
     init=lambda key: {},
     unembed=lambda adapters, hidden: lm.unembed(base, hidden),
     prepare=attached(prepare),  # the result is a plain model
     forward_mode=lm.forward_mode and adapt(lm.forward_mode, base, scale),
-    **{name: attached(getattr(lm, name)) for name in names},
+    prefill=attached(lm.prefill),
+    extend=attached(lm.extend),
+    forward=attached(lm.forward),
   )
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-  """Stack of matrices W + scale A B, each computed when it is indexed.
-
-  In float32 for any dtype of W: bfloat16 would round away a change of less than
-  0.2% of a weight.
-  """
+  """Stack of matrices W + scale A B in float32, computed when indexed."""
 
   base: Float[Array, "L *X m n"]
   a: Float[Array, "L *X m r"]
@@ -145,7 +139,7 @@ class Merged:
     return self.base.shape
 
   def __getitem__(self, index: Any) -> Float[Array, "*L m n"]:
-    """Returns the matrix of one layer, or of several."""
+    """Returns the matrix of a layer, or of several."""
     base, a, b = (
       x[index].astype(jnp.float32) for x in (self.base, self.a, self.b)
     )
@@ -156,10 +150,7 @@ class Merged:
 def merge_lazily(
   base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
 ) -> dict[str, Any]:
-  """Returns parameters of an equivalent plain model, for `hf.save`.
-
-  Merged matrices are float32, computed one layer at a time (`Merged`).
-  """
+  """Returns the parameters of a plain model with merged adapters (`Merged`)."""
   layers = dict(base["layers"])
   for name, x in adapters.get("layers", {}).items():
     layers[name] = Merged(layers[name], x["a"], x["b"], scale)
@@ -177,40 +168,31 @@ def save_peft(
 ) -> None:
   """Writes adapters as the peft library does: A is [r, in], B is [out, r].
 
-  Each expert has a pair of tensors. Transformers 5 holds gate and up of all
-  experts as one parameter, and peft 0.21 reads adapters of down alone or of all
-  three matrices; it would skip others with only a warning.
-
-  Args:
-    path: the directory to make; it appears once all files are written.
-    adapters: those of `init`, trained.
-    hf_config: config.json of the base model.
-    alpha: PEFT's lora_alpha; the scale is alpha / r.
-    base: path of the base model, or its name on the Hugging Face Hub.
-    revision: its commit on the Hub.
-    dtype: type to store; None is that of the adapters.
-
-  Raises:
-    ValueError: `path` exists, there are no adapters, or peft would skip some.
+  `hf_config` is the config.json of the base model, `base` its path or name on
+  the Hugging Face Hub, `revision` its commit there. `alpha` is PEFT's
+  lora_alpha: the scale is alpha / r. `dtype` is the dtype to store; None keeps
+  the adapters'. ValueError if `path` exists, without adapters, or if experts
+  have adapters that peft 0.21 skips: only down alone or all three are read.
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
-  of_experts = set(EXPERTS) & set(adapters["layers"])
-  if of_experts not in (set(), {"expert_down"}, set(EXPERTS)):
+  expert_names = set(EXPERTS) & set(adapters["layers"])
+  if expert_names not in (set(), {"expert_down"}, set(EXPERTS)):
     raise ValueError(
-      f"peft reads no adapters of {' and '.join(sorted(of_experts))} alone: it "
-      f"needs {', '.join(EXPERTS)} (lora.targets); write the weights merged"
+      f"peft reads no adapters of only {' and '.join(sorted(expert_names))}: "
+      f"use {', '.join(EXPERTS)} in lora.targets, or write merged weights"
     )
   flat = flatten_dict(adapters, sep="/")
-  base_layout, layout, modules = hf.layout(hf_config), {}, set()
+  base_layout = hf.layout(hf_config)
+  layout, modules = {}, set()
   for leaf_path, array in sorted(flat.items()):
     target, side = leaf_path.rsplit("/", 1)
     base_leaf = base_layout[target]
     matrices = [x.removesuffix(".weight") for x in base_leaf.names]
     suffix = f"lora_{side.upper()}.weight"
     names = tuple(f"base_model.model.{x}.{suffix}" for x in matrices)
-    stacked = base_leaf.stacked
-    layout[leaf_path] = weights.Leaf(names, array.shape, stacked, True)
+    leaf = weights.Leaf(names, array.shape, base_leaf.stacked, True)
+    layout[leaf_path] = leaf
     modules.add(matrices[0].rpartition(".")[2])
   peft_config = {
     "peft_type": "LORA",

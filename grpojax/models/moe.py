@@ -1,13 +1,10 @@
-"""A layer of experts: a router, and one MLP for each expert's tokens.
+"""Mixture of experts: a router, and an MLP for each expert's tokens.
 
-Over a mesh each device routes its own tokens. Where experts are split over the
-axis `expert`, the tokens of the devices along it are gathered, each device
-computes its own experts for all of them, and the sums are scattered back.
-
-An all-to-all of each token to its k experts' devices would send less only along
-long axes. Over n devices the gathering sends a token n - 1 times, an all-to-all
-k (n - 1) / n times: for k = 8, 6 times instead of 3 if n = 4, and 7.5 instead
-of 15 if n = 16, but over longer ways on a ring and with buffers for all pairs.
+On a mesh, each device routes its own tokens. If experts are split over the axis
+`expert`, the tokens of its devices are gathered, each device computes its own
+experts for all of them, and the sums are scattered back. For n devices and k
+experts per token this sends a token n - 1 times. An all-to-all would send it
+k (n - 1) / n times, which is less only if n > k.
 """
 
 import functools
@@ -26,17 +23,15 @@ from grpojax.core.mesh import activation_spec
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
-_MATRIX = "expert_"
-"""Prefix of the names of experts' matrices and of their adapters."""
-LAYER = "layer"
-"""Name of a layer's number in its stack, with parameters of the whole stack."""
+_MATRIX = "expert_"  # prefix of experts' matrices and their adapters
+LAYER = "layer"  # name of a layer's index in a whole stack of parameters
 ONE_OF = "one_layer_of_"
-"""Prefix of the name of a scope in which a product gets the matrices of so many
-layers and reads one layer's: `aot` counts its traffic so."""
+"""Prefix of a name scope, followed by the number of layers: `aot` then counts
+the traffic of a single layer's matrices."""
 
 
 def matrices_of(layer: Iterable[str]) -> list[str]:
-  """Returns the names of a layer's parameters that are experts' own."""
+  """Returns the names of a layer's experts' matrices and their adapters."""
   return [name for name in layer if name.startswith(_MATRIX)]
 
 
@@ -46,7 +41,7 @@ def _logits(
   return jnp.matmul(
     x.astype(jnp.float32),
     router.astype(jnp.float32),
-    precision=jax.lax.Precision.HIGHEST,  # else accelerators may round both
+    precision=jax.lax.Precision.HIGHEST,  # accelerators would round inputs
   )
 
 
@@ -57,15 +52,11 @@ def route(
   normalize: bool,
   replayed: Integer[Array, "N count"] | None = None,
 ) -> tuple[Float[Array, "N count"], Int[Array, "N count"]]:
-  """Returns the weights and the indices of each token's experts, in float32.
+  """Returns the weights (float32) and indices of each token's experts.
 
-  With `normalize` a token's weights sum to 1; else they are the chosen experts'
-  part of the softmax over all experts.
-
-  The choice depends on the order of the logits: between nearly equal ones a
-  rounding error sends a token to another expert. So `replayed` may give the
-  experts of a rollout, and the router only their weights (Ma et al. 2025, arXiv
-  2510.11370).
+  With `normalize`, weights sum to 1. If logits are nearly equal, rounding may
+  change a token's experts, so `replayed` may give those of a rollout (Ma et al.
+  2025, arXiv 2510.11370); the router gives their weights.
   """
   logits = _logits(x, router)
   if replayed is None:
@@ -75,7 +66,7 @@ def route(
     return weights, experts
   experts = replayed.astype(jnp.int32)
   if normalize:
-    # No quotient of probabilities: an unread token's experts may have 0.
+    # A quotient of probabilities could be 0 / 0 for unread tokens.
     chosen = jnp.take_along_axis(logits, experts, axis=-1)
     return jax.nn.softmax(chosen, axis=-1), experts
   probs = jax.nn.softmax(logits, axis=-1)
@@ -88,14 +79,14 @@ def expert_load(
   count: int,
   weights: Float[Array, "B G S"],
 ) -> ExpertLoad:
-  """Returns the load of a layer's experts, `count` of them for each token.
+  """Returns the load of a layer's experts, with `count` experts per token.
 
-  A token counts `weights` times. Logits are computed separately from those of
-  `mixture`: about X / (3 k F) of a layer's work for k experts of F per token.
+  A token counts `weights` times. The logits of `mixture` are computed again:
+  about X / (3 k F) of a layer's work.
   """
   probs = jax.nn.softmax(_logits(x, router), axis=-1)
-  # The experts of `top_k`, for which XLA would gather tokens over a mesh: those
-  # with fewer than k others before them, of equal ones the first.
+  # Like `top_k`, for which XLA would gather tokens over a mesh: chosen experts
+  # have fewer than k experts before them; ties go to the lower index.
   this, other = probs[..., :, None], probs[..., None, :]
   index = jnp.arange(probs.shape[-1])
   earlier = index < index[:, None]
@@ -120,26 +111,26 @@ def _experts(
 ) -> Float[Array, "N D"]:
   """Returns the weighted sum of each token's experts on this device, float32.
 
-  `experts` count from the first one of `matrices`: numbers outside 0 .. len - 1
-  are of other devices, and add exactly 0. `total` counts all devices' experts.
-  With the number of a `layer`, `matrices` are those of all layers.
+  `experts` are indices into `matrices`; indices outside belong to other devices
+  and add exactly 0. `total` counts all devices' experts. If the index `layer`
+  is given, `matrices` are those of all layers.
   """
   from grpojax.models.grouped import grouped_product  # Pallas: long to import
 
   held, count = matrices["expert_gate"].shape[-3], experts.shape[1]
   is_held = (0 <= experts) & (experts < held)
   chosen = jnp.where(is_held, experts, held).reshape(-1)
-  # Pair i of the N * count pairs (token, expert) is of token i // count. Sorted
-  # by expert, each expert's pairs are one run of rows; those of other devices'
-  # experts come last, and are in no run.
+  # Pair i of the N * count pairs (token, expert) belongs to token i // count.
+  # Sorted, each expert's pairs are a run of rows; those of other devices'
+  # experts come last, outside of all runs.
   order = jnp.argsort(chosen)  # stable
   runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
-  if layer is not None:  # their place among the experts of all layers
+  if layer is not None:  # the experts of other layers get empty runs
     matrices = {k: m.reshape(-1, *m.shape[2:]) for k, m in matrices.items()}
     all_runs = jnp.zeros(len(matrices["expert_gate"]), runs.dtype)
     runs = jax.lax.dynamic_update_slice(all_runs, runs, (layer * held,))
   rows = x[order // count]
-  if held < total:  # a product may return anything for rows outside of all runs
+  if held < total:  # products are undefined for rows outside of all runs
     rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
   product = lambda rows, name: grouped_product(rows, matrices[name], runs)
@@ -153,7 +144,7 @@ def _experts(
     return y
 
   y = activation(multiply(rows, "expert_gate")) * multiply(rows, "expert_up")
-  # The inverse permutation puts the pairs back beside their tokens.
+  # The inverse permutation sorts the pairs by token again.
   y = multiply(y, "expert_down")[jnp.argsort(order)]
   y = y.reshape(*experts.shape, -1)
   if held < total:
@@ -161,16 +152,13 @@ def _experts(
   return jnp.sum(weights[..., None] * y, axis=1)
 
 
-# True where shard_map tracks along which axes values differ. In jax 0.7 it
-# cannot be differentiated under jax.checkpoint then, if an argument is saved.
+# True if shard_map tracks the axes along which values vary. In jax 0.7, with
+# tracking, it has no derivative under jax.checkpoint if an argument is saved.
 _TRACKED = hasattr(jax.lax, "pcast")
 
 
 def _varying(x: Array, axes: set[str]) -> Array:
-  """Casts x, equal along these axes, to vary along them.
-
-  Its gradient is summed over the devices along them, in x's dtype.
-  """
+  """Casts x to vary along `axes`, along which its gradient is summed."""
   if axes and _TRACKED:
     x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")
   return x
@@ -187,9 +175,8 @@ def _on_device(
 ) -> tuple[Float[Array, "b g S D"], Int[Array, "b g S count"]]:
   """Returns a device's part of a mixture, float32, and its tokens' experts.
 
-  `row_axes` of the mesh split the tokens; `axes_of_matrices` split each of the
-  experts' matrices: `expert` splits X, and `tensor` splits F. The device has
-  its tokens, the whole router, and its part of the matrices.
+  `row_axes` split the tokens, and `axes_of_matrices` the experts' matrices:
+  `expert` splits X, and `tensor` splits F.
   """
   tokens = x.reshape(-1, x.shape[-1])
   count = config.experts_per_token
@@ -203,23 +190,23 @@ def _on_device(
     name: _varying(layer[name], (row_axes | matrix_axes) - axes)
     for name, axes in axes_of_matrices.items()
   }
-  # Summed over these in float32, forward and backward.
+  # Cast before `astype`, so that gradients are summed in float32.
   tokens, weights = (
     _varying(a, matrix_axes - row_axes) for a in (tokens, weights)
   )
   tokens = tokens.astype(layer["expert_gate"].dtype)
-  apart = "expert" in matrix_axes
-  gathered = apart and "expert" in row_axes
+  is_split = "expert" in matrix_axes
+  gathered = is_split and "expert" in row_axes
   if gathered:
     tokens, weights, experts = (
       jax.lax.all_gather(a, "expert", tiled=True)
       for a in (tokens, weights, experts)
     )
-  if apart:
+  if is_split:
     held = layer["expert_gate"].shape[-3]
     experts = experts - held * jax.lax.axis_index("expert")
-  number, total = layer.get(LAYER), config.experts
-  y = _experts(tokens, weights, experts, matrices, total, activation, number)
+  args = tokens, weights, experts, matrices, config.experts, activation
+  y = _experts(*args, layer.get(LAYER))
   if gathered:
     y = jax.lax.psum_scatter(y, "expert", tiled=True)
     matrix_axes = matrix_axes - {"expert"}
@@ -236,14 +223,10 @@ def mixture(
 ) -> tuple[Float[Array, "B G S D"], Int[Array, "B G S count"]]:
   """Returns the weighted sum of each token's experts, and the experts' indices.
 
-  A mixture of experts (Shazeer et al. 2017); the router chooses, unless experts
-  are `replayed`. Tokens are sorted by expert, so that every matrix is
-  multiplied with one run of rows; no token is dropped. With a mesh in context,
-  each device does so with the tokens that its experts may get.
-
-  Tokens and result are not rounded. `layer` is gathered along fsdp
-  (`sharding.gather`); it may have the matrices of its whole stack and its
-  number there (`layer_stacks.scan`).
+  A mixture of experts (Shazeer et al. 2017) that drops no tokens; the router
+  chooses, unless experts are `replayed`. Tokens and result are not rounded.
+  `layer` is gathered along fsdp (`sharding.gather`); it may hold the matrices
+  of its whole stack, with its index `LAYER` (`layer_stacks.scan`).
   """
   matrices = matrices_of(layer)
   layer = {k: x for k, x in layer.items() if k in ("router", LAYER, *matrices)}
@@ -277,10 +260,7 @@ def mixture(
 def recorded(
   config: TransformerConfig, experts: tuple[Int[Array, "_ B G S count"], ...]
 ) -> Integer[Array, "B G S X"]:
-  """Returns experts of the layers of all stacks as small integers.
-
-  X is the experts of a token in the first layer, in the second, and so on.
-  """
+  """Returns a token's experts of all layers, in order, as small integers."""
   dtype = jnp.uint8 if config.experts <= 256 else jnp.uint16
   x = jnp.moveaxis(jnp.concatenate(experts).astype(dtype), 0, -2)
   return x.reshape(*x.shape[:3], -1)
@@ -288,14 +268,14 @@ def recorded(
 
 def by_layer(config: TransformerConfig, recorded: PyTree) -> PyTree:
   """Returns `recorded` arrays by layer: [L, B, G, S, count]."""
+  shape = config.layers, config.experts_per_token
 
-  def one(x):
-    shape = config.layers, config.experts_per_token
+  def split(x):
     if x.shape[-1] != math.prod(shape):
       raise ValueError(
-        f"{x.shape[-1]} experts a token were recorded: a model of {shape[0]} "
-        f"layers, with {shape[1]} experts a token in each, has others"
+        f"{x.shape[-1]} experts a token were recorded, but the model has "
+        f"{shape[0]} layers with {shape[1]} experts a token each"
       )
     return jnp.moveaxis(x.reshape((*x.shape[:-1], *shape)), -2, 0)
 
-  return jax.tree.map(one, recorded)
+  return jax.tree.map(split, recorded)

@@ -1,12 +1,12 @@
-"""Tokens on their way through the layers: prompts, completions, the next token.
+"""Forward passes over prompts, completions, and the next tokens of decoding.
 
 A pass makes the `TokenContext` of its tokens, embeds them, runs the layers of
 all stacks (`layer_stacks`) and applies the final norm:
 
     prefill   prompts [B, P]          -> keys and values of all layers
-    extend    completions [B, G, S]   -> hidden states, given those; with a
-                                         cache, S next tokens
-    forward   both, layer by layer: training, no keys and values are kept
+    extend    completions [B, G, S]   -> hidden states, with these keys and
+                                         values; with a cache, S next tokens
+    forward   both, layer by layer, for training: keys and values are freed
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
-from grpojax.core.types import Params, Prefix
+from grpojax.core.types import ExtendOutput, ForwardOutput, Params, Prefix
 from grpojax.models import block as block_lib
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, moe
@@ -32,37 +32,30 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import RotaryTable, rope_tables
 from grpojax.models.row_attention import WHOLE, RowAttention
 
-ROPE = "rope"
-"""Name of the rotary tables of all positions in prepared parameters
-(`LM.prepare`)."""
-
-
-def _stays_float32(name: str) -> bool:
-  """Returns True for a parameter that is used as it is, in any dtype.
-
-  The gradients of a scale, a bias and an embedding are sums over all tokens in
-  its own dtype: bfloat16 sums would be wrong. A rounded router would choose
-  other experts (`moe.route`).
-  """
-  return name.endswith(("norm", "bias")) or name in ("embed", "router")
+ROPE = "rope"  # name of the rotary tables in prepared parameters
 
 
 def cast(params: Params, dtype: Any) -> Params:
-  """Returns parameters in the dtypes that the matrix products read."""
+  """Casts parameters to `dtype`, except scales, biases, embeddings and routers.
 
-  def one(path, x):
-    in_8_bits = x.dtype == jnp.int8  # of a rollout (`quantization`)
-    if in_8_bits or path[0].key == ROPE or _stays_float32(path[-1].key):
+  The gradients of the former are sums over all tokens, too inexact in bfloat16.
+  A rounded router would choose other experts (`moe.route`).
+  """
+
+  def cast_leaf(path, x):
+    if x.dtype == jnp.int8 or path[0].key == ROPE:  # in a rollout
       return x
-    return x.astype(dtype)
+    name = path[-1].key
+    uncast = name.endswith(("norm", "bias")) or name in ("embed", "router")
+    return x if uncast else x.astype(dtype)
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  return jax.tree_util.tree_map_with_path(cast_leaf, params)
 
 
 def rope_of_kinds(
   config: TransformerConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[RotaryTable, ...]:
-  """Returns one rotary table for each of `TransformerConfig.ropes`."""
+  """Returns a rotary table for each of `TransformerConfig.ropes`."""
   return tuple(
     rope_tables(positions, config.head_dim, rope) for rope in config.ropes
   )
@@ -74,7 +67,7 @@ def _row_mask(
   mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
     same = segments[..., :, None] == segments[..., None, :]
-    mask = (mask[None, None] & same)[:, :, None, None]  # of all heads
+    mask = (mask[None, None] & same)[:, :, None, None]  # same for all heads
   return mask
 
 
@@ -85,7 +78,7 @@ def _row_context(
   prompt_mask: Bool[Array, "B P"] | None,
   row_attention: RowAttention | None,
 ) -> TokenContext:
-  """Returns the context of whole rows; long ones use `row_attention`."""
+  """Returns the context of whole rows; long rows have no mask."""
   size = positions.shape[-1]
   at_once = size <= WHOLE or row_attention is None
   mask = _row_mask(size, segments) if at_once else None
@@ -94,10 +87,8 @@ def _row_context(
 
 
 def _prompt_context(config, prompt_mask, row_attention) -> TokenContext:
-  b, p = prompt_mask.shape
+  b, p = prompt_mask.shape  # padding needs no mask, because it comes last
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Only causal: padding comes after all real tokens, which do not see it, and
-  # its own states are not used.
   return _row_context(config, positions, None, None, row_attention)
 
 
@@ -109,16 +100,13 @@ def _next_context(
   positions: Int[Array, "B G S"],
   prompt_mask: Bool[Array, "B P"],
 ) -> TokenContext:
-  """Returns the context of the next tokens of rows in a cache.
-
-  `lengths` counts the tokens of each row in it; None: all written tokens.
-  """
+  """Returns the context of the next tokens of rows, `lengths` in the cache."""
   mask = _row_mask(positions.shape[-1], None)
   slot_mask = cache_lib.filled(cache)
   if lengths is not None:
     ages = jnp.expand_dims(cache_lib.ages(cache), (0, 1, 2, 3, 4))
     slot_mask = ages < lengths[..., None, None, None, None]
-  if ROPE in params:  # padding of observations may be at any position
+  if ROPE in params:  # positions of padding may be out of range
     look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
     tables = jax.tree.map(look_up, params[ROPE])
   else:
@@ -134,13 +122,12 @@ def _next_context(
 
 
 class _FlatContext(NamedTuple):
-  """Context of flat tokens without padding: first prompts', then rows'."""
+  """Context of flat tokens without padding: prompts, then rows."""
 
   tables: tuple[RotaryTable, ...]
   routing: Routing
-  # Contexts of the prompts and of the rows, for attention.
-  parts: tuple[TokenContext, TokenContext]
-  flat: FlatTokens  # places of their tokens
+  parts: tuple[TokenContext, TokenContext]  # prompts and rows, for attention
+  flat: FlatTokens  # places of the tokens
 
 
 def _join_flat(
@@ -173,8 +160,8 @@ def _flat_block(
   context: _FlatContext,
   row_attention: RowAttention | None,
 ) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
-  """Applies `block_of_both` to flat tokens, which only attention pads."""
-  of_prompts, of_rows = context.parts
+  """Applies `block_of_both` to flat tokens, padded for attention only."""
+  prompt_context, row_context = context.parts
   flat = context.flat
 
   def attend(context, prompt, heads):
@@ -187,11 +174,11 @@ def _flat_block(
 
   def attention(heads):
     prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
-    prompts = padded(prompts, flat.prompts, of_prompts)
-    rows = padded(rows, flat.rows, of_rows)
-    prompt_out, row = attend(of_prompts, None, prompts)
+    prompts = padded(prompts, flat.prompts, prompt_context)
+    rows = padded(rows, flat.rows, row_context)
+    prompt_out, row = attend(prompt_context, None, prompts)
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
-    out, _ = attend(of_rows, prompt, rows)
+    out, _ = attend(row_context, prompt, rows)
     return _join_flat(prompt_out, out, flat), None
 
   table = block_lib.rotary_table(local, context.tables)
@@ -202,7 +189,7 @@ def _flat_block(
 
 
 def _replay(context: Any, replayed: Any) -> Any:
-  """Returns a context, or a pair, with these experts of a layer, if any."""
+  """Returns a context, or a pair, with a layer's `replayed` experts, if any."""
   if replayed is None:
     return context
   if isinstance(replayed, tuple):
@@ -215,7 +202,7 @@ def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
 
 
 def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
-  """Maps a function of arrays [B, ...] over all arrays of a prefix."""
+  """Maps a function of arrays [B, ...] over a prefix."""
   keys_values, prompt_mask = prefix.state
   return Prefix(
     function(prefix.last_hidden),
@@ -226,16 +213,15 @@ def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-  """The passes of one model; their arguments are those of `LM`'s functions."""
+  """The passes of a model, with the arguments of `LM`'s functions."""
 
   config: TransformerConfig
   dtype: Any  # of computation
-  # Name in `layer_stacks.REMAT`; None for decoding: there is no backward pass,
-  # and parameters are gathered already.
+  # Name in `layer_stacks.REMAT`; None for decoding, which has no backward pass
+  # and gathered parameters.
   remat: str | None
-  # Attention of rows of more than `WHOLE` tokens; None: at once.
-  row_attention: RowAttention | None
-  platform: str | None = None  # where it decodes (`cache.write`)
+  row_attention: RowAttention | None  # for rows of more than `WHOLE` tokens
+  platform: str | None = None  # for decoding (`cache.write`)
 
   def prefill(
     self,
@@ -243,28 +229,25 @@ class Passes:
     prompt_ids: Int[Array, "B P"],
     prompt_mask: Bool[Array, "B P"],
     record: bool = False,
-  ) -> tuple[Prefix, Integer[Array, "B P X"] | None]:
-    """Runs the prompts as rows of a group of one; `record` returns experts."""
+  ) -> Prefix:
+    """Runs the prompts as groups of size 1."""
     params = cast(params, self.dtype)
     context = _prompt_context(self.config, prompt_mask, self.row_attention)
 
     def body(x, local, layer):
-      x, row, routed = self._run(
-        block_lib.block, x, layer, local, context, None, None
-      )
+      args = x, layer, local, context, None, None
+      x, row, routed = self._run(block_lib.block, *args)
       return x, (cache_lib.of_prompt(row), routed.experts if record else None)
 
     x = self._embed(params, prompt_ids[:, None])
     x, outputs = layer_stacks.scan(self.config, body, x, params)
     keys_values, experts = zip(*outputs, strict=True)
-    prefix = Prefix(
+    return Prefix(
       last_hidden=self._last_hidden(params, x, prompt_mask),
       length=_lengths(prompt_mask),
       state=(keys_values, prompt_mask),
+      experts=moe.recorded(self.config, experts)[:, 0] if record else None,
     )
-    if not record:
-      return prefix, None
-    return prefix, moe.recorded(self.config, experts)[:, 0]
 
   def extend(
     self,
@@ -275,44 +258,38 @@ class Passes:
     positions: Int[Array, "B G S"] | None = None,
     segments: Int[Array, "B G S"] | None = None,
     record: bool = False,
-  ) -> tuple[
-    Float[Array, "B G S D"], Cache | None, Integer[Array, "B G S X"] | None
-  ]:
-    """Runs completion tokens on from a prefix.
-
-    With a cache, `record` returns the tokens' experts, too.
-    """
+  ) -> ExtendOutput:
+    """Runs completion tokens after a prefix."""
     if cache is not None and segments is not None:
       raise ValueError("segments are for training rows; decode without them")
-    params, lengths = cast(params, self.dtype), None
+    lengths = None
+    params = cast(params, self.dtype)
     if positions is None:
       start = 0 if cache is None else cache.index
       positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
     else:
       lengths = positions[..., 0]
-    # From here on in the whole sequence: a completion continues after the real
-    # tokens of its prompt, and the padding between the two has no positions.
+    # Positions in the whole sequence: padding of the prompt does not count.
     positions = prefix.length[:, None, None] + positions
     keys_values, prompt_mask = prefix.state
     x = self._embed(params, ids)
+    config = self.config
     if cache is not None:
-      context = _next_context(
-        self.config, params, cache, lengths, positions, prompt_mask
-      )
+      rows = cache, lengths, positions, prompt_mask
+      context = _next_context(config, params, *rows)
       return self._decode(params, keys_values, x, context, cache, record)
-    context = _row_context(
-      self.config, positions, segments, prompt_mask, self.row_attention
-    )
+    rows = positions, segments, prompt_mask
+    context = _row_context(config, *rows, self.row_attention)
 
     def body(x, local, layer, prompt):
       x, *_ = self._run(block_lib.block, x, layer, local, context, prompt, None)
       return x, None
 
-    x, _ = layer_stacks.scan(self.config, body, x, params, keys_values)
-    return self._final_norm(params, x), None, None
+    x, _ = layer_stacks.scan(config, body, x, params, keys_values)
+    return ExtendOutput(self._final_norm(params, x), None)
 
   def _decode(self, params, keys_values, x, context, cache, record: bool):
-    """Runs the next tokens; the layers only read the cache, written at last."""
+    """Runs the next tokens, and writes them to the cache after all layers."""
 
     def body(x, local, layer, prompt, slots):
       x, row, routed = block_lib.block(
@@ -320,7 +297,7 @@ class Passes:
       )
       return x, (row, routed.experts if record else None)
 
-    # XLA:TPU copies each layer's experts out of a stack, for every token.
+    # Sliced, XLA:TPU would copy each layer's experts for every token.
     on_tpu = self.platform == "tpu"
     whole = moe.matrices_of(layer_stacks.stacks(params)[0]) if on_tpu else ()
     slots = tuple(zip(*cache.blocks, strict=True))  # the blocks of each stack
@@ -330,7 +307,7 @@ class Passes:
     tokens, experts = zip(*outputs, strict=True)
     cache = cache_lib.write(cache, tokens, x, self.platform)
     experts = moe.recorded(self.config, experts) if record else None
-    return self._final_norm(params, x), cache, experts
+    return ExtendOutput(self._final_norm(params, x), cache, experts)
 
   def forward(
     self,
@@ -346,21 +323,20 @@ class Passes:
     | None = None,
     replayed: tuple[Integer[Array, "B P X"], Integer[Array, "n G S X"]]
     | None = None,
-  ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
+  ) -> ForwardOutput:
     """Runs prompts and whole completions layer by layer.
 
-    Returns the prompts' last hidden states, those of the completions, and the
-    routers' load, None without `load_weights`. For `replayed` tokens the load
-    counts the routers' own choice.
+    The load counts the routers' own choice, even for `replayed` tokens.
     """
-    config, params = self.config, cast(params, self.dtype)
+    config = self.config
+    params = cast(params, self.dtype)
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-    of_rows = prompt_mask if flat is None else flat.of_rows(prompt_mask)
-    positions = _lengths(of_rows)[:, None, None] + positions
+    row_prompts = prompt_mask if flat is None else flat.of_rows(prompt_mask)
+    positions = _lengths(row_prompts)[:, None, None] + positions
     attention = self.row_attention
     prompts = _prompt_context(config, prompt_mask, attention)
-    rows = _row_context(config, positions, segments, of_rows, attention)
+    rows = _row_context(config, positions, segments, row_prompts, attention)
     if load_weights is not None:
       prompts = prompts._replace(routing=Routing(load_weights[0][:, None]))
       rows = rows._replace(routing=Routing(load_weights[1]))
@@ -395,7 +371,7 @@ class Passes:
       prompts, x = _split_flat(x, flat)
       prompts = unflatten(prompts, flat.prompts, prompt_ids[:, None].shape)
     last = self._last_hidden(params, prompts, prompt_mask)
-    return last, self._final_norm(params, x), load
+    return ForwardOutput(last, self._final_norm(params, x), load)
 
   def _run(self, function: Callable[..., Any], *args: Any) -> Any:
     function = functools.partial(function, row_attention=self.row_attention)
@@ -403,20 +379,19 @@ class Passes:
 
   def _embed(self, params: Params, ids: Array) -> Float[Array, "B G S D"]:
     x = params["embed"][ids].astype(jnp.float32)
-    if self.config.scaled_embedding:  # transformers rounds the factor
+    if self.config.scaled_embedding:  # rounded as in transformers
       x = x * jnp.asarray(self.config.width**0.5, self.dtype)
     return constrain(x, "batch", "group")
 
   def _embed_both(
     self, params: Params, prompt_ids: Int[Array, "B P"], ids: Array
   ) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
-    """Embeds prompts and completions [B, G, S] by one lookup.
+    """Embeds prompts and completions [B, G, S] by a single lookup.
 
-    The gradient of a lookup is as large as the table, in float32: with two
-    lookups XLA held five such arrays at once on a TPU, with one it holds one.
+    With two, XLA:TPU held five arrays of the table's size for the gradient.
     """
     b, g, s = ids.shape
-    if sample_cuts(b, g)[1] > 1:  # or completions would leave their devices
+    if sample_cuts(b, g)[1] > 1:  # joined, completions would change devices
       return self._embed(params, prompt_ids[:, None]), self._embed(params, ids)
     both = jnp.concatenate([prompt_ids, ids.reshape(b, g * s)], axis=1)
     x = self._embed(params, both[:, None])
@@ -426,7 +401,7 @@ class Passes:
 
   def _final_norm(self, params: Params, x: Array) -> Array:
     """Returns hidden states as the output head reads them, in `dtype`."""
-    scale, config = params["final_norm"], self.config
+    config, scale = self.config, params["final_norm"]
     y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
     return y.astype(self.dtype)
 

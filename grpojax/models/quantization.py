@@ -1,13 +1,13 @@
-"""Integers of 8 bits in place of numbers that each token reads.
+"""8-bit integers for matrices and caches, to reduce the traffic per token.
 
-Symmetric and rounded to nearest, with one scale for all numbers of a channel:
+Symmetric and rounded to nearest, with a scale for each channel:
 
     x ~ q * s      s = max |x| / 127      |x - q s| <= s / 2
 
-A product takes q in the dtype of computation, which holds -127 to 127 exactly,
-and its result is scaled. So a scale may not depend on an axis of the sum.
+A product takes q in the dtype of computation, where it is exact, and scales the
+result. So a scale must not depend on the axis summed over.
 
-| of                  | summed over | a scale for each                        |
+| array               | summed over | a scale for each                        |
 |---------------------|-------------|-----------------------------------------|
 | matrix [in, out]    | in          | output channel                          |
 | keys, [.., E]       | E           | token and head: a factor of its logit   |
@@ -26,8 +26,8 @@ from grpojax.core.types import Params
 from grpojax.models import cpu
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "head")
-"""Matrices in 8 bits. Not biases, norms, routers, embeddings and adapters,
-which are small or looked up, and not experts' matrices (`moe`)."""
+"""Matrices in 8 bits. Biases, norms, routers, embeddings and adapters are small
+or looked up, and experts' matrices (`moe`) keep their dtype."""
 
 _LARGEST = 127
 
@@ -35,10 +35,9 @@ _LARGEST = 127
 def quantize(
   x: Float[Array, "*axes"], axis: int = -1, dtype: Any = None
 ) -> tuple[Int8[Array, "*axes"], Float[Array, "..."]]:
-  """Returns integers, and scales without `axis`, which share one along it.
+  """Returns integers and their scales, which lack `axis`; zeros have scale 0.
 
-  Scales are rounded to `dtype`, that of x by default, before x is divided by
-  them; those of zeros are 0.
+  Scales are rounded to `dtype` (default: x's) before x is divided by them.
   """
   x32 = x.astype(jnp.float32)
   scale = jnp.max(jnp.abs(x32), axis=axis) / _LARGEST
@@ -49,7 +48,7 @@ def quantize(
 
 
 def quantize_matrices(arrays: Params, dtype: Any) -> Params:
-  """Returns a dict of arrays with its `MATRICES` [..., in, out] in 8 bits."""
+  """Quantizes the `MATRICES` [..., in, out] in a dict of arrays."""
   for name in [name for name in MATRICES if name in arrays]:
     q, scale = quantize(arrays[name], axis=-2, dtype=dtype)
     arrays = arrays | {name: q, f"{name}_scale": scale}
@@ -57,14 +56,14 @@ def quantize_matrices(arrays: Params, dtype: Any) -> Params:
 
 
 def dtype_of(arrays: Params, name: str) -> Any:
-  """Returns the dtype of computation with a matrix."""
+  """Returns the dtype in which a matrix is multiplied."""
   return arrays.get(f"{name}_scale", arrays[name]).dtype
 
 
 def matmul(
   x: Float[Array, "*tokens in"], arrays: Params, name: str
 ) -> Float[Array, "*tokens out"]:
-  """Returns the product of x and a matrix, whichever format it has."""
+  """Returns the product of x and a matrix, quantized or not."""
   weight, scale = arrays[name], arrays.get(f"{name}_scale")
   if scale is None:
     return cpu.matmul(x, weight)

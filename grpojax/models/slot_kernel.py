@@ -1,7 +1,7 @@
-"""TPU kernel that writes one slot of a cache, in place.
+"""TPU kernel that writes a slot of a cache in place.
 
-XLA would copy the new rows to arrays padded to 128 lanes and then read and
-write 128 slots a row. Here only the tile with the slot is read, and written.
+XLA would copy the new rows to arrays padded to 128 lanes, then read and write
+128 slots per row. This kernel only reads and writes the tile with the slot.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Shaped
 
-_BLOCK = 2**15  # numbers of new rows in one step: 1 MiB of bfloat16 tiles
+_BLOCK = 2**15  # numbers of new rows per step: 1 MiB of bfloat16 tiles
 
 
 def write_row(
@@ -33,14 +33,16 @@ def write_row(
     (1, rows, height, width),
     lambda layer, i, slot: (layer, i, jax.lax.div(slot[0], height), 0),
   )
-  of_new = pl.BlockSpec((1, rows, width), lambda layer, i, slot: (layer, i, 0))
+  new_spec = pl.BlockSpec(
+    (1, rows, width), lambda layer, i, slot: (layer, i, 0)
+  )
   written = pl.pallas_call(
     kernel,
     out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(count, pl.cdiv(x.shape[1], rows)),
-      in_specs=[of_new, tile],
+      in_specs=[new_spec, tile],
       out_specs=tile,
     ),
     input_output_aliases={2: 0},

@@ -1,9 +1,8 @@
-"""One group-native decoder for all families of models.
+"""The decoder of all model families, with prompts shared by their groups.
 
 A prompt's keys and values are computed and stored once, and its whole group of
-completions attends to them. Parameters are nested dicts; the layers are stacked
-on a leading axis, as one stack or, if some are held apart (`last_layers`), as a
-tuple of stacks.
+completions attends to them. Parameters are nested dicts; layers are stacked on
+a leading axis, as a single stack or a tuple of stacks (`last_layers`).
 """
 
 import functools
@@ -32,12 +31,11 @@ from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.cpu import matmul
 from grpojax.models.layer_stacks import last_layers as last_layers
 
-LARGE = 4096
-"""Least size of a vocabulary whose logits a TPU does not write in decoding."""
+LARGE = 4096  # smallest vocabulary for which TPUs do not store logits
 
 
 def _gap_mask(config: TransformerConfig) -> Bool[Array, "V"] | None:
-  """Returns True for ids without a token (`gaps`); None if there are none."""
+  """Returns True for ids without a token; None if there are no `gaps`."""
   ids = jnp.arange(config.vocab_size)
   masks = [(start <= ids) & (ids < stop) for start, stop in config.gaps]
   return functools.reduce(jnp.logical_or, masks) if masks else None
@@ -49,14 +47,15 @@ def _unembed(
   hidden: Float[Array, "*tokens D"],
   dtype: Any,
 ) -> Float[Array, "*tokens V"]:
-  """Returns logits in float32; ids without a token have `NEGATIVE`."""
+  """Returns logits in float32, `NEGATIVE` for ids without a token."""
   if config.labels:
     return matmul(hidden, params["score"].astype(dtype), jnp.float32)
   head = params["head"] if "head" in params else params["embed"].T
-  head, rows = head.astype(dtype), None
+  head = head.astype(dtype)
+  rows = None
   if head.ndim == 3:  # a copy for each device's rows
     rows = sharding.row_shards(*hidden.shape[:2])
-    if rows is None:  # rows on several devices read the same copy
+    if rows is None:  # rows cannot be split: use a single copy
       head = head[0]
   if rows is None:
     logits = matmul(hidden, head, jnp.float32)
@@ -65,7 +64,8 @@ def _unembed(
     logits = rows.join(jax.vmap(multiply)(rows.split(hidden), head))
   if "head_scale" in params:
     logits = logits * params["head_scale"]
-  logits, mask = soft_cap(logits, config.logits_cap), _gap_mask(config)
+  logits = soft_cap(logits, config.logits_cap)
+  mask = _gap_mask(config)
   if mask is None:
     return logits
   return jnp.where(jnp.broadcast_to(mask, logits.shape), NEGATIVE, logits)
@@ -78,7 +78,7 @@ def _draw_parts(
   uniform: Float[Array, "B G 2"],
   temperature: int | float,
 ) -> Parts:
-  """Draws tokens by the TPU's kernel; each device has its rows and columns."""
+  """Draws tokens by the TPU kernel, split over rows and vocabulary."""
   from grpojax.models import head_kernel  # Pallas takes long to import
 
   mesh, shape = jax.sharding.get_abstract_mesh(), hidden.shape[:2]
@@ -112,15 +112,14 @@ def _draw_parts(
 def _decoding_stacks(
   config: TransformerConfig, platform: str
 ) -> tuple[int, ...]:
-  """Returns the number of layers of each stack while decoding.
+  """Returns the number of layers of each stack in decoding.
 
-  A few layers are taken out of their stack before the loop over tokens, in
-  which XLA:CPU might copy each of them. XLA:GPU copies weights and caches of
-  any number of layers, half of a token's traffic: there all layers are taken
-  out, and compilation takes several times as long.
+  XLA:CPU may copy a layer of a stack for each token, XLA:GPU copies all weights
+  and caches. So a few layers, or all on GPUs, get stacks of their own, although
+  compilation then takes several times as long.
   """
-  apart = config.layers <= layer_stacks.SHALLOW or platform == "gpu"
-  return (1,) * config.layers if apart else (config.layers,)
+  separate = config.layers <= layer_stacks.SHALLOW or platform == "gpu"
+  return (1,) * config.layers if separate else (config.layers,)
 
 
 def _for_decoding(
@@ -131,18 +130,16 @@ def _for_decoding(
   stacks: tuple[int, ...],
   in_8_bits: bool,
 ) -> Params:
-  """Returns parameters as the token loop reads them: cast and laid out once.
+  """Casts, gathers and lays out parameters once for the token loop.
 
-  They are whole along fsdp, so that no token waits for them; a tied embedding's
-  rows stay float32, and the output head is a copy. With rotary tables:
-  otherwise XLA would compute them for every token and layer. Matrices become
-  integers before they are gathered, which halves the traffic.
+  A tied embedding stays float32, and the output head is a cast copy. Rotary
+  tables are added, which XLA would compute for every token and layer. Matrices
+  become integers before they are gathered, which halves the traffic.
   """
 
   def formatted(arrays):
-    if in_8_bits:
-      arrays = quantization.quantize_matrices(arrays, dtype)
-    return arrays
+    quantize = quantization.quantize_matrices
+    return quantize(arrays, dtype) if in_8_bits else arrays
 
   params = formatted(params) | {"layers": formatted(params["layers"])}
   params = sharding.gather(sharding.as_stored(passes.cast(params, dtype)))
@@ -158,11 +155,11 @@ def _for_decoding(
 def _for_training(
   config: TransformerConfig, params: Params, dtype: Any
 ) -> Params:
-  """Returns parameters as `forward` reads them: all but layers gathered."""
+  """Casts parameters for `forward`, and gathers all except the layers."""
   params = sharding.as_stored(passes.cast(params, dtype))
   outer = {name: x for name, x in params.items() if name != "layers"}
   params |= sharding.gather(outer)
-  if config.tied:  # a copy, so that each gradient is sharded by itself
+  if config.tied:  # a copy, so that both gradients are sharded separately
     head = {"embed": outer["embed"].astype(dtype)}
     params["head"] = sharding.gather(head)["embed"].T
   if "head" in params:
@@ -173,20 +170,8 @@ def _for_training(
 def _lm(
   model: passes.Passes, stacks: tuple[int, ...], in_8_bits: bool = False
 ) -> LM:
-  """Returns the model's functions; without `remat`, those of decoding alone.
-
-  `stacks` are the numbers of layers of each stack of a cache.
-  """
+  """Returns the `LM` of a model; `stacks` are those of its cache."""
   config, dtype, platform = model.config, model.dtype, model.platform
-
-  def prefill(*args, **options):
-    return model.prefill(*args, **options)[0]
-
-  def extend(*args, **options):
-    return model.extend(*args, **options)[:2]
-
-  def forward(*args, **options):
-    return model.forward(*args, **options)[:2]
 
   init_cache = functools.partial(
     cache_lib.create,
@@ -199,25 +184,20 @@ def _lm(
   )
   lm = LM(
     init=functools.partial(init, config),
-    prefill=prefill,
-    extend=extend,
+    prefill=model.prefill,
+    extend=model.extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
     init_cache=init_cache,
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
     align_cache_rows=cache_lib.align,
     map_prefix_rows=passes.map_prefix_rows,
-    forward=forward if model.remat else None,
+    forward=model.forward if model.remat else None,
+    has_experts=bool(config.experts),
   )
   if platform == "tpu" and config.vocab_size >= LARGE and not config.labels:
     lm = lm._replace(draw_parts=functools.partial(_draw_parts, config))
-  if not config.experts:
-    return lm
-  return lm._replace(
-    prefill_with_experts=functools.partial(model.prefill, record=True),
-    extend_with_experts=functools.partial(model.extend, record=True),
-    forward_with_load=model.forward if model.remat else None,
-  )
+  return lm
 
 
 def transformer(
@@ -228,22 +208,20 @@ def transformer(
   attention: str = "auto",
   platform: str | None = None,
 ) -> LM:
-  """Returns the decoder as an `LM`.
+  """Returns the decoder as an `LM`; ValueError if parts of `config` do not fit.
 
   Args:
-    config: shape of the model; ValueError if its parts do not fit.
-    dtype: type of matrix products and cache; hidden states between the layers,
-      norms, rotations, softmax and logits are float32. Parameters are cast in
-      use, and should be float32 for an optimizer: a small update of a bfloat16
-      weight rounds to nothing.
-    remat: values that the backward pass recomputes instead of storing them, a
-      name in `layer_stacks.REMAT`: "full" (everything but each layer's input:
-      least memory, about a third more work), "selective", "attention" or
-      "none".
-    attention: how rows of more than `row_attention.WHOLE` tokens attend, a name
-      in `row_attention.ATTENTION`.
-    platform: where it runs, "cpu", "gpu" or "tpu"; None is JAX's own backend.
-      Programs differ, and results only by rounding.
+    config: shape of the model.
+    dtype: dtype of matrix products and cache; hidden states between the layers,
+      norms, rotations, softmax and logits are float32. Parameters are cast for
+      use; train them in float32, because bfloat16 drops small updates.
+    remat: values that the backward pass recomputes (`layer_stacks.REMAT`):
+      "full" (everything except each layer's input, about a third more work),
+      "selective", "attention" or "none".
+    attention: attention of rows of more than `row_attention.WHOLE` tokens, a
+      name in `row_attention.ATTENTION`.
+    platform: "cpu", "gpu" or "tpu"; None is JAX's default backend. Results
+      differ only by rounding.
   """
   check(config)
   for name, value, names in (
@@ -252,8 +230,7 @@ def transformer(
   ):
     if value not in names:
       raise ValueError(f"{name}={value!r}: use one of {', '.join(names)}")
-  # The platform is looked up at the first use: asking JAX for its backend
-  # starts it.
+  # The platform is looked up late, because `default_backend` starts JAX.
   attend = row_attention.choose(attention, platform)
 
   @functools.cache
@@ -267,10 +244,8 @@ def transformer(
     if longest is None:
       return model, _for_training(config, params, dtype)
     decoding_lm, stacks = decoder(cache_dtype)
-    params = _for_decoding(
-      config, params, dtype, longest, stacks, weights_dtype == "int8"
-    )
-    return decoding_lm, params
+    options = dtype, longest, stacks, weights_dtype == "int8"
+    return decoding_lm, _for_decoding(config, params, *options)
 
   model = _lm(passes.Passes(config, dtype, remat, attend), (config.layers,))
   lm = model._replace(prepare=prepare)

@@ -106,7 +106,7 @@ def forward(dtype):
 
   def loss(params, prompts, ids):
     prefix = lm.prefill(params, prompts, prompts > 0)
-    hidden, _ = lm.extend(params, prefix, ids)
+    hidden = lm.extend(params, prefix, ids).hidden
     return jnp.sum(jax.nn.logsumexp(lm.unembed(params, hidden), -1))
 
   return lm, loss

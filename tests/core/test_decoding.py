@@ -110,14 +110,14 @@ def test_aligned_rows_of_different_lengths_are_extended(name):
   lengths = jnp.asarray([[7, 0, 3, 1, 5], [2, 6, 6, 4, 0], [0] * G])
   prefix = lm.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
   extend = jax.jit(lm.extend)
-  whole, _ = extend(params, prefix, ids)
-  _, cache = extend(params, prefix, ids[:, :, :8], lm.init_cache(B, G, 8))
+  whole, *_ = extend(params, prefix, ids)
+  _, cache, _ = extend(params, prefix, ids[:, :, :8], lm.init_cache(B, G, 8))
   cache = lm.align_cache_rows(cache, lengths, jnp.max(lengths), 11)
   assert int(cache.index) == 7
   positions, states = lengths[..., None] + jnp.arange(4), []
   for at in jnp.split(positions, [1, 2], axis=-1):
     next_ids = jnp.take_along_axis(ids, at, axis=-1)
-    hidden, cache = extend(params, prefix, next_ids, cache, positions=at)
+    hidden, cache, _ = extend(params, prefix, next_ids, cache, positions=at)
     states.append(hidden.astype(jnp.float32))
   expected = jnp.take_along_axis(whole, positions[..., None], axis=2)
   np.testing.assert_allclose(

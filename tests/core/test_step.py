@@ -327,7 +327,7 @@ def test_the_exact_kl_term_equals_its_definition(
 
   def log_table(lm, params, prompts):
     prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
-    hidden, _ = lm.extend(params, prefix, samples.completion_ids)
+    hidden, *_ = lm.extend(params, prefix, samples.completion_ids)
     last = jnp.broadcast_to(prefix.last_hidden[:, None, None], hidden.shape)
     hidden = jnp.concatenate([last[:, :, :1], hidden[:, :, :-1]], 2)
     logits = lm.unembed(params, hidden).astype(jnp.float32)

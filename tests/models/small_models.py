@@ -31,21 +31,21 @@ def normal(rng, *shape):
 
 
 def random_params(lm, seed=0):
-  """Normal parameters of size 1/2: all parts of a model matter."""
+  """Draws normal parameters, so that all parts of a model matter."""
   rng = np.random.default_rng(seed)
   shapes = jax.eval_shape(lm.init, jax.random.key(0))
   return jax.tree.map(lambda x: normal(rng, *x.shape) / 2, shapes)
 
 
 def prompts_of(rng, lengths, vocab=11):
-  """Random prompts of these lengths, right-padded."""
+  """Draws prompts of these lengths, right-padded."""
   mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
   ids = rng.integers(0, vocab, mask.shape)
   return Prompts(jnp.asarray(ids), jnp.asarray(mask))
 
 
 def sample(lm, params, prompts, seed=1, **options):
-  """A compiled rollout of the group size 3."""
+  """Runs a compiled rollout, by default of group size 3."""
   options = dict(group_size=3, max_new_tokens=5, eos_ids=(0,)) | options
   key = jax.random.key(seed)
   run = lambda params: rollout(lm, params, prompts, key, **options)
@@ -58,7 +58,7 @@ def assert_close(got, want, **tolerances):
 
 
 def run_python(devices, *arguments):
-  """Runs a program on CPU devices, whose number is set before jax starts."""
+  """Runs a program in a process with so many CPU devices."""
   changes = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
     [sys.executable, *map(str, arguments)],
@@ -78,7 +78,7 @@ def layout_of(lengths, size, prompts, prompt_size, *parts):
 
 
 def descend(lm, params, batch, objective, **options):
-  """The step of plain gradient descent in one update, and its metrics."""
+  """Returns the step of an update by plain gradient descent, and metrics."""
   tx, options = optax.sgd(1.0), UpdateOptions(chunk_size=9, **options)
   update = jax.jit(make_update(lm, tx, objective, options))
   state, metrics = update(init_state(params, tx, jax.random.key(0)), batch)

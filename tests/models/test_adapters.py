@@ -1,4 +1,4 @@
-"""Adapters against the user's own module, run directly on unpadded rows."""
+"""Adapters against the user's module, called on unpadded rows."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ COMPLETIONS = jnp.asarray(RNG.integers(VOCAB, size=(3, GROUP_SIZE, COMPLETION)))
 
 
 class LinenWithMask(linen.Module):
-  """One attention layer with learned positions and a mask of its keys."""
+  """An attention layer with learned positions and a mask of keys."""
 
   @linen.compact
   def __call__(self, ids, position_ids, real):
@@ -32,7 +32,7 @@ class LinenWithMask(linen.Module):
 
 
 class Nnx(nnx.Module):
-  """One attention layer with learned positions and heavy dropout."""
+  """An attention layer with learned positions and dropout."""
 
   def __init__(self, rngs):
     self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -68,7 +68,7 @@ def bare_logits(params, ids, positions, mask):
 
 
 def whole(function):
-  """A function of ids alone, without padding."""
+  """Returns a function of unpadded ids."""
 
   def run(ids):
     positions = jnp.arange(ids.shape[1])[None]
@@ -102,7 +102,7 @@ def bare_hidden_case():
 
 
 def direct(run):
-  """Logits [B, G, 1 + T, V] from the last prompt token on, unpadded."""
+  """Returns logits [B, G, 1 + T, V] from the last prompt token on."""
   groups = []
   for prompt, n, group in zip(BATCH[0], LENGTHS, COMPLETIONS, strict=True):
     prompt = jnp.broadcast_to(prompt[:n], (GROUP_SIZE, n))
@@ -115,7 +115,7 @@ def direct(run):
 @pytest.mark.parametrize(
   "case", [linen_with_mask_case, nnx_module_case, bare_hidden_case]
 )
-def test_completions_match_the_module_whole_and_decoded(case):
+def test_training_and_decoding_match_the_module(case):
   lm, params, run = case()
   expected = jax.jit(lambda: direct(run))()
   prefix = jax.jit(lm.prefill)(params, *BATCH)
@@ -139,7 +139,7 @@ def test_completions_match_the_module_whole_and_decoded(case):
     hidden, cache = extend(params, prefix, COMPLETIONS[:, :, t : t + 1], cache)
     logits = lm.unembed(params, hidden)[:, :, 0]
     np.testing.assert_allclose(logits, expected[:, :, t + 1], atol=1e-5)
-  assert len(traces) == 2  # the cache keeps its shapes and dtypes
+  assert len(traces) == 2  # the cache does not change its type
 
 
 @pytest.mark.slow
@@ -165,12 +165,12 @@ def test_positions_reach_the_module():
 def test_packed_rows_are_refused():
   lm, params, _ = bare_case()
   prefix = lm.prefill(params, *BATCH)
-  with pytest.raises(ValueError, match="one completion a row"):
+  with pytest.raises(ValueError, match="packed completions"):
     lm.extend(params, prefix, COMPLETIONS, segments=jnp.zeros_like(COMPLETIONS))
 
 
 @pytest.mark.slow
-def test_nnx_parameters_are_plain_and_the_module_is_left_alone():
+def test_nnx_parameters_are_copies_in_plain_dicts():
   module = Nnx(nnx.Rngs(1))
   lm = adapters.from_nnx(module)
   params = lm.init(jax.random.key(0))
@@ -179,7 +179,7 @@ def test_nnx_parameters_are_plain_and_the_module_is_left_alone():
   assert params["head"].keys() == {"kernel", "bias"}
   assert isinstance(params["head"]["kernel"], jax.Array)
   assert not module.dropout.deterministic
-  jax.tree.map(lambda x: x.delete(), params)  # as donation to a jit would
+  jax.tree.map(lambda x: x.delete(), params)  # like a donation
   assert np.isfinite(module(COMPLETIONS[0])).all()
 
 

@@ -1,4 +1,4 @@
-"""Attention at once, in blocks and by kernels: the same numbers; and norms."""
+"""Plain attention, attention in blocks and by kernels, and norms."""
 
 import functools
 from unittest import mock
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_models import assert_close, config_with
 from small_models import normal as normal_of
 
@@ -27,7 +26,7 @@ on_cpu = functools.partial(kernel_attention, platform="cpu")
 
 
 def by_definition(q, row, mask, prompt, prompt_mask, scale, cap):
-  """One softmax over the prompt's keys and the row's, in float64."""
+  """A softmax over the keys of prompt and row, in float64."""
   q, *arrays = (np.asarray(x, np.float64) for x in (q, *row, *prompt))
   keys, values, prompt_keys, prompt_values = arrays
 
@@ -35,28 +34,29 @@ def by_definition(q, row, mask, prompt, prompt_mask, scale, cap):
     x = np.einsum(spec, q, x) * scale
     return cap * np.tanh(x / cap)
 
-  own = logits(keys, "bgkrse,bgkce->bgkrsc")
-  of_prompt = logits(prompt_keys, "bgkrse,bkpe->bgkrsp")
-  own = np.where(mask, own, -np.inf)
-  of_prompt = np.where(prompt_mask[:, :, None, None], of_prompt, -np.inf)
-  both = np.concatenate([of_prompt, own], -1)
+  row_logits = logits(keys, "bgkrse,bgkce->bgkrsc")
+  row_logits = np.where(mask, row_logits, -np.inf)
+  prompt_logits = logits(prompt_keys, "bgkrse,bkpe->bgkrsp")
+  seen = prompt_mask[:, :, None, None]
+  prompt_logits = np.where(seen, prompt_logits, -np.inf)
+  both = np.concatenate([prompt_logits, row_logits], -1)
   weights = np.exp(both - both.max(-1, keepdims=True))
   weights /= weights.sum(-1, keepdims=True)
-  p = of_prompt.shape[-1]
+  p = prompt_logits.shape[-1]
   return np.einsum(
     "bgkrsp,bkpe->bgkrse", weights[..., :p], prompt_values
   ) + np.einsum("bgkrsc,bgkce->bgkrse", weights[..., p:], values)
 
 
 def case(size, window, segments, dtype=jnp.float32, run=3, P=P):
-  """Arrays, positions and segments, masks; the second prompt is shorter."""
+  """Returns arrays, visibility and masks; the second prompt is shorter."""
   q = normal(B, G, K, R, size, E).astype(dtype)
   row = [normal(B, G, K, size, E).astype(dtype) for _ in "kv"]
   prompt = [normal(B, K, P, E).astype(dtype) for _ in "kv"]
   at, lengths = np.arange(size), np.array([P, P - 2])[:, None, None]
   ids = np.zeros((B, G, size), int)
   places = np.broadcast_to(at, ids.shape)
-  if segments:  # their borders lie elsewhere than those of blocks
+  if segments:  # not aligned with blocks
     ids = np.broadcast_to(at // run, ids.shape)
     places = places % run
   positions = lengths + places
@@ -94,7 +94,9 @@ def gradients(function, arrays, toward):
 @pytest.mark.parametrize(
   "size, block, window, segments", [(9, 4, 99, False), (11, 4, 2, True)]
 )
-def test_blocks_and_the_whole_are_the_definition(size, block, window, segments):
+def test_plain_and_block_attention_equal_the_definition(
+  size, block, window, segments
+):
   arrays, visibility, *masks = case(size, window, segments)
   toward = normal(*arrays[0].shape)
   tangents = jax.tree.map(lambda x: normal(*x.shape), arrays)
@@ -108,7 +110,7 @@ def test_blocks_and_the_whole_are_the_definition(size, block, window, segments):
   def derivatives(function):
     value, reverse = gradients(function, arrays, toward)
     along = jax.vmap(lambda c: jax.tree.map(lambda x: c * x, tangents))
-    along = along(jnp.array([1.0, -2.0]))  # vmapped, as score_projections is
+    along = along(jnp.array([1.0, -2.0]))  # as in score_projections
     push = jax.vmap(lambda t: jax.jvp(function, arrays, t)[1])(along)
     return value, reverse, push
 
@@ -131,8 +133,8 @@ def test_blocks_and_the_whole_are_the_definition(size, block, window, segments):
     (48, 16, 5, 48, None),
   ],
 )
-def test_kernels_compute_attention(size, prompt, window, run, cap):
-  """Values and gradients, over several blocks of 16 tokens, by one softmax."""
+def test_kernels_equal_plain_attention(size, prompt, window, run, cap):
+  """Blocks have 16 tokens."""
   parts = case(size, window, run < size, run=run, P=prompt)
   arrays, visibility, *masks = parts
   toward = normal(*arrays[0].shape)
@@ -144,8 +146,8 @@ def test_kernels_compute_attention(size, prompt, window, run, cap):
 
 
 @pytest.mark.slow
-def test_what_keys_have_in_common_cancels_in_bfloat16():
-  """Above all in the queries' gradient: keys and values lie around 8."""
+def test_common_parts_of_keys_cancel_in_bfloat16():
+  """Keys and values are around 8, which matters for the queries' gradient."""
   arrays, visibility, *masks = case(40, 99, False, jnp.bfloat16)
   q, row, prompt = arrays
   arrays = q, *jax.tree.map(lambda x: x + 8, (row, prompt))
@@ -156,17 +158,17 @@ def test_what_keys_have_in_common_cancels_in_bfloat16():
   norm = lambda x: jnp.linalg.norm(x.astype(jnp.float32))
   sets = (gradients(f, arrays, toward)[1] for f in (kernel, whole))
   exact = gradients(whole, exact, toward)[1]
-  for got, of_whole, x in zip(
-    *map(jax.tree.leaves, (*sets, exact)), strict=True
-  ):
-    assert norm(got - x) < 2 * norm(of_whole - x) < 0.1 * norm(x)
+  leaves = map(jax.tree.leaves, (*sets, exact))
+  for got, plain, x in zip(*leaves, strict=True):
+    assert norm(got - x) < 2 * norm(plain - x) < 0.1 * norm(x)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform, lowered", [("tpu", "tpu"), ("gpu", "cuda")])
 @pytest.mark.parametrize("width, size", [(64, 1100), (96, 600), (256, 300)])
-def test_kernels_lower_for(h100, platform, lowered, width, size):
-  """Four kernels with their operations, and nothing else is multiplied."""
+def test_lowered_programs_only_multiply_in_kernels(
+  h100, platform, lowered, width, size
+):
   shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
   keys = shape(1, 2, 2, size, width)
   prompt = shape(1, 2, 200, width)
@@ -199,7 +201,7 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [True, False])
-def test_a_layer_may_be_local_or_not_at_run_time(local):
+def test_a_traced_layer_may_be_local_or_global(local):
   arrays, visibility, mask, prompt_mask = case(11, 3 if local else 99, False)
 
   def out(local, attention):
@@ -214,16 +216,16 @@ def test_a_layer_may_be_local_or_not_at_run_time(local):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_summed_in_float32():
-  """As exact as rounding the weights, and then the sum, leaves it."""
+def test_block_attention_sums_bfloat16_in_float32():
   size, window = 512, 999
   arrays, visibility, *_ = case(size, window, False, jnp.bfloat16)
   q, row, prompt = arrays
   prompt = prompt._replace(values=jnp.ones_like(prompt.values))
 
   def total(values):
-    row_of = KeysValues(row.keys, values)
-    out = block_attention(q, row_of, prompt, visibility, scale=0.0, block=4)
+    keys_values = KeysValues(row.keys, values)
+    options = dict(scale=0.0, block=4)
+    out = block_attention(q, keys_values, prompt, visibility, **options)
     return jnp.sum(out.astype(jnp.float32)), out
 
   run = jax.jit(jax.grad(total, has_aux=True))
@@ -241,29 +243,11 @@ def test_bfloat16_is_summed_in_float32():
 
 
 @pytest.mark.slow
-def test_a_query_that_sees_no_prompt_has_a_finite_gradient():
-  q = normal(1, 1, 1, 1, 2, 4)
-  own, prompt = (q[:, :, :, 0], q[:, :, :, 0]), (q[:, 0, :, 0], q[:, 0, :, 0])
-  seen = jnp.array([[[[True, True], [False, False]]]])
-  attend = functools.partial(
-    two_part_attention, row_mask=jnp.eye(2, dtype=bool)
-  )
-  out = lambda q, prompt: attend(q, own, prompt=prompt, prompt_mask=seen)
-  alone = jax.jit(attend)(q, own)
-  got = jax.jit(out)(q, prompt)[0, 0, 0, 0]
-  np.testing.assert_array_equal(got[1], alone[0, 0, 0, 0, 1])
-  assert (got[0] != alone[0, 0, 0, 0, 0]).any()
-  loss = lambda *x: jnp.sum(out(*x)[..., 1, :] ** 2)
-  grads = jax.jit(jax.grad(loss, (0, 1)))(q, prompt)
-  assert all((g == 0).all() for g in jax.tree.leaves(grads))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "attention", [pytest.param("blocks", marks=pytest.mark.long), "kernel"]
 )
-def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
-  """Long prompts and packed rows, local and global layers, and the gradient."""
+def test_models_with_long_rows_equal_plain_ones(attention, monkeypatch):
+  """With packed rows, local and global layers, values and gradients."""
   config = config_with(
     vocab_size=17,
     mlp=8,
@@ -280,13 +264,13 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
   ids = jnp.asarray(RNG.integers(0, 17, (2, 2, length)))
   mask = jnp.arange(length) < jnp.array([[length], [131]])
   places = np.concatenate([np.arange(n) for n in parts])
-  where = {
+  packed = {
     "positions": jnp.broadcast_to(places, ids.shape),
     "segments": jnp.broadcast_to(np.repeat(np.arange(2), parts), ids.shape),
   }
 
-  def total(params):  # any prompts
-    logprobs, _ = token_logprobs(lm, params, ids[:, 0], mask, ids, **where)
+  def total(params):
+    logprobs, _ = token_logprobs(lm, params, ids[:, 0], mask, ids, **packed)
     return jnp.sum(logprobs**2), logprobs
 
   def run():
@@ -301,7 +285,7 @@ def test_a_model_in_blocks_is_the_model_at_once(attention, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_at_8192_tokens_and_28_heads():
-  """The backward pass holds a few arrays as large as the queries."""
+  """The backward pass holds a few arrays of the queries' size."""
   size, heads, width = 8192, 4, 64
   shape = jax.ShapeDtypeStruct
   q = shape((1, 1, heads, 7, size, width), jnp.bfloat16)
@@ -311,7 +295,7 @@ def test_memory_at_8192_tokens_and_28_heads():
   seen = integers, integers, shape((1, 64), bool), shape((), bool)
 
   def loss(q, row, prompt, seen):
-    def layer(q, scale):  # differentiated, a loop keeps more than its body
+    def layer(q, scale):  # a loop saves more for its derivative
       arrays = q * scale, row, prompt
       return block_attention(*arrays, Visibility(*seen), window=1024), None
 
@@ -321,12 +305,12 @@ def test_memory_at_8192_tokens_and_28_heads():
   gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
   compiled = gradient.lower(q, row, prompt, seen).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
-  # 28 x 8192^2 logits are 7.5e9 bytes, and their mask is 6.7e7 at the least.
+  # 28 x 8192^2 logits have 7.5e9 bytes.
   assert used < 6e8
 
 
 @pytest.mark.parametrize("offset", [False, True])
-def test_a_norm_and_its_gradients_by_their_formulas(offset):
+def test_norm_and_gradients_equal_their_formulas(offset):
   x, toward, scale = normal(2, 3, 5, 8), normal(2, 3, 5, 8), normal(8)
   norm = lambda x, scale: rms_norm(x, scale, 0.1, offset)
   y, pull = jax.vjp(norm, x, scale)
@@ -341,14 +325,3 @@ def test_a_norm_and_its_gradients_by_their_formulas(offset):
   np.testing.assert_allclose(
     dscale, (toward * x / root).sum((0, 1, 2)), **close
   )
-
-
-@pytest.mark.slow
-def test_a_norm_of_one_row_on_an_explicit_axis():
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
-  with jax.set_mesh(mesh):
-    place = NamedSharding(mesh, PartitionSpec("data"))
-    x = jax.device_put(normal(1, 2, 3, 4), place)
-    norm = lambda x: x + rms_norm(x, jnp.ones(4), 0.1)
-    y, pull = jax.vjp(norm, x)
-    assert jax.typeof(y) == jax.typeof(pull(y)[0]) == jax.typeof(x)

@@ -1,4 +1,4 @@
-"""Errors of bfloat16 compute: gradients, and sampled log-probabilities."""
+"""Errors of bfloat16: gradients, and log-probabilities of samples."""
 
 import dataclasses
 import itertools
@@ -21,8 +21,7 @@ from grpojax.models.passes import cast
 from grpojax.models.transformer import transformer
 
 V, P = 64, 8
-# Deep and with small steps, as real models are: roundings of the hidden states
-# are what drifts apart.
+# Small residual steps as in real models, so that rounded hidden states matter.
 SMALL = config_with(
   vocab_size=V, width=16, layers=3, head_dim=8, mlp=16, qk_norm=True, tied=False
 )
@@ -31,8 +30,8 @@ BASE |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 BASE["intermediate_size"] = 128
 BIASES = {"attention_bias": True}
 GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 32}
-# Every kind of leaf that a family may have. Each token goes to all experts:
-# where rounding decides to which ones, it moves a gradient far more than sums.
+# Every kind of parameter. Tokens use all experts, because a different choice
+# would change gradients more than rounding.
 EXAMPLES = {
   "llama": BIASES | {"mlp_bias": True},
   "qwen2": {"tie_word_embeddings": True},
@@ -46,7 +45,7 @@ EXAMPLES = {
 
 
 def draw(config):
-  """Random weights, exact in bfloat16."""
+  """Draws weights that are exact in bfloat16."""
   rng = np.random.default_rng(0)
   flat = {}
   for path, shape in flatten_dict(parameter_shapes(config), sep="/").items():
@@ -74,8 +73,7 @@ EXPERTS = {"experts": 8, "experts_per_token": 2, "normalize_experts": True}
   ],
   ids=["dense", "experts"],
 )
-def test_sampler_and_scorer_agree(experts):
-  """Two programs, one model: the ratio's denominator is the sampler's."""
+def test_rollout_and_trainer_agree(experts):
   config = dataclasses.replace(SMALL, **experts)
   lm, params = transformer(config, dtype=jnp.bfloat16), draw(config)
   ids = jnp.arange(4 * P).reshape(4, P)
@@ -90,8 +88,8 @@ def test_sampler_and_scorer_agree(experts):
 
 
 @pytest.mark.slow
-def test_a_cache_changes_no_rounding():
-  """Rounded weights are of one softmax over a row's keys, cached or not."""
+def test_a_cache_does_not_change_rounding():
+  """The softmax over a row's keys includes cached keys."""
   c, rng = 32, np.random.default_rng(0)
   shapes = (2, 3, 2, 2, c, 8), *[(2, 3, 2, c, 8)] * 2, *[(2, 2, 16, 8)] * 2
   q, keys, values, *prompt = (
@@ -100,7 +98,7 @@ def test_a_cache_changes_no_rounding():
   causal, seen = jnp.tril(jnp.ones((c, c), bool)), jnp.ones((2, 16), bool)
   score = jax.jit(two_part_attention)
   scored = score(q, (keys, values), causal, tuple(prompt), seen)
-  own = jnp.ones((1, 1), bool)
+  row_mask = jnp.ones((1, 1), bool)
 
   @jax.jit
   def decode(t):
@@ -108,7 +106,8 @@ def test_a_cache_changes_no_rounding():
     row = KeysValues(new(keys), new(values))
     slots = Slots(keys.swapaxes(-1, -2), values)
     cached = dict(slots=(slots,), slot_mask=jnp.arange(c) < t)
-    return two_part_attention(new(q), row, own, tuple(prompt), seen, **cached)
+    prompts = tuple(prompt), seen
+    return two_part_attention(new(q), row, row_mask, *prompts, **cached)
 
   sampled = jnp.concatenate([decode(t) for t in range(c)], -2)
   assert sampled.dtype == scored.dtype
@@ -116,7 +115,7 @@ def test_a_cache_changes_no_rounding():
 
 
 def test_a_router_multiplies_exactly():
-  """No factor is rounded, by us or as accelerators do by default."""
+  """Accelerators round float32 factors by default."""
   params = cast({"layers": {"router": jnp.ones((3, 4))}}, jnp.bfloat16)
   assert params["layers"]["router"].dtype == jnp.float32
   run = lambda x, router: route(x, router, 1, True)
@@ -135,7 +134,7 @@ def test_a_router_multiplies_exactly():
   ],
 )
 def test_gradients_of_a_micro_batch(kind, equal):
-  """At the 32,768 tokens that the gsm8k configs take at once."""
+  """With 32,768 tokens, as in the gsm8k configs."""
   assert EXAMPLES.keys() == hf.FAMILIES.keys()
   hf_config = {"model_type": kind} | BASE | EXAMPLES[kind]
   config = hf.to_transformer_config(hf_config)
@@ -157,8 +156,8 @@ def test_gradients_of_a_micro_batch(kind, equal):
   half, exact = gradient(jnp.bfloat16), gradient(jnp.float32)
   norm = np.linalg.norm
   for path, x in exact.items():
-    # A key bias moves all logits of a query alike, but for the rotation: its
-    # gradient is left of rounded terms that cancel (a float64 sum: .012).
+    # Except for the rotation, a key bias shifts all logits of a query equally:
+    # the rounded terms of its gradient cancel (error of a float64 sum: .012).
     limit = 0.015 if path.endswith("k_bias") else 0.01
     error = norm(half[path] - x) / norm(x)
     assert error < limit, (path, error)

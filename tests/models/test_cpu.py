@@ -1,4 +1,4 @@
-"""Axes that are merged or left out on CPUs, and the programs XLA makes then."""
+"""Merged and squeezed axes on CPUs, and the programs that XLA makes of them."""
 
 import collections
 import dataclasses
@@ -34,26 +34,29 @@ def merges(function, *args):
 @pytest.mark.parametrize(
   "product, merged",
   [
-    ("bgkrse,bgkce->bgkrsc", "2x3x2x10x4"),  # r and s are one axis
+    ("bgkrse,bgkce->bgkrsc", "2x3x2x10x4"),  # r and s are merged
     ("bkgrse,bkpe->bkgrsp", "2x2x30x4"),  # g, r and s
     ("bgkrse,bkpe->bgkrsp", None),  # k is between g and r
     ("bgrse,bgpe->bgsrp", None),  # in another order
-    ("bgke,bgkce->bgkc", None),  # there is none
-    ("bgse,bgce->bgsc", None),  # there is one
+    ("bgke,bgkce->bgkc", None),  # no axis
+    ("bgse,bgce->bgsc", None),  # a single axis
   ],
 )
 def test_products_with_merged_axes(product, merged):
   """Against NumPy's einsum, with both gradients."""
-  of_x, of_y, out = product.replace("->", ",").split(",")
-  x, y, toward = map(normal, (of_x, of_y, out))
+  x_axes, y_axes, out = product.replace("->", ",").split(",")
+  x, y, toward = map(normal, (x_axes, y_axes, out))
   function = lambda *args: float32_einsum(product, *args)
   z, pull = jax.vjp(function, x, y)
   dx, dy = pull(toward)
   close = dict(rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(z, np.einsum(product, x, y), **close)
-  of_dx, of_dy = f"{out},{of_y}->{of_x}", f"{out},{of_x}->{of_y}"
-  np.testing.assert_allclose(dx, np.einsum(of_dx, toward, y), **close)
-  np.testing.assert_allclose(dy, np.einsum(of_dy, toward, x), **close)
+  dx_product, dy_product = (
+    f"{out},{y_axes}->{x_axes}",
+    f"{out},{x_axes}->{y_axes}",
+  )
+  np.testing.assert_allclose(dx, np.einsum(dx_product, toward, y), **close)
+  np.testing.assert_allclose(dy, np.einsum(dy_product, toward, x), **close)
   assert merges(function, x, y) == (merged is not None)
   text = jax.jit(function).lower(x, y).as_text()
   factors = re.findall(r"dot_general .* : \(tensor<(.*?)x?f32>", text)
@@ -64,15 +67,15 @@ def test_products_with_merged_axes(product, merged):
   "axis, size, kind, merged",
   [
     ("data", 1, AxisType.Auto, True),
-    ("data", 1, AxisType.Explicit, False),  # of an array's type at any size
-    ("data", 2, AxisType.Auto, True),  # cuts the two prompts, outermost
-    ("data", 3, AxisType.Auto, False),  # cuts the samples of each
+    ("data", 1, AxisType.Explicit, False),  # part of an array's type
+    ("data", 2, AxisType.Auto, True),  # splits the two prompts
+    ("data", 3, AxisType.Auto, False),  # splits the samples
     ("tensor", 2, AxisType.Auto, False),
     ("data", 2, AxisType.Explicit, False),
     ("data", 2, AxisType.Manual, True),
   ],
 )
-def test_what_a_mesh_cuts_keeps_its_axes(axis, size, kind, merged):
+def test_axes_split_by_a_mesh_are_not_merged(axis, size, kind, merged):
   x, w = jnp.ones((2, 3, 5, 4)), jnp.ones((4, 6))
   q, keys = normal("bkgrse"), normal("bkpe")
   mesh = AbstractMesh((size,), (axis,), axis_types=(kind,))
@@ -82,16 +85,7 @@ def test_what_a_mesh_cuts_keeps_its_axes(axis, size, kind, merged):
     assert merges(einsum, q, keys) == merged
 
 
-def test_one_token():
-  x, w = normal("e"), normal("ep")
-  want = np.asarray(x) @ np.asarray(w)
-  np.testing.assert_allclose(matmul(x, w), want, rtol=1e-6)
-  rows = jax.vmap(matmul, (0, None))(jnp.stack([x, 2 * x]), w)
-  np.testing.assert_allclose(rows, [want, 2 * want], rtol=1e-6)
-
-
-def test_next_tokens_keep_the_axes_of_their_rows():
-  """Decoding takes no gradient, and would be traced twice."""
+def test_decoding_does_not_merge_axes():
   assert not merges(matmul, jnp.ones((2, 3, 1, 4)), jnp.ones((4, 6)))
   einsum = lambda *args: float32_einsum("bgkrse,bgkce->bgkrsc", *args)
   assert not merges(einsum, jnp.ones((2, 3, 2, 2, 1, 4)), normal("bgkce"))
@@ -131,23 +125,21 @@ def products(*args, **options):
 
 
 @pytest.mark.slow
-def test_the_gradient_copies_no_large_array_in_another_order():
-  """XLA would compute twice what it copies: a quarter of an update's time."""
+def test_the_gradient_transposes_no_large_array():
+  """XLA would compute such arrays twice, a quarter of an update's time."""
   lm = transformer(dataclasses.replace(DEEP, layers=2))
   shapes = shapes_of("transpose", compiled_gradient(lm, abstract(lm)))
-  assert shapes  # of queries, keys and values: heads come before tokens
+  assert shapes  # of queries, keys and values
   for shape in shapes:
     assert not {VOCAB, MLP} & set(shape), shape
-    of_tokens = [n for n in shape if n % NEW == 0 or n % PROMPT == 0]
-    assert len(of_tokens) < 2, shape
+    tokens = [n for n in shape if n % NEW == 0 or n % PROMPT == 0]
+    assert len(tokens) < 2, shape
 
 
 @pytest.mark.slow
 def test_no_product_is_computed_again():
-  """Neither an MLP's nor, where they are one chunk, that of the logits."""
   rows, params = 2 * 3 * NEW, abstract(SCANNED)
   counts = products(SCANNED, params, chunk_size=rows)
-  # Gate and up, and once more by what becomes of them.
   assert counts[rows, MLP] == counts[2 * PROMPT, MLP] == 3
   assert counts[rows, VOCAB] == 1
   # In several chunks logits are computed again.
@@ -160,14 +152,14 @@ def test_no_gradient_of_a_frozen_matrix_is_computed():
   base = abstract(SCANNED)
   adapters = lora.abstract(base, 5, "layers/(q|k|v|o|gate|up|down)")
   counts = products(SCANNED, adapters, base)
-  of_layers = {x.shape[1:] for x in base["layers"].values()}
-  frozen = {*of_layers, (VOCAB, WIDTH), (WIDTH, VOCAB)}
+  layers = {x.shape[1:] for x in base["layers"].values()}
+  frozen = {*layers, (VOCAB, WIDTH), (WIDTH, VOCAB)}
   assert not frozen & {*counts}
-  assert counts[WIDTH, 5] and counts[5, MLP]  # those of adapters are
+  assert counts[WIDTH, 5] and counts[5, MLP]  # of adapters
 
 
 def sums(function, *args):
-  """Returns the shapes that the gradient of a function sums to, compiled."""
+  """Returns the shapes of sums in the compiled gradient of a function."""
 
   def gradient(*args):
     y, pull = jax.vjp(function, *args)
@@ -188,8 +180,7 @@ def test_norms_and_softmax_are_summed_without_axes_of_size_1():
   mask, prompt_mask = jnp.tril(jnp.ones((s, s), bool)), jnp.ones((b, p), bool)
 
   def attention(q, row, prompt):
-    keys, of_prompt = (row, row), (prompt, prompt)
-    return two_part_attention(q, keys, mask, of_prompt, prompt_mask)
+    return two_part_attention(q, (row,) * 2, mask, (prompt,) * 2, prompt_mask)
 
   shapes = sums(attention, jnp.ones((b, 1, k, r, s, e)), row, prompt)
   assert (b, k, r, s) in shapes

@@ -1,7 +1,7 @@
-"""The TPU's kernels of decoding, run by Pallas's interpreter.
+"""TPU kernels of decoding, run by Pallas's interpreter.
 
-One draws from the output head, one writes a token into the cache. Run as a
-program this tests meshes, in a process of its own with eight devices.
+They draw tokens from the output head, and write tokens to the cache. Run as a
+program with eight devices, this file tests meshes.
 """
 
 import functools
@@ -24,9 +24,9 @@ from grpojax.models.quantization import quantize
 from grpojax.models.transformer import transformer
 
 INTERPRETED = functools.partial(pl.pallas_call, interpret=True)
-V, D, WIDTH = 700, 8, 256  # three parts, the last one of 188 tokens
+V, D, WIDTH = 700, 8, 256  # parts of 256, 256 and 188 tokens
 LAYERS, B, G, K = 2, 4, 2, 4
-CAPACITY = 24  # one tile of 16 rows of bfloat16, and a half
+CAPACITY = 24  # one and a half tiles of 16 rows of bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def draw_parts(hidden, head, numbers, cap=None):
 
 
 def by_hand(logits, numbers, start):
-  """The token of one row's part, in float64: lane by lane, then in the lane."""
+  """Draws a token of a part in float64: a lane, then a token in it."""
   part = logits[start : start + WIDTH]
   weights = np.zeros(WIDTH)
   weights[: len(part)] = np.exp(part - part.max())
@@ -63,8 +63,8 @@ def by_hand(logits, numbers, start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cap", [3.0, None])
-def test_parts_are_those_by_hand(cap):
-  hidden, head, numbers = arrays(300)  # more than one block of rows
+def test_parts_equal_a_float64_computation(cap):
+  hidden, head, numbers = arrays(300)  # two blocks of rows
   parts = draw_parts(hidden, head, numbers, cap)
   alone = draw_parts(hidden[290:], head, numbers[290:], cap)
   np.testing.assert_array_equal(alone.ids, parts.ids[290:])
@@ -74,7 +74,6 @@ def test_parts_are_those_by_hand(cap):
     for part in range(3):
       number = np.asarray(numbers[row], np.float64)
       token, top, total = by_hand(logits[row], number, part * WIDTH)
-      # Of 900 draws none lies at a boundary, but for what rounding moves.
       assert parts.ids[row, part] == token
       np.testing.assert_allclose(parts.tops[row, part], top, rtol=1e-5)
       np.testing.assert_allclose(parts.sums[row, part], total, rtol=1e-4)
@@ -83,7 +82,7 @@ def test_parts_are_those_by_hand(cap):
 
 
 @pytest.mark.slow
-def test_a_head_in_8_bits_draws_as_what_it_stands_for():
+def test_an_int8_head_draws_like_its_dequantized_head():
   hidden, head, numbers = arrays(40)
   integers, scale = quantize(head, axis=0)
   run = jax.jit(head_kernel.draw_parts, static_argnums=3)
@@ -95,7 +94,7 @@ def test_a_head_in_8_bits_draws_as_what_it_stands_for():
 
 @pytest.mark.slow
 def test_tokens_have_their_probabilities():
-  """The logits of all rows are equal, and some tokens have none."""
+  """A chi-square test with equal rows; a third of the tokens have p = 0."""
   n = 20_000
   hidden, head, _ = arrays(1)
   head = head.at[:, ::3].set(jnp.where(hidden[0, :, None] > 0, -1e3, 1e3))
@@ -110,15 +109,15 @@ def test_tokens_have_their_probabilities():
   often = n * probs > 5
   errors = counts[often] - n * probs[often]
   chi_square = (errors**2 / (n * probs[often])).sum()
-  # Mean k, variance 2 k: five standard deviations.
+  # Five standard deviations: the mean is k, the variance 2 k.
   assert chi_square < often.sum() + 5 * np.sqrt(2 * often.sum())
-  rest = counts[~often].sum(), n * probs[~often].sum()
-  assert abs(rest[0] - rest[1]) < 5 * np.sqrt(rest[1])
+  count, expected = counts[~often].sum(), n * probs[~often].sum()
+  assert abs(count - expected) < 5 * np.sqrt(expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2.0**-24, 1 - 2.0**-24])
-def test_the_ends_of_the_unit_interval(number):
+def test_uniform_numbers_at_the_ends_draw_possible_tokens(number):
   hidden, head, _ = arrays(50)
   head = head.at[:, 128:].set(0).at[:, 5:123].set(0)
   head = head.at[0].add(jnp.where(head[0] == 0, -1e3, 0))
@@ -129,7 +128,7 @@ def test_the_ends_of_the_unit_interval(number):
 
 
 @pytest.mark.slow
-def test_logits_that_are_nan_are_not_hidden():
+def test_nan_logits_give_nan_logprobs():
   hidden, head, numbers = arrays(8)
   hidden = hidden.at[3, 2].set(jnp.nan)
   ids, logprobs = sample_parts(draw_parts(hidden, head, numbers), numbers[:, 0])
@@ -148,7 +147,7 @@ CONFIG = config_with(
 
 
 @pytest.mark.slow
-def test_rollouts_draw_by_it(monkeypatch):
+def test_rollouts_draw_by_the_kernel(monkeypatch):
   lm = transformer(CONFIG, platform="tpu")
   params = jax.tree.map(lambda x: 4 * x, lm.init(jax.random.key(0)))
   ids = jax.random.randint(jax.random.key(1), (8, 3), 0, V)
@@ -167,7 +166,7 @@ def test_rollouts_draw_by_it(monkeypatch):
 
 
 def draws_of_devices():
-  """Draws for [8, 2] rows, by the mesh in context."""
+  """Draws for [8, 2] rows on the current mesh."""
   lm = transformer(CONFIG, platform="tpu")
 
   @jax.jit
@@ -193,7 +192,7 @@ def empty(platform, head_dim, dtype):
 
 
 def written(platform, head_dim, dtype, count, rows=1):
-  """Keys and values [.., K, C, E] of a cache of sevens with `count` writes."""
+  """Returns keys and values [.., K, C, E] after `count` writes to sevens."""
   cache = empty(platform, head_dim, dtype)
   cache = cache._replace(blocks=jax.tree.map(lambda x: x + 7, cache.blocks))
   last = jnp.ones((B, G, rows, 3)).at[1, 0, :, 0].set(jnp.nan)
@@ -224,7 +223,7 @@ def written(platform, head_dim, dtype, count, rows=1):
   "head_dim, dtype",
   [(64, "bfloat16"), (32, "float32"), (128, "bfloat16"), (256, "float32")],
 )
-def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
+def test_the_kernel_writes_like_other_platforms(head_dim, dtype):
   keys = empty("tpu", head_dim, dtype).blocks[0][0].keys
   assert keys.shape[4] == max(head_dim, cache_lib.LANES)
   for count, rows in ((17, 1), (CAPACITY, 1), (3, 5)):
@@ -233,7 +232,7 @@ def test_all_slots_are_written_as_elsewhere(head_dim, dtype):
     np.testing.assert_array_equal(by_kernel, expected)
     slots = count * rows
     assert np.all(by_kernel[..., slots:, :] == 7)
-    assert np.all(by_kernel[:, :, 1, 0, :, :slots] == 0)  # the NaN's row
+    assert np.all(by_kernel[:, :, 1, 0, :, :slots] == 0)  # row with NaN
 
 
 def devices_write_their_own_rows(tensor, width):
@@ -247,11 +246,11 @@ def devices_write_their_own_rows(tensor, width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # scanned, and written out
+@pytest.mark.parametrize(  # scanned and unrolled layers
   "layers, format",
   [pytest.param(9, "model", marks=pytest.mark.long), (2, "int8")],
 )
-def test_samples_are_those_of_other_platforms(layers, format):
+def test_samples_equal_those_of_other_platforms(layers, format):
   config = config_with(
     vocab_size=50,
     width=32,
@@ -292,8 +291,8 @@ if __name__ == "__main__":
   for tensor in (1, 2):
     with jax.set_mesh(make_mesh(tensor=tensor)):
       ids = draws_of_devices()
-    # Halves of the vocabulary have other parts.
+    # Halves of the vocabulary have different parts.
     assert np.all(ids == alone) == (tensor == 1)
   devices_write_their_own_rows(tensor=2, width=128)
-  # Four devices have a head each, which no other can lie beside.
+  # With four devices, each has a single head.
   devices_write_their_own_rows(tensor=4, width=64)

@@ -1,4 +1,4 @@
-"""A mixture of experts, their load, and the loss that balances it."""
+"""Mixtures of experts, their load, and the load-balancing loss."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from grpojax.core.objective import Objective
 from grpojax.core.types import Batch
 from grpojax.core.update import make_update
 from grpojax.models import huggingface as hf
-from grpojax.models.moe import LAYER, expert_load, matrices_of, mixture
+from grpojax.models.moe import LAYER, matrices_of, mixture
 from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
@@ -28,7 +28,7 @@ CONFIG = config_with(layers=1, experts=5, experts_per_token=2)
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
-  """Of adapted ones: each has adapters of its own."""
+  """Each expert has its own adapters."""
   config = config_with(
     experts=3, experts_per_token=2, normalize_experts=normalize
   )
@@ -60,7 +60,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
   x, layer = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
   run = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh)[0])
   np.testing.assert_allclose(run(x, layer).reshape(7, 8), want, atol=1e-4)
-  for number in range(3):  # the same one among the matrices of a whole stack
+  for number in range(3):  # the layer as part of a whole stack
     stack = {
       k: jnp.stack([a if i == number else 9 * a + 1 for i in range(3)])
       for k, a in layer.items()
@@ -71,8 +71,8 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
 
 
 @pytest.mark.slow
-def test_value_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
-  """The prompt ends with padding, which does not count."""
+def test_load_balancing_agrees_with_transformers(torch_mixture, tmp_path):
+  """The prompt ends with padding, which has no weight."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=2)
   ids = RNG.integers(0, V, (1, P + T))
@@ -85,7 +85,7 @@ def test_value_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
 
   def ours(params):
     weights = mask * 1.0, jnp.ones((1, 1, T))
-    *_, load = lm.forward_with_load(
+    *_, load = lm.forward(
       params, prompt, mask, completion, load_weights=weights
     )
     return load_balancing_loss(load)
@@ -100,7 +100,7 @@ def test_value_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
 
 
 def draw():
-  """A model and a batch with an empty sample and an empty group."""
+  """Returns a model and a batch with an empty sample and an empty group."""
   lm = transformer(CONFIG)
   lengths = RNG.integers(1, T // 2, (B, G))
   lengths[0, 0], lengths[1, 1], lengths[3] = T, 0, 0
@@ -109,13 +109,13 @@ def draw():
     prompt_mask=jnp.arange(P) < jnp.array([[3], [1], [2], [3]]),
     completion_ids=jnp.asarray(RNG.integers(0, V, (B, G, T))),
     completion_mask=jnp.arange(T) < lengths[..., None],
-    advantages=jnp.zeros((B, G)),  # the policy's gradient is none
+    advantages=jnp.zeros((B, G)),  # no policy gradient
   )
   return lm, random_params(lm), batch, lengths
 
 
 def by_rows(lm, params, batch, lengths):
-  """The loss with each completion after its own copy of its prompt."""
+  """Returns the loss of rows with a copy of the prompt each."""
   learned = lengths.reshape(-1) > 0
 
   def rows(x):
@@ -125,45 +125,22 @@ def by_rows(lm, params, batch, lengths):
   ids = batch.completion_ids.reshape(B * G, 1, T)[learned]
   mask = batch.completion_mask.reshape(B * G, 1, T)[learned]
   weights = prompt_mask * 1.0, mask * 1.0
-  *_, load = lm.forward_with_load(
-    params, prompts, prompt_mask, ids, load_weights=weights
-  )
+  *_, load = lm.forward(params, prompts, prompt_mask, ids, load_weights=weights)
   return load_balancing_loss(load)
-
-
-def test_tokens_in_bfloat16_are_counted_in_float32():
-  """Sums in bfloat16 would stop at 256."""
-  tokens, experts = 1000, 5
-  x = jnp.asarray(RNG.normal(size=(1, 1, tokens, 8)), jnp.bfloat16)
-  router = jnp.asarray(RNG.normal(size=(8, experts)), jnp.bfloat16)
-  weights = jnp.ones((1, 1, tokens))
-
-  def loss(x, router):
-    load = expert_load(x, router, 2, weights)
-    return load_balancing_loss(load), load
-
-  both = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True))
-  (value, load), grad = both(x, router)
-  assert load.count == tokens and load.chosen.sum() == 2 * tokens
-  x, router = x.astype(jnp.float32), router.astype(jnp.float32)
-  (exact, _), exact_grad = both(x, router)
-  np.testing.assert_allclose(value, exact, rtol=1e-2)
-  scale = float(jnp.abs(exact_grad).max())
-  np.testing.assert_allclose(grad, exact_grad, atol=0.05 * scale)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "parts, packed, more",
   [
-    (8, False, {}),  # groups are cut: there are more parts than prompts
+    (8, False, {}),  # more parts than prompts
     pytest.param(
       *(4, True, {"top_entropy_quantile": 0.5}), marks=pytest.mark.long
     ),
   ],
 )
-def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
-  """Against rows of a prompt and a completion each."""
+def test_packing_and_micro_batches_do_not_change_the_loss(parts, packed, more):
+  """Compares with rows of a prompt and a completion each."""
   lm, params, batch, lengths = draw()
   loss = lambda params: by_rows(lm, params, batch, lengths)
   value, gradient = jax.jit(jax.value_and_grad(loss))(params)
@@ -184,8 +161,8 @@ def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
   assert all((x == 0).all() for x in jax.tree.leaves(moved))
 
 
-def test_a_model_without_a_load_needs_no_loss_of_it():
-  lm = transformer(CONFIG)._replace(forward_with_load=None)
+def test_router_aux_coef_requires_experts():
+  lm = transformer(CONFIG)._replace(has_experts=False)
   make_update(lm, optax.sgd(1.0))
   with pytest.raises(ValueError, match=r"router_aux_coef=0.1 .* has none"):
     make_update(lm, optax.sgd(1.0), Objective(router_aux_coef=0.1))

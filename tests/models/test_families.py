@@ -1,6 +1,6 @@
-"""Each family against transformers, on random checkpoints with random norms.
+"""Each family against transformers, on random checkpoints.
 
-Run as a program, this prints the largest differences of each checkpoint.
+Run as a program, it prints the largest differences of each checkpoint.
 """
 
 import json
@@ -76,23 +76,23 @@ CONFIGS = {
     EXPERTS | WINDOW_4 | BIASES | TIED | dict(num_experts_per_tok=1),
   ),
 }
-# One of each family and every feature.
+# One checkpoint of each family, and every feature.
 MARKS = {"qwen3": ()} | dict.fromkeys(
   "gemma2 qwen2_window llama3 llama_linear_biases mistral_window gemma3 "
   "qwen3_moe_top2".split(),
   pytest.mark.slow,
 )
-# Compiling a gradient takes most of the time: biases, norms, windows, experts.
+# With biases, norms, windows and experts; compilation takes long.
 WITH_GRADIENTS = ("llama_linear_biases", "gemma3", "qwen3_moe_top2")
 P, G, T, V = 7, 2, 6, 61
 LENGTHS = np.array([3, 7, 5])
 RNG = np.random.default_rng(0)
-PROMPTS = RNG.integers(1, V, (3, P))  # torch: no gradient of a padding token
+PROMPTS = RNG.integers(1, V, (3, P))  # torch gives padding no gradient
 COMPLETIONS = RNG.integers(1, V, (3, G, T))
 
 
 def make_checkpoint(name, path):
-  """A random checkpoint of transformers' own model, which is returned."""
+  """Saves a random model of transformers, and returns it."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   kind, changes = CONFIGS[name]
@@ -108,10 +108,10 @@ def make_checkpoint(name, path):
   } | changes
   config = transformers.AutoConfig.for_model(kind, **values)
   config._attn_implementation = "eager"
-  torch.set_num_threads(1)  # a tiny model only waits for more
+  torch.set_num_threads(1)
   torch.manual_seed(0)
   model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-  with torch.no_grad():  # zero biases and unit norms would hide mistakes
+  with torch.no_grad():  # initial biases and norms would hide mistakes
     for parameter in model.parameters():
       parameter.add_(0.2 * torch.randn_like(parameter))
   model.save_pretrained(path)
@@ -119,7 +119,7 @@ def make_checkpoint(name, path):
 
 
 def theirs(model, with_gradients):
-  """Logits [length, V] of every row, and gradients of the sum or None."""
+  """Returns logits [length, V] of each row, and gradients or None."""
   import torch
 
   rows, total = [], 0.0
@@ -137,24 +137,24 @@ def theirs(model, with_gradients):
   for name, parameter in model.named_parameters():
     module, _, kind = name.rpartition(".")
     grad = parameter.grad.numpy()
-    if not module.endswith("experts"):  # of these, one tensor in memory
+    if not module.endswith("experts"):  # stacked in memory
       grads[name] = grad
       continue
     for i, matrix in enumerate(grad):
       names = kind.removesuffix("_proj").split("_")  # gate and up, or down
-      for one, part in zip(names, np.split(matrix, len(names)), strict=True):
-        grads[f"{module}.{i}.{one}_proj.weight"] = part
+      for name, part in zip(names, np.split(matrix, len(names)), strict=True):
+        grads[f"{module}.{i}.{name}_proj.weight"] = part
   return rows, grads
 
 
 def ours(path, with_gradients):
-  """Logits of `forward` and of a cache, and gradients of `forward` or None."""
+  """Returns logits of `forward` and of decoding, and gradients or None."""
   lm, params = hf.load(path)
   mask = jnp.arange(P) < LENGTHS[:, None]
   ids = jnp.asarray(COMPLETIONS)
 
   def score(params):
-    last, hidden = lm.forward(params, jnp.asarray(PROMPTS), mask, ids)
+    last, hidden, _ = lm.forward(params, jnp.asarray(PROMPTS), mask, ids)
     first = lm.unembed(params, last)
     logits = lm.unembed(params, hidden)
     before = jnp.broadcast_to(first[:, None, None], logits[:, :, :1].shape)
@@ -167,19 +167,19 @@ def ours(path, with_gradients):
   prefix = jax.jit(lm.prefill)(params, jnp.asarray(PROMPTS), mask)
   extend, cache, cached = jax.jit(lm.extend), lm.init_cache(3, G, T + 2), []
   for t in range(T):
-    hidden, cache = extend(params, prefix, ids[:, :, t : t + 1], cache)
+    hidden, cache, _ = extend(params, prefix, ids[:, :, t : t + 1], cache)
     cached.append(lm.unembed(params, hidden))
   grads = grads if with_gradients else None
   return first, logits, jnp.concatenate(cached, 2), grads
 
 
 def by_their_names(path, tree):
-  """Arrays of our layout under Hugging Face's names, as stored there."""
+  """Returns arrays by Hugging Face's names and in its layout."""
   values = json.loads((path / "config.json").read_text())
   keys = hf.FAMILIES[values["model_type"]].KEYS
   flat = {}
-  for where, array in jax.tree_util.tree_leaves_with_path(tree):
-    name, transposed = keys["/".join(key.key for key in where)]
+  for path, array in jax.tree_util.tree_leaves_with_path(tree):
+    name, transposed = keys["/".join(key.key for key in path)]
     matrices = name.count("{")
     array = np.asarray(array)
     for index in np.ndindex(array.shape[:matrices]):
@@ -189,7 +189,7 @@ def by_their_names(path, tree):
 
 
 def check_saving(model, path):
-  """Saved and read again, by us and by transformers, it is the same model."""
+  """Compares a saved model, read by us and by transformers."""
   import transformers
 
   params, out = hf.load_params(path), path.parent / "out"
@@ -223,7 +223,7 @@ def compare(name, with_gradients):
 
 
 def gradient_errors(pair):
-  """Largest difference per tensor, relative to its largest entry."""
+  """Returns the largest difference of each tensor, relative to its maximum."""
   floor = 1e-3 * max(np.abs(g).max() for g in pair.their_grads.values())
   return {
     name: np.abs(pair.grads[name] - g).max() / max(np.abs(g).max(), floor)

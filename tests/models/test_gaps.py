@@ -1,4 +1,4 @@
-"""Ids without a token: rows that pad a vocabulary, and holes in it."""
+"""Ids without a token: padding rows of a vocabulary, and gaps in it."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ PROMPTS = Prompts(
 
 
 def params_of(seed=0):
-  """Parameters of a model that likes ids without a token best."""
+  """Parameters of a model that prefers ids without a token."""
   params = PLAIN.init(jax.random.key(seed))
   params = jax.tree.map(lambda x: 9 * x, params)
   head = params["head"].at[:, jnp.array(REAL)].multiply(0.2)
@@ -41,7 +41,7 @@ def params_of(seed=0):
 
 
 def without_gaps(logits):
-  """Log-probabilities of the real ids alone, from all logits."""
+  """Log-probabilities over the real ids."""
   logits = np.asarray(logits, np.float64)[..., REAL]
   return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -55,7 +55,7 @@ def without_gaps(logits):
     (Sampling(weights_dtype="int8", cache_dtype="int8"), False),
   ],
 )
-def test_samples_and_loss_are_of_the_real_ids(sampling, adapted):
+def test_samples_and_loss_use_only_real_ids(sampling, adapted):
   whole, lm, params = params_of(), MASKED, params_of()
   if adapted:
     adapters = lora.init(whole, jax.random.key(1), 2, "layers/(q|v)")
@@ -65,7 +65,7 @@ def test_samples_and_loss_are_of_the_real_ids(sampling, adapted):
     lm, params, PROMPTS, 2, sampling=sampling, **options
   )
   ids = draw(PLAIN, whole).completion_ids
-  assert np.mean(np.isin(ids, REAL)) < 0.5  # or the test would show nothing
+  assert np.mean(np.isin(ids, REAL)) < 0.5  # the test needs gaps to matter
   samples = draw(lm, params)
   ids, mask = samples.completion_ids, np.asarray(samples.completion_mask)
   assert np.isin(np.asarray(ids)[mask], REAL).all()
@@ -81,10 +81,10 @@ def test_samples_and_loss_are_of_the_real_ids(sampling, adapted):
     np.testing.assert_allclose(loss[mask], expected[mask], atol=1e-5)
 
 
-def test_values_and_gradients_are_those_of_a_model_without_these_ids():
+def test_values_and_gradients_equal_those_of_a_model_without_gaps():
   ids = jax.random.choice(jax.random.key(3), jnp.array(REAL), (2, 2, 4))
   places, real = jnp.searchsorted(jnp.array(REAL), ids), jnp.array(REAL)
-  # It knows the real ids alone, by their places among them.
+  # A model of the real ids, numbered consecutively.
   cut = PLAIN._replace(
     extend=lambda params, prefix, ids, **options: PLAIN.extend(
       params, prefix, real[ids], **options

@@ -1,4 +1,4 @@
-"""GGUF files as bytes: formats, places of tensors, and damage."""
+"""GGUF files byte by byte: formats, places of tensors, and damage."""
 
 import os
 import struct
@@ -69,7 +69,7 @@ def test_a_header_is_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path):
+def test_truncated_files_are_refused(tmp_path):
   data = whole(KEYS, TENSORS, DATA)
   for size in range(len(data)):
     with pytest.raises(ValueError, match="model.gguf is no GGUF file"):
@@ -83,25 +83,21 @@ def array(kind, count, data=b""):
 @pytest.mark.parametrize(
   "data, message",
   [
-    (whole(magic=b"GGML"), "another format"),
+    (whole(magic=b"GGML"), "begin with GGUF"),
     (whole(version=1), "its version, 1, is unknown"),
     (whole(version=3 * 2**24), "is for big-endian machines"),
-    (whole(counts=(HUGE, 0)), f"counts {HUGE} entries"),
-    (whole(counts=(0, HUGE)), f"counts {HUGE} entries"),
+    (whole(counts=(HUGE, 0)), f"too many entries, {HUGE}"),
     (whole(counts=(0, 2**16)), "cut off or damaged"),
     (whole([struct.pack("<Q", 2**63) + b"a"]), "cut off or damaged"),
     (whole(array(U8, HUGE)), "cut off or damaged"),
     (whole(array(TEXT, HUGE)), "cut off or damaged"),
-    (whole(array(ARRAY, 1, struct.pack("<IQ", U8, 0))), "a value of type 9"),
-    (whole([key("a", U8, b"1")] * 2), "its a stands there twice"),
-    (whole([key(b"\xff", U8, b"1")]), "codec can't decode"),
+    (whole(array(ARRAY, 1, struct.pack("<IQ", U8, 0))), "the unknown type 9"),
+    (whole([key("a", U8, b"1")] * 2), "its a appears twice"),
     (whole([key("a", TEXT, text(b"\xc3"))]), "codec can't decode"),
     (whole([key("general.alignment", U32, bytes(4))]), "alignment is 0"),
-    (whole([key("general.alignment", TEXT, text("x"))]), "alignment is 'x'"),
     (whole([], [tensor("x", [])]), "x has 0 dimensions"),
     (whole([], [tensor("x", [1] * 5)]), "x has 5 dimensions"),
     (whole([], [tensor("x", [0, 2])]), OUTSIDE),
-    (whole([], [tensor("x", [2**62, 2**62])]), OUTSIDE),
     (whole([], [tensor("x", [32, 2**58], Q8_0)]), OUTSIDE),
     (whole([], [tensor("x", [2**62], Q8_0)]), r"x \[.* cannot be read"),
     (whole([], [tensor("x", [33, 2], Q8_0)]), "33 values are no multiple"),
@@ -110,20 +106,19 @@ def array(kind, count, data=b""):
     (whole([], [tensor("x", [2], offset=2**63)], DATA), OUTSIDE),
     (whole([], [tensor("x", [2], offset=41)], DATA), OUTSIDE),
     (whole([], [tensor("x", [4]), tensor("y", [4])], DATA), OUTSIDE),
-    (whole([], [tensor("x", [4]), tensor("x", [4])]), "x stands there twice"),
     (whole([], [tensor(b"\xff", [4])], DATA), "codec can't decode"),
   ],
   ids=lambda x: "file" if isinstance(x, bytes) else None,
 )
-def test_damage_is_said_at_once(tmp_path, data, message):
+def test_damage_is_refused_quickly(tmp_path, data, message):
   began = time.process_time()
   with pytest.raises(ValueError, match=f"no GGUF file to read: .*{message}"):
     read(tmp_path, data)
-  assert time.process_time() - began < 2  # nothing is counted to 2**60
+  assert time.process_time() - began < 2  # no loop to 2**60
 
 
-def test_a_sparse_file_of_empty_texts_ends(tmp_path, monkeypatch):
-  monkeypatch.setattr(gguf_file, "_LARGEST", 2**15)  # of 2**25
+def test_a_sparse_file_of_empty_texts_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(gguf_file, "_LARGEST", 2**15)
   path = tmp_path / "model.gguf"
   path.write_bytes(whole(array(TEXT, HUGE)))
   os.truncate(path, 2**30)
@@ -131,14 +126,14 @@ def test_a_sparse_file_of_empty_texts_ends(tmp_path, monkeypatch):
     gguf_file.read(path)
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_folders_and_pipes_are_refused(tmp_path):
   os.mkfifo(tmp_path / "pipe")
   for path in (tmp_path, tmp_path / "pipe", tmp_path / "nothing"):
     with pytest.raises(ValueError, match="is no file: give the path"):
       gguf_file.read(path)
 
 
-def test_without_the_library_the_remedy_is_said(tmp_path, monkeypatch):
+def test_a_missing_library_raises_with_a_remedy(tmp_path, monkeypatch):
   monkeypatch.setitem(__import__("sys").modules, "gguf", None)
   with pytest.raises(ValueError, match="pip install gguf"):
     read(tmp_path, whole())
@@ -148,12 +143,12 @@ FORMATS = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q6_K IQ4_XS".split()
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_pieces_are_those_of_the_whole(tmp_path, name):
+def test_parts_equal_slices_of_the_whole(tmp_path, name):
   kind = gguf.GGMLQuantizationType[name]
   block, size = gguf.GGML_QUANT_SIZES[kind]
   rng = np.random.default_rng(0)
-  shape = (3, 8, 2 * block)  # three matrices of 8 rows, as of experts
-  raw = rng.integers(0, 60, (3, 8, 2 * size), np.uint8)  # no exponent is full
+  shape = (3, 8, 2 * block)  # three experts of 8 rows
+  raw = rng.integers(0, 60, (3, 8, 2 * size), np.uint8)  # finite numbers
   values = gguf.dequantize(raw.reshape(24, -1), kind).reshape(shape)
   assert np.isfinite(values).all() and values.any()
   stored = [tensor("x", shape[::-1], kind.value)]
@@ -162,7 +157,7 @@ def test_pieces_are_those_of_the_whole(tmp_path, name):
   np.testing.assert_array_equal(x.rows(0, 3), values)
   matrix = x.part(1)
   np.testing.assert_array_equal(matrix.rows(2, 5), values[1, 2:5])
-  # The halves of two heads of four rows: from 0 2 1 3 | 4 6 5 7.
+  # Two heads of four rows: 0 2 1 3 | 4 6 5 7.
   swapped = values[1][[0, 2, 1, 3, 4, 6, 5, 7]]
   matrix = matrix._replace(heads=2)
   np.testing.assert_array_equal(matrix.rows(0, 8), swapped)

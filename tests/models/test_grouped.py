@@ -1,4 +1,4 @@
-"""Products of runs of rows with a matrix each, and kernels of them."""
+"""Products of runs of rows with different matrices, and their kernels."""
 
 import functools
 
@@ -13,16 +13,16 @@ from grpojax.models.grouped import grouped_product
 
 
 def by_hand(rows, matrices, runs):
-  """Products of the rows that are in a run, run by run."""
+  """Multiplies run by run."""
   ends = np.cumsum(runs)
   parts = zip(ends - runs, ends, matrices, strict=True)
   return jnp.concatenate([rows[a:b] @ w for a, b, w in parts])
 
 
 RUNS = {
-  "empty ones, and rows in none": (96, (10, 0, 53, 1, 0)),
+  "empty runs and unused rows": (96, (10, 0, 53, 1, 0)),
   "longer than a tile": (512, (200, 0, 300)),
-  "no row in any": (16, (0, 0)),
+  "only empty runs": (16, (0, 0)),
 }
 
 
@@ -56,20 +56,20 @@ def test_values_and_derivatives(monkeypatch, name, kernel):
   )
   derive = lambda f, *of: jax.jit(jax.value_and_grad(f, *of))(*args)
   value, grads = derive(ours, (0, 1))
-  want, (of_rows, of_matrices) = derive(plain, (0, 1))
+  want, (d_rows, d_matrices) = derive(plain, (0, 1))
   close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5)
   close(value, want)
-  close(grads[0][:used], of_rows[:used])  # others belong to no matrix
-  close(grads[1], of_matrices)
-  for i, of_one in enumerate((of_rows[:used], of_matrices)):
-    _, alone = derive(ours, i)  # the other one is frozen
-    close(alone[: len(of_one)], of_one)
+  close(grads[0][:used], d_rows[:used])
+  close(grads[1], d_matrices)
+  for i, expected in enumerate((d_rows[:used], d_matrices)):
+    _, alone = derive(ours, i)  # the other argument is frozen
+    close(alone[: len(expected)], expected)
   along = lambda f: jax.jit(lambda *x: jax.jvp(f, *x)[1])(args, tangents)
   close(along(ours), along(plain))
 
 
 def test_a_gpu_multiplies_each_row_with_one_matrix(h100):
-  """XLA's own way would be 32 times the operations, and a copy of the rows."""
+  """XLA would need 32 times the operations, and a copy of the rows."""
   pytest.importorskip("jax_plugins.xla_cuda13")
   (device,) = topology.machine("h100:1").devices
   place = NamedSharding(Mesh([device], ("x",)), PartitionSpec())

@@ -1,4 +1,4 @@
-"""Low-rank adapters, against merged weights and against the peft library."""
+"""Low-rank adapters, against merged weights and the peft library."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ def noise(tree, seed):
   ],
 )
 def model(tmp_path_factory, request):
-  """A checkpoint, its functions and weights, and trained adapters."""
+  """A checkpoint, its functions and weights, and random adapters."""
   path = tmp_path_factory.mktemp("lora")
   (path / "config.json").write_text(json.dumps(request.param))
   base = noise(hf.abstract_params(request.param), seed=0)
@@ -64,7 +64,7 @@ def model(tmp_path_factory, request):
 
 
 def score(lm, params):
-  """Logits of each completion's tokens, [B, G, T, V]."""
+  """Returns the logits of completions, [B, G, T, V]."""
   return lm.unembed(params, completion_hidden(lm, params, *BATCH)[0])
 
 
@@ -82,7 +82,7 @@ def adapted_logits(model, adapters):
 
 
 @pytest.mark.slow
-def test_adapters_move_in_forward_mode(model):
+def test_adapters_have_forward_mode_derivatives(model):
 
   @functools.partial(jax.jit, static_argnums=2)
   def run(base, adapters, attention):
@@ -106,20 +106,16 @@ def test_adapters_move_in_forward_mode(model):
 
 
 @pytest.mark.slow
-def test_fresh_adapters_and_none_are_the_base(model):
+def test_without_and_with_fresh_adapters_the_model_is_the_base(model):
   assert lora.merge_lazily(model.base, {}, SCALE) == model.base
   assert lora.adapt(model.lm._replace(forward=None), {}, 1.0).forward is None
   want = logits(model.lm, model.base)
   np.testing.assert_array_equal(adapted_logits(model, {}), want)
   np.testing.assert_array_equal(adapted_logits(model, model.fresh), want)
   layers = model.fresh["layers"]
-  stacked, name = (2,), "down"
-  if name not in layers:
-    stacked, name = (2, 5), "expert_down"
-  a, b = layers[name]["a"], layers[name]["b"]
-  assert a.shape == (*stacked, 24, 2)
+  a = layers["expert_down" if model.config.experts else "down"]["a"]
+  assert a.shape[-2:] == (24, 2)
   assert 0.8 * 24**-0.5 < jnp.abs(a).max() <= 24**-0.5
-  assert b.shape == (*stacked, 2, 16)
 
 
 def merge(model):
@@ -129,8 +125,8 @@ def merge(model):
 
 
 @pytest.mark.slow
-def test_the_gradient_is_that_of_merged_weights_by_the_chain_rule(model):
-  """Of W + s A B: s dW B^T and s A^T dW, with frozen matrices beside them."""
+def test_gradients_follow_from_merged_weights_by_the_chain_rule(model):
+  """For W + s A B they are s dW B^T and s A^T dW."""
 
   def gradient(logits_of, params):
     loss = lambda params: jnp.sum(jnp.sin(logits_of(params)))
@@ -139,10 +135,10 @@ def test_the_gradient_is_that_of_merged_weights_by_the_chain_rule(model):
   adapters = gradient(lambda x: adapted_logits(model, x), model.trained)
   whole = gradient(lambda x: logits(model.lm, x), merge(model))
   for name, x in model.trained["layers"].items():
-    of_w = SCALE * whole["layers"][name]
+    dw = SCALE * whole["layers"][name]
     for side, expected in {
-      "a": of_w @ x["b"].swapaxes(-1, -2),
-      "b": x["a"].swapaxes(-1, -2) @ of_w,
+      "a": dw @ x["b"].swapaxes(-1, -2),
+      "b": x["a"].swapaxes(-1, -2) @ dw,
     }.items():
       actual = adapters["layers"][name][side]
       scale = float(jnp.abs(expected).max())
@@ -150,7 +146,7 @@ def test_the_gradient_is_that_of_merged_weights_by_the_chain_rule(model):
 
 
 @pytest.mark.slow
-def test_the_last_layers_adapters_can_be_held_apart(model):
+def test_last_layers_separates_adapters(model):
   moving, merge = last_layers(model.trained, 1)
   assert moving["layers"]["q"]["a"].shape[0] == 1
   stacks = lora.attach(model.base, merge(moving), SCALE)["layers"]
@@ -167,10 +163,8 @@ def test_the_last_layers_adapters_can_be_held_apart(model):
     (CONFIG, 2, "q", "nothing; there are layers/down, layers/gate, layers/k"),
     (CONFIG, 2, "layers/.*norm", "layers/attn_norm, layers/mlp_norm, no proj"),
     (CONFIG, 2, "layers/q(_bias)?", "match layers/q_bias, no projections"),
-    (CONFIG, 2, "embed|layers/q", "match embed, no projections"),
     (CONFIG, 2, "layers/(q", "unterminated subpattern"),
     (MIXTURE, 2, "layers/up", "match nothing; there are layers/expert_down, "),
-    (MIXTURE, 2, "layers/(q|router)", "match layers/router, no projections"),
   ],
 )
 def test_bad_targets_are_refused(config, rank, targets, message):
@@ -181,7 +175,7 @@ def test_bad_targets_are_refused(config, rank, targets, message):
 
 
 def theirs(torch_model):
-  """Logits like ours from a torch model, from unpadded rows."""
+  """Returns the logits of a torch model for unpadded rows."""
   torch = pytest.importorskip("torch")
   out = []
   for prompt, mask, group in zip(*BATCH, strict=True):
@@ -200,7 +194,7 @@ def load_torch(path):
 
 
 @pytest.mark.slow
-def test_peft_and_transformers_read_what_is_saved(model, tmp_path):
+def test_peft_and_transformers_read_saved_adapters(model, tmp_path):
   pytest.importorskip("torch")
   peft = pytest.importorskip("peft")
   want = adapted_logits(model, model.trained)
@@ -216,11 +210,11 @@ def test_peft_and_transformers_read_what_is_saved(model, tmp_path):
   np.testing.assert_allclose(theirs(merged), want, atol=2e-4)
 
 
-def test_adapters_that_peft_would_leave_out_are_refused(tmp_path):
+def test_adapters_that_peft_would_skip_are_refused(tmp_path):
   targets = "layers/(q|expert_(gate|up))"
   partial = lora.abstract(hf.abstract_params(MIXTURE), RANK, targets)
   for adapters, message in (
-    (partial, "of expert_gate and expert_up alone"),
+    (partial, "of only expert_gate and expert_up"),
     ({}, "no adapters to save"),
   ):
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,6 @@
-"""Rollouts in int8 against ones of numbers that were rounded beforehand.
+"""int8 rollouts against rollouts with numbers rounded beforehand.
 
-Run as a program, with eight devices, it compares a mesh with one device.
+Run as a program with eight devices, it compares a mesh with a single device.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models import cache as cache_lib
-from grpojax.models import lora, quantization, sharding
+from grpojax.models import quantization, sharding
 from grpojax.models.transformer import transformer
 
 INT8 = Sampling(weights_dtype="int8", cache_dtype="int8")
@@ -34,7 +34,7 @@ BATCH = PROMPTS.prompt_ids, PROMPTS.prompt_mask
 
 
 def rounded(x, axis):
-  """Numbers of 8 bits, by NumPy: x as it is read."""
+  """Returns x rounded to 8 bits, by NumPy."""
   x = np.asarray(x, np.float64)
   scale = np.abs(x).max(axis, keepdims=True) / 127
   x = np.round(x / np.where(scale, scale, 1)) * scale
@@ -42,14 +42,14 @@ def rounded(x, axis):
 
 
 def rounded_params(params):
-  """Parameters whose matrices were rounded, in a tree for the full path."""
+  """Returns parameters with rounded matrices, and an untied head."""
   names = quantization.MATRICES
 
-  def one(path, x):
+  def round_leaf(path, x):
     return rounded(x, -2) if path[-1].key in names else x
 
-  params = jax.tree_util.tree_map_with_path(one, params)
-  if "head" not in params:  # the head is rounded, and the embedding is not
+  params = jax.tree_util.tree_map_with_path(round_leaf, params)
+  if "head" not in params:  # unlike the embedding, the head is rounded
     params["head"] = rounded(params["embed"].T, 0)
   return params
 
@@ -75,31 +75,20 @@ def mismatch(lm, params, samples):
     {"tied": True, "logits_cap": 5.0, "post_norms": True},
   ],
 )
-def test_a_rollout_is_of_the_policy_with_rounded_matrices(tiny, changes):
-  """And of no other: by the full path, on parameters rounded by NumPy."""
+def test_int8_rollouts_sample_the_policy_with_rounded_matrices(tiny, changes):
   config = dataclasses.replace(tiny.config, **changes)
   lm = transformer(config)
   params = random_params(lm)
   gate = params["layers"]["gate"]
-  params["layers"]["gate"] = gate.at[..., 0].set(0)  # a channel's scale is 0
+  params["layers"]["gate"] = gate.at[..., 0].set(0)  # a scale of 0
   samples = drawn(lm, params, WEIGHTS)
-  of_rounded = transformer(dataclasses.replace(config, tied=False))
-  assert mismatch(of_rounded, rounded_params(params), samples) < 2e-5
+  untied = transformer(dataclasses.replace(config, tied=False))
+  assert mismatch(untied, rounded_params(params), samples) < 2e-5
   assert mismatch(lm, params, samples) > 1e-3  # the trainer's
 
 
-@pytest.mark.slow
-def test_adapters_are_not_rounded(tiny):
-  fresh = lora.init(tiny.params, jax.random.key(0), 2, "layers/(q|down)")
-  adapters = jax.tree.map(lambda x: x + 0.5, fresh)
-  adapt = lambda base: lora.adapt(tiny.lm, base, 0.5)
-  samples = drawn(adapt(tiny.params), adapters, WEIGHTS)
-  of_rounded = adapt(rounded_params(tiny.params))
-  assert mismatch(of_rounded, adapters, samples) < 2e-5
-
-
 def map_slots(function, cache):
-  """Maps a function of `Slots`, as keys, values and scales, to new ones."""
+  """Maps a function of `Slots` over a cache."""
   blocks = (tuple(function(*x) for x in block) for block in cache.blocks)
   return cache_lib.Cache(cache.index, tuple(blocks))
 
@@ -114,7 +103,7 @@ def plain(cache):
 
 
 def round_cache(cache):
-  """A cache of float32 numbers, rounded by NumPy: a token and head at once."""
+  """Rounds a float32 cache by NumPy, per token and head."""
   return map_slots(
     lambda keys, values, *_: cache_lib.Slots(
       rounded(keys, -2), rounded(values, -1)
@@ -124,10 +113,10 @@ def round_cache(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # each by itself, and a stack
+@pytest.mark.parametrize(  # separate layers, and a stack
   "layers", [2, pytest.param(9, marks=pytest.mark.long)]
 )
-def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
+def test_an_int8_cache_equals_a_rounded_cache(tiny, layers):
   config = dataclasses.replace(tiny.config, layers=layers)
   lm = transformer(config, platform="cpu")
   params = jax.tree.map(lambda x: 0.6 * x, random_params(lm))
@@ -141,7 +130,7 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
     for t in range(9):
       if t == 5:
         cache = decoder.grow_cache(cache, 4)
-      state, cache = extend(prepared, prefix, ids[..., t : t + 1], cache)
+      state, cache, _ = extend(prepared, prefix, ids[..., t : t + 1], cache)
       states.append(state)
       cache = cache if formats else round_cache(cache)
     outputs.append((np.concatenate(states, 2), cache))
@@ -153,8 +142,7 @@ def test_a_cache_in_8_bits_is_one_of_rounded_numbers(tiny, layers):
 
 
 @pytest.mark.slow
-def test_rows_move_with_their_scales(tiny):
-  """Aligned and mapped, a cache is the same of numbers in full."""
+def test_scales_move_with_their_rows(tiny):
   decoder, _ = tiny.lm.prepared(tiny.params, longest=9, cache_dtype="int8")
   shapes = jax.eval_shape(lambda: decoder.init_cache(2, 3, 5))
   cache = jax.tree.map(
@@ -169,18 +157,18 @@ def test_rows_move_with_their_scales(tiny):
     assert_close(moved, expected, rtol=0)
 
 
-def test_a_model_without_prepare_has_no_formats(tiny):
+def test_formats_need_a_model_with_prepare(tiny):
   with pytest.raises(ValueError, match="weights_dtype=int8 needs a model"):
     tiny.lm._replace(prepare=None).prepared({}, longest=3, **WEIGHTS.formats)
 
 
 @pytest.mark.slow
-def test_eight_devices_draw_what_one_does():
+def test_a_mesh_samples_like_a_single_device():
   run_python(8, __file__)
 
 
 def main():
-  """Parameters are split along fsdp and tensor; nothing else differs."""
+  """Compares parameters split along fsdp and tensor with whole ones."""
   config = config_with(
     vocab_size=16, width=16, heads=4, kv_heads=2, mlp=24, qkv_bias=True
   )

@@ -1,4 +1,4 @@
-"""Programs trace with jax_numpy_rank_promotion=raise, as some users have it."""
+"""Programs trace with jax_numpy_rank_promotion=raise."""
 
 import dataclasses
 
@@ -37,7 +37,6 @@ GEMMA = dict(
 )
 MODELS = {
   "plain": transformer,
-  "bfloat16": lambda config: transformer(config, dtype=jnp.bfloat16),
   "gemma": lambda config: transformer(dataclasses.replace(config, **GEMMA)),
   "gaps": lambda config: transformer(
     dataclasses.replace(config, gaps=((9, 11),))
@@ -51,9 +50,7 @@ MODELS = {
 STEPS = {
   "default": {},
   "cuts": {"sampling": Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01)},
-  "greedy": {"sampling": Sampling(0.0)},
   "kl": {"objective": Objective(beta=0.1, kl="exact", entropy_coef=0.1)},
-  "tokens": {"objective": Objective(advantage="optimal_token_baseline")},
   "corrected": {
     "objective": Objective(correction="sequence_truncate"),
     "update": UpdateOptions(minibatches=2, micro_batches=2, epochs=2),

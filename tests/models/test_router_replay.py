@@ -1,11 +1,11 @@
 """Experts recorded in a rollout and replayed in the update (R3)."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from environment_helpers import (
   ENVIRONMENT,
@@ -28,7 +28,6 @@ from grpojax.core.batch import make_batch
 from grpojax.core.decoding import Decoding
 from grpojax.core.objective import Objective
 from grpojax.core.packing.packed_logprobs import completion_logprobs
-from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.update import UpdateOptions
 from grpojax.models import huggingface as hf
 from grpojax.models.moe import route
@@ -80,15 +79,15 @@ WAYS = {
     for name in WAYS
   ],
 )
-def test_a_rollout_names_the_experts_of_all_tokens_that_are_read(way):
-  """Against one pass of prompt and completion, as if all were a prompt."""
-  many = 300 if way == "token by token" else 5  # more than a byte counts
+def test_rollouts_record_the_experts_of_all_tokens(way):
+  """Compares with `prefill` of prompt and completion."""
+  many = 300 if way == "token by token" else 5  # more than a byte holds
   lm = transformer(dataclasses.replace(CONFIG, experts=many))
   params = random_params(lm)
   samples = WAYS[way](lm, params)
   lengths = lengths_of(samples)
   assert lengths.min() < lengths.max() - 5
-  whole = jax.jit(lm.prefill_with_experts)
+  whole = jax.jit(functools.partial(lm.prefill, record=True))
   size = samples.prompt_ids.shape[1] + samples.completion_ids.shape[2]
   for i, j in np.ndindex(B, G):
     mask = samples.prompt_mask[i]
@@ -96,8 +95,8 @@ def test_a_rollout_names_the_experts_of_all_tokens_that_are_read(way):
     completion = samples.completion_ids[i, j][: lengths[i, j] - 1]
     ids = np.concatenate([samples.prompt_ids[i][mask], completion])
     padded = jnp.asarray(np.pad(ids, (0, size - len(ids))))[None]
-    _, experts = whole(params, padded, (jnp.arange(size) < len(ids))[None])
-    experts = np.asarray(experts[0])
+    prefix = whole(params, padded, (jnp.arange(size) < len(ids))[None])
+    experts = np.asarray(prefix.experts[0])
     assert experts.shape == (size, LAYERS * PER_TOKEN)
     dtype = np.uint8 if many == 5 else np.uint16
     assert experts.dtype == samples.experts.dtype == dtype
@@ -108,7 +107,7 @@ def test_a_rollout_names_the_experts_of_all_tokens_that_are_read(way):
 
 
 def replace_choice(model, experts):
-  """Has the routers of a model of transformers take these [L, N, k]."""
+  """Makes the routers of a transformers model choose experts [L, N, k]."""
   import torch
 
   for layer, chosen in zip(model.model.layers, experts, strict=True):
@@ -127,8 +126,8 @@ def replace_choice(model, experts):
 
 
 @pytest.mark.slow
-def test_values_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
-  """Packed, its routers' choice replaced; a reference chooses itself."""
+def test_replay_agrees_with_transformers(torch_mixture, tmp_path):
+  """Rows are packed; the reference chooses its own experts."""
   torch = pytest.importorskip("torch")
   model = torch_mixture(tmp_path, layers=LAYERS)
   lm, params = hf.load(tmp_path)
@@ -183,8 +182,8 @@ def test_values_and_gradient_are_those_of_transformers(torch_mixture, tmp_path):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_experts_that_a_router_never_chooses_have_a_gradient(normalize):
-  """The words of tokens that nobody read name expert 0, whatever it is."""
+def test_replayed_experts_of_probability_0_have_finite_gradients(normalize):
+  """Tokens that were not read have expert 0."""
   router = jnp.array([[0.0, 110.0, 110.0]])
   replayed = jnp.array([[0, 0]], jnp.uint8)
 
@@ -199,8 +198,8 @@ def test_experts_that_a_router_never_chooses_have_a_gradient(normalize):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 12])
-def test_how_a_batch_is_cut_changes_nothing(parts):
-  """Packed rows and micro-batches, with routers that would choose others."""
+def test_packing_and_micro_batches_replay_the_same_experts(parts):
+  """The policy's routers would choose other experts."""
   lm = transformer(CONFIG)
   sampler = random_params(lm)
   policy = other_routers(sampler)
@@ -225,25 +224,7 @@ def test_how_a_batch_is_cut_changes_nothing(parts):
   assert abs(float(without - mismatch)) > 0.01
 
 
-def test_a_step_replays_what_it_sampled():
-  """In bfloat16, where two passes round to other experts now and then."""
-  lm = transformer(CONFIG, dtype=jnp.bfloat16)
-  params = random_params(lm)
-  step = make_grpo_step(
-    lm,
-    optax.sgd(0.0),
-    lambda rollout, targets: jnp.mean(rollout.completion_mask * 1.0, axis=-1),
-    objective=Objective(router_replay=True),
-    group_size=G,
-    max_new_tokens=16,
-    eos_ids=EOS,
-  )
-  _, metrics = jax.jit(step)(init_state(params, optax.sgd(0.0), KEY), PROMPTS)
-  assert 0 < metrics["grad_norm"] < np.inf
-  assert metrics["rollout_mismatch_max"] < 0.1
-
-
-def test_experts_that_do_not_fit_are_refused(tiny):
+def test_wrong_experts_are_refused(tiny):
   lm = transformer(CONFIG)
   params, replay = random_params(lm), Objective(router_replay=True)
   recorded = sample(lm, params)

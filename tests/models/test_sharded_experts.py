@@ -1,7 +1,7 @@
-"""Layers of experts over meshes of eight devices.
+"""Layers of experts on meshes of eight devices.
 
-The tests run this file as a program, in processes of their own, for the number
-of devices is set before jax starts.
+The tests run this file as a program, because the number of devices is fixed
+when jax starts.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ CONFIG = config_with(
   experts=8,
   experts_per_token=2,
 )
-B, G, P, S = 2, 4, 5, 3  # B < 8: the mesh cuts groups too
+B, G, P, S = 2, 4, 5, 3  # the mesh also splits groups
 COLLECTIVES = (
   "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 )
@@ -47,13 +47,13 @@ COLLECTIVES = (
 
 @functools.cache
 def parameters(config):
-  """Of a model whose layers matter, and with all tokens at two experts."""
+  """Returns random parameters, and with all tokens at two experts."""
   rng = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: rng.normal(size=x.shape).astype(np.float32) / 6,
     jax.eval_shape(transformer(config).init, jax.random.key(0)),
   )
-  # Where all logits are equal the first experts are taken.
+  # Equal logits choose the first experts.
   layers = params["layers"] | {"router": 0 * params["layers"]["router"]}
   return params, params | {"layers": layers}
 
@@ -64,8 +64,7 @@ def experts_alone(params):
 
 
 def mixtures(config, params, x):
-  """All layers' mixtures, one after the other, as `transformer` runs them."""
-
+  """Applies the mixtures of all layers like `transformer`."""
   keep = sharding.all_but_gathered
 
   @functools.partial(jax.checkpoint, prevent_cse=False, policy=keep)
@@ -86,7 +85,7 @@ _ragged_dot = jax.lax.ragged_dot
 
 @jax.custom_vjp
 def as_on_tpu(rows, matrices, runs):
-  """A `ragged_dot` that leaves what it likes in rows of no run."""
+  """`ragged_dot` with NaN in rows outside of all runs."""
   in_runs = jnp.arange(len(rows)) < jnp.sum(runs)
   y = _ragged_dot(rows, matrices, runs)
   return jnp.where(in_runs[:, None], y, jnp.nan)
@@ -126,7 +125,7 @@ def on_one_device(config, group_size):
 
 
 def check_mixtures(sizes, config=CONFIG, group_size=G):
-  """As on one device, however the tokens are routed."""
+  """Compares with a single device, for two routings."""
   arguments, expected = on_one_device(config, group_size)
   function = functools.partial(with_gradients, config)
   program, places = compiled(function, make_mesh(*sizes), *arguments[0])
@@ -136,7 +135,7 @@ def check_mixtures(sizes, config=CONFIG, group_size=G):
 
 
 def collectives(text):
-  """Counts (operation, shape) of a compiled program's collectives."""
+  """Counts the collectives of a program by (operation, shape)."""
   counts = Counter()
   for line in text.splitlines():
     match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
@@ -146,33 +145,33 @@ def collectives(text):
 
 
 def check_exchanges(text):
-  """fsdp = 2, expert = 4: a group of four devices has 12 of the 24 tokens."""
+  """With fsdp = 2 and expert = 4, four devices share 12 of the 24 tokens."""
   exchanges = collectives(text)
   gathered_experts = {
     ("all-gather", "f32[16,8]"),  # the router
     ("all-gather", "f32[2,16,8]"),
     ("all-gather", "f32[2,8,16]"),
   }
-  summed_gradients = {  # a reduce-scatter on TPU, not on CPU
+  summed_gradients = {  # a reduce-scatter on TPUs
     ("all-reduce", "f32[16,8]"),
     ("all-reduce", "f32[2,16,8]"),
     ("all-reduce", "f32[2,8,16]"),
   }
   tokens = {
-    ("all-gather", "f32[12,16]"),  # the sums' gradients too
+    ("all-gather", "f32[12,16]"),  # also of gradients
     ("all-gather", "f32[12,2]"),  # weights of a token's experts
     ("all-gather", "s32[12,2]"),
     ("reduce-scatter", "f32[3,16]"),
     ("reduce-scatter", "f32[3,2]"),
   }
-  # In jax 0.7 a device's own tokens are "summed" over an axis of one device.
+  # jax 0.7 adds a sum over an axis of size 1.
   del exchanges["all-reduce", "f32[1,1,3,16]"]
   expected = gathered_experts | summed_gradients | tokens
   assert set(exchanges) == expected, exchanges
 
 
 def check_decoding_exchanges():
-  """One token of each sample: four of eight in a group of devices."""
+  """A token per sample: four of eight in a group of devices."""
   (params, x), _ = on_one_device(CONFIG, G)[0]
   function = functools.partial(mixtures, CONFIG)
   program, _ = compiled(function, make_mesh(1, 2, 4, 1), params, x[:, :, :1])
@@ -186,7 +185,7 @@ def check_decoding_exchanges():
 
 
 def check_whole_stacks(sizes):
-  """Matrices of all layers at once, as decoding on TPUs has them."""
+  """Passes matrices of whole stacks, like decoding on TPUs."""
   (params, x), _ = on_one_device(CONFIG, G)[0]
   want = on_one_device(CONFIG, G)[1][0][0]
 
@@ -203,7 +202,7 @@ def check_whole_stacks(sizes):
 
 
 def check_models():
-  """Whole models with adapters: training with each remat, and decoding."""
+  """Checks models with adapters: training with each remat, and decoding."""
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
   check_whole_stacks((1, 2, 2, 2))
   check_whole_stacks((2, 1, 4, 1))
@@ -217,7 +216,7 @@ def check_models():
 
     def hidden(params):
       model, params = lm.prepared(params, longest=None)
-      forward = functools.partial(model.forward_with_load, load_weights=weights)
+      forward = functools.partial(model.forward, load_weights=weights)
       _, y, load = forward(params, prompts, mask, ids)
       return y, load_balancing_loss(load)
 
@@ -231,7 +230,7 @@ def check_models():
     def step(carry):
       i, cache, out = carry
       token = jax.lax.dynamic_slice_in_dim(ids, i, 1, axis=2)
-      new, cache = model.extend(params, prefix, token, cache)
+      new, cache, _ = model.extend(params, prefix, token, cache)
       out = jax.lax.dynamic_update_slice_in_dim(out, new, i, axis=2)
       return i + 1, cache, out
 
@@ -280,11 +279,11 @@ def main():
   jax.lax.ragged_dot = as_on_tpu
   for sizes in MESHES:
     text = check_mixtures(sizes)
-    if sizes == (1, 8, 1, 1):  # No gathered matrices are kept of all layers.
+    if sizes == (1, 8, 1, 1):  # gathered matrices of a single layer
       assert "f32[2,8,2,8]" in text and "f32[2,8,16,8]" not in text
   check_exchanges(check_mixtures((1, 2, 4, 1)))
   check_decoding_exchanges()
-  # What cannot be cut is whole: groups of three, and F.
+  # Groups of three and F = 7 cannot be split.
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, mlp=7), group_size=3)
 
 

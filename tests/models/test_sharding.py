@@ -1,4 +1,4 @@
-"""Meshes and the table of shardings, on four CPU devices in a subprocess."""
+"""Meshes and the table of shardings, with four CPU devices in a subprocess."""
 
 import dataclasses
 import re
@@ -35,8 +35,13 @@ from grpojax.models.kernel_attention import kernel_attention
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
 assert dict(mesh_lib.make_mesh().shape) == sizes
-with pytest.raises(ValueError, match="multiple of 3 devices, and there are 4"):
-  mesh_lib.make_mesh(-1, 3)
+for sizes, message in (
+    ((-1, 3), "multiple of 3 devices, and there are 4"),
+    ((-1, -1, 1), "at most one is -1"),
+    ((0, 1, 1), "1 or more"),
+):
+  with pytest.raises(ValueError, match=message):
+    mesh_lib.make_mesh(*sizes)
 mesh = mesh_lib.make_mesh(1, 2, 1, -1)
 assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
 assert mesh_lib.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
@@ -45,7 +50,7 @@ assert mesh_lib.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
 shape = dict(vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4,
              mlp=16)
 
-# Moments are rounded by the same random bits on any mesh.
+# Moments are rounded with the same random bits on any mesh.
 tx = scale_by_rounded_adam(.9, .999, jax.random.key(3))
 few = {"embed": jnp.ones((6, 4)) / 3}
 state = tx.init(few)
@@ -54,7 +59,7 @@ assert specs[1].mu == specs[1].nu == specs[0]
 cut = jax.jit(tx.update, in_shardings=specs, out_shardings=specs)(few, state)
 jax.tree.map(np.testing.assert_array_equal, cut, jax.jit(tx.update)(few, state))
 
-# Adafactor sends vectors of its statistics, and no matrix.
+# Adafactor sends only vectors.
 tx = OPTIMIZERS["adafactor"](b1=0, b2=.99, moments_dtype="float32", seed=0)
 large = {"embed": jnp.ones((256, 192)),
          "layers": {"gate": jnp.ones((3, 128, 256)),
@@ -69,7 +74,7 @@ for sizes in ((1, 2, 1, 2), (1, 2, 2, 1)):
   sent = cost.cost(hlo.parse(text), 1).collectives
   assert 0 < max(c.bytes for c in sent) < 256 * 128 * 4 // 4, sent
 
-# Each device multiplies its own rows with its own copy of the head.
+# Each device multiplies its rows with its copy of the head.
 def gradient(lm):
   def loss(params, hidden):
     lm_, params = lm.prepared(params, longest=None)
@@ -78,10 +83,10 @@ def gradient(lm):
 
 sent = "all-reduce", "all-gather", "all-to-all", "permute", "reduce-scatter"
 for sizes, b, g in (
-    ((2, 2, 1, 1), 4, 3),  # prompts are cut
-    ((2, 2, 1, 1), 2, 6),  # and groups
-    ((1, 2, 1, 2), 3, 2),  # groups alone, and the vocabulary
-    ((1, 4, 1, 1), 3, 2),  # rows that cannot be cut read one copy
+    ((2, 2, 1, 1), 4, 3),  # prompts are split
+    ((2, 2, 1, 1), 2, 6),  # also groups
+    ((1, 2, 1, 2), 3, 2),  # groups and the vocabulary
+    ((1, 4, 1, 1), 3, 2),  # rows cannot be split
 ):
   mesh = mesh_lib.make_mesh(*sizes)
   for tied in (True, False):
@@ -93,24 +98,24 @@ for sizes, b, g in (
       place = sharding.shardings(params, mesh)
       rows = mesh_lib.activation_sharding(mesh, hidden.shape, "batch", "group")
       args = jax.device_put((params, hidden), (place, rows))
-      cut = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*args)
+      split = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*args)
       parts = sharding.row_shards(b, g)
       if parts is not None:
-        there = jax.jit(parts.split).lower(args[1]).compile().as_text()
-        assert not [name for name in sent if name in there]
+        text = jax.jit(parts.split).lower(args[1]).compile().as_text()
+        assert not [name for name in sent if name in text]
         back = jax.jit(lambda x: parts.join(parts.split(x)))(args[1])
         np.testing.assert_array_equal(back, hidden)
       assert (parts is None) == (b * g == 6 and 4 in sizes)
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cut, alone)
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), split, alone)
 
-# Samples stay on their devices, also where axes of products are merged.
+# Samples stay on their devices even if axes of products are merged.
 def total(x, q, keys, w):
-  of_prompt = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
-  return jnp.sum(matmul(x, w) ** 2) + jnp.sum(of_prompt ** 2)
+  logits = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
+  return jnp.sum(matmul(x, w) ** 2) + jnp.sum(logits ** 2)
 
 mesh = mesh_lib.make_mesh(2, devices=jax.devices()[:2])
-for b, g in ((2, 3), (3, 2)):  # prompts are cut, or samples
+for b, g in ((2, 3), (3, 2)):  # prompts or samples are split
   shapes = (b, g, 5, 4), (b, 2, g, 2, 5, 4), (b, 2, 6, 4), (4, 6)
   args = [jax.random.normal(jax.random.key(i), x) for i, x in enumerate(shapes)]
   names = ("batch", "group"), ("batch", None, "group"), ("batch",), ()
@@ -127,11 +132,11 @@ for b, g in ((2, 3), (3, 2)):  # prompts are cut, or samples
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
                cut, jax.grad(total, range(4))(*args))
 
-# Kernels see whole rows and whole key heads, wherever the mesh cuts.
+# Kernels get whole rows and whole key heads.
 for sizes, b, g, k, r in (
     ((2, 1, 1, 2), 2, 3, 2, 1),  # prompts and key heads
-    ((2, 1, 1, 2), 1, 2, 1, 2),  # samples of one prompt, heads of one key head
-    ((1, 1, 1, 4), 1, 1, 2, 1),  # nothing can be cut
+    ((2, 1, 1, 2), 1, 2, 1, 2),  # samples of a prompt, heads of a key head
+    ((1, 1, 1, 4), 1, 1, 2, 1),  # no axis can be split
 ):
   shapes = (b, g, k, r, 20, 4), (b, g, k, 20, 4), (b, k, 20, 4)
   normal = lambda i: jax.random.normal(jax.random.key(i), shapes[i // 2])
@@ -159,8 +164,8 @@ def test_on_four_devices():
   run_python(4, "-c", CODE)
 
 
-def test_parts_are_in_the_order_of_the_devices(monkeypatch):
-  """Also where a later axis cuts the prompts and an earlier one the groups."""
+def test_row_shards_have_the_order_of_the_devices(monkeypatch):
+  """Here a later axis splits the prompts and an earlier axis the groups."""
   monkeypatch.setattr(sharding, "_row_axes", lambda: {"data": 2, "fsdp": 3})
   parts = sharding.row_shards(3, 4)
   x = np.arange(12).reshape(3, 4)
@@ -168,35 +173,7 @@ def test_parts_are_in_the_order_of_the_devices(monkeypatch):
   np.testing.assert_array_equal(parts.join(jnp.asarray(cut)), x)
 
 
-@pytest.mark.parametrize(
-  "sizes, message",
-  [
-    ((-1, -1, 1), "at most one is -1"),
-    ((0, 1, 1), "1 or more"),
-    ((2, 1, 1), "needs 2 devices, and there are 1"),
-  ],
-)
-def test_bad_axes_are_refused(sizes, message):
-  with pytest.raises(ValueError, match=message):
-    mesh_lib.make_mesh(*sizes, devices=ONE)
-
-
-def test_rules_match_whole_names_at_the_end_of_a_path():
-  mesh = mesh_lib.make_mesh(devices=ONE)
-  shape = (4, 4)
-  for path in ("params/embed", "embed"):
-    assert sharding.spec_for(path, shape, mesh) != P()
-  for path in ("params/unembed", "embed/scale"):
-    assert sharding.spec_for(path, (4,), mesh) == P()
-    with pytest.raises(ValueError, match=f"no sharding rule for {path} of"):
-      sharding.spec_for(path, shape, mesh)
-  assert sharding.spec_for("layers/q", (4,), mesh) == P()  # too few dimensions
-  rules = ((r"scale", P("tensor")),)
-  assert sharding.spec_for("embed/scale", shape, mesh, rules) == P("tensor")
-
-
 def test_specs_of_parameters_state_and_statistics():
-  """By the ends of paths; an axis that does not divide is left out."""
   mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), mesh_lib.AXES)
   params = {
     "embed": ((6, 4), P("tensor", "fsdp")),
@@ -208,6 +185,7 @@ def test_specs_of_parameters_state_and_statistics():
     "layers/q_bias": ((3, 8), P(None, "tensor")),
     "layers/o_bias": ((3, 4), P()),
     "layers/o/a": ((2, 16, 4), P(None, "tensor")),  # an adapter
+    "unembed": ((4,), P()),  # no rule
   }
   for path, (shape, spec) in params.items():
     for start in ("", "params/", "opt_state/1/0/mu/"):
@@ -217,7 +195,7 @@ def test_specs_of_parameters_state_and_statistics():
   assert placed["embed"].sharding.spec == P("tensor", "fsdp")
   assert placed["count"].sharding.spec == P()
   assert sharding.shard_bytes(placed) == 4 * (3 * 2 + 1)
-  # Statistics are whole, but for those of experts.
+  # Only experts' statistics are split.
   assert sharding.spec_for("0/v_row/layers/q", (2, 128), mesh) == P()
   experts = sharding.spec_for("0/v_row/layers/expert_up", (2, 4, 128), mesh)
   assert experts == P(None, "expert")
@@ -226,6 +204,8 @@ def test_specs_of_parameters_state_and_statistics():
 def test_a_matrix_without_a_rule_is_refused():
   mesh = mesh_lib.make_mesh(devices=ONE)
   params = {"layers": {"q": jnp.ones((2, 4, 4)), "mixer": jnp.ones((2, 4, 4))}}
+  with pytest.raises(ValueError, match="no sharding rule for unembed of"):
+    sharding.spec_for("unembed", (4, 4), mesh)
   message = r"layers/mixer of shape \(2, 4, 4\): add a rule to RULES"
   for tree in (params, optax.adam(1e-3).init(params)):
     with pytest.raises(ValueError, match=message):
@@ -235,8 +215,7 @@ def test_a_matrix_without_a_rule_is_refused():
   assert specs["mixer"].spec == P() != specs["q"].spec
 
 
-def test_every_state_of_an_optimizer_has_rules():
-  """All that `sft` and `train` hold, on any decoder; no matrix is factored."""
+def test_optimizer_states_have_the_specs_of_their_parameters():
   mesh = mesh_lib.make_mesh(devices=ONE)
   config = config_with(
     qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, post_norms=True
@@ -260,34 +239,36 @@ def test_every_state_of_an_optimizer_has_rules():
       for path, place in jax.tree_util.tree_leaves_with_path(state)
     }
     for name, place in traverse_util.flatten_dict(specs, sep="/").items():
-      what = "v" if tx is factored else "mu"
-      mirrored = [v for k, v in moments.items() if k.endswith(f"{what}/{name}")]
+      key = "v" if tx is factored else "mu"
+      mirrored = [v for k, v in moments.items() if k.endswith(f"{key}/{name}")]
       assert mirrored == [place], name
   labels = dataclasses.replace(config, labels=2)
   score = jax.eval_shape(transformer(labels).init, jax.random.key(0))
   assert sharding.shardings(score, mesh)["score"].spec == P()
 
 
-def test_rows_that_the_devices_cannot_cut_are_refused():
+def test_batches_that_devices_cannot_split_are_refused():
   mesh = mesh_lib.make_mesh(1, 1, 1, devices=ONE)
   mesh_lib.check_rows(mesh, micro_batch=3)
   four = jax.sharding.AbstractMesh((2, 2, 1, 1), mesh_lib.AXES)
   mesh_lib.check_rows(four, micro_batch=8)
-  mesh_lib.check_rows(four, 2, micro_batch=6)  # an axis cuts groups
+  mesh_lib.check_rows(four, 2, micro_batch=6)  # an axis splits groups
   for rows in (6, 1):
     message = f"eval_batch: {rows} prompts x 1 samples .* 4 devices"
     with pytest.raises(ValueError, match=message):
       mesh_lib.check_rows(four, micro_batch=8, eval_batch=rows)
 
 
-def test_rows_are_cut_by_axes_that_divide_them():
+def test_activations_are_split_by_axes_that_divide_them():
   types, sizes = (AxisType.Auto,) * 4, (2, 4, 1, 3)
   mesh = jax.sharding.AbstractMesh(sizes, mesh_lib.AXES, axis_types=types)
   spec = lambda shape, *names: mesh_lib.activation_spec(mesh, shape, names)
   both = ("batch", "group", None)
   assert spec((8, 4, 7), *both) == P(("data", "fsdp"), None, None)
   assert spec((2, 4, 7), *both) == P(("data",), ("fsdp",), None)
-  assert spec((4, 3, 7), *both) == P(("data",), None, None)  # 2 are left for 4
+  assert spec((4, 3, 7), *both) == P(
+    ("data",), None, None
+  )  # 2 prompts are left for 4 devices
   assert spec((1, 8, 7), *both) == P(None, ("data", "fsdp"), None)
   heads = ("batch", "group", "kv_heads", "query_heads")
   assert spec((8, 1, 6, 3), *heads)[2:] == ("tensor", None)
@@ -297,7 +278,7 @@ def test_rows_are_cut_by_axes_that_divide_them():
     spec((6, 8), "batch", "rows")
 
 
-def test_sampling_has_a_mesh_of_the_same_devices():
+def test_sampling_mesh_has_the_same_devices():
   devices = np.array([jax.devices()[0]] * 8).reshape(1, 4, 1, 2)
   mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
   for tensor, sizes in (
@@ -308,7 +289,7 @@ def test_sampling_has_a_mesh_of_the_same_devices():
     assert mesh_lib.sampling_mesh(mesh, tensor).axis_sizes == sizes
   with pytest.raises(ValueError, match="sampling_tensor = 3: .* 8 devices"):
     mesh_lib.sampling_mesh(mesh, 3)
-  # Two axes cut rows still: no one axis of 64 divides 32 prompts or samples.
+  # Two axes still split rows: an axis of 64 does not divide 32.
   devices = np.array([jax.devices()[0]] * 64).reshape(2, 16, 1, 2)
   mesh = mesh_lib.sampling_mesh(jax.sharding.Mesh(devices, mesh_lib.AXES), 1)
   assert mesh.axis_sizes == (2, 32, 1, 1)
@@ -319,8 +300,7 @@ def test_sampling_has_a_mesh_of_the_same_devices():
   jax.__version_info__ < (0, 8), reason="constrains on meshes of devices only"
 )
 @pytest.mark.parametrize("kind", ["Explicit", "Manual"])
-def test_axes_that_are_not_ours_to_cut_are_left_alone(kind):
-  """A user's own, also where they have our names (inside `jax.shard_map`)."""
+def test_axes_taken_by_the_user_are_not_constrained(kind):
   lm = transformer(config_with(kv_heads=2, mlp=8))
   params = jax.eval_shape(lm.init, jax.random.key(0))
   types = (getattr(AxisType, kind), AxisType.Auto)

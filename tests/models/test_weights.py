@@ -1,4 +1,4 @@
-"""Safetensors in and out, against the safetensors library."""
+"""Reading and writing of weights, against the safetensors library."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ CONFIG |= dict(tie_word_embeddings=False, torch_dtype="float32")
 
 
 def tensors_of(config, dtype):
-  """Random tensors by transformers' names, which test_families.py tests."""
+  """Random tensors by transformers' names."""
   rng = np.random.default_rng(0)
   return {
     name: rng.random(leaf.stored_shape, np.float32).astype(dtype)
@@ -40,18 +40,18 @@ def tensors_of(config, dtype):
 
 
 def write_model(path, tensors, shards=1, config=CONFIG):
-  """A model directory as transformers lays it out, by safetensors itself."""
+  """Writes a model directory like transformers, by the safetensors library."""
   path.mkdir()
   (path / "config.json").write_text(json.dumps(config))
   names = sorted(tensors)
   if shards == 1:
     save_file(tensors, path / "model.safetensors")
     return path
-  where = {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}
-  for file in sorted(set(where.values())):
-    part = {n: tensors[n] for n in names if where[n] == file}
+  file_of = {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}
+  for file in sorted(set(file_of.values())):
+    part = {n: tensors[n] for n in names if file_of[n] == file}
     save_file(part, path / file)
-  index = {"metadata": {}, "weight_map": where}
+  index = {"metadata": {}, "weight_map": file_of}
   (path / weights.INDEX).write_text(json.dumps(index))
   return path
 
@@ -97,7 +97,7 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
   leaf = weights.Leaf(tuple(tensors), (2, 3, 4, 5), 2, True)
   stored = weights.find(tmp_path)
   array = weights.read(leaf, stored, np.float32)
-  part = np.s_[1:2, 1:3, :, 2:5]  # as expert parallelism would cut it
+  part = np.s_[1:2, 1:3, :, 2:5]  # for expert parallelism
   np.testing.assert_array_equal(
     weights._read_part(leaf, stored, part, np.float32), array[part]
   )
@@ -107,7 +107,7 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
-def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
+def test_saving_in_shards_is_bit_exact(sharded, dtype, tmp_path):
   (sharded / "chat_template.jinja").write_text("{{ messages }}")
   params = hf.load_params(sharded, dtype=dtype)
   hf.save(tmp_path / "out", params, sharded, max_shard_size=700)
@@ -128,17 +128,17 @@ def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
       assert file.get_tensor(key).dtype == dtype
     total += tensor.size * np.dtype(dtype).itemsize
   assert index["metadata"]["total_size"] == total
-  for file in files:  # one tensor may be larger than a shard, several are not
-    held = load_file(out / file)
-    assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 700
+  for file in files:  # only a single tensor may exceed the limit
+    saved = load_file(out / file)
+    assert len(saved) == 1 or sum(x.nbytes for x in saved.values()) <= 700
   again = hf.load_params(out, dtype=dtype)
   assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
 
 
-def test_a_save_that_fails_leaves_nothing(sharded, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_no_files(sharded, tmp_path, monkeypatch):
   params = hf.load_params(sharded)
   out = tmp_path / "new" / "out"
-  with pytest.raises(ValueError, match="not those of a model like"):
+  with pytest.raises(ValueError, match="parameters do not fit"):
     hf.save(out, {"embed": params["embed"]}, sharded)
 
   def fail(*args):
@@ -154,7 +154,7 @@ def test_a_save_that_fails_leaves_nothing(sharded, tmp_path, monkeypatch):
     hf.save(out, params, sharded)
 
 
-def test_of_two_who_write_to_one_path_one_is_told(tmp_path):
+def test_a_directory_has_a_single_writer(tmp_path):
   path = tmp_path / "out"
   with weights_out.new_directory(path) as first:
     (first / "a").write_text("first")
@@ -166,11 +166,11 @@ def test_of_two_who_write_to_one_path_one_is_told(tmp_path):
   other = tmp_path / "other"
   with pytest.raises(ValueError, match="other exists already"):
     with weights_out.new_directory(other):
-      other.mkdir()  # by somebody who does not lock
+      other.mkdir()  # by a process without a lock
   assert not any(other.iterdir())
 
 
-def test_what_a_killed_process_left_is_not_in_the_next(tmp_path):
+def test_files_of_a_killed_process_are_removed(tmp_path):
   (tmp_path / "out.partial").mkdir()
   (tmp_path / "out.partial" / "left").touch()
   with weights_out.new_directory(tmp_path / "out") as partial:
@@ -179,7 +179,7 @@ def test_what_a_killed_process_left_is_not_in_the_next(tmp_path):
   assert names == ["checksums.json", "new"]
 
 
-def test_a_partial_directory_that_is_a_link_is_left_alone(tmp_path):
+def test_a_link_in_place_of_the_partial_directory_is_refused(tmp_path):
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "letter").touch()
   (tmp_path / "out.partial").symlink_to(tmp_path / "mine")
@@ -194,7 +194,7 @@ def test_a_partial_directory_that_is_a_link_is_left_alone(tmp_path):
   [
     ("elsewhere/secret", True),
     ("elsewhere/tokenizer.json", False),
-    ("elsewhere/blobs/0a1b", True),  # and not of the Hub's cache
+    ("elsewhere/blobs/0a1b", True),
     ("hub/blobs/0a1b", False),
   ],
 )
@@ -211,7 +211,7 @@ def test_links_to_other_files_are_refused(target, refused, tmp_path):
     assert hf.resolve(directory) == directory
 
 
-def test_all_that_does_not_fit_is_in_one_error(tmp_path):
+def test_an_error_lists_all_wrong_tensors(tmp_path):
   tensors = tensors_of(CONFIG, np.float32)
   del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
   tensors["model.layers.0.extra"] = np.zeros(3, np.float32)
@@ -225,7 +225,7 @@ def test_all_that_does_not_fit_is_in_one_error(tmp_path):
     "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight",
     "surplus: model.layers.0.extra",
     "of another shape: lm_head.weight [8, 11] instead of [11, 8]",
-    "of a type that is not read: model.embed_tokens.weight I8",
+    "of an unsupported type: model.embed_tokens.weight I8",
   ]
   names = {f"x{i}": np.zeros(1, np.float32) for i in range(999)}
   path = write_model(tmp_path / "many", tensors | names)
@@ -234,7 +234,7 @@ def test_all_that_does_not_fit_is_in_one_error(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BF16])
-def test_finite_numbers_are_told_from_others(dtype):
+def test_is_finite_recognises_infinities_and_nan(dtype):
   block = np.arange(-6, 6).reshape(3, 4).astype(dtype)
   largest = jnp.finfo(dtype).max
   for value in (largest, -largest, jnp.finfo(dtype).smallest_subnormal, -0.0):
@@ -248,7 +248,7 @@ def test_finite_numbers_are_told_from_others(dtype):
 
 
 @pytest.mark.parametrize("value, dtype", [(np.nan, BF16), (-np.inf, "float32")])
-def test_weights_that_are_not_finite_are_refused(value, dtype, tmp_path):
+def test_nan_and_infinite_weights_are_refused(value, dtype, tmp_path):
   tensors = tensors_of(CONFIG, dtype)
   name = "model.layers.1.mlp.down_proj.weight"
   tensors[name][-1, -1] = value
@@ -256,7 +256,7 @@ def test_weights_that_are_not_finite_are_refused(value, dtype, tmp_path):
   mesh = mesh_lib.make_mesh(1, 1, 1, 1)
   places = functools.partial(sharding.shardings, mesh=mesh)
   for options in ((), (jnp.bfloat16, places)):
-    with pytest.raises(ValueError, match=f"{name} has values that are NaN"):
+    with pytest.raises(ValueError, match=f"{name} has NaN or infinite values"):
       hf.load_params(path, *options)
 
 
@@ -265,16 +265,16 @@ def test_damaged_shards_are_refused(sharded):
   whole = file.read_bytes()
   for damaged in (whole[:-3], whole[:30], b"", b"\xff" * 64):
     file.write_bytes(damaged)
-    with pytest.raises(ValueError, match="model-1.safetensors is not a whole"):
+    with pytest.raises(ValueError, match="model-1.safetensors is cut off"):
       hf.load_params(sharded)
   file.unlink()
   with pytest.raises(ValueError, match="model-1.safetensors does not exist"):
     hf.load_params(sharded)
 
 
-def test_an_index_that_is_wrong_is_refused(sharded):
-  where = json.loads((sharded / weights.INDEX).read_text())["weight_map"]
-  name = next(n for n in where if where[n] == "model-0.safetensors")
+def test_a_wrong_index_is_refused(sharded):
+  index = json.loads((sharded / weights.INDEX).read_text())["weight_map"]
+  name = next(n for n in index if index[n] == "model-0.safetensors")
   change_index(sharded, **{name: "model-1.safetensors"})
   with pytest.raises(ValueError, match=f"missing: {name}"):
     hf.load_params(sharded)
@@ -292,7 +292,7 @@ def test_an_index_that_is_wrong_is_refused(sharded):
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_stored_head_of_a_tied_model(kind, shards, tmp_path, monkeypatch):
-  """The embedding's copy is dropped; another one is refused, not lost."""
+  """A copy of the embedding is dropped; a different head is refused."""
   monkeypatch.setattr(weights, "_BLOCK", 48)  # a few rows at a time
   architectures = [f"{kind.capitalize()}ForCausalLM"]
   untied = CONFIG | {"model_type": kind, "architectures": architectures}
@@ -314,11 +314,11 @@ def test_a_stored_head_of_a_tied_model(kind, shards, tmp_path, monkeypatch):
   np.testing.assert_array_equal(again, head.astype(np.float32))
 
 
-def test_an_adapter_is_no_model(tmp_path):
+def test_an_adapter_directory_is_refused(tmp_path):
   text = json.dumps({"base_model_name_or_path": "org/base", "r": 8})
   path = write_model(tmp_path / "model", tensors_of(CONFIG, np.float32))
   hf.resolve(path)
-  (path / "adapter_config.json").write_text(text)  # also beside its base
+  (path / "adapter_config.json").write_text(text)
   with pytest.raises(ValueError, match="PEFT adapter, .* model, 'org/base'"):
     hf.resolve(path)
 
@@ -327,7 +327,7 @@ def test_pickled_weights_are_refused(tmp_path):
   path = write_model(tmp_path / "model", tensors_of(CONFIG, np.float32))
   (path / "model.safetensors").unlink()
   (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-  with pytest.raises(ValueError, match="pytorch_model.bin there is not read"):
+  with pytest.raises(ValueError, match="cannot read pytorch_model.bin"):
     hf.load_params(path)
 
 
@@ -371,7 +371,7 @@ for ours, theirs in (("q", "self_attn.q"), ("down", "mlp.down")):
   names = [f"model.layers.{i}.{theirs}_proj.weight" for i in range(len(q))]
   check(params["layers"][ours], np.stack([tensors[n].T for n in names]))
 
-# A tree of shardings does as well; and what is spread out is saved whole.
+# Shardings may be a tree, and sharded parameters are saved whole.
 again = hf.load_params(path, jnp.bfloat16, places(params))
 assert jax.tree.map(lambda x: x.sharding, again) == places(params)
 hf.save(path + "2", again, path)

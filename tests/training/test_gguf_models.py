@@ -301,7 +301,7 @@ def test_tokens_have_types_and_digits_are_single(encoded, bpe):
 
 
 REFUSED = [
-  ({"general.architecture": "gemma2"}, "architecture 'gemma2'; these are read"),
+  ({"general.architecture": "gemma2"}, "architecture 'gemma2'; supported"),
   ({L + "logit_scale": 2.0}, "llama.logit_scale=2.0; which is not known"),
   ({L + "expert_count": 8}, "llama.expert_count=8; only 0 is known"),
   ({L + "attention.causal": False}, "only True is known"),
@@ -309,8 +309,8 @@ REFUSED = [
   ({L + "feed_forward_length": [96, 97]}, "must be one number"),
   ({L + "feed_forward_length": 0}, "=0: it must be a number in "),
   ({L + "block_count": None}, "lacks llama.: block_count"),
-  ({L + "block_count": 2**30}, "no model has so many"),
-  ({L + "rope.scaling.type": "yarn"}, "rotary frequencies in a way"),
+  ({L + "block_count": 2**30}, "too many"),
+  ({L + "rope.scaling.type": "yarn"}, "unknown scaling of rotary"),
   ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
   ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
   ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not known"),
@@ -348,7 +348,7 @@ def test_wrong_tensors_and_numbers_are_named(file, written):
   tensor = gguf_file.read(file).tensors["blk.1.ffn_up.weight"]
   place = tensor.offset + 2 * 100
   file.write_bytes(data[:place] + b"\0\x7e" + data[place + 2 :])  # NaN
-  with pytest.raises(ValueError, match=f"{name} has values .*NaN"):
+  with pytest.raises(ValueError, match=f"{name} has NaN or infinite"):
     hf.load_params(made)
   file.write_bytes(data.replace(b"blk.1.ffn_up", b"blk.1.ffn_xp"))
   with pytest.raises(ValueError, match=f"missing: {name}\n.*surplus: blk.1"):
@@ -445,7 +445,7 @@ def test_programs_take_a_file(tmp_path, file, settings_with):
   (out / hf.weights.SINGLE).unlink()
   (out / "checksums.json").unlink()
   file.rename(out / hf.GGUF)
-  with pytest.raises(ValueError, match="where model.path is .*/model.gguf"):
+  with pytest.raises(ValueError, match="use model.path=.*/model.gguf"):
     hf.load_params(out)
 
 

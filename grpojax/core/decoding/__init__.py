@@ -26,7 +26,7 @@ from grpojax.core.decoding.sampling import (
 from grpojax.core.mesh import constrain, runs_kernels, sample_cuts
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
 from grpojax.core.random_keys import random_key
-from grpojax.core.types import LM, Cache, Params, Prefix, Prompts
+from grpojax.core.types import LM, Cache, ExtendOutput, Params, Prefix, Prompts
 
 LEAST_TOKENS = 48
 """Tokens of the shortest stage that is compiled for several batch sizes."""
@@ -239,12 +239,12 @@ def prefill(
   ids, mask = prompts.prompt_ids, prompts.prompt_mask
   if not record:
     return lm.prefill(params, ids, mask), None
-  if lm.prefill_with_experts is None:
+  if not lm.has_experts:
     raise ValueError(
-      "record_experts needs a model with experts: this one has no "
-      "LM.prefill_with_experts"
+      "record_experts needs a model with experts (LM.has_experts)"
     )
-  return lm.prefill_with_experts(params, ids, mask)
+  prefix = lm.prefill(params, ids, mask, record=True)
+  return prefix.replace(experts=None), prefix.experts
 
 
 def extend(
@@ -255,9 +255,10 @@ def extend(
   **positions: Any,
 ) -> tuple[Float[Array, "B G S D"], Cache, UInt32[Array, "B G S W"] | None]:
   """Runs the next tokens; also returns their packed experts if `record`."""
-  run = setup.lm.extend_with_experts if record else setup.lm.extend
-  results = run(setup.params, setup.prefix, ids, cache, **positions)
-  return (*results[:2], _pack_experts(results[2]) if record else None)
+  options = positions | ({"record": True} if record else {})
+  output = setup.lm.extend(setup.params, setup.prefix, ids, cache, **options)
+  hidden, cache, experts = ExtendOutput(*output)
+  return hidden, cache, _pack_experts(experts) if record else None
 
 
 def _append(

@@ -1,1 +1,1 @@
-"""Families of decoders: what is particular about each."""
+"""Model families: configuration and parameter names of Hugging Face."""

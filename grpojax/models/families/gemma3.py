@@ -15,12 +15,12 @@ READ = gemma2.READ | {
   "attn_logit_softcapping": None,
   "final_logit_softcapping": None,
 }
-# transformers knows an attention cap by name, but does not apply it.
+# transformers ignores an attention cap.
 FIXED = gemma2.FIXED | qwen3.FIXED | {"attn_logit_softcapping": None}
 
 
 def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Reads two bases; only the one of the global layers may be scaled."""
+  """Reads the rotary embeddings of global layers (may be scaled) and local."""
   by_type = hf_config["rope_parameters"] or {}
   config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
   ropes = {
@@ -44,7 +44,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
     hf_config["sliding_window_pattern"]
     or hf_config["_sliding_window_pattern"]
     or 6
-  )  # one layer in so many is a global one
+  )  # every sixth layer, for example, is global
   default = [
     (i + 1) % pattern != 0 for i in range(hf_config["num_hidden_layers"])
   ]

@@ -25,7 +25,7 @@ READ = qwen3.READ | {
   "norm_topk_prob": False,
 }
 FIXED = qwen3.FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training alone
+UNUSED = {"output_router_logits", "router_aux_loss_coef"}  # for training
 
 
 def config(hf_config: dict[str, Any]) -> TransformerConfig:
@@ -35,7 +35,7 @@ def config(hf_config: dict[str, Any]) -> TransformerConfig:
   }
   return TransformerConfig(
     **fields,
-    # Every layer has a window, if any has.
+    # Either all layers have a window, or none.
     **qwen2.window(hf_config | {"max_window_layers": 0}),
     rope=config_json.rope(hf_config),
     qk_norm=True,

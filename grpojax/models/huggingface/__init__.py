@@ -1,4 +1,4 @@
-"""Hugging Face model directories: configuration and weights, in and out."""
+"""Reads and writes Hugging Face model directories."""
 
 import json
 import math
@@ -47,51 +47,44 @@ FAMILIES = {
 A family is a module that has
 
 - `KEYS`: `(stored name, transposed)` of each parameter, by its path in
-  `config.parameter_shapes`. The name holds "{layer}" if it is stored by layer,
-  and "{expert}" if by expert; `transposed` says that the file has [out, in] in
-  place of [in, out], as PyTorch's Linear does. Unused names do no harm;
-- `READ`: the keys that it reads, with transformers' defaults for absent ones;
-- `FIXED` (optional): keys that change what the model computes, with the one
-  value that is implemented;
-- `UNUSED` (optional): keys that change nothing here;
-- `config(hf_config) -> TransformerConfig` of a config.json that
-  `config_json.complete` has checked against these keys.
+  `config.parameter_shapes`. The name holds "{layer}" and "{expert}" if stored
+  by layer and by expert; `transposed` is True if the file has [out, in], like
+  PyTorch's Linear. Unused names do no harm;
+- `READ`: keys to read, with transformers' defaults;
+- `FIXED` (optional): keys with a single supported value;
+- `UNUSED` (optional): keys without effect here;
+- `config(hf_config) -> TransformerConfig` for a config.json checked against
+  these keys by `config_json.complete`.
 
-Three more places know a parameter by its name: `config.init` ("norm" means
-ones, or zeros with `norm_offset`, "bias" zeros, other names normal values),
-`models.sharding.RULES` (every matrix needs a rule), and `lora.PROJECTIONS`
-(matrices of `block._project`, and experts). A "router" stays float32
-(`passes.cast`). tests/models/test_family_contract.py checks all this.
+More places use parameter names: `config.init`, `models.sharding.RULES` (every
+matrix needs a rule), `lora.PROJECTIONS` (matrices of `block._project`, and
+experts), and `passes.cast`. tests/models/test_family_contract.py checks this.
 """
 COMPANIONS = tuple(
   "config.json generation_config.json tokenizer.json tokenizer_config.json "
   "tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
   "merges.txt chat_template.jinja".split()
 )
-GGUF = "model.gguf"
-"""Name of a link to a GGUF file, in place of safetensors."""
+GGUF = "model.gguf"  # link to a GGUF file, in place of safetensors
 ADAPTER = "adapter_config.json"
 _REFUSED = dict.fromkeys(
   ("quantization_config", "quantization", "compression_config"),
-  "quantized weights are not read; get the model in bfloat16",
+  "quantized weights are not supported; get the model in bfloat16",
 ) | {
-  "auto_map": "the model comes with code of its own, which is never run here: "
-  "get the plain model that it was made from or, if transformers' own class "
-  "computes the same, remove auto_map in a copy of the directory"
+  "auto_map": "the model has its own code, which is never run here: get the "
+  "plain base model or, if transformers' own class computes the same, remove "
+  "auto_map in a copy of the directory"
 }
 ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
 
 def exists(path: str | pathlib.Path) -> bool:
-  """Returns True if a path, or an embedded model of that name, exists."""
+  """Returns True if a path or an embedded model exists."""
   return os.path.lexists(path) or (ASSETS / path).is_dir()
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """Returns the directory of a path, or of an embedded model's name.
-
-  ValueError if neither exists, or without a model's config.json, or with links.
-  """
+  """Returns the directory of a path or embedded model; ValueError if absent."""
   path = pathlib.Path(path)
   for directory in (path, ASSETS / path):
     if (directory / ADAPTER).is_file():
@@ -99,27 +92,26 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
       base = adapter.get("base_model_name_or_path")
       raise ValueError(
         f"{directory} holds a PEFT adapter, which is not read: give its base "
-        f"model, {base!r:.200}, or merge it into that (merge_and_unload in "
-        "peft) and give the result"
+        f"model, {base!r:.200}, or a merged model (merge_and_unload in peft)"
       )
-    # A run has a config.json too, but of another kind.
+    # The config.json of a run has no model_type.
     file = directory / "config.json"
     if file.is_file() and "model_type" in weights.read_json(file):
       _check_links(directory)
       return directory
   names = sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
   raise ValueError(
-    f"no model at {str(path)!r}: give a directory that holds config.json and "
+    f"no model at {str(path)!r}: give a directory with config.json and "
     f"model.safetensors, a .gguf file, the name of an embedded model "
     f"({', '.join(names)}), or ORG/NAME of the Hugging Face Hub"
   )
 
 
 def _check_links(directory: pathlib.Path) -> None:
-  """Refuses a directory with a file that is a link to something else.
+  """Raises ValueError if a file is a link to a file of another name.
 
-  Its files are copied beside trained weights, which may be published, secrets
-  included. Links to files of the same name, and the Hub's to blobs, are fine.
+  Files are copied to trained models and may be published, secrets included.
+  Links of the Hub's cache are allowed.
   """
   for name in COMPANIONS:
     path = directory / name
@@ -132,11 +124,7 @@ def _check_links(directory: pathlib.Path) -> None:
 def read_config(
   path: str | os.PathLike, ignore_keys: Sequence[str] = ()
 ) -> dict[str, Any]:
-  """Reads the config.json of a model directory, or that file by any name.
-
-  Unknown keys in `ignore_keys` are left out: the user knows that they do not
-  change what the model computes (model.ignore_keys).
-  """
+  """Reads the config.json of a directory, or a file, without `ignore_keys`."""
   file = pathlib.Path(path)
   if not os.path.isfile(file):
     file = resolve(path) / "config.json"
@@ -156,7 +144,7 @@ def _family(hf_config: dict[str, Any]):
 
 
 def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Returns our view of a config.json; ValueError if it is not supported."""
+  """Converts a config.json; ValueError if it is not supported."""
   family = _family(hf_config)
   for name, reason in _REFUSED.items():
     if hf_config.get(name):
@@ -171,9 +159,10 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
   """Returns the stored tensors of each array of a model, by our path."""
+  leaves = {}
   config = to_transformer_config(hf_config)
   shapes = flatten_dict(parameter_shapes(config), sep="/")
-  keys, leaves = _family(hf_config).KEYS, {}
+  keys = _family(hf_config).KEYS
   for path, shape in sorted(shapes.items()):
     name, transposed = keys[path]
     axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
@@ -186,7 +175,7 @@ def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
 
 
 def abstract_params(hf_config: dict[str, Any], dtype=jnp.float32) -> Params:
-  """Returns shapes and dtypes of a model's parameters, in our layout."""
+  """Returns shapes and dtypes of a model's parameters."""
   leaves = layout(hf_config).items()
   shapes = {p: jax.ShapeDtypeStruct(x.shape, dtype) for p, x in leaves}
   return unflatten_dict(shapes, sep="/")
@@ -198,13 +187,11 @@ def load_params(
   shardings: Any = None,
   ignore_keys: Sequence[str] = (),
 ) -> Params:
-  """Reads a directory's weights into our layout.
+  """Reads the weights of a model directory.
 
-  `shardings` has a `jax.sharding.Sharding` for each array: a tree, or a
-  function `(abstract params) -> tree`; None is the default device.
-  `ignore_keys` are those of `read_config`. ValueError for damaged files, and
-  for weights that are not finite or do not fit config.json (missing, surplus,
-  of a wrong shape: the message lists all).
+  `shardings` is a tree of `jax.sharding.Sharding`, or a function `(abstract
+  params) -> tree`; None is the default device. ValueError for damaged files,
+  and for weights that are not finite or do not fit config.json.
   """
   directory = resolve(path)
   file_checksums.verify(directory)
@@ -216,7 +203,7 @@ def load_params(
     tensors = gguf_file.find(file, hf_config, names)
   else:
     tensors = weights.find(directory)
-  # Old exporters stored frequencies, which follow from config.json.
+  # Old exporters stored rotary frequencies, which follow from config.json.
   surplus = "rotary_emb.inv_freq"
   needed = {n: x for n, x in tensors.items() if not n.endswith(surplus)}
   config = to_transformer_config(hf_config)
@@ -226,16 +213,15 @@ def load_params(
   if head and not config.labels and not weights.equal(head, embedding):
     raise ValueError(
       f"lm_head.weight in {directory} differs from the embedding, but "
-      "config.json ties them (Gemma's default), so the head would be lost: set "
-      "tie_word_embeddings to false in a copy of the directory, or merge the "
-      "adapter again with tied weights"
+      "config.json ties them: set tie_word_embeddings to false in a copy of "
+      "the directory, or merge the adapter again with tied weights"
     )
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
   by_path = dict.fromkeys(leaves)
   if shardings is not None:
     by_path = flatten_dict(shardings, sep="/")
-  # The largest first: while it is read, little else is in memory.
+  # Read large arrays first, while there is little else in memory.
   order = sorted(leaves, key=lambda p: math.prod(leaves[p].shape), reverse=True)
   flat = {p: weights.read(leaves[p], tensors, dtype, by_path[p]) for p in order}
   return unflatten_dict({p: flat[p] for p in leaves}, sep="/")
@@ -251,8 +237,7 @@ def load(
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
-  `dtype` is that of computation, `param_dtype` that of the parameters; other
-  arguments, and errors, are those of `load_params`.
+  `dtype` is that of computation; other arguments are as in `load_params`.
   """
   config = to_transformer_config(read_config(path, ignore_keys))
   lm = transformer(config, dtype=dtype)
@@ -260,12 +245,12 @@ def load(
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies the files of a model directory besides its weights."""
+  """Copies the files of a model directory except its weights."""
   for name in COMPANIONS:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
   path = target / "tokenizer_config.json"
-  if path.is_file():  # transformers 4 knows the generic class by its old name
+  if path.is_file():  # name of the generic class in transformers 4
     text = path.read_text(encoding="utf-8")
     text = text.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
     path.write_text(text, encoding="utf-8")
@@ -282,18 +267,11 @@ def save(
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
-  With several processes, all of them call it, and the first one writes.
-
-  Args:
-    path: the directory to make; it appears once all files are written.
-    params: parameters in our layout, on any devices.
-    source: the model directory whose configuration and tokenizer are copied.
-    dtype: type to store; None is that of each array.
-    max_shard_size: bytes of a file of weights.
-    ignore_keys: keys of the source's config.json that are left out.
-
-  Raises:
-    ValueError: `path` exists already, or the parameters are of another model.
+  All processes must call it. Configuration and tokenizer come from `source`,
+  without the keys `ignore_keys`. The directory appears when all its files are
+  written; files of weights have at most `max_shard_size` bytes. `dtype` is the
+  dtype to store; None keeps each array's. ValueError if `path` exists, or if
+  the parameters do not fit `source`.
   """
   source = resolve(source)
   hf_config = read_config(source, ignore_keys)
@@ -301,10 +279,9 @@ def save(
   leaves = layout(hf_config)
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
-    raise ValueError(f"the parameters are not those of a model like {source}")
+    raise ValueError(f"the parameters do not fit {source}: use its own model")
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
-  # transformers 4 reads `torch_dtype`, and 5 `dtype`.
-  hf_config |= {"dtype": stored, "torch_dtype": stored}
+  hf_config |= {"dtype": stored, "torch_dtype": stored}  # transformers 5, 4
   if jax.process_index():
     weights_out.follow(leaves, flat)
     return
@@ -327,11 +304,7 @@ def write_config(
   kv_heads: int,
   mlp: int,
 ) -> None:
-  """Writes the config.json of a new Llama decoder with tied embeddings.
-
-  Sizes are those of `TransformerConfig`, and `path` is a directory that exists.
-  ValueError if widths and heads do not fit.
-  """
+  """Writes the config.json of a new Llama decoder with tied embeddings."""
   hf_config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -349,6 +322,5 @@ def write_config(
     "pad_token_id": pad_id,
     "eos_token_id": eos_id,
   }
-  to_transformer_config(hf_config)
-  text = json.dumps(hf_config, indent=2)
-  pathlib.Path(path, "config.json").write_text(text)
+  to_transformer_config(hf_config)  # checks it
+  pathlib.Path(path, "config.json").write_text(json.dumps(hf_config, indent=2))

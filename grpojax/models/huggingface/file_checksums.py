@@ -1,8 +1,8 @@
-"""Checksums of a directory's files, in checksums.json beside them.
+"""Checksums of a directory's files, in checksums.json.
 
-A flipped bit changes weights, config.json or tokenizer.json without any error.
-The sums are CRC-32 (zlib's): they find every burst of up to 32 bits, as fast as
-a disk reads. They protect against damage, not against forgery.
+They find flipped bits in weights, config.json or tokenizer.json, which raise no
+error. CRC-32 (zlib's) detects every burst of up to 32 bits at the speed of a
+disk. It protects against damage, not against forgery.
 """
 
 import json
@@ -36,10 +36,7 @@ def write(directory: pathlib.Path) -> None:
 
 
 def verify(directory: pathlib.Path) -> None:
-  """Raises ValueError if a listed file of a directory is not as it was written.
-
-  Files may be added, and a directory without checksums passes.
-  """
+  """Raises ValueError if a file with a checksum is missing or has changed."""
   listed = directory / CHECKSUMS
   if not listed.is_file():
     return
@@ -47,18 +44,18 @@ def verify(directory: pathlib.Path) -> None:
     sums = json.loads(listed.read_text(encoding="utf-8")).items()
   except (AttributeError, RecursionError, ValueError) as error:
     raise ValueError(
-      f"{listed} is damaged ({error}): write the model again, or delete that "
-      "file to read the others unverified"
+      f"{listed} is damaged ({error}): write the model again, or delete this "
+      "file to read the model unverified"
     ) from error
   for name, expected in sums:
-    # A name, not a path: the list must not reach outside its directory.
+    # Only the name, because a list must not reach outside its directory.
     path = directory / pathlib.PurePath(name).name
     actual = _of_file(path) if path.is_file() else "missing"
     if actual != expected:
       raise ValueError(
         f"{directory / name} is damaged or was edited ({actual} instead of "
-        f"{expected}): write the model again, or, after an edit of your own, "
-        f"delete {CHECKSUMS} there"
+        f"{expected}): write the model again or, if you edited it, delete "
+        f"{CHECKSUMS} there"
       )
 
 
@@ -72,10 +69,10 @@ def intact(directory: pathlib.Path) -> bool:
 
 
 def fingerprint(directory: pathlib.Path) -> str:
-  """Returns a text that differs between models, from a part of their bytes.
+  """Returns a text that identifies a model, from a sample of its bytes.
 
-  Lines "NAME: size and CRC-32", of up to 64 blocks spread over each file: all
-  of them change in training.
+  Lines "NAME: size and CRC-32" of up to 64 blocks spread over each file, which
+  all change in training.
   """
   lines, size = [], 2**16
   for path in _files(directory):

@@ -1,9 +1,8 @@
-"""GGUF files: metadata, and tensors that are read in pieces.
+"""Reads GGUF files (ggml-org/ggml, docs/gguf.md): metadata and tensors.
 
-The header is read here, because gguf's own reader trusts all counts and
-lengths: one flipped bit of the file can keep it busy for days. Every read is
-checked against the size of the file. Formats of tensors are gguf's.
-(ggml-org/ggml, docs/gguf.md.)
+The gguf library's reader trusts all counts and lengths: a flipped bit can keep
+it busy for days. So headers are parsed here, and every read is checked against
+the size of the file. The library decodes the formats of tensors.
 """
 
 import functools
@@ -20,8 +19,8 @@ import numpy as np
 
 from grpojax.models.rope import Rope, frequencies
 
-_LARGEST = 2**25  # bytes of a header; that of 250,000 tokens has 10 MB
-_MOST = 2**16  # keys, and tensors
+_LARGEST = 2**25  # bytes of a header; 250,000 tokens take 10 MB
+_MOST = 2**16  # keys or tensors
 _NUMBERS = {
   number: np.dtype(f"<{code}")
   for number, code in enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())
@@ -34,9 +33,9 @@ ARCHITECTURES = {
   "qwen3": ("qwen3", "Qwen3ForCausalLM"),
   "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-"""Model type and class of transformers, by general.architecture."""
+"""transformers' model type and class, by general.architecture."""
 
-# GGUF's keys, below the architecture's name -> those of config.json.
+# GGUF's keys after "ARCHITECTURE.", and the keys of config.json.
 _READ = {
   "embedding_length": "hidden_size",
   "block_count": "num_hidden_layers",
@@ -56,33 +55,34 @@ _EXPERTS = {
 OTHERWISE = "Get the model as a Hugging Face directory"
 EMBEDDING = "token_embd.weight"
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
-_FACTORS = "rope_freqs.weight"  # by which frequencies are divided
+_FACTORS = "rope_freqs.weight"  # divisors of frequencies
 
 
 class Tensor(NamedTuple):
-  """Place of a tensor, which `weights` reads as it reads its `Stored`."""
+  """Place of a tensor, with the interface of `weights.Stored`."""
 
   file: pathlib.Path
-  format: int  # gguf's number of the format of its values
+  format: int  # gguf's number of the format
   shape: tuple[int, ...]  # NumPy's, the reverse of the file's
-  offset: int  # byte of the file at which it begins
-  # Heads whose rows are in GGUF's order of Llama, else 0: the rows of a head's
-  # two halves, which are rotated together, alternate. Two heads of four rows:
+  offset: int  # in bytes
+  # Number of heads with GGUF's order of rows for Llama, else 0. The rows of a
+  # head's two halves, which are rotated together, alternate; for two heads:
   #   ours  0 1 2 3 | 4 5 6 7
   #   file  0 2 1 3 | 4 6 5 7
   heads: int = 0
 
-  dtype = "F32"  # safetensors' name for the values that `rows` returns
+  dtype = "F32"  # safetensors' name for the result of `rows`
 
   def part(self, index: int) -> "Tensor":
-    """Returns one of the tensors that are stacked in this one."""
+    """Returns a tensor of a stack, by its index."""
     size = _bytes(self.format, math.prod(self.shape[1:]))
     place = self.offset + index * size
     return self._replace(shape=self.shape[1:], offset=place)
 
   def rows(self, start: int, stop: int) -> np.ndarray:
-    """Reads the values [stop - start, ...] of some rows, in float32."""
-    gguf, index = library(), np.arange(start, stop)
+    """Reads rows start .. stop - 1 in float32."""
+    gguf = library()
+    index = np.arange(start, stop)
     if self.heads:
       size = self.shape[0] // self.heads
       head, row = np.divmod(index, size)
@@ -93,28 +93,28 @@ class Tensor(NamedTuple):
     place = self.offset + int(first) * width
     raw = np.memmap(self.file, np.uint8, "r", place, (last - first, width))
     kind = gguf.GGMLQuantizationType(self.format)
-    with np.errstate(all="ignore"):  # whoever reads it looks for NaN
+    with np.errstate(all="ignore"):  # readers check for NaN
       values = gguf.dequantize(raw[index - first], kind)
     return values.reshape(len(index), *self.shape[1:])
 
 
 class File(NamedTuple):
-  """A file's header: metadata by key (arrays are NumPy's), tensors by name."""
+  """Header of a file: metadata by key (arrays are NumPy's), tensors by name."""
 
   path: pathlib.Path
   metadata: dict[str, Any]
   tensors: dict[str, Tensor]
 
   def below(self, prefix: str) -> dict[str, Any]:
-    """Returns the metadata below a prefix, by the rest of the key."""
+    """Returns the metadata with a prefix, without the prefix."""
     keys = [key for key in self.metadata if key.startswith(prefix)]
     return {key.removeprefix(prefix): self.metadata[key] for key in keys}
 
 
 def library() -> types.ModuleType:
-  """Returns the gguf library; ValueError where it is not installed."""
+  """Returns the gguf library; ValueError if it is not installed."""
   try:
-    import gguf.quants  # of a folder named gguf, import gguf makes a package
+    import gguf.quants  # `import gguf` would accept any folder named gguf
   except ImportError as error:
     text = "a .gguf file is read with the gguf library: pip install gguf"
     raise ValueError(text) from error
@@ -122,12 +122,9 @@ def library() -> types.ModuleType:
 
 
 def read(path: pathlib.Path) -> File:
-  """Reads a header, and checks that every tensor is in the file.
-
-  ValueError for no file, a damaged one, or a format that gguf cannot read.
-  """
+  """Reads a header; ValueError for damaged files and unsupported formats."""
   library()
-  if not os.path.isfile(path):  # a pipe would be waited for
+  if not os.path.isfile(path):  # reading a pipe would hang
     raise ValueError(f"{path} is no file: give the path of a .gguf file")
   try:
     with open(path, "rb") as stream:
@@ -137,7 +134,7 @@ def read(path: pathlib.Path) -> File:
 
 
 class _Header:
-  """A stream that reads no more than a file and a header can hold."""
+  """A stream that never reads beyond the file or the limit of a header."""
 
   def __init__(self, stream: BinaryIO, size: int):
     self.stream, self.left = stream, min(size, _LARGEST)
@@ -156,7 +153,7 @@ class _Header:
     return self.take(self.whole("Q")).decode()
 
   def value(self) -> Any:
-    """Returns a text, a number, or an array: a list of texts, or NumPy's."""
+    """Reads a text, a number, a list of texts, or an array of numbers."""
     kind, count = self.whole("I"), 1
     if is_array := kind == _ARRAY:
       kind, count = self.whole("I"), self.whole("Q")
@@ -164,36 +161,37 @@ class _Header:
       values = [self.text() for _ in range(count)]  # absurd counts end early
       return values if is_array else values[0]
     if kind not in _NUMBERS:
-      raise ValueError(f"its metadata have a value of type {kind}")
+      raise ValueError(f"its metadata have the unknown type {kind}")
     data = self.take(count * _NUMBERS[kind].itemsize)
     values = np.frombuffer(data, _NUMBERS[kind])
     if is_array:
       return values
-    # 1e-05, not 9.999999747378752e-06, which item() would make of it.
-    is_float = values.dtype.kind == "f"
-    return float(str(values[0])) if is_float else values[0].item()
+    if values.dtype.kind == "f":  # item() would give 9.999999747378752e-06
+      return float(str(values[0]))
+    return values[0].item()
 
   def table(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
     """Reads `count` named entries; `read(name)` reads each value."""
     entries = {}
     if count > _MOST:
-      raise ValueError(f"its header counts {count} entries")
+      raise ValueError(f"its header has too many entries, {count}")
     for _ in range(count):
       name = self.text()
       if name in entries:
-        raise ValueError(f"its {name} stands there twice")
+        raise ValueError(f"its {name} appears twice")
       entries[name] = read(name)
     return entries
 
 
 def _read(path: pathlib.Path, header: _Header) -> File:
   if header.take(4) != b"GGUF":
-    raise ValueError("it begins with another format's bytes")
+    raise ValueError("it does not begin with GGUF")
   version = header.whole("I")
   if version not in (2, 3):
     kind = "for big-endian machines" if version % 2**16 == 0 else "unknown"
     raise ValueError(f"its version, {version}, is {kind}; get version 3")
-  count, keys = header.whole("Q"), header.whole("Q")
+  count = header.whole("Q")
+  keys = header.whole("Q")
   metadata = header.table(keys, lambda _: header.value())
   tensors = header.table(count, functools.partial(_tensor, path, header))
   alignment = metadata.get("general.alignment", 32)
@@ -212,7 +210,7 @@ def _read(path: pathlib.Path, header: _Header) -> File:
 
 
 def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
-  """Reads a tensor's place; its offset counts from the end of the header."""
+  """Reads the place of a tensor, relative to the end of the header."""
   dimensions = header.whole("I")
   if not 0 < dimensions <= 4:
     raise ValueError(f"its tensor {name} has {dimensions} dimensions")
@@ -221,16 +219,14 @@ def _tensor(path: pathlib.Path, header: _Header, name: str) -> Tensor:
   try:
     _bytes(tensor.format, shape[-1] if dimensions > 1 else 1)
   except (NotImplementedError, ValueError) as error:
-    raise ValueError(
-      f"its tensor {name} {list(shape)} cannot be read ({error}); get the "
-      "model in another format (F16, Q8_0, Q4_K_M)"
-    ) from error
+    text = f"its tensor {name} {list(shape)} cannot be read ({error}); get"
+    raise ValueError(f"{text} another format (F16, Q8_0, Q4_K_M)") from error
   return tensor
 
 
 @functools.cache
 def _bytes(number: int, values: int) -> int:
-  """Returns the bytes of a row; raises if gguf does not read the format."""
+  """Returns the bytes of a row; raises if gguf cannot read the format."""
   gguf = library()
   kind = gguf.GGMLQuantizationType(number)
   block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -244,21 +240,22 @@ def _architecture(file: File) -> str:
   name = file.metadata.get("general.architecture")
   if not isinstance(name, str) or name not in ARCHITECTURES:
     raise ValueError(
-      f"{file.path} has the architecture {name!r:.80}; these are read: "
+      f"{file.path} has the architecture {name!r:.80}; supported: "
       f"{', '.join(ARCHITECTURES)}. {OTHERWISE}"
     )
   return name
 
 
 def to_hf_config(file: File) -> dict[str, Any]:
-  """Returns a model's config.json; ValueError for unknown values."""
+  """Converts a header to a config.json; ValueError for unknown values."""
   name = _architecture(file)
   model_type, architecture_class = ARCHITECTURES[name]
   names = _READ | (_EXPERTS if name == "qwen3moe" else {})
   values = _values(file, f"{name}.", names)
-  head_dim, vocabulary = values["attention.key_length"], file.tensors[EMBEDDING]
+  head_dim = values["attention.key_length"]
+  vocab_size = file.tensors[EMBEDDING].shape[0]
   known = {
-    "vocab_size": vocabulary.shape[0],
+    "vocab_size": vocab_size,
     "attention.value_length": head_dim,
     "rope.dimension_count": head_dim,
     "attention.causal": True,
@@ -268,13 +265,13 @@ def to_hf_config(file: File) -> dict[str, Any]:
   unused = "rope.scaling.finetuned"
   for key in sorted(values.keys() - names.keys() - {*_SCALING, unused}):
     if key not in known or values[key] != known[key]:
-      other = f"only {known[key]!r} is" if key in known else "which is not"
+      only = f"only {known[key]!r} is" if key in known else "which is not"
       value = f"{name}.{key}={values[key]!r:.80}"
-      raise ValueError(f"{file.path} has {value}; {other} known. {OTHERWISE}")
+      raise ValueError(f"{file.path} has {value}; {only} known. {OTHERWISE}")
   config = {
     "architectures": [architecture_class],
     "model_type": model_type,
-    "vocab_size": vocabulary.shape[0],
+    "vocab_size": vocab_size,
     "hidden_act": "silu",
     "tie_word_embeddings": "output.weight" not in file.tensors,
   }
@@ -285,11 +282,11 @@ def to_hf_config(file: File) -> dict[str, Any]:
 
 
 def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
-  """Returns an architecture's values, and defaults; `names` are of numbers."""
+  """Returns an architecture's values and defaults; `names` must be numbers."""
   values = file.below(prefix)
   for key, value in values.items():
     is_number = type(value) in (int, float) and 0 < value < 2**31
-    is_array = isinstance(value, (list, np.ndarray))  # of each layer, say
+    is_array = isinstance(value, (list, np.ndarray))  # for example, by layer
     if is_array or (key in names and not is_number):
       value = f"{prefix}{key}={value!r:.80}"
       needed = "one number" if is_array else "a number in (0, 2**31)"
@@ -310,12 +307,12 @@ def _values(file: File, prefix: str, names: Iterable[str]) -> dict[str, Any]:
 def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
   """Returns config.json's rope_scaling: none, linear, or Llama 3's.
 
-  A file only has the result of Llama 3's rule, a factor for each frequency.
-  They must be those of the rule with the numbers of Llama 3.1 to 3.3; only
-  `factor` differs between these, and is the largest one.
+  For Llama 3 a file holds only the divisors of frequencies. They must be those
+  of Llama 3.1 to 3.3, which differ only in `factor`, the largest divisor.
   """
   kind, factor = (values.get(key) for key in _SCALING)
-  theta, head_dim = values["rope.freq_base"], values["attention.key_length"]
+  theta = values["rope.freq_base"]
+  head_dim = values["attention.key_length"]
   factors = file.tensors.get(_FACTORS)
   rope = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
   if kind in (None, "none") and factor is None:
@@ -332,13 +329,13 @@ def _rope_scaling(file: File, values: Mapping[str, Any]) -> dict[str, Any]:
   elif kind == "linear" and factor is not None and factors is None:
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
   raise ValueError(
-    f"{file.path} scales its rotary frequencies in a way that is not known "
-    f"({kind!r:.80}, or {_FACTORS} other than Llama 3.1's). {OTHERWISE}"
+    f"{file.path} has an unknown scaling of rotary frequencies ({kind!r:.80}, "
+    f"or {_FACTORS} other than Llama 3.1's). {OTHERWISE}"
   )
 
 
 def _token_ids(file: File) -> dict[str, Any]:
-  """Returns bos_, pad_ and eos_token_id: the ends of texts, turns, messages."""
+  """Returns bos_, pad_ and eos_token_id (ends of texts, turns, messages)."""
   named = lambda x: file.metadata.get(f"tokenizer.ggml.{x}_token_id")
   ends = [end for x in ("eos", "eot", "eom") if type(end := named(x)) is int]
   ids = {"bos_token_id": named("bos"), "pad_token_id": named("padding")}
@@ -349,10 +346,10 @@ def _token_ids(file: File) -> dict[str, Any]:
 def find(
   path: pathlib.Path, hf_config: dict[str, Any], names: Iterable[str]
 ) -> dict[str, Tensor]:
-  """Returns a file's tensors by these Hugging Face names; others by their own.
+  """Returns a file's tensors by Hugging Face `names`; surplus by GGUF's names.
 
-  Experts' matrices, which are stacked in GGUF, are tensors of their own.
-  ValueError for a file of another model than `hf_config`.
+  Stacked experts become separate tensors. ValueError if the file does not match
+  `hf_config`.
   """
   gguf, file = library(), read(path)
   name, heads = _architecture(file), {}
@@ -362,14 +359,14 @@ def find(
     heads["attn_q"] = hf_config["num_attention_heads"]
     heads["attn_k"] = hf_config["num_key_value_heads"]
   kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == name)
-  names_there = gguf.get_tensor_name_map(kind, 1)  # of layer 0
-  renamed, used = {}, {_FACTORS}  # those are in the config
+  gguf_names = gguf.get_tensor_name_map(kind, 1)  # of layer 0
+  renamed, used = {}, {_FACTORS}  # the config has the factors
   for ours in names:
     layer = re.search(r"layers\.(\d+)", ours)
     expert = re.search(r"experts\.(\d+)", ours)
     general = re.sub(r"experts\.\d+", "experts", ours)
     general = re.sub(r"layers\.\d+", "layers.0", general)
-    key = names_there.get_name(general, try_suffixes=(".weight", ".bias")) or ""
+    key = gguf_names.get_name(general, try_suffixes=(".weight", ".bias")) or ""
     if layer:
       key = key.replace("blk.0.", f"blk.{layer[1]}.")
     tensor = file.tensors.get(key)

@@ -1,9 +1,8 @@
-"""Files of weights into sharded arrays, a piece at a time.
+"""Reads safetensors files into sharded arrays, leaf by leaf.
 
-A leaf of our parameter tree is one stored tensor or a stack of them, each
-transposed or not. It is read straight into the shards of a `jax.Array` in the
-target dtype, so that the host's memory needs room for one leaf at a time.
-Pickled weights are never read.
+A leaf of our parameter tree is a stored tensor or a stack of them, possibly
+transposed. It is read straight into the shards of a `jax.Array`, so the host
+needs memory for a single leaf. Pickled weights are never read.
 """
 
 import json
@@ -26,22 +25,22 @@ STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(jnp.bfloat16),
 }
-_LISTED = 20  # names in one message
-_BLOCK = 2**20  # bytes of a file that are mapped at once: they count as memory
+_LISTED = 20  # most names in a message
+_BLOCK = 2**20  # bytes of a file to map at a time, because they count as memory
 
 
 class Leaf(NamedTuple):
-  """Tensors of a file that an array of ours is stored as.
+  """Stored tensors of an array.
 
   "layers/q" [2, D, H E]: model.layers.0.self_attn.q_proj.weight [H E, D]
   (stacked = 1,           model.layers.1.self_attn.q_proj.weight [H E, D]
   transposed)
   """
 
-  names: tuple[str, ...]  # in the order of the stacked axes, the last fastest
-  shape: tuple[int, ...]  # ours
-  stacked: int = 0  # leading axes of `shape` that count tensors
-  transposed: bool = False  # stored as [out, in]; ours is [in, out]
+  names: tuple[str, ...]  # in row-major order of the stacked axes
+  shape: tuple[int, ...]  # of the array
+  stacked: int = 0  # number of leading axes that are not stored
+  transposed: bool = False  # stored as [out, in] instead of [in, out]
 
   @property
   def stored_shape(self) -> tuple[int, ...]:
@@ -51,10 +50,7 @@ class Leaf(NamedTuple):
 
 
 class Stored(NamedTuple):
-  """Place of a tensor; `dtype` is safetensors' name, `offset` in bytes.
-
-  A tensor of a GGUF file is a `gguf_file.Tensor`, which is read alike.
-  """
+  """Place of a tensor; `dtype` is safetensors' name, `offset` in bytes."""
 
   file: pathlib.Path
   dtype: str
@@ -62,7 +58,7 @@ class Stored(NamedTuple):
   offset: int
 
   def rows(self, start: int, stop: int) -> np.ndarray:
-    """Maps some rows of the file."""
+    """Maps rows start .. stop - 1 of the file."""
     dtype, row = STORED_DTYPES[self.dtype], math.prod(self.shape[1:])
     place = self.offset + start * row * dtype.itemsize
     shape = (stop - start, *self.shape[1:])
@@ -70,7 +66,7 @@ class Stored(NamedTuple):
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Reads a JSON object; ValueError if a file holds none."""
+  """Reads a JSON object; ValueError for other files."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
   except FileNotFoundError:
@@ -83,22 +79,18 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def header(file: pathlib.Path) -> dict[str, Stored]:
-  """Returns one file's tensors, after safetensors has checked its header.
+  """Returns a file's tensors, after safetensors has checked its header.
 
-  The header is read again here, because safetensors maps the whole file, and
-  the pages that are read stay in memory until it is closed.
+  safetensors itself would map the whole file, and keep read pages in memory.
   """
   try:
     with safe_open(file, framework="numpy"):
       pass
   except FileNotFoundError:
-    raise ValueError(
-      f"{file} does not exist (pickled weights, *.bin, are never read)"
-    ) from None
+    raise ValueError(f"{file} does not exist") from None
   except SafetensorError as error:
-    raise ValueError(
-      f"{file} is not a whole safetensors file ({error}): download it again"
-    ) from error
+    text = f"{file} is cut off or damaged ({error}): download it again"
+    raise ValueError(text) from error
   with open(file, "rb") as stream:
     (size,) = struct.unpack("<Q", stream.read(8))
     header = json.loads(stream.read(size))
@@ -117,7 +109,7 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
     raise ValueError(f"{index} has no weight_map")
   names = sorted({str(name) for name in file_of.values()})
   for name in names:
-    # A name, not a path: an index must not reach outside its directory.
+    # Only names, because an index must not reach outside its directory.
     if not name.endswith(".safetensors") or {"/", "\\"} & set(name):
       raise ValueError(
         f"{index} names {name!r}; only *.safetensors beside it are read"
@@ -126,19 +118,15 @@ def _indexed_files(directory: pathlib.Path) -> dict[str, str]:
 
 
 def find(directory: pathlib.Path) -> dict[str, Stored]:
-  """Returns the tensors of a model directory, by name; reads only headers.
-
-  It holds model.safetensors, or model.safetensors.index.json and its shards;
-  ValueError for no weights, and for a damaged or missing file.
-  """
+  """Returns a directory's tensors by name; ValueError for damaged files."""
   if (directory / SINGLE).is_file():
     return header(directory / SINGLE)
   if not (directory / INDEX).is_file():
     formats = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
     others = [p.name for glob in formats for p in sorted(directory.glob(glob))]
-    unread = f"; {', '.join(others)} there is not read" if others else ""
+    unread = f"; cannot read {', '.join(others)}" if others else ""
     for file in directory.glob("*.gguf"):
-      unread += f"; {file.name} there is read where model.path is {file}"
+      unread += f"; to read {file.name}, use model.path={file}"
     raise ValueError(
       f"{directory} holds neither {SINGLE} nor {INDEX}{unread}. Pickled "
       "weights are never read: get the model as safetensors"
@@ -146,20 +134,20 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   file_of, tensors = _indexed_files(directory), {}
   for file in sorted(set(file_of.values())):
     tensors |= header(directory / file)
-  # A tensor in another file than the index says is missing, for `check`.
+  # A tensor in another file than in the index counts as missing.
   is_placed = lambda name, x: x.file.name == file_of.get(name, x.file.name)
   return {name: x for name, x in tensors.items() if is_placed(name, x)}
 
 
 def _listed(names: list[str]) -> str:
-  more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-  return ", ".join(names[:_LISTED]) + more
+  more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+  return ", ".join(names[:_LISTED] + more)
 
 
 def check(
   directory: pathlib.Path, layout: Mapping[str, Leaf], tensors: dict[str, Any]
 ) -> None:
-  """Raises ValueError that lists all missing, surplus and wrong tensors."""
+  """Raises ValueError that lists missing, surplus and wrong tensors."""
   shapes = {n: x.stored_shape for x in layout.values() for n in x.names}
   both = [(n, tensors[n]) for n in sorted(shapes.keys() & tensors.keys())]
   problems = {
@@ -170,7 +158,7 @@ def check(
       for name, x in both
       if x.shape != shapes[name]
     ],
-    "of a type that is not read": [
+    "of an unsupported type": [
       f"{name} {x.dtype}" for name, x in both if x.dtype not in STORED_DTYPES
     ],
   }
@@ -181,7 +169,7 @@ def check(
 
 
 def _blocks(stored: Any, rows: slice) -> Iterator[tuple[int, int]]:
-  """Yields the first row, and the one after the last, of each block."""
+  """Yields start and stop of each block of rows."""
   size = math.prod(stored.shape[1:]) * STORED_DTYPES[stored.dtype].itemsize
   step = max(1, _BLOCK // size)
   for start in range(rows.start, rows.stop, step):
@@ -189,7 +177,7 @@ def _blocks(stored: Any, rows: slice) -> Iterator[tuple[int, int]]:
 
 
 def equal(a: Any, b: Any) -> bool:
-  """Returns True if two stored tensors have the same values in float32."""
+  """Returns True if two stored tensors are equal in float32."""
   if a.shape != b.shape or not {a.dtype, b.dtype} <= STORED_DTYPES.keys():
     return False
   in_float32 = lambda x, block: x.rows(*block).astype(np.float32)
@@ -200,10 +188,8 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def is_finite(block: np.ndarray) -> bool:
-  """Returns `np.isfinite(block).all()`, fast in bfloat16 too.
-
-  All bits of the exponent are set in an infinity and in a NaN.
-  """
+  """Returns `np.isfinite(block).all()`, fast in bfloat16 too."""
+  # Infinities and NaN are the values with all bits of the exponent set.
   info = jnp.finfo(block.dtype)
   exponent = (2**info.nexp - 1) << info.nmant
   bits = block.view(f"u{block.dtype.itemsize}") & exponent
@@ -211,10 +197,10 @@ def is_finite(block: np.ndarray) -> bool:
 
 
 def _copy(stored: Any, index: tuple[slice, ...], target: np.ndarray) -> bool:
-  """Fills `target` with a part of a tensor; returns True if it is finite."""
+  """Copies a part of a tensor to `target`; returns True if it is finite."""
   (rows, *others), finite = index, True
   for start, stop in _blocks(stored, rows):
-    # Cast first: NumPy is slow at casting and transposing in one.
+    # NumPy is slow if it casts and transposes in one step.
     block = stored.rows(start, stop)[:, *others]
     block = block.astype(target.dtype, copy=False)
     target[start - rows.start : stop - rows.start] = block
@@ -223,7 +209,7 @@ def _copy(stored: Any, index: tuple[slice, ...], target: np.ndarray) -> bool:
 
 
 def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
-  """Reads a part of a leaf; `index` has a slice for each of its axes."""
+  """Reads the part of a leaf at `index`, a slice for each axis."""
   index = tuple(
     slice(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)
   )
@@ -233,11 +219,11 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
     position = [s.start + i for s, i in zip(lead, place, strict=True)]
     number = np.ravel_multi_index(position, leaf.shape[: leaf.stacked])
     stored, target = tensors[leaf.names[number]], out[place]
-    where = (inner[::-1], target.T) if leaf.transposed else (inner, target)
-    if not _copy(stored, *where):
+    part = (inner[::-1], target.T) if leaf.transposed else (inner, target)
+    if not _copy(stored, *part):
       raise ValueError(
-        f"{stored.file}: {leaf.names[number]} has values that are NaN or "
-        f"infinite (as {np.dtype(dtype)}): get the model anew"
+        f"{stored.file}: {leaf.names[number]} has NaN or infinite values (as "
+        f"{np.dtype(dtype)}): download the model again"
       )
   return out
 
@@ -248,15 +234,12 @@ def read(
   dtype: Any,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Reads one leaf; each process reads what its own devices hold.
-
-  ValueError for a tensor with values that are not finite.
-  """
+  """Reads the parts of a leaf on this process's devices; ValueError for NaN."""
   if sharding is None:
     whole = (slice(None),) * len(leaf.shape)
     array = jax.device_put(_read_part(leaf, tensors, whole, dtype))
   else:
-    parts = {}  # devices that hold the same part share one copy of it
+    parts = {}  # devices share a copy of the same part
 
     def part(index):
       key = tuple((s.start, s.stop) for s in index)
@@ -265,4 +248,4 @@ def read(
       return parts[key]
 
     array = jax.make_array_from_callback(leaf.shape, sharding, part)
-  return jax.block_until_ready(array)  # the host's copy may go
+  return jax.block_until_ready(array)  # then the host's copy can be freed

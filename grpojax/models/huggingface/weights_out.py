@@ -1,7 +1,7 @@
-"""Arrays into safetensors files, tensor by tensor.
+"""Writes safetensors files tensor by tensor.
 
-The safetensors library would need all tensors of a file at once: a second copy
-of the model in the host's memory.
+The safetensors library needs all tensors of a file at once, a second copy of
+the model in the host's memory.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def _shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
-  """Splits names in their order into files of at most `largest` bytes."""
+  """Splits names, in order, into files of at most `largest` bytes."""
   shards, used = [[]], 0
   for name, size in sizes.items():
     if shards[-1] and largest and used + size > largest:
@@ -46,7 +46,7 @@ def _shards(sizes: Mapping[str, int], largest: int | None) -> list[list[str]]:
 def _write_header(
   stream: BinaryIO, entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> None:
-  # "pt" is what transformers asks for: the layout of PyTorch's tensors.
+  # transformers requires "pt", the layout of PyTorch.
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   offset = 0
   for name, (dtype, shape) in entries.items():
@@ -55,27 +55,27 @@ def _write_header(
     header[name]["data_offsets"] = place
     offset = place[1]
   text = json.dumps(header, separators=(",", ":")).encode()
-  text += b" " * (-len(text) % 8)  # the data are aligned
+  text += b" " * (-len(text) % 8)  # aligns the data
   stream.write(struct.pack("<Q", len(text)) + text)
 
 
 def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
-  """Yields the tensors of a leaf as they are stored."""
+  """Yields the tensors of a leaf in stored layout."""
   if isinstance(array, jax.Array) and not leaf.stacked:
-    array = array.copy()  # an array keeps the host's copy of its values
+    array = array.copy()  # the original would keep the fetched values
   for place in np.ndindex(leaf.shape[: leaf.stacked]):
     tensor = fetch(array[place] if place else array)
     yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
 
 
 def _lock(directory: pathlib.Path) -> int:
-  """Keeps others from writing to a directory (flock) while a file is open."""
+  """Locks a directory (flock) while the returned file is open."""
   file = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     ours = os.path.samestat(os.fstat(file), os.stat(directory))
   except (BlockingIOError, FileNotFoundError):
-    ours = False  # or the other one was done in the meantime
+    ours = False  # FileNotFoundError: renamed by another process
   except OSError:
     ours = True  # a file system without locks
   if not ours:
@@ -86,10 +86,9 @@ def _lock(directory: pathlib.Path) -> int:
 
 @contextlib.contextmanager
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields a directory to fill; it gets its name when the context ends well.
+  """Yields a directory to fill, which becomes `path` if the context succeeds.
 
-  Its files get checksums (`file_checksums`). ValueError if `path` exists
-  already, or another process or user is making it.
+  ValueError if `path` exists, or if another process or user is writing it.
   """
   path = pathlib.Path(path)
   exists = f"{path} exists already; remove it or choose another path"
@@ -100,14 +99,14 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   try:
     partial.mkdir()
   except FileExistsError:
-    about = partial.lstat()  # what is in it will be removed
+    about = partial.lstat()  # its files will be removed
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
       text = f"{partial} is a link, a file or another user's: remove it"
       raise ValueError(text) from None
   lock = _lock(partial)
   try:
-    for left in partial.iterdir():  # by a process that was killed
-      left.unlink()
+    for file in partial.iterdir():  # left by a killed process
+      file.unlink()
     yield partial
     file_checksums.write(partial)
     if os.path.lexists(path):  # a rename would replace an empty directory
@@ -121,7 +120,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
-  """Takes part in another process's `write`, where arrays are spread out."""
+  """Fetches arrays along with another process's `write`."""
   for path, leaf in layout.items():
     for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
       pass
@@ -135,10 +134,10 @@ def write(
   max_shard_size: int | None = None,
   single: str = SINGLE,
 ) -> None:
-  """Writes one file, or several and an index if one would be too large.
+  """Writes a file, or several and an index if it would be too large.
 
-  A tensor of more than `max_shard_size` bytes has a file of its own. `dtype` is
-  the type to store; None is that of each array, NumPy's or JAX's.
+  A tensor of more than `max_shard_size` bytes gets its own file. `dtype` is the
+  dtype to store; None keeps each array's.
   """
   entries = {
     name: (np.dtype(dtype or arrays[path].dtype), leaf.stored_shape)

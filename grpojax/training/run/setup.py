@@ -87,7 +87,7 @@ def check_model(settings: TrainSettings, lm: LM) -> None:
     ("router_replay", "replays", False),
   ):
     value = getattr(settings.loss, name)
-    if value and lm.forward_with_load is None:
+    if value and not lm.has_experts:
       remedy = f"{verb} experts, and the model has none (model.path): use {off}"
       raise ValueError(config_error(f"loss.{name}", value, remedy))
 
