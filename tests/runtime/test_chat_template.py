@@ -85,15 +85,12 @@ def test_a_template_wraps_text_prompts_only():
 
 
 def test_messages_keep_one_system_message():
-  text = tokenizers.format_prompt(
-    make(SILENT + QWEN), "1+1?", system_prompt="Be brief."
-  )
+  system = {"system_prompt": "Be brief."}
+  text = tokenizers.format_prompt(make(SILENT + QWEN), "1+1?", **system)
   assert "<|im_start|>user\nBe brief.\n\n1+1?<|im_end|>" in text
   turns = [{"role": "system", "content": "Be long."}, *TURNS[:1]]
   for template in (QWEN, GEMMA):  # an example's system message
-    text = tokenizers.format_prompt(
-      make(template), turns, system_prompt="Be brief."
-    )
+    text = tokenizers.format_prompt(make(template), turns, **system)
     assert "Be long." in text and "Be brief." not in text
 
 
@@ -158,10 +155,8 @@ def with_template(template):
 
 
 def written(template, date):
-  options = {} if date is None else {"date_string": date}
-  return tokenizers.format_prompt(
-    with_template(template), "Hi", template_options=options
-  )
+  options = {"template_options": {"date_string": date}}
+  return tokenizers.format_prompt(with_template(template), "Hi", **options)
 
 
 @pytest.mark.parametrize(

@@ -195,17 +195,13 @@ def test_notes_are_saved_and_metadata_checked(tmp_path):
       checkpoint.read_notes(ckptr, 1)
   for text in ("[]", "null", "", "[" * 10**5):
     metadata.write_text(text)
-    with pytest.raises(
-      ValueError, match="1 is damaged .*delete that directory"
-    ):
+    with pytest.raises(ValueError, match="1 is damaged .*delete that dir"):
       with checkpoint.open_checkpointer(tmp_path):
         pass
 
 
 @pytest.mark.parametrize("ended", ["here", "elsewhere", "by Orbax"])
-def test_an_error_of_this_process_is_raised_at_once(
-  ended, tmp_path, monkeypatch
-):
+def test_an_error_of_this_process_is_raised(ended, tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint, "_POLL", 0.02)
   monkeypatch.setattr(checkpoint, "_logged_errors", [])
   monkeypatch.setattr(interrupts, "skip_end", lambda code: None)
@@ -252,9 +248,7 @@ def _no_file_larger_than(size: int):
 
 
 @pytest.mark.slow
-def test_a_save_that_fails_is_reported_at_the_next_check(
-  tmp_path, caplog, monkeypatch
-):
+def test_a_failed_save_is_reported_by_check(tmp_path, caplog, monkeypatch):
   left = []
   monkeypatch.setattr(interrupts, "skip_end", left.append)
   folder, large = tmp_path / "checkpoints", _state(2, 3000)

@@ -91,9 +91,7 @@ def test_odd_keys_and_values():
 
 def test_values_are_not_evaluated(tmp_path):
   call = f"__import__('pathlib').Path({str(tmp_path / 'made')!r}).touch()"
-  config, _ = _parse(
-    f"--config.data.options.size={call}", f"--config.name={call}"
-  )
+  config, _ = _parse(f"--data.options.size={call}", f"--config.name={call}")
   assert config.data.options.size == config.name == call
   for name in ("steps", "group_size", "reward.weights", "optim.b1"):
     with pytest.raises(ValueError, match="expected a value of type"):
@@ -250,9 +248,7 @@ def test_packaged_configs(form, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   text, wrong = form.format("gsm8k"), form.format("gsm9k")
   assert _parse(f"--config={text}")[0].name == "gsm8k"
-  with pytest.raises(
-    ValueError, match="[^\n]* did you mean gsm8k[?]"
-  ) as refused:
+  with pytest.raises(ValueError, match=".* did you mean gsm8k[?]") as refused:
     _parse(f"--config={wrong}")
   assert str(refused.value).startswith(f"--config={wrong}: no such file")
   for name in config_file.packaged():

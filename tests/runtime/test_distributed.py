@@ -206,9 +206,7 @@ def leave(monkeypatch, client):
       if not others:
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
-    client(
-      wait_at_barrier=wait_at_barrier, key_value_set=lambda key, text: None
-    )
+    client(wait_at_barrier=wait_at_barrier, key_value_set=lambda *_: None)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     monkeypatch.setattr(interrupts.os, "_exit", end)
     with pytest.raises((Ended, SystemExit)) as caught:
@@ -239,9 +237,8 @@ def test_exit_codes(leave, error, others, expected, capsys):
   assert leave(error, others) == expected
   text = capsys.readouterr().err
   assert text.count("error: no\n") == (error.args == ("error: no",))
-  assert ("Traceback" in text) == (
-    isinstance(error, KeyError) or error is MEMORY
-  )
+  is_local = isinstance(error, KeyError) or error is MEMORY
+  assert ("Traceback" in text) == is_local
   is_gone = isinstance(error, ValueError) or error in (GONE, CLOSED)
   assert ("process 0: another process of this run is gone" in text) == is_gone
   assert ("the same command resumes" in text) == is_gone

@@ -53,9 +53,7 @@ def test_the_holder_is_named_until_it_ends(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_file_removed_before_it_is_locked_is_opened_again(
-  tmp_path, monkeypatch
-):
+def test_a_file_removed_before_the_lock_is_reopened(tmp_path, monkeypatch):
   path, flock, calls = tmp_path / run_lock.LOCK, fcntl.flock, []
 
   def late(file, operation):

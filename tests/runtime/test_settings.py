@@ -48,9 +48,8 @@ def test_defaults_become_a_config():
   with pytest.raises(AttributeError):
     config.part.other = 1
   config.size = "auto"  # a word instead of a number
-  other = settings_lib.to_config(
-    settings_lib.changed(TREE, {"part.rate": 0.25})
-  )
+  other = settings_lib.changed(TREE, {"part.rate": 0.25})
+  other = settings_lib.to_config(other)
   assert other.part.rate == 0.25 and config.part.rate == 0.5
   with pytest.raises(TypeError):
     config.kind = 1

@@ -68,8 +68,7 @@ def test_errors_of_a_template_are_value_errors(template, save):
 
 def test_a_panic_of_the_tokenizer_is_a_value_error(save):
   pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "invert": False}
-  tokenizer = tokenizers.load(
-    save(pre_tokenizer=pattern | {"behavior": "Isolated"})
-  )
+  pattern |= {"behavior": "Isolated"}
+  tokenizer = tokenizers.load(save(pre_tokenizer=pattern))
   with pytest.raises(ValueError, match="cannot read a text"):
     tokenizers.encode_prompt(tokenizer, "a" * 28 + "!")

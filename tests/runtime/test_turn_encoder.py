@@ -2,6 +2,7 @@
 
 The templates follow the published formats of the families.
 """
+# ruff: noqa: E402
 
 import pathlib
 import sys
@@ -16,17 +17,7 @@ from grpojax.runtime.text import turns
 from grpojax.runtime.text.chat_template import set_messages
 
 sys.path.append(str(pathlib.Path(__file__).parent))
-from chats import (  # noqa: E402
-  ASK,
-  CHATML,
-  GEMMA,
-  ID,
-  LLAMA,
-  SPECIAL,
-  START,
-  chat,
-  make,
-)
+from chats import ASK, CHATML, GEMMA, ID, LLAMA, SPECIAL, START, chat, make
 
 TOOL = "<tool_response>\n{{ c }}\n</tool_response>"
 NO_THOUGHT = "{{ '<think>\n\n</think>\n\n' }}"
