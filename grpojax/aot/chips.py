@@ -80,7 +80,7 @@ KINDS: dict[str, str] = {
 def of_kind(kind: str) -> Chip | None:
   """Returns the chip of a `jax.Device`'s `device_kind`; None if unknown."""
   names = [name for name in KINDS if kind.startswith(name)]
-  if not names or "PCIe" in kind or "NVL" in kind:  # slower chips
+  if not names or "PCIe" in kind or "NVL" in kind:  # variants with other rates
     return None
   return CHIPS[KINDS[max(names, key=len)]]
 

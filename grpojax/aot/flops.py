@@ -92,7 +92,7 @@ def _custom_call(i: Instruction, inside: Computation) -> int:
     return stated
   target, result = i.attribute("custom_call_target"), i.shapes[0]
   if "triton" in target and "/grouped_" in i.op_name:
-    # `models.grouped`: rows [N, A] times a group's matrix [A, result columns].
+    # `models.grouped`: rows [N, A] and F result columns take 2 N A F.
     return 2 * math.prod(_dims(i, inside, -2)) * result.dims[-1]
   if re.search("matmul|gemm", target, re.IGNORECASE):
     rows = result.elements // result.dims[-1]  # of all batches

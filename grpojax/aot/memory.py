@@ -138,7 +138,7 @@ def _read_elements(
   in_place: frozenset[str],
   exact: bool = True,
 ) -> int | float:
-  """Counts the elements read from an array; inf for all of them."""
+  """Counts the elements read from an array; inf means the whole array."""
   total = 0
   for user, position in users[i.name]:
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:

@@ -204,7 +204,16 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       return _lower_rollout(run, step_programs.sample, sampling, key)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(step_programs.sample, state.params, whole, key)
-  arguments, options = _batch_arguments(run, samples)
+  shape = run.prompts, run.group_size
+  values = None  # of each reward function, if they are normalised
+  if aggregation(settings.reward):
+    functions = len(settings.reward.functions) + bool(settings.reward.model)
+    values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
+    values = _rows(values, run.mesh, None, "batch", "group")
+  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
+  arguments = state.params, _as_rows(samples, run.mesh), rewards
+  options = dict.fromkeys(("packing", "scale", "prompt_weights"))
+  options |= {"ref_params": run.ref_params, "values": values}
   with jax.set_mesh(run.mesh):
     if name == "reference":
       return policy_lib.lower(step_programs.make_batch, *arguments, **options)
@@ -226,26 +235,6 @@ def _lower_rollout(
   if mesh is not run.mesh:
     sample = sampling_lib.with_result_shardings(sample, mesh, *arguments)
   return policy_lib.lower(sample, *arguments)
-
-
-def _batch_arguments(
-  run: Run, samples: PyTree
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-  """Returns the arguments of the program that makes a batch from samples."""
-  settings, shape = run.settings, (run.prompts, run.group_size)
-  values = None  # of each reward function, if they are normalised
-  if aggregation(settings.reward):
-    functions = len(settings.reward.functions) + bool(settings.reward.model)
-    values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
-    values = _rows(values, run.mesh, None, "batch", "group")
-  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
-  return (run.state.params, _as_rows(samples, run.mesh), rewards), {
-    "ref_params": run.ref_params,
-    "packing": None,
-    "values": values,
-    "scale": None,
-    "prompt_weights": None,
-  }
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:

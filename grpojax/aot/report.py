@@ -37,15 +37,6 @@ class Part(NamedTuple):
   error: str = ""  # reason for a failed compilation
 
 
-def _out_of_memory(error: Exception) -> int | None:
-  """Returns the bytes needed, from an out-of-memory error; else None."""
-  used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)", str(error))
-  if used is None:
-    return None
-  unit = " KMGT".index(used[2] or " ")
-  return int(float(used[1]) * 2 ** (10 * unit))
-
-
 def compile_part(
   lowered: jax.stages.Lowered, chip: Chip, trips: int, runs: int = 1
 ) -> Part:
@@ -57,9 +48,11 @@ def compile_part(
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    memory = _out_of_memory(error)
-    if memory is None:
+    # Out of memory: the message has the bytes that the program needs.
+    used = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT]?)", str(error))
+    if used is None:
       raise
+    memory = int(float(used[1]) * 2 ** (10 * " KMGT".index(used[2] or " ")))
     seconds = time.perf_counter() - start
     return Part(memory, compile_seconds=seconds, error="out of memory")
   compile_seconds = time.perf_counter() - start

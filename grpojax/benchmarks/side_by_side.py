@@ -92,16 +92,6 @@ def measure(
   return report(name, settings, timed, warmup)
 
 
-def _variant(name: str, settings: TrainSettings) -> str:
-  """Returns the settings that differ from the workload's."""
-  default = config_lib.flatten(workloads.config_of(name))
-  return " ".join(
-    f"{key}={value}"
-    for key, value in config_lib.flatten(to_config(settings)).items()
-    if value != default.get(key) and key not in ("model.path", "steps")
-  )
-
-
 def report(
   name: str, settings: TrainSettings, timed: Sequence[clock.Step], warmup: int
 ) -> dict[str, Any]:
@@ -119,11 +109,15 @@ def report(
   def spread(value: Callable[[clock.Step], float]) -> dict[str, float]:
     return clock.spread(map(value, counted))
 
+  default = config_lib.flatten(workloads.config_of(name))
+  default |= {"model.path": settings.model.path, "steps": settings.steps}
+  flat = config_lib.flatten(to_config(settings))
+  changes = [f"{k}={x}" for k, x in flat.items() if x != default.get(k)]
   parts = sorted({*timed[0].seconds} - {"others"})
   during = [seconds for step in timed[:warmup] for seconds in step.compiled]
   return {
     "peer": "grpojax",
-    "variant": _variant(name, settings) or "default",
+    "variant": " ".join(changes) or "default",
     "workload": name,
     "steps": len(steady),
     "quiet": quiet,

@@ -110,19 +110,11 @@ def by_step(columns: Columns, name: str) -> dict[int, float]:
   return dict(zip(*columns.get(name, ((), ())), strict=True))
 
 
-def _bounds(
-  name: str, columns: Columns
-) -> dict[int, tuple[float, float | None]]:
-  """Returns a metric's own 95% interval by step; a high of None is infinite."""
-  values, lows, highs = (
-    by_step(columns, f"{name}{end}") for end in ("", "_low", "_high")
-  )
-  return {s: (lows[s], highs.get(s)) for s in values if s in lows}
-
-
 def _curve(name: str, columns: Columns) -> Curve:
   steps, values = columns[name]
-  bounds = _bounds(name, columns)
+  lows, highs = (by_step(columns, f"{name}{x}") for x in ("_low", "_high"))
+  # Its own 95% interval by step, if any; a high of None is infinite.
+  bounds = {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   chosen = thinned(np.array(values))
   made: Curve = {
     "x": [steps[i] for i in chosen],

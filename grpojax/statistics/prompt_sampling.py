@@ -72,7 +72,7 @@ def expected_rows(
 
 
 def _at_most(most: int, rows: float, q: Vector) -> Vector:
-  """Returns rows in proportion to q, at most `most` each."""
+  """Divides rows in proportion to q; an excess over `most` is redistributed."""
   full = np.zeros(len(q), bool)
   while True:
     left = rows - most * np.sum(full)

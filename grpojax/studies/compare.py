@@ -56,7 +56,7 @@ SETTINGS = study.settings(
   ),
   learning_rates=setting((1.25e-4, 3e-4, 7.5e-4), "rates to choose from"),
   tuning_seeds=setting(2, "tuning runs per arm and rate", within=ONE_OR_MORE),
-  seeds=setting(5, "compared runs per arm, at least 2", within="[2, inf)"),
+  seeds=setting(5, "compared runs per arm", within="[2, inf)"),
   train=changed(
     TRAIN_SETTINGS,
     study.QUICK | {"batch_size": 16, "eval.every": 24, "eval.num_prompts": 256},

@@ -52,12 +52,12 @@ from grpojax.training.step import sampling as sampling_lib
 FLAGS = study.FLAGS
 SETTINGS = study.settings(
   "group_size",
-  seeds=setting(3, "runs of each size; an interval needs 2", within="[2, inf)"),
+  seeds=setting(3, "runs per budget and group size", within="[2, inf)"),
   budgets=setting((128, 256), "samples a step"),
   group_sizes=setting((4, 8, 16, 32, 64, 128), "fixed group sizes"),
   predict=section(
     "the diagnosis before training",
-    prompts=setting(128, "prompts, at least 3", within="[3, inf)"),
+    prompts=setting(128, "prompts", within="[3, inf)"),
     group_size=setting(16, "completions per prompt", within="[4, inf)"),
     tangents=setting(16, "random directions", within="[2, inf)"),
     batch=setting(16, "prompts per batch", within=ONE_OR_MORE),

@@ -97,16 +97,6 @@ class Bench(NamedTuple):
   projections: int = 0
 
 
-def _plain(policy: policy_lib.Policy, one_line: bool) -> policy_lib.Policy:
-  """Returns a policy of plain text, even if its tokenizer has a template."""
-  tokenizer, ends = policy.tokenizer, ()
-  tokenizer.chat_template = None
-  if one_line:
-    ids = range(len(tokenizer))
-    ends = tuple(i for i in ids if "\n" in tokenizer.decode(i))
-  return policy._replace(eos_ids=(*policy.eos_ids, *ends))
-
-
 def open_bench(config: ConfigDict, name: str) -> Bench:
   """Loads a configuration's model and formats its prompts; exits on errors."""
   path = config.instruct if name == "instruct" else config.base
@@ -118,10 +108,14 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   train.eval.num_prompts = config.num_prompts
   train.sampling.max_new_tokens = config.max_new_tokens
   settings = from_config(train)
-  template = settings.data.template
+  template, tokenizer = settings.data.template, policy.tokenizer
   if name != "instruct":
-    policy = _plain(policy, problems.one_line)
     template = problems.template
+    tokenizer.chat_template = None
+    if problems.one_line:
+      ids = range(len(tokenizer))
+      ends = (i for i in ids if "\n" in tokenizer.decode(i))
+      policy = policy._replace(eos_ids=(*policy.eos_ids, *ends))
   if name == "in-context":
     shots = [
       template.format(prompt=x["prompt"]) + problems.solution(x) + "\n\n"
@@ -129,7 +123,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     ]
     template = "".join([*shots, template])
   held_out = Subset(problems.load(settings, "test"), range(config.num_prompts))
-  tokenizer, prompts = policy.tokenizer, [x["prompt"] for x in held_out]
+  prompts = [x["prompt"] for x in held_out]
   longest = max(len(encode_prompt(tokenizer, x, template)[1]) for x in prompts)
   data = dataclasses.replace(
     settings.data, template=template, max_prompt_length=longest

@@ -78,3 +78,10 @@ def test_errors_are_exact_at_both_sizes(advantage, weights, float64):
   for size in (2, 4):
     error = result.c2 / size + result.c3 / (size * (size - 1))
     assert_allclose(error, exact(size, values), rtol=1e-8)
+
+
+def test_metrics():
+  errors = lib.AdvantageErrors(*jnp.array([8.0, 18.0, 1.0, 2.0, 3.0]))
+  row = lib.metrics(errors, jnp.float32(2.0), 5)
+  assert float(row["own_optimal_group_size"]) == 4.0
+  assert float(row["own_gradient_mse"]) == 1.0

@@ -1,7 +1,6 @@
 """The study of mean squared errors, on a model of 4,000 parameters."""
 
 import json
-import types
 
 import numpy as np
 import pytest
@@ -72,21 +71,11 @@ def test_killed_study_resumes_to_the_same_results(
 def test_theory_uses_the_second_pool(monkeypatch, config):
   """All rewards are 0 in the first pool, 1 in the second."""
   config.samples, config.group_sizes = 6, (2,)
-  pools = iter(["#### 1", "#### 2"])
-  sampled = types.SimpleNamespace(
-    completion_ids=np.zeros((1, 6, 1), np.int32),
-    completion_mask=np.ones((1, 6, 1), bool),
-  )
-  monkeypatch.setattr(policy_lib, "decode", lambda *args: [[next(pools)] * 6])
   scores = np.arange(12.0)[:, None]
-  gram = (scores @ scores.T, 12)
-  monkeypatch.setattr(mse.errors, "score_gram", lambda *args: gram)
-  bench = samples.Bench(
-    policy=types.SimpleNamespace(params=None),
-    batches=[(None, [{"prompt": "1+1", "answer": "2"}])],
-    sampler=lambda *args: types.SimpleNamespace(rollout=sampled),
-    score=None,
-  )
+  rewards = np.repeat(np.float32([0, 1]), 6)
+  sampled = samples.Sampled(rewards, scores @ scores.T, np.empty(0), 12)
+  monkeypatch.setattr(samples, "sample", lambda *args: sampled)
+  bench = samples.Bench(None, [(None, [{"prompt": "1+1"}])], None, None)
   row = mse._measure(config, bench, "base", 0)
   assert row["success"] == 0.5 and row["best_baseline"] == 1
   second = row["moments"]

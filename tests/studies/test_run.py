@@ -82,13 +82,6 @@ def test_mistakes_are_refused_without_writing_files(
   assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MISTAKES)
-def test_default_config_is_valid(name):
-  program = importlib.import_module(f"grpojax.studies.{name}")
-  assert not [*program.config_errors(to_config(program.SETTINGS))]
-
-
 def open_at(directory, *words):
   argv = [f"--run_dir={directory}", *words]
   study.open_study(argv, group_size.SETTINGS, lambda config: [], "")
