@@ -1,8 +1,8 @@
-"""One reward worker: python -m grpojax.rewards.worker, started by `pool`.
+"""A reward worker process, `python -m grpojax.rewards.worker`.
 
-Its first line names the reward functions; other lines are tasks: the numbers of
-functions and the completions of one prompt that they judge. It answers an
-`Outcome` for each function and completion.
+The first line it reads names the reward functions. Each further line is a task:
+indices of functions, and completions of a prompt. The worker answers with an
+`Outcome` per function and completion.
 """
 
 import copy
@@ -19,16 +19,15 @@ LARGEST = 1e15
 """Largest absolute value of a reward: sums of squares fit into float32."""
 
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
-_REWARD = "score"  # the key of the reward where a function returns a dict
+_REWARD = "score"  # key of the reward in a returned dict
 
 
 class Outcome(NamedTuple):
-  """Result of one function for one completion."""
+  """Result of a function for a completion."""
 
-  value: float | None  # the reward; None where the function abstains, or failed
-  error: str | None = None  # the failure, in words; None where nothing failed
-  # Other numbers that the function returned, by name, for logs.
-  extras: Mapping[str, float] = {}
+  value: float | None  # reward; None if the function abstained or failed
+  error: str | None = None  # reason of a failure
+  extras: Mapping[str, float] = {}  # further returned numbers, for logs
 
 
 def evaluate(
@@ -38,8 +37,8 @@ def evaluate(
 ) -> list[Outcome]:
   """Calls a function on completions of one prompt.
 
-  It abstains from data sets other than `sources`. Children that the function
-  forks do not return, and its changes to an example are lost.
+  Data sets outside `sources` have no value. The function gets a copy of each
+  example, and processes it forks do not return from here.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -50,7 +49,7 @@ def evaluate(
 
 
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
-  """Outcomes of a call that is to return `count` values."""
+  """Returns the outcomes of a call that should return `count` values."""
 
   def outcomes() -> list[Outcome]:
     values = list(function())
@@ -64,10 +63,9 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Reads a returned value: None, a number, an array of one, or verl's dict.
+  """Converts a returned None, number, one-element array, or dict.
 
-  A dict has the reward as "score"; its first 32 other finite numbers are
-  extras.
+  A dict has the reward as "score"; its other `numbers` become extras.
   """
   extras: dict[str, float] = {}
   if isinstance(value, Mapping):
@@ -82,9 +80,9 @@ def _outcome(value: Any) -> Outcome:
 
 
 def to_reward(value: Any, returned: str = "returned") -> float | None:
-  """Returns a number as a reward, and None as None.
+  """Converts a number to a reward, and None to None.
 
-  WrongAnswer, which begins with `returned`, if it is no number or too large.
+  WrongAnswer, beginning with `returned`, if it is not a number or too large.
   """
   value = _scalar(value)
   if value is None:
@@ -112,30 +110,30 @@ def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _scalar(value: Any) -> Any:
-  """The element of an array of one, of any library; else the value itself."""
+  """Returns the element of a one-element array; other values unchanged."""
   shape = getattr(value, "shape", None)
-  one = isinstance(shape, tuple) and math.prod(shape) == 1
-  return value.item() if one else value
+  is_single = isinstance(shape, tuple) and math.prod(shape) == 1
+  return value.item() if is_single else value
 
 
 def to_float(value: Any) -> float | None:
-  """Returns any number as a float, also Decimal, Fraction and arrays of one.
+  """Converts a number, Decimal, Fraction or one-element array to a float.
 
-  None for other values; an infinity if it is too large.
+  None for other values; infinity if it is too large.
   """
   value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
-    return None  # which float() would read
+    return None  # float() would parse it
   try:
     return float(value)
-  except OverflowError:  # an integer or a fraction without bounds
+  except OverflowError:  # of a large integer or fraction
     return math.inf
   except (TypeError, ValueError):
     return None
 
 
 def parse(outcome: Any) -> Outcome:
-  """Reads an Outcome of JSON; raises an error if it is none."""
+  """Reads an Outcome from JSON; raises an error if it is malformed."""
   value, error, extras = outcome
   typed = isinstance(value, float | None) and isinstance(error, str | None)
   if typed and all(isinstance(x, float) for x in extras.values()):
@@ -144,9 +142,10 @@ def parse(outcome: Any) -> Outcome:
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns the function that computes a task's outcomes, one after another."""
+  """Returns a function that yields the outcomes of a task."""
   rewards = functions.resolve_all(setup["names"], setup["options"])
-  if functions.workers_for(setup["names"], 0):  # not in an answer's time
+  if functions.workers_for(setup["names"], 0):
+    # Imported now, because the first completion has a time limit.
     importlib.import_module("grpojax.rewards.symbolic")
 
   def answer(task: Sequence[Any]) -> Iterator[Outcome]:
