@@ -32,10 +32,7 @@ def spellings(answer: str | int | float) -> tuple[str, str]:
 
 
 def given_answer(completion: str) -> str | None:
-  """Returns a completion's answer for majority votes; None without an answer.
-
-  `exact_answer` gives completions with equal answers equal rewards.
-  """
+  """Returns the first of the `spellings` of a completion's answer, or None."""
   _, mark, tail = completion.rpartition(MARK)
   return (spellings(tail)[0] or None) if mark else None
 

@@ -53,8 +53,7 @@ logged; or a `Trl` function of all completions of a prompt."""
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """Returns the reward function of a name with its options bound.
 
-  ValueError if it does not exist, cannot be loaded, `conventions.follow`
-  refuses it, or a built-in function refuses an option's value.
+  ValueError if it cannot be loaded, or its arguments or options are wrong.
   """
   paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
   function = load(f"reward {name!r}", name, paths)
@@ -70,10 +69,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def workers_for(names: Sequence[str], workers: int) -> int:
-  """Returns `workers`, or 1 if it is 0 and a reward needs a time limit.
-
-  `READ_ANSWERS` need one: Math-Verify may take forever on an answer.
-  """
+  """Returns `workers`, but at least 1 if Math-Verify needs a time limit."""
   return workers or int(any(name in READ_ANSWERS for name in names))
 
 
@@ -104,8 +100,7 @@ def resolve_all(
 ) -> list[Reward]:
   """Returns the functions of several names; `options` is keyed by `label`.
 
-  ValueError for no names, a repeated label, options for an absent function, or
-  a function that `resolve` refuses.
+  ValueError for no names, a repeated label, and as from `resolve`.
   """
   labels = [label(name) for name in names]
   if not names:
@@ -135,10 +130,7 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Returns the weighted sum of a completion's rewards; None if all abstain.
-
-  Functions that abstain (None) add 0; the weights are not renormalised.
-  """
+  """Returns the weighted sum of the values other than None, or None."""
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None

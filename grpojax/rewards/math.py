@@ -115,28 +115,6 @@ _EXACT = re.compile(r"-?[0-9]+(?:/[0-9]+)?")
 _WORDS = re.compile(r"(?:[A-Za-z]{3,}|[Nn]o)(?:[\s-][A-Za-z]+){0,8}")
 
 
-def final_text(
-  prompt: str, completion: str, thinking: Sequence[str] = THINKING
-) -> str | None:
-  """Returns the last `WINDOW` characters of the text after the thinking.
-
-  None if the thinking, which the prompt may open, was never closed.
-  """
-  prompt = prompt.rstrip()
-  text = completion
-  for pair in thinking:
-    opens, _, closes = pair.partition("...")
-    if not (opens and closes):
-      raise ValueError(
-        f"thinking has {pair!r}: give pairs of tags as OPENING...CLOSING"
-      )
-    _, closed, after = text.rpartition(closes)
-    if opens in after or not closed and prompt.endswith(opens):
-      return None
-    text = after
-  return text[-WINDOW:]
-
-
 def find_answer(text: str) -> str | None:
   """Returns the answer in the text of a solution; None if there is none."""
   text = text[-WINDOW:]
@@ -149,29 +127,30 @@ def find_answer(text: str) -> str | None:
   line = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
   if mark and (answer := _stated(line) or line):
     return answer
-  if tagged:
-    return _stated(text) or text.strip()
-  return _stated(text) or _last_number(text)
+  return _stated(text) or (text.strip() if tagged else _last_number(text))
 
 
 def given_answer(
   completion: str, prompt: str = "", thinking: Sequence[str] = THINKING
 ) -> str | None:
-  """Returns a completion's answer in its `spelling`, for majority votes.
+  """Returns the `spelling` of the answer after the thinking, or None.
 
-  `math_answer` gives completions with equal answers equal rewards.
+  None if the thinking, which the prompt may open, was never closed. Equal
+  results have equal rewards by `math_answer`.
   """
-  text = final_text(prompt, completion, thinking)
-  answer = None if text is None else find_answer(text)
+  text = completion
+  for pair in thinking:
+    opens, _, closes = pair.partition("...")
+    if not (opens and closes):
+      raise ValueError(
+        f"thinking has {pair!r}: give pairs of tags as OPENING...CLOSING"
+      )
+    _, closed, after = text.rpartition(closes)
+    if opens in after or not closed and prompt.rstrip().endswith(opens):
+      return None
+    text = after
+  answer = find_answer(text)
   return None if answer is None else spelling(answer)
-
-
-def reference_answer(example: dict[str, Any]) -> str:
-  """Returns an example's answer, which may be inside a boxed or "####" text."""
-  reference = str(example["answer"])
-  if MARK in reference or "boxed" in reference:
-    return find_answer(reference) or reference
-  return reference
 
 
 def math_answer(
@@ -181,11 +160,15 @@ def math_answer(
   *,
   thinking: Sequence[str] = THINKING,
 ) -> float:
-  """Returns 1.0 if the completion's answer is `reference_answer`, else 0.0.
+  """Returns 1.0 if the completion's answer is that of the example, else 0.0.
 
-  `thinking` has pairs of tags around ignored text, as "OPENING...CLOSING".
+  The example's "answer" may be a solution with a box or a "####"; `thinking`
+  has pairs of tags around ignored text, as "OPENING...CLOSING".
   """
-  expected = spelling(reference_answer(example))
+  reference = str(example["answer"])
+  if MARK in reference or "boxed" in reference:
+    reference = find_answer(reference) or reference
+  expected = spelling(reference)
   answer = given_answer(completion, prompt, thinking)
   if answer is None or expected is None:
     return 0.0
@@ -295,10 +278,9 @@ def _statement(text: str) -> str | None:
   clause = text[place : end.start() if end else None].strip()
   if formulas:
     return ", ".join([*formulas, clause])
-  short = len(clause.split()) <= 3 and len(clause) <= 30
-  if short or re.search(r"[0-9\\=]", clause):
-    return clause or None
-  return None
+  is_short = len(clause.split()) <= 3 and len(clause) <= 30
+  is_answer = is_short or re.search(r"[0-9\\=]", clause)
+  return clause if clause and is_answer else None
 
 
 def _last_number(text: str) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import LM, Params
@@ -31,17 +30,6 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
       "with num_labels=1"
     )
   return hf.load(path, **options)
-
-
-def rewards(
-  lm: LM,
-  params: Params,
-  ids: Int[Array, "N S"],
-  mask: Bool[Array, "N S"],
-) -> Float[Array, "N"]:
-  """Returns the logit of each right-padded sequence at its last real token."""
-  prefix = lm.prefill(params, ids, mask)
-  return lm.unembed(params, prefix.last_hidden)[:, 0]
 
 
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
@@ -77,7 +65,11 @@ def make_reward_model(
   ValueError for a sample without tokens. With a `sharding` of ids and mask
   [batch_size, length], the devices along the rows must divide `batch_size`.
   """
-  run = jax.jit(lambda params, ids, mask: rewards(lm, params, ids, mask))
+  run = jax.jit(
+    lambda params, ids, mask: lm.unembed(
+      params, lm.prefill(params, ids, mask).last_hidden
+    )[:, 0]
+  )
 
   def reward_model(samples: Sequence[str | Chat]) -> np.ndarray:
     rows = [encode(sample)[-lengths[-1] :] for sample in samples]

@@ -69,10 +69,10 @@ def in_float32(rewards: _Groups) -> _Groups:
 
 
 def _range(rewards: _Groups) -> tuple[np.ndarray, ...]:
-  """Returns three arrays per group, `(minimum, equal, lossy)`.
+  """Returns each group's minimum and two conditions, `(minimum, equal, lossy)`.
 
-  `equal` is True if rewards differ only by rounding; `lossy` is True if float32
-  loses their differences, which are small for their size (1e8 and 1e8 + 1).
+  `equal`: rewards differ only by rounding; `lossy`: float32 loses their
+  differences, which are small for their size, as of 1e8 and 1e8 + 1.
   """
   finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
   best = np.max(rewards, initial=-np.inf, **finite)
@@ -150,11 +150,9 @@ class Pool(WorkerPool):
     if by_item:
       # All first completions, then all second ones: the pool gives up after
       # several failures in a row, which one bad example should not cause.
-      places = [(b, g) for g in range(size) for b in prompts]
-      tasks += [(by_item, [place]) for place in places]
+      tasks += [(by_item, [(b, g)]) for g in range(size) for b in prompts]
     if by_group:
-      rows = [[(b, g) for g in range(size)] for b in prompts]
-      tasks += [(by_group, row) for row in rows]
+      tasks += [(by_group, [(b, g) for g in range(size)]) for b in prompts]
     sent = Submission(groups, size, tasks, self._timeout)
     self.start(sent)
     return sent

@@ -61,10 +61,7 @@ def equal(answer: str, expected: str) -> bool:
   if not _comparable(answer, expected):
     return False
   verdicts = []
-
-  def compare() -> None:
-    verdicts.append(_verify(answer, expected))
-
+  compare = lambda: verdicts.append(_verify(answer, expected))
   ended = user_calls.in_time(SECONDS, compare, signal.ITIMER_VIRTUAL)
   return ended and any(verdicts)
 

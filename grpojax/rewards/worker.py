@@ -63,10 +63,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Converts a returned None, number, one-element array, or dict.
-
-  A dict has the reward as "score"; its other `numbers` become extras.
-  """
+  """Converts a returned value, or a dict with "score" and further `numbers`."""
   extras: dict[str, float] = {}
   if isinstance(value, Mapping):
     if _REWARD not in value:
@@ -117,10 +114,7 @@ def _scalar(value: Any) -> Any:
 
 
 def to_float(value: Any) -> float | None:
-  """Converts a number, Decimal, Fraction or one-element array to a float.
-
-  None for other values; infinity if it is too large.
-  """
+  """Converts any number or one-element array to a float, else returns None."""
   value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
     return None  # float() would parse it
