@@ -56,7 +56,7 @@ def test_columns_of_each_data_set_of_a_mixture(file):
 
 
 def test_a_missing_column_is_found_at_the_start(train_toy, file, tmp_path):
-  with pytest.raises(SystemExit, match="needs 'level', and data set 'arithm"):
+  with pytest.raises(SystemExit, match="needs 'level', but data set 'arithm"):
     train_toy(reward__functions=f"{file}:of_level")
   assert not (tmp_path / "run").exists()
 
