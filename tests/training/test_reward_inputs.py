@@ -51,7 +51,7 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   check({"answer": "1"}, {"level": 1})
   with pytest.raises(ValueError, match=f"'hard' has only answer, {SOURCE}, pr"):
     check({"answer": "1"}, {"answer": "1"})
-  with pytest.raises(ValueError, match="'ground_truth', and data set 'easy'"):
+  with pytest.raises(ValueError, match="'ground_truth', but data set 'easy'"):
     check({}, {"level": 1})
 
 
