@@ -5,9 +5,9 @@ exist. The first match of this list is the answer:
 
 1. the last \boxed{...} or \fbox{...} that is closed and not empty;
 2. the line after the last "####";
-3. all of the text between <answer> and </answer>;
-4. the last statement of an answer ("the answer is 5", "Answer: 5", "A: 5" at
+3. the last statement of an answer ("the answer is 5", "Answer: 5", "A: 5" at
    the start of a line), up to the end of its formula, code block or clause;
+4. all of the text between <answer> and </answer>;
 5. the last number outside of formulas and expressions.
 
 The whole text counts: "5 or 6" is neither 5 nor 6. Numbers are compared by
