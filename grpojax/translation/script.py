@@ -167,9 +167,11 @@ def read(
     if isinstance(function, ast.FunctionDef):
       parameters = [*function.args.args, *function.args.kwonlyargs]
       if "environments" in [x.arg for x in parameters]:
-        text = "has a parameter `environments`, which rewards do not get here:"
-        text += " return the reward from the environment's method get_reward"
-        notes.append((function.name, text))
+        advice = (
+          "has a parameter `environments`, which rewards do not get here:"
+        )
+        advice += " return the reward from the environment's method get_reward"
+        notes.append((function.name, advice))
   if names_called & {*_PARSERS} and not parsed:
     notes.append(("TrlParser", _COMMAND_LINE))
   if defaults:
