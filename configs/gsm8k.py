@@ -21,8 +21,8 @@ def get_config() -> ConfigDict:
   config = default_config().unlock()
   config.name = "gsm8k"
   config.steps = 233  # one epoch: 7,473 problems
-  # 1024 samples per step in groups of 32, near the best size for GSM8K according
-  # to arXiv 2603.01162, Figure 5.
+  # 1024 samples per step in groups of 32, near the best size for GSM8K in
+  # arXiv 2603.01162, Figure 5.
   config.batch_size = 32
   config.group_size = 32
   config.model.path = "give --config.model.path=MODEL"
