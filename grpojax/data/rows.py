@@ -21,7 +21,6 @@ from grpojax.data.examples import Example, Examples
 Row = dict[str, Any]
 Keyed = tuple[str, Any, Row]  # label for errors, key to find it again, row
 
-_GROUND_TRUTH = "reward_model.ground_truth"
 # File names of each split; the first existing name is used.
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
 
@@ -116,7 +115,7 @@ def _prompt(row: Row, name: str, messages: str) -> str | list[Row]:
 def _answer(row: Row, name: str) -> str | int | float:
   answer = _value(row, name)
   if answer is None and name == "answer":
-    answer = _value(row, _GROUND_TRUTH)
+    answer = _value(row, "reward_model.ground_truth")
   if isinstance(answer, (int, float)) and not isinstance(answer, bool):
     if not abs(answer) < float("inf"):
       raise ValueError(f"the answer {name!r} is {answer}: must be finite")

@@ -41,8 +41,7 @@ class GroupRewards(NamedTuple):
   # NaN is masked out of the loss.
   rewards: Float[np.ndarray, "B G"]
   values: dict[str, Float[np.ndarray, "B G"]]  # by short name of the function
-  # True if a function failed. NaN rewards that did not fail were abstained from
-  # by all functions.
+  # True if a function failed. NaN without a failure: all functions abstained.
   failed: Bool[np.ndarray, "B G"]
   failures: list[list[Sequence[Failure]]]  # [B][G]; see `groups.all_failures`
   # Further numbers returned by functions, keyed by "FUNCTION/NAME".
