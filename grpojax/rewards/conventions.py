@@ -11,13 +11,13 @@ The convention follows from a function's parameter names:
 Arguments of TRL and verl are passed by keyword if the function has a parameter
 for them or `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
-TRL: one call per prompt, with all completions. Each is a text or, if the prompt
-is a list of messages, a list of one message. Prompts end in the observation of
+TRL: a call per prompt, with all completions. Each is a text or, if the prompt
+is a list of messages, a list of a single message. Prompts end in the observation of
 an environment's reset; completion_ids include the EOS; trainer_state has
 global_step (steps done) and max_steps; log_extra is ignored; other columns are
 lists. It returns a number per completion; None abstains.
 
-verl: one call per completion. ground_truth is reward_model["ground_truth"],
+verl: a call per completion. ground_truth is reward_model["ground_truth"],
 else the column ground_truth or answer; extra_info is {} by default. It returns
 a number, or a dict with "score" whose other numbers are logged.
 """
@@ -71,7 +71,7 @@ class Verl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that an example provides."""
+    """Returns the arguments from an example."""
     info = example.get("extra_info") or {}
     columns = {"extra_info": dict(info) if isinstance(info, Mapping) else info}
     if SOURCE in example:
@@ -86,7 +86,7 @@ class Verl(_Function):
 
 
 class Trl(_Function):
-  """A function in TRL's convention, called with all items of one prompt."""
+  """A function in TRL's convention, called with all items of a prompt."""
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
     """Returns a number, None or a dict per completion."""
@@ -131,7 +131,7 @@ class Trl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that an example provides."""
+    """Returns the arguments from an example."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMN}
 
 
@@ -140,8 +140,7 @@ def follow(
 ) -> Callable[..., Any]:
   """Binds options to a function and wraps it in `Trl` or `Verl` if needed.
 
-  ValueError if it fits no convention or two, does not take an option, is
-  asynchronous or cannot be called by keyword.
+  ValueError if it fits no convention or two, lacks an option or is async.
   """
   refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function

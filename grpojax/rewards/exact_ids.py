@@ -28,8 +28,8 @@ def exact_answer_ids(
 
   Tokens must be single characters, so that "####" in the text is "####" in the
   ids; longer tokens must be whitespace, or without digits, "#" and whitespace.
-  ValueError for other tokenizers, and from `target` for an answer that is too
-  long or has ambiguous ids.
+  ValueError for other tokenizers, and from `target` for too long or ambiguous
+  answers.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])

@@ -3,7 +3,7 @@
 A reward is a function `(prompt, completion, example) -> float | None` of two
 texts and a dict; None abstains. A name is one of `BUILT_IN`,
 "package.module:function", or "path/to/file.py:function"; `conventions` adapts
-functions for TRL and verl. Nothing here imports JAX, so workers start quickly.
+functions for TRL and verl. This module loads no JAX, so workers start quickly.
 """
 
 import math
@@ -76,8 +76,7 @@ def workers_for(names: Sequence[str], workers: int) -> int:
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
   """Loads the object at "package.module:NAME", or the module "file.py".
 
-  `built_in` maps short names to such paths. The ValueError for a path that does
-  not exist or cannot be loaded begins with `subject`.
+  `built_in` maps short names to such paths. ValueErrors begin with `subject`.
   """
   place, name = split(built_in.get(path, path))
   if not place and path not in built_in:

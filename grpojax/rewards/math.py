@@ -160,7 +160,7 @@ def math_answer(
   *,
   thinking: Sequence[str] = THINKING,
 ) -> float:
-  """Returns 1.0 if the completion's answer is that of the example, else 0.0.
+  """Returns 1.0 if the completion's answer equals the example's, else 0.0.
 
   The example's "answer" may be a solution with a box or a "####"; `thinking`
   has pairs of tags around ignored text, as "OPENING...CLOSING".

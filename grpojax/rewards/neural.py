@@ -20,7 +20,7 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Loads a classifier with `hf.load`; ValueError unless it has one label."""
+  """Loads a classifier with `hf.load`; ValueError unless it has 1 label."""
   hf_config = hf.read_config(path, options.get("ignore_keys", ()))
   labels = hf.to_transformer_config(hf_config).labels
   if labels != 1:
@@ -33,7 +33,7 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
 
 
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
-  """Yields batches `(indices, ids, mask)`, padded to one of the lengths."""
+  """Yields batches `(indices, ids, mask)`, padded to the next length."""
   sizes = np.array([len(row) for row in rows])
   bins = np.searchsorted(lengths, sizes)
   for i, length in enumerate(lengths):
@@ -41,7 +41,7 @@ def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
     for start in range(0, len(members), batch_size):
       indices = members[start : start + batch_size]
       ids = np.zeros((batch_size, length), np.int32)
-      used = np.ones(batch_size, np.int32)  # padding rows have one token
+      used = np.ones(batch_size, np.int32)  # padding rows have length 1
       used[: len(indices)] = sizes[indices]
       for row, index in zip(ids, indices, strict=False):
         row[: sizes[index]] = rows[index]

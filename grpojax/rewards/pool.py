@@ -4,8 +4,8 @@
       submission = pool.submit([[(prompt, completion, example), ...], ...], G)
       rewards = pool.collect([submission]).rewards  # [B, G]
 
-A reward that raises, hangs, ends its process, or does not return a finite
-number becomes NaN with a `Failure`; other rewards are not affected.
+If a function raises, hangs, ends its process, or does not return a finite
+number, the reward is NaN with a `Failure`; other rewards are not affected.
 """
 
 import collections
@@ -26,7 +26,7 @@ from grpojax.runtime.processes.workers import abandon as abandon
 
 
 class Failure(NamedTuple):
-  """A reward that could not be computed."""
+  """A failed computation of a reward."""
 
   function: str
   reason: str
@@ -148,7 +148,7 @@ class Pool(WorkerPool):
     prompts, tasks = range(len(groups)), []
     if by_item:
       # All first completions, then all second ones: the pool gives up after
-      # several failures in a row, which one bad example should not cause.
+      # several failures in a row, which should not be due to a single example.
       tasks += [(by_item, [(b, g)]) for g in range(size) for b in prompts]
     if by_group:
       tasks += [(by_group, [(b, g) for g in range(size)]) for b in prompts]
@@ -161,7 +161,7 @@ class Pool(WorkerPool):
     submissions: Sequence[Submission],
     check_signals: Callable[[], None] = lambda: None,
   ) -> GroupRewards:
-    """Waits for submissions and returns their rewards as one batch.
+    """Waits for submissions and returns their rewards as a single batch.
 
     `check_signals` is called as in `results`; if it raises, all are abandoned.
     """

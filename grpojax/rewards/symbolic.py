@@ -32,7 +32,7 @@ _LATEX = (
   (re.compile(r"\\sqrt\s*([0-9a-z])"), r"\\sqrt{\1}"),
   (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
 )
-_MISREAD = re.compile(  # parts that the grammar misreads or ignores
+_MISREAD = re.compile(  # parts misread or ignored by the grammar
   r"[-+*/^]\s*\Z|\\[lc]?dots|\.\.\.|[0-9)]\s*_|(?<!_)[0-9]\s+[0-9]|\?|\\frac\s*\{\s*d"
   r"|(?<![A-Za-z\\])[A-Za-z](?:[0-9]|\^\{?-1\}?\s*\()|\\(?:angle|triangle|gcd|lcm)\b"
 )

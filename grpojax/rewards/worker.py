@@ -35,10 +35,9 @@ def evaluate(
   items: Sequence[conventions.Item],
   sources: Collection[str] | None = None,
 ) -> list[Outcome]:
-  """Calls a function on completions of one prompt.
+  """Calls a function on completions of a prompt, with copies of the examples.
 
-  Data sets outside `sources` have no value. The function gets a copy of each
-  example, and processes it forks do not return from here.
+  Data sets outside `sources` have no value. Forked processes do not return.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -49,7 +48,7 @@ def evaluate(
 
 
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
-  """Returns the outcomes of a call that should return `count` values."""
+  """Returns the outcomes of a call with `count` expected values."""
 
   def outcomes() -> list[Outcome]:
     values = list(function())
@@ -77,10 +76,7 @@ def _outcome(value: Any) -> Outcome:
 
 
 def to_reward(value: Any, returned: str = "returned") -> float | None:
-  """Converts a number to a reward, and None to None.
-
-  WrongAnswer, beginning with `returned`, if it is not a number or too large.
-  """
+  """Converts a number or None to a reward; WrongAnswer begins `returned`."""
   value = _scalar(value)
   if value is None:
     return None
@@ -107,14 +103,14 @@ def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _scalar(value: Any) -> Any:
-  """Returns the element of a one-element array; other values unchanged."""
+  """Returns the element of an array of size 1; other values unchanged."""
   shape = getattr(value, "shape", None)
   is_single = isinstance(shape, tuple) and math.prod(shape) == 1
   return value.item() if is_single else value
 
 
 def to_float(value: Any) -> float | None:
-  """Converts any number or one-element array to a float, else returns None."""
+  """Converts any number or array of size 1 to a float, else returns None."""
   value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
     return None  # float() would parse it

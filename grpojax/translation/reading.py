@@ -53,7 +53,7 @@ def read(
 
 
 class _UniqueKeys(yaml.SafeLoader):
-  """YAML loader that refuses repeated keys."""
+  """YAML loader without repeated keys."""
 
   def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
     node = super().compose_mapping_node(anchor)

@@ -43,7 +43,7 @@ class Translation(NamedTuple):
   library: str
   settings: tuple[Setting, ...]
   notes: tuple[Note, ...]
-  unneeded: tuple[str, ...] = ()  # names that do not affect training
+  unneeded: tuple[str, ...] = ()  # names without effect on training
   code: str = ""  # module with the script's functions
 
 
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 class Sizes(NamedTuple):
-  """Sizes of batches here, where a step is one generation."""
+  """Sizes of batches here, with a step per generation."""
 
   group_size: int
   prompts: int  # per step
@@ -85,7 +85,7 @@ class Library(NamedTuple):
   page: str  # our documentation of it
   table: Mapping[str, Row]  # by their names
   always: Sequence[Setting | Note]  # for every file
-  unneeded: str  # pattern of names that do not affect training
+  unneeded: str  # pattern of names without effect on training
   older: Mapping[str, str]  # prefixes of current names, by older prefix
   sizes: "Callable[[Theirs], Sizes]"  # ValueError if the library refuses them
 
@@ -304,7 +304,7 @@ def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
 
 
 def stop_strings(theirs: Theirs, name: str) -> Items:
-  """Translates strings that end a completion."""
+  """Translates stop strings."""
   value = theirs[name] or ()
   strings = (value,) if isinstance(value, str) else tuple(map(str, value))
   if strings:

@@ -1,4 +1,4 @@
-"""The table that translates TRL's GRPOConfig, `TABLE`.
+"""Translation of TRL's GRPOConfig, by `TABLE`.
 
 Sources: TRL 1.16 (trl/trainer/grpo_config.py, grpo_trainer.py and its scripts)
 and, for epochs and learning rates, transformers 5 (trainer.py,

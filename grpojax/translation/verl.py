@@ -1,4 +1,4 @@
-"""The table that translates verl's trainer configuration, `TABLE`.
+"""Translation of verl's trainer configuration, by `TABLE`.
 
 Source: verl 0.9 (verl/trainer/config/ppo_trainer.yaml, core_algos.py).
 `grpojax/core/losses/README.md` lists which numbers agree.
