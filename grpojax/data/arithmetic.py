@@ -94,10 +94,7 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}.
-
-  `difficulty` is as in `sample`, `seed` and `size` are as in `drawn.load`.
-  """
+  """Returns problems {"prompt": "23*4+17+85", "answer": "194"} (see `drawn`)."""
   bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   draw = functools.partial(_example, split, bounds)
   return drawn.load(split, draw, seed=seed, size=size)
@@ -146,9 +143,8 @@ def forgetful_sum(
 ) -> int:
   """Adds a and b in columns and forgets carries at random: 48+37=75.
 
-  `forget` has the probabilities of forgetting for column sums of 10 and 19,
-  linear between. The leftmost column is always written in full: 95+7 is 102 or
-  92. See grpojax/assets/README.md.
+  `forget` has the probabilities for column sums of 10 and 19, linear between.
+  The leftmost column is written in full: 95+7 is 102 or 92.
   """
   low, high = forget
   columns = max(len(str(a)), len(str(b)))

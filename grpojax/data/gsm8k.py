@@ -98,8 +98,7 @@ def load(
   """Returns problems {"prompt": question, "answer": "72", "solution": ...}.
 
   `path` is the directory of a local copy, or its parent; "" is the default
-  directory of TensorFlow Datasets, downloaded if needed. `size` limits the
-  problems to the first ones.
+  directory of TensorFlow Datasets, downloaded if needed.
   """
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"

@@ -26,10 +26,7 @@ _ROWS = 1024  # per batch
 
 
 def plain_rows(batch: Any) -> list[Row]:
-  """Converts an Arrow table to Python rows.
-
-  Short floats keep their shortest digits: 0.1, not 0.10000000149011612.
-  """
+  """Converts an Arrow table to rows; short floats are 0.1, not 0.100000001."""
   rows = batch.to_pylist()
   for field in batch.schema:
     if "float" in str(field.type):  # float, halffloat, list<item: float>, ...

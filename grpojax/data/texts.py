@@ -111,8 +111,7 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
   """Packs whole texts, in order, into batches of `rows` rows.
 
   Rows have `length` tokens. A last partial batch is dropped. ValueError for a
-  text longer than a row. (Grain's packing depends on its number of open rows,
-  so it could not reproduce the embedded models.)
+  longer text. Not by grain, whose packing depends on its number of open rows.
   """
 
   def empty():

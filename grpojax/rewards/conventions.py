@@ -12,10 +12,10 @@ Arguments of TRL and verl are passed by keyword if the function has a parameter
 for them or `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
 TRL: a call per prompt, with all completions. Each is a text or, if the prompt
-is a list of messages, a list of a single message. Prompts end in the observation of
-an environment's reset; completion_ids include the EOS; trainer_state has
-global_step (steps done) and max_steps; log_extra is ignored; other columns are
-lists. It returns a number per completion; None abstains.
+is a list of messages, a list of a single message. Prompts end in the
+observation of an environment's reset; completion_ids include the EOS;
+trainer_state has global_step (steps done) and max_steps; log_extra is ignored;
+other columns are lists. It returns a number per completion; None abstains.
 
 verl: a call per completion. ground_truth is reward_model["ground_truth"],
 else the column ground_truth or answer; extra_info is {} by default. It returns
