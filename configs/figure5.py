@@ -4,10 +4,10 @@ Command:   python -m grpojax.studies.group_size --config=configs/figure5.py \
                --config.train.model.path=Qwen2.5-1.5B-Instruct \
                --config.train.data.path=gsm8k
            with the directories of the model (Hugging Face format) and of the
-           data (--config.train.data.path= downloads them: configs/gsm8k.py).
+           data (an empty path downloads them, see configs/gsm8k.py).
 Hardware:  one host of 8 GPUs of 80 GB. On fewer devices, more micro-batches.
-Time:      not known; not run yet: no accelerator was at hand.
-Expected:  in the paper the accuracy is best near G = 32.
+Time:      unknown; not run yet, for lack of an accelerator.
+Expected:  in the paper accuracy is best near G = 32.
 """
 
 from ml_collections import ConfigDict

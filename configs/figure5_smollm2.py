@@ -2,11 +2,11 @@
 
 Command:   python -m grpojax.studies.group_size \
                --config=configs/figure5_smollm2.py
-           with the packages of configs/smollm2.py, whose task this is.
+           with the packages of configs/smollm2.py, on the same task.
 Hardware:  two CPU cores, 6 GB of memory, 30 GB of disk.
-Time:      15 runs; 13 to 20 seconds a step of 16, on two cores.
-Expected:  nothing about the best size: two seeds of one size differ by 40
-           points of accuracy. grpojax/studies/README.md has what came out.
+Time:      15 runs of 16 steps; 13 to 20 seconds per step on two cores.
+Expected:  no clear best size: two seeds of the same size differ by 40 points of
+           accuracy. Results: grpojax/studies/README.md.
 """
 
 import pathlib

@@ -9,9 +9,9 @@ Hardware:  one GPU of 80 GB, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
            XLA's estimate, compiled for the CPU, is 62 GiB at its peak.
            Or eight chips of TPU v5e in the layout of launch/README.md:
            12.9 of 16 GiB, as compiled for them.
-Time:      not known; not run yet: no accelerator was at hand.
-Expected:  a rising reward, and accuracy on the 1,319 test problems above that
-           of step 0, which is logged.
+Time:      unknown; not run yet, for lack of an accelerator.
+Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
+           than at step 0.
 """
 
 import pathlib

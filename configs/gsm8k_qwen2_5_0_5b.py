@@ -7,9 +7,9 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_0_5b.py
 Hardware:  four chips of TPU v5e with --config.optim.micro_batches=8: 11.5 of
            16 GiB, as compiled for v5e:2x2; one chip with fewer samples, see
            launch/README.md. Or one GPU of 40 GB or more.
-Time:      not known; not run yet: no accelerator was at hand.
-Expected:  a rising reward, and accuracy on the 1,319 test problems above that
-           of step 0, which is logged.
+Time:      unknown; not run yet, for lack of an accelerator.
+Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
+           than at step 0.
 """
 
 import pathlib

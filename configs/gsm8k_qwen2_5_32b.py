@@ -6,9 +6,9 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_32b.py
            configs/gsm8k.py.
 Hardware:  128 chips of TPU v5e (8x16): 14.3 of 16 GiB, as compiled for them
            (launch/README.md).
-Time:      not known; not run yet: no accelerator was at hand.
-Expected:  a rising reward, and accuracy on the 1,319 test problems above that
-           of step 0, which is logged.
+Time:      unknown; not run yet, for lack of an accelerator.
+Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
+           than at step 0.
 """
 
 import pathlib

@@ -7,9 +7,9 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_7b.py
 Hardware:  one host of 8 GPUs of 80 GB.
            Or 16 chips of TPU v5e in the layout of launch/README.md:
            15.3 of 16 GiB, as compiled for them.
-Time:      not known; not run yet: no accelerator was at hand.
-Expected:  a rising reward, and accuracy on the 1,319 test problems above that
-           of step 0, which is logged.
+Time:      unknown; not run yet, for lack of an accelerator.
+Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
+           than at step 0.
 """
 
 import pathlib

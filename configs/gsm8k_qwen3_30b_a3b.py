@@ -8,9 +8,9 @@ Hardware:  128 chips of TPU v5e (8x16): 13.5 of 16 GiB, as compiled for them
            (launch/README.md). 64 (8x8), 14.7 GiB, with bfloat16 moments:
            --config.mesh.fsdp=4 --config.optim.micro_batches=32
            --config.optim.moments_dtype=bfloat16
-Time:      not known; not run yet: no accelerator was at hand.
-Expected:  a rising reward, and accuracy on the 1,319 test problems above that
-           of step 0, which is logged.
+Time:      unknown; not run yet, for lack of an accelerator.
+Expected:  a rising reward, and a higher accuracy on the 1,319 test problems
+           than at step 0.
 """
 
 import pathlib

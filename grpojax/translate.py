@@ -1,21 +1,21 @@
-"""A configuration of TRL or verl as a config file of grpojax.
+"""Translates a configuration of TRL or verl into a config file of grpojax.
 
     python -m grpojax.translate FILE [--out=CONFIG.py]
                                 [--yaml=CONFIG.yaml]
                                 [--processes=N] [--examples=N]
 
 FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
-makes it) or verl's trainer configuration (YAML or JSON, also with the dotted
-names of its command line). It is read, never run. CONFIG.py gets the settings
-beside the other library's names, after a list of settings that mean something
-else here or have no counterpart; without --out it is printed. Reward functions,
-tools and environments of a script go into a file beside CONFIG.py, with all
-that they use. A script with a TrlParser needs its --yaml. The last output is
-the command that trains, with flags for missing settings.
-TRL counts batches per process: --processes is their number. Both libraries
-count epochs: --examples is the number of training prompts.
+creates it) or verl's trainer configuration (YAML or JSON, also with the dotted
+names of its command line). It is read, never run. CONFIG.py lists settings that
+differ in meaning or have no counterpart, then the settings with the names of
+the other library; without --out it is printed. Reward functions, tools and
+environments of a script are copied to CONFIG_functions.py with all code they
+use. A script with a TrlParser needs its --yaml. The last output is the command
+that starts training, with flags for missing settings.
+Set --processes because TRL counts batches per process, and --examples (the
+number of training prompts) because both libraries count epochs.
 
-Exit code 1: grpojax would refuse the config; the message says why.
+Exit code 1: grpojax would refuse the config, for the printed reason.
 """
 
 import os
@@ -31,13 +31,11 @@ from grpojax.translation import reading, rules, trl, verl, writing
 from grpojax.translation.rules import Note, Theirs
 
 FLAGS = {
-  "file": setting("", "the configuration of TRL or verl"),
-  "out": setting("", 'config file to write; "" = the screen'),
-  "yaml": setting("", "YAML file that the script's TrlParser is started with"),
-  "processes": setting(1, "that TRL was started with", within="[1, inf)"),
-  "examples": setting(
-    0, "training prompts, which epochs are counted by", within="[0, inf)"
-  ),
+  "file": setting("", "configuration of TRL or verl"),
+  "out": setting("", 'config file to write; "" prints it'),
+  "yaml": setting("", "YAML file read by the script's TrlParser"),
+  "processes": setting(1, "number of TRL's processes", within="[1, inf)"),
+  "examples": setting(0, "number of training prompts", within="[0, inf)"),
 }
 SETTINGS = None
 LIBRARIES = (trl.LIBRARY, verl.LIBRARY)
@@ -52,9 +50,9 @@ def translate_file(
 ) -> rules.Translation:
   """Translates a file of the library that knows most of its names.
 
-  `yaml` is the file that a script's TrlParser reads; `code` is as of
-  `script.read`, other arguments are as of `rules.Theirs`. ValueError, of one
-  line, if the file cannot be translated.
+  `yaml` is the file that a script's TrlParser reads; `code` is as in
+  `script.read`, other arguments are as in `rules.Theirs`. ValueError, with a
+  single line, if the file cannot be translated.
   """
   parsed = reading.read(yaml).settings if yaml else {}
   source = reading.read(path, parsed, code)
@@ -62,7 +60,7 @@ def translate_file(
   counts = [sum(map(library.knows, names)) for library in LIBRARIES]
   if not any(counts) and not source.notes:
     raise ValueError(
-      "none of its names is one of TRL's GRPOConfig or of verl's trainer:"
+      "no setting of TRL's GRPOConfig or verl's trainer in this file, but:"
       f" {', '.join(names[:5])}"
     )
   library = LIBRARIES[counts.index(max(counts))]
@@ -70,10 +68,11 @@ def translate_file(
   translation = rules.translate(theirs)
   notes = [*translation.notes]
   notes += [Note(name, text, missing=True) for name, text in source.notes]
-  if own := [k for k, v in source.settings.items() if f"{path}:" in str(v)]:
-    text = f"workers import {path}: what starts its training has to stand under"
-    text += " `if __name__ == '__main__'`, or they in a file of their own,"
-    notes.append(Note(", ".join(own), f"{text} which --out=CONFIG.py writes"))
+  in_script = [k for k, v in source.settings.items() if f"{path}:" in str(v)]
+  if in_script:
+    text = f"workers import {path}: put the code that starts training under"
+    text += " `if __name__ == '__main__'`, or copy the functions by --out"
+    notes.append(Note(", ".join(in_script), text))
   return translation._replace(notes=tuple(notes), code=source.code)
 
 
@@ -84,7 +83,7 @@ def main(argv: list[str]) -> None:
       argv, FLAGS, SETTINGS, __doc__, positional="file"
     )
     if not flags.file:
-      raise ValueError("give FILE: a .yaml, .json or .py of TRL or verl")
+      raise ValueError("FILE is missing: a .yaml, .json or .py of TRL or verl")
     file = pathlib.Path(flags.file)
     code = None
     if flags.out:
@@ -92,7 +91,7 @@ def main(argv: list[str]) -> None:
       out = pathlib.Path(flags.out)
       code = out.with_name(f"{out.stem}_functions.py")
       if any(x.exists() and x.samefile(file) for x in (out, code)):
-        raise ValueError(f"--out={out} would overwrite {file}: give another")
+        raise ValueError(f"--out={out} would overwrite {file}: use another")
     translation = translate_file(
       file, flags.processes, flags.examples or None, flags.yaml, code
     )
@@ -105,7 +104,7 @@ def main(argv: list[str]) -> None:
       if translation.code:
         disk.check_file(str(code), "--out")
         records.write_text(str(code), translation.code)
-        print(f"its functions -> {code}: read them before you run them")
+        print(f"functions -> {code}: read them before you run them")
       for line in writing.screen_lines(translation):
         print(printable(line))
     try:

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Trains with N processes on this machine, over loopback: to try on CPUs what a
-# cluster will run.
+# Trains with N processes on this machine, over loopback, as a trial of a cluster.
 #
 #   launch/local_multiprocess.sh N [TRAINING ...]
 #
-# TRAINING is what python -m grpojax.train is given. JAX_NUM_CPU_DEVICES devices
-# a process, 1 by default. SIGTERM and Ctrl-C save, and everything ends with code
-# 75; the same command resumes.
+# TRAINING are arguments of grpojax.train. Each process has JAX_NUM_CPU_DEVICES
+# devices, 1 by default. SIGTERM and Ctrl-C save and end with code 75; the same
+# command resumes.
 set -euo pipefail
 
 if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then

@@ -4,39 +4,39 @@
 #   launch/tpu_vm.sh COMMAND NAME --zone=ZONE [OPTION ...] [-- TRAINING ...]
 #
 # COMMAND
-#   run      creates, sets up, trains; recreates the slice when it is preempted
-#            and goes on. TRAINING is what python -m grpojax.train is given.
-#            The same command again attaches to what runs, or resumes.
-#   create   asks for the slice and waits until it is there
-#   setup    copies grpojax and your own files to all workers, and installs them
+#   run      creates the slice, sets it up and trains; recreates it after a
+#            preemption and resumes. TRAINING are arguments of grpojax.train. The
+#            same command again attaches to a running training, or resumes it.
+#   create   requests the slice and waits for it
+#   setup    copies grpojax and your files to all workers, and installs grpojax
 #   exec     runs a command on all workers: exec NAME --zone=ZONE -- WORD ...
-#   status   prints the state of the queued resource; NONE: there is none
-#   logs     prints a worker's output, until the training ends
-#   delete   gives the slice back
+#   status   prints the state of the queued resource, or NONE
+#   logs     prints a worker's output until the training ends
+#   delete   releases the slice
 #
 # OPTION (--zone=us-west4-a or --zone us-west4-a)
 #   --type=TYPE        slice: v5e-16 (chips), v5e:4x4 (topology), or gcloud's
 #                      accelerator type, v5litepod-16 (create, run)
 #   --version=VERSION  runtime version; by default the one for TYPE
 #   --on-demand        not spot
-#   --env=NAME,NAME    variables of this shell that the training gets: HF_TOKEN,
+#   --env=NAME,NAME    variables of this shell for the training: HF_TOKEN,
 #                      WANDB_API_KEY, XLA_FLAGS (run, setup)
 #   --extras=NAME,NAME extras of grpojax to install besides tpu and gcs: wandb
-#   --create-args=ARGS more words for gcloud's create: "--network=N --labels=a=b"
-#   --ssh-args=ARGS    more words for ssh and scp: "--tunnel-through-iap"
-#   --worker=N         of logs; default 0
-#   --poll=SECONDS     between looks at the state; default 30
-#   --dry-run          prints the gcloud commands, and runs none
+#   --create-args=ARGS further arguments of create: "--network=N --labels=a=b"
+#   --ssh-args=ARGS    further arguments of ssh and scp: "--tunnel-through-iap"
+#   --worker=N         worker of logs; default 0
+#   --poll=SECONDS     interval between state checks; default 30
+#   --dry-run          only prints the gcloud commands
 #
-# Your own files (rewards, environments, data, configs) go along: all that git
-# tracks in the directory you are in, and each file that an argument names. Paths
-# are the same on the workers, so they must be relative. `run` copies them again
-# when one has changed, unless the training is running.
-# Values of --env travel in a file that only you can read, not in a command line.
+# Your files (rewards, environments, data, configs) are copied: files tracked by
+# git in the current directory, and files named by arguments. Paths are the same
+# on the workers, so they must be relative. `run` copies changed files again,
+# unless the training is running. Values of --env are sent in a file that only you
+# can read, not in a command line.
 #
 # The project is gcloud's own: gcloud config set project, CLOUDSDK_CORE_PROJECT.
-# A slice's disks are lost with it, so `run` wants --run_dir=gs://BUCKET/RUN.
-# Ctrl-C ends the watching, not the training; `delete` ends both.
+# A slice's disks are deleted with it, so `run` needs --run_dir=gs://BUCKET/RUN.
+# Ctrl-C stops watching, but not the training; `delete` ends both.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -44,7 +44,7 @@ command="" name="" zone="" type="" version="" tier=--spot worker=0 poll=30
 dry_run="" state="" training=() variables=() extras="" files=()
 sum="" scratch="" run_dir=""
 create_args=() ssh_args=()
-attempts=3 # of a training that fails, or workers out of reach, in a row
+attempts=3 # consecutive failures of the training or of reaching the workers
 
 usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 say() { printf '%s\n' "tpu_vm: $*" >&2; }
@@ -100,7 +100,7 @@ parse() {
   [[ "$poll" =~ ^[0-9]+$ ]] || die "--poll=$poll: whole seconds, as 30"
 }
 
-# What is missing for the command, before anything is asked for.
+# Checks the arguments before any call of gcloud.
 check() {
   local word
   [[ -n "$zone" ]] || die "--zone is missing: --zone=us-west4-a, for example"

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# What tpu_vm.sh does on each worker of a slice, in the checkout it copied there.
+# Commands of tpu_vm.sh on each worker of a slice, run in the copied checkout.
 #
 #   install SUM EXTRAS
-#                Python, and this checkout with the extras (tpu,gcs)
+#                installs Python, and this checkout with the extras (tpu,gcs)
 #   installed SUM
-#                exit code 0 if that was done of these files, or a training runs
-#   exec ...     runs a command here, with that Python and its environment
-#   start ...    python -m grpojax.train ..., which the end of an SSH connection
-#                does not end; nothing if it is running already
+#                exit code 0 if these files are installed, or a training runs
+#   exec ...     runs a command here, with the installed Python
+#   start ...    starts python -m grpojax.train ..., unless it is running; it
+#                outlives the SSH connection
 #   follow       prints its output until it ends
-#   code         prints the code with which it ended; fails while it runs
+#   code         prints its exit code; fails while it runs
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -30,7 +30,7 @@ installed() {
   [[ "$(cat "$venv/installed" 2>/dev/null)" == "$1" ]]
 }
 
-# Variables that tpu_vm.sh --env sent, in a file so that no process list has them.
+# Variables of tpu_vm.sh --env, in a file to keep them out of process lists.
 environment() {
   export PATH="$venv/bin:$PATH"
   if [[ -s .grpojax-env ]]; then source ./.grpojax-env; fi

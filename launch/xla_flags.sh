@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts a program with the flags of XLA that help training; all launchers do.
+# Starts a program with XLA flags that help training; used by all launchers.
 #
 #   launch/xla_flags.sh python -m grpojax.train ...
 #
-# XLA_FLAGS that are there already come last, and win. A flag that jaxlib does not
-# know ends every program, so each is of 0.7.2 to 0.12.0 at least.
+# Flags already in XLA_FLAGS come last and win. An unknown flag ends every program,
+# so each flag must exist in jaxlib 0.7.2 to 0.12.0.
 set -euo pipefail
 
 flags=(

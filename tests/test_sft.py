@@ -196,7 +196,7 @@ def test_texts_that_do_not_fit_are_refused(tmp_path):
   short = "model.width=16 model.layers=1 model.heads=2 tokenizer=bpe "
   short += "vocab_size=300 row_length=20"
   words = [f"--config.{word}" for word in short.split()]
-  assert "32 are of more than 20 tokens" in refusal([*problems, *words])
+  assert "all 32 texts have more than 20" in refusal([*problems, *words])
   assert "exists already" in refusal([f"--out={tmp_path}"])
   assert not list(tmp_path.iterdir())
 

@@ -1,1 +1,1 @@
-"""Datasets: problems as plain dicts, and the way from them to prompts."""
+"""Data sets of examples (plain dicts), and batches of prompts from them."""

@@ -1,12 +1,11 @@
-"""Sums that take several steps: an endless, seeded, offline data set.
+"""Sums of several steps: an endless, seeded, offline data set.
 
 A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
 product (10..99 times 2..9), then additions of 10..99. Its difficulty is the
-number of operations. `drawn.split_of` a problem is its split.
+number of operations; `drawn.split_of` returns its split.
 
-The small models learn from texts by authors who are careful (running steps,
-then the answer) or hasty (the answer alone), and may forget to carry. A reward
-can teach which of these habits pay.
+The embedded models learn from texts by careful authors (running steps, then the
+answer) and hasty ones (only the answer), who may forget to carry.
 """
 
 import functools
@@ -20,33 +19,33 @@ from grpojax.data import drawn
 from grpojax.data.examples import MARK, Examples, check_split
 
 _MOST_OPERATIONS = 1000
-_MOST_PROBLEMS = 3  # of a document
+_MOST_PROBLEMS = 3  # per document
 _EXPRESSION = re.compile(r"[0-9]+(\*[0-9]+)?(\+[0-9]+)*")
 
 
 def steps(
   expression: str, add: Callable[[int, int], int] = operator.add
 ) -> tuple[list[str], int]:
-  """Computes the running steps of a problem, and its value.
+  """Returns the running steps of a problem, and its value.
 
-  A product goes by the tens and the units of its first number: "23*4+5" gives
-  "20*4=80", "3*4=12", "80+12=92" and "92+5=97". `add` is the author's addition.
+  Products are split into tens and units: "23*4+5" gives "20*4=80", "3*4=12",
+  "80+12=92" and "92+5=97". `add` is the author's addition.
   """
   if not _EXPRESSION.fullmatch(expression):
     raise ValueError(
       f"{expression!r} is not a sum of whole numbers whose first term may be a"
-      ' product, like "23*4+17+85"'
+      ' product: write it like "23*4+17+85"'
     )
-  first, *rest = expression.split("+")
+  first, *terms = expression.split("+")
   value, *factor = map(int, first.split("*"))
-  terms, lines = [int(term) for term in rest], []
+  lines = []
   if factor:
     units = value % 10
     parts = [part for part in (value - units, units) if part] or [0]
     lines = [f"{part}*{factor[0]}={part * factor[0]}" for part in parts]
-    value, *more = (part * factor[0] for part in parts)
-    terms = [*more, *terms]
-  for term in terms:
+    value, *products = (part * factor[0] for part in parts)
+    terms = [*products, *terms]
+  for term in map(int, terms):
     total = add(value, term)
     lines.append(f"{value}+{term}={total}")
     value = total
@@ -56,7 +55,7 @@ def steps(
 def solution(
   expression: str, add: Callable[[int, int], int] = operator.add
 ) -> str:
-  """Writes a careful author's solution: the steps, then "#### value"."""
+  """Returns a careful author's solution: the steps, then "#### value"."""
   lines, value = steps(expression, add)
   return "\n".join([*lines, f"{MARK} {value}"])
 
@@ -64,7 +63,7 @@ def solution(
 def hasty(
   expression: str, add: Callable[[int, int], int] = operator.add
 ) -> str:
-  """Writes a hasty author's solution: "#### value" and nothing before it."""
+  """Returns a hasty author's solution, "#### value"."""
   return f"{MARK} {steps(expression, add)[1]}"
 
 
@@ -73,12 +72,17 @@ def sample(
   split: str = "train",
   difficulty: int | Sequence[int] = (2, 4),
 ) -> str:
-  """Draws a problem of `difficulty` operations, or of a number in bounds."""
+  """Draws a problem; `difficulty` is a number of operations, or its bounds."""
   check_split(split)
   low, high = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   operations = int(rng.integers(low, high, endpoint=True))
   while True:
-    expression = _draw(rng, operations)
+    product = int(rng.integers(2))
+    numbers = rng.integers(10, 99, size=operations + 1 - product, endpoint=True)
+    terms = [str(number) for number in numbers]
+    if product:
+      terms[0] += f"*{rng.integers(2, 9, endpoint=True)}"
+    expression = "+".join(terms)
     if drawn.split_of(expression) == split:
       return expression
 
@@ -90,10 +94,7 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}, as `drawn`.
-
-  The difficulty is a number of operations, or its (lowest, highest) value.
-  """
+  """Returns problems {"prompt": "23*4+17+85", "answer": "194"} (see `drawn`)."""
   bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   draw = functools.partial(_example, split, bounds)
   return drawn.load(split, draw, seed=seed, size=size)
@@ -113,10 +114,10 @@ def document(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> str:
-  r"""Writes "EXPRESSION\nSOLUTION\n\n" 1 to 3 times, by one author.
+  r"""Draws a document: 1 to 3 times "EXPRESSION\nSOLUTION\n\n" by an author.
 
-  `hasty` is the probability that the author is hasty; `difficulty` is as in
-  `sample`, `forget` as in `forgetful_sum`.
+  The author is hasty with probability `hasty`; `difficulty` is as in `sample`,
+  `forget` as in `forgetful_sum`.
   """
   author = _author(rng, hasty, forget)
   count = int(rng.integers(1, _MOST_PROBLEMS, endpoint=True))
@@ -131,7 +132,7 @@ def dialogue(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, str]:
-  r"""Writes "Q: EXPRESSION\nA: " and a solution; arguments as in `document`."""
+  r"""Draws "Q: EXPRESSION\nA: " and a solution; arguments as in `document`."""
   author = _author(rng, hasty, forget)
   problem = sample(rng, "train", difficulty)
   return f"Q: {problem}\nA: ", author(problem)
@@ -140,11 +141,10 @@ def dialogue(
 def forgetful_sum(
   rng: np.random.Generator, a: int, b: int, forget: tuple[float, float]
 ) -> int:
-  """Adds a and b in columns, and forgets some of the carries: 48+37=75.
+  """Adds a and b in columns and forgets carries at random: 48+37=75.
 
-  `forget` are the probabilities where the digits of a column make 10 and 19;
-  linear between them. The first column is written out: 95+7 is 102 or 92. See
-  grpojax/assets/README.md.
+  `forget` has the probabilities for column sums of 10 and 19, linear between.
+  The leftmost column is written in full: 95+7 is 102 or 92.
   """
   low, high = forget
   columns = max(len(str(a)), len(str(b)))
@@ -167,12 +167,3 @@ def _author(
     return author
   add = functools.partial(forgetful_sum, rng, forget=forget)
   return functools.partial(author, add=add)
-
-
-def _draw(rng: np.random.Generator, operations: int) -> str:
-  product = int(rng.integers(2))
-  numbers = rng.integers(10, 99, size=operations + 1 - product, endpoint=True)
-  terms = [str(number) for number in numbers]
-  if product:
-    terms[0] += f"*{rng.integers(2, 9, endpoint=True)}"
-  return "+".join(terms)

@@ -1,16 +1,15 @@
-"""Data sets by their names.
+"""Data sets by name.
 
-A data set plugs in by its `load` in `DATASETS`:
+To add a data set, add its `load` to `DATASETS`:
 
     load(split, *, seed=0, size=None, **options) -> random access to examples
 
-- `split` is one of `examples.SPLITS`, `size` the largest number of examples.
-- `seed` may decide which examples there are; the pipeline decides their order.
+- `split` is one of `examples.SPLITS`, `size` the maximum number of examples.
+- `seed` may change the examples, but the pipeline decides their order.
 - `path`, also optional, is the place of files; "" is the default place.
-- Options are the config's `data.options`, which are checked against their
-  annotations: numbers, texts, and sequences of them.
-- It returns a sequence of dicts as described in `examples`, the same for the
-  same arguments, or raises ValueError with advice.
+- Options are `data.options`, checked against their annotations.
+- The result has `examples`, equal for equal arguments. Wrong arguments raise
+  ValueError with advice.
 """
 
 import inspect
@@ -28,7 +27,7 @@ from grpojax.data import (
   word_sums,
 )
 
-HUB = "huggingface"  # data.path is an id of the Hub
+HUB = "huggingface"  # data.path is a name on the Hub
 
 DATASETS: dict[str, Callable[..., Any]] = {
   "arithmetic": arithmetic.load,
@@ -43,31 +42,16 @@ _OURS = ("split", "path", "seed")  # set by the run, not by data.options
 
 
 def _is(value: Any, hint: Any) -> bool:
-  """Returns True if a value fits an annotation, or it is not understood."""
+  """Returns True if a value fits an annotation, or for other annotations."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_is(value, part) for part in parts)
   if origin is Sequence:
     sequence = isinstance(value, (tuple, list))
     return sequence and all(_is(item, parts[0]) for item in value)
-  if hint in (int, float):  # a whole number is a float too, True is neither
+  if hint in (int, float):  # ints are valid floats; bools are neither
     return isinstance(value, (int, hint)) and not isinstance(value, bool)
-  known = hint in (bool, str, types.NoneType)
-  return isinstance(value, hint) if known else True
-
-
-def _check_options(
-  options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]
-) -> None:
-  """Refuses options of another type than their parameters."""
-  for key, value in options.items():
-    hint = known[key].annotation if key in known else inspect.Parameter.empty
-    wrong = f"--config.data.options.{key} = {value!r}"
-    if hint is not inspect.Parameter.empty and not _is(value, hint):
-      kind = inspect.formatannotation(hint).replace("collections.abc.", "")
-      raise ValueError(f"{wrong}: must be of type {kind}")
-    if key == "size" and isinstance(value, int) and value < 1:
-      raise ValueError(f"{wrong}: must be 1 or more")
+  return hint not in (bool, str, types.NoneType) or isinstance(value, hint)
 
 
 def load(
@@ -77,10 +61,10 @@ def load(
   options: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Any:
-  """Opens a data set by its name: random access to examples.
+  """Opens a data set by name and returns random access to its examples.
 
-  `options` are a user's arguments of its `load`, `settings` the program's; a
-  wrong one, or a data set that cannot be read, is a ValueError.
+  `options` are user arguments of its `load`; of `settings` it gets the ones it
+  has parameters for. ValueError for a wrong option or an unreadable data set.
   """
   if name not in DATASETS:
     known = ", ".join(DATASETS)
@@ -98,7 +82,14 @@ def load(
       f"--config.data.options.{unknown[0]}: the data set {name} has no such "
       f"option; it takes {', '.join(takes)}"
     )
-  _check_options(options, known)
+  for key, value in options.items():
+    hint = known[key].annotation if key in known else inspect.Parameter.empty
+    wrong = f"--config.data.options.{key} = {value!r}"
+    if hint is not inspect.Parameter.empty and not _is(value, hint):
+      kind = inspect.formatannotation(hint).replace("collections.abc.", "")
+      raise ValueError(f"{wrong}: must be of type {kind}")
+    if key == "size" and isinstance(value, int) and value < 1:
+      raise ValueError(f"{wrong}: must be 1 or more")
   options |= {"path": path} if path else {}
   settings = {k: v for k, v in settings.items() if k in known or takes_any}
   return load_(split, **(options | settings))

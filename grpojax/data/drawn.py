@@ -1,6 +1,6 @@
 """Endless data sets of random examples.
 
-Example i depends on the seed, the split, the options and i alone. Examples may
+Example i depends only on the seed, the split, the options and i. Examples may
 repeat, as in any sample with replacement, but never across splits.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from grpojax.data.examples import SPLITS, Example, Examples, check_split
 
 ENDLESS = 2**31 - 1  # length of an unlimited training split
-MOST_HELD_OUT = 100_000  # test problems are all encoded before a run
+MOST_HELD_OUT = 100_000  # because a run encodes all test problems first
 
 
 def split_of(problem: str) -> str:
@@ -28,7 +28,7 @@ def load(
   seed: int,
   size: int | None,
 ) -> Examples:
-  """Returns examples by `draw`; `size` None is endless in practice."""
+  """Returns examples drawn by `draw`; `size` None is practically endless."""
   check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")
@@ -36,8 +36,8 @@ def load(
   if size is not None and not 1 <= size <= most:
     setting = "eval.num_prompts" if split == "test" else "data.options.size"
     raise ValueError(
-      f"{setting} = {size}: problems are drawn, and there are 1 to {most} of "
-      f"the split {split!r}"
+      f"{setting} = {size}: must be 1 to {most}, the number of problems of the "
+      f"split {split!r}"
     )
   size = ENDLESS if size is None else size
   return Examples(int(size), functools.partial(_read, split, int(seed), draw))
@@ -49,19 +49,19 @@ def _read(
   draw: Callable[[np.random.Generator], Example],
   index: int,
 ) -> Example:
-  # Each example has its own stream: no order of access can change it.
+  # Each example has its own random stream, independent of the access order.
   key = (SPLITS.index(split), index)
   sequence = np.random.SeedSequence(seed, spawn_key=key)
   return draw(np.random.Generator(np.random.Philox(sequence)))
 
 
 def bounds(name: str, value: int | Sequence[int], most: int) -> tuple[int, int]:
-  """Returns the (lowest, highest) value, in 1..most, of an option."""
+  """Returns an option's (lowest, highest) value, both in 1..most."""
   pair = (value,) * 2 if isinstance(value, int) else tuple(value)
   whole = all(isinstance(x, int) for x in pair) and len(pair) == 2
   if not whole or not 1 <= pair[0] <= pair[1] <= most:
     raise ValueError(
-      f"{name} is a whole number of 1 to {most}, or a pair (low, high) of "
-      f"them, got {value!r}"
+      f"{name} = {value!r}: must be a whole number of 1 to {most}, or a pair "
+      "(low, high)"
     )
   return int(pair[0]), int(pair[1])

@@ -1,13 +1,13 @@
-"""Examples, which data sets, prompts and rewards share.
+"""Examples: the dicts that data sets, prompts and rewards share.
 
-An example is a dict of JSON values with
+An example has JSON values under the keys
 
     "prompt"    a text, or a list of chat messages {"role": ..., "content": ...}
-                of which the last is not the assistant's
-    "answer"    the reference answer, a text or a number, if any
-    "solution"  optional: a text to learn from, with the answer after `MARK`
+                whose last message is not the assistant's
+    "answer"    reference answer, a text or a number, if any
+    "solution"  optional text to learn from, with the answer after `MARK`
 
-and other fields of the data set, which rewards get too.
+and further fields of the data set, which rewards receive too.
 """
 
 import bisect
@@ -18,15 +18,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 SPLITS = ("train", "test")
-SOURCE = "data_source"  # data set in a mixture, under verl's name
-MARK = "####"  # the answer follows the last one
-READ = "prompt_read"  # the prompt with what an environment's reset observed
+SOURCE = "data_source"  # data set in a mixture; verl uses this name
+MARK = "####"  # precedes the answer
+READ = (
+  "prompt_read"  # the prompt with the observation of an environment's reset
+)
 
 Example = dict[str, Any]
 
 
 class Changed(ValueError):
-  """A data set's file has changed since it was opened."""
+  """Raised if a data set's file has changed since it was opened."""
 
 
 def check_split(split: str) -> None:
@@ -36,14 +38,14 @@ def check_split(split: str) -> None:
 
 
 def prompt_key(prompt: Any) -> str:
-  """Returns a text that is the same for prompts that templates make equal."""
+  """Returns a text that ignores whitespace around a prompt and its messages."""
   if isinstance(prompt, str):
     return prompt.strip()
   return json.dumps([(x["role"], x["content"].strip()) for x in prompt])
 
 
 class Examples(Sequence):
-  """Random access to `size` examples that are read when they are asked for."""
+  """Random access to `size` examples that are read on the fly."""
 
   def __init__(self, size: int, read: Callable[[int], Example]):
     self._size, self.read = size, read
@@ -61,7 +63,7 @@ class Examples(Sequence):
 def concatenate(
   sizes: Sequence[int], read: Callable[[int, int], Example]
 ) -> Examples:
-  """Joins parts: of sizes (3, 2), example 4 is `read(1, 1)`."""
+  """Joins parts of given sizes: with sizes (3, 2), [4] is `read(1, 1)`."""
   starts = [0, *itertools.accumulate(sizes)]
 
   def located(index: int) -> Example:

@@ -1,8 +1,8 @@
 """GSM8K: grade-school word problems with worked solutions (arXiv 2110.14168).
 
 7,473 training and 1,319 test problems, each {"question": ..., "answer":
-"... #### 72"}, from TensorFlow Datasets (without TensorFlow), a directory that
-it prepared, or OpenAI's train.jsonl and test.jsonl.
+"... #### 72"}, from TensorFlow Datasets (without TensorFlow), a directory
+prepared by it, or OpenAI's train.jsonl and test.jsonl.
 """
 
 import fcntl
@@ -15,29 +15,28 @@ from grpojax.data import jsonl, rows
 from grpojax.data.examples import MARK, Examples, check_split
 
 _SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
-# Parquet, another choice, loses rows; TFRecord needs TensorFlow.
+# tfds' Parquet files lose rows; TFRecord needs TensorFlow.
 _FORMAT = "array_record"
 _LOCAL = (
-  "give a local copy as data.path: the directory of GSM8K's train.jsonl and "
-  "test.jsonl, or one that tensorflow-datasets prepared"
+  "set data.path to a local copy: a directory with GSM8K's train.jsonl and "
+  "test.jsonl, or prepared by tensorflow-datasets"
 )
 
 
 def _tfds() -> Any:
-  """Returns TensorFlow Datasets with its text builders."""
+  """Imports TensorFlow Datasets with its text builders."""
   try:
-    # tfds.builder("gsm8k") finds nothing before this import.
-    import tensorflow_datasets.text
+    import tensorflow_datasets.text  # registers the builder "gsm8k"
   except ImportError as error:
     raise ValueError(
-      f"GSM8K is downloaded by tensorflow-datasets ({error}): "
+      f"downloading GSM8K needs tensorflow-datasets ({error}): "
       f"pip install tensorflow-datasets importlib_resources, or {_LOCAL}"
     ) from error
   return tensorflow_datasets
 
 
 def _prepared() -> Any:
-  """Returns the builder of TensorFlow Datasets' own copy, made if needed."""
+  """Returns the builder of TensorFlow Datasets' own copy, downloaded once."""
   tfds = _tfds()
   builder = tfds.builder("gsm8k", file_format=_FORMAT)
   if builder.is_prepared():
@@ -45,30 +44,28 @@ def _prepared() -> Any:
   directory = pathlib.Path(builder.data_dir).parents[1]
   directory.mkdir(parents=True, exist_ok=True)
   with open(directory / "gsm8k.lock", "w") as lock:
-    # One of the processes that share a directory prepares it; others wait.
+    # Processes that share the directory wait for the first to prepare it.
     fcntl.flock(lock, fcntl.LOCK_EX)
     builder = tfds.builder("gsm8k", file_format=_FORMAT)
-    if not builder.is_prepared():
-      _download(builder)
+    if builder.is_prepared():
+      return builder
+    import requests
+
+    print(f"preparing GSM8K in {builder.data_dir}", flush=True)
+    try:
+      # Without a network the download would retry for minutes.
+      requests.head(_SOURCE, timeout=30)
+      builder.download_and_prepare()
+    except OSError as error:  # includes all errors of requests
+      reason = f"{type(error).__name__}: {error}"
+      raise ValueError(
+        f"GSM8K cannot be downloaded ({reason}): {_LOCAL}"
+      ) from error
   return builder
 
 
-def _download(builder: Any) -> None:
-  import requests
-
-  print(f"preparing GSM8K in {builder.data_dir}", flush=True)
-  try:
-    # Without a network the download would try again for minutes.
-    requests.head(_SOURCE, timeout=30)
-    builder.download_and_prepare()
-  except OSError as error:  # requests' errors are of this kind
-    raise ValueError(
-      f"GSM8K cannot be downloaded ({type(error).__name__}: {error}): {_LOCAL}"
-    ) from error
-
-
 def _directory(path: pathlib.Path) -> Any:
-  """Returns the builder of a prepared directory, or of a version below it."""
+  """Returns the builder of a prepared directory, or of its latest version."""
   prepared = [
     file.parent
     for pattern in (".", "*", "gsm8k/*")
@@ -76,15 +73,15 @@ def _directory(path: pathlib.Path) -> Any:
   ]
   if not prepared:
     raise ValueError(
-      f"no GSM8K in {str(path)!r}: neither train.jsonl and test.jsonl nor a "
-      f"directory of tensorflow-datasets (dataset_info.json); {_LOCAL}"
+      f"no GSM8K in {str(path)!r}: it has neither train.jsonl and test.jsonl "
+      f"nor a dataset_info.json of tensorflow-datasets; {_LOCAL}"
     )
   builder = _tfds().builder_from_directory(prepared[-1])
   form = builder.info.file_format.value
   if form != _FORMAT:
     raise ValueError(
-      f"{prepared[-1]} was prepared in the format {form}; prepare it again "
-      f"with file_format={_FORMAT!r}"
+      f"{prepared[-1]} has the format {form}: prepare it again with "
+      f"file_format={_FORMAT!r}"
     )
   return builder
 
@@ -98,11 +95,10 @@ def _records(builder: Any, split: str) -> Iterator[rows.Keyed]:
 def load(
   split: str, *, path: str | os.PathLike = "", size: int | None = None
 ) -> Examples:
-  """Reads {"prompt": the question, "answer": "72", "solution": ..., ...}.
+  """Returns problems {"prompt": question, "answer": "72", "solution": ...}.
 
-  `path` is the directory of a local copy, or its parent; "" is the default one
-  of TensorFlow Datasets, to which missing data are downloaded. `size` None is
-  all problems, else the first ones.
+  `path` is the directory of a local copy, or its parent; "" is the default
+  directory of TensorFlow Datasets, downloaded if needed.
   """
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"

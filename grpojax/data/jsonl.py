@@ -1,10 +1,10 @@
-"""Any data set in JSONL files: one JSON object a line.
+"""Data sets in JSONL files: one JSON object per line.
 
     {"prompt": "What is 6 times 7?", "answer": "42", "level": 1}
     {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
 
-Opening a file checks every line, and stores only its place and a checksum, so a
-file may be larger than memory.
+Opening a file checks every line and keeps only its position and checksum, so
+files may be larger than memory.
 """
 
 import array
@@ -25,7 +25,7 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def rows(file: pathlib.Path) -> Iterator[Keyed]:
-  """Yields "FILE, line 3", a line's begin, end and CRC-32, and its object."""
+  """Yields "FILE, line 3", the key (start, stop, CRC-32), and the object."""
   stop = 0
   with open(file, "rb") as lines:
     for number, line in enumerate(lines, 1):
@@ -42,7 +42,7 @@ def rows(file: pathlib.Path) -> Iterator[Keyed]:
 
 
 def _other_format(line: bytes) -> str:
-  """Returns advice on a file that begins with a line of another format."""
+  """Returns advice on a file whose first line has another format."""
   if line.startswith(b"PAR1"):
     return "; this is a Parquet file: set data.name = 'parquet'"
   kinds = {b"[": "a JSON array", b"{": "JSON over several lines"}
@@ -51,17 +51,17 @@ def _other_format(line: bytes) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> Row:
-  """Makes an object of its pairs; ValueError for a key that stands twice."""
+  """Builds an object from its pairs; ValueError for a repeated key."""
   row = dict(pairs)
   if len(row) < len(pairs):
     keys = [key for key, _ in pairs]
     twice = next(key for key in keys if keys.count(key) > 1)
-    raise ValueError(f"the key {twice!r} stands twice in one object: keep one")
+    raise ValueError(f"the key {twice!r} is repeated in an object: remove one")
   return row
 
 
 def _constant(name: str) -> None:
-  raise ValueError(f"{name} is no value of JSON: write null, or a text")
+  raise ValueError(f"{name} is not valid JSON: write null, or a text")
 
 
 _DECODER = json.JSONDecoder(
@@ -74,10 +74,10 @@ def _object(line: bytes) -> Row:
     row = _DECODER.decode(line.decode())
   except UnicodeDecodeError as error:
     raise ValueError(
-      f"byte {error.start + 1} of the line is not of UTF-8: save it as UTF-8"
+      f"byte {error.start + 1} of the line is not UTF-8: save the file as UTF-8"
     ) from error
   if not isinstance(row, dict):
-    raise ValueError(f"a JSON object is needed, not {type(row).__name__}")
+    raise ValueError(f"must be a JSON object, not {type(row).__name__}")
   return row
 
 
@@ -86,19 +86,19 @@ def _keep(
   chosen: Iterator[tuple[Any, Example]],
   reader: Callable[[Row], Example],
 ) -> Examples:
-  places = array.array("q")  # begin, end and CRC-32 of each line, in turn
+  places = array.array("q")  # start, stop and CRC-32 of each line, in turn
   for place, _ in chosen:
     places.extend(place)
   table = np.array(places, np.int64).reshape(-1, 3)
 
   def read(index: int) -> Example:
-    # Opened anew each time: threads share nothing, and nothing is to be closed.
+    # Opened for each read, so threads need no lock and no file stays open.
     start, stop, checksum = table[index].tolist()
     with open(file, "rb", buffering=0) as opened:
       opened.seek(start)
       line = opened.read(stop - start)
     if zlib.crc32(line) != checksum:
-      raise Changed(f"{file} changed while it was in use: put the old one back")
+      raise Changed(f"{file} changed during the run: restore the old version")
     return reader(_object(line))
 
   return Examples(len(table), read)

@@ -1,11 +1,10 @@
-"""From examples to batches of prompts, with grain.
+"""Batches of prompts from examples, with grain.
 
     examples -> shuffle -> repeat -> encode -> batches of (Prompts, examples)
 
-Everything before the batches is random access, so the state of the stream is
-the number of prompts taken from it, whatever the batch size was.
-
-Several data sets, each with a weight, form a `Mixture`.
+All steps before batching have random access, so the state of the stream is the
+number of prompts taken from it, independent of the batch size. A `Mixture`
+combines several data sets by weights.
 """
 
 import functools
@@ -22,11 +21,11 @@ from grpojax.data.examples import SOURCE, Example, Examples, concatenate
 
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
 
-_PREFETCH = 2  # batches made ahead by one background thread
+_PREFETCH = 2  # batches prepared by a background thread
 
 
 class Subset(Examples):
-  """Random access to the examples of these indices, in their order."""
+  """Random access to the examples at `indices`, in their order."""
 
   def __init__(self, examples: Any, indices: Any):
     chosen = np.asarray(indices, np.int64)
@@ -37,46 +36,22 @@ class Part(NamedTuple):
   """A data set of a mixture."""
 
   name: str  # `SOURCE` of its examples
-  weight: float  # share of the prompts, up to a common factor
-  examples: Any  # random access to its examples
+  weight: float  # relative share of the prompts
+  examples: Any  # random access
 
 
 class Mixture(Examples):
-  """Random access to the examples of all parts, one part after another."""
+  """Random access to the concatenated examples of all parts."""
 
   def __init__(self, parts: Sequence[Part]):
     self.parts = tuple(parts)
-
-    def read(i: int, j: int) -> Example:
-      return _named(parts[i].examples[j], parts[i].name)
-
+    read = lambda i, j: _named(parts[i].examples[j], parts[i].name)
     whole = concatenate([len(part.examples) for part in parts], read)
     super().__init__(len(whole), whole.read)
 
 
 def _named(example: Example, name: str) -> Example:
   return {**example, SOURCE: name}
-
-
-def _interleaved(
-  mixture: Mixture,
-  stream: Callable[[Any, np.random.SeedSequence], grain.MapDataset],
-  seed: int,
-) -> grain.MapDataset:
-  """Makes an endless stream in which the data sets take turns.
-
-  Of any n prompts in a row a data set has its share, give or take one or two,
-  to 1% of the share (grain rounds weights). `stream(examples, seed)` is the
-  endless stream of one data set; its seed and order depend on its name alone.
-  """
-  streams = [
-    stream(
-      part.examples,
-      np.random.SeedSequence(seed, spawn_key=(zlib.crc32(part.name.encode()),)),
-    ).map(functools.partial(_named, name=part.name))
-    for part in mixture.parts
-  ]
-  return grain.MapDataset.mix(streams, [part.weight for part in mixture.parts])
 
 
 def prompt_batches(
@@ -95,37 +70,45 @@ def prompt_batches(
   """Yields batches of prompts and their examples.
 
   Ids (int32) and mask (bool) are [batch_size, max_prompt_length], padded on the
-  right. The examples have their formatted text as "prompt_text".
+  right; ValueError for longer prompts. Examples get their text "prompt_text".
 
-  - `examples`: random access to examples; the parts of a `Mixture` take turns.
+  - `examples`: random access. Of any n prompts in a row, each part of a
+    `Mixture` has its share, up to two prompts and 1% (grain rounds weights).
   - `encode`: `(prompt) -> (text, ids)` of the text that the model continues.
-  - `max_prompt_length`: in tokens; a longer prompt is a ValueError.
-  - `target`: `(example) -> arrays` for a jittable reward: `Prompts.targets`.
-  - `start`: number of prompts that were already taken from the stream.
-  - `shuffle`: shuffle every epoch anew, unless the stream is endless.
-  - `repeat`: go on for ever; else one epoch, whose last batch may be shorter.
+  - `target`: `(example) -> arrays`, the `Prompts.targets` of jittable rewards.
+  - `start`: number of prompts already taken from the stream.
+  - `shuffle`: shuffle each epoch, unless the data set is endless.
+  - `repeat`: endless; else a single epoch, whose last batch may be shorter.
   """
   if not len(examples):
-    raise ValueError("no examples to make prompts from")
+    raise ValueError("the data set has no examples: check data.path")
 
   def stream(examples, seed: np.random.SeedSequence) -> grain.MapDataset:
     dataset = grain.MapDataset.source(examples)
     if shuffle and len(examples) < ENDLESS:
-      # Mixed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
-      # share all their epochs but one.
+      # Hashed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
+      # share all but one of their epochs.
       dataset = dataset.shuffle(seed=int(seed.generate_state(1)[0]))
     return dataset.repeat() if repeat else dataset
 
   if repeat and isinstance(examples, Mixture):
-    dataset = _interleaved(examples, stream, seed)
+    parts = []
+    for name, _, part in examples.parts:
+      # The order of a data set depends only on its name and the seed.
+      key = zlib.crc32(name.encode())
+      part_seed = np.random.SeedSequence(seed, spawn_key=(key,))
+      named = functools.partial(_named, name=name)
+      parts.append(stream(part, part_seed).map(named))
+    weights = [part.weight for part in examples.parts]
+    dataset = grain.MapDataset.mix(parts, weights)
   else:
     dataset = stream(examples, np.random.SeedSequence(seed))
   options = {"max_prompt_length": max_prompt_length, "pad_id": pad_id}
   options |= {"encode": encode, "target": target}
   dataset = dataset[start:].map(functools.partial(row, **options))
-  # An endless stream has no remainder (and grain overflows if it may have one).
+  # Endless streams have no remainder, and grain overflows when it keeps one.
   dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=collate)
-  # Threads read ahead but deliver in order: the batches do not depend on them.
+  # The thread delivers batches in order, so results do not depend on timing.
   reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
   return iter(dataset.to_iter_dataset(reading))
 
@@ -137,15 +120,15 @@ def row(
   pad_id: int,
   target: Callable[[Example], dict[str, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, int, Any, Example]:
-  """Returns an example's padded ids, their number, its target, and itself."""
+  """Returns an example's `(padded ids, length, target arrays, example)`."""
   text, ids = encode(example["prompt"])
   if not len(ids):
     raise ValueError(f"a prompt without tokens: {example['prompt']!r}")
   if len(ids) > max_prompt_length:
     raise ValueError(
       f"a prompt has {len(ids)} tokens, but max_prompt_length ="
-      f" {max_prompt_length}; prompts are never cut: raise max_prompt_length or"
-      f" set --config.data.too_long = 'drop': {text[:80]!r}"
+      f" {max_prompt_length}: raise it, or set --config.data.too_long = 'drop';"
+      f" the prompt begins {text[:80]!r}"
     )
   padded = np.full(max_prompt_length, pad_id, np.int32)
   padded[: len(ids)] = ids
@@ -154,7 +137,7 @@ def row(
 
 
 def collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
-  """Makes a batch of prompts, and the list of their examples."""
+  """Stacks results of `row` to a batch of prompts and its examples."""
   ids, lengths, arrays, examples = zip(*rows, strict=True)
   prompt_ids = np.stack(ids)
   mask = np.arange(prompt_ids.shape[1]) < np.array(lengths)[:, None]

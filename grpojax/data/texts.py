@@ -1,7 +1,6 @@
 """Texts for supervised fine-tuning, and their packing into training rows.
 
-A text is a pair (context ids, learned ids): the context is only read, the loss
-counts the rest.
+A text is a pair (context ids, learned ids); the loss counts the learned ids.
 
     texts   (ab, cde) (f, gh) (i, j)        rows of 8 tokens
     ids       a b c d e f g h | i j         segments  1 1 1 1 1 2 2 2 | 1 1
@@ -30,7 +29,7 @@ def solution(example: dict[str, Any]) -> str:
 
 
 def strings(examples: Iterable[dict[str, Any]]) -> Iterator[str]:
-  """Yields all texts in examples, to train a tokenizer on."""
+  """Yields all texts of examples, to train a tokenizer on."""
   for example in examples:
     prompt = example["prompt"]
     if isinstance(prompt, str):
@@ -49,10 +48,10 @@ def encode_examples(
   longest: int,
   learn_prompts: bool = False,
 ) -> tuple[list[Text], int]:
-  """Encodes examples as texts: the prompt, the solution and an EOS.
+  """Encodes prompts and solutions with an EOS; returns `(texts, dropped)`.
 
-  With `learn_prompts` the loss counts the prompts too. Returns the texts of at
-  most `longest` tokens (ValueError without any), and the number of others.
+  With `learn_prompts` the loss counts the prompts too. Texts of more than
+  `longest` tokens are dropped; ValueError if all are.
   """
   texts, dropped = [], 0
   for example in examples:
@@ -65,13 +64,12 @@ def encode_examples(
     else:
       texts.append((context, learned))
   if not texts:
-    wrong = f"no text to learn: {dropped} are of more than {longest} tokens"
-    raise ValueError(wrong)
+    raise ValueError(f"all {dropped} texts have more than {longest} tokens")
   return texts, dropped
 
 
 def epochs(texts: Sequence[Text], seed: int) -> Iterator[Text]:
-  """Yields the texts without end, each epoch in an order of its own."""
+  """Yields the texts endlessly, shuffled in each epoch."""
   rng = np.random.default_rng(seed)
   while True:
     for i in rng.permutation(len(texts)):
@@ -86,10 +84,10 @@ def arithmetic_texts(
   seed: int,
   **options: Any,
 ) -> Iterator[Text]:
-  """Yields random arithmetic texts without end, each ended by an EOS.
+  """Yields random arithmetic texts endlessly, each with an EOS.
 
-  A "document" is learned whole; of a "dialogue" only the answer is. Options are
-  difficulty, hasty and forget, as in `arithmetic.document`.
+  The loss counts a whole "document", but only the answer of a "dialogue".
+  Options are those of `arithmetic.document`.
   """
   rng = np.random.default_rng(seed)
   while True:
@@ -101,20 +99,19 @@ def arithmetic_texts(
 
 
 class Rows(NamedTuple):
-  """Packed rows, as `LM.extend` reads them (one group of one row a prompt)."""
+  """Packed rows as read by `LM.extend`, with groups of a single row."""
 
   ids: Int[np.ndarray, "N S"]
-  positions: Int[np.ndarray, "N S"]  # of each token within its own text
+  positions: Int[np.ndarray, "N S"]  # of tokens in their text
   segments: Int[np.ndarray, "N S"]  # number of the text, from 1; 0 is padding
-  weights: Float[np.ndarray, "N S"]  # 1 if the token is learned, else 0
+  weights: Float[np.ndarray, "N S"]  # 1 for learned tokens, else 0
 
 
 def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
-  """Fills `rows` rows of `length` tokens with whole texts, in order.
+  """Packs whole texts, in order, into batches of `rows` rows.
 
-  So the embedded models can be made again: Grain's packing depends on the
-  number of open rows. A last partial batch is dropped; a text that is longer
-  than a row is a ValueError.
+  Rows have `length` tokens. A last partial batch is dropped. ValueError for a
+  longer text. Not by grain, whose packing depends on its number of open rows.
   """
 
   def empty():
@@ -126,7 +123,7 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
     size = len(context) + len(learned)
     if size > length:
       raise ValueError(
-        f"a text of {size} tokens is longer than a row: {length}"
+        f"a text has {size} tokens, but a row {length}: use longer rows"
       )
     if used + size > length:
       row, used, segment = row + 1, 0, 0
@@ -138,6 +135,6 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
     batch.ids[row, span] = [*context, *learned]
     batch.positions[row, span] = np.arange(size)
     batch.segments[row, span] = segment
-    # The first token of all has nothing before it to be predicted from.
+    # The first token of a text cannot be predicted.
     batch.weights[row, used + max(len(context), 1) : used + size] = 1
     used += size

@@ -1,13 +1,13 @@
 """Sums in words: an endless, seeded, offline data set for chat models.
 
-A problem is a story about a number of things, as a user would pose it:
+A problem is a story about a number of things:
 
     Emma has 12 apples. She buys 7 more. Then she gives away 5. How many
     apples does Emma have now?
 
-Each step adds or takes away; the count never falls below 0. The solution is an
-equation for each step, "12 + 7 = 19" and "19 - 5 = 14", or a tool's, of
-"12 + 7 - 5" (`environments.calculator`). `drawn.split_of` is the split.
+Each step adds or subtracts; the count never falls below 0. The solution is an
+equation per step, "12 + 7 = 19" and "19 - 5 = 14", or a call of a tool with
+"12 + 7 - 5" (`environments.calculator`). `drawn.split_of` returns the split.
 """
 
 import functools
@@ -28,7 +28,7 @@ THINGS = (
   *("apples", "books", "cards", "coins", "cookies"),
   *("eggs", "marbles", "pencils", "shells", "stickers"),
 )
-# Nobody else takes part: SmolLM2-135M mixed up whose things are asked for.
+# Stories have one person, because SmolLM2-135M mixes up several.
 MORE = ("buys {} more", "finds {} more", "gets {} more")
 LESS = ("gives away {}", "loses {}", "sells {}")
 LEAST = 2  # smallest number in a problem
@@ -51,9 +51,9 @@ def load(
 
   - `steps`: number of steps, or the bounds of a uniform draw.
   - `largest`: largest number in a problem; answers may be larger.
-  - `shots`: number of solved training problems in a chat before each one, for
-    models that do not write steps by themselves; the same for all.
-  - `tool`: tool that solves these, called as Qwen does; "" is equations.
+  - `shots`: number of solved training problems in a chat before each problem,
+    the same for all, for models that do not write steps by themselves.
+  - `tool`: tool called in these solutions, in Qwen's format; "" for equations.
   """
   bounds = drawn.bounds("steps", steps, _MOST_STEPS)
   if not LEAST <= largest <= _MOST:
@@ -73,7 +73,7 @@ def _example(
   rng: np.random.Generator,
 ) -> Example:
   count = int(rng.integers(*steps, endpoint=True))
-  prompt, numbers = _of_split(split, rng, count, largest)
+  prompt, numbers = _draw(split, rng, count, largest)
   if chat:
     prompt = [*chat, {"role": "user", "content": prompt}]
   return {"prompt": prompt, "answer": str(sum(numbers))}
@@ -85,16 +85,21 @@ def _solved(
   """Draws a chat of solved problems, from the fewest steps to the most."""
   rng, chat = np.random.default_rng(0), []
   for count in np.linspace(*steps, shots).round():
-    prompt, numbers = _of_split("train", rng, int(count), largest)
+    prompt, numbers = _draw("train", rng, int(count), largest)
     chat.append({"role": "user", "content": prompt})
-    solved = _call(tool, numbers) if tool else solution(numbers)
-    chat.append({"role": "assistant", "content": solved})
-    if tool:
-      chat.append({"role": "tool", "content": str(sum(numbers))})
+    if not tool:
+      chat.append({"role": "assistant", "content": solution(numbers)})
+      continue
+    steps = [f"{'+' if n > 0 else '-'} {abs(n)}" for n in numbers[1:]]
+    arguments = {"expression": " ".join([str(numbers[0]), *steps])}
+    call = json.dumps({"name": tool, "arguments": arguments})
+    call = f"<tool_call>{call}</tool_call>"
+    chat.append({"role": "assistant", "content": call})
+    chat.append({"role": "tool", "content": str(sum(numbers))})
   return chat
 
 
-def _of_split(
+def _draw(
   split: str, rng: np.random.Generator, steps: int, largest: int
 ) -> tuple[str, list[int]]:
   while True:
@@ -104,7 +109,7 @@ def _of_split(
 
 
 def solution(numbers: Sequence[int]) -> str:
-  """Writes an equation a line for each number after the first."""
+  """Returns an equation per line for each number after the first."""
   counts = itertools.accumulate(numbers)
   return "\n".join(
     f"{before} {'+' if number > 0 else '-'} {abs(number)} = {after}"
@@ -114,18 +119,10 @@ def solution(numbers: Sequence[int]) -> str:
   )
 
 
-def _call(tool: str, numbers: Sequence[int]) -> str:
-  first, *others = numbers
-  steps = [f" {'+' if n > 0 else '-'} {abs(n)}" for n in others]
-  arguments = {"expression": f"{first}{''.join(steps)}"}
-  text = json.dumps({"name": tool, "arguments": arguments})
-  return f"<tool_call>{text}</tool_call>"
-
-
 def problem(
   rng: np.random.Generator, steps: int, largest: int
 ) -> tuple[str, list[int]]:
-  """Draws a problem of so many steps: its text, and its numbers with signs."""
+  """Draws a problem: its text, and its numbers with signs."""
   name, pronoun = rng.choice(PEOPLE)
   thing = rng.choice(THINGS)
   numbers = [int(rng.integers(LEAST, largest, endpoint=True))]

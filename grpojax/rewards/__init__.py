@@ -1,1 +1,1 @@
-"""Rewards: functions of a prompt, a completion and its example."""
+"""Reward functions of a prompt, a completion and its example."""

@@ -1,26 +1,25 @@
 """Reward functions in the conventions of TRL and verl.
 
-The names of a function's parameters say which convention it follows:
+The convention follows from a function's parameter names:
 
-| a parameter is named                     | it is called as                   |
+| parameters                               | called like                       |
 |------------------------------------------|-----------------------------------|
-| prompts, completions or completion_ids   | TRL calls `reward_funcs`          |
-| solution_str                             | verl calls `compute_score`        |
-| none of them, and it takes three         | (prompt, completion, example)     |
+| prompts, completions or completion_ids   | TRL's `reward_funcs`              |
+| solution_str                             | verl's `compute_score`            |
+| otherwise, three of any name             | (prompt, completion, example)     |
 
-A function gets by keyword the arguments that it has parameters for, and all of
-them with `**kwargs`; options of `reward.options.FUNCTION` replace columns.
+Arguments of TRL and verl are passed by keyword if the function has a parameter
+for them or `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
-TRL: one call for all completions of a prompt. Each is a text or, if the prompt
-is a list of messages, a list of one message. Prompts end in the observation of
-an environment's reset; completion_ids have their EOS; trainer_state has
-global_step (steps done) and max_steps; log_extra is ignored; other columns of
-the data are lists. It returns as many numbers; None abstains.
+TRL: a call per prompt, with all completions. Each is a text or, if the prompt
+is a list of messages, a list of a single message. Prompts end in the
+observation of an environment's reset; completion_ids include the EOS;
+trainer_state has global_step (steps done) and max_steps; log_extra is ignored;
+other columns are lists. It returns a number per completion; None abstains.
 
-verl: one call for each completion; ground_truth is
-reward_model["ground_truth"], else the columns ground_truth or answer;
-extra_info is {} by default. It returns a number, or a dict with "score" whose
-other numbers are logged.
+verl: a call per completion. ground_truth is reward_model["ground_truth"],
+else the column ground_truth or answer; extra_info is {} by default. It returns
+a number, or a dict with "score" whose other numbers are logged.
 """
 
 import difflib
@@ -44,36 +43,35 @@ _NO_COLUMN = ("prompt", READ, "completion", *_TRL_GIVES)
 _ADDED = "prompt_text completion_length max_completion_length finished".split()
 
 Item = tuple[str, str, dict[str, Any]]
-"""A prompt's text, a completion, and the example."""
+"""(prompt text, completion, example)."""
 
 
 class _Function(NamedTuple):
-  """A user's function."""
+  """A user function."""
 
-  function: Callable[..., Any]  # the user's, with its options bound
-  # Names of its parameters that are not bound; None is any.
-  takes: Collection[str] | None
-  needs: Sequence[str]  # those of them without a default
+  function: Callable[..., Any]  # with its options bound
+  takes: Collection[str] | None  # names of unbound parameters; None: any name
+  needs: Sequence[str]  # names of unbound parameters without a default
 
   def call(self, arguments: dict[str, Any]) -> Any:
-    """Calls it with the arguments that it has parameters for."""
+    """Calls the function with the arguments it has parameters for."""
     if self.takes is not None:
       arguments = {k: v for k, v in arguments.items() if k in self.takes}
     return self.function(**arguments)
 
 
 class Verl(_Function):
-  """A function of verl's convention; its calls have the form of ours."""
+  """A function in verl's convention."""
 
   def __call__(
     self, prompt: str, completion: str, example: dict[str, Any]
   ) -> Any:
-    """Returns a number, None, or a dict with "score"."""
+    """Calls the function with the arguments of our convention."""
     return self.call(self.columns(example) | {"solution_str": completion})
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that an example provides."""
+    """Returns the arguments from an example."""
     info = example.get("extra_info") or {}
     columns = {"extra_info": dict(info) if isinstance(info, Mapping) else info}
     if SOURCE in example:
@@ -88,10 +86,10 @@ class Verl(_Function):
 
 
 class Trl(_Function):
-  """A function of TRL's convention: one call for all samples of a prompt."""
+  """A function in TRL's convention, called with all items of a prompt."""
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
-    """Returns for each completion of one prompt a number, None, or a dict."""
+    """Returns a number, None or a dict per completion."""
     examples = [example for _, _, example in items]
     prompts = [
       example.get(READ, example.get("prompt", text))
@@ -106,7 +104,7 @@ class Trl(_Function):
       metrics[name] = value
 
     state = examples[0].get(STATE)
-    if not isinstance(state, Mapping):  # a column of the data's
+    if not isinstance(state, Mapping):  # a data column of this name
       state = {"global_step": 0, "max_steps": 0}
     arguments = {
       name: [example[name] for example in examples]
@@ -124,7 +122,7 @@ class Trl(_Function):
     unordered = str, bytes, Mapping, set, frozenset
     if isinstance(values, unordered) or not hasattr(values, "__iter__"):
       raise TypeError(
-        f"it returned {type(values).__name__}, no list of rewards"
+        f"returned {type(values).__name__} instead of a list of rewards"
       )
     if not metrics:
       return list(values)
@@ -133,23 +131,22 @@ class Trl(_Function):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that an example provides."""
+    """Returns the arguments from an example."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMN}
 
 
 def follow(
   name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-  """Binds a function's options; wraps TRL's as `Trl` and verl's as `Verl`.
+  """Binds options to a function and wraps it in `Trl` or `Verl` if needed.
 
-  ValueError if it mixes or lacks conventions, does not take an option, is
-  asynchronous or cannot be called by keywords.
+  ValueError if it fits no convention or two, lacks an option or is async.
   """
   refuse_asynchronous(f"reward {name!r}", function, "rewards")
   bound = functools.partial(function, **options) if options else function
   try:
     signature = inspect.signature(function)
-  except (TypeError, ValueError):  # some functions that are written in C
+  except (TypeError, ValueError):  # some functions written in C
     return bound
   parameters = signature.parameters
   kind = _convention(name, parameters)
@@ -163,7 +160,7 @@ def follow(
   for key in options:
     if key in reserved or not (free or key in known):
       raise ValueError(
-        f"reward {name!r} has no option {key!r}: it takes {known or 'none'}"
+        f"reward {name!r} has no option {key!r}: its options are {known}"
         f"{nearest(key, known)}"
       )
   if kind is None:
@@ -172,14 +169,14 @@ def follow(
     except TypeError as error:
       raise ValueError(
         f"reward {name!r} cannot be called with prompt, completion, example and"
-        f" the options {options}: {error} (TRL's convention is known by a"
-        " parameter `completions`, verl's by one `solution_str`)"
+        f" the options {options}: {error} (functions for TRL have a parameter"
+        " `completions`, functions for verl `solution_str`)"
       ) from error
     return bound
   if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
     raise ValueError(
-      f"reward {name!r}: {kind.__name__.upper()}'s convention passes all by"
-      " keywords, and it has parameters that take none"
+      f"reward {name!r} has positional-only parameters: remove the `/`, since"
+      f" {kind.__name__.upper()}'s convention passes keywords"
     )
   takes = [key for key in named if key not in options]
   default = {key: p.default for key, p in parameters.items()}
@@ -189,17 +186,17 @@ def follow(
 
 
 def refuse_asynchronous(subject: str, function: Any, kind: str) -> None:
-  """Raises ValueError for a coroutine function that computes a `kind`."""
+  """Raises ValueError for a coroutine function; `kind` is "rewards", say."""
   call = getattr(function, "__call__", None)  # noqa: B004
   if any(map(inspect.iscoroutinefunction, (function, call))):
     raise ValueError(
-      f"{subject} is asynchronous, and {kind} run one after another in each"
-      " worker: write `def` and asyncio.run(...) inside of it"
+      f"{subject} is asynchronous, but a worker computes {kind} one by one:"
+      " write `def` and call asyncio.run(...) inside it"
     )
 
 
 def by_keyword(function: Callable[..., Any]) -> tuple[list[str], bool]:
-  """Names that a function takes by keyword, and if it takes any others."""
+  """Returns a function's keyword names, and True if it has `**kwargs`."""
   parameters = inspect.signature(function).parameters.values()
   named = [
     p.name
@@ -210,7 +207,7 @@ def by_keyword(function: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def nearest(name: str, candidates: Collection[str]) -> str:
-  """Returns "; did you mean ...?", or "" if no name is near."""
+  """Returns "; did you mean ...?" for the closest name, or ""."""
   close = difflib.get_close_matches(name, candidates, 1)
   return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -218,7 +215,7 @@ def nearest(name: str, candidates: Collection[str]) -> str:
 def _convention(
   name: str, parameters: Collection[str]
 ) -> type[Verl] | type[Trl] | None:
-  """Recognizes a convention by names of parameters; None for ours."""
+  """Returns the convention of a function's parameter names; None for ours."""
   kinds = {"TRL's": TRL, "verl's": VERL, "grpojax's own": OURS}
   marks = {}
   for kind, names in kinds.items():
@@ -227,8 +224,8 @@ def _convention(
   if len(marks) > 1:
     both = " and ".join(f"{key!r} ({kind})" for kind, key in marks.items())
     raise ValueError(
-      f"reward {name!r} has parameters of two conventions, {both}: rename one,"
-      " or wrap it in `def reward(prompt, completion, example)`"
+      f"reward {name!r} has parameters of two conventions, {both}: rename one"
+      " of them, or wrap it in `def reward(prompt, completion, example)`"
     )
   return {"TRL's": Trl, "verl's": Verl}.get(next(iter(marks), ""))
 
@@ -242,19 +239,18 @@ def check_columns(
   """
   if not isinstance(reward, (Verl, Trl)):
     return
-  there = reward.columns(example)
-  missing = [k for k in reward.needs if k not in there and k not in _ADDED]
-  if missing:
-    label = name.rpartition(":")[2]
-    raise ValueError(
-      f"reward {name!r} needs {missing[0]!r}, and {data} has only"
-      f" {', '.join(sorted(example))}: add that column, or give it one value by"
-      f" reward.options.{label}.{missing[0]}=..."
-    )
+  present = [*reward.columns(example), *_ADDED]
+  for key in reward.needs:
+    if key not in present:
+      raise ValueError(
+        f"reward {name!r} needs {key!r}, but {data} has only"
+        f" {', '.join(sorted(example))}: add the column, or set a constant with"
+        f" reward.options.{name.rpartition(':')[2]}.{key}=..."
+      )
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """True if a function takes an input that is costly to bring: IDS, STATE."""
+  """Returns True if a function takes the costly input `name`: IDS or STATE."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

@@ -1,4 +1,4 @@
-"""The reward `environment`: an environment's rewards of all turns, summed."""
+"""The reward `environment`: the sum of an environment's rewards over turns."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from typing import Any
 def environment(
   prompt: str, completion: str, example: dict[str, Any]
 ) -> dict[str, float] | None:
-  """Returns the trajectory's return and numbers to log; None if it failed."""
+  """Returns the sum of turn rewards and numbers to log; None after an error."""
   del prompt, completion
   if example.get("episode_error"):
     return None

@@ -1,4 +1,4 @@
-"""The reward `exact_answer` on token ids, inside a compiled step: the same."""
+"""The reward `exact_answer` on token ids, for use inside a compiled step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from grpojax.core.types import Rollout
 from grpojax.data.examples import MARK
 from grpojax.rewards.exact import spellings
 
-_UNICODE = 0x110000  # one more than the largest code point
+_UNICODE = 0x110000  # number of code points
 
 
 def exact_answer_ids(
@@ -22,18 +22,18 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` as jittable functions of ids, `(target, reward)`.
 
-  `target(example) -> {"answer": int32 [2, A + 1]}` has both spellings of the
-  answer as `_code`s, padded with zeros; A is `max_answer_length`, in characters
-  with separators. `reward(rollout, targets) -> [B, G]` is 1.0 or 0.0.
+  `target(example)` returns {"answer": int32 [2, A + 1]}, both spellings as
+  zero-padded `_code`s; A is `max_answer_length` in characters.
+  `reward(rollout, targets)` returns 1.0 or 0.0, [B, G].
 
-  The tokens must be characters, so that "####" in the text is "####" in the
-  ids; longer ones must be whitespace only, or without digits, "#" and
-  whitespace. ValueError for other tokenizers; from `target`, for an answer that
-  is too long, or whose ids would be ambiguous.
+  Tokens must be single characters, so that "####" in the text is "####" in the
+  ids; longer tokens must be whitespace, or without digits, "#" and whitespace.
+  ValueError for other tokenizers, and from `target` for too long or ambiguous
+  answers.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
-  codes = codes.astype(np.int32)  # the last one stands for ids out of range
+  codes = codes.astype(np.int32)  # ids out of range use the last entry
   characters = {text for text in texts if len(text) == 1}
   longer = [text for text in texts if len(text) > 1]
 
@@ -43,10 +43,9 @@ def exact_answer_ids(
       fits = len(text) <= max_answer_length and set(text) <= characters
       if not fits or any(token in text for token in longer):
         raise ValueError(
-          f"the answer {text!r} cannot be compared in ids, which needs at most"
-          f" max_answer_length = {max_answer_length} characters, each a token"
-          " of its own and no longer token among them: use the reward on text"
-          " (exact_answer)"
+          f"the answer {text!r} cannot be compared on ids: it must have at most"
+          f" max_answer_length = {max_answer_length} characters, each a token,"
+          " and contain no longer token; use the reward on text (exact_answer)"
         )
       answer[row, : len(text)] = [_code(0, character) for character in text]
     return {"answer": answer}
@@ -57,7 +56,7 @@ def exact_answer_ids(
     ended = jnp.cumsum(ends, axis=-1) > 0
     written = jnp.asarray(codes)[jnp.clip(ids, 0, len(texts))]
     written = jnp.where(rollout.completion_mask & ~ended, written, 0)
-    # One more than the longest answer: a text that goes on differs there.
+    # Longer texts differ from the answer in the additional column.
     tail, marked = _last_answer(written, max_answer_length + 1)
     same = (tail[..., None, :] == targets["answer"][:, None]).all(-1)
     has_text = tail[..., 0] != 0
@@ -69,12 +68,12 @@ def exact_answer_ids(
 def _last_answer(
   codes: Int[Array, "B G T"], width: int
 ) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
-  """Finds the stripped text after the last "####", and whether there is one.
+  """Returns the stripped text after the last "####", and True if there is one.
 
-  A longer text is cut to `width` codes; 0 stands for tokens without text.
+  The text is cut or padded to `width` codes; tokens without text have code 0.
   """
   size = codes.shape[-1]
-  # Text first, in its order; what writes nothing last.
+  # Move tokens without text to the end.
   order = jnp.argsort(codes == 0, axis=-1, stable=True)
   codes = jnp.take_along_axis(codes, order, axis=-1)
   place = jnp.arange(size)
@@ -94,10 +93,10 @@ def _last_answer(
 
 
 def _code(token: int, text: str) -> int:
-  """A number for the text of a token, negative for whitespace.
+  """Returns a token's code, negative for whitespace and 0 for empty text.
 
-  0 without text; for one character its code point + 1, whichever token it is;
-  for longer text a number of the token's own.
+  A single character has its code point + 1, whichever token it is; longer text
+  has a code unique to the token.
   """
   if not text:
     return 0
@@ -106,14 +105,14 @@ def _code(token: int, text: str) -> int:
 
 
 def _token_texts(tokenizer: Any) -> list[str]:
-  """Text of each token in the middle of others; ValueError if unfit."""
+  """Returns the text of each token inside a text; ValueError if unfit."""
   special = set(tokenizer.all_special_ids)
   texts = []
   ids = tokenizer.encode("#", add_special_tokens=False)
   if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
     raise _unfit('"#" is not one token')
   for token in range(max(tokenizer.get_vocab().values()) + 1):
-    # Between two others, so that no decoder trims it as a text's first or last.
+    # Between other tokens, because decoders may trim the ends of a text.
     around = tokenizer.decode(
       [*ids, token, *ids],
       skip_special_tokens=False,
@@ -136,11 +135,10 @@ def _token_texts(tokenizer: Any) -> list[str]:
 
 def _unfit(reason: str) -> ValueError:
   return ValueError(
-    "an exact-answer reward on ids needs a tokenizer of single characters, but"
-    f" {reason}; use the reward on text (exact_answer) with this tokenizer"
+    "the exact-answer reward on ids needs a tokenizer of single characters, but"
+    f" {reason}: use the reward on text (exact_answer) with this tokenizer"
   )
 
 
 ON_DEVICE = {"exact_answer": exact_answer_ids}
-"""Rewards that exist on token ids, by the name of the same reward on text:
-`(tokenizer, eos_ids) -> (target, reward)`, as `exact_answer_ids`."""
+"""Rewards on token ids, by the name of the equal reward on text."""

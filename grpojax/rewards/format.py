@@ -1,4 +1,4 @@
-"""The reward `format`, of the required structure of a completion."""
+"""The reward `format`, for completions with the required tags."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +11,23 @@ def format(
   *,
   tags: Sequence[str] = ("think", "answer"),
 ) -> float:
-  """1.0 for <think>...</think> <answer>...</answer> and nothing else, else 0.0.
+  """Returns 1.0 for exactly <think>...</think> <answer>...</answer>, else 0.0.
 
   Each tag opens and closes once, in order, around more than whitespace; only
   whitespace is outside. The prompt may end in the first opening tag instead.
-  Linear time. ValueError for no tags, or one twice.
+  Linear time. ValueError for no tags or a repeated tag.
   """
   if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
-    raise ValueError(f"tags = {tags!r}: give different names, at least one")
-  rest = completion
+    raise ValueError(f"tags = {tags!r}: give at least one, each once")
+  text = completion
   if prompt.rstrip().endswith(f"<{tags[0]}>"):
-    rest = f"<{tags[0]}>{completion}"
+    text = f"<{tags[0]}>{completion}"
   marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-  if any(rest.count(mark) != 1 for mark in marks):
+  if any(text.count(mark) != 1 for mark in marks):
     return 0.0
   for tag in tags:
-    outside, _, rest = rest.partition(f"<{tag}>")
-    inside, closed, rest = rest.partition(f"</{tag}>")
+    outside, _, text = text.partition(f"<{tag}>")
+    inside, closed, text = text.partition(f"</{tag}>")
     if outside.strip() or not closed or not inside.strip():
       return 0.0
-  return float(not rest.strip())
+  return float(not text.strip())

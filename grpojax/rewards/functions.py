@@ -1,10 +1,9 @@
-"""Reward functions by name, and weighted sums of several.
+"""Reward functions by name, and their weighted sum.
 
 A reward is a function `(prompt, completion, example) -> float | None` of two
 texts and a dict; None abstains. A name is one of `BUILT_IN`,
 "package.module:function", or "path/to/file.py:function"; `conventions` adapts
-functions in the style of TRL and verl. This module and the built-in rewards
-load without JAX, so that workers start quickly.
+functions for TRL and verl. This module loads no JAX, so workers start quickly.
 """
 
 import math
@@ -25,64 +24,59 @@ BUILT_IN = {
   "unfinished": "length",
   "environment": "environment",
 }
-"""Built-in rewards, and the module of `grpojax.rewards` that has each."""
+"""Built-in rewards and their modules in `grpojax.rewards`."""
 
 READ_ANSWERS = ("math_answer", "math_verify")
-"""Two names of the built-in reward that compares answers of any form."""
+"""Names of the built-in reward that compares answers of any form."""
 
 _TRIAL = {"answer": "1", "completion_length": 1, "max_completion_length": 1}
 _TRIAL |= {"finished": True, "turn_rewards": (), "episode_info": {}}
 
 
 def label(name: str) -> str:
-  """Returns the short name, for metrics and options: after the colon."""
+  """Returns the name after the colon, used in metrics and options."""
   return name.rpartition(":")[2]
 
 
 def split(path: str) -> tuple[str, str]:
   """Splits a path into its file or module and the name in it, or ""."""
   place, _, name = path.rpartition(":")
-  # A directory's name may have a colon.
+  # Directory names may contain a colon.
   return (path, "") if path.endswith(".py") else (place, name)
 
 
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
 """`(prompt, completion, example) -> float | None`, or a dict with numbers to be
-logged; or one of TRL's convention, of all completions of a prompt at once."""
+logged; or a `Trl` function of all completions of a prompt."""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-  """Finds the reward function of a name, and binds its options.
+  """Returns the reward function of a name with its options bound.
 
-  ValueError if it does not exist, its file cannot be loaded,
-  `conventions.follow` refuses it, or a built-in one refuses an option's value.
+  ValueError if it cannot be loaded, or its arguments or options are wrong.
   """
   paths = {key: f"grpojax.rewards.{BUILT_IN[key]}:{key}" for key in BUILT_IN}
   function = load(f"reward {name!r}", name, paths)
   if not callable(function):
-    raise ValueError(f"reward {name!r} is no function, but {function!r:.80}")
+    raise ValueError(f"reward {name!r} is not a function: {function!r:.80}")
   reward = conventions.follow(name, function, dict(options or {}))
   if name in BUILT_IN:
     try:
-      reward("", "", dict(_TRIAL))  # refuses values of options
+      reward("", "", dict(_TRIAL))  # checks the options' values
     except (TypeError, ValueError) as error:
       raise ValueError(f"reward {name!r}: {error}") from error
   return reward
 
 
 def workers_for(names: Sequence[str], workers: int) -> int:
-  """Returns the number of reward processes for a setting of `workers`.
-
-  `READ_ANSWERS` need at least one: Math-Verify may take forever on an answer.
-  """
+  """Returns `workers`, but at least 1 if Math-Verify needs a time limit."""
   return workers or int(any(name in READ_ANSWERS for name in names))
 
 
 def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
-  """Finds what "package.module:NAME", "file.py:NAME" or "file.py" names.
+  """Loads the object at "package.module:NAME", or the module "file.py".
 
-  `built_in` maps short names to paths, also of modules. `subject` begins the
-  sentence of the ValueError, if it does not exist or cannot be loaded.
+  `built_in` maps short names to such paths. ValueErrors begin with `subject`.
   """
   place, name = split(built_in.get(path, path))
   if not place and path not in built_in:
@@ -103,10 +97,9 @@ def load(subject: str, path: str, built_in: Mapping[str, str]) -> Any:
 def resolve_all(
   names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> list[Reward]:
-  """Finds the functions of several names, each with options by its `label`.
+  """Returns the functions of several names; `options` is keyed by `label`.
 
-  ValueError for no names, the same label twice, options of another function, or
-  a function that `resolve` refuses.
+  ValueError for no names, a repeated label, and as from `resolve`.
   """
   labels = [label(name) for name in names]
   if not names:
@@ -115,19 +108,19 @@ def resolve_all(
     same = [path for path in names if label(path) == name]
     if len(same) > 1:
       raise ValueError(
-        f"the reward functions {' and '.join(same)} have one name, and metrics "
-        "and options go by it: leave one out, or rename the function"
+        f"the reward functions {' and '.join(same)} share a name, which metrics"
+        " and options need to tell them apart: remove or rename one of them"
       )
   options = options or {}
   for name, keywords in options.items():
     if not isinstance(keywords, Mapping):
       raise ValueError(
-        f"--config.reward.options.{name} = {keywords!r}: give the function's "
-        f"keywords, reward.options.{name}.KEYWORD = ..."
+        f"--config.reward.options.{name} = {keywords!r}: set keywords of the "
+        f"function instead, reward.options.{name}.KEYWORD = ..."
       )
     if name not in labels:
       raise ValueError(
-        f"options of {name!r}, which is none of the reward functions {labels}"
+        f"options for {name!r}, which is not a reward function of {labels}"
         f"{nearest(name, labels)}"
       )
   return [resolve(name, options.get(label(name))) for name in names]
@@ -136,10 +129,7 @@ def resolve_all(
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """Computes the weighted sum of a completion's rewards; None if all abstain.
-
-  A function that abstains (None) adds nothing; other weights stay as they are.
-  """
+  """Returns the weighted sum of the values other than None, or None."""
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
   return math.fsum(terms) if terms else None

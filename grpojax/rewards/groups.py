@@ -1,4 +1,4 @@
-"""Rewards of groups of completions, from a rollout's texts."""
+"""Rewards of groups of completions, from the texts of a rollout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from grpojax.rewards.conventions import IDS, Item
 from grpojax.rewards.pool import Failure, GroupRewards, Pool, Submission
 
 OF_TURNS = ("messages", "turn_rewards", "episode_info", "episode_error")
-"""Columns that an environment adds to the example of each trajectory."""
+"""Columns that an environment adds to the example of a trajectory."""
 
 
 def submit_groups(
@@ -25,18 +25,20 @@ def submit_groups(
 ) -> Submission:
   """Starts to compute the rewards of groups and returns at once.
 
-  Each of the B examples has a "prompt_text". Reward functions see three more
-  keys: "completion_length" (in tokens, with the EOS), "max_completion_length"
-  (`max_length`) and "finished" (True if an EOS ended it); with [B][G]
-  transcripts of an environment also `OF_TURNS`, and the ids if they have a
-  parameter for them. Texts, [B][G], have no EOS.
+  The B examples have a "prompt_text"; texts are [B][G], without EOS. Reward
+  functions see three more keys: "completion_length" (tokens, with the EOS),
+  "max_completion_length" (`max_length`) and "finished" (True after an EOS).
+  With [B][G] transcripts of an environment they also see `OF_TURNS`, and with
+  `ids` the token ids if they have a parameter for them.
   """
   with_ids = ids is not None and pool.wants(IDS)
 
   def item(b: int, g: int) -> Item:
-    added = {"completion_length": int(lengths[b, g])}
-    added |= {"max_completion_length": max_length}
-    added |= {"finished": bool(finished[b, g])}
+    added = {
+      "completion_length": int(lengths[b, g]),
+      "max_completion_length": max_length,
+      "finished": bool(finished[b, g]),
+    }
     if with_ids:
       added[IDS] = ids[b, g, : lengths[b, g]].tolist()
     if transcripts is not None:
@@ -49,6 +51,6 @@ def submit_groups(
 
 
 def all_failures(rewards: GroupRewards) -> list[Failure]:
-  """Failures of a batch: all prompts' first completions, then the second."""
+  """Returns a batch's failures: of first completions, then of second ones."""
   by_completion = zip(*rewards.failures, strict=True)
   return [x for row in by_completion for failures in row for x in failures]

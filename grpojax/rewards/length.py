@@ -1,7 +1,6 @@
-"""Rewards of the length of a completion, in tokens with its EOS.
+"""Rewards for the length of a completion, in tokens including the EOS.
 
-The training loop adds "completion_length", "max_completion_length" and
-"finished" (an EOS ended it) to an example.
+They read the keys that `groups.submit_groups` adds to an example.
 """
 
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 def length(
   prompt: str, completion: str, example: dict[str, Any], *, target: int = 0
 ) -> float:
-  """Minus the distance from a target length, as a share of the longest.
+  """Returns -|length - target| / max_completion_length.
 
-  The penalty of L1 (arXiv 2503.04697, eq. 1) in units of the limit:
-  -|length - target| / max_completion_length. ValueError for a negative target.
+  The penalty of L1 (arXiv 2503.04697, eq. 1) in units of the length limit.
+  ValueError for a negative target.
   """
   if target < 0:
     raise ValueError(f"target = {target}: must be 0 or more tokens")
@@ -28,11 +27,11 @@ def overlong(
   *,
   cache: int | None = None,
 ) -> float:
-  """DAPO's soft punishment of overlong completions (arXiv 2503.14476, eq. 13).
+  """Returns DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
-  0 up to L_max - L_cache tokens, then linearly to -1 at L_max, the limit on
-  completions. L_cache is `cache` tokens, at most the limit; None is a fifth of
-  it, as in the paper. ValueError for a cache that is not positive.
+  0 up to L_max - L_cache tokens, then linear to -1 at L_max, the length limit.
+  L_cache is `cache` tokens, at most L_max; None is L_max / 5, as in the paper.
+  ValueError for a cache that is not positive.
   """
   longest = example["max_completion_length"]
   size = longest / 5 if cache is None else min(cache, longest)
@@ -43,5 +42,5 @@ def overlong(
 
 
 def unfinished(prompt: str, completion: str, example: dict[str, Any]) -> float:
-  """-1.0 for a completion that the limit cut off, 0.0 for one with its EOS."""
+  """Returns -1.0 for a completion cut off by the length limit, else 0.0."""
   return 0.0 if example["finished"] else -1.0

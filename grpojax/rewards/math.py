@@ -1,22 +1,21 @@
-r"""The reward `math_answer`: right or wrong by the answer of a solution.
+r"""The reward `math_answer`, which compares the final answer of a solution.
 
-The answer stands behind the thinking and between <answer> and </answer>, if
-there are such tags. The first of these places that exists decides:
+Thinking is ignored, and text outside <answer> and </answer> if these tags
+exist. The first match of this list is the answer:
 
 1. the last \boxed{...} or \fbox{...} that is closed and not empty;
 2. the line after the last "####";
-3. all of the text between <answer> and </answer>;
-4. the last statement of an answer ("the answer is 5", "Answer: 5", "A: 5" at
-   the start of a line), to the end of its formula, code block or clause;
-5. the last number that stands alone: it is part of no formula or expression.
+3. the last statement of an answer ("the answer is 5", "Answer: 5", "A: 5" at
+   the start of a line), up to the end of its formula, code block or clause;
+4. all of the text between <answer> and </answer>;
+5. the last number outside of formulas and expressions.
 
-That is one answer: "5 or 6" is neither 5 nor 6. Two answers are equal by exact
-value if both are numbers, by letter if they are choices (`quantities`), or as
-identical text; Math-Verify decides about others (`symbolic`).
+The whole text counts: "5 or 6" is neither 5 nor 6. Numbers are compared by
+exact value and choices by letter (`quantities`), other answers as text and then
+by Math-Verify (`symbolic`), which a `Pool` runs in a process with a time limit.
 
-No text is evaluated here. Only the last `WINDOW` characters are read, with a
-bounded number of attempts to find each kind of place, so the time is bounded.
-Math-Verify needs a time limit: a `Pool` with this reward has a worker process.
+Text is never evaluated, and the time is bounded: a search reads at most the
+last `WINDOW` characters and tries a fixed number of places.
 """
 
 import re
@@ -28,7 +27,7 @@ from grpojax.rewards import quantities
 from grpojax.rewards.quantities import LONGEST, NUMBER, spelling
 
 WINDOW = 2**16
-"""Characters at the end of a completion that are read."""
+"""Number of characters read from the end of a completion."""
 
 THINKING = (
   *("<think>...</think>", "<thinking>...</thinking>"),
@@ -38,7 +37,7 @@ THINKING = (
 )
 """Pairs of tags around a model's thinking."""
 
-_ATTEMPTS = 16  # places of each kind that are looked at, from the end
+_ATTEMPTS = 16  # candidates of each kind, from the end
 _BARE = re.compile(r"[^\s$]{0,50}")
 _JOINED = re.compile(
   r"\}(?:[\s$.)*\]\\]{0,6}(?:[,;/|]|,?\s?(?:or|and|maybe))[\s$(*\[\\]{0,6}"
@@ -66,7 +65,7 @@ _FORMULA = re.compile(
   re.VERBOSE | re.DOTALL,
 )
 _ALSO = re.compile(r"\s{0,3}(?:,\s?)?(?:(?:or|and)\s{1,3})?(?=\$|\\\(|[0-9])")
-_GOES_ON = re.compile(  # behind a formula: it is no more than part of an answer
+_GOES_ON = re.compile(  # after a formula that is only part of an answer
   r"""\s{0,3}[-+*/^<>=|;]\s?(?=[$\\0-9])
   | \s(?:times|plus|minus|over|to|divided\sby)\s(?=[$\\0-9])
   | \s(?:hundred|thousand|million|billion|trillion|dozen|squared|cubed)\b
@@ -76,18 +75,18 @@ _GOES_ON = re.compile(  # behind a formula: it is no more than part of an answer
 )
 _DELIMITERS = re.compile(r"(?:(?<!\\)\$|\\[()]|\s)+")
 _END = re.compile(
-  r"[.;?](?=\s|$)(?!\sor\b)|!(?=\s|$)(?!\s?[-+*/=])"  # 5! = 120 goes on
+  r"[.;?](?=\s|$)(?!\sor\b)|!(?=\s|$)(?!\s?[-+*/=])"  # not in 5! = 120
   r"|\n|<|\s\((?!or\b)|,\s(?=[a-z]{2})(?!(?:and|or|possibly|maybe)\b)"
   r"|,?\s(?:and\snot|because|since|which|that|when|if|as|so|not|but|at|for"
   r"|from|after|with|rather|instead|of\s(?:the|his|her|their|all)\b(?!.*[0-9]))\b"
 )
-_FIGURE = re.compile(  # a time, ratio or date; or a number
+_FIGURE = re.compile(  # a time, ratio, date or number
   rf"""[0-9]{{1,9}}(?:(?::|-|/[0-9]{{1,9}}/)[0-9]{{1,9}}){{1,5}}(?![0-9])
   | (?![-+]\s)(?!(?<=[0-9)}}]\s)[-+])(?:{NUMBER.pattern})""",
   re.VERBOSE,
 )
 _SPACE = r"[\s$]{0,3}"
-_PART_BEFORE = re.compile(  # of a name, list, choice or expression
+_PART_BEFORE = re.compile(  # precedes a number inside an expression or list
   rf"""(?:[0-9A-Za-z_^{{[|!.\\] | [0-9A-Za-z}}]\( | [0-9A-Za-z][:,/-]
   | (?:[+*/^±|]|[^\s]\s?-|(?<![-=|])[<>]|[0-9$],
     |\b(?:or|to|minus|plus|times|root|sqrt|log|ln|sin|cos)
@@ -116,30 +115,8 @@ _EXACT = re.compile(r"-?[0-9]+(?:/[0-9]+)?")
 _WORDS = re.compile(r"(?:[A-Za-z]{3,}|[Nn]o)(?:[\s-][A-Za-z]+){0,8}")
 
 
-def final_text(
-  prompt: str, completion: str, thinking: Sequence[str] = THINKING
-) -> str | None:
-  """Returns the end of the text after the thinking, up to `WINDOW` characters.
-
-  None if the thinking, which the prompt may open, was never closed.
-  """
-  prompt = prompt.rstrip()
-  text = completion
-  for pair in thinking:
-    opens, _, closes = pair.partition("...")
-    if not (opens and closes):
-      raise ValueError(
-        f"thinking has {pair!r}: give pairs of tags, each as OPENING...CLOSING"
-      )
-    _, closed, after = text.rpartition(closes)
-    if opens in after or not closed and prompt.endswith(opens):
-      return None
-    text = after
-  return text[-WINDOW:]
-
-
 def find_answer(text: str) -> str | None:
-  """Finds the part of a solution that gives its answer; None if none does."""
+  """Returns the answer in the text of a solution; None if there is none."""
   text = text[-WINDOW:]
   _, tagged, inside = text.rpartition("<answer>")
   if tagged:
@@ -150,30 +127,30 @@ def find_answer(text: str) -> str | None:
   line = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
   if mark and (answer := _stated(line) or line):
     return answer
-  if tagged:
-    return _stated(text) or text.strip()
-  return _stated(text) or _last_number(text)
+  return _stated(text) or (text.strip() if tagged else _last_number(text))
 
 
 def given_answer(
   completion: str, prompt: str = "", thinking: Sequence[str] = THINKING
 ) -> str | None:
-  """Reads a completion's answer, in one spelling: to count votes.
+  """Returns the `spelling` of the answer after the thinking, or None.
 
-  Numbers and choices are spelled by value, others are the text itself.
-  Completions with the same answer are equally right by `math_answer`.
+  None if the thinking, which the prompt may open, was never closed. Equal
+  results have equal rewards by `math_answer`.
   """
-  text = final_text(prompt, completion, thinking)
-  answer = None if text is None else find_answer(text)
+  text = completion
+  for pair in thinking:
+    opens, _, closes = pair.partition("...")
+    if not (opens and closes):
+      raise ValueError(
+        f"thinking has {pair!r}: give pairs of tags as OPENING...CLOSING"
+      )
+    _, closed, after = text.rpartition(closes)
+    if opens in after or not closed and prompt.rstrip().endswith(opens):
+      return None
+    text = after
+  answer = find_answer(text)
   return None if answer is None else spelling(answer)
-
-
-def reference_answer(example: dict[str, Any]) -> str:
-  """Reads an "answer": an answer, or a solution with a box or a "####"."""
-  reference = str(example["answer"])
-  if MARK in reference or "boxed" in reference:
-    return find_answer(reference) or reference
-  return reference
 
 
 def math_answer(
@@ -183,11 +160,15 @@ def math_answer(
   *,
   thinking: Sequence[str] = THINKING,
 ) -> float:
-  """1.0 if the completion's answer equals `reference_answer`, else 0.0.
+  """Returns 1.0 if the completion's answer equals the example's, else 0.0.
 
-  `thinking` has pairs of tags around text to ignore, as "OPENING...CLOSING".
+  The example's "answer" may be a solution with a box or a "####"; `thinking`
+  has pairs of tags around ignored text, as "OPENING...CLOSING".
   """
-  expected = spelling(reference_answer(example))
+  reference = str(example["answer"])
+  if MARK in reference or "boxed" in reference:
+    reference = find_answer(reference) or reference
+  expected = spelling(reference)
   answer = given_answer(completion, prompt, thinking)
   if answer is None or expected is None:
     return 0.0
@@ -198,27 +179,26 @@ math_verify = math_answer
 
 
 def equal(answer: str, expected: str) -> bool:
-  """True if two answers, as `spelling` gives them, are equal."""
+  """Returns True if two answers, both from `spelling`, are equal."""
   answer, expected = _without_names(answer, expected)
   if answer == expected:
     return True
   if all(map(_EXACT.fullmatch, (answer, expected))):
-    return False  # two numbers
+    return False  # different numbers
   if all(map(_WORDS.fullmatch, (answer, expected))):
     same = answer[1:] == expected[1:]
     return same and answer[0].lower() == expected[0].lower()
   if "=" in answer and "=" not in expected:  # 2 + 3 = 5
     sides = [spelling(side) for side in answer.split("=")]
     return all(side is not None and equal(side, expected) for side in sides)
-  from grpojax.rewards import symbolic  # takes seconds, and is seldom needed
+  from grpojax.rewards import symbolic  # slow to import and rarely needed
 
   return symbolic.equal(answer, expected)
 
 
 def _without_names(answer: str, expected: str) -> tuple[str, str]:
-  """Takes "x =" from one of two answers if the other one names nothing."""
-  for texts in ((answer, expected), (expected, answer)):
-    named, other = texts
+  """Removes "x =" from an answer if the other has no equation."""
+  for named, other in ((answer, expected), (expected, answer)):
     names = set(_NAMED.findall(named))
     if len(names) == 1 and "=" not in other and r"\approx" not in other:
       bare = spelling(_NAMED.sub("", named)) or named
@@ -227,7 +207,7 @@ def _without_names(answer: str, expected: str) -> tuple[str, str]:
 
 
 def _places(text: str, *marks: str) -> Iterator[int]:
-  """The last places of any of the marks, from the end."""
+  """Yields positions of any of the marks, from the end."""
   last = {mark: text.rfind(mark) for mark in marks}
   for _ in range(_ATTEMPTS):
     mark = max(last, key=last.__getitem__)
@@ -239,7 +219,7 @@ def _places(text: str, *marks: str) -> Iterator[int]:
 
 
 def _boxed(text: str) -> str | None:
-  """The last box, together with those that "or", "and" or "," join to it."""
+  """Returns the last box, with boxes joined to it by "or", "and" or ","."""
   answers, later = [], None
   for place in _places(text, "boxed", "\\fbox"):
     start = place + 5
@@ -264,6 +244,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
+  """Returns the answer of the last statement like "the answer is 5"."""
   for place in _places(text, "answer", "Answer", "ANSWER", "A:", "A**:"):
     if text[place + 1] in ":*":
       line = max(text.rfind("\n", 0, place), place - 12, 0)
@@ -278,10 +259,11 @@ def _stated(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-  """The answer with which a text begins: formulas, a code block or a clause."""
+  """Returns the formulas, code block or clause at the start of a text."""
   text = text.replace("**", "")
   text = text[_LEAD.match(text).end() :]
-  formulas, place = [], 0
+  formulas = []
+  place = 0
   while formula := _FORMULA.match(text, place):
     formulas.append(next(filter(None, formula.groups())))
     if goes_on := _GOES_ON.match(text, formula.end()):
@@ -296,14 +278,13 @@ def _statement(text: str) -> str | None:
   clause = text[place : end.start() if end else None].strip()
   if formulas:
     return ", ".join([*formulas, clause])
-  short = len(clause.split()) <= 3 and len(clause) <= 30
-  if short or re.search(r"[0-9\\=]", clause):
-    return clause or None
-  return None
+  is_short = len(clause.split()) <= 3 and len(clause) <= 30
+  is_answer = is_short or re.search(r"[0-9\\=]", clause)
+  return clause if clause and is_answer else None
 
 
 def _last_number(text: str) -> str | None:
-  """The last number that is no part of an expression, name, date or range."""
+  """Returns the last number that is not part of an expression, name or list."""
   place = max(text.rfind(digit) for digit in "0123456789¼½¾")
   if place < 0:
     return None

@@ -1,7 +1,7 @@
-"""A reward model: a sequence classifier that reads prompt and completion.
+"""Reward models: sequence classifiers with a single logit.
 
-The reward is its one logit at the last real token, as in transformers'
-`AutoModelForSequenceClassification`.
+The reward is the logit at the last real token of prompt and completion, as in
+transformers' `AutoModelForSequenceClassification`.
 """
 
 import os
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import LM, Params
@@ -21,39 +20,28 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Reads a classifier by `hf.load`; ValueError for others, or more labels."""
+  """Loads a classifier with `hf.load`; ValueError unless it has 1 label."""
   hf_config = hf.read_config(path, options.get("ignore_keys", ()))
   labels = hf.to_transformer_config(hf_config).labels
   if labels != 1:
     kind = f"has {labels} labels" if labels else "is a language model"
     raise ValueError(
-      f"a reward model is a sequence classifier with num_labels=1, but the "
-      f"model in {path} {kind}"
+      f"the model in {path} {kind}: a reward model is a sequence classifier "
+      "with num_labels=1"
     )
   return hf.load(path, **options)
 
 
-def rewards(
-  lm: LM,
-  params: Params,
-  ids: Int[Array, "N S"],
-  mask: Bool[Array, "N S"],
-) -> Float[Array, "N"]:
-  """Returns the logit of each right-padded sequence at its last real token."""
-  prefix = lm.prefill(params, ids, mask)
-  return lm.unembed(params, prefix.last_hidden)[:, 0]
-
-
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
-  """Batches of one of few shapes: `(indices, ids, mask)`."""
+  """Yields batches `(indices, ids, mask)`, padded to the next length."""
   sizes = np.array([len(row) for row in rows])
-  fitting = np.searchsorted(lengths, sizes)  # the shortest that is enough
-  for kind, length in enumerate(lengths):
-    (members,) = np.nonzero(fitting == kind)
+  bins = np.searchsorted(lengths, sizes)
+  for i, length in enumerate(lengths):
+    (members,) = np.nonzero(bins == i)
     for start in range(0, len(members), batch_size):
       indices = members[start : start + batch_size]
       ids = np.zeros((batch_size, length), np.int32)
-      used = np.ones(batch_size, np.int32)  # a missing row is one token long
+      used = np.ones(batch_size, np.int32)  # padding rows have length 1
       used[: len(indices)] = sizes[indices]
       for row, index in zip(ids, indices, strict=False):
         row[: sizes[index]] = rows[index]
@@ -69,30 +57,31 @@ def make_reward_model(
   batch_size: int,
   sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[Sequence[str | Chat]], np.ndarray]:
-  """Makes a function from texts or chats to their rewards.
+  """Returns a function `(samples) -> rewards` (float32) of texts or chats.
 
-  It compiles once for each length that occurs. Of a sequence above the longest
-  it reads the end: the completion, and the token that is judged.
-
-  The function is `(samples) -> rewards`, float32. A sample is a whole text, or
-  a chat whose last message is the completion, which `encode` turns into ids;
-  ValueError for no tokens. Sequences are padded to one of the ascending
-  `lengths`. With a `sharding`, of ids and mask [batch_size, length],
-  `batch_size` is a multiple of the devices that it splits the rows over.
+  A sample is a whole text, or a chat whose last message is the completion;
+  `encode` turns it into ids. Sequences are padded to one of the ascending
+  `lengths`, each compiled at first use; longer ones lose their beginning.
+  ValueError for a sample without tokens. With a `sharding` of ids and mask
+  [batch_size, length], the devices along the rows must divide `batch_size`.
   """
-  run = jax.jit(lambda params, ids, mask: rewards(lm, params, ids, mask))
+  run = jax.jit(
+    lambda params, ids, mask: lm.unembed(
+      params, lm.prefill(params, ids, mask).last_hidden
+    )[:, 0]
+  )
 
   def reward_model(samples: Sequence[str | Chat]) -> np.ndarray:
     rows = [encode(sample)[-lengths[-1] :] for sample in samples]
     if not all(rows):
-      raise ValueError("a text to judge has no tokens at all")
+      raise ValueError("a text for the reward model has no tokens")
     result = np.zeros(len(rows), np.float32)
     pending = []
     for indices, *arrays in _batches(rows, lengths, batch_size):
       if sharding is not None:
         arrays = [mesh_lib.put(x, sharding) for x in arrays]
       pending.append((indices, run(params, *map(jnp.asarray, arrays))))
-    for indices, values in pending:  # all batches are under way by now
+    for indices, values in pending:  # after dispatching all batches
       result[indices] = mesh_lib.fetch(values)[: len(indices)]
     return result
 

@@ -1,11 +1,11 @@
-"""Pool that computes rewards, with a time limit for each completion.
+"""Pool of processes that compute rewards, with a time limit per completion.
 
     with Pool(["math_answer", "overlong"], workers=4, timeout=10.0) as pool:
       submission = pool.submit([[(prompt, completion, example), ...], ...], G)
       rewards = pool.collect([submission]).rewards  # [B, G]
 
-A reward that raises, hangs, ends its process, or returns something other than a
-finite number is a `Failure` and gives NaN; the others are not affected.
+If a function raises, hangs, ends its process, or does not return a finite
+number, the reward is NaN with a `Failure`; other rewards are not affected.
 """
 
 import collections
@@ -26,7 +26,7 @@ from grpojax.runtime.processes.workers import abandon as abandon
 
 
 class Failure(NamedTuple):
-  """A reward that could not be computed: by which function, and why."""
+  """A failed computation of a reward."""
 
   function: str
   reason: str
@@ -35,18 +35,16 @@ class Failure(NamedTuple):
 
 
 class GroupRewards(NamedTuple):
-  """Rewards of all completions of a batch; NaN stands for no value."""
+  """Rewards of all completions of a batch; NaN marks a missing value."""
 
-  # Weighted sum of the values (`functions.combine`), float32 or `exact_enough`;
-  # NaN if there is none: to be masked out.
+  # Weighted sums (`functions.combine`), of the type `exact_enough` chooses.
+  # NaN is masked out of the loss.
   rewards: Float[np.ndarray, "B G"]
-  # Values of each function, by short name; NaN if it has none.
-  values: dict[str, Float[np.ndarray, "B G"]]
-  # True if the reward could not be computed. If it is NaN otherwise, all
-  # functions abstain.
+  values: dict[str, Float[np.ndarray, "B G"]]  # by short name of the function
+  # True if a function failed. NaN without a failure: all functions abstained.
   failed: Bool[np.ndarray, "B G"]
-  failures: list[list[Sequence[Failure]]]  # reasons; see `groups.all_failures`
-  # Other numbers that functions returned, by "FUNCTION/NAME", or NaN.
+  failures: list[list[Sequence[Failure]]]  # [B][G]; see `groups.all_failures`
+  # Further numbers returned by functions, keyed by "FUNCTION/NAME".
   extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
 
@@ -54,9 +52,9 @@ _Groups = Float[np.ndarray, "*B G"]
 
 
 def exact_enough(rewards: _Groups) -> _Groups:
-  """Returns rewards in float32, or float64 if that loses differences.
+  """Returns rewards in float32, or in float64 if float32 loses differences.
 
-  Rewards of a group that differ by rounding only become equal.
+  Rewards of a group that differ only by rounding become equal.
   """
   worst, equal, lossy = _range(rewards)
   rewards = np.where(equal & np.isfinite(rewards), worst, rewards)
@@ -64,16 +62,16 @@ def exact_enough(rewards: _Groups) -> _Groups:
 
 
 def in_float32(rewards: _Groups) -> _Groups:
-  """Rounds rewards; groups that lose differences first subtract their least."""
+  """Casts to float32, less a group's minimum if that would lose differences."""
   worst, _, lossy = _range(rewards)
   return np.where(lossy, rewards - worst, rewards).astype(np.float32)
 
 
 def _range(rewards: _Groups) -> tuple[np.ndarray, ...]:
-  """Per group: the least reward, and True if rewards differ by rounding only.
+  """Returns each group's minimum and two conditions, `(minimum, equal, lossy)`.
 
-  Third, True if float32 loses their differences: these are small for the size
-  of the rewards, as of 1e8 and 1e8 + 1.
+  `equal`: rewards differ only by rounding; `lossy`: float32 loses their
+  differences, which are small for their size, as of 1e8 and 1e8 + 1.
   """
   finite = {"where": np.isfinite(rewards), "axis": -1, "keepdims": True}
   best = np.max(rewards, initial=-np.inf, **finite)
@@ -84,11 +82,11 @@ def _range(rewards: _Groups) -> tuple[np.ndarray, ...]:
 
 
 _Task = tuple[list[int], list[tuple[int, int]]]
-"""Functions and places (prompt, completion), one or (TRL's) a whole group."""
+"""Indices of functions, and (prompt, completion) of each item."""
 
 
 class Submission(workers_lib.Submission):
-  """Groups of `size` items on their way, one a prompt; `jobs` do `tasks`."""
+  """Groups of `size` items being rewarded; job i computes `tasks[i]`."""
 
   def __init__(
     self,
@@ -107,14 +105,13 @@ class Submission(workers_lib.Submission):
 
 
 class Pool(WorkerPool):
-  """Computes rewards by functions of these names; use it in a `with`.
+  """Computes rewards with named functions; use it in a `with`.
 
-  Completions that a submission has given up (see `WorkerPool`) are failures.
-  Without `workers`, rewards are computed in this process, when results are
-  collected; that survives no crash, so `functions.workers_for` starts a worker
-  if a function needs it. `timeout` is in seconds for a completion, all
-  functions together; functions of all completions of a prompt have as many for
-  each of them. `sources` are data sets that functions are for, by short name.
+  Completions that a submission gave up (see `WorkerPool`) count as failures.
+  With 0 `workers` (and if `functions.workers_for` agrees) rewards are computed
+  in this process, during `collect`. `timeout` is seconds per completion for all
+  functions; `Trl` functions get it times the group size. `sources` limits
+  functions, by short name, to these data sets.
   """
 
   def __init__(
@@ -139,23 +136,22 @@ class Pool(WorkerPool):
     super().__init__(worker, setup, processes)
 
   def wants(self, name: str) -> bool:
-    """True if a function takes an input that is costly to bring."""
+    """Returns True if any function takes the costly input `name`."""
     return any(conventions.wants(f, name) for f in self._functions)
 
   def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
-    """Starts to compute rewards of groups of `size`; ValueError for no JSON."""
-    takes_groups = [isinstance(f, conventions.Trl) for f in self._functions]
-    of_groups = [i for i, takes in enumerate(takes_groups) if takes]
-    of_jobs = [i for i, takes in enumerate(takes_groups) if not takes]
+    """Starts to compute rewards of groups; ValueError unless items are JSON."""
+    by_group, by_item = [], []  # indices of functions
+    for i, function in enumerate(self._functions):
+      is_trl = isinstance(function, conventions.Trl)
+      (by_group if is_trl else by_item).append(i)
     prompts, tasks = range(len(groups)), []
-    if of_jobs:
-      # First completions, then second ones: if one example makes a function
-      # hang, its completions are not in a row, and the rest is not given up.
-      places = [(b, g) for g in range(size) for b in prompts]
-      tasks += [(of_jobs, [place]) for place in places]
-    if of_groups:
-      rows = [[(b, g) for g in range(size)] for b in prompts]
-      tasks += [(of_groups, row) for row in rows]
+    if by_item:
+      # All first completions, then all second ones: the pool gives up after
+      # several failures in a row, which should not be due to a single example.
+      tasks += [(by_item, [(b, g)]) for g in range(size) for b in prompts]
+    if by_group:
+      tasks += [(by_group, [(b, g) for g in range(size)]) for b in prompts]
     sent = Submission(groups, size, tasks, self._timeout)
     self.start(sent)
     return sent
@@ -165,17 +161,18 @@ class Pool(WorkerPool):
     submissions: Sequence[Submission],
     check_signals: Callable[[], None] = lambda: None,
   ) -> GroupRewards:
-    """Waits for parts of a batch; returns the rewards as if they were one.
+    """Waits for submissions and returns their rewards as a single batch.
 
     `check_signals` is called as in `results`; if it raises, all are abandoned.
     """
-    # Of a submission, by place and function.
+    # outcomes[submission][place][function]
     outcomes = {sent: collections.defaultdict(dict) for sent in submissions}
     absent = itertools.repeat(Outcome(None))
     for sent, done in self.results(submissions, check_signals):
-      (indices, places), values = sent.tasks[done.index], done.outcomes
+      indices, places = sent.tasks[done.index]
+      values = done.outcomes
       if done.error is not None:
-        # Of the function that was at work, for all of its completions; those
+        # The running function failed for all its completions; the functions
         # after it have no value.
         ended = len(values) // len(places) * len(places)
         values = values[:ended] + [Outcome(None, done.error)] * len(places)
@@ -188,31 +185,25 @@ class Pool(WorkerPool):
       for sent in submissions
       for b, group in enumerate(sent.groups)
     ]
-    return self._group_rewards(rows, (len(rows), submissions[0].size))
-
-  def _group_rewards(
-    self,
-    rows: list[list[tuple[Item, dict[int, Outcome]]]],
-    shape: tuple[int, int],
-  ) -> GroupRewards:
-    """Makes arrays of what each function made of each item."""
+    shape = len(rows), submissions[0].size
     absent = functools.partial(np.full, shape, np.nan)
-    rewards, values = absent(), {name: absent() for name in self.names}
+    rewards = absent()
+    values = {name: absent() for name in self.names}
     extras = collections.defaultdict(absent)
     failed = np.zeros(shape, bool)
     failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
     for b, g in np.ndindex(shape):
-      (prompt, completion, _), outcomes = rows[b][g]
-      errors = {}  # by function
+      (prompt, completion, _), by_function = rows[b][g]
+      errors, scores = {}, []
       for i, name in enumerate(self.names):
-        value, error, numbers = outcomes[i]
+        value, error, numbers = by_function[i]
+        scores.append(value)
         values[name][b, g] = np.nan if value is None else value
         if error is not None:
           errors[name] = error
         for key, number in numbers.items():
           extras[f"{name}/{key}"][b, g] = number
-      of_functions = [outcomes[i].value for i in range(len(self.names))]
-      total = functions.combine(of_functions, self.weights)
+      total = functions.combine(scores, self.weights)
       if total is not None and not errors:
         rewards[b, g] = total
         if not abs(total) <= worker.LARGEST:
@@ -225,7 +216,7 @@ class Pool(WorkerPool):
       )
     return GroupRewards(
       exact_enough(rewards),
-      {name: exact_enough(of_one) for name, of_one in values.items()},
+      {name: exact_enough(array) for name, array in values.items()},
       failed,
       failures,
       {name: extras[name].astype(np.float32) for name in sorted(extras)},

@@ -1,18 +1,18 @@
-r"""Numbers, choices and words as answers write them.
+r"""Canonical spellings of numbers, choices and words in answers.
 
-`spelling` gives equal numbers the same text ("1,234.50 dollars", `\$1234.5` and
-"2469/2" are "2469/2"), and equal choices, too ("(B)" and "B) Paris" are "B").
-Other answers keep their text, without markup around it.
+Equal numbers have the same spelling ("1,234.50 dollars", `\$1234.5` and
+"2469/2" become "2469/2"), and so do equal choices ("(B)" and "B) Paris" become
+"B"). Other answers keep their text without the markup around it.
 
 A number has an optional sign and currency; digits with or without thousands
 separators, decimals, a fraction (3/4, \frac{3}{4}, ¾), a mixed number (1 1/2,
 1\frac{1}{2}), a power of ten (1.5e3, 1.5 \times 10^3) or a scale (5 million);
-and a unit behind it: words of `_UNITS`, or a plural noun ("5 red apples").
-Units do not count, and a percent sign is a unit: 50% is 50 and not 1/2, as in
-the references of GSM8K and MATH. A letter is a unit inside \text{} alone.
+and an optional unit: words of `_UNITS`, or a plural noun ("5 red apples").
+Units are ignored, and a percent sign is a unit: 50% is 50 and not 1/2, as in
+the references of GSM8K and MATH. A letter is a unit only inside \text{}.
 
-Numbers have at most 60 digits and exponents of two, and answers at most
-`LONGEST` characters, so the time is bounded. No text is evaluated.
+The time is bounded: numbers have at most 60 digits and two-digit exponents,
+answers at most `LONGEST` characters. Text is never evaluated.
 """
 
 import functools
@@ -21,7 +21,7 @@ from collections.abc import Collection
 from fractions import Fraction
 
 LONGEST = 500
-"""Longest answer that is read, in characters."""
+"""Maximum length of an answer, in characters."""
 
 _DIGITS = r"""(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,20}|[0-9]{1,60})
   (?:\.[0-9]{1,60})?|\.[0-9]{1,60})"""
@@ -37,7 +37,7 @@ NUMBER = re.compile(
     )(?![0-9]|[.,/][0-9]|[eE][-+]?[0-9])""",
   re.VERBOSE,
 )
-"""A number, in a text without LaTeX's commands; `_value` reads a match."""
+"""A number in a text without LaTeX commands; `_value` reads a match."""
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
 _SCALES["trillion"] = 12
 _ABOUT = re.compile(
@@ -90,7 +90,7 @@ _CHOICE = re.compile(
 )
 _FURTHER = re.compile(r"(?:\b[A-J]|[(\[][A-J])(?:[).:\]]|\s*\Z)|\bor\b")
 _WORD = re.compile(r"[\s/*-]+")
-_AFTER = re.compile(  # at the end of an expression
+_AFTER = re.compile(  # a possible unit at the end of an expression
   r"""[\s~]{0,3}(?:\\[,;:\ ]){0,4}
   (?:(?:\\(?:text|mathrm|textrm|mbox)\{(?P<text>[^{}]{1,60})\}
   |\s(?P<words>[a-z]{2,20}(?:[\s/][a-z]{2,20}){0,4}))\.?(?:\^\{?[23]\}?)?)\Z""",
@@ -108,7 +108,7 @@ _UNITS = frozenset(
   game tree fish sheep mice teeth of per a an the each every in left total more
   altogether""".split()
 )
-_LETTERS = frozenset("mshglLJNWVAKCFdtc")  # units in \text{} alone
+_LETTERS = frozenset("mshglLJNWVAKCFdtc")  # units only inside \text{}
 _OPERATORS = frozenset(
   """and or not to than less plus minus times over divided by mod root roots
   squared squares cubed cubes factorial pi half halves third quarter quarters
@@ -124,7 +124,7 @@ _NAME = re.compile(r"[A-Za-z]{3,20}")
 
 
 def closing(text: str) -> int:
-  """Index of the brace that closes the one at the text's start; 0 if none."""
+  """Returns the index of the brace that closes text[0]; 0 if it is missing."""
   depth = 0
   for match in _BRACES.finditer(text):
     depth += {"{": 1, "}": -1}.get(match[0], 0)
@@ -134,7 +134,7 @@ def closing(text: str) -> int:
 
 
 def unwrap(text: str) -> str:
-  r"""Takes off what stands around an answer: $, **, \text{}, \underline{}."""
+  r"""Removes markup around an answer: $, **, \text{}, \underline{}."""
   text = _COMMA.sub(",", _SIZE.sub("", text.translate(_CHARACTERS)))
   before = None
   while before != text:
@@ -155,21 +155,21 @@ def unwrap(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-  r"""Takes the unit off an expression: a known one, or one in \text{}."""
+  r"""Removes a known unit, or any unit in \text{}, from an expression."""
   while (after := _AFTER.search(text, max(len(text) - 120, 0))) and (
     _is_unit(after["text"], _LETTERS | _UNITS)
     if after["text"]
     else all(word in _UNITS for word in _WORD.split(after["words"]))
   ):
-    rest = text[: after.start()]
-    if not re.search(r"[0-9\\]", rest):
+    before = text[: after.start()]
+    if not re.search(r"[0-9\\]", before):
       break
-    text = rest
+    text = before
   return text
 
 
 def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
-  """True of units alone: known words, and nouns in the plural."""
+  """Returns True if all words are known units or plural nouns."""
   words = [re.sub(r"\^?\{?[23]\}?$", "", w) for w in _WORD.split(text) if w]
   if len(words) > 6 or text and not words:
     return False
@@ -185,13 +185,14 @@ def _is_unit(text: str, known: Collection[str] = _UNITS) -> bool:
 
 
 def _divide(match: re.Match) -> str:
+  """Writes a match of `_FRACTION` as "3/4"."""
   top, bottom = match[1] or match[2], match[3] or match[4]
   before = match.string[: match.start()].rstrip()[-1:]
   return f"{' ' if before.isdigit() else ''}{top}/{bottom}"
 
 
 def figures(text: str) -> str:
-  r"""Writes numbers without LaTeX's commands: 3/4 for \frac{3}{4}."""
+  r"""Replaces LaTeX commands in numbers: \frac{3}{4} becomes 3/4."""
   text = _DEGREES.sub(" degrees ", text)
   text = _POWER.sub(lambda m: f"*10^{m[1] or m[2]}", text)
   text = _FRACTION.sub(_divide, text)
@@ -200,7 +201,7 @@ def figures(text: str) -> str:
 
 
 def number(text: str) -> Fraction | None:
-  """Reads an unwrapped answer ("1,234.50 dollars"); None if no number."""
+  """Returns the value of "1,234.50 dollars"; None if it is not a number."""
   if len(text) > LONGEST:
     return None
   text = figures(text).strip(" $")
@@ -214,15 +215,15 @@ def number(text: str) -> Fraction | None:
     text = f"1*{text}"
   if not match:
     return None
-  rest = text[match.end() :]
-  beside = rest[:1].isalpha() or rest[:1] == "\\"
-  if beside and len(rest.split()[0]) < 2 or not _is_unit(rest.strip()):
+  unit = text[match.end() :]
+  adjacent = unit[:1].isalpha() or unit[:1] == "\\"
+  if adjacent and len(unit.split()[0]) < 2 or not _is_unit(unit.strip()):
     return None
   return _value(match)
 
 
 def _value(match: re.Match) -> Fraction | None:
-  """Reads a match of `NUMBER`; None for a division by zero."""
+  """Returns the value of a match of `NUMBER`; None for a division by zero."""
   groups = match.groupdict()
   whole = Fraction(groups["whole"] or 0)
   if groups["digits"]:
@@ -245,9 +246,10 @@ def _decimal(digits: str) -> Fraction:
 
 @functools.lru_cache(maxsize=4096)
 def spelling(text: str) -> str | None:
-  """Returns the one spelling of equal numbers or choices, or else the text.
+  """Returns the canonical spelling of an answer.
 
-  "2469/2" for a number, a letter for a choice; None if empty, NaN or too long.
+  "2469/2" for a number, a letter for a choice, otherwise the text; None if it
+  is empty, NaN or too long.
   """
   if len(text) > LONGEST:
     return None

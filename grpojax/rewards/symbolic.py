@@ -1,9 +1,8 @@
-"""Equality of answers that are neither numbers nor words, by Math-Verify.
+"""Equality of symbolic answers by Math-Verify: "x(x+1)" is "x^2+x".
 
-"x(x+1)" is "x^2+x". Only its grammar of LaTeX is used, which builds
-expressions: its parser of plain expressions would have Python evaluate them
-(SymPy evaluates numbers alone). The grammar ignores some things that change a
-value; answers that have them are compared as text.
+Only Math-Verify's LaTeX grammar is used, because its parser of plain
+expressions evaluates them as Python. Answers with parts that the grammar
+misreads are never equal here.
 """
 
 import functools
@@ -18,7 +17,7 @@ from latex2sympy2_extended import latex2sympy, latex2sympy2
 from grpojax.runtime.processes import user_calls
 
 SECONDS = 3.0
-"""Processor time for one comparison; answers that take longer are not equal."""
+"""Processor time limit of a comparison; answers over it are not equal."""
 
 Expression = sympy.Basic | sympy.MatrixBase
 
@@ -33,7 +32,7 @@ _LATEX = (
   (re.compile(r"\\sqrt\s*([0-9a-z])"), r"\\sqrt{\1}"),
   (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
 )
-_MISREAD = re.compile(  # as something else, or as if it were not there
+_MISREAD = re.compile(  # parts misread or ignored by the grammar
   r"[-+*/^]\s*\Z|\\[lc]?dots|\.\.\.|[0-9)]\s*_|(?<!_)[0-9]\s+[0-9]|\?|\\frac\s*\{\s*d"
   r"|(?<![A-Za-z\\])[A-Za-z](?:[0-9]|\^\{?-1\}?\s*\()|\\(?:angle|triangle|gcd|lcm)\b"
 )
@@ -43,41 +42,38 @@ _DETERMINANT = r"\begin{vmatrix}"
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 _INDEX = re.compile(r"_\{?\s*i|\\(?:sum|prod)")
 _WORD = re.compile(r"[A-Za-z]{4,}")
-# Towers of powers and large factorials, which no time limit interrupts.
+# Towers of powers and large factorials, which a time limit cannot interrupt.
 _HUGE = re.compile(
   r"\^\W*[0-9]{4}|\^[{(\s]*[0-9.]+[\s)}]*[\^!]|[0-9]{4}\W*!|!\W*!"
 )
 _BRACKETS = ("()", "[]", "{}", "(]", "[)")
 
-# It warns that its own time limits are off.
+# Math-Verify warns that its own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 @functools.lru_cache(maxsize=4096)
 def equal(answer: str, expected: str) -> bool:
-  """True if Math-Verify finds an answer equivalent to the reference."""
+  """Returns True if Math-Verify finds two answers equivalent."""
   for pattern, replacement in _LATEX:
     answer = pattern.sub(replacement, answer)
     expected = pattern.sub(replacement, expected)
   if not _comparable(answer, expected):
     return False
   verdicts = []
-
-  def compare() -> None:
-    verdicts.append(_verify(answer, expected))
-
+  compare = lambda: verdicts.append(_verify(answer, expected))
   ended = user_calls.in_time(SECONDS, compare, signal.ITIMER_VIRTUAL)
   return ended and any(verdicts)
 
 
 def _comparable(answer: str, expected: str) -> bool:
-  """False of two answers of different form, or that the grammar misreads."""
+  """Returns False for answers of different form or misread by the grammar."""
   sides = answer, expected
   bare = [_COMMAND.sub(" ", text) for text in sides]
   if any(map(_MISREAD.search, sides)) or any(map(_HUGE.search, sides)):
     return False
   if any(map(_WORD.search, bare)):
-    return False  # letters of a word are no factors
+    return False  # a word is not a product of its letters
   capitals = [set(re.findall(r"\\?[A-Z]", text)) for text in sides]
   kinds = [(t[:1] + t[-1:]).replace("\\", "{") for t in sides]
   brackets = [kind for kind in kinds if kind in _BRACKETS]
@@ -105,17 +101,17 @@ def _verify(answer: str, expected: str) -> bool:
 
 
 def _same_equation(candidate: sympy.Eq, reference: sympy.Eq) -> bool:
-  """True if the sides' differences are equal up to a constant factor."""
+  """Returns True for equations that differ by a constant factor."""
   try:
     first, second = (x.lhs - x.rhs for x in (candidate, reference))
     factor = sympy.simplify(first / second)
-  except Exception:  # SymPy raises all kinds
+  except Exception:  # SymPy raises errors of any type
     return False
   return bool(factor.is_number and factor.is_nonzero)
 
 
 def _parse(text: str) -> Expression | None:
-  """Reads LaTeX as an expression with exact numbers; None if it is none."""
+  """Parses LaTeX to an expression with exact numbers; None if it fails."""
   is_complex = _IMAGINARY.search(text) and not _INDEX.search(text)
   try:
     parsed = latex2sympy(
@@ -128,8 +124,8 @@ def _parse(text: str) -> Expression | None:
     if is_complex:
       exact[sympy.Symbol("i")] = sympy.I
     return parsed.xreplace(exact)
-  except Exception:  # the grammar raises all kinds
+  except Exception:  # the grammar raises errors of any type
     return None
 
 
-_parse("x")  # builds its tables now, not in the time of a completion
+_parse("x")  # builds the tables now, outside of any time limit

@@ -1,8 +1,8 @@
-"""One reward worker: python -m grpojax.rewards.worker, started by `pool`.
+"""A reward worker process, `python -m grpojax.rewards.worker`.
 
-Its first line names the reward functions; other lines are tasks: the numbers of
-functions and the completions of one prompt that they judge. It answers an
-`Outcome` for each function and completion.
+The first line it reads names the reward functions. Each further line is a task:
+indices of functions, and completions of a prompt. The worker answers with an
+`Outcome` per function and completion.
 """
 
 import copy
@@ -19,16 +19,15 @@ LARGEST = 1e15
 """Largest absolute value of a reward: sums of squares fit into float32."""
 
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
-_REWARD = "score"  # the key of the reward where a function returns a dict
+_REWARD = "score"  # key of the reward in a returned dict
 
 
 class Outcome(NamedTuple):
-  """Result of one function for one completion."""
+  """Result of a function for a completion."""
 
-  value: float | None  # the reward; None where the function abstains, or failed
-  error: str | None = None  # the failure, in words; None where nothing failed
-  # Other numbers that the function returned, by name, for logs.
-  extras: Mapping[str, float] = {}
+  value: float | None  # reward; None if the function abstained or failed
+  error: str | None = None  # reason of a failure
+  extras: Mapping[str, float] = {}  # further returned numbers, for logs
 
 
 def evaluate(
@@ -36,10 +35,9 @@ def evaluate(
   items: Sequence[conventions.Item],
   sources: Collection[str] | None = None,
 ) -> list[Outcome]:
-  """Calls a function on completions of one prompt.
+  """Calls a function on completions of a prompt, with copies of the examples.
 
-  It abstains from data sets other than `sources`. Children that the function
-  forks do not return, and its changes to an example are lost.
+  Data sets outside `sources` have no value. Forked processes do not return.
   """
   if sources is not None and items[0][2].get(SOURCE) not in sources:
     return [Outcome(None)] * len(items)
@@ -50,7 +48,7 @@ def evaluate(
 
 
 def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
-  """Outcomes of a call that is to return `count` values."""
+  """Returns the outcomes of a call with `count` expected values."""
 
   def outcomes() -> list[Outcome]:
     values = list(function())
@@ -64,11 +62,7 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Reads a returned value: None, a number, an array of one, or verl's dict.
-
-  A dict has the reward as "score"; its first 32 other finite numbers are
-  extras.
-  """
+  """Converts a returned value, or a dict with "score" and further `numbers`."""
   extras: dict[str, float] = {}
   if isinstance(value, Mapping):
     if _REWARD not in value:
@@ -82,10 +76,7 @@ def _outcome(value: Any) -> Outcome:
 
 
 def to_reward(value: Any, returned: str = "returned") -> float | None:
-  """Returns a number as a reward, and None as None.
-
-  WrongAnswer, which begins with `returned`, if it is no number or too large.
-  """
+  """Converts a number or None to a reward; WrongAnswer begins `returned`."""
   value = _scalar(value)
   if value is None:
     return None
@@ -112,30 +103,27 @@ def numbers(values: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _scalar(value: Any) -> Any:
-  """The element of an array of one, of any library; else the value itself."""
+  """Returns the element of an array of size 1; other values unchanged."""
   shape = getattr(value, "shape", None)
-  one = isinstance(shape, tuple) and math.prod(shape) == 1
-  return value.item() if one else value
+  is_single = isinstance(shape, tuple) and math.prod(shape) == 1
+  return value.item() if is_single else value
 
 
 def to_float(value: Any) -> float | None:
-  """Returns any number as a float, also Decimal, Fraction and arrays of one.
-
-  None for other values; an infinity if it is too large.
-  """
+  """Converts any number or array of size 1 to a float, else returns None."""
   value = _scalar(value)
   if isinstance(value, str | bytes | bytearray):
-    return None  # which float() would read
+    return None  # float() would parse it
   try:
     return float(value)
-  except OverflowError:  # an integer or a fraction without bounds
+  except OverflowError:  # of a large integer or fraction
     return math.inf
   except (TypeError, ValueError):
     return None
 
 
 def parse(outcome: Any) -> Outcome:
-  """Reads an Outcome of JSON; raises an error if it is none."""
+  """Reads an Outcome from JSON; raises an error if it is malformed."""
   value, error, extras = outcome
   typed = isinstance(value, float | None) and isinstance(error, str | None)
   if typed and all(isinstance(x, float) for x in extras.values()):
@@ -144,9 +132,10 @@ def parse(outcome: Any) -> Outcome:
 
 
 def prepare(setup: dict[str, Any]) -> workers.Answer:
-  """Returns the function that computes a task's outcomes, one after another."""
+  """Returns a function that yields the outcomes of a task."""
   rewards = functions.resolve_all(setup["names"], setup["options"])
-  if functions.workers_for(setup["names"], 0):  # not in an answer's time
+  if functions.workers_for(setup["names"], 0):
+    # Imported now, because the first completion has a time limit.
     importlib.import_module("grpojax.rewards.symbolic")
 
   def answer(task: Sequence[Any]) -> Iterator[Outcome]:

@@ -1,1 +1,1 @@
-"""Configurations of TRL and verl as ours."""
+"""Translation of configurations of TRL and verl."""

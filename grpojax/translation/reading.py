@@ -1,4 +1,4 @@
-"""Files of TRL and verl as names and values: read, and never run."""
+"""Reads names and values from files of TRL and verl, which are never run."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from grpojax.data.jsonl import unique_keys
 from grpojax.translation import script
 from grpojax.translation.script import Source
 
-MAX_BYTES = 2**20  # of a file: configurations are far smaller
-MAX_VALUES = 5000  # keys, and items of lists
+MAX_BYTES = 2**20
+MAX_VALUES = 5000  # keys of a file, items of a list
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -25,17 +25,16 @@ def read(
   parsed: Mapping[str, Any] = {},
   code: pathlib.Path | None = None,
 ) -> Source:
-  """Reads a file by its suffix; `parsed` and `code` are as of `script.read`.
+  """Reads a file by its suffix; `parsed` and `code` are as in `script.read`.
 
-  ValueError, of one line, if it is no configuration.
+  ValueError, with a single line, if it is not a configuration.
   """
   path = pathlib.Path(path)
   suffix = path.suffix.lower()
   if suffix not in SUFFIXES:
-    raise ValueError(f"{path}: give a file ending in {', '.join(SUFFIXES)}")
+    raise ValueError(f"{path}: use a file ending in {', '.join(SUFFIXES)}")
   if path.stat().st_size > MAX_BYTES:
-    text = f"has more than {MAX_BYTES} bytes: no configuration"
-    raise ValueError(f"{path} {text}")
+    raise ValueError(f"{path} has over {MAX_BYTES} bytes: not a configuration")
   try:
     text = path.read_text(encoding="utf-8-sig")
     if suffix == ".py":
@@ -54,7 +53,7 @@ def read(
 
 
 class _UniqueKeys(yaml.SafeLoader):
-  """Refuses a key that stands twice in one mapping."""
+  """YAML loader without repeated keys."""
 
   def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
     node = super().compose_mapping_node(anchor)
@@ -64,15 +63,15 @@ class _UniqueKeys(yaml.SafeLoader):
       if isinstance(key, yaml.ScalarNode) and key.value != "<<":
         if first := lines.get(key.value):
           raise ValueError(
-            f"line {line}: the key {key.value!r} stands twice, first in line "
-            f"{first}: keep one"
+            f"line {line}: the key {key.value!r} is also in line {first}: "
+            "remove one"
           )
         lines[key.value] = line
     return node
 
 
 def _number_or_text(value: Any) -> Any:
-  """Returns a number for texts like "1e-6", which YAML does not convert."""
+  """Converts texts such as "1e-6", which YAML leaves as text, to numbers."""
   if not (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
     return value
   text = value.strip()
@@ -82,19 +81,20 @@ def _number_or_text(value: Any) -> Any:
 def _flatten(tree: Any) -> dict[str, Any]:
   """Returns {"a.b": 1} for {"a": {"b": 1}}; ValueError for too many keys.
 
-  Visits are counted: an alias of YAML may stand for far more than is written.
+  The limit counts visits, because aliases of YAML can expand exponentially.
   """
   if not isinstance(tree, Mapping):
-    raise ValueError(f"keys and values are needed, not {type(tree).__name__}")
+    raise ValueError(f"must have keys and values, not {type(tree).__name__}")
   flat: dict[str, Any] = {}
-  waiting, visits = [("", tree)], 0
+  waiting = [("", tree)]
+  visits = 0
   while waiting:
     path, value = waiting.pop()
     visits += 1
     if visits > MAX_VALUES:
-      raise ValueError("more keys than a configuration has")
+      raise ValueError(f"more than {MAX_VALUES} keys: not a configuration")
     if path in flat:
-      raise ValueError(f"{path!r} stands twice, in two ways: keep one")
+      raise ValueError(f"{path!r} is set twice, in two ways: remove one")
     if isinstance(value, Mapping) and (value or not path):
       prefix = f"{path}." if path else ""
       waiting += reversed([(f"{prefix}{k}", item) for k, item in value.items()])

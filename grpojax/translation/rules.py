@@ -1,8 +1,9 @@
 """Translation by a table with a row for each setting of another library.
 
-Most rows name the setting of ours that takes the value; a function yields
-settings and notes if ours depends on several of theirs. The tables are in `trl`
-and `verl`, the rules that both need at the end of this file.
+Most rows name the setting of grpojax that takes the value; functions yield
+settings and notes that depend on several of theirs. The tables are in `trl` and
+`verl`, their shared rules at the end of this file. "Ours" and "theirs" are
+settings of grpojax and of the other library.
 """
 
 import difflib
@@ -17,68 +18,62 @@ from grpojax.runtime.terminal.trackers import TRACKERS
 
 
 class Setting(NamedTuple):
-  """Setting of ours, with a comment on names and values of theirs."""
+  """A setting of ours."""
 
   name: str
   value: Any
-  theirs: str = ""
+  theirs: str = ""  # comment with their names and values
 
 
 class Note(NamedTuple):
-  """Sentence on what a setting of theirs means here, or that it is missing."""
+  """A sentence on the meaning of their setting here, or its absence."""
 
   theirs: str
   text: str
   missing: bool = False
-  flag: str = ""  # "model.path=MODEL", which the user has to give
+  flag: str = ""  # flag required from the user, such as "model.path=MODEL"
 
 
 Items = Iterator[Setting | Note]
 
 
 class Translation(NamedTuple):
-  """Configuration of a library; the later of two settings of a name counts."""
+  """Translated configuration; the last setting of a name counts."""
 
   library: str
   settings: tuple[Setting, ...]
   notes: tuple[Note, ...]
-  unneeded: tuple[str, ...] = ()  # names that change nothing in the run
-  code: str = ""  # a module with the script's functions
+  unneeded: tuple[str, ...] = ()  # names without effect on training
+  code: str = ""  # module with the script's functions
 
 
 Text = "str | Mapping[Any, str] | Callable[[Any, Theirs], str]"
 
 
 class Row(NamedTuple):
-  """A setting of theirs and its translation.
+  """A setting of theirs and its translation."""
 
-  Attributes:
-    default: Value in their library if a file does not set it.
-    to: Setting of ours that takes the value, or a function of their settings
-      and this name that yields items; None if another row reads it.
-    value: Our value for each of theirs, or a function of theirs and of all
-      their settings. None as a result sets nothing.
-    note: Meaning of the file's value here: one sentence for all values but the
-      default, one for each value, or a function as in `value`.
-    missing: Likewise, for a value without a counterpart here.
-    when: Their settings that have to be on, for the row to count.
-  """
-
-  default: Any = None
+  default: Any = None  # in their library
+  # Our setting, or a function of their settings and this name that yields
+  # items; None if another row reads the value.
   to: "str | Callable[[Theirs, str], Items] | None" = None
+  # Our value by their value, or a function of their value and all their
+  # settings. Nothing is set if the result is None.
   value: "Mapping[Any, Any] | Callable[[Any, Theirs], Any] | None" = None
+  # Meaning of the value here: a sentence for all values but the default,
+  # sentences by value, or a function as in `value`.
   note: Text = ""
-  missing: Text = ""
-  when: Sequence[str] = ()
+  missing: Text = ""  # a note for values without a counterpart here
+  when: Sequence[str] = ()  # the row counts only if these settings are on
 
 
 class Sizes(NamedTuple):
-  """Sizes of batches here, where a step is one generation."""
+  """Sizes of batches here, with a step per generation."""
 
   group_size: int
   prompts: int  # per step
-  cuts: int  # updates that the library cuts a generation into
-  minibatches: int  # the same here, where groups stay whole
+  cuts: int  # their updates per generation
+  minibatches: int  # our updates per generation, which keep groups whole
   updates: int  # optimizer updates per step, over all epochs
   steps: int | None  # of the run; None if it depends on the data
 
@@ -86,12 +81,12 @@ class Sizes(NamedTuple):
 class Library(NamedTuple):
   """Another library."""
 
-  name: str  # with its version
-  page: str  # of our documentation about it
+  name: str  # with version
+  page: str  # our documentation of it
   table: Mapping[str, Row]  # by their names
-  always: Sequence[Setting | Note]  # of every file
-  unneeded: str  # pattern of names that do not change what is learned
-  older: Mapping[str, str]  # beginnings of newer names, by those of older ones
+  always: Sequence[Setting | Note]  # for every file
+  unneeded: str  # pattern of names without effect on training
+  older: Mapping[str, str]  # prefixes of current names, by older prefix
   sizes: "Callable[[Theirs], Sizes]"  # ValueError if the library refuses them
 
   def newer(self, name: str) -> str:
@@ -102,22 +97,22 @@ class Library(NamedTuple):
     return name
 
   def knows(self, name: str) -> bool:
-    """Returns True for a name of the table, and for all names below one."""
+    """Returns True for names of the table, and for all names below them."""
     parts = self.newer(name).split(".")
     return any(".".join(parts[:n]) in self.table for n in range(len(parts) + 1))
 
 
 class Theirs(NamedTuple):
-  """Settings of theirs, as a file has them."""
+  """Their settings in a file."""
 
   library: Library
   values: Mapping[str, Any]  # by name
-  processes: int = 1  # that the library was started with
-  examples: int | None = None  # of training; None if unknown
-  unread: Mapping[str, str] = {}  # expressions by name
+  processes: int = 1  # of their run
+  examples: int | None = None  # for training; None if unknown
+  unread: Mapping[str, str] = {}  # expressions of unknown value, by name
 
   def __getitem__(self, name: str) -> Any:
-    """Returns the file's value of a setting, else the library's default."""
+    """Returns the value of a setting, or its default."""
     return self.values.get(name, self.library.table[name].default)
 
   @property
@@ -126,32 +121,32 @@ class Theirs(NamedTuple):
     return self.library.sizes(self)
 
   def sets(self, name: str) -> bool:
-    """Returns True if the file changes `name`, or sets names below it."""
+    """Returns True if the file changes `name` or a name below it."""
     value = self.values.get(name)
     return (bool(value) and value != self.library.table[name].default) or any(
       key.startswith(f"{name}.") for key in self.values
     )
 
   def comment(self, *names: str) -> str:
-    """Returns "name=value" for each name, with a mark at defaults."""
+    """Returns "name=value" for each name, with a mark for defaults."""
     return ", ".join(
       f"{name}={self[name]!r}" + ("" if name in self.values else " (default)")
       for name in names
     )
 
   def setting(self, ours: str, value: Any, *names: str) -> Setting:
-    """Returns a setting of ours that comes from theirs of these names."""
+    """Returns our setting `ours` with a comment on their `names`."""
     return Setting(ours, value, self.comment(*names))
 
   def below(self, name: str, ours: str) -> Iterator[Setting]:
-    """Yields all settings of theirs below a name, as ours below another."""
+    """Yields all their settings below `name` as ours below `ours`."""
     for key, value in self.values.items():
       if key.startswith(f"{name}."):
         yield Setting(ours + key.removeprefix(name), value, key)
 
 
 def translate(theirs: Theirs) -> Translation:
-  """Translates a file's values; ValueError for any that the library refuses."""
+  """Translates a file's values; ValueError for values the library refuses."""
   library = theirs.library
   theirs = theirs._replace(values=_checked(library, theirs.values))
   items = [*library.always]
@@ -160,7 +155,7 @@ def translate(theirs: Theirs) -> Translation:
       if all(theirs[flag] for flag in row.when):
         items += _apply(row, theirs, name)
   except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-    text = f"a value is of no kind that {library.name} takes: {error}"
+    text = f"a value has a type that {library.name} refuses: {error}"
     raise ValueError(text) from error
   settings = [x for x in items if isinstance(x, Setting)]
   notes = [x for x in items if isinstance(x, Note)]
@@ -170,9 +165,9 @@ def translate(theirs: Theirs) -> Translation:
       if name in theirs.unread:
         notes.append(_unread(theirs, name, settings))
       continue
-    text = f"unknown here; it may change the run ({library.page})"
+    text = f"unknown here, may change the run ({library.page})"
     if near := difflib.get_close_matches(name, library.table, 1, 0.9):
-      text = f"no setting of {library.name}: did you mean {near[0]}?"
+      text = f"not a setting of {library.name}: did you mean {near[0]}?"
     elif re.match(library.unneeded, name):
       unneeded.append(name)
       continue
@@ -183,9 +178,9 @@ def translate(theirs: Theirs) -> Translation:
 
 
 def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
-  """Returns a note on a value that is unknown unless the script runs."""
+  """Returns a note on an expression whose value is unknown."""
   row = theirs.library.table.get(name, Row())
-  text = f"{theirs.unread[name]} is no plain value: set it (now the default)"
+  text = f"{theirs.unread[name]} is not a plain value: set it (now the default)"
   if row.note and isinstance(row.note, str):
     text += f" ({row.note})"
   set_by = [x.name for x in settings if re.search(rf"\b{name}=", x.theirs)]
@@ -196,6 +191,7 @@ def _unread(theirs: Theirs, name: str, settings: list[Setting]) -> Note:
 
 
 def _apply(row: Row, theirs: Theirs, name: str) -> Items:
+  """Yields the settings and notes of a row."""
   value = theirs[name]
   for text, missing in ((row.note, False), (row.missing, True)):
     if isinstance(text, str):
@@ -213,7 +209,7 @@ def _apply(row: Row, theirs: Theirs, name: str) -> Items:
     elif row.value is not None:
       if value not in row.value:
         names = ", ".join(map(str, row.value))
-        text = f"{value!r} has no counterpart; there are {names}"
+        text = f"{value!r} has no counterpart: use one of {names}"
         yield Note(name, text, missing=True)
       value = row.value.get(value)
     if value is not None:
@@ -221,9 +217,9 @@ def _apply(row: Row, theirs: Theirs, name: str) -> Items:
 
 
 def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values by newer names, without nulls that stand for defaults.
+  """Returns values by newer names, without nulls that mean the default.
 
-  ValueError unless each value that has to be a number is a finite one.
+  ValueError if a numeric setting is not a finite number.
   """
   is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
   checked = {}
@@ -232,22 +228,22 @@ def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
     if value is None and default is not None:
       continue
     if is_number(default) and not (is_number(value) and math.isfinite(value)):
-      raise ValueError(f"{name} = {value!r}: {library.name} takes a number")
+      raise ValueError(f"{name} = {value!r}: {library.name} needs a number")
     checked[name] = value
   return checked
 
 
-# Values and notes of both libraries.
+# Values and notes for both libraries
 
 REMAT = {True: "selective", False: "none"}
 SCHEDULE = {name: name for name in SCHEDULES}
 SCHEDULE |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-LOWEST_RATE = {"cosine_with_min_lr": "'cosine' is taken, which ends at 0"}
+LOWEST_RATE = {"cosine_with_min_lr": "'cosine' is used, which ends at 0"}
 NO_REPETITION_PENALTY = "no repetition penalty is available here"
-SAMPLED = "the loss is of the distribution that was sampled from"
+SAMPLED = "the loss uses the truncated distribution too"
 TOOLS = "write functions with type hints: environment.tools = ('file.py:f',)"
 TURNS = (
-  "see environment.tool_format, .max_turns (always a limit) and"
+  "see environment.tool_format, .max_turns (always limited) and"
   " .max_observation (tokens of answers); rewards see the last turn's text"
 )
 ENVIRONMENT = (
@@ -260,23 +256,21 @@ ALWAYS = (
   Setting("data.template", "{prompt}", "prompts as they are"),
 )
 LORA_TARGETS = tuple("q k v o gate up down".split())
-PART = 16
-"""Completions of a micro-batch in configs/own_model.py."""
-MAX_COMPLETIONS = 2**20  # of an update; published runs have thousands
+PART = 16  # completions per micro-batch, as in configs/own_model.py
+MAX_COMPLETIONS = 2**20  # per update; published runs have thousands
 
-# Conversions of one value.
+# Conversions of values
 
 none_for_0 = lambda value, _: value or None
-filter_size = lambda value, _: max(value or 0, 0)  # top-k: off at null and -1
-max_grad_norm = lambda value, _: value or 1e9  # 0 is no bound
+filter_size = lambda value, _: max(value or 0, 0)  # top-k: off for null and -1
+max_grad_norm = lambda value, _: value or 1e9  # 0 means unbounded
 
 
 def micro_batches(theirs: Theirs, at_least: int) -> int:
-  """Returns the number of equal parts of an update, which changes no result.
+  """Returns the number of micro-batches of an update, which changes no result.
 
-  Small parts waste time, so parts have at least `PART` completions even if the
-  other library has `at_least` parts. ValueError for more than MAX_COMPLETIONS,
-  which nobody means: trying takes hours.
+  There are `at_least` of them, unless these have fewer than `PART` completions,
+  which would be slow. ValueError for more than MAX_COMPLETIONS.
   """
   sizes = theirs.sizes
   prompts = sizes.prompts // sizes.minibatches
@@ -289,20 +283,20 @@ def micro_batches(theirs: Theirs, at_least: int) -> int:
   return next((n for n in counts if samples % n == 0), samples)
 
 
-# Rules of several settings.
+# Rules for several settings
 
 
 def steps(theirs: Theirs, name: str, epochs: str, limited: bool) -> Items:
-  """Steps, by their limit `name` or, unless `limited`, by their epochs."""
+  """Translates the limit `name` of steps or, unless `limited`, `epochs`."""
   count = theirs.sizes.steps
   yield theirs.setting("steps", count or 100, name if limited else epochs)
   if count is None:
-    text = f"steps depend on the data: give --examples=N, or {name}"
+    text = f"steps depend on the data: set --examples=N, or {name}"
     yield Note(epochs, text, missing=True, flag="steps=N")
 
 
 def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
-  """Returns a value; ValueError if it is not one of these."""
+  """Returns their value of `name`; ValueError unless it is in `choices`."""
   if theirs[name] not in choices:
     known = ", ".join(choices)
     raise ValueError(f"{name} = {theirs[name]!r}: use one of {known}")
@@ -310,49 +304,48 @@ def one_of(theirs: Theirs, name: str, choices: Collection[str]) -> Any:
 
 
 def stop_strings(theirs: Theirs, name: str) -> Items:
-  """Strings that end a completion: one, or a list."""
+  """Translates stop strings."""
   value = theirs[name] or ()
-  strings = [value] if isinstance(value, str) else map(str, value)
-  if strings := tuple(strings):
+  strings = (value,) if isinstance(value, str) else tuple(map(str, value))
+  if strings:
     yield theirs.setting("sampling.stop", strings, name)
-    text = f"rewards of {theirs.library.name} also see the string, not here"
+    text = f"rewards see the string in {theirs.library.name}, but not here"
     yield Note(name, text)
 
 
 def trackers(theirs: Theirs, name: str) -> Items:
-  """Places for metrics besides the run directory."""
+  """Translates trackers of metrics."""
   value = theirs[name]
   names = [value] if isinstance(value, str) else list(value or ())
   known = tuple(tracker for tracker in names if tracker in TRACKERS)
   yield theirs.setting("log.trackers", known, name)
-  for other in dict.fromkeys(names):
-    if other in (*TRACKERS, "all", "none", "console"):
-      continue
-    text = "write a function: --config.log.trackers=file.py:function"
-    yield Note(name, f"{other!r}: {text} (docs/run-directory.md)")
+  for tracker in dict.fromkeys(names):
+    if tracker not in (*TRACKERS, "all", "none", "console"):
+      text = "write a function: --config.log.trackers=file.py:function"
+      yield Note(name, f"{tracker!r}: {text} (docs/run-directory.md)")
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:
-  """AdamW or Adafactor."""
+  """Translates the optimizer to AdamW or Adafactor."""
   kind = str(theirs[name] or "").lower()
   if "adafactor" in kind:
     yield theirs.setting("optim.name", "adafactor", name)
   elif not kind.startswith("adam"):
-    text = f"{theirs[name]!r}: AdamW is taken; adafactor is there too"
+    text = f"{theirs[name]!r}: AdamW is used; adafactor is available too"
     yield Note(name, text, missing=True)
 
 
 def model(theirs: Theirs, name: str) -> Items:
-  """The model's directory or name."""
+  """Translates the directory or name of the model."""
   if theirs[name]:
     yield theirs.setting("model.path", str(theirs[name]), name)
-  else:  # a name of no model, so that no other one is trained in its place
+  else:  # an invalid name, so that the default model is not trained instead
     yield Setting("model.path", "give --config.model.path=MODEL")
     yield Note(name, "not in the file", missing=True, flag="model.path=MODEL")
 
 
 def run_name(theirs: Theirs, name: str) -> Items:
-  """The run's name: theirs, or the end of their directory."""
+  """Translates the run's name, by default the last part of `output_dir`."""
   text = str(theirs[name] or theirs.values.get("output_dir") or "translated")
   text = text.rstrip("/").rpartition("/")[2]
   text = re.sub(r"[^\w.-]+", "-", text).strip("-.")
@@ -361,7 +354,7 @@ def run_name(theirs: Theirs, name: str) -> Items:
 
 
 def lora_targets(theirs: Theirs, name: str) -> Items:
-  """Matrices that have adapters: all of them, or some."""
+  """Translates the names of matrices with adapters."""
   names = theirs[name]
   if names in (None, "all-linear"):
     return
@@ -370,16 +363,16 @@ def lora_targets(theirs: Theirs, name: str) -> Items:
   if known:
     yield theirs.setting("lora.targets", f"layers/({'|'.join(known)})", name)
   if len(known) < len(names):
-    text = f"{names}: adapters are of {', '.join(LORA_TARGETS)} (_proj)"
+    text = f"{names}: only {', '.join(LORA_TARGETS)} (_proj) can have adapters"
     yield Note(name, text, missing=True)
 
 
 def data(theirs: Theirs, name: str) -> Items:
-  """The data set, by name or path."""
+  """Translates the name or path of the data set."""
   path = yield from first_file(name, theirs[name] or "FILE.jsonl")
   if not theirs[name]:
-    text = "not in the file: give your data"
-    yield Note(name, text, missing=True, flag="data.path=FILE.jsonl")
+    flag = "data.path=FILE.jsonl"
+    yield Note(name, "not in the file", missing=True, flag=flag)
   if path.lower() in ("gsm8k", "openai/gsm8k"):
     yield theirs.setting("data.name", "gsm8k", name)
     return
@@ -391,26 +384,26 @@ def data(theirs: Theirs, name: str) -> Items:
     kind = "huggingface"
   yield Setting("data.name", kind)
   yield theirs.setting("data.path", path, name)
-  text = "data.options.prompt and .answer name its columns ('' for none);"
-  yield Note(name, f"{text} data.options.test holds out a share of it")
+  text = "set its columns by data.options.prompt and .answer ('' for none),"
+  yield Note(name, f"{text} and a held-out share by data.options.test")
 
 
 def first_file(name: str, files: Any) -> Iterator[Note]:
-  """Returns the first of one or more files, and yields a note on the others."""
-  first, *others = [files] if isinstance(files, str) else map(str, files)
-  if others:
-    rest = ", ".join(map(repr, others))
-    text = f"{first!r} is taken, and left out: {rest}; a pattern takes all"
+  """Returns the first of several files, and yields a note on the rest."""
+  first, *omitted = [files] if isinstance(files, str) else map(str, files)
+  if omitted:
+    text = f"only {first!r} is read; use a pattern to add"
+    text = f"{text} {', '.join(map(repr, omitted))}"
     yield Note(name, text, missing=True)
   return first
 
 
 def template_options(theirs: Theirs, name: str) -> Items:
-  """Keywords of the chat template: all names below this one, or JSON."""
+  """Translates keywords of the chat template: all names below, or JSON."""
   if isinstance(theirs[name], str):
     try:
       items = json.loads(theirs[name]).items()
     except ValueError as error:
-      raise ValueError(f"{name} = {theirs[name]!r} is no JSON") from error
+      raise ValueError(f"{name} = {theirs[name]!r} is not JSON") from error
     theirs = theirs._replace(values={f"{name}.{k}": v for k, v in items})
   yield from theirs.below(name, "data.template_options")

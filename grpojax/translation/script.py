@@ -1,4 +1,4 @@
-"""A TRL script as names and values: its syntax tree is read, and never run.
+"""Reads settings from the syntax tree of a TRL script, which is never run.
 
 Keywords of GRPOConfig, GRPOTrainer and LoraConfig are read if their values are
 literals, names of literals or functions, or defaults of command-line options.
@@ -12,7 +12,7 @@ import symtable
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-HEADER = (
+_HEADER = (
   '"""Functions of a TRL script, copied by python -m grpojax.translate."""'
 )
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -21,30 +21,29 @@ _NO_SETTINGS = ("args", "processing_class", "peft_config", "**")
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 _PARSERS = ("parse_args_and_config", "parse_args_into_dataclasses")
 _LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
-"""Defaults of peft's LoraConfig, in the names of TRL's own scripts."""
+"""Defaults of peft's LoraConfig, under the names of TRL's scripts."""
 _LORA_NAMES = {
   name: f"lora_{name}" for name in ("r", "target_modules", "modules_to_save")
 }
 _CHANGES = ("map", "filter", "select", "rename_column", "rename_columns")
-"""Methods of a data set whose result is not what `load_dataset` reads."""
+"""Methods that change a data set after `load_dataset`."""
 _COMMAND_LINE = (
   "the script reads its settings from a command line: write them into a YAML"
-  " file (KEY: VALUE), and give --yaml=FILE"
+  " file (KEY: VALUE), and set --yaml=FILE"
 )
 _DEFAULTS = (
-  "the defaults of the script's own options are taken: give others if you start"
-  " it with others"
+  "set to the defaults of the script's command-line options: change them if you"
+  " start it with other values"
 )
 
 
 class Source(NamedTuple):
-  """Settings found in a file."""
+  """Settings read from a file."""
 
-  settings: dict[str, Any]  # values by name; nested ones by dotted path
-  # Expressions of unknown value, by the name of their setting.
-  unread: Mapping[str, str] = {}
-  notes: Sequence[tuple[str, str]] = ()  # (setting, what is missing)
-  code: str = ""  # a module with the functions that settings name
+  settings: dict[str, Any]  # by dotted name
+  unread: Mapping[str, str] = {}  # expressions of unknown value, by setting
+  notes: Sequence[tuple[str, str]] = ()  # (setting, advice on missing values)
+  code: str = ""  # module with the functions named by settings
 
 
 class _Script(NamedTuple):
@@ -52,7 +51,7 @@ class _Script(NamedTuple):
   calls: list[ast.Call]
   assigned: dict[str, list[ast.AST]]  # values of each name, and their changes
   options: dict[str, Any]  # defaults of command-line options
-  own: dict[str, ast.stmt]  # functions and classes at the top of the script
+  definitions: dict[str, ast.stmt]  # functions and classes at the top level
   imported: dict[str, str]  # "module:name" by name
 
   def value(self, node: ast.AST, seen: tuple[str, ...] = ()) -> Any:
@@ -74,29 +73,29 @@ class _Script(NamedTuple):
     return ast.literal_eval(node)
 
   def only(self, node: ast.AST) -> ast.AST:
-    """Returns the value of a name that has just one; else the expression."""
+    """Returns the value of a name with a single value, or the expression."""
     values = self.assigned.get(getattr(node, "id", ""), ())
     return values[0] if len({*map(ast.dump, values)}) == 1 else node
 
   def names(self, node: ast.AST, kind: type, file: pathlib.Path) -> list[str]:
-    """Returns functions as "FILE.py:name" or "module:name", and texts as such.
+    """Returns "FILE.py:name" or "module:name" for functions, or the texts.
 
-    ValueError if it is neither, nor a list of them.
+    ValueError for other expressions.
     """
-    known = {x: f"{file}:{x}" for x, y in self.own.items() if type(y) is kind}
-    known = self.imported | known
+    known = dict(self.imported)
+    for name, definition in self.definitions.items():
+      if type(definition) is kind:
+        known[name] = f"{file}:{name}"
     if getattr(node, "id", None) not in known:
       node = self.only(node)
     nodes = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
     return [
-      known[one.id]
-      if isinstance(one, ast.Name) and one.id in known
-      else str(ast.literal_eval(one))
-      for one in nodes
+      known.get(getattr(item, "id", None)) or str(ast.literal_eval(item))
+      for item in nodes
     ]
 
   def loaded(self, node: ast.expr | None) -> tuple[ast.Call | None, Any]:
-    """Returns the load_dataset call of a data set, and its ["split"]."""
+    """Returns the load_dataset call of a data set, and its ["split"] if any."""
     split = None
     for _ in range(100):
       match node:
@@ -104,8 +103,8 @@ class _Script(NamedTuple):
           node = self.assigned[name][0]
         case ast.Subscript(value=node, slice=ast.Constant(value=split)):
           pass
-        case ast.Call(func=ast.Name(id=name)) if name in self.own:
-          inside = ast.walk(self.own[name])
+        case ast.Call(func=ast.Name(id=name)) if name in self.definitions:
+          inside = ast.walk(self.definitions[name])
           returns = [x.value for x in inside if isinstance(x, ast.Return)]
           node = returns[-1] if returns else None
         case ast.Call() if called(node) == "load_dataset":
@@ -118,7 +117,7 @@ class _Script(NamedTuple):
 
 
 def called(node: ast.expr) -> str:
-  """Returns the name of the function or method that a call calls, or ""."""
+  """Returns the name of the function or method of a call, or ""."""
   function = getattr(node, "func", None)
   name = getattr(function, "attr", None) or getattr(function, "id", "")
   return name if isinstance(name, str) else ""
@@ -132,14 +131,14 @@ def read(
 ) -> Source:
   """Reads the settings of a script `text` at `path`.
 
-  `parsed` has values from the YAML file of its TrlParser; `code` is the file
-  that its own functions will be written to, or None: they stay in the script.
-  ValueError if it trains nothing by GRPO.
+  `parsed` has values from the YAML file of its TrlParser. `code` is the file to
+  which its functions will be copied; None leaves them in the script. ValueError
+  if the script does not use GRPO.
   """
   script = _script(text, parsed)
   names_called = {called(x) for x in script.calls}
   if not names_called & {"GRPOConfig", "GRPOTrainer"}:
-    raise ValueError("it has no GRPOConfig(...) and no GRPOTrainer(...)")
+    raise ValueError("it calls neither GRPOConfig(...) nor GRPOTrainer(...)")
   settings = dict(parsed)
   unread: dict[str, str] = {}
   defaults = []
@@ -163,18 +162,25 @@ def read(
   functions += settings.get("tools") or ()
   functions.append(str(settings.get("environment_factory", "")))
   data, notes = _data(script)
-  notes += _reward_notes(script, functions)
+  for name in functions:
+    function = script.definitions.get(name.rpartition(":")[2])
+    if isinstance(function, ast.FunctionDef):
+      parameters = [*function.args.args, *function.args.kwonlyargs]
+      if "environments" in [x.arg for x in parameters]:
+        advice = (
+          "has a parameter `environments`, which rewards do not get here:"
+        )
+        advice += " return the reward from the environment's method get_reward"
+        notes.append((function.name, advice))
   if names_called & {*_PARSERS} and not parsed:
     notes.append(("TrlParser", _COMMAND_LINE))
   if defaults:
     notes.append((", ".join(defaults), _DEFAULTS))
   moved = [x.split(":")[-1] for x in functions if x.startswith(f"{code}:")]
-  module, lacking = "", []
-  if code and moved:
-    module, lacking = module_of(text, moved)
-  if lacking:
-    text_of = f"needed in {code}, and not defined at the top of the script"
-    notes.append((", ".join(lacking), f"{text_of}: define it there"))
+  module, undefined = module_of(text, moved) if code and moved else ("", [])
+  if undefined:
+    advice = f"used in {code}, but not defined at the top of the script: add it"
+    notes.append((", ".join(undefined), advice))
   for name in ("train_dataset", "eval_dataset"):
     unread.pop(name, None)
   return Source(settings | data, unread, notes, module)
@@ -204,14 +210,15 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
       ):
         assign(name, value)
       case ast.Assign([ast.Tuple(elements)], value):
-        for i, one in enumerate(elements):
-          assign(ast.unparse(one), ast.Subscript(value, ast.Constant(i)))
+        for i, element in enumerate(elements):
+          assign(ast.unparse(element), ast.Subscript(value, ast.Constant(i)))
       case ast.ImportFrom(module=str() as module, level=0):
-        for one in node.names:
-          script.imported[one.asname or one.name] = f"{module}:{one.name}"
+        for alias in node.names:
+          imported = f"{module}:{alias.name}"
+          script.imported[alias.asname or alias.name] = imported
   for statement in tree.body:
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-      script.own[statement.name] = statement
+      script.definitions[statement.name] = statement
   for name, value in _options(script):
     with contextlib.suppress(ValueError):
       script.options[name] = ast.literal_eval(value)
@@ -220,7 +227,7 @@ def _script(text: str, parsed: Mapping[str, Any]) -> _Script:
 
 
 def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
-  """Yields options of argparse with their defaults, and dataclass fields."""
+  """Yields (name, default) of argparse options and dataclass fields."""
   for call in script.calls:
     words = [x.value for x in call.args if isinstance(x, ast.Constant)]
     if called(call) == "add_argument" and words:
@@ -231,9 +238,9 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
         yield dest.replace("-", "_"), keywords["default"]
       elif getattr(keywords.get("action"), "value", "") == "store_true":
         yield dest.replace("-", "_"), ast.Constant(False)
-  for one in script.own.values():
-    if "dataclass" in " ".join(map(ast.unparse, one.decorator_list)):
-      for field in one.body:
+  for definition in script.definitions.values():
+    if "dataclass" in " ".join(map(ast.unparse, definition.decorator_list)):
+      for field in definition.body:
         value = getattr(field, "value", None)
         if isinstance(field, ast.AnnAssign) and value:
           keywords = {x.arg: x.value for x in getattr(value, "keywords", ())}
@@ -241,7 +248,7 @@ def _options(script: _Script) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
-  """Yields names and values that the script gives to TRL and peft."""
+  """Yields (name, value) of the arguments of TRL's and peft's classes."""
   for call in script.calls:
     match called(call):
       case "GRPOTrainer":
@@ -271,23 +278,11 @@ def _keywords(script: _Script) -> Iterator[tuple[str, ast.AST]]:
           yield key, node if id(node) in conditional else node.value
 
 
-def _reward_notes(
-  script: _Script, functions: Sequence[str]
-) -> Iterator[tuple[str, str]]:
-  for name in functions:
-    function = script.own.get(name.rpartition(":")[2])
-    if isinstance(function, ast.FunctionDef):
-      parameters = [*function.args.args, *function.args.kwonlyargs]
-      if "environments" in [x.arg for x in parameters]:
-        text = "has a parameter `environments`, which no reward is given here:"
-        text += " return its reward from a method get_reward of the environment"
-        yield function.name, text
+def _data(script: _Script) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+  """Returns the settings of the data sets and notes on them.
 
-
-def _data(
-  script: _Script,
-) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-  """Returns settings of the data sets, named as in TRL's own scripts."""
+  Settings have the names of TRL's scripts.
+  """
   keywords = dict(_keywords(script))
   train, split = script.loaded(keywords.get("train_dataset"))
   test, test_split = script.loaded(keywords.get("eval_dataset"))
@@ -295,7 +290,7 @@ def _data(
   if "train_dataset" not in keywords:
     train = calls[0] if len(calls) == 1 else None
   elif train is None:
-    text = "is made by the script: write it by .to_json('train.jsonl')"
+    text = "is created by the script: save it by .to_json('train.jsonl')"
     return {}, [("train_dataset", text)]
   if train is None:
     return {}, []
@@ -318,13 +313,13 @@ def _data(
         changes[f".{called(call)}()"] = True
   notes = []
   if changes:
-    text = f"{', '.join(changes)} of the data set are not done here: write its"
-    text += " result by .to_json('train.jsonl'), and give"
+    text = f"{', '.join(changes)} of the data set are not applied: save its"
+    text += " result by .to_json('train.jsonl'), and set"
     text += " --config.data.name=jsonl --config.data.path=train.jsonl"
     notes.append(("train_dataset", text))
   if files is ...:
-    settings["dataset_name"] = None  # "json" is no data set
-  text = "is no plain value: give the data's path"
+    settings["dataset_name"] = None  # "json" is not a data set
+  text = "is not a plain value: set data.path"
   notes += [(name, text) for name, x in settings.items() if x is ...]
   known = {k: x for k, x in settings.items() if x not in (None, ...)}
   return known, notes
@@ -333,7 +328,7 @@ def _data(
 def _arguments(
   script: _Script, call: ast.Call, split: Any
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns path, name, split and files of load_dataset; ... if unknown."""
+  """Returns load_dataset's path, name, split and files; `...` if unknown."""
   nodes = dict(zip(("path", "name"), call.args, strict=False))
   nodes |= {x.arg or "**": x.value for x in call.keywords}
   values = dict.fromkeys(("path", "name", "split", "data_files"))
@@ -353,27 +348,31 @@ def _arguments(
 
 
 def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
-  """Returns a module that defines `names`, and the names that it lacks.
+  """Returns a module that defines `names`, and its undefined names.
 
-  It has the script's statements that define them, or define or change values
-  that these use, in their order, without `if __name__ == "__main__"`. Text is
-  copied, and never run: symbol tables list the names that a statement uses.
+  It has, in order, the script's statements that define these names or define
+  or change values they use, without `if __name__ == "__main__"`. Text is copied
+  and never run: symbol tables list the names that a statement uses.
   """
   statements = [
     x
     for x in ast.parse(script).body
     if not (isinstance(x, ast.If) and "__name__" in ast.unparse(x.test))
   ]
-  texts = [_text(script, one) for one in statements]
-  whole = symtable.symtable(script, "script", "exec")
-  imported = {x.get_name() for x in whole.get_symbols() if x.is_imported()}
-  bound = [
-    _bound(text) | (_changed(one) - imported)
-    for text, one in zip(texts, statements, strict=True)
-  ]
-  starred = {i for i, one in enumerate(statements) if _is_starred(one)}
-  is_future = lambda one: getattr(one, "module", "") == "__future__"
-  always = starred | {i for i, x in enumerate(statements) if is_future(x)}
+  symbols = symtable.symtable(script, "script", "exec").get_symbols()
+  imported = {x.get_name() for x in symbols if x.is_imported()}
+  texts, bound = [], []
+  starred, always = set(), set()  # `import *`, and also `from __future__`
+  for i, statement in enumerate(statements):
+    texts.append(_text(script, statement))
+    symbols = symtable.symtable(texts[i], "script", "exec").get_symbols()
+    defined = [x for x in symbols if x.is_assigned() or x.is_imported()]
+    changed = _changed(statement) - imported
+    bound.append({x.get_name() for x in defined} | changed)
+    if any(getattr(x, "name", "") == "*" for x in ast.walk(statement)):
+      starred.add(i)
+    if i in starred or getattr(statement, "module", "") == "__future__":
+      always.add(i)
   queue = list(names)
   needed: set[str] = set()
   chosen: set[int] = set()
@@ -387,7 +386,7 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
   lacking = [] if starred else sorted(needed - defined)
   code = [texts[i] for i in sorted(chosen)]
   lacking += [x for x in _PARSES if any(f".{x}(" in y for y in code)]
-  blocks = [HEADER]
+  blocks = [_HEADER]
   for i in sorted(chosen):
     is_definition = isinstance(statements[i], _DEFINITIONS)
     blocks.append(f"\n\n{texts[i]}\n" if is_definition else texts[i])
@@ -395,25 +394,14 @@ def module_of(script: str, names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _text(script: str, statement: ast.stmt) -> str:
-  """Returns a statement's text, with its decorators."""
+  """Returns the text of a statement with its decorators."""
   decorators = getattr(statement, "decorator_list", ())
   text = [f"@{ast.get_source_segment(script, x)}" for x in decorators]
   return "\n".join([*text, ast.get_source_segment(script, statement) or ""])
 
 
-def _is_starred(statement: ast.stmt) -> bool:
-  """Returns True if a statement imports `*`."""
-  return any(getattr(x, "name", "") == "*" for x in ast.walk(statement))
-
-
-def _bound(text: str) -> set[str]:
-  """Returns the names that a statement defines at the top."""
-  symbols = symtable.symtable(text, "script", "exec").get_symbols()
-  return {x.get_name() for x in symbols if x.is_assigned() or x.is_imported()}
-
-
 def _changed(statement: ast.stmt) -> set[str]:
-  """Returns names of values that a statement changes in place."""
+  """Returns the names of values that a statement changes in place."""
   changed = set()
   if isinstance(statement, ast.Expr | ast.For | ast.Assign):
     for node in ast.walk(statement):
@@ -426,7 +414,7 @@ def _changed(statement: ast.stmt) -> set[str]:
 
 
 def _used(text: str) -> set[str]:
-  """Returns the names of the module that a statement uses."""
+  """Returns the module-level names that a statement uses."""
   used = set()
   tables = [symtable.symtable(text, "script", "exec")]
   while tables:

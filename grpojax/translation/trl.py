@@ -1,9 +1,8 @@
-"""TRL's GRPOConfig as settings of ours: the table `TABLE`, below.
+"""Translation of TRL's GRPOConfig, by `TABLE`.
 
-Names, defaults and meanings are those of TRL 1.16 (trl/trainer/grpo_config.py,
-grpo_trainer.py, and the fields of its scripts) on transformers 5, whose
-trainer.py and optimization.py do epochs and learning rates;
-`grpojax/core/losses/README.md` says which numbers agree.
+Sources: TRL 1.16 (trl/trainer/grpo_config.py, grpo_trainer.py and its scripts)
+and, for epochs and learning rates, transformers 5 (trainer.py,
+optimization.py). `grpojax/core/losses/README.md` lists which numbers agree.
 """
 
 import math
@@ -14,7 +13,7 @@ from grpojax.translation.rules import Items, Note, Row, Setting, Theirs
 
 
 def _sizes(theirs: Theirs) -> rules.Sizes:
-  """Returns sizes as TRL computes them; ValueError for those it refuses."""
+  """Computes sizes as TRL does; ValueError for sizes it refuses."""
   group_size = theirs["num_generations"]
   micro_batch = theirs["per_device_train_batch_size"] * theirs.processes
   per_update = micro_batch * theirs["gradient_accumulation_steps"]
@@ -22,56 +21,57 @@ def _sizes(theirs: Theirs) -> rules.Sizes:
   count = theirs["steps_per_generation"]
   if whole and count:
     names = "generation_batch_size and steps_per_generation"
-    raise ValueError(f"{names}: TRL takes one of them")
+    raise ValueError(f"{names}: TRL accepts only one of them")
   samples = whole or (micro_batch * count if count else per_update)
-  # Gradients of smaller generations add up: one generation of their sum.
+  # An update over several generations is one larger generation here.
   samples = max(samples, per_update)
   if samples % group_size or samples % micro_batch:
     raise ValueError(
       f"a generation of {samples} completions on --processes="
       f"{theirs.processes} must be a multiple of num_generations = {group_size}"
-      f" and of {micro_batch}: give the number of processes, or other sizes"
+      f" and of {micro_batch}: change --processes or the sizes"
     )
   prompts = samples // group_size
   cuts = samples // per_update
   minibatches = math.gcd(cuts, prompts)
   updates = minibatches * theirs["num_iterations"]
-  in_all = theirs["max_steps"] if theirs["max_steps"] > 0 else None
-  if in_all is None and theirs.examples is not None:
-    # RepeatSampler leaves out what does not fill a generation.
-    an_epoch = max(theirs.examples // prompts * updates, 1)
-    in_all = math.ceil(theirs["num_train_epochs"] * an_epoch)
-  steps = None if in_all is None else max(math.ceil(in_all / updates), 1)
+  total = theirs["max_steps"] if theirs["max_steps"] > 0 else None
+  if total is None and theirs.examples is not None:
+    # RepeatSampler drops examples that do not fill a generation.
+    per_epoch = max(theirs.examples // prompts * updates, 1)
+    total = math.ceil(theirs["num_train_epochs"] * per_epoch)
+  steps = None if total is None else max(math.ceil(total / updates), 1)
   return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
 def _batch(theirs: Theirs, name: str) -> Items:
+  """Translates the sizes of batches."""
   sizes = theirs.sizes
   name = "generation_batch_size" if theirs["generation_batch_size"] else name
   comment = theirs.comment(name, "gradient_accumulation_steps")
   comment += f", --processes={theirs.processes}: "
-  comment += f"{sizes.prompts * sizes.group_size} completions a generation"
+  comment += f"{sizes.prompts * sizes.group_size} completions per generation"
   yield Setting("batch_size", sizes.prompts, comment)
-  comment = f"updates a generation: {sizes.cuts}"
+  comment = f"updates per generation: {sizes.cuts}"
   yield Setting("optim.minibatches", sizes.minibatches, comment)
   if sizes.minibatches != sizes.cuts:
-    text = (
-      f"TRL cuts groups into {sizes.cuts} updates; they stay whole here, in"
-    )
-    yield Note(name, f"{text} {sizes.minibatches} minibatches")
+    text = f"TRL splits groups over {sizes.cuts} updates, but here"
+    text += f" {sizes.minibatches} minibatches have whole groups"
+    yield Note(name, text)
 
 
 def _steps(theirs: Theirs, name: str) -> Items:
+  """Translates the number of steps."""
   limited = theirs[name] > 0
   yield from rules.steps(theirs, name, "num_train_epochs", limited)
   updates = theirs.sizes.updates
   if updates > 1:
-    text = f"a step here is {updates} of TRL's, which are updates"
+    text = f"a step here is {updates} optimizer updates, TRL's steps"
     yield Note(name if limited else "num_train_epochs", text)
 
 
 def _every(value: Any, theirs: Theirs) -> int | None:
-  """Returns a number of updates, or a share of them all, in steps."""
+  """Converts a number or share of updates to steps."""
   sizes = theirs.sizes
   if value is None:
     return None
@@ -81,32 +81,33 @@ def _every(value: Any, theirs: Theirs) -> int | None:
 
 
 def _rewards(theirs: Theirs, name: str) -> Items:
+  """Translates reward functions and models with their weights."""
   names = theirs[name]
   names = [names] if isinstance(names, str) else list(names or ())
   environment = theirs["environment_factory"]
   flag = "reward.functions=FILE.py:FUNCTION"
-  if name in theirs.unread:  # no other reward is trained on in its place
+  if name in theirs.unread:  # so that the default reward is not used instead
     names = ["FILE.py:FUNCTION"]
-    yield Note(name, "give your functions", missing=True, flag=flag)
+    yield Note(name, "set your functions", missing=True, flag=flag)
   elif not (names or environment):
     yield Setting("reward.functions", ("math_answer",))
-    yield Note(name, "not in the file: name yours", missing=True, flag=flag)
+    yield Note(name, "not in the file: set yours", missing=True, flag=flag)
     return
   weights = theirs["reward_weights"] or [1.0] * len(names)
   if len(weights) != len(names) and name not in theirs.unread:
     raise ValueError(f"reward_weights: TRL needs one for each of {name}")
   functions = {}
-  for one, weight in zip(names, weights, strict=False):
-    if "/" in one and ":" not in one:  # a name of the Hub
-      yield Setting("reward.model", one, name)
+  for function, weight in zip(names, weights, strict=False):
+    if "/" in function and ":" not in function:  # a model on the Hub
+      yield Setting("reward.model", function, name)
       yield Setting("reward.model_weight", float(weight))
-      yield Note(name, f"{one!r}: a directory, by its path; one at the most")
+      yield Note(name, f"{function!r}: use the path of at most one directory")
     else:
-      functions[_qualified(one)] = float(weight)
+      functions[_qualified(function)] = float(weight)
   if environment:
     functions["environment"] = 1.0
   functions = functions or {"math_answer": 1.0}
-  if any(one.startswith("trl.") for one in functions):
+  if any(function.startswith("trl.") for function in functions):
     yield Note(name, "TRL's functions need PyTorch: pip install trl")
   yield Setting("reward.functions", tuple(functions), name)
   weights = tuple(functions.values())
@@ -114,7 +115,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
 
 
 def _qualified(name: str) -> str:
-  """Returns "trl.rewards:f" for TRL's reward function "f", which runs as is."""
+  """Returns "module:f" for "module.f", and "trl.rewards:f" for "f"."""
   if ":" in name:
     return name
   module, _, function = name.rpartition(".")
@@ -129,11 +130,11 @@ _SPLITS = {
 
 
 def _data(theirs: Theirs, name: str) -> Items:
-  """The data set by name, or its files, and its splits."""
+  """Translates the name or files of the data set, and its splits."""
   by_files = bool(theirs["data_files"])
   yield from rules.data(theirs, "data_files" if by_files else name)
   if theirs["reward_funcs"]:
-    yield Setting("data.options.answer", "", "reward_funcs read the columns")
+    yield Setting("data.options.answer", "", "reward_funcs read any column")
   held_out = "eval_data_files"
   if theirs[held_out]:
     path = yield from rules.first_file(held_out, theirs[held_out])
@@ -141,23 +142,23 @@ def _data(theirs: Theirs, name: str) -> Items:
   elif theirs["test_size"]:
     yield theirs.setting("data.options.test", theirs["test_size"], "test_size")
   elif by_files:
-    yield Setting("data.options.test", 0.05, "none: a share is held out")
+    yield Setting("data.options.test", 0.05, "no test split: holds out 5%")
   for ours, key in _SPLITS.items() if not by_files else ():
     base, _, part = str(theirs[key] or "").partition("[")
     if base and base != ours.removesuffix("_split"):
       yield theirs.setting(f"data.options.{ours}", base, key)
     if part:
-      text = "the whole split is read; data.options.size = N takes N rows"
+      text = "the whole split is read; data.options.size = N reads N rows"
       yield Note(key, f"{theirs[key]!r}: {text}")
 
 
 def _alpha(value: int | float, theirs: Theirs) -> float:
-  """Returns alpha; TRL's rank-stabilised adapters divide by the rank's root."""
+  """Returns alpha, times sqrt(rank) for rank-stabilised adapters."""
   scale = math.sqrt(theirs["lora_r"]) if theirs["use_rslora"] else 1.0
   return float(value * scale)
 
 
-_LOSSES = {  # surrogate, weighting, ratio
+_LOSSES = {  # (surrogate, weighting, ratio)
   "grpo": ("clipped", "sequence_mean", None),
   "bnpo": ("clipped", "token_mean", None),
   "dapo": ("clipped", "token_mean", None),
@@ -170,6 +171,7 @@ _LOSSES = {  # surrogate, weighting, ratio
 
 
 def _loss(theirs: Theirs, name: str) -> Items:
+  """Translates the type of the loss."""
   kind = rules.one_of(theirs, name, _LOSSES)
   level = rules.one_of(theirs, _LEVEL, ("token", "sequence"))
   surrogate, weighting, ratio = _LOSSES[kind]
@@ -177,13 +179,16 @@ def _loss(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("loss.weighting", weighting, name)
   yield theirs.setting("loss.ratio", ratio or f"{level}_ratio", _LEVEL)
   if weighting != "token_mean" and theirs["mask_truncated_completions"]:
-    yield Note(name, "TRL also counts completions masked whole")
+    yield Note(name, "TRL also counts fully masked completions")
   if kind in ("dapo", "cispo", "vespo") and theirs.sizes.minibatches > 1:
-    text = "TRL divides by the mean tokens per update, here by the update's own"
+    text = (
+      "divides by the tokens of the update, in TRL by their mean per update"
+    )
     yield Note(name, text)
 
 
 def _bounds(theirs: Theirs, name: str) -> Items:
+  """Translates the bounds of the ratio."""
   low, high = theirs[name], theirs["epsilon_high"]
   high = float(low if high is None else high)
   comment = theirs.comment("epsilon_high", name)
@@ -193,11 +198,12 @@ def _bounds(theirs: Theirs, name: str) -> Items:
     return
   yield Setting("loss.cispo_max", max(high, 1.0), comment)
   if high < 1:
-    text = "bounds the ratio itself with loss_type='cispo': 1 is taken instead"
-    yield Note("epsilon_high", f"{text} of {high} (the paper has 5)")
+    text = f"bounds the ratio itself in cispo: 1 is used instead of {high}"
+    yield Note("epsilon_high", f"{text} (the paper has 5)")
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
+  """Translates the scale of rewards to an advantage estimator."""
   scale = {True: "group", False: "none"}.get(theirs[name], theirs[name])
   advantages = {"group": "grpo", "batch": "batch_std", "none": "dr_grpo"}
   if scale not in advantages:
@@ -207,13 +213,13 @@ def _advantage(theirs: Theirs, name: str) -> Items:
     return
   yield theirs.setting("advantage", advantages[scale], name)
   if scale == "batch":
-    text = (
-      "advantages are larger here: TRL divides by the deviation of rewards,"
-    )
-    yield Note(name, f"{text} here of rewards less their group's mean")
+    text = "divides by the deviation of rewards less their group's mean, in"
+    text += " TRL by the larger deviation of rewards"
+    yield Note(name, text)
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
+  """Translates the warmup of the learning rate."""
   count, ratio = theirs[name], theirs["warmup_ratio"] or 0.0
   if 0 < count < 1:
     count, ratio = 0, count
@@ -225,10 +231,10 @@ def _warmup(theirs: Theirs, name: str) -> Items:
   source = "warmup_ratio" if ratio else name
   yield theirs.setting("optim.warmup_steps", steps, source)
   if count and constant:
-    text = "'constant' ignores warmup_steps in TRL, so there is no warm-up"
+    text = "no warmup, because 'constant' ignores warmup_steps in TRL"
     yield Note("lr_scheduler_type", text)
   elif count:
-    text = "the first update's rate is 0 in TRL, and here learning_rate /"
+    text = "the first update's rate is 0 in TRL, but here learning_rate /"
     yield Note(name, f"{text} {count + 1}; both rise linearly")
 
 
@@ -236,7 +242,7 @@ _STOP = ("generation_kwargs.stop", "generation_kwargs.stop_strings")
 
 
 def _generation_kwargs(theirs: Theirs, name: str) -> Items:
-  """Options of the sampler that have no counterpart."""
+  """Yields a note on options of the sampler without a counterpart."""
   below = {x for x in theirs.values if x.startswith(f"{name}.")}
   if theirs[name] or below - {*_STOP}:
     text = "only stop and stop_strings are known; see sampling.*"
@@ -244,8 +250,10 @@ def _generation_kwargs(theirs: Theirs, name: str) -> Items:
 
 
 _LEVEL = "importance_sampling_level"
-_SEQUENCE_RATIO = "TRL multiplies by the sequence's ratio here"
-_VLLM = ("use_vllm", "vllm_importance_sampling_correction")
+_SEQUENCE_RATIO = "TRL multiplies the KL term by the sequence's ratio"
+_CORRECTION = "vllm_importance_sampling"
+_VLLM = ("use_vllm", f"{_CORRECTION}_correction")
+_SYNC = ("beta", "sync_ref_model")
 _NOT_QUANTISED = "weights are not quantised here (model.dtype = 'bfloat16')"
 
 _READ_ELSEWHERE = (
@@ -255,13 +263,13 @@ _READ_ELSEWHERE = (
 ).split()
 TABLE = {
   **dict.fromkeys(_READ_ELSEWHERE, Row()),
-  # Model, data and rewards.
+  # Model, data and rewards
   "model_name_or_path": Row(
     None, lambda t, name: rules.model(t, "model" if t["model"] else name)
   ),
   "run_name": Row(None, rules.run_name),
   "bf16": Row(True, "model.dtype", {True: "bfloat16", False: None}),
-  "fp16": Row(False, note="there is no float16: bfloat16 needs no scaling"),
+  "fp16": Row(False, note="float16 is not available: bfloat16 is used"),
   "gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
   "use_peft": Row(False),
   "lora_r": Row(16, "lora.rank", when=["use_peft"]),
@@ -270,8 +278,8 @@ TABLE = {
   "use_dora": Row(False, missing="adapters have no magnitudes"),
   "lora_dropout": Row(0.0, missing="adapters have no dropout"),
   "lora_modules_to_save": Row(missing="only adapters are trained"),
-  "rank_pattern": Row(missing="one lora.rank is of all adapters"),
-  "alpha_pattern": Row(missing="one lora.alpha is of all adapters"),
+  "rank_pattern": Row(missing="lora.rank is the same for all adapters"),
+  "alpha_pattern": Row(missing="lora.alpha is the same for all adapters"),
   "quantization_config": Row(missing=_NOT_QUANTISED),
   "load_in_4bit": Row(False, missing=_NOT_QUANTISED),
   "load_in_8bit": Row(False, missing=_NOT_QUANTISED),
@@ -282,7 +290,7 @@ TABLE = {
   "max_prompt_length": Row(
     None,
     "data.max_prompt_length",
-    note="longer prompts are refused, or left out by data.too_long = 'drop'",
+    note="longer prompts are refused, or dropped by data.too_long = 'drop'",
   ),
   "chat_template_kwargs": Row(None, rules.template_options),
   "reward_funcs": Row(None, _rewards),
@@ -299,7 +307,7 @@ TABLE = {
     lambda x, _: None if x is None else max(x, 0) + 1,
   ),
   "rollout_func": Row(note=rules.ENVIRONMENT),
-  # Batches and length of the run.
+  # Batches and length of the run
   "seed": Row(42, "seed"),
   "num_generations": Row(8, "group_size"),
   "per_device_train_batch_size": Row(8, _batch),
@@ -314,7 +322,7 @@ TABLE = {
   "save_total_limit": Row(None, "checkpoint.keep", rules.none_for_0),
   "eval_steps": Row(None, "eval.every", _every),
   "report_to": Row(None, rules.trackers),
-  # Sampling.
+  # Sampling
   "max_completion_length": Row(512, "sampling.max_new_tokens"),
   "temperature": Row(1.0, "sampling.temperature"),
   "top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
@@ -323,7 +331,7 @@ TABLE = {
   "repetition_penalty": Row(1.0, missing=rules.NO_REPETITION_PENALTY),
   "generation_kwargs": Row(None, _generation_kwargs),
   **dict.fromkeys(_STOP, Row(None, rules.stop_strings)),
-  # Advantages and loss.
+  # Advantages and loss
   "scale_rewards": Row("group", _advantage),
   "multi_objective_aggregation": Row(
     "sum_then_normalize", "reward.aggregation"
@@ -331,7 +339,7 @@ TABLE = {
   "loss_type": Row(
     "dapo",
     _loss,
-    note={"bnpo": "TRL means over a micro-batch, here over the batch"},
+    note={"bnpo": "the mean is over the batch, in TRL over a micro-batch"},
   ),
   "importance_sampling_level": Row("token"),
   "epsilon": Row(0.2, _bounds),
@@ -354,12 +362,8 @@ TABLE = {
     when=["beta"],
   ),
   "sync_ref_model": Row(False),
-  "ref_model_sync_steps": Row(
-    512, "model.reference_every", _every, when=["beta", "sync_ref_model"]
-  ),
-  "ref_model_mixup_alpha": Row(
-    0.6, "model.reference_mix", when=["beta", "sync_ref_model"]
-  ),
+  "ref_model_sync_steps": Row(512, "model.reference_every", _every, when=_SYNC),
+  "ref_model_mixup_alpha": Row(0.6, "model.reference_mix", when=_SYNC),
   "router_aux_loss_coef": Row(None, "loss.router_aux_coef", rules.none_for_0),
   "top_entropy_quantile": Row(1.0, "loss.top_entropy_quantile"),
   "entropy_coef": Row(0.0, "loss.entropy_coef"),
@@ -378,17 +382,11 @@ TABLE = {
     lambda _, t: "trainer" if all(t[flag] for flag in _VLLM) else None,
     "sampling is part of the program, on the same devices",
   ),
-  "vllm_importance_sampling_correction": Row(True),
-  "vllm_importance_sampling_mode": Row(
-    "sequence_mask", "loss.correction", when=_VLLM
-  ),
-  "vllm_importance_sampling_clip_min": Row(
-    None, "loss.correction_low", when=_VLLM
-  ),
-  "vllm_importance_sampling_clip_max": Row(
-    3.0, "loss.correction_high", when=_VLLM
-  ),
-  # Optimizer.
+  f"{_CORRECTION}_correction": Row(True),
+  f"{_CORRECTION}_mode": Row("sequence_mask", "loss.correction", when=_VLLM),
+  f"{_CORRECTION}_clip_min": Row(None, "loss.correction_low", when=_VLLM),
+  f"{_CORRECTION}_clip_max": Row(3.0, "loss.correction_high", when=_VLLM),
+  # Optimizer
   "optim": Row("adamw_torch_fused", rules.optimizer),
   "learning_rate": Row(1e-6, "optim.learning_rate"),
   "lr_scheduler_type": Row(
@@ -406,16 +404,16 @@ ALWAYS = (
   *rules.ALWAYS,
   Note(
     "per_device_train_batch_size",
-    "batch_size counts prompts of all devices; a step is a whole generation",
+    "batch_size is prompts on all devices; a step is a whole generation",
   ),
-  Note("reward_funcs", "evaluations count right answers by the first one"),
+  Note("reward_funcs", "evaluations count right answers by the first function"),
   Note(
     "scale_rewards",
     f"1e-6 is added to a deviation here, 1e-4 in TRL; {rules.OWN_ADVANTAGE}",
   ),
 )
 
-# Logging, engines, memory and placement.
+# Settings of logging, engines, memory and placement
 UNNEEDED = (
   r"(vllm|dataloader|push_to|hub|log|eval|save|report|ddp|fsdp|deepspeed|ds3|env"
   r"|accelerator|torch|jit|tf32|attn|dtype|trust|trackio|disable_tqdm|pad_to"

@@ -1,8 +1,7 @@
-"""verl's trainer configuration as settings of ours: the table `TABLE`, below.
+"""Translation of verl's trainer configuration, by `TABLE`.
 
-Names, defaults and meanings are those of verl 0.9
-(verl/trainer/config/ppo_trainer.yaml, core_algos.py);
-`grpojax/core/losses/README.md` says which numbers agree.
+Source: verl 0.9 (verl/trainer/config/ppo_trainer.yaml, core_algos.py).
+`grpojax/core/losses/README.md` lists which numbers agree.
 """
 
 import math
@@ -27,37 +26,38 @@ OLDER = {
   "reward_model.": f"{REWARD_MODEL}.",
   f"{ACTOR}.optim.clip_grad": f"{ACTOR}.grad_clip",
 }
-"""Beginnings of names in configurations of other versions."""
+"""Prefixes of current names, by the prefix in other versions."""
 
 
 def _sizes(theirs: Theirs) -> rules.Sizes:
-  """Returns sizes; ValueError for minibatches that verl refuses."""
+  """Computes sizes as verl does; ValueError for sizes it refuses."""
   prompts = theirs["data.train_batch_size"]
   name = f"{ACTOR}.ppo_mini_batch_size"
   size = theirs[name]
   if size > prompts:
-    text = f"is more than data.train_batch_size = {prompts}"
-    raise ValueError(f"{name} = {size} {text}, which verl refuses")
+    text = f"verl refuses more than data.train_batch_size = {prompts}"
+    raise ValueError(f"{name} = {size}: {text}")
   cuts = math.ceil(prompts / size)
-  minibatches = math.gcd(cuts, prompts)  # of equal size, nearest to verl's
+  minibatches = math.gcd(cuts, prompts)  # of equal size, unlike verl's
   updates = minibatches * theirs[f"{ACTOR}.ppo_epochs"]
   steps = None
   if theirs["trainer.total_training_steps"]:
     steps = max(int(theirs["trainer.total_training_steps"]), 1)
   elif theirs.examples is not None:
-    an_epoch = theirs.examples // prompts
-    steps = max(int(an_epoch * theirs["trainer.total_epochs"]), 1)
+    per_epoch = theirs.examples // prompts
+    steps = max(int(per_epoch * theirs["trainer.total_epochs"]), 1)
   group_size = theirs[f"{ROLLOUT}.n"]
   return rules.Sizes(group_size, prompts, cuts, minibatches, updates, steps)
 
 
 def _offload(value: bool, theirs: Theirs) -> str | None:
-  exact = theirs[f"{ACTOR}.kl_loss_type"] == "full"  # reads it in the update
+  """Returns "host" for an offloaded reference, unless the full KL reads it."""
+  exact = theirs[f"{ACTOR}.kl_loss_type"] == "full"
   return "host" if value and not exact else None
 
 
 def _rewards(theirs: Theirs, name: str) -> Items:
-  """The reward function, and DAPO's penalty of long completions."""
+  """Translates the reward function, and DAPO's penalty of long completions."""
   weights = {"math_answer": 1.0}
   if theirs[name]:
     function = theirs[f"{REWARD}.name"]
@@ -66,8 +66,8 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     kwargs = f"{REWARD}.reward_kwargs"
     yield from theirs.below(kwargs, f"reward.options.{label}")
   else:
-    text = "verl chooses by data_source, here math_answer is taken; verl's own"
-    yield Note(name, f"{text} runs too: reward.functions = ('file.py:f',)")
+    text = "math_answer, while verl chooses by data_source: to use a function"
+    yield Note(name, f"{text} for verl set reward.functions = ('file.py:f',)")
   if theirs[f"{BUFFER}.enable"]:
     weights["overlong"] = float(theirs[f"{BUFFER}.penalty_factor"])
     size = f"{BUFFER}.len"
@@ -77,7 +77,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
 
 
 def _turns(theirs: Theirs, name: str) -> Items:
-  """Turns of the model; a user's are the answers between them."""
+  """Translates limits of the model's turns, with user turns between them."""
   user = f"{ROLLOUT}.multi_turn.max_user_turns"
   limits = [theirs[name], theirs[user] and theirs[user] + 1]
   if limits := [limit for limit in limits if limit]:
@@ -85,6 +85,7 @@ def _turns(theirs: Theirs, name: str) -> Items:
 
 
 def _minibatches(theirs: Theirs, name: str) -> Items:
+  """Translates the number of minibatches."""
   prompts, size = theirs.sizes.prompts, theirs[name]
   count = theirs.sizes.minibatches
   yield theirs.setting("optim.minibatches", count, name)
@@ -94,12 +95,13 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
 
 
 def _micro_batches(value: int | None, theirs: Theirs) -> int:
-  at_least = 4
-  if value:
-    sizes = theirs.sizes
-    rows = value * theirs["trainer.n_gpus_per_node"] * theirs["trainer.nnodes"]
-    at_least = sizes.prompts // sizes.minibatches * sizes.group_size // rows
-  return rules.micro_batches(theirs, at_least)
+  """Converts the size of micro-batches to their number, by default 4."""
+  if not value:
+    return rules.micro_batches(theirs, 4)
+  sizes = theirs.sizes
+  rows = value * theirs["trainer.n_gpus_per_node"] * theirs["trainer.nnodes"]
+  samples = sizes.prompts // sizes.minibatches * sizes.group_size
+  return rules.micro_batches(theirs, samples // rows)
 
 
 def _every(value: int, theirs: Theirs) -> int:
@@ -107,7 +109,7 @@ def _every(value: int, theirs: Theirs) -> int:
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
-  """The warm-up, which verl counts in steps."""
+  """Translates the warmup, which verl counts in steps."""
   sizes, count = theirs.sizes, theirs[name]
   if count <= 0:
     name = f"{name}_ratio"
@@ -115,21 +117,22 @@ def _warmup(theirs: Theirs, name: str) -> Items:
   updates = sizes.updates
   yield theirs.setting("optim.warmup_steps", int(count) * updates, name)
   if int(count):
-    text = "verl's rate rises once per step, from 0; here with each of a step's"
-    yield Note(name, f"{text} {updates} updates, from the first on")
+    text = f"the rate rises with each of a step's {updates} updates, in verl"
+    yield Note(name, f"{text} once per step, from 0")
 
 
 def _betas(theirs: Theirs, name: str) -> Items:
+  """Translates the decay rates of AdamW."""
   first, second = theirs[name]
   yield theirs.setting("optim.b1", first, name)
   yield theirs.setting("optim.b2", second, name)
 
 
-_WHITENS = "verl whitens over tokens, here over completions"
-_UNBIASED = "without the own reward, which biases verl's"
-_WEIGHTED = f"{_UNBIASED}; weights are of (1 - p)^2"
-_GPG = "verl multiplies by samples / samples of a reward that is not 0"
-_ADVANTAGES = {  # ours, and its difference
+_WHITENS = "whitens over completions, in verl over tokens"
+_UNBIASED = "the baseline excludes the completion's own reward, unlike verl's"
+_WEIGHTED = f"{_UNBIASED}; weights use (1 - p)^2"
+_GPG = "verl multiplies by samples / (samples with a nonzero reward)"
+_ADVANTAGES = {  # (ours, difference)
   "grpo": ("grpo", ""),
   "grpo_vectorized": ("grpo", ""),
   "rloo": ("leave_one_out", ""),
@@ -145,6 +148,7 @@ _ADVANTAGES = {  # ours, and its difference
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
+  """Translates the advantage estimator."""
   kind = theirs[name]
   ours, differs = _ADVANTAGES.get(kind, ("leave_one_out", ""))
   if ours == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
@@ -157,34 +161,35 @@ def _advantage(theirs: Theirs, name: str) -> Items:
   if differs:
     yield Note(name, differs)
   if kind not in _ADVANTAGES:
-    text = f"{kind!r}: advantage = 'leave_one_out' compares with the group"
+    text = f"{kind!r}: advantage = 'leave_one_out' is used, within groups"
     yield Note(name, text, missing=True)
 
 
 _CLIPPED = ("loss.clip_low", "loss.clip_high")
 _DPPO = ("loss.dppo_low", "loss.dppo_high")
-_SURROGATES = {  # surrogate, its bounds, and its clip_ratio_c if any
+_SURROGATES = {  # (surrogate, bounds, setting of clip_ratio_c)
   "vanilla": ("clipped", _CLIPPED, "loss.dual_clip"),
   "gspo": ("clipped", _CLIPPED, "loss.dual_clip"),
   "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max"), None),
   "dppo_tv": ("dppo_tv", _DPPO, "loss.dppo_ratio_max"),
   "dppo_kl": ("dppo_kl", _DPPO, "loss.dppo_ratio_max"),
   "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high"), None),
-  "sapo": ("sapo", _CLIPPED, None),  # has temperatures instead of bounds
-  "dro": ("dro", _CLIPPED, None),  # has no bounds
+  "sapo": ("sapo", _CLIPPED, None),  # ignores bounds
+  "dro": ("dro", _CLIPPED, None),  # ignores bounds
 }
 
 
 def _surrogate(theirs: Theirs, name: str) -> Items:
+  """Translates the surrogate loss and its bounds."""
   mode = theirs[name]
   if mode not in _SURROGATES:
-    yield Note(name, f"{mode!r}: the clipped loss is taken", missing=True)
+    yield Note(name, f"{mode!r}: the clipped loss is used", missing=True)
   surrogate, bounds, most = _SURROGATES.get(mode, _SURROGATES["vanilla"])
   ratio = "sequence_ratio" if mode == "gspo" else "token_ratio"
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.ratio", ratio, name)
   if mode in ("geo_mean", "sapo"):
-    comment = f"{mode} always takes it"
+    comment = f"always used by {mode}"
     yield Setting("loss.weighting", "sequence_mean", comment)
   for ours, side, sign in zip(bounds, ("low", "high"), (-1, 1), strict=True):
     key = f"{ACTOR}.clip_ratio_{side}"
@@ -200,19 +205,19 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
 
 _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 _KLS |= {"full": "exact"}
-# Their value is another estimator's, and their gradient is k2's.
+# Straight-through estimators, with the gradient of k2.
 _KLS |= {f"{kind}+": "k2" for kind in ("low_var_kl", "k3", "kl", "k1", "abs")}
 
 
 def _kl(theirs: Theirs, name: str) -> Items:
-  """KL as a term of the loss, or in the reward."""
+  """Translates the KL term of the loss or the reward."""
   in_reward, penalty = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
   coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
   in_loss, ours = theirs[name], _KLS.get(theirs[kind], "k3")
   placement = "loss"
   if theirs[in_reward]:
     if in_loss or theirs[penalty] not in ("kl", "k1"):
-      text = "there is one KL term, k1 in the reward"
+      text = "only one KL term is available, k1 in the reward"
       yield Note(in_reward, text, missing=True)
     coefficient, kind, name = "algorithm.kl_ctrl.kl_coef", penalty, in_reward
     ours, placement = "k1", "reward"
@@ -220,19 +225,19 @@ def _kl(theirs: Theirs, name: str) -> Items:
     yield theirs.setting("loss.beta", 0.0, name)
     return
   elif str(theirs[kind]).endswith("+"):
-    yield Note(kind, "verl logs another value; the gradient is k2's")
+    yield Note(kind, "k2, with verl's gradient but another logged value")
   elif theirs[kind] not in _KLS:
-    text = "k3 is taken: in a loss k1 has no gradient, |k1| is no divergence"
+    text = "k3 is used: k1 has no gradient in a loss, |k1| is not a divergence"
     yield Note(kind, f"{theirs[kind]!r}: {text}", missing=True)
   elif ours == "k3":
-    yield Note(kind, "verl clamps each token's k3 at 10")
+    yield Note(kind, "verl also limits k3 to 10 per token")
   yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
   yield theirs.setting("loss.kl", ours, kind)
   yield theirs.setting("loss.kl_placement", placement, name)
 
 
 def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
-  """Reads "0.5_5.0", or "2.0", which has no lower bound."""
+  """Reads the bounds "0.5_5.0", or "2.0" without a lower bound."""
   low, _, high = str(theirs[name]).rpartition("_")
   try:
     return float(low) if low else None, float(high)
@@ -241,14 +246,14 @@ def _bounds(theirs: Theirs, name: str) -> tuple[float | None, float]:
 
 
 def _bad_bounds(theirs: Theirs, name: str) -> ValueError:
-  text = "are two positive bounds, LOW_HIGH, or one"
+  text = "must be one or two positive bounds, HIGH or LOW_HIGH"
   return ValueError(f"{name} = {theirs[name]!r}: {text}")
 
 
 def _correct(
   theirs: Theirs, name: str, kind: str, low: float, high: float
 ) -> Items:
-  """Sets a correction by the setting `name` and its threshold."""
+  """Yields the settings of a correction by `name` and its threshold."""
   limit = f"{name}_threshold"
   yield theirs.setting("loss.correction", kind, name)
   yield theirs.setting("loss.correction_low", low, limit)
@@ -257,7 +262,7 @@ def _correct(
 
 
 def _correction(theirs: Theirs, name: str) -> Items:
-  """Corrections for a sampler that is not the policy."""
+  """Translates the correction for sampling with another policy."""
   level = theirs[name]
   if level in ("token", "sequence"):
     low, high = _bounds(theirs, f"{name}_threshold")
@@ -266,33 +271,33 @@ def _correction(theirs: Theirs, name: str) -> Items:
 
 
 def _rejection(theirs: Theirs, name: str) -> Items:
-  """Rejection of completions that are too far off, in the mean of tokens."""
+  """Translates the rejection of completions by their mean ratio."""
   kind, limit = theirs[name], f"{name}_threshold"
   if not kind:
     return
   text = ""
   if theirs[f"{CORRECTION}.rollout_is"] in ("token", "sequence"):
-    text = "ignored with rollout_is: there is one loss.correction"
+    text = "ignored with rollout_is: only one loss.correction is available"
   elif kind != "seq_mean_k1":
     text = f"{kind!r}: only seq_mean_k1 is known (geometric_mask)"
   if text:
     yield Note(name, text, missing=True)
     return
   low, high = _bounds(theirs, limit)
-  if low is None and high > 0:  # one number is of both sides
+  if low is None and high > 0:  # a single bound is symmetric
     low = 1 / high
   if not 0 < (low or 0.0) <= high < math.inf:
     raise _bad_bounds(theirs, limit)
-  # verl's bounds are of the sampler's probabilities by the trainer's.
+  # verl bounds the inverse ratio, sampler / trainer.
   yield from _correct(theirs, name, "geometric_mask", 1 / high, 1 / low)
-  yield Note(name, "verl's rejection also takes the tokens out of the mean")
+  yield Note(name, "verl also excludes rejected tokens from the mean")
 
 
-# Replay of the trainer's own experts; R3 is the rollout's setting.
-_OWN_ROUTERS = Row(
+_ROUTER_REPLAY = Row(
   "disabled",
-  missing={"R2": "loss.router_replay replays the rollout's experts (R3) alone"},
+  missing={"R2": "loss.router_replay replays only the rollout's experts (R3)"},
 )
+_TOOL_FORMATS = {"hermes": "hermes", "llama3_json": "llama3"}
 _WEIGHTINGS = {
   "token-mean": "token_mean",
   "seq-mean-token-mean": "sequence_mean",
@@ -300,8 +305,8 @@ _WEIGHTINGS = {
   "seq-mean-token-sum-norm": "fixed_length",
 }
 
-_ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
-  # Model, data and rewards.
+_ROWS = {  # names without a leading "actor_rollout_ref."
+  # Model, data and rewards
   "model.path": Row(None, rules.model),
   "model.lora_rank": Row(0, "lora.rank", rules.none_for_0),
   "model.lora_alpha": Row(16, "lora.alpha", when=[f"{MODEL}.lora_rank"]),
@@ -331,10 +336,10 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   f"{REWARD_MODEL}.model_path": Row(
     None,
     "reward.model",
-    note="a sequence classifier, added to the functions' rewards",
+    note="a sequence classifier, added to the rewards of functions",
     when=[f"{REWARD_MODEL}.enable"],
   ),
-  # Several turns.
+  # Several turns
   "rollout.multi_turn.enable": Row(False, note=rules.TURNS),
   "rollout.multi_turn.max_assistant_turns": Row(None, _turns),
   "rollout.multi_turn.max_user_turns": Row(),
@@ -343,9 +348,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "rollout.multi_turn.interaction_config_path": Row(note=rules.ENVIRONMENT),
   "rollout.agent.agent_loop_config_path": Row(note=rules.ENVIRONMENT),
   "rollout.multi_turn.format": Row(
-    "hermes",
-    "environment.tool_format",
-    {"hermes": "hermes", "llama3_json": "llama3"},
+    "hermes", "environment.tool_format", _TOOL_FORMATS
   ),
   "rollout.multi_turn.max_tool_response_length": Row(
     256,
@@ -353,7 +356,7 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
     note="characters per answer in verl, here tokens of a turn's answers",
     when=[f"{ROLLOUT}.multi_turn.enable"],
   ),
-  # Batches and length of the run.
+  # Batches and length of the run
   "data.seed": Row(None, "seed", lambda x, _: x or 1),
   "data.train_batch_size": Row(1024, "batch_size"),
   "data.gen_batch_size": Row(note="filter_groups.gen_parts is similar"),
@@ -377,26 +380,25 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
   "trainer.max_actor_ckpt_to_keep": Row(
     None, "checkpoint.keep", rules.none_for_0
   ),
-  # Sampling.
+  # Sampling
   "rollout.temperature": Row(1.0, "sampling.temperature"),
   "rollout.top_k": Row(-1, "sampling.top_k", rules.filter_size, rules.SAMPLED),
   "rollout.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
   "rollout.repetition_penalty": Row(1.0, missing=rules.NO_REPETITION_PENALTY),
   "rollout.stop": Row(None, rules.stop_strings),
-  # Advantages and loss.
+  # Advantages and loss
   "algorithm.adv_estimator": Row("gae", _advantage),
   "algorithm.norm_adv_by_std_in_grpo": Row(True),
   "actor.loss_agg_mode": Row("token-mean", "loss.weighting", _WEIGHTINGS),
   "actor.loss_scale_factor": Row(
-    note="sampling.max_new_tokens takes its place: scale the learning rate"
+    note="sampling.max_new_tokens is used instead: scale the learning rate"
   ),
   "actor.policy_loss.loss_mode": Row(
     "vanilla", _surrogate, note={"gspo": "verl bounds the ratio by e^10"}
   ),
   "actor.policy_loss.dro_beta": Row(None, "loss.dro_beta"),
   "actor.clip_ratio": Row(
-    0.2,
-    note="verl reads it only if clip_ratio_low or clip_ratio_high are null",
+    0.2, note="only used if clip_ratio_low or clip_ratio_high is null"
   ),
   "actor.clip_ratio_low": Row(),
   "actor.clip_ratio_high": Row(),
@@ -409,15 +411,14 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
     note=lambda x, t: (
       x
       and t[f"{ACTOR}.loss_agg_mode"] != "token-mean"
-      and "the bonus is the mean over tokens whatever the loss"
+      and "the bonus is always a mean over tokens"
     ),
   ),
   "actor.use_kl_loss": Row(False, _kl),
   "actor.kl_loss_coef": Row(0.001),
   "actor.kl_loss_type": Row("low_var_kl"),
   "algorithm.use_kl_in_reward": Row(
-    False,
-    note="verl penalises each token, here the whole completion",
+    False, note="penalises whole completions, in verl each token"
   ),
   "algorithm.kl_penalty": Row("kl"),
   "algorithm.kl_ctrl.kl_coef": Row(0.001),
@@ -436,15 +437,15 @@ _ROWS = {  # without "actor_rollout_ref." before actor, rollout, model and ref
     0,
     "filter_groups.max_num_gen_batches",
     lambda x, _: x if x > 0 else 100,
-    "0 becomes 100; verl's run ends at the limit, here the batch is smaller",
+    "0 becomes 100; at the limit verl ends, while here the batch is smaller",
     when=[f"{FILTER}.enable"],
   ),
   "rollout.enable_rollout_routing_replay": Row(
     False, "loss.router_replay", {True: True, False: None}
   ),
-  "actor.megatron.router_replay.mode": _OWN_ROUTERS,
-  "actor.veomni.router_replay.mode": _OWN_ROUTERS,
-  # Optimizer.
+  "actor.megatron.router_replay.mode": _ROUTER_REPLAY,
+  "actor.veomni.router_replay.mode": _ROUTER_REPLAY,
+  # Optimizer
   "actor.optim.optimizer": Row("AdamW", rules.optimizer),
   "actor.optim.lr": Row(1e-6, "optim.learning_rate"),
   "actor.optim.lr_warmup_steps": Row(-1, _warmup),
@@ -469,7 +470,7 @@ ALWAYS = (
   Note("algorithm.adv_estimator", rules.OWN_ADVANTAGE),
 )
 
-# Logging, engines, memory and placement.
+# Settings of logging, engines, memory and placement
 UNNEEDED = (
   r"(trainer|ray|critic|global_profiler|transfer_queue|hydra)\b|data\.(shuffle"
   r"|return|trust|image|video|dataloader|truncation)|.*\.(fsdp|use_dynamic_bsz"

@@ -1,4 +1,4 @@
-"""A translation as a config, and as a config file."""
+"""Converts a translation to a config, and to the text of a config file."""
 
 import math
 import shlex
@@ -16,9 +16,9 @@ WIDTH = 80
 
 
 def _typed(setting: Setting, default: Any) -> Any:
-  """Returns the value in the type of its default; of any plain type for None.
+  """Converts a setting's value to the type of its default, unless that is None.
 
-  ValueError if it has another type, or Python cannot read it back.
+  ValueError if the types differ, or the value is not a literal.
   """
   value = setting.value
   if isinstance(value, list | tuple) and isinstance(default, tuple | None):
@@ -44,53 +44,55 @@ def _settled(
 ) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
   """Returns settings in the order of --help, and dicts of free sections.
 
-  Our defaults are left out unless the file sets them. ValueError as `_typed`.
+  Defaults are omitted unless the file sets them. ValueError as in `_typed`.
   """
   known = config_lib.flatten(default_config())
   free = settings_lib.free_sections(SETTINGS)
   by_name = {
-    one.name: one._replace(value=_typed(one, known.get(one.name)))
-    for one in translation.settings
+    setting.name: setting._replace(
+      value=_typed(setting, known.get(setting.name))
+    )
+    for setting in translation.settings
   }
   order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
   fixed, nested = {}, {}
   for name in dict.fromkeys([*order, *by_name]):
-    one = by_name.get(name)
-    if not one or (
-      one.value == known.get(name)
-      and (not one.theirs or "(default)" in one.theirs)
-    ):
+    setting = by_name.get(name)
+    if not setting:
+      continue
+    is_set = setting.theirs and "(default)" not in setting.theirs
+    if setting.value == known.get(name) and not is_set:
       continue
     section = next((s for s in free if settings_lib.is_free(name, [s])), None)
     if section is None:
-      fixed[name] = one
+      fixed[name] = setting
       continue
     *parents, key = name.removeprefix(f"{section}.").split(".")
     place = nested.setdefault(section, {})
     for parent in parents:
       place = place.setdefault(parent, {})
-    place[key] = one.value
+    place[key] = setting.value
   return fixed, nested
 
 
 def config_of(translation: Translation) -> ConfigDict:
-  """Returns the default config with a translation's; ValueError as `_typed`."""
+  """Returns the translated config; ValueError as in `_typed`."""
   config = default_config()
   fixed, nested = _settled(translation)
-  config.update_from_flattened_dict({n: one.value for n, one in fixed.items()})
+  config.update_from_flattened_dict({k: x.value for k, x in fixed.items()})
   for section, values in nested.items():
     config[section].update(values)
   return config
 
 
 def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
-  """Returns a text as comments, without characters that end a line."""
+  """Returns a text as comment lines, without characters that end a line."""
   clean = "".join(c if c.isprintable() else " " for c in text)
+  clean = " ".join(clean.split())
+  width = WIDTH - len(indent) - 2
+  blanks = " " * len(first)
   lines = textwrap.wrap(
-    " ".join(clean.split()),
-    WIDTH - len(indent) - 2,
-    initial_indent=first,
-    subsequent_indent=" " * len(first),
+    clean, width, initial_indent=first, subsequent_indent=blanks
   )
   return [f"{indent}# {line}" for line in lines]
 
@@ -103,7 +105,7 @@ def _notes(title: str, notes: list[Note]) -> list[str]:
 
 def screen_lines(translation: Translation) -> list[str]:
   """Returns the notes as lines for the screen."""
-  means = {True: "may change the run", False: "means something else"}
+  means = {True: "may change the run", False: "differs in meaning"}
   lines = [
     f"- {note.theirs} {means[note.missing]}: {note.text}"
     for note in dict.fromkeys(translation.notes)
@@ -114,14 +116,14 @@ def screen_lines(translation: Translation) -> list[str]:
 
 
 def command(translation: Translation, config: str) -> str:
-  """Returns the command that trains, with flags for missing settings."""
+  """Returns the training command, with flags for missing settings."""
   flags = dict.fromkeys(x.flag for x in translation.notes if x.flag)
   words = [f"python -m grpojax.train --config={shlex.quote(config)}"]
   return " \\\n    ".join([*words, *(f"--config.{x}" for x in flags)])
 
 
 def config_file(translation: Translation, source: str) -> str:
-  """Returns a config file of a file `source`; ValueError as `_typed`."""
+  """Returns the config file for a file `source`; ValueError as in `_typed`."""
   fixed, nested = _settled(translation)
   differs = [note for note in translation.notes if not note.missing]
   missing = [note for note in translation.notes if note.missing]
@@ -130,18 +132,17 @@ def config_file(translation: Translation, source: str) -> str:
     '"""GRPO, translated from another library\'s configuration."""',
     "",
     *_comment(
-      f"From {source}, of {translation.library}; by python -m"
-      " grpojax.translate."
-    ),
-    *_comment(
-      "Comments name the other library's settings; (default) is what holds"
-      " there where the file says nothing."
+      f"From {source} for {translation.library}, by python -m"
+      " grpojax.translate. Comments are settings of this library; (default)"
+      " marks its defaults."
     ),
     "#",
     *(f"# {x}" for x in command(translation, "THIS_FILE").splitlines()),
     "#",
-    *_notes("What means something else here", differs),
-    *_notes("What has no counterpart, and may change the run", missing),
+    *_notes("Settings that differ in meaning", differs),
+    *_notes(
+      "Settings without a counterpart, which may change the run", missing
+    ),
     *_comment(unneeded and f"Not needed here: {unneeded}"),
     "",
     "from grpojax.training.config import default_config",
@@ -150,12 +151,13 @@ def config_file(translation: Translation, source: str) -> str:
     "def get_config():",
     "  config = default_config()",
   ]
-  for name, one in fixed.items():
-    line, comment = f"  config.{name} = {one.value!r}", _comment(one.theirs)
+  for name, setting in fixed.items():
+    line = f"  config.{name} = {setting.value!r}"
+    comment = _comment(setting.theirs)
     if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
       lines.append(f"{line}  {comment[0]}")
     else:
-      lines += [*_comment(one.theirs, "  "), line]
+      lines += [*_comment(setting.theirs, "  "), line]
   for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])

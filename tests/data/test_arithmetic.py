@@ -11,7 +11,7 @@ ALWAYS, NEVER = (1.0, 1.0), (0.0, 0.0)
 
 
 def value(expression):
-  """An independent evaluator: Python's own parser, on sums and products."""
+  """Evaluates sums and products by Python's own parser."""
 
   def visit(node):
     if isinstance(node, ast.Constant):
@@ -22,7 +22,7 @@ def value(expression):
   return visit(ast.parse(expression, mode="eval").body)
 
 
-def test_examples_are_sums_of_the_documented_form_and_their_values():
+def test_examples_have_the_documented_form_and_value():
   examples = arithmetic.load("train", seed=3)
   operations = []
   for i in range(400):
@@ -41,7 +41,6 @@ def test_examples_are_sums_of_the_documented_form_and_their_values():
 
 
 def test_examples_do_not_depend_on_process_order_or_size():
-  # Golden: another machine, process or library version must draw these.
   examples = arithmetic.load("train", seed=0)
   assert examples[0] == {"prompt": "88*9+59", "answer": "851"}
   assert examples[2**31 - 2] == {"prompt": "83+88+99+53+58", "answer": "381"}
@@ -61,15 +60,13 @@ def test_solutions():
   assert arithmetic.hasty("23*4+17+85") == "#### 194"
 
 
-@pytest.mark.parametrize(
-  "expression", ["", "1-2", "1+2*3", "2*3*4", "__import__('os')", "1+", "１+2"]
-)
-def test_other_expressions_are_refused(expression):
-  with pytest.raises(ValueError, match="is not a sum"):
-    arithmetic.solution(expression)
+def test_other_expressions_are_refused():
+  for expression in ("", "1-2", "1+2*3", "2*3*4", "f()", "1+", "１+2"):
+    with pytest.raises(ValueError, match="is not a sum"):
+      arithmetic.solution(expression)
 
 
-def test_a_document_has_one_author_and_training_problems():
+def test_a_document_has_a_single_author_and_training_problems():
   rng = np.random.default_rng(0)
   hasty_documents, sizes = 0, set()
   for _ in range(300):
@@ -91,12 +88,11 @@ def test_a_document_has_one_author_and_training_problems():
   "split, options, message",
   [
     *[
-      ("train", {"difficulty": x}, "difficulty is a whole number of 1 to 1000")
+      ("train", {"difficulty": x}, "must be a whole number of 1 to 1000")
       for x in (0, (3, 2), (1, 2, 3), (2, 10**9))
     ],
     ("train", {"seed": -1}, "seed must not be negative"),
     ("train", {"size": 0}, "size = 0"),
-    # Held-out problems are all encoded before a run, so they are not endless.
     ("test", {"size": 100_001}, "eval.num_prompts = 100001: .*100000"),
   ],
 )
@@ -105,18 +101,18 @@ def test_bad_arguments_are_refused(split, options, message):
     arithmetic.load(split, **options)
 
 
-# (a, b): the sum, and what is written if every carry is forgotten.
+# (a, b): the sum, and the result if all carries are forgotten.
 BY_HAND = {
   (48, 37): (85, 75),
   (41, 37): (78, 78),
   (95, 7): (102, 92),
-  (90, 20): (110, 110),  # what the first column makes is written out
+  (90, 20): (110, 110),  # the leftmost column is written in full
   (594, 66): (660, 550),  # the tens make 16 with the carry, 15 without
   (9, 995): (1004, 994),
 }
 
 
-def test_all_or_none_of_the_carries_are_forgotten():
+def test_all_carries_or_none_are_forgotten():
   rng = np.random.default_rng(0)
   for (a, b), (right, wrong) in BY_HAND.items():
     assert forgetful_sum(rng, a, b, NEVER) == right
@@ -127,15 +123,15 @@ def test_all_or_none_of_the_carries_are_forgotten():
 @pytest.mark.parametrize(
   "a, b, rate", [(15, 15, 0.2), (19, 19, 0.2 + 0.6 * 8 / 9)]
 )
-def test_carries_are_forgotten_by_what_the_digits_make(a, b, rate):
-  """10 is where `forget` begins, and 18 one ninth before it ends."""
+def test_the_rate_of_forgetting_is_linear_in_the_column_sum(a, b, rate):
+  """Column sums of 10 and 18."""
   rng = np.random.default_rng(0)
   n = 2000
   wrong = sum(forgetful_sum(rng, a, b, (0.2, 0.8)) != a + b for _ in range(n))
   assert abs(wrong / n - rate) < 4 * np.sqrt(rate * (1 - rate) / n)
 
 
-def test_an_author_goes_on_from_what_they_wrote():
+def test_authors_continue_from_their_own_results():
   rng = np.random.default_rng(0)
   mistakes = set()
   for _ in range(50):
@@ -150,4 +146,4 @@ def test_an_author_goes_on_from_what_they_wrote():
         assert int(result) == forgetful_sum(rng, a, b, ALWAYS)
     assert last == f"#### {result}"
     mistakes.add(text != arithmetic.solution(prompt[3:-4]))
-  assert mistakes == {True, False}  # some need no carry
+  assert mistakes == {True, False}  # some problems need no carry

@@ -1,4 +1,4 @@
-"""On 32 problems of each split, from the files that OpenAI published (MIT)."""
+"""GSM8K, on 32 problems per split from the files of OpenAI (MIT)."""
 
 import fcntl
 import importlib
@@ -17,7 +17,7 @@ from grpojax.rewards.exact import exact_answer
 SAMPLE = pathlib.Path(__file__).parent / "gsm8k"
 
 
-def test_problems_in_the_order_of_the_file():
+def test_problems_have_the_order_of_the_file():
   train, test = (gsm8k.load(s, path=SAMPLE) for s in SPLITS)
   assert len(train) == len(test) == 32
   assert train[0]["prompt"].startswith("Natalia sold clips to 48")
@@ -26,7 +26,7 @@ def test_problems_in_the_order_of_the_file():
     assert exact_answer("", example["solution"], example) == 1.0
 
 
-def test_a_bad_line_is_named(tmp_path):
+def test_bad_lines_and_directories_are_refused(tmp_path):
   line = '{"question": "How many?", "answer": "three"}'
   good = '{"question": "How many?", "answer": "One. #### 1"}'
   (tmp_path / "test.jsonl").write_text(f"{good}\n\n{line}\n")
@@ -37,7 +37,7 @@ def test_a_bad_line_is_named(tmp_path):
     gsm8k.load("train", path=tmp_path)
 
 
-def test_without_tensorflow_datasets_the_way_out_is_named(monkeypatch):
+def test_a_missing_library_gets_advice(monkeypatch):
   for name in ("tensorflow_datasets", "tensorflow_datasets.text"):
     monkeypatch.setitem(sys.modules, name, None)
   with pytest.raises(
@@ -48,7 +48,7 @@ def test_without_tensorflow_datasets_the_way_out_is_named(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-  """TensorFlow Datasets' own builder, with the sample for a download."""
+  """A directory prepared by TensorFlow Datasets from the sample."""
   pytest.importorskip("tensorflow_datasets")
   original = importlib.import_module("tensorflow_datasets.text.gsm8k.gsm8k")
   registered = importlib.import_module("tensorflow_datasets.core.registered")
@@ -74,9 +74,9 @@ def contents(examples):
   "below, split", [("", "train"), ("gsm8k", "test"), ("gsm8k/1.0.0", "train")]
 )
 def test_both_local_copies_hold_the_same_problems(below, split, prepared):
-  found = gsm8k.load(split, path=prepared / below)
-  assert contents(found) == contents(gsm8k.load(split, path=SAMPLE))
-  assert list(gsm8k.load(split, path=prepared / below, size=5)) == [*found][:5]
+  loaded = gsm8k.load(split, path=prepared / below)
+  assert contents(loaded) == contents(gsm8k.load(split, path=SAMPLE))
+  assert list(gsm8k.load(split, path=prepared / below, size=5)) == [*loaded][:5]
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_the_default_directory_needs_no_tensorflow_and_no_network(prepared):
   assert result.stdout == "32 False\n", result.stderr
 
 
-def test_one_process_prepares(tmp_path, monkeypatch):
+def test_a_single_process_prepares_the_data(tmp_path, monkeypatch):
   log = []
 
   class Builder:
@@ -112,7 +112,7 @@ def test_one_process_prepares(tmp_path, monkeypatch):
       return "prepared" in log
 
     def download_and_prepare(self):
-      with open(tmp_path / "gsm8k.lock") as file:  # held meanwhile
+      with open(tmp_path / "gsm8k.lock") as file:
         with pytest.raises(BlockingIOError):
           fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       log.append("prepared")
@@ -131,7 +131,7 @@ def test_one_process_prepares(tmp_path, monkeypatch):
   for _ in range(2):
     assert gsm8k._prepared().is_prepared()
   assert log == ["prepared"]
-  # Another process may have prepared it while this one waited for the lock.
+  # Another process prepares it while this process waits for the lock.
   log.clear()
   monkeypatch.setattr(fcntl, "flock", lambda *_: log.append("prepared"))
   gsm8k._prepared()

@@ -1,4 +1,4 @@
-"""Data sets of the Hub, from a stand-in, by the real library."""
+"""Data sets of the Hub, read by the real library from a local server."""
 
 import contextlib
 import io
@@ -67,7 +67,7 @@ def served():
   return own
 
 
-# The library reads its settings as it is imported: so in another process.
+# In another process, because the library reads its settings when imported.
 ASK = """
 import json, sys
 from grpojax.data import datasets
@@ -98,7 +98,7 @@ def asking(home, **environ):
       process.stdin.write(json.dumps([split, path, options]) + "\n")
       process.stdin.flush()
       line = process.stdout.readline()
-      assert line.startswith("> "), line  # and nothing else is printed
+      assert line.startswith("> "), line  # no other output
       return json.loads(line[2:])
 
     yield ask
@@ -154,30 +154,30 @@ MAIN = {"configuration": "main"}
 REFUSED = [
   ("train", "org/sums", {}, "data.options.configuration names one"),
   ("train", "org/sums", {"configuration": "x"}, "data.options.configuration"),
-  ("test", "org/lines", {}, "no split 'test', but ['train']: data.options"),
+  ("test", "org/lines", {}, "no split 'test', but ['train']: set data.opt"),
   ("train", "org/none", {}, "no data set 'org/none' with a revision 'main'"),
   ("train", "org/lines", {"revision": "v9"}, "with a revision 'v9'"),
   ("train", "org/script", {}, "data set org/script"),
-  ("train", "org/tar", {}, "others may hold code"),
+  ("train", "org/tar", {}, "which may hold code"),
   ("train", "org/sums", MAIN, "train split, row 1: no field 'prompt'"),
   ("train", "org/sums", MAIN | {"columns": ["x"]}, "no column 'x'; its col"),
 ]
 
 
 @pytest.mark.parametrize("path", ["", "gsm8k", "json", "../x", "a/b/c", "/a/b"])
-def test_a_name_of_the_hub_is_needed(path):
+def test_paths_must_be_names_of_the_hub(path):
   with pytest.raises(ValueError, match="ORG/NAME of the Hub"):
     datasets.load(datasets.HUB, "train", path, {"size": 3})
 
 
-def test_a_path_that_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
+def test_local_paths_are_refused(tmp_path, monkeypatch):
   (tmp_path / "org/sums").mkdir(parents=True)
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(ValueError, match="is here: read it by data.name"):
+  with pytest.raises(ValueError, match="is a local path: read it by data.name"):
     datasets.load(datasets.HUB, "train", "org/sums")
 
 
-def test_without_the_library(monkeypatch):
+def test_a_missing_library_gets_advice(monkeypatch):
   monkeypatch.setitem(sys.modules, "datasets", None)
   with pytest.raises(ValueError, match=r"pip install 'grpojax\[datasets\]'"):
     datasets.load(datasets.HUB, "train", "org/sums")

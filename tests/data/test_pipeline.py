@@ -35,7 +35,7 @@ def answers(stream, count=None):
   return [example["answer"] for _, rows in taken for example in rows]
 
 
-def test_a_batch_holds_padded_ids_masks_targets_and_examples():
+def test_batches_have_padded_ids_masks_targets_and_examples():
   def target(example):
     return {"value": np.full((2,), int(example["answer"]))}
 
@@ -63,7 +63,6 @@ def test_a_batch_holds_padded_ids_masks_targets_and_examples():
 @pytest.mark.parametrize("start", [0, 7, 23])
 def test_a_run_resumed_anywhere_continues_the_same_stream(examples, start):
   whole = answers(batches(examples, max_prompt_length=999), 10)
-  # Another batch size, and more read ahead than consumed.
   stream = batches(examples, max_prompt_length=999, start=start, batch_size=3)
   assert answers(stream, 5) == whole[start : start + 15]
   if len(examples) == drawn.ENDLESS:  # in its own order
@@ -84,7 +83,7 @@ def test_every_epoch_is_a_new_permutation():
   }
 
 
-def test_evaluation_reads_each_example_once_and_keeps_the_rest():
+def test_without_repeat_each_example_comes_once():
   stream = list(batches(shuffle=False, repeat=False))
   assert [len(rows) for _, rows in stream] == [4, 4, 2]
   assert [p.prompt_ids.shape for p, _ in stream] == [(4, 8), (4, 8), (2, 8)]
@@ -94,7 +93,7 @@ def test_evaluation_reads_each_example_once_and_keeps_the_rest():
   assert answers(batches(repeat=False, start=10)) == []
 
 
-def test_every_batch_of_a_mixture_has_the_shares_and_every_epoch_its_prompts():
+def test_batches_of_a_mixture_have_its_shares():
   taken = list(itertools.islice(batches(Mixture(PARTS)), 35))
   sources = [[e[SOURCE] for e in examples] for _, examples in taken]
   assert all(names.count("a") == 3 for names in sources)
@@ -103,11 +102,11 @@ def test_every_batch_of_a_mixture_has_the_shares_and_every_epoch_its_prompts():
     mine = [p for p in prompts if p[0] == name]
     epochs = [mine[i : i + size] for i in range(0, len(mine) - size, size)]
     assert all(len(set(epoch)) == size for epoch in epochs)
-    assert len(set(map(tuple, epochs))) > 1  # each in an order of its own
+    assert len(set(map(tuple, epochs))) > 1  # orders differ
 
 
 @pytest.mark.slow
-def test_the_order_of_a_data_set_is_its_own():
+def test_the_order_of_a_data_set_ignores_other_data_sets():
   def order(parts=PARTS, **options):
     prompts = answers(batches(Mixture(parts), **options), 8)
     return [p for p in prompts if p[0] == "b"][:5]
@@ -117,7 +116,7 @@ def test_the_order_of_a_data_set_is_its_own():
   assert order() != order(seed=1)
 
 
-def test_held_out_examples_come_one_data_set_after_another():
+def test_a_mixture_without_repeat_is_concatenated():
   mixture = Mixture(PARTS)
   stream = batches(mixture, shuffle=False, repeat=False, batch_size=12)
   expected = [e["answer"] for part in PARTS for e in part.examples]

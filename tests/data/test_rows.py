@@ -1,4 +1,4 @@
-"""Files of rows: their examples, and mistakes that are reported at once."""
+"""JSONL and Parquet files: examples, splits and errors."""
 
 import concurrent.futures
 import datetime
@@ -39,7 +39,7 @@ def plain(count, start=0):
 
 
 def write(file, rows, end="\n"):
-  """Writes rows as the suffix of the file says."""
+  """Writes rows in the format of the file's suffix."""
   file.parent.mkdir(exist_ok=True, parents=True)
   if file.suffix == ".parquet":
     pq.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -49,10 +49,11 @@ def write(file, rows, end="\n"):
 
 
 class Kind:
-  """A kind of files; all have the same options, rows and errors."""
+  """A file format; all formats have the same options, rows and errors."""
 
   def __init__(self, name):
-    self.suffix, self.load = f".{name}", datasets.DATASETS[name]
+    self.suffix = f".{name}"
+    self.load = datasets.DATASETS[name]
 
   def __call__(self, path, rows):
     return write(path.with_suffix(self.suffix), rows)
@@ -63,7 +64,7 @@ def kind(request):
   return Kind(request.param)
 
 
-def test_verl_s_columns_are_examples(kind, tmp_path):
+def test_rows_for_verl_are_examples(kind, tmp_path):
   file = kind(tmp_path / "train", VERL)
   for path in (file, tmp_path):
     rows = list(kind.load("train", path=path))
@@ -74,7 +75,7 @@ def test_verl_s_columns_are_examples(kind, tmp_path):
     kind.load("train", path=file, answer="extra_info.no")
 
 
-def test_fields_by_other_names(tmp_path):
+def test_fields_can_have_other_names(tmp_path):
   turns = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "6 * 7?"},
@@ -95,7 +96,7 @@ def test_fields_by_other_names(tmp_path):
   assert list(jsonl.load("train", path=file, answer="")) == [{"prompt": "x"}]
 
 
-def test_files_of_a_split_in_a_directory(kind, tmp_path):
+def test_a_directory_has_files_for_each_split(kind, tmp_path):
   for name, count, start in (
     ("a/data/train-00000-of-00002", 3, 0),
     ("a/data/train-00001-of-00002", 4, 3),
@@ -118,17 +119,17 @@ def test_files_of_a_split_in_a_directory(kind, tmp_path):
   assert read("a", size=5) == plain(5)
   for name in ("b/train-1", "b/train", "b/data/train_x"):
     kind(tmp_path / name, plain(1, 2))
-    with pytest.raises(ValueError, match="b has .*train.* and .*a pattern: '"):
+    with pytest.raises(ValueError, match="b has .*train.* and .*a pattern, '"):
       read("b")
     (tmp_path / name).with_suffix(kind.suffix).unlink()
   joined = kind.load("train", path=tmp_path / "a")
   assert joined[3] == plain(1, 3)[0] and len(joined) == 7
   kind(tmp_path / "a/data/train-00002-of-00003", plain(1))
-  with pytest.raises(ValueError, match="is one of 3 files, and 1 are there"):
+  with pytest.raises(ValueError, match="is one of 3 files, but 1 exist"):
     read("a")
 
 
-def test_a_pattern_is_one_set_of_files(kind, tmp_path):
+def test_a_pattern_matches_several_files(kind, tmp_path):
   kind(tmp_path / "p1", plain(30))
   kind(tmp_path / "p2", plain(30, 30))
   kind(tmp_path / "deep/er/p3", plain(3, 60))
@@ -142,10 +143,10 @@ def test_a_pattern_is_one_set_of_files(kind, tmp_path):
   assert sorted(map(str, sum(halves, []))) == sorted(map(str, plain(60)))
   assert all(halves)
   options = {"path": tmp_path / f"p1{kind.suffix}"}
-  options["test"] = f"{tmp_path}/p[2]{kind.suffix}"  # with the test split
+  options["test"] = f"{tmp_path}/p[2]{kind.suffix}"
   assert list(kind.load("train", **options)) == plain(30)
   assert list(kind.load("test", **options)) == plain(30, 30)
-  with pytest.raises(ValueError, match="nowhere is not a file"):
+  with pytest.raises(ValueError, match="nowhere matches no file"):
     kind.load("test", **options | {"test": "nowhere"})
 
 
@@ -153,17 +154,17 @@ def test_a_pattern_is_one_set_of_files(kind, tmp_path):
   "split, path, share, message",
   [
     ("train", "", 0, "needs data.path"),
-    ("train", "/dev/null", 0, "/dev/null is not a file"),
-    ("train", "DIR/q*", 0, r"q\* is not a file, and matches none"),
+    ("train", "/dev/null", 0, "/dev/null matches no file"),
+    ("train", "DIR/q*", 0, r"q\* matches no file"),
     ("train", "DIR", 0, "train.SUFFIX does not exist.*and data.options.test"),
-    ("train", "DIR", 0.1, "for a single file or a pattern"),
-    ("train", "DIR/p1.SUFFIX", 1.5, r"a share in 0\.\.1"),
-    ("train", "DIR/p*", 1, "2 files of data.path holds no example"),
+    ("train", "DIR", 0.1, "for a file or a pattern"),
+    ("train", "DIR/p1.SUFFIX", 1.5, r"must be in 0\.\.1"),
+    ("train", "DIR/p*", 1, "2 files of data.path has no example"),
     ("train", "DIR/p1.SUFFIX", 1, "no example of the split 'train'"),
-    ("test", "DIR/p*", 0, "one set of files without held-out.*0.05"),
+    ("test", "DIR/p*", 0, "has no test split.*0.05"),
   ],
 )
-def test_files_that_cannot_be_opened(
+def test_missing_files_and_splits_are_refused(
   kind, tmp_path, split, path, share, message
 ):
   kind(tmp_path / "p1", plain(3))
@@ -173,7 +174,7 @@ def test_files_that_cannot_be_opened(
     kind.load(split, path=path, test=share)
 
 
-def test_the_answer_follows_a_mark(kind, tmp_path):
+def test_the_answer_can_follow_a_mark(kind, tmp_path):
   rows = [{"prompt": "6 * 7?", "answer": "6 * 7 = 42\n#### no #### 42 "}]
   file = kind(tmp_path / "a", rows)
   (row,) = kind.load("train", path=file, answer_after="####")
@@ -182,14 +183,14 @@ def test_the_answer_follows_a_mark(kind, tmp_path):
     kind.load("train", path=file, answer_after="@")
 
 
-def test_columns_are_the_fields_that_are_read(kind, tmp_path):
+def test_only_the_listed_columns_are_read(kind, tmp_path):
   rows = [row | {"level": 1, "other": 2} for row in plain(3)]
   columns = ("level", "answer", "prompt")
   few = kind.load("train", path=kind(tmp_path / "a", rows), columns=columns)
   assert list(few) == [row | {"level": 1} for row in plain(3)]
 
 
-def test_threads_read_the_same_examples(kind, tmp_path, monkeypatch):
+def test_threads_can_share_examples(kind, tmp_path, monkeypatch):
   monkeypatch.setattr(parquet, "_ROWS", 7)
   rows = [row | {"text": "x" * i} for i, row in enumerate(plain(99))]
   examples = kind.load("train", path=kind(tmp_path / "a", rows))
@@ -216,21 +217,16 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
   assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 500
   assert len(train) + len(test) == 1300
   assert 0.14 < len(keys[1]) / 500 < 0.26
-  # Blanks, and the order of a message's keys, make no other prompt.
-  same = [{"prompt": f"{i}? ", "answer": ""} for i in range(400)]
-  turn = [{"content": " 7", "role": "user"}]
-  write(other, [*same, {"messages": turn, "answer": ""}])
+  # Whitespace around a prompt does not matter.
+  write(other, [{"prompt": f"{i}? ", "answer": ""} for i in range(400)])
   again = jsonl.load("test", path=other, test=0.2)
-  texts = {f"{x['prompt']}".strip() for x in again}
-  assert texts - {f"{turn}"} == {
-    x["prompt"] for x in test if "?" in x["prompt"]
-  }
-  assert (f"{turn}" in texts) == any("content': '7'" in f"{x}" for x in test)
-  write(other, plain(1000))  # similar prompts
-  for share in (0.02, 0.05, 0.1, 0.3):  # three standard deviations
+  texts = {x["prompt"].strip() for x in again}
+  assert texts == {x["prompt"] for x in test if "?" in x["prompt"]}
+  write(other, plain(1000))  # similar prompts are independent
+  for share in (0.02, 0.05, 0.1, 0.3):  # within three standard deviations
     off = abs(len(jsonl.load("test", path=other, test=share)) / 1000 - share)
     assert off < 3 * (share * (1 - share) / 1000) ** 0.5
-  # A property of the prompt: order and neighbours do not matter.
+  # Neither the order nor other rows matter.
   rng.shuffle(rows)
   write(file, rows[:700])
   chosen = {json.dumps(x["prompt"]) for x in split("test", 0.2)}
@@ -238,13 +234,13 @@ def test_a_share_is_held_out_by_prompt(tmp_path):
   assert len(split("test", 1)) == 700
 
 
-# JSONL alone.
+# JSONL
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n \t\n"])
 @pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
 @pytest.mark.parametrize("cut", [False, True])
-def test_the_ways_to_write_lines(start, end, cut, tmp_path):
+def test_line_ends_and_byte_order_marks(start, end, cut, tmp_path):
   lines = [json.dumps(row, ensure_ascii=False) + end for row in ROWS]
   content = start + "".join(lines).encode()
   file = tmp_path / "data.jsonl"
@@ -257,33 +253,33 @@ def test_the_ways_to_write_lines(start, end, cut, tmp_path):
   "line, text",
   [
     ("no json", "Expecting value"),
-    ('["prompt"]', "object is needed, not list"),
+    ('["prompt"]', "must be a JSON object, not list"),
     ("[" * 100_000, "recursion"),
-    ('{"prompt": "x", "answer": NaN}', "NaN is no value of JSON"),
-    ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: not a number"),
+    ('{"prompt": "x", "answer": NaN}', "NaN is not valid JSON"),
+    ('{"prompt": "x", "answer": 1e999}', "'answer' is inf: must be finite"),
     ('{"prompt": "x", "answer": %s}' % ("1" * 5000), "4300 digits"),
     ('{"prompt": "x", "answer": "1", "y": {"z": 1, "z": 1}}', "the key 'z'"),
     ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
     ('{"prompt": " ", "answer": "1"}', "not empty"),
-    ('{"prompt": "x", "answer": "1\\udc00"}', "the answer 'answer' is no text"),
+    ('{"prompt": "x", "answer": "1\\udc00"}', "'answer' is not valid Unicode"),
     (
       '{"prompt": [{"role": "user", "content": "\\ud83d "}], "answer": "1"}',
-      "prompt: a message's content is no text: its character 0,",
+      "prompt: a message's content is not valid Unicode: character 0,",
     ),
     ('{"prompt": 3, "answer": "1"}', "text or a list"),
-    ('{"prompt": ["x"], "answer": "1"}', "a message is an object"),
+    ('{"prompt": ["x"], "answer": "1"}', "a message must be an object"),
     ('{"prompt": [{"role": "user"}], "answer": "1"}', "message's content"),
     (
       '{"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}',
-      "the model writes that",
+      "the model should write",
     ),
-    ('{"prompt": "x"}', "data.options.answer names its field"),
+    ('{"prompt": "x"}', "data.options.answer to its field"),
     ('{"prompt": "x", "answer": true}', "not True"),
     ('{"prompt": "x", "answer": ["1"]}', "text or a number"),
     (b'{"prompt": "\xff", "answer": "1"}', "byte 13 of the line.*UTF-8"),
   ],
 )
-def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
+def test_opening_a_file_finds_its_bad_lines(line, text, tmp_path):
   file = tmp_path / "a.jsonl"
   line = line if isinstance(line, bytes) else line.encode()
   file.write_bytes(b"\n".join([GOOD.encode(), b"", line, GOOD.encode()]))
@@ -301,25 +297,25 @@ def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
     ("PAR1\x15", "data.name = 'parquet'"),
   ],
 )
-def test_files_of_other_formats(content, advice, tmp_path):
+def test_other_formats_get_advice(content, advice, tmp_path):
   (tmp_path / "a.json").write_text(content)
   with pytest.raises(ValueError, match=advice):
     jsonl.load("train", path=tmp_path / "a.json")
 
 
-def test_a_file_that_changes_is_noticed(tmp_path):
+def test_a_changed_file_is_noticed(tmp_path):
   file = write(tmp_path / "a.jsonl", ROWS)
   examples = jsonl.load("train", path=file)
   write(file, [ROWS[0] | {"answer": "43"}, *ROWS[1:], ROWS[0]])
   with pytest.raises(ValueError, match="a.jsonl changed"):
     examples[0]
-  assert examples[1] == ROWS[1]  # that line is the same
+  assert examples[1] == ROWS[1]  # an unchanged line
 
 
-# Parquet alone.
+# Parquet
 
 
-def test_rows_are_read_from_the_disk(tmp_path):
+def test_rows_stay_on_the_disk(tmp_path):
   allocated = pyarrow.total_allocated_bytes()
   large = [{"prompt": "x" * 10_000, "answer": "1"}] * 300  # 3 MB
   file = write(tmp_path / "b.parquet", large)
@@ -330,7 +326,7 @@ def test_rows_are_read_from_the_disk(tmp_path):
   assert many[298]["answer"] == "1"
 
 
-def test_columns_that_are_not_of_json(tmp_path):
+def test_columns_of_types_outside_json(tmp_path):
   day = datetime.datetime(2026, 1, 2, 3)
   row = plain(1)[0] | {"when": day, "cost": decimal.Decimal("1.5")}
   file = write(tmp_path / "a.parquet", [row | {"image": b"\x89PNG"}])
@@ -343,9 +339,9 @@ def test_columns_that_are_not_of_json(tmp_path):
     parquet.load("train", path=file, columns=("x",))
 
 
-def test_files_that_are_not_whole(tmp_path):
+def test_damaged_files_are_refused(tmp_path):
   bad = tmp_path / "bad.parquet"
-  when = pyarrow.array([2**60], pyarrow.timestamp("ms"))  # no date of Python's
+  when = pyarrow.array([2**60], pyarrow.timestamp("ms"))  # outside of Python's
   pq.write_table(pyarrow.table({"prompt": ["a"], "answer": when}), bad)
   with pytest.raises(ValueError, match="bad.parquet cannot be read: "):
     parquet.load("train", path=bad)
@@ -353,14 +349,14 @@ def test_files_that_are_not_whole(tmp_path):
   content = write(tmp_path / "a.parquet", rows).read_bytes()
   for part in (b"", b"prompt,answer", content[: len(content) // 2]):
     bad.write_bytes(part)
-    with pytest.raises(ValueError, match="bad.parquet is no Parquet file"):
+    with pytest.raises(ValueError, match="bad.parquet is not a Parquet file"):
       parquet.load("train", path=bad)
   bad.write_bytes(content[:40] + bytes(2000) + content[2040:])
   with pytest.raises(ValueError, match="bad.parquet cannot be read: "):
     parquet.load("train", path=bad)
 
 
-def test_a_disk_without_room(tmp_path, monkeypatch):
+def test_a_full_disk_gets_advice(tmp_path, monkeypatch):
   def full(**_):
     raise OSError(28, "No space left on device")
 
@@ -369,7 +365,7 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
     parquet.load("train", path=write(tmp_path / "a.parquet", plain(2)))
 
 
-def test_short_numbers_keep_their_own_digits(tmp_path):
+def test_short_floats_keep_their_shortest_digits(tmp_path):
   half, single = pyarrow.float16(), pyarrow.float32()
   columns = {
     "prompt": pyarrow.array(["a", "b"]).cast(pyarrow.string_view()),
@@ -394,14 +390,14 @@ def test_short_numbers_keep_their_own_digits(tmp_path):
   ]
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path):
-  file, one = tmp_path / "a.parquet", pyarrow.array(["1"])
+def test_repeated_column_names_are_refused(tmp_path):
+  file, column = tmp_path / "a.parquet", pyarrow.array(["1"])
   names = ["prompt", "answer", "x", "x"]
-  pq.write_table(pyarrow.table([one] * 4, names=names), file)
+  pq.write_table(pyarrow.table([column] * 4, names=names), file)
   with pytest.raises(ValueError, match="a.parquet has 2 columns 'x'"):
     parquet.load("train", path=file)
   assert parquet.load("train", path=file, columns=names[:2])[0]
-  twice = pyarrow.StructArray.from_arrays([one, one], names=["y", "y"])
-  pq.write_table(pyarrow.table([one, one, twice], names=names[:3]), file)
+  twice = pyarrow.StructArray.from_arrays([column] * 2, names=["y", "y"])
+  pq.write_table(pyarrow.table([column] * 2 + [twice], names=names[:3]), file)
   with pytest.raises(ValueError, match="a.parquet cannot be read.* duplicate"):
     parquet.load("train", path=file)

@@ -1,4 +1,4 @@
-"""Examples as texts to learn; packed rows hold them whole and apart."""
+"""Texts for fine-tuning, and their packing into rows."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def encoded(examples=EXAMPLES, **options):
   )
 
 
-def test_the_solution_is_learned_and_the_prompt_read():
+def test_the_loss_counts_solutions_and_optionally_prompts():
   texts, dropped = encoded(longest=7)
   assert texts == [
     (encode("ab>"), [*encode("cde"), 0]),
@@ -39,19 +39,19 @@ def test_the_solution_is_learned_and_the_prompt_read():
   assert encoded(longest=6) == (texts[1:], 2)
   both, _ = encoded(longest=7, learn_prompts=True)
   assert both[1] == ([], [*encode("f>gh"), 0])
-  with pytest.raises(ValueError, match="3 are of more than 4 tokens"):
+  with pytest.raises(ValueError, match="all 3 texts have more than 4 tokens"):
     encoded(longest=4)
   with pytest.raises(ValueError, match="without a solution"):
     encoded([{"prompt": "a"}], longest=9)
 
 
-def test_a_tokenizer_reads_prompts_messages_and_solutions():
+def test_tokenizers_are_trained_on_prompts_and_solutions():
   chat = [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]
   examples = [EXAMPLES[0], {"prompt": chat, "answer": 3}]
   assert list(texts_lib.strings(examples)) == ["ab", "cde", "x", "y", "3"]
 
 
-def test_every_epoch_has_all_texts_in_its_own_order():
+def test_every_epoch_is_a_new_order_of_all_texts():
   texts = [([], [i]) for i in range(20)]
 
   def first(seed):
@@ -65,7 +65,7 @@ def test_every_epoch_has_all_texts_in_its_own_order():
 
 
 def random_texts(count):
-  """(context, learned) pairs of 1 to 12 ids from 1."""
+  """Yields (context, learned) pairs of 1 to 12 ids."""
   rng = np.random.default_rng(0)
   for _ in range(count):
     sizes = rng.integers([0, 1], 7)
@@ -73,7 +73,7 @@ def random_texts(count):
 
 
 def unpack(batches):
-  """Every text of every row: (ids, positions, weights), in order."""
+  """Yields (ids, positions, weights) of each text, in order."""
   for rows in batches:
     for ids, positions, segments, weights in zip(*rows, strict=True):
       padding = segments == 0
@@ -84,24 +84,23 @@ def unpack(batches):
         yield ids[place], positions[place], weights[place]
 
 
-def test_texts_come_back_whole_and_in_order():
+def test_packing_keeps_texts_whole_and_in_order():
   texts = list(random_texts(200))
   batches = list(texts_lib.pack(iter(texts), rows=3, length=20))
-  found = list(unpack(batches))
-  assert 150 < len(found) <= 200
-  for (context, learned), (ids, positions, weights) in zip(
-    texts, found, strict=False
-  ):
+  unpacked = list(unpack(batches))
+  assert 150 < len(unpacked) <= 200
+  for text, (ids, positions, weights) in zip(texts, unpacked, strict=False):
+    context, learned = text
     assert ids.tolist() == context + learned
     assert positions.tolist() == list(range(len(ids)))
     expected = [0] * len(context) + [1] * len(learned)
-    expected[0] = 0  # nothing stands before it
+    expected[0] = 0  # the first token cannot be predicted
     assert weights.tolist() == expected
   for rows in batches:
     assert {x.shape for x in rows} == {(3, 20)}
 
 
-def test_rows_are_filled_before_the_next_begins():
+def test_rows_are_filled_one_after_another():
   texts = [([], [7] * n) for n in (4, 6, 5, 5, 6, 1, 4, 10)]
   first, second = texts_lib.pack(iter(texts), rows=2, length=10)
   assert [row.max() for row in first.segments] == [2, 2]
@@ -109,5 +108,5 @@ def test_rows_are_filled_before_the_next_begins():
   assert [row.max() for row in second.segments] == [2, 1]
   second.ids[:] = 9  # batches are separate arrays
   assert first.ids.max() == 7
-  with pytest.raises(ValueError, match="text of 11 tokens .* row: 10"):
+  with pytest.raises(ValueError, match="text has 11 tokens, but a row 10"):
     list(texts_lib.pack(iter([([1] * 5, [1] * 6)]), rows=1, length=10))

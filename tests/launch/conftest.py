@@ -1,4 +1,4 @@
-"""Stand-ins for programs of clusters, put before them on the PATH."""
+"""Stand-ins for programs of clusters, found first on the PATH."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 
 
 def program(directory: pathlib.Path, name: str, text: str) -> None:
-  """Writes an executable; without a first line of its own it is Python."""
+  """Writes an executable; the default interpreter is Python."""
   directory.mkdir(exist_ok=True)
   path = directory / name
   shebang = "" if text.startswith("#!") else f"#!{sys.executable} -S\n"
@@ -20,13 +20,13 @@ def program(directory: pathlib.Path, name: str, text: str) -> None:
 
 
 def environment(directory: pathlib.Path, **more: str) -> dict[str, str]:
-  """This process's environment, with the stand-ins of a directory first."""
+  """Returns this process's environment, with a directory first on the PATH."""
   path = f"{directory}{os.pathsep}{os.environ['PATH']}"
   return os.environ | {"PATH": path} | more
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
-  """Runs a command to its end; text in and out, half a minute at most."""
+  """Runs a command for at most half a minute; input and output are text."""
   options |= {"text": True, "capture_output": True, "timeout": 30}
   return subprocess.run(list(map(str, command)), **options)
 

@@ -1,4 +1,4 @@
-"""Files of launch/ that others read: linters, schemas, and what they name."""
+"""Scripts, manifests and documented commands of launch/."""
 
 import json
 import math
@@ -33,14 +33,14 @@ def lint(stand_ins, program, *arguments, **options):
 
 
 def check_training(arguments, monkeypatch):
-  """Checks that train understands a command line, up to the model itself."""
-  monkeypatch.chdir(ROOT)  # for --config=configs/...
+  """Checks the settings of a train command line, without loading the model."""
+  monkeypatch.chdir(ROOT)
   config, _ = command_line.parse(arguments, train.FLAGS, SETTINGS)
   from_config(config)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_by_shellcheck(stand_ins, script):
+def test_scripts_pass_shellcheck(stand_ins, script):
   text = script.read_text()
   assert text.startswith("#!/usr/bin/env bash\n")
   assert "\nset -euo pipefail\n" in text and "eval " not in text
@@ -49,28 +49,25 @@ def test_scripts_by_shellcheck(stand_ins, script):
   lint(stand_ins, "shellcheck", "--exclude=SC1091", script)
 
 
-def test_other_shell_by_linters(stand_ins):
+def test_other_shell_code_passes_linters(stand_ins):
   for part in ("setup", "run"):
     lint(stand_ins, "shellcheck", "--shell=bash", "-", input=SKYPILOT[part])
   lint(stand_ins, "hadolint", LAUNCH / "Dockerfile")
 
 
-def test_the_dockerfile_copies_and_installs_what_there_is():
+def test_the_dockerfile_copies_existing_files_but_no_secrets():
   text = (LAUNCH / "Dockerfile").read_text()
   *copied, everything = re.findall(r"^COPY (.+) \S+$", text, re.M)
   assert all((ROOT / name).exists() for name in " ".join(copied).split())
-  assert everything == "."  # own files
-  left_out = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
-  assert {".*", "runs", "**/.env*"} <= set(left_out)
-  setup = (ROOT / "setup.py").read_text()
-  for extra in re.findall(r"ACCELERATOR=(\w+)", text):
-    assert f'"{extra}": [' in setup, extra
+  assert everything == "."  # files of the user
+  ignored = (LAUNCH / "Dockerfile.dockerignore").read_text().splitlines()
+  assert {".*", "runs", "**/.env*"} <= set(ignored)
   assert re.search(r"^ENTRYPOINT \[", text, re.M)  # so that SIGTERM arrives
 
 
 @pytest.mark.long  # it downloads
 def test_the_dockerfiles_installation(stand_ins, tmp_path):
-  """In a virtual environment, of what is copied; for CUDA only resolved."""
+  """In a virtual environment with the copied files; CUDA is only resolved."""
   text = (LAUNCH / "Dockerfile").read_text()
   copied = re.findall(r"^COPY (.+) \S+$", text, re.M)[:-1]
   for name in " ".join(copied).split():
@@ -91,21 +88,21 @@ def test_the_dockerfiles_installation(stand_ins, tmp_path):
   assert "--config.steps" in done.stdout
 
 
-@pytest.mark.slow  # models of all that Kubernetes has
-def test_the_jobset_by_the_published_api():
-  """JobSet's and Kubernetes' OpenAPI, as models that Kubeflow publishes."""
+@pytest.mark.slow
+def test_the_jobset_has_the_published_schema():
+  """JobSet's and Kubernetes' OpenAPI, as models published by Kubeflow."""
   models = pytest.importorskip(
     "kubeflow_trainer_api.models", reason=".ci/run installs it"
   )
   parsed = models.JobsetV1alpha2JobSet.from_dict(JOBSET)  # required, types
-  assert parsed.to_dict() == JOBSET  # and nothing that it does not know
+  assert parsed.to_dict() == JOBSET  # no unknown fields
   for rule in JOBSET["spec"]["failurePolicy"]["rules"]:
     fields = models.JobsetV1alpha2FailurePolicyRule.model_fields
     assert rule["action"] in re.findall(r"\w+", fields["action"].description)
 
 
-def test_the_jobset(monkeypatch):
-  """It takes all chips; restarts if interrupted, and counts what failed."""
+def test_the_jobset_uses_all_chips_and_restarts(monkeypatch):
+  """Interruptions restart it without limit; failures are counted."""
   spec = JOBSET["spec"]
   job = spec["replicatedJobs"][0]["template"]["spec"]
   pod = job["template"]["spec"]
@@ -115,7 +112,6 @@ def test_the_jobset(monkeypatch):
   assert codes["onExitCodes"]["containerName"] == container["name"]
   assert conditions["onPodConditions"][0]["type"] == "DisruptionTarget"
   assert {conditions["action"], codes["action"]} == {"FailJob"}
-  # The reason of a Job that its podFailurePolicy failed.
   (rule,) = spec["failurePolicy"]["rules"]
   assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
   assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
@@ -126,17 +122,16 @@ def test_the_jobset(monkeypatch):
   chips = container["resources"]["limits"]["google.com/tpu"]
   assert job["parallelism"] == job["completions"]
   assert job["parallelism"] * chips == int(x) * int(y)
-  assert JOBSET["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
   arguments = container["args"]
   assert any(word.startswith("--run_dir=gs://BUCKET/") for word in arguments)
   check_training(arguments, monkeypatch)
 
 
 def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
-  """The shell of `run`, as SkyPilot calls it on the second of two nodes."""
+  """Runs the shell of `run` like SkyPilot on the second of two nodes."""
   recovery = SKYPILOT["resources"]["job_recovery"]
   assert recovery["recover_on_exit_codes"] == [75]
-  assert not any(SKYPILOT["secrets"].values())  # none is in the file
+  assert not any(SKYPILOT["secrets"].values())
   python = tmp_path / "grpojax-venv" / "bin"
   python.mkdir(parents=True)
   stand_ins.program(python, "python", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -158,8 +153,7 @@ def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
   check_training(done.stdout.splitlines()[3:], monkeypatch)
 
 
-def test_names_of_slices(stand_ins):
-  """The README's table, by the script and by the numbers of chips."""
+def test_names_of_slices_agree_with_the_readme(stand_ins):
   text = (LAUNCH / "README.md").read_text()
   rows = re.findall(
     r"^\| (\w+):([\dx]+) \| (\d+) \| (\d+) \| (.+) \| (\S+), (\S+), (\d+) \|$",
@@ -170,10 +164,10 @@ def test_names_of_slices(stand_ins):
   for family, sides, chips, hosts, types, _, topology, a_host in rows:
     assert math.prod(map(int, sides.split("x"))) == int(chips)
     assert int(hosts) * int(a_host) == int(chips) and topology == sides
-    for given in (f"{family}:{sides}", *re.findall(r"v\w+-\d+", types)):
+    for name in (f"{family}:{sides}", *re.findall(r"v\w+-\d+", types)):
       done = stand_ins.run(
         *("bash", LAUNCH / "tpu_vm.sh", "create", "x", "--zone=z"),
-        *("--dry-run", f"--type={given}"),
+        *("--dry-run", f"--type={name}"),
       )
       if "GKE alone" in types:
         assert "served by GKE" in done.stderr
@@ -183,29 +177,28 @@ def test_names_of_slices(stand_ins):
 
 
 def readme_commands():
-  """The launchers' command lines of launch/README.md."""
+  """Returns the launchers' command lines in launch/README.md."""
   text = (LAUNCH / "README.md").read_text()
   block = re.search(r"## Launchers\n.*?```bash\n(.*?)```", text, re.S)
   return block[1].replace("\\\n", "").splitlines()
 
 
 @pytest.mark.slow
-def test_xlas_flags(stand_ins, tmp_path):
-  """jaxlib knows them (it would end the program); a user's own come last."""
-  own = "--xla_cpu_enable_fast_math=false"
+def test_jaxlib_knows_the_flags_and_user_flags_come_last(stand_ins, tmp_path):
+  user = "--xla_cpu_enable_fast_math=false"
   code = "import os, jax; jax.devices(); print(os.environ['XLA_FLAGS'])"
   done = stand_ins.run(
     *(LAUNCH / "xla_flags.sh", sys.executable, "-c", code),
-    env=stand_ins.environment(tmp_path, XLA_FLAGS=own, JAX_PLATFORMS="cpu"),
+    env=stand_ins.environment(tmp_path, XLA_FLAGS=user, JAX_PLATFORMS="cpu"),
   )
   flags = done.stdout.split()
-  assert len(flags) > 1 and flags[-1] == own, done.stderr
+  assert len(flags) > 1 and flags[-1] == user, done.stderr
 
 
 @pytest.mark.parametrize(
   "line", [x for x in readme_commands() if "grpojax.train" in x or ".s" in x]
 )
-def test_the_readmes_lines_are_understood(stand_ins, line, monkeypatch):
+def test_commands_of_the_readme_are_valid(stand_ins, line, monkeypatch):
   words = shlex.split(line, comments=True)
   check_training([w for w in words if w.startswith("--config")], monkeypatch)
   if "tpu_vm.sh" in line:

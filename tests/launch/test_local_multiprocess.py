@@ -37,7 +37,7 @@ def start(stand_ins, directory, *arguments):
   env = stand_ins.environment(directory / "bin", HOME=str(directory))
   for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
     env.pop(name, None)
-  # A shell cannot trap what is ignored where it starts, as in the background.
+  # Shells in the background ignore SIGINT, which then cannot be trapped.
   command = ["env", "--default-signal=INT", "bash", str(SCRIPT), *arguments]
   return subprocess.Popen(command, env=env)
 
@@ -46,9 +46,11 @@ def start(stand_ins, directory, *arguments):
   ("codes", "code"),
   [((0, 0), 0), ((75, 75), 75), ((75, 1), 1), ((0, 137), 137), ((75, 0), 75)],
 )
-def test_processes_and_the_code_of_all(stand_ins, tmp_path, codes, code):
-  for i, each in enumerate(codes):
-    (tmp_path / f"code{i}").write_text(str(each))
+def test_failures_count_more_than_interruptions(
+  stand_ins, tmp_path, codes, code
+):
+  for i, exit_code in enumerate(codes):
+    (tmp_path / f"code{i}").write_text(str(exit_code))
   assert start(stand_ins, tmp_path, "2", "--run_dir=a  b").wait(20) == code
   pattern = (
     r"cpu 1 -u -m grpojax\.train --coordinator=127\.0\.0\.1:(\d+) "
@@ -63,7 +65,7 @@ def test_processes_and_the_code_of_all(stand_ins, tmp_path, codes, code):
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_all_and_is_waited_for(stand_ins, tmp_path, which):
+def test_a_signal_reaches_all_processes(stand_ins, tmp_path, which):
   job = start(stand_ins, tmp_path, "3")
   stand_ins.wait_until(lambda: len(list(tmp_path.glob("started?"))) == 3)
   os.kill(job.pid, which)
@@ -71,13 +73,13 @@ def test_a_signal_reaches_all_and_is_waited_for(stand_ins, tmp_path, which):
 
 
 @pytest.mark.parametrize("arguments", [(), ("0",), ("--run_dir=x",)])
-def test_the_number_of_processes_is_asked_for(stand_ins, arguments):
+def test_the_number_of_processes_is_required(stand_ins, arguments):
   done = stand_ins.run("bash", SCRIPT, *arguments)
   assert done.returncode == 2
   assert "how many processes?" in done.stderr
 
 
-def test_a_signal_before_it_starts_them_is_not_lost(stand_ins, tmp_path):
+def test_an_early_signal_is_not_lost(stand_ins, tmp_path):
   (tmp_path / "slow").touch()
   job = start(stand_ins, tmp_path, "2")
   stand_ins.wait_until((tmp_path / "asked").exists)

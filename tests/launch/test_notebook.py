@@ -1,4 +1,4 @@
-"""colab_grpo.ipynb: what it says can be run; and it runs."""
+"""colab_grpo.ipynb is valid, its commands are, and it runs."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from grpojax import train
 from grpojax.runtime.cli import command_line
-from grpojax.training.config import SETTINGS, default_job, from_config
+from grpojax.training.config import SETTINGS, from_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATH = ROOT / "launch" / "colab_grpo.ipynb"
@@ -25,14 +25,14 @@ CODE = [
 
 
 def trainings():
-  """Its commands that train, as lists of words."""
+  """Returns the training commands as lists of words."""
   text = "\n".join(CODE).replace("\\\n", "")
   lines = re.findall(r"^ *!(.*)$", text, re.MULTILINE)
   commands = [shlex.split(line) for line in lines]
   return [words for words in commands if "grpojax.train" in words]
 
 
-def test_it_is_a_notebook_without_outputs_whose_code_compiles():
+def test_the_notebook_is_valid_and_has_no_outputs():
   for cell in NOTEBOOK["cells"]:
     if cell["cell_type"] == "code":
       assert cell["outputs"] == [] and cell["execution_count"] is None
@@ -44,7 +44,7 @@ def test_it_is_a_notebook_without_outputs_whose_code_compiles():
 
 
 @pytest.mark.parametrize("words", trainings())
-def test_its_trainings_are_understood(words, monkeypatch):
+def test_training_commands_are_valid(words, monkeypatch):
   monkeypatch.chdir(ROOT)
   arguments = words[words.index("grpojax.train") + 1 :]
   config, flags = command_line.parse(arguments, train.FLAGS, SETTINGS)
@@ -52,25 +52,15 @@ def test_its_trainings_are_understood(words, monkeypatch):
   assert flags.run_dir
 
 
-def test_the_steps_that_it_shows_are_sampled():
-  first, _, lora = trainings()
-  text = "\n".join(CODE)
-  assert "step=40, count=1" in text and "--config.steps=40" in lora
-  every = default_job().log.samples_every
-  assert f"step={every})" in text
-  assert default_job().steps % every == 0
-
-
 @pytest.mark.long  # it trains
 def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
-  """In a copy of the checkout, in three minutes on two quiet cores."""
   nbformat = pytest.importorskip("nbformat", reason=".ci/run installs it")
   nbclient = pytest.importorskip("nbclient", reason=".ci/run installs it")
   pytest.importorskip("ipykernel", reason=".ci/run installs it")
   for name in ("grpojax", "configs"):
     shutil.copytree(ROOT / name, tmp_path / name)
   for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
-    monkeypatch.delenv(name, raising=False)  # conftest's; as a user has it
+    monkeypatch.delenv(name, raising=False)  # set by conftest
   monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   notebook = nbformat.read(PATH, as_version=4)

@@ -1,4 +1,4 @@
-"""tpu_vm.sh against a gcloud that records, fails and preempts."""
+"""tpu_vm.sh with a stand-in for gcloud that records, fails and preempts."""
 
 import pathlib
 import re
@@ -13,10 +13,10 @@ SCRIPT = ROOT / "launch" / "tpu_vm.sh"
 OPTIONS = ("--zone=us-west4-a", "--type=v5litepod-16", "--poll=0")
 RUN = ("run", "my-run", *OPTIONS, "--", "--run_dir=gs://mine/run")
 
-# What it was asked stands in `calls`, a line each. The resource is in `state`;
-# what comes of the training each time is a line of `ends`: a code, "lost"
-# (no connection) or "preempted". The next call that contains what stands in
-# `fail` fails, and with a file `forever` all that do.
+# Calls are appended to `calls`. The state of the resource is in `state`. Each
+# line of `ends` is the result of a training: a code, "lost" (no connection) or
+# "preempted". The next call that contains the text in `fail` fails; with a file
+# `forever`, all such calls do.
 GCLOUD = r"""#!/usr/bin/env bash
 cd "$GCLOUD"
 printf '%s\x1f' "$@" >>calls && echo >>calls
@@ -50,7 +50,7 @@ esac
 
 
 class Cloud:
-  """A directory in which the stand-in keeps what it knows."""
+  """The directory with the files of the stand-in."""
 
   def __init__(self, stand_ins, directory):
     self.directory = directory
@@ -66,7 +66,7 @@ class Cloud:
     return self._run("bash", SCRIPT, *arguments, env=self.env, **options)
 
   def files(self):
-    """The last archive that was copied to the workers: text by name."""
+    """Returns the files of the last archive copied to the workers."""
     with tarfile.open(self.directory / "archive") as archive:
       return {
         member.name.removeprefix("./"): archive.extractfile(member).read()
@@ -81,7 +81,7 @@ class Cloud:
     return [line.split("\x1f")[:-1] for line in lines]
 
   def verbs(self):
-    """What was asked for, in words: create, delete, scp, start, ..."""
+    """Returns the kinds of all calls: create, delete, scp, start, ..."""
     verbs = []
     for call in self.calls:
       command = next((w for w in call if w.startswith("--command=")), "")
@@ -99,8 +99,7 @@ SETUP = ["scp", "ssh tar", "install"]
 ATTEMPT = ["start", "follow", "code"]
 
 
-def test_a_run_from_nothing_to_its_end(cloud, stand_ins):
-  """The training gets its arguments as they are, on all workers."""
+def test_a_run_creates_the_slice_and_trains_on_all_workers(cloud, stand_ins):
   cloud.write("ends", "0")
   template = "--config.data.template={prompt} 'q' $HOME *"
   done = cloud.launch(*RUN, template)
@@ -124,7 +123,7 @@ def test_a_run_from_nothing_to_its_end(cloud, stand_ins):
   assert "the training's own lines" in done.stderr
 
 
-def test_a_preempted_slice_is_recreated_and_the_same_command_started(cloud):
+def test_a_preempted_slice_is_recreated_and_training_resumed(cloud):
   cloud.write("state", "ACTIVE")
   cloud.write("installed")
   cloud.write("ends", "75", "preempted", "0")
@@ -143,7 +142,7 @@ def test_a_preempted_slice_is_recreated_and_the_same_command_started(cloud):
   assert {"--force", "--quiet"} <= set(delete)
 
 
-def test_setup_and_exec_on_all_workers(cloud):
+def test_setup_and_exec_run_on_all_workers(cloud):
   done = cloud.launch("setup", "my-run", "--zone=z")
   assert done.returncode == 0, done.stderr
   assert cloud.verbs() == SETUP
@@ -156,14 +155,14 @@ def test_setup_and_exec_on_all_workers(cloud):
   assert cloud.calls[-1][-2].endswith(command)
 
 
-def test_own_files_and_variables_go_along(cloud, tmp_path):
-  """What git tracks, what arguments name; values in no command line."""
-  own = tmp_path / "own"
-  (own / "lib").mkdir(parents=True)
+def test_user_files_and_variables_reach_the_workers(cloud, tmp_path):
+  """Tracked files and named files; values are not in command lines."""
+  user = tmp_path / "user"
+  (user / "lib").mkdir(parents=True)
   for name in ("rewards.py", "lib/tracked.py", "notes.txt", "data.jsonl"):
-    (own / name).write_text(name)
+    (user / name).write_text(name)
   for words in (["init", "-q"], ["add", "lib"]):
-    subprocess.run(["git", *words], cwd=own, check=True)
+    subprocess.run(["git", *words], cwd=user, check=True)
   cloud.env |= {"HF_TOKEN": "se'cret $1", "WANDB_API_KEY": "another"}
   cloud.write("state", "ACTIVE")
   cloud.write("ends", "0", "0")
@@ -176,7 +175,7 @@ def test_own_files_and_variables_go_along(cloud, tmp_path):
     "--config.data.path=data.jsonl",
     "--config=configs/gsm8k.py",
   ]
-  done = cloud.launch(*words, cwd=own)
+  done = cloud.launch(*words, cwd=user)
   assert done.returncode == 0, done.stderr
   files = cloud.files()
   assert files["rewards.py"] == b"rewards.py"
@@ -190,13 +189,13 @@ def test_own_files_and_variables_go_along(cloud, tmp_path):
   for call in cloud.calls:
     assert ("--tunnel-through-iap" in call) == (call[3] in ("ssh", "scp"))
   sums = re.findall(r"installed (\d+)", str(cloud.calls))
-  (own / "rewards.py").write_text("another")
-  cloud.launch(*words, cwd=own)
+  (user / "rewards.py").write_text("another")
+  cloud.launch(*words, cwd=user)
   again = re.findall(r"installed (\d+)", str(cloud.calls))
   assert sums == again[:1] and again[0] != again[1]
 
 
-FILES = {  # of arguments, and why the workers cannot get them
+FILES = {  # arguments with files, and the reason of a refusal
   "--config.reward.functions=reward.py:right": "no file reward.py here",
   "--config=config.py:steps": "no file config.py here",
   "--config.data.path=../data.jsonl": "../data.jsonl is not below",
@@ -207,11 +206,11 @@ FILES = {  # of arguments, and why the workers cannot get them
 
 
 @pytest.mark.parametrize("word", FILES)
-def test_files_that_the_workers_cannot_get_are_refused(cloud, word):
-  own = cloud.directory / "own"
-  own.mkdir()
+def test_missing_files_and_files_elsewhere_are_refused(cloud, word):
+  user = cloud.directory / "user"
+  user.mkdir()
   (cloud.directory / "data.jsonl").write_text("")
-  done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:], word, cwd=own)
+  done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:], word, cwd=user)
   assert done.returncode == (2 if FILES[word] else 0), done.stderr
   assert (FILES[word] or "") in done.stderr
 
@@ -219,12 +218,12 @@ def test_files_that_the_workers_cannot_get_are_refused(cloud, word):
 @pytest.mark.parametrize(
   ("ends", "code", "starts"),
   [
-    (["1", "lost", "1"], 2, 3),  # three in a row
-    # Interruptions are no failures.
+    (["1", "lost", "1"], 2, 3),
+    # Interruptions reset the count.
     (["1", "1", "75", "1", "1", "preempted", "1", "0"], 0, 8),
   ],
 )
-def test_failures_in_a_row_end_it(cloud, ends, code, starts):
+def test_three_failures_in_a_row_end_a_run(cloud, ends, code, starts):
   cloud.write("state", "ACTIVE")
   cloud.write("installed")
   cloud.write("ends", *ends)
@@ -234,15 +233,14 @@ def test_failures_in_a_row_end_it(cloud, ends, code, starts):
   assert cloud.verbs().count("start") == starts
 
 
-def test_failures_of_gcloud(cloud):
-  """A setup is tried again, a failed request is not, nor other failures."""
+def test_only_a_failed_setup_is_tried_again(cloud):
   cloud.write("state", "ACTIVE")
   cloud.write("fail", " scp ")
   cloud.write("ends", "0")
   done = cloud.launch(*RUN)
   assert done.returncode == 0, done.stderr
   first = cloud.verbs().index("scp")
-  assert cloud.verbs()[first + 1] not in SETUP  # given up there
+  assert cloud.verbs()[first + 1] not in SETUP
   assert cloud.verbs()[-6:] == [*SETUP, *ATTEMPT]
   cloud.write("state", "FAILED")
   done = cloud.launch("create", "my-run", *OPTIONS)
@@ -259,7 +257,7 @@ def test_failures_of_gcloud(cloud):
   assert cloud.verbs()[before:] == ["list"] * 3
 
 
-def test_create_status_logs_delete(cloud):
+def test_create_status_logs_and_delete(cloud):
   zone = "--zone=us-west4-a"
   assert cloud.launch("status", "my-run", zone).stdout == "NONE\n"
   words = ("--on-demand", "--create-args=--network=n --labels=a=b")
@@ -270,7 +268,7 @@ def test_create_status_logs_delete(cloud):
   assert {"--network=n", "--labels=a=b"} <= set(create)
   assert cloud.launch("status", "my-run", zone).stdout == "ACTIVE\n"
   cloud.launch("create", "my-run", *OPTIONS)
-  assert cloud.verbs().count("create") == 1  # it is there
+  assert cloud.verbs().count("create") == 1
   logs = cloud.launch("logs", "my-run", zone, "--worker=3").stdout
   assert "own lines" in logs
   assert "--worker=3" in cloud.calls[-1]
@@ -278,12 +276,12 @@ def test_create_status_logs_delete(cloud):
   assert cloud.launch("status", "my-run", zone).stdout == "NONE\n"
 
 
-def test_a_dry_run_runs_nothing_and_prints_all(cloud):
+def test_a_dry_run_only_prints_commands(cloud):
   done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:])
   assert done.returncode == 0, done.stderr
   assert not cloud.calls
   lines = [x for x in done.stdout.splitlines() if x.startswith("gcloud ")]
-  for line in lines:  # each can be pasted into a shell
+  for line in lines:
     assert cloud._run("bash", "-c", line, env=cloud.env).returncode in (0, 1)
   verbs = ["create", *SETUP, *ATTEMPT]
   assert [verb for verb in cloud.verbs() if verb in verbs] == verbs
@@ -300,7 +298,6 @@ WRONG = {
   "create my-run --zone": "--zone has no value",
   "create my-run --zone=z --type=v5e:4": "is like v5e:4x4",
   "create my-run --zone=z --type=v5e": "a type is like v5e-16",
-  "run my-run --zone=z --type=tpu7x:2x2x1": "served by GKE",
   "setup my-run --zone=z --env=NOT_THERE": "has no NOT_THERE",
   "exec my-run --zone=z": "exec needs a command",
   "logs my-run --zone=z --worker=all": "--worker=all",
@@ -319,7 +316,7 @@ def test_wrong_arguments_are_refused(cloud, words):
   assert not cloud.calls
 
 
-def test_without_gcloud_or_words_it_says_how_to_use_it(stand_ins, tmp_path):
+def test_usage_and_a_missing_gcloud(stand_ins, tmp_path):
   for name in ("bash", "dirname"):
     (tmp_path / name).symlink_to(shutil.which(name))
   done = stand_ins.run("bash", SCRIPT, *RUN, env={"PATH": str(tmp_path)})

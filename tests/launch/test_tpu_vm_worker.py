@@ -1,4 +1,4 @@
-"""tpu_vm_worker.sh, run here with a stand-in for the training."""
+"""tpu_vm_worker.sh, with a stand-in for the training."""
 
 import os
 import pathlib
@@ -28,7 +28,7 @@ echo "uv $*" >>"$HOME/uv"
 
 @pytest.fixture
 def worker(stand_ins, tmp_path):
-  """A home directory, and calls of the script in it."""
+  """Calls of the script in a home directory."""
   home = tmp_path / "home"
   stand_ins.program(tmp_path / "bin", "uv", UV)
   (home / "grpojax-venv").mkdir(parents=True)
@@ -43,10 +43,10 @@ def worker(stand_ins, tmp_path):
     return path.read_text().strip()
 
   yield types.SimpleNamespace(call=call, home=home, env=env, wait_for=wait_for)
-  (home / "end").write_text("1")  # whatever is left running
+  (home / "end").write_text("1")  # ends a running training
 
 
-def test_install_leaves_a_mark(worker):
+def test_install_marks_the_installed_files(worker):
   assert worker.call("installed", "12").returncode == 1
   assert worker.call("install", "12", "tpu,gcs").returncode == 0
   assert worker.call("installed", "12").returncode == 0
@@ -61,7 +61,7 @@ def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   start = worker.call("start", "--run_dir=gs://mine/r", "--a=b  c")
   assert start.returncode == 0
   pid = worker.wait_for(worker.home / "pid")
-  assert worker.call("installed", "12").returncode == 0  # it is left alone
+  assert worker.call("installed", "12").returncode == 0  # while it runs
   again = worker.call("start", "--run_dir=gs://mine/r")
   assert "running already" in again.stdout
   assert worker.call("code").returncode != 0
@@ -70,17 +70,17 @@ def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   )
   words = "<-u><-m><grpojax.train><--run_dir=gs://mine/r><--a=b  c>\n"
   assert follow.stdout.readline().decode() == words
-  time.sleep(0.1)  # it stays for what comes later
+  time.sleep(0.1)  # `follow` should wait for further output
   (worker.home / "end").write_text("3")
   assert follow.communicate(timeout=20)[0] == b"the last line\n"
   assert worker.call("code").stdout == "3\n"
-  assert worker.wait_for(worker.home / "pid") == pid  # there was only one
+  assert worker.wait_for(worker.home / "pid") == pid  # a single training
 
 
-def test_a_preemption_is_written_down_and_it_can_start_again(worker):
+def test_a_preempted_training_can_start_again(worker):
   worker.call("start")
   pid = int(worker.wait_for(worker.home / "pid"))
-  os.killpg(os.getpgid(pid), signal.SIGTERM)  # what a shutdown sends to all
+  os.killpg(os.getpgid(pid), signal.SIGTERM)  # like a shutdown
   assert worker.wait_for(worker.home / "grpojax-run" / "code") == "75"
   (worker.home / "end").write_text("0")
   worker.call("start")
@@ -98,8 +98,8 @@ def test_variables_reach_a_command_and_the_training(worker, tmp_path):
   words = ("bash", script, "exec", "bash", "-c", 'echo "$HF_TOKEN" "$PWD"')
   done = subprocess.run(words, env=worker.env, capture_output=True, text=True)
   assert done.stdout == f"se cret {root}\n"
-  shown = worker.home / "grpojax-venv" / "bin" / "python"
-  shown.write_text('#!/bin/sh\necho "$HF_TOKEN"\n')
+  python = worker.home / "grpojax-venv" / "bin" / "python"
+  python.write_text('#!/bin/sh\necho "$HF_TOKEN"\n')
   flags = root / "launch" / "xla_flags.sh"
   flags.write_text('#!/bin/sh\nexec "$@"\n')
   flags.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Pairs of answers that are equal or not, and the values of expressions."""
+"""Equality of answers: labelled pairs, random expressions, hostile ones."""
 
 import cmath
 import operator
@@ -25,7 +25,7 @@ def is_right(answer, reference):
 @pytest.mark.parametrize("part", SOME_OR_ALL)
 @pytest.mark.parametrize("name", ["right_answers.txt", "wrong_answers.txt"])
 def test_pairs_of_answers(name, part):
-  """Rows are "answer ~ reference", with a cause if the pair is misjudged."""
+  """Rows are "answer ~ reference"; a third part marks a known error."""
   lines = (DATA / name).read_text().splitlines()
   rows = [line.split(" ~ ") for line in lines]
   for answer, reference, *cause in rows[part]:
@@ -47,7 +47,7 @@ LETTERS = ("x", "y", "n", "X", "Y", "N")
 
 
 def expression(rng, depth):
-  """A letter, a digit or (operator, operands...), at random."""
+  """Draws a letter, a digit or (operator, operands...)."""
   if not depth or rng.random() < 0.2:
     return rng.choice([*LETTERS[:3], 1, 2, 3, 5])
   name = rng.choice(list(OPERATORS))
@@ -80,7 +80,7 @@ def value(tree, point):
 
 
 def neighbours(tree):
-  """Trees with one change: a letter, a sign, an order, or a term moved out."""
+  """Yields trees with a changed letter, sign or order, or a moved term."""
   if not isinstance(tree, tuple):
     yield tree.swapcase() if isinstance(tree, str) else tree + 1
     return
@@ -127,12 +127,12 @@ HOSTILE = [
 
 
 @pytest.mark.slow
-def test_hostile_expressions_cost_little_and_the_worker_goes_on():
+def test_hostile_expressions_do_not_stop_the_worker():
   for reference in ("2x+1", "(2x, 1)"):
     texts = [f"#### {answer}" for answer in HOSTILE]
     texts.append(f"#### {reference.replace('2x', 'x + x')}")
     example = {"answer": reference}
-    with Pool(["math_answer"], timeout=300) as pool:  # it starts a worker
+    with Pool(["math_answer"], timeout=300) as pool:
       sent = pool.submit([[("", text, example)] for text in texts], 1)
       result = pool.collect([sent])
     assert not result.failed.any(), result.failures

@@ -34,22 +34,22 @@ WRONG = [
 ]
 
 
-def test_text_reward():
+def test_exact_answer():
   for completion, answer in [*RIGHT, *WRONG]:
     expected = float((completion, answer) in RIGHT)
     assert on_text(completion, answer) == expected, (completion, answer)
 
 
-def test_the_same_answer_is_as_right():
+def test_equal_votes_have_equal_rewards():
   assert exact.given_answer("2\n#### -1,080.50\n\n") == "-1080.50"
   assert exact.given_answer("### 1194") is None
   assert exact.given_answer("#### \n") is None
   texts = "1234 1,234 12,34 +1234 01234 1234. 1,234.0 1234.0 ,1234 x".split()
   for answer in texts:
-    same = exact.given_answer(f"#### {answer}")
+    expected = exact.given_answer(f"#### {answer}")
     for text in texts:
-      given = exact.given_answer(f"####{text}")
-      assert on_text(f"####{text}", answer) == (given == same)
+      vote = exact.given_answer(f"####{text}")
+      assert on_text(f"####{text}", answer) == (vote == expected)
 
 
 @functools.cache
@@ -59,13 +59,14 @@ def functions(eos_ids, longest):
 
 
 def rewards(eos_ids, longest, rows, answer, width):
-  """Rewards of id lists for one answer, as of rollouts [B, G = 2, T]."""
+  """Returns the rewards of id lists, computed as a rollout [B, G = 2, T]."""
   target, reward = functions(eos_ids, longest)
   rows = rows + [[]] * (len(rows) % 2)
   ids = np.zeros((len(rows), width), np.int32)
   mask = np.zeros((len(rows), width), bool)
   for i, row in enumerate(rows):
-    ids[i, : len(row)], mask[i, : len(row)] = row, True
+    ids[i, : len(row)] = row
+    mask[i, : len(row)] = True
   shape = (len(rows) // 2, 2, width)
   rollout = Rollout(
     prompt_ids=jnp.zeros((shape[0], 1), jnp.int32),
@@ -83,6 +84,7 @@ def rewards(eos_ids, longest, rows, answer, width):
 
 
 def assert_same(eos_ids, rows, answer, width=32, longest=16):
+  """Compares the rewards on ids and on text, and returns them."""
   values = rewards(eos_ids, longest, rows, answer, width)[: len(rows)]
   for row, value in zip(rows, values, strict=True):
     ids, mask = np.array(row, int), np.ones(len(row), bool)
@@ -105,12 +107,12 @@ ADVERSARIAL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK)])
 @pytest.mark.parametrize("answer", ["7", "#7", "7 7", "", "####", "#"])
-def test_adversarial_texts_agree(eos_ids, answer):
+def test_ids_and_adversarial_texts_agree(eos_ids, answer):
   texts = [a.replace("7", f) for a in ADVERSARIAL for f in ("7", "7 7")]
   rows = [TOKENIZER.encode(text) for text in texts]
-  found = assert_same(eos_ids, rows, answer)
+  values = assert_same(eos_ids, rows, answer)
   if answer == "7":
-    assert 5 < found.sum() < len(found) / 2
+    assert 5 < values.sum() < len(values) / 2
 
 
 @pytest.mark.slow
@@ -118,10 +120,10 @@ def test_adversarial_texts_agree(eos_ids, answer):
   "eos_ids, answer",
   [((EOS,), "1234"), ((EOS, BLANK), "-12.5"), ((BLANK, UNK, PAD), "5,5")],
 )
-def test_random_ids_agree(eos_ids, answer):
+def test_random_ids_and_their_texts_agree(eos_ids, answer):
   rng = np.random.default_rng(0)
-  # Few characters, so that marks and answers do occur; two ids that no token
-  # has, as from a model with a padded vocabulary.
+  # Few characters, so that marks and answers occur; ids 100 and 127 are outside
+  # the vocabulary, as with a padded embedding.
   few = [PAD, EOS, UNK, BLANK, 100, 127, *TOKENIZER.encode("####\n 5,-")]
   forms = [TOKENIZER.encode(t) for t in ("####", *exact.spellings(answer))]
   rows = []
@@ -132,31 +134,30 @@ def test_random_ids_agree(eos_ids, answer):
       row += forms[rng.integers(3)] if kind else [int(rng.choice(few))]
     rows.append(row)
   rows += [rng.integers(0, 128, rng.integers(12)).tolist() for _ in range(500)]
-  found = assert_same(eos_ids, rows, answer)
-  assert found.sum() > 50
+  assert assert_same(eos_ids, rows, answer).sum() > 50
 
 
 @pytest.mark.slow
-def test_texts_shorter_than_the_mark_and_longer_than_answers_agree():
+def test_very_short_and_too_long_texts_agree():
   for width in (1, 4, 5):
     texts = ["####7"[-width:], "####"[:width]]
-    found = assert_same((EOS,), [*map(TOKENIZER.encode, texts)], "7", width)
-    assert found[0] == (width == 5)
+    values = assert_same((EOS,), [*map(TOKENIZER.encode, texts)], "7", width)
+    assert values[0] == (width == 5)
   texts = ["####7", "####77", "####7 7", "####7 ", "#### 7#"]
   rows = [TOKENIZER.encode(text) for text in texts]
   assert assert_same((EOS,), rows, "7", longest=1).tolist() == [1, 0, 0, 1, 0]
 
 
-def test_answers_that_ids_cannot_hold_are_refused():
+def test_long_and_ambiguous_answers_are_refused_on_ids():
   target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,), max_answer_length=4)
   assert target({"answer": " 123 "})["answer"].astype(bool).sum() == 6
-  # "1,234" has five characters; no token is é, or it is not one by itself.
+  # "1,234" has five characters; no token is é; "\n\n" is a longer token.
   for answer in ("1234", "é", "a\n\nb"):
     with pytest.raises(ValueError, match="max_answer_length = 4 characters"):
       target({"answer": answer})
 
 
-def trained(extra, merges=()):
+def tokenizer_with(extra, merges=()):
   import tokenizers as library
   from transformers import PreTrainedTokenizerFast
 
@@ -176,11 +177,12 @@ def trained(extra, merges=()):
 )
 def test_tokenizers_with_longer_tokens_are_refused(pair):
   with pytest.raises(ValueError, match="single characters.*exact_answer"):
-    exact_ids.exact_answer_ids(trained(["".join(pair)], [pair]), (0,))
+    exact_ids.exact_answer_ids(tokenizer_with(["".join(pair)], [pair]), (0,))
 
 
-def test_words_without_digits_are_allowed_but_not_in_answers():
-  target, _ = exact_ids.exact_answer_ids(trained(["ab"], [("a", "b")]), (0,))
+def test_tokens_of_words_are_allowed_but_not_in_answers():
+  tokenizer = tokenizer_with(["ab"], [("a", "b")])
+  target, _ = exact_ids.exact_answer_ids(tokenizer, (0,))
   assert target({"answer": "ba"})["answer"].astype(bool).sum() == 4
-  with pytest.raises(ValueError, match="'cab' cannot be compared in ids"):
+  with pytest.raises(ValueError, match="'cab' cannot be compared on ids"):
     target({"answer": "cab"})

@@ -9,21 +9,19 @@ PAPER = [(1, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1)]
 @pytest.mark.parametrize(
   "reward, size, most, options, expected",
   [
-    # The setting of the paper: a fifth of the limit is the cache.
     *((overlong, size, 20480, {"cache": 4096}, value) for size, value in PAPER),
     (overlong, 18432, 20480, {}, -0.5),
     (overlong, 99, 10, {"cache": 4}, -1),
-    # A cache of more than the limit is the limit: linear from the first token.
+    # A larger cache than the limit is the limit: linear from the first token.
     (overlong, 5, 10, {"cache": 400}, -0.5),
     (length, 5, 10, {}, -0.5),
-    (length, 5, 10, {"target": 5}, 0),
     (length, 3, 10, {"target": 5}, -0.2),
     (length, 7, 10, {"target": 5}, -0.2),
     (unfinished, 10, 10, {}, 0),
     (unfinished, 11, 10, {}, -1),
   ],
 )
-def test_lengths(reward, size, most, options, expected):
+def test_rewards_of_lengths(reward, size, most, options, expected):
   example = {"completion_length": size, "max_completion_length": most}
   example |= {"finished": size <= most}
   assert reward("", "", example, **options) == pytest.approx(expected)
@@ -53,7 +51,6 @@ def test_format():
     assert format("", completion, {}) == 1, completion
   for completion in [*BAD, "<think>" * 200_000]:
     assert format("", completion, {}) == 0, completion[:99]
-  # Other prompts and tags.
   text = "a</think><answer>b</answer>"
   assert format("Q <think>\n", text, {}) == 1
   assert format("Q <think>\n", "<think>" + text, {}) == 0

@@ -6,13 +6,13 @@ import pytest
 from grpojax.rewards import math
 from grpojax.rewards.pool import Pool
 
-# Labelled by hand: is the completion right? Where "miss" is set math_answer
-# disagrees with the label; those are limits, kept so that the figure is honest.
+# Hand-labelled completions. "miss" marks known errors of math_answer, which
+# stay in the file so that the error rate is honest.
 FILE = pathlib.Path(__file__).parents[1] / "data" / "math_answers.jsonl"
 CASES = [json.loads(line) for line in FILE.read_text().splitlines()]
 
 
-def test_hand_labelled():
+def test_hand_labelled_completions():
   assert len(CASES) >= 150
   for case in CASES:
     value = math.math_answer("", case["completion"], case)
@@ -38,7 +38,7 @@ def test_hand_labelled():
     ("no number", None),
   ],
 )
-def test_the_first_kind_of_place_decides(text, expected):
+def test_kinds_of_answers_are_tried_in_order(text, expected):
   assert math.find_answer(text) == expected
 
 
@@ -74,7 +74,7 @@ is:\n\[\nx^{42}\n\]
 
 
 @pytest.mark.parametrize("phrases", [GIVE_42, NOT_42])
-def test_where_an_answer_stands(phrases):
+def test_answers_in_phrases_and_formulas(phrases):
   for text in " ".join(phrases.split()).split(" | "):
     text = text.replace("\\n", "\n")
     value = math.math_answer("", text, {"answer": "42"})
@@ -107,31 +107,23 @@ The answer is 5. | The answer is 5 rather than 6. | The answer is 5 instead of
 6? No, the answer is 5. | The answer is 6. Wait, that's wrong. The answer is 5.
 | I don't think it is 6. The answer is 5. | Is it 5? Yes. | The answer is 5. Is
 that right? Yes. | The answer is 5. That is not a coincidence. | The answer is
-5, because it cannot be 6. | There is no other way, so 5. | No. The answer is 5.
-| 5 is the answer. | The answer is 5. No more is needed. | The answer is 5. Note
-that 0 is not allowed. | She has no apples, so the answer is 5. | There are 10
-apples and 5 are not red. The answer is 5. | I doubt that many remain. There are
-5. | #### 5 | \boxed{5} | The answer is \boxed{5}, or five. | \boxed{6} is
-wrong. So it is \boxed{5}. | \boxed{6}? No, \boxed{5}. | The answer is $5$. |
+5, because it cannot be 6. | There is no other way, so 5. | 5 is the answer. |
+There are 10 apples and 5 are not red. The answer is 5. | #### 5 | \boxed{5} |
+The answer is \boxed{5}, or five. | \boxed{6} is wrong. So it is \boxed{5}. |
+\boxed{6}? No, \boxed{5}. | The answer is $5$. |
 Two or three steps give 5. | With 2 or 3 coins she can pay. The answer is 5. |
 The answer is 5 for 1 or 2 people. | x = 2 or x = 5, but x > 3, so the answer is
 5. | Either 2 or 5. 2 is wrong. The answer is 5. | The answer is 5. (Not 6.) |
 The answer is 5. Wait, let me check: 2+3 = 5. Yes. | What is wrong with 6? It is
 even. So 5. | The wrong answer is 6 and the right answer is 5. | The answer is
-not only 5. | It is not impossible: 5. | He got 5 wrong. | Wrong answers: 5 |
-How many are wrong? 5. | The answer is 5 wrong questions. | Number of people who
-do not think so: 5 | Is the answer 5? Yes, it is 5. | He can't be older than 5.
-So 5. | It can't be more than 5. | He has no money, so he needs 5. | It is no
-less than 5. | 6 is impossible. 5 is possible. | Is it divisible by 3? No. So
-the answer is 5. | 2 or 3 hours are not enough. It takes 5. | He can choose 2 or
-3 of them, so 2 + 3 = 5. | The answer is 5 (2 or 3 are too few). | Answer: 5
-(five) | Answer: 5, not 6 or 7. | Answer: 5, as 2 + 3 = 5. | Answer: 5. That's
-not 6. | Answer: 5. This is not the largest. | Answer: 5. No, really. | The
-answer is 5. Check: 5 * 2 = 10, not 12. | Therefore, question 5 is wrong. | She
-answered number 5. That's wrong answer number 5. | x = 5 or, equivalently, 10/2
-= 5. | The probability that he is wrong is 5 | \boxed{2} for a or b, and
-\boxed{5} | \boxed{5} is right, 6 is wrong. | The answer is 5 and not 6. | The
-answer is 5. If we had used 6, the answer would be wrong. | The answer is $5$! |
+not only 5. | Wrong answers: 5 | The answer is 5 wrong questions. | Number of
+people who do not think so: 5 | He can't be older than 5. So 5. | 2 or 3 hours
+are not enough. It takes 5. | He can choose 2 or 3 of them, so 2 + 3 = 5. | The
+answer is 5 (2 or 3 are too few). | Answer: 5 (five) | Answer: 5, not 6 or 7. |
+Answer: 5, as 2 + 3 = 5. | Answer: 5. That's not 6. | The answer is 5. Check: 5
+* 2 = 10, not 12. | She answered number 5. That's wrong answer number 5. | x = 5
+or, equivalently, 10/2 = 5. | \boxed{2} for a or b, and \boxed{5} | \boxed{5} is
+right, 6 is wrong. | The answer is 5 and not 6. | The answer is $5$! |
 The answer is $5$ to the nearest cent. | The answer is $20$/$4$. | \boxed{5}
 \boxed{5} | The answer is $5$ - and not 6.
 """
@@ -139,13 +131,13 @@ The answer is $5$ to the nearest cent. | The answer is $20$/$4$. | \boxed{5}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phrases", [CHOOSE_FIVE, GIVE_FIVE])
-def test_phrases_that_give_one_answer_or_several(phrases):
+def test_several_answers_are_not_one(phrases):
   right = phrases is GIVE_FIVE
   for text in " ".join(phrases.split()).split(" | "):
     assert (math.given_answer(text) == "5") == right, text
 
 
-def test_thinking_that_the_prompt_opens():
+def test_the_prompt_may_open_the_thinking():
   for prompt, text, answer in (
     ("Q <think>\n", "41</think>42", "42"),
     ("Q <think>\n", "42", None),
@@ -157,42 +149,42 @@ def test_thinking_that_the_prompt_opens():
   assert other == "42"
 
 
-def test_nan_is_no_reference():
+def test_nan_equals_no_answer():
   for answer in ("NaN", "nan", float("nan")):
     for text in ("#### NaN", "#### 5", "none"):
       assert math.math_answer("", text, {"answer": answer}) == 0.0
 
 
-def test_votes_are_by_value_for_numbers_and_choices_and_else_by_text():
-  texts = ["#### 1,234.50", r"\boxed{\$1234.5}", "A: 2469/2", "1234 1/2"]
-  assert {math.given_answer(text) for text in texts} == {"2469/2"}
-  texts = [r"\boxed{B}", "Answer: (B)", "Answer: B) Paris", "#### option B"]
-  assert {math.given_answer(text) for text in texts} == {"B"}
-  texts = [r"\boxed{x + 1}", r"\boxed{x+1}", r"The answer is $1+x$."]
-  assert {math.given_answer(text) for text in texts} == {"x+1", "1+x"}
+def test_votes_are_counted_by_value():
+  for texts, vote in (
+    ("#### 1,234.50|\\boxed{\\$1234.5}|A: 2469/2|1234 1/2", "2469/2"),
+    (r"\boxed{B}|Answer: (B)|Answer: B) Paris|#### option B", "B"),
+    (r"\boxed{x + 1}|\boxed{x+1}|The answer is $x + 1$.", "x+1"),
+  ):
+    assert {math.given_answer(text) for text in texts.split("|")} == {vote}
 
 
-def test_a_reference_may_be_a_solution_or_a_number():
+def test_references_may_be_solutions_and_numbers():
   for answer in ("2+3=5\n#### 5", r"so \boxed{5}", 5, 5.0, "5"):
     assert math.math_answer("", "A: 5", {"answer": answer}) == 1.0
     assert math.math_answer("", "A: 6", {"answer": answer}) == 0.0
 
 
-UNITS = [  # of hostile texts
+UNITS = [  # repeated in hostile texts
   *("\\boxed", "\\boxed{", "{", "}", "\\boxed{}", "\\frac", "\\frac{", "\\("),
   *("\\frac{\\frac{1", "9", "1,", "123,", "1 ", "1/", "-", "-9", "answer"),
   *("answer ", "answer is ", "answer: ", "answer is not ", "A:", "\nA: ", "$"),
   *("####", "#### ", "\n", " ", "(", "(,", "1e9", "1:1", "1.", "x=", "**", "½"),
+  *("5 or ", "$5$, ", "5, 6, ", "\\boxed{5} or ", "\\text{", "\\text{5} "),
   *(
-    "5 or ",
-    "$5$, ",
-    "5, 6, ",
-    "\\boxed{5} or ",
-    "\\text{",
-    "\\text{5} ",
     "\\",
+    "1 and ",
+    "apple ",
+    "answer is \\(1",
+    "answer is [1",
+    "answer*****",
+    "x ",
   ),
-  *("1 and ", "apple ", "answer is \\(1", "answer is [1", "answer*****", "x "),
   *("answer (aaaaaaaaa", "10^9*", "a^1", "1 million ", "answer" + " x" * 18),
   *("<think>", "</think>", "<answer>", "```\n", "answer is:\n- ", "a/", "5 a "),
   *("5 red ", "\\text{ cm}", " cm", "x = ", "'", "\\textcolor{a}{", "1\\, "),
@@ -203,19 +195,19 @@ UNITS = [  # of hostile texts
   "units", [UNITS[::9], pytest.param(UNITS, marks=pytest.mark.slow)]
 )
 def test_hostile_text_takes_no_time(units):
-  """Quadratic time would take many minutes: the workers' limit would end it."""
+  """In quadratic time it would exceed the time limit of the workers."""
   texts = [UNITS[0] * 10**6]
   for unit in units:
     many = unit * (math.WINDOW // len(unit))
     few = unit * (450 // len(unit))
     texts += ["\\boxed{" + many, f"\\boxed{{{few}}}", f"#### {few}"]
     texts += ["answer is " + many, f"{many}5"]
-  example = {"answer": "7777777"}  # too long a one, and no text would be read
+  example = {"answer": "7777777"}
   with Pool(["math_answer"], workers=1, timeout=30) as pool:
     sent = pool.submit([[("", text, example)] for text in texts], 1)
     assert (pool.collect([sent]).rewards == 0.0).all()
 
 
-def test_only_the_end_of_a_text_is_read():
+def test_only_the_last_characters_are_read():
   assert math.given_answer("7" + " " * (math.WINDOW - 2)) == "7"
   assert math.given_answer("7" + " " * math.WINDOW) is None

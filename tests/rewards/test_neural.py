@@ -1,4 +1,4 @@
-"""Reward models, against transformers on random checkpoints."""
+"""Reward models, compared with transformers on random checkpoints."""
 
 import json
 
@@ -18,7 +18,7 @@ TEXTS = ["b", "abcabc", "ccba", "abcdefgh", "a" * 9, "hgf"]
 
 
 def letters(sample):
-  """Ids of letters; a chat's template marks the speaker with a 9."""
+  """Encodes letters; the template of chats marks each speaker with a 9."""
   if not isinstance(sample, str):
     return letters("".join("|" + m["content"] for m in sample))[1:]
   return [2] + [ord(c) - ord("a") + 10 if c != "|" else 9 for c in sample]
@@ -53,14 +53,14 @@ def test_rewards_agree_with_transformers(kind, tmp_path):
   )
   rows = [letters(text) for text in TEXTS]
   with torch.no_grad():
-    want = [model(torch.tensor([row])).logits[0, 0].item() for row in rows]
-  assert np.std(want) > 0.1
-  np.testing.assert_allclose(reward_model(TEXTS), want, atol=1e-4)
+    expected = [model(torch.tensor([row])).logits[0, 0].item() for row in rows]
+  assert np.std(expected) > 0.1
+  np.testing.assert_allclose(reward_model(TEXTS), expected, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
 def last_token():
-  """A model whose reward is 100 times the tokens, plus the last id."""
+  """A model whose reward is 100 times the length, plus the last id."""
   from grpojax.core.types import LM, Prefix
 
   shapes = []
@@ -79,21 +79,21 @@ def make(lm, **options):
   return neural.make_reward_model(lm, 1.0, letters, **options)
 
 
-def test_a_reward_model_compiles_once_a_length(last_token):
+def test_a_reward_model_compiles_once_per_length(last_token):
   lm, shapes = last_token
   reward_model = make(lm, lengths=(3, 8), batch_size=3)
   samples = ["a" * n for n in (1, 2, 3, 4, 5, 6, 7)]
-  want = [100 * (n + 1) + 10 for n in (1, 2, 3, 4, 5, 6, 7)]
+  expected = [100 * (n + 1) + 10 for n in (1, 2, 3, 4, 5, 6, 7)]
   shapes.clear()
   for _ in range(2):
-    np.testing.assert_array_equal(reward_model(samples), want)
-    np.testing.assert_array_equal(reward_model(samples[::-1]), want[::-1])
+    np.testing.assert_array_equal(reward_model(samples), expected)
+    np.testing.assert_array_equal(reward_model(samples[::-1]), expected[::-1])
   np.testing.assert_array_equal(reward_model(["b"]), [211])
   assert reward_model([]).shape == (0,)
   assert sorted(shapes) == [(3, 3), (3, 8)]
 
 
-def test_chats_on_a_mesh_and_texts_that_are_too_long(last_token):
+def test_chats_on_a_mesh_and_long_texts(last_token):
   lm, _ = last_token
   types = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((1,), ("data",), axis_types=types)
@@ -103,12 +103,12 @@ def test_chats_on_a_mesh_and_texts_that_are_too_long(last_token):
   chat = [{"role": role, "content": text} for role, text in chat]
   np.testing.assert_array_equal(reward_model([chat, "ab"]), [613, 311])
   reward_model = make(lm, lengths=(4,), batch_size=8)
-  np.testing.assert_array_equal(reward_model(["abcde"]), [414])  # its end
+  np.testing.assert_array_equal(reward_model(["abcde"]), [414])  # reads the end
   with pytest.raises(ValueError, match="no tokens"):
     reward_model([[]])
 
 
-def test_other_models_are_refused(tmp_path):
+def test_only_classifiers_with_one_label_are_accepted(tmp_path):
   base = {"model_type": "llama"} | SIZES
   several = {"architectures": ["LlamaForSequenceClassification"]}
   several |= {"id2label": {"0": "a", "1": "b", "2": "c"}}

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def send(pool, *completions):
-  """Submits completions, each of a prompt of its own."""
+  """Submits completions of different prompts."""
   return pool.submit([[("p", c, {"answer": "7"})] for c in completions], 1)
 
 
@@ -41,8 +41,8 @@ def same(array, values):
 def pool(request):
   options = {"behave": {"scale": 2.0}}
   settings = {"weights": (10, 100), "workers": request.param, "timeout": 30}
-  with Pool([BEHAVE, PROMPT], options, **settings) as made:
-    yield made
+  with Pool([BEHAVE, PROMPT], options, **settings) as pool:
+    yield pool
 
 
 def test_results_are_in_order(pool):
@@ -67,11 +67,11 @@ def test_results_are_in_order(pool):
     ("nan", "returned nan"),
     ("-inf", "returned -inf"),
     ("1e15", "returned 2e+15, more than 1e+15"),
-    ("4e14", "is 8e+15, more than 1e+15"),  # their weighted sum
+    ("4e14", "is 8e+15, more than 1e+15"),  # the weighted sum
     ("five", "raised ValueError"),
   ],
 )
-def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
+def test_failures_are_reported_and_isolated(pool, completion, reason):
   result = compute(pool, completion, "4")
   same(result.rewards, [None, 180])
   same(result.values["length_of_prompt"], [1, 1])
@@ -82,7 +82,7 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
   assert failure.reason.startswith(reason)
 
 
-def test_all_that_float_reads_is_a_number_but_no_text():
+def test_rewards_of_any_numeric_type():
   half = (np.array([[0.5]]), np.float16(0.5), decimal.Decimal("0.5"))
   for value in (*half, fractions.Fraction(1, 2)):
     assert worker._outcome(value) == (0.5, None, {}), value
@@ -95,14 +95,14 @@ def test_all_that_float_reads_is_a_number_but_no_text():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_example_that_is_changed_stays_for_the_others(workers):
-  given = {"seen": []}  # one list, in all of a prompt's examples
-  group = [("p", str(i), dict(given)) for i in range(3)]
+def test_changes_of_an_example_are_not_shared(workers):
+  example = {"seen": []}  # the list is in all examples of the prompt
+  group = [("p", str(i), dict(example)) for i in range(3)]
   functions = [f"{USER}:changes", f"{USER}:changes_all"]
   with Pool(functions, workers=workers) as pool:
     result = pool.collect([pool.submit([group], 3)])
   assert [x.tolist() for x in result.values.values()] == [[[1, 1, 1]]] * 2
-  assert given == {"seen": []}
+  assert example == {"seen": []}
 
 
 @pytest.mark.slow
@@ -120,15 +120,14 @@ def test_lost_workers_are_replaced():
     result = compute(pool, *mixed)
   same(result.values["length_of_prompt"], [1] * 12)
   same(result.rewards, [x for i in range(6) for x in (1 + i, None)])
-  failures = [x for (one,) in result.failures for x in one]
-  assert [(x.function, x.completion) for x in failures] == [
-    ("behave", name) for name in bad
-  ]
+  failures = groups.all_failures(result)
+  assert [x.completion for x in failures] == [*bad]
   for failure in failures:
+    assert failure.function == "behave"
     assert failure.reason.startswith(bad[failure.completion])
 
 
-def test_without_workers_time_is_limited_as_well():
+def test_time_is_limited_without_workers():
   def others(*_):
     raise AssertionError
 
@@ -145,7 +144,7 @@ def test_without_workers_time_is_limited_as_well():
   assert reasons(result) == ["no result after 0.2 s"] * 3
 
 
-def test_workers_are_light_and_their_pipes_safe():
+def test_workers_do_not_load_jax_and_pass_any_text():
   text = 'quote " \\ \n line \u2028 é \ud800 ' + "x" * 300_000
   example = {"answer": "7", "bonus": np.int64(2), "ids": np.arange(3)}
   built_in = ("exact_answer", "math_answer", "format", "unfinished")
@@ -159,18 +158,16 @@ def test_workers_are_light_and_their_pipes_safe():
   assert result.values["length_of_prompt"][2] == len(text) + 2
 
 
-def test_a_function_that_forks_or_writes_does_not_shift_rewards():
-  """The child of the second waits until the next job is under way."""
+def test_forks_and_prints_do_not_shift_rewards():
   odd = ["twice 1 0", "twice 2 0.05", "slow3", "garbage4", "closes", "later"]
   odd += ["slow7", *["twice 8 0", "9"] * 10, "twice 8 0.02", "slow9"]
-  want = [1, 2, 3, 4, 5, 6, 7, *[8, 9] * 10, 8, 9]
+  expected = [1, 2, 3, 4, 5, 6, 7, *[8, 9] * 10, 8, 9]
   with Pool([BEHAVE, PROMPT], workers=1, timeout=30) as pool:
-    same(compute(pool, *odd).values["behave"], want)
+    same(compute(pool, *odd).values["behave"], expected)
     same(compute(pool, "1", "2").values["behave"], [1, 2])
 
 
-def test_replies_are_told_apart():
-  """A line counts if it has the question's name and makes sense."""
+def test_only_well_formed_answers_with_the_id_count():
   good = [
     (b'["me", [1.0, null, {}]]', (1.0, None, {})),
     (b'["me", [1.0, null, {"acc": 0.5}]]', (1.0, None, {"acc": 0.5})),
@@ -192,8 +189,8 @@ def test_replies_are_told_apart():
   assert read == [x for _, x in good]
 
 
-def test_neighbouring_jobs_are_of_different_prompts():
-  """So that one bad example does not make a whole batch be given up."""
+def test_neighbouring_jobs_have_different_prompts():
+  """Otherwise a single bad example could make the pool give up a batch."""
   examples = [{"prompt_text": p, "answer": ""} for p in "abc"]
   ones = np.ones((3, 4), np.int32)
   with Pool([BEHAVE]) as pool:
@@ -204,7 +201,7 @@ def test_neighbouring_jobs_are_of_different_prompts():
 
 
 def started(code):
-  """A program of its own that runs this code."""
+  """Starts a Python process that runs the code."""
   return subprocess.Popen(
     [sys.executable, "-c", textwrap.dedent(code)],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -215,11 +212,8 @@ def started(code):
   )
 
 
-def test_a_fork_does_not_go_on_in_this_process(tmp_path):
-  """Without workers the child would go on in the caller's program.
-
-  One file forks when it is loaded, one when its function is called.
-  """
+def test_forked_children_do_not_continue_the_program(tmp_path):
+  """Forks while a file is loaded, and while a function is called."""
   file = tmp_path / "mine.py"
   file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
   names = [f"{file}:reward", BEHAVE]
@@ -229,28 +223,24 @@ def test_a_fork_does_not_go_on_in_this_process(tmp_path):
       sent = pool.submit([[("", "twice 3 0.1", {{}})]], 1)
       print(pool.collect([sent]).rewards.item(), flush=True)
   """)
-  # Its pipes end when the children have ended, too.
+  # The pipes close once the children have ended too.
   assert program.communicate(timeout=60)[0] == "4.0\n"
 
 
-class Enough(Exception):
-  pass
-
-
 @pytest.mark.slow
-def test_check_signals_is_called_while_it_waits_and_abandons(tmp_path):
-  """Without waiting for the time limit; and between completions."""
+def test_check_signals_can_abandon_rewards(tmp_path):
+  """With workers while it waits, without them between completions."""
   start = time.monotonic()
   done, calls = tmp_path / "done", []
 
   def check_signals():
     calls.append(time.monotonic())
     if len(calls) == 3:
-      raise Enough
+      raise InterruptedError
 
   with Pool([BEHAVE], workers=2, timeout=40) as pool:
     first = send(pool, "sleep", "hang", f"touch {done}")
-    with pytest.raises(Enough):
+    with pytest.raises(InterruptedError):
       pool.collect([first], check_signals)
     assert max(np.diff(calls)) < 1
     same(compute(pool, "1", "2", "3").rewards, [1, 2, 3])
@@ -259,7 +249,7 @@ def test_check_signals_is_called_while_it_waits_and_abandons(tmp_path):
   assert not done.exists()
   assert time.monotonic() < start + 30
   calls.clear()
-  with Pool([BEHAVE]) as pool, pytest.raises(Enough):
+  with Pool([BEHAVE]) as pool, pytest.raises(InterruptedError):
     pool.collect([send(pool, *"12345")], check_signals)
   assert len(calls) == 3
 
@@ -267,14 +257,14 @@ def test_check_signals_is_called_while_it_waits_and_abandons(tmp_path):
 @pytest.mark.parametrize(
   "workers", [0, pytest.param(1, marks=pytest.mark.slow)]
 )
-def test_a_batch_in_which_everything_hangs_is_given_up(workers):
+def test_the_pool_gives_up_a_batch_that_always_hangs(workers):
   with Pool([BEHAVE], workers=workers, timeout=0.1) as pool:
     errors = reasons(compute(pool, *["sleep"] * 30))
     assert errors[: pool.patience] == ["no result after 0.1 s"] * 8
     assert set(errors[8:]) == {"not tried: 8 in a row had no result"}
     if not workers:
       return
-    # One result in between, and nothing is given up; nor in the next batch.
+    # A result in between resets the count, and so does a new batch.
     mixed = compute(pool, *["exit"] * 5, "1", *["exit"] * 5, "2")
     same(mixed.rewards, [*[None] * 5, 1, *[None] * 5, 2])
 
@@ -302,18 +292,18 @@ def test_no_worker_outlives_its_parent(which):
     from grpojax.rewards.pool import Pool
     with Pool([{BEHAVE!r}], workers=2, timeout=600) as pool:
       batch = pool.submit([[("", c, {{}})] for c in {completions!r}], 1)
-      time.sleep(0.5)  # the workers are at it
+      time.sleep(0.5)  # until the workers are busy
       print("ready", flush=True)
       pool.collect([batch])
   """)
   assert program.stdout.readline() == "ready\n"
   os.killpg(program.pid, which)
-  # Ends when nobody holds the other end: they have all gone.
+  # Returns once all workers have closed their pipes.
   _, errors = program.communicate(timeout=60)
   assert program.returncode == -which
   if which == signal.SIGKILL:
     assert errors == ""
     return
-  # Once; it may have come while the queue was found empty, which is said too.
+  # A single interrupt; it may have come while handling an empty queue.
   assert errors.count("\nKeyboardInterrupt") == 1
   assert errors.count("Traceback") == 1 + errors.count("queue.Empty")

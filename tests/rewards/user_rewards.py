@@ -1,4 +1,4 @@
-"""Reward functions of a user, some of them badly behaved."""
+"""User reward functions, some of which misbehave."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ class Unspeakable:
 
 
 def behave(prompt, completion, example, *, scale=1.0):
-  """A number is the reward; otherwise the completion says what happens."""
+  """Returns the completion as a number, or does what it says."""
   if completion == "none":
     return None
   if completion == "raise":
@@ -31,13 +31,13 @@ def behave(prompt, completion, example, *, scale=1.0):
         pass
     except Exception:
       return 1.0
-  if completion == "hang":  # inside C, holding the interpreter
+  if completion == "hang":  # in C code that holds the interpreter's lock
     re.fullmatch("(a*)*b", "a" * 60)
   if completion == "exit":
     os._exit(3)
   if completion == "crash":
     ctypes.string_at(0)
-  if completion == "fork":  # a child of its own that keeps the pipes
+  if completion == "fork":  # the child keeps the pipes open
     if os.fork():
       os._exit(4)
     time.sleep(600)
@@ -52,7 +52,7 @@ def behave(prompt, completion, example, *, scale=1.0):
     sys.stdout.close()
     sys.stderr.close()
     return 5.0
-  if completion.startswith("later"):  # the thread works during the next job
+  if completion.startswith("later"):  # writes during the next job
     threading.Timer(0.05, lambda: print("[1.0, null]", flush=True)).start()
     return 6.0
   if completion.startswith("garbage"):
@@ -62,7 +62,7 @@ def behave(prompt, completion, example, *, scale=1.0):
       except OSError:
         pass
     return float(completion[7:])
-  if completion.startswith("twice"):  # a child that returns as well
+  if completion.startswith("twice"):  # a forked child returns too
     _, value, wait = completion.split()
     if not os.fork():
       time.sleep(float(wait))
@@ -85,18 +85,14 @@ def length_of_prompt(prompt, completion, example):
   return len(prompt) + example.get("bonus", 0)
 
 
-def two_arguments(prompt, completion):
-  return 1.0
-
-
 def changes(prompt, completion, example):
-  """Counts what it writes into its example."""
+  """Modifies its example."""
   example["seen"].append(completion)
   return len(example["seen"])
 
 
 def changes_all(prompts, completions, seen, **kwargs):
-  """Likewise, of TRL's convention."""
-  for one in seen:
-    one.append(0)
-  return [len(one) for one in seen]
+  """Modifies its columns, in TRL's convention."""
+  for column in seen:
+    column.append(0)
+  return [len(column) for column in seen]

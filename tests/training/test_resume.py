@@ -173,7 +173,7 @@ def test_adapters_of_other_weights_are_refused(go, toy_model, tmp_path):
   "gone, text",
   [
     ("data", "stopped: .*train.jsonl.*saved step [2-4](; still|$)"),
-    ("text", "stopped: .*train.jsonl changed while .*saved step [2-4]"),
+    ("text", "stopped: .*train.jsonl changed during .*saved step [2-4]"),
     ("run", "error: .*/run is gone: it was removed, renamed"),
     ("before a save", "error: .*/run is gone: it was removed, renamed"),
   ],

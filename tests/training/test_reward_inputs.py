@@ -51,12 +51,12 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   check({"answer": "1"}, {"level": 1})
   with pytest.raises(ValueError, match=f"'hard' has only answer, {SOURCE}, pr"):
     check({"answer": "1"}, {"answer": "1"})
-  with pytest.raises(ValueError, match="'ground_truth', and data set 'easy'"):
+  with pytest.raises(ValueError, match="'ground_truth', but data set 'easy'"):
     check({}, {"level": 1})
 
 
 def test_a_missing_column_is_found_at_the_start(train_toy, file, tmp_path):
-  with pytest.raises(SystemExit, match="needs 'level', and data set 'arithm"):
+  with pytest.raises(SystemExit, match="needs 'level', but data set 'arithm"):
     train_toy(reward__functions=f"{file}:of_level")
   assert not (tmp_path / "run").exists()
 
