@@ -1,11 +1,11 @@
-"""Options as the fields of frozen dataclasses: default, meaning and range.
+"""Options as fields of frozen dataclasses: default, help text and range.
 
     @frozen_options
     class Decoding:
       stages: int = option(4, "stages of the cache", within="[1, inf)")
 
-One declaration is the source of the default, of the check that a value passes
-when the dataclass is made, and of the text in --help and docs/settings.md.
+The declaration gives the default, the check of a value when the dataclass is
+made, and the text in --help and docs/settings.md.
 """
 
 import dataclasses
@@ -23,36 +23,33 @@ import numpy as np
 
 ONE_OR_MORE = "[1, inf)"
 NOT_NEGATIVE = "[0, inf)"
-POSITIVE = "(0, inf)"
 DECAY = "[0, 1)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """Declaration of one option, setting or flag."""
+  """Declaration of an option, setting or flag."""
 
-  default: Any  # default value; the option has its type
-  # Phrase without a full stop, with the unit and the meaning of 0 or "".
-  text: str
+  default: Any  # also sets the type
+  text: str  # help: a phrase, with the unit and the meaning of 0 or ""
   choices: Collection[str] = ()  # allowed names; () is any
-  # Interval of a number, as "[0, 1)", "(0, inf)" or "[0, 2**31)"; "" is any.
-  within: str = ""
-  words: tuple[str, ...] = ()  # texts that may stand in the place of a number
+  within: str = ""  # interval of a number: "[0, 1)", "(0, 2**31)"; "" is any
+  words: tuple[str, ...] = ()  # words allowed instead of a number
 
 
 def option(default: Any, text: str, *args: Any, **kwargs: Any) -> Any:
-  """Declares a dataclass's field as an `Option` of these arguments."""
+  """Declares a dataclass field as an `Option` with these arguments."""
   declared = Option(default, text, *args, **kwargs)
   return dataclasses.field(default=default, metadata={"option": declared})
 
 
 one_or_more = functools.partial(option, within=ONE_OR_MORE)
 not_negative = functools.partial(option, within=NOT_NEGATIVE)
-positive = functools.partial(option, within=POSITIVE)
+positive = functools.partial(option, within="(0, inf)")
 
 
 def declared_options(options: type | Any) -> dict[str, Option]:
-  """Returns the declarations of a dataclass's options by field name."""
+  """Returns the `Option`s of a dataclass by field name."""
   return {
     field.name: field.metadata["option"]
     for field in dataclasses.fields(options)
@@ -64,12 +61,12 @@ def _interval(within: str) -> tuple[str, str, str, str]:
   """Splits "[0, 1)" into its brackets and bounds."""
   match = re.fullmatch(r"([\[(])([^, ]+), ([^, ]+)([\])])", within)
   if not match:
-    raise ValueError(f"{within!r} is no interval like '[0, 1)'")
+    raise ValueError(f"{within!r} is not an interval: write it like '[0, 1)'")
   return match.groups()
 
 
 def in_interval(within: str, value: float | int) -> bool:
-  """Returns True for a number in an interval like "[0, 1)"; NaN is in none."""
+  """True for a number in an interval like "[0, 1)"; False for NaN."""
   left, low, high, right = _interval(within)
   base, power, exponent = high.partition("**")
   low, high = float(low), float(base) ** float(exponent if power else 1)
@@ -89,7 +86,7 @@ def interval_text(within: str) -> str:
 
 
 def _other_type(default: Any, value: Any) -> str:
-  """Returns the kind of value that an option needs; "" if `value` is one."""
+  """Returns the required kind of value; "" if `value` has it."""
   truth = isinstance(value, (bool, np.bool_))
   if isinstance(default, bool):
     return "" if truth else "True or False"
@@ -103,9 +100,9 @@ def _other_type(default: Any, value: Any) -> str:
 
 
 def refusal(declared: Option, value: Any) -> str | None:
-  """Returns the requirement that a value fails, with the text; None if it fits.
+  """Returns the violated requirement, with the help text; None if valid.
 
-  A function in the place of a name is never refused.
+  A function given instead of a name is always valid.
   """
   functions = getattr(declared.choices, "values", tuple)()
   if callable(value) and any(map(callable, functions)):
@@ -133,7 +130,7 @@ def refusal(declared: Option, value: Any) -> str | None:
 
 
 def option_errors(options: Any) -> list[str]:
-  """Returns a line "NAME = VALUE: reason" for each invalid value."""
+  """Returns a line "NAME = VALUE: reason" per invalid value."""
   return [
     f"{name} = {value!r}: {reason}"
     for name, declared in declared_options(options).items()
@@ -142,7 +139,7 @@ def option_errors(options: Any) -> list[str]:
 
 
 def refuse(errors: Sequence[str]) -> None:
-  """Raises ValueError with all errors, a line each, if there are any."""
+  """Raises ValueError with all errors, one per line, if any."""
   if errors:
     raise ValueError("\n  ".join(errors))
 
@@ -150,7 +147,7 @@ def refuse(errors: Sequence[str]) -> None:
 def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
   """Adds similar names to a function's TypeError for an unknown argument.
 
-  A name may also be that of an option of a default: `beta` of `objective`.
+  These include options of default arguments: `beta` of `objective`.
   """
   parameters = inspect.signature(function).parameters
   title = function.__qualname__.removesuffix(".__init__")
@@ -175,8 +172,8 @@ def near_names(function: Callable[..., Any]) -> Callable[..., Any]:
 def frozen_options(kind: type) -> type:
   """Makes a class of options a frozen dataclass that checks its values.
 
-  Its ValueError has a line for each invalid value. A class with a
-  `__post_init__` of its own calls `option_errors` there.
+  Its ValueError has a line per invalid value. A class with its own
+  `__post_init__` calls `option_errors` there.
   """
   if "__post_init__" not in vars(kind):
     kind.__post_init__ = lambda self: refuse(option_errors(self))

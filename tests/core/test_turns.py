@@ -294,7 +294,7 @@ def test_what_is_no_trajectory_is_refused(segments, message):
   [
     ("step", {}, "use one of trajectory, turn, turn_reached"),
     ("turn", {"advantage": "grpo"}, "use advantage = 'leave_one_out'"),
-    ("turn", {"off_policy_threshold": 0.1}, "one advantage a trajectory"),
+    ("turn", {"off_policy_threshold": 0.1}, "one advantage per trajectory"),
     ("turn", {"ratio": "sequence_ratio"}, "average over a trajectory"),
     ("turn_reached", {"surrogate": "gmpo"}, "average over a trajectory"),
     ("turn", {"beta": 0.1, "kl_placement": "reward"}, "'loss'"),

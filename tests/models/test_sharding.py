@@ -171,7 +171,7 @@ def test_parts_are_in_the_order_of_the_devices(monkeypatch):
 @pytest.mark.parametrize(
   "sizes, message",
   [
-    ((-1, -1, 1), "at most one is -1"),
+    ((-1, -1, 1), "at most one -1"),
     ((0, 1, 1), "1 or more"),
     ((2, 1, 1), "needs 2 devices, and there are 1"),
   ],
