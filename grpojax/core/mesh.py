@@ -1,4 +1,4 @@
-"""A mesh of devices, and the table of mesh axes that split activations.
+"""A mesh of devices, and the table of its axes for activations.
 
 Pure functions name the axes of the arrays that they compute:
 

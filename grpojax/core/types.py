@@ -1,4 +1,4 @@
-"""Shapes and containers that all modules share.
+"""Shapes and containers shared by all modules.
 
 | letter | meaning                                    |
 |--------|--------------------------------------------|

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.advantages import ADVANTAGES, OF_SUBSETS
+from grpojax.core.advantages import ADVANTAGES, OF_SUBSETS, oracle
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
 from grpojax.core.decoding.sampling import Sampling, transform_logits
@@ -65,7 +65,7 @@ def expected_step(
   scored = logprobs(table[0], sampling)
   groups = jnp.asarray(all_groups(group_size))
 
-  def one(group):
+  def update_of(group):
     samples = Rollout(
       prompt_ids=jnp.zeros((1, 1), jnp.int32),
       prompt_mask=jnp.ones((1, 1), bool),
@@ -83,14 +83,18 @@ def expected_step(
   @jax.jit
   def expectation():
     probability = jnp.exp(scored.sum(-1))[groups].prod(-1)
-    return jnp.tensordot(probability, jax.vmap(one)(groups), 1)
+    return jnp.tensordot(probability, jax.vmap(update_of)(groups), 1)
 
   return expectation()
 
 
+def known_value(rewards):
+  return oracle(rewards, jnp.full(rewards.shape[:-1], 0.4))
+
+
 @pytest.mark.parametrize(
   ("advantage", "group_size", "factor"),
-  [("vanilla", 1, 1), ("leave_one_out", 3, 1), ("dr_grpo", 3, 2 / 3)],
+  [(known_value, 1, 1), ("leave_one_out", 3, 1), ("dr_grpo", 3, 2 / 3)],
 )
 def test_expected_update_is_the_policy_gradient(
   tabular, advantage, group_size, factor
@@ -111,7 +115,7 @@ CUT = Sampling(0.8, top_k=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
-  """The gradient of E[R] - beta KL(pi || ref) of completions, ref uncut."""
+  """Compares with the gradient of E[R] - beta KL(pi || ref), ref not cut."""
   lm, beta = tabular.lm(1, 3), 0.7
   table, reference = (lm.init(key) for key in jax.random.split(KEY))
   uncut = Sampling(sampling.temperature)
@@ -128,17 +132,17 @@ def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
 
 @pytest.mark.parametrize("sampling", [PLAIN, CUT])
 def test_expected_update_with_an_exact_kl_of_every_token(tabular, sampling):
-  """From a teacher with one id more; k3 times the ratio has the same mean."""
+  """The teacher has another id; k3 times the ratio has the same mean."""
   lm, ref_lm = tabular.lm(1, 3), tabular.lm(1, 4)
   table, reference = lm.init(KEY), ref_lm.init(jax.random.key(6))
   logits = transform_logits(reference[0] / sampling.temperature)
-  of_teacher = jax.nn.log_softmax(logits)[:4, :3]
+  teacher = jax.nn.log_softmax(logits)[:4, :3]
   visits = jnp.exp(jax.nn.log_softmax(transform_logits(table[0], sampling)))
   visits = jnp.array([1.0, 0.0, visits[0, 1], visits[0, 2]])  # 0 is the end
 
   def divergence(table):
     log_p = jax.nn.log_softmax(transform_logits(table[0], sampling))
-    return visits @ (jnp.exp(log_p) * (log_p - of_teacher)).sum(-1)
+    return visits @ (jnp.exp(log_p) * (log_p - teacher)).sum(-1)
 
   def step(**kl):
     options = {"ref_lm": ref_lm, "rewards": jnp.zeros(7)} | kl
@@ -160,7 +164,8 @@ GROUPS = all_groups(3)
 RNG = np.random.default_rng(0)
 POLICY = RNG.normal(size=(4, 3))
 SAMPLER = POLICY + 0.4 * RNG.normal(size=(4, 3))
-# Their own reward does not reach the baseline, or scales all advantages alike.
+# Sequence weights are exact if the own reward does not reach the baseline, or
+# only scales all advantages equally.
 EXACT = (
   "vanilla leave_one_out dr_grpo shrinkage beta_binomial length_weighted "
   "score_weighted optimal_token_baseline"
@@ -168,27 +173,27 @@ EXACT = (
 
 
 def advantages_of(name, sampled):
-  """Advantages [groups, 3, 2] of tokens; other prompts' rewards are fixed."""
-  others = jnp.array([[0.1, 0.9, 0.4], [0.8, 0.6, 0.3]])
+  """Advantages [groups, 3, 2] of tokens, with fixed rewards of other prompts."""
+  fixed_rewards = jnp.array([[0.1, 0.9, 0.4], [0.8, 0.6, 0.3]])
   score_sq = jnp.where(MASK, jnp.expm1(sampled) ** 2, 0)
 
-  def one(group):
-    def of_batch(x):  # the other prompts have the first group's completions
+  def advantages_of_group(group):
+    def batch(x):
       fixed = jnp.asarray(x)[GROUPS[:2] + 2]
       return jnp.concatenate([jnp.asarray(x)[group][None], fixed])
 
-    offered = {"k": 2, "lengths": of_batch(MASK.sum(-1))}
-    offered |= {"sampled": of_batch(MASK), "token_score_sq": of_batch(score_sq)}
-    offered["logit_score_sq"] = of_batch(score_sq.sum(-1))
-    rewards = jnp.concatenate([REWARDS[group][None], others])
+    offered = {"k": 2, "lengths": batch(MASK.sum(-1)), "sampled": batch(MASK)}
+    offered["token_score_sq"] = batch(score_sq)
+    offered["logit_score_sq"] = batch(score_sq.sum(-1))
+    rewards = jnp.concatenate([REWARDS[group][None], fixed_rewards])
     advantages = bind(ADVANTAGES[name], **offered)(rewards)
     return jnp.broadcast_to(advantages[0].reshape(3, -1), (3, 2))
 
-  return jax.vmap(one)(jnp.asarray(GROUPS))
+  return jax.vmap(advantages_of_group)(jnp.asarray(GROUPS))
 
 
 def expected_gradient(name, sampler, correction):
-  """Expected gradient estimate by the groups that `sampler` writes."""
+  """Expected gradient estimate over the groups drawn from `sampler`."""
   sampled = logprobs(sampler)
   log_ratio = logprobs(POLICY) - sampled
   weights = jnp.ones((7, 2))
@@ -205,15 +210,15 @@ def expected_gradient(name, sampler, correction):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_corrections_of_whole_sequences_are_exact_for_some(name):
-  """Unbounded, for baselines of the others; token weights for none."""
+def test_sequence_corrections_are_exact_if_the_baseline_is(name):
+  """Without bounds; token weights are exact for no advantage."""
 
   @jax.jit
-  def all_of_them():
+  def all_gradients():
     own = expected_gradient(name, POLICY, "none")
     return own, [expected_gradient(name, SAMPLER, x) for x in CORRECTIONS]
 
-  own, gradients = all_of_them()
+  own, gradients = all_gradients()
   size = np.linalg.norm(own)
   for correction, gradient in zip(CORRECTIONS, gradients, strict=True):
     error = np.linalg.norm(gradient - own) / size
@@ -232,7 +237,7 @@ OTHER_SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", OTHER_SAMPLERS)
-def test_subsets_of_another_policys_samples_are_refused(sampler):
+def test_subset_advantages_refuse_samples_of_another_policy(sampler):
   config = default_job()
   config.update_from_flattened_dict(OTHER_SAMPLERS[sampler])
   from_config(config)
@@ -242,7 +247,8 @@ def test_subsets_of_another_policys_samples_are_refused(sampler):
     from_config(config)
 
 
-def test_the_update_refuses_subsets_by_name_and_by_function(tabular):
+def test_updates_refuse_corrected_subset_advantages(tabular):
+  """Given by name, as a function, or wrapped in `partial`."""
   wrapped = functools.partial(ADVANTAGES["max_at_k"], k=2)
   for advantage in ("max_rl", ADVANTAGES["pairwise_rank"], wrapped):
     objective = Objective(advantage=advantage, correction="sequence_mask")

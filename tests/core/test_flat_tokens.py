@@ -1,4 +1,4 @@
-"""Real tokens side by side: their places, values and gradients."""
+"""Flattening of real tokens: places, values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ REAL = [[[1, 1, 1, 0], [0, 0, 0, 0]], [[1, 1, 0, 1], [1, 0, 0, 0]]]
 REAL = np.array(REAL, bool)
 
 
-def test_an_index_by_hand():
+def test_token_places_by_hand():
   """Two devices with a prompt each, and room for five tokens."""
   index = flat_tokens.find_tokens(jnp.asarray(REAL), 2, 5)
   np.testing.assert_array_equal(
@@ -22,14 +22,14 @@ def test_an_index_by_hand():
   np.testing.assert_array_equal(
     index.place_of_token, [[0, 1, 2, 8, 8], [0, 1, 3, 4, 8]]
   )
-  # Tokens without room are nowhere.
+  # Tokens without room get no place.
   index = flat_tokens.find_tokens(jnp.asarray(REAL), 1, 3)
   assert np.sum(index.token_of_place < 3) == 3
   np.testing.assert_array_equal(index.place_of_token, [[0, 1, 2]])
 
 
 @pytest.mark.parametrize("devices, size", [(1, 9), (2, 4)])
-def test_tokens_there_and_back_without_a_scatter(devices, size):
+def test_flattening_and_its_gradient_use_no_scatter(devices, size):
   index = flat_tokens.find_tokens(jnp.asarray(REAL), devices, size)
   choose = np.zeros((devices, size, devices, 16 // devices))
   for device, real in enumerate(REAL.reshape(devices, -1)):
@@ -41,27 +41,28 @@ def test_tokens_there_and_back_without_a_scatter(devices, size):
 
   @jax.jit
   def both_ways(x, flat):
-    there, gradient = jax.vjp(lambda x: flat_tokens.flatten(x, index), x)
-    back, of_back = jax.vjp(
+    flattened, pull = jax.vjp(lambda x: flat_tokens.flatten(x, index), x)
+    restored, pull_back = jax.vjp(
       lambda flat: flat_tokens.unflatten(flat, index, x.shape[:3]), flat
     )
-    return there, back, gradient(flat)[0], of_back(x)[0]
+    return flattened, restored, pull(flat)[0], pull_back(x)[0]
 
-  there, back, of_there, of_back = (
+  flattened, restored, pulled, pulled_back = (
     np.asarray(y).reshape(-1, 3) for y in both_ways(x, flat)
   )
-  x_, flat_ = x.reshape(16, 3), flat.reshape(-1, 3)
-  for actual, expected in ((there, choose @ x_), (back, choose.T @ flat_)):
-    np.testing.assert_array_equal(actual, expected.astype(np.float32))
-  np.testing.assert_array_equal(of_there, back)
-  np.testing.assert_array_equal(of_back, there)
+  expected = choose @ x.reshape(16, 3)
+  np.testing.assert_array_equal(flattened, expected.astype(np.float32))
+  expected = choose.T @ flat.reshape(-1, 3)
+  np.testing.assert_array_equal(restored, expected.astype(np.float32))
+  np.testing.assert_array_equal(pulled, restored)
+  np.testing.assert_array_equal(pulled_back, flattened)
   text = both_ways.lower(x, flat).as_text()
   assert "gather" in text and "scatter" not in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_rows_share_is_summed_in_float32(dtype):
+def test_gradients_of_shared_prompts_are_summed_in_float32(dtype):
   """300 times 1/256 is 1.17; a sum of bfloat16 would stop at 1."""
   prompt_of_row = jnp.array([[0] * 300 + [2]])
   none = flat_tokens.find_tokens(jnp.zeros((301, 1, 1), bool), 1, 1)
@@ -70,7 +71,7 @@ def test_what_rows_share_is_summed_in_float32(dtype):
   shared, back = jax.vjp(flat.of_rows, x)
   np.testing.assert_array_equal(shared, x[prompt_of_row[0]])
   data = jnp.full((301, 2), 1 / 256, dtype)
-  # CPUs sum products of bfloat16 in float32 unasked.
+  # CPUs sum products of bfloat16 in float32 anyway.
   assert "preferred_element_type=float32" in str(jax.make_jaxpr(back)(data))
   (gradient,) = back(data)
   assert gradient.dtype == dtype

@@ -1,4 +1,4 @@
-"""Baselines that pool prompts to estimate a prompt's value better.
+"""Baselines pooled over prompts, for better estimates of a prompt's value.
 
 A sample's own reward stays out of its baseline, so estimators stay unbiased.
 All axes but the last are the prompts of a whole batch: neither a shard nor a

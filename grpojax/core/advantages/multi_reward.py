@@ -1,4 +1,4 @@
-"""Aggregation of several rewards for one completion.
+"""Aggregation of several rewards per completion.
 
 | aggregation        | reward that a group compares                          |
 |--------------------|-------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Corrections for a rollout policy that differs from the policy being trained.
+"""Corrections for a mismatch between rollout policy and trained policy.
 
 Tokens are drawn from the rollout policy mu, whose numbers differ from the
 trainer's (another program, engine or precision). The surrogate has pi / pi_old

@@ -1,4 +1,4 @@
-"""Treatment of completions that were cut off at their token budget.
+"""Treatment of completions cut off at their token budget.
 
 With p the probability that a completion ends by itself, V the mean reward of
 all completions and V_e of those that end, the expected gradient of a prompt's
