@@ -1,7 +1,7 @@
-"""Losses of TRL and verl on fixed numbers, in float64 by their own code.
+"""Runs TRL's and verl's losses on fixed numbers, in float64 by their own code.
 
-Writes other_losses.json (inputs, and the loss and its gradients for each of
-their settings) and trl_corrections.json (TRL with an inexact sampler). Neither
+Writes other_losses.json (inputs, losses and gradients for each of their
+settings) and trl_corrections.json (TRL with an inexact sampler). Neither
 library is a dependency; to make the files again:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0
@@ -33,7 +33,7 @@ SAPO = {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0}
 VESPO = {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5}
 VESPO |= {"vespo_k_neg": 0.0, "vespo_lambda_neg": 1.0}
 TRL_CASES = {
-  # name: changes to DEFAULTS, by TRL's own names
+  # name: changes of DEFAULTS, by TRL's names
   "grpo": {"loss_type": "grpo"},
   "grpo on-policy": {"loss_type": "grpo"},
   "bnpo": {"loss_type": "bnpo"},
@@ -85,7 +85,7 @@ DEFAULTS = {
 MEANS, TOKENS = "seq-mean-token-mean", "token-mean"
 LOW, HIGH, C = "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
 VERL_CASES = {
-  # name: the function's name, how it aggregates, and settings (verl's names)
+  # name: verl's function, aggregation and settings
   "vanilla": ("vanilla", TOKENS, {HIGH: 0.28}),
   "vanilla dual": ("vanilla", TOKENS, {C: 1.25}),
   "vanilla sum": ("vanilla", "seq-mean-token-sum", {}),
@@ -105,14 +105,14 @@ ADAPTIVE = {
   "entropy_target": 1.0,
 }
 NAN = float("nan")
-REWARDS = [  # three functions' of B * G completions; groups of 4
+REWARDS = [  # of three functions, for B * G completions in groups of 4
   [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, NAN, 0.0, 1.0, 0.0],
   [0.2, 0.2, 0.7, 0.1, NAN, 0.5, 0.9, NAN, NAN, NAN, 0.3, NAN],
   [10.0, -5.0, 0.0, 2.5, 3.0, NAN, -4.0, 8.0, NAN, 1.0, NAN, 7.0],
 ]
 REWARDS = [list(x) for x in zip(*REWARDS, strict=True)]  # [B * G, K]
 REWARD_WEIGHTS = [1.0, 0.5, -2.0]
-AGGREGATIONS = {  # by our names: multi_objective_aggregation, scale_rewards
+AGGREGATIONS = {  # our name: multi_objective_aggregation, scale_rewards
   "normalize_then_sum": ("normalize_then_sum", "group"),
   "grpo": ("sum_then_normalize", "group"),
   "dr_grpo": ("sum_then_normalize", "none"),
@@ -167,7 +167,7 @@ def trainer(settings: dict[str, Any]):
 
 
 def computed(it, data, logprobs, entropy, on_policy=False, **more):
-  """TRL's loss, of a model that gives these log-probabilities and entropies."""
+  """TRL's loss for these log-probabilities and entropies of the model."""
   mask = data["mask"].double()
   inputs = dict.fromkeys(("prompt_ids", "prompt_mask"), mask[:, :1])
   inputs |= dict.fromkeys(("completion_ids", "completion_mask"), mask)
@@ -201,7 +201,7 @@ def trl_loss(data, changes, on_policy):
 
 
 def trl_adaptive(data):
-  """The coefficient applied in each update, and the one it leaves behind."""
+  """Coefficients in each update and after it."""
   import torch
 
   it, rows = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True}), []
@@ -214,7 +214,7 @@ def trl_adaptive(data):
 
 
 def own_lines(function, begin: str, end: str, names: dict[str, Any]):
-  """Runs the lines of a function of TRL's from one text to another."""
+  """Runs a TRL function's lines from `begin` up to `end`."""
   lines = inspect.getsource(function).splitlines()
   first = next(i for i, line in enumerate(lines) if begin in line)
   last = next(i for i in range(first, len(lines)) if end in lines[i])
@@ -281,7 +281,7 @@ def importance_ratios(data, mode, low, high):
 
 
 def trl_corrections():
-  """Losses of a sampler that is another, with all corrections of it."""
+  """TRL's losses for an inexact sampler, with all corrections."""
   import torch
 
   torch.manual_seed(0)
@@ -339,7 +339,7 @@ class VerlConfig(types.SimpleNamespace):
 
 
 def verl_functions(source: pathlib.Path) -> dict[str, Any]:
-  """verl's losses, whose file imports much that they do not need."""
+  """Loads verl's losses without the imports that they do not need."""
   import torch
 
   tools = source / "verl/utils/torch_functional.py"
@@ -384,7 +384,7 @@ def verl_loss(functions, data, name, aggregation, changes):
 
 
 def verl_advantages(functions, data):
-  """Advantages of tokens, of two groups of three; what is masked by bounds."""
+  """Advantages of tokens for two groups of three, and a geometric mask."""
   import torch
 
   logprobs, mask = data["old_logprobs"], data["mask"].double()

@@ -21,7 +21,6 @@ from grpojax.core.advantages.weighted_baselines import (
 from grpojax.core.arguments import check_read_prompts, read_ends
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
-from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.losses import grpo_loss
@@ -30,7 +29,7 @@ from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Batch, Prompts
-from grpojax.core.update import UpdateOptions, make_update
+from grpojax.core.update import UpdateOptions
 
 KEY = jax.random.key(5)
 B, G, T = 4, 3, 2
@@ -108,12 +107,6 @@ def trace(lm, *reward, **options):
   jax.eval_shape(make_step(lm, *reward, **options), state, Prompts(IDS, RIGHT))
 
 
-def update_of_int8(lm, **options):
-  objective = Objective(beta=0.1, kl="k1", **options)
-  sampling = Sampling(weights_dtype="int8")
-  make_update(lm, optax.sgd(1.0), objective, sampling=sampling)
-
-
 def begin(tx, *dtype, key=KEY):
   init_state({"w": jnp.ones(2, *dtype)}, tx, key)
 
@@ -178,21 +171,13 @@ REFUSED = [
       lm, lm.init(KEY), Prompts(IDS, RIGHT), KEY, budgets=IDS, **SHORT
     ),
   ),
-  # Samples of a policy that differs from the trainer's.
-  ("in int8", lambda lm: update_of_int8(lm, kl_placement="loss")),
-  (
-    "in int8",
-    lambda lm: update_of_int8(
-      lm, kl_placement="reward", correction="token_mask"
-    ),
-  ),
+  # Advantages and losses.
   (
     "the batch has none",
     lambda lm: make_correction("token_mask")(
       ONES, Batch(None, None, None, ONES > 0, ONES[..., 0])
     ),
   ),
-  # Advantages and losses.
   ("is per token: .*use", lambda lm: of_tokens(surrogate="gmpo")),
   ("is per token: .*use", lambda lm: of_tokens(off_policy_threshold=0.1)),
   ("rewards", lambda lm: bare(advantages.vanilla)(jnp.float32(1.0))),

@@ -27,7 +27,9 @@ PROMPTS = Prompts(
 )
 SAMPLING = Sampling(temperature=1.2, top_k=4)
 PENALTY = {"beta": 0.05, "kl": "k1", "kl_placement": "reward"}
-OBJECTIVE = Objective("dr_grpo", weighting="sequence_mean", **PENALTY)
+OBJECTIVE = Objective(
+  "dr_grpo", weighting="sequence_mean", old_logprobs="trainer", **PENALTY
+)
 OPTIONS = UpdateOptions(
   epochs=2, minibatches=2, micro_batches=2, max_grad_norm=0.5
 )
@@ -41,7 +43,7 @@ def share_of_target(samples, targets):
 
 @pytest.fixture(scope="module")
 def chain_step(tabular):
-  """A step of a chain, its first state and its reference."""
+  """A chain's step function, first state and reference parameters."""
   lm, tx = tabular.lm(2, 5), optax.adam(0.2)
   params, ref = (lm.init(key) for key in jax.random.split(KEY))
   options = {"objective": OBJECTIVE, "update": OPTIONS, "sampling": SAMPLING}
@@ -60,18 +62,19 @@ def close(a, b):
 
 
 @pytest.mark.slow
-def test_a_step_is_its_three_parts(chain_step):
+def test_a_step_equals_rollout_batch_and_update(chain_step):
   lm, tx, _, step, state, ref = chain_step
-  state, _ = step(state, PROMPTS, ref)  # The second step: not key and step 0.
+  state, _ = step(state, PROMPTS, ref)  # so that the step is not 0
   got, metrics = step(state, PROMPTS, ref)
   draw = functools.partial(rollout, lm, sampling=SAMPLING, **SETTINGS)
   key = jax.random.fold_in(state.key, 1)
   samples = jax.jit(draw)(state.params, PROMPTS, key)
   rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
   settings = {"options": OPTIONS, "sampling": SAMPLING, "ref_params": ref}
-  settings["prompt_weights"] = PROMPTS.weights
-  of_batch = functools.partial(make_batch, lm, objective=OBJECTIVE, **settings)
-  batch = jax.jit(of_batch)(samples, rewards)
+  settings |= {"prompt_weights": PROMPTS.weights}
+  settings |= {"policy_params": state.params}
+  make = functools.partial(make_batch, lm, objective=OBJECTIVE, **settings)
+  batch = jax.jit(make)(samples, rewards)
   update = make_update(lm, tx, OBJECTIVE, OPTIONS, SAMPLING)
   expected, parts = jax.jit(update)(state, batch)
   close(got, expected)
@@ -82,8 +85,7 @@ def test_a_step_is_its_three_parts(chain_step):
 
 
 @pytest.mark.slow
-def test_a_second_step_compiles_nothing(chain_step):
-  """The first state can be donated."""
+def test_donated_steps_compile_once(chain_step):
   _, tx, whole, _, state, ref = chain_step
   params = jax.tree.map(jnp.copy, state.params)
   state = init_state(params, tx, jax.random.key(5))
@@ -95,30 +97,12 @@ def test_a_second_step_compiles_nothing(chain_step):
 
 def test_steps_can_be_scanned_and_learn(chain_step):
   _, _, whole, step, state, ref = chain_step
-  one = lambda state, _: whole(state, PROMPTS, ref)
-  last, metrics = jax.jit(lambda x: jax.lax.scan(one, x, length=40))(state)
+  body = lambda state, _: whole(state, PROMPTS, ref)
+  last, metrics = jax.jit(lambda x: jax.lax.scan(body, x, length=40))(state)
   looped = state
   for i in range(2):
-    looped, one = step(looped, PROMPTS, ref)
-    close(jax.tree.map(lambda x, i=i: x[i], metrics), one)
+    looped, expected = step(looped, PROMPTS, ref)
+    close(jax.tree.map(lambda x, i=i: x[i], metrics), expected)
   assert last.step == 40 and last.prompts_consumed == 160
   reward = np.asarray(metrics["reward_mean"])
   assert reward[-5:].mean() > reward[:5].mean() + 0.2
-
-
-@pytest.mark.slow
-def test_an_advantage_gets_lengths_and_a_bound(tabular):
-  lm = tabular.lm(2, 5)
-  params = lm.init(KEY)
-  draw = functools.partial(rollout, lm, **SETTINGS)
-  samples = jax.jit(draw)(params, PROMPTS, KEY)
-  rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
-  lengths = samples.completion_mask.sum(-1)
-  advantage = lambda rewards, lengths: rewards * lengths
-  for bound in (0.0, 0.3):
-    objective = Objective(advantage=advantage, advantage_clip=bound)
-    batch = make_batch(lm, samples, rewards, objective)
-    largest = bound or np.inf
-    expected = np.clip(rewards * lengths, -largest, largest)
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
-  assert (expected != rewards * lengths).any()

@@ -118,7 +118,7 @@ REFUSED = [
   # The sizes of batches.
   ("optim.minibatches=5", "must divide batch_size = 32"),
   ("optim.minibatches=4 optim.micro_batches=3", "8 prompts of 8 samples"),
-  ("group_size=1", "baseline (vanilla, reinforce_plus_plus)"),
+  ("group_size=1", "use vanilla or reinforce_plus_plus"),
   ("advantage=max_at_k subset_size=8", "group_size = 8, subset_size = 8:"),
   ("advantage=min_at_k subset_size=20", "group size G >= 21"),
   ("advantage=shrinkage batch_size=2 optim.micro_batches=1", "shrinkage needs"),
