@@ -95,7 +95,7 @@ class LossTerms:
 class MinibatchTotals(NamedTuple):
   """Values of a whole minibatch that its micro-batches do not know."""
 
-  token_mask: Bool[Array, "n b g T"] | None = None  # in the surrogate
+  token_mask: Bool[Array, "n b g T"] | None = None  # surrogate; None: all
   token_count: Int[Array, ""] | None = None  # of the mean entropy
   expert_load: PyTree | None = None  # summed over the minibatch
 
@@ -152,7 +152,8 @@ def micro_batch_loss(
 ) -> tuple[Float[Array, ""], MicroBatchValues]:
   """Returns the loss of a micro-batch, to be differentiated by `params`.
 
-  Weights and totals are of the whole minibatch, except for this part's masks.
+  Weights and totals are computed over the whole minibatch; arrays of tokens are
+  this part's.
   """
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")

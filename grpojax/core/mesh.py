@@ -144,7 +144,7 @@ def sampling_mesh(
 
 
 def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-  """Returns the sizes of the Auto axes, which this table may use."""
+  """Returns the sizes of the Auto axes larger than 1, which split arrays."""
   axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
   return {name: n for name, n, kind in axes if kind == AxisType.Auto and n > 1}
 

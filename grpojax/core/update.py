@@ -47,7 +47,7 @@ class UpdateOptions:
   minibatches: int = one_or_more(1, "optimizer updates per pass")
   micro_batches: int = one_or_more(
     1,
-    "parts of a minibatch, whose gradients are summed; if packed, the maximum "
+    "parts of a minibatch, whose gradients are summed; if packed, at most this "
     "number, none of them larger",
   )
   max_grad_norm: float = option(

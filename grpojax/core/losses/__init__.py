@@ -36,8 +36,6 @@ from grpojax.core.losses.surrogates import (
   token_ratio,
 )
 
-KLFn = Callable[[Array, Array], Array]
-
 
 def sequence_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Mean over a sequence's tokens, then over sequences: GRPO's weighting."""
@@ -86,7 +84,7 @@ def grpo_loss(
   *,
   ratio: RatioFn = token_ratio,
   surrogate: SurrogateFn = clipped,
-  kl: KLFn | None = k3,
+  kl: Callable[[Array, Array], Array] | None = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
   token_mask: Bool[Array, "B G T"] | None = None,
