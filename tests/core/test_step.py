@@ -397,7 +397,7 @@ def test_what_an_exact_kl_term_cannot_be_of_is_refused(tabular):
   in_reward, in_ratio = (
     dataclasses.replace(objective, kl_placement=x) for x in ("reward", "ratio")
   )
-  none, other = "kl = 'exact' needs .* ref_params", "that make_batch had"
+  none, other = "kl = 'exact' needs .* ref_params", "make_batch's ref_params"
   for words, *args in (
     (none, objective, wide, of_wide, None),
     (none, objective, wide, None, of_wide),

@@ -315,7 +315,7 @@ def test_rewards_of_turns_need_turns(tiny):
   for made, of_turns, credit, message in (
     (samples, rewards[..., 0], "turn", "needs a reward after each turn"),
     (of_one, rewards, "turn", "there are no turns"),
-    (of_one, rewards, "trajectory", "one a completion"),
+    (of_one, rewards, "trajectory", "one per completion"),
     (alone, alone.turn_rewards, "turn_reached", "G = 1 must be 2 or more"),
   ):
     with pytest.raises(ValueError, match=message):

@@ -172,7 +172,7 @@ def test_parts_are_in_the_order_of_the_devices(monkeypatch):
   "sizes, message",
   [
     ((-1, -1, 1), "at most one -1"),
-    ((0, 1, 1), "1 or more"),
+    ((0, 1, 1), "axes of at least 1"),
     ((2, 1, 1), "needs 2 devices, and there are 1"),
   ],
 )
