@@ -128,16 +128,13 @@ def in_float32(tree: PyTree) -> PyTree:
 def split_minibatch(
   batch: Batch, weights: Float[Array, "B G T"], count: int
 ) -> tuple[Batch, Float[Array, "n b _ T"]]:
-  """Splits a minibatch into `count` micro-batches, or fewer if packed.
-
-  Packed micro-batches have their rows as `packing`, and their samples as mask.
-  """
+  """Splits a minibatch into `count` micro-batches, or fewer if packed."""
   samples = {f: x for f, x in vars(batch).items() if f != "packing"}
   prompts = {f: samples.pop(f) for f in OF_PROMPTS}
   prompts, (samples, weights), in_rows, rows = packing_lib.split(
     prompts, (samples, weights), batch.packing, count
   )
-  if in_rows is not None:
+  if in_rows is not None:  # packed: keep samples in these rows
     samples["completion_mask"] &= in_rows[..., None]
   return Batch(**prompts, **samples, packing=rows), weights
 
@@ -207,10 +204,7 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Returns the totals of a minibatch [n, ...].
-
-  Selection of tokens and balance of experts take a forward pass.
-  """
+  """Returns totals of a minibatch [n, ...], by a forward pass if needed."""
   mask = batch.completion_mask
   passes = terms.selects_tokens or terms.router_aux_coef
   if len(mask) == 1 or not (passes or terms.has_bonus):

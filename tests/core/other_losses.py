@@ -25,6 +25,9 @@ import types
 from typing import Any
 
 import numpy as np
+import torch
+from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = {"loss_type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.15}
@@ -122,9 +125,7 @@ ENTROPIES = [1.2, 0.9, 0.8, 0.7, 0.6, 1.1, 1.3, 1.4, 1.5, 1.6, 0.5]
 
 
 def numbers():
-  """Six completions of one to five tokens, far off-policy."""
-  import torch
-
+  """Six completions of 1 to 5 tokens, far off-policy."""
   torch.manual_seed(0)
 
   def rounded(x):
@@ -144,9 +145,7 @@ def numbers():
 
 
 def trainer(settings: dict[str, Any]):
-  """TRL's GRPOTrainer of one process, without a model."""
-  from trl import GRPOTrainer
-
+  """TRL's GRPOTrainer for a single process, without a model."""
   it = GRPOTrainer.__new__(GRPOTrainer)
   it.args = types.SimpleNamespace(**settings, steps_per_generation=1)
   for name, value in settings.items():
@@ -202,8 +201,6 @@ def trl_loss(data, changes, on_policy):
 
 def trl_adaptive(data):
   """Coefficients in each update and after it."""
-  import torch
-
   it, rows = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True}), []
   for value in ENTROPIES:
     entropy = leaf(torch.full((6, 5), value).double())
@@ -224,10 +221,6 @@ def own_lines(function, begin: str, end: str, names: dict[str, Any]):
 
 def trl_several_rewards():
   """Advantages of several rewards."""
-  import torch
-  from trl import GRPOTrainer
-  from trl.trainer.utils import nanstd
-
   advantages = {}
   for name, (aggregation, scale_rewards) in AGGREGATIONS.items():
     names = {
@@ -256,9 +249,6 @@ def trl_several_rewards():
 
 def importance_ratios(data, mode, low, high):
   """TRL's weights for the sampler's log-probabilities."""
-  import torch
-  from trl import GRPOTrainer
-
   names = {
     "torch": torch,
     "math": math,
@@ -282,8 +272,6 @@ def importance_ratios(data, mode, low, high):
 
 def trl_corrections():
   """TRL's losses for an inexact sampler, with all corrections."""
-  import torch
-
   torch.manual_seed(0)
   normal = lambda: torch.randn(6, 5, dtype=torch.float64)
   sampler = -torch.rand(6, 5, dtype=torch.float64) - 0.5
@@ -340,8 +328,6 @@ class VerlConfig(types.SimpleNamespace):
 
 def verl_functions(source: pathlib.Path) -> dict[str, Any]:
   """Loads verl's losses without the imports that they do not need."""
-  import torch
-
   tools = source / "verl/utils/torch_functional.py"
   tools = load(tools, ("masked_",), {"torch": torch})
   names = {
@@ -385,8 +371,6 @@ def verl_loss(functions, data, name, aggregation, changes):
 
 def verl_advantages(functions, data):
   """Advantages of tokens for two groups of three, and a geometric mask."""
-  import torch
-
   logprobs, mask = data["old_logprobs"], data["mask"].double()
   holes = mask.clone()  # an environment's tokens
   holes[0, 1:3] = holes[3, 0] = holes[4, 2] = 0

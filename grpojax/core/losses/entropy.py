@@ -4,12 +4,11 @@ The entropy is that of the distribution from which a token was sampled, in nats,
 given the sampled prefix; its gradient leaves out the prefix.
 
 The bonus is `entropy_coef` times the mean entropy of the tokens in the
-surrogate (including those of `off_policy_sequences`), over the whole optimizer
-batch, whatever the loss's weighting. With an `entropy_target` the bonus is on
-only while the entropy is at most the target, and the coefficient moves by
-`entropy_coef_delta` after each optimizer update: up if the entropy is at most
-the target, else down, within 0 and `entropy_coef_max` (arXiv 2505.22312,
-section 4).
+surrogate (including `off_policy_sequences`), over the whole optimizer batch,
+whatever the weighting. With an `entropy_target` the bonus is on only while the
+entropy is at most the target, and after each optimizer update the coefficient
+moves by `entropy_coef_delta`: up if the entropy is at most the target, else
+down, within 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
 """
 
 import typing

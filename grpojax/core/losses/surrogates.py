@@ -1,14 +1,12 @@
 """Importance ratios and surrogate losses.
 
-Enter new functions by name in the dicts at the end of this file:
-
-- a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios of the policy
-  being trained to the policy that sampled, 1 on padding.
-- a surrogate (`SURROGATES`): (ratios, logprobs, advantages, *, settings) ->
-  (per_token, aux), all [B, G, T]; padding is ignored. Advantages are constants.
-  `per_token` is minimised; `aux` are logged as means over tokens. Settings are
-  fields of `Objective`, which checks their ranges; a parameter `mask` gets the
-  completions' mask.
+Functions are looked up by name in the dicts at the end of this file. A ratio is
+(logprobs, old_logprobs, mask) -> ratios of the trained policy to the policy
+that sampled, 1 on padding. A surrogate is (ratios, logprobs, advantages, *,
+settings) -> (per_token, aux), all [B, G, T], where padding is ignored:
+`per_token` is minimised, `aux` is logged as means over tokens. Settings are
+fields of `Objective`, which checks their ranges; a parameter `mask` gets the
+completions' mask.
 
 A token with ratio r and advantage A adds a multiple of -A grad log pi to the
 gradient. On-policy, with one advantage per completion, the multiple is 1 for
