@@ -122,7 +122,7 @@ def test_what_cannot_be_compiled_is_said(tmp_path):
   assert done.returncode == 1 and found is None
   *_, line = done.stderr.splitlines()  # libraries may warn before
   assert line.startswith("error: ")
-  assert "cannot be cut evenly over 3 devices" in line
+  assert "cannot be split evenly over 3 devices" in line
   assert "Traceback" not in done.stderr
 
 

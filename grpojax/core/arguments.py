@@ -1,6 +1,6 @@
-"""Arguments of library calls: understood, or refused in a sentence.
+"""Checks and conversions of the arguments of library calls.
 
-Shapes and dtypes are known everywhere, values outside of jit alone.
+Shapes and dtypes are always known, values only outside of jit.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,25 +26,25 @@ Ids = Ends | int | np.integer | np.ndarray | Sequence[int | np.integer]
 
 
 def read_ends(eos_ids: Any) -> Ends:
-  """Returns ends with ids as an array [E]; ValueError unless integers."""
+  """Returns ends with ids as an array [E]; ValueError for non-integers."""
   ends = eos_ids if isinstance(eos_ids, Ends) else Ends(eos_ids)
   ids = np.atleast_1d(np.asarray(ends.ids))
   if not ids.size:
-    raise ValueError("eos_ids is empty: no completion could ever finish")
+    raise ValueError("eos_ids is empty: give at least one id")
   if ids.ndim > 1 or not np.issubdtype(ids.dtype, np.integer):
-    raise ValueError(f"eos_ids are integers, as (1, 2), not {ends.ids!r}")
+    raise ValueError(f"eos_ids must be integers like (1, 2), not {ends.ids!r}")
   return ends._replace(ids=ids)
 
 
 def check_end_ids(lm: LM, params: Params, prompts: Prompts, ids: Any) -> None:
-  """Refuses ids of an end that the model cannot write, by ValueError."""
+  """Raises ValueError for end ids outside the model's vocabulary."""
   vocabulary = _vocabulary(lm, params, prompts.prompt_ids, prompts.prompt_mask)
   ids = read_ends(ids).ids.tolist()
   wrong = [i for i in ids if not 0 <= i < vocabulary]
   if wrong:
     raise ValueError(
-      f"eos_ids has {wrong}, outside the model's vocabulary, 0 to "
-      f"{vocabulary - 1}: no completion would ever end with such an id"
+      f"eos_ids has {wrong}, outside the model's vocabulary: use ids from 0 to "
+      f"{vocabulary - 1}"
     )
 
 
@@ -54,29 +54,30 @@ def _vocabulary(lm: LM, params: Params, ids: Array, mask: Array) -> int:
 
 
 def check_params(params: Params) -> None:
-  """Refuses parameters that cannot be trained, by ValueError.
+  """Raises ValueError for parameters of a dtype that cannot be trained.
 
-  In float16 squares of gradients, and Adam's eps, are 0: it divides by them.
+  In float16, squared gradients and Adam's eps, its divisors, underflow to 0.
   """
   for path, leaf in jax.tree.leaves_with_path(params):
     dtype = jnp.result_type(leaf)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
       raise ValueError(
-        f"parameter {jax.tree_util.keystr(path)} is {dtype}: float32 and "
-        "bfloat16 are trained; cast it, or keep it out of the parameters"
+        f"parameter {jax.tree_util.keystr(path)} is {dtype}: cast it to "
+        "float32 or bfloat16, or keep it out of the parameters"
       )
 
 
 def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
-  """Returns the state of an optimizer; ValueError where it asks for more."""
+  """Returns an optimizer's state; ValueError if it needs other arguments."""
   try:
     state = tx.init(params)
     jax.eval_shape(tx.update, params, state, params)
   except (AttributeError, TypeError) as error:
     raise ValueError(
-      "the optimizer is called as tx.update(gradients, state, parameters), and "
-      f"that fails ({error}). lbfgs, polyak_sgd, momo and reduce_on_plateau "
-      "ask for the loss, lookahead for two sets of parameters: take another one"
+      "the optimizer is called as tx.update(gradients, state, parameters), "
+      f"which fails ({error}): use another, not lbfgs, polyak_sgd, momo or "
+      "reduce_on_plateau (they need the loss) or lookahead (two sets of "
+      "parameters)"
     ) from error
   return state
 
@@ -84,17 +85,17 @@ def init_optimizer(tx: optax.GradientTransformation, params: Params) -> Any:
 def read_rewards(
   rewards: Any, shape: tuple[int, ...], source: str
 ) -> Shaped[Array, "B G *K"]:
-  """Returns rewards (numbers in an array or lists) as an array of `shape`.
+  """Returns rewards (an array or lists of numbers) as an array of `shape`.
 
-  ValueError, which names `source`, for others.
+  ValueError, which names `source`, for other rewards.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
     axes = "[B, G]" if len(shape) == 2 else "[B, G, K], K turns,"
     unit = "completion" if len(shape) == 2 else "turn, 0 after the last"
     raise ValueError(
-      f"{source} needs rewards {axes} = {shape}, one a {unit} (nan where "
-      f"there is none), not shape {rewards.shape}"
+      f"{source} needs rewards {axes} = {shape}, one per {unit} (nan if "
+      f"missing), not shape {rewards.shape}"
     )
   return rewards
 
@@ -102,7 +103,7 @@ def read_rewards(
 def check_read_prompts(
   lm: LM, params: Params, prompt_ids: Array, prompt_mask: Array
 ) -> None:
-  """Refuses, by ValueError, prompts that a model would silently misread.
+  """Raises ValueError for prompts that a model would silently misread.
 
   Outside of jit: padding on the left, ids outside the vocabulary, no token.
   """
@@ -110,7 +111,7 @@ def check_read_prompts(
   if prompt_ids.ndim != 2:
     raise ValueError(
       f"a step reads prompts [B, P], not {prompt_ids.shape}: scan or vmap it "
-      "over more axes"
+      "over additional axes"
     )
   if is_readable(prompt_ids, prompt_mask):
     vocabulary = _vocabulary(lm, params, prompt_ids, prompt_mask)
@@ -118,10 +119,10 @@ def check_read_prompts(
 
 
 def check_prompts(prompts: Prompts, vocab_size: int) -> None:
-  """Checks prompts before they go into a jitted step, which sees no values.
+  """Checks prompts before a jitted step, which cannot see their values.
 
-  ValueError if they are wrong by themselves (as when `Prompts` are made), or an
-  id of a real token is outside the vocabulary.
+  ValueError if they are invalid (as when `Prompts` are made), or the id of a
+  real token is outside the vocabulary.
   """
   check_fields(*vars(prompts).values())
   check_ids(prompts.prompt_ids, prompts.prompt_mask, vocab_size)
@@ -130,7 +131,7 @@ def check_prompts(prompts: Prompts, vocab_size: int) -> None:
 def call_reward(
   reward_fn: Callable[[Rollout, Any], Any], samples: Rollout, targets: Any
 ) -> Any:
-  """Returns the rewards; TypeError if a traced step's values are read."""
+  """Returns the rewards; TypeError if a jitted step's values are read."""
   try:
     return reward_fn(samples, targets)
   except TypeError as error:
@@ -138,9 +139,9 @@ def call_reward(
     if not is_traced and "Tracer" not in str(error):
       raise
     raise TypeError(
-      "reward_fn reads the values of arrays, which a jitted step does not have "
-      "yet: write it in jax.numpy, or sample, reward and update one after the "
-      'other ("A reward on the host" in docs/library.md)'
+      "reward_fn reads values of arrays, which a jitted step does not have: "
+      "write it in jax.numpy, or sample, reward and update in separate calls "
+      '("A reward on the host" in docs/library.md)'
     ) from error
 
 
@@ -149,9 +150,9 @@ def prompts_from_left_padded(
   mask: Shaped[Array, "B P"] | np.ndarray,
   targets: Any = None,
 ) -> Prompts:
-  """Makes prompts of ids that are padded on the left, as tokenizers do it.
+  """Makes prompts from left-padded ids, the layout of most tokenizers.
 
-  The mask is True or 1 on real tokens, which stay in their order:
+  The mask is True or 1 on real tokens, which keep their order:
 
     ids  [[9 9 1 2]   mask [[0 0 1 1]   ->  [[1 2 9 9]   [[1 1 0 0]
           [3 4 5 6]]        [1 1 1 1]]       [3 4 5 6]]   [1 1 1 1]]

@@ -1,4 +1,4 @@
-"""Binding of settings to the functions that have parameters of their names."""
+"""Binds settings to the functions that have parameters of their names."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def asks_for(function: Callable[..., Any], name: str) -> bool:
-  """True if a function has a parameter of this name that is not bound yet."""
+  """True if a function has an unbound parameter of this name."""
   try:
     parameters = inspect.signature(function).parameters
   except (TypeError, ValueError):  # some callables have no signature
@@ -16,10 +16,10 @@ def asks_for(function: Callable[..., Any], name: str) -> bool:
 
 
 def bind(function: Callable[..., Any], **offered: Any) -> Callable[..., Any]:
-  """Binds those of the offered keyword arguments that a function takes.
+  """Binds the offered keyword arguments for which a function has parameters.
 
-  Arguments that `functools.partial` bound before stay; a callable without a
-  signature takes nothing.
+  Arguments bound by `functools.partial` stay; a callable without a signature
+  gets none.
   """
   taken = {k: v for k, v in offered.items() if asks_for(function, k)}
   return functools.partial(function, **taken) if taken else function

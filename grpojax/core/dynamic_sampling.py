@@ -1,18 +1,18 @@
-"""Dynamic sampling: groups of equal rewards are replaced by fresh prompts.
+"""Dynamic sampling: replaces groups of equal rewards by groups of new prompts.
 
 DAPO (arXiv 2503.14476, equation 11) draws prompts until a batch has B groups
 that vary. Let p(x) be the probability that the group of prompt x varies, p its
 mean, and g(x) the mean of the group's gradient U. Prompt x is p(x) / p times as
-frequent in the batch. Where U is 0 in a group of equal rewards
-(`advantages.WITHIN_GROUPS`) E[U | x, varies] = g(x) / p(x), and the two
-cancel: the mean of the groups that are kept estimates E[g(x)] / p, and times
-`acceptance`, E[g(x)] without bias, whatever the limit. docs/data.md says what
-does change. It holds on-policy, for all weightings but `token_mean`.
+frequent in the batch. If U is 0 in groups of equal rewards
+(`advantages.WITHIN_GROUPS`), E[U | x, varies] = g(x) / p(x), and the two
+factors cancel: the mean of the kept groups estimates E[g(x)] / p, and times
+`acceptance`, E[g(x)] without bias, whatever the limit. This holds on-policy,
+for all weightings but `token_mean`; docs/data.md lists the remaining effects.
 
 `batch_std` also divides by the deviation of the batch. Squared deviations are 0
-in a group of equal rewards too, so that of the kept groups is 1 / sqrt(p) times
-that of all groups, and its factor is sqrt(p) (`batch_std_scale`): exact if
-nothing more is drawn, else up to O(1 / B), as a batch's deviation is.
+in groups of equal rewards too, so the deviation of the kept groups is 1 /
+sqrt(p) times that of all groups, and the factor is sqrt(p) (`batch_std_scale`):
+exact if no more groups are drawn, else up to O(1 / B), as a batch's deviation.
 """
 
 import math
@@ -64,17 +64,17 @@ def pad_prompts(rollout: Rollout, length: int) -> Rollout:
   def pad(x):
     return jnp.pad(x, [(0, more if axis == 1 else 0) for axis in range(x.ndim)])
 
-  of_prompts = {name: getattr(rollout, name) for name in OF_PROMPTS}
-  return rollout.replace(**jax.tree.map(pad, of_prompts))
+  prompts = {name: getattr(rollout, name) for name in OF_PROMPTS}
+  return rollout.replace(**jax.tree.map(pad, prompts))
 
 
 def replace_groups(
   batch: Rollout, drawn: Rollout, source: Int[Array, "B"]
 ) -> Rollout:
-  """Replaces some groups of a batch by drawn ones. Jittable.
+  """Replaces groups of a batch by drawn groups. Jittable.
 
   source = [-1, 1, 0] keeps the first group of a batch of 3, and takes the
-  others from drawn[1] and drawn[0]. Prompts may be padded to other lengths.
+  second and third from drawn[1] and drawn[0]. Prompt lengths may differ.
   """
   longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
 

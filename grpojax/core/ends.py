@@ -1,7 +1,7 @@
-"""Ends of completions: end-of-sequence ids, and stop strings.
+"""Ends of completions: end-of-sequence ids and stop strings.
 
-Stop strings are an automaton over tokens, whose state is the longest end of the
-text so far that begins a stop string, one number per sample:
+Stop strings are matched by an automaton over tokens, with one state per sample:
+the longest end of the text so far that begins a stop string.
 
     stop string  "ab!"       tokens  x  ab  a  b!
     states       "" a ab     state   0  2   1  3 = complete
@@ -15,15 +15,15 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 
 class StopTable(NamedTuple):
-  """Automaton of stop strings, made by `runtime.text.stop_strings.build`."""
+  """Automaton of stop strings (from `runtime.text.stop_strings.build`)."""
 
   strings: tuple[str, ...]
-  classes: Any  # class of each token [V], by the states that it leads to
+  classes: Any  # class of each token [V]: equal classes, equal transitions
   table: Any  # state after each state and class [S, C]; S is a complete string
 
 
 class Ends(NamedTuple):
-  """Ends of a completion: end-of-sequence ids and, if any, stop strings."""
+  """End-of-sequence ids and, if any, stop strings."""
 
   ids: Any
   stop: StopTable | None = None
@@ -49,8 +49,8 @@ def advance(
   """Returns True for tokens that end a completion, and the next state."""
   ended = jnp.isin(ids, ends.ids)
   if stop := ends.stop:
-    of_class = stop.classes[ids].astype(jnp.int32)
-    state = stop.table[state, of_class].astype(jnp.int32)
+    classes = stop.classes[ids].astype(jnp.int32)
+    state = stop.table[state, classes].astype(jnp.int32)
     ended |= state == len(stop.table)
   return ended, state
 
@@ -58,5 +58,5 @@ def advance(
 def within(
   state: PyTree, drawn: Bool[Array, "*n"] | bool, ended: Bool[Array, "*n"]
 ) -> PyTree:
-  """Returns the state within a completion or turn, reset outside of it."""
+  """Returns the state inside a completion or turn, and 0 after its end."""
   return jax.tree.map(lambda x: jnp.where(drawn & ~ended, x, 0), state)

@@ -3,7 +3,7 @@
     minibatch [B, G, T] --split--> micro-batches [n, b, g, T] --scan--> gradient
 
 Weights of tokens and `MinibatchTotals` are computed over the whole minibatch
-before the scan, so the number of micro-batches changes nothing but memory.
+before the scan, so the number of micro-batches affects only memory.
 """
 
 import copy
@@ -27,22 +27,22 @@ Metrics = dict[str, Array]
 
 
 class LossTerms:
-  """Functions and coefficients of a loss, as an objective names them."""
+  """Functions and coefficients of an objective's loss."""
 
   def __init__(
     self, lm: LM, objective: Objective, sampling: Sampling, chunk_size: int
   ):
     if objective.router_aux_coef and not lm.has_experts:
       raise ValueError(
-        f"router_aux_coef={objective.router_aux_coef} balances the experts of "
-        "a model, and this one has none (LM.has_experts): use 0"
+        f"router_aux_coef={objective.router_aux_coef} balances experts, and "
+        "this model has none (LM.has_experts): use 0"
       )
     self.lm = lm
     self.loss = loss_fn(objective)
     self.correction = correction_fn(objective)  # or None
     self.has_bonus = objective.has_entropy_bonus
     self.entropy_share = objective.top_entropy_quantile
-    self.selects_tokens = self.entropy_share < 1  # those of highest entropy
+    self.selects_tokens = self.entropy_share < 1  # of highest entropy
     self.router_aux_coef = objective.router_aux_coef
     self.reference: tuple[LM, Params] | None = None  # of an exact KL term
     self.sampling = sampling  # distribution of the rollout
@@ -61,14 +61,14 @@ class LossTerms:
       jax.eval_shape(ref_lm.unembed, ref_params, hidden)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
       raise ValueError(
-        "the reference's head does not read the states of the batch "
-        f"({error}): give the update the ref_params that make_batch had, and "
-        "make_update its ref_lm"
+        "the reference's head does not read the batch's hidden states "
+        f"({error}): use make_batch's ref_params in the update, and its ref_lm "
+        "in make_update"
       ) from error
     return terms
 
   def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
-    """Log-probabilities, entropies, the experts' load and KL divergences."""
+    """Computes log-probabilities, entropies, expert load and KL divergences."""
     weights = replayed = reference = None
     if self.router_aux_coef:
       weights = load_balancing.load_weights(batch)
@@ -93,19 +93,19 @@ class LossTerms:
 
 
 class MinibatchTotals(NamedTuple):
-  """Facts of a whole minibatch that none of its micro-batches knows."""
+  """Values of a whole minibatch that its micro-batches do not know."""
 
-  token_mask: Bool[Array, "n b g T"] | None = None  # in the surrogate, or all
+  token_mask: Bool[Array, "n b g T"] | None = None  # surrogate; None: all
   token_count: Int[Array, ""] | None = None  # of the mean entropy
   expert_load: PyTree | None = None  # summed over the minibatch
 
 
 class MicroBatchValues(NamedTuple):
-  """Values of one micro-batch beside its loss."""
+  """Values of a micro-batch in addition to its loss."""
 
-  of_tokens: Metrics  # arrays [b, g, T] that are logged as means over tokens
-  of_rollout: Metrics  # differences from the rollout's log-probabilities
-  mean_entropy: Float[Array, ""] | None  # share of the minibatch's
+  token_metrics: Metrics  # arrays [b, g, T], logged as means over tokens
+  mismatch: Metrics  # differences from the rollout's log-probabilities
+  mean_entropy: Float[Array, ""] | None  # its share of the minibatch's mean
   balance: Float[Array, ""] | None  # loss that balances experts
 
 
@@ -128,16 +128,13 @@ def in_float32(tree: PyTree) -> PyTree:
 def split_minibatch(
   batch: Batch, weights: Float[Array, "B G T"], count: int
 ) -> tuple[Batch, Float[Array, "n b _ T"]]:
-  """Splits a minibatch into `count` micro-batches, or fewer where packed.
-
-  Packed ones have their rows as `packing`, and the samples in these as mask.
-  """
+  """Splits a minibatch into `count` micro-batches, or fewer if packed."""
   samples = {f: x for f, x in vars(batch).items() if f != "packing"}
   prompts = {f: samples.pop(f) for f in OF_PROMPTS}
   prompts, (samples, weights), in_rows, rows = packing_lib.split(
     prompts, (samples, weights), batch.packing, count
   )
-  if in_rows is not None:
+  if in_rows is not None:  # packed: keep samples in these rows
     samples["completion_mask"] &= in_rows[..., None]
   return Batch(**prompts, **samples, packing=rows), weights
 
@@ -152,7 +149,8 @@ def micro_batch_loss(
 ) -> tuple[Float[Array, ""], MicroBatchValues]:
   """Returns the loss of a micro-batch, to be differentiated by `params`.
 
-  Weights and totals are of the whole minibatch, their masks of this part.
+  Weights and totals are computed over the whole minibatch; arrays of tokens are
+  this part's.
   """
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
@@ -194,8 +192,10 @@ def micro_batch_loss(
     )
     loss += terms.router_aux_coef * balance
   return loss, MicroBatchValues(
-    of_tokens=aux | correction_aux | {"entropy": entropy},
-    of_rollout=rollout_mismatch.of_tokens(terms.loss, logprobs, batch, weights),
+    token_metrics=aux | correction_aux | {"entropy": entropy},
+    mismatch=rollout_mismatch.token_mismatch(
+      terms.loss, logprobs, batch, weights
+    ),
     mean_entropy=mean_entropy,
     balance=balance,
   )
@@ -204,7 +204,7 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Returns facts of the whole minibatch [n, ...]; two of them take a pass."""
+  """Returns totals of a minibatch [n, ...], by a forward pass if needed."""
   mask = batch.completion_mask
   passes = terms.selects_tokens or terms.router_aux_coef
   if len(mask) == 1 or not (passes or terms.has_bonus):
@@ -212,12 +212,12 @@ def minibatch_totals(
   if not passes:
     return MinibatchTotals(token_count=jnp.sum(mask))
 
-  def of_micro_batch(part):
+  def entropy_and_load(part):
     scored = terms.logprobs(params, map_rows(constrain, part))
     # XLA removes unused outputs.
     return scored.entropy if terms.selects_tokens else None, scored.load
 
-  entropies, load = jax.lax.map(of_micro_batch, batch)
+  entropies, load = jax.lax.map(entropy_and_load, batch)
   load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)
   token_mask = None
   if terms.selects_tokens:
@@ -230,8 +230,8 @@ def minibatch_totals(
   )
 
 
-def _token_metrics(
-  of_tokens: Metrics, mask: Bool[Array, "n b g T"]
+def _reduce_metrics(
+  arrays: Metrics, mask: Bool[Array, "n b g T"]
 ) -> dict[str, Metrics]:
   """Means over real tokens, and the extremes of the ratios."""
   count = jnp.maximum(jnp.sum(mask), 1)
@@ -239,10 +239,10 @@ def _token_metrics(
   def mean(values):
     return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  ratios = of_tokens["ratio"]  # 1 on padding, taken where there is no token
+  ratios = arrays["ratio"]  # 1 on padding, the value without any token
   real = mask | ~jnp.any(mask)
   return {
-    "mean": {k: mean(v) for k, v in of_tokens.items() if k != "ratio"},
+    "mean": {k: mean(v) for k, v in arrays.items() if k != "ratio"},
     "min": {"ratio_min": jnp.min(ratios, initial=jnp.inf, where=real)},
     "max": {"ratio_max": jnp.max(ratios, initial=0.0, where=real)},
   }
@@ -258,25 +258,22 @@ def minibatch_gradient(
 ) -> Gradient:
   """Returns the loss of a minibatch and its gradient.
 
-  `weights` are one of `losses.WEIGHTINGS`; packed, `micro_batches` is a bound.
+  `weights` are from `losses.WEIGHTINGS`; packed, `micro_batches` is a maximum.
   """
   if batch.sample_weights is not None:
     weights = weights * batch.sample_weights[..., None]
-    batch = batch.replace(sample_weights=None)  # the weights have them now
+    batch = batch.replace(sample_weights=None)  # now in the token weights
   batches, weights = split_minibatch(batch, weights, micro_batches)
   totals = minibatch_totals(terms, params, batches)
 
   def add_micro_batch(total, part):
     micro_batch, weights, token_mask = part
-    (loss, values), grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(
-      params,
-      terms,
-      micro_batch,
-      weights,
-      totals._replace(token_mask=token_mask),
-      entropy_coefficient,
+    own_totals = totals._replace(token_mask=token_mask)
+    gradient = jax.value_and_grad(micro_batch_loss, has_aux=True)
+    (loss, values), grads = gradient(
+      params, terms, micro_batch, weights, own_totals, entropy_coefficient
     )
-    # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
+    # In float32: a bfloat16 sum loses parts 256 times smaller than itself.
     return jax.tree.map(jnp.add, total, (loss, in_float32(grads))), values
 
   zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
@@ -284,8 +281,8 @@ def minibatch_gradient(
     add_micro_batch, zero, (batches, weights, totals.token_mask)
   )
   mask = batches.completion_mask
-  metrics = _token_metrics(values.of_tokens, mask)
-  metrics["first"] = rollout_mismatch.metrics(values.of_rollout, mask)
+  metrics = _reduce_metrics(values.token_metrics, mask)
+  metrics["first"] = rollout_mismatch.metrics(values.mismatch, mask)
   if terms.router_aux_coef:
     metrics["mean"]["router_aux_loss"] = jnp.sum(values.balance)
   return Gradient(loss, grads, metrics, values.mean_entropy)

@@ -1,7 +1,6 @@
-"""Arithmetic along the group axis that the advantages share.
+"""Arithmetic along the group axis, shared by the advantages.
 
-A sample whose reward is not finite takes no part in its group, as if it had not
-been drawn, and its advantage is 0.
+A sample whose reward is not finite counts as not drawn, and its advantage is 0.
 """
 
 from typing import Any
@@ -13,44 +12,43 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 
 def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
-  """Rewards as an array; ValueError if they are no numbers, or ragged lists."""
+  """Returns rewards as an array; ValueError for ragged or other objects."""
   try:
     if rewards is None:
       raise TypeError("they are None")
     return jnp.asarray(rewards)
   except (TypeError, ValueError) as error:
     raise ValueError(
-      f"{name} needs rewards that are numbers (nan where there is none), in an "
-      f"array or in lists of equal lengths: {error}"
+      f"{name} needs rewards that are numbers (nan if missing), in an array or "
+      f"in lists of equal lengths: {error}"
     ) from error
 
 
 def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
-  """Rewards [..., G] in float32 or better, nan wherever there is none.
+  """Returns rewards [..., G] in float32 or better, nan if missing.
 
-  ValueError, which names the function, for other things or G < least.
+  ValueError, which names the function, if they are not numbers or G < least.
   """
   rewards = as_array(rewards, name)
   if rewards.ndim < 1 or rewards.shape[-1] < least:
     raise ValueError(
       f"{name} needs rewards [..., G] with group size G >= {least}, not shape "
-      f"{rewards.shape}: sample more completions a prompt (group_size), or "
-      "choose an estimator without a group baseline (vanilla, "
-      "reinforce_plus_plus)"
+      f"{rewards.shape}: sample more completions per prompt (group_size), or "
+      "use vanilla or reinforce_plus_plus, which have no group baseline"
     )
   rewards = rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
   return jnp.where(present(rewards), rewards, jnp.nan)
 
 
 def present(rewards: Shaped[Array, "*B G"]) -> Bool[Array, "*B G"]:
-  """True for samples that have a reward: a finite one."""
+  """True for samples with a finite reward."""
   return jnp.isfinite(rewards)
 
 
 def varies(
   rewards: Shaped[Array, "*B G"] | np.ndarray,
 ) -> Bool[Array, "*B"] | np.ndarray:
-  """True for groups with two rewards that differ; of numpy's on the host."""
+  """True for groups with two different rewards; in NumPy for NumPy arrays."""
   xp = np if isinstance(rewards, np.ndarray) else jnp
   rewarded = xp.isfinite(rewards)
   best = xp.max(rewards, axis=-1, where=rewarded, initial=-xp.inf)
@@ -58,12 +56,12 @@ def varies(
 
 
 def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:
-  """Number of samples of each group that have a reward."""
+  """Number of samples with a reward in each group."""
   return jnp.sum(present(rewards), -1, keepdims=True).astype(rewards.dtype)
 
 
 def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards minus one of their group's: exact zeros if equal; 0 if missing."""
+  """Rewards minus a reward of the group: exactly 0 if equal or missing."""
   rewarded = present(rewards)
   clean = jnp.where(rewarded, rewards, 0)
   first = jnp.argmax(rewarded, -1)[..., None]
@@ -71,16 +69,15 @@ def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 
 
 def centred(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards minus their group's mean: exactly 0 where they are all equal."""
-  # Measured from one of the group's: the mean of equal floats rounds
-  # (0.1 * 3 / 3 != 0.1), the mean of exact zeros does not.
+  """Rewards minus their group's mean: exactly 0 if they are all equal."""
+  # The mean of equal floats rounds (0.1 * 3 / 3 != 0.1); that of zeros is 0.
   moved = shifted(rewards)
   mean = jnp.sum(moved, -1, keepdims=True) / jnp.maximum(count(rewards), 1)
   return jnp.where(present(rewards), moved - mean, 0)
 
 
 def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards minus the mean of their group's others; 0 where there are none."""
+  """Rewards minus the mean of the group's other rewards; 0 if none."""
   n = count(rewards)
   return centred(rewards) * (n / jnp.maximum(n - 1, 1))
 
@@ -88,7 +85,8 @@ def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Returns sum_{j != i} x_j along the last axis, for every i.
 
-  From both ends: "the total minus x_i" would keep the rounding of a large x_i.
+  Summed from both ends: "total minus x_i" would keep the rounding of a large
+  x_i.
   """
   axis, end = x.ndim - 1, jnp.zeros_like(x[..., :1])
   before = jax.lax.cumsum(x[..., :-1], axis)

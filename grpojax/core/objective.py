@@ -1,11 +1,11 @@
-"""Objective of an update as one value: which loss of which advantages.
+"""Objective of an update: the loss, the advantages and their settings.
 
     objective = Objective(clip_high=0.28, weighting="fixed_length", beta=0.04)
     step = make_grpo_step(lm, tx, reward_fn, objective=objective, ...)
 
-A name is looked up in `ADVANTAGES`, `SURROGATES`, `RATIOS` or `WEIGHTINGS`; a
-function of your own may stand in its place. Its parameters are bound to the
-fields of their names (`core.binding`).
+A name is looked up in `ADVANTAGES`, `SURROGATES`, `RATIOS` or `WEIGHTINGS`; you
+can give your own function instead. Its parameters are bound to the fields of
+the same names (`core.binding`).
 """
 
 import dataclasses
@@ -26,172 +26,148 @@ from grpojax.core.losses.rollout_correction import CORRECTIONS
 from grpojax.core.losses.surrogates import RATIOS, SURROGATES
 from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.options import (
-  NOT_NEGATIVE,
-  ONE_OR_MORE,
-  POSITIVE,
   declared_options,
   frozen_options,
+  not_negative,
+  one_or_more,
   option,
   option_errors,
+  positive,
   refuse,
 )
 
 OLD_LOGPROBS = ("rollout", "trainer")
-"""Origin of the old log-probabilities, the ratios' denominators: the rollout's
-own, or one more forward pass of the training program."""
+"""Origin of the old log-probabilities, the ratios' denominators: the rollout,
+or another forward pass of the training program."""
 
 
 @frozen_options
 class Objective:
-  """Objective that a step's completions are learned from.
+  """Objective of the policy update.
 
-  Advantages are described in `core.advantages`, all else in `core.losses`.
+  `core.advantages` describes the advantages, `core.losses` everything else.
   """
 
   advantage: str | Callable[..., Array] = option(
-    "leave_one_out", "what of a group's rewards is learned from", ADVANTAGES
+    "leave_one_out", "advantage estimator", ADVANTAGES
   )
-  subset_size: int = option(
-    2, "k of max_at_k, min_at_k and max_rl", within=ONE_OR_MORE
-  )
-  score_power: float = option(
-    2.0,
-    "power of the weights of score_weighted and optimal_token_baseline",
-    within=POSITIVE,
+  subset_size: int = one_or_more(2, "k of max_at_k, min_at_k and max_rl")
+  score_power: float = positive(
+    2.0, "power of the weights of score_weighted and optimal_token_baseline"
   )
   surrogate: str | Callable[..., Any] = option(
-    "clipped", "what is made of ratio and advantage; clipped is PPO", SURROGATES
+    "clipped", "surrogate loss; clipped is PPO's", SURROGATES
   )
   clip_low: float = option(
-    0.2, "clipped: ratios down to 1 - this have a gradient", within="[0, 1]"
+    0.2, "clipped: lower bound of the ratio is 1 - this", within="[0, 1]"
   )
-  clip_high: float = option(
-    0.2, "clipped: ratios up to 1 + this have a gradient", within=NOT_NEGATIVE
+  clip_high: float = not_negative(
+    0.2, "clipped: upper bound of the ratio is 1 + this"
   )
-  dual_clip: float = option(
-    0.0,
-    "clipped: bound (over 1) of the ratio of negative advantages; 0 = off",
-    within=NOT_NEGATIVE,
+  dual_clip: float = not_negative(
+    0.0, "clipped: ratio bound (over 1) for negative advantages; 0 = off"
   )
   cispo_min: float = option(
     0.0, "cispo: lower bound of the ratio (1 on-policy)", within="[0, 1]"
   )
-  cispo_max: float = option(
-    5.0, "cispo: upper bound of the ratio (1 on-policy)", within=ONE_OR_MORE
+  cispo_max: float = one_or_more(
+    5.0, "cispo: upper bound of the ratio (1 on-policy)"
   )
-  dppo_low: float = option(
+  dppo_low: float = not_negative(
     0.2,
-    "dppo_tv, dppo_kl: bound of a probability's loss, or divergence in nats",
-    within=NOT_NEGATIVE,
+    "dppo_tv: largest fall of a probability; dppo_kl: its divergence in nats",
   )
-  dppo_high: float = option(
+  dppo_high: float = not_negative(
     0.2,
-    "dppo_tv, dppo_kl: bound of a probability's gain, or divergence in nats",
-    within=NOT_NEGATIVE,
+    "dppo_tv: largest rise of a probability; dppo_kl: its divergence in nats",
   )
-  dppo_ratio_max: float = option(
-    20.0, "dppo_tv, dppo_kl: upper bound of the ratio", within=ONE_OR_MORE
+  dppo_ratio_max: float = one_or_more(
+    20.0, "dppo_tv, dppo_kl: upper bound of the ratio"
   )
-  dro_beta: float = option(
-    0.1, "dro: weight of the squared log-ratio", within=NOT_NEGATIVE
+  dro_beta: float = not_negative(0.1, "dro: weight of the squared log-ratio")
+  gmpo_clip_low: float = not_negative(
+    0.4, "gmpo: log-ratios down to minus this"
   )
-  gmpo_clip_low: float = option(
-    0.4, "gmpo: log-ratios down to minus this", within=NOT_NEGATIVE
+  gmpo_clip_high: float = not_negative(0.4, "gmpo: log-ratios up to this")
+  sapo_temperature_pos: float = positive(
+    1.0, "sapo: temperature of positive advantages"
   )
-  gmpo_clip_high: float = option(
-    0.4, "gmpo: log-ratios up to this", within=NOT_NEGATIVE
+  sapo_temperature_neg: float = positive(
+    1.05, "sapo: temperature of negative advantages"
   )
-  sapo_temperature_pos: float = option(
-    1.0, "sapo: temperature where the advantage is positive", within=POSITIVE
+  vespo_k_pos: float = not_negative(2.0, "vespo: k of positive advantages")
+  vespo_lambda_pos: float = positive(
+    3.0, "vespo: lambda of positive advantages"
   )
-  sapo_temperature_neg: float = option(
-    1.05, "sapo: temperature where it is negative", within=POSITIVE
+  vespo_k_neg: float = not_negative(3.0, "vespo: k of negative advantages")
+  vespo_lambda_neg: float = positive(
+    2.0, "vespo: lambda of negative advantages"
   )
-  vespo_k_pos: float = option(
-    2.0, "vespo: k where the advantage is positive", within=NOT_NEGATIVE
-  )
-  vespo_lambda_pos: float = option(
-    3.0, "vespo: lambda where the advantage is positive", within=POSITIVE
-  )
-  vespo_k_neg: float = option(
-    3.0, "vespo: k where the advantage is negative", within=NOT_NEGATIVE
-  )
-  vespo_lambda_neg: float = option(
-    2.0, "vespo: lambda where the advantage is negative", within=POSITIVE
-  )
-  advantage_clip: float = option(
-    0.0, "bound of the advantages' size; 0 = off", within=NOT_NEGATIVE
+  advantage_clip: float = not_negative(
+    0.0, "bound of the advantages' magnitude; 0 = off"
   )
   top_entropy_quantile: float = option(
     1.0,
-    "share of the tokens, those of highest entropy, in the loss; 1 is all",
+    "share of tokens, by highest entropy, in the loss; 1 is all",
     within="[0, 1]",
   )
-  entropy_coef: float = option(
-    0.0, "coefficient of an entropy bonus; 0 = off", within=NOT_NEGATIVE
+  entropy_coef: float = not_negative(
+    0.0, "coefficient of an entropy bonus; 0 = off"
   )
-  entropy_target: float = option(
-    0.0,
-    "entropy that the coefficient is adapted to, nats a token; 0 = it is fixed",
-    within=NOT_NEGATIVE,
+  entropy_target: float = not_negative(
+    0.0, "target entropy in nats per token, adapts the coefficient; 0 = off"
   )
-  entropy_coef_delta: float = option(
-    0.005, "change of the adaptive coefficient an update", within=NOT_NEGATIVE
+  entropy_coef_delta: float = not_negative(
+    0.005, "change of the adaptive coefficient per update"
   )
-  entropy_coef_max: float = option(
-    1.0, "largest adaptive coefficient", within=NOT_NEGATIVE
-  )
-  router_aux_coef: float = option(
-    0.0,
-    "coefficient of the loss that keeps a mixture's experts in use; 0 = off",
-    within=NOT_NEGATIVE,
+  entropy_coef_max: float = not_negative(1.0, "largest adaptive coefficient")
+  router_aux_coef: float = not_negative(
+    0.0, "coefficient of the load-balancing loss of experts; 0 = off"
   )
   router_replay: bool = option(
-    False, "send each token to the experts that it had in the rollout (R3)"
+    False, "send each token to its experts of the rollout (R3)"
   )
   ratio: str | Callable[..., Array] = option(
     "token_ratio",
-    "ratio of the policy to the one that sampled: by token, by completion "
-    "(GSPO), or their product over a completion",
+    "importance ratio to the policy that sampled: per token, per completion "
+    "(GSPO), or the product over a completion",
     RATIOS,
   )
   old_logprobs: str = option(
     "rollout",
-    "whose log-probabilities are the ratio's denominator when a step has "
-    "several updates; trainer is one more forward pass",
+    "source of the ratio's denominator if a step has several updates; trainer "
+    "takes an additional forward pass",
     OLD_LOGPROBS,
   )
   correction: str = option(
     "none",
-    "weigh losses by pi_trainer / pi_rollout, truncated or masked, by token or "
-    "sequence; or leave out sequences by its geometric mean",
+    "weights of the losses, pi_trainer / pi_rollout: truncated or masked, per "
+    "token or sequence; geometric_mask only drops sequences, by its mean",
     CORRECTIONS,
   )
   correction_low: float = option(
     0.0,
-    "lower bound of these weights, which are 1 where nothing differs; 0 is off",
+    "lower bound of these weights (1 without mismatch); 0 is off",
     within="[0, 1]",
   )
-  correction_high: float = option(
+  correction_high: float = not_negative(
     3.0,
-    "upper bound of these weights (1 or more: a weight is 1 where nothing "
-    "differs); 0 is off",
-    within=NOT_NEGATIVE,
+    "upper bound of these weights (at least 1, the weight without mismatch); "
+    "0 is off",
   )
-  off_policy_threshold: float = option(
+  off_policy_threshold: float = not_negative(
     0.0,
-    "leave out sequences of negative advantage that the sampler finds likelier "
-    "than the policy by so many nats a token; 0 = off",
-    within=NOT_NEGATIVE,
+    "drop sequences of negative advantage whose log-probability fell by more "
+    "than this since sampling, in nats per token; 0 = off",
   )
   truncated: str = option(
     "keep",
     "completions cut off at their budget: keep; mask (not in the loss); or "
-    "drop (nor in the group's baseline)",
+    "drop (also not in the group's baseline)",
     TRUNCATED,
   )
   weighting: str | Callable[[Array], Array] = option(
-    "token_mean", "how tokens are averaged over lengths", WEIGHTINGS
+    "token_mean", "weights of tokens by completion length", WEIGHTINGS
   )
   kl: str = option(
     "k3",
@@ -200,12 +176,11 @@ class Objective:
     sorted({kl for kls in PLACEMENTS.values() for kl in kls}),
   )
   kl_placement: str = option(
-    "loss", "where it counts: a term of the loss, or of the reward", PLACEMENTS
+    "loss", "place of the KL term: in the loss or in the reward", PLACEMENTS
   )
-  beta: float = option(
+  beta: float = not_negative(
     0.0,
     "coefficient of the KL term; 0 = none, and no reference model in memory",
-    within=NOT_NEGATIVE,
   )
 
   def __post_init__(self):
@@ -213,19 +188,19 @@ class Objective:
     if self.advantage == "oracle":
       errors = [line for line in errors if not line.startswith("advantage =")]
       reasons["advantage"] = (
-        "needs the true value of each prompt, which a training run does not "
-        f"know; use one of {', '.join(ADVANTAGES)}"
+        "needs the true value of each prompt, which training does not know: "
+        f"use one of {', '.join(ADVANTAGES)}"
       )
     if 0 < self.dual_clip <= 1:
       reasons["dual_clip"] = "must be more than 1, or 0 for off"
     if 0 < self.correction_high < 1:
       reasons["correction_high"] = (
-        "must be 1 or more: a weight is 1 where nothing differs; 0 is off"
+        "must be 1 or more, the weight without mismatch, or 0 for off"
       )
     advantage = _function(self.advantage, ADVANTAGES)
-    of_tokens = advantage and asks_for(advantage, "token_score_sq")
-    if of_tokens and self.one_advantage_for:
-      reasons["advantage"] = f"is one a token: {self.one_advantage_for}"
+    per_token = advantage and asks_for(advantage, "token_score_sq")
+    if per_token and self.one_advantage_for:
+      reasons["advantage"] = f"is per token: {self.one_advantage_for}"
     surrogate = f"surrogate = {self.surrogate!r}"
     if self.surrogate in ("dppo_tv", "dppo_kl") and self.ratio != "token_ratio":
       reasons["ratio"] = (
@@ -233,8 +208,8 @@ class Objective:
       )
     if self.surrogate == "cispo" and self.ratio == "sequence_ratio":
       reasons["ratio"] = (
-        f"{surrogate} has no gradient of it, so the average over the tokens "
-        "would be lost: use token_ratio"
+        f"{surrogate} has no gradient through the ratio, which would lose the "
+        "average over tokens: use token_ratio"
       )
     errors += [
       f"{name} = {getattr(self, name)!r}: {reason}"
@@ -244,34 +219,34 @@ class Objective:
 
   @property
   def one_advantage_for(self) -> str:
-    """Reason why an advantage must be one a completion; "" for none."""
+    """Reason to have one advantage per completion; "" for none."""
     if self.ratio == "sequence_ratio" or self.surrogate == "gmpo":
       return (
         "sequence_ratio and gmpo average over a trajectory: use another ratio "
         "or surrogate"
       )
     if self.off_policy_threshold:
-      return "off_policy_threshold needs one advantage a trajectory: use 0"
+      return "off_policy_threshold needs one advantage per trajectory: use 0"
     return ""
 
   @property
   def needs_reference(self) -> bool:
-    """True where a reference policy has to be held in memory."""
+    """True if a reference policy has to be in memory."""
     return self.beta > 0
 
   @property
   def has_exact_kl(self) -> bool:
-    """True where whole distributions are compared with the reference's."""
+    """True if the KL term compares whole distributions."""
     return self.beta > 0 and self.kl == "exact"
 
   @property
   def has_entropy_bonus(self) -> bool:
-    """True where entropy is part of the loss, if only now and then."""
+    """True if entropy is part of the loss, at least at times."""
     return self.entropy_coef > 0 or self.entropy_target > 0
 
   @property
   def kl_in_reward(self) -> float:
-    """Coefficient of a KL penalty that is taken from the reward; 0 for none."""
+    """Coefficient of the KL penalty subtracted from the reward; 0 for none."""
     return self.beta if self.kl_placement == "reward" else 0.0
 
 
@@ -280,7 +255,7 @@ def _function(named: Any, functions: dict[str, Any]) -> Any:
 
 
 def _unread_by_surrogate(objective: Objective) -> list[str]:
-  """Returns a line for each option that another surrogate alone reads."""
+  """Returns an error line per option that only another surrogate reads."""
   surrogate = _function(objective.surrogate, SURROGATES)
   read_by = {
     name: key
@@ -340,12 +315,12 @@ def loss_fn(objective: Objective) -> Callable[..., Any]:
 def weighting_fn(
   objective: Objective, max_new_tokens: int
 ) -> Callable[[Array], Array]:
-  """Returns mask [B, G, T] -> weights of the tokens; see `core.losses`."""
+  """Returns mask [B, G, T] -> weights of tokens; see `core.losses`."""
   return bind(_function(objective.weighting, WEIGHTINGS), length=max_new_tokens)
 
 
 def correction_fn(objective: Objective) -> rollout_correction.Correct | None:
-  """Returns what losses are corrected by; None where all of it is off."""
+  """Returns the correction of the losses, or None if all of it is off."""
   return rollout_correction.make_correction(
     objective.correction,
     objective.correction_low,

@@ -1,7 +1,7 @@
-"""Optimizers and schedules by name, as optax's gradient transformations.
+"""Optimizers and learning-rate schedules by name, from optax.
 
 `SCHEDULES`: (peak learning rate, updates after the warm-up) -> an optax
-schedule since the warm-up. `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed) -> a
+schedule after the warm-up. `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed) -> a
 scaling of gradients before the learning rate.
 """
 
@@ -20,27 +20,27 @@ SCHEDULES = {
 
 
 def decays(params: PyTree) -> PyTree:
-  """Returns True for each parameter that weight decay reaches.
+  """True for parameters with weight decay: no "norm" or "bias" in their path.
 
-  As in transformers, those with "norm" or "bias" in their path are left out.
+  This is transformers' rule.
   """
 
-  def reached(path, _) -> bool:
+  def has_decay(path, _) -> bool:
     name = jax.tree_util.keystr(path).lower()
     return "norm" not in name and "bias" not in name
 
-  return jax.tree_util.tree_map_with_path(reached, params)
+  return jax.tree_util.tree_map_with_path(has_decay, params)
 
 
-# The number of no step: other random numbers are drawn from fold_in(key, step).
+# Not the number of any step: other draws use fold_in(key, step).
 _ROUNDING = 2**31 - 1
 
 MOMENTS = ("float32", "bfloat16")
 """Formats of Adam's two moments between updates, `optim.moments_dtype`."""
 
-# bfloat16 has 8 significant bits: rounded to the nearest, a second moment with
-# b2 = 0.999 moves by less than half the distance of two numbers, and stalls.
-# Rounded at random it follows the one in float32 on average (arXiv 1502.02551,
+# bfloat16 has 8 significant bits: rounded to nearest, a second moment with b2 =
+# 0.999 moves by less than half the distance between two numbers, and stalls.
+# Rounded at random it follows the float32 moment on average (arXiv 1502.02551,
 # section 3.1; arXiv 2010.06192).
 
 _INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
@@ -49,23 +49,23 @@ _INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
 def stochastic_round(
   x: Float[Array, "*shape"], bits: UInt16[Array, "*shape"]
 ) -> BFloat16[Array, "*shape"]:
-  """Rounds to one of the two neighbours in bfloat16, right on average.
+  """Rounds at random to a neighbour in bfloat16, exact on average.
 
   bfloat16 is the upper half of float32, so random bits added to the lower half
-  carry into the upper with just the right probability:
+  carry into the upper half with exactly the right probability:
 
     x      0 01111111 0000000|0000000011010001
     bits                     |1111111100110000
     sum    0 01111111 0000001|0000000000000001   rounded up
 
-  Numbers of bfloat16 stay as they are, finite ones finite, and nan stays nan.
+  bfloat16 numbers stay as they are, finite numbers stay finite, nan stays nan.
   """
   x = x.astype(jnp.float32)
   word = jax.lax.bitcast_convert_type(x, jnp.uint32)
   upper = (word + bits.astype(jnp.uint32)) >> 16
   upper -= (upper & 0x7FFF) == _INFINITY  # back to the largest number
   rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
-  # The sum could carry a nan into the sign, or cut all of its lower half off.
+  # The sum could carry a nan into the sign, or cut off all of its set bits.
   return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
@@ -74,8 +74,8 @@ def scale_by_rounded_adam(
 ) -> optax.GradientTransformation:
   """`optax.scale_by_adam` with both moments in bfloat16 between updates.
 
-  An update computes in float32 and uses the moments before they are rounded, by
-  bits of the key, the count of updates and the element alone, on any mesh. The
+  An update computes in float32 and uses the moments before rounding. The bits
+  depend only on the key, the count of updates and the element, on any mesh. The
   state is optax's `ScaleByAdamState`.
   """
   inner = optax.scale_by_adam(b1, b2)
@@ -102,7 +102,7 @@ def _narrow(state, dtype):
 def _round_both(
   key: Key[Array, ""], mu: PyTree, nu: PyTree
 ) -> tuple[PyTree, PyTree]:
-  """Rounds two trees alike in structure, with 32 random bits an element."""
+  """Rounds two trees of equal structure, with 32 random bits per element."""
   leaves, structure = jax.tree.flatten(mu)
   words = structure.unflatten(
     jax.random.bits(jax.random.fold_in(key, i), leaf.shape, jnp.uint32)
@@ -124,7 +124,7 @@ def adamw(
 ) -> optax.GradientTransformation:
   """Makes Adam's scaling (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
-  The state has 8 bytes a parameter, or 4 with moments in bfloat16.
+  The state has 8 bytes per parameter, or 4 with moments in bfloat16.
   """
   if moments_dtype == "float32":
     return optax.scale_by_adam(b1, b2)
@@ -139,11 +139,10 @@ def adafactor(
 
   An array has a second moment per row and per column of its two largest
   dimensions if both have at least 128 elements, else one per element. The decay
-  is 1 - t**-0.8 at update t, but at most `b2` (arXiv 2106.04560). An array's
-  update (a stack of layers is one) is divided by its root mean square if that
-  is over 1.
+  at update t is 1 - t**-0.8, but at most `b2` (arXiv 2106.04560). An array's
+  update (a stack of layers is an array) is divided by its root mean square if
+  that exceeds 1.
   """
-  del b1, moments_dtype, seed
 
   def decay(step, exponent):
     return jnp.minimum(1 - (step + 1.0) ** -exponent, b2)

@@ -1,7 +1,7 @@
 """Checks of prompts, when they are made and when a model reads them.
 
-Shapes and dtypes are always known. Values are checked if this process can read
-them: tracers, shapes and arrays of other processes pass.
+Shapes and dtypes are always checked, values only if this process can read them:
+tracers, shapes and arrays of other processes pass.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ Values = Array | np.ndarray
 
 
 def is_readable(*arrays: Any) -> bool:
-  """Returns True if all are arrays whose values this process can read."""
+  """Returns True if this process can read the values of all arrays."""
   return all(
     isinstance(x, (np.ndarray, jax.Array))
     and not isinstance(x, jax.core.Tracer)
@@ -31,14 +31,14 @@ def check_layout(ids: Values, mask: Values) -> None:
   """
   if jnp.ndim(ids) < 2 or jnp.shape(ids) != jnp.shape(mask):
     raise ValueError(
-      f"prompt_ids and prompt_mask are both [B, P], not {jnp.shape(ids)} and "
+      f"prompt_ids and prompt_mask must be [B, P], not {jnp.shape(ids)} and "
       f"{jnp.shape(mask)}"
     )
   if not jnp.issubdtype(ids.dtype, jnp.integer):
-    raise ValueError(f"prompt_ids are integers, not {ids.dtype}")
+    raise ValueError(f"prompt_ids must be integers, not {ids.dtype}")
   if mask.dtype != bool:
     raise ValueError(
-      f"prompt_mask is boolean, True on real tokens, not {mask.dtype}: "
+      f"prompt_mask must be boolean, True on real tokens, not {mask.dtype}: "
       "give prompt_mask.astype(bool)"
     )
   if not is_readable(ids, mask):
@@ -46,15 +46,14 @@ def check_layout(ids: Values, mask: Values) -> None:
   mask = np.asarray(mask)
   if not mask.any():
     raise ValueError(
-      "no prompt has a token: prompt_mask is False everywhere (a single row "
-      "without tokens only pads the batch)"
+      "no prompt has a token: prompt_mask is False everywhere (only single "
+      "rows without tokens are allowed, as padding)"
     )
   rows = np.argwhere((mask[..., 1:] & ~mask[..., :-1]).any(-1))
   if rows.size:
     raise ValueError(
-      f"prompt_mask of row {_index(rows[0])} is not a leading run of True: "
-      "prompts are right-padded; grpojax.prompts_from_left_padded(ids, mask) "
-      "moves padding from the left"
+      f"prompt_mask of row {_index(rows[0])} is not a leading run of True: pad "
+      "on the right; grpojax.prompts_from_left_padded(ids, mask) moves padding"
     )
 
 
@@ -72,13 +71,13 @@ def check_fields(ids: Any, mask: Any, targets: Any, weights: Any) -> None:
     if is_readable(leaf) and leaf.shape[: len(batch)] != batch:
       name = jax.tree_util.keystr(path, simple=True, separator=".")
       raise ValueError(
-        f"{name} has the shape {leaf.shape}: its first axis is that of the "
-        f"prompts, {batch}"
+        f"{name} has the shape {leaf.shape}: its first axis must be the "
+        f"prompts', {batch}"
       )
 
 
 def check_ids(ids: Values, mask: Values, vocab_size: int) -> None:
-  """Refuses, by ValueError, ids of real tokens outside the vocabulary."""
+  """Raises ValueError for ids of real tokens outside the vocabulary."""
   if not is_readable(ids, mask):
     return
   ids = np.asarray(ids)

@@ -1,8 +1,8 @@
-"""Random keys, which are threefry's whatever JAX's default implementation is.
+"""Random keys, always threefry whatever JAX's default implementation is.
 
 Under `jax.vmap` "rbg" and "unsafe_rbg", a usual default on TPUs, draw all rows
-from the first row's key. Here each sample draws from its own key, so that it
-does not depend on the rest of the batch.
+from the first row's key. Here each sample has its own key, so its tokens do not
+depend on the rest of the batch.
 """
 
 import functools
@@ -21,17 +21,17 @@ def seed_key(seed: int | Array) -> Key[Array, ""]:
 
 
 def random_key(key: Any) -> Key[Array, ""]:
-  """Returns the threefry key that stands for a caller's key.
+  """Converts a key of any implementation to a threefry key.
 
-  Threefry keys stay, wrapped or as two words; the words of others (rbg's) are
-  folded into one. ValueError if it is not one key.
+  Threefry keys stay, wrapped or as two words; the words of other keys (rbg) are
+  folded together. ValueError unless it is a single key.
   """
   dtype = getattr(key, "dtype", None)
   typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
   raw = dtype == jnp.uint32 and jnp.shape(key) in ((2,), (4,))
   if not raw and not (typed and key.shape == ()):
     raise ValueError(
-      f"{key!r} is not one random key: give jax.random.key(seed)"
+      f"{key!r} is not a single random key: give jax.random.key(seed)"
     )
   if typed and jax.random.key_impl(key) == _THREEFRY:
     return key

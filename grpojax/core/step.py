@@ -1,7 +1,7 @@
-"""One GRPO step as pure functions.
+"""A GRPO step as pure functions.
 
-`rollout` -> rewards -> `make_batch` -> `make_update`'s update; or the whole of
-it as one jittable function where the reward is one too: `make_grpo_step`.
+`rollout` -> rewards -> `make_batch` -> `make_update`'s update; or, with a
+jittable reward, the whole step as a single jittable function: `make_grpo_step`.
 """
 
 from collections.abc import Callable
@@ -31,25 +31,18 @@ from grpojax.core.update import Metrics, UpdateOptions, make_update
 def init_state(
   params: Params, tx: optax.GradientTransformation, key: Array
 ) -> TrainState:
-  """State before the first step; ValueError if an argument cannot be used."""
-
-  def zero():  # each a buffer of its own, or the state could not be donated
-    return jnp.zeros((), jnp.int32)
-
+  """State before the first step; ValueError for arguments it cannot use."""
   arguments.check_params(params)
-  return TrainState(
-    params=params,
-    opt_state=arguments.init_optimizer(tx, params),
-    key=random_key(key),
-    step=zero(),
-    prompts_consumed=zero(),
-    skipped=zero(),
-  )
+  opt_state = arguments.init_optimizer(tx, params)
+  key = random_key(key)
+  # Donating the state needs a separate buffer per counter.
+  step, prompts, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
+  return TrainState(params, opt_state, key, step, prompts, skipped)
 
 
 def diagnosis_key(state: TrainState) -> Key[Array, ""]:
-  """A key for the diagnosis of a step: another than sampling's."""
-  # Sampling folds in the step itself, which is not negative.
+  """Random key of a step's diagnosis, different from all sampling keys."""
+  # Sampling folds in the step, which is not negative.
   return jax.random.fold_in(state.key, -1 - state.step)
 
 
@@ -72,34 +65,23 @@ def make_grpo_step(
   credit: str = "trajectory",
   ref_lm: LM | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-  """Makes a whole GRPO step as one pure function: sample, reward, update.
+  """Makes a whole GRPO step as a pure function: sample, reward, update.
 
   Jit it (donating the state), scan it over prompts, vmap it over states, or
   compile it ahead of time. Its rows are not packed (`core.packing`).
 
-  Args:
-    lm: Model.
-    tx: Optimizer.
-    reward_fn: Jittable `(rollout, targets of the prompts) -> rewards [B, G]`;
-      with an environment also [B, G, K], of turns (`environment.returns`).
-    group_size: Completions a prompt, G.
-    max_new_tokens: Longest completion, T tokens with its EOS.
-    eos_ids: Ids that end a completion, one or several.
-    pad_id: Id that is written after the end.
-    objective: Objective of the update.
-    update: Division of the update into minibatches and micro-batches.
-    sampling: Distribution to sample from, which the loss is of.
-    decoding: Shape of the decoding loop, which changes no sample.
-    diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled (`statistics.diagnostics`); rewards are of whole trajectories.
-    environment: Environment that answers after each turn, see `rollout`.
-    credit: Rewards that a turn learns from, see `make_batch`.
-    ref_lm: Model of the reference, if it is another one than `lm`.
+  `reward_fn` is jittable: `(rollout, targets of the prompts) -> rewards [B, G]`
+  or, with an environment, also [B, G, K] of turns (`environment.returns`).
+  `group_size` is G; completions have at most `max_new_tokens`, the EOS
+  included. `eos_ids` is an id or several. `decoding` changes the speed, not the
+  samples. `diagnose` is `(params, rollout, rewards, key) -> metrics` under the
+  policy that sampled (`statistics.diagnostics`), with rewards of whole
+  trajectories. For `environment` see `rollout`, for `credit` see `make_batch`;
+  `ref_lm` is the reference's model, if it is not `lm`.
 
-  Returns:
-    `step(state, prompts, ref_params=None) -> (state, metrics)`. ValueError for
-    a credit that does not go with the objective and, by the step, for `eos_ids`
-    outside the vocabulary.
+  Returns `step(state, prompts, ref_params=None) -> (state, metrics)`.
+  ValueError for a credit that does not go with the objective and, when the step
+  is called, for `eos_ids` outside the vocabulary.
   """
   check_credit(credit, objective, environment is not None)
   update_policy = make_update(lm, tx, objective, update, sampling, ref_lm)
@@ -107,8 +89,8 @@ def make_grpo_step(
   def step(state: TrainState, prompts: Prompts, ref_params=None):
     if objective.needs_reference and ref_params is None:
       raise ValueError(
-        f"objective.beta = {objective.beta} compares the policy with a "
-        "reference: call step(state, prompts, ref_params)"
+        f"objective.beta = {objective.beta} needs a reference policy: call "
+        "step(state, prompts, ref_params)"
       )
     samples = rollout(
       lm,
@@ -149,7 +131,7 @@ def make_grpo_step(
     metrics = rollout_metrics(samples, rewards, in_baseline)
     if diagnose is not None:
       metrics |= diagnose(state.params, samples, rewards, diagnosis_key(state))
-    if credit != "trajectory":  # members that are equal may differ in a turn
+    if credit != "trajectory":  # equal trajectories may have unequal turns
       real = jnp.any(prompts.prompt_mask, axis=-1)
       learned = jnp.any(batch.advantages != 0, axis=(1, 2))
       equal = jnp.sum(real & ~learned) / jnp.maximum(jnp.sum(real), 1)

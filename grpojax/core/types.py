@@ -1,20 +1,20 @@
-"""Shapes and containers that all other modules share.
+"""Shapes and containers shared by all modules.
 
-| letter | meaning                                  |
-|--------|------------------------------------------|
-| B      | prompts in a batch                       |
-| G      | group size: completions sampled a prompt |
-| N      | samples in a batch, N = B * G            |
-| P      | prompt length in tokens, right-padded    |
-| T      | completion length in tokens              |
-| V      | vocabulary size                          |
-| D      | model width                              |
-| L      | decoder layers                           |
-| H      | attention heads                          |
-| K      | key/value heads                          |
-| R      | query heads a key/value head, R = H / K  |
-| E      | width of one head                        |
-| F      | width of the MLP                         |
+| letter | meaning                                    |
+|--------|--------------------------------------------|
+| B      | prompts in a batch                         |
+| G      | group size: completions sampled per prompt |
+| N      | samples in a batch, N = B * G              |
+| P      | prompt length in tokens, right-padded      |
+| T      | completion length in tokens                |
+| V      | vocabulary size                            |
+| D      | model width                                |
+| L      | decoder layers                             |
+| H      | attention heads                            |
+| K      | key/value heads                            |
+| R      | query heads per key/value head, R = H / K  |
+| E      | width of a head                            |
+| F      | width of the MLP                           |
 
 The group is always an axis: prompts are [B, P], completions [B, G, T], rewards
 and advantages [B, G]. Containers may hold tracers, shapes or shardings, so
@@ -39,11 +39,11 @@ Cache = PyTree
 @typing.no_type_check
 @struct.dataclass
 class Prefix:
-  """A model's memory of a batch of prompts, once for a whole group."""
+  """A model's memory of a batch of prompts, shared by each whole group."""
 
   last_hidden: Float[Array, "B D"]  # predicts the first completion token
   length: Int[Array, "B"]  # number of real tokens of each prompt
-  state: Any  # anything else that the model's `extend` needs
+  state: Any  # other inputs of the model's `extend`
   experts: Integer[Array, "B P X"] | None = None  # of the tokens, if recorded
 
 
@@ -64,7 +64,7 @@ class ForwardOutput(NamedTuple):
 
 
 class LM(NamedTuple):
-  """A causal language model as pure functions: five, and more optional ones.
+  """A causal language model as pure functions, of which five are required.
 
   `extend` and `forward` may return plain tuples of two.
 
@@ -74,31 +74,32 @@ class LM(NamedTuple):
     extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
       segments=None) -> ExtendOutput`. Each token attends to its prompt and
       causally to its own completion. Without a cache `ids` are whole
-      completions (training), with one the next S tokens (decoding).
+      completions (training), with a cache the next S tokens (decoding).
       `positions [B, G, S]` count from the first completion token and default to
-      0, 1, ...; `segments [B, G, S]` keep completions of one row apart.
+      0, 1, ...; `segments [B, G, S]` separate completions that share a row.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
-    init_cache: `(B, G, T) -> cache` for T completion tokens a sample.
+    init_cache: `(B, G, T) -> cache` for T completion tokens per sample.
     grow_cache: `(cache, slots) -> cache` with room for more tokens, or None.
-    map_cache_rows: `(function, cache, *caches) -> cache`, a function of arrays
-      [B, G, ...] mapped over the rows of a cache, or None. With these two, a
-      rollout's work follows the tokens in the cache and the unfinished samples.
+    map_cache_rows: `(function, cache, *caches) -> cache`, maps a function of
+      arrays [B, G, ...] over the rows of a cache; or None. With this and
+      `grow_cache`, a rollout's work follows the tokens in the cache and the
+      unfinished samples.
     align_cache_rows: `(cache, ends [B, G], index, slots) -> cache` of `slots`
-      tokens, in which the token before slot `ends` of each row is the last one
-      before slot `index`, where all rows are written to next; or None: rows
+      tokens, which moves the token before slot `ends` of each row to just
+      before slot `index`, where all rows are written next; or None: then rows
       cannot wait for an environment of the host (`decoding.chunks`).
-    map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
-      [B, ...] mapped over the prompts of a prefix, or None. With it, a rollout
-      of one sample per prompt leaves out the prompts that are done.
+    map_prefix_rows: `(function, prefix) -> prefix`, maps a function of arrays
+      [B, ...] over the prompts of a prefix; or None. With it, a rollout of one
+      sample per prompt leaves out finished prompts.
     prepare: `(params, longest, **formats) -> (lm, params)`, or None. It does
-      once what each token would repeat (casts, tables of positions, gathering
-      of parameters split over a mesh), for a rollout of at most `longest`
-      tokens per row, prompt included, in the formats of `Sampling.formats` or,
-      with None, for a forward pass over whole completions.
+      once the work that each token would repeat (casts, tables of positions,
+      gathering of split parameters), for a rollout of at most `longest` tokens
+      per row, prompt included, in the formats of `Sampling.formats` or, with
+      None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> ForwardOutput`, or None: `prefill` and
       `extend` (without a cache) in one. With `flat`, a `flat_tokens.FlatTokens`
-      of prompts [B, P] and of rows [n, 1, S] of one prompt each, `hidden` is
+      of prompts [B, P] and of rows [n, 1, S] of a prompt each, `hidden` is
       [C, 1, N, D] of the rows' tokens; else [B, G, S, D].
     has_experts: True for a mixture of experts, whose functions take more
       options. `prefill` and `extend` (with a cache) return the experts of each
@@ -107,7 +108,7 @@ class LM(NamedTuple):
       returns the load, and `replayed=(of prompts [B, P, X], of completions [B,
       G, S, X])` experts to use in place of the routers' choice; an unknown
       number makes the token NaN.
-    forward_mode: the same model for `jax.jvp`, or None if this one will do.
+    forward_mode: the same model for `jax.jvp`, or None if this model will do.
     draw_parts: `(params, hidden [B, G, D], uniform [B, G, 2], temperature) ->
       sampling.Parts [B, G, n]`, drawn without logits in memory, or None.
   """
@@ -130,7 +131,7 @@ class LM(NamedTuple):
   def prepared(
     self, params: Params, *, longest: int | None, **formats: str
   ) -> tuple["LM", Params]:
-    """Calls `prepare`, if any; ValueError for formats of a model without."""
+    """Calls `prepare`, if any; ValueError for formats without it."""
     if self.prepare is None:
       if formats:
         names = ", ".join(f"{name}={x}" for name, x in formats.items())
@@ -146,10 +147,10 @@ class Prompts:
 
   Attributes:
     prompt_ids: token ids of the model's vocabulary, right-padded with any id.
-    prompt_mask: True on real tokens. A row without any only pads the batch: its
-      completions are empty, and `make_batch` compares it with nothing.
-    targets: arrays [B, ...] that a jittable reward needs, or None.
-    weights: importance weight of each prompt in the loss; None is 1 for each.
+    prompt_mask: True on real tokens. A row without tokens pads the batch: its
+      completions are empty, and `make_batch` ignores it.
+    targets: arrays [B, ...] for a jittable reward, or None.
+    weights: importance weight of each prompt in the loss; None is 1.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -161,7 +162,7 @@ class Prompts:
     check_fields(*vars(self).values())
 
   def replace(self, **changes: Any) -> "Prompts":
-    """Returns prompts with other values of these fields."""
+    """Returns prompts with new values of these fields."""
     return dataclasses.replace(self, **changes)
 
 
@@ -171,7 +172,7 @@ def _flatten_prompts(prompts: Prompts) -> tuple[list[tuple[Any, Any]], None]:
 
 
 def _unflatten_prompts(_: None, fields: Iterable[Any]) -> Prompts:
-  """Makes prompts in a transformation, which may hold anything: no checks."""
+  """Makes prompts inside a transformation, without checks."""
   prompts = object.__new__(Prompts)
   names = (field.name for field in dataclasses.fields(Prompts))
   vars(prompts).update(zip(names, fields, strict=True))
@@ -189,16 +190,16 @@ class Rollout:
   """Completions sampled from a policy, and their prompts.
 
   Attributes:
-    completion_ids: sampled ids, with the EOS if there is one, then padding.
+    completion_ids: sampled ids, with the EOS if any, then padding.
     completion_mask: True up to and including the first EOS.
     logprobs: log-probability of each sampled token under its sampling
       distribution (after temperature and truncation); 0 on padding.
     finished: True if it ended with an EOS, False if it was cut off.
-    turns: turn that each token was sampled in, from 0; -1 on observations and
-      padding. None is one turn.
+    turns: turn in which each token was sampled, from 0; -1 on observations and
+      padding. None is a single turn.
     turn_rewards: reward after each of up to K turns, 0 after the end, or None.
     experts: experts of each token (`LM.has_experts`), if recorded.
-    prompt_experts: those of the prompts' tokens.
+    prompt_experts: experts of the prompts' tokens.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -214,7 +215,7 @@ class Rollout:
 
   @property
   def sampled(self) -> Bool[Array, "B G T"]:
-    """True on the tokens that the policy sampled."""
+    """True on the tokens sampled by the policy."""
     if self.turns is None:
       return self.completion_mask
     return self.completion_mask & (self.turns >= 0)
@@ -223,20 +224,20 @@ class Rollout:
 @typing.no_type_check
 @struct.dataclass
 class Batch:
-  """Data of one policy update; prompts, ids and experts are the rollout's.
+  """Data of a policy update; prompts, ids and experts are the rollout's.
 
   Attributes:
-    completion_mask: that of `Rollout`; False on observations and on completions
+    completion_mask: `Rollout`'s; False on observations and on completions
       without a reward or left out as cut off (`core.losses.truncation`).
-    advantages: one per completion or, of turns, per token; constants.
+    advantages: per completion or, of turns, per token; constants.
     old_logprobs: log-probabilities under the policy that sampled, computed by
       the rollout or the trainer; None means exactly on-policy (the ratio is 1).
     ref_logprobs: log-probabilities under the reference policy, or None.
-    ref_hidden: states that the reference predicts the tokens from, in its
-      format of computation, for an exact KL term; else None.
+    ref_hidden: the reference's last hidden states, in its compute dtype, for an
+      exact KL term; else None.
     rollout_logprobs: `logprobs` of `Rollout`, for the mismatch and corrections.
     packing: a `packing.Packing`; None computes padding too, [B, G, T].
-    sample_weights: `Prompts.weights` of each completion; None is 1 for each.
+    sample_weights: `Prompts.weights` of each completion; None is 1.
     experts: experts to be replayed; None lets routers choose.
   """
 
@@ -256,25 +257,26 @@ class Batch:
 
 
 OF_PROMPTS = ("prompt_ids", "prompt_mask", "prompt_experts")
-"""Fields of `Rollout` and `Batch` that are [B, ...]; others are [B, G, ...]."""
+"""Fields of `Rollout` and `Batch` with axes [B, ...], not [B, G, ...]."""
 
 
 @typing.no_type_check
 @struct.dataclass
 class TrainState:
-  """Everything that changes while training; a checkpoint is exactly this.
+  """The state of training; a checkpoint is exactly this.
 
   Attributes:
     params: parameters of the policy.
     opt_state: state of the optax transformation.
     key: the run's random key; step s draws from `fold_in(key, s)`.
-    step: number of GRPO steps done.
+    step: number of finished GRPO steps.
     prompts_consumed: number of prompts taken from the data stream so far.
-    skipped: number of optimizer updates skipped for an infinite gradient.
+    skipped: number of optimizer updates skipped for a non-finite gradient.
     group_size: a `group_size.GroupSizeChoice` if the size is "auto".
     entropy: an `entropy.EntropyControl` if the entropy bonus adapts.
     reference: parameters of a reference policy that follows the policy.
-    difficulty: `success_rates.SuccessRates` if prompts are drawn by them.
+    difficulty: `success_rates.SuccessRates` if they guide the choice of
+      prompts.
     pending: the next step's rollout, if it is drawn a step ahead.
   """
 

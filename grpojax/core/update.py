@@ -22,7 +22,7 @@ from grpojax.core.gradients import (
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import rollout_correction, surrogates
 from grpojax.core.objective import Objective, weighting_fn
-from grpojax.core.options import ONE_OR_MORE, frozen_options, option, refuse
+from grpojax.core.options import frozen_options, one_or_more, option, refuse
 from grpojax.core.packing import micro_batches as micro_batches_lib
 from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.types import LM, Batch, Params, TrainState
@@ -32,24 +32,23 @@ OVER_UPDATES = {
   "min": jnp.min,
   "max": jnp.max,
   "sum": jnp.sum,
-  "first": lambda of_updates: of_updates[0],
+  "first": lambda values: values[0],
 }
-"""Reductions of metrics of optimizer updates, filed under these names."""
+"""Reductions of metrics over optimizer updates, by name."""
 
 
 @frozen_options
 class UpdateOptions:
-  """Division of a rollout into optimizer updates, and of these into parts."""
+  """Split of a rollout into optimizer updates, and of these into parts."""
 
   epochs: int = option(
     1, "passes over a step's completions", within="[1, 2**31)"
   )
-  minibatches: int = option(1, "optimizer updates a pass", within=ONE_OR_MORE)
-  micro_batches: int = option(
+  minibatches: int = one_or_more(1, "optimizer updates per pass")
+  micro_batches: int = one_or_more(
     1,
-    "parts of a minibatch, whose gradients are added up; packed, it has as "
-    "many at most, none of them larger",
-    within=ONE_OR_MORE,
+    "parts of a minibatch, whose gradients are summed; if packed, at most this "
+    "number, none of them larger",
   )
   max_grad_norm: float = option(
     math.inf,
@@ -62,7 +61,7 @@ class UpdateOptions:
 
   @property
   def on_policy(self) -> bool:
-    """True for a single update, of the policy that sampled: ratios are 1."""
+    """True for a single update of the policy that sampled: ratios are 1."""
     return self.epochs * self.minibatches == 1
 
 
@@ -74,10 +73,10 @@ def off_policy_conflicts(
 ) -> dict[str, str]:
   """Reasons why a rollout of another policy would bias the gradient.
 
-  Keys are the objective's options that have to change. A rollout in other
-  formats, or (`ahead`) of the parameters before the last update, needs weights
-  of its samples: a correction or, with several updates, ratios to the rollout's
-  log-probabilities (not with `dro`). Subsets of a group
+  Keys are the objective's options to be changed. A rollout in other formats, or
+  (`ahead`) of the parameters before the last update, needs weights of its
+  samples: a correction or, with several updates, ratios to the rollout's
+  log-probabilities (not with `dro`). Advantages of subsets of a group
   (`advantages.OF_SUBSETS`) do not take weights of single samples.
   """
   to_rollout = objective.old_logprobs == "rollout"
@@ -95,32 +94,32 @@ def off_policy_conflicts(
     correction = f"correction = {objective.correction!r}"
     sources = [f"corrected by {correction}"] * weighs + samples
     reasons["advantage"] = (
-      f"compares subsets of a group, and samples {' and '.join(sources)} are "
-      "weighed one by one, not by the product of a subset's weights, which "
-      "biases the gradient: use leave_one_out, or correction = 'none', the "
-      "format model and sampling.ahead = 0"
+      f"compares subsets of a group, and samples {' and '.join(sources)} have "
+      "their own weights, not the product of a subset's weights, which biases "
+      "the gradient: use leave_one_out, or correction = 'none', the format "
+      "model and sampling.ahead = 0"
     )
-  of = " and ".join(samples) or "that are corrected"
+  origin = " and ".join(samples) or "that are corrected"
   ratios = to_rollout and not options.on_policy
   ratios = ratios and objective.surrogate not in ("dro", surrogates.dro)
   if samples and not weighs and not ratios:
     reasons["correction"] = (
-      f"samples {of} are not the policy's own: use token_truncate or another "
-      "one, or the format model and sampling.ahead = 0"
+      f"samples {origin} are not the policy's own: use token_truncate or "
+      "another correction, or the format model and sampling.ahead = 0"
     )
   penalty_of_rollout = options.on_policy or to_rollout
   if (samples or weighs) and objective.kl_in_reward and penalty_of_rollout:
     reasons["kl_placement"] = (
-      "the penalty is of the rollout's log-probabilities, and of samples "
-      f"{of} these are not the policy's: use loss or ratio"
+      "the penalty uses the rollout's log-probabilities, which for samples "
+      f"{origin} are not the policy's: use loss or ratio"
     )
   return reasons
 
 
 def _apply(tx, state: TrainState, grads, max_grad_norm: float):
-  """One optimizer update; skipped as a whole if a gradient is not finite.
+  """Applies an optimizer update, or skips it if a gradient is not finite.
 
-  Gradients are clipped in float32 or better, then cast as the parameters.
+  Clips gradients in float32 or better, then casts them as the parameters.
   """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
@@ -152,64 +151,52 @@ def make_update(
   sampling: Sampling = Sampling(),
   ref_lm: LM | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-  """Makes the policy update of one rollout: epochs x minibatches updates.
+  """Makes the policy update: epochs x minibatches optimizer updates.
 
-  Token weights are computed over a whole minibatch before it is split into
-  micro-batches (`packing`), so the split changes nothing but memory. Groups
-  stay whole in a minibatch. Each epoch but the first draws new minibatches from
-  the state's key and step (`draw_orders`). Tokens of highest entropy and the
-  balance of experts are those of a whole minibatch: with several micro-batches
-  they take one more forward pass. The rollout is one of `sampling`; an adaptive
-  entropy bonus has its control in the state. For an exact KL term `ref_params`
-  (and `ref_lm`) are those of `make_batch`; only `LM.unembed` reads them.
+  Groups stay whole in a minibatch. Each epoch but the first draws new
+  minibatches from the state's key and step (`draw_orders`). Token weights, the
+  selection of tokens by entropy and the balance of experts are computed over a
+  whole minibatch, so micro-batches (`packing`) affect only memory; with several
+  of them, selection and balance take an additional forward pass. The rollout is
+  sampled as in `sampling`; an adaptive entropy bonus has its control in the
+  state. For an exact KL term `ref_params` (and `ref_lm`) are those of
+  `make_batch`; only `LM.unembed` reads them.
 
-  Returns:
-    A pure `update(state, batch, ref_params=None) -> (state, metrics)`. Metrics
-    are means over the updates (`ratio_min` and `ratio_max` extremes,
-    `skipped_updates` a count): `loss`, `kl` (k3, or that of objective.kl =
-    "exact", nats a token), `entropy` (nats a token), `grad_norm` before
-    clipping, `update_norm`, `entropy_coefficient` with a bonus,
-    `router_aux_loss` with that (not times its coefficient), and metrics of the
-    surrogate (`clip_fraction_low`, `_high`). Of the first update alone, whose
-    policy sampled, those of `losses.rollout_mismatch`: in nats per token
-    `rollout_mismatch_mean` and `_max` and `rollout_kl` (k3 of KL(rollout ||
-    trainer)), and the shares `rollout_effective_samples` and
-    `rollout_clip_fraction_low` and `_high`.
+  Returns a pure `update(state, batch, ref_params=None) -> (state, metrics)`.
+  Metrics are means over the updates: `loss`, `kl` (k3 or the exact KL) and
+  `entropy` in nats per token, `grad_norm` before clipping, `update_norm`,
+  `entropy_coefficient` and `router_aux_loss` (without its coefficient) if in
+  use, and the surrogate's (`clip_fraction_low`, `_high`); also the extremes
+  `ratio_min` and `ratio_max`, and the count `skipped_updates`. For the first
+  update, of the policy that sampled, `losses.rollout_mismatch` logs in nats per
+  token `rollout_mismatch_mean` and `_max` and `rollout_kl` (k3 of KL(rollout ||
+  trainer)), and the shares `rollout_effective_samples`,
+  `rollout_clip_fraction_low` and `_high`.
 
-  Raises:
-    ValueError: A loss that balances experts, for a model without any, or one of
-      `off_policy_conflicts`. The update raises it if B does not divide, or for
-      several updates without old log-probabilities.
+  ValueError for `off_policy_conflicts`, or balanced experts of a model without
+  experts; when called, if B does not divide, or for several updates without old
+  log-probabilities.
   """
   conflicts = off_policy_conflicts(objective, options, sampling).items()
-  value = functools.partial(getattr, objective)
-  refuse([f"{name} = {value(name)!r}: {why}" for name, why in conflicts])
+  refuse([f"{k} = {getattr(objective, k)!r}: {why}" for k, why in conflicts])
   plain = LossTerms(lm, objective, sampling, options.chunk_size)
 
   def update_minibatch(terms: LossTerms, state: TrainState, batch: Batch):
     coefficient = entropy_lib.coefficient(objective, state.entropy)
     weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
+    weights = weighting(batch.completion_mask)
     gradient = minibatch_gradient(
-      state.params,
-      terms,
-      batch,
-      weighting(batch.completion_mask),
-      options.micro_batches,
-      coefficient,
+      state.params, terms, batch, weights, options.micro_batches, coefficient
     )
-    state, of_update = _apply(tx, state, gradient.grads, options.max_grad_norm)
-    metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, of_update]
+    state, applied = _apply(tx, state, gradient.grads, options.max_grad_norm)
+    metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, applied]
     if terms.has_bonus:
-      metrics.append(
-        {"mean": {"entropy_coefficient": jnp.asarray(coefficient)}}
-      )
-      no_tokens = ~jnp.any(batch.completion_mask)  # which have no entropy
-      control = entropy_lib.adapt(
-        objective,
-        state.entropy,
-        jnp.sum(gradient.mean_entropy),
-        of_update["sum"]["skipped_updates"] | no_tokens,
-      )
+      logged = {"entropy_coefficient": jnp.asarray(coefficient)}
+      metrics.append({"mean": logged})
+      no_tokens = ~jnp.any(batch.completion_mask)  # hence no entropy
+      entropy = jnp.sum(gradient.mean_entropy)
+      skip = applied["sum"]["skipped_updates"] | no_tokens
+      control = entropy_lib.adapt(objective, state.entropy, entropy, skip)
       state = state.replace(entropy=control)
     return state, {
       reduction: {
@@ -224,18 +211,18 @@ def make_update(
     missing = ref_params is None or batch.ref_hidden is None
     if objective.has_exact_kl and not missing:
       terms = plain.with_reference(ref_lm or lm, ref_params, batch.ref_hidden)
-    of_minibatch = functools.partial(update_minibatch, terms)
+    step_minibatch = functools.partial(update_minibatch, terms)
     epochs, minibatches = options.epochs, options.minibatches
 
     def update_epoch(state: TrainState, order):
       rows = batch if order is None else reorder_rows(batch, order)
       rows = micro_batches_lib.split_rows(rows, minibatches)
-      return jax.lax.scan(of_minibatch, state, rows)
+      return jax.lax.scan(step_minibatch, state, rows)
 
     if epochs == 1:
       state, metrics = update_epoch(state, None)
     else:
-      orders = None  # a minibatch that is all there is has no order
+      orders = None  # for a single minibatch
       if minibatches > 1:
         key = jax.random.fold_in(state.key, state.step)
         prompts = batch.prompt_ids.shape[0]
@@ -260,12 +247,12 @@ def _check_batch(batch: Batch, options: UpdateOptions) -> None:
   b, g = batch.completion_ids.shape[:2]
   if b % options.minibatches:
     raise ValueError(
-      f"{b} prompts cannot be split into minibatches={options.minibatches}; "
-      "groups stay whole"
+      f"{b} prompts cannot be split into minibatches={options.minibatches}: "
+      "use a divisor, as groups stay whole"
     )
   micro_batches_lib.cuts(b // options.minibatches, g, options.micro_batches)
   if not options.on_policy and batch.old_logprobs is None:
     raise ValueError(
-      "several updates a rollout need the log-probabilities of the policy that "
-      "sampled: give make_batch the same UpdateOptions"
+      "several updates per rollout need the log-probabilities of the policy "
+      "that sampled: give make_batch the same UpdateOptions"
     )

@@ -1,7 +1,7 @@
-"""Losses of TRL and verl on fixed numbers, in float64 by their own code.
+"""Runs TRL's and verl's losses on fixed numbers, in float64 by their own code.
 
-Writes other_losses.json (inputs, and the loss and its gradients for each of
-their settings) and trl_corrections.json (TRL with an inexact sampler). Neither
+Writes other_losses.json (inputs, losses and gradients for each of their
+settings) and trl_corrections.json (TRL with an inexact sampler). Neither
 library is a dependency; to make the files again:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0
@@ -25,6 +25,9 @@ import types
 from typing import Any
 
 import numpy as np
+import torch
+from trl import GRPOTrainer
+from trl.trainer.utils import nanstd
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GSPO = {"loss_type": "grpo", "epsilon_low": 0.1, "epsilon_high": 0.15}
@@ -33,7 +36,7 @@ SAPO = {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0}
 VESPO = {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5}
 VESPO |= {"vespo_k_neg": 0.0, "vespo_lambda_neg": 1.0}
 TRL_CASES = {
-  # name: changes to DEFAULTS, by TRL's own names
+  # name: changes of DEFAULTS, by TRL's names
   "grpo": {"loss_type": "grpo"},
   "grpo on-policy": {"loss_type": "grpo"},
   "bnpo": {"loss_type": "bnpo"},
@@ -85,7 +88,7 @@ DEFAULTS = {
 MEANS, TOKENS = "seq-mean-token-mean", "token-mean"
 LOW, HIGH, C = "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"
 VERL_CASES = {
-  # name: the function's name, how it aggregates, and settings (verl's names)
+  # name: verl's function, aggregation and settings
   "vanilla": ("vanilla", TOKENS, {HIGH: 0.28}),
   "vanilla dual": ("vanilla", TOKENS, {C: 1.25}),
   "vanilla sum": ("vanilla", "seq-mean-token-sum", {}),
@@ -105,14 +108,14 @@ ADAPTIVE = {
   "entropy_target": 1.0,
 }
 NAN = float("nan")
-REWARDS = [  # three functions' of B * G completions; groups of 4
+REWARDS = [  # of three functions, for B * G completions in groups of 4
   [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, NAN, 0.0, 1.0, 0.0],
   [0.2, 0.2, 0.7, 0.1, NAN, 0.5, 0.9, NAN, NAN, NAN, 0.3, NAN],
   [10.0, -5.0, 0.0, 2.5, 3.0, NAN, -4.0, 8.0, NAN, 1.0, NAN, 7.0],
 ]
 REWARDS = [list(x) for x in zip(*REWARDS, strict=True)]  # [B * G, K]
 REWARD_WEIGHTS = [1.0, 0.5, -2.0]
-AGGREGATIONS = {  # by our names: multi_objective_aggregation, scale_rewards
+AGGREGATIONS = {  # our name: multi_objective_aggregation, scale_rewards
   "normalize_then_sum": ("normalize_then_sum", "group"),
   "grpo": ("sum_then_normalize", "group"),
   "dr_grpo": ("sum_then_normalize", "none"),
@@ -122,9 +125,7 @@ ENTROPIES = [1.2, 0.9, 0.8, 0.7, 0.6, 1.1, 1.3, 1.4, 1.5, 1.6, 0.5]
 
 
 def numbers():
-  """Six completions of one to five tokens, far off-policy."""
-  import torch
-
+  """Six completions of 1 to 5 tokens, far off-policy."""
   torch.manual_seed(0)
 
   def rounded(x):
@@ -144,9 +145,7 @@ def numbers():
 
 
 def trainer(settings: dict[str, Any]):
-  """TRL's GRPOTrainer of one process, without a model."""
-  from trl import GRPOTrainer
-
+  """TRL's GRPOTrainer for a single process, without a model."""
   it = GRPOTrainer.__new__(GRPOTrainer)
   it.args = types.SimpleNamespace(**settings, steps_per_generation=1)
   for name, value in settings.items():
@@ -167,7 +166,7 @@ def trainer(settings: dict[str, Any]):
 
 
 def computed(it, data, logprobs, entropy, on_policy=False, **more):
-  """TRL's loss, of a model that gives these log-probabilities and entropies."""
+  """TRL's loss for these log-probabilities and entropies of the model."""
   mask = data["mask"].double()
   inputs = dict.fromkeys(("prompt_ids", "prompt_mask"), mask[:, :1])
   inputs |= dict.fromkeys(("completion_ids", "completion_mask"), mask)
@@ -201,9 +200,7 @@ def trl_loss(data, changes, on_policy):
 
 
 def trl_adaptive(data):
-  """The coefficient applied in each update, and the one it leaves behind."""
-  import torch
-
+  """Coefficients in each update and after it."""
   it, rows = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True}), []
   for value in ENTROPIES:
     entropy = leaf(torch.full((6, 5), value).double())
@@ -214,7 +211,7 @@ def trl_adaptive(data):
 
 
 def own_lines(function, begin: str, end: str, names: dict[str, Any]):
-  """Runs the lines of a function of TRL's from one text to another."""
+  """Runs a TRL function's lines from `begin` up to `end`."""
   lines = inspect.getsource(function).splitlines()
   first = next(i for i, line in enumerate(lines) if begin in line)
   last = next(i for i in range(first, len(lines)) if end in lines[i])
@@ -224,10 +221,6 @@ def own_lines(function, begin: str, end: str, names: dict[str, Any]):
 
 def trl_several_rewards():
   """Advantages of several rewards."""
-  import torch
-  from trl import GRPOTrainer
-  from trl.trainer.utils import nanstd
-
   advantages = {}
   for name, (aggregation, scale_rewards) in AGGREGATIONS.items():
     names = {
@@ -256,9 +249,6 @@ def trl_several_rewards():
 
 def importance_ratios(data, mode, low, high):
   """TRL's weights for the sampler's log-probabilities."""
-  import torch
-  from trl import GRPOTrainer
-
   names = {
     "torch": torch,
     "math": math,
@@ -281,9 +271,7 @@ def importance_ratios(data, mode, low, high):
 
 
 def trl_corrections():
-  """Losses of a sampler that is another, with all corrections of it."""
-  import torch
-
+  """TRL's losses for an inexact sampler, with all corrections."""
   torch.manual_seed(0)
   normal = lambda: torch.randn(6, 5, dtype=torch.float64)
   sampler = -torch.rand(6, 5, dtype=torch.float64) - 0.5
@@ -339,9 +327,7 @@ class VerlConfig(types.SimpleNamespace):
 
 
 def verl_functions(source: pathlib.Path) -> dict[str, Any]:
-  """verl's losses, whose file imports much that they do not need."""
-  import torch
-
+  """Loads verl's losses without the imports that they do not need."""
   tools = source / "verl/utils/torch_functional.py"
   tools = load(tools, ("masked_",), {"torch": torch})
   names = {
@@ -384,9 +370,7 @@ def verl_loss(functions, data, name, aggregation, changes):
 
 
 def verl_advantages(functions, data):
-  """Advantages of tokens, of two groups of three; what is masked by bounds."""
-  import torch
-
+  """Advantages of tokens for two groups of three, and a geometric mask."""
   logprobs, mask = data["old_logprobs"], data["mask"].double()
   holes = mask.clone()  # an environment's tokens
   holes[0, 1:3] = holes[3, 0] = holes[4, 2] = 0

@@ -1,7 +1,4 @@
-"""Advantages by hand-made numbers and enumeration, and properties of all."""
-
-import itertools
-import math
+"""Advantages: properties of all of them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +13,12 @@ LENGTHS = np.array([5.0, 1, 3, 9, 2, 4, 6])
 
 
 def oracle(rewards):
-  """The oracle believes that every value is 1/4."""
+  """Oracle with the value 1/4 for every prompt."""
   return advantages.oracle(rewards, jnp.full(rewards.shape[:-1], 0.25))
 
 
 EVERY = advantages.ADVANTAGES | {"oracle": oracle}
-# Of a batch's prompts.
+# Advantages that depend on other prompts of the batch.
 POOLED = ("batch_std", "reinforce_plus_plus", "shrinkage", "beta_binomial")
 WITHIN_GROUPS = [name for name in EVERY if name not in POOLED]
 FEWEST = dict.fromkeys(EVERY, 2) | {"vanilla": 1, "oracle": 1}
@@ -30,12 +27,12 @@ FEWEST |= {"max_at_k": 3, "min_at_k": 3, "max_rl": 3}
 
 
 def call(name, rewards, lengths=None):
-  """Any of them, of subsets of 2, with weights where it asks for them."""
+  """Computes an advantage, with k = 2 and the weights it has parameters for."""
   lengths = LENGTHS[: rewards.shape[-1]] if lengths is None else lengths
   lengths = jnp.broadcast_to(jnp.asarray(lengths, "float32"), rewards.shape)
   unsure = jnp.sqrt(lengths)
   offered = {"lengths": lengths, "logit_score_sq": unsure}
-  offered["token_score_sq"] = unsure[..., None]  # one token
+  offered["token_score_sq"] = unsure[..., None]  # a single token
   offered["sampled"] = jnp.full((*rewards.shape, 1), True)
   actual = bind(EVERY[name], k=2, **offered)(rewards)
   return actual[..., 0] if actual.ndim > rewards.ndim else actual
@@ -46,7 +43,7 @@ compiled = jax.jit(call, static_argnums=0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_shapes_dtypes_and_prompts(name):
+def test_dtypes_and_other_prompts_do_not_matter(name):
   rewards = jax.random.bernoulli(jax.random.key(0), 0.4, (2, 3, 4))
   actual = compiled(name, rewards.astype("float32"))
   assert actual.shape == rewards.shape and np.abs(actual).max() > 0.1
@@ -63,13 +60,13 @@ def test_shapes_dtypes_and_prompts(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_equal_rewards_give_exactly_zero(name):
-  """Of values whose mean rounds, too; compiled, and one by one."""
+  """Also for values whose mean rounds, with and without jit."""
   within = name in advantages.WITHIN_GROUPS
   if within or name == "shrinkage":
     for value in (0.1, 1 / 3, -7.7, 1e6 + 0.3):
       assert not compiled(name, jnp.full((4, 7), value)).any()
       assert not call(name, jnp.full((4, 3), value)).any()
-  # Dynamic sampling may leave out equal groups of a batch that varies.
+  # Dynamic sampling may drop equal groups of a batch that varies.
   rewards = jnp.array([[1.0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0]])
   assert (not compiled(name, rewards)[0].any()) == within
 
@@ -77,11 +74,11 @@ def test_equal_rewards_give_exactly_zero(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_group_that_is_too_small_is_refused(name):
   fewest = FEWEST[name]
-  of = lambda size: jax.eval_shape(lambda: call(name, jnp.ones((3, size))))
-  assert of(fewest).shape == (3, fewest)
+  trace = lambda size: jax.eval_shape(lambda: call(name, jnp.ones((3, size))))
+  assert trace(fewest).shape == (3, fewest)
   if fewest > 1:
     with pytest.raises(ValueError, match=f"{name} .*needs .* G >= {fewest}"):
-      of(fewest - 1)
+      trace(fewest - 1)
 
 
 # Samples without a reward.
@@ -89,7 +86,7 @@ def test_a_group_that_is_too_small_is_refused(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
-def test_a_group_is_what_has_rewards(name):
+def test_missing_rewards_count_as_not_drawn(name):
   rng = np.random.default_rng(0)
   for n in (0, 1, 2, 3, G - 1):
     rewards = np.full(G, NAN, np.float32)
@@ -102,13 +99,13 @@ def test_a_group_is_what_has_rewards(name):
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert (actual[np.isnan(rewards)] == 0).all()
     if n > 1 and name in advantages.WITHIN_GROUPS:
-      rewards[places] = 0.1  # whose mean rounds
+      rewards[places] = 0.1  # the mean rounds
       assert (np.asarray(compiled(name, rewards)) == 0).all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
+def test_infinite_rewards_count_as_missing_and_gradients_are_finite(name):
   rng = np.random.default_rng(3)
   rewards = rng.choice([0.3, 1.0, 2.0], (6, G)).astype(np.float32)
   holes = rng.random((6, G)) < 0.3
@@ -130,43 +127,9 @@ def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
   assert np.isfinite(jacobian(equal)).all()
 
 
-# The estimators.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize(
-  "name", ["vanilla", "oracle", "leave_one_out", "dr_grpo", "grpo"]
-)
-def test_expected_estimator_over_all_groups(name, group_size):
-  """E (1/G) sum s_i A_i as a multiple of g: the module's table."""
-  probability = np.array([0.2, 0.3, 0.5])
-  reward = np.array([1.0, 0.0, 0.0])
-  scores = np.eye(3) - probability  # Of a softmax, with respect to its logits.
-  g = (probability * reward) @ scores
-  groups = np.array(list(itertools.product(range(3), repeat=group_size)))
-  group_probability = probability[groups].prod(-1)
-  weights = np.asarray(compiled(name, jnp.asarray(reward[groups])))
-  mean = np.einsum("n,ng,ngd->d", group_probability, weights, scores[groups])
-  p, others = 0.2, group_size - 1
-  standardised = 0.0  # E[A | Z = 1] - E[A | Z = 0] given m of the others right.
-  for m in range(group_size):
-    binomial = math.comb(others, m) * p**m * (1 - p) ** (others - m)
-    for z, sign in ((1, 1), (0, -1)):
-      group = [z] + [1] * m + [0] * (others - m)
-      if len(set(group)) > 1:
-        deviation = z - np.mean(group)
-        standardised += sign * binomial * deviation / np.std(group, ddof=1)
-  factor = {"dr_grpo": (group_size - 1) / group_size, "grpo": standardised}.get(
-    name, 1.0
-  )
-  np.testing.assert_allclose(mean / group_size, factor * g, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
-def test_which_are_leave_one_out_times_a_number(name):
-  """Of the batch's gradient, for which the best group size is known."""
+def test_scaled_leave_one_out_lists_all_multiples_of_it(name):
   rng = np.random.default_rng(0)
   rewards = jnp.asarray(rng.exponential(size=(6, 5)), jnp.float32)
   lengths = rng.integers(1, 9, (6, 5))

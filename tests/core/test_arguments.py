@@ -1,4 +1,4 @@
-"""Wrong arguments of library calls are refused in a sentence."""
+"""Wrong arguments of library calls raise a readable error."""
 
 import functools
 
@@ -13,7 +13,7 @@ from grpojax.core import advantages
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.advantages.baselines import shrinkage
 from grpojax.core.advantages.multi_reward import normalize_then_sum
-from grpojax.core.advantages.subsets import max_at_k, min_at_k
+from grpojax.core.advantages.subsets import max_at_k
 from grpojax.core.advantages.weighted_baselines import (
   length_weighted,
   score_weighted,
@@ -21,7 +21,6 @@ from grpojax.core.advantages.weighted_baselines import (
 from grpojax.core.arguments import check_read_prompts, read_ends
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
-from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.group_axis import as_float
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.losses import grpo_loss
@@ -30,7 +29,7 @@ from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Batch, Prompts
-from grpojax.core.update import UpdateOptions, make_update
+from grpojax.core.update import UpdateOptions
 
 KEY = jax.random.key(5)
 B, G, T = 4, 3, 2
@@ -38,7 +37,7 @@ B, G, T = 4, 3, 2
 
 @pytest.fixture(scope="module")
 def case(tabular):
-  """A model of 5 tokens, its parameters, and a function that samples."""
+  """A model with 5 tokens, its parameters, and a sampling function."""
   lm = tabular.lm(2, 5)
   draw = functools.partial(
     rollout, lm, lm.init(KEY), group_size=G, max_new_tokens=T, eos_ids=(0,)
@@ -56,7 +55,7 @@ WRONG = {
   "too large": (IDS.at[3, 1].set(5), RIGHT, r"\[3, 1\] = 5 is outside"),
   "no tokens": (IDS, RIGHT & False, "no prompt has a token"),
   "integers": (IDS, RIGHT.astype(int), r"not int32: give .*astype\(bool\)"),
-  "floats": (IDS * 1.0, RIGHT, "prompt_ids are integers, not float32"),
+  "floats": (IDS * 1.0, RIGHT, "prompt_ids must be integers, not float32"),
   "shapes": (IDS, RIGHT[:, :2], r"not \(4, 3\) and \(4, 2\)"),
 }
 
@@ -69,18 +68,18 @@ def test_wrong_prompts_are_refused(case, wrong):
     draw(Prompts(ids, mask), KEY)
   with pytest.raises(ValueError, match=words):
     grpojax.check_prompts(Prompts(ids, mask), 5)
-  if wrong not in ("negative", "too large"):  # known without the model
+  if wrong not in ("negative", "too large"):  # wrong for any model
     with pytest.raises(ValueError, match=words):
       Prompts(ids, mask)
     jax.eval_shape(lambda ids, mask: Prompts(ids, mask), ids, mask)
   typed = ids.dtype == jnp.int32 and mask.dtype == bool
-  if typed and mask.shape == ids.shape:  # or the annotations are to differ
+  if typed and mask.shape == ids.shape:  # else the annotations refuse them
     completions = jnp.zeros((B, G, T), jnp.int32)
     with pytest.raises(ValueError, match=words):
       token_logprobs(lm, params, ids, mask, completions)
 
 
-def test_prompts_in_transformations_hold_anything():
+def test_prompts_are_not_checked_inside_transformations():
   prompts = Prompts(IDS, RIGHT, {"answer": jnp.ones(B)})
   stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), prompts)
   Prompts(**vars(stacked))
@@ -108,18 +107,12 @@ def trace(lm, *reward, **options):
   jax.eval_shape(make_step(lm, *reward, **options), state, Prompts(IDS, RIGHT))
 
 
-def update_of_int8(lm, **options):
-  objective = Objective(beta=0.1, kl="k1", **options)
-  sampling = Sampling(weights_dtype="int8")
-  make_update(lm, optax.sgd(1.0), objective, sampling=sampling)
-
-
 def begin(tx, *dtype, key=KEY):
   init_state({"w": jnp.ones(2, *dtype)}, tx, key)
 
 
 def bare(function):
-  """Without the run-time annotation checks, which only tests have."""
+  """Removes the run-time annotation checks, which only tests have."""
   return getattr(function, "__wrapped__", function)
 
 
@@ -129,24 +122,22 @@ of_tokens = functools.partial(Objective, "optimal_token_baseline")
 LOSS = dict(logprobs=ONES, advantages=ONES[..., 0], weights=ONES, mask=ONES > 0)
 SHAPES = r"advantages \[B, G\]"
 SHORT = {"group_size": 1, "max_new_tokens": 1, "eos_ids": 0}
-PLATEAU = optax.chain(optax.adam(1.0), optax.contrib.reduce_on_plateau())
 HOST = "reward_fn reads .*on the host"
 OPTIMIZER = "the optimizer is called as"
 UNKNOWN_END = "outside the model's vocabulary"
 NO_KEY = r"give jax.random.key\(seed\)"
 REFUSED = [
-  # Unknown names have a near one.
+  # Unknown names.
   ("did you mean clip_high", lambda lm: Objective(clip_hi=0.3)),
   ("did you mean minibatches", lambda lm: UpdateOptions(minibatch=2)),
   ("use one of advantage, subset_size", lambda lm: Objective(zzz=1)),
   ("mean group_size", lambda lm: make_step(lm, group_sizes=2)),
   (r"objective=Objective\(beta=", lambda lm: make_step(lm, beta=1)),
-  # Rewards on the host, and a user's own mistake.
-  (HOST, lambda lm: trace(lm, lambda x, _: x.completion_ids.tolist())),
+  # Rewards on the host, and an error of the user's function.
   (HOST, lambda lm: trace(lm, lambda x, _: np.asarray(x.logprobs).sum(-1))),
   (HOST, lambda lm: trace(lm, lambda x, _: {1: 2.0}[x.completion_ids])),
   ("takes 1 positional argument", lambda lm: trace(lm, lambda samples: 0.0)),
-  # Arguments that cannot be.
+  # Invalid values.
   (
     r"step\(state, prompts, ref_params\)",
     lambda lm: trace(lm, objective=Objective(beta=0.1)),
@@ -167,10 +158,8 @@ REFUSED = [
     lambda lm: Prompts(IDS, RIGHT, weights=np.ones(5)),
   ),
   (OPTIMIZER, lambda lm: begin(optax.lbfgs())),
-  (OPTIMIZER, lambda lm: begin(PLATEAU)),
   (OPTIMIZER, lambda lm: begin(optax.lookahead(optax.sgd(1.0), 3, 0.5))),
   (r"parameter \['w'\] is", lambda lm: begin(optax.adam(1.0), jnp.float16)),
-  (r"parameter \['w'\] is", lambda lm: begin(optax.adam(1.0), jnp.int32)),
   (NO_KEY, lambda lm: begin(optax.sgd(1.0), key=jnp.zeros(()))),
   (NO_KEY, lambda lm: begin(optax.sgd(1.0), key=jax.random.split(KEY))),
   ("group_size=0", lambda lm: trace(lm, group_size=0)),
@@ -182,31 +171,22 @@ REFUSED = [
       lm, lm.init(KEY), Prompts(IDS, RIGHT), KEY, budgets=IDS, **SHORT
     ),
   ),
-  # Samples of another policy than the trainer's.
-  ("in int8", lambda lm: update_of_int8(lm, kl_placement="loss")),
-  (
-    "in int8",
-    lambda lm: update_of_int8(
-      lm, kl_placement="reward", correction="token_mask"
-    ),
-  ),
+  # Advantages and losses.
   (
     "the batch has none",
     lambda lm: make_correction("token_mask")(
       ONES, Batch(None, None, None, ONES > 0, ONES[..., 0])
     ),
   ),
-  # Advantages and losses.
-  ("is one a token: .*use", lambda lm: of_tokens(surrogate="gmpo")),
-  ("is one a token: .*use", lambda lm: of_tokens(off_policy_threshold=0.1)),
+  ("is per token: .*use", lambda lm: of_tokens(surrogate="gmpo")),
+  ("is per token: .*use", lambda lm: of_tokens(off_policy_threshold=0.1)),
   ("rewards", lambda lm: bare(advantages.vanilla)(jnp.float32(1.0))),
   (r"need values \(2,\)", lambda lm: bare(advantages.oracle)(TWO, TWO)),
   ("need logit_score_sq of", lambda lm: bare(score_weighted)(TWO, ONES[0])),
   ("need lengths of", lambda lm: bare(length_weighted)(TWO, ONES[0])),
   ("at least 3 prompts, not 2", lambda lm: shrinkage(TWO)),
   ("not k = 0", lambda lm: max_at_k(TWO, k=0)),
-  ("not k = 0", lambda lm: min_at_k(TWO, k=0)),
-  ("one weight a reward", lambda lm: normalize_then_sum(ONES, [1.0])),
+  ("one weight per reward", lambda lm: normalize_then_sum(ONES, [1.0])),
   ("group size G >= 2", lambda lm: normalize_then_sum(ONES[..., :1], [1, 2])),
   ("needs ref_logprobs", lambda lm: grpo_loss(**LOSS, beta=0.1)),
   (SHAPES, lambda lm: bare(grpo_loss)(**LOSS | {"advantages": TWO})),
@@ -222,8 +202,8 @@ def test_a_wrong_argument_is_refused(case, words, call):
 
 
 @pytest.mark.slow
-def test_what_does_not_matter_is_not_refused(case):
-  """Ids on padding, rows that only pad the batch, and values inside jit."""
+def test_unused_values_are_not_checked(case):
+  """Ids on padding, padding rows, and values inside jit."""
   lm, params, draw = case
   ids = IDS.at[:, 2].set(-7).at[3].set(99)
   prompts = Prompts(ids, RIGHT.at[3].set(False))
@@ -232,7 +212,7 @@ def test_what_does_not_matter_is_not_refused(case):
   assert samples.completion_mask[:3].any()
   assert not samples.completion_mask[3].any()
   jax.eval_shape(lambda mask: draw(Prompts(IDS, mask), KEY), RIGHT[:, ::-1])
-  # The reward of a row that only pads the batch is none.
+  # The reward of a padding row is ignored.
   rewards = jnp.arange(B * G).reshape(B, G)
   batch_std = grpojax.advantages.batch_std
   objective = Objective(advantage="batch_std")
@@ -253,7 +233,7 @@ def test_prompts_from_left_padded():
   np.testing.assert_array_equal(prompts.targets, ids[:, 0])
 
 
-def test_an_eos_may_be_one_integer():
+def test_eos_ids_may_be_a_single_integer():
   for eos in (0, np.int64(0), np.array([0]), [0], (np.int32(0),)):
     assert read_ends(eos).ids.tolist() == [0]
   for eos in ((), None, "1", (1.5,), [[1]]):
@@ -265,12 +245,12 @@ BAD_REWARDS = {
   "none": (None, "numbers"),
   "ragged": ([[1.0], [1.0, 2.0]], "equal lengths"),
   "texts": ([["a"] * G] * B, "numbers"),
-  "one a prompt": (np.zeros(B), r"\[B, G\] = \(4, 3\).* not shape \(4,\)"),
+  "per prompt": (np.zeros(B), r"\[B, G\] = \(4, 3\).* not shape \(4,\)"),
 }
 
 
 @pytest.mark.parametrize("bad", BAD_REWARDS)
-def test_rewards_that_are_not_one_a_completion(case, bad):
+def test_rewards_of_a_wrong_shape_or_type_are_refused(case, bad):
   lm, _, draw = case
   rewards, words = BAD_REWARDS[bad]
   samples = jax.eval_shape(draw, Prompts(IDS, RIGHT), KEY)
@@ -280,7 +260,7 @@ def test_rewards_that_are_not_one_a_completion(case, bad):
     jax.eval_shape(lambda s: rollout_metrics(s, rewards), samples)
   with pytest.raises(ValueError, match=f"reward_fn needs rewards.*{words}"):
     trace(lm, lambda samples, targets: rewards)
-  if not isinstance(rewards, np.ndarray):  # [N] may be a group, for all we know
+  if not isinstance(rewards, np.ndarray):  # [N] may be a single group
     with pytest.raises(ValueError, match=f"grpo needs rewards.*{words}"):
       as_float(rewards, "grpo", least=2)
 

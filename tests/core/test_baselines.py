@@ -1,4 +1,4 @@
-"""Baselines that pool prompts: unbiased by enumeration, and their formulas."""
+"""Pooled baselines: unbiased by enumeration, and equal to their formulas."""
 
 import itertools
 
@@ -25,7 +25,7 @@ CASES.append(("beta_binomial", BINARY[:1], (4,)))
 
 @pytest.mark.parametrize("name, values, sizes", CASES)
 def test_unbiased(name, values, sizes, float64):
-  """Over all batches of prompts with so many rewards."""
+  """Enumerates all batches of prompts with these numbers of rewards."""
   rows, columns = np.array(
     [(b, i) for b, n in enumerate(sizes) for i in range(n)]
   ).T
@@ -46,9 +46,6 @@ def test_unbiased(name, values, sizes, float64):
     np.testing.assert_allclose(mean, true[b], rtol=0, atol=1e-10)
 
 
-# Against their formulas, as loops over everything left out.
-
-
 def ragged(rng, sizes, draw):
   """Rewards [B, max] with nan in random places."""
   rewards = np.full((len(sizes), max(sizes)), NAN)
@@ -62,7 +59,7 @@ def groups_of(rewards):
 
 
 def shrunk(rewards, seen):
-  """The formula of `shrinkage`; its weights are added to `seen`."""
+  """The formula of `shrinkage` as loops; its weights are added to `seen`."""
   groups, expected = groups_of(rewards), np.zeros_like(rewards)
   for b, i in np.argwhere(~np.isnan(rewards)):
     rest = [g for j, g in enumerate(groups) if j != b and len(g)]
@@ -88,12 +85,12 @@ def shrunk(rewards, seen):
 
 
 @pytest.mark.slow
-def test_shrinkage_is_its_formula(float64):
+def test_shrinkage_equals_its_formula(float64):
   rng = np.random.default_rng(0)
   mild = rng.normal(size=(6, 1)) + rng.normal(size=(6, 4))
   alike = rng.normal(size=(6, 4))  # t2 = 0 for some
   binary = (rng.random((9, 3)) < rng.random((9, 1))).astype(float)
-  # Of the first prompt's others none varies within its group.
+  # All other prompts of the first have equal rewards.
   equal = np.array([[0.0, 1, 1], [0, 0, 0], [1, 1, 1]])
   outliers = [mild + 1e4 * (np.arange(6) == b)[:, None] for b in (0, 2)]
   some_missing = [
@@ -106,7 +103,7 @@ def test_shrinkage_is_its_formula(float64):
     actual = jax.jit(shrinkage)(jnp.asarray(rewards))
     np.testing.assert_allclose(actual, truth, rtol=1e-6, atol=1e-9)
     actual = jax.jit(shrinkage)(jnp.asarray(rewards, jnp.float32))
-    # An outlier leaves the other prompts alone, and float32 its digits.
+    # In float32 an outlier costs digits of its own prompt only.
     scale = 1 + np.abs(truth).max(-1, keepdims=True)
     worst = np.max(np.abs(actual - truth) / scale)
     assert worst < 1e-2 if np.nanmax(rewards) > 1e3 else worst < 1e-5
@@ -115,7 +112,7 @@ def test_shrinkage_is_its_formula(float64):
 
 @pytest.mark.slow
 def test_beta_binomial_is_the_posterior_mean(float64):
-  """With scipy's distribution, over the same grid."""
+  """Compares with scipy's distribution, over the same grid."""
   rng = np.random.default_rng(2)
   alpha, beta = baselines._ALPHA, baselines._BETA
   pmf = scipy.stats.betabinom.pmf

@@ -1,4 +1,4 @@
-"""Entropy in the loss: its gradient, the bonus, the tokens that have most."""
+"""Entropy in the loss: gradient, bonus, and selection of tokens."""
 
 import math
 
@@ -22,7 +22,7 @@ B, G, T, V = 4, 2, 8, 6
 SAMPLING = Sampling(temperature=0.7, top_k=3)
 
 
-# Which tokens.
+# Selection of tokens.
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9, 12])
@@ -47,11 +47,11 @@ def test_ties_stay_and_padding_never_does():
   assert not highest_entropy(entropy, jnp.zeros(6, bool), 0.5).any()
 
 
-# In the update.
+# Updates.
 
 
 def make_case(tabular):
-  """Completions of a chain of two kinds, and another policy's old ones."""
+  """Completions of a chain with two prompts, and old log-probabilities."""
   rng = np.random.default_rng(1)
   lm = tabular.lm(2, V)
   lengths = rng.integers(1, T // 2, (B, G))
@@ -67,12 +67,12 @@ def make_case(tabular):
 
 
 def dense_loss(table, batch, share, coefficient, tabular):
-  """Clipped surrogate of the tokens of highest entropy, and their entropy."""
+  """Clipped surrogate and bonus of the tokens of highest entropy."""
   rows = tabular.rows(np.arange(B) % 2, batch.completion_ids)
   ids = batch.completion_ids[..., None]
   logits = table[rows] / SAMPLING.temperature
   least = jnp.sort(logits, -1)[..., -SAMPLING.top_k, None]
-  scored = jax.nn.one_hot(ids[..., 0], V, dtype=bool)  # it always stays
+  scored = jax.nn.one_hot(ids[..., 0], V, dtype=bool)  # is never cut
   logits = jnp.where(scored | (logits >= least), logits, -1e30)
   log_p = jax.nn.log_softmax(logits)
   logprobs = jnp.take_along_axis(log_p, ids, -1)[..., 0]
@@ -92,10 +92,10 @@ CUTS = [(0.3, 0.7, 2, True), (0.3, 0.0, 4, False), (1.0, 0.7, 1, False)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share, coefficient, parts, packed", CUTS)
-def test_how_a_batch_is_cut_changes_nothing(
+def test_micro_batches_and_packing_do_not_change_an_update(
   share, coefficient, parts, packed, tabular
 ):
-  """One update, against autodiff of the whole batch at once."""
+  """Compares with autodiff of the whole batch at once."""
   lm, table, batch, lengths = make_case(tabular)
   if packed:
     layout = packing_layout.plan(lengths, T, np.ones(B, int), 1, 1, parts)
@@ -125,12 +125,12 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
     update(state, batch)
   state = state.replace(entropy=entropy_lib.init_control(objective))
   state, metrics = update(state, batch)
-  # Nothing is known before the first minibatch; the second has 0.75.
+  # The first minibatch has no entropy yet; the second has 0.75.
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.75 / 2)
   assert float(state.entropy.coefficient) == pytest.approx(0.9)
   state, metrics = update(state, batch)
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.9)
-  # A skipped update changes nothing, nor does a batch without rewards.
+  # A skipped update, or a batch without rewards, leaves the control unchanged.
   broken = batch.replace(advantages=jnp.full((B, G), jnp.inf))
   nothing = jnp.zeros_like(batch.completion_mask)
   nothing = batch.replace(completion_mask=nothing)

@@ -1,4 +1,4 @@
-"""Bias and error of the advantages: docs/theory.md's table, all groups listed.
+"""Bias and error of the advantages: docs/theory.md's table, by enumeration.
 
 Twenty random policies of one to two tokens; two of seven completions are right.
 """
@@ -17,11 +17,11 @@ from grpojax.core import advantages as a
 
 POLICIES, SIZES = 20, (4, 8, 16)
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "theory.md"
-THERE = np.array([[1, 0]] + [[1, 1]] * 6, bool)  # the first token 0 ends it
+MASK = np.array([[1, 0]] + [[1, 1]] * 6, bool)  # the first token 0 is the end
 
 
 def policy(rng):
-  """Probabilities, tokens' scores by all logits, and rewards."""
+  """Probabilities, scores of tokens by all logits, and rewards."""
   first, second = (np.exp(rng.normal(size=n)) for n in (3, (3, 3)))
   first, second = first / first.sum(), second / second.sum(-1, keepdims=True)
   scores, p = np.zeros((7, 2, 12)), np.zeros(7)
@@ -35,10 +35,10 @@ def policy(rng):
 
 
 @jax.jit
-def every(rewards, unsure, there):
+def all_advantages(rewards, unsure, mask):
   """Advantages of groups, [n, G] or [n, G, 2], by the names of the table."""
-  sums, lengths = unsure.sum(-1), there.sum(-1)
-  tokens = rewards, unsure, there, 1.0
+  sums, lengths = unsure.sum(-1), mask.sum(-1)
+  tokens = rewards, unsure, mask, 1.0
   with_own = a.optimal_token_baseline(*tokens, leave_one_out=False)
   return {
     "leave_one_out": a.leave_one_out(rewards),
@@ -60,7 +60,7 @@ MARKED = [
 
 
 @pytest.mark.parametrize("size", MARKED)
-def test_the_table(size, float64):
+def test_the_table_of_docs_theory(size, float64):
   rng, totals = np.random.default_rng(0), {}
   groups = itertools.combinations_with_replacement(range(7), size)
   groups = np.array(list(groups))
@@ -73,8 +73,8 @@ def test_the_table(size, float64):
     chance, g = p[groups].prod(-1) * orders, (p * z) @ scores.sum(1)
     assert chance.sum() == pytest.approx(1)
     token_sq = (scores**2).sum(-1)
-    arrays = (jnp.asarray(x[groups]) for x in (z, token_sq, THERE))
-    for name, advantage in every(*arrays).items():
+    arrays = (jnp.asarray(x[groups]) for x in (z, token_sq, MASK))
+    for name, advantage in all_advantages(*arrays).items():
       weights = np.asarray(advantage).reshape(*groups.shape, -1, 1) / size
       estimate = (weights * scores[groups]).sum((1, 2))
       bias = np.linalg.norm(chance @ estimate - g) / np.linalg.norm(g)

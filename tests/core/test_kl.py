@@ -25,19 +25,13 @@ def kl_divergence(a, b):
 
 
 def kl_term(logprobs, old, reference, kl, correction, on_policy=False):
-  """The loss's KL term, expected over one token of the old policy."""
-  of = [x[:, None, None] for x in (logprobs, old, reference)]
-  return losses.grpo_loss(
-    of[0],
-    jnp.zeros((4, 1)),
-    jnp.exp(of[1]),
-    jnp.ones((4, 1, 1), bool),
-    None if on_policy else of[1],
-    of[2],
-    kl=kl,
-    beta=1.0,
-    kl_correction=correction,
-  )
+  """The loss's KL term, expected over a token of the old policy."""
+  arrays = (x[:, None, None] for x in (logprobs, old, reference))
+  logprobs, old, reference = arrays
+  options = {"kl": kl, "beta": 1.0, "kl_correction": correction}
+  args = logprobs, jnp.zeros((4, 1)), jnp.exp(old), jnp.ones((4, 1, 1), bool)
+  old = None if on_policy else old
+  return losses.grpo_loss(*args, old, reference, **options)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +46,7 @@ def kl_term(logprobs, old, reference, kl, correction, on_policy=False):
     (k3, True, False, "reverse"),
   ],
 )
-def test_gradient_in_the_loss(kl, correction, on_policy, gradient, float64):
-  """By the module's table, whose rows are (kl, correction)."""
+def test_gradients_in_the_loss(kl, correction, on_policy, gradient, float64):
   policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
   old = jax.nn.log_softmax(policy if on_policy else jnp.asarray(OLD))
 
@@ -70,7 +63,7 @@ def test_gradient_in_the_loss(kl, correction, on_policy, gradient, float64):
   np.testing.assert_allclose(actual, expected[gradient], atol=1e-12)
 
 
-def test_values(float64):
+def test_expected_values(float64):
   policy = jax.nn.log_softmax(jnp.asarray(POLICY))
   reference = jax.nn.log_softmax(jnp.asarray(REFERENCE))
   divergence = kl_divergence(policy, reference)
@@ -86,10 +79,10 @@ def test_values(float64):
 
 
 @pytest.mark.slow
-def test_under_cuts(float64):
+def test_values_and_gradients_under_top_k(float64):
   sampling = Sampling(temperature=0.8, top_k=2)
 
-  def cut(logits):  # in float64: the same cut, at the same temperature
+  def cut(logits):  # in float64
     inside = transform_logits(logits, sampling) > -1e29
     return jax.nn.log_softmax(jnp.where(inside, logits / 0.8, -1e30)), inside
 
@@ -129,41 +122,41 @@ def test_under_cuts(float64):
       close(out[0][0], value)
 
 
-def test_k3_keeps_its_digits_near_the_reference():
+def test_k3_is_accurate_near_the_reference():
   actual = k3(jnp.zeros(2), jnp.array([1e-3, -1e-3]))
   np.testing.assert_allclose(actual, [5.0017e-7, 4.9983e-7], rtol=1e-3)
 
 
-def test_the_exact_divergence_is_that_of_torch(float64):
-  """Value and gradient, with ids cut away and ids of the reference alone."""
+def test_exact_kl_equals_torch(float64):
+  """With ids excluded by the policy, and additional ids of the reference."""
   torch = pytest.importorskip("torch")
   rng = np.random.default_rng(0)
   logits, reference = 3 * rng.normal(size=(4, 7)), 3 * rng.normal(size=(4, 9))
   logits[1, 2:] = -1e30
   weights = rng.normal(size=4)
 
-  there = torch.tensor(logits, requires_grad=True)
-  log_p = torch.log_softmax(there, -1)
+  inputs = torch.tensor(logits, requires_grad=True)
+  log_p = torch.log_softmax(inputs, -1)
   log_q = torch.log_softmax(torch.tensor(reference), -1)[:, :7]
   options = {"reduction": "none", "log_target": True}
   expected = torch.nn.functional.kl_div(log_q, log_p, **options).sum(-1)
   (expected * torch.tensor(weights)).sum().backward()
   actual, pull = jax.vjp(lambda x: _kl_divergence(x, reference), logits)
   np.testing.assert_allclose(actual, expected.detach(), rtol=1e-12)
-  np.testing.assert_allclose(pull(weights)[0], there.grad, atol=1e-12)
-  assert there.grad.abs().max() > 0.1
+  np.testing.assert_allclose(pull(weights)[0], inputs.grad, atol=1e-12)
+  assert inputs.grad.abs().max() > 0.1
   same, pull = jax.vjp(lambda x: _kl_divergence(x, logits), logits)
   np.testing.assert_allclose(same, 0, atol=1e-14)
   np.testing.assert_allclose(pull(weights)[0], 0, atol=1e-14)
 
 
 @pytest.mark.parametrize("kl", [k2, k3])
-def test_no_bound_cuts_the_pull_where_the_reference_has_no_mass(kl):
+def test_tokens_excluded_by_the_reference_are_pulled_back(kl):
   gradient = jax.grad(lambda x: kl(x, jnp.array([-60.0])).sum())(jnp.zeros(1))
   assert gradient[0] >= 1
 
 
-def test_penalty_ignores_padding():
+def test_kl_penalty_ignores_padding():
   logprobs = jnp.array([[[-1.0, -2.0, jnp.nan], [-jnp.inf, jnp.nan, 0.0]]])
   reference = jnp.array([[[-1.5, -1.0, 3.0], [jnp.nan, 0.0, -jnp.inf]]])
   mask = jnp.array([[[True, True, False], [False, False, False]]])

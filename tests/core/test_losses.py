@@ -1,4 +1,4 @@
-"""Weightings, ratios and the loss: what they weigh, and hostile numbers."""
+"""Weightings, ratios and the loss: gradients, and hostile numbers."""
 
 import itertools
 
@@ -33,15 +33,9 @@ def random_case(seed, shape=(3, 4, 5)):
   return logprobs, old, ref, rewards, mask
 
 
-# Weightings.
-
-
 @pytest.mark.slow
 def test_padding_has_no_weight():
-  """Neither tokens, nor samples, nor prompts; values are in test_other_losses.
-
-  The mask has three sequences, of 3, 1 and 2 tokens, and a row of padding.
-  """
+  """Padding of tokens, samples and prompts; test_other_losses has values."""
   padded = jnp.pad(MASK, ((0, 2), (0, 1), (0, 3)))
   for weighting in WEIGHTINGS.values():
     weights = weighting(MASK)
@@ -51,14 +45,11 @@ def test_padding_has_no_weight():
     assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
 
 
-# The surrogate.
-
-
 @pytest.mark.parametrize(
   "with_old", [pytest.param(False, marks=pytest.mark.slow), True]
 )
 def test_on_policy_gradient_is_reinforce(with_old):
-  """For all surrogates and ratios; also with no room between the bounds."""
+  """For all surrogates and ratios; also with bounds of 0."""
   logprobs, _, _, rewards, mask = random_case(2)
   weights = losses.sequence_mean(mask)
   expected = -weights * jnp.where(mask, rewards[..., None], 0)
@@ -96,9 +87,6 @@ def test_only_logprobs_are_differentiated():
     assert (gradient == 0).all()
 
 
-# Numbers that must not get through.
-
-
 HOSTILE = [
   # Every ratio, surrogate and KL term.
   ("token_ratio", "clipped", KL[0], True),
@@ -112,7 +100,7 @@ HOSTILE = [
 @pytest.mark.slow
 @pytest.mark.parametrize("ratio, surrogate, kl, on_policy", HOSTILE)
 def test_hostile_numbers(ratio, surrogate, kl, on_policy):
-  """Junk on padding, and tokens that a policy now excludes."""
+  """Junk on padding, and tokens that a policy excludes."""
   logprobs, old, ref, rewards, mask = random_case(8)
   mask = mask.at[2, 1].set(False)
   weights = losses.sequence_mean(mask)
@@ -133,7 +121,7 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
     dirty = [jnp.where(mask, x, j) for x, j in zip(arrays, junk, strict=True)]
     dirty = outcome(*dirty, dirty_rewards)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-  # A stored token that a policy now excludes, for every pair of policies.
+  # A token that some policies exclude.
   for extreme in (-1e30, -3e38, -jnp.inf):
     hit = logprobs.at[:, :, 0].set(extreme)
     for policies in itertools.product((logprobs, hit), repeat=3):

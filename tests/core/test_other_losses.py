@@ -1,6 +1,6 @@
-"""The losses are those of TRL and verl: values and gradients of their own code.
+"""Losses and gradients equal those of TRL's and verl's own code.
 
-Their numbers are in other_losses.json, made by other_losses.py.
+other_losses.py writes their numbers to other_losses.json.
 """
 
 import functools
@@ -35,7 +35,7 @@ CISPO, SAPO, GMPO, DRO, TV, KL = (
 )
 GSPO = {"ratio": RATIO["sequence_ratio"]}
 VESPO = {"surrogate": SURROGATE["vespo"], "ratio": RATIO["trajectory_ratio"]}
-LOSS_TYPES = {  # TRL's: our weighting, and settings of grpo_loss
+LOSS_TYPES = {  # TRL's name: weighting, and settings of grpo_loss
   "grpo": ("sequence_mean", {}),
   "bnpo": ("token_mean", {}),
   "dapo": ("token_mean", {}),
@@ -45,7 +45,7 @@ LOSS_TYPES = {  # TRL's: our weighting, and settings of grpo_loss
   "sapo": ("sequence_mean", SAPO),
   "vespo": ("token_mean", VESPO),
 }
-NAMES = {  # of TRL's settings; others have the same name here
+NAMES = {  # TRL's settings with another name here
   "epsilon_low": "clip_low",
   "epsilon_high": "clip_high",
   "delta": "dual_clip",
@@ -95,7 +95,7 @@ def our_settings(theirs, name):
 
 
 def data():
-  """Two prompts of three completions; junk on padding."""
+  """Two prompts with three completions each; nan on padding."""
   made = {k: np.reshape(x, (2, 3, -1)) for k, x in MADE["given"].items()}
   mask, advantages = made.pop("mask"), made.pop("advantages")[..., 0]
   arrays = {k: np.where(mask, x, np.nan) for k, x in made.items()}
@@ -106,29 +106,29 @@ def data():
 def ours(
   logprobs, entropy, on_policy, weighting, *, share=1, bonus=0, **settings
 ):
-  """The loss as `make_update` puts it together, of a single part."""
-  of = data()
-  mask, counted = of["mask"], of["mask"]
+  """The loss of a single micro-batch, as in `make_update`."""
+  arrays = data()
+  mask, counted = arrays["mask"], arrays["mask"]
   weights = bind(losses.WEIGHTINGS[weighting], length=8)(mask)
   if share < 1:
     entropies = jax.lax.stop_gradient(entropy)
     counted = entropy_lib.highest_entropy(entropies, mask, share)
     settings["token_mask"] = counted
-  args = logprobs, of["advantages"], weights, mask
-  old = None if on_policy else of["old_logprobs"]
-  value, _ = losses.grpo_loss(*args, old, of["ref_logprobs"], **settings)
+  args = logprobs, arrays["advantages"], weights, mask
+  old = None if on_policy else arrays["old_logprobs"]
+  value, _ = losses.grpo_loss(*args, old, arrays["ref_logprobs"], **settings)
   return value - bonus * entropy_lib.mean_entropy(entropy, counted)
 
 
 @pytest.mark.parametrize("theirs, name", CASES)
-def test_values_and_gradients(theirs, name, float64):
+def test_values_and_gradients_equal(theirs, name, float64):
   expected = MADE[theirs][name]
   weighting, settings = our_settings(theirs, name)
   settings = settings | {"on_policy": "on-policy" in name}
   loss = functools.partial(ours, weighting=weighting, **settings)
   arrays = data()["logprobs"], data()["entropy"]
   value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
-  # Weights are float32; what they weigh is of the size of 1, and may cancel.
+  # Weights are float32, and terms of size 1 may cancel.
   np.testing.assert_allclose(value, expected["loss"], rtol=1e-6, atol=1e-7)
   for gradient, key in zip(gradients, ("logprobs", "entropy"), strict=True):
     theirs_ = np.array(expected.get(f"by_{key}", np.zeros(30))).reshape(-1)
@@ -138,21 +138,21 @@ def test_values_and_gradients(theirs, name, float64):
 
 
 @pytest.mark.parametrize("name", ["", "multi_turn_"])
-def test_token_baselines_are_verls(name, float64):
-  """With the own reward in them, and weights from a pass over all tokens."""
-  made, of = MADE["verl_advantages"], data()
+def test_token_baselines_equal_verl(name, float64):
+  """With the own reward in the mean."""
+  made = MADE["verl_advantages"]
   shaped = lambda key: jnp.asarray(made[key]).reshape(2, 3, -1)
-  sampled = shaped("holes") > 0 if name else of["mask"]
+  sampled = shaped("holes") > 0 if name else data()["mask"]
   p = jnp.exp(jnp.asarray(MADE["given"]["old_logprobs"])).reshape(2, 3, 5)
-  of_tokens = 1 - 2 * p + shaped("sum_of_squares"), sampled
+  args = shaped("rewards")[..., 0], 1 - 2 * p + shaped("sum_of_squares")
   advantages = optimal_token_baseline(
-    shaped("rewards")[..., 0], *of_tokens, power=1.0, leave_one_out=False
+    *args, sampled, power=1.0, leave_one_out=False
   )
   expected = shaped(f"{name}optimal_token_baseline")
   np.testing.assert_allclose(advantages, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_advantages_over_all_tokens_are_verls(float64):
+def test_reinforce_plus_plus_equals_verl(float64):
   made = MADE["verl_advantages"]
   lengths = data()["mask"].sum(-1)
   rewards = jnp.asarray(made["rewards"]).reshape(2, 3)
@@ -161,11 +161,11 @@ def test_advantages_over_all_tokens_are_verls(float64):
   np.testing.assert_allclose(advantages, expected, rtol=1e-6)
 
 
-def test_completions_are_left_out_as_in_verl():
-  """Bounds there are of the inverse ratio; it keeps what it does not weigh."""
-  of = data()
-  mask = of["mask"]
-  log_ratio = jnp.where(mask, of["logprobs"] - of["old_logprobs"], 0)
+def test_geometric_mask_equals_verl():
+  """verl's bounds are of the inverse ratio."""
+  arrays = data()
+  mask = arrays["mask"]
+  log_ratio = jnp.where(mask, arrays["logprobs"] - arrays["old_logprobs"], 0)
   bounds = 1 / 1.1, 1 / 0.8
   weights, outside = is_weights(log_ratio, mask, "geometric_mask", *bounds)
   theirs = np.array(MADE["verl_advantages"]["geometric_mask"])
@@ -175,16 +175,7 @@ def test_completions_are_left_out_as_in_verl():
   np.testing.assert_array_equal(outside, mask & (theirs == 0))
 
 
-def test_every_surrogate_ratio_and_weighting_has_a_case():
-  asked = [our_settings(*case) for case in CASES]
-  assert {weighting for weighting, _ in asked} == set(losses.WEIGHTINGS)
-  used = [s for _, settings in asked for s in settings.values()]
-  for function in (*RATIO.values(), *SURROGATE.values()):
-    plain = (surrogates.token_ratio, surrogates.clipped)
-    assert function in used or function in plain
-
-
-def test_the_coefficient_adapts_as_in_trl():
+def test_the_entropy_coefficient_adapts_as_in_trl():
   moves = {"entropy_coef_delta": 0.02, "entropy_coef_max": 0.06}
   bonus = Objective(entropy_coef=0.01, entropy_target=1.0, **moves)
   control, skipped = entropy_lib.init_control(bonus), jnp.array(False)
@@ -193,7 +184,7 @@ def test_the_coefficient_adapts_as_in_trl():
   for expected, entropy in rows:
     applied = float(entropy_lib.coefficient(bonus, control))
     assert applied == pytest.approx(expected["applied"], abs=1e-6)
-    # A step that is skipped is forgotten.
+    # A skipped step has no effect.
     same = entropy_lib.adapt(bonus, control, jnp.array(jnp.nan), ~skipped)
     assert jax.tree.all(jax.tree.map(np.array_equal, same, control))
     control = entropy_lib.adapt(bonus, control, jnp.array(entropy), skipped)
@@ -203,7 +194,7 @@ def test_the_coefficient_adapts_as_in_trl():
   assert seen == {0.0, 0.02, 0.04, 0.06}  # both bounds, and between them
 
 
-# Several rewards.
+# Aggregation of several rewards.
 
 
 TRL = MADE["trl_several_rewards"]
@@ -215,7 +206,7 @@ normalize_then_sum = jax.jit(
 )
 
 
-def test_it_is_trls_normalize_then_sum():
+def test_normalize_then_sum_equals_trl():
   total = normalize_then_sum(REWARDS, REWARD_WEIGHTS, epsilon=1e-4)
   actual = advantages_lib.batch_std(total, epsilon=1e-4)
   np.testing.assert_allclose(
@@ -223,8 +214,8 @@ def test_it_is_trls_normalize_then_sum():
   )
 
 
-def test_trls_sum_then_normalize_is_the_weighted_sum():
-  """As the pool adds it up, compared by two of our advantages."""
+def test_sum_then_normalize_equals_trl():
+  """With the weighted sum of the pool of reward functions."""
   columns = np.asarray(REWARDS, np.float64).reshape(3, -1).T
   values = [[None if np.isnan(v) else v for v in row] for row in columns]
   total = [functions.combine(row, REWARD_WEIGHTS.tolist()) for row in values]
@@ -233,13 +224,3 @@ def test_trls_sum_then_normalize_is_the_weighted_sum():
   np.testing.assert_allclose(actual, AGGREGATED["grpo"], atol=2e-6)
   actual = jax.jit(advantages_lib.dr_grpo)(total)
   np.testing.assert_allclose(actual, AGGREGATED["dr_grpo"], atol=2e-5)
-
-
-def test_who_has_nothing_to_say_takes_no_side():
-  values = jnp.array([[[1.0, np.nan, 0, np.nan]], [[5.0, 5, 5, np.nan]]])
-  actual = normalize_then_sum(values, jnp.array([1.0, 3.0]))
-  half = 0.5**0.5
-  np.testing.assert_allclose(actual, [[half, 0, -half, np.nan]], rtol=1e-5)
-  # Every group sums to 0, so that nothing is left to centre.
-  sums = np.nansum(normalize_then_sum(REWARDS, REWARD_WEIGHTS), -1)
-  np.testing.assert_allclose(sums, 0, atol=1e-6)

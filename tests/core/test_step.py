@@ -375,7 +375,7 @@ def test_exact_kl_requires_a_matching_reference(tabular):
   in_reward, in_ratio = (
     dataclasses.replace(objective, kl_placement=x) for x in ("reward", "ratio")
   )
-  none, other = "kl = 'exact' needs .* ref_params", "that make_batch had"
+  none, other = "kl = 'exact' needs .* ref_params", "make_batch's ref_params"
   for words, *args in (
     (none, objective, wide, of_wide, None),
     (none, objective, wide, None, of_wide),

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from grpojax.core import advantages
 from grpojax.core.advantages.subsets import (
   max_at_k,
   max_rl,
@@ -50,19 +49,6 @@ def objective_gradient(f, k, rewards):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "f, advantage", [(jnp.max, max_at_k), (jnp.min, min_at_k)]
-)
-def test_unbiased_for_the_objective_of_k(f, advantage, float64):
-  for group_size, k in [(2, 1), (5, 3)]:
-    of_k = functools.partial(advantage, k=k)
-    result = expected_estimator(of_k, group_size, REWARDS)
-    truth = objective_gradient(lambda z: f(z, -1), k, REWARDS)
-    assert np.abs(truth).max() > 1e-2
-    assert_allclose(result, truth, rtol=0, atol=1e-10)
-
-
-@pytest.mark.slow
 def test_max_rl_is_unbiased_for_a_sum_of_best_of_k(float64):
   for group_size, k in [(4, 3), (5, 2)]:
     of_k = functools.partial(max_rl, k=k)
@@ -72,7 +58,7 @@ def test_max_rl_is_unbiased_for_a_sum_of_best_of_k(float64):
       for j in range(1, k + 1)
     ]
     assert_allclose(result, sum(terms), rtol=0, atol=1e-10)
-  # The paper's form, of rewards 0 and 1: with the group's own mean.
+  # The paper's form for rewards 0 and 1, with the group's own mean.
   binary = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
   mean = binary.mean(-1, keepdims=True)
   expected = (binary - mean) / np.where(mean > 0, mean, 1)
@@ -102,10 +88,10 @@ def test_pairwise_rank_is_unbiased_for_wins_minus_losses(float64):
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 700])
 def test_large_groups_of_right_and_wrong_samples(k, float64):
-  """Whose binomial coefficients no float holds, in rational numbers."""
+  """Binomial coefficients beyond floats, against rational numbers."""
   n, wrong = 2000, 1200
   rewards = np.random.default_rng(k).permutation(np.arange(n) >= wrong)
-  subsets = math.comb(n - 1, k)  # without a sample
+  subsets = math.comb(n - 1, k)  # without the sample
   all_wrong = Fraction(math.comb(wrong - 1, k - 1), math.comb(n - 1, k - 1))
   expected = np.where(
     rewards,
@@ -119,7 +105,7 @@ def test_large_groups_of_right_and_wrong_samples(k, float64):
 
 @pytest.mark.slow
 def test_closed_forms_equal_the_mean_over_subsets():
-  """The definition by loops over subsets, with ties, for every k < G."""
+  """Loops over subsets, with ties, for every k < G."""
   rewards = np.random.default_rng(0).integers(0, 4, (6, 5)).astype(float)
   for k in range(1, 5):
     subsets = list(itertools.combinations(range(5), k))
@@ -138,9 +124,3 @@ def test_pairwise_rank_by_hand():
   rewards = jnp.array([[3.0, -1.0, 3.0, 1e30], [0.0, 1.0, 1.0, -1e30]])
   expected = np.array([[0, -3, 0, 3], [-1, 2, 2, -3]]) / 3
   assert_allclose(pairwise_rank(rewards), expected, atol=1e-7)
-  # Any increasing transformation, and binary rewards.
-  squashed = pairwise_rank(jnp.arctan(rewards))
-  assert (squashed == pairwise_rank(rewards)).all()
-  binary = jnp.array([1.0, 0.0, 0.0, 1.0, 0.0])
-  expected = advantages.leave_one_out(binary)
-  assert_allclose(pairwise_rank(binary), expected, atol=1e-7)

@@ -1,7 +1,7 @@
-"""Surrogates far off-policy, and a user's own.
+"""Surrogates far off-policy, and user-defined surrogates.
 
-Parity with TRL and verl is in test_other_losses.py; hostile numbers and the
-gradient on-policy are in test_losses.py.
+test_other_losses.py has parity with TRL and verl; test_losses.py has hostile
+numbers and the on-policy gradient.
 """
 
 import re
@@ -25,24 +25,17 @@ MASK = jnp.array([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]], bool)
 ADVANTAGES = jnp.array([[2.0, -1.0], [-3.0, 5.0]])
 
 
-# Of one's own.
+# User-defined surrogates.
 
 
 def log_surrogate(ratios, logprobs, advantages, *, scale=1.0):
-  """REINFORCE, which needs no ratio, and something to look at."""
+  """REINFORCE, which needs no ratio, with logged arrays."""
   assert ratios.shape == logprobs.shape == advantages.shape
   aux = {"small_ratio": ratios < 1, "surprise": -logprobs}
   return -scale * logprobs * advantages, aux
 
 
-def case():
-  rng = np.random.default_rng(0)
-  logprobs, old = -rng.exponential(size=(2, *MASK.shape)).astype(np.float32)
-  weights = losses.token_mean(MASK)
-  return jnp.asarray(logprobs), jnp.asarray(old), weights
-
-
-def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):
+def test_aux_arrays_are_logged_as_means_over_tokens(tabular):
   lm = tabular.lm(2, 5)
   table, tx = lm.init(jax.random.key(1)), optax.sgd(0.1)
   ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, MASK.shape))
@@ -73,16 +66,16 @@ def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):
 @pytest.mark.parametrize(
   "returned, text",
   [
-    (lambda x: (x.sum(), {}), "one number a token: got the loss ()"),
-    (lambda x: (x[..., :1], {}), "got the loss (2, 2, 1)"),
-    (lambda x: (x, {"mean": x.mean()}), "to be logged {'mean': ()}"),
+    (lambda x: (x.sum(), {}), "a number per token: got a loss ()"),
+    (lambda x: (x[..., :1], {}), "got a loss (2, 2, 1)"),
+    (lambda x: (x, {"mean": x.mean()}), "logged arrays {'mean': ()}"),
     (lambda x: (x, {"kl": x, "mine": x}), "must not log ['kl']"),
   ],
 )
-def test_what_would_broadcast_is_refused(returned, text):
-  logprobs, old, weights = case()
+def test_arrays_of_a_wrong_shape_or_name_are_refused(returned, text):
   surrogate = lambda ratios, logprobs, advantages: returned(ratios)
-  args = logprobs, ADVANTAGES, weights, MASK, old
+  ones = jnp.ones(MASK.shape)
+  args = ones, ADVANTAGES, ones, MASK, ones
   with pytest.raises(ValueError, match=re.escape(text)):
     losses.grpo_loss(*args, surrogate=surrogate)
 
@@ -93,7 +86,7 @@ LOGS = np.array([-3.0, -0.3, 0.0, 0.1, 2.0])
 
 
 def multiples(advantage, name, ratio="token_ratio", **settings):
-  """Of -A grad log pi, at each token of one completion; what is logged."""
+  """Multiples of -A grad log pi at each token, and logged arrays."""
   old, ones = jnp.full((1, 1, 5), -5.0), jnp.ones((1, 1, 5))
   args = jnp.full((1, 1), advantage), ones, ones.astype(bool), old
   settings |= {"surrogate": SURROGATES[name], "ratio": RATIOS[ratio]}
@@ -110,7 +103,7 @@ def multiples(advantage, name, ratio="token_ratio", **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("name", [x for x in SURROGATES if x != "dro"])
-def test_what_is_logged_says_what_became_of_the_gradient(name, advantage):
+def test_logged_arrays_describe_the_gradient(name, advantage):
   bounds = dict.fromkeys(("dppo_low", "dppo_high"), 2e-4)
   own = {"cispo": {"cispo_min": 0.1}, "dppo_tv": bounds, "dppo_kl": bounds}
   settings = own.get(name, {})
@@ -129,7 +122,7 @@ def test_what_is_logged_says_what_became_of_the_gradient(name, advantage):
 
 
 def test_dro_pulls_to_the_old_policy():
-  """By beta log r over the advantage, on both sides; nothing is nan far off."""
+  """By beta log r over the advantage; finite far off."""
   result, aux = multiples(-2.0, "dro", dro_beta=1.0)
   assert_allclose(result, 1 + LOGS / 2, rtol=1e-5)
   assert not {"clip_fraction_low", "gradient_weight"} & aux.keys()
@@ -142,7 +135,7 @@ def test_dro_pulls_to_the_old_policy():
   assert np.isfinite(jax.grad(loss)(far)).all()
 
 
-def test_the_trajectory_ratio_has_each_tokens_own_gradient():
+def test_trajectory_ratio_gradients_are_per_token():
   result, aux = multiples(-2.0, "clipped", "trajectory_ratio", clip_low=1.0)
   whole = np.full(5, np.exp(LOGS.sum()))
   assert_allclose(aux["ratio"], whole, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What cut off completions do to the gradient, over all groups of a policy."""
+"""Gradients with truncated completions, over all groups of a policy."""
 
 import itertools
 
@@ -21,7 +21,7 @@ G = 3
 
 
 def logprobs(table, ids=IDS):
-  """Of the completions; after the first token only 0 and 1 may follow."""
+  """Log-probabilities; after the first token only 0 and 1 may follow."""
   first = jax.nn.log_softmax(table[0, :3])[ids[..., 0]]
   second = jax.nn.log_softmax(table[1:3, :2], -1)
   follows = second[np.maximum(ids[..., 0] - 1, 0), np.minimum(ids[..., 1], 1)]
@@ -33,7 +33,7 @@ def probabilities(table):
 
 
 def batch_of(tabular, group, truncated="keep"):
-  """Groups of the completions with these numbers, compared."""
+  """Batch of groups of the completions with these numbers."""
   lm, shape = tabular.lm(1, 3), (len(group), 1)
   prompts = jnp.zeros(shape, jnp.int32), jnp.ones(shape, bool)
   ids, mask, ends = (jnp.asarray(x[group]) for x in (IDS, MASK, ENDS))
@@ -44,7 +44,7 @@ def batch_of(tabular, group, truncated="keep"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRUNCATED)
-def test_the_expected_gradient_is_what_the_table_says(tabular, name):
+def test_expected_gradients_equal_the_module_table(tabular, name):
   table = jax.random.normal(jax.random.key(0), (3, 3))
   groups = np.array(list(itertools.product(range(len(IDS)), repeat=G)))
   batch = batch_of(tabular, groups, truncated=name)
@@ -57,12 +57,12 @@ def test_the_expected_gradient_is_what_the_table_says(tabular, name):
 
   p = lambda x: probabilities(x) @ ENDS
   value = lambda x: probabilities(x) @ REWARDS
-  of_ended = lambda x: probabilities(x) @ (REWARDS * ENDS)
+  ended_value = lambda x: probabilities(x) @ (REWARDS * ENDS)
   another = 1 - (1 - p(table)) ** (G - 1)
   expected = {
     "keep": value,
-    "mask": lambda x: of_ended(x) - value(table) * p(x),
-    "drop": lambda x: p(table) * another * of_ended(x) / p(x),
+    "mask": lambda x: ended_value(x) - value(table) * p(x),
+    "drop": lambda x: p(table) * another * ended_value(x) / p(x),
   }
   result = jax.jit(jax.grad(objective))(table)
   truths = {k: jax.jit(jax.grad(f))(table) for k, f in expected.items()}
@@ -73,8 +73,8 @@ def test_the_expected_gradient_is_what_the_table_says(tabular, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weighting", losses.WEIGHTINGS)
-def test_weights_are_over_what_is_left(tabular, weighting):
-  group = np.array([[0, 2, 1], [2, 4, 2]])  # the second is all cut off
+def test_token_weights_count_only_completions_in_the_loss(tabular, weighting):
+  group = np.array([[0, 2, 1], [2, 4, 2]])  # all of the second are cut off
   weigh = {"fixed_length": lambda mask: losses.fixed_length(mask, 4)}
   weigh = weigh.get(weighting, losses.WEIGHTINGS[weighting])
   left = batch_of(tabular, np.array([[0, 1]])).completion_mask

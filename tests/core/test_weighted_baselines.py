@@ -1,7 +1,6 @@
-"""Baselines with weights: unbiased by enumeration, and their formulas.
+"""Weighted baselines: unbiased by enumeration, and equal to their formulas.
 
-Enumerations of length_weighted, score_weighted and optimal_token_baseline with
-a policy's own weights are in test_exact_errors.py.
+test_exact_errors.py enumerates them with a policy's own weights.
 """
 
 import functools
@@ -23,7 +22,7 @@ from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 
-# Four outcomes: the right ones are those that the policy is sure of.
+# Four outcomes, of which the policy is sure of a right one.
 PROBABILITIES = np.array([0.55, 0.2, 0.15, 0.1])
 SCORES = np.eye(4) - PROBABILITIES  # by the logits; they add up to 0
 SCORE_SQ = (SCORES**2).sum(-1)
@@ -31,8 +30,8 @@ BINARY = np.array([1.0, 0, 0, 1])
 REALS = np.array([2.0, -0.7, 0.4, 0.1])
 
 
-def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
-  """By hand: sums of the scores so far, and what was not sampled left out."""
+def test_optimal_token_baseline_by_hand(float64):
+  """Sums of the scores so far, without the tokens that were not sampled."""
   sampled = jnp.array([[True, True, False], [True, False, True]] + [[True] * 3])
   token_sq = jnp.array([[1.0, 2, 9], [3, 9, 1], [2, 2, 4]])
   rewards = jnp.array([1.0, 0.0, 3.0])
@@ -40,7 +39,7 @@ def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
   expected = [
     [1 - (3 * 0 + 2 * 3) / 5, 1 - (4 * 0 + 4 * 3) / 8, 0],
     [0 - (1 * 1 + 2 * 3) / 3, 0, 0 - (3 * 1 + 4 * 3) / 7],
-    # Nobody else has a third token: the plain mean.
+    # No other sample has a third token: the plain mean.
     [3 - (1 * 1 + 3 * 0) / 4, 3 - (3 * 1 + 4 * 0) / 7, 3 - (1 + 0) / 2],
   ]
   assert_allclose(result, expected, atol=1e-14)
@@ -49,10 +48,10 @@ def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
   expected = [[0, 0, 0], [-3, 0, -3], [3, 3, 3]]
   assert_allclose(result, expected, atol=1e-14)
   to_go = jnp.broadcast_to(rewards[:, None], sampled.shape)
-  to_go = to_go + jnp.array([2.0, 1.0, 0.0])  # what came before
+  to_go = to_go + jnp.array([2.0, 1.0, 0.0])  # rewards of tokens
   later = optimal_token_baseline(to_go, token_sq, sampled, 1.0)
   assert later[0, 0] == pytest.approx(1 - 6 / 5)
-  junk = jnp.where(sampled, to_go, jnp.nan)  # what nobody sampled is not read
+  junk = jnp.where(sampled, to_go, jnp.nan)  # other tokens are not read
   again = optimal_token_baseline(junk, token_sq, sampled, 1.0)
   assert_array_equal(again, later)
   alone = optimal_token_baseline(
@@ -60,7 +59,7 @@ def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
   )
   assert_array_equal(alone[0], [1, 1, 0])  # as if drawn alone
   large = optimal_token_baseline(rewards, token_sq, sampled, 200.0)
-  assert_allclose(large[0, 0], 1 - 0)  # the longest score's own
+  assert_allclose(large[0, 0], 1 - 0)  # the reward of the largest score
   huge = score_weighted(rewards, jnp.array([1e30, 2e30, 3e30]), 5.0)
   assert np.isfinite(huge).all()
   with pytest.raises(ValueError, match="for tokens"):
@@ -72,7 +71,7 @@ def test_tokens_get_the_mean_of_those_that_are_as_long(float64):
   "group_size", [2, pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_unbiased(rewards, group_size, float64):
-  """Whatever the weights are: right, wrong, or some of them 0."""
+  """With good weights, bad weights, and zeros."""
   groups = np.array(list(itertools.product(range(4), repeat=group_size)))
   z = jnp.asarray(rewards[groups])
   weighted = [
@@ -92,26 +91,8 @@ def test_unbiased(rewards, group_size, float64):
     assert_allclose(mean, (PROBABILITIES * rewards) @ SCORES, atol=1e-12)
 
 
-def test_length_weighted_is_its_formula():
-  rng = np.random.default_rng(2)
-  rewards = rng.normal(size=(3, 5))
-  lengths = rng.integers(1, 100, (3, 5))
-  lengths[1] = [0, 0, 7, 0, 0]
-  lengths[2] = [1, 1, 1, 1, 10**6]  # leaves no rounding behind in the others
-  truth = np.empty_like(rewards)
-  for b, i in np.ndindex(3, 5):
-    z, weight = np.delete(rewards[b], i), np.delete(lengths[b], i)
-    if not weight.any():
-      weight = np.ones(4)
-    truth[b, i] = rewards[b, i] - np.average(z, weights=weight)
-  args = jnp.asarray(rewards, jnp.float32), jnp.asarray(lengths)
-  result = jax.jit(length_weighted)(*args)
-  assert_allclose(result, truth, atol=3e-6)
-
-
 @pytest.mark.slow
-def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
-  """By the names of the parameters."""
+def test_make_batch_binds_weights_by_parameter_and_clips(tabular):
   lm = tabular.lm(3, 5)
   table = lm.init(jax.random.key(5))
   prompts = Prompts(jnp.arange(3)[:, None], jnp.ones((3, 1), bool))
@@ -120,11 +101,15 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   samples = draw(table, prompts, jax.random.key(1))
   rewards = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)))
   make = jax.jit(functools.partial(make_batch, lm), static_argnames="objective")
-  objective = Objective(advantage="score_weighted", score_power=1.5)
-  batch = make(samples, rewards, objective)
+  settings = {"score_power": 1.5, "advantage_clip": 0.3}
+  batch = make(samples, rewards, Objective("score_weighted", **settings))
   mask = np.asarray(samples.completion_mask)
   assert 0 < mask.mean() < 1
   unsure = np.where(mask, (1 - np.exp(samples.logprobs)) ** 2, 0).sum(-1)
   weights = jnp.asarray(unsure, jnp.float32)
   expected = score_weighted(rewards, weights, power=1.5)
-  assert_allclose(batch.advantages, expected, atol=1e-4)
+  assert np.abs(expected).max() > 0.3 > np.abs(expected).min()
+  assert_allclose(batch.advantages, expected.clip(-0.3, 0.3), atol=1e-4)
+  objective = Objective(lambda rewards, lengths: rewards * lengths)
+  batch = make(samples, rewards, objective)
+  assert_allclose(batch.advantages, rewards * mask.sum(-1), rtol=1e-6)

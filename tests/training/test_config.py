@@ -118,7 +118,7 @@ REFUSED = [
   # The sizes of batches.
   ("optim.minibatches=5", "must divide batch_size = 32"),
   ("optim.minibatches=4 optim.micro_batches=3", "8 prompts of 8 samples"),
-  ("group_size=1", "baseline (vanilla, reinforce_plus_plus)"),
+  ("group_size=1", "use vanilla or reinforce_plus_plus"),
   ("advantage=max_at_k subset_size=8", "group_size = 8, subset_size = 8:"),
   ("advantage=min_at_k subset_size=20", "group size G >= 21"),
   ("advantage=shrinkage batch_size=2 optim.micro_batches=1", "shrinkage needs"),
@@ -143,7 +143,7 @@ REFUSED = [
   # Rollouts in int8, or of the parameters before the last update.
   ("sampling.weights_dtype=int8", "loss.correction = 'none': samples in int8"),
   (f"sampling.cache_dtype=int8 optim.epochs=2 {TRAINER}", "(cache_dtype) are"),
-  (f"{INT8} {K1}", "loss.kl_placement = 'reward': the penalty is of the"),
+  (f"{INT8} {K1}", "loss.kl_placement = 'reward': the penalty uses the"),
   ("sampling.ahead=1 loss.correction=geometric_mask", "samples drawn before"),
   ("sampling.ahead=1", "loss.correction = 'none': samples drawn before the"),
   # It multiplies by no ratio.
@@ -245,7 +245,7 @@ def test_all_values_are_refused_before_conflicts():
     "k1, k2, k3 (estimator of the KL divergence from the reference; exact sums "
     "over the vocabulary)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
-    "which a training run does not know; use one of "
+    "which training does not know: use one of "
     f"{', '.join(CHOICES['advantage'])}",
     "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
   ]
@@ -294,7 +294,7 @@ def test_valid_combinations(words):
     (8, "mesh.tensor=8 batch_size=3 optim.micro_batches=1", ""),
     (8, "mesh.fsdp=8 mesh.sampling_tensor=4", ""),
     (8, "mesh.fsdp=4 optim.micro_batches=8", ""),  # 8 x 4 samples
-    (2, "mesh.fsdp=-1", "mesh data=-1 fsdp=-1 .* at most one is -1"),
+    (2, "mesh.fsdp=-1", "mesh data=-1 fsdp=-1 .* at most one -1"),
     (2, "mesh.data=3", "mesh data=3 .* needs 3 devices, and there are 2"),
     (8, "mesh.fsdp=8 mesh.sampling_tensor=3", "= 3: .* divide the 8 devices"),
     (8, "eval.batch_size=12", "eval_batch: 12 prompts x 1 .* 8 devices"),

@@ -1,8 +1,8 @@
-"""Advantages: the weight that each sample's score carries in the gradient.
+"""Advantages: the weight of each sample's score in the gradient.
 
-Every function maps rewards [..., G] to advantages [..., G]. With scores s_i =
+Each function maps rewards [..., G] to advantages [..., G]. With scores s_i =
 grad log pi(Y_i | x) and rewards Z_i, (1/G) sum_i s_i A_i estimates g(x) = E[s
-Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
+Z] (arXiv 2603.01162). docs/objectives.md says when to use which:
 
 | function        | A_i                              | mean of the estimator  |
 |-----------------|----------------------------------|------------------------|
@@ -14,10 +14,10 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | batch_std       | dr_grpo / std over the batch     | biased: a random scale |
 | reinforce_plus_ | (Z_i - the batch's mean) / its   | biased: a random scale |
 | plus            | std, both over tokens            | and O(1/N)             |
-| shrinkage,      | Z_i - an estimate of V(x) that   | g                      |
-| beta_binomial   | pools prompts (`baselines`)      |                        |
+| shrinkage,      | Z_i - an estimate of V(x) from   | g                      |
+| beta_binomial   | all prompts (`baselines`)        |                        |
 | length_weighted,| Z_i - a weighted mean of the     | g                      |
-| score_weighted, | others (`weighted_baselines`)    |                        |
+| score_weighted, | group's other rewards            |                        |
 | optimal_token_  | the same for each token,         | g                      |
 | baseline        | [..., G, T]                      |                        |
 | max_at_k,       | best or worst of k (`subsets`)   | grad of E max, E min   |
@@ -25,15 +25,15 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | max_rl          | sum_{j <= k} max_at_j / j        | k terms of grad log V  |
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
-An advantage plugs in by its name in `ADVANTAGES` (docs/development.md), and
-raises ValueError, from shapes alone, for too small a group or batch.
+To add an advantage, enter it in `ADVANTAGES` (docs/development.md); it raises
+ValueError, from shapes alone, if the group or batch is too small.
 
-Rewards are of any real dtype; integers, booleans and half precision become
+Rewards have any real dtype; integers, booleans and half precision become
 float32. Advantages are in units of the reward unless the function says
-otherwise. A group of equal rewards gives exactly 0 if only the group's own
-rewards are subtracted (not in `vanilla`, `oracle` and pooled baselines), and
-gradients by the rewards are finite. A sample whose reward is nan or infinite
-has advantage 0, and the others are compared as if it had not been drawn.
+otherwise. If a function subtracts only rewards of the group itself (not
+`vanilla`, `oracle` and pooled baselines), equal rewards give exactly 0.
+Gradients with respect to rewards are finite. A sample whose reward is nan or
+infinite counts as not drawn: its advantage is 0.
 """
 
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ from grpojax.core.group_axis import (
 
 
 def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Rewards as they are: REINFORCE without a baseline (Williams, 1992)."""
+  """Returns the rewards: REINFORCE without a baseline (Williams, 1992)."""
   rewards = as_float(rewards, "vanilla", least=1)
   return jnp.where(present(rewards), rewards, 0)
 
@@ -69,12 +69,12 @@ def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def oracle(
   rewards: Shaped[Array, "*B G"], values: Shaped[Array, "*B"]
 ) -> Float[Array, "*B G"]:
-  """Reward minus the prompt's true value V(x), known in simulations alone."""
+  """Reward minus the prompt's true value V(x), known only in simulations."""
   rewards = as_float(rewards, "oracle", least=1)
   values = jnp.asarray(values)
   if values.shape != rewards.shape[:-1]:
     raise ValueError(
-      f"oracle takes one value a prompt: rewards {rewards.shape} need values "
+      f"oracle takes one value per prompt: rewards {rewards.shape} need values "
       f"{rewards.shape[:-1]}, not {values.shape}"
     )
   return jnp.where(present(rewards), rewards - values[..., None], 0)
@@ -103,7 +103,7 @@ def grpo(
   """Reward standardised within its group: the original GRPO.
 
   (Z_i - mean_j Z_j) / (std_j Z_j + epsilon), without unit (arXiv 2402.03300,
-  section 4.1), with the *sample*'s standard deviation, as in TRL and verl. G >=
+  section 4.1), with the *sample* standard deviation, as in TRL and verl. G >=
   2; each group sums to 0. Epsilon is in units of the reward.
   """
   rewards = as_float(rewards, "grpo", least=2)
@@ -116,13 +116,13 @@ def grpo(
 def batch_std(
   rewards: Shaped[Array, "*B G"], *, epsilon: float = 1e-6
 ) -> Float[Array, "*B G"]:
-  """Group-centred rewards over their sample standard deviation in the batch.
+  """Group-centred reward divided by its standard deviation in the batch.
 
-  (Z_i - mean_j Z_j) / (std + epsilon), without unit. As the batch grows this
+  (Z_i - mean_j Z_j) / (std + epsilon), without unit. As the batch grows, this
   common scale becomes a constant, and only dr_grpo's factor (G - 1) / G is left
   of the bias (REINFORCE++ with baseline, arXiv 2501.03262). G >= 2; all axes
-  but the last are the whole batch, not a shard or a part of it, without rows
-  that only pad it. Epsilon is in units of the reward.
+  but the last are the whole batch: neither a shard nor a part, without padding
+  rows. Epsilon is in units of the reward.
   """
   rewards = as_float(rewards, "batch_std", least=2)
   deviations = centred(rewards)
@@ -135,12 +135,12 @@ def batch_std(
 def reinforce_plus_plus(
   rewards: Shaped[Array, "*B G"], lengths: Shaped[Array, "*B G"]
 ) -> Float[Array, "*B G"]:
-  """Reward standardised over all tokens of the batch, whatever its prompt.
+  """Reward standardised over all tokens of the batch, across prompts.
 
   (Z_i - m) / sqrt(s^2 + 1e-8), m and s^2 the mean and the sample variance of
   rewards that count once per token (`lengths`), as in verl (REINFORCE++, arXiv
-  2501.03262, without its KL term). A prompt's difficulty is noise to it; G = 1
-  will do. The batch is as in `batch_std`.
+  2501.03262, without its KL term). A prompt's difficulty adds noise. G >= 1;
+  the batch is as in `batch_std`.
   """
   rewards = as_float(rewards, "reinforce_plus_plus", least=1)
   tokens = jnp.where(present(rewards), lengths, 0).astype(rewards.dtype)
@@ -154,7 +154,7 @@ def reinforce_plus_plus(
 
 
 def _divide_by_std(deviations: Array, variance: Array, epsilon: float) -> Array:
-  # A `where` before the root as well: its infinite slope at 0 would make the
+  # Another `where` before the root, whose infinite slope at 0 would make the
   # gradient 0 * inf = nan.
   varies = variance > 0
   std = jnp.sqrt(jnp.where(varies, variance, 1.0))
@@ -182,14 +182,14 @@ ADVANTAGES = {
 
 _ACROSS = ("reinforce_plus_plus", "vanilla", "shrinkage", "beta_binomial")
 WITHIN_GROUPS = tuple(name for name in ADVANTAGES if name not in _ACROSS)
-"""Advantages that a constant added to a group's rewards does not change. They
-are 0 in groups of equal rewards, which `core.dynamic_sampling` leaves out."""
+"""Advantages that do not change if a constant is added to a group's rewards.
+They are 0 in groups of equal rewards, which `core.dynamic_sampling` drops."""
 
 OF_SUBSETS = {
   name: ADVANTAGES[name]
   for name in ("max_at_k", "min_at_k", "max_rl", "pairwise_rank")
 }
-"""Advantages of subsets of a group, whose weights would be products."""
+"""Advantages of subsets, whose importance weights would be products."""
 
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
-"""`leave_one_out` times one number per batch, for `statistics.group_size`."""
+"""`leave_one_out` times a number per batch, for `statistics.group_size`."""

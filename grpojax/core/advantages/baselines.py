@@ -1,8 +1,8 @@
-"""Baselines that pool prompts, to know a prompt's value better.
+"""Baselines pooled over prompts, for better estimates of a prompt's value.
 
 A sample's own reward stays out of its baseline, so estimators stay unbiased.
-All axes but the last are the prompts of one whole batch, not of a shard or a
-micro-batch, and without rows that only pad it.
+All axes but the last are the prompts of a whole batch: neither a shard nor a
+micro-batch, without padding rows.
 """
 
 import jax
@@ -20,7 +20,7 @@ from grpojax.core.group_axis import (
 )
 
 # Beta(alpha, beta) priors of `beta_binomial`: 15 means by 10 concentrations
-# alpha + beta, from nearly "all or nothing" to nearly "all prompts alike".
+# alpha + beta, from rates near 0 or 1 to nearly equal rates.
 _MEANS = (np.arange(15) + 0.5) / 15
 _CONCENTRATIONS = np.logspace(-0.5, 2.5, 10)
 _ALPHA = np.outer(_MEANS, _CONCENTRATIONS).ravel()
@@ -28,85 +28,85 @@ _BETA = np.outer(1 - _MEANS, _CONCENTRATIONS).ravel()
 
 
 def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Reward minus the leave-one-out mean, shrunk towards the other prompts'.
+  """Reward minus the leave-one-out mean shrunk towards other prompts' mean.
 
   A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
-  w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise. s2 (the
-  variance within a group) and t2 (that of the prompts' values: of their means,
-  less s2 / G, at least 0) are estimated from the *other* prompts alone; w = 0
-  if none of their groups varies (arXiv 2511.03710, with the sample and its
-  prompt left out). Equal rewards in a batch that varies are not 0. ValueError
-  if G < 2, or for fewer than 3 prompts.
+  w_b = n / (n + t2), n = s2 / (G - 1), a James-Stein estimate. s2 (the variance
+  within a group) and t2 (the variance of the prompts' values: of their means,
+  less s2 / G, at least 0) are estimated from the *other* prompts; w = 0 if none
+  of their groups varies (arXiv 2511.03710, with the sample and its prompt left
+  out). Equal rewards in a batch that varies are not 0. ValueError if G < 2, or
+  for fewer than 3 prompts.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
   if len(rows) < 3:
     raise ValueError(
-      f"shrinkage needs a batch of at least 3 prompts, not {len(rows)}: the "
-      "variance between prompts is estimated from the others (batch_size)"
+      f"shrinkage needs a batch of at least 3 prompts, not {len(rows)}, to "
+      "estimate the variance between prompts: increase batch_size"
     )
   rewarded, counts = present(rows), count(rows)[:, 0]  # [B, G], [B]
-  # Measured from one reward of the batch: equal rewards become exact zeros.
+  # Relative to a reward of the batch, so equal rewards become exact zeros.
   origin = rows.ravel()[jnp.argmax(rewarded)]
   moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
   means = jnp.sum(moved, -1) / jnp.maximum(counts, 1)
   squares = jnp.sum(centred(rows) ** 2, -1)
-  within, between, pooled = _of_other_prompts(means, counts, squares)
-  # w, its numerator and denominator times the n - 1 that may be 0.
+  within, between, pooled = _pooled_estimates(means, counts, squares)
+  # w, with numerator and denominator multiplied by n - 1, which may be 0.
   total = within + between * (counts - 1)
   weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
-  # The baseline of the only sample of a prompt is the pooled mean alone.
+  # The only sample of a prompt has the pooled mean as its baseline.
   lonely = counts == 1
   weight = jnp.where(lonely, 1, weight)[:, None]
   others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
   left_out = jnp.where(lonely[:, None], moved, minus_others(rows))
   advantages = left_out - weight * (pooled[:, None] - others_mean)
-  # Where no other prompt has a reward, there is nothing to pool.
+  # Without rewards of other prompts there is no pooled mean.
   poolable = sum_of_others((counts > 0).astype(counts.dtype))[:, None] > 0
   advantages = jnp.where(poolable, advantages, minus_others(rows))
   return jnp.where(rewarded, advantages, 0).reshape(rewards.shape)
 
 
-def _of_other_prompts(
+def _pooled_estimates(
   means: Float[Array, "B"],
   counts: Float[Array, "B"],
   squares: Float[Array, "B"],
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-  """Estimates s2, t2 and the mean for each prompt from all others.
+  """Estimates s2, t2 and the mean for each prompt from all other prompts.
 
   `squares` are each prompt's sums of squared deviations.
   """
-  known = (counts > 0).astype(counts.dtype)  # the prompt has a mean,
-  spread_out = (counts > 1).astype(counts.dtype)  # and a variance
+  known = (counts > 0).astype(counts.dtype)  # prompts with a mean
+  spread_out = (counts > 1).astype(counts.dtype)  # and with a variance
   others = sum_of_others(known)
-  # s2: the mean of the others' variances within their groups.
+  # s2: the mean of the other prompts' variances within their groups.
   within = sum_of_others(squares / jnp.maximum(counts - 1, 1) * spread_out)
   within = within / jnp.maximum(sum_of_others(spread_out), 1)
   pooled = sum_of_others(means * known) / jnp.maximum(others, 1)
-  # t2: the variance of the others' means, less what their noise adds to it.
-  # B x B numbers: the total minus one's own would keep an outlier's rounding.
+  # t2: the variance of the other prompts' means, less the part due to noise.
+  # B x B numbers: "total minus own" would keep an outlier's rounding.
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = known * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
   inverse = sum_of_others(known / jnp.maximum(counts, 1))
   inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / n
   between = jnp.maximum(spread - within * inverse, 0)
-  # Of fewer than two others there is no spread: s2 = 0 keeps to one's own.
+  # With fewer than two other prompts, s2 = 0 selects the group's own mean.
   return jnp.where(others > 1, within, 0), between, pooled
 
 
 def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Reward minus the success rate that a Bayesian expects of its prompt.
+  """Reward minus the Bayesian estimate of the prompt's success rate.
 
-  For binary rewards. Success rates are draws of one Beta(alpha, beta), itself
+  For binary rewards. Success rates are draws of a Beta(alpha, beta), itself
   uniform over a fixed grid of 150. The baseline of sample (b, i) is the mean of
   its prompt's rate given every reward of the batch but Z_{b,i}:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
-  p proportional to the beta-binomial likelihood of those rewards. It is
-  unbiased for any rewards: the baseline clips them to [0, 1] and counts those
-  between as parts of a success. G >= 2; memory for B G 150 numbers. Equal
+  p proportional to the beta-binomial likelihood of these rewards. It is
+  unbiased for any rewards: the baseline clips them to [0, 1] and counts
+  fractions as parts of a success. G >= 2; memory for B G 150 numbers. Equal
   rewards do not quite give 0.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)

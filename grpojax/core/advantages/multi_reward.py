@@ -1,14 +1,14 @@
-"""Aggregation of several rewards for one completion.
+"""Aggregation of several rewards per completion.
 
 | aggregation        | reward that a group compares                          |
 |--------------------|-------------------------------------------------------|
 | sum_then_normalize | Z_i = sum_k w_k Z_ki, the weighted sum                |
 | normalize_then_sum | sum_k w_k (Z_ki - mean_j Z_kj) / std_j Z_kj (GDPO)    |
 
-In the sum a reward counts as much as its spread is wide. Normalised first,
-every reward counts by its weight whatever its scale, at the price of
-`advantages.grpo`: prompts are weighted. GDPO (arXiv 2601.05242) divides the
-result by its deviation over the batch, which is the advantage `batch_std`.
+In the sum, rewards with a wide spread dominate. Normalised first, each reward
+counts by its weight whatever its scale, but prompts are weighted as by
+`advantages.grpo`. GDPO (arXiv 2601.05242) divides the result by its deviation
+over the batch: use the advantage `batch_std`.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ def normalize_then_sum(
   *,
   epsilon: float = 1e-6,
 ) -> Float[Array, "*B G"]:
-  """Weighted sum of rewards, each of which is normalised in its group.
+  """Weighted sum of rewards that are each normalised in their group.
 
   As TRL's "normalize_then_sum" before its batch normalisation: without unit,
-  and every group sums to 0. A missing value (nan) counts as 0, its function's
-  mean; the result is nan if all are missing. `epsilon` is added to the standard
+  and each group sums to 0. A missing value (nan) counts as 0, its function's
+  mean; the result is nan if all are missing. `epsilon` is added to standard
   deviations. ValueError if G < 2, or unless there is one weight per function.
   """
   values = as_float(values, "normalize_then_sum", least=2)
   weights = jnp.asarray(weights, values.dtype)
   if weights.shape != values.shape[:1]:
     raise ValueError(
-      f"normalize_then_sum takes one weight a reward function: values "
+      f"normalize_then_sum takes one weight per reward function: values "
       f"{values.shape} need weights {values.shape[:1]}, not {weights.shape}"
     )
   total = jnp.tensordot(weights, grpo(values, epsilon=epsilon), 1)
@@ -48,4 +48,4 @@ AGGREGATIONS = {
   "sum_then_normalize": None,
   "normalize_then_sum": normalize_then_sum,
 }
-"""Names as in TRL; None is the sum that the pool of reward functions makes."""
+"""Names as in TRL; None: the pool of reward functions computes the sum."""

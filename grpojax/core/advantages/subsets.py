@@ -1,10 +1,10 @@
-"""Advantages for objectives of k rewards: one family of U-statistics.
+"""Advantages for objectives of k rewards: a family of U-statistics.
 
 For a symmetric function f of k rewards, E f(Z_1, ..., Z_k) has the unbiased
 gradient estimator (1/G) sum_i s_i A_i with
 
-  A_i = k (mean of f over the k-subsets of the group that hold i
-           - mean of f over those that do not),   G > k.
+  A_i = k (mean of f over the k-subsets of the group that contain i
+           - mean of f over the k-subsets without i),   G > k.
 """
 
 import functools
@@ -18,7 +18,7 @@ from grpojax.core.group_axis import as_float, count, present
 
 
 def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
-  """Advantages for the best of k samples; of binary rewards, for pass@k.
+  """Advantages for the best of k samples; for binary rewards, pass@k.
 
   With z_(1) <= ... <= z_(G) the group in order and gap_r = z_(r) - z_(r-1), a
   maximum is z_(1) plus the gaps below it, so for the sample of rank rho
@@ -32,34 +32,35 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   optimizes max@k. ValueError if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_at_k", k)
-  return _of_gaps(rewards, *_weights(rewards.shape[-1], k))
+  return _sum_gaps(rewards, *_gap_weights(rewards.shape[-1], k))
 
 
 def max_rl(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for sum_{j <= k} (1 / j) E max of j: MaxRL (arXiv 2602.02710).
 
   For binary rewards the objective is the sum of pass@j / j, whose gradient
-  tends to that of log V as k grows: prompts that are seldom solved count most.
-  k = G - 1 gives the paper's (Z_i - mean Z) / mean Z (0 if no sample is right),
-  so that is unbiased for the first G - 1 terms. ValueError if k < 1 or G <= k.
+  tends to grad log V as k grows: prompts that are rarely solved count most. k =
+  G - 1 gives the paper's (Z_i - mean Z) / mean Z (0 if no sample is right), so
+  the paper's form is unbiased for the first G - 1 terms. ValueError if k < 1 or
+  G <= k.
   """
   rewards = _checked(rewards, "max_rl", k)
-  return _of_gaps(rewards, *_sum_of_weights(rewards.shape[-1], k))
+  return _sum_gaps(rewards, *_max_rl_weights(rewards.shape[-1], k))
 
 
 @functools.cache
-def _sum_of_weights(group_size: int, k: int) -> np.ndarray:
-  """Tables of `max_rl`, [2, n, r - 2]: those of `max_at_k` / j, j = 1 .. k."""
-  weights = (np.array(_weights(group_size, j)) / j for j in range(1, k + 1))
+def _max_rl_weights(group_size: int, k: int) -> np.ndarray:
+  """Tables of `max_rl`, [2, n, r - 2]: sums of `_gap_weights` / j, j <= k."""
+  weights = (np.array(_gap_weights(group_size, j)) / j for j in range(1, k + 1))
   tables = sum(weights)
   tables[:, : k + 1] = 0  # groups of too few rewards
   return tables
 
 
-def _of_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
-  """Advantages that are sums of gaps, by the tables of `_weights`."""
+def _sum_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
+  """Returns advantages that are sums of gaps, by `_gap_weights`."""
   rewarded, n = present(rewards), jnp.sum(present(rewards), -1)
-  # A missing reward goes to the end, equal to the best: it adds no gap.
+  # Missing rewards go to the end, equal to the best, so they add no gap.
   best = jnp.max(jnp.where(rewarded, rewards, -jnp.inf), -1, keepdims=True)
   order = jnp.argsort(jnp.where(rewarded, rewards, jnp.inf), -1)
   filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))
@@ -77,23 +78,23 @@ def _of_gaps(rewards: Array, below: np.ndarray, above: np.ndarray) -> Array:
 def min_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for the worst of k samples: -max_at_k(-Z).
 
-  Of binary rewards, for the probability that k samples are all right.
+  For binary rewards: the probability that k samples are all right.
   """
   return -max_at_k(-_checked(rewards, "min_at_k", k), k=k)
 
 
 def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Share of the group's others that a sample beats, minus those it loses to.
+  """Share of the group that a sample beats, minus the share it loses to.
 
   A_i = mean_{j != i} sign(Z_i - Z_j), in [-1, 1], unbiased for the gradient of
-  E sign(Z - Z'), Z' the reward of a frozen copy of the policy. Increasing
-  transformations of the rewards change nothing; for binary ones it is
-  `leave_one_out`. G >= 2; its gradient by the rewards is 0.
+  E sign(Z - Z'), Z' the reward of a frozen copy of the policy. Invariant to
+  increasing transformations of the rewards; for binary rewards it is
+  `leave_one_out`. G >= 2; its gradient with respect to rewards is 0.
   """
   rewards = as_float(rewards, "pairwise_rank", least=2)
   mine, theirs = rewards[..., :, None], rewards[..., None, :]
   wins = jnp.sum(mine > theirs, -1) - jnp.sum(mine < theirs, -1)
-  # All comparisons with nan, which is no reward, are false.
+  # Comparisons with nan (a missing reward) are false.
   return wins.astype(rewards.dtype) / jnp.maximum(count(rewards) - 1, 1)
 
 
@@ -103,10 +104,10 @@ def _checked(rewards: Array, name: str, k: int) -> Array:
   return as_float(rewards, f"{name} with k = {k}", least=k + 1)
 
 
-def _weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _gap_weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
   """Tables of a_r and b_r of `max_at_k`, r = 2 .. G, in float64: [n, r - 2].
 
-  One row per number n = 0 .. G of rewards in a group; 0 if n <= k or r > n.
+  Rows are the numbers n = 0 .. G of rewards in a group; 0 if n <= k or r > n.
   """
   below, above = np.zeros((2, group_size + 1, group_size - 1))
   for n in range(k + 1, group_size + 1):
@@ -118,7 +119,7 @@ def _weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _binomial_ratios(n: int, k: int) -> np.ndarray:
-  """C(m, k) / C(n, k) for m = 0 .. n, by factors that never exceed 1."""
+  """C(m, k) / C(n, k) for m = 0 .. n, as products of factors of at most 1."""
   m = np.arange(1, n + 1)
   factors = np.maximum(m - k, 0) / m  # C(m - 1, k) / C(m, k)
   return np.append(np.cumprod(factors[::-1])[::-1], 1.0)

@@ -1,9 +1,9 @@
-"""Leave-one-out baselines that weigh samples by the size of their scores.
+"""Leave-one-out baselines that weight samples by the size of their scores.
 
-A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j is unbiased for any weight
-of a sample by itself, and tends to the constant baseline with the least error,
-b* = E[|s|^2 Z] / E|s|^2, if w is as good as |s|^2 (E. Greensmith, P. Bartlett
-and J. Baxter, 2004; docs/theory.md, "The best baseline is not the value"):
+A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j is unbiased if a sample's
+weight depends on that sample alone. It tends to the best constant baseline, b*
+= E[|s|^2 Z] / E|s|^2, if w is as good as |s|^2 (E. Greensmith, P. Bartlett and
+J. Baxter, 2004; docs/theory.md, "The best baseline is not the value"):
 
 | function               | w_j                              |
 |------------------------|----------------------------------|
@@ -11,7 +11,7 @@ and J. Baxter, 2004; docs/theory.md, "The best baseline is not the value"):
 | score_weighted         | (sum over tokens of (1 - p)^2)^2 |
 | optimal_token_baseline | the same, up to each token       |
 
-G >= 2; groups do not sum to 0. Others that all have weight 0 count equally.
+G >= 2; groups do not sum to 0. If all other weights are 0, they count equally.
 """
 
 from collections.abc import Callable
@@ -33,12 +33,12 @@ from grpojax.core.types import Rollout
 def _minus_weighted_others(
   rewards: Float[Array, "*B G"], weights: Shaped[Array, "..."], name: str
 ) -> Float[Array, "*B G"]:
-  """Computes A_i of rewards from `as_float`; `name` is that of the weights."""
+  """Computes A_i of rewards from `as_float`; `name` describes the weights."""
   weights = jnp.asarray(weights).astype(rewards.dtype)
   if weights.shape != rewards.shape:
     raise ValueError(
-      f"{name} are one a sample: rewards {rewards.shape} need {name} of the "
-      f"same shape, not {weights.shape}"
+      f"{name} are per sample: rewards {rewards.shape} need {name} of the same "
+      f"shape, not {weights.shape}"
     )
   rewarded, moved = present(rewards), shifted(rewards)
   weights = jnp.where(rewarded, weights, 0)
@@ -52,7 +52,7 @@ def _minus_weighted_others(
 
 
 def _power(weights: Array, power: float) -> Array:
-  """Powers of weights, by a group's largest: ratios matter, none is inf."""
+  """Powers of weights relative to the group's largest, so none overflows."""
   largest = jnp.max(weights, -1, keepdims=True)
   return (weights / jnp.where(largest > 0, largest, 1)) ** power
 
@@ -62,8 +62,8 @@ def length_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the length-weighted mean of the group's other rewards.
 
-  For losses that sum over tokens: OPO (arXiv 2505.23585), unbiased because the
-  sample itself is left out of the mean.
+  For losses that are sums over tokens: OPO (arXiv 2505.23585), unbiased because
+  the sample itself is left out of the mean.
   """
   rewards = as_float(rewards, "length_weighted", least=2)
   return _minus_weighted_others(rewards, lengths, "lengths")
@@ -72,11 +72,11 @@ def length_weighted(
 def logit_score_sq(
   logprobs: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
 ) -> Float[Array, "*B G"]:
-  """Sum over tokens of (1 - p_t)^2: how unsure the policy was of them.
+  """Sum over tokens of (1 - p_t)^2, which measures the policy's uncertainty.
 
   p_t is the probability under the sampling distribution, 1 - p_t the derivative
-  of log p_t by the token's own logit. Those by other logits add less, and say
-  less about |s|^2 (measured: grpojax/studies/README.md).
+  of log p_t with respect to the token's own logit. The other logits add less,
+  and say less about |s|^2 (measured: grpojax/studies/README.md).
   """
   return jnp.sum(token_score_sq(logprobs, mask), axis=-1)
 
@@ -86,7 +86,7 @@ def score_weighted(
   logit_score_sq: Float[Array, "*B G"],
   power: float = 2.0,
 ) -> Float[Array, "*B G"]:
-  """Reward minus the others' mean, weighted by how unsure the policy was.
+  """Reward minus the uncertainty-weighted mean of the group's other rewards.
 
   w = (sum_t (1 - p_t)^2)^power: 2 for tokens whose scores point the same way,
   whose sum grows as their number; 1 for independent ones; 0 is `leave_one_out`.
@@ -99,7 +99,7 @@ def score_weighted(
 def token_score_sq(
   logprobs: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
 ) -> Float[Array, "*B G T"]:
-  """Returns the summands of `logit_score_sq`, 0 outside of the mask."""
+  """Returns the terms of `logit_score_sq`, 0 outside of the mask."""
   return jnp.where(mask, jnp.expm1(logprobs) ** 2, 0)
 
 
@@ -111,21 +111,22 @@ def optimal_token_baseline(
   *,
   leave_one_out: bool = True,
 ) -> Float[Array, "*B G T"]:
-  """Reward minus a mean of the others', another one for each token.
+  """Reward minus, for each token, a weighted mean of the group's other rewards.
 
-  A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over the others that
-  have a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
-  optimal token baseline (arXiv 2602.07078) without the sample's own reward, and
-  so unbiased. If no other is as long, their plain mean is the baseline.
+  A_it = R_it - sum_{j != i} w_jt R_jt / sum_{j != i} w_jt, over samples j with
+  a t-th sampled token, w_jt = (sum_{u <= t} token_score_sq_ju)^power: the
+  optimal token baseline (arXiv 2602.07078), unbiased because it leaves out the
+  sample's own reward. If no other sample is as long, their plain mean is the
+  baseline.
 
   With leave_one_out = False, power = 1 and 1 - 2 p + sum_v p_v^2 in the place
-  of (1 - p)^2 it is verl's `optimal_token_baseline` and, of several turns,
+  of (1 - p)^2 it is verl's `optimal_token_baseline` and, for several turns,
   `tir_optimal_token_baseline` with handle_zero_tail: the own reward in the mean
-  scales each token's gradient by another number, and a lone longest sample has
-  no baseline.
+  rescales each token's gradient, and a lone longest sample has no baseline.
 
   `rewards` are R of samples, [*B, G], or of tokens, [*B, G, T]: the rewards
-  from each sampled token on, 0 after the end. Other tokens get 0.
+  from each sampled token on, 0 after the end. Tokens that were not sampled get
+  0.
   """
   rewards = jnp.asarray(rewards)
   if rewards.shape == sampled.shape[:-1]:
@@ -139,22 +140,22 @@ def optimal_token_baseline(
       f"[..., G, T]: got {rewards.shape}, token_score_sq "
       f"{token_score_sq.shape} and sampled {sampled.shape}"
     )
-  # The t-th sampled tokens of a group stand side by side, [*B, T, G].
+  # Align the t-th sampled tokens of a group, [*B, T, G].
   sums = jnp.cumsum(jnp.where(sampled, token_score_sq, 0), -1)
   order = jnp.argsort(~sampled, axis=-1, stable=True)
-  there, weights, to_go = (
+  is_token, weights, to_go = (
     jnp.swapaxes(jnp.take_along_axis(x, order, -1), -1, -2)
     for x in (sampled, sums, rewards)
   )
   to_go = as_float(to_go, "optimal_token_baseline", least=2)
-  weights = _power(jnp.where(there, weights, 0), power)
+  weights = _power(jnp.where(is_token, weights, 0), power)
   if leave_one_out:
     advantages = _minus_weighted_others(to_go, weights, "weights")
   else:
     weights = jnp.where(present(to_go), weights, 0)
     total = jnp.maximum(jnp.sum(weights, -1), 1e-8)
     mean = jnp.sum(weights * jnp.where(present(to_go), to_go, 0), -1) / total
-    mean = jnp.where(jnp.sum(there & present(to_go), -1) > 1, mean, 0)
+    mean = jnp.where(jnp.sum(is_token & present(to_go), -1) > 1, mean, 0)
     advantages = jnp.where(present(to_go), to_go - mean[..., None], 0)
   place = jnp.maximum(jnp.cumsum(sampled, -1) - 1, 0)
   advantages = jnp.take_along_axis(jnp.swapaxes(advantages, -1, -2), place, -1)
@@ -164,7 +165,7 @@ def optimal_token_baseline(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G *t"]]:
-  """Arrays of samples or tokens that an advantage has parameters for."""
+  """Computes the arrays for which an advantage has parameters."""
   mask = rollout.sampled
   weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),

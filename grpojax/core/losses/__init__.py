@@ -1,7 +1,7 @@
 """Policy losses: token weightings, and `grpo_loss`.
 
-Everything is per token, [B, G, T], and the loss is sum(weights * per_token).
-Weights are computed once for a whole optimizer batch, so micro-batches and
+Arrays are per token, [B, G, T], and the loss is sum(weights * per_token).
+Weights are computed once over a whole optimizer batch, so micro-batches and
 devices only add. Padding may hold anything, nan included: it reaches neither
 the value nor the gradient.
 
@@ -12,11 +12,10 @@ the value nor the gradient.
 | sequence_sum  | 1 / N           | mean length          | arXiv 2602.05261 |
 | fixed_length  | 1 / (N length)  | mean length / length | arXiv 2503.20783 |
 
-|o_i| are the tokens of sequence i, N is the number of sequences that have one.
-Without any token weights are 0. docs/objectives.md says when to use which.
-
-A weighting plugs in by its name in `WEIGHTINGS`: (mask) -> weights; one with a
-parameter `length` gets the longest completion allowed, in tokens.
+|o_i| is the number of tokens of sequence i, N the number of non-empty
+sequences; without any token weights are 0. docs/objectives.md says when to use
+which. To add a weighting, enter (mask) -> weights in `WEIGHTINGS`; a parameter
+`length` gets the longest completion allowed, in tokens.
 """
 
 from collections.abc import Callable
@@ -37,8 +36,6 @@ from grpojax.core.losses.surrogates import (
   token_ratio,
 )
 
-KLFn = Callable[[Array, Array], Array]
-
 
 def sequence_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Mean over a sequence's tokens, then over sequences: GRPO's weighting."""
@@ -57,7 +54,7 @@ def fixed_length(
   """Sum over tokens divided by a constant length: Dr. GRPO's weighting.
 
   With `leave_one_out` advantages the gradient is unbiased for 1 / length times
-  the true one. ValueError unless the length is positive and finite.
+  the true gradient. ValueError unless the length is positive and finite.
   """
   if not 0 < length < float("inf"):
     raise ValueError(
@@ -87,7 +84,7 @@ def grpo_loss(
   *,
   ratio: RatioFn = token_ratio,
   surrogate: SurrogateFn = clipped,
-  kl: KLFn | None = k3,
+  kl: Callable[[Array, Array], Array] | None = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
   token_mask: Bool[Array, "B G T"] | None = None,
@@ -95,45 +92,35 @@ def grpo_loss(
 ) -> tuple[Float[Array, ""], Aux]:
   """A surrogate of the policy gradient, with an optional KL term.
 
-  loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
+    loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
   its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate,
   except that `sequence_ratio` and `gmpo` average advantages over tokens. Only
   `logprobs` and `exact_kl` are differentiated.
 
-  Args:
-    logprobs: log-probabilities of the sampled tokens.
-    advantages: one a completion, or one a token.
-    weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
-      the other arguments may be a part.
-    mask: True on real tokens.
-    old_logprobs: those of the policy that sampled; None if it is this one.
-    ref_logprobs: those of the reference policy; without beta only logged.
-    is_weights: constant factors of each token's loss (`rollout_correction`).
-    exact_kl: KL divergences of the tokens' distributions, for kl = None.
-    ratio: one of `surrogates.RATIOS`.
-    surrogate: one of `surrogates.SURROGATES`, or of your own.
-    kl: estimator in the loss (see `kl.PLACEMENTS`); None is `exact_kl`.
-    beta: weight of the KL term; 0 leaves it out.
-    kl_correction: multiplies the estimator by the token ratio.
-    token_mask: True on the tokens in the surrogate; None is all.
-    **settings: settings of the surrogate (`clip_low`, say).
+  `weights` are computed over the whole optimizer batch, of which the other
+  arrays may be a part. `old_logprobs` is None if the policy itself sampled;
+  without beta `ref_logprobs` is only logged. `is_weights` are constant factors
+  of each token's loss (`rollout_correction`); `token_mask` is True on the
+  tokens in the surrogate (None: all). `kl` is an estimator (`kl.PLACEMENTS`),
+  or None to use `exact_kl`, the KL divergences of the tokens' distributions;
+  `kl_correction` multiplies it by the token ratio. `settings` go to the
+  surrogate.
 
-  Returns:
-    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (exact or
-    k3; 0 on padding and without a reference), and those of the surrogate.
-    ValueError for beta without ref_logprobs or exact_kl, and for wrong shapes.
+  Returns the loss and arrays to be logged: "ratio" (1 on padding), "kl" (exact
+  or k3; 0 on padding and without a reference), and the surrogate's. ValueError
+  for beta without ref_logprobs or exact_kl, and for wrong shapes.
   """
   if beta and kl is None and exact_kl is None:
     raise ValueError(
-      "kl = 'exact' needs the KL divergence of each token's distribution: give "
-      "make_batch and the update the reference policy, ref_params"
+      "kl = 'exact' needs the KL divergence of each token's distribution: pass "
+      "the reference policy, ref_params, to make_batch and the update"
     )
   if beta and kl and ref_logprobs is None:
     raise ValueError(
-      f"beta = {beta} asks for a KL term, which needs ref_logprobs: give "
-      "make_batch the reference's parameters, ref_params, or set beta = 0"
+      f"beta = {beta} adds a KL term, which needs ref_logprobs: pass the "
+      "reference's parameters, ref_params, to make_batch, or set beta = 0"
     )
   others = (logprobs, weights, old_logprobs, ref_logprobs, exact_kl)
   _check_shapes(mask, advantages, (*others, token_mask, is_weights))
@@ -170,12 +157,12 @@ def grpo_loss(
 def _check_shapes(
   mask: Array, advantages: Array, others: tuple[Array | None, ...]
 ) -> None:
-  # Shapes that happen to broadcast would silently give another loss.
+  # Other shapes may broadcast and silently give another loss.
   shapes = [mask.shape] + [x.shape for x in others if x is not None]
   fits = advantages.shape in (mask.shape[:2], mask.shape)
   if len(set(shapes)) > 1 or not fits:
     raise ValueError(
-      "grpo_loss takes advantages [B, G] or [B, G, T], and everything else as "
+      "grpo_loss takes advantages [B, G] or [B, G, T], and all other arrays as "
       f"[B, G, T]; got advantages {advantages.shape} and {shapes}"
     )
 
@@ -184,14 +171,12 @@ def _check_surrogate(per_token: Any, aux: dict[str, Any], mask: Array) -> None:
   shapes = {name: jnp.shape(x) for name, x in aux.items()}
   if {jnp.shape(per_token), *shapes.values()} != {mask.shape}:
     raise ValueError(
-      f"a surrogate returns arrays {mask.shape}, one number a token: got the "
-      f"loss {jnp.shape(per_token)} and to be logged {shapes}"
+      f"a surrogate must return arrays {mask.shape}, a number per token: got a "
+      f"loss {jnp.shape(per_token)} and logged arrays {shapes}"
     )
   taken = sorted({"ratio", "kl", "entropy"} & set(aux))
   if taken:
-    raise ValueError(
-      f"a surrogate must not log {taken}: they are logged anyway"
-    )
+    raise ValueError(f"a surrogate must not log {taken}: grpo_loss logs them")
 
 
 def _sequences(mask: Array) -> Array:

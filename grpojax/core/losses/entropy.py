@@ -1,15 +1,14 @@
-"""Entropy in the loss: a bonus for it, and the tokens that have most of it.
+"""Entropy in the loss: an entropy bonus, and selection of uncertain tokens.
 
-The entropy is that of the distribution that a token was sampled from, in nats,
-given the sampled prefix; its gradient leaves out that of the prefix.
+The entropy is that of the distribution from which a token was sampled, in nats,
+given the sampled prefix; its gradient leaves out the prefix.
 
 The bonus is `entropy_coef` times the mean entropy of the tokens in the
-surrogate (those of `off_policy_sequences` too), over the whole optimizer batch,
-whatever the loss's weighting. With an `entropy_target` there is a bonus only
-while the entropy is not above it, and the coefficient moves by
-`entropy_coef_delta` after each optimizer update: up if the entropy is at most
-the target, else down, within 0 and `entropy_coef_max` (arXiv 2505.22312,
-section 4).
+surrogate (including `off_policy_sequences`), over the whole optimizer batch,
+whatever the weighting. With an `entropy_target` the bonus is on only while the
+entropy is at most the target, and after each optimizer update the coefficient
+moves by `entropy_coef_delta`: up if the entropy is at most the target, else
+down, within 0 and `entropy_coef_max` (arXiv 2505.22312, section 4).
 """
 
 import typing
@@ -24,14 +23,14 @@ from grpojax.core.objective import Objective
 @typing.no_type_check
 @struct.dataclass
 class EntropyControl:
-  """State of an adaptive bonus, from one optimizer update to the next."""
+  """State of an adaptive bonus between optimizer updates."""
 
   coefficient: Float[Array, ""]  # of the next update
-  entropy: Float[Array, ""]  # mean of the last one, in nats; inf first
+  entropy: Float[Array, ""]  # mean in the last update, nats; at first inf
 
 
 def init_control(objective: Objective) -> EntropyControl | None:
-  """Returns the state before the first update; None where nothing adapts."""
+  """Returns the state before the first update; None without a target."""
   if not objective.entropy_target:
     return None
   return EntropyControl(
@@ -43,7 +42,7 @@ def init_control(objective: Objective) -> EntropyControl | None:
 def coefficient(
   objective: Objective, control: EntropyControl | None
 ) -> float | Float[Array, ""]:
-  """Coefficient in this update: 0 while the last one's entropy is above target.
+  """Coefficient in this update: 0 while the last entropy is above the target.
 
   ValueError for a target without a state.
   """
@@ -52,8 +51,8 @@ def coefficient(
     return objective.entropy_coef
   if control is None:
     raise ValueError(
-      "an entropy bonus with a target adapts its coefficient, which is part of "
-      "the state: state.replace(entropy=entropy.init_control(objective))"
+      "an entropy target needs the adaptive coefficient in the state: use "
+      "state.replace(entropy=entropy.init_control(objective))"
     )
   return jnp.where(control.entropy <= target, control.coefficient, 0.0)
 
@@ -64,7 +63,7 @@ def adapt(
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
 ) -> EntropyControl | None:
-  """Returns the state after an update; a `skipped` one leaves it as it is."""
+  """Returns the state after an update; `skipped` updates leave it unchanged."""
   if control is None:
     return None
   step, most = objective.entropy_coef_delta, objective.entropy_coef_max
@@ -81,9 +80,9 @@ def mean_entropy(
   token_mask: Bool[Array, "*S"],
   tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-  """Mean over the tokens of the mask, or a part's share of it.
+  """Mean entropy over the tokens of the mask, or a part's share of the mean.
 
-  `tokens` is then the number of these with those of all other parts.
+  For a part, `tokens` is the number of tokens of all parts.
   """
   count = jnp.sum(token_mask) if tokens is None else tokens
   total = jnp.sum(jnp.where(token_mask, entropy, 0.0))
@@ -95,13 +94,13 @@ def highest_entropy(
 ) -> Bool[Array, "*S"]:
   """True on the tokens of highest entropy, at which a completion may fork.
 
-  Of n tokens the floor(share (n - 1)) + 1 of highest entropy, and those that
-  tie with the last of them: all that reach the quantile 1 - share of the
-  entropies (arXiv 2506.01939, equation 5, with share 0.2). Outside the mask the
-  entropy may be anything, and the result is False.
+  Selects all tokens that reach the quantile 1 - share of the entropies: of n
+  tokens, the floor(share (n - 1)) + 1 of highest entropy, and ties with the
+  last of them (arXiv 2506.01939, equation 5, with share 0.2). Outside the mask
+  the entropy may be anything, and the result is False.
   """
   falling = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
   last = jnp.floor(share * (jnp.sum(mask) - 1).astype(jnp.float32))
-  # Without any token the threshold is that of padding.
+  # Without any token the threshold is the padding's.
   threshold = falling[jnp.maximum(last, 0).astype(jnp.int32)]
   return mask & (entropy >= threshold)

@@ -1,8 +1,8 @@
 """Estimators of the KL divergence between the policy and its reference.
 
 Each maps log-probabilities of sampled tokens, under the policy and under the
-reference, to nats a token. An estimator has a value and, put in the loss, a
-gradient, and the two need not agree:
+reference, to nats per token. Used in the loss, an estimator has a value and a
+gradient, which may belong to different divergences:
 
 | in the loss | expected value, on-policy | expected gradient, on-policy |
 |-------------|---------------------------|------------------------------|
@@ -13,13 +13,13 @@ gradient, and the two need not agree:
 | rho k3      | KL(pi || ref)             | of KL(pi || ref)             |
 | exact       | KL(pi || ref)             | of KL(pi || ref)             |
 
-rho = pi / pi_old is the token ratio, 1 in a step's only update; in several the
-rows of rho and the last one hold off-policy as well. `exact` is the sum over
-the vocabulary (`core.logprobs.Reference`). All of it is about a token given a
-sampled prefix; only `kl_penalty` accounts for the prefix's dependence on the
-policy. Where sampling cuts the policy to a set S of tokens, the reference is
-not cut: k3's value is then low by 1 - ref(S), and its gradient that of the
-forward KL from the reference given S, times ref(S).
+rho = pi / pi_old is the token ratio, 1 if a step has a single update; with
+several, the rows of rho and the last row hold off-policy as well. `exact` is
+the sum over the vocabulary (`core.logprobs.Reference`). The table is about a
+token given a sampled prefix; only `kl_penalty` accounts for the prefix's
+dependence on the policy. If sampling cuts the policy to a set S of tokens, the
+reference is not cut: k3's value is then low by 1 - ref(S), and its gradient
+that of the forward KL from the reference given S, times ref(S).
 
 Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 """
@@ -27,30 +27,30 @@ Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-# Bounds of log-ratios, with zero gradient outside. Above, exp would overflow;
-# below, only sums and squares must stay finite, so a policy that puts its mass
-# where the reference has none is still pulled back.
+# Bounds of log-ratios, with zero gradient outside. Above, exp would overflow.
+# Below, only sums and squares must stay finite, so tokens that the reference
+# excludes are still pulled back.
 _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 
 
 def k1(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Log-ratio log(pi / ref): unbiased, and noisy; in the loss, times rho."""
+  """Log-ratio log(pi / ref): unbiased and noisy; in the loss, times rho."""
   return -log_ratio(ref_logprobs, logprobs)
 
 
 def k2(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Half the squared log-ratio, right to second order near ref = pi."""
+  """Half the squared log-ratio, exact to second order near ref = pi."""
   return 0.5 * log_ratio(ref_logprobs, logprobs) ** 2
 
 
 def k3(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """GRPO's, ref / pi - 1 - log(ref / pi) >= 0 (arXiv 2402.03300, eq. 4)."""
+  """GRPO's ref / pi - 1 - log(ref / pi) >= 0 (arXiv 2402.03300, eq. 4)."""
   difference = log_ratio(ref_logprobs, logprobs)
   # expm1, because near ref = pi the terms cancel to second order.
   return jnp.expm1(difference) - difference
@@ -61,7 +61,7 @@ def kl_penalty(
   ref_logprobs: Float[Array, "B G T"],
   mask: Bool[Array, "B G T"],
 ) -> Float[Array, "B G"]:
-  """Log-ratio of a whole completion, log(pi / ref), for its reward, in nats.
+  """Log-ratio log(pi / ref) of a whole completion, in nats, for its reward.
 
   With rewards - beta * kl_penalty and an unbiased advantage the policy gradient
   is that of E[reward] - beta KL(pi || ref), the KL of whole sequences.
@@ -72,7 +72,7 @@ def kl_penalty(
 def clean_logprobs(logprobs: Array, mask: Array) -> Array:
   """Log-probabilities in float32 or better, 0 on padding, never -inf."""
   dtype = jnp.promote_types(logprobs.dtype, jnp.float32)
-  # The floor avoids -inf - (-inf) = nan, where both policies exclude a token.
+  # The floor avoids -inf - (-inf) = nan if both policies exclude a token.
   floored = jnp.maximum(logprobs.astype(dtype), jnp.finfo(dtype).min)
   return jnp.where(mask, floored, 0.0)
 
@@ -98,5 +98,5 @@ PLACEMENTS = {
   "ratio": {"k1": k1, "k3": k3},
   "reward": {"k1": kl_penalty},
 }
-"""Estimators by placement: a term of the loss, one times the ratio
+"""Estimators by placement: a term of the loss, a term times the ratio
 (`kl_correction`), a penalty in the reward. None: `grpo_loss` gets values."""

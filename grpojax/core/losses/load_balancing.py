@@ -1,6 +1,7 @@
-"""Auxiliary loss that keeps the experts of a mixture in use.
+"""Auxiliary loss that balances the experts of a mixture.
 
-A router that favours a few experts trains them alone, and favours them more.
+Without it, a router that favours a few experts trains only these, and favours
+them more.
 """
 
 import typing
@@ -16,21 +17,20 @@ from grpojax.core.types import Batch
 @typing.no_type_check
 @struct.dataclass
 class ExpertLoad:
-  """Load of each of X experts by tokens: sums over tokens and layers."""
+  """Load of each of X experts, summed over tokens and layers."""
 
-  chosen: Float[Array, "X"]  # tokens that were sent to each expert
-  probs: Float[Array, "X"]  # probabilities that the routers gave each expert
+  chosen: Float[Array, "X"]  # tokens sent to each expert
+  probs: Float[Array, "X"]  # the routers' probabilities of each expert
   count: Float[Array, ""]  # tokens times layers
 
 
 def load_weights(
   batch: Batch,
 ) -> tuple[Float[Array, "B P"], Float[Array, "B G T"]]:
-  """Weights in the load of each token of prompts and completions.
+  """Weight of each token of prompts and completions in the experts' load.
 
-  A prompt's token counts once for each of its completions that is learned from,
-  however a batch is split or packed. Importance weights and tokens of
-  environments do not count.
+  A prompt's token counts once per completion in the loss, however a batch is
+  split or packed. Importance weights and tokens of environments do not count.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
@@ -41,13 +41,13 @@ def load_weights(
 def load_balancing_loss(
   load: ExpertLoad, whole: ExpertLoad | None = None
 ) -> Float[Array, ""]:
-  """Returns X sum_x f_x P_x, or a part's share of that of the `whole` batch.
+  """Returns X sum_x f_x P_x, or a part's share of the `whole` batch's loss.
 
-  f_x is the share of all tokens that goes to expert x, P_x its mean
-  probability, over tokens and layers together (arXiv 2101.03961, equations 4 to
-  6, as transformers' `load_balancing_loss_func`; over a whole batch: arXiv
-  2501.11873). With k experts a token it is k if they are used evenly, up to X
-  if all tokens go to the same ones. f_x, a count, has no gradient.
+  f_x is the share of all tokens sent to expert x, P_x its mean probability,
+  over tokens and layers together (arXiv 2101.03961, equations 4 to 6, as
+  transformers' `load_balancing_loss_func`; over a whole batch: arXiv
+  2501.11873). With k experts per token it is k if they are used evenly, up to X
+  if all tokens go to the same experts. f_x, a count, has no gradient.
   """
   whole = load if whole is None else whole
   count = jnp.maximum(whole.count, 1.0)

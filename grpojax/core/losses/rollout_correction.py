@@ -1,29 +1,30 @@
-"""Corrections for a rollout policy that is not the policy being trained.
+"""Corrections for a mismatch between rollout policy and trained policy.
 
 Tokens are drawn from the rollout policy mu, whose numbers differ from the
 trainer's (another program, engine or precision). The surrogate has pi / pi_old
-of the trainer's log-probabilities, and what is left, r_t = pi_old(o_t) /
-mu(o_t), makes a constant weight of each token's loss here.
+of the trainer's log-probabilities; the remaining factor, r_t = pi_old(o_t) /
+mu(o_t), becomes a constant weight of each token's loss here.
 
 | correction          | w, a factor of a token's loss           | also called |
 |---------------------|-----------------------------------------|-------------|
-| `token_truncate`    | r_t held within [low, high]             | TIS         |
+| `token_truncate`    | r_t clipped to [low, high]              | TIS         |
 | `token_mask`        | r_t; 0 outside of [low, high]           | MIS, IcePop |
-| `sequence_truncate` | prod_t r_t held within [low, high]      | seq-TIS     |
+| `sequence_truncate` | prod_t r_t clipped to [low, high]       | seq-TIS     |
 | `sequence_mask`     | prod_t r_t; 0 outside of [low, high]    | seq-MIS     |
-| `geometric_mask`    | 1; 0 where the geometric mean of r_t    | seq_mean_k1 |
+| `geometric_mask`    | 1; 0 if the geometric mean of r_t       | seq_mean_k1 |
 |                     | lies outside of [low, high]             |             |
 
-The KL term and the entropy bonus are means over the same samples and take the
-same weights (in TRL and verl they do not). Without bounds the sequence's weight
-makes the gradient that of pi_old, without bias if the loss is divided by
-nothing that the samples decide (weightings `fixed_length` and `sequence_sum`,
-no completion left out), the advantage is a sum of rewards less a baseline of
-other samples, and mu draws without top_k, top_p and min_p. Its variance grows
-with the length; the token's weight leaves prefixes distributed as mu drew them.
-With `sequence_ratio` and `gmpo`, which average weights over a completion, use
-the sequence's. The loss is divided by the number of all tokens, as in TRL; verl
-leaves masked ones out. `geometric_mask` only leaves out completions whose
+The KL term and the entropy bonus, means over the same samples, take the same
+weights (in TRL and verl they do not). The loss is divided by the number of all
+tokens, as in TRL; verl leaves masked tokens out.
+
+Without bounds, sequence weights give the gradient of pi_old without bias if the
+loss is divided by numbers independent of the samples (weightings `fixed_length`
+and `sequence_sum`, no completion left out), the advantage is a sum of rewards
+less a baseline of other samples, and mu draws without top_k, top_p and min_p.
+Their variance grows with the length; token weights leave prefixes distributed
+as mu drew them. With `sequence_ratio` and `gmpo`, which average weights over a
+completion, use sequence weights. `geometric_mask` only drops completions whose
 tokens are, on average, too far off (SkyRL's bounds are .99 and 1.01).
 
 Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
@@ -41,7 +42,7 @@ from grpojax.core.losses.kl import masked_log_ratio
 from grpojax.core.losses.surrogates import Aux
 from grpojax.core.types import Batch
 
-_LARGEST = 20.0  # log of the largest weight there is: exp may not overflow
+_LARGEST = 20.0  # log of the largest weight, so that exp does not overflow
 _INF = float("inf")
 
 Correct = Callable[[Array, Batch], tuple[Array | None, Array | None, Aux]]
@@ -55,7 +56,7 @@ CORRECTIONS = (
   "geometric_mask",
 )
 UNWEIGHTED = ("none", "geometric_mask")
-"""Corrections after which samples are still those of the rollout policy."""
+"""Corrections without importance weights."""
 
 
 def is_weights(
@@ -67,8 +68,8 @@ def is_weights(
 ) -> tuple[Float[Array, "B G T"], Bool[Array, "B G T"]]:
   """Importance-sampling weights of the tokens' losses, by the module's table.
 
-  `log_ratio` is log(pi_old / mu), 0 on padding, where weights are 1. Also
-  returns True where a bound was passed.
+  `log_ratio` is log(pi_old / mu), 0 on padding, which gets weight 1. Also
+  returns True for weights out of bounds.
   """
   unit, bound = correction.split("_")
   if unit == "sequence":
@@ -79,7 +80,7 @@ def is_weights(
     log_ratio = jnp.sum(log_ratio, axis=-1, keepdims=True) / length
   weights = jnp.exp(log_ratio)
   outside = mask & ((weights < low) | (weights > high))
-  if unit == "geometric":  # a mean over tokens is no weight: it only chooses
+  if unit == "geometric":  # the mean over tokens only selects sequences
     weights = jnp.ones_like(weights)
   if bound == "truncate":
     bounded = jnp.clip(weights, low, high)
@@ -95,9 +96,9 @@ def off_policy_sequences(
   mask: Bool[Array, "B G T"],
   threshold: float,
 ) -> Bool[Array, "B G"]:
-  """True for sequences that are worse than their group, and off-policy.
+  """True for off-policy sequences that are worse than their group.
 
-  A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats a token
+  A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats per token
   (DeepSeek-V3.2, arXiv 2512.02556, equation 9). As in TRL, drift of the updates
   and mismatch of the rollout count together.
   """
@@ -114,15 +115,15 @@ def make_correction(
 ) -> Correct | None:
   """Makes the correction that `make_update` applies to its losses.
 
-  In a single update pi_old is the update's own policy; several need the
+  In a single update pi_old is the update's own policy; several updates need the
   trainer's old log-probabilities (with the rollout's, these weights are 1).
-  `off_policy_sequences` are left out from `threshold` nats per token on.
+  `off_policy_sequences` above `threshold` nats per token are left out.
 
-  Returns `(logprobs, batch) -> (is_weights, left_out, aux)`, or None if there
-  is nothing to correct: weights [B, G, T] (None without a `correction`), True
-  for sequences [B, G, 1] not in the surrogate (None without a `threshold`), and
-  `is_weight`, `is_weight_bounded` (out of bounds) and `off_policy_masked`, to
-  be logged as means over tokens.
+  Returns `(logprobs, batch) -> (is_weights, left_out, aux)`, or None if all is
+  off: weights [B, G, T] (None without a `correction`), True for sequences [B,
+  G, 1] not in the surrogate (None without a `threshold`), and `is_weight`,
+  `is_weight_bounded` (out of bounds) and `off_policy_masked`, to be logged as
+  means over tokens.
   """
   if correction == "none" and threshold is None:
     return None
@@ -131,8 +132,8 @@ def make_correction(
     rollout_logprobs, mask = batch.rollout_logprobs, batch.completion_mask
     if rollout_logprobs is None:
       raise ValueError(
-        "a correction compares with the sampler's log-probabilities, and the "
-        "batch has none: give rollout_logprobs, as make_batch does"
+        "a correction needs the sampler's log-probabilities, and the batch has "
+        "none: set rollout_logprobs, as make_batch does"
       )
     logprobs = jax.lax.stop_gradient(logprobs)
     weights, left_out, aux = None, None, {}

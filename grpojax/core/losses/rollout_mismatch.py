@@ -1,8 +1,9 @@
-"""Distance of the trainer from the rollout, on the policy that sampled.
+"""Mismatch between trainer and rollout under the policy that sampled.
 
 Both compute log-probabilities of the same tokens under the same weights, but by
-programs that round differently. The distance is in the importance ratios if the
-old log-probabilities are the rollout's, else it makes the gradient off-policy.
+programs that round differently. The mismatch is part of the importance ratios
+if the old log-probabilities are the rollout's, else it makes the gradient
+off-policy.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from grpojax.core.losses.kl import clean_logprobs, k3, masked_log_ratio
 from grpojax.core.types import Batch
 
 
-def of_tokens(
+def token_mismatch(
   loss: Callable[..., Any],
   logprobs: Float[Array, "B G T"],
   batch: Batch,
@@ -25,15 +26,14 @@ def of_tokens(
   """Mismatch of each token; {} for a batch without `rollout_logprobs`.
 
   "log_ratio" is log(pi_trainer / pi_rollout) in nats, "kl" k3 of KL(rollout ||
-  trainer) (both 0 on padding); the rest the loss logs with the rollout's
-  log-probabilities as the old ones ("clip_fraction_low", say).
+  trainer) (both 0 on padding); the other arrays are logged by the loss with the
+  rollout's log-probabilities as the old ones ("clip_fraction_low", say).
   """
   if batch.rollout_logprobs is None:
     return {}
   logprobs = jax.lax.stop_gradient(logprobs)
   mask, sampled = batch.completion_mask, batch.rollout_logprobs
   _, aux = loss(logprobs, batch.advantages, weights, mask, sampled, beta=0.0)
-  # Always logged, and not about clipping.
   clipping = {k: v for k, v in aux.items() if k not in ("ratio", "kl")}
   return {
     "log_ratio": masked_log_ratio(logprobs, sampled, mask),
@@ -46,9 +46,10 @@ def metrics(
 ) -> dict[str, Float[Array, ""]]:
   """Means over real tokens, the maximum, and the effective sample size.
 
-  That is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the weights of sequences
-  w_i = prod_t pi_trainer / pi_rollout, N those that have a token (Kong, 1992):
-  1 if rollout and trainer agree, 1 / N if one has all the weight, nan if N = 0.
+  The effective sample size is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the
+  weights of sequences w_i = prod_t pi_trainer / pi_rollout, N the number of
+  non-empty sequences (Kong, 1992): 1 if rollout and trainer agree, 1 / N if a
+  single sequence has all the weight, nan if N = 0.
   """
   if not arrays:
     return {}
@@ -61,7 +62,7 @@ def metrics(
   largest = jnp.max(mismatch)
   real = jnp.any(mask, axis=-1)
   log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
-  # The largest weight becomes 1, which changes no share.
+  # Relative to the largest weight, which leaves shares unchanged.
   w = jnp.exp(log_w - jnp.max(log_w, initial=-1e30))
   sequences = jnp.maximum(jnp.sum(real), 1)
   squares = jnp.maximum(jnp.sum(w**2), 1e-30)

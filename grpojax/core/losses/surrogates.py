@@ -1,32 +1,30 @@
-"""Importance ratios, and what a loss makes of them: surrogates.
+"""Importance ratios and surrogate losses.
 
-What plugs in here, each by its name in a dict at the end of this file:
-
-- a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios, 1 on padding:
-  of the policy being trained to the policy that sampled.
-- a surrogate (`SURROGATES`): (ratios, logprobs, advantages, *, settings) ->
-  (per_token, aux), all [B, G, T], of which padding is not used. Advantages are
-  constants. `per_token` is minimised; `aux` are arrays that are logged as means
-  over tokens. Settings are fields of `Objective`, which checks their ranges; a
-  parameter `mask` gets that of the completions.
+Functions are looked up by name in the dicts at the end of this file. A ratio is
+(logprobs, old_logprobs, mask) -> ratios of the trained policy to the policy
+that sampled, 1 on padding. A surrogate is (ratios, logprobs, advantages, *,
+settings) -> (per_token, aux), all [B, G, T], where padding is ignored:
+`per_token` is minimised, `aux` is logged as means over tokens. Settings are
+fields of `Objective`, which checks their ranges; a parameter `mask` gets the
+completions' mask.
 
 A token with ratio r and advantage A adds a multiple of -A grad log pi to the
-gradient. On-policy, with one advantage per completion, that multiple is 1 for
+gradient. On-policy, with one advantage per completion, the multiple is 1 for
 every surrogate and ratio. Off-policy, with c(x) for x within the bounds, s for
 a sequence and sg stopping the gradient:
 
-| surrogate, ratio  | minimised, a token    | multiple of -A grad log pi       |
+| surrogate, ratio  | minimised per token   | multiple of -A grad log pi       |
 |-------------------|-----------------------|----------------------------------|
-| clipped, token    | -min(r A, c(r) A)     | r; 0 beyond the bound that A > 0 |
-|                   |                       | has above, and A < 0 below       |
+| clipped, token    | -min(r A, c(r) A)     | r; 0 above the upper bound if    |
+|                   |                       | A > 0, below the lower if A < 0  |
 | clipped, sequence | -min(s A, c(s) A)     | the same of s = (prod r)^(1/|o|) |
 | clipped,          | -min(w A, c(w) A)     | the same of w = prod r           |
 | trajectory        |                       |                                  |
 | gmpo, token       | -A (prod c(r))^(1/|o|)| s of the clipped ratios; 0 for   |
-|                   |                       | the tokens that are clipped      |
+|                   |                       | clipped tokens                   |
 | cispo, token      | -sg(c(r)) A log pi    | c(r): never 0                    |
-| dppo_tv, dppo_kl, | -sg(min(r, c)) A      | min(r, c); 0 where pi(o) is too  |
-| token             | log pi                | far on the side where A moves it |
+| dppo_tv, dppo_kl, | -sg(min(r, c)) A      | min(r, c); 0 if A moves pi(o),   |
+| token             | log pi                | already too far off, further     |
 | sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
 |                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
 | dro, token        | -A log pi             | 1, and dro_beta log r grad log   |
@@ -63,8 +61,8 @@ def sequence_ratio(
   """Length-normalised importance ratio of a sequence, at each token: GSPO's.
 
   s_i = exp((1 / |o_i|) sum_t log(pi_t / pi_old_t)) (arXiv 2507.18071, equation
-  7). With `sequence_mean` weights the loss is (1/N) sum_i f(s_i), exactly
-  GSPO's. Clip bounds are much closer to 1 than token ratios' (3e-4 and 4e-4).
+  7). With `sequence_mean` weights the loss is GSPO's (1/N) sum_i f(s_i). Clip
+  bounds are much closer to 1 than for token ratios (3e-4 and 4e-4).
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -78,7 +76,7 @@ def trajectory_ratio(
   """Importance ratio of a whole completion, at each token: VESPO's.
 
   The value at each token is w_i = prod_t pi_t / pi_old_t, at most exp(20); its
-  gradient is w_i grad log pi_t, of that token alone, as in GSPO-token (arXiv
+  gradient is w_i grad log pi_t, of the token alone, as in GSPO-token (arXiv
   2507.18071, equation 14).
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
@@ -98,14 +96,14 @@ def clipped(
   clip_high: float | int = 0.2,
   dual_clip: float | int | None = None,
 ) -> tuple[Tokens, Aux]:
-  """PPO's clipped surrogate, with a bound of its own on either side.
+  """PPO's clipped surrogate, with separate lower and upper bounds.
 
   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv 1707.06347; separate
   bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, the surrogate of a
   negative advantage is at least c A: beyond r > c it has no gradient (arXiv
-  1912.09729). Logs `clip_fraction_low` and `_high`: the bound cuts a gradient.
+  1912.09729). `clip_fraction_low` and `_high` log the tokens whose gradient a
+  bound cuts.
   """
-  del logprobs
   bounded, aux = _clip(ratios, advantages, 1 - clip_low, 1 + clip_high)
   if dual_clip is not None:
     dual = (ratios > dual_clip) & (advantages < 0)
@@ -116,7 +114,7 @@ def clipped(
 def _clip(
   x: Tokens, advantages: Tokens, low: float | int, high: float | int
 ) -> tuple[Tokens, Aux]:
-  """Bounds x on the side to which its advantage moves it, and logs where."""
+  """Bounds x on the side to which its advantage moves it, and logs it."""
   below = (x < low) & (advantages < 0)
   above = (x > high) & (advantages > 0)
   bounded = jnp.where(above, high, jnp.where(below, low, x))
@@ -131,11 +129,11 @@ def cispo(
   cispo_min: float | int = 0.0,
   cispo_max: float | int = 5.0,
 ) -> tuple[Tokens, Aux]:
-  """CISPO: REINFORCE with importance weights that are clipped.
+  """CISPO: REINFORCE with clipped importance weights.
 
   -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
-  5). The bounds are of the ratio itself, with 1 between them. Logs
-  `clip_fraction_low` and `_high`: that bound stands in for the ratio.
+  5). The bounds are of the ratio itself, with 1 between them.
+  `clip_fraction_low` and `_high` log the clipped ratios.
   """
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
   aux = {
@@ -157,10 +155,10 @@ def dppo_tv(
 ) -> tuple[Tokens, Aux]:
   """DPPO: REINFORCE without tokens whose probability has moved too far.
 
-  -sg(min(r, dppo_ratio_max)) A log pi, and 0 where pi - pi_old of the sampled
+  -sg(min(r, dppo_ratio_max)) A log pi, and 0 if pi - pi_old of the sampled
   token is above dppo_high and A > 0, or below -dppo_low and A <= 0: a bound of
   the total variation of "this token or another" (arXiv 2602.04879, Binary-TV).
-  A ratio alone bounds rare tokens too much and frequent ones too little. Takes
+  A ratio alone bounds rare tokens too much and frequent ones too little. Needs
   the `token_ratio`; logs as `clipped` does. `of_kl` (the surrogate `dppo_kl`)
   bounds Binary-KL, KL(pi_old || pi) in nats with the sign of pi - pi_old.
   """
@@ -169,8 +167,8 @@ def dppo_tv(
   moved = new - old
   if of_kl:
     tiny = 1e-8  # verl's
-    others = jnp.log((1 - old + tiny) / (1 - new + tiny))
-    divergence = (1 - old) * others - old * _log(ratio)
+    complement = jnp.log((1 - old + tiny) / (1 - new + tiny))
+    divergence = (1 - old) * complement - old * _log(ratio)
     moved = jnp.sign(moved) * jnp.maximum(divergence, 0.0)
   above = (moved > dppo_high) & (advantages > 0)
   below = (moved < -dppo_low) & (advantages <= 0)
@@ -195,11 +193,10 @@ def gmpo(
   """GMPO: the geometric mean of a completion's clipped token ratios.
 
   -A (prod_t c(r_t))^(1/|o|), at each token of the completion (arXiv 2507.20673,
-  equations 4 and 5). log c(r) is log r, but at most gmpo_clip_high where A > 0
-  and at least -gmpo_clip_low where A < 0. With `sequence_mean` weights it is
-  the paper's; of a `sequence_ratio` it is GSPO's clip. Logs as `clipped` does.
+  equations 4 and 5). log c(r) is log r, but at most gmpo_clip_high if A > 0 and
+  at least -gmpo_clip_low if A < 0. With `sequence_mean` weights it is the
+  paper's; with `sequence_ratio` it is GSPO's clip. Logs as `clipped` does.
   """
-  del logprobs
   bounded, aux = _clip(_log(ratios), advantages, -gmpo_clip_low, gmpo_clip_high)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
   total = jnp.sum(jnp.where(mask, bounded, 0.0), -1, keepdims=True)
@@ -216,12 +213,11 @@ def sapo(
 ) -> tuple[Tokens, Aux]:
   """SAPO: a sigmoid in the place of the clip.
 
-  -A (4 / tau) sigmoid(tau (r - 1)), with one tau > 0 where A > 0 and one
-  elsewhere (arXiv 2511.20347, equations 5 and 6); on-policy -2 A / tau, not -A.
-  Logs the multiple of REINFORCE's gradient, r sech^2(tau (r - 1) / 2), as
+  -A (4 / tau) sigmoid(tau (r - 1)), with a separate tau > 0 for A > 0 and for A
+  <= 0 (arXiv 2511.20347, equations 5 and 6); on-policy -2 A / tau, not -A. Logs
+  the multiple of REINFORCE's gradient, r sech^2(tau (r - 1) / 2), as
   `gradient_weight`.
   """
-  del logprobs
   tau = jnp.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
   gate = jax.nn.sigmoid(tau * (ratios - 1))
   aux = {"gradient_weight": 4 * ratios * gate * (1 - gate)}
@@ -240,10 +236,9 @@ def vespo(
 ) -> tuple[Tokens, Aux]:
   """VESPO: REINFORCE weighted by a gamma kernel of the importance ratio.
 
-  -sg(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), with k and lambda of
-  their own where A < 0 (arXiv 2602.10693). phi(1) = 1, and phi is largest at w
-  = k / lambda. The paper's w is `trajectory_ratio`. Logs phi as
-  `gradient_weight`.
+  -sg(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), with separate k and
+  lambda for A < 0 (arXiv 2602.10693). phi(1) = 1, and phi is largest at w = k /
+  lambda. The paper's w is `trajectory_ratio`. Logs phi as `gradient_weight`.
   """
   ratios, positive = jax.lax.stop_gradient(ratios), advantages >= 0
   k = jnp.where(positive, vespo_k_pos, vespo_k_neg)
@@ -260,11 +255,11 @@ def dro(
   *,
   dro_beta: float | int = 0.1,
 ) -> tuple[Tokens, Aux]:
-  """REINFORCE with a quadratic pull to the old policy: DRO's.
+  """DRO: REINFORCE with a quadratic pull to the old policy.
 
   -log pi A + dro_beta / 2 (log r)^2 (arXiv 2405.19107, with an advantage in the
   place of its value; as in verl). On-policy the pull is 0; it has no gradient
-  where log r is above 20 or below -87.
+  if log r is above 20 or below -87.
   """
   pull = 0.5 * dro_beta * _log(ratios) ** 2
   return _reinforce(1.0, logprobs, advantages) + pull, {}
@@ -272,7 +267,7 @@ def dro(
 
 def _log(ratios: Array) -> Array:
   # An underflowed ratio counts as the least normal number (-87 nats), without
-  # gradient: that of the logarithm would be infinite, and times 0 nan.
+  # gradient: the logarithm's infinite slope times 0 would be nan.
   least = jnp.finfo(ratios.dtype).tiny
   normal = ratios > least
   return jnp.where(
@@ -283,7 +278,7 @@ def _log(ratios: Array) -> Array:
 def _reinforce(
   weights: Array | float, logprobs: Array, advantages: Array
 ) -> Array:
-  # Tokens that a policy excludes have a finite value, and no gradient.
+  # Tokens excluded by the policy have a finite value and no gradient.
   return -weights * advantages * jnp.maximum(logprobs, -1e4)
 
 

@@ -1,8 +1,8 @@
-"""Treatment of completions that were cut off at their token budget.
+"""Treatment of completions cut off at their token budget.
 
 With p the probability that a completion ends by itself, V the mean reward of
 all completions and V_e of those that end, the expected gradient of a prompt's
-group under `leave_one_out` and weights of 1 / G a token (`fixed_length`) is:
+group under `leave_one_out` and weights of 1 / G per token (`fixed_length`) is:
 
 | truncated | in the baseline | in the loss | expected gradient          |
 |-----------|-----------------|-------------|----------------------------|
@@ -22,20 +22,20 @@ Samples = Bool[Array, "B G"]
 
 
 def keep(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
-  """Keeps cut off completions in the baseline and in the loss."""
+  """Keeps truncated completions in the baseline and in the loss."""
   return rewards, jnp.ones_like(finished)
 
 
 def mask(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
-  """Keeps them in the baseline, but not in the loss."""
+  """Keeps truncated completions in the baseline, but not in the loss."""
   return rewards, finished
 
 
 def drop(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
-  """Takes them out of both, like completions without a reward."""
+  """Drops truncated completions, as if they had no reward."""
   return jnp.where(finished, rewards, jnp.nan), finished
 
 
 TRUNCATED = {"keep": keep, "mask": mask, "drop": drop}
-"""Treatments by name: (rewards, finished) -> the rewards to compare, of one
-function or of each of K, and True for samples in the loss."""
+"""Treatments by name: (rewards, finished) -> rewards in the baseline, of a
+single function or of each of K, and True for samples in the loss."""
