@@ -303,9 +303,9 @@ def test_valid_combinations(words):
     (2, f"{FOUR_PARTS} group_size=3", "rollout: 1 prompts x 3 samples"),
     # The rollout can be cut, a micro-batch cannot.
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
-    (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device to train"),
-    (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device to train"),
-    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "beside the 4 of mesh"),
+    (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device for training"),
+    (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device for training"),
+    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "without the 4 of mesh"),
   ],
 )
 def test_batches_are_cut_over_real_devices(devices, words, text):
