@@ -1,4 +1,4 @@
-"""What tests of steps share: samples by hand, and a step on one device."""
+"""Fixtures for tests of steps and runs."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ from grpojax.training.step import host
 
 
 class Words:
-  """A tokenizer whose texts are the ids."""
+  """A tokenizer that prints ids as numbers."""
 
   all_special_ids = ()
 
@@ -29,7 +29,7 @@ class Words:
 
 @pytest.fixture
 def word_policy():
-  """`(lm, eos_ids) -> Policy`, whose texts are the ids."""
+  """`(lm, eos_ids) -> Policy` with the tokenizer `Words`."""
   return lambda lm, eos_ids=(0,): Policy(
     pathlib.Path(), lm, Words(), eos_ids, 0
   )
@@ -42,7 +42,7 @@ def one_device():
 
 @pytest.fixture
 def samples_of():
-  """`(mask [B, G, T], finished) -> Rollout`, of prompts of one token."""
+  """`(mask [B, G, T], finished) -> Rollout` for prompts of one token."""
 
   def samples_of(mask, finished=True):
     mask = jnp.asarray(mask, bool)
@@ -61,7 +61,7 @@ def samples_of():
 
 @pytest.fixture
 def write_data(tmp_path):
-  """`(folder, **rows)`: writes JSON lines of each split."""
+  """`(folder, **rows)`: writes the JSON lines of each split."""
 
   def write_data(folder=".", **rows_of_splits):
     (tmp_path / folder).mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def write_data(tmp_path):
 
 @pytest.fixture
 def train_toy(toy_task, toy_model, tmp_path):
-  """`(name, **settings) -> rows of metrics.jsonl`, of a run of the toy task."""
+  """`(name, **settings) -> rows of metrics.jsonl` of a run on the toy task."""
 
   def train_toy(name="run", **settings):
     words = toy_task.arguments(toy_model, **settings)
@@ -92,7 +92,7 @@ def open_step():
   def open_step(settings, policy, params, tx, reward_pool, reference=False):
     mesh = setup.make_mesh(settings)
     first = lambda params: setup.first_state(settings, tx, params)
-    whole = ((r".*", PartitionSpec()),)  # also of models of other names
+    whole = ((r".*", PartitionSpec()),)  # for any parameter names
     rules = {} if mesh.size > 1 else {"rules": whole}
     shardings = sharding.shardings(jax.eval_shape(first, params), mesh, **rules)
     state = jax.jit(first, out_shardings=shardings)(params)

@@ -305,7 +305,11 @@ def test_valid_combinations(words):
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
     (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device for training"),
     (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device for training"),
-    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "without the 4 of mesh"),
+    (
+      8,
+      f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8",
+      "without the 4 of mesh",
+    ),
   ],
 )
 def test_batches_are_cut_over_real_devices(devices, words, text):

@@ -1,4 +1,4 @@
-"""Unknown keys of config.json that the user ignores: model.ignore_keys."""
+"""model.ignore_keys: unknown keys of config.json that the user ignores."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ NAMED = "config.json has note=7, unknown for .*--config.model.ignore_keys=note"
 
 
 def rewrite(path, **changes):
-  """Changes a model's config.json, as another program may write it."""
+  """Changes a model's config.json."""
   file = path / "config.json"
   file.write_text(json.dumps(json.loads(file.read_text()) | changes))
   (path / "checksums.json").unlink(missing_ok=True)
@@ -27,7 +27,7 @@ def rewrite(path, **changes):
 
 @pytest.fixture(scope="module")
 def models(toy_model, tmp_path_factory):
-  """The toy model and a reward model, each with a key that is unknown."""
+  """The toy model and a reward model, each with an unknown key."""
   folder = tmp_path_factory.mktemp("models")
   noted, judge = (
     shutil.copytree(toy_model, folder / name) for name in ("noted", "source")
@@ -65,7 +65,9 @@ def open_run(settings):
     (open_run, "model__teacher"),
   ],
 )
-def test_settings_reach_every_model(read, name, models, settings_with):
+def test_every_model_of_the_settings_ignores_keys(
+  read, name, models, settings_with
+):
   model = models.judge if name == "reward__model" else models.noted
   changes = {"model__path": str(models.toy), "loss__beta": 1.0}
   changes |= {name: str(model)}
@@ -74,7 +76,7 @@ def test_settings_reach_every_model(read, name, models, settings_with):
   assert read(settings_with(**changes, model__ignore_keys=("note",)))
 
 
-def test_an_exported_model_needs_no_ignoring(models, tmp_path):
+def test_an_exported_model_lacks_ignored_keys(models, tmp_path):
   words = [str(models.noted), f"--out={tmp_path / 'out'}"]
   with pytest.raises(SystemExit, match=NAMED):
     export.main(words)
@@ -83,7 +85,7 @@ def test_an_exported_model_needs_no_ignoring(models, tmp_path):
   hf.load_params(tmp_path / "out")
 
 
-def test_fine_tuning_ignores_it(models, tmp_path):
+def test_fine_tuning_ignores_keys(models, tmp_path):
   config = sft.default_config()
   config.model.path = str(models.noted)
   with pytest.raises(ValueError, match=NAMED):
@@ -93,8 +95,9 @@ def test_fine_tuning_ignores_it(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_it(models, train_toy, tmp_path, capsys):
-  """Trained, resumed, evaluated, asked and exported, with LoRA."""
+def test_a_lora_run_can_be_resumed_evaluated_and_exported(
+  models, train_toy, tmp_path, capsys
+):
   ignored = {"model.path": models.noted, "model.ignore_keys": "note"}
   settings = ignored | {"lora.rank": 2, "model.teacher": models.noted}
   settings |= {"loss.beta": 1.0, "eval.every": 9, "reward.model": models.judge}
