@@ -85,6 +85,16 @@ def train_toy(toy_task, toy_model, tmp_path):
   return train_toy
 
 
+SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
+SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
+
+
+@pytest.fixture
+def train_short(train_toy):
+  """`train_toy` with the settings `SHORT` by default."""
+  return lambda name="run", **changes: train_toy(name, **SHORT | changes)
+
+
 @pytest.fixture
 def open_step():
   """`(settings, policy, params, tx, reward_pool) -> (mesh, state, step)`."""

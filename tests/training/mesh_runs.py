@@ -81,7 +81,7 @@ def step(state, action):
 
 
 def digits(prompt, completion, example):
-  """A reward with several values for a random model."""
+  """A reward of several values for a random model."""
   del prompt, example
   return sum(map(ord, completion)) % 7 / 3
 

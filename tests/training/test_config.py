@@ -177,8 +177,8 @@ REFUSED = [
   ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': names metrics"),
   # Models of the Hub.
   ("model.revision=v1", "with model.path = ORG/NAME"),
-  ("model.path=a/b model.revision=../x", "a branch, a tag"),
-  ("model.path=a/b@v1 model.revision=v2", "one of the two"),
+  ("model.path=a/b model.revision=../x", "a branch, tag"),
+  ("model.path=a/b@v1 model.revision=v2", "remove one of them"),
   ("model.path=gs://a/b model.revision=v2", "is a URL"),
   # Parts of a step.
   ("loss.correction=token_mask optim.epochs=2", "with several updates a step"),

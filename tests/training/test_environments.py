@@ -49,24 +49,18 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def go(train_toy, write, tmp_path):
+def go(train_short, write, tmp_path):
   """Runs a short training with the environment; returns its directory."""
 
   def go(name="run", fails=False, **changes):
     path = write(f"again{fails}", AGAIN.replace("FAILS", str(fails)))
     settings = {
-      "steps": 2,
-      "eval.every": 2,
-      "eval.num_prompts": 4,
-      "checkpoint.every": 1,
-      "log.samples_every": 1,
-      "batch_size": 4,
       "sampling.max_new_tokens": 40,
       "environment.path": path,
       "environment.max_turns": 3,
       "reward.functions": "environment",
     }
-    train_toy(name, **settings | changes)
+    train_short(name, **settings | changes)
     return tmp_path / name
 
   return go

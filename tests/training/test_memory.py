@@ -117,8 +117,8 @@ def test_the_state_of_each_optimizer_on_one_and_four_devices(settings_with):
   weights = norms + matrices
   statistics = 140 + 128 + 3 * (2 * (128 + 128) + 3 * (128 + 132))
   optims = [{}, {"moments_dtype": "bfloat16"}, {"name": "adafactor"}]
-  # Unused statistics have one number each: one for each of 6 factored arrays,
-  # two for each of the 5 others.
+  # Unused statistics have a single number: 1 in each of 6 factored arrays,
+  # 2 in each of 5 unfactored arrays.
   statistics += 6 + 5 * 2
   whole = [12 * weights, 8 * weights, 4 * (weights + norms + keys + statistics)]
   # Norms and statistics are replicated, except the statistics of o and down.

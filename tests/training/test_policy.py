@@ -87,13 +87,6 @@ def test_texts_beyond_the_positions_are_refused_or_warned_of(
   assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
-@pytest.mark.parametrize("eos", [100, True, "</s>"])
-def test_an_invalid_eos_is_refused(edited, eos):
-  path = edited("generation_config.json", eos_token_id=eos)
-  with pytest.raises(ValueError, match=f"{path}.*eos_token_id.*{eos}"):
-    policy_lib.open_policy(str(path))
-
-
 def with_adapters(policy, targets):
   return policy_lib.with_adapters(
     policy, jax.random.key(0), rank=2, alpha=4.0, targets=targets

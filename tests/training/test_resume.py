@@ -25,15 +25,6 @@ from grpojax.training.data import splits
 from grpojax.training.report import reporting
 from grpojax.training.run import open_run, start
 
-SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
-SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
-
-
-@pytest.fixture
-def go(train_toy):
-  """`(directory="run", **changes) -> rows of metrics.jsonl` of a short run."""
-  return lambda run="run", **changes: train_toy(run, **SHORT | changes)
-
 
 def summary_of(run):
   return json.loads((run / "summary.json").read_text())
@@ -41,18 +32,18 @@ def summary_of(run):
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_run_without_its_metrics(
-  go, tmp_path, capsys
+  train_short, tmp_path, capsys
 ):
   run, whole = tmp_path / "run", tmp_path / "whole"
   adaptive = {"loss.entropy_target": 9.0, "loss.entropy_coef_delta": 0.01}
-  go("whole", steps=4, **adaptive)
-  go(**adaptive)
+  train_short("whole", steps=4, **adaptive)
+  train_short(**adaptive)
   # The trained policy would have another accuracy.
   first = summary_of(run)
   assert (first["accuracy_before"], first["steps"]) == (0.0, 2)
   (run / "metrics.jsonl").unlink()
   capsys.readouterr()
-  rows = go(steps=4, **adaptive, **{"log.every": 3})
+  rows = train_short(steps=4, **adaptive, **{"log.every": 3})
   output = capsys.readouterr().out
   assert "changed: steps: 2 -> 4" in output
   assert "resuming after step 2" in output
@@ -70,24 +61,10 @@ def test_a_resumed_run_equals_an_uninterrupted_run_without_its_metrics(
   assert min(row["step"] for row in rows) == 2  # no baseline
   # The starting weights are evaluated on new held-out prompts.
   adaptive |= {"eval.num_prompts": 6}
-  go(steps=5, **adaptive)
+  train_short(steps=5, **adaptive)
   output = capsys.readouterr().out
   assert "held-out greedy accuracy after 0 steps: 0.0%" in output
   assert summary_of(run)["eval_prompts"] == 6
-
-
-def test_removed_metrics_warn_once(tmp_path, capsys):
-  file = tmp_path / "metrics.jsonl"
-  file.touch()  # as the start of a run does
-  run = start.Run(*[None] * 6)._replace(directory=tmp_path)
-  reporting.record(run, {"step": 1})
-  assert not capsys.readouterr().out
-  file.unlink()
-  for step in (2, 3):
-    reporting.record(run, {"step": step})
-  output = capsys.readouterr().out
-  assert output == f"warning: {file} was removed: rows before step 2 are lost\n"
-  assert [row["step"] for row in records.read_jsonl(file)] == [2, 3]
 
 
 def test_evaluations_are_found_by_step(tmp_path):
@@ -154,22 +131,24 @@ def test_changed_settings_of_jax_are_printed(capsys):
 
 
 @pytest.mark.slow
-def test_adapters_of_changed_weights_are_refused(go, toy_model, tmp_path):
+def test_adapters_of_changed_weights_are_refused(
+  train_short, toy_model, tmp_path
+):
   base = tmp_path / "base"
   lora = {"model.path": base, "lora.rank": 2}
   shutil.copytree(toy_model, base)
   (base / "checksums.json").unlink()  # models of the Hub have none
-  before = go(steps=1, **lora)
+  before = train_short(steps=1, **lora)
   file = base / "model.safetensors"
   weights = safetensors.numpy.load_file(file)
   name = next(name for name in weights if "q_proj" in name)
   weights[name] = weights[name][::-1].copy()
   safetensors.numpy.save_file(weights, file)
   with pytest.raises(SystemExit, match="changed since this run's adapters"):
-    go(steps=2, **lora)
+    train_short(steps=2, **lora)
   assert records.read_jsonl(tmp_path / "run" / "metrics.jsonl") == before
   shutil.copy(toy_model / "model.safetensors", file)
-  go(steps=2, **lora)
+  train_short(steps=2, **lora)
 
 
 @pytest.mark.slow
@@ -183,7 +162,7 @@ def test_adapters_of_changed_weights_are_refused(go, toy_model, tmp_path):
   ],
 )
 def test_files_removed_during_training_end_the_run(
-  gone, text, go, tmp_path, monkeypatch
+  gone, text, train_short, tmp_path, monkeypatch
 ):
   run, data = tmp_path / "run", tmp_path / "train.jsonl"
   rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
@@ -209,13 +188,15 @@ def test_files_removed_during_training_end_the_run(
   settings |= {"data.options.test": 0.5, "eval.every": 9}
   settings["checkpoint.every"] = 1 if gone == "before a save" else 9
   with pytest.raises(SystemExit) as ended:
-    go(**settings)
+    train_short(**settings)
   assert re.match(text, ended.value.code)
   assert run.exists() == (gone in ("data", "text"))
 
 
 @pytest.mark.slow
-def test_a_run_without_rewards_stops_and_can_be_resumed(go, tmp_path, capsys):
+def test_a_run_without_rewards_stops_and_can_be_resumed(
+  train_short, tmp_path, capsys
+):
   run, rewards = tmp_path / "run", tmp_path / "rewards.py"
   rewards.write_text("def broken(prompt, completion, example):\n  1 / 0\n")
   settings = {"reward.functions": f"{rewards}:broken", "steps": 9}
@@ -225,14 +206,14 @@ def test_a_run_without_rewards_stops_and_can_be_resumed(go, tmp_path, capsys):
   text = "^stopped: in 2 steps in a row no completion had a reward.*"
   text += "--config.stop.rewards_missing=0; saved step 2$"
   with pytest.raises(SystemExit, match=text):
-    go(**settings)
+    train_short(**settings)
   assert "! 100% without reward" in capsys.readouterr().out
   assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
   rewards.write_text(rewards.read_text() + "# other")
   with pytest.raises(SystemExit, match="rewards.py: changed since this run st"):
-    go(**settings)
-  go(allow_changed_inputs=True, **settings)
+    train_short(**settings)
+  train_short(allow_changed_inputs=True, **settings)
   output = capsys.readouterr().out
   assert "rewards.py: changed since" in output
   assert "resuming after step 2" in output
@@ -296,10 +277,9 @@ def test_the_date_is_pinned_if_the_template_uses_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["evaluation", "rewards"])
-def test_sigterm_ends_a_run_between_two_rewards(where, go, tmp_path):
+@pytest.mark.parametrize("after", [2, 6])  # of 4 held-out prompts, and training
+def test_sigterm_ends_a_run_between_two_rewards(after, train_short, tmp_path):
   rewards, seen = tmp_path / "rewards.py", tmp_path / "seen"
-  after = {"evaluation": 2, "rewards": 4 + 2}[where]  # 4 held-out prompts
   rewards.write_text(
     "import os, signal\n"
     "def slow(prompt, completion, example):\n"
@@ -310,7 +290,7 @@ def test_sigterm_ends_a_run_between_two_rewards(where, go, tmp_path):
   )
   settings = {"reward.functions": f"{rewards}:slow"}
   with pytest.raises(SystemExit) as caught:
-    go(**settings)
+    train_short(**settings)
   assert caught.value.code == 75
   assert seen.stat().st_size == after
 

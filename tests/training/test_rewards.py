@@ -345,46 +345,23 @@ DROPPED = {"loss.truncated": "drop"}
 def test_dropped_completions_are_not_in_the_normalisation(
   program_of, samples_of
 ):
-  several = {"reward.functions": ("a", "b"), "reward.weights": (1.0, 1.0)}
-  samples = samples_of(np.ones((1, 4, 2)), [[True, True, False, True]])
-  values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
-  make_batch = program_of(samples, **several | NORMALIZED | DROPPED)
-  batch, row = make_batch(values.sum(0), values=values)
-  assert row["zero_variance_groups"] == 0
-  left = np.array([[1.0, 0, 2], [0.0, 4, 1]])
-  normal = left - left.mean(-1, keepdims=True)
-  normal = (normal / normal.std(-1, ddof=1, keepdims=True)).sum(0)
-  actual = np.asarray(batch.advantages[0])
-  np.testing.assert_allclose(actual[[0, 1, 3]], 1.5 * normal, rtol=1e-4)
-  assert actual[2] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "changes, expected",
-  [
-    ({}, 1 / 3),  # the sum is 1 in the whole last group
-    (DROPPED, 2 / 3),
-    (NORMALIZED, 0),  # each function varies in the last group
-    (NORMALIZED | DROPPED, 1 / 3),
-  ],
-)
-def test_zero_variance_groups_compare_aggregated_undropped_rewards(
-  changes, expected, program_of, samples_of
-):
-  # In the first group only the truncated completion differs.
   several = {"reward.functions": ("a", "b"), "reward.weights": (1.0, 2.0)}
-  ends = [[True, True, True, False], [True] * 4, [True] * 4]
+  samples = samples_of(np.ones((2, 4, 2)), [[True, True, False, True]] * 2)
+  # The weighted sum of the first group is constant; in the second group only
+  # the dropped completion differs.
   values = jnp.array(
-    [
-      [[1.0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]],
-      [[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5]],
-    ]
+    [[[1.0, 0, 9, 2], [1, 1, 5, 1]], [[0.0, 0.5, -4, -0.5], [0, 0, 3, 0]]]
   )
-  samples = samples_of(np.ones((3, 4, 2)), ends)
-  make_batch = program_of(samples, **several | changes)
-  _, row = make_batch(values[0] + 2 * values[1], values=values)
-  np.testing.assert_allclose(row["zero_variance_groups"], expected, rtol=1e-6)
+  make_batch = program_of(samples, **several | NORMALIZED | DROPPED)
+  batch, row = make_batch(values[0] + 2 * values[1], values=values)
+  assert row["zero_variance_groups"] == 0.5
+  left = np.array([[1.0, 0, 2], [0.0, 0.5, -0.5]])
+  normal = left - left.mean(-1, keepdims=True)
+  normal = normal / normal.std(-1, ddof=1, keepdims=True)
+  expected = 1.5 * (normal[0] + 2 * normal[1])
+  actual = np.asarray(batch.advantages)
+  np.testing.assert_allclose(actual[0, [0, 1, 3]], expected, rtol=1e-4)
+  assert actual[0, 2] == 0 and not actual[1].any()
 
 
 def test_the_scale_multiplies_clipped_advantages(program_of, samples_of):

@@ -274,18 +274,6 @@ def test_a_finished_run_without_checkpoints_takes_no_more_steps(tmp_path):
     opened(tmp_path, config)
 
 
-def test_a_run_without_checkpoint_prints_its_restart(tmp_path, capsys):
-  opened(tmp_path)
-  for step, text in ((0, ""), (3, "has no checkpoint: it starts again")):
-    records.append_jsonl(tmp_path / "metrics.jsonl", {"step": step})
-    run_directory.say_restart(tmp_path)
-    output = capsys.readouterr().out
-    assert text in output and bool(text) == bool(output)
-  checkpointed(tmp_path, 3)
-  run_directory.say_restart(tmp_path)
-  assert capsys.readouterr().out == ""
-
-
 @pytest.mark.slow
 def test_a_run_is_finished_by_its_summary_and_steps(tmp_path):
   config = finished(tmp_path)

@@ -80,16 +80,6 @@ def test_halves_of_two_threads_equal_the_whole(
   np.testing.assert_allclose(halved.logprobs, whole.logprobs, atol=2e-6)
 
 
-def test_errors_of_the_second_thread_are_raised(tiny, two_cores):
-  def fails(params, prompts, key, first):
-    if first:
-      raise KeyError("the second half")
-
-  sampler = sampling_lib.sample_halves(functools.partial(fails), None)
-  with pytest.raises(KeyError, match="second half"):
-    sampler(tiny.params, prompts_of(2), jax.random.key(0))
-
-
 def test_halves_need_small_weights_two_cores_and_async_dispatch(
   monkeypatch, two_cores
 ):

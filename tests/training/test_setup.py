@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.gradients import LossTerms
 from grpojax.core.objective import weighting_fn
 from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
@@ -128,19 +126,6 @@ def test_adafactor_has_the_rate_and_decay_of_adamw(settings_with):
   second = 0.25 * 1.0 + 0.75 * 0.25  # b2, since 1 - 2**-0.8 is larger
   expected = [-0.01 * (1.0 + 0.3), -0.01 * (-0.5 / np.sqrt(second) + 0.3)]
   np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
-
-def test_entropy_settings_reach_loss_and_state(tabular, settings_with):
-  coefficient = {"loss__entropy_coef": 0.1}
-  for share in (1.0, 0.2):
-    loss = settings_with(**coefficient, loss__top_entropy_quantile=share).loss
-    terms = LossTerms(tabular.lm(1, 3), loss, Sampling(), chunk_size=1)
-    assert terms.entropy_share == share
-  for target in (0.0, 0.3):
-    settings = settings_with(**coefficient, loss__entropy_target=target)
-    state = setup.first_state(settings, optimizer(settings), jnp.zeros(3))
-    assert (state.entropy is None) == (target == 0)
-  assert float(state.entropy.coefficient) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

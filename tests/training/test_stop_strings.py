@@ -17,21 +17,18 @@ def judge(prompt, completion, example):
 
 
 @pytest.fixture
-def go(train_toy, tmp_path):
+def go(train_short, tmp_path):
   """Trains a toy model, which writes "####7" or "####3"; returns samples."""
 
   def go(name, **changes):
     (tmp_path / "again.py").write_text(AGAIN)
     settings = {
-      "batch_size": 4,
-      "checkpoint.every": 1,
-      "log.samples_every": 1,
       "sampling.max_new_tokens": 40,
       "sampling.stop": "7",
       "reward.functions": f"{tmp_path / 'again.py'}:judge,length",
       "reward.weights": "1,0",
     }
-    train_toy(name, **settings | changes)
+    train_short(name, **settings | changes)
     return records.read_jsonl(tmp_path / name / "samples.jsonl")
 
   return go
