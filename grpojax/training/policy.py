@@ -247,7 +247,7 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Decodes the completions of these rows, [rows][G], without EOS.
+  """Decodes the completions of these rows, [rows][G], without their ends.
 
   Only the last turn of a trajectory is decoded, so that text of an environment
   is never taken for an answer.

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
+from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.files import records
 from grpojax.training.policy import Policy
@@ -71,6 +73,20 @@ def write_data(tmp_path):
     return str(tmp_path / folder)
 
   return write_data
+
+
+@pytest.fixture(scope="session")
+def classifier(toy_model, tmp_path_factory):
+  """A reward model with the toy model's body and tokenizer."""
+  folder = tmp_path_factory.mktemp("reward_model")
+  source = shutil.copytree(toy_model, folder / "source")
+  kind = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+  config = json.loads((source / "config.json").read_text()) | kind
+  (source / "config.json").write_text(json.dumps(config))
+  head = jax.random.normal(jax.random.key(0), (16, 1))
+  params = hf.load_params(toy_model) | {"score": head}
+  hf.save(folder / "classifier", params, source)
+  return folder / "classifier"
 
 
 @pytest.fixture

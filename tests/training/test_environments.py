@@ -12,7 +12,6 @@ from grpojax.data.examples import READ
 from grpojax.environments import tools
 from grpojax.rewards import conventions, functions
 from grpojax.runtime.files import records
-from grpojax.training import policy as policy_lib
 from grpojax.training.report import reporting
 from grpojax.training.step import episodes, reference
 
@@ -235,17 +234,6 @@ def test_messages_without_a_chat_template_are_a_failure(go, write):
   run = go(steps=1, **{"environment.path": path})
   reason = rows_of(run, "failures")[0]["reason"]
   assert "with a chat template, messages" in reason
-
-
-def test_an_observation_has_at_most_half_of_the_tokens(settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
-  for setting, tokens, most in [(0, 64, 32), (16, 64, 16), (99, 64, 32)]:
-    settings = settings_with(
-      environment__path="retry",
-      environment__max_observation=setting,
-      sampling__max_new_tokens=tokens,
-    )
-    assert episodes.encoder(settings, policy).max_observation == most
 
 
 LOOK = """

@@ -17,27 +17,16 @@ from grpojax.training.step import rewards as rewards_lib
 NAMED = "config.json has note=7, unknown for .*--config.model.ignore_keys=note"
 
 
-def rewrite(path, **changes):
-  """Changes a model's config.json."""
-  file = path / "config.json"
-  file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-  (path / "checksums.json").unlink(missing_ok=True)
-  return path
-
-
 @pytest.fixture(scope="module")
-def models(toy_model, tmp_path_factory):
+def models(toy_model, classifier, tmp_path_factory):
   """The toy model and a reward model, each with an unknown key."""
   folder = tmp_path_factory.mktemp("models")
-  noted, judge = (
-    shutil.copytree(toy_model, folder / name) for name in ("noted", "source")
-  )
-  rewrite(noted, note=7)
-  kind = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-  params = hf.load_params(toy_model)
-  params |= {"score": np.zeros((params["embed"].shape[1], 1), np.float32)}
-  hf.save(folder / "judge", params, rewrite(judge, **kind))
-  judge = rewrite(folder / "judge", note=7)
+  noted = shutil.copytree(toy_model, folder / "noted")
+  judge = shutil.copytree(classifier, folder / "judge")
+  for path in (noted, judge):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"note": 7}))
+    (path / "checksums.json").unlink(missing_ok=True)
   return types.SimpleNamespace(toy=toy_model, noted=noted, judge=judge)
 
 

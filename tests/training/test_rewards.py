@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 import types
 
 import jax
@@ -181,20 +180,6 @@ def test_failed_rewards_are_recorded_and_training_goes_on(
   assert "rewards failed; the first: mine" in capsys.readouterr().out
   params = hf.load_params(run / "model")
   assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
-
-
-@pytest.fixture
-def classifier(toy_model, tmp_path):
-  """A reward model with the toy model's body and tokenizer."""
-  path = shutil.copytree(toy_model, tmp_path / "config")
-  hf_config = json.loads((path / "config.json").read_text())
-  hf_config["architectures"] = ["LlamaForSequenceClassification"]
-  hf_config["num_labels"] = 1
-  (path / "config.json").write_text(json.dumps(hf_config))
-  params = hf.load_params(toy_model)
-  head = jax.random.normal(jax.random.key(0), (16, 1))
-  hf.save(tmp_path / "classifier", params | {"score": head}, path)
-  return tmp_path / "classifier"
 
 
 @pytest.mark.slow

@@ -290,15 +290,19 @@ def run(
         raise Preempted
 
     try:
-      run, state, *rest = open_run.open_all(
+      run, state, tx, progress, checkpointer = open_run.open_all(
         settings, directory, stack, check_signals, sync, progress_screen
       )
       with profiling.opened(
         settings.profile.steps, directory, int(state.step)
       ) as around:
-        state, progress = fit(run, state, *rest, check_signals, sync, around)
+        state, progress = fit(
+          run, state, tx, progress, checkpointer, check_signals, sync, around
+        )
       try:
-        return reporting.finish(run, state, progress, rest[-1], check_signals)
+        return reporting.finish(
+          run, state, progress, checkpointer, check_signals
+        )
       except Preempted:
         raise Preempted(_saved(run, int(state.step))) from None
     except (Preempted, interrupts.Left) as done:

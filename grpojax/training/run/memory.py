@@ -2,7 +2,7 @@
 
 It counts parameters, optimizer, gradients, the input of each layer and the
 decode cache, split over all devices if possible. Programs that fit are never
-refused; others may pass (`python -m grpojax.compile` gives exact numbers).
+refused; some that do not fit may pass (see `python -m grpojax.compile`).
 """
 
 import os

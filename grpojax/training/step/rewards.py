@@ -271,7 +271,7 @@ def fail_episodes(
 ) -> GroupRewards:
   """Sets `reward` and the reason for trajectories with a failed environment."""
   new = _map_arrays(np.copy, rewards)
-  failures = [[[*own] for own in group] for group in rewards.failures]
+  failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
     row = transcripts[b][g]
     if reason := row["episode_error"]:
