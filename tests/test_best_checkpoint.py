@@ -98,5 +98,5 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
 def test_best_needs_a_run_that_keeps_it(program, toy_task, toy_run, tmp_path):
   words = [f"--model={toy_run.directory}", "--best"]
   words += [f"--out={tmp_path / 'out'}"] if program is export else []
-  with pytest.raises(SystemExit, match="error: --best: .* has kept no best"):
+  with pytest.raises(SystemExit, match="error: --best: .* has no best"):
     program.main(words)

@@ -113,7 +113,7 @@ def test_what_is_no_run_is_copied(tmp_path, capsys):
 @pytest.mark.parametrize(
   "words, message",
   [
-    ([MODEL, "--step=3"], "are of a run, and arithmetic-instruct is none"),
+    ([MODEL, "--step=3"], "need a run, and arithmetic-instruct is a model"),
     ([], "give RUN: a run directory"),
     (["--config=gsm8k", "RUN"], "reads no config file"),
     (["nowhere"], "no run at nowhere"),

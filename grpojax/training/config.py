@@ -1,7 +1,7 @@
-"""Entrance of a training run's config: defaults, checks, and typed values.
+"""Config of a training run: defaults, command line, checks.
 
-Config files and command lines have an `ml_collections.ConfigDict`, from which
-`from_config` makes checked `TrainSettings` for all other code.
+Config files and command lines fill an `ml_collections.ConfigDict`, which
+`from_config` turns into checked `TrainSettings` for all other code.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ AT_TOP = {
   "score_power": "loss.score_power",
   "logits_chunk": "optim.chunk_size",
 }
-"""Settings that stand at the top of a config, and the field of each."""
+"""Settings at the top level of a config, with the paths of their fields."""
 
-_TOP_OF_FIELD = {field: name for name, field in AT_TOP.items()}
+_TOP_FIELDS = {name: tuple(path.split(".")) for name, path in AT_TOP.items()}
+_TOP_OF_FIELD = {path: name for name, path in AT_TOP.items()}
 
 MOST_CHANGED = (
   "name",
@@ -49,7 +50,6 @@ MOST_CHANGED = (
   "optim.micro_batches",
 )
 
-
 LORA_RATE = 1e-5  # usual rate of adapters, 10 times that of full fine-tuning
 
 
@@ -57,8 +57,7 @@ def _declared() -> Section:
   whole = settings_lib.section_of(TrainSettings())
   fields = dict(whole.fields)
   top = {k: x for k, x in fields.items() if not isinstance(x, Section)}
-  for name, path in AT_TOP.items():
-    section, key = path.split(".")
+  for name, (section, key) in _TOP_FIELDS.items():
     inner = dict(fields[section].fields)
     top[name] = inner.pop(key)
     fields[section] = dataclasses.replace(fields[section], fields=inner)
@@ -69,20 +68,20 @@ SETTINGS = _declared()
 """Declarations of all settings: defaults, texts, choices, ranges."""
 
 CHOICES = {
-  name: tuple(one.choices)
-  for name, one in settings_lib.flat_settings(SETTINGS)
-  if one.choices
+  name: tuple(setting.choices)
+  for name, setting in settings_lib.flat_settings(SETTINGS)
+  if setting.choices
 }
-"""Names that some settings choose from, by the dotted path of the setting."""
+"""Choices of settings, by dotted path."""
 
 
 def default_config() -> ConfigDict:
-  """Returns the config that every other one starts from, locked."""
+  """Returns the config of all defaults, locked."""
   return settings_lib.to_config(SETTINGS)
 
 
 def default_job(name: str = "arithmetic") -> ConfigDict:
-  """Returns the config of a program that is given none."""
+  """Returns the packaged config of this name, which programs use by default."""
   return config_file.load_file(config_file.packaged()[name], default_config)
 
 
@@ -92,11 +91,10 @@ def parse_job(
   declared: Section,
   about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
-  """Reads the command line of a program whose --config is a whole job.
+  """Reads the command line of a program with a job, as `command_line.parse`.
 
-  Without --config it is arithmetic.py, or own_model.py for another model, which
-  the learning rate of an embedded one would ruin. Adapters start from 10 times
-  the learning rate. Arguments and result are those of `command_line.parse`.
+  The default job is arithmetic.py for an embedded model and own_model.py, with
+  a lower learning rate, for other models (10 times that rate for adapters).
   """
   job = default_job()
   parse = functools.partial(
@@ -112,21 +110,20 @@ def parse_job(
 
 
 def from_config(config: ConfigDict) -> TrainSettings:
-  """Returns a config's settings, checked before anything compiles.
+  """Returns the checked settings of a config.
 
-  The ValueError has a line for every error: setting, value, what to do.
+  The ValueError lists every error with setting, value and remedy.
   """
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
   tree, errors = config.to_dict(), []
-  for name, path in AT_TOP.items():
-    section, key = path.split(".")
+  for name, (section, key) in _TOP_FIELDS.items():
     tree[section][key] = tree.pop(name)
   try:
     settings = settings_lib.build(TrainSettings(), tree)
   except ValueError as error:
     for line in str(error).split("\n  "):
-      field, rest = line.split(" = ", 1)
-      errors.append(f"--config.{_TOP_OF_FIELD.get(field, field)} = {rest}")
+      field, text = line.split(" = ", 1)
+      errors.append(f"--config.{_TOP_OF_FIELD.get(field, field)} = {text}")
   else:
     errors = conflicts.errors(settings, config_lib.flatten(config))
   config_lib.refuse(errors)
@@ -134,10 +131,9 @@ def from_config(config: ConfigDict) -> TrainSettings:
 
 
 def to_config(settings: TrainSettings) -> ConfigDict:
-  """Returns the config that `from_config` makes such settings of."""
+  """Inverts `from_config`."""
   values = settings_lib.values_of(settings)
-  for name, path in AT_TOP.items():
-    section, key = path.split(".")
+  for name, (section, key) in _TOP_FIELDS.items():
     values[name] = values[section].pop(key)
   config = default_config().unlock()
   with config.ignore_type():

@@ -21,10 +21,7 @@ def learning_rate(settings: TrainSettings) -> optax.Schedule:
 
 
 def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-  """Returns the optimizer with its learning rate and decoupled weight decay.
-
-  Norms and biases do not decay (`core.optim.decays`).
-  """
+  """Returns the optimizer with decoupled weight decay (`core.optim.decays`)."""
   optim = settings.optim
   scale = OPTIMIZERS[optim.name](
     b1=optim.b1,

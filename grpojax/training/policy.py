@@ -1,8 +1,8 @@
-"""A model as the programs hold it: functions, weights and tokenizer.
+"""Policies: a model's functions, weights and tokenizer.
 
 Training changes `params`: all weights or, with LoRA, adapters of `frozen`
-weights. These are an argument of every compiled program, never a constant in
-it, and exist once: the reference is the model without adapters, `params = {}`.
+weights. Frozen weights are an argument of every compiled program, never a
+constant. The reference is the model without adapters, `params = {}`.
 """
 
 import dataclasses
@@ -34,35 +34,35 @@ from grpojax.training.run import run_directory, run_storage
 class Policy(NamedTuple):
   """A model with its tokenizer."""
 
-  directory: pathlib.Path  # that it was read from
+  directory: pathlib.Path  # source of the model
   lm: LM  # functions of the whole model's parameters
   tokenizer: Any  # a transformers tokenizer
   eos_ids: tuple[int, ...]  # ids that end a completion
   pad_id: int  # id to pad with
   params: Params | None = None  # trained parameters; None before `with_weights`
-  frozen: Params | None = None  # base model's parameters, if there are adapters
+  frozen: Params | None = None  # base model's parameters under adapters
   lora_scale: float = 0.0  # scale of the adapters
   shape: TransformerConfig | None = None  # sizes and options of the model
   vmappable: bool = True  # True if `jax.vmap` accepts the model's functions
-  teacher: "Policy | None" = None  # reference that is another model
-  name: hub.Name | None = None  # on the Hub, with its commit
+  teacher: "Policy | None" = None  # another model as the reference
+  name: hub.Name | None = None  # name and commit on the Hub
   ignore_keys: tuple[str, ...] = ()  # of `hf.read_config`
-  stop: StopTable | None = None  # strings that end a completion
+  stop: StopTable | None = None  # stop strings
 
   @property
   def ends(self) -> Ends:
-    """Ids and strings that end a completion, or a turn."""
+    """EOS ids and stop strings of completions and turns."""
     return Ends(self.eos_ids, self.stop)
 
 
 def find_model(
   path: str | pathlib.Path, files: Sequence[str] = hub.WHOLE
 ) -> pathlib.Path:
-  """Returns a model's directory; ValueError if there is none.
+  """Returns the directory of a model, downloaded if necessary.
 
-  `path` is a directory of a model or of a finished run, a .gguf file, an
-  embedded model's name, or, if no such path exists, ORG/NAME or
-  ORG/NAME@REVISION of the Hugging Face Hub, to download these `files` from.
+  `path` is a model directory, a finished run, a .gguf file, an embedded model's
+  name or, if no such path exists, ORG/NAME or ORG/NAME@REVISION on the Hugging
+  Face Hub, of which `files` are downloaded. ValueError without a model.
   """
   name = hub.parse(path)
   on_hub = name is not None and not hf.exists(path)
@@ -72,7 +72,7 @@ def find_model(
 
 
 def pinned(path: str) -> str:
-  """Returns a name of the Hub with its present commit; a path as it is."""
+  """Adds the current commit to a name on the Hub; paths stay unchanged."""
   name = None if hf.exists(path) else hub.parse(path)
   return f"{name.id}@{hub.commit(name)}" if name else path
 
@@ -84,11 +84,11 @@ def open_policy(
   attention: str = "auto",
   ignore_keys: Sequence[str] = (),
 ) -> Policy:
-  """Reads all of a model but its weights.
+  """Opens a model without its weights.
 
-  `path` is as for `find_model`, `dtype` the format of computation, `remat` and
-  `attention` are as for `transformer`, and `ignore_keys` for `hf.read_config`.
-  ValueError if the configuration or the tokenizer does not fit.
+  See `find_model` for `path`, `transformer` for `remat` and `attention`, and
+  `hf.read_config` for `ignore_keys`; computation is in `dtype`. ValueError for
+  an unsupported config or tokenizer.
   """
   path = pinned(path)
   directory = find_model(path, hub.TEXTS)
@@ -96,8 +96,8 @@ def open_policy(
   config = hf.to_transformer_config(hf.read_config(directory, ignore_keys))
   if config.labels:
     raise ValueError(
-      f"the model in {directory} is a sequence classifier: it can be a "
-      "reward.model, but writes no text"
+      f"the model in {directory} is a sequence classifier, which generates no "
+      "text: use it as reward.model"
     )
   eos_ids = tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size)
   gaps = tokenizer_lib.gaps(tokenizer, config.vocab_size, eos_ids)
@@ -120,7 +120,7 @@ def open_policy(
 
 
 def with_stop(policy: Policy, strings: Sequence[str]) -> Policy:
-  """Makes these strings end completions; ValueError if that is impossible."""
+  """Sets the stop strings; ValueError for unusable ones."""
   if not strings:
     return policy._replace(stop=None)
   if policy.stop and policy.stop.strings == tuple(strings):
@@ -140,23 +140,22 @@ def check_positions(
   new_tokens: int,
   ignore_keys: Sequence[str] = (),
 ) -> None:
-  """Raises ValueError if texts may exceed a model's positions.
+  """Raises ValueError if texts may exceed a model's maximum position.
 
-  It only prints a warning if RoPE is scaled, because `max_position_embeddings`
-  may be the length before scaling.
+  It only warns for scaled RoPE, whose limit may be the length before scaling.
   """
   hf_config = hf.read_config(directory, ignore_keys)
   limit = hf_config.get("max_position_embeddings") or math.inf
   if prompt_tokens + new_tokens <= limit:
     return
-  trouble = (
+  message = (
     f"a prompt of {prompt_tokens} tokens (data.max_prompt_length) and a "
     f"completion of {new_tokens} (sampling.max_new_tokens) exceed the {limit} "
     f"positions of {directory} (max_position_embeddings in its config.json)"
   )
   if hf.to_transformer_config(hf_config).rope.factor == 1:
-    raise ValueError(f"{trouble}: lower one of the two settings")
-  print(f"warning: {trouble}")
+    raise ValueError(f"{message}: lower one of these two settings")
+  print(f"warning: {message}")
 
 
 def with_weights(
@@ -164,10 +163,10 @@ def with_weights(
   dtype: str = "float32",
   shardings: Callable[[Any], Any] | None = None,
 ) -> Policy:
-  """Reads the weights, as parameters of this format to train.
+  """Loads the weights as trainable parameters.
 
   `shardings` maps abstract parameters to shardings; None is one device.
-  ValueError if the weights do not fit, or cannot be downloaded.
+  ValueError if the weights do not fit or the download fails.
   """
   directory = policy.directory
   if policy.name:
@@ -178,18 +177,18 @@ def with_weights(
 
 
 def load_policy(path: str, dtype: str = "float32") -> Policy:
-  """Reads a whole model by `open_policy`, with parameters in float32."""
+  """Loads a model with float32 parameters, to compute in `dtype`."""
   return with_weights(open_policy(path, dtype))
 
 
 def with_adapters(
   policy: Policy, key: Key[Array, ""], *, rank: int, alpha: float, targets: str
 ) -> Policy:
-  """Freezes the weights and adds fresh adapters to train instead (LoRA).
+  """Freezes the weights and adds LoRA adapters, which start at zero.
 
-  They are scaled by alpha / rank, and change nothing at first. `targets` is a
-  pattern of the paths of the adapted matrices; ValueError if it matches none,
-  or something else.
+  Adapters are scaled by alpha / rank. `targets` is a regular expression for
+  the paths of adapted matrices; ValueError if it matches no matrix, or another
+  kind of parameter.
   """
   adapters = lora.init(policy.params, key, rank, targets)
   return policy._replace(
@@ -203,7 +202,7 @@ def jit(
   """Compiles a pure `function(lm, *args)` to `(*args) -> function(lm, *args)`.
 
   `lm` takes the trained parameters; frozen weights are passed at every call.
-  For the options of `jax.jit` argument 0 is the model.
+  In the options of `jax.jit`, the model is argument 0.
   """
 
   def call(frozen, *args, **kwargs):
@@ -225,21 +224,21 @@ def lower(
 
 
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
-  """Waits for the devices, calling `check_signals` about 20 times a second.
+  """Waits for arrays; calls `check_signals` at once, then 20 times a second.
 
-  It is called at least once, and may raise.
+  `check_signals` may raise.
   """
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
     check_signals()
     while not array.is_ready():
-      # A small part of the time so far, so that short waits end promptly.
+      # Sleep 1% of the time so far, so that short waits end promptly.
       time.sleep(min(0.05, 1e-4 + (time.monotonic() - began) / 100))
       check_signals()
 
 
 def whole_params(policy: Policy, params: Params) -> Params:
-  """Returns the whole model for `hf.save`, adapters merged in float32."""
+  """Returns the full model for `hf.save`, with adapters merged in float32."""
   if policy.frozen is None:
     return params
   return lora.merge_lazily(policy.frozen, params, policy.lora_scale)
@@ -248,10 +247,10 @@ def whole_params(policy: Policy, params: Params) -> Params:
 def decode(
   policy: Policy, samples: Rollout, rows: slice = slice(None)
 ) -> list[list[str]]:
-  """Returns the completions of some prompts, [rows][G], without their ends.
+  """Decodes the completions of these rows, [rows][G], without their ends.
 
-  Of a trajectory it is the last turn, so that no environment's text is taken
-  for an answer.
+  Only the last turn of a trajectory is decoded, so that text of an environment
+  is never taken for an answer.
   """
   ids, mask, turns = jax.device_get(
     (samples.completion_ids, samples.completion_mask, samples.turns)

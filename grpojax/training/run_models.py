@@ -1,4 +1,4 @@
-"""Models of training runs: read, and exported for other programs."""
+"""Loads and exports the models of training runs."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ from grpojax.training.settings.inputs import ModelSettings
 from grpojax.training.settings.run import TrainSettings
 
 _DEFAULTS = ModelSettings()
-_TRIES = 20  # at the checkpoints of a run that deletes them meanwhile
+_TRIES = 20  # attempts to read checkpoints that a live run may delete
 
 
 def is_run(model: str) -> bool:
@@ -47,16 +47,16 @@ def read_config(model: str) -> ConfigDict:
 def load(
   name: str, model: ModelSettings = _DEFAULTS, best: bool = False
 ) -> tuple[policy_lib.Policy, Params]:
-  """Loads a policy and its parameters.
+  """Loads a policy and its parameters from a model or a run.
 
-  `name` is as for `policy.find_model`, or a run: its newest checkpoint is read
-  or, with `best`, that of the highest held-out accuracy. A run has settings of
-  its own in place of `model`. ValueError if there is none, or it is damaged.
+  `name` is as for `policy.find_model`, or a run with checkpoints: the newest
+  is loaded, or with `best` the most accurate on held-out prompts. `model` is
+  ignored for a run. ValueError for missing or damaged files.
   """
   path = run_storage.local(name)
   if not run_directory.is_run(path):
     if best:
-      raise ValueError(f"--best: {name} is no run with checkpoints")
+      raise ValueError(f"--best: {name} is not a run with checkpoints")
     keys = model.ignore_keys
     policy = policy_lib.open_policy(name, model.dtype, ignore_keys=keys)
     policy = policy_lib.with_weights(policy)
@@ -72,7 +72,7 @@ def load(
 
 
 def best_step(run: str | pathlib.Path) -> int:
-  """Returns the step of a run's best state; ValueError if it is not saved."""
+  """Returns the step of the best checkpoint; ValueError if it is not saved."""
   with checkpoint.open_checkpointer(
     run_storage.checkpoints(run), readonly=True
   ) as checkpointer:
@@ -81,8 +81,8 @@ def best_step(run: str | pathlib.Path) -> int:
   step = best_lib.step(progress.from_notes(notes).evaluations)
   if step not in steps:
     raise ValueError(
-      f"--best: {run} has kept no best state (checkpoint.best), only those of "
-      f"steps {steps}"
+      f"--best: {run} has no best checkpoint (checkpoint.best), only steps "
+      f"{steps}"
     )
   return step
 
@@ -94,11 +94,11 @@ def load_params(
   device: jax.Device | None = None,
   best: bool = False,
 ) -> tuple[int, Params]:
-  """Loads the step and trained parameters (of LoRA, adapters) of a checkpoint.
+  """Returns step and trained parameters (or adapters) of a checkpoint.
 
-  It is the newest, that of `step` or, with `best`, of `best_step`. If the run
-  goes on and deletes it meanwhile, a newer one is read. Parameters go to the
-  first device by default. ValueError if there is none, or it is damaged.
+  Loads the newest checkpoint, `step`, or with `best` the `best_step`, to the
+  first device by default. If a live run deletes it meanwhile, a newer one is
+  loaded. ValueError for a missing or damaged checkpoint.
   """
   saved = run_storage.checkpoints(run)
   for attempt in itertools.count(1):
@@ -107,9 +107,9 @@ def load_params(
       step = best_step(run) if best else step
       return _read_params(run, settings, step, device)
     except (FileNotFoundError, ValueError) as error:
-      damaged = isinstance(error, ValueError)  # else an old one was listed
-      damaged &= checkpoint.complete(saved) == before
-      if damaged or attempt == _TRIES:
+      unchanged = checkpoint.complete(saved) == before
+      damaged = isinstance(error, ValueError) and unchanged
+      if damaged or attempt == _TRIES:  # else the run deleted a listed one
         raise
       time.sleep(0.1)
 
@@ -136,7 +136,7 @@ def _read_params(run, settings: TrainSettings, step, device):
 
 
 def host_device() -> jax.Device:
-  """Returns the host's device: a large model may not fit on an accelerator."""
+  """Returns the host's device, since large models may not fit on others."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:  # excluded by JAX_PLATFORMS
@@ -144,9 +144,9 @@ def host_device() -> jax.Device:
 
 
 def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
-  """Returns the directory of a model, or None."""
-  a_run = run_directory.model_directory(path) != pathlib.Path(path)
-  if a_run or run_directory.is_run(path):
+  """Returns the directory of a model outside of runs, or None."""
+  finished = run_directory.model_directory(path) != path
+  if finished or run_directory.is_run(path):
     return None
   try:
     return hf.resolve(path)
@@ -155,24 +155,14 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _base(settings: TrainSettings) -> tuple[str, str | None]:
-  """Returns the base model of adapters, for peft, and its commit on the Hub."""
+  """Returns path and Hub commit of the adapters' base model, for peft."""
   path = settings.model.path
   if gguf_directory.is_named(path):
-    return path, None  # not its place in this machine's cache
+    return path, None  # its path in the cache differs between machines
   name = None if hf.exists(path) else hub.parse(path)
   if name is None:
     return str(policy_lib.find_model(path).absolute()), None
   return name.id, hub.parse(hub_pins.model(settings)).revision
-
-
-def _base_note(path: str) -> str:
-  """Returns how to convert a base model that peft cannot open, or ""."""
-  if not gguf_directory.is_named(path):
-    return ""
-  return (
-    f" (peft opens no GGUF file: python -m grpojax.export {path} --out=BASE, "
-    "and name BASE in adapter_config.json)"
-  )
 
 
 def export(
@@ -184,13 +174,13 @@ def export(
   best: bool = False,
   ignore_keys: Sequence[str] = (),
 ) -> str:
-  """Writes a run's model or adapters into a new directory, and describes them.
+  """Exports a model to a new directory and returns a description of it.
 
-  `run` is a run directory, its URL on gs://, or a model to copy; `out` appears
-  when all is written. The checkpoint is that of `step`, the `best` one, or the
-  newest; without checkpoints it is a finished run's model/. `adapter` writes
-  LoRA's adapters in PEFT's format. `dtype` None stores weights as they were
-  trained; `ignore_keys` are for a model, as a run has its own.
+  `run` is a run directory, its gs:// URL, or a model to copy. The source is the
+  checkpoint of `step`, the `best` or the newest one, or the model/ of a
+  finished run without checkpoints. `adapter` exports LoRA adapters in PEFT's
+  format. `dtype` None keeps the trained format. `ignore_keys` only apply to a
+  model. `out` appears when it is complete.
   """
   path = run_storage.local(run)
   model = _plain_model(path)
@@ -199,7 +189,7 @@ def export(
   if model:
     disk.check_writable(out, "--out")
     if adapter or step is not None:
-      raise ValueError(f"--adapter and --step are of a run, and {run} is none")
+      raise ValueError(f"--adapter and --step need a run, and {run} is a model")
     params = hf.load_params(model, ignore_keys=ignore_keys)
     hf.save(out, params, model, dtype=dtype, ignore_keys=ignore_keys)
     return f"the model {run}"
@@ -225,8 +215,11 @@ def export(
   if adapter:
     hf_config = hf.read_config(source, keys)
     lora.save_peft(out, params, hf_config, alpha, *_base(settings), dtype)
-    note = _base_note(settings.model.path)
-    return f"the adapters of step {step} of {run}{note}"
+    text, base = f"the adapters of step {step} of {run}", settings.model.path
+    if gguf_directory.is_named(base):
+      text += f" (peft cannot open GGUF files: python -m grpojax.export {base} "
+      text += "--out=BASE, and set BASE in adapter_config.json)"
+    return text
   if rank:
     whole = hf.load_params(source, ignore_keys=keys)
     params = lora.merge_lazily(whole, params, alpha / rank)

@@ -1,7 +1,8 @@
-"""What tests of steps share: samples by hand, and a step on one device."""
+"""Fixtures for tests of steps and runs."""
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec
 from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
+from grpojax.models import huggingface as hf
 from grpojax.models import sharding
 from grpojax.runtime.files import records
 from grpojax.training.policy import Policy
@@ -19,7 +21,7 @@ from grpojax.training.step import host
 
 
 class Words:
-  """A tokenizer whose texts are the ids."""
+  """A tokenizer that prints ids as numbers."""
 
   all_special_ids = ()
 
@@ -29,7 +31,7 @@ class Words:
 
 @pytest.fixture
 def word_policy():
-  """`(lm, eos_ids) -> Policy`, whose texts are the ids."""
+  """`(lm, eos_ids) -> Policy` with the tokenizer `Words`."""
   return lambda lm, eos_ids=(0,): Policy(
     pathlib.Path(), lm, Words(), eos_ids, 0
   )
@@ -42,7 +44,7 @@ def one_device():
 
 @pytest.fixture
 def samples_of():
-  """`(mask [B, G, T], finished) -> Rollout`, of prompts of one token."""
+  """`(mask [B, G, T], finished) -> Rollout` for prompts of one token."""
 
   def samples_of(mask, finished=True):
     mask = jnp.asarray(mask, bool)
@@ -61,7 +63,7 @@ def samples_of():
 
 @pytest.fixture
 def write_data(tmp_path):
-  """`(folder, **rows)`: writes JSON lines of each split."""
+  """`(folder, **rows)`: writes the JSON lines of each split."""
 
   def write_data(folder=".", **rows_of_splits):
     (tmp_path / folder).mkdir(exist_ok=True)
@@ -73,9 +75,23 @@ def write_data(tmp_path):
   return write_data
 
 
+@pytest.fixture(scope="session")
+def classifier(toy_model, tmp_path_factory):
+  """A reward model with the toy model's body and tokenizer."""
+  folder = tmp_path_factory.mktemp("reward_model")
+  source = shutil.copytree(toy_model, folder / "source")
+  kind = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+  config = json.loads((source / "config.json").read_text()) | kind
+  (source / "config.json").write_text(json.dumps(config))
+  head = jax.random.normal(jax.random.key(0), (16, 1))
+  params = hf.load_params(toy_model) | {"score": head}
+  hf.save(folder / "classifier", params, source)
+  return folder / "classifier"
+
+
 @pytest.fixture
 def train_toy(toy_task, toy_model, tmp_path):
-  """`(name, **settings) -> rows of metrics.jsonl`, of a run of the toy task."""
+  """`(name, **settings) -> rows of metrics.jsonl` of a run on the toy task."""
 
   def train_toy(name="run", **settings):
     words = toy_task.arguments(toy_model, **settings)
@@ -85,6 +101,16 @@ def train_toy(toy_task, toy_model, tmp_path):
   return train_toy
 
 
+SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
+SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
+
+
+@pytest.fixture
+def train_short(train_toy):
+  """`train_toy` with the settings `SHORT` by default."""
+  return lambda name="run", **changes: train_toy(name, **SHORT | changes)
+
+
 @pytest.fixture
 def open_step():
   """`(settings, policy, params, tx, reward_pool) -> (mesh, state, step)`."""
@@ -92,7 +118,7 @@ def open_step():
   def open_step(settings, policy, params, tx, reward_pool, reference=False):
     mesh = setup.make_mesh(settings)
     first = lambda params: setup.first_state(settings, tx, params)
-    whole = ((r".*", PartitionSpec()),)  # also of models of other names
+    whole = ((r".*", PartitionSpec()),)  # for any parameter names
     rules = {} if mesh.size > 1 else {"rules": whole}
     shardings = sharding.shardings(jax.eval_shape(first, params), mesh, **rules)
     state = jax.jit(first, out_shardings=shardings)(params)

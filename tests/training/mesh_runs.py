@@ -1,6 +1,6 @@
-"""Whole training runs on meshes of eight devices, against one device.
+"""Compares training runs on meshes of eight devices with one device.
 
-Run with JAX_NUM_CPU_DEVICES=8; test_meshes.py does.
+test_meshes.py runs it with JAX_NUM_CPU_DEVICES=8.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from grpojax.training.step.batch import make_batch_program
 
 STEPS, B, G, T = 3, 4, 16, 6
 SETTINGS = {
-  # With others, a gradient may be so near to 0 that Adam, which divides by it,
-  # makes a step of its rounding error.
+  # Other seeds may have gradients near 0, which Adam turns into updates of
+  # rounding errors.
   "seed": 1,
   "steps": STEPS,
   "batch_size": B,
-  "group_size": G,  # cut by what does not divide B
+  "group_size": G,  # split by device counts that do not divide B
   "data.options.difficulty": (2, 4),
   "sampling.max_new_tokens": T,
   "logits_chunk": 64,
@@ -53,7 +53,6 @@ SETTINGS = {
   "mesh.data": 1,
 }
 MODELS = {
-  # 100 tokens; kv heads that tensor=4 does not divide
   "llama": {"tie_word_embeddings": True},
   "untied": {"vocab_size": 101, "tie_word_embeddings": False, "mlp_bias": True},
   # local and global layers
@@ -75,26 +74,26 @@ MODELS = {
 
 
 def step(state, action):
-  """An environment of two observations, which likes some lengths."""
+  """An environment whose reward depends on the length of the action."""
   turns = (state or 0) + 1
   reward = len(action) % 3
   return {"observation": "go on", "reward": reward, "state": turns}
 
 
 def digits(prompt, completion, example):
-  """A reward that a random model's completions differ in."""
+  """A reward of several values for a random model."""
   del prompt, example
   return sum(map(ord, completion)) % 7 / 3
 
 
 def rare(prompt, completion, example):
-  """A reward that many groups do not differ in."""
+  """A reward with many zero-variance groups."""
   del prompt, example
   return float(sum(map(ord, completion)) % 23 == 0)
 
 
 def make_model(directory, **changes):
-  """A random model of width 16 whose choices depend on what it reads."""
+  """Writes a random model of width 16 with large weights."""
   source = directory / "source"
   source.mkdir()
   hf.copy_files(hf.resolve("arithmetic-base"), source)
@@ -120,7 +119,7 @@ def settings_of(model, changes):
 
 
 def run(model, directory, devices, changes):
-  """What a run samples, all of it in order, and the parameters it exports."""
+  """Returns all samples of a run in order, and its exported parameters."""
   settings = settings_of(model, changes)
   sampled, decode, mesh = [], policy_lib.decode, setup.make_mesh
 
@@ -151,7 +150,7 @@ def same_samples(name, a, b):
 
 
 def compare(name, one, other, start):
-  """Asserts that two runs did the same, and something."""
+  """Asserts that two runs have equal results that differ from the start."""
   for a, b in zip(one[0], other[0], strict=True):
     same_samples(name, a, b)
   close(other[1], one[1], 1e-5, name)
@@ -160,7 +159,7 @@ def compare(name, one, other, start):
 
 
 def programs(model, devices, changes, samples=None):
-  """Samples, what is learned from them, and its gradient, of one step."""
+  """Returns the samples, batch and gradient of one step."""
   settings = settings_of(model, changes)
   mesh = setup.make_mesh(settings, jax.devices()[:devices])
   policy = setup.open_policy(settings)
@@ -183,7 +182,7 @@ def programs(model, devices, changes, samples=None):
     batch, _ = make_batch(policy.params, samples, rewards, ref_params=reference)
 
     def gradient(lm, params, batch, reference):
-      # As the state of an optimizer that keeps what it is given.
+      # An optimizer that stores the gradient in its state.
       tx = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda grads, _, params: (jax.tree.map(jnp.zeros_like, params), grads),
@@ -198,7 +197,7 @@ def programs(model, devices, changes, samples=None):
 
 
 def quick():
-  """The programs of a step, on a mesh and without one."""
+  """Compares the programs of a step on a mesh and on one device."""
   with tempfile.TemporaryDirectory() as directory:
     path = make_model(pathlib.Path(directory), **MODELS["llama"])
     one_update = {"optim.minibatches": 1, "loss.kl": "exact"}
@@ -215,10 +214,9 @@ def quick():
 
 
 def halves():
-  """In bfloat16 sums differ with their order, but hardly the gradient.
+  """Compares gradients in bfloat16, which only differ by the order of sums.
 
-  Adam's steps do: it divides each number by its own size, also where that is
-  rounding error, in the mesh's run and in one device's.
+  Adam's steps would differ more: it divides even rounding errors by their size.
   """
 
   def far(a, b):
@@ -257,6 +255,6 @@ def main(cases):
 
 
 if __name__ == "__main__":
-  what, *cases = sys.argv[1:]
+  program, *cases = sys.argv[1:]
   PROGRAMS = {"quick": quick, "halves": halves, "runs": main}
-  PROGRAMS[what](*map(json.loads, cases))
+  PROGRAMS[program](*map(json.loads, cases))

@@ -1,4 +1,4 @@
-"""sampling.ahead = 1: the rollout of a step is drawn before the last update."""
+"""sampling.ahead = 1: each step is sampled before the previous update."""
 
 import itertools
 import os
@@ -15,7 +15,6 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.data.examples import READ
 from grpojax.environments.episodes import play_together
-from grpojax.training.step import host
 from grpojax.training.step import pending as pending_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.timer import Timer
@@ -24,16 +23,13 @@ B, G, STEPS = 4, 4, 6
 
 
 def of_ids(prompt, completion, example):
-  """How often the completion says the example's number."""
+  """Counts the example's number in the completion."""
   return float(completion.split().count(example["answer"]))
 
 
 @pytest.fixture
 def opened(tiny, settings_with, open_step, word_policy):
-  """A step of a tiny model, its state, and the batches of six steps.
-
-  With more than one device, half of them sample.
-  """
+  """State, step and batches of a tiny model; half of the devices sample."""
   half = jax.device_count() // 2
   settings = settings_with(
     mesh__fsdp=half or 1,
@@ -64,10 +60,10 @@ def opened(tiny, settings_with, open_step, word_policy):
 
 
 @pytest.mark.slow
-def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
+def test_steps_ahead_equal_a_loop_that_samples_with_older_parameters(opened):
   state, step, batches = opened
   copy = lambda params: jax.tree.map(jnp.copy, params)
-  by_hand, older, kept = copy(state), None, []
+  by_hand, older, expected = copy(state), None, []
   for s, (prompts, examples) in enumerate(batches):
     now = copy(by_hand.params)
     key = jax.random.fold_in(by_hand.key, s)
@@ -76,7 +72,7 @@ def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
     drawn = pending_lib.of_examples(*play_together(drawing)[0], examples)
     by_hand, row, *_ = step(by_hand, prompts, examples, pending=drawn)
     older = now
-    kept.append(row)
+    expected.append(row)
   pending, rows = None, []
   for batch, upcoming in itertools.zip_longest(batches, batches[1:]):
     state, row, *_, pending = step(
@@ -85,16 +81,15 @@ def test_it_is_a_loop_that_keeps_the_older_parameters(opened):
     rows.append(row)
   assert pending is None
   jax.tree.map(np.testing.assert_array_equal, state.params, by_hand.params)
-  means = [[row["reward_mean"] for row in own] for own in (rows, kept)]
+  means = [[row["reward_mean"] for row in x] for x in (rows, expected)]
   assert means[0] == means[1]
   samples = [row["rollout_effective_samples"] for row in rows]
-  # The first two steps' samples are of the first parameters.
+  # The first parameters sample the first two steps.
   assert samples[0] == pytest.approx(1, abs=1e-4) and max(samples[1:]) < 0.999
 
 
 @pytest.mark.slow
-def test_the_same_on_devices_of_its_own():
-  """Four of eight sample, and the others learn: the same loop, bit by bit."""
+def test_steps_ahead_on_separate_devices_equal_the_loop():
   words = "--numprocesses=0 -p no:cacheprovider -m slow -k loop_that".split()
   command = [sys.executable, "-m", "pytest", __file__, *words]
   env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
@@ -103,29 +98,21 @@ def test_the_same_on_devices_of_its_own():
 
 
 @pytest.mark.slow
-def test_rewards_are_computed_while_the_update_is_asked_for(
-  opened, monkeypatch
-):
+def test_rewards_ahead_are_computed_during_the_update(opened, monkeypatch):
   state, step, batches = opened
-  events, times, asked, ask = [], [], [], mesh_lib.whole
-
-  class NamedTimer(Timer):
-    def __call__(self, name):
-      times.append(name)
-      super().__call__(name)
+  events, gathered, gather = [], [], mesh_lib.whole
 
   def recording(name, function):
     return lambda *args: events.append(name) or function(*args)
 
-  def whole(tree):  # after the update what several processes ask for waits
+  def whole(tree):  # gathering new arrays after the update would wait for it
     leaves = [x for x in jax.tree.leaves(tree) if np.ndim(x) > 1]
-    new = [x for x in leaves if not any(x is y for y in asked)]
+    new = [x for x in leaves if not any(x is y for y in gathered)]
     if "update" in events and new:
-      events.append("asked")
-    asked.extend(leaves)
-    return ask(tree)
+      events.append("gather")
+    gathered.extend(leaves)
+    return gather(tree)
 
-  monkeypatch.setattr(host, "Timer", NamedTimer)
   monkeypatch.setattr(mesh_lib, "whole", whole)
   collect = recording("rewards", rewards_lib.collect_rewards)
   monkeypatch.setattr(rewards_lib, "collect_rewards", collect)
@@ -133,13 +120,10 @@ def test_rewards_are_computed_while_the_update_is_asked_for(
   step.programs = step.programs._replace(update=update)
   step(state, *batches[0], upcoming=batches[1])
   assert events == ["rewards", "update", "rewards"]
-  # Its own samples; those of the next step; their rewards beside the update.
-  own, ahead = ["rollout", "rewards"], ["rollout", "reference"]
-  assert times == [*own, *ahead, "rollout", "rewards", "update"]
 
 
 @pytest.mark.slow
-def test_it_is_stored_with_all_that_was_drawn(opened):
+def test_a_pending_rollout_is_restored_with_rewards_and_prompts(opened):
   state, step, batches = opened
   *_, pending = step(state, *batches[0], upcoming=batches[1])
   failures = [[[] for _ in range(G)] for _ in range(B)]
@@ -153,7 +137,7 @@ def test_it_is_stored_with_all_that_was_drawn(opened):
   mesh = step.mesh
   before = pending_lib.to_stored(state.replace(pending=pending), mesh)
   assert before.pending.dtype == np.uint8
-  # A little more to store is no other program of its checksum.
+  # A slightly longer rollout has the same size, and so the same programs.
   longer = pending._replace(prompts=[{READ: ["a" * 20]}, *pending.prompts[1:]])
   longer = pending_lib.to_stored(state.replace(pending=longer), mesh)
   assert longer.pending.shape == before.pending.shape

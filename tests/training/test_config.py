@@ -177,8 +177,8 @@ REFUSED = [
   ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': names metrics"),
   # Models of the Hub.
   ("model.revision=v1", "with model.path = ORG/NAME"),
-  ("model.path=a/b model.revision=../x", "a branch, a tag"),
-  ("model.path=a/b@v1 model.revision=v2", "one of the two"),
+  ("model.path=a/b model.revision=../x", "a branch, tag"),
+  ("model.path=a/b@v1 model.revision=v2", "remove one of them"),
   ("model.path=gs://a/b model.revision=v2", "is a URL"),
   # Parts of a step.
   ("loss.correction=token_mask optim.epochs=2", "with several updates a step"),
@@ -303,9 +303,13 @@ def test_valid_combinations(words):
     (2, f"{FOUR_PARTS} group_size=3", "rollout: 1 prompts x 3 samples"),
     # The rollout can be cut, a micro-batch cannot.
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
-    (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device to train"),
-    (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device to train"),
-    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "beside the 4 of mesh"),
+    (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device for training"),
+    (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device for training"),
+    (
+      8,
+      f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8",
+      "without the 4 of mesh",
+    ),
   ],
 )
 def test_batches_are_cut_over_real_devices(devices, words, text):

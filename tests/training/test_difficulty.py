@@ -1,4 +1,4 @@
-"""Prompts drawn by their success rates, in a run."""
+"""Runs that draw prompts by their success rates."""
 
 import json
 
@@ -23,16 +23,17 @@ EXAMPLES = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(20)]
 @pytest.mark.parametrize(
   "examples, message",
   [
-    (arithmetic.load("train"), "without end asks no prompt twice"),
-    (EXAMPLES, "takes 32 prompts of a data set, and there are 20"),
-    # Of a mixture, each has to have its share.
+    (arithmetic.load("train"), "endless data set never repeats a prompt"),
+    (EXAMPLES, "takes 32 prompts of a data set that has 20"),
     (
       Mixture([Part("many", 1.0, EXAMPLES * 10), Part("few", 3.0, EXAMPLES)]),
-      "takes 24 prompts .* there are 20",
+      "takes 24 prompts .* that has 20",
     ),
   ],
 )
-def test_data_that_cannot_have_success_rates(examples, message, settings_with):
+def test_endless_or_too_small_data_are_refused(
+  examples, message, settings_with
+):
   with pytest.raises(ValueError, match=message):
     difficulty.init_rates(settings_with(**ON), examples)
   two_rows = settings_with(**ON, difficulty__rows=2)
@@ -42,7 +43,7 @@ def test_data_that_cannot_have_success_rates(examples, message, settings_with):
 
 @pytest.fixture
 def drawn(settings_with, one_device):
-  """A state of which three prompts are known, and the draw."""
+  """A state, and its functions to update success rates and to draw."""
   settings = settings_with(
     **ON,
     batch_size=4,
@@ -60,10 +61,10 @@ def drawn(settings_with, one_device):
 
 
 @pytest.mark.slow
-def test_what_varies_is_asked(drawn):
+def test_prompts_that_vary_are_drawn_and_weighted(drawn):
   state, learn, draw = drawn
   examples = [{difficulty.INDEX: i} for i in range(20)]
-  # All but the first four are solved; a reward of 0.5 is no right answer.
+  # All prompts but the first four are solved; a reward of 0.5 is not correct.
   right = np.ones((20, 8))
   right[:4, ::2] = 0.5
   right[19] = np.nan
@@ -75,15 +76,15 @@ def test_what_varies_is_asked(drawn):
   counts, weights = np.zeros(20), np.zeros(20)
   for step in range(200):
     prompts, batch = draw(state.replace(step=step))
-    asked = [example[difficulty.INDEX] for example in batch]
-    assert [e["prompt"] for e in batch] == [f"{i}+1" for i in asked]
-    assert len(set(asked)) == 4 and prompts.prompt_ids.shape[0] == 4
-    counts[asked] += 1
-    weights[asked] += np.asarray(prompts.weights) / 4
-  # The first four, and the one of which nothing is known.
+    indices = [example[difficulty.INDEX] for example in batch]
+    assert [e["prompt"] for e in batch] == [f"{i}+1" for i in indices]
+    assert len(set(indices)) == 4 and prompts.prompt_ids.shape[0] == 4
+    counts[indices] += 1
+    weights[indices] += np.asarray(prompts.weights) / 4
+  # The first four, and the prompt without rewards.
   assert counts[[0, 1, 2, 3, 19]].sum() > 500  # of 800; 200 without priorities
-  assert counts[4:19].min() > 0  # a chance to come back
-  # The weights undo it: each prompt counts the same in the end.
+  assert counts[4:19].min() > 0
+  # The weights give all prompts the same total weight.
   np.testing.assert_allclose(weights.sum(), 200, rtol=0.1)
   np.testing.assert_allclose(weights[:4].mean(), 10, rtol=0.15)
   row = difficulty.metrics(state, prompts, batch)
@@ -92,29 +93,29 @@ def test_what_varies_is_asked(drawn):
   assert row["importance_weight_max"] == pytest.approx(prompts.weights.max())
 
 
-def test_all_processes_ask_what_the_first_one_chose(drawn, monkeypatch):
-  """Whatever this one, which is not the first, would have."""
+def test_all_processes_use_the_draw_of_process_0(drawn, monkeypatch):
   state, _, draw = drawn
   chosen = [7, 1, 19, 3], [0.5, 2.0, 0.1, 1.0]
-  sent = iter([[None, None], [chosen, None]])  # nobody's error; the first's
+  sent = iter([[None, None], [chosen, None]])  # errors, then draws
   monkeypatch.setattr(distributed, "several", lambda: True)
   monkeypatch.setattr(distributed, "is_main", lambda: False)
   monkeypatch.setattr(distributed, "gather", lambda _: next(sent))
   prompts, batch = draw(state)
-  found = [(example[difficulty.INDEX], example["prompt"]) for example in batch]
-  assert found == [(7, "7+1"), (1, "1+1"), (19, "19+1"), (3, "3+1")]
+  pairs = [(example[difficulty.INDEX], example["prompt"]) for example in batch]
+  assert pairs == [(7, "7+1"), (1, "1+1"), (19, "19+1"), (3, "3+1")]
   np.testing.assert_array_equal(prompts.weights, np.float32(chosen[1]))
 
 
-def test_a_curriculum_goes_from_easy_to_hard(settings_with):
+def test_the_target_moves_from_easy_to_hard(settings_with):
   settings = settings_with(difficulty__priority="target", steps=5)
   aims = [difficulty._aim(settings, step) for step in range(5)]
   np.testing.assert_allclose(aims, [0.8, 0.675, 0.55, 0.425, 0.3])
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_as_if_it_had_not_ended(train_toy, tmp_path):
-  """With a mixture, success rates and importance weights."""
+def test_a_resumed_run_with_a_mixture_equals_an_uninterrupted_run(
+  train_toy, tmp_path
+):
   settings = {"steps": 3, "eval.every": 9, "checkpoint.every": 1}
   settings |= {"batch_size": 4, "group_size": 4, "eval.num_prompts": 4}
   for name, size in (("many", 40), ("few", 9)):
@@ -128,13 +129,13 @@ def test_a_run_goes_on_as_if_it_had_not_ended(train_toy, tmp_path):
   models = (hf.load_params(tmp_path / x / "model") for x in ("parts", "whole"))
   jax.tree.map(np.testing.assert_array_equal, *models)
   steps = [row for row in rows if "reward_mean" in row]
-  tested = [row for row in rows if "accuracy" in row]
   for row in steps:
     assert row["many/prompts"] == 3 and row["few/prompts"] == 1
     mean = (3 * row["many/reward_mean"] + row["few/reward_mean"]) / 4
     assert row["reward_mean"] == pytest.approx(mean, rel=1e-5)
   seen = [row["prompts_seen"] for row in steps]
   assert seen[0] == 0 and np.all(np.diff(seen) > 0)
+  tested = [row for row in rows if "accuracy" in row]
   for row in tested:
     both = (row["many/accuracy"] + row["few/accuracy"]) / 2
     assert row["accuracy"] == pytest.approx(both) and row["prompts"] == 8

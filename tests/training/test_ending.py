@@ -1,7 +1,6 @@
 """Text at the end of a run."""
 
 import importlib.util
-import math
 import pathlib
 import shlex
 
@@ -27,34 +26,25 @@ SUMMARY = {
 }
 
 
-@pytest.fixture
-def last_lines(settings_with, tmp_path):
-  """The lines at the end of a run whose summary has changes."""
-
-  def last_lines(settings=None, **changes):
-    settings = settings or settings_with(model__path="some/model")
-    return train.final_lines("runs/x", tmp_path, settings, SUMMARY | changes)
-
-  return last_lines
-
-
-def test_the_end_says_gain_trouble_and_files(tmp_path, last_lines):
+def test_the_last_lines_name_accuracies_problems_and_files(
+  tmp_path, settings_with
+):
   for name in ("model", "learning_curve.png", "metrics.jsonl"):
     (tmp_path / name).mkdir()
+
+  def last_lines(**changes):
+    settings = settings_with(model__path="some/model")
+    return train.final_lines("runs/x", tmp_path, settings, SUMMARY | changes)
+
   plain = last_lines(best_step=35, best_accuracy=0.984)
-  assert plain[:4] == [
+  assert plain[:3] == [
     "accuracy before   6.2%  [2.5%, 15.0%]",
     "accuracy after   98.4%  [91.7%, 99.7%]"
     "  (greedy, 64 held-out prompts, 95% intervals)",
     "40 steps in 3m34s; results are in runs/x/:",
-    "  model/ (of step 40, Hugging Face format), learning_curve.png, "
-    "metrics.jsonl",
   ]
-  assert max(map(len, plain)) < 100
-  sets = {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
+  assert "model/" in plain[3] and "metrics.jsonl" in plain[3]
   lines = last_lines(
-    reward_before=0.3,
-    reward_after=0.62,
     best_step=35,
     best_accuracy=0.99,
     failed_rewards=3,
@@ -62,10 +52,8 @@ def test_the_end_says_gain_trouble_and_files(tmp_path, last_lines):
     optimal_group_size=4.0,
     optimal_group_size_interval=[1.5, None],
     gradient_error_of_best=1.21,
-    **sets,
+    **{"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75},
   )
-  assert lines[0].endswith("  mean reward 0.3 (right: 1 or more)")
-  assert "mean reward 0.62" in lines[1]
   assert lines[2 : -len(plain[2:])] == [
     "accuracy best    99.0%  after step 35, chosen by these prompts",
     "  sums: 10.0% -> 75.0%",
@@ -74,25 +62,6 @@ def test_the_end_says_gain_trouble_and_files(tmp_path, last_lines):
     "steps with truncated: 2",
     "rewards that failed: 3",
   ]
-
-
-@pytest.mark.parametrize("high", [None, math.inf])
-def test_a_group_size_may_be_left_open(high):
-  sizes = {"optimal_group_size": None}
-  sizes["optimal_group_size_interval"] = [1.0, high]
-  assert "left the best group size open" in train.group_size_line(sizes)
-
-
-def test_an_environments_return_comes_first(last_lines, settings_with):
-  rewards = {"reward__functions": ("environment",)}
-  first, second, *_ = last_lines(
-    settings_with(environment__path="retry", **rewards),
-    reward_before=-0.3,
-    reward_before_interval=[-0.5, -0.1],
-  )
-  expected = "return before -0.3  [-0.5, -0.1]  accuracy before   6.2%"
-  assert first.startswith(expected)
-  assert second.startswith("accuracy after")
 
 
 @pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
@@ -109,22 +78,19 @@ def test_commands_can_be_pasted_into_a_shell(where, settings_with):
   assert shlex.split(commands["export"])[-1] == f"--out={last}-model"
 
 
-@pytest.mark.parametrize(
-  "backend, config",
-  [("cpu", "smollm2"), ("gpu", train.REAL), ("tpu", train.REAL)],
-)
-def test_a_real_model_comes_next(settings_with, monkeypatch, backend, config):
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_an_embedded_model_suggests_a_packaged_config(
+  settings_with, monkeypatch, backend
+):
   monkeypatch.setattr(jax, "default_backend", lambda: backend)
   settings = settings_with(model__path="arithmetic-instruct")
   real = train.commands("runs/x", settings)["a real model"]
-  assert real.endswith(f"--config={config}")
-  assert config in config_file.packaged()
-  for path in ("Qwen2.5", "/", ".", "runs/x"):
-    settings = settings_with(model__path=path)
-    assert "a real model" not in train.commands("runs/x", settings)
+  assert real.rpartition("--config=")[2] in config_file.packaged()
 
 
-def test_too_little_memory_is_a_sentence(tmp_path, settings_with, monkeypatch):
+def test_exhausted_memory_ends_with_an_error_message(
+  tmp_path, settings_with, monkeypatch
+):
   def open_all(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GiB")
 

@@ -1,4 +1,4 @@
-"""Training with environments of the host, from start to end."""
+"""Training runs with environments on the host."""
 
 import dataclasses
 import json
@@ -12,7 +12,6 @@ from grpojax.data.examples import READ
 from grpojax.environments import tools
 from grpojax.rewards import conventions, functions
 from grpojax.runtime.files import records
-from grpojax.training import policy as policy_lib
 from grpojax.training.report import reporting
 from grpojax.training.step import episodes, reference
 
@@ -49,24 +48,18 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def go(train_toy, write, tmp_path):
-  """A short training run with the environment; returns its directory."""
+def go(train_short, write, tmp_path):
+  """Runs a short training with the environment; returns its directory."""
 
   def go(name="run", fails=False, **changes):
     path = write(f"again{fails}", AGAIN.replace("FAILS", str(fails)))
     settings = {
-      "steps": 2,
-      "eval.every": 2,
-      "eval.num_prompts": 4,
-      "checkpoint.every": 1,
-      "log.samples_every": 1,
-      "batch_size": 4,
       "sampling.max_new_tokens": 40,
       "environment.path": path,
       "environment.max_turns": 3,
       "reward.functions": "environment",
     }
-    train_toy(name, **settings | changes)
+    train_short(name, **settings | changes)
     return tmp_path / name
 
   return go
@@ -77,7 +70,7 @@ def rows_of(run, file="samples"):
 
 
 @pytest.mark.slow
-def test_a_run_has_turns_and_learns_from_them(go, capsys):
+def test_turns_have_their_own_tokens_rewards_and_advantages(go, capsys):
   more = {"optim.packing": True, "sampling.parts": 2, "environment.workers": 1}
   run = go(**BY_TURN | more)
   assert "held-out mean return after 2 steps: " in capsys.readouterr().out
@@ -96,15 +89,15 @@ def test_a_run_has_turns_and_learns_from_them(go, capsys):
     rewards = [turn["reward"] for turn in turns[::2]]
     assert row["reward"] == pytest.approx(sum(rewards))
     assert row["completion"] == turns[-1]["text"].removesuffix("\n\n")
-    # Each token's own: 0 on what the environment wrote.
+    # Tokens of the environment have advantage 0.
     observed = sum(
       ([x["by"] == "environment"] * x["tokens"] for x in turns), []
     )
     assert not np.array(row["advantage"])[observed].any()
     advantages = iter(row["advantage"])
     for turn in turns:
-      of_tokens = {next(advantages) for _ in range(turn["tokens"])}
-      assert of_tokens == {turn.get("advantage", 0.0)}
+      values = {next(advantages) for _ in range(turn["tokens"])}
+      assert values == {turn.get("advantage", 0.0)}
     assert [x is None for x in row["logprobs"]] == observed
   step = [row for row in rows_of(run, "metrics") if "turns_mean" in row][-1]
   assert step["turns_mean"] > 1.5 and step["seconds_environment"] > 0
@@ -114,7 +107,7 @@ def test_a_run_has_turns_and_learns_from_them(go, capsys):
 
 
 @pytest.mark.long
-def test_parts_and_workers_change_no_sample(go):
+def test_samples_do_not_depend_on_parts_and_workers(go):
   plain = go("plain", steps=1)
   more = {"sampling.parts": 2, "environment.workers": 2}
   parts = go("parts", steps=1, **more)
@@ -126,7 +119,7 @@ def test_parts_and_workers_change_no_sample(go):
 
 
 @pytest.mark.long
-def test_a_prompt_that_becomes_too_long_costs_its_own_group(go, write):
+def test_a_prompt_that_becomes_too_long_fails_its_group(go, write):
   length = "len(example['prompt'])"
   observes = f"' 1' * (99 if {length} == 4 else {length})"
   path = write(
@@ -143,7 +136,7 @@ def test_a_prompt_that_becomes_too_long_costs_its_own_group(go, write):
   assert 0 < sum(row["reward"] is None for row in rows) < len(rows)
 
 
-def test_a_directory_may_have_a_colon():
+def test_a_directory_may_contain_a_colon():
   for name in ("", "reset"):
     path = f"a:b/game.py:{name}".rstrip(":")
     assert functions.split(path) == ("a:b/game.py", name)
@@ -163,11 +156,10 @@ def judge(prompts, completions):
 
 
 @pytest.mark.slow
-def test_a_reference_reads_what_reset_observes(go, write, monkeypatch, capsys):
-  """It is the policy itself, so that equal prompts have no KL divergence.
-
-  So it is where the rollout was stored before a crash.
-  """
+def test_a_reference_reads_the_observation_of_reset_also_after_a_crash(
+  go, write, monkeypatch, capsys
+):
+  # The reference is the policy itself: with equal prompts the KL is 0.
   path = write("observes", OBSERVES)
   settings = {
     "steps": 3,
@@ -209,11 +201,10 @@ def test_a_reference_reads_what_reset_observes(go, write, monkeypatch, capsys):
     pytest.param("environment", True, BY_TURN, marks=pytest.mark.long),
   ],
 )
-def test_a_failure_is_a_row_without_a_reward(
+def test_a_failed_trajectory_has_no_reward_or_0(
   go, write, function, zero, by_turn
 ):
-  """Also for functions that do not ask the environment."""
-  if function == "talks":  # of turns that ended, not of one that was cut off
+  if function == "talks":
     function = f"{write('talks', TALKS)}:talks"
   options = by_turn | ({"environment.failed": "zero"} if zero else {})
   options["reward.functions"] = function
@@ -229,37 +220,20 @@ def test_a_failure_is_a_row_without_a_reward(
   failures = rows_of(run, "failures")
   assert failures[0]["reason"].startswith("turn 1: raised RuntimeError: no")
   assert failures[0]["function"] == "environment"
-  prompts = {one["prompt"] for one in failures}
+  prompts = {failure["prompt"] for failure in failures}
   assert prompts & {row["prompt"] for row in failed} and "" not in prompts
 
 
 @pytest.mark.long
-def test_an_observation_that_cannot_be_read_is_a_failure(go, write):
-  """Messages, of a model without a chat template."""
+def test_messages_without_a_chat_template_are_a_failure(go, write):
   path = write(
     "messages",
-    "def step(action):\n  said = [{'role': 'user', 'content': 'no'}]\n"
-    "  return {'observation': said if '5' in action else 'no'}\n",
+    "def step(action):\n  chat = [{'role': 'user', 'content': 'no'}]\n"
+    "  return {'observation': chat if '5' in action else 'no'}\n",
   )
   run = go(steps=1, **{"environment.path": path})
   reason = rows_of(run, "failures")[0]["reason"]
   assert "with a chat template, messages" in reason
-
-
-@pytest.mark.parametrize(
-  "observation, tokens, most",
-  [(0, 64, 32), (16, 64, 16), (256, 64, 32), (0, 1, 1)],
-)
-def test_an_observation_leaves_half_of_the_tokens(
-  observation, tokens, most, settings_with
-):
-  settings = settings_with(
-    environment__path="retry",
-    environment__max_observation=observation,
-    sampling__max_new_tokens=tokens,
-  )
-  policy = policy_lib.open_policy("arithmetic-instruct")
-  assert episodes.encoder(settings, policy).max_observation == most
 
 
 LOOK = """
@@ -289,13 +263,13 @@ TEMPLATE = (
 @pytest.mark.parametrize(
   "fails", [False, pytest.param(True, marks=pytest.mark.long)]
 )
-def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
+def test_tools_of_a_class_and_its_reward_at_the_end_and_when_cut_off(
   go, write, toy_model, tmp_path, monkeypatch, fails
 ):
   model = shutil.copytree(toy_model, tmp_path / "model")
   (model / "chat_template.jinja").write_text(TEMPLATE)
   path = write("look", LOOK.replace("FAILS", str(fails)))
-  # The model calls wherever it does not answer 7.
+  # The model calls the tool unless it answers 7.
   calls = lambda text: [] if "7" in text else [tools.Call("look", {})]
   monkeypatch.setitem(tools.TOOL_CALLS, "hermes", calls)
   settings = {"environment.path": f"{path}:Look", "data.template": "{prompt}"}
@@ -320,7 +294,7 @@ def test_tools_of_a_class_and_its_reward_also_where_it_is_cut_off(
 
 
 @pytest.mark.slow
-def test_chat_and_evaluate_have_the_environment(
+def test_chat_and_evaluate_play_the_environment(
   go, write, toy_task, tmp_path, capsys
 ):
   run = go(steps=1)
@@ -329,7 +303,7 @@ def test_chat_and_evaluate_have_the_environment(
   printed = capsys.readouterr().out
   assert "environment: no\n" in printed and printed.count("reward ") == 8
   assert "model: " in printed
-  # A model alone gets it by the settings of its own.
+  # A model without a run gets the environment from the settings.
   model, path = f"--model={run / 'model'}", "--config.environment.path="
   changes = {"reward.functions": "environment", "environment.max_turns": 3}
   changes |= {"sampling.max_new_tokens": 40, "eval.num_prompts": 4}
@@ -339,7 +313,7 @@ def test_chat_and_evaluate_have_the_environment(
   evaluate.main([model, *words, f"{path}{tmp_path / 'againFalse.py'}"])
   after = json.loads((run / "summary.json").read_text())["accuracy_after"]
   assert f"accuracy  {after:.1%}" in capsys.readouterr().out
-  # What its reset observes has room, though no length of prompts is known.
+  # Without a prompt length, the observation of reset may have any length.
   other = write(
     "other",
     "def reset():\n  return {'observation': '1' * 50}\n"
@@ -347,8 +321,7 @@ def test_chat_and_evaluate_have_the_environment(
   )
   alone = [w for w in words if "max_prompt_length" not in w]
   alone.append(f"{path}{other}")
-  of_chat = [w for w in alone if "eval." not in w]
-  chat.main([model, "--prompt=1+1", *of_chat])
+  chat.main([model, "--prompt=1+1", *(w for w in alone if "eval." not in w)])
   assert "the environment failed: turn 0:" in capsys.readouterr().out
   evaluate.main([model, *alone])
   assert "4 rewards failed" in capsys.readouterr().out
@@ -369,13 +342,13 @@ def test_chat_and_evaluate_have_the_environment(
     ([{"role": "assistant", "tool_calls": []}], "hint", "has none: {'role'"),
   ],
 )
-def test_where_an_observation_of_reset_stands(
+def test_the_observation_of_reset_is_appended_to_the_prompt(
   prompt, observed, expected, settings_with
 ):
   changes = {"template": "Q: {prompt}", "max_prompt_length": 60}
   data = dataclasses.replace(settings_with().data, **changes)
 
-  def encode(prompt):  # a chat's messages have no template around them
+  def encode(prompt):  # data.template does not apply to chats
     text = f"Q: {prompt}"
     if not isinstance(prompt, str):
       text = "|".join(message["content"] for message in prompt)
@@ -391,7 +364,7 @@ def test_where_an_observation_of_reset_stands(
   prompt, *read = join()
   assert read == [expected, [*expected.encode()]]
   assert encode(prompt)[0] == expected
-  # So it is read by the reference, and given to functions of TRL's.
+  # The reference and functions of TRL's signature read the same prompt.
   example = {"prompt": "alone", READ: prompt}
   assert reference.hinted("{prompt}", example) == prompt
   judge = conventions.follow("judge", lambda prompts: [prompts], {})

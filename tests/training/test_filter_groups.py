@@ -1,4 +1,4 @@
-"""Groups that do not vary make room for fresh prompts; nothing else changes."""
+"""Dynamic sampling replaces zero-variance groups and changes nothing else."""
 
 import contextlib
 
@@ -31,9 +31,9 @@ def other(prompt, completion, example):
 
 
 def batch_of(first, count):
-  """Prompts of these numbers in the stream, and their examples.
+  """Returns prompts `first` to `first + count` of the stream, and examples.
 
-  Every third is of one of the two kinds that can vary.
+  Every third prompt has kind 1 or 2, whose rewards can vary.
   """
   numbers = np.arange(first, first + count)
   kinds = np.where(numbers % 3 == 1, 1 + numbers % 2, 0)
@@ -43,7 +43,7 @@ def batch_of(first, count):
 
 
 class Job:
-  """Steps of a chain of three kinds; the first always says the same."""
+  """Steps of a chain of three kinds, of which kind 0 is deterministic."""
 
   def __init__(self, tabular, word_policy, open_step, settings, reward_pool):
     lm = tabular.lm(3, VOCAB)
@@ -106,7 +106,7 @@ def job(tabular, job_settings, open_step, word_policy):
 
 
 def whole_rollout(job, count):
-  """All that can be drawn for the first step, by one program, and rewards."""
+  """Samples `count` prompts of the first step at once; returns rewards too."""
   program = sampling_lib.sampler_program(
     job.settings, job.policy, G, job.settings.sampling.distribution
   )
@@ -118,11 +118,11 @@ def whole_rollout(job, count):
 
 
 @pytest.mark.slow
-def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
-  parts, of_data_sets = 2, []
+def test_groups_are_replaced_by_groups_of_the_next_prompts(job, monkeypatch):
+  parts, mixture_args = 2, []
 
   def spy(settings, examples, rewards):
-    of_data_sets.append((examples, rewards))
+    mixture_args.append((examples, rewards))
     return {}
 
   monkeypatch.setattr(host.mixtures, "metrics", spy)
@@ -133,35 +133,33 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
   assert 2 * B < good[B - 1] and varied[:B].sum() == 1
   row = run.run()
   drawn = -(-(good[B - 1] + 1 - B) // size) * size + B
-  # The first batch's own group stays in its place.
-  expected, own = list(good[1:B]), good[0]
-  expected.insert(own, own)
-  ((samples, found),) = run.compared
-  np.testing.assert_array_equal(found, rewards[expected])
+  # The varying group of the first batch stays in its row.
+  expected = list(good[1:B])
+  expected.insert(good[0], good[0])
+  ((samples, compared),) = run.compared
+  np.testing.assert_array_equal(compared, rewards[expected])
   for name, value in vars(samples).items():
-    if value is not None:  # as the turns are
-      own = getattr(whole, name)[expected]
-      np.testing.assert_array_equal(value, own, name)
+    if value is not None:
+      of_groups = getattr(whole, name)[expected]
+      np.testing.assert_array_equal(value, of_groups, name)
   assert run.taken == drawn == int(run.state.prompts_consumed)
   assert row["gen_batches"] == drawn / B and row["groups_kept"] == 1
   accepted = (B - 1) / good[B - 1]  # of good[B - 1] + 1 prompts
   assert row["group_acceptance"] == pytest.approx(accepted)
-  # Metrics are of all that was drawn.
-  ((examples, by_example),) = of_data_sets
+  # Metrics are over all drawn groups.
+  ((examples, by_example),) = mixture_args
   assert [e["prompt_text"] for e in examples] == list(map(str, range(drawn)))
   np.testing.assert_array_equal(by_example, rewards[:drawn])
-  of_all = jax.tree.map(lambda x: jnp.asarray(x[:drawn]), whole)
-  of_all = jax.jit(rollout_metrics)(of_all, rewards[:drawn])
-  for name, value in of_all.items():
+  everything = jax.tree.map(lambda x: jnp.asarray(x[:drawn]), whole)
+  metrics = jax.jit(rollout_metrics)(everything, rewards[:drawn])
+  for name, value in metrics.items():
     np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
-def test_a_batch_that_varies_is_left_alone(job):
-  """Bit for bit the step without dynamic sampling."""
-
+def test_a_batch_that_varies_equals_the_step_without_filter_groups(job):
   def never():
-    raise AssertionError("nothing else is asked for")
+    raise AssertionError("no more prompts are needed")
 
   def stepped(**changes):
     run = job(reward__functions=(f"{__file__}:other",), **changes)
@@ -179,27 +177,25 @@ def test_a_batch_that_varies_is_left_alone(job):
   for name in set(plain) - {"tokens_per_second"}:
     if not name.startswith("seconds"):
       np.testing.assert_allclose(row[name], plain[name], 1e-6, err_msg=name)
-  more = {"gen_batches", "group_acceptance", "groups_kept"}
-  assert set(row) - set(plain) == more
+  added = {"gen_batches", "group_acceptance", "groups_kept"}
+  assert set(row) - set(plain) == added
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2])
-def test_a_limit_leaves_room(job, limit):
-  """What does not vary then has no reward; the mean is of those that do."""
+def test_zero_variance_groups_at_the_limit_have_no_reward(job, limit):
   run = job(filter_groups__max_num_gen_batches=limit)
   row = run.run()
   _, rewards = whole_rollout(run, limit * B)
   good = np.flatnonzero(np.ptp(rewards, -1) > 0)
   assert 0 < len(good) < B
-  ((_, found),) = run.compared
-  np.testing.assert_array_equal(np.isfinite(found).all(-1).sum(), len(good))
-  kept = found[np.isfinite(found).all(-1)]
-  np.testing.assert_array_equal(np.sort(kept, 0), np.sort(rewards[good], 0))
+  ((_, compared),) = run.compared
+  varying = compared[np.isfinite(compared).all(-1)]
+  np.testing.assert_array_equal(np.sort(varying, 0), np.sort(rewards[good], 0))
   assert row["groups_kept"] == len(good) / B and row["gen_batches"] == limit
   assert row["group_acceptance"] == len(good) / (limit * B)
   assert run.taken == limit * B == int(run.state.prompts_consumed)
-  # No group of any step differs: a step of nothing, which says so.
+  # A step without any varying group has no gradient.
   run.taken, table = 0, run.table.at[1:].set(run.table[0])
   run.state = run.state.replace(params=table)
   row = run.run()
@@ -209,20 +205,19 @@ def test_a_limit_leaves_room(job, limit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["leave_one_out", "batch_std"])
-def test_leaving_out_alone_changes_nothing(job, advantage):
-  """One batch, rescaled: the mean of those that vary, times their share."""
+def test_rescaling_undoes_the_filter_if_no_group_is_replaced(job, advantage):
   once = {"filter_groups__max_num_gen_batches": 1}
-  learned = []
+  updates = []
   for changes in (once | {"filter_groups__rescale": True}, OFF):
     run = job(advantage=advantage, **changes)
     assert run.run()["zero_variance_groups"] == 0.75
-    learned.append(jax.device_get(run.state.params) - run.table)
-  assert np.abs(learned[1]).max() > 1e-3
-  np.testing.assert_allclose(learned[0], learned[1], atol=1e-7)
+    updates.append(jax.device_get(run.state.params) - run.table)
+  assert np.abs(updates[1]).max() > 1e-3
+  np.testing.assert_allclose(updates[0], updates[1], atol=1e-7)
 
 
 @pytest.mark.slow
-def test_the_diagnosis_is_of_the_prompts_as_they_came(job):
+def test_the_diagnosis_uses_groups_before_replacement(job):
   on = job(diagnostics__share=1.0).run(diagnosed=True)
   off = job(diagnostics__share=1.0, **OFF).run(diagnosed=True)
   for name in ("c1", "c2", "c3", "optimal_group_size"):
@@ -231,7 +226,7 @@ def test_the_diagnosis_is_of_the_prompts_as_they_came(job):
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_the_first_draws(job):
+def test_later_draws_compile_no_programs(job):
   run = job(filter_groups__max_num_gen_batches=30, optim__packing=False)
   batches = [run.run()["gen_batches"] for _ in range(2)]
   before = len(compilation.seconds())
@@ -253,17 +248,14 @@ EACH = {"reward__aggregation": "normalize_then_sum"}
     (A, ACC, [1, 0, 1, 0]),
     (OTHER, ACC, [1, 1, 1, 0]),  # as in a mixture
     (A, EACH, [1, 1, 1, 0]),
-    # What only is logged does not make a group vary.
     (A, EACH | {"reward__weights": (1.0, 0.0)}, [1, 0, 1, 0]),
-    # Nor does what was cut off, where it is in no baseline, or nowhere else.
     (A, {"loss__truncated": "drop"}, [0, 0, 0, 0]),
     (A, {"loss__truncated": "mask"}, [0, 1, 0, 0]),
   ],
 )
-def test_which_reward_has_to_vary(
+def test_groups_vary_by_the_compared_rewards(
   right, changes, expected, job_settings, samples_of
 ):
-  """The first function's, or whatever is compared."""
   rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)
   values = {"a": A, "b": OTHER}
   scores = groups.GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
@@ -271,5 +263,5 @@ def test_which_reward_has_to_vary(
   samples = samples_of(np.ones((4, 2, 1)), ends)
   both = {"reward__functions": ("a", "b"), "reward__weights": (1.0, 1.0)}
   settings = job_settings(**both | changes)
-  found = resampling.varying_groups(settings, samples, scores, right)
-  np.testing.assert_array_equal(found, expected)
+  varied = resampling.varying_groups(settings, samples, scores, right)
+  np.testing.assert_array_equal(varied, expected)

@@ -1,4 +1,4 @@
-"""Unknown keys of config.json that the user ignores: model.ignore_keys."""
+"""model.ignore_keys: unknown keys of config.json that the user ignores."""
 
 import json
 import shutil
@@ -17,27 +17,16 @@ from grpojax.training.step import rewards as rewards_lib
 NAMED = "config.json has note=7, unknown for .*--config.model.ignore_keys=note"
 
 
-def rewrite(path, **changes):
-  """Changes a model's config.json, as another program may write it."""
-  file = path / "config.json"
-  file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-  (path / "checksums.json").unlink(missing_ok=True)
-  return path
-
-
 @pytest.fixture(scope="module")
-def models(toy_model, tmp_path_factory):
-  """The toy model and a reward model, each with a key that is unknown."""
+def models(toy_model, classifier, tmp_path_factory):
+  """The toy model and a reward model, each with an unknown key."""
   folder = tmp_path_factory.mktemp("models")
-  noted, judge = (
-    shutil.copytree(toy_model, folder / name) for name in ("noted", "source")
-  )
-  rewrite(noted, note=7)
-  kind = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-  params = hf.load_params(toy_model)
-  params |= {"score": np.zeros((params["embed"].shape[1], 1), np.float32)}
-  hf.save(folder / "judge", params, rewrite(judge, **kind))
-  judge = rewrite(folder / "judge", note=7)
+  noted = shutil.copytree(toy_model, folder / "noted")
+  judge = shutil.copytree(classifier, folder / "judge")
+  for path in (noted, judge):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"note": 7}))
+    (path / "checksums.json").unlink(missing_ok=True)
   return types.SimpleNamespace(toy=toy_model, noted=noted, judge=judge)
 
 
@@ -65,7 +54,9 @@ def open_run(settings):
     (open_run, "model__teacher"),
   ],
 )
-def test_settings_reach_every_model(read, name, models, settings_with):
+def test_every_model_of_the_settings_ignores_keys(
+  read, name, models, settings_with
+):
   model = models.judge if name == "reward__model" else models.noted
   changes = {"model__path": str(models.toy), "loss__beta": 1.0}
   changes |= {name: str(model)}
@@ -74,7 +65,7 @@ def test_settings_reach_every_model(read, name, models, settings_with):
   assert read(settings_with(**changes, model__ignore_keys=("note",)))
 
 
-def test_an_exported_model_needs_no_ignoring(models, tmp_path):
+def test_an_exported_model_lacks_ignored_keys(models, tmp_path):
   words = [str(models.noted), f"--out={tmp_path / 'out'}"]
   with pytest.raises(SystemExit, match=NAMED):
     export.main(words)
@@ -83,7 +74,7 @@ def test_an_exported_model_needs_no_ignoring(models, tmp_path):
   hf.load_params(tmp_path / "out")
 
 
-def test_fine_tuning_ignores_it(models, tmp_path):
+def test_fine_tuning_ignores_keys(models, tmp_path):
   config = sft.default_config()
   config.model.path = str(models.noted)
   with pytest.raises(ValueError, match=NAMED):
@@ -93,8 +84,9 @@ def test_fine_tuning_ignores_it(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_it(models, train_toy, tmp_path, capsys):
-  """Trained, resumed, evaluated, asked and exported, with LoRA."""
+def test_a_lora_run_can_be_resumed_evaluated_and_exported(
+  models, train_toy, tmp_path, capsys
+):
   ignored = {"model.path": models.noted, "model.ignore_keys": "note"}
   settings = ignored | {"lora.rank": 2, "model.teacher": models.noted}
   settings |= {"loss.beta": 1.0, "eval.every": 9, "reward.model": models.judge}

@@ -1,4 +1,4 @@
-"""What a run needs at least: by hand, and beside compiled programs."""
+"""Lower bound of a run's memory: by hand, and against compiled programs."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ INT8 = {"sampling__cache_dtype": "int8", "loss__correction": "token_truncate"}
 MODEL = TransformerConfig(
   vocab_size=50, width=12, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=20
 )
-# By hand: embeddings; q and o, k and v, the MLP; two norms a layer; the last.
+# Embeddings; q and o, k and v, the MLP; two norms per layer; the last norm.
 WEIGHTS = 50 * 12 + 3 * (2 * 12 * 16 + 2 * 12 * 8 + 3 * 12 * 20 + 2 * 12) + 12
 
 
@@ -40,7 +40,7 @@ def mesh():
 
 
 def four():
-  """Shapes alone: one device stands for all four."""
+  """A mesh of one device four times, for shapes only."""
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
   return jax.sharding.Mesh(devices, mesh_lib.AXES)
 
@@ -49,13 +49,13 @@ def bytes_of(parts):
   return {part.text: part.bytes for part in parts}
 
 
-def held_by(settings, model=MODEL, devices=None):
+def held_by(settings, model=MODEL, devices=None, teacher=None):
   """Bytes of the parts of each phase of a training run."""
-  phases = memory.training(settings, model, devices or mesh())
+  phases = memory.training(settings, model, devices or mesh(), teacher)
   return [bytes_of(parts) for parts in phases.values()]
 
 
-def test_by_hand(settings_with):
+def test_parts_of_each_phase(settings_with):
   sampling, update, test = held_by(settings_with(**SIZES))
   token = 3 * 2 * 2 * 4 * 4  # keys and values: layers, 2, K, E, bytes
   state = 3 * 4 * WEIGHTS + 8  # with Adam's moments and two counts
@@ -78,17 +78,19 @@ def test_by_hand(settings_with):
   assert half["decode cache"] * 2 == sampling["decode cache"]
   in_8_bits, _, test = held_by(settings_with(**SIZES, **INT8))
   assert in_8_bits["decode cache"] == 8 * (24 + 4 * 48 // 4) * token
-  assert test["decode cache"] == 3 * (24 + 48) * token  # evaluations do without
+  assert test["decode cache"] == 3 * (24 + 48) * token  # not in 8 bits
 
 
 def test_references_and_adapters(settings_with):
-  def held(**changes):
-    parts = held_by(settings_with(**SIZES, **changes))[1]
+  def held(teacher=None, **changes):
+    parts = held_by(settings_with(**SIZES, **changes), teacher=teacher)[1]
     return parts["parameters and optimizer"]
 
   plain = held()
   assert held(loss__beta=0.1) - plain == 4 * WEIGHTS
   assert held(loss__beta=0.1, model__reference="host") == plain
+  teacher = dataclasses.replace(MODEL, vocab_size=60)
+  assert held(teacher, loss__beta=0.1) - plain == 4 * (WEIGHTS + 10 * 12)
   exact = {"loss__beta": 0.1, "loss__kl": "exact"}
   update = held_by(settings_with(**SIZES, **exact))[1]
   assert update["states of the reference"] == 8 * 4 * 48 * 12 * 4
@@ -98,15 +100,15 @@ def test_references_and_adapters(settings_with):
   assert held(**adapted) == 2 * WEIGHTS + 3 * 4 * adapters + 8
   update = held_by(settings_with(**SIZES, **adapted))[1]
   assert update["gradients"] == 4 * adapters
-  # One that follows the adapters is one of adapters.
+  # A reference that follows the policy has adapters too.
   adapted["model__reference_every"] = 1
   assert held(**adapted) == 2 * WEIGHTS + 4 * 4 * adapters + 8
   on_host = held(**adapted, model__reference="host")
   assert on_host == 2 * WEIGHTS + 3 * 4 * adapters + 8
 
 
-def test_the_state_of_each_optimizer(settings_with):
-  """By hand, whole and on four devices, of a model wide enough to factor."""
+def test_the_state_of_each_optimizer_on_one_and_four_devices(settings_with):
+  # Wide enough for factored moments.
   wide = dataclasses.replace(
     MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
   )
@@ -115,11 +117,11 @@ def test_the_state_of_each_optimizer(settings_with):
   weights = norms + matrices
   statistics = 140 + 128 + 3 * (2 * (128 + 128) + 3 * (128 + 132))
   optims = [{}, {"moments_dtype": "bfloat16"}, {"name": "adafactor"}]
-  # A number for each statistic that an array does not have: one of six factored
-  # ones, two of the five others.
+  # Unused statistics have a single number: 1 in each of 6 factored arrays,
+  # 2 in each of 5 unfactored arrays.
   statistics += 6 + 5 * 2
   whole = [12 * weights, 8 * weights, 4 * (weights + norms + keys + statistics)]
-  # Norms lie on every device, as statistics do, but for those of o and down.
+  # Norms and statistics are replicated, except the statistics of o and down.
   by_four = 3 * (128 + 128 + 128 + 132)
   on_all = statistics - by_four
   cut = [
@@ -131,32 +133,29 @@ def test_the_state_of_each_optimizer(settings_with):
     settings = settings_with(
       **SIZES, **{f"optim__{name}": value for name, value in optim.items()}
     )
-    for of, size in zip((mesh(), four()), expected, strict=True):
-      parts = held_by(settings, wide, of)[1]
-      # And two counts.
-      assert parts["parameters and optimizer"] == size + 8, (optim, of.shape)
+    for devices, size in zip((mesh(), four()), expected, strict=True):
+      held = held_by(settings, wide, devices)[1]["parameters and optimizer"]
+      assert held == size + 8, (optim, devices.shape)  # with two counts
 
 
-def test_devices_share_it(settings_with):
+def test_four_devices_divide_activations_and_gradients(settings_with):
   settings = settings_with(**SIZES)
-  one, cut = held_by(settings), held_by(settings, MODEL, four())
-  for whole, part in zip(one, cut, strict=True):
-    for name in whole.keys() - {"parameters and optimizer", "gradients"}:
-      assert part[name] == whole[name] // 4
-  matrices = WEIGHTS - 3 * 2 * 12 - 12  # norms are whole everywhere
+  whole, cut = held_by(settings), held_by(settings, MODEL, four())
+  for i, name in enumerate(("decode cache", "activations", "decode cache")):
+    assert cut[i][name] == whole[i][name] // 4
+  matrices = WEIGHTS - 3 * 2 * 12 - 12  # norms are replicated
   assert cut[1]["gradients"] == 4 * (matrices // 4 + WEIGHTS - matrices)
 
 
 def total(compiled):
-  """Bytes that a compiled program holds at its peak, at most."""
+  """Upper bound of a compiled program's peak memory in bytes."""
   m = compiled.memory_analysis()
   new = m.output_size_in_bytes - m.alias_size_in_bytes
   return m.argument_size_in_bytes + new + m.temp_size_in_bytes
 
 
-@pytest.mark.slow  # compiles
-def test_compiled_programs_take_more(settings_with):
-  """Both the sampler and the update, but not so much that it says nothing."""
+@pytest.mark.slow
+def test_compiled_programs_take_1_to_10_times_the_bound(settings_with):
   settings = settings_with(**SIZES)
   model = dataclasses.replace(MODEL, width=64, mlp=256)
   lm, tx = transformer(model, remat="full"), optimizer(settings)
@@ -176,21 +175,19 @@ def test_compiled_programs_take_more(settings_with):
   make_batch = functools.partial(make_batch_program(settings), lm)
   batch, _ = jax.eval_shape(make_batch, state.params, samples, rewards)
   update = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
-  # The new state takes the place of the old one.
+  # The new state replaces the old one in place.
   stored = state.replace(key=jax.eval_shape(jax.random.key_data, state.key))
   shardings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
   assert update.memory_analysis().alias_size_in_bytes == shardings
   phases = memory.training(settings, model, mesh())
   moments = 8 * sum(x.size for x in jax.tree.leaves(state.params))
-  for (name, parts), compiled, held in zip(
-    list(phases.items())[:2], (sampler, update), (moments, 0), strict=True
-  ):
-    # The optimizer's moments are no argument of the sampler.
-    bound = sum(bytes_of(parts).values()) - held
-    assert 0.1 * total(compiled) < bound <= total(compiled), name
+  bounds = [sum(part.bytes for part in parts) for parts in phases.values()]
+  bounds[0] -= moments  # not an argument of the sampler
+  for bound, compiled in zip(bounds, (sampler, update), strict=False):
+    assert 0.1 * total(compiled) < bound <= total(compiled)
 
 
-def test_what_cannot_fit_is_refused_with_its_parts(settings_with):
+def test_too_large_programs_are_refused_with_their_parts(settings_with):
   settings = settings_with(**SIZES | {"group_size": 10**6})
   phases = memory.training(settings, MODEL, mesh())
   needed = sum(part.bytes for part in phases["sampling a step's completions"])
@@ -199,18 +196,18 @@ def test_what_cannot_fit_is_refused_with_its_parts(settings_with):
     memory.refuse(phases, needed - 1)
   message = str(caught.value)
   assert "decode cache 73.7 GB (batch_size, group_size," in message
-  assert "\n" not in message and "optimizer" not in message  # of no weight here
+  assert "\n" not in message and "optimizer" not in message  # under 1%
   assert message.endswith(
     "Change --config.batch_size, --config.group_size, "
     "--config.sampling.max_new_tokens, --config.data.max_prompt_length"
   )
 
 
-def test_the_memory_of_a_host(tmp_path):
-  everything = memory.host_bytes(tmp_path)  # no limits, no swap space
+def test_host_memory_is_limited_by_control_groups(tmp_path):
+  physical = memory.host_bytes(tmp_path)  # no limits, no swap space
   for folder in ("proc", "sys/fs/cgroup"):
     (tmp_path / folder).mkdir(parents=True)
   (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nSwapTotal: 3 kB")
-  for limit, memory_size in (("max\n", everything), ("1048576\n", 2**20)):
+  for limit, memory_size in (("max\n", physical), ("1048576\n", 2**20)):
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
     assert memory.host_bytes(tmp_path) == memory_size + 3 * 1024

@@ -1,4 +1,4 @@
-"""What a run samples and learns is the same on any mesh: eight CPU devices."""
+"""Runs on meshes of eight CPU devices equal runs on one device."""
 
 import json
 import os
@@ -22,10 +22,9 @@ ALL_ELSE = {
   "reward.functions": (f"{PROGRAM}:rare",),
 }
 CASES = {
-  # Each axis of the mesh that cuts rows has to cut groups.
   "dense": ("llama", {}, MESHES),
   # 101 tokens, untied, and 2 kv heads under tensor = 4
-  "what tensor does not divide": (
+  "sizes not divisible by tensor": (
     "untied",
     {"loss.kl": "exact"},
     [MESHES[2], {"mesh.fsdp": 2, "mesh.tensor": 4}],
@@ -35,7 +34,7 @@ CASES = {
     {"loss.router_aux_coef": 0.1, "loss.router_replay": True},
     MESHES[2:],
   ),
-  # The next step's samples, of the same devices or of others.
+  # The next step is sampled on the same devices or on separate ones.
   "ahead": (
     "llama",
     {"sampling.ahead": 1},
@@ -45,7 +44,7 @@ CASES = {
       {"mesh.fsdp": 2, "mesh.tensor": 2, "mesh.sampling_devices": 4},
     ],
   ),
-  # Adapters, local layers, fresh prompts, meshes and memories of their own.
+  # Adapters, local layers, resampling, separate sampling mesh and memory.
   "all else": (
     "gemma",
     ALL_ELSE,
@@ -71,19 +70,19 @@ def on_eight_devices(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["quick", "halves"])
-def test_a_step(program):
-  """Sampling on a mesh of its own, the reference after it, and the gradient."""
+def test_a_step_on_a_mesh_equals_one_device(program):
+  """Samples on another mesh, reference log-probabilities, and gradient."""
   on_eight_devices(program)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "case",
-  [  # several whole runs each
+  [
     pytest.param(x, marks=() if x == "all else" else pytest.mark.long)
     for x in CASES
   ],
 )
-def test_whole_runs(case):
+def test_runs_on_meshes_equal_one_device(case):
   printed = on_eight_devices("runs", json.dumps([CASES[case]]))
   assert printed.count("equal: ") == len(CASES[case][2])

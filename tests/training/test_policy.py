@@ -1,4 +1,4 @@
-"""A model as the programs hold it."""
+"""Policies: texts, positions, adapters."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from grpojax.models import huggingface as hf
 from grpojax.training import policy as policy_lib
 
 
-def test_a_policy_and_its_texts(toy_model):
+def test_a_policy_decodes_texts_without_eos(toy_model):
   policy = policy_lib.load_policy(str(toy_model), "bfloat16")
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(policy.params))
   one = jnp.ones((1, 1), int)
@@ -33,14 +33,13 @@ def test_a_policy_and_its_texts(toy_model):
 
 @pytest.fixture
 def edited(toy_model, tmp_path):
-  """`(file, **changes)` -> the toy model with other values in a JSON file."""
+  """`(file, **changes)` -> the toy model with changes in a JSON file."""
 
   def edited(name, **changes):
     path = shutil.copytree(toy_model, tmp_path / "source")
-    old = (
-      json.loads((path / name).read_text()) if (path / name).exists() else {}
-    )
-    (path / name).write_text(json.dumps(old | changes))
+    file = path / name
+    old = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(old | changes))
     return path
 
   return edited
@@ -49,7 +48,6 @@ def edited(toy_model, tmp_path):
 def test_rows_beyond_the_tokenizer_are_never_sampled(
   toy_model, edited, tmp_path
 ):
-  """They stay in the weights, and the others' logits are as they were."""
   whole, ids = hf.load_params(toy_model), jnp.arange(20, 30)[None]
   rows = jnp.full((28, whole["embed"].shape[1]), 9.0)
   padded = whole | {"embed": jnp.concatenate([whole["embed"], rows])}
@@ -60,11 +58,11 @@ def test_rows_beyond_the_tokenizer_are_never_sampled(
     prefix = policy.lm.prefill(policy.params, ids, ids > 0)
     return policy, policy.lm.unembed(policy.params, prefix.last_hidden)
 
-  policy, found = logits(tmp_path / "model")
+  policy, actual = logits(tmp_path / "model")
   assert policy.params["embed"].shape[0] == 128
-  np.testing.assert_array_equal(found[:, 100:], np.float32(NEGATIVE))
+  np.testing.assert_array_equal(actual[:, 100:], np.float32(NEGATIVE))
   _, expected = logits(toy_model)
-  np.testing.assert_allclose(found[:, :100], expected, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(actual[:, :100], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +74,9 @@ def test_rows_beyond_the_tokenizer_are_never_sampled(
     (11, {"rope_type": "linear", "factor": 4.0}, "warned"),
   ],
 )
-def test_texts_beyond_the_positions(tokens, rope, outcome, edited, capsys):
+def test_texts_beyond_the_positions_are_refused_or_warned_of(
+  tokens, rope, outcome, edited, capsys
+):
   changes = {"max_position_embeddings": 40, "rope_scaling": rope}
   path, message = edited("config.json", **changes), "exceed the 40 positions"
   if outcome == "refused":
@@ -87,13 +87,6 @@ def test_texts_beyond_the_positions(tokens, rope, outcome, edited, capsys):
   assert (message in capsys.readouterr().out) == (outcome == "warned")
 
 
-@pytest.mark.parametrize("eos", [100, True, "</s>"])
-def test_an_eos_that_the_model_lacks_is_refused(edited, eos):
-  path = edited("generation_config.json", eos_token_id=eos)
-  with pytest.raises(ValueError, match=f"{path}.*eos_token_id.*{eos}"):
-    policy_lib.open_policy(str(path))
-
-
 def with_adapters(policy, targets):
   return policy_lib.with_adapters(
     policy, jax.random.key(0), rank=2, alpha=4.0, targets=targets
@@ -101,7 +94,7 @@ def with_adapters(policy, targets):
 
 
 @pytest.mark.slow
-def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
+def test_adapters_are_merged_in_float32(toy_model, tmp_path):
   policy = policy_lib.open_policy(str(toy_model), "bfloat16")
   policy = policy_lib.with_weights(policy, "bfloat16")
   policy = with_adapters(policy, "layers/(q|down)")
@@ -110,13 +103,13 @@ def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
   params = jax.tree.map(small, policy.params)
   whole = policy_lib.whole_params(policy, params)
   hf.save(tmp_path / "model", whole, policy.directory, dtype="float32")
-  found = hf.load_params(tmp_path / "model")
-  want = jax.tree.map(lambda x: np.asarray(x, np.float64), policy.frozen)
+  saved = hf.load_params(tmp_path / "model")
+  expected = jax.tree.map(lambda x: np.asarray(x, np.float64), policy.frozen)
   for name, x in params["layers"].items():
     change = 2.0 * np.matmul(np.float64(x["a"]), np.float64(x["b"]))
     assert np.abs(change).max() > 1e-5
-    want["layers"][name] += change
-  for a, b in zip(*map(jax.tree.leaves, (found, want)), strict=True):
+    expected["layers"][name] += change
+  for a, b in zip(*map(jax.tree.leaves, (saved, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-7)
 
 
@@ -135,9 +128,9 @@ def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
   text = run.func.lower(*run.args, policy.params, ids).as_text()
   size = max(x.size for x in jax.tree.leaves(policy.frozen))
   assert "norm" in text.splitlines()[0] and len(text) < 100 * size
-  # Other weights in their place give another result, from the same program.
+  # The same program has another result for other frozen weights.
   other = jax.tree.map(lambda x: 2 * x, policy.frozen)
-  found = run.func(other, policy.params, ids)
-  assert found != run(policy.params, ids) == run({}, ids)  # b is 0
+  result = run.func(other, policy.params, ids)
+  assert result != run(policy.params, ids) == run({}, ids)  # b is 0
   expected = policy_lib.jit(whole, norm)(whole.params, ids)
   np.testing.assert_allclose(run(policy.params, ids), expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Progress of a run: what it remembers, prints and warns of; when it stops."""
+"""Progress of a run: notes, printed lines, warnings and stop conditions."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ GOOD = {
   "rollout_effective_samples": 0.4,
   "train_seconds": 1.5,
 }
-# The least that counts as such a step, and something less that is only shown.
+# A value that counts, a smaller value that is only printed, and the text.
 BAD = {
   "skipped_updates": (1, None, "1 updates skipped"),
   "rewards_missing": (1.0, 0.25, "25% without reward"),
@@ -33,13 +33,13 @@ BAD = {
 }
 
 
-def test_every_trouble_has_a_limit():
-  of_steps = set(default_config().stop) - {"no_improvement"}  # of evaluations
-  assert of_steps == set(lib.STOP_CONDITIONS) == set(BAD)
+def test_every_stop_condition_has_a_limit():
+  names = set(default_config().stop) - {"no_improvement"}  # of evaluations
+  assert names == set(lib.STOP_CONDITIONS) == set(BAD)
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_trouble_in_a_row_ends_a_run(name):
+def test_a_stop_condition_ends_a_run_after_steps_in_a_row(name):
   whole, less, words = BAD[name]
   limits = dict.fromkeys(BAD, 0) | {name: 3}
   bad, now = GOOD | {name: whole}, Progress()
@@ -50,7 +50,7 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   for row in [bad, bad, GOOD if less is None else shown, bad, bad]:
     now = lib.after(now, row)
     assert lib.stop_reason(now, limits) is None
-  # What is kept in a checkpoint counts on; other notes do not matter.
+  # A resumed run continues to count, and ignores unknown notes.
   notes = json.loads(json.dumps(dataclasses.asdict(now) | {"other": 1}))
   now = lib.after(lib.from_notes(notes), bad)
   why = lib.stop_reason(now, limits)
@@ -63,7 +63,7 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   assert lib.troubles(GOOD) == []
 
 
-def test_a_step_without_rewards_says_nothing_of_its_samples():
+def test_a_step_without_rewards_has_no_few_effective_samples():
   mask = jnp.zeros((2, 3, 4), bool)
   arrays = {"log_ratio": jnp.zeros(mask.shape)}
   share = rollout_mismatch.metrics(arrays, mask)["rollout_effective_samples"]
@@ -91,7 +91,7 @@ ROW = {
 
 @pytest.fixture
 def line_of(settings_with):
-  """The line of a step with changes, of 40 steps."""
+  """Returns the progress line of `ROW` with changes."""
 
   def line_of(eta=None, steps=40, **changes):
     settings, row = settings_with(steps=steps), ROW | changes
@@ -100,33 +100,29 @@ def line_of(settings_with):
   return line_of
 
 
-def test_a_line_names_what_it_shows(line_of):
+def test_a_line_has_metrics_rewards_time_and_warnings(line_of):
   # 37 more steps of 2 s, with half a second after each.
   assert line_of(Eta(2, 4.0, 2, 1.0)) == (
     "step  3/40  reward_mean 0.5  completion_length_mean 37.9  truncated 0.25"
     "  zero_variance_groups 0.125  entropy 0.0559  grad_norm 0.121"
     "  tokens_per_second 366  2.00 s/step  1m32s left"
   )
-  # The mean of each of several rewards, and the KL, without its rounding.
+  # Means of several rewards, and the KL without rounding errors.
   rewards = {"rewards/g/mean": 0.75, "rewards/f/mean": 0.25}
   rewards |= {"rewards/f/std": 0.1, "a/reward_mean": 1}
   line = line_of(kl=3e-9, **rewards)
-  assert (
-    "  reward_mean 0.5  rewards/g/mean 0.75  rewards/f/mean 0.25"
-    "  completion_length_mean 37.9" in line
-  )
-  assert "  entropy 0.0559  kl 0  grad_norm 0.121" in line
+  assert "reward_mean 0.5  rewards/g/mean 0.75  rewards/f/mean 0.25" in line
+  assert "rewards/f/std" not in line and "kl 0  grad_norm 0.121" in line
   assert "  kl 0.0123  " in line_of(kl=0.0123)
   line = line_of(skipped_updates=2)
   assert line.endswith("  ! 2 updates skipped") and "left" not in line
   assert line_of(seconds_compile=83.2).endswith("  compiled 83 s")
 
 
-def test_the_group_size_of_all_diagnoses_so_far_is_shown(line_of):
-  """Its interval is Student's over diagnoses; a single one has its own."""
+def test_the_group_size_is_pooled_over_diagnoses(line_of):
   progress, words = Progress(), []
   diagnoses = [
-    (0.5, 8.0, 1.0, math.inf),  # says nothing
+    (0.5, 8.0, 1.0, math.inf),
     (1.5, 10.0, 2.0, 5.0),
     (math.nan, math.nan, math.nan, math.nan),
     (1.0, 9.0, 1.0, math.inf),
@@ -141,9 +137,9 @@ def test_the_group_size_of_all_diagnoses_so_far_is_shown(line_of):
     line = line_of(**row)
     words.append(line.partition("best_group_size ")[2].partition("  ")[0])
     assert row["c1"] is values[0]
-  # By hand: G* = 1 + sqrt(9 / 1), t = 4.303, and c1 and c3 have the variances
-  # of means .25 / 3 and 1 / 3 with correlation 1, so that rho = c1 / c3 has
-  # bounds (1 -+ 4.303 .2887) / (9 -+ 4.303 .5774), of which one is below 0.
+  # By hand: G* = 1 + sqrt(9 / 1), t = 4.303. The means of c1 and c3 have
+  # variances .25 / 3 and 1 / 3 and correlation 1, so rho = c1 / c3 has bounds
+  # (1 -+ 4.303 .2887) / (9 -+ 4.303 .5774); the lower bound is negative.
   assert words == ["", "", "", "4 [3, inf]"]
   progress = lib.after(Progress(), row | {"c1": 1.5, "c3": 10.0})
   row |= {"optimal_group_size_low": 2.0, "optimal_group_size_high": 5.0}
@@ -151,7 +147,7 @@ def test_the_group_size_of_all_diagnoses_so_far_is_shown(line_of):
   assert "best_group_size 4 [2, 5]" in line_of(**row)
 
 
-def test_the_first_step_does_not_count_and_evaluations_do(line_of):
+def test_the_time_left_ignores_the_first_step_and_includes_evaluations(line_of):
   eta = Eta().after_step(60.0)  # it compiles
   assert "left" not in line_of(eta)
   for seconds in (2.0, 4.0, 3.0, 3.0):
@@ -172,26 +168,22 @@ def test_the_first_step_does_not_count_and_evaluations_do(line_of):
     (135_000_000, "1/10 of the usual 1e-05 of adapters", 1e-6, 8),
   ],
 )
-def test_odd_rates_warn(parameters, warned, rate, rank, settings_with, capsys):
+def test_unusual_learning_rates_warn(
+  parameters, warned, rate, rank, settings_with, capsys
+):
   settings = settings_with(optim__learning_rate=rate, lora__rank=rank)
   start._warn_of_learning_rate(settings, parameters)
   output = capsys.readouterr().out
   assert warned in output if warned else not output
 
 
-@pytest.mark.parametrize(
-  "accuracy, reward, length, warned",
-  [
-    (0.0, 0.4, 20.0, True),
-    (0.1, 0.4, 20.0, False),  # some are right
-    (0.0, 0.1, 20.0, False),
-    (0.0, 0.4, 60.0, False),
-  ],
-)
-def test_shortcuts_warn(accuracy, reward, length, warned, capsys):
-  baseline = {"accuracy": 0.0, "held_out_reward": 0.2, "held_out_length": 100.0}
-  row = {"held_out_reward": reward, "held_out_length": length}
-  reporting.warn_of_shortcut(baseline, row | {"accuracy": accuracy})
-  assert ("warning" in capsys.readouterr().out) == warned
-  reporting.warn_of_shortcut({"accuracy": 0.0}, row | {"accuracy": 0.0})
-  assert not capsys.readouterr().out  # a baseline of before this was measured
+def test_higher_rewards_of_short_wrong_completions_warn(capsys):
+  names = "accuracy", "held_out_reward", "held_out_length"
+  baseline = dict(zip(names, (0.0, 0.2, 100.0), strict=True))
+  shortcut = (0.0, 0.4, 20.0)
+  for values in (shortcut, (0.1, 0.4, 20), (0.0, 0.1, 20), (0.0, 0.4, 60)):
+    row = dict(zip(names, values, strict=True))
+    reporting.warn_of_shortcut(baseline, row)
+    assert ("warning" in capsys.readouterr().out) == (values == shortcut)
+    reporting.warn_of_shortcut({"accuracy": 0.0}, row)  # of an older run
+    assert not capsys.readouterr().out

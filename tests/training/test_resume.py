@@ -1,4 +1,4 @@
-"""Runs that are opened, and that go on with other settings or other data."""
+"""Runs that are opened, and resumed with other settings or data."""
 
 import contextlib
 import datetime
@@ -24,36 +24,29 @@ from grpojax.training import policy as policy_lib
 from grpojax.training.data import splits
 from grpojax.training.report import reporting
 from grpojax.training.run import open_run, start
-from grpojax.training.step import rewards as rewards_lib
-
-SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
-SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
-
-
-@pytest.fixture
-def go(train_toy):
-  """`(directory="run", **changes) -> rows of metrics.jsonl` of a short run."""
-  return lambda run="run", **changes: train_toy(run, **SHORT | changes)
 
 
 def summary_of(run):
   return json.loads((run / "summary.json").read_text())
 
 
-@pytest.mark.slow  # test_interrupted.py resumes too
-def test_a_run_goes_on_without_its_metrics(go, tmp_path, capsys):
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_run_without_its_metrics(
+  train_short, tmp_path, capsys
+):
   run, whole = tmp_path / "run", tmp_path / "whole"
   adaptive = {"loss.entropy_target": 9.0, "loss.entropy_coef_delta": 0.01}
-  go("whole", steps=4, **adaptive)
-  go(**adaptive)
-  # A baseline that no evaluation of a trained policy could give.
+  train_short("whole", steps=4, **adaptive)
+  train_short(**adaptive)
+  # The trained policy would have another accuracy.
   first = summary_of(run)
   assert (first["accuracy_before"], first["steps"]) == (0.0, 2)
   (run / "metrics.jsonl").unlink()
   capsys.readouterr()
-  rows = go(steps=4, **adaptive, **{"log.every": 3})
-  said = capsys.readouterr().out
-  assert "changed: steps: 2 -> 4" in said and "resuming after step 2" in said
+  rows = train_short(steps=4, **adaptive, **{"log.every": 3})
+  output = capsys.readouterr().out
+  assert "changed: steps: 2 -> 4" in output
+  assert "resuming after step 2" in output
   second = summary_of(run)
   for name in ("accuracy_before", "accuracy_before_interval"):
     assert second[name] == first[name]
@@ -61,34 +54,20 @@ def test_a_run_goes_on_without_its_metrics(go, tmp_path, capsys):
   assert second["steps"] == 4
   ours, theirs = (hf.load_params(x / "model") for x in (run, whole))
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
-  # The coefficient went on from where it was.
+  # The coefficient continues from its value at step 2.
   name = "entropy_coefficient"
-  found = {row["step"]: row[name] for row in rows if name in row}
-  assert found[3] == pytest.approx(0.02) and found[4] == pytest.approx(0.03)
-  assert min(row["step"] for row in rows) == 2  # an evaluation, and no baseline
-  # Other held-out problems: the starting weights are evaluated on them.
+  values = {row["step"]: row[name] for row in rows if name in row}
+  assert values[3] == pytest.approx(0.02) and values[4] == pytest.approx(0.03)
+  assert min(row["step"] for row in rows) == 2  # no baseline
+  # The starting weights are evaluated on new held-out prompts.
   adaptive |= {"eval.num_prompts": 6}
-  go(steps=5, **adaptive)
-  said = capsys.readouterr().out
-  assert "held-out greedy accuracy after 0 steps: 0.0%" in said
+  train_short(steps=5, **adaptive)
+  output = capsys.readouterr().out
+  assert "held-out greedy accuracy after 0 steps: 0.0%" in output
   assert summary_of(run)["eval_prompts"] == 6
 
 
-def test_removed_metrics_are_said(tmp_path, capsys):
-  file = tmp_path / "metrics.jsonl"
-  file.touch()  # as the start of a run does
-  run = start.Run(*[None] * 6)._replace(directory=tmp_path)
-  reporting.record(run, {"step": 1})
-  assert not capsys.readouterr().out
-  file.unlink()
-  for step in (2, 3):
-    reporting.record(run, {"step": step})
-  said = capsys.readouterr().out
-  assert said == f"warning: {file} was removed: rows before step 2 are lost\n"
-  assert [row["step"] for row in records.read_jsonl(file)] == [2, 3]
-
-
-def test_an_evaluation_is_of_a_step_and_of_its_prompts(tmp_path):
+def test_evaluations_are_found_by_step(tmp_path):
   run = types.SimpleNamespace(file=lambda name: tmp_path / name)
   run.held_out = types.SimpleNamespace(examples=[None] * 6)
   rows = [{"step": 2, "accuracy": 0.1, "prompts": 6}]
@@ -97,25 +76,27 @@ def test_an_evaluation_is_of_a_step_and_of_its_prompts(tmp_path):
     rows.append({"step": 4, "accuracy": 0.2, "prompts": count})
   for row in rows:
     records.append_jsonl(tmp_path / "metrics.jsonl", row)
-  evaluations = reporting.evaluations.__wrapped__  # whose run is no Run
+  evaluations = reporting.evaluations.__wrapped__  # without type checks
   assert evaluations(run, 4) == rows[3:]
   assert evaluations(run, 6) == []
 
 
-def test_other_data_are_refused():
+def test_changed_data_are_refused():
   before = {"train": [100, "a"], "test": [6, "b"]}
   assert not open_run._changed_data(before, before)
   assert not open_run._changed_data({}, before)  # an older run
-  # Another number of held-out prompts: there is nothing to compare.
+  # Another number of held-out prompts is not compared.
   assert not open_run._changed_data(before, before | {"test": [4, "c"]})
   for split, now in (("train", [100, "c"]), ("test", [6, "c"])):
     (line,) = open_run._changed_data(before, before | {split: now})
-    assert re.search(f"{split} split is.*some differ", line)
+    assert re.search(f"{split} split changed.*some differ", line)
   (line,) = open_run._changed_data(before, before | {"train": [99, "c"]})
   assert "100 examples then, 99 now" in line
 
 
-def test_files_of_prompts_and_rewards_stay_the_same(settings_with, tmp_path):
+def test_changed_files_of_prompts_and_rewards_are_refused(
+  settings_with, tmp_path
+):
   base, reward = tmp_path / "model", tmp_path / "reward.py"
   base.mkdir()
   template, helper = base / "chat_template.jinja", tmp_path / "helper.py"
@@ -127,7 +108,7 @@ def test_files_of_prompts_and_rewards_stay_the_same(settings_with, tmp_path):
   run = types.SimpleNamespace(
     settings=settings, policy=types.SimpleNamespace(directory=base)
   )
-  hashes = open_run._file_hashes.__wrapped__  # whose run is no Run
+  hashes = open_run._file_hashes.__wrapped__  # without type checks
   before = hashes(run)
   assert not open_run._changed_files(before, hashes(run))
   assert not open_run._changed_files({}, before)  # an older run
@@ -135,40 +116,42 @@ def test_files_of_prompts_and_rewards_stay_the_same(settings_with, tmp_path):
   for file, name in names.items():
     file.write_text("import helper\n# other\n")
     (line,) = open_run._changed_files(before, hashes(run))
-    assert line.startswith(f"{name}: not as when")
+    assert line.startswith(f"{name}: changed since")
     file.write_text("import helper\n")
 
 
-def test_other_settings_of_jax_are_said(capsys):
-  before = open_run._of_jax({})
-  assert open_run._of_jax(before) == before
+def test_changed_settings_of_jax_are_printed(capsys):
+  before = open_run._jax_facts({})
+  assert open_run._jax_facts(before) == before
   assert capsys.readouterr().out == ""
   with jax.enable_x64(True):
-    open_run._of_jax(before)
-  said = "JAX_ENABLE_X64 was False and is True: numbers differ from here on\n"
-  assert capsys.readouterr().out == said
+    open_run._jax_facts(before)
+  line = "JAX_ENABLE_X64 was False and is True: numbers differ from here on\n"
+  assert capsys.readouterr().out == line
 
 
-@pytest.mark.slow  # two runs
-def test_adapters_of_other_weights_are_refused(go, toy_model, tmp_path):
+@pytest.mark.slow
+def test_adapters_of_changed_weights_are_refused(
+  train_short, toy_model, tmp_path
+):
   base = tmp_path / "base"
   lora = {"model.path": base, "lora.rank": 2}
   shutil.copytree(toy_model, base)
-  (base / "checksums.json").unlink()  # as those of the Hub
-  before = go(steps=1, **lora)
+  (base / "checksums.json").unlink()  # models of the Hub have none
+  before = train_short(steps=1, **lora)
   file = base / "model.safetensors"
   weights = safetensors.numpy.load_file(file)
   name = next(name for name in weights if "q_proj" in name)
   weights[name] = weights[name][::-1].copy()
   safetensors.numpy.save_file(weights, file)
-  with pytest.raises(SystemExit, match="not those that this run's adapters"):
-    go(steps=2, **lora)
+  with pytest.raises(SystemExit, match="changed since this run's adapters"):
+    train_short(steps=2, **lora)
   assert records.read_jsonl(tmp_path / "run" / "metrics.jsonl") == before
   shutil.copy(toy_model / "model.safetensors", file)
-  go(steps=2, **lora)
+  train_short(steps=2, **lora)
 
 
-@pytest.mark.slow  # a run
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "gone, text",
   [
@@ -178,7 +161,9 @@ def test_adapters_of_other_weights_are_refused(go, toy_model, tmp_path):
     ("before a save", "error: .*/run is gone: it was removed, renamed"),
   ],
 )
-def test_files_removed_while_it_trains(gone, text, go, tmp_path, monkeypatch):
+def test_files_removed_during_training_end_the_run(
+  gone, text, train_short, tmp_path, monkeypatch
+):
   run, data = tmp_path / "run", tmp_path / "train.jsonl"
   rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
   lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -203,41 +188,42 @@ def test_files_removed_while_it_trains(gone, text, go, tmp_path, monkeypatch):
   settings |= {"data.options.test": 0.5, "eval.every": 9}
   settings["checkpoint.every"] = 1 if gone == "before a save" else 9
   with pytest.raises(SystemExit) as ended:
-    go(**settings)
+    train_short(**settings)
   assert re.match(text, ended.value.code)
   assert run.exists() == (gone in ("data", "text"))
 
 
-@pytest.mark.slow  # two runs; see test_progress.py
-def test_a_run_without_rewards_ends_and_can_go_on(go, tmp_path, capsys):
+@pytest.mark.slow
+def test_a_run_without_rewards_stops_and_can_be_resumed(
+  train_short, tmp_path, capsys
+):
   run, rewards = tmp_path / "run", tmp_path / "rewards.py"
   rewards.write_text("def broken(prompt, completion, example):\n  1 / 0\n")
   settings = {"reward.functions": f"{rewards}:broken", "steps": 9}
   settings |= {"stop.rewards_missing": 2, "checkpoint.every": 5}
-  # The rollout of step 3 is saved with step 2, and is of the old rewards.
+  # The rollout of step 3 is saved with step 2, with rewards of the old file.
   settings |= {"sampling.ahead": 1, "loss.correction": "sequence_truncate"}
   text = "^stopped: in 2 steps in a row no completion had a reward.*"
   text += "--config.stop.rewards_missing=0; saved step 2$"
   with pytest.raises(SystemExit, match=text):
-    go(**settings)
+    train_short(**settings)
   assert "! 100% without reward" in capsys.readouterr().out
   assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
   rewards.write_text(rewards.read_text() + "# other")
-  with pytest.raises(SystemExit, match="rewards.py: not as when this run was"):
-    go(**settings)
-  go(allow_changed_inputs=True, **settings)
+  with pytest.raises(SystemExit, match="rewards.py: changed since this run st"):
+    train_short(**settings)
+  train_short(allow_changed_inputs=True, **settings)
   output = capsys.readouterr().out
-  assert "rewards.py: not as when" in output
+  assert "rewards.py: changed since" in output
   assert "resuming after step 2" in output
-  assert "rollout is of the old inputs, and drawn again" in output
+  assert "discarding the pending rollout" in output
   summary = summary_of(run)
   assert summary["steps_with"]["rewards_missing"] == 3
   assert summary["failed_rewards"] == 3 * 4 * 8
 
 
 def test_success_rates_need_the_same_prompts(settings_with, monkeypatch):
-  """Also where changed inputs are allowed: rates have a prompt's number."""
   notes = {"data": {"train": [5, "a"], "test": [3, "b"]}}
   monkeypatch.setattr(open_run.checkpoint, "latest_step", lambda _: 1)
   monkeypatch.setattr(open_run.checkpoint, "read_notes", lambda *_: notes)
@@ -248,7 +234,7 @@ def test_success_rates_need_the_same_prompts(settings_with, monkeypatch):
   settings = settings_with(allow_changed_inputs=True)
   run = types.SimpleNamespace(settings=settings)
   state = types.SimpleNamespace(difficulty=())
-  with pytest.raises(ValueError, match="prompts are not those of this run"):
+  with pytest.raises(ValueError, match="the training prompts changed"):
     open_run.resume.__wrapped__(run, state, None, lambda: None)
 
 
@@ -261,39 +247,39 @@ def test_more_steps_of_a_decayed_run_warn(schedule, settings_with, capsys):
   assert lines[1] == "changed: steps: 40 -> 80"
   assert len(lines) == 2 + (schedule != "constant")
   if lines[2:]:
-    warning = f"warning: optim.schedule = {schedule!r} now ends after 80 steps "
-    assert lines[2].startswith(f"{warning}instead of 40: after step 40 ")
+    assert "ends after 80 steps instead of 40: after step 40 " in lines[2]
     assert "the learning rate is 0.0001, not 0." in lines[2]
 
 
+DATED = "{{ strftime_now('%Y') }}{{ messages }}"
+
+
 @pytest.mark.parametrize(
-  "template, given, pinned",
+  "template, options, expected",
   [
-    ("{{ messages }}", None, None),
-    ("{{ strftime_now('%Y') }}{{ messages }}", None, "today"),
-    ("{{ strftime_now('%Y') }}{{ messages }}", "26 Jul 2024", "26 Jul 2024"),
+    ("{{ messages }}", {}, None),
+    (DATED, {}, "01 May 2031"),
+    (DATED, {"date_string": "26 Jul 2024"}, "26 Jul 2024"),
   ],
 )
-def test_the_date_is_pinned_if_needed(template, given, pinned, settings_with):
-  options = {"data__template_options__date_string": given} if given else {}
+def test_the_date_is_pinned_if_the_template_uses_it(
+  template, options, expected, settings_with
+):
   tokenizer = types.SimpleNamespace(chat_template=template)
   policy = policy_lib.open_policy("arithmetic-instruct")
   policy = policy._replace(tokenizer=tokenizer)
-  settings = start._with_date(settings_with(**options), policy)
-  date = settings.data.template_options.get("date_string")
-  today = datetime.datetime.now().strftime("%Y")
-  assert date == pinned or (pinned == "today" and date.endswith(today))
-  settings = start._with_date(settings_with(**options), policy, "01 May 2031")
-  date = settings.data.template_options.get("date_string")
-  assert date == ("01 May 2031" if pinned == "today" else pinned)
+  settings = settings_with(data__template_options=options)
+  dated = start._with_date(settings, policy, "01 May 2031")
+  assert dated.data.template_options.get("date_string") == expected
+  if expected == "01 May 2031":
+    date = start._with_date(settings, policy).data.template_options
+    assert date["date_string"].endswith(datetime.datetime.now().strftime("%Y"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["evaluation", "rewards"])
-def test_sigterm_need_not_wait_for_all_rewards(where, go, tmp_path):
-  """With workers=0, between two completions; see test_pool for workers."""
+@pytest.mark.parametrize("after", [2, 6])  # of 4 held-out prompts, and training
+def test_sigterm_ends_a_run_between_two_rewards(after, train_short, tmp_path):
   rewards, seen = tmp_path / "rewards.py", tmp_path / "seen"
-  after = {"evaluation": 2, "rewards": 4 + 2}[where]  # 4 held-out prompts
   rewards.write_text(
     "import os, signal\n"
     "def slow(prompt, completion, example):\n"
@@ -304,44 +290,21 @@ def test_sigterm_need_not_wait_for_all_rewards(where, go, tmp_path):
   )
   settings = {"reward.functions": f"{rewards}:slow"}
   with pytest.raises(SystemExit) as caught:
-    go(**settings)
+    train_short(**settings)
   assert caught.value.code == 75
   assert seen.stat().st_size == after
 
 
-def test_a_wait_for_the_device_asks_all_the_time():
+def test_waiting_for_a_device_checks_signals():
   answers, times = iter([False] * 4 + [True]), []
   array = types.SimpleNamespace(is_ready=lambda: next(answers))
   policy_lib.wait([array], lambda: times.append(time.monotonic()))
   assert len(times) == 5 and max(np.diff(times)) < 1
 
-  def check_signals():
-    raise KeyError
-
-  array = types.SimpleNamespace(is_ready=lambda: False)
-  with pytest.raises(KeyError):
-    policy_lib.wait([array], check_signals)
-
-
-@pytest.mark.parametrize("large", [np.inf, 1e16])
-def test_a_reward_of_the_model_that_is_too_large_is_a_failure(large):
-  rewards = np.array([[1.0, 2.0]], np.float32)
-  scores = rewards_lib.groups.GroupRewards(
-    rewards, {"f": rewards}, np.zeros((1, 2), bool), [[[], []]]
-  )
-  by_model = np.array([[large, 0.5]])
-  reward_pool = rewards_lib.RewardPool(None, model_weight=2.0)
-  examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
-  got = rewards_lib.add_model(reward_pool, scores, by_model, examples, texts)
-  np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
-  (failure,) = rewards_lib.groups.all_failures(got)
-  assert failure[:2] == ("reward.model", f"returned {np.float32(large)}")
-  assert failure.completion == "a"
-
 
 def test_a_directory_must_be_shared_and_writable(tmp_path, monkeypatch):
   monkeypatch.setattr(open_run, "SEEN_WITHIN", 0)
-  with pytest.raises(ValueError, match="storage that all of them share"):
+  with pytest.raises(ValueError, match="must be on shared storage"):
     open_run._check_shared(tmp_path)
   (tmp_path / "config.json").write_text("{}")
   open_run._check_shared(tmp_path)
@@ -361,7 +324,7 @@ def refused_at_the_start(settings, directory, text):
       open_run.open_all(settings, directory, stack, print, print, quiet)
 
 
-def test_processes_that_read_other_examples_are_refused(
+def test_processes_with_different_examples_are_refused(
   tmp_path, settings_with, monkeypatch
 ):
   split, settings = splits.Split([0] * 7, 0, "a"), settings_with()
@@ -374,19 +337,19 @@ def test_processes_that_read_other_examples_are_refused(
   refused_at_the_start(settings, tmp_path, text)
 
 
-def test_all_processes_have_one_date(tmp_path, settings_with, monkeypatch):
+def test_process_0_sets_the_date(tmp_path, settings_with, monkeypatch):
   def on_main(function):
     return "26 Jul 2024" if function is tokenizer.today else function()
 
-  def check(*_):
-    raise ValueError(_[-1])
+  def check(*args):
+    raise ValueError(args[-1])
 
   monkeypatch.setattr(distributed, "on_main", on_main)
   monkeypatch.setattr(start, "check", check)
   refused_at_the_start(settings_with(), tmp_path, "26 Jul 2024")
 
 
-def test_code_that_was_edited_is_other_code(tmp_path):
+def test_edited_code_has_another_checksum(tmp_path):
   (tmp_path / "core").mkdir()
   file = tmp_path / "core" / "step.py"
   file.write_text("x = 1\n")

@@ -1,8 +1,7 @@
-"""Rewards of a batch: functions of text, a reward model, and their sum."""
+"""Rewards of a batch: functions, a reward model, and their aggregation."""
 
 import functools
 import json
-import shutil
 import types
 
 import jax
@@ -48,7 +47,7 @@ NAN = np.nan
 def score(word_policy, settings_with, samples_of, tmp_path, monkeypatch):
   """`(weights by name, model) -> (pool, rewards)` of `TEXTS`.
 
-  A row's samples are of four tokens, finished, and of one, cut off.
+  A row has a finished sample of four tokens, and a truncated one of one token.
   """
   monkeypatch.setattr(policy_lib, "decode", lambda *_: TEXTS)
   file = tmp_path / "rewards.py"
@@ -72,17 +71,17 @@ def score(word_policy, settings_with, samples_of, tmp_path, monkeypatch):
 
 
 def test_weighted_functions(score):
-  # A batch may have more rows: they only pad it.
+  # The third row is padding.
   weights = {"length": 2.0, "picky": 0.5, "seen": 1.0}
-  reward_pool, found = score(weights, rows=3)
+  reward_pool, scores = score(weights, rows=3)
   expected = [[4 + 5 + 4.5, NAN], [12 + 4.5, 6 + 5 + 1]]
-  np.testing.assert_allclose(found.rewards, expected)
-  np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
-  (failure,) = groups.all_failures(found)
+  np.testing.assert_allclose(scores.rewards, expected)
+  np.testing.assert_array_equal(scores.failed, [[0, 1], [0, 0]])
+  (failure,) = groups.all_failures(scores)
   assert failure.function == "picky" and failure.completion == "bad"
-  right = rewards_lib.correctness(reward_pool, found, EXAMPLES)
+  right = rewards_lib.correctness(reward_pool, scores, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
-  assert rewards_lib.metrics(found) == {
+  assert rewards_lib.metrics(scores) == {
     "reward_failures": 1,
     "rewards/length/mean": 3.5,
     "rewards/length/std": 1.5,
@@ -93,17 +92,21 @@ def test_weighted_functions(score):
   }
 
 
-def test_a_reward_model_beside_functions(score):
+def test_a_reward_model_is_added_to_functions(score):
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
-  _, found = score({"picky": 1.0}, model, reward__model_weight=-2.0)
-  # It decides alone where the function abstains, but not where that failed.
-  np.testing.assert_allclose(found.rewards, [[8, NAN], [-6, 2]])
-  assert rewards_lib.metrics(found)["rewards/reward.model/mean"] == 2.5
+  _, scores = score({"picky": 1.0}, model, reward__model_weight=-2.0)
+  # It counts if the function abstains, but not if the function fails.
+  np.testing.assert_allclose(scores.rewards, [[8, NAN], [-6, 2]])
+  assert rewards_lib.metrics(scores)["rewards/reward.model/mean"] == 2.5
+  model = lambda examples, texts: np.array([[np.inf, 2.0], [1e16, 0.5]])
+  _, scores = score({"length": 1.0}, model)
+  np.testing.assert_allclose(scores.rewards, [[NAN, 5], [NAN, 3.5]])
+  reasons = [(x.reason, x.completion) for x in groups.all_failures(scores)]
+  large = f"returned {np.float32(1e16)}"
+  assert reasons == [("returned inf", "ab"), (large, "silent")]
 
 
-def test_no_name_of_a_function_or_of_its_numbers_is_a_metric_of_the_run(
-  score, tmp_path
-):
+def test_names_of_users_differ_from_metrics_of_the_run(score, tmp_path):
   names = ["mean", "std", "failures", "counts", "missing", "model", "mean_std"]
   numbers = dict.fromkeys(["mean", "std", "prompts", "a/b"], 7.0)
   text = f"def mean(p, c, e): return {numbers | {'score': 5.0}}\n"
@@ -119,9 +122,8 @@ def test_no_name_of_a_function_or_of_its_numbers_is_a_metric_of_the_run(
   assert row["rewards/reward.model/mean"] == 1
 
 
-def test_several_processes_say_what_one_says(monkeypatch):
-  """Also in what order rewards have failed: the first of them are kept."""
-  sizes = (3, 3)  # of parts that are split unequally
+def test_gathered_rewards_equal_those_of_one_process(monkeypatch):
+  sizes = (3, 3)  # prompts per part, split unequally
   names = np.arange(12).reshape(6, 2)
   failed = names % 3 > 0
   rewards = np.where(failed, NAN, names).astype("f4")
@@ -129,34 +131,35 @@ def test_several_processes_say_what_one_says(monkeypatch):
   def failures(group):
     return [(Failure("f", "no", "p", str(x)),) * (x % 3) for x in group]
 
-  def scores(rows, others="ab"):
+  def scores(rows, extras="ab"):
     return groups.GroupRewards(
       rewards[rows],
       {"f": rewards[rows], "g": rewards[rows] + 1},
       failed[rows],
       [failures(names[i].tolist()) for i in rows],
-      {f"f/{name}": rewards[rows] * 2 for name in others},
+      {f"f/{name}": rewards[rows] * 2 for name in extras},
     )
 
   sent = []
-  tell = lambda own: sent.append(json.loads(json.dumps(own))) or (sent * 2)[:2]
+  gather = lambda x: sent.append(json.loads(json.dumps(x))) or (sent * 2)[:2]
   monkeypatch.setattr(distributed, "count", lambda: 2)
-  monkeypatch.setattr(distributed, "gather", tell)
+  monkeypatch.setattr(distributed, "gather", gather)
   first = [0, 1, 3, 4]  # of process 0
   rewards_lib._gather_rewards(scores(first, "a"), sizes)
-  found = rewards_lib._gather_rewards(scores([2, 5]), sizes)
+  gathered = rewards_lib._gather_rewards(scores([2, 5]), sizes)
   whole = scores(list(range(6)))
-  jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
-  whole.extras["f/b"][first] = NAN  # nobody there said it
-  jax.tree.map(np.testing.assert_array_equal, found.extras, whole.extras)
-  assert groups.all_failures(found) == groups.all_failures(whole)
+  jax.tree.map(np.testing.assert_array_equal, gathered[:3], whole[:3])
+  whole.extras["f/b"][first] = NAN  # logged by process 1 only
+  jax.tree.map(np.testing.assert_array_equal, gathered.extras, whole.extras)
+  assert groups.all_failures(gathered) == groups.all_failures(whole)
   order = "".join(x.completion for x in groups.all_failures(whole))
   assert order == "224881015571111"  # first completions, then second ones
 
 
 @pytest.mark.slow
-def test_rewards_that_fail(train_toy, tmp_path, capsys):
-  """They are counted and kept, take no part, and training goes on."""
+def test_failed_rewards_are_recorded_and_training_goes_on(
+  train_toy, tmp_path, capsys
+):
   file = tmp_path / "mine.py"
   file.write_text(
     "import math\n"
@@ -168,7 +171,6 @@ def test_rewards_that_fail(train_toy, tmp_path, capsys):
   run, functions = tmp_path / "run", f"{file}:mine"
   rows = train_toy(steps=4, reward__functions=functions, diagnostics__every=2)
   failures = records.read_jsonl(run / "failures.jsonl")
-  assert {f["function"] for f in failures} == {"mine"}
   fives = [f for f in failures if "a five" in f["reason"]]
   assert any("5" in f["completion"] for f in fives)
   for row in rows:
@@ -180,21 +182,7 @@ def test_rewards_that_fail(train_toy, tmp_path, capsys):
   assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
-@pytest.fixture
-def classifier(toy_model, tmp_path):
-  """A reward model with the toy model's body and tokenizer."""
-  path = shutil.copytree(toy_model, tmp_path / "config")
-  hf_config = json.loads((path / "config.json").read_text())
-  hf_config["architectures"] = ["LlamaForSequenceClassification"]
-  hf_config["num_labels"] = 1
-  (path / "config.json").write_text(json.dumps(hf_config))
-  params = hf.load_params(toy_model)
-  head = jax.random.normal(jax.random.key(0), (16, 1))
-  hf.save(tmp_path / "classifier", params | {"score": head}, path)
-  return tmp_path / "classifier"
-
-
-@pytest.mark.slow  # a model more
+@pytest.mark.slow
 def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
   settings = {"reward.model": classifier, "reward.model_weight": 2.0}
   settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}
@@ -203,7 +191,7 @@ def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
       right = row["rewards/exact_answer/mean"]
       parts = 3 * right + 2 * row["rewards/reward.model/mean"]
       assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)
-  # The model read prompt and completion as one text, token by token.
+  # The model reads prompt and completion as one text.
   lm, params = hf.load(classifier)
   tokenizer = tokenizer_lib.load(classifier)
   seen = []
@@ -218,7 +206,7 @@ def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
   assert np.ptp(seen) > 0.1
 
 
-# What a step compares of several functions.
+# Aggregation of several functions.
 
 VALUES = {
   "right": np.array([[1, 0, 1], [0, 0, 1]], np.float32),
@@ -250,17 +238,11 @@ def program_of(tabular, settings_with):
   return program_of
 
 
-def test_a_failure_takes_no_part_by_any_function():
-  found = rewards_lib.stack_values(scores_of((1.0, 2.0)))
-  expected = [[[1, 0, 1], [0, 0, NAN]], [[3, NAN, 9], [5, 1, NAN]]]
-  np.testing.assert_array_equal(found, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "name, scale", [("batch_std", 0.25), ("leave_one_out", None)]
 )
-def test_a_step_compares_what_was_asked_for(
+def test_a_step_compares_aggregated_rewards(
   name, scale, program_of, samples_of
 ):
   weights = (1.0, -0.5)
@@ -275,17 +257,17 @@ def test_a_step_compares_what_was_asked_for(
   compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
   expected = advantages.ADVANTAGES[name](compared) * (scale or 1)
   np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5, atol=1e-6)
-  # The metrics are of the weighted sum.
+  # Metrics are of the weighted sum.
   mean = np.nanmean(scores.rewards)
   np.testing.assert_allclose(row["reward_mean"], mean, rtol=1e-6)
   assert not batch.completion_mask[1, 2].any() and batch.advantages[1, 2] == 0
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e8, -1e11])
-def test_an_offset_of_all_rewards_changes_no_difference(
+def test_a_large_offset_of_a_group_keeps_its_differences(
   offset, settings_with, one_device
 ):
-  """In float32 1e8 + 1 is 1e8; only the middle group's offset is so large."""
+  # In float32, 1e8 + 1 is 1e8.
   raw = np.array([[0.0, 1, 1, 3], [4, 1, NAN, 2], [0.1, 0.7, 0.3, 0.1]])
   total = raw + np.array([[0.0], [offset], [0.0]])
   exact = pool.exact_enough(total)
@@ -295,21 +277,23 @@ def test_an_offset_of_all_rewards_changes_no_difference(
     settings = settings_with(advantage="grpo", **changes)
     placed, values = rewards_lib.place_rewards(settings, scores, one_device)
     placed = np.asarray(placed if values is None else values[0])
-    found, expected = (x[1] - x[1, 0] for x in (placed, raw))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    actual, expected = (x[1] - x[1, 0] for x in (placed, raw))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
     expected = raw[[0, 2]].astype(np.float32)
     np.testing.assert_array_equal(placed[[0, 2]], expected)
   metrics = rewards_lib.metrics(scores)
   if offset:
     assert metrics["reward_mean"] == np.nanmean(total)
     assert metrics["reward_std"] == np.nanstd(total)
-  # Those that are not of a group alone are what they were.
+  # Advantages across groups use unshifted rewards.
   settings = settings_with(advantage="shrinkage")
   placed, _ = rewards_lib.place_rewards(settings, scores, one_device)
   np.testing.assert_array_equal(placed, total.astype(np.float32))
 
 
-def test_a_diagnosis_is_of_rewards_less_their_mean(monkeypatch, one_device):
+def test_a_diagnosis_subtracts_the_mean_of_large_rewards(
+  monkeypatch, one_device
+):
   monkeypatch.setattr(host, "diagnosis_key", lambda state: None)
   step = types.SimpleNamespace(
     mesh=one_device,
@@ -319,75 +303,53 @@ def test_a_diagnosis_is_of_rewards_less_their_mean(monkeypatch, one_device):
   state = types.SimpleNamespace(params=None)
   rewards = np.array([[1e8, 1e8 + 1], [1e8 + 3, NAN]])
   scores = groups.GroupRewards(rewards, {}, np.isnan(rewards), [[], []])
-  diagnose = host.HostStep._diagnose.__wrapped__  # whose state is no TrainState
-  found = diagnose(step, state, None, scores)
+  diagnose = host.HostStep._diagnose.__wrapped__  # without type checks
+  metrics = diagnose(step, state, None, scores)
   expected = [[-4 / 3, -1 / 3], [5 / 3, NAN]]
-  np.testing.assert_allclose(found["rewards"], expected, rtol=1e-6)
-  assert np.isnan(found["gradient_mse_vanilla"])
+  np.testing.assert_allclose(metrics["rewards"], expected, rtol=1e-6)
+  assert np.isnan(metrics["gradient_mse_vanilla"])
 
 
-def test_differences_of_rounding_are_none():
+def test_rewards_that_differ_by_rounding_become_equal():
   equal = np.array([[0.1 + 0.2, 0.3], [1.0, 0.0]])
   assert pool.exact_enough(equal).dtype == np.float32
-  # A tenth of one would be off by 3%.
+  # Float32 would change a difference of 0.1 by 3%.
   assert pool.exact_enough(1e5 + equal / 10).dtype == np.float64
   between = 2.0**24 + 1  # two numbers of float32
   near = np.array([[between, np.nextafter(between, np.inf)]])
   assert len(np.unique(pool.exact_enough(near))) == 1
   large = np.concatenate([equal, [[1e8, 1e8 + 1]]])
-  found = pool.exact_enough(large)
-  np.testing.assert_array_equal(found, [[0.3, 0.3], *large[1:]])
+  exact = pool.exact_enough(large)
+  np.testing.assert_array_equal(exact, [[0.3, 0.3], *large[1:]])
 
 
 DROPPED = {"loss.truncated": "drop"}
 
 
 @pytest.mark.slow
-def test_what_is_dropped_is_not_in_the_normalisation(program_of, samples_of):
-  """The others' advantages are those of their group without it."""
-  several = {"reward.functions": ("a", "b"), "reward.weights": (1.0, 1.0)}
-  samples = samples_of(np.ones((1, 4, 2)), [[True, True, False, True]])
-  values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
-  make_batch = program_of(samples, **several | NORMALIZED | DROPPED)
-  batch, row = make_batch(values.sum(0), values=values)
-  assert row["zero_variance_groups"] == 0
-  left = np.array([[1.0, 0, 2], [0.0, 4, 1]])
-  normal = left - left.mean(-1, keepdims=True)
-  normal = (normal / normal.std(-1, ddof=1, keepdims=True)).sum(0)
-  found = np.asarray(batch.advantages[0])
-  np.testing.assert_allclose(found[[0, 1, 3]], 1.5 * normal, rtol=1e-4)
-  assert found[2] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "changes, expected",
-  [
-    ({}, 1 / 3),  # as they came, by their sum: 1 in the last group
-    (DROPPED, 2 / 3),
-    (NORMALIZED, 0),  # by itself each varies in the last one
-    (NORMALIZED | DROPPED, 1 / 3),
-  ],
-)
-def test_groups_without_variance_are_those_that_teach_nothing(
-  changes, expected, program_of, samples_of
+def test_dropped_completions_are_not_in_the_normalisation(
+  program_of, samples_of
 ):
-  """Of three groups one differs in nothing but what was cut off."""
   several = {"reward.functions": ("a", "b"), "reward.weights": (1.0, 2.0)}
-  ends = [[True, True, True, False], [True] * 4, [True] * 4]
+  samples = samples_of(np.ones((2, 4, 2)), [[True, True, False, True]] * 2)
+  # The weighted sum of the first group is constant; in the second group only
+  # the dropped completion differs.
   values = jnp.array(
-    [
-      [[1.0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]],
-      [[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5]],
-    ]
+    [[[1.0, 0, 9, 2], [1, 1, 5, 1]], [[0.0, 0.5, -4, -0.5], [0, 0, 3, 0]]]
   )
-  samples = samples_of(np.ones((3, 4, 2)), ends)
-  make_batch = program_of(samples, **several | changes)
-  _, row = make_batch(values[0] + 2 * values[1], values=values)
-  np.testing.assert_allclose(row["zero_variance_groups"], expected, rtol=1e-6)
+  make_batch = program_of(samples, **several | NORMALIZED | DROPPED)
+  batch, row = make_batch(values[0] + 2 * values[1], values=values)
+  assert row["zero_variance_groups"] == 0.5
+  left = np.array([[1.0, 0, 2], [0.0, 0.5, -0.5]])
+  normal = left - left.mean(-1, keepdims=True)
+  normal = normal / normal.std(-1, ddof=1, keepdims=True)
+  expected = 1.5 * (normal[0] + 2 * normal[1])
+  actual = np.asarray(batch.advantages)
+  np.testing.assert_allclose(actual[0, [0, 1, 3]], expected, rtol=1e-4)
+  assert actual[0, 2] == 0 and not actual[1].any()
 
 
-def test_a_scale_is_of_advantages_that_are_bounded(program_of, samples_of):
+def test_the_scale_multiplies_clipped_advantages(program_of, samples_of):
   make_batch = program_of(samples_of(MASK), loss__advantage_clip=2.0)
   rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
   batch, _ = make_batch(rewards, scale=np.float32(0.5))
@@ -403,8 +365,9 @@ def test_the_reward_model_has_the_last_weight(settings_with):
 
 
 @pytest.mark.slow
-def test_it_compiles_ahead_of_time(settings_with, one_device):
-  """What a run compiles is lowered, with the values of all functions."""
+def test_programs_are_lowered_with_values_and_first_prompt(
+  settings_with, one_device
+):
   settings = settings_with(
     reward__functions=("exact_answer", "length"),
     reward__weights=(1.0, 1.0),
@@ -412,7 +375,7 @@ def test_it_compiles_ahead_of_time(settings_with, one_device):
     **NORMALIZED,
   )
   run = programs.open_run(settings, one_device)
-  shapes = programs.lower(run, "reference").in_avals  # of both kinds
+  shapes = programs.lower(run, "reference").in_avals
   assert (2, 32, 8) in [x.shape for x in jax.tree.leaves(shapes)]
   drawn = programs.lower(run, "rollout").in_avals[0]
   assert jax.tree.leaves(drawn)[-1].shape == ()  # the first prompt's number

@@ -1,4 +1,4 @@
-"""Whose a run directory is, and what its config says."""
+"""Run directories: which settings may resume a run, and its config file."""
 
 import dataclasses
 import json
@@ -12,7 +12,6 @@ import pytest
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
-from grpojax.training import policy
 from grpojax.training.config import default_config, from_config
 from grpojax.training.run import open_run, run_directory
 from grpojax.training.settings.run import TrainSettings
@@ -24,7 +23,7 @@ def opened(path, config=None):
 
 
 def checkpointed(path, step):
-  """As if a run had a checkpoint."""
+  """Makes an empty checkpoint."""
   folder = path / "checkpoints" / str(step)
   folder.mkdir(parents=True)
   (folder / "_CHECKPOINT_METADATA").touch()
@@ -36,7 +35,7 @@ def finished(path, steps=40):
   opened(path, config)
   checkpointed(path, steps)
   (path / "model").mkdir()
-  (path / "checkpoints" / "99").mkdir()  # none of ours
+  (path / "checkpoints" / "99").mkdir()  # incomplete
   (path / "summary.json").write_text(json.dumps({"steps": steps}))
   return config
 
@@ -58,10 +57,10 @@ def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
   opened(tmp_path)
   checkpoint.save_params(tmp_path / "reference_params", {"a": jnp.zeros(3)})
   config.model.path = "arithmetic-base"
-  # An evaluation is no training.
+  # An evaluation is not a training step.
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
   assert opened(tmp_path, config) is False
-  assert not (tmp_path / "reference_params").exists()  # it was another model's
+  assert not (tmp_path / "reference_params").exists()  # of another model
   assert opened(tmp_path, config) is True
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
   config.seed += 1
@@ -74,7 +73,7 @@ NO_CONFIGS += ["[" * 10**5, '{"model": 3}']
 
 
 @pytest.mark.parametrize("text", NO_CONFIGS)
-def test_what_is_no_run_is_left_alone(text, tmp_path):
+def test_other_directories_are_refused_and_left_unchanged(text, tmp_path):
   (tmp_path / "config.json").write_text(text)
   with pytest.raises(ValueError, match="not empty and has no config.json of a"):
     opened(tmp_path)
@@ -89,16 +88,7 @@ def test_what_is_no_run_is_left_alone(text, tmp_path):
     opened(tmp_path)
 
 
-def test_a_run_is_resolved_to_its_model(tmp_path):
-  (tmp_path / "config.json").write_text('{"name": "arithmetic"}')
-  with pytest.raises(ValueError, match="no model at"):
-    policy.find_model(tmp_path)
-  (tmp_path / "model").mkdir()
-  (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-  assert policy.find_model(tmp_path) == tmp_path / "model"
-
-
-def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
+def test_a_run_killed_during_its_start_can_be_opened(tmp_path, monkeypatch):
   for name in (run_directory.CONFIG, run_directory.LENGTHS):
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as killed:
       killed.setattr(pathlib.Path, "unlink", lambda *_, **__: None)
@@ -109,14 +99,14 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
   assert opened(tmp_path) is False and opened(tmp_path) is True
 
 
-def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
+def test_temporary_files_of_killed_writers_are_removed(tmp_path):
   torn = [f".{name}.0123abcd.tmp" for name in ("metrics.jsonl", "report.html")]
   others = [".mine.0123abcd.tmp", "metrics.jsonl.tmp", ".metrics.jsonl.x.tmp"]
   for name in torn + others:
     (tmp_path / name).touch()
-  run_directory.remove_torn(tmp_path)  # the report may be in the making
+  run_directory.remove_torn(tmp_path)  # a recent report stays
   assert sorted(os.listdir(tmp_path)) == sorted([torn[1], *others])
-  for time in (0, 2**32):  # or a clock that was set back since
+  for time in (0, 2**32):  # in the past or the future
     (tmp_path / torn[1]).touch()
     os.utime(tmp_path / torn[1], (time, time))
     run_directory.remove_torn(tmp_path)
@@ -124,7 +114,7 @@ def test_what_killed_writers_left_goes_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("resumed", [True, False])
-def test_a_run_writes_through_no_link(resumed, tmp_path):
+def test_links_to_files_are_replaced_by_copies(resumed, tmp_path):
   run, others = tmp_path / "run", tmp_path / "others"
   others.mkdir()
   opened(run)
@@ -147,7 +137,7 @@ def test_a_run_writes_through_no_link(resumed, tmp_path):
     assert (others / name).read_text() == before[name]
 
 
-def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_model_is_removed_whole_or_not_at_all(tmp_path, monkeypatch):
   finished(tmp_path)
   (tmp_path / "model" / "weights").touch()
   with monkeypatch.context() as patch:
@@ -158,7 +148,7 @@ def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
   assert (tmp_path / ".model.old" / "weights").exists()
   run_directory.remove_model(tmp_path, only_rest=True)
   assert not (tmp_path / ".model.old").exists()
-  # Of a link only the link goes, also one that leads nowhere.
+  # Links are removed, but not their targets.
   elsewhere = tmp_path / "elsewhere"
   elsewhere.mkdir()
   for target in (elsewhere, tmp_path / "nowhere"):
@@ -169,7 +159,7 @@ def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def older_run(path, lacks, **changes):
-  """A run that has trained, whose config.json lacks some settings."""
+  """Makes a trained run whose config.json lacks these settings."""
   opened(path)
   checkpointed(path, 7)
   saved = default_config().to_dict() | changes
@@ -182,20 +172,20 @@ def older_run(path, lacks, **changes):
   records.write_json(path / "config.json", saved)
 
 
-def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
+def test_an_older_run_gets_the_defaults_of_added_settings(tmp_path, capsys):
   lacks = ("loss.dual_clip", "lora", "data.options", "reward.options")
   older_run(tmp_path, lacks)
   config = default_config()
   run_directory.say_added(tmp_path)
-  said = capsys.readouterr().out
-  assert "loss.dual_clip = 0.0" in said and "lora.rank = 0" in said
-  assert "data.options = {}" in said and "loss.clip_low" not in said
+  output = capsys.readouterr().out
+  assert "loss.dual_clip = 0.0" in output and "lora.rank = 0" in output
+  assert "data.options = {}" in output and "loss.clip_low" not in output
   read = run_directory.read_config(tmp_path)
   from_config(read)
   assert read.data.options.to_dict() == {} and read.is_locked
   assert config_lib.difference(read, config) == []
   assert opened(tmp_path, config) is True
-  config.loss.dual_clip = 3.0  # the older run had it off
+  config.loss.dual_clip = 3.0
   with pytest.raises(ValueError, match="loss.dual_clip: 0.0 -> 3.0"):
     opened(tmp_path, config)
   opened(tmp_path / "new", config)
@@ -212,10 +202,8 @@ def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
     ({"group_size": None}, "group_size = None: must be of type int"),
   ],
 )
-def test_a_config_of_another_shape_is_refused_in_words(changes, text, tmp_path):
-  older_run(
-    tmp_path, ("loss.dual_clip",) if "loss" not in changes else (), **changes
-  )
+def test_a_config_with_invalid_values_is_refused(changes, text, tmp_path):
+  older_run(tmp_path, () if "loss" in changes else ("seed",), **changes)
   with pytest.raises(ValueError) as error:
     run_directory.read_config(tmp_path)
   assert text in str(error.value) and "config.json" in str(error.value)
@@ -242,26 +230,24 @@ def contents(path):
 
 
 @pytest.mark.parametrize("more_steps", [False, True])
-def test_what_does_not_change_the_past_may_change(more_steps, tmp_path):
+def test_changeable_settings_are_recorded(more_steps, tmp_path):
   config = finished(tmp_path)
   changes = CHANGED | ({"steps": 50} if more_steps else {})
   config.update_from_flattened_dict(changes)
   before = contents(tmp_path)
   assert opened(tmp_path, config) is True
-  # Nothing is touched before all is found to be well.
-  assert contents(tmp_path) == before
+  assert contents(tmp_path) == before  # until `record_changes`
   for _ in range(2):
     run_directory.record_changes(tmp_path, from_config(config))
     saved = run_directory.read_config(tmp_path)
     assert config_lib.difference(saved, config) == []
     (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
     assert row["after_step"] == 40 and keys(row["changed"]) == changes.keys()
-  # More steps: what stood at the end goes; all else leaves it alone.
   for trace in ("summary.json", "model"):
     assert (tmp_path / trace).exists() != more_steps
 
 
-def test_what_changes_the_past_may_not(tmp_path):
+def test_other_settings_may_not_change(tmp_path):
   config = finished(tmp_path)
   for name in ("optim.name", "optim.moments_dtype"):  # which exclude each other
     changes = {k: x for k, x in NOT_CHANGED.items() if k != name}
@@ -275,12 +261,12 @@ def test_what_changes_the_past_may_not(tmp_path):
   assert (tmp_path / "summary.json").exists()
 
 
-def test_a_finished_run_without_checkpoints_cannot_go_on(tmp_path):
+def test_a_finished_run_without_checkpoints_takes_no_more_steps(tmp_path):
   config = finished(tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "40")
-  assert opened(tmp_path, config) is True  # nothing is to do
+  assert opened(tmp_path, config) is True
   config.steps = 50
-  with pytest.raises(ValueError, match="no checkpoint that more steps .* back"):
+  with pytest.raises(ValueError, match="no checkpoint to resume from: restore"):
     opened(tmp_path, config)
   shutil.rmtree(tmp_path / "checkpoints")
   (tmp_path / "checkpoints").touch()
@@ -288,24 +274,12 @@ def test_a_finished_run_without_checkpoints_cannot_go_on(tmp_path):
     opened(tmp_path, config)
 
 
-def test_a_run_that_starts_again_says_so(tmp_path, capsys):
-  opened(tmp_path)
-  for step, text in ((0, ""), (3, "has no checkpoint: it starts again")):
-    records.append_jsonl(tmp_path / "metrics.jsonl", {"step": step})
-    run_directory.say_restart(tmp_path)
-    said = capsys.readouterr().out
-    assert text in said and bool(text) == bool(said)
-  checkpointed(tmp_path, 3)
-  run_directory.say_restart(tmp_path)
-  assert capsys.readouterr().out == ""
-
-
 @pytest.mark.slow
-def test_a_run_has_done_what_it_has_done(tmp_path):
+def test_a_run_is_finished_by_its_summary_and_steps(tmp_path):
   config = finished(tmp_path)
   assert run_directory.is_finished(tmp_path, from_config(config))
   config.steps = 39
-  with pytest.raises(ValueError, match="has done 40 already"):
+  with pytest.raises(ValueError, match="has completed 40 steps"):
     run_directory.check(tmp_path, from_config(config))
   config.steps = 41
   assert not run_directory.is_finished(tmp_path, from_config(config))
@@ -315,16 +289,16 @@ def test_a_run_has_done_what_it_has_done(tmp_path):
     (tmp_path / "summary.json").write_text(text, encoding="latin-1")
     assert not run_directory.is_finished(tmp_path)
     assert not run_directory.is_finished(tmp_path, from_config(config))
-    assert run_directory.check(tmp_path, from_config(config))  # it goes on
+    assert run_directory.check(tmp_path, from_config(config))
 
 
-def test_the_date_and_the_commits_of_a_run_stay(tmp_path, monkeypatch):
+def test_a_resumed_run_keeps_its_date_and_commits(tmp_path, monkeypatch):
   settings, commit = TrainSettings(), f"model:a/b@main={'0' * 40}"
   monkeypatch.setattr(open_run.hub_pins, "pin", lambda settings: settings)
   assert open_run.settle(settings, tmp_path) == settings
   began = run_directory.with_found(settings, "26 Jul 2024", 300)
   run_directory.open_run(tmp_path, began)
-  # Before its first step, the data may become others.
+  # Before the first step the data may change.
   assert not open_run.settle(settings, tmp_path).data.max_prompt_length
   checkpointed(tmp_path, 7)
   assert open_run.settle(settings, tmp_path) == began

@@ -1,4 +1,4 @@
-"""A batch sampled in halves or in parts: the same samples and rewards."""
+"""Sampling in halves or parts has the same samples and rewards."""
 
 import contextlib
 import functools
@@ -41,7 +41,7 @@ def prompts_of(rows):
 
 
 def program_of(lm):
-  """As `sampling_lib.sampler_program` makes it; without weights of its own."""
+  """A program like `sampling_lib.sampler_program`, without frozen weights."""
   options = {"group_size": 3, "max_new_tokens": 9, "eos_ids": (1,)}
 
   def sample(params, prompts, key, first=0):
@@ -54,14 +54,15 @@ def program_of(lm):
 @pytest.mark.parametrize(
   "on_mesh", [True, pytest.param(False, marks=pytest.mark.long)]
 )
-def test_halves_are_the_whole(tiny, two_cores, one_device, on_mesh):
-  """Each thread samples one of them."""
+def test_halves_of_two_threads_equal_the_whole(
+  tiny, two_cores, one_device, on_mesh
+):
   program, calls = program_of(tiny.lm), []
 
-  def called(params, prompts, *rest):
-    set_here = jax.sharding.get_abstract_mesh()
-    calls.append((prompts.prompt_ids.shape, threading.get_ident(), set_here))
-    return program(params, prompts, *rest)
+  def called(params, prompts, *args):
+    thread_mesh = jax.sharding.get_abstract_mesh()
+    calls.append((prompts.prompt_ids.shape, threading.get_ident(), thread_mesh))
+    return program(params, prompts, *args)
 
   first = (jnp.int32(5),) if on_mesh else ()
   args = tiny.params, prompts_of(4), jax.random.key(3), *first
@@ -69,32 +70,24 @@ def test_halves_are_the_whole(tiny, two_cores, one_device, on_mesh):
   with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
     sampler = sampling_lib.sample_halves(functools.partial(called), mesh)
     halved, whole = sampler(*args), program(*args)
-  (one, mine, here), (two, other, there) = calls
-  assert one == two == (2, 3)
-  assert mine == threading.get_ident() != other
-  assert here == there and (not mesh or here == mesh.abstract_mesh)
-  for name, of_whole in vars(whole).items():
+  shapes, threads, meshes = zip(*calls, strict=True)
+  assert shapes == ((2, 3), (2, 3))
+  assert threads[0] == threading.get_ident() != threads[1]
+  assert meshes[0] == meshes[1] == (mesh.abstract_mesh if mesh else meshes[0])
+  for name, value in vars(whole).items():
     if name != "logprobs":
-      np.testing.assert_array_equal(getattr(halved, name), of_whole)
+      np.testing.assert_array_equal(getattr(halved, name), value)
   np.testing.assert_allclose(halved.logprobs, whole.logprobs, atol=2e-6)
 
 
-def test_what_fails_in_the_other_thread_is_raised(tiny, two_cores):
-  def fails(params, prompts, key, first):
-    if first:
-      raise KeyError("the second half")
-
-  sampler = sampling_lib.sample_halves(functools.partial(fails), None)
-  with pytest.raises(KeyError, match="second half"):
-    sampler(tiny.params, prompts_of(2), jax.random.key(0))
-
-
-def test_where_halves_pay(monkeypatch, two_cores):
+def test_halves_need_small_weights_two_cores_and_async_dispatch(
+  monkeypatch, two_cores
+):
   small = jnp.zeros((sampling_lib.LARGEST_HALVED // 8 // 4, 4), jnp.float32)
   cpu, tpu = jax.devices("cpu")[:1], [types.SimpleNamespace(platform="tpu")]
   pays = sampling_lib.halves_pay
   assert pays((small, small), 4, cpu)
-  assert not pays(small, 3, cpu)  # no two equal halves
+  assert not pays(small, 3, cpu)  # odd
   assert not pays((small, small, jnp.zeros(1)), 4, cpu)
   assert not pays(small, 4, 2 * cpu)
   assert not pays(small, 4, tpu)
@@ -107,12 +100,12 @@ def test_where_halves_pay(monkeypatch, two_cores):
   assert not pays(small, 4, cpu)
 
 
-# Parts, scored while the next part decodes.
+# Parts.
 
 
 @pytest.fixture
 def rewards(tmp_path):
-  """A function of text that fails for some, and says when it has begun."""
+  """A function that fails for some texts, and touches a file at its start."""
   file, begun = tmp_path / "rewards.py", tmp_path / "begun"
   file.write_text(
     f"import pathlib\ndef count(prompt, completion, example):\n"
@@ -138,7 +131,7 @@ def config_of(config_with):
 
 @pytest.fixture
 def scored(tabular, word_policy, one_device):
-  """Samples and rewards of prompts of kinds 0 to 3, of settings."""
+  """Returns samples and rewards of prompts of kinds 0 to 3."""
   lm, mesh = tabular.lm(B, 7), one_device
   policy = word_policy(lm)
 
@@ -178,10 +171,10 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)  # a part, a program
 
   def wait_and_record(part, check_signals):
-    """The second part is ready when a reward of the first has begun."""
+    """Delays the second part until a reward of the first part starts."""
     until = time.monotonic() + 20
     while "ready" in events and not begun.exists():
-      assert time.monotonic() < until, "no reward has begun"
+      assert time.monotonic() < until, "no reward has started"
       time.sleep(0.01)
     wait(part, check_signals)
     events.append("ready")
@@ -193,7 +186,7 @@ def test_rewards_begin_before_the_next_part_is_sampled(
     monkeypatch.undo()
     whole = scored(from_config(config_of(1, name)), reward_pool)
   assert events == ["sampling", "sampling", "ready", "ready"]
-  # Nothing else changed: samples, texts, rewards, failures and their order.
+  # Samples, rewards, failures and their order are the same.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
   jax.tree.map(np.testing.assert_array_equal, parts[1][:3], whole[1][:3])
   failures = [groups.all_failures(rewards) for _, rewards in (parts, whole)]
@@ -201,7 +194,9 @@ def test_rewards_begin_before_the_next_part_is_sampled(
 
 
 @pytest.mark.slow
-def test_what_is_being_computed_is_abandoned(scored, config_of, rewards):
+def test_pending_rewards_are_abandoned_after_a_signal(
+  scored, config_of, rewards
+):
   settings, sent = from_config(config_of(2, rewards[0])), []
 
   def check_signals():

@@ -1,15 +1,10 @@
-"""A config's names and numbers reach the functions that they stand for."""
-
-import inspect
+"""Settings reach the optimizer, the schedule, the loss and the model."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.gradients import LossTerms
-from grpojax.core.losses import surrogates
 from grpojax.core.objective import weighting_fn
 from grpojax.models import lora
 from grpojax.models.config import TransformerConfig
@@ -29,8 +24,7 @@ OFF = {
   *(f"environment.{x}" for x in ("action", "workers", "check")),
   *(f"model.{x}" for x in ("reference_every", "reference_mix")),
 }
-"""Settings of what the toy's run does without, read by tests of their own:
-test_resampling, test_adapters, test_reference and test_environments."""
+"""Settings of features that are off in the toy run and have their own tests."""
 
 
 def test_every_setting_is_read_by_a_training_run(toy_run):
@@ -39,14 +33,14 @@ def test_every_setting_is_read_by_a_training_run(toy_run):
 
 
 def updates(settings, gradients, start=0.0):
-  """What the optimizer adds to one parameter, for a sequence of gradients."""
+  """Returns the optimizer's updates of one parameter for these gradients."""
   tx = optimizer(settings)
   x = jnp.asarray(start, jnp.float32)
-  state, found, step = tx.init(x), [], jax.jit(tx.update)
+  state, result, step = tx.init(x), [], jax.jit(tx.update)
   for gradient in gradients:
     update, state = step(jnp.asarray(gradient, jnp.float32), state, x)
-    found.append(float(update))
-  return np.array(found)
+    result.append(float(update))
+  return np.array(result)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +51,15 @@ def updates(settings, gradients, start=0.0):
     ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
   ],
 )
-def test_schedules(schedule, factor, settings_with):
+def test_schedules_follow_a_warmup(schedule, factor, settings_with):
   sizes = {"steps": 5, "optim__epochs": 2, "optim__minibatches": 2}
-  settings = settings_with(
-    **sizes,
-    optim__learning_rate=0.01,
-    optim__schedule=schedule,
-    optim__warmup_steps=4,
-  )
-  # Under a constant gradient Adam's update is the learning rate.
-  found = -updates(settings, [3.0] * 20)
-  warmup = np.arange(1, 5) / 5  # no update is wasted on a rate of 0
+  sizes |= {"optim__learning_rate": 0.01, "optim__warmup_steps": 4}
+  settings = settings_with(**sizes, optim__schedule=schedule)
+  # With a constant gradient Adam's update is the learning rate.
+  rates = -updates(settings, [3.0] * 20)
+  warmup = np.arange(1, 5) / 5  # from above 0
   expected = 0.01 * np.concatenate([warmup, factor(np.arange(16) / 16)])
-  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-8)
+  np.testing.assert_allclose(rates, expected, rtol=1e-3, atol=1e-8)
 
 
 def test_the_optimizer_is_adamw(settings_with):
@@ -79,16 +69,16 @@ def test_the_optimizer_is_adamw(settings_with):
     optim__b2=0.75,
     optim__weight_decay=0.1,
   )
-  found = updates(settings, [1.0, -2.0], start=3.0)
+  actual = updates(settings, [1.0, -2.0], start=3.0)
   first = 0.5 * (0.5 * 1.0) + 0.5 * -2.0
   second = 0.75 * (0.25 * 1.0) + 0.25 * 4.0
   adam = (first / (1 - 0.5**2)) / np.sqrt(second / (1 - 0.75**2))
   expected = [-0.01 * (1.0 + 0.1 * 3.0), -0.01 * (adam + 0.1 * 3.0)]
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def test_norms_and_biases_do_not_decay(settings_with):
-  """As in transformers; layers are stacked, so a norm is [L, D]."""
+  """As in transformers; stacked norms are matrices [L, D]."""
   model = TransformerConfig(
     vocab_size=8, width=4, layers=2, heads=2, kv_heads=1, head_dim=2, mlp=4,
     qkv_bias=True, mlp_bias=True, qk_norm=True, post_norms=True,
@@ -98,8 +88,8 @@ def test_norms_and_biases_do_not_decay(settings_with):
   adapters = lora.init(weights, jax.random.key(0), 2, "layers/(q|down)")
   ones = jax.tree.map(jnp.ones_like, {"whole": weights, "lora": adapters})
   tx = optimizer(settings_with(optim__weight_decay=0.1))
-  none = jax.tree.map(jnp.zeros_like, ones)
-  update, _ = tx.update(none, tx.init(ones), ones)
+  zeros = jax.tree.map(jnp.zeros_like, ones)
+  update, _ = tx.update(zeros, tx.init(ones), ones)
   paths = jax.tree_util.tree_leaves_with_path(update)
   moved = {
     jax.tree_util.keystr(path, simple=True, separator="/")
@@ -112,52 +102,37 @@ def test_norms_and_biases_do_not_decay(settings_with):
   assert len(paths) > len(moved) + 10
 
 
-def test_moments_in_bfloat16_are_those_of_adamw(settings_with):
+def test_moments_in_bfloat16_are_rounded_by_seed(settings_with):
   changes = {"optim__weight_decay": 0.1, "optim__learning_rate": 0.01}
   half = {"optim__moments_dtype": "bfloat16"}
-  expected, found, other = (
+  expected, rounded, other = (
     updates(settings_with(**changes, **more), [1.0, -2.0, 0.3], start=3.0)
     for more in ({}, half, half | {"seed": 1})
   )
-  np.testing.assert_allclose(found, expected, rtol=0.02)
-  # Nothing is rounded before the first update; then each seed has its own bits.
-  assert found[0] == expected[0] == other[0]
-  assert (found[1:] != expected[1:]).all() and (found[1:] != other[1:]).any()
+  np.testing.assert_allclose(rounded, expected, rtol=0.02)
+  assert rounded[0] == expected[0] == other[0]  # moments are still exact
+  assert (rounded[1:] != expected[1:]).all()
+  assert (rounded[1:] != other[1:]).any()
 
 
-def test_adafactor_has_the_same_rate_and_decay(settings_with):
-  """The rate is no multiple of the parameter, and scales its decay."""
+def test_adafactor_has_the_rate_and_decay_of_adamw(settings_with):
   settings = settings_with(
     optim__name="adafactor",
     optim__learning_rate=0.01,
     optim__b2=0.25,
     optim__weight_decay=0.1,
   )
-  found = updates(settings, [1.0, -0.5], start=3.0)
-  second = 0.25 * 1.0 + 0.75 * 0.25  # 1 - 2**-0.8 is more than b2
+  actual = updates(settings, [1.0, -0.5], start=3.0)
+  second = 0.25 * 1.0 + 0.75 * 0.25  # b2, since 1 - 2**-0.8 is larger
   expected = [-0.01 * (1.0 + 0.3), -0.01 * (-0.5 / np.sqrt(second) + 0.3)]
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_entropy_in_the_loss(tabular, settings_with):
-  coefficient = {"loss__entropy_coef": 0.1}
-  for share in (1.0, 0.2):
-    loss = settings_with(**coefficient, loss__top_entropy_quantile=share).loss
-    terms = LossTerms(tabular.lm(1, 3), loss, Sampling(), chunk_size=1)
-    assert terms.entropy_share == share
-  for target, found in ((0.0, None), (0.3, 0.1)):
-    settings = settings_with(**coefficient, loss__entropy_target=target)
-    state = setup.first_state(settings, optimizer(settings), jnp.zeros(3))
-    assert (state.entropy is None) == (found is None)
-    if found:
-      assert float(state.entropy.coefficient) == pytest.approx(found)
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
   "name, value, off",
   [("router_aux_coef", 0.01, 0), ("router_replay", True, False)],
 )
-def test_what_is_of_experts_needs_some(settings_with, name, value, off):
+def test_losses_of_experts_need_experts(settings_with, name, value, off):
   settings = settings_with(**{f"loss__{name}": value})
   with pytest.raises(ValueError, match=f"loss.{name} = {value}: .* use {off}"):
     setup.open_policy(settings)
@@ -168,15 +143,3 @@ def test_a_weighting_of_fixed_length_gets_the_length(settings_with):
   loss = settings_with(loss__weighting="fixed_length").loss
   weights = weighting_fn(loss, 50)(mask)
   np.testing.assert_allclose(weights, mask / (2 * 50), rtol=1e-6)
-
-
-def test_every_setting_of_the_loss_has_a_surrogate_that_asks_for_it():
-  known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
-  known |= {"advantage_clip", "router_aux_coef", "router_replay"}
-  known |= {name for name in default_config().loss if "entropy_" in name}
-  known |= {"old_logprobs", "truncated", "off_policy_threshold"}
-  known |= {"correction", "correction_low", "correction_high"}
-  asked = set()
-  for surrogate in surrogates.SURROGATES.values():
-    asked |= set(inspect.signature(surrogate).parameters)
-  assert set(default_config().loss) - known <= asked

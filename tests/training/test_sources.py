@@ -71,7 +71,7 @@ def test_what_exists_here_is_no_name_of_the_hub(served, model, settings_with):
   assert policy.find_model(model.name) == model
   assert policy.open_policy(ID).name is None
   assert not served.log
-  with pytest.raises(ValueError, match="is for models of the Hub, and there"):
+  with pytest.raises(ValueError, match="is for models on the Hub, but"):
     hub_pins.pin(settings_with(model__path=ID, model__revision="v1"))
 
 
@@ -156,7 +156,7 @@ def test_data_of_the_hub_are_pinned_too(served, settings_with):
   "line", ["x", f"space:a/b@main={COMMIT}", f"model:a/b@main={COMMIT[1:]}", 3]
 )
 def test_commits_that_no_run_fills_in_are_refused(line, settings_with):
-  with pytest.raises(ValueError, match="lines KIND:.* a run fills it in"):
+  with pytest.raises(ValueError, match="lines KIND:.* runs fill it in"):
     settings_with(commits=(line,))
 
 

@@ -1,4 +1,4 @@
-"""A step: tokens as they were sampled, its diagnosis, and no copies unasked."""
+"""Training steps: sampled tokens, diagnosis, transfers and compilation."""
 
 import functools
 import pathlib
@@ -27,7 +27,7 @@ def of_length(prompt, completion, example):
 
 
 def ambiguous_tokenizer():
-  """Texts of a and b have many tokenizations; sampling finds any of them."""
+  """A tokenizer with several tokenizations of a text of a and b."""
   import tokenizers as hf
   from transformers import PreTrainedTokenizerFast
 
@@ -77,10 +77,9 @@ def test_completions_are_never_tokenized_again(
     )
     _, row, shown, *_ = step(state, prompts, examples, False)
   monkeypatch.undo()
-  # Two updates that change nothing: were other tokens scored than were sampled,
-  # the ratio to the sampler's probabilities would not be 1.
+  # With a learning rate of 0, the ratio is 1 if the sampled tokens are scored.
   np.testing.assert_allclose([row["ratio_min"], row["ratio_max"]], 1, atol=1e-5)
-  # The test can fail: their texts have another tokenization.
+  # The texts have another tokenization, so the test can fail.
   (samples,) = seen
   again = [tokenizer.encode(sample["completion"]) for sample in shown]
   pairs = zip(again, samples.completion_ids[0], strict=True)
@@ -88,7 +87,7 @@ def test_completions_are_never_tokenized_again(
 
 
 def drawn(lm, count):
-  """Parameters, and four samples of three tokens with rewards a prompt."""
+  """Returns parameters, samples [count, 4, 3] and rewards."""
   params = lm.init(jax.random.key(0))
   prompts = Prompts(jnp.arange(count)[:, None], jnp.ones((count, 1), bool))
   draw = functools.partial(
@@ -99,28 +98,26 @@ def drawn(lm, count):
 
 
 @pytest.mark.slow
-def test_prompts_without_all_their_rewards_are_not_diagnosed(
-  tabular, settings_with
-):
+def test_prompts_with_missing_rewards_are_not_diagnosed(tabular, settings_with):
   settings = settings_with(optim__micro_batches=1, diagnostics__share=0.75)
   lm = tabular.lm(4, 3)
   params, samples, rewards = drawn(lm, 4)
   diagnose = functools.partial(diagnosis.make_diagnose(settings, 1), lm)
   diagnose = jax.jit(diagnose)
   key = jax.random.key(3)
-  found = diagnose(params, samples, rewards.at[1, 2].set(jnp.inf), key)
+  actual = diagnose(params, samples, rewards.at[1, 2].set(jnp.inf), key)
   order = np.array([0, 2, 3, 1])
   complete = jax.tree.map(lambda x: x[order], (samples, rewards))
   expected = diagnose(params, *complete, key)
-  assert jnp.isfinite(found["c1"])
+  assert jnp.isfinite(actual["c1"])
   for name, value in expected.items():
-    np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+    np.testing.assert_allclose(actual[name], value, rtol=1e-4, err_msg=name)
   few = diagnose(params, samples, rewards.at[:2, 2].set(-jnp.inf), key)
-  assert jnp.isnan(few["c1"])  # which the automatic group size passes over
+  assert jnp.isnan(few["c1"])
 
 
 @pytest.mark.slow
-def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
+def test_a_diagnosis_does_not_depend_on_micro_batches_and_shards(
   tabular, settings_with
 ):
   lm = tabular.lm(8, 3)
@@ -133,22 +130,22 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
       advantage="score_weighted",
     )
     diagnose = diagnosis.make_diagnose(settings, shards)
-    some = jax.tree.map(lambda x: x[:prompts], (samples, rewards))
+    first = jax.tree.map(lambda x: x[:prompts], (samples, rewards))
     diagnose = jax.jit(functools.partial(diagnose, lm))
-    return diagnose(params, *some, jax.random.key(3))
+    return diagnose(params, *first, jax.random.key(3))
 
   one = diagnosed(8, 4, 1)
   assert jnp.isfinite(one["own_gradient_mse"])
   for cut in ((1, 8), (2, 4), (8, 1)):
     for name, value in diagnosed(8, *cut).items():
       np.testing.assert_allclose(value, one[name], rtol=1e-4, err_msg=name)
-  # It is that of the first three.
+  # The first three prompts are diagnosed.
   np.testing.assert_allclose(diagnosed(3, 1, 1)["c1"], one["c1"], rtol=1e-4)
 
 
 @pytest.fixture
 def stepper(tiny, settings_with, open_step, word_policy):
-  """A step of a tiny model, as `fit` runs it: `(length) -> row`."""
+  """A step of a tiny model: `(prompt length) -> metrics`."""
   rows, columns = 4, 8
   settings = settings_with(
     batch_size=rows,
@@ -178,8 +175,9 @@ def stepper(tiny, settings_with, open_step, word_policy):
 
 
 @pytest.mark.slow
-def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
-  """Copies by `device_put` and `device_get` alone; programs by shapes alone."""
+def test_steps_have_no_implicit_transfers_and_compile_by_shape(
+  stepper, monkeypatch
+):
   shapes, pack = [], host.plan_packing
 
   def record(*args):
@@ -196,10 +194,10 @@ def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
   with jax.transfer_guard("disallow"):
     rows = [stepper(2) for _ in range(4)]
   assert all(np.isfinite(row["loss"]) for row in rows)
-  # Rows of another shape are two programs, reference and update.
+  # Each new shape of packed rows compiles the reference and the update.
   new = set(shapes) - {shapes[0]}
   assert len(compiled) - once == 2 * len(new)
-  # The guard guards.
+  # The guard works.
   with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
     with jax.transfer_guard("disallow"):
       jnp.ones(3) + np.ones(3)

@@ -1,4 +1,4 @@
-"""Stop strings in runs: their turns, rewards and other programs."""
+"""Stop strings in runs, turns and other programs."""
 
 import json
 
@@ -17,28 +17,25 @@ def judge(prompt, completion, example):
 
 
 @pytest.fixture
-def go(train_toy, tmp_path):
-  """Trains on the toy task, whose model writes "####7" or "####3"."""
+def go(train_short, tmp_path):
+  """Trains a toy model, which writes "####7" or "####3"; returns samples."""
 
   def go(name, **changes):
     (tmp_path / "again.py").write_text(AGAIN)
     settings = {
-      "batch_size": 4,
-      "checkpoint.every": 1,
-      "log.samples_every": 1,
       "sampling.max_new_tokens": 40,
       "sampling.stop": "7",
       "reward.functions": f"{tmp_path / 'again.py'}:judge,length",
       "reward.weights": "1,0",
     }
-    train_toy(name, **settings | changes)
+    train_short(name, **settings | changes)
     return records.read_jsonl(tmp_path / name / "samples.jsonl")
 
   return go
 
 
 @pytest.mark.slow
-def test_a_run_reads_what_stands_before_a_stop_string(go, tmp_path, capsys):
+def test_completions_end_before_a_stop_string(go, tmp_path, capsys):
   rows = go("whole", steps=2)
   cut = 0
   for row in rows:
@@ -62,7 +59,7 @@ def test_a_run_reads_what_stands_before_a_stop_string(go, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("stop, most", [("##", 0), ("###", 2)])
 def test_turns_end_at_a_stop_string(stop, most, go, tmp_path):
-  """Each begins anew: of "###", no part is of the turn before."""
+  """A stop string never begins in the turn before."""
   changes = {"environment.path": tmp_path / "again.py", "sampling.stop": stop}
   changes |= {"environment.max_turns": 3, "environment.max_turn_tokens": most}
   changes |= {"reward.functions": "environment", "reward.weights": "1"}

@@ -1,1 +1,1 @@
-"""A run from its opening to its end, and its directory."""
+"""Training runs from start to end, and their directories."""

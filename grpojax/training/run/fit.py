@@ -1,11 +1,11 @@
-"""A training run: its steps, evaluations and checkpoints, to the end.
+"""A training run: steps, evaluations and checkpoints.
 
-`check_signals` answers SIGTERM: between the parts of a step, while the device
+`check_signals` handles SIGTERM between the parts of a step, while the device
 samples or diagnoses, between batches of an evaluation, once a second while
-rewards are computed, and for each prompt read before the start. It waits for a
-compilation, for loading weights, for a step's update (with sampling.ahead also
-the next rewards; with reward.on_device for the step), and with reward.workers =
-0 for a completion's reward (at most reward.timeout).
+rewards are computed, and for each prompt read before the start. SIGTERM has to
+wait for compilation, loading of weights, the update (with sampling.ahead also
+the next rewards; with reward.on_device the whole step), and with
+reward.workers = 0 for the reward of a completion (at most reward.timeout).
 """
 
 import contextlib
@@ -41,24 +41,15 @@ CheckSignals = Callable[..., None]
 
 
 class Preempted(Exception):
-  """SIGTERM arrived; the message says what was saved."""
+  """SIGTERM arrived; the message names the saved step."""
 
 
 class Stopped(Exception):
-  """The run cannot or should not go on; the message says why."""
-
-
-def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
-  arguments = run.settings, run.policy, group_size, tx, run.ref_params
-  if run.settings.reward.on_device:
-    return device.make_device_step(*arguments, run.shardings)
-  return host.HostStep(
-    *arguments, run.shardings, run.reward_pool, check_signals
-  )
+  """The run cannot or should not go on, for the reason in the message."""
 
 
 class _PromptStream:
-  """Prompts of the steps: in the order of the stream, or by difficulty."""
+  """Prompts of the steps, in the order of the data or by difficulty."""
 
   def __init__(self, run: Run):
     self._run = run
@@ -67,7 +58,7 @@ class _PromptStream:
     self._draw_prompts = None
 
   def open(self, state: TrainState, group_size: int) -> None:
-    """Moves to the state's place in the stream, anew for each group size."""
+    """Moves to the state's position in the stream; reopens for a new size."""
     settings, policy = self._run.settings, self._run.policy
     if self._group_size != group_size:
       self._group_size = group_size
@@ -81,11 +72,11 @@ class _PromptStream:
         self._batches = prompts_lib.training_batches(
           settings, policy, examples, group_size, start=start, parts=parts
         )
-    if self._draw_prompts is not None:  # drawn in `take`, which reports errors
+    if self._draw_prompts is not None:  # lazily, so that `take` reports errors
       self._batches = map(self._draw_prompts, [state])
 
   def take(self, step: int, count: int = 1):
-    """Returns the next `count` parts; `Stopped` if data fail or changed."""
+    """Returns the next `count` parts; `Stopped` for missing or changed data."""
     run = self._run
     try:
       prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
@@ -103,11 +94,16 @@ def remaining_steps(
   check_signals: CheckSignals,
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """Records, prints and yields each remaining step, run in `around(step)`."""
+  """Runs, logs and yields each remaining step, in context `around(step)`."""
   settings, eta, stream = run.settings, reporting.Eta(), _PromptStream(run)
-  make_step = functools.cache(
-    functools.partial(_make_step, run, tx, check_signals)
-  )
+
+  @functools.cache
+  def make_step(group_size: int):
+    args = settings, run.policy, group_size, tx, run.ref_params, run.shardings
+    if settings.reward.on_device:
+      return device.make_device_step(*args)
+    return host.HostStep(*args, run.reward_pool, check_signals)
+
   update_group_size = make_update_group_size(settings, run.shardings)
   update_reference = None
   if reference.follows_policy(settings):
@@ -129,7 +125,7 @@ def remaining_steps(
     upcoming = stream.take(number + 1, parts) if ahead else None
     diagnosed = every > 0 and (number - 1) % every == 0
     if settings.sampling.ahead and not ahead:
-      diagnosed = False  # these parameters sample nothing
+      diagnosed = False  # the last step has no next samples to diagnose
     step, take = make_step(group_size), functools.partial(stream.take, number)
     with around(number):
       state, metrics, samples, failures, pending = step(
@@ -140,7 +136,7 @@ def remaining_steps(
     if diagnosed:
       state = update_group_size(state, metrics)
     now = time.perf_counter()
-    # JAX measures it by a clock that may be set meanwhile.
+    # JAX measures compilation by a clock that may jump.
     seconds_compile = min(max(sum(compiled[programs:]), 0.0), now - start)
     eta = eta.after_step(now - start - seconds_compile)
     row = {"step": number, "group_size": group_size, **metrics}
@@ -166,20 +162,20 @@ def fit(
   sync: CheckSignals,
   around: profiling.Around,
 ) -> tuple[TrainState, Progress]:
-  """Runs the remaining steps in `around(step)`; evaluates and saves them.
+  """Runs, evaluates and saves the remaining steps.
 
   Raises:
-    Preempted: SIGTERM arrived.
-    Stopped: The run goes nowhere, or its data do. The state of the last whole
-      step is saved in both cases.
-    disk.WriteFailed, OSError: A checkpoint or a record could not be written.
+    Preempted: SIGTERM arrived; the last complete step is saved.
+    Stopped: A stop condition holds or data are missing; the last complete step
+      is saved.
+    disk.WriteFailed, OSError: A checkpoint or record could not be written.
   """
   settings, record = run.settings, progress.evaluations
   if settings.checkpoint.best:
     record = best.without_lost(record, checkpoint.steps(checkpointer))
 
   def check_all(together=False):
-    saved = checkpoint.check(checkpointer)  # it may have failed
+    saved = checkpoint.check(checkpointer)  # raises if a save failed
     sync(lazily=not saved)
     check_signals(together)
 
@@ -188,15 +184,15 @@ def fit(
 
   def save():
     notes = dataclasses.asdict(with_record())
-    sync()  # the rows of a step come before its checkpoint
-    run.check_directory()  # Orbax would make it anew
+    sync()  # upload the rows of a step before its checkpoint
+    run.check_directory()  # Orbax would create a missing directory
     saved = reference.state_to_device(state)
     saved = pending_lib.to_stored(saved, run.mesh)
     always = best.step(record) if settings.checkpoint.best else None
     checkpoint.save(checkpointer, int(state.step), saved, notes, always)
 
   def evaluate():
-    """Evaluates when it is due; returns True if the run goes on."""
+    """Evaluates when due; returns True if the run goes on."""
     nonlocal record
     step = int(state.step)
     if step > 0 and (step % settings.eval.every == 0 or step == settings.steps):
@@ -206,7 +202,7 @@ def fit(
           rows = [
             reporting.evaluate_held_out(run, state.params, step, check_all)
           ]
-        except (FileNotFoundError, Changed) as error:  # held-out problems
+        except (FileNotFoundError, Changed) as error:  # of the held-out data
           raise Stopped(str(error)) from error
       reporting.warn_of_shortcut(progress.baseline, rows[-1])
       record = best.after(record, progress.baseline, rows[-1])
@@ -217,7 +213,7 @@ def fit(
     return True
 
   def steps():
-    if evaluate():  # if the run was ended in the middle of it
+    if evaluate():  # the run may have ended during this evaluation
       yield from remaining_steps(run, state, tx, progress, check_all, around)
 
   try:
@@ -235,10 +231,10 @@ def fit(
       why = progress_lib.stop_reason(progress, limits)
       if why and step < settings.steps:
         raise Stopped(why)
-    if settings.steps == 0:  # a baseline: evaluated, saved, not trained
+    if settings.steps == 0:  # an evaluated baseline
       save()
   except (Preempted, Stopped) as reason:
-    if int(state.step):  # before the first step there is nothing to keep
+    if int(state.step):
       save()
       done = _saved(run, int(state.step))
       raise type(reason)("; ".join(filter(None, [str(reason), done]))) from None
@@ -249,7 +245,7 @@ def fit(
 
 
 def _saved(run: Run, step: int) -> str:
-  """Names the saved step and, after the last one, the files still missing."""
+  """Names the saved step and, after the last step, the missing files."""
   names = run_directory.MODEL, run_directory.REPORT, run_directory.SUMMARY
   missing = [name for name in names if not run.file(name).exists()]
   text = f"saved step {step}"
@@ -263,14 +259,14 @@ def run(
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
-  """Starts or resumes a training run, and runs it to its end.
+  """Starts or resumes a training run and returns its summary.
 
-  Returns the summary, None if the run was finished before. `sync` uploads
-  changes of the directory (`run_storage.opened`).
+  Returns None for a run that was already finished. `sync` uploads changes of
+  the directory (`run_storage.opened`).
 
   Raises:
-    SystemExit: With a message, if the run cannot be started or should not go
-      on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
+    SystemExit: With a message, if the run cannot start or go on; with code 75
+      after SIGTERM, 130 after Ctrl-C.
   """
   with command_line.usage_errors():
     settings = open_run.settle(settings, directory)
@@ -288,29 +284,33 @@ def run(
     stack.enter_context(compilation.announced(announce))
 
     def check_signals(together=False):
-      if interrupted:  # and went unnoticed
+      if interrupted:  # and the exception was swallowed
         raise KeyboardInterrupt
       if requested(together):
         raise Preempted
 
     try:
-      run, state, *rest = open_run.open_all(
+      run, state, tx, progress, checkpointer = open_run.open_all(
         settings, directory, stack, check_signals, sync, progress_screen
       )
-      with profiling.opened(  # ends when all is saved
+      with profiling.opened(
         settings.profile.steps, directory, int(state.step)
       ) as around:
-        state, progress = fit(run, state, *rest, check_signals, sync, around)
+        state, progress = fit(
+          run, state, tx, progress, checkpointer, check_signals, sync, around
+        )
       try:
-        return reporting.finish(run, state, progress, rest[-1], check_signals)
+        return reporting.finish(
+          run, state, progress, checkpointer, check_signals
+        )
       except Preempted:
         raise Preempted(_saved(run, int(state.step))) from None
     except (Preempted, interrupts.Left) as done:
-      sync()  # before it says so
+      sync()
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(interrupts.EXIT_PREEMPTED)
-    except Stopped as reason:  # there is something to look into
+    except Stopped as reason:
       if distributed.is_main():
         run_report.write(directory)
       sys.exit(f"stopped: {reason}")

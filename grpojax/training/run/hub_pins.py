@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face Hub, pinned to their commits.
+"""Commits of the Hugging Face Hub repositories of a run.
 
-When a run starts it fills in `commits`, lines KIND:ORG/NAME@REVISION=COMMIT.
-It is resumed, evaluated and exported with these even if a branch moves.
+At its start a run records `commits`, lines KIND:ORG/NAME@REVISION=COMMIT. It is
+resumed, evaluated and exported with these commits even if a branch moves.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def _commits(lines: Any) -> dict[str, str]:
-  """Commits by "KIND:ORG/NAME@REVISION"; `lines` of a file may be damaged."""
+  """Parses commits by "KIND:ORG/NAME@REVISION"; ignores damaged lines."""
   if not isinstance(lines, (list, tuple)):
     return {}
   pairs = [line.split("=") for line in lines if isinstance(line, str)]
   return dict(pair for pair in pairs if len(pair) == 2)
 
 
-def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
-  """(kind, name) of Hub names, and of paths like them, by "KIND:NAME"."""
+def _repositories(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
+  """Returns (kind, name) of all names and similar paths, by "KIND:NAME"."""
   texts = [("model", _model(settings)), ("model", settings.model.teacher)]
   texts.append(("model", settings.reward.model))
   for source in mixtures.sources(settings).values() or [settings.data]:
@@ -46,31 +46,31 @@ def _model(settings: TrainSettings) -> str:
 
 
 def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
-  """Returns a name with its commit if it is known, else the name as it is."""
+  """Returns a name with its recorded commit, or unchanged without."""
   name = hub.parse(text)
   commit = _commits(settings.commits).get(f"{kind}:{name}")
   return f"{name.id}@{commit}" if name and commit else text
 
 
 def model(settings: TrainSettings) -> str:
-  """Returns the name or path by which `policy.find_model` finds the model."""
+  """Returns the pinned name or the path of the model, for `find_model`."""
   return _pinned(settings, "model", _model(settings))
 
 
 def teacher(settings: TrainSettings) -> str:
-  """Returns the name or path of the teacher; "" without one."""
+  """Returns the pinned name or the path of the teacher, or ""."""
   return _pinned(settings, "model", settings.model.teacher)
 
 
 def reward_model(settings: TrainSettings) -> str:
-  """Returns the name or path of the reward model; "" without one."""
+  """Returns the pinned name or the path of the reward model, or ""."""
   return _pinned(settings, "model", settings.reward.model)
 
 
 def data_options(
   settings: TrainSettings, name: str, path: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns `data.options`, of a data set of the Hub with its commit."""
+  """Returns the options of a data set, with the commit if it is on the Hub."""
   if name != HUB:
     return dict(options)
   text = _with_revision(path, options.get("revision"))
@@ -80,7 +80,7 @@ def data_options(
 
 
 def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
-  """Adds commits; those of the settings come first."""
+  """Adds commits to the settings, whose own commits take precedence."""
   commits = {**commits, **_commits(settings.commits)}
   lines = sorted(f"{key}={commit}" for key, commit in commits.items())
   return dataclasses.replace(settings, commits=tuple(lines))
@@ -89,44 +89,42 @@ def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
 def with_commits(
   settings: TrainSettings, commits: Sequence[str]
 ) -> TrainSettings:
-  """Adds the commits that a run was started with, if they are still needed."""
+  """Adds the commits recorded by a run, for repositories still in use."""
   if not commits:
     return settings
-  repositories = _wanted(settings)
+  repositories = _repositories(settings)
   pinned = {k: c for k, c in _commits(commits).items() if k in repositories}
   return _with(settings, pinned)
 
 
 def pin(settings: TrainSettings) -> TrainSettings:
-  """Adds the present commits of all that is taken from the Hub.
+  """Adds the current commits of all repositories on the Hub.
 
-  ValueError if the Hub does not answer, or if model.revision is of a path.
+  ValueError if the Hub does not answer or model.revision has a local path.
   """
   before, commits = _commits(settings.commits), {}
-  for key, (kind, name) in _wanted(settings).items():
+  for key, (kind, name) in _repositories(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
     if key not in before and not is_path:
       commits[key] = hub.commit(name, kind)
   path, revision = settings.model.path, settings.model.revision
   if revision and hf.exists(path):
-    remedy = (
-      f"is for models of the Hub, and there is a directory {path}: use ''"
-    )
+    remedy = f"is for models on the Hub, but {path} is a directory: use ''"
     raise ValueError(config_error("model.revision", revision, remedy))
   return _with(settings, commits) if commits else settings
 
 
 def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
-  """Yields settings with names of the Hub that cannot be, and what to do."""
+  """Yields invalid settings of the Hub with their remedies."""
   path, revision = settings.model.path, settings.model.revision
   remedy = ""
   if revision and "@" in path:
-    remedy = f"model.path = {path!r} has one: give one of the two"
+    remedy = f"model.path = {path!r} has a revision too: remove one of them"
   elif revision and run_storage.is_url(path):
-    remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
+    remedy = f"is for models on the Hub, but model.path = {path!r} is a URL"
   elif revision and hub.parse(f"{path}@{revision}") is None:
     remedy = (
-      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
+      "use a branch, tag or commit, with model.path = ORG/NAME on the Hub"
     )
   if remedy:
     yield "model.revision", remedy
@@ -135,5 +133,5 @@ def conflicts(settings: TrainSettings) -> Iterator[tuple[str, str]]:
     kind, _, name = key.partition(":")
     good = kind in hub.KINDS and hub.parse(name) and "@" in name
     if not (good and hub.is_commit(commit)):
-      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT; a run fills it in: use ()"
+      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT; runs fill it in: use ()"
       yield "commits", remedy

@@ -1,8 +1,8 @@
-"""Least memory of a program, counted before anything is compiled.
+"""Lower bound of a program's memory, before it is compiled.
 
-It is a lower bound: parameters, optimizer, gradients, the input of each layer
-and the decode cache, split over all devices if possible. No program that fits
-is refused; one that passes may need more (see `python -m grpojax.compile`).
+It counts parameters, optimizer, gradients, the input of each layer and the
+decode cache, split over all devices if possible. Programs that fit are never
+refused; some that do not fit may pass (see `python -m grpojax.compile`).
 """
 
 import os
@@ -26,8 +26,8 @@ class Part(NamedTuple):
   """Arrays of one kind."""
 
   text: str  # description
-  bytes: int  # bytes on each device
-  settings: tuple[str, ...]  # settings or flags that decide the size
+  bytes: int  # per device
+  settings: tuple[str, ...]  # settings or flags that determine the size
 
 
 Phases = dict[str, list[Part]]
@@ -50,9 +50,9 @@ def _cache(
   names: tuple[str, ...],
   in_8_bits: bool = False,
 ) -> Part:
-  """Keys and values of prompts, once each, and of completions (`in_8_bits`).
+  """Returns the keys and values of prompts and of `group_size` completions.
 
-  `names` are the settings that decide the prompts and the group size.
+  `names` are the settings that determine the prompts and the group size.
   """
   itemsize = jnp.dtype(settings.model.dtype).itemsize
   token = 2 * model.layers * model.kv_heads * model.head_dim
@@ -69,7 +69,7 @@ def training(
   mesh: jax.sharding.Mesh,
   teacher: TransformerConfig | None = None,
 ) -> Phases:
-  """Counts the parts of a step, and of an evaluation, on each device."""
+  """Counts the parts of a step and of an evaluation, per device."""
 
   def size(tree):
     return sharding.shard_bytes(sharding.placed(tree, mesh))
@@ -82,7 +82,7 @@ def training(
   if rank:
     others = size(_parameters(model, frozen))
     trained = lora.abstract(trained, rank, settings.lora.targets)
-  # The base model is the reference of adapters, until it follows them.
+  # A fixed reference of adapters is the base model, which is counted already.
   fixed = settings.loss.needs_reference and not rank
   if settings.model.reference == "device" and teacher:
     others += size(_parameters(teacher, frozen))
@@ -95,7 +95,7 @@ def training(
   held = Part("parameters and optimizer", state + others, optim)
   samples, group_size = samples_per_step(settings), group_sizes(settings)[0]
   step = ("batch_size", "group_size")
-  # With an environment all parts are sampled side by side.
+  # With an environment all parts are sampled at the same time.
   at_once = 1 if settings.environment.on else settings.sampling.parts
   prompts = samples // group_size // at_once
   in_8_bits = settings.sampling.distribution.cache_dtype == "int8"
@@ -104,14 +104,14 @@ def training(
   test = _cache(settings, model, tests, 1, ("eval.batch_size",))
   update, length = settings.optim.update, settings.sampling.max_new_tokens
   tokens = samples // (update.minibatches * update.micro_batches) * length
-  # The input of each layer, from which the rest can be computed again.
+  # The input of each layer; other activations can be recomputed.
   states = model.layers * tokens * model.width * frozen.itemsize
-  names_of_states = (*step, "optim.micro_batches", "sampling.max_new_tokens")
-  updating = [Part("activations", states, names_of_states)]
-  if settings.loss.has_exact_kl:  # which reads them of all of a step's tokens
+  state_names = (*step, "optim.micro_batches", "sampling.max_new_tokens")
+  updating = [Part("activations", states, state_names)]
+  if settings.loss.has_exact_kl:  # needs the states of all tokens of a step
     states = samples * length * (teacher or model).width * frozen.itemsize
-    names_of_states = ("loss.kl", *step, "sampling.max_new_tokens")
-    updating.append(Part("states of the reference", states, names_of_states))
+    state_names = ("loss.kl", *step, "sampling.max_new_tokens")
+    updating.append(Part("states of the reference", states, state_names))
   gradients = Part("gradients", size(trained), names)
   return {
     "sampling a step's completions": [held, *shared(cache)],
@@ -123,7 +123,7 @@ def training(
 def evaluation(
   settings: TrainSettings, model: TransformerConfig, samples: int
 ) -> Phases:
-  """Counts the parts of an evaluation by itself, on one device."""
+  """Counts the parts of a separate evaluation on one device."""
   params = _parameters(model, jnp.dtype(settings.model.dtype))
   held = Part("parameters", sharding.shard_bytes(params), ("--model",))
   names, prompts = ("eval.batch_size", "--samples"), settings.eval.batch_size
@@ -132,7 +132,7 @@ def evaluation(
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
-  """Counts the parts of supervised fine-tuning in float32, on one device."""
+  """Counts the parts of supervised fine-tuning in float32 on one device."""
   names = ("model.width", "model.layers", "model.mlp")
   size = sharding.shard_bytes(_parameters(model, jnp.float32))
   held = Part("parameters, gradients and momentum", 3 * size, names)
@@ -142,14 +142,14 @@ def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:
 
 
 def gigabytes(size: int) -> str:
-  """Returns bytes for people: three digits, in GB (1e9 bytes)."""
+  """Formats bytes as GB (1e9 bytes) with three digits."""
   return f"{size / 1e9:,.0f} GB" if size >= 1e11 else f"{size / 1e9:.3g} GB"
 
 
 def refuse(phases: Phases, limit: int | None = None) -> None:
-  """Refuses phases that need more than `limit` bytes (None: all) of a device.
+  """Raises ValueError with the largest phase if it exceeds `limit` bytes.
 
-  The ValueError has the parts of the largest phase, and a remedy.
+  The default limit is a device's memory.
   """
   if limit is None:
     limit = device_bytes(jax.local_devices()[0])
@@ -171,17 +171,17 @@ def refuse(phases: Phases, limit: int | None = None) -> None:
     for name in parts[0].settings
   ]
   raise ValueError(
-    f"not enough memory: {phase} takes {gigabytes(total(phase))} a device or "
-    f"more, and there are {gigabytes(limit)}: {'; '.join(listed)}. Change "
+    f"not enough memory: {phase} takes at least {gigabytes(total(phase))} per "
+    f"device, which has {gigabytes(limit)}: {'; '.join(listed)}. Change "
     f"{', '.join(flags)}"
   )
 
 
 def host_bytes(root: str | os.PathLike = "/") -> int:
-  """Returns the bytes that processes of this machine, or container, may use.
+  """Returns the memory of this machine or container in bytes, with swap space.
 
-  Physical memory, or a control group's smaller limit, and all swap space.
-  `root` has `proc` and `sys`.
+  A smaller limit of a control group replaces the physical memory. `root` is the
+  directory of `proc` and `sys`.
   """
 
   def read(name: str) -> str:
@@ -191,7 +191,7 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
       return ""
 
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  # The two versions of control groups.
+  # Versions 2 and 1 of control groups.
   for name in ("memory.max", "memory/memory.limit_in_bytes"):
     limit = read(f"sys/fs/cgroup/{name}").strip()
     if limit.isdecimal():  # or "max"
@@ -202,7 +202,7 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
 
 
 def device_bytes(device: jax.Device) -> int | None:
-  """Returns a device's bytes for arrays (CPUs share the host's), if known."""
+  """Returns a device's memory in bytes, if known; CPUs share the host's."""
   limit = (device.memory_stats() or {}).get("bytes_limit")
   if limit:
     return limit

@@ -1,8 +1,8 @@
-"""Opens a run, new or resumed, by one process or by several.
+"""Opens a new or resumed run, in one process or several.
 
-`settle` decides on the settings; `open_all` finds all errors before anything is
-written, opens the directory, and loads the newest checkpoint. The first process
-checks and writes the directory; every process checks the files that it reads.
+`settle` completes the settings; `open_all` checks everything before it writes,
+opens the directory, and loads the newest checkpoint. Process 0 checks and
+writes the directory; every process checks the files it reads.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from grpojax.training.step import reference
 
 
 def as_begun(settings: TrainSettings, directory: pathlib.Path) -> TrainSettings:
-  """Adds the facts that a run recorded in its directory when it began."""
+  """Adds the date, prompt length and commits recorded at the start of a run."""
   saved = run_directory.saved(directory)
   if not saved:
     return settings
@@ -65,8 +65,8 @@ def settle(
 ) -> TrainSettings | None:
   """Adds the date of the chat template and the commits of models and data.
 
-  A resumed run keeps those of its start. Returns None for a finished run;
-  ValueError for an unusable directory, or if processes differ.
+  A resumed run keeps its own. Returns None for a finished run; ValueError for
+  an unusable directory, or if processes differ.
   """
   if distributed.several():
     distributed.check_same(
@@ -97,7 +97,7 @@ def settle(
 
 
 def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
-  """This package's own files: a checkout may have been edited on one host."""
+  """Returns checksums of this package, which may be edited on one host."""
   return "\n".join(
     f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
     for path in sorted(root.rglob("*.py"))
@@ -105,7 +105,7 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
 
 
 def _files(settings: TrainSettings) -> dict[str, str]:
-  """Files that each process reads from a disk that may be its own."""
+  """Returns texts or hashes of files that may differ between hosts, by path."""
   model = settings.model
   paths = filter(None, (model.path, model.teacher, settings.reward.model))
   files = {f"the model in {path}": _model_files(path) for path in paths}
@@ -115,20 +115,20 @@ def _files(settings: TrainSettings) -> dict[str, str]:
 def _user_files(settings: TrainSettings) -> dict[str, str]:
   """Returns the texts of the user's functions and their imports, by path."""
   texts, environment = {}, settings.environment
-  own = *settings.reward.functions, *environment.tools, environment.path
-  for path in own:
-    if place := functions.split(path)[0]:
-      texts |= user_code.sources(place)
+  names = *settings.reward.functions, *environment.tools, environment.path
+  for name in names:
+    if file := functions.split(name)[0]:
+      texts |= user_code.sources(file)
   return texts
 
 
 def _model_files(path: str) -> str:
   if hub.parse(path) and not hf.exists(path):
-    return "from the Hub"  # whose commits are the same for all
+    return "from the Hub"  # the commit is the same in all processes
   return fingerprint(policy_lib.find_model(path))
 
 
-# Resources.
+# Opening.
 
 
 def open_all(
@@ -139,17 +139,18 @@ def open_all(
   sync: Callable[..., None],
   screen: Screen,
 ):
-  """Finds all errors of a run, and opens its resources on the stack.
+  """Checks a run and opens its resources on the stack.
 
-  Returns the run, the state to go on from, the optimizer, the progress and the
-  checkpointer; SystemExit with a message if the run cannot be started.
-  `check_signals` is called in between and may raise; for `sync` see
-  `run_storage.opened`.
+  Returns the run, the initial state, the optimizer, the progress and the
+  checkpointer; SystemExit with a message if the run cannot start.
+  `check_signals` is called repeatedly and may raise; see `run_storage.opened`
+  for `sync`.
   """
-  checks = [lambda: None]  # the last one is of the lock, if it is held
+  check_directory = lambda: None  # without the lock
 
   def hold() -> None:
-    checks.append(stack.enter_context(run_lock.hold(directory)))
+    nonlocal check_directory
+    check_directory = stack.enter_context(run_lock.hold(directory))
 
   def open_directory() -> bool:
     try:
@@ -183,7 +184,7 @@ def open_all(
       for name, (count, checksum) in _fingerprints(run).items()
     }
     distributed.check_same(**examples)
-    if first:  # what cannot run leaves no directory
+    if first:  # after all checks, since the lock creates the directory
       distributed.on_main(hold)
     resumed = distributed.on_main(open_directory)
     with distributed.agreed():
@@ -192,7 +193,7 @@ def open_all(
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory), keep)
     )
-    run = run._replace(screen=screen, check_directory=checks[-1])
+    run = run._replace(screen=screen, check_directory=check_directory)
     run, state, tx = start.start(run, checkpointer)
     step = checkpoint.latest_step(checkpointer)
     run = reporting.tracked(run, -1 if step is None else step, stack)
@@ -223,24 +224,24 @@ def _say_changed(settings: TrainSettings, lines: list[str], done: int) -> None:
 
 
 SEEN_WITHIN = 60
-"""Seconds for which a network's file system may not show a new file."""
+"""Seconds until a network file system has to show a new file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
-  """Checks that this process can read and write the first one's directory."""
+  """Checks that this process can read and write the directory of process 0."""
   end = time.monotonic() + SEEN_WITHIN
   config = run_storage.origin(directory) / run_directory.CONFIG
   while not config.is_file():
     if time.monotonic() > end:
       raise ValueError(
-        f"{directory} is not the directory that process 0 writes to: with "
-        "several processes, --run_dir must be on storage that all of them share"
+        f"process 0 writes to another {directory}: with several processes "
+        "--run_dir must be on shared storage"
       )
     time.sleep(0.5)
   disk.check_writable(directory, "--run_dir")
 
 
-# State.
+# Resume.
 
 
 def resume(
@@ -249,11 +250,11 @@ def resume(
   checkpointer: checkpoint.Checkpointer,
   check_signals: Callable[[], None],
 ) -> tuple[TrainState, Progress]:
-  """Loads the newest state, and the progress in its notes.
+  """Loads the newest state and its progress.
 
-  Evaluates the starting weights, in `state`, unless that was done on as many
-  prompts. ValueError for other data, files or frozen weights than before, and
-  for a damaged or foreign checkpoint.
+  Evaluates the starting weights, in `state`, unless this was done before on the
+  same number of prompts. ValueError if data, files or frozen weights changed,
+  and for a damaged or foreign checkpoint.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
@@ -266,19 +267,18 @@ def resume(
   same_prompts = progress.data.get("train", data["train"]) == data["train"]
   if state.difficulty is not None and not same_prompts:
     raise ValueError(
-      "the training prompts are not those of this run, whose success rates "
-      "(difficulty.priority) are of each prompt by its number: restore the "
-      "data, or export this run's model (python -m grpojax.export) and start a "
-      "new run from it"
+      "the training prompts changed, so this run's success rates "
+      "(difficulty.priority) are of other prompts: restore the data, or export "
+      "this run's model (python -m grpojax.export) and start a new run from it"
     )
   for line in changed:
     print(f"changed: {line.partition('. ')[0]}", flush=True)
-  of_jax = _of_jax(progress.jax)
+  jax_facts = _jax_facts(progress.jax)
   if progress.frozen not in ("", frozen):
     raise ValueError(
-      f"the weights in {run.settings.model.path} are not those that this run's "
-      "adapters were trained on: put those back, or export this run's model "
-      "with them (python -m grpojax.export) and start a new run"
+      f"the weights in {run.settings.model.path} changed since this run's "
+      "adapters were trained: restore the old weights to resume, or to export "
+      "this run's model (python -m grpojax.export) and start a new run from it"
     )
   baseline = progress.baseline
   if baseline is None or baseline["prompts"] != len(run.held_out.examples):
@@ -292,7 +292,7 @@ def resume(
     baseline=baseline,
     data=data,
     files=files,
-    jax=of_jax,
+    jax=jax_facts,
     frozen=frozen,
   )
   if step is not None:
@@ -302,14 +302,14 @@ def resume(
     state = pending_lib.from_stored(state, run.mesh)
     print(f"resuming after step {step}", flush=True)
     if changed and state.pending is not None:
-      text = "its next rollout is of the old inputs, and drawn again"
+      text = "discarding the pending rollout: it was sampled with old inputs"
       print(text, flush=True)
       state = state.replace(pending=None)
   return state, progress
 
 
 def _fingerprints(run: Run) -> dict[str, Any]:
-  """Returns the number of examples of each split, and a hash of them."""
+  """Returns the number of examples and their hash, by split."""
   return {
     name: [len(split.examples) + split.dropped, split.fingerprint]
     for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
@@ -317,15 +317,15 @@ def _fingerprints(run: Run) -> dict[str, Any]:
 
 
 def _frozen(run: Run) -> str:
-  """Returns a hash of the weights under adapters; "" without adapters."""
+  """Returns a hash of the frozen weights; "" without adapters."""
   if run.policy.frozen is None:
     return ""
   sums = json.dumps(stored_arrays.checksums(run.policy.frozen), sort_keys=True)
   return f"{zlib.crc32(sums.encode()):08x}"
 
 
-def _of_jax(before: dict[str, str]) -> dict[str, str]:
-  """Returns the facts about JAX that decide a run's bits; prints changes."""
+def _jax_facts(before: dict[str, str]) -> dict[str, str]:
+  """Returns JAX's version and numerical settings; prints changes."""
   names = ("jax_enable_x64", "jax_default_matmul_precision")
   now = {name.upper(): str(getattr(jax.config, name)) for name in names}
   now["JAX's version"] = jax.__version__
@@ -336,7 +336,7 @@ def _of_jax(before: dict[str, str]) -> dict[str, str]:
 
 
 def _file_hashes(run: Run) -> dict[str, str]:
-  """Returns hashes of files that decide prompts, rewards and a teacher."""
+  """Returns hashes of the files of prompts, rewards and teacher, by path."""
   settings, policy = run.settings, run.policy
   files = {x: y.encode() for x, y in _user_files(settings).items()}
   for name in hf.COMPANIONS:
@@ -348,34 +348,34 @@ def _file_hashes(run: Run) -> dict[str, str]:
   return {x: hashlib.sha256(y).hexdigest() for x, y in files.items()}
 
 
-_ELSE = (
-  "go on with it as it is (--config.allow_changed_inputs=True), or export this "
+_ALTERNATIVES = (
+  "accept the change (--config.allow_changed_inputs=True), or export this "
   "run's model (python -m grpojax.export) and start a new run from it"
 )
 
 
 def _changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:
-  """Returns a line if files have changed; {} is an older run."""
+  """Returns a line if files changed; `before` is {} for old runs."""
   names = sorted({*before, *now} if before else ())
   changed = [name for name in names if before.get(name) != now.get(name)]
   return changed and [
-    f"{', '.join(changed)}: not as when this run was started, so its prompts, "
-    f"rewards or teacher are others. Put the old files back, {_ELSE}"
+    f"{', '.join(changed)}: changed since this run started, which affects its "
+    f"prompts, rewards or teacher. Restore the old files, {_ALTERNATIVES}"
   ]
 
 
 def _changed_data(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-  """Returns a line for each split whose examples have changed."""
+  """Returns a line for each split whose examples changed."""
   lines = []
   for split, (count, checksum) in now.items():
     old, old_checksum = before.get(split, (count, checksum))
-    # eval.num_prompts may have been changed: then there is nothing to compare.
+    # Another number of held-out prompts (eval.num_prompts) is not comparable.
     if checksum == old_checksum or (split == "test" and old != count):
       continue
     differ = ", of which some differ" if old == count else ""
     lines.append(
-      f"the {split} split is not that of this run: {old} examples then, "
+      f"the {split} split changed since this run started: {old} examples then, "
       f"{count} now{differ}. Restore the data (data.path, data.options), "
-      f"{_ELSE}"
+      f"{_ALTERNATIVES}"
     )
   return lines

@@ -1,7 +1,4 @@
-"""Progress of a run beside its state, and signs that it goes nowhere.
-
-It is in every checkpoint, as metrics.jsonl may be lost or cut.
-"""
+"""Progress of a run, which every checkpoint contains, and stop conditions."""
 
 import dataclasses
 import math
@@ -17,21 +14,21 @@ Row = Mapping[str, Any]
 
 
 class Trouble(NamedTuple):
-  """A sign that a step has taught the policy nothing, or little."""
+  """A reason why the policy learns little or nothing in a step."""
 
-  whole: float  # least value of a step that counts towards the end of the run
-  words: str  # text for the progress line, with the value put in
-  meaning: str  # text for a run that ends
+  whole: float  # smallest value that counts towards `stop.NAME`
+  words: str  # format of the progress line, for the value
+  meaning: str  # reason of a stopped run
   value: Callable[[Row], float] | None = None  # of a row; None: its metric
-  least: float | None = None  # least value that is shown; None: `whole`
+  least: float | None = None  # smallest value to print; None: `whole`
 
   @property
   def shown(self) -> float:
-    """Least value that is in the progress line."""
+    """Returns the smallest value to print in the progress line."""
     return self.whole if self.least is None else self.least
 
 
-_SOME = 1e-9  # more than none
+_POSITIVE = 1e-9
 
 STOP_CONDITIONS = {
   "skipped_updates": Trouble(
@@ -43,7 +40,7 @@ STOP_CONDITIONS = {
     1.0,
     "{:.0%} without reward",
     "no completion had a reward (see failures.jsonl)",
-    least=_SOME,
+    least=_POSITIVE,
   ),
   "zero_variance_groups": Trouble(
     1.0,
@@ -51,7 +48,7 @@ STOP_CONDITIONS = {
     "no group's rewards differed (all prompts are solved, or none is)",
   ),
   "truncated": Trouble(
-    0.5 + _SOME,
+    0.5 + _POSITIVE,
     "{:.0%} cut off at sampling.max_new_tokens",
     "most completions were cut off at sampling.max_new_tokens",
   ),
@@ -63,42 +60,40 @@ STOP_CONDITIONS = {
     value=lambda row: 1.0 - float(row.get("rollout_effective_samples", 1)),
   ),
 }
-"""By metric, unless `value` is set. `stop.NAME` is the number of such steps in
-a row that ends a run, 0 for never."""
+"""Stop conditions by metric, or any name if `value` is set. A run ends after
+`stop.NAME` such steps in a row, or never if it is 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """Progress of a run beside its state, in JSON's types."""
+  """Progress of a run in addition to its state, in JSON's types."""
 
-  # Evaluation of the starting weights; None until it is known.
-  baseline: dict[str, float] | None = None
-  # Time of steps, and of evaluations and saves between them, over all starts.
-  train_seconds: float = 0.0
-  # Steps with each of `STOP_CONDITIONS`: all of them, and the latest in a row.
+  baseline: dict[str, float] | None = None  # evaluation of starting weights
+  train_seconds: float = 0.0  # of steps, evaluations and saves, in all starts
+  # Number of steps by stop condition: in total, and the latest in a row
   steps_with: dict[str, int] = dataclasses.field(default_factory=dict)
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
-  failed_rewards: int = 0  # rewards of all steps that could not be computed
-  # Number and fingerprint of the examples, by split.
+  failed_rewards: int = 0
+  # Number and fingerprint of the examples, by split
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
-  # Hashes of the files that decide prompts and rewards, by path.
+  # Hashes of the files of prompts and rewards, by path
   files: dict[str, str] = dataclasses.field(default_factory=dict)
-  # Version of JAX, and its settings that decide a run's bits, by name.
+  # JAX's version and numerical settings
   jax: dict[str, str] = dataclasses.field(default_factory=dict)
-  frozen: str = ""  # checksum of the weights under adapters
+  frozen: str = ""  # hash of the frozen weights
   evaluations: best.Record = dataclasses.field(default_factory=dict)
-  # c1 and c3 of each diagnosis of the gradient so far.
+  # c1 and c3 of each diagnosis
   diagnoses: list[list[float]] = dataclasses.field(default_factory=list)
 
 
 def from_notes(notes: Mapping[str, Any] | None) -> Progress:
-  """Returns the progress in a checkpoint's notes; other notes are ignored."""
+  """Returns the progress in a checkpoint's notes; ignores unknown fields."""
   names = {field.name for field in dataclasses.fields(Progress)}
   return Progress(**{k: v for k, v in (notes or {}).items() if k in names})
 
 
 def _values(row: Row) -> dict[str, float]:
-  """Returns the size of each trouble in a step."""
+  """Returns the value of each stop condition."""
   return {
     name: trouble.value(row) if trouble.value else float(row[name])
     for name, trouble in STOP_CONDITIONS.items()
@@ -126,9 +121,9 @@ def after(progress: Progress, row: Row) -> Progress:
 
 
 def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
-  """Returns a diagnosed step's row with G* of all the run's diagnoses so far.
+  """Returns a diagnosed step's row with G* pooled over the run's diagnoses.
 
-  G* is removed if nothing is known of it, that is for an interval of 1 to inf.
+  G* is removed if its interval is uninformative, 1 to inf.
   """
   names = [f"optimal_group_size{end}" for end in ("", "_low", "_high")]
   *_, low, high = (float(row[name]) for name in names)
@@ -143,7 +138,7 @@ def with_pooled_group_size(progress: Progress, row: Row) -> dict[str, Any]:
 
 
 def troubles(row: Row) -> list[str]:
-  """Describes the troubles that a step's metrics show."""
+  """Describes the stop conditions with notable values in a step."""
   return [
     STOP_CONDITIONS[name].words.format(value)
     for name, value in _values(row).items()
@@ -152,7 +147,7 @@ def troubles(row: Row) -> list[str]:
 
 
 def stop_condition(progress: Progress, limits: Mapping[str, int]) -> str | None:
-  """Returns the first of `STOP_CONDITIONS` beyond its limit, or None.
+  """Returns the first of `STOP_CONDITIONS` at its limit, or None.
 
   `limits` are steps in a row by name; 0 is no limit.
   """
@@ -167,6 +162,5 @@ def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
   name = stop_condition(progress, limits)
   return name and (
     f"in {progress.in_a_row[name]} steps in a row "
-    f"{STOP_CONDITIONS[name].meaning}; to go on all the same: "
-    f"--config.stop.{name}=0"
+    f"{STOP_CONDITIONS[name].meaning}; to go on anyway: --config.stop.{name}=0"
   )

@@ -1,4 +1,4 @@
-"""Run directories: their files, whose run they hold, and how it may go on."""
+"""Run directories: their files, and conditions to resume a run."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from grpojax.training.config import SETTINGS, from_config, to_config
 from grpojax.training.run import run_storage
 from grpojax.training.settings.run import TrainSettings
 
-# The files; `grpojax.train` says what is in them.
+# File names; `grpojax.train` documents the contents.
 CONFIG = "config.json"
 CHANGES = "changes.jsonl"
 LENGTHS = "lengths.npz"
@@ -35,10 +35,10 @@ MODEL = "model"
 OF_MODEL = "step.json"  # in the model's directory: its step
 CURVE = "learning_curve.png"
 REPORT = "report.html"
-SUMMARY = "summary.json"  # written last: the run is finished
+SUMMARY = "summary.json"  # written last, marks a finished run
 
 RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
-"""Files of rows with a step, which are cut when a run is resumed."""
+"""Files with rows by step; a resumed run removes the rows of lost steps."""
 
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
@@ -46,14 +46,14 @@ CHANGEABLE = (
   r"optim\.(micro_batches|packing)|model\.(remat|attention|reference)|"
   r"sampling\.(stages|compact|parts)|allow_changed_inputs"
 )
-"""Settings that may change when a run is resumed: they leave its past alone."""
+"""Settings that may change when a run is resumed."""
 
-DATE = "date_string"  # of data.template_options
+DATE = "date_string"  # in data.template_options
 
 _REPLACED = (CONFIG, LENGTHS, TRACKED, CURVE, REPORT, SUMMARY, *RECORDS)
-"""Files that are written by a temporary name."""
+"""Files written under a temporary name first."""
 
-# Files that a kill at the very start leaves.
+# Files left by a run that was killed during its start.
 _TRACES = re.compile(
   rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
   rf"|{re.escape(LOCK)}|{re.escape(run_storage.ORIGIN)}"
@@ -61,19 +61,18 @@ _TRACES = re.compile(
 
 Path = str | os.PathLike
 
-
-# The config of a run.
+# Config.
 
 
 class SavedConfig(NamedTuple):
-  """The config of a run, with the defaults of settings younger than it."""
+  """The config of a run, with defaults for settings added to grpojax since."""
 
   config: ConfigDict
-  added: list[str]  # lines "key = value" of those settings
+  added: list[str]  # lines "key = value" of added settings
 
 
 def saved(path: Path) -> SavedConfig | None:
-  """Reads the config of a run directory; None without a run's config."""
+  """Reads the config of a run directory; None without a valid file."""
   try:
     config = config_lib.from_json((pathlib.Path(path) / CONFIG).read_text())
     if "path" not in (config.get("model") or {}):
@@ -84,7 +83,7 @@ def saved(path: Path) -> SavedConfig | None:
 
 
 def say_added(path: Path) -> None:
-  """Prints the settings that are younger than a run, with their values."""
+  """Prints the settings added since a run started, with their defaults."""
   run = saved(path)
   if run and run.added:
     print(f"{path} is older than these settings: {', '.join(run.added)}")
@@ -95,8 +94,8 @@ def read_config(path: Path) -> ConfigDict:
   run = saved(path)
   if run is None:
     raise ValueError(
-      f"no run at {path}: give the run directory of a training run, the one "
-      f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
+      f"no run at {path}: give the directory of a training run, with its "
+      f"{CONFIG} and {run_storage.CHECKPOINTS}/"
     )
   try:
     from_config(run.config)
@@ -106,30 +105,27 @@ def read_config(path: Path) -> ConfigDict:
 
 
 def write_config(path: Path, settings: TrainSettings) -> None:
-  """Writes the settings of a run."""
+  """Writes the settings of a run to its config.json."""
   text = config_lib.to_json(to_config(settings))
   records.write_text(pathlib.Path(path) / CONFIG, text)
 
 
 def changed(path: Path, settings: TrainSettings) -> tuple[list[str], list[str]]:
-  """Compares settings with those that a run was started with.
-
-  Returns allowed changes and others, as lines "key: its value -> yours".
-  """
+  """Returns allowed and other changes, as lines "key: its value -> yours"."""
   run = saved(path)
   if not run:
     return [], []
   lines = config_lib.difference(run.config, to_config(settings))
   if settings_lib.key_errors(SETTINGS, run.config):
-    return [], lines  # no run of ours has written that
-  may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
-  return may, [x for x in lines if x not in may]
+    return [], lines  # an invalid file
+  allowed = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
+  return allowed, [x for x in lines if x not in allowed]
 
 
 def with_found(
   settings: TrainSettings, date: str | None = None, prompt_length: int = 0
 ) -> TrainSettings:
-  """Adds a run's date and its longest prompt, unless the settings have them."""
+  """Adds a run's date and longest prompt, unless the settings have them."""
   data = settings.data
   if date is not None and DATE not in data.template_options:
     options = data.template_options | {DATE: date}
@@ -139,11 +135,11 @@ def with_found(
   return dataclasses.replace(settings, data=data)
 
 
-# The progress of a run.
+# Progress.
 
 
 def is_run(path: Path) -> bool:
-  """Returns True for the directory of a run with checkpoints."""
+  """Returns True for a run directory with checkpoints."""
   return run_storage.checkpoints(path).is_dir()
 
 
@@ -154,11 +150,11 @@ def model_directory(path: Path) -> pathlib.Path:
 
 
 def is_finished(path: Path, settings: TrainSettings | None = None) -> bool:
-  """Returns True if a run has come to its end, or to that of settings."""
+  """Returns True if a run is finished, with the steps of `settings`, if any."""
   try:
     done = json.loads((pathlib.Path(path) / SUMMARY).read_bytes())["steps"]
   except (KeyError, OSError, RecursionError, TypeError, ValueError):
-    return False  # there is none, or it is damaged and will be written again
+    return False  # a damaged summary will be written again
   if settings is None or not isinstance(done, int):
     return isinstance(done, int)
   run = saved(path)
@@ -173,12 +169,12 @@ def _has_ended(path: pathlib.Path) -> bool:
 
 
 def has_begun(path: pathlib.Path) -> bool:
-  """Returns True if a run has taken a step."""
-  saved_any = any(run_storage.checkpoints(path).glob("[0-9]*"))
-  taken = any(
-    row.get("step", 0) > 0 for row in records.read_jsonl(path / METRICS)
+  """Returns True if a run has completed a step."""
+  return (
+    _has_ended(path)
+    or any(run_storage.checkpoints(path).glob("[0-9]*"))
+    or any(row.get("step", 0) > 0 for row in records.read_jsonl(path / METRICS))
   )
-  return _has_ended(path) or saved_any or taken
 
 
 def say_restart(path: Path) -> None:
@@ -192,75 +188,75 @@ def say_restart(path: Path) -> None:
 
 
 def check(path: Path, settings: TrainSettings) -> bool:
-  """Checks that a directory can be this config's run; writes nothing.
+  """Checks if a directory can hold a run with these settings; only reads.
 
-  Returns True for a run to resume, whose config differs at most in `CHANGEABLE`
-  settings. One that has not trained may get any config. ValueError for a run of
-  another config, of more steps or without checkpoints, and for other files.
+  Returns True for a run to resume, whose config may differ in `CHANGEABLE`
+  settings, or in any before its first step. ValueError for other changes, a
+  lower number of steps, lost checkpoints, and other files.
   """
   path = pathlib.Path(path)
   checkpoints = run_storage.checkpoints(path)
   for folder in (path, checkpoints):
     if folder.exists() and not folder.is_dir():
-      raise ValueError(f"{folder} is a file, where a directory should be")
+      raise ValueError(f"{folder} is a file, not a directory")
   if saved(path) is None:
-    _check_other(path)
+    _check_unused(path)
     return False
-  may, may_not = changed(path, settings)
-  ended, trained = _has_ended(path), has_begun(path)
+  allowed, forbidden = changed(path, settings)
+  trained = has_begun(path)
   complete = checkpoint.complete(checkpoints)
-  if may_not and trained:
+  if forbidden and trained:
     raise ValueError(
       f"{path} holds a run with another config (its value -> yours):\n  "
-      + "\n  ".join(may_not)
+      + "\n  ".join(forbidden)
       + "\ngive another --run_dir, or the run's own values to resume it"
     )
   if settings.steps < max(complete, default=0):
     raise ValueError(
-      f"--config.steps = {settings.steps}: the run in {path} has done "
-      f"{max(complete)} already; give as many or more"
+      f"--config.steps = {settings.steps}: the run in {path} has completed "
+      f"{max(complete)} steps: give at least as many"
     )
-  if ended and not complete and not is_finished(path, settings):
+  if _has_ended(path) and not complete and not is_finished(path, settings):
     raise ValueError(
-      f"{path} has a trained model, and no checkpoint that more steps could "
-      f"go on from: put {checkpoints} back, or train {path / MODEL} in another "
-      f"--run_dir (--config.model.path={path / MODEL})"
+      f"{path} has a trained model, but no checkpoint to resume from: restore "
+      f"{checkpoints}, or train {path / MODEL} in another --run_dir "
+      f"(--config.model.path={path / MODEL})"
     )
-  return trained or not (may or may_not)
+  return trained or not (allowed or forbidden)
 
 
-def _check_other(path: pathlib.Path) -> None:
-  """Refuses a directory without a config of a run, but for an empty one."""
+def _check_unused(path: pathlib.Path) -> None:
+  """Raises ValueError unless a directory without a config is empty."""
   if (path / CONFIG).exists() and is_run(path):
     raise ValueError(
-      f"{path / CONFIG} cannot be read, and {path} has checkpoints: put the "
-      "run's config back, or give another --run_dir"
+      f"{path / CONFIG} cannot be read, but {path} has checkpoints: restore "
+      "the run's config, or give another --run_dir"
     )
   files = path.iterdir() if path.exists() else ()
   if not all(_TRACES.fullmatch(file.name) for file in files):
     raise ValueError(
-      f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
-      "run: give a new or an empty directory as --run_dir"
+      f"{path} is not empty and has no {CONFIG} of a run: give a new or an "
+      "empty directory as --run_dir"
     )
 
 
 def open_run(path: Path, settings: TrainSettings) -> bool:
-  """Makes or opens a run directory; returns and raises like `check`.
+  """Creates or opens a run directory; returns and raises like `check`.
 
-  `record_changes` follows when nothing can go wrong any more.
+  The caller records changed settings (`record_changes`) after all checks.
   """
   path, resumed = pathlib.Path(path), check(path, settings)
   own_files(path)
   if not resumed:
     run_storage.reference(path).rmtree(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
-    (path / TRACKED).unlink(missing_ok=True)  # another run's
+    (path / TRACKED).unlink(missing_ok=True)  # from another run
     write_config(path, settings)
   return resumed
 
 
 def own_files(path: Path) -> None:
-  """Replaces links among a run's files by copies; their targets stay."""
+  """Replaces links to a run's files by copies; their targets stay unchanged."""
   for name in (*_REPLACED, CHANGES):
     file = pathlib.Path(path) / name
     if file.is_file() and file.is_symlink():
@@ -272,53 +268,53 @@ def own_files(path: Path) -> None:
 
 
 def remove_torn(path: Path) -> None:
-  """Removes temporary files of killed writers; the run's lock must be held.
+  """Removes temporary files of killed processes; needs the run's lock.
 
-  Other programs write reports too: a report of the last minute stays.
+  Reports of the last minute stay, because other programs may be writing them.
   """
   for file in pathlib.Path(path).iterdir():
-    of = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
-    if of and of[1] in _REPLACED:
+    name = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", file.name)
+    if name and name[1] in _REPLACED:
       with contextlib.suppress(FileNotFoundError):
-        if of[1] != REPORT or abs(time.time() - file.stat().st_mtime) > 60:
+        if name[1] != REPORT or abs(time.time() - file.stat().st_mtime) > 60:
           file.unlink()
 
 
 def record_changes(path: Path, settings: TrainSettings) -> list[str]:
-  """Writes changed settings, and returns their lines.
+  """Writes changed settings, and returns them as lines.
 
-  Other `steps` or `stop.no_improvement` remove a run's summary and model.
+  New `steps` or `stop.no_improvement` remove a run's summary and model.
   """
   path = pathlib.Path(path)
-  may, _ = changed(path, settings)
-  more = any(re.match(r"steps:|stop\.no_improvement:", x) for x in may)
-  remove_model(path, only_rest=not more)
-  if may:
+  lines, _ = changed(path, settings)
+  goes_on = any(re.match(r"steps:|stop\.no_improvement:", x) for x in lines)
+  remove_model(path, only_rest=not goes_on)
+  if lines:
     steps = checkpoint.complete(run_storage.checkpoints(path))
-    row = {"after_step": max(steps, default=0), "changed": may}
+    row = {"after_step": max(steps, default=0), "changed": lines}
     records.append_jsonl(path / CHANGES, row)
     write_config(path, settings)
-  return may
+  return lines
 
 
 def remove_model(path: Path, only_rest: bool = False) -> None:
-  """Removes a run's model, and the rest of an earlier removal.
+  """Removes a run's model, after its summary.
 
-  The summary, which marks a finished run, goes first; the model is renamed, so
-  that it is never incomplete. With `only_rest` both stay.
+  The model is renamed first, so that it is never incomplete. `only_rest` only
+  removes what an interrupted removal left.
   """
   path = pathlib.Path(path)
-  rest = path / f".{MODEL}.old"
+  renamed = path / f".{MODEL}.old"
 
-  def remove_rest():
-    if rest.is_symlink() or rest.is_file():  # somebody keeps it elsewhere
-      rest.unlink()
-    shutil.rmtree(rest, ignore_errors=True)
+  def remove_renamed():
+    if renamed.is_symlink() or renamed.is_file():  # rmtree refuses links
+      renamed.unlink()
+    shutil.rmtree(renamed, ignore_errors=True)
 
-  remove_rest()
+  remove_renamed()
   if only_rest:
     return
   (path / SUMMARY).unlink(missing_ok=True)
   if os.path.lexists(path / MODEL):
-    (path / MODEL).rename(rest)
-    remove_rest()
+    (path / MODEL).rename(renamed)
+    remove_renamed()

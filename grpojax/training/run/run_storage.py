@@ -1,9 +1,9 @@
-"""The place of a run directory: on a disk, or on gs:// with a copy on a disk.
+"""Storage of a run directory: a disk, or gs:// with a local copy.
 
-Orbax writes checkpoints to gs:// itself, from all processes. A bucket cannot
-append to files: a run works on a local copy, and uploads changed files, each of
-which is whole or absent. Files that make others count are uploaded after them,
-and removed before them (`_rank`).
+Orbax writes checkpoints directly to gs://, from all processes. Buckets cannot
+append to files, so a run works on a local copy and uploads changed files, each
+whole or not at all. Files that mark others as valid are uploaded after them and
+removed before them (`_rank`).
 """
 
 import contextlib
@@ -31,39 +31,39 @@ from grpojax.runtime.processes import distributed, interrupts
 Sync = Callable[..., None]  # `(lazily=False)`; see `opened`
 
 REFERENCE = "reference_params"  # the reference policy, saved once
-CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
+CHECKPOINTS = "checkpoints"  # STEP/ with a `TrainState`
 ORIGIN = ".origin"  # in a copy: the URL of its original
-PUSH = 60  # seconds between two uploads of records for people to read
+PUSH = 60  # seconds between uploads of records
 
-_BY_ORBAX = (REFERENCE, CHECKPOINTS)  # read and written by Orbax alone
-_BEGUN = "config.json"  # of a run or of a model
+_BY_ORBAX = (REFERENCE, CHECKPOINTS)  # only Orbax reads and writes these
+_BEGUN = "config.json"  # of a run or a model
 _LAST = ("config.json", "summary.json")
 _NOT_COPIED = re.compile(r"(^|/)\.|/$")
-# Weights in other formats than safetensors; some are programs (pickle).
+# Weights in formats other than safetensors; some contain code (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
 
-# gcsfs logs errors that it raises as well.
+# gcsfs also raises the errors that it logs.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def is_url(path: str | os.PathLike) -> bool:
   """Returns True for gs://BUCKET/DIR; ValueError for any other URL."""
   scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path))
-  if scheme and scheme[0] != "gs://":  # the rest may hold a password
+  if scheme and scheme[0] != "gs://":  # the full URL may contain a password
     raise ValueError(
-      f"{scheme[0]}... cannot be used, only gs:// can: mount the bucket "
-      "(mount-s3, gcsfuse, ...) and give the path; docs/hosts.md says how"
+      f"{scheme[0]}... cannot be used, only gs://: mount the bucket (mount-s3, "
+      "gcsfuse, ...) and give its path (see docs/hosts.md)"
     )
   return scheme is not None
 
 
 def checkpoints(path: str | os.PathLike) -> epath.Path:
-  """Returns the place of a run's checkpoints, on gs:// for a copy."""
+  """Returns the path of a run's checkpoints, on gs:// for a copy."""
   return origin(path) / CHECKPOINTS
 
 
 def reference(path: str | os.PathLike) -> epath.Path:
-  """Returns the place of a run's reference policy, on gs:// for a copy."""
+  """Returns the path of a run's reference policy, on gs:// for a copy."""
   return origin(path) / REFERENCE
 
 
@@ -75,7 +75,7 @@ def origin(local: str | os.PathLike) -> epath.Path:
 
 @contextlib.contextmanager
 def naming(local: pathlib.Path, url: str) -> Iterator[None]:
-  """Replaces the path of a copy in error messages by the original's URL."""
+  """Rewrites the path of a copy in error messages as the original's URL."""
   try:
     yield
   except (ValueError, SystemExit, disk.WriteFailed) as error:
@@ -89,7 +89,7 @@ def naming(local: pathlib.Path, url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors(url: str, verb: str, kind: type[Exception]) -> Iterator[None]:
-  """Turns any error of gs:// into one sentence."""
+  """Converts any error of gs:// to an error of this kind in one sentence."""
   try:
     yield
   except (kind, interrupts.Left):
@@ -100,7 +100,7 @@ def _errors(url: str, verb: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-  """Returns the file system of gs://, and the path of a directory in it."""
+  """Returns the file system of gs:// and the path of a directory in it."""
   try:
     fs, root = fsspec.core.url_to_fs(url)
   except ImportError as error:
@@ -112,7 +112,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _rank(name: str) -> int:
-  """Returns a file's place in the order of uploads; removal is in reverse."""
+  """Returns a file's rank in the order of uploads; removal is in reverse."""
   if name == _BEGUN:
     return -1
   last = name.rpartition("/")[2]
@@ -120,41 +120,42 @@ def _rank(name: str) -> int:
 
 
 def _list_remote(fs: Any, root: str, url: str) -> list[str]:
-  """Lists the files of a run or a model but Orbax's; ValueError without."""
+  """Lists files, except Orbax's; ValueError unless empty, a model or a run."""
   fs.invalidate_cache()
   try:
     names = [path[len(root) + 1 :] for path in fs.find(root)]
   except FileNotFoundError:
     return []
   names = [name for name in names if name and not _NOT_COPIED.search(name)]
-  if names and _BEGUN not in names:  # it may be terabytes
+  if names and _BEGUN not in names:  # the directory may be terabytes
     raise ValueError(
-      f"{url} is not empty, and no model and no run: there is no {_BEGUN} in it"
+      f"{url} is neither empty nor a model or run: it has no {_BEGUN}"
     )
   return [name for name in names if name.split("/")[0] not in _BY_ORBAX]
 
 
 def _list_local(local: pathlib.Path) -> dict[str, tuple[int, int]]:
-  """Returns the size and mtime of each file of a copy that is uploaded."""
+  """Returns size and mtime of the files of a copy, by name."""
   states = {}
   for folder, _, files in os.walk(local):
     for path in (pathlib.Path(folder, file) for file in files):
       name = path.relative_to(local).as_posix()
       if not _NOT_COPIED.search(name):
-        about = path.stat()
-        states[name] = about.st_size, about.st_mtime_ns
+        stat = path.stat()
+        states[name] = stat.st_size, stat.st_mtime_ns
   return states
 
 
 def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
   """Copies files from gs://, each whole or not at all.
 
-  A copy gets the modification time of its original; one with that time is kept.
+  Copies get the modification time of their originals. Files that have it
+  already are not copied again.
   """
   for name in names:
     target = local / name
     if local.resolve() not in target.resolve().parents:
-      raise ValueError(f"{root} has a file of the name {name!r}")
+      raise ValueError(f"{root} has an invalid file name: {name!r}")
     seconds = fs.modified(f"{root}/{name}").timestamp()
     modified = int(seconds * 1e6) * 1000
     if target.is_file() and target.stat().st_mtime_ns == modified:
@@ -168,7 +169,7 @@ def _download(fs, root: str, local: pathlib.Path, names: Iterable[str]) -> None:
 def _upload(
   fs: Any, root: str, local: pathlib.Path, before: dict[str, Any]
 ) -> dict[str, Any]:
-  """Makes gs:// equal to the copy; returns the copy's state, for `before`."""
+  """Uploads changes since `before`, and returns the new `_list_local`."""
   now = _list_local(local)
   for name in sorted(before.keys() - now.keys(), key=_rank, reverse=True):
     with contextlib.suppress(FileNotFoundError):
@@ -181,21 +182,21 @@ def _upload(
 
 @contextlib.contextmanager
 def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
-  """Holds the lock of a run directory, an object that only one can create.
+  """Holds the lock of a run directory, an exclusively created object.
 
-  A killed process leaves it for a person to remove. The ValueError names its
-  holder.
+  ValueError with its holder if it exists. A user has to remove the lock of a
+  killed process.
   """
   path, mine = f"{root}/{LOCK}", json.dumps(run_lock.me()).encode()
 
   def unlock() -> None:
-    with contextlib.suppress(Exception):  # the next run says how to remove it
+    with contextlib.suppress(Exception):  # the next run reports the lock
       fs.invalidate_cache()
-      if fs.cat_file(path) == mine:  # else it was removed by hand
+      if fs.cat_file(path) == mine:  # else the user removed it
         fs.rm_file(path)
 
   with contextlib.ExitStack() as stack:
-    # A signal amid the request would leave an object that nobody removes.
+    # A signal during the request could leave the lock behind.
     stopped = interrupts.deferred(*interrupts.BOTH)
     with stopped, _errors(url, "locked", ValueError):
       try:
@@ -205,14 +206,14 @@ def _locked(fs: Any, root: str, url: str) -> Iterator[None]:
         raise run_lock.refusal(
           url,
           fs.cat_file(path),
-          "; wait for it or end it. If it is dead (it was killed, or its "
-          f"machine is gone), remove its lock: gcloud storage rm {url}/{LOCK}",
+          "; wait for it or end it. If it was killed or its machine is gone, "
+          f"remove its lock: gcloud storage rm {url}/{LOCK}",
         ) from error
       stack.callback(unlock)
     yield
 
 
-# Run directories to write to, and to read.
+# Local copies.
 
 
 def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
@@ -237,7 +238,7 @@ def _make_sync(fs: Any, root: str, local: pathlib.Path, url: str) -> Sync:
 
 @contextlib.contextmanager
 def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
-  """Makes a copy of a run on gs:// for the duration of the context."""
+  """Locks and copies a run on gs:// for the duration of the context."""
   fs, root = _file_system(url)
   local = pathlib.Path(tempfile.mkdtemp(prefix="grpojax-run-"))
   with contextlib.ExitStack() as removal, contextlib.ExitStack() as stack:
@@ -262,7 +263,7 @@ def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
           removal.pop_all()
           print(
             f"files that could not be uploaded are in {local}: copy them to "
-            f"{url} to go on from there",
+            f"{url} to resume from there",
             file=sys.stderr,
           )
           raise
@@ -270,23 +271,23 @@ def _working_copy(url: str) -> Iterator[tuple[pathlib.Path, Sync]]:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
-  """Opens a run directory to write to: the directory, or a copy of gs://.
+  """Opens a run directory for writing; a copy for gs://.
 
-  Yields the directory, and a function that uploads its changes; with
+  Yields the directory and a function that uploads its changes: with
   `lazily=True` at most every `PUSH` seconds, and failures are tried again.
 
   Raises:
-    ValueError: in all processes, if one of them cannot use it.
-    interrupts.Left: SIGTERM came to a single process, on gs://.
-    disk.WriteFailed: the last changes could not be uploaded; a line says where
-      they are on the disk.
+    ValueError: in all processes, if any process cannot use the directory.
+    interrupts.Left: SIGTERM in a single process, on gs://.
+    disk.WriteFailed: the last changes could not be uploaded; a printed line
+      names the local copy, which stays.
   """
   if not is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None
     return
-  distributed.gather(None)  # connects now: in a minute it would be too late
+  distributed.gather(None)  # connects before the download, or it may time out
   with contextlib.ExitStack() as stack:
-    # In several processes JAX listens to SIGTERM, to which it is passed on.
+    # JAX handles SIGTERM in several processes.
     if not distributed.several():
       stack.enter_context(interrupts.raising_sigterm())
     with distributed.agreed():
@@ -296,10 +297,7 @@ def opened(path: str | os.PathLike) -> Iterator[tuple[pathlib.Path, Sync]]:
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """Returns the directory of a model or a run to read.
-
-  For gs:// and for a .gguf file it is a copy in ~/.cache/grpojax.
-  """
+  """Returns a readable directory; for gs:// and .gguf in ~/.cache/grpojax."""
   if gguf_directory.is_named(path):
     return gguf_directory.local(path)
   if not is_url(path):
@@ -309,7 +307,7 @@ def local(path: str | os.PathLike) -> pathlib.Path:
 
 @functools.cache
 def _cached_copy(url: str) -> pathlib.Path:
-  """Downloads changed files of a model or a run; ValueError without any."""
+  """Downloads changed files of a model or a run; ValueError without files."""
   fs, root = _file_system(url)
   mark = fsspec.utils.tokenize(url)[:12]
   path = disk.user_cache() / f"{url.rpartition('/')[2]}-{mark}"
@@ -317,7 +315,7 @@ def _cached_copy(url: str) -> pathlib.Path:
     names = _list_remote(fs, root, url)
     names = [name for name in names if not name.endswith(_NOT_READ)]
     if not names:
-      raise ValueError(f"there is no model and no run at {url}")
+      raise ValueError(f"no model and no run at {url}")
     for name in _list_local(path).keys() - set(names):
       (path / name).unlink(missing_ok=True)
     _download(fs, root, path, names)

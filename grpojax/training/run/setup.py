@@ -1,4 +1,4 @@
-"""Mesh, model and first state that the settings of a run ask for."""
+"""Mesh, model and first state of a run, from its settings."""
 
 import functools
 from collections.abc import Sequence
@@ -23,25 +23,25 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 def make_mesh(
   settings: TrainSettings, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Makes the mesh of the devices that train; ValueError if axes do not fit."""
+  """Makes the mesh of the training devices; ValueError if axes do not fit."""
   devices = list(jax.devices() if devices is None else devices)
-  devices = devices[: max(len(devices) - settings.mesh.sampling_devices, 0)]
+  reserved = settings.mesh.sampling_devices
+  devices = devices[: max(len(devices) - reserved, 0)]
   if not devices:
-    remedy = "leaves no device to train: give less"
-    value = settings.mesh.sampling_devices
-    raise ValueError(config_error("mesh.sampling_devices", value, remedy))
+    remedy = "leaves no device for training: use fewer"
+    raise ValueError(config_error("mesh.sampling_devices", reserved, remedy))
   sizes = {axis: getattr(settings.mesh, axis) for axis in mesh_lib.AXES}
   try:
     return mesh_lib.make_mesh(**sizes, devices=devices)
   except ValueError as error:
-    if not (apart := settings.mesh.sampling_devices):
+    if not reserved:
       raise
-    beside = f"beside the {apart} of mesh.sampling_devices"
-    raise ValueError(f"{error}, {beside}") from None
+    text = f"{error}, without the {reserved} of mesh.sampling_devices"
+    raise ValueError(text) from None
 
 
 def open_policy(settings: TrainSettings) -> Policy:
-  """Opens the model without weights; ValueError if files or loss do not fit."""
+  """Opens the model without weights; ValueError for unusable files or loss."""
   model = settings.model
   path = hub_pins.model(settings)
   policy = policy_lib.open_policy(
@@ -52,7 +52,7 @@ def open_policy(settings: TrainSettings) -> Policy:
 
 
 def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
-  """Adds the teacher, without weights, if any; ValueError if it misfits."""
+  """Adds the teacher, if any, without weights; ValueError if unsuitable."""
   model = settings.model
   if not model.teacher:
     return policy
@@ -66,13 +66,13 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
     )
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
       raise ValueError(
-        "has other tokens than the policy: use one of the same family"
+        "has other tokens than the policy: use a model of the same family"
       )
     ids = teacher.shape.vocab_size
     if ids < policy.shape.vocab_size:
       raise ValueError(
         f"has {ids} ids (vocab_size), fewer than the policy's "
-        f"{policy.shape.vocab_size}: use one with at least as many"
+        f"{policy.shape.vocab_size}: use a model with at least as many"
       )
   except ValueError as error:
     text = config_error("model.teacher", model.teacher, str(error))
@@ -81,14 +81,14 @@ def with_teacher(settings: TrainSettings, policy: Policy) -> Policy:
 
 
 def check_model(settings: TrainSettings, lm: LM) -> None:
-  """Raises ValueError if a model lacks the experts that a loss needs."""
+  """Raises ValueError if the loss needs experts and the model has none."""
   for name, verb, off in (
     ("router_aux_coef", "balances", 0),
     ("router_replay", "replays", False),
   ):
     value = getattr(settings.loss, name)
     if value and not lm.has_experts:
-      remedy = f"{verb} experts, and the model has none (model.path): use {off}"
+      remedy = f"{verb} experts, but the model has none (model.path): use {off}"
       raise ValueError(config_error(f"loss.{name}", value, remedy))
 
 
@@ -97,9 +97,9 @@ def with_weights(
   policy: Policy,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Policy:
-  """Loads a policy's weights onto the mesh (None: one device), adds adapters.
+  """Loads a policy's weights onto the mesh (None: one device); adds adapters.
 
-  ValueError for weights or targets of adapters that do not fit.
+  ValueError for unsuitable weights or targets of adapters.
   """
   shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
   lora = settings.lora
@@ -110,7 +110,7 @@ def with_weights(
     policy = policy._replace(teacher=teacher)
   if not lora.rank:
     return policy_lib.with_weights(policy, "float32", shardings)
-  # Frozen weights get no updates, so they need no more digits than computing.
+  # Frozen weights get no updates, so the precision of computation suffices.
   policy = policy_lib.with_weights(policy, settings.model.dtype, shardings)
   return policy_lib.with_adapters(
     policy,

@@ -37,30 +37,30 @@ from grpojax.training.step import reference as reference_lib
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.sampling import make_sampler
 
-LARGE = 50_000_000  # parameters of models with a usual learning rate
-FAR = 50  # ratio of a learning rate to the usual one that is warned of
-LOW = 10  # the same for rates below the usual one
+LARGE = 50_000_000  # parameters from which on learning rates are checked
+FAR = 50  # times the usual learning rate: prints a warning
+LOW = 10  # times below the usual learning rate: prints a warning
 
 
 class Run(NamedTuple):
-  """Parts of a run that stay the same from step to step."""
+  """Parts of a run that stay the same in all steps."""
 
-  settings: TrainSettings  # with the facts found at the start of the run
+  settings: TrainSettings  # with date, commits and prompt length
   directory: pathlib.Path
-  policy: Policy  # has the weights until `start`, whose state takes them
+  policy: Policy  # with weights until `start`
   mesh: jax.sharding.Mesh
   train: splits.Split
   held_out: splits.Split
-  reward_pool: rewards_lib.RewardPool | None = None  # from `check` on
-  shardings: TrainState | None = None  # those of the state, from `start` on
-  ref_params: Params | None = None  # where it is fixed
-  greedy: Any = None  # (params, prompts, key) -> Rollout, compiled once
+  reward_pool: rewards_lib.RewardPool | None = None  # set by `check`
+  shardings: TrainState | None = None  # of the state, set by `start`
+  ref_params: Params | None = None  # fixed reference, if any
+  greedy: Any = None  # sampler of evaluations, see `make_sampler`
   screen: Screen = Screen()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
   check_directory: Callable[[], None] = lambda: None  # from `run_lock.hold`
 
   def file(self, name: str) -> pathlib.Path:
-    """A path inside the run directory."""
+    """Returns a path inside the run directory."""
     return self.directory / name
 
 
@@ -73,13 +73,13 @@ def check(
 ) -> Run:
   """Loads models and rewards, and reads all prompts of finite data sets.
 
-  Writes nothing. The stack ends the reward workers and leaves the mesh;
-  `check_signals` is called during long reads and may raise; `today` is the date
-  for chat templates. Errors are ValueErrors.
+  It only reads; errors are ValueErrors. The stack ends the reward workers and
+  leaves the mesh. `check_signals` is called during long reads and may raise;
+  `today` is the date for chat templates.
   """
   run = read_inputs(settings, directory, check_signals, today)
   settings, policy, mesh = run.settings, run.policy, run.mesh
-  if settings.reward.on_device:  # checks the prompts as they are taken
+  if settings.reward.on_device:  # `training_batches` checks the prompts
     group_size = batches_lib.group_sizes(settings)[0]
     batches = prompts.training_batches(
       settings, policy, run.train.examples, group_size
@@ -110,10 +110,7 @@ def read_inputs(
   check_signals: Callable[[], None] = lambda: None,
   today: str | None = None,
 ) -> Run:
-  """Finds rewards and the model, and reads all prompts, but no weights.
-
-  Arguments and errors are those of `check`.
-  """
+  """Performs the part of `check` before weights are loaded."""
   for name in settings.log.trackers:
     trackers.opener(name)
   rewards = rewards_lib.resolve_functions(settings)
@@ -139,12 +136,12 @@ def read_inputs(
   if train.dropped or held_out.dropped:
     print(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
-      f"prompts of more than {settings.data.max_prompt_length} tokens"
+      f"prompts of more than {longest} tokens"
     )
   if count := splits.in_training(train, held_out):
     print(
       f"{count} of {len(held_out.examples)} held-out prompts are also training "
-      "prompts: of these, accuracy says nothing about new ones"
+      "prompts: their accuracy does not measure generalisation"
     )
   if settings.model.reference_prompt:
     reference_lib.check_prompt(settings, train.examples[0])
@@ -155,7 +152,7 @@ def read_inputs(
 def _with_date(
   settings: TrainSettings, policy: Policy, today: str | None = None
 ) -> TrainSettings:
-  """Pins the date if a chat template asks for it, so prompts stay the same."""
+  """Adds the date if a chat template uses it, so that prompts stay the same."""
   tokenizers = [policy.tokenizer]
   if settings.reward.model:
     model = find_model(hub_pins.reward_model(settings), hub.TEXTS)
@@ -166,7 +163,7 @@ def _with_date(
 
 
 def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
-  """Prints a line if a rate is far from the usual one of such models."""
+  """Prints a warning for an unusual learning rate."""
   usual = 1e-5 if settings.lora.rank else 1e-6
   kind = "adapters" if settings.lora.rank else "full fine-tuning"
   rate = settings.optim.learning_rate
@@ -187,9 +184,9 @@ def _warn_of_learning_rate(settings: TrainSettings, parameters: int) -> None:
 def start(
   run: Run, checkpointer: checkpoint.Checkpointer
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
-  """Makes the state before the first step, and cuts the records of lost steps.
+  """Makes the first state, and removes the records of lost steps.
 
-  Returns the run, without its parameters, which become the state's; the state;
+  Returns the run without its parameters, which move to the state; the state;
   and the optimizer. ValueError for a damaged or foreign reference.
   """
   settings, policy, mesh = run.settings, run.policy, run.mesh

@@ -1,1 +1,1 @@
-"""Training step: what the devices and the host do for one update."""
+"""Training step, from prompts to the updated state."""

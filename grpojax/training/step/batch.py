@@ -1,4 +1,4 @@
-"""From rewards to the batch of an update, with its packing."""
+"""Batch of an update: advantages of the rewards, and packing."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def reward_weights(reward: RewardSettings) -> Sequence[int | float]:
-  """Returns the weights of the functions, then of the reward model, if any."""
+  """Returns the weights of the functions and of the reward model, if any."""
   return (*reward.weights, *([reward.model_weight] if reward.model else []))
 
 
 def aggregation(
   reward: RewardSettings,
 ) -> Callable[[Float[Array, "K B G"]], Float[Array, "B G"]] | None:
-  """Returns the aggregation of functions' rewards; None for their sum."""
+  """Returns the aggregation of the functions' rewards; None for their sum."""
   function = AGGREGATIONS[reward.aggregation]
   weights = reward_weights(reward)
   return function and functools.partial(function, weights=weights)
@@ -40,14 +40,14 @@ def baseline_rewards(
   rewards: Float[Array, "B G"],
   values: Float[Array, "K B G"] | None,
 ) -> Float[Array, "B G"]:
-  """Returns the numbers that compare a group's completions.
+  """Returns the aggregated rewards from which advantages are computed.
 
-  NaN leaves a completion out of its group's baseline. `values` are the rewards
+  NaN excludes a completion from its group's baseline. `values` are the rewards
   of each function, if they are aggregated.
   """
   aggregate = aggregation(settings.reward)
   compared = rewards if aggregate is None else values
-  # A completion that is dropped has no part in the normalisation, either.
+  # Normalisation excludes dropped completions, so they are dropped first.
   compared, _ = TRUNCATED[settings.loss.truncated](compared, rollout.finished)
   return compared if aggregate is None else aggregate(compared)
 
@@ -55,7 +55,7 @@ def baseline_rewards(
 def in_baseline(
   settings: TrainSettings, rollout: Rollout, rewards: Float[np.ndarray, "B G"]
 ) -> Bool[np.ndarray, "B G"]:
-  """Returns True for the completions in their group's baseline, on the host."""
+  """Returns True for completions in their group's baseline, on the host."""
   rewarded = np.isfinite(rewards)
   if settings.loss.truncated == "drop":
     rewarded &= mesh_lib.fetch(rollout.finished)
@@ -65,13 +65,13 @@ def in_baseline(
 def of_turns(
   reward: RewardSettings, rollout: Rollout, rewards: Float[Array, "B G"]
 ) -> Float[Array, "B G K"]:
-  """Splits rewards by turn: the environment's, the rest on the last turn."""
+  """Splits rewards by turn; functions' rewards count for the last turn."""
   weight = reward.weights[reward.functions.index("environment")]
   by_turn = weight * rollout.turn_rewards
   last = jnp.max(rollout.turns, axis=-1, keepdims=True)
-  rest = rewards - jnp.sum(by_turn, axis=-1)
+  by_functions = rewards - jnp.sum(by_turn, axis=-1)
   at_last = jnp.arange(by_turn.shape[-1]) == last
-  return by_turn + jnp.where(at_last, rest[..., None], 0.0)
+  return by_turn + jnp.where(at_last, by_functions[..., None], 0.0)
 
 
 def plan_packing(
@@ -80,11 +80,12 @@ def plan_packing(
   rewards: Float[np.ndarray, "B G"],
   mesh: jax.sharding.Mesh,
 ) -> Packing | None:
-  """Plans rows of the completions that the update reads; None to not pack."""
+  """Packs the completions needed by the update into rows; None if off."""
   if not settings.optim.packing:
     return None
   needed = in_baseline(settings, rollout, rewards)
-  # A masked one is still in the baseline, with its KL penalty if there is one.
+  # The baseline includes masked completions, so a KL penalty in the reward
+  # needs their tokens.
   if settings.loss.truncated == "mask" and not settings.loss.kl_in_reward:
     needed &= mesh_lib.fetch(rollout.finished)
   mask = mesh_lib.fetch(rollout.completion_mask)
@@ -101,12 +102,12 @@ def plan_packing(
 
 
 def make_batch_program(settings: TrainSettings, ref_lm: LM | None = None):
-  """Returns the program between the rewards and the update, to be jitted.
+  """Returns a function that computes the batch of an update, to be jitted.
 
   It is `(lm, params, rollout, rewards, *, values, scale, **options) -> (batch,
-  metrics)`. `values` [K, B, G] are the rewards of each function, or None if
-  only their sum is compared; `scale` multiplies the bounded advantages; the
-  options are arrays of `make_batch`. `ref_lm` is the model of a teacher.
+  metrics)`. `values` [K, B, G] are the rewards of each function, None if only
+  their sum is compared; `scale` multiplies the clipped advantages; `options`
+  are arrays of `make_batch`. `ref_lm` is the teacher, if any.
   """
 
   def batch_of(

@@ -1,4 +1,4 @@
-"""Training step in one program, with the reward on the device."""
+"""Training step in one compiled program, with the reward on the device."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def make_device_program(
   shardings: TrainState,
   diagnose: Callable[..., Any] | None = None,
 ):
-  """Returns the program `(state, prompts, ref_params) -> (state, metrics)`.
+  """Compiles `(state, prompts, ref_params) -> (state, metrics)`.
 
   The state is donated. `diagnose` is a function of `make_diagnose`, or None.
   """
@@ -64,7 +64,7 @@ def make_device_step(
 ) -> Callable[..., StepResult]:
   """Returns a step like `HostStep`, but in one XLA program.
 
-  Completions never reach the host: rows are not packed, and the result has
+  Completions stay on the device, so rows are not packed, and the result has
   neither samples nor failures.
   """
   make_program = functools.partial(

@@ -1,18 +1,16 @@
-"""Diagnosis of a step's gradient: its noise, and the group size chosen from it.
+"""Noise of a step's gradient, and the group size chosen from it.
 
-The gradient is that of a step's first update: of the policy that sampled, with
-every completion of a group at full weight. All tokens count alike, as in every
-weighting but `sequence_mean`, which divides scores by lengths and so has
-another best group size. Not included are
+The diagnosis is of the step's first update, with every completion of a group
+at full weight. All tokens count alike, as in every weighting except
+`sequence_mean`, which divides scores by lengths and so has another best group
+size. Rewards are the weighted sum of all functions for any
+`reward.aggregation`. The diagnosis ignores
 
 - later updates of the step, which are off-policy;
-- corrections of a sampler that differs from the policy
-  (`core.losses.rollout_correction`): weights w make the scores of the theory w
-  times as long, and truncated ones leave them a mean that is not 0. See the
-  metrics `is_weight*` and `rollout_effective_samples`.
-
-The rewards are the weighted sum of all functions, whatever `reward.aggregation`
-compares.
+- corrections for a sampler that differs from the policy
+  (`core.losses.rollout_correction`): weights w scale the scores of the theory
+  by w, and truncated weights give them a nonzero mean. See the metrics
+  `is_weight*` and `rollout_effective_samples`.
 """
 
 import dataclasses
@@ -40,10 +38,10 @@ from grpojax.training.settings.run import TrainSettings
 def _chosen_prompts(
   settings: TrainSettings, prompts: int, shards: int
 ) -> tuple[int, int, int]:
-  """Returns the number of prompts to diagnose, of micro-batches, and of rows.
+  """Returns the numbers of diagnosed prompts, micro-batches, and their rows.
 
-  A prompt carries a tangent per direction, so micro-batches are as many times
-  smaller than in training. Rows beyond the prompts only fill the devices.
+  Each prompt carries one tangent per direction, so micro-batches have fewer
+  rows than in training by that factor. Rows beyond the prompts are padding.
   """
   update, diagnostics_ = settings.optim.update, settings.diagnostics
   parts = math.gcd(prompts, update.minibatches * update.micro_batches)
@@ -58,12 +56,13 @@ def _chosen_prompts(
 def make_diagnose(
   settings: TrainSettings, shards: int, vectorized: bool = True
 ) -> Callable[..., dict[str, Array]]:
-  """Returns `(lm, params, rollout, rewards, key) -> metrics`.
+  """Returns a function that estimates the error of a step's gradient.
 
-  The metrics are the errors of the gradient and, if the baseline has weights
-  (`core.advantages.weighted_baselines`), its errors with these. They are of
-  `diagnostics.share` of the prompts, at least 3: the first whose samples all
-  have a reward; nan for too few. The number of `shards` does not change them.
+  It is `(lm, params, rollout, rewards, key) -> metrics`, with further metrics
+  for weighted baselines (`core.advantages.weighted_baselines`). It uses
+  `diagnostics.share` of the prompts, at least 3: the first ones with a reward
+  for every sample. Metrics are NaN for too few prompts, and the same for any
+  number of `shards`.
   """
   options = {
     "tangents": settings.diagnostics.tangents,
@@ -89,8 +88,8 @@ def make_diagnose(
       micro_batches=parts,
       **options,
     )
-    # With the rows that fill the devices, another mesh would give other
-    # estimates, and so another group size.
+    # Without padding rows, the estimates and so the group size do not depend
+    # on the mesh.
     projections = projections[:, :count]
     chosen = chosen[:count]
     rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))
@@ -99,7 +98,7 @@ def make_diagnose(
     )
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
-    # Other advantages depend on other groups, or on the token.
+    # The error estimate needs advantages of the group alone, not of tokens.
     within = settings.loss.advantage in WITHIN_GROUPS
     if weights and within and "token_score_sq" not in weights:
       errors = advantage_errors.advantage_errors(
@@ -112,7 +111,7 @@ def make_diagnose(
 
 
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
-  """Returns `(state, metrics) -> state`, which adapts an "auto" group size."""
+  """Returns a function that adapts an "auto" group size to the metrics."""
   observe_size = jax.jit(
     bind(
       group_size_lib.observe, **dataclasses.asdict(settings.auto_group_size)

@@ -1,9 +1,9 @@
-"""Prompts drawn by their success rates, and the rates learned from a step.
+"""Prompts drawn by their success rates, and updates of these rates.
 
-The success rates are part of the state (`TrainState.difficulty`, see
-`statistics.success_rates`), by the prompt's number among those that fit. The
-draw depends on them, the seed and the step alone, so a resumed run draws the
-same prompts. Of several processes the first one draws for all.
+Success rates are part of the state (`TrainState.difficulty`, see
+`statistics.success_rates`), indexed by prompt. A draw depends only on the
+rates, the seed and the step, so a resumed run draws the same prompts. Process 0
+draws for all processes.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import TrainSettings
 
-INDEX = "prompt_index"  # of an example, among the training prompts that fit
+INDEX = "prompt_index"  # of an example, among the training prompts in use
 
 
 def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
-  """Returns the rates before the first step; None if prompts are not drawn.
+  """Returns initial success rates; None without difficulty.priority.
 
-  ValueError if a data set (of a mixture: any) is endless, or has fewer prompts
-  than its share of a step.
+  ValueError for an endless data set, or one with fewer prompts than its share
+  of a step.
   """
   priority = settings.difficulty.priority
   if priority == DIFFICULTY_OFF:
@@ -49,8 +49,8 @@ def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
 
   if len(examples) >= ENDLESS:
     refuse(
-      "a data set without end asks no prompt twice, so that none has a success "
-      "rate: give it a size (data.options.size), or use none"
+      "an endless data set never repeats a prompt, so success rates are "
+      "unknown: set data.options.size, or use none"
     )
   prompts = samples_per_step(settings) // min(group_sizes(settings))
   strata = _strata(examples)
@@ -58,8 +58,8 @@ def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
     share = prompts * weight / sum(stratum.weight for stratum in strata)
     if size * settings.difficulty.rows < share - 1e-6:
       refuse(
-        f"a step takes {share:g} prompts of a data set, and there are {size}: "
-        "use a smaller batch_size, more difficulty.rows, or none"
+        f"a step takes {share:g} prompts of a data set that has {size}: use a "
+        "smaller batch_size, more difficulty.rows, or none"
       )
   return success_rates.unknown(len(examples))
 
@@ -71,7 +71,7 @@ def _strata(examples: Any) -> list[Stratum]:
 
 
 def _aim(settings: TrainSettings, step: int) -> float:
-  """Returns the success rate that the priority `target` prefers at a step."""
+  """Returns the success rate preferred by the priority `target` at a step."""
   first, last = settings.difficulty.target
   return first + (last - first) * min(step / max(settings.steps - 1, 1), 1.0)
 
@@ -79,10 +79,10 @@ def _aim(settings: TrainSettings, step: int) -> float:
 def make_draw_prompts(
   settings: TrainSettings, policy: Policy, examples: Any, group_size: int
 ) -> Callable[[TrainState], tuple[Prompts, list[dict[str, Any]]]]:
-  """Returns `state -> (prompts, examples)` of the next step.
+  """Returns a function that draws the `(prompts, examples)` of a state's step.
 
-  Examples have their number as `INDEX`. With difficulty.importance_weights the
-  prompts have weights.
+  Examples get their number as `INDEX`, and prompts their importance weights if
+  difficulty.importance_weights is on.
   """
   difficulty, strata = settings.difficulty, _strata(examples)
   options = dataclasses.asdict(difficulty) | {"group_size": group_size}
@@ -91,8 +91,8 @@ def make_draw_prompts(
     step = int(state.step)
     rates = mesh_lib.fetch(state.difficulty)
     seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
-    of_step = options | {"target": _aim(settings, step)}
-    priority = bind(PRIORITIES[difficulty.priority], **of_step)
+    step_options = options | {"target": _aim(settings, step)}
+    priority = bind(PRIORITIES[difficulty.priority], **step_options)
 
     def choose():
       drawn = draw(
@@ -105,20 +105,20 @@ def make_draw_prompts(
       )
       return drawn.indices.tolist(), drawn.weights.tolist()
 
-    # Logarithms round differently on unlike hosts, and a priority that differs
-    # in its last bit may move a prompt out of a batch.
+    # Logarithms may differ between hosts in their last bit, which can change
+    # the drawn prompts.
     indices, weights = distributed.on_main(choose)
     prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
     if difficulty.importance_weights:
       prompts = prompts.replace(weights=np.asarray(weights, np.float32))
-    named = zip(rows, indices, strict=True)
-    return prompts, [example | {INDEX: i} for example, i in named]
+    numbered = zip(rows, indices, strict=True)
+    return prompts, [example | {INDEX: i} for example, i in numbered]
 
   return next_prompts
 
 
 def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
-  """Returns `(state, examples, correctness [B, G]) -> state`, after rewards."""
+  """Returns `(state, examples, correctness [B, G]) -> state`."""
   observe = jax.jit(
     bind(success_rates.observe, **dataclasses.asdict(settings.difficulty)),
     out_shardings=shardings.difficulty,
@@ -130,10 +130,10 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
     examples: Sequence[Mapping[str, Any]],
     correctness: Float[np.ndarray, "B G"],
   ) -> TrainState:
-    right = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
+    correct = np.where(np.isnan(correctness), np.nan, correctness >= CORRECT)
     indices = np.array([example[INDEX] for example in examples], np.int32)
-    seen = mesh_lib.place((indices, right.astype(np.float32)), mesh)
-    return state.replace(difficulty=observe(state.difficulty, *seen))
+    arrays = mesh_lib.place((indices, correct.astype(np.float32)), mesh)
+    return state.replace(difficulty=observe(state.difficulty, *arrays))
 
   return update_success_rates
 
@@ -141,10 +141,10 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
 def metrics(
   state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, int | float]:
-  """Returns the metrics of a step's draw, for a state with success rates.
+  """Returns the metrics of a step's success rates and draw.
 
-  Mean and spread are over all prompts; `prompts_seen` is the share with any
-  observation; effective prompts are (sum w)^2 / sum w^2.
+  Mean and standard deviation are over all prompts; `prompts_seen` is the share
+  with observations; effective prompts are (sum w)^2 / sum w^2.
   """
   rates = mesh_lib.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)

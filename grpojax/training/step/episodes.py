@@ -1,4 +1,4 @@
-"""Sampling with an environment of the host, by the settings of a run."""
+"""Sampling of trajectories with an environment on the host."""
 
 import dataclasses
 import functools
@@ -29,9 +29,9 @@ from grpojax.training.settings.inputs import DataSettings
 from grpojax.training.settings.run import TrainSettings
 
 Transcript = dict[str, Any]
-"""An environment's part in a trajectory: "messages", "turn_rewards",
-"episode_error" (None, or the reason of a failure), "episode_info" (sums of
-numbers), and at the end the "prompt" that was read."""
+"""Record of a trajectory: "messages", "turn_rewards", "episode_error" (None, or
+the reason of a failure), "episode_info" (sums of numbers) and, after the last
+turn, the "prompt"."""
 
 
 class Sampled(NamedTuple):
@@ -44,18 +44,18 @@ class Sampled(NamedTuple):
   seconds: float = 0.0  # time spent waiting for environments
 
 
-def sampled(rollout: Rollout, *of_host: Any) -> Sampled:
-  """Returns `Sampled`, and asks the devices for the arrays to read."""
+def sampled(rollout: Rollout, *records: Any) -> Sampled:
+  """Returns `Sampled`; starts to gather the arrays for rewards."""
   names = "completion_ids", "completion_mask", "finished", "turns"
   read = mesh_lib.whole({name: getattr(rollout, name) for name in names})
-  return Sampled(rollout, read, *of_host)
+  return Sampled(rollout, read, *records)
 
 
 def open_pool(settings: TrainSettings) -> EnvironmentPool:
-  """Returns the environment's workers; ValueError if it is not valid."""
-  own = settings.environment
+  """Starts the environment's workers; ValueError for an invalid one."""
   names = "path tools options tool_format action workers timeout".split()
-  return EnvironmentPool(**{name: getattr(own, name) for name in names})
+  options = {name: getattr(settings.environment, name) for name in names}
+  return EnvironmentPool(**options)
 
 
 def make_programs(
@@ -92,16 +92,16 @@ def make_programs(
 
 
 def encoder(settings: TrainSettings, policy: policy_lib.Policy) -> TurnEncoder:
-  """Returns the encoder of observations; ValueError if its template fails."""
-  own, data = settings.environment, settings.data
+  """Returns the encoder of observations; ValueError for a bad template."""
+  environment, data = settings.environment, settings.data
   half = max(1, settings.sampling.max_new_tokens // 2)
   return TurnEncoder(
     policy.tokenizer,
     policy.eos_ids,
-    template=own.template,
+    template=environment.template,
     template_options=prompts_lib.template_options(settings, policy),
     special_tokens=data.special_tokens,
-    max_observation=min(own.max_observation or half, half),
+    max_observation=min(environment.max_observation or half, half),
   )
 
 
@@ -112,21 +112,21 @@ def check(
   example: dict[str, Any],
   check_signals: Callable[[], None] = lambda: None,
 ) -> None:
-  """Plays a short episode to test the environment.
+  """Tests the environment in a short episode with made-up actions.
 
-  ValueError if the environment fails or is not deterministic, the chat template
-  cannot take turns, or the reset's observation does not fit the prompt.
+  ValueError if it fails or is not deterministic, the chat template does not
+  support turns, or the reset's observation does not fit the prompt.
   """
-  encode, own = encoder(settings, policy), settings.environment
-  actions = []
+  encode = encoder(settings, policy)
+  environment, actions = settings.environment, []
   if pool.tools:
     encode.check([{"role": "tool", "name": "tool", "content": "1"}])
-  if own.check == "tools":
+  if environment.check == "tools":
     if not pool.tools:
       raise ValueError(
         "environment.check = 'tools': the environment has no tools, use actions"
       )
-    actions = [tools.made_up(x, own.tool_format) for x in pool.tools]
+    actions = [tools.made_up(x, environment.tool_format) for x in pool.tools]
   seed = settings.seed
   first, *steps = check_replay(pool, example, seed, check_signals, actions)
   if error := _reset_error(first):
@@ -134,13 +134,13 @@ def check(
   encode_prompt = prompts_lib.encoder(settings, policy)
   join_prompt(encode_prompt, settings.data, example, first.observation)
   if steps and isinstance(steps[-1], str):
-    print(f"warning: to a made-up turn the environment {steps[-1]}", flush=True)
+    print(f"warning: in a made-up turn the environment {steps[-1]}", flush=True)
 
 
 def _reset_error(step: Step) -> str:
   """Returns the error in a reset's result, or ""."""
   if step.done or step.reward:
-    return "is done or has a reward: that is for step to say"
+    return "is done or has a reward: return these from step"
   return ""
 
 
@@ -150,11 +150,11 @@ def join_prompt(
   example: dict[str, Any],
   observation: Observation,
 ) -> tuple[Any, str, list[int]]:
-  """Returns a prompt with the reset's observation at its end, its text and ids.
+  """Appends the reset's observation to a prompt; returns it, its text and ids.
 
-  A text follows the prompt's last text, after a blank line unless one of them
-  has white space there; messages follow the prompt's. ValueError if the two
-  cannot be joined, or are longer than `data.max_prompt_length`.
+  Text is appended to the prompt's last text, after a blank line unless either
+  has white space there; messages are appended to the chat. ValueError if the
+  two cannot be joined or exceed `data.max_prompt_length`.
   """
   prompt = example["prompt"]
   if observation and not isinstance(observation, str):
@@ -167,8 +167,8 @@ def join_prompt(
     text = last.get("content")
     if not isinstance(text, str):
       raise ValueError(
-        "what the environment's reset observes goes behind a text, and the "
-        f"prompt's last message has none: {str(last)[:200]}"
+        "the reset's observation is appended to the text of the prompt's last "
+        f"message, which has none: {str(last)[:200]}"
       )
     blank = not text or text[-1].isspace() or observation[0].isspace()
     text += observation if blank else f"\n\n{observation}"
@@ -177,9 +177,9 @@ def join_prompt(
   text, ids = encode_prompt(prompt)
   if observation and len(ids) > (data.max_prompt_length or math.inf):
     raise ValueError(
-      f"a prompt with what the environment's reset observes has {len(ids)} "
-      f"tokens: raise data.max_prompt_length = {data.max_prompt_length}, which "
-      "as 0 is the longest prompt of the data alone"
+      f"a prompt with the reset's observation has {len(ids)} tokens: raise "
+      f"data.max_prompt_length = {data.max_prompt_length} (0 is the longest "
+      "prompt without observations)"
     )
   return prompt, text, ids
 
@@ -195,8 +195,9 @@ def make_player(
 ):
   """Returns a function that samples trajectories with their environments.
 
-  It is `(params, prompts, examples, key, *first_prompt, check_signals) ->
-  Sampled`, a generator that yields while the devices decode (`play_together`).
+  It is a generator `(params, prompts, examples, key, *first_prompt,
+  check_signals) -> Sampled` that yields while the devices decode; run it with
+  `play_together`.
   """
   programs = make_programs(
     settings, policy, group_size, sampling, record_experts
@@ -243,7 +244,7 @@ def make_player(
       rollout = mesh_lib.map_rows(
         lambda x, *names: mesh_lib.place(x, mesh, *names), rollout
       )
-    for i, group in zip(table.own, table.transcripts, strict=True):
+    for i, group in zip(table.prompts, table.transcripts, strict=True):
       for row in group:
         row["prompt"] = examples[i]["prompt_text"]
     return sampled(rollout, table.transcripts, table.seconds)
@@ -252,8 +253,8 @@ def make_player(
 
 
 def _empty_transcript() -> Transcript:
-  lists = {"messages": [], "turn_rewards": []}
-  return lists | {"episode_error": None, "episode_info": {}}
+  episode = {"episode_error": None, "episode_info": {}}
+  return {"messages": [], "turn_rewards": []} | episode
 
 
 def _place(turn: Turn) -> tuple[int, int]:
@@ -263,51 +264,48 @@ def _place(turn: Turn) -> tuple[int, int]:
 def _in_order(
   turns: Sequence[Turn], answers: dict[tuple[int, int], Answer]
 ) -> list[Answer]:
-  """Returns the answers to turns of all processes, from each process's own."""
+  """Gathers the answers of all processes, in the order of `turns`."""
   if distributed.several():
-    rows = [[i, j, *reply] for (i, j), reply in answers.items()]
+    rows = [[i, j, *answer] for (i, j), answer in answers.items()]
     answers = {
-      (i, j): Answer(*reply)
+      (i, j): Answer(*answer)
       for part in distributed.gather(rows)
-      for i, j, *reply in part
+      for i, j, *answer in part
     }
   return [answers[_place(x)] for x in turns]
 
 
 @dataclasses.dataclass
 class _Episodes:
-  """Environments of a batch's trajectories, while they are played.
-
-  Each process steps those of its own prompts, and shares the answers.
-  """
+  """Environments of a batch of trajectories, divided among the processes."""
 
   policy: policy_lib.Policy
   pool: EnvironmentPool
   encode: TurnEncoder
   examples: Sequence[dict[str, Any]]
   seeds: UInt[np.ndarray, "B G"]
-  failed: Answer  # to a turn whose environment fails
+  failed: Answer  # in a turn whose environment fails
   check_signals: Callable[[], None]
   seconds: float = 0.0
 
   def __post_init__(self):
-    own = distributed.my_rows(len(self.examples))
-    self.own = range(len(self.examples))[own]
+    rows = distributed.my_rows(len(self.examples))
+    self.prompts = range(len(self.examples))[rows]  # of this process
     self.states: dict[tuple[int, int], Any] = {}
-    self.left: list[Call] = []  # ends of episodes that failed on our side
+    self.unended: list[Call] = []  # "end" calls of episodes that grpojax failed
     self.observed: dict[tuple[int, int], list[dict[str, str]]] = {}
     samples = range(self.seeds.shape[1])
     self.transcripts = [
-      [_empty_transcript() for _ in samples] for _ in self.own
+      [_empty_transcript() for _ in samples] for _ in self.prompts
     ]
 
   def reset(self) -> list[Observation]:
     """Resets each prompt's environment; returns all processes' observations."""
     calls = [
-      ("reset", self.examples[i], int(self.seeds[i, 0])) for i in self.own
+      ("reset", self.examples[i], int(self.seeds[i, 0])) for i in self.prompts
     ]
     observed = []
-    for i, step in zip(self.own, self._ask(calls), strict=True):
+    for i, step in zip(self.prompts, self._collect(calls), strict=True):
       error = step if isinstance(step, str) else _reset_error(step)
       observed.append("" if error else step.observation)
       if error:
@@ -327,22 +325,20 @@ class _Episodes:
   ) -> dict[str, np.ndarray]:
     """Returns ids and mask of the prompts with their observations.
 
-    A group whose prompt becomes too long fails. Only "prompt_text" and `READ`
-    of the examples change, since evaluations use the same ones again.
+    A group whose prompt becomes too long fails. Evaluations reuse the examples,
+    so only their "prompt_text" and `READ` change.
     """
     rows = []
-    for i, (example, seen) in enumerate(
-      zip(self.examples, observed, strict=True)
-    ):
+    for i, example in enumerate(self.examples):
       try:
-        example[READ], example["prompt_text"], ids = join(example, seen)
+        example[READ], example["prompt_text"], ids = join(example, observed[i])
       except ValueError as error:
         example[READ], example["prompt_text"], ids = join(example, "")
-        if i in self.own:
+        if i in self.prompts:
           self._fail(i, str(error))
       rows.append(ids)
     rows += [[]] * (len(self.seeds) - len(rows))
-    # In a chat the prompt may be longer than the setting, or that may be 0.
+    # `longest` may be 0, or less than the prompt of a chat.
     width = max(longest, -(-max(map(len, rows)) // 32) * 32)
     joined = prompts_lib.padded(rows, width, self.policy.pad_id)
     joined = prompts_lib.trim(joined)
@@ -350,17 +346,18 @@ class _Episodes:
 
   def _fail(self, i: int, error: str) -> None:
     if (state := self.states.get((i, 0))) is not None:
-      self.left.append(("end", state, self.examples[i], int(self.seeds[i, 0])))
+      seed = int(self.seeds[i, 0])
+      self.unended.append(("end", state, self.examples[i], seed))
     for j in range(self.seeds.shape[1]):
       self._transcript(i, j)["episode_error"] = f"reset: {error}"
       self.states.pop((i, j), None)
 
   def answer(self, turns: list[Turn]) -> list[Answer]:
-    """Steps the environments of turns that have ended."""
-    own = [x for x in turns if x.prompt in self.own]
-    alive = [(x, self._text(x)) for x in own if _place(x) in self.states]
-    steps = self._ask([self._call("step", *one) for one in alive])
-    answers = {_place(x): self.failed for x in own}
+    """Steps the environments of finished turns."""
+    local = [x for x in turns if x.prompt in self.prompts]
+    alive = [(x, self._text(x)) for x in local if _place(x) in self.states]
+    steps = self._collect([self._call("step", *action) for action in alive])
+    answers = {_place(x): self.failed for x in local}
     for (turn, text), step in zip(alive, steps, strict=True):
       answers[_place(turn)] = self._record(turn, text, step)
     return _in_order(turns, answers)
@@ -368,27 +365,28 @@ class _Episodes:
   def end(self, cut: list[Turn]) -> list[float]:
     """Ends failed and cut-off episodes; returns the rewards of the latter."""
     alive = [turn for turn in cut if _place(turn) in self.states]
-    steps = self._ask([self._call("end", turn) for turn in alive] + self.left)
-    answers = {_place(x): Answer() for x in cut if x.prompt in self.own}
+    calls = [self._call("end", turn) for turn in alive]
+    steps = self._collect(calls + self.unended)
+    answers = {_place(x): Answer() for x in cut if x.prompt in self.prompts}
     for turn, step in zip(alive, steps, strict=False):
-      row, reply = self._transcript(*_place(turn)), self.failed
+      row, answer = self._transcript(*_place(turn)), self.failed
       if isinstance(step, str):
         row["episode_error"] = f"turn {turn.turn}: {step}"
       elif step.reward is None:
         continue
       else:
-        reply = Answer((), float(step.reward))
+        answer = Answer((), float(step.reward))
         rewards = row["turn_rewards"]
         rewards += [0.0] * (turn.turn + 1 - len(rewards))
-        rewards[turn.turn] += reply.reward
-      answers[_place(turn)] = reply
-    return [reply.reward for reply in _in_order(cut, answers)]
+        rewards[turn.turn] += answer.reward
+      answers[_place(turn)] = answer
+    return [answer.reward for answer in _in_order(cut, answers)]
 
   def _record(self, turn: Turn, text: str, step: Any) -> Answer:
-    """Writes a step into the transcript, and returns the answer to the row."""
+    """Writes a step into the transcript, and returns the answer to the turn."""
     place = _place(turn)
     row = self._transcript(*place)
-    # The observation before this turn, which only now has been read.
+    # The model has now read the observation before this turn.
     row["messages"] += self.observed.pop(place, [])
     row["messages"].append({"role": "assistant", "content": text})
     ids = []
@@ -398,9 +396,9 @@ class _Episodes:
         if not step.done:
           ids = self.encode(step.observation, int(turn.ids[-1]))
       except ValueError as error:
-        self.left.append(self._call("end", turn))
+        self.unended.append(self._call("end", turn))
         step = f"{error}"
-    if isinstance(step, str):  # a failure, in words
+    if isinstance(step, str):  # the reason of a failure
       row["episode_error"] = f"turn {turn.turn}: {step}"
       row["turn_rewards"].append(None)
       return self.failed
@@ -414,21 +412,21 @@ class _Episodes:
     return Answer(ids, float(step.reward or 0.0), step.done)
 
   def _transcript(self, i: int, j: int) -> dict[str, Any]:
-    return self.transcripts[i - self.own.start][j]
+    return self.transcripts[i - self.prompts.start][j]
 
   def _text(self, turn: Turn) -> str:
-    everything = np.ones(len(turn.ids), bool)
+    mask = np.ones(len(turn.ids), bool)
     return tokenizer_lib.decode_completion(
-      self.policy.tokenizer, turn.ids, everything, self.policy.ends
+      self.policy.tokenizer, turn.ids, mask, self.policy.ends
     )
 
   def _call(self, name: str, turn: Turn, *action: str) -> Call:
-    """Returns a call of the pool on the trajectory's present state."""
+    """Returns a call of the pool on the trajectory's current state."""
     place = _place(turn)
     example, seed = self.examples[turn.prompt], int(self.seeds[place])
     return name, self.states[place], *action, example, seed
 
-  def _ask(self, calls: list[tuple]) -> list[Any]:
+  def _collect(self, calls: list[tuple]) -> list[Any]:
     began = time.perf_counter()
     with distributed.agreed():
       steps = self.pool.collect(self.pool.submit(calls), self.check_signals)

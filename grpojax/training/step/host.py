@@ -2,11 +2,11 @@
 
     sample -> reward -> (resample groups) -> (diagnose) -> make batch -> update
 
-Each part is a program that is compiled when it is first used. Only the update
-changes the state, so a step that a signal ends before it leaves no trace.
+Each part is a program, compiled at its first use. Only the update changes the
+state, so a signal before it leaves the state as it was.
 
-With sampling.ahead = 1 a step also samples the next one, from the same
-parameters, and rewards it while the devices compute the update:
+With sampling.ahead = 1 a step also samples the next one from the same
+parameters, and computes its rewards during the update:
 
     devices   sample s+1 | update s           | sample s+2 ...
     host                 | text, rewards s+1  |
@@ -53,7 +53,7 @@ class Programs(NamedTuple):
   sample: Callable[..., Rollout]
   # `(params, rollout, rewards, **options) -> (batch, metrics)`
   make_batch: Callable[..., tuple[Batch, dict[str, Array]]]
-  # `(state, batch, ref_params) -> (state, metrics)`, which donates the state;
+  # `(state, batch, ref_params) -> (state, metrics)`; the state is donated, and
   # the reference is None unless the KL term is exact
   update: Callable[..., tuple[TrainState, dict[str, Array]]]
 
@@ -64,7 +64,7 @@ class StepResult(NamedTuple):
   state: TrainState
   metrics: dict[str, Any]  # scalars, and `sample_rows.reward_counts`
   sample_rows: list[dict[str, Any]]  # of samples.jsonl; empty if not due
-  failures: list[Any]  # rewards that could not be computed
+  failures: list[Any]  # failed rewards
   pending: Pending | None = None  # the next step's rollout, if drawn ahead
 
 
@@ -76,7 +76,7 @@ def make_programs(
   shardings: TrainState,
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
-  """Returns the programs of a step; arguments as for `HostStep`."""
+  """Returns the programs of a step; see `HostStep` for the arguments."""
   sampling = settings.sampling.distribution
   ref_lm = policy.teacher and policy.teacher.lm
 
@@ -109,14 +109,14 @@ def make_sample_and_reward(
 ):
   """Returns a function that samples a batch in `parts` chunks and rewards them.
 
-  All parts are dispatched at once; finished ones are rewarded while the devices
-  decode the next. With a `player` of `episodes.make_player` the environments of
-  one part answer while the devices decode another. `move` copies the parameters
-  to the devices that sample.
+  All chunks are dispatched at once; each is rewarded while the devices decode
+  the next. With a `player` of `episodes.make_player`, environments of a chunk
+  answer while the devices decode another. `move` copies the parameters to the
+  sampling devices.
 
-  The function returns a generator (`play_together`) that first yields the
-  arrays being computed; its result is `(rollout, rewards)`. `first_prompt` is
-  the number of the first prompt among those that share the key.
+  The function is a generator (`play_together`): it first yields the arrays
+  being computed, and returns `(rollout, rewards)`. `first_prompt` is the number
+  of the first prompt among all prompts with this key.
   """
   split = jax.jit(functools.partial(sampling_lib.split_prompts, parts=parts))
   join = jax.jit(sampling_lib.join_rollouts)
@@ -133,29 +133,31 @@ def make_sample_and_reward(
     first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
     batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
     rows = len(examples) // parts
-    of_parts = [examples[i * rows :][:rows] for i in range(parts)]
+    part_examples = [examples[i * rows :][:rows] for i in range(parts)]
     params = move(params)
     if player is None:
       sampled = [
         episodes.sampled(sampler(params, part, key, *number))
         for part, *number in batches
       ]
-      yield [one.rollout for one in sampled]
+      yield [part.rollout for part in sampled]
     else:
       playing = [
-        player(params, part, own, key, *number, check_signals=check)
-        for (part, *number), own in zip(batches, of_parts, strict=True)
+        player(params, part, part_examples[i], key, *n, check_signals=check)
+        for i, (part, *n) in enumerate(batches)
       ]
-      yield [next(one) for one in playing]
+      yield [next(play) for play in playing]
       sampled = play_together(*playing)
     submitted = []
     try:
-      for i, one in enumerate(sampled):
-        policy_lib.wait(one.rollout, check)
+      for i, part in enumerate(sampled):
+        policy_lib.wait(part.rollout, check)
         if i == parts - 1:
           timer("rollout")
         submitted.append(
-          rewards_lib.submit_rollout(policy, reward_pool, of_parts[i], one)
+          rewards_lib.submit_rollout(
+            policy, reward_pool, part_examples[i], part
+          )
         )
     except BaseException:
       abandon([part.pending for part in submitted])
@@ -166,26 +168,25 @@ def make_sample_and_reward(
     timer("rewards")
     if player is not None:
       before = timer.seconds.get("environment", 0.0)  # of an earlier draw
-      seconds = sum(one.seconds for one in sampled)
+      seconds = sum(part.seconds for part in sampled)
       timer.seconds["environment"] = before + seconds
-    rollouts = [one.rollout for one in sampled]
+    rollouts = [part.rollout for part in sampled]
     return rollouts[0] if parts == 1 else join(rollouts), rewards
 
   return sample_and_reward
 
 
-def _whole(sample_and_reward, *args) -> tuple[Rollout, GroupRewards]:
-  """Samples and rewards from start to end."""
+def _run_whole(sample_and_reward, *args) -> tuple[Rollout, GroupRewards]:
   return play_together(sample_and_reward(*args))[0]
 
 
 class HostStep:
-  """Step whose rewards are computed on the host: `step(...) -> StepResult`.
+  """Step with rewards on the host: `step(...) -> StepResult`.
 
-  `ref_params` is a fixed reference, or None. `shardings` are those of the state
-  before and after each step. `check_signals` is called all through a step until
-  the update, between its parts with all processes (`together`); it may raise.
-  `budgets(prompts)` [B, G] limits the tokens of each sample, if not None.
+  `ref_params` is a fixed reference, or None; `shardings` are of the state.
+  `check_signals` is called repeatedly until the update, and between parts with
+  `together=True` in all processes; it may raise. `budgets(prompts)` [B, G], if
+  any, limits the tokens of each sample.
   """
 
   def __init__(
@@ -239,12 +240,12 @@ class HostStep:
     self.sample_and_reward = sample_and_reward(settings.sampling.parts)
     self.first_prompt = self.resample_groups = None
     if settings.filter_groups.enable:
-      # A later draw of as many prompts uses the same program.
+      # As an argument: later draws of the same size use the same program.
       self.first_prompt = np.int32(0)
       sample_draw = self.sample_and_reward
       if settings.filter_groups.gen_parts > 1:
         sample_draw = sample_and_reward(1)
-      draw = functools.partial(_whole, sample_draw)
+      draw = functools.partial(_run_whole, sample_draw)
       self.resample_groups = resampling.make_resample_groups(
         settings, draw, mesh, reward_pool, check_signals
       )
@@ -265,22 +266,22 @@ class HostStep:
     pending: Pending | None = None,
     upcoming: tuple[Prompts, list[dict[str, Any]]] | None = None,
   ) -> StepResult:
-    """Samples, rewards and updates, once; the state is donated.
+    """Performs one step; the state is donated.
 
     `pending` is the rollout of these prompts, if drawn ahead; `upcoming` are
-    the prompts of the next step, to be sampled in this one. `diagnosed` adds
-    the metrics of `make_diagnose` for this step's samples (of `upcoming`, if
-    any), before groups are replaced. `take` gives more prompts to replace them.
+    the prompts of the next step, if this step samples them. `diagnosed` adds
+    the metrics of `make_diagnose` for the samples of this step, or of
+    `upcoming`, before groups are replaced by prompts from `take`.
     """
     timer, settings, updating = Timer(), self.settings, threading.Event()
-    # A reference that follows the policy is not an argument of the update.
+    # The update does not take a reference in the state as an argument.
     following, state = state.reference, state.replace(reference=None)
     reference_params = self.ref_params if following is None else following
     key = jax.random.fold_in(state.key, state.step)
 
     if pending is None:
-      draw = functools.partial(_whole, self.sample_and_reward, state.params)
-      rollout, rewards = draw(prompts, examples, key, timer, self.first_prompt)
+      args = state.params, prompts, examples, key, timer, self.first_prompt
+      rollout, rewards = _run_whole(self.sample_and_reward, *args)
     else:
       rollout, rewards = pending_lib.with_texts(pending, examples)
     started = finish = None
@@ -297,16 +298,16 @@ class HostStep:
       metrics |= difficulty.metrics(state, prompts, examples)
 
     if diagnosed:
-      own = finish()[:2] if finish else (rollout, rewards)
-      metrics |= self._diagnose(state, *own)
+      samples = finish()[:2] if finish else (rollout, rewards)
+      metrics |= self._diagnose(state, *samples)
       timer("diagnosis")
       self.check_signals(together=True)
 
-    update_batch, of_batch = self._make_batch(
+    update_batch, batch_metrics = self._make_batch(
       state, batch, prompts, reference_params
     )
     if finish and not diagnosed and not settings.mesh.sampling_devices:
-      # On the same devices the batch comes after the next step's samples.
+      # Shared devices compute the next step's samples before the batch.
       policy_lib.wait(started, self.check_signals)
       timer("rollout")
     policy_lib.wait(update_batch, self.check_signals)
@@ -318,15 +319,17 @@ class HostStep:
     if state.difficulty is not None:
       right = rewards_lib.correctness(self.reward_pool, rewards, examples)
       state = self.update_success_rates(state, examples, right)
-    of_reference = reference_params if settings.loss.has_exact_kl else None
-    state, of_update = self.programs.update(state, update_batch, of_reference)
+    exact_reference = reference_params if settings.loss.has_exact_kl else None
+    state, update_metrics = self.programs.update(
+      state, update_batch, exact_reference
+    )
     pending, rows = finish() if finish else None, []
     due = number % settings.log.samples_every == 0
     if due and settings.log.sample_groups > 0:
       rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
     metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
     state = self.advance_stream(state, batch.more_prompts)
-    metrics = mesh_lib.fetch(of_batch | of_update) | metrics
+    metrics = mesh_lib.fetch(batch_metrics | update_metrics) | metrics
     timer("update")
 
     metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
@@ -337,10 +340,10 @@ class HostStep:
   def _draw_ahead(
     self, state: TrainState, upcoming, timer: Timer, check: Callable[[], Any]
   ) -> tuple[PyTree, Callable[[], Pending]]:
-    """Starts to sample the next step; returns its arrays, and how to finish."""
+    """Starts to sample the next step; returns its arrays and `finish()`."""
     key, params = jax.random.fold_in(state.key, state.step + 1), state.params
     if self.reward_pool.environment is not None:
-      # Its turns go on when the update has taken the parameters.
+      # Later turns need the parameters after the update has donated them.
       params = self.copy_params(params)
     drawing = self.sample_and_reward(
       params, *upcoming, key, timer, self.first_prompt, check
@@ -357,11 +360,12 @@ class HostStep:
     self, state: TrainState, rollout: Rollout, rewards: GroupRewards
   ) -> dict[str, Any]:
     """Returns the metrics of a diagnosis, on the host."""
-    own, unknown = rewards.rewards, {}
-    if own.dtype != np.float32:  # one number less: this compares prompts
-      own = (own - np.nanmean(own)).astype(np.float32)
+    values, unknown = rewards.rewards, {}
+    if values.dtype != np.float32:
+      # One offset for all prompts, because the diagnosis compares prompts.
+      values = (values - np.nanmean(values)).astype(np.float32)
       unknown = {"gradient_mse_vanilla": np.nan}
-    placed = mesh_lib.place(own, self.mesh, "batch", "group")
+    placed = mesh_lib.place(values, self.mesh, "batch", "group")
     metrics = self.diagnose(state.params, rollout, placed, diagnosis_key(state))
     policy_lib.wait(metrics, self.check_signals)
     return mesh_lib.fetch(metrics) | unknown

@@ -1,8 +1,8 @@
-"""Rollout of the next step, drawn before the update of this one.
+"""Rollout of the next step, sampled before the update of this one.
 
-With sampling.ahead = 1 a step's completions are always drawn from the
-parameters before the last update, so that results do not depend on timing. They
-are part of the checkpoint: a resumed run goes on with them.
+With sampling.ahead = 1 completions are always sampled from the parameters
+before the last update, so that results do not depend on timing. Checkpoints
+contain the pending rollout, with which a resumed run continues.
 """
 
 import io
@@ -21,15 +21,15 @@ from grpojax.rewards.pool import Failure
 
 _HEADER = 8  # bytes of the length
 _READ = "prompt_text", READ  # fields that an environment's reset may change
-_OF_FUNCTIONS = ("values", "extras")  # arrays by name, of `GroupRewards`
+_BY_FUNCTION = ("values", "extras")  # arrays by name, of `GroupRewards`
 
 
 class Pending(NamedTuple):
-  """Completions with their rewards, and the prompts that were read."""
+  """Completions with their rewards and prompts."""
 
   rollout: Rollout
   rewards: GroupRewards
-  prompts: list[dict[str, Any]]  # per example, the fields of `_READ` it has
+  prompts: list[dict[str, Any]]  # per example, its fields of `_READ`
 
 
 def of_examples(
@@ -43,7 +43,7 @@ def of_examples(
 def with_texts(
   pending: Pending, examples: Sequence[dict[str, Any]]
 ) -> tuple[Rollout, GroupRewards]:
-  """Gives the examples their prompts; returns the rollout and its rewards."""
+  """Restores the examples' prompts; returns the rollout and its rewards."""
   for example, read in zip(examples, pending.prompts, strict=True):
     example |= read
   return pending.rollout, pending.rewards
@@ -53,8 +53,8 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   """Returns a state with its pending rollout as an array of bytes.
 
   The bytes are the length of an npz file, the file, and zeros up to a size that
-  seldom changes from step to step: each size compiles another checksum program.
-  Every process must call it.
+  rarely changes between steps, because each size compiles another checksum
+  program. Every process must call it.
   """
   if state.pending is None:
     return state
@@ -65,15 +65,15 @@ def to_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
     if value is not None
   }
   arrays |= {"rewards": rewards.rewards, "failed": rewards.failed}
-  names = {kind: list(getattr(rewards, kind)) for kind in _OF_FUNCTIONS}
-  for kind in names:  # numbered: a user's name may be no file's
+  names = {kind: list(getattr(rewards, kind)) for kind in _BY_FUNCTION}
+  for kind in names:  # numbered, since users' names may not be file names
     values = getattr(rewards, kind).values()
     arrays |= {f"{kind}/{i}": value for i, value in enumerate(values)}
   about = json.dumps([rewards.failures, prompts, names]).encode()
   file = io.BytesIO()
   np.savez(file, about=np.frombuffer(about, np.uint8), **arrays)
   content = file.tell().to_bytes(_HEADER, "little") + file.getvalue()
-  unit = 1 << (len(content).bit_length() - 3)  # an eighth to a quarter of it
+  unit = 1 << (len(content).bit_length() - 3)  # 1/8 to 1/4 of the length
   content = content.ljust(-(-len(content) // unit) * unit, b"\0")
   stored = np.frombuffer(content, np.uint8)
   return state.replace(pending=mesh_lib.place(stored, mesh))
@@ -91,7 +91,7 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   failures, prompts, names = json.loads(arrays.pop("about").tobytes())
   by_function = {
     kind: {name: arrays[f"{kind}/{i}"] for i, name in enumerate(names[kind])}
-    for kind in _OF_FUNCTIONS
+    for kind in _BY_FUNCTION
   }
   fields = {
     name.removeprefix("rollout/"): value
@@ -104,7 +104,7 @@ def from_stored(state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
   rewards = GroupRewards(
     rewards=arrays["rewards"],
     failed=arrays["failed"],
-    failures=[[[Failure(*x) for x in own] for own in g] for g in failures],
+    failures=[[[Failure(*x) for x in row] for row in g] for g in failures],
     **by_function,
   )
   return state.replace(pending=Pending(rollout, rewards, prompts))

@@ -1,13 +1,13 @@
-"""Reference policy: its memory, its updates and its prompts.
+"""Reference policy: its memory, updates and prompts.
 
-A fixed reference is the starting policy, stored with the run. One that follows
-the policy (TR-DPO, arXiv 2404.09656) is part of the state and its checkpoints:
-every `model.reference_every` steps its parameters become
+A fixed reference is the starting policy, stored with the run. A moving one
+(TR-DPO, arXiv 2404.09656) is part of the state and its checkpoints: every
+`model.reference_every` steps its parameters become
 
     mix * policy + (1 - mix) * reference,    mix = model.reference_mix
 
 This is a copy of the policy for mix = 1, and an exponential average for a small
-mix at every step. Of adapters both factors are mixed, and the base stays.
+mix at every step. For LoRA both factors of the adapters are mixed.
 
 The reference may read other prompts (`model.reference_prompt`), with a hint
 that the policy learns to do without (self-distillation).
@@ -32,11 +32,11 @@ from grpojax.training.policy import Policy
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 
-_MULTIPLE = 64  # of the lengths of other prompts, in tokens
+_MULTIPLE = 64  # length unit of the reference's prompts, in tokens
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:
-  """Raises ValueError if the devices lack a kind of `REFERENCE_MEMORY`."""
+  """Raises ValueError if the devices lack this kind of `REFERENCE_MEMORY`."""
   device, kind = mesh.local_devices[0], REFERENCE_MEMORY[memory]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if kind is not None and kind not in kinds:
@@ -50,7 +50,7 @@ def follows_policy(settings: TrainSettings) -> bool:
 
 
 def to_memory(params: Params | None, memory: str) -> Any:
-  """Moves a reference to its memory; {} (of adapters) and None stay."""
+  """Moves a reference to its memory; None and {} (with adapters) stay."""
   kind = REFERENCE_MEMORY[memory]
   if kind is None:
     return params
@@ -60,7 +60,7 @@ def to_memory(params: Params | None, memory: str) -> Any:
 
 
 def to_device(params: Params | None) -> PyTree:
-  """Moves a reference to the devices for a pass; {} and None stay."""
+  """Moves a reference to the devices' memory; None and {} stay."""
 
   def move(x):
     (kind,) = {d.default_memory().kind for d in x.sharding.addressable_devices}
@@ -70,12 +70,12 @@ def to_device(params: Params | None) -> PyTree:
 
 
 def state_to_device(state: TrainState) -> TrainState:
-  """Returns the state with its reference on the devices, to be saved."""
+  """Returns the state with its reference in device memory, for checkpoints."""
   return state.replace(reference=to_device(state.reference))
 
 
 def state_to_memory(state: TrainState, settings: TrainSettings) -> TrainState:
-  """Returns the state with its reference in its memory, as a run holds it."""
+  """Returns the state with its reference in the memory of model.reference."""
   reference = to_memory(state.reference, settings.model.reference)
   return state.replace(reference=reference)
 
@@ -92,14 +92,14 @@ def check_prompt(settings: TrainSettings, example: Mapping[str, Any]) -> None:
   missing = tokenizer.fields(template) - example.keys()
   if missing:
     remedy = (
-      f"an example has no {', '.join(sorted(missing))}: its fields are "
+      f"an example has no {', '.join(sorted(missing))}: use its fields "
       f"{', '.join(sorted(example))}"
     )
     raise ValueError(config_error("model.reference_prompt", template, remedy))
 
 
 def hinted(template: str, example: Mapping[str, Any]) -> Any:
-  """Returns the reference's prompt, with the observation of a reset, if any."""
+  """Returns the reference's prompt, including the reset's observation."""
   prompt = example.get(READ, example["prompt"])
   values = {name: example.get(name, "") for name in tokenizer.fields(template)}
   if isinstance(prompt, str):
@@ -112,9 +112,9 @@ def hinted(template: str, example: Mapping[str, Any]) -> Any:
 def make_read_prompts(
   settings: TrainSettings, policy: Policy, mesh: Mesh
 ) -> Callable[[Sequence[Mapping[str, Any]]], Prompts] | None:
-  """Returns `examples -> prompts` of the reference; None for the policy's own.
+  """Returns `examples -> prompts` of the reference; None without own prompts.
 
-  They have the policy's format and tokens; fields an example lacks are empty.
+  Prompts have the policy's format and tokens; missing fields are empty.
   """
   template = settings.model.reference_prompt
   if not template:
@@ -133,7 +133,7 @@ def make_read_prompts(
 def make_update_reference(
   settings: TrainSettings, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
-  """Returns `state -> state` with the reference of the next step."""
+  """Returns a function that updates the reference in a state when it is due."""
   every, mix = settings.model.reference_every, settings.model.reference_mix
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings.params)

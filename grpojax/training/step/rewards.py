@@ -3,9 +3,8 @@ r"""Rewards of a rollout: functions of text, and a reward model.
     rollout -> texts -> functions in worker processes --+
                    \--> reward model on the devices ----+--> GroupRewards [B, G]
 
-Every process gets all ids, which are few; it decodes and rewards whole groups,
-its own block of the prompts (`distributed.my_rows`). The rewards are then
-gathered in all processes, in the order of the batch.
+Every process gets all token ids, then decodes and rewards its block of prompts
+(`distributed.my_rows`). All processes gather the rewards in batch order.
 """
 
 import contextlib
@@ -41,25 +40,25 @@ from grpojax.training.step.batch import aggregation
 from grpojax.training.step.episodes import Sampled
 
 MODEL = "reward.model"
-"""Name of the reward model; names of functions have no point."""
+"""Name of the reward model; function names contain no dot."""
 
-SHORTEST = 128  # tokens that a reward model's rows are padded to, at least
-ROWS = 8  # sequences that each device reads at once
+SHORTEST = 128  # smallest padded length of a reward model's rows, in tokens
+ROWS = 8  # sequences per device in a batch of the reward model
 
 Model = Callable[[list[dict[str, Any]], list[list[str]]], np.ndarray]
 Texts = list[list[str]]
 
 
 class RewardPool(NamedTuple):
-  """Functions and model that compute rewards."""
+  """Reward functions, reward model and environment of a run."""
 
-  pool: Pool  # reward functions, in worker processes or in this one
+  pool: Pool  # reward functions, in worker processes or in this process
   model: Model | None = None  # `(examples, texts) -> [B, G]`
   model_weight: float = 1.0
-  # Function that decides on right answers, by data set; else it is the first.
+  # Function that decides if answers are correct, by data set; default: first
   judges: Mapping[str, str] = {}
-  environment: EnvironmentPool | None = None  # of the trajectories
-  failed_reward: float = math.nan  # if the environment fails; NaN is none
+  environment: EnvironmentPool | None = None
+  failed_reward: float = math.nan  # if the environment fails; NaN: no reward
 
 
 def reward_options(settings: TrainSettings) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def reward_options(settings: TrainSettings) -> dict[str, Any]:
 
 
 def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
-  """Returns the reward functions; ValueError if one does not exist."""
+  """Returns the reward functions; ValueError for an unknown function."""
   names = settings.reward.functions
   return functions.resolve_all(names, reward_options(settings))
 
@@ -89,14 +88,14 @@ def check_columns(
         example = part.examples[0] | ({SOURCE: source} if source else {})
         if settings.environment.on:
           example = dict.fromkeys(groups.OF_TURNS) | example
-        where = f"data set {source or settings.data.name!r}"
-        conventions.check_columns(name, reward, example, where)
+        dataset = f"data set {source or settings.data.name!r}"
+        conventions.check_columns(name, reward, example, dataset)
 
 
 def with_step(
   pool: Pool, examples: list[dict[str, Any]], step: int, steps: int
 ) -> list[dict[str, Any]]:
-  """Adds the number of finished steps to examples, if a function uses it."""
+  """Adds the number of finished steps to examples if a function uses it."""
   if not pool.wants(STATE):
     return examples
   state = {"global_step": step, "max_steps": steps}  # TRL's names
@@ -104,7 +103,7 @@ def with_step(
 
 
 def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
-  """Returns a chat or, without a chat template, prompt and text joined."""
+  """Returns a chat or, without a chat template, the joined texts."""
   if not tokenizer.chat_template:
     return example["prompt_text"] + text
   prompt = example.get(READ, example["prompt"])
@@ -116,12 +115,11 @@ def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
 def open_model(
   settings: TrainSettings, mesh: jax.sharding.Mesh
 ) -> Model | None:
-  """Loads the reward model onto a mesh; None if there is none.
+  """Loads the reward model, if any, onto a mesh.
 
-  It reads the end of texts that are longer than the policy's limits. Special
-  tokens in texts are treated as by data.special_tokens, so that no completion
-  can end its turn and go on as the user. ValueError if the model is no sequence
-  classifier with one label.
+  Texts beyond the policy's limits lose their beginning. data.special_tokens
+  applies, so that no completion can end its turn and continue as the user.
+  ValueError unless the model is a sequence classifier with one label.
   """
   path = hub_pins.reward_model(settings)
   if not path:
@@ -146,7 +144,8 @@ def open_model(
     special_tokens=settings.data.special_tokens,
     date=settings.data.template_options.get("date_string"),
   )
-  # Each length is a program: powers of two, with room for the turns' markers.
+  # Each length compiles a program, so they are powers of two, with room for
+  # the markers of turns.
   lengths = [SHORTEST]
   while lengths[-1] < longest + new_tokens + SHORTEST:
     lengths.append(2 * lengths[-1])
@@ -175,7 +174,7 @@ def open_model(
 def open_reward_pool(
   settings: TrainSettings, model: Model | None = None
 ) -> Iterator[RewardPool]:
-  """Starts the reward functions and an environment; ends their processes."""
+  """Starts the reward functions and the environment; ends their processes."""
   reward, environment = settings.reward, None
   with contextlib.ExitStack() as stack:
     if settings.environment.on:
@@ -201,7 +200,7 @@ def open_reward_pool(
 class PendingRewards(NamedTuple):
   """Part of a batch whose rewards are being computed."""
 
-  prompts: int  # number of its prompts, in all processes
+  prompts: int  # number of prompts in all processes
   texts: Texts  # completions of this process's prompts
   pending: Submission
   transcripts: list[list[episodes.Transcript]] | None = None  # of `Sampled`
@@ -213,22 +212,22 @@ def submit_rollout(
   examples: Sequence[dict[str, Any]],
   sampled: Sampled,
 ) -> PendingRewards:
-  """Decodes this process's completions, and sends them to the functions.
+  """Decodes this process's completions and submits them to the functions.
 
-  It starts nothing on the devices, which may be sampling the next part. Rows of
-  the rollout beyond the examples are padding.
+  It runs no program on the devices, which may be sampling the next part. Rows
+  of the rollout beyond the examples are padding.
   """
   rollout = sampled.rollout.replace(**mesh_lib.fetch(sampled.read))
-  own = distributed.my_rows(len(examples))
-  texts = policy_lib.decode(policy, rollout, own)
+  rows = distributed.my_rows(len(examples))
+  texts = policy_lib.decode(policy, rollout, rows)
   pending = groups.submit_groups(
     reward_pool.pool,
-    examples[own],
+    examples[rows],
     texts,
-    rollout.completion_mask[own].sum(-1),
-    rollout.finished[own],
+    rollout.completion_mask[rows].sum(-1),
+    rollout.finished[rows],
     rollout.completion_mask.shape[-1],
-    rollout.completion_ids[own],
+    rollout.completion_ids[rows],
     sampled.transcripts,
   )
   return PendingRewards(len(examples), texts, pending, sampled.transcripts)
@@ -241,10 +240,10 @@ def collect_rewards(
   check_signals: Callable[[], None],
   every_text: bool = False,
 ) -> tuple[Texts, GroupRewards]:
-  """Waits for the rewards of all parts of a batch, in all processes.
+  """Waits for the rewards of a batch in all processes.
 
-  Returns the completions [B][G], of this process or with `every_text` of all,
-  and the rewards.
+  Returns the completions [B][G] of this process, or with `every_text` of all
+  processes, and the rewards.
   """
   texts = own_texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
@@ -270,9 +269,9 @@ def fail_episodes(
   texts: Sequence[Sequence[str]],
   reward: float,
 ) -> GroupRewards:
-  """Gives trajectories whose environment failed this reward, and the reason."""
+  """Sets `reward` and the reason for trajectories with a failed environment."""
   new = _map_arrays(np.copy, rewards)
-  failures = [[[*own] for own in group] for group in rewards.failures]
+  failures = [[[*failed] for failed in group] for group in rewards.failures]
   for b, g in np.ndindex(new.failed.shape):
     row = transcripts[b][g]
     if reason := row["episode_error"]:
@@ -299,7 +298,7 @@ def compute_rewards(
 
 
 def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
-  """Returns the batch's order, as places in the rows of all processes."""
+  """Returns the index of each batch row in the gathered rows."""
   parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
   by_process = [
     part[distributed.rows_of(process, len(part))]
@@ -309,26 +308,26 @@ def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
   return np.argsort(np.concatenate(by_process))
 
 
-def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-  """Gathers rows of JSON's types of all processes, in the batch's order.
+def gather_rows(local: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+  """Gathers JSON rows of all processes, in batch order.
 
-  `own` are this process's rows, part after part; `sizes` are the numbers of
-  prompts of the parts, in all processes.
+  `local` are this process's rows, part after part; `sizes` are the numbers of
+  prompts per part in all processes.
   """
   if not distributed.several():
-    return list(own)
-  rows = [row for rows in distributed.gather(list(own)) for row in rows]
+    return list(local)
+  rows = [row for rows in distributed.gather(list(local)) for row in rows]
   return [rows[i] for i in _batch_order(sizes)]
 
 
 def _gather_rewards(
   rewards: GroupRewards, sizes: Sequence[int]
 ) -> GroupRewards:
-  """Gathers the rewards of all processes."""
+  """Gathers the rewards of all processes, in batch order."""
   if not distributed.several():
     return rewards
 
-  def array(rows):  # a process may have no prompt of a short batch
+  def array(rows):  # may be empty, if the batch is short
     parsed = np.array(rows, np.float64).reshape(-1, rewards.rewards.shape[1])
     return pool_lib.exact_enough(parsed)
 
@@ -347,7 +346,7 @@ def _gather_rewards(
 
 
 def _map_arrays(function: Callable[..., Any], *parts: GroupRewards):
-  """Maps a function over the arrays of rewards, and keeps the names' order."""
+  """Maps a function over the arrays of rewards; names keep their order."""
 
   def mapped(*fields):  # `jax.tree.map` would sort the names
     if isinstance(fields[0], dict):
@@ -363,13 +362,13 @@ def _map_arrays(function: Callable[..., Any], *parts: GroupRewards):
 def take_groups(
   rewards: GroupRewards, rows: Int[np.ndarray, "B"]
 ) -> GroupRewards:
-  """Returns the rewards of some groups, by their numbers."""
+  """Selects groups by index."""
   taken = _map_arrays(lambda x: x[rows], rewards)
   return taken._replace(failures=[rewards.failures[row] for row in rows])
 
 
 def join_groups(parts: Iterable[GroupRewards]) -> GroupRewards:
-  """Joins rewards, one part after another; missing extras are NaN."""
+  """Concatenates the groups of all parts; missing extras are NaN."""
   parts = list(parts)
   names = sorted({name for part in parts for name in part.extras})
 
@@ -391,10 +390,10 @@ def add_model(
   examples: Sequence[dict[str, Any]],
   texts: Sequence[Sequence[str]],
 ) -> GroupRewards:
-  """Adds a reward model's rewards, also if all functions abstain.
+  """Adds a reward model's rewards, as values of a function `MODEL`.
 
-  They become the values of a function `MODEL`. One that is not finite, or too
-  large, is a failure.
+  Functions that abstain count as 0. Non-finite and too large rewards are
+  failures.
   """
   by_model = by_model.astype(np.float32)
   finite = np.abs(by_model) <= LARGEST
@@ -414,7 +413,7 @@ def add_model(
 
 
 def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
-  """Stacks the functions' values; NaN for a completion without a reward."""
+  """Stacks the functions' values, with NaN for completions without reward."""
   rewarded = np.isfinite(rewards.rewards)
   values = np.stack(list(rewards.values.values()))
   return np.where(rewarded, values, np.float32(np.nan))
@@ -423,10 +422,11 @@ def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
 def place_rewards(
   settings: TrainSettings, rewards: GroupRewards, mesh: jax.sharding.Mesh
 ) -> tuple[Float[jax.Array, "B G"], Float[jax.Array, "K B G"] | None]:
-  """Places rewards on a mesh, and each function's values if aggregated.
+  """Places rewards on a mesh, and the functions' values if aggregated.
 
-  Values are None if only the sum is compared. Rewards that are compared within
-  groups only are `in_float32`; `metrics` has the mean of the original ones.
+  Values are None if only the sum is compared. If advantages only compare
+  rewards within groups, `in_float32` may shift them by group; `metrics` has the
+  mean of the original rewards.
   """
   values = None
   if aggregation(settings.reward) is not None:
@@ -445,10 +445,10 @@ def correctness(
   rewards: GroupRewards,
   examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
-  """Returns values of a data set's first function: 1 or more is right."""
+  """Returns the values of each data set's judge; 1 or more is correct."""
   judges, rows = reward_pool.judges, []
   for i, example in enumerate(examples):
-    source = example.get(SOURCE)  # a column of any type
+    source = example.get(SOURCE)  # users' columns may have any type
     name = judges.get(source) if isinstance(source, str) else None
     rows.append(rewards.values[name or reward_pool.pool.names[0]][i])
   return np.stack(rows)
@@ -457,10 +457,10 @@ def correctness(
 def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   """Returns the metrics of the rewards by function.
 
-  `rewards/NAME/mean` and `rewards/NAME/std` are over the completions that have
-  a value; `logged/FUNCTION/NAME` is the mean of another number of a function.
-  No other metric has two slashes, so users' names overwrite none.
-  `reward_mean` and `reward_std` are added if the devices have rounded rewards.
+  `rewards/NAME/mean` and `rewards/NAME/std` are over completions with a value;
+  `logged/FUNCTION/NAME` is the mean of a number logged by a function. Two
+  slashes keep users' names apart from other metrics. `reward_mean` and
+  `reward_std` are added if the devices have rounded rewards.
   """
   failures = groups.all_failures(rewards)
   row: dict[str, int | float] = {"reward_failures": len(failures)}
@@ -472,6 +472,6 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
       if not np.isnan(values).all():
         row[f"rewards/{name}/mean"] = float(np.nanmean(values))
         row[f"rewards/{name}/std"] = float(np.nanstd(values))
-  for name, values in rewards.extras.items():  # none is all nan
+  for name, values in rewards.extras.items():
     row[f"logged/{name}"] = float(np.nanmean(values))
   return row

@@ -1,9 +1,9 @@
-"""Sampling of a step's completions: the compiled program, and where it runs.
+"""Sampling of a step's completions: compiled programs and their devices.
 
 On CPUs two threads sample half of a batch each. Most operations of a small
 model's decoding are too short for several threads, and XLA runs independent
-operations of one program, and the programs of one thread, one after another: a
-single program would leave the other cores idle.
+operations of a program, and the programs of a thread, sequentially: a single
+program would leave the other cores idle.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ from grpojax.training.step import episodes
 from grpojax.training.step.episodes import Sampled
 
 LARGEST_HALVED = 32 * 2**20
-"""Bytes of weights above which one program keeps both cores busy, so that
-reading the weights twice does not pay."""
+"""Bytes of weights above which a single program keeps both cores busy, and
+reading the weights twice is slower."""
 
 Sampler = Callable[..., Rollout]
 """`(params, prompts, key, *first_prompt) -> Rollout`; `first_prompt`, 0 by
-default, is the number of the first prompt among those that share the key."""
+default, is the number of the first prompt among all prompts with this key."""
 
 
 def split_prompts(
   prompts: Prompts, first: Int[Array, ""] | int = 0, *, parts: int
 ) -> list[tuple[Prompts, Int[Array, ""]]]:
-  """Splits a batch into equal parts, each with its first prompt's number."""
+  """Splits a batch into equal parts with the numbers of their first prompts."""
   rows = prompts.prompt_ids.shape[0] // parts
 
   def part(start):
@@ -63,12 +63,9 @@ def join_rollouts(parts: list[Rollout]) -> Rollout:
 
 
 def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
-  """Returns True if two halves take less time than the whole batch.
-
-  `weights` are read for each token; `rows` is the number of prompts.
-  """
+  """Returns True if sampling `rows` prompts in two halves is faster."""
   one_cpu = [device.platform for device in devices] == ["cpu"]
-  # Otherwise one thread would wait for its half before the other begins.
+  # Synchronous dispatch would finish the first half before the second starts.
   dispatches = jax.config.values.get("jax_cpu_enable_async_dispatch", True)
   size = sum(x.nbytes for x in jax.tree.leaves(weights))
   fits = rows % 2 == 0 and size <= LARGEST_HALVED
@@ -76,7 +73,7 @@ def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
 
 
 def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
-  """Returns a sampler that runs a `sampler_program`, in halves if that pays."""
+  """Returns a sampler that runs a `sampler_program`, in halves if faster."""
   split = jax.jit(functools.partial(split_prompts, parts=2))
   join = jax.jit(join_rollouts)
   devices = list(mesh.devices.flat) if mesh else jax.devices()[:1]
@@ -87,12 +84,12 @@ def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
       return program(params, prompts, key, *first)
     (prompts_1, first_1), (prompts_2, first_2) = split(prompts, *first)
 
-    def second_half():  # a mesh is set per thread
+    def second_half():  # each thread has to set its mesh
       with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         return program(params, prompts_2, key, first_2)
 
     with ThreadPoolExecutor(1) as thread:
-      half = program(params, prompts_1, key, first_1)  # compiles, for both
+      half = program(params, prompts_1, key, first_1)  # compiles for both
       return join([half, thread.submit(second_half).result()])
 
   return sampler
@@ -108,8 +105,8 @@ def sampler_program(
 ):
   """Compiles `(params, prompts, key, first_prompt=0) -> Rollout`.
 
-  `budgets(prompts)` [B, G] limits the tokens of each sample; None is
-  `sampling.max_new_tokens` for all. `record_experts` is as for `rollout`.
+  `budgets(prompts)` [B, G] limits the tokens of each sample; the default is
+  `sampling.max_new_tokens`. See `rollout` for `record_experts`.
   """
 
   def sample(lm, params, prompts, key, first_prompt=0):
@@ -137,9 +134,9 @@ def with_result_shardings(
 ):
   """Pins the results of a `sampler_program` to the sampling mesh.
 
-  If parameters lie on another mesh, XLA (Shardy) knows two meshes, and may
-  confuse them if a result's sharding is only a constraint. `args` are the
-  program's arguments, or their shapes; the mesh must be in context.
+  With parameters on another mesh, XLA (Shardy) may confuse the two meshes if
+  the sharding of a result is only a constraint. `args` are the program's
+  arguments, or their shapes; the mesh must be in context.
   """
   shardings = mesh_lib.map_rows(
     lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
@@ -152,13 +149,13 @@ def with_result_shardings(
 def moved_params(
   policy: policy_lib.Policy, dtype: str, mesh: jax.sharding.Mesh
 ) -> Callable[[Params], Params]:
-  """Returns a function that copies parameters to the devices that sample."""
+  """Returns a function that copies parameters to the sampling devices."""
 
   def moved(params: Params) -> Params:
     return jax.device_put(params, sharding.shardings(params, mesh))
 
   if policy.frozen is not None:
-    return moved  # adapters, which are small and not cast
+    return moved  # adapters are small and not cast
   cast = jax.jit(functools.partial(passes.cast, dtype=jnp.dtype(dtype)))
   return lambda params: moved(cast(params))
 
@@ -168,18 +165,18 @@ def on_sampling_mesh(
   mesh: jax.sharding.Mesh,
   sampling_mesh: jax.sharding.Mesh,
 ) -> Sampler:
-  """Returns a sampler on its own mesh, for arrays on the training mesh.
+  """Returns a sampler on `sampling_mesh` for arrays on the training mesh.
 
-  JAX cannot combine arrays of two meshes. The program itself lays parameters
-  out after casting them (`LM.prepare`); devices that only sample have them
-  already (`moved_params`).
+  JAX cannot combine arrays of two meshes, so prompts and samples are moved. The
+  program itself casts and moves parameters (`LM.prepare`), unless separate
+  sampling devices already have them (`moved_params`).
   """
   samplers = {}  # by the number of prompts
   if not set(sampling_mesh.devices.flat) & set(mesh.devices.flat):
-    own = jax.device_put(
+    frozen = jax.device_put(
       program.args, sharding.shardings(program.args, sampling_mesh)
     )
-    program = functools.partial(program.func, *own)
+    program = functools.partial(program.func, *frozen)
 
   def sampler(params, prompts, key, *first):
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
@@ -209,9 +206,10 @@ def make_sampler(
   mesh: jax.sharding.Mesh | None = None,
   environment: EnvironmentPool | None = None,
 ) -> Callable[..., Sampled]:
-  """Returns `(params, prompts, examples, key, check_signals) -> Sampled`.
+  """Returns a function that samples completions, or plays an environment.
 
-  It runs on a mesh (None is one device), with the environment, if any.
+  It is `(params, prompts, examples, key, check_signals) -> Sampled`, on a mesh
+  (None is one device).
   """
   if environment is not None:
     player = episodes.make_player(

@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step, by name."""
+"""Timer of the parts of a step."""
 
 import time
 
