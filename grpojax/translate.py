@@ -1,4 +1,4 @@
-"""A configuration of TRL or verl as a config file of grpojax.
+"""Translates a configuration of TRL or verl to a config file of grpojax.
 
     python -m grpojax.translate FILE [--out=CONFIG.py]
                                 [--yaml=CONFIG.yaml]
@@ -7,13 +7,13 @@
 FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
 makes it) or verl's trainer configuration (YAML or JSON, also with the dotted
 names of its command line). It is read, never run. CONFIG.py gets the settings
-beside the other library's names, after a list of settings that mean something
-else here or have no counterpart; without --out it is printed. Reward functions,
-tools and environments of a script go into a file beside CONFIG.py, with all
-that they use. A script with a TrlParser needs its --yaml. The last output is
-the command that trains, with flags for missing settings.
-TRL counts batches per process: --processes is their number. Both libraries
-count epochs: --examples is the number of training prompts.
+next to the other library's names, after a list of settings with a different
+meaning or without a counterpart; without --out it is printed. Reward functions,
+tools and environments of a script go to a file next to CONFIG.py, with the code
+they use. A script with a TrlParser needs its --yaml. The last output is the
+command that trains, with flags for missing settings. TRL counts batches per
+process: --processes is their number. Both libraries count epochs: --examples is
+the number of training prompts.
 
 Exit code 1: grpojax would refuse the config; the message says why.
 """
@@ -31,13 +31,11 @@ from grpojax.translation import reading, rules, trl, verl, writing
 from grpojax.translation.rules import Note, Theirs
 
 FLAGS = {
-  "file": setting("", "the configuration of TRL or verl"),
+  "file": setting("", "configuration of TRL or verl"),
   "out": setting("", 'config file to write; "" = the screen'),
-  "yaml": setting("", "YAML file that the script's TrlParser is started with"),
-  "processes": setting(1, "that TRL was started with", within="[1, inf)"),
-  "examples": setting(
-    0, "training prompts, which epochs are counted by", within="[0, inf)"
-  ),
+  "yaml": setting("", "YAML file for the script's TrlParser"),
+  "processes": setting(1, "number of TRL's processes", within="[1, inf)"),
+  "examples": setting(0, "number of training prompts", within="[0, inf)"),
 }
 SETTINGS = None
 LIBRARIES = (trl.LIBRARY, verl.LIBRARY)
@@ -50,11 +48,11 @@ def translate_file(
   yaml: str | os.PathLike = "",
   code: pathlib.Path | None = None,
 ) -> rules.Translation:
-  """Translates a file of the library that knows most of its names.
+  """Translates a file of the library that has most of its names.
 
-  `yaml` is the file that a script's TrlParser reads; `code` is as of
-  `script.read`, other arguments are as of `rules.Theirs`. ValueError, of one
-  line, if the file cannot be translated.
+  `yaml` is the file for a script's TrlParser, `code` the argument of
+  `script.read`; other arguments are fields of `rules.Theirs`. ValueError with a
+  single line if the file cannot be translated.
   """
   parsed = reading.read(yaml).settings if yaml else {}
   source = reading.read(path, parsed, code)
@@ -62,23 +60,24 @@ def translate_file(
   counts = [sum(map(library.knows, names)) for library in LIBRARIES]
   if not any(counts) and not source.notes:
     raise ValueError(
-      "none of its names is one of TRL's GRPOConfig or of verl's trainer:"
-      f" {', '.join(names[:5])}"
+      f"no name of TRL's GRPOConfig or verl's trainer: {', '.join(names[:5])}"
     )
   library = LIBRARIES[counts.index(max(counts))]
   theirs = Theirs(library, source.settings, processes, examples, source.unread)
   translation = rules.translate(theirs)
   notes = [*translation.notes]
   notes += [Note(name, text, missing=True) for name, text in source.notes]
-  if own := [k for k, v in source.settings.items() if f"{path}:" in str(v)]:
-    text = f"workers import {path}: what starts its training has to stand under"
-    text += " `if __name__ == '__main__'`, or they in a file of their own,"
-    notes.append(Note(", ".join(own), f"{text} which --out=CONFIG.py writes"))
+  if in_script := [
+    k for k, v in source.settings.items() if f"{path}:" in str(v)
+  ]:
+    text = f"workers import {path}: start its training under `if __name__ == "
+    text += "'__main__'`, or use the separate file of --out=CONFIG.py"
+    notes.append(Note(", ".join(in_script), text))
   return translation._replace(notes=tuple(notes), code=source.code)
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     _, flags = command_line.parse(
       argv, FLAGS, SETTINGS, __doc__, positional="file"
@@ -105,7 +104,7 @@ def main(argv: list[str]) -> None:
       if translation.code:
         disk.check_file(str(code), "--out")
         records.write_text(str(code), translation.code)
-        print(f"its functions -> {code}: read them before you run them")
+        print(f"its functions -> {code}: review them before you run them")
       for line in writing.screen_lines(translation):
         print(printable(line))
     try:

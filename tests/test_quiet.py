@@ -1,4 +1,4 @@
-"""Programs say what they say, and no library adds a word."""
+"""Libraries print no messages in our programs."""
 
 import os
 import pathlib
@@ -8,8 +8,8 @@ import sys
 import pytest
 
 HERE = pathlib.Path(__file__).parent
-# One process for all of them: imports take most of the time. The output is
-# that of the file descriptors, which libraries in C++ write to as well.
+# A single process, because imports take most of the time. Its file descriptors
+# include the output of C++ libraries.
 PROGRAMS = """
 import importlib.machinery, pathlib, runpy, sys
 
@@ -40,7 +40,7 @@ with toy["task"]():
     pytest.param("without", marks=pytest.mark.slow),
   ],
 )
-def test_no_library_adds_a_word(torch, toy_model, tmp_path):
+def test_no_library_prints_messages(torch, toy_model, tmp_path):
   run = tmp_path / "run"
   done = subprocess.run(
     [sys.executable, "-c", PROGRAMS, torch, HERE / "toy.py", toy_model, run],

@@ -1,7 +1,4 @@
-"""The README's Python runs as it stands, and it is short.
-
-`tests/test_docs.py` reads its commands, names and links with those of docs/.
-"""
+"""The README's Python and numbers; `test_docs.py` checks commands and links."""
 
 import pathlib
 import re
@@ -14,20 +11,14 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.mark.slow
-def test_the_users_own_model_learns(capsys):
-  """The snippet prints the mean reward, which starts near 1 / 16."""
-  (snippet,) = SNIPPETS  # another one needs a test of its own
+def test_the_snippet_learns(capsys):
+  """The snippet prints the mean reward, initially about 1 / 16."""
+  (snippet,) = SNIPPETS
   exec(compile(snippet, str(README), "exec"), {})
   assert float(capsys.readouterr().out.split()[-1]) > 0.5
 
 
-def test_it_is_short():
-  """The rest is in docs/."""
-  assert TEXT.count("\n") <= 160
-
-
-def test_figures_are_those_of_the_guides():
-  """Rows of figures stand in two places, and are the same in both."""
+def test_numbers_equal_those_of_the_guides():
   guide = (README.parent / "docs" / "performance.md").read_text()
   rows = re.findall(r"^\| (\w+)[^|\n]*\|(.* = \d.*)$", TEXT, re.MULTILINE)
   assert len(rows) == 5

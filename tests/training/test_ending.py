@@ -67,12 +67,12 @@ def test_the_end_says_gain_trouble_and_files(tmp_path, last_lines):
   assert lines[0].endswith("  mean reward 0.3 (right: 1 or more)")
   assert "mean reward 0.62" in lines[1]
   assert lines[2 : -len(plain[2:])] == [
-    "accuracy best    99.0%  after step 35, chosen by these prompts",
+    "accuracy best    99.0%  after step 35, chosen on these prompts",
     "  sums: 10.0% -> 75.0%",
-    "the gradient's noise asked for groups of 4.0 [1.5, inf]; this run's have "
-    "1.21 times their error, by as many samples",
+    "best group size by gradient noise: 4.0 [1.5, inf]; this run's groups have "
+    "1.21 times the error of the best",
     "steps with truncated: 2",
-    "rewards that failed: 3",
+    "failed rewards: 3",
   ]
 
 
@@ -80,7 +80,7 @@ def test_the_end_says_gain_trouble_and_files(tmp_path, last_lines):
 def test_a_group_size_may_be_left_open(high):
   sizes = {"optimal_group_size": None}
   sizes["optimal_group_size_interval"] = [1.0, high]
-  assert "left the best group size open" in train.group_size_line(sizes)
+  assert "best group size is unknown" in train.group_size_line(sizes)
 
 
 def test_an_environments_return_comes_first(last_lines, settings_with):
