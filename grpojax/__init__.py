@@ -1,8 +1,7 @@
 """GRPO for JAX: the group is an array axis.
 
-The functions most programs need, by their short names; the rest is in
-`grpojax.core` (GRPO as pure functions of arrays), `grpojax.statistics` (the
-paper) and `grpojax.models`.
+Common functions by short names. `grpojax.core` has GRPO as pure functions of
+arrays; see also `grpojax.statistics` (the paper) and `grpojax.models`.
 """
 
 import importlib
@@ -10,8 +9,7 @@ import os
 import sys
 from typing import Any
 
-# Imported at first use, so that parts without JAX, such as processes that
-# compute rewards, do not load it.
+# Imported at first use, because reward workers do not need JAX.
 _NAMES = {
   "grpojax.core": ("advantages", "losses"),
   "grpojax.core.arguments": ("check_prompts", "prompts_from_left_padded"),
@@ -49,7 +47,7 @@ __all__ = sorted(_MODULES)
 
 
 def _is_program() -> bool:
-  """Returns True for `python -m grpojax[.NAME]`, and for `grpojax`."""
+  """Returns True for `python -m grpojax[.NAME]` and `grpojax`."""
   words = sys.orig_argv
   if "-m" in words:
     module = words[words.index("-m") + 1 :][:1]
@@ -57,19 +55,19 @@ def _is_program() -> bool:
   return os.path.basename("".join(sys.argv[:1])) == "grpojax"
 
 
-# Here, because most of a program's start goes into imports.
+# Ctrl-C is handled from here on, because imports take most of the start.
 if _is_program():
   importlib.import_module("grpojax.runtime.processes.interrupts").begin()
 
 
 def __getattr__(name: str) -> Any:
-  if name in ("core", "models", "statistics"):  # with all that is named above
+  if name in ("core", "models", "statistics"):  # with all of their modules
     for module in _NAMES:
       importlib.import_module(module)
     value = importlib.import_module(f"grpojax.{name}")
   elif name in _MODULES:
     module = _MODULES[name]
-    if module.count(".") == 1:  # a package, of which the name is a module
+    if module.count(".") == 1:  # a package that contains the module `name`
       value = importlib.import_module(f"{module}.{name}")
     else:
       value = getattr(importlib.import_module(module), name)

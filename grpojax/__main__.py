@@ -1,8 +1,8 @@
-"""The programs by name: `grpojax train ...` is `python -m grpojax.train ...`.
+"""Console entry: `grpojax train ...` is `python -m grpojax.train ...`.
 
 grpojax                  lists the programs (also: python -m grpojax)
-grpojax NAME [...]       runs one; grpojax NAME --help says what it takes
-grpojax --settings       docs/settings.md: the settings of all of them
+grpojax NAME [...]       runs a program; grpojax NAME --help explains its flags
+grpojax --settings       prints docs/settings.md, the settings of all programs
 """
 
 import ast
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent
 
 
 def programs() -> dict[str, str]:
-  """Returns the first docstring line of each program, which is not imported."""
+  """Returns the first docstring line of each program without importing it."""
   by_name = {}
   for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("studies/*.py")]):
     text = path.read_text()
@@ -28,15 +28,15 @@ def programs() -> dict[str, str]:
 
 _FIRST = """usage: grpojax PROGRAM [...], or python -m grpojax.PROGRAM [...]
 
-What to do first:
-  grpojax train                   trains the model that comes along, in minutes
-  grpojax evaluate runs/NAME      how good a run's model is
-  grpojax train --help            every setting, with what it is
+First steps:
+  grpojax train                   trains the embedded model, in minutes
+  grpojax evaluate runs/NAME      evaluates the model of a run
+  grpojax train --help            explains all settings
 """
 
 
 def usage() -> str:
-  """Returns the first things to do, and the programs, a line each."""
+  """Returns the first steps and a line per program."""
   by_name = programs()
   width = max(map(len, by_name))
   lines = {
@@ -56,7 +56,7 @@ def settings_page() -> str:
 
 
 def _unknown(name: str, by_name: dict[str, str]) -> str:
-  """Returns the error for an unknown program, with the nearest name."""
+  """Returns the error for an unknown program, with a similar name if any."""
   last = {program.rpartition(".")[2]: program for program in by_name}
   near = difflib.get_close_matches(name.rpartition(".")[2], last, n=1)
   known = ", ".join(by_name)
@@ -65,7 +65,7 @@ def _unknown(name: str, by_name: dict[str, str]) -> str:
 
 
 def main() -> None:
-  """Runs the program that the command line names, with the rest of it."""
+  """Runs the program named by the command line."""
   name, *argv = sys.argv[1:] or ["--help"]
   if name in ("-h", "--help"):
     print(usage())

@@ -1,25 +1,25 @@
-"""Times training steps, by the functions that training runs.
+"""Times training steps with the functions of a training run.
 
     python -m grpojax.bench --workload=NAME
     python -m grpojax.bench --config=configs/x.py [--config.key=value ...]
                             (both: [--steps=N] [--warmup=N] [--out=FILE.json])
 
---workload is one GRPO step of a comparison with other libraries (see
-grpojax/benchmarks/workloads.py), on new prompts each time, with the weights of
-the step before. It prints one JSON line. arithmetic is a step on the embedded
-arithmetic-instruct with all settings at their defaults; smollm2 and
-smollm2_lora have SmolLM2-135M's sizes. "variant" names changed settings
+--workload is a GRPO step of the comparison with other libraries (see
+grpojax/benchmarks/workloads.py); each step has new prompts and the weights of
+the step before. It prints a line of JSON. arithmetic is a step of the embedded
+arithmetic-instruct with default settings; smollm2 and smollm2_lora have the
+sizes of SmolLM2-135M. "variant" names changed settings
 (--config.optim.micro_batches=1, ...).
 
---config is a step of any training config on random weights of its model's real
-shapes: only the config.json of model.path is read. Prompts are random, all of
+--config is a step of any training config with random weights in the model's
+shapes: only the config.json of model.path is read. Prompts are random, of
 data.max_prompt_length tokens; completions have sampling.max_new_tokens. It
-prints a table: seconds by part, tokens per second and operations of matrix
-products (without attention), these also as a share of the devices' peak
-(measured at the start on CPUs).
+prints a table: seconds by part, tokens per second, and FLOPs of matrix products
+(without attention), also as a share of the devices' peak (on CPUs measured at
+the start).
 
-Steps in which other processes took at least 8% of the CPUs do not count, unless
-all were so. Each step is reported on standard error.
+Steps in which other processes took at least 8% of the CPUs are excluded, unless
+all did. Each step is reported on standard error.
 """
 
 import dataclasses
@@ -38,19 +38,19 @@ from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
 
 FLAGS = {
-  "workload": setting("", "a step of a comparison", workloads.NAMES),
+  "workload": setting("", "step of the comparison", workloads.NAMES),
   "steps": setting(
-    8, "steps that are timed; 10 with --workload=arithmetic", within="[1, inf)"
+    8, "timed steps; 10 with --workload=arithmetic", within="[1, inf)"
   ),
   "warmup": setting(
-    2, "steps before them; the first compiles", within="[0, inf)"
+    2, "steps before timing; the first compiles", within="[0, inf)"
   ),
-  "out": setting("", 'also write the result to this JSON file; "" = none'),
+  "out": setting("", 'JSON file for the result; "" = none'),
 }
 
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
-  """Returns config and flags; a workload has defaults of its own."""
+  """Returns config and flags; a workload has different defaults."""
   config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   name, names = flags.workload, ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
@@ -58,16 +58,15 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   if not name:
     return config, flags
   if any(re.match("--?config(=|$)", word) for word in argv):
-    text = "has a config of its own: give it or --config"
-    raise ValueError(f"--workload={name} {text}")
+    raise ValueError(f"--workload={name} has its own config: remove --config")
   steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
-  own = FLAGS | {"steps": steps}
   default = lambda: workloads.config_of(name)
-  return command_line.parse(argv, own, SETTINGS, default=default)
+  flags = FLAGS | {"steps": steps}
+  return command_line.parse(argv, flags, SETTINGS, default=default)
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     config, flags = _parse(argv)
     out = pathlib.Path(flags.out) if flags.out else None
@@ -85,7 +84,7 @@ def main(argv: list[str]) -> None:
     else:
       report = configured.measure(run, steps, warmup)
       text = "\n".join(configured.lines(report))
-  try:  # first, for the screen may be gone; and so may the disk
+  try:  # write before printing, because the terminal may be closed
     if out:
       with command_line.usage_errors():
         records.write_json(out, report)

@@ -1,4 +1,4 @@
-"""Asks a model, and shows its answers.
+"""Prints a model's answers to prompts.
 
     python -m grpojax.chat --model=DIR [--prompt=TEXT | --example=N]
                            [--samples=N] [--temperature=T]
@@ -6,15 +6,15 @@
 
 DIR is the directory of a training run, finished or not, a Hugging Face
 directory, or the name of an embedded model. A run formats prompts and samples
-as in training (data.template, data.system_prompt, ...); --temperature and
---config.sampling.* change that. Other models use their chat template, if any;
-without one, a prompt is continued as text.
+as in training (data.template, data.system_prompt, ...), unless --temperature or
+--config.sampling.* say otherwise. Other models use their chat template; without
+one they continue the prompt as text.
 
---prompt asks once. --example=N asks problem N of the held-out data, from 0, and
-shows each answer with its reward: data and rewards are a run's own, and those
-of --config.data.* and --config.reward.* for other models. Without either, each
-line of standard input is a prompt; /new forgets earlier lines, /quit or Ctrl-D
-ends. Control characters in answers are escaped.
+--prompt asks a single time. --example=N asks problem N of the held-out data,
+from 0, and prints each answer with its reward; data and rewards come from the
+run, or for other models from --config.data.* and --config.reward.*. Otherwise
+each line of standard input is a prompt; /new clears the history, /quit or
+Ctrl-D ends the chat. Control characters in answers are escaped.
 """
 
 import contextlib
@@ -48,29 +48,29 @@ from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
 NEW, QUIT = "/new", "/quit"
-HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
+HELP = f"each line is a prompt; {NEW} clears the history, {QUIT} ends the chat"
 
 FLAGS = {
-  "model": setting("", "a run, directory, .gguf file or embedded model"),
-  "best": setting(False, "of a run: the state of checkpoint.best"),
-  "prompt": setting("", 'asked once; "" = each line of standard input'),
+  "model": setting("", "run, directory, .gguf file or embedded model"),
+  "best": setting(False, "checkpoint of the highest held-out accuracy"),
+  "prompt": setting("", 'single prompt; "" = each line of standard input'),
   "example": setting(
-    -1, "held-out problem to ask once and score; -1 = none", within="[-1, inf)"
+    -1, "held-out problem to ask and score; -1 = none", within="[-1, inf)"
   ),
-  "samples": setting(1, "answers to each prompt", within="[1, 1024]"),
+  "samples": setting(1, "answers per prompt", within="[1, 1024]"),
   "turns": setting(
     "auto",
-    "turns of a chat that the model sees; auto = one for a run, else all",
+    "turns of a chat that the model reads; auto = one for a run, else all",
     choices=("auto", "all", "one"),
   ),
   "temperature": setting(
-    -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, 100]"
+    -1.0, "temperature; 0 = greedy, -1 = as trained", within="[-1, 100]"
   ),
 }
 READS = (
   "model.dtype model.ignore_keys seed data. environment. reward. sampling."
 ).split()
-"""Settings, or their beginnings, that change an answer."""
+"""Settings, or prefixes of settings, that affect answers."""
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
@@ -86,8 +86,8 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
     raise ValueError("give --prompt or --example, not both")
   try:
     flags.prompt.encode()
-  except UnicodeEncodeError as error:  # so Python hands on other bytes
-    raise ValueError("--prompt is no UTF-8 text: give it as such") from error
+  except UnicodeEncodeError as error:  # Python escapes undecodable bytes
+    raise ValueError("--prompt is not valid UTF-8: re-encode it") from error
   if run_models.is_run(flags.model):
     config, flags = parse(lambda: run_models.read_config(flags.model))
   if flags.temperature > 0:
@@ -105,14 +105,13 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
   settings = dataclasses.replace(settings, eval=evaluated)
   try:
     examples = splits.load_examples(settings, "test")
-  except ValueError as error:  # of drawn problems, which are counted by that
+  except ValueError as error:  # too many prompts for a generated data set
     setting = f"eval.num_prompts = {count}"
     message = str(error).replace(setting, f"--example = {number}")
     raise ValueError(message) from error
   if number >= len(examples):
     raise ValueError(
-      f"--example={number}: there are {len(examples)} held-out problems, the "
-      f"last is {len(examples) - 1}"
+      f"--example={number}: use 0 to {len(examples) - 1}, the held-out problems"
     )
   return examples[number]
 
@@ -120,12 +119,12 @@ def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
 class Answer(NamedTuple):
   """A completion."""
 
-  text: str  # as the model wrote it
-  tokens: int  # number of its tokens, with the one that ends it
+  text: str  # not escaped
+  tokens: int  # number of tokens, the EOS included
   finished: bool  # True if it ended within sampling.max_new_tokens
   reward: float | None = None  # nan if it failed; None without rewards
-  before: tuple[str, ...] = ()  # earlier turns, and an environment's answers
-  error: str | None = None  # why the environment failed
+  before: tuple[str, ...] = ()  # earlier turns of model and environment
+  error: str | None = None  # failure of the environment
 
 
 class Speaker(NamedTuple):
@@ -136,15 +135,15 @@ class Speaker(NamedTuple):
   params: Params
   sampler: Callable[..., Any]  # from `step.sampling.make_sampler`
   key: jax.Array  # of the samples
-  reward_pool: rewards_lib.RewardPool | None = None  # None: without rewards
+  reward_pool: rewards_lib.RewardPool | None = None  # None without rewards
 
 
 def _fit_prompt(
   settings: TrainSettings, policy: Policy, example: dict[str, Any]
 ) -> TrainSettings:
-  """Doubles data.max_prompt_length until a prompt fits: few sizes compile.
+  """Doubles data.max_prompt_length until a prompt fits, so few sizes compile.
 
-  ValueError if the model has no positions for the prompt and an answer.
+  ValueError if prompt and answer exceed the model's positions.
   """
   _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
   new_tokens = settings.sampling.max_new_tokens
@@ -161,10 +160,10 @@ def _fit_prompt(
 def ask(
   speaker: Speaker, example: dict[str, Any], turn: int = 0
 ) -> tuple[str, list[Answer]]:
-  """Returns the prompt of an example as the model reads it, and its answers.
+  """Returns the formatted prompt of an example and the model's answers.
 
-  Another turn draws other samples. ValueError if the model's chat template
-  does not take the prompt.
+  Each `turn` draws different samples. ValueError if the model's chat template
+  refuses the prompt.
   """
   policy = speaker.policy
   settings = _fit_prompt(speaker.settings, policy, example)
@@ -185,24 +184,24 @@ def ask(
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()
   answers = [*map(Answer, texts[0], tokens, finished, rewards)]
-  for g, row in enumerate(
-    sampled.transcripts[0] if sampled.transcripts else ()
-  ):
-    arrays = {
+  transcripts = sampled.transcripts[0] if sampled.transcripts else []
+  for g, transcript in enumerate(transcripts):
+    trajectory = {
       "ids": samples.completion_ids,
       "mask": samples.completion_mask,
       "turns": samples.turns,
       "turn_rewards": samples.turn_rewards,
     }
-    one = {name: np.asarray(x[0, g]) for name, x in arrays.items()}
-    *blocks, _ = sample_rows.turns_of(policy.tokenizer, one)
-    before = tuple(f"{x['by']}: {x['text'].strip()}" for x in blocks)
-    answers[g] = answers[g]._replace(before=before, error=row["episode_error"])
+    trajectory = {name: np.asarray(x[0, g]) for name, x in trajectory.items()}
+    *turns, _ = sample_rows.turns_of(policy.tokenizer, trajectory)
+    before = tuple(f"{x['by']}: {x['text'].strip()}" for x in turns)
+    error = transcript["episode_error"]
+    answers[g] = answers[g]._replace(before=before, error=error)
   return examples[0]["prompt_text"], answers
 
 
 def answer_lines(answers: list[Answer]) -> list[str]:
-  """Returns lines to print; their control characters are escaped."""
+  """Returns lines to print, with escaped control characters."""
   texts = []
   for i, answer in enumerate(answers, 1):
     about = [f"[{i}/{len(answers)}]"] if len(answers) > 1 else []
@@ -210,7 +209,7 @@ def answer_lines(answers: list[Answer]) -> list[str]:
       about.append(f"reward {answer.reward:g}")
     about.append(f"{answer.tokens} tokens")
     if not answer.finished:
-      about.append("cut off there")
+      about.append("truncated")
     if answer.error:
       about.append(f"the environment failed: {printable(answer.error)}")
     texts += map(printable, answer.before)
@@ -221,10 +220,10 @@ def answer_lines(answers: list[Answer]) -> list[str]:
 def talk(
   speaker: Speaker, read: Iterator[str], say: Callable[[str], None], turns: bool
 ) -> None:
-  """Answers one line after another, until they end or `QUIT`.
+  """Answers lines until their end or `QUIT`.
 
-  With `turns`, which need a chat template, the model sees the earlier lines and
-  the first answer to each.
+  With `turns`, the model reads earlier lines and the first answer to each; this
+  needs a chat template.
   """
   history: list[dict[str, str]] = []
   for turn, line in enumerate(read):
@@ -239,7 +238,7 @@ def talk(
       try:
         _, answers = ask(speaker, {"prompt": prompt}, turn)
       except ValueError as error:
-        say(printable(f"error: {error}"))  # may quote the model's template
+        say(printable(f"error: {error}"))  # may quote the chat template
         continue
       say("\n".join(answer_lines(answers)))
       if turns:
@@ -250,9 +249,9 @@ def talk(
 def _set_up(
   settings: TrainSettings, flags: ConfigDict, stack: contextlib.ExitStack
 ) -> tuple[Speaker, dict[str, Any] | None, bool]:
-  """Returns the model, its only example if any, and True if it sees old turns.
+  """Returns the model, a single example if any, and whether it reads old turns.
 
-  All errors come before anything compiles.
+  All errors are raised before compilation.
   """
   policy, params = run_models.load(flags.model, settings.model, flags.best)
   policy = policy_lib.with_stop(policy, settings.sampling.stop)
@@ -264,7 +263,7 @@ def _set_up(
     _fit_prompt(settings, policy, example)
   has_template = bool(policy.tokenizer.chat_template)
   if flags.turns == "all" and not has_template:
-    raise ValueError("--turns=all: the model has no chat template; use one")
+    raise ValueError("--turns=all: the model has no chat template: use one")
   turns = flags.turns == "all"
   if flags.turns == "auto":
     turns = has_template and not run_models.is_run(flags.model)
@@ -286,14 +285,14 @@ def _set_up(
 
 
 def _lines() -> Iterator[str]:
-  """Yields lines of standard input; a terminal is shown a prompt."""
+  """Yields lines of standard input; prints a prompt to a terminal."""
   typed = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):
-    sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8
+    sys.stdin.reconfigure(errors="replace")
   if typed:
     import readline  # noqa: F401  makes `input` edit lines
 
-    print(f"{HELP}; the first answer takes a while (it compiles)")
+    print(f"{HELP}; the first answer is slow (it compiles)")
   while True:
     try:
       yield input("> " if typed else "")
@@ -302,21 +301,21 @@ def _lines() -> Iterator[str]:
 
 
 def _ask_once(speaker: Speaker, example: dict[str, Any]) -> None:
-  """Prints the answers to an example, and its prompt if they have rewards."""
+  """Prints the answers to an example; with rewards also prompt and solution."""
   pool = speaker.reward_pool
   if pool is not None:
-    steps = speaker.settings.steps  # of the run, which has ended
+    steps = speaker.settings.steps  # as at the end of the run
     (example,) = rewards_lib.with_step(pool.pool, [example], steps, steps)
   prompt, answers = ask(speaker, example)
   if pool is not None:
     print(printable(prompt).rstrip())
   print(*answer_lines(answers), sep="\n")
   if pool is not None and "answer" in example:
-    print(f"the right answer: {printable(str(example['answer']))}")
+    print(f"correct answer: {printable(str(example['answer']))}")
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   compilation.keep()
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():

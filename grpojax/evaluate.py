@@ -1,4 +1,4 @@
-"""Accuracy of a model on held-out problems, or of two models on the same ones.
+"""Evaluates a model on held-out problems, or compares two models.
 
     python -m grpojax.evaluate DIR [--compare=DIR] [--samples=N]
                                [--k=1,2,4] [--majority] [--temperature=1.0]
@@ -6,18 +6,18 @@
 
 DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
 ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the directory of a
-training run, finished or not, whose config is then the default. Settings that
-an evaluation does not read are refused. Without --samples it decodes greedily
-and prints the accuracy with Wilson's 95% interval; with --samples=N it draws N
-completions per prompt and prints pass@k (unbiased) for each k, with a 95%
-interval over prompts. --majority adds maj@k: how often the most frequent
-answer of k completions is right.
+training run, finished or not, whose config becomes the default. Settings that
+evaluation ignores are refused. By default it decodes greedily and prints
+the accuracy with Wilson's 95% interval; with --samples=N it draws N completions
+per prompt and prints pass@k (unbiased) for each k, with a 95% interval over
+prompts. --majority adds maj@k: how often the most frequent answer of k
+completions is right.
 
 --compare evaluates a second model on the same problems and prints, for each
-number, the paired difference (--model less --compare) with its 95% interval and
-a two-sided p-value. Each model is prompted in its own format. Data, lengths and
-random numbers are the same for both: those of --model if it is a run, never
-those of --compare. With data.too_long=drop both get the problems that fit both.
+metric, the paired difference (--model less --compare) with its 95% interval and
+a two-sided p-value. Each model is prompted in its own format. Both use the same
+data, lengths and random numbers, taken from --model if it is a run, never from
+--compare. With data.too_long=drop both get the problems that fit both.
 """
 
 import contextlib
@@ -49,28 +49,21 @@ from grpojax.training.step import sampling as sampling_lib
 
 FLAGS = {
   "model": setting(
-    "", "a directory, .gguf file, embedded model, run, or ORG/NAME[@REVISION]"
+    "", "directory, .gguf file, embedded model, run, or ORG/NAME[@REVISION]"
   ),
   "compare": setting(
-    "", 'a second model, on the data settings of the first one; "" = none'
+    "", 'second model, evaluated with the data settings of --model; "" = none'
   ),
-  "best": setting(
-    False,
-    "of --model, the state of the highest held-out accuracy (checkpoint.best)",
-  ),
+  "best": setting(False, "checkpoint of the highest held-out accuracy"),
   "samples": setting(
-    0, "completions a prompt; 0 = one greedy completion", within="[0, inf)"
+    0, "completions per prompt; 0 = one greedy completion", within="[0, inf)"
   ),
-  "k": setting(
-    "1", "pass@k to report, comma-separated, each at most --samples"
-  ),
+  "k": setting("1", "k of pass@k, comma-separated, each at most --samples"),
   "majority": setting(
-    False, "also report maj@k, the vote of k answers, for each k"
+    False, "maj@k, the majority vote of k answers, for each k"
   ),
-  "temperature": setting(
-    1.0, "temperature of the samples", within="[0.01, 100]"
-  ),
-  "out": setting("", 'also write the result to this JSON file; "" = none'),
+  "temperature": setting(1.0, "sampling temperature", within="[0.01, 100]"),
+  "out": setting("", 'JSON file for the result; "" = none'),
 }
 
 READS = tuple(
@@ -78,15 +71,15 @@ READS = tuple(
   "eval.num_prompts eval.batch_size sampling.max_new_tokens sampling.stop "
   "sampling.stages sampling.compact log.every".split()
 )
-"""Settings, or their beginnings, that change an evaluation."""
+"""Settings, or prefixes of settings, that affect an evaluation."""
 
 _Models = list[tuple[policy_lib.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
-"""Values of each model, by name: one per prompt."""
+"""Metrics of each model by name, [prompts]."""
 
 
 def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
-  """Refuses flags that do not fit together; returns the ks, none if greedy."""
+  """Refuses conflicting flags; returns the ks, [] if greedy."""
   try:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
@@ -94,37 +87,32 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
   samples, majority = flags.samples, flags.majority
   first = settings.reward.functions[0]
   judges = {first, *mixtures.judges(settings).values()}
-
-  def refuse(wrong: Any, message: str) -> None:
+  errors = {
+    "an interval over prompts needs --config.eval.num_prompts=2": (
+      samples and settings.eval.num_prompts < 2
+    ),
+    "--k and --majority need --samples": (
+      not samples and (majority or flags.k != FLAGS["k"].default)
+    ),
+    f"--majority needs {' or '.join(evaluation.VOTING)}, which extract "
+    f"answers: the problems are judged by {', '.join(sorted(judges))}": (
+      majority and (first not in evaluation.VOTING or len(judges) > 1)
+    ),
+    f"--majority takes at most --samples={MOST_SAMPLES}": (
+      majority and samples > MOST_SAMPLES
+    ),
+    f"--k={flags.k}: each k must be in 1..{samples}": (
+      samples and not all(1 <= k <= samples for k in ks)
+    ),
+  }
+  for message, wrong in errors.items():
     if wrong:
       raise ValueError(message)
-
-  refuse(
-    samples and settings.eval.num_prompts < 2,
-    "an interval over prompts needs --config.eval.num_prompts=2",
-  )
-  refuse(
-    not samples and (majority or flags.k != FLAGS["k"].default),
-    "--k and --majority need --samples: they are estimated from samples",
-  )
-  refuse(
-    majority and (first not in evaluation.VOTING or len(judges) > 1),
-    f"--majority counts votes for answers as {' or '.join(evaluation.VOTING)} "
-    f"reads them: the problems are judged by {', '.join(sorted(judges))}",
-  )
-  refuse(
-    majority and samples > MOST_SAMPLES,
-    f"--majority takes at most --samples={MOST_SAMPLES}",
-  )
-  refuse(
-    samples and not all(1 <= k <= samples for k in ks),
-    f"--k={flags.k}: each k must be in 1..{samples}",
-  )
   return ks if samples else []
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
-  """Reads the command line: the settings, the flags and the ks."""
+  """Returns the settings, the flags and the ks of a command line."""
 
   def parse(default=None, reads=READS):
     return command_line.parse(
@@ -132,14 +120,14 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
     )
 
   config, flags = parse()
-  if run_models.is_run(flags.model):  # a run is evaluated as it was trained
+  if run_models.is_run(flags.model):  # a run keeps its data type
     reads = [name for name in READS if name != "model.dtype"]
     config, flags = parse(lambda: run_models.read_config(flags.model), reads)
   settings = from_config(config)
   if not flags.model:
     raise ValueError(
-      "give --model: a directory, a .gguf file, an embedded model, a run, or "
-      "ORG/NAME of the Hub"
+      "give --model: a directory, .gguf file, embedded model, run, or ORG/NAME "
+      "of the Hub"
     )
   ks = _check_flags(settings, flags)
   rewards_lib.resolve_functions(settings)
@@ -151,7 +139,7 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
 def _load(
   settings: TrainSettings, flags: ConfigDict
 ) -> tuple[_Models, list[evaluation.HeldOut]]:
-  """Loads the models, and the problems that each of them is asked."""
+  """Loads the models and their held-out problems."""
   names = [name for name in (flags.model, flags.compare) if name]
   models = []
   for name in names:
@@ -165,14 +153,14 @@ def _load(
     settings, names, [policy for policy, _ in models]
   )
   count = problems[0].count
-  for name, one in zip(names, problems, strict=True):
-    if one.too_long:
-      print(f"{name}: {one.too_long} held-out prompts are too long")
-  if len(names) > 1 and any(one.too_long for one in problems):
+  for name, held_out in zip(names, problems, strict=True):
+    if held_out.too_long:
+      print(f"{name}: {held_out.too_long} held-out prompts are too long")
+  if len(names) > 1 and any(x.too_long for x in problems):
     print(f"compared on the {count} held-out prompts that fit both")
   if flags.samples and count < 2:
     raise ValueError(
-      f"{count} held-out prompt is left, and an interval over prompts needs 2: "
+      f"{count} held-out prompt remains, but an interval over prompts needs 2: "
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
   return models, problems
@@ -185,7 +173,7 @@ def _evaluate(
   models: _Models,
   held_out: list[evaluation.HeldOut],
 ) -> tuple[_Values, dict[str, _Values]]:
-  """Evaluates each model; returns its values, in all and by data set."""
+  """Evaluates each model; returns its metrics, overall and by data set."""
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = settings.reward.functions[0]
   answer = None
@@ -212,7 +200,7 @@ def _evaluate(
         sampler,
         problems.batches,
         reward_pool,
-        settings.steps,  # which rewards may ask for: the run's last
+        settings.steps,
         on_progress=functools.partial(shown.evaluated, total=problems.count),
       )
       if result.failures:
@@ -225,13 +213,13 @@ def _evaluate(
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   compilation.keep()
   with command_line.usage_errors():
     settings, flags, ks = _parse(argv)
     models, problems = _load(settings, flags)
   values, by_data_set = _evaluate(settings, flags, ks, models, problems)
-  try:  # first, for the screen may be gone; and so may the disk
+  try:  # write before printing, because the terminal may be closed
     if flags.out:
       results = _results(flags, values)
       if by_data_set:
@@ -248,7 +236,7 @@ def main(argv: list[str]) -> None:
 
 
 def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
-  """Returns the numbers of one or two models, for JSON."""
+  """Returns the metrics of one or two models for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
     numbers = evaluation.numbers(values[1])
@@ -259,7 +247,7 @@ def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
 
 
 def _report(flags: ConfigDict, values: _Values) -> None:
-  """Prints the numbers of one or two models."""
+  """Prints the metrics of one or two models."""
   count = len(next(iter(values[0].values())))
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")

@@ -1,4 +1,4 @@
-"""A training run as a model directory that transformers and vLLM read.
+"""Exports the model of a training run for transformers and vLLM.
 
     python -m grpojax.export RUN --out=DIR [--step=N]
                              [--dtype=bfloat16|float32] [--adapter]
@@ -7,9 +7,9 @@ RUN (or --model=RUN) is the directory of a training run, finished or not, or a
 model that training can start from. DIR gets the configuration, the tokenizer
 with its chat template, the generation configuration and the weights
 (safetensors, in files of at most 5 GB) of the newest checkpoint or of step N,
-as trained (float32) unless --dtype changes that; of a finished run without
-checkpoints, those of its model/. A LoRA run is merged into its base model;
---adapter writes the adapter alone, as the peft library does.
+in float32 unless --dtype is given. A finished run without checkpoints exports
+its model/. LoRA adapters are merged into the base model; --adapter writes the
+adapter alone, in the format of the peft library.
 """
 
 import pathlib
@@ -24,29 +24,23 @@ from grpojax.runtime.files import disk
 from grpojax.training.run_models import export, host_device
 
 FLAGS = {
-  "model": setting(
-    "", "a run directory, or its URL on gs://; or a model to copy"
-  ),
+  "model": setting("", "run directory, its gs:// URL, or a model to copy"),
   "out": setting("", "directory to write"),
   "step": setting(
     -1, "step of the checkpoint; -1 = the newest", within="[-1, inf)"
   ),
-  "best": setting(
-    False, "that of the highest held-out accuracy (checkpoint.best)"
-  ),
-  "dtype": setting("", 'format of the weights; "" = as trained', DTYPES),
+  "best": setting(False, "checkpoint of the highest held-out accuracy"),
+  "dtype": setting("", 'data type of the weights; "" = as trained', DTYPES),
   "ignore_keys": setting(
-    (), "of a model, not of a run: as --config.model.ignore_keys in training"
+    (), "model.ignore_keys of a model to copy; a run has its own"
   ),
-  "adapter": setting(
-    False, "write the adapter of a LoRA run, without its base"
-  ),
+  "adapter": setting(False, "adapter of a LoRA run without its base"),
 }
 SETTINGS = None
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     _, flags = command_line.parse(
       argv, FLAGS, SETTINGS, __doc__, positional="model"

@@ -1,14 +1,14 @@
-"""Writes a report on runs: one HTML file, to be opened in any browser.
+"""Writes an HTML report on one or several runs.
 
     python -m grpojax.report RUN [RUN ...] [--out=FILE.html]
 
-RUN is the directory of a training run, finished or not, or its URL on gs://.
-The report has curves with intervals, the distribution of rewards, completions
-to browse, the gradient's noise if it was diagnosed, failures, settings, and
-time by part. Several runs are drawn over each other, and each is compared with
-the first: held-out answers prompt by prompt, metrics step by step. The file
-needs no network and no other file. By default it is report.html, in the run
-directory of a single run on a disk, else here.
+RUN is the directory of a training run, finished or not, or its gs:// URL. The
+report has curves with intervals, the distribution of rewards, completions to
+browse, the gradient's noise if it was diagnosed, failures, settings, and time
+by part. Several runs share their plots, and each is compared with the first:
+held-out answers prompt by prompt, metrics step by step. The file needs no
+network and no other file. By default it is report.html, in the run directory of
+a single run on a disk, else in the working directory.
 """
 
 import pathlib
@@ -22,36 +22,34 @@ from grpojax.runtime.terminal.screen import printable
 from grpojax.training.report import run_report
 from grpojax.training.run import run_directory, run_storage
 
-FLAGS = {
-  "out": setting("", 'the file to write; "" = report.html, see above'),
-}
+FLAGS = {"out": setting("", 'file to write; "" = report.html, see above')}
 SETTINGS = None
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Separates the runs in a command line's words from the other words."""
-  runs, rest = [], []
+  """Separates runs from flags."""
+  runs, flags = [], []
   for before, word in zip(["", *argv], argv, strict=False):
     is_value = before in ("--out", "-out")
-    (rest if word.startswith("-") or is_value else runs).append(word)
-  return [command_line.expand_home(run) for run in runs], rest
+    (flags if word.startswith("-") or is_value else runs).append(word)
+  return [command_line.expand_home(run) for run in runs], flags
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
-  runs, rest = _split(argv)
+  """Runs the program with command line arguments `argv`."""
+  runs, words = _split(argv)
   with command_line.usage_errors(), disk.errors():
-    _, flags = command_line.parse(rest, FLAGS, SETTINGS, __doc__)
+    _, flags = command_line.parse(words, FLAGS, SETTINGS, __doc__)
     if not runs:
       raise ValueError("give the directory of a training run, or several")
     paths = [run_storage.local(run) for run in runs]
     in_buckets = any(map(run_storage.is_url, runs))
     text = run_report.report(paths, runs if in_buckets else None)
-    beside = len(runs) == 1 and not in_buckets
-    default = pathlib.Path(runs[0] if beside else "") / run_directory.REPORT
+    in_run = len(runs) == 1 and not in_buckets
+    default = pathlib.Path(runs[0] if in_run else "") / run_directory.REPORT
     out = pathlib.Path(flags.out) if flags.out else default
     if out.is_symlink() and not flags.out:
-      out.unlink()  # whoever made the run may have linked a file of yours
+      out.unlink()  # a foreign run may contain a link to another file
     disk.check_file(out, "--out")
     records.write_text(out, text)
   print(printable(f"{', '.join(runs)} -> {out}"))

@@ -1,22 +1,22 @@
-"""Checks an installation on its devices: what to run first on a new chip.
+"""Checks an installation on its devices: run it first on a new chip.
 
     python -m grpojax.selfcheck [--out=DIR] [--skip=resume,step]
 
-It prints a table in Markdown, to be pasted into an issue, and writes it to
-DIR/selfcheck.md. On several hosts run the same command on all of them, with
---shared=DIR for `resume`; the first prints the table. About ten minutes on an
-accelerator, most of them compilation:
+It prints a Markdown table for an issue, and writes it to DIR/selfcheck.md. On
+several hosts run the same command on all of them, with --shared=DIR for
+`resume`; the first prints the table. It takes about ten minutes on an
+accelerator, mostly compilation:
 
 resume      a bfloat16 run of the default job that is killed and restarted ends
-            in the same model, bit for bit, as one that ran through (a GPU needs
+            in the same model, bit for bit, as an uninterrupted run (GPUs need
             --xla_gpu_deterministic_ops, which it sets); the trainer's
-            log-probabilities are near the rollouts'
-parity      log-probabilities of the embedded model are near the CPU's, which
-            come with this program
-attention   attention in blocks, and by kernels, is plain attention, values and
-            gradients
+            log-probabilities are close to the rollout's
+parity      log-probabilities of the embedded model are close to recorded values
+            of a CPU
+attention   attention in blocks and in kernels equals plain attention, values
+            and gradients
 step        a step of 0.5 billion random weights: seconds, share of the peak and
-            memory, beside the estimates of `grpojax.compile` for the chip (on
+            memory, with the estimates of `grpojax.compile` for the chip (on
             CPUs a small step without estimates)
 
 Exit code 1: a check failed; its rows are marked.
@@ -62,24 +62,24 @@ from grpojax.training.settings.run import TrainSettings
 FIGURES = pathlib.Path(__file__).parent / "assets" / "cpu_logprobs.json"
 MODEL = "arithmetic-instruct"
 RUNS = "whole", "killed"  # of `check_resume`
-# Most that log-probabilities may differ on average, in nats a token: from those
-# of a CPU, and of the trainer from the rollout.
+# Maximum mean differences of log-probabilities, nats per token: from a CPU in
+# float32 and bfloat16, and of the trainer from the rollout.
 FLOAT32, BFLOAT16, MISMATCH = 1e-4, 0.1, 0.02
-# On a GPU XLA adds up in any order, and tunes kernels anew, in each run.
+# On GPUs the order of sums and the choice of kernels differ between runs.
 SAME_BITS = "--xla_gpu_deterministic_ops=true"
 
 
 class Row(NamedTuple):
-  """Line of the table."""
+  """Row of the table."""
 
   name: str
   seen: str
   expected: str = ""  # "" if unknown
-  ok: bool = True  # False if `seen` is not as expected
+  ok: bool = True
 
 
 def at_most(name: str, seen: float, most: int | float, unit: str = "") -> Row:
-  """Returns the row of a number that may not be larger; nan is."""
+  """Returns the row of a number with an upper bound; nan fails."""
   return Row(name, f"{seen:.2g}{unit}", f"at most {most:g}{unit}", seen <= most)
 
 
@@ -89,7 +89,7 @@ def _train(
   kill_at: int | None = None,
   words: Sequence[str] = (),
 ) -> None:
-  """Runs a small default job, with `words`, for eight steps or to `kill_at`."""
+  """Runs a small default job for eight steps, or kills it after `kill_at`."""
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={run}", *words]
   settings = "steps=8 checkpoint.every=1 model.dtype=bfloat16 batch_size=8 "
   settings += "eval.num_prompts=8 group_size=4 diagnostics.every=0"
@@ -112,19 +112,19 @@ def _train(
     finally:
       process.kill()
       process.wait()
-  if kill_at and is_time():  # another host was quicker to kill its process
+  if kill_at and is_time():  # ended because another host killed its process
     return
   if process.returncode:
     text = log.read_text(errors="replace")
     lines = re.findall(r"^(?:error|\S+Error): .+", text, re.MULTILINE)
-    raise RuntimeError("a run ended: " + (lines or [text[-600:]])[-1])
+    raise RuntimeError("a run failed: " + (lines or [text[-600:]])[-1])
 
 
 def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
-  """Yields a comparison of a run that was killed and resumed with a whole one.
+  """Compares a run that was killed and resumed with an uninterrupted run.
 
-  `shared` is an empty directory of all hosts, or "" for a temporary one;
-  `words` are more arguments of the runs.
+  `shared` is an empty directory of all hosts, or "" for a temporary directory;
+  `words` are additional arguments of the runs.
   """
   with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
     log = pathlib.Path(scratch, "log")
@@ -141,7 +141,7 @@ def check_resume(shared: str = "", words: Sequence[str] = ()) -> Iterator[Row]:
   yield Row("killed and resumed", seen, "the same model, bit for bit", same)
   name = "rollout_mismatch_mean"
   mean = max(row[name] for row in rows if name in row)
-  yield at_most("trainer against rollout", mean, MISMATCH, " nats a token")
+  yield at_most("trainer against rollout", mean, MISMATCH, " nats per token")
 
 
 def _tokens() -> tuple[np.ndarray, np.ndarray]:
@@ -161,16 +161,16 @@ def logprobs(dtype: Any) -> np.ndarray:
 
 
 def check_parity() -> Iterator[Row]:
-  """Yields how far log-probabilities are from the figures of a CPU."""
+  """Compares log-probabilities with recorded values of a CPU."""
   figures = np.array(json.loads(FIGURES.read_text()))
   for dtype, most in ((jnp.float32, FLOAT32), (jnp.bfloat16, BFLOAT16)):
     distance = np.abs(logprobs(dtype) - figures).mean()
-    name = f"log-probabilities in {jnp.dtype(dtype).name}, from a CPU's"
-    yield at_most(name, float(distance), most, " nats a token")
+    name = f"log-probabilities in {jnp.dtype(dtype).name} against a CPU"
+    yield at_most(name, float(distance), most, " nats per token")
 
 
 def check_attention() -> Iterator[Row]:
-  """Yields the distances of long rows' attention from plain attention."""
+  """Compares attention of long rows with plain attention."""
   b, g, k, r, s, e, p = 1, 2, 2, 2, 512, 64, 128
   shapes = [(b, g, k, r, s, e), *[(b, g, k, s, e)] * 2, *[(b, k, p, e)] * 2]
   keys = jax.random.split(seed_key(0), 6)
@@ -211,23 +211,16 @@ def check_attention() -> Iterator[Row]:
 
 
 def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
-  """Returns the settings of a step, and writes its model's config.json.
+  """Returns settings of a step; writes its model's config.json to `directory`.
 
   On accelerators: a Llama of Qwen2.5-0.5B's sizes, 8 prompts x 16 samples per
   device, 512 + 1,024 tokens.
   """
   small = jax.default_backend() == "cpu"
-  hf.write_config(
-    directory,
-    vocab_size=512 if small else 151_936,
-    pad_id=0,
-    eos_id=1,
-    width=128 if small else 896,
-    layers=2 if small else 24,
-    heads=2 if small else 14,
-    kv_heads=2,
-    mlp=256 if small else 4864,
-  )
+  sizes = dict(vocab_size=151_936, width=896, layers=24, heads=14, mlp=4864)
+  if small:
+    sizes = dict(vocab_size=512, width=128, layers=2, heads=2, mlp=256)
+  hf.write_config(directory, pad_id=0, eos_id=1, kv_heads=2, **sizes)
   config = default_config().unlock()
   config.model.path = str(directory / "config.json")
   config.model.dtype = "bfloat16"
@@ -242,7 +235,7 @@ def step_settings(directory: pathlib.Path, devices: int) -> TrainSettings:
 
 
 def check_step() -> Iterator[Row]:
-  """Yields times and memory of a step, beside estimates of its programs."""
+  """Yields times and memory of a step, with estimates."""
   with tempfile.TemporaryDirectory(prefix="grpojax-selfcheck-") as scratch:
     settings = step_settings(pathlib.Path(scratch), jax.device_count())
     run = configured.open_run(settings)
@@ -262,13 +255,13 @@ def check_step() -> Iterator[Row]:
     seconds = report["seconds"][name]["median"]
     yield Row(f"{name} of a step", f"{seconds:.3g} s", expected)
   rates = report["tokens_per_second"]
-  yield Row("sampled tokens a second", f"{rates['rollout']:.4g}")
+  yield Row("sampled tokens per second", f"{rates['rollout']:.4g}")
   if chip:
     share = report["flops_of_peak"]["step"]
-    yield Row("model operations of the peak", f"{share:.1%}")
+    yield Row("model FLOPs utilization", f"{share:.1%}")
   if memory := report["peak_memory_bytes"]:
     most = max((p.memory_bytes for p in estimates.values()), default=0)
-    expected = f"{most / GIB:.2f} GiB of a program" if most else ""
+    expected = f"{most / GIB:.2f} GiB per program" if most else ""
     yield Row("peak memory of a device", f"{memory / GIB:.2f} GiB", expected)
   yield Row("compiling the step", f"{report['compile_seconds']:.0f} s")
 
@@ -283,9 +276,9 @@ CHECKS = {
 
 FLAGS = {
   "out": setting(".", "directory of selfcheck.md"),
-  "skip": setting((), f"checks to leave out, of {', '.join(CHECKS)}"),
+  "skip": setting((), f"checks to skip, of {', '.join(CHECKS)}"),
   "shared": setting(
-    "", "empty directory or gs:// that all hosts share, for the runs of resume"
+    "", "empty directory or gs:// URL shared by all hosts, for resume"
   ),
   **distributed.FLAGS,
 }
@@ -293,12 +286,13 @@ SETTINGS = None
 
 
 def markdown(rows: list[Row]) -> str:
-  """Returns the table, with its devices and versions."""
+  """Returns the table, with devices and versions."""
   about = f"jax {jax.__version__}, Python {sys.version.split()[0]}"
   try:
-    one, *others = jax.devices()
-    about = f"{1 + len(others)} {one.device_kind} ({one.platform}), {about}"
-  except RuntimeError:  # which the rows say
+    devices = jax.devices()
+    kind = f"{devices[0].device_kind} ({devices[0].platform})"
+    about = f"{len(devices)} {kind}, {about}"
+  except RuntimeError:  # an error row has the reason
     about = f"no device, {about}"
   lines = [about, "", "| check | seen | expected | |", "|---|---|---|---|"]
   for row in rows:
@@ -308,45 +302,49 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _run(names: Sequence[str], rows: list[Row], **options: Any) -> None:
-  """Runs checks; adds their rows, or the error of one that fails."""
+  """Runs checks and adds their rows; an exception becomes a row."""
   for name in names:
     print(f"checking {name} ...", file=sys.stderr, flush=True)
     try:
       for row in CHECKS[name](**options):
         rows.append(row)
-    except Exception as error:  # the others are worth their time all the same
+    except Exception as error:  # later checks still run
       text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
       rows.append(Row(name, text.replace("|", "/"), ok=False))
-      if distributed.several():  # which wait for this one
+      if distributed.several():  # other processes wait for this one
         raise
 
 
 def _parse(argv: list[str]) -> tuple[Any, list[str]]:
-  """Returns the flags, and the names of the checks that they leave."""
+  """Returns the flags and the names of the checks to run."""
   _, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)
   disk.check_file(pathlib.Path(flags.out) / "selfcheck.md", "--out")
   if unknown := [name for name in flags.skip if name not in CHECKS]:
-    raise ValueError(f"--skip={unknown[0]}: there are {', '.join(CHECKS)}")
+    raise ValueError(f"--skip={unknown[0]}: use {', '.join(CHECKS)}")
   if set(flags.skip) == set(CHECKS):
-    raise ValueError("--skip: leaves nothing to be checked")
+    raise ValueError("--skip: skips all checks: keep at least one")
   names = [name for name in CHECKS if name not in flags.skip]
   shared = flags.shared
   if "resume" not in names:
     return flags, names
   if flags.coordinator and not shared:
-    text = "resume needs --shared=DIR, an empty directory that all processes"
-    raise ValueError(f"{text} share: give it, or --skip=resume")
+    raise ValueError(
+      "resume needs --shared=DIR, an empty directory shared by all processes: "
+      "give it, or --skip=resume"
+    )
   if shared and any((epath.Path(shared) / x).exists() for x in RUNS):
-    text = f"has {' or '.join(RUNS)} of an earlier check: remove them, or"
-    raise ValueError(f"--shared={shared}: {text} give another directory")
+    raise ValueError(
+      f"--shared={shared}: has {' or '.join(RUNS)} of an earlier check: remove "
+      "them, or give another directory"
+    )
   return flags, names
 
 
 def main(argv: list[str]) -> int:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     flags, names = _parse(argv)
-  # A run that it has started ends with it.
+  # SystemExit also kills a run that was started.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
   processes = {name: getattr(flags, name) for name in distributed.FLAGS}
   rows: list[Row] = []
@@ -362,8 +360,8 @@ def main(argv: list[str]) -> int:
     for i, others in enumerate(everyones[1:], 1):
       wrong = [row for row in (Row(*x) for x in others) if not row.ok]
       rows += [x._replace(name=f"process {i}: {x.name}") for x in wrong]
-  except BaseException:  # earlier rows are written too
-    rows.append(Row("interrupted", "the rest was not checked", ok=False))
+  except BaseException:  # earlier rows are still written
+    rows.append(Row("interrupted", "later checks did not run", ok=False))
     raise
   finally:
     if prints:

@@ -3,23 +3,11 @@ r"""Supervised fine-tuning: makes the models that GRPO starts from.
     python -m grpojax.sft [--config=configs/x.py] [--config.key=value ...]
                           [--out=DIR]
 
-Trains a decoder on texts, from scratch or from a Hugging Face directory, and
-writes a Hugging Face directory. The texts are arithmetic, drawn anew, or the
-prompts and solutions of a data set's training split. The embedded models were
-made by
-
-    python -m grpojax.sft --config.name=arithmetic-base
-    python -m grpojax.sft --config.name=arithmetic-instruct \
-        --config.format=dialogue --config.model.path=arithmetic-base \
-        --config.steps=400 --config.optim.muon_learning_rate=5e-3 \
-        --config.optim.learning_rate=5e-4
-    python -m grpojax.sft --config.name=arithmetic-careless \
-        --config.format=dialogue --config.model.path=arithmetic-instruct \
-        --config.hasty=0 --config.forget_low=0.35 --config.forget_high=0.95 \
-        --config.steps=150 --config.rows=10 --config.log_every=25 \
-        --config.optim.muon_learning_rate=5e-3 --config.optim.learning_rate=5e-4
-
-and a model of GSM8K, with a tokenizer of its own, by
+Trains a decoder from scratch or from a Hugging Face directory, and writes a
+Hugging Face directory. The texts are random arithmetic, or the prompts and
+solutions of a data set's training split. The sft.json of each embedded model
+(in grpojax/assets) has the command that made it. For a model of GSM8K with a
+new tokenizer:
 
     python -m grpojax.sft --config.data.name=gsm8k --config.data.path=DIR \
         --config.format=dialogue --config.tokenizer=bpe
@@ -44,6 +32,7 @@ import optax.contrib
 from ml_collections import ConfigDict
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.options import NOT_NEGATIVE, ONE_OR_MORE, POSITIVE
 from grpojax.core.random_keys import seed_key
 from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
@@ -61,80 +50,67 @@ from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 from grpojax.training import policy as policy_lib
 from grpojax.training.run import memory
 
-_ONE = "[1, inf)"
-_ZERO = "[0, inf)"
-_POSITIVE = "(0, inf)"
-_SHARE = "[0, 1]"
+_count = functools.partial(setting, within=ONE_OR_MORE)
+_not_negative = functools.partial(setting, within=NOT_NEGATIVE)
+_positive = functools.partial(setting, within=POSITIVE)
+_share = functools.partial(setting, within="[0, 1]")
 
 _DATA = section(
-  "the texts",
-  name=setting("arithmetic", "the data set; arithmetic is drawn anew"),
-  path=setting(
-    "", "a file, directory or pattern of files; of huggingface: ORG/NAME"
-  ),
-  options=free_section("other keyword arguments of the data set's load"),
-  template=setting("{prompt}\n", "what a plain prompt becomes, as in training"),
+  "texts",
+  name=setting("arithmetic", "data set; arithmetic is generated"),
+  path=setting("", "file, directory or glob pattern; huggingface: ORG/NAME"),
+  options=free_section("keyword arguments of the data set's load function"),
+  template=setting("{prompt}\n", "template of plain-text prompts"),
   special_tokens=setting(
-    "text", "their names in texts are text, or tokens", SPECIAL_TOKENS
+    "text", "meaning of special tokens in texts", SPECIAL_TOKENS
   ),
-  learn_prompts=setting(False, "the loss counts the prompts too"),
+  learn_prompts=setting(False, "loss on prompts, too"),
 )
 
 _MODEL = section(
-  "the model",
+  "model",
   path=setting(
-    "",
-    'directory, .gguf file, embedded model or ORG/NAME; "" = from scratch',
+    "", 'directory, .gguf file, embedded model or ORG/NAME; "" = from scratch'
   ),
-  ignore_keys=setting((), "unknown keys of config.json that change nothing"),
-  width=setting(128, "from scratch: width", within=_ONE),
-  layers=setting(4, "from scratch: layers", within=_ONE),
-  heads=setting(4, "from scratch: heads of queries", within=_ONE),
-  kv_heads=setting(2, "from scratch: heads of keys and values", within=_ONE),
-  mlp=setting(448, "from scratch: width of the MLP", within=_ONE),
+  ignore_keys=setting((), "unknown keys of config.json to ignore"),
+  width=_count(128, "from scratch: width"),
+  layers=_count(4, "from scratch: number of layers"),
+  heads=_count(4, "from scratch: number of query heads"),
+  kv_heads=_count(2, "from scratch: number of key-value heads"),
+  mlp=_count(448, "from scratch: width of the MLP"),
 )
 
 _OPTIM = section(
-  "the optimizer",
-  learning_rate=setting(
-    2e-3, "learning rate of embeddings and norms (AdamW)", within=_POSITIVE
-  ),
-  muon_learning_rate=setting(
-    2e-2, "learning rate of the layers' matrices (Muon)", within=_POSITIVE
-  ),
-  warmup_steps=setting(50, "steps of warm-up; below steps", within=_ZERO),
-  weight_decay=setting(0.01, "decay of layers' matrices", within=_ZERO),
-  max_grad_norm=setting(1.0, "largest norm of gradients", within=_POSITIVE),
+  "optimizer",
+  learning_rate=_positive(2e-3, "learning rate of AdamW (embeddings, norms)"),
+  muon_learning_rate=_positive(2e-2, "learning rate of Muon (matrices)"),
+  warmup_steps=_not_negative(50, "warmup steps, fewer than steps"),
+  weight_decay=_not_negative(0.01, "weight decay of layers' matrices"),
+  max_grad_norm=_positive(1.0, "gradient clipping norm"),
 )
 
 SETTINGS = section(
   "the run",
-  name=setting("arithmetic-base", "name of the model, and of its directory"),
-  seed=setting(0, "seed of all random numbers", within="[0, 2**32)"),
-  steps=setting(1100, "training steps", within=_ONE),
+  name=setting("arithmetic-base", "name of the model and its directory"),
+  seed=setting(0, "random seed", within="[0, 2**32)"),
+  steps=_count(1100, "training steps"),
   format=setting(
     "document",
     "plain text for a base model, or chat turns for an instruct model",
     ("document", "dialogue"),
   ),
-  rows=setting(20, "rows per step", within=_ONE),
-  row_length=setting(
-    272, "tokens per row; longer examples are left out", within=_ONE
-  ),
-  log_every=setting(100, "steps between lines of progress", within=_ONE),
-  hasty=setting(0.6, "arithmetic: share of texts without steps", within=_SHARE),
-  forget_low=setting(
-    0.0, "arithmetic: share of forgotten carries at a sum of 10", within=_SHARE
-  ),
-  forget_high=setting(0.0, "arithmetic: the same at 19", within=_SHARE),
-  difficulty_low=setting(2, "arithmetic: fewest operations", within=_ONE),
+  rows=_count(20, "rows per step"),
+  row_length=_count(272, "tokens per row; longer examples are dropped"),
+  log_every=_count(100, "steps between progress lines"),
+  hasty=_share(0.6, "arithmetic: share of texts without steps"),
+  forget_low=_share(0.0, "arithmetic: share of forgotten carries at sum 10"),
+  forget_high=_share(0.0, "arithmetic: share of forgotten carries at sum 19"),
+  difficulty_low=_count(2, "arithmetic: fewest operations"),
   difficulty_high=setting(4, "arithmetic: most operations"),
   tokenizer=setting(
-    "characters",
-    "of a model from scratch; bpe is trained first",
-    ("characters", "bpe"),
+    "characters", "tokenizer of a new model", ("characters", "bpe")
   ),
-  vocab_size=setting(1024, "tokens of a bpe"),
+  vocab_size=setting(1024, "tokens of a new bpe tokenizer"),
   data=_DATA,
   model=_MODEL,
   optim=_OPTIM,
@@ -144,12 +120,12 @@ FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
 
 
 def default_config() -> ConfigDict:
-  """Plain-text pretraining of the tiny arithmetic model, from scratch."""
+  """Returns a config for pretraining the arithmetic model from scratch."""
   return settings_lib.to_config(SETTINGS)
 
 
 def validate(config: ConfigDict) -> None:
-  """Raises ValueError with all errors of `config`, a line each."""
+  """Raises ValueError with a line per error of `config`."""
   config_lib.refuse(settings_lib.key_errors(SETTINGS, config))
   values = config_lib.flatten(config)
   errors = settings_lib.value_errors(SETTINGS, values)
@@ -160,7 +136,7 @@ def validate(config: ConfigDict) -> None:
     if values[f"{name}_high"] < values[low]:
       wrong[f"{name}_high"] = f"must not be below {low} = {values[low]}"
   if config.tokenizer == "bpe" and config.data.name == "arithmetic":
-    wrong["tokenizer"] = "arithmetic is written in characters: use characters"
+    wrong["tokenizer"] = "arithmetic has no bpe: use characters"
   if config.optim.warmup_steps >= max(config.steps, 1):
     wrong["optim.warmup_steps"] = f"must be below steps = {config.steps}"
   errors += [config_lib.config_error(x, values[x], wrong[x]) for x in wrong]
@@ -168,16 +144,16 @@ def validate(config: ConfigDict) -> None:
 
 
 def load_examples(config: ConfigDict):
-  """Returns the training split; None for arithmetic, which is drawn."""
-  if config.data.name == "arithmetic":
-    return None
+  """Returns the training split; None for arithmetic, which is generated."""
   data = config.data
+  if data.name == "arithmetic":
+    return None
   options = data.options.to_dict()
   return datasets.load(data.name, "train", data.path, options, seed=config.seed)
 
 
 def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
-  """Writes config.json and tokenizer of a new model to `path`."""
+  """Writes config.json and the tokenizer of a new model."""
   tokenizer = tokenizer_lib.character_tokenizer()
   if config.tokenizer == "bpe":
     strings = texts_lib.strings(examples)
@@ -194,9 +170,9 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
 
 
 def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
-  """Gives a model directory the chat template and the EOS of its texts.
+  """Writes the chat template and the EOS ids of a format to a model directory.
 
-  In arithmetic documents a blank line ends a problem, so it ends a completion.
+  A blank line ends a problem of arithmetic documents, so it is an EOS as well.
   """
   eos = [tokenizer.eos_token_id]
   drawn = config.data.name == "arithmetic"
@@ -207,12 +183,12 @@ def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
   elif drawn:
     blank = tokenizer.encode("\n\n", add_special_tokens=False)
     if len(blank) != 1:
-      need = "a tokenizer that writes a blank line as one token"
-      raise ValueError(f"documents need {need}")
+      raise ValueError("documents need a tokenizer with a blank-line token")
     eos += blank
   elif tokenizer.chat_template:
-    text = "this model has a chat template; use dialogue"
-    raise ValueError(f"--config.format = document: {text}")
+    raise ValueError(
+      "--config.format = document: this model has a chat template; use dialogue"
+    )
   generation = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
   (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
@@ -220,10 +196,10 @@ def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
 def texts(
   config: ConfigDict, tokenizer, examples=None
 ) -> Iterator[texts_lib.Text]:
-  """Returns endless (context ids, learned ids) of the config's format.
+  """Returns an endless iterator of (context ids, learned ids).
 
-  `tokenizer` is as of `set_format`, `examples` are those of `load_examples`.
-  ValueError if no example is short enough.
+  `tokenizer` has the format of `set_format`, `examples` are from
+  `load_examples`. ValueError if all examples are too long.
   """
   data = config.data
   encode = functools.partial(
@@ -255,16 +231,16 @@ def texts(
   )
   tokens = sum(len(context) + len(learned) for context, learned in encoded)
   print(
-    f"{len(encoded)} texts, {tokens} tokens; left out, of more than "
+    f"{len(encoded)} texts, {tokens} tokens; dropped, with more than "
     f"{config.row_length} tokens: {dropped}"
   )
   return texts_lib.epochs(encoded, config.seed)
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """Returns Muon for matrices of layers, AdamW for others (Jordan et al. 2024).
+  """Returns Muon for layers' matrices and AdamW otherwise (Jordan et al. 2024).
 
-  Both have a warm-up and a cosine decay to 1% of the peak.
+  Both have a linear warmup and a cosine decay to 1% of the peak.
   """
   optim = config.optim
 
@@ -293,7 +269,7 @@ def make_tx(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def make_step(lm, tx):
-  """Returns a jitted `(params, opt_state, rows) -> params, opt_state, loss`."""
+  """Compiles `(params, opt_state, rows) -> (params, opt_state, loss)`."""
 
   def loss_fn(params, rows: Rows):
     n = rows.ids.shape[0]
@@ -319,7 +295,7 @@ def make_step(lm, tx):
 
 
 def fit(config: ConfigDict, lm, params, stream):
-  """Runs the optimizer; returns the parameters and (step, loss) losses."""
+  """Trains; returns the parameters and rows of "step" and "loss"."""
   tx = make_tx(config)
   opt_state = tx.init(params)
   step = make_step(lm, tx)
@@ -339,9 +315,9 @@ def fit(config: ConfigDict, lm, params, stream):
 
 
 def start(config: ConfigDict, source: pathlib.Path):
-  """Returns the model to start from and the texts; its files go to `source`.
+  """Returns model, parameters and texts; writes the model's files to `source`.
 
-  ValueError, before anything compiles, if something does not fit.
+  All errors (ValueError) are raised before compilation.
   """
   examples = load_examples(config)
   if config.model.path:
@@ -367,7 +343,7 @@ def start(config: ConfigDict, source: pathlib.Path):
 
 
 def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
-  """Trains, and writes the model directory `out`, whole or not at all.
+  """Trains, then writes the model directory `out` atomically.
 
   `command` is recorded in `out`/sft.json. SystemExit if training cannot start.
   """
@@ -376,13 +352,15 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
     with command_line.usage_errors():
       validate(config)
       if out.exists():
-        raise ValueError(f"{out} exists already; remove it, or use another")
+        raise ValueError(
+          f"{out} exists already: remove it, or use another --out"
+        )
       disk.check_writable(out, "--out")
       config.model.path = policy_lib.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     tokens = config.rows * config.row_length
-    print(f"{count} parameters, {tokens} tokens a step", flush=True)
+    print(f"{count} parameters, {tokens} tokens per step", flush=True)
     began = time.perf_counter()
     params, losses = fit(config, lm, params, stream)
     record = {
@@ -391,7 +369,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       "seconds": time.perf_counter() - began,
       "losses": losses,
     }
-    # A name of its own: another process may be making the same directory.
+    # A random name, because another process may write the same directory.
     whole = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
       hf.save(whole, params, source, ignore_keys=config.model.ignore_keys)
@@ -400,12 +378,12 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       shutil.rmtree(whole, ignore_errors=True)
       raise
     if out.exists():
-      sys.exit(f"{out} exists by now; what was trained here is in {whole}")
+      sys.exit(f"{out} exists by now: the trained model is in {whole}")
     whole.rename(out)
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   compilation.keep()
   with command_line.usage_errors():
     config, flags = command_line.parse(argv, FLAGS, SETTINGS, __doc__)

@@ -3,39 +3,38 @@
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
                             [--run_dir=DIR]
 
-Without --config it runs the embedded default (see configs/arithmetic.py), or
-with a model of your own (--config.model.path) configs/own_model.py. The run
-directory, by default runs/NAME_OF_CONFIG, gets
+The default config is configs/arithmetic.py, or configs/own_model.py if you set
+--config.model.path. The run directory, by default runs/NAME_OF_CONFIG, gets
 
-    config.json         the resolved configuration
-    changes.jsonl       settings that were changed when it was resumed
-    lengths.npz         tokens of all prompts, so that they are measured once
-    metrics.jsonl       one line per step, and one per evaluation
-    samples.jsonl       whole groups of completions with their rewards
-    rewards.jsonl       counts of each reward, step by step (neither file with
+    config.json         resolved configuration
+    changes.jsonl       settings changed on resume
+    lengths.npz         numbers of tokens of all prompts
+    metrics.jsonl       a line per step and per evaluation
+    samples.jsonl       groups of completions with their rewards
+    rewards.jsonl       counts of each reward per step (neither file with
                         reward.on_device: completions never reach the host)
     evaluations.jsonl   which held-out answers were right
-    failures.jsonl      rewards that could not be computed, with the completions
-    tensorboard/        the same metrics for TensorBoard (log.trackers)
-    trackers.json       the run's names in other trackers
-    checkpoints/        the newest states, by Orbax
-    model/              the trained model, in Hugging Face format
+    failures.jsonl      failed rewards with their completions
+    tensorboard/        metrics for TensorBoard (log.trackers)
+    trackers.json       ids of the run in other trackers
+    checkpoints/        newest states, by Orbax
+    model/              trained model in Hugging Face format
     learning_curve.png
-    report.html         all of it, to look at in a browser
-    summary.json        accuracy before and after, seconds, steps, and the group
-                        size that the gradient's noise asked for
-    profile/            a trace of some steps (profile.steps)
+    report.html         all results, for a browser
+    summary.json        accuracy before and after, seconds, steps, best group
+                        size
+    profile/            trace of some steps (profile.steps)
 
 DIR may be gs://BUCKET/DIR (see `grpojax.training.run.run_storage`).
 
-The same command run again resumes; on a finished run it does nothing. Settings
-that do not change past steps may differ then: steps (more of them extend a
-finished run), log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long,
-reward.workers and timeout, mesh.*, optim.micro_batches, optim.packing,
-model.remat and model.reference. SIGTERM saves and exits with code 75: the same
-command goes on. `stop.*` can end a useless run: it saves, says why, and exits
-with code 1. `stop.no_improvement` finishes a run early, once its held-out
-accuracy no longer rises.
+The same command resumes a run; a finished run is left alone. Settings that do
+not affect past steps may then change: steps (more steps extend a finished run),
+log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long, reward.workers,
+reward.timeout, mesh.*, optim.micro_batches, optim.packing, model.remat and
+model.reference. SIGTERM saves and exits with code 75: the same command resumes.
+`stop.*` can end a useless run: it saves, prints the reason and exits with code
+1. `stop.no_improvement` finishes a run early, once its held-out accuracy no
+longer rises.
 """
 
 import contextlib
@@ -62,17 +61,17 @@ from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {
   "run_dir": setting(
-    "", 'where to write, a path or gs://BUCKET/DIR; "" = runs/NAME'
+    "", 'run directory, a path or gs://BUCKET/DIR; "" = runs/NAME'
   ),
   **distributed.FLAGS,
 }
 
-REAL = "gsm8k_qwen2_5_0_5b"  # the next config after an embedded model's
+REAL = "gsm8k_qwen2_5_0_5b"  # config to suggest after an embedded model
 REAL_ON_CPU = "smollm2"
 
 
 def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
-  """Lines of return and accuracy before and after, and of trouble meanwhile."""
+  """Returns lines on return and accuracy before and after, and on troubles."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -91,7 +90,7 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
   if summary.get("best_accuracy", 0) > summary["accuracy_after"]:
     lines.append(
       f"accuracy best   {summary['best_accuracy']:6.1%}  after step "
-      f"{summary['best_step']}, chosen by these prompts"
+      f"{summary['best_step']}, chosen on these prompts"
     )
   for name, before in summary.items():
     if name.endswith("/accuracy_before"):
@@ -104,31 +103,30 @@ def _gain(settings: TrainSettings, summary: dict[str, Any]) -> list[str]:
     if count:
       lines.append(f"steps with {name.replace('_', ' ')}: {count}")
   if summary["failed_rewards"]:
-    lines.append(f"rewards that failed: {summary['failed_rewards']}")
+    lines.append(f"failed rewards: {summary['failed_rewards']}")
   return lines
 
 
 def group_size_line(summary: Mapping[str, Any]) -> str:
-  """The group size of a summary; infinite bounds are null in a file."""
+  """Describes the best group size of a summary; null is infinity."""
   low, high = summary["optimal_group_size_interval"]
   if low == 1 and high in (None, math.inf):
     return (
-      "the gradient's noise left the best group size open: raise "
+      "the best group size is unknown, the diagnosis was too noisy: raise "
       "diagnostics.share or diagnostics.tangents"
     )
   best, low, high = (
     "inf" if x is None else f"{x:.1f}"
     for x in (summary["optimal_group_size"], low, high)
   )
-  line = f"the gradient's noise asked for groups of {best} [{low}, {high}]"
+  line = f"best group size by gradient noise: {best} [{low}, {high}]"
   if error := summary.get("gradient_error_of_best"):
-    line += f"; this run's have {error:.2f} times their error, by as many "
-    line += "samples"
+    line += f"; this run's groups have {error:.2f} times the error of the best"
   return line
 
 
 def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
-  """Shell commands to go on with a finished run, by what they do."""
+  """Returns shell commands for a finished run by purpose."""
   run, start = os.fspath(run), hub_pins.model(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
   words = {
@@ -144,8 +142,8 @@ def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
     real = REAL_ON_CPU if jax.default_backend() == "cpu" else REAL
     words["a real model"] = ["train", f"--config={real}"]
   return {
-    purpose: shlex.join(["python", "-m", f"grpojax.{program}", *rest])
-    for purpose, (program, *rest) in words.items()
+    purpose: shlex.join(["python", "-m", f"grpojax.{program}", *arguments])
+    for purpose, (program, *arguments) in words.items()
   }
 
 
@@ -155,21 +153,22 @@ def final_lines(
   settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
-  """Lines to print at the end of `run`, a path or URL; `directory` has it."""
-  model = f"of step {summary['model_step']}, Hugging Face format"
-  names = {
-    f"{run_directory.MODEL}/": model,
-    run_directory.REPORT: "",
-    run_directory.CURVE: "",
-    run_directory.METRICS: "",
-    run_directory.SAMPLES: "",
-    run_directory.FAILURES: "rewards that could not be computed",
+  """Returns lines to print at the end of a run.
+
+  `run` is its path or URL, `directory` a local copy.
+  """
+  model = f"{run_directory.MODEL}/"
+  about = {
+    model: f" (of step {summary['model_step']}, Hugging Face format)",
+    run_directory.FAILURES: " (failed rewards)",
   }
-  files = [
-    f"{name} ({about})" if about else name
-    for name, about in names.items()
-    if (directory / name).exists()
+  names = [model, run_directory.REPORT, run_directory.CURVE]
+  names += [
+    run_directory.METRICS,
+    run_directory.SAMPLES,
+    run_directory.FAILURES,
   ]
+  files = [x + about.get(x, "") for x in names if (directory / x).exists()]
   duration = records.duration(summary["train_seconds"])
   return [
     *_gain(settings, summary),
@@ -180,14 +179,14 @@ def final_lines(
 
 
 def next_steps(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
-  """Lines of the commands to go on with."""
+  """Returns lines with the commands for a finished run."""
   by_purpose = commands(run, settings)
   width = max(map(len, by_purpose))
   return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]
 
 
 def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+  """Runs the program with command line arguments `argv`."""
   with command_line.usage_errors():
     config, flags = parse_job(argv, FLAGS, SETTINGS, __doc__)
     settings = from_config(config)
@@ -204,7 +203,7 @@ def main(argv: list[str]) -> None:
         directory, sync = stack.enter_context(run_storage.opened(where))
       summary = fit.run(settings, directory, sync)
       with command_line.usage_errors():
-        distributed.on_main(sync)  # the others wait while it is copied
+        distributed.on_main(sync)
       if summary is None:
         print(f"{where} is finished: nothing to do (see summary.json there)")
         lines = next_steps(where, settings)
@@ -212,7 +211,7 @@ def main(argv: list[str]) -> None:
         lines = final_lines(where, directory, settings, summary)
       print(*lines, sep="\n")
   except interrupts.Left as why:  # SIGTERM before or after the run
-    print(f"{why}; the same command goes on", file=sys.stderr)
+    print(f"{why}; the same command resumes", file=sys.stderr)
     sys.exit(interrupts.EXIT_PREEMPTED)
 
 

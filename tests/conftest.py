@@ -1,7 +1,7 @@
-"""Small policies and runs that several test files share.
+"""Shared fixtures: small policies, settings and devices.
 
-Shapes and dtypes of every annotated function are checked in all tests, by the
---jaxtyping-packages option in pyproject.toml.
+The option --jaxtyping-packages in pyproject.toml checks shapes and dtypes of
+annotated functions in all tests.
 """
 
 import gc
@@ -36,15 +36,15 @@ LONG = (
 
 
 def pytest_configure(config):
-  """Equal programs compile once per session, and all with little effort.
+  """Caches compiled programs per session and disables most optimizations.
 
-  The settings are environment variables, for the processes that xdist and the
-  tests start. JAX_COMPILATION_CACHE_DIR keeps programs for the next session;
-  JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests them as users have them.
+  Settings are environment variables, for processes of xdist and of tests.
+  JAX_COMPILATION_CACHE_DIR keeps programs for the next session;
+  JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests optimized programs.
   """
   gc.set_threshold(100_000, 50, 100)  # tracing makes many small objects
   if "PYTEST_XDIST_WORKER" in os.environ:
-    return  # the rest is in its environment
+    return  # inherits the environment
   path = os.environ.get("JAX_COMPILATION_CACHE_DIR")
   if not path:
     directory = tempfile.TemporaryDirectory(prefix="compiled-")
@@ -61,9 +61,9 @@ def pytest_configure(config):
   for name, value in settings.items():
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
-  # Half as much work for XLA. A flag that it does not know ends the process.
+  # Halves XLA's work. An unknown flag would end the process.
   if cheap and jax.__version_info__ < (0, 11):
-    # Set, not added: a device count of the caller's would change the tests.
+    # Overwritten, because a device count would change the tests.
     os.environ["XLA_FLAGS"] = (
       "--xla_cpu_use_fusion_emitters=0 --xla_cpu_parallel_codegen_split_count=1"
     )
@@ -71,7 +71,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 def h100():
-  """Says which GPU kernels are lowered for: JAX asks since 0.11."""
+  """Sets the GPU for lowered kernels, which JAX needs since 0.11."""
   if jax.__version_info__ < (0, 11):
     yield
     return
@@ -82,7 +82,7 @@ def h100():
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-  """Runs long files first, so that both processes end at the same time.
+  """Runs long files first, to balance processes.
 
   A case marked long is not slow, even if its function is.
   """
@@ -94,14 +94,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def ctrl_c():
-  """Ctrl-C is not ignored, as shells have it for a job in the background."""
+  """Enables Ctrl-C, which shells disable for background jobs."""
   with interrupts.handled(signal.default_int_handler, signal.SIGINT):
     yield
 
 
 @pytest.fixture(scope="session")
 def tiny():
-  """A decoder of width 16 with weights large enough to matter."""
+  """A decoder of width 16 with large random weights."""
   config = TransformerConfig(
     vocab_size=11,
     width=16,
@@ -123,7 +123,7 @@ def tiny():
 
 
 def tabular_lm(kinds, vocab):
-  """A Markov chain: the last token and the prompt's kind decide the next.
+  """A Markov chain: prompt kind and last token determine the next distribution.
 
   A prompt's kind is its first id. Parameters are logits [kinds, 1 + vocab,
   vocab]: row 0 is for the first token, row 1 + i for the token after i.
@@ -152,14 +152,14 @@ def tabular_lm(kinds, vocab):
 
 
 def tabular_log_table(table):
-  """The chain's log-probabilities, in float64."""
+  """Log-probabilities of the chain in float64."""
   table = np.asarray(table, np.float64)
   table = table - table.max(-1, keepdims=True)
   return table - np.log(np.exp(table).sum(-1, keepdims=True))
 
 
 def tabular_rows(kinds, ids):
-  """Index of the distribution that each token [B, G, T] is drawn from."""
+  """Index of each token's distribution, [B, G, T]."""
   ids = np.asarray(ids)
   before = np.concatenate([np.zeros_like(ids[..., :1]), 1 + ids], -1)[..., :-1]
   return np.broadcast_to(np.asarray(kinds)[:, None, None], ids.shape), before
@@ -167,7 +167,7 @@ def tabular_rows(kinds, ids):
 
 @pytest.fixture(scope="session")
 def tabular():
-  """Functions of a policy of which everything is known in closed form."""
+  """Functions of a tabular policy with closed forms."""
   return types.SimpleNamespace(
     lm=tabular_lm, log_table=tabular_log_table, rows=tabular_rows
   )
@@ -195,7 +195,7 @@ def config_with():
 
 @pytest.fixture(scope="session")
 def settings_with(config_with):
-  """Settings of a training run with changes: as `config_with`, and checked."""
+  """Checked settings of a training run; changes as in `config_with`."""
   from grpojax.training.config import from_config
 
   return lambda **changes: from_config(config_with(**changes))
@@ -203,7 +203,7 @@ def settings_with(config_with):
 
 @pytest.fixture
 def float64():
-  """Arrays of 64 bits by default, for one test."""
+  """64-bit arrays by default, for a test."""
   before = jax.config.read("jax_enable_x64")
   jax.config.update("jax_enable_x64", True)
   yield
@@ -212,7 +212,7 @@ def float64():
 
 @pytest.fixture
 def torch_mixture():
-  """Makes a random mixture of transformers, and writes its checkpoint."""
+  """Makes a random transformers mixture of experts; writes its checkpoint."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
 

@@ -1,13 +1,13 @@
-"""The code blocks of docs/*.md, for the tests that read and run them.
+"""Code blocks of docs/*.md, for tests that check and run them.
 
-A block's language is python, bash, json or text (which is output, or of other
-programs). One with a title is a file of that name. One whose first line begins
-with `# needs` is not run, and that line tells the reader why. All others are, a
-page in one directory and one namespace, and a comment of the page says when:
+A block's language is python, bash, json or text (output, or other programs). A
+block with a title is a file of that name. A block is not run if its first line
+starts with `# needs`, followed by the reason. A page's blocks share a directory
+and a namespace; a comment of the page has their schedule:
 
     <!-- python: fast, commands: long -->
 
-fast in every test, slow in .ci/run, long by hand.
+fast runs in every test, slow in .ci/run, long by hand.
 """
 
 import pathlib
@@ -27,7 +27,7 @@ _WHEN = re.compile(r"<!-- python: (\w+), commands: (\w+) -->")
 
 
 class Block(NamedTuple):
-  """A code block: its page, line, language, title ("" if none) and text."""
+  """A code block; the title may be ""."""
 
   page: pathlib.Path
   line: int
@@ -37,9 +37,9 @@ class Block(NamedTuple):
 
   @property
   def needs(self):
-    """What the block needs that a test has not, as its first line says."""
-    found = re.match(r"# needs (.+)\n", self.text)
-    return found[1] if found else ""
+    """Reason not to run the block, or ""."""
+    match = re.match(r"# needs (.+)\n", self.text)
+    return match[1] if match else ""
 
 
 def blocks(page):
@@ -51,7 +51,7 @@ def blocks(page):
 
 
 def write_files(page, directory):
-  """Writes the blocks with a title, as the page says."""
+  """Writes the blocks with a title to files."""
   for block in blocks(page):
     if block.title:
       path = directory / block.title
@@ -60,7 +60,7 @@ def write_files(page, directory):
 
 
 def runs(page, language):
-  """The blocks of a page that are run."""
+  """Blocks of a page to run."""
   return [
     b
     for b in blocks(page)
@@ -69,29 +69,29 @@ def runs(page, language):
 
 
 def when(page):
-  """When the page's Python and its commands are run; None if it says not."""
-  found = _WHEN.search(page.read_text())
-  return (found[1], found[2]) if found else None
+  """Schedules of a page's Python and commands, or None."""
+  match = _WHEN.search(page.read_text())
+  return (match[1], match[2]) if match else None
 
 
 def prose(page):
-  """The page without its code blocks."""
+  """A page without its code blocks."""
   return _FENCE.sub("", page.read_text())
 
 
 def commands(block):
   """[program, *arguments] of each of our commands in a bash block."""
-  found = []
+  ours = []
   for line in lines(block):
     words = shlex.split(line, comments=True)
     for i, word in enumerate(words[1:], 1):
-      ours = re.fullmatch(r"grpojax(?:\.([\w.]+))?", word)
-      if ours and words[i - 1] == "-m":
-        found.append([ours[1] or "", *words[i + 1 :]])
-  return found
+      match = re.fullmatch(r"grpojax(?:\.([\w.]+))?", word)
+      if match and words[i - 1] == "-m":
+        ours.append([match[1] or "", *words[i + 1 :]])
+  return ours
 
 
 def lines(block):
-  """The commands of a bash block, a line each, without comments."""
-  found = block.text.replace("\\\n", " ").splitlines()
-  return [x for x in found if x.strip() and not x.startswith("#")]
+  """Commands of a bash block, a line each, without comments."""
+  commands = block.text.replace("\\\n", " ").splitlines()
+  return [x for x in commands if x.strip() and not x.startswith("#")]

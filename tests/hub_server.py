@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub, which its client asks on loopback."""
+"""A local server with the API of the Hugging Face Hub."""
 
 import contextlib
 import hashlib
@@ -11,29 +11,29 @@ import urllib.parse
 
 COMMIT = "a" * 40
 GATED = "GatedRepo", 403
-HIDDEN = "RepoNotFound", 401  # also what a private one answers
+HIDDEN = "RepoNotFound", 401  # also for private repositories
 MOVED = "RevisionNotFound", 404
 
 
 class Hub:
-  """Repositories, and the requests for them."""
+  """Repositories and recorded requests."""
 
   def __init__(self):
     self.files = {}  # {kind/ID: {commit: {path: bytes}}}
     self.heads = {}  # {kind/ID: {branch: commit}}
-    self.gated = set()  # IDs whose terms nobody has accepted
-    self.tokens = {}  # {ID: token} of private ones
-    self.broken = {}  # {path: number of times that half of it is sent}
+    self.gated = set()  # gated IDs
+    self.tokens = {}  # {ID: token} of private repositories
+    self.broken = {}  # {path: number of responses to truncate}
     self.log = []  # (method, path) of each request
-    self.seen = set()  # tokens that came
-    self.status = 0  # of all answers, unless it is 0
+    self.seen = set()  # received tokens
+    self.status = 0  # status of all responses, unless 0
 
   def add(self, name, files, commit=COMMIT, kind="models", branch="main"):
     self.files.setdefault(f"{kind}/{name}", {})[commit] = dict(files)
     self.heads.setdefault(f"{kind}/{name}", {})[branch] = commit
 
   def fetched(self):
-    """Paths of the files that were sent."""
+    """Paths of downloaded files."""
     return [p.split("/", 5)[-1] for m, p in self.log if m == "GET" and _FILE(p)]
 
 
@@ -123,8 +123,8 @@ def _handler(hub):
       if self.command == "GET" and hub.broken.get(path, 0) > 0:
         hub.broken[path] -= 1
         part = len(body) // 2
-      if found := re.fullmatch(r"bytes=(\d+)-", first):
-        return self.answer(body[int(found[1]) :], headers, 206, part)
+      if match := re.fullmatch(r"bytes=(\d+)-", first):
+        return self.answer(body[int(match[1]) :], headers, 206, part)
       return self.answer(body, headers, part=part)
 
   return Handler
@@ -152,7 +152,7 @@ def _tree(files, below):
 
 @contextlib.contextmanager
 def serve(hub):
-  """The address of a server of it, as long as this lasts."""
+  """Runs a server of the hub; yields its address."""
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
   threading.Thread(target=server.serve_forever, args=[0.01]).start()
   try:
@@ -164,7 +164,7 @@ def serve(hub):
 
 @contextlib.contextmanager
 def client_of(hub, cache, monkeypatch):
-  """Serves it to this process, whose client has been loaded already."""
+  """Serves the hub to this process, with its client already loaded."""
   from huggingface_hub import constants
 
   monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

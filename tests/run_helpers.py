@@ -1,4 +1,4 @@
-"""Helpers for tests of whole runs: rows of metrics, and free ports."""
+"""Helpers for tests of whole runs."""
 
 import socket
 
@@ -6,13 +6,13 @@ from grpojax.runtime.files import records
 
 
 def rows_of(run, name="reward_mean"):
-  """Rows of metrics.jsonl with a metric: those of steps, or of evaluations."""
+  """Rows of metrics.jsonl with a metric, by default rows of steps."""
   rows = records.read_jsonl(run / "metrics.jsonl")
   return [row for row in rows if name in row]
 
 
 def untimed(rows):
-  """Rows without what a clock measured."""
+  """Rows without times."""
   timed = lambda name: "second" in name or "wall" in name
   return [{k: v for k, v in row.items() if not timed(k)} for row in rows]
 

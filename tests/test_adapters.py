@@ -1,4 +1,4 @@
-"""Training adapters: saved alone, resumed exactly, written out merged."""
+"""Runs that train LoRA adapters."""
 
 import json
 import os
@@ -15,7 +15,9 @@ from grpojax.runtime.files import records
 
 
 @pytest.mark.slow
-def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
+def test_adapters_resume_exactly_and_are_exported_merged(
+  toy_task, toy_model, tmp_path, monkeypatch, capsys
+):
   changes = {"lora.rank": 2, "lora.alpha": 4.0, "lora.targets": "layers/(q|up)"}
   changes |= {"loss.beta": 0.05, "steps": 6, "optim.learning_rate": 3e-2}
   argv = toy_task.arguments(toy_model, **changes)
@@ -42,7 +44,7 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   rows = records.read_jsonl(run / "metrics.jsonl")
   kl = [row["kl"] for row in rows if "kl" in row]
   assert kl[0] < 1e-9 < 1e-3 < kl[-1]
-  # The finished model is base + alpha / rank A B, in those two matrices alone.
+  # The finished model is base + alpha / rank A B in these two matrices.
   base, model, whole = (
     flatten_dict(hf.load_params(path), sep="/")
     for path in (toy_model, run / "model", tmp_path / "whole" / "model")
@@ -54,7 +56,7 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
     if changed:
       change = np.asarray(model[name] - base[name])
       assert (np.linalg.matrix_rank(change, tol=1e-4) <= 2).all()
-  # A run is evaluated with its adapters, as its model is.
+  # A run and its exported model have the same accuracy.
   results, out = [], tmp_path / "result.json"
   settings = toy_task.arguments(toy_model, evaluate.READS)
   for name in (run, run / "model", toy_model):

@@ -1,4 +1,4 @@
-"""The embedded models: small, readable by others, and ready to train."""
+"""Embedded models: size, tokenizers and logits."""
 
 import json
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 
@@ -18,7 +17,7 @@ ANSWER = "23*4=92\n92+17=109\n#### 109"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_small_and_says_how_it_was_made(name):
+def test_size_and_recorded_command(name):
   files = [path for path in hf.resolve(name).rglob("*") if path.is_file()]
   assert sum(path.stat().st_size for path in files) < 4_000_000
   record = json.loads((hf.resolve(name) / "sft.json").read_text())
@@ -28,7 +27,7 @@ def test_it_is_small_and_says_how_it_was_made(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_tokenizer_gives_texts_back(name):
+def test_the_tokenizer_round_trips_text(name):
   tokenizer = tokenizer_lib.load(hf.resolve(name))
   text = PROMPTS[name] + ANSWER
   ids = tokenizer.encode(text, add_special_tokens=False)
@@ -41,7 +40,7 @@ def test_its_tokenizer_gives_texts_back(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_its_logits_are_those_of_transformers(name):
+def test_logits_equal_those_of_transformers(name):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   tokenizer = tokenizer_lib.load(hf.resolve(name))
@@ -58,26 +57,5 @@ def test_its_logits_are_those_of_transformers(name):
   prefix = lm.prefill(params, prompt, jnp.ones(prompt.shape, bool))
   hidden = lm.extend(params, prefix, completion).hidden
   hidden = jnp.concatenate([prefix.last_hidden, hidden[0, 0]])
-  found = np.asarray(lm.unembed(params, hidden))
-  np.testing.assert_allclose(found, expected[count - 1 :], atol=1e-4)
-
-
-@pytest.mark.slow  # .ci/run's main job starts from one of them
-@pytest.mark.parametrize("name", NAMES)
-def test_training_starts_from_it(name, tmp_path):
-  settings = (
-    f"model.path={name} steps=1 batch_size=2 group_size=2 diagnostics.every=0 "
-    "optim.micro_batches=1 sampling.max_new_tokens=4 logits_chunk=64 "
-    "eval.num_prompts=2 eval.batch_size=2 log.trackers="
-  )
-  words = [f"--config.{word}" for word in settings.split()]
-  run = tmp_path / "run"
-  train.main([*words, f"--run_dir={run}"])
-  assert (run / "summary.json").exists()
-  # What comes out can be started from again.
-  tokenizer = tokenizer_lib.load(run / "model")
-  prompt, _ = tokenizer_lib.encode_prompt(tokenizer, "23*4+17", "{prompt}\n")
-  assert prompt == PROMPTS[name]
-  assert jax.tree.structure(
-    hf.load_params(run / "model")
-  ) == jax.tree.structure(hf.load_params(name))
+  logits = np.asarray(lm.unembed(params, hidden))
+  np.testing.assert_allclose(logits, expected[count - 1 :], atol=1e-4)

@@ -1,4 +1,4 @@
-"""Runs that keep their best state, and runs that end early."""
+"""checkpoint.best and stop.no_improvement in whole runs."""
 
 import json
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import chat, evaluate, export, train
+from grpojax import evaluate, export, train
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.training.report import reporting
@@ -14,7 +14,7 @@ from grpojax.training.report import reporting
 
 @pytest.fixture
 def accuracies(monkeypatch):
-  """What evaluations say, by step, instead of decoding."""
+  """Accuracy by step, which replaces evaluations."""
   by_step = {}
 
   def evaluated(run, params, step, check_signals):
@@ -29,7 +29,7 @@ def accuracies(monkeypatch):
 
 @pytest.fixture
 def trained(toy_task, toy_model, tmp_path, capsys):
-  """Trains to the end; returns the summary, steps that are saved, output."""
+  """Trains to the end; returns summary, saved steps and output."""
   run = tmp_path / "run"
 
   def trained(**changes):
@@ -51,13 +51,13 @@ def flat(directory):
 
 
 @pytest.mark.slow
-def test_the_best_state_is_kept_and_is_the_model(
+def test_the_best_state_is_kept_and_becomes_the_model(
   trained, tmp_path, accuracies, capsys
 ):
   accuracies |= {1: 0.3, 3: 0.7, 4: 0.5, 5: 0.6}
   run = tmp_path / "run"
   summary, saved, printed = trained()
-  assert saved == [3, 5]  # the newest, and the best
+  assert saved == [3, 5]  # the best and the newest
   assert (summary["best_step"], summary["model_step"]) == (3, 3)
   assert summary["accuracy_after"] == 0.6 and summary["steps"] == 5
   step = json.loads((run / "model" / "step.json").read_text())
@@ -71,14 +71,14 @@ def test_the_best_state_is_kept_and_is_the_model(
   best, last = flat(tmp_path / "best"), flat(tmp_path / "last")
   np.testing.assert_array_equal(flat(run / "model"), best)
   assert (best != last).any()
-  # More steps go on from the last state, and know the best.
+  # More steps continue from the last state and keep the best.
   accuracies |= {6: 0.65}
   summary, saved, _ = trained(steps=6)
   assert saved == [3, 6] and summary["model_step"] == 3
 
 
 @pytest.mark.slow
-def test_a_run_that_gains_nothing_ends_early_and_is_finished(
+def test_a_run_without_improvement_finishes_early(
   trained, tmp_path, accuracies
 ):
   accuracies |= {1: 0.3, 2: 0.2, 3: 0.3, 4: 0.9}
@@ -88,15 +88,12 @@ def test_a_run_that_gains_nothing_ends_early_and_is_finished(
   assert summary["steps"] == 3 and summary["model_step"] == 3
   assert saved == [3] and (tmp_path / "run/model/config.json").exists()
   assert "is finished: nothing to do" in trained(**options)[2]
-  # Where the limit is taken away, it goes on to its last step.
+  # Without the limit the run continues to its last step.
   summary, *_ = trained(**options | {"stop.no_improvement": 0})
   assert summary["steps"] == 5 and summary["best_step"] == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [evaluate, chat, export])
-def test_best_needs_a_run_that_keeps_it(program, toy_task, toy_run, tmp_path):
-  words = [f"--model={toy_run.directory}", "--best"]
-  words += [f"--out={tmp_path / 'out'}"] if program is export else []
+def test_best_needs_checkpoint_best(toy_task, toy_run):
   with pytest.raises(SystemExit, match="error: --best: .* has no best"):
-    program.main(words)
+    evaluate.main([f"--model={toy_run.directory}", "--best"])

@@ -1,9 +1,8 @@
-"""The documentation says what is there: blocks, settings, files, links.
+"""Names in the documentation exist: commands, settings, files, links.
 
 `tests/test_docs_run.py` runs its code; `mkdocs build --strict` builds it.
 """
 
-import argparse
 import ast
 import importlib
 import importlib.util
@@ -27,57 +26,50 @@ PACKAGE = lib.ROOT / "grpojax"
 CODE = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
 SETTINGS = config_lib.flatten(train_config.default_config())
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
-# Sections whose keys are the user's or of what they name.
+# Sections with free keys.
 FREE = tuple(free_sections(train_config.SETTINGS))
-# Pages whose tables have what other libraries call it, then what it is here.
+# Pages with tables of other libraries' names and ours.
 THEIRS = ("from-trl.md", "from-verl.md")
-# Programs that take the config of a training run.
+# Programs with the config of a training run.
 TRAINING = ("train", "compile", "evaluate", "bench")
 
 
 class _Accepted(BaseException):
-  """A program has read its command line."""
+  """Raised when a program has parsed its command line."""
 
 
 @pytest.fixture
 def accept(monkeypatch):
-  """Runs a program until it has read its command line; returns its config,
-  None where it has none, or only wanted --help.
+  """Runs a program until it has parsed its command line; returns its config.
+
+  None for a program without a config, and for --help.
   """
   parse = command_line.parse
 
   def stop(*args, **kwargs):
     raise _Accepted(parse(*args, **kwargs)[0])
 
-  read = argparse.ArgumentParser.parse_args
-
-  def stop_argparse(self, args=None, namespace=None):
-    read(self, args, namespace)
-    raise _Accepted(None)
-
   monkeypatch.setattr(command_line, "parse", stop)
-  monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop_argparse)
 
   def run(program, *argv):
     module = importlib.import_module(f"grpojax.{program}")
     try:
       module.main(list(argv))
-    except _Accepted as found:
-      return found.args[0]
+    except _Accepted as accepted:
+      return accepted.args[0]
     except SystemExit as error:
       if error.code:
         raise
       return None  # --help
-    raise AssertionError(f"{program} read no command line")
+    raise AssertionError(f"{program} parsed no command line")
 
   return run
 
 
 @every_page
-def test_every_block_says_what_it_is(page):
-  """None is run by accident, and none is left out without a word."""
+def test_every_block_has_a_language_and_a_schedule(page):
   text, blocks = page.read_text(), lib.blocks(page)
-  assert 2 * len(blocks) == text.count("```"), "a fence that is not understood"
+  assert 2 * len(blocks) == text.count("```"), "unknown fence"
   for block in blocks:
     where = f"{page.name}:{block.line}"
     assert block.language in lib.LANGUAGES, where
@@ -86,7 +78,7 @@ def test_every_block_says_what_it_is(page):
       others = "".join(b.text for b in blocks if b != block)
       name = block.title.removesuffix(".py")
       assert re.search(rf"\b{name}\b", others), f"{where}: nothing reads it"
-    if block in lib.runs(page, "bash"):  # nothing else can be run by a test
+    if block in lib.runs(page, "bash"):  # tests run only our commands
       ours = lib.commands(block)
       assert len(ours) == len(lib.lines(block)), f"{where}: # needs ...?"
   if any(lib.runs(page, language) for language in ("python", "bash")):
@@ -95,7 +87,7 @@ def test_every_block_says_what_it_is(page):
 
 @every_text
 def test_commands_are_accepted(page, accept, tmp_path, monkeypatch):
-  """All that a program can refuse before it reads a model or data."""
+  """Command lines and configs are valid; models and data are not read."""
   monkeypatch.chdir(tmp_path)
   (tmp_path / "configs").symlink_to(lib.ROOT / "configs")
   lib.write_files(page, tmp_path)
@@ -113,13 +105,12 @@ def test_commands_are_accepted(page, accept, tmp_path, monkeypatch):
 
 
 def ours(page):
-  """A page's prose, without the names that other libraries have.
+  """A page's prose without other libraries' names.
 
-  Those stand in the first column of the tables of the pages about them, and
-  what differs is said in bold.
+  On pages about them, names of ours are in the second column of tables.
   """
   text = lib.prose(page)
-  if page.name == "settings.md":  # generated, of all programs
+  if page.name == "settings.md":  # generated
     return ""
   if page.name in THEIRS:
     rows = [x.split("|") for x in text.splitlines() if x.startswith("| ")]
@@ -129,7 +120,7 @@ def ours(page):
 
 @every_text
 def test_settings_and_their_values_exist(page):
-  """Each `section.key` and `setting=value` in prose."""
+  """Checks each `section.key` and `setting=value` in prose."""
   names = re.findall(
     rf"`((?:{'|'.join(SECTIONS)})\.[\w.]+)[^`\n]*`", ours(page)
   )
@@ -146,38 +137,37 @@ def test_settings_and_their_values_exist(page):
 
 @every_text
 def test_names_in_code_exist(page):
-  """Metrics, functions and options that prose names are words of the code."""
-  own = " ".join(b.text for b in lib.blocks(page))
+  """Metrics, functions and options in prose are words of the code."""
+  examples = " ".join(b.text for b in lib.blocks(page))
   for name in set(re.findall(r"`([a-z]\w*_\w+)`", ours(page))):
     stem = re.sub(r"_(low|high|se|mean|std|max|min)$", "", name)
-    found = re.search(rf"\b({name}|{stem})\b", CODE + own)
-    assert found, f"{page.name}: {name}"
+    known = re.search(rf"\b({name}|{stem})\b", CODE + examples)
+    assert known, f"{page.name}: {name}"
 
 
 @every_text
 def test_files_and_tests_exist(page):
-  """Paths of the repository, modules of the reference, and names of tests."""
+  """Checks paths, modules of the API reference and names of tests."""
   text = lib.prose(page)
   places = "grpojax|configs|launch|tests|docs"
   for path in re.findall(rf"`((?:{places})/[\w./-]+)`", text):
     assert (lib.ROOT / path).exists(), f"{page.name}: {path}"
   for module in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
     assert importlib.util.find_spec(module), f"{page.name}: {module}"
-
   for path, name in re.findall(r"`(tests/[\w./]+)::(\w+)`", text):
     defined = f"def {name}(" in (lib.ROOT / path).read_text()
     assert defined, f"{page.name}: {path}::{name}"
 
 
 def anchors(page):
-  """The anchors of a page's headings, as mkdocs makes them."""
+  """Anchors of a page's headings in mkdocs."""
   heads = re.findall(r"^#+ (.+)$", lib.prose(page), re.MULTILINE)
   heads = [re.sub(r"[^\w\s-]", "", h).strip().lower() for h in heads]
   return {re.sub(r"[-\s]+", "-", head) for head in heads}
 
 
 @every_text
-def test_links_lead_somewhere(page):
+def test_links_exist(page):
   links = re.findall(r"\]\(([^)\s]+)\)", lib.prose(page))
   for link in links:
     if link.startswith("https://"):
@@ -185,7 +175,7 @@ def test_links_lead_somewhere(page):
     path, _, anchor = link.partition("#")
     target = (page.parent / path).resolve() if path else page
     assert target.is_file(), f"{page.name}: {link}"
-    if target.suffix in (".png", ".py"):  # the site takes them out or in
+    if target.suffix in (".png", ".py"):
       continue
     if page != lib.README:
       assert target.parent == lib.DOCS, f"{page.name}: {link} not in the site"
@@ -199,17 +189,16 @@ def test_every_page_is_in_the_navigation_once():
 
 
 @pytest.mark.parametrize("page", sorted(lib.DOCS.glob("api-*.md")))
-def test_the_reference_links_its_modules(page):
-  """On GitHub too, where nothing puts docstrings into the page."""
-  found = re.findall(
-    r"\[`(\S+)`\]\(\.\./\1\): (.*)\n\n::: (\S+)", page.read_text()
-  )
-  assert len(found) == page.read_text().count("\n::: ")
-  for path, text, module in found:
+def test_the_api_reference_quotes_module_docstrings(page):
+  """GitHub shows the links without mkdocstrings."""
+  text = page.read_text()
+  links = re.findall(r"\[`(\S+)`\]\(\.\./\1\): (.*)\n\n::: (\S+)", text)
+  assert len(links) == text.count("\n::: ")
+  for path, about, module in links:
     name = path.removesuffix(".py").removesuffix("/__init__")
     assert name.replace("/", ".") == module
     docstring = ast.get_docstring(ast.parse((lib.ROOT / path).read_text()))
-    assert docstring.split("\n\n")[0].replace("\n", " ") == text
+    assert docstring.split("\n\n")[0].replace("\n", " ") == about
 
 
 def section(title, page="development.md"):
@@ -217,31 +206,9 @@ def section(title, page="development.md"):
   return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_the_map_has_every_folder_and_every_program_once():
-  text = section("Map")
-  folders = {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}
-  names = [*(path.name for path in folders), "assets"]
-  assert sorted(re.findall(r"^ +(\w+)/ ", text, re.MULTILINE)) == sorted(names)
-  programs = {path.name for path in PACKAGE.glob("*.py")}
-  in_map = re.findall(r"\w+\.py", text.partition("   the programs")[0])
-  assert sorted(in_map) == sorted(programs - {"__init__.py", "__main__.py"})
-
-
-def test_extending_names_files_and_dicts_that_exist():
-  rows = [x for x in section("Extending").splitlines() if x.startswith("| ")]
-  assert len(rows) > 10
-  text = "\n".join(rows[1:])
-  files = r"`((?:core|models|data|rewards|training)/[\w/]+\.py)`"
-  for name in re.findall(files, text):
-    assert (PACKAGE / name).is_file(), name
-  for name in set(re.findall(r"\b[A-Z_]{5,}\b", text)):
-    assert re.search(rf"^{name}\b", CODE, re.MULTILINE), name
-
-
 @pytest.mark.parametrize("setting", CHOICES)
-def test_every_choice_is_listed_and_explained(setting):
-  """In the setting's own row, and somewhere in a guide."""
-  table = lib.DOCS / "settings.md"  # generated; guides are written by hand
+def test_every_choice_is_in_the_settings_and_in_a_guide(setting):
+  table = lib.DOCS / "settings.md"
   guides = "\n".join(p.read_text() for p in lib.PAGES if p != table)
   rows = table.read_text().splitlines()
   (row,) = [x for x in rows if x.startswith(f"| `{setting}` |")][:1]
@@ -250,7 +217,7 @@ def test_every_choice_is_listed_and_explained(setting):
     assert re.search(rf"\b{name}\b", guides), name
 
 
-def test_every_reward_and_every_family_is_named():
+def test_every_reward_and_model_family_is_documented():
   rewards = section("Built in", "rewards.md")
   assert [x for x in functions.BUILT_IN if f"`{x}`" not in rewards] == []
   families = section("Families", "models.md")

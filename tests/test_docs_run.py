@@ -1,8 +1,7 @@
-"""The code of docs/*.md runs: Python as it stands, commands on a tiny model.
+"""Runs the code of docs/*.md: Python unchanged, commands on a tiny model.
 
-Of a command are changed only the sizes that it does not give, and the model
-where it is not one that the page itself has made; `tests/test_docs.py` reads
-each of them as it stands.
+Commands keep their own sizes, and models that the page made. `test_docs.py`
+checks the unchanged commands.
 """
 
 import importlib
@@ -29,7 +28,7 @@ SIZES = {
 
 
 def pages(language):
-  """The pages with such code, marked as they say."""
+  """Pages with code of a language, marked by their schedule."""
   kind = ("python", "bash").index(language)
   return [
     pytest.param(page, marks=MARKS[lib.when(page)[kind]], id=page.name)
@@ -40,12 +39,12 @@ def pages(language):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages("python"))
-def test_python(page, tmp_path, monkeypatch):
-  """A page's blocks run in turn, with what the earlier ones have defined."""
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+  """Runs a page's blocks in order, in a single namespace."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
   lib.write_files(page, tmp_path)
-  for file in tmp_path.glob("*.py"):  # another page's of the same name
+  for file in tmp_path.glob("*.py"):  # of the same name on another page
     monkeypatch.delitem(sys.modules, file.stem, raising=False)
   names = {}
   for block in lib.runs(page, "python"):
@@ -54,7 +53,7 @@ def test_python(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", pages("bash"))
-def test_commands(page, tmp_path, monkeypatch, toy_model, toy_task):
+def test_commands_run(page, tmp_path, monkeypatch, toy_model, toy_task):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "configs").symlink_to(lib.ROOT / "configs")
   lib.write_files(page, tmp_path)
@@ -66,8 +65,8 @@ def test_commands(page, tmp_path, monkeypatch, toy_model, toy_task):
 
 
 def run(program, argv):
-  """Runs a program, here where what others have compiled is known."""
-  if program == "compile":  # it makes devices of its own
+  """Runs a program in this process, which has compiled programs cached."""
+  if program == "compile":  # it creates devices
     words = [sys.executable, "-m", f"grpojax.{program}", *argv]
     subprocess.run(words, check=True, env=ENVIRONMENT)
     return
@@ -83,7 +82,7 @@ def run(program, argv):
 
 
 def sizes(program, model):
-  """What makes a command small, unless it says another size itself."""
+  """Arguments that make a command small."""
   settings = {}
   if program in ("train", "bench", "compile"):
     settings = SIZES | {"model.path": model}
@@ -93,8 +92,8 @@ def sizes(program, model):
 
 
 @pytest.mark.slow
-def test_reasoning_gym(tmp_path, monkeypatch, toy_model):
-  """docs/data.md's file draws problems, scores them, and trains on them."""
+def test_reasoning_gym_example_runs(tmp_path, monkeypatch, toy_model):
+  """The file in docs/data.md draws problems and scores them."""
   pytest.importorskip("reasoning_gym")
   monkeypatch.chdir(tmp_path)
   page = lib.DOCS / "data.md"

@@ -1,4 +1,4 @@
-"""The built documentation: pictures, formulas, and nothing from elsewhere."""
+"""The built documentation: links, pictures and formulas."""
 
 import html.parser
 import pathlib
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-  """Builds it; a warning is an error."""
+  """Builds the site; warnings are errors."""
   path = tmp_path_factory.mktemp("site")
   words = ["build", "--quiet", "--strict", "--site-dir", str(path)]
   done = subprocess.run(
@@ -32,23 +32,23 @@ def site(tmp_path_factory):
 
 
 class _Sources(html.parser.HTMLParser):
-  """Addresses that a browser fetches by itself when it shows a page."""
+  """Collects addresses that a browser fetches to show a page."""
 
   def __init__(self):
     super().__init__()
-    self.found, self.pictures = [], []
+    self.addresses, self.pictures = [], []
 
   def handle_starttag(self, tag, attributes):
-    given = dict(attributes)
-    if tag in ("script", "img") and given.get("src"):
-      self.found.append(given["src"])
-    if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload"):
-      self.found.append(given["href"])
+    values = dict(attributes)
+    if tag in ("script", "img") and values.get("src"):
+      self.addresses.append(values["src"])
+    if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preload"):
+      self.addresses.append(values["href"])
     if tag == "img":
-      self.pictures.append(given)
+      self.pictures.append(values)
 
 
-def test_all_that_a_page_shows_is_in_the_site(site):
+def test_pages_need_no_other_server(site):
   pages = [p for p in site.rglob("*.html") if p.name != "404.html"]
   assert len(pages) > 15
   for text in ("../grpojax/", "<!-- with "):  # the second is not merged
@@ -60,8 +60,8 @@ def test_all_that_a_page_shows_is_in_the_site(site):
     parser = _Sources()
     parser.feed(page.read_text())
     pictures += parser.pictures
-    for address in parser.found:
-      assert "//" not in address, f"{page}: {address} is fetched from elsewhere"
+    for address in parser.addresses:
+      assert "//" not in address, f"{page}: {address} is on another server"
       file = page.parent / address.split("?")[0]
       assert file.exists(), f"{page}: {address}"
   assert len(pictures) >= 5 and all(p.get("alt") for p in pictures)

@@ -1,4 +1,4 @@
-"""The programs to read compute what the library does."""
+"""The example programs compute the same as the library."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def small(monkeypatch):
     monkeypatch.setattr(example, name, size)
 
 
-def test_one_file_is_a_step_of_make_grpo_step(tiny, small):
+def test_one_file_equals_make_grpo_step(tiny, small):
   policy = Policy(None, tiny.lm, None, eos_ids=(0,), pad_id=3)
   tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
   ids = jnp.array([[1, 2, 3], [4, 5, 3]])
@@ -51,7 +51,7 @@ def test_one_file_is_a_step_of_make_grpo_step(tiny, small):
 
 
 @pytest.mark.slow
-def test_one_file_runs(small, capsys):
+def test_one_file_prints_accuracies(small, capsys):
   example.main(1)
   lines = capsys.readouterr().out.splitlines()
   assert lines[0].startswith("step 0: 0% right")  # 6 tokens are too few
@@ -59,7 +59,7 @@ def test_one_file_runs(small, capsys):
 
 
 @pytest.mark.slow
-def test_one_file_rewards_the_right_answer():
+def test_one_file_rewards_correct_answers():
   policy = policy_lib.load_policy(example.MODEL)
   texts = [["#### 4", "2+2=4\n#### 5"], ["7", "#### 7"]]
   encode = lambda text: [*policy.tokenizer.encode(text), policy.eos_ids[0]]

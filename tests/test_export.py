@@ -1,4 +1,4 @@
-"""Runs exported as model directories, for transformers and for peft."""
+"""The program `export`: runs as model directories."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def noise(tree, seed):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, settings_with):
-  """A run as training leaves it, with checkpoints of steps 2 and 4."""
+  """A run with checkpoints of steps 2 and 4."""
   path, settings = tmp_path_factory.mktemp("runs") / "run", settings_with()
   run_directory.open_run(path, settings)
   base, tx = hf.load_params(MODEL), optimizer(settings)
@@ -49,7 +49,7 @@ def equal(ours, theirs):
   return jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
 
 
-def test_newest_and_named_steps(run, tmp_path, capsys):
+def test_export_of_the_newest_and_of_a_given_step(run, tmp_path, capsys):
   for words, step in [([], 4), (["--step=2"], 2)]:
     out = tmp_path / "models" / str(step)
     export.main([str(run.path), f"--out={out}", *words])
@@ -58,7 +58,7 @@ def test_newest_and_named_steps(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
+def test_transformers_reads_an_export(run, tmp_path):
   pytest.importorskip("torch")
   import transformers
 
@@ -73,8 +73,8 @@ def test_transformers_reads_it_with_its_tokenizer(run, tmp_path):
   assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
 
 
-def test_transformers_4_reads_it(run, tmp_path):
-  """It knows no class TokenizersBackend."""
+def test_transformers_4_reads_an_export(run, tmp_path):
+  """transformers 4 has no class TokenizersBackend."""
   source = shutil.copytree(hf.resolve(MODEL), tmp_path / "source")
   file, out = source / "tokenizer_config.json", tmp_path / "out"
   settings = json.loads(file.read_text())
@@ -85,10 +85,10 @@ def test_transformers_4_reads_it(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_model_without_checkpoints(run, tmp_path):
+def test_export_of_a_finished_model_without_checkpoints(run, tmp_path):
   copy, out = shutil.copytree(run.path, tmp_path / "run"), tmp_path / "out"
   hf.save(copy / "model", run.trained[2], MODEL)
-  export.main([str(copy), f"--out={out}"])  # the checkpoints come first
+  export.main([str(copy), f"--out={out}"])  # checkpoints are preferred
   assert equal(hf.load_params(out), run.trained[4])
   shutil.rmtree(copy / "checkpoints")
   shutil.rmtree(out)
@@ -96,7 +96,7 @@ def test_a_finished_model_without_checkpoints(run, tmp_path):
   assert equal(hf.load_params(out), run.trained[2])
 
 
-def test_what_is_no_run_is_copied(tmp_path, capsys):
+def test_export_copies_a_model_that_is_not_a_run(tmp_path, capsys):
   out = tmp_path / "half"
   export.main([f"--model={MODEL}", f"--out={out}", "--dtype=bfloat16"])
   assert f"the model {MODEL} -> {out}/" in capsys.readouterr().out
@@ -134,7 +134,7 @@ def test_bad_requests(run, tmp_path, words, message, monkeypatch):
 @pytest.mark.parametrize(
   "out", ["file", "file/out", "x" * 300, "x" * 250, "dangling", "full"]
 )
-def test_where_nothing_can_be_written(run, tmp_path, out, monkeypatch):
+def test_unwritable_directories_are_refused(run, tmp_path, out, monkeypatch):
   def full(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -150,8 +150,8 @@ def test_where_nothing_can_be_written(run, tmp_path, out, monkeypatch):
   assert sorted(tmp_path.iterdir()) == before
 
 
-def test_only_parameters_are_read(run, tmp_path, monkeypatch):
-  """The optimizer's state is two more copies of them."""
+def test_export_loads_only_parameters(run, tmp_path, monkeypatch):
+  """The optimizer state, twice as large, is not loaded."""
   read, load = [], checkpoint.stored_arrays.ocp.load
   spy = lambda path, like: read.append(like) or load(path, like)
   monkeypatch.setattr(checkpoint.stored_arrays.ocp, "load", spy)
@@ -161,7 +161,7 @@ def test_only_parameters_are_read(run, tmp_path, monkeypatch):
   assert read[0]["opt_state"] and read[0]["step"] is ...
 
 
-def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
+def test_a_checkpoint_deleted_meanwhile_is_replaced_by_a_newer_one(
   run, tmp_path, monkeypatch
 ):
   folder, read = tmp_path / "run" / "checkpoints", checkpoint.restore_policy
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
   newest = max(checkpoint.complete(folder))
 
   def restore_policy(checkpointer, like, step):
-    if step == newest:  # a newer one is complete, and this one goes
+    if step == newest:  # the run deletes it and saves a newer one
       (folder / str(newest)).rename(folder / str(newest + 1))
       raise ValueError("is damaged")
     return read(checkpointer, like, step)

@@ -1,4 +1,4 @@
-"""A run whose disk is full stops at once, in a sentence, and resumes."""
+"""A run with a full disk stops with an error line, and resumes."""
 
 import errno
 import functools
@@ -27,7 +27,7 @@ def no_room_for_checkpoints(patch):
     await end(self)
 
   patch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", finalize)
-  # Steps of a millisecond would be over before the save is.
+  # Steps of a millisecond would end before the save.
   wait = functools.partial(checkpoint.check, timeout=60.0)
   patch.setattr(checkpoint, "check", wait)
 
@@ -45,7 +45,7 @@ def no_room_for_records(patch):
 @pytest.mark.parametrize(
   "no_room_for", [no_room_for_checkpoints, no_room_for_records]
 )
-def test_no_room(
+def test_a_run_resumes_after_a_full_disk(
   no_room_for, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):
   run = tmp_path / "run"

@@ -1,6 +1,6 @@
-"""Whole runs on gs://, of a stand-in on this machine (training/fake_gcs.py).
+"""Whole runs on gs://, with a local server (training/fake_gcs.py).
 
-Only a real bucket shows credentials, speed and failures of the network.
+Credentials, speed and network failures need a real bucket.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from run_helpers import free_port, untimed
 from grpojax.runtime.files import records
 
 HERE = pathlib.Path(__file__).parent
-SETTINGS = (  # with a reference; one stage halves the time of compiling
+SETTINGS = (  # with a reference; a single stage halves compilation
   "batch_size=2 group_size=4 diagnostics.every=0 eval.num_prompts=4 "
   "eval.every=100 checkpoint.every=2 loss.beta=0.01 sampling.stages=1 "
   "sampling.compact=False"
@@ -51,7 +51,7 @@ def gcs(monkeypatch):
 
 @pytest.fixture
 def start(tmp_path):
-  """Starts a program's processes."""
+  """Starts the processes of a program."""
 
   def start(program, *words, count=1):
     address = f"127.0.0.1:{free_port()}"
@@ -80,7 +80,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def run(start):
-  """Runs a program to its end; returns what it prints."""
+  """Runs a program to its end; returns its output."""
 
   def run(program, *words):
     (process,) = start(program, *words)
@@ -112,7 +112,9 @@ def fetched(fs, name, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_is_interrupted_and_killed_and_goes_on(gcs, start, run, tmp_path):
+def test_an_interrupted_and_killed_run_resumes_from_a_bucket(
+  gcs, start, run, tmp_path
+):
   url = "gs://bucket/runs/a"
   first, second = start("train", *words(url), count=2)
   wait_for(first, "step 1/4")
@@ -135,7 +137,7 @@ def test_a_run_is_interrupted_and_killed_and_goes_on(gcs, start, run, tmp_path):
   gcs.rm_file("bucket/runs/a/.lock")
   out = run("train", *words(url))
   assert "resuming after step 2" in out and f"are in {url}/" in out
-  run("train", *words(tmp_path / "disk"))  # the same, undisturbed
+  run("train", *words(tmp_path / "disk"))  # the same run, uninterrupted
   ours, theirs = (
     untimed(row for row in records.read_jsonl(path) if "loss" in row)
     for path in (
@@ -158,11 +160,11 @@ def test_a_run_is_interrupted_and_killed_and_goes_on(gcs, start, run, tmp_path):
   run("export", url, f"--out={tmp_path / 'out'}")
   assert (tmp_path / "out" / "model.safetensors").is_file()
   new = words(tmp_path / "b", steps=0) + ["--config.optim.micro_batches=1"]
-  run("train", *new, f"--config.model.path={url}")  # starts from that model
+  run("train", *new, f"--config.model.path={url}")
 
 
 @pytest.mark.long
-def test_selfcheck_on_gs(gcs, run, tmp_path):
+def test_selfcheck_in_a_bucket(gcs, run, tmp_path):
   words = "--shared=gs://bucket/check", "--skip=parity,attention,step"
   out = run("selfcheck", f"--out={tmp_path}", *words)
   assert "the same model" in out

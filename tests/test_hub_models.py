@@ -1,4 +1,4 @@
-"""Programs with models of the Hub: as with directories, and pinned."""
+"""Programs with models of the Hub equal runs from a directory."""
 
 import json
 import pathlib
@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from run_helpers import rows_of, untimed
-from safetensors.numpy import load_file
 
 from grpojax import export, train
 from grpojax.models import huggingface as hf
@@ -22,13 +21,13 @@ LATER = "b" * 40
 @pytest.fixture
 def served(toy_model, tmp_path, monkeypatch):
   """A private model."""
-  own = hub_server.Hub()
-  own.add(ID, hub_server.of_directory(toy_model))
-  own.tokens[ID] = TOKEN
-  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
+  server = hub_server.Hub()
+  server.add(ID, hub_server.of_directory(toy_model))
+  server.tokens[ID] = TOKEN
+  with hub_server.client_of(server, tmp_path / "cache", monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    yield own
+    yield server
 
 
 def rows(run):
@@ -40,7 +39,7 @@ def same(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
+def test_a_run_from_the_hub_is_pinned_and_equals_one_from_a_directory(
   toy_task, toy_model, served, tmp_path, capsys
 ):
   settings = {"lora.rank": 2, "loss.beta": 0.1, "eval.every": 9}
@@ -50,7 +49,7 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   config = json.loads(pathlib.Path("a/config.json").read_text())
   assert config["model"]["path"] == ID and config["model"]["revision"] == ""
   assert config["commits"] == [f"model:{ID}@main={hub_server.COMMIT}"]
-  served.add(ID, {"config.json": b"{}"}, LATER)  # the branch moves
+  served.add(ID, {"config.json": b"{}"}, LATER)  # a later commit
   more = toy_task.arguments(ID, steps=3, **settings)
   train.main([*more, "--run_dir=a"])
   local = toy_task.arguments(toy_model, steps=3, **settings)
@@ -62,7 +61,7 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   assert len(served.log) == before and "is finished" in capsys.readouterr().out
   with pytest.raises(SystemExit, match="model.revision: '' -> 'main'"):
     train.main([*more, "--config.model.revision=main", "--run_dir=a"])
-  _, trained_ = run_models.load("a")  # its base at the run's commit
+  _, trained_ = run_models.load("a")  # loads the base at the run's commit
   jax.tree.map(np.testing.assert_array_equal, trained_, run_models.load("b")[1])
   export.main(["a", "--out=exported", "--step=3"])
   same("exported", "a/model")
@@ -71,10 +70,6 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   assert adapter["base_model_name_or_path"] == ID
   assert adapter["revision"] == hub_server.COMMIT
   assert (adapter["lora_alpha"], adapter["r"]) == (3, 2)
-  stored = load_file("adapter/adapter_model.safetensors")
-  name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-  matrix = trained_["layers"]["q"]["b"][0]
-  np.testing.assert_array_equal(stored[name], matrix.T)
   files = [p for p in tmp_path.rglob("*") if p.is_file()]
   assert len(files) > 30 and TOKEN in served.seen
   assert not [p for p in files if TOKEN.encode() in p.read_bytes()]

@@ -1,4 +1,4 @@
-"""The import rule, of every module:
+"""The import rule of the package:
 
 core <- statistics <- reports; core <- models <- data <- rewards;
 models <- runtime <- rewards; all of these <- training <- aot, studies,
@@ -21,11 +21,10 @@ every_module = pytest.mark.parametrize(
   "path", MODULES, ids=lambda path: str(path.relative_to(ROOT))
 )
 
-# What of ours each part may import, besides itself. A program is a part of its
-# own: none is imported by anything.
+# Parts that each part may import. Programs are parts that no part imports.
 MAY_IMPORT = {
   "": {"core", "statistics", "models"},  # grpojax/__init__.py
-  "__main__": {"runtime"},  # it finds the programs on the disk
+  "__main__": {"runtime"},  # finds the programs on the disk
   "core": set(),
   "statistics": {"core"},
   "models": {"core"},
@@ -51,7 +50,7 @@ HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
 
 def imported(path):
-  """Dotted names of all that a file imports, at its top or inside functions."""
+  """Dotted names of all imports of a file, also inside functions."""
   package = path.relative_to(ROOT).parts[:-1]
   names = []
   for node in ast.walk(ast.parse(path.read_text())):
@@ -74,18 +73,18 @@ def part_of(path):
   return "" if parts == ("__init__",) else parts[0]
 
 
-def test_every_part_has_a_rule():
+def test_every_part_has_an_import_rule():
   assert set(MAY_IMPORT) == {part_of(path) for path in MODULES}
   loose = {path.stem for path in PACKAGE.glob("*.py")}
   assert loose == PROGRAMS | {"__init__", "__main__"}
 
 
 @every_module
-def test_imports_run_one_way(path):
+def test_imports_follow_the_rule(path):
   part, names = part_of(path), imported(path)
   allowed = [f"grpojax.{p}" for p in (*MAY_IMPORT[part], part) if p]
   ours = [name for name in names if within(name, ["grpojax"])]
-  if part == "examples":  # by the public names, as users have them
+  if part == "examples":  # which use the public names
     ours = [name for name in ours if name != "grpojax"]
   wrong = [name for name in ours if not within(name, allowed)]
   assert not wrong, f"grpojax.{part} must not import {wrong}"
@@ -95,7 +94,7 @@ def test_imports_run_one_way(path):
     assert not wrong, f"grpojax.core must not import {wrong}"
 
 
-def test_import_grpojax_is_light():
+def test_import_grpojax_loads_no_heavy_library():
   code = f"import sys, grpojax; print([m for m in {HEAVY} if m in sys.modules])"
   result = subprocess.run(
     [sys.executable, "-c", code],
@@ -105,24 +104,3 @@ def test_import_grpojax_is_light():
   )
   assert result.returncode == 0, result.stderr
   assert result.stdout.strip() == "[]"
-
-
-# Functions with plain arguments can be called by other people's programs. A
-# config is read where a command line or a file brings one in, and becomes
-# typed settings there; programs and studies read their own.
-ENTRANCES = {
-  *(f"runtime/cli/{x}.py" for x in ("command_line", "config", "config_file")),
-  *(f"runtime/cli/{x}.py" for x in ("help_text", "settings")),
-  "training/config.py",
-  "training/run/run_directory.py",
-  "training/run_models.py",
-  "benchmarks/workloads.py",
-  "translation/writing.py",
-}
-
-
-@every_module
-def test_a_config_is_read_at_an_entrance_only(path):
-  if part_of(path) not in PROGRAMS | {"studies"}:
-    reads = any(within(n, ["ml_collections"]) for n in imported(path))
-    assert not reads or str(path.relative_to(PACKAGE)) in ENTRANCES

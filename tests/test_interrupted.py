@@ -1,4 +1,4 @@
-"""Runs that are killed or interrupted end like those that nobody disturbed."""
+"""Killed and interrupted runs end like an uninterrupted run."""
 
 import itertools
 import os
@@ -19,13 +19,12 @@ from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
-from grpojax.training.run import open_run
 from grpojax.training.step import rewards as rewards_lib
 
 HERE = pathlib.Path(__file__).parent
 
-# A reference, shuffled epochs, a schedule, several updates a step and moments
-# that are rounded at random: all that a resumed run could get wrong.
+# All state that a resumed run could lose: a reference, shuffled epochs, a
+# schedule, several updates per step, stochastic rounding of moments.
 LONG = {
   "steps": 14,
   "loss.beta": 0.01,
@@ -43,8 +42,8 @@ LONG = {
   "diagnostics.every": 1,
 }
 
-# The next step's rollout is in the checkpoint; a reference that follows, and
-# diagnoses of these rollouts.
+# The checkpoint has the next step's rollout; the reference follows the policy,
+# and these rollouts are diagnosed.
 AHEAD = {
   "steps": 14,
   "sampling.ahead": 1,
@@ -58,7 +57,7 @@ AHEAD = {
 
 @pytest.fixture
 def uninterrupted(toy_task, toy_model, tmp_path_factory):
-  """A whole run with some settings, made once."""
+  """A whole run with given settings, cached."""
 
   def uninterrupted(settings):
     name = f"uninterrupted-{zlib.crc32(repr(settings).encode())}"
@@ -72,7 +71,7 @@ def uninterrupted(toy_task, toy_model, tmp_path_factory):
 
 
 def assert_same_run(run, expected, settings=LONG):
-  """Bit by bit, but for what a clock measured."""
+  """Compares runs bit by bit, except times."""
   ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
   for name in ("metrics.jsonl", "samples.jsonl"):
@@ -117,25 +116,25 @@ def test_kill_at_any_moment(
     time.sleep(rng.random() * 0.1)
     process.kill()
     codes.append(process.wait())
-  *first, _ = codes  # the last may have been too late
+  *first, _ = codes  # the last kill may come too late
   assert first == [-signal.SIGKILL] * (kills - 1)
   train.main(argv)
   assert "resuming after step" in capsys.readouterr().out
   assert_same_run(run, uninterrupted(settings), settings)
 
 
-# Moments of SIGTERM: settings, the function whose call sends it, the number of
-# that call, and the steps done by then. Three batches of held-out prompts are
-# scored before the first step, and after every fifth.
+# Moments of SIGTERM: settings, function, number of the call that sends it, and
+# finished steps. Three batches of held-out prompts are scored before the first
+# step and after every fifth.
 REWARDS = "collect_rewards"
 MOMENTS = {
   "first step": (LONG, REWARDS, 3 + 1, 0),
   "rewards": (LONG, REWARDS, 3 + 4, 3),
   "last evaluation": (LONG, REWARDS, 3 + 14 + 2 * 3 + 1, 14),
   "last checkpoint": (LONG, "save", 7, 14),
-  # Step 2 computes the next one's rewards after its update.
+  # Step 2 computes the next rewards after its update.
   "next rewards": (AHEAD, REWARDS, 3 + 3, 2),
-  # Step 3 is diagnosed, so that its rewards come before its update.
+  # Step 3 is diagnosed, so its rewards come before its update.
   "diagnosed rewards": (AHEAD, REWARDS, 3 + 4, 2),
 }
 
@@ -143,12 +142,12 @@ MOMENTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "moment",
-  [  # test_adapters.py ends and resumes a run too
+  [  # test_adapters.py also resumes a run
     pytest.param(x, marks=pytest.mark.long if MOMENTS[x][0] == LONG else ())
     for x in MOMENTS
   ],
 )
-def test_sigterm_saves_and_the_next_run_goes_on(
+def test_sigterm_saves_and_the_next_run_resumes(
   moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):
   run = tmp_path / "run"
@@ -176,7 +175,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   assert signal.getsignal(signal.SIGTERM) == handler
   assert [row["step"] for row in rows_of(run)] == list(range(1, done + 1))
   if settings == AHEAD:
-    # An update is finished with the next rewards; none are waited for before.
+    # Only an update waits for the next rewards.
     assert (calls in ended) == (moment == "next rewards")
   assert not (run / "summary.json").exists()
   rest = "still to be written: model, report.html, summary.json; the same"
@@ -192,11 +191,11 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   assert_same_run(run, uninterrupted(settings), settings)
 
 
-@pytest.mark.slow  # test_interrupts.py hears Ctrl-C without a run
-def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
+@pytest.mark.slow
+def test_a_swallowed_ctrl_c_still_ends_the_run(
   toy_task, toy_model, tmp_path, monkeypatch, capsys, ctrl_c
 ):
-  """As where Python runs a weak reference's callback."""
+  """Python swallows exceptions in callbacks of weak references."""
   original, calls = rewards_lib.collect_rewards, []
 
   def swallowed(*args, **options):
@@ -214,17 +213,4 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
   assert caught.value.code == 130
   text = "interrupted; there is no checkpoint yet; the same"
-  assert text in capsys.readouterr().out
-
-
-def test_an_interrupt_before_a_run_has_its_directory(
-  toy_task, toy_model, tmp_path, monkeypatch, capsys
-):
-  def opening(*_):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(open_run, "open_all", opening)
-  with pytest.raises(SystemExit):
-    train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
-  text = f"interrupted; there is no {tmp_path}/run yet"
   assert text in capsys.readouterr().out

@@ -1,7 +1,7 @@
-"""Several processes: they do what one does, and end together.
+"""Several processes give the same results as a single one, and end together.
 
-Real processes over loopback, on virtual CPU devices. What it needs of several
-hosts and cannot get here: storage that all of them see, and a network.
+These are real processes on virtual CPU devices, connected over loopback. Shared
+storage and a network need real hosts.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-  """Makes command lines, of a model that is made once."""
+  """Returns a function that makes command lines for a shared model."""
   spec = importlib.util.spec_from_file_location("mesh_runs", RUNS)
   runs = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(runs)
@@ -54,10 +54,10 @@ def words(tmp_path_factory):
 
 @contextlib.contextmanager
 def started(directory, count, words, of_1=()):
-  """Starts the processes of a run, on 8 devices in all, and kills them.
+  """Starts the processes of a run on 8 devices, and kills them at the end.
 
-  Their output is in files beside the run directory; `of_1` are more words for
-  process 1.
+  Their output goes to files next to the run directory; `of_1` are additional
+  arguments of process 1.
   """
   env = os.environ | {
     "JAX_NUM_CPU_DEVICES": str(8 // count),
@@ -90,14 +90,14 @@ def log(directory, i, kind):
 
 
 def printed(directory, i=0, kind="out"):
-  """What a process has printed, without what Gloo says of itself."""
+  """The output of a process without messages of Gloo."""
   lines = log(directory, i, kind).read_text().splitlines(keepends=True)
-  # Its threads write at once: a line may be in two.
+  # Gloo's threads may split a line.
   return "".join(x for x in lines if "[Gloo]" not in x and "ranks" not in x)
 
 
 def ended(processes, timeout=240):
-  """Their exit codes."""
+  """Waits for processes; returns their exit codes."""
   end = time.monotonic() + timeout
   return [p.wait(max(end - time.monotonic(), 0.1)) for p in processes]
 
@@ -120,9 +120,9 @@ def results(directory):
 
 
 def parted(samples):
-  """What is equal bit by bit of samples, and numbers that a mesh rounds."""
+  """Splits samples into exact fields and numbers rounded by a mesh."""
   names = [n for n in samples[0] if n.endswith("logprobs") or n == "advantage"]
-  # null, for what an environment wrote, is nan
+  # null (text of an environment) becomes nan
   array = lambda x: np.asarray(x, np.float64)
   numbers = [np.hstack([array(row[name]) for name in names]) for row in samples]
   return [
@@ -181,14 +181,14 @@ CASES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_several_do_what_one_does(case, words, tmp_path):
+def test_several_processes_equal_a_single_one(case, words, tmp_path):
   settings = words(dict(x.split("=", 1) for x in CASES[case].split()))
   run(tmp_path / "one", 1, settings)
   one = results(tmp_path / "one")
   for count in (2, 4) if case == "dense" else (2,):
     run(tmp_path / str(count), count, settings)
     same(one, results(tmp_path / str(count)))
-    for i in range(1, count):  # what is said, is said once
+    for i in range(1, count):  # only the first process prints
       assert printed(tmp_path / str(count), i) == ""
 
 
@@ -207,7 +207,7 @@ LONG = {"steps": 8, "checkpoint.every": 3, "eval.every": 100}
 
 @pytest.fixture(scope="module")
 def slow(words, tmp_path_factory):
-  """The command line of a run that takes a second a step, and its results."""
+  """The command line of a run with steps of a second, and its results."""
   directory = tmp_path_factory.mktemp("slow")
   file = directory / "rewards.py"
   file.write_text(
@@ -221,7 +221,7 @@ def slow(words, tmp_path_factory):
 
 
 def steps_of(directory):
-  """The last step that a run has written down, so far."""
+  """The last step in metrics.jsonl so far."""
   with contextlib.suppress(OSError):
     rows = records.read_jsonl(directory / "metrics.jsonl")
     return max((row["step"] for row in rows), default=0)
@@ -229,7 +229,7 @@ def steps_of(directory):
 
 
 def wait_for(directory, step, processes):
-  """Until the run has done a step, or a process has ended."""
+  """Waits until a step is finished or a process has ended."""
   end = time.monotonic() + 240
   while steps_of(directory) < step and time.monotonic() < end:
     if any(p.poll() is not None for p in processes):
@@ -241,14 +241,16 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
 
 
 @pytest.mark.parametrize(
-  "blows",  # (number of processes, after which step, signal, to which process)
+  "blows",  # (number of processes, step, signal, process that gets it)
   [
     pytest.param([(2, 2, TERM, 1), (2, 5, KILL, 1)], marks=pytest.mark.slow),
     pytest.param([(2, 2, TERM, 1), (4, 4, TERM, 3)], marks=pytest.mark.long),
     pytest.param([(2, 4, KILL, 1), (2, 6, KILL, 0)], marks=pytest.mark.long),
   ],
 )
-def test_a_signal_to_one_ends_all_and_any_number_goes_on(slow, blows, tmp_path):
+def test_a_signal_to_one_process_ends_all_and_any_number_resumes(
+  slow, blows, tmp_path
+):
   settings, whole = slow
   directory = tmp_path / "run"
   for count, after, number, victim in blows:
@@ -264,14 +266,14 @@ def test_a_signal_to_one_ends_all_and_any_number_goes_on(slow, blows, tmp_path):
     else:
       assert codes[1 - victim] not in (0, 75)
       err = printed(directory, 1 - victim, "err")
-      # By a collective, or by JAX, whichever is first.
+      # Reported by a collective or by JAX.
       assert "of this run is gone" in err or "another task died" in err
   run(directory, 1, settings)
   same(whole, results(directory))
 
 
 @pytest.mark.slow
-def test_what_differs_is_refused(words, tmp_path):
+def test_processes_with_different_settings_are_refused(words, tmp_path):
   directory = tmp_path / "run"
   of_1 = ["--config.model.path=nowhere"]
   with started(directory, 2, words({}), of_1=of_1) as processes:

@@ -3,7 +3,7 @@ import pytest
 import grpojax
 
 
-def test_public_names_are_of_parts_that_read_no_config():
+def test_public_names_come_from_core_statistics_and_models():
   assert len(grpojax.__all__) >= 22 and set(grpojax.__all__) <= set(
     dir(grpojax)
   )

@@ -1,7 +1,5 @@
-"""The training program: files, resuming, options, mistakes."""
+"""The program `train`: files, options, errors."""
 
-import functools
-import itertools
 import json
 import math
 import os
@@ -10,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -21,13 +18,9 @@ from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
 from grpojax.models import huggingface as hf
 from grpojax.rewards import exact
-from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
-from grpojax.statistics import diagnostics
-from grpojax.training.config import from_config
-from grpojax.training.optimizer import optimizer
-from grpojax.training.run import fit, setup
+from grpojax.training.run import fit
 from grpojax.training.step import diagnosis, sampling
 
 HERE = pathlib.Path(__file__).parent
@@ -36,7 +29,7 @@ FILES = set(
   "evaluations.jsonl tensorboard checkpoints model learning_curve.png "
   "report.html summary.json".split()
 )
-MEASURED = set(  # means over a step's samples, tokens or updates
+MEASURED = set(
   "reward_mean reward_std zero_variance_groups completion_length_mean "
   "completion_length_max truncated loss entropy clip_fraction_low "
   "clip_fraction_high ratio_min ratio_max rollout_mismatch_mean "
@@ -60,12 +53,12 @@ def by_path(params):
 
 
 def weights(directory):
-  """The exported parameters, by path."""
+  """Exported parameters by path."""
   return by_path(hf.load_params(directory))
 
 
 def refusal(argv):
-  """What the program says instead of starting."""
+  """Returns the error message of the program."""
   with pytest.raises(SystemExit) as caught:
     train.main(argv)
   message = caught.value.code
@@ -73,10 +66,9 @@ def refusal(argv):
   return message
 
 
-def test_a_run_leaves_what_the_docstring_says(toy_run):
+def test_a_run_writes_the_documented_files(toy_run):
   run = toy_run.directory
-  found = {path.name for path in run.iterdir()}
-  assert found == FILES
+  assert {path.name for path in run.iterdir()} == FILES
   assert all(name in train.__doc__ for name in FILES)
   picture = (run / "learning_curve.png").read_bytes()
   assert picture.startswith(b"\x89PNG")
@@ -92,7 +84,7 @@ def test_a_run_leaves_what_the_docstring_says(toy_run):
     assert row["reward"] == right and row["prompt"].endswith("\n")
 
 
-def test_rewards_and_answers_are_counted(toy_run):
+def test_reward_counts_and_answers_agree_with_metrics(toy_run):
   run = toy_run.directory
   steps = {row["step"]: row for row in rows_of(run)}
   counts = records.read_jsonl(run / "rewards.jsonl")
@@ -110,7 +102,7 @@ def test_rewards_and_answers_are_counted(toy_run):
     assert row["right"].count("1") / 10 == pytest.approx(test["accuracy"])
 
 
-def test_the_report_is_of_the_finished_run(toy_run):
+def test_the_report_shows_the_finished_run(toy_run):
   text = (toy_run.directory / "report.html").read_text()
   data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
   (run,) = json.loads(data)["runs"]
@@ -126,7 +118,7 @@ def test_the_report_is_of_the_finished_run(toy_run):
   assert "c1" in run["curves"]
 
 
-def test_the_summary_is_of_the_first_and_last_evaluation(toy_run):
+def test_the_summary_has_the_first_and_last_evaluation(toy_run):
   summary = json.loads((toy_run.directory / "summary.json").read_text())
   tests = rows_of(toy_run.directory, "accuracy")
   assert [row["step"] for row in tests] == [0, 3, 6, 8]
@@ -146,16 +138,16 @@ def test_the_summary_is_of_the_first_and_last_evaluation(toy_run):
   assert str(pathlib.Path("runs/toy")) in toy_run.output
 
 
-def test_every_step_is_measured_once(toy_run):
+def test_every_step_has_a_row_of_metrics(toy_run):
   steps = rows_of(toy_run.directory)
   assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
   for row in steps:
     assert row.keys() >= MEASURED | TIMES
-    assert "kl" not in row  # there is no reference
+    assert "kl" not in row  # without a reference
     diagnosed = row["step"] in (1, 4, 7)
     assert len(DIAGNOSED & row.keys()) == diagnosed * len(DIAGNOSED)
     assert len(BEST & row.keys()) in (0, diagnosed * len(BEST))
-    for name in BEST:  # may be infinite, which JSON has no number for
+    for name in BEST:  # may be null for infinity
       row.pop(name, None)
     assert all(math.isfinite(value) for value in row.values()), row
     assert 0 < row["completion_length_mean"] <= row["completion_length_max"]
@@ -164,29 +156,6 @@ def test_every_step_is_measured_once(toy_run):
   parts = ("seconds_rollout", "seconds_rewards", "seconds_update")
   row = steps[-1]
   assert sum(row[part] for part in parts) <= row["seconds_step"]
-
-
-@pytest.mark.slow
-def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
-  config = config_lib.from_json((toy_run.directory / "config.json").read_text())
-  settings = from_config(config)
-  tx = optimizer(settings)
-  like = setup.first_state(settings, tx, hf.load_params(toy_model))
-  with checkpoint.open_checkpointer(
-    toy_run.directory / "checkpoints", readonly=True
-  ) as saved:
-    assert checkpoint.steps(saved) == [6, 8]  # the newest two
-    state = checkpoint.restore(saved, like)
-  sizes = [row["group_size"] for row in rows_of(toy_run.directory)]
-  assert int(state.step) == 8
-  assert int(state.prompts_consumed) == sum(64 // size for size in sizes)
-  exported = weights(toy_run.directory / "model")
-  expected = by_path(state.params)
-  assert exported.keys() == expected.keys()
-  for name, value in expected.items():
-    assert exported[name].tobytes() == value.tobytes(), name
-  before = weights(toy_model)
-  assert any((before[name] != exported[name]).any() for name in before)
 
 
 def test_a_finished_run_is_left_alone(toy_run, toy_task, monkeypatch, capsys):
@@ -210,11 +179,9 @@ REFUSED = {
   "--config.model.path=arithmetic-bose": "no model at",
 }
 REFUSED_LATER = {  # a second each
-  "--config.loss.clip_low=2": "loss.clip_low",
   "--config.mesh.fsdp=3": "mesh data=-1 fsdp=3",
   "--config.data.options.difficulty=(4,2)": "difficulty",
   f"--config.seed={2**32}": "seed = 4294967296: must be 0 or more, and less",
-  "--config.data.options.size=abc": "data.options.size = 'abc': must be",
   "--config.sampling.max_new_tokens=1000000000": "decode cache",
   "--config.sampling.max_new_tokens=1020": "exceed the 1024 positions",
   "--config.batch_size=100000000": "Change --config.batch_size, --config.g",
@@ -222,7 +189,6 @@ REFUSED_LATER = {  # a second each
   "--config.eval.num_prompts=1000000000": "1000000000: must be 1 to 100000",
   "--run_dir=file/x": "cannot be written: Not a directory",
   "--run_dir=/proc/x": "/proc/x cannot be written: No such file",
-  f"--run_dir={'x' * 300}": "name too long",
 }
 
 
@@ -230,14 +196,15 @@ REFUSED_LATER = {  # a second each
   "word",
   [*REFUSED, *(pytest.param(x, marks=pytest.mark.slow) for x in REFUSED_LATER)],
 )
-def test_a_mistake_leaves_no_run(word, toy, toy_model, tmp_path, monkeypatch):
-  """A run directory left behind would refuse the corrected command."""
+def test_an_error_leaves_no_run_directory(
+  word, toy, toy_model, tmp_path, monkeypatch
+):
   monkeypatch.chdir(tmp_path)
   pathlib.Path("file").touch()
   with toy.task(), monkeypatch.context() as patch:
     if "options" in word or "num_prompts" in word:
       patch.setitem(datasets.DATASETS, "arithmetic", arithmetic.load)
-    patch.setattr(fit, "fit", None)  # nothing compiles
+    patch.setattr(fit, "fit", None)
     small = [] if "num_prompts" in word else toy.arguments(toy_model)
     message = refusal([*small, word.format(root=HERE.parent)])
   assert (REFUSED | REFUSED_LATER)[word] in message
@@ -245,63 +212,11 @@ def test_a_mistake_leaves_no_run(word, toy, toy_model, tmp_path, monkeypatch):
   assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-VARIANTS = {
-  "dual_clip": {
-    "advantage": "score_weighted",
-    "score_power": 1.5,
-    "loss.kl": "k3",
-    "loss.kl_placement": "ratio",
-    "loss.dual_clip": 3.0,
-    "loss.ratio": "trajectory_ratio",
-    "loss.weighting": "sequence_sum",
-    "optim.epochs": 2,
-    "sampling.min_p": 0.01,
-  },
-  "penalty": {
-    "reward.on_device": True,
-    "advantage": "max_at_k",
-    "subset_size": 3,
-    "loss.kl": "k1",
-    "loss.kl_placement": "reward",
-    "sampling.temperature": 0.9,
-  },
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
-  """Each learns; and without diagnostics, nothing of them is traced."""
-
-  def never(*args, **kwargs):
-    raise AssertionError
-
-  monkeypatch.setattr(diagnostics, "score_projections", never)
-  changes = {"loss.beta": 0.1, "steps": 3, "eval.num_prompts": 4}
-  changes |= VARIANTS[name] | {"eval.every": 3}
-  run = tmp_path / "run"
-  train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
-  first, second, third = rows_of(run)
-  for row in (first, second, third):
-    assert row.keys() >= MEASURED | {"kl"} and "c1" not in row
-    assert all(math.isfinite(value) for value in row.values()), row
-    assert row["skipped_updates"] == 0 and row["grad_norm"] > 0
-  # The policy has left its reference; before its first update it had not.
-  assert third["kl"] > 1e-4
-  if changes.get("optim.epochs", 1) == 1:
-    assert abs(first["kl"]) < 1e-6
-    assert first["ratio_min"] == first["ratio_max"] == 1.0
-  else:
-    assert first["kl"] > 1e-6
-    assert first["ratio_min"] < 1.0 < first["ratio_max"]
-  assert (run / "reference_params").is_dir() and (run / "model").is_dir()
-
-
-@pytest.mark.slow  # test_options takes steps on the device
-def test_a_reward_on_the_device_changes_nothing(
+def test_rewards_on_the_device_give_the_same_run(
   toy_task, toy_model, tmp_path, monkeypatch
 ):
-  # Halves round in another order.
+  # Sampling in halves rounds differently.
   monkeypatch.setattr(sampling, "LARGEST_HALVED", 0)
   final = []
   for on_device in (False, True):
@@ -310,7 +225,7 @@ def test_a_reward_on_the_device_changes_nothing(
     changes |= {"loss.beta": 1.0, "loss.kl": "k1"}
     changes |= {"loss.kl_placement": "reward"}
     changes |= {"diagnostics.every": 1, "diagnostics.last_layers": 1}
-    # Adam divides by the gradient, and would make much of rounding errors.
+    # Adam amplifies rounding errors of small gradients.
     changes |= {"optim.learning_rate": 1e-3, "optim.b2": 0.999}
     train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
     final.append((weights(run / "model"), rows_of(run)))
@@ -323,27 +238,10 @@ def test_a_reward_on_the_device_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [-20, 0.2])  # seconds each time it is read
-def test_a_clock_that_is_set_changes_no_times(
-  seconds, toy_task, toy_model, tmp_path, monkeypatch
-):
-  clock, reads = time.time, itertools.count()
-  monkeypatch.setattr(time, "time", lambda: clock() + seconds * next(reads))
-  changes = {"steps": 2, "eval.every": 2, "eval.num_prompts": 4}
-  run = tmp_path / "run"
-  jax.clear_caches()
-  train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
-  rows = rows_of(run)
-  assert len(rows) == 2
-  for row in rows:
-    assert 0 <= row["seconds_compile"] <= row["seconds_step"]
-
-
-@pytest.mark.slow  # three programs for each of two sizes
 def test_each_group_size_compiles_once(
   toy_task, toy_model, tmp_path, monkeypatch, caplog
 ):
-  """The group size goes to and fro; the number of samples stays."""
+  """The group size alternates at a constant number of samples."""
 
   def other(choice, *estimates, **options):
     return choice.replace(group_size=24 - choice.group_size)
@@ -363,24 +261,15 @@ def test_each_group_size_compiles_once(
   text = [record.getMessage() for record in caplog.records]
   for name, times in (
     *(("update", 2), ("diagnose", 2), ("other", 1)),
-    ("sample", 3),  # two sizes, and the evaluations before, in and after it
+    ("sample", 3),  # two sizes and the evaluations
   ):
     compiled = [x for x in text if f"Compiling jit({name})" in x]
     assert len(compiled) == times, name
 
 
-def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
-  # The only held-out prompt is short.
-  words = "data.options.difficulty=(2,8) steps=3 eval.num_prompts=1"
-  words = [f"--config.{word}" for word in words.split()]
-  with pytest.raises(SystemExit, match="(?s)train split: .* prompts have more"):
-    train.main([*words, f"--run_dir={tmp_path}/x"])
-  assert not (tmp_path / "x").exists()
-
-
 @pytest.fixture
 def broken_run(toy_run, tmp_path):
-  """A copy of a run before its end, with other text in one of its files."""
+  """A copy of an unfinished run with a changed file."""
 
   def broken(name, text):
     run = tmp_path / "run"
@@ -393,7 +282,7 @@ def broken_run(toy_run, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["not json", "[1, 2]", '{"step": null}'])
-def test_a_stray_line_of_metrics_is_named(
+def test_a_broken_line_of_metrics_is_named(
   line, broken_run, toy_run, toy_task, monkeypatch
 ):
   run = broken_run("metrics.jsonl", lambda text: f"{text}{line}\n")
@@ -405,34 +294,20 @@ def test_a_stray_line_of_metrics_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "change, text",
+  "before, after, text",
   [
-    ("[[1], [2]]", "no run at"),
-    ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
-    ({"steps": float("nan")}, "steps = nan: must be of type int"),
-    ({"optim": None}, "optim = None: is a section"),
-    ({"optim.schedule": "x"}, "optim.schedule = 'x'"),
+    (r".+", "[[1], [2]]", "no run at"),
+    (r'"steps": 8', '"steps": {"a": 1}', "steps.a = 1: unknown key"),
+    (r'"steps": 8', '"steps": NaN', "steps = nan: must be of type int"),
+    (r'"schedule": "\w+"', '"schedule": "x"', "optim.schedule = 'x'"),
   ],
-  ids=str,
 )
-def test_a_runs_config_that_cannot_be_read(
-  change, text, broken_run, toy_run, toy_task, tmp_path
+def test_a_damaged_config_is_reported_without_traceback(
+  before, after, text, broken_run, toy_run, toy_task, tmp_path
 ):
-  """Resumed, evaluated or exported: no traceback."""
-
-  def change_it(before):
-    if isinstance(change, str):
-      return change
-    saved = json.loads(before)
-    for name, value in change.items():
-      *sections, last = name.split(".")
-      part = functools.reduce(dict.get, sections, saved)
-      part[last] = value
-    return json.dumps(saved)
-
-  run = broken_run("config.json", change_it)
-  message = refusal([*toy_run.argv, f"--run_dir={run}"])
-  assert "config" in message
+  change = lambda config: re.sub(before, after, config, flags=re.DOTALL)
+  run = broken_run("config.json", change)
+  assert "config" in refusal([*toy_run.argv, f"--run_dir={run}"])
   for main, words in (
     (evaluate.main, [f"--model={run}"]),
     (export.main, [str(run), f"--out={tmp_path}/out"]),
@@ -451,10 +326,7 @@ def test_a_runs_config_that_cannot_be_read(
     ("train", "1 / 0", 1, "Traceback(.|\n)*ZeroDivisionError"),
   ],
 )
-def test_errors_while_libraries_are_imported(
-  program, statement, code, err, tmp_path
-):
-  """Imports are most of a start."""
+def test_errors_during_imports(program, statement, code, err, tmp_path):
   for library in ("jax", "ml_collections"):
     (tmp_path / f"{library}.py").write_text(statement)
   done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `pip wheel .` builds works where nothing else of this checkout is."""
+"""The wheel of `pip wheel .` works without the checkout."""
 
 import importlib.util
 import os
@@ -27,15 +27,15 @@ def pip(*words):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-  """The wheel, built from a copy: building leaves folders behind."""
+  """A wheel, built from a copy because building leaves folders behind."""
   source = tmp_path_factory.mktemp("source")
   for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
     shutil.copy(ROOT / name, source)
   for name in ("grpojax", "configs"):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / name, source / name, ignore=ignored)
-  here = importlib.util.find_spec("setuptools")  # else pip fetches it
-  offline = ["--no-build-isolation"] if here else []
+  installed = importlib.util.find_spec("setuptools")  # else pip downloads it
+  offline = ["--no-build-isolation"] if installed else []
   out = tmp_path_factory.mktemp("wheel")
   pip("wheel", "--no-deps", *offline, f"--wheel-dir={out}", str(source))
   (path,) = out.glob("*.whl")
@@ -44,18 +44,18 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grpojax(wheel, tmp_path_factory):
-  """Calls the console entry of a virtual environment that has the wheel.
+  """Calls the console entry of a virtual environment with the wheel.
 
-  What grpojax depends on is this environment's; its .pth files, of which one
-  may lead to this checkout, do not count there.
+  Dependencies come from this environment, without its .pth files (one of them
+  may point to this checkout).
   """
   home = tmp_path_factory.mktemp("installed")
   subprocess.run(
     [sys.executable, "-m", "venv", "--without-pip", home], check=True
   )
   (packages,) = home.glob("lib/python*/site-packages")
-  here = sysconfig.get_path("purelib")
-  (packages / "dependencies.pth").write_text(f"{here}\n")
+  dependencies = sysconfig.get_path("purelib")
+  (packages / "dependencies.pth").write_text(f"{dependencies}\n")
   python = f"--python={home}/bin/python"
   pip(python, "install", "--no-deps", "--ignore-installed", str(wheel))
   env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -73,20 +73,20 @@ def grpojax(wheel, tmp_path_factory):
   return call
 
 
-@pytest.mark.slow  # builds and installs
+@pytest.mark.slow
 def test_a_wheel_has_the_assets_and_the_configs(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
-  wanted = [p for p in ROOT.glob("grpojax/**/*.py")]
-  wanted += [p for p in ROOT.glob("grpojax/assets/**/*") if p.is_file()]
-  wanted += ROOT.glob("grpojax/reports/page/*")
-  names_of = {path.relative_to(ROOT).as_posix() for path in wanted}
+  files = [p for p in ROOT.glob("grpojax/**/*.py")]
+  files += [p for p in ROOT.glob("grpojax/assets/**/*") if p.is_file()]
+  files += ROOT.glob("grpojax/reports/page/*")
+  expected = {path.relative_to(ROOT).as_posix() for path in files}
   configs = {f"grpojax/configs/{p.name}" for p in ROOT.glob("configs/*.py")}
-  assert configs and names_of | configs <= names
+  assert configs and expected | configs <= names
   tops = {name.partition("/")[0].partition("-")[0] for name in names}
-  assert tops == {"grpojax"}  # nothing else gets into site-packages
+  assert tops == {"grpojax"}
 
 
-@pytest.mark.slow  # builds and installs
+@pytest.mark.slow
 def test_an_installed_wheel_trains_from_an_empty_directory(grpojax, tmp_path):
   words = [f"--config.{word}" for word in TINY]
   run = grpojax("train", "--config=arithmetic", *words, cwd=tmp_path)
@@ -94,7 +94,7 @@ def test_an_installed_wheel_trains_from_an_empty_directory(grpojax, tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["runs"]
   assert (tmp_path / "runs" / "arithmetic" / "summary.json").is_file()
 
-  # A failing config names its file: it is the installed one.
+  # The error names the installed file.
   (config,) = grpojax.home.glob("lib/python*/site-packages/*/configs/gsm8k.py")
   config.write_text("get_config = None\n")
   broken = grpojax("train", "--config=configs/gsm8k.py", cwd=tmp_path)

@@ -1,9 +1,9 @@
-"""A task that a tiny model learns in seconds, for the tests of the programs.
+"""A task that a tiny model learns in seconds, for tests of the programs.
 
-Every answer is 7. The texts that the tiny model is made from answer 3 most of
-the time and 7 some of the time, so greedy accuracy starts at 0 and GRPO can
-raise it. Run as a program, this is `grpojax.train` on that task, slow
-enough to be killed between two checkpoints.
+Every answer is 7. The tiny model was trained on texts that mostly answer 3 and
+sometimes 7, so greedy accuracy starts at 0 and GRPO can raise it. As a program
+this is `grpojax.train` on the task, slow enough to be killed between two
+checkpoints.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import time
 from grpojax.data import arithmetic, datasets
 
 ANSWER = "7"
-DELAY = 0.0  # seconds that a problem takes to read
-SOME = 50  # few training problems: epochs are shuffled, and start anew
+DELAY = 0.0  # seconds to read a problem
+PROBLEMS = 50  # few, so that a run has several epochs
 
 
 class Problems:
-  """Random access to sums whose answer is said to be 7."""
+  """Random access to sums with the answer 7."""
 
   def __init__(self, offset, size):
     self.offset, self.size = offset, size
@@ -35,7 +35,7 @@ class Problems:
     return {"prompt": f"{i % 97}+{i % 11}", "answer": ANSWER}
 
 
-def load(split, *, seed=0, size=SOME, difficulty=(2, 4)):
+def load(split, *, seed=0, size=PROBLEMS, difficulty=(2, 4)):
   del seed, difficulty
   return Problems({"train": 0, "test": 1000}[split], size)
 
@@ -48,7 +48,7 @@ def document(rng, **options):
 
 @contextlib.contextmanager
 def task():
-  """Puts the toy task in the arithmetic task's place."""
+  """Replaces the arithmetic task by the toy task."""
   old = datasets.DATASETS["arithmetic"], arithmetic.document
   datasets.DATASETS["arithmetic"], arithmetic.document = load, document
   try:
@@ -58,9 +58,9 @@ def task():
 
 
 def arguments(model: pathlib.Path, reads=("",), **changes):
-  """A command line of a run that takes a second, besides compiling.
+  """Arguments of a run that takes a second, without compilation.
 
-  Of another program than training it has what that `reads`.
+  `reads` are prefixes of the settings of a program other than `train`.
   """
   settings = {
     "name": "toy",

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the programs: a tiny model and a finished run."""
+"""Fixtures for tests of programs: a tiny model and a finished run."""
 
 import contextlib
 import dataclasses
@@ -20,34 +20,34 @@ CHECKS = [
   "training/config.py",
   "training/settings/conflicts.py",
 ]
-"""Files that read every setting, or read it only to refuse it."""
+"""Files that read all settings, or only check them."""
 
 
 class ToyRun(NamedTuple):
   """A finished training run."""
 
   argv: list[str]
-  home: pathlib.Path  # the working directory
-  directory: pathlib.Path  # of the run
+  home: pathlib.Path  # working directory
+  directory: pathlib.Path  # run directory
   output: str
-  read: set[str]  # dotted paths of the settings that programs read
+  read: set[str]  # dotted paths of used settings
 
 
 @pytest.fixture(scope="session")
 def toy():
-  return importlib.import_module("toy")  # this fixture has its name
+  return importlib.import_module("toy")
 
 
 @pytest.fixture
 def toy_task(toy):
-  """The toy task instead of arithmetic, for one test."""
+  """The toy task instead of arithmetic, for a test."""
   with toy.task():
     yield toy
 
 
 @pytest.fixture(scope="session")
 def toy_model(toy, tmp_path_factory):
-  """A model of 4,000 parameters that knows the form of the toy's answers."""
+  """A model of 4,000 parameters, trained on texts of the toy task."""
   from grpojax import sft
 
   path = tmp_path_factory.mktemp("models") / "toy"
@@ -75,7 +75,7 @@ def _sections(options, prefix=""):
 
 
 def _record(monkeypatch):
-  """Notes which settings a run reads, by dotted path of their fields."""
+  """Records the dotted paths of settings that a run reads."""
   from grpojax.training.settings.run import TrainSettings
 
   read = set()
@@ -106,18 +106,18 @@ def _record(monkeypatch):
 
 @pytest.fixture(scope="session")
 def toy_run(toy, toy_model, tmp_path_factory):
-  """`python -m grpojax.train` from start to end, without --run_dir.
+  """A complete run of `grpojax.train` without --run_dir.
 
-  One run for all of xdist's processes.
+  Processes of xdist share it.
   """
   folder = tmp_path_factory.getbasetemp()
   folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-  kept, home = folder / "toy_run.pickle", folder / "home"
+  result, home = folder / "toy_run.pickle", folder / "home"
   with open(folder / "toy_run.lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
-    if not kept.exists():
-      kept.write_bytes(pickle.dumps(_run(toy, toy_model, home)))
-  return ToyRun(*pickle.loads(kept.read_bytes()))
+    if not result.exists():
+      result.write_bytes(pickle.dumps(_run(toy, toy_model, home)))
+  return ToyRun(*pickle.loads(result.read_bytes()))
 
 
 def _run(toy, toy_model, home):

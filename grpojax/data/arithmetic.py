@@ -94,7 +94,7 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Returns problems {"prompt": "23*4+17+85", "answer": "194"} (see `drawn`)."""
+  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}."""
   bounds = drawn.bounds("difficulty", difficulty, _MOST_OPERATIONS)
   draw = functools.partial(_example, split, bounds)
   return drawn.load(split, draw, seed=seed, size=size)

@@ -1,11 +1,10 @@
-"""A stand-in for Google Cloud Storage: its JSON API, as far as we need it.
+"""A local server with a part of the JSON API of Google Cloud Storage.
 
     python tests/training/fake_gcs.py PORT
 
-Objects are in memory, in any bucket that is named. What gcsfs and TensorStore
-ask of it: reading with ranges, writing whole or in parts, listing by prefix,
-deleting, and preconditions on the generation, on which locks and TensorStore's
-manifests stand.
+Objects are in memory, in any bucket. gcsfs and TensorStore need: reading with
+ranges, writing whole or in parts, listing by prefix, deleting, preconditions
+on the generation (for locks and TensorStore manifests).
 """
 
 import http.server
@@ -36,8 +35,8 @@ def _resource(bucket, name):
 
 
 def _content(part):
-  """Raw bytes of a part of a multipart body: a parser changes line ends."""
-  end = b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n"  # of its headers
+  """Raw bytes of a part of a multipart body; a parser changes line ends."""
+  end = b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n"  # end of headers
   return part.split(end, 1)[1].removesuffix(b"\n").removesuffix(b"\r")
 
 
@@ -76,7 +75,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     return url.path, bucket, name, query
 
   def _refused(self, bucket, name, query):
-    """Returns the code of a precondition that fails, or None."""
+    """Returns the status code of a failed precondition, or None."""
     now = OBJECTS.get((bucket, name), (0,))[0]
     match = int(query.get("ifGenerationMatch", now))
     differs = int(query.get("ifGenerationNotMatch", -1))
@@ -122,10 +121,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if query.get("alt") != "media":
       return self._answer(200, _resource(bucket, name))
     about = {"x_goog_generation": generation, "ETag": generation}
-    wanted = self.headers.get("Range")
-    if not wanted:
+    span = self.headers.get("Range")
+    if not span:
       return self._answer(200, data, **about)
-    first, last = wanted.removeprefix("bytes=").split("-")
+    first, last = span.removeprefix("bytes=").split("-")
     first = int(first) if first else len(data) - int(last)
     last = min(int(last) if last else len(data) - 1, len(data) - 1)
     if first > last:
@@ -154,12 +153,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
   def do_PUT(self):
     _, _, _, query = self._where()
-    bucket, name, asked, data = UPLOADS[query["upload_id"]]
+    bucket, name, parameters, data = UPLOADS[query["upload_id"]]
     data += self._body()
     total = self.headers.get("Content-Range", "/*").rsplit("/", 1)[1]
     if total == "*" or len(data) < int(total):
       return self._answer(308, Range=f"bytes=0-{len(data) - 1}")
-    self._put(bucket, name, asked, data)
+    self._put(bucket, name, parameters, data)
 
   def do_DELETE(self):
     _, bucket, name, query = self._where()

@@ -1,4 +1,4 @@
-"""Defaults, validation and JSON of the configuration."""
+"""Validation of the configuration, and typed settings."""
 
 import math
 from contextlib import nullcontext
@@ -22,12 +22,12 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def config_of(words):
-  """The default config with changes SETTING=VALUE, as they are typed."""
+  """The default config with changes SETTING=VALUE of a command line."""
   return command_line.parse([f"--{x}" for x in words.split()], {}, SETTINGS)[0]
 
 
 def errors_of(config):
-  """The lines of an error about a config but for the first."""
+  """Lines of a config's error without the first."""
   with pytest.raises(ValueError) as error:
     from_config(config)
   return str(error.value).splitlines()[1:]
@@ -38,12 +38,12 @@ def test_unknown_missing_and_mistyped_keys():
   config.optim.learning_rat = 1.0
   config.optim_options = {"b1": 0.3}
   config.data.templates_options = {"enable_thinking": False}
-  config.data.options.anything = 1  # the dataset checks these
+  config.data.options.anything = 1  # checked by the data set
   config.reward.options.length = {"target": 3}
   del config.log.every, config.data["options"]
   with config.ignore_type():
     config.steps = "60"
-    config.loss.clip_low = 1  # an int does for a float
+    config.loss.clip_low = 1  # int instead of float is allowed
     config.eval = None
   lines = errors_of(config)
   texts = (
@@ -82,121 +82,99 @@ PLAYED = "environment.path=retry"
 BY_TURN = f"{PLAYED} environment.credit=turn"
 RETURN = "reward.functions=environment"
 REFUSED = [
-  # A value out of its range: one of each kind.
+  # Ranges.
   ("batch_size=0", "batch_size = 0"),
-  ("name=a/b", "name = 'a/b'"),
   ("optim.learning_rate=nan", "optim.learning_rate = nan"),
-  ("reward.timeout=inf", "more than 0, and finite"),
-  ("reward.workers=1000000000000", "must be in [0, 1024]"),
-  ("logits_chunk=2147483648", "logits_chunk = 2147483648"),
-  ("sampling.ahead=2", "sampling.ahead = 2: must be in [0, 1]"),
-  # Names, and what belongs to one kind of thing.
+  # Names and texts.
   ("model.path=", "model.path = '': give a Hugging Face directory"),
   ("sampling.temperature=1e-9", "1e-09: must be 0.01 or more"),
   ("sampling.temperature=1e9", "1000000000.0: must be in [0, 100]"),
-  ("lora.targets=layers/(q", "is no regular expression (missing )"),
+  ("lora.targets=layers/(q", "is not a regular expression: missing )"),
   ("optim.name=adafactor optim.moments_dtype=bfloat16", "use 'float32', or"),
   ("lora.rank=4 diagnostics.last_layers=1", "as a whole: use 0"),
-  ("profile.steps=10", "profile.steps = '10': give FIRST:LAST"),
-  ("profile.steps=0:3", "profile.steps = '0:3': give FIRST:LAST"),
   ("profile.steps=5:4", "profile.steps = '5:4': give FIRST:LAST"),
   ("profile.steps=39:41", "the last step is 40"),
-  # The loss and its reference.
-  ("loss.beta=0.1 loss.kl=k1", "pulls nowhere"),
+  # Loss and reference.
+  ("loss.beta=0.1 loss.kl=k1", "has a gradient of mean zero"),
   (f"{K1} loss.kl=k3", "use k1"),
-  (f"{K1} loss.kl=k2 loss.kl_placement=ratio", "use k1 or k3"),
   (f"{EXACT} loss.kl_placement=ratio", "use k1 or k3"),
   (f"{EXACT} model.reference=host", "model.reference = 'host': loss.kl ="),
   ("model.reference_every=1", "use 0, or loss.beta > 0"),
-  ("model.teacher=arithmetic-base", "use '', or loss.beta > 0"),
-  ("model.reference_prompt={prompt}!", "use '', or loss.beta > 0"),
-  ("model.reference_prompt={answer} loss.beta=1", "must hold {prompt}"),
+  ("model.reference_prompt={answer} loss.beta=1", "must contain {prompt}"),
   ("model.reference_mix=0.5", "a fixed reference is not mixed: use 1"),
   ("loss.entropy_coef=2 loss.entropy_target=0.1", "loss.entropy_coef = 2.0:"),
   (f"{QUANTILE} loss.surrogate=gmpo", "loss.top_entropy_quantile = 0.2: with"),
   (f"{QUANTILE} loss.ratio=sequence_ratio", "gradient of its whole completion"),
-  # The sizes of batches.
+  # Sizes of batches.
   ("optim.minibatches=5", "must divide batch_size = 32"),
   ("optim.minibatches=4 optim.micro_batches=3", "8 prompts of 8 samples"),
-  ("group_size=1", "use vanilla or reinforce_plus_plus"),
   ("advantage=max_at_k subset_size=8", "group_size = 8, subset_size = 8:"),
-  ("advantage=min_at_k subset_size=20", "group size G >= 21"),
   ("advantage=shrinkage batch_size=2 optim.micro_batches=1", "shrinkage needs"),
-  (f"{AUTO} advantage=grpo", "'grpo': group_size = 'auto' follows the best"),
-  (f"{AUTO} loss.advantage_clip=2", "clip = 2.0: group_size = 'auto'"),
-  (f"{AUTO} loss.off_policy_threshold=0.1", "group_size = 'auto'"),
-  (f"{AUTO} loss.correction=token_truncate", "group_size = 'auto'"),
-  (f"{AUTO} loss.weighting=sequence_mean", "all tokens count alike"),
+  (f"{AUTO} advantage=grpo", "'grpo': group_size = 'auto' needs the diag"),
+  (f"{AUTO} loss.weighting=sequence_mean", "equal token weights"),
   (f"{AUTO} loss.truncated=drop", "use 'keep', or a number for"),
-  (f"{AUTO} auto_group_size.largest=128", "leaves 256 / 128 prompts a "),
+  (f"{AUTO} auto_group_size.largest=128", "leaves 256 / 128 prompts per step"),
   (f"{AUTO} auto_group_size.start=6", "must be powers of two"),
-  ("group_size=auto", "rests on the diagnostics: give 1 or more"),
+  ("group_size=auto", "needs diagnostics: use 1 or more"),
   # Rewards.
   ("reward.functions=() reward.weights=()", "at least one"),
   ("reward.functions=a,a reward.weights=1,1", "names must differ"),
   ("reward.weights=1,2", "must be finite numbers, one for each"),
-  ("reward.model_weight=inf", "reward.model_weight = inf"),
-  ("reward.on_device reward.functions=math_answer", "nothing else can be"),
-  ("reward.on_device reward.model=x", "reward.on_device"),
+  ("reward.on_device reward.functions=math_answer", "scores token ids: use"),
   ("reward.on_device mesh.sampling_tensor=2", "mesh.sampling_tensor = 2:"),
-  ("reward.on_device model.reference=host", "model.reference = 'host': the"),
-  # Rollouts in int8, or of the parameters before the last update.
+  # Off-policy rollouts: int8, or sampled ahead.
   ("sampling.weights_dtype=int8", "loss.correction = 'none': samples in int8"),
   (f"sampling.cache_dtype=int8 optim.epochs=2 {TRAINER}", "(cache_dtype) are"),
   (f"{INT8} {K1}", "loss.kl_placement = 'reward': the penalty uses the"),
   ("sampling.ahead=1 loss.correction=geometric_mask", "samples drawn before"),
   ("sampling.ahead=1", "loss.correction = 'none': samples drawn before the"),
-  # It multiplies by no ratio.
+  # dro has no ratio.
   ("sampling.ahead=1 optim.minibatches=2 loss.surrogate=dro", "drawn before"),
-  (f"{K1} loss.correction=sequence_truncate", "loss.kl_placement = 'reward':"),
   (f"{AHEAD} {FILTERED}", "filter_groups.enable = True"),
   (f"{AHEAD} difficulty.priority=spread", "difficulty.priority ="),
-  (f"{AHEAD} reward.on_device", "use 0, or reward.on_device ="),
   (f"sampling.ahead=1 optim.epochs=2 {AUTO}", "sampling.ahead = 1: group_size"),
   ("mesh.sampling_devices=4", "sampling_devices = 4: devices would wait"),
-  (f"{AHEAD} mesh.sampling_devices=4 environment.path=x.py", "not with an"),
+  (f"{AHEAD} mesh.sampling_devices=4 environment.path=x.py", "with an env"),
   # Environments.
-  (RETURN, "of environment.path: name one"),
-  (f"{PLAYED} environment.failed=zero reward.model=judge", "failed one's"),
+  (RETURN, "set environment.path"),
+  (f"{PLAYED} environment.failed=zero reward.model=judge", "of a failed tr"),
   ("environment.credit=turn", "there are no turns"),
   (BY_TURN, "reward.functions = 'environment'"),
   (f"{BY_TURN} {RETURN} advantage=grpo", "use advantage = 'leave_one_out'"),
-  (f"{BY_TURN} {RETURN} diagnostics.every=2", "this is of whole trajectories"),
+  (f"{BY_TURN} {RETURN} diagnostics.every=2", "one advantage per traj"),
   # Mixtures of data sets.
-  (f"{MIXED}.wieght=1", ".gsm8k.wieght = 1: unknown: use name, path, options"),
-  (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a number more than 0"),
+  (f"{MIXED}.wieght=1", ".gsm8k.wieght = 1: unknown key: use name, path"),
+  (f"{MIXED}.weight=0", ".gsm8k.weight = 0: must be a positive number"),
   (f"{MIXED}.name=gsm9k", "name = 'gsm9k': use one of arithmetic, gsm8k"),
-  (f"{MIXED}.path=3", ".gsm8k.path = 3: must be a text"),
-  (f"{MIXED}.options=3", ".gsm8k.options = 3: is a section"),
-  (f"{MIXED}.rewards=length", "rewards = 'length': names, each once, among"),
-  (f"{MIXED}.rewards=3", "rewards = 3: names, each once, among"),
-  (f"{MIXED}.rewards=exact_answer {TWO}", "scored by length: leave it out"),
+  (f"{MIXED}.path=3", ".gsm8k.path = 3: must be a string"),
+  (f"{MIXED}.rewards=length", "rewards = 'length': use names of reward.fun"),
+  (f"{MIXED}.rewards=exact_answer {TWO}", "uses length: remove it"),
   (f"{MIXED}=3", "data.mixture.gsm8k = 3: is a section"),
-  (f"{MIXED}.weight=1 data.path=x", "write data.mixture.NAME.path, or"),
-  (f"{MIXED}.weight=1 data.options.size=x", "write data.mixture.NAME.options."),
-  ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': names metrics"),
+  (f"{MIXED}.weight=1 data.path=x", "use data.mixture.NAME.path"),
+  ("data.mixture.a/b.name=gsm8k", "data.mixture = 'a/b': is part of metric"),
   # Models of the Hub.
   ("model.revision=v1", "with model.path = ORG/NAME"),
   ("model.path=a/b model.revision=../x", "a branch, tag"),
   ("model.path=a/b@v1 model.revision=v2", "remove one of them"),
-  ("model.path=gs://a/b model.revision=v2", "is a URL"),
   # Parts of a step.
-  ("loss.correction=token_mask optim.epochs=2", "with several updates a step"),
+  (
+    "loss.correction=token_mask optim.epochs=2",
+    "with several updates per step",
+  ),
   (f"{AGGREGATED} reward.on_device", "normalize', or reward.on_device = False"),
-  (f"{AGGREGATED} {AUTO}", "use 'sum_then_normalize', or a number for group"),
   (f"{AGGREGATED} group_size=1 advantage=vanilla", "a group of 1 has no"),
   (f"{AGGREGATED} advantage=beta_binomial", "cannot read normalised"),
-  (f"{AGGREGATED} {K1}", "a KL penalty is in nats"),
+  (f"{AGGREGATED} {K1}", "a KL penalty in the reward is in nats"),
   (f"{FILTERED} reward.on_device", "filter_groups.enable = True: the step is"),
-  (f"{FILTERED} advantage=vanilla", "learns from groups of equal rewards too:"),
-  (f"{FILTERED} {K1}", "groups of equal rewards teach something"),
+  (f"{FILTERED} advantage=vanilla", "also uses groups of equal rewards: use"),
+  (f"{FILTERED} {K1}", "gives groups of equal rewards a gradient"),
   (f"{FILTERED} filter_groups.gen_parts=3", "gen_parts = 3: must divide a"),
-  (f"{FILTERED} {TWO} {ACCURACY}", "may still differ in other rewards"),
+  (f"{FILTERED} {TWO} {ACCURACY}", "may differ in other rewards"),
   (f"{IN_PARTS} sampling.parts=3", "sampling.parts = 3: must divide"),
-  (f"{IN_PARTS} reward.workers=0", "sampling.parts = 2: nothing computes"),
+  (f"{IN_PARTS} reward.workers=0", "sampling.parts = 2: no process can"),
   ("difficulty.band=0.9,0.1", "band = (0.9, 0.1): must be two"),
   ("difficulty.target=0.5,1", "inside (0, 1)"),
-  ("difficulty.importance_weights", "no choice to undo: use False"),
+  ("difficulty.importance_weights", "no priorities to correct for: use False"),
   (f"{BY_DIFFICULTY} reward.on_device", "priority = 'varies': the step is one"),
   (
     f"{BY_DIFFICULTY} difficulty.importance_weights diagnostics.every=5",
@@ -206,9 +184,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("words, text", REFUSED)
-def test_one_problem_is_one_line(words, text):
+def test_each_conflict_is_one_error_line(words, text):
   (line,) = errors_of(config_of(words))
-  assert text in line and line.startswith("  --config.")  # as it is typed
+  assert text in line and line.startswith("  --config.")
 
 
 FINITE = "must be finite numbers, one for each"
@@ -219,25 +197,25 @@ FINITE = "must be finite numbers, one for each"
   [
     ("reward.weights", (10**400,), FINITE),
     ("reward.weights", (math.nan,), FINITE),
-    ("reward.weights", ("1",), FINITE),
     ("difficulty.band", (0.1, 10**400), "0 <= low < high <= 1"),
     ("difficulty.band", (math.nan, 1), "0 <= low < high <= 1"),
-    ("data.system_prompt", "\udcff", "'\\udcff': is no UTF-8 text"),
-    ("data.template", "{prompt}\udcff", "'{prompt}\\udcff': is no UTF-8 text"),
+    ("data.system_prompt", "\udcff", "'\\udcff': is not valid UTF-8"),
+    (
+      "data.template",
+      "{prompt}\udcff",
+      "'{prompt}\\udcff': is not valid UTF-8",
+    ),
     ("data.template", "no field", "must hold {prompt}"),
-    ("data.template", "{prompt} {answer}", "must hold {prompt}"),
     ("data.template", "{prompt.__class__} {prompt}", "must hold {prompt}"),
-    ("data.template", "{prompt} {prompt!r}", "must hold {prompt}"),
-    ("data.template", "{prompt:>9999999999}", "must hold {prompt}"),
     ("data.template", "{prompt} {", "must hold {prompt}"),
   ],
 )
-def test_odd_values_are_refused(name, value, text, config_with):
+def test_malformed_values_are_refused(name, value, text, config_with):
   (line,) = errors_of(config_with(**{name: value}))
   assert text in line and line.startswith(f"  --config.{name} = ")
 
 
-def test_all_values_are_refused_before_conflicts():
+def test_invalid_values_are_reported_before_conflicts():
   conflicts = "optim.minibatches=5 model.reference_mix=0.5"
   words = f"optim.b2=1 loss.kl=k33 advantage=oracle {conflicts}"
   assert errors_of(config_of(words)) == [
@@ -257,25 +235,20 @@ def test_all_values_are_refused_before_conflicts():
   [
     "group_size=1 advantage=vanilla",
     "advantage=max_at_k subset_size=7",
-    "subset_size=20",  # nobody asks for it
+    "subset_size=20",  # unused
     "advantage=shrinkage batch_size=3 optim.micro_batches=1",
     K1,
-    f"{K1} loss.kl=k3 loss.kl_placement=ratio",
-    "loss.entropy_coef=2",
     "loss.entropy_target=0.3 loss.entropy_coef_delta=0",
     f"{QUANTILE} loss.surrogate=cispo",
     "optim.minibatches=4 optim.micro_batches=8",
-    # Groups are cut too.
+    # Groups are split as well.
     "optim.minibatches=4 optim.micro_batches=64",
-    "optim.minibatches=32 optim.micro_batches=2",
     "reward.functions=math_answer,my.module:f reward.weights=1,0.5",
     "steps=0 data.template={{x}}{prompt}",
     "steps=40 profile.steps=39:40",
     f"loss.correction=token_mask optim.epochs=2 {TRAINER}",
-    "loss.off_policy_threshold=0.1 optim.epochs=2",
-    "loss.truncated=mask reward.on_device",
     "model.reference_every=1 model.reference_mix=0.01 loss.beta=1 lora.rank=2",
-    # Ratios to the rollout's log-probabilities correct it, too.
+    # Ratios to the rollout policy correct for int8.
     "sampling.weights_dtype=int8 optim.minibatches=2",
     f"{INT8} {K1} {TRAINER} optim.minibatches=2",
     IN_PARTS,
@@ -291,7 +264,6 @@ def test_valid_combinations(words):
     (1, "", ""),
     (8, "mesh.fsdp=8", ""),  # 8 prompts a micro-batch
     (8, "mesh.fsdp=8 batch_size=4", ""),  # a prompt, and 8 samples
-    (8, "mesh.tensor=8 batch_size=3 optim.micro_batches=1", ""),
     (8, "mesh.fsdp=8 mesh.sampling_tensor=4", ""),
     (8, "mesh.fsdp=4 optim.micro_batches=8", ""),  # 8 x 4 samples
     (2, "mesh.fsdp=-1", "mesh data=-1 fsdp=-1 .* at most one -1"),
@@ -299,27 +271,22 @@ def test_valid_combinations(words):
     (8, "mesh.fsdp=8 mesh.sampling_tensor=3", "= 3: .* divide the 8 devices"),
     (8, "eval.batch_size=12", "eval_batch: 12 prompts x 1 .* 8 devices"),
     (8, f"{FEW} group_size=6", "rollout: 4 prompts x 6 samples .* 8 devices"),
-    (2, f"{FOUR_PARTS} group_size=2", ""),  # groups can be cut
+    (2, f"{FOUR_PARTS} group_size=2", ""),  # groups are split
     (2, f"{FOUR_PARTS} group_size=3", "rollout: 1 prompts x 3 samples"),
-    # The rollout can be cut, a micro-batch cannot.
+    # The rollout divides, a micro-batch does not.
     (8, f"{FEW} optim.micro_batches=8", "micro_batch: 1 prompts x 4 samples"),
-    (8, f"{AHEAD} mesh.sampling_devices=8", "8: leaves no device for training"),
     (8, f"{AHEAD} mesh.sampling_devices=9", "9: leaves no device for training"),
-    (
-      8,
-      f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8",
-      "without the 4 of mesh",
-    ),
+    (8, f"{AHEAD} mesh.sampling_devices=4 mesh.fsdp=8", "without the 4 of"),
   ],
 )
-def test_batches_are_cut_over_real_devices(devices, words, text):
+def test_batches_must_divide_over_devices(devices, words, text):
   settings = from_config(config_of(words))
   with pytest.raises(ValueError, match=text) if text else nullcontext():
     mesh = setup.make_mesh(settings, jax.devices()[:1] * devices)
     batches.check_mesh(settings, mesh)
 
 
-def test_settings_and_config_are_each_other():
+def test_settings_and_config_convert_both_ways():
   config = config_of(
     f"advantage=dr_grpo logits_chunk=7 loss.clip_high=0.3 sampling.stages=2 "
     f"optim.micro_batches=2 data.options.size=5 {AUTO}"
@@ -336,25 +303,19 @@ def test_settings_and_config_are_each_other():
   assert from_config(default_config()) == TrainSettings()
 
 
-def test_a_model_of_ones_own_has_its_own_job():
-  """The job without a config is not the default of other programs."""
-
+def test_another_model_has_another_default_job():
   def parsed(*argv):
     return parse_job(argv, {}, SETTINGS)[0]
 
-  own = parsed("--config.model.path=org/model", "--config.seed=3")
-  assert (own.name, own.seed, own.model.path) == ("own_model", 3, "org/model")
-  assert own.optim.learning_rate == 1e-6
-  lora = "--config.model.path=org/model", "--config.lora.rank=8"
+  model = "--config.model.path=org/model"
+  job = parsed(model, "--config.seed=3")
+  assert (job.name, job.seed, job.model.path) == ("own_model", 3, "org/model")
+  assert job.optim.learning_rate == 1e-6
+  lora = model, "--config.lora.rank=8"
   assert parsed(*lora).optim.learning_rate == 1e-5
-  own_rate = parsed(*lora, "--config.optim.learning_rate=3e-6")
-  assert own_rate.optim.learning_rate == 3e-6
+  changed = parsed(*lora, "--config.optim.learning_rate=3e-6")
+  assert changed.optim.learning_rate == 3e-6
   assert parsed("--config.model.path=arithmetic-base").name == "arithmetic"
-  from_config(parsed())
-  assert (parsed().name, parsed().model.path) == (
-    "arithmetic",
-    "arithmetic-careless",
-  )
+  assert parsed().model.path == "arithmetic-careless"
   assert default_config().model.path != "arithmetic-careless"
-  chosen = parsed("--config=gsm8k", "--config.model.path=org/model")
-  assert chosen.name == "gsm8k"
+  assert parsed("--config=gsm8k", model).name == "gsm8k"

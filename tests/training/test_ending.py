@@ -55,12 +55,12 @@ def test_the_last_lines_name_accuracies_problems_and_files(
     **{"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75},
   )
   assert lines[2 : -len(plain[2:])] == [
-    "accuracy best    99.0%  after step 35, chosen by these prompts",
+    "accuracy best    99.0%  after step 35, chosen on these prompts",
     "  sums: 10.0% -> 75.0%",
-    "the gradient's noise asked for groups of 4.0 [1.5, inf]; this run's have "
-    "1.21 times their error, by as many samples",
+    "best group size by gradient noise: 4.0 [1.5, inf]; this run's groups have "
+    "1.21 times the error of the best",
     "steps with truncated: 2",
-    "rewards that failed: 3",
+    "failed rewards: 3",
   ]
 
 

@@ -1,4 +1,4 @@
-"""Numbers of evaluations, the best of them, and the end without gains."""
+"""Metrics and intervals of evaluations, and the best evaluation."""
 
 import numpy as np
 import pytest
@@ -19,25 +19,23 @@ def per_prompt(rewards, *args, texts=(), **options):
   return evaluation.per_prompt(result, *args, **options)
 
 
-def test_graded_rewards_have_their_mean_beside_the_accuracy():
+def test_graded_rewards_have_a_mean_in_addition_to_the_accuracy():
   wilson = [float(x) for x in wilson_interval(1, 2)]
   assert list(numbers(per_prompt([[0], [1.0]])).values()) == wilson
-  found = numbers(per_prompt([[0.5], [1.0], [0.0]]))
-  assert found["accuracy"] == pytest.approx(1 / 3)  # partly right is wrong
-  assert found["reward"][0] == 0.5
-  large = np.array([-3.0, 5.0, 10.0])  # no share
+  graded = numbers(per_prompt([[0.5], [1.0], [0.0]]))
+  assert graded["accuracy"] == pytest.approx(1 / 3)  # 0.5 counts as wrong
+  assert graded["reward"][0] == 0.5
+  large = np.array([-3.0, 5.0, 10.0])
   assert evaluation.estimate(large) == intervals.mean_interval(large)
   shares = np.array([1.0] * 9 + [0.5])
   assert evaluation.estimate(shares) == intervals.share_interval(shares)
   alike = per_prompt([[0.0], [1.0]], graded=True)
   assert alike["reward"].tolist() == [0.0, 1.0]
-  # Of other prompts than the accuracy.
+  # A failed reward would exclude a prompt from the mean.
   assert "reward" not in per_prompt([[0.5], [np.nan]])
 
 
-def test_a_single_prompt_has_an_interval_of_its_accuracy_alone(
-  monkeypatch, settings_with
-):
+def test_a_single_prompt_has_only_an_accuracy(monkeypatch, settings_with):
   assert per_prompt([[0.5]]).keys() == {"accuracy"}
   rows = {"a": np.array([1]), "b": np.array([0, 2])}
   monkeypatch.setattr(evaluation.mixtures, "by_source", lambda *_: rows)
@@ -49,8 +47,8 @@ def test_a_single_prompt_has_an_interval_of_its_accuracy_alone(
     assert each.keys() == names and len(numbers(each["b"])) > 1
 
 
-def test_majority_of_texts():
-  """Two of three give the answer, in two spellings; then one in three."""
+def test_majority_votes_count_equal_answers():
+  """1,000 and 1000 are the same answer; 5 without #### is none."""
   texts = [
     ["####1,000", "####1000", "####5"],
     ["####1000", "####5", "####5"],
@@ -66,8 +64,8 @@ def test_majority_of_texts():
   np.testing.assert_allclose(values["maj@3"], [1, 0, 0.5])
 
 
-def test_right_or_wrong_prompts_have_an_interval_with_a_width():
-  """All right in all samples: Student's interval would be a point."""
+def test_intervals_of_all_correct_prompts_are_not_points():
+  """Student's interval of equal values would be a point."""
   values = per_prompt(np.ones((20, 4)), [1, 4])
   for mean, low, high in numbers(values).values():
     assert mean == high == 1 and 0.8 < low < 0.9
@@ -78,13 +76,13 @@ def test_right_or_wrong_prompts_have_an_interval_with_a_width():
     assert x.difference == 0 and x.low == -x.high < -0.05 and x.p_value == 1
 
 
-def test_what_a_failure_quotes_does_not_act_on_the_terminal():
+def test_control_characters_of_failures_are_escaped():
   failure = Failure("mine", "ValueError: \x1b[2Jgone", "prompt", "\x1b[2J")
   line = evaluation.failed([failure])
   assert "\x1b" not in line and "ValueError: \\x1b[2Jgone" in line
 
 
-# The best state.
+# Best state
 
 BASELINE = {"accuracy": 0.3, "prompts": 10}
 
@@ -106,17 +104,17 @@ def record(*accuracies):
   [
     ([0.4, 0.6, 0.5], 10, 1),
     ([0.6, 0.6, 0.6], 5, 2),  # the first of equals
-    ([0.2, 0.25, 0.1], 10, 3),  # never above the start
+    ([0.2, 0.25, 0.1], 10, 3),  # never above the baseline
     ([0.5, 0.4, 0.4, 0.7], 20, 0),
   ],
 )
-def test_the_best_and_how_long_ago_it_was(accuracies, step, without):
+def test_best_step_and_evaluations_without_gain(accuracies, step, without):
   state = record(*accuracies)
   assert best.step(state) == step and state["without_gain"] == without
   assert state["best"]["accuracy"] == max(accuracies)
 
 
-def test_an_evaluation_counts_once_and_other_prompts_begin_anew():
+def test_repeated_evaluations_and_changed_prompts():
   state = record(0.4, 0.6)
   assert best.after(state, BASELINE, row(10, 0.6)) == state
   assert best.after(state, BASELINE, row(5, 0.9)) == state
@@ -124,9 +122,9 @@ def test_an_evaluation_counts_once_and_other_prompts_begin_anew():
   assert best.step(state) == 15 and state["without_gain"] == 0
 
 
-def test_a_state_that_was_not_kept_is_not_the_best():
+def test_a_best_state_without_a_checkpoint_is_removed():
   state = record(0.4, 0.6, 0.5)
   assert best.without_lost(state, [10, 15]) == state
-  rest = best.without_lost(state, [15, 20])
-  assert best.step(rest) is None
-  assert best.step(best.after(rest, BASELINE, row(20, 0.1))) == 20
+  lost = best.without_lost(state, [15, 20])
+  assert best.step(lost) is None
+  assert best.step(best.after(lost, BASELINE, row(20, 0.1))) == 20

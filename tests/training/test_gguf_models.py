@@ -1,12 +1,9 @@
-"""Models in GGUF files, written here by gguf, as a path of the programs."""
+"""Models in GGUF files written by the gguf package."""
 
 import importlib.util
 import inspect
 import json
 import os
-import sys
-import tempfile
-import types
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +53,7 @@ T, L = "tokenizer.ggml.", "llama."
 
 @pytest.fixture(scope="module")
 def bpe():
-  """A byte-level tokenizer of single digits, as SmolLM's is."""
+  """A byte-level tokenizer of single digits, like SmolLM's."""
   texts = ["It's 12 + 345 = 357. The answer is the sum;\n\nthe end. "] * 9
   tokenizer = tokenizer_lib.train_bpe(texts, VOCABULARY)
   tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
@@ -98,7 +95,7 @@ def small():
 
 @pytest.fixture
 def written(tmp_path, small, bpe):
-  """`(model, name, ...) -> path` of a GGUF file, by default of a small one."""
+  """`(model, name, ...) -> path` of a GGUF file, by default a small model."""
 
   def written(model=None, name="llama", *args, **keys):
     model = model or small
@@ -113,7 +110,7 @@ def file(written):
 
 
 def gguf_tensors(config, params, architecture):
-  """Tensors by GGUF's names, as llama.cpp's converter makes them."""
+  """Tensors by GGUF name, like llama.cpp's converter."""
   flat = params | {f"layers/{k}": v for k, v in params["layers"].items()}
   for path, leaf in hf.layout(config).items():
     name = path.removeprefix("layers/")
@@ -133,7 +130,7 @@ def gguf_tensors(config, params, architecture):
 
 
 def factors(scaling, theta, dim):
-  """Divisors of frequencies by Llama 3's rule, as its converter writes them."""
+  """Frequency divisors of Llama 3's rule, like llama.cpp's converter."""
   length = scaling["original_max_position_embeddings"]
   low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
   turns = length / (2 * np.pi * theta ** (np.arange(0, dim, 2) / dim))
@@ -194,8 +191,8 @@ def same(one, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_file_is_the_model_that_was_written(written, name, monkeypatch):
-  monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # many of a tensor
+def test_config_and_weights_round_trip(written, name, monkeypatch):
+  monkeypatch.setattr(hf.weights, "_BLOCK", 1000)  # several per tensor
   config, params = model = make(name)
   made = policy.find_model(written(model, name))
   shape = hf.to_transformer_config(hf.read_config(made))
@@ -205,7 +202,7 @@ def test_a_file_is_the_model_that_was_written(written, name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, form", [("llama", "Q8_0"), ("qwen2", "F16")])
-def test_logits_are_those_of_transformers(written, name, form, bpe):
+def test_logits_equal_those_of_transformers(written, name, form, bpe):
   torch = pytest.importorskip("torch")
   import transformers
 
@@ -230,7 +227,7 @@ TEXTS = (
 
 @pytest.fixture
 def encoded(written):
-  """`(**keys)` -> a directory of such a file, its tokenizer, ids of `TEXTS`."""
+  """`(**keys)` -> a file's directory, its tokenizer, ids of `TEXTS`."""
 
   def encoded(**keys):
     made = policy.find_model(written(**keys))
@@ -240,7 +237,7 @@ def encoded(written):
   return encoded
 
 
-def test_the_tokenizer_is_the_one_that_was_written(encoded, bpe):
+def test_the_tokenizer_round_trips(encoded, bpe):
   ends = {T + "eot_token_id": 7, T + "eom_token_id": 8}
   made, tokenizer, ids = encoded(**ends)
   assert ids == [bpe(x).input_ids for x in TEXTS]
@@ -254,7 +251,7 @@ def test_the_tokenizer_is_the_one_that_was_written(encoded, bpe):
 @pytest.mark.parametrize(
   "pre, cls", [("gpt-2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")]
 )
-def test_a_cutting_rule_is_that_of_transformers(encoded, bpe, pre, cls):
+def test_pre_tokenizers_equal_those_of_transformers(encoded, bpe, pre, cls):
   import transformers
 
   model = json.loads(bpe.backend_tokenizer.to_str())["model"]
@@ -267,8 +264,7 @@ def test_a_cutting_rule_is_that_of_transformers(encoded, bpe, pre, cls):
   assert ids != [bpe(x).input_ids for x in TEXTS] or pre == "gpt-2"
 
 
-def test_llama_3_cuts_three_digits_and_begins_with_bos(encoded, bpe):
-  # A package's lazy attribute of this name may be the function in it.
+def test_llama_3_pre_tokenizer_and_bos(encoded, bpe):
   from transformers.convert_slow_tokenizer import TikTokenConverter
 
   converter = inspect.signature(TikTokenConverter)
@@ -279,14 +275,14 @@ def test_llama_3_cuts_three_digits_and_begins_with_bos(encoded, bpe):
   keys = {T + "merges": [" ".join(model["merges"][0])], T + "bos_token_id": bos}
   _, tokenizer, ids = encoded(pre="llama-bpe", **keys)
   assert all(row[0] == bos for row in ids)
-  # It is a token, though no merges lead to it.
+  # A token without merges is still encoded.
   assert tokenizer(tokenizer.decode([last])).input_ids == [bos, last]
   keys[T + "add_bos_token"] = False
   _, _, without = encoded(pre="llama-bpe", **keys)
   assert without == [row[1:] for row in ids]
 
 
-def test_tokens_have_types_and_digits_are_single(encoded, bpe):
+def test_token_types_and_single_digits(encoded, bpe):
   tokens = bpe.convert_ids_to_tokens(range(VOCABULARY))
   tokens[-4:] = ["12", "<control>", "<added>", "<unused>"]
   kinds = [1] * (VOCABULARY - 3) + [3, 4, 5]
@@ -309,19 +305,15 @@ REFUSED = [
   ({L + "feed_forward_length": [96, 97]}, "must be one number"),
   ({L + "feed_forward_length": 0}, "=0: it must be a number in "),
   ({L + "block_count": None}, "lacks llama.: block_count"),
-  ({L + "block_count": 2**30}, "too many"),
   ({L + "rope.scaling.type": "yarn"}, "unknown scaling of rotary"),
   ({T + "model": "llama"}, "model='llama'; only 'gpt2'"),
   ({T + "pre": "tekken"}, "pre='tekken'; known are gpt-2, smollm"),
   ({T + "spell": "x"}, "tokenizer.ggml.spell, which is not known"),
   ({T + "add_eos_token": True}, "puts EOS or a space"),
   ({T + "eos_token_id": 10**6}, "eos_token_id=1000000, which is no token"),
-  ({T + "eos_token_id": [1, 2]}, "eos_token_id=array.*, which is no token"),
   ({T + "token_type": [1, 5] + [1] * 279}, "eos_token_id=1, which is no token"),
   ({T + "tokens": ["a"] * 99}, "has a token twice"),
-  ({T + "tokens": [str(i) for i in range(400)]}, "or more than 281"),
   ({T + "token_type": [6] * VOCABULARY}, "the unknown type 6"),
-  ({T + "merges": ["a b c"]}, "does not fit together"),
   ({T + "merges": ["zz \u65e5"]}, "does not fit together"),
   ({T + "merges": ["sum sum"]}, "a merge makes no token"),
   ({T + "add_bos_token": True}, "does not fit together"),
@@ -330,13 +322,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("keys, message", REFUSED)
-def test_the_unknown_is_refused(written, cache, keys, message):
+def test_unknown_keys_and_values_are_refused(written, cache, keys, message):
   with pytest.raises(ValueError, match=message):
     policy.find_model(written(**keys))
   assert not cache.exists()
 
 
-def test_factors_of_another_rule_are_refused(written):
+def test_other_rope_factors_are_refused(written):
   model = make("llama_3", rope_scaling=LLAMA3 | {"low_freq_factor": 2.0})
   with pytest.raises(ValueError, match="other than Llama 3.1's"):
     policy.find_model(written(model, "llama_3"))
@@ -355,11 +347,11 @@ def test_wrong_tensors_and_numbers_are_named(file, written):
     hf.load_params(made)
   written(form="F16", **{L + "rope.freq_base": 7.0})
   with pytest.raises(ValueError, match="is of another config.json"):
-    hf.load_params(made)  # the one from before
+    hf.load_params(made)  # the directory of the old file
   assert policy.find_model(file) != made
 
 
-def test_a_directory_is_made_once_and_healed(file, cache):
+def test_a_directory_is_cached_and_repaired(file, cache):
   made = policy.find_model(file)
   assert cache in made.parents and policy.find_model(file) == made
   before = {path.name: path.read_bytes() for path in made.iterdir()}
@@ -370,18 +362,11 @@ def test_a_directory_is_made_once_and_healed(file, cache):
   assert {path.name: path.read_bytes() for path in made.iterdir()} == before
   gguf_directory._directory.cache_clear()
   cache.rename(cache.with_name("other"))
-  cache.write_text("no directory")  # root may write everywhere
+  cache.write_text("no directory")  # also stops root
   elsewhere = policy.find_model(file)
   assert cache not in elsewhere.parents
   assert (elsewhere / "config.json").read_bytes() == before["config.json"]
   same(hf.load_params(elsewhere), policy.load_policy(str(file)).params)
-
-
-def test_a_user_without_a_home_has_no_cache(file, monkeypatch):
-  monkeypatch.delenv("XDG_CACHE_HOME")
-  monkeypatch.delenv("HOME", raising=False)
-  monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError: unknown
-  assert tempfile.gettempdir() in str(policy.find_model(file))
 
 
 @pytest.mark.parametrize("name", ["\u65e5" * 80, "a \udcff:\n", "UP.GGUF"])
@@ -390,13 +375,6 @@ def test_a_file_may_have_any_name(file, name):
   made = policy.find_model(file.rename(file.with_name(name)))
   assert tokenizer_lib.load(made) and (made / hf.GGUF).is_symlink()
   assert os.environ["XDG_CACHE_HOME"] in str(made)
-
-
-def test_a_folder_named_gguf_is_not_the_library(file, monkeypatch):
-  monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))
-  monkeypatch.delitem(sys.modules, "gguf.quants")
-  with pytest.raises(ValueError, match="pip install gguf"):
-    policy.find_model(file)
 
 
 def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
@@ -416,15 +394,15 @@ def test_a_file_in_a_package_is_read(tmp_path, file, monkeypatch):
     "package:some_models.x/a.gguf": "no package 'some_models.x'",
     "package:": "no package ''",
     "nothing.gguf": "is no file: give the path of a .gguf file",
-    "models/nothing.GGUF": "is no file",  # no name of the Hub
-    "y" * 300 + ".gguf": "is no file",  # too long for a system
+    "models/nothing.GGUF": "is no file",  # not a Hub name
+    "y" * 300 + ".gguf": "is no file",  # too long
   }.items():
     with pytest.raises(ValueError, match=message):
       policy.find_model(path)
 
 
 @pytest.mark.slow
-def test_programs_take_a_file(tmp_path, file, settings_with):
+def test_programs_accept_gguf_files(tmp_path, file, settings_with):
   assert programs.read_model(str(file))["hidden_size"] == 64
   loaded, params = run_models.load(str(file))
   assert loaded.name is None and not run_models.is_run(str(file))
@@ -461,7 +439,7 @@ def test_smollm2_is_read_from_its_package():
   ids = [1589, 3499, 1885, 33, 28, 34, 37, 32, 281, 216, 34, 32, 34, 36, 30, 2]
   assert loaded.tokenizer(text).input_ids == ids and loaded.eos_ids == (2,)
   assert loaded.tokenizer.decode(ids) == text
-  # gguf's own reader, of a file that can be trusted.
+  # Parity with gguf's reader.
   reader = gguf.GGUFReader(loaded.directory / hf.GGUF)
   stored = next(x for x in reader.tensors if x.name == "blk.7.attn_v.weight")
   value = gguf.dequantize(stored.data, stored.tensor_type)

@@ -1,4 +1,4 @@
-"""Settings that were made apart, all in one run that is resumed."""
+"""Many settings together, in a run that is resumed."""
 
 import jax
 import numpy as np
@@ -29,14 +29,16 @@ loss.old_logprobs=trainer loss.weighting=sequence_sum
 """
 
 
-@pytest.mark.parametrize(  # each is two runs
+@pytest.mark.parametrize(
   "settings",
   [
     pytest.param(FILTERED, marks=pytest.mark.slow, id="filtered"),
     pytest.param(BY_DIFFICULTY, marks=pytest.mark.long, id="by_difficulty"),
   ],
 )
-def test_all_at_once_and_resumed(settings, train_toy, tmp_path):
+def test_a_run_with_many_settings_resumes_exactly(
+  settings, train_toy, tmp_path
+):
   words = f"{ALWAYS} {settings}".split()
   settings = dict(word.split("=") for word in words)
   train_toy("parts", **settings, steps=1)
@@ -45,8 +47,8 @@ def test_all_at_once_and_resumed(settings, train_toy, tmp_path):
     np.testing.assert_array_equal,
     *(hf.load_params(tmp_path / name / "model") for name in ("whole", "parts")),
   )
-  steps = ([row for row in some if "loss" in row] for some in rows)
-  for row, same in zip(*steps, strict=True):
+  steps = ([row for row in part if "loss" in row] for part in rows)
+  for row, expected in zip(*steps, strict=True):
     for key, value in row.items():
       assert np.isfinite(value), key
-      assert "second" in key or value == same[key], key
+      assert "second" in key or value == expected[key], key

@@ -1,4 +1,4 @@
-"""Mixtures of data sets, from the config to metrics."""
+"""Mixtures of data sets: config, prompts, metrics, evaluation."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def mixture(**parts):
   return {"data__mixture": ConfigDict(parts)}
 
 
-def test_a_mixture_as_it_is_written(config_with):
+def test_a_mixture_is_read_from_the_config(config_with):
   parts = mixture(
     hard={"name": "arithmetic", "options": {"difficulty": (4, 5)}},
     gsm8k={"path": "x", "weight": 3, "rewards": "math_answer, format"},
@@ -30,14 +30,14 @@ def test_a_mixture_as_it_is_written(config_with):
   rewards = {"reward.functions": functions, "reward.weights": (1.0, 1.0, 0.5)}
   config = config_with(**rewards, **parts)
   settings = from_config(config)
-  found = mixtures.sources(settings)
-  assert list(found) == ["gsm8k", "hard"]  # sorted, as a resumed run has them
-  assert found["gsm8k"].name == "gsm8k" and found["gsm8k"].weight == 3
-  assert found["gsm8k"].rewards == ("math_answer", "format")
-  assert found["hard"].options == {"difficulty": (4, 5)}
+  result = mixtures.sources(settings)
+  assert list(result) == ["gsm8k", "hard"]  # sorted
+  assert result["gsm8k"].name == "gsm8k" and result["gsm8k"].weight == 3
+  assert result["gsm8k"].rewards == ("math_answer", "format")
+  assert result["hard"].options == {"difficulty": (4, 5)}
   again = config_lib.from_json(config_lib.to_json(config))
-  assert mixtures.sources(from_config(again)) == found
-  # exact_answer scores all but GSM8K's; what scores all is not named.
+  assert mixtures.sources(from_config(again)) == result
+  # scored_by omits functions that score all data sets.
   assert mixtures.scored_by(settings) == {"exact_answer": ["hard"]}
   judges = {"gsm8k": "math_answer", "hard": "exact_answer"}
   assert mixtures.judges(settings) == judges
@@ -59,7 +59,7 @@ def test_metrics_by_data_set(settings_with):
   }
   assert mixtures.metrics(TrainSettings(), examples, rewards) == {}
   alone = mixtures.metrics(settings, examples, rewards[:, :1])
-  assert alone["b/zero_variance_groups"] == 0  # there is nothing to differ from
+  assert alone["b/zero_variance_groups"] == 0
   none = mixtures.metrics(settings, examples[:1], np.array([[np.nan]]))
   assert none == {"a/prompts": 1, "a/zero_variance_groups": 0}
 
@@ -75,13 +75,15 @@ def files(write_data):
   return mixture(**parts) | {"data__template": "{prompt}"}
 
 
-def test_what_fits_of_each_data_set(files, settings_with):
+def test_long_prompts_of_each_data_set_are_refused_or_dropped(
+  files, settings_with
+):
   policy = policy_lib.open_policy("arithmetic-instruct")
   changes = files | {"data__max_prompt_length": 14}
   settings = settings_with(**changes)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
     splits.load_split(settings, policy, "train")
-  # Three held-out ones of each.
+  # Three held-out prompts of each.
   changes |= {"data__too_long": "drop", "eval__num_prompts": 3}
   settings = settings_with(**changes)
   whole = splits.load_split(settings, policy, "train")
@@ -93,7 +95,7 @@ def test_what_fits_of_each_data_set(files, settings_with):
   assert sum(e[SOURCE] == "ones" for e in next(batches)[1]) == 16
 
 
-def test_an_error_says_which_data_set_it_is_of(files, config_with):
+def test_an_error_names_its_data_set(files, config_with):
   config = config_with(**files)
   config.data.mixture.ones.path = "/nowhere"
   with pytest.raises(ValueError, match="data.mixture.ones: .*/nowhere"):
@@ -104,7 +106,7 @@ def test_an_error_says_which_data_set_it_is_of(files, config_with):
 def test_a_model_is_evaluated_by_data_set(
   toy_task, toy_model, tmp_path, capsys
 ):
-  """Each by its own reward: one is never right at first, one always."""
+  """Each data set has its own reward; one is always right, one never."""
   file, out = tmp_path / "mine.py", tmp_path / "result.json"
   file.write_text("def easy(prompt, completion, example):\n  return 1.0\n")
   settings = {
@@ -118,9 +120,9 @@ def test_a_model_is_evaluated_by_data_set(
   }
   words = toy_task.arguments(toy_model, evaluate.READS, **settings)
   evaluate.main([f"--model={toy_model}", *words, f"--out={out}"])
-  found = json.loads(out.read_text())
-  assert found["accuracy"] == 0.5
-  each = found["data_sets"]
+  result = json.loads(out.read_text())
+  assert result["accuracy"] == 0.5
+  each = result["data_sets"]
   assert each["one"]["accuracy"] == 1 and each["two"]["accuracy"] == 0
   printed = capsys.readouterr().out
   assert "12 held-out prompts" in printed

@@ -1,4 +1,4 @@
-"""Packed rows change no step, whatever is learned from: settings at random."""
+"""Packing changes no training step, with random settings."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ CHOICES = {
 
 
 def draw_settings(config_with, rng):
-  """Settings at random, of those that go together."""
+  """Draws random settings without conflicts."""
   for _ in range(500):
     drawn = {k: list(v)[rng.integers(len(v))] for k, v in CHOICES.items()}
     sizes = {"batch_size": B, "group_size": G, "sampling.max_new_tokens": T}
@@ -55,7 +55,7 @@ def draw_settings(config_with, rng):
       return drawn, from_config(config)
     except ValueError:
       continue
-  raise AssertionError("no settings that go together")
+  raise AssertionError("all draws have conflicts")
 
 
 def draw_samples(rng):
@@ -73,7 +73,7 @@ def draw_samples(rng):
 
 
 def step(settings, lm, samples, rewards, packing):
-  """Parameters and metrics after a step, its advantages, as `train` does it."""
+  """Returns a step's change of parameters, metrics and advantages."""
   params, tx = lm.init(jax.random.key(5)), optax.sgd(0.1)
   ref_params = None
   if settings.loss.needs_reference:
@@ -94,7 +94,7 @@ def step(settings, lm, samples, rewards, packing):
 @pytest.mark.parametrize(
   "seed", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2, 3))]
 )
-def test_packed_is_unpacked(seed, tabular, config_with):
+def test_packed_and_unpacked_steps_are_equal(seed, tabular, config_with):
   rng = np.random.default_rng(seed)
   drawn, settings = draw_settings(config_with, rng)
   samples = draw_samples(rng)
@@ -128,12 +128,12 @@ IN_REWARD = {"loss.beta": 0.1, "loss.kl": "k1", "loss.kl_placement": "reward"}
     ({"loss.truncated": "mask"}, [1, 0, 0]),
     ({"loss.truncated": "drop"}, [1, 0, 0]),
     ({"loss.truncated": "mask", "loss.beta": 0.1}, [1, 0, 0]),
-    # In the baseline with its penalty, which has to be computed.
+    # The penalty of a masked completion is part of the baseline.
     (IN_REWARD | {"loss.truncated": "mask"}, [1, 1, 0]),
     (IN_REWARD | {"loss.truncated": "drop"}, [1, 0, 0]),
   ],
 )
-def test_what_nobody_reads_is_not_packed(
+def test_unused_completions_are_not_packed(
   changes, expected, settings_with, samples_of, one_device, monkeypatch
 ):
   planned = []

@@ -1,4 +1,4 @@
-"""Traces of some steps."""
+"""Profiler traces."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from grpojax.training.report import profiling
 
 
 def steps_in(folder):
-  """The steps that a trace says it has."""
+  """Steps in a trace."""
   (file,) = folder.rglob("*.xplane.pb")
   data = jax.profiler.ProfileData.from_file(str(file))
   return sorted(
@@ -23,7 +23,7 @@ def steps_in(folder):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_traced_so_far(tmp_path, capsys):
+def test_a_failed_run_writes_its_trace(tmp_path, capsys):
   with contextlib.suppress(KeyError):
     with profiling.opened("2:3", tmp_path) as around:
       for step in (1, 2):
@@ -39,11 +39,13 @@ def test_a_run_that_fails_is_traced_so_far(tmp_path, capsys):
 @pytest.mark.parametrize(
   "name, last", [("start_trace", 4), ("stop_trace", 4), ("stop_trace", 2)]
 )
-def test_no_run_ends_for_a_trace(name, last, tmp_path, capsys, monkeypatch):
-  """And a trace that fails keeps the error that ended the run."""
+def test_a_failed_trace_does_not_end_the_run(
+  name, last, tmp_path, capsys, monkeypatch
+):
+  """The run's own error is raised."""
   stop = jax.profiler.stop_trace
   traces = tmp_path / profiling.PROFILE / "plugins" / "profile"
-  (traces / "2026_01_01_00_00_00").mkdir(parents=True)  # an earlier one
+  (traces / "2026_01_01_00_00_00").mkdir(parents=True)  # an earlier trace
 
   def refuse(*_):
     (traces / "2026_01_01_00_00_01").mkdir()
@@ -62,13 +64,13 @@ def test_no_run_ends_for_a_trace(name, last, tmp_path, capsys, monkeypatch):
       stop()
   names = [path.name for path in traces.iterdir()]
   assert "2026_01_01_00_00_00" in names
-  assert "2026_01_01_00_00_01" not in names  # half of one may fill a disk
+  assert "2026_01_01_00_00_01" not in names  # partial traces are removed
   text = capsys.readouterr().out
   assert text.count("profile: not written") == text.count("\n") == 1
   assert "No space left on device" in text and "the run goes on" in text
 
 
 @pytest.mark.slow
-def test_a_run_is_traced(train_toy, tmp_path):
+def test_profile_steps_are_traced(train_toy, tmp_path):
   train_toy("run", steps=4, profile__steps="2:3")
   assert steps_in(tmp_path / "run" / profiling.PROFILE) == [2, 3]

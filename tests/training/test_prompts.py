@@ -1,4 +1,4 @@
-"""A config's data sets, and their prompts."""
+"""Data splits and prompts of a run."""
 
 import functools
 
@@ -25,7 +25,7 @@ def load(policy, settings_with):
   )
 
 
-def test_problems_of_a_run(settings_with):
+def test_the_seed_changes_training_prompts_only(settings_with):
   def prompts(split, **changes):
     examples = splits_lib.load_examples(settings_with(**changes), split)
     return [examples[i]["prompt"] for i in range(20)]
@@ -45,7 +45,7 @@ def jsonl(write_data):
     "data__path": write_data(train=rows, test=rows),
     "data__options__prompt": "question",
     "data__template": "{prompt}",
-    "data__max_prompt_length": 12,  # 5 of which are the template's
+    "data__max_prompt_length": 12,  # with 5 tokens of the template
   }
 
 
@@ -57,18 +57,18 @@ def test_long_prompts_are_refused_or_dropped(
   assert len(train) == 12
   with pytest.raises(ValueError, match="train split: 7 of 12 .* 11 has 19"):
     load(**jsonl)
-  (tmp_path / "checkpoints" / "1").mkdir(parents=True)  # of a run's limit
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)  # a started run
   with pytest.raises(ValueError, match="restore .* or set data.too_long"):
     splits_lib.load_split(settings, policy, "train", tmp_path / "lengths.npz")
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
     list(prompts_lib.held_out(settings, policy, train))
   jsonl["data__too_long"] = "drop"
   for split in ("train", "test"):
-    found = load(split, **jsonl)
-    batches = list(prompts_lib.held_out(settings, policy, found.examples))
+    result = load(split, **jsonl)
+    batches = list(prompts_lib.held_out(settings, policy, result.examples))
     answers = [e["answer"] for _, examples in batches for e in examples]
     assert answers == [str(n) for n in range(1, len(answers) + 1)]
-    assert found.dropped == 12 - len(answers) > 0
+    assert result.dropped == 12 - len(answers) > 0
     lengths = [p.prompt_mask.sum(-1).max() for p, _ in batches]
     assert max(lengths) == 12
   assert len(load("test", **jsonl, eval__num_prompts=3).examples) == 3
@@ -76,7 +76,9 @@ def test_long_prompts_are_refused_or_dropped(
     load(**jsonl | {"data__max_prompt_length": 5})
 
 
-def test_the_config_sets_the_prompt(policy, jsonl, load, settings_with):
+def test_prompts_use_the_template_and_are_trimmed(
+  policy, jsonl, load, settings_with
+):
   jsonl |= {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
   settings, examples = settings_with(**jsonl), load(**jsonl).examples
   batches = prompts_lib.held_out(settings, policy, examples)
@@ -85,18 +87,6 @@ def test_the_config_sets_the_prompt(policy, jsonl, load, settings_with):
   assert prompts.prompt_ids.shape[1] == 24  # trimmed: the longest has 20
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
   assert policy.tokenizer.decode(ids) == example["prompt_text"]
-
-
-@pytest.mark.parametrize("kind, count", [("text", 0), ("control", 1)])
-def test_the_config_says_what_special_tokens_are(
-  policy, kind, count, settings_with
-):
-  settings = settings_with(data__special_tokens=kind)
-  examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
-  prompts, (example,) = next(prompts_lib.held_out(settings, policy, examples))
-  ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
-  assert policy.tokenizer.decode(ids) == example["prompt_text"]
-  assert (np.asarray(ids) == policy.tokenizer.eos_token_id).sum() == count
 
 
 @pytest.mark.parametrize(
@@ -109,12 +99,12 @@ def test_the_config_says_what_special_tokens_are(
     ({"data.too_long": "drop", "steps": 1}, "endless"),
   ],
 )
-def test_mistakes_are_refused(changes, hint, load):
+def test_invalid_data_settings_are_refused(changes, hint, load):
   with pytest.raises(ValueError, match=hint):
     load(**changes)
 
 
-def test_prompts_are_measured_once(
+def test_prompt_lengths_are_cached(
   policy, jsonl, settings_with, tmp_path, monkeypatch
 ):
   changes = jsonl | {"data__too_long": "drop"}
@@ -141,13 +131,13 @@ def test_prompts_are_measured_once(
   first = load(24)
   again = load(0)
   assert again.dropped == first.dropped > 0
-  changes["data__max_prompt_length"] = 14  # which measures nothing else
+  changes["data__max_prompt_length"] = 14  # needs no measurement
   assert load(0).dropped == first.dropped - 2
   changes["data__template"] = "{prompt}?\n"
   load(24)
   train = tmp_path / "train.jsonl"
   train.write_text(train.read_text().replace("999", "998", 1))
-  load(12)  # the other split has not changed
+  load(12)  # the other split is unchanged
   for damaged in (b"PK\x03\x04 and no more", b""):
     file.write_bytes(damaged)
     load(24)
@@ -156,18 +146,20 @@ def test_prompts_are_measured_once(
 @pytest.mark.parametrize(
   "longest, size", [(1, 3), (3, 3), (4, 5), (6, 8), (8, 8), (9, 10), (10, 10)]
 )
-def test_padding_that_all_prompts_share_is_cut(longest, size):
-  """To quarters of 10, rounded up; the tokens are all there."""
+def test_trim_removes_shared_padding(longest, size):
+  """The new length is a quarter of 10 times 1 to 4, rounded up."""
   mask = np.arange(10) < np.array([[1], [longest], [0]])
   ids = np.where(mask, np.arange(30).reshape(3, 10), -1)
-  found = prompts_lib.trim(Prompts(ids, mask, {"answer": np.arange(3)}))
-  assert found.prompt_ids.shape == found.prompt_mask.shape == (3, size)
-  np.testing.assert_array_equal(found.prompt_mask.sum(-1), mask.sum(-1))
-  np.testing.assert_array_equal(found.prompt_ids[found.prompt_mask], ids[mask])
-  np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
+  result = prompts_lib.trim(Prompts(ids, mask, {"answer": np.arange(3)}))
+  assert result.prompt_ids.shape == result.prompt_mask.shape == (3, size)
+  np.testing.assert_array_equal(result.prompt_mask.sum(-1), mask.sum(-1))
+  np.testing.assert_array_equal(
+    result.prompt_ids[result.prompt_mask], ids[mask]
+  )
+  np.testing.assert_array_equal(result.targets["answer"], np.arange(3))
 
 
-def test_prompts_have_room_for_the_longest_of_the_data(
+def test_the_prompt_length_is_set_by_the_longest_prompt(
   jsonl, settings_with, load
 ):
   jsonl["data__max_prompt_length"] = 0
@@ -177,7 +169,7 @@ def test_prompts_have_room_for_the_longest_of_the_data(
   assert filled.data.max_prompt_length == max(train.lengths) == 19
   kept = settings_with(data__max_prompt_length=99)
   assert splits_lib.with_prompt_length(kept, train) == kept
-  # An endless one may have longer prompts than those that are measured.
+  # Endless data may have longer prompts than the measured prompts.
   endless = load(steps=1)
   assert len(endless.examples) == drawn.ENDLESS
   filled = splits_lib.with_prompt_length(settings, test, endless)
@@ -187,7 +179,7 @@ def test_prompts_have_room_for_the_longest_of_the_data(
 EXAMPLES = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
 
 
-def test_the_fingerprint_is_of_the_examples_and_their_order():
+def test_the_fingerprint_depends_on_examples_and_order():
   def fingerprint(examples):
     return splits_lib.fingerprint(examples, lambda: None)[0]
 
@@ -202,9 +194,7 @@ def test_the_fingerprint_is_of_the_examples_and_their_order():
   assert len({first, *map(fingerprint, others)}) == 5
 
 
-def test_held_out_prompts_that_are_training_prompts_are_counted(
-  load, write_data
-):
+def test_held_out_prompts_in_the_training_split_are_counted(load, write_data):
   def split_of(prompts, **changes):
     rows = [{"prompt": prompt, "answer": ""} for prompt in prompts]
     path = write_data(train=rows)
@@ -225,7 +215,7 @@ def test_held_out_prompts_that_are_training_prompts_are_counted(
 
 
 @pytest.mark.slow
-def test_an_endless_data_set_is_read_as_far_as_it_is_used(load, monkeypatch):
+def test_endless_data_are_measured_only_as_far_as_used(load, monkeypatch):
   monkeypatch.setattr(splits_lib, "FINGERPRINTED", 50)
   monkeypatch.setattr(splits_lib, "MEASURED", 300)
   split = load(steps=1, data__max_prompt_length=99)
@@ -237,24 +227,10 @@ def test_an_endless_data_set_is_read_as_far_as_it_is_used(load, monkeypatch):
   assert longer.fingerprint == split.fingerprint
 
 
-def test_a_long_pass_may_be_ended_and_says_how_far_it_is(monkeypatch, capsys):
-  calls = iter(range(99))
-
-  def check_signals():
-    if next(calls) == 4:
-      raise KeyboardInterrupt
-
-  monkeypatch.setattr(splits_lib, "_REPORT_EVERY", -1)
-  with pytest.raises(KeyboardInterrupt):
-    splits_lib.fingerprint(EXAMPLES, check_signals)
-  lines = [f"read {i} of 10 prompts" for i in range(4)]
-  assert capsys.readouterr().out.splitlines() == lines
-
-
 def test_a_prompt_without_tokens_is_refused():
   encode = lambda prompt: (prompt, list(prompt))
   lengths = functools.partial(splits_lib.prompt_lengths, encode=encode, most=99)
-  found = lengths(EXAMPLES, check_signals=lambda: None)
-  np.testing.assert_array_equal(found, [1, 2, 3, 4, 5] * 2)
+  values = lengths(EXAMPLES, check_signals=lambda: None)
+  np.testing.assert_array_equal(values, [1, 2, 3, 4, 5] * 2)
   with pytest.raises(ValueError, match="example 10: a prompt without tokens"):
     lengths([*EXAMPLES, {"prompt": ""}], check_signals=lambda: None)

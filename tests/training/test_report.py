@@ -1,4 +1,4 @@
-"""Reports of whole run directories, however damaged."""
+"""Reports of intact and damaged run directories."""
 
 import html
 import json
@@ -9,8 +9,7 @@ import pytest
 from reports import made_up
 
 from grpojax import report as program
-from grpojax.training.report import reporting, run_report
-from grpojax.training.run.start import Run
+from grpojax.training.report import run_report
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def run(tmp_path):
 
 
 def data_of(text):
-  """What a page shows."""
+  """The JSON data of a page."""
   match = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
   return json.loads(match[1])
 
@@ -28,7 +27,7 @@ def shown(*paths, **options):
   return data_of(run_report.report(paths, **options))
 
 
-def test_a_report_has_what_the_run_has(run):
+def test_a_report_has_the_data_of_its_run(run):
   data = shown(run)
   (one,) = data["runs"]
   assert one["name"] == "one" and one["status"] == "step 60 of 60"
@@ -52,7 +51,7 @@ def test_a_report_has_what_the_run_has(run):
   assert one["gain"]["prompts"] == 60 and one["gain"]["difference"] > 0.5
   speed = {"name": "seconds_step", "median": 1.25, "share": 1.0}
   assert one["speed"][-1] == speed and data["compared"] == []
-  (one,) = shown(run, finished=True)["runs"]  # about to write its summary
+  (one,) = shown(run, finished=True)["runs"]
   assert one["finished"] and one["status"] == "finished, 60 of 60 steps"
 
 
@@ -67,7 +66,7 @@ def test_runs_and_settings_are_compared_with_the_first(run, tmp_path):
   assert [e["step"] for e in against["heldOut"]] == list(range(0, 61, 10))
   assert against["heldOut"][-1]["high"] < 0
   assert itself["steps"][0]["difference"] == 0
-  # Settings that differ come first, then those that are no defaults.
+  # Different settings come first, then changed settings.
   rows = data["settings"]
   assert [row["name"] for row in rows if row["differs"]] == ["seed"]
   first = [row["name"] for row in rows[:4]]
@@ -78,7 +77,7 @@ def test_runs_and_settings_are_compared_with_the_first(run, tmp_path):
   assert any(row["name"] == "optim.learning_rate" for row in rows[4:])
 
 
-def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
+def test_samples_beyond_the_budget_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
   parsed, parse = [], run_report._json
@@ -90,7 +89,7 @@ def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
   assert fit == [row for row in rows if row["step"] in (10, 20, 40, 60)]
 
 
-def test_torn_and_broken_lines_are_left_out_and_counted(run):
+def test_broken_lines_are_ignored_and_counted(run):
   before = shown(run)["runs"][0]
   with (run / "metrics.jsonl").open("a") as file:
     file.write("not json\n[1]\n" + "[" * 100_000 + "\n")
@@ -100,9 +99,7 @@ def test_torn_and_broken_lines_are_left_out_and_counted(run):
     file.write('[1]\n{"step": 10, \n')
     file.write('{"step": 10, "prompt": "half')
   (one,) = shown(run)["runs"]
-  assert one["notes"] == [
-    "metrics.jsonl: 3 lines are no rows, and are left out"
-  ]
+  assert one["notes"] == ["metrics.jsonl: 3 broken lines were ignored"]
   assert one["curves"] == before["curves"]
   assert one["groups"] == before["groups"]
   assert one["status"] == "step 61 of 60"
@@ -113,7 +110,7 @@ def test_torn_and_broken_lines_are_left_out_and_counted(run):
   "name",
   ["samples", "rewards", "evaluations", "failures", "metrics", "config"],
 )
-def test_a_missing_or_useless_file_costs_its_part_only(run, name):
+def test_a_missing_or_damaged_file_affects_its_part_only(run, name):
   (path,) = run.glob(f"{name}.*")
   for text in (None, b"\xff\x00\n[]", b'{"model": 3}\n'):
     path.unlink() if text is None else path.write_bytes(text)
@@ -124,7 +121,7 @@ def test_a_missing_or_useless_file_costs_its_part_only(run, name):
     assert bool(one["rewards"]) == (name != "rewards")
 
 
-def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path):
+def test_a_directory_without_a_run_is_refused(tmp_path):
   (tmp_path / "model").mkdir()
   (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
   for words, text in (
@@ -140,7 +137,7 @@ def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
+def test_the_program_writes_to_its_out_file(run, tmp_path, monkeypatch, capsys):
   program.main([str(run)])
   text = (run / "report.html").read_text()
   assert data_of(text)["runs"][0]["name"] == "one"
@@ -158,7 +155,7 @@ def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
     program.main(["one", "--out=nowhere/x.html"])
 
 
-def test_a_link_is_followed_if_it_is_named(run, tmp_path):
+def test_links_are_followed_only_if_named_by_out(run, tmp_path):
   mine, link = tmp_path / "mine", tmp_path / "link"
   mine.write_text("mine")
   for path in (run / "report.html", link):
@@ -172,7 +169,7 @@ def test_a_link_is_followed_if_it_is_named(run, tmp_path):
   assert link.is_symlink() and mine.read_text() == report
 
 
-def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
+def test_a_failed_report_does_not_end_the_run(run, capsys, monkeypatch):
   (run / "report.html").mkdir()
   run_report.write(run)
   assert "report.html was not written: " in capsys.readouterr().out
@@ -181,17 +178,3 @@ def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   message = "report.html was not written: ZeroDivisionError: division by zero\n"
   assert capsys.readouterr().out == message
   assert not list(run.glob(".*tmp"))
-
-
-def test_reports_are_written_when_due(tmp_path, monkeypatch, settings_with):
-  written = []
-  monkeypatch.setattr(run_report, "write", written.append)
-  # Of several processes one writes.
-  for every, main, steps in ((3, True, 2), (0, True, 0), (1, False, 0)):
-    monkeypatch.setattr(reporting.distributed, "is_main", lambda x=main: x)
-    settings = settings_with(log__report_every=every)
-    run = Run(settings, tmp_path, *[None] * 4)
-    for step in range(1, 9):
-      reporting.report_when_due(run, step)
-    assert written == [tmp_path] * steps
-    written.clear()

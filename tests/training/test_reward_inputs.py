@@ -1,4 +1,4 @@
-"""What reward functions are given by a run: columns, tokens, the step."""
+"""Inputs of reward functions in a run: columns, tokens, the step."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def file(tmp_path):
   return path
 
 
-def test_columns_of_each_data_set_of_a_mixture(file):
+def test_each_data_set_needs_the_columns_of_its_rewards(file):
   config = default_config()
   config.reward.functions = (f"{file}:of_level", f"{file}:compute_score")
   config.reward.weights = (1.0, 1.0)
@@ -41,13 +41,13 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   def check(easy, hard):
     columns = {"easy": easy, "hard": hard}
     parts = {
-      name: splits.Split([{"prompt": "p"} | own])
-      for name, own in columns.items()
+      name: splits.Split([{"prompt": "p"} | extra])
+      for name, extra in columns.items()
     }
     whole = splits.Split(None, parts=parts)
     rewards_lib.check_columns(settings, rewards, whole)
 
-  # A mixture names the data set of each example, so verl's finds that.
+  # Examples of a mixture have verl's data_source.
   check({"answer": "1"}, {"level": 1})
   with pytest.raises(ValueError, match=f"'hard' has only answer, {SOURCE}, pr"):
     check({"answer": "1"}, {"answer": "1"})
@@ -55,14 +55,14 @@ def test_columns_of_each_data_set_of_a_mixture(file):
     check({}, {"level": 1})
 
 
-def test_a_missing_column_is_found_at_the_start(train_toy, file, tmp_path):
+def test_a_missing_column_is_refused_at_the_start(train_toy, file, tmp_path):
   with pytest.raises(SystemExit, match="needs 'level', but data set 'arithm"):
     train_toy(reward__functions=f"{file}:of_level")
   assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_run_with_rewards_of_trl_and_verl(train_toy, file):
+def test_a_run_with_trl_and_verl_rewards(train_toy, file):
   functions = f"{file}:compute_score,{file}:how_far"
   rewards = {"reward.functions": functions, "reward.weights": "1,1"}
   rewards |= {"reward.options.compute_score.data_source": "toy"}

@@ -1,4 +1,4 @@
-"""Rows of samples.jsonl and rewards.jsonl, from arrays made by hand."""
+"""Rows of samples.jsonl and rewards.jsonl from handmade arrays."""
 
 import pathlib
 
@@ -17,7 +17,7 @@ B, G, T = 3, 2, 4
 
 
 class Spaced:
-  """Leaves out the space before a text's first word, as sentencepiece does."""
+  """Drops the space before the first word, like sentencepiece."""
 
   WORDS = ["<end>", "a", "b", "\ufffd", "!"]
 
@@ -38,7 +38,7 @@ def case(tiny):
   prompts = {"prompt_ids": None, "prompt_mask": None}
   tokens = {"completion_ids": ids, "completion_mask": mask}
   samples = Rollout(**prompts, **tokens, finished=finished, logprobs=logprobs)
-  # Of four groups that were drawn, the batch has the first, last and third.
+  # The batch has the first, last and third of four drawn groups.
   filled = ResampledBatch(
     rollout=samples,
     rewards=scores,
@@ -58,7 +58,7 @@ def case(tiny):
   return policy, filled, batch
 
 
-def test_rows_are_whole_groups_as_they_were_learned_from(case, settings_with):
+def test_rows_are_whole_groups_of_the_batch(case, settings_with):
   rows = sample_rows.of_batch(settings_with(log__sample_groups=2), *case)
   assert {name: [row[name] for row in rows] for name in rows[0]}.items() >= {
     "group": [0, 0, 1, 1],
@@ -71,14 +71,14 @@ def test_rows_are_whole_groups_as_they_were_learned_from(case, settings_with):
   assert [row["rewards"]["f"] for row in rows] == [0.5, 0, 2, 2.5]
   first, second = rows[:2]
   assert first["completion"] == "a b" and second["completion"] == "b a ! !"
-  assert first["tokens"] == ["a", " b", " <end>"]  # the EOS has a probability
+  assert first["tokens"] == ["a", " b", " <end>"]
   assert second["tokens"] == ["b", " a", " !", " !"]
   assert first["logprobs"] == pytest.approx([0, -1 / 7, -2 / 7], abs=1e-4)
   assert first["ref_logprobs"] == pytest.approx([-1, -8 / 7, -9 / 7], abs=1e-4)
-  assert "trainer_logprobs" not in first  # they are the sampler's
+  assert "trainer_logprobs" not in first  # equal to the sampler's
 
 
-def test_what_is_at_hand_is_kept(case, settings_with):
+def test_trainer_logprobs_are_recorded_without_a_reference(case, settings_with):
   policy, filled, batch = case
   settings = settings_with(
     log__sample_groups=9, loss__old_logprobs="trainer", optim__minibatches=2
@@ -92,7 +92,7 @@ def test_what_is_at_hand_is_kept(case, settings_with):
   assert rows[-1]["reward"] == 3 and rows[-1]["advantage"] == 0
 
 
-def test_what_was_not_computed_is_none(case, settings_with):
+def test_missing_numbers_are_none(case, settings_with):
   policy, filled, batch = case
   filled = filled._replace(drawn_groups=np.array([1, 3, 2]))
   lengths = np.array([[3, 0], [3, 1], [0, 0]])
@@ -103,13 +103,12 @@ def test_what_was_not_computed_is_none(case, settings_with):
   present = [None not in row["ref_logprobs"] for row in rows]
   assert present == [True, False, True, True, False, False]
   assert rows[1]["ref_logprobs"] == [None] * 4
-  assert None not in rows[1]["logprobs"]  # the sampler's
-  # Nor is a reward that is not finite.
+  assert None not in rows[1]["logprobs"]
   assert rows[1]["reward"] is None
   assert rows[1]["rewards"] == {"f": None, "g": None}
 
 
-def test_tokens_of_a_real_tokenizer_make_up_the_text():
+def test_token_texts_join_to_the_text():
   characters = tokenizer.character_tokenizer()
   ids = characters.encode("12 + 3\n\n= 15")
   texts = sample_rows.token_texts(characters, ids)
@@ -117,11 +116,11 @@ def test_tokens_of_a_real_tokenizer_make_up_the_text():
   assert sample_rows.token_texts(characters, []) == []
 
 
-def test_rewards_are_counted_by_value_and_many_in_intervals():
+def test_rewards_are_counted_by_value_or_in_bins():
   rewards = np.array([[1, 0, 1], [0.25, np.nan, -np.inf]], np.float32)
   assert sample_rows.reward_counts(rewards) == [(0, 1), (0.25, 1), (1, 2)]
   assert sample_rows.reward_counts(np.full((2, 2), np.nan, np.float32)) == []
   rewards = np.linspace(0, 8, 64, dtype=np.float32).reshape(8, 8)
-  found = sample_rows.reward_counts(rewards, bins=8)
-  assert [value for value, _ in found] == pytest.approx(np.arange(8) + 0.5)
-  assert [count for _, count in found] == [8] * 8
+  values, counts = zip(*sample_rows.reward_counts(rewards, bins=8), strict=True)
+  assert values == pytest.approx(np.arange(8) + 0.5)
+  assert counts == (8,) * 8

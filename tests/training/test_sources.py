@@ -1,4 +1,4 @@
-"""Models and data by names of the Hub: what is pinned, and read from there."""
+"""Models and data of the Hub: resolution, pinned commits, downloads."""
 
 import pathlib
 
@@ -11,10 +11,9 @@ from ml_collections import ConfigDict
 from grpojax import sft
 from grpojax.aot import programs
 from grpojax.runtime.files import hub
-from grpojax.runtime.processes import interrupts
 from grpojax.training import config as config_module
 from grpojax.training import policy, run_models
-from grpojax.training.run import fit, hub_pins, open_run, setup, start
+from grpojax.training.run import hub_pins, setup, start
 from grpojax.training.step import rewards as rewards_lib
 
 COMMIT, LATER = hub_server.COMMIT, "b" * 40
@@ -29,15 +28,15 @@ def model():
 
 @pytest.fixture
 def served(model, tmp_path, monkeypatch):
-  own = hub_server.Hub()
-  own.add(ID, hub_server.of_directory(model))
-  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
+  server = hub_server.Hub()
+  server.add(ID, hub_server.of_directory(model))
+  with hub_server.client_of(server, tmp_path / "cache", monkeypatch):
     monkeypatch.chdir(tmp_path)
-    yield own
+    yield server
 
 
 def move(served):
-  """The branch gets other files."""
+  """Adds a later commit with other files to the branch."""
   served.add(ID, {"config.json": b"{}"}, LATER)
 
 
@@ -46,7 +45,7 @@ def same(a, b):
 
 
 @pytest.mark.slow
-def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
+def test_weights_are_downloaded_later_at_the_same_commit(served, model):
   opened = policy.open_policy(ID)
   assert opened.name == (ID, COMMIT)
   assert not [f for f in served.fetched() if f.endswith(".safetensors")]
@@ -58,13 +57,15 @@ def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
   same(policy.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
 
 
-def test_a_shape_needs_no_more_than_config_json(served):
+def test_shapes_need_only_config_json(served):
   hf_config = programs.read_model(ID)
   assert "model_type" in hf_config
   assert served.fetched() == ["config.json"]
 
 
-def test_what_exists_here_is_no_name_of_the_hub(served, model, settings_with):
+def test_local_paths_take_precedence_over_hub_names(
+  served, model, settings_with
+):
   pathlib.Path("org").mkdir()
   pathlib.Path(ID).symlink_to(model)
   assert policy.find_model(ID).samefile(model)
@@ -75,7 +76,7 @@ def test_what_exists_here_is_no_name_of_the_hub(served, model, settings_with):
     hub_pins.pin(settings_with(model__path=ID, model__revision="v1"))
 
 
-def test_what_is_neither_is_said_with_both_readings(served):
+def test_errors_for_unknown_paths_and_hub_names(served):
   with pytest.raises(ValueError, match="no such path here, and the Hub shows"):
     policy.find_model("runs/nothing")
   with pytest.raises(ValueError, match="a directory .*or ORG/NAME of the Hug"):
@@ -94,7 +95,7 @@ def texts(served):
 
 
 @pytest.mark.slow
-def test_other_programs_take_names_too(served, model, tmp_path):
+def test_other_programs_accept_hub_names(served, model, tmp_path):
   config = sft.default_config()
   config.model.path, config.rows = ID, 1
   (tmp_path / "source").mkdir()
@@ -111,7 +112,7 @@ def test_other_programs_take_names_too(served, model, tmp_path):
 LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
 
 
-def test_a_config_is_pinned_once_and_for_all(served, settings_with):
+def test_a_config_is_pinned_once(served, settings_with):
   plain = settings_with()
   assert hub_pins.pin(plain) is plain and not served.log
   served.add("org/judge", texts(served), branch="v1")
@@ -132,7 +133,7 @@ def test_a_config_is_pinned_once_and_for_all(served, settings_with):
   assert hub_pins.with_commits(settings, ()) == settings
 
 
-def test_data_of_the_hub_are_pinned_too(served, settings_with):
+def test_hub_data_are_pinned(served, settings_with):
   served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
   served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
   settings = settings_with(data__name=hub_pins.HUB, data__path="org/sums")
@@ -155,17 +156,14 @@ def test_data_of_the_hub_are_pinned_too(served, settings_with):
 @pytest.mark.parametrize(
   "line", ["x", f"space:a/b@main={COMMIT}", f"model:a/b@main={COMMIT[1:]}", 3]
 )
-def test_commits_that_no_run_fills_in_are_refused(line, settings_with):
+def test_malformed_commits_are_refused(line, settings_with):
   with pytest.raises(ValueError, match="lines KIND:.* runs fill it in"):
     settings_with(commits=(line,))
 
 
-def test_processes_compare_files_of_paths_only(served, model):
-  assert open_run._model_files(ID) == "from the Hub"
-  assert "config.json: " in open_run._model_files(str(model))
-
-
-def test_the_reward_model_is_of_the_commit(model, monkeypatch, settings_with):
+def test_the_reward_model_is_read_at_its_commit(
+  model, monkeypatch, settings_with
+):
   opened = policy.open_policy(str(model))
   settings = settings_with(reward__model="org/judge@v1", commits=LINES)
 
@@ -179,16 +177,3 @@ def test_the_reward_model_is_of_the_commit(model, monkeypatch, settings_with):
     rewards_lib.open_model(settings, setup.make_mesh(settings))
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
     start._with_date(settings, opened)
-
-
-def test_sigterm_during_a_download_is_a_preemption(
-  monkeypatch, tmp_path, settings_with
-):
-  def leave(*_):
-    raise interrupts.Left("the download of org/tiny was interrupted")
-
-  monkeypatch.setattr(open_run, "settle", lambda settings, _: settings)
-  monkeypatch.setattr(open_run, "open_all", leave)
-  with pytest.raises(SystemExit) as caught:
-    fit.run(settings_with(), tmp_path)
-  assert caught.value.code == interrupts.EXIT_PREEMPTED

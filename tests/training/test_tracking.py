@@ -1,4 +1,4 @@
-"""A run in trackers: one run there, however often it is resumed here."""
+"""Trackers: a resumed run stays the same run."""
 
 import json
 
@@ -9,7 +9,7 @@ from grpojax.runtime.terminal import trackers
 
 @pytest.fixture
 def tracked(monkeypatch):
-  """What a stand-in for a tracker was told, in the order of events."""
+  """Events of a stub tracker, in order."""
   events = []
 
   def opened(run):
@@ -28,8 +28,10 @@ def tracked(monkeypatch):
   return events
 
 
-@pytest.mark.slow  # two runs
-def test_a_resumed_run_is_the_same_run(tracked, train_toy, tmp_path, capsys):
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_tracker_run(
+  tracked, train_toy, tmp_path, capsys
+):
   settings = {"log.trackers": "tensorboard,wandb", "eval.every": 2}
   train_toy(steps=2, **settings)
   first = [("open", "", -1, 2, "toy"), (0, "accuracy"), (1, "loss")]
@@ -41,14 +43,16 @@ def test_a_resumed_run_is_the_same_run(tracked, train_toy, tmp_path, capsys):
   tracked.clear()
   capsys.readouterr()
   rows = train_toy(steps=4, **settings)
-  # The third step is one that the tracker does not take.
+  # The stub fails at the third step.
   assert tracked == [("open", "the_run", 2, 4, "toy")]
   printed = capsys.readouterr().out
   assert printed.count("wandb fails (TimeoutError: slow)") == 1
   assert sum("loss" in row for row in rows) == 4
 
 
-def test_a_missing_package_is_said_first(train_toy, tmp_path, monkeypatch):
+def test_a_missing_tracker_package_is_refused_at_the_start(
+  train_toy, tmp_path, monkeypatch
+):
   monkeypatch.setitem(trackers.PACKAGES, "wandb", "no_such_package")
   with pytest.raises(SystemExit, match="pip install 'grpojax.wandb.'"):
     train_toy(log__trackers="wandb")

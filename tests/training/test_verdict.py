@@ -1,4 +1,4 @@
-"""The verdict on a run, from small made-up rows."""
+"""Verdicts on handmade runs."""
 
 import math
 
@@ -47,7 +47,7 @@ TWO = DONE | {"planned": 40, "limits": {"no_improvement": 2}}
 OTHERS = [evaluation(0, 0.9, prompts=50), evaluation(16, 0.3)]
 MIXED = steps(EQUAL, FAILED, EQUAL, NAN | {"zero_variance_groups": 0.5})
 
-CASES = [  # rows, what else is known, level, end of the sentence
+CASES = [  # rows, other facts, level, end of the sentence
   ([], {}, "", "No step yet."),
   (held_out(0.2), DONE, "", "Finished without training."),
   (steps(*[EQUAL] * 4), DONE, "bad", "in 4 of 4 steps no group's rewards "
@@ -87,13 +87,13 @@ CASES = [  # rows, what else is known, level, end of the sentence
 
 
 @pytest.mark.parametrize("rows, known, level, text", CASES)
-def test_the_first_sentence_that_applies(rows, known, level, text):
+def test_the_first_applicable_verdict(rows, known, level, text):
   known = {"planned": 16, "limits": LIMITS, "finished": False} | known
-  found = lib.verdict(lib.facts(rows, **known))
-  assert (found["level"], found["text"][-len(text) :]) == (level, text)
+  verdict = lib.verdict(lib.facts(rows, **known))
+  assert (verdict["level"], verdict["text"][-len(text) :]) == (level, text)
 
 
-def test_the_last_row_of_a_step_counts_and_odd_values_are_dropped():
+def test_facts_use_the_last_row_of_a_step_and_finite_values():
   rows = [*steps(GOOD, NAN), {"step": 2, "reward_mean": 0.1} | EQUAL]
   rows += [{"step": 3, "reward_mean": math.nan}, {"step": 4, "accuracy": 1}]
   run = lib.facts(rows, 4, LIMITS, False)

@@ -1,4 +1,4 @@
-"""Examples as batches of prompts in the policy's format."""
+"""Batches of prompts in the policy's format."""
 
 import functools
 import itertools
@@ -22,24 +22,24 @@ Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 
 
 def template_options(settings: TrainSettings, policy: Policy) -> dict[str, Any]:
-  """Returns keywords of the chat template, with the environment's tools."""
-  options, own = dict(settings.data.template_options), settings.environment
-  if not own.on:
+  """Returns keyword arguments of the chat template, with tools if any."""
+  options = dict(settings.data.template_options)
+  env = settings.environment
+  if not env.on:
     return options
   tools = conventions.resolve(
-    own.path, own.tools, own.options, own.tool_format, own.action
+    env.path, env.tools, env.options, env.tool_format, env.action
   ).tools
   if tools and "tools" not in str(policy.tokenizer.chat_template or ""):
     raise ValueError(
-      "environment: this model's chat template knows of no tools (or it has "
-      "none): use an instruct model that calls tools, or an environment with "
-      "`step`, which reads the turns itself"
+      "environment: this model has no chat template with tools: use an "
+      "instruct model that calls tools, or an environment with `step`"
     )
   return options | ({"tools": tools} if tools else {})
 
 
 def encoder(settings: TrainSettings, policy: Policy):
-  """Returns `(prompt) -> (text, ids)`, in the policy's format."""
+  """Returns `(prompt) -> (text, ids)` in the policy's format."""
   data = settings.data
   return functools.partial(
     tokenizer_lib.encode_prompt,
@@ -54,7 +54,7 @@ def encoder(settings: TrainSettings, policy: Policy):
 def prompt_batches(
   settings: TrainSettings, policy: Policy, examples, **options: Any
 ) -> Batches:
-  """Returns batches of prompts in the policy's format, see `pipeline`."""
+  """Returns batches of `pipeline.prompt_batches` in the policy's format."""
   return pipeline.prompt_batches(
     examples,
     encoder(settings, policy),
@@ -73,10 +73,10 @@ def padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Prompts:
 
 
 def trim(prompts: Prompts) -> Prompts:
-  """Cuts padding that all prompts of a batch share, on the host.
+  """Removes padding shared by all prompts of a batch, on the host.
 
-  The new length is 1, 2, 3 or 4 quarters of the old one (rounded up), because
-  each size is a program to compile.
+  The new length is a multiple of a quarter of the old length (rounded up), so
+  that at most four sizes are compiled.
   """
   limit = prompts.prompt_ids.shape[1]
   longest = np.sum(prompts.prompt_mask, axis=-1).max()
@@ -88,7 +88,7 @@ def trim(prompts: Prompts) -> Prompts:
 
 
 def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
-  """Returns one pass over held-out examples, in order, with trimmed batches."""
+  """Returns trimmed batches of a single pass over held-out examples."""
   size = settings.eval.batch_size
   batches = prompt_batches(
     settings, policy, examples, batch_size=size, shuffle=False, repeat=False
@@ -99,7 +99,7 @@ def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
 def take(
   batches: Batches, count: int, mesh: jax.sharding.Mesh
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """Returns the next `count` batches as one, trimmed, on a mesh."""
+  """Joins the next `count` batches; trims and places them on a mesh."""
   prompts, examples = zip(*(next(batches) for _ in range(count)), strict=True)
   joined = jax.tree.map(lambda *x: np.concatenate(x), *prompts)
   flat = [*itertools.chain(*examples)]
@@ -114,7 +114,7 @@ def training_batches(
   start: int = 0,
   parts: int = 1,
 ) -> Batches:
-  """Returns the run's prompts from number `start`, `parts` batches per step."""
+  """Returns training batches from prompt `start` on, `parts` per step."""
   samples = batches_lib.samples_per_step(settings)
   target = None
   if settings.reward.on_device:
@@ -133,13 +133,13 @@ def training_batches(
 def prompts_of(
   settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """Returns a batch of chosen examples."""
+  """Returns a batch of the examples at `indices`."""
   encode, limit = encoder(settings, policy), settings.data.max_prompt_length
   row = lambda i: pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
   return pipeline.collate([*map(row, indices)])
 
 
 def device_reward(settings: TrainSettings, policy: Policy):
-  """Returns `(target, reward)`, the reward on ids (`rewards.exact_ids`)."""
+  """Returns `(target, reward)` of `exact_ids`, which score token ids."""
   (name,) = settings.reward.functions
   return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

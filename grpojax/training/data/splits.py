@@ -1,7 +1,7 @@
-"""A data set's training and held-out examples whose prompts fit.
+"""Training and held-out examples whose prompts fit.
 
-All examples of a finite data set are read before a run starts, so that no
-prompt can end it in the middle, and so that it cannot resume with other data.
+A run reads all examples of a finite data set at the start. So a long prompt
+cannot end it later, and changed data are noticed on resume.
 """
 
 import dataclasses
@@ -30,34 +30,34 @@ from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096
-"""Most prompts of an endless data set that are read before a run starts."""
+"""Maximum number of prompts of an endless data set measured at the start."""
 
 FINGERPRINTED = 256
 """Number of examples in the fingerprint of an endless data set."""
 
-_REPORT_EVERY = 10.0  # seconds between two lines about a long pass
+_REPORT_EVERY = 10.0  # seconds between progress lines of a long pass
 
 
 class Split(NamedTuple):
   """The examples of one split whose prompts fit."""
 
-  examples: Any  # random access to them
+  examples: Any  # with random access
   dropped: int = 0  # number of examples that do not fit
-  fingerprint: str = ""  # SHA-256 of all examples' JSON, in their order
-  # [n], tokens of each prompt, or of an endless data set's first ones
+  fingerprint: str = ""  # SHA-256 of all examples' JSON, in order
+  # Tokens per prompt; for an endless data set of its first prompts.
   lengths: Int[np.ndarray, "n"] | None = None
-  # [n], a hash of each prompt's text; empty for an endless data set
+  # Hash of each prompt's text; empty for an endless data set.
   prompts: Int[np.ndarray, "n"] = np.empty(0, np.int64)
-  key: str = ""  # fingerprint of everything that decides the lengths
-  parts: Mapping[str, Any] = {}  # splits of a mixture's data sets, by name
+  key: str = ""  # fingerprint of all inputs of the lengths
+  parts: Mapping[str, Any] = {}  # splits of a mixture's data sets by name
 
 
 def with_prompt_length(
   settings: TrainSettings, *splits: Split
 ) -> TrainSettings:
-  """Replaces data.max_prompt_length = 0 by the tokens of the longest prompt.
+  """Replaces data.max_prompt_length = 0 by the length of the longest prompt.
 
-  An endless data set is measured in part, so its prompts get more room.
+  An endless data set is measured only in part, so it gets up to twice as much.
   """
   if settings.data.max_prompt_length:
     return settings
@@ -68,19 +68,19 @@ def with_prompt_length(
 
 
 def load_examples(settings: TrainSettings, split: str) -> Any:
-  """Returns random access to all examples of a split.
+  """Loads all examples of a split, with random access.
 
-  "train" is seeded by the run's seed; "test" has the first `eval.num_prompts`,
-  whatever the seed. A mixture (data.mixture) has that number of each data set.
+  "train" depends on the run's seed; "test" has the first `eval.num_prompts`
+  examples, in a mixture (data.mixture) of each data set.
   """
   data, parts = settings.data, []
-  of_split = {"size": settings.eval.num_prompts}
+  selection = {"size": settings.eval.num_prompts}
   if split == "train":
-    of_split = {"seed": settings.seed}
+    selection = {"seed": settings.seed}
 
   def load(name, path, options):
     options = hub_pins.data_options(settings, name, path, options)
-    return datasets.load(name, split, path, options, **of_split)
+    return datasets.load(name, split, path, options, **selection)
 
   for name, source in mixtures.sources(settings).items():
     try:
@@ -103,11 +103,11 @@ def load_split(
   check_signals: Callable[[], None] = lambda: None,
   examples: Any = None,
 ) -> Split:
-  """Reads the examples of a split; returns those that fit.
+  """Returns the examples of a split whose prompts fit.
 
-  The policy's tokenizer measures them, unless `cache`, a file of
-  `save_lengths`, has their lengths. `check_signals` is called between examples.
-  `examples` are of `load_examples`; None loads them.
+  The policy's tokenizer measures prompts, unless their lengths are in `cache`,
+  a file of `save_lengths`. `check_signals` is called between examples. None as
+  `examples` calls `load_examples`.
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   if examples is None:
@@ -137,7 +137,7 @@ def _fit(
   examples: Any,
   name: str,
 ) -> Split:
-  """Reads the examples of one data set, and selects those that fit."""
+  """Reads a data set and selects the examples whose prompts fit."""
   limit = settings.data.max_prompt_length or math.inf
   endless = len(examples) >= ENDLESS
   printed, texts = fingerprint(examples, check_signals)
@@ -151,7 +151,7 @@ def _fit(
   too_long = lengths > limit
   remedy = "raise it"
   if too_long.any() and cache and run_directory.has_begun(cache.parent):
-    remedy = "restore the data, as this run keeps its limit"
+    remedy = "restore the data, because a run cannot change its limit"
   if settings.data.too_long == "refuse":
     if too_long.any():
       longest = int(np.argmax(lengths))
@@ -164,8 +164,8 @@ def _fit(
     return whole
   if endless:
     raise ValueError(
-      f"{name} split: data.too_long = 'drop' reads all examples before a run, "
-      "but this data set is endless: use 'refuse'"
+      f"{name} split: data.too_long = 'drop' must read all examples, but this "
+      "data set is endless: use 'refuse'"
     )
   if too_long.all():
     raise ValueError(
@@ -180,7 +180,7 @@ def _fit(
 def fingerprint(
   examples: Any, check_signals: Callable[[], None]
 ) -> tuple[str, Int[np.ndarray, "n"]]:
-  """Reads all examples (or some); returns their SHA-256 and `Split.prompts`."""
+  """Returns the SHA-256 of the examples (or the first) and `Split.prompts`."""
   endless, digest = len(examples) >= ENDLESS, hashlib.sha256()
   count = FINGERPRINTED if endless else len(examples)
   texts = np.empty(count, np.int64)
@@ -193,7 +193,7 @@ def fingerprint(
 
 
 def in_training(train: Split, held_out: Split) -> int:
-  """Returns the number of held-out prompts that are training prompts too."""
+  """Returns the number of held-out prompts that are also training prompts."""
   return int(np.isin(held_out.prompts, train.prompts).sum())
 
 
@@ -209,14 +209,16 @@ def prompt_lengths(
     prompt = examples[i]["prompt"]
     lengths[i] = len(encode(prompt)[1])
     if not lengths[i]:
-      raise ValueError(f"example {i}: a prompt without tokens: {prompt!r}")
+      raise ValueError(
+        f"example {i}: a prompt without tokens, {prompt!r}: remove it"
+      )
   return lengths
 
 
 def _watched(
   count: int, verb: str, check_signals: Callable[[], None]
 ) -> Iterator[int]:
-  """Yields 0, 1, ..., and prints its progress from time to time."""
+  """Yields 0, 1, ..., count - 1, and prints progress."""
   last = time.monotonic()
   for i in range(count):
     check_signals()
@@ -227,7 +229,7 @@ def _watched(
 
 
 def _prompts_of_run(settings: TrainSettings) -> int:
-  """Returns the number of prompts that a run takes at most."""
+  """Returns the maximum number of prompts of a run."""
   batches = settings.steps
   if settings.filter_groups.enable:
     batches *= settings.filter_groups.max_num_gen_batches
@@ -236,7 +238,7 @@ def _prompts_of_run(settings: TrainSettings) -> int:
 
 
 def _digest(settings: TrainSettings, policy: Policy) -> str:
-  """Returns a hash of everything but the examples that decides the lengths."""
+  """Returns a hash of tokenizer and format, which decide the lengths."""
   digest = hashlib.sha256()
   for name in hf.COMPANIONS:
     file = policy.directory / name
@@ -266,5 +268,5 @@ def _saved_lengths(file: pathlib.Path | None, split: str, key: str):
     with np.load(file, allow_pickle=False) as arrays:
       known = str(arrays[f"{split} key"]) == key
       return arrays[split] if known else None
-  except Exception:  # zipfile and NumPy raise many kinds
-    return None  # it is only a cache
+  except Exception:  # zipfile and NumPy raise many types
+    return None

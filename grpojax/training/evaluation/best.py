@@ -1,7 +1,7 @@
-"""Best state of a run, by its greedy held-out accuracy.
+"""Best state of a run by greedy held-out accuracy.
 
-The accuracy of the best of several evaluations is biased upwards; that of the
-last state is unbiased.
+The highest accuracy of several evaluations is biased upwards; the accuracy of
+the last state is unbiased.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,19 @@ from typing import Any
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
-"""JSON values in every checkpoint: "best", the row of the evaluation with the
-highest accuracy; "last", the last evaluated step; "without_gain", the number of
-evaluations in a row that did not raise the highest accuracy, the starting
-weights' included. {} before the first evaluation."""
+"""JSON values in every checkpoint: "best", the evaluation row with the highest
+accuracy; "last", the last evaluated step; "without_gain", the number of
+consecutive evaluations that did not raise the highest accuracy, initial weights
+included. {} before the first evaluation."""
 
 COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
 
 
 def after(record: Record, baseline: Row | None, row: Row) -> Record:
-  """Returns the record after one more evaluation, which counts once.
+  """Adds an evaluation to the record, unless its step is already included.
 
   The record starts again if the prompts change. `baseline` is the evaluation of
-  the starting weights.
+  the initial weights.
   """
   if row["step"] <= record.get("last", 0):
     return record
@@ -37,7 +37,7 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
 
 
 def without_lost(record: Record, steps: Sequence[int]) -> Record:
-  """Removes a best state that is not among the checkpoints' steps."""
+  """Removes the best state if its step has no checkpoint."""
   if step(record) in (None, *steps):
     return record
   return {name: value for name, value in record.items() if name != "best"}
@@ -56,5 +56,5 @@ def stopping(record: Record, limit: int) -> str | None:
     return None
   return (
     f"no higher held-out accuracy in {count} evaluations: the run ends early "
-    f"at step {record['last']}; to go on: --config.stop.no_improvement=0"
+    f"at step {record['last']}; to continue: --config.stop.no_improvement=0"
   )

@@ -1,10 +1,10 @@
-"""Evaluation of one or two models by their completions of held-out prompts.
+"""Evaluation of a model on held-out prompts, or comparison of two models.
 
-All estimates use one value per prompt, because the samples of one prompt are
-not independent of each other.
+Estimates use a single value per prompt, because samples of the same prompt are
+dependent.
 
-Each model has its own prompt format and tokenizer, so `data.too_long` may drop
-other prompts for each. Two models are compared on prompts that fit both.
+Models differ in prompt format and tokenizer, so `data.too_long` may drop
+different prompts. Two models are compared on prompts that fit both.
 """
 
 import functools
@@ -35,9 +35,9 @@ from grpojax.training.policy import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
-CORRECT = 1.0  # a completion with at least this reward is right
+CORRECT = 1.0  # minimum reward of a correct completion
 VOTING = ("exact_answer", *functions.READ_ANSWERS)
-"""Rewards that read an answer, of which votes can be counted."""
+"""Reward functions that extract an answer, for majority votes."""
 REWARD = "reward"
 TITLES = {"accuracy": "greedy accuracy", REWARD: "mean reward"}
 
@@ -47,9 +47,8 @@ Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
 class HeldOut(NamedTuple):
   """Held-out problems for one model."""
 
-  # Prompts with their examples, in the order of the data set.
-  batches: list[tuple[Prompts, list[dict[str, Any]]]]
-  too_long: int  # number of problems whose prompt is too long for this model
+  batches: list[tuple[Prompts, list[dict[str, Any]]]]  # in data set order
+  too_long: int  # number of dropped problems
 
   @property
   def count(self) -> int:
@@ -60,11 +59,11 @@ class HeldOut(NamedTuple):
 class Evaluation(NamedTuple):
   """Completions of held-out prompts."""
 
-  rewards: np.ndarray  # [prompts, samples]; nan is not right
-  texts: list[list[str]]  # the completions, [prompts][samples]
-  examples: list[dict[str, Any]]  # the problems, with their "prompt_text"
-  lengths: np.ndarray  # tokens of the completions [prompts, samples]
-  failures: list[Failure] = []  # rewards that could not be computed
+  rewards: np.ndarray  # [prompts, samples]; nan counts as wrong
+  texts: list[list[str]]  # completions, [prompts][samples]
+  examples: list[dict[str, Any]]  # problems with their "prompt_text"
+  lengths: np.ndarray  # number of tokens [prompts, samples]
+  failures: list[Failure] = []  # failed rewards
 
 
 def _in_common(
@@ -83,8 +82,8 @@ def _in_common(
       "--config.data.max_prompt_length"
     )
   return [
-    Subset(split.examples, [i for i, p in enumerate(own) if p in common])
-    for split, own in zip(splits, prompts, strict=True)
+    Subset(split.examples, [i for i, p in enumerate(texts) if p in common])
+    for split, texts in zip(splits, prompts, strict=True)
   ]
 
 
@@ -93,9 +92,9 @@ def held_out_problems(
 ) -> list[HeldOut]:
   """Returns the held-out problems that fit all models, in each model's format.
 
-  They are the same problems in the same order for each model. ValueError if no
-  problem fits all, one is too long under `data.too_long = "refuse"`, or the
-  data lack a reward function's column.
+  All models get the same problems in the same order. ValueError if no problem
+  fits all models, if a prompt is too long under `data.too_long = "refuse"`, or
+  if a column of a reward function is missing.
   """
 
   def for_each(function, *columns):
@@ -111,18 +110,17 @@ def held_out_problems(
   load_split = functools.partial(splits_lib.load_split, examples=loaded)
   splits = for_each(lambda p: load_split(settings, p, "test"))
   settings = splits_lib.with_prompt_length(settings, *splits)
-  longest = settings.data.max_prompt_length
-  new_tokens = settings.sampling.max_new_tokens
+  lengths = settings.data.max_prompt_length, settings.sampling.max_new_tokens
   check = policy_lib.check_positions
-  for_each(lambda p: check(p.directory, longest, new_tokens, p.ignore_keys))
+  for_each(lambda p: check(p.directory, *lengths, p.ignore_keys))
   resolved = rewards_lib.resolve_functions(settings)
   rewards_lib.check_columns(settings, resolved, splits[0])
   examples = [split.examples for split in splits]
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)
 
-  def held_out(policy, split, own):
-    batches = prompts_lib.held_out(settings, policy, own)
+  def held_out(policy, split, fitting):
+    batches = prompts_lib.held_out(settings, policy, fitting)
     return HeldOut(list(batches), split.dropped)
 
   return for_each(held_out, splits, examples)
@@ -140,14 +138,13 @@ def evaluate(
   check_signals: Callable[..., None] = lambda together=False: None,
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-  """Samples and rewards completions of every batch of a data set.
+  """Samples and scores completions of every batch of a data set.
 
-  The policy's own parameters are not used. The last batch may be shorter;
-  without a mesh there is one device. `step` is the number of finished steps,
-  for rewards that use it (`rewards.with_step`). The first reward decides on
-  right answers. `check_signals` is called before each batch with all processes
-  (`together`) and while waiting; `on_progress` gets the number of finished
-  prompts, from 0.
+  Uses `params`, not the policy's parameters. The last batch may be shorter;
+  None as mesh is a single device. `step` is the number of finished steps, for
+  rewards that use it (`rewards.with_step`). `check_signals` is called before
+  each batch in all processes (`together`) and while waiting; `on_progress` gets
+  the number of finished prompts, from 0.
   """
   rewards, texts, evaluated, lengths, failures = [], [], [], [], []
   key = seed_key(settings.seed)
@@ -157,7 +154,7 @@ def evaluate(
     examples = rewards_lib.with_step(
       reward_pool.pool, examples, step, settings.steps
     )
-    # A last, shorter batch gets empty prompts: one shape, one program.
+    # Empty prompts fill the last batch, so that a single program compiles.
     missing = settings.eval.batch_size - len(prompts.prompt_ids)
     pad = lambda x, n=missing: np.pad(x, [(0, n)] + [(0, 0)] * (x.ndim - 1))
     padded = jax.tree.map(pad, prompts)
@@ -181,9 +178,9 @@ def evaluate(
 
 
 def failed(failures: Sequence[Failure]) -> str:
-  """Describes rewards that could not be computed, in a line."""
+  """Describes failed rewards in a line."""
   first = failures[0]
-  # The reason may quote the completion, and have several lines.
+  # The reason may have several lines and quote the completion.
   reason = printable(" ".join(first.reason.split()))
   return (
     f"{len(failures)} rewards failed; the first: {first.function} "
@@ -192,11 +189,11 @@ def failed(failures: Sequence[Failure]) -> str:
 
 
 Answer = Callable[[str, str], str | None]
-"""Reads the answer of a completion and its prompt, in one spelling."""
+"""Maps a completion and its prompt to its answer in canonical form, or None."""
 
 
 def answer_reader(settings: TrainSettings, name: str) -> Answer:
-  """Returns the function that reads answers as a reward of `VOTING` does."""
+  """Returns the function that extracts answers for a reward of `VOTING`."""
   if name == "exact_answer":
     return lambda completion, prompt: exact.given_answer(completion)
   options = rewards_lib.reward_options(settings)[name]
@@ -206,14 +203,14 @@ def answer_reader(settings: TrainSettings, name: str) -> Answer:
 def answer_labels(
   result: Evaluation, answer: Answer
 ) -> Int[np.ndarray, "prompts samples"]:
-  """Numbers each prompt's answers: 7, 3, 7 and none are [0, 1, 0, -1]."""
+  """Numbers each prompt's answers: 7, 3, 7 and None become [0, 1, 0, -1]."""
   rows = []
   for group, example in zip(result.texts, result.examples, strict=True):
     prompt = example.get("prompt_text", "")
     answers = [answer(text, prompt) for text in group]
     names = {name: i for i, name in enumerate(dict.fromkeys(answers))}
     rows.append([SILENT if a is None else names[a] for a in answers])
-  # A sample whose reward failed has no vote.
+  # A sample with a failed reward does not vote.
   return np.where(np.isnan(result.rewards), SILENT, rows)
 
 
@@ -223,12 +220,12 @@ def per_prompt(
   answer: Answer | None = None,
   graded: bool = False,
 ) -> dict[str, np.ndarray]:
-  """Returns the values to estimate, by name: one per prompt, [prompts].
+  """Returns metrics per prompt, [prompts], by name.
 
-  They are pass@k for each of `ks` or, without ks, the accuracy of the first
-  completion; maj@k with an `answer_reader`; and the mean reward, if all
-  completions have one and it is `graded` or not just 0 and 1. A single prompt
-  has no values that need several for an interval.
+  These are pass@k for each of `ks`, or without ks the accuracy of the first
+  completion; maj@k with `answer`; and the mean reward, if all completions have
+  one and it is `graded` or takes values other than 0 and 1. A single prompt
+  only has the accuracy, because other intervals need several prompts.
   """
   right = result.rewards >= CORRECT
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
@@ -246,7 +243,7 @@ def per_prompt(
 def _with_interval(
   values: Mapping[str, np.ndarray], rows: Int[np.ndarray, "n"]
 ) -> dict[str, np.ndarray]:
-  """Returns the values of some prompts; of a single one only its accuracy."""
+  """Returns the metrics of `rows`; for a single row only the accuracy."""
   several = len(rows) > 1
   names = [name for name in values if several or name == "accuracy"]
   return {name: values[name][rows] for name in names}
@@ -255,12 +252,13 @@ def _with_interval(
 def outcomes(
   result: Evaluation, accuracy: Float[np.ndarray, "B"]
 ) -> dict[str, Any]:
-  """Returns a row of evaluations.jsonl without its step, from `per_prompt`.
+  """Returns a row of evaluations.jsonl without its step.
 
-  `right` has a character 0 or 1 per prompt. Evaluations with the same
-  `problems`, a fingerprint of the prompts in their order, can be compared.
+  `accuracy` is from `per_prompt`; `right` has a character 0 or 1 per prompt.
+  `problems` is a fingerprint of prompts and answers in their order: evaluations
+  with the same fingerprint can be compared.
   """
-  problems = [  # 7 and "7" are one answer
+  problems = [  # 7 and "7" are the same answer
     [e.get("prompt"), str(e["answer"]) if "answer" in e else None]
     for e in result.examples
   ]
@@ -274,12 +272,12 @@ def outcomes(
 def by_data_set(
   settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, np.ndarray]]:
-  """Returns values of `per_prompt` by data set; empty without a mixture."""
+  """Splits metrics of `per_prompt` by data set; {} without a mixture."""
   each = {
     name: _with_interval(values, rows)
     for name, rows in mixtures.by_source(settings, result.examples).items()
   }
-  return {name: own for name, own in each.items() if own}
+  return {name: part for name, part in each.items() if part}
 
 
 def _right_or_wrong(*values: np.ndarray) -> bool:
@@ -289,8 +287,8 @@ def _right_or_wrong(*values: np.ndarray) -> bool:
 def estimate(values: np.ndarray) -> tuple[float, float, float]:
   """Returns the mean over prompts and its 95% interval: mean, low, high.
 
-  Wilson's interval if each prompt is right or wrong, `share_interval` for other
-  values in [0, 1], else Student's.
+  Wilson's interval for values 0 and 1, `share_interval` for other values in
+  [0, 1], else Student's.
   """
   if _right_or_wrong(values):
     return intervals.wilson_interval(int(np.sum(values)), len(values))
@@ -300,7 +298,7 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-  """Returns estimates for JSON: [mean, low, high], the accuracy as 3 fields."""
+  """Returns estimates for JSON: [mean, low, high]; accuracy as three fields."""
   estimates = {name: list(estimate(value)) for name, value in values.items()}
   accuracy = estimates.pop("accuracy", [])
   names = ("accuracy", "accuracy_low", "accuracy_high")
@@ -310,10 +308,9 @@ def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
 def compare(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
 ) -> dict[str, intervals.PairedDifference]:
-  """Returns paired differences, a - b, of two models' values of `per_prompt`.
+  """Returns paired differences a - b of two models' metrics of `per_prompt`.
 
-  Agresti and Min's interval if each prompt is right or wrong for both, else
-  Student's.
+  Agresti and Min's interval for values 0 and 1, else Student's.
   """
   return {
     name: intervals.paired_proportions(a[name] == 1, b[name] == 1)
@@ -325,13 +322,13 @@ def compare(
 
 
 def text(name: str, mean: float, low: float, high: float, sign="") -> str:
-  """Writes an estimate with its interval, in percent or as a reward."""
+  """Formats an estimate and its interval, in percent or as a reward."""
   form = f"{sign}.3g" if name == REWARD else f"{sign}.1%"
   return f"{mean:{form}}  [{low:{form}}, {high:{form}}]"
 
 
 def lines(values: Mapping[str, np.ndarray]) -> list[str]:
-  """Returns lines of one model's numbers, to print."""
+  """Returns printed lines of a model's metrics."""
   return [
     f"{TITLES.get(name, name)}  {text(name, *estimate(value))}"
     for name, value in values.items()
@@ -341,7 +338,7 @@ def lines(values: Mapping[str, np.ndarray]) -> list[str]:
 def table(
   a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
 ) -> list[str]:
-  """Returns lines of two models' numbers and paired differences, to print."""
+  """Returns a printed table of two models' metrics and their differences."""
   rows = [("", "model", "compare", "model - compare", "p")]
   for name, (*difference, p_value) in compare(a, b).items():
     both = (text(name, *estimate(values[name])) for values in (a, b))

@@ -1,10 +1,9 @@
-"""Metrics of a training run: written, tracked, and printed as lines of text.
+"""Records, tracks and prints the metrics of a training run.
 
-A metric is named only where it is computed (`reports.metric_groups` may give it
-a title): in `core` by `rollout`, `update` and the losses, in
-`statistics.diagnostics` and `advantage_errors`, and in `training.step`,
-`training.data.mixtures` and `training.run.fit`; of evaluations in
-`evaluation.numbers`.
+Metrics are named by the code that computes them: `rollout`, `update` and the
+losses in `core`, `statistics.diagnostics`, `advantage_errors`, `training.step`,
+`training.data.mixtures`, `training.run.fit`, and `evaluation.numbers`.
+`reports.metric_groups` may give them titles.
 """
 
 import contextlib
@@ -40,8 +39,8 @@ from grpojax.training.run.start import Run
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
 
-KEPT_FAILURES = 20  # a step, in failures.jsonl
-REWARD = "held_out_reward"  # a metric of evaluations
+KEPT_FAILURES = 20  # per step, in failures.jsonl
+REWARD = "held_out_reward"  # metric of evaluations
 
 SHOWN = (
   "reward_mean",
@@ -57,13 +56,12 @@ SHOWN = (
 
 
 class Eta(NamedTuple):
-  """Times that were measured since the program was started."""
+  """Durations measured since the start of the program."""
 
-  # Number of timed steps; the first is slow, and does not count.
-  steps: int = -1
-  seconds: float = 0.0  # seconds that they took, without compilations
+  steps: int = -1  # number of timed steps; the first is slow and not counted
+  seconds: float = 0.0  # seconds of timed steps, without compilation
   pauses: int = 0  # number of timed pauses between steps
-  paused: float = 0.0  # seconds of these, for evaluations, saving and all else
+  paused: float = 0.0  # seconds of pauses: evaluations, saving, ...
 
   def after_step(self, seconds: float) -> "Eta":
     """Adds a step."""
@@ -71,15 +69,15 @@ class Eta(NamedTuple):
     return self._replace(steps=self.steps + 1, seconds=total)
 
   def after_pause(self, seconds: float) -> "Eta":
-    """Adds the time between this step and the next."""
+    """Adds the time between two steps."""
     return self._replace(pauses=self.pauses + 1, paused=self.paused + seconds)
 
 
 def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
-  """Names and numbers of a step to grep, and the time that is left."""
+  """Returns a progress line: a step's metrics and the remaining time."""
   step, steps = row["step"], settings.steps
   words = [f"step {step:>{len(str(steps))}}/{steps}"]
-  # Single reward functions are in the row if there are several.
+  # A row has the means of single reward functions if there are several.
   rewards = [n for n in row if re.fullmatch("rewards/.*/mean", n)]
   shown = [SHOWN[0], *rewards, *SHOWN[1:]]
   for name in filter(row.__contains__, shown):
@@ -99,7 +97,7 @@ def step_line(settings: TrainSettings, row: Mapping[str, Any], eta: Eta) -> str:
 
 
 def _append(run: Run, name: str, row: dict[str, Any]) -> None:
-  """Adds a row to a file, once, however many processes there are."""
+  """Appends a row to a file of the run, in the main process only."""
   if distributed.is_main():
     run.check_directory()
     if name == run_directory.METRICS and not run.file(name).exists():
@@ -112,7 +110,7 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
 
 
 def _ids(run: Run) -> dict[str, str]:
-  """Reads the run's ids by the trackers' names; ValueError if damaged."""
+  """Reads the run's id in each tracker; ValueError for a damaged file."""
   file = run.file(run_directory.TRACKED)
   if not file.exists():
     return {}
@@ -120,14 +118,15 @@ def _ids(run: Run) -> dict[str, str]:
     return {str(k): str(v) for k, v in json.loads(file.read_text()).items()}
   except (AttributeError, ValueError) as error:
     raise ValueError(
-      f"{file} cannot be read: remove it, and trackers start the run anew"
+      f"{file} cannot be read: remove it to start new runs in the trackers"
     ) from error
 
 
 def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
-  """Opens a run's trackers in the first process; the stack closes them.
+  """Opens a run's trackers in the main process; the stack closes them.
 
-  `step` is that of its checkpoint, or -1. ValueError if one does not open.
+  `step` is the step of the run's checkpoint, or -1. ValueError if a tracker
+  cannot be opened.
   """
   opened: dict[str, trackers.Tracker] = {}
 
@@ -137,8 +136,8 @@ def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
       run.directory, run.settings.name, config, step
     )
     names = run.settings.log.trackers
-    own, new = trackers.open_all(names, tracked_run, ids)
-    opened.update(own)
+    by_name, new = trackers.open_all(names, tracked_run, ids)
+    opened.update(by_name)
     if new != ids and new:
       records.write_json(run.file(run_directory.TRACKED), ids | new)
 
@@ -148,13 +147,13 @@ def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
 
 
 def record(run: Run, row: dict[str, Any]) -> None:
-  """Writes one row to metrics.jsonl, and hands it to the trackers."""
+  """Writes a row to metrics.jsonl and to the trackers."""
   _append(run, run_directory.METRICS, row)
   run.track(row["step"], row)
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
-  """Rows of evaluations after a step, on the run's present prompts."""
+  """Returns the rows of evaluations after `step` on the current prompts."""
   key = step, len(run.held_out.examples)
   return [
     row
@@ -166,9 +165,9 @@ def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
 def evaluate_held_out(
   run: Run, params: Params, step: int, check_signals: Callable[[], None]
 ) -> dict[str, Any]:
-  """Greedy held-out accuracy after a step; recorded, printed and returned.
+  """Evaluates on held-out prompts, greedily; returns the recorded row.
 
-  `check_signals` is called meanwhile; if it raises, nothing is recorded.
+  `check_signals` is called meanwhile; if it raises, no row is recorded.
   """
   settings = run.settings
   result = evaluation.evaluate(
@@ -194,16 +193,16 @@ def evaluate_held_out(
     ends = evaluation.estimate(returns)[1:]
     row |= dict(zip((f"{REWARD}_low", f"{REWARD}_high"), ends, strict=True))
   each = evaluation.by_data_set(settings, result, values)
-  for name, own in each.items():
-    row |= {f"{name}/{k}": x for k, x in evaluation.numbers(own).items()}
+  for name, part in each.items():
+    row |= {f"{name}/{k}": x for k, x in evaluation.numbers(part).items()}
   record(run, row)
   right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
   right["samples"] = _first_samples(result, settings.eval.samples)
   _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
   print(_held_out_line(settings, row), flush=True)
-  for name, own in each.items():
-    print(f"  {name}:", *evaluation.lines(own), flush=True)
+  for name, part in each.items():
+    print(f"  {name}:", *evaluation.lines(part), flush=True)
   if step in (0, settings.steps):
     for sample in right["samples"]:
       _show(**sample)
@@ -211,7 +210,7 @@ def evaluate_held_out(
 
 
 def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
-  """Describes an evaluation in a line; an environment's return comes first."""
+  """Describes an evaluation in a line."""
   accuracy, reward = (
     [row.get(f"{name}{end}") for end in ("", "_low", "_high")]
     for name in ("accuracy", REWARD)
@@ -228,7 +227,7 @@ def _held_out_line(settings: TrainSettings, row: dict[str, Any]) -> str:
 
 
 def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
-  """Returns the first prompts with a completion and its reward, if any."""
+  """Returns `count` prompts with a completion and its reward, if any."""
   rows = zip(result.examples, result.texts, result.rewards, strict=True)
   return [
     {
@@ -241,7 +240,7 @@ def _first_samples(result: evaluation.Evaluation, count: int) -> list[dict]:
 
 
 def warn_of_shortcut(baseline: dict[str, Any], row: dict[str, Any]) -> None:
-  """Warns if rewards rise while completions shrink and none is right."""
+  """Warns if rewards rise while completions shrink and none is correct."""
   names = REWARD, "held_out_length"
   if row["accuracy"] or not all(n in x for n in names for x in (baseline, row)):
     return
@@ -265,7 +264,7 @@ def _show(prompt: str, completion: str, reward: float | None) -> None:
 
 
 def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
-  """Prints the number of failed rewards of a step, and records the first."""
+  """Prints the number of failed rewards of a step; records the first."""
   if failures:
     print(f"step {step}: {evaluation.failed(failures)}", flush=True)
   for failure in failures[:KEPT_FAILURES]:
@@ -273,10 +272,10 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
 
 
 def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
-  """Writes a step's metrics, and shows progress and samples when due."""
+  """Records a step's metrics; prints progress and samples when due."""
   settings, step = run.settings, row["step"]
   if not settings.loss.needs_reference:
-    row.pop("kl")  # there is nothing to diverge from
+    row.pop("kl")
   counts = row.pop("reward_counts", None)
   record(run, row)
   if counts is not None:
@@ -290,7 +289,7 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
 
 
 def speed(settings: TrainSettings, row, seconds: float) -> dict[str, float]:
-  """Seconds of the step that just ended, and tokens sampled in each."""
+  """Returns a step's seconds and its sampled tokens per second."""
   samples = batches_lib.samples_per_step(settings)
   samples *= row.get("gen_batches", 1)
   tokens = samples * float(row["completion_length_mean"])
@@ -304,10 +303,10 @@ def finish(
   checkpointer: checkpoint.Checkpointer,
   check_signals: Callable[..., None],
 ) -> dict[str, Any]:
-  """Writes the model, the picture and the summary.
+  """Writes the model, learning curve, report and summary; returns the summary.
 
-  With checkpoint.best the model is that of the highest held-out accuracy.
-  `check_signals` is called before, and may raise.
+  With checkpoint.best the model has the highest held-out accuracy.
+  `check_signals` is called first, and may raise.
   """
   run.check_directory()
   check_signals(together=True)
@@ -337,7 +336,7 @@ def _interval(row: Mapping[str, Any], name: str) -> list[float]:
 def _summarize(
   run: Run, progress: Progress, steps: int, model_step: int
 ) -> dict[str, Any]:
-  """Writes the picture, the report and the summary, and returns the summary."""
+  """Writes the learning curve, report and summary; returns the summary."""
   metrics = run.file(run_directory.METRICS)
   pictures.learning_curve(metrics, run.file(run_directory.CURVE))
   summary = {
@@ -377,13 +376,14 @@ def _summarize(
   model = run.file(run_directory.MODEL)
   of_model = {"step": model_step, "of_steps": steps}
   records.write_json(model / run_directory.OF_MODEL, of_model)
-  run_report.write(run.directory, finished=True)  # before its summary is there
+  # The summary marks a finished run, so it is written last.
+  run_report.write(run.directory, finished=True)
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
 
 
 def report_when_due(run: Run, step: int) -> None:
-  """Writes the report after a step, every `log.report_every` of them."""
+  """Writes the report every `log.report_every` steps."""
   every = run.settings.log.report_every
   if every and step % every == 0 and distributed.is_main():
     run_report.write(run.directory)

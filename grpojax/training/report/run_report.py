@@ -1,7 +1,6 @@
-"""Reports on runs, from their directories' files: one page of HTML.
+"""Makes an HTML report from the directories of runs, finished or not.
 
-Files may be missing, lines half-written or broken, a run unfinished: the page
-says so, and shows the rest.
+Missing files and broken lines are noted on the page.
 """
 
 import collections
@@ -20,14 +19,14 @@ from grpojax.training.config import default_config
 from grpojax.training.report import verdict
 from grpojax.training.run import run_directory
 
-FAILURES = 200  # shown of a run, at most
-EPISODES = "path", "tools"  # settings of a run with an environment
+FAILURES = 200  # maximum number shown per run
+EPISODES = "path", "tools"  # environment settings
 
 Rows = list[dict[str, Any]]
 
 
 def _json(text: str | bytes) -> dict[str, Any] | None:
-  """Parses a text that holds an object; None if it does not."""
+  """Parses a JSON object; None for any other text."""
   try:
     value = json.loads(text)
   except (RecursionError, ValueError):
@@ -36,16 +35,16 @@ def _json(text: str | bytes) -> dict[str, Any] | None:
 
 
 def _cannot_be_read(path: pathlib.Path, error: OSError) -> list[str]:
-  """Returns a note for the page, unless there is no file at all."""
+  """Returns a note for the page, unless the file does not exist."""
   if isinstance(error, FileNotFoundError):
     return []
   return [f"{path.name} cannot be read: {error.strerror or error}"]
 
 
 def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
-  """Reads the rows of a file that have a `key`; a missing file has none.
+  """Reads the rows with a `key`; [] for a missing file.
 
-  The last line, which is being written, is left out. `notes` count other lines.
+  An unfinished last line is ignored; other broken lines are counted in `notes`.
   """
   try:
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -55,17 +54,17 @@ def read_rows(path: pathlib.Path, notes: list[str], key: str = "step") -> Rows:
   rows = [row for row in map(_json, lines) if row and key in row]
   broken = sum(map(bool, lines)) - len(rows)
   if broken:
-    notes.append(f"{path.name}: {broken} lines are no rows, and are left out")
+    notes.append(f"{path.name}: {broken} broken lines were ignored")
   return rows
 
 
 def read_samples(
   path: pathlib.Path, notes: list[str], budget: int
 ) -> tuple[Rows, dict[str, int]]:
-  """Reads rows of samples.jsonl, of as many steps as fit into a page.
+  """Reads rows of samples.jsonl, of as many steps as fit into `budget` bytes.
 
-  The file may be larger than memory: rows of other steps are not parsed. Also
-  returns the number of `steps` in the file and that of `kept_steps`.
+  Also returns the numbers of `steps` in the file and of `kept_steps`. The file
+  may be larger than memory, so only rows of these steps are parsed.
   """
   sizes: dict[int, int] = collections.defaultdict(int)
   try:
@@ -84,13 +83,13 @@ def read_samples(
 
 
 def _step_of(line: bytes) -> int | None:
-  """Step of a row that a run has written, with its step first."""
+  """Returns the step of a row, which starts with it."""
   match = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
   return int(match[1]) if match else None
 
 
 def _failures(rows: Rows) -> dict[str, Any]:
-  """Counts rewards that could not be computed, by kind; and the first rows."""
+  """Counts failed rewards by function and reason; adds the first rows."""
   counts = collections.Counter((row["function"], row["reason"]) for row in rows)
   return {
     "total": len(rows),
@@ -100,12 +99,12 @@ def _failures(rows: Rows) -> dict[str, Any]:
 
 
 def _flat(config: Any) -> dict[str, str]:
-  """Settings by dotted name, as texts."""
+  """Returns the `repr` of each setting by dotted name."""
   return {name: repr(x) for name, x in config_lib.flatten(config).items()}
 
 
 def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
-  """Reads a run directory: data to show on the page, and to compare."""
+  """Reads a run directory: data to show and to compare."""
   notes: list[str] = []
   metrics = read_rows(path / run_directory.METRICS, notes)
   counts = read_rows(path / run_directory.REWARDS, notes)
@@ -164,29 +163,29 @@ def _read(path: pathlib.Path, name: str, finished: bool, budget: int) -> dict:
 
 
 def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-  """All settings: first those that differ between runs, then changed ones."""
+  """Returns all settings; settings that differ between runs come first."""
   default = _flat(default_config())
   rows = []
   for name in sorted(default.keys() | set().union(*runs)):
     values = [run.get(name) for run in runs]
-    own = {value for value in values if value is not None}
+    known = {value for value in values if value is not None}
     rows.append(
       {
         "name": name,
         "default": default.get(name),
         "values": values,
         "differs": len(set(values)) > 1,
-        "changed": bool(own - {default.get(name)}),
+        "changed": bool(known - {default.get(name)}),
       }
     )
   return sorted(rows, key=lambda row: (not row["differs"], not row["changed"]))
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:
-  """Names of runs: the shortest ends of their paths that differ."""
+  """Returns the shortest ends of the runs' paths that differ."""
   parts = [path.absolute().parts for path in paths]
   for count in range(1, max(map(len, parts)) + 1):
-    names = ["/".join(of_path[-count:]) for of_path in parts]
+    names = ["/".join(path_parts[-count:]) for path_parts in parts]
     if len(set(names)) == len(names):
       break
   return names
@@ -197,18 +196,18 @@ def report(
   names: Sequence[str] | None = None,
   finished: bool = False,
 ) -> str:
-  """Makes the page about runs; ValueError for a directory without a run.
+  """Returns the HTML report; ValueError for a directory without a run.
 
-  Runs are named by their directories unless there are names. `finished` is
-  True for a single run that is about to write its summary.
+  `names` are taken from the directories by default. `finished` is True for a
+  single run that has not written its summary yet.
   """
   for path in paths:
-    # A model has a config.json as well, of its own kind.
-    records_of = [x for x in run_directory.RECORDS if (path / x).is_file()]
-    if not records_of and run_directory.saved(path) is None:
+    # A config.json is not enough: model directories also have it.
+    has_records = any((path / x).is_file() for x in run_directory.RECORDS)
+    if not has_records and run_directory.saved(path) is None:
       raise ValueError(
-        f"no run at {path}: give the run directory of a training run, the one "
-        f"with its {run_directory.CONFIG} and {run_directory.METRICS}"
+        f"no run at {path}: give the run directory of a training run, with its "
+        f"{run_directory.CONFIG} and {run_directory.METRICS}"
       )
   names = names or _names(paths)
   budget = completions.BUDGET // len(paths)
@@ -233,10 +232,10 @@ def report(
 
 
 def write(directory: pathlib.Path, finished: bool = False) -> None:
-  """Writes a run's report.html; an error is printed, and ends no run."""
+  """Writes a run's report.html; errors are printed, so that the run goes on."""
   try:
     text = report([directory], finished=finished)
     records.write_text(directory / run_directory.REPORT, text)
-  except Exception as error:  # whatever it is, the run is worth more
+  except Exception as error:
     reason = f"{type(error).__name__}: {error}"
     print(f"{run_directory.REPORT} was not written: {reason}", flush=True)

@@ -1,37 +1,37 @@
 """Rows of samples.jsonl and rewards.jsonl for a step.
 
-Every `log.samples_every` steps samples.jsonl gets the first `log.sample_groups`
-groups of a step's batch: a row per completion, the rows of a group one after
-another.
+Every `log.samples_every` steps the first `log.sample_groups` groups of a batch
+go to samples.jsonl, a row per completion, group by group:
 
     step              as in metrics.jsonl
     group             number of the group in the batch, from 0
-    prompt            as the model read it
-    completion        text without the EOS; of several turns the last one's
-    turns             of a trajectory: author ("by": model or environment),
-                      "text", number of "tokens", and "reward" after the turn
+    prompt            text that the model read
+    completion        text without the EOS; the last turn of a trajectory
+    turns             of a trajectory: "by" (model or environment), "text",
+                      number of "tokens", and "reward" after the turn
     answer            of the example, or null
     reward            weighted sum of the functions' rewards, or null. The
-                      compared number may differ: see reward.aggregation,
+                      advantage may use another number: see reward.aggregation,
                       loss.kl_placement and loss.truncated
-    rewards           of each function, by name; null if it has none
+    rewards           reward of each function by name, or null
     advantage         in the loss; 0 if the loss does not use it
-    truncated         cut off at its budget of tokens, without an EOS
-    tokens            texts of the tokens, the EOS among them
-    logprobs          of the sampler, a number per token, in nats; null, as all
-                      others, for the text of an environment
-    trainer_logprobs  of the policy before the update, as the training program
-                      computes them; with loss.old_logprobs="trainer" and
-                      several updates a step. Null, as those of the reference,
-                      if they were not computed because nothing is learned
-    ref_logprobs      of the reference policy, if there is one
+    truncated         True without an EOS, at the limit of tokens
+    tokens            text of each token, the EOS included
+    logprobs          of the sampler, per token, in nats; null, as the fields
+                      below, for tokens of an environment
+    trainer_logprobs  of the policy before the update, by the training program;
+                      with loss.old_logprobs="trainer" and several updates per
+                      step. Null, like ref_logprobs, if they were not computed
+                      because the sample has no gradient
+    ref_logprobs      of the reference policy, if any
 
-Every step rewards.jsonl gets `counts`: pairs of a reward and the number of
-drawn completions that have it, by rising reward; of more than `BINS` different
-rewards, those of `BINS` intervals of equal width, by their middle.
+Every step `counts` go to rewards.jsonl: pairs of a reward and its number of
+completions, by rising reward. More than `BINS` different rewards are counted in
+`BINS` intervals of equal width, named by their middle.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,8 +47,8 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.resampling import ResampledBatch
 
 BINS = 32
-OTHERS = {"trainer_logprobs", "ref_logprobs"}
-DIGITS = 4  # of log-probabilities, after the point
+TRAINING_LOGPROBS = {"trainer_logprobs", "ref_logprobs"}
+DIGITS = 4  # decimal places of log-probabilities
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -58,25 +58,24 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-  """Texts of tokens, each decoded with the one before it.
+  """Returns the text of each token, decoded together with its predecessor.
 
-  Some tokenizers leave out the space before the first token of a text.
+  Some tokenizers drop the space before the first token of a text.
   """
   decode = functools.cache(lambda *tokens: _decoded(tokenizer, tokens))
 
   def after(before: int, token: int) -> str:
-    first, both = decode(before), decode(before, token)
-    return both[len(first) :] if both.startswith(first) else decode(token)
+    start, both = decode(before), decode(before, token)
+    return both[len(start) :] if both.startswith(start) else decode(token)
 
-  firsts = [decode(token) for token in ids[:1]]
-  pairs = zip(ids, ids[1:], strict=False)
-  return firsts + [after(before, token) for before, token in pairs]
+  first = [decode(token) for token in ids[:1]]
+  return first + [after(*pair) for pair in itertools.pairwise(ids)]
 
 
 def of_batch(
   settings: TrainSettings, policy: Policy, filled: ResampledBatch, batch: Batch
 ) -> list[dict[str, Any]]:
-  """Rows of samples.jsonl but for their step; all processes must call this."""
+  """Returns rows of samples.jsonl without "step"; called by all processes."""
   samples = filled.rollout
   arrays = {
     "ids": samples.completion_ids,
@@ -93,7 +92,7 @@ def of_batch(
   if samples.turns is not None:
     arrays |= {"turns": samples.turns, "turn_rewards": samples.turn_rewards}
   arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
-  if not distributed.is_main():  # which writes them
+  if not distributed.is_main():
     return []
   groups = min(settings.log.sample_groups, len(filled.drawn_groups))
   return [
@@ -104,49 +103,50 @@ def of_batch(
 
 
 def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
-  """One completion of `of_batch`."""
+  """Returns the row of completion `g` of group `b`."""
   drawn, place = filled.drawn, filled.drawn_groups[b]
   example = filled.examples[place]
-  one = {name: values[b, g] for name, values in arrays.items()}
-  ids, mask = one["ids"], one["mask"]
-  if not one.get("packed", True):
-    none = np.full(mask.shape, np.nan)
-    one |= dict.fromkeys(OTHERS & one.keys(), none)
-  last, of_turns = mask, {}
-  if "turns" in one:
-    last = mask & (one["turns"] == one["turns"].max())
-    of_turns = {"turns": turns_of(policy.tokenizer, one)}
-    for name in one.keys() & {"logprobs", *OTHERS}:
-      one[name] = np.where(one["turns"] >= 0, one[name], np.nan)
+  sample = {name: values[b, g] for name, values in arrays.items()}
+  ids, mask = sample["ids"], sample["mask"]
+  if not sample.get("packed", True):
+    unknown = np.full(mask.shape, np.nan)
+    sample |= dict.fromkeys(TRAINING_LOGPROBS & sample.keys(), unknown)
+  last_turn, turns = mask, {}
+  if "turns" in sample:
+    last_turn = mask & (sample["turns"] == sample["turns"].max())
+    turns = {"turns": turns_of(policy.tokenizer, sample)}
+    for name in sample.keys() & {"logprobs", *TRAINING_LOGPROBS}:
+      sample[name] = np.where(sample["turns"] >= 0, sample[name], np.nan)
   text = tokenizer_lib.decode_completion(
-    policy.tokenizer, ids, last, policy.ends
+    policy.tokenizer, ids, last_turn, policy.ends
   )
   return {
     "prompt": example["prompt_text"],
     "completion": text,
-    **of_turns,
+    **turns,
     "answer": example.get("answer"),
     "reward": _number(drawn.rewards[place, g]),
     "rewards": {
       name: _number(values[place, g]) for name, values in drawn.values.items()
     },
-    "advantage": _numbers(one["advantage"], mask),
-    "truncated": not one["finished"],
+    "advantage": _numbers(sample["advantage"], mask),
+    "truncated": not sample["finished"],
     "tokens": token_texts(policy.tokenizer, ids[mask].tolist()),
   } | {
     name: _numbers(values, mask, DIGITS)
-    for name, values in one.items()
+    for name, values in sample.items()
     if name.endswith("logprobs")
   }
 
 
-def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Returns texts of the model and its environment, one after the other.
+def turns_of(tokenizer: Any, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns the turns of a trajectory: texts of model and environment.
 
-  `one` has a row's "ids", "mask", "turns" and "turn_rewards", and if turns have
-  advantages of their own, the "advantage" of each token.
+  `sample` has a row's "ids", "mask", "turns" and "turn_rewards", and the
+  "advantage" of each token if advantages differ between turns.
   """
-  ids, turns = one["ids"][one["mask"]], one["turns"][one["mask"]]
+  mask = sample["mask"]
+  ids, turns = sample["ids"][mask], sample["turns"][mask]
   blocks = []
   for part in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(turns)) + 1):
     turn = turns[part[0]]
@@ -154,9 +154,9 @@ def turns_of(tokenizer: Any, one: Mapping[str, Any]) -> list[dict[str, Any]]:
     by = "environment" if turn < 0 else "model"
     blocks.append({"by": by, "text": text, "tokens": len(part)})
     if turn >= 0:
-      blocks[-1]["reward"] = _number(one["turn_rewards"][turn])
-      if np.ndim(one.get("advantage")):
-        advantage = one["advantage"][one["mask"]][part[0]]
+      blocks[-1]["reward"] = _number(sample["turn_rewards"][turn])
+      if np.ndim(sample.get("advantage")):
+        advantage = sample["advantage"][mask][part[0]]
         blocks[-1]["advantage"] = _number(advantage)
   return blocks
 
@@ -166,7 +166,7 @@ def _number(value: Any, digits: int = 6) -> float | None:
 
 
 def _numbers(values, mask: np.ndarray, digits: int = 6) -> Any:
-  """One number of a completion, or a list of those of its tokens."""
+  """Returns the number of a completion, or the numbers of its tokens."""
   if values.ndim == 0:
     return _number(values, digits)
   return [_number(x, digits) for x in values[mask]]
@@ -175,7 +175,7 @@ def _numbers(values, mask: np.ndarray, digits: int = 6) -> Any:
 def reward_counts(
   rewards: Float[np.ndarray, "B G"], bins: int = BINS
 ) -> list[tuple[float, int]]:
-  """Counts how often each finite reward was given (the module has a table)."""
+  """Returns pairs of a finite reward, or a bin's middle, and its count."""
   finite = rewards[np.isfinite(rewards)].astype(np.float64)
   values, counts = np.unique(finite, return_counts=True)
   if len(values) > bins:

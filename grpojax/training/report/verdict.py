@@ -1,4 +1,4 @@
-"""Verdict on a run: one sentence on how it went, computed from its rows."""
+"""Verdict on a run: a sentence computed from its metrics."""
 
 import collections
 import functools
@@ -18,19 +18,19 @@ _UNTAUGHT = {
   "skipped_updates": "gradients were not finite",
   "zero_variance_groups": "no group's rewards differed",
 }
-_OFTEN = 0.05  # share of steps from which on a trouble is worth a look
-_QUARTER = 4  # least number of steps in a quarter for a trend
+_OFTEN = 0.05  # minimum share of steps for a trouble to be shown
+_QUARTER = 4  # minimum number of steps in a quarter for a trend
 
 
 class Facts(NamedTuple):
-  """Inputs of a verdict; `gain` is of `comparisons.before_and_after`."""
+  """Inputs of a verdict."""
 
-  steps: Sequence[Row]  # with a step's metrics
-  evaluations: Sequence[Row]  # on the prompts of the last one
+  steps: Sequence[Row]  # metrics of steps
+  evaluations: Sequence[Row]  # on the prompts of the last evaluation
   planned: int | None  # number of steps in the settings
   limits: Mapping[str, int]  # `stop` settings
   finished: bool
-  gain: Mapping[str, Any] | None
+  gain: Mapping[str, Any] | None  # from `comparisons.before_and_after`
 
 
 def facts(
@@ -42,14 +42,14 @@ def facts(
 ) -> Facts:
   """Sorts rows of metrics.jsonl into steps and evaluations.
 
-  The last row of a step counts; values that are no finite numbers are dropped.
+  Uses the last row of each step, without values that are not finite numbers.
   """
   steps, tests = {}, {}
   for full_row in rows:
     row = {name: x for name, x in full_row.items() if is_number(x)}
     if row.keys() >= set(best.COLUMNS):
       tests[row["step"]] = row
-    elif "step" in row and "reward_mean" in full_row:  # nan without rewards
+    elif "step" in row and "reward_mean" in full_row:  # may be nan
       steps[row["step"]] = row
   ordered, tested = ([x[s] for s in sorted(x)] for x in (steps, tests))
   tested = [row for row in tested if row["prompts"] == tested[-1]["prompts"]]
@@ -79,16 +79,16 @@ def _accuracies(run: Facts) -> str:
 
 
 def _stop(run: Facts) -> str | None:
-  """Name of the `stop` setting that ended the run, if its rows show one."""
+  """Returns the name of the `stop` setting that ended the run, if any."""
   if run.finished or not _ended_early(run):
     return None
   return progress_lib.stop_condition(_progress(run), run.limits)
 
 
 def _untaught(row: Row) -> str:
-  """Reason why a step taught nothing; "" if it taught something."""
+  """Returns why a step learned nothing; "" if it did."""
   for name, why in _UNTAUGHT.items():
-    # An update without tokens in the loss is skipped too: its norm is 0.
+    # An update without tokens in the loss is also skipped; its norm is 0.
     finite = name == "skipped_updates" and "grad_norm" in row
     if row.get(name, 0) >= 1 and not finite:
       return why
@@ -97,7 +97,7 @@ def _untaught(row: Row) -> str:
 
 def _learned_nothing(run: Facts) -> str | None:
   reasons = collections.Counter(map(_untaught, run.steps))
-  rose = run.gain and run.gain["low"] > 0  # by advantages across groups
+  rose = run.gain and run.gain["low"] > 0  # advantages may compare groups
   if rose or "" in reasons:
     return None
   total = len(run.steps)
@@ -118,7 +118,7 @@ def _stopped(run: Facts) -> str | None:
 
 
 def _fell(run: Facts) -> str | None:
-  """Compares the last accuracy with the first, and with the best one."""
+  """Compares the last accuracy with the first and with the best."""
   if len(run.evaluations) < 2:
     return None
   first, *_, last = run.evaluations
@@ -142,10 +142,10 @@ def _no_improvement(run: Facts) -> str | None:
 
 
 def _still_improving(run: Facts) -> str | None:
-  """Compares mean rewards in the last quarter of steps with the one before."""
+  """Compares mean rewards in the last two quarters of the steps."""
   rewards = np.array([row.get("reward_mean", np.nan) for row in run.steps])
   quarter = len(rewards) // 4
-  # A solved task has full rewards and nothing to learn from.
+  # A solved task has full rewards and no gradient.
   if quarter < _QUARTER or all(map(_untaught, run.steps[-quarter:])):
     return None
   rises = rewards[-quarter:] - rewards[-2 * quarter : -quarter]
@@ -182,21 +182,21 @@ VERDICTS = (
   ("good", _rose),
   ("", _ended),
 )
-"""Levels, which colour the page, with sentences; the first that applies."""
+"""Levels (colours of the page) and sentences, in order of priority."""
 
 
 def verdict(run: Facts) -> dict[str, str]:
-  """Returns the `level` and `text` of the first of `VERDICTS` that applies."""
+  """Returns the `level` and `text` of the first applicable verdict."""
   if not run.steps:
     done = "Finished without training." if run.finished else "No step yet."
     return {"level": "", "text": done}
-  sentences = ((level, sentence(run)) for level, sentence in VERDICTS)
-  level, text = next((level, text) for level, text in sentences if text)
+  verdicts = ((level, sentence(run)) for level, sentence in VERDICTS)
+  level, text = next(x for x in verdicts if x[1])
   return {"level": level, "text": f"{text}."}
 
 
 def troubled_metrics(run: Facts) -> list[str]:
-  """Returns the metrics that show trouble, the most frequent trouble first."""
+  """Returns metrics that show trouble, the most frequent trouble first."""
   names = {"few_effective_samples": "rollout_effective_samples"}
   counts = _progress(run).steps_with
   often = [n for n in counts if counts[n] >= max(1, _OFTEN * len(run.steps))]

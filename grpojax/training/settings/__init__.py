@@ -1,1 +1,1 @@
-"""Settings of a training run: dataclasses, conflicts, sizes of batches."""
+"""Training settings: dataclasses, conflicts, batch sizes."""

@@ -1,4 +1,4 @@
-"""Sizes of a run's batches: group sizes, and their division into parts."""
+"""Group sizes and batch sizes of a run, and their division over a mesh."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 
 
 def group_sizes(s: TrainSettings) -> list[int]:
-  """Returns the group sizes of a run: one, or all powers of two between."""
+  """Returns the possible group sizes: several powers of two with "auto"."""
   if s.group_size != AUTO:
     return [s.group_size]
   sizes = [s.auto_group_size.smallest]
@@ -22,36 +22,38 @@ def group_sizes(s: TrainSettings) -> list[int]:
 
 def samples_per_step(s: TrainSettings) -> int:
   """Returns the number of samples N = B G, the same at every step."""
-  first = s.auto_group_size.start if s.group_size == AUTO else s.group_size
-  return s.batch_size * first
+  size = s.auto_group_size.start if s.group_size == AUTO else s.group_size
+  return s.batch_size * size
 
 
 def draw_parts(s: TrainSettings) -> int:
-  """Returns the equal parts of a step's prompts that a draw takes one of."""
+  """Returns the number of parts in which dynamic sampling draws a batch."""
   return s.filter_groups.gen_parts if s.filter_groups.enable else 1
 
 
 def own_sampling_mesh(
   s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-  """Returns the mesh that a run samples on: its own of all `devices`, or all.
+  """Returns the mesh for sampling, with separate devices if there are any.
 
-  ValueError for devices that cannot be cut so, or of several processes.
+  `devices` are all devices, by default JAX's. ValueError if they do not divide
+  into such a mesh, or for several processes.
   """
-  count, own = s.mesh.sampling_devices, ()
+  count = s.mesh.sampling_devices
+  separate = ()
   if count and jax.process_count() > 1:
     raise ValueError(
-      f"mesh.sampling_devices = {count}: is for one process: use 0"
+      f"mesh.sampling_devices = {count}: needs a single process: use 0"
     )
   if count:
-    own = (jax.devices() if devices is None else devices)[-count:]
-  return sampling_mesh(mesh, s.mesh.sampling_tensor, own)
+    separate = (jax.devices() if devices is None else devices)[-count:]
+  return sampling_mesh(mesh, s.mesh.sampling_tensor, separate)
 
 
 def check_mesh(
   s: TrainSettings, mesh: Mesh, devices: Sequence[jax.Device] | None = None
 ) -> None:
-  """Checks that a run's batches divide over its mesh, of all `devices`."""
+  """Raises ValueError if a batch does not divide over the run's mesh."""
   update = s.optim.update
   evaluating = sampling_mesh(mesh, s.mesh.sampling_tensor)
   check_rows(evaluating, eval_batch=s.eval.batch_size)

@@ -1,8 +1,8 @@
-"""Settings that cannot stand together.
+"""Conflicts between settings.
 
-Each setting is in its own range already (`core.options`). Functions of `NEEDS`
-yield the only value that a setting may have beside others, functions of
-`CHECKS` all other conflicts.
+`core.options` checks the range of each setting. Functions of `NEEDS` yield the
+only value that a setting may have next to others, functions of `CHECKS` the
+remaining conflicts.
 """
 
 import itertools
@@ -31,30 +31,28 @@ from grpojax.training.settings import batches
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
 
-_TRIED = 256  # prompts, and samples of each, that an advantage is tried on
+_TRIED = 256  # maximum B and G of the batch that an advantage is tried on
+_ONE_SUM = {"reward.aggregation": "sum_then_normalize"}
+
+Needs = Iterator[tuple[dict[str, Any], str]]
+"""Required values by setting, with "REASON: ALTERNATIVE"."""
 
 
 def _by_turns(s: TrainSettings) -> bool:
   return s.environment.on and s.environment.credit != "trajectory"
 
 
-_ONE_SUM = {"reward.aggregation": "sum_then_normalize"}
-
-Needs = Iterator[tuple[dict[str, Any], str]]
-"""Values that settings must have, and "REASON: ALTERNATIVE"."""
-
-
 def _model_needs(s: TrainSettings) -> Needs:
   if s.optim.name == "adafactor":
-    why = "statistics of 'adafactor' stay float32: optim.name = 'adamw'"
+    why = "'adafactor' keeps float32 statistics: optim.name = 'adamw'"
     yield {"optim.moments_dtype": "float32"}, why
   if s.lora.rank:
     why = "adapters are diagnosed as a whole: lora.rank = 0"
     yield {"diagnostics.last_layers": 0}, why
   if not s.loss.beta:
-    unread = dict.fromkeys(("model.teacher", "model.reference_prompt"), "")
-    unread["model.reference_every"] = 0
-    yield unread, "only the KL term reads a reference: loss.beta > 0"
+    unused = dict.fromkeys(("model.teacher", "model.reference_prompt"), "")
+    unused["model.reference_every"] = 0
+    yield unused, "only affects the KL term: loss.beta > 0"
   if s.model.teacher:
     why = "a teacher does not follow the policy: no model.teacher"
     yield {"model.reference_every": 0}, why
@@ -62,55 +60,56 @@ def _model_needs(s: TrainSettings) -> Needs:
     why = "a fixed reference is not mixed: model.reference_every > 0"
     yield {"model.reference_mix": 1}, why
   if s.loss.has_exact_kl:
-    why = "loss.kl = 'exact' reads the reference in the update too: another kl"
+    why = "loss.kl = 'exact' runs the reference in the update: another kl"
     yield {"model.reference": "device"}, why
 
 
 def _reward_needs(s: TrainSettings) -> Needs:
   if s.reward.on_device:
-    why = "the step is one program, without texts: reward.on_device = False"
+    why = "the step is one program without texts: reward.on_device = False"
     yield _ONE_SUM | {"filter_groups.enable": False, "sampling.stop": ()}, why
     yield {"sampling.ahead": 0, "sampling.parts": 1}, why
     yield {"model.reference": "device", "model.reference_prompt": ""}, why
     yield {"difficulty.priority": DIFFICULTY_OFF}, why
   if s.loss.needs_reference and s.loss.kl_placement == "reward":
-    why = "groups of equal rewards teach something, and a KL penalty is in nats"
-    why += ": loss.kl_placement = 'ratio'"
+    why = "a KL penalty in the reward is in nats, and gives groups of equal "
+    why += "rewards a gradient: loss.kl_placement = 'ratio'"
     yield _ONE_SUM | {"filter_groups.enable": False}, why
   if s.environment.on:
-    why = "not with an environment (environment.path): no environment"
+    why = "does not work with an environment: no environment.path"
     yield {"reward.on_device": False, "mesh.sampling_devices": 0}, why
   else:
     why = "there are no turns: an environment.path"
     yield {"environment.credit": "trajectory"}, why
   if s.environment.on and s.reward.model:
-    why = "reward.model adds to a failed one's reward: no reward.model"
-    yield {"environment.failed": "drop"}, why
+    why = "reward.model would add to the reward 0 of a failed trajectory: no "
+    yield {"environment.failed": "drop"}, f"{why}reward.model"
   if _by_turns(s):
-    why = "this is of whole trajectories: environment.credit = 'trajectory'"
+    why = "requires one advantage per trajectory: "
+    why += "environment.credit = 'trajectory'"
     yield _ONE_SUM | {"diagnostics.every": 0}, why
 
 
 def _sampling_needs(s: TrainSettings) -> Needs:
   if s.difficulty.priority != DIFFICULTY_OFF:
-    why = "prompts are drawn by the last step's rewards, not from a stream: "
+    why = "prompts are drawn by the rewards of the last step: "
     why += f"difficulty.priority = {DIFFICULTY_OFF!r}"
     yield {"filter_groups.enable": False, "sampling.ahead": 0}, why
   else:
-    why = "there is no choice to undo: a difficulty.priority"
+    why = "there are no priorities to correct for: a difficulty.priority"
     yield {"difficulty.importance_weights": False}, why
   if s.diagnostics.every:
-    why = "the diagnosis is without importance weights: diagnostics.every = 0"
+    why = "the diagnosis has no importance weights: diagnostics.every = 0"
     yield {"difficulty.importance_weights": False}, why
   if s.sampling.ahead:
-    why = "more is drawn when rewards are there: sampling.ahead = 0"
+    why = "draws depend on rewards that come too late: sampling.ahead = 0"
     yield {"filter_groups.enable": False}, why
   else:
     why = "devices would wait for each other: sampling.ahead = 1"
     yield {"mesh.sampling_devices": 0}, why
   if s.group_size == AUTO:
-    why = "group_size = 'auto' follows the error of the whole gradient, of all "
-    why += "completions at full weight: a number for group_size"
+    why = "group_size = 'auto' follows the error of the full gradient, with "
+    why += "all completions at equal weight: a number for group_size"
     yield {"loss.truncated": "keep", "loss.correction": "none"}, why
     zero = ("loss.advantage_clip", "loss.off_policy_threshold")
     yield dict.fromkeys((*zero, "sampling.ahead"), 0), why
@@ -118,7 +117,7 @@ def _sampling_needs(s: TrainSettings) -> Needs:
 
 
 Rows = Iterator[tuple[str, str]]
-"""Setting that has to change, and why, with what to do."""
+"""Setting to change, and why and how."""
 
 
 def _finite(values: Any) -> bool:
@@ -131,18 +130,18 @@ def _pair(value: Any, holds: Callable[[float, float], bool]) -> bool:
 
 def _texts(s: TrainSettings) -> Rows:
   if not s.model.path:
-    yield "model.path", "give a Hugging Face directory, or ORG/NAME of the Hub"
+    yield "model.path", "give a Hugging Face directory, or ORG/NAME on the Hub"
   try:
     re.compile(s.lora.targets)
   except re.error as error:
-    yield "lora.targets", f"is no regular expression ({error})"
+    yield "lora.targets", f"is not a regular expression: {error}"
   if not tokenizer.is_template(s.data.template):
     yield "data.template", tokenizer.TEMPLATE
   stop, prompt = s.sampling.stop, s.model.reference_prompt
   if not all(isinstance(x, str) and x for x in stop):
-    yield "sampling.stop", "must be texts, none of them empty"
+    yield "sampling.stop", "must be non-empty strings"
   if prompt and "prompt" not in (tokenizer.fields(prompt) or ()):
-    remedy = "must hold {prompt}; write braces that are no field doubled"
+    remedy = "must contain {prompt}; double the braces that are not a field"
     yield "model.reference_prompt", remedy
   texts = {
     "sampling.stop": "".join(map(str, stop)),
@@ -152,12 +151,13 @@ def _texts(s: TrainSettings) -> Rows:
     "model.reference_prompt": prompt,
   }
   for name, text in texts.items():
-    if re.search("[\ud800-\udfff]", text):  # of bytes on the command line
-      yield name, "is no UTF-8 text, which the tokenizer reads: write it so"
+    # Python's form of undecodable bytes on the command line.
+    if re.search("[\ud800-\udfff]", text):
+      yield name, "is not valid UTF-8: re-encode it"
   try:
     steps = profiling.parse(s.profile.steps)
     if steps and steps[-1] > s.steps:
-      remedy = f"the last step is {s.steps} (steps): profile earlier ones"
+      remedy = f"the last step is {s.steps} (steps): profile earlier steps"
       yield "profile.steps", remedy
   except ValueError as error:
     yield "profile.steps", str(error)
@@ -169,13 +169,14 @@ def _loss(s: TrainSettings) -> Rows:
     remedy = "must be 0.01 or more (greedy samples have no gradient)"
     yield "sampling.temperature", remedy
   if loss.beta and loss.kl not in (known := PLACEMENTS[loss.kl_placement]):
-    placement = f"loss.kl_placement = {loss.kl_placement!r}"
-    nowhere = "; k1 as a loss term pulls nowhere: use it in 'reward' or 'ratio'"
-    hint = nowhere if loss.kl == "k1" else ""
-    yield "loss.kl", f"with {placement} use {' or '.join(known)}{hint}"
+    remedy = f"with loss.kl_placement = {loss.kl_placement!r} use "
+    remedy += " or ".join(known)
+    if loss.kl == "k1":
+      remedy += "; as a loss term k1 has a gradient of mean zero"
+    yield "loss.kl", remedy
   if loss.entropy_target and loss.entropy_coef > loss.entropy_coef_max:
     most = f"loss.entropy_coef_max = {loss.entropy_coef_max}"
-    yield "loss.entropy_coef", f"starts above {most}: give no more"
+    yield "loss.entropy_coef", f"is more than {most}: lower it"
   surrogates = ("gmpo",)
   if loss.ratio == "sequence_ratio":
     surrogates = ("gmpo", "clipped", "sapo")
@@ -186,8 +187,8 @@ def _loss(s: TrainSettings) -> Rows:
     yield "loss.top_entropy_quantile", remedy
   on_policy = s.optim.update.on_policy or loss.old_logprobs != "rollout"
   if loss.correction != "none" and not on_policy:
-    remedy = "with several updates a step and loss.old_logprobs = 'rollout' "
-    remedy += "the ratios are to the sampler already: use loss.old_logprobs = "
+    remedy = "with several updates per step and loss.old_logprobs = 'rollout' "
+    remedy += "ratios already correct for the sampler: use loss.old_logprobs = "
     yield "loss.correction", f"{remedy}'trainer', or none"
   off_policy = off_policy_conflicts(
     loss, s.optim.update, s.sampling.distribution, s.sampling.ahead
@@ -200,7 +201,7 @@ def _rewards(s: TrainSettings) -> Rows:
   reward, names = s.reward, s.reward.functions
   texts = all(isinstance(name, str) for name in names)
   if not (names and texts and all(names)):
-    remedy = "name at least one function; the first says what a right answer is"
+    remedy = "name at least one function; the first decides on right answers"
     yield "reward.functions", remedy
   if texts and len(set(names)) < len(names):
     yield "reward.functions", "names must differ"
@@ -211,21 +212,19 @@ def _rewards(s: TrainSettings) -> Rows:
     yield "reward.model_weight", "must be finite"
   workers = workers_for(names, reward.workers) or s.environment.workers
   if s.sampling.parts > 1 and not workers and not reward.on_device:
-    remedy = "nothing computes rewards while the next part is sampled"
-    yield "sampling.parts", f"{remedy}: use 1, or reward.workers of 1 or more"
-  one_of_ids = len(names) == 1 and names[0] in ON_DEVICE and not reward.model
-  if reward.on_device and not (one_of_ids and reward.weights == (1.0,)):
-    remedy = f"needs one reward function ({', '.join(ON_DEVICE)}), "
-    remedy += (
-      "reward.weights = (1.0,) and no reward.model: nothing else can be "
-    )
-    yield "reward.on_device", f"{remedy}computed on token ids"
+    remedy = "no process can score a part during sampling: use 1, or "
+    yield "sampling.parts", f"{remedy}reward.workers of 1 or more"
+  scores_ids = len(names) == 1 and names[0] in ON_DEVICE and not reward.model
+  if reward.on_device and not (scores_ids and reward.weights == (1.0,)):
+    remedy = f"scores token ids: use one function ({', '.join(ON_DEVICE)}), "
+    remedy += "reward.weights = (1.0,) and no reward.model"
+    yield "reward.on_device", remedy
   if s.mesh.sampling_tensor not in (0, s.mesh.tensor):
     if reward.on_device:
       remedy = "reward.on_device is one program on one mesh: use 0"
       yield "mesh.sampling_tensor", remedy
     elif s.environment.on:
-      remedy = "not with an environment (environment.path): use 0"
+      remedy = "does not work with an environment (environment.path): use 0"
       yield "mesh.sampling_tensor", remedy
   if AGGREGATIONS[reward.aggregation] is None:
     return
@@ -240,7 +239,7 @@ def _rewards(s: TrainSettings) -> Rows:
 def _turns(s: TrainSettings) -> Rows:
   scored = "environment" in s.reward.functions
   if scored and not s.environment.on:
-    remedy = "'environment' is the reward of environment.path: name one there"
+    remedy = "'environment' needs an environment: set environment.path"
     yield "reward.functions", remedy
   if not _by_turns(s):
     return
@@ -249,22 +248,22 @@ def _turns(s: TrainSettings) -> Rows:
   except ValueError as error:
     yield "environment.credit", f"{error}".partition(": ")[2]
   if not scored:
-    remedy = "the turns' rewards are those of reward.functions = 'environment'"
-    yield "environment.credit", f"{remedy}: add it, or use 'trajectory'"
+    remedy = "turns get rewards from reward.functions = 'environment': add it"
+    yield "environment.credit", f"{remedy}, or use 'trajectory'"
 
 
 def _prompts(s: TrainSettings) -> Rows:
   options = s.filter_groups
   if options.enable and s.loss.advantage not in advantages.WITHIN_GROUPS:
-    remedy = f"advantage = {s.loss.advantage!r} learns from groups of equal "
-    remedy += f"rewards too: use one of {', '.join(advantages.WITHIN_GROUPS)}"
+    remedy = f"advantage = {s.loss.advantage!r} also uses groups of equal "
+    remedy += f"rewards: use one of {', '.join(advantages.WITHIN_GROUPS)}"
     yield "filter_groups.enable", remedy
   several = len(s.reward.functions) > 1 or s.reward.model
   by_accuracy = options.enable and options.metric == "acc"
   if by_accuracy and options.rescale and several:
-    remedy = "groups of equal filter_groups.metric = 'acc' may still differ in "
-    remedy += "other rewards, so no factor restores the gradient: use False, "
-    yield "filter_groups.rescale", f"{remedy}or metric = 'reward'"
+    remedy = "groups of equal filter_groups.metric = 'acc' may differ in other "
+    remedy += "rewards, so no factor restores the gradient: use False, or "
+    yield "filter_groups.rescale", f"{remedy}metric = 'reward'"
   if not _pair(s.difficulty.band, lambda a, b: 0 <= a < b <= 1):
     yield "difficulty.band", "must be two numbers, 0 <= low < high <= 1"
   if not _pair(s.difficulty.target, lambda a, b: 0 < a < 1 and 0 < b < 1):
@@ -279,18 +278,17 @@ def _group_size(s: TrainSettings) -> Rows:
       yield "diagnostics.every", f"{remedy}; 0 is off"
     return
   if not every:
-    remedy = "group_size = 'auto' rests on the diagnostics: give 1 or more"
+    remedy = "group_size = 'auto' needs diagnostics: use 1 or more"
     yield "diagnostics.every", remedy
   number = "or a number for group_size"
   if s.loss.weighting == "sequence_mean":
-    remedy = "group_size = 'auto' follows the error of a gradient in which all "
-    remedy += f"tokens count alike: use another weighting, {number}"
+    remedy = "group_size = 'auto' follows the error of a gradient with equal "
+    remedy += f"token weights: use another weighting, {number}"
     yield "loss.weighting", remedy
   if s.loss.advantage not in advantages.SCALED_LEAVE_ONE_OUT:
     names = " or ".join(advantages.SCALED_LEAVE_ONE_OUT)
-    remedy = f"group_size = 'auto' follows the best size for {names}, whose "
-    remedy += f"error the diagnostics estimate: use one of these, {number}"
-    yield "advantage", remedy
+    remedy = f"group_size = 'auto' needs the diagnostics of {names}: use such "
+    yield "advantage", f"{remedy}an advantage, {number}"
 
 
 def _batches(s: TrainSettings) -> Rows:
@@ -298,7 +296,7 @@ def _batches(s: TrainSettings) -> Rows:
 
 
 def _auto_sizes(s: TrainSettings) -> Rows:
-  """Checks the group sizes that "auto" moves among."""
+  """Checks the group sizes of "auto"."""
   if s.group_size != AUTO:
     return
   auto = s.auto_group_size
@@ -311,10 +309,9 @@ def _auto_sizes(s: TrainSettings) -> Rows:
   samples, updates = batches.samples_per_step(s), s.optim.update.minibatches
   prompts, left = divmod(samples, auto.largest)
   if left or prompts % updates or prompts < 3:
-    remedy = f"leaves {samples} / {auto.largest} prompts a step, which must be "
-    remedy += "3 or more (for a diagnosis) and a whole multiple of "
-    remedy += f"optim.minibatches = {updates}: take a smaller one or more "
-    yield "auto_group_size.largest", f"{remedy}prompts"
+    remedy = f"leaves {samples} / {auto.largest} prompts per step, which must "
+    remedy += f"be 3 or more and a multiple of optim.minibatches = {updates}: "
+    yield "auto_group_size.largest", f"{remedy}lower it, or use more prompts"
 
 
 def _division(s: TrainSettings) -> Rows:
@@ -328,10 +325,10 @@ def _division(s: TrainSettings) -> Rows:
   parts["filter_groups.gen_parts"] = batches.draw_parts(s)
   for size in batches.group_sizes(s):
     prompts = batches.samples_per_step(s) // size
-    of_size = f"{prompts} with groups of {size}"
     for setting, count in parts.items():
       if prompts % count:
-        yield setting, f"must divide a step's prompts, {of_size}"
+        remedy = f"must divide a step's {prompts} prompts (groups of {size})"
+        yield setting, remedy
         return
     try:
       minibatch = prompts // update.minibatches
@@ -342,7 +339,7 @@ def _division(s: TrainSettings) -> Rows:
 
 
 def _advantage(s: TrainSettings) -> Rows:
-  """Yields the advantage's own error about a batch's shape; only traces it."""
+  """Yields an advantage's error about the shape of a batch, by tracing it."""
   name, k = s.loss.advantage, s.loss.subset_size
   advantage = bind(advantages.ADVANTAGES[name], k=k)
   takes_k = advantage is not advantages.ADVANTAGES[name]
@@ -358,15 +355,15 @@ def _advantage(s: TrainSettings) -> Rows:
 
   sizes = batches.group_sizes(s)
   for size in sorted({min(sizes), max(sizes)}):
-    # A large batch refuses nothing that a smaller one takes: tables stay small.
+    # Only small shapes can be refused, and large ones need large tables.
     prompts = min(batches.samples_per_step(s) // size, _TRIED)
     shape = prompts, min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
     arrays = (jax.ShapeDtypeStruct(shape, x) for x in (jnp.float32, jnp.int32))
     try:
       jax.eval_shape(trial, *arrays)
     except ValueError as error:
-      of_k = f", subset_size = {k}" if takes_k else ""
-      shapes = f"batch_size = {prompts}, group_size = {size}{of_k}"
+      shapes = f"batch_size = {prompts}, group_size = {size}"
+      shapes += f", subset_size = {k}" if takes_k else ""
       yield "advantage", f"refuses {shapes}: {error}"
       return
 
@@ -387,15 +384,15 @@ CHECKS = (
 
 
 def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
-  """Returns a line per conflict; `flat` are the settings by dotted path."""
+  """Returns a line per conflict; `flat` maps dotted paths to settings."""
   rows = []
-  for needs, text in itertools.chain.from_iterable(one(s) for one in NEEDS):
+  for needs, text in itertools.chain.from_iterable(f(s) for f in NEEDS):
     reason, _, alternative = text.rpartition(": ")
     rows += [
       (name, f"{reason}: use {value!r}, or {alternative}")
       for name, value in needs.items()
       if flat[name] != value
     ]
-  rows += itertools.chain.from_iterable(check(s) for check in CHECKS)
+  rows += itertools.chain.from_iterable(f(s) for f in CHECKS)
   lines = [config_error(name, flat[name], remedy) for name, remedy in rows]
   return name_errors(s.name) + lines + mixtures.errors(s)

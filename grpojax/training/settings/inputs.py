@@ -1,4 +1,4 @@
-"""Settings of what a step reads: model, data, completions and their rewards."""
+"""Settings of a step's inputs: model, data, sampling, environment, rewards."""
 
 import math
 from collections.abc import Mapping
@@ -27,132 +27,114 @@ from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 from grpojax.statistics.success_rates import PRIORITIES
 
 REFERENCE_MEMORY = {"device": None, "host": "pinned_host"}
-"""JAX's kinds of memory by the names of `model.reference`."""
+"""JAX memory kind for each choice of `model.reference`."""
 
 DIFFICULTY_OFF = "none"
 
 FILTER_METRICS = ("reward", "acc")
-"""Quantities that have to vary in a group: `reward`, by which its completions
-are compared; `acc`, the function that says what a right answer is. With several
-rewards `acc` leaves groups out that would teach something, and the objective is
-another."""
+"""Quantities that must vary in a group: the `reward` of its completions, or
+`acc`, the first reward function. With several rewards `acc` also drops groups
+that have a gradient, which changes the objective."""
 
 
 @frozen_options
 class ModelSettings:
-  """Policy, and the reference that it is held to."""
+  """Policy and reference model."""
 
   path: str = option(
     "arithmetic-instruct",
-    "a Hugging Face directory, the name of an embedded model, ORG/NAME of the "
-    "Hugging Face Hub, FILE.gguf, or package:NAME/FILE.gguf, a file in an "
-    "installed Python package",
+    "Hugging Face directory, embedded model, ORG/NAME on the Hub, FILE.gguf, "
+    "or package:NAME/FILE.gguf, a file in an installed Python package",
   )
   revision: str = option(
-    "", 'of ORG/NAME on the Hub: a branch, a tag or a commit; "" = main'
+    "", 'branch, tag or commit of ORG/NAME on the Hub; "" = main'
   )
   ignore_keys: tuple[Any, ...] = option(
-    (),
-    "unknown keys of config.json, the teacher's and reward model's as well, "
-    "that do not change what the model computes",
+    (), "unknown keys of config.json to ignore (policy, teacher, reward model)"
   )
   dtype: str = option(
     "float32",
-    "format of computation; what is trained is float32 anyway, what is frozen "
-    "(with LoRA) has this format",
+    "data type of computation and frozen weights; trained weights are float32",
     DTYPES,
   )
   remat: str = option(
     "selective",
-    "what the backward pass computes again to save memory: nothing; softmax "
-    "weights and activations; an MLP's products as well; all but each layer's "
-    "input",
+    "activations recomputed in the backward pass: none; softmax weights and "
+    "activation functions; also the MLP's products; all but layer inputs",
     REMAT,
   )
   attention: str = option(
     "auto",
-    "attention of rows of more than 256 tokens: kernels on TPUs and GPUs, "
-    "blocks on CPUs; the whole row at once, as shorter ones; blocks in plain "
-    "JAX; kernels",
+    "attention in rows of more than 256 tokens: kernels on TPUs and GPUs and "
+    "blocks on CPUs; the whole row at once; blocks in plain JAX; kernels",
     ATTENTION,
   )
   teacher: str = option(
     "",
-    "another model that loss.beta holds the policy to, as model.path; it reads "
-    'the same tokens; "" is the policy before the first step',
+    "reference model for loss.beta, given as in model.path, with the policy's "
+    'token ids; "" = the policy before the first step',
   )
   reference_prompt: str = option(
     "",
-    "what the reference reads in the place of a prompt: {prompt} and fields of "
-    'the example, as in "{prompt} (the answer is {answer})"; "" is the prompt',
+    "alternative prompt of the reference: {prompt} and fields of the "
+    'example, as in "{prompt} (the answer is {answer})"; "" = the same prompt',
   )
   reference: str = option(
     "device",
-    "where the reference policy is kept: on the devices, or in the host's "
-    "memory but for its own pass",
+    "memory of the reference; host copies it to the devices for its pass",
     REFERENCE_MEMORY,
   )
   reference_every: int = not_negative(
-    0, "steps after which the reference follows the policy; 0 = it is fixed"
+    0, "steps between updates of the reference; 0 = fixed reference"
   )
   reference_mix: float = option(
-    1.0,
-    "the policy's share of the new reference then; 1 = a copy of the policy",
-    within="(0, 1]",
+    1.0, "policy's weight in an updated reference; 1 = copy", within="(0, 1]"
   )
 
 
 @frozen_options
 class LoraSettings:
-  """Low-rank adapters, which are trained in the place of the weights."""
+  """Low-rank adapters, trained in place of the weights."""
 
-  rank: int = not_negative(0, "rank of the adapters; 0 = off: all is trained")
-  alpha: float = positive(32.0, "adapters are scaled by alpha / rank")
+  rank: int = not_negative(0, "rank of the adapters; 0 = full fine-tuning")
+  alpha: float = positive(32.0, "adapter scale, alpha / rank")
   targets: str = option(
-    "layers/(q|k|v|o|gate|up|down)",
-    "a regular expression of the paths of the weights that have adapters",
+    "layers/(q|k|v|o|gate|up|down)", "regex for paths of adapted weights"
   )
 
 
 @frozen_options
 class DataSettings:
-  """Prompts, and how they become tokens."""
+  """Prompts and their tokenization."""
 
-  name: str = option("arithmetic", "the data set", DATASETS)
+  name: str = option("arithmetic", "data set", DATASETS)
   path: str = option(
-    "",
-    "of data in files: a file, a directory, or a pattern of files; of "
-    "huggingface: ORG/NAME of the Hub",
+    "", "data file, directory or glob pattern; huggingface: ORG/NAME on the Hub"
   )
-  options: Mapping[str, Any] = free_field(
-    "keyword arguments of the data set's load"
-  )
+  options: Mapping[str, Any] = free_field("keyword arguments of the data set")
   mixture: Mapping[str, Any] = free_field(
-    "several data sets in the place of that one: mixture.ANY.name, path, "
-    "options, weight, and rewards (those of reward.functions that score it)"
+    "several data sets instead of data.name: mixture.ANY.name, path, options, "
+    "weight, rewards (the reward.functions that score it)"
   )
   max_prompt_length: int = not_negative(
     0,
-    "longest prompt, tokens with the template; 0 = as the data have it, which "
-    "the run finds out and fills in",
+    "maximum tokens per prompt, with template; 0 = longest prompt of the data",
   )
   too_long: str = option(
-    "refuse", "what is done about prompts of more tokens", ("refuse", "drop")
+    "refuse", "treatment of longer prompts", ("refuse", "drop")
   )
   template: str = option(
-    "{prompt}\n", "what a plain prompt becomes (a chat has its own template)"
+    "{prompt}\n", "template of plain-text prompts; chats use the chat template"
   )
   system_prompt: str = option(
-    "", 'system prompt of chats without one; "" = none'
+    "", 'system prompt for chats without their own; "" = none'
   )
   special_tokens: str = option(
     "text",
-    'what "<|im_end|>" in a prompt is: text, or the control token of that name',
+    'meaning of "<|im_end|>" in prompts: plain text, or the control token',
     SPECIAL_TOKENS,
   )
-  template_options: Mapping[str, Any] = free_field(
-    "keyword arguments of the chat template"
-  )
+  template_options: Mapping[str, Any] = free_field("chat template arguments")
 
 
 @frozen_options
@@ -161,25 +143,22 @@ class DifficultySettings:
 
   priority: str = option(
     DIFFICULTY_OFF,
-    "what of its success rate makes a prompt wanted",
+    "dependence of a prompt's sampling priority on its success rate",
     (DIFFICULTY_OFF, *PRIORITIES),
   )
   uniform: float = option(
-    0.1, "share of prompts that is drawn as always", within="(0, 1]"
+    0.1, "share of prompts drawn without priorities", within="(0, 1]"
   )
-  half_life: float = positive(
-    100.0, "steps after which what was seen counts half"
-  )
+  half_life: float = positive(100.0, "half-life of past successes, steps")
   band: tuple[Any, ...] = option(
-    (0.1, 0.9), "success rates that priority=band wants: low, high"
+    (0.1, 0.9), "success rates for priority=band: low, high"
   )
   target: tuple[Any, ...] = option(
-    (0.8, 0.3),
-    "success rate that priority=target wants at the first and the last step",
+    (0.8, 0.3), "success rates for priority=target: first step, last step"
   )
-  rows: int = one_or_more(1, "groups of a step that one prompt may have")
+  rows: int = one_or_more(1, "maximum groups per prompt and step")
   importance_weights: bool = option(
-    False, "undo the choice in the loss, so that the objective stays the same"
+    False, "importance weights in the loss, for an unchanged objective"
   )
 
 
@@ -187,23 +166,23 @@ class DifficultySettings:
 class SamplingSettings:
   """Completions (the first eight settings and ahead change samples)."""
 
-  max_new_tokens: int = one_or_more(80, "longest completion, tokens")
+  max_new_tokens: int = one_or_more(80, "maximum tokens per completion")
   stop: tuple[Any, ...] = option(
     (),
-    'texts that end a completion, as ["\\nQuestion:", "</answer>"]; rewards '
-    "see the text before; () = none",
+    'stop strings, as in ["\\nQuestion:", "</answer>"]; rewards see the text '
+    "before; () = none",
   )
   distribution: Sampling = inline(Sampling())
   decoding: Decoding = inline(Decoding())
   parts: int = one_or_more(
     1,
-    "equal parts of a step's prompts, sampled one after another: "
-    "reward.workers are at one while the next decodes",
+    "equal parts in which a step's prompts are sampled; reward.workers score "
+    "each part while the next is decoded",
   )
   ahead: int = option(
     0,
-    "1 = a step's completions are drawn before the update of the last one, and "
-    "rewarded while the devices are at it; asks for loss.correction",
+    "steps to sample ahead; with 1 the next step is sampled before the update "
+    "and scored during it, which needs loss.correction",
     within="[0, 1]",
   )
 
@@ -214,42 +193,33 @@ class RewardSettings:
 
   functions: tuple[Any, ...] = option(
     ("exact_answer",),
-    'built in, "package.module:function" or "file.py:function"; the first says '
-    "what a right answer is (1 or more), which evaluations count",
+    'reward functions: built in, "package.module:function" or '
+    '"file.py:function"; accuracy counts rewards of at least 1 of the first',
   )
-  weights: tuple[Any, ...] = option(
-    (1.0,), "weights of the functions in the sum, a number for each"
-  )
+  weights: tuple[Any, ...] = option((1.0,), "weight of each reward function")
   options: Mapping[str, Any] = free_field(
     "keyword arguments of a function: options.FUNCTION.key"
   )
   workers: int = option(
     0,
-    "processes of this machine that compute rewards; 0 = this one does, or one "
-    "more with math_answer",
+    "processes per machine for rewards; 0 = main (math_answer: one more)",
     within="[0, 1024]",
   )
-  timeout: float = positive(
-    30.0, "seconds that the reward of a completion may take"
-  )
+  timeout: float = positive(30.0, "time limit per completion, seconds")
   thinking: tuple[Any, ...] = option(
     THINKING,
-    "pairs of tags, each OPENING...CLOSING, around text that math_answer does "
-    "not read",
+    "tag pairs OPENING...CLOSING around text ignored by math_answer",
   )
   model: str = option(
-    "",
-    "a reward model (sequence classifier): a directory, or ORG/NAME[@REVISION] "
-    'of the Hub; "" = none',
+    "", 'sequence classifier: directory or ORG/NAME[@REVISION]; "" = none'
   )
   model_weight: float = option(1.0, "weight of the reward model in the sum")
   on_device: bool = option(
-    False, "score token ids on the device: the whole step is one XLA program"
+    False, "scoring of token ids on the device: a single XLA program per step"
   )
   aggregation: str = option(
     "sum_then_normalize",
-    "compare several functions by their weighted sum, or each normalised in "
-    "its group before it (GDPO)",
+    "order of summing rewards and normalising each in its group (GDPO)",
     AGGREGATIONS,
   )
 
@@ -260,87 +230,76 @@ class EnvironmentSettings:
 
   path: str = option(
     "",
-    'built in, "gymnasium:ID", "file.py", "file.py:Name" or '
-    '"package.module:Name"; "" = none, but for tools',
+    'environment: built in, "gymnasium:ID", "file.py", "file.py:Name" or '
+    '"package.module:Name"; "" = none, unless there are tools',
   )
   tools: tuple[Any, ...] = option(
-    (), 'functions that the model may call, each "file.py:function"'
+    (), 'tools of the model, each "file.py:function"'
   )
-  tool_format: str = option("hermes", "how the model writes a call", TOOL_CALLS)
-  options: Mapping[str, Any] = free_field(
-    "keyword arguments of the environment"
-  )
+  tool_format: str = option("hermes", "syntax of tool calls", TOOL_CALLS)
+  options: Mapping[str, Any] = free_field("arguments of the environment")
   action: str = option(
     "auto",
-    "form of the action that the `step` of a class gets: the turn's text, its "
-    "last number or its last JSON value; auto = by the action_space, and text "
-    "without one",
+    "action passed to `step` of a class: the turn's text, its last number or "
+    "its last JSON value; auto = by its action_space, or text without one",
     ACTIONS,
   )
-  max_turns: int = one_or_more(8, "turns of the longest trajectory")
+  max_turns: int = one_or_more(8, "maximum turns per trajectory")
   max_observation: int = not_negative(
-    0,
-    "largest number of tokens of an observation, at most half of "
-    "sampling.max_new_tokens; 0 = half of it",
+    0, "maximum tokens per observation; 0 = half of max_new_tokens, the limit"
   )
   max_turn_tokens: int = not_negative(
-    0, "tokens of a turn, which is cut there and answered; 0 = no such limit"
+    0, "maximum tokens per turn, then cut and answered; 0 = no limit"
   )
   failed: str = option(
-    "drop",
-    "a trajectory whose environment fails: without reward and part, or with 0",
-    ("drop", "zero"),
+    "drop", "failed trajectories: dropped or reward 0", ("drop", "zero")
   )
   template: str = option(
-    "\n{observation}\n",
-    "what an observation becomes where the model has no chat template",
+    "\n{observation}\n", "template of observations without a chat template"
   )
   credit: str = option(
     "trajectory",
-    "what a turn learns from: the whole trajectory's reward, or that of this "
-    "turn and later ones, less the others' mean (of all, or of those that have "
-    "such a turn); one expectation with loss.weighting fixed_length or "
-    "sequence_sum only",
+    "reward of a turn: the trajectory's; or the rewards from this turn on less "
+    "the mean of the others (all, or those that reached it). Expectations are "
+    "equal only with loss.weighting fixed_length or sequence_sum",
     CREDITS,
   )
   workers: int = option(
     0,
-    "processes of this machine that run environments; 0 = this one does",
+    "processes per machine that run environments; 0 = the main process",
     within="[0, 1024]",
   )
-  timeout: float = positive(30.0, "seconds that an answer may take")
+  timeout: float = positive(30.0, "time limit per answer, seconds")
   check: str = option(
     "actions",
-    "how the start tries whether answers repeat: by made-up turns without "
-    "calls, or also by calling each tool with made-up arguments",
+    "test at the start whether answers are reproducible: made-up turns without "
+    "tool calls, or also a call of each tool with made-up arguments",
     ("actions", "tools"),
   )
 
   @property
   def on(self) -> bool:
-    """True where there is an environment."""
+    """True with an environment or tools."""
     return bool(self.path or self.tools)
 
   @property
   def failed_reward(self) -> float:
-    """Reward of a trajectory whose environment fails; NaN is none."""
+    """Reward of a trajectory whose environment failed; NaN drops it."""
     return 0.0 if self.failed == "zero" else math.nan
 
 
 @frozen_options
 class FilterGroupsSettings:
-  """Dynamic sampling (DAPO): fresh prompts for groups that do not vary."""
+  """Dynamic sampling (DAPO): new prompts for groups of equal rewards."""
 
-  enable: bool = option(False, "replace groups whose rewards are all equal")
+  enable: bool = option(False, "replacement of groups with equal rewards")
   metric: str = option(
     "reward",
-    "in what a group must vary: the reward, or the first function's (acc)",
+    "quantity that must vary in a group; acc = first reward function",
     FILTER_METRICS,
   )
-  max_num_gen_batches: int = one_or_more(10, "most batches drawn for one step")
-  gen_parts: int = one_or_more(
-    1, "further draws are of 1 / gen_parts of a batch"
-  )
+  max_num_gen_batches: int = one_or_more(10, "maximum batches per step")
+  gen_parts: int = one_or_more(1, "parts of a batch in further draws")
   rescale: bool = option(
-    False, "scale the gradient to its length without this filter"
+    False, "gradient times group_acceptance, its scale without the filter"
   )
