@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -113,6 +114,15 @@ def report(
   default |= {"model.path": settings.model.path, "steps": settings.steps}
   flat = config_lib.flatten(to_config(settings))
   changes = [f"{k}={x}" for k, x in flat.items() if x != default.get(k)]
+  planned = None
+  if name != workloads.ARITHMETIC:
+    # Completions are at most as long as planned (`budgets`), so sums decide.
+    lengths = functools.partial(workloads.lengths, workloads.WORKLOADS[name])
+    planned = all(tokens(x) == int(lengths(x.number).sum()) for x in timed)
+  versions = {}
+  for package in ("grpojax", "jax", "jaxlib", "flax", "optax"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[package] = importlib.metadata.version(package)
   parts = sorted({*timed[0].seconds} - {"others"})
   during = [seconds for step in timed[:warmup] for seconds in step.compiled]
   return {
@@ -134,9 +144,9 @@ def report(
     "longest": spread(lambda step: int(step.row["completion_length_max"])),
     "gen_tokens_per_s": spread(lambda x: tokens(x) / x.seconds["rollout"]),
     "step_tokens_per_s": spread(lambda x: tokens(x) / x.seconds["total"]),
-    "lengths_as_planned": _as_planned(name, list(map(tokens, timed))),
+    "lengths_as_planned": planned,
     "peak_rss_mib": clock.peak_rss_mib(),
-    "versions": _versions(),
+    "versions": versions,
     "compile_s": round(sum(during), 3),
     "compilations_warmup": len(during),
     "compilations_later": sum(len(step.compiled) for step in later),
@@ -144,25 +154,3 @@ def report(
     "dtype": settings.model.dtype,
     "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
   }
-
-
-def _as_planned(name: str, tokens: Sequence[int]) -> bool | None:
-  """Returns whether completions have the workload's lengths, None if unplanned.
-
-  Completions are at most as long as planned (`budgets`), so sums decide.
-  """
-  if name == workloads.ARITHMETIC:
-    return None
-  workload = workloads.WORKLOADS[name]
-  return all(
-    count == int(workloads.lengths(workload, step).sum())
-    for step, count in enumerate(tokens)
-  )
-
-
-def _versions() -> dict[str, str]:
-  versions = {}
-  for name in ("grpojax", "jax", "jaxlib", "flax", "optax"):
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      versions[name] = importlib.metadata.version(name)
-  return versions
