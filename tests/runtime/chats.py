@@ -49,8 +49,7 @@ def make(template=None, bos=False):
     backend.post_processor = hf.processors.TemplateProcessing(
       single="<s> $A", special_tokens=[("<s>", ID["<s>"])]
     )
-  made = PreTrainedTokenizerFast(
-    tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
-  )
+  ends = {"bos_token": "<s>", "eos_token": "</s>"}
+  made = PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
   made.chat_template = template
   return made

@@ -92,8 +92,6 @@ def test_missing_operations(tmp_path, monkeypatch, module, name, operation):
   disk.check_keeps_runs(tmp_path / "runs" / "a", "--run_dir")
   monkeypatch.setattr(module, name, unsupported)
   start = re.escape(f"--run_dir={tmp_path}/runs/a")
-  with pytest.raises(
-    ValueError, match=f"^{start} .* {operation} .Function not"
-  ):
+  with pytest.raises(ValueError, match=f"^{start} .* {operation} .Function"):
     disk.check_keeps_runs(tmp_path / "runs" / "a", "--run_dir")
   assert not os.listdir(tmp_path)

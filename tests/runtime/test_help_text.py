@@ -45,9 +45,8 @@ def test_help_of_every_program_has_every_setting(name, capsys, monkeypatch):
     title = title if one.free else f"{part}: {one.text}"
     assert squeezed(title) in words, part
   assert program.__doc__.splitlines()[0] == lines[0]
-  wraps = {x for x in lines if " " in x.strip()} - {
-    *program.__doc__.splitlines()
-  }
+  wraps = {x for x in lines if " " in x.strip()}
+  wraps -= {*program.__doc__.splitlines()}
   assert max(map(len, wraps)) <= 90
 
 
