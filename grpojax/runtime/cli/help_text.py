@@ -111,7 +111,7 @@ these defaults.
 
 
 def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
-  lines = ["| setting | default | what it is |", "|---|---|---|"]
+  lines = ["| setting | default | description |", "|---|---|---|"]
   for name, option in rows:
     default = lib.value_text(option.default)
     cells = [f"`{name}`", f"`{default}`" if default else ""]
