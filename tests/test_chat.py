@@ -64,7 +64,7 @@ def test_invalid_utf8_does_not_end_a_chat(monkeypatch):
 
 
 def test_an_example_beyond_the_limit_is_refused():
-  with pytest.raises(ValueError, match=f"--example = {10**9}: .* 100000 of"):
+  with pytest.raises(ValueError, match=f"--example = {10**9}: .* to 100000"):
     chat._example(TrainSettings(), 10**9)
 
 
