@@ -82,23 +82,16 @@ def make_batch(
   logprobs = functools.partial(_rollout_logprobs, options)
   old_logprobs, reference = rollout.logprobs, TokenLogprobs(None, None)
   if recomputes:
-    old_logprobs = logprobs(
-      rollout, packing, lm, policy_params, sampling
-    ).logprobs
+    policy = lm, policy_params, sampling
+    old_logprobs = logprobs(rollout, packing, *policy).logprobs
   if ref_params is not None:
     # The reference's routers choose experts for themselves.
     ref_rollout = rollout.replace(experts=None, prompt_experts=None)
     rows = packing
     if ref_prompts is not None:
       ref_rollout, rows = _with_prompts(ref_rollout, packing, ref_prompts)
-    reference = logprobs(
-      ref_rollout,
-      rows,
-      ref_lm or lm,
-      ref_params,
-      sampling.uncut,
-      with_hidden=objective.has_exact_kl,
-    )
+    policy = ref_lm or lm, ref_params, sampling.uncut
+    reference = logprobs(ref_rollout, rows, *policy, objective.has_exact_kl)
   if objective.kl_in_reward:
     if reference.logprobs is None:
       raise ValueError(

@@ -219,14 +219,13 @@ def advance(
     last = episodes.turn + 1 >= environment.max_turns
     over = done | last | (length + count + 1 > limit)
     at_turn = jnp.arange(environment.max_turns) == episodes.turn[..., None]
-    new = Episodes(
+    new = episodes._replace(
       state=state,
       observation=answer,
       length=jnp.where(over, 0, count),
       read=jnp.zeros_like(episodes.read),
       begin=length + count,
       turn=episodes.turn + 1,
-      turns=episodes.turns,
       rewards=jnp.where(at_turn, reward[..., None], episodes.rewards),
     )
 
@@ -245,7 +244,6 @@ def advance(
 
 def returns(rollout: Rollout, targets: Any = None) -> Float[Array, "B G K"]:
   """Returns the environment's rewards of turns, as a `reward_fn`."""
-  del targets
   if rollout.turn_rewards is None:
     raise ValueError("grpojax.returns needs an environment: give environment=")
   return rollout.turn_rewards

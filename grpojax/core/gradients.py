@@ -7,6 +7,7 @@ before the scan, so the number of micro-batches affects only memory.
 """
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import Reference, TokenLogprobs
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import load_balancing, rollout_mismatch
+from grpojax.core.losses.rollout_correction import make_correction
 from grpojax.core.mesh import constrain, map_rows
-from grpojax.core.objective import Objective, correction_fn, loss_fn
+from grpojax.core.objective import Objective, loss_fn
 from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
 
@@ -39,7 +41,12 @@ class LossTerms:
       )
     self.lm = lm
     self.loss = loss_fn(objective)
-    self.correction = correction_fn(objective)  # or None
+    self.correction = make_correction(
+      objective.correction,
+      objective.correction_low,
+      objective.correction_high or math.inf,
+      objective.off_policy_threshold or None,
+    )
     self.has_bonus = objective.has_entropy_bonus
     self.entropy_share = objective.top_entropy_quantile
     self.selects_tokens = self.entropy_share < 1  # of highest entropy

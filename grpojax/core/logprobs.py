@@ -102,7 +102,6 @@ def _logprob_and_entropy(
   Derivatives by a logit z_v: [v = id] - p_v and, with `entropy_gradient`, of
   the entropy -p_v (log p_v + entropy). Their transpose takes one pass.
   """
-  del entropy_gradient
   return _logprob_entropy_lse(logits, ids)[:2]
 
 
@@ -174,7 +173,6 @@ def _in_chunks(
   hidden: Float[Array, "B G S D"],
   ids: Int[Array, "B G S"],
   reference: Reference | None,
-  *,
   sampling: Sampling,
   chunk_size: int,
   entropy_gradient: bool,
@@ -215,7 +213,6 @@ def _in_chunks(
     lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
   )
   ref_hidden = None if reference is None else reference.hidden
-  arrays = hidden, ids, ref_hidden
 
   def to_chunks(x):  # [B, G, S, ...] -> [S / size, B, G, size, ...]
     padding = [(0, -s % size if axis == 2 else 0) for axis in range(x.ndim)]
@@ -225,7 +222,7 @@ def _in_chunks(
   _, chunks = jax.lax.scan(
     lambda _, chunk: (None, of_chunk(wide, *chunk)),
     None,
-    jax.tree.map(to_chunks, arrays),
+    jax.tree.map(to_chunks, (hidden, ids, ref_hidden)),
   )
   return tuple(jnp.moveaxis(x, 0, 2).reshape(b, g, -1)[..., :s] for x in chunks)
 
@@ -284,17 +281,9 @@ def logprobs_and_load(
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
   lm, params = lm.prepared(params, longest=None)
+  tokens = prompt_ids, prompt_mask, ids
   hidden, load = completion_hidden(
-    lm,
-    params,
-    prompt_ids,
-    prompt_mask,
-    ids,
-    positions=positions,
-    segments=segments,
-    flat=flat,
-    load_weights=load_weights,
-    replayed=replayed,
+    lm, params, *tokens, positions, segments, flat, load_weights, replayed
   )
   if flat is not None:
     ids = flat_tokens.flatten(ids, flat.rows)
@@ -302,13 +291,6 @@ def logprobs_and_load(
       ref_hidden = flat_tokens.flatten(reference.hidden, flat.rows)
       reference = reference._replace(hidden=ref_hidden)
   logprobs, entropy, *kl = _in_chunks(
-    lm,
-    params,
-    hidden,
-    ids,
-    reference,
-    sampling=sampling,
-    chunk_size=chunk_size,
-    entropy_gradient=entropy_gradient,
+    lm, params, hidden, ids, reference, sampling, chunk_size, entropy_gradient
   )
   return TokenLogprobs(logprobs, entropy, load, *kl or [None], hidden=hidden)

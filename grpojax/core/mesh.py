@@ -78,7 +78,15 @@ def make_mesh(
     )
   slices = len({getattr(device, "slice_index", 0) for device in devices})
   if slices == 1:
-    return _mesh_of_slice(sizes, devices)
+    try:
+      shape = tuple(sizes)
+      return jax.make_mesh(shape, AXES, axis_types=_AUTO, devices=devices)
+    except NotImplementedError:
+      # JAX needs whole axes of a torus: 8 x 8 chips, not fsdp=32 tensor=2.
+      placed = mesh_utils.create_device_mesh(
+        sizes, devices, allow_split_physical_axes=True
+      )
+      return Mesh(placed, AXES, axis_types=_AUTO)
   if devices[0].platform != "tpu":
     # JAX calls each node of GPUs a slice; devices are ordered by node.
     return Mesh(np.reshape(devices, sizes), AXES, axis_types=_AUTO)
@@ -95,18 +103,6 @@ def make_mesh(
     allow_split_physical_axes=True,
   )
   return Mesh(placed, (SLICE, *AXES), axis_types=(AxisType.Auto, *_AUTO))
-
-
-def _mesh_of_slice(sizes: list[int], devices: list[jax.Device]) -> Mesh:
-  """Lays the axes over the torus of a slice, or over other devices."""
-  try:
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=_AUTO, devices=devices)
-  except NotImplementedError:
-    # JAX needs whole axes of a torus: 8 x 8 chips, not fsdp=32 tensor=2.
-    placed = mesh_utils.create_device_mesh(
-      sizes, devices, allow_split_physical_axes=True
-    )
-    return Mesh(placed, AXES, axis_types=_AUTO)
 
 
 def sampling_mesh(

@@ -8,10 +8,8 @@ can give your own function instead. Its parameters are bound to the fields of
 the same names (`core.binding`).
 """
 
-import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +18,7 @@ from jaxtyping import Array
 from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import asks_for, bind
-from grpojax.core.losses import WEIGHTINGS, rollout_correction
+from grpojax.core.losses import WEIGHTINGS
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.losses.rollout_correction import CORRECTIONS
 from grpojax.core.losses.surrogates import RATIOS, SURROGATES
@@ -285,10 +283,7 @@ def advantage_fn(objective: Objective) -> Callable[..., Array]:
 
 def loss_fn(objective: Objective) -> Callable[..., Any]:
   """Returns `losses.grpo_loss` with its ratio, surrogate and KL term bound."""
-  options = {
-    field.name: getattr(objective, field.name)
-    for field in dataclasses.fields(objective)
-  } | {"dual_clip": objective.dual_clip or None}
+  options = vars(objective) | {"dual_clip": objective.dual_clip or None}
   loss = functools.partial(
     losses.grpo_loss,
     ratio=_function(objective.ratio, RATIOS),
@@ -317,13 +312,3 @@ def weighting_fn(
 ) -> Callable[[Array], Array]:
   """Returns mask [B, G, T] -> weights of tokens; see `core.losses`."""
   return bind(_function(objective.weighting, WEIGHTINGS), length=max_new_tokens)
-
-
-def correction_fn(objective: Objective) -> rollout_correction.Correct | None:
-  """Returns the correction of the losses, or None if all of it is off."""
-  return rollout_correction.make_correction(
-    objective.correction,
-    objective.correction_low,
-    objective.correction_high or math.inf,
-    objective.off_policy_threshold or None,
-  )

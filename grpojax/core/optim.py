@@ -88,8 +88,20 @@ def scale_by_rounded_adam(
     updates, new = inner.update(
       optax.tree.cast(updates, jnp.float32), _narrow(state, jnp.float32), params
     )
-    mu, nu = _round_both(count_key, new.mu, new.nu)
-    return updates, new._replace(mu=mu, nu=nu)
+    leaves, structure = jax.tree.flatten(new.mu)
+    words = structure.unflatten(  # 32 random bits for both moments
+      jax.random.bits(jax.random.fold_in(count_key, i), x.shape, jnp.uint32)
+      for i, x in enumerate(leaves)
+    )
+
+    def rounded(moment, shift):
+      return jax.tree.map(
+        lambda x, word: stochastic_round(x, (word >> shift).astype(jnp.uint16)),
+        moment,
+        words,
+      )
+
+    return updates, new._replace(mu=rounded(new.mu, 16), nu=rounded(new.nu, 0))
 
   return optax.GradientTransformation(init, update)
 
@@ -97,26 +109,6 @@ def scale_by_rounded_adam(
 def _narrow(state, dtype):
   mu, nu = optax.tree.cast((state.mu, state.nu), dtype)
   return state._replace(mu=mu, nu=nu)
-
-
-def _round_both(
-  key: Key[Array, ""], mu: PyTree, nu: PyTree
-) -> tuple[PyTree, PyTree]:
-  """Rounds two trees of equal structure, with 32 random bits per element."""
-  leaves, structure = jax.tree.flatten(mu)
-  words = structure.unflatten(
-    jax.random.bits(jax.random.fold_in(key, i), leaf.shape, jnp.uint32)
-    for i, leaf in enumerate(leaves)
-  )
-
-  def with_bits(tree, shift):
-    return jax.tree.map(
-      lambda x, word: stochastic_round(x, (word >> shift).astype(jnp.uint16)),
-      tree,
-      words,
-    )
-
-  return with_bits(mu, 16), with_bits(nu, 0)
 
 
 def adamw(

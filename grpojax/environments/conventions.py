@@ -267,7 +267,12 @@ def _of_class(
 
   def act(instance: Any, action: str) -> Step:
     if not tools:
-      return _act(instance, action, form)
+      space = getattr(instance, "action_space", None)
+      try:
+        value = spaces.read_action(action, form, space)
+      except spaces.IllegalAction as error:
+        return to_step(Step(str(error), info={"illegal_actions": 1}))
+      return _read(instance.step(value))
     step = use_tools(action, {name: getattr(instance, name) for name in tools})
     if step.done and reward:
       step = to_step(step._replace(reward=reward(instance)))
@@ -280,16 +285,6 @@ def _of_class(
     _check(f"{subject}: {name}", described[name], is_tool=True)
   play = replay.Replay(begin, act, reward)
   return HostEnvironment(play.reset, play.step, described, play.end, play.close)
-
-
-def _act(instance: Any, text: str, form: str) -> Step:
-  """Steps an instance of a class like gymnasium's by a turn's text."""
-  space = getattr(instance, "action_space", None)
-  try:
-    action = spaces.read_action(text, form, space)
-  except spaces.IllegalAction as error:
-    return to_step(Step(str(error), info={"illegal_actions": 1}))
-  return _read(instance.step(action))
 
 
 def _read_reset(value: Any) -> Step:

@@ -27,11 +27,9 @@ def higher_lower(
   """
 
   def reset(target, key):
-    del key
     return target
 
   def step(secret, ids, length, key):
-    del key
     guess = ids[length - 1]
     right = guess == secret
     answer = jnp.where(guess < secret, numbers, numbers + 1)[None]

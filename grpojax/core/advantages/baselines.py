@@ -50,32 +50,8 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   origin = rows.ravel()[jnp.argmax(rewarded)]
   moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
   means = jnp.sum(moved, -1) / jnp.maximum(counts, 1)
-  squares = jnp.sum(centred(rows) ** 2, -1)
-  within, between, pooled = _pooled_estimates(means, counts, squares)
-  # w, with numerator and denominator multiplied by n - 1, which may be 0.
-  total = within + between * (counts - 1)
-  weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
-  # The only sample of a prompt has the pooled mean as its baseline.
-  lonely = counts == 1
-  weight = jnp.where(lonely, 1, weight)[:, None]
-  others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
-  left_out = jnp.where(lonely[:, None], moved, minus_others(rows))
-  advantages = left_out - weight * (pooled[:, None] - others_mean)
-  # Without rewards of other prompts there is no pooled mean.
-  poolable = sum_of_others((counts > 0).astype(counts.dtype))[:, None] > 0
-  advantages = jnp.where(poolable, advantages, minus_others(rows))
-  return jnp.where(rewarded, advantages, 0).reshape(rewards.shape)
-
-
-def _pooled_estimates(
-  means: Float[Array, "B"],
-  counts: Float[Array, "B"],
-  squares: Float[Array, "B"],
-) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-  """Estimates s2, t2 and the mean for each prompt from all other prompts.
-
-  `squares` are each prompt's sums of squared deviations.
-  """
+  squares = jnp.sum(centred(rows) ** 2, -1)  # of deviations
+  # Estimates for each prompt from all other prompts.
   known = (counts > 0).astype(counts.dtype)  # prompts with a mean
   spread_out = (counts > 1).astype(counts.dtype)  # and with a variance
   others = sum_of_others(known)
@@ -92,7 +68,19 @@ def _pooled_estimates(
   inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / n
   between = jnp.maximum(spread - within * inverse, 0)
   # With fewer than two other prompts, s2 = 0 selects the group's own mean.
-  return jnp.where(others > 1, within, 0), between, pooled
+  within = jnp.where(others > 1, within, 0)
+  # w, with numerator and denominator multiplied by n - 1, which may be 0.
+  total = within + between * (counts - 1)
+  weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
+  # The only sample of a prompt has the pooled mean as its baseline.
+  lonely = counts == 1
+  weight = jnp.where(lonely, 1, weight)[:, None]
+  others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
+  left_out = jnp.where(lonely[:, None], moved, minus_others(rows))
+  advantages = left_out - weight * (pooled[:, None] - others_mean)
+  # Without rewards of other prompts there is no pooled mean.
+  advantages = jnp.where(others[:, None] > 0, advantages, minus_others(rows))
+  return jnp.where(rewarded, advantages, 0).reshape(rewards.shape)
 
 
 def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:

@@ -69,18 +69,6 @@ def length_weighted(
   return _minus_weighted_others(rewards, lengths, "lengths")
 
 
-def logit_score_sq(
-  logprobs: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
-) -> Float[Array, "*B G"]:
-  """Sum over tokens of (1 - p_t)^2, which measures the policy's uncertainty.
-
-  p_t is the probability under the sampling distribution, 1 - p_t the derivative
-  of log p_t with respect to the token's own logit. The other logits add less,
-  and say less about |s|^2 (measured: grpojax/studies/README.md).
-  """
-  return jnp.sum(token_score_sq(logprobs, mask), axis=-1)
-
-
 def score_weighted(
   rewards: Shaped[Array, "*B G"],
   logit_score_sq: Float[Array, "*B G"],
@@ -99,7 +87,12 @@ def score_weighted(
 def token_score_sq(
   logprobs: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
 ) -> Float[Array, "*B G T"]:
-  """Returns the terms of `logit_score_sq`, 0 outside of the mask."""
+  """(1 - p_t)^2, which measures the policy's uncertainty; 0 outside the mask.
+
+  p_t is the probability under the sampling distribution, 1 - p_t the derivative
+  of log p_t with respect to the token's own logit. The other logits add less,
+  and say less about |s|^2 (measured: grpojax/studies/README.md).
+  """
   return jnp.where(mask, jnp.expm1(logprobs) ** 2, 0)
 
 
@@ -167,10 +160,11 @@ def sample_weights(
 ) -> dict[str, Shaped[Array, "B G *t"]]:
   """Computes the arrays for which an advantage has parameters."""
   mask = rollout.sampled
+  of_tokens = lambda: token_score_sq(rollout.logprobs, mask)
   weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),
-    "logit_score_sq": lambda: logit_score_sq(rollout.logprobs, mask),
-    "token_score_sq": lambda: token_score_sq(rollout.logprobs, mask),
+    "logit_score_sq": lambda: jnp.sum(of_tokens(), axis=-1),
+    "token_score_sq": of_tokens,
     "sampled": lambda: mask,
   }
   return {k: f() for k, f in weights.items() if asks_for(advantage, k)}

@@ -24,7 +24,7 @@ from grpojax.core.decoding.sampling import (
   uniform,
 )
 from grpojax.core.mesh import constrain, runs_kernels, sample_cuts
-from grpojax.core.options import ONE_OR_MORE, frozen_options, option
+from grpojax.core.options import frozen_options, one_or_more, option
 from grpojax.core.random_keys import random_key
 from grpojax.core.types import LM, Cache, ExtendOutput, Params, Prefix, Prompts
 
@@ -42,9 +42,7 @@ class Decoding:
   of a single sample, a quarter of the prompts).
   """
 
-  stages: int = option(
-    4, "number of cache lengths, each compiled", within=ONE_OR_MORE
-  )
+  stages: int = one_or_more(4, "number of cache lengths, each compiled")
   compact: bool = option(True, "decode unfinished samples in a smaller batch")
 
 

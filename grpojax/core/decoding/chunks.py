@@ -98,19 +98,25 @@ def begin(
   )
 
 
-def _setup(
+def _prepare(
   lm: LM,
   params: Params,
   rows: Trajectories,
   ends: ends_lib.Ends,
   sampling: Sampling,
-) -> loops.Setup:
+  slots: int,
+) -> tuple[loops.Setup, Trajectories]:
+  """Returns the loop's inputs, and the rows in a cache of `slots` tokens."""
   longest = rows.prompts.prompt_ids.shape[1] + rows.turns.shape[-1]
   lm, params = lm.prepared(params, longest=longest, **sampling.formats)
   ends = ends_lib.on_device(ends)
-  return loops.Setup(
+  setup = loops.Setup(
     lm, params, rows.prefix, rows.keys, rows.limit, ends, sampling
   )
+  if slots != rows.slots:
+    common = jnp.broadcast_to(jnp.max(_cached(rows)), rows.turn.shape)
+    rows = _align(lm, rows, common, slots)
+  return setup, rows
 
 
 def _cached(rows: Trajectories) -> Int[Array, "B G"]:
@@ -126,14 +132,6 @@ def _align(
   index = jnp.max(_cached(rows))
   cache = lm.align_cache_rows(rows.cache, ends, index, slots)
   return rows.replace(cache=cache, slots=slots)
-
-
-def _grow(lm: LM, rows: Trajectories, slots: int) -> Trajectories:
-  """Resizes the cache of aligned rows to `slots` tokens."""
-  if slots == rows.slots:
-    return rows
-  ends = jnp.broadcast_to(jnp.max(_cached(rows)), rows.turn.shape)
-  return _align(lm, rows, ends, slots)
 
 
 def decode(
@@ -156,8 +154,7 @@ def decode(
   size of the cache: at least the longest row and `tokens` more. A turn ends at
   `eos_ids` (see `rollout`) or after `turn_tokens` tokens (0 for no limit).
   """
-  setup = _setup(lm, params, rows, read_ends(eos_ids), sampling)
-  rows = _grow(setup.lm, rows, slots)
+  setup, rows = _prepare(lm, params, rows, read_ends(eos_ids), sampling, slots)
   start, samples = jnp.max(_cached(rows)), rows.samples
   rows = rows.replace(
     samples=samples._replace(
@@ -255,8 +252,8 @@ def feed(
   A row reads the first `lengths` of its `ids`. Rows that are `complete` begin
   their next turn. `slots` is as in `decode`.
   """
-  setup = _setup(lm, params, rows, ends_lib.Ends(()), sampling)
-  rows = _grow(setup.lm, rows, slots)
+  ends = ends_lib.Ends(())  # not read
+  setup, rows = _prepare(lm, params, rows, ends, sampling, slots)
   start = jnp.max(_cached(rows))
   samples, size = rows.samples, ids.shape[-1]
   # The turn's last token enters the cache now. The observation's last token

@@ -45,7 +45,6 @@ from grpojax.core.types import Batch
 _LARGEST = 20.0  # log of the largest weight, so that exp does not overflow
 _INF = float("inf")
 
-Correct = Callable[[Array, Batch], tuple[Array | None, Array | None, Aux]]
 
 CORRECTIONS = (
   "none",
@@ -112,7 +111,7 @@ def make_correction(
   low: float = 0.0,
   high: float = _INF,
   threshold: float | None = None,
-) -> Correct | None:
+) -> Callable[..., tuple[Array | None, Array | None, Aux]] | None:
   """Makes the correction that `make_update` applies to its losses.
 
   In a single update pi_old is the update's own policy; several updates need the

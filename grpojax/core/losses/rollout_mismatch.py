@@ -59,7 +59,7 @@ def metrics(
   arrays["mismatch_mean"] = mismatch
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
-  largest = jnp.max(mismatch)
+
   real = jnp.any(mask, axis=-1)
   log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
   # Relative to the largest weight, which leaves shares unchanged.
@@ -68,6 +68,6 @@ def metrics(
   squares = jnp.maximum(jnp.sum(w**2), 1e-30)
   share = jnp.sum(w) ** 2 / (sequences * squares)
   return {
-    "rollout_mismatch_max": largest,
+    "rollout_mismatch_max": jnp.max(mismatch),
     "rollout_effective_samples": jnp.where(jnp.any(real), share, jnp.nan),
   } | {f"rollout_{name}": value for name, value in means.items()}

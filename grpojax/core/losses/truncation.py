@@ -15,27 +15,14 @@ about p. (docs/objectives.md; `mask`: DAPO, arXiv 2503.14476, section 3.4.)
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-Rewards = Float[Array, "*K B G"]
-Samples = Bool[Array, "B G"]
-
-
-def keep(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
-  """Keeps truncated completions in the baseline and in the loss."""
-  return rewards, jnp.ones_like(finished)
-
-
-def mask(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
-  """Keeps truncated completions in the baseline, but not in the loss."""
-  return rewards, finished
-
-
-def drop(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
-  """Drops truncated completions, as if they had no reward."""
-  return jnp.where(finished, rewards, jnp.nan), finished
-
-
-TRUNCATED = {"keep": keep, "mask": mask, "drop": drop}
-"""Treatments by name: (rewards, finished) -> rewards in the baseline, of a
-single function or of each of K, and True for samples in the loss."""
+TRUNCATED = {
+  "keep": lambda rewards, finished: (rewards, jnp.ones_like(finished)),
+  "mask": lambda rewards, finished: (rewards, finished),
+  "drop": lambda rewards, finished: (
+    jnp.where(finished, rewards, jnp.nan),
+    finished,
+  ),
+}
+"""Treatments by name: (rewards, finished) -> rewards in the baseline [B, G], or
+[K, B, G] of K functions, and True for samples in the loss [B, G]."""

@@ -60,7 +60,6 @@ def _take(x, index, inverse):
 
   The backward pass takes entries by the inverse index instead of a scatter.
   """
-  del inverse
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
   return jax.vmap(look_up)(x, index)
 

@@ -13,17 +13,6 @@ from grpojax.core.packing.flat_tokens import FlatTokens, by_device, find_tokens
 from grpojax.core.types import LM, Params
 
 
-def _addresses(
-  ids: Shaped[Array, "U G T"], rows: Rows
-) -> Int[Array, "devices n"]:
-  """Returns each token's index in its device's samples; -1 on padding."""
-  _, g, t = ids.shape
-  sample = rows.prompt_of_row[..., None] * g + rows.sample_of_token
-  address = sample * t + rows.position_of_token
-  address = jnp.where(rows.sample_of_token < 0, -1, address)
-  return address.reshape(rows.sizes.devices, -1)
-
-
 def _pack(
   values: Shaped[Array, "U G T *more"],
   addresses: Int[Array, "devices n"],
@@ -80,12 +69,17 @@ def completion_logprobs(
   planned; they do not support `jax.jvp`, and `LM.extend` gets `segments`.
   """
   if rows is None:
-    options |= dict(replayed=replayed, reference=reference)
+    options |= {"replayed": replayed, "reference": reference}
     return logprobs_and_load(
       lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
     )
-  addresses, sizes = _addresses(ids, rows), rows.sizes
-  sample, position = rows.sample_of_token[:, None], rows.position_of_token
+  sizes, (_, g, t) = rows.sizes, ids.shape
+  sample = rows.sample_of_token[:, None]
+  position = rows.position_of_token[:, None]
+  # The samples of a device are counted, and so are the tokens in them.
+  segments = rows.prompt_of_row[:, None, None] * g + sample
+  addresses = jnp.where(sample < 0, -1, segments * t + position)
+  addresses = addresses.reshape(sizes.devices, -1)
   row_ids = _pack(ids, addresses, rows)
   if load_weights is not None:
     of_prompts, of_tokens = load_weights
@@ -113,25 +107,14 @@ def completion_logprobs(
     flat, segments = None, sample
   else:
     # Flat tokens of a device share one array, so segments count its samples.
-    segments = rows.prompt_of_row[:, None, None] * ids.shape[1] + sample
     segments = jnp.where(sample < 0, -1, segments)
     addresses = jnp.take_along_axis(
       addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
     )
-  prompt_ids, prompt_mask = prompts
+  options |= {"positions": position, "segments": segments}
+  options |= {"flat": flat, "replayed": replayed, "reference": reference}
   scored = logprobs_and_load(
-    lm,
-    params,
-    prompt_ids,
-    prompt_mask,
-    row_ids,
-    load_weights,
-    positions=position[:, None],
-    segments=segments,
-    flat=flat,
-    replayed=replayed,
-    reference=reference,
-    **options,
+    lm, params, *prompts, row_ids, load_weights, **options
   )
 
   def of_samples(x):
