@@ -112,30 +112,13 @@ def test_infinite_rewards_count_as_missing_and_gradients_are_finite(name):
   holes[0] = True
   holes[1], holes[4:] = np.arange(G) == 2, False
   rewards[5] = 0.1
-  signs = np.where(rng.random((6, G)) < 0.5, np.inf, -np.inf)
   expected = np.asarray(compiled(name, np.where(holes, NAN, rewards)))
-  for bad in (np.inf, -np.inf, signs):
-    actual = compiled(name, np.where(holes, bad, rewards).astype(np.float32))
-    np.testing.assert_array_equal(actual, expected)
   assert np.isfinite(expected).all() and (expected[holes] == 0).all()
   assert expected.any()
   jacobian = jax.jit(jax.jacobian(lambda z: call(name, z)))
-  equal = np.full((6, G), 0.1, np.float32)
-  for bad in (NAN, signs):
+  signs = np.where(rng.random((6, G)) < 0.5, np.inf, -np.inf)
+  for bad in (NAN, np.inf, -np.inf, signs):
     broken = np.where(holes, bad, rewards).astype(np.float32)
+    np.testing.assert_array_equal(compiled(name, broken), expected)
     assert np.isfinite(jacobian(broken)).all()
-  assert np.isfinite(jacobian(equal)).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", advantages.ADVANTAGES)
-def test_scaled_leave_one_out_lists_all_multiples_of_it(name):
-  rng = np.random.default_rng(0)
-  rewards = jnp.asarray(rng.exponential(size=(6, 5)), jnp.float32)
-  lengths = rng.integers(1, 9, (6, 5))
-  weighted = np.ravel(compiled(name, rewards, lengths)).astype(np.float64)
-  basis = np.ravel(compiled("leave_one_out", rewards)).astype(np.float64)
-  cosine = weighted @ basis / np.linalg.norm(weighted) / np.linalg.norm(basis)
-  proportional = name in advantages.SCALED_LEAVE_ONE_OUT
-  assert (cosine > 1 - 1e-6) == proportional
-  assert proportional or cosine < 0.998
+  assert np.isfinite(jacobian(np.full((6, G), 0.1, np.float32))).all()

@@ -98,35 +98,6 @@ def test_stages_do_not_change_samples(name, tabular):
   assert expected.finished.any() == bool(settings)
 
 
-LATER = ("one_stack", "bfloat16", "experts")
-LATER = [pytest.param(name, marks=long) for name in LATER]
-
-
-@pytest.mark.parametrize("name", [pytest.param("windows", marks=slow), *LATER])
-def test_aligned_rows_of_different_lengths_are_extended(name):
-  """Each row of the cache has 8 tokens, of which the first `lengths` stay."""
-  lm, params = model(name)
-  ids = jnp.asarray(np.random.default_rng(4).integers(1, 11, (B, G, 12)))
-  lengths = jnp.asarray([[7, 0, 3, 1, 5], [2, 6, 6, 4, 0], [0] * G])
-  prefix = lm.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
-  extend = jax.jit(lm.extend)
-  whole, *_ = extend(params, prefix, ids)
-  _, cache, _ = extend(params, prefix, ids[:, :, :8], lm.init_cache(B, G, 8))
-  cache = lm.align_cache_rows(cache, lengths, jnp.max(lengths), 11)
-  assert int(cache.index) == 7
-  positions, states = lengths[..., None] + jnp.arange(4), []
-  for at in jnp.split(positions, [1, 2], axis=-1):
-    next_ids = jnp.take_along_axis(ids, at, axis=-1)
-    hidden, cache, _ = extend(params, prefix, next_ids, cache, positions=at)
-    states.append(hidden.astype(jnp.float32))
-  expected = jnp.take_along_axis(whole, positions[..., None], axis=2)
-  np.testing.assert_allclose(
-    jnp.concatenate(states, 2)[:2],
-    expected[:2].astype(jnp.float32),
-    atol=0.1 if name == "bfloat16" else 2e-5,
-  )
-
-
 def watched(lm, axis):
   """Returns a function that runs a model and records its rows per token."""
   rows = []

@@ -55,12 +55,14 @@ def make_case(tabular):
   rng = np.random.default_rng(1)
   lm = tabular.lm(2, V)
   lengths = rng.integers(1, T // 2, (B, G))
+  mask = np.arange(T) < lengths[..., None]
+  mask[..., 1] &= lengths < 3  # an observation
   batch = Batch(
     prompt_ids=jnp.arange(B)[:, None] % 2,
     prompt_mask=jnp.ones((B, 1), bool),
     completion_ids=jnp.asarray(rng.integers(0, V, (B, G, T))),
-    completion_mask=jnp.arange(T) < lengths[..., None],
-    advantages=jnp.asarray(rng.standard_normal((B, G)), jnp.float32),
+    completion_mask=jnp.asarray(mask),
+    advantages=jnp.asarray(rng.standard_normal((B, G, T)), jnp.float32),
     old_logprobs=jnp.asarray(-rng.exponential(size=(B, G, T)), jnp.float32),
   )
   return lm, lm.init(KEY), batch, lengths
@@ -77,7 +79,7 @@ def dense_loss(table, batch, share, coefficient, tabular):
   log_p = jax.nn.log_softmax(logits)
   logprobs = jnp.take_along_axis(log_p, ids, -1)[..., 0]
   entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-  mask, a = np.asarray(batch.completion_mask), batch.advantages[..., None]
+  mask, a = np.asarray(batch.completion_mask), batch.advantages
   n = mask.sum()
   highest = mask & (entropy >= jnp.quantile(entropy[mask], 1 - share))
   ratio = jnp.exp(logprobs - batch.old_logprobs)
@@ -95,7 +97,7 @@ CUTS = [(0.3, 0.7, 2, True), (0.3, 0.0, 4, False), (1.0, 0.7, 1, False)]
 def test_micro_batches_and_packing_do_not_change_an_update(
   share, coefficient, parts, packed, tabular
 ):
-  """Compares with autodiff of the whole batch at once."""
+  """Compares with autodiff of the whole batch, with advantages of tokens."""
   lm, table, batch, lengths = make_case(tabular)
   if packed:
     layout = packing_layout.plan(lengths, T, np.ones(B, int), 1, 1, parts)
@@ -131,7 +133,7 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   state, metrics = update(state, batch)
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.9)
   # A skipped update, or a batch without rewards, leaves the control unchanged.
-  broken = batch.replace(advantages=jnp.full((B, G), jnp.inf))
+  broken = batch.replace(advantages=jnp.full((B, G, T), jnp.inf))
   nothing = jnp.zeros_like(batch.completion_mask)
   nothing = batch.replace(completion_mask=nothing)
   for other, skipped in ((broken, 2), (nothing, 0)):

@@ -104,21 +104,3 @@ def test_steps_can_be_scanned_and_learn(chain_step):
   assert last.step == 40 and last.prompts_consumed == 160
   reward = np.asarray(metrics["reward_mean"])
   assert reward[-5:].mean() > reward[:5].mean() + 0.2
-
-
-@pytest.mark.slow
-def test_custom_advantages_get_lengths_and_are_clipped(tabular):
-  lm = tabular.lm(2, 5)
-  params = lm.init(KEY)
-  draw = functools.partial(rollout, lm, **SETTINGS)
-  samples = jax.jit(draw)(params, PROMPTS, KEY)
-  rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
-  lengths = samples.completion_mask.sum(-1)
-  advantage = lambda rewards, lengths: rewards * lengths
-  for bound in (0.0, 0.3):
-    objective = Objective(advantage=advantage, advantage_clip=bound)
-    batch = make_batch(lm, samples, rewards, objective)
-    largest = bound or np.inf
-    expected = np.clip(rewards * lengths, -largest, largest)
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
-  assert (expected != rewards * lengths).any()

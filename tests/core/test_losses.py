@@ -1,15 +1,25 @@
-"""Weightings, ratios and the loss: gradients, and hostile numbers."""
+"""Weightings, ratios, surrogates and the loss: gradients, and hostile numbers.
+
+test_other_losses.py has parity with TRL and verl.
+"""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from grpojax.core import losses
 from grpojax.core.losses import surrogates
 from grpojax.core.losses.kl import k1, k2, k3
+from grpojax.core.objective import Objective
+from grpojax.core.step import init_state
+from grpojax.core.types import Batch
+from grpojax.core.update import UpdateOptions, make_update
 
 WEIGHTINGS = losses.WEIGHTINGS | {
   "fixed_length": lambda mask: losses.fixed_length(mask, 8)
@@ -18,6 +28,7 @@ RATIOS, SURROGATES = surrogates.RATIOS, surrogates.SURROGATES
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
+ADVANTAGES = jnp.array([[2.0, -1.0], [-3.0, 5.0]])
 KL = [(k1, True), (k2, False), (k3, False), (k3, True)]
 
 
@@ -41,7 +52,7 @@ def test_padding_has_no_weight():
     weights = weighting(MASK)
     assert weights.shape == MASK.shape and weights.dtype == jnp.float32
     assert ((weights > 0) == MASK).all()
-    np.testing.assert_array_equal(weighting(padded)[:2, :2, :4], weights)
+    assert_array_equal(weighting(padded)[:2, :2, :4], weights)
     assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
 
 
@@ -70,7 +81,7 @@ def test_on_policy_gradient_is_reinforce(with_old):
     ]
 
   for gradient, aux in all_gradients(logprobs):
-    np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=1e-9)
+    assert_allclose(gradient, expected, rtol=2e-6, atol=1e-9)
     assert (aux["ratio"] == 1).all() and (aux["kl"] == 0).all()
     assert not any(np.any(x) for k, x in aux.items() if k.startswith("clip"))
 
@@ -120,10 +131,127 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
   for junk in itertools.permutations([jnp.nan, -jnp.inf, jnp.inf]):
     dirty = [jnp.where(mask, x, j) for x, j in zip(arrays, junk, strict=True)]
     dirty = outcome(*dirty, dirty_rewards)
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    jax.tree.map(assert_array_equal, dirty, clean)
   # A token that some policies exclude.
   for extreme in (-1e30, -3e38, -jnp.inf):
     hit = logprobs.at[:, :, 0].set(extreme)
     for policies in itertools.product((logprobs, hit), repeat=3):
       for x in jax.tree.leaves(outcome(*policies, rewards)):
         assert np.isfinite(x).all()
+
+
+# User-defined surrogates.
+
+
+def log_surrogate(ratios, logprobs, advantages, *, scale=1.0):
+  """REINFORCE, which needs no ratio, with logged arrays."""
+  assert ratios.shape == logprobs.shape == advantages.shape
+  aux = {"small_ratio": ratios < 1, "surprise": -logprobs}
+  return -scale * logprobs * advantages, aux
+
+
+def test_aux_arrays_are_logged_as_means_over_tokens(tabular):
+  lm = tabular.lm(2, 5)
+  table, tx = lm.init(jax.random.key(1)), optax.sgd(0.1)
+  ids = jnp.asarray(np.random.default_rng(1).integers(0, 5, MASK.shape))
+  batch = Batch(
+    prompt_ids=jnp.array([[0], [1]]),
+    prompt_mask=jnp.ones((2, 1), bool),
+    completion_ids=ids,
+    completion_mask=MASK,
+    advantages=ADVANTAGES,
+    old_logprobs=jnp.full(MASK.shape, -1.0),
+  )
+  objective = Objective(surrogate=log_surrogate)
+  update = make_update(lm, tx, objective, UpdateOptions(micro_batches=2))
+  _, metrics = jax.jit(update)(init_state(table, tx, jax.random.key(0)), batch)
+  rows = tabular.rows([0, 1], ids)
+  logprobs = tabular.log_table(table)[*rows, np.asarray(ids)]
+  mask = np.asarray(MASK)
+  surprise = -logprobs[mask].mean()
+  loss = -(logprobs * np.asarray(ADVANTAGES)[..., None])[mask].mean()
+  assert_allclose(metrics["loss"], loss, rtol=1e-5)
+  assert_allclose(metrics["surprise"], surprise, rtol=1e-5)
+  small = (logprobs < -1)[mask].mean()
+  assert 0 < small < 1
+  assert_allclose(metrics["small_ratio"], small, rtol=1e-6)
+  assert "clip_fraction_low" not in metrics
+
+
+@pytest.mark.parametrize(
+  "returned, text",
+  [
+    (lambda x: (x.sum(), {}), "a number per token: got a loss ()"),
+    (lambda x: (x[..., :1], {}), "got a loss (2, 2, 1)"),
+    (lambda x: (x, {"mean": x.mean()}), "logged arrays {'mean': ()}"),
+    (lambda x: (x, {"kl": x, "mine": x}), "must not log ['kl']"),
+  ],
+)
+def test_arrays_of_a_wrong_shape_or_name_are_refused(returned, text):
+  surrogate = lambda ratios, logprobs, advantages: returned(ratios)
+  ones = jnp.ones(MASK.shape)
+  args = ones, ADVANTAGES, ones, MASK, ones
+  with pytest.raises(ValueError, match=re.escape(text)):
+    losses.grpo_loss(*args, surrogate=surrogate)
+
+
+# Far off-policy.
+
+LOGS = np.array([-3.0, -0.3, 0.0, 0.1, 2.0])
+
+
+def multiples(advantage, name, ratio="token_ratio", **settings):
+  """Multiples of -A grad log pi at each token, and logged arrays."""
+  old, ones = jnp.full((1, 1, 5), -5.0), jnp.ones((1, 1, 5))
+  args = jnp.full((1, 1), advantage), ones, ones.astype(bool), old
+  settings |= {"surrogate": SURROGATES[name], "ratio": RATIOS[ratio]}
+
+  def loss(x):
+    return losses.grpo_loss(x, *args, **settings)
+
+  new = old + jnp.asarray(LOGS, jnp.float32)
+  gradient, aux = jax.jit(jax.grad(loss, has_aux=True))(new)
+  aux = {k: np.asarray(v[0, 0]) for k, v in aux.items()}
+  return np.asarray(gradient[0, 0]) / -advantage, aux
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize("name", [x for x in SURROGATES if x != "dro"])
+def test_logged_arrays_describe_the_gradient(name, advantage):
+  bounds = dict.fromkeys(("dppo_low", "dppo_high"), 2e-4)
+  own = {"cispo": {"cispo_min": 0.1}, "dppo_tv": bounds, "dppo_kl": bounds}
+  settings = own.get(name, {})
+  result, aux = multiples(advantage, name, **settings)
+  if "gradient_weight" in aux:
+    assert_allclose(result, aux["gradient_weight"], rtol=1e-4)
+    return
+  sides = aux["clip_fraction_low"], aux["clip_fraction_high"]
+  assert any(side.any() for side in sides)
+  if name == "cispo":
+    assert_allclose(result, np.exp(LOGS).clip(0.1, 5), rtol=1e-5)
+    assert_array_equal(sides, [LOGS < -2.5, LOGS > 1.7])
+  else:
+    assert_array_equal(result == 0, sides[advantage > 0])
+    assert not sides[advantage < 0].any()
+
+
+def test_dro_pulls_to_the_old_policy():
+  """By beta log r over the advantage; finite far off."""
+  result, aux = multiples(-2.0, "dro", dro_beta=1.0)
+  assert_allclose(result, 1 + LOGS / 2, rtol=1e-5)
+  assert not {"clip_fraction_low", "gradient_weight"} & aux.keys()
+  far = jnp.full((1, 1, 1), -100.0)
+
+  def loss(x):
+    ratios = jnp.exp(x)  # underflows
+    return jnp.sum(SURROGATES["dro"](ratios, x, 0 * x, dro_beta=1.0)[0])
+
+  assert np.isfinite(jax.grad(loss)(far)).all()
+
+
+def test_trajectory_ratio_gradients_are_per_token():
+  result, aux = multiples(-2.0, "clipped", "trajectory_ratio", clip_low=1.0)
+  whole = np.full(5, np.exp(LOGS.sum()))
+  assert_allclose(aux["ratio"], whole, rtol=1e-5)
+  assert_allclose(result, whole, rtol=1e-5)

@@ -15,13 +15,14 @@ from grpojax.core.batch import make_batch
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.mesh import AXES
 from grpojax.core.objective import Objective
+from grpojax.core.packing import flat_tokens, packed_logprobs
 from grpojax.core.packing import layout as packing_layout
-from grpojax.core.packing import packed_logprobs
+from grpojax.core.packing.flat_tokens import FlatTokens
 from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import UpdateOptions, make_update
-from grpojax.models import huggingface as hf
 from grpojax.models import lora
+from grpojax.models.rope import Rope
 from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T = 4, 6, 3, 16
@@ -134,15 +135,6 @@ def memory_in_tokens(planned, prompt_length):
   return (planned.micro_batches() * room + 2 * padded) / 3
 
 
-def test_splits_may_have_different_numbers_of_rows():
-  """Rows of 16, with a sample each, in splits of about 25 tokens."""
-  lengths = np.array([[9] * 4, [16] * 4])
-  planned = packing_layout.plan(lengths, 64, np.array([8, 7]), 8, 1, 8)
-  rows = planned.rows.sample_of_token >= 0
-  assert rows.shape == (1, 4, 3, 16) and rows.sum() == lengths.sum()
-  assert_array_equal(rows.any(axis=-1).sum(axis=-1), [[3, 2, 1, 2]])
-
-
 def test_shapes_are_few_as_lengths_drift():
   rng, shapes = np.random.default_rng(0), set()
   for step in range(60):
@@ -179,35 +171,77 @@ def test_a_packing_requires_equal_and_small_micro_batches():
     packing.split(*batch, 2)
 
 
+# Flat arrays of real tokens.
+
+REAL = [[[1, 1, 1, 0], [0, 0, 0, 0]], [[1, 1, 0, 1], [1, 0, 0, 0]]]
+REAL = np.array(REAL, bool)
+
+
+def test_tokens_without_room_are_dropped():
+  index = flat_tokens.find_tokens(jnp.asarray(REAL), 1, 3)
+  assert np.sum(index.token_of_place < 3) == 3
+  np.testing.assert_array_equal(index.place_of_token, [[0, 1, 2]])
+
+
+@pytest.mark.parametrize("devices, size", [(1, 9), (2, 4)])
+def test_flatten_and_unflatten_are_gathers(devices, size):
+  index = flat_tokens.find_tokens(jnp.asarray(REAL), devices, size)
+  choose = np.zeros((devices, size, devices, 16 // devices))
+  for device, real in enumerate(REAL.reshape(devices, -1)):
+    places = np.flatnonzero(real)
+    choose[device, np.arange(len(places)), device, places] = 1
+  choose = choose.reshape(devices * size, 16)
+  x = jax.random.normal(KEY, (2, 2, 4, 3))
+  flat = jax.random.normal(KEY, (devices, 1, size, 3))
+
+  @jax.jit
+  def both_ways(x, flat):
+    there, there_vjp = jax.vjp(lambda x: flat_tokens.flatten(x, index), x)
+    back, back_vjp = jax.vjp(
+      lambda flat: flat_tokens.unflatten(flat, index, x.shape[:3]), flat
+    )
+    return (there, back_vjp(x)[0]), (back, there_vjp(flat)[0])
+
+  results = both_ways(x, flat)
+  matrices = (choose, x.reshape(16, 3)), (choose.T, flat.reshape(-1, 3))
+  for values, (matrix, y) in zip(results, matrices, strict=True):
+    for value in values:
+      expected = np.float32(matrix @ y)
+      np.testing.assert_array_equal(np.reshape(value, (-1, 3)), expected)
+  text = both_ways.lower(x, flat).as_text()
+  assert "gather" in text and "scatter" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_shared_prompts_are_summed_in_float32(dtype):
+  """300 times 1/256 is 1.17; a sum in bfloat16 would stop at 1."""
+  prompt_of_row = jnp.array([[0] * 300 + [2]])
+  none = flat_tokens.find_tokens(jnp.zeros((301, 1, 1), bool), 1, 1)
+  flat = FlatTokens(none, none, prompt_of_row)
+  x = jnp.arange(6, dtype=dtype).reshape(3, 2)
+  shared, back = jax.vjp(flat.of_rows, x)
+  np.testing.assert_array_equal(shared, x[prompt_of_row[0]])
+  data = jnp.full((301, 2), 1 / 256, dtype)
+  # CPUs always sum products of bfloat16 in float32, so look at the program.
+  assert "preferred_element_type=float32" in str(jax.make_jaxpr(back)(data))
+  (gradient,) = back(data)
+  assert gradient.dtype == dtype
+  expected = np.array([300 / 256, 0, 1 / 256])[:, None] * np.ones(2)
+  np.testing.assert_allclose(np.float32(gradient), expected, 4e-3)
+
+
 # Values and gradients.
 
-SMALL = dict(
-  vocab_size=11,
-  hidden_size=8,
-  num_hidden_layers=2,
-  num_attention_heads=4,
-  num_key_value_heads=2,
-  head_dim=4,
-  intermediate_size=12,
+SHAPE = dict(vocab_size=11, width=8, heads=4, kv_heads=2, head_dim=4)
+SHAPE |= dict(layers=2, mlp=12)
+FEATURES = dict.fromkeys(
+  ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "post_norms"),
+  True,
 )
-CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-FAMILIES = {
-  "qwen2": {"use_sliding_window": True, "sliding_window": 4},
-  "qwen3": {"attention_bias": True},
-  "llama": {"mlp_bias": True},
-  "mistral": {"sliding_window": 4},
-  "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 5} | CAPS,
-  "gemma3_text": {
-    "sliding_window": 3,
-    "layer_types": ["sliding_attention", "full_attention"],
-  },
-  "qwen3_moe": {
-    "moe_intermediate_size": 6,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-  },
-}
-assert FAMILIES.keys() == hf.FAMILIES.keys()
+FEATURES |= dict(attention_cap=2.0, logits_cap=3.0, window=4)
+FEATURES |= dict(local_layers=(True, False), local_rope=Rope(theta=30.0))
+EXPERTS = dict(experts=4, experts_per_token=2)
 
 
 def normal(shapes, seed=0, deviation=0.5):
@@ -266,19 +300,18 @@ def differentiate(lm, params, samples, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "kind",
+  "features, adapted",
   [
-    pytest.param(x, marks=[pytest.mark.long] * (x != "qwen3_moe"))
-    for x in FAMILIES
+    (FEATURES, False),
+    (EXPERTS, False),
+    pytest.param(FEATURES, True, marks=pytest.mark.long),
   ],
 )
-def test_packing_does_not_change_logprobs_and_gradients(kind):
-  """The gradients of gemma2 are those of adapters."""
-  hf_config = {"model_type": kind} | SMALL | FAMILIES[kind]
+def test_packing_does_not_change_logprobs_and_gradients(features, adapted):
+  lm = transformer(TransformerConfig(**SHAPE | features))
   # Larger weights would saturate the softmax and increase rounding errors.
-  params = normal(hf.abstract_params(hf_config), deviation=0.25)
-  lm = transformer(hf.to_transformer_config(hf_config))
-  if kind == "gemma2":
+  params = normal(jax.eval_shape(lm.init, KEY), deviation=0.25)
+  if adapted:
     adapters = lora.init(params, KEY, 2, "layers/(q|k|v|o)")
     adapters = normal(adapters, 1, deviation=0.25)
     lm, params = lora.adapt(lm, params, 1.0), adapters

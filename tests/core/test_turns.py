@@ -5,7 +5,6 @@ trajectory. Else the observation is a coin that depends on x, and turn 1 draws
 y. There are 13 trajectories.
 """
 
-import functools
 import itertools
 
 import jax
@@ -20,12 +19,11 @@ from grpojax.core import losses, turns
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
-from grpojax.core.packing import layout
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.step import init_state
 from grpojax.core.turns import Segment
 from grpojax.core.types import Prompts, Rollout
-from grpojax.core.update import UpdateOptions, make_update
+from grpojax.core.update import make_update
 
 KEY = jax.random.key(11)
 COIN = np.array([[0.7, 0.3], [0.2, 0.8]])  # by x
@@ -167,54 +165,6 @@ def test_turn_credit_by_hand():
   # A turn without a reward has the advantage nan.
   short = advantages(rewards[..., :1], samples, "turn")
   assert jnp.isnan(short[0, 0, 3]) and not jnp.isnan(short[0, 0, 0])
-
-
-def random_trajectories(count, seed=0):
-  """Returns random trajectories [B][4] of 1 to 3 turns."""
-  rng = np.random.default_rng(seed)
-
-  def segment(sampled):
-    ids = rng.integers(1, 7, rng.integers(1, 4)).tolist()
-    drawn = (-rng.random(len(ids))).tolist(), float(rng.normal())
-    return Segment(ids, *drawn) if sampled else Segment(ids)
-
-  lengths = 2 * rng.integers(1, 4, (count, 4)) - 1
-  return [[[segment(i % 2 == 0) for i in range(n)] for n in x] for x in lengths]
-
-
-PROMPTS = Prompts(
-  jnp.array([[1, 2, 3], [4, 5, 0], [6, 1, 2], [3, 0, 0]]),
-  jnp.array([[1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 0, 0]], bool),
-)
-
-
-@pytest.mark.slow
-def test_packing_and_micro_batches_do_not_change_the_update(tiny):
-  lm, params = tiny.lm, tiny.params
-  samples = turns.trajectories(PROMPTS, random_trajectories(4))
-  rewards = samples.turn_rewards
-  tx = optax.sgd(1.0)
-
-  @functools.partial(jax.jit, static_argnums=1)
-  def updated(packing, micro_batches):
-    options = UpdateOptions(micro_batches=micro_batches)
-    cut = {"options": options, "packing": packing}
-    batch = make_batch(lm, samples, rewards, credit="turn", **cut)
-    update = make_update(lm, tx, Objective(), options)
-    return update(init_state(params, tx, KEY), batch)[0].params
-
-  plan = layout.plan(
-    np.asarray(samples.completion_mask.sum(-1)),
-    samples.completion_ids.shape[-1],
-    np.asarray(PROMPTS.prompt_mask.sum(-1)),
-    3,
-    micro_batches=2,
-  )
-  assert plan is not None
-  whole = updated(None, 1)
-  same = functools.partial(assert_allclose, atol=2e-5)
-  for other in (updated(None, 4), updated(plan, 2)):
-    jax.tree.map(same, whole, other)
 
 
 TURN = Segment([1], [-0.1])

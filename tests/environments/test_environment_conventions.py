@@ -194,9 +194,6 @@ def test_actions_are_read_from_text(space, form, text, action):
 )
 def test_observations_of_other_types_become_text(value, text):
   assert spaces.observation(value) == text
-
-
-def test_observations_need_a_text():
   with pytest.raises(ValueError, match="observation of type object, whose"):
     spaces.observation(object())
 
