@@ -457,6 +457,67 @@ def test_each_epoch_draws_new_minibatches(parts):
   assert (other[1:] != orders[1:]).any()
 
 
+# Importance weights of prompts.
+
+
+def of_weights(tabular, pack=False, beta=0.0, **options):
+  """Returns the function from prompt weights to a step of SGD."""
+  lm, tx = tabular.lm(2, 4), optax.sgd(1.0)
+  params = lm.init(KEY)
+  ids = jax.random.randint(KEY, (4, 2, 3), 0, 4)
+  lengths = np.array([[3, 1], [2, 2], [1, 1], [3, 2]])
+  samples = all_ones(
+    ids,
+    jnp.arange(4) % 2,
+    completion_mask=jnp.asarray(np.arange(3) < lengths[..., None]),
+    logprobs=jnp.full(ids.shape, -1.4),
+  )
+  rewards = jax.random.normal(KEY, (4, 2))
+  options, packing = UpdateOptions(**options), None
+  if pack:
+    ones, parts = np.ones(4, int), options.micro_batches
+    packing = layout.plan(lengths, 3, ones, 1, 1, parts)
+  objective = Objective(weighting="fixed_length", beta=beta)
+  update = make_update(lm, tx, objective, options)
+
+  @jax.jit
+  def moved(weights):
+    batch = make_batch(
+      *(lm, samples, rewards, objective),
+      options=options,
+      ref_params=params + 0.5 * params**2 if beta else None,
+      prompt_weights=weights,
+      packing=packing,
+    )
+    return params - update(init_state(params, tx, KEY), batch)[0].params
+
+  return lambda weights: np.asarray(
+    moved(None if weights is None else jnp.asarray(weights, "f4"))
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "options", [{}, {"micro_batches": 2, "pack": True}, {"beta": 0.3}], ids=str
+)
+def test_the_gradient_is_linear_in_the_weights(options, tabular):
+  weights = np.array([0.5, 3.0, 0.0, 1.25])
+  gradient = of_weights(tabular, **options)
+  each = [gradient(row) for row in np.eye(4)]
+  result, plain = gradient(weights), gradient(None)
+  assert_allclose(result, np.tensordot(weights, each, 1), atol=1e-6)
+  assert_allclose(plain, sum(each), atol=1e-6)
+  assert np.abs(result).max() > 0.01 < np.abs(plain - result).max()
+
+
+def test_minibatches_take_the_weights_of_their_prompts(tabular):
+  """The first minibatch, of every second prompt, has weight 0."""
+  gradient = of_weights(tabular, minibatches=2)
+  half, last = (gradient([0.0, w, 0.0, w]) for w in (1.0, 2.0))
+  assert_allclose(last, 2 * half, rtol=1e-4, atol=1e-6)
+  assert np.abs(half).max() > 0.01
+
+
 # Metrics of the rollout.
 
 
@@ -471,12 +532,11 @@ def test_rollout_metrics_equal_numpy():
   finished = rng.random((b, g)) < 0.5
   # The last row only pads the batch.
   length[3], finished[3], rewards[3] = 0, False, np.nan
-  samples = Rollout(
-    prompt_ids=jnp.zeros((b, 2), int),
-    prompt_mask=jnp.array([[True, True]] * 3 + [[False, False]]),
-    completion_ids=jnp.zeros((b, g, t), int),
+  samples = all_ones(
+    jnp.zeros((b, g, t), int),
+    [0] * b,
+    prompt_mask=jnp.array([[True]] * 3 + [[False]]),
     completion_mask=jnp.arange(t) < jnp.asarray(length)[..., None],
-    logprobs=jnp.zeros((b, g, t)),
     finished=jnp.asarray(finished),
   )
   other = np.array([[-np.inf], [np.inf]] * 2, np.float32)
